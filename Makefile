@@ -1,0 +1,64 @@
+# make demo | test | lint | format | install | clean. Everything is installed into .venv, once; a second call is instant.
+#
+#   make PYTHON=python3.12 install      another interpreter
+#   make JOBS=8 test                    more test processes (default 2)
+
+PYTHON ?= python3
+JOBS ?= 2
+VENV := .venv
+BIN := $(VENV)/bin
+
+.DEFAULT_GOAL := help
+.PHONY: help install demo test lint format clean
+
+help:
+	@echo "make demo     install, then train, decode and evaluate the tiny model, and write a report"
+	@echo "make test     install, then ruff, mypy and all tests"
+	@echo "make lint     install, then ruff and mypy"
+	@echo "make format   install, then format the code"
+	@echo "make install  create .venv with everything that development needs"
+	@echo "make clean    remove .venv, caches and build outputs (runs/ is kept)"
+
+install: $(VENV)/.installed
+
+# Three kinds of machine:
+#  * PyTorch is already there for $(PYTHON) (a GPU container, say): .venv sees it, nothing is downloaded twice.
+#  * An NVIDIA GPU, no PyTorch: the newest PyTorch, with CUDA.
+#  * Neither: the release in constraints.txt, which pip takes as a CPU build where it is offered one. PyPI's file for Linux
+#    brings CUDA libraries (large, but it works); to get the small one there:
+#    PIP_EXTRA_INDEX_URL=https://download.pytorch.org/whl/cpu make install
+$(VENV)/.torch: constraints.txt
+	@$(PYTHON) -c 'import sys; sys.exit("seergate needs Python 3.11 or newer; try make PYTHON=python3.12" if sys.version_info < (3, 11) else 0)'
+	@if $(PYTHON) -c 'import torch' 2>/dev/null; then \
+	    echo "PyTorch of $(PYTHON) is used" && $(PYTHON) -m venv --system-site-packages $(VENV); \
+	elif command -v nvidia-smi >/dev/null; then \
+	    $(PYTHON) -m venv $(VENV) && $(BIN)/python -m pip install 'torch>=2.6'; \
+	else \
+	    $(PYTHON) -m venv $(VENV) && $(BIN)/python -m pip install -c constraints.txt torch; \
+	fi
+	@touch $@
+
+# PyTorch comes first, by itself: the second command finds it installed and does not replace it.
+$(VENV)/.installed: $(VENV)/.torch pyproject.toml
+	$(BIN)/python -m pip install -e '.[dev]'
+	@touch $@
+
+demo: install
+	$(BIN)/seergate demo
+
+lint: install
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+
+# One torch thread per process is set in tests/conftest.py, so JOBS processes use JOBS cores.
+test: lint
+	$(BIN)/python -m pytest -n $(JOBS)
+
+format: install
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+clean:
+	rm -rf $(VENV) build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +

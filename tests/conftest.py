@@ -1,0 +1,105 @@
+"""What holds for every test: no network, one thread, fixed seeds, poisoned memory, no use of what is going away."""
+
+from __future__ import annotations
+
+import logging
+import os
+import random
+import re
+from collections.abc import Iterator
+
+# Read when the libraries are imported, so they are set before any of them is.
+if os.environ.get("SEERGATE_TEST_HUB") != "1":
+    os.environ["HF_HUB_OFFLINE"] = "1"
+    os.environ["TRANSFORMERS_OFFLINE"] = "1"
+    os.environ["HF_DATASETS_OFFLINE"] = "1"
+os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+
+import hypothesis
+import numpy as np
+import pytest
+import torch
+
+if not torch.cuda.is_available():
+    os.environ.setdefault("DS_ACCELERATOR", "cpu")
+
+torch.set_num_threads(1)  # pytest-xdist runs one process per core; more threads would only fight over them
+
+# No deadline: the first call of an op may compile. In CI the same examples are drawn every time.
+hypothesis.settings.register_profile("local", deadline=None)
+hypothesis.settings.register_profile("ci", deadline=None, derandomize=True, print_blob=True)
+hypothesis.settings.load_profile("ci" if os.environ.get("CI") else "local")
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Skip what this machine cannot run."""
+    needs = {
+        "gpu": (torch.cuda.is_available(), "needs a CUDA device"),
+        "hub": (os.environ.get("SEERGATE_TEST_HUB") == "1", "needs the Hugging Face Hub (SEERGATE_TEST_HUB=1)"),
+    }
+    for item in items:
+        for marker, (available, reason) in needs.items():
+            if not available and item.get_closest_marker(marker):
+                item.add_marker(pytest.mark.skip(reason=reason))
+
+
+@pytest.fixture(autouse=True)
+def _seeded() -> None:
+    random.seed(0)
+    np.random.seed(0)
+    torch.manual_seed(0)
+
+
+def _poisoned(allocate):
+    """`allocate`, but floating-point memory holds NaN instead of whatever was there before."""
+
+    def wrapper(*args, **kwargs):
+        tensor = allocate(*args, **kwargs)
+        # A compiled graph allocates by itself, and `out=` hands back memory of the caller.
+        skipped = tensor.is_meta or torch.compiler.is_compiling() or "out" in kwargs
+        if tensor.is_floating_point() and not skipped:
+            with torch.no_grad():
+                tensor.fill_(float("nan"))
+        return tensor
+
+    return wrapper
+
+
+@pytest.fixture(autouse=True)
+def _poisoned_empty(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Reading memory that was never written gives NaN, not a lucky zero (as in flash-linear-attention's tests)."""
+    if request.node.get_closest_marker("plain_empty"):
+        return
+    for owner, name in (
+        (torch, "empty"),
+        (torch, "empty_like"),
+        (torch, "empty_strided"),
+        (torch.Tensor, "new_empty"),
+        (torch.Tensor, "new_empty_strided"),
+    ):
+        monkeypatch.setattr(owner, name, _poisoned(getattr(owner, name)))
+
+
+_GOING_AWAY = re.compile(r"deprecat|will be removed|will be an error|no longer supported in", re.IGNORECASE)
+
+
+class _Collector(logging.Handler):
+    def __init__(self) -> None:
+        super().__init__(logging.WARNING)
+        self.messages: list[str] = []
+
+    def emit(self, record: logging.LogRecord) -> None:
+        message = record.getMessage()
+        if _GOING_AWAY.search(message):
+            self.messages.append(message)
+
+
+@pytest.fixture(autouse=True)
+def _no_logged_deprecations() -> Iterator[None]:
+    """transformers logs most of its deprecations instead of warning; a test that causes one fails."""
+    logger = logging.getLogger("transformers")
+    collector = _Collector()
+    logger.addHandler(collector)
+    yield
+    logger.removeHandler(collector)
+    assert not collector.messages, f"transformers says that this is going away: {collector.messages}"
