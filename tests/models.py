@@ -3,9 +3,9 @@
     from tests.models import FAMILIES, tiny_model, left_padded
     model = tiny_model("qwen3")
 
-Two layers, hidden size 64 (Llama 96), 2 to 4 query heads per KV head. The weights are drawn ten times wider than usual:
-attention of a usual random model is flat, so that leaving out half of the keys would change next to nothing, and a test
-that selects the wrong blocks would pass.
+Two layers, hidden size 64 (Llama 96), 2 to 4 query heads per KV head. The weights are drawn ten times wider than
+usual: attention of a usual random model is flat, so that leaving out half of the keys would change next to nothing,
+and a test that selects the wrong blocks would pass.
 """
 
 from __future__ import annotations
