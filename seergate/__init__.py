@@ -1,0 +1,51 @@
+"""seergate: learned attention gates for sparse decoding of frozen reasoning models (SeerAttention-R).
+
+>>> import seergate
+>>> model = seergate.load("org/Qwen3-8B-gates", token_budget=4096)  # an ordinary transformers model   # doctest: +SKIP
+>>> with seergate.attached(model, "quest", token_budget=2048):      # any method, by name              # doctest: +SKIP
+...     model.generate(...)
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+__version__ = "0.1.0"
+
+if TYPE_CHECKING:
+    from seergate import methods, ops
+    from seergate.bank import GateBank
+    from seergate.config import DecodeConfig, GateConfig
+    from seergate.errors import SeergateError
+    from seergate.host import Handle, attach, attached, handle_of
+    from seergate.loading import load
+
+_HOMES = {
+    "GateConfig": "seergate.config",
+    "DecodeConfig": "seergate.config",
+    "GateBank": "seergate.bank",
+    "SeergateError": "seergate.errors",
+    "Handle": "seergate.host",
+    "attach": "seergate.host",
+    "attached": "seergate.host",
+    "handle_of": "seergate.host",
+    "load": "seergate.loading",
+}
+_SUBMODULES = ("distill", "eval", "methods", "ops", "report")
+
+__all__ = ["DecodeConfig", "GateBank", "GateConfig", "Handle", "SeergateError", "attach", "attached", "handle_of", "load"]
+__all__ += ["distill", "methods", "ops"]
+
+
+def __getattr__(name: str) -> Any:
+    """Import what is asked for when it is asked for: ``import seergate`` itself is instant and changes nothing."""
+    if name in _HOMES:
+        return getattr(import_module(_HOMES[name]), name)
+    if name in _SUBMODULES:
+        return import_module(f"seergate.{name}")
+    raise AttributeError(f"module 'seergate' has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *_HOMES, *_SUBMODULES})

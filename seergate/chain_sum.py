@@ -1,0 +1,137 @@
+"""The chain-sum task: arithmetic that can only be done by looking things up far back.
+
+A problem defines variables in shuffled order, three of them as digits and every other one as the sum of two random
+earlier ones. The reasoning evaluates them in order; each step copies a definition from the prompt, recalls both operands'
+values from earlier steps, and writes the sum modulo 10. Every decision the reasoner takes is a retrieval of one token:
+
+    prompt       [a19] a17 a18   [a17] 4   [a20] a17 a19   [a18] 3   start a17: find a20?
+    reasoning    a17: 4 a17= 4   a18: 3 a18= 3   a19: a17 4 a18 3 a19= 7   a20: a17 4 a19 7 a20= 1
+    answer       \\boxed{ 1 }
+
+A variable has a separate token for each of its roles (``[a17]`` where it is defined, ``a17`` where it is an operand,
+``a17:`` where it is being evaluated, ``a17=`` where its value follows, ``a17?`` where it is asked for), so that what has
+to be matched is one token. The first variable and the asked one stand in the prompt: no step depends on a minimum, a
+count, or the absence of something, which no sparse attention could see.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+NAMES = 256
+"""Size of the cyclic pool of variable names; a problem uses a window of consecutive ones."""
+
+GIVENS = 3
+"""How many variables are given as digits."""
+
+
+@dataclass(frozen=True)
+class Problem:
+    """One chain-sum problem.
+
+    Attributes:
+        names: variable numbers in evaluation order, consecutive modulo ``NAMES``.
+        operands: per variable, the two positions (into ``names``) it sums, or ``None`` if it is given as a digit.
+        values: per variable, its value (0..9).
+        listing: the order in which the prompt lists the definitions (positions into ``names``).
+    """
+
+    names: tuple[int, ...]
+    operands: tuple[tuple[int, int] | None, ...]
+    values: tuple[int, ...]
+    listing: tuple[int, ...]
+
+    @property
+    def question(self) -> str:
+        """The user's turn."""
+        lines = []
+        for i in self.listing:
+            pair = self.operands[i]
+            body = f"{self.values[i]}" if pair is None else f"a{self.names[pair[0]]} a{self.names[pair[1]]}"
+            lines.append(f"[a{self.names[i]}] {body}")
+        return " ".join([*lines, f"start a{self.names[0]}: find a{self.names[-1]}?"])
+
+    @property
+    def reasoning(self) -> str:
+        """The chain of thought, without its tags."""
+        steps = []
+        for i, name in enumerate(self.names):
+            pair = self.operands[i]
+            body = (
+                f"{self.values[i]}"
+                if pair is None
+                else " ".join(f"a{self.names[j]} {self.values[j]}" for j in pair)
+            )
+            steps.append(f"a{name}: {body} a{name}= {self.values[i]}")
+        return " ".join(steps)
+
+    @property
+    def answer(self) -> str:
+        """The gold answer, one digit."""
+        return str(self.values[-1])
+
+    @property
+    def solution(self) -> str:
+        """The assistant's turn: reasoning in think tags, then the boxed answer."""
+        return f"<think> {self.reasoning} </think> \\boxed{{ {self.answer} }}"
+
+    @property
+    def messages(self) -> list[dict[str, str]]:
+        """The whole conversation in chat format."""
+        return [
+            {"role": "user", "content": self.question},
+            {"role": "assistant", "content": self.solution},
+        ]
+
+
+def make_problem(variables: int, rng: random.Random) -> Problem:
+    """Draw one problem.
+
+    Args:
+        variables: how many variables, ``GIVENS + 1`` .. ``NAMES``. A whole conversation takes about ten tokens each.
+        rng: source of randomness; the same state gives the same problem.
+
+    Raises:
+        ValueError: if ``variables`` is out of range.
+    """
+    if not GIVENS < variables <= NAMES:
+        raise ValueError(f"variables is {variables}; it must be in {GIVENS + 1}..{NAMES}")
+    first = rng.randrange(NAMES)
+    operands: list[tuple[int, int] | None] = []
+    values: list[int] = []
+    for i in range(variables):
+        if i < GIVENS:
+            operands.append(None)
+            values.append(rng.randrange(10))
+        else:
+            a, b = rng.sample(range(i), 2)
+            operands.append((a, b))
+            values.append((values[a] + values[b]) % 10)
+    listing = list(range(variables))
+    rng.shuffle(listing)
+    return Problem(
+        names=tuple((first + i) % NAMES for i in range(variables)),
+        operands=tuple(operands),
+        values=tuple(values),
+        listing=tuple(listing),
+    )
+
+
+def make_problems(count: int, variables: int | tuple[int, int], seed: int) -> Iterator[Problem]:
+    """Draw ``count`` problems; ``variables`` is a number, or a range ``(low, high)`` to draw from uniformly.
+
+    Equal arguments give equal problems on every machine (``random.Random`` is specified to be portable).
+    """
+    low, high = (variables, variables) if isinstance(variables, int) else variables
+    rng = random.Random(f"chain_sum/{seed}")
+    for _ in range(count):
+        yield make_problem(rng.randint(low, high), rng)
+
+
+def vocabulary() -> list[str]:
+    """All word-level tokens of the task, without the chat markup."""
+    roles = ("[a{}]", "a{}", "a{}:", "a{}=", "a{}?")
+    words = [str(d) for d in range(10)] + ["start", "find", "\\boxed{", "}"]
+    return words + [role.format(n) for role in roles for n in range(NAMES)]

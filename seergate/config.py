@@ -1,0 +1,125 @@
+"""What a gate is (`GateConfig`, saved with it) and how to decode with it (`DecodeConfig`, chosen at run time)."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass, fields
+from typing import Any, Literal
+
+POOLINGS = ("max", "min", "avg")
+Q_POOLINGS = ("proj", "avgproj", "avg")
+MIN_BLOCK_SIZE, MAX_BLOCK_SIZE = 8, 256
+
+
+def _is_int(value: object) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool)
+
+
+@dataclass(frozen=True)
+class GateConfig:
+    """The architecture of an AttnGate (SeerAttention-R, section 2.2).
+
+    Attributes:
+        block_size: tokens per block, 8..256.
+        gate_dim: width of the gate's query and key vectors; even when ``rope`` is on.
+        k_pooling: non-empty ordered choice out of ``"max", "min", "avg"``; the pooled keys are concatenated in this order.
+        q_pooling: how the query heads of a group become one: ``"proj"`` (sum of a linear map per head, the paper's),
+            ``"avgproj"`` (mean, then a linear map), ``"avg"`` (mean only; needs ``gate_dim`` equal to the head dimension).
+        qk_norm: RMSNorm over ``gate_dim`` on both branches, between the linear map and RoPE.
+        rope: rotate queries at their own position and compressed keys at their block's first position.
+
+    Raises:
+        ValueError: naming the field, what it is and what it must be.
+    """
+
+    block_size: int = 64
+    gate_dim: int = 128
+    k_pooling: tuple[str, ...] = POOLINGS
+    q_pooling: str = "proj"
+    qk_norm: bool = True
+    rope: bool = True
+
+    def __post_init__(self) -> None:
+        if not _is_int(self.block_size) or not MIN_BLOCK_SIZE <= self.block_size <= MAX_BLOCK_SIZE:
+            raise ValueError(
+                f"block_size is {self.block_size!r}; it must be an integer in {MIN_BLOCK_SIZE}..{MAX_BLOCK_SIZE}"
+            )
+        if not _is_int(self.gate_dim) or self.gate_dim < 1:
+            raise ValueError(f"gate_dim is {self.gate_dim!r}; it must be a positive integer")
+        if self.rope and self.gate_dim % 2:
+            raise ValueError(f"gate_dim is {self.gate_dim}; it must be even when rope is on")
+        if isinstance(self.k_pooling, str):
+            raise ValueError(f"k_pooling is {self.k_pooling!r}; it must be a tuple such as ({self.k_pooling!r},)")
+        object.__setattr__(self, "k_pooling", tuple(self.k_pooling))
+        kinds = self.k_pooling
+        if not kinds or len(set(kinds)) != len(kinds) or not set(kinds) <= set(POOLINGS):
+            raise ValueError(f"k_pooling is {kinds!r}; it must be one or more of {POOLINGS}, each at most once")
+        if self.q_pooling not in Q_POOLINGS:
+            raise ValueError(f"q_pooling is {self.q_pooling!r}; it must be one of {Q_POOLINGS}")
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain JSON types."""
+        return {**asdict(self), "k_pooling": list(self.k_pooling)}
+
+    @classmethod
+    def from_dict(cls, values: dict[str, Any]) -> GateConfig:
+        """Inverse of `to_dict`; keys that this version does not know are ignored (the adapter loader warns of them)."""
+        known = {f.name for f in fields(cls)}
+        return cls(**{key: value for key, value in values.items() if key in known})
+
+
+@dataclass(frozen=True)
+class DecodeConfig:
+    """How to decode with a selecting method (SeerAttention-R, section 3.1).
+
+    Exactly one of the three rules decides how many blocks each KV head reads; without any, ``token_budget=4096``.
+
+    Attributes:
+        token_budget: tokens per KV head and step, the current block included; rounded down to whole blocks.
+        threshold: read the past blocks whose softmax score exceeds this, in (0, 1).
+        top_p: read the fewest past blocks whose softmax scores sum to this, in (0, 1).
+        sink_blocks: this many first blocks are always read; they count in the budget.
+        dense_layers: indices of layers that stay dense (the paper's hybrid models, section 5.2).
+        compat: ``"published"`` reproduces the published checkpoints' code where it differs from the paper: a block that
+            closes while decoding is rotated at its last position, the current block takes part in the softmax with
+            logit 0, and first and last block are read on top of the budget. ``None`` follows the paper.
+
+    Raises:
+        ValueError: naming the field, what it is and what it must be.
+    """
+
+    token_budget: int | None = None
+    threshold: float | None = None
+    top_p: float | None = None
+    sink_blocks: int = 0
+    dense_layers: tuple[int, ...] = ()
+    compat: Literal["published"] | None = None
+
+    def __post_init__(self) -> None:
+        rules = {name: getattr(self, name) for name in ("token_budget", "threshold", "top_p")}
+        given = {name: value for name, value in rules.items() if value is not None}
+        if len(given) > 1:
+            raise ValueError(f"{' and '.join(given)} are both given; exactly one of {', '.join(rules)} must be")
+        if not given:
+            object.__setattr__(self, "token_budget", 4096)
+        if self.token_budget is not None and (not _is_int(self.token_budget) or self.token_budget < 1):
+            raise ValueError(f"token_budget is {self.token_budget!r}; it must be a positive number of tokens")
+        for name in ("threshold", "top_p"):
+            value = getattr(self, name)
+            if value is not None and not (isinstance(value, (int, float)) and 0 < value < 1):
+                raise ValueError(f"{name} is {value!r}; it must be strictly between 0 and 1")
+        if not _is_int(self.sink_blocks) or self.sink_blocks < 0:
+            raise ValueError(f"sink_blocks is {self.sink_blocks!r}; it must be 0 or a positive number of blocks")
+        object.__setattr__(self, "dense_layers", tuple(self.dense_layers))
+        if not all(_is_int(layer) and layer >= 0 for layer in self.dense_layers):
+            raise ValueError(f"dense_layers is {self.dense_layers!r}; it must hold layer indices, 0 or greater")
+        if self.compat not in (None, "published"):
+            raise ValueError(f'compat is {self.compat!r}; it must be None or "published"')
+
+    def check_block_size(self, block_size: int) -> None:
+        """Refuse a budget that cannot hold the current block and the sinks."""
+        needed = (1 + self.sink_blocks) * block_size
+        if self.token_budget is not None and self.token_budget < needed:
+            raise ValueError(
+                f"token_budget is {self.token_budget}; with block_size {block_size} and {self.sink_blocks} sink blocks "
+                f"it must be at least {needed}"
+            )

@@ -1,0 +1,199 @@
+"""One forward of the frozen model that leaves the gates' loss and gradients behind (design: gradients in the forward).
+
+In each gated layer the teacher's targets, the gate's loss and the gradients of that gate's parameters are computed on the
+spot, and everything else of the layer is freed: peak memory is one layer's, and linear in the length of the pack. The model
+runs without its LM head and without a graph.
+
+Shape suffixes: T tokens of the pack, B = 1, S = T, H query heads, K KV heads, D head dimension, E gate dimension, N blocks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+
+from seergate import ops
+from seergate.bank import GateBank
+from seergate.errors import SeergateError
+from seergate.gate import AttnGate
+from seergate.host import families
+from seergate.host.packed_attention import packed_causal_attention
+from seergate.host.teaching import TeacherCall, teaching
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+
+@dataclass(frozen=True)
+class DistillOutput:
+    """What one pack says about the gates.
+
+    Attributes:
+        loss: scalar; ``.backward()`` adds the gates' gradients.
+        kl_per_layer: ``[layers]``, mean KL in nats per row and KV head (or the published weighting).
+        recall: ``[budgets, layers]``, mean share of the teacher's mass on past blocks that the gate's best blocks hold.
+        rows: how many rows counted in each segment-wise mean, all segments together.
+    """
+
+    loss: Tensor
+    kl_per_layer: Tensor
+    recall: Tensor
+    rows: Tensor
+
+
+def distill_step(
+    bank: GateBank,
+    model: PreTrainedModel,
+    input_ids: Tensor,
+    cu_seqlens: Tensor | None = None,
+    *,
+    row_start: float = 0.5,
+    reduction: str = "row_mean",
+    recall_budgets: tuple[int, ...] = (),
+) -> DistillOutput:
+    """Run the frozen model over one pack and compare its attention with the gates'.
+
+    Args:
+        bank: the gates; on the model's device.
+        model: the frozen model. Dropout must be off (``model.eval()``).
+        input_ids: ``[1, T]`` or ``[T]``.
+        cu_seqlens: int32 ``[n + 1]``; one sequence if ``None``.
+        row_start, reduction: see `ops.gate_kl`. ``"row_mean"`` is averaged over layers, ``"published"`` summed.
+        recall_budgets: token budgets to report recall at.
+
+    Raises:
+        SeergateError: if the gates do not fit the model.
+        ValueError: for malformed packs.
+    """
+    if input_ids.ndim == 1:
+        input_ids = input_ids[None]
+    if input_ids.ndim != 2 or input_ids.shape[0] != 1:
+        raise ValueError(f"input_ids has shape {tuple(input_ids.shape)}; a pack is [1, T]")
+    if model.training:
+        raise SeergateError("the base model is in training mode; call model.eval() first")
+    total = input_ids.shape[1]
+    if cu_seqlens is None:
+        cu_seqlens = torch.tensor([0, total], dtype=torch.int32)
+    borders = cu_seqlens.tolist()
+    if borders[0] != 0 or borders[-1] != total or any(a > b for a, b in zip(borders, borders[1:], strict=False)):
+        raise ValueError(f"cu_seqlens is {borders}; it must ascend from 0 to the {total} tokens of the pack")
+
+    lesson = Lesson(bank, model, borders, row_start, reduction, recall_budgets)
+    with lesson.in_session(), torch.no_grad():
+        families.decoder_of(model)(
+            input_ids=input_ids.to(model.device), position_ids=lesson.positions[None].to(model.device), use_cache=False
+        )
+    return lesson.result()
+
+
+class Lesson:
+    """Everything that one pack's forward shares between layers."""
+
+    def __init__(
+        self,
+        bank: GateBank,
+        model: PreTrainedModel,
+        borders: list[int],
+        row_start: float,
+        reduction: str,
+        recall_budgets: tuple[int, ...],
+    ) -> None:
+        modules = families.full_attention_modules(model)
+        problems = bank.geometry.mismatches(families.gate_geometry(model, bank.config))
+        if problems:
+            raise SeergateError(f"these gates are for another model: {'; '.join(problems)}")
+        config = families.text_config(model)
+        kinds = {families.layer_type(config, i) for i in range(config.num_hidden_layers)}
+        if len(borders) > 2 and not kinds <= {"full_attention", "sliding_attention"}:
+            raise SeergateError(
+                f"this {config.model_type} model has {', '.join(sorted(kinds))} layers; its packs must hold one sequence each"
+            )
+        self.bank, self.model, self.borders = bank, model, borders
+        self.options: dict[str, Any] = {
+            "row_start": row_start, "reduction": reduction, "recall_budgets": recall_budgets
+        }
+        self.gated = {layer: attention for layer, attention in modules if str(layer) in bank.layers}
+        self.positions = torch.cat([torch.arange(b - a) for a, b in zip(borders, borders[1:], strict=False)])
+        self.losses: list[Tensor] = []
+        self.stats: list[ops.GateKLStats] = []
+        self.gradients: dict[nn.Parameter, Tensor] = {}
+
+    @contextmanager
+    def in_session(self) -> Iterator[None]:
+        """Take over the model's attention for one forward."""
+        with teaching(self.model, self.gated, self.attend):
+            yield
+
+    def attend(self, call: TeacherCall) -> Tensor:
+        """Attention of one layer over the pack; in a gated layer, the gate's lesson too. ``[1, T, H, D]``."""
+        if call.layer in self.gated:
+            self._teach(self.bank.gate(call.layer), call)
+        return packed_causal_attention(call, self.borders)
+
+    def _teach(self, gate: AttnGate, call: TeacherCall) -> None:
+        assert call.q_pre_BHSD is not None and call.k_pre_BKSD is not None
+        cu_seqlens = torch.tensor(self.borders, dtype=torch.int32)
+        wants_gradient = any(p.requires_grad for p in gate.parameters())
+        with torch.set_grad_enabled(wants_gradient):
+            positions = self.positions.to(call.query_BHSD.device)
+            qg_TKE = gate.queries(call.q_pre_BHSD, positions)[0].transpose(0, 1)
+            kg_NKE = self._compressed_keys(gate, call.k_pre_BKSD)
+            loss, stats = ops.gate_kl(
+                call.query_BHSD[0].transpose(0, 1),
+                call.key_BKSD[0].transpose(0, 1),
+                qg_TKE,
+                kg_NKE,
+                cu_seqlens,
+                self.bank.config.block_size,
+                sm_scale=call.sm_scale,
+                sinks=call.sinks,
+                softcap=call.softcap,
+                **self.options,
+            )
+            if wants_gradient:
+                parameters = [p for p in gate.parameters() if p.requires_grad]
+                self.gradients.update(zip(parameters, torch.autograd.grad(loss, parameters), strict=True))
+        self.losses.append(loss.detach())
+        self.stats.append(stats)
+
+    def _compressed_keys(self, gate: AttnGate, k_pre_BKSD: Tensor) -> Tensor:
+        size, kinds = self.bank.config.block_size, self.bank.config.k_pooling
+        segments = [(a, b) for a, b in zip(self.borders, self.borders[1:], strict=False) if b > a]
+        pooled = torch.cat([ops.pool_keys(k_pre_BKSD[:, :, a:b], size, kinds) for a, b in segments], dim=2)
+        starts = torch.cat([torch.arange(0, b - a, size) for a, b in segments]).to(k_pre_BKSD.device)
+        return gate.keys(pooled, starts)[0].transpose(0, 1)
+
+    def result(self) -> DistillOutput:
+        """The losses of all layers as one, with the gradients tied to it."""
+        kl_per_layer = torch.stack([loss.float() for loss in self.losses])
+        total = kl_per_layer.sum()
+        share = 1.0 / len(self.losses) if self.options["reduction"] == "row_mean" else 1.0
+        if self.gradients:
+            parameters = list(self.gradients)
+            stored = [self.gradients[p] * share for p in parameters]
+            total = StoredGradients.apply(total * share, len(stored), *stored, *parameters)
+        else:
+            total = total * share
+        recall = torch.stack([stats.recall.float().mean(-1) for stats in self.stats], dim=-1)
+        return DistillOutput(total, kl_per_layer, recall, self.stats[0].rows)
+
+
+class StoredGradients(torch.autograd.Function):
+    """Returns a scalar whose gradients are known already; backward only scales them."""
+
+    @staticmethod
+    def forward(ctx: Any, value: Tensor, count: int, *tensors: Tensor) -> Tensor:
+        """``tensors``: ``count`` gradients, then the parameters they belong to."""
+        ctx.save_for_backward(*tensors[:count])
+        return value.clone()
+
+    @staticmethod
+    def backward(ctx: Any, scale: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+        """Gradients for the parameters; none for the stored gradients themselves."""
+        stored = ctx.saved_tensors
+        return (None, None, *(None for _ in stored), *(gradient * scale for gradient in stored))

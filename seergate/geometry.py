@@ -1,0 +1,56 @@
+"""ModelGeometry: the few facts about a base model that its gates depend on."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass, fields
+from typing import Any
+
+
+@dataclass(frozen=True)
+class ModelGeometry:
+    """What gates have to fit. Saved in the adapter, and compared field by field when gates meet a model.
+
+    Attributes:
+        model_type: the architecture's name in transformers, such as ``"qwen3"``.
+        num_heads, num_kv_heads, head_dim: of the gated layers.
+        layers: indices of the gated layers, ascending.
+        inv_freq: RoPE frequencies in gate width (radians per position); empty when the gate has no RoPE.
+        attention_scaling: the base model's RoPE attention factor.
+        base_model: Hub id or directory the model was loaded from, if known.
+        base_revision: its commit, if known.
+    """
+
+    model_type: str
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    layers: tuple[int, ...]
+    inv_freq: tuple[float, ...] = ()
+    attention_scaling: float = 1.0
+    base_model: str | None = None
+    base_revision: str | None = None
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain JSON types."""
+        return {**asdict(self), "layers": list(self.layers), "inv_freq": list(self.inv_freq)}
+
+    @classmethod
+    def from_dict(cls, values: dict[str, Any]) -> ModelGeometry:
+        """Inverse of `to_dict`; unknown keys are ignored."""
+        known = {f.name: values[f.name] for f in fields(cls) if f.name in values}
+        for name in ("layers", "inv_freq"):
+            known[name] = tuple(known.get(name, ()))
+        return cls(**known)
+
+    def mismatches(self, other: ModelGeometry) -> list[str]:
+        """How ``other`` (a model's geometry) differs from what these gates need; empty if they fit."""
+        names = ("model_type", "num_heads", "num_kv_heads", "head_dim")
+        found = [
+            f"{name} is {getattr(other, name)!r} in the model and {getattr(self, name)!r} in the gates"
+            for name in names
+            if getattr(self, name) != getattr(other, name)
+        ]
+        missing = sorted(set(self.layers) - set(other.layers))
+        if missing:
+            found.append(f"the gates cover layers {missing}, which the model has not or has without full attention")
+        return found

@@ -1,0 +1,316 @@
+"""GatedLayer: one layer of a transformers `Cache`, preallocated and content-anchored.
+
+It takes the place of a `DynamicLayer` or `StaticLayer` inside the user's cache. Rows are stored left-compacted: index 0 is a
+row's first real token, so that blocks, and with them every selection, do not depend on padding or on the rest of the batch.
+Towards transformers it speaks in *slots*, the columns of the padded batch.
+
+Shape suffixes: B batch, S new tokens, C capacity, K KV heads, D head dimension, T slots.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers.cache_utils import CacheLayerMixin
+
+from seergate.errors import SeergateError
+from seergate.methods.base import EvictingMethod, LayerSpec, LayerState, Method, Rotary
+
+GROWTH_TOKENS, GROWTH_SHARE = 256, 1 / 8
+"""The buffers grow by whichever is larger, this many tokens or this share of what they hold."""
+
+
+class Arrival:
+    """What the attention module's pre-hook announces about the tokens that are about to reach the cache.
+
+    Attributes:
+        valid: bool ``[B, S]``, which new tokens are real; ``None`` if all are.
+        taps: callable that returns ``q_pre [B, H, S, D]`` and ``k_pre [B, K, S, D]``.
+    """
+
+    def __init__(self, valid: Tensor | None, taps: Any) -> None:
+        self.valid = valid
+        self.order = None if valid is None else torch.argsort((~valid).int(), dim=1, stable=True)
+        self.counts = None if valid is None else valid.sum(1).tolist()
+        self.taps = taps
+
+    def compact(self, x_BhSD: Tensor) -> Tensor:
+        """Move each row's real tokens to the front."""
+        if self.order is None:
+            return x_BhSD
+        index = self.order[:, None, :, None].expand(-1, x_BhSD.shape[1], -1, x_BhSD.shape[3])
+        return x_BhSD.gather(2, index)
+
+
+class Appended:
+    """The tokens that the last `update` stored, for the attention function to pick up."""
+
+    def __init__(
+        self, arrival: Arrival, q_pre: Tensor, k_pre: Tensor, k: Tensor, starts: list[int], counts: list[int]
+    ) -> None:
+        self.compact = arrival.compact
+        self.q_pre, self.k_pre, self.k, self.starts, self.counts = q_pre, k_pre, k, starts, counts
+
+
+class GatedLayer(CacheLayerMixin):
+    """See the module's docstring.
+
+    Args:
+        method: decides what is stored and remembered.
+        layer: index of the layer.
+        num_heads: query heads.
+        rotary: the model's RoPE.
+        static_length: number of slots of a static cache; ``None`` grows as needed.
+    """
+
+    is_compileable = False
+    is_sliding = False
+    is_croppable = True
+
+    def __init__(
+        self, method: Method, layer: int, num_heads: int, rotary: Rotary, static_length: int | None = None
+    ) -> None:
+        super().__init__()
+        self.method, self.layer, self.num_heads, self.rotary = method, layer, num_heads, rotary
+        self.static_length = static_length
+        self.block_size = int(getattr(method, "block_size", 1))
+        self._clear()
+
+    def _clear(self) -> None:
+        self.keys: Tensor | None = None
+        self.values: Tensor | None = None
+        self.lengths = torch.empty(0, dtype=torch.int64)
+        self.row_lengths: list[int] = []  # the same as `lengths`, known without a device read
+        self.row_seen: list[int] = []  # real tokens seen, evicted ones included
+        self.slots = 0  # tokens seen per row, padding included: the length that transformers counts in
+        self.valid: Tensor | None = None  # bool [B, <= slots]; slots beyond it are all real; None: none was padding
+        self.state: LayerState | None = None
+        self.arrival: Arrival | None = None
+        self.appended: Appended | None = None
+        self.is_initialized = False
+
+    # ------------------------------------------------------------------------------------------------ storing
+
+    def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
+        """Allocate the buffers and the method's state for this batch."""
+        batch, heads, _, head_dim = key_states.shape
+        self.dtype, self.device = key_states.dtype, key_states.device
+        self.keys = key_states.new_zeros(batch, heads, 0, head_dim)
+        self.values = value_states.new_zeros(batch, heads, 0, value_states.shape[3])
+        self.lengths = torch.zeros(batch, dtype=torch.int64, device=self.device)
+        self.row_lengths, self.row_seen = [0] * batch, [0] * batch
+        self.state = self.method.new_state(
+            LayerSpec(self.layer, batch, self.num_heads, heads, head_dim, self.dtype, self.device, self.rotary)
+        )
+        self.is_initialized = True
+        if self.static_length is not None:
+            self._reserve(self.static_length)
+
+    def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
+        """Store the new tokens.
+
+        Args:
+            key_states, value_states: ``[B, K, S, D]`` in slots, keys after RoPE.
+
+        Returns:
+            Keys and values of all slots, for dense attention. An evicting method's past is not in them.
+        """
+        if not self.is_initialized:
+            self.lazy_initialization(key_states, value_states)
+        batch, _, new, _ = key_states.shape
+        if batch != len(self.row_lengths):
+            raise SeergateError(
+                f"the cache holds {len(self.row_lengths)} rows and {batch} arrive; use a new cache for a new batch"
+            )
+        if self.static_length is not None and self.slots + new > self.static_length:
+            raise SeergateError(
+                f"the static cache has room for {self.static_length} tokens; {self.slots} are there and {new} more arrive"
+            )
+        arrival, self.arrival = self.arrival, None
+        if arrival is None:  # the model runs without its gates: keep the tokens, but the method has not seen them
+            self.state, arrival = None, Arrival(None, None)
+        fresh = self.slots == 0
+        self._remember_padding(arrival.valid, new)
+        starts = list(self.row_lengths)
+        counts = arrival.counts if arrival.counts is not None else [new] * batch
+        q_pre, k_pre = arrival.taps() if arrival.taps is not None else (None, None)
+        keys = arrival.compact(key_states)
+        if q_pre is not None:
+            q_pre, k_pre = arrival.compact(q_pre), arrival.compact(k_pre)
+            self.appended = Appended(arrival, q_pre, k_pre, keys, starts, counts)
+        pre_rope = isinstance(self.method, EvictingMethod) and self.method.stores_pre_rope and k_pre is not None
+        self._store(k_pre if pre_rope else keys, arrival.compact(value_states), starts, counts)
+        self.slots += new
+        self.row_seen = [seen + count for seen, count in zip(self.row_seen, counts, strict=True)]
+        if isinstance(self.method, EvictingMethod):
+            return key_states, value_states
+        if fresh and self.static_length is None:
+            return key_states, value_states
+        return self.slot_view()
+
+    def _remember_padding(self, valid: Tensor | None, new: int) -> None:
+        if valid is None and self.valid is None:
+            return
+        if valid is None and new == 1:
+            return  # slots beyond `self.valid` count as real
+        batch, device = len(self.row_lengths), self.device
+        known = self.valid if self.valid is not None else torch.ones(batch, 0, dtype=torch.bool, device=device)
+        between = torch.ones(batch, self.slots - known.shape[1], dtype=torch.bool, device=device)
+        valid = torch.ones(batch, new, dtype=torch.bool, device=device) if valid is None else valid
+        self.valid = torch.cat((known, between, valid), dim=1)
+
+    def _store(self, keys: Tensor, values: Tensor, starts: list[int], counts: list[int]) -> None:
+        new, ends = keys.shape[2], [start + count for start, count in zip(starts, counts, strict=True)]
+        self._reserve(max(ends))
+        assert self.keys is not None and self.values is not None
+        if len(set(starts)) == 1 and set(counts) == {new}:
+            self.keys[:, :, starts[0] : ends[0]] = keys
+            self.values[:, :, starts[0] : ends[0]] = values
+        elif new == 1 and set(counts) == {1}:
+            rows = torch.arange(len(ends), device=self.device)
+            self.keys[rows, :, self.lengths] = keys[:, :, 0]
+            self.values[rows, :, self.lengths] = values[:, :, 0]
+        else:
+            for row, (start, count) in enumerate(zip(starts, counts, strict=True)):
+                self.keys[row, :, start : start + count] = keys[row, :, :count]
+                self.values[row, :, start : start + count] = values[row, :, :count]
+        self._set_lengths(ends)
+
+    def _set_lengths(self, lengths: list[int]) -> None:
+        if lengths == [length + 1 for length in self.row_lengths]:
+            self.lengths = self.lengths + 1  # no transfer to the device at a decode step
+        else:
+            self.lengths = torch.tensor(lengths, dtype=torch.int64, device=self.device)
+        self.row_lengths = lengths
+
+    def _reserve(self, tokens: int) -> None:
+        """Make room, in whole blocks, so that a block is one contiguous piece of the buffer."""
+        assert self.keys is not None and self.values is not None
+        capacity = self.keys.shape[2]
+        if tokens <= capacity:
+            return
+        if self.static_length is None:
+            tokens += max(GROWTH_TOKENS, int(tokens * GROWTH_SHARE))
+        tokens = -(-tokens // self.block_size) * self.block_size
+        for name in ("keys", "values"):
+            old = getattr(self, name)
+            grown = old.new_zeros(*old.shape[:2], tokens, old.shape[3])
+            grown[:, :, :capacity] = old
+            setattr(self, name, grown)
+
+    def keep(self, index_BKN: Tensor, lengths: list[int]) -> None:
+        """Evict: keep the residents ``index`` (ascending, ``[B, K, kept]``), of which ``lengths[b]`` count."""
+        assert self.keys is not None and self.values is not None
+        kept = index_BKN.shape[2]
+        for buffer in (self.keys, self.values):
+            buffer[:, :, :kept] = buffer.gather(2, index_BKN[..., None].expand(-1, -1, -1, buffer.shape[3]))
+        self.keys, self.values = self._trimmed(self.keys, kept), self._trimmed(self.values, kept)
+        self._set_lengths(lengths)
+
+    def _trimmed(self, buffer: Tensor, kept: int) -> Tensor:
+        """Give memory back after a prompt much longer than what stays of it."""
+        roomy = kept + 2 * GROWTH_TOKENS
+        return buffer[:, :, :roomy].clone() if self.static_length is None and buffer.shape[2] > 2 * roomy else buffer
+
+    # ------------------------------------------------------------------------------------- what transformers asks
+
+    def slot_view(self) -> tuple[Tensor, Tensor]:
+        """Keys and values in slots ``[B, K, T, D]``: a view if nothing is padded; T is the static length if there is one."""
+        assert self.keys is not None and self.values is not None
+        if self.valid is None:
+            width = self.slots if self.static_length is None else self.static_length
+            return self.keys[:, :, :width], self.values[:, :, :width]
+        index = (self.valid.cumsum(1) - 1).clamp(min=0)
+        extra = torch.arange(1, self.slots - index.shape[1] + 1, device=index.device)
+        index = torch.cat((index, self.valid.sum(1, keepdim=True) - 1 + extra), dim=1)
+        if self.static_length is not None:
+            index = torch.nn.functional.pad(index, (0, self.static_length - self.slots))
+        index = index[:, None, :, None].expand(-1, self.keys.shape[1], -1, -1)
+        return tuple(  # type: ignore[return-value]
+            buffer.gather(2, index.expand(-1, -1, -1, buffer.shape[3])) for buffer in (self.keys, self.values)
+        )
+
+    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
+        """Length and offset of the mask, in slots."""
+        if self.static_length is not None:
+            return self.static_length, 0
+        return self.slots + int(query_length), 0
+
+    def get_seq_length(self) -> int:
+        """Slots seen so far."""
+        return self.slots
+
+    def get_max_length(self) -> int:
+        """Slots there is room for; -1 if it grows."""
+        return -1 if self.static_length is None else self.static_length
+
+    get_max_cache_shape = get_max_length  # its name in older transformers
+
+    def crop(self, tokens_to_remove: int) -> None:
+        """Forget the newest slots.
+
+        Args:
+            tokens_to_remove: minus their number; a positive number is the length to keep, as older transformers has it.
+
+        Raises:
+            SeergateError: if the method evicts.
+        """
+        kept = self.slots + tokens_to_remove if tokens_to_remove < 0 else min(tokens_to_remove or self.slots, self.slots)
+        if kept >= self.slots or not self.is_initialized:
+            return
+        if isinstance(self.method, EvictingMethod):
+            raise SeergateError(f"a cache of the evicting method {self.method.name!r} cannot be cropped")
+        if kept < 0:
+            raise SeergateError(f"{-tokens_to_remove} tokens are to be cropped and the cache has {self.slots}")
+        before = list(self.row_lengths)
+        if self.valid is None:
+            after = [kept] * len(before)
+        else:
+            prefix = self.valid[:, :kept]
+            after = [count + kept - prefix.shape[1] for count in prefix.sum(1).tolist()]
+            self.valid = prefix
+        self.slots, self.row_seen = kept, list(after)
+        self._set_lengths(after)
+        if self.state is not None:
+            self.state.crop(before, after, self.keys)
+
+    def reset(self) -> None:
+        """Forget everything."""
+        self._clear()
+
+    def reorder_cache(self, beam_idx: Tensor) -> None:
+        """Take the rows ``beam_idx``, in that order."""
+        self._select_rows(beam_idx)
+
+    def batch_repeat_interleave(self, repeats: int) -> None:
+        """Repeat each row."""
+        self._select_rows(torch.arange(len(self.row_lengths)).repeat_interleave(repeats))
+
+    def batch_select_indices(self, indices: Tensor) -> None:
+        """Keep some rows (indices or a bool mask)."""
+        indices = torch.as_tensor(indices).cpu()
+        self._select_rows(torch.arange(len(self.row_lengths))[indices])
+
+    def _select_rows(self, index: Tensor) -> None:
+        if not self.is_initialized:
+            return
+        assert self.keys is not None and self.values is not None
+        index = index.to(self.device)
+        self.keys, self.values = self.keys.index_select(0, index), self.values.index_select(0, index)
+        self.lengths = self.lengths.index_select(0, index)
+        rows = index.tolist()
+        self.row_lengths = [self.row_lengths[row] for row in rows]
+        self.row_seen = [self.row_seen[row] for row in rows]
+        if self.valid is not None:
+            self.valid = self.valid.index_select(0, index)
+        if self.state is not None:
+            self.state.select_rows(index)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes that the keys, values and the method's state occupy."""
+        if self.keys is None or self.values is None:
+            return 0
+        return self.keys.nbytes + self.values.nbytes + (self.state.nbytes if self.state is not None else 0)

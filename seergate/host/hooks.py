@@ -1,0 +1,266 @@
+"""attach / detach: turns the gated layers of a live model over to a method, and back, leaving everything else alone.
+
+Per gated attention module: its own copy of the configuration names our attention function (the model's configuration, which
+decides how masks are made, stays as it is), taps catch pre-RoPE q and k, and a pre-hook passes the cache layer along.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+from transformers.cache_utils import Cache, DynamicLayer, StaticLayer
+
+from seergate.bank import GateBank
+from seergate.config import DecodeConfig
+from seergate.errors import SeergateError
+from seergate.host import families
+from seergate.host.attention import ATTENTION_NAME, CALL_KEYWORD, attend, dense_function, register
+from seergate.host.cache import Arrival, GatedLayer
+from seergate.host.rope import Rotary
+from seergate.host.stats import DecodeStats
+from seergate.methods import Gate, Method, make_method
+
+_HANDLE = "_seergate_handle"
+
+
+class AttentionSwap:
+    """Puts one attention module's own configuration on our attention function, with a pre-hook; `undo` restores both.
+
+    Args:
+        attention: the module.
+        pre_hook: ``(module, args, kwargs) -> (args, kwargs)``.
+    """
+
+    def __init__(self, attention: nn.Module, pre_hook: Any) -> None:
+        register()
+        self._attention, self._config = attention, attention.config
+        own = copy.copy(attention.config)
+        own._attn_implementation_internal = ATTENTION_NAME
+        attention.config = own  # type: ignore[assignment]
+        self._handle = attention.register_forward_pre_hook(pre_hook, with_kwargs=True)
+
+    def undo(self) -> None:
+        """Take everything back."""
+        self._handle.remove()
+        self._attention.config = self._config
+
+
+class DecodeBinding:
+    """One gated layer under a handle."""
+
+    def __init__(self, handle: Handle, layer: int, attention: nn.Module) -> None:
+        model = handle.model
+        config = families.text_config(model)
+        self.handle, self.layer, self.attention = handle, layer, attention
+        self.num_heads = int(config.num_attention_heads)
+        self.rotary = Rotary(families.decoder_of(model), attention, families.layer_type(config, layer))
+        self.tap = families.tap(model, attention)
+        self.swap = AttentionSwap(attention, self.before_forward)
+
+    def remove(self) -> None:
+        """Take everything back."""
+        self.swap.undo()
+        self.tap.remove()
+
+    def before_forward(self, module: nn.Module, args: Any, kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
+        """Announce the new tokens to the cache layer and pass the call along to the attention function."""
+        implementation = families.text_config(self.handle.model)._attn_implementation
+        dense = dense_function(module, implementation)
+        cache = kwargs.get("past_key_values")
+        if cache is None:
+            return args, {**kwargs, CALL_KEYWORD: partial(_without_cache, self.tap, dense)}
+        layer = self.cache_layer(cache)
+        hidden = kwargs["hidden_states"] if "hidden_states" in kwargs else args[0]
+        valid = _valid_tokens(kwargs.get("attention_mask"), hidden.shape[1], layer.slots)
+        layer.arrival = Arrival(valid, self.tap.take)
+        call = partial(attend, layer, self.handle.stats_, self.handle.measure_recall, dense)
+        return args, {**kwargs, CALL_KEYWORD: call}
+
+    def cache_layer(self, cache: Cache) -> GatedLayer:
+        """This layer of the cache, put into our form if it is still empty."""
+        layers = cache.layers
+        while len(layers) <= self.layer:  # a `DynamicCache()` without a configuration makes its layers as they are needed
+            layers.append(cache.layer_class_to_replicate())
+        found = layers[self.layer]
+        method = self.handle.method
+        if isinstance(found, GatedLayer):
+            if found.slots == 0:
+                found.method = method
+            elif found.method is not method:
+                raise SeergateError(
+                    f"this cache was filled under the method {found.method.name!r}; start a new one for {method.name!r}"
+                )
+            return found
+        if type(found) is DynamicLayer:
+            static_length = None
+        elif type(found) is StaticLayer:
+            static_length = found.max_cache_len
+        else:
+            raise SeergateError(
+                f"layer {self.layer} of the cache is a {type(found).__name__}; seergate replaces DynamicLayer and StaticLayer"
+            )
+        filled = found.get_seq_length()
+        if int(filled) > 0:
+            raise SeergateError("this cache was filled by the plain model, so the method has not seen its tokens; start a new one")
+        layers[self.layer] = GatedLayer(method, self.layer, self.num_heads, self.rotary, static_length)
+        return layers[self.layer]
+
+
+class Handle:
+    """A method attached to a model. Detach it, or use `attached` as a context manager.
+
+    Args:
+        model: a causal language model of a supported family.
+        method: what to decode with.
+        measure_recall: also compute, at each decode step, how much of dense attention's probability was read (slow).
+    """
+
+    def __init__(self, model: PreTrainedModel, method: Method, *, measure_recall: bool = False) -> None:
+        modules = families.full_attention_modules(model)
+        if getattr(model, _HANDLE, None) is not None:
+            raise SeergateError("this model has a method attached already; detach it first")
+        if isinstance(method, Gate):
+            _check_gates(model, method.bank)
+            for layer, attention in modules:
+                if str(layer) in method.bank.layers:
+                    method.bank.gate(layer).to(next(attention.parameters()).device)
+        self.model, self.method, self.measure_recall = model, method, measure_recall
+        self.stats_ = DecodeStats([layer for layer, _ in modules])
+        self.bindings: list[DecodeBinding] = []
+        try:
+            for layer, attention in modules:
+                self.bindings.append(DecodeBinding(self, layer, attention))
+        except BaseException:
+            self.detach()
+            raise
+        setattr(model, _HANDLE, self)
+
+    def stats(self) -> dict[str, Any]:
+        """What decoding read and held since the handle was made or reset (`DecodeStats.summary`)."""
+        return {"method": self.method.name, **self.stats_.summary()}
+
+    def reset_stats(self) -> None:
+        """Start counting anew."""
+        self.stats_ = DecodeStats(list(self.stats_.layers))
+
+    def detach(self) -> None:
+        """Give the model back as it was. May be called again without effect."""
+        while self.bindings:
+            self.bindings.pop().remove()
+        if getattr(self.model, _HANDLE, None) is self:
+            delattr(self.model, _HANDLE)
+
+
+def attach(
+    model: PreTrainedModel,
+    method: GateBank | Method | str,
+    config: DecodeConfig | None = None,
+    *,
+    measure_recall: bool = False,
+    **options: Any,
+) -> Handle:
+    """Let a method decide what the model's decode steps attend to; ``generate`` and everything else stay the stock ones.
+
+    Args:
+        model: a causal language model of a supported family.
+        method: gates; a method; or a method's name, with its options as keywords.
+        config: how to decode with gates. Its fields may be given as keywords instead.
+        measure_recall: see `Handle`.
+        **options: for a method given by name, or fields of `DecodeConfig` for gates.
+
+    Returns:
+        The handle; ``detach()`` undoes it.
+
+    Raises:
+        SeergateError: for an unsupported model, an unknown method or option, or gates of another model.
+        ValueError: for a value out of range.
+    """
+    return Handle(model, resolve_method(method, config, **options), measure_recall=measure_recall)
+
+
+@contextmanager
+def attached(
+    model: PreTrainedModel,
+    method: GateBank | Method | str,
+    config: DecodeConfig | None = None,
+    *,
+    measure_recall: bool = False,
+    **options: Any,
+) -> Iterator[Handle]:
+    """`attach` for the duration of a ``with`` block."""
+    handle = attach(model, method, config, measure_recall=measure_recall, **options)
+    try:
+        yield handle
+    finally:
+        handle.detach()
+
+
+def handle_of(model: PreTrainedModel) -> Handle:
+    """The handle that is attached to a model, for instance by `seergate.load`.
+
+    Raises:
+        SeergateError: if none is.
+    """
+    handle = getattr(model, _HANDLE, None)
+    if handle is None:
+        raise SeergateError("no method is attached to this model; seergate.attach attaches one")
+    return handle
+
+
+def resolve_method(method: GateBank | Method | str, config: DecodeConfig | None = None, **options: Any) -> Method:
+    """The method that the arguments of `attach` describe."""
+    if isinstance(method, GateBank):
+        if config is not None and options:
+            raise SeergateError(f"both a DecodeConfig and {', '.join(options)} are given; put all of it into one")
+        unknown = sorted(set(options) - set(DecodeConfig.__dataclass_fields__))
+        if unknown:
+            raise SeergateError(f"there is no decode option {', '.join(unknown)}; DecodeConfig lists them")
+        return Gate.from_config(method, config or DecodeConfig(**options))
+    if isinstance(method, str):
+        if config is not None:
+            options = {**{name: value for name, value in vars(config).items() if value not in (None, (), 0)}, **options}
+        return make_method(method, **options)
+    if isinstance(method, Method):
+        if config is not None or options:
+            raise SeergateError(f"{method!r} has its options already; give none beside it")
+        return method
+    raise SeergateError(f"the method is a {type(method).__name__}; it must be a GateBank, a method or a method's name")
+
+
+def _check_gates(model: PreTrainedModel, bank: GateBank) -> None:
+    problems = bank.geometry.mismatches(families.gate_geometry(model, bank.config))
+    if problems:
+        raise SeergateError(f"these gates are for another model: {'; '.join(problems)}")
+
+
+def _without_cache(tap: families.Tap, dense: Any, module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+    """A forward without a cache has nothing to decode from: plain dense attention."""
+    tap.take()
+    return dense(module, *args, **kwargs)
+
+
+def _valid_tokens(mask: Tensor | None, new: int, slots: int) -> Tensor | None:
+    """Which of the new tokens are real, from the mask that transformers made for this layer.
+
+    Args:
+        mask: ``None``; 2D ``[B, T]`` (flash backends); or 4D ``[B, 1, S, T]``, bool or additive, of which the last query row
+            sees every real token.
+        new: number of new slots.
+        slots: number of slots before them.
+
+    Returns:
+        Bool ``[B, new]``, or ``None`` if all are real.
+    """
+    if mask is None or (new == 1 and mask.ndim == 4 and slots > 0):
+        return None  # a single token that is being decoded is real
+    row = mask if mask.ndim == 2 else mask[:, 0, -1]
+    row = row[:, slots : slots + new] if mask.ndim == 4 else row[:, -new:]
+    real = row if row.dtype == torch.bool else (row > 0 if mask.ndim == 2 else row == 0)
+    return None if bool(real.all()) else real

@@ -1,0 +1,73 @@
+"""The base model's RoPE: its frequencies in gate width, and rotation of stored keys to other positions."""
+
+from __future__ import annotations
+
+import inspect
+import sys
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from seergate.errors import SeergateError
+
+
+def gate_frequencies(
+    decoder: nn.Module, config: Any, layer_type: str, gate_dim: int, head_dim: int
+) -> tuple[tuple[float, ...], float]:
+    """RoPE frequencies (radians per position) for a gate, and the base model's attention factor.
+
+    A gate as wide as the model's rotated part reuses the model's own frequencies, so that YaRN, llama3 or per-layer-type
+    scaling is right by construction. Another width gets the plain frequencies of the same base (`spec`: same theta).
+    """
+    rotary = decoder.get_submodule("rotary_emb")
+    prefix = f"{layer_type}_" if hasattr(rotary, f"{layer_type}_inv_freq") else ""
+    own = getattr(rotary, f"{prefix}original_inv_freq", None)
+    own = getattr(rotary, f"{prefix}inv_freq") if own is None else own
+    if own.device.type != "meta" and own.numel() * 2 == gate_dim:
+        return tuple(own.detach().float().cpu().tolist()), float(getattr(rotary, f"{prefix}attention_scaling", 1.0))
+    parameters = config.rope_parameters
+    parameters = parameters.get(layer_type, parameters)
+    exponents = torch.arange(0, gate_dim, 2, dtype=torch.float32) / gate_dim
+    return tuple((1.0 / parameters["rope_theta"] ** exponents).tolist()), 1.0
+
+
+class Rotary:
+    """Rotates tensors as the base model would at given positions.
+
+    Args:
+        decoder: the stack that owns ``rotary_emb``.
+        attention: a layer; its file defines ``apply_rotary_pos_emb``.
+        layer_type: for models with RoPE parameters per layer type.
+    """
+
+    def __init__(self, decoder: nn.Module, attention: nn.Module, layer_type: str) -> None:
+        self._embedding = decoder.get_submodule("rotary_emb")
+        apply = getattr(sys.modules[type(attention).__module__], "apply_rotary_pos_emb", None)
+        self._apply = apply
+        self._family = type(attention).__name__
+        takes_type = "layer_type" in inspect.signature(self._embedding.forward).parameters
+        self._kwargs = {"layer_type": layer_type} if takes_type else {}
+
+    def rotate(self, x: Tensor, positions: Tensor) -> Tensor:
+        """``x [B, heads, S, D]`` before RoPE, rotated to ``positions [B, S]``."""
+        return self._turn(x, *self._angles(x, positions))
+
+    def unrotate(self, x: Tensor, positions: Tensor) -> Tensor:
+        """The inverse of `rotate`, up to rounding."""
+        cos, sin = self._angles(x, positions)
+        square = (cos.float().square() + sin.float().square()).amax().item()  # attention factor squared
+        turned = self._turn(x.float(), cos.float(), -sin.float())
+        rotated_width = cos.shape[-1]
+        if square != 1.0:
+            turned = torch.cat((turned[..., :rotated_width] / square, turned[..., rotated_width:]), -1)
+        return turned.to(x.dtype)
+
+    def _angles(self, x: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
+        cos, sin = self._embedding(x, positions, **self._kwargs)
+        return cos, sin
+
+    def _turn(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        if self._apply is None or list(inspect.signature(self._apply).parameters)[:4] != ["q", "k", "cos", "sin"]:
+            raise SeergateError(f"keys of {self._family} cannot be re-positioned: its RoPE has a form of its own")
+        return self._apply(x, x, cos, sin)[0]

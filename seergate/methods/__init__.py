@@ -1,0 +1,67 @@
+"""Decoding methods: one file, one dataclass each. All share the cache, the attention op and the evaluation harness."""
+
+from __future__ import annotations
+
+import difflib
+from dataclasses import fields
+from typing import Any
+
+from seergate.errors import SeergateError
+from seergate.methods.base import EvictingMethod, Method, SelectingMethod
+from seergate.methods.dense import Dense
+from seergate.methods.gate import Gate
+from seergate.methods.oracle import Oracle
+from seergate.methods.quest import Quest
+from seergate.methods.random import Random
+from seergate.methods.streaming_llm import StreamingLLM
+
+METHODS: dict[str, type[Method]] = {
+    method.name: method for method in (Gate, Oracle, Quest, Dense, StreamingLLM, Random)
+}
+
+__all__ = [
+    "METHODS",
+    "Dense",
+    "EvictingMethod",
+    "Gate",
+    "Method",
+    "Oracle",
+    "Quest",
+    "Random",
+    "SelectingMethod",
+    "StreamingLLM",
+    "make_method",
+    "method_class",
+]
+
+
+def method_class(name: str) -> type[Method]:
+    """The class of a method.
+
+    Raises:
+        SeergateError: for an unknown name, with the nearest known one.
+    """
+    if name in METHODS:
+        return METHODS[name]
+    near = difflib.get_close_matches(name, METHODS, n=1)
+    hint = f"did you mean {near[0]!r}? " if near else ""
+    raise SeergateError(f"there is no method {name!r}; {hint}known are {', '.join(sorted(METHODS))}")
+
+
+def make_method(name: str, **options: Any) -> Method:
+    """Build a method by name.
+
+    Raises:
+        SeergateError: for an unknown name or option.
+        ValueError: for an option out of range.
+    """
+    kind = method_class(name)
+    known = {f.name for f in fields(kind) if f.init}
+    unknown = sorted(set(options) - known)
+    if unknown:
+        raise SeergateError(
+            f"the method {name!r} has no option {', '.join(map(repr, unknown))}; it has {', '.join(sorted(known)) or 'none'}"
+        )
+    if name == Gate.name and "bank" not in options:
+        raise SeergateError("the method 'gate' needs gates: pass a GateBank instead of its name, or bank=")
+    return kind(**options)

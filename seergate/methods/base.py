@@ -1,0 +1,219 @@
+"""What a decoding method is: a dataclass of options, and a per-layer, per-request state that sees every new token.
+
+The host owns the KV cache and the model; a method sees tensors only. Rows are content-anchored: index 0 along the token axis
+is a row's first real token, whatever padding or batch it came in.
+
+Shape suffixes: B batch, S new tokens, C capacity of the cache, N blocks, H query heads, K KV heads, D head dimension.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from dataclasses import dataclass
+from typing import ClassVar, Protocol
+
+import torch
+from torch import Tensor
+
+from seergate import ops
+from seergate.config import DecodeConfig
+from seergate.ops import Selection
+
+
+class Rotary(Protocol):
+    """The base model's RoPE. ``x [B, heads, S, D]``, ``positions [B, S]``."""
+
+    def rotate(self, x: Tensor, positions: Tensor) -> Tensor:
+        """Rotate to these positions."""
+        ...
+
+    def unrotate(self, x: Tensor, positions: Tensor) -> Tensor:
+        """Undo `rotate`."""
+        ...
+
+
+@dataclass(frozen=True)
+class LayerSpec:
+    """The facts about one attention layer that a state is made for."""
+
+    layer: int
+    batch: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    dtype: torch.dtype
+    device: torch.device
+    rotary: Rotary
+
+
+@dataclass
+class Step:
+    """The new tokens of one forward in one layer, after they joined the cache.
+
+    Attributes:
+        q_pre_BHSD, k_pre_BKSD: before RoPE; each row's tokens first, whatever follows ``counts[b]`` is padding.
+        q_BHSD, k_BKSD: the same after RoPE.
+        starts: per row, how many tokens it had before.
+        counts: per row, how many are new.
+        keys_BKCD, values_BKCD: the cache's buffers; row b holds ``lengths[b]`` tokens.
+        lengths: int64 ``[B]`` on the cache's device, the new tokens included.
+        sm_scale: factor on query . key.
+        sinks: ``[H]`` attention-sink logits, if the model has them.
+        softcap: cap on the scores, if the model has one.
+    """
+
+    q_pre_BHSD: Tensor
+    k_pre_BKSD: Tensor
+    q_BHSD: Tensor
+    k_BKSD: Tensor
+    starts: list[int]
+    counts: list[int]
+    keys_BKCD: Tensor
+    values_BKCD: Tensor
+    lengths: Tensor
+    sm_scale: float
+    sinks: Tensor | None = None
+    softcap: float | None = None
+
+    @property
+    def ends(self) -> list[int]:
+        """Per row, how many tokens it has now: ``lengths`` without a device read."""
+        return [start + count for start, count in zip(self.starts, self.counts, strict=True)]
+
+    @property
+    def max_length(self) -> int:
+        """Tokens of the longest row."""
+        return max(self.ends)
+
+
+class LayerState:
+    """What a method remembers of one layer during one request.
+
+    Every tensor lives in ``self.rows`` with the batch axis first, so that the cache can reorder, repeat and select rows
+    without knowing the method.
+    """
+
+    def __init__(self, spec: LayerSpec) -> None:
+        self.spec = spec
+        self.rows: dict[str, Tensor] = {}
+
+    def append(self, step: Step) -> None:
+        """See the new tokens. Called once per forward, after they joined the cache and before attention."""
+
+    def crop(self, before: list[int], after: list[int], keys_BKCD: Tensor) -> None:
+        """Forget the newest tokens: row b had ``before[b]`` and has ``after[b]`` now. The cache has already cropped."""
+
+    def select_rows(self, index: Tensor) -> None:
+        """Keep the rows ``index`` (int64), in that order; a row may be repeated."""
+        self.rows = {name: tensor.index_select(0, index.to(tensor.device)) for name, tensor in self.rows.items()}
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes that this state occupies."""
+        return sum(tensor.nbytes for tensor in self.rows.values())
+
+    def grown(self, name: str, blocks: int, fill: float = 0.0) -> Tensor:
+        """The tensor ``rows[name] [B, K, N, ...]``, enlarged along its block axis if need be."""
+        tensor = self.rows[name]
+        if tensor.shape[2] < blocks:
+            extra = max(blocks - tensor.shape[2], tensor.shape[2] // 8, 8)
+            room = tensor.new_full((*tensor.shape[:2], extra, *tensor.shape[3:]), fill)
+            tensor = self.rows[name] = torch.cat((tensor, room), dim=2)
+        return tensor
+
+
+@dataclass(kw_only=True)
+class Method(ABC):
+    """Base of all methods. A subclass is a dataclass; its ``repr`` is its configuration."""
+
+    name: ClassVar[str]
+
+    @abstractmethod
+    def new_state(self, spec: LayerSpec) -> LayerState:
+        """A fresh state for one layer of one request."""
+
+
+@dataclass(kw_only=True)
+class SelectingMethod(Method):
+    """Keeps the whole cache and reads some of its blocks at each step.
+
+    Attributes:
+        token_budget, threshold, top_p, sink_blocks, dense_layers: see `DecodeConfig`.
+        block_size: tokens per block.
+    """
+
+    token_budget: int | None = None
+    threshold: float | None = None
+    top_p: float | None = None
+    sink_blocks: int = 0
+    dense_layers: tuple[int, ...] = ()
+    block_size: int = 64
+
+    def __post_init__(self) -> None:
+        self.rule = DecodeConfig(
+            token_budget=self.token_budget,
+            threshold=self.threshold,
+            top_p=self.top_p,
+            sink_blocks=self.sink_blocks,
+            dense_layers=self.dense_layers,
+        )
+        if not isinstance(self.block_size, int) or self.block_size < 1:
+            raise ValueError(f"block_size is {self.block_size!r}; it must be a positive number of tokens")
+        self.rule.check_block_size(self.block_size)
+        self.token_budget = self.rule.token_budget
+
+    def select(self, state: SelectingState, step: Step) -> Selection | None:
+        """The blocks to read at a decode step, or ``None`` for all of them."""
+        if state.spec.layer in self.rule.dense_layers or self.covers(step.max_length):
+            return None
+        return ops.select_blocks(
+            state.scores(step),
+            step.lengths,
+            block_size=self.block_size,
+            token_budget=self.rule.token_budget,
+            threshold=self.rule.threshold,
+            top_p=self.rule.top_p,
+            sink_blocks=self.rule.sink_blocks,
+        )
+
+    def covers(self, length: int) -> bool:
+        """Whether the budget has room for every block of ``length`` tokens."""
+        budget = self.rule.token_budget
+        return budget is not None and budget // self.block_size >= -(-length // self.block_size)
+
+
+class SelectingState(LayerState, ABC):
+    """State of a `SelectingMethod`."""
+
+    @abstractmethod
+    def scores(self, step: Step) -> Tensor:
+        """Score every block for the newest token of each row: ``[B, K, N]``, higher is better. Entries of the current
+        block and beyond are ignored."""
+
+    def score_bytes(self, step: Step) -> int:
+        """Bytes that `scores` reads, all rows and heads together."""
+        return 0
+
+
+@dataclass(kw_only=True)
+class EvictingMethod(Method):
+    """Drops tokens from the cache for good."""
+
+    stores_pre_rope: ClassVar[bool] = False
+    """Whether the cache should hold keys before RoPE (the method rotates them itself)."""
+
+
+class EvictingState(LayerState, ABC):
+    """State of an `EvictingMethod`."""
+
+    def attend(self, step: Step) -> Tensor | None:
+        """The attention output ``[B, H, D]`` of a decode step, or ``None`` for ordinary attention to all residents."""
+        return None
+
+    @abstractmethod
+    def keep(self, step: Step) -> tuple[Tensor, list[int]] | None:
+        """After attention: which residents stay, or ``None`` for all.
+
+        Returns:
+            Ascending int64 indices ``[B, K, kept]`` and how many of them count per row (the rest is padding).
+        """

@@ -1,0 +1,144 @@
+"""The learned gate (SeerAttention-R, sections 3.1 and 3.2).
+
+Keeps, beside the KV cache, one compressed key per block (the K-compression cache) and the raw pre-RoPE keys of the two
+newest blocks, from which a block's entry is made when it closes. Entries made in prefill and in decode are the same.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, ClassVar
+
+import torch
+from torch import Tensor
+
+from seergate import ops
+from seergate.config import DecodeConfig
+from seergate.methods.base import LayerSpec, LayerState, SelectingMethod, SelectingState, Step
+from seergate.methods.published import published_selection
+from seergate.ops import Selection
+
+if TYPE_CHECKING:
+    from seergate.bank import GateBank
+    from seergate.gate import AttnGate
+
+
+@dataclass(kw_only=True)
+class Gate(SelectingMethod):
+    """Read the blocks that trained gates pick.
+
+    Attributes:
+        bank: the gates; it sets the block size.
+        compat: ``"published"`` reproduces the published code's selection (see `DecodeConfig.compat`).
+    """
+
+    name: ClassVar[str] = "gate"
+    bank: GateBank = field(repr=False)
+    compat: str | None = None
+
+    def __post_init__(self) -> None:
+        self.block_size = self.bank.config.block_size
+        super().__post_init__()
+
+    @classmethod
+    def from_config(cls, bank: GateBank, decode: DecodeConfig) -> Gate:
+        """Gates with a `DecodeConfig`."""
+        return cls(bank=bank, **vars(decode))
+
+    def new_state(self, spec: LayerSpec) -> LayerState:
+        """See `Method`. A layer that has no gate stays dense."""
+        if str(spec.layer) not in self.bank.layers:
+            return LayerState(spec)
+        return GateState(spec, self.bank.gate(spec.layer), rotate_at_last=self.compat == "published")
+
+    def select(self, state: LayerState, step: Step) -> Selection | None:
+        """See `SelectingMethod`."""
+        if not isinstance(state, GateState):
+            return None
+        if self.compat == "published" and state.spec.layer not in self.rule.dense_layers:
+            return published_selection(state.scores(step), step.lengths, self.block_size, self.rule)
+        return super().select(state, step)
+
+
+class GateState(SelectingState):
+    """``kg`` the K-compression cache ``[B, K, N, E]``; ``recent`` the raw keys of the newest positions, position p at slot
+    ``p % (2 * block_size)``: ``[B, K, 2 * block_size, D]``."""
+
+    def __init__(self, spec: LayerSpec, gate: AttnGate, rotate_at_last: bool = False) -> None:
+        super().__init__(spec)
+        self.gate, self.block_size = gate, gate.config.block_size
+        self.decode_offset = self.block_size - 1 if rotate_at_last else 0
+        heads = (spec.batch, spec.num_kv_heads)
+        weight = gate.k_proj.weight
+        self.rows = {
+            "kg": torch.zeros(*heads, 0, gate.config.gate_dim, dtype=weight.dtype, device=spec.device),
+            "recent": torch.zeros(*heads, 2 * self.block_size, spec.head_dim, dtype=spec.dtype, device=spec.device),
+        }
+
+    @torch.no_grad()
+    def append(self, step: Step) -> None:
+        """See `LayerState`."""
+        self.grown("kg", -(-step.max_length // self.block_size))
+        if step.k_pre_BKSD.shape[2] == 1:
+            self._append_one(step)
+        else:
+            self._append_many(step)
+
+    def _append_one(self, step: Step) -> None:
+        """The decode path: store the key, and make the entry of each row whose block has just closed."""
+        recent, ends = self.rows["recent"], step.ends
+        slots = (step.lengths - 1) % (2 * self.block_size)
+        rows = torch.arange(len(ends), device=recent.device)
+        recent[rows, :, slots] = step.k_pre_BKSD[:, :, 0]
+        closing = [row for row, end in enumerate(ends) if end % self.block_size == 0]
+        if closing:
+            self._write_entries(closing, [ends[row] // self.block_size - 1 for row in closing], self.decode_offset)
+
+    def _append_many(self, step: Step) -> None:
+        """The prefill path, one row at a time: pool all blocks that the new tokens complete."""
+        size, recent, kg = self.block_size, self.rows["recent"], self.rows["kg"]
+        for row, (start, count) in enumerate(zip(step.starts, step.counts, strict=True)):
+            opened = start - start % size  # first token of the block that was open
+            ring = torch.arange(opened, start, device=recent.device) % (2 * size)
+            keys_KSD = torch.cat((recent[row][:, ring], step.k_pre_BKSD[row, :, :count].to(recent.dtype)), dim=1)
+            first, complete = opened // size, (start + count) // size
+            if complete > first:
+                pooled = ops.pool_keys(keys_KSD[None, :, : (complete - first) * size], size, self.gate.config.k_pooling)
+                positions = torch.arange(first, complete, device=recent.device) * size
+                kg[row, :, first:complete] = self.gate.keys(pooled, positions)[0]
+            kept = min(keys_KSD.shape[1], 2 * size)
+            ring = torch.arange(start + count - kept, start + count, device=recent.device) % (2 * size)
+            recent[row][:, ring] = keys_KSD[:, keys_KSD.shape[1] - kept :]
+
+    def _write_entries(self, rows: list[int], blocks: list[int], offset: int) -> None:
+        """Pool the raw keys of one complete block per row and store its compressed key."""
+        size, recent = self.block_size, self.rows["recent"]
+        index = torch.tensor(rows, device=recent.device)
+        block = torch.tensor(blocks, device=recent.device)
+        slots = (block % 2)[:, None] * size + torch.arange(size, device=recent.device)
+        keys_BKSD = recent[index].gather(2, slots[:, None, :, None].expand(-1, recent.shape[1], -1, recent.shape[3]))
+        pooled = ops.pool_keys(keys_BKSD, size, self.gate.config.k_pooling)
+        self.rows["kg"][index, :, block] = self.gate.keys(pooled, (block * size + offset)[:, None])[:, :, 0]
+
+    @torch.no_grad()
+    def scores(self, step: Step) -> Tensor:
+        """See `SelectingState`."""
+        qg_BK1E = self.gate.queries(step.q_pre_BHSD, (step.lengths - 1)[:, None])
+        return self.gate.scores(qg_BK1E, self.rows["kg"])[:, :, 0]
+
+    def score_bytes(self, step: Step) -> int:
+        """See `SelectingState`."""
+        kg = self.rows["kg"]
+        blocks = sum((end - 1) // self.block_size for end in step.ends)
+        return blocks * kg.shape[1] * kg.shape[3] * kg.element_size()
+
+    def crop(self, before: list[int], after: list[int], keys_BKCD: Tensor) -> None:
+        """See `LayerState`. If a block is opened again whose raw keys are gone, they are recovered from the rotated ones."""
+        size, recent = self.block_size, self.rows["recent"]
+        for row, (old, new) in enumerate(zip(before, after, strict=True)):
+            opened = new - new % size
+            if opened == new or opened >= old - 2 * size:
+                continue
+            positions = torch.arange(opened, new, device=recent.device)
+            rotated = keys_BKCD[row : row + 1, :, opened:new]
+            recent[row][:, positions % (2 * size)] = self.spec.rotary.unrotate(rotated, positions[None])[0]

@@ -1,0 +1,69 @@
+"""Oracle selection: the blocks that dense attention itself weighs most (SeerAttention-R, section 4.2).
+
+An upper bound on accuracy for a block size and budget, not a speed-up: it computes all scores.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from seergate.methods.base import LayerSpec, LayerState, SelectingMethod, SelectingState, Step
+
+
+@dataclass(kw_only=True)
+class Oracle(SelectingMethod):
+    """Score a block by the largest attention probability that any query head of the group gives to any of its keys.
+
+    That is the gate's training target before normalisation; threshold and top-p act on it after normalisation over the
+    past blocks, so that they mean the same as for the gate.
+    """
+
+    name: ClassVar[str] = "oracle"
+
+    def new_state(self, spec: LayerSpec) -> LayerState:
+        """See `Method`."""
+        return OracleState(spec, self.block_size)
+
+
+class OracleState(SelectingState):
+    """Remembers nothing; reads the cache's keys."""
+
+    def __init__(self, spec: LayerSpec, block_size: int) -> None:
+        super().__init__(spec)
+        self.block_size = block_size
+
+    @torch.no_grad()
+    def scores(self, step: Step) -> Tensor:
+        """See `SelectingState`."""
+        logp_BKGT = log_probabilities(step)
+        missing = -logp_BKGT.shape[-1] % self.block_size
+        blocks = F.pad(logp_BKGT, (0, missing), value=-torch.inf).unflatten(-1, (-1, self.block_size))
+        return blocks.amax(-1).amax(2)
+
+    def score_bytes(self, step: Step) -> int:
+        """See `SelectingState`: all keys."""
+        keys = step.keys_BKCD
+        return sum(step.ends) * keys.shape[1] * keys.shape[3] * keys.element_size()
+
+
+def log_probabilities(step: Step) -> Tensor:
+    """Log of dense attention's probabilities at a decode step, ``[B, K, G, T]``, T the longest row's length; minus infinity
+    beyond a row's length. Attention sinks take their share of the probability."""
+    keys = step.keys_BKCD[:, :, : step.max_length]
+    q_BKGD = step.q_BHSD[:, :, 0].unflatten(1, (keys.shape[1], -1))
+    wide = torch.promote_types(keys.dtype, torch.float32)
+    logits = (q_BKGD.to(wide) * step.sm_scale) @ keys.to(wide).transpose(-1, -2)
+    if step.softcap is not None:
+        logits = step.softcap * torch.tanh(logits / step.softcap)
+    if len(set(step.ends)) > 1:
+        held = torch.arange(keys.shape[2], device=keys.device) < step.lengths[:, None]
+        logits = logits.masked_fill(~held[:, None, None], -torch.inf)
+    normaliser = logits.logsumexp(-1, keepdim=True)
+    if step.sinks is not None:
+        normaliser = torch.logaddexp(normaliser, step.sinks.to(wide).view(1, keys.shape[1], -1, 1))
+    return logits - normaliser

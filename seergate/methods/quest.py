@@ -1,0 +1,96 @@
+"""Quest: query-aware page selection by an upper bound (Tang et al., arXiv 2406.10774)."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+
+from seergate import ops
+from seergate.methods.base import LayerSpec, LayerState, SelectingMethod, SelectingState, Step
+
+
+@dataclass(kw_only=True)
+class Quest(SelectingMethod):
+    """Score a page by ``sum_d max(q_d * min_d, q_d * max_d)``, which no key of the page can exceed.
+
+    The budget includes the current page, which is always read, as in Quest's own kernels. The decision is per KV head: the
+    bound is taken per query head and reduced over the group.
+
+    Attributes:
+        block_size: Quest's page; 16 in its paper.
+        dense_layers: Quest keeps the first two layers dense; pass ``()`` to compare on equal terms.
+        group_reduction: ``"max"`` or ``"mean"`` over the query heads of a group.
+    """
+
+    name: ClassVar[str] = "quest"
+    block_size: int = 16
+    dense_layers: tuple[int, ...] = (0, 1)
+    group_reduction: str = "max"
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.group_reduction not in ("max", "mean"):
+            raise ValueError(f'group_reduction is {self.group_reduction!r}; it must be "max" or "mean"')
+
+    def new_state(self, spec: LayerSpec) -> LayerState:
+        """See `Method`."""
+        return QuestState(spec, self.block_size, self.group_reduction)
+
+
+class QuestState(SelectingState):
+    """``high`` and ``low``: per page and channel, the largest and smallest key after RoPE, ``[B, K, N, D]``."""
+
+    def __init__(self, spec: LayerSpec, block_size: int, group_reduction: str = "max") -> None:
+        super().__init__(spec)
+        self.block_size, self.group_reduction = block_size, group_reduction
+        empty = torch.empty(spec.batch, spec.num_kv_heads, 0, spec.head_dim, dtype=spec.dtype, device=spec.device)
+        self.rows = {"high": empty, "low": empty.clone()}
+
+    @torch.no_grad()
+    def append(self, step: Step) -> None:
+        """See `LayerState`."""
+        blocks = -(-step.max_length // self.block_size)
+        high = self.grown("high", blocks, -torch.inf)
+        low = self.grown("low", blocks, torch.inf)
+        if step.k_BKSD.shape[2] == 1:
+            rows = torch.arange(len(step.counts), device=high.device)
+            page = (step.lengths - 1) // self.block_size
+            key = step.k_BKSD[:, :, 0]
+            high[rows, :, page] = torch.maximum(high[rows, :, page], key)
+            low[rows, :, page] = torch.minimum(low[rows, :, page], key)
+            return
+        for row, (start, count) in enumerate(zip(step.starts, step.counts, strict=True)):
+            self._recompute(row, start // self.block_size, start + count, step.keys_BKCD)
+
+    def _recompute(self, row: int, first: int, length: int, keys_BKCD: Tensor) -> None:
+        """Make the pages of one row from ``first`` on anew, from the cached keys."""
+        size, (high, low) = self.block_size, (self.rows["high"], self.rows["low"])
+        high[row, :, first:], low[row, :, first:] = -torch.inf, torch.inf
+        if length > first * size:
+            pooled = ops.pool_keys(keys_BKCD[row : row + 1, :, first * size : length], size, ("max", "min"))[0]
+            pages = slice(first, first + pooled.shape[1])
+            high[row, :, pages], low[row, :, pages] = pooled.to(high.dtype).chunk(2, dim=-1)
+
+    @torch.no_grad()
+    def scores(self, step: Step) -> Tensor:
+        """See `SelectingState`."""
+        high, low = self.rows["high"].float(), self.rows["low"].float()
+        q_BKGD = step.q_BHSD[:, :, 0].unflatten(1, (high.shape[1], -1)).float()
+        # max(q * low, q * high) is q * high where q > 0 and q * low elsewhere: two products instead of a [.., N, D] tensor
+        held = high.isfinite()
+        high, low = high.where(held, 0.0), low.where(held, 0.0)
+        bound_BKGN = q_BKGD.clamp(min=0) @ high.transpose(-1, -2) + q_BKGD.clamp(max=0) @ low.transpose(-1, -2)
+        return bound_BKGN.amax(2) if self.group_reduction == "max" else bound_BKGN.mean(2)
+
+    def score_bytes(self, step: Step) -> int:
+        """See `SelectingState`: two vectors per page."""
+        pages, high = sum(-(-end // self.block_size) for end in step.ends), self.rows["high"]
+        return 2 * pages * high.shape[1] * high.shape[3] * high.element_size()
+
+    def crop(self, before: list[int], after: list[int], keys_BKCD: Tensor) -> None:
+        """See `LayerState`."""
+        for row, length in enumerate(after):
+            self._recompute(row, length // self.block_size, length, keys_BKCD)

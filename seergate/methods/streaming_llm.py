@@ -1,0 +1,88 @@
+"""StreamingLLM: attention sinks and a recent window, re-positioned (Xiao et al., arXiv 2309.17453)."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+
+from seergate import ops
+from seergate.methods.base import EvictingMethod, EvictingState, LayerSpec, LayerState, Step
+
+
+@dataclass(kw_only=True)
+class StreamingLLM(EvictingMethod):
+    """Attend to the first ``sink_tokens`` and the newest tokens, ``token_budget`` in all, the current one included.
+
+    As in the paper's section 3.2 positions are those **inside the cache**: keys are kept before RoPE and rotated to
+    ``0 .. n - 1`` at each step, the query to ``n - 1``. With original positions it would be another method.
+
+    Attributes:
+        token_budget: tokens attended; the paper's enabling script has 4 + 512.
+        sink_tokens: how many first tokens stay for good.
+        interval: evicted tokens leave the cache in batches of this many, so that it is not moved at every step; they are
+            not attended in the meantime. At most ``token_budget + interval`` tokens are resident.
+    """
+
+    name: ClassVar[str] = "streaming_llm"
+    stores_pre_rope: ClassVar[bool] = True
+    token_budget: int = 516
+    sink_tokens: int = 4
+    interval: int = 32
+
+    def __post_init__(self) -> None:
+        if self.sink_tokens < 0:
+            raise ValueError(f"sink_tokens is {self.sink_tokens}; it must be 0 or greater")
+        if self.token_budget <= self.sink_tokens:
+            raise ValueError(
+                f"token_budget is {self.token_budget}; it must be greater than sink_tokens ({self.sink_tokens})"
+            )
+        if self.interval < 1:
+            raise ValueError(f"interval is {self.interval}; it must be at least 1")
+
+    def new_state(self, spec: LayerSpec) -> LayerState:
+        """See `Method`."""
+        return StreamingState(spec, self)
+
+
+class StreamingState(EvictingState):
+    """Remembers nothing beyond the cache."""
+
+    def __init__(self, spec: LayerSpec, method: StreamingLLM) -> None:
+        super().__init__(spec)
+        self.method = method
+
+    @torch.no_grad()
+    def attend(self, step: Step) -> Tensor:
+        """See `EvictingState`."""
+        visible, held = self._visible(step.ends, step.lengths.device)
+        index = visible[:, None, :, None].expand(-1, step.keys_BKCD.shape[1], -1, step.keys_BKCD.shape[3])
+        positions = torch.arange(visible.shape[1], device=visible.device).expand(len(visible), -1)
+        keys = self.spec.rotary.rotate(step.keys_BKCD.gather(2, index), positions)
+        values = step.values_BKCD.gather(2, index)
+        q_BHD = self.spec.rotary.rotate(step.q_pre_BHSD, (held - 1)[:, None])[:, :, 0]
+        return ops.dense_decode(
+            q_BHD, keys, values, held, sm_scale=step.sm_scale, sinks=step.sinks, softcap=step.softcap
+        )
+
+    def keep(self, step: Step) -> tuple[Tensor, list[int]] | None:
+        """See `EvictingState`."""
+        method = self.method
+        if step.max_length < method.token_budget + method.interval:
+            return None
+        # Make room for the next token ("evict for space"): with it, each row has exactly what it may attend.
+        visible, held = self._visible([end + 1 for end in step.ends], step.lengths.device)
+        index = torch.minimum(visible[:, :-1], step.lengths[:, None] - 1)
+        return index[:, None].expand(-1, step.keys_BKCD.shape[1], -1), (held - 1).tolist()
+
+    def _visible(self, ends: list[int], device: torch.device) -> tuple[Tensor, Tensor]:
+        """Which of ``ends[b]`` residents a row attends: indices ``[B, n]`` (the last repeated as padding), counts ``[B]``."""
+        budget, sinks = self.method.token_budget, self.method.sink_tokens
+        lengths = torch.tensor(ends, device=device)
+        held = lengths.clamp(max=budget)
+        slots = torch.arange(min(budget, max(ends)), device=device).expand(len(ends), -1)
+        skipped = (lengths - held)[:, None]
+        visible = torch.where(slots < sinks, slots, slots + skipped)
+        return torch.minimum(visible, lengths[:, None] - 1), held

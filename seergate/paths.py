@@ -1,0 +1,29 @@
+"""Finds the files that ship with seergate: beside the package in a checkout, inside it in a wheel."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+_PACKAGE = Path(__file__).resolve().parent
+
+
+def shipped(relative: str) -> Path:
+    """The path of a shipped file or directory such as ``"configs"`` or ``"checkpoints/tiny-reasoner"``.
+
+    Raises:
+        FileNotFoundError: if this installation does not have it.
+    """
+    for root in (_PACKAGE.parent, _PACKAGE / "shipped"):
+        if (root / relative).exists():
+            return root / relative
+    raise FileNotFoundError(f"{relative} is not part of this installation of seergate; looked beside and in {_PACKAGE}")
+
+
+def resolve_model(name: str | os.PathLike[str]) -> str:
+    """Turn a model's name into what transformers can load: a shipped directory if there is one of that name."""
+    if Path(name).is_dir():
+        return str(name)
+    if str(name).startswith("checkpoints/"):
+        return str(shipped(str(name)))
+    return str(name)
