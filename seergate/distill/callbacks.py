@@ -1,0 +1,198 @@
+"""What a run shows while it runs: TensorBoard scalars every step, and a progress bar or plain lines on the console."""
+
+from __future__ import annotations
+
+import sys
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+
+
+@dataclass(frozen=True)
+class StepLog:
+    """One optimizer step, over all processes.
+
+    Attributes:
+        step: optimizer steps taken, from 1.
+        loss: mean over the packs; with ``row_mean`` it is the KL in nats.
+        kl_per_layer: nats per row, mean over KV heads and packs.
+        recall: budget in tokens -> per layer, the share of the teacher's mass that the gate's best blocks hold.
+        layers: the layers' indices in the model.
+        grad_norm: before clipping.
+        lr: learning rate of this step.
+        tokens: tokens of this step.
+        seconds: wall-clock time of this step.
+        memory_gb: most memory this process has held (GPU if there is one, else resident).
+    """
+
+    step: int
+    loss: float
+    kl_per_layer: list[float]
+    recall: dict[int, list[float]]
+    layers: tuple[int, ...]
+    grad_norm: float
+    lr: float
+    tokens: int
+    seconds: float
+    memory_gb: float
+
+    @property
+    def kl(self) -> float:
+        """Mean over layers, in nats."""
+        return sum(self.kl_per_layer) / len(self.kl_per_layer)
+
+    @property
+    def tokens_per_second(self) -> float:
+        """Over all processes."""
+        return self.tokens / self.seconds
+
+    def scalars(self) -> dict[str, float]:
+        """TensorBoard names and values."""
+        values = {
+            "kl/mean": self.kl,
+            "loss": self.loss,
+            "grad_norm": self.grad_norm,
+            "lr": self.lr,
+            "speed/tokens_per_second": self.tokens_per_second,
+            "speed/memory_gb": self.memory_gb,
+        }
+        values |= {f"kl/layer_{layer}": v for layer, v in zip(self.layers, self.kl_per_layer, strict=True)}
+        for budget, per_layer in self.recall.items():
+            values[f"recall_at_{budget}/mean"] = sum(per_layer) / len(per_layer)
+            values |= {f"recall_at_{budget}/layer_{i}": v for i, v in zip(self.layers, per_layer, strict=True)}
+        return values
+
+
+@dataclass(frozen=True)
+class EvalLog:
+    """An evaluation on the held-out packs; fields as in `StepLog`."""
+
+    step: int
+    kl_per_layer: list[float]
+    recall: dict[int, list[float]]
+    layers: tuple[int, ...]
+
+    @property
+    def kl(self) -> float:
+        """Mean over layers, in nats."""
+        return sum(self.kl_per_layer) / len(self.kl_per_layer)
+
+    def mean_recall(self) -> dict[int, float]:
+        """Budget -> mean over layers."""
+        return {budget: sum(v) / len(v) for budget, v in self.recall.items()}
+
+    def scalars(self) -> dict[str, float]:
+        """TensorBoard names and values."""
+        values = {"held_out/kl": self.kl}
+        values |= {f"held_out/kl_layer_{i}": v for i, v in zip(self.layers, self.kl_per_layer, strict=True)}
+        values |= {f"held_out/recall_at_{budget}": v for budget, v in self.mean_recall().items()}
+        return values
+
+
+class Callback(Protocol):
+    """Listens to a run; only the main process has any."""
+
+    def on_message(self, text: str) -> None:
+        """A line of text for people."""
+
+    def on_step(self, log: StepLog) -> None:
+        """An optimizer step has been taken."""
+
+    def on_eval(self, log: EvalLog) -> None:
+        """The held-out packs have been evaluated."""
+
+    def close(self) -> None:
+        """The run is over."""
+
+
+class TensorBoard:
+    """Every scalar of every step; a resumed run overwrites the steps it repeats."""
+
+    def __init__(self, directory: Path, first_step: int) -> None:
+        from torch.utils.tensorboard import SummaryWriter
+
+        self._writer = SummaryWriter(str(directory), purge_step=first_step if first_step > 1 else None)
+
+    def on_message(self, text: str) -> None:
+        """Text is for people; nothing to do."""
+
+    def on_step(self, log: StepLog) -> None:
+        """An optimizer step has been taken."""
+        for name, value in log.scalars().items():
+            self._writer.add_scalar(name, value, log.step)
+
+    def on_eval(self, log: EvalLog) -> None:
+        """The held-out packs have been evaluated."""
+        for name, value in log.scalars().items():
+            self._writer.add_scalar(name, value, log.step)
+        self._writer.flush()
+
+    def close(self) -> None:
+        """The run is over."""
+        self._writer.close()
+
+
+class Console:
+    """A progress bar on a terminal; otherwise a line every ``log_every`` steps."""
+
+    def __init__(self, steps: int, done: int, log_every: int) -> None:
+        from rich.console import Console as RichConsole
+
+        self._steps, self._every = steps, log_every
+        self._seconds, self._measured = 0.0, 0
+        self._console = RichConsole(file=sys.stdout, highlight=False)
+        self._bar: Any = None
+        if self._console.is_terminal:
+            from rich import progress
+
+            self._bar = progress.Progress(
+                progress.TextColumn("distilling"),
+                progress.BarColumn(),
+                progress.MofNCompleteColumn(),
+                progress.TimeElapsedColumn(),
+                progress.TextColumn("ETA"),
+                progress.TimeRemainingColumn(elapsed_when_finished=False),
+                progress.TextColumn("{task.fields[note]}"),
+                console=self._console,
+            )
+            self._task = self._bar.add_task("", total=steps, completed=done, note="")
+            self._bar.start()
+
+    def on_message(self, text: str) -> None:
+        """A line of text for people."""
+        self._console.print(text, markup=False, soft_wrap=True)
+
+    def on_step(self, log: StepLog) -> None:
+        """An optimizer step has been taken."""
+        recall = "".join(f"  recall@{b} {sum(v) / len(v):.3f}" for b, v in list(log.recall.items())[:1])
+        note = f"KL {log.kl:.4f}{recall}  {log.tokens_per_second:,.0f} tokens/s"
+        self._seconds, self._measured = self._seconds + log.seconds, self._measured + 1
+        if self._bar is not None:
+            self._bar.update(self._task, completed=log.step, note=note)
+        elif log.step % self._every == 0 or log.step in (1, self._steps):
+            left = (self._steps - log.step) * self._seconds / self._measured
+            eta = time.strftime("%H:%M:%S", time.gmtime(left)) if left < 86400 else f"{left / 3600:.1f} h"
+            self.on_message(f"step {log.step}/{self._steps}  {note}  lr {log.lr:.2e}  ETA {eta}")
+
+    def on_eval(self, log: EvalLog) -> None:
+        """The held-out packs have been evaluated."""
+        recall = "".join(f"  recall@{budget} {value:.3f}" for budget, value in log.mean_recall().items())
+        self.on_message(f"held out, step {log.step}: KL {log.kl:.4f}{recall}")
+
+    def close(self) -> None:
+        """The run is over."""
+        if self._bar is not None:
+            self._bar.stop()
+
+
+def memory_gb(device: torch.device) -> float:
+    """The most memory this process has held so far, in GB (1e9 bytes)."""
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device) / 1e9
+    import resource
+
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return peak / 1e9 if sys.platform == "darwin" else peak * 1024 / 1e9  # bytes on macOS, kilobytes elsewhere

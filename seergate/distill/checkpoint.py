@@ -1,0 +1,179 @@
+"""Checkpoints of a run: gates, optimizer, random state, place in the data. Never the base model, never a pickle.
+
+A checkpoint is written under a temporary name, flushed to the disk, and renamed; so whatever carries a checkpoint's
+name is whole, and a run killed at any moment finds the newest whole one.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shutil
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from seergate.distill.engines import MOMENTS, OptimizerState
+from seergate.errors import SeergateError
+
+FORMAT = 1
+_NAME = re.compile(r"step-(\d{8})")
+_DRAFT = ".draft-"
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    """Everything a run needs to go on as if it had never stopped. The place in the data is ``optimizer.step``.
+
+    Attributes:
+        optimizer: gates, moments and the number of steps taken.
+        run: the options that shape the result and the data's fingerprint; a run continues only if its own are equal.
+        random: random states by device name, uint8.
+        progress: what the loop wants back (best evaluation so far, tokens seen), JSON.
+    """
+
+    optimizer: OptimizerState
+    run: dict[str, Any]
+    random: dict[str, Tensor] = field(default_factory=dict)
+    progress: dict[str, Any] = field(default_factory=dict)
+
+
+def random_states() -> dict[str, Tensor]:
+    """PyTorch's random states."""
+    states = {"cpu": torch.get_rng_state()}
+    if torch.cuda.is_available():
+        states["cuda"] = torch.cuda.get_rng_state()
+    return states
+
+
+def set_random_states(states: dict[str, Tensor]) -> None:
+    """Inverse of `random_states`; a device that is not here is skipped."""
+    torch.set_rng_state(states["cpu"])
+    if torch.cuda.is_available() and "cuda" in states:
+        torch.cuda.set_rng_state(states["cuda"])
+
+
+def save_checkpoint(root: Path, checkpoint: Checkpoint, keep: int) -> Path:
+    """Write ``root/step-00000100`` in one move and remove all but the newest ``keep``."""
+    root.mkdir(parents=True, exist_ok=True)
+    clear_drafts(root)
+    final = root / f"step-{checkpoint.optimizer.step:08d}"
+    draft = root / f"{_DRAFT}{final.name}-{os.getpid()}"
+    draft.mkdir()
+    tensors = {f"gates.{name}": x for name, x in checkpoint.optimizer.gates.items()}
+    for moment in MOMENTS:
+        tensors |= {f"{moment}.{name}": x for name, x in checkpoint.optimizer.moments[moment].items()}
+    tensors |= {f"random.{name}": x for name, x in checkpoint.random.items()}
+    save_file(
+        {name: x.contiguous() for name, x in tensors.items()}, draft / "state.safetensors", metadata={"format": "pt"}
+    )
+    record = {
+        "format": FORMAT,
+        "step": checkpoint.optimizer.step,
+        "run": checkpoint.run,
+        "progress": checkpoint.progress,
+    }
+    (draft / "state.json").write_text(json.dumps(record, indent=1))
+    for file in draft.iterdir():
+        _flush(file)
+    _flush(draft)
+    if final.exists():  # the same step again, after going back to an older checkpoint
+        _discard(final)
+    draft.rename(final)
+    _flush(root)
+    for old in _finished(root)[:-keep]:
+        _discard(old)
+    return final
+
+
+def newest_checkpoint(root: Path) -> Path | None:
+    """The checkpoint to continue from, if there is one."""
+    found = _finished(root)
+    return found[-1] if found else None
+
+
+def read_record(path: Path) -> dict[str, Any]:
+    """A checkpoint's JSON part.
+
+    Raises:
+        SeergateError: if it is damaged or of another format.
+    """
+    try:
+        record: dict[str, Any] = json.loads((path / "state.json").read_text())
+    except (OSError, ValueError) as error:
+        raise SeergateError(f"the checkpoint {path} is damaged; delete it to continue from the one before") from error
+    if record.get("format") != FORMAT:
+        raise SeergateError(f"the checkpoint {path} has format {record.get('format')}; this version reads {FORMAT}")
+    return record
+
+
+def load_checkpoint(path: Path) -> Checkpoint:
+    """Inverse of `save_checkpoint`.
+
+    Raises:
+        SeergateError: if it is damaged or of another format.
+    """
+    record = read_record(path)
+    try:
+        tensors = load_file(path / "state.safetensors")
+    except (OSError, SafetensorError) as error:
+        raise SeergateError(f"the checkpoint {path} is damaged; delete it to continue from the one before") from error
+
+    def part(prefix: str) -> dict[str, Tensor]:
+        return {name.removeprefix(f"{prefix}."): x for name, x in tensors.items() if name.startswith(f"{prefix}.")}
+
+    state = OptimizerState(part("gates"), {moment: part(moment) for moment in MOMENTS}, record["step"])
+    return Checkpoint(state, record["run"], part("random"), record["progress"])
+
+
+def check_same_run(path: Path, found: dict[str, Any], wanted: dict[str, Any]) -> None:
+    """Refuse to continue a run with options that would make it another.
+
+    Raises:
+        SeergateError: naming the first option that differs.
+    """
+    for name in sorted(found.keys() | wanted.keys()):
+        if found.get(name) != wanted.get(name):
+            raise SeergateError(
+                f"{path} was made with {name}={found.get(name)!r} and this run has {wanted.get(name)!r}; use the "
+                "same, another output_dir, or --no-resume to start over"
+            )
+
+
+def clear_drafts(root: Path) -> None:
+    """Remove what a killed run left half-written or half-deleted."""
+    if root.is_dir():
+        for draft in root.glob(f"{_DRAFT}*"):
+            shutil.rmtree(draft)
+
+
+def remove_checkpoints(root: Path) -> None:
+    """Start over."""
+    clear_drafts(root)
+    for path in _finished(root):
+        _discard(path)
+
+
+def _finished(root: Path) -> list[Path]:
+    return sorted(p for p in root.iterdir() if _NAME.fullmatch(p.name)) if root.is_dir() else []
+
+
+def _discard(path: Path) -> None:
+    """Delete a checkpoint so that a kill half-way leaves no half checkpoint under its name."""
+    doomed = path.with_name(f"{_DRAFT}{path.name}-old-{os.getpid()}")
+    path.rename(doomed)
+    shutil.rmtree(doomed)
+
+
+def _flush(path: Path) -> None:
+    handle = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)

@@ -1,0 +1,306 @@
+"""What a distillation run is: `TrainConfig`, its presets, and the ways to override them.
+
+The command line, its help, the YAML files and the validation are all made from the one dataclass.
+"""
+
+from __future__ import annotations
+
+import difflib
+import math
+import re
+import types
+import typing
+from collections.abc import Mapping
+from dataclasses import MISSING, asdict, dataclass, field, fields, replace
+from pathlib import Path
+from typing import Any, Literal, get_args, get_origin, get_type_hints
+
+import yaml
+
+from seergate.config import POOLINGS, GateConfig
+from seergate.errors import SeergateError
+from seergate.paths import shipped
+
+DEFAULT_PRESET = "tiny-reasoner"
+"""What trains when no model is named: the one that ships with seergate and needs no network."""
+
+CHAIN_SUM = "chain_sum"
+"""The built-in source of training data: generated problems of the tiny reasoner's task."""
+
+_ORG_NAME = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+")
+
+
+def _option(default: Any, help: str, *, shapes_result: bool = True) -> Any:
+    """A field with its help; ``shapes_result`` marks those that a resumed run must not change."""
+    return field(default=default, metadata={"help": help, "shapes_result": shapes_result})
+
+
+@dataclass(frozen=True)
+class TrainConfig:
+    """One distillation run. The defaults are the paper's recipe (SeerAttention-R, section 5.1, and its launch script).
+
+    Every field's meaning is its ``metadata["help"]``, which is also the command line's help.
+
+    Raises:
+        ValueError: naming the field, what it is and what it must be.
+    """
+
+    model: str = _option(MISSING, "preset of configs/, Hub id (org/name) or directory of the frozen model")
+    revision: str | None = _option(None, "revision of the model on the Hub")
+    output_dir: str | None = _option(None, "where the run goes [runs/<model>-gates]", shapes_result=False)
+
+    block_size: int = _option(64, "tokens per block, 8..256")
+    gate_dim: int | None = _option(None, "width of the gate [the model's head dimension]")
+    k_pooling: tuple[str, ...] = _option(POOLINGS, "how the keys of a block are pooled: some of max,min,avg")
+    q_pooling: str = _option("proj", "how a group's query heads become one: proj, avgproj or avg")
+    qk_norm: bool = _option(True, "RMSNorm on the gate's queries and keys")
+    rope: bool = _option(True, "rotary position embedding on the gate's queries and keys")
+
+    data: str = _option(
+        "open-r1/OpenR1-Math-220k",
+        "dataset: Hub id, a local file or directory (JSONL, JSON, Parquet, Arrow) or chain_sum",
+    )
+    data_config: str | None = _option(None, "configuration of a Hub dataset [its default]")
+    data_split: str = _option("train", "split of the dataset")
+    data_column: str | None = _option(
+        None, "column with the conversation or text [messages, prompt+completion or text]"
+    )
+    data_limit: int | None = _option(None, "use this many rows at most; with chain_sum, the number of problems")
+    streaming: bool = _option(False, "read a Hub dataset row by row instead of downloading it (set data_limit too)")
+    chain_sum_variables: tuple[int, ...] = _option((20, 200), "smallest and largest problem of chain_sum")
+    chat_template: str | None = _option(None, "a .jinja file to use instead of the model's own chat template")
+    max_length: int = _option(32768, "tokens per pack; no sample may be longer")
+    over_length: Literal["truncate", "drop"] = _option("truncate", "what happens to samples longer than max_length")
+    token_cache: str | None = _option(
+        None, "directory for tokenised data [~/.cache/seergate/tokens]", shapes_result=False
+    )
+
+    steps: int = _option(800, "optimizer steps")
+    packs_per_step: int = _option(16, "packs per optimizer step, over all processes together")
+    lr: float = _option(1e-3, "peak learning rate of AdamW")
+    min_lr: float = _option(1e-5, "learning rate that the cosine ends at")
+    warmup_steps: int = _option(20, "steps of linear warm-up")
+    weight_decay: float = _option(0.0, "AdamW's weight decay")
+    grad_clip: float = _option(1.0, "largest norm of the gradient; 0 switches clipping off")
+    row_start: float = _option(0.5, "only rows from this fraction of each sample on teach the gates, in [0, 1)")
+    reduction: Literal["row_mean", "published"] = _option(
+        "row_mean", "row_mean: true KL in nats per row; published: the weighting of the published code"
+    )
+    seed: int = _option(0, "seed of the gates' initial values and of the order of the packs")
+    dtype: Literal["auto", "bfloat16", "float16", "float32"] = _option(
+        "auto", "the frozen model's precision [bfloat16 on a GPU, float32 on a CPU]; gates train in float32"
+    )
+
+    save_every: int = _option(100, "steps between checkpoints; 0 keeps only the last", shapes_result=False)
+    save_total_limit: int = _option(2, "checkpoints to keep", shapes_result=False)
+    resume: bool = _option(True, "continue from the newest checkpoint in output_dir", shapes_result=False)
+    eval_every: int = _option(
+        100, "steps between evaluations on held-out packs; 0 switches them off", shapes_result=False
+    )
+    eval_packs: int = _option(0, "packs held out for evaluation")
+    log_every: int = _option(10, "steps between plain log lines where there is no terminal", shapes_result=False)
+    recall_budgets: tuple[int, ...] = _option(
+        (1024, 2048, 4096), "token budgets at which the recall of teacher mass is logged", shapes_result=False
+    )
+    push_to_hub: str | None = _option(None, "Hub repository (org/name) for the finished adapter", shapes_result=False)
+    deepspeed: str | None = _option(
+        None, "DeepSpeed configuration file; the deepspeed launcher implies ds_configs/zero2.json", shapes_result=False
+    )
+
+    def __post_init__(self) -> None:
+        for item in fields(self):
+            object.__setattr__(self, item.name, coerce(item.name, getattr(self, item.name)))
+        GateConfig(
+            block_size=self.block_size,
+            gate_dim=128 if self.gate_dim is None else self.gate_dim,
+            k_pooling=self.k_pooling,
+            q_pooling=self.q_pooling,
+            qk_norm=self.qk_norm,
+            rope=self.rope,
+        )
+        for name in ("steps", "packs_per_step", "max_length", "save_total_limit", "log_every"):
+            self._must(name, getattr(self, name) >= 1, "a positive integer")
+        for name in ("warmup_steps", "save_every", "eval_every", "eval_packs"):
+            self._must(name, getattr(self, name) >= 0, "0 or a positive integer")
+        self._must("data_limit", self.data_limit is None or self.data_limit >= 1, "a positive integer")
+        self._must("max_length", self.max_length > self.block_size, f"larger than block_size ({self.block_size})")
+        self._must("lr", 0 < self.lr < math.inf, "a positive number")
+        self._must("min_lr", 0 <= self.min_lr <= self.lr, f"between 0 and lr ({self.lr})")
+        self._must("weight_decay", 0 <= self.weight_decay < math.inf, "0 or a positive number")
+        self._must("grad_clip", 0 <= self.grad_clip < math.inf, "0 (off) or a positive number")
+        self._must("row_start", 0 <= self.row_start < 1, "at least 0 and below 1")
+        self._must("model", bool(self.model), "a preset, a Hub id (org/name) or a directory")
+        self._must("data", bool(self.data), "a Hub id, a local path or chain_sum")
+        low_high = self.chain_sum_variables
+        self._must(
+            "chain_sum_variables",
+            len(low_high) == 2 and 4 <= low_high[0] <= low_high[1] <= 256,
+            "two integers in 4..256",
+        )
+        self._must("recall_budgets", all(b >= 1 for b in self.recall_budgets), "positive numbers of tokens")
+
+    def _must(self, name: str, holds: bool, rule: str) -> None:
+        if not holds:
+            raise ValueError(f"{name} is {getattr(self, name)!r}; it must be {rule}")
+
+    @property
+    def run_dir(self) -> Path:
+        """Where the adapter, checkpoints and logs go."""
+        return Path(self.output_dir) if self.output_dir else Path("runs") / f"{Path(self.model).name.lower()}-gates"
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain YAML types."""
+        return {k: list(v) if isinstance(v, tuple) else v for k, v in asdict(self).items()}
+
+    def result_shaping(self) -> dict[str, Any]:
+        """The fields that change the finished gates: a checkpoint can only be continued with the same ones."""
+        names = {f.name for f in fields(self) if f.metadata["shapes_result"]}
+        return {k: v for k, v in self.to_dict().items() if k in names}
+
+    def save(self, path: Path) -> None:
+        """Write all fields as YAML."""
+        path.write_text(yaml.safe_dump(self.to_dict(), sort_keys=False, allow_unicode=True))
+
+    @classmethod
+    def from_dict(cls, values: Mapping[str, Any]) -> TrainConfig:
+        """Inverse of `to_dict`.
+
+        Raises:
+            SeergateError: for a field that does not exist, with the nearest one that does.
+        """
+        known = [f.name for f in fields(cls)]
+        for name in values:
+            if name not in known:
+                raise SeergateError(f"{name!r} is not a training option{_nearest(str(name), known)}")
+        return cls(**values)
+
+
+def field_types() -> dict[str, Any]:
+    """The resolved type of every field of `TrainConfig`."""
+    return get_type_hints(TrainConfig)
+
+
+def coerce(name: str, value: Any) -> Any:
+    """Turn a YAML or command-line value into the type of field ``name``.
+
+    YAML reads ``1e-3`` as a string and has no tuples; the command line has only strings.
+
+    Raises:
+        ValueError: naming the field, what it is and what it must be.
+    """
+    kind = field_types()[name]
+    if get_origin(kind) in (typing.Union, types.UnionType):
+        if value is None or value in ("none", "null"):
+            return None
+        kind = next(t for t in get_args(kind) if t is not type(None))
+    try:
+        if get_origin(kind) is tuple:
+            items = [v for v in value.split(",") if v] if isinstance(value, str) else list(value)
+            return tuple(_scalar(get_args(kind)[0], v.strip() if isinstance(v, str) else v) for v in items)
+        return _scalar(kind, value)
+    except (TypeError, ValueError, KeyError) as error:
+        raise ValueError(f"{name} is {value!r}; it must be {_kind_name(kind)}") from error
+
+
+def _scalar(kind: Any, value: Any) -> Any:
+    if get_origin(kind) is Literal:
+        if value not in get_args(kind):
+            raise ValueError(value)
+        return value
+    if kind is bool:
+        if isinstance(value, bool):
+            return value
+        return {"true": True, "yes": True, "1": True, "false": False, "no": False, "0": False}[str(value).lower()]
+    if kind is str:
+        if not isinstance(value, (str, Path)):
+            raise TypeError(value)
+        return str(value)
+    if isinstance(value, bool) or (kind is int and isinstance(value, float) and not value.is_integer()):
+        raise TypeError(value)
+    return kind(value)
+
+
+def _kind_name(kind: Any) -> str:
+    if get_origin(kind) is Literal:
+        return " or ".join(map(repr, get_args(kind)))
+    if get_origin(kind) is tuple:
+        return f"a comma-separated list of {'integers' if get_args(kind)[0] is int else 'words'}"
+    return {int: "an integer", float: "a number", bool: "true or false", str: "text"}[kind]
+
+
+def _nearest(name: str, known: list[str]) -> str:
+    close = difflib.get_close_matches(name, known, n=1, cutoff=0.5)
+    return f"; did you mean {close[0]!r}?" if close else ""
+
+
+def presets() -> dict[str, Path]:
+    """Preset name (lower case) -> its YAML file."""
+    return {path.stem: path for path in sorted(shipped("configs").glob("*.yaml"))}
+
+
+def read_yaml(path: Path) -> dict[str, Any]:
+    """The options of a YAML file.
+
+    Raises:
+        SeergateError: if it is missing or not a mapping.
+    """
+    try:
+        values = yaml.safe_load(path.read_text())
+    except FileNotFoundError:
+        raise SeergateError(f"the configuration file {path} does not exist") from None
+    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
+        raise SeergateError(f"the configuration file {path} cannot be read: {str(error).splitlines()[0]}") from error
+    if not isinstance(values, dict):
+        raise SeergateError(f"the configuration file {path} must hold 'option: value' lines")
+    return values
+
+
+def load_train_config(model: str | None = None, overrides: Mapping[str, Any] | None = None) -> TrainConfig:
+    """Defaults, then the preset, then ``overrides``.
+
+    Args:
+        model: a preset of ``configs/`` in any case (``"Qwen3-8B"``), a directory that holds a model, or a Hub id.
+            A preset's own Hub id names it too: ``"Qwen/Qwen3-8B"`` gets the preset's settings.
+        overrides: options that win over the preset's.
+
+    Raises:
+        SeergateError: for a model that is none of these, with the nearest preset; for an unknown option.
+        ValueError: for an option with a bad value.
+    """
+    overrides = dict(overrides or {})
+    model = model or overrides.get("model") or DEFAULT_PRESET
+    known = presets()
+    values: dict[str, Any]
+    if model.lower() in known:
+        values = read_yaml(known[model.lower()])
+    elif Path(model).is_dir():
+        values = {"model": model}
+    elif _ORG_NAME.fullmatch(model):
+        values = {"model": model}
+        for path in known.values():
+            preset = read_yaml(path)
+            if preset.get("model", "").lower() == model.lower():
+                values = preset
+    else:
+        hint = _nearest(model.lower(), list(known)) or f"; the presets are {', '.join(known)}"
+        raise SeergateError(f"model {model!r} is neither a preset, nor a directory, nor a Hub id (org/name){hint}")
+    overrides.pop("model", None)
+    return TrainConfig.from_dict({**values, **overrides})
+
+
+def locate_model(config: TrainConfig) -> TrainConfig:
+    """The same run with ``model`` as something `from_pretrained` can load: a directory that exists, or a Hub id.
+
+    Raises:
+        SeergateError: if it names a directory that is not there.
+    """
+    path = Path(config.model)
+    if path.is_dir():
+        return config
+    try:
+        return replace(config, model=str(shipped(config.model)))
+    except FileNotFoundError:
+        pass
+    if _ORG_NAME.fullmatch(config.model) and path.parts[0] != "checkpoints":
+        return config
+    raise SeergateError(f"the model directory {config.model!r} does not exist")

@@ -1,0 +1,296 @@
+"""Ways to take an optimizer step on the same gates: one process, several with averaged gradients, DeepSpeed ZeRO-2.
+
+All compute the same update: the gradient is the mean over the packs of the global batch, clipped by its global norm,
+and AdamW runs in float32. The frozen model is never part of the module that an engine sees. An engine's state is the
+same three tensors per parameter whichever it is, so that a checkpoint of one can be continued by another, or by another
+number of processes.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Protocol
+
+import torch
+from torch import Tensor, nn
+
+from seergate.distill.config import TrainConfig
+from seergate.distill.distributed import World
+from seergate.distill.packing import PackedBatch
+from seergate.distill.teacher_forward import distill_step
+from seergate.errors import SeergateError
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+    from seergate.bank import GateBank
+
+BETAS, EPS = (0.9, 0.999), 1e-8
+MOMENTS = ("exp_avg", "exp_avg_sq")
+
+
+@dataclass(frozen=True)
+class Losses:
+    """What one pack gave, detached.
+
+    Attributes:
+        loss: scalar.
+        kl_per_layer: ``[L]``.
+        recall: ``[budgets, L]``.
+    """
+
+    loss: Tensor
+    kl_per_layer: Tensor
+    recall: Tensor
+
+
+class DistillModule(nn.Module):
+    """The gates as a module whose forward is the loss.
+
+    The frozen model stays outside the module tree: no engine moves, casts, broadcasts, partitions or saves it.
+    """
+
+    base: PreTrainedModel
+
+    def __init__(self, bank: GateBank, base: PreTrainedModel, config: TrainConfig) -> None:
+        super().__init__()
+        self.bank = bank
+        object.__setattr__(self, "base", base)
+        self.config = config
+
+    def forward(self, input_ids: Tensor, cu_seqlens: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Loss, KL per layer ``[L]`` and recall ``[budgets, L]`` of one pack."""
+        out = distill_step(
+            self.bank,
+            self.base,
+            input_ids,
+            cu_seqlens,
+            row_start=self.config.row_start,
+            reduction=self.config.reduction,
+            recall_budgets=self.config.recall_budgets,
+        )
+        return out.loss, out.kl_per_layer, out.recall
+
+
+@dataclass(frozen=True)
+class OptimizerState:
+    """All that an engine must remember, in full (not sharded), float32 on the CPU.
+
+    Attributes:
+        gates: parameter name -> value.
+        moments: ``"exp_avg"`` and ``"exp_avg_sq"``, each parameter name -> value.
+        step: optimizer steps taken.
+    """
+
+    gates: dict[str, Tensor]
+    moments: dict[str, dict[str, Tensor]]
+    step: int
+
+
+class Engine(Protocol):
+    """What the training loop needs."""
+
+    def accumulate(self, batch: PackedBatch) -> Losses:
+        """Add one pack's gradient."""
+
+    def update(self, lr: float) -> float:
+        """Take the step; returns the gradient's norm before clipping."""
+
+    def state(self) -> OptimizerState:
+        """Collective: every process calls it and gets everything."""
+
+    def load(self, state: OptimizerState) -> None:
+        """Inverse of `state`."""
+
+
+def make_engine(bank: GateBank, base: PreTrainedModel, config: TrainConfig, world: World) -> Engine:
+    """The engine a run asks for.
+
+    Raises:
+        SeergateError: if the batch cannot be divided among the processes, or DeepSpeed's configuration does not fit.
+    """
+    if config.packs_per_step % world.size:
+        raise SeergateError(
+            f"packs_per_step is {config.packs_per_step}; it must be a multiple of the {world.size} processes"
+        )
+    module = DistillModule(bank, base, config)
+    return DeepSpeedEngine(module, config, world) if config.deepspeed else PlainEngine(module, config, world)
+
+
+def make_optimizer(parameters: list[nn.Parameter], config: TrainConfig) -> torch.optim.AdamW:
+    """AdamW as in the paper."""
+    return torch.optim.AdamW(parameters, lr=config.lr, betas=BETAS, eps=EPS, weight_decay=config.weight_decay)
+
+
+class PlainEngine:
+    """PyTorch alone; with several processes, gradients are summed in one all-reduce per step."""
+
+    def __init__(self, module: DistillModule, config: TrainConfig, world: World) -> None:
+        self._module, self._config, self._world = module, config, world
+        self._named = dict(module.bank.named_parameters())
+        self._optimizer = make_optimizer(list(self._named.values()), config)
+        self._step = 0
+
+    def accumulate(self, batch: PackedBatch) -> Losses:
+        """Add one pack's gradient."""
+        loss, kl, recall = self._module(batch.input_ids, batch.cu_seqlens)
+        (loss / self._config.packs_per_step).backward()
+        return Losses(loss.detach(), kl, recall)
+
+    def update(self, lr: float) -> float:
+        """Take the step; returns the gradient's norm before clipping."""
+        gradients = [torch.zeros_like(p) if p.grad is None else p.grad for p in self._named.values()]
+        if self._world.size > 1:
+            flat = self._world.sum(torch.cat([g.reshape(-1) for g in gradients]))
+            pieces = flat.split([g.numel() for g in gradients])
+            gradients = [piece.view_as(g) for piece, g in zip(pieces, gradients, strict=True)]
+        for parameter, gradient in zip(self._named.values(), gradients, strict=True):
+            parameter.grad = gradient
+        norm = nn.utils.clip_grad_norm_(self._named.values(), self._config.grad_clip or float("inf"))
+        for group in self._optimizer.param_groups:
+            group["lr"] = lr
+        self._optimizer.step()
+        self._optimizer.zero_grad(set_to_none=True)
+        self._step += 1
+        return float(norm)
+
+    def state(self) -> OptimizerState:
+        """Everything, in full; collective."""
+        slots = self._optimizer.state
+        return OptimizerState(
+            {name: _portable(p) for name, p in self._named.items()},
+            {
+                m: {name: _portable(slots[p].get(m, torch.zeros_like(p))) for name, p in self._named.items()}
+                for m in MOMENTS
+            },
+            self._step,
+        )
+
+    def load(self, state: OptimizerState) -> None:
+        """Inverse of `state`."""
+        self._step = state.step
+        for name, parameter in self._named.items():
+            parameter.data.copy_(state.gates[name])
+            self._optimizer.state[parameter] = {
+                "step": torch.tensor(float(state.step)),
+                **{m: state.moments[m][name].to(parameter.device, copy=True) for m in MOMENTS},
+            }
+
+
+class DeepSpeedEngine:
+    """DeepSpeed ZeRO stage 1 or 2 over the gates."""
+
+    def __init__(self, module: DistillModule, config: TrainConfig, world: World) -> None:
+        import deepspeed
+
+        self._named = dict(module.bank.named_parameters())
+        self._micro_batches = config.packs_per_step // world.size
+        self._engine, *_ = deepspeed.initialize(
+            model=module,
+            optimizer=make_optimizer(list(self._named.values()), config),
+            config=deepspeed_config(config, world.size),
+        )
+        self._step = 0
+
+    def accumulate(self, batch: PackedBatch) -> Losses:
+        """Add one pack's gradient."""
+        loss, kl, recall = self._engine(batch.input_ids, batch.cu_seqlens)
+        self._engine.backward(loss)  # divides by the number of micro-batches
+        self._pending = getattr(self, "_pending", 0) + 1
+        if self._pending < self._micro_batches:
+            self._engine.step()  # only counts; the last micro-batch's step is `update`
+        return Losses(loss.detach(), kl.detach(), recall.detach())
+
+    def update(self, lr: float) -> float:
+        """Take the step; returns the gradient's norm before clipping."""
+        for group in self._engine.optimizer.param_groups:
+            group["lr"] = lr
+        self._engine.step()
+        self._pending = 0
+        self._step += 1
+        return float(self._engine.get_global_grad_norm())
+
+    def state(self) -> OptimizerState:
+        """Everything, in full; collective."""
+        from deepspeed.utils import safe_get_full_fp32_param, safe_get_full_optimizer_state
+
+        gates = {name: _portable(safe_get_full_fp32_param(p)) for name, p in self._named.items()}
+        moments = {
+            m: {name: _portable(safe_get_full_optimizer_state(p, m)) for name, p in self._named.items()}
+            for m in MOMENTS
+        }
+        return OptimizerState(gates, moments, self._step)
+
+    def load(self, state: OptimizerState) -> None:
+        """Inverse of `state`."""
+        from deepspeed.utils import safe_set_full_fp32_param, safe_set_full_optimizer_state
+
+        self._step = state.step
+        zero = self._engine.optimizer
+        # AdamW makes its state at the first step; a run that continues needs it before.
+        for group in zero.optimizer.param_groups:
+            for shard in group["params"]:
+                zero.optimizer.state[shard] = {
+                    "step": torch.tensor(float(state.step)),
+                    **{m: torch.zeros_like(shard) for m in MOMENTS},
+                }
+        zero._lazy_init_hp_params_optimizer_state()
+        for name, parameter in self._named.items():
+            parameter.data.copy_(state.gates[name])
+            safe_set_full_fp32_param(parameter, state.gates[name].to(parameter.device))
+            for m in MOMENTS:
+                safe_set_full_optimizer_state(parameter, state.moments[m][name].to(parameter.device), m)
+
+
+def deepspeed_config(config: TrainConfig, world_size: int) -> dict[str, Any]:
+    """DeepSpeed's configuration file with what follows from the run filled in.
+
+    Raises:
+        SeergateError: if the file is missing or broken, or asks for something that contradicts the run.
+    """
+    assert config.deepspeed is not None
+    try:
+        values: dict[str, Any] = json.loads(Path(config.deepspeed).read_text())
+    except (OSError, ValueError) as error:
+        raise SeergateError(f"deepspeed is {config.deepspeed!r}; it must be a JSON file that can be read") from error
+    stage = values.get("zero_optimization", {}).get("stage", 0)
+    if stage not in (1, 2):
+        raise SeergateError(f"{config.deepspeed} asks for ZeRO stage {stage}; the gates train with stage 1 or 2")
+    for name in ("bf16", "fp16"):
+        if values.pop(name, {}).get("enabled") is True:
+            raise SeergateError(
+                f"{config.deepspeed} switches {name} on; the gates train in float32, and the frozen model's precision "
+                "is dtype"
+            )
+    for name in ("optimizer", "scheduler"):
+        if name in values:
+            raise SeergateError(
+                f"{config.deepspeed} sets the {name}; that is the run's (lr, min_lr, warmup_steps, ...)"
+            )
+    implied = {
+        "train_micro_batch_size_per_gpu": 1,
+        "gradient_accumulation_steps": config.packs_per_step // world_size,
+        "train_batch_size": config.packs_per_step,
+        "gradient_clipping": config.grad_clip,
+    }
+    for name, value in implied.items():
+        if values.setdefault(name, value) not in (value, "auto"):
+            raise SeergateError(
+                f"{config.deepspeed} sets {name} to {values[name]}; this run needs {value} (or 'auto')"
+            )
+        values[name] = value
+    return values
+
+
+def prepare_deepspeed() -> None:
+    """Choose DeepSpeed's accelerator before it is imported: it takes CUDA for granted."""
+    if not torch.cuda.is_available():
+        os.environ.setdefault("DS_ACCELERATOR", "cpu")
+
+
+def _portable(x: Tensor | None) -> Tensor:
+    assert x is not None
+    return x.detach().to("cpu", torch.float32, copy=True)

@@ -1,0 +1,197 @@
+"""Turns one row of a dataset into one training text, with its reasoning intact.
+
+The frozen model must see what it would have written: a chat in its own markup whose last assistant turn holds the
+whole reasoning behind exactly one opening think tag. Several models' chat templates delete reasoning, and some data lacks
+the opening tag because the prompt it was generated from already held it; both are mended here, or refused.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from seergate.errors import SeergateError
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+OPEN, CLOSE = "<think>", "</think>"
+
+_PROBE_REASONING = "one and one are two"
+_PROBE = [
+    {"role": "user", "content": "What is 1 + 1?"},
+    {"role": "assistant", "content": f"{OPEN}\n{_PROBE_REASONING}\n{CLOSE}\n\n2"},
+]
+
+
+class MalformedRow(ValueError):
+    """A row that cannot be trained on; the message is the reason it is counted under."""
+
+
+def training_template(tokenizer: PreTrainedTokenizerBase, override: str | None = None) -> str:
+    """A chat template that keeps the reasoning of the last assistant turn.
+
+    Tried in turn: ``override``; the tokenizer's own; for the DeepSeek-R1 markup, the one in ``templates/``. What is
+    returned has been seen to keep the reasoning of a probe conversation, behind one think tag.
+
+    Args:
+        tokenizer: of the frozen model.
+        override: path of a `.jinja` file.
+
+    Raises:
+        SeergateError: if there is no template, or none that keeps the reasoning.
+    """
+    if override is not None:
+        try:
+            template = Path(override).read_text()
+        except (OSError, UnicodeDecodeError) as error:
+            raise SeergateError(f"chat_template is {override!r}; it must be a readable .jinja file") from error
+        if not _keeps_reasoning(tokenizer, template):
+            raise SeergateError(
+                f"the chat template {override} does not keep the reasoning behind exactly one {OPEN} tag"
+            )
+        return template
+    own = tokenizer.chat_template
+    if not isinstance(own, str):
+        raise SeergateError("the model's tokenizer has no chat template; give one with chat_template (a .jinja file)")
+    if _keeps_reasoning(tokenizer, own):
+        return own
+    if "<｜Assistant｜>" in own:
+        template = (Path(__file__).parent / "templates" / "r1-distill.jinja").read_text()
+        if _keeps_reasoning(tokenizer, template):
+            return template
+    raise SeergateError(
+        "the model's chat template deletes the reasoning that the gates are trained on; give one that keeps it with "
+        "chat_template (a .jinja file)"
+    )
+
+
+def _keeps_reasoning(tokenizer: PreTrainedTokenizerBase, template: str) -> bool:
+    text = _render(tokenizer, _PROBE, template)
+    return _PROBE_REASONING in text and text.count(OPEN) == 1 and text.count(CLOSE) == 1
+
+
+def _render(tokenizer: PreTrainedTokenizerBase, messages: list[dict[str, str]], template: str) -> str:
+    import jinja2
+
+    try:
+        text = tokenizer.apply_chat_template(messages, chat_template=template, tokenize=False)
+    except jinja2.TemplateSyntaxError as error:
+        raise SeergateError(f"the chat template cannot be read: {error}") from error
+    except (jinja2.TemplateError, TypeError) as error:
+        raise MalformedRow("refused by the chat template") from error
+    assert isinstance(text, str)
+    return text
+
+
+class Formatter:
+    """Rows to texts, counting what it had to mend.
+
+    Args:
+        tokenizer: of the frozen model.
+        column: the column to read; by default whichever there is of ``messages``, ``prompt`` and ``completion``, ``text``.
+        chat_template: path of a `.jinja` file instead of the tokenizer's own template.
+
+    Attributes:
+        think_added: rows that had the end of a reasoning without its beginning, and got an opening tag.
+        no_reasoning: rows without any reasoning.
+    """
+
+    def __init__(
+        self, tokenizer: PreTrainedTokenizerBase, column: str | None = None, chat_template: str | None = None
+    ) -> None:
+        self.tokenizer, self.column, self._override = tokenizer, column, chat_template
+        self._template: str | None = None
+        self.think_added = 0
+        self.no_reasoning = 0
+
+    @property
+    def template(self) -> str:
+        """The template in use; found on first need, since a dataset of plain text needs none."""
+        if self._template is None:
+            self._template = training_template(self.tokenizer, self._override)
+        return self._template
+
+    def text(self, row: Any) -> tuple[str, bool]:
+        """The training text of a row, and whether it is a chat (whose template writes all special tokens itself).
+
+        Raises:
+            MalformedRow: with the reason, for a row that cannot be used.
+        """
+        content = self._content(row)
+        if isinstance(content, str):
+            if not content.strip():
+                raise MalformedRow("empty text")
+            text = content
+        else:
+            text = self._chat(content)
+        try:
+            text.encode()
+        except UnicodeEncodeError as error:  # half of a surrogate pair: JSON can say it, no tokenizer can read it
+            raise MalformedRow("invalid unicode") from error
+        return text, not isinstance(content, str)
+
+    def _content(self, row: Any) -> str | list[Any]:
+        if not isinstance(row, Mapping):
+            raise MalformedRow("not a record")
+        if self.column is not None:
+            content = row.get(self.column)
+        elif row.get("messages") is not None:
+            content = row["messages"]
+        elif row.get("prompt") is not None and row.get("completion") is not None:
+            content = [*_turns(row["prompt"], "user"), *_turns(row["completion"], "assistant")]
+        elif row.get("text") is not None:
+            content = row["text"]
+        else:
+            raise MalformedRow("no messages, prompt and completion, or text")
+        if not isinstance(content, (str, list)):
+            raise MalformedRow(f"no {self.column}" if content is None else "neither messages nor text")
+        return content
+
+    def _chat(self, turns: list[Any]) -> str:
+        messages = [_message(turn) for turn in turns]
+        while messages and messages[-1]["role"] != "assistant":
+            messages.pop()  # a question nobody answered teaches nothing about reasoning
+        if not messages:
+            raise MalformedRow("no assistant turn")
+        answer = messages[-1]["content"]
+        if not answer.replace(OPEN, "").replace(CLOSE, "").strip():
+            raise MalformedRow("empty assistant turn")
+        added = OPEN not in answer and CLOSE in answer
+        if added:
+            answer = f"{OPEN}\n{answer.lstrip()}"
+        if answer.count(OPEN) > 1 or answer.count(CLOSE) > 1:
+            raise MalformedRow("several think tags")
+        for message in messages[:-1]:
+            if message["role"] == "assistant":  # the model never sees the reasoning of earlier turns again
+                message["content"] = message["content"].split(CLOSE)[-1].lstrip()
+        messages[-1]["content"] = answer
+        text = _render(self.tokenizer, messages, self.template)
+        tags = text.count(OPEN) - sum(message["content"].count(OPEN) for message in messages[:-1])
+        reasoning = answer.partition(OPEN)[2].partition(CLOSE)[0].strip()
+        if OPEN in answer and (tags != 1 or reasoning not in text):
+            raise MalformedRow("reasoning that the chat template does not keep")
+        if tags > 1:
+            raise MalformedRow("several think tags")
+        self.think_added += added
+        self.no_reasoning += not reasoning
+        return text
+
+
+def _turns(value: Any, role: str) -> list[Any]:
+    return (
+        [{"role": role, "content": value}] if isinstance(value, str) else value if isinstance(value, list) else [None]
+    )
+
+
+def _message(turn: Any) -> dict[str, str]:
+    if not isinstance(turn, Mapping):
+        raise MalformedRow("a turn without role and content")
+    role, content = turn.get("role"), turn.get("content")
+    if not isinstance(role, str) or not isinstance(content, str):
+        raise MalformedRow("a turn without role and content")
+    reasoning = turn.get("reasoning_content")
+    if role == "assistant" and isinstance(reasoning, str) and reasoning.strip() and CLOSE not in content:
+        content = f"{OPEN}\n{reasoning.strip()}\n{CLOSE}\n\n{content}"
+    return {"role": role, "content": content}

@@ -1,0 +1,116 @@
+"""Packs samples of many lengths into rows of one length, near-linearly and the same on every machine.
+
+Best-fit-decreasing: the longest sample first, each into the fullest pack it still fits in. The packs that have a given
+room left stand in a list per room, and the rooms that have any form one big integer, a bit each: the smallest room
+that is large enough is then the lowest set bit above the length. One shift per sample replaces a search over packs.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+
+def pack(lengths: Sequence[int] | np.ndarray, capacity: int) -> list[list[int]]:
+    """Distribute samples over as few packs as best-fit-decreasing finds.
+
+    Args:
+        lengths: tokens per sample, each in ``1..capacity``.
+        capacity: tokens per pack.
+
+    Returns:
+        Per pack, the indices of its samples. Every sample is in exactly one pack. A function of the arguments only.
+
+    Raises:
+        ValueError: if a sample is empty or longer than a pack.
+    """
+    sizes = np.asarray(lengths, dtype=np.int64).reshape(-1)
+    if sizes.size and not (sizes.min() >= 1 and sizes.max() <= capacity):
+        bad = int(np.flatnonzero((sizes < 1) | (sizes > capacity))[0])
+        raise ValueError(f"lengths[{bad}] is {sizes[bad]}; it must be in 1..{capacity}, the capacity of a pack")
+    packs: list[list[int]] = []
+    with_room: list[list[int]] = [[] for _ in range(capacity + 1)]  # room -> packs that have exactly this much left
+    rooms = 0  # bit r is set while with_room[r] is not empty
+    order = np.argsort(-sizes, kind="stable")
+    for index, length in zip(order.tolist(), sizes[order].tolist(), strict=True):
+        fitting = rooms >> length
+        if fitting:
+            room = length + (fitting & -fitting).bit_length() - 1
+            chosen = with_room[room].pop()
+            if not with_room[room]:
+                rooms &= ~(1 << room)
+        else:
+            room, chosen = capacity, len(packs)
+            packs.append([])
+        packs[chosen].append(index)
+        left = room - length
+        if left:
+            with_room[left].append(chosen)
+            rooms |= 1 << left
+    return packs
+
+
+def efficiency(lengths: Sequence[int] | np.ndarray, packs: Sequence[Sequence[int]], capacity: int) -> float:
+    """The share of pack tokens that are sample tokens, 0..1."""
+    return float(np.sum(lengths)) / (len(packs) * capacity) if packs else 0.0
+
+
+class PackOrder:
+    """Which pack is used when: an endless seeded order, so that a data position is one number.
+
+    Each epoch is a fresh permutation of all packs, made from the seed and the epoch's number alone: all ranks compute
+    the same order, and a resumed run finds its place without replaying anything.
+    """
+
+    def __init__(self, packs: int, seed: int) -> None:
+        if packs < 1:
+            raise ValueError(f"packs is {packs}; it must be at least 1")
+        self.packs, self.seed = packs, seed
+        self._epoch, self._permutation = -1, [0]
+
+    def __getitem__(self, position: int) -> int:
+        """The pack at a position, counted from the start of the run."""
+        epoch, offset = divmod(position, self.packs)
+        if epoch != self._epoch:
+            permutation = list(range(self.packs))
+            random.Random(f"packs/{self.seed}/{epoch}").shuffle(permutation)
+            self._epoch, self._permutation = epoch, permutation
+        return self._permutation[offset]
+
+    def batch(self, step: int, packs_per_step: int, rank: int = 0, world_size: int = 1) -> list[int]:
+        """This rank's packs of the global batch of ``step``: every ``world_size``-th, starting at ``rank``."""
+        first = step * packs_per_step
+        return [self[i] for i in range(first + rank, first + packs_per_step, world_size)]
+
+
+@dataclass(frozen=True)
+class PackedBatch:
+    """One pack as the frozen model takes it.
+
+    Attributes:
+        input_ids: ``[1, T]`` int64, the samples one after another.
+        cu_seqlens: ``[n + 1]`` int32, where each sample starts, and ``T``.
+    """
+
+    input_ids: torch.Tensor
+    cu_seqlens: torch.Tensor
+
+    @classmethod
+    def of(cls, samples: Sequence[np.ndarray]) -> PackedBatch:
+        """Concatenate token arrays."""
+        ids = torch.from_numpy(np.concatenate(samples).astype(np.int64))[None]
+        starts = torch.tensor([0, *np.cumsum([len(s) for s in samples])], dtype=torch.int32)
+        return cls(ids, starts)
+
+    @property
+    def tokens(self) -> int:
+        """``T``."""
+        return self.input_ids.shape[1]
+
+    def to(self, device: torch.device) -> PackedBatch:
+        """The same pack on a device."""
+        return PackedBatch(self.input_ids.to(device), self.cu_seqlens.to(device))
