@@ -71,6 +71,24 @@ FAMILIES: dict[str, dict[str, Any]] = {
         "linear_value_head_dim": 16,
     },
     "hunyuan_v1_dense": {},
+    "qwen2_moe": _MOE | {"shared_expert_intermediate_size": 32, "decoder_sparse_step": 1},
+    "mixtral": {"num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": None},
+    # its full layers have wider heads than its sliding ones
+    "gemma4_text": {
+        "sliding_window": 32,
+        "layer_types": _MIXED,
+        "global_head_dim": 32,
+        "hidden_size_per_layer_input": 0,
+        "vocab_size_per_layer_input": VOCABULARY,
+        "num_kv_shared_layers": 0,
+    },
+    "qwen3_5_text": {
+        "layer_types": ["linear_attention", "full_attention"],
+        "linear_num_key_heads": 2,
+        "linear_num_value_heads": 4,
+        "linear_key_head_dim": 16,
+        "linear_value_head_dim": 16,
+    },
 }
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import os
 import re
 import subprocess
 import sys
@@ -16,7 +17,7 @@ ROOT = Path(__file__).resolve().parent.parent
 PACKAGE = ROOT / "seergate"
 MAX_LINES = 420
 
-# Listed from the ground up. A module imports from lower floors only, never from its own or a higher one; the modules of
+# Listed from the ground up. A module imports from lower floors only, never from its own or a higher one; modules of
 # the ground floor may import each other.
 FLOORS: list[set[str]] = [
     {"errors", "config", "paths", "chain_sum", "geometry"},
@@ -25,6 +26,7 @@ FLOORS: list[set[str]] = [
     {"adapter"},
     {"bank", "methods"},
     {"host"},
+    {"loading"},
     {"distill", "eval"},
     {"report"},
     {"cli"},
@@ -230,6 +232,11 @@ def code_blocks(path: Path, *languages: str) -> list[str]:
     ]
 
 
+def shell_lines(block: str) -> list[str]:
+    """Its commands, without comments, with continued lines joined."""
+    return [line.split("#")[0].strip() for line in block.replace("\\\n", " ").splitlines()]
+
+
 DOCUMENTS = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md"), *(ROOT / "train").rglob("*.md")])
 
 
@@ -238,8 +245,7 @@ def test_documented_commands_exist(path: Path) -> None:
     targets = set(re.findall(r"^([a-z]+):", (ROOT / "Makefile").read_text(), re.M))
     commands = {p.stem.replace("_", "-") for p in (PACKAGE / "cli").glob("*.py")}
     for block in code_blocks(path, "bash", "sh", "console"):
-        for line in block.splitlines():
-            line = line.split("#")[0].strip()
+        for line in shell_lines(block):
             if match := re.match(r"make ([a-z]+)$", line):
                 assert match[1] in targets, line
             if match := re.match(r"seergate ([a-z-]+)", line):
@@ -248,6 +254,31 @@ def test_documented_commands_exist(path: Path) -> None:
                 assert (ROOT / script).exists(), line
     for block in code_blocks(path, "python"):
         compile(block, named(path), "exec")
+
+
+def documented_options() -> dict[str, set[str]]:
+    """Command -> the options that the documents pass to it."""
+    found: dict[str, set[str]] = {}
+    for path in DOCUMENTS:
+        for block in code_blocks(path, "bash", "sh", "console"):
+            for line in shell_lines(block):
+                if match := re.search(r"(seergate [a-z-]+|\btrain\.py|\S+/pretrain\.py)(.*)", line):
+                    found.setdefault(match[1], set()).update(re.findall(r"--[a-z][a-z-]*", match[2]))
+    return found
+
+
+@pytest.mark.parametrize(("command", "options"), documented_options().items())
+def test_documented_options_exist(command: str, options: set[str]) -> None:
+    name, *arguments = command.split()
+    start = (
+        ["-c", "import sys; from seergate.cli.main import main; sys.exit(main())"] if name == "seergate" else [name]
+    )
+    line = [sys.executable, *start, *arguments, "--help"]
+    done = subprocess.run(
+        line, cwd=ROOT, capture_output=True, text=True, check=False, env=os.environ | {"COLUMNS": "200"}
+    )
+    assert done.returncode == 0, done.stderr
+    assert not {option for option in options if not re.search(rf"{option}\b", done.stdout)}
 
 
 @pytest.mark.parametrize("path", DOCUMENTS, ids=named)

@@ -1,0 +1,34 @@
+"""The README's Python runs as it is printed, on the shipped model."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from seergate import GateBank, GateConfig
+from seergate.loading import load_base
+from tests.test_house import ROOT, code_blocks
+
+BLOCKS = code_blocks(ROOT / "README.md", "python")
+
+
+@pytest.fixture
+def checkout(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A directory in which a reader who has run `python train.py --model tiny-reasoner` stands (the gates are untrained)."""
+    (tmp_path / "checkpoints").symlink_to(ROOT / "checkpoints")
+    model = load_base(ROOT / "checkpoints" / "tiny-reasoner")
+    bank = GateBank.for_model(model, GateConfig(block_size=16, gate_dim=32))
+    bank.save_pretrained(tmp_path / "runs" / "tiny-reasoner-gates")
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+def test_there_are_snippets() -> None:
+    assert len(BLOCKS) >= 3
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("block", BLOCKS, ids=[f"snippet{i}" for i in range(len(BLOCKS))])
+def test_snippets_run(block: str, checkout: Path) -> None:
+    exec(compile(block, "README.md", "exec"), {"__name__": "readme"})
