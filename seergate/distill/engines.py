@@ -2,8 +2,8 @@
 
 All compute the same update: the gradient is the mean over the packs of the global batch, clipped by its global norm,
 and AdamW runs in float32. The frozen model is never part of the module that an engine sees. An engine's state is the
-same three tensors per parameter whichever it is, so that a checkpoint of one can be continued by another, or by another
-number of processes.
+same three tensors per parameter whichever it is, so that a checkpoint of one can be continued by another, or by
+another number of processes.
 """
 
 from __future__ import annotations

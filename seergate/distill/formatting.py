@@ -1,8 +1,8 @@
 """Turns one row of a dataset into one training text, with its reasoning intact.
 
 The frozen model must see what it would have written: a chat in its own markup whose last assistant turn holds the
-whole reasoning behind exactly one opening think tag. Several models' chat templates delete reasoning, and some data lacks
-the opening tag because the prompt it was generated from already held it; both are mended here, or refused.
+whole reasoning behind exactly one opening think tag. Several models' chat templates delete reasoning, and some data
+lacks the opening tag because the prompt it was generated from already held it; both are mended here, or refused.
 """
 
 from __future__ import annotations
@@ -90,7 +90,7 @@ class Formatter:
 
     Args:
         tokenizer: of the frozen model.
-        column: the column to read; by default whichever there is of ``messages``, ``prompt`` and ``completion``, ``text``.
+        column: the column to read; by default ``messages``, or ``prompt`` and ``completion``, or ``text``.
         chat_template: path of a `.jinja` file instead of the tokenizer's own template.
 
     Attributes:

@@ -25,8 +25,8 @@ CHAIN_SUM_PROBLEMS = 2000
 
 JSON_SUFFIXES, TABLE_SUFFIXES = (".jsonl", ".json", ".ndjson"), {".parquet": "parquet", ".arrow": "arrow"}
 
-BAD_LINE = "not JSON"
-"""Stands for a line that could not be parsed; no row can equal it, since rows are records."""
+BAD_LINE = object()
+"""Stands for a line that could not be parsed."""
 
 
 @dataclass(frozen=True)

@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 
 from seergate.distill.formatting import Formatter, MalformedRow
-from seergate.distill.sources import Source
+from seergate.distill.sources import BAD_LINE, Source
 
 FORMAT = 1
 BATCH_ROWS, BATCH_CHARS = 512, 4_000_000
@@ -135,6 +135,9 @@ def _tokenised(
         if limit is not None and counts["rows"] >= limit:
             break
         counts["rows"] += 1
+        if row is BAD_LINE:
+            _count(counts, "not JSON")
+            continue
         try:
             text, is_chat = formatter.text(row)
         except MalformedRow as reason:

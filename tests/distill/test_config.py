@@ -1,0 +1,139 @@
+"""Options: presets, overrides, types, and one clear sentence for every mistake."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from dataclasses import fields
+from pathlib import Path
+
+import pytest
+import yaml
+
+from seergate.distill import TrainConfig, load_train_config
+from seergate.distill.command import build_parser, resolve
+from seergate.distill.config import locate_model, presets, read_yaml
+from seergate.errors import SeergateError
+
+ROOT = Path(__file__).parents[2]
+
+
+def test_every_preset_loads_and_names_an_existing_kind_of_model() -> None:
+    assert {"qwen3-8b", "r1-distill-llama-8b", "qwq-32b", "tiny-reasoner"} <= set(presets())
+    for name in presets():
+        config = load_train_config(name.upper())
+        assert config.run_dir.name.endswith("-gates")
+        assert config == load_train_config(name)
+
+
+def test_the_defaults_are_the_papers_recipe() -> None:
+    config = load_train_config("Qwen3-8B")
+    assert config.model == "Qwen/Qwen3-8B" and config.data == "open-r1/OpenR1-Math-220k"
+    assert (config.steps, config.packs_per_step, config.max_length) == (800, 16, 32768)
+    assert (config.lr, config.min_lr, config.warmup_steps, config.weight_decay) == (1e-3, 1e-5, 20, 0.0)
+    assert (config.block_size, config.gate_dim, config.row_start) == (64, None, 0.5)
+
+
+def test_a_hub_id_gets_its_preset_or_the_defaults() -> None:
+    assert load_train_config("qwen/qwen3-4b") == load_train_config("qwen3-4b")
+    assert load_train_config("someone/some-model").model == "someone/some-model"
+
+
+def test_without_a_model_the_one_that_ships_is_trained() -> None:
+    assert load_train_config().data == "chain_sum"
+
+
+@pytest.mark.parametrize(
+    ("model", "suggestion"), [("Qwen3-8", "'qwen3-8b'"), ("tiny-reasonr", "'tiny-reasoner'"), ("zzz", "qwq-32b")]
+)
+def test_an_unknown_model_gets_a_suggestion(model: str, suggestion: str) -> None:
+    with pytest.raises(SeergateError, match=suggestion) as caught:
+        load_train_config(model)
+    assert repr(model) in str(caught.value)
+
+
+def test_an_unknown_option_gets_a_suggestion() -> None:
+    with pytest.raises(SeergateError, match="'blocksize' is not a training option; did you mean 'block_size'"):
+        load_train_config("qwen3-8b", {"blocksize": 32})
+
+
+def test_command_line_strings_become_the_fields_types() -> None:
+    given = {"lr": "2e-4", "steps": "5", "k_pooling": "max,avg", "rope": "false", "gate_dim": "none"}
+    config = load_train_config("qwen3-8b", {**given, "recall_budgets": "64, 128"})
+    assert (config.lr, config.steps, config.rope, config.gate_dim) == (2e-4, 5, False, None)
+    assert config.k_pooling == ("max", "avg") and config.recall_budgets == (64, 128)
+
+
+@pytest.mark.parametrize(
+    ("option", "value"),
+    [
+        ("steps", 0), ("steps", "many"), ("steps", 2.5), ("steps", True), ("packs_per_step", -1), ("max_length", 64),
+        ("block_size", 0), ("block_size", 512), ("gate_dim", 7), ("k_pooling", "median"), ("q_pooling", "sum"),
+        ("lr", 0), ("lr", "nan"), ("lr", "inf"), ("min_lr", 1.0), ("weight_decay", -0.1), ("grad_clip", "nan"),
+        ("row_start", 1.0), ("row_start", -0.1), ("reduction", "mean"), ("dtype", "int8"), ("over_length", "split"),
+        ("recall_budgets", "0"), ("recall_budgets", "a,b"), ("chain_sum_variables", "5"), ("chain_sum_variables", "9,5"),
+        ("data_limit", 0), ("data", ""), ("resume", "perhaps"), ("save_every", -1), ("output_dir", 3),
+    ],
+)  # fmt: skip
+def test_a_bad_value_is_refused_by_name(option: str, value: object) -> None:
+    with pytest.raises(ValueError, match=rf"^{option} is .*; it must be ") as caught:
+        load_train_config("qwen3-8b", {option: value})
+    assert "\n" not in str(caught.value)
+
+
+def test_yaml_round_trip(tmp_path: Path) -> None:
+    config = load_train_config("tiny-reasoner", {"k_pooling": "avg", "chat_template": "/some/täglich.jinja"})
+    config.save(tmp_path / "c.yaml")
+    assert TrainConfig.from_dict(read_yaml(tmp_path / "c.yaml")) == config
+    assert json.loads(json.dumps(config.to_dict())) == config.to_dict()
+
+
+@pytest.mark.parametrize("text", ["a: [", "- 1", "just words"])
+def test_a_broken_configuration_file_is_refused(tmp_path: Path, text: str) -> None:
+    (tmp_path / "c.yaml").write_text(text)
+    with pytest.raises(SeergateError, match=r"c\.yaml"):
+        read_yaml(tmp_path / "c.yaml")
+    with pytest.raises(SeergateError, match="does not exist"):
+        read_yaml(tmp_path / "none.yaml")
+
+
+def test_precedence_preset_file_command_line(tmp_path: Path) -> None:
+    file = tmp_path / "c.yaml"
+    file.write_text(yaml.safe_dump({"steps": 7, "lr": "1e-4"}))
+    argv = ["--model", "tiny-reasoner", "--config", str(file), "--steps", "9", "--no-rope", "--block_size", "32"]
+    config = resolve(vars(build_parser().parse_args(argv)))
+    assert (config.steps, config.lr, config.rope, config.block_size) == (9, 1e-4, False, 32)
+    assert config.data == "chain_sum"  # from the preset
+
+
+def test_every_option_is_on_the_command_line_with_help() -> None:
+    parser = build_parser()
+    helps = {action.dest: action.help for action in parser._actions}
+    for item in fields(TrainConfig):
+        assert item.metadata["help"][:20] in (helps[item.name] or "").replace("%%", "%")
+    parser.format_help()  # a stray percent sign would fail here
+
+
+def test_the_launcher_chooses_deepspeed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("CROSS_SIZE", raising=False)
+    parser = build_parser()
+    assert resolve(vars(parser.parse_args([]))).deepspeed is None
+    for argv in (["--local_rank=0"], ["--deepspeed"]):
+        assert (resolve(vars(parser.parse_args(argv))).deepspeed or "").endswith("zero2.json")
+    assert (resolve(vars(parser.parse_args(["--deepspeed", "my.json"]))).deepspeed) == "my.json"
+
+
+def test_a_missing_model_directory_is_refused() -> None:
+    with pytest.raises(SeergateError, match="model directory 'checkpoints/none' does not exist"):
+        locate_model(TrainConfig(model="checkpoints/none"))
+
+
+def test_a_user_error_is_one_line_and_exit_code_2_before_torch_is_imported() -> None:
+    program = (
+        "import sys; from seergate.distill import main; code = main(['--model', 'Qwn3-8B']);"
+        "assert 'torch' not in sys.modules and 'transformers' not in sys.modules; sys.exit(code)"
+    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, cwd=ROOT)
+    assert done.returncode == 2
+    assert done.stdout == "" and done.stderr.count("\n") == 1 and "did you mean 'qwen3-8b'" in done.stderr

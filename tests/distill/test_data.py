@@ -1,0 +1,262 @@
+"""From rows to tokens: the reasoning survives, bad rows cost themselves only, and everything is counted."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from transformers import PreTrainedTokenizerFast
+
+from seergate.chain_sum import make_problems
+from seergate.distill import TrainConfig, load_train_config
+from seergate.distill.data import prepare_data
+from seergate.distill.formatting import Formatter, MalformedRow, training_template
+from seergate.distill.sources import TRAINING_SEEDS
+from seergate.errors import SeergateError
+from tests.distill.conftest import R1, TEMPLATES, byte_tokenizer
+
+REASONING = "First, naïve 3 × 5 = 15.\n\nWait — 🙂 check: 15."
+
+
+def chat(answer: str, question: str = "What is 3 * 5?") -> dict[str, Any]:
+    return {"messages": [{"role": "user", "content": question}, {"role": "assistant", "content": answer}]}
+
+
+def write(path: str | Path, rows: list[Any]) -> None:
+    Path(path).write_text("".join(r if isinstance(r, str) else json.dumps(r) + "\n" for r in rows))
+
+
+def only_text(config: TrainConfig, tokenizer: PreTrainedTokenizerFast, row: Any) -> str:
+    write(config.data, [row])
+    data = prepare_data(config, tokenizer)
+    assert len(data.store) == 1
+    return tokenizer.decode(data.store[0])
+
+
+@pytest.mark.parametrize("opening", ["<think>\n", ""], ids=["tagged", "tag in the prompt"])
+def test_reasoning_survives_behind_exactly_one_think_tag(
+    config: TrainConfig, tokenizer: PreTrainedTokenizerFast, opening: str
+) -> None:
+    text = only_text(config, tokenizer, chat(f"{opening}{REASONING}\n</think>\n\nIt is \\boxed{{15}}."))
+    assert text.count("<think>") == 1 and text.count("</think>") == 1
+    assert text.index("3 * 5") < text.index("<think>") < text.index(REASONING) < text.index("</think>")
+    assert text.index("</think>") < text.index("\\boxed{15}")
+    report = prepare_data(config, tokenizer).report
+    assert report.think_added == (opening == "") and report.no_reasoning == 0
+
+
+def test_the_r1_template_would_have_deleted_the_reasoning() -> None:
+    tokenizer = byte_tokenizer(R1)
+    messages = chat(f"<think>{REASONING}</think>15")["messages"]
+    assert REASONING not in tokenizer.apply_chat_template(messages, tokenize=False)
+    text, _ = Formatter(tokenizer).text({"messages": messages})
+    expected = f"<｜User｜>What is 3 * 5?<｜Assistant｜><think>{REASONING}</think>15<｜end▁of▁sentence｜>"
+    assert text == tokenizer.bos_token + expected
+
+
+def test_the_begin_token_is_written_once(config: TrainConfig) -> None:
+    tokenizer = byte_tokenizer(R1)
+    write(config.data, [chat("<think>a</think>b")])
+    ids = prepare_data(config, tokenizer).store[0].tolist()
+    assert ids.count(tokenizer.bos_token_id) == 1 and ids[0] == tokenizer.bos_token_id
+
+
+def test_reasoning_of_earlier_turns_is_left_out_as_at_inference(tokenizer: PreTrainedTokenizerFast) -> None:
+    turns = [*chat("<think>old thought</think>old answer")["messages"], *chat("<think>new</think>15")["messages"]]
+    text, is_chat = Formatter(tokenizer).text({"messages": turns})
+    assert is_chat and "old answer" in text and "old thought" not in text and text.count("<think>") == 1
+
+
+def test_a_template_that_deletes_reasoning_is_refused_before_training(tmp_path: Path, config: TrainConfig) -> None:
+    stripping = "{% for m in messages %}{{ m.content.split('</think>')[-1] }}{% endfor %}"
+    write(config.data, [chat("<think>a</think>b")])
+    with pytest.raises(SeergateError, match="deletes the reasoning"):
+        prepare_data(config, byte_tokenizer(stripping))
+    (tmp_path / "own.jinja").write_text("{% for m in messages %}[{{ m.role }}]{{ m.content }}{% endfor %}")
+    mended = replace(config, chat_template=str(tmp_path / "own.jinja"))
+    tokenizer = byte_tokenizer(stripping)
+    assert tokenizer.decode(prepare_data(mended, tokenizer).store[0]).endswith("[assistant]<think>a</think>b")
+    (tmp_path / "own.jinja").write_text(stripping)
+    with pytest.raises(SeergateError, match=r"own\.jinja does not keep"):
+        prepare_data(mended, tokenizer)
+    (tmp_path / "own.jinja").write_text("{% for %}")
+    with pytest.raises(SeergateError, match="cannot be read"):
+        prepare_data(mended, tokenizer)
+    with pytest.raises(SeergateError, match="has no chat template"):
+        training_template(byte_tokenizer(None))
+
+
+def test_bad_rows_are_counted_by_reason_and_cost_only_themselves(
+    config: TrainConfig, tokenizer: PreTrainedTokenizerFast
+) -> None:
+    good = [chat(f"<think>step {i}</think>{i}") for i in range(3)]
+    user = {"role": "user", "content": "?"}
+    bad: dict[str, list[Any]] = {
+        "not JSON": ['{"messages": [\n', "\x00\ufffd\n"],
+        "not a record": [[1, 2], None, 7],
+        "no messages, prompt and completion, or text": [{}, {"messages": None}, {"prompt": "only"}],
+        "no assistant turn": [{"messages": []}, {"messages": [user]}],
+        "empty assistant turn": [chat(""), chat("  \n"), chat("<think>\n</think>")],
+        "a turn without role and content": [
+            {"messages": [user, {"role": "assistant", "content": None}]},
+            {"messages": ["hello"]},
+            {"messages": [{"role": "assistant", "content": ["parts"]}]},
+        ],
+        "several think tags": [chat("<think>a</think>b<think>c</think>d"), chat("<think><think>a</think>b")],
+        "neither messages nor text": [{"messages": {"role": "user"}}],
+        "empty text": [{"text": "  "}],
+        "invalid unicode": [{"text": "half a pair: \ud83d"}],
+    }
+    rows = [good[0], *(row for group in bad.values() for row in group), good[1], good[1], good[2]]
+    write(config.data, rows)
+    report = prepare_data(config, tokenizer).report
+    assert report.malformed.pop("not JSON") == 2
+    assert report.malformed == {reason: len(group) for reason, group in bad.items() if reason != "not JSON"}
+    assert (report.rows, report.samples, report.duplicates) == (len(rows), 3, 1)
+    assert "2 malformed (several think tags)" in report.summary() and "1 duplicates left out" in report.summary()
+
+
+def test_reasoning_that_never_ends_is_kept_or_counted_never_emptied(tokenizer: PreTrainedTokenizerFast) -> None:
+    try:
+        text, _ = Formatter(tokenizer).text(chat("<think>on and on"))
+    except MalformedRow as reason:
+        assert tokenizer.chat_template == TEMPLATES["qwen3"]  # it would put an empty reasoning before the real one
+        assert str(reason) == "reasoning that the chat template does not keep"
+    else:
+        assert text.count("<think>") == 1 and "on and on" in text
+
+
+def test_think_tags_in_the_question_are_not_mistaken_for_reasoning(tokenizer: PreTrainedTokenizerFast) -> None:
+    text, _ = Formatter(tokenizer).text(chat("<think>a</think>b", question="Reason between <think> and </think>."))
+    assert "Reason between <think> and </think>." in text and "<think>" in text.split("</think>.")[-1]
+
+
+@pytest.mark.parametrize("over_length", ["truncate", "drop"])
+def test_long_samples_are_cut_or_left_out_and_counted(
+    config: TrainConfig, tokenizer: PreTrainedTokenizerFast, over_length: str
+) -> None:
+    config = replace(config, over_length=over_length, max_length=200)
+    write(config.data, [chat("<think>" + "x" * n + "</think>y") for n in (10, 500, 1000)])
+    data = prepare_data(config, tokenizer)
+    cut = over_length == "truncate"
+    assert data.report.samples == (3 if cut else 1)
+    assert (data.report.truncated, data.report.dropped) == ((2, 0) if cut else (0, 2))
+    assert data.store.lengths.max() <= 200 and (not cut or data.store.lengths.max() == 200)
+    assert data.report.longest == data.store.lengths.max()
+
+
+def test_prompt_and_completion_text_and_a_named_column(config: TrainConfig) -> None:
+    tokenizer = byte_tokenizer(TEMPLATES["plain"])
+    expected = only_text(config, tokenizer, chat("<think>a</think>b", "Q"))
+    for row in (
+        {"prompt": "Q", "completion": "<think>a</think>b"},
+        {
+            "prompt": [{"role": "user", "content": "Q"}],
+            "completion": [{"role": "assistant", "content": "b", "reasoning_content": "a"}],
+        },
+    ):
+        assert only_text(config, tokenizer, row).replace("\n", "") == expected.replace("\n", "")
+    assert only_text(config, tokenizer, {"text": "just text"}) == "just text"
+    own = replace(config, data_column="talk")
+    assert only_text(own, tokenizer, {"talk": chat("<think>a</think>b", "Q")["messages"], "text": "no"}) == expected
+    assert only_text(own, tokenizer, {"talk": "as it is"}) == "as it is"
+
+
+def test_every_local_format_gives_the_same_samples(config: TrainConfig, tmp_path: Path) -> None:
+    from datasets import Dataset
+
+    tokenizer = byte_tokenizer(TEMPLATES["plain"])
+    rows = [chat(f"<think>{i}</think>{i}") for i in range(20)]
+    write(config.data, rows)
+    (tmp_path / "rows.json").write_text(json.dumps(rows, indent=1))
+    dataset = Dataset.from_list(rows)
+    dataset.to_parquet(str(tmp_path / "rows.parquet"))
+    dataset.save_to_disk(str(tmp_path / "disk"))
+    (tmp_path / "folder").mkdir()
+    write(tmp_path / "folder" / "a.jsonl", rows[:9])
+    write(tmp_path / "folder" / "b.jsonl", rows[9:])
+    expected = prepare_data(config, tokenizer)
+    for name in ("rows.json", "rows.parquet", "disk", "folder", "disk/data-00000-of-00001.arrow"):
+        data = prepare_data(replace(config, data=str(tmp_path / name)), tokenizer)
+        assert len(data.store) == 20, name
+        assert all(np.array_equal(data.store[i], expected.store[i]) for i in range(20)), name
+
+
+def test_tokens_are_cached_by_content(config: TrainConfig) -> None:
+    tokenizer = byte_tokenizer(TEMPLATES["plain"])
+    write(config.data, [chat(f"<think>{i}</think>{i}") for i in range(30)])
+    first = prepare_data(config, tokenizer)
+    read: list[int] = []
+    again = prepare_data(config, tokenizer, read.append)
+    assert read == [] and again.fingerprint == first.fingerprint and again.report == first.report
+    assert again.train == first.train
+    write(config.data, [chat(f"<think>{i}</think>{i}") for i in range(29)])
+    changed = prepare_data(config, tokenizer, read.append)
+    assert read and changed.fingerprint != first.fingerprint
+    other = prepare_data(config, byte_tokenizer(TEMPLATES["qwen3"]))
+    assert other.fingerprint != changed.fingerprint
+    assert sorted(p.name[0] for p in Path(str(config.token_cache)).iterdir()).count(".") == 0  # no drafts left
+
+
+def test_held_out_packs_are_not_trained_on(config: TrainConfig) -> None:
+    tokenizer = byte_tokenizer(TEMPLATES["plain"])
+    config = replace(config, max_length=128, eval_packs=2)
+    write(config.data, [chat(f"<think>{i}</think>{i}" * 1) for i in range(60)])
+    data = prepare_data(config, tokenizer)
+    held, trained = ({i for pack in packs for i in pack} for packs in (data.held_out, data.train))
+    assert len(data.held_out) == 2 and held and not held & trained and held | trained == set(range(60))
+    few = prepare_data(replace(config, eval_packs=1000), tokenizer)
+    assert 0 < len(few.held_out) <= len(few.train) / 9
+
+
+@pytest.mark.parametrize(
+    ("rows", "why"), [([], "it has no rows"), ([{}, chat("")], r"of 2 rows, 1 malformed \(no messages.*1 malformed \(empty")]
+)
+def test_nothing_to_train_on_is_one_clear_sentence(config: TrainConfig, rows: list[Any], why: str) -> None:
+    write(config.data, rows)
+    with pytest.raises(SeergateError, match=f"nothing to train on: {why}") as caught:
+        prepare_data(config, byte_tokenizer(TEMPLATES["plain"]))
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("name", "contents", "why"),
+    [
+        ("none.jsonl", None, "does not exist"),
+        ("bad.parquet", b"PAR1 no parquet", "cannot be read"),
+        ("bad.json", b'[{"messages": ', "begins like a JSON list"),
+        ("notes.txt", b"hello", "is no data"),
+    ],
+)
+def test_a_missing_or_broken_file_is_refused(
+    config: TrainConfig, tmp_path: Path, name: str, contents: bytes | None, why: str
+) -> None:
+    if contents is not None:
+        (tmp_path / name).write_bytes(contents)
+    with pytest.raises(SeergateError, match=why) as caught:
+        prepare_data(replace(config, data=str(tmp_path / name)), byte_tokenizer(TEMPLATES["plain"]))
+    assert name in str(caught.value) and "\n" not in str(caught.value)
+
+
+def test_an_unreachable_hub_dataset_is_one_sentence(config: TrainConfig) -> None:
+    with pytest.raises(SeergateError, match=r"'nobody/nothing' cannot be loaded from the Hub") as caught:
+        prepare_data(replace(config, data="nobody/nothing"), byte_tokenizer(TEMPLATES["plain"]))
+    assert "\n" not in str(caught.value)
+
+
+def test_chain_sum_is_deterministic_and_apart_from_evaluation(config: TrainConfig) -> None:
+    tokenizer = byte_tokenizer(TEMPLATES["plain"])
+    small = {"data_limit": 12, "chain_sum_variables": (4, 6), "token_cache": config.token_cache}
+    data = prepare_data(load_train_config("tiny-reasoner", small), tokenizer)
+    texts = [tokenizer.decode(data.store[i]) for i in range(len(data.store))]
+    assert len(texts) == 12
+    expected = [p.question for p in make_problems(12, (4, 6), TRAINING_SEEDS)]
+    assert all(question in text for question, text in zip(expected, texts, strict=True))
+    evaluation = {p.question for seed in range(50) for p in make_problems(20, (4, 6), seed)}
+    assert not evaluation & set(expected)
+    other = prepare_data(load_train_config("tiny-reasoner", {**small, "seed": 1}), tokenizer)
+    assert other.fingerprint != data.fingerprint
