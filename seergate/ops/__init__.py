@@ -1,0 +1,18 @@
+"""Pure functions on tensors: the teacher's block targets, the gate's loss, pooling, selection, block-sparse attention.
+
+Packed tensors are ``[T, heads, d]`` with ``cu_seqlens`` ``[n + 1]``; caches are ``[B, Hkv, S, d]``. ``H = G * Hkv`` and query head
+``h`` belongs to KV head ``h // G``. `seergate.ops.reference` defines what each op computes; `seergate.ops.backend` says which
+implementation runs.
+"""
+
+from __future__ import annotations
+
+from seergate.ops.dense_decode import dense_decode
+from seergate.ops.gate_kl import GateKLStats, gate_kl
+from seergate.ops.pooling import pool_keys
+from seergate.ops.selection import Selection, select_blocks
+from seergate.ops.sparse_decode import sparse_decode
+from seergate.ops.teacher import block_targets
+
+__all__ = ["GateKLStats", "Selection", "block_targets", "dense_decode", "gate_kl", "pool_keys", "select_blocks"]
+__all__ += ["sparse_decode"]

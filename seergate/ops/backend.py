@@ -1,0 +1,76 @@
+"""Which implementation of an op runs.
+
+``reference`` is the definition, ``torch`` is fast on CPUs and runs on any device, ``triton`` is for NVIDIA and AMD GPUs.
+Without ``SEERGATE_BACKEND`` in the environment, CUDA tensors go to ``triton`` where it has the op, all others to ``torch``.
+"""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import os
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+BACKENDS = ("reference", "torch", "triton")
+ENV_VAR = "SEERGATE_BACKEND"
+
+FILES = {
+    "block_targets": "teacher",
+    "gate_kl": "gate_kl",
+    "pool_keys": "pooling",
+    "select_blocks": "selection",
+    "sparse_decode": "sparse_decode",
+}
+"""Op name -> the file that holds it, in each backend's package."""
+
+
+def forced_backend() -> str | None:
+    """The backend that the environment asks for, or ``None``.
+
+    Raises:
+        ValueError: if it is not one of `BACKENDS`.
+    """
+    name = os.environ.get(ENV_VAR) or None
+    if name is not None and name not in BACKENDS:
+        raise ValueError(f"{ENV_VAR} is {name!r}; it must be one of {', '.join(BACKENDS)}, or unset")
+    return name
+
+
+def has_op(backend: str, op: str) -> bool:
+    """Whether ``backend`` implements ``op`` and can be imported here."""
+    if backend != "triton":
+        return True
+    if importlib.util.find_spec("triton") is None:
+        return False
+    package = f"{__package__}.triton_impl"
+    return importlib.util.find_spec(package) is not None and importlib.util.find_spec(_module("triton", op)) is not None
+
+
+def choose(op: str, device: torch.device) -> str:
+    """The backend that runs ``op`` on tensors of ``device``.
+
+    Raises:
+        ValueError: if the environment forces an unknown backend, or one that lacks the op or cannot run on the device.
+    """
+    forced = forced_backend()
+    if forced is not None:
+        if not has_op(forced, op):
+            raise ValueError(f"{ENV_VAR} is {forced!r}, which has no {op} here; it must be reference or torch, or unset")
+        return forced
+    return "triton" if device.type == "cuda" and has_op("triton", op) else "torch"
+
+
+def implementation(op: str, device: torch.device) -> Callable[..., Any]:
+    """The function that computes ``op`` for tensors of ``device``. Its arguments have been checked already.
+
+    Raises:
+        ValueError: see `choose`.
+    """
+    return getattr(importlib.import_module(_module(choose(op, device), op)), op)
+
+
+def _module(backend: str, op: str) -> str:
+    return f"{__package__}.reference" if backend == "reference" else f"{__package__}.{backend}_impl.{FILES[op]}"

@@ -1,0 +1,105 @@
+"""Argument checks that several ops share. Each raises a ValueError that names the argument, what it is, what it must be.
+
+Shapes, dtypes and devices are always checked: that is free. Values of ``cu_seqlens``, ``lengths`` and the like are checked only
+where they lie in host memory, because reading them from a device would stall it.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+INDEX_DTYPES = (torch.int32, torch.int64)
+
+
+def check_tensor(name: str, x: Tensor, shape: Sequence[int | str]) -> None:
+    """A floating-point tensor of this shape; a string stands for any size (and names it in the message)."""
+    if not isinstance(x, Tensor):
+        raise ValueError(f"{name} is a {type(x).__name__}; it must be a tensor [{', '.join(map(str, shape))}]")
+    check_shape(name, x, shape)
+    if not x.is_floating_point():
+        raise ValueError(f"{name} has dtype {x.dtype}; it must be a floating-point tensor")
+
+
+def check_shape(name: str, x: Tensor, shape: Sequence[int | str]) -> None:
+    """A tensor of this shape; a string stands for any size."""
+    if x.ndim != len(shape) or any(isinstance(want, int) and got != want for got, want in zip(x.shape, shape, strict=True)):
+        raise ValueError(f"{name} has shape {list(x.shape)}; it must be [{', '.join(map(str, shape))}]")
+
+
+def check_same(name: str, x: Tensor, other_name: str, other: Tensor, *, dtype: bool = True) -> None:
+    """Same device, and same dtype if asked."""
+    if x.device != other.device:
+        raise ValueError(f"{name} is on {x.device}; it must be on {other_name}'s device, {other.device}")
+    if dtype and x.dtype != other.dtype:
+        raise ValueError(f"{name} has dtype {x.dtype}; it must have {other_name}'s, {other.dtype}")
+
+
+def check_groups(heads: int, kv_heads: int) -> None:
+    """The query heads must divide into the KV heads."""
+    if kv_heads < 1 or heads < 1 or heads % kv_heads:
+        raise ValueError(f"q has {heads} heads; it must have a positive multiple of k's {kv_heads}")
+
+
+def check_block_size(block_size: int) -> None:
+    """A positive integer."""
+    if not isinstance(block_size, int) or isinstance(block_size, bool) or block_size < 1:
+        raise ValueError(f"block_size is {block_size!r}; it must be an integer of at least 1")
+
+
+def check_scale(name: str, value: float | None) -> None:
+    """``None`` or a finite number."""
+    if value is not None and not (_is_number(value) and math.isfinite(value)):
+        raise ValueError(f"{name} is {value!r}; it must be a finite number or None")
+
+
+def check_extras(sinks: Tensor | None, softcap: float | None, heads: int, q: Tensor) -> None:
+    """``sinks [H]`` on q's device; ``softcap`` positive."""
+    if sinks is not None:
+        check_tensor("sinks", sinks, (heads,))
+        check_same("sinks", sinks, "q", q, dtype=False)
+    if softcap is not None and not (_is_number(softcap) and math.isfinite(softcap) and softcap > 0):
+        raise ValueError(f"softcap is {softcap!r}; it must be a positive number or None")
+
+
+def check_fraction(name: str, value: object) -> None:
+    """A number strictly between 0 and 1."""
+    if not (_is_number(value) and 0 < value < 1):  # type: ignore[operator]
+        raise ValueError(f"{name} is {value!r}; it must be strictly between 0 and 1")
+
+
+def check_cu_seqlens(cu_seqlens: Tensor, tokens: int) -> None:
+    """int32 or int64 ``[n + 1]``, from 0 to ``tokens``, never falling (values only in host memory)."""
+    if not isinstance(cu_seqlens, Tensor) or cu_seqlens.dtype not in INDEX_DTYPES:
+        got = cu_seqlens.dtype if isinstance(cu_seqlens, Tensor) else type(cu_seqlens).__name__
+        raise ValueError(f"cu_seqlens is {got}; it must be an int32 tensor")
+    if cu_seqlens.ndim != 1 or len(cu_seqlens) < 2:
+        raise ValueError(f"cu_seqlens has shape {list(cu_seqlens.shape)}; it must be [n + 1] for n >= 1 segments")
+    if cu_seqlens.device.type != "cpu":
+        return
+    ends = cu_seqlens.tolist()
+    if ends[0] != 0 or ends[-1] != tokens or any(b < a for a, b in zip(ends, ends[1:], strict=False)):
+        raise ValueError(f"cu_seqlens is {_brief(ends)}; it must start at 0, never fall, and end at T = {tokens}")
+
+
+def check_lengths(lengths: Tensor, batch: int, limit: int, limit_name: str, *, least: int = 1) -> None:
+    """int32 or int64 ``[B]`` in ``least..limit`` (values only in host memory)."""
+    if not isinstance(lengths, Tensor) or lengths.dtype not in INDEX_DTYPES:
+        got = lengths.dtype if isinstance(lengths, Tensor) else type(lengths).__name__
+        raise ValueError(f"lengths is {got}; it must be an int32 or int64 tensor")
+    check_shape("lengths", lengths, (batch,))
+    if lengths.device.type == "cpu" and batch:
+        low, high = (int(x) for x in lengths.aminmax())
+        if low < least or high > limit:
+            raise ValueError(f"lengths is {_brief(lengths.tolist())}; each must be in {least}..{limit} ({limit_name})")
+
+
+def _is_number(value: object) -> bool:
+    return isinstance(value, (int, float)) and not isinstance(value, bool)
+
+
+def _brief(values: list[int]) -> str:
+    return str(values) if len(values) <= 8 else f"[{', '.join(map(str, values[:4]))}, ..., {values[-1]}]"

@@ -1,0 +1,222 @@
+"""The definition of every op: naive, loops over segments, rows, heads and blocks, straight from the equations.
+
+Same signatures as the public ops. Computes in fp32, or in float64 for float64 inputs. The tests hold every backend to it;
+``SEERGATE_BACKEND=reference`` runs it in place of them. Not meant to be fast.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from seergate.ops.gate_kl import GateKLStats
+from seergate.ops.selection import Selection
+
+
+def _wide(*tensors: Tensor) -> torch.dtype:
+    """fp32, or float64 if any tensor is."""
+    return torch.float64 if any(x.dtype == torch.float64 for x in tensors) else torch.float32
+
+
+def _segments(cu_seqlens: Tensor) -> list[tuple[int, int]]:
+    ends = cu_seqlens.tolist()
+    return list(zip(ends[:-1], ends[1:], strict=True))
+
+
+def _capped(scores: Tensor, softcap: float | None) -> Tensor:
+    return scores if softcap is None else softcap * torch.tanh(scores / softcap)
+
+
+@torch.no_grad()
+def block_targets(
+    q: Tensor,
+    k: Tensor,
+    cu_seqlens: Tensor,
+    block_size: int,
+    sm_scale: float | None = None,
+    *,
+    sinks: Tensor | None = None,
+    softcap: float | None = None,
+) -> Tensor:
+    """See `seergate.ops.block_targets`."""
+    dtype = _wide(q, k)
+    (tokens, heads, dim), kv_heads = q.shape, k.shape[1]
+    scale = 1.0 / math.sqrt(dim) if sm_scale is None else sm_scale
+    segments = _segments(cu_seqlens)
+    widest = max(math.ceil((end - start) / block_size) for start, end in segments)
+    targets = torch.zeros(tokens, kv_heads, widest, dtype=dtype, device=q.device)
+    for start, end in segments:
+        length = end - start
+        future = torch.ones(length, length, dtype=torch.bool, device=q.device).triu(1)
+        past_block = torch.zeros(length, widest, dtype=torch.bool, device=q.device)
+        for row in range(length):
+            past_block[row, : row // block_size] = True
+        block_max = torch.full((heads, length, widest), -torch.inf, dtype=dtype, device=q.device)
+        for h in range(heads):
+            kv = h // (heads // kv_heads)
+            scores = _capped(q[start:end, h].to(dtype) @ k[start:end, kv].to(dtype).T * scale, softcap)
+            scores = scores.masked_fill(future, -torch.inf)
+            if sinks is not None:  # one more column, which takes its share and is then dropped
+                scores = torch.cat((scores, sinks[h].to(dtype).expand(length, 1)), dim=1)
+            log_probs = scores.log_softmax(dim=1)[:, :length]
+            for j in range(math.ceil(length / block_size)):
+                block_max[h, :, j] = log_probs[:, j * block_size : (j + 1) * block_size].amax(1)
+        group_max = block_max.unflatten(0, (kv_heads, -1)).amax(1).masked_fill(~past_block, -torch.inf)
+        # Log domain: a row all of whose past probabilities underflow still has a target.
+        shares = group_max[:, block_size:].softmax(dim=-1)
+        targets[start + block_size : end] = shares.transpose(0, 1)
+    return targets
+
+
+def gate_kl(
+    q: Tensor,
+    k: Tensor,
+    qg: Tensor,
+    kg: Tensor,
+    cu_seqlens: Tensor,
+    block_size: int,
+    *,
+    row_start: float = 0.0,
+    sm_scale: float | None = None,
+    gate_scale: float | None = None,
+    reduction: str = "row_mean",
+    recall_budgets: tuple[int, ...] = (),
+    sinks: Tensor | None = None,
+    softcap: float | None = None,
+) -> tuple[Tensor, GateKLStats]:
+    """See `seergate.ops.gate_kl`. Materialises the targets; gradients by plain autograd."""
+    dtype = _wide(q, k, qg, kg)
+    kv_heads = k.shape[1]
+    gate_scale = 1.0 / math.sqrt(qg.shape[-1]) if gate_scale is None else gate_scale
+    targets = block_targets(q.to(dtype), k.to(dtype), cu_seqlens, block_size, sm_scale, sinks=sinks, softcap=softcap)
+    segments = _segments(cu_seqlens)
+    widest = targets.shape[-1]
+    total = (qg.sum() + kg.sum()).to(dtype) * 0.0  # keeps the graph when no row counts
+    kl_per_head = torch.zeros(kv_heads, dtype=dtype, device=q.device)
+    recall = torch.zeros(len(recall_budgets), kv_heads, dtype=dtype, device=q.device)
+    counted, filled, first_block = 0, 0, 0
+    for start, end in segments:
+        length = end - start
+        blocks = math.ceil(length / block_size)
+        begin = int(length * row_start)
+        filled += length > 0
+        for row in range(max(begin, block_size), length):
+            past = row // block_size
+            counted += 1
+            for g in range(kv_heads):
+                keys = kg[first_block : first_block + past, g].to(dtype)
+                log_pi = (gate_scale * keys @ qg[start + row, g].to(dtype)).log_softmax(0)
+                p = targets[start + row, g, :past]
+                kl = (torch.special.xlogy(p, p) - p * log_pi).sum()
+                kl_per_head[g] += kl.detach()
+                weight = 1.0 if reduction == "row_mean" else 1.0 / (kv_heads * (length - begin) * widest)
+                total = total + weight * kl
+                for i, budget in enumerate(recall_budgets):
+                    best = log_pi.detach().topk(min(budget // block_size - 1, past)).indices
+                    recall[i, g] += p[best].sum()
+        first_block += blocks
+    rows = max(counted, 1)
+    loss = total / (rows * kv_heads) if reduction == "row_mean" else total / max(filled, 1)
+    count = torch.tensor(counted, device=q.device)
+    return loss, GateKLStats(kl_per_head / rows, count, recall / rows)
+
+
+def pool_keys(
+    k: Tensor, block_size: int, kinds: Sequence[str] = ("max", "min", "avg"), lengths: Tensor | None = None
+) -> Tensor:
+    """See `seergate.ops.pool_keys`."""
+    batch, kv_heads, capacity, dim = k.shape
+    ends = [capacity] * batch if lengths is None else lengths.tolist()
+    pooled = torch.zeros(
+        batch, kv_heads, math.ceil(capacity / block_size), len(kinds) * dim, dtype=k.dtype, device=k.device
+    )
+    for b, end in enumerate(ends):
+        for j in range(math.ceil(end / block_size)):
+            keys = k[b, :, j * block_size : min((j + 1) * block_size, end)]
+            results = {
+                "max": keys.amax(1),
+                "min": keys.amin(1),
+                "avg": keys.to(_wide(k)).mean(1).to(k.dtype),
+            }
+            pooled[b, :, j] = torch.cat([results[kind] for kind in kinds], dim=-1)
+    return pooled
+
+
+def select_blocks(
+    scores: Tensor,
+    lengths: Tensor,
+    *,
+    block_size: int,
+    token_budget: int | None = None,
+    threshold: float | None = None,
+    top_p: float | None = None,
+    sink_blocks: int = 0,
+) -> Selection:
+    """See `seergate.ops.select_blocks`."""
+    batch, kv_heads, _ = scores.shape
+    largest = torch.finfo(torch.float32).max
+    chosen: list[list[int]] = []
+    for b in range(batch):
+        current = (int(lengths[b]) - 1) // block_size
+        for g in range(kv_heads):
+            past_scores = scores[b, g, :current].float().nan_to_num(-largest, largest, -largest)
+            ranked = sorted(range(current), key=lambda j, s=past_scores.tolist(): (-s[j], j))  # type: ignore[misc]
+            always = {current, *range(min(sink_blocks, current))}
+            picked: set[int]
+            if token_budget is not None:
+                free = token_budget // block_size - len(always)
+                picked = set([j for j in ranked if j not in always][: max(free, 0)])
+            else:
+                probs = past_scores.softmax(0).tolist()
+                if threshold is not None:
+                    picked = {j for j in range(current) if probs[j] > threshold}
+                else:
+                    assert top_p is not None
+                    picked, mass = set(), 0.0
+                    for j in ranked:
+                        if mass >= top_p:
+                            break
+                        picked.add(j)
+                        mass += probs[j]
+            chosen.append(sorted(always | picked))
+    width = max((len(blocks) for blocks in chosen), default=0)
+    padded = [blocks + [-1] * (width - len(blocks)) for blocks in chosen]
+    indices = torch.tensor(padded, dtype=torch.int32, device=scores.device).view(batch, kv_heads, width)
+    counts = torch.tensor([len(blocks) for blocks in chosen], dtype=torch.int32, device=scores.device)
+    return Selection(indices, counts.view(batch, kv_heads))
+
+
+def sparse_decode(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    indices: Tensor,
+    lengths: Tensor,
+    block_size: int,
+    sm_scale: float | None = None,
+    *,
+    sinks: Tensor | None = None,
+    softcap: float | None = None,
+) -> Tensor:
+    """See `seergate.ops.sparse_decode`."""
+    dtype = _wide(q)
+    batch, heads, dim = q.shape
+    kv_heads = k.shape[1]
+    scale = 1.0 / math.sqrt(dim) if sm_scale is None else sm_scale
+    out = torch.zeros(batch, heads, v.shape[-1], dtype=dtype, device=q.device)
+    for b in range(batch):
+        length = int(lengths[b])
+        for h in range(heads):
+            kv = h // (heads // kv_heads)
+            blocks = [j for j in indices[b, kv].tolist() if j >= 0]
+            tokens = [i for j in blocks for i in range(j * block_size, (j + 1) * block_size) if i < length]
+            if not tokens:
+                continue
+            scores = _capped(k[b, kv, tokens].to(dtype) @ q[b, h].to(dtype) * scale, softcap)
+            if sinks is not None:
+                scores = torch.cat((scores, sinks[h].to(dtype)[None]))
+            out[b, h] = scores.softmax(0)[: len(tokens)] @ v[b, kv, tokens].to(dtype)
+    return out.to(q.dtype)

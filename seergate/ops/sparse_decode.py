@@ -1,0 +1,76 @@
+"""`sparse_decode`: one query token per row attends to the selected blocks of its cache."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+
+from seergate.ops.backend import implementation
+from seergate.ops.checks import (
+    check_block_size,
+    check_extras,
+    check_groups,
+    check_lengths,
+    check_same,
+    check_scale,
+    check_tensor,
+)
+
+
+def sparse_decode(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    indices: Tensor,
+    lengths: Tensor,
+    block_size: int,
+    sm_scale: float | None = None,
+    *,
+    sinks: Tensor | None = None,
+    softcap: float | None = None,
+) -> Tensor:
+    """Attention of one token per row over the selected blocks; all query heads of a group read the same blocks.
+
+    Args:
+        q: ``[B, H, d]``.
+        k: ``[B, Hkv, S, d]``; ``S`` may be a capacity. Neither blocks that are not selected nor tokens at or beyond a row's
+            length ever reach the output, whatever they hold (NaN included).
+        v: ``[B, Hkv, S, dv]``.
+        indices: int32 or int64 ``[B, Hkv, K]``, blocks, ascending, padded with -1 on the right, as `select_blocks` gives them. A
+            block that starts at or beyond the row's length is passed over like padding.
+        lengths: int ``[B]``, 1..S, tokens of each row.
+        block_size: tokens per block.
+        sm_scale: factor on ``q . k``; ``1 / sqrt(d)`` if ``None``.
+        sinks: ``[H]`` attention-sink logits, which enter the softmax's denominator (GPT-OSS).
+        softcap: scores become ``softcap * tanh(score / softcap)`` (Gemma 2).
+
+    Returns:
+        ``[B, H, dv]`` in the dtype of ``q``; zero where a row and head have no block at all.
+
+    Raises:
+        ValueError: naming the argument, what it is and what it must be.
+    """
+    check_tensor("q", q, ("B", "H", "d"))
+    batch, heads, dim = q.shape
+    check_tensor("k", k, (batch, "Hkv", "S", dim))
+    kv_heads, capacity = k.shape[1:3]
+    check_tensor("v", v, (batch, kv_heads, capacity, "dv"))
+    check_groups(heads, kv_heads)
+    check_same("k", k, "q", q)
+    check_same("v", v, "q", q)
+    if not isinstance(indices, Tensor) or indices.dtype not in (torch.int32, torch.int64):
+        got = indices.dtype if isinstance(indices, Tensor) else type(indices).__name__
+        raise ValueError(f"indices is {got}; it must be an int32 tensor [B, Hkv, K]")
+    if indices.ndim != 3 or indices.shape[:2] != (batch, kv_heads):
+        raise ValueError(f"indices has shape {list(indices.shape)}; it must be [{batch}, {kv_heads}, K]")
+    check_same("indices", indices, "q", q, dtype=False)
+    check_lengths(lengths, batch, capacity, "S")
+    check_same("lengths", lengths, "q", q, dtype=False)
+    check_block_size(block_size)
+    check_scale("sm_scale", sm_scale)
+    check_extras(sinks, softcap, heads, q)
+    scale = 1.0 / math.sqrt(dim) if sm_scale is None else sm_scale
+    run = implementation("sparse_decode", q.device)
+    return run(q, k, v, indices, lengths, block_size, scale, sinks=sinks, softcap=softcap)

@@ -1,0 +1,170 @@
+"""`gate_kl` in torch: row chunks, gradients in the forward (schedule F2: scores once, block maxima, log-domain KL, two products).
+
+Per row, with ``u`` the log targets before normalisation and ``a`` the gate's logits over past blocks:
+``log p = u - logsumexp(u)``, ``log pi = a - logsumexp(a)``, ``KL = sum p (log p - log pi)``, ``dKL/da = pi - p``.
+
+Shape suffixes: see `seergate.ops.torch_impl.teacher`; E gate dimension.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from seergate.ops.gate_kl import GateKLStats
+from seergate.ops.torch_impl.teacher import MASKED, Teacher, segments, wide_dtype
+
+
+def gate_kl(
+    q: Tensor,
+    k: Tensor,
+    qg: Tensor,
+    kg: Tensor,
+    cu_seqlens: Tensor,
+    block_size: int,
+    *,
+    row_start: float,
+    sm_scale: float,
+    gate_scale: float,
+    reduction: str,
+    recall_budgets: tuple[int, ...],
+    sinks: Tensor | None,
+    softcap: float | None,
+) -> tuple[Tensor, GateKLStats]:
+    """See `seergate.ops.gate_kl`."""
+    dtype = wide_dtype(q, k, qg, kg)
+    teacher = Teacher(q, k, block_size, sm_scale, sinks, softcap, dtype)
+    run = _Run(teacher, qg, kg, segments(cu_seqlens), row_start, gate_scale, reduction, recall_budgets)
+    wanted = torch.is_grad_enabled()
+    loss, *stats = _GateKL.apply(qg, kg, run, wanted and qg.requires_grad, wanted and kg.requires_grad)
+    return loss, GateKLStats(*stats)
+
+
+class _GateKL(torch.autograd.Function):
+    """Computes the gradients along with the loss; the backward scales them."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, qg: Tensor, kg: Tensor, run: _Run, want_dqg: bool, want_dkg: bool
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        loss, stats, dqg, dkg = run(want_dqg, want_dkg)
+        ctx.save_for_backward(dqg, dkg)
+        ctx.mark_non_differentiable(*stats)
+        ctx.set_materialize_grads(False)
+        return loss, *stats
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad_loss: Tensor | None, *_: None) -> tuple[Tensor | None, ...]:
+        dqg, dkg = ctx.saved_tensors
+        # grad_loss stays on the device: no value is read. Being 0-dim it does not widen a bf16 gradient.
+        scaled = (None if grad is None or grad_loss is None else grad * grad_loss for grad in (dqg, dkg))
+        return *scaled, None, None, None
+
+
+class _Run:
+    """One evaluation of the loss: everything about it that is not a tensor with a gradient.
+
+    Holds plain numbers for the row weights, so segment borders must be known on the host.
+    """
+
+    def __init__(
+        self,
+        teacher: Teacher,
+        qg_TKE: Tensor,
+        kg_MKE: Tensor,
+        spans: list[tuple[int, int]],
+        row_start: float,
+        gate_scale: float,
+        reduction: str,
+        recall_budgets: tuple[int, ...],
+    ) -> None:
+        self.teacher, self.spans, self.gate_scale = teacher, spans, gate_scale
+        self.qg_TKE, self.kg_MKE = qg_TKE.detach(), kg_MKE.detach()
+        size, kv_heads = teacher.block_size, teacher.kv_heads
+        self.past_blocks = [budget // size - 1 for budget in recall_budgets]
+        lengths = [end - start for start, end in spans]
+        begins = [int(length * row_start) for length in lengths]
+        self.plans = [teacher.chunks(begin, length) for begin, length in zip(begins, lengths, strict=True)]
+        self.rows = sum(plan[-1][1] - plan[0][0] for plan in self.plans if plan)
+        if reduction == "row_mean":
+            self.weights = [1.0 / (kv_heads * max(self.rows, 1))] * len(spans)
+        else:
+            filled = sum(length > 0 for length in lengths)
+            widest = max(-(-length // size) for length in lengths)
+            self.weights = [
+                1.0 / (filled * kv_heads * (length - begin) * widest) if length else 0.0
+                for begin, length in zip(begins, lengths, strict=True)
+            ]
+
+    def __call__(
+        self, want_dqg: bool, want_dkg: bool
+    ) -> tuple[Tensor, tuple[Tensor, Tensor, Tensor], Tensor | None, Tensor | None]:
+        teacher, kv_heads = self.teacher, self.teacher.kv_heads
+        dtype, device = teacher.dtype, self.qg_TKE.device
+        self.dqg_TKE = torch.zeros_like(self.qg_TKE, memory_format=torch.contiguous_format) if want_dqg else None
+        shape = (kv_heads, self.kg_MKE.shape[0], self.kg_MKE.shape[2])
+        self.dkg_KME = torch.zeros(shape, dtype=dtype, device=device) if want_dkg else None
+        # Sums over up to millions of rows: float64, one number per head.
+        loss = torch.zeros((), dtype=torch.float64, device=device)
+        kl_K = torch.zeros(kv_heads, dtype=torch.float64, device=device)
+        self.recall_IK = torch.zeros(len(self.past_blocks), kv_heads, dtype=torch.float64, device=device)
+        scratch = teacher.scratch(self.plans)
+        block = 0  # where the segment's entries of kg start
+        for (start, stop), plan, weight in zip(self.spans, self.plans, self.weights, strict=True):
+            for head in range(kv_heads if plan else 0):
+                kl = self._segment_head(start, stop, block, plan, weight, head, scratch)
+                kl_K[head] += kl
+                loss += weight * kl
+            block += -(-(stop - start) // teacher.block_size)
+        counted = max(self.rows, 1)
+        stats = (
+            (kl_K / counted).to(dtype),
+            torch.tensor(self.rows, device=device),
+            (self.recall_IK / counted).to(dtype),
+        )
+        dkg = None if self.dkg_KME is None else self.dkg_KME.transpose(0, 1).to(self.kg_MKE.dtype)
+        return loss.to(dtype), stats, self.dqg_TKE, dkg
+
+    def _segment_head(
+        self, start: int, stop: int, block: int, plan: list[tuple[int, int]], weight: float, head: int, scratch: Tensor
+    ) -> Tensor:
+        """KL of one segment and KV head, summed over its rows (float64); adds to the gradients."""
+        teacher, factor = self.teacher, weight * self.gate_scale
+        keys_SD = teacher.head_keys(start, stop, head)
+        blocks = (stop - start - 1) // teacher.block_size  # candidates of the last row
+        kg_ME = self.kg_MKE[block : block + blocks, head].to(teacher.dtype).contiguous()
+        total = torch.zeros((), dtype=torch.float64, device=keys_SD.device)
+        for first, end in plan:
+            u_NR = teacher.log_targets(keys_SD, start, first, end, head, scratch)
+            count = len(u_NR)
+            qg_RE = self.qg_TKE[start + first : start + end, head].to(teacher.dtype)
+            logits_NR = (kg_ME[:count] @ qg_RE.T).mul_(self.gate_scale)
+            logits_NR.masked_fill_(teacher.not_past(first, end), MASKED)
+            log_p_NR, log_pi_NR = u_NR.log_softmax(0), logits_NR.log_softmax(0)
+            p_NR = log_p_NR.exp()
+            total += ((log_p_NR - log_pi_NR) * p_NR).sum(dtype=torch.float64)
+            if self.past_blocks:
+                self._add_recall(log_pi_NR, p_NR, head)
+            if self.dqg_TKE is None and self.dkg_KME is None:
+                continue
+            delta_NR = log_pi_NR.exp_().sub_(p_NR)
+            if self.dqg_TKE is not None:
+                self.dqg_TKE[start + first : start + end, head] = (delta_NR.T @ kg_ME[:count]).mul_(factor)
+            if self.dkg_KME is not None:
+                self.dkg_KME[head, block : block + count].addmm_(delta_NR, qg_RE, alpha=factor)
+        return total
+
+    def _add_recall(self, log_pi_NR: Tensor, p_NR: Tensor, head: int) -> None:
+        """Teacher's share in the gate's best blocks, at every budget from one top-k."""
+        most = min(max(self.past_blocks), len(p_NR))
+        if most == 0:
+            return
+        best_RX = log_pi_NR.T.contiguous().topk(most, dim=1).indices
+        mass_RX = p_NR.T.gather(1, best_RX).cumsum(1)
+        for i, wanted in enumerate(self.past_blocks):
+            if wanted > 0:
+                self.recall_IK[i, head] += mass_RX[:, min(wanted, most) - 1].sum(dtype=torch.float64)

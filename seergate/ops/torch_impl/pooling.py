@@ -1,0 +1,55 @@
+"""`pool_keys` in torch.
+
+Shape suffixes: B batch, K KV heads, N blocks, C tokens of a block, D head dimension.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+
+def pool_keys(k: Tensor, block_size: int, kinds: tuple[str, ...], lengths: Tensor | None) -> Tensor:
+    """See `seergate.ops.pool_keys`."""
+    if lengths is not None:
+        return _pool_ragged(k, block_size, kinds, lengths)
+    whole = k.shape[2] // block_size * block_size
+    parts = []
+    if whole:
+        parts.append(_pool(k[:, :, :whole].unflatten(2, (-1, block_size)), kinds))
+    if whole < k.shape[2]:
+        parts.append(_pool(k[:, :, None, whole:], kinds))
+    if not parts:
+        return k.new_zeros(*k.shape[:2], 0, len(kinds) * k.shape[3])
+    return parts[0] if len(parts) == 1 else torch.cat(parts, dim=2)
+
+
+def _pool(k_BKNCD: Tensor, kinds: tuple[str, ...]) -> Tensor:
+    pools = {
+        "max": lambda: k_BKNCD.amax(3),
+        "min": lambda: k_BKNCD.amin(3),
+        "avg": lambda: k_BKNCD.mean(3, dtype=_sum_dtype(k_BKNCD)).to(k_BKNCD.dtype),
+    }
+    return torch.cat([pools[kind]() for kind in kinds], dim=-1)
+
+
+def _pool_ragged(k: Tensor, block_size: int, kinds: tuple[str, ...], lengths: Tensor) -> Tensor:
+    """Rows of different lengths: what lies beyond is replaced by each pooling's neutral value before it is read."""
+    padding = -k.shape[2] % block_size
+    k_BKNCD = F.pad(k, (0, 0, 0, padding)).unflatten(2, (-1, block_size))
+    positions = torch.arange(k.shape[2] + padding, device=k.device)
+    beyond_BN = (positions >= lengths[:, None]).unflatten(1, (-1, block_size))
+    beyond, real_BN = beyond_BN[:, None, :, :, None], (~beyond_BN).sum(-1)[:, None, :, None]
+    pools = {
+        "max": lambda: k_BKNCD.masked_fill(beyond, -torch.inf).amax(3),
+        "min": lambda: k_BKNCD.masked_fill(beyond, torch.inf).amin(3),
+        "avg": lambda: (
+            k_BKNCD.masked_fill(beyond, 0).sum(3, dtype=_sum_dtype(k)).div(real_BN.clamp(min=1)).to(k.dtype)
+        ),
+    }
+    return torch.cat([pools[kind]() for kind in kinds], dim=-1).masked_fill(real_BN == 0, 0)
+
+
+def _sum_dtype(x: Tensor) -> torch.dtype:
+    return torch.promote_types(x.dtype, torch.float32)

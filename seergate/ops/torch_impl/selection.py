@@ -1,0 +1,77 @@
+"""`select_blocks` in torch.
+
+Every block gets one int64 key: an order-preserving integer image of its fp32 score in the high half, its negated index in the
+low half. Keys are all different, so a top-k of them is deterministic and ties go to the lower index, on every device, with no
+stable sort.
+
+Shape suffixes: B batch, K KV heads, N blocks, X blocks kept.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from seergate.ops.selection import Selection
+
+
+@torch.no_grad()
+def select_blocks(
+    scores: Tensor,
+    lengths: Tensor,
+    *,
+    block_size: int,
+    token_budget: int | None,
+    threshold: float | None,
+    top_p: float | None,
+    sink_blocks: int,
+) -> Selection:
+    """See `seergate.ops.select_blocks`."""
+    largest = torch.finfo(torch.float32).max
+    scores_BKN = scores.float().nan_to_num(-largest, largest, -largest)
+    blocks_N = torch.arange(scores.shape[2], device=scores.device)
+    current_B11 = torch.div(lengths - 1, block_size, rounding_mode="floor")[:, None, None]
+    past_B1N = blocks_N < current_B11
+    always_B1N = (blocks_N == current_B11) | (past_B1N & (blocks_N < sink_blocks))
+
+    if token_budget is not None:
+        keys_BKN = _keys(scores_BKN, blocks_N)
+        keys_BKN = torch.where(always_B1N, torch.iinfo(torch.int64).max - blocks_N, keys_BKN)
+        keys_BKN = torch.where(past_B1N | always_B1N, keys_BKN, torch.iinfo(torch.int64).min + blocks_N)
+        kept = min(len(blocks_N), token_budget // block_size)
+        best_BKX = keys_BKN.topk(kept, dim=-1, sorted=False).indices.int()
+        # Later blocks are picked only where there are too few past ones; they sort to the end.
+        best_BKX = best_BKX.sort(dim=-1).values
+        extra_BKX = best_BKX > current_B11
+        return Selection(best_BKX.masked_fill_(extra_BKX, -1), (~extra_BKX).sum(-1, dtype=torch.int32))
+
+    probs_BKN = scores_BKN.masked_fill(~past_B1N, -torch.inf).softmax(-1)
+    if threshold is not None:
+        picked_BKN = probs_BKN > threshold  # NaN in rows without a past block: never greater
+    else:
+        picked_BKN = _nucleus(scores_BKN, probs_BKN, past_B1N, blocks_N, top_p)
+    chosen_BKN = (picked_BKN & past_B1N) | always_B1N
+    counts_BK = chosen_BKN.sum(-1, dtype=torch.int32)
+    beyond = torch.iinfo(torch.int32).max
+    indices_BKN = torch.where(chosen_BKN, blocks_N.int(), beyond).sort(dim=-1).values
+    if indices_BKN.device.type == "cpu" and counts_BK.numel():  # elsewhere the shape must not depend on the values
+        indices_BKN = indices_BKN[..., : int(counts_BK.max())]
+    return Selection(indices_BKN.masked_fill(indices_BKN == beyond, -1), counts_BK)
+
+
+def _keys(scores_BKN: Tensor, blocks_N: Tensor) -> Tensor:
+    """Different int64 for every block, larger for a higher score, then for a lower index."""
+    bits = (scores_BKN + 0.0).view(torch.int32)  # + 0.0: negative zero equals zero
+    ordered = torch.where(bits < 0, bits ^ 0x7FFFFFFF, bits).long()
+    return (ordered << 32) - blocks_N
+
+
+def _nucleus(
+    scores_BKN: Tensor, probs_BKN: Tensor, past_B1N: Tensor, blocks_N: Tensor, top_p: float | None
+) -> Tensor:
+    """The fewest past blocks, best first, whose probabilities sum to ``top_p``."""
+    keys_BKN = _keys(scores_BKN, blocks_N).masked_fill(~past_B1N, torch.iinfo(torch.int64).min)
+    order_BKN = keys_BKN.argsort(dim=-1, descending=True)
+    ranked = probs_BKN.gather(-1, order_BKN).double()
+    before = ranked.cumsum(-1) - ranked  # mass of all better blocks
+    return torch.zeros_like(probs_BKN, dtype=torch.bool).scatter(-1, order_BKN, before < top_p)

@@ -1,0 +1,116 @@
+"""`sparse_decode` in torch: gather the selected tokens, then one dense attention with the query group as the query axis.
+
+Shape suffixes: B batch, H query heads, K KV heads, G query heads per KV head, D head dimension, P = B * K pairs of a row and a KV
+head, X selected blocks, C tokens of a block, S gathered tokens of a pair.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+GATHER_BYTES_CPU = 4 * 2**20
+"""How much of K to gather before attending to it: what a core's cache holds, and what malloc keeps instead of returning it to
+the system after every call (fresh pages cost more than the copy)."""
+
+
+def sparse_decode(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    indices: Tensor,
+    lengths: Tensor,
+    block_size: int,
+    sm_scale: float,
+    *,
+    sinks: Tensor | None,
+    softcap: float | None,
+) -> Tensor:
+    """See `seergate.ops.sparse_decode`."""
+    (batch, heads, dim), kv_heads, capacity = q.shape, k.shape[1], k.shape[2]
+    pairs, group, on_cpu = batch * kv_heads, heads // kv_heads, q.device.type == "cpu"
+    out_PGD = q.new_zeros(pairs, group, v.shape[-1])
+    starts_BKX = indices.long() * block_size
+    used_BKX = (lengths[:, None, None] - starts_BKX).clamp(0, block_size).masked_fill(starts_BKX < 0, 0)
+    counts_P = used_BKX.sum(-1).flatten()  # readable tokens of each pair: the first ones of its blocks, which ascend
+    low, width = 0, indices.shape[-1] * block_size
+    if on_cpu and pairs:  # elsewhere the host must not wait for the values
+        low, width = (int(n) for n in counts_P.aminmax())
+    if not pairs or not width:
+        return out_PGD.view(batch, heads, -1)
+
+    uniform = low == width
+    if uniform and capacity % block_size == 0 and k.is_contiguous() and v.is_contiguous():
+        # Whole blocks are rows of a matrix; the tail of the last one is sliced off.
+        first_BK1 = torch.arange(pairs, device=q.device).view(batch, kv_heads, 1) * (capacity // block_size)
+        index_PX = (indices[..., : -(-width // block_size)] + first_BK1).flatten(0, 1)
+        sources = [(x.view(-1, block_size * x.shape[-1]), index_PX) for x in (k, v)]
+    else:
+        # Places beyond a pair's tokens read its first token, so that nothing unselected is ever touched.
+        offsets_C = torch.arange(block_size, device=q.device)
+        tokens_BKXC = starts_BKX[..., None] + offsets_C
+        tokens_BKXC = torch.where(offsets_C < used_BKX[..., None], tokens_BKXC, starts_BKX[..., :1, None])
+        tokens_BKS = tokens_BKXC.flatten(2)[..., :width].clamp(0, capacity - 1)
+        sources = [_token_rows(x, tokens_BKS) for x in (k, v)]
+    mask_PS = None if uniform else torch.arange(width, device=q.device) < counts_P[:, None]
+
+    q_PGD = q.reshape(pairs, group, dim)
+    sinks_PG = None if sinks is None else sinks.view(kv_heads, group).repeat(batch, 1)
+    step = max(1, GATHER_BYTES_CPU // (width * dim * k.element_size())) if on_cpu else pairs
+    for lo in range(0, pairs, step):
+        some = slice(lo, min(lo + step, pairs))
+        k_PSD, v_PSD = (
+            rows.index_select(0, index[some].flatten()).view(some.stop - lo, -1, x.shape[-1])[:, :width]
+            for (rows, index), x in zip(sources, (k, v), strict=True)
+        )
+        mask = None if mask_PS is None else mask_PS[some]
+        sink = None if sinks_PG is None else sinks_PG[some]
+        out_PGD[some] = _attend(q_PGD[some], k_PSD, v_PSD, mask, sm_scale, sink, softcap)
+    if low == 0:
+        out_PGD = out_PGD.masked_fill(counts_P[:, None, None] == 0, 0)
+    return out_PGD.view(batch, heads, -1)
+
+
+def _token_rows(x: Tensor, tokens_BKS: Tensor) -> tuple[Tensor, Tensor]:
+    """A matrix with one token of one head per row, and the rows ``[P, S]`` that hold these tokens.
+
+    A view of ``x`` where its layout allows: also for a slice of a buffer, and for heads last (``[B, S, K, D]`` transposed).
+    """
+    dim = x.shape[-1]
+    strides = [0 if size == 1 else stride for size, stride in zip(x.shape[:3], x.stride()[:3], strict=True)]
+    if x.stride(-1) != 1 or any(stride % dim for stride in strides):
+        x = x.contiguous()
+        strides = list(x.stride()[:3])
+    per_row, per_head, per_token = (stride // dim for stride in strides)
+    batch, kv_heads, capacity = x.shape[:3]
+    count = 1 + (batch - 1) * per_row + (kv_heads - 1) * per_head + (capacity - 1) * per_token
+    rows_B11 = torch.arange(batch, device=x.device)[:, None, None] * per_row
+    heads_K1 = torch.arange(kv_heads, device=x.device)[:, None] * per_head
+    index_BKS = tokens_BKS * per_token + heads_K1 + rows_B11
+    return x.as_strided((count, dim), (dim, 1)), index_BKS.flatten(0, 1)
+
+
+def _attend(
+    q_PGD: Tensor,
+    k_PSD: Tensor,
+    v_PSD: Tensor,
+    mask_PS: Tensor | None,
+    sm_scale: float,
+    sinks_PG: Tensor | None,
+    softcap: float | None,
+) -> Tensor:
+    """Attention of each pair's group to its gathered tokens, ``[P, G, Dv]``."""
+    if sinks_PG is None and softcap is None:
+        mask = None if mask_PS is None else mask_PS[None, :, None]
+        return F.scaled_dot_product_attention(q_PGD[None], k_PSD[None], v_PSD[None], attn_mask=mask, scale=sm_scale)[0]
+    dtype = torch.promote_types(q_PGD.dtype, torch.float32)
+    scores_PGS = (q_PGD.to(dtype) @ k_PSD.to(dtype).transpose(1, 2)) * sm_scale
+    if softcap is not None:
+        scores_PGS = torch.tanh(scores_PGS / softcap) * softcap
+    if mask_PS is not None:
+        scores_PGS = scores_PGS.masked_fill(~mask_PS[:, None], -torch.inf)
+    if sinks_PG is not None:
+        scores_PGS = torch.cat((scores_PGS, sinks_PG[..., None].to(dtype)), dim=-1)
+    probs_PGS = scores_PGS.softmax(-1)[..., : k_PSD.shape[1]]
+    return (probs_PGS @ v_PSD.to(dtype)).to(q_PGD.dtype)
