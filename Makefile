@@ -29,13 +29,10 @@ install: $(VENV)/.installed
 #    PIP_EXTRA_INDEX_URL=https://download.pytorch.org/whl/cpu make install
 $(VENV)/.torch: constraints.txt
 	@$(PYTHON) -c 'import sys; sys.exit("seergate needs Python 3.11 or newer; try make PYTHON=python3.12" if sys.version_info < (3, 11) else 0)'
-	@if $(PYTHON) -c 'import torch' 2>/dev/null; then \
-	    echo "PyTorch of $(PYTHON) is used" && $(PYTHON) -m venv --system-site-packages $(VENV); \
-	elif command -v nvidia-smi >/dev/null; then \
-	    $(PYTHON) -m venv $(VENV) && $(BIN)/python -m pip install 'torch>=2.6'; \
-	else \
-	    $(PYTHON) -m venv $(VENV) && $(BIN)/python -m pip install -c constraints.txt torch; \
-	fi
+	@$(PYTHON) -m venv $$($(PYTHON) -c 'import torch' 2>/dev/null && echo --system-site-packages) $(VENV)
+	@if $(BIN)/python -c 'import torch; print("using PyTorch", torch.__version__)' 2>/dev/null; then :; \
+	elif command -v nvidia-smi >/dev/null; then $(BIN)/python -m pip install 'torch>=2.6'; \
+	else $(BIN)/python -m pip install -c constraints.txt torch; fi
 	@touch $@
 
 # PyTorch comes first, by itself: the second command finds it installed and does not replace it.

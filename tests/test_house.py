@@ -270,13 +270,11 @@ def documented_options() -> dict[str, set[str]]:
 @pytest.mark.parametrize(("command", "options"), documented_options().items())
 def test_documented_options_exist(command: str, options: set[str]) -> None:
     name, *arguments = command.split()
-    start = (
-        ["-c", "import sys; from seergate.cli.main import main; sys.exit(main())"] if name == "seergate" else [name]
-    )
+    main = "import sys; from seergate.cli.main import main; sys.exit(main())"
+    start = ["-c", main] if name == "seergate" else [name]
+    wide = os.environ | {"COLUMNS": "200"}  # so that no option is wrapped
     line = [sys.executable, *start, *arguments, "--help"]
-    done = subprocess.run(
-        line, cwd=ROOT, capture_output=True, text=True, check=False, env=os.environ | {"COLUMNS": "200"}
-    )
+    done = subprocess.run(line, cwd=ROOT, capture_output=True, text=True, check=False, env=wide)
     assert done.returncode == 0, done.stderr
     assert not {option for option in options if not re.search(rf"{option}\b", done.stdout)}
 

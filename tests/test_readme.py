@@ -15,7 +15,7 @@ BLOCKS = code_blocks(ROOT / "README.md", "python")
 
 @pytest.fixture
 def checkout(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A directory in which a reader who has run `python train.py --model tiny-reasoner` stands (the gates are untrained)."""
+    """Where a reader stands who has run `python train.py --model tiny-reasoner`; the gates are untrained, though."""
     (tmp_path / "checkpoints").symlink_to(ROOT / "checkpoints")
     model = load_base(ROOT / "checkpoints" / "tiny-reasoner")
     bank = GateBank.for_model(model, GateConfig(block_size=16, gate_dim=32))
