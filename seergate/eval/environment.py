@@ -1,0 +1,87 @@
+"""What a result depends on besides its settings: versions, revision, hardware, and the weights themselves."""
+
+from __future__ import annotations
+
+import hashlib
+import importlib.metadata
+import os
+import platform
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+VERSIONED = ("torch", "transformers")
+
+
+def version_of(package: str) -> str | None:
+    """The installed version of a distribution, or ``None``."""
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return None
+
+
+def git_revision() -> str | None:
+    """The commit of the checkout this runs from, with ``+changes`` if its files differ; ``None`` outside one."""
+    package = Path(__file__).resolve().parents[1]
+
+    def git(*arguments: str) -> subprocess.CompletedProcess[str]:
+        return subprocess.run(["git", "-C", str(package), *arguments], capture_output=True, text=True, timeout=20)
+
+    try:
+        # an installed package may lie inside somebody else's repository: ask whether it is tracked there
+        if git("ls-files", "--error-unmatch", "errors.py").returncode:
+            return None
+        head = git("rev-parse", "--short=12", "HEAD")
+        if head.returncode:
+            return None
+        changed = git("diff-index", "--quiet", "HEAD", "--", ".").returncode != 0
+    except (OSError, subprocess.TimeoutExpired):
+        return None
+    return head.stdout.strip() + ("+changes" if changed else "")
+
+
+def processor() -> str:
+    """The CPU's name."""
+    try:
+        for line in Path("/proc/cpuinfo").read_text().splitlines():
+            if line.startswith("model name"):
+                return line.partition(":")[2].strip()
+    except OSError:
+        pass  # not Linux; the portable name below is less telling but always there
+    return platform.processor() or platform.machine()
+
+
+def environment(device: torch.device) -> dict[str, Any]:
+    """Versions, revision and hardware, as plain YAML types."""
+    from seergate import __version__
+
+    hardware = {"cpu": processor(), "cores": os.cpu_count()}
+    if device.type == "cuda":
+        hardware["gpu"] = torch.cuda.get_device_name(device)
+    return {
+        "seergate": __version__,
+        "git": git_revision(),
+        "python": platform.python_version(),
+        **{name: version_of(name) for name in VERSIONED},
+        "device": device.type,
+        "hardware": hardware,
+    }
+
+
+def fingerprint(module: nn.Module) -> str:
+    """Sixteen hexadecimal digits that change when the weights do.
+
+    Reads about 1024 evenly spaced elements of each tensor: a retrained model is told apart at once, whatever its
+    size.
+    """
+    digest = hashlib.sha256()
+    for name, tensor in sorted(module.state_dict().items()):
+        digest.update(f"{name} {tuple(tensor.shape)} {tensor.dtype}".encode())
+        flat = tensor.detach().flatten()
+        part = flat[:: max(1, flat.numel() // 1024)].contiguous().cpu()
+        digest.update(part.view(torch.uint8).numpy().tobytes())
+    return digest.hexdigest()[:16]

@@ -1,0 +1,93 @@
+"""One setting of a sweep: a method and how much it may read."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+from seergate.bank import GateBank
+from seergate.config import DecodeConfig
+from seergate.errors import SeergateError
+from seergate.methods import Dense, Gate, Method, make_method, method_class
+
+
+@dataclass(frozen=True)
+class MethodSpec:
+    """A method by name, with its options.
+
+    Attributes:
+        name: a key of `seergate.methods.METHODS`.
+        token_budget: tokens per KV head and step; ``None`` only for ``dense``.
+        block_size: tokens per block, for the methods that select blocks; gates have their own.
+        options: further options of the method.
+
+    Raises:
+        SeergateError: for an unknown method, or a missing budget.
+    """
+
+    name: str
+    token_budget: int | None = None
+    block_size: int | None = None
+    options: dict[str, Any] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        method_class(self.name)
+        if self.name == Dense.name:
+            object.__setattr__(self, "token_budget", None)
+            object.__setattr__(self, "block_size", None)
+        elif self.token_budget is None and not {"threshold", "top_p"} & set(self.options):
+            raise SeergateError(f"the method {self.name!r} needs a token budget")
+
+    @property
+    def label(self) -> str:
+        """Name of the setting's directory: ``gate-128``; ``dense``."""
+        parts = [self.name]
+        if self.token_budget is not None:
+            parts.append(str(self.token_budget))
+        parts += [f"{key}={value}" for key, value in sorted(self.options.items())]
+        return "-".join(parts)
+
+    def method(self, bank: GateBank | None) -> Method:
+        """The method itself.
+
+        Args:
+            bank: the gates, for the method ``gate``.
+
+        Raises:
+            SeergateError: if gates are needed and there are none.
+            ValueError: for an option out of range.
+        """
+        if self.name == Gate.name:
+            if bank is None:
+                raise SeergateError("the method 'gate' needs gates: the directory or Hub repository of an adapter")
+            return Gate.from_config(bank, DecodeConfig(token_budget=self.token_budget, **self.options))
+        options = dict(self.options)
+        if self.token_budget is not None:
+            options["token_budget"] = self.token_budget
+        if self.block_size is not None and "block_size" in method_class(self.name).__dataclass_fields__:
+            options["block_size"] = self.block_size
+        return make_method(self.name, **options)
+
+    def describe(self, bank: GateBank | None) -> dict[str, Any]:
+        """Everything that decides what the method does, defaults included, as plain YAML types."""
+        method = self.method(bank)
+        values = {
+            key: list(value) if isinstance(value, tuple) else value
+            for key, value in vars(method).items()
+            if key in method.__dataclass_fields__ and not isinstance(value, GateBank)
+        }
+        return {"name": self.name, **values}
+
+
+def grid(methods: list[str], budgets: list[int], block_size: int | None) -> list[MethodSpec]:
+    """Every method at every budget, ``dense`` once and first (the others are compared with it)."""
+    names = sorted(dict.fromkeys(methods), key=lambda name: name != Dense.name)
+    specs = []
+    for name in names:
+        if name == Dense.name:
+            specs.append(MethodSpec(name))
+        else:
+            if not budgets:
+                raise SeergateError(f"the method {name!r} needs a token budget")
+            specs += [MethodSpec(name, budget, block_size) for budget in sorted(dict.fromkeys(budgets))]
+    return specs

@@ -1,0 +1,185 @@
+"""A run directory: pinned `config.yaml`, append-only `samples.jsonl`, and files derived from them."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterable
+from pathlib import Path
+from types import TracebackType
+from typing import Any, TextIO
+
+import yaml
+
+from seergate.errors import SeergateError
+
+CONFIG, SAMPLES, METRICS, RECALL = "config.yaml", "samples.jsonl", "metrics.json", "recall.json"
+
+Key = tuple[str, str, int]
+"""(task, problem id, sample index)"""
+
+NOT_COMPARED = ("execution", "model.path", "gates.path")
+"""Parts of a configuration that do not shape results: how it was run, and where the (fingerprinted) weights lie."""
+
+
+def key_of(sample: dict[str, Any]) -> Key:
+    """What identifies a sample."""
+    return sample["task"], sample["problem_id"], sample["sample_idx"]
+
+
+def read_samples(directory: Path) -> list[dict[str, Any]]:
+    """All whole samples of a run; a last line that a killed process left unfinished is passed over.
+
+    Raises:
+        SeergateError: if an earlier line is damaged, or a sample is there twice.
+    """
+    path = directory / SAMPLES
+    if not path.exists():
+        return []
+    lines = path.read_bytes().split(b"\n")
+    samples: list[dict[str, Any]] = []
+    seen: set[Key] = set()
+    for number, line in enumerate(lines[:-1], 1):  # what follows the last newline is nothing, or unfinished
+        try:
+            sample = json.loads(line)
+            key = key_of(sample)
+        except (ValueError, KeyError, TypeError) as error:
+            raise SeergateError(
+                f"{path}, line {number} is damaged; remove that line to have its sample made again"
+            ) from error
+        if key in seen:
+            raise SeergateError(f"{path}, line {number} repeats the sample {key}; remove one of the two")
+        seen.add(key)
+        samples.append(sample)
+    return samples
+
+
+class SampleLog:
+    """Appends samples; whatever `append` has returned from survives a kill. One process at a time may hold it.
+
+    Args:
+        directory: of the run.
+
+    Raises:
+        SeergateError: if another process holds it.
+    """
+
+    def __init__(self, directory: Path) -> None:
+        path = directory / SAMPLES
+        self._file = path.open("ab+")
+        try:
+            _lock(self._file.fileno())
+        except OSError as error:
+            self._file.close()
+            raise SeergateError(f"another process is writing to {path}; use another directory") from error
+        self._file.seek(0)
+        whole = self._file.read().rfind(b"\n") + 1
+        self._file.truncate(whole)  # a line that was cut short by a kill
+
+    def append(self, samples: Iterable[dict[str, Any]]) -> None:
+        """Write samples and wait until they are on the disk."""
+        self._file.write("".join(json.dumps(s, ensure_ascii=False) + "\n" for s in samples).encode("utf-8", "replace"))
+        self._file.flush()
+        os.fsync(self._file.fileno())
+
+    def __enter__(self) -> SampleLog:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._file.close()
+
+
+def _lock(descriptor: int) -> None:
+    try:
+        import fcntl
+    except ImportError:  # Windows has no flock; there, two writers are the user's to avoid
+        return
+    fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+
+
+def pin(directory: Path, config: dict[str, Any], *, finished: bool) -> None:
+    """Write `config.yaml`, or compare with the one that is there.
+
+    Args:
+        directory: of the run.
+        config: the resolved configuration, of plain YAML types.
+        finished: whether no sample is missing; then a difference in the environment does not matter.
+
+    Raises:
+        SeergateError: if results under ``config`` must not be mixed with those that are there; it names the fields.
+    """
+    path = directory / CONFIG
+    if not path.exists():
+        write_text(path, yaml.safe_dump(config, sort_keys=False, allow_unicode=True))
+        return
+    before, now = flatten(read_config(directory)), flatten(config)
+    skipped = (*NOT_COMPARED, "environment") if finished else NOT_COMPARED
+    different = [
+        name
+        for name in {**before, **now}
+        if before.get(name) != now.get(name) and not any(name == s or name.startswith(s + ".") for s in skipped)
+    ]
+    if different:
+        what = "; ".join(f"{name} was {before.get(name)!r} and is {now.get(name)!r}" for name in different[:3])
+        more = f" (and {len(different) - 3} more)" if len(different) > 3 else ""
+        raise SeergateError(
+            f"{directory} holds a run with other settings: {what}{more}; use the same ones or another directory"
+        )
+
+
+def read_config(directory: Path) -> dict[str, Any]:
+    """The pinned configuration.
+
+    Raises:
+        SeergateError: if it is missing or damaged.
+    """
+    path = directory / CONFIG
+    try:
+        config = yaml.safe_load(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise SeergateError(f"{directory} holds no {CONFIG}; it is not a run directory") from None
+    except (yaml.YAMLError, UnicodeDecodeError) as error:
+        raise SeergateError(f"{path} is damaged: {str(error).splitlines()[0]}") from error
+    if not isinstance(config, dict):
+        raise SeergateError(f"{path} is damaged: it does not hold 'name: value' lines")
+    return config
+
+
+def read_json(path: Path) -> dict[str, Any] | None:
+    """A JSON file, or ``None`` if it is not there."""
+    try:
+        value = json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        return None
+    except ValueError as error:
+        raise SeergateError(f"{path} is damaged: {error}") from error
+    return dict(value)
+
+
+def write_text(path: Path, text: str) -> None:
+    """Replace a file in one step, so that a reader never sees half of it."""
+    scratch = path.with_name(f".{path.name}.{os.getpid()}")
+    handle: TextIO
+    with scratch.open("w", encoding="utf-8") as handle:
+        handle.write(text)
+        handle.flush()
+        os.fsync(handle.fileno())
+    os.replace(scratch, path)
+
+
+def write_json(path: Path, value: dict[str, Any]) -> None:
+    """`write_text` of indented JSON."""
+    write_text(path, json.dumps(value, indent=2, ensure_ascii=False) + "\n")
+
+
+def flatten(config: dict[str, Any], prefix: str = "") -> dict[str, Any]:
+    """Nested names joined by dots."""
+    flat: dict[str, Any] = {}
+    for name, value in config.items():
+        if isinstance(value, dict):
+            flat |= flatten(value, f"{prefix}{name}.")
+        else:
+            flat[f"{prefix}{name}"] = value
+    return flat

@@ -1,0 +1,213 @@
+"""Tasks: where problems come from, how they are graded, and how long an answer may be.
+
+A new task is a function that returns a `Task` and one line in `TASKS`. Problems are made only when they are iterated
+over, so that naming a task costs nothing.
+"""
+
+from __future__ import annotations
+
+import difflib
+import hashlib
+import inspect
+import json
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+from seergate.chain_sum import GIVENS, NAMES, make_problems
+from seergate.errors import SeergateError
+from seergate.eval.sampling import Sampling
+
+CHAIN_SUM_SEEDS = 1_000_000
+"""Evaluation problems are drawn with seeds below this number, training problems with seeds from it on."""
+
+MATH_INSTRUCTION = "\nPlease reason step by step, and put your final answer within \\boxed{}."
+
+
+@dataclass(frozen=True)
+class Problem:
+    """One problem.
+
+    Attributes:
+        problem_id: unique within its task.
+        gold: the right answer, as the grader wants it.
+        messages: the conversation so far, for the model's chat template.
+        prompt: the text to continue as it is, instead of ``messages``.
+    """
+
+    problem_id: str
+    gold: str
+    messages: tuple[dict[str, str], ...] = ()
+    prompt: str | None = None
+
+
+@dataclass(frozen=True)
+class Task:
+    """A declaration of a task.
+
+    Attributes:
+        name: such as ``"chain_sum"``.
+        load: makes the iterator over its problems.
+        grader: a key of `seergate.eval.grading.GRADERS`.
+        max_new_tokens: how long an answer may be if nothing else is said.
+        samples: how many answers per problem if nothing else is said.
+        sampling: how tokens are chosen if nothing else is said; ``None`` for the model's generation configuration.
+        options: what the task was made with; pinned with the results.
+    """
+
+    name: str
+    load: Callable[[], Iterator[Problem]]
+    grader: str
+    max_new_tokens: int
+    samples: int = 1
+    sampling: Sampling | None = None
+    options: dict[str, Any] = field(default_factory=dict)
+
+    def problems(self) -> list[Problem]:
+        """All problems.
+
+        Raises:
+            SeergateError: if there is none, or if two share an id.
+        """
+        problems = list(self.load())
+        if not problems:
+            raise SeergateError(f"the task {self.name!r} has no problems")
+        seen: set[str] = set()
+        for problem in problems:
+            if problem.problem_id in seen:
+                raise SeergateError(f"the task {self.name!r} has the problem id {problem.problem_id!r} twice")
+            seen.add(problem.problem_id)
+        return problems
+
+
+def contents_hash(problems: list[Problem]) -> str:
+    """Sixteen hexadecimal digits that change with any problem."""
+    digest = hashlib.sha256()
+    for p in problems:
+        digest.update(json.dumps([p.problem_id, p.gold, p.messages, p.prompt], ensure_ascii=False).encode())
+    return digest.hexdigest()[:16]
+
+
+def chain_sum(*, problems: int = 64, variables: int = 150, seed: int = 0) -> Task:
+    """The tiny reasoner's task, on problems that no training run has seen.
+
+    Args:
+        problems: how many.
+        variables: size of a problem; prompt and solution together take about ten tokens per variable.
+        seed: of the problems, below `CHAIN_SUM_SEEDS`.
+    """
+    _positive("problems", problems)
+    if not GIVENS < variables <= NAMES:
+        raise ValueError(f"variables is {variables}; it must be in {GIVENS + 1}..{NAMES}")
+    if not 0 <= seed < CHAIN_SUM_SEEDS:
+        raise ValueError(f"the task's seed is {seed}; it must be in 0..{CHAIN_SUM_SEEDS - 1}, as larger ones train")
+
+    def load() -> Iterator[Problem]:
+        for i, problem in enumerate(make_problems(problems, variables, seed)):
+            yield Problem(f"{variables}-{seed}-{i}", problem.answer, messages=(problem.messages[0],))
+
+    return Task(
+        name="chain_sum",
+        load=load,
+        grader="digit",
+        # a right solution takes 7 tokens per variable; a lost reasoner may go round in circles for a while
+        max_new_tokens=10 * variables + 32,
+        sampling=Sampling(),
+        options={"problems": problems, "variables": variables, "seed": seed},
+    )
+
+
+def jsonl(path: str, *, problems: int | None = None, grader: str = "math") -> Task:
+    """A local file with one JSON record per line.
+
+    A record has ``messages``, or ``prompt`` (continued as it is), or ``question`` (a user's turn, with the usual
+    instruction to box the answer); and ``answer``, and optionally ``id``.
+
+    Args:
+        path: the file.
+        problems: use only the first so many.
+        grader: a key of `seergate.eval.grading.GRADERS`.
+    """
+    if problems is not None:
+        _positive("problems", problems)
+    if not Path(path).is_file():
+        raise SeergateError(f"the task file {path} does not exist")
+    return Task(
+        name=Path(path).stem,
+        load=lambda: islice(_records(Path(path)), problems),
+        grader=grader,
+        max_new_tokens=32768,
+        options={"file": str(path), "problems": problems},
+    )
+
+
+def _records(path: Path) -> Iterator[Problem]:
+    with path.open(encoding="utf-8") as lines:
+        try:
+            for number, line in enumerate(lines, 1):
+                if line.strip():
+                    yield _record(line, f"{path}, line {number}", number)
+        except UnicodeDecodeError as error:
+            raise SeergateError(f"{path} is not UTF-8 text: {error}") from error
+
+
+def _record(line: str, where: str, number: int) -> Problem:
+    try:
+        record = json.loads(line)
+    except json.JSONDecodeError as error:
+        raise SeergateError(f"{where} is not JSON: {error}") from error
+    if not isinstance(record, dict) or "answer" not in record:
+        raise SeergateError(f"{where} has no 'answer'")
+    name, gold = str(record.get("id", number)), str(record["answer"])
+    if "messages" in record:
+        turns = record["messages"]
+        good = (
+            isinstance(turns, list)
+            and turns
+            and all(isinstance(t, dict) and {"role", "content"} <= set(t) for t in turns)
+        )
+        if not good:
+            raise SeergateError(f"{where}: 'messages' must be a list of records with 'role' and 'content'")
+        return Problem(name, gold, messages=tuple(turns))
+    if "prompt" in record:
+        return Problem(name, gold, prompt=str(record["prompt"]))
+    if "question" in record:
+        return Problem(name, gold, messages=({"role": "user", "content": str(record["question"]) + MATH_INSTRUCTION},))
+    raise SeergateError(f"{where} has none of 'messages', 'prompt' and 'question'")
+
+
+TASKS: dict[str, Callable[..., Task]] = {"chain_sum": chain_sum}
+
+
+def make_task(name: str, **options: Any) -> Task:
+    """A task by name, or from a JSONL file.
+
+    Args:
+        name: a key of `TASKS`, or a path that ends in ``.jsonl``.
+        **options: the task's; those that are ``None`` are left at their default.
+
+    Raises:
+        SeergateError: for an unknown task or option.
+    """
+    given = {key: value for key, value in options.items() if value is not None}
+    arguments: tuple[str, ...] = ()
+    if name in TASKS:
+        make = TASKS[name]
+    elif name.endswith((".jsonl", ".ndjson")):
+        make, arguments = jsonl, (name,)
+    else:
+        near = difflib.get_close_matches(name, TASKS, n=1, cutoff=0.5)
+        hint = f"did you mean {near[0]!r}? " if near else ""
+        raise SeergateError(f"there is no task {name!r}; {hint}known are {', '.join(TASKS)} and any .jsonl file")
+    known = list(inspect.signature(make).parameters)[len(arguments) :]
+    unknown = sorted(set(given) - set(known))
+    if unknown:
+        raise SeergateError(f"the task {name!r} has no option {', '.join(unknown)}; it has {', '.join(known)}")
+    return make(*arguments, **given)
+
+
+def _positive(name: str, value: int) -> None:
+    if value < 1:
+        raise ValueError(f"{name} is {value}; it must be a positive number")
