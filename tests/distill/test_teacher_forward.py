@@ -1,0 +1,111 @@
+"""The loss and gradients of a pack against the model's own attention maps, obtained from transformers, segment by segment."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from seergate import GateBank, GateConfig, SeergateError, ops
+from seergate.distill.teacher_forward import distill_step
+from seergate.host import families
+from tests.models import prompt, tiny_model
+
+
+def expected(bank, model, segments, row_start, reduction):
+    """Loss with an autograd graph, from ``output_attentions`` of the plain eager model."""
+    size, group = bank.config.block_size, bank.geometry.num_heads // bank.geometry.num_kv_heads
+    widest = max(-(-len(ids) // size) for ids in segments)
+    per_layer = []
+    taps = {layer: families.tap(model, attention) for layer, attention in families.full_attention_modules(model)}
+    kl, rows = {layer: [] for layer in taps}, 0
+    for ids in segments:
+        if len(ids) == 0:
+            continue
+        maps = model.get_decoder()(input_ids=ids[None], output_attentions=True, use_cache=False).attentions
+        if len(maps) < model.config.num_hidden_layers:  # hybrids return the maps of their attention layers only
+            maps = dict(zip(sorted(taps), maps, strict=True))
+        counted = [t for t in range(int(len(ids) * row_start), len(ids)) if t >= size]
+        everyone = len(ids) - int(len(ids) * row_start)
+        rows += len(counted)
+        for layer, tap in taps.items():
+            q, k = tap.take()
+            gate = bank.gate(layer)
+            blocks = len(ids) // size
+            if not counted:
+                continue
+            pooled = ops.pool_keys(k[:, :, : blocks * size], size, bank.config.k_pooling)
+            scores = gate.scores(gate.queries(q, torch.arange(len(ids))), gate.keys(pooled, torch.arange(blocks) * size))[0]
+            p = maps[layer][0][..., : blocks * size].unflatten(-1, (blocks, size)).amax(-1).unflatten(0, (-1, group)).amax(1)
+            total = 0.0
+            for t in counted:
+                past = t // size
+                target = p[:, t, :past] / p[:, t, :past].sum(-1, keepdim=True)
+                total = total + (target * (target.log() - scores[:, t, :past].log_softmax(-1))).sum(-1)
+            weight = 1.0 if reduction == "row_mean" else 1.0 / (everyone * widest)
+            kl[layer].append(total.mean() * weight)
+    for tap in taps.values():
+        tap.remove()
+    alive = sum(len(ids) > 0 for ids in segments)
+    for parts in kl.values():
+        per_layer.append(sum(parts) / (rows if reduction == "row_mean" else alive))
+    return torch.stack(per_layer).mean() if reduction == "row_mean" else torch.stack(per_layer).sum()
+
+
+@pytest.mark.parametrize(
+    "family", ["qwen3", "qwen2", "llama", "phi3", "gemma2", "gemma3_text", "gemma4_text", "gpt_oss", "glm4", "cohere2", "qwen3_moe"]
+)
+@pytest.mark.parametrize(("reduction", "row_start"), [("row_mean", 0.5), ("published", 0.0)])
+def test_pack_against_the_models_own_maps(family, reduction, row_start):
+    model = tiny_model(family, attn_implementation="eager")
+    bank = GateBank.for_model(model, GateConfig(8, families.head_dim_of(model)))
+    for parameter in bank.parameters():
+        parameter.data.normal_(std=0.5)
+    segments = [prompt(n, n)[0] for n in (37, 1, 50, 7)]
+    reference = expected(bank, model, [*segments, torch.empty(0, dtype=torch.long)], row_start, reduction)
+    gradients = torch.autograd.grad(reference, list(bank.parameters()))
+    borders = torch.tensor([0, 37, 38, 88, 95, 95], dtype=torch.int32)
+    loss = bank.distill_loss(
+        model, input_ids=torch.cat(segments)[None], cu_seqlens=borders, row_start=row_start, reduction=reduction
+    )
+    (3 * loss).backward()
+    torch.testing.assert_close(loss, reference, rtol=1e-4, atol=1e-6)
+    for (name, parameter), gradient in zip(bank.named_parameters(), gradients, strict=True):
+        error = (parameter.grad / 3 - gradient).norm() / gradient.norm().clamp(min=1e-12)
+        assert error < 1e-4, f"{name}: relative error {error:.1e}"
+
+
+def test_hybrids_with_linear_attention_take_one_sequence_at_a_time():
+    model = tiny_model("qwen3_next")
+    bank = GateBank.for_model(model, GateConfig(8, 16))
+    assert bank.distill_loss(model, input_ids=prompt(40)).item() > 0
+    with pytest.raises(SeergateError, match="one sequence each"):
+        bank.distill_loss(model, input_ids=prompt(40), cu_seqlens=torch.tensor([0, 20, 40]))
+
+
+def test_the_model_is_left_as_it_was():
+    model = tiny_model("gemma3_text")
+    before = model(input_ids=prompt(30)).logits
+    bank = GateBank.for_model(model, GateConfig(8, 16))
+    loss = bank.distill_loss(model, input_ids=prompt(30))
+    loss.backward()
+    assert torch.equal(model(input_ids=prompt(30)).logits, before)
+    assert all(parameter.grad is None for parameter in model.parameters())
+    assert all(parameter.grad is not None for parameter in bank.parameters())
+    with pytest.raises(ValueError, match="cu_seqlens"):
+        bank.distill_loss(model, input_ids=prompt(30), cu_seqlens=torch.tensor([0, 31]))
+    assert torch.equal(model(input_ids=prompt(30)).logits, before)
+
+
+def test_recall_is_one_for_a_budget_of_everything_and_grows_with_it():
+    model = tiny_model("qwen3")
+    bank = GateBank.for_model(model, GateConfig(8, 16))
+    out = distill_step(bank, model, prompt(100), recall_budgets=(16, 32, 64, 104))
+    assert out.recall.shape == (4, 2)
+    assert (out.recall.diff(dim=0) > 0).all()
+    torch.testing.assert_close(out.recall[-1], torch.ones(2))
+
+
+def test_no_gradients_are_made_for_frozen_gates():
+    model = tiny_model("qwen3")
+    bank = GateBank.for_model(model, GateConfig(8, 16)).requires_grad_(False)
+    assert not bank.distill_loss(model, input_ids=prompt(40)).requires_grad

@@ -1,0 +1,93 @@
+"""Taps are bit-equal to what each family rotates; unsupported models are refused with the reason."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from seergate import GateBank, GateConfig, SeergateError
+from seergate.host import families
+from tests.models import FAMILIES, prompt, tiny_model
+
+
+def rope_inputs(model, attention, ids):
+    """What the model itself hands to `apply_rotary_pos_emb`, per call: list of (q, k)."""
+    module = families.modeling_module(attention)
+    original = module.apply_rotary_pos_emb
+    calls = []
+
+    def recording(*args, **kwargs):
+        calls.append(args[:2])
+        return original(*args, **kwargs)
+
+    module.apply_rotary_pos_emb = recording
+    try:
+        model(input_ids=ids)
+    finally:
+        module.apply_rotary_pos_emb = original
+    return calls
+
+
+@pytest.mark.parametrize("family", sorted(families.FAMILIES))
+def test_taps_are_the_rope_inputs(family):
+    model = tiny_model(family)
+    layer, attention = families.full_attention_modules(model)[0]
+    tap = families.tap(model, attention)
+    # as many tokens as heads: a layout guessed from sizes would pass anything else and fail here
+    ids = prompt(model.config.get_text_config().num_attention_heads)
+    calls = rope_inputs(model, attention, ids)
+    # of the last gated layer's call only this layer's is ours: run it alone by its order among the rotating layers
+    q, k = tap.take()
+    tap.remove()
+    if family == "gemma4_text":  # rotates q and k in separate calls, tokens first
+        rotated = [call[0].transpose(1, 2) for call in calls]
+        assert any(torch.equal(q, x) for x in rotated if x.shape == q.shape)
+        assert any(torch.equal(k, x) for x in rotated if x.shape == k.shape)
+    elif calls and any(call[0].shape == q.shape and torch.equal(call[0], q) for call in calls):
+        assert any(torch.equal(call[0], q) and torch.equal(call[1], k) for call in calls)
+    else:  # Cohere2 and EXAONE4 do not rotate in their full-attention layers
+        assert family in ("cohere2", "exaone4")
+        assert q.shape[1] == model.config.num_attention_heads
+
+
+def test_every_supported_family_is_tested():
+    assert set(families.FAMILIES) == set(FAMILIES)
+
+
+@pytest.mark.parametrize("family", sorted(families.FAMILIES))
+def test_gates_fit_every_family(family):
+    model = tiny_model(family)
+    layers = [layer for layer, _ in families.full_attention_modules(model)]
+    types = getattr(model.config.get_text_config(), "layer_types", None) or ["full_attention"] * 2
+    assert layers == [i for i, kind in enumerate(types) if kind == "full_attention"]
+    bank = GateBank.for_model(model)
+    assert bank.geometry.layers == tuple(layers)
+    assert bank.config.gate_dim == families.head_dim_of(model)
+
+
+def test_mla_is_refused_with_the_reason():
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    config = AutoConfig.for_model(
+        "deepseek_v3", vocab_size=64, hidden_size=32, intermediate_size=32, moe_intermediate_size=16, num_hidden_layers=1,
+        num_attention_heads=2, num_key_value_heads=2, n_routed_experts=2, num_experts_per_tok=1, n_group=1, topk_group=1,
+        q_lora_rank=16, kv_lora_rank=16, qk_rope_head_dim=8, qk_nope_head_dim=8, v_head_dim=16, first_k_dense_replace=0,
+    )  # fmt: skip
+    with pytest.raises(SeergateError, match="deepseek_v3.*multi-head latent attention"):
+        GateBank.for_model(AutoModelForCausalLM.from_config(config))
+
+
+def test_a_model_of_sliding_windows_only_is_refused():
+    with pytest.raises(SeergateError, match="no layer of this mistral model has full attention"):
+        GateBank.for_model(tiny_model("mistral", sliding_window=16))
+
+
+def test_gate_frequencies_are_the_models_own_at_its_width_and_plain_at_another():
+    scaling = {"rope_type": "yarn", "factor": 4.0, "rope_theta": 10000.0, "original_max_position_embeddings": 1024}
+    model = tiny_model("qwen3", rope_parameters=scaling)
+    own = families.gate_geometry(model, GateConfig(gate_dim=16))
+    rotary = families.decoder_of(model).rotary_emb
+    assert own.inv_freq == tuple(rotary.inv_freq.tolist())
+    assert own.attention_scaling == rotary.attention_scaling != 1.0
+    other = families.gate_geometry(model, GateConfig(gate_dim=8))
+    assert other.inv_freq == pytest.approx([10000.0 ** (-i / 8) for i in (0, 2, 4, 6)])
