@@ -1,8 +1,8 @@
 """Pure functions on tensors: the teacher's block targets, the gate's loss, pooling, selection, block-sparse attention.
 
-Packed tensors are ``[T, heads, d]`` with ``cu_seqlens`` ``[n + 1]``; caches are ``[B, Hkv, S, d]``. ``H = G * Hkv`` and query head
-``h`` belongs to KV head ``h // G``. `seergate.ops.reference` defines what each op computes; `seergate.ops.backend` says which
-implementation runs.
+Packed tensors are ``[T, heads, d]`` with ``cu_seqlens`` ``[n + 1]``; caches are ``[B, Hkv, S, d]``. ``H = G * Hkv``
+and query head ``h`` belongs to KV head ``h // G``. `seergate.ops.reference` defines what each op computes;
+`seergate.ops.backend` says which implementation runs.
 """
 
 from __future__ import annotations

@@ -1,7 +1,8 @@
 """Which implementation of an op runs.
 
-``reference`` is the definition, ``torch`` is fast on CPUs and runs on any device, ``triton`` is for NVIDIA and AMD GPUs.
-Without ``SEERGATE_BACKEND`` in the environment, CUDA tensors go to ``triton`` where it has the op, all others to ``torch``.
+``reference`` is the definition, ``torch`` is fast on CPUs and runs on any device, ``triton`` is for NVIDIA and AMD
+GPUs. Without ``SEERGATE_BACKEND`` in the environment, CUDA tensors go to ``triton`` where it has the op, all others to
+``torch``.
 """
 
 from __future__ import annotations
@@ -46,7 +47,9 @@ def has_op(backend: str, op: str) -> bool:
     if importlib.util.find_spec("triton") is None:
         return False
     package = f"{__package__}.triton_impl"
-    return importlib.util.find_spec(package) is not None and importlib.util.find_spec(_module("triton", op)) is not None
+    return (
+        importlib.util.find_spec(package) is not None and importlib.util.find_spec(_module("triton", op)) is not None
+    )
 
 
 def choose(op: str, device: torch.device) -> str:
@@ -58,7 +61,9 @@ def choose(op: str, device: torch.device) -> str:
     forced = forced_backend()
     if forced is not None:
         if not has_op(forced, op):
-            raise ValueError(f"{ENV_VAR} is {forced!r}, which has no {op} here; it must be reference or torch, or unset")
+            raise ValueError(
+                f"{ENV_VAR} is {forced!r}, which has no {op} here; it must be reference or torch, or unset"
+            )
         return forced
     return "triton" if device.type == "cuda" and has_op("triton", op) else "torch"
 

@@ -1,7 +1,7 @@
-"""Argument checks that several ops share. Each raises a ValueError that names the argument, what it is, what it must be.
+"""Argument checks that several ops share. Each raises a ValueError: argument, what it is, what it must be.
 
-Shapes, dtypes and devices are always checked: that is free. Values of ``cu_seqlens``, ``lengths`` and the like are checked only
-where they lie in host memory, because reading them from a device would stall it.
+Shapes, dtypes and devices are always checked: that is free. Values of ``cu_seqlens``, ``lengths`` and the like are
+checked only where they lie in host memory, because reading them from a device would stall it.
 """
 
 from __future__ import annotations
@@ -26,7 +26,9 @@ def check_tensor(name: str, x: Tensor, shape: Sequence[int | str]) -> None:
 
 def check_shape(name: str, x: Tensor, shape: Sequence[int | str]) -> None:
     """A tensor of this shape; a string stands for any size."""
-    if x.ndim != len(shape) or any(isinstance(want, int) and got != want for got, want in zip(x.shape, shape, strict=True)):
+    if x.ndim != len(shape) or any(
+        isinstance(want, int) and got != want for got, want in zip(x.shape, shape, strict=True)
+    ):
         raise ValueError(f"{name} has shape {list(x.shape)}; it must be [{', '.join(map(str, shape))}]")
 
 

@@ -17,14 +17,14 @@ REDUCTIONS = ("row_mean", "published")
 class GateKLStats(NamedTuple):
     """What a training loop logs of one `gate_kl`. Detached tensors on the inputs' device.
 
-    A row is counted if it has at least one strictly past block and its index in its segment of length ``L`` is at least
-    ``int(L * row_start)``, whatever the reduction.
+    A row is counted if it has at least one strictly past block and its index in its segment of length ``L`` is at
+    least ``int(L * row_start)``, whatever the reduction.
 
     Attributes:
         kl_per_head: ``[Hkv]``, mean KL in nats over the counted rows; 0 without any.
         rows: int64 scalar, how many rows were counted (per head).
-        recall: ``[len(recall_budgets), Hkv]``, mean over the counted rows of the teacher's share (`block_targets`) in the
-            gate's best ``budget // block_size - 1`` past blocks; 0 without any row.
+        recall: ``[len(recall_budgets), Hkv]``, mean over the counted rows of the teacher's share (`block_targets`) in
+            the gate's best ``budget // block_size - 1`` past blocks; 0 without any row.
     """
 
     kl_per_head: Tensor
@@ -50,34 +50,35 @@ def gate_kl(
 ) -> tuple[Tensor, GateKLStats]:
     """KL divergence from the teacher's block distribution to the gate's.
 
-    Per row ``t`` and KV head, over the strictly past blocks ``j``: ``KL = sum_j p_j (log p_j - log pi_j)`` with ``p`` the
-    `block_targets` and ``pi = softmax_j(gate_scale * qg_t . kg_j)``. All in log domain, fp32 or wider. The gradients with
-    respect to ``qg`` and ``kg`` are computed in the forward, where they are needed; the backward only scales them. Nothing
-    of size rows x blocks outlives a chunk of rows. No gradient flows to ``q`` and ``k``: the teacher is frozen.
+    Per row ``t`` and KV head, over the strictly past blocks ``j``: ``KL = sum_j p_j (log p_j - log pi_j)`` with ``p``
+    the `block_targets` and ``pi = softmax_j(gate_scale * qg_t . kg_j)``. All in log domain, fp32 or wider. The
+    gradients with respect to ``qg`` and ``kg`` are computed in the forward, where they are needed; the backward only
+    scales them. Nothing of size rows x blocks outlives a chunk of rows. No gradient flows to ``q`` and ``k``: the
+    teacher is frozen.
 
     Args:
         q: ``[T, H, d]`` packed queries as the attention sees them (after RoPE).
         k: ``[T, Hkv, d]`` packed keys, likewise.
         qg: ``[T, Hkv, dg]`` the gate's queries.
-        kg: ``[sum NB_i, Hkv, dg]`` the gate's keys; segment i of length ``L_i`` has ``NB_i = ceil(L_i / block_size)`` of them. The
-            last one is never a candidate, so its value does not matter.
+        kg: ``[sum NB_i, Hkv, dg]`` the gate's keys; segment i of length ``L_i`` has ``NB_i = ceil(L_i / block_size)``
+            of them. The last one is never a candidate, so its value does not matter.
         cu_seqlens: int32 ``[n + 1]``, segment borders; segments may be empty. In host memory it costs no device
             synchronisation.
         block_size: tokens per block; blocks are counted from each segment's start.
         row_start: of a segment of length ``L``, rows from ``int(L * row_start)`` on count; in [0, 1).
         sm_scale: factor on ``q . k``; ``1 / sqrt(d)`` if ``None``.
         gate_scale: factor on ``qg . kg``; ``1 / sqrt(dg)`` if ``None``.
-        reduction: ``"row_mean"``: mean over every counted (row, KV head), see `GateKLStats`; comparable across packings.
-            ``"published"``: per segment, the sum of its KL divided by ``Hkv * rows * NBmax``, where ``rows`` also counts rows
-            without a past block and ``NBmax`` is the block count of the pack's longest segment; then the mean over the
-            segments that are not empty (in the published code an empty one would make it NaN).
+        reduction: ``"row_mean"``: mean over every counted (row, KV head), see `GateKLStats`; comparable across
+            packings. ``"published"``: per segment, the sum of its KL divided by ``Hkv * rows * NBmax``, where ``rows``
+            also counts rows without a past block and ``NBmax`` is the block count of the pack's longest segment; then
+            the mean over the segments that are not empty (in the published code an empty one would make it NaN).
         recall_budgets: token budgets, the current block included, at which to measure recall.
         sinks: ``[H]`` attention-sink logits of the teacher (GPT-OSS).
         softcap: cap on the teacher's scores (Gemma 2).
 
     Returns:
-        The loss, a scalar in fp32 (float64 if any of q, qg, kg is), and `GateKLStats`. Without a counted row the loss and its
-        gradients are 0.
+        The loss, a scalar in fp32 (float64 if any of q, qg, kg is), and `GateKLStats`. Without a counted row the loss
+        and its gradients are 0.
 
     Raises:
         ValueError: naming the argument, what it is and what it must be.
@@ -98,7 +99,9 @@ def gate_kl(
         raise ValueError(f"reduction is {reduction!r}; it must be one of {', '.join(REDUCTIONS)}")
     budgets = tuple(recall_budgets)
     if not all(isinstance(budget, int) and budget >= block_size for budget in budgets):
-        raise ValueError(f"recall_budgets is {recall_budgets!r}; each must be an integer of at least block_size ({block_size})")
+        raise ValueError(
+            f"recall_budgets is {recall_budgets!r}; each must be an integer of at least block_size ({block_size})"
+        )
     run = implementation("gate_kl", q.device)
     return run(
         q,

@@ -18,13 +18,14 @@ def pool_keys(k: Tensor, block_size: int, kinds: Sequence[str] = KINDS, lengths:
     Args:
         k: ``[B, Hkv, S, d]``, before RoPE.
         block_size: tokens per block.
-        kinds: poolings out of ``"max", "min", "avg"``, each at most once; their results are concatenated in this order.
-        lengths: int ``[B]``, 0..S: how many tokens of each row are real; all of them if ``None``. Whatever lies beyond (NaN
-            included) has no influence.
+        kinds: poolings out of ``"max", "min", "avg"``, each at most once; their results are concatenated in this
+            order.
+        lengths: int ``[B]``, 0..S: how many tokens of each row are real; all of them if ``None``. Whatever lies beyond
+            (NaN included) has no influence.
 
     Returns:
-        ``[B, Hkv, ceil(S / block_size), len(kinds) * d]`` in the dtype of ``k``; means are accumulated in fp32. A partial block
-        is pooled over its real tokens; a block without any is 0.
+        ``[B, Hkv, ceil(S / block_size), len(kinds) * d]`` in the dtype of ``k``; means are accumulated in fp32. A
+        partial block is pooled over its real tokens; a block without any is 0.
 
     Raises:
         ValueError: naming the argument, what it is and what it must be.

@@ -1,7 +1,7 @@
 """The definition of every op: naive, loops over segments, rows, heads and blocks, straight from the equations.
 
-Same signatures as the public ops. Computes in fp32, or in float64 for float64 inputs. The tests hold every backend to it;
-``SEERGATE_BACKEND=reference`` runs it in place of them. Not meant to be fast.
+Same signatures as the public ops. Computes in fp32, or in float64 for float64 inputs. The tests hold every backend to
+it; ``SEERGATE_BACKEND=reference`` runs it in place of them. Not meant to be fast.
 """
 
 from __future__ import annotations
@@ -94,7 +94,7 @@ def gate_kl(
     targets = block_targets(q.to(dtype), k.to(dtype), cu_seqlens, block_size, sm_scale, sinks=sinks, softcap=softcap)
     segments = _segments(cu_seqlens)
     widest = targets.shape[-1]
-    total = (qg.sum() + kg.sum()).to(dtype) * 0.0  # keeps the graph when no row counts
+    total = (qg[:0].sum() + kg[:0].sum()).to(dtype)  # 0, with a graph even when no row counts
     kl_per_head = torch.zeros(kv_heads, dtype=dtype, device=q.device)
     recall = torch.zeros(len(recall_budgets), kv_heads, dtype=dtype, device=q.device)
     counted, filled, first_block = 0, 0, 0
@@ -163,7 +163,7 @@ def select_blocks(
         current = (int(lengths[b]) - 1) // block_size
         for g in range(kv_heads):
             past_scores = scores[b, g, :current].float().nan_to_num(-largest, largest, -largest)
-            ranked = sorted(range(current), key=lambda j, s=past_scores.tolist(): (-s[j], j))  # type: ignore[misc]
+            ranked = past_scores.sort(descending=True, stable=True).indices.tolist()  # ties: lower index first
             always = {current, *range(min(sink_blocks, current))}
             picked: set[int]
             if token_budget is not None:

@@ -34,9 +34,9 @@ def select_blocks(
 ) -> Selection:
     """Choose blocks for one decode step, by exactly one of three rules.
 
-    The current block, ``(length - 1) // block_size``, is always in; it is never scored. So are the first ``sink_blocks``.
-    Scores of the current block and of later ones are ignored, whatever they are. Scores are compared in fp32; NaN counts
-    as the lowest, infinities as the extremes of fp32; ties go to the lower index.
+    The current block, ``(length - 1) // block_size``, is always in; it is never scored. So are the first
+    ``sink_blocks``. Scores of the current block and of later ones are ignored, whatever they are. Scores are compared
+    in fp32; NaN counts as the lowest, infinities as the extremes of fp32; ties go to the lower index.
 
     Args:
         scores: ``[B, Hkv, NB]``, higher is better. ``NB`` may be a capacity, larger than the blocks in use.
@@ -45,12 +45,12 @@ def select_blocks(
         token_budget: read ``token_budget // block_size`` blocks, the current one and the sinks included.
         threshold: read the past blocks whose softmax probability (over past blocks only) is greater than this.
         top_p: read the fewest past blocks whose probabilities sum to at least this.
-        sink_blocks: how many first blocks are always read. Within a token budget they use it up; for the other two rules
-            they join what the rule picks.
+        sink_blocks: how many first blocks are always read. Within a token budget they use it up; for the other two
+            rules they join what the rule picks.
 
     Returns:
-        `Selection`. ``K`` is at most NB, and at most ``token_budget // block_size``; it is static on accelerators, where nothing
-        waits for the result.
+        `Selection`. ``K`` is at most NB, and at most ``token_budget // block_size``; it is static on accelerators,
+        where nothing waits for the result.
 
     Raises:
         ValueError: naming the argument, what it is and what it must be.
@@ -70,8 +70,8 @@ def select_blocks(
         needed = (1 + sink_blocks) * block_size
         if not isinstance(token_budget, int) or isinstance(token_budget, bool) or token_budget < needed:
             raise ValueError(
-                f"token_budget is {token_budget!r}; with block_size {block_size} and {sink_blocks} sink blocks it must be "
-                f"an integer of at least {needed}"
+                f"token_budget is {token_budget!r}; with block_size {block_size} and {sink_blocks} sink blocks it "
+                f"must be an integer of at least {needed}"
             )
     else:
         check_fraction(given[0], rules[given[0]])

@@ -35,11 +35,11 @@ def sparse_decode(
 
     Args:
         q: ``[B, H, d]``.
-        k: ``[B, Hkv, S, d]``; ``S`` may be a capacity. Neither blocks that are not selected nor tokens at or beyond a row's
-            length ever reach the output, whatever they hold (NaN included).
+        k: ``[B, Hkv, S, d]``; ``S`` may be a capacity. Neither blocks that are not selected nor tokens at or beyond a
+            row's length ever reach the output, whatever they hold (NaN included).
         v: ``[B, Hkv, S, dv]``.
-        indices: int32 or int64 ``[B, Hkv, K]``, blocks, ascending, padded with -1 on the right, as `select_blocks` gives them. A
-            block that starts at or beyond the row's length is passed over like padding.
+        indices: int32 or int64 ``[B, Hkv, K]``, blocks, ascending, padded with -1 on the right, as `select_blocks`
+            gives them. A block that starts at or beyond the row's length is passed over like padding.
         lengths: int ``[B]``, 1..S, tokens of each row.
         block_size: tokens per block.
         sm_scale: factor on ``q . k``; ``1 / sqrt(d)`` if ``None``.

@@ -30,9 +30,9 @@ def block_targets(
 ) -> Tensor:
     """Per row and KV head, the share of each strictly past block in the teacher's attention.
 
-    Attention probabilities of the causal softmax over the row's own segment; their maximum over each block, then over the
-    query heads of the group; the row's own block and later ones dropped; the rest normalised to sum 1. Materialises the
-    whole result: `gate_kl` is the way to train. No gradient flows to any input.
+    Attention probabilities of the causal softmax over the row's own segment; their maximum over each block, then over
+    the query heads of the group; the row's own block and later ones dropped; the rest normalised to sum 1.
+    Materialises the whole result: `gate_kl` is the way to train. No gradient flows to any input.
 
     Args:
         q: ``[T, H, d]`` packed queries as the attention sees them (after RoPE).
@@ -44,8 +44,8 @@ def block_targets(
         softcap: scores become ``softcap * tanh(score / softcap)`` (Gemma 2).
 
     Returns:
-        ``[T, Hkv, NBmax]`` with ``NBmax`` the block count of the longest segment; fp32 (float64 for float64 inputs). Rows of a
-        segment's first block are all zero.
+        ``[T, Hkv, NBmax]`` with ``NBmax`` the block count of the longest segment; fp32 (float64 for float64 inputs).
+        Rows of a segment's first block are all zero.
 
     Raises:
         ValueError: naming the argument, what it is and what it must be.

@@ -1,4 +1,4 @@
-"""`gate_kl` in torch: row chunks, gradients in the forward (schedule F2: scores once, block maxima, log-domain KL, two products).
+"""`gate_kl` in torch: chunks of rows, gradients in the forward.
 
 Per row, with ``u`` the log targets before normalisation and ``a`` the gate's logits over past blocks:
 ``log p = u - logsumexp(u)``, ``log pi = a - logsumexp(a)``, ``KL = sum p (log p - log pi)``, ``dKL/da = pi - p``.

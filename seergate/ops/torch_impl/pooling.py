@@ -26,6 +26,9 @@ def pool_keys(k: Tensor, block_size: int, kinds: tuple[str, ...], lengths: Tenso
 
 
 def _pool(k_BKNCD: Tensor, kinds: tuple[str, ...]) -> Tensor:
+    # Contiguous: the order in which a mean is summed then depends on the block alone, so a block pooled in prefill and
+    # the same block pooled in decode, or in another batch, agree bit for bit.
+    k_BKNCD = k_BKNCD.contiguous()
     pools = {
         "max": lambda: k_BKNCD.amax(3),
         "min": lambda: k_BKNCD.amin(3),
@@ -37,7 +40,7 @@ def _pool(k_BKNCD: Tensor, kinds: tuple[str, ...]) -> Tensor:
 def _pool_ragged(k: Tensor, block_size: int, kinds: tuple[str, ...], lengths: Tensor) -> Tensor:
     """Rows of different lengths: what lies beyond is replaced by each pooling's neutral value before it is read."""
     padding = -k.shape[2] % block_size
-    k_BKNCD = F.pad(k, (0, 0, 0, padding)).unflatten(2, (-1, block_size))
+    k_BKNCD = F.pad(k, (0, 0, 0, padding)).contiguous().unflatten(2, (-1, block_size))  # contiguous: see _pool
     positions = torch.arange(k.shape[2] + padding, device=k.device)
     beyond_BN = (positions >= lengths[:, None]).unflatten(1, (-1, block_size))
     beyond, real_BN = beyond_BN[:, None, :, :, None], (~beyond_BN).sum(-1)[:, None, :, None]

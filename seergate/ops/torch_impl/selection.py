@@ -1,8 +1,8 @@
 """`select_blocks` in torch.
 
-Every block gets one int64 key: an order-preserving integer image of its fp32 score in the high half, its negated index in the
-low half. Keys are all different, so a top-k of them is deterministic and ties go to the lower index, on every device, with no
-stable sort.
+Every block gets one int64 key: an order-preserving integer image of its fp32 score in the high half, its negated index
+in the low half. Keys are all different, so a top-k of them is deterministic and ties go to the lower index, on every
+device, with no stable sort.
 
 Shape suffixes: B batch, K KV heads, N blocks, X blocks kept.
 """
@@ -49,6 +49,7 @@ def select_blocks(
     if threshold is not None:
         picked_BKN = probs_BKN > threshold  # NaN in rows without a past block: never greater
     else:
+        assert top_p is not None
         picked_BKN = _nucleus(scores_BKN, probs_BKN, past_B1N, blocks_N, top_p)
     chosen_BKN = (picked_BKN & past_B1N) | always_B1N
     counts_BK = chosen_BKN.sum(-1, dtype=torch.int32)
@@ -66,9 +67,7 @@ def _keys(scores_BKN: Tensor, blocks_N: Tensor) -> Tensor:
     return (ordered << 32) - blocks_N
 
 
-def _nucleus(
-    scores_BKN: Tensor, probs_BKN: Tensor, past_B1N: Tensor, blocks_N: Tensor, top_p: float | None
-) -> Tensor:
+def _nucleus(scores_BKN: Tensor, probs_BKN: Tensor, past_B1N: Tensor, blocks_N: Tensor, top_p: float | None) -> Tensor:
     """The fewest past blocks, best first, whose probabilities sum to ``top_p``."""
     keys_BKN = _keys(scores_BKN, blocks_N).masked_fill(~past_B1N, torch.iinfo(torch.int64).min)
     order_BKN = keys_BKN.argsort(dim=-1, descending=True)

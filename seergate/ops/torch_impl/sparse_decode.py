@@ -1,7 +1,7 @@
-"""`sparse_decode` in torch: gather the selected tokens, then one dense attention with the query group as the query axis.
+"""`sparse_decode` in torch: gather the selected tokens, then one dense attention with the group as query axis.
 
-Shape suffixes: B batch, H query heads, K KV heads, G query heads per KV head, D head dimension, P = B * K pairs of a row and a KV
-head, X selected blocks, C tokens of a block, S gathered tokens of a pair.
+Shape suffixes: B batch, H query heads, K KV heads, G query heads per KV head, D head dimension, P = B * K pairs of a
+row and a KV head, X selected blocks, C tokens of a block, S gathered tokens of a pair.
 """
 
 from __future__ import annotations
@@ -11,8 +11,8 @@ from torch import Tensor
 from torch.nn import functional as F
 
 GATHER_BYTES_CPU = 4 * 2**20
-"""How much of K to gather before attending to it: what a core's cache holds, and what malloc keeps instead of returning it to
-the system after every call (fresh pages cost more than the copy)."""
+"""How much of K to gather before attending to it: what a core's cache holds, and what malloc keeps instead of
+returning it to the system after every call (fresh pages cost more than the copy)."""
 
 
 def sparse_decode(
@@ -75,7 +75,8 @@ def sparse_decode(
 def _token_rows(x: Tensor, tokens_BKS: Tensor) -> tuple[Tensor, Tensor]:
     """A matrix with one token of one head per row, and the rows ``[P, S]`` that hold these tokens.
 
-    A view of ``x`` where its layout allows: also for a slice of a buffer, and for heads last (``[B, S, K, D]`` transposed).
+    A view of ``x`` where its layout allows: also for a slice of a buffer, and for heads last (``[B, S, K, D]``
+    transposed).
     """
     dim = x.shape[-1]
     strides = [0 if size == 1 else stride for size, stride in zip(x.shape[:3], x.stride()[:3], strict=True)]

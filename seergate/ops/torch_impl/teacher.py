@@ -1,8 +1,8 @@
 """`block_targets` in torch, and the chunk of it that `gate_kl` shares.
 
-Shape suffixes: T packed tokens, H query heads, K KV heads, G query heads per KV head, D head dimension, R rows of a chunk,
-S keys of a segment up to the chunk's end, N candidate blocks. Chunks are laid out keys first (``[S, G * R]``): reductions over
-the tokens of a block then run along vectors, whatever the block size.
+Shape suffixes: T packed tokens, H query heads, K KV heads, G query heads per KV head, D head dimension, R rows of a
+chunk, S keys of a segment up to the chunk's end, N candidate blocks. Chunks are laid out keys first (``[S, G * R]``):
+reductions over the tokens of a block then run along vectors, whatever the block size.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 MASKED = -1e30
-"""Log of nothing. Finite, so that differences of two of them are no NaN; exp() of it is exactly 0 in fp32 and float64."""
+"""Log of nothing. Finite, so that the difference of two is no NaN; exp() of it is exactly 0 in fp32 and float64."""
 
 CHUNK_BYTES_CPU = 4 * 2**20
 CHUNK_BYTES_DEVICE = 256 * 2**20

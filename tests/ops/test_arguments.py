@@ -1,0 +1,169 @@
+"""Wrong arguments: one sentence that names the argument, what it is and what it must be."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+
+from seergate import ops
+from tests.ops.helpers import Pack
+
+T, H, K, D, E, B = 24, 4, 2, 8, 6, 8
+
+
+def teacher(**changes):
+    pack = Pack.random([15, 9], dim=D, gate_dim=E, block_size=B, dtype=torch.float32)
+    return {"q": pack.q, "k": pack.k, "cu_seqlens": pack.cu, "block_size": B} | changes
+
+
+def gate(**changes):
+    pack = Pack.random([15, 9], dim=D, gate_dim=E, block_size=B, dtype=torch.float32)
+    return teacher() | {"qg": pack.qg, "kg": pack.kg} | changes
+
+
+def selection(**changes):
+    base = {"scores": torch.zeros(2, K, 6), "lengths": torch.tensor([20, 48]), "block_size": B, "token_budget": 16}
+    return base | changes
+
+
+def decode(**changes):
+    cache = torch.zeros(2, K, 48, D)
+    base = {"q": torch.zeros(2, H, D), "k": cache, "v": cache, "indices": torch.zeros(2, K, 3, dtype=torch.int32)}
+    return base | {"lengths": torch.tensor([20, 48]), "block_size": B} | changes
+
+
+def pooling(**changes):
+    return {"k": torch.zeros(2, K, 48, D), "block_size": B, "kinds": ("max",)} | changes
+
+
+MAKERS = {
+    ops.block_targets: teacher,
+    ops.gate_kl: gate,
+    ops.select_blocks: selection,
+    ops.sparse_decode: decode,
+    ops.pool_keys: pooling,
+}
+
+
+@pytest.mark.parametrize("op", MAKERS, ids=lambda op: op.__name__)
+def test_the_unchanged_arguments_are_right(op):
+    op(**MAKERS[op]())
+
+
+TEACHER = [
+    ({"q": torch.zeros(T, H)}, r"q has shape \[24, 4\]; it must be \[T, H, d\]"),
+    ({"q": [[1.0]]}, "q is a list; it must be a tensor"),
+    ({"q": torch.zeros(T, H, D, dtype=torch.long)}, "q has dtype torch.int64; it must be a floating-point tensor"),
+    ({"k": torch.zeros(T + 1, K, D)}, r"k has shape \[25, 2, 8\]; it must be \[24, Hkv, 8\]"),
+    ({"k": torch.zeros(T, K, D + 1)}, r"k has shape \[24, 2, 9\]"),
+    ({"k": torch.zeros(T, 3, D)}, "q has 4 heads; it must have a positive multiple of k's 3"),
+    ({"k": torch.zeros(T, 0, D)}, "q has 4 heads; it must have a positive multiple of k's 0"),
+    ({"k": torch.zeros(T, K, D, dtype=torch.bfloat16)}, "k has dtype torch.bfloat16; it must have q's, torch.float32"),
+    ({"k": torch.zeros(T, K, D, device="meta")}, "k is on meta; it must be on q's device, cpu"),
+    ({"cu_seqlens": [0, 24]}, "cu_seqlens is list; it must be an int32 tensor"),
+    ({"cu_seqlens": torch.tensor([0.0, 24.0])}, "cu_seqlens is torch.float32; it must be an int32 tensor"),
+    ({"cu_seqlens": torch.tensor([0])}, r"cu_seqlens has shape \[1\]; it must be \[n \+ 1\]"),
+    ({"cu_seqlens": torch.tensor([[0, 24]])}, r"cu_seqlens has shape \[1, 2\]"),
+    (
+        {"cu_seqlens": torch.tensor([0, 15, 23])},
+        r"cu_seqlens is \[0, 15, 23\]; it must start at 0, never fall, and end at T = 24",
+    ),
+    ({"cu_seqlens": torch.tensor([1, 15, 24])}, r"cu_seqlens is \[1, 15, 24\]; it must start at 0"),
+    ({"cu_seqlens": torch.tensor([0, 25, 24])}, r"cu_seqlens is \[0, 25, 24\]; it must start at 0, never fall"),
+    ({"block_size": 0}, "block_size is 0; it must be an integer of at least 1"),
+    ({"block_size": 8.0}, "block_size is 8.0; it must be an integer"),
+    ({"block_size": True}, "block_size is True; it must be an integer"),
+    ({"sm_scale": math.nan}, "sm_scale is nan; it must be a finite number or None"),
+    ({"sinks": torch.zeros(3)}, r"sinks has shape \[3\]; it must be \[4\]"),
+    ({"softcap": 0.0}, "softcap is 0.0; it must be a positive number or None"),
+]
+GATE = [
+    ({"qg": torch.zeros(T, H, E)}, r"qg has shape \[24, 4, 6\]; it must be \[24, 2, dg\]"),
+    ({"kg": torch.zeros(3, K, E)}, r"kg has shape \[3, 2, 6\]; it must be \[4, 2, 6\]"),
+    ({"kg": torch.zeros(4, K, E + 1)}, r"kg has shape \[4, 2, 7\]; it must be \[4, 2, 6\]"),
+    ({"gate_scale": "1"}, "gate_scale is '1'; it must be a finite number or None"),
+    ({"row_start": 1.0}, "row_start is 1.0; it must be at least 0 and less than 1"),
+    ({"row_start": -0.1}, "row_start is -0.1; it must be at least 0"),
+    ({"reduction": "mean"}, "reduction is 'mean'; it must be one of row_mean, published"),
+    ({"recall_budgets": (4,)}, r"recall_budgets is \(4,\); each must be an integer of at least block_size \(8\)"),
+]
+SELECTION = [
+    ({"scores": torch.zeros(2, K)}, r"scores has shape \[2, 2\]; it must be \[B, Hkv, NB\]"),
+    ({"scores": torch.zeros(2, K, 6, dtype=torch.int32)}, "scores has dtype torch.int32"),
+    ({"lengths": torch.tensor([20])}, r"lengths has shape \[1\]; it must be \[2\]"),
+    ({"lengths": [20, 48]}, "lengths is list; it must be an int32 or int64 tensor"),
+    ({"lengths": torch.tensor([0, 48])}, r"lengths is \[0, 48\]; each must be in 1..48 \(NB \* block_size\)"),
+    ({"lengths": torch.tensor([20, 49])}, r"lengths is \[20, 49\]; each must be in 1..48"),
+    ({"block_size": -1}, "block_size is -1"),
+    ({"token_budget": None}, "the rules given are none; exactly one of token_budget, threshold, top_p must be"),
+    ({"threshold": 0.1}, "the rules given are token_budget and threshold; exactly one"),
+    (
+        {"token_budget": 7},
+        "token_budget is 7; with block_size 8 and 0 sink blocks it must be an integer of at least 8",
+    ),
+    ({"token_budget": 16, "sink_blocks": 2}, "token_budget is 16; with block_size 8 and 2 sink blocks .* at least 24"),
+    ({"token_budget": 16.0}, "token_budget is 16.0"),
+    ({"token_budget": None, "threshold": 0.0}, "threshold is 0.0; it must be strictly between 0 and 1"),
+    ({"token_budget": None, "threshold": 1}, "threshold is 1; it must be strictly between 0 and 1"),
+    ({"token_budget": None, "top_p": 1.5}, "top_p is 1.5; it must be strictly between 0 and 1"),
+    ({"token_budget": None, "top_p": math.nan}, "top_p is nan"),
+    ({"sink_blocks": -1}, "sink_blocks is -1; it must be 0 or a positive integer"),
+]
+DECODE = [
+    ({"q": torch.zeros(2, 1, H, D)}, r"q has shape \[2, 1, 4, 8\]; it must be \[B, H, d\]"),
+    ({"k": torch.zeros(3, K, 48, D)}, r"k has shape \[3, 2, 48, 8\]; it must be \[2, Hkv, S, 8\]"),
+    ({"v": torch.zeros(2, K, 47, D)}, r"v has shape \[2, 2, 47, 8\]; it must be \[2, 2, 48, dv\]"),
+    ({"v": torch.zeros(2, K, 48, D, dtype=torch.float64)}, "v has dtype torch.float64; it must have q's"),
+    ({"q": torch.zeros(2, 3, D)}, "q has 3 heads; it must have a positive multiple of k's 2"),
+    ({"indices": torch.zeros(2, K, 3)}, r"indices is torch.float32; it must be an int32 tensor \[B, Hkv, K\]"),
+    ({"indices": torch.zeros(2, H, 3, dtype=torch.int32)}, r"indices has shape \[2, 4, 3\]; it must be \[2, 2, K\]"),
+    ({"lengths": torch.tensor([20, 49])}, r"lengths is \[20, 49\]; each must be in 1..48 \(S\)"),
+    ({"lengths": torch.tensor([0, 1])}, r"lengths is \[0, 1\]; each must be in 1..48"),
+    ({"lengths": torch.tensor([20.0, 48.0])}, "lengths is torch.float32"),
+    ({"block_size": 0}, "block_size is 0"),
+    ({"sm_scale": math.inf}, "sm_scale is inf"),
+    ({"sinks": torch.zeros(2)}, r"sinks has shape \[2\]; it must be \[4\]"),
+    ({"softcap": -1}, "softcap is -1; it must be a positive number"),
+]
+POOLING = [
+    ({"k": torch.zeros(K, 48, D)}, r"k has shape \[2, 48, 8\]; it must be \[B, Hkv, S, d\]"),
+    ({"block_size": 0}, "block_size is 0"),
+    ({"kinds": "max"}, r"kinds is 'max'; it must be a sequence such as \('max',\)"),
+    ({"kinds": ()}, r"kinds is \(\); it must be one or more of"),
+    ({"kinds": ("max", "max")}, "each at most once"),
+    ({"kinds": ("mean",)}, r"kinds is \('mean',\)"),
+    ({"lengths": torch.tensor([0, 49])}, r"lengths is \[0, 49\]; each must be in 0..48 \(S\)"),
+]
+CASES = [
+    (op, changes, message)
+    for op, cases in (
+        (ops.block_targets, TEACHER),
+        (ops.gate_kl, TEACHER + GATE),
+        (ops.select_blocks, SELECTION),
+        (ops.sparse_decode, DECODE),
+        (ops.pool_keys, POOLING),
+    )
+    for changes, message in cases
+]
+
+
+@pytest.mark.parametrize(("op", "changes", "message"), CASES, ids=[f"{op.__name__}-{text}" for op, _, text in CASES])
+def test_wrong_argument(op, changes, message):
+    with pytest.raises(ValueError, match=message):
+        op(**MAKERS[op](**changes))
+
+
+def test_values_are_not_read_from_a_device():
+    """On a device whose values cannot be read (here: meta), checks pass on shapes alone."""
+    from seergate.ops.checks import check_cu_seqlens, check_lengths
+
+    check_cu_seqlens(torch.zeros(3, dtype=torch.int32, device="meta"), 24)
+    check_lengths(torch.zeros(3, dtype=torch.int64, device="meta"), 3, 48, "S")
+    ops.select_blocks(
+        torch.zeros(2, 2, 6, device="meta"),
+        torch.zeros(2, dtype=torch.int64, device="meta"),
+        block_size=8,
+        token_budget=16,
+    )

@@ -1,0 +1,66 @@
+"""Which implementation runs."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import pytest
+import torch
+
+from seergate import ops
+from seergate.ops import backend, reference
+from tests.ops.helpers import Pack
+
+CPU, CUDA = torch.device("cpu"), torch.device("cuda")
+
+
+@pytest.fixture(autouse=True)
+def _nothing_forced(monkeypatch):
+    monkeypatch.delenv("SEERGATE_BACKEND", raising=False)
+
+
+@pytest.mark.parametrize("op", backend.FILES)
+def test_cpu_tensors_go_to_torch(op):
+    assert backend.choose(op, CPU) == "torch"
+    assert backend.implementation(op, CPU).__module__.startswith("seergate.ops.torch_impl.")
+
+
+@pytest.mark.parametrize("op", backend.FILES)
+def test_cuda_tensors_go_to_triton_only_where_it_has_the_op(op):
+    assert backend.choose(op, CUDA) == ("triton" if backend.has_op("triton", op) else "torch")
+
+
+@pytest.mark.parametrize("op", backend.FILES)
+def test_reference_can_be_forced(op, monkeypatch):
+    monkeypatch.setenv("SEERGATE_BACKEND", "reference")
+    assert backend.implementation(op, CPU) is getattr(reference, op)
+
+
+def test_forcing_reaches_the_public_op(monkeypatch):
+    pack = Pack.random([30], dtype=torch.float32)
+    fast = ops.gate_kl(pack.q, pack.k, pack.qg.requires_grad_(), pack.kg, pack.cu, 8)[0]
+    assert "GateKL" in type(fast.grad_fn).__name__
+    monkeypatch.setenv("SEERGATE_BACKEND", "reference")
+    assert "GateKL" not in type(ops.gate_kl(pack.q, pack.k, pack.qg, pack.kg, pack.cu, 8)[0].grad_fn).__name__
+    monkeypatch.setenv("SEERGATE_BACKEND", "")  # as if unset
+    assert backend.choose("gate_kl", CPU) == "torch"
+
+
+def test_unknown_backend(monkeypatch):
+    monkeypatch.setenv("SEERGATE_BACKEND", "cuda")
+    with pytest.raises(ValueError, match="SEERGATE_BACKEND is 'cuda'; it must be one of reference, torch, triton"):
+        ops.pool_keys(torch.zeros(1, 1, 8, 2), 8)
+
+
+def test_forced_backend_that_lacks_the_op(monkeypatch):
+    monkeypatch.setenv("SEERGATE_BACKEND", "triton")
+    monkeypatch.setattr(backend, "has_op", lambda name, op: name != "triton")
+    with pytest.raises(ValueError, match="SEERGATE_BACKEND is 'triton', which has no pool_keys here"):
+        ops.pool_keys(torch.zeros(1, 1, 8, 2), 8)
+
+
+def test_importing_ops_imports_neither_transformers_nor_triton():
+    code = "import sys, seergate.ops; print([m for m in ('transformers', 'triton', 'datasets') if m in sys.modules])"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "[]"

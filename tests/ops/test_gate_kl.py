@@ -1,0 +1,305 @@
+"""The gate's loss and gradients against hand-made numbers and float64 autograd on materialised targets."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from seergate import ops
+from seergate.ops import reference
+from tests.ops.helpers import Pack, cu_seqlens, relative
+from tests.ops.test_teacher import two_heads_with_these_probabilities
+
+BOTH = pytest.mark.parametrize("gate_kl", [reference.gate_kl, ops.gate_kl], ids=["reference", "torch"])
+
+
+@BOTH
+def test_worked_example(gate_kl):
+    q, k, cu = two_heads_with_these_probabilities()
+    qg, kg = torch.zeros(6, 1, 3).double().requires_grad_(), torch.randn(3, 1, 3).double().requires_grad_()
+    # Row 5: target .6 .4, gate uniform: KL = ln 2 - H(.6, .4) = .020136 nats. Rows 2..4 have one past block: KL 0
+    # except row 4.
+    last = {"row_start": 5 / 6, "sm_scale": 1.0}
+    loss, stats = gate_kl(q, k, qg, kg, cu, 2, **last, recall_budgets=(2, 4, 6))
+    assert loss.item() == pytest.approx(0.020136, abs=1e-6)
+    assert stats.rows.item() == 1 and stats.kl_per_head.tolist() == pytest.approx([0.020136], abs=1e-6)
+    assert stats.recall[0].item() == 0 and stats.recall[2].item() == pytest.approx(1)
+    loss.backward()
+    # d KL / d a = pi - p = (-.1, .1)
+    expected = (0.1 * kg[1, 0] - 0.1 * kg[0, 0]).detach() / math.sqrt(3)
+    torch.testing.assert_close(qg.grad[5, 0], expected)
+    assert not kg.grad.any()  # qg is 0
+    published, _ = gate_kl(q, k, qg, kg, cu, 2, **last, reduction="published")
+    assert published.item() == pytest.approx(0.006712, abs=1e-6)  # the same over 3 blocks
+
+
+@BOTH
+def test_recall_by_hand(gate_kl):
+    q, k, cu = two_heads_with_these_probabilities()
+    qg = torch.ones(6, 1, 1).double()
+    for logits, share in (((1.0, 2.0), 0.4), ((2.0, 1.0), 0.6)):  # the gate's best block has this much of the target
+        kg = torch.tensor([*logits, math.nan]).double()[:, None, None]
+        _, stats = gate_kl(q, k, qg, kg, cu, 2, row_start=5 / 6, sm_scale=1.0, recall_budgets=(5,))
+        assert stats.recall.item() == pytest.approx(share)
+
+
+@BOTH
+def test_published_weighting_by_hand(gate_kl):
+    # Two segments of 6 and 2 tokens and an empty one. KL of the first is as in the worked example; the second has
+    # none.
+    q, k, _ = two_heads_with_these_probabilities()
+    q, k = torch.cat((q, q[:2])), torch.cat((k, k[:2]))
+    qg, kg = torch.zeros(8, 1, 3).double(), torch.zeros(4, 1, 3).double()
+    options = {"row_start": 5 / 6, "sm_scale": 1.0}
+    loss, _ = gate_kl(q, k, qg, kg, cu_seqlens([6, 0, 2]), 2, **options, reduction="published")
+    assert loss.item() == pytest.approx((0.0201355 / (1 * 1 * 3) + 0.0) / 2, abs=1e-6)
+    loss, stats = gate_kl(q, k, qg, kg, cu_seqlens([6, 0, 2]), 2, **options)
+    assert loss.item() == pytest.approx(0.0201355, abs=1e-6) and stats.rows.item() == 1
+
+
+def independent_kl(pack: Pack, row_start: float) -> torch.Tensor:
+    """Probability domain, dense, one segment at a time, with autograd; shares no code with the package."""
+    total, rows, block = torch.zeros(()).double(), 0, 0
+    kv_heads, size = pack.k.shape[1], pack.block_size
+    group = pack.q.shape[1] // kv_heads
+    for start, end in zip(pack.cu[:-1].tolist(), pack.cu[1:].tolist(), strict=True):
+        length, count = end - start, -(-(end - start) // size)
+        q = pack.q[start:end].unflatten(1, (kv_heads, group))
+        scores = torch.einsum("tkgd,skd->kgts", q, pack.k[start:end]) / math.sqrt(q.shape[-1])
+        probs = scores.masked_fill(~torch.ones(length, length).tril().bool(), -torch.inf).softmax(-1)
+        probs = torch.nn.functional.pad(probs, (0, count * size - length))
+        best = probs.unflatten(-1, (count, size)).amax(-1).amax(1)
+        past = torch.arange(count) < torch.arange(length)[:, None] // size
+        y = best * past / (best * past).sum(-1, keepdim=True).clamp(min=1e-300)
+        logits = torch.einsum("tke,ske->kts", pack.qg[start:end], pack.kg[block : block + count])
+        log_pi = (logits / math.sqrt(pack.qg.shape[-1])).masked_fill(~past, -1e30).log_softmax(-1)
+        kl = (torch.xlogy(y, y) - y * log_pi).sum(-1)[:, max(size, int(length * row_start)) :]
+        total, rows, block = total + kl.sum(), rows + kl.shape[1], block + count
+    return total / max(rows * kv_heads, 1)
+
+
+@BOTH
+@pytest.mark.parametrize("group", [1, 3])
+def test_equals_an_independent_implementation(gate_kl, group):
+    pack = Pack.random([30, 0, 1, 7, 8, 9, 41], group=group)
+    for row_start in (0.0, 0.5):
+        loss, _, dqg, dkg = pack.run(gate_kl, row_start=row_start)
+        pack.qg.requires_grad_()
+        pack.kg.requires_grad_()
+        want = independent_kl(pack, row_start)
+        want_dqg, want_dkg = torch.autograd.grad(want, (pack.qg, pack.kg))
+        pack.qg.requires_grad_(False)
+        pack.kg.requires_grad_(False)
+        assert relative(loss, want.detach()) < 1e-12
+        assert relative(dqg, want_dqg) < 1e-12 and relative(dkg, want_dkg) < 1e-12
+
+
+PACKS = {
+    "odd": [61, 0, 1, 7, 16, 17, 33],
+    "shorter than a block": [3, 15, 0],
+    "one long": [131],
+    "all empty but one": [0, 0, 40],
+}
+
+
+@pytest.mark.parametrize("reduction", ["row_mean", "published"])
+@pytest.mark.parametrize("group", [1, 4, 5, 7, 8])
+@pytest.mark.parametrize("lengths", PACKS.values(), ids=PACKS)
+def test_loss_gradients_and_stats_equal_reference(lengths, group, reduction):
+    exact = Pack.random(lengths, block_size=16, group=group, kv_heads=2)
+    options = {"row_start": 0.3, "reduction": reduction, "recall_budgets": (16, 32, 48, 1600)}
+    want_loss, want_stats, *want_grads = exact.run(reference.gate_kl, **options)
+    for dtype, tolerance in ((torch.float64, 1e-10), (torch.float32, 1e-5)):
+        pack = exact.to(dtype)
+        loss, stats, *grads = pack.run(ops.gate_kl, **options)
+        assert loss.dtype == dtype and relative(loss, want_loss) <= tolerance
+        for got, want in zip(grads, want_grads, strict=True):
+            assert got.dtype == dtype and relative(got, want) <= tolerance
+        assert stats.rows == want_stats.rows
+        assert relative(stats.kl_per_head, want_stats.kl_per_head) <= tolerance
+        torch.testing.assert_close(stats.recall.double(), want_stats.recall, rtol=0, atol=tolerance)
+
+
+@settings(max_examples=40)
+@given(
+    lengths=st.lists(st.integers(0, 45), min_size=1, max_size=5),
+    block_size=st.sampled_from([1, 3, 8, 16]),
+    kv_heads=st.integers(1, 3),
+    group=st.integers(1, 5),
+    gate_dim=st.integers(1, 9),
+    row_start=st.sampled_from([0.0, 0.25, 0.5, 0.99]),
+    seed=st.integers(0, 1000),
+)
+def test_any_packing_equals_reference(lengths, block_size, kv_heads, group, gate_dim, row_start, seed):
+    pack = Pack.random(
+        lengths, block_size=block_size, kv_heads=kv_heads, group=group, dim=6, gate_dim=gate_dim, seed=seed
+    )
+    options = {"row_start": row_start, "recall_budgets": (2 * block_size,)}
+    want_loss, want_stats, *want_grads = pack.run(reference.gate_kl, **options)
+    loss, stats, *grads = pack.run(ops.gate_kl, **options)
+    torch.testing.assert_close(loss, want_loss, rtol=1e-10, atol=1e-14)
+    for got, want in zip((*grads, *stats), (*want_grads, *want_stats), strict=True):
+        torch.testing.assert_close(got, want, rtol=1e-9, atol=1e-13)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_narrow_inputs(dtype):
+    pack = Pack.random([90, 40], dtype=dtype)
+    want_loss, _, *want_grads = pack.to(torch.float64).run(reference.gate_kl)
+    loss, _, *grads = pack.run(ops.gate_kl)
+    assert loss.dtype == torch.float32 and relative(loss, want_loss) < 1e-5  # only the inputs were rounded
+    for got, want in zip(grads, want_grads, strict=True):
+        assert got.dtype == dtype and relative(got, want) < torch.finfo(dtype).eps
+
+
+def test_teacher_and_gate_may_have_different_dtypes():
+    pack = Pack.random([50], dtype=torch.bfloat16)
+    pack.qg, pack.kg = pack.qg.float(), pack.kg.float()
+    want_loss, _, *want_grads = pack.to(torch.float64).run(reference.gate_kl)
+    loss, _, *grads = pack.run(ops.gate_kl)
+    assert relative(loss, want_loss) < 1e-5
+    assert all(relative(got, want) < 1e-5 for got, want in zip(grads, want_grads, strict=True))
+
+
+def test_sinks_softcap_and_scales():
+    pack = Pack.random([60, 21], group=3)
+    options = {"sinks": torch.randn(6).double(), "softcap": 4.0, "sm_scale": 0.6, "gate_scale": 0.9}
+    want_loss, _, *want_grads = pack.run(reference.gate_kl, **options)
+    loss, _, *grads = pack.run(ops.gate_kl, **options)
+    assert relative(loss, want_loss) < 1e-10
+    assert all(relative(got, want) < 1e-10 for got, want in zip(grads, want_grads, strict=True))
+
+
+def test_large_scores_stay_exact():
+    """Scores in the hundreds, as real models have: log domain throughout, no NaN, no lost digits beyond fp32's own."""
+    exact = Pack.random([100], spread=60.0)
+    want_loss, _, *want_grads = exact.run(reference.gate_kl)
+    loss, _, *grads = exact.to(torch.float32).run(ops.gate_kl)
+    assert relative(loss, want_loss) < 1e-4
+    assert all(relative(got, want) < 1e-3 for got, want in zip(grads, want_grads, strict=True))
+
+
+@BOTH
+@pytest.mark.parametrize("lengths", [[8, 3, 0], [0], [1]])
+def test_no_counted_row_means_zero_not_nan(gate_kl, lengths):
+    pack = Pack.random(lengths, block_size=8)
+    for reduction in ("row_mean", "published"):
+        loss, stats, dqg, dkg = pack.run(gate_kl, reduction=reduction, recall_budgets=(16,))
+        assert loss == 0 and stats.rows == 0
+        assert not stats.kl_per_head.any() and not stats.recall.any() and not dqg.any() and not dkg.any()
+
+
+@BOTH
+def test_what_must_not_matter_is_not_read(gate_kl):
+    """NaN in the last entry of kg, and in the queries of rows that do not count."""
+    pack = Pack.random([40, 24], block_size=8)
+    clean = pack.run(gate_kl, row_start=0.5)
+    poisoned = pack.to(torch.float64)
+    poisoned.kg[[4, 7]] = math.nan
+    for start, rows in ((0, 20), (40, 12)):
+        poisoned.q[start : start + rows] = math.nan
+        poisoned.qg[start : start + rows] = math.nan
+    dirty = poisoned.run(gate_kl, row_start=0.5)
+    for index in (0, 2, 3):
+        torch.testing.assert_close(dirty[index], clean[index], rtol=0, atol=0)
+
+
+def test_segments_do_not_see_each_other():
+    pack = Pack.random([40, 24], block_size=8)
+    _, _, dqg, dkg = pack.run(ops.gate_kl)
+    pack.q[40:], pack.k[40:], pack.qg[40:], pack.kg[5:] = math.nan, math.nan, math.nan, math.nan
+    _, _, dqg_poisoned, dkg_poisoned = pack.run(ops.gate_kl)
+    torch.testing.assert_close(dqg_poisoned[:40], dqg[:40], rtol=0, atol=0)
+    torch.testing.assert_close(dkg_poisoned[:5], dkg[:5], rtol=0, atol=0)
+
+
+def test_many_small_chunks_change_nothing(monkeypatch):
+    from seergate.ops.torch_impl import teacher
+
+    pack = Pack.random([150, 91], block_size=16, group=3)
+    want = pack.run(ops.gate_kl, recall_budgets=(48,))
+    monkeypatch.setattr(teacher, "CHUNK_BYTES_CPU", 1)
+    monkeypatch.setattr(teacher, "MIN_ROWS", 7)
+    got = pack.run(ops.gate_kl, recall_budgets=(48,))
+    for a, b in zip((got[0], *got[1], *got[2:]), (want[0], *want[1], *want[2:]), strict=True):
+        torch.testing.assert_close(a, b)
+
+
+class TestAutograd:
+    def test_backward_scales_by_the_incoming_gradient(self):
+        pack = Pack.random([40])
+        _, _, dqg, dkg = pack.run(ops.gate_kl)
+        qg, kg = pack.qg.requires_grad_(), pack.kg.requires_grad_()
+        loss, _ = ops.gate_kl(pack.q, pack.k, qg, kg, pack.cu, 8)
+        (-2.5 * loss).backward(retain_graph=True)
+        torch.testing.assert_close(qg.grad, -2.5 * dqg)
+        (-2.5 * loss).backward()  # the stored gradients were not spoilt by the first
+        torch.testing.assert_close(kg.grad, -5.0 * dkg)
+
+    @pytest.mark.parametrize("which", ["qg", "kg"])
+    def test_only_the_wanted_gradient_is_computed(self, which):
+        pack = Pack.random([40])
+        _, _, *want = pack.run(ops.gate_kl)
+        getattr(pack, which).requires_grad_()
+        loss, _ = ops.gate_kl(pack.q, pack.k, pack.qg, pack.kg, pack.cu, 8)
+        assert sum(saved is not None for saved in loss.grad_fn.saved_tensors) == 1
+        loss.backward()
+        torch.testing.assert_close(getattr(pack, which).grad, want[which == "kg"])
+
+    def test_no_grad_saves_nothing(self):
+        pack = Pack.random([40])
+        pack.qg.requires_grad_()
+        with torch.no_grad():
+            loss, stats = ops.gate_kl(pack.q, pack.k, pack.qg, pack.kg, pack.cu, 8)
+        assert not loss.requires_grad and not any(x.requires_grad for x in stats)
+
+    def test_stats_are_detached_and_the_teacher_gets_no_gradient(self):
+        pack = Pack.random([40])
+        for x in (pack.q, pack.k, pack.qg, pack.kg):
+            x.requires_grad_()
+        loss, stats = ops.gate_kl(pack.q, pack.k, pack.qg, pack.kg, pack.cu, 8)
+        assert not any(x.requires_grad for x in stats)
+        loss.backward()
+        assert pack.q.grad is None and pack.k.grad is None
+
+    def test_second_derivatives_are_refused(self):
+        pack = Pack.random([40])
+        pack.qg.requires_grad_()
+        loss, _ = ops.gate_kl(pack.q, pack.k, pack.qg, pack.kg, pack.cu, 8)
+        (grad,) = torch.autograd.grad(loss.square(), pack.qg, create_graph=True)
+        with pytest.raises(RuntimeError, match="once_differentiable"):
+            grad.sum().backward()
+
+    def test_gradients_flow_on_through_views(self):
+        """The host hands over slices and transposes; gradients must come back in their layout."""
+        pack = Pack.random([40])
+        base = pack.qg.transpose(0, 1).contiguous().requires_grad_()  # [Hkv, T, dg]
+        ops.gate_kl(pack.q, pack.k, base.transpose(0, 1), pack.kg, pack.cu, 8)[0].backward()
+        torch.testing.assert_close(base.grad.transpose(0, 1), pack.run(ops.gate_kl)[2])
+
+
+def test_strided_teacher_inputs():
+    pack = Pack.random([40, 9])
+    want = pack.run(ops.gate_kl)
+    pack.q = pack.q.transpose(0, 1).contiguous().transpose(0, 1)
+    pack.k = torch.stack((pack.k, pack.k), dim=-1)[..., 0]
+    got = pack.run(ops.gate_kl)
+    torch.testing.assert_close(got[2:], want[2:])
+
+
+def test_gradient_descent_on_it_learns_the_targets():
+    pack = Pack.random([64], spread=1.0, dtype=torch.float32)
+    qg, kg = pack.qg.requires_grad_(), pack.kg.requires_grad_()
+    optimizer = torch.optim.Adam([qg, kg], lr=0.1)
+    losses = []
+    for _ in range(60):
+        loss, _ = ops.gate_kl(pack.q, pack.k, qg, kg, pack.cu, 8)
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+    assert losses[-1] < 0.02 * losses[0]

@@ -1,0 +1,166 @@
+"""Block selection: the worked example, the reference, ties, poisoned scores, and the promises of its docstring."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from seergate import ops
+from seergate.ops import reference
+
+BOTH = pytest.mark.parametrize(
+    "select_blocks", [reference.select_blocks, ops.select_blocks], ids=["reference", "torch"]
+)
+
+
+def blocks(selection: ops.Selection) -> list[list[list[int]]]:
+    """Plain lists, after checking the form: ascending, -1 on the right, counts right, int32."""
+    indices, counts = selection
+    assert indices.dtype == counts.dtype == torch.int32
+    rows = []
+    for row, number in zip(indices.flatten(0, 1).tolist(), counts.flatten().tolist(), strict=True):
+        assert row[number:] == [-1] * (len(row) - number)
+        assert row[:number] == sorted(set(row[:number]))
+        rows.append(row[:number])
+    return [rows[i : i + indices.shape[1]] for i in range(0, len(rows), indices.shape[1])]
+
+
+LOGITS = [
+    0.5,
+    2.0,
+    -1.0,
+    1.0,
+    0.0,
+]  # softmax of the four past ones: .1360 .6095 .0303 .2242; block 4 is the current one
+
+
+@BOTH
+@pytest.mark.parametrize(
+    ("rule", "expected"),
+    [
+        ({"token_budget": 2}, [4]),
+        ({"token_budget": 4}, [1, 4]),
+        ({"token_budget": 7}, [1, 3, 4]),  # three whole blocks: the best two and the current one
+        ({"token_budget": 6, "sink_blocks": 1}, [0, 1, 4]),
+        ({"token_budget": 6, "sink_blocks": 2}, [0, 1, 4]),
+        ({"token_budget": 8, "sink_blocks": 2}, [0, 1, 3, 4]),
+        ({"token_budget": 100}, [0, 1, 2, 3, 4]),
+        ({"threshold": 0.1}, [0, 1, 3, 4]),
+        ({"threshold": 0.14}, [1, 3, 4]),  # with the current block in the softmax, 0 would be out at .1256 already
+        ({"threshold": 0.13}, [0, 1, 3, 4]),
+        ({"threshold": 0.7}, [4]),
+        ({"threshold": 0.7, "sink_blocks": 1}, [0, 4]),
+        ({"top_p": 0.60}, [1, 4]),
+        ({"top_p": 0.61}, [1, 3, 4]),
+        ({"top_p": 0.83}, [1, 3, 4]),
+        ({"top_p": 0.84}, [0, 1, 3, 4]),
+        ({"top_p": 0.84, "sink_blocks": 3}, [0, 1, 2, 3, 4]),
+        ({"top_p": 0.999}, [0, 1, 2, 3, 4]),
+    ],
+)
+def test_worked_example(select_blocks, rule, expected):
+    scores = torch.tensor(LOGITS)[None, None]
+    for length in (9, 10):  # the current block partial, or just complete
+        assert blocks(select_blocks(scores, torch.tensor([length]), block_size=2, **rule)) == [[expected]]
+
+
+@BOTH
+def test_ties_go_to_the_lower_index(select_blocks):
+    scores = torch.zeros(1, 1, 600)
+    scores[0, 0, 1::2] = -0.0  # equal, too
+    length = torch.tensor([600])
+    assert blocks(select_blocks(scores, length, block_size=1, token_budget=4)) == [[[0, 1, 2, 599]]]
+    picked = blocks(select_blocks(scores, length, block_size=1, top_p=0.01))[0][0]
+    assert picked == [*range(len(picked) - 1), 599]
+    quarters = torch.zeros(1, 1, 5)
+    assert blocks(select_blocks(quarters, torch.tensor([5]), block_size=1, top_p=0.5)) == [[[0, 1, 4]]]
+    assert blocks(select_blocks(quarters, torch.tensor([5]), block_size=1, threshold=0.25)) == [
+        [[4]]
+    ]  # strictly greater
+
+
+@BOTH
+@pytest.mark.parametrize("rule", [{"token_budget": 24}, {"threshold": 0.2}, {"top_p": 0.8}])
+def test_scores_of_current_and_later_blocks_are_ignored(select_blocks, rule):
+    scores, lengths = torch.randn(3, 2, 9), torch.tensor([1, 33, 72])
+    clean = blocks(select_blocks(scores, lengths, block_size=8, **rule))
+    for garbage in (math.nan, math.inf, -math.inf, 1e30):
+        dirty = scores.clone()
+        for row, length in enumerate(lengths.tolist()):
+            dirty[row, :, (length - 1) // 8 :] = garbage
+        assert blocks(select_blocks(dirty, lengths, block_size=8, **rule)) == clean
+
+
+@BOTH
+def test_infinite_and_nan_scores_of_past_blocks(select_blocks):
+    scores = torch.tensor([math.nan, -math.inf, 0.0, math.inf, 1.0])[None, None]
+    length = torch.tensor([5])
+    pick = {
+        budget: blocks(select_blocks(scores, length, block_size=1, token_budget=budget))[0][0]
+        for budget in (2, 3, 4, 5)
+    }
+    assert pick == {2: [3, 4], 3: [2, 3, 4], 4: [0, 2, 3, 4], 5: [0, 1, 2, 3, 4]}
+    assert blocks(select_blocks(scores, length, block_size=1, threshold=0.5)) == [[[3, 4]]]
+
+
+RULES = st.one_of(
+    st.tuples(st.just("token_budget"), st.integers(1, 60)),
+    st.tuples(st.just("threshold"), st.floats(1e-4, 0.999)),
+    st.tuples(st.just("top_p"), st.floats(1e-3, 0.999)),
+)
+
+
+@settings(max_examples=150)
+@given(
+    block_size=st.integers(1, 5),
+    capacity=st.integers(1, 12),
+    dtype=st.sampled_from([torch.float64, torch.float32, torch.bfloat16, torch.float16]),
+    sinks=st.integers(0, 3),
+    rule=RULES,
+    seed=st.integers(0, 10**6),
+)
+def test_equals_reference(block_size, capacity, dtype, sinks, rule, seed):
+    rng = torch.Generator().manual_seed(seed)
+    scores = (torch.randn(3, 2, capacity, generator=rng) * 2).round(decimals=1).to(dtype)  # rounded: many ties
+    lengths = torch.randint(1, capacity * block_size + 1, (3,), generator=rng)
+    name, value = rule
+    if name == "token_budget":
+        value = max(value, (1 + sinks) * block_size)
+    options = {"block_size": block_size, name: value, "sink_blocks": sinks}
+    got, want = ops.select_blocks(scores, lengths, **options), reference.select_blocks(scores, lengths, **options)
+    assert blocks(got) == blocks(want)
+    current = ((lengths - 1) // block_size).tolist()
+    for row, last in zip(blocks(got), current, strict=True):
+        for head in row:
+            assert head[-1] == last and set(range(min(sinks, last))) <= set(head)
+            assert name != "token_budget" or len(head) == min(value // block_size, last + 1)
+
+
+def test_width_is_static_for_a_token_budget():
+    scores = torch.randn(2, 2, 50)
+    for lengths in ([1, 1], [400, 9]):
+        selection = ops.select_blocks(scores, torch.tensor(lengths), block_size=8, token_budget=64)
+        assert selection.indices.shape == (2, 2, 8)
+
+
+def test_int32_lengths():
+    scores = torch.randn(2, 2, 50)
+    a, b = (
+        ops.select_blocks(scores, torch.tensor([77, 400], dtype=dtype), block_size=8, token_budget=64)
+        for dtype in (torch.int32, torch.int64)
+    )
+    assert torch.equal(a.indices, b.indices)
+
+
+def test_a_row_is_selected_alike_alone_and_in_a_batch():
+    scores, lengths = torch.randn(4, 2, 40), torch.tensor([3, 100, 317, 320])
+    for rule in ({"token_budget": 80}, {"threshold": 0.03}, {"top_p": 0.7}):
+        together = blocks(ops.select_blocks(scores, lengths, block_size=8, **rule))
+        for row in range(4):
+            used = -(-int(lengths[row]) // 8)  # no spare capacity either
+            alone = ops.select_blocks(scores[row : row + 1, :, :used], lengths[row : row + 1], block_size=8, **rule)
+            assert blocks(alone)[0] == together[row]

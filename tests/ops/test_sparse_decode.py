@@ -1,0 +1,177 @@
+"""Block-sparse decode attention against the reference, dense attention, and poisoned caches."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from seergate import ops
+from seergate.ops import reference
+from seergate.ops.torch_impl import sparse_decode as torch_impl
+from tests.ops.helpers import relative
+
+BOTH = pytest.mark.parametrize(
+    "sparse_decode", [reference.sparse_decode, ops.sparse_decode], ids=["reference", "torch"]
+)
+TOLERANCE = {torch.float64: 1e-12, torch.float32: 1e-5, torch.bfloat16: 1e-2, torch.float16: 2e-3}
+
+
+def cache(batch=2, kv_heads=2, group=2, capacity=48, dim=16, value_dim=None, dtype=torch.float64):
+    q = torch.randn(batch, kv_heads * group, dim).to(dtype) * 2
+    k = torch.randn(batch, kv_heads, capacity, dim).to(dtype)
+    v = torch.randn(batch, kv_heads, capacity, value_dim or dim).to(dtype)
+    return q, k, v
+
+
+def choose(lengths, kv_heads, block_size, budget, capacity):
+    scores = torch.randn(len(lengths), kv_heads, -(-capacity // block_size))
+    return ops.select_blocks(scores, lengths, block_size=block_size, token_budget=budget).indices
+
+
+def poison(x, indices, lengths, block_size):
+    """NaN wherever ``x [B, Hkv, S, d]`` must not be read."""
+    x = x.clone()
+    position = torch.arange(x.shape[2])
+    selected = (position // block_size == indices[..., None]).any(2)
+    x[~(selected & (position < lengths[:, None, None]))] = math.nan
+    return x
+
+
+@BOTH
+def test_by_hand(sparse_decode):
+    # Blocks of two tokens, block 1 left out; scores 0 and ln 3 in block 0, ln 4 for the one token of block 2.
+    k = torch.tensor([1.0, 3.0, 99.0, 99.0, 4.0, 99.0]).log()[None, None, :, None].double()
+    v = torch.tensor([8.0, 16.0, 0.0, 0.0, -8.0, 1e9])[None, None, :, None].double()
+    q = torch.ones(1, 1, 1).double()
+    out = sparse_decode(q, k, v, torch.tensor([[[0, 2, -1]]]), torch.tensor([5]), 2, 1.0)
+    assert out.item() == pytest.approx((1 * 8 + 3 * 16 - 4 * 8) / 8)
+    sink = torch.tensor([8.0]).log().double()
+    out = sparse_decode(q, k, v, torch.tensor([[[0, 2, -1]]]), torch.tensor([5]), 2, 1.0, sinks=sink)
+    assert out.item() == pytest.approx((1 * 8 + 3 * 16 - 4 * 8) / 16)
+
+
+@BOTH
+def test_softcap_by_hand(sparse_decode):
+    k = torch.tensor([0.0, 5.0])[None, None, :, None].double()
+    v = torch.tensor([0.0, 1.0])[None, None, :, None].double()
+    out = sparse_decode(
+        torch.ones(1, 1, 1).double(), k, v, torch.tensor([[[0]]]), torch.tensor([2]), 2, 1.0, softcap=2.0
+    )
+    assert out.item() == pytest.approx(torch.sigmoid(torch.tensor(2 * math.tanh(2.5))).item())
+
+
+@BOTH
+def test_query_head_h_belongs_to_kv_head_h_div_group(sparse_decode):
+    q, k, v = cache(batch=1, kv_heads=2, group=3, capacity=4)
+    v = torch.tensor([1.0, 2.0]).double()[None, :, None, None].expand(1, 2, 4, 1)
+    out = sparse_decode(q, k, v, torch.tensor([[[0], [0]]]), torch.tensor([4]), 4)
+    torch.testing.assert_close(out[0, :, 0], torch.tensor([1.0, 1, 1, 2, 2, 2]).double())
+
+
+@pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
+@pytest.mark.parametrize("group", [1, 4, 5, 7, 8])
+@pytest.mark.parametrize("lengths", [[48, 48], [45, 45], [1, 45], [17, 48]], ids=str)
+def test_equals_reference_and_never_reads_the_rest(lengths, group, dtype):
+    lengths = torch.tensor(lengths)
+    q, k, v = cache(group=group, dtype=dtype)
+    indices = choose(lengths, 2, 8, 24, 48)
+    want = reference.sparse_decode(q.double(), k.double(), v.double(), indices, lengths, 8)
+    k, v = (poison(x, indices, lengths, 8) for x in (k, v))
+    got = ops.sparse_decode(q, k, v, indices, lengths, 8)
+    assert got.dtype == dtype and relative(got, want) < TOLERANCE[dtype]
+    extras = {"sinks": torch.randn(2 * group), "softcap": 3.0}
+    for names in (("sinks",), ("softcap",), ("sinks", "softcap")):
+        options = {name: extras[name] for name in names}
+        want = reference.sparse_decode(q.double(), k.double(), v.double(), indices, lengths, 8, **options)
+        got = ops.sparse_decode(q, k, v, indices, lengths, 8, **options)
+        assert got.dtype == dtype and relative(got, want) < TOLERANCE[dtype]
+
+
+@settings(max_examples=60)
+@given(
+    batch=st.integers(1, 3),
+    kv_heads=st.integers(1, 3),
+    group=st.integers(1, 4),
+    block_size=st.integers(1, 9),
+    capacity=st.integers(1, 40),
+    same_length=st.booleans(),
+    dims=st.sampled_from([(8, 8), (4, 8), (6, 2)]),
+    pairs_per_chunk=st.integers(1, 10),
+    layout=st.sampled_from(["contiguous", "heads last", "slice of a buffer", "odd strides"]),
+    data=st.data(),
+)
+def test_any_shape_and_layout(
+    batch, kv_heads, group, block_size, capacity, same_length, dims, pairs_per_chunk, layout, data
+):
+    q, k, v = cache(batch, kv_heads, group, capacity, *dims)
+    ends = data.draw(st.lists(st.integers(1, capacity), min_size=batch, max_size=batch))
+    lengths = torch.tensor([ends[0]] * batch if same_length else ends)
+    budget = data.draw(st.integers(block_size, block_size + capacity))
+    indices = choose(lengths, kv_heads, block_size, budget, capacity)
+    want = reference.sparse_decode(q, k, v, indices, lengths, block_size)
+    k, v = (in_layout(poison(x, indices, lengths, block_size), layout) for x in (k, v))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(torch_impl, "GATHER_BYTES_CPU", pairs_per_chunk * budget * dims[0] * 8)
+        got = ops.sparse_decode(q, k, v, indices, lengths, block_size)
+    torch.testing.assert_close(got, want, rtol=1e-10, atol=1e-12)
+
+
+def in_layout(x, layout):
+    if layout == "heads last":
+        return x.transpose(1, 2).contiguous().transpose(1, 2)
+    if layout == "slice of a buffer":
+        buffer = torch.full((x.shape[0] + 1, x.shape[1] + 1, x.shape[2] + 3, x.shape[3]), math.nan).to(x)
+        buffer[1:, :-1, 2:-1] = x
+        return buffer[1:, :-1, 2:-1]
+    if layout == "odd strides":
+        return torch.stack((x, x), dim=-1)[..., 0]
+    return x
+
+
+def test_budget_that_covers_everything_is_dense_attention():
+    q, k, v = cache(batch=1, kv_heads=2, group=3, capacity=40)
+    for length in (1, 7, 8, 9, 40):
+        lengths = torch.tensor([length])
+        indices = choose(lengths, 2, 8, 1000, 40)
+        dense = torch.nn.functional.scaled_dot_product_attention(
+            q[:, :, None], k[:, :, :length], v[:, :, :length], enable_gqa=True
+        )[:, :, 0]
+        torch.testing.assert_close(ops.sparse_decode(q, k, v, indices, lengths, 8), dense)
+
+
+def test_a_row_is_attended_alike_alone_and_in_a_batch():
+    q, k, v = cache(batch=3, capacity=44, dtype=torch.float32)
+    lengths = torch.tensor([44, 3, 30])
+    indices = choose(lengths, 2, 8, 24, 44)
+    together = ops.sparse_decode(q, k, v, indices, lengths, 8)
+    for row in range(3):
+        some = slice(row, row + 1)
+        alone = ops.sparse_decode(q[some], k[some], v[some], indices[some], lengths[some], 8)
+        torch.testing.assert_close(alone, together[some])
+
+
+@BOTH
+@pytest.mark.parametrize("extras", [{}, {"sinks": torch.zeros(4)}], ids=["plain", "sinks"])
+def test_a_head_without_blocks_gives_zero(sparse_decode, extras):
+    q, k, v = cache(batch=1, capacity=16)
+    k[:], v[:, 0] = math.nan, math.nan
+    k[:, 1, 8:] = 0.0
+    indices = torch.tensor([[[-1, -1], [1, -1]]])
+    out = sparse_decode(q, k, v, indices, torch.tensor([16]), 8, **extras)
+    assert not out[:, :2].any() and out[:, 2:].isfinite().all() and out[:, 2:].any()
+    assert not sparse_decode(q, k, v, torch.full((1, 2, 2), -1), torch.tensor([16]), 8, **extras).any()
+    assert not sparse_decode(q, k, v, torch.zeros(1, 2, 0, dtype=torch.int32), torch.tensor([16]), 8, **extras).any()
+
+
+@BOTH
+def test_blocks_beyond_the_length_are_passed_over(sparse_decode):
+    q, k, v = cache(batch=1, capacity=24)
+    lengths, honest = torch.tensor([10]), torch.tensor([[[0, 1], [1, -1]]])
+    want = sparse_decode(q, k, v, honest, lengths, 8)
+    k[:, :, 10:], v[:, :, 10:] = math.nan, math.nan
+    stale = torch.tensor([[[0, 1, 2], [1, 2, -1]]])
+    torch.testing.assert_close(sparse_decode(q, k, v, stale, lengths, 8), want)

@@ -1,0 +1,127 @@
+"""Block targets against numbers worked out by hand, the reference, and their own definition."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from seergate import ops
+from seergate.ops import reference
+from tests.ops.helpers import Pack, cu_seqlens, relative
+
+BOTH = pytest.mark.parametrize(
+    "block_targets", [reference.block_targets, ops.block_targets], ids=["reference", "torch"]
+)
+
+HEAD_0 = [0.1, 0.2, 0.05, 0.05, 0.2, 0.4]
+HEAD_1 = [0.3, 0.1, 0.2, 0.1, 0.1, 0.2]
+
+
+def two_heads_with_these_probabilities(dtype=torch.float64):
+    """Row 5 attends with exactly HEAD_0 and HEAD_1: its queries pick a coordinate, keys hold log-probabilities."""
+    k = torch.tensor([HEAD_0, HEAD_1], dtype=dtype).log().T[:, None]
+    q = torch.eye(2, dtype=dtype).expand(6, 2, 2)
+    return q, k, cu_seqlens([6])
+
+
+@BOTH
+def test_worked_example(block_targets):
+    q, k, cu = two_heads_with_these_probabilities()
+    targets = block_targets(q, k, cu, 2, 1.0)
+    # Block maxima .2 .05 .4 and .3 .2 .2; over the group .3 .2 .4; without the row's own block, normalised: .6 .4
+    torch.testing.assert_close(targets[5, 0], torch.tensor([0.6, 0.4, 0.0], dtype=torch.float64))
+    # Row 3 sees four keys: head 0 has .1 .2 .05 .05 of .4, one past block, so its share is 1.
+    torch.testing.assert_close(targets[3, 0], torch.tensor([1.0, 0.0, 0.0], dtype=torch.float64))
+    assert not targets[:2].any()
+
+
+@BOTH
+def test_sink_enters_the_denominator_before_the_maximum_over_heads(block_targets):
+    q, k, cu = two_heads_with_these_probabilities()
+    # A sink of log 3 makes head 0's probabilities a quarter of what they were: .05 .0125 | head 1 unchanged: .3 .2
+    sinks = torch.tensor([3.0, 0.0], dtype=torch.float64).log()
+    targets = block_targets(q, k, cu, 2, 1.0, sinks=sinks)
+    torch.testing.assert_close(targets[5, 0], torch.tensor([0.6, 0.4, 0.0], dtype=torch.float64))
+    sinks = sinks.flip(0)  # head 0: .2 .05 | head 1: .075 .05
+    targets = block_targets(q, k, cu, 2, 1.0, sinks=sinks)
+    torch.testing.assert_close(targets[5, 0], torch.tensor([0.8, 0.2, 0.0], dtype=torch.float64))
+
+
+@BOTH
+def test_softcap(block_targets):
+    # One head, scores 0 and 4 in two past blocks of one token, 1 for the row itself; cap 2.
+    k = torch.tensor([0.0, 4.0, 1.0], dtype=torch.float64)[:, None, None]
+    q = torch.ones(3, 1, 1, dtype=torch.float64)
+    targets = block_targets(q, k, cu_seqlens([3]), 1, 1.0, softcap=2.0)
+    capped = 2 * torch.tanh(torch.tensor([0.0, 2.0], dtype=torch.float64))
+    torch.testing.assert_close(targets[2, 0, :2], capped.softmax(0))
+
+
+@BOTH
+def test_query_head_h_belongs_to_kv_head_h_div_group(block_targets):
+    # Heads 0, 1 -> KV head 0; heads 2, 3 -> KV head 1. Only head 1 looks at block 0, only head 2 at block 1.
+    q = torch.zeros(3, 4, 2, dtype=torch.float64)
+    q[2, 1, 0] = q[2, 2, 1] = 10.0
+    k = torch.eye(3, 2, dtype=torch.float64)[:, None].expand(3, 2, 2)
+    targets = block_targets(q, k, cu_seqlens([3]), 1, 1.0)[2]
+    assert targets[0, 0] > 0.6 and targets[1, 1] > 0.6
+
+
+@pytest.mark.parametrize("group", [1, 4, 5, 7, 8])
+@pytest.mark.parametrize("block_size", [1, 8, 16])
+def test_equals_reference(group, block_size):
+    pack = Pack.random([37, 0, 1, 8, 9, 50], block_size=block_size, group=group)
+    sinks = torch.randn(2 * group, dtype=torch.float64)
+    for options in ({}, {"sm_scale": 0.7}, {"sinks": sinks}, {"softcap": 3.0}, {"sinks": sinks, "softcap": 3.0}):
+        want = reference.block_targets(pack.q, pack.k, pack.cu, block_size, **options)
+        got = ops.block_targets(pack.q, pack.k, pack.cu, block_size, **options)
+        assert got.dtype == torch.float64
+        torch.testing.assert_close(got, want, rtol=1e-10, atol=1e-13)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_narrow_inputs_are_computed_in_fp32(dtype):
+    pack = Pack.random([70, 33], dtype=dtype)
+    got = ops.block_targets(pack.q, pack.k, pack.cu, 8)
+    exact = pack.to(torch.float64)
+    assert got.dtype == torch.float32
+    assert relative(got, reference.block_targets(exact.q, exact.k, exact.cu, 8)) < 1e-5
+
+
+@settings(max_examples=25)
+@given(st.lists(st.integers(0, 40), min_size=1, max_size=5), st.integers(1, 17), st.integers(0, 100))
+def test_rows_sum_to_one_or_to_zero(lengths, block_size, seed):
+    pack = Pack.random(lengths, block_size=block_size, dtype=torch.float32, seed=seed)
+    targets = ops.block_targets(pack.q, pack.k, pack.cu, block_size)
+    assert targets.shape == (sum(lengths), 2, max(-(-length // block_size) for length in lengths))
+    rows = torch.cat([torch.arange(length) for length in lengths])
+    torch.testing.assert_close(targets.sum(-1), (rows >= block_size).float()[:, None].expand(-1, 2))
+    blocks = torch.arange(targets.shape[-1])
+    assert not targets.masked_select((blocks >= rows[:, None] // block_size)[:, None]).any()
+
+
+def test_targets_survive_probabilities_that_underflow():
+    # The row's own key takes everything: past probabilities are e^-200 and e^-201, zero in fp32, yet their ratio is e.
+    k = torch.tensor([0.0, -1.0, 200.0])[:, None, None]
+    q = torch.ones(3, 1, 1)
+    for op in (ops.block_targets, reference.block_targets):
+        got = op(q, k, cu_seqlens([3]), 1, 1.0)[2, 0, :2]
+        torch.testing.assert_close(got, torch.tensor([0.0, -1.0]).softmax(0))
+
+
+def test_many_small_chunks_change_nothing(monkeypatch):
+    from seergate.ops.torch_impl import teacher
+
+    pack = Pack.random([150, 91], block_size=16, group=3)
+    want = ops.block_targets(pack.q, pack.k, pack.cu, 16)
+    monkeypatch.setattr(teacher, "CHUNK_BYTES_CPU", 1)
+    monkeypatch.setattr(teacher, "MIN_ROWS", 7)  # chunks that straddle block borders
+    torch.testing.assert_close(ops.block_targets(pack.q, pack.k, pack.cu, 16), want)
+
+
+def test_no_gradient_reaches_the_teacher():
+    pack = Pack.random([30])
+    targets = ops.block_targets(pack.q.requires_grad_(), pack.k.requires_grad_(), pack.cu, 8)
+    assert not targets.requires_grad
