@@ -18,18 +18,23 @@ def gate_frequencies(
     """RoPE frequencies (radians per position) for a gate, and the base model's attention factor.
 
     A gate as wide as the model's rotated part reuses the model's own frequencies, so that YaRN, llama3 or per-layer-type
-    scaling is right by construction. Another width gets the plain frequencies of the same base (`spec`: same theta).
+    scaling is right by construction. Another width gets the plain frequencies of the same base.
     """
     rotary = decoder.get_submodule("rotary_emb")
-    prefix = f"{layer_type}_" if hasattr(rotary, f"{layer_type}_inv_freq") else ""
-    own = getattr(rotary, f"{prefix}original_inv_freq", None)
-    own = getattr(rotary, f"{prefix}inv_freq") if own is None else own
+    prefix, own = model_frequencies(rotary, layer_type)
     if own.device.type != "meta" and own.numel() * 2 == gate_dim:
         return tuple(own.detach().float().cpu().tolist()), float(getattr(rotary, f"{prefix}attention_scaling", 1.0))
     parameters = config.rope_parameters
     parameters = parameters.get(layer_type, parameters)
     exponents = torch.arange(0, gate_dim, 2, dtype=torch.float32) / gate_dim
     return tuple((1.0 / parameters["rope_theta"] ** exponents).tolist()), 1.0
+
+
+def model_frequencies(rotary: nn.Module, layer_type: str) -> tuple[str, Tensor]:
+    """The prefix under which a rotary module keeps what belongs to a layer type, and its frequencies ``[rotated / 2]``."""
+    prefix = f"{layer_type}_" if hasattr(rotary, f"{layer_type}_inv_freq") else ""
+    original = getattr(rotary, f"{prefix}original_inv_freq", None)
+    return prefix, getattr(rotary, f"{prefix}inv_freq") if original is None else original
 
 
 class Rotary:
@@ -45,7 +50,7 @@ class Rotary:
         self._embedding = decoder.get_submodule("rotary_emb")
         apply = getattr(sys.modules[type(attention).__module__], "apply_rotary_pos_emb", None)
         self._apply = apply
-        self._family = type(attention).__name__
+        self._family, self._layer_type = type(attention).__name__, layer_type
         takes_type = "layer_type" in inspect.signature(self._embedding.forward).parameters
         self._kwargs = {"layer_type": layer_type} if takes_type else {}
 
@@ -58,10 +63,13 @@ class Rotary:
         cos, sin = self._angles(x, positions)
         square = (cos.float().square() + sin.float().square()).amax().item()  # attention factor squared
         turned = self._turn(x.float(), cos.float(), -sin.float())
-        rotated_width = cos.shape[-1]
         if square != 1.0:
-            turned = torch.cat((turned[..., :rotated_width] / square, turned[..., rotated_width:]), -1)
+            width = 2 * self._frequencies().numel()  # of the rotated part; some families hand out cosines half as wide
+            turned = torch.cat((turned[..., :width] / square, turned[..., width:]), -1)
         return turned.to(x.dtype)
+
+    def _frequencies(self) -> Tensor:
+        return model_frequencies(self._embedding, self._layer_type)[1]
 
     def _angles(self, x: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
         cos, sin = self._embedding(x, positions, **self._kwargs)

@@ -1,0 +1,253 @@
+"""Numeric examples of each method's equations; the shared invariants are in tests/host/test_decode.py."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+import seergate
+from seergate import DecodeConfig, GateBank, GateConfig, methods
+from seergate.host import families
+from seergate.host.rope import Rotary
+from seergate.methods.base import LayerSpec, Step
+from seergate.methods.published import published_selection
+from tests.models import left_padded, prompt, tiny_model
+
+
+def step(q, keys, values=None, lengths=None, **options):
+    """A decode step; q ``[B, H, D]``, keys ``[B, K, T, D]``."""
+    ends = lengths or [keys.shape[2]] * len(keys)
+    return Step(
+        q_pre_BHSD=q[:, :, None],
+        k_pre_BKSD=keys[:, :, -1:],
+        q_BHSD=q[:, :, None],
+        k_BKSD=keys[:, :, -1:],
+        starts=[end - 1 for end in ends],
+        counts=[1] * len(ends),
+        keys_BKCD=keys,
+        values_BKCD=keys if values is None else values,
+        lengths=torch.tensor(ends),
+        sm_scale=1.0,
+        **options,
+    )
+
+
+def spec(keys, heads):
+    return LayerSpec(0, len(keys), heads, keys.shape[1], keys.shape[3], keys.dtype, keys.device, rotary=None)
+
+
+def fed(method, q, keys, chunks):
+    """A state that has seen ``keys`` in chunks of these sizes, and the last step."""
+    state = method.new_state(spec(keys, q.shape[1]))
+    at = 0
+    for size in chunks:
+        part = keys[:, :, : at + size]
+        last = step(q, part)
+        last.starts, last.counts = [at] * len(keys), [size] * len(keys)
+        last.k_BKSD = last.k_pre_BKSD = keys[:, :, at : at + size]
+        state.append(last)
+        at += size
+    return state, last
+
+
+# ---------------------------------------------------------------------------------------------------------------- Quest
+
+
+def test_quest_bound_by_hand():
+    keys = torch.tensor([[[[1.0, 1.0], [2.0, -1.0], [0.0, 3.0]]]])
+    q = torch.tensor([[[1.0, -2.0]]])
+    state, last = fed(methods.Quest(token_budget=64, block_size=3), q, keys, [3])
+    assert state.rows["high"][0, 0, 0].tolist() == [2, 3] and state.rows["low"][0, 0, 0].tolist() == [0, -1]
+    assert state.scores(last)[..., 0].tolist() == [[4.0]]
+
+
+@pytest.mark.parametrize("group", [1, 4, 5])
+@pytest.mark.parametrize("chunks", [[50], [1] * 50, [7, 1, 1, 20, 1, 20], [16, 34]])
+def test_quest_bounds_every_key_however_it_came(group, chunks):
+    keys, q = torch.randn(2, 3, 50, 6), torch.randn(2, 3 * group, 6)
+    state, last = fed(methods.Quest(token_budget=64, block_size=8), q, keys, chunks)
+    bound = state.scores(last)[..., :7]
+    dots = (q.unflatten(1, (3, group)) @ keys.transpose(-1, -2)).amax(2)
+    best = torch.nn.functional.pad(dots, (0, 6), value=-torch.inf).unflatten(-1, (7, 8)).amax(-1)
+    assert (bound >= best - 1e-5).all()
+    whole, last = fed(methods.Quest(token_budget=64, block_size=8), q, keys, [50])
+    torch.testing.assert_close(bound, whole.scores(last)[..., :7])
+    single, last = fed(methods.Quest(token_budget=64, block_size=1), q, keys, chunks)
+    torch.testing.assert_close(single.scores(last)[..., :50], dots, msg="the bound of a page of one key is tight")
+
+
+def test_quest_group_reduction():
+    keys, q = torch.randn(1, 1, 16, 4), torch.randn(1, 3, 4)
+    bounds = []
+    for i in range(3):
+        state, last = fed(methods.Quest(token_budget=8, block_size=8), q[:, i : i + 1], keys, [16])
+        bounds.append(state.scores(last))
+    bounds = torch.stack(bounds)
+    for reduction, expected in (("max", bounds.amax(0)), ("mean", bounds.mean(0))):
+        state, last = fed(methods.Quest(token_budget=8, block_size=8, group_reduction=reduction), q, keys, [16])
+        torch.testing.assert_close(state.scores(last), expected)
+
+
+# --------------------------------------------------------------------------------------------------------------- oracle
+
+
+@pytest.mark.parametrize("group", [1, 4, 5])
+@pytest.mark.parametrize("with_sinks", [False, True])
+def test_oracle_scores_are_the_training_targets(group, with_sinks):
+    from seergate import ops
+
+    keys, q = torch.randn(1, 2, 45, 6), torch.randn(1, 2 * group, 6)
+    sinks = torch.randn(2 * group) if with_sinks else None
+    state, last = fed(methods.Oracle(token_budget=64, block_size=8), q, keys, [45])
+    last.sinks = sinks
+    scores = state.scores(last)[..., :5].softmax(-1)
+    rows = torch.zeros(45, 2 * group, 6)
+    rows[-1] = q[0]
+    targets = ops.block_targets(rows, keys[0].transpose(0, 1), torch.tensor([0, 45], dtype=torch.int32), 8, 1.0, sinks=sinks)
+    torch.testing.assert_close(scores[0], targets[-1, :, :5])
+
+
+# --------------------------------------------------------------------------------------------------------------- random
+
+
+def test_random_is_uniform_and_repeats():
+    keys, q = torch.zeros(1, 2, 8 * 40, 4), torch.zeros(1, 2, 4)
+    method = methods.Random(token_budget=8 * 10, block_size=8)
+    state = method.new_state(spec(keys, 2))
+    taken = torch.zeros(2, 40)
+    for length in range(8 * 39 + 1, 8 * 40 + 1):
+        for repeat in range(2):
+            chosen = method.select(state, step(q, keys[:, :, :length])).indices[0]
+            if repeat == 0:
+                first = chosen
+                taken.scatter_add_(1, chosen.long(), torch.ones(2, 10))
+        assert torch.equal(first, chosen)
+    assert taken[:, 39].eq(8).all(), "the current block is always read"
+    for layer in range(1, 400):
+        state.spec = LayerSpec(layer, 1, 2, 2, 4, keys.dtype, keys.device, rotary=None)
+        chosen = method.select(state, step(q, keys)).indices[0]
+        taken.scatter_add_(1, chosen.long(), torch.ones(2, 10))
+    share = taken[:, :39] / taken[:, 39:]
+    assert share.mean().item() == pytest.approx(9 / 39)
+    assert share.std().item() < 3 * (9 / 39 * 30 / 39 / 407) ** 0.5
+
+
+# -------------------------------------------------------------------------------------------------------- StreamingLLM
+
+
+def model_rotary():
+    model = tiny_model("qwen3", rope_parameters={"rope_type": "default", "rope_theta": 100.0})
+    layer, attention = families.full_attention_modules(model)[0]
+    return model, Rotary(families.decoder_of(model), attention, "full_attention")
+
+
+def test_streaming_llm_keeps_sinks_and_recent_tokens_at_cache_positions():
+    """sink 2, recent 3; tokens 0..5 seen and 6 arriving: 0, 1, 4, 5, 6 at positions 0..4, the query at 4."""
+    _, rotary = model_rotary()
+    keys, values, q = torch.randn(1, 2, 7, 16), torch.randn(1, 2, 7, 16), torch.randn(1, 4, 16)
+    method = methods.StreamingLLM(token_budget=5, sink_tokens=2)
+    state = method.new_state(LayerSpec(0, 1, 4, 2, 16, torch.float32, torch.device("cpu"), rotary))
+    found = state.attend(step(q, keys, values))
+    kept = [0, 1, 4, 5, 6]
+    rotated_k = rotary.rotate(keys[:, :, kept], torch.arange(5)[None])
+    rotated_q = rotary.rotate(q[:, :, None], torch.tensor([[4]]))
+    weights = (rotated_q.unflatten(1, (2, 2)) @ rotated_k[:, :, None].transpose(-1, -2)).softmax(-1)
+    torch.testing.assert_close(found, (weights @ values[:, :, None, kept])[..., 0, :].flatten(1, 2))
+
+
+def test_streaming_llm_against_a_full_cache_for_200_steps():
+    """The evicting cache and a simulation that keeps everything agree; ragged batch, prompt longer than the budget."""
+    model, rotary = model_rotary()
+    rows = [prompt(60, 1), prompt(9, 2), prompt(33, 3)]
+    method = methods.StreamingLLM(token_budget=24, sink_tokens=3, interval=7)
+    with seergate.attached(model, method):
+        together = model.generate(**left_padded(rows), max_new_tokens=200)
+    for i, row in enumerate(rows):
+        with seergate.attached(model, methods.StreamingLLM(token_budget=24, sink_tokens=3, interval=10**6)):
+            alone = model.generate(input_ids=row, max_new_tokens=200)  # never evicts: only looks away
+        assert torch.equal(together[i, 60:], alone[0, row.shape[1] :])
+
+
+@pytest.mark.parametrize("family", ["qwen3", "glm4", "phi3", "gpt_oss", "gemma3_text"])
+def test_rotation_is_undone(family):
+    options = {"partial_rotary_factor": 0.5} if family == "phi3" else {}
+    model = tiny_model(family, **options)
+    layer, attention = families.full_attention_modules(model)[0]
+    rotary = Rotary(families.decoder_of(model), attention, "full_attention")
+    x, positions = torch.randn(2, 3, 5, 16), torch.randint(0, 500, (2, 5))
+    torch.testing.assert_close(rotary.unrotate(rotary.rotate(x, positions), positions), x, rtol=1e-4, atol=1e-5)
+
+
+def test_rotation_with_an_attention_factor_is_undone():
+    scaling = {"rope_type": "yarn", "factor": 8.0, "rope_theta": 1e4, "original_max_position_embeddings": 256}
+    model = tiny_model("qwen3", rope_parameters=scaling)
+    layer, attention = families.full_attention_modules(model)[0]
+    rotary = Rotary(families.decoder_of(model), attention, "full_attention")
+    x, positions = torch.randn(2, 3, 5, 16), torch.randint(0, 500, (2, 5))
+    assert not torch.allclose(rotary.rotate(x, torch.zeros_like(positions)), x)
+    torch.testing.assert_close(rotary.unrotate(rotary.rotate(x, positions), positions), x, rtol=1e-4, atol=1e-5)
+
+
+# ------------------------------------------------------------------------------------------------------------- published
+
+
+def test_published_selection_by_hand():
+    """Complete-block logits [.5, 2, -1, 1] and an open block: softmax [.1256, .5630, .0280, .2071, .0762]."""
+    scores = torch.tensor([[[0.5, 2.0, -1.0, 1.0, 99.0, 99.0]]])
+    budget = published_selection(scores, torch.tensor([18]), 4, DecodeConfig(token_budget=8))
+    assert budget.indices.tolist() == [[[0, 1, 3, 4]]] and budget.counts.tolist() == [[4]]
+    threshold = published_selection(scores, torch.tensor([18]), 4, DecodeConfig(threshold=0.1))
+    assert threshold.indices.tolist() == [[[0, 1, 3, 4]]]
+    low = published_selection(scores, torch.tensor([18]), 4, DecodeConfig(threshold=0.02))
+    assert low.counts.tolist() == [[5]]
+    complete = published_selection(scores, torch.tensor([20]), 4, DecodeConfig(token_budget=4))
+    assert complete.indices.tolist() == [[[0, 4]]], "a block that has just closed competes with its own score"
+
+
+def test_published_gates_rotate_a_block_that_closes_in_decode_at_its_last_position():
+    model = tiny_model("qwen3")
+    bank = GateBank.for_model(model, GateConfig(8, 16))
+    kg = {}
+    for compat in (None, "published"):
+        from transformers import DynamicCache
+
+        cache = DynamicCache()
+        with seergate.attached(model, bank, DecodeConfig(token_budget=64, compat=compat)):
+            for i in range(8):
+                model(input_ids=prompt(8)[:, i : i + 1], past_key_values=cache)
+        state = cache.layers[0].state
+        kg[compat] = state.rows["kg"][:, :, :1]
+        recent = state.rows["recent"][:, :, :8]
+    gate = bank.gate(0)
+    pooled = seergate.ops.pool_keys(recent, 8, bank.config.k_pooling)
+    torch.testing.assert_close(kg[None], gate.keys(pooled, torch.tensor([0])))
+    torch.testing.assert_close(kg["published"], gate.keys(pooled, torch.tensor([7])))
+
+
+# ------------------------------------------------------------------------------------------------------------------ gate
+
+
+def test_a_key_of_the_current_block_changes_no_score_of_another():
+    bank = GateBank.for_model(tiny_model("qwen3"), GateConfig(8, 16))
+    method = methods.Gate(bank=bank, token_budget=64)
+    keys, q = torch.randn(1, 2, 30, 16), torch.randn(1, 4, 16)
+    state, last = fed(method, q, keys, [30])
+    before = state.scores(last)[..., :3].clone()
+    keys[:, :, 24:] += 10
+    state, last = fed(method, q, keys, [30])
+    torch.testing.assert_close(state.scores(last)[..., :3], before)
+
+
+def test_refusals():
+    for attempt, message in (
+        (lambda: methods.Quest(token_budget=15, block_size=16), "token_budget is 15; with block_size 16"),
+        (lambda: methods.Quest(block_size=0), "block_size is 0"),
+        (lambda: methods.Quest(group_reduction="sum"), "group_reduction is 'sum'"),
+        (lambda: methods.Oracle(threshold=0.0), "threshold is 0.0"),
+        (lambda: methods.Oracle(token_budget=64, sink_blocks=1), "1 sink blocks it must be at least 128"),
+        (lambda: methods.StreamingLLM(token_budget=4), "token_budget is 4; it must be greater than sink_tokens"),
+        (lambda: methods.StreamingLLM(sink_tokens=-1), "sink_tokens is -1"),
+        (lambda: methods.make_method("snap_kv"), "there is no method 'snap_kv'"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            attempt()
