@@ -189,6 +189,7 @@ def select_blocks(
     return Selection(indices, counts.view(batch, kv_heads))
 
 
+@torch.no_grad()
 def sparse_decode(
     q: Tensor,
     k: Tensor,

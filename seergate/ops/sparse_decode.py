@@ -33,6 +33,8 @@ def sparse_decode(
 ) -> Tensor:
     """Attention of one token per row over the selected blocks; all query heads of a group read the same blocks.
 
+    For decoding only: no gradient flows to any input.
+
     Args:
         q: ``[B, H, d]``.
         k: ``[B, Hkv, S, d]``; ``S`` may be a capacity. Neither blocks that are not selected nor tokens at or beyond a

@@ -67,7 +67,7 @@ def _keys(scores_BKN: Tensor, blocks_N: Tensor) -> Tensor:
     return (ordered << 32) - blocks_N
 
 
-def _nucleus(scores_BKN: Tensor, probs_BKN: Tensor, past_B1N: Tensor, blocks_N: Tensor, top_p: float | None) -> Tensor:
+def _nucleus(scores_BKN: Tensor, probs_BKN: Tensor, past_B1N: Tensor, blocks_N: Tensor, top_p: float) -> Tensor:
     """The fewest past blocks, best first, whose probabilities sum to ``top_p``."""
     keys_BKN = _keys(scores_BKN, blocks_N).masked_fill(~past_B1N, torch.iinfo(torch.int64).min)
     order_BKN = keys_BKN.argsort(dim=-1, descending=True)

@@ -10,11 +10,11 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-GATHER_BYTES_CPU = 4 * 2**20
-"""How much of K to gather before attending to it: what a core's cache holds, and what malloc keeps instead of
-returning it to the system after every call (fresh pages cost more than the copy)."""
+GATHER_BYTES_CPU = 2**20
+"""How much of K each thread gathers before attending to it; with as much of V, what a core's cache holds."""
 
 
+@torch.no_grad()
 def sparse_decode(
     q: Tensor,
     k: Tensor,
@@ -57,12 +57,19 @@ def sparse_decode(
 
     q_PGD = q.reshape(pairs, group, dim)
     sinks_PG = None if sinks is None else sinks.view(kv_heads, group).repeat(batch, 1)
-    step = max(1, GATHER_BYTES_CPU // (width * dim * k.element_size())) if on_cpu else pairs
+    step = pairs
+    if on_cpu:
+        threads = torch.get_num_threads()
+        step = min(pairs, max(1, GATHER_BYTES_CPU // (width * dim * k.element_size())) * threads)
+    # One pair of buffers for all chunks: fresh pages would cost more than the copy into them.
+    buffers = [rows.new_empty(step * index.shape[1], rows.shape[1]) for rows, index in sources]
     for lo in range(0, pairs, step):
         some = slice(lo, min(lo + step, pairs))
         k_PSD, v_PSD = (
-            rows.index_select(0, index[some].flatten()).view(some.stop - lo, -1, x.shape[-1])[:, :width]
-            for (rows, index), x in zip(sources, (k, v), strict=True)
+            torch.index_select(rows, 0, index[some].flatten(), out=buffer[: index[some].numel()]).view(
+                some.stop - lo, -1, x.shape[-1]
+            )[:, :width]
+            for (rows, index), buffer, x in zip(sources, buffers, (k, v), strict=True)
         )
         mask = None if mask_PS is None else mask_PS[some]
         sink = None if sinks_PG is None else sinks_PG[some]
