@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from seergate import ops
+from seergate.ops.checks import check_cu_seqlens, check_lengths
 from tests.ops.helpers import Pack
 
 T, H, K, D, E, B = 24, 4, 2, 8, 6, 8
@@ -155,15 +156,34 @@ def test_wrong_argument(op, changes, message):
         op(**MAKERS[op](**changes))
 
 
-def test_values_are_not_read_from_a_device():
-    """On a device whose values cannot be read (here: meta), checks pass on shapes alone."""
-    from seergate.ops.checks import check_cu_seqlens, check_lengths
+def on_meta(arguments):
+    return {name: x.to("meta") if isinstance(x, torch.Tensor) else x for name, x in arguments.items()}
 
+
+@pytest.mark.parametrize("rule", [{"token_budget": 16}, {"threshold": 0.1}, {"top_p": 0.5}], ids=str)
+def test_selection_reads_no_value_from_a_device(rule):
+    """On meta tensors reading a value is an error, as it is a stall on an accelerator."""
+    chosen = ops.select_blocks(**on_meta(selection(**{"token_budget": None} | rule)))
+    assert chosen.indices.shape == (2, K, 2 if "token_budget" in rule else 6)
+
+
+@pytest.mark.parametrize("extras", [{}, {"sinks": torch.zeros(H), "softcap": 2.0}], ids=["plain", "sinks and softcap"])
+def test_decode_reads_no_value_from_a_device(extras):
+    assert ops.sparse_decode(**on_meta(decode(**extras))).shape == (2, H, D)
+
+
+def test_pooling_reads_no_value_from_a_device():
+    assert ops.pool_keys(**on_meta(pooling(lengths=torch.tensor([3, 48])))).shape == (2, K, 6, D)
+
+
+def test_gate_kl_reads_no_value_from_a_device_when_the_borders_are_in_host_memory():
+    arguments = gate(recall_budgets=(16,))
+    qg = arguments["qg"].to("meta").requires_grad_()
+    loss, stats = ops.gate_kl(**on_meta(arguments) | {"qg": qg, "cu_seqlens": arguments["cu_seqlens"]})
+    loss.backward()
+    assert loss.shape == () and stats.recall.shape == (1, K) and qg.grad.shape == (T, K, E)
+
+
+def test_checks_pass_on_shapes_alone_where_values_lie_on_a_device():
     check_cu_seqlens(torch.zeros(3, dtype=torch.int32, device="meta"), 24)
     check_lengths(torch.zeros(3, dtype=torch.int64, device="meta"), 3, 48, "S")
-    ops.select_blocks(
-        torch.zeros(2, 2, 6, device="meta"),
-        torch.zeros(2, dtype=torch.int64, device="meta"),
-        block_size=8,
-        token_budget=16,
-    )
