@@ -69,8 +69,8 @@ def resolve(options: dict[str, Any]) -> TrainConfig:
     local_rank = given.pop("local_rank", None)
     given.pop("dry_run", None)
     values = {**(read_yaml(Path(file)) if file else {}), **given}
-    # The launcher's own marks; distributed.py reads the same ones, but importing it would import torch.
-    if "deepspeed" not in values and (local_rank is not None or "CROSS_SIZE" in os.environ):
+    # The deepspeed launcher's marks. A null in a file is "nothing said"; `--deepspeed none` is a choice.
+    if values.get("deepspeed") is None and (local_rank is not None or "CROSS_SIZE" in os.environ):
         values["deepspeed"] = ""
     if values.get("deepspeed") == "":
         values["deepspeed"] = str(shipped("ds_configs/zero2.json"))
@@ -87,6 +87,9 @@ def main(argv: Sequence[str] | None = None, prog: str | None = None) -> int:
             config = replace(config, output_dir=str(config.run_dir))
             print(yaml.safe_dump(config.to_dict(), sort_keys=False, allow_unicode=True), end="")
             return 0
+        # Idle OpenMP threads sleep instead of spinning: on a machine that also does something else, spinning ones were
+        # measured to make a step 15 times slower. Read when torch is imported, so it is set before.
+        os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
         from seergate.distill.trainer import run_distillation
 
         adapter = run_distillation(config)

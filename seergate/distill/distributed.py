@@ -54,11 +54,6 @@ class World:
             dist.destroy_process_group()
 
 
-def launched_by_deepspeed(local_rank_argument: int | None) -> bool:
-    """Whether the deepspeed launcher started this process: it passes ``--local_rank`` and sets ``CROSS_SIZE``."""
-    return local_rank_argument is not None or "CROSS_SIZE" in os.environ
-
-
 def join_world(*, deepspeed: bool) -> World:
     """Connect to the other processes, if there are any.
 

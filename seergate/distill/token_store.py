@@ -11,6 +11,7 @@ import json
 import os
 import shutil
 import tempfile
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -83,6 +84,7 @@ class TokenStore:
             progress: called with the number of rows read so far.
         """
         directory.parent.mkdir(parents=True, exist_ok=True)
+        _remove_abandoned_drafts(directory)
         draft = Path(tempfile.mkdtemp(prefix=f".{directory.name}.", dir=directory.parent))
         try:
             starts, seen = [0], set()
@@ -112,6 +114,13 @@ class TokenStore:
         finally:
             shutil.rmtree(draft, ignore_errors=True)
         return cls(directory)
+
+
+def _remove_abandoned_drafts(directory: Path) -> None:
+    """Drafts of this store that nobody has written to for an hour: their process was killed."""
+    for tokens in directory.parent.glob(f".{directory.name}.*/tokens.i32"):
+        if time.time() - tokens.stat().st_mtime > 3600:
+            shutil.rmtree(tokens.parent, ignore_errors=True)
 
 
 def _tokenised(

@@ -80,6 +80,10 @@ def run_distillation(config: TrainConfig, callbacks: Iterable[Callback] = ()) ->
         prepare_deepspeed()
     world = join_world(deepspeed=bool(config.deepspeed))
     _share_cores(world)
+    if not world.is_main:
+        from transformers.utils import logging
+
+        logging.disable_progress_bar()
     try:
         return _Run(config, located.model, world, callbacks).run()
     finally:

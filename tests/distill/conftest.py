@@ -32,7 +32,8 @@ QWEN3 = """\
 R1 = """\
 {{ bos_token }}{% for m in messages %}
 {%- if m.role == 'user' %}{{ '<｜User｜>' + m.content }}{% endif %}
-{%- if m.role == 'assistant' %}{{ '<｜Assistant｜>' + m.content.split('</think>')[-1] + '<｜end▁of▁sentence｜>' }}{% endif %}
+{%- if m.role == 'assistant' %}{{ '<｜Assistant｜>' + m.content.split('</think>')[-1] }}
+{{- '<｜end▁of▁sentence｜>' }}{% endif %}
 {%- endfor %}"""
 
 TEMPLATES = {"plain": PLAIN, "qwen3": QWEN3, "r1": R1}

@@ -72,7 +72,8 @@ def test_command_line_strings_become_the_fields_types() -> None:
         ("block_size", 0), ("block_size", 512), ("gate_dim", 7), ("k_pooling", "median"), ("q_pooling", "sum"),
         ("lr", 0), ("lr", "nan"), ("lr", "inf"), ("min_lr", 1.0), ("weight_decay", -0.1), ("grad_clip", "nan"),
         ("row_start", 1.0), ("row_start", -0.1), ("reduction", "mean"), ("dtype", "int8"), ("over_length", "split"),
-        ("recall_budgets", "0"), ("recall_budgets", "a,b"), ("chain_sum_variables", "5"), ("chain_sum_variables", "9,5"),
+        ("recall_budgets", "0"), ("recall_budgets", "a,b"), ("chain_sum_variables", "5"),
+        ("chain_sum_variables", "9,5"),
         ("data_limit", 0), ("data", ""), ("resume", "perhaps"), ("save_every", -1), ("output_dir", 3),
     ],
 )  # fmt: skip
@@ -115,13 +116,17 @@ def test_every_option_is_on_the_command_line_with_help() -> None:
     parser.format_help()  # a stray percent sign would fail here
 
 
-def test_the_launcher_chooses_deepspeed(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_launcher_chooses_deepspeed(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.delenv("CROSS_SIZE", raising=False)
     parser = build_parser()
     assert resolve(vars(parser.parse_args([]))).deepspeed is None
     for argv in (["--local_rank=0"], ["--deepspeed"]):
         assert (resolve(vars(parser.parse_args(argv))).deepspeed or "").endswith("zero2.json")
     assert (resolve(vars(parser.parse_args(["--deepspeed", "my.json"]))).deepspeed) == "my.json"
+    assert resolve(vars(parser.parse_args(["--local_rank=0", "--deepspeed", "none"]))).deepspeed is None
+    load_train_config().save(tmp_path / "of-a-plain-run.yaml")
+    argv = ["--config", str(tmp_path / "of-a-plain-run.yaml"), "--local_rank=0"]
+    assert (resolve(vars(parser.parse_args(argv))).deepspeed or "").endswith("zero2.json")
 
 
 def test_a_missing_model_directory_is_refused() -> None:

@@ -214,7 +214,8 @@ def test_held_out_packs_are_not_trained_on(config: TrainConfig) -> None:
 
 
 @pytest.mark.parametrize(
-    ("rows", "why"), [([], "it has no rows"), ([{}, chat("")], r"of 2 rows, 1 malformed \(no messages.*1 malformed \(empty")]
+    ("rows", "why"),
+    [([], "it has no rows"), ([{}, chat("")], r"of 2 rows, 1 malformed \(no messages.*1 malformed \(empty")],
 )
 def test_nothing_to_train_on_is_one_clear_sentence(config: TrainConfig, rows: list[Any], why: str) -> None:
     write(config.data, rows)

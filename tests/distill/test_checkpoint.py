@@ -1,0 +1,96 @@
+"""Checkpoints are whole or not there."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from seergate.distill import checkpoint as module
+from seergate.distill.checkpoint import (
+    Checkpoint,
+    clear_drafts,
+    load_checkpoint,
+    newest_checkpoint,
+    random_states,
+    remove_checkpoints,
+    save_checkpoint,
+    set_random_states,
+)
+from seergate.distill.engines import MOMENTS, OptimizerState
+from seergate.errors import SeergateError
+
+
+def make(step: int) -> Checkpoint:
+    gates = {"layers.0.q_proj.weight": torch.full((2, 3), float(step)), "layers.0.q_norm.weight": torch.ones(3)}
+    moments = {m: {name: torch.randn_like(x) for name, x in gates.items()} for m in MOMENTS}
+    return Checkpoint(OptimizerState(gates, moments, step), {"lr": 0.1}, random_states(), {"best_kl": 0.1 + step})
+
+
+def names(root: Path) -> list[str]:
+    return sorted(p.name for p in root.iterdir())
+
+
+def test_round_trip_is_exact(tmp_path: Path) -> None:
+    saved = make(7)
+    loaded = load_checkpoint(save_checkpoint(tmp_path, saved, keep=2))
+    assert loaded.optimizer.step == 7 and loaded.run == saved.run and loaded.progress == saved.progress
+    for part in ("gates", *MOMENTS):
+        a, b = (c.optimizer.gates if part == "gates" else c.optimizer.moments[part] for c in (saved, loaded))
+        assert a.keys() == b.keys() and all(torch.equal(a[name], b[name]) for name in a)
+
+
+def test_random_states_come_back() -> None:
+    states = random_states()
+    first = torch.rand(3)
+    set_random_states(states)
+    assert torch.equal(torch.rand(3), first)
+
+
+def test_only_the_newest_are_kept(tmp_path: Path) -> None:
+    for step in (3, 20, 100):
+        save_checkpoint(tmp_path, make(step), keep=2)
+    assert names(tmp_path) == ["step-00000020", "step-00000100"]
+    assert newest_checkpoint(tmp_path) == tmp_path / "step-00000100"
+    assert newest_checkpoint(tmp_path / "nowhere") is None
+
+
+@pytest.mark.parametrize("moment", ["save_file", "_flush", "_discard"])
+def test_a_kill_while_saving_leaves_the_one_before(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, moment: str
+) -> None:
+    save_checkpoint(tmp_path, make(1), keep=1)
+
+    def killed(*args: object, **kwargs: object) -> None:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patched:
+        patched.setattr(module, moment, killed)
+        with pytest.raises(KeyboardInterrupt):
+            save_checkpoint(tmp_path, make(2), keep=1)
+    newest = newest_checkpoint(tmp_path)
+    assert newest is not None
+    assert load_checkpoint(newest).optimizer.step == (2 if moment == "_discard" else 1)  # it was whole by then
+    clear_drafts(tmp_path)
+    assert all(name.startswith("step-") for name in names(tmp_path))
+    save_checkpoint(tmp_path, make(3), keep=1)
+    assert names(tmp_path) == ["step-00000003"]
+
+
+def test_a_damaged_checkpoint_is_named(tmp_path: Path) -> None:
+    path = save_checkpoint(tmp_path, make(5), keep=1)
+    tensors = path / "state.safetensors"
+    tensors.write_bytes(tensors.read_bytes()[:-10])
+    with pytest.raises(SeergateError, match=r"step-00000005 is damaged"):
+        load_checkpoint(path)
+    (path / "state.json").write_text('{"format": 99}')
+    with pytest.raises(SeergateError, match="format 99"):
+        load_checkpoint(path)
+
+
+def test_starting_over_removes_everything(tmp_path: Path) -> None:
+    save_checkpoint(tmp_path, make(1), keep=1)
+    (tmp_path / ".draft-step-00000002-99").mkdir()
+    remove_checkpoints(tmp_path)
+    assert names(tmp_path) == []

@@ -1,0 +1,153 @@
+"""`train.py` as users start it: alone, under `torchrun`, under the DeepSpeed launcher, and killed without warning."""
+
+from __future__ import annotations
+
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from seergate.distill import TrainConfig, run_distillation
+from seergate.distill.checkpoint import newest_checkpoint
+from tests.distill.test_trainer import assert_identical, config, model_dir, weights  # noqa: F401 (fixtures)
+
+ROOT = Path(__file__).parents[2]
+SCRIPTS = Path(sys.executable).parent
+
+pytestmark = pytest.mark.slow
+
+
+def arguments(config: TrainConfig, tmp_path: Path) -> list[str]:  # noqa: F811
+    file = tmp_path / f"{config.run_dir.name}.yaml"
+    config.save(file)
+    return [str(ROOT / "train.py"), "--model", config.model, "--config", str(file)]
+
+
+def start(command: list[str]) -> subprocess.Popen[str]:
+    env = {**os.environ, "DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
+    return subprocess.Popen(
+        command, cwd=ROOT, env=env, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, start_new_session=True
+    )
+
+
+def finish(command: list[str]) -> str:
+    process = start(command)
+    output, _ = process.communicate(timeout=600)
+    assert process.returncode == 0, output
+    return output
+
+
+def free_port() -> str:
+    return str(random.SystemRandom().randint(20000, 60000))
+
+
+def state(run: Path) -> dict[str, torch.Tensor]:
+    tensors = load_file(Path(str(newest_checkpoint(run / "checkpoints"))) / "state.safetensors")
+    return {name: x for name, x in tensors.items() if not name.startswith("random")}
+
+
+def assert_close(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor], tolerance: float) -> None:
+    assert a.keys() == b.keys()
+    for name in a:
+        assert (a[name] - b[name]).abs().max() <= tolerance, name
+
+
+@pytest.mark.parametrize("launcher", ["torchrun", "deepspeed"])
+def test_two_processes_agree_with_one_and_resume_exactly(config: TrainConfig, tmp_path: Path, launcher: str) -> None:  # noqa: F811
+    config = replace(config, packs_per_step=4, steps=9, save_every=6)
+    alone = run_distillation(replace(config, output_dir=str(tmp_path / "alone")))
+    both = replace(config, output_dir=str(tmp_path / "both"))
+    if launcher == "torchrun":
+        command = [str(SCRIPTS / "torchrun"), "--nproc-per-node", "2", "--master-port", free_port()]
+    else:
+        command = [str(SCRIPTS / "deepspeed"), "--num_gpus", "2", "--master_port", free_port()]
+    command += arguments(both, tmp_path)
+    output = finish(command)
+    assert "in 2 processes" in output and ("DeepSpeed ZeRO" in output) == (launcher == "deepspeed")
+    assert output.count("adapter: ") == 1  # one process talks
+    assert_close(weights(both.run_dir), weights(alone), 1e-6)
+    assert_close(state(both.run_dir), state(alone), 1e-6)
+
+    before = state(both.run_dir)
+    newest = newest_checkpoint(both.run_dir / "checkpoints")
+    assert newest is not None and newest.name == "step-00000009"
+    for file in newest.iterdir():
+        file.unlink()
+    newest.rmdir()
+    assert "continuing after step 6 of 9" in finish(command)
+    assert_identical(state(both.run_dir), before)
+
+
+def test_a_checkpoint_of_two_processes_is_continued_by_one(config: TrainConfig, tmp_path: Path) -> None:  # noqa: F811
+    config = replace(config, packs_per_step=4, steps=6, save_every=3)
+    alone = run_distillation(replace(config, output_dir=str(tmp_path / "alone")))
+    torchrun = [str(SCRIPTS / "torchrun"), "--nproc-per-node", "2", "--master-port", free_port()]
+    finish([*torchrun, *arguments(config, tmp_path)])
+    newest = newest_checkpoint(config.run_dir / "checkpoints")
+    assert newest is not None
+    newest.rename(config.run_dir / "newest")
+    run_distillation(config)
+    assert_close(state(config.run_dir), state(alone), 1e-6)
+
+
+def test_a_batch_that_cannot_be_shared_is_refused(config: TrainConfig, tmp_path: Path) -> None:  # noqa: F811
+    command = [str(SCRIPTS / "torchrun"), "--nproc-per-node", "2", "--master-port", free_port()]
+    process = start([*command, *arguments(replace(config, packs_per_step=3), tmp_path)])
+    output, _ = process.communicate(timeout=300)
+    assert process.returncode != 0
+    assert output.count("error: packs_per_step is 3; it must be a multiple of the 2 processes") == 1
+
+
+def test_killed_at_random_moments_it_ends_bit_identical(config: TrainConfig, tmp_path: Path) -> None:  # noqa: F811
+    # A step, a checkpoint and every other time an evaluation with an export take milliseconds each, so that a random
+    # moment may fall into any of them.
+    config = replace(config, steps=60, save_every=1, eval_every=2, log_every=1)
+    command = [sys.executable, *arguments(config, tmp_path)]
+    whole = run_distillation(replace(config, output_dir=str(tmp_path / "whole")))
+    rng = random.Random(0)
+    reached = 0
+    for _ in range(6):
+        process = start(command)
+        assert process.stdout is not None
+        wanted = rng.randint(1, 8)
+        for line in process.stdout:
+            if line.startswith("step "):
+                assert int(line.split()[1].split("/")[0]) >= reached  # it goes on, it does not start over
+                wanted -= 1
+                if not wanted:
+                    break
+        else:
+            pytest.fail("it ended before it could be killed")
+        time.sleep(rng.uniform(0, 0.05))
+        os.killpg(process.pid, signal.SIGKILL)
+        process.communicate()
+        newest = newest_checkpoint(config.run_dir / "checkpoints")
+        reached = int(newest.name.removeprefix("step-")) if newest else 0
+    assert 0 < reached < 60
+    finish(command)
+    assert_identical(weights(config.run_dir), weights(whole))
+    assert_identical(weights(config.run_dir / "best"), weights(whole / "best"))
+    assert_identical(state(config.run_dir), state(whole))
+    assert not list(config.run_dir.rglob(".draft-*"))
+
+
+def test_killed_while_preparing_data_it_starts_again(config: TrainConfig, tmp_path: Path) -> None:  # noqa: F811
+    cache = tmp_path / "cache"
+    config = replace(config, token_cache=str(cache), data_limit=20_000, steps=2)
+    command = [sys.executable, *arguments(config, tmp_path)]
+    process = start(command)
+    until = time.monotonic() + 60
+    while not any(cache.glob(".*/tokens.i32")) and time.monotonic() < until:
+        time.sleep(0.005)
+    os.killpg(process.pid, signal.SIGKILL)
+    process.communicate()
+    assert [path.name[0] for path in cache.iterdir()] == ["."]  # only a draft
+    assert "20,000 rows" in finish(command)

@@ -1,0 +1,272 @@
+"""The training loop on a tiny random Qwen3: it learns, it resumes exactly, and it refuses what cannot work."""
+
+from __future__ import annotations
+
+import json
+import math
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM, GPT2Config, GPT2LMHeadModel, Qwen3Config, Qwen3ForCausalLM
+
+from seergate.bank import GateBank
+from seergate.distill import TrainConfig, load_train_config, run_distillation
+from seergate.distill.callbacks import EvalLog, StepLog
+from seergate.distill.checkpoint import newest_checkpoint
+from seergate.distill.config import read_yaml
+from seergate.distill.engines import deepspeed_config
+from seergate.distill.trainer import learning_rate
+from seergate.errors import SeergateError
+from tests.distill.conftest import PLAIN, byte_tokenizer
+
+
+class Recorder:
+    """Keeps what it hears, and can stop the run as a kill would: between two steps, unannounced."""
+
+    def __init__(self, stop_after: int | None = None) -> None:
+        self.steps: list[StepLog] = []
+        self.evals: list[EvalLog] = []
+        self.messages: list[str] = []
+        self.stop_after = stop_after
+
+    def on_message(self, text: str) -> None:
+        self.messages.append(text)
+
+    def on_step(self, log: StepLog) -> None:
+        self.steps.append(log)
+        if log.step == self.stop_after:
+            raise KeyboardInterrupt
+
+    def on_eval(self, log: EvalLog) -> None:
+        self.evals.append(log)
+
+    def close(self) -> None:
+        pass
+
+
+@pytest.fixture(scope="session")
+def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A directory as `from_pretrained` wants it; peaked attention, so that there is something to learn."""
+    directory = tmp_path_factory.mktemp("qwen3")
+    tokenizer = byte_tokenizer(PLAIN)
+    torch.manual_seed(0)
+    config = Qwen3Config(
+        vocab_size=len(tokenizer),
+        hidden_size=32,
+        intermediate_size=48,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=16,
+        initializer_range=0.2,
+        max_position_embeddings=2048,
+    )
+    Qwen3ForCausalLM(config).save_pretrained(directory)
+    tokenizer.save_pretrained(directory)
+    return directory
+
+
+@pytest.fixture
+def config(model_dir: Path, tmp_path: Path, tmp_path_factory: pytest.TempPathFactory) -> TrainConfig:
+    return load_train_config(
+        str(model_dir),
+        {
+            "output_dir": str(tmp_path / "run"),
+            "token_cache": str(tmp_path_factory.getbasetemp() / "tokens"),
+            "data": "chain_sum",
+            "data_limit": 80,
+            "chain_sum_variables": (5, 12),
+            "max_length": 768,
+            "block_size": 16,
+            "steps": 8,
+            "packs_per_step": 2,
+            "lr": 1e-2,
+            "warmup_steps": 2,
+            "save_every": 3,
+            "eval_every": 4,
+            "eval_packs": 2,
+            "recall_budgets": (32, 128),
+        },
+    )
+
+
+def weights(directory: Path | str) -> dict[str, torch.Tensor]:
+    return load_file(Path(directory) / "gate_model.safetensors")
+
+
+def assert_identical(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> None:
+    assert a.keys() == b.keys()
+    for name in a:
+        assert torch.equal(a[name], b[name]), name
+
+
+def test_it_learns_and_leaves_an_adapter_that_loads(config: TrainConfig, model_dir: Path) -> None:
+    heard = Recorder()
+    config = replace(config, steps=30, eval_every=10)
+    out = run_distillation(config, [heard])
+    assert out == Path(config.output_dir or "")
+    first, last = heard.steps[0], heard.steps[-1]
+    assert last.kl < 0.6 * first.kl and last.recall[32][0] > first.recall[32][0]
+    assert heard.evals[-1].kl < heard.evals[0].kl < first.kl
+    assert [s.step for s in heard.steps] == list(range(1, 31)) and [e.step for e in heard.evals] == [10, 20, 30]
+
+    bank = GateBank.from_pretrained(out)
+    assert (bank.config.block_size, bank.config.gate_dim) == (16, 16)  # as wide as the model's heads
+    assert bank.geometry.base_model == str(model_dir) and bank.training_record["config"]["steps"] == 30
+    base = AutoModelForCausalLM.from_pretrained(model_dir)
+    ids = torch.randint(0, 256, (1, 200))
+    trained, fresh = (
+        b.distill_loss(base.eval(), input_ids=ids) for b in (bank, GateBank.for_model(base, bank.config))
+    )
+    assert trained < fresh  # on text that it never saw
+
+    best = min(heard.evals, key=lambda log: log.kl)
+    assert GateBank.from_pretrained(out / "best").training_record["kl_held_out_best"] == best.kl
+    assert TrainConfig.from_dict(read_yaml(out / "train_config.yaml")) == config
+    assert json.loads((out / "data.json").read_text())["samples"] == 80
+    assert not [p.name for p in out.rglob("*") if "draft" in p.name or "saving" in p.name]
+
+
+def test_tensorboard_holds_every_scalar_of_every_step(config: TrainConfig) -> None:
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    heard = Recorder()
+    out = run_distillation(config, [heard])
+    events = EventAccumulator(str(out / "tensorboard"))
+    events.Reload()
+    for name in (
+        "kl/mean", "kl/layer_0", "kl/layer_1", "loss", "recall_at_32/mean", "recall_at_128/layer_1", "grad_norm", "lr",
+        "speed/tokens_per_second", "speed/memory_gb",
+    ):  # fmt: skip
+        assert [e.step for e in events.Scalars(name)] == list(range(1, 9)), name
+    assert [e.value for e in events.Scalars("kl/mean")] == pytest.approx([s.kl for s in heard.steps], rel=1e-5)
+    assert [e.value for e in events.Scalars("lr")] == pytest.approx(
+        [learning_rate(config, s) for s in range(8)], rel=1e-5
+    )
+    assert [e.step for e in events.Scalars("held_out/kl")] == [4, 8]
+    assert events.Scalars("held_out/recall_at_32")[-1].value == pytest.approx(
+        heard.evals[-1].mean_recall()[32], rel=1e-5
+    )
+
+
+@pytest.mark.parametrize("stop_after", [1, 3, 4, 7])
+def test_an_interrupted_run_ends_bit_identical(config: TrainConfig, tmp_path: Path, stop_after: int) -> None:
+    whole = run_distillation(replace(config, output_dir=str(tmp_path / "whole")))
+    with pytest.raises(KeyboardInterrupt):
+        run_distillation(config, [Recorder(stop_after)])
+    heard = Recorder()
+    resumed = run_distillation(config, [heard])
+    assert heard.steps[0].step == (stop_after - 1) // 3 * 3 + 1  # stopped just before that step could be saved
+    assert_identical(weights(resumed), weights(whole))
+    assert_identical(weights(resumed / "best"), weights(whole / "best"))
+    ends = [newest_checkpoint(run / "checkpoints") for run in (resumed, whole)]
+    assert_identical(*(load_file(Path(str(end)) / "state.safetensors") for end in ends))
+
+
+def test_a_finished_run_only_writes_its_adapter_again(config: TrainConfig) -> None:
+    out = run_distillation(config)
+    before = weights(out)
+    for file in out.glob("gate_*"):
+        file.unlink()  # as if killed between the last checkpoint and the export
+    heard = Recorder()
+    run_distillation(config, [heard])
+    assert heard.steps == [] and "continuing after step 8 of 8" in heard.messages
+    assert_identical(weights(out), before)
+
+
+def test_a_checkpoint_of_another_run_is_refused_before_long_work(config: TrainConfig) -> None:
+    run_distillation(config)
+    with pytest.raises(SeergateError, match=r"lr=0\.01 and this run has 0\.02.*--no-resume"):
+        run_distillation(replace(config, lr=2e-2))
+    with pytest.raises(SeergateError, match="data_limit=80"):
+        run_distillation(replace(config, data_limit=70))
+    heard = Recorder()
+    run_distillation(replace(config, lr=2e-2, steps=2, resume=False), [heard])
+    assert [s.step for s in heard.steps] == [1, 2]
+    assert [p.name for p in (config.run_dir / "checkpoints").iterdir()] == ["step-00000002"]
+
+
+def test_changed_data_is_noticed(config: TrainConfig, tmp_path: Path) -> None:
+    rows = [{"text": "some text to learn from " * 20 + str(i)} for i in range(30)]
+    file = tmp_path / "rows.jsonl"
+    config = replace(config, data=str(file), steps=2, eval_packs=0)
+    file.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    run_distillation(config)
+    file.write_text("".join(json.dumps(row) + "\n" for row in rows[:-1]))
+    with pytest.raises(SeergateError, match="data_fingerprint"):
+        run_distillation(replace(config))
+
+
+def test_an_unsupported_model_is_refused_before_the_data_is_read(config: TrainConfig, tmp_path: Path) -> None:
+    GPT2LMHeadModel(GPT2Config(n_layer=1, n_embd=8, n_head=2, vocab_size=64)).save_pretrained(tmp_path / "gpt2")
+    with pytest.raises(SeergateError, match="gpt2"):
+        run_distillation(replace(config, model=str(tmp_path / "gpt2"), data="/does/not/exist.jsonl"))
+    (tmp_path / "empty").mkdir()
+    with pytest.raises(SeergateError, match="cannot be loaded") as caught:
+        run_distillation(replace(config, model=str(tmp_path / "empty")))
+    assert "\n" not in str(caught.value)
+
+
+def test_an_output_directory_that_is_a_file_is_refused(config: TrainConfig, tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(SeergateError, match="output_dir"):
+        run_distillation(replace(config, output_dir=str(tmp_path / "file")))
+
+
+def test_a_bfloat16_model_gets_gates_trained_in_float32_and_saved_in_bfloat16(config: TrainConfig) -> None:
+    heard = Recorder()
+    out = run_distillation(replace(config, dtype="bfloat16", steps=12), [heard])
+    assert {x.dtype for x in weights(out).values()} == {torch.bfloat16}
+    state = load_file(Path(str(newest_checkpoint(out / "checkpoints"))) / "state.safetensors")
+    assert {x.dtype for name, x in state.items() if not name.startswith("random")} == {torch.float32}
+    assert heard.steps[-1].kl < heard.steps[0].kl
+
+
+def test_the_loss_is_that_of_the_public_function_and_only_the_gates_change(
+    config: TrainConfig, model_dir: Path
+) -> None:
+    heard = Recorder()
+    before = load_file(model_dir / "model.safetensors")
+    run_distillation(replace(config, steps=1, packs_per_step=1, reduction="published"), [heard])
+    assert heard.steps[0].loss == pytest.approx(sum(heard.steps[0].kl_per_layer), rel=1e-5)  # published: a sum
+    assert_identical(load_file(model_dir / "model.safetensors"), before)
+
+
+def test_schedule() -> None:
+    config = load_train_config("qwen3-8b")
+    rates = [learning_rate(config, step) for step in range(800)]
+    assert rates[0] == pytest.approx(5e-5) and rates[19] == rates[20] == 1e-3
+    assert rates[799] == pytest.approx(1e-5) and rates == sorted(rates[:20]) + sorted(rates[20:], reverse=True)
+    assert rates[410] == pytest.approx((1e-3 + 1e-5) / 2, rel=0.01)  # half-way
+    assert all(math.isfinite(learning_rate(replace(config, steps=n), s)) for n in (1, 5, 20, 21, 22) for s in range(n))
+
+
+@pytest.mark.parametrize(
+    ("contents", "why"),
+    [
+        ({"zero_optimization": {"stage": 3}}, "ZeRO stage 3"),
+        ({}, "ZeRO stage 0"),
+        ({"zero_optimization": {"stage": 2}, "bf16": {"enabled": True}}, "switches bf16 on"),
+        ({"zero_optimization": {"stage": 2}, "optimizer": {"type": "SGD"}}, "sets the optimizer"),
+        ({"zero_optimization": {"stage": 2}, "gradient_clipping": 5.0}, "sets gradient_clipping to 5.0"),
+        ("not json", "must be a JSON file"),
+    ],
+)
+def test_deepspeed_files_that_contradict_the_run_are_refused(
+    config: TrainConfig, tmp_path: Path, contents: object, why: str
+) -> None:
+    file = tmp_path / "ds.json"
+    file.write_text(contents if isinstance(contents, str) else json.dumps(contents))
+    with pytest.raises(SeergateError, match=why):
+        deepspeed_config(replace(config, deepspeed=str(file)), 2)
+
+
+@pytest.mark.parametrize("name", ["zero2", "zero2-offload"])
+def test_the_shipped_deepspeed_files_fit_every_world(config: TrainConfig, name: str) -> None:
+    file = Path(__file__).parents[2] / "ds_configs" / f"{name}.json"
+    values = deepspeed_config(replace(config, deepspeed=str(file), packs_per_step=16), 8)
+    assert values["gradient_accumulation_steps"] == 2 and values["train_batch_size"] == 16
+    assert values["gradient_clipping"] == 1.0
