@@ -29,7 +29,7 @@ from seergate.eval.sampling import Sampling, sample_seed
 from seergate.eval.settings import MethodSpec
 from seergate.eval.tasks import Problem, Task, contents_hash
 from seergate.host import Handle, attached
-from seergate.methods import Gate
+from seergate.methods import Gate, SelectingMethod, method_class
 
 
 @dataclass(frozen=True)
@@ -62,7 +62,7 @@ class RunOptions:
         sampling: how tokens are chosen.
         seed: of the samples' random numbers.
         batch_size: samples that run together; does not shape results.
-        measure_recall: also measure the recall of teacher mass (`seergate.eval.recall`).
+        measure_recall: also measure the recall of teacher mass (`seergate.eval.recall`) of methods that select blocks.
         model_name, gates_name: what to call them in the records; paths or Hub ids.
         on_progress: called after every batch.
     """
@@ -177,7 +177,9 @@ def evaluate(
         samples = store.read_samples(out_dir)
         missing = {key: problem for key, problem in wanted.items() if key not in {store.key_of(s) for s in samples}}
         store.pin(out_dir, _config(model, task, problems, spec, opts, bank), finished=not missing)
-        unmeasured = opts.measure_recall and not (out_dir / store.RECALL).exists()
+        # defined for methods that keep the whole cache: dense reads all of it, and what is evicted cannot be weighed
+        weighed = issubclass(method_class(spec.name), SelectingMethod)
+        unmeasured = opts.measure_recall and weighed and not (out_dir / store.RECALL).exists()
         if missing or unmeasured:
             with attached(model, spec.method(bank)) as handle:
                 if missing:
@@ -305,7 +307,13 @@ def _config(
     if spec.name == Gate.name and bank is not None:
         gates = {"path": options.gates_name, "fingerprint": fingerprint(bank)}
     return {
-        "task": {"name": task.name, **task.options, "grader": task.grader, "contents": contents_hash(problems)},
+        "task": {
+            "name": task.name,
+            **task.options,
+            "grader": task.grader,
+            "chance": task.chance,
+            "contents": contents_hash(problems),
+        },
         "method": spec.describe(bank),
         "model": {
             "path": options.model_name or str(model.config._name_or_path),
@@ -314,9 +322,7 @@ def _config(
             "dtype": str(model.dtype).removeprefix("torch."),
             "fingerprint": fingerprint(model),
         },
-        "gates": {"path": options.gates_name, "fingerprint": fingerprint(bank)}
-        if uses_gates and bank is not None
-        else None,
+        "gates": gates,
         "generation": {
             "samples": options.samples,
             "max_new_tokens": options.max_new_tokens,

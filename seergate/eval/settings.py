@@ -19,6 +19,8 @@ class MethodSpec:
         name: a key of `seergate.methods.METHODS`.
         token_budget: tokens per KV head and step; ``None`` only for ``dense``.
         block_size: tokens per block, for the methods that select blocks; gates have their own.
+        dense_layers: layers that stay dense, for the methods that select blocks. None by default, as in the comparison
+            of the SeerAttention-R paper; Quest's own default would leave the first two layers dense.
         options: further options of the method.
 
     Raises:
@@ -28,6 +30,7 @@ class MethodSpec:
     name: str
     token_budget: int | None = None
     block_size: int | None = None
+    dense_layers: tuple[int, ...] = ()
     options: dict[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -60,11 +63,15 @@ class MethodSpec:
         if self.name == Gate.name:
             if bank is None:
                 raise SeergateError("the method 'gate' needs gates: the directory or Hub repository of an adapter")
-            return Gate.from_config(bank, DecodeConfig(token_budget=self.token_budget, **self.options))
+            decode = DecodeConfig(token_budget=self.token_budget, dense_layers=self.dense_layers, **self.options)
+            return Gate.from_config(bank, decode)
+        known = method_class(self.name).__dataclass_fields__
         options = dict(self.options)
+        if "dense_layers" in known:
+            options["dense_layers"] = self.dense_layers
         if self.token_budget is not None:
             options["token_budget"] = self.token_budget
-        if self.block_size is not None and "block_size" in method_class(self.name).__dataclass_fields__:
+        if self.block_size is not None and "block_size" in known:
             options["block_size"] = self.block_size
         return make_method(self.name, **options)
 
@@ -79,8 +86,14 @@ class MethodSpec:
         return {"name": self.name, **values}
 
 
-def grid(methods: list[str], budgets: list[int], block_size: int | None) -> list[MethodSpec]:
-    """Every method at every budget, ``dense`` once and first (the others are compared with it)."""
+def grid(
+    methods: list[str], budgets: list[int], block_size: int | None, dense_layers: tuple[int, ...] = ()
+) -> list[MethodSpec]:
+    """Every method at every budget, ``dense`` once and first (the others are compared with it).
+
+    Raises:
+        SeergateError: for an unknown method, or if there are no budgets for one that needs them.
+    """
     names = sorted(dict.fromkeys(methods), key=lambda name: name != Dense.name)
     specs = []
     for name in names:
@@ -89,5 +102,5 @@ def grid(methods: list[str], budgets: list[int], block_size: int | None) -> list
         else:
             if not budgets:
                 raise SeergateError(f"the method {name!r} needs a token budget")
-            specs += [MethodSpec(name, budget, block_size) for budget in sorted(dict.fromkeys(budgets))]
+            specs += [MethodSpec(name, budget, block_size, dense_layers) for budget in sorted(dict.fromkeys(budgets))]
     return specs

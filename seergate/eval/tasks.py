@@ -54,6 +54,8 @@ class Task:
         max_new_tokens: how long an answer may be if nothing else is said.
         samples: how many answers per problem if nothing else is said.
         sampling: how tokens are chosen if nothing else is said; ``None`` for the model's generation configuration.
+        chance: accuracy of guessing, if that is worth knowing.
+        budgets: token budgets that are worth comparing if nothing else is said.
         options: what the task was made with; pinned with the results.
     """
 
@@ -63,6 +65,8 @@ class Task:
     max_new_tokens: int
     samples: int = 1
     sampling: Sampling | None = None
+    chance: float | None = None
+    budgets: tuple[int, ...] = (1024, 2048, 4096, 6144)
     options: dict[str, Any] = field(default_factory=dict)
 
     def problems(self) -> list[Problem]:
@@ -115,6 +119,8 @@ def chain_sum(*, problems: int = 64, variables: int = 150, seed: int = 0) -> Tas
         # a right solution takes 7 tokens per variable; a lost reasoner may go round in circles for a while
         max_new_tokens=10 * variables + 32,
         sampling=Sampling(),
+        chance=0.1,
+        budgets=(64, 128, 256, 512),
         options={"problems": problems, "variables": variables, "seed": seed},
     )
 

@@ -1,0 +1,77 @@
+"""What the commands print: progress as a bar on a terminal and as plain lines elsewhere, and closing words."""
+
+from __future__ import annotations
+
+import sys
+import time
+from types import TracebackType
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from seergate.eval.runner import Progress
+    from seergate.report import Report
+
+
+class EvalProgress:
+    """Shows how far the settings of a sweep are.
+
+    Args:
+        settings: how many there are.
+    """
+
+    def __init__(self, settings: int) -> None:
+        self.settings, self.started, self.label = settings, 0, ""
+        self.began = time.monotonic()
+        self.bar: Any = None
+        self.task: Any = None
+        if sys.stdout.isatty():
+            from rich import progress
+
+            self.bar = progress.Progress(
+                progress.TextColumn("{task.description}"),
+                progress.BarColumn(bar_width=24),
+                progress.MofNCompleteColumn(),
+                progress.TimeElapsedColumn(),
+                progress.TextColumn("{task.fields[note]}"),
+            )
+
+    def __enter__(self) -> EvalProgress:
+        if self.bar is not None:
+            self.bar.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if self.bar is not None:
+            self.bar.stop()
+
+    def __call__(self, now: Progress) -> None:
+        """Take note of a batch."""
+        if now.label != self.label:
+            self.label = now.label
+            self.started += 1
+            if self.bar is not None:
+                self.task = self.bar.add_task(now.label, total=now.total, note="")
+        note = ""
+        if now.done:
+            note = f"{100 * now.correct / now.done:.0f} % right"
+            if now.tokens:
+                note += f", {now.tokens / max(1e-9, now.seconds):.0f} tokens/s"
+        if self.bar is not None:
+            self.bar.update(self.task, completed=now.done, note=note)
+        elif now.done:
+            seconds = time.monotonic() - self.began
+            print(
+                f"[{self.started}/{self.settings}] {now.label}: {now.done}/{now.total} answers, {note} "
+                f"({seconds:.0f} s)",
+                flush=True,
+            )
+
+
+def say_report(report: Report) -> None:
+    """What the report shows, one line per finding, and where it is."""
+    print("\nWhat the report shows:")
+    for line in report.findings:
+        print(f"- {line}")
+    print(f"\nreport: {report.markdown}  (the same with pictures inside: {report.html})")

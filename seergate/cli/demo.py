@@ -1,0 +1,88 @@
+"""``seergate demo``: the whole path on the model that ships with seergate, in minutes, on any machine."""
+
+from __future__ import annotations
+
+import argparse
+import time
+from pathlib import Path
+
+PARSES_ITS_ARGUMENTS = True
+HELP = (
+    "gates for a small reasoning model, distilled, evaluated and reported, in minutes",
+    "Take the frozen tiny reasoner that ships with seergate, distil gates for it from its own attention, save them\n"
+    "as an adapter, load them back, let it answer fresh problems at several token budgets with dense attention, an\n"
+    "oracle, the gates, Quest, a recency window and random blocks, and write a report. Needs no network and no GPU.",
+    ["seergate demo", "seergate demo --problems 128 --out runs/bigger-demo"],
+)
+
+METHODS = ["dense", "oracle", "gate", "quest", "streaming_llm", "random"]
+BUDGETS = [48, 96, 192]
+VARIABLES, PROBLEMS = 60, 32
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare the options."""
+    parser.add_argument("--out", type=Path, metavar="DIR", help="where everything goes [runs/demo-DATE-TIME]")
+    parser.add_argument(
+        "--problems", type=int, default=PROBLEMS, metavar="N", help="how many problems are answered [%(default)s]"
+    )
+    parser.add_argument(
+        "--variables",
+        type=int,
+        default=VARIABLES,
+        metavar="N",
+        help="size of a problem; prompt and answer take about ten tokens per variable [%(default)s]",
+    )
+    parser.add_argument("--steps", type=int, metavar="N", help="steps of distillation [those of the preset]")
+
+
+def run(options: argparse.Namespace) -> int:
+    """Distil, save, load, evaluate, report."""
+    from seergate.cli.models import TINY, check_writable, load_gates, load_model, model_path
+    from seergate.eval import RunOptions, make_task, sweep
+    from seergate.eval.settings import grid
+
+    began = time.monotonic()
+    out = options.out or Path("runs") / time.strftime("demo-%Y%m%d-%H%M%S")
+    task = make_task("chain_sum", problems=options.problems, variables=options.variables)
+    base = model_path(TINY)
+    check_writable(out)
+
+    from seergate.distill import load_train_config, run_distillation
+
+    overrides = {"output_dir": str(out / "gates"), "steps": options.steps}
+    config = load_train_config(TINY, {name: value for name, value in overrides.items() if value is not None})
+    print(f"1. Distilling gates from the attention of the frozen model in {base} ({config.steps} steps)", flush=True)
+    adapter = run_distillation(config)
+
+    size = sum(file.stat().st_size for file in adapter.glob("*.safetensors"))
+    print(f"\n2. The adapter is in {adapter} ({size / 1e3:.0f} kB); loading it back", flush=True)
+    bank = load_gates(str(adapter))
+    specs = grid(METHODS, BUDGETS, bank.config.block_size)
+
+    length = 10 * options.variables
+    print(
+        f"\n3. Answering {options.problems} fresh problems of about {length} tokens, each method reading at most "
+        f"{', '.join(map(str, BUDGETS))} tokens per step",
+        flush=True,
+    )
+    from seergate.cli.console import EvalProgress, say_report
+
+    model, tokenizer = load_model(base)
+    with EvalProgress(len(specs)) as progress:
+        run_options = RunOptions(
+            batch_size=options.problems,
+            measure_recall=True,
+            model_name=TINY,
+            gates_name=str(adapter),
+            on_progress=progress,
+        )
+        sweep(model, tokenizer, task, specs, out / "eval", run_options, bank=bank)
+
+    from seergate.report import write_report
+
+    print("\n4. Writing the report", flush=True)
+    report = write_report(out / "eval", out)
+    say_report(report)
+    print(f"the demo took {time.monotonic() - began:.0f} seconds")
+    return 0

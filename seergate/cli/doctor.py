@@ -1,0 +1,136 @@
+"""``seergate doctor``: what is installed, what works here, and whether a model can be gated."""
+
+from __future__ import annotations
+
+import argparse
+import importlib.util
+import os
+import platform
+
+PARSES_ITS_ARGUMENTS = True
+HELP = (
+    "what is installed and what works on this machine",
+    "Print versions, devices, usable backends and shipped checkpoints; with --model, whether a model can be gated\n"
+    "(read from its configuration alone, no weights are loaded).",
+    ["seergate doctor", "seergate doctor --model Qwen/Qwen3-8B"],
+)
+
+PACKAGES = (
+    "torch",
+    "transformers",
+    "accelerate",
+    "datasets",
+    "triton",
+    "deepspeed",
+    "flash-attn",
+    "math-verify",
+    "matplotlib",
+)
+WIDTH = 14
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare the options."""
+    parser.add_argument("--model", help="preset, directory or Hub id (org/name) to judge")
+
+
+def run(options: argparse.Namespace) -> int:
+    """Print everything; exit code 2 if a model was named and is not supported."""
+    import torch
+
+    from seergate import __version__
+    from seergate.eval.environment import git_revision, processor, version_of
+
+    _line("seergate", f"{__version__} (git {git_revision() or 'unknown'})")
+    _line("python", platform.python_version())
+    for package in PACKAGES:
+        _line(package, version_of(package) or "not installed")
+    _line("cpu", f"{processor()}, {os.cpu_count()} cores, {torch.get_num_threads()} threads")
+    if torch.cuda.is_available():
+        for i in range(torch.cuda.device_count()):
+            properties = torch.cuda.get_device_properties(i)
+            _line(f"cuda:{i}", f"{properties.name}, {properties.total_memory / 2**30:.0f} GiB")
+    else:
+        _line("cuda", "no device")
+    for name, verdict in _backends().items():
+        _line(f"ops {name}", verdict)
+    for name, verdict in _checkpoints().items():
+        _line(name, verdict)
+    if options.model is None:
+        return 0
+    return _judge(options.model)
+
+
+def _line(name: str, value: str) -> None:
+    print(f"{name:<{WIDTH}} {value}")
+
+
+def _backends() -> dict[str, str]:
+    """Each backend of the ops, tried on a small problem."""
+    import torch
+
+    from seergate import ops
+
+    found = {}
+    before = os.environ.get("SEERGATE_BACKEND")
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    q, k = torch.randn(1, 2, 16, device=device), torch.randn(1, 1, 64, 16, device=device)
+    indices = torch.tensor([[[0, 3]]], dtype=torch.int32, device=device)
+    lengths = torch.tensor([64], device=device)
+    for name in ("reference", "torch", "triton"):
+        try:
+            os.environ["SEERGATE_BACKEND"] = name
+            ops.sparse_decode(q, k, k, indices, lengths, 16)
+            found[name] = f"works on {device}"
+        except Exception as error:  # whatever it is, the point of this command is to say so
+            found[name] = f"not usable: {' '.join(str(error).split()) or type(error).__name__}"
+        finally:
+            if before is None:
+                os.environ.pop("SEERGATE_BACKEND", None)
+            else:
+                os.environ["SEERGATE_BACKEND"] = before
+    if importlib.util.find_spec("flash_attn") is None:
+        found["flash"] = "flash-attn is not installed (optional)"
+    return found
+
+
+def _checkpoints() -> dict[str, str]:
+    """The shipped model and gates."""
+    from seergate.cli.models import TINY, TINY_MODEL, shipped_gates
+    from seergate.paths import shipped
+
+    found = {}
+    try:
+        found[TINY] = str(shipped(TINY_MODEL))
+    except FileNotFoundError:
+        found[TINY] = "missing from this installation"
+    gates = shipped_gates()
+    found["its gates"] = str(gates) if gates is not None else "missing from this installation"
+    return found
+
+
+def _judge(name: str) -> int:
+    """Say whether a model can be gated, from its configuration."""
+    from transformers import AutoConfig
+
+    from seergate.cli.models import model_path
+    from seergate.errors import SeergateError
+    from seergate.host.families import family_of, layer_type
+
+    path = model_path(name)
+    try:
+        config = AutoConfig.from_pretrained(path)
+    except (OSError, ValueError, KeyError) as error:
+        first = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+        raise SeergateError(f"the configuration of {path} cannot be read: {first}") from error
+    family_of(config)
+    text = config.get_text_config()
+    gated = [i for i in range(text.num_hidden_layers) if layer_type(text, i) == "full_attention"]
+    if not gated:
+        raise SeergateError(f"no layer of {path} has full attention, so there is nothing to make sparse")
+    heads, kv_heads = text.num_attention_heads, text.num_key_value_heads
+    print(
+        f"{path}: supported. {text.model_type}, {len(gated)} of {text.num_hidden_layers} layers can be gated, "
+        f"{heads} query heads on {kv_heads} KV heads."
+    )
+    return 0

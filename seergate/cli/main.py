@@ -1,0 +1,101 @@
+"""The ``seergate`` command: finds the sub-command, runs it, turns what goes wrong into a sentence and an exit code.
+
+0: done. 2: a mistake the user can mend, told in one sentence. 130: interrupted. Anything else is a bug of seergate and
+shows its traceback.
+"""
+
+from __future__ import annotations
+
+import argparse
+import difflib
+import os
+import sys
+from collections.abc import Sequence
+from types import ModuleType
+from typing import NoReturn
+
+from seergate import __version__
+from seergate.cli import demo, doctor, report, train
+from seergate.cli import eval as evaluation
+
+OK, USER_ERROR, INTERRUPTED = 0, 2, 130
+
+COMMANDS: dict[str, ModuleType] = {
+    "demo": demo,
+    "train": train,
+    "eval": evaluation,
+    "report": report,
+    "doctor": doctor,
+}
+
+
+class Parser(argparse.ArgumentParser):
+    """Says in one sentence what was wrong with the arguments."""
+
+    def error(self, message: str) -> NoReturn:
+        """Print ``message`` and exit with 2."""
+        self.exit(USER_ERROR, f"error: {message} (see {self.prog} --help)\n")
+
+
+def build_parser() -> argparse.ArgumentParser:
+    """The parser of all commands."""
+    parser = Parser(
+        prog="seergate",
+        description="Learned sparse attention for frozen reasoning models: distil gates, decode with them, compare.",
+        epilog="seergate COMMAND --help explains a command. Start with: seergate demo",
+    )
+    parser.add_argument("--version", action="version", version=f"seergate {__version__}")
+    commands = parser.add_subparsers(dest="command", metavar="COMMAND", parser_class=Parser)
+    for name, module in COMMANDS.items():
+        summary, description, examples = module.HELP
+        command = commands.add_parser(
+            name,
+            help=summary,
+            description=description,
+            epilog="examples:\n" + "\n".join(f"  {line}" for line in examples),
+            formatter_class=argparse.RawDescriptionHelpFormatter,
+            add_help=module.PARSES_ITS_ARGUMENTS,
+            allow_abbrev=False,
+        )
+        module.add_arguments(command)
+    return parser
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run a command.
+
+    Args:
+        argv: the arguments; those of the process if ``None``.
+
+    Returns:
+        The exit code.
+    """
+    arguments = list(sys.argv[1:] if argv is None else argv)
+    # Idle OpenMP threads sleep instead of spinning, which is ruinous on a machine that also does something else. It is
+    # read when torch is imported, so it is set before.
+    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+    try:
+        if not arguments:
+            build_parser().print_help()
+            return OK
+        name = arguments[0]
+        if not name.startswith("-") and name not in COMMANDS:
+            near = difflib.get_close_matches(name, COMMANDS, n=1)
+            hint = f"did you mean {near[0]!r}?" if near else f"there are {', '.join(COMMANDS)}"
+            print(f"error: there is no command {name!r}; {hint}", file=sys.stderr)
+            return USER_ERROR
+        if name in COMMANDS and not COMMANDS[name].PARSES_ITS_ARGUMENTS:
+            return int(COMMANDS[name].run_argv(arguments[1:]))
+        options = build_parser().parse_args(arguments)
+        return int(COMMANDS[options.command].run(options))
+    except KeyboardInterrupt:
+        print("interrupted; what was finished is kept", file=sys.stderr)
+        return INTERRUPTED
+    except BrokenPipeError:  # the reader of a pipe has seen enough
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return OK
+    except (ValueError, FileNotFoundError, NotADirectoryError, IsADirectoryError, PermissionError) as error:
+        if os.environ.get("SEERGATE_TRACEBACK"):
+            raise
+        print(f"error: {' '.join(str(error).split())}", file=sys.stderr)
+        return USER_ERROR

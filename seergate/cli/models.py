@@ -1,0 +1,97 @@
+"""Finds models and gates by the names that users give them."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from seergate.errors import SeergateError
+from seergate.paths import shipped
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+    from seergate.bank import GateBank
+
+TINY = "tiny-reasoner"
+TINY_MODEL = "checkpoints/tiny-reasoner"
+TINY_GATES = ("checkpoints/tiny-reasoner/gates", "checkpoints/tiny-reasoner-gates")
+
+
+def model_path(name: str) -> str:
+    """A directory or Hub id for a preset's name, a directory or a Hub id.
+
+    Raises:
+        SeergateError: if it is none of these, with the nearest preset.
+    """
+    from seergate.distill.config import load_train_config, locate_model
+
+    return locate_model(load_train_config(name)).model
+
+
+def shipped_gates() -> Path | None:
+    """The gates of the tiny reasoner that ship with seergate, if this installation has them."""
+    for place in TINY_GATES:
+        try:
+            return shipped(place)
+        except FileNotFoundError:
+            continue
+    return None
+
+
+def gates_for(model: str, gates: str | None) -> str | None:
+    """The adapter to use: the one that was named, or for the tiny reasoner the one that ships with it."""
+    if gates is not None:
+        return gates
+    found = shipped_gates() if model.lower() == TINY else None
+    return None if found is None else str(found)
+
+
+def load_gates(source: str) -> GateBank:
+    """Read an adapter.
+
+    Raises:
+        SeergateError: if it is missing or damaged.
+    """
+    from seergate.bank import GateBank
+
+    return GateBank.from_pretrained(source)
+
+
+def load_model(
+    path: str, dtype: str = "auto", device: str = "auto"
+) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
+    """Load a model and its tokenizer for generation.
+
+    Args:
+        path: directory or Hub id.
+        dtype: ``auto`` is the precision it was saved in.
+        device: ``auto`` is the GPU if there is one.
+
+    Raises:
+        SeergateError: if they cannot be loaded.
+    """
+    import torch
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+    from transformers.utils import logging
+
+    logging.disable_progress_bar()
+    place = ("cuda" if torch.cuda.is_available() else "cpu") if device == "auto" else device
+    options: dict[str, Any] = {"dtype": dtype if dtype == "auto" else getattr(torch, dtype)}
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(path)
+        model = AutoModelForCausalLM.from_pretrained(path, **options).to(place).eval()
+    except (OSError, ValueError, KeyError) as error:
+        first = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+        raise SeergateError(f"the model {path} cannot be loaded: {first}") from error
+    return model, tokenizer
+
+
+def check_writable(out: Path) -> None:
+    """Refuse an output directory before long work instead of after it."""
+    if out.exists() and not out.is_dir():
+        raise SeergateError(f"{out} is a file; the output needs a directory")
+    out.mkdir(parents=True, exist_ok=True)
+    if not os.access(out, os.W_OK):
+        raise SeergateError(f"{out} cannot be written to")

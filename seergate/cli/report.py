@@ -1,0 +1,29 @@
+"""``seergate report``."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+
+PARSES_ITS_ARGUMENTS = True
+HELP = (
+    "tables, plots and findings of finished runs",
+    "Write report.md, report.html and plots about a run directory, or about all runs in a directory: accuracy and\n"
+    "generation length against budget, recall by layer, cost, and what can and cannot be concluded.",
+    ["seergate report runs/demo", "seergate report runs/demo/eval --out /tmp/report"],
+)
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare the options."""
+    parser.add_argument("run_dir", type=Path, metavar="RUN_DIR", help="what `seergate eval --out` wrote")
+    parser.add_argument("--out", type=Path, metavar="DIR", help="where the report goes [RUN_DIR]")
+
+
+def run(options: argparse.Namespace) -> int:
+    """Write the report and say what it shows."""
+    from seergate.cli.console import say_report
+    from seergate.report import write_report
+
+    say_report(write_report(options.run_dir, options.out))
+    return 0

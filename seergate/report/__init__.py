@@ -1,0 +1,8 @@
+"""Reports: what runs of `seergate.eval` show, as tables, plots and sentences."""
+
+from __future__ import annotations
+
+from seergate.report.load import Sweep, load_sweeps
+from seergate.report.write import write_report
+
+__all__ = ["Sweep", "load_sweeps", "write_report"]

@@ -1,0 +1,146 @@
+"""Sentences computed from the numbers: what a sweep shows, and what it cannot show."""
+
+from __future__ import annotations
+
+import math
+
+from seergate.eval.stats import Z95, Estimate
+from seergate.report.load import Setting, Sweep
+
+CLOSE = 0.02
+"""Two points: how near to dense counts as matching it."""
+
+RECENCY = "streaming_llm"
+
+
+def findings(sweep: Sweep) -> list[str]:
+    """One sentence each, the most important first."""
+    lines = []
+    if sweep.dense is not None:
+        lines.append(_dense(sweep, sweep.dense))
+        lines += [_against_dense(sweep, method, sweep.dense) for method in sweep.methods if method != "random"]
+    if "gate" in sweep.methods:
+        lines += [_gate_against(sweep, other) for other in sweep.methods if other not in ("gate", "oracle", "random")]
+    lines += _recall(sweep)
+    return lines
+
+
+def _dense(sweep: Sweep, dense: Setting) -> str:
+    low, high = dense.interval
+    return (
+        f"dense answers {_percent(dense.accuracy.mean)} of {_problems(dense.accuracy.n)} right (95 % interval "
+        f"{_percent(low)} to {_percent(high)}); prompt and answer together take {sweep.context:.0f} tokens on average."
+    )
+
+
+def _against_dense(sweep: Sweep, method: str, dense: Setting) -> str:
+    compared = [(setting, sweep.difference(setting, dense)) for setting in sweep.of(method)]
+    level = next((i for i in range(len(compared)) if all(_not_worse(d) for _, d in compared[i:])), None)
+    if level is None:
+        setting, difference = compared[-1]
+        return f"{setting.label} tokens is still {_gap(difference)} dense; no tested budget was enough."
+    setting, difference = compared[level]
+    share = 100 * (setting.budget or 0) / sweep.context
+    start = f"{setting.label} tokens ({share:.0f} % of the full context) is {_gap(difference)} dense"
+    if _equivalent(difference):
+        return f"{start}: level with dense."
+    return f"{start}: no loss could be shown, but one of up to {_reach(difference)} could go unseen here."
+
+
+def _gate_against(sweep: Sweep, other: str) -> str:
+    parts, wins = [], 0
+    for budget in sweep.budgets:
+        ours, theirs = sweep.at("gate", budget), sweep.at(other, budget)
+        if ours is None or theirs is None:
+            continue
+        difference = sweep.difference(ours, theirs)
+        wins += difference.mean > 2 * difference.se
+        parts.append(f"{_signed(difference)} at {budget}")
+    if not parts:
+        return f"gate and {other} have no budget in common, so they cannot be compared."
+    verdict = f"more than two standard errors ahead at {wins} of {len(parts)} budgets"
+    return f"gate minus {other}, points on the same problems: {', '.join(parts)} ({verdict})."
+
+
+def _recall(sweep: Sweep) -> list[str]:
+    measured = [s for s in sweep.settings if s.metrics["recall"] is not None]
+    if not measured:
+        return []
+    smallest = min(s.budget for s in measured if s.budget is not None)
+    row = [f"{s.method} {_percent(s.metrics['recall'])}" for s in measured if s.budget == smallest]
+    return [f"recall of dense attention's mass at {smallest} tokens: {', '.join(row)}."]
+
+
+def cautions(sweep: Sweep) -> list[str]:
+    """What a reader should know before quoting a number."""
+    lines = []
+    n = sweep.settings[0].accuracy.n
+    if sweep.dense is None:
+        lines.append("there is no dense run, so nothing here says how much accuracy sparsity costs.")
+    elif n > 1:
+        worst = max((sweep.difference(s, sweep.dense).se for s in sweep.settings if s.budget is not None), default=0.0)
+        lines.append(
+            f"with {_problems(n)}, differences to dense have standard errors of up to {100 * worst:.1f} points; "
+            f"those below {100 * 2 * worst:.0f} points may be chance."
+        )
+    if n == 1:
+        lines.append("a single problem gives no standard error; no difference here can be told from chance.")
+    greedy = sweep.config["generation"]["temperature"] == 0
+    if greedy:
+        lines.append("decoding was greedy, one chain per problem; sampled chains would vary more.")
+    truncated: list[str] = []
+    for setting in sweep.settings:
+        if not setting.complete:
+            lines.append(f"{setting.label} is unfinished: {setting.metrics['n_samples']} samples so far.")
+        if setting.metrics["truncation_rate"] > 0.05:
+            truncated.append(f"{setting.label} ({_percent(setting.metrics['truncation_rate'])})")
+    if truncated:
+        limit = sweep.config["generation"]["max_new_tokens"]
+        lines.append(f"answers hit the limit of {limit} tokens, so lengths are lower bounds: {', '.join(truncated)}.")
+    if chance := sweep.config["task"].get("chance"):
+        lines.append(f"guessing gets {_percent(chance)} right.")
+    sizes = {s.config["method"]["block_size"] for s in sweep.settings if "block_size" in s.config["method"]}
+    if len(sizes) > 1:
+        lines.append(f"block sizes differ between methods ({', '.join(map(str, sorted(sizes)))} tokens).")
+    processors = {str(s.config.get("environment", {}).get("hardware")) for s in sweep.settings}
+    if len(processors) > 1:
+        lines.append("the settings ran on different machines; do not compare their tokens per second.")
+    return lines
+
+
+def _not_worse(difference: Estimate) -> bool:
+    """Not significantly below zero. One problem proves nothing either way."""
+    return difference.mean >= -CLOSE and (math.isnan(difference.se) or difference.mean + Z95 * difference.se >= 0)
+
+
+def _equivalent(difference: Estimate) -> bool:
+    return difference.n > 1 and abs(difference.mean) + difference.half_width <= CLOSE and difference.n * CLOSE >= 3
+
+
+def _reach(difference: Estimate) -> str:
+    """The largest loss that the data leave possible. With no disagreement at all: three in n (the rule of three)."""
+    reach = max(-(difference.mean - difference.half_width), 3 / difference.n) if difference.n > 1 else 1.0
+    return f"{100 * min(1.0, reach):.0f} points"
+
+
+def _gap(difference: Estimate) -> str:
+    points = 100 * difference.mean
+    if abs(points) < 0.05:
+        return f"0.0 ± {_se(difference)} points from"
+    return f"{abs(points):.1f} ± {_se(difference)} points {'above' if points > 0 else 'below'}"
+
+
+def _signed(difference: Estimate) -> str:
+    return f"{100 * difference.mean:+.1f} ± {_se(difference)}"
+
+
+def _se(difference: Estimate) -> str:
+    return "?" if math.isnan(difference.se) else f"{100 * difference.se:.1f}"
+
+
+def _percent(value: float) -> str:
+    return f"{100 * value:.0f} %" if abs(value * 100 - round(value * 100)) < 0.05 else f"{100 * value:.1f} %"
+
+
+def _problems(n: int) -> str:
+    return f"{n} problem{'s' if n != 1 else ''}"

@@ -1,0 +1,171 @@
+"""The report's plots. A method has one colour (Okabe and Ito's, safe for colour-blind readers) and one marker."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from seergate.errors import SeergateError
+from seergate.eval.stats import Z95
+from seergate.report.load import Setting, Sweep
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+
+STYLES: dict[str, tuple[str, str]] = {
+    "dense": ("#000000", ""),
+    "oracle": ("#0072B2", "s"),
+    "gate": ("#D55E00", "o"),
+    "quest": ("#009E73", "^"),
+    "streaming_llm": ("#CC79A7", "v"),
+    "random": ("#7F7F7F", "x"),
+}
+SPARE = (("#E69F00", "D"), ("#56B4E9", "P"), ("#F0E442", "*"))
+DPI = 150
+
+
+def style(method: str) -> dict[str, Any]:
+    """Colour and marker of a method, the same in every plot."""
+    colour, marker = STYLES.get(method) or SPARE[sum(map(ord, method)) % len(SPARE)]
+    return {"color": colour, "marker": marker, "markersize": 6, "linewidth": 2.4 if method == "gate" else 1.6}
+
+
+def accuracy_plot(sweep: Sweep, path: Path) -> Path:
+    """Accuracy against budget with 95 % intervals; dense as a horizontal line (Figure 5 of SeerAttention-R)."""
+
+    def interval(s: Setting) -> tuple[float, float, float]:
+        low, high = s.interval
+        return 100 * s.accuracy.mean, 100 * low, 100 * high
+
+    return _against_budget(sweep, path, interval, "accuracy (%)", "Accuracy against token budget", zero_to=104)
+
+
+def length_plot(sweep: Sweep, path: Path) -> Path:
+    """Mean generation length against budget with 95 % intervals."""
+
+    def interval(s: Setting) -> tuple[float, float, float]:
+        mean, half = s.metrics["mean_tokens"], Z95 * (s.metrics["mean_tokens_se"] or 0.0)
+        return mean, max(0.0, mean - half), mean + half
+
+    return _against_budget(
+        sweep, path, interval, "generated tokens per answer", "Generation length against token budget"
+    )
+
+
+def recall_plot(sweep: Sweep, path: Path) -> Path | None:
+    """Recall of dense attention's mass: mean over layers by budget, and layer by layer. ``None`` if not measured."""
+    methods = [m for m in sweep.methods if any(s.metrics["recall"] is not None for s in sweep.of(m))]
+    if not methods:
+        return None
+    plt = _pyplot()
+    layers = len(next(s for s in sweep.of(methods[0]) if s.recall).metrics["recall_per_layer"])
+    height = max(3.6, 0.16 * layers + 1.6)
+    figure, axes = plt.subplots(
+        1, len(methods) + 1, figsize=(4.4 + 2.2 * len(methods), height), width_ratios=[2.2] + [1] * len(methods)
+    )
+    lines: Axes = axes[0]
+    for i, method in enumerate(methods):
+        points = [s for s in sweep.of(method) if s.metrics["recall"] is not None]
+        budgets = [s.budget or 0 for s in points]
+        lines.plot(budgets, [100 * s.metrics["recall"] for s in points], label=method, **style(method))
+        image = _heat_map(axes[i + 1], method, points, first=i == 0)
+    _budget_axis(lines, sweep.budgets)
+    lines.set(ylim=(0, 104), ylabel="attention mass recalled (%)")
+    lines.set_title("Recall, mean over layers", fontsize=10)
+    lines.legend(frameon=False, fontsize=9)
+    figure.colorbar(image, ax=list(axes[1:]), label="recall (%)", fraction=0.04, pad=0.02)
+    return _save(figure, path)
+
+
+def _heat_map(axis: Axes, method: str, points: list[Setting], first: bool) -> Any:
+    grid = [
+        [100 * s.metrics["recall_per_layer"][layer] for s in points]
+        for layer in range(len(points[0].metrics["recall_per_layer"]))
+    ]
+    image = axis.imshow(grid, vmin=0, vmax=100, cmap="viridis", aspect="auto", origin="lower")
+    names = points[0].recall["layers"] if points[0].recall else range(len(grid))
+    if len(grid) <= 12:
+        for y, row in enumerate(grid):
+            for x, value in enumerate(row):
+                axis.text(x, y, f"{value:.0f}", ha="center", va="center", fontsize=8, color="w" if value < 60 else "k")
+        axis.set_yticks(range(len(grid)), [str(n) for n in names])
+    axis.set_xticks(range(len(points)), [str(s.budget) for s in points], fontsize=8)
+    axis.set_title(method, fontsize=10)
+    axis.set_xlabel("budget (tokens)", fontsize=9)
+    if first:
+        axis.set_ylabel("layer", fontsize=9)
+    return image
+
+
+def _against_budget(
+    sweep: Sweep,
+    path: Path,
+    interval: Callable[[Setting], tuple[float, float, float]],
+    ylabel: str,
+    title: str,
+    zero_to: float | None = None,
+) -> Path:
+    figure, axis = _pyplot().subplots(figsize=(6.8, 4.4))
+    count = len(sweep.methods)
+    for i, method in enumerate(sweep.methods):
+        shift = 2 ** (0.035 * (i - (count - 1) / 2))  # side by side, so that no error bar hides another
+        values = [interval(s) for s in sweep.of(method)]
+        budgets = [(s.budget or 0) * shift for s in sweep.of(method)]
+        errors = [[m - low for m, low, _ in values], [high - m for m, _, high in values]]
+        axis.errorbar(
+            budgets,
+            [m for m, _, _ in values],
+            yerr=errors,
+            capsize=3,
+            elinewidth=1,
+            label=method,
+            zorder=3 if method == "gate" else 2,
+            **style(method),
+        )
+    if sweep.dense is not None:
+        mean, low, high = interval(sweep.dense)
+        axis.axhline(mean, color=STYLES["dense"][0], linestyle="--", linewidth=1.4, label="dense", zorder=1)
+        axis.axhspan(low, high, color="#000000", alpha=0.07, linewidth=0, zorder=0)
+    chance = sweep.config["task"].get("chance")
+    if zero_to is not None and chance:
+        axis.axhline(100 * chance, color="#7F7F7F", linestyle=":", linewidth=1.2, label="guessing", zorder=1)
+    _budget_axis(axis, sweep.budgets)
+    axis.set_ylabel(ylabel)
+    top = zero_to if zero_to is not None else axis.get_ylim()[1] * 1.05
+    axis.set_ylim(-0.02 * top, top)  # a marker at zero is drawn whole
+    task, model = sweep.config["task"]["name"], Path(str(sweep.config["model"]["path"])).name
+    n = sweep.settings[0].accuracy.n
+    axis.set_title(f"{title}\n{model} on {task}, {n} problems; bars and band: 95 % intervals", fontsize=10)
+    axis.legend(frameon=False, fontsize=9, loc="center left", bbox_to_anchor=(1.0, 0.5))
+    return _save(figure, path)
+
+
+def _budget_axis(axis: Axes, budgets: list[int]) -> None:
+    axis.set_xlabel("token budget per KV head (tokens)")
+    if budgets:
+        axis.set_xscale("log", base=2)
+        axis.set_xticks(budgets, [str(b) for b in budgets])
+        axis.minorticks_off()
+        axis.set_xlim(budgets[0] / 1.25, budgets[-1] * 1.25)
+    axis.grid(axis="y", color="#DDDDDD", linewidth=0.8)
+    axis.set_axisbelow(True)
+    axis.spines[["top", "right"]].set_visible(False)
+
+
+def _pyplot() -> Any:
+    try:
+        import matplotlib
+    except ImportError as error:
+        raise SeergateError("plots need matplotlib; install it with: pip install 'seergate[eval]'") from error
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    return pyplot
+
+
+def _save(figure: Figure, path: Path) -> Path:
+    figure.savefig(path, dpi=DPI, bbox_inches="tight", facecolor="white")
+    _pyplot().close(figure)
+    return path

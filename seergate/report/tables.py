@@ -1,0 +1,124 @@
+"""The report's tables, in Markdown."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+from seergate.report.load import Setting, Sweep
+
+NONE = "–"
+
+
+def markdown(header: Sequence[str], rows: Sequence[Sequence[str]], left: int = 1) -> str:
+    """A Markdown table; the first ``left`` columns are aligned left, numbers right."""
+    cells = [list(header), *map(list, rows)]
+    widths = [max(3, *(len(row[i]) for row in cells)) for i in range(len(header))]
+
+    def line(row: Sequence[str]) -> str:
+        padded = [c.ljust(w) if i < left else c.rjust(w) for i, (c, w) in enumerate(zip(row, widths, strict=True))]
+        return f"| {' | '.join(padded)} |"
+
+    rule = [("-" * w if i < left else "-" * (w - 1) + ":") for i, w in enumerate(widths)]
+    return "\n".join([line(cells[0]), f"| {' | '.join(rule)} |", *map(line, cells[1:])])
+
+
+def accuracy_table(sweep: Sweep) -> str:
+    """Accuracy and length."""
+    header = [
+        "method",
+        "budget",
+        "accuracy %",
+        "std. error",
+        "95 % interval",
+        "minus dense",
+        "problems",
+        "samples",
+        "mean tokens",
+        "max tokens",
+        "truncated %",
+        "no answer %",
+    ]
+    return markdown(header, [_accuracy_row(sweep, s) for s in sweep.settings])
+
+
+def _accuracy_row(sweep: Sweep, s: Setting) -> list[str]:
+    m = s.metrics
+    difference = NONE
+    if sweep.dense is not None and s is not sweep.dense:
+        d = sweep.difference(s, sweep.dense)
+        difference = f"{100 * d.mean:+.1f}" + ("" if math.isnan(d.se) else f" ± {100 * d.se:.1f}")
+    low, high = s.interval
+    return [
+        s.method,
+        _plain(s.budget),
+        f"{100 * m['accuracy']:.1f}",
+        NONE if m["accuracy_se"] is None else f"{100 * m['accuracy_se']:.1f}",
+        f"{100 * low:.1f} to {100 * high:.1f}",
+        difference,
+        str(m["n_problems"]),
+        str(m["n_samples"]),
+        f"{m['mean_tokens']:.1f}",
+        str(m["max_tokens"]),
+        f"{100 * m['truncation_rate']:.1f}",
+        f"{100 * m['unanswered_rate']:.1f}",
+    ]
+
+
+def cost_table(sweep: Sweep) -> str:
+    """What decoding read, held and took."""
+    header = [
+        "method",
+        "budget",
+        "block size",
+        "density %",
+        "kB read per step",
+        "kB resident, mean",
+        "kB resident, peak",
+        "tokens/s",
+        "recall %",
+    ]
+    rows = []
+    for s in sweep.settings:
+        m = s.metrics
+        rows.append(
+            [
+                s.method,
+                _plain(s.budget),
+                _plain(s.config["method"].get("block_size")),
+                _scaled(m["density"], 100, 1),
+                _scaled(m["bytes_read_per_step"], 1e-3, 1),
+                _scaled(m["resident_bytes_mean"], 1e-3, 1),
+                _scaled(m["resident_bytes_peak"], 1e-3, 1),
+                _scaled(m["tokens_per_second"], 1, 1),
+                _scaled(m["recall"], 100, 1),
+            ]
+        )
+    return markdown(header, rows)
+
+
+def recall_table(sweep: Sweep) -> str | None:
+    """Recall by layer, or ``None`` if it was not measured."""
+    measured = [s for s in sweep.settings if s.recall is not None]
+    if not measured:
+        return None
+    layers = measured[0].recall["layers"] if measured[0].recall else []
+    header = ["method", "budget", "mean %", *(f"layer {layer}" for layer in layers)]
+    rows = [
+        [
+            s.method,
+            _plain(s.budget),
+            _scaled(s.metrics["recall"], 100, 1),
+            *(_scaled(value, 100, 1) for value in s.metrics["recall_per_layer"]),
+        ]
+        for s in measured
+    ]
+    return markdown(header, rows)
+
+
+def _plain(value: object) -> str:
+    return NONE if value is None else str(value)
+
+
+def _scaled(value: float | None, factor: float, digits: int) -> str:
+    return NONE if value is None else f"{factor * value:.{digits}f}"

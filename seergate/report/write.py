@@ -1,0 +1,181 @@
+"""Writes a report: `report.md`, its plots, and the same as one self-contained `report.html`."""
+
+from __future__ import annotations
+
+import base64
+import html
+import re
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from seergate.eval.store import write_text
+from seergate.report.findings import cautions, findings
+from seergate.report.load import Sweep, load_sweeps
+from seergate.report.plots import accuracy_plot, length_plot, recall_plot
+from seergate.report.tables import accuracy_table, cost_table, recall_table
+
+
+@dataclass(frozen=True)
+class Report:
+    """What was written.
+
+    Attributes:
+        markdown, html: the two files.
+        plots: the images.
+        findings: what it shows, one sentence each.
+    """
+
+    markdown: Path
+    html: Path
+    plots: list[Path] = field(default_factory=list)
+    findings: list[str] = field(default_factory=list)
+
+
+def write_report(root: Path, out: Path | None = None) -> Report:
+    """Report on a run directory or a directory of them.
+
+    Args:
+        root: what `seergate.eval` wrote.
+        out: where the report goes; ``root`` if ``None``.
+
+    Raises:
+        SeergateError: if there is nothing to report on.
+    """
+    sweeps = load_sweeps(root)
+    out = out or root
+    out.mkdir(parents=True, exist_ok=True)
+    parts, plots, said = [], [], []
+    for i, sweep in enumerate(sweeps):
+        suffix = f"-{i + 1}" if len(sweeps) > 1 else ""
+        text, images = _section(sweep, out, suffix)
+        parts.append(text)
+        plots += images
+        said += findings(sweep)
+    title = f"# Decoding with a token budget: {', '.join(dict.fromkeys(_name(s) for s in sweeps))}\n"
+    markdown = "\n".join([title, *parts])
+    write_text(out / "report.md", markdown)
+    write_text(out / "report.html", to_html(markdown, out))
+    return Report(out / "report.md", out / "report.html", plots, said)
+
+
+def _name(sweep: Sweep) -> str:
+    return f"{Path(str(sweep.config['model']['path'])).name} on {sweep.config['task']['name']}"
+
+
+def _section(sweep: Sweep, out: Path, suffix: str) -> tuple[str, list[Path]]:
+    plots = []
+    blocks = [
+        f"## What {_name(sweep)} shows",
+        _bullets(findings(sweep)),
+        "Before quoting a number:",
+        _bullets(cautions(sweep)),
+    ]
+    if sweep.budgets:
+        plots.append(accuracy_plot(sweep, out / f"accuracy{suffix}.png"))
+        blocks.append(f"![Accuracy against token budget]({plots[-1].name})")
+    blocks += ["## Accuracy", accuracy_table(sweep), _ACCURACY_NOTE]
+    if sweep.budgets:
+        plots.append(length_plot(sweep, out / f"length{suffix}.png"))
+        blocks.append(f"![Generation length against token budget]({plots[-1].name})")
+    blocks += ["## Cost", cost_table(sweep), _COST_NOTE]
+    recall = recall_plot(sweep, out / f"recall{suffix}.png")
+    table = recall_table(sweep)
+    if recall is not None and table is not None:
+        plots.append(recall)
+        blocks += ["## Recall of attention mass", _recall_note(sweep), f"![Recall]({recall.name})", table]
+    blocks += ["## How it was run", _conditions(sweep)]
+    return "\n\n".join(blocks) + "\n", plots
+
+
+_ACCURACY_NOTE = (
+    "Accuracy is the mean over problems of the mean over a problem's samples. Standard errors are clustered by "
+    "problem; the interval is Wilson's at the effective number of samples. *minus dense* is the paired difference on the "
+    "same problems, in points, ± its standard error. *truncated*: the answer hit the length limit. *no answer*: nothing "
+    "was boxed."
+)
+_COST_NOTE = (
+    "Per sequence, all layers together. *density*: tokens read per token of context, mean over decode steps. *read "
+    "per step* counts keys, values and whatever the method read to decide. *resident* is memory as allocated. "
+    "*tokens/s* is what the batch as a whole delivered on the machine below, and depends on what else ran there."
+)
+
+
+def _recall_note(sweep: Sweep) -> str:
+    recall = next(s.recall for s in sweep.settings if s.recall is not None)
+    whose = "the dense model's" if sweep.dense is not None else "the first setting's"
+    return (
+        f"Share of dense attention's probability that fell on the tokens read, mean over query heads. Measured on "
+        f"{recall['windows']} windows of {recall['tokens_per_window']} tokens of {whose} own generations, "
+        "the same for every method, so that a method that loses its way is not measured on its own wrong path. Layers that "
+        "read everything count as 100 %. Methods that evict tokens have no recall."
+    )
+
+
+def _conditions(sweep: Sweep) -> str:
+    config = sweep.config
+    model, task, generation, env = (config.get(k, {}) for k in ("model", "task", "generation", "environment"))
+    gates = next((s.config["gates"] for s in sweep.settings if s.config.get("gates")), None)
+    sampling = "greedy" if generation["temperature"] == 0 else f"temperature {generation['temperature']}"
+    if generation["temperature"]:
+        sampling += f", top-p {generation['top_p']}, top-k {generation['top_k']}, min-p {generation['min_p']}"
+    lines = [
+        f"model: `{model['path']}` ({model['type']}, {model['parameters']:,} parameters, {model['dtype']}, weights "
+        f"{model['fingerprint']})",
+        f"task: {', '.join(f'{k} {v}' for k, v in task.items())}",
+        f"generation: {sampling}; {generation['samples']} sample(s) per problem, at most "
+        f"{generation['max_new_tokens']} new tokens, seed {generation['seed']}",
+        f"software: seergate {env.get('seergate')} (git {env.get('git') or 'unknown'}), torch {env.get('torch')}, "
+        f"transformers {env.get('transformers')}, Python {env.get('python')}",
+        f"machine: {env.get('device')}; {', '.join(f'{k} {v}' for k, v in env.get('hardware', {}).items())}",
+    ]
+    if gates:
+        lines.insert(1, f"gates: `{gates['path']}` (weights {gates['fingerprint']})")
+    return _bullets(lines)
+
+
+def _bullets(lines: list[str]) -> str:
+    return "\n".join(f"- {line}" for line in lines)
+
+
+_CSS = """
+body { font: 16px/1.5 system-ui, sans-serif; max-width: 62rem; margin: 2rem auto; padding: 0 1rem; color: #1a1a1a; }
+table { border-collapse: collapse; font-size: 0.85rem; display: block; overflow-x: auto; }
+th, td { padding: 0.3rem 0.6rem; border-bottom: 1px solid #ddd; text-align: right; white-space: nowrap; }
+th:first-child, td:first-child { text-align: left; }
+img { max-width: 100%; }
+code { background: #f3f3f3; padding: 0 0.2rem; }
+"""
+
+
+def to_html(markdown: str, folder: Path) -> str:
+    """The report's own Markdown (headings, lists, tables, images, paragraphs) as one page with the images inside."""
+    body = [_block(block, folder) for block in re.split(r"\n{2,}|\n(?=#)", markdown.strip())]
+    title = html.escape(markdown.splitlines()[0].lstrip("# "))
+    return (
+        f'<!doctype html>\n<html lang="en"><head><meta charset="utf-8"><title>{title}</title>'
+        f"<style>{_CSS}</style></head>\n<body>\n" + "\n".join(body) + "\n</body></html>\n"
+    )
+
+
+def _block(block: str, folder: Path) -> str:
+    block = block.strip()
+    if heading := re.match(r"(#+) (.*)", block):
+        level = len(heading[1])
+        return f"<h{level}>{_inline(heading[2])}</h{level}>"
+    if block.startswith("- "):
+        return "<ul>" + "".join(f"<li>{_inline(line[2:])}</li>" for line in block.splitlines()) + "</ul>"
+    if block.startswith("|"):
+        rows = [[cell.strip() for cell in line.strip("|").split("|")] for line in block.splitlines()]
+        head = "".join(f"<th>{_inline(c)}</th>" for c in rows[0])
+        body = "".join("<tr>" + "".join(f"<td>{_inline(c)}</td>" for c in row) + "</tr>" for row in rows[2:])
+        return f"<table><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table>"
+    if image := re.fullmatch(r"!\[(.*)\]\((.*)\)", block):
+        data = base64.b64encode((folder / image[2]).read_bytes()).decode()
+        return f'<img alt="{html.escape(image[1])}" src="data:image/png;base64,{data}">'
+    return f"<p>{_inline(block)}</p>"
+
+
+def _inline(text: str) -> str:
+    text = html.escape(text)
+    text = re.sub(r"`([^`]*)`", r"<code>\1</code>", text)
+    return re.sub(r"\*([^*]+)\*", r"<em>\1</em>", text)
