@@ -22,13 +22,14 @@ def dense_decode(
 ) -> Tensor:
     """Dense attention of the newest token of each row.
 
-    With the G query heads of a KV head side by side as rows of one small matrix, keys and values are read once per KV head
-    instead of once per query head.
+    With the G query heads of a KV head side by side as rows of one small matrix, keys and values are read once per KV
+    head instead of once per query head.
 
     Args:
         q: ``[B, H, D]``.
         k, v: ``[B, K, S, D]``.
-        lengths: int ``[B]``, how many of the S entries count; all of them if ``None``. What lies beyond may be anything.
+        lengths: int ``[B]``, how many of the S entries count; all of them if ``None``. What lies beyond may be
+            anything.
         sm_scale: factor on query . key; 1 / sqrt(D) if ``None``.
         sinks: ``[H]`` attention-sink logits, which take part in the softmax and have no value.
         softcap: the scores become ``softcap * tanh(score / softcap)``.

@@ -120,6 +120,21 @@ def test_any_shape_and_layout(
     torch.testing.assert_close(got, want, rtol=1e-10, atol=1e-12)
 
 
+@pytest.mark.parametrize("extras", [{}, {"sinks": torch.ones(4), "softcap": 3.0}], ids=["plain", "sinks and softcap"])
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("lengths", [[45, 45], [9, 45]], ids=str)
+def test_gathering_a_few_tokens_at_a_time_changes_nothing(lengths, dtype, extras, monkeypatch):
+    q, k, v = cache(dtype=dtype)
+    lengths = torch.tensor(lengths)
+    indices = choose(lengths, 2, 8, 40, 48)
+    want = reference.sparse_decode(q, k, v, indices, lengths, 8, **extras)
+    k, v = (poison(x, indices, lengths, 8) for x in (k, v))
+    for limit in (1, 2 * 8 * 16 * 8, 10**6):  # one row of the gather, two blocks, everything
+        monkeypatch.setattr(torch_impl, "GATHER_BYTES_CPU", limit)
+        got = ops.sparse_decode(q, k, v, indices, lengths, 8, **extras)
+        assert relative(got, want) < TOLERANCE[dtype]
+
+
 def in_layout(x, layout):
     if layout == "heads last":
         return x.transpose(1, 2).contiguous().transpose(1, 2)

@@ -1,4 +1,4 @@
-"""`sparse_decode` in torch: gather the selected tokens, then one dense attention with the group as query axis.
+"""`sparse_decode` in torch: gather the selected tokens, then dense attention with the group as query axis.
 
 Shape suffixes: B batch, H query heads, K KV heads, G query heads per KV head, D head dimension, P = B * K pairs of a
 row and a KV head, X selected blocks, C tokens of a block, S gathered tokens of a pair.
@@ -6,12 +6,15 @@ row and a KV head, X selected blocks, C tokens of a block, S gathered tokens of 
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
 GATHER_BYTES_CPU = 2**20
-"""How much of K each thread gathers before attending to it; with as much of V, what a core's cache holds."""
+"""How much each thread gathers at a time. A buffer that stays in a core's cache, and is written again and again, costs
+less than the memory traffic and the fresh pages of a large one."""
 
 
 @torch.no_grad()
@@ -57,23 +60,25 @@ def sparse_decode(
 
     q_PGD = q.reshape(pairs, group, dim)
     sinks_PG = None if sinks is None else sinks.view(kv_heads, group).repeat(batch, 1)
-    step = pairs
-    if on_cpu:
-        threads = torch.get_num_threads()
-        step = min(pairs, max(1, GATHER_BYTES_CPU // (width * dim * k.element_size())) * threads)
-    # One pair of buffers for all chunks: fresh pages would cost more than the copy into them.
-    buffers = [rows.new_empty(step * index.shape[1], rows.shape[1]) for rows, index in sources]
+    # Narrow types go to the fused kernel, which is fast for them on every CPU; matrix products of them are not.
+    plain = sinks is None and softcap is None
+    fused = plain and not (on_cpu and q.dtype in (torch.float32, torch.float64))
+    limit = GATHER_BYTES_CPU * torch.get_num_threads() // k.element_size() if on_cpu else pairs * width * dim
+    step = min(pairs, max(1, limit // (width * dim)))
     for lo in range(0, pairs, step):
         some = slice(lo, min(lo + step, pairs))
         k_PSD, v_PSD = (
-            torch.index_select(rows, 0, index[some].flatten(), out=buffer[: index[some].numel()]).view(
-                some.stop - lo, -1, x.shape[-1]
-            )[:, :width]
-            for (rows, index), buffer, x in zip(sources, buffers, (k, v), strict=True)
+            _Gather(rows, index[some], x.shape[-1], width) for (rows, index), x in zip(sources, (k, v), strict=True)
         )
-        mask = None if mask_PS is None else mask_PS[some]
-        sink = None if sinks_PG is None else sinks_PG[some]
-        out_PGD[some] = _attend(q_PGD[some], k_PSD, v_PSD, mask, sm_scale, sink, softcap)
+        mask_P1S = None if mask_PS is None else mask_PS[some, None]
+        if fused:
+            mask = None if mask_P1S is None else mask_P1S[None]
+            out_PGD[some] = F.scaled_dot_product_attention(
+                q_PGD[None, some], k_PSD.all()[None], v_PSD.all()[None], attn_mask=mask, scale=sm_scale
+            )[0]
+        else:
+            sink = None if sinks_PG is None else sinks_PG[some]
+            out_PGD[some] = _attend(q_PGD[some], k_PSD, v_PSD, mask_P1S, sm_scale, sink, softcap, limit)
     if low == 0:
         out_PGD = out_PGD.masked_fill(counts_P[:, None, None] == 0, 0)
     return out_PGD.view(batch, heads, -1)
@@ -99,26 +104,54 @@ def _token_rows(x: Tensor, tokens_BKS: Tensor) -> tuple[Tensor, Tensor]:
     return x.as_strided((count, dim), (dim, 1)), index_BKS.flatten(0, 1)
 
 
+class _Gather:
+    """The selected tokens ``[P, S, D]`` of some pairs: rows ``index_PX`` of a matrix, of one or more tokens each."""
+
+    def __init__(self, rows: Tensor, index_PX: Tensor, dim: int, width: int) -> None:
+        self.rows, self.index_PX, self.dim, self.width = rows, index_PX, dim, width
+
+    def all(self) -> Tensor:
+        """All of them."""
+        gathered = self.rows.index_select(0, self.index_PX.flatten())
+        return gathered.view(len(self.index_PX), -1, self.dim)[:, : self.width]
+
+    def parts(self, limit: int) -> Iterator[tuple[slice, Tensor]]:
+        """A range of tokens at a time, about ``limit`` numbers, each in the memory of the one before."""
+        pairs, columns = self.index_PX.shape
+        per_row = self.rows.shape[1] // self.dim
+        some = min(columns, max(1, limit // (pairs * self.rows.shape[1])))
+        buffer = self.rows.new_empty(pairs * some, self.rows.shape[1])
+        for lo in range(0, columns, some):
+            index = self.index_PX[:, lo : lo + some].flatten()
+            gathered = torch.index_select(self.rows, 0, index, out=buffer[: len(index)]).view(pairs, -1, self.dim)
+            tokens = slice(lo * per_row, min((lo + some) * per_row, self.width))
+            yield tokens, gathered[:, : tokens.stop - tokens.start]
+
+
 def _attend(
     q_PGD: Tensor,
-    k_PSD: Tensor,
-    v_PSD: Tensor,
-    mask_PS: Tensor | None,
+    k_PSD: _Gather,
+    v_PSD: _Gather,
+    mask_P1S: Tensor | None,
     sm_scale: float,
     sinks_PG: Tensor | None,
     softcap: float | None,
+    limit: int,
 ) -> Tensor:
-    """Attention of each pair's group to its gathered tokens, ``[P, G, Dv]``."""
-    if sinks_PG is None and softcap is None:
-        mask = None if mask_PS is None else mask_PS[None, :, None]
-        return F.scaled_dot_product_attention(q_PGD[None], k_PSD[None], v_PSD[None], attn_mask=mask, scale=sm_scale)[0]
+    """Attention of each pair's group to its selected tokens, ``[P, G, Dv]``: scores, softmax, mean of the values."""
     dtype = torch.promote_types(q_PGD.dtype, torch.float32)
-    scores_PGS = (q_PGD.to(dtype) @ k_PSD.to(dtype).transpose(1, 2)) * sm_scale
+    scaled_PGD = q_PGD.to(dtype) * sm_scale
+    scores_PGS = scaled_PGD.new_empty(*q_PGD.shape[:2], k_PSD.width)
+    for tokens, keys in k_PSD.parts(limit):
+        scores_PGS[..., tokens] = scaled_PGD @ keys.to(dtype).transpose(1, 2)
     if softcap is not None:
-        scores_PGS = torch.tanh(scores_PGS / softcap) * softcap
-    if mask_PS is not None:
-        scores_PGS = scores_PGS.masked_fill(~mask_PS[:, None], -torch.inf)
+        scores_PGS.div_(softcap).tanh_().mul_(softcap)
+    if mask_P1S is not None:
+        scores_PGS.masked_fill_(~mask_P1S, -torch.inf)
     if sinks_PG is not None:
         scores_PGS = torch.cat((scores_PGS, sinks_PG[..., None].to(dtype)), dim=-1)
-    probs_PGS = scores_PGS.softmax(-1)[..., : k_PSD.shape[1]]
-    return (probs_PGS @ v_PSD.to(dtype)).to(q_PGD.dtype)
+    probs_PGS = scores_PGS.softmax(-1)
+    out_PGD = scaled_PGD.new_zeros(*q_PGD.shape[:2], v_PSD.dim)
+    for tokens, values in v_PSD.parts(limit):
+        out_PGD.baddbmm_(probs_PGS[..., tokens], values.to(dtype))
+    return out_PGD.to(q_PGD.dtype)
