@@ -59,7 +59,7 @@ def sparse_decode(
     mask_PS = None if uniform else torch.arange(width, device=q.device) < counts_P[:, None]
 
     q_PGD = q.reshape(pairs, group, dim)
-    sinks_PG = None if sinks is None else sinks.view(kv_heads, group).repeat(batch, 1)
+    sinks_PG = None if sinks is None else sinks.reshape(kv_heads, group).repeat(batch, 1)
     # Narrow types go to the fused kernel, which is fast for them on every CPU; matrix products of them are not.
     plain = sinks is None and softcap is None
     fused = plain and not (on_cpu and q.dtype in (torch.float32, torch.float64))

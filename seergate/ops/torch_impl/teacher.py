@@ -66,7 +66,7 @@ class Teacher:
         self.block_size, self.sm_scale, self.softcap, self.dtype = block_size, sm_scale, softcap, dtype
         self.kv_heads = k_TKD.shape[1]
         self.group = q_THD.shape[1] // self.kv_heads
-        self.sinks_KG = None if sinks_H is None else sinks_H.detach().to(dtype).view(self.kv_heads, self.group)
+        self.sinks_KG = None if sinks_H is None else sinks_H.detach().to(dtype).reshape(self.kv_heads, self.group)
         limit = CHUNK_BYTES_CPU if q_THD.device.type == "cpu" else CHUNK_BYTES_DEVICE
         self.area = max(1, limit // (self.group * torch.finfo(dtype).bits // 8))
 
