@@ -11,6 +11,7 @@ What a run leaves in its output directory:
 
 from __future__ import annotations
 
+import hashlib
 import json
 import math
 import os
@@ -114,7 +115,11 @@ class _Run:
         self._look_for_checkpoint()
         self.tokenizer = _load_tokenizer(self.model_path, config.revision)
         self.data = self._prepare_data()
-        self.identity = {**config.result_shaping(), "data_fingerprint": self.data.fingerprint}
+        self.identity = {
+            **config.result_shaping(),
+            "model_fingerprint": self.model_fingerprint,
+            "data_fingerprint": self.data.fingerprint,
+        }
         base = _load_base(self.model_path, config, world)
         torch.manual_seed(config.seed)
         bank = GateBank.for_model(base, self._gate_config(base)).to(world.device, torch.float32)
@@ -159,6 +164,7 @@ class _Run:
         except (OSError, ValueError) as error:
             raise SeergateError(f"the model {self.config.model!r} cannot be loaded: {_first_line(error)}") from error
         GateBank.for_model(skeleton, self._gate_config(skeleton))
+        self.model_fingerprint = _fingerprint(Path(self.model_path)) or getattr(base_config, "_commit_hash", None)
 
     def _look_for_checkpoint(self) -> None:
         """Refuse a run that contradicts the checkpoint it would continue, before long work."""
@@ -170,9 +176,10 @@ class _Run:
         self.world.barrier()
         if newest := newest_checkpoint(root):
             found = read_record(newest)["run"]
-            check_same_run(
-                newest, {**found, "data_fingerprint": None}, {**self.config.result_shaping(), "data_fingerprint": None}
-            )
+            wanted = {**self.config.result_shaping(), "model_fingerprint": self.model_fingerprint}
+            # Whether the data changed is only known once it is prepared; `_resume` compares that too.
+            wanted["data_fingerprint"] = found.get("data_fingerprint")
+            check_same_run(newest, found, wanted)
 
     def _prepare_data(self) -> TrainingData:
         """One process of each machine tokenises; the others then find it done."""
@@ -351,6 +358,24 @@ def _load_base(path: str, config: TrainConfig, world: World) -> PreTrainedModel:
         raise SeergateError(f"the model {path!r} cannot be loaded: {_first_line(error)}") from error
     model.to(world.device)
     return model.eval().requires_grad_(False)
+
+
+def _fingerprint(directory: Path) -> str | None:
+    """Tells the weights of a local model from others: the size of each file and its first and last megabyte.
+
+    Reading all of a large model would take minutes; retrained weights differ everywhere. ``None`` if it is no directory.
+    """
+    if not directory.is_dir():
+        return None
+    digest = hashlib.blake2b(digest_size=8)
+    for file in sorted(p for p in directory.iterdir() if p.suffix in (".safetensors", ".bin")):
+        size = file.stat().st_size
+        digest.update(f"{file.name}/{size}/".encode())
+        with file.open("rb") as stream:
+            digest.update(stream.read(1 << 20))
+            stream.seek(max(0, size - (1 << 20)))
+            digest.update(stream.read())
+    return digest.hexdigest()
 
 
 def _share_cores(world: World) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import shutil
 from dataclasses import replace
 from pathlib import Path
 
@@ -198,6 +199,19 @@ def test_changed_data_is_noticed(config: TrainConfig, tmp_path: Path) -> None:
     file.write_text("".join(json.dumps(row) + "\n" for row in rows[:-1]))
     with pytest.raises(SeergateError, match="data_fingerprint"):
         run_distillation(replace(config))
+
+
+def test_a_retrained_model_is_noticed(config: TrainConfig, model_dir: Path, tmp_path: Path) -> None:
+    copy = tmp_path / "model"
+    shutil.copytree(model_dir, copy)
+    config = replace(config, model=str(copy), steps=2)
+    run_distillation(config)
+    model = AutoModelForCausalLM.from_pretrained(copy)
+    with torch.no_grad():
+        model.model.norm.weight.mul_(1.01)
+    model.save_pretrained(copy)
+    with pytest.raises(SeergateError, match="model_fingerprint"):
+        run_distillation(config)
 
 
 def test_an_unsupported_model_is_refused_before_the_data_is_read(config: TrainConfig, tmp_path: Path) -> None:
