@@ -363,7 +363,7 @@ def _load_base(path: str, config: TrainConfig, world: World) -> PreTrainedModel:
 def _fingerprint(directory: Path) -> str | None:
     """Tells the weights of a local model from others: the size of each file and its first and last megabyte.
 
-    Reading all of a large model would take minutes; retrained weights differ everywhere. ``None`` if it is no directory.
+    Reading all of a large model would take minutes; retrained weights differ everywhere. ``None`` for no directory.
     """
     if not directory.is_dir():
         return None
