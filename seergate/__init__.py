@@ -34,7 +34,17 @@ _HOMES = {
 }
 _SUBMODULES = ("distill", "eval", "methods", "ops", "report")
 
-__all__ = ["DecodeConfig", "GateBank", "GateConfig", "Handle", "SeergateError", "attach", "attached", "handle_of", "load"]
+__all__ = [
+    "DecodeConfig",
+    "GateBank",
+    "GateConfig",
+    "Handle",
+    "SeergateError",
+    "attach",
+    "attached",
+    "handle_of",
+    "load",
+]
 __all__ += ["distill", "methods", "ops"]
 
 

@@ -1,4 +1,4 @@
-"""The adapter on disk and on the Hub: `gate_config.json`, `gate_model.safetensors` and a model card. Never a pickle."""
+"""The adapter on disk and on the Hub: `gate_config.json`, `gate_model.safetensors`, a model card; never a pickle."""
 
 from __future__ import annotations
 

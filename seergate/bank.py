@@ -23,8 +23,8 @@ if TYPE_CHECKING:
 class GateBank(nn.Module):
     """The gates of one model.
 
-    Usually made by `for_model` or `from_pretrained`. Its parameters are all there is to train, and its state dict is the
-    adapter: ``layers.{i}.{q_proj,k_proj,q_norm,k_norm}.weight``.
+    Usually made by `for_model` or `from_pretrained`. Its parameters are all there is to train, and its state dict is
+    the adapter: ``layers.{i}.{q_proj,k_proj,q_norm,k_norm}.weight``.
 
     Args:
         config: the architecture, the same for all layers.
@@ -108,9 +108,7 @@ class GateBank(nn.Module):
         """
         from seergate.distill.teacher_forward import distill_step  # a door up: the loss needs the model's own forward
 
-        return distill_step(
-            self, model, input_ids, cu_seqlens, row_start=row_start, reduction=reduction
-        ).loss
+        return distill_step(self, model, input_ids, cu_seqlens, row_start=row_start, reduction=reduction).loss
 
     def save_pretrained(self, save_directory: str | os.PathLike[str]) -> None:
         """Write the adapter: `gate_config.json`, `gate_model.safetensors`, `README.md`."""
@@ -162,7 +160,9 @@ class GateBank(nn.Module):
         found = {name: tensor.shape for name, tensor in adapter.tensors.items()}
         for name in sorted(expected.keys() | found.keys()):
             if name not in found:
-                raise SeergateError(f"{source}: the tensor {name} is missing; its shape must be {tuple(expected[name])}")
+                raise SeergateError(
+                    f"{source}: the tensor {name} is missing; its shape must be {tuple(expected[name])}"
+                )
             if name not in expected:
                 raise SeergateError(f"{source}: the tensor {name} belongs to no gate that its configuration describes")
             if found[name] != expected[name]:

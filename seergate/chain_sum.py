@@ -1,17 +1,18 @@
-"""The chain-sum task: arithmetic that can only be done by looking things up far back.
+r"""The chain-sum task: arithmetic that can only be done by looking things up far back.
 
 A problem defines variables in shuffled order, three of them as digits and every other one as the sum of two random
-earlier ones. The reasoning evaluates them in order; each step copies a definition from the prompt, recalls both operands'
-values from earlier steps, and writes the sum modulo 10. Every decision the reasoner takes is a retrieval of one token:
+earlier ones. The reasoning evaluates them in order; each step copies a definition from the prompt, recalls both
+operands' values from earlier steps, and writes the sum modulo 10. Every decision the reasoner takes is a retrieval of
+one token:
 
     prompt       [a19] a17 a18   [a17] 4   [a20] a17 a19   [a18] 3   start a17: find a20?
     reasoning    a17: 4 a17= 4   a18: 3 a18= 3   a19: a17 4 a18 3 a19= 7   a20: a17 4 a19 7 a20= 1
-    answer       \\boxed{ 1 }
+    answer       \boxed{ 1 }
 
 A variable has a separate token for each of its roles (``[a17]`` where it is defined, ``a17`` where it is an operand,
-``a17:`` where it is being evaluated, ``a17=`` where its value follows, ``a17?`` where it is asked for), so that what has
-to be matched is one token. The first variable and the asked one stand in the prompt: no step depends on a minimum, a
-count, or the absence of something, which no sparse attention could see.
+``a17:`` where it is being evaluated, ``a17=`` where its value follows, ``a17?`` where it is asked for), so that what
+has to be matched is one token. The first variable and the asked one stand in the prompt: no step depends on a minimum,
+a count, or the absence of something, which no sparse attention could see.
 """
 
 from __future__ import annotations
@@ -60,9 +61,7 @@ class Problem:
         for i, name in enumerate(self.names):
             pair = self.operands[i]
             body = (
-                f"{self.values[i]}"
-                if pair is None
-                else " ".join(f"a{self.names[j]} {self.values[j]}" for j in pair)
+                f"{self.values[i]}" if pair is None else " ".join(f"a{self.names[j]} {self.values[j]}" for j in pair)
             )
             steps.append(f"a{name}: {body} a{name}= {self.values[i]}")
         return " ".join(steps)

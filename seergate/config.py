@@ -21,9 +21,11 @@ class GateConfig:
     Attributes:
         block_size: tokens per block, 8..256.
         gate_dim: width of the gate's query and key vectors; even when ``rope`` is on.
-        k_pooling: non-empty ordered choice out of ``"max", "min", "avg"``; the pooled keys are concatenated in this order.
+        k_pooling: non-empty ordered choice out of ``"max", "min", "avg"``; the pooled keys are concatenated in this
+            order.
         q_pooling: how the query heads of a group become one: ``"proj"`` (sum of a linear map per head, the paper's),
-            ``"avgproj"`` (mean, then a linear map), ``"avg"`` (mean only; needs ``gate_dim`` equal to the head dimension).
+            ``"avgproj"`` (mean, then a linear map), ``"avg"`` (mean only; needs ``gate_dim`` equal to the head
+            dimension).
         qk_norm: RMSNorm over ``gate_dim`` on both branches, between the linear map and RoPE.
         rope: rotate queries at their own position and compressed keys at their block's first position.
 
@@ -62,7 +64,7 @@ class GateConfig:
 
     @classmethod
     def from_dict(cls, values: dict[str, Any]) -> GateConfig:
-        """Inverse of `to_dict`; keys that this version does not know are ignored (the adapter loader warns of them)."""
+        """Inverse of `to_dict`; unknown keys are ignored (the adapter loader warns of them)."""
         known = {f.name for f in fields(cls)}
         return cls(**{key: value for key, value in values.items() if key in known})
 
@@ -79,9 +81,9 @@ class DecodeConfig:
         top_p: read the fewest past blocks whose softmax scores sum to this, in (0, 1).
         sink_blocks: this many first blocks are always read; they count in the budget.
         dense_layers: indices of layers that stay dense (the paper's hybrid models, section 5.2).
-        compat: ``"published"`` reproduces the published checkpoints' code where it differs from the paper: a block that
-            closes while decoding is rotated at its last position, the current block takes part in the softmax with
-            logit 0, and first and last block are read on top of the budget. ``None`` follows the paper.
+        compat: ``"published"`` reproduces the published checkpoints' code where it differs from the paper: a block
+            that closes while decoding is rotated at its last position, the current block takes part in the softmax
+            with logit 0, and first and last block are read on top of the budget. ``None`` follows the paper.
 
     Raises:
         ValueError: naming the field, what it is and what it must be.
@@ -120,6 +122,6 @@ class DecodeConfig:
         needed = (1 + self.sink_blocks) * block_size
         if self.token_budget is not None and self.token_budget < needed:
             raise ValueError(
-                f"token_budget is {self.token_budget}; with block_size {block_size} and {self.sink_blocks} sink blocks "
-                f"it must be at least {needed}"
+                f"token_budget is {self.token_budget}; with block_size {block_size} and {self.sink_blocks} sink "
+                f"blocks it must be at least {needed}"
             )

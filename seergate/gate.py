@@ -7,6 +7,7 @@ D head dimension of the model, E gate dimension, P number of poolings.
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -18,7 +19,7 @@ NORM_EPS = 1e-6
 
 
 class GateRMSNorm(nn.Module):
-    """RMSNorm over the last dimension, one weight vector for all heads; statistics in fp32 (float64 for float64 input)."""
+    """RMSNorm over the last dimension, one weight vector for all heads; statistics in fp32 or wider."""
 
     def __init__(self, dim: int) -> None:
         super().__init__()
@@ -64,8 +65,8 @@ def rotate(x: Tensor, positions: Tensor, inv_freq: Tensor, attention_scaling: fl
 class AttnGate(nn.Module):
     """Scores every key block for every query token, once per KV head.
 
-    ``score[t, n] = queries(t) . keys(n) / sqrt(E)``. Both branches take the model's **pre-RoPE** vectors, after its q/k norm
-    where it has one, and compute in the dtype of the gate's own weights.
+    ``score[t, n] = queries(t) . keys(n) / sqrt(E)``. Both branches take the model's **pre-RoPE** vectors, after its
+    q/k norm where it has one, and compute in the dtype of the gate's own weights.
 
     Args:
         config: the architecture.
@@ -94,7 +95,9 @@ class AttnGate(nn.Module):
     ) -> None:
         super().__init__()
         if num_kv_heads < 1 or num_heads < 1 or num_heads % num_kv_heads:
-            raise ValueError(f"num_heads is {num_heads}; it must be a positive multiple of num_kv_heads ({num_kv_heads})")
+            raise ValueError(
+                f"num_heads is {num_heads}; it must be a positive multiple of num_kv_heads ({num_kv_heads})"
+            )
         if config.q_pooling == "avg" and config.gate_dim != head_dim:
             raise ValueError(
                 f'gate_dim is {config.gate_dim}; with q_pooling="avg" it must equal the head dimension ({head_dim})'
@@ -117,7 +120,7 @@ class AttnGate(nn.Module):
         if config.qk_norm:
             self.q_norm, self.k_norm = GateRMSNorm(width), GateRMSNorm(width)
 
-    def _apply(self, fn, recurse=True):  # noqa: ANN001, ANN202 (nn.Module's own signature)
+    def _apply(self, fn: Any, recurse: bool = True) -> AttnGate:
         # Frequencies follow the gate to its device but never to a narrower dtype: bf16 ones would turn far positions.
         exact = self.inv_freq
         super()._apply(fn, recurse)
@@ -156,7 +159,8 @@ class AttnGate(nn.Module):
         """The key branch (equation 1b): one vector per block and KV head.
 
         Args:
-            pooled_BKNP: pre-RoPE keys pooled by `ops.pool_keys` in the order of ``config.k_pooling``, ``[B, K, N, P * D]``.
+            pooled_BKNP: ``[B, K, N, P * D]``, pre-RoPE keys pooled by `ops.pool_keys` in the order of
+                ``config.k_pooling``.
             positions: ``[B, N]`` or ``[N]``, the position of each block's first token.
 
         Returns:

@@ -36,23 +36,19 @@ def load(
         base_model: directory or Hub id to use instead of the one the adapter names.
         revision: of the adapter.
         token: for the Hub.
-        **model_options: ``device_map``, ``dtype``, ``quantization_config``, ... for `AutoModelForCausalLM.from_pretrained`.
+        **model_options: ``device_map``, ``dtype``, ``quantization_config``, ... for
+            `AutoModelForCausalLM.from_pretrained`.
 
     Returns:
-        An ordinary transformers model whose ``generate`` decodes sparsely. ``seergate.handle_of(model)`` has its statistics
-        and detaches.
+        An ordinary transformers model whose ``generate`` decodes sparsely. ``seergate.handle_of(model)`` has its
+        statistics and detaches.
 
     Raises:
         SeergateError: if gates or base model are missing or do not fit.
     """
-    rule = {
-        name: value
-        for name, value in (("token_budget", token_budget), ("threshold", threshold), ("top_p", top_p))
-        if value is not None
-    }
-    if config is not None and rule:
-        raise SeergateError(f"both config and {', '.join(rule)} are given; put all of it into one")
-    decode = config or DecodeConfig(**rule)
+    if config is not None and (token_budget, threshold, top_p) != (None, None, None):
+        raise SeergateError("config is given beside token_budget, threshold or top_p; put all of it into one")
+    decode = config or DecodeConfig(token_budget=token_budget, threshold=threshold, top_p=top_p)
     bank = GateBank.from_pretrained(gates, revision=revision, token=token)
     decode.check_block_size(bank.config.block_size)
     base = base_model or bank.geometry.base_model

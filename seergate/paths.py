@@ -17,7 +17,9 @@ def shipped(relative: str) -> Path:
     for root in (_PACKAGE.parent, _PACKAGE / "shipped"):
         if (root / relative).exists():
             return root / relative
-    raise FileNotFoundError(f"{relative} is not part of this installation of seergate; looked beside and in {_PACKAGE}")
+    raise FileNotFoundError(
+        f"{relative} is not part of this installation of seergate; looked beside and in {_PACKAGE}"
+    )
 
 
 def resolve_model(name: str | os.PathLike[str]) -> str:

@@ -82,10 +82,16 @@ def test_a_newer_adapter_warns_and_loads(saved):
         (lambda path: edit(path, lambda r: r["gate"].update(block_size=0)), "block_size is 0"),
         (lambda path: edit(path, lambda r: r["model"].pop("num_heads")), "num_heads"),
         (lambda path: edit(path, lambda r: r["model"].update(num_kv_heads=3)), "num_heads is 4"),
-        (lambda path: edit(path, lambda r: r["model"].update(layers=[0])), "layers.1.k_norm.weight belongs to no gate"),
+        (
+            lambda path: edit(path, lambda r: r["model"].update(layers=[0])),
+            "layers.1.k_norm.weight belongs to no gate",
+        ),
         (lambda path: edit(path, lambda r: r["model"].update(layers=[0, 1, 2])), "layers.2.k_norm.weight is missing"),
         (lambda path: edit(path, lambda r: r["gate"].update(gate_dim=8)), "inv_freq has shape"),
-        (lambda path: edit_tensors(path, lambda t: t.pop("layers.0.q_norm.weight")), "layers.0.q_norm.weight is missing"),
+        (
+            lambda path: edit_tensors(path, lambda t: t.pop("layers.0.q_norm.weight")),
+            "layers.0.q_norm.weight is missing",
+        ),
         (
             lambda path: edit_tensors(path, lambda t: t.update({"layers.0.k_proj.weight": torch.zeros(2, 3, 16)})),
             r"layers.0.k_proj.weight has shape \(2, 3, 16\); it must be \(2, 32, 16\)",

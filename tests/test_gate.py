@@ -34,7 +34,7 @@ def test_score_by_hand():
 
 def naive(gate: AttnGate, q, k, block_size):
     """Scores ``[H_kv, S, N]`` straight from equations 1a-1c, head by head, in float64."""
-    config, (heads, length, _) = gate.config, q.shape
+    config, length = gate.config, q.shape[1]
     kv_heads, group, width = gate.num_kv_heads, gate.group_size, config.gate_dim
 
     def norm(x, weight):
@@ -47,7 +47,10 @@ def naive(gate: AttnGate, q, k, block_size):
         for i in range(width // 2):
             angle = position * gate.inv_freq[i].double().item()
             a, b = x[i], x[i + width // 2]
-            out[i], out[i + width // 2] = a * math.cos(angle) - b * math.sin(angle), b * math.cos(angle) + a * math.sin(angle)
+            out[i], out[i + width // 2] = (
+                a * math.cos(angle) - b * math.sin(angle),
+                b * math.cos(angle) + a * math.sin(angle),
+            )
         return out
 
     blocks = length // block_size

@@ -1,10 +1,11 @@
 """One forward of the frozen model that leaves the gates' loss and gradients behind (design: gradients in the forward).
 
-In each gated layer the teacher's targets, the gate's loss and the gradients of that gate's parameters are computed on the
-spot, and everything else of the layer is freed: peak memory is one layer's, and linear in the length of the pack. The model
-runs without its LM head and without a graph.
+In each gated layer the teacher's targets, the gate's loss and the gradients of that gate's parameters are computed on
+the spot, and everything else of the layer is freed: peak memory is one layer's, and linear in the length of the pack.
+The model runs without its LM head and without a graph.
 
-Shape suffixes: T tokens of the pack, B = 1, S = T, H query heads, K KV heads, D head dimension, E gate dimension, N blocks.
+Shape suffixes: T tokens of the pack, B = 1, S = T, H query heads, K KV heads, D head dimension, E gate dimension, N
+blocks.
 """
 
 from __future__ import annotations
@@ -36,7 +37,8 @@ class DistillOutput:
     Attributes:
         loss: scalar; ``.backward()`` adds the gates' gradients.
         kl_per_layer: ``[layers]``, mean KL in nats per row and KV head (or the published weighting).
-        recall: ``[budgets, layers]``, mean share of the teacher's mass on past blocks that the gate's best blocks hold.
+        recall: ``[budgets, layers]``, mean share of the teacher's mass on past blocks that the gate's best blocks
+            hold.
         rows: how many rows counted in each segment-wise mean, all segments together.
     """
 
@@ -111,13 +113,17 @@ class Lesson:
         kinds = {families.layer_type(config, i) for i in range(config.num_hidden_layers)}
         if len(borders) > 2 and not kinds <= {"full_attention", "sliding_attention"}:
             raise SeergateError(
-                f"this {config.model_type} model has {', '.join(sorted(kinds))} layers; its packs must hold one sequence each"
+                f"this {config.model_type} model has {', '.join(sorted(kinds))} layers; its packs must hold "
+                "one sequence each"
             )
         self.bank, self.model, self.borders = bank, model, borders
         self.options: dict[str, Any] = {
-            "row_start": row_start, "reduction": reduction, "recall_budgets": recall_budgets
+            "row_start": row_start,
+            "reduction": reduction,
+            "recall_budgets": recall_budgets,
         }
         self.gated = {layer: attention for layer, attention in modules if str(layer) in bank.layers}
+        self.wants_gradients = torch.is_grad_enabled()  # the caller's wish; the model itself runs without a graph
         self.positions = torch.cat([torch.arange(b - a) for a, b in zip(borders, borders[1:], strict=False)])
         self.losses: list[Tensor] = []
         self.stats: list[ops.GateKLStats] = []
@@ -138,7 +144,7 @@ class Lesson:
     def _teach(self, gate: AttnGate, call: TeacherCall) -> None:
         assert call.q_pre_BHSD is not None and call.k_pre_BKSD is not None
         cu_seqlens = torch.tensor(self.borders, dtype=torch.int32)
-        wants_gradient = any(p.requires_grad for p in gate.parameters())
+        wants_gradient = self.wants_gradients and any(p.requires_grad for p in gate.parameters())
         with torch.set_grad_enabled(wants_gradient):
             positions = self.positions.to(call.query_BHSD.device)
             qg_TKE = gate.queries(call.q_pre_BHSD, positions)[0].transpose(0, 1)

@@ -17,7 +17,7 @@ from seergate.errors import SeergateError
 from seergate.host.cache import GatedLayer
 from seergate.host.families import modeling_module
 from seergate.host.stats import DecodeStats
-from seergate.methods.base import EvictingMethod, EvictingState, SelectingMethod, SelectingState, Step
+from seergate.methods.base import EvictingState, SelectingMethod, SelectingState, Step
 from seergate.methods.oracle import log_probabilities
 from seergate.ops import Selection
 
@@ -30,8 +30,8 @@ def seergate_attention(
 ) -> tuple[Tensor, Tensor | None]:
     """What transformers calls in a module whose configuration names ``"seergate"``.
 
-    The module's pre-hook has put a callable into the keyword arguments that knows the cache layer, the method and the dense
-    implementation; all the work is there.
+    The module's pre-hook has put a callable into the keyword arguments that knows the cache layer, the method and the
+    dense implementation; all the work is there.
 
     Args:
         query: ``[B, H, S, D]``. key, value: ``[B, K, T, D]``.
@@ -69,21 +69,22 @@ def attend(
 ) -> tuple[Tensor, Tensor | None]:
     """Attention in a gated layer, after its new tokens joined the cache.
 
-    Several query tokens (a prompt, or a chunk of one) attend densely and exactly as in the plain model; one query token
-    attends to what the method selects.
+    Several query tokens (a prompt, or a chunk of one) attend densely and exactly as in the plain model; one query
+    token attends to what the method selects.
     """
     step = _step(layer, query, kwargs)
     state = layer.state
     if state is None:
         raise SeergateError(
-            "this cache was used by the plain model in between, so the method has not seen all of its tokens; start a new one"
+            "this cache was used by the plain model in between, so the method has not seen all of its tokens; start a "
+            "new one"
         )
     state.append(step)
     if query.shape[2] > 1:
         if isinstance(state, EvictingState):
             if any(start != 0 for start in step.starts):
                 raise SeergateError(
-                    f"the evicting method {layer.method.name!r} takes a prompt in one piece, and then one token at a time; "
+                    f"the evicting method {layer.method.name!r} takes a prompt in one piece, then token by token; "
                     "pass the whole conversation with a new cache"
                 )
             output = dense(module, query, key, value, attention_mask, **kwargs)

@@ -1,8 +1,8 @@
 """GatedLayer: one layer of a transformers `Cache`, preallocated and content-anchored.
 
-It takes the place of a `DynamicLayer` or `StaticLayer` inside the user's cache. Rows are stored left-compacted: index 0 is a
-row's first real token, so that blocks, and with them every selection, do not depend on padding or on the rest of the batch.
-Towards transformers it speaks in *slots*, the columns of the padded batch.
+It takes the place of a `DynamicLayer` or `StaticLayer` inside the user's cache. Rows are stored left-compacted: index
+0 is a row's first real token, so that blocks, and with them every selection, do not depend on padding or on the rest
+of the batch. Towards transformers it speaks in *slots*, the columns of the padded batch.
 
 Shape suffixes: B batch, S new tokens, C capacity, K KV heads, D head dimension, T slots.
 """
@@ -126,7 +126,8 @@ class GatedLayer(CacheLayerMixin):
             )
         if self.static_length is not None and self.slots + new > self.static_length:
             raise SeergateError(
-                f"the static cache has room for {self.static_length} tokens; {self.slots} are there and {new} more arrive"
+                f"the static cache has room for {self.static_length} tokens; {self.slots} are there and {new} more "
+                "arrive"
             )
         arrival, self.arrival = self.arrival, None
         if arrival is None:  # the model runs without its gates: keep the tokens, but the method has not seen them
@@ -135,13 +136,13 @@ class GatedLayer(CacheLayerMixin):
         self._remember_padding(arrival.valid, new)
         starts = list(self.row_lengths)
         counts = arrival.counts if arrival.counts is not None else [new] * batch
-        q_pre, k_pre = arrival.taps() if arrival.taps is not None else (None, None)
         keys = arrival.compact(key_states)
-        if q_pre is not None:
-            q_pre, k_pre = arrival.compact(q_pre), arrival.compact(k_pre)
+        if arrival.taps is not None:
+            q_pre, k_pre = (arrival.compact(x) for x in arrival.taps())
             self.appended = Appended(arrival, q_pre, k_pre, keys, starts, counts)
-        pre_rope = isinstance(self.method, EvictingMethod) and self.method.stores_pre_rope and k_pre is not None
-        self._store(k_pre if pre_rope else keys, arrival.compact(value_states), starts, counts)
+            if isinstance(self.method, EvictingMethod) and self.method.stores_pre_rope:
+                keys = k_pre
+        self._store(keys, arrival.compact(value_states), starts, counts)
         self.slots += new
         self.row_seen = [seen + count for seen, count in zip(self.row_seen, counts, strict=True)]
         if isinstance(self.method, EvictingMethod):
@@ -217,7 +218,7 @@ class GatedLayer(CacheLayerMixin):
     # ------------------------------------------------------------------------------------- what transformers asks
 
     def slot_view(self) -> tuple[Tensor, Tensor]:
-        """Keys and values in slots ``[B, K, T, D]``: a view if nothing is padded; T is the static length if there is one."""
+        """Keys and values in slots ``[B, K, T, D]``, a view if nothing is padded; T is the static length if set."""
         assert self.keys is not None and self.values is not None
         if self.valid is None:
             width = self.slots if self.static_length is None else self.static_length
@@ -252,12 +253,12 @@ class GatedLayer(CacheLayerMixin):
         """Forget the newest slots.
 
         Args:
-            tokens_to_remove: minus their number; a positive number is the length to keep, as older transformers has it.
+            tokens_to_remove: minus their number. A positive number is the length to keep, as in older transformers.
 
         Raises:
             SeergateError: if the method evicts.
         """
-        kept = self.slots + tokens_to_remove if tokens_to_remove < 0 else min(tokens_to_remove or self.slots, self.slots)
+        kept = tokens_to_remove if tokens_to_remove > 0 else self.slots + tokens_to_remove
         if kept >= self.slots or not self.is_initialized:
             return
         if isinstance(self.method, EvictingMethod):
@@ -273,7 +274,7 @@ class GatedLayer(CacheLayerMixin):
             self.valid = prefix
         self.slots, self.row_seen = kept, list(after)
         self._set_lengths(after)
-        if self.state is not None:
+        if self.state is not None and self.keys is not None:
             self.state.crop(before, after, self.keys)
 
     def reset(self) -> None:

@@ -1,7 +1,7 @@
 """Which models can be gated, and where each family's pre-RoPE queries and keys are tapped.
 
-All that is specific to an architecture is one row of `FAMILIES`. A row says how the tapped tensors are laid out: guessing
-from sizes would be wrong whenever the sequence is as long as the number of heads.
+All that is specific to an architecture is one row of `FAMILIES`. A row says how the tapped tensors are laid out:
+guessing from sizes would be wrong whenever the sequence is as long as the number of heads.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ class Family:
     """Where the RoPE inputs of one architecture come from.
 
     Attributes:
-        tap: ``"proj"`` the outputs of ``q_proj`` and ``k_proj``; ``"norm"`` of ``q_norm`` and ``k_norm``; ``"fused"`` the
-            output of ``qkv_proj``, split.
+        tap: ``"proj"`` the outputs of ``q_proj`` and ``k_proj``; ``"norm"`` of ``q_norm`` and ``k_norm``; ``"fused"``
+            the output of ``qkv_proj``, split.
         layout: of the tapped tensors: ``"flat"`` ``[B, S, heads * D]``, ``"BSHD"`` or ``"BHSD"``.
     """
 
@@ -67,7 +67,16 @@ FAMILIES: dict[str, Family] = {
 _MLA = "it uses multi-head latent attention, which has no per-head keys before RoPE to pool"
 REFUSED: dict[str, str] = {
     **dict.fromkeys(
-        ("deepseek_v2", "deepseek_v3", "deepseek_v32", "minicpm3", "mistral4", "kimi_linear", "glm_moe_dsa", "longcat_flash"),
+        (
+            "deepseek_v2",
+            "deepseek_v3",
+            "deepseek_v32",
+            "minicpm3",
+            "mistral4",
+            "kimi_linear",
+            "glm_moe_dsa",
+            "longcat_flash",
+        ),
         _MLA,
     ),
     "llama4_text": "it rotates queries and keys as complex numbers and normalises them after RoPE",
@@ -103,7 +112,9 @@ def decoder_of(model: PreTrainedModel) -> nn.Module:
     """The decoder stack, without the LM head."""
     decoder = model.get_decoder()
     if not hasattr(decoder, "layers"):
-        raise SeergateError(f"{type(model).__name__} has no stack of decoder layers; a causal language model is needed")
+        raise SeergateError(
+            f"{type(model).__name__} has no stack of decoder layers; a causal language model is needed"
+        )
     return decoder
 
 

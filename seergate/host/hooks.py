@@ -1,7 +1,8 @@
 """attach / detach: turns the gated layers of a live model over to a method, and back, leaving everything else alone.
 
-Per gated attention module: its own copy of the configuration names our attention function (the model's configuration, which
-decides how masks are made, stays as it is), taps catch pre-RoPE q and k, and a pre-hook passes the cache layer along.
+Per gated attention module: its own copy of the configuration names our attention function (the model's configuration,
+which decides how masks are made, stays as it is), taps catch pre-RoPE q and k, and a pre-hook passes the cache layer
+along.
 """
 
 from __future__ import annotations
@@ -41,9 +42,9 @@ class AttentionSwap:
     def __init__(self, attention: nn.Module, pre_hook: Any) -> None:
         register()
         self._attention, self._config = attention, attention.config
-        own = copy.copy(attention.config)
+        own: Any = copy.copy(attention.config)
         own._attn_implementation_internal = ATTENTION_NAME
-        attention.config = own  # type: ignore[assignment]
+        attention.config = own
         self._handle = attention.register_forward_pre_hook(pre_hook, with_kwargs=True)
 
     def undo(self) -> None:
@@ -86,7 +87,7 @@ class DecodeBinding:
     def cache_layer(self, cache: Cache) -> GatedLayer:
         """This layer of the cache, put into our form if it is still empty."""
         layers = cache.layers
-        while len(layers) <= self.layer:  # a `DynamicCache()` without a configuration makes its layers as they are needed
+        while len(layers) <= self.layer:  # a cache without a configuration makes its layers as they are needed
             layers.append(cache.layer_class_to_replicate())
         found = layers[self.layer]
         method = self.handle.method
@@ -95,7 +96,8 @@ class DecodeBinding:
                 found.method = method
             elif found.method is not method:
                 raise SeergateError(
-                    f"this cache was filled under the method {found.method.name!r}; start a new one for {method.name!r}"
+                    f"this cache was filled under the method {found.method.name!r}; start a new one for "
+                    f"{method.name!r}"
                 )
             return found
         if type(found) is DynamicLayer:
@@ -104,11 +106,14 @@ class DecodeBinding:
             static_length = found.max_cache_len
         else:
             raise SeergateError(
-                f"layer {self.layer} of the cache is a {type(found).__name__}; seergate replaces DynamicLayer and StaticLayer"
+                f"layer {self.layer} of the cache is a {type(found).__name__}; seergate replaces DynamicLayer and "
+                "StaticLayer"
             )
         filled = found.get_seq_length()
         if int(filled) > 0:
-            raise SeergateError("this cache was filled by the plain model, so the method has not seen its tokens; start a new one")
+            raise SeergateError(
+                "this cache was filled by the plain model, so the method has not seen its tokens; start a new one"
+            )
         layers[self.layer] = GatedLayer(method, self.layer, self.num_heads, self.rotary, static_length)
         return layers[self.layer]
 
@@ -166,7 +171,7 @@ def attach(
     measure_recall: bool = False,
     **options: Any,
 ) -> Handle:
-    """Let a method decide what the model's decode steps attend to; ``generate`` and everything else stay the stock ones.
+    """Let a method decide what the model's decode steps attend to; ``generate`` itself stays the stock one.
 
     Args:
         model: a causal language model of a supported family.
@@ -225,7 +230,10 @@ def resolve_method(method: GateBank | Method | str, config: DecodeConfig | None 
         return Gate.from_config(method, config or DecodeConfig(**options))
     if isinstance(method, str):
         if config is not None:
-            options = {**{name: value for name, value in vars(config).items() if value not in (None, (), 0)}, **options}
+            options = {
+                **{name: value for name, value in vars(config).items() if value not in (None, (), 0)},
+                **options,
+            }
         return make_method(method, **options)
     if isinstance(method, Method):
         if config is not None or options:
@@ -250,8 +258,8 @@ def _valid_tokens(mask: Tensor | None, new: int, slots: int) -> Tensor | None:
     """Which of the new tokens are real, from the mask that transformers made for this layer.
 
     Args:
-        mask: ``None``; 2D ``[B, T]`` (flash backends); or 4D ``[B, 1, S, T]``, bool or additive, of which the last query row
-            sees every real token.
+        mask: ``None``; 2D ``[B, T]`` (flash backends); or 4D ``[B, 1, S, T]``, bool or additive, of which the last
+            query row sees every real token.
         new: number of new slots.
         slots: number of slots before them.
 

@@ -30,7 +30,9 @@ def packed_causal_attention(call: TeacherCall, borders: list[int]) -> Tensor:
         if end == start:
             continue
         q, k, v = (x[:, :, start:end] for x in (call.query_BHSD, call.key_BKSD, call.value_BKSD))
-        fits = plain or (call.sinks is None and call.softcap is None and call.window is not None and end - start <= call.window)
+        fits = plain or (
+            call.sinks is None and call.softcap is None and call.window is not None and end - start <= call.window
+        )
         output[:, :, start:end] = _flash(q, k, v, call.sm_scale) if fits else _chunked(q, k, v, call)
     return output.transpose(1, 2)
 

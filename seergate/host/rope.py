@@ -17,8 +17,8 @@ def gate_frequencies(
 ) -> tuple[tuple[float, ...], float]:
     """RoPE frequencies (radians per position) for a gate, and the base model's attention factor.
 
-    A gate as wide as the model's rotated part reuses the model's own frequencies, so that YaRN, llama3 or per-layer-type
-    scaling is right by construction. Another width gets the plain frequencies of the same base.
+    A gate as wide as the model's rotated part reuses the model's own frequencies, so that YaRN, llama3 or
+    per-layer-type scaling is right by construction. Another width gets the plain frequencies of the same base.
     """
     rotary = decoder.get_submodule("rotary_emb")
     prefix, own = model_frequencies(rotary, layer_type)
@@ -31,7 +31,7 @@ def gate_frequencies(
 
 
 def model_frequencies(rotary: nn.Module, layer_type: str) -> tuple[str, Tensor]:
-    """The prefix under which a rotary module keeps what belongs to a layer type, and its frequencies ``[rotated / 2]``."""
+    """The prefix under which a rotary module keeps what belongs to a layer type, and its frequencies."""
     prefix = f"{layer_type}_" if hasattr(rotary, f"{layer_type}_inv_freq") else ""
     original = getattr(rotary, f"{prefix}original_inv_freq", None)
     return prefix, getattr(rotary, f"{prefix}inv_freq") if original is None else original

@@ -88,7 +88,8 @@ class DecodeStats:
             ``steps``; ``density`` (tokens read per token seen, mean over layers) and ``density_per_layer``;
             ``bytes_read_per_step`` (keys, values and what was read to decide, all layers and rows);
             ``resident_bytes_mean`` and ``resident_bytes_peak`` (keys, values and state, all layers, as allocated);
-            ``blocks_per_head`` (mean blocks read per row and step, layers by KV heads); ``recall_per_layer`` if measured.
+            ``blocks_per_head`` (mean blocks read per row and step, layers by KV heads); ``recall_per_layer`` if
+            measured.
         """
         ran = {layer: stats for layer, stats in self.layers.items() if stats.steps}
         density = [float(stats.tokens_read) / stats.tokens_seen for stats in ran.values()]

@@ -1,7 +1,7 @@
 """Runs a frozen model with every attention layer handed over to a callback, over packed sequences.
 
-While it lasts the decoder's configuration names our attention function, so that transformers makes no mask (one for a 32k pack
-would take a gigabyte) and all layers come to us, gated or not.
+While it lasts the decoder's configuration names our attention function, so that transformers makes no mask (one for a
+32k pack would take a gigabyte) and all layers come to us, gated or not.
 """
 
 from __future__ import annotations

@@ -59,9 +59,8 @@ def make_method(name: str, **options: Any) -> Method:
     known = {f.name for f in fields(kind) if f.init}
     unknown = sorted(set(options) - known)
     if unknown:
-        raise SeergateError(
-            f"the method {name!r} has no option {', '.join(map(repr, unknown))}; it has {', '.join(sorted(known)) or 'none'}"
-        )
+        has = ", ".join(sorted(known)) or "none"
+        raise SeergateError(f"the method {name!r} has no option {', '.join(map(repr, unknown))}; it has {has}")
     if name == Gate.name and "bank" not in options:
         raise SeergateError("the method 'gate' needs gates: pass a GateBank instead of its name, or bank=")
     return kind(**options)

@@ -1,7 +1,7 @@
 """What a decoding method is: a dataclass of options, and a per-layer, per-request state that sees every new token.
 
-The host owns the KV cache and the model; a method sees tensors only. Rows are content-anchored: index 0 along the token axis
-is a row's first real token, whatever padding or batch it came in.
+The host owns the KV cache and the model; a method sees tensors only. Rows are content-anchored: index 0 along the
+token axis is a row's first real token, whatever padding or batch it came in.
 
 Shape suffixes: B batch, S new tokens, C capacity of the cache, N blocks, H query heads, K KV heads, D head dimension.
 """
@@ -89,8 +89,8 @@ class Step:
 class LayerState:
     """What a method remembers of one layer during one request.
 
-    Every tensor lives in ``self.rows`` with the batch axis first, so that the cache can reorder, repeat and select rows
-    without knowing the method.
+    Every tensor lives in ``self.rows`` with the batch axis first, so that the cache can reorder, repeat and select
+    rows without knowing the method.
     """
 
     def __init__(self, spec: LayerSpec) -> None:
@@ -101,7 +101,7 @@ class LayerState:
         """See the new tokens. Called once per forward, after they joined the cache and before attention."""
 
     def crop(self, before: list[int], after: list[int], keys_BKCD: Tensor) -> None:
-        """Forget the newest tokens: row b had ``before[b]`` and has ``after[b]`` now. The cache has already cropped."""
+        """Forget the newest tokens: row b had ``before[b]``, has ``after[b]``. The cache has cropped already."""
 
     def select_rows(self, index: Tensor) -> None:
         """Keep the rows ``index`` (int64), in that order; a row may be repeated."""
@@ -188,7 +188,8 @@ class SelectingState(LayerState, ABC):
     @abstractmethod
     def scores(self, step: Step) -> Tensor:
         """Score every block for the newest token of each row: ``[B, K, N]``, higher is better. Entries of the current
-        block and beyond are ignored."""
+        block and beyond are ignored.
+        """
 
     def score_bytes(self, step: Step) -> int:
         """Bytes that `scores` reads, all rows and heads together."""

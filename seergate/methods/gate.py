@@ -61,8 +61,9 @@ class Gate(SelectingMethod):
 
 
 class GateState(SelectingState):
-    """``kg`` the K-compression cache ``[B, K, N, E]``; ``recent`` the raw keys of the newest positions, position p at slot
-    ``p % (2 * block_size)``: ``[B, K, 2 * block_size, D]``."""
+    """``kg`` the K-compression cache ``[B, K, N, E]``; ``recent`` the raw keys of the newest positions, position p at
+    slot ``p % (2 * block_size)``: ``[B, K, 2 * block_size, D]``.
+    """
 
     def __init__(self, spec: LayerSpec, gate: AttnGate, rotate_at_last: bool = False) -> None:
         super().__init__(spec)
@@ -103,7 +104,9 @@ class GateState(SelectingState):
             keys_KSD = torch.cat((recent[row][:, ring], step.k_pre_BKSD[row, :, :count].to(recent.dtype)), dim=1)
             first, complete = opened // size, (start + count) // size
             if complete > first:
-                pooled = ops.pool_keys(keys_KSD[None, :, : (complete - first) * size], size, self.gate.config.k_pooling)
+                pooled = ops.pool_keys(
+                    keys_KSD[None, :, : (complete - first) * size], size, self.gate.config.k_pooling
+                )
                 positions = torch.arange(first, complete, device=recent.device) * size
                 kg[row, :, first:complete] = self.gate.keys(pooled, positions)[0]
             kept = min(keys_KSD.shape[1], 2 * size)
@@ -133,7 +136,7 @@ class GateState(SelectingState):
         return blocks * kg.shape[1] * kg.shape[3] * kg.element_size()
 
     def crop(self, before: list[int], after: list[int], keys_BKCD: Tensor) -> None:
-        """See `LayerState`. If a block is opened again whose raw keys are gone, they are recovered from the rotated ones."""
+        """See `LayerState`. Raw keys of a reopened block that are gone are recovered from the rotated ones."""
         size, recent = self.block_size, self.rows["recent"]
         for row, (old, new) in enumerate(zip(before, after, strict=True)):
             opened = new - new % size

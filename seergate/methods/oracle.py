@@ -52,8 +52,9 @@ class OracleState(SelectingState):
 
 
 def log_probabilities(step: Step) -> Tensor:
-    """Log of dense attention's probabilities at a decode step, ``[B, K, G, T]``, T the longest row's length; minus infinity
-    beyond a row's length. Attention sinks take their share of the probability."""
+    """Log of dense attention's probabilities at a decode step, ``[B, K, G, T]``, T the longest row's length; minus
+    infinity beyond a row's length. Attention sinks take their share of the probability.
+    """
     keys = step.keys_BKCD[:, :, : step.max_length]
     q_BKGD = step.q_BHSD[:, :, 0].unflatten(1, (keys.shape[1], -1))
     wide = torch.promote_types(keys.dtype, torch.float32)

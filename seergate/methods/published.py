@@ -12,8 +12,8 @@ from seergate.ops import Selection
 def published_selection(scores_BKN: Tensor, lengths: Tensor, block_size: int, rule: DecodeConfig) -> Selection:
     """Select as the published decode loop does.
 
-    The block that the newest token belongs to takes part in softmax and top-k: with logit 0 while it is open, with its own
-    score once it is complete. The last and the first block are then read on top of the budget.
+    The block that the newest token belongs to takes part in softmax and top-k: with logit 0 while it is open, with its
+    own score once it is complete. The last and the first block are then read on top of the budget.
 
     Args:
         scores_BKN: gate logits ``[B, K, N]``.

@@ -16,8 +16,8 @@ from seergate.methods.base import LayerSpec, LayerState, SelectingMethod, Select
 class Quest(SelectingMethod):
     """Score a page by ``sum_d max(q_d * min_d, q_d * max_d)``, which no key of the page can exceed.
 
-    The budget includes the current page, which is always read, as in Quest's own kernels. The decision is per KV head: the
-    bound is taken per query head and reduced over the group.
+    The budget includes the current page, which is always read, as in Quest's own kernels. The decision is per KV head:
+    the bound is taken per query head and reduced over the group.
 
     Attributes:
         block_size: Quest's page; 16 in its paper.
@@ -79,7 +79,7 @@ class QuestState(SelectingState):
         """See `SelectingState`."""
         high, low = self.rows["high"].float(), self.rows["low"].float()
         q_BKGD = step.q_BHSD[:, :, 0].unflatten(1, (high.shape[1], -1)).float()
-        # max(q * low, q * high) is q * high where q > 0 and q * low elsewhere: two products instead of a [.., N, D] tensor
+        # max(q * low, q * high) is q * high where q > 0, else q * low: two products, no [.., N, D] tensor
         held = high.isfinite()
         high, low = high.where(held, 0.0), low.where(held, 0.0)
         bound_BKGN = q_BKGD.clamp(min=0) @ high.transpose(-1, -2) + q_BKGD.clamp(max=0) @ low.transpose(-1, -2)

@@ -22,8 +22,8 @@ class StreamingLLM(EvictingMethod):
     Attributes:
         token_budget: tokens attended; the paper's enabling script has 4 + 512.
         sink_tokens: how many first tokens stay for good.
-        interval: evicted tokens leave the cache in batches of this many, so that it is not moved at every step; they are
-            not attended in the meantime. At most ``token_budget + interval`` tokens are resident.
+        interval: evicted tokens leave the cache in batches of this many, so that it is not moved at every step; they
+            are not attended in the meantime. At most ``token_budget + interval`` tokens are resident.
     """
 
     name: ClassVar[str] = "streaming_llm"
@@ -78,7 +78,7 @@ class StreamingState(EvictingState):
         return index[:, None].expand(-1, step.keys_BKCD.shape[1], -1), (held - 1).tolist()
 
     def _visible(self, ends: list[int], device: torch.device) -> tuple[Tensor, Tensor]:
-        """Which of ``ends[b]`` residents a row attends: indices ``[B, n]`` (the last repeated as padding), counts ``[B]``."""
+        """Which of ``ends[b]`` residents a row attends: indices ``[B, n]``, the last repeated as padding; counts."""
         budget, sinks = self.method.token_budget, self.method.sink_tokens
         lengths = torch.tensor(ends, device=device)
         held = lengths.clamp(max=budget)

@@ -14,5 +14,13 @@ from seergate.ops.selection import Selection, select_blocks
 from seergate.ops.sparse_decode import sparse_decode
 from seergate.ops.teacher import block_targets
 
-__all__ = ["GateKLStats", "Selection", "block_targets", "dense_decode", "gate_kl", "pool_keys", "select_blocks"]
-__all__ += ["sparse_decode"]
+__all__ = [
+    "GateKLStats",
+    "Selection",
+    "block_targets",
+    "dense_decode",
+    "gate_kl",
+    "pool_keys",
+    "select_blocks",
+    "sparse_decode",
+]

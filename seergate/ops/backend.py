@@ -20,6 +20,7 @@ ENV_VAR = "SEERGATE_BACKEND"
 
 FILES = {
     "block_targets": "teacher",
+    "dense_decode": "dense_decode",
     "gate_kl": "gate_kl",
     "pool_keys": "pooling",
     "select_blocks": "selection",

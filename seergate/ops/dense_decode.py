@@ -1,13 +1,13 @@
-"""dense_decode: one query token per row against its whole cache, the query group folded into the query axis.
-
-Shape suffixes: B rows, S capacity of the cache, H query heads, K KV heads, G = H / K, D head dimension.
-"""
+"""`dense_decode`: one query token per row attends to its whole cache, the query group folded into the query axis."""
 
 from __future__ import annotations
 
-import torch
+import math
+
 from torch import Tensor
-from torch.nn import functional as F
+
+from seergate.ops.backend import implementation
+from seergate.ops.checks import check_extras, check_groups, check_lengths, check_same, check_scale, check_tensor
 
 
 def dense_decode(
@@ -26,42 +26,33 @@ def dense_decode(
     head instead of once per query head.
 
     Args:
-        q: ``[B, H, D]``.
-        k, v: ``[B, K, S, D]``.
-        lengths: int ``[B]``, how many of the S entries count; all of them if ``None``. What lies beyond may be
-            anything.
-        sm_scale: factor on query . key; 1 / sqrt(D) if ``None``.
-        sinks: ``[H]`` attention-sink logits, which take part in the softmax and have no value.
-        softcap: the scores become ``softcap * tanh(score / softcap)``.
+        q: ``[B, H, d]``.
+        k: ``[B, Hkv, S, d]``.
+        v: ``[B, Hkv, S, dv]``.
+        lengths: int ``[B]``, 1..S, how many tokens of each row count; all S of them if ``None``. What lies beyond may
+            be anything.
+        sm_scale: factor on ``q . k``; ``1 / sqrt(d)`` if ``None``.
+        sinks: ``[H]`` attention-sink logits, which enter the softmax's denominator (GPT-OSS).
+        softcap: scores become ``softcap * tanh(score / softcap)`` (Gemma 2).
 
     Returns:
-        ``[B, H, D]`` in the dtype of q.
+        ``[B, H, dv]`` in the dtype of ``q``.
 
     Raises:
-        ValueError: if H is not a multiple of K or the shapes do not belong together.
+        ValueError: naming the argument, what it is and what it must be.
     """
-    if q.ndim != 3 or k.ndim != 4 or v.ndim != 4 or q.shape[0] != k.shape[0] or q.shape[1] % k.shape[1]:
-        raise ValueError(
-            f"q has shape {tuple(q.shape)} and k {tuple(k.shape)}; they must be [B, H, D] and [B, K, S, D] with H a multiple of K"
-        )
-    scale = q.shape[-1] ** -0.5 if sm_scale is None else sm_scale
-    q_BKGD = q.unflatten(1, (k.shape[1], -1))
-    mask = None
+    check_tensor("q", q, ("B", "H", "d"))
+    batch, heads, dim = q.shape
+    check_tensor("k", k, (batch, "Hkv", "S", dim))
+    kv_heads, capacity = k.shape[1:3]
+    check_tensor("v", v, (batch, kv_heads, capacity, "dv"))
+    check_groups(heads, kv_heads)
+    check_same("k", k, "q", q)
+    check_same("v", v, "q", q)
     if lengths is not None:
-        mask = (torch.arange(k.shape[2], device=k.device) < lengths[:, None])[:, None]  # [B, 1, S]
-        k, v = (x.masked_fill(~mask[..., None], 0) for x in (k, v))  # NaN beyond a row's length must not spread
-    if sinks is None and softcap is None:
-        packed = None if mask is None else mask[:, :, None]
-        return F.scaled_dot_product_attention(q_BKGD, k, v, attn_mask=packed, scale=scale).flatten(1, 2)
-    wide = torch.promote_types(q.dtype, torch.float32)
-    scores = (q_BKGD.to(wide) * scale) @ k.to(wide).transpose(-1, -2)
-    if softcap is not None:
-        scores = softcap * torch.tanh(scores / softcap)
-    if mask is not None:
-        scores = scores.masked_fill(~mask[:, :, None], -torch.inf)
-    if sinks is not None:
-        logits = sinks.to(wide).view(1, k.shape[1], -1, 1).expand(*scores.shape[:-1], 1)
-        probabilities = torch.cat((scores, logits), -1).softmax(-1)[..., :-1]
-    else:
-        probabilities = scores.softmax(-1)
-    return (probabilities @ v.to(wide)).flatten(1, 2).to(q.dtype)
+        check_lengths(lengths, batch, capacity, "S")
+        check_same("lengths", lengths, "q", q, dtype=False)
+    check_scale("sm_scale", sm_scale)
+    check_extras(sinks, softcap, heads, q)
+    scale = 1.0 / math.sqrt(dim) if sm_scale is None else sm_scale
+    return implementation("dense_decode", q.device)(q, k, v, lengths, scale, sinks=sinks, softcap=softcap)

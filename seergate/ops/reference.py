@@ -221,3 +221,21 @@ def sparse_decode(
                 scores = torch.cat((scores, sinks[h].to(dtype)[None]))
             out[b, h] = scores.softmax(0)[: len(tokens)] @ v[b, kv, tokens].to(dtype)
     return out.to(q.dtype)
+
+
+def dense_decode(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    lengths: Tensor | None = None,
+    sm_scale: float | None = None,
+    *,
+    sinks: Tensor | None = None,
+    softcap: float | None = None,
+) -> Tensor:
+    """See `seergate.ops.dense_decode`: sparse attention that leaves nothing out."""
+    batch, kv_heads, capacity = k.shape[:3]
+    if lengths is None:
+        lengths = torch.full((batch,), capacity, device=q.device)
+    every_token = torch.arange(capacity, device=q.device).expand(batch, kv_heads, -1)
+    return sparse_decode(q, k, v, every_token, lengths, 1, sm_scale, sinks=sinks, softcap=softcap)

@@ -1,4 +1,5 @@
-"""The loss and gradients of a pack against the model's own attention maps, obtained from transformers, segment by segment."""
+"""The loss and gradients of a pack against the model's own attention maps, obtained from transformers, segment by
+segment."""
 
 from __future__ import annotations
 
@@ -34,8 +35,16 @@ def expected(bank, model, segments, row_start, reduction):
             if not counted:
                 continue
             pooled = ops.pool_keys(k[:, :, : blocks * size], size, bank.config.k_pooling)
-            scores = gate.scores(gate.queries(q, torch.arange(len(ids))), gate.keys(pooled, torch.arange(blocks) * size))[0]
-            p = maps[layer][0][..., : blocks * size].unflatten(-1, (blocks, size)).amax(-1).unflatten(0, (-1, group)).amax(1)
+            scores = gate.scores(
+                gate.queries(q, torch.arange(len(ids))), gate.keys(pooled, torch.arange(blocks) * size)
+            )[0]
+            p = (
+                maps[layer][0][..., : blocks * size]
+                .unflatten(-1, (blocks, size))
+                .amax(-1)
+                .unflatten(0, (-1, group))
+                .amax(1)
+            )
             total = 0.0
             for t in counted:
                 past = t // size
@@ -52,7 +61,20 @@ def expected(bank, model, segments, row_start, reduction):
 
 
 @pytest.mark.parametrize(
-    "family", ["qwen3", "qwen2", "llama", "phi3", "gemma2", "gemma3_text", "gemma4_text", "gpt_oss", "glm4", "cohere2", "qwen3_moe"]
+    "family",
+    [
+        "qwen3",
+        "qwen2",
+        "llama",
+        "phi3",
+        "gemma2",
+        "gemma3_text",
+        "gemma4_text",
+        "gpt_oss",
+        "glm4",
+        "cohere2",
+        "qwen3_moe",
+    ],
 )
 @pytest.mark.parametrize(("reduction", "row_start"), [("row_mean", 0.5), ("published", 0.0)])
 def test_pack_against_the_models_own_maps(family, reduction, row_start):
@@ -105,7 +127,12 @@ def test_recall_is_one_for_a_budget_of_everything_and_grows_with_it():
     torch.testing.assert_close(out.recall[-1], torch.ones(2))
 
 
-def test_no_gradients_are_made_for_frozen_gates():
+def test_no_gradients_are_made_where_none_are_wanted():
     model = tiny_model("qwen3")
     bank = GateBank.for_model(model, GateConfig(8, 16)).requires_grad_(False)
-    assert not bank.distill_loss(model, input_ids=prompt(40)).requires_grad
+    frozen = bank.distill_loss(model, input_ids=prompt(40))
+    bank.requires_grad_(True)
+    with torch.no_grad():
+        watched = bank.distill_loss(model, input_ids=prompt(40))
+    assert not frozen.requires_grad and not watched.requires_grad
+    assert bank.distill_loss(model, input_ids=prompt(40)).item() == frozen.item() == watched.item()

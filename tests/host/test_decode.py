@@ -24,7 +24,9 @@ def gates(model, block_size=BLOCK, **options):
 
 def all_methods(model, budget):
     return [
-        methods.Gate(bank=gates(model, gate_dim=model.get_decoder().layers[-1].self_attn.head_dim), token_budget=budget),
+        methods.Gate(
+            bank=gates(model, gate_dim=model.get_decoder().layers[-1].self_attn.head_dim), token_budget=budget
+        ),
         methods.Oracle(token_budget=budget, block_size=BLOCK),
         methods.Quest(token_budget=budget, block_size=BLOCK, dense_layers=()),
         methods.Random(token_budget=budget, block_size=BLOCK),
@@ -47,7 +49,9 @@ def pick(model, name, budget):
 
 
 @pytest.mark.parametrize("name", METHODS)
-@pytest.mark.parametrize("family", ["qwen3", "qwen2", "llama", "mistral", "gemma2", "gemma3_text", "phi3", "gpt_oss", "qwen3_5_text"])
+@pytest.mark.parametrize(
+    "family", ["qwen3", "qwen2", "llama", "mistral", "gemma2", "gemma3_text", "phi3", "gpt_oss", "qwen3_5_text"]
+)
 def test_a_budget_for_everything_is_the_plain_model(family, name):
     """Alone and in a left-padded batch, token for token. Invariants 1, 2 and 6 of the methods."""
     model = tiny_model(family)
@@ -104,7 +108,10 @@ def test_compressed_keys_of_prefill_and_decode_are_the_same(total, block_size):
             for expected, found in zip(whole.layers, cache.layers, strict=True):
                 complete = total // block_size
                 torch.testing.assert_close(
-                    found.state.rows["kg"][:, :, :complete], expected.state.rows["kg"][:, :, :complete], rtol=1e-4, atol=1e-5
+                    found.state.rows["kg"][:, :, :complete],
+                    expected.state.rows["kg"][:, :, :complete],
+                    rtol=1e-4,
+                    atol=1e-5,
                 )
 
 
@@ -222,7 +229,9 @@ def test_assisted_decoding_is_plain_decoding():
 def test_detaching_leaves_no_trace():
     model = tiny_model("gemma3_text")
     before = {name: dict(vars(module)) for name, module in model.named_modules()}
-    hooks = {name: len(module._forward_hooks) + len(module._forward_pre_hooks) for name, module in model.named_modules()}
+    hooks = {
+        name: len(module._forward_hooks) + len(module._forward_pre_hooks) for name, module in model.named_modules()
+    }
     plain = model.generate(input_ids=prompt(20), max_new_tokens=10)
     handle = seergate.attach(model, gates(model), token_budget=BLOCK)
     assert not torch.equal(model.generate(input_ids=prompt(60), max_new_tokens=10)[:, 60:], plain[:, 20:])
@@ -305,7 +314,9 @@ def test_threshold_top_p_and_dense_layers():
             density[name] = handle.stats()["density_per_layer"]
     assert sum(density["strict"]) < sum(density["loose"])
     assert sum(density["nucleus"]) < sum(density["wide nucleus"])
-    assert density["first layer dense"][0] == 1 and density["first layer dense"][1] == pytest.approx(density["strict"][1], rel=0.5)
+    assert density["first layer dense"][0] == 1 and density["first layer dense"][1] == pytest.approx(
+        density["strict"][1], rel=0.5
+    )
 
 
 def test_evicting_methods_hold_little():
@@ -363,7 +374,9 @@ def test_bad_requests():
     for attempt, message in cases:
         with pytest.raises(ValueError, match=message):
             attempt()
-    assert model.generate(input_ids=prompt(4), max_new_tokens=2).shape == (1, 6), "a refusal leaves the model as it was"
+    assert model.generate(input_ids=prompt(4), max_new_tokens=2).shape == (1, 6), (
+        "a refusal leaves the model as it was"
+    )
     handle = seergate.attach(model, bank)
     with pytest.raises(SeergateError, match="detach it first"):
         seergate.attach(model, bank)

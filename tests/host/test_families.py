@@ -31,7 +31,7 @@ def rope_inputs(model, attention, ids):
 @pytest.mark.parametrize("family", sorted(families.FAMILIES))
 def test_taps_are_the_rope_inputs(family):
     model = tiny_model(family)
-    layer, attention = families.full_attention_modules(model)[0]
+    _, attention = families.full_attention_modules(model)[0]
     tap = families.tap(model, attention)
     # as many tokens as heads: a layout guessed from sizes would pass anything else and fail here
     ids = prompt(model.config.get_text_config().num_attention_heads)
@@ -69,10 +69,25 @@ def test_mla_is_refused_with_the_reason():
     from transformers import AutoConfig, AutoModelForCausalLM
 
     config = AutoConfig.for_model(
-        "deepseek_v3", vocab_size=64, hidden_size=32, intermediate_size=32, moe_intermediate_size=16, num_hidden_layers=1,
-        num_attention_heads=2, num_key_value_heads=2, n_routed_experts=2, num_experts_per_tok=1, n_group=1, topk_group=1,
-        q_lora_rank=16, kv_lora_rank=16, qk_rope_head_dim=8, qk_nope_head_dim=8, v_head_dim=16, first_k_dense_replace=0,
-    )  # fmt: skip
+        "deepseek_v3",
+        vocab_size=64,
+        hidden_size=32,
+        intermediate_size=32,
+        moe_intermediate_size=16,
+        num_hidden_layers=1,
+        num_attention_heads=2,
+        num_key_value_heads=2,
+        n_routed_experts=2,
+        num_experts_per_tok=1,
+        n_group=1,
+        topk_group=1,
+        q_lora_rank=16,
+        kv_lora_rank=16,
+        qk_rope_head_dim=8,
+        qk_nope_head_dim=8,
+        v_head_dim=16,
+        first_k_dense_replace=0,
+    )
     with pytest.raises(SeergateError, match="deepseek_v3.*multi-head latent attention"):
         GateBank.for_model(AutoModelForCausalLM.from_config(config))
 

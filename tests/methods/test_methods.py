@@ -50,7 +50,7 @@ def fed(method, q, keys, chunks):
     return state, last
 
 
-# ---------------------------------------------------------------------------------------------------------------- Quest
+# --------------------------------------------------------------------------------------------------------------- Quest
 
 
 def test_quest_bound_by_hand():
@@ -88,7 +88,7 @@ def test_quest_group_reduction():
         torch.testing.assert_close(state.scores(last), expected)
 
 
-# --------------------------------------------------------------------------------------------------------------- oracle
+# -------------------------------------------------------------------------------------------------------------- oracle
 
 
 @pytest.mark.parametrize("group", [1, 4, 5])
@@ -103,11 +103,13 @@ def test_oracle_scores_are_the_training_targets(group, with_sinks):
     scores = state.scores(last)[..., :5].softmax(-1)
     rows = torch.zeros(45, 2 * group, 6)
     rows[-1] = q[0]
-    targets = ops.block_targets(rows, keys[0].transpose(0, 1), torch.tensor([0, 45], dtype=torch.int32), 8, 1.0, sinks=sinks)
+    targets = ops.block_targets(
+        rows, keys[0].transpose(0, 1), torch.tensor([0, 45], dtype=torch.int32), 8, 1.0, sinks=sinks
+    )
     torch.testing.assert_close(scores[0], targets[-1, :, :5])
 
 
-# --------------------------------------------------------------------------------------------------------------- random
+# -------------------------------------------------------------------------------------------------------------- random
 
 
 def test_random_is_uniform_and_repeats():
@@ -137,7 +139,7 @@ def test_random_is_uniform_and_repeats():
 
 def model_rotary():
     model = tiny_model("qwen3", rope_parameters={"rope_type": "default", "rope_theta": 100.0})
-    layer, attention = families.full_attention_modules(model)[0]
+    _, attention = families.full_attention_modules(model)[0]
     return model, Rotary(families.decoder_of(model), attention, "full_attention")
 
 
@@ -157,7 +159,7 @@ def test_streaming_llm_keeps_sinks_and_recent_tokens_at_cache_positions():
 
 def test_streaming_llm_against_a_full_cache_for_200_steps():
     """The evicting cache and a simulation that keeps everything agree; ragged batch, prompt longer than the budget."""
-    model, rotary = model_rotary()
+    model, _ = model_rotary()
     rows = [prompt(60, 1), prompt(9, 2), prompt(33, 3)]
     method = methods.StreamingLLM(token_budget=24, sink_tokens=3, interval=7)
     with seergate.attached(model, method):
@@ -172,7 +174,7 @@ def test_streaming_llm_against_a_full_cache_for_200_steps():
 def test_rotation_is_undone(family):
     options = {"partial_rotary_factor": 0.5} if family == "phi3" else {}
     model = tiny_model(family, **options)
-    layer, attention = families.full_attention_modules(model)[0]
+    _, attention = families.full_attention_modules(model)[0]
     rotary = Rotary(families.decoder_of(model), attention, "full_attention")
     x, positions = torch.randn(2, 3, 5, 16), torch.randint(0, 500, (2, 5))
     torch.testing.assert_close(rotary.unrotate(rotary.rotate(x, positions), positions), x, rtol=1e-4, atol=1e-5)
@@ -181,14 +183,14 @@ def test_rotation_is_undone(family):
 def test_rotation_with_an_attention_factor_is_undone():
     scaling = {"rope_type": "yarn", "factor": 8.0, "rope_theta": 1e4, "original_max_position_embeddings": 256}
     model = tiny_model("qwen3", rope_parameters=scaling)
-    layer, attention = families.full_attention_modules(model)[0]
+    _, attention = families.full_attention_modules(model)[0]
     rotary = Rotary(families.decoder_of(model), attention, "full_attention")
     x, positions = torch.randn(2, 3, 5, 16), torch.randint(0, 500, (2, 5))
     assert not torch.allclose(rotary.rotate(x, torch.zeros_like(positions)), x)
     torch.testing.assert_close(rotary.unrotate(rotary.rotate(x, positions), positions), x, rtol=1e-4, atol=1e-5)
 
 
-# ------------------------------------------------------------------------------------------------------------- published
+# ----------------------------------------------------------------------------------------------------------- published
 
 
 def test_published_selection_by_hand():
@@ -224,7 +226,7 @@ def test_published_gates_rotate_a_block_that_closes_in_decode_at_its_last_positi
     torch.testing.assert_close(kg["published"], gate.keys(pooled, torch.tensor([7])))
 
 
-# ------------------------------------------------------------------------------------------------------------------ gate
+# ---------------------------------------------------------------------------------------------------------------- gate
 
 
 def test_a_key_of_the_current_block_changes_no_score_of_another():

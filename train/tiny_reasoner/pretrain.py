@@ -4,7 +4,7 @@
 
 A stock `Qwen3ForCausalLM` of about one million parameters learns to reason in 2k-token contexts on two CPU cores. The
 number of variables is drawn from the whole range up to a cap, and the cap grows by 1.3 whenever the accuracy on the
-longest problems passes 97 %. The learning rate is held, then decays to zero over the last 40 % of the time; the last
+longest problems passes 97 %. The learning rate is held, then decays to zero over the last half of the time; the last
 20 % run in full precision, which is what brings the last tenth of a percent.
 """
 
@@ -14,6 +14,7 @@ import argparse
 import contextlib
 import json
 import math
+import os
 import random
 import time
 from collections import deque
@@ -27,8 +28,13 @@ from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
 from seergate.chain_sum import GIVENS, make_problem
 
 WARMUP_STEPS = 100
-DECAY_FROM, FULL_PRECISION_FROM = 0.6, 0.8
+DECAY_FROM, FULL_PRECISION_FROM = 0.5, 0.8
 PASS_ACCURACY, GROWTH = 0.97, 1.3
+FIRST_ONCE, LAST_ONCE = 2, 5  # "<think> a17:" and "</think> \boxed{ 7 } <|im_end|>"
+ONCE_WEIGHT = 5.0
+"""Loss weight of what a solution decides only once: where to start, when to stop, and the answer. Without it a model
+that
+evaluates hundreds of variables perfectly still does not know when it is done: one token in a thousand teaches it."""
 
 
 def build_model(vocab_size: int) -> Qwen3ForCausalLM:
@@ -84,11 +90,13 @@ def main() -> None:
     parser.add_argument("--variables", type=int, default=200, help="largest problem (about 10 tokens per variable)")
     parser.add_argument("--tokens", type=int, default=6144, help="tokens per batch")
     parser.add_argument("--peak-lr", type=float, default=1.5e-3)
+    parser.add_argument("--threads", type=int, default=os.cpu_count())
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--init", type=Path, help="continue from this model instead of from scratch")
     args = parser.parse_args()
 
     torch.manual_seed(args.seed)
+    torch.set_num_threads(args.threads)
     rng = random.Random(f"pretrain/{args.seed}")
     tokenizer = build_tokenizer()
     model = Qwen3ForCausalLM.from_pretrained(args.init) if args.init else build_model(len(tokenizer))
@@ -113,7 +121,10 @@ def main() -> None:
             targets = labels[:, 1:]
             scored = targets != -100
             logits = model.lm_head(hidden[scored]).float()
-        loss = F.cross_entropy(logits, targets[scored])
+        losses = F.cross_entropy(logits, targets[scored], reduction="none").view(len(ids), -1)
+        weights = torch.ones_like(losses[0])
+        weights[:FIRST_ONCE] = weights[-LAST_ONCE:] = ONCE_WEIGHT
+        loss = (losses * weights).mean() / weights.mean()
         optimizer.zero_grad(set_to_none=True)
         loss.backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)

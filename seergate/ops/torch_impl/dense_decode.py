@@ -1,0 +1,44 @@
+"""`dense_decode` in torch: the fused kernel on packed heads, or plain matrix products where it lacks something.
+
+Shape suffixes: B rows, S tokens of the cache, K KV heads, G query heads per KV head, D head dimension.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+
+@torch.no_grad()
+def dense_decode(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    lengths: Tensor | None,
+    sm_scale: float,
+    *,
+    sinks: Tensor | None,
+    softcap: float | None,
+) -> Tensor:
+    """See `seergate.ops.dense_decode`."""
+    q_BKGD = q.unflatten(1, (k.shape[1], -1))
+    mask_B11S = None
+    if lengths is not None:
+        mask_B11S = (torch.arange(k.shape[2], device=k.device) < lengths[:, None])[:, None, None]
+        held = mask_B11S.transpose(-1, -2)
+        k, v = k.masked_fill(~held, 0), v.masked_fill(~held, 0)  # NaN beyond a row's length must not spread
+    if sinks is None and softcap is None:
+        return F.scaled_dot_product_attention(q_BKGD, k, v, attn_mask=mask_B11S, scale=sm_scale).flatten(1, 2)
+    wide = torch.promote_types(q.dtype, torch.float32)
+    scores_BKGS = (q_BKGD.to(wide) * sm_scale) @ k.to(wide).transpose(-1, -2)
+    if softcap is not None:
+        scores_BKGS = softcap * torch.tanh(scores_BKGS / softcap)
+    if mask_B11S is not None:
+        scores_BKGS = scores_BKGS.masked_fill(~mask_B11S, -torch.inf)
+    if sinks is not None:
+        sink_BKG1 = sinks.to(wide).view(1, k.shape[1], -1, 1).expand(*scores_BKGS.shape[:-1], 1)
+        probs_BKGS = torch.cat((scores_BKGS, sink_BKG1), -1).softmax(-1)[..., :-1]
+    else:
+        probs_BKGS = scores_BKGS.softmax(-1)
+    return (probs_BKGS @ v.to(wide)).flatten(1, 2).to(q.dtype)

@@ -1,0 +1,66 @@
+"""Dense decode attention against the reference, with poisoned caches."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from seergate import ops
+from seergate.ops import reference
+from tests.ops.helpers import relative
+from tests.ops.test_sparse_decode import TOLERANCE, cache
+
+
+@settings(max_examples=60)
+@given(
+    lengths=st.one_of(st.none(), st.lists(st.integers(1, 48), min_size=1, max_size=4)),
+    group=st.sampled_from([1, 4, 5, 7, 8]),
+    kv_heads=st.integers(1, 3),
+    dtype=st.sampled_from(list(TOLERANCE)),
+    extras=st.sampled_from([(), ("sinks",), ("softcap",), ("sinks", "softcap")]),
+)
+def test_against_the_reference(lengths, group, kv_heads, dtype, extras):
+    q, k, v = cache(batch=len(lengths or [0]), kv_heads=kv_heads, group=group, value_dim=24, dtype=dtype)
+    held = None if lengths is None else torch.tensor(lengths)
+    if held is not None:
+        beyond = torch.arange(48) >= held[:, None]
+        k, v = (x.masked_fill(beyond[:, None, :, None], math.nan) for x in (k, v))
+    options = {}
+    if "sinks" in extras:
+        options["sinks"] = torch.randn(q.shape[1])
+    if "softcap" in extras:
+        options["softcap"] = 2.0
+    found = ops.dense_decode(q, k, v, held, 0.3, **options)
+    expected = reference.dense_decode(q.double(), k.double(), v.double(), held, 0.3, **options)
+    assert found.dtype == dtype
+    assert relative(found, expected) < TOLERANCE[dtype]
+
+
+def test_by_hand():
+    k, v = torch.tensor([1.0, 3.0]).log().view(1, 1, 2, 1), torch.tensor([8.0, 16.0]).view(1, 1, 2, 1)
+    q = torch.ones(1, 1, 1)
+    assert ops.dense_decode(q, k, v).item() == pytest.approx((8 + 3 * 16) / 4)
+    assert ops.dense_decode(q, k, v, torch.tensor([1])).item() == pytest.approx(8)
+    sinks = torch.tensor([4.0]).log()
+    assert ops.dense_decode(q, k, v, sinks=sinks).item() == pytest.approx((8 + 3 * 16) / 8)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"q": torch.zeros(1, 3, 4)}, "q has 3 heads"),
+        ({"k": torch.zeros(1, 2, 5, 3)}, r"k has shape \[1, 2, 5, 3\]"),
+        ({"v": torch.zeros(1, 2, 6, 4)}, r"v has shape"),
+        ({"lengths": torch.tensor([6])}, r"lengths is \[6\]; each must be in 1..5"),
+        ({"sm_scale": math.nan}, "sm_scale is nan"),
+        ({"softcap": 0.0}, "softcap is 0.0"),
+    ],
+)
+def test_arguments(change, message):
+    arguments = {"q": torch.zeros(1, 4, 4), "k": torch.zeros(1, 2, 5, 4), "v": torch.zeros(1, 2, 5, 4)} | change
+    with pytest.raises(ValueError, match=message):
+        ops.dense_decode(**arguments)
