@@ -16,8 +16,8 @@ HELP = (
 )
 
 METHODS = ["dense", "oracle", "gate", "quest", "streaming_llm", "random"]
-BUDGETS = [48, 96, 192]
-VARIABLES, PROBLEMS = 60, 32
+BUDGETS = [64, 128, 256]
+VARIABLES, PROBLEMS = 50, 32
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

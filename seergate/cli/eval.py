@@ -84,6 +84,7 @@ def run(options: argparse.Namespace) -> int:
         method_class(name)
     task = make_task(options.task, **_task_options(options))
     task.problems()
+    sampling = _sampling(options)
     path = model_path(options.model)
     gates = gates_for(options.model, options.gates)
     bank = load_gates(gates) if gates is not None else None
@@ -111,7 +112,7 @@ def run(options: argparse.Namespace) -> int:
         run_options = RunOptions(
             samples=options.samples,
             max_new_tokens=options.max_new_tokens,
-            sampling=_sampling(options),
+            sampling=sampling,
             seed=options.seed,
             batch_size=options.batch_size,
             measure_recall=options.measure_recall,

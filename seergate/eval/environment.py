@@ -14,6 +14,7 @@ import torch
 from torch import nn
 
 VERSIONED = ("torch", "transformers")
+SAMPLED = 2**18
 
 
 def version_of(package: str) -> str | None:
@@ -75,13 +76,13 @@ def environment(device: torch.device) -> dict[str, Any]:
 def fingerprint(module: nn.Module) -> str:
     """Sixteen hexadecimal digits that change when the weights do.
 
-    Reads about 1024 evenly spaced elements of each tensor: a retrained model is told apart at once, whatever its
-    size.
+    Reads all of small tensors and `SAMPLED` evenly spaced elements of larger ones: a retrained model is told apart at
+    once, whatever its size.
     """
     digest = hashlib.sha256()
     for name, tensor in sorted(module.state_dict().items()):
         digest.update(f"{name} {tuple(tensor.shape)} {tensor.dtype}".encode())
         flat = tensor.detach().flatten()
-        part = flat[:: max(1, flat.numel() // 1024)].contiguous().cpu()
+        part = flat[:: max(1, flat.numel() // SAMPLED)].contiguous().cpu()
         digest.update(part.view(torch.uint8).numpy().tobytes())
     return digest.hexdigest()[:16]

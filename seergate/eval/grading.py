@@ -6,10 +6,13 @@ number in the reasoning earns nothing.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from dataclasses import dataclass
 
 from seergate.errors import SeergateError
+
+_TOKEN = re.compile(r"\\boxed\s*\{|\\.|[{}]", re.DOTALL)  # a box, an escaped character, a brace
 
 MAX_ANSWER = 2000
 """Longer boxes (characters) are not answers; symbolic algebra on them could take for ever."""
@@ -35,28 +38,18 @@ def last_boxed(text: str) -> str | None:
 
     A ``\boxed{`` that is never closed (a truncated generation) is no answer. An escaped brace (``\{``) is a character.
     """
-    end = len(text)
-    while (start := text.rfind("\\boxed", 0, end)) >= 0:
-        end = start
-        begin = start + len("\\boxed")
-        while begin < len(text) and text[begin].isspace():
-            begin += 1
-        if begin < len(text) and text[begin] == "{" and (close := _closing(text, begin)) is not None:
-            return text[begin + 1 : close].strip()
-    return None
-
-
-def _closing(text: str, opening: int) -> int | None:
-    depth, i = 0, opening
-    while i < len(text):
-        if text[i] == "\\":
-            i += 2
-            continue
-        depth += (text[i] == "{") - (text[i] == "}")
-        if depth == 0:
-            return i
-        i += 1
-    return None
+    # One pass with a stack of open braces: a lost model may open thousands of boxes, and trying each is quadratic.
+    best: tuple[int, int] | None = None  # where the contents of the best box begin and end
+    braces: list[int | None] = []  # for each open brace: where its contents begin, if it is a box's
+    for match in _TOKEN.finditer(text):
+        token = match[0]
+        if token == "}":
+            begin = braces.pop() if braces else None
+            if begin is not None and (best is None or begin > best[0]):
+                best = begin, match.start()
+        elif token[-1] == "{" and token != "\\{":
+            braces.append(match.end() if token.startswith("\\boxed") else None)
+    return None if best is None else text[best[0] : best[1]].strip()
 
 
 def grade_digit(completion: str, gold: str) -> Grade:

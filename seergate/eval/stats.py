@@ -72,12 +72,12 @@ def mean_and_error(values: Sequence[float]) -> Estimate:
 def wilson(estimate: Estimate) -> tuple[float, float]:
     """A 95 % interval for a proportion that stays inside 0..1 and has a width even where all problems came out alike.
 
-    Wilson's interval at the effective number of independent samples, ``p (1 - p) / se^2`` (the number of problems
-    where ``se`` is 0 or unknown).
+    Wilson's interval at the effective number of independent samples, ``p (1 - p) / se^2 + 1``, which is the number of
+    problems if each has one sample; also the number of problems where ``se`` is 0 or unknown.
     """
     p, n = estimate.mean, float(estimate.n)
     if 0 < p < 1 and estimate.se > 0:
-        n = p * (1 - p) / estimate.se**2
+        n = p * (1 - p) / estimate.se**2 + 1
     centre = (p + Z95**2 / (2 * n)) / (1 + Z95**2 / n)
     half = Z95 / (1 + Z95**2 / n) * math.sqrt(max(0.0, p * (1 - p) / n) + Z95**2 / (4 * n * n))
     return max(0.0, centre - half), min(1.0, centre + half)

@@ -44,6 +44,8 @@ def _against_dense(sweep: Sweep, method: str, dense: Setting) -> str:
     start = f"{setting.label} tokens ({share:.0f} % of the full context) is {_gap(difference)} dense"
     if _equivalent(difference):
         return f"{start}: level with dense."
+    if difference.mean > difference.half_width:
+        return f"{start}, more than chance explains: leaving tokens out repairs something that dense gets wrong."
     return f"{start}: no loss could be shown, but one of up to {_reach(difference)} could go unseen here."
 
 

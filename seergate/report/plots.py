@@ -113,7 +113,7 @@ def _against_budget(
         shift = 2 ** (0.035 * (i - (count - 1) / 2))  # side by side, so that no error bar hides another
         values = [interval(s) for s in sweep.of(method)]
         budgets = [(s.budget or 0) * shift for s in sweep.of(method)]
-        errors = [[m - low for m, low, _ in values], [high - m for m, _, high in values]]
+        errors = [[max(0.0, m - low) for m, low, _ in values], [max(0.0, high - m) for m, _, high in values]]
         axis.errorbar(
             budgets,
             [m for m, _, _ in values],

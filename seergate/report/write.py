@@ -89,9 +89,9 @@ def _section(sweep: Sweep, out: Path, suffix: str) -> tuple[str, list[Path]]:
 
 _ACCURACY_NOTE = (
     "Accuracy is the mean over problems of the mean over a problem's samples. Standard errors are clustered by "
-    "problem; the interval is Wilson's at the effective number of samples. *minus dense* is the paired difference on the "
-    "same problems, in points, ± its standard error. *truncated*: the answer hit the length limit. *no answer*: nothing "
-    "was boxed."
+    "problem; the interval is Wilson's at the effective number of samples. *minus dense* is the paired difference on "
+    "the same problems, in points, ± its standard error. *truncated*: the answer hit the length limit. *no answer*: "
+    "nothing was boxed."
 )
 _COST_NOTE = (
     "Per sequence, all layers together. *density*: tokens read per token of context, mean over decode steps. *read "
@@ -106,8 +106,8 @@ def _recall_note(sweep: Sweep) -> str:
     return (
         f"Share of dense attention's probability that fell on the tokens read, mean over query heads. Measured on "
         f"{recall['windows']} windows of {recall['tokens_per_window']} tokens of {whose} own generations, "
-        "the same for every method, so that a method that loses its way is not measured on its own wrong path. Layers that "
-        "read everything count as 100 %. Methods that evict tokens have no recall."
+        "the same for every method, so that a method that loses its way is not measured on its own wrong path. Layers "
+        "that read everything count as 100 %. Methods that evict tokens have no recall."
     )
 
 

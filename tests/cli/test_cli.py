@@ -1,0 +1,212 @@
+"""The command as a user meets it: real processes, their exit codes and what they say."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+from seergate.cli.main import main
+from tests.eval import support
+
+ROOT = Path(__file__).resolve().parents[2]
+ENVIRONMENT = {**os.environ, "PYTHONPATH": str(ROOT), "PYTHONWARNINGS": "ignore"}
+COMMANDS = ("demo", "train", "eval", "report", "doctor")
+
+
+@dataclass
+class Done:
+    returncode: int
+    stdout: str
+    stderr: str
+
+
+def process(*arguments: str) -> Done:
+    """The command as a process of its own."""
+    done = subprocess.run(
+        [sys.executable, "-m", "seergate", *arguments],
+        cwd=ROOT,
+        env=ENVIRONMENT,
+        capture_output=True,
+        text=True,
+        timeout=200,
+        check=False,
+    )
+    return Done(done.returncode, done.stdout, done.stderr)
+
+
+@pytest.fixture
+def seergate(capsys, monkeypatch) -> Callable[..., Done]:
+    """The same without the seconds that a process takes to import torch."""
+    monkeypatch.setenv("OMP_WAIT_POLICY", "PASSIVE")
+
+    def run(*arguments: str) -> Done:
+        capsys.readouterr()
+        try:
+            code = main(arguments)
+        except SystemExit as stop:  # argparse
+            code = int(stop.code or 0)
+        captured = capsys.readouterr()
+        return Done(code, captured.out, captured.err)
+
+    return run
+
+
+def refusal(done: Done) -> str:
+    """The one sentence of a user error."""
+    assert done.returncode == 2, done.stderr
+    assert done.stderr.startswith("error: ")
+    assert done.stderr.count("\n") == 1
+    return done.stderr
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory):
+    return str(support.save(tmp_path_factory.mktemp("model")))
+
+
+def test_help_of_everything(seergate):
+    done = seergate("--help")
+    assert done.returncode == 0
+    assert all(command in done.stdout for command in COMMANDS)
+    for command in COMMANDS:
+        done = seergate(command, "--help")
+        assert done.returncode == 0, done.stderr
+        assert f"seergate {command}" in done.stdout
+        if command != "train":
+            assert "examples:" in done.stdout
+
+
+def test_no_command_shows_the_help(seergate):
+    done = seergate()
+    assert done.returncode == 0
+    assert "COMMAND" in done.stdout
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["evl"], "did you mean 'eval'?"),
+        (["zzz"], "there are demo, train, eval, report, doctor"),
+        (["eval", "--methd", "dense"], "unrecognized arguments"),
+        (["eval", "--problems", "many"], "--problems"),
+        (["eval", "--budget", "64,x"], "must be integers separated by commas"),
+        (["eval", "--method", "qest"], "did you mean 'quest'?"),
+        (["eval", "--task", "chain_sun"], "did you mean 'chain_sum'?"),
+        (["eval", "--task", "none.jsonl"], "none.jsonl does not exist"),
+        (["eval", "--variables", "2"], "variables is 2"),
+        (["eval", "--model", "tiny-reasonr"], "did you mean 'tiny-reasoner'?"),
+        (["eval", "--top-p", "0.9"], "without --temperature"),
+        (["report", "/nonexistent/run"], "/nonexistent/run does not exist"),
+        (["demo", "--problems", "0"], "problems is 0"),
+    ],
+)
+def test_mistakes_are_one_sentence(seergate, arguments, said, tmp_path):
+    extra = ["--out", str(tmp_path / "out")] if arguments[0] in ("eval", "demo") else []
+    assert said in refusal(seergate(*arguments, *extra))
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_mistake_in_a_process_of_its_own():
+    assert "did you mean 'eval'?" in refusal(process("evl"))
+
+
+def test_missing_gates_are_told_before_the_model_is_loaded(seergate, saved, tmp_path):
+    out = str(tmp_path / "out")
+    assert "needs gates" in refusal(
+        seergate("eval", "--model", saved, "--method", "gate", "--budget", "64", "--out", out)
+    )
+    said = refusal(seergate("eval", "--model", saved, "--gates", str(tmp_path), "--method", "gate", "--out", out))
+    assert "gate_config.json" in said
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_file_as_output_is_refused(seergate, saved, tmp_path):
+    (tmp_path / "file").write_text("")
+    assert "is a file" in refusal(
+        seergate("eval", "--model", saved, "--method", "dense", "--out", str(tmp_path / "file"))
+    )
+
+
+def test_eval_writes_runs_and_a_report_and_resumes(seergate, saved, tmp_path):
+    command = (
+        *("eval", "--model", saved, "--method", "dense,oracle", "--budget", "32", "--block-size", "16"),
+        *("--problems", "3", "--variables", "5", "--max-new-tokens", "40", "--measure-recall", "--out", str(tmp_path)),
+    )
+    done = process(*command)
+    assert done.returncode == 0, done.stderr
+    assert "[1/2] dense: 3/3 answers" in done.stdout
+    assert "What the report shows:" in done.stdout
+    assert str(tmp_path / "report.md") in done.stdout.splitlines()[-1]
+    for name in ("dense", "oracle-32"):
+        assert {p.name for p in (tmp_path / name).iterdir()} >= {"config.yaml", "samples.jsonl", "metrics.json"}
+    before = (tmp_path / "dense" / "samples.jsonl").read_bytes()
+    assert seergate(*command).returncode == 0
+    assert (tmp_path / "dense" / "samples.jsonl").read_bytes() == before
+    done = seergate(*command, "--seed", "1")
+    assert done.returncode == 2
+    assert "generation.seed was 0 and is 1" in done.stderr
+    done = seergate("report", str(tmp_path), "--out", str(tmp_path / "elsewhere"))
+    assert done.returncode == 0
+    assert (tmp_path / "elsewhere" / "report.html").is_file()
+
+
+def test_interrupting_is_130_without_a_traceback(saved, tmp_path):
+    process = subprocess.Popen(
+        [
+            *(sys.executable, "-m", "seergate", "eval", "--model", saved, "--method", "dense", "--problems", "400"),
+            *("--batch-size", "1", "--variables", "5", "--out", str(tmp_path)),
+        ],
+        cwd=ROOT,
+        env=ENVIRONMENT,
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    path = tmp_path / "dense" / "samples.jsonl"
+    deadline = time.monotonic() + 120
+    while not path.exists() or not path.read_bytes():
+        assert process.poll() is None
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+    process.send_signal(signal.SIGINT)
+    _, said = process.communicate(timeout=60)
+    assert process.returncode == 130
+    assert "interrupted" in said
+    assert "Traceback" not in said
+
+
+def test_doctor(seergate, saved):
+    done = seergate("doctor", "--model", saved)
+    assert done.returncode == 0, done.stderr
+    for word in (
+        "torch",
+        "transformers",
+        "ops torch",
+        "works on",
+        "2 of 2 layers can be gated",
+        "4 query heads on 2 KV heads",
+    ):
+        assert word in done.stdout
+
+
+def test_doctor_refuses_what_is_not_supported(seergate, tmp_path):
+    (tmp_path / "config.json").write_text('{"model_type": "deepseek_v3"}')
+    done = seergate("doctor", "--model", str(tmp_path))
+    assert done.returncode == 2
+    assert "multi-head latent attention" in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+def test_train_is_passed_on(seergate):
+    done = seergate("train", "--model", "tiny-reasoner", "--steps", "7", "--dry-run")
+    assert done.returncode == 0, done.stderr
+    assert "steps: 7" in done.stdout
+    assert "did you mean" in refusal(seergate("train", "--model", "tiny-reasoners", "--dry-run"))

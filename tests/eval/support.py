@@ -1,0 +1,39 @@
+"""A tiny random model with a word-level tokenizer for chain_sum, on disk: what a run needs, in a second."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from tokenizers import Tokenizer, models, pre_tokenizers
+from transformers import PreTrainedTokenizerFast
+
+from seergate.chain_sum import vocabulary
+from tests.models import tiny_model
+
+TEMPLATE = (
+    "{%- for m in messages -%}<s> {{ m.role }} {{ m.content }} </s> {% endfor -%}"
+    "{%- if add_generation_prompt -%}<s> assistant {% endif -%}"
+)
+PAD, START, END = 0, 1, 2
+
+
+def tokenizer() -> PreTrainedTokenizerFast:
+    words = ["<pad>", "<s>", "</s>", "<unk>", "user", "assistant", *vocabulary()]
+    raw = Tokenizer(models.WordLevel({word: i for i, word in enumerate(words)}, unk_token="<unk>"))
+    raw.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    return PreTrainedTokenizerFast(
+        tokenizer_object=raw, pad_token="<pad>", eos_token="</s>", unk_token="<unk>", chat_template=TEMPLATE
+    )
+
+
+def model(eos: int | None = None):
+    """Random weights; it never says the right thing, and without ``eos`` it talks until the limit."""
+    made = tiny_model("qwen3", vocab_size=len(tokenizer()))
+    made.generation_config.eos_token_id = eos
+    return made
+
+
+def save(directory: Path) -> Path:
+    model().save_pretrained(directory)
+    tokenizer().save_pretrained(directory)
+    return directory

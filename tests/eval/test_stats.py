@@ -1,0 +1,54 @@
+"""Against numbers worked out by hand."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+
+from seergate.eval.stats import Estimate, clustered, paired, wilson
+
+
+def test_one_sample_per_problem_is_the_ordinary_standard_error():
+    # values 1, 0, 1, 1: mean 3/4; squared deviations 3/16 + 9/16 = 12/16; se = sqrt(0.75 / (4 * 3)) = 0.25
+    estimate = clustered({"a": [1], "b": [0], "c": [1], "d": [1]})
+    assert estimate == Estimate(0.75, pytest.approx(0.25), 4)
+
+
+def test_samples_of_one_problem_are_not_independent():
+    # problem means 1, 0, 1/2: mean 1/2; squared deviations 1/4 + 1/4 = 1/2; se = sqrt(0.5 / (3 * 2)) = 0.288675
+    groups = {"a": [1, 1, 1, 1], "b": [0, 0, 0, 0], "c": [1, 0, 1, 0]}
+    assert clustered(groups) == Estimate(0.5, pytest.approx(0.2886751), 3)
+    pooled = [v for values in groups.values() for v in values]  # what ignoring the clusters would claim: 0.15
+    assert math.sqrt(sum((v - 0.5) ** 2 for v in pooled) / (12 * 11)) == pytest.approx(0.1507557)
+
+
+def test_problems_weigh_equally_however_many_samples_they_have():
+    assert clustered({"a": [1, 1, 1], "b": [0]}).mean == 0.5
+
+
+def test_paired_difference_cancels_the_spread_between_problems():
+    dense = {"a": [1, 1], "b": [1, 0], "c": [0, 0], "d": [1, 1]}  # means 1, .5, 0, 1
+    ours = {"a": [1, 0], "b": [0, 0], "c": [0, 0], "d": [1, 0]}  # means .5, 0, 0, .5
+    # differences -.5, -.5, 0, -.5: mean -.375; squared deviations 3 * .015625 + .140625 = .1875; se = sqrt(.1875 / 12)
+    assert paired(ours, dense) == Estimate(-0.375, pytest.approx(0.125), 4)
+    assert clustered(ours).se + clustered(dense).se > 0.3
+
+
+def test_paired_uses_common_problems_only():
+    assert paired({"a": [1], "x": [0]}, {"a": [0], "y": [1]}).mean == 1.0
+    with pytest.raises(ValueError, match="no problem in common"):
+        paired({"a": [1]}, {"b": [1]})
+
+
+def test_a_single_problem_has_no_standard_error():
+    assert math.isnan(clustered({"a": [1, 0]}).se)
+
+
+def test_wilson():
+    # 8 of 10: the textbook's interval is 0.4902 .. 0.9433
+    right = clustered({str(i): [i < 8] for i in range(10)})
+    assert wilson(right) == pytest.approx((0.4902, 0.9433), abs=2e-4)
+    low, high = wilson(Estimate(1.0, 0.0, 16))  # all right: 16 / (16 + 1.96^2) .. 1
+    assert (low, high) == pytest.approx((16 / (16 + 1.959964**2), 1.0))
+    assert wilson(Estimate(0.0, 0.0, 16))[0] == 0.0

@@ -1,0 +1,85 @@
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from seergate.chain_sum import make_problems
+from seergate.errors import SeergateError
+from seergate.eval.tasks import CHAIN_SUM_SEEDS, contents_hash, make_task
+
+
+def test_chain_sum_problems_are_not_training_problems():
+    from seergate.distill.sources import TRAINING_SEEDS
+
+    assert CHAIN_SUM_SEEDS <= TRAINING_SEEDS
+    ours = {p.messages[0]["content"] for p in make_task("chain_sum", problems=50, variables=8).problems()}
+    training = {p.question for p in make_problems(500, 8, TRAINING_SEEDS)}
+    assert not ours & training
+
+
+def test_chain_sum_is_reproducible_and_extends():
+    few = make_task("chain_sum", problems=3, variables=10, seed=4).problems()
+    many = make_task("chain_sum", problems=6, variables=10, seed=4).problems()
+    assert many[:3] == few
+    assert contents_hash(few) != contents_hash(many)
+    assert few != make_task("chain_sum", problems=3, variables=10, seed=5).problems()
+
+
+def test_the_limit_leaves_room_for_the_right_answer():
+    task = make_task("chain_sum", problems=1, variables=200)
+    problem = next(make_problems(1, 200, 0))
+    assert len(problem.solution.split()) < task.max_new_tokens
+
+
+@pytest.mark.parametrize(
+    ("name", "options", "said"),
+    [
+        ("chain_sun", {}, "did you mean 'chain_sum'"),
+        ("chain_sum", {"variables": 3}, "variables is 3"),
+        ("chain_sum", {"problems": 0}, "problems is 0"),
+        ("chain_sum", {"seed": CHAIN_SUM_SEEDS}, "seed is 1000000"),
+        ("chain_sum", {"grader": "math"}, "no option grader"),
+        ("nowhere.jsonl", {}, "nowhere.jsonl does not exist"),
+    ],
+)
+def test_mistakes_are_told(name, options, said):
+    with pytest.raises(ValueError, match=said):
+        make_task(name, **options)
+
+
+def test_jsonl(tmp_path):
+    path = tmp_path / "mine.jsonl"
+    records = [
+        {"question": "1+1?", "answer": 2},
+        {"prompt": "Q: 2+2\nA:", "answer": "4", "id": "four"},
+        {"messages": [{"role": "system", "content": "s"}, {"role": "user", "content": "u"}], "answer": "x"},
+    ]
+    path.write_text("\n".join(map(json.dumps, records)) + "\n\n", encoding="utf-8")
+    task = make_task(str(path))
+    one, two, three = task.problems()
+    assert (task.name, task.grader) == ("mine", "math")
+    assert one.gold == "2"
+    assert one.messages[0]["content"].endswith("within \\boxed{}.")
+    assert (two.problem_id, two.prompt) == ("four", "Q: 2+2\nA:")
+    assert len(three.messages) == 2
+    assert len(make_task(str(path), problems=2, grader="exact").problems()) == 2
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        (b"{not json}\n", "line 1 is not JSON"),
+        (b'{"prompt": "x", "answer": 1}\n{"prompt": "x"}\n', "line 2 has no 'answer'"),
+        (b'{"answer": 1}\n', "none of"),
+        (b'{"messages": [], "answer": 1}\n', "must be a list"),
+        (b'{"prompt": "x", "answer": 1, "id": 1}\n{"prompt": "y", "answer": 1, "id": 1}\n', "twice"),
+        (b"", "no problems"),
+        (b'{"prompt": "\xff", "answer": 1}\n', "not UTF-8"),
+    ],
+)
+def test_bad_files_are_told(tmp_path, text, said):
+    path = tmp_path / "bad.jsonl"
+    path.write_bytes(text)
+    with pytest.raises(SeergateError, match=said):
+        make_task(str(path)).problems()

@@ -1,0 +1,212 @@
+from __future__ import annotations
+
+import json
+import math
+import re
+
+import pytest
+import yaml
+
+from seergate.errors import SeergateError
+from seergate.eval import RunOptions, make_task, sweep
+from seergate.eval.settings import grid
+from seergate.report import load_sweeps, write_report
+from seergate.report.tables import markdown
+from tests.eval import support
+
+TOKENS = {"dense": 40, "gate": 44, "quest": 60}
+
+
+def write_run(root, method, budget, right, *, n=20, recall=None, model="m", **config):
+    """A run directory as `seergate.eval` writes it, with answers that are right where ``right`` says so."""
+    directory = root / (method if budget is None else f"{method}-{budget}")
+    directory.mkdir(parents=True)
+    described = {"name": method, **({} if budget is None else {"token_budget": budget, "block_size": 16})}
+    settings = {
+        "task": {"name": "chain_sum", "problems": n, "chance": 0.1, "contents": "c"},
+        "method": described,
+        "model": {"path": model, "type": "qwen3", "parameters": 1000, "dtype": "float32", "fingerprint": model},
+        "gates": None,
+        "generation": {
+            "samples": 1,
+            "max_new_tokens": 99,
+            "temperature": 0.0,
+            "top_k": 0,
+            "top_p": 1.0,
+            "min_p": 0.0,
+            "seed": 0,
+        },
+        "environment": {"seergate": "0", "git": None, "torch": "2", "hardware": {"cpu": "x"}},
+        **config,
+    }
+    (directory / "config.yaml").write_text(yaml.safe_dump(settings))
+    lines = []
+    for i in range(n):
+        sample = {
+            "task": "chain_sum",
+            "problem_id": str(i),
+            "sample_idx": 0,
+            "n_prompt_tokens": 60,
+            "n_tokens": TOKENS.get(method, 50) + i % 3,
+            "finish_reason": "stop",
+            "pred": "1",
+            "gold": "1",
+            "correct": bool(right(i)),
+            "seconds": 0.5,
+            "density": 1.0 if budget is None else budget / 100,
+            "bytes_read_per_step": 5000.0,
+            "resident_bytes_mean": 70000.0,
+            "resident_bytes_peak": 80000.0,
+        }
+        lines.append(json.dumps(sample) + "\n")
+    (directory / "samples.jsonl").write_text("".join(lines))
+    if recall is not None:
+        record = {
+            "mean": sum(recall) / len(recall),
+            "per_layer": recall,
+            "layers": [0, 2],
+            "windows": 4,
+            "tokens_per_window": 8,
+        }
+        (directory / "recall.json").write_text(json.dumps(record))
+    return directory
+
+
+@pytest.fixture
+def runs(tmp_path):
+    write_run(tmp_path, "dense", None, lambda i: i < 18)
+    write_run(tmp_path, "gate", 32, lambda i: i < 12, recall=[0.5, 0.7])
+    write_run(tmp_path, "gate", 64, lambda i: i < 18, recall=[0.8, 0.9])
+    write_run(tmp_path, "quest", 32, lambda i: i < 2, recall=[0.3, 0.4])
+    write_run(tmp_path, "quest", 64, lambda i: i < 9, recall=[0.6, 0.7])
+    return tmp_path
+
+
+def test_report_of_a_real_sweep(tmp_path):
+    from PIL import Image
+
+    task = make_task("chain_sum", problems=3, variables=8)
+    specs = grid(["dense", "oracle", "random", "streaming_llm"], [32, 48], 16)
+    options = RunOptions(max_new_tokens=48, batch_size=3, measure_recall=True, model_name="some/model")
+    metrics = sweep(support.model(), support.tokenizer(), task, specs, tmp_path, options)
+    report = write_report(tmp_path)
+    text = report.markdown.read_text()
+    assert {plot.name for plot in report.plots} == {"accuracy.png", "length.png", "recall.png"}
+    for plot in report.plots:
+        assert f"({plot.name})" in text
+        with Image.open(plot) as image:
+            image.load()
+            assert image.width > 800
+            assert len(image.convert("RGB").getcolors(maxcolors=10**7)) > 20  # something is drawn
+    for label in ("oracle-32", "random-48"):
+        assert f"{100 * metrics[label]['recall']:.1f}" in text
+        assert f"{metrics[label]['bytes_read_per_step'] / 1000:.1f}" in text
+    assert "some/model" in text
+
+
+def test_tables_hold_the_numbers(runs):
+    text = write_report(runs).markdown.read_text()
+    rows = {
+        tuple(c.strip() for c in line.split("|")[1:3]): line for line in text.splitlines() if line.startswith("| ")
+    }
+    accuracy = [line for line in text.splitlines() if re.match(r"\| gate +\| +32 ", line)]
+    cells = [c.strip() for c in accuracy[0].strip("|").split("|")]
+    # 12 of 20 right: 60 %, se = sqrt(.6 * .4 / 19) = 11.2; six problems of 20 lost: -30 ± sqrt(.3 * .7 / 19) = 10.5
+    assert cells[:6] == ["gate", "32", "60.0", "11.2", "38.7 to 78.1", "-30.0 ± 10.5"]
+    assert cells[6:10] == ["20", "20", "45.0", "46"]
+    cost = [c.strip() for c in accuracy[1].strip("|").split("|")]
+    assert cost == ["gate", "32", "16", "32.0", "5.0", "70.0", "80.0", "89.9", "60.0"]
+    recall = [c.strip() for c in accuracy[2].strip("|").split("|")]
+    assert recall == ["gate", "32", "60.0", "50.0", "70.0"]
+    assert ("method", "budget") in rows
+    assert "layer 2" in text
+
+
+def test_findings_follow_from_the_numbers(runs):
+    dense, gate, quest, against, recall = write_report(runs).findings
+    assert dense.startswith("dense answers 90 % of 20 problems right")
+    assert gate.startswith("gate at 64 tokens (63 % of the full context) is 0.0 ± 0.0 points from dense")
+    assert "up to 15 points could go unseen" in gate  # no disagreement in 20 problems: the rule of three
+    assert quest == "quest at 64 tokens is still 45.0 ± 11.4 points below dense; no tested budget was enough."
+    assert "+50.0 ± 11.5 at 32, +45.0 ± 11.4 at 64 (more than two standard errors ahead at 2 of 2 budgets)" in against
+    assert recall == "recall of dense attention's mass at 32 tokens: gate 60 %, quest 35 %."
+
+
+def test_level_with_dense_needs_enough_problems(tmp_path):
+    write_run(tmp_path, "dense", None, lambda i: i < 380, n=400)
+    write_run(tmp_path, "gate", 64, lambda i: i < 380, n=400)
+    assert "level with dense" in write_report(tmp_path).findings[1]
+
+
+def test_better_than_dense_is_called_odd(tmp_path):
+    write_run(tmp_path, "dense", None, lambda i: i < 4)
+    write_run(tmp_path, "gate", 64, lambda i: i < 16)
+    assert "more than chance explains" in write_report(tmp_path).findings[1]
+
+
+def test_cautions(tmp_path):
+    write_run(tmp_path, "gate", 64, lambda i: True)
+    path = write_run(tmp_path, "quest", 64, lambda i: True) / "samples.jsonl"
+    path.write_text("".join(path.read_text().splitlines(keepends=True)[:7]))
+    text = write_report(tmp_path).markdown.read_text()
+    assert "there is no dense run" in text
+    assert "quest at 64 is unfinished: 7 samples so far" in text
+    assert "guessing gets 10 % right" in text
+
+
+def test_stale_metrics_are_not_shown(runs):
+    (runs / "gate-32" / "metrics.json").write_text('{"accuracy": 0.99}')
+    assert "99.0" not in write_report(runs).markdown.read_text()
+
+
+def test_html_stands_alone(runs):
+    page = write_report(runs).html.read_text()
+    assert page.count("data:image/png;base64,") == 3
+    assert not re.search(r'(src|href)="(?!data:)', page)
+    assert page.count("<table>") == page.count("</table>") == 3
+    assert "<td>60.0</td>" in page
+    assert "![" not in page
+
+
+def test_html_escapes_what_users_named(tmp_path):
+    write_run(tmp_path, "dense", None, lambda i: True, model="<script>alert(1)</script>")
+    assert "<script" not in write_report(tmp_path).html.read_text()
+
+
+def test_other_models_are_not_compared(runs):
+    write_run(runs, "oracle", 64, lambda i: True, model="other")
+    assert sorted(len(s.settings) for s in load_sweeps(runs)) == [1, 5]
+    report = write_report(runs)
+    assert {"accuracy-1.png", "accuracy-2.png"} <= {plot.name for plot in report.plots}
+
+
+def test_a_single_run_directory_is_enough(runs):
+    assert [s.label for s in load_sweeps(runs / "gate-32")[0].settings] == ["gate at 32"]
+
+
+def test_nothing_to_report_is_told(tmp_path):
+    with pytest.raises(SeergateError, match="holds no runs"):
+        write_report(tmp_path)
+    with pytest.raises(SeergateError, match="does not exist"):
+        write_report(tmp_path / "nowhere")
+    directory = write_run(tmp_path, "dense", None, lambda i: True)
+    (directory / "config.yaml").write_text("[")
+    with pytest.raises(SeergateError, match="is damaged"):
+        write_report(tmp_path)
+    (directory / "config.yaml").unlink()
+    with pytest.raises(SeergateError, match="not a run directory"):
+        write_report(tmp_path)
+
+
+def test_one_problem_gives_no_error_bar(tmp_path):
+    write_run(tmp_path, "dense", None, lambda i: True, n=1)
+    write_run(tmp_path, "gate", 64, lambda i: True, n=1)
+    text = write_report(tmp_path).markdown.read_text()
+    assert "a single problem gives no standard error" in text
+    assert "nan" not in text
+    assert math.isnan(load_sweeps(tmp_path)[0].settings[0].accuracy.se)
+
+
+def test_markdown_tables_are_aligned():
+    table = markdown(["a", "long"], [["x", "1"], ["yyyy", "22"]])
+    assert table.splitlines() == ["| a    | long |", "| ---- | ---: |", "| x    |    1 |", "| yyyy |   22 |"]
