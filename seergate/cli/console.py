@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from seergate.eval.runner import Progress
-    from seergate.report import Report
+    from seergate.report.write import Report
 
 
 class EvalProgress:

@@ -48,8 +48,11 @@ def run(options: argparse.Namespace) -> int:
     base = model_path(TINY)
     check_writable(out)
 
+    from transformers.utils import logging
+
     from seergate.distill import load_train_config, run_distillation
 
+    logging.disable_progress_bar()  # loading the tiny reasoner takes no time
     overrides = {"output_dir": str(out / "gates"), "steps": options.steps}
     config = load_train_config(TINY, {name: value for name, value in overrides.items() if value is not None})
     print(f"1. Distilling gates from the attention of the frozen model in {base} ({config.steps} steps)", flush=True)

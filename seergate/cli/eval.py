@@ -42,7 +42,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     what.add_argument("--method", type=words, default=["dense", "gate"], metavar="A,B", help="methods [dense,gate]")
     what.add_argument(
-        "--budget", type=integers, default=[], metavar="N,M", help="tokens each KV head may read per step"
+        "--budget", type=integers, default=[], metavar="N,M", help="tokens read per KV head and step [the task's]"
     )
     what.add_argument(
         "--block-size", type=int, metavar="N", help="of methods that select blocks [the gates', else 64]"
