@@ -101,6 +101,8 @@ def cautions(sweep: Sweep) -> list[str]:
         lines.append(f"answers hit the limit of {limit} tokens, so lengths are lower bounds: {', '.join(truncated)}.")
     if chance := sweep.config["task"].get("chance"):
         lines.append(f"guessing gets {_percent(chance)} right.")
+        if sweep.dense is not None and sweep.dense.interval[0] <= chance:
+            lines.insert(0, "dense itself is not clearly better than guessing, so the comparison says nothing.")
     sizes = {s.config["method"]["block_size"] for s in sweep.settings if "block_size" in s.config["method"]}
     if len(sizes) > 1:
         lines.append(f"block sizes differ between methods ({', '.join(map(str, sorted(sizes)))} tokens).")

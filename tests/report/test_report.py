@@ -154,6 +154,12 @@ def test_cautions(tmp_path):
     assert "guessing gets 10 % right" in text
 
 
+def test_a_model_that_guesses_proves_nothing(tmp_path):
+    write_run(tmp_path, "dense", None, lambda i: i < 3)
+    write_run(tmp_path, "gate", 64, lambda i: i < 3)
+    assert "dense itself is not clearly better than guessing" in write_report(tmp_path).markdown.read_text()
+
+
 def test_stale_metrics_are_not_shown(runs):
     (runs / "gate-32" / "metrics.json").write_text('{"accuracy": 0.99}')
     assert "99.0" not in write_report(runs).markdown.read_text()
