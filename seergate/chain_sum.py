@@ -24,6 +24,9 @@ from dataclasses import dataclass
 NAMES = 256
 """Size of the cyclic pool of variable names; a problem uses a window of consecutive ones."""
 
+ROLES = ("[a{}]", "a{}", "a{}:", "a{}=", "a{}?")
+"""The tokens of a variable: where it is defined, an operand, being evaluated, about to have its value, asked for."""
+
 GIVENS = 3
 """How many variables are given as digits."""
 
@@ -131,6 +134,5 @@ def make_problems(count: int, variables: int | tuple[int, int], seed: int) -> It
 
 def vocabulary() -> list[str]:
     """All word-level tokens of the task, without the chat markup."""
-    roles = ("[a{}]", "a{}", "a{}:", "a{}=", "a{}?")
     words = [str(d) for d in range(10)] + ["start", "find", "\\boxed{", "}"]
-    return words + [role.format(n) for role in roles for n in range(NAMES)]
+    return words + [role.format(n) for role in ROLES for n in range(NAMES)]

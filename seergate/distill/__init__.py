@@ -1,10 +1,18 @@
-"""Distils gates from a frozen model's own attention. Importing this imports neither torch nor transformers."""
+"""Distils gates from a frozen model's own attention. Importing this imports neither torch nor transformers.
+
+The package can be called, which is the shortest way to a run:
+
+>>> import seergate
+>>> seergate.distill("Qwen3-8B", output_dir="runs/qwen3-8b-gates")  # doctest: +SKIP
+"""
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from types import ModuleType
+from typing import TYPE_CHECKING, Any
 
 from seergate.distill.config import TrainConfig, load_train_config
 
@@ -30,3 +38,27 @@ def main(argv: Sequence[str] | None = None, prog: str | None = None) -> int:
     from seergate.distill.command import main as command
 
     return command(argv, prog)
+
+
+class _CallablePackage(ModuleType):
+    """Lets ``seergate.distill`` be both the package and the function that users call."""
+
+    def __call__(self, model: str | None = None, *, callbacks: Iterable[Callback] = (), **options: Any) -> Path:
+        """Distil gates for a model.
+
+        Args:
+            model: a preset of ``configs/``, a directory or a Hub id.
+            callbacks: see `seergate.distill.callbacks`.
+            **options: fields of `TrainConfig`, over those of the preset.
+
+        Returns:
+            The adapter's directory.
+
+        Raises:
+            SeergateError: for an unknown model or option, or data that cannot be used.
+            ValueError: for an option out of range.
+        """
+        return run_distillation(load_train_config(model, options), callbacks)
+
+
+sys.modules[__name__].__class__ = _CallablePackage
