@@ -175,7 +175,12 @@ def _fetch(
     if source.count("/") != 1 or source.startswith((".", "/", "~")):
         raise SeergateError(f"{source} is neither a directory here nor a Hub repository of the form org/name")
     from huggingface_hub import snapshot_download
-    from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError, OfflineModeIsEnabled
+    from huggingface_hub.errors import (
+        HfHubHTTPError,
+        HFValidationError,
+        LocalEntryNotFoundError,
+        OfflineModeIsEnabled,
+    )
 
     try:
         return Path(
@@ -188,7 +193,7 @@ def _fetch(
                 allow_patterns=["*.json", "*.safetensors", CARD_FILE],
             )
         )
-    except (HfHubHTTPError, LocalEntryNotFoundError, OfflineModeIsEnabled) as error:
+    except (HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, OfflineModeIsEnabled) as error:
         raise SeergateError(f"{source} could not be read from the Hub: {str(error).splitlines()[0]}") from error
 
 

@@ -20,6 +20,11 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 
+def _is_finite(tensor: Tensor) -> bool:
+    """Whether a tensor holds finite floating-point numbers only."""
+    return tensor.is_floating_point() and bool(tensor.isfinite().all())
+
+
 class GateBank(nn.Module):
     """The gates of one model.
 
@@ -155,7 +160,7 @@ class GateBank(nn.Module):
                     name: tensor.shape for name, tensor in cls(adapter.gate, adapter.geometry).state_dict().items()
                 }
             bank = cls(adapter.gate, adapter.geometry, adapter.training)
-        except ValueError as error:
+        except (ValueError, TypeError) as error:
             raise SeergateError(f"{source}: {error}") from error
         found = {name: tensor.shape for name, tensor in adapter.tensors.items()}
         for name in sorted(expected.keys() | found.keys()):
@@ -169,6 +174,8 @@ class GateBank(nn.Module):
                 raise SeergateError(
                     f"{source}: the tensor {name} has shape {tuple(found[name])}; it must be {tuple(expected[name])}"
                 )
+            if not _is_finite(adapter.tensors[name]):
+                raise SeergateError(f"{source}: the tensor {name} holds values that are not finite numbers")
         bank.load_state_dict(adapter.tensors)
         kinds = {tensor.dtype for tensor in adapter.tensors.values()}
         return bank.to(kinds.pop()) if len(kinds) == 1 else bank

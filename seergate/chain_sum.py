@@ -1,18 +1,20 @@
 r"""The chain-sum task: arithmetic that can only be done by looking things up far back.
 
 A problem defines variables in shuffled order, three of them as digits and every other one as the sum of two random
-earlier ones. The reasoning evaluates them in order; each step copies a definition from the prompt, recalls both
-operands' values from earlier steps, and writes the sum modulo 10. Every decision the reasoner takes is a retrieval of
-one token:
+earlier ones; each definition ends with the variable to evaluate next, the last one with ``answer``. The reasoning
+follows these links; each step copies a definition from the prompt, recalls both operands' values from earlier steps,
+and writes the sum modulo 10. Every decision the reasoner takes is a retrieval of one token:
 
-    prompt       [a19] a17 a18   [a17] 4   [a20] a17 a19   [a18] 3   start a17: find a20?
-    reasoning    a17: 4 a17= 4   a18: 3 a18= 3   a19: a17 4 a18 3 a19= 7   a20: a17 4 a19 7 a20= 1
+    prompt       [a9] a17 a5 a20:   [a17] 4 a5:   [a20] a17 a9 answer   [a5] 3 a9:   start a17:
+    reasoning    a17: 4 a17= 4   a5: 3 a5= 3   a9: a17 4 a5 3 a9= 7   a20: a17 4 a9 7 a20= 1 answer
     answer       \boxed{ 1 }
 
 A variable has a separate token for each of its roles (``[a17]`` where it is defined, ``a17`` where it is an operand,
-``a17:`` where it is being evaluated, ``a17=`` where its value follows, ``a17?`` where it is asked for), so that what
-has to be matched is one token. The first variable and the asked one stand in the prompt: no step depends on a minimum,
-a count, or the absence of something, which no sparse attention could see.
+``a17:`` where it is to be evaluated, ``a17=`` where its value follows), so that what has to be matched is one token.
+The first variable stands in the prompt and the end is marked where the last one is defined: no step depends on a
+minimum, a count, or the absence of something, which no sparse attention could see. (An earlier form named the asked variable
+once, at the end of the prompt; that nothing matched it had to be seen at every step, and a model with all sums right
+ran past it.)
 """
 
 from __future__ import annotations
@@ -22,10 +24,13 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 NAMES = 256
-"""Size of the cyclic pool of variable names; a problem uses a window of consecutive ones."""
+"""Size of the pool of variable names that a problem draws from."""
 
-ROLES = ("[a{}]", "a{}", "a{}:", "a{}=", "a{}?")
-"""The tokens of a variable: where it is defined, an operand, being evaluated, about to have its value, asked for."""
+ROLES = ("[a{}]", "a{}", "a{}:", "a{}=")
+"""The tokens of a variable: where it is defined, an operand, to be evaluated, about to have its value."""
+
+LAST = "answer"
+"""Stands in the last variable's definition where others name the next one."""
 
 GIVENS = 3
 """How many variables are given as digits."""
@@ -36,7 +41,7 @@ class Problem:
     """One chain-sum problem.
 
     Attributes:
-        names: variable numbers in evaluation order, consecutive modulo ``NAMES``.
+        names: variable numbers in evaluation order.
         operands: per variable, the two positions (into ``names``) it sums, or ``None`` if it is given as a digit.
         values: per variable, its value (0..9).
         listing: the order in which the prompt lists the definitions (positions into ``names``).
@@ -51,11 +56,12 @@ class Problem:
     def question(self) -> str:
         """The user's turn."""
         lines = []
+        links = [*(f"a{name}:" for name in self.names[1:]), LAST]
         for i in self.listing:
             pair = self.operands[i]
             body = f"{self.values[i]}" if pair is None else f"a{self.names[pair[0]]} a{self.names[pair[1]]}"
-            lines.append(f"[a{self.names[i]}] {body}")
-        return " ".join([*lines, f"start a{self.names[0]}: find a{self.names[-1]}?"])
+            lines.append(f"[a{self.names[i]}] {body} {links[i]}")
+        return " ".join([*lines, f"start a{self.names[0]}:"])
 
     @property
     def reasoning(self) -> str:
@@ -67,7 +73,7 @@ class Problem:
                 f"{self.values[i]}" if pair is None else " ".join(f"a{self.names[j]} {self.values[j]}" for j in pair)
             )
             steps.append(f"a{name}: {body} a{name}= {self.values[i]}")
-        return " ".join(steps)
+        return " ".join([*steps, LAST])
 
     @property
     def answer(self) -> str:
@@ -92,7 +98,8 @@ def make_problem(variables: int, rng: random.Random) -> Problem:
     """Draw one problem.
 
     Args:
-        variables: how many variables, ``GIVENS + 1`` .. ``NAMES``. A whole conversation takes about ten tokens each.
+        variables: how many variables, ``GIVENS + 1`` .. ``NAMES``. A whole conversation takes about eleven tokens
+            each.
         rng: source of randomness; the same state gives the same problem.
 
     Raises:
@@ -100,7 +107,7 @@ def make_problem(variables: int, rng: random.Random) -> Problem:
     """
     if not GIVENS < variables <= NAMES:
         raise ValueError(f"variables is {variables}; it must be in {GIVENS + 1}..{NAMES}")
-    first = rng.randrange(NAMES)
+    names = rng.sample(range(NAMES), variables)
     operands: list[tuple[int, int] | None] = []
     values: list[int] = []
     for i in range(variables):
@@ -114,7 +121,7 @@ def make_problem(variables: int, rng: random.Random) -> Problem:
     listing = list(range(variables))
     rng.shuffle(listing)
     return Problem(
-        names=tuple((first + i) % NAMES for i in range(variables)),
+        names=tuple(names),
         operands=tuple(operands),
         values=tuple(values),
         listing=tuple(listing),
@@ -134,5 +141,5 @@ def make_problems(count: int, variables: int | tuple[int, int], seed: int) -> It
 
 def vocabulary() -> list[str]:
     """All word-level tokens of the task, without the chat markup."""
-    words = [str(d) for d in range(10)] + ["start", "find", "\\boxed{", "}"]
+    words = [str(d) for d in range(10)] + ["start", LAST, "\\boxed{", "}"]
     return words + [role.format(n) for role in ROLES for n in range(NAMES)]

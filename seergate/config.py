@@ -10,7 +10,8 @@ Q_POOLINGS = ("proj", "avgproj", "avg")
 MIN_BLOCK_SIZE, MAX_BLOCK_SIZE = 8, 256
 
 
-def _is_int(value: object) -> bool:
+def is_int(value: object) -> bool:
+    """Whether a value is an integer; ``True`` and ``False`` are not."""
     return isinstance(value, int) and not isinstance(value, bool)
 
 
@@ -41,19 +42,24 @@ class GateConfig:
     rope: bool = True
 
     def __post_init__(self) -> None:
-        if not _is_int(self.block_size) or not MIN_BLOCK_SIZE <= self.block_size <= MAX_BLOCK_SIZE:
+        if not is_int(self.block_size) or not MIN_BLOCK_SIZE <= self.block_size <= MAX_BLOCK_SIZE:
             raise ValueError(
                 f"block_size is {self.block_size!r}; it must be an integer in {MIN_BLOCK_SIZE}..{MAX_BLOCK_SIZE}"
             )
-        if not _is_int(self.gate_dim) or self.gate_dim < 1:
+        if not is_int(self.gate_dim) or self.gate_dim < 1:
             raise ValueError(f"gate_dim is {self.gate_dim!r}; it must be a positive integer")
         if self.rope and self.gate_dim % 2:
             raise ValueError(f"gate_dim is {self.gate_dim}; it must be even when rope is on")
-        if isinstance(self.k_pooling, str):
-            raise ValueError(f"k_pooling is {self.k_pooling!r}; it must be a tuple such as ({self.k_pooling!r},)")
+        if isinstance(self.k_pooling, str) or not isinstance(self.k_pooling, (tuple, list)):
+            raise ValueError(f"k_pooling is {self.k_pooling!r}; it must be a tuple such as {POOLINGS}")
         object.__setattr__(self, "k_pooling", tuple(self.k_pooling))
         kinds = self.k_pooling
-        if not kinds or len(set(kinds)) != len(kinds) or not set(kinds) <= set(POOLINGS):
+        if (
+            not kinds
+            or not all(isinstance(kind, str) for kind in kinds)
+            or len(set(kinds)) != len(kinds)
+            or not set(kinds) <= set(POOLINGS)
+        ):
             raise ValueError(f"k_pooling is {kinds!r}; it must be one or more of {POOLINGS}, each at most once")
         if self.q_pooling not in Q_POOLINGS:
             raise ValueError(f"q_pooling is {self.q_pooling!r}; it must be one of {Q_POOLINGS}")
@@ -103,19 +109,23 @@ class DecodeConfig:
             raise ValueError(f"{' and '.join(given)} are both given; exactly one of {', '.join(rules)} must be")
         if not given:
             object.__setattr__(self, "token_budget", 4096)
-        if self.token_budget is not None and (not _is_int(self.token_budget) or self.token_budget < 1):
+        if self.token_budget is not None and (not is_int(self.token_budget) or self.token_budget < 1):
             raise ValueError(f"token_budget is {self.token_budget!r}; it must be a positive number of tokens")
         for name in ("threshold", "top_p"):
             value = getattr(self, name)
             if value is not None and not (isinstance(value, (int, float)) and 0 < value < 1):
                 raise ValueError(f"{name} is {value!r}; it must be strictly between 0 and 1")
-        if not _is_int(self.sink_blocks) or self.sink_blocks < 0:
+        if not is_int(self.sink_blocks) or self.sink_blocks < 0:
             raise ValueError(f"sink_blocks is {self.sink_blocks!r}; it must be 0 or a positive number of blocks")
+        if not isinstance(self.dense_layers, (tuple, list)):
+            raise ValueError(f"dense_layers is {self.dense_layers!r}; it must be a tuple of layer indices")
         object.__setattr__(self, "dense_layers", tuple(self.dense_layers))
-        if not all(_is_int(layer) and layer >= 0 for layer in self.dense_layers):
+        if not all(is_int(layer) and layer >= 0 for layer in self.dense_layers):
             raise ValueError(f"dense_layers is {self.dense_layers!r}; it must hold layer indices, 0 or greater")
         if self.compat not in (None, "published"):
             raise ValueError(f'compat is {self.compat!r}; it must be None or "published"')
+        if self.compat == "published" and (self.top_p is not None or self.sink_blocks):
+            raise ValueError('compat is "published", whose code has neither top_p nor sink_blocks; leave them out')
 
     def check_block_size(self, block_size: int) -> None:
         """Refuse a budget that cannot hold the current block and the sinks."""

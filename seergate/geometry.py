@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import asdict, dataclass, fields
 from typing import Any
+
+from seergate.config import is_int
 
 
 @dataclass(frozen=True)
@@ -16,6 +19,7 @@ class ModelGeometry:
         layers: indices of the gated layers, ascending.
         inv_freq: RoPE frequencies in gate width (radians per position); empty when the gate has no RoPE.
         attention_scaling: the base model's RoPE attention factor.
+        hidden_size, num_layers: of the model; they tell apart models whose attention has the same shape.
         base_model: Hub id or directory the model was loaded from, if known.
         base_revision: its commit, if known.
     """
@@ -27,6 +31,8 @@ class ModelGeometry:
     layers: tuple[int, ...]
     inv_freq: tuple[float, ...] = ()
     attention_scaling: float = 1.0
+    hidden_size: int | None = None
+    num_layers: int | None = None
     base_model: str | None = None
     base_revision: str | None = None
 
@@ -40,16 +46,26 @@ class ModelGeometry:
         known = {f.name: values[f.name] for f in fields(cls) if f.name in values}
         for name in ("layers", "inv_freq"):
             known[name] = tuple(known.get(name, ()))
+        for name in ("num_heads", "num_kv_heads", "head_dim"):
+            if not is_int(known.get(name)) or known[name] < 1:
+                raise ValueError(f"{name} is {known.get(name)!r}; it must be a positive integer")
+        if not known["layers"] or not all(is_int(layer) and layer >= 0 for layer in known["layers"]):
+            raise ValueError(f"layers is {list(known['layers'])}; it must hold layer indices")
         return cls(**known)
 
     def mismatches(self, other: ModelGeometry) -> list[str]:
         """How ``other`` (a model's geometry) differs from what these gates need; empty if they fit."""
-        names = ("model_type", "num_heads", "num_kv_heads", "head_dim")
+        names = ("model_type", "hidden_size", "num_layers", "num_heads", "num_kv_heads", "head_dim")
         found = [
             f"{name} is {getattr(other, name)!r} in the model and {getattr(self, name)!r} in the gates"
             for name in names
-            if getattr(self, name) != getattr(other, name)
+            if getattr(self, name) != getattr(other, name) and None not in (getattr(self, name), getattr(other, name))
         ]
+        own, its = (self.attention_scaling, *self.inv_freq), (other.attention_scaling, *other.inv_freq)
+        if self.inv_freq and (
+            len(own) != len(its) or any(not math.isclose(a, b, rel_tol=1e-4) for a, b in zip(own, its, strict=True))
+        ):
+            found.append("the model's RoPE frequencies are not those that the gates were trained with")
         missing = sorted(set(self.layers) - set(other.layers))
         if missing:
             found.append(f"the gates cover layers {missing}, which the model has not or has without full attention")

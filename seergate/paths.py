@@ -14,7 +14,10 @@ def shipped(relative: str) -> Path:
     Raises:
         FileNotFoundError: if this installation does not have it.
     """
-    for root in (_PACKAGE.parent, _PACKAGE / "shipped"):
+    roots = [_PACKAGE / "shipped"]
+    if (_PACKAGE.parent / "pyproject.toml").is_file():  # a checkout; in site-packages the neighbours are not ours
+        roots.append(_PACKAGE.parent)
+    for root in roots:
         if (root / relative).exists():
             return root / relative
     raise FileNotFoundError(

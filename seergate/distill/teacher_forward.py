@@ -81,8 +81,13 @@ def distill_step(
     total = input_ids.shape[1]
     if cu_seqlens is None:
         cu_seqlens = torch.tensor([0, total], dtype=torch.int32)
-    borders = cu_seqlens.tolist()
-    if borders[0] != 0 or borders[-1] != total or any(a > b for a, b in zip(borders, borders[1:], strict=False)):
+    borders = cu_seqlens.flatten().tolist()
+    if (
+        len(borders) < 2
+        or borders[0] != 0
+        or borders[-1] != total
+        or any(a > b for a, b in zip(borders, borders[1:], strict=False))
+    ):
         raise ValueError(f"cu_seqlens is {borders}; it must ascend from 0 to the {total} tokens of the pack")
 
     lesson = Lesson(bank, model, borders, row_start, reduction, recall_budgets)
@@ -176,7 +181,8 @@ class Lesson:
 
     def result(self) -> DistillOutput:
         """The losses of all layers as one, with the gradients tied to it."""
-        kl_per_layer = torch.stack([loss.float() for loss in self.losses])
+        home = self.losses[0].device  # the layers of a split model report from several devices
+        kl_per_layer = torch.stack([loss.float().to(home) for loss in self.losses])
         total = kl_per_layer.sum()
         share = 1.0 / len(self.losses) if self.options["reduction"] == "row_mean" else 1.0
         if self.gradients:
@@ -185,7 +191,7 @@ class Lesson:
             total = StoredGradients.apply(total * share, len(stored), *stored, *parameters)
         else:
             total = total * share
-        recall = torch.stack([stats.recall.float().mean(-1) for stats in self.stats], dim=-1)
+        recall = torch.stack([stats.recall.float().mean(-1).to(home) for stats in self.stats], dim=-1)
         return DistillOutput(total, kl_per_layer, recall, self.stats[0].rows)
 
 

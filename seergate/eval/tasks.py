@@ -99,7 +99,7 @@ def chain_sum(*, problems: int = 64, variables: int = 150, seed: int = 0) -> Tas
 
     Args:
         problems: how many.
-        variables: size of a problem; prompt and solution together take about ten tokens per variable.
+        variables: size of a problem; prompt and solution together take about eleven tokens per variable.
         seed: of the problems, below `CHAIN_SUM_SEEDS`.
     """
     _positive("problems", problems)

@@ -5,7 +5,8 @@ Shape suffixes: B batch, S query tokens, T key tokens, H query heads, K KV heads
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -14,7 +15,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS, AttentionInterf
 
 from seergate import ops
 from seergate.errors import SeergateError
-from seergate.host.cache import GatedLayer
+from seergate.host.cache import Appended, GatedLayer
 from seergate.host.families import modeling_module
 from seergate.host.stats import DecodeStats
 from seergate.methods.base import EvictingState, SelectingMethod, SelectingState, Step
@@ -23,6 +24,12 @@ from seergate.ops import Selection
 
 ATTENTION_NAME = "seergate"
 CALL_KEYWORD = "seergate_call"
+VERIFIED_TOKENS = 32
+"""Once decoding has begun, or the cache has been cropped, a chunk of at most this many tokens is taken for drafted
+tokens that are being verified (assisted decoding), and each is decoded as if it had come alone. A longer chunk is a
+new prompt, and dense; so are tokens that are drafted along with the prompt."""
+
+DenseAttention = Callable[..., tuple[Tensor, Tensor | None]]
 
 
 def seergate_attention(
@@ -49,17 +56,29 @@ def register() -> None:
         AttentionInterface.register(ATTENTION_NAME, seergate_attention)
 
 
-def dense_function(module: nn.Module, implementation: str) -> Callable[..., tuple[Tensor, Tensor | None]]:
-    """The attention function that the model would have used in this module."""
-    eager = getattr(modeling_module(module), "eager_attention_forward", None)
-    return ALL_ATTENTION_FUNCTIONS.get_interface(implementation, eager)
+def dense_function(implementation: str) -> DenseAttention:
+    """The attention that the model would have used, as a function of the module and its inputs.
+
+    Some implementations look their own name up in the module's configuration, so they are shown it while they run.
+    """
+
+    def dense(module: nn.Module, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor | None]:
+        eager = getattr(modeling_module(module), "eager_attention_forward", None)
+        own: Any = module.config  # this module's private copy
+        named, own._attn_implementation_internal = own._attn_implementation_internal, implementation
+        try:
+            return ALL_ATTENTION_FUNCTIONS.get_interface(implementation, eager)(module, *args, **kwargs)
+        finally:
+            own._attn_implementation_internal = named
+
+    return dense
 
 
 def attend(
     layer: GatedLayer,
     stats: DecodeStats,
     measure_recall: bool,
-    dense: Callable[..., tuple[Tensor, Tensor | None]],
+    dense: DenseAttention,
     module: nn.Module,
     query: Tensor,
     key: Tensor,
@@ -69,18 +88,24 @@ def attend(
 ) -> tuple[Tensor, Tensor | None]:
     """Attention in a gated layer, after its new tokens joined the cache.
 
-    Several query tokens (a prompt, or a chunk of one) attend densely and exactly as in the plain model; one query
-    token attends to what the method selects.
+    Several query tokens (a prompt, or a chunk of one) attend densely and exactly as in the plain model; a query token
+    that is being decoded attends to what the method selects.
     """
-    step = _step(layer, query, kwargs)
+    appended, layer.appended = layer.appended, None
     state = layer.state
     if state is None:
         raise SeergateError(
             "this cache was used by the plain model in between, so the method has not seen all of its tokens; start a "
             "new one"
         )
+    assert appended is not None
+    step = _step(layer, appended, query, kwargs)
     state.append(step)
-    if query.shape[2] > 1:
+    new = query.shape[2]
+    verifying = layer.decoding and new <= VERIFIED_TOKENS and appended.aligned
+    if new > 1 and not (verifying and not isinstance(state, EvictingState)):
+        layer.decoding = False
+        stats.saw_prompt(layer.layer, layer.nbytes)
         if isinstance(state, EvictingState):
             if any(start != 0 for start in step.starts):
                 raise SeergateError(
@@ -91,9 +116,27 @@ def attend(
             _evict(layer, state, step)
             return output
         return dense(module, query, key, value, attention_mask, **kwargs)
-    with torch.no_grad():
-        output_BHD = _decode(layer, state, step, stats, measure_recall)
-    return output_BHD[:, None].to(query.dtype), None
+    layer.decoding = True
+    with torch.no_grad(), torch.autocast(query.device.type, enabled=False):
+        outputs = [_decode(layer, state, part, stats, measure_recall) for part in _tokens(step)]
+    return torch.stack(outputs, dim=1).to(value.dtype), None
+
+
+def _tokens(step: Step) -> Iterator[Step]:
+    """The step of each new token, as if those after it had not come yet."""
+    new = step.q_BHSD.shape[2]
+    for i in range(new):
+        at = slice(i, i + 1)
+        yield replace(
+            step,
+            q_pre_BHSD=step.q_pre_BHSD[:, :, at],
+            k_pre_BKSD=step.k_pre_BKSD[:, :, at],
+            q_BHSD=step.q_BHSD[:, :, at],
+            k_BKSD=step.k_BKSD[:, :, at],
+            starts=[start + i for start in step.starts],
+            counts=[1] * len(step.starts),
+            lengths=step.lengths - (new - 1 - i),
+        )
 
 
 def _decode(layer: GatedLayer, state: Any, step: Step, stats: DecodeStats, measure_recall: bool) -> Tensor:
@@ -122,20 +165,21 @@ def _decode(layer: GatedLayer, state: Any, step: Step, stats: DecodeStats, measu
         output = state.attend(step)
     if output is None:
         output = _attend_to_all(step)
-    stats.record(layer.layer, step, layer.row_seen, selection, layer.block_size, score_bytes, layer.nbytes)
+    read = state.tokens_read(step) if isinstance(state, EvictingState) else step.ends
+    seen = [total - held + end for total, held, end in zip(layer.row_seen, layer.row_lengths, step.ends, strict=True)]
+    stats.record(layer.layer, step, seen, read, selection, layer.block_size, score_bytes, layer.nbytes)
     if isinstance(state, EvictingState):
         _evict(layer, state, step)
     return output
 
 
-def _step(layer: GatedLayer, query: Tensor, kwargs: dict[str, Any]) -> Step:
-    appended, layer.appended = layer.appended, None
-    assert appended is not None and layer.keys is not None and layer.values is not None
+def _step(layer: GatedLayer, appended: Appended, query: Tensor, kwargs: dict[str, Any]) -> Step:
+    assert layer.keys is not None and layer.values is not None
     scaling = kwargs.get("scaling")
     return Step(
-        q_pre_BHSD=appended.q_pre,
-        k_pre_BKSD=appended.k_pre,
-        q_BHSD=appended.compact(query),
+        q_pre_BHSD=appended.q_pre.to(layer.keys.dtype),
+        k_pre_BKSD=appended.k_pre.to(layer.keys.dtype),
+        q_BHSD=appended.compact(query).to(layer.keys.dtype),
         k_BKSD=appended.k,
         starts=appended.starts,
         counts=appended.counts,

@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 from transformers.cache_utils import CacheLayerMixin
 
 from seergate.errors import SeergateError
@@ -28,10 +29,11 @@ class Arrival:
     Attributes:
         valid: bool ``[B, S]``, which new tokens are real; ``None`` if all are.
         taps: callable that returns ``q_pre [B, H, S, D]`` and ``k_pre [B, K, S, D]``.
+        position_ids: ``[B, S]`` or ``[1, S]``, where the model puts the new tokens; ``None`` if it did not say.
     """
 
-    def __init__(self, valid: Tensor | None, taps: Any) -> None:
-        self.valid = valid
+    def __init__(self, valid: Tensor | None, taps: Any, position_ids: Tensor | None = None) -> None:
+        self.valid, self.position_ids = valid, position_ids
         self.order = None if valid is None else torch.argsort((~valid).int(), dim=1, stable=True)
         self.counts = None if valid is None else valid.sum(1).tolist()
         self.taps = taps
@@ -50,7 +52,7 @@ class Appended:
     def __init__(
         self, arrival: Arrival, q_pre: Tensor, k_pre: Tensor, k: Tensor, starts: list[int], counts: list[int]
     ) -> None:
-        self.compact = arrival.compact
+        self.compact, self.aligned = arrival.compact, arrival.valid is None
         self.q_pre, self.k_pre, self.k, self.starts, self.counts = q_pre, k_pre, k, starts, counts
 
 
@@ -63,6 +65,7 @@ class GatedLayer(CacheLayerMixin):
         num_heads: query heads.
         rotary: the model's RoPE.
         static_length: number of slots of a static cache; ``None`` grows as needed.
+        shared: whether later layers read what `update` returns (Gemma 4's KV sharing).
     """
 
     is_compileable = False
@@ -70,9 +73,16 @@ class GatedLayer(CacheLayerMixin):
     is_croppable = True
 
     def __init__(
-        self, method: Method, layer: int, num_heads: int, rotary: Rotary, static_length: int | None = None
+        self,
+        method: Method,
+        layer: int,
+        num_heads: int,
+        rotary: Rotary,
+        static_length: int | None = None,
+        shared: bool = False,
     ) -> None:
         super().__init__()
+        self.shared = shared
         self.method, self.layer, self.num_heads, self.rotary = method, layer, num_heads, rotary
         self.static_length = static_length
         self.block_size = int(getattr(method, "block_size", 1))
@@ -84,6 +94,8 @@ class GatedLayer(CacheLayerMixin):
         self.lengths = torch.empty(0, dtype=torch.int64)
         self.row_lengths: list[int] = []  # the same as `lengths`, known without a device read
         self.row_seen: list[int] = []  # real tokens seen, evicted ones included
+        self.row_offsets: list[int] = []  # the position that the model gave to each row's first token
+        self.decoding = False  # whether single tokens have come since the prompt
         self.slots = 0  # tokens seen per row, padding included: the length that transformers counts in
         self.valid: Tensor | None = None  # bool [B, <= slots]; slots beyond it are all real; None: none was padding
         self.state: LayerState | None = None
@@ -98,7 +110,7 @@ class GatedLayer(CacheLayerMixin):
         batch, heads, _, head_dim = key_states.shape
         self.dtype, self.device = key_states.dtype, key_states.device
         self.keys = key_states.new_zeros(batch, heads, 0, head_dim)
-        self.values = value_states.new_zeros(batch, heads, 0, value_states.shape[3])
+        self.values = key_states.new_zeros(batch, heads, 0, value_states.shape[3])
         self.lengths = torch.zeros(batch, dtype=torch.int64, device=self.device)
         self.row_lengths, self.row_seen = [0] * batch, [0] * batch
         self.state = self.method.new_state(
@@ -131,8 +143,14 @@ class GatedLayer(CacheLayerMixin):
             )
         arrival, self.arrival = self.arrival, None
         if arrival is None:  # the model runs without its gates: keep the tokens, but the method has not seen them
+            if isinstance(self.method, EvictingMethod) and self.slots:
+                raise SeergateError(
+                    f"this cache was filled under {self.method.name!r}, which evicted from it; start a new one"
+                )
             self.state, arrival = None, Arrival(None, None)
         fresh = self.slots == 0
+        if fresh:
+            self.row_offsets = self._first_positions(arrival, batch)
         self._remember_padding(arrival.valid, new)
         starts = list(self.row_lengths)
         counts = arrival.counts if arrival.counts is not None else [new] * batch
@@ -140,16 +158,28 @@ class GatedLayer(CacheLayerMixin):
         if arrival.taps is not None:
             q_pre, k_pre = (arrival.compact(x) for x in arrival.taps())
             self.appended = Appended(arrival, q_pre, k_pre, keys, starts, counts)
-            if isinstance(self.method, EvictingMethod) and self.method.stores_pre_rope:
+            if self.method.stores_pre_rope:
                 keys = k_pre
         self._store(keys, arrival.compact(value_states), starts, counts)
         self.slots += new
         self.row_seen = [seen + count for seen, count in zip(self.row_seen, counts, strict=True)]
-        if isinstance(self.method, EvictingMethod):
+        if isinstance(self.method, EvictingMethod) and self.static_length is not None:
+            beyond = (0, 0, 0, self.static_length - new)  # the mask was made for all slots
+            return pad(key_states, beyond), pad(value_states, beyond)
+        if isinstance(self.method, EvictingMethod) or (fresh and self.static_length is None):
             return key_states, value_states
-        if fresh and self.static_length is None:
-            return key_states, value_states
+        if new == 1 and self.appended is not None and not self.shared:
+            return key_states, value_states  # the attention function reads the buffers themselves
         return self.slot_view()
+
+    @staticmethod
+    def _first_positions(arrival: Arrival, batch: int) -> list[int]:
+        if arrival.position_ids is None:
+            return [0] * batch
+        positions = arrival.position_ids.expand(batch, -1)
+        if arrival.order is not None:
+            positions = positions.gather(1, arrival.order)
+        return positions[:, 0].tolist()
 
     def _remember_padding(self, valid: Tensor | None, new: int) -> None:
         if valid is None and self.valid is None:
@@ -163,6 +193,7 @@ class GatedLayer(CacheLayerMixin):
         self.valid = torch.cat((known, between, valid), dim=1)
 
     def _store(self, keys: Tensor, values: Tensor, starts: list[int], counts: list[int]) -> None:
+        keys, values = keys.detach().to(self.dtype), values.detach().to(self.dtype)  # autocast mixes dtypes
         new, ends = keys.shape[2], [start + count for start, count in zip(starts, counts, strict=True)]
         self._reserve(max(ends))
         assert self.keys is not None and self.values is not None
@@ -227,7 +258,7 @@ class GatedLayer(CacheLayerMixin):
         extra = torch.arange(1, self.slots - index.shape[1] + 1, device=index.device)
         index = torch.cat((index, self.valid.sum(1, keepdim=True) - 1 + extra), dim=1)
         if self.static_length is not None:
-            index = torch.nn.functional.pad(index, (0, self.static_length - self.slots))
+            index = pad(index, (0, self.static_length - self.slots))
         index = index[:, None, :, None].expand(-1, self.keys.shape[1], -1, -1)
         return tuple(  # type: ignore[return-value]
             buffer.gather(2, index.expand(-1, -1, -1, buffer.shape[3])) for buffer in (self.keys, self.values)
@@ -273,9 +304,10 @@ class GatedLayer(CacheLayerMixin):
             after = [count + kept - prefix.shape[1] for count in prefix.sum(1).tolist()]
             self.valid = prefix
         self.slots, self.row_seen = kept, list(after)
+        self.decoding = True  # whoever takes tokens back is drafting
         self._set_lengths(after)
         if self.state is not None and self.keys is not None:
-            self.state.crop(before, after, self.keys)
+            self.state.crop(before, after, self.keys, self.row_offsets)
 
     def reset(self) -> None:
         """Forget everything."""
@@ -304,6 +336,7 @@ class GatedLayer(CacheLayerMixin):
         rows = index.tolist()
         self.row_lengths = [self.row_lengths[row] for row in rows]
         self.row_seen = [self.row_seen[row] for row in rows]
+        self.row_offsets = [self.row_offsets[row] for row in rows]
         if self.valid is not None:
             self.valid = self.valid.index_select(0, index)
         if self.state is not None:

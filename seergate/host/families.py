@@ -9,6 +9,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Literal
 
 from torch import Tensor, nn
@@ -17,7 +18,7 @@ from transformers import PreTrainedModel
 from seergate.config import GateConfig
 from seergate.errors import SeergateError
 from seergate.geometry import ModelGeometry
-from seergate.host.rope import gate_frequencies
+from seergate.host.rope import RopeKind, gate_frequencies
 
 
 @dataclass(frozen=True)
@@ -155,6 +156,19 @@ def full_attention_modules(model: PreTrainedModel) -> list[tuple[int, nn.Module]
     return found
 
 
+def rope_kind(config: Any, attention: Any) -> RopeKind:
+    """How a layer's cached keys come from its tapped ones: rotated, untouched, or in another way."""
+    if config.model_type == "cohere2":  # rotates in its sliding-window layers only
+        return "plain" if attention.sliding_window is not None else "none"
+    if config.model_type == "exaone4":  # likewise, if it has any
+        return "plain" if attention.sliding_window is None or attention.is_sliding else "none"
+    if config.model_type == "smollm3":
+        return "plain" if attention.use_rope else "none"
+    if config.model_type in ("hunyuan_v1_dense", "gemma4_text"):  # a norm after RoPE; an `apply` of its own form
+        return "other"
+    return "plain"
+
+
 def head_dim_of(model: PreTrainedModel) -> int:
     """Head dimension of the layers that can be gated."""
     return int(full_attention_modules(model)[0][1].head_dim)  # type: ignore[arg-type]
@@ -183,6 +197,8 @@ def gate_geometry(model: PreTrainedModel, config: GateConfig) -> ModelGeometry:
         layers=tuple(layer for layer, _ in modules),
         inv_freq=inv_freq,
         attention_scaling=scaling,
+        hidden_size=base.hidden_size,
+        num_layers=base.num_hidden_layers,
         base_model=getattr(model.config, "_name_or_path", None) or None,
         base_revision=getattr(model.config, "_commit_hash", None),
     )
@@ -205,7 +221,7 @@ class Tap:
             self._handles = [attention.get_submodule("qkv_proj").register_forward_hook(self._catch_fused)]
         else:
             self._handles = [
-                attention.get_submodule(f"{name}_{family.tap}").register_forward_hook(self._catcher(name))
+                attention.get_submodule(f"{name}_{family.tap}").register_forward_hook(partial(self._catch, name))
                 for name in self._heads
             ]
 
@@ -219,11 +235,8 @@ class Tap:
         for handle in self._handles:
             handle.remove()
 
-    def _catcher(self, name: str) -> Any:
-        def hook(module: nn.Module, args: Any, output: Tensor) -> None:
-            self._caught[name] = self._heads_first(output, self._heads[name])
-
-        return hook
+    def _catch(self, name: str, module: nn.Module, args: Any, output: Tensor) -> None:
+        self._caught[name] = self._heads_first(output, self._heads[name])
 
     def _catch_fused(self, module: nn.Module, args: Any, output: Tensor) -> None:
         q_width, k_width = (heads * self._head_dim for heads in self._heads.values())

@@ -26,7 +26,7 @@ from seergate.host.attention import ATTENTION_NAME, CALL_KEYWORD, attend, dense_
 from seergate.host.cache import Arrival, GatedLayer
 from seergate.host.rope import Rotary
 from seergate.host.stats import DecodeStats
-from seergate.methods import Gate, Method, make_method
+from seergate.methods import Gate, Method, SelectingMethod, make_method
 
 _HANDLE = "_seergate_handle"
 
@@ -61,7 +61,13 @@ class DecodeBinding:
         config = families.text_config(model)
         self.handle, self.layer, self.attention = handle, layer, attention
         self.num_heads = int(config.num_attention_heads)
-        self.rotary = Rotary(families.decoder_of(model), attention, families.layer_type(config, layer))
+        kind = families.rope_kind(config, attention)
+        self.rotary = Rotary(families.decoder_of(model), attention, families.layer_type(config, layer), kind)
+        if kind == "other" and handle.method.stores_pre_rope:
+            raise SeergateError(
+                f"the method {handle.method.name!r} re-positions keys, which {config.model_type} models do not allow: "
+                "their RoPE has a form of its own"
+            )
         self.tap = families.tap(model, attention)
         self.swap = AttentionSwap(attention, self.before_forward)
 
@@ -73,34 +79,36 @@ class DecodeBinding:
     def before_forward(self, module: nn.Module, args: Any, kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
         """Announce the new tokens to the cache layer and pass the call along to the attention function."""
         implementation = families.text_config(self.handle.model)._attn_implementation
-        dense = dense_function(module, implementation)
+        dense = dense_function(implementation)
         cache = kwargs.get("past_key_values")
         if cache is None:
             return args, {**kwargs, CALL_KEYWORD: partial(_without_cache, self.tap, dense)}
         layer = self.cache_layer(cache)
         hidden = kwargs["hidden_states"] if "hidden_states" in kwargs else args[0]
         valid = _valid_tokens(kwargs.get("attention_mask"), hidden.shape[1], layer.slots)
-        layer.arrival = Arrival(valid, self.tap.take)
+        layer.arrival = Arrival(valid, self.tap.take, kwargs.get("position_ids"))
         call = partial(attend, layer, self.handle.stats_, self.handle.measure_recall, dense)
         return args, {**kwargs, CALL_KEYWORD: call}
 
     def cache_layer(self, cache: Cache) -> GatedLayer:
         """This layer of the cache, put into our form if it is still empty."""
+        if getattr(cache, "offloading", False):
+            raise SeergateError("this cache offloads its layers, which seergate does not support; use a plain cache")
         layers = cache.layers
         while len(layers) <= self.layer:  # a cache without a configuration makes its layers as they are needed
             layers.append(cache.layer_class_to_replicate())
         found = layers[self.layer]
         method = self.handle.method
-        if isinstance(found, GatedLayer):
-            if found.slots == 0:
-                found.method = method
-            elif found.method is not method:
+        if isinstance(found, GatedLayer) and found.slots > 0:
+            if found.method is not method:
                 raise SeergateError(
                     f"this cache was filled under the method {found.method.name!r}; start a new one for "
                     f"{method.name!r}"
                 )
             return found
-        if type(found) is DynamicLayer:
+        if isinstance(found, GatedLayer):
+            static_length = found.static_length
+        elif type(found) is DynamicLayer:
             static_length = None
         elif type(found) is StaticLayer:
             static_length = found.max_cache_len
@@ -114,7 +122,8 @@ class DecodeBinding:
             raise SeergateError(
                 "this cache was filled by the plain model, so the method has not seen its tokens; start a new one"
             )
-        layers[self.layer] = GatedLayer(method, self.layer, self.num_heads, self.rotary, static_length)
+        shared = bool(getattr(self.attention, "store_full_length_kv", False))
+        layers[self.layer] = GatedLayer(method, self.layer, self.num_heads, self.rotary, static_length, shared)
         return layers[self.layer]
 
 
@@ -133,9 +142,17 @@ class Handle:
             raise SeergateError("this model has a method attached already; detach it first")
         if isinstance(method, Gate):
             _check_gates(model, method.bank)
-            for layer, attention in modules:
-                if str(layer) in method.bank.layers:
-                    method.bank.gate(layer).to(next(attention.parameters()).device)
+        if isinstance(method, SelectingMethod):
+            layers = families.text_config(model).num_hidden_layers
+            absent = sorted(set(method.rule.dense_layers) - set(range(layers)))
+            if absent:
+                raise SeergateError(f"dense_layers names {absent}; the model has layers 0..{layers - 1}")
+        implementation = families.text_config(model)._attn_implementation
+        if "flex" in str(implementation):
+            raise SeergateError(
+                f"the model's attention is {implementation!r}, whose masks do not tell padding; load it with "
+                'attn_implementation "sdpa", "eager" or "flash_attention_2"'
+            )
         self.model, self.method, self.measure_recall = model, method, measure_recall
         self.stats_ = DecodeStats([layer for layer, _ in modules])
         self.bindings: list[DecodeBinding] = []
@@ -230,10 +247,7 @@ def resolve_method(method: GateBank | Method | str, config: DecodeConfig | None 
         return Gate.from_config(method, config or DecodeConfig(**options))
     if isinstance(method, str):
         if config is not None:
-            options = {
-                **{name: value for name, value in vars(config).items() if value not in (None, (), 0)},
-                **options,
-            }
+            raise SeergateError(f"a DecodeConfig goes with gates; give the options of {method!r} as keywords")
         return make_method(method, **options)
     if isinstance(method, Method):
         if config is not None or options:
@@ -266,8 +280,8 @@ def _valid_tokens(mask: Tensor | None, new: int, slots: int) -> Tensor | None:
     Returns:
         Bool ``[B, new]``, or ``None`` if all are real.
     """
-    if mask is None or (new == 1 and mask.ndim == 4 and slots > 0):
-        return None  # a single token that is being decoded is real
+    if mask is None or (new == 1 and slots > 0 and mask.device.type != "cpu"):
+        return None  # reading the mask would make the host wait; a token that is being decoded is real
     row = mask if mask.ndim == 2 else mask[:, 0, -1]
     row = row[:, slots : slots + new] if mask.ndim == 4 else row[:, -new:]
     real = row if row.dtype == torch.bool else (row > 0 if mask.ndim == 2 else row == 0)

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import inspect
 import sys
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
 
 from seergate.errors import SeergateError
+
+RopeKind = Literal["plain", "none", "other"]
 
 
 def gate_frequencies(
@@ -44,22 +46,28 @@ class Rotary:
         decoder: the stack that owns ``rotary_emb``.
         attention: a layer; its file defines ``apply_rotary_pos_emb``.
         layer_type: for models with RoPE parameters per layer type.
+        kind: ``"plain"``; ``"none"`` for a layer that does not rotate; ``"other"`` for one whose cached keys are not
+            simply its tapped keys rotated.
     """
 
-    def __init__(self, decoder: nn.Module, attention: nn.Module, layer_type: str) -> None:
+    def __init__(self, decoder: nn.Module, attention: nn.Module, layer_type: str, kind: RopeKind = "plain") -> None:
+        self.kind = kind
         self._embedding = decoder.get_submodule("rotary_emb")
-        apply = getattr(sys.modules[type(attention).__module__], "apply_rotary_pos_emb", None)
-        self._apply = apply
+        self._apply = getattr(sys.modules[type(attention).__module__], "apply_rotary_pos_emb", None)
         self._family, self._layer_type = type(attention).__name__, layer_type
         takes_type = "layer_type" in inspect.signature(self._embedding.forward).parameters
         self._kwargs = {"layer_type": layer_type} if takes_type else {}
 
     def rotate(self, x: Tensor, positions: Tensor) -> Tensor:
         """``x [B, heads, S, D]`` before RoPE, rotated to ``positions [B, S]``."""
+        if self.kind == "none":
+            return x
         return self._turn(x, *self._angles(x, positions))
 
     def unrotate(self, x: Tensor, positions: Tensor) -> Tensor:
         """The inverse of `rotate`, up to rounding."""
+        if self.kind == "none":
+            return x
         cos, sin = self._angles(x, positions)
         square = (cos.float().square() + sin.float().square()).amax().item()  # attention factor squared
         turned = self._turn(x.float(), cos.float(), -sin.float())
@@ -76,6 +84,6 @@ class Rotary:
         return cos, sin
 
     def _turn(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-        if self._apply is None or list(inspect.signature(self._apply).parameters)[:4] != ["q", "k", "cos", "sin"]:
+        if self.kind == "other" or self._apply is None:
             raise SeergateError(f"keys of {self._family} cannot be re-positioned: its RoPE has a form of its own")
-        return self._apply(x, x, cos, sin)[0]
+        return self._apply(x, x[:, :0], cos, sin)[0]

@@ -12,16 +12,16 @@ from seergate.ops import Selection
 
 
 class LayerStats:
-    """Running sums of one layer; tensors stay on the device until `DecodeStats.summary`."""
+    """Running sums of one layer. What a selection decides stays on the device until `DecodeStats.summary`."""
 
     def __init__(self) -> None:
-        self.steps = 0
-        self.rows = 0
-        self.tokens_seen = 0
-        self.tokens_read: Tensor | float = 0.0  # mean over KV heads, summed over rows and steps
-        self.bytes_read: Tensor | float = 0.0
-        self.blocks: Tensor | float = 0.0  # [K], summed over rows and steps
-        self.resident_sum, self.resident_peak = 0, 0
+        self.steps = self.rows = 0
+        self.tokens_seen = self.tokens_read = 0  # read: by steps that selected nothing, mean over KV heads
+        self.bytes_scored = 0
+        self.dense_blocks = 0  # blocks read by each head in steps that selected nothing
+        self.selected_blocks: Tensor | int = 0  # [K], in steps that selected
+        self.missing_tokens = 0  # by which the last blocks of selections fall short, per head
+        self.resident_sum = self.resident_peak = 0
         self.recall: Tensor | float = 0.0
         self.recall_rows = 0
 
@@ -31,12 +31,21 @@ class DecodeStats:
 
     def __init__(self, layers: list[int]) -> None:
         self.layers = {layer: LayerStats() for layer in layers}
+        self.block_size = 1
+        self.heads = dict.fromkeys(layers, 1)  # KV heads
+        self.bytes_per_token = dict.fromkeys(layers, 0)  # of a key and a value of one KV head
+
+    def saw_prompt(self, layer: int, resident_bytes: int) -> None:
+        """Count what a layer held right after a prompt."""
+        stats = self.layers[layer]
+        stats.resident_peak = max(stats.resident_peak, resident_bytes)
 
     def record(
         self,
         layer: int,
         step: Step,
         seen: list[int],
+        read: list[int],
         selection: Selection | None,
         block_size: int,
         score_bytes: int,
@@ -48,30 +57,26 @@ class DecodeStats:
             layer: its index.
             step: the step.
             seen: tokens each row has seen, evicted ones included.
-            selection: the blocks read, or ``None`` if all residents were.
+            read: tokens each row reads if nothing was selected.
+            selection: the blocks read, or ``None`` if nothing was selected.
             block_size: tokens per block.
             score_bytes: read to decide.
             resident_bytes: held by the layer.
         """
         stats = self.layers[layer]
         keys, values = step.keys_BKCD, step.values_BKCD
-        heads, per_token = keys.shape[1], keys.shape[3] * keys.element_size() + values.shape[3] * values.element_size()
+        self.block_size, self.heads[layer] = block_size, keys.shape[1]
+        self.bytes_per_token[layer] = keys.shape[3] * keys.element_size() + values.shape[3] * values.element_size()
         stats.steps += 1
         stats.rows += len(seen)
         stats.tokens_seen += sum(seen)
+        stats.bytes_scored += score_bytes
         if selection is None:
-            read: Tensor | float = float(sum(step.ends))
-            blocks: Tensor | float = float(sum(-(-end // block_size) for end in step.ends)) * torch.ones(heads)
-            bytes_read: Tensor | float = read * heads * per_token
-        else:
-            # every selection holds the current block, which may not be full
-            tokens_BK = selection.counts * block_size - ((-step.lengths) % block_size)[:, None]
-            read = tokens_BK.double().mean(1).sum()
-            blocks = selection.counts.double().sum(0)
-            bytes_read = tokens_BK.double().sum() * per_token
-        stats.tokens_read = stats.tokens_read + read
-        stats.blocks = stats.blocks + blocks
-        stats.bytes_read = stats.bytes_read + bytes_read + score_bytes
+            stats.tokens_read += sum(read)
+            stats.dense_blocks += sum(-(-tokens // block_size) for tokens in read)
+        else:  # it holds the current block, which may not be full
+            stats.selected_blocks = stats.selected_blocks + selection.counts.sum(0)
+            stats.missing_tokens += sum(-end % block_size for end in step.ends)
         stats.resident_sum += resident_bytes
         stats.resident_peak = max(stats.resident_peak, resident_bytes)
 
@@ -92,16 +97,24 @@ class DecodeStats:
             measured.
         """
         ran = {layer: stats for layer, stats in self.layers.items() if stats.steps}
-        density = [float(stats.tokens_read) / stats.tokens_seen for stats in ran.values()]
+        density, bytes_read, blocks_per_head = [], 0.0, []
+        for layer, stats in ran.items():
+            selected_K = torch.as_tensor(stats.selected_blocks).double().cpu().reshape(-1)
+            heads = self.heads.get(layer, 1)
+            selected_K = selected_K.expand(heads)
+            tokens_K = selected_K * self.block_size - stats.missing_tokens + stats.tokens_read
+            density.append(tokens_K.mean().item() / stats.tokens_seen)
+            bytes_read += (tokens_K.sum().item() * self.bytes_per_token[layer] + stats.bytes_scored) / stats.steps
+            blocks_per_head.append(((selected_K + stats.dense_blocks) / stats.rows).tolist())
         summary: dict[str, Any] = {
             "steps": max((stats.steps for stats in ran.values()), default=0),
             "layers": list(ran),
             "density": sum(density) / len(density) if density else None,
             "density_per_layer": density,
-            "bytes_read_per_step": sum(float(stats.bytes_read) / stats.steps for stats in ran.values()),
+            "bytes_read_per_step": bytes_read,
             "resident_bytes_mean": sum(stats.resident_sum / stats.steps for stats in ran.values()),
             "resident_bytes_peak": sum(stats.resident_peak for stats in ran.values()),
-            "blocks_per_head": [(torch.as_tensor(s.blocks) / s.rows).tolist() for s in ran.values()],
+            "blocks_per_head": blocks_per_head,
         }
         if any(stats.recall_rows for stats in ran.values()):
             summary["recall_per_layer"] = [

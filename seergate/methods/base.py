@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from seergate import ops
-from seergate.config import DecodeConfig
+from seergate.config import DecodeConfig, is_int
 from seergate.ops import Selection
 
 
@@ -100,8 +100,14 @@ class LayerState:
     def append(self, step: Step) -> None:
         """See the new tokens. Called once per forward, after they joined the cache and before attention."""
 
-    def crop(self, before: list[int], after: list[int], keys_BKCD: Tensor) -> None:
-        """Forget the newest tokens: row b had ``before[b]``, has ``after[b]``. The cache has cropped already."""
+    def crop(self, before: list[int], after: list[int], keys_BKCD: Tensor, offsets: list[int]) -> None:
+        """Forget the newest tokens.
+
+        Args:
+            before, after: tokens of each row.
+            keys_BKCD: the cache's keys, cropped already.
+            offsets: per row, the position that the model gave to its first token.
+        """
 
     def select_rows(self, index: Tensor) -> None:
         """Keep the rows ``index`` (int64), in that order; a row may be repeated."""
@@ -127,6 +133,11 @@ class Method(ABC):
     """Base of all methods. A subclass is a dataclass; its ``repr`` is its configuration."""
 
     name: ClassVar[str]
+
+    @property
+    def stores_pre_rope(self) -> bool:
+        """Whether the cache should hold keys before RoPE (the method rotates them itself)."""
+        return False
 
     @abstractmethod
     def new_state(self, spec: LayerSpec) -> LayerState:
@@ -157,7 +168,7 @@ class SelectingMethod(Method):
             sink_blocks=self.sink_blocks,
             dense_layers=self.dense_layers,
         )
-        if not isinstance(self.block_size, int) or self.block_size < 1:
+        if not is_int(self.block_size) or self.block_size < 1:
             raise ValueError(f"block_size is {self.block_size!r}; it must be a positive number of tokens")
         self.rule.check_block_size(self.block_size)
         self.token_budget = self.rule.token_budget
@@ -200,12 +211,13 @@ class SelectingState(LayerState, ABC):
 class EvictingMethod(Method):
     """Drops tokens from the cache for good."""
 
-    stores_pre_rope: ClassVar[bool] = False
-    """Whether the cache should hold keys before RoPE (the method rotates them itself)."""
-
 
 class EvictingState(LayerState, ABC):
     """State of an `EvictingMethod`."""
+
+    def tokens_read(self, step: Step) -> list[int]:
+        """Per row, how many residents `attend` reads."""
+        return step.ends
 
     def attend(self, step: Step) -> Tensor | None:
         """The attention output ``[B, H, D]`` of a decode step, or ``None`` for ordinary attention to all residents."""

@@ -6,8 +6,8 @@ newest blocks, from which a block's entry is made when it closes. Entries made i
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, ClassVar
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, ClassVar, Literal
 
 import torch
 from torch import Tensor
@@ -34,11 +34,12 @@ class Gate(SelectingMethod):
 
     name: ClassVar[str] = "gate"
     bank: GateBank = field(repr=False)
-    compat: str | None = None
+    compat: Literal["published"] | None = None
 
     def __post_init__(self) -> None:
         self.block_size = self.bank.config.block_size
         super().__post_init__()
+        self.rule = replace(self.rule, compat=self.compat)
 
     @classmethod
     def from_config(cls, bank: GateBank, decode: DecodeConfig) -> Gate:
@@ -49,7 +50,8 @@ class Gate(SelectingMethod):
         """See `Method`. A layer that has no gate stays dense."""
         if str(spec.layer) not in self.bank.layers:
             return LayerState(spec)
-        return GateState(spec, self.bank.gate(spec.layer), rotate_at_last=self.compat == "published")
+        gate = self.bank.gate(spec.layer).to(spec.device)  # a layer may live on another device than the next
+        return GateState(spec, gate, rotate_at_last=self.compat == "published")
 
     def select(self, state: LayerState, step: Step) -> Selection | None:
         """See `SelectingMethod`."""
@@ -74,6 +76,7 @@ class GateState(SelectingState):
         self.rows = {
             "kg": torch.zeros(*heads, 0, gate.config.gate_dim, dtype=weight.dtype, device=spec.device),
             "recent": torch.zeros(*heads, 2 * self.block_size, spec.head_dim, dtype=spec.dtype, device=spec.device),
+            "oldest": torch.zeros(spec.batch, dtype=torch.int64),  # lowest position whose raw key `recent` may hold
         }
 
     @torch.no_grad()
@@ -90,7 +93,7 @@ class GateState(SelectingState):
         recent, ends = self.rows["recent"], step.ends
         slots = (step.lengths - 1) % (2 * self.block_size)
         rows = torch.arange(len(ends), device=recent.device)
-        recent[rows, :, slots] = step.k_pre_BKSD[:, :, 0]
+        recent[rows, :, slots] = step.k_pre_BKSD[:, :, 0].to(recent.dtype)
         closing = [row for row, end in enumerate(ends) if end % self.block_size == 0]
         if closing:
             self._write_entries(closing, [ends[row] // self.block_size - 1 for row in closing], self.decode_offset)
@@ -135,13 +138,17 @@ class GateState(SelectingState):
         blocks = sum((end - 1) // self.block_size for end in step.ends)
         return blocks * kg.shape[1] * kg.shape[3] * kg.element_size()
 
-    def crop(self, before: list[int], after: list[int], keys_BKCD: Tensor) -> None:
+    def crop(self, before: list[int], after: list[int], keys_BKCD: Tensor, offsets: list[int]) -> None:
         """See `LayerState`. Raw keys of a reopened block that are gone are recovered from the rotated ones."""
-        size, recent = self.block_size, self.rows["recent"]
+        size, recent, oldest = self.block_size, self.rows["recent"], self.rows["oldest"]
         for row, (old, new) in enumerate(zip(before, after, strict=True)):
+            held_from = max(int(oldest[row]), old - 2 * size)
             opened = new - new % size
-            if opened == new or opened >= old - 2 * size:
-                continue
-            positions = torch.arange(opened, new, device=recent.device)
-            rotated = keys_BKCD[row : row + 1, :, opened:new]
-            recent[row][:, positions % (2 * size)] = self.spec.rotary.unrotate(rotated, positions[None])[0]
+            if opened < held_from:
+                if opened < new:
+                    index = torch.arange(opened, new, device=recent.device)
+                    rotated = keys_BKCD[row : row + 1, :, opened:new]
+                    raw = self.spec.rotary.unrotate(rotated, index[None] + offsets[row])
+                    recent[row][:, index % (2 * size)] = raw[0]
+                held_from = opened
+            oldest[row] = held_from

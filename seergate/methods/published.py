@@ -20,12 +20,7 @@ def published_selection(scores_BKN: Tensor, lengths: Tensor, block_size: int, ru
         lengths: ``[B]``, the current token included.
         block_size: tokens per block.
         rule: token budget or threshold.
-
-    Raises:
-        ValueError: for ``top_p``, which the published code does not have.
     """
-    if rule.top_p is not None:
-        raise ValueError('top_p is not defined for compat="published"; use token_budget or threshold')
     used = -(-lengths // block_size)  # blocks in use, the open one included
     width = int(used.max())
     blocks = torch.arange(width, device=lengths.device)

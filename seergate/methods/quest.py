@@ -53,14 +53,13 @@ class QuestState(SelectingState):
     def append(self, step: Step) -> None:
         """See `LayerState`."""
         blocks = -(-step.max_length // self.block_size)
-        high = self.grown("high", blocks, -torch.inf)
-        low = self.grown("low", blocks, torch.inf)
+        high, low = self.grown("high", blocks), self.grown("low", blocks)
         if step.k_BKSD.shape[2] == 1:
             rows = torch.arange(len(step.counts), device=high.device)
-            page = (step.lengths - 1) // self.block_size
-            key = step.k_BKSD[:, :, 0]
-            high[rows, :, page] = torch.maximum(high[rows, :, page], key)
-            low[rows, :, page] = torch.minimum(low[rows, :, page], key)
+            page, place = (step.lengths - 1) // self.block_size, (step.lengths - 1) % self.block_size
+            opens, key = (place == 0)[:, None, None], step.k_BKSD[:, :, 0].to(high.dtype)
+            high[rows, :, page] = torch.where(opens, key, torch.maximum(high[rows, :, page], key))
+            low[rows, :, page] = torch.where(opens, key, torch.minimum(low[rows, :, page], key))
             return
         for row, (start, count) in enumerate(zip(step.starts, step.counts, strict=True)):
             self._recompute(row, start // self.block_size, start + count, step.keys_BKCD)
@@ -68,7 +67,6 @@ class QuestState(SelectingState):
     def _recompute(self, row: int, first: int, length: int, keys_BKCD: Tensor) -> None:
         """Make the pages of one row from ``first`` on anew, from the cached keys."""
         size, (high, low) = self.block_size, (self.rows["high"], self.rows["low"])
-        high[row, :, first:], low[row, :, first:] = -torch.inf, torch.inf
         if length > first * size:
             pooled = ops.pool_keys(keys_BKCD[row : row + 1, :, first * size : length], size, ("max", "min"))[0]
             pages = slice(first, first + pooled.shape[1])
@@ -77,11 +75,10 @@ class QuestState(SelectingState):
     @torch.no_grad()
     def scores(self, step: Step) -> Tensor:
         """See `SelectingState`."""
-        high, low = self.rows["high"].float(), self.rows["low"].float()
+        pages = -(-step.max_length // self.block_size)
+        high, low = self.rows["high"][:, :, :pages].float(), self.rows["low"][:, :, :pages].float()
         q_BKGD = step.q_BHSD[:, :, 0].unflatten(1, (high.shape[1], -1)).float()
         # max(q * low, q * high) is q * high where q > 0, else q * low: two products, no [.., N, D] tensor
-        held = high.isfinite()
-        high, low = high.where(held, 0.0), low.where(held, 0.0)
         bound_BKGN = q_BKGD.clamp(min=0) @ high.transpose(-1, -2) + q_BKGD.clamp(max=0) @ low.transpose(-1, -2)
         return bound_BKGN.amax(2) if self.group_reduction == "max" else bound_BKGN.mean(2)
 
@@ -90,7 +87,7 @@ class QuestState(SelectingState):
         pages, high = sum(-(-end // self.block_size) for end in step.ends), self.rows["high"]
         return 2 * pages * high.shape[1] * high.shape[3] * high.element_size()
 
-    def crop(self, before: list[int], after: list[int], keys_BKCD: Tensor) -> None:
+    def crop(self, before: list[int], after: list[int], keys_BKCD: Tensor, offsets: list[int]) -> None:
         """See `LayerState`."""
         for row, length in enumerate(after):
             self._recompute(row, length // self.block_size, length, keys_BKCD)

@@ -8,6 +8,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
+from seergate.config import is_int
 from seergate.methods.base import LayerSpec, LayerState, SelectingMethod, SelectingState, Step
 
 
@@ -20,6 +21,11 @@ class Random(SelectingMethod):
 
     name: ClassVar[str] = "random"
     seed: int = 0
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if not is_int(self.seed):
+            raise ValueError(f"seed is {self.seed!r}; it must be an integer")
 
     def new_state(self, spec: LayerSpec) -> LayerState:
         """See `Method`."""

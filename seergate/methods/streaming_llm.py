@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from seergate import ops
+from seergate.config import is_int
 from seergate.methods.base import EvictingMethod, EvictingState, LayerSpec, LayerState, Step
 
 
@@ -27,12 +28,19 @@ class StreamingLLM(EvictingMethod):
     """
 
     name: ClassVar[str] = "streaming_llm"
-    stores_pre_rope: ClassVar[bool] = True
     token_budget: int = 516
     sink_tokens: int = 4
     interval: int = 32
 
+    @property
+    def stores_pre_rope(self) -> bool:
+        """Yes: their positions change from step to step."""
+        return True
+
     def __post_init__(self) -> None:
+        for name in ("token_budget", "sink_tokens", "interval"):
+            if not is_int(getattr(self, name)):
+                raise ValueError(f"{name} is {getattr(self, name)!r}; it must be a whole number of tokens")
         if self.sink_tokens < 0:
             raise ValueError(f"sink_tokens is {self.sink_tokens}; it must be 0 or greater")
         if self.token_budget <= self.sink_tokens:
@@ -66,6 +74,10 @@ class StreamingState(EvictingState):
         return ops.dense_decode(
             q_BHD, keys, values, held, sm_scale=step.sm_scale, sinks=step.sinks, softcap=step.softcap
         )
+
+    def tokens_read(self, step: Step) -> list[int]:
+        """See `EvictingState`: what is evicted but still resident is not read."""
+        return [min(end, self.method.token_budget) for end in step.ends]
 
     def keep(self, step: Step) -> tuple[Tensor, list[int]] | None:
         """See `EvictingState`."""

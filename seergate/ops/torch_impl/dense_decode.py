@@ -24,11 +24,19 @@ def dense_decode(
     """See `seergate.ops.dense_decode`."""
     q_BKGD = q.unflatten(1, (k.shape[1], -1))
     mask_B11S = None
+    plain = sinks is None and softcap is None
+    if plain and lengths is not None and q.device.type == "cpu":
+        # Row by row: a mask would make the kernel read what it hides, and clearing NaN would copy the cache.
+        rows = [
+            F.scaled_dot_product_attention(q_BKGD[i : i + 1], k[i : i + 1, :, :n], v[i : i + 1, :, :n], scale=sm_scale)
+            for i, n in enumerate(lengths.tolist())
+        ]
+        return torch.cat(rows).flatten(1, 2)
     if lengths is not None:
         mask_B11S = (torch.arange(k.shape[2], device=k.device) < lengths[:, None])[:, None, None]
         held = mask_B11S.transpose(-1, -2)
         k, v = k.masked_fill(~held, 0), v.masked_fill(~held, 0)  # NaN beyond a row's length must not spread
-    if sinks is None and softcap is None:
+    if plain:
         return F.scaled_dot_product_attention(q_BKGD, k, v, attn_mask=mask_B11S, scale=sm_scale).flatten(1, 2)
     wide = torch.promote_types(q.dtype, torch.float32)
     scores_BKGS = (q_BKGD.to(wide) * sm_scale) @ k.to(wide).transpose(-1, -2)
