@@ -11,10 +11,10 @@ and writes the sum modulo 10. Every decision the reasoner takes is a retrieval o
 
 A variable has a separate token for each of its roles (``[a17]`` where it is defined, ``a17`` where it is an operand,
 ``a17:`` where it is to be evaluated, ``a17=`` where its value follows), so that what has to be matched is one token.
-The first variable stands in the prompt and the end is marked where the last one is defined: no step depends on a
-minimum, a count, or the absence of something, which no sparse attention could see. (An earlier form named the asked variable
-once, at the end of the prompt; that nothing matched it had to be seen at every step, and a model with all sums right
-ran past it.)
+The first variable stands in the prompt, and the end is marked where the last one is defined: no step depends on a
+minimum, a count, or the absence of something, which no sparse attention could see. (An earlier form named the asked
+variable once, at the end of the prompt. At every step it had to be seen that nothing matched it, and a model that got
+all sums right ran past it.)
 """
 
 from __future__ import annotations
