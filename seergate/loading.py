@@ -7,6 +7,8 @@ from collections.abc import Callable
 from dataclasses import fields, replace
 from typing import TYPE_CHECKING, Any
 
+from safetensors import SafetensorError
+
 from seergate.bank import GateBank
 from seergate.config import DecodeConfig
 from seergate.errors import SeergateError
@@ -101,5 +103,7 @@ def _reading(name: str | os.PathLike[str], read: Callable[..., Any], **options: 
     options = {key: value for key, value in options.items() if value is not None}
     try:
         return read(resolve_model(name), **options)
-    except (OSError, ValueError) as error:
-        raise SeergateError(f"the base model {name} could not be loaded: {str(error).splitlines()[0]}") from error
+    except (OSError, ValueError, RuntimeError, SafetensorError) as error:
+        raise SeergateError(
+            f"the base model {name} could not be loaded: {str(error).strip().splitlines()[0]}"
+        ) from error

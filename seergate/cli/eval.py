@@ -51,7 +51,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     task = parser.add_argument_group("task")
     task.add_argument("--task", default="chain_sum", help="chain_sum, or a .jsonl file of problems [%(default)s]")
     task.add_argument("--problems", type=int, metavar="N", help="how many problems [64 of chain_sum, all of a file]")
-    task.add_argument("--variables", type=int, metavar="N", help="size of a chain_sum problem, ~10 tokens each [150]")
+    task.add_argument("--variables", type=int, metavar="N", help="size of a chain_sum problem, ~11 tokens each [150]")
     task.add_argument("--task-seed", type=int, metavar="N", help="which chain_sum problems are drawn [0]")
     task.add_argument("--grader", help="of a file: math, exact or digit [math]")
     how = parser.add_argument_group("generation")
@@ -92,7 +92,9 @@ def run(options: argparse.Namespace) -> int:
         raise SeergateError(
             f"block_size is {options.block_size}, but these gates have {bank.config.block_size}; leave it out"
         )
-    block_size = options.block_size or (bank.config.block_size if bank is not None else None)
+    block_size = options.block_size
+    if block_size is None and bank is not None:
+        block_size = bank.config.block_size
     specs = grid(options.method, options.budget or list(task.budgets), block_size, tuple(options.dense_layers))
     for spec in specs:
         spec.method(bank)

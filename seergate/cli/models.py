@@ -73,16 +73,23 @@ def load_model(
         SeergateError: if they cannot be loaded.
     """
     import torch
+    from safetensors import SafetensorError
     from transformers import AutoModelForCausalLM, AutoTokenizer
     from transformers.utils import logging
 
     logging.disable_progress_bar()
     place = ("cuda" if torch.cuda.is_available() else "cpu") if device == "auto" else device
+    try:
+        torch.empty(0, device=place)
+    except (RuntimeError, AssertionError) as error:
+        raise SeergateError(
+            f"device is {device!r}, which PyTorch cannot use here; it must be cpu, cuda or cuda:N"
+        ) from error
     options: dict[str, Any] = {"dtype": dtype if dtype == "auto" else getattr(torch, dtype)}
     try:
         tokenizer = AutoTokenizer.from_pretrained(path)
         model = AutoModelForCausalLM.from_pretrained(path, **options).to(place).eval()
-    except (OSError, ValueError, KeyError) as error:
+    except (OSError, ValueError, KeyError, RuntimeError, SafetensorError) as error:
         first = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
         raise SeergateError(f"the model {path} cannot be loaded: {first}") from error
     return model, tokenizer

@@ -19,7 +19,6 @@ import torch
 from torch import Tensor, nn
 
 from seergate import ops
-from seergate.bank import GateBank
 from seergate.errors import SeergateError
 from seergate.gate import AttnGate
 from seergate.host import families
@@ -28,6 +27,8 @@ from seergate.host.teaching import TeacherCall, teaching
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
+
+    from seergate.bank import GateBank
 
 
 @dataclass(frozen=True)

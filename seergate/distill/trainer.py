@@ -348,13 +348,14 @@ def _load_tokenizer(path: str, revision: str | None) -> PreTrainedTokenizerBase:
 
 def _load_base(path: str, config: TrainConfig, world: World) -> PreTrainedModel:
     """The frozen model, on this process's device."""
+    from safetensors import SafetensorError
     from transformers import AutoModelForCausalLM
 
     names = {"auto": torch.bfloat16 if world.device.type == "cuda" else torch.float32}
     dtype = names.get(config.dtype) or getattr(torch, config.dtype)
     try:
         model = AutoModelForCausalLM.from_pretrained(path, revision=config.revision, dtype=dtype)
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RuntimeError, SafetensorError) as error:
         raise SeergateError(f"the model {path!r} cannot be loaded: {_first_line(error)}") from error
     model.to(world.device)
     return model.eval().requires_grad_(False)

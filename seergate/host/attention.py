@@ -185,7 +185,7 @@ def _step(layer: GatedLayer, appended: Appended, query: Tensor, kwargs: dict[str
         counts=appended.counts,
         keys_BKCD=layer.keys,
         values_BKCD=layer.values,
-        lengths=layer.lengths,
+        lengths=layer.lengths.clamp(min=1),  # a row without a real token yet reads a zero; nothing reads its output
         sm_scale=query.shape[-1] ** -0.5 if scaling is None else float(scaling),
         sinks=kwargs.get("s_aux"),
         softcap=kwargs.get("softcap"),

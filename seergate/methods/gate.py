@@ -83,7 +83,7 @@ class GateState(SelectingState):
     def append(self, step: Step) -> None:
         """See `LayerState`."""
         self.grown("kg", -(-step.max_length // self.block_size))
-        if step.k_pre_BKSD.shape[2] == 1:
+        if step.k_pre_BKSD.shape[2] == 1 and all(step.counts):
             self._append_one(step)
         else:
             self._append_many(step)

@@ -32,7 +32,9 @@ def published_selection(scores_BKN: Tensor, lengths: Tensor, block_size: int, ru
         chosen = logits.softmax(-1) > rule.threshold
     else:
         assert rule.token_budget is not None
-        best = logits.topk(min(width, rule.token_budget // block_size), dim=-1).indices
+        # a stable sort: ties go to the lower block, whatever else is in the batch
+        ranked = logits.sort(dim=-1, descending=True, stable=True).indices
+        best = ranked[..., : min(width, rule.token_budget // block_size)]
         chosen = torch.zeros_like(logits, dtype=torch.bool).scatter(-1, best, True)
     chosen = (chosen | last | (blocks == 0)) & valid
     counts = chosen.sum(-1)

@@ -54,7 +54,7 @@ class QuestState(SelectingState):
         """See `LayerState`."""
         blocks = -(-step.max_length // self.block_size)
         high, low = self.grown("high", blocks), self.grown("low", blocks)
-        if step.k_BKSD.shape[2] == 1:
+        if step.k_BKSD.shape[2] == 1 and all(step.counts):
             rows = torch.arange(len(step.counts), device=high.device)
             page, place = (step.lengths - 1) // self.block_size, (step.lengths - 1) % self.block_size
             opens, key = (place == 0)[:, None, None], step.k_BKSD[:, :, 0].to(high.dtype)

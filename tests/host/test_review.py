@@ -130,6 +130,53 @@ def test_a_masked_token_in_the_middle_of_decoding_is_not_stored():
     torch.testing.assert_close(*results, rtol=1e-4, atol=1e-4)
 
 
+@pytest.mark.parametrize("name", ["gate", "quest", "oracle", "random", "dense"])
+def test_padding_that_arrives_token_by_token(name):
+    """The first slots of a left-padded batch as a prompt, the rest one by one: a row may have no real token yet."""
+    model = tiny_model("qwen3")
+    batch = left_padded([prompt(40, 1), prompt(9, 2)])
+    method = next(m for m in all_methods(model, 4096) if m.name == name)
+    positions = (batch["attention_mask"].cumsum(1) - 1).clamp(min=0)
+    with seergate.attached(model, method):
+        cache = DynamicCache()
+        for start, end in [(0, 20), *((i, i + 1) for i in range(20, 40))]:
+            out = model(
+                input_ids=batch["input_ids"][:, start:end],
+                attention_mask=batch["attention_mask"][:, :end],
+                position_ids=positions[:, start:end],
+                past_key_values=cache,
+            ).logits[:, -1]
+    whole = model(**batch, position_ids=positions).logits[:, -1]
+    torch.testing.assert_close(out, whole, rtol=2e-4, atol=2e-4)
+    if name == "gate":
+        with seergate.attached(model, method):
+            straight = DynamicCache()
+            model(**batch, position_ids=positions, past_key_values=straight)
+        for a, b in zip(cache.layers, straight.layers, strict=True):
+            torch.testing.assert_close(
+                a.state.rows["kg"][0, :, :5], b.state.rows["kg"][0, :, :5], rtol=1e-4, atol=1e-5
+            )
+            torch.testing.assert_close(
+                a.state.rows["kg"][1, :, :1], b.state.rows["kg"][1, :, :1], rtol=1e-4, atol=1e-5
+            )
+
+
+def test_published_selection_breaks_ties_alike_in_any_batch():
+    from seergate.methods.published import published_selection
+
+    rule = DecodeConfig(token_budget=16, compat="published")
+    alone = published_selection(torch.zeros(1, 1, 4), torch.tensor([30]), 8, rule)
+    padded = torch.zeros(2, 1, 9)
+    together = published_selection(padded, torch.tensor([30, 70]), 8, rule)
+    assert alone.indices[0, 0].tolist() == [i for i in together.indices[0, 0].tolist() if i >= 0] == [0, 1, 3]
+
+
+def test_gates_accept_a_model_that_was_converted():
+    model = tiny_model("qwen3")
+    bank = gates(model)
+    seergate.attach(model.to(torch.bfloat16), bank).detach()
+
+
 def test_the_dense_implementation_sees_its_own_name():
     """transformers' FlashAttention wrapper looks up which version to run in the module's configuration."""
     from transformers import AttentionInterface
