@@ -61,6 +61,9 @@ class GateConfig:
             or not set(kinds) <= set(POOLINGS)
         ):
             raise ValueError(f"k_pooling is {kinds!r}; it must be one or more of {POOLINGS}, each at most once")
+        for name in ("qk_norm", "rope"):
+            if not isinstance(getattr(self, name), bool):
+                raise ValueError(f"{name} is {getattr(self, name)!r}; it must be True or False")
         if self.q_pooling not in Q_POOLINGS:
             raise ValueError(f"q_pooling is {self.q_pooling!r}; it must be one of {Q_POOLINGS}")
 

@@ -139,6 +139,8 @@ def test_frequencies_survive_a_change_of_dtype():
         ({"k_pooling": "max"}, "must be a tuple"),
         ({"k_pooling": ("mean",)}, "k_pooling is"),
         ({"q_pooling": "sum"}, "q_pooling is 'sum'"),
+        ({"qk_norm": "yes"}, "qk_norm is 'yes'"),
+        ({"rope": 3}, "rope is 3"),
     ],
 )
 def test_bad_configurations(options, message):

@@ -130,6 +130,8 @@ class TrainConfig:
         self._must("grad_clip", 0 <= self.grad_clip < math.inf, "0 (off) or a positive number")
         self._must("row_start", 0 <= self.row_start < 1, "at least 0 and below 1")
         self._must("model", bool(self.model), "a preset, a Hub id (org/name) or a directory")
+        repo = self.push_to_hub
+        self._must("push_to_hub", repo is None or bool(_ORG_NAME.fullmatch(repo)), "a Hub repository (org/name)")
         self._must("data", bool(self.data), "a Hub id, a local path or chain_sum")
         low_high = self.chain_sum_variables
         self._must(
@@ -292,8 +294,10 @@ def locate_model(config: TrainConfig) -> TrainConfig:
     """The same run with ``model`` as something `from_pretrained` can load: a directory that exists, or a Hub id.
 
     Raises:
-        SeergateError: if it names a directory that is not there.
+        SeergateError: if it names a directory that is not there, or a chat template that is not.
     """
+    if config.chat_template is not None and not Path(config.chat_template).is_file():
+        raise SeergateError(f"chat_template is {config.chat_template!r}; it must be a .jinja file that exists")
     path = Path(config.model)
     if path.is_dir():
         return config

@@ -238,6 +238,8 @@ def handle_of(model: PreTrainedModel) -> Handle:
 
 def resolve_method(method: GateBank | Method | str, config: DecodeConfig | None = None, **options: Any) -> Method:
     """The method that the arguments of `attach` describe."""
+    if config is not None and not isinstance(config, DecodeConfig):
+        raise SeergateError(f"config is a {type(config).__name__}; it must be a DecodeConfig")
     if isinstance(method, GateBank):
         if config is not None and options:
             raise SeergateError(f"both a DecodeConfig and {', '.join(options)} are given; put all of it into one")

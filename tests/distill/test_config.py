@@ -142,3 +142,10 @@ def test_a_user_error_is_one_line_and_exit_code_2_before_torch_is_imported() -> 
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, cwd=ROOT)
     assert done.returncode == 2
     assert done.stdout == "" and done.stderr.count("\n") == 1 and "did you mean 'qwen3-8b'" in done.stderr
+
+
+def test_what_would_fail_after_training_is_refused_before():
+    with pytest.raises(ValueError, match=r"push_to_hub is 'notanid'; it must be a Hub repository \(org/name\)"):
+        load_train_config("tiny-reasoner", {"push_to_hub": "notanid"})
+    with pytest.raises(ValueError, match="chat_template is 'nowhere.jinja'"):
+        locate_model(load_train_config("tiny-reasoner", {"chat_template": "nowhere.jinja"}))

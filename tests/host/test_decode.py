@@ -396,6 +396,7 @@ def test_bad_requests():
         (lambda: seergate.attach(model, bank, threshold=1.0), "threshold is 1.0.*between 0 and 1"),
         (lambda: seergate.attach(model, bank, token_budget=64, top_p=0.9), "token_budget and top_p are both given"),
         (lambda: seergate.attach(model, 3), "the method is a int"),
+        (lambda: seergate.attach(model, bank, {"token_budget": 64}), "config is a dict; it must be a DecodeConfig"),
     ]
     for attempt, message in cases:
         with pytest.raises(ValueError, match=message):
