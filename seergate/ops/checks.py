@@ -46,6 +46,18 @@ def check_groups(heads: int, kv_heads: int) -> None:
         raise ValueError(f"q has {heads} heads; it must have a positive multiple of k's {kv_heads}")
 
 
+def check_decode_tensors(q: Tensor, k: Tensor, v: Tensor) -> None:
+    """``q [B, H, d]`` against a cache ``k [B, Hkv, S, d]``, ``v [B, Hkv, S, dv]``."""
+    check_tensor("q", q, ("B", "H", "d"))
+    batch, heads, dim = q.shape
+    check_tensor("k", k, (batch, "Hkv", "S", dim))
+    kv_heads, capacity = k.shape[1:3]
+    check_tensor("v", v, (batch, kv_heads, capacity, "dv"))
+    check_groups(heads, kv_heads)
+    check_same("k", k, "q", q)
+    check_same("v", v, "q", q)
+
+
 def check_block_size(block_size: int) -> None:
     """A positive integer."""
     if not isinstance(block_size, int) or isinstance(block_size, bool) or block_size < 1:

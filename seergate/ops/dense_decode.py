@@ -7,7 +7,7 @@ import math
 from torch import Tensor
 
 from seergate.ops.backend import implementation
-from seergate.ops.checks import check_extras, check_groups, check_lengths, check_same, check_scale, check_tensor
+from seergate.ops.checks import check_decode_tensors, check_extras, check_lengths, check_same, check_scale
 
 
 def dense_decode(
@@ -41,14 +41,8 @@ def dense_decode(
     Raises:
         ValueError: naming the argument, what it is and what it must be.
     """
-    check_tensor("q", q, ("B", "H", "d"))
-    batch, heads, dim = q.shape
-    check_tensor("k", k, (batch, "Hkv", "S", dim))
-    kv_heads, capacity = k.shape[1:3]
-    check_tensor("v", v, (batch, kv_heads, capacity, "dv"))
-    check_groups(heads, kv_heads)
-    check_same("k", k, "q", q)
-    check_same("v", v, "q", q)
+    check_decode_tensors(q, k, v)
+    (batch, heads, dim), capacity = q.shape, k.shape[2]
     if lengths is not None:
         check_lengths(lengths, batch, capacity, "S")
         check_same("lengths", lengths, "q", q, dtype=False)

@@ -10,12 +10,11 @@ from torch import Tensor
 from seergate.ops.backend import implementation
 from seergate.ops.checks import (
     check_block_size,
+    check_decode_tensors,
     check_extras,
-    check_groups,
     check_lengths,
     check_same,
     check_scale,
-    check_tensor,
 )
 
 
@@ -54,14 +53,8 @@ def sparse_decode(
     Raises:
         ValueError: naming the argument, what it is and what it must be.
     """
-    check_tensor("q", q, ("B", "H", "d"))
-    batch, heads, dim = q.shape
-    check_tensor("k", k, (batch, "Hkv", "S", dim))
-    kv_heads, capacity = k.shape[1:3]
-    check_tensor("v", v, (batch, kv_heads, capacity, "dv"))
-    check_groups(heads, kv_heads)
-    check_same("k", k, "q", q)
-    check_same("v", v, "q", q)
+    check_decode_tensors(q, k, v)
+    (batch, heads, dim), (kv_heads, capacity) = q.shape, k.shape[1:3]
     if not isinstance(indices, Tensor) or indices.dtype not in (torch.int32, torch.int64):
         got = indices.dtype if isinstance(indices, Tensor) else type(indices).__name__
         raise ValueError(f"indices is {got}; it must be an int32 tensor [B, Hkv, K]")
