@@ -123,6 +123,7 @@ class Lesson:
                 "one sequence each"
             )
         self.bank, self.model, self.borders = bank, model, borders
+        self.cu_seqlens = torch.tensor(borders, dtype=torch.int32)  # on the CPU, where the op can read it for free
         self.options: dict[str, Any] = {
             "row_start": row_start,
             "reduction": reduction,
@@ -149,7 +150,6 @@ class Lesson:
 
     def _teach(self, gate: AttnGate, call: TeacherCall) -> None:
         assert call.q_pre_BHSD is not None and call.k_pre_BKSD is not None
-        cu_seqlens = torch.tensor(self.borders, dtype=torch.int32)
         wants_gradient = self.wants_gradients and any(p.requires_grad for p in gate.parameters())
         with torch.set_grad_enabled(wants_gradient):
             positions = self.positions.to(call.query_BHSD.device)
@@ -160,7 +160,7 @@ class Lesson:
                 call.key_BKSD[0].transpose(0, 1),
                 qg_TKE,
                 kg_NKE,
-                cu_seqlens,
+                self.cu_seqlens,
                 self.bank.config.block_size,
                 sm_scale=call.sm_scale,
                 sinks=call.sinks,

@@ -16,7 +16,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS, AttentionInterf
 from seergate import ops
 from seergate.errors import SeergateError
 from seergate.host.cache import Appended, GatedLayer
-from seergate.host.families import modeling_module
+from seergate.host.rope import modeling_module
 from seergate.host.stats import DecodeStats
 from seergate.methods.base import EvictingState, SelectingMethod, SelectingState, Step
 from seergate.methods.oracle import log_probabilities

@@ -6,7 +6,6 @@ guessing from sizes would be wrong whenever the sequence is as long as the numbe
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import partial
@@ -254,8 +253,3 @@ def tap(model: PreTrainedModel, attention: nn.Module) -> Tap:
     config = text_config(model)
     heads, group = config.num_attention_heads, int(attention.num_key_value_groups)  # type: ignore[arg-type]
     return Tap(attention, family_of(config), heads, heads // group, int(attention.head_dim))  # type: ignore[arg-type]
-
-
-def modeling_module(attention: nn.Module) -> Any:
-    """The transformers file that defines an attention module; it also has that family's eager attention and RoPE."""
-    return sys.modules[type(attention).__module__]

@@ -39,6 +39,11 @@ def model_frequencies(rotary: nn.Module, layer_type: str) -> tuple[str, Tensor]:
     return prefix, getattr(rotary, f"{prefix}inv_freq") if original is None else original
 
 
+def modeling_module(attention: nn.Module) -> Any:
+    """The transformers file that defines an attention module; it also has that family's eager attention and RoPE."""
+    return sys.modules[type(attention).__module__]
+
+
 class Rotary:
     """Rotates tensors as the base model would at given positions.
 
@@ -53,7 +58,7 @@ class Rotary:
     def __init__(self, decoder: nn.Module, attention: nn.Module, layer_type: str, kind: RopeKind = "plain") -> None:
         self.kind = kind
         self._embedding = decoder.get_submodule("rotary_emb")
-        self._apply = getattr(sys.modules[type(attention).__module__], "apply_rotary_pos_emb", None)
+        self._apply = getattr(modeling_module(attention), "apply_rotary_pos_emb", None)
         self._family, self._layer_type = type(attention).__name__, layer_type
         takes_type = "layer_type" in inspect.signature(self._embedding.forward).parameters
         self._kwargs = {"layer_type": layer_type} if takes_type else {}

@@ -7,12 +7,13 @@ import torch
 
 from seergate import GateBank, GateConfig, SeergateError
 from seergate.host import families
+from seergate.host.rope import modeling_module
 from tests.models import FAMILIES, prompt, tiny_model
 
 
 def rope_inputs(model, attention, ids):
     """What the model itself hands to `apply_rotary_pos_emb`, per call: list of (q, k)."""
-    module = families.modeling_module(attention)
+    module = modeling_module(attention)
     original = module.apply_rotary_pos_emb
     calls = []
 
