@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
+import numpy as np
 import torch
 
 
@@ -68,11 +69,11 @@ class StepLog:
 
 @dataclass(frozen=True)
 class EvalLog:
-    """An evaluation on the held-out packs; fields as in `StepLog`."""
+    """An evaluation on the held-out packs; fields as in `StepLog`, but recall is per layer **and** KV head."""
 
     step: int
     kl_per_layer: list[float]
-    recall: dict[int, list[float]]
+    recall: dict[int, list[list[float]]]
     layers: tuple[int, ...]
 
     @property
@@ -81,8 +82,8 @@ class EvalLog:
         return sum(self.kl_per_layer) / len(self.kl_per_layer)
 
     def mean_recall(self) -> dict[int, float]:
-        """Budget -> mean over layers."""
-        return {budget: sum(v) / len(v) for budget, v in self.recall.items()}
+        """Budget -> mean over layers and KV heads."""
+        return {budget: float(np.mean(values)) for budget, values in self.recall.items()}
 
     def scalars(self) -> dict[str, float]:
         """TensorBoard names and values."""
@@ -123,16 +124,73 @@ class TensorBoard:
         """An optimizer step has been taken."""
         for name, value in log.scalars().items():
             self._writer.add_scalar(name, value, log.step)
+        self._writer.flush()  # a run that is killed continues from its checkpoint, and must not lack the steps before
 
     def on_eval(self, log: EvalLog) -> None:
         """The held-out packs have been evaluated."""
         for name, value in log.scalars().items():
             self._writer.add_scalar(name, value, log.step)
+        for budget, values in log.recall.items():
+            by_head = np.asarray(values)
+            self._writer.add_histogram(f"held_out/recall_at_{budget}_by_head", by_head, log.step)
+            self._writer.add_image(f"held_out/recall_at_{budget}_map", heat_map(by_head), log.step, dataformats="HWC")
         self._writer.flush()
 
     def close(self) -> None:
         """The run is over."""
         self._writer.close()
+
+
+def heat_map(values: np.ndarray, cell: int = 16) -> np.ndarray:
+    """A picture of a table of shares: a square per value, from dark blue at 0 to light yellow at 1.
+
+    Args:
+        values: ``[rows, columns]`` in 0..1; layers downwards, KV heads to the right.
+        cell: pixels per side of a square.
+
+    Returns:
+        ``[rows * cell, columns * cell, 3]`` uint8.
+    """
+    stops = np.array([[13, 8, 91], [180, 50, 120], [253, 250, 170]], dtype=float)
+    shades = [np.interp(values, [0.0, 0.5, 1.0], channel) for channel in stops.T]
+    return np.stack(shades, -1).round().astype(np.uint8).repeat(cell, 0).repeat(cell, 1)
+
+
+class RowProgress:
+    """Says how many rows have been tokenised: a bar on a terminal, otherwise a line every five seconds.
+
+    Args:
+        shown: whether to say anything.
+    """
+
+    def __init__(self, shown: bool = True) -> None:
+        self._shown = shown
+        self._bar: Any = None
+        self._task: Any = None
+        self._next = time.monotonic() + 5.0
+
+    def __enter__(self) -> RowProgress:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self._bar is not None:
+            self._bar.stop()
+
+    def __call__(self, rows: int, expected: int | None) -> None:
+        """``rows`` have been read, out of ``expected`` if that is known."""
+        if not self._shown:
+            return
+        if self._bar is None and sys.stdout.isatty():
+            from rich import progress
+
+            self._bar = progress.Progress(*progress.Progress.get_default_columns(), progress.MofNCompleteColumn())
+            self._task = self._bar.add_task("tokenising", total=expected)
+            self._bar.start()
+        if self._bar is not None:
+            self._bar.update(self._task, completed=rows)
+        elif time.monotonic() >= self._next:
+            print(f"tokenising: {rows:,} rows" + (f" of {expected:,}" if expected else ""), flush=True)
+            self._next = time.monotonic() + 5.0
 
 
 class Console:

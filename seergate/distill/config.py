@@ -61,6 +61,7 @@ class TrainConfig:
         "dataset: Hub id, a local file or directory (JSONL, JSON, Parquet, Arrow) or chain_sum",
     )
     data_config: str | None = _option(None, "configuration of a Hub dataset [its default]")
+    data_revision: str | None = _option(None, "revision of a Hub dataset [its newest]")
     data_split: str = _option("train", "split of the dataset")
     data_column: str | None = _option(
         None, "column with the conversation or text [messages, prompt+completion or text]"
@@ -91,13 +92,23 @@ class TrainConfig:
         "auto", "the frozen model's precision [bfloat16 on a GPU, float32 on a CPU]; gates train in float32"
     )
 
+    quantize: Literal["none", "bnb-8bit", "bnb-4bit", "torchao-int8"] = _option(
+        "none", "keep the frozen model's linear layers in 8 or 4 bits (needs bitsandbytes or torchao)"
+    )
+    base_memory_gb: float | None = _option(
+        None,
+        "gigabytes of this process's device that the frozen model may fill; its other layers wait in host memory, "
+        "then on disk, and are fetched for each pack [all of it on the device]",
+        shapes_result=False,
+    )
+
     save_every: int = _option(100, "steps between checkpoints; 0 keeps only the last", shapes_result=False)
     save_total_limit: int = _option(2, "checkpoints to keep", shapes_result=False)
     resume: bool = _option(True, "continue from the newest checkpoint in output_dir", shapes_result=False)
     eval_every: int = _option(
         100, "steps between evaluations on held-out packs; 0 switches them off", shapes_result=False
     )
-    eval_packs: int = _option(0, "packs held out for evaluation")
+    eval_packs: int = _option(16, "packs held out for evaluation, at most a tenth of all")
     log_every: int = _option(10, "steps between plain log lines where there is no terminal", shapes_result=False)
     recall_budgets: tuple[int, ...] = _option(
         (1024, 2048, 4096), "token budgets at which the recall of teacher mass is logged", shapes_result=False
@@ -129,6 +140,10 @@ class TrainConfig:
         self._must("weight_decay", 0 <= self.weight_decay < math.inf, "0 or a positive number")
         self._must("grad_clip", 0 <= self.grad_clip < math.inf, "0 (off) or a positive number")
         self._must("row_start", 0 <= self.row_start < 1, "at least 0 and below 1")
+        memory = self.base_memory_gb
+        self._must("base_memory_gb", memory is None or 0 < memory < math.inf, "a positive number of gigabytes")
+        if memory is not None and self.quantize != "none":
+            raise ValueError(f"base_memory_gb is {memory}; it must be left out when quantize is {self.quantize}")
         self._must("model", bool(self.model), "a preset, a Hub id (org/name) or a directory")
         repo = self.push_to_hub
         self._must("push_to_hub", repo is None or bool(_ORG_NAME.fullmatch(repo)), "a Hub repository (org/name)")

@@ -35,6 +35,7 @@ class DataReport:
         truncated: samples cut to the length of a pack.
         dropped: samples left out because they are longer than a pack.
         duplicates: samples left out because an equal one came before.
+        too_short: samples left out because they fit in two blocks: no row has two past blocks to choose from.
         malformed: reason -> rows left out for it.
         think_added: samples that lacked the opening think tag and got it.
         no_reasoning: samples without reasoning.
@@ -50,6 +51,7 @@ class DataReport:
     truncated: int
     dropped: int
     duplicates: int
+    too_short: int
     malformed: dict[str, int]
     think_added: int
     no_reasoning: int
@@ -67,6 +69,7 @@ class DataReport:
             "truncated": self.truncated,
             "dropped as too long": self.dropped,
             "duplicates left out": self.duplicates,
+            "that fit in two blocks left out": self.too_short,
             "given their opening think tag": self.think_added,
             "without reasoning": self.no_reasoning,
             **{f"malformed ({reason})": count for reason, count in self.malformed.items()},
@@ -103,14 +106,16 @@ class TrainingData:
 
 
 def prepare_data(
-    config: TrainConfig, tokenizer: PreTrainedTokenizerBase, progress: Callable[[int], None] = lambda rows: None
+    config: TrainConfig,
+    tokenizer: PreTrainedTokenizerBase,
+    progress: Callable[[int, int | None], None] = lambda rows, expected: None,
 ) -> TrainingData:
     """Read, tokenise (or find tokenised) and pack a run's data. Every process gets the same result.
 
     Args:
         config: the run.
         tokenizer: of the frozen model.
-        progress: called with the number of rows read so far.
+        progress: called with the number of rows read so far, and how many are expected if that is known.
 
     Raises:
         SeergateError: if there is no data, or nothing in it can be used, with the reasons counted.
@@ -129,6 +134,7 @@ def prepare_data(
         else None,
         (Path(__file__).parent / "templates" / "r1-distill.jinja").read_text(),
     )
+    expected = min((n for n in (source.expected, config.data_limit) if n is not None), default=None)
     directory = (Path(config.token_cache) if config.token_cache else default_cache()) / key
     if directory.is_dir():
         store = TokenStore(directory)
@@ -140,36 +146,42 @@ def prepare_data(
             max_length=config.max_length,
             drop_over_length=config.over_length == "drop",
             limit=config.data_limit,
-            progress=progress,
+            progress=lambda rows: progress(rows, expected),
         )
-    if not len(store):
-        raise SeergateError(f"the dataset {config.data!r} has nothing to train on: {_why_empty(store.counts)}")
-    packs = pack(store.lengths, config.max_length)
+    # The gate distributes a row over its past blocks: until there are two, every gate is right and none learns.
+    usable = np.flatnonzero(store.lengths > 2 * config.block_size)
+    too_short = len(store) - len(usable)
+    if not len(usable):
+        raise SeergateError(
+            f"the dataset {config.data!r} has nothing to train on: {_why_empty(store.counts, too_short, config)}"
+        )
+    lengths = store.lengths[usable]
+    packs = [usable[samples].tolist() for samples in pack(lengths, config.max_length)]
     # A dataset of a few packs still trains: at most a tenth of them is held out.
     held = set(
         random.Random(f"held-out/{config.seed}").sample(range(len(packs)), min(config.eval_packs, len(packs) // 10))
     )
     train = [samples for i, samples in enumerate(packs) if i not in held]
     report = DataReport(
-        samples=len(store),
-        tokens=int(store.lengths.sum()),
-        longest=int(store.lengths.max()),
+        samples=len(usable),
+        tokens=int(lengths.sum()),
+        longest=int(lengths.max()),
+        too_short=too_short,
         packs=len(train),
         held_out=len(held),
-        efficiency=efficiency(store.lengths, packs, config.max_length),
+        efficiency=efficiency(lengths, packs, config.max_length),
         **store.counts,
     )
-    contents = hashlib.sha256(
-        f"{key}/{config.seed}/{len(held)}".encode() + np.ascontiguousarray(store.lengths).tobytes()
-    )
+    contents = hashlib.sha256(f"{key}/{config.seed}/{len(held)}".encode() + np.ascontiguousarray(lengths).tobytes())
     return TrainingData(store, train, [packs[i] for i in sorted(held)], report, contents.hexdigest()[:16])
 
 
-def _why_empty(counts: dict[str, Any]) -> str:
+def _why_empty(counts: dict[str, Any], too_short: int, config: TrainConfig) -> str:
     if not counts["rows"]:
         return "it has no rows"
     reasons = [f"{n:,} malformed ({reason})" for reason, n in counts["malformed"].items()]
     reasons += [f"{counts['dropped']:,} longer than max_length"] if counts["dropped"] else []
+    reasons += [f"{too_short:,} that fit in two blocks of {config.block_size} tokens"] if too_short else []
     return f"of {counts['rows']:,} rows, " + ", ".join(reasons)
 
 

@@ -6,6 +6,7 @@ environment variables; only the engine differs.
 
 from __future__ import annotations
 
+import hashlib
 import os
 import socket
 from dataclasses import dataclass
@@ -47,6 +48,25 @@ class World:
         if self.size > 1:
             dist.all_reduce(x)
         return x
+
+    def all_well(self, well: bool) -> bool:
+        """Whether every process is well; so that none waits for one that has given up."""
+        failed = torch.tensor(int(not well), device=self.device)
+        return not bool(self.sum(failed))
+
+    def must_agree(self, value: str, complaint: str) -> None:
+        """Make sure that every process has found the same thing.
+
+        Raises:
+            SeergateError: with the complaint, in every process, if one has another ``value``.
+        """
+        if self.size == 1:
+            return
+        digest = int.from_bytes(hashlib.blake2b(value.encode(), digest_size=6).digest())
+        both = torch.tensor([digest, -digest], device=self.device)
+        dist.all_reduce(both, op=dist.ReduceOp.MAX)
+        if both[0] != -both[1]:
+            raise SeergateError(complaint)
 
     def leave(self) -> None:
         """Close the connections."""

@@ -8,6 +8,7 @@ another number of processes.
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import os
 from dataclasses import dataclass
@@ -39,7 +40,7 @@ class Losses:
     Attributes:
         loss: scalar.
         kl_per_layer: ``[L]``.
-        recall: ``[budgets, L]``.
+        recall: ``[budgets, L, K]``, per KV head.
     """
 
     loss: Tensor
@@ -62,7 +63,7 @@ class DistillModule(nn.Module):
         self.config = config
 
     def forward(self, input_ids: Tensor, cu_seqlens: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Loss, KL per layer ``[L]`` and recall ``[budgets, L]`` of one pack."""
+        """Loss, KL per layer ``[L]`` and recall ``[budgets, L, K]`` of one pack."""
         out = distill_step(
             self.bank,
             self.base,
@@ -106,17 +107,27 @@ class Engine(Protocol):
         """Inverse of `state`."""
 
 
-def make_engine(bank: GateBank, base: PreTrainedModel, config: TrainConfig, world: World) -> Engine:
-    """The engine a run asks for.
+def check_engine(config: TrainConfig, world_size: int) -> None:
+    """Refuse an engine that could not be made, before long work.
 
     Raises:
-        SeergateError: if the batch cannot be divided among the processes, or DeepSpeed's configuration does not fit.
+        SeergateError: if the batch cannot be divided among the processes, DeepSpeed is not installed, or its
+            configuration does not fit.
     """
-    if config.packs_per_step % world.size:
+    if config.packs_per_step % world_size:
         raise SeergateError(
-            f"packs_per_step is {config.packs_per_step}; it must be a multiple of the {world.size} processes"
+            f"packs_per_step is {config.packs_per_step}; it must be a multiple of the {world_size} processes"
         )
-    module = DistillModule(bank, base, config)
+    if config.deepspeed:
+        if importlib.util.find_spec("deepspeed") is None:
+            raise SeergateError(
+                "DeepSpeed is not installed; install it (pip install 'seergate[train]') or use torchrun"
+            )
+        deepspeed_config(config, world_size)
+
+
+def make_engine(module: DistillModule, config: TrainConfig, world: World) -> Engine:
+    """The engine a run asks for; see `check_engine`."""
     return DeepSpeedEngine(module, config, world) if config.deepspeed else PlainEngine(module, config, world)
 
 
@@ -256,6 +267,8 @@ def deepspeed_config(config: TrainConfig, world_size: int) -> dict[str, Any]:
         values: dict[str, Any] = json.loads(Path(config.deepspeed).read_text())
     except (OSError, ValueError) as error:
         raise SeergateError(f"deepspeed is {config.deepspeed!r}; it must be a JSON file that can be read") from error
+    if not isinstance(values, dict):
+        raise SeergateError(f"deepspeed is {config.deepspeed!r}; the file must hold a JSON object")
     stage = values.get("zero_optimization", {}).get("stage", 0)
     if stage not in (1, 2):
         raise SeergateError(f"{config.deepspeed} asks for ZeRO stage {stage}; the gates train with stage 1 or 2")

@@ -122,12 +122,32 @@ def _table_rows(file: Path) -> Iterator[Any]:
 def _hub(config: TrainConfig) -> Source:
     from datasets import load_dataset
 
+    name = f"hub/{config.data}/{config.data_config}/{config.data_split}"
     try:
-        rows = load_dataset(config.data, config.data_config, split=config.data_split, streaming=config.streaming)
-    except (OSError, ValueError, RuntimeError) as error:  # unknown dataset, split or configuration, or no network
+        rows = load_dataset(
+            config.data,
+            config.data_config,
+            split=config.data_split,
+            revision=config.data_revision,
+            streaming=config.streaming,
+        )
+        if not config.streaming:
+            return Source(rows, f"{name}/{rows._fingerprint}", len(rows))
+        from huggingface_hub import dataset_info
+
+        identity = f"{name}/{dataset_info(config.data, revision=config.data_revision).sha}"
+    except Exception as error:  # no network, unknown dataset, split or configuration: as many types as libraries
         reason = (str(error).strip() or type(error).__name__).splitlines()[0]
         raise SeergateError(f"the dataset {config.data!r} cannot be loaded from the Hub: {reason}") from error
-    name = f"hub/{config.data}/{config.data_config}/{config.data_split}"
-    if config.streaming:
-        return Source(rows, f"{name}/{rows.info.download_checksums and sorted(rows.info.download_checksums)}")
-    return Source(rows, f"{name}/{rows._fingerprint}", len(rows))
+    return Source(_streamed(rows, config.data), identity)
+
+
+def _streamed(rows: Iterable[Any], name: str) -> Iterator[Any]:
+    """Rows over the network, whose failures are many."""
+    read = 0
+    try:
+        for read, row in enumerate(rows, start=1):  # noqa: B007 (counted for the message)
+            yield row
+    except Exception as error:
+        reason = (str(error).strip() or type(error).__name__).splitlines()[0]
+        raise SeergateError(f"the dataset {name!r} broke off after {read:,} rows: {reason}") from error

@@ -38,8 +38,8 @@ class DistillOutput:
     Attributes:
         loss: scalar; ``.backward()`` adds the gates' gradients.
         kl_per_layer: ``[layers]``, mean KL in nats per row and KV head (or the published weighting).
-        recall: ``[budgets, layers]``, mean share of the teacher's mass on past blocks that the gate's best blocks
-            hold.
+        recall: ``[budgets, layers, KV heads]``, mean share of the teacher's mass on past blocks that the gate's best
+            blocks hold.
         rows: how many rows counted in each segment-wise mean, all segments together.
     """
 
@@ -92,9 +92,11 @@ def distill_step(
         raise ValueError(f"cu_seqlens is {borders}; it must ascend from 0 to the {total} tokens of the pack")
 
     lesson = Lesson(bank, model, borders, row_start, reduction, recall_budgets)
+    # A model whose first layers wait on disk is nowhere until they are fetched to where the gates are.
+    device = next(bank.parameters()).device if model.device.type == "meta" else model.device
     with lesson.in_session(), torch.no_grad():
         families.decoder_of(model)(
-            input_ids=input_ids.to(model.device), position_ids=lesson.positions[None].to(model.device), use_cache=False
+            input_ids=input_ids.to(device), position_ids=lesson.positions[None].to(device), use_cache=False
         )
     return lesson.result()
 
@@ -192,7 +194,7 @@ class Lesson:
             total = StoredGradients.apply(total * share, len(stored), *stored, *parameters)
         else:
             total = total * share
-        recall = torch.stack([stats.recall.float().mean(-1).to(home) for stats in self.stats], dim=-1)
+        recall = torch.stack([stats.recall.float().to(home) for stats in self.stats], dim=1)
         return DistillOutput(total, kl_per_layer, recall, self.stats[0].rows)
 
 

@@ -11,7 +11,6 @@ What a run leaves in its output directory:
 
 from __future__ import annotations
 
-import hashlib
 import json
 import math
 import os
@@ -23,10 +22,10 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from seergate.adapter import save_adapter
+from seergate.adapter import push_adapter, save_adapter
 from seergate.bank import GateBank
-from seergate.config import GateConfig
-from seergate.distill.callbacks import Callback, Console, EvalLog, StepLog, TensorBoard, memory_gb
+from seergate.distill.base_model import base_dtype, check_model, first_line, gate_config, load_frozen
+from seergate.distill.callbacks import Callback, Console, EvalLog, RowProgress, StepLog, TensorBoard, memory_gb
 from seergate.distill.checkpoint import (
     Checkpoint,
     check_same_run,
@@ -42,12 +41,13 @@ from seergate.distill.checkpoint import (
 from seergate.distill.config import TrainConfig, locate_model
 from seergate.distill.data import TrainingData, prepare_data
 from seergate.distill.distributed import World, join_world
-from seergate.distill.engines import DistillModule, make_engine, prepare_deepspeed
+from seergate.distill.engines import DistillModule, Losses, check_engine, make_engine, prepare_deepspeed
 from seergate.distill.packing import PackOrder
+from seergate.distill.tally import Tally
 from seergate.errors import SeergateError
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedModel, PreTrainedTokenizerBase
+    from transformers import PreTrainedTokenizerBase
 
 
 def learning_rate(config: TrainConfig, step: int) -> float:
@@ -111,7 +111,8 @@ class _Run:
     def run(self) -> Path:
         """All of it; returns the adapter's directory."""
         config, world = self.config, self.world
-        self._check_model()
+        check_engine(config, world.size)
+        self.model_fingerprint = check_model(self.model_path, config)
         self._look_for_checkpoint()
         self.tokenizer = _load_tokenizer(self.model_path, config.revision)
         self.data = self._prepare_data()
@@ -120,51 +121,24 @@ class _Run:
             "model_fingerprint": self.model_fingerprint,
             "data_fingerprint": self.data.fingerprint,
         }
-        base = _load_base(self.model_path, config, world)
+        base = load_frozen(self.model_path, config, world)
         torch.manual_seed(config.seed)
-        bank = GateBank.for_model(base, self._gate_config(base)).to(world.device, torch.float32)
+        bank = GateBank.for_model(base, gate_config(config, base)).to(world.device, torch.float32)
         # The name the user gave, not where it was found: the adapter must load on other machines.
         bank.geometry = replace(bank.geometry, base_model=config.model)
         self.bank, self.module = bank, DistillModule(bank, base, config)
-        self.engine = make_engine(bank, base, config, world)
+        self.engine = make_engine(self.module, config, world)
         done = self._resume()
         self._open_callbacks(done)
         try:
             self._train(done)
             self._export(self.dir)
+            world.barrier()
+            self._publish()
         finally:
             for callback in self.callbacks:
                 callback.close()
-        if world.is_main and config.push_to_hub:
-            bank.push_to_hub(config.push_to_hub)
-        world.barrier()
         return self.dir
-
-    def _gate_config(self, model: PreTrainedModel) -> GateConfig:
-        from seergate.host.families import head_dim_of
-
-        c = self.config
-        return GateConfig(
-            block_size=c.block_size,
-            gate_dim=c.gate_dim or head_dim_of(model),
-            k_pooling=c.k_pooling,
-            q_pooling=c.q_pooling,
-            qk_norm=c.qk_norm,
-            rope=c.rope,
-        )
-
-    def _check_model(self) -> None:
-        """Find out whether gates fit the model before any data or weight is read."""
-        from transformers import AutoConfig, AutoModelForCausalLM
-
-        try:
-            base_config = AutoConfig.from_pretrained(self.model_path, revision=self.config.revision)
-            with torch.device("meta"):
-                skeleton = AutoModelForCausalLM.from_config(base_config)
-        except (OSError, ValueError) as error:
-            raise SeergateError(f"the model {self.config.model!r} cannot be loaded: {_first_line(error)}") from error
-        GateBank.for_model(skeleton, self._gate_config(skeleton))
-        self.model_fingerprint = _fingerprint(Path(self.model_path)) or getattr(base_config, "_commit_hash", None)
 
     def _look_for_checkpoint(self) -> None:
         """Refuse a run that contradicts the checkpoint it would continue, before long work."""
@@ -174,7 +148,12 @@ class _Run:
             if not self.config.resume:
                 remove_checkpoints(root)
         self.world.barrier()
-        if newest := newest_checkpoint(root):
+        newest = newest_checkpoint(root)
+        self.world.must_agree(
+            str(newest and newest.name),
+            f"the processes see different checkpoints in {root}; output_dir must be on a file system that all share",
+        )
+        if newest:
             found = read_record(newest)["run"]
             wanted = {**self.config.result_shaping(), "model_fingerprint": self.model_fingerprint}
             # Whether the data changed is only known once it is prepared; `_resume` compares that too.
@@ -183,13 +162,18 @@ class _Run:
 
     def _prepare_data(self) -> TrainingData:
         """One process of each machine tokenises; the others then find it done."""
-        say = _RowCounter() if self.world.is_main else None
-        if self.world.local_rank == 0:
-            data = prepare_data(self.config, self.tokenizer, say or (lambda rows: None))
-        self.world.barrier()
-        if self.world.local_rank != 0:
-            data = prepare_data(self.config, self.tokenizer)
-        if self.world.is_main:
+        world, failure, data = self.world, None, None
+        if world.local_rank == 0:
+            try:
+                with RowProgress(shown=world.is_main) as progress:
+                    data = prepare_data(self.config, self.tokenizer, progress)
+            except SeergateError as error:
+                failure = error
+        if not world.all_well(failure is None):
+            raise failure or SeergateError("the process that prepares the data has failed")
+        data = data or prepare_data(self.config, self.tokenizer)
+        world.must_agree(data.fingerprint, "the processes see different data; data must be the same on every machine")
+        if world.is_main:
             self.dir.mkdir(parents=True, exist_ok=True)
             self.config.save(self.dir / "train_config.yaml")
             (self.dir / "data.json").write_text(json.dumps(data.report.to_dict(), indent=1))
@@ -228,34 +212,30 @@ class _Run:
     def _train(self, done: int) -> None:
         config, world = self.config, self.world
         order = PackOrder(len(self.data.train), config.seed)
-        layers = len(self.bank)
         for step in range(done, config.steps):
-            started = time.monotonic()
-            # [loss, tokens, KL per layer, recall per budget and layer], summed over the packs of this process
-            sums = torch.zeros(2 + layers * (1 + len(config.recall_budgets)), dtype=torch.float64, device=world.device)
+            started, tally = time.monotonic(), self._tally()
             for pack in order.batch(step, config.packs_per_step, world.rank, world.size):
                 batch = self.data.batch(self.data.train[pack]).to(world.device)
-                out = self.engine.accumulate(batch)
-                sums += _flat(out.loss, batch.tokens, out.kl_per_layer, out.recall)
+                tally.add(self.engine.accumulate(batch), batch.tokens)
             lr = learning_rate(config, step)
             norm = self.engine.update(lr)
-            loss, tokens, kl, recall = self._unflat(world.sum(sums), config.packs_per_step)
-            if not (math.isfinite(loss) and math.isfinite(norm)):
+            means = tally.means(world, config.packs_per_step)
+            if not (math.isfinite(means.loss) and math.isfinite(norm)):
                 raise SeergateError(
-                    f"step {step + 1} gave a loss of {loss} and a gradient norm of {norm}; "
+                    f"step {step + 1} gave a loss of {means.loss} and a gradient norm of {norm}; "
                     "the checkpoint before it is intact"
                 )
-            self.progress.tokens += tokens
-            self.progress.final_kl = sum(kl) / layers
+            self.progress.tokens += means.tokens
+            self.progress.final_kl = sum(means.kl_per_layer) / len(self.bank)
             log = StepLog(
                 step=step + 1,
-                loss=loss,
-                kl_per_layer=kl,
-                recall=recall,
+                loss=means.loss,
+                kl_per_layer=means.kl_per_layer,
+                recall={budget: [sum(heads) / len(heads) for heads in rows] for budget, rows in means.recall.items()},
                 layers=self.bank.geometry.layers,
                 grad_norm=norm,
                 lr=lr,
-                tokens=tokens,
+                tokens=means.tokens,
                 seconds=time.monotonic() - started,
                 memory_gb=memory_gb(world.device),
             )
@@ -267,29 +247,23 @@ class _Run:
             if last or (config.save_every and (step + 1) % config.save_every == 0):
                 self._checkpoint()
 
+    def _tally(self) -> Tally:
+        geometry = self.bank.geometry
+        return Tally(len(self.bank), geometry.num_kv_heads, self.config.recall_budgets, self.world.device)
+
     def _evaluate(self, step: int) -> None:
-        config, world = self.config, self.world
-        sums = torch.zeros(
-            2 + len(self.bank) * (1 + len(config.recall_budgets)), dtype=torch.float64, device=world.device
-        )
+        world, tally = self.world, self._tally()
         with torch.no_grad():
             for samples in self.data.held_out[world.rank :: world.size]:
                 batch = self.data.batch(samples).to(world.device)
-                loss, kl, recall = self.module(batch.input_ids, batch.cu_seqlens)
-                sums += _flat(loss, batch.tokens, kl, recall)
-        _, _, kl, recall = self._unflat(world.sum(sums), len(self.data.held_out))
-        log = EvalLog(step, kl, recall, self.bank.geometry.layers)
+                tally.add(Losses(*self.module(batch.input_ids, batch.cu_seqlens)), batch.tokens)
+        means = tally.means(world, len(self.data.held_out))
+        log = EvalLog(step, means.kl_per_layer, means.recall, self.bank.geometry.layers)
         for callback in self.callbacks:
             callback.on_eval(log)
         if self.progress.best_kl is None or log.kl < self.progress.best_kl:
             self.progress.best_kl, self.progress.best_step = log.kl, step
             self._export(self.dir / "best")
-
-    def _unflat(self, sums: torch.Tensor, packs: int) -> tuple[float, int, list[float], dict[int, list[float]]]:
-        values, layers = sums.tolist(), len(self.bank)
-        rows = [[v / packs for v in values[i : i + layers]] for i in range(2, len(values), layers)]
-        recall = dict(zip(self.config.recall_budgets, rows[1:], strict=True))
-        return values[0] / packs, int(values[1]), rows[0], recall
 
     def _checkpoint(self) -> None:
         state = self.engine.state()  # every process takes part
@@ -311,30 +285,27 @@ class _Run:
             "kl_held_out_best": self.progress.best_kl,
         }
         adapter = self.bank.to_adapter()
-        dtype = next(self.module.base.parameters()).dtype
+        dtype = base_dtype(self.config, self.world.device)
         tensors = {name: x.to(dtype) if x.is_floating_point() else x for name, x in adapter.tensors.items()}
         save_adapter(replace(adapter, tensors=tensors), directory)
+
+    def _publish(self) -> None:
+        """Upload the finished adapter, if asked to. A failure costs the upload and nothing else."""
+        repo = self.config.push_to_hub
+        if repo is None or not self.world.is_main:
+            return
+        try:
+            address = push_adapter(self.dir, repo)
+        except Exception as error:  # whatever a network or a server can do, the run must end with a sentence
+            raise SeergateError(
+                f"the gates are trained and saved in {self.dir}, but not uploaded to {repo}: {first_line(error)}; the "
+                "same command uploads them without training again"
+            ) from error
+        self._say(f"uploaded: {address}")
 
     def _say(self, text: str) -> None:
         for callback in self.callbacks:
             callback.on_message(text)
-
-
-class _RowCounter:
-    """Says now and then how many rows have been read."""
-
-    def __init__(self) -> None:
-        self._next = time.monotonic() + 5.0
-
-    def __call__(self, rows: int) -> None:
-        if time.monotonic() >= self._next:
-            print(f"tokenising: {rows:,} rows", flush=True)
-            self._next = time.monotonic() + 5.0
-
-
-def _flat(loss: torch.Tensor, tokens: int, kl: torch.Tensor, recall: torch.Tensor) -> torch.Tensor:
-    numbers = (loss.detach(), torch.tensor(tokens, device=loss.device), kl, recall)
-    return torch.cat([x.to(loss.device, torch.float64).reshape(-1) for x in numbers])
 
 
 def _load_tokenizer(path: str, revision: str | None) -> PreTrainedTokenizerBase:
@@ -343,40 +314,7 @@ def _load_tokenizer(path: str, revision: str | None) -> PreTrainedTokenizerBase:
     try:
         return AutoTokenizer.from_pretrained(path, revision=revision)
     except (OSError, ValueError) as error:
-        raise SeergateError(f"the tokenizer of {path!r} cannot be loaded: {_first_line(error)}") from error
-
-
-def _load_base(path: str, config: TrainConfig, world: World) -> PreTrainedModel:
-    """The frozen model, on this process's device."""
-    from safetensors import SafetensorError
-    from transformers import AutoModelForCausalLM
-
-    names = {"auto": torch.bfloat16 if world.device.type == "cuda" else torch.float32}
-    dtype = names.get(config.dtype) or getattr(torch, config.dtype)
-    try:
-        model = AutoModelForCausalLM.from_pretrained(path, revision=config.revision, dtype=dtype)
-    except (OSError, ValueError, RuntimeError, SafetensorError) as error:
-        raise SeergateError(f"the model {path!r} cannot be loaded: {_first_line(error)}") from error
-    model.to(world.device)
-    return model.eval().requires_grad_(False)
-
-
-def _fingerprint(directory: Path) -> str | None:
-    """Tells the weights of a local model from others: the size of each file and its first and last megabyte.
-
-    Reading all of a large model would take minutes; retrained weights differ everywhere. ``None`` for no directory.
-    """
-    if not directory.is_dir():
-        return None
-    digest = hashlib.blake2b(digest_size=8)
-    for file in sorted(p for p in directory.iterdir() if p.suffix in (".safetensors", ".bin")):
-        size = file.stat().st_size
-        digest.update(f"{file.name}/{size}/".encode())
-        with file.open("rb") as stream:
-            digest.update(stream.read(1 << 20))
-            stream.seek(max(0, size - (1 << 20)))
-            digest.update(stream.read())
-    return digest.hexdigest()
+        raise SeergateError(f"the tokenizer of {path!r} cannot be loaded: {first_line(error)}") from error
 
 
 def _share_cores(world: World) -> None:
@@ -384,7 +322,3 @@ def _share_cores(world: World) -> None:
     here = int(os.environ.get("LOCAL_WORLD_SIZE") or os.environ.get("LOCAL_SIZE") or 1)
     if world.device.type == "cpu" and here > 1 and "OMP_NUM_THREADS" not in os.environ:
         torch.set_num_threads(max(1, (os.cpu_count() or 1) // here))
-
-
-def _first_line(error: BaseException) -> str:
-    return (str(error).strip() or type(error).__name__).splitlines()[0]

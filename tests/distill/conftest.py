@@ -60,5 +60,10 @@ def config(tmp_path: Path) -> TrainConfig:
     """A run on a local file, with its own token cache."""
     return load_train_config(
         "someone/model",
-        {"data": str(tmp_path / "rows.jsonl"), "max_length": 1024, "token_cache": str(tmp_path / "cache")},
+        {
+            "data": str(tmp_path / "rows.jsonl"),
+            "max_length": 1024,
+            "block_size": 8,
+            "token_cache": str(tmp_path / "cache"),
+        },
     )

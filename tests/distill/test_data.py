@@ -160,10 +160,10 @@ def test_prompt_and_completion_text_and_a_named_column(config: TrainConfig) -> N
         },
     ):
         assert only_text(config, tokenizer, row).replace("\n", "") == expected.replace("\n", "")
-    assert only_text(config, tokenizer, {"text": "just text"}) == "just text"
+    assert only_text(config, tokenizer, {"text": "just some text to read"}) == "just some text to read"
     own = replace(config, data_column="talk")
     assert only_text(own, tokenizer, {"talk": chat("<think>a</think>b", "Q")["messages"], "text": "no"}) == expected
-    assert only_text(own, tokenizer, {"talk": "as it is"}) == "as it is"
+    assert only_text(own, tokenizer, {"talk": "left exactly as it is"}) == "left exactly as it is"
 
 
 def test_every_local_format_gives_the_same_samples(config: TrainConfig, tmp_path: Path) -> None:
@@ -191,11 +191,11 @@ def test_tokens_are_cached_by_content(config: TrainConfig) -> None:
     write(config.data, [chat(f"<think>{i}</think>{i}") for i in range(30)])
     first = prepare_data(config, tokenizer)
     read: list[int] = []
-    again = prepare_data(config, tokenizer, read.append)
+    again = prepare_data(config, tokenizer, lambda rows, _: read.append(rows))
     assert read == [] and again.fingerprint == first.fingerprint and again.report == first.report
     assert again.train == first.train
     write(config.data, [chat(f"<think>{i}</think>{i}") for i in range(29)])
-    changed = prepare_data(config, tokenizer, read.append)
+    changed = prepare_data(config, tokenizer, lambda rows, _: read.append(rows))
     assert read and changed.fingerprint != first.fingerprint
     other = prepare_data(config, byte_tokenizer(TEMPLATES["qwen3"]))
     assert other.fingerprint != changed.fingerprint
@@ -222,6 +222,18 @@ def test_nothing_to_train_on_is_one_clear_sentence(config: TrainConfig, rows: li
     with pytest.raises(SeergateError, match=f"nothing to train on: {why}") as caught:
         prepare_data(config, byte_tokenizer(TEMPLATES["plain"]))
     assert "\n" not in str(caught.value)
+
+
+def test_samples_that_cannot_teach_are_left_out_and_a_dataset_of_them_refused(config: TrainConfig) -> None:
+    tokenizer = byte_tokenizer(TEMPLATES["plain"])
+    texts = ["x" * n for n in (1, 8, 16, 17, 40)]  # in blocks of 8: only the 17th row has two blocks to choose from
+    write(config.data, [{"text": text} for text in texts])
+    report = prepare_data(config, tokenizer).report
+    assert (report.samples, report.too_short, report.tokens) == (2, 3, 57)
+    assert "3 that fit in two blocks left out" in report.summary()
+    write(config.data, [{"text": text} for text in texts[:3]])
+    with pytest.raises(SeergateError, match=r"of 3 rows, 3 that fit in two blocks of 8 tokens"):
+        prepare_data(config, tokenizer)
 
 
 @pytest.mark.parametrize(

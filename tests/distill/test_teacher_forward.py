@@ -122,9 +122,9 @@ def test_recall_is_one_for_a_budget_of_everything_and_grows_with_it():
     model = tiny_model("qwen3")
     bank = GateBank.for_model(model, GateConfig(8, 16))
     out = distill_step(bank, model, prompt(100), recall_budgets=(16, 32, 64, 104))
-    assert out.recall.shape == (4, 2)
+    assert out.recall.shape == (4, 2, 2)
     assert (out.recall.diff(dim=0) > 0).all()
-    torch.testing.assert_close(out.recall[-1], torch.ones(2))
+    torch.testing.assert_close(out.recall[-1], torch.ones(2, 2))
 
 
 def test_no_gradients_are_made_where_none_are_wanted():

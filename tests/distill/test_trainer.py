@@ -8,6 +8,7 @@ import shutil
 from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file
@@ -15,7 +16,7 @@ from transformers import AutoModelForCausalLM, GPT2Config, GPT2LMHeadModel, Qwen
 
 from seergate.bank import GateBank
 from seergate.distill import TrainConfig, load_train_config, run_distillation
-from seergate.distill.callbacks import EvalLog, StepLog
+from seergate.distill.callbacks import EvalLog, StepLog, heat_map
 from seergate.distill.checkpoint import newest_checkpoint
 from seergate.distill.config import read_yaml
 from seergate.distill.engines import deepspeed_config
@@ -136,7 +137,7 @@ def test_tensorboard_holds_every_scalar_of_every_step(config: TrainConfig) -> No
 
     heard = Recorder()
     out = run_distillation(config, [heard])
-    events = EventAccumulator(str(out / "tensorboard"))
+    events = EventAccumulator(str(out / "tensorboard"), size_guidance={"histograms": 0, "images": 0})
     events.Reload()
     for name in (
         "kl/mean", "kl/layer_0", "kl/layer_1", "loss", "recall_at_32/mean", "recall_at_128/layer_1", "grad_norm", "lr",
@@ -151,6 +152,21 @@ def test_tensorboard_holds_every_scalar_of_every_step(config: TrainConfig) -> No
     assert events.Scalars("held_out/recall_at_32")[-1].value == pytest.approx(
         heard.evals[-1].mean_recall()[32], rel=1e-5
     )
+    by_head = events.Histograms("held_out/recall_at_32_by_head")
+    assert [e.step for e in by_head] == [4, 8]
+    assert by_head[-1].histogram_value.num == 4  # two layers of two KV heads
+    assert by_head[-1].histogram_value.sum / 4 == pytest.approx(heard.evals[-1].mean_recall()[32], rel=1e-5)
+    pictures = events.Images("held_out/recall_at_128_map")
+    assert [e.step for e in pictures] == [4, 8]
+    assert (pictures[-1].height, pictures[-1].width) == (2 * 16, 2 * 16)
+
+
+def test_the_heat_map_is_dark_where_recall_is_low() -> None:
+    picture = heat_map(np.array([[0.0, 0.5, 1.0], [0.25, 0.25, 0.75]]), cell=2)
+    assert picture.shape == (4, 6, 3) and picture.dtype == np.uint8
+    brightness = picture.sum(-1)[::2, ::2]
+    assert brightness[0, 0] < brightness[1, 0] < brightness[0, 1] < brightness[1, 2] < brightness[0, 2]
+    assert (picture[0, 0] == picture[1, 1]).all()
 
 
 @pytest.mark.parametrize("stop_after", [1, 3, 4, 7])
@@ -284,3 +300,9 @@ def test_the_shipped_deepspeed_files_fit_every_world(config: TrainConfig, name: 
     values = deepspeed_config(replace(config, deepspeed=str(file), packs_per_step=16), 8)
     assert values["gradient_accumulation_steps"] == 2 and values["train_batch_size"] == 16
     assert values["gradient_clipping"] == 1.0
+
+
+def test_a_deepspeed_file_that_is_not_there_is_refused_before_anything_is_read(config: TrainConfig) -> None:
+    config = replace(config, deepspeed="nope.json", model="no/such-model", data="/does/not/exist.jsonl")
+    with pytest.raises(SeergateError, match=r"deepspeed is 'nope\.json'; it must be a JSON file"):
+        run_distillation(config)

@@ -1,0 +1,167 @@
+"""The frozen model of a run: checked from its configuration alone, then loaded in the run's precision to its place."""
+
+from __future__ import annotations
+
+import hashlib
+import importlib.util
+import os
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+
+from seergate.bank import GateBank
+from seergate.config import GateConfig
+from seergate.distill.config import TrainConfig
+from seergate.distill.distributed import World
+from seergate.errors import SeergateError
+from seergate.host.families import head_dim_of
+from seergate.loading import load_base
+
+if TYPE_CHECKING:
+    from transformers import PretrainedConfig, PreTrainedModel
+
+_PACKAGES = {"bnb-4bit": "bitsandbytes", "bnb-8bit": "bitsandbytes", "torchao-int8": "torchao"}
+
+
+def gate_config(config: TrainConfig, model: PreTrainedModel) -> GateConfig:
+    """The gates' architecture, with the width of the model's heads where the run names none."""
+    return GateConfig(
+        block_size=config.block_size,
+        gate_dim=config.gate_dim or head_dim_of(model),
+        k_pooling=config.k_pooling,
+        q_pooling=config.q_pooling,
+        qk_norm=config.qk_norm,
+        rope=config.rope,
+    )
+
+
+def skeleton(base_config: PretrainedConfig) -> PreTrainedModel:
+    """The model without any weights.
+
+    Raises:
+        SeergateError: if it is no causal language model.
+    """
+    from transformers import AutoModelForCausalLM
+
+    try:
+        with torch.device("meta"):
+            return AutoModelForCausalLM.from_config(base_config)
+    except ValueError as error:
+        raise SeergateError(f"this model cannot be used: {first_line(error)}") from error
+
+
+def check_model(path: str, config: TrainConfig) -> str | None:
+    """Find out whether gates fit the model before any data or weight is read.
+
+    Args:
+        path: directory or Hub id.
+        config: the run.
+
+    Returns:
+        A fingerprint of the weights: of the files of a directory, the commit of a Hub model.
+
+    Raises:
+        SeergateError: if there is no such model, gates do not fit it, or it cannot be quantised as asked.
+    """
+    from transformers import AutoConfig
+
+    package = _PACKAGES.get(config.quantize)
+    if package is not None and importlib.util.find_spec(package) is None:
+        raise SeergateError(
+            f"quantize is {config.quantize!r}, which needs {package}; install it (pip install {package}) or use none"
+        )
+    try:
+        base_config = AutoConfig.from_pretrained(path, revision=config.revision)
+    except (OSError, ValueError) as error:
+        raise SeergateError(f"the model {config.model!r} cannot be loaded: {first_line(error)}") from error
+    bare = skeleton(base_config)
+    GateBank.for_model(bare, gate_config(config, bare))
+    return _fingerprint(Path(path)) or getattr(base_config, "_commit_hash", None)
+
+
+def load_frozen(path: str, config: TrainConfig, world: World) -> PreTrainedModel:
+    """Load the frozen model for training gates: no gradients, no LM head.
+
+    Args:
+        path: directory or Hub id.
+        config: the run; ``dtype``, ``quantize`` and ``base_memory_gb`` decide how it is kept.
+        world: this process.
+
+    Raises:
+        SeergateError: if it cannot be loaded.
+    """
+    model = load_base(path, revision=config.revision, **_load_options(config, world))
+    model.requires_grad_(False)
+    if not model.config.tie_word_embeddings:  # the head is never run; a large vocabulary's takes a gigabyte
+        model.set_output_embeddings(nn.Identity())
+    return model
+
+
+def base_dtype(config: TrainConfig, device: torch.device) -> torch.dtype:
+    """The precision that the frozen model computes in."""
+    if config.dtype != "auto":
+        return getattr(torch, config.dtype)  # type: ignore[no-any-return]
+    return torch.bfloat16 if device.type == "cuda" or config.quantize != "none" else torch.float32
+
+
+def _load_options(config: TrainConfig, world: World) -> dict[str, Any]:
+    dtype = base_dtype(config, world.device)
+    options: dict[str, Any] = {"dtype": dtype}
+    if config.quantize != "none":
+        options |= {"quantization_config": _quantization(config.quantize, dtype), "device_map": {"": world.device}}
+    elif config.base_memory_gb is not None:
+        options |= _offloading(config, world)
+    elif world.device.type != "cpu":
+        options["device_map"] = {"": world.device}  # straight to the device, without a copy in host memory
+    return options
+
+
+def _quantization(kind: str, dtype: torch.dtype) -> Any:
+    from transformers import BitsAndBytesConfig, TorchAoConfig
+
+    if kind == "torchao-int8":
+        from torchao.quantization import Int8WeightOnlyConfig
+
+        return TorchAoConfig(Int8WeightOnlyConfig())
+    if kind == "bnb-8bit":
+        return BitsAndBytesConfig(load_in_8bit=True)
+    return BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_compute_dtype=dtype)
+
+
+def _offloading(config: TrainConfig, world: World) -> dict[str, Any]:
+    """As many layers as allowed on this process's device; the others in host memory, then on disk."""
+    from accelerate.utils import get_max_memory
+
+    assert config.base_memory_gb is not None
+    allowed = int(config.base_memory_gb * 1e9)
+    places: dict[str | int, int] = {"cpu": allowed}
+    if world.device.type != "cpu":
+        here = int(os.environ.get("LOCAL_WORLD_SIZE") or os.environ.get("LOCAL_SIZE") or 1)
+        places = {world.device.index or 0: allowed, "cpu": get_max_memory()["cpu"] // here}
+    folder = config.run_dir / f"offload-{world.rank}"
+    return {"device_map": "auto", "max_memory": places, "offload_folder": str(folder)}
+
+
+def _fingerprint(directory: Path) -> str | None:
+    """Tells the weights of a local model from others: the size of each file and its first and last megabyte.
+
+    Reading all of a large model would take minutes; retrained weights differ everywhere. ``None`` for no directory.
+    """
+    if not directory.is_dir():
+        return None
+    digest = hashlib.blake2b(digest_size=8)
+    for file in sorted(p for p in directory.iterdir() if p.suffix in (".safetensors", ".bin")):
+        size = file.stat().st_size
+        digest.update(f"{file.name}/{size}/".encode())
+        with file.open("rb") as stream:
+            digest.update(stream.read(1 << 20))
+            stream.seek(max(0, size - (1 << 20)))
+            digest.update(stream.read())
+    return digest.hexdigest()
+
+
+def first_line(error: BaseException) -> str:
+    """What an error says, in one line."""
+    return (str(error).strip() or type(error).__name__).splitlines()[0]

@@ -1,0 +1,78 @@
+"""How the frozen model is kept: without its head, in fewer bits, partly on disk; and an upload that fails."""
+
+from __future__ import annotations
+
+import importlib.util
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import AutoTokenizer, Qwen3Config, Qwen3ForCausalLM
+
+from seergate.distill import TrainConfig, run_distillation
+from seergate.distill.base_model import load_frozen
+from seergate.distill.distributed import World
+from seergate.errors import SeergateError
+from tests.distill.test_trainer import Recorder, assert_identical, config, model_dir, weights  # noqa: F401 (fixtures)
+
+ALONE = World(0, 1, 0, torch.device("cpu"))
+
+
+def test_the_head_of_the_model_is_let_go(config: TrainConfig) -> None:  # noqa: F811
+    model = load_frozen(config.model, config, ALONE)
+    assert not any(p.requires_grad for p in model.parameters()) and not model.training
+    assert "lm_head.weight" not in model.state_dict() and "model.embed_tokens.weight" in model.state_dict()
+
+
+def test_layers_on_disk_train_the_same_gates(config: TrainConfig, tmp_path: Path) -> None:  # noqa: F811
+    whole = run_distillation(replace(config, output_dir=str(tmp_path / "whole")))
+    small = replace(config, base_memory_gb=100e-6)  # the embedding and one of the two layers
+    places = {str(p) for p in load_frozen(small.model, small, ALONE).hf_device_map.values()}
+    assert places == {"cpu", "disk"}, places
+    assert_identical(weights(run_distillation(small)), weights(whole))
+
+
+@pytest.mark.parametrize(
+    ("kind", "package"), [("bnb-4bit", "bitsandbytes"), ("bnb-8bit", "bitsandbytes"), ("torchao-int8", "torchao")]
+)
+def test_a_quantised_model_teaches_almost_the_same(
+    config: TrainConfig,  # noqa: F811
+    model_dir: Path,  # noqa: F811
+    tmp_path: Path,
+    kind: str,
+    package: str,
+) -> None:
+    wide = tmp_path / "wide"  # quantisers take blocks of 64 weights
+    shape = {"hidden_size": 128, "intermediate_size": 128, "head_dim": 32, "initializer_range": 0.1}
+    Qwen3ForCausalLM(Qwen3Config.from_pretrained(model_dir, **shape)).save_pretrained(wide)
+    AutoTokenizer.from_pretrained(model_dir).save_pretrained(wide)
+    config = replace(config, model=str(wide), quantize=kind, steps=4)
+    if importlib.util.find_spec(package) is None:
+        with pytest.raises(SeergateError, match=rf"quantize is '{kind}', which needs {package}"):
+            run_distillation(replace(config, data="/does/not/exist.jsonl"))
+        return
+    plain, quantised = Recorder(), Recorder()
+    run_distillation(replace(config, quantize="none", output_dir=str(tmp_path / "plain")), [plain])
+    out = run_distillation(config, [quantised])
+    assert quantised.steps[0].kl != plain.steps[0].kl
+    assert quantised.steps[-1].kl == pytest.approx(plain.steps[-1].kl, rel=0.1)
+    assert {x.dtype for x in weights(out).values()} == {torch.bfloat16}
+
+
+def test_quantised_and_offloaded_is_refused(config: TrainConfig) -> None:  # noqa: F811
+    with pytest.raises(ValueError, match=r"base_memory_gb is 1\.0; it must be left out when quantize is bnb-4bit"):
+        replace(config, quantize="bnb-4bit", base_memory_gb=1)
+
+
+def test_an_upload_that_fails_loses_nothing(config: TrainConfig) -> None:  # noqa: F811
+    config = replace(config, push_to_hub="nobody/gates", steps=2)  # the tests have no network
+    with pytest.raises(SeergateError, match=r"saved in .*run, but not uploaded to nobody/gates") as caught:
+        run_distillation(config)
+    assert "\n" not in str(caught.value)
+    assert weights(config.run_dir)
+    heard = Recorder()
+    with pytest.raises(SeergateError, match="not uploaded"):
+        run_distillation(config, [heard])
+    assert heard.steps == []  # nothing is trained again
+    run_distillation(replace(config, push_to_hub=None), [heard])
