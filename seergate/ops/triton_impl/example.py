@@ -1,0 +1,39 @@
+"""`Example`: a call that launches kernels as they ship."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+
+class Work(NamedTuple):
+    """What a launch has to do at least: bytes of device memory and floating-point operations of matrix products."""
+
+    bytes: float
+    flops: float = 0.0
+
+
+@dataclass(frozen=True)
+class Example:
+    """A call of an op on meta tensors, so that nothing runs, and only what it launches is of interest.
+
+    Attributes:
+        name: unique, such as ``"sparse_decode bfloat16 d128 b64 g8"``.
+        call: runs the op.
+        work: kernel name -> what one launch of it has to do, for the expected time.
+        products: names of its kernels that must use tensor cores (matrix products of 16-bit numbers).
+    """
+
+    name: str
+    call: Callable[[], Any]
+    work: dict[str, Work] = field(default_factory=dict)
+    products: tuple[str, ...] = ()
+
+
+def meta(*shape: int, dtype: torch.dtype) -> Tensor:
+    """A tensor without memory."""
+    return torch.empty(shape, dtype=dtype, device="meta")
