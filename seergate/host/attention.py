@@ -162,7 +162,7 @@ def _decode(layer: GatedLayer, state: Any, step: Step, stats: DecodeStats, measu
         if measure_recall:
             stats.record_recall(layer.layer, _recall(step, selection, layer.block_size))
     elif isinstance(state, EvictingState):
-        output = state.attend(step)
+        output, score_bytes = state.attend(step), state.score_bytes(step)
     if output is None:
         output = _attend_to_all(step)
     read = state.tokens_read(step) if isinstance(state, EvictingState) else step.ends
@@ -189,6 +189,7 @@ def _step(layer: GatedLayer, appended: Appended, query: Tensor, kwargs: dict[str
         sm_scale=query.shape[-1] ** -0.5 if scaling is None else float(scaling),
         sinks=kwargs.get("s_aux"),
         softcap=kwargs.get("softcap"),
+        offsets=layer.row_offsets,
     )
 
 
@@ -207,9 +208,9 @@ def _attend_to_all(step: Step) -> Tensor:
 
 
 def _evict(layer: GatedLayer, state: EvictingState, step: Step) -> None:
-    kept = state.keep(step)
-    if kept is not None:
-        layer.keep(*kept)
+    eviction = state.keep(step)
+    if eviction is not None:
+        layer.evict(eviction)
 
 
 def _recall(step: Step, selection: Selection | None, block_size: int) -> Tensor:

@@ -17,7 +17,17 @@ from torch.nn.functional import pad
 from transformers.cache_utils import CacheLayerMixin
 
 from seergate.errors import SeergateError
-from seergate.methods.base import EvictingMethod, LayerSpec, LayerState, Method, Rotary
+from seergate.methods.base import (
+    EvictingMethod,
+    EvictingState,
+    Eviction,
+    LayerSpec,
+    LayerState,
+    Method,
+    Rotary,
+    compact,
+    trimmed,
+)
 
 GROWTH_TOKENS, GROWTH_SHARE = 256, 1 / 8
 """The buffers grow by whichever is larger, this many tokens or this share of what they hold."""
@@ -217,6 +227,9 @@ class GatedLayer(CacheLayerMixin):
             self.lengths = torch.tensor(lengths, dtype=torch.int64, device=self.device)
         self.row_lengths = lengths
 
+    def _in_blocks(self, tokens: int) -> int:
+        return -(-tokens // self.block_size) * self.block_size
+
     def _reserve(self, tokens: int) -> None:
         """Make room, in whole blocks, so that a block is one contiguous piece of the buffer."""
         assert self.keys is not None and self.values is not None
@@ -224,27 +237,29 @@ class GatedLayer(CacheLayerMixin):
         if tokens <= capacity:
             return
         if self.static_length is None:
-            tokens += max(GROWTH_TOKENS, int(tokens * GROWTH_SHARE))
-        tokens = -(-tokens // self.block_size) * self.block_size
+            roomy = tokens + max(GROWTH_TOKENS, int(tokens * GROWTH_SHARE))
+            limit = self.state.most_resident() if isinstance(self.state, EvictingState) else roomy
+            tokens = min(roomy, limit) if tokens <= limit else roomy  # longer only before a prompt is compressed
+        tokens = self._in_blocks(tokens)
         for name in ("keys", "values"):
             old = getattr(self, name)
             grown = old.new_zeros(*old.shape[:2], tokens, old.shape[3])
             grown[:, :, :capacity] = old
             setattr(self, name, grown)
 
-    def keep(self, index_BKN: Tensor, lengths: list[int]) -> None:
-        """Evict: keep the residents ``index`` (ascending, ``[B, K, kept]``), of which ``lengths[b]`` count."""
-        assert self.keys is not None and self.values is not None
-        kept = index_BKN.shape[2]
+    def evict(self, eviction: Eviction) -> None:
+        """Let go of residents, and of the room for more than the method may hold (after a long prompt)."""
+        assert self.keys is not None and self.values is not None and isinstance(self.state, EvictingState)
+        lengths = list(self.row_lengths)
+        for row, length in zip(eviction.rows, eviction.lengths, strict=True):
+            lengths[row] = length
         for buffer in (self.keys, self.values):
-            buffer[:, :, :kept] = buffer.gather(2, index_BKN[..., None].expand(-1, -1, -1, buffer.shape[3]))
-        self.keys, self.values = self._trimmed(self.keys, kept), self._trimmed(self.values, kept)
+            compact(buffer, eviction)
+        if self.static_length is None:
+            room = self._in_blocks(max(*lengths, self.state.most_resident()))
+            self.keys, self.values = trimmed(self.keys, room), trimmed(self.values, room)
         self._set_lengths(lengths)
-
-    def _trimmed(self, buffer: Tensor, kept: int) -> Tensor:
-        """Give memory back after a prompt much longer than what stays of it."""
-        roomy = kept + 2 * GROWTH_TOKENS
-        return buffer[:, :, :roomy].clone() if self.static_length is None and buffer.shape[2] > 2 * roomy else buffer
+        self.state.moved(eviction, self.keys.shape[2])
 
     # ------------------------------------------------------------------------------------- what transformers asks
 
@@ -341,6 +356,29 @@ class GatedLayer(CacheLayerMixin):
             self.valid = self.valid.index_select(0, index)
         if self.state is not None:
             self.state.select_rows(index)
+
+    def append_rows(self, other: GatedLayer) -> None:
+        """Put another cache's rows after this one's; all count as left-padded to the longest of them.
+
+        Args:
+            other: filled under the same method, not static. It must not be used afterwards.
+        """
+        assert self.keys is not None and self.values is not None and other.keys is not None
+        assert other.values is not None and self.static_length is None and other.static_length is None
+        self._reserve(max(other.row_lengths))
+        short = self.keys.shape[2] - other.keys.shape[2]
+        other.keys, other.values = (pad(x, (0, 0, 0, short)) for x in (other.keys, other.values))  # cut, if negative
+        self.keys, self.values = torch.cat((self.keys, other.keys)), torch.cat((self.values, other.values))
+        self.lengths = torch.cat((self.lengths, other.lengths))
+        self.row_lengths, self.row_seen = self.row_lengths + other.row_lengths, self.row_seen + other.row_seen
+        self.row_offsets = self.row_offsets + other.row_offsets
+        if self.state is None or other.state is None:
+            self.state = None  # one of them ran without its method
+        else:
+            self.state.append_rows(other.state)
+        self.slots = max(self.row_seen)
+        begins = torch.tensor([self.slots - seen for seen in self.row_seen], device=self.device)
+        self.valid = torch.arange(self.slots, device=self.device) >= begins[:, None] if begins.any() else None
 
     @property
     def nbytes(self) -> int:

@@ -10,25 +10,43 @@ from seergate.errors import SeergateError
 from seergate.methods.base import EvictingMethod, Method, SelectingMethod
 from seergate.methods.dense import Dense
 from seergate.methods.gate import Gate
+from seergate.methods.h2o import H2O
+from seergate.methods.lazy_eviction import LazyEviction
 from seergate.methods.oracle import Oracle
 from seergate.methods.quest import Quest
+from seergate.methods.r_kv import RKV
+from seergate.methods.raas import RaaS
 from seergate.methods.random import Random
+from seergate.methods.random_evict import RandomEvict
+from seergate.methods.rpc import RPC
+from seergate.methods.snapkv import SnapKV
 from seergate.methods.streaming_llm import StreamingLLM
+from seergate.methods.tova import TOVA
 
-METHODS: dict[str, type[Method]] = {
-    method.name: method for method in (Gate, Oracle, Quest, Dense, StreamingLLM, Random)
-}
+_ALL = (
+    *(Gate, Oracle, Quest, Dense, Random),
+    *(StreamingLLM, H2O, TOVA, SnapKV, RKV, RaaS, RPC, LazyEviction, RandomEvict),
+)
+METHODS: dict[str, type[Method]] = {method.name: method for method in _ALL}
 
 __all__ = [
+    "H2O",
     "METHODS",
+    "RKV",
+    "RPC",
+    "TOVA",
     "Dense",
     "EvictingMethod",
     "Gate",
+    "LazyEviction",
     "Method",
     "Oracle",
     "Quest",
+    "RaaS",
     "Random",
+    "RandomEvict",
     "SelectingMethod",
+    "SnapKV",
     "StreamingLLM",
     "make_method",
     "method_class",

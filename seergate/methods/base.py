@@ -60,6 +60,7 @@ class Step:
         sm_scale: factor on query . key.
         sinks: ``[H]`` attention-sink logits, if the model has them.
         softcap: cap on the scores, if the model has one.
+        offsets: per row, the position that the model gave to its first token; ``None`` for 0.
     """
 
     q_pre_BHSD: Tensor
@@ -74,6 +75,7 @@ class Step:
     sm_scale: float
     sinks: Tensor | None = None
     softcap: float | None = None
+    offsets: list[int] | None = None
 
     @property
     def ends(self) -> list[int]:
@@ -113,16 +115,30 @@ class LayerState:
         """Keep the rows ``index`` (int64), in that order; a row may be repeated."""
         self.rows = {name: tensor.index_select(0, index.to(tensor.device)) for name, tensor in self.rows.items()}
 
+    def append_rows(self, other: LayerState) -> None:
+        """Put another state's rows after this one's. Where their tensors differ in size, zeros fill what is unused."""
+        for name, ours in self.rows.items():
+            theirs = other.rows[name]
+            size = [max(a, b) for a, b in zip(ours.shape[1:], theirs.shape[1:], strict=True)]
+            joined = ours.new_zeros(ours.shape[0] + theirs.shape[0], *size)
+            for part, tensor in zip(joined.split([ours.shape[0], theirs.shape[0]]), (ours, theirs), strict=True):
+                part[(slice(None), *(slice(n) for n in tensor.shape[1:]))] = tensor
+            self.rows[name] = joined
+
     @property
     def nbytes(self) -> int:
         """Bytes that this state occupies."""
         return sum(tensor.nbytes for tensor in self.rows.values())
 
-    def grown(self, name: str, blocks: int, fill: float = 0.0) -> Tensor:
-        """The tensor ``rows[name] [B, K, N, ...]``, enlarged along its block axis if need be."""
+    def grown(self, name: str, blocks: int, fill: float = 0.0, limit: int | None = None) -> Tensor:
+        """The tensor ``rows[name] [B, K, N, ...]``, enlarged along its block axis if need be; beyond ``limit`` only as
+        far as ``blocks`` asks for.
+        """
         tensor = self.rows[name]
         if tensor.shape[2] < blocks:
             extra = max(blocks - tensor.shape[2], tensor.shape[2] // 8, 8)
+            if limit is not None and blocks <= limit:
+                extra = min(extra, limit - tensor.shape[2])
             room = tensor.new_full((*tensor.shape[:2], extra, *tensor.shape[3:]), fill)
             tensor = self.rows[name] = torch.cat((tensor, room), dim=2)
         return tensor
@@ -209,24 +225,107 @@ class SelectingState(LayerState, ABC):
 
 @dataclass(kw_only=True)
 class EvictingMethod(Method):
-    """Drops tokens from the cache for good."""
+    """Drops tokens from the cache for good. What stays is decided per KV head, or one set for all of a layer's heads,
+    but never per query head, whose separate sets would take G times the memory.
+    """
+
+
+@dataclass(frozen=True)
+class Eviction:
+    """Which residents of some rows stay.
+
+    Attributes:
+        rows: the rows in which something is evicted.
+        index: int64 ``[len(rows), K, kept]``, ascending; the residents that stay.
+        lengths: how many of them count, per row of ``rows``; the rest is padding.
+    """
+
+    rows: list[int]
+    index: Tensor
+    lengths: list[int]
 
 
 class EvictingState(LayerState, ABC):
-    """State of an `EvictingMethod`."""
+    """State of an `EvictingMethod`.
+
+    Attributes:
+        per_token: names of the tensors ``rows[name] [B, K, T, ...]`` that have one entry per resident.
+        prompts: per row, tokens of the prompt.
+        decoded: per row, tokens since then, the current one included.
+    """
+
+    per_token: tuple[str, ...] = ()
+
+    def __init__(self, spec: LayerSpec) -> None:
+        super().__init__(spec)
+        self.prompts, self.decoded = [0] * spec.batch, [0] * spec.batch
+
+    def append(self, step: Step) -> None:
+        """See `LayerState`. The first tokens of a row are its prompt."""
+        for row, (start, count) in enumerate(zip(step.starts, step.counts, strict=True)):
+            if start == 0:
+                self.prompts[row] = count
+            else:
+                self.decoded[row] += count
+
+    def seen(self, row: int) -> int:
+        """Tokens of a row so far, evicted ones included."""
+        return self.prompts[row] + self.decoded[row]
 
     def tokens_read(self, step: Step) -> list[int]:
         """Per row, how many residents `attend` reads."""
         return step.ends
+
+    def score_bytes(self, step: Step) -> int:
+        """Bytes that a decode step reads beside keys and values, all rows and heads together."""
+        return 0
 
     def attend(self, step: Step) -> Tensor | None:
         """The attention output ``[B, H, D]`` of a decode step, or ``None`` for ordinary attention to all residents."""
         return None
 
     @abstractmethod
-    def keep(self, step: Step) -> tuple[Tensor, list[int]] | None:
-        """After attention: which residents stay, or ``None`` for all.
-
-        Returns:
-            Ascending int64 indices ``[B, K, kept]`` and how many of them count per row (the rest is padding).
+    def most_resident(self) -> int:
+        """How many tokens a row may hold at most until the next eviction, once its prompt has been compressed. The
+        cache allocates no more than this.
         """
+
+    @abstractmethod
+    def keep(self, step: Step) -> Eviction | None:
+        """After attention: which residents stay, or ``None`` for all."""
+
+    def moved(self, eviction: Eviction, capacity: int) -> None:
+        """Follow the cache, which has just carried out an eviction and has room for ``capacity`` tokens now."""
+        for name in self.per_token:
+            compact(self.rows[name], eviction)
+            self.rows[name] = trimmed(self.rows[name], capacity)
+
+    def select_rows(self, index: Tensor) -> None:
+        """See `LayerState`."""
+        super().select_rows(index)
+        chosen = index.tolist()
+        self.prompts = [self.prompts[row] for row in chosen]
+        self.decoded = [self.decoded[row] for row in chosen]
+
+    def append_rows(self, other: LayerState) -> None:
+        """See `LayerState`."""
+        assert isinstance(other, EvictingState)
+        super().append_rows(other)
+        self.prompts, self.decoded = self.prompts + other.prompts, self.decoded + other.decoded
+
+    def room(self, name: str, tokens: int) -> Tensor:
+        """The per-token tensor ``rows[name]``, with at least this many entries; new ones are zero."""
+        return self.grown(name, tokens, limit=self.most_resident())
+
+
+def trimmed(buffer: Tensor, capacity: int) -> Tensor:
+    """``buffer [B, K, T, ...]`` with at most ``capacity`` entries, the memory of the others given back."""
+    return buffer if buffer.shape[2] <= capacity else buffer[:, :, :capacity].clone()
+
+
+def compact(buffer: Tensor, eviction: Eviction) -> None:
+    """Move what stays to the front of ``buffer [B, K, T, ...]``, in place."""
+    rows = torch.tensor(eviction.rows, device=buffer.device)[:, None, None]
+    heads = torch.arange(buffer.shape[1], device=buffer.device)[:, None]
+    slots = torch.arange(eviction.index.shape[2], device=buffer.device)
+    buffer[rows, heads, slots] = buffer[rows, heads, eviction.index]

@@ -40,20 +40,24 @@ class Quest(SelectingMethod):
         return QuestState(spec, self.block_size, self.group_reduction)
 
 
-class QuestState(SelectingState):
-    """``high`` and ``low``: per page and channel, the largest and smallest key after RoPE, ``[B, K, N, D]``."""
+class PageBounds:
+    """Per page and channel the largest and smallest key after RoPE: ``state.rows["high"]``, ``["low"] [B, K, N, D]``.
 
-    def __init__(self, spec: LayerSpec, block_size: int, group_reduction: str = "max") -> None:
-        super().__init__(spec)
-        self.block_size, self.group_reduction = block_size, group_reduction
+    Args:
+        state: whose rows hold them.
+        block_size: tokens per page.
+    """
+
+    def __init__(self, state: LayerState, block_size: int) -> None:
+        self.state, self.block_size, spec = state, block_size, state.spec
         empty = torch.empty(spec.batch, spec.num_kv_heads, 0, spec.head_dim, dtype=spec.dtype, device=spec.device)
-        self.rows = {"high": empty, "low": empty.clone()}
+        state.rows |= {"high": empty, "low": empty.clone()}
 
     @torch.no_grad()
     def append(self, step: Step) -> None:
-        """See `LayerState`."""
+        """Take in the new keys."""
         blocks = -(-step.max_length // self.block_size)
-        high, low = self.grown("high", blocks), self.grown("low", blocks)
+        high, low = self.state.grown("high", blocks), self.state.grown("low", blocks)
         if step.k_BKSD.shape[2] == 1 and all(step.counts):
             rows = torch.arange(len(step.counts), device=high.device)
             page, place = (step.lengths - 1) // self.block_size, (step.lengths - 1) % self.block_size
@@ -62,32 +66,53 @@ class QuestState(SelectingState):
             low[rows, :, page] = torch.where(opens, key, torch.minimum(low[rows, :, page], key))
             return
         for row, (start, count) in enumerate(zip(step.starts, step.counts, strict=True)):
-            self._recompute(row, start // self.block_size, start + count, step.keys_BKCD)
+            self.recompute(row, start // self.block_size, start + count, step.keys_BKCD)
 
-    def _recompute(self, row: int, first: int, length: int, keys_BKCD: Tensor) -> None:
+    def recompute(self, row: int, first: int, length: int, keys_BKCD: Tensor) -> None:
         """Make the pages of one row from ``first`` on anew, from the cached keys."""
-        size, (high, low) = self.block_size, (self.rows["high"], self.rows["low"])
+        size, (high, low) = self.block_size, (self.state.rows["high"], self.state.rows["low"])
         if length > first * size:
             pooled = ops.pool_keys(keys_BKCD[row : row + 1, :, first * size : length], size, ("max", "min"))[0]
             pages = slice(first, first + pooled.shape[1])
             high[row, :, pages], low[row, :, pages] = pooled.to(high.dtype).chunk(2, dim=-1)
 
     @torch.no_grad()
-    def scores(self, step: Step) -> Tensor:
-        """See `SelectingState`."""
+    def bounds(self, step: Step, group_reduction: str) -> Tensor:
+        """The bound of every page for the newest query, reduced over the group: ``[B, K, N]``."""
         pages = -(-step.max_length // self.block_size)
-        high, low = self.rows["high"][:, :, :pages].float(), self.rows["low"][:, :, :pages].float()
-        q_BKGD = step.q_BHSD[:, :, 0].unflatten(1, (high.shape[1], -1)).float()
+        wide = torch.promote_types(step.q_BHSD.dtype, torch.float32)
+        high, low = (self.state.rows[name][:, :, :pages].to(wide) for name in ("high", "low"))
+        q_BKGD = step.q_BHSD[:, :, 0].unflatten(1, (high.shape[1], -1)).to(wide)
         # max(q * low, q * high) is q * high where q > 0, else q * low: two products, no [.., N, D] tensor
         bound_BKGN = q_BKGD.clamp(min=0) @ high.transpose(-1, -2) + q_BKGD.clamp(max=0) @ low.transpose(-1, -2)
-        return bound_BKGN.amax(2) if self.group_reduction == "max" else bound_BKGN.mean(2)
+        return bound_BKGN.amax(2) if group_reduction == "max" else bound_BKGN.mean(2)
+
+    def nbytes(self, step: Step) -> int:
+        """Bytes that `bounds` reads: two vectors per page."""
+        pages, high = sum(-(-end // self.block_size) for end in step.ends), self.state.rows["high"]
+        return 2 * pages * high.shape[1] * high.shape[3] * high.element_size()
+
+
+class QuestState(SelectingState):
+    """The bounds of every page."""
+
+    def __init__(self, spec: LayerSpec, block_size: int, group_reduction: str = "max") -> None:
+        super().__init__(spec)
+        self.pages, self.group_reduction = PageBounds(self, block_size), group_reduction
+
+    def append(self, step: Step) -> None:
+        """See `LayerState`."""
+        self.pages.append(step)
+
+    def scores(self, step: Step) -> Tensor:
+        """See `SelectingState`."""
+        return self.pages.bounds(step, self.group_reduction)
 
     def score_bytes(self, step: Step) -> int:
-        """See `SelectingState`: two vectors per page."""
-        pages, high = sum(-(-end // self.block_size) for end in step.ends), self.rows["high"]
-        return 2 * pages * high.shape[1] * high.shape[3] * high.element_size()
+        """See `SelectingState`."""
+        return self.pages.nbytes(step)
 
     def crop(self, before: list[int], after: list[int], keys_BKCD: Tensor, offsets: list[int]) -> None:
         """See `LayerState`."""
         for row, length in enumerate(after):
-            self._recompute(row, length // self.block_size, length, keys_BKCD)
+            self.pages.recompute(row, length // self.pages.block_size, length, keys_BKCD)

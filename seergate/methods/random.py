@@ -44,12 +44,12 @@ class RandomState(SelectingState):
         device = step.lengths.device
         heads = torch.arange(self.spec.num_kv_heads, device=device)[None, :, None]
         blocks = torch.arange(-(-step.max_length // self.block_size), device=device)[None, None]
-        mixed = _mix(_mix(torch.tensor(self.seed * 1_000_003 + self.spec.layer, device=device)) + step.lengths)
-        hashed = _mix(_mix(mixed[:, None, None] + heads) + blocks)
+        mixed = mix(mix(torch.tensor(self.seed * 1_000_003 + self.spec.layer, device=device)) + step.lengths)
+        hashed = mix(mix(mixed[:, None, None] + heads) + blocks)
         return (hashed >> 40).float()  # 24 bits: exact in fp32
 
 
-def _mix(x: Tensor) -> Tensor:
+def mix(x: Tensor) -> Tensor:
     """The splitmix64 finaliser on int64, with wrap-around arithmetic and logical shifts."""
     x = x * -7046029254386353131 + 1442695040888963407
     x = (x ^ ((x >> 30) & ((1 << 34) - 1))) * -4658895280553007687

@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 from seergate import ops
-from seergate.config import is_int
-from seergate.methods.base import EvictingMethod, EvictingState, LayerSpec, LayerState, Step
+from seergate.methods.base import EvictingMethod, EvictingState, Eviction, LayerSpec, LayerState, Step
+from seergate.methods.checks import check_counts
 
 
 @dataclass(kw_only=True)
@@ -38,17 +38,11 @@ class StreamingLLM(EvictingMethod):
         return True
 
     def __post_init__(self) -> None:
-        for name in ("token_budget", "sink_tokens", "interval"):
-            if not is_int(getattr(self, name)):
-                raise ValueError(f"{name} is {getattr(self, name)!r}; it must be a whole number of tokens")
-        if self.sink_tokens < 0:
-            raise ValueError(f"sink_tokens is {self.sink_tokens}; it must be 0 or greater")
+        check_counts(self, token_budget=1, sink_tokens=0, interval=1)
         if self.token_budget <= self.sink_tokens:
             raise ValueError(
                 f"token_budget is {self.token_budget}; it must be greater than sink_tokens ({self.sink_tokens})"
             )
-        if self.interval < 1:
-            raise ValueError(f"interval is {self.interval}; it must be at least 1")
 
     def new_state(self, spec: LayerSpec) -> LayerState:
         """See `Method`."""
@@ -79,15 +73,19 @@ class StreamingState(EvictingState):
         """See `EvictingState`: what is evicted but still resident is not read."""
         return [min(end, self.method.token_budget) for end in step.ends]
 
-    def keep(self, step: Step) -> tuple[Tensor, list[int]] | None:
+    def most_resident(self) -> int:
         """See `EvictingState`."""
-        method = self.method
-        if step.max_length < method.token_budget + method.interval:
+        return self.method.token_budget + self.method.interval
+
+    def keep(self, step: Step) -> Eviction | None:
+        """See `EvictingState`."""
+        if step.max_length < self.most_resident():
             return None
         # Make room for the next token ("evict for space"): with it, each row has exactly what it may attend.
         visible, held = self._visible([end + 1 for end in step.ends], step.lengths.device)
         index = torch.minimum(visible[:, :-1], step.lengths[:, None] - 1)
-        return index[:, None].expand(-1, step.keys_BKCD.shape[1], -1), (held - 1).tolist()
+        index = index[:, None].expand(-1, step.keys_BKCD.shape[1], -1)
+        return Eviction(list(range(len(index))), index, (held - 1).tolist())
 
     def _visible(self, ends: list[int], device: torch.device) -> tuple[Tensor, Tensor]:
         """Which of ``ends[b]`` residents a row attends: indices ``[B, n]``, the last repeated as padding; counts."""

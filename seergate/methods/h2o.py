@@ -1,0 +1,95 @@
+"""H2O: heavy hitters by accumulated attention, and recent tokens (Zhang et al., arXiv 2306.14048)."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+
+from seergate.methods.base import LayerSpec, LayerState, Step
+from seergate.methods.budgeted import BudgetedMethod, BudgetedState
+from seergate.methods.checks import check_choice, check_counts
+from seergate.methods.scoring import attend_and_weigh, prompt_probabilities, reduced
+
+
+@dataclass(kw_only=True)
+class H2O(BudgetedMethod):
+    """Keep the newest tokens and those with the largest sum of attention probability over all queries so far.
+
+    As in the paper one token leaves at each step, which moves the cache each time; a larger ``interval`` is cheaper.
+    The paper's code has one KV head per query head; here the group's probabilities are reduced.
+
+    Attributes:
+        token_budget: heavy hitters and recent tokens together; 1024 + 1024 in the authors' scripts.
+        recent_tokens: how many of them are the newest; half by default.
+        normalise: ``"sum"``, the paper's; ``"mean"`` divides by the number of queries that have seen the key, which
+            takes away the advantage of old tokens.
+        group_reduction: ``"mean"`` or ``"max"`` over the query heads of a group, query by query.
+    """
+
+    name: ClassVar[str] = "h2o"
+    token_budget: int = 2048
+    recent_tokens: int | None = None
+    normalise: str = "sum"
+    group_reduction: str = "mean"
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.recent_tokens is not None:
+            check_counts(self, recent_tokens=0)
+        check_choice(self, normalise=("sum", "mean"), group_reduction=("mean", "max"))
+        self.check_recent("recent_tokens")
+
+    @property
+    def recent(self) -> int:
+        """See `BudgetedMethod`."""
+        return self.token_budget // 2 if self.recent_tokens is None else self.recent_tokens
+
+    def new_state(self, spec: LayerSpec) -> LayerState:
+        """See `Method`."""
+        return H2OState(spec, self)
+
+
+class H2OState(BudgetedState):
+    """``mass [B, K, T]``: probability that each resident has received; ``queries``: from how many, for the mean."""
+
+    def __init__(self, spec: LayerSpec, method: H2O) -> None:
+        super().__init__(spec, method)
+        self.method = method
+        self.per_token = ("mass", "queries") if method.normalise == "mean" else ("mass",)
+        wide = torch.promote_types(spec.dtype, torch.float32)  # half precision would lose small increments
+        for name in self.per_token:
+            self.rows[name] = torch.zeros(spec.batch, spec.num_kv_heads, 0, dtype=wide, device=spec.device)
+
+    @torch.no_grad()
+    def append(self, step: Step) -> None:
+        """See `LayerState`."""
+        super().append(step)
+        for name in self.per_token:
+            self.room(name, step.max_length)
+        if step.q_BHSD.shape[2] == 1:
+            return  # `attend` counts it
+        for row, count in enumerate(step.counts):
+            for p_KGWT in prompt_probabilities(step, row):
+                given = reduced(p_KGWT, self.method.group_reduction, 1).sum(1)
+                self.rows["mass"][row, :, :count] += given
+            if "queries" in self.rows:
+                self.rows["queries"][row, :, :count] = torch.arange(count, 0, -1, device=given.device)
+
+    @torch.no_grad()
+    def attend(self, step: Step) -> Tensor:
+        """See `EvictingState`."""
+        output, p_BKGT = attend_and_weigh(step)
+        held, new = step.max_length, torch.tensor(step.starts, device=output.device)[:, None, None]
+        fresh = torch.arange(held, device=output.device) >= new  # such a slot may hold what an evicted token left
+        given = reduced(p_BKGT, self.method.group_reduction, 2)
+        for name, added in zip(self.per_token, (given, torch.ones_like(given)), strict=False):
+            self.rows[name][:, :, :held].masked_fill_(fresh, 0).add_(added)
+        return output
+
+    def importance(self, step: Step, row: int) -> Tensor:
+        """See `BudgetedState`."""
+        mass = self.rows["mass"][row, :, : step.ends[row]]
+        return mass / self.rows["queries"][row, :, : step.ends[row]] if "queries" in self.rows else mass

@@ -1,0 +1,210 @@
+"""RaaS: evict the page that has been useless for longest (Hu et al., arXiv 2502.11147)."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+
+from seergate import ops
+from seergate.errors import SeergateError
+from seergate.methods.base import (
+    EvictingMethod,
+    EvictingState,
+    Eviction,
+    LayerSpec,
+    LayerState,
+    Step,
+    compact,
+    trimmed,
+)
+from seergate.methods.checks import check_choice, check_counts, check_share
+from seergate.methods.quest import PageBounds
+from seergate.methods.scoring import best
+
+
+@dataclass(kw_only=True)
+class RaaS(EvictingMethod):
+    """At each step the half of the pages with the highest Quest bounds are used; the least recently used one leaves.
+
+    The prompt is never evicted; a page that it shares with generated tokens counts as its own. A page leaves when the
+    generated tokens open one more than the budget has room for: at most ``token_budget + 1`` tokens beside the
+    prompt's pages. Of pages last used at the same step the one with the lowest bound leaves, of equal ones the oldest;
+    the current page stays.
+
+    The authors' accuracy code keeps everything under a mask, per query head and without protecting the prompt; here
+    stamps are per KV head, and memory is given back.
+
+    Attributes:
+        token_budget: for generated tokens; the paper studies 64 to 1024 and finds the latter enough.
+        block_size: tokens per page.
+        share: the paper's r: which part of the resident pages counts as used at a step, rounded down, at least one.
+        threshold: use instead the pages whose softmax over all bounds is at least this, as an earlier version of the
+            paper does with attention probabilities.
+        prompt: ``"extra"``: its pages stay beside the budget, as in the paper; ``"pinned"``: they count in it.
+        prompt_budget: read only so many tokens of the prompt at a step, the pages with the highest bounds: Quest for
+            the prompt, RaaS for the rest, which the paper advises for long prompts. ``None`` reads all of it.
+        group_reduction: ``"max"`` or ``"mean"`` of the bounds of a group.
+    """
+
+    name: ClassVar[str] = "raas"
+    token_budget: int = 1024
+    block_size: int = 16
+    share: float = 0.5
+    threshold: float | None = None
+    prompt: str = "extra"
+    prompt_budget: int | None = None
+    group_reduction: str = "max"
+
+    def __post_init__(self) -> None:
+        check_counts(self, block_size=1)
+        check_counts(self, token_budget=self.block_size)
+        check_share(self, "share")
+        check_choice(self, prompt=("extra", "pinned"), group_reduction=("max", "mean"))
+        if self.threshold is not None:
+            check_share(self, "threshold")
+        if self.prompt_budget is not None:
+            check_counts(self, prompt_budget=self.block_size)
+
+    def new_state(self, spec: LayerSpec) -> LayerState:
+        """See `Method`."""
+        return RaaSState(spec, self)
+
+
+class RaaSState(EvictingState):
+    """Quest's bounds of every page, and ``used [B, K, N]``, int32: the decode step that last used it."""
+
+    per_page = ("high", "low", "used")
+
+    def __init__(self, spec: LayerSpec, method: RaaS) -> None:
+        super().__init__(spec)
+        self.method, self.pages = method, PageBounds(self, method.block_size)
+        self.rows["used"] = torch.zeros(spec.batch, spec.num_kv_heads, 0, dtype=torch.int32, device=spec.device)
+        self.bounds = torch.zeros(0)  # of the current step
+
+    def _pinned(self, row: int) -> int:
+        """Pages of the prompt."""
+        return -(-self.prompts[row] // self.method.block_size)
+
+    def _room(self, row: int) -> int:
+        """Pages that generated tokens may fill."""
+        pages = self.method.token_budget // self.method.block_size
+        return pages if self.method.prompt == "extra" else pages - self._pinned(row)
+
+    def most_resident(self) -> int:
+        """See `EvictingState`."""
+        rows = range(len(self.prompts))
+        return max(self._pinned(row) + self._room(row) for row in rows) * self.method.block_size + 1
+
+    def append(self, step: Step) -> None:
+        """See `LayerState`."""
+        super().append(step)
+        for row in range(len(step.counts)):
+            if self._room(row) < 1:
+                raise SeergateError(
+                    f"token_budget is {self.method.token_budget} and the prompt alone fills {self._pinned(row)} pages "
+                    f"of {self.method.block_size}; a prompt that counts in the budget must leave room for a page"
+                )
+        self.pages.append(step)
+        self.grown("used", self.rows["high"].shape[2])
+
+    @torch.no_grad()
+    def attend(self, step: Step) -> Tensor | None:
+        """See `EvictingState`. Notes which pages are used; reads part of the prompt if so asked."""
+        size, ends, used = self.method.block_size, step.ends, self.rows["used"]
+        pages = [-(-end // size) for end in ends]
+        total, device = max(pages), used.device
+        held = torch.arange(total, device=device) < torch.tensor(pages, device=device)[:, None, None]
+        self.bounds = self.pages.bounds(step, self.method.group_reduction).masked_fill(~held, -torch.inf)
+        now = torch.tensor(self.decoded, dtype=torch.int32, device=device)[:, None, None]
+        if self.method.threshold is None:
+            counts = [max(1, int(self.method.share * count)) for count in pages]
+            index = best(self.bounds, counts)  # its padding falls on pages that the row does not have yet
+            used.scatter_(2, index, now.expand_as(index))
+        else:
+            hit = (self.bounds * step.sm_scale).softmax(-1) >= self.method.threshold
+            used[:, :, :total] = torch.where(hit, now, used[:, :, :total])
+        used[torch.arange(len(pages), device=device), :, torch.tensor(pages, device=device) - 1] = now[:, 0]
+        if self.method.prompt_budget is None:
+            return None
+        return ops.sparse_decode(
+            step.q_BHSD[:, :, 0],
+            step.keys_BKCD,
+            step.values_BKCD,
+            self._read(pages),
+            step.lengths,
+            size,
+            step.sm_scale,
+            sinks=step.sinks,
+            softcap=step.softcap,
+        )
+
+    def _prompt_pages_read(self, row: int, pages: int) -> int:
+        """How many of the prompt's pages are read; one that is still open is read in any case."""
+        limit = self.method.prompt_budget
+        closed = min(self._pinned(row), pages - 1)
+        return closed if limit is None else min(closed, limit // self.method.block_size)
+
+    def _read(self, pages: list[int]) -> Tensor:
+        """The pages to read, ``[B, K, N]``, padded with -1."""
+        scores, counts = self.bounds.clone(), []
+        for row, count in enumerate(pages):
+            closed = min(self._pinned(row), count - 1)
+            scores[row, :, closed:count] = torch.inf
+            counts.append(count - closed + self._prompt_pages_read(row, count))
+        index = best(scores, counts)
+        padding = (
+            torch.arange(index.shape[2], device=index.device) >= torch.tensor(counts, device=index.device)[:, None]
+        )
+        return index.masked_fill(padding[:, None], -1)
+
+    def tokens_read(self, step: Step) -> list[int]:
+        """See `EvictingState`."""
+        size = self.method.block_size
+        skipped = []
+        for row, end in enumerate(step.ends):
+            pages = -(-end // size)
+            skipped.append(min(self._pinned(row), pages - 1) - self._prompt_pages_read(row, pages))
+        return [end - size * pages for end, pages in zip(step.ends, skipped, strict=True)]
+
+    def score_bytes(self, step: Step) -> int:
+        """See `EvictingState`."""
+        return self.pages.nbytes(step)
+
+    @torch.no_grad()
+    def keep(self, step: Step) -> Eviction | None:
+        """See `EvictingState`."""
+        size, ends = self.method.block_size, step.ends
+        pages = [-(-end // size) for end in ends]
+        kept = {row: self._pinned(row) + self._room(row) for row in range(len(pages)) if self.decoded[row]}
+        rows = [row for row, count in kept.items() if pages[row] > count]
+        if not rows:
+            return None
+        ranked = recency(self.rows["used"][rows][:, :, : self.bounds.shape[2]], self.bounds[rows])
+        for i, row in enumerate(rows):
+            ranked[i, :, : self._pinned(row)] = torch.inf
+            ranked[i, :, pages[row] - 1] = torch.inf
+            ranked[i, :, pages[row] :] = -torch.inf
+        index = best(ranked, [kept[row] for row in rows])
+        tokens = (index[..., None] * size + torch.arange(size, device=index.device)).flatten(2)
+        lengths = [ends[row] - (pages[row] - kept[row]) * size for row in rows]
+        return Eviction(rows, tokens[..., : max(lengths)].clamp(max=max(ends) - 1), lengths)
+
+    def moved(self, eviction: Eviction, capacity: int) -> None:
+        """See `EvictingState`."""
+        size = self.method.block_size
+        pages = Eviction(eviction.rows, eviction.index[..., ::size] // size, eviction.lengths)
+        for name in self.per_page:
+            compact(self.rows[name], pages)
+            self.rows[name] = trimmed(self.rows[name], -(-capacity // size))
+
+
+def recency(used_RKN: Tensor, bounds_RKN: Tensor) -> Tensor:
+    """A score that orders pages by last use, then by bound, then by age, the best (latest, highest, newest) first."""
+    total = used_RKN.shape[-1]
+    order = total - 1 - bounds_RKN.flip(-1).sort(dim=-1, descending=True, stable=True).indices
+    order = order.gather(-1, used_RKN.gather(-1, order).sort(dim=-1, descending=True, stable=True).indices)
+    ranks = torch.arange(total, 0, -1, dtype=torch.float64, device=order.device).expand_as(order)
+    return torch.zeros_like(ranks).scatter(-1, order, ranks)

@@ -1,0 +1,93 @@
+"""Random eviction of generated tokens: the control that every other evictor must beat (arXiv 2609.03430)."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+
+from seergate.config import is_int
+from seergate.methods.base import LayerSpec, LayerState, Step
+from seergate.methods.budgeted import BudgetedMethod, BudgetedState
+from seergate.methods.checks import check_choice, check_counts
+from seergate.methods.random import mix
+
+
+@dataclass(kw_only=True)
+class RandomEvict(BudgetedMethod):
+    """Keep the prompt, and of the generated tokens a uniformly random choice, drawn for each layer and KV head.
+
+    Known here from the abstract of "Random Attention" only, so budget, interval and law are not the authors'. The draw
+    is a hash of (seed, layer, head, position and, for ``"redraw"``, how much has been decoded): it repeats, and does
+    not depend on the batch. Samples of the same prompt share their draws.
+
+    Attributes:
+        recent_tokens: this many of the newest always stay.
+        law: ``"redraw"`` draws anew at every eviction, so a token's chance to survive falls geometrically with age;
+            ``"reservoir"`` gives each token its number once, so that what is kept is spread evenly over all of it.
+        scope: ``"kv_head"``; or ``"layer"``, one draw for all heads, which takes away that what one head has lost
+            another may still hold.
+        seed: of the hash.
+    """
+
+    name: ClassVar[str] = "random_evict"
+    token_budget: int = 2048
+    interval: int = 128
+    prompt: str = "pinned"
+    recent_tokens: int = 0
+    law: str = "redraw"
+    scope: str = "kv_head"
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check_counts(self, recent_tokens=0)
+        check_choice(self, law=("redraw", "reservoir"), scope=("kv_head", "layer"))
+        if not is_int(self.seed):
+            raise ValueError(f"seed is {self.seed!r}; it must be an integer")
+        self.check_recent("recent_tokens")
+
+    @property
+    def recent(self) -> int:
+        """See `BudgetedMethod`."""
+        return self.recent_tokens
+
+    def new_state(self, spec: LayerSpec) -> LayerState:
+        """See `Method`."""
+        return RandomEvictState(spec, self)
+
+
+class RandomEvictState(BudgetedState):
+    """``index [B, K, T]``, int32: which token of its row a resident is."""
+
+    per_token = ("index",)
+
+    def __init__(self, spec: LayerSpec, method: RandomEvict) -> None:
+        super().__init__(spec, method)
+        self.method = method
+        self.rows["index"] = torch.zeros(spec.batch, spec.num_kv_heads, 0, dtype=torch.int32, device=spec.device)
+
+    def append(self, step: Step) -> None:
+        """See `LayerState`."""
+        super().append(step)
+        index = self.room("index", step.max_length)
+        for row, (start, count) in enumerate(zip(step.starts, step.counts, strict=True)):
+            seen = self.seen(row)
+            index[row, :, start : start + count] = torch.arange(seen - count, seen, device=index.device)
+
+    def importance(self, step: Step, row: int) -> Tensor:
+        """See `BudgetedState`."""
+        index_KT = self.rows["index"][row, :, : step.ends[row]].long()
+        if self.method.scope == "layer":
+            index_KT = index_KT[:1]
+        event = self.decoded[row] if self.method.law == "redraw" else 0
+        return random_numbers(index_KT, self.method.seed, self.spec.layer, event)
+
+
+def random_numbers(index_KT: Tensor, seed: int, layer: int, event: int) -> Tensor:
+    """A hash of each entry and its row (head), uniform over 2^53 values, as float64."""
+    heads = torch.arange(len(index_KT), device=index_KT.device)[:, None]
+    base = mix(mix(torch.tensor(seed * 1_000_003 + layer, device=index_KT.device)) + event)
+    return (mix(mix(base + heads) + index_KT) >> 11).double()

@@ -1,0 +1,107 @@
+"""Reasoning Path Compression: now and then, compress what has been generated (Song et al., arXiv 2505.13866)."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+
+from seergate.methods.base import EvictingMethod, EvictingState, Eviction, LayerSpec, LayerState, Step
+from seergate.methods.checks import check_choice, check_counts
+from seergate.methods.scoring import QueryWindow, best, logits, pooled
+
+
+@dataclass(kw_only=True)
+class RPC(EvictingMethod):
+    """Every ``interval`` decoded tokens keep the prompt, the last ``window`` tokens and a part of the rest.
+
+    At the n-th compression ``n * (interval // ratio)`` tokens between prompt and window stay: those to which the
+    window's queries attend most, smoothed over neighbours. So memory is not fixed: it grows with the answer's length
+    divided by ``ratio``, and there is no token budget.
+
+    As in the paper the window holds the last ``window`` distinct queries; its code has one less, the newest twice.
+
+    Attributes:
+        interval: the paper's P; 4096, or 1024 for more compression.
+        window: the selector window, R.
+        ratio: c, of what is compressed.
+        kernel: odd width of the average over neighbouring tokens.
+        scope: ``"layer"``: one decision for all heads, the paper's best; ``"kv_head"``: one per group.
+    """
+
+    name: ClassVar[str] = "rpc"
+    interval: int = 4096
+    window: int = 32
+    ratio: int = 4
+    kernel: int = 7
+    scope: str = "layer"
+
+    def __post_init__(self) -> None:
+        check_counts(self, interval=1, window=1, ratio=1, kernel=1)
+        if self.kernel % 2 == 0:
+            raise ValueError(f"kernel is {self.kernel}; it must be odd")
+        if self.interval < self.ratio:
+            raise ValueError(
+                f"interval is {self.interval}; it must be at least ratio ({self.ratio}), or nothing stays"
+            )
+        check_choice(self, scope=("layer", "kv_head"))
+
+    def new_state(self, spec: LayerSpec) -> LayerState:
+        """See `Method`."""
+        return RPCState(spec, self)
+
+
+class RPCState(EvictingState):
+    """The last ``window`` queries of each row."""
+
+    def __init__(self, spec: LayerSpec, method: RPC) -> None:
+        super().__init__(spec)
+        self.method, self.window = method, QueryWindow(self, method.window)
+
+    def append(self, step: Step) -> None:
+        """See `LayerState`."""
+        super().append(step)
+        self.window.append(step)
+
+    def events(self, row: int) -> int:
+        """How often a row has been compressed, or is to be by now."""
+        return max(0, self.decoded[row] - self.method.window) // self.method.interval
+
+    def kept(self, row: int) -> int:
+        """Residents of a row after its latest compression."""
+        quota = self.events(row) * (self.method.interval // self.method.ratio)
+        return self.prompts[row] + quota + self.method.window
+
+    def most_resident(self) -> int:
+        """See `EvictingState`. Until the next compression: it grows."""
+        return max(self.kept(row) for row in range(len(self.prompts))) + self.method.interval
+
+    @torch.no_grad()
+    def keep(self, step: Step) -> Eviction | None:
+        """See `EvictingState`."""
+        method, ends = self.method, step.ends
+        passed = [decoded - method.window for decoded in self.decoded]
+        rows = [row for row, n in enumerate(passed) if n > 0 and n % method.interval == 0]
+        rows = [row for row in rows if ends[row] > self.kept(row)]
+        if not rows:
+            return None
+        longest = max(ends[row] for row in rows)
+        ranked = []
+        for row in rows:
+            scores = self._importance(step, row)
+            stays = scores.new_full((len(scores), 1), torch.inf)
+            parts = [stays.expand(-1, self.prompts[row]), scores, stays.expand(-1, method.window)]
+            parts.append(-stays.expand(-1, longest - ends[row]))
+            ranked.append(torch.cat(parts, dim=1).expand(self.spec.num_kv_heads, -1))
+        kept = [self.kept(row) for row in rows]
+        return Eviction(rows, best(torch.stack(ranked), kept), kept)
+
+    def _importance(self, step: Step, row: int) -> Tensor:
+        """Of the tokens between prompt and window; the softmax is over these alone (Algorithm 1)."""
+        candidates = slice(self.prompts[row], step.ends[row] - self.method.window)
+        keys = step.keys_BKCD[row : row + 1, :, candidates]
+        received_KGT = logits(self.window.of(row), keys, step).softmax(-1).sum(3)[0]
+        scores = received_KGT.mean((0, 1))[None] if self.method.scope == "layer" else received_KGT.mean(1)
+        return pooled(scores[None], self.method.kernel, "avg")[0]

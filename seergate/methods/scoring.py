@@ -1,0 +1,125 @@
+"""Attention probabilities and rankings, as the evicting methods score residents with them. All in float32 or wider.
+
+Shape suffixes: B batch, R chosen rows, W window queries, T residents, H query heads, K KV heads, G = H / K, D head
+dimension.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from seergate.methods.base import EvictingState, Step
+from seergate.methods.oracle import log_probabilities
+
+TILE = 128
+"""Rows of a prompt, or of its keys, that are compared with all keys at a time."""
+
+
+def reduced(x: Tensor, group_reduction: str, dim: int) -> Tensor:
+    """One value per KV head: the ``"max"`` or ``"mean"`` over the query heads of its group, which are axis ``dim``."""
+    return x.amax(dim) if group_reduction == "max" else x.mean(dim)
+
+
+def attend_and_weigh(step: Step) -> tuple[Tensor, Tensor]:
+    """Ordinary attention of a decode step, with its probabilities: what a fused kernel does not tell.
+
+    Returns:
+        Output ``[B, H, D]`` and probabilities ``[B, K, G, T]``, 0 beyond a row's length.
+    """
+    p_BKGT = log_probabilities(step).exp()
+    values = step.values_BKCD[:, :, : p_BKGT.shape[-1]]  # the cache's buffers are finite beyond a row's length
+    return (p_BKGT.to(values.dtype) @ values).flatten(1, 2), p_BKGT
+
+
+def logits(q_RHWD: Tensor, keys_RKTD: Tensor, step: Step) -> Tensor:
+    """Scaled query-key products ``[R, K, G, W, T]``, capped if the model caps them."""
+    wide = torch.promote_types(keys_RKTD.dtype, torch.float32)
+    q_RKGWD = q_RHWD.to(wide).unflatten(1, (keys_RKTD.shape[1], -1)) * step.sm_scale
+    found = q_RKGWD @ keys_RKTD.to(wide)[:, :, None].transpose(-1, -2)
+    return found if step.softcap is None else step.softcap * torch.tanh(found / step.softcap)
+
+
+def softmax(logits_RKGWT: Tensor, step: Step) -> Tensor:
+    """Probabilities over the last axis; an attention sink of the model takes its share."""
+    if step.sinks is None:
+        return logits_RKGWT.softmax(-1)
+    sinks = step.sinks.to(logits_RKGWT).view(1, logits_RKGWT.shape[1], -1, 1, 1)
+    return (logits_RKGWT - torch.logaddexp(logits_RKGWT.logsumexp(-1, keepdim=True), sinks)).exp()
+
+
+def causal_softmax(q_RHWD: Tensor, keys_RKTD: Tensor, first: int, step: Step) -> Tensor:
+    """Probabilities ``[R, K, G, W, T]`` of consecutive queries, the first of them at index ``first`` of the keys."""
+    scores = logits(q_RHWD, keys_RKTD, step)
+    own = first + torch.arange(scores.shape[-2], device=scores.device)
+    later = torch.arange(scores.shape[-1], device=scores.device) > own[:, None]
+    return softmax(scores.masked_fill(later, -torch.inf), step)
+
+
+def prompt_probabilities(step: Step, row: int) -> Iterator[Tensor]:
+    """The causal attention of one row's prompt, some query rows at a time: ``[K, G, tile, T]``."""
+    count = step.counts[row]
+    keys = step.k_BKSD[row : row + 1, :, :count]
+    for first in range(0, count, TILE):
+        yield causal_softmax(step.q_BHSD[row : row + 1, :, first : min(count, first + TILE)], keys, first, step)[0]
+
+
+def pooled(scores_RKT: Tensor, kernel: int, kind: str) -> Tensor:
+    """Smooth over neighbours, same length. ``"avg"`` divides by ``kernel`` at the ends too; ``"max"`` pads with
+    nothing.
+    """
+    pool = F.avg_pool1d if kind == "avg" else F.max_pool1d
+    return pool(scores_RKT, kernel, stride=1, padding=kernel // 2)
+
+
+def best(scores_RKT: Tensor, kept: list[int]) -> Tensor:
+    """Indices of the ``kept[r]`` highest scores of each row, the newer of equals; ascending.
+
+    Returns:
+        int64 ``[R, K, max(kept)]``, padded with the last index.
+    """
+    total, width = scores_RKT.shape[-1], max(kept)
+    # a stable sort of the reversed scores: of equals the newer comes first, whatever else is in the batch
+    index = total - 1 - scores_RKT.flip(-1).sort(dim=-1, descending=True, stable=True).indices[..., :width]
+    counted = torch.arange(width, device=index.device) < torch.tensor(kept, device=index.device)[:, None]
+    return index.masked_fill(~counted[:, None], total).sort(-1).values.clamp(max=total - 1)
+
+
+class QueryWindow:
+    """The queries of the newest tokens of each row, after RoPE, in ``state.rows["queries"] [B, H, W, D]``.
+
+    A ring: the token with index i of its row lies in slot ``i % W``.
+
+    Args:
+        state: whose rows hold it.
+        size: W.
+    """
+
+    def __init__(self, state: EvictingState, size: int) -> None:
+        spec = state.spec
+        self.state, self.size = state, size
+        state.rows["queries"] = torch.zeros(
+            spec.batch, spec.num_heads, size, spec.head_dim, dtype=spec.dtype, device=spec.device
+        )
+
+    def append(self, step: Step) -> None:
+        """Take in the queries of a step, after the state has counted it."""
+        queries = self.state.rows["queries"]
+        if step.q_BHSD.shape[2] == 1:
+            rows = torch.arange(len(step.counts), device=queries.device)
+            slots = torch.tensor([(self.state.seen(row) - 1) % self.size for row in rows.tolist()])
+            queries[rows, :, slots.to(queries.device)] = step.q_BHSD[:, :, 0]
+            return
+        for row, count in enumerate(step.counts):
+            taken = min(count, self.size)
+            slots = torch.arange(count - taken, count, device=queries.device) % self.size
+            queries[row][:, slots] = step.q_BHSD[row, :, count - taken : count]
+
+    def of(self, row: int) -> Tensor:
+        """The queries of one row, oldest first, ``[1, H, W, D]``; it must have seen as many tokens."""
+        seen = self.state.seen(row)
+        slots = torch.arange(seen - self.size, seen) % self.size
+        return self.state.rows["queries"][row : row + 1, :, slots.to(self.state.spec.device)]

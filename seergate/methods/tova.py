@@ -1,0 +1,83 @@
+"""TOVA: keep what the newest query attends to most (Oren et al., arXiv 2401.06104)."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+
+from seergate.methods.base import LayerSpec, LayerState, Step
+from seergate.methods.budgeted import BudgetedMethod, BudgetedState
+from seergate.methods.checks import check_choice
+from seergate.methods.scoring import attend_and_weigh, causal_softmax
+
+
+@dataclass(kw_only=True)
+class TOVA(BudgetedMethod):
+    """Keep the tokens with the largest attention probability of the current query, as a mean over all query heads.
+
+    As in the paper one token leaves at each step, which moves the cache each time; a larger ``interval`` is cheaper.
+
+    Attributes:
+        token_budget: the paper studies 256 to 4096.
+        protect_current: keep the current token, which in the paper may lose against all others and leave at once.
+        scope: ``"layer"``: one set for all heads, the paper's; ``"kv_head"``: the mean over a group, a set per head.
+    """
+
+    name: ClassVar[str] = "tova"
+    protect_current: bool = True
+    scope: str = "layer"
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check_choice(self, scope=("layer", "kv_head"))
+
+    @property
+    def recent(self) -> int:
+        """See `BudgetedMethod`."""
+        return int(self.protect_current)
+
+    def new_state(self, spec: LayerSpec) -> LayerState:
+        """See `Method`."""
+        return TOVAState(spec, self)
+
+
+class TOVAState(BudgetedState):
+    """Remembers nothing beyond the cache but the current step's probabilities."""
+
+    def __init__(self, spec: LayerSpec, method: TOVA) -> None:
+        super().__init__(spec, method)
+        self.scope = method.scope
+        self.weights: list[Tensor] = []  # per row, [K, G, T]
+
+    @torch.no_grad()
+    def append(self, step: Step) -> None:
+        """See `LayerState`."""
+        super().append(step)
+        if step.q_BHSD.shape[2] == 1:
+            return  # `attend` weighs it
+        self.weights = [
+            causal_softmax(
+                step.q_BHSD[row : row + 1, :, count - 1 : count],
+                step.k_BKSD[row : row + 1, :, :count],
+                count - 1,
+                step,
+            )[0, :, :, 0]
+            if count
+            else step.q_BHSD.new_zeros(1, 1, 0)
+            for row, count in enumerate(step.counts)
+        ]
+
+    @torch.no_grad()
+    def attend(self, step: Step) -> Tensor:
+        """See `EvictingState`."""
+        output, p_BKGT = attend_and_weigh(step)
+        self.weights = list(p_BKGT)
+        return output
+
+    def importance(self, step: Step, row: int) -> Tensor:
+        """See `BudgetedState`."""
+        p_KGT = self.weights[row][..., : step.ends[row]]
+        return p_KGT.mean((0, 1))[None] if self.scope == "layer" else p_KGT.mean(1)
