@@ -4,13 +4,28 @@ from __future__ import annotations
 
 import os
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import replace
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 
-from seergate.adapter import Adapter, load_adapter, push_adapter, save_adapter
+from seergate.adapter import (
+    CARD_FILE,
+    Adapter,
+    AdapterDiff,
+    average,
+    check_tensors,
+    diff,
+    licence_of_base,
+    load_adapter,
+    push_adapter,
+    remote_card,
+    save_adapter,
+    subset,
+)
 from seergate.config import GateConfig
 from seergate.errors import SeergateError
 from seergate.gate import AttnGate
@@ -18,11 +33,6 @@ from seergate.geometry import ModelGeometry
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
-
-
-def _is_finite(tensor: Tensor) -> bool:
-    """Whether a tensor holds finite floating-point numbers only."""
-    return tensor.is_floating_point() and bool(tensor.isfinite().all())
 
 
 class GateBank(nn.Module):
@@ -35,12 +45,18 @@ class GateBank(nn.Module):
         config: the architecture, the same for all layers.
         geometry: the model that the gates are for.
         training: how they were trained; saved with them.
+
+    Attributes:
+        decode_defaults, results, licence: see `Adapter`; saved with the gates.
     """
 
     def __init__(self, config: GateConfig, geometry: ModelGeometry, training: dict[str, Any] | None = None) -> None:
         super().__init__()
         self.config, self.geometry = config, geometry
         self.training_record = dict(training or {})
+        self.decode_defaults: dict[str, Any] = {}
+        self.results: tuple[dict[str, Any], ...] = ()
+        self.licence: dict[str, str] = {}
         inv_freq = torch.tensor(geometry.inv_freq, dtype=torch.float32) if config.rope else None
         self.layers = nn.ModuleDict(
             {
@@ -70,6 +86,10 @@ class GateBank(nn.Module):
         """
         from seergate.host.families import gate_geometry, head_dim_of  # a door up: only the host knows how models look
 
+        if not isinstance(model, nn.Module) or not hasattr(model, "config"):
+            raise SeergateError(
+                f"model is a {type(model).__name__}; it must be a causal language model of transformers"
+            )
         if config is None:
             config = GateConfig(gate_dim=head_dim_of(model))
         return cls(config, gate_geometry(model, config))
@@ -110,18 +130,62 @@ class GateBank(nn.Module):
 
         Returns:
             A scalar.
+
+        Raises:
+            SeergateError: if the gates do not fit the model.
+            ValueError: for ids that the model does not have, or a malformed pack.
         """
+        vocabulary = model.get_input_embeddings().num_embeddings
+        if input_ids.is_floating_point() or input_ids.numel() == 0:
+            raise ValueError(
+                f"input_ids is {input_ids.dtype} of shape {tuple(input_ids.shape)}; it must hold token ids"
+            )
+        lowest, highest = int(input_ids.min()), int(input_ids.max())
+        if lowest < 0 or highest >= vocabulary:
+            wrong = lowest if lowest < 0 else highest
+            raise ValueError(f"input_ids holds {wrong}; the model has the ids 0..{vocabulary - 1}")
         from seergate.distill.teacher_forward import distill_step  # a door up: the loss needs the model's own forward
 
         return distill_step(self, model, input_ids, cu_seqlens, row_start=row_start, reduction=reduction).loss
 
-    def save_pretrained(self, save_directory: str | os.PathLike[str]) -> None:
-        """Write the adapter: `gate_config.json`, `gate_model.safetensors`, `README.md`."""
-        save_adapter(self.to_adapter(), save_directory)
+    def save_pretrained(
+        self,
+        save_directory: str | os.PathLike[str],
+        *,
+        max_shard_size: int | str = "5GB",
+        push_to_hub: bool = False,
+        repo_id: str | None = None,
+        **push_options: Any,
+    ) -> None:
+        """Write the adapter: `gate_config.json`, `gate_model.safetensors`, `README.md`.
+
+        Args:
+            save_directory: made if need be. An adapter that is there is replaced in one step.
+            max_shard_size: of one weights file.
+            push_to_hub: also upload it.
+            repo_id: where to; by default the directory's name.
+            **push_options: see `push_to_hub`.
+
+        Raises:
+            SeergateError: if it cannot be written or uploaded.
+        """
+        if push_options and not push_to_hub:
+            raise SeergateError(f"{', '.join(push_options)} needs push_to_hub=True")
+        save_adapter(self.to_adapter(), save_directory, max_shard_size=max_shard_size)
+        if push_to_hub:
+            self.push_to_hub(repo_id or Path(save_directory).name, max_shard_size=max_shard_size, **push_options)
 
     def to_adapter(self) -> Adapter:
         """The adapter's contents."""
-        return Adapter(self.config, self.geometry, dict(self.state_dict()), self.training_record)
+        return Adapter(
+            gate=self.config,
+            geometry=self.geometry,
+            tensors=dict(self.state_dict()),
+            training=self.training_record,
+            decode=self.decode_defaults,
+            results=tuple(self.results),
+            licence=self.licence,
+        )
 
     @classmethod
     def from_pretrained(
@@ -133,13 +197,20 @@ class GateBank(nn.Module):
         token: str | bool | None = None,
         cache_dir: str | os.PathLike[str] | None = None,
         local_files_only: bool = False,
+        force_download: bool = False,
         dtype: torch.dtype | None = None,
         device: torch.device | str | None = None,
     ) -> GateBank:
         """Load an adapter from a directory or the Hub.
 
+        Args:
+            pretrained_model_name_or_path: directory, or Hub repository ``org/name``.
+            revision, subfolder, token, cache_dir, local_files_only, force_download: see `load_adapter`.
+            dtype: convert the gates; by default they stay as they were saved.
+            device: put them there; by default on the CPU.
+
         Raises:
-            SeergateError: if it is missing, corrupt, or a tensor is missing, left over or of the wrong shape.
+            SeergateError: if it is missing, damaged, or a tensor is missing, left over or of the wrong shape.
         """
         adapter = load_adapter(
             pretrained_model_name_or_path,
@@ -148,37 +219,20 @@ class GateBank(nn.Module):
             token=token,
             cache_dir=cache_dir,
             local_files_only=local_files_only,
+            force_download=force_download,
         )
         return cls.from_adapter(adapter, str(pretrained_model_name_or_path)).to(device=device, dtype=dtype)
 
     @classmethod
     def from_adapter(cls, adapter: Adapter, source: str = "the adapter") -> GateBank:
         """Build the bank an adapter describes, accounting for every tensor."""
-        try:
-            with torch.device("meta"):
-                expected = {
-                    name: tensor.shape for name, tensor in cls(adapter.gate, adapter.geometry).state_dict().items()
-                }
-            bank = cls(adapter.gate, adapter.geometry, adapter.training)
-        except (ValueError, TypeError) as error:
-            raise SeergateError(f"{source}: {error}") from error
-        found = {name: tensor.shape for name, tensor in adapter.tensors.items()}
-        for name in sorted(expected.keys() | found.keys()):
-            if name not in found:
-                raise SeergateError(
-                    f"{source}: the tensor {name} is missing; its shape must be {tuple(expected[name])}"
-                )
-            if name not in expected:
-                raise SeergateError(f"{source}: the tensor {name} belongs to no gate that its configuration describes")
-            if found[name] != expected[name]:
-                raise SeergateError(
-                    f"{source}: the tensor {name} has shape {tuple(found[name])}; it must be {tuple(expected[name])}"
-                )
-            if not _is_finite(adapter.tensors[name]):
-                raise SeergateError(f"{source}: the tensor {name} holds values that are not finite numbers")
+        check_tensors(adapter, adapter.signature, source)
+        bank = cls(adapter.gate, adapter.geometry, adapter.training)
+        bank.decode_defaults, bank.results, bank.licence = dict(adapter.decode), adapter.results, dict(adapter.licence)
+        if adapter.dtype is not None:
+            bank.to(adapter.dtype)
         bank.load_state_dict(adapter.tensors)
-        kinds = {tensor.dtype for tensor in adapter.tensors.values()}
-        return bank.to(kinds.pop()) if len(kinds) == 1 else bank
+        return bank
 
     def push_to_hub(
         self,
@@ -187,18 +241,63 @@ class GateBank(nn.Module):
         private: bool | None = None,
         token: str | bool | None = None,
         revision: str | None = None,
+        subfolder: str | None = None,
         commit_message: str = "Upload attention gates",
+        commit_description: str | None = None,
         create_pr: bool = False,
+        max_shard_size: int | str = "5GB",
     ) -> str:
-        """Save and upload the adapter; returns the commit's address."""
+        """Save and upload the adapter, in one commit; what an owner wrote around the card stays.
+
+        Args:
+            repo_id: ``org/name``; made if need be.
+            private: whether a new repository is private.
+            token: for the Hub; by default the one of ``hf auth login``.
+            revision: branch; made if need be.
+            subfolder: where in the repository.
+            commit_message, commit_description: of the commit or the pull request.
+            create_pr: open a pull request instead of committing.
+            max_shard_size: of one weights file.
+
+        Returns:
+            The address of the commit or of the pull request.
+
+        Raises:
+            SeergateError: if the Hub refuses, with its reason.
+        """
+        adapter = self.to_adapter()
+        if not adapter.licence:
+            base = adapter.geometry
+            adapter = replace(
+                adapter, licence=licence_of_base(base.base_model, revision=base.base_revision, token=token)
+            )
+        card = remote_card(repo_id, token=token, revision=revision, subfolder=subfolder)
         with tempfile.TemporaryDirectory() as directory:
-            self.save_pretrained(directory)
+            if card is not None:
+                (Path(directory) / CARD_FILE).write_text(card)
+            save_adapter(adapter, directory, max_shard_size=max_shard_size, card_source=repo_id)
             return push_adapter(
                 directory,
                 repo_id,
                 private=private,
                 token=token,
                 revision=revision,
+                subfolder=subfolder,
                 commit_message=commit_message,
+                commit_description=commit_description,
                 create_pr=create_pr,
             )
+
+    @classmethod
+    def average(cls, banks: Sequence[GateBank], weights: Sequence[float] | None = None) -> GateBank:
+        """The weighted mean of gates for the same model (`adapter.average`)."""
+        return cls.from_adapter(average([bank.to_adapter() for bank in banks], weights), "the average")
+
+    def subset(self, layers: Iterable[int]) -> GateBank:
+        """The gates of some layers, as a bank of its own; the model's other layers stay dense."""
+        copied = subset(self.to_adapter(), layers)
+        return type(self).from_adapter(copied, "the subset")
+
+    def diff(self, other: GateBank) -> AdapterDiff:
+        """What these gates and others differ in, field by field and tensor by tensor."""
+        return diff(self.to_adapter(), other.to_adapter())

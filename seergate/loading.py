@@ -1,14 +1,16 @@
-"""seergate.load: a base model and its gates in one call."""
+"""Loads base models, and base models together with their gates. Everything that needs a base model comes here."""
 
 from __future__ import annotations
 
 import os
 from collections.abc import Callable
 from dataclasses import fields, replace
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from safetensors import SafetensorError
 
+from seergate.adapter import is_hub_id
 from seergate.bank import GateBank
 from seergate.config import DecodeConfig
 from seergate.errors import SeergateError
@@ -17,7 +19,8 @@ from seergate.host.families import family_of
 from seergate.paths import resolve_model
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedModel
+    import torch
+    from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 
 def load(
@@ -26,17 +29,23 @@ def load(
     config: DecodeConfig | None = None,
     base_model: str | os.PathLike[str] | None = None,
     revision: str | None = None,
+    subfolder: str | None = None,
     token: str | bool | None = None,
+    cache_dir: str | os.PathLike[str] | None = None,
+    local_files_only: bool = False,
+    force_download: bool = False,
     **options: Any,
 ) -> PreTrainedModel:
     """Load the gates, the base model they name at the revision they were trained for, and put them together.
 
     Args:
         gates: adapter directory or Hub repository.
-        config: how to decode; instead, its fields may be given as keywords (``token_budget=4096``).
+        config: how to decode; instead, its fields may be given as keywords (``token_budget=4096``). What the adapter
+            itself asks for (``compat="published"`` of imported gates) holds unless a keyword says otherwise.
         base_model: directory or Hub id to use instead of the one the adapter names.
-        revision: of the adapter.
-        token: for the Hub.
+        revision, subfolder: of the adapter.
+        token, cache_dir, local_files_only: for both, as in `huggingface_hub`.
+        force_download: the adapter, even if it was downloaded before.
         **options: fields of `DecodeConfig`, and ``device_map``, ``dtype``, ``quantization_config``, ... for
             `AutoModelForCausalLM.from_pretrained`.
 
@@ -51,24 +60,46 @@ def load(
     given = {field.name: options.pop(field.name) for field in fields(DecodeConfig) if field.name in options}
     if config is not None and given:
         raise SeergateError(f"config is given beside {', '.join(given)}; put all of it into one")
-    decode = config or DecodeConfig(**given)
-    bank = GateBank.from_pretrained(gates, revision=revision, token=token)
+    if config is None:
+        DecodeConfig(**given)  # a mistake shows before anything is downloaded
+    hub: dict[str, Any] = {"token": token, "cache_dir": cache_dir, "local_files_only": local_files_only or None}
+    bank = GateBank.from_pretrained(
+        gates,
+        revision=revision,
+        subfolder=subfolder,
+        token=token,
+        cache_dir=cache_dir,
+        local_files_only=local_files_only,
+        force_download=force_download,
+    )
+    decode = config or decode_config(bank, **given)
     decode.check_block_size(bank.config.block_size)
-    base = base_model or bank.geometry.base_model
-    if base is None:
-        raise SeergateError(f"{gates} does not say which model its gates are for; pass base_model=")
-    pinned = None if base_model is not None else bank.geometry.base_revision
-    check_base(base, bank, revision=pinned, token=token)
-    model = load_base(base, revision=pinned, token=token, **options)
+    base, pinned = _base_of(bank, gates, base_model)
+    check_base(base, bank, revision=pinned, **hub)
+    model = load_base(base, revision=pinned, **hub, **options)
     attach(model, bank, decode)
     return model
 
 
-def check_base(name: str | os.PathLike[str], bank: GateBank, **options: Any) -> None:
-    """Compare the gates with the base model's configuration, before its weights are read."""
-    from transformers import AutoConfig
+def decode_config(bank: GateBank, **given: Any) -> DecodeConfig:
+    """How to decode with gates: what the adapter asks for, overruled by what is given.
 
-    config = _reading(name, AutoConfig.from_pretrained, **options).get_text_config()
+    A rule that is given (a budget, threshold or top-p) replaces the adapter's rule.
+    """
+    rules = {"token_budget", "threshold", "top_p"}
+    defaults = bank.decode_defaults
+    if rules & set(given):
+        defaults = {key: value for key, value in defaults.items() if key not in rules}
+    return DecodeConfig(**{**defaults, **given})
+
+
+def check_base(name: str | os.PathLike[str], bank: GateBank, **options: Any) -> None:
+    """Compare the gates with the base model's configuration, before its weights are read.
+
+    Raises:
+        SeergateError: naming each field that differs.
+    """
+    config = base_config(name, **options).get_text_config()
     family_of(config)
     needed = bank.geometry
     found = replace(
@@ -83,27 +114,66 @@ def check_base(name: str | os.PathLike[str], bank: GateBank, **options: Any) -> 
         raise SeergateError(f"these gates are for another model than {name}: {'; '.join(problems)}")
 
 
-def load_base(name: str | os.PathLike[str], **options: Any) -> PreTrainedModel:
+def base_config(name: str | os.PathLike[str], **options: Any) -> Any:
+    """The configuration of a base model; arguments as in `load_base`."""
+    from transformers import AutoConfig
+
+    return _reading("base model", name, AutoConfig.from_pretrained, **options)
+
+
+def load_base(
+    name: str | os.PathLike[str], *, device: str | torch.device | None = None, **options: Any
+) -> PreTrainedModel:
     """Load a causal language model for inference.
 
     Args:
         name: directory, Hub id, or a model that ships with seergate (``"checkpoints/tiny-reasoner"``).
-        **options: for `AutoModelForCausalLM.from_pretrained`.
+        device: move it there; for more than one device pass ``device_map``.
+        **options: for `AutoModelForCausalLM.from_pretrained`, such as ``revision``, ``dtype`` or ``token``.
 
     Raises:
         SeergateError: if it cannot be found or read.
     """
     from transformers import AutoModelForCausalLM
 
-    return _reading(name, AutoModelForCausalLM.from_pretrained, **options).eval()
+    model: PreTrainedModel = _reading("base model", name, AutoModelForCausalLM.from_pretrained, **options).eval()
+    return model if device is None else model.to(device)  # type: ignore[arg-type]
 
 
-def _reading(name: str | os.PathLike[str], read: Callable[..., Any], **options: Any) -> Any:
+def load_tokenizer(name: str | os.PathLike[str], **options: Any) -> PreTrainedTokenizerBase:
+    """Load a base model's tokenizer; arguments as in `load_base`."""
+    from transformers import AutoTokenizer
+
+    tokenizer: PreTrainedTokenizerBase = _reading("tokenizer of", name, AutoTokenizer.from_pretrained, **options)
+    return tokenizer
+
+
+def _base_of(
+    bank: GateBank, gates: str | os.PathLike[str], override: str | os.PathLike[str] | None
+) -> tuple[str | os.PathLike[str], str | None]:
+    """The base model and the revision to load it at."""
+    named, pinned = bank.geometry.base_model, bank.geometry.base_revision
+    if override is not None:
+        return override, pinned if str(override) == named else None
+    if named is None:
+        raise SeergateError(f"{gates} does not say which model its gates are for; pass base_model=")
+    if not _is_here(named) and not is_hub_id(named):
+        raise SeergateError(f"{gates} is for the model in {named}, a directory that is not here; pass base_model=")
+    return named, pinned
+
+
+def _is_here(name: str) -> bool:
+    try:
+        return Path(resolve_model(name)).is_dir()
+    except FileNotFoundError:
+        return False
+
+
+def _reading(what: str, name: str | os.PathLike[str], read: Callable[..., Any], **options: Any) -> Any:
     """Call ``from_pretrained`` and say in one sentence what went wrong."""
-    options = {key: value for key, value in options.items() if value is not None}
+    options = {"trust_remote_code": False, **{key: value for key, value in options.items() if value is not None}}
     try:
         return read(resolve_model(name), **options)
-    except (OSError, ValueError, RuntimeError, SafetensorError) as error:
-        raise SeergateError(
-            f"the base model {name} could not be loaded: {str(error).strip().splitlines()[0]}"
-        ) from error
+    except (OSError, ValueError, KeyError, RuntimeError, ImportError, SafetensorError) as error:
+        lines = str(error).strip().splitlines() or [type(error).__name__]
+        raise SeergateError(f"the {what} {name} could not be loaded: {lines[0]}") from error

@@ -32,3 +32,16 @@ def resolve_model(name: str | os.PathLike[str]) -> str:
     if str(name).startswith("checkpoints/"):
         return str(shipped(str(name)))
     return str(name)
+
+
+def shipped_name(path: str | os.PathLike[str]) -> str | None:
+    """The short name (``"checkpoints/..."``) of a model's directory that ships with seergate; ``None`` for others."""
+    directory = Path(path).resolve()
+    if "checkpoints" not in directory.parts:
+        return None
+    start = len(directory.parts) - 1 - directory.parts[::-1].index("checkpoints")
+    name = "/".join(directory.parts[start:])
+    try:
+        return name if shipped(name).resolve() == directory else None
+    except FileNotFoundError:
+        return None

@@ -46,7 +46,8 @@ def test_round_trip(saved, dtype):
         assert name == other and a.dtype == b.dtype and torch.equal(a, b)
     for layer, gate in again:
         assert torch.equal(gate.inv_freq, bank.gate(layer).inv_freq)
-    assert sorted(p.name for p in path.iterdir()) == ["README.md", "gate_config.json", "gate_model.safetensors"]
+    names = ["README.md", "config.json", "gate_config.json", "gate_model.safetensors"]
+    assert sorted(p.name for p in path.iterdir()) == names
     keys = load_file(path / "gate_model.safetensors").keys()
     assert keys == {f"layers.{i}.{name}.weight" for i in (0, 1) for name in ("q_proj", "k_proj", "q_norm", "k_norm")}
 

@@ -15,7 +15,7 @@ from types import ModuleType
 from typing import NoReturn
 
 from seergate import __version__
-from seergate.cli import demo, doctor, report, train
+from seergate.cli import demo, doctor, export, import_legacy, info, push, report, train
 from seergate.cli import eval as evaluation
 
 OK, USER_ERROR, INTERRUPTED = 0, 2, 130
@@ -26,6 +26,10 @@ COMMANDS: dict[str, ModuleType] = {
     "eval": evaluation,
     "report": report,
     "doctor": doctor,
+    "info": info,
+    "push": push,
+    "export": export,
+    "import-legacy": import_legacy,
 }
 
 

@@ -1,0 +1,34 @@
+"""Adapters: gates as files. `gate_config.json`, `gate_model.safetensors`, a model card; never a pickle."""
+
+from __future__ import annotations
+
+from seergate.adapter.hub import fetch, is_hub_id
+from seergate.adapter.layout import CARD_FILE, CONFIG_FILE, WEIGHTS_FILE, is_sign
+from seergate.adapter.merging import AdapterDiff, average, cast, diff, subset
+from seergate.adapter.pushing import licence_of_base, push_adapter, remote_card
+from seergate.adapter.reading import load_adapter
+from seergate.adapter.record import SCHEMA_VERSION, Adapter, check_finite, check_tensors
+from seergate.adapter.saving import save_adapter
+
+__all__ = [
+    "CARD_FILE",
+    "CONFIG_FILE",
+    "SCHEMA_VERSION",
+    "WEIGHTS_FILE",
+    "Adapter",
+    "AdapterDiff",
+    "average",
+    "cast",
+    "check_finite",
+    "check_tensors",
+    "diff",
+    "fetch",
+    "is_hub_id",
+    "is_sign",
+    "licence_of_base",
+    "load_adapter",
+    "push_adapter",
+    "remote_card",
+    "save_adapter",
+    "subset",
+]

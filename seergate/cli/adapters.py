@@ -1,0 +1,90 @@
+"""What the commands about adapters share: options for the Hub, reading gates, results of evaluations."""
+
+from __future__ import annotations
+
+import argparse
+import math
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from seergate.errors import SeergateError
+
+if TYPE_CHECKING:
+    from seergate.adapter import Adapter
+
+
+def add_source_options(parser: argparse.ArgumentParser) -> None:
+    """Options that say which revision of an adapter is read, and from where."""
+    parser.add_argument("--revision", metavar="REV", help="branch, tag or commit of a Hub repository [main]")
+    parser.add_argument("--subfolder", metavar="DIR", help="where in it the adapter lies [its root]")
+    parser.add_argument("--token", metavar="TOKEN", help="for the Hub [the one of `hf auth login`]")
+    parser.add_argument("--offline", action="store_true", help="use what was downloaded before")
+
+
+def read_adapter(source: str, options: argparse.Namespace) -> Adapter:
+    """Read the adapter that the options describe.
+
+    Raises:
+        SeergateError: if it is missing or damaged.
+    """
+    from seergate.adapter import load_adapter
+
+    return load_adapter(
+        source,
+        revision=options.revision,
+        subfolder=options.subfolder,
+        token=options.token,
+        local_files_only=options.offline,
+    )
+
+
+def add_card_options(parser: argparse.ArgumentParser) -> None:
+    """Options that change what the adapter says about itself."""
+    parser.add_argument(
+        "--results", type=Path, action="append", default=[], metavar="DIR", help="runs of `seergate eval` for the card"
+    )
+    parser.add_argument("--base-model", metavar="ID", help="name the base model anew, such as Qwen/Qwen3-8B")
+    parser.add_argument("--licence", "--license", dest="licence", metavar="ID", help="[the base model's]")
+
+
+def described(adapter: Adapter, options: argparse.Namespace) -> Adapter:
+    """The adapter with the results, base model and licence that the options name."""
+    from seergate.adapter import is_hub_id
+
+    if options.results:
+        adapter = replace(adapter, results=tuple(record for path in options.results for record in results_of(path)))
+    if options.licence:
+        adapter = replace(adapter, licence={"license": options.licence})
+    if options.base_model:
+        if not is_hub_id(options.base_model) and not Path(options.base_model).is_dir():
+            raise SeergateError(f"base-model is {options.base_model!r}; it must be a Hub id (org/name) or a directory")
+        geometry = replace(adapter.geometry, base_model=options.base_model, base_revision=None)
+        adapter = replace(adapter, geometry=geometry)
+    return adapter
+
+
+def results_of(runs: Path) -> list[dict[str, Any]]:
+    """What evaluations found, as an adapter records it (`Adapter.results`).
+
+    Args:
+        runs: a run directory, or one that holds several.
+
+    Raises:
+        SeergateError: if there are none.
+    """
+    from seergate.report.load import load_sweeps
+
+    return [
+        {
+            "task": str(setting.config["task"]["name"]),
+            "method": setting.method,
+            "token_budget": setting.budget,
+            "accuracy": setting.accuracy.mean,
+            "standard_error": None if math.isnan(setting.accuracy.se) else setting.accuracy.se,
+            "samples": setting.metrics["n_samples"],
+            "mean_tokens": setting.metrics["mean_tokens"],
+        }
+        for sweep in load_sweeps(runs)
+        for setting in sweep.settings
+    ]

@@ -1,0 +1,82 @@
+"""``seergate export``."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+
+from seergate.cli.adapters import add_card_options, add_source_options, described, read_adapter
+
+PARSES_ITS_ARGUMENTS = True
+HELP = (
+    "copy gates to a directory: other precision, fewer layers, published format, average",
+    "Write an adapter to a new directory, changed as you say. With several sources their average is written. With\n"
+    "--format published the result is what the published SeerAttention-R code loads.",
+    [
+        "seergate export org/Qwen3-8B-gates my-gates --dtype bfloat16",
+        "seergate export runs/a,runs/b averaged --weights 0.25,0.75",
+        "seergate export my-gates upper-half --layers 18-35",
+        "seergate export my-gates published --format published",
+    ],
+)
+
+
+def layer_list(text: str) -> list[int]:
+    """Layers such as ``0,2,8-11``."""
+    layers: list[int] = []
+    try:
+        for part in text.split(","):
+            first, _, last = part.partition("-")
+            layers += range(int(first), int(last or first) + 1)
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"{text!r} must be layers such as 0,2,8-11") from None
+    return layers
+
+
+def numbers(text: str) -> list[float]:
+    """Comma-separated numbers."""
+    try:
+        return [float(part) for part in text.split(",")]
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"{text!r} must be numbers separated by commas") from None
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare the options."""
+    parser.add_argument("sources", metavar="SRC", help="adapter directory or Hub id; with commas, an average")
+    parser.add_argument("out", type=Path, metavar="DST", help="new directory")
+    parser.add_argument("--format", choices=["seergate", "published"], default="seergate", help="[%(default)s]")
+    parser.add_argument("--dtype", choices=["bfloat16", "float16", "float32"], help="[as they are]")
+    parser.add_argument("--layers", type=layer_list, metavar="I,J-K", help="keep the gates of these layers [all]")
+    parser.add_argument("--weights", type=numbers, metavar="A,B", help="of an average [equal]")
+    parser.add_argument("--max-shard-size", default="5GB", metavar="SIZE", help="of one weights file [%(default)s]")
+    add_card_options(parser)
+    add_source_options(parser)
+
+
+def run(options: argparse.Namespace) -> int:
+    """Read, change, write."""
+    import torch
+
+    from seergate.adapter import average, cast, save_adapter, subset
+    from seergate.errors import SeergateError
+    from seergate.legacy import export_published
+
+    if options.out.is_dir() and any(options.out.iterdir()):
+        raise SeergateError(f"{options.out} is not empty; name a new directory")
+    sources = [source for source in options.sources.split(",") if source]
+    if options.weights and len(sources) < 2:
+        raise SeergateError("weights are for an average; name two sources or more, with commas")
+    adapters = [read_adapter(source, options) for source in sources]
+    adapter = adapters[0] if len(adapters) == 1 else average(adapters, options.weights)
+    if options.layers is not None:
+        adapter = subset(adapter, options.layers)
+    if options.dtype is not None:
+        adapter = cast(adapter, getattr(torch, options.dtype))
+    adapter = described(adapter, options)
+    if options.format == "published":
+        export_published(adapter, options.out)
+    else:
+        save_adapter(adapter, options.out, max_shard_size=options.max_shard_size)
+    print(f"written: {options.out} ({len(adapter.geometry.layers)} layers, {adapter.nbytes / 1e6:.1f} MB)")
+    return 0

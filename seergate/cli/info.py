@@ -1,0 +1,124 @@
+"""``seergate info``."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from typing import TYPE_CHECKING, Any
+
+from seergate.cli.adapters import add_source_options, read_adapter
+
+if TYPE_CHECKING:
+    from seergate.adapter import Adapter
+
+PARSES_ITS_ARGUMENTS = True
+HELP = (
+    "what an adapter is, what it is for, how it was trained, how good it is",
+    "Describe an adapter without loading its base model. With --diff, compare it with another one.",
+    [
+        "seergate info org/Qwen3-8B-gates",
+        "seergate info runs/tiny-reasoner-gates --json",
+        "seergate info runs/a --diff runs/b",
+    ],
+)
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare the options."""
+    parser.add_argument("source", metavar="ADAPTER", help="directory or Hub id")
+    parser.add_argument("--diff", metavar="OTHER", help="also what another adapter has that differs")
+    parser.add_argument("--json", action="store_true", help="for programs")
+    add_source_options(parser)
+
+
+def run(options: argparse.Namespace) -> int:
+    """Read the adapter and print what it says."""
+    adapter = read_adapter(options.source, options)
+    facts = describe(adapter)
+    if options.diff is not None:
+        from seergate.adapter import diff
+
+        found = diff(adapter, read_adapter(options.diff, options))
+        changed = {name: vars(entry) for name, entry in found.tensors.items()}
+        facts["difference"] = {
+            "fields": found.fields,
+            "tensors": changed,
+            "only here": found.only_first,
+            "only there": found.only_second,
+        }
+    if options.json:
+        print(json.dumps(facts, indent=2))
+    else:
+        say(facts)
+    return 0
+
+
+def describe(adapter: Adapter) -> dict[str, Any]:
+    """The facts about an adapter, in sections."""
+    gate, geometry = adapter.gate, adapter.geometry
+    return {
+        "gates": {
+            "block size": gate.block_size,
+            "gate width": gate.gate_dim,
+            "key pooling": ", ".join(gate.k_pooling),
+            "query pooling": gate.q_pooling,
+            "q/k norm": gate.qk_norm,
+            "RoPE": gate.rope,
+            "gated layers": len(geometry.layers),
+            "parameters": adapter.parameters,
+            "megabytes": round(adapter.nbytes / 1e6, 1),
+            "dtype": str(adapter.dtype).removeprefix("torch."),
+            "decoding defaults": adapter.decode or None,
+        },
+        "base model": {
+            "name": geometry.base_model,
+            "revision": geometry.base_revision,
+            "type": geometry.model_type,
+            "layers": geometry.num_layers,
+            "heads": f"{geometry.num_heads} query, {geometry.num_kv_heads} KV, width {geometry.head_dim}",
+            "licence": adapter.licence.get("license"),
+        },
+        "training": adapter.training,
+        "results": list(adapter.results),
+    }
+
+
+def say(facts: dict[str, Any]) -> None:
+    """Print the facts, one per line."""
+    for title in ("gates", "base model"):
+        print(title)
+        _table(facts[title])
+    training = dict(facts["training"])
+    options = training.pop("config", None)
+    flat = {**{key: value for key, value in training.items() if not isinstance(value, (dict, list))}}
+    if isinstance(options, dict):
+        flat |= {key: options[key] for key in ("data", "steps", "packs_per_step", "lr", "seed") if key in options}
+    print("training" if flat else "training: not recorded")
+    _table(flat)
+    print("results" if facts["results"] else "results: none recorded")
+    for result in facts["results"]:
+        budget = "dense" if result.get("token_budget") is None else f"{result['token_budget']} tokens"
+        accuracy, error = result.get("accuracy"), result.get("standard_error") or 0.0
+        score = "" if accuracy is None else f"{100 * accuracy:.1f} % ± {100 * error:.1f}"
+        print(f"  {result.get('task')}, {result.get('method')}, {budget}: {score}")
+    if "difference" in facts:
+        _say_difference(facts["difference"])
+
+
+def _table(values: dict[str, Any]) -> None:
+    for name, value in values.items():
+        if value is not None:
+            print(f"  {name.replace('_', ' '):20} {value}")
+
+
+def _say_difference(found: dict[str, Any]) -> None:
+    print("difference")
+    for line in found["fields"]:
+        print(f"  {line}")
+    for place in ("only here", "only there"):
+        if found[place]:
+            print(f"  tensors {place}: {', '.join(found[place])}")
+    for name, entry in found["tensors"].items():
+        print(f"  {name}: {100 * entry['relative']:.3g} % of its norm, cosine {entry['cosine']:.6f}")
+    if not any(found.values()):
+        print("  none")

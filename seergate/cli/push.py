@@ -1,0 +1,61 @@
+"""``seergate push``."""
+
+from __future__ import annotations
+
+import argparse
+
+from seergate.cli.adapters import add_card_options, described
+
+PARSES_ITS_ARGUMENTS = True
+HELP = (
+    "upload gates to the Hugging Face Hub",
+    "Upload an adapter in one commit, with a model card that says what it is for, how to use it, how it was made and\n"
+    "how good it is. What you wrote around the generated part of an existing card stays.",
+    [
+        "seergate push runs/qwen3-8b-gates org/Qwen3-8B-gates --private",
+        "seergate push runs/qwen3-8b-gates org/Qwen3-8B-gates --results runs/eval-Qwen3-8B-aime24",
+        "seergate push runs/qwen3-8b-gates org/Qwen3-8B-gates --create-pr --message 'Gates after 800 steps'",
+    ],
+)
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare the options."""
+    parser.add_argument("directory", metavar="DIR", help="adapter directory")
+    parser.add_argument("repo_id", metavar="ORG/NAME", help="repository; made if need be")
+    parser.add_argument("--private", action="store_true", default=None, help="make a new repository private")
+    parser.add_argument("--revision", metavar="BRANCH", help="commit to this branch; made if need be [main]")
+    parser.add_argument("--subfolder", metavar="DIR", help="where in the repository [its root]")
+    parser.add_argument("--message", default="Upload attention gates", help="of the commit [%(default)s]")
+    parser.add_argument("--description", help="of the commit or pull request")
+    parser.add_argument("--create-pr", action="store_true", help="open a pull request instead of committing")
+    parser.add_argument("--token", metavar="TOKEN", help="for the Hub [the one of `hf auth login`]")
+    add_card_options(parser)
+
+
+def run(options: argparse.Namespace) -> int:
+    """Read the adapter, describe it, upload it."""
+    from pathlib import Path
+
+    from seergate.bank import GateBank
+    from seergate.errors import SeergateError
+
+    if not Path(options.directory).is_dir():
+        raise SeergateError(f"{options.directory} is not a directory; push uploads an adapter directory")
+    bank = GateBank.from_pretrained(options.directory)
+    adapter = described(bank.to_adapter(), options)
+    base = adapter.geometry.base_model
+    if base is not None and Path(base).is_dir():
+        print(f"note: the base model is the directory {base}; --base-model ORG/NAME lets others find it")
+    address = GateBank.from_adapter(adapter, options.directory).push_to_hub(
+        options.repo_id,
+        private=options.private,
+        token=options.token,
+        revision=options.revision,
+        subfolder=options.subfolder,
+        commit_message=options.message,
+        commit_description=options.description,
+        create_pr=options.create_pr,
+    )
+    print(f"pushed: {address}")
+    return 0
