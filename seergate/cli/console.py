@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import sys
 import time
 from types import TracebackType
@@ -10,6 +11,10 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from seergate.eval.runner import Progress
     from seergate.report.write import Report
+
+
+LINE_SECONDS = 5.0
+"""Where there is no terminal, progress is a line at most this often."""
 
 
 class EvalProgress:
@@ -21,7 +26,7 @@ class EvalProgress:
 
     def __init__(self, settings: int) -> None:
         self.settings, self.started, self.label = settings, 0, ""
-        self.began = time.monotonic()
+        self.began, self.said = time.monotonic(), -math.inf
         self.bar: Any = None
         self.task: Any = None
         if sys.stdout.isatty():
@@ -47,7 +52,7 @@ class EvalProgress:
             self.bar.stop()
 
     def __call__(self, now: Progress) -> None:
-        """Take note of a batch."""
+        """Take note of a sample."""
         if now.label != self.label:
             self.label = now.label
             self.started += 1
@@ -55,18 +60,32 @@ class EvalProgress:
                 self.task = self.bar.add_task(now.label, total=now.total, note="")
         note = ""
         if now.done:
-            note = f"{100 * now.correct / now.done:.0f} % right"
+            error = "" if math.isnan(now.error) else f" ± {100 * now.error:.0f}"
+            note = f"{100 * now.correct / now.done:.0f}{error} % right"
             if now.tokens:
                 note += f", {now.tokens / max(1e-9, now.seconds):.0f} tokens/s"
+            if now.eta:
+                note += f", {_time(now.eta)} left"
         if self.bar is not None:
             self.bar.update(self.task, completed=now.done, note=note)
-        elif now.done:
-            seconds = time.monotonic() - self.began
+        elif now.done and (now.done == now.total or time.monotonic() - self.said >= LINE_SECONDS):
+            self.said = time.monotonic()
+            seconds = self.said - self.began
             print(
                 f"[{self.started}/{self.settings}] {now.label}: {now.done}/{now.total} answers, {note} "
                 f"({seconds:.0f} s)",
                 flush=True,
             )
+
+
+def _time(seconds: float) -> str:
+    return (
+        f"{seconds:.0f} s"
+        if seconds < 100
+        else f"{seconds / 60:.0f} min"
+        if seconds < 6000
+        else f"{seconds / 3600:.1f} h"
+    )
 
 
 def say_report(report: Report) -> None:

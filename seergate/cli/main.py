@@ -15,7 +15,7 @@ from types import ModuleType
 from typing import NoReturn
 
 from seergate import __version__
-from seergate.cli import demo, doctor, export, import_legacy, info, push, report, train
+from seergate.cli import demo, doctor, export, import_legacy, info, push, regrade, report, sweep, train
 from seergate.cli import eval as evaluation
 
 OK, USER_ERROR, INTERRUPTED = 0, 2, 130
@@ -25,6 +25,8 @@ COMMANDS: dict[str, ModuleType] = {
     "train": train,
     "eval": evaluation,
     "report": report,
+    "sweep": sweep,
+    "regrade": regrade,
     "doctor": doctor,
     "info": info,
     "push": push,
@@ -65,6 +67,20 @@ def build_parser() -> argparse.ArgumentParser:
     return parser
 
 
+def _parser_of(module: ModuleType, prog: str) -> Parser:
+    """The parser of a command below a command."""
+    _, description, examples = module.HELP
+    parser = Parser(
+        prog=prog,
+        description=description,
+        epilog="examples:\n" + "\n".join(f"  {line}" for line in examples),
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
+    module.add_arguments(parser)
+    return parser
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     """Run a command.
 
@@ -90,6 +106,9 @@ def main(argv: Sequence[str] | None = None) -> int:
             return USER_ERROR
         if name in COMMANDS and not COMMANDS[name].PARSES_ITS_ARGUMENTS:
             return int(COMMANDS[name].run_argv(arguments[1:]))
+        inner = getattr(COMMANDS.get(name), "SUBCOMMANDS", {}).get(arguments[1]) if len(arguments) > 1 else None
+        if inner is not None:
+            return int(inner.run(_parser_of(inner, f"seergate {name} {arguments[1]}").parse_args(arguments[2:])))
         options = build_parser().parse_args(arguments)
         return int(COMMANDS[options.command].run(options))
     except KeyboardInterrupt:

@@ -1,19 +1,35 @@
-"""Generation: stock `model.generate` on left-padded batches, longest prompts first, handed over batch by batch."""
+"""Generation with continuous refill: a sample that ends makes room for the next one at once.
+
+Reasoning lengths have long tails. In a static batch most rows soon wait for the longest one; here a finished row is
+handed over and replaced in the same step. The rows of the cache have lengths of their own (`seergate.host.rows`), so
+nothing is padded but the prompts that are read together. A model some of whose layers cannot do this (sliding windows,
+linear attention) is served in batches whose finished rows are dropped.
+
+A sample's tokens do not depend on its neighbours: selections are made per row, and each sample draws from a generator
+of its own. (Matrix products of other sizes may round differently in the last bit; where two tokens are tied to that
+bit, the choice may differ. That is a property of the linear algebra library.)
+"""
 
 from __future__ import annotations
 
-import copy
+import gc
 import time
-from collections.abc import Callable, Sequence
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import LogitsProcessorList, PreTrainedModel, PreTrainedTokenizerBase
+from transformers import DynamicCache, PreTrainedModel, PreTrainedTokenizerBase
+from transformers.cache_utils import Cache
 
 from seergate.errors import SeergateError
-from seergate.eval.sampling import ForcedTokens, Sampling, SeededSampling
+from seergate.eval.costs import RowStats
+from seergate.eval.memory import is_out_of_memory
+from seergate.eval.sampling import SampledRow, Sampling, TokenChooser
+from seergate.host import Handle
+from seergate.host.rows import join_rows, keep_rows, rows_are_independent
 
 
 @dataclass(frozen=True)
@@ -32,6 +48,44 @@ class Request:
 
 
 @dataclass(frozen=True)
+class Limit:
+    """How long a sample may get.
+
+    Attributes:
+        new_tokens: of the answer alone; ``None`` for no such limit.
+        total_tokens: of prompt and answer together; ``None`` for no such limit.
+
+    Raises:
+        ValueError: naming the field, what it is and what it must be.
+    """
+
+    new_tokens: int | None = None
+    total_tokens: int | None = None
+
+    def __post_init__(self) -> None:
+        for name in ("new_tokens", "total_tokens"):
+            value = getattr(self, name)
+            if value is not None and value < 1:
+                raise ValueError(f"max_{name} is {value}; it must be a positive number")
+        if self.new_tokens is None and self.total_tokens is None:
+            raise ValueError("neither max_new_tokens nor max_total_tokens is given; one of them must be")
+
+    def of(self, prompt_tokens: int) -> int:
+        """New tokens that a prompt of this length leaves room for; 0 or less for none."""
+        limits = [self.new_tokens, None if self.total_tokens is None else self.total_tokens - prompt_tokens]
+        return min(limit for limit in limits if limit is not None)
+
+    def __str__(self) -> str:
+        """For people."""
+        parts = []
+        if self.new_tokens is not None:
+            parts.append(f"{self.new_tokens} new tokens")
+        if self.total_tokens is not None:
+            parts.append(f"{self.total_tokens} tokens, prompt included")
+        return "at most " + " and ".join(parts)
+
+
+@dataclass(frozen=True)
 class Generation:
     """A finished sample.
 
@@ -41,7 +95,8 @@ class Generation:
         token_ids: the generated tokens, the end token included if there is one.
         n_prompt_tokens: length of the prompt.
         finish_reason: ``"stop"`` (the end token came) or ``"length"`` (the limit came first).
-        seconds: its share of the batch's wall-clock time.
+        seconds: its share of the wall-clock time: each step's time is divided among the rows that took it.
+        costs: what decoding it read and held (`RowStats.of`); empty without a handle.
     """
 
     request: Request
@@ -50,11 +105,249 @@ class Generation:
     n_prompt_tokens: int
     finish_reason: str
     seconds: float
+    costs: dict[str, Any]
 
     @property
     def n_tokens(self) -> int:
         """How many tokens were generated."""
         return len(self.token_ids)
+
+
+class Batch:
+    """Rows that decode together: their cache, and the forward passes.
+
+    Args:
+        model: in eval mode; may have a method attached.
+    """
+
+    def __init__(self, model: PreTrainedModel) -> None:
+        self.model, self.cache = model, DynamicCache(config=model.config)
+        self.device = model.get_input_embeddings().weight.device
+        self.lengths: list[int] = []  # tokens in the cache
+        self.mask: Tensor | None = None  # [rows, slots]; kept only for caches whose rows share their slots
+
+    def __len__(self) -> int:
+        return len(self.lengths)
+
+    @property
+    def joinable(self) -> bool:
+        """Whether rows may join while others are being decoded."""
+        return not self.lengths or rows_are_independent(self.cache)
+
+    def add(self, prompts: Sequence[Sequence[int]]) -> Tensor:
+        """Read prompts; their rows come last.
+
+        Returns:
+            Logits ``[len(prompts), V]`` of each row's next token.
+        """
+        width = max(map(len, prompts))
+        rows = [[0] * (width - len(ids)) + list(ids) for ids in prompts]  # any token does as padding: it is masked
+        seen = [[0] * (width - len(ids)) + [1] * len(ids) for ids in prompts]
+        mask = torch.tensor(seen, device=self.device)
+        cache: Cache = DynamicCache(config=self.model.config) if self.lengths else self.cache
+        logits = self._forward(
+            torch.tensor(rows, device=self.device),
+            (mask.cumsum(1) - 1).clamp(min=0),
+            None if min(map(len, prompts)) == width else mask,
+            cache,
+        )
+        if self.lengths:
+            join_rows(self.cache, cache)
+        self.mask = None if rows_are_independent(self.cache) else mask
+        self.lengths += [len(ids) for ids in prompts]
+        return logits
+
+    def step(self, tokens: Sequence[int]) -> Tensor:
+        """Give each row its next token.
+
+        Returns:
+            Logits ``[rows, V]`` of the one after it.
+        """
+        if self.mask is not None:
+            self.mask = torch.cat((self.mask, self.mask.new_ones(len(self), 1)), dim=1)
+        ids = torch.tensor(tokens, device=self.device)[:, None]
+        positions = torch.tensor(self.lengths, device=self.device)[:, None]
+        logits = self._forward(ids, positions, self.mask, self.cache)
+        self.lengths = [length + 1 for length in self.lengths]
+        return logits
+
+    def keep(self, rows: list[int]) -> None:
+        """Drop all rows but these."""
+        if not rows:
+            self.cache, self.mask = DynamicCache(config=self.model.config), None
+        else:
+            keep_rows(self.cache, rows)
+            self.mask = None if self.mask is None else self.mask[rows]
+        self.lengths = [self.lengths[row] for row in rows]
+
+    def _forward(self, ids: Tensor, positions: Tensor, mask: Tensor | None, cache: Cache) -> Tensor:
+        output = self.model(
+            input_ids=ids,
+            position_ids=positions,
+            attention_mask=mask,
+            past_key_values=cache,
+            use_cache=True,
+            logits_to_keep=1,
+        )
+        return output.logits[:, -1]
+
+
+class _Row(SampledRow):
+    """A sample in the making."""
+
+    def __init__(self, request: Request, prompt: list[int], limit: int) -> None:
+        super().__init__(prompt, request.seed)
+        self.request, self.limit, self.seconds = request, limit, 0.0
+
+    @property
+    def full(self) -> bool:
+        return len(self.tokens) >= self.limit
+
+
+class Engine:
+    """Generates samples.
+
+    Args:
+        model: in eval mode; may have a method attached.
+        tokenizer: the model's.
+        batch_size: samples that run together, at most. It is halved whenever memory runs out; the samples that were
+            running then start anew (their random numbers too), the finished ones have been handed over.
+        limit: how long a sample may get.
+        sampling: how tokens are chosen.
+        on_finished: gets every sample in the step in which it ends.
+        handle: of the attached method, for the samples' costs.
+    """
+
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        tokenizer: PreTrainedTokenizerBase,
+        *,
+        batch_size: int,
+        limit: Limit,
+        sampling: Sampling,
+        on_finished: Callable[[Generation], None],
+        handle: Handle | None = None,
+    ) -> None:
+        if batch_size < 1:
+            raise ValueError(f"batch_size is {batch_size}; it must be a positive number")
+        self.model, self.tokenizer, self.batch_size, self.limit = model, tokenizer, batch_size, limit
+        self.on_finished, self.handle = on_finished, handle
+        self.choose = TokenChooser(sampling)
+        self.ends = end_ids(model, tokenizer)
+        self.batch, self.rows = Batch(model), list[_Row]()
+        self.again = deque[_Row]()  # samples that ran out of memory and start anew
+        self.stats: RowStats | None = None
+
+    @torch.inference_mode()
+    def run(self, requests: Iterable[Request]) -> None:
+        """Generate all samples.
+
+        Args:
+            requests: taken one by one as there is room, so they may come from a queue that others take from too.
+
+        Raises:
+            SeergateError: if a prompt is empty or leaves no room for an answer, or not even one sample fits into
+                memory.
+        """
+        source = iter(requests)
+        self.again.clear()
+        self._start_anew()
+        try:
+            while (arriving := self._arriving(source)) or self.rows:
+                try:
+                    self._advance(arriving)
+                except Exception as error:
+                    if not is_out_of_memory(error):
+                        raise
+                    self._back_off(list(dict.fromkeys([*self.rows, *arriving])), error)
+        finally:
+            if self.handle is not None:
+                self.handle.reset_stats()
+
+    def _arriving(self, source: Iterator[Request]) -> list[_Row]:
+        """The rows that there is room for, those that were interrupted first."""
+        rows: list[_Row] = []
+        while self.batch.joinable and len(self.rows) + len(rows) < self.batch_size:
+            row = self.again.popleft() if self.again else self._next(source)
+            if row is None:
+                break
+            rows.append(row)
+        return rows
+
+    def _back_off(self, started: list[_Row], error: Exception) -> None:
+        """Memory ran out: go on with half as many rows."""
+        if len(started) == 1:
+            tokens = len(started[0].prompt) + len(started[0].tokens)
+            raise SeergateError(f"not even one sample fits into memory, which ran out at {tokens} tokens") from error
+        self.batch_size = len(started) // 2
+        self.again.extendleft(_Row(row.request, row.prompt, row.limit) for row in reversed(started))
+        self._start_anew()
+
+    def _next(self, source: Iterator[Request]) -> _Row | None:
+        request = next(source, None)
+        if request is None:
+            return None
+        prompt = encode(self.tokenizer, request.prompt)
+        limit = self.limit.of(len(prompt))
+        if limit < 1:
+            raise SeergateError(
+                f"a prompt has {len(prompt)} tokens, which leaves no room for an answer ({self.limit})"
+            )
+        return _Row(request, prompt, limit)
+
+    def _start_anew(self) -> None:
+        self.batch, self.rows = Batch(self.model), []
+        if self.handle is not None:
+            self.handle.reset_stats()
+            self.stats = self.handle.stats_ = RowStats(list(self.handle.stats_.layers))
+        gc.collect()
+        if self.batch.device.type == "cuda":
+            torch.cuda.empty_cache()
+
+    def _advance(self, arriving: list[_Row]) -> None:
+        """Let new rows read their prompts, or all rows take one token; hand over and drop what has ended."""
+        began = time.perf_counter()
+        if arriving:
+            logits = self.batch.add([row.prompt for row in arriving])
+            moved, first = arriving, len(self.rows)
+            self.rows = [*self.rows, *arriving]
+            if self.stats is not None:
+                self.stats.add_rows(len(arriving))
+        else:
+            logits = self.batch.step([row.tokens[-1] for row in self.rows])
+            moved, first = self.rows, 0
+        for row, token in zip(moved, self.choose(logits, moved), strict=True):
+            row.tokens.append(token)
+        spent = (time.perf_counter() - began) / len(moved)
+        for row in moved:
+            row.seconds += spent
+        self._retire({first + i for i, row in enumerate(moved) if row.tokens[-1] in self.ends or row.full})
+
+    def _retire(self, ended: set[int]) -> None:
+        for i in sorted(ended):
+            self.on_finished(self._generation(i))
+        if not ended:
+            return
+        kept = [i for i in range(len(self.rows)) if i not in ended]
+        self.batch.keep(kept)
+        if self.stats is not None:
+            self.stats.keep_rows(kept)
+        self.rows = [self.rows[i] for i in kept]
+
+    def _generation(self, index: int) -> Generation:
+        row = self.rows[index]
+        stopped = row.tokens[-1] in self.ends
+        text = row.tokens[:-1] if stopped else row.tokens
+        return Generation(
+            request=row.request,
+            completion=str(self.tokenizer.decode(text, skip_special_tokens=False)),
+            token_ids=tuple(row.tokens),
+            n_prompt_tokens=len(row.prompt),
+            finish_reason="stop" if stopped else "length",
+            seconds=row.seconds,
+            costs={} if self.stats is None else self.stats.of(index),
+        )
 
 
 def render(tokenizer: PreTrainedTokenizerBase, messages: Sequence[dict[str, str]]) -> str:
@@ -66,100 +359,6 @@ def render(tokenizer: PreTrainedTokenizerBase, messages: Sequence[dict[str, str]
     if not tokenizer.chat_template:
         raise SeergateError("this model's tokenizer has no chat template, so the task's messages cannot be put to it")
     return str(tokenizer.apply_chat_template(list(messages), tokenize=False, add_generation_prompt=True))
-
-
-def generate(
-    model: PreTrainedModel,
-    tokenizer: PreTrainedTokenizerBase,
-    prompts: Sequence[Request],
-    *,
-    batch_size: int,
-    max_new_tokens: int,
-    sampling: Sampling,
-    on_finished: Callable[[list[Generation]], None],
-) -> None:
-    """Generate all samples.
-
-    Args:
-        model: in eval mode; may have a method attached.
-        tokenizer: the model's.
-        prompts: what to generate.
-        batch_size: samples that run together.
-        max_new_tokens: limit for each.
-        sampling: how tokens are chosen.
-        on_finished: gets each batch's samples as soon as it is done, so that an interruption loses one batch at most.
-    """
-    if batch_size < 1:
-        raise ValueError(f"batch_size is {batch_size}; it must be a positive number")
-    if max_new_tokens < 1:
-        raise ValueError(f"max_new_tokens is {max_new_tokens}; it must be a positive number")
-    encoded = [(request, encode(tokenizer, request.prompt)) for request in prompts]
-    encoded.sort(key=lambda pair: -len(pair[1]))  # stable; what needs most memory runs first
-    for start in range(0, len(encoded), batch_size):
-        batch = encoded[start : start + batch_size]
-        rows, seeds = [ids for _, ids in batch], [request.seed for request, _ in batch]
-        began = time.perf_counter()
-        tokens = run_batch(model, rows, max_new_tokens, sampling, seeds, pad_id(model, tokenizer))
-        seconds = (time.perf_counter() - began) / len(batch)
-        ends = end_ids(model, tokenizer)
-        finished = []
-        for (request, ids), row in zip(batch, tokens.tolist(), strict=True):
-            stop = next((i for i, token in enumerate(row) if token in ends), None)
-            kept = row if stop is None else row[: stop + 1]
-            finished.append(
-                Generation(
-                    request=request,
-                    completion=str(tokenizer.decode(kept if stop is None else kept[:-1], skip_special_tokens=False)),
-                    token_ids=tuple(kept),
-                    n_prompt_tokens=len(ids),
-                    finish_reason="length" if stop is None else "stop",
-                    seconds=seconds,
-                )
-            )
-        on_finished(finished)
-
-
-@torch.inference_mode()
-def run_batch(
-    model: PreTrainedModel,
-    prompts: Sequence[Sequence[int]],
-    max_new_tokens: int,
-    sampling: Sampling,
-    seeds: Sequence[int],
-    pad: int,
-    forced: Tensor | None = None,
-) -> Tensor:
-    """The new tokens of one batch, ``[B, n]`` on the CPU, padded on the right.
-
-    Args:
-        model: see `generate`.
-        prompts: token ids of each prompt.
-        max_new_tokens: see `generate`.
-        sampling: see `generate`.
-        seeds: one per prompt.
-        pad: id of the padding token.
-        forced: ``[B, max_new_tokens]`` tokens to be fed whatever the model says.
-    """
-    width = max(map(len, prompts))
-    device = model.get_input_embeddings().weight.device
-    input_ids = torch.tensor([[pad] * (width - len(ids)) + list(ids) for ids in prompts], device=device)
-    mask = torch.tensor([[0] * (width - len(ids)) + [1] * len(ids) for ids in prompts], device=device)
-    processors = LogitsProcessorList()
-    if forced is not None:
-        processors.append(ForcedTokens(forced, width))
-    elif not sampling.greedy:
-        processors.append(SeededSampling(sampling, list(seeds), device))
-    config = copy.deepcopy(model.generation_config)
-    # Drawing happens in SeededSampling; the model's own sampling parameters would only be warned about.
-    config.update(do_sample=False, num_beams=1, temperature=None, top_k=None, top_p=None, min_p=None, typical_p=None)
-    config.update(max_new_tokens=max_new_tokens, max_length=None, min_length=None, pad_token_id=pad)
-    config.update(return_dict_in_generate=False, output_scores=False, output_attentions=False)
-    if forced is not None:
-        config.update(eos_token_id=None)
-    output = model.generate(
-        input_ids=input_ids, attention_mask=mask, generation_config=config, logits_processor=processors
-    )
-    return output[:, width:].cpu()
 
 
 def encode(tokenizer: PreTrainedTokenizerBase, prompt: str) -> list[int]:
@@ -176,10 +375,3 @@ def end_ids(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> set[i
     if ids is None:
         ids = tokenizer.eos_token_id
     return set(ids) if isinstance(ids, (list, tuple)) else {ids} - {None}
-
-
-def pad_id(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> int:
-    """A padding token; any will do, since it is masked."""
-    if tokenizer.pad_token_id is not None:
-        return int(tokenizer.pad_token_id)
-    return int(min(end_ids(model, tokenizer), default=0))

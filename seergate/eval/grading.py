@@ -2,6 +2,9 @@ r"""Grading: read the answer out of a completion and compare it with the gold an
 
 An answer is what stands in the last ``\boxed{...}``, wherever that is. Nothing outside the box counts, so a right
 number in the reasoning earns nothing.
+
+What decides is written down with every grade. Mathematical equivalence is left to math-verify, which runs in a process
+of its own (`seergate.eval.judge`), because symbolic algebra on what a lost model writes can take for ever.
 """
 
 from __future__ import annotations
@@ -16,6 +19,14 @@ _TOKEN = re.compile(r"\\boxed\s*\{|\\.|[{}]", re.DOTALL)  # a box, an escaped ch
 
 MAX_ANSWER = 2000
 """Longer boxes (characters) are not answers; symbolic algebra on them could take for ever."""
+
+MAX_DIGITS = 100
+"""An answer with a longer number in it is not computed with, only compared as text."""
+
+_BASE = re.compile(r"\d_\{?(\d+)\}?$")
+
+Equivalence = Callable[[str, str], tuple[bool, str]]
+"""``(gold, answer) -> (whether they are equivalent, why)``."""
 
 
 @dataclass(frozen=True)
@@ -52,56 +63,72 @@ def last_boxed(text: str) -> str | None:
     return None if best is None else text[best[0] : best[1]].strip()
 
 
-def grade_digit(completion: str, gold: str) -> Grade:
+def grade_digit(answer: str, gold: str, equivalent: Equivalence) -> Grade:
     """chain_sum: the box must hold exactly the gold digit."""
-    answer = last_boxed(completion)
-    if answer is None:
-        return Grade(None, False, "no boxed answer")
     return Grade(answer, answer == gold.strip(), "compared as text")
 
 
-def grade_math(completion: str, gold: str) -> Grade:
-    """Mathematical equivalence, by math-verify.
+def grade_exact(answer: str, gold: str, equivalent: Equivalence) -> Grade:
+    """The box must hold the gold answer, spaces aside."""
+    return Grade(answer, "".join(answer.split()) == "".join(gold.split()), "compared as text")
 
-    Raises:
-        SeergateError: if math-verify is not installed.
+
+_LETTER = re.compile(r"\(?([A-Z])\)?(?:[.:)\s].*)?", re.DOTALL)
+_WRAPPED = re.compile(r"\\(?:text|textbf|mathrm|mathbf|mbox)\s*\{(.*?)\}", re.DOTALL)
+
+
+def grade_letter(answer: str, gold: str, equivalent: Equivalence) -> Grade:
+    r"""Multiple choice: the box must hold the letter, alone or followed by the option's text.
+
+    ``C``, ``(C)``, ``\text{C}``, ``C.`` and ``C. 4 eV`` are C. ``4 eV`` is no letter, and ``A, C`` is no choice.
     """
-    try:
-        from math_verify import ExprExtractionConfig, LatexExtractionConfig, parse, verify
-    except ImportError as error:
-        raise SeergateError(
-            "grading mathematics needs math-verify; install it with: pip install 'seergate[eval]'"
-        ) from error
+    bare = _WRAPPED.sub(r"\1", answer).replace("$", "").strip()
+    found = _LETTER.fullmatch(bare)
+    if found is None:
+        return Grade(answer, False, "the box does not hold one letter")
+    return Grade(answer, found[1] == gold.strip(), f"read as the letter {found[1]}")
+
+
+def grade_math(answer: str, gold: str, equivalent: Equivalence) -> Grade:
+    """Mathematical equivalence, by math-verify."""
+    if answer == gold.strip():
+        return Grade(answer, True, "equal as text")
+    bases = [_BASE.search(text) for text in (gold, answer)]
+    if bases[0] and bases[1] and bases[0][1] != bases[1][1]:
+        return Grade(answer, False, "numbers to different bases")  # math-verify takes the base for an ornament
+    if re.search(rf"\d{{{MAX_DIGITS}}}", answer):
+        return Grade(answer, False, f"a number in the box has {MAX_DIGITS} or more digits")
+    correct, reason = equivalent(gold, answer)
+    return Grade(answer, correct, reason)
+
+
+GRADERS: dict[str, Callable[[str, str, Equivalence], Grade]] = {
+    "digit": grade_digit,
+    "math": grade_math,
+    "exact": grade_exact,
+    "letter": grade_letter,
+}
+
+
+def grade(grader: str, completion: str, gold: str, equivalent: Equivalence) -> Grade:
+    """Grade one completion.
+
+    Args:
+        grader: a key of `GRADERS`.
+        completion: what the model wrote.
+        gold: the right answer.
+        equivalent: decides on mathematical equivalence, for the grader that asks.
+    """
     answer = last_boxed(completion)
     if answer is None:
         return Grade(None, False, "no boxed answer")
     if len(answer) > MAX_ANSWER:
         return Grade(answer[:MAX_ANSWER], False, f"the boxed answer is longer than {MAX_ANSWER} characters")
-    if answer == gold.strip():
-        return Grade(answer, True, "equal as text")
-    configs = [LatexExtractionConfig(boxed_match_priority=0), ExprExtractionConfig()]
-    try:
-        wanted = parse(f"\\boxed{{{gold}}}", extraction_config=configs)
-        found = parse(f"\\boxed{{{answer}}}", extraction_config=configs)
-        correct = bool(verify(wanted, found))  # the order matters: gold first
-    except Exception as error:  # a grader must judge whatever a model writes; the verdict says what happened
-        return Grade(answer, False, f"math-verify failed: {type(error).__name__}")
-    return Grade(answer, correct, "compared by math-verify" if wanted and found else "could not be parsed")
+    return check_grader(grader)(answer, gold, equivalent)
 
 
-def grade_exact(completion: str, gold: str) -> Grade:
-    """The box must hold the gold answer, spaces aside."""
-    answer = last_boxed(completion)
-    if answer is None:
-        return Grade(None, False, "no boxed answer")
-    return Grade(answer, "".join(answer.split()) == "".join(gold.split()), "compared as text")
-
-
-GRADERS: dict[str, Callable[[str, str], Grade]] = {"digit": grade_digit, "math": grade_math, "exact": grade_exact}
-
-
-def grader_of(name: str) -> Callable[[str, str], Grade]:
-    """The grading function of a task.
+def check_grader(name: str) -> Callable[[str, str, Equivalence], Grade]:
+    """The grading function of a name.
 
     Raises:
         SeergateError: for an unknown name.

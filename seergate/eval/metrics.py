@@ -7,10 +7,16 @@ from collections import defaultdict
 from collections.abc import Callable
 from typing import Any
 
-from seergate.eval.stats import Estimate, clustered
+from seergate.eval.stats import Estimate, clustered, pass_at_k, quantile
+
+QUANTILES = (0.1, 0.5, 0.9, 0.99)
+"""Of the distribution of answer lengths."""
 
 COSTS = ("density", "bytes_read_per_step", "resident_bytes_mean")
-"""What each sample's batch was measured to read and hold, per sequence; averaged over generated tokens."""
+"""What each sample's decoding was measured to read and hold; averaged over generated tokens."""
+
+PROXIES = ("recall", "recall_per_layer", "next_token_kl", "perplexity", "dense_perplexity", "agreement")
+"""What `seergate.eval.proxies` measures; ``None`` where it was not."""
 
 
 def by_problem(samples: list[dict[str, Any]], value: Callable[[dict[str, Any]], float]) -> dict[str, list[float]]:
@@ -21,21 +27,23 @@ def by_problem(samples: list[dict[str, Any]], value: Callable[[dict[str, Any]], 
     return dict(groups)
 
 
-def derive(samples: list[dict[str, Any]], recall: dict[str, Any] | None = None) -> dict[str, Any]:
+def derive(samples: list[dict[str, Any]], proxies: dict[str, Any] | None = None) -> dict[str, Any]:
     """All figures of one run.
 
     Args:
         samples: at least one.
-        recall: contents of `recall.json`, if it was measured.
+        proxies: contents of `proxies.json`, if they were measured.
 
     Returns:
-        ``accuracy`` (mean over problems), ``accuracy_se`` (clustered by problem), ``n_problems``, ``n_samples``,
-        ``mean_tokens`` and ``mean_tokens_se``, ``max_tokens``, ``mean_prompt_tokens``, ``truncation_rate``,
-        ``unanswered_rate``, ``density`` (tokens read per token of context), ``bytes_read_per_step``,
-        ``resident_bytes_mean``, ``resident_bytes_peak`` (the last three per sequence, all layers),
-        ``tokens_per_second``, ``seconds``, ``recall`` and ``recall_per_layer`` (``None`` if not measured).
+        ``accuracy`` (pass@1: mean over problems of the mean over a problem's samples), ``accuracy_se`` (clustered by
+        problem), ``pass_at_k`` (k -> estimate, for the powers of two that all problems have samples for),
+        ``n_problems``, ``n_samples``, ``mean_tokens`` and ``mean_tokens_se``, ``max_tokens``, ``token_quantiles``,
+        ``mean_prompt_tokens``, ``truncation_rate``, ``unanswered_rate``, ``density`` (tokens read per token of
+        context), ``bytes_read_per_step``, ``resident_bytes_mean``, ``resident_bytes_peak`` (the last three per
+        sequence, all layers), ``tokens_per_second`` (per process), ``seconds``, and the `PROXIES`.
     """
-    accuracy = clustered(by_problem(samples, lambda s: s["correct"]))
+    correct = by_problem(samples, lambda s: s["correct"])
+    accuracy = clustered(correct)
     length = clustered(by_problem(samples, lambda s: s["n_tokens"]))
     tokens = sum(s["n_tokens"] for s in samples)
     seconds = math.fsum(s["seconds"] for s in samples)
@@ -43,11 +51,13 @@ def derive(samples: list[dict[str, Any]], recall: dict[str, Any] | None = None) 
     return {
         "accuracy": accuracy.mean,
         "accuracy_se": _or_none(accuracy),
+        "pass_at_k": {str(k): pass_at_k(correct, k) for k in _powers(min(map(len, correct.values())))},
         "n_problems": accuracy.n,
         "n_samples": len(samples),
         "mean_tokens": length.mean,
         "mean_tokens_se": _or_none(length),
         "max_tokens": max(s["n_tokens"] for s in samples),
+        "token_quantiles": {str(q): quantile([s["n_tokens"] for s in samples], q) for q in QUANTILES},
         "mean_prompt_tokens": math.fsum(s["n_prompt_tokens"] for s in samples) / len(samples),
         "truncation_rate": sum(s["finish_reason"] == "length" for s in samples) / len(samples),
         "unanswered_rate": sum(s["pred"] is None for s in samples) / len(samples),
@@ -55,9 +65,12 @@ def derive(samples: list[dict[str, Any]], recall: dict[str, Any] | None = None) 
         "resident_bytes_peak": max(peaks, default=None),
         "tokens_per_second": tokens / seconds if seconds else None,
         "seconds": seconds,
-        "recall": recall["mean"] if recall else None,
-        "recall_per_layer": recall["per_layer"] if recall else None,
+        **{name: (proxies or {}).get(name) for name in PROXIES},
     }
+
+
+def _powers(samples: int) -> list[int]:
+    return [2**i for i in range(samples.bit_length())]
 
 
 def _per_token(samples: list[dict[str, Any]], name: str) -> float | None:

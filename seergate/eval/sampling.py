@@ -1,20 +1,44 @@
 """How the next token is chosen: greedily, or drawn so that a sample does not depend on the batch it is in.
 
-`generate` draws from one generator for the whole batch, so a sample changes with its neighbours. Here every row has a
-generator of its own, and drawing is done by the Gumbel trick inside a logits processor: the largest of
-``logit - log(exponential noise)`` is a draw from the softmax. `generate` itself then only takes the maximum.
+`generate` draws from one generator for the whole batch, so a sample changes with its neighbours and with the order of
+problems. Here every sample has a generator of its own, on the CPU whatever the model runs on, and each token takes one
+uniform number from it: the token at which the cumulative probability first exceeds that number.
 """
 
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import LogitsProcessor, LogitsProcessorList
+from transformers import LogitsProcessorList, RepetitionPenaltyLogitsProcessor
 from transformers.generation import MinPLogitsWarper, TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
+
+from seergate.errors import SeergateError
+
+NOT_FOLLOWED = {
+    "num_beams": (None, 1),
+    "no_repeat_ngram_size": (None, 0),
+    "bad_words_ids": (None,),
+    "suppress_tokens": (None,),
+    "begin_suppress_tokens": (None,),
+    "sequence_bias": (None,),
+    "forced_bos_token_id": (None,),
+    "forced_eos_token_id": (None,),
+    "guidance_scale": (None, 1, 1.0),
+    "typical_p": (None, 1, 1.0),
+    "epsilon_cutoff": (None, 0, 0.0),
+    "eta_cutoff": (None, 0, 0.0),
+    "encoder_repetition_penalty": (None, 1, 1.0),
+    "penalty_alpha": (None, 0, 0.0),
+    "min_length": (None, 0),
+    "min_new_tokens": (None, 0),
+}
+"""Fields of a generation configuration that change what is generated and are not followed here, with the values at
+which they do nothing. A model that sets one of them is refused rather than evaluated differently from what it says."""
 
 
 @dataclass(frozen=True)
@@ -26,6 +50,7 @@ class Sampling:
         top_k: 0 is off.
         top_p: 1 is off.
         min_p: 0 is off.
+        repetition_penalty: 1 is off.
 
     Raises:
         ValueError: naming the field, what it is and what it must be.
@@ -35,6 +60,7 @@ class Sampling:
     top_k: int = 0
     top_p: float = 1.0
     min_p: float = 0.0
+    repetition_penalty: float = 1.0
 
     def __post_init__(self) -> None:
         if not 0 <= self.temperature < float("inf"):
@@ -45,6 +71,8 @@ class Sampling:
             raise ValueError(f"top_p is {self.top_p!r}; it must be in (0, 1]")
         if not 0 <= self.min_p < 1:
             raise ValueError(f"min_p is {self.min_p!r}; it must be in [0, 1)")
+        if not self.repetition_penalty > 0:
+            raise ValueError(f"repetition_penalty is {self.repetition_penalty!r}; it must be a positive number")
 
     @property
     def greedy(self) -> bool:
@@ -53,16 +81,38 @@ class Sampling:
 
     @classmethod
     def of_model(cls, model: Any) -> Sampling:
-        """What the model's own generation configuration says."""
+        """What the model's own generation configuration says.
+
+        Raises:
+            SeergateError: if it asks for something that is not done here (`NOT_FOLLOWED`).
+        """
         config = model.generation_config
-        if not config.do_sample:
-            return cls()
+        asked = {name: getattr(config, name, None) for name in NOT_FOLLOWED}
+        unmet = [f"{name}={value}" for name, value in asked.items() if value not in NOT_FOLLOWED[name]]
+        if unmet:
+            raise SeergateError(
+                f"the model's generation configuration sets {', '.join(unmet)}, which the evaluation does not follow; "
+                "give the sampling yourself (a temperature)"
+            )
 
         def given(name: str, default: float) -> Any:
             value = getattr(config, name, None)
             return default if value is None else value
 
-        return cls(given("temperature", 1.0), given("top_k", 0), given("top_p", 1.0), given("min_p", 0.0))
+        penalty = given("repetition_penalty", 1.0)
+        if not config.do_sample:
+            return cls(repetition_penalty=penalty)
+        return cls(given("temperature", 1.0), given("top_k", 0), given("top_p", 1.0), given("min_p", 0.0), penalty)
+
+    def __str__(self) -> str:
+        """For people: ``temperature 0.6, top-p 0.95``; ``greedy``."""
+        parts = ["greedy"] if self.greedy else [f"temperature {self.temperature:g}"]
+        if not self.greedy:
+            parts += [f"top-k {self.top_k}"] if self.top_k else []
+            parts += [f"top-p {self.top_p:g}"] if self.top_p < 1 else []
+            parts += [f"min-p {self.min_p:g}"] if self.min_p else []
+        parts += [f"repetition penalty {self.repetition_penalty:g}"] if self.repetition_penalty != 1 else []
+        return ", ".join(parts)
 
     def warpers(self) -> LogitsProcessorList:
         """The stock warpers, in the stock order."""
@@ -84,39 +134,52 @@ def sample_seed(seed: int, problem_id: str, sample_idx: int) -> int:
     return int.from_bytes(digest[:8], "big") >> 1
 
 
-class SeededSampling(LogitsProcessor):
-    """Turns taking the maximum into drawing, with one generator per row.
+class TokenChooser:
+    """Chooses the next token of every row of a batch.
 
     Args:
-        sampling: the rule; not greedy.
-        seeds: one per row of the batch.
-        device: where the logits are.
+        sampling: the rule.
     """
 
-    def __init__(self, sampling: Sampling, seeds: list[int], device: torch.device) -> None:
-        self.warpers = sampling.warpers()
-        self.generators = [torch.Generator(device=device).manual_seed(seed) for seed in seeds]
+    def __init__(self, sampling: Sampling) -> None:
+        self.sampling = sampling
+        self.warpers = LogitsProcessorList() if sampling.greedy else sampling.warpers()
+        penalty = sampling.repetition_penalty
+        self.penalty = RepetitionPenaltyLogitsProcessor(penalty) if penalty != 1 else None
 
-    def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
-        """Warp ``scores [B, V]`` and add the noise."""
-        noise = torch.empty_like(scores, dtype=torch.float32)
-        for row, generator in zip(noise, self.generators, strict=True):
-            row.exponential_(generator=generator)
-        return self.warpers(input_ids, scores.float()) - noise.log()
+    def __call__(self, logits_BV: Tensor, rows: Sequence[SampledRow]) -> list[int]:
+        """One token for each row.
+
+        Args:
+            logits_BV: ``[B, V]``, any float dtype.
+            rows: the rows' histories and generators.
+        """
+        scores = logits_BV.float()
+        if self.penalty is not None:
+            histories = [torch.tensor([row.prompt + row.tokens], device=scores.device) for row in rows]
+            scores = torch.cat([self.penalty(ids, scores[i : i + 1]) for i, ids in enumerate(histories)])
+        if self.sampling.greedy:
+            return [int(token) for token in scores.argmax(-1).tolist()]
+        # None of the warpers looks at the tokens so far.
+        scores = self.warpers(torch.empty(len(rows), 0, dtype=torch.long, device=scores.device), scores)
+        uniform = torch.stack([torch.rand((), generator=row.generator, dtype=torch.float64) for row in rows])
+        cumulative = torch.softmax(scores.double(), -1).cumsum(-1)
+        # Scaled by the sum, which rounding leaves a little off one: the last possible token is never overshot.
+        wanted = (uniform.to(scores.device) * cumulative[:, -1]).unsqueeze(-1)
+        return [int(token) for token in torch.searchsorted(cumulative, wanted, right=True).squeeze(-1).tolist()]
 
 
-class ForcedTokens(LogitsProcessor):
-    """Makes `generate` follow a given continuation, ``[B, n]``, whatever the model would say.
+class SampledRow:
+    """One sample in the making.
 
     Args:
-        tokens: the continuation.
-        start: length of the (padded) prompt.
+        prompt: its token ids.
+        seed: of its random numbers.
+
+    Attributes:
+        tokens: generated so far.
     """
 
-    def __init__(self, tokens: Tensor, start: int) -> None:
-        self.tokens, self.start = tokens, start
-
-    def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
-        """Leave one token possible."""
-        wanted = self.tokens[:, input_ids.shape[1] - self.start].to(scores.device)
-        return torch.full_like(scores, -torch.inf).scatter_(1, wanted[:, None], 0.0)
+    def __init__(self, prompt: list[int], seed: int) -> None:
+        self.prompt, self.tokens = prompt, list[int]()
+        self.generator = torch.Generator().manual_seed(seed)

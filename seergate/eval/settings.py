@@ -8,7 +8,7 @@ from typing import Any
 from seergate.bank import GateBank
 from seergate.config import DecodeConfig
 from seergate.errors import SeergateError
-from seergate.methods import Dense, Gate, Method, make_method, method_class
+from seergate.methods import Dense, Gate, Method, SelectingMethod, make_method, method_class
 
 
 @dataclass(frozen=True)
@@ -22,6 +22,7 @@ class MethodSpec:
         dense_layers: layers that stay dense, for the methods that select blocks. None by default, as in the comparison
             of the SeerAttention-R paper; Quest's own default would leave the first two layers dense.
         options: further options of the method.
+        named_block_size: whether the label shall name the block size, as in a sweep over several.
 
     Raises:
         SeergateError: for an unknown method, or a missing budget.
@@ -32,6 +33,7 @@ class MethodSpec:
     block_size: int | None = None
     dense_layers: tuple[int, ...] = ()
     options: dict[str, Any] = field(default_factory=dict)
+    named_block_size: bool = False
 
     def __post_init__(self) -> None:
         method_class(self.name)
@@ -43,10 +45,14 @@ class MethodSpec:
 
     @property
     def label(self) -> str:
-        """Name of the setting's directory: ``gate-128``; ``dense``."""
+        """Name of the setting's directory: ``gate-128``; ``quest-2048-b16-dense0,1``; ``dense``."""
         parts = [self.name]
         if self.token_budget is not None:
             parts.append(str(self.token_budget))
+        if self.named_block_size and self.block_size is not None:
+            parts.append(f"b{self.block_size}")
+        if self.dense_layers:
+            parts.append("dense" + ",".join(map(str, self.dense_layers)))
         parts += [f"{key}={value}" for key, value in sorted(self.options.items())]
         return "-".join(parts)
 
@@ -87,20 +93,48 @@ class MethodSpec:
 
 
 def grid(
-    methods: list[str], budgets: list[int], block_size: int | None, dense_layers: tuple[int, ...] = ()
+    methods: list[str],
+    budgets: list[int],
+    block_size: int | list[int] | None,
+    dense_layers: tuple[int, ...] | list[tuple[int, ...]] = (),
+    thresholds: list[float] | None = None,
 ) -> list[MethodSpec]:
-    """Every method at every budget, ``dense`` once and first (the others are compared with it).
+    """Every method at every budget and threshold, ``dense`` once and first (the others are compared with it).
+
+    Args:
+        methods: names.
+        budgets: token budgets.
+        block_size: one, or several; methods that do not select blocks run once for all of them.
+        dense_layers: one choice of layers that stay dense, or several (a list of tuples).
+        thresholds: for methods that select blocks, instead of a budget.
 
     Raises:
         SeergateError: for an unknown method, or if there are no budgets for one that needs them.
     """
     names = sorted(dict.fromkeys(methods), key=lambda name: name != Dense.name)
+    sizes = block_size if isinstance(block_size, list) else [block_size]
+    hybrids = dense_layers if isinstance(dense_layers, list) else [dense_layers]
     specs = []
     for name in names:
         if name == Dense.name:
             specs.append(MethodSpec(name))
-        else:
-            if not budgets:
-                raise SeergateError(f"the method {name!r} needs a token budget")
-            specs += [MethodSpec(name, budget, block_size, dense_layers) for budget in sorted(dict.fromkeys(budgets))]
+            continue
+        selects = issubclass(method_class(name), SelectingMethod)
+        limits: list[dict[str, Any]] = [{"token_budget": budget} for budget in sorted(dict.fromkeys(budgets))]
+        if selects:
+            limits += [{"options": {"threshold": value}} for value in sorted(dict.fromkeys(thresholds or []))]
+        if not limits:
+            raise SeergateError(f"the method {name!r} needs a token budget")
+        for size in sizes if selects else sizes[:1]:
+            for layers in hybrids if selects else hybrids[:1]:
+                specs += [
+                    MethodSpec(
+                        name,
+                        block_size=size,
+                        dense_layers=layers,
+                        named_block_size=len(sizes) > 1 and selects,
+                        **limit,
+                    )
+                    for limit in limits
+                ]
     return specs

@@ -58,6 +58,39 @@ def paired(ours: Mapping[str, Sequence[float]], baseline: Mapping[str, Sequence[
     return mean_and_error([_mean(ours[p]) - _mean(baseline[p]) for p in common])
 
 
+def pass_at_k(outcomes: Mapping[str, Sequence[float]], k: int) -> float:
+    r"""Chance that at least one of ``k`` samples of a problem is right, mean over problems.
+
+    The unbiased estimate :math:`1 - \binom{n - c}{k} / \binom{n}{k}` from ``n`` samples of which ``c`` are right
+    (Chen et al. 2021, equation 1).
+
+    Raises:
+        ValueError: if a problem has fewer than ``k`` samples.
+    """
+    fewest = min(map(len, outcomes.values()))
+    if not 1 <= k <= fewest:
+        raise ValueError(f"k is {k}; it must be in 1..{fewest}, the samples that every problem has")
+    return _mean([1 - math.comb(len(v) - round(sum(v)), k) / math.comb(len(v), k) for v in outcomes.values()])
+
+
+def quantile(values: Sequence[float], share: float) -> float:
+    """The smallest value that at least this share of the values does not exceed."""
+    return sorted(values)[max(0, math.ceil(share * len(values)) - 1)]
+
+
+def correlation(xs: Sequence[float], ys: Sequence[float]) -> float:
+    """Spearman's rank correlation; ties share their mean rank. ``nan`` if one side does not vary."""
+    rx, ry = _ranks(xs), _ranks(ys)
+    mx, my = _mean(rx), _mean(ry)
+    spread = math.sqrt(math.fsum((x - mx) ** 2 for x in rx) * math.fsum((y - my) ** 2 for y in ry))
+    return math.fsum((x - mx) * (y - my) for x, y in zip(rx, ry, strict=True)) / spread if spread else math.nan
+
+
+def _ranks(values: Sequence[float]) -> list[float]:
+    ordered = sorted(values)
+    return [ordered.index(v) + (ordered.count(v) - 1) / 2 for v in values]
+
+
 def mean_and_error(values: Sequence[float]) -> Estimate:
     """Mean of independent values and its standard error."""
     n = len(values)

@@ -13,13 +13,30 @@ import yaml
 
 from seergate.errors import SeergateError
 
-CONFIG, SAMPLES, METRICS, RECALL = "config.yaml", "samples.jsonl", "metrics.json", "recall.json"
+CONFIG, SAMPLES, METRICS, PROXIES = "config.yaml", "samples.jsonl", "metrics.json", "proxies.json"
 
 Key = tuple[str, str, int]
 """(task, problem id, sample index)"""
 
-NOT_COMPARED = ("execution", "model.path", "gates.path")
-"""Parts of a configuration that do not shape results: how it was run, and where the (fingerprinted) weights lie."""
+NOT_COMPARED = ("execution", "model.path", "gates.path", "task.source", "task.file")
+"""Parts of a configuration that do not shape results: how it was run, and where the (fingerprinted) weights and
+problems lie."""
+
+
+def run_directories(root: Path) -> list[Path]:
+    """The run directory that ``root`` is, or all those directly in it.
+
+    Raises:
+        SeergateError: if there is none.
+    """
+    if not root.is_dir():
+        raise SeergateError(f"the run directory {root} does not exist")
+    if (root / CONFIG).is_file() and (root / SAMPLES).is_file():
+        return [root]
+    found = sorted(path.parent for path in root.glob(f"*/{SAMPLES}"))
+    if not found:
+        raise SeergateError(f"{root} holds no runs; `seergate eval --out {root} ...` makes some")
+    return found
 
 
 def key_of(sample: dict[str, Any]) -> Key:
@@ -162,7 +179,7 @@ def write_text(path: Path, text: str) -> None:
     """Replace a file in one step, so that a reader never sees half of it."""
     scratch = path.with_name(f".{path.name}.{os.getpid()}")
     handle: TextIO
-    with scratch.open("w", encoding="utf-8") as handle:
+    with scratch.open("w", encoding="utf-8", errors="replace") as handle:
         handle.write(text)
         handle.flush()
         os.fsync(handle.fileno())

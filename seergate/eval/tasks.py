@@ -7,91 +7,21 @@ over, so that naming a task costs nothing.
 from __future__ import annotations
 
 import difflib
-import hashlib
 import inspect
 import json
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
 from itertools import islice
 from pathlib import Path
 from typing import Any
 
 from seergate.chain_sum import GIVENS, NAMES, make_problems
 from seergate.errors import SeergateError
+from seergate.eval.hub_tasks import HUB_TASKS, MATH_INSTRUCTION, PAPER_LENGTH
 from seergate.eval.sampling import Sampling
+from seergate.eval.task import Problem, Task
 
 CHAIN_SUM_SEEDS = 1_000_000
 """Evaluation problems are drawn with seeds below this number, training problems with seeds from it on."""
-
-MATH_INSTRUCTION = "\nPlease reason step by step, and put your final answer within \\boxed{}."
-
-
-@dataclass(frozen=True)
-class Problem:
-    """One problem.
-
-    Attributes:
-        problem_id: unique within its task.
-        gold: the right answer, as the grader wants it.
-        messages: the conversation so far, for the model's chat template.
-        prompt: the text to continue as it is, instead of ``messages``.
-    """
-
-    problem_id: str
-    gold: str
-    messages: tuple[dict[str, str], ...] = ()
-    prompt: str | None = None
-
-
-@dataclass(frozen=True)
-class Task:
-    """A declaration of a task.
-
-    Attributes:
-        name: such as ``"chain_sum"``.
-        load: makes the iterator over its problems.
-        grader: a key of `seergate.eval.grading.GRADERS`.
-        max_new_tokens: how long an answer may be if nothing else is said.
-        samples: how many answers per problem if nothing else is said.
-        sampling: how tokens are chosen if nothing else is said; ``None`` for the model's generation configuration.
-        chance: accuracy of guessing, if that is worth knowing.
-        budgets: token budgets that are worth comparing if nothing else is said.
-        options: what the task was made with; pinned with the results.
-    """
-
-    name: str
-    load: Callable[[], Iterator[Problem]]
-    grader: str
-    max_new_tokens: int
-    samples: int = 1
-    sampling: Sampling | None = None
-    chance: float | None = None
-    budgets: tuple[int, ...] = (1024, 2048, 4096, 6144)
-    options: dict[str, Any] = field(default_factory=dict)
-
-    def problems(self) -> list[Problem]:
-        """All problems.
-
-        Raises:
-            SeergateError: if there is none, or if two share an id.
-        """
-        problems = list(self.load())
-        if not problems:
-            raise SeergateError(f"the task {self.name!r} has no problems")
-        seen: set[str] = set()
-        for problem in problems:
-            if problem.problem_id in seen:
-                raise SeergateError(f"the task {self.name!r} has the problem id {problem.problem_id!r} twice")
-            seen.add(problem.problem_id)
-        return problems
-
-
-def contents_hash(problems: list[Problem]) -> str:
-    """Sixteen hexadecimal digits that change with any problem."""
-    digest = hashlib.sha256()
-    for p in problems:
-        digest.update(json.dumps([p.problem_id, p.gold, p.messages, p.prompt], ensure_ascii=False).encode())
-    return digest.hexdigest()[:16]
 
 
 def chain_sum(*, problems: int = 64, variables: int = 150, seed: int = 0) -> Task:
@@ -144,7 +74,7 @@ def jsonl(path: str, *, problems: int | None = None, grader: str = "math") -> Ta
         name=Path(path).stem,
         load=lambda: islice(_records(Path(path)), problems),
         grader=grader,
-        max_new_tokens=32768,
+        max_total_tokens=PAPER_LENGTH,
         options={"file": str(path), "problems": problems},
     )
 
@@ -184,7 +114,7 @@ def _record(line: str, where: str, number: int) -> Problem:
     raise SeergateError(f"{where} has none of 'messages', 'prompt' and 'question'")
 
 
-TASKS: dict[str, Callable[..., Task]] = {"chain_sum": chain_sum}
+TASKS: dict[str, Callable[..., Task]] = {"chain_sum": chain_sum, **HUB_TASKS}
 
 
 def make_task(name: str, **options: Any) -> Task:

@@ -30,7 +30,7 @@ class Setting:
     config: dict[str, Any]
     metrics: dict[str, Any]
     correct: dict[str, list[float]]
-    recall: dict[str, Any] | None = None
+    proxies: dict[str, Any] | None = None
 
     @property
     def method(self) -> str:
@@ -129,8 +129,8 @@ def load_setting(directory: Path) -> Setting:
     samples = store.read_samples(directory)
     if not samples:
         raise SeergateError(f"{directory} has no finished samples yet")
-    recall = store.read_json(directory / store.RECALL)
-    return Setting(directory, config, derive(samples, recall), by_problem(samples, lambda s: s["correct"]), recall)
+    proxies = store.read_json(directory / store.PROXIES)
+    return Setting(directory, config, derive(samples, proxies), by_problem(samples, lambda s: s["correct"]), proxies)
 
 
 def load_sweeps(root: Path) -> list[Sweep]:
@@ -151,7 +151,7 @@ def load_sweeps(root: Path) -> list[Sweep]:
         setting = load_setting(path)
         config = setting.config
         shared = {
-            "task": config["task"],
+            "task": {name: value for name, value in config["task"].items() if name not in ("source", "file")},
             "model": config["model"].get("fingerprint", config["model"].get("path")),
             "generation": config["generation"],
         }

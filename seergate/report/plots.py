@@ -60,7 +60,7 @@ def recall_plot(sweep: Sweep, path: Path) -> Path | None:
     if not methods:
         return None
     plt = _pyplot()
-    layers = len(next(s for s in sweep.of(methods[0]) if s.recall).metrics["recall_per_layer"])
+    layers = len(next(s for s in sweep.of(methods[0]) if s.metrics["recall"] is not None).metrics["recall_per_layer"])
     height = max(3.6, 0.16 * layers + 1.6)
     figure, axes = plt.subplots(
         1, len(methods) + 1, figsize=(4.4 + 2.2 * len(methods), height), width_ratios=[2.2] + [1] * len(methods)
@@ -85,7 +85,7 @@ def _heat_map(axis: Axes, method: str, points: list[Setting], first: bool) -> An
         for layer in range(len(points[0].metrics["recall_per_layer"]))
     ]
     image = axis.imshow(grid, vmin=0, vmax=100, cmap="viridis", aspect="auto", origin="lower")
-    names = points[0].recall["layers"] if points[0].recall else range(len(grid))
+    names = points[0].proxies["layers"] if points[0].proxies else range(len(grid))
     if len(grid) <= 12:
         for y, row in enumerate(grid):
             for x, value in enumerate(row):

@@ -99,10 +99,10 @@ def cost_table(sweep: Sweep) -> str:
 
 def recall_table(sweep: Sweep) -> str | None:
     """Recall by layer, or ``None`` if it was not measured."""
-    measured = [s for s in sweep.settings if s.recall is not None]
+    measured = [s for s in sweep.settings if s.metrics["recall"] is not None]
     if not measured:
         return None
-    layers = measured[0].recall["layers"] if measured[0].recall else []
+    layers = measured[0].proxies["layers"] if measured[0].proxies else []
     header = ["method", "budget", "mean %", *(f"layer {layer}" for layer in layers)]
     rows = [
         [

@@ -101,7 +101,7 @@ _COST_NOTE = (
 
 
 def _recall_note(sweep: Sweep) -> str:
-    recall = next(s.recall for s in sweep.settings if s.recall is not None)
+    recall = next(s.proxies for s in sweep.settings if s.proxies is not None)
     whose = "the dense model's" if sweep.dense is not None else "the first setting's"
     return (
         f"Share of dense attention's probability that fell on the tokens read, mean over query heads. Measured on "

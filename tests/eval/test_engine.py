@@ -3,86 +3,244 @@ from __future__ import annotations
 import pytest
 import torch
 
+from seergate.bank import GateBank
+from seergate.config import GateConfig
 from seergate.errors import SeergateError
-from seergate.eval.engine import Request, generate, render
-from seergate.eval.sampling import Sampling, SeededSampling, sample_seed
+from seergate.eval.engine import Engine, Limit, Request, render
+from seergate.eval.memory import estimated_batch, is_out_of_memory
+from seergate.eval.sampling import SampledRow, Sampling, TokenChooser, sample_seed
+from seergate.host import attached
 from tests.eval import support
+from tests.models import tiny_model
 
 
-def run(model, prompts, *, batch_size, max_new_tokens=12, sampling=None):
-    batches: list[list] = []
-    generate(
-        model,
-        support.tokenizer(),
-        [Request(i, prompt, sample_seed(0, f"p{i}", 0)) for i, prompt in enumerate(prompts)],
-        batch_size=batch_size,
-        max_new_tokens=max_new_tokens,
-        sampling=sampling or Sampling(),
-        on_finished=batches.append,
-    )
-    return batches, {g.request.key: g for batch in batches for g in batch}
+def requests_for(prompts):
+    return [Request(i, prompt, sample_seed(0, f"p{i}", 0)) for i, prompt in enumerate(prompts)]
+
+
+def run(model, prompts, *, batch_size, max_new_tokens=12, sampling=None, method="dense", **options):
+    """Key -> generation, in the order in which they ended."""
+    found: dict = {}
+
+    def keep(generation):
+        assert generation.request.key not in found
+        found[generation.request.key] = generation
+
+    with attached(model, method, **options) as handle:
+        Engine(
+            model,
+            support.tokenizer(),
+            batch_size=batch_size,
+            limit=Limit(max_new_tokens),
+            sampling=sampling or Sampling(),
+            on_finished=keep,
+            handle=handle,
+        ).run(requests_for(prompts))
+    return found
 
 
 PROMPTS = ["a1 1 a2 2", "a1 1 a2 2 a3 3 a4 4 a5 5 a6 6", "a9", "[a7] 3 [a8] 4 a9"]
 
 
-def test_batches_are_handed_over_longest_first():
-    batches, found = run(support.model(), PROMPTS, batch_size=2)
-    assert [[g.request.key for g in batch] for batch in batches] == [[1, 3], [0, 2]] or [
-        [g.request.key for g in batch] for batch in batches
-    ] == [[1, 0], [3, 2]]
+def tokens(found):
+    return {key: generation.token_ids for key, generation in sorted(found.items())}
+
+
+def test_lengths_and_reasons():
+    found = run(support.model(), PROMPTS, batch_size=2)
     assert [found[i].n_prompt_tokens for i in range(4)] == [4, 12, 1, 5]
     assert all(g.n_tokens == 12 and g.finish_reason == "length" for g in found.values())
 
 
-def test_a_greedy_answer_does_not_depend_on_its_batch():
+LONG = [" ".join(f"a{i} {i % 10}" for i in range(1, n)) for n in (30, 3, 55, 12, 41, 8, 20)]
+METHODS = {
+    "dense": {},
+    "oracle": {"token_budget": 32, "block_size": 8},
+    "quest": {"token_budget": 32, "block_size": 8, "dense_layers": ()},
+    "streaming_llm": {"token_budget": 24, "sink_tokens": 2, "interval": 4},
+    "gate": {},
+}
+
+
+def arguments_of(method, model):
+    if method != "gate":
+        return {"method": method, **METHODS[method]}
+    bank = GateBank.for_model(model, GateConfig(block_size=8, gate_dim=16))
+    return {"method": bank, "token_budget": 32}
+
+
+@pytest.mark.parametrize("sampling", [Sampling(), Sampling(temperature=1.5, top_p=0.95, top_k=50)], ids=str)
+@pytest.mark.parametrize("method", METHODS)
+def test_an_answer_does_not_depend_on_its_batch(method, sampling):
+    """Rows of different length that come and go at different times, in batches of one, three and all."""
     model = support.model()
-    _, together = run(model, PROMPTS, batch_size=4)
-    _, alone = run(model, PROMPTS, batch_size=1)
-    assert {k: g.token_ids for k, g in together.items()} == {k: g.token_ids for k, g in alone.items()}
+    probe = run(model, LONG[:1], batch_size=1, max_new_tokens=60, sampling=sampling)[0]
+    model.generation_config.eos_token_id = sorted(set(probe.token_ids))[::3]  # so that answers end here and there
+    chosen = arguments_of(method, model)
+    alone = run(model, LONG, batch_size=1, max_new_tokens=70, sampling=sampling, **chosen)
+    assert len({generation.n_tokens for generation in alone.values()}) > 2
+    for size, order in ((3, LONG), (7, LONG)):
+        together = run(model, order, batch_size=size, max_new_tokens=70, sampling=sampling, **chosen)
+        assert tokens(together) == tokens(alone)
+        for key, generation in together.items():
+            for name in ("density", "bytes_read_per_step") if method == "dense" else ("density",):
+                assert generation.costs.get(name, 0) == pytest.approx(alone[key].costs.get(name, 0), rel=1e-9)
 
 
-def test_a_drawn_answer_does_not_depend_on_its_batch():
-    model, sampling = support.model(), Sampling(temperature=1.0, top_p=0.95, top_k=50)
-    _, together = run(model, PROMPTS, batch_size=4, sampling=sampling)
-    _, alone = run(model, PROMPTS[::-1], batch_size=1, sampling=sampling)
-    _, again = run(model, PROMPTS, batch_size=3, sampling=sampling)
-    tokens = [g.token_ids for _, g in sorted(together.items())]
-    assert tokens == [g.token_ids for _, g in sorted(again.items())]
-    assert len(set(tokens)) == 4
-    assert alone[1].token_ids != together[1].token_ids  # another seed, another draw
-    _, greedy = run(model, PROMPTS, batch_size=4)
-    assert tokens != [g.token_ids for _, g in sorted(greedy.items())]
+def test_a_greedy_answer_is_what_generate_says():
+    model, tokenizer = support.model(), support.tokenizer()
+    found = run(model, LONG, batch_size=3, max_new_tokens=20)
+    for i, prompt in enumerate(LONG):
+        ids = torch.tensor([tokenizer(prompt, add_special_tokens=False)["input_ids"]])
+        expected = model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=20, do_sample=False)
+        new = expected[0, ids.shape[1] :].tolist()
+        stop = new.index(support.END) + 1 if support.END in new else len(new)
+        assert list(found[i].token_ids) == new[:stop]
+
+
+def test_finished_rows_are_replaced_at_once():
+    """One long answer and many short ones: with two rows, the short ones pass through beside the long one."""
+    model = support.model()
+    free = run(model, PROMPTS[:1], batch_size=1, max_new_tokens=40)[0]
+    model.generation_config.eos_token_id = [free.token_ids[-1]]
+    counted: list[int] = []
+    hook = model.register_forward_pre_hook(
+        lambda _, args, kwargs: counted.append(kwargs["input_ids"].shape[0]), with_kwargs=True
+    )
+    lengths = [g.n_tokens for g in run(model, PROMPTS, batch_size=1, max_new_tokens=40).values()]
+    alone, counted[:] = len(counted), []
+    run(model, PROMPTS, batch_size=4, max_new_tokens=40)
+    hook.remove()
+    assert alone == sum(lengths)
+    assert len(counted) == max(lengths)
+    assert sum(counted[1:]) == sum(lengths) - len(lengths)  # no step is spent on a row that has ended
+
+
+def test_models_with_other_layers_are_served_without_refill():
+    """Gemma 3's sliding-window layers keep all rows at one slot."""
+    torch.manual_seed(0)
+    model = tiny_model("gemma3_text", vocab_size=len(support.tokenizer()))
+    alone = run(model, LONG, batch_size=1, max_new_tokens=20)
+    assert tokens(run(model, LONG, batch_size=3, max_new_tokens=20)) == tokens(alone)
+
+
+def test_running_out_of_memory_halves_the_batch_and_loses_nothing():
+    model, sampling = support.model(), Sampling(temperature=1.0)
+    expected = run(model, LONG, batch_size=1, max_new_tokens=20, sampling=sampling)
+    sizes: list[int] = []
+
+    def full(module, args, kwargs):
+        sizes.append(kwargs["input_ids"].shape[0])
+        if sizes[-1] * (kwargs["position_ids"].max() + 1) > 190:
+            torch.zeros(1 << 50)  # more than there is: the allocator's own error
+
+    hook = model.register_forward_pre_hook(full, with_kwargs=True)
+    found = run(model, LONG, batch_size=7, max_new_tokens=20, sampling=sampling)
+    hook.remove()
+    assert tokens(found) == tokens(expected)
+    assert max(sizes) == 7 and sizes[-1] < 7
+
+
+def test_a_sample_that_does_not_fit_is_told():
+    model = support.model()
+    hook = model.register_forward_pre_hook(lambda *_: torch.zeros(1 << 50))
+    with pytest.raises(SeergateError, match="not even one sample fits"):
+        run(model, PROMPTS, batch_size=4)
+    hook.remove()
+
+
+def test_out_of_memory_is_recognised():
+    with pytest.raises(RuntimeError) as caught:
+        torch.zeros(1 << 50)
+    assert is_out_of_memory(caught.value)
+    assert is_out_of_memory(torch.OutOfMemoryError("CUDA out of memory"))
+    assert is_out_of_memory(MemoryError())
+    assert not is_out_of_memory(RuntimeError("shapes do not match"))
+
+
+def test_the_estimate_shrinks_with_length():
+    model = support.model()
+    assert estimated_batch(model, 100) >= estimated_batch(model, 10**6) >= 1
+    assert estimated_batch(model, 10**12) == 1
+
+
+@pytest.mark.parametrize(
+    ("limit", "prompt", "room"),
+    [(Limit(10), 500, 10), (Limit(None, 100), 60, 40), (Limit(10, 100), 95, 5), (Limit(None, 100), 100, 0)],
+)
+def test_limits(limit, prompt, room):
+    assert limit.of(prompt) == room
+
+
+def test_the_limit_may_count_the_prompt():
+    found: dict = {}
+    engine = Engine(
+        support.model(),
+        support.tokenizer(),
+        batch_size=2,
+        limit=Limit(None, 16),
+        sampling=Sampling(),
+        on_finished=lambda g: found.update({g.request.key: g}),
+    )
+    engine.run(requests_for(PROMPTS))
+    assert {key: g.n_tokens + g.n_prompt_tokens for key, g in found.items()} == dict.fromkeys(range(4), 16)
+    with pytest.raises(SeergateError, match="leaves no room for an answer"):
+        engine.run(requests_for([LONG[0]]))
+    with pytest.raises(ValueError, match="max_new_tokens is 0"):
+        Limit(0)
+    with pytest.raises(ValueError, match="neither"):
+        Limit()
 
 
 def test_the_end_token_ends_an_answer():
     model = support.model()
-    _, free = run(model, ["a1 1 a2 2"], batch_size=1)
+    free = run(model, ["a1 1 a2 2"], batch_size=1)
     end = free[0].token_ids[4]
     model.generation_config.eos_token_id = [end]
-    _, found = run(model, ["a1 1 a2 2", "a3 4 5"], batch_size=2)
+    found = run(model, ["a1 1 a2 2", "a3 4 5"], batch_size=2)
     first = free[0].token_ids.index(end)
     assert found[0].token_ids == free[0].token_ids[: first + 1]
     assert found[0].finish_reason == "stop"
     assert len(found[0].completion.split()) == first  # the end token is counted but not part of the text
 
 
+def choose(sampling, scores, seeds):
+    return torch.tensor(TokenChooser(sampling)(scores, [SampledRow([0], seed) for seed in seeds]))
+
+
 def test_draws_follow_the_softmax():
-    scores = torch.tensor([[0.0, 1.0, 2.0, -torch.inf]]).repeat(4000, 1)
-    process = SeededSampling(Sampling(temperature=1.0), list(range(4000)), torch.device("cpu"))
-    drawn = process(torch.zeros(4000, 1, dtype=torch.long), scores).argmax(-1)
-    share = torch.bincount(drawn, minlength=4) / 4000
+    scores = torch.tensor([[0.0, 1.0, -torch.inf, 2.0, -torch.inf]]).repeat(4000, 1)
+    share = torch.bincount(choose(Sampling(temperature=1.0), scores, range(4000)), minlength=5) / 4000
     torch.testing.assert_close(share, torch.softmax(scores[0], 0), atol=0.03, rtol=0)
-    assert share[3] == 0
+    assert share[2] == share[4] == 0
 
 
 def test_top_k_and_temperature_are_applied():
     scores = torch.tensor([[0.0, 1.0, 2.0, 1.5]]).repeat(300, 1)
-    process = SeededSampling(Sampling(temperature=0.7, top_k=2), list(range(300)), torch.device("cpu"))
-    assert set(process(torch.zeros(300, 1, dtype=torch.long), scores).argmax(-1).tolist()) == {2, 3}
+    assert set(choose(Sampling(temperature=0.7, top_k=2), scores, range(300)).tolist()) == {2, 3}
 
 
-@pytest.mark.parametrize("field", [{"temperature": -1}, {"top_p": 0}, {"top_k": -1}, {"min_p": 1}])
+def test_repetition_is_penalised():
+    chooser = TokenChooser(Sampling(repetition_penalty=2.0))
+    row = SampledRow([1], 0)
+    assert chooser(torch.tensor([[0.0, 3.0, 2.0]]), [row]) == [2]  # 3 / 2 < 2
+    row.tokens.append(2)
+    assert chooser(torch.tensor([[0.0, 3.0, 2.0]]), [row]) == [1]
+
+
+def test_a_generation_configuration_that_is_not_followed_is_refused():
+    model = support.model()
+    model.generation_config.update(do_sample=True, temperature=0.6, top_p=0.95, top_k=20)
+    assert Sampling.of_model(model) == Sampling(0.6, 20, 0.95)
+    assert str(Sampling.of_model(model)) == "temperature 0.6, top-k 20, top-p 0.95"
+    model.generation_config.no_repeat_ngram_size = 3
+    with pytest.raises(SeergateError, match="no_repeat_ngram_size=3"):
+        Sampling.of_model(model)
+
+
+@pytest.mark.parametrize(
+    "field", [{"temperature": -1}, {"top_p": 0}, {"top_k": -1}, {"min_p": 1}, {"repetition_penalty": 0}]
+)
 def test_bad_sampling_is_refused(field):
     with pytest.raises(ValueError, match=f"{next(iter(field))} is"):
         Sampling(**field)

@@ -3,7 +3,18 @@ from __future__ import annotations
 import pytest
 
 from seergate.errors import SeergateError
-from seergate.eval.grading import grade_digit, grade_exact, grade_math, grader_of, last_boxed
+from seergate.eval.grading import check_grader, grade, last_boxed
+from seergate.eval.judge import GradingPool
+
+
+@pytest.fixture(scope="module")
+def judges():
+    with GradingPool(seconds=3) as pool:
+        yield pool
+
+
+def no_algebra(gold, answer):
+    raise AssertionError("this grader compares text")
 
 
 @pytest.mark.parametrize(
@@ -35,11 +46,30 @@ def test_last_boxed_does_not_hang_on_rubbish(text):
     assert last_boxed(text) is None
 
 
+def graded(grader, completion, gold):
+    return grade(grader, completion, gold, no_algebra)
+
+
 def test_digit_is_exact():
-    assert grade_digit(r"7 7 7 </think> \boxed{ 7 }", "7").correct
+    assert graded("digit", r"7 7 7 </think> \boxed{ 7 }", "7").correct
     for wrong in (r"7", r"\boxed{ 77 }", r"\boxed{ 7 7 }", r"\boxed{7} \boxed{ 1 }", r"\boxed{ a7= }", r"\boxed{07}"):
-        assert not grade_digit(wrong, "7").correct
-    assert grade_digit("no box", "7").pred is None
+        assert not graded("digit", wrong, "7").correct
+    assert graded("digit", "no box", "7").pred is None
+
+
+@pytest.mark.parametrize(
+    "answer", ["C", "(C)", r"\text{C}", r"\mathrm{C}", r"\textbf{(C)}", "C.", "C. 4 eV", "C) 4 eV", "$C$", "C: so"]
+)
+def test_letters(answer):
+    assert graded("letter", f"so \\boxed{{{answer}}}", "C").correct
+    assert not graded("letter", f"so \\boxed{{{answer}}}", "B").correct
+
+
+@pytest.mark.parametrize("answer", ["A,C", "4 eV", "AC", "c", "", "Carbon", r"\boxed{}", "Choice C"])
+def test_what_is_no_letter(answer):
+    found = graded("letter", f"so \\boxed{{{answer}}}", "C")
+    assert not found.correct
+    assert "does not hold one letter" in found.reason
 
 
 @pytest.mark.parametrize(
@@ -50,30 +80,80 @@ def test_digit_is_exact():
         ("204", "204", True),
         ("025", "25", True),
         ("205", "204", False),
+        ("-204", "204", False),
         (r"3\sqrt{2}", r"\sqrt{18}", True),
         (r"x^2+1", r"1+x^2", True),
+        ("10080", r"10,\!080", True),
+        (r"\$32,348", r"\$32,\!348", True),
+        ("90", r"90^\circ", True),
+        ("Evelyn", r"\text{Evelyn}", True),
+        ("52_{8}", "52_8", True),
+        ("52_6", "52_8", False),
         (r"(1, 2)", r"(2, 1)", False),
+        ("[2,5]", "[2,5)", False),
         ("", "0", False),
         (r"\frac{1}{0}", "1", False),
         ("{" * 3 + "1" + "}" * 3, "2", False),
         (r"\undefined\macro", "1", False),
     ],
 )
-def test_math(answer, gold, correct):
-    assert grade_math(f"so \\boxed{{{answer}}}", gold).correct is correct
+def test_math(judges, answer, gold, correct):
+    assert judges.grade("math", f"so \\boxed{{{answer}}}", gold).correct is correct
 
 
-def test_math_refuses_giant_answers_at_once():
-    grade = grade_math("\\boxed{" + "9" * 1_000_000 + "}", "9")
-    assert not grade.correct
-    assert "longer" in grade.reason
+ADVERSARIAL = {
+    "a billion digits, written": "9" * 1_000_000,
+    "many digits": "9" * 1500,
+    "a power tower": "9^{9^{9^{9^{9}}}}",
+    "a number of a billion digits": "10^{10^{9}}",
+    "a large factorial": "(10^9)!",
+    "a sum that does not end": r"\sum_{k=1}^{10^{12}} \frac{1}{k^k}",
+    "nested braces": "{" * 900 + "1" + "}" * 900,
+    "nested fractions": r"\frac{1}{" * 200 + "x" + "}" * 200,
+    "nested roots": r"\sqrt{" * 300 + "2" + "}" * 300,
+    "a megabyte of LaTeX": r"\frac{a}{b}+" * 90_000,
+    "a polynomial to expand": "(a+b+c+d+f+g)^{200}",
+    "lone surrogates": "\ud800\udfff",
+    "control characters": "\x00\x1b\x07",
+    "a newline inside": "1\n2",
+    "emoji": "\U0001f600" * 50,
+    "bytes that were no UTF-8": b"\xff\xfe\x80".decode("utf-8", "surrogateescape"),
+    "replacement characters": b"\xff\xfe\x80".decode("utf-8", "replace"),
+    "Python": "__import__('os').abort()",
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("answer", ADVERSARIAL.values(), ids=ADVERSARIAL)
+def test_no_answer_hangs_or_crashes(judges, answer):
+    assert not judges.grade("math", f"so \\boxed{{{answer}}}", "7").correct
+    assert judges.grade("math", r"so \boxed{\frac{14}{2}}", "7").correct  # the next one is graded as usual
+
+
+def test_a_comparison_that_takes_too_long_is_stopped():
+    with GradingPool(seconds=1) as pool:
+        assert "was stopped" in pool.grade("math", r"\boxed{9^{9^{9^{9}}}}", "7").reason
+        assert pool.grade("math", r"\boxed{14/2}", "7").correct
+
+
+def test_many_are_graded_in_their_order():
+    items = [("math", rf"\boxed{{\frac{{{2 * i}}}{{2}}}}", str(i % 5)) for i in range(12)]
+    with GradingPool(2) as pool:
+        assert [g.correct for g in pool.grade_all(items)] == [i == i % 5 for i in range(12)]
+
+
+def test_giant_answers_are_refused_at_once():
+    for text in ("9" * 1_000_000, "9" * 1999):
+        found = grade("math", "\\boxed{" + text + "}", "9", no_algebra)
+        assert not found.correct
+        assert "longer" in found.reason or "digits" in found.reason
 
 
 def test_exact_ignores_spaces_only():
-    assert grade_exact(r"\boxed{ a  b }", "ab").correct
-    assert not grade_exact(r"\boxed{AB}", "ab").correct
+    assert graded("exact", r"\boxed{ a  b }", "ab").correct
+    assert not graded("exact", r"\boxed{AB}", "ab").correct
 
 
 def test_unknown_grader_is_refused():
-    with pytest.raises(SeergateError, match="known are digit, math, exact"):
-        grader_of("mth")
+    with pytest.raises(SeergateError, match="known are digit, math, exact, letter"):
+        check_grader("mth")

@@ -50,7 +50,7 @@ def samples(out):
 
 
 def timeless(metrics):
-    return {k: v for k, v in metrics.items() if k not in ("seconds", "tokens_per_second")}
+    return {k: v for k, v in metrics.items() if k not in ("seconds", "tokens_per_second") and "resident" not in k}
 
 
 def test_a_run_directory_holds_what_it_should(tmp_path):
@@ -198,6 +198,13 @@ def test_sweep_measures_recall_on_one_set_of_contexts(tmp_path):
     assert results["random-48"]["recall"] < results["oracle-48"]["recall"] < 1
     assert results["oracle-4096"]["recall"] == results["random-4096"]["recall"] == pytest.approx(1.0)
     assert results["dense"]["recall"] is None
+    assert results["dense"]["next_token_kl"] == pytest.approx(0.0, abs=1e-5)
+    assert results["dense"]["agreement"] == 1.0
+    assert 0 < results["oracle-48"]["next_token_kl"] < results["random-48"]["next_token_kl"]
+    assert results["random-4096"]["next_token_kl"] == pytest.approx(0.0, abs=1e-5)
+    assert results["streaming_llm-48"]["next_token_kl"] > 1e-3  # measured for what evicts, too
+    assert results["random-48"]["dense_perplexity"] == pytest.approx(results["dense"]["perplexity"])
+    assert results["random-48"]["perplexity"] > results["dense"]["perplexity"]  # greedy text is what dense expects
     assert len(results["oracle-48"]["recall_per_layer"]) == 2
     dense = {s["problem_id"]: s["completion"] for s in samples(tmp_path / "dense")}
     for label in (

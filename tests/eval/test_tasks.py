@@ -6,7 +6,8 @@ import pytest
 
 from seergate.chain_sum import make_problems
 from seergate.errors import SeergateError
-from seergate.eval.tasks import CHAIN_SUM_SEEDS, contents_hash, make_task
+from seergate.eval.task import contents_hash
+from seergate.eval.tasks import CHAIN_SUM_SEEDS, make_task
 
 
 def test_chain_sum_problems_are_not_training_problems():

@@ -62,13 +62,17 @@ def write_run(root, method, budget, right, *, n=20, recall=None, model="m", **co
     (directory / "samples.jsonl").write_text("".join(lines))
     if recall is not None:
         record = {
-            "mean": sum(recall) / len(recall),
-            "per_layer": recall,
+            "recall": sum(recall) / len(recall),
+            "recall_per_layer": recall,
             "layers": [0, 2],
+            "next_token_kl": 1 - sum(recall) / len(recall),
+            "perplexity": 2.0,
+            "dense_perplexity": 1.5,
+            "agreement": 0.9,
             "windows": 4,
             "tokens_per_window": 8,
         }
-        (directory / "recall.json").write_text(json.dumps(record))
+        (directory / "proxies.json").write_text(json.dumps(record))
     return directory
 
 

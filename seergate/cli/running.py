@@ -1,0 +1,107 @@
+"""Runs a `SweepPlan`: checks everything that can be checked cheaply, loads the model, evaluates, reports."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from seergate.errors import SeergateError
+
+if TYPE_CHECKING:
+    from seergate.eval.plan import SweepPlan
+
+
+@dataclass(frozen=True)
+class ModelLoader:
+    """Makes the model of a worker process. Picklable.
+
+    Attributes:
+        path, dtype, device: see `seergate.cli.models.load_model`; on ``cuda`` each process has a GPU of its own.
+        gates: adapter, or ``None``.
+        threads: CPU threads of each process.
+    """
+
+    path: str
+    dtype: str
+    device: str
+    gates: str | None
+    threads: int
+
+    def __call__(self, number: int) -> Any:
+        """Model, tokenizer and gates of the process ``number``."""
+        import torch
+
+        from seergate.cli.models import load_gates, load_model
+
+        torch.set_num_threads(self.threads)
+        device = self.device
+        if torch.cuda.is_available() and device in ("auto", "cuda"):
+            device = f"cuda:{number % torch.cuda.device_count()}"
+        model, tokenizer = load_model(self.path, self.dtype, device)
+        return model, tokenizer, None if self.gates is None else load_gates(self.gates)
+
+
+def run_plan(plan: SweepPlan) -> Path:
+    """Evaluate all settings of a plan, keeping what is there already.
+
+    Returns:
+        The directory of the runs.
+
+    Raises:
+        SeergateError: before any weight is loaded, if something is wrong.
+    """
+    from seergate.cli.models import check_writable, gates_for, load_gates, load_model, model_path
+    from seergate.eval import sweep
+    from seergate.methods import method_class
+
+    for name in plan.method:
+        method_class(name)
+    task = plan.make_task()
+    task.problems()
+    plan.sampling()
+    path = model_path(plan.model)
+    several = plan.gates if isinstance(plan.gates, dict) else {}
+    named = None if several else gates_for(plan.model, plan.gates if isinstance(plan.gates, str) else None)
+    bank = load_gates(named) if named is not None else None
+    banks = {int(size): load_gates(source) for size, source in several.items()}
+    wrong = [size for size, gates in banks.items() if gates.config.block_size != size]
+    if wrong:
+        raise SeergateError(f"the gates given for block size {wrong[0]} have {banks[wrong[0]].config.block_size}")
+    known = sorted(banks) if banks else [bank.config.block_size] if bank is not None else []
+    specs = plan.specs(task, known)
+    for spec in specs:
+        spec.method(banks.get(spec.block_size or 0, bank))
+    out = Path(plan.out) if plan.out else Path("runs") / f"eval-{Path(path).name}-{task.name}"
+    check_writable(out)
+
+    import torch
+
+    from seergate.cli.console import EvalProgress
+
+    if plan.threads is not None and plan.threads < 1:
+        raise ValueError(f"threads is {plan.threads}; it must be a positive number")
+    if plan.workers < 0:
+        raise ValueError(f"workers is {plan.workers}; it must be 0 or a positive number")
+    threads = plan.threads or max(1, torch.get_num_threads() // (1 + plan.workers))
+    torch.set_num_threads(threads)
+    loader = ModelLoader(path, plan.dtype, plan.device, named if bank is not None else None, threads)
+    model, tokenizer = load_model(path, plan.dtype, plan.device)
+    with EvalProgress(len(specs)) as progress:
+        options = plan.options(model_name=plan.model, gates_name=named or "", on_progress=progress)
+        chosen = plan.sampling() or task.sampling
+        source = "as asked" if plan.sampling() else "as the task has it" if chosen else "the model's generation_config"
+        print(f"sampling: {options.resolved_sampling(task, model)} ({source}); {options.limit(task)}", flush=True)
+        sweep(
+            model,
+            tokenizer,
+            task,
+            specs,
+            out,
+            options,
+            bank=bank,
+            banks=banks or None,
+            loader=loader,
+            workers=plan.workers,
+        )
+    return out

@@ -1,0 +1,118 @@
+"""What each sample's decoding read and held, kept apart by row.
+
+What a row reads does not depend on its batch. Two figures do, a little, because they are the batch's: bytes read to
+decide (a row that would fit into its budget is scored beside longer ones) and resident bytes (memory is allocated for
+the longest row). The first are divided among the rows by length, the second equally.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from seergate.host.stats import DecodeStats
+from seergate.methods.base import Step
+from seergate.ops import Selection
+
+
+class _LayerRows:
+    """Counters of one layer, one entry per row."""
+
+    def __init__(self) -> None:
+        # seen, read without a selection (tokens per head), bytes scored, bytes resident (sum over steps), their peak
+        self.sums = np.zeros((5, 0))
+        self.blocks: Tensor | None = None  # selected, summed over KV heads; stays on the device until it is asked for
+        self.heads, self.bytes_per_token, self.block_size = 1, 0, 1
+
+    def add(self, rows: int) -> None:
+        self.sums = np.concatenate((self.sums, np.zeros((5, rows))), axis=1)
+        if self.blocks is not None:
+            self.blocks = torch.cat((self.blocks, self.blocks.new_zeros(rows)))
+
+    def keep(self, rows: list[int]) -> None:
+        self.sums = self.sums[:, rows]
+        if self.blocks is not None:
+            self.blocks = self.blocks[torch.tensor(rows, dtype=torch.int64, device=self.blocks.device)]
+
+
+class RowStats(DecodeStats):
+    """`DecodeStats` that also counts per row. Put it in the place of a handle's own.
+
+    Args:
+        layers: indices of the gated layers.
+    """
+
+    def __init__(self, layers: list[int]) -> None:
+        super().__init__(layers)
+        self.by_layer = {layer: _LayerRows() for layer in layers}
+        self.decode_steps = np.zeros(0)
+
+    def add_rows(self, rows: int) -> None:
+        """Rows join at the end of the batch."""
+        self.decode_steps = np.concatenate((self.decode_steps, np.zeros(rows)))
+        for counters in self.by_layer.values():
+            counters.add(rows)
+
+    def keep_rows(self, rows: list[int]) -> None:
+        """All rows but these leave."""
+        self.decode_steps = self.decode_steps[rows]
+        for counters in self.by_layer.values():
+            counters.keep(rows)
+
+    def record(
+        self,
+        layer: int,
+        step: Step,
+        seen: list[int],
+        read: list[int],
+        selection: Selection | None,
+        block_size: int,
+        score_bytes: int,
+        resident_bytes: int,
+    ) -> None:
+        """See `DecodeStats`."""
+        super().record(layer, step, seen, read, selection, block_size, score_bytes, resident_bytes)
+        counters = self.by_layer[layer]
+        counters.heads, counters.bytes_per_token = self.heads[layer], self.bytes_per_token[layer]
+        counters.block_size = block_size
+        ends = np.array(step.ends)
+        seen_, read_, scored, resident, peak = counters.sums
+        seen_ += seen
+        read_ += read if selection is None else -(-ends % block_size)  # the current block may not be full
+        scored += score_bytes * ends / ends.sum()
+        resident += resident_bytes / len(seen)
+        np.maximum(peak, resident_bytes / len(seen), out=peak)
+        if selection is not None:
+            counts = selection.counts.sum(1)
+            counters.blocks = counts if counters.blocks is None else counters.blocks + counts
+        if layer == next(iter(self.by_layer)):
+            self.decode_steps += 1
+
+    def of(self, row: int) -> dict[str, Any]:
+        """The figures of one row, as plain numbers.
+
+        Returns:
+            ``density`` (tokens read per token seen, mean over layers), ``bytes_read_per_step``,
+            ``resident_bytes_mean``, ``resident_bytes_peak`` (all layers). Empty if nothing was decoded.
+        """
+        steps = float(self.decode_steps[row])
+        ran = [counters for counters in self.by_layer.values() if counters.sums[0, row] > 0]
+        if not steps or not ran:
+            return {}
+        density = read_bytes = resident = peak = 0.0
+        for counters in ran:
+            seen, read, scored, held, highest = (float(value) for value in counters.sums[:, row])
+            if counters.blocks is not None:
+                read += float(counters.blocks[row]) * counters.block_size / counters.heads
+            density += read / seen / len(ran)
+            read_bytes += (read * counters.heads * counters.bytes_per_token + scored) / steps
+            resident, peak = resident + held / steps, peak + highest
+        return {
+            "density": density,
+            "bytes_read_per_step": read_bytes,
+            "resident_bytes_mean": resident,
+            "resident_bytes_peak": peak,
+        }

@@ -1,0 +1,55 @@
+"""The program that a judge's process runs: pairs of answers come in as JSON lines, verdicts go out.
+
+Started by `seergate.eval.judge` with ``python -m``, so it imports math-verify and nothing heavy.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+
+MEMORY = 4 << 30
+"""Bytes of address space that a comparison may take. A power tower fills any memory otherwise."""
+
+
+def compare(gold: str, answer: str) -> tuple[bool, str]:
+    """Whether two answers are mathematically equivalent, by math-verify, and why.
+
+    Raises:
+        Exception: whatever math-verify and SymPy raise.
+    """
+    from math_verify import ExprExtractionConfig, LatexExtractionConfig, parse, verify
+
+    # The boxed match first; whatever is no LaTeX (a plain 1/2) second. Time is limited from outside.
+    configs = [LatexExtractionConfig(boxed_match_priority=0), ExprExtractionConfig()]
+    wanted, found = (
+        parse(f"\\boxed{{{text}}}", extraction_config=configs, parsing_timeout=None) for text in (gold, answer)
+    )
+    if not wanted or not found:
+        return False, f"the {'answer' if wanted else 'gold answer'} could not be parsed"
+    correct = bool(verify(wanted, found, timeout_seconds=None))  # the order matters: gold first
+    return correct, "compared by math-verify"
+
+
+def main() -> None:
+    """Answer until the input ends."""
+    try:
+        import resource
+
+        resource.setrlimit(resource.RLIMIT_AS, (MEMORY, MEMORY))
+    except (ImportError, ValueError, OSError):  # Windows; or a lower limit is in force already
+        pass
+    import math_verify  # noqa: F401  (a missing one ends the process here, before the first pair)
+
+    print(json.dumps("ready"), flush=True)
+    for line in sys.stdin:
+        gold, answer = json.loads(line)
+        try:
+            verdict = compare(gold, answer)
+        except (Exception, RecursionError) as error:  # a grader must judge whatever a model writes
+            verdict = False, f"math-verify failed: {type(error).__name__}"
+        print(json.dumps(verdict), flush=True)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,220 @@
+r"""Tasks whose problems come from the Hub (or GitHub), as small declarations.
+
+Each dataset is pinned to a commit, and the text of its problems is hashed into the run's configuration, so that two
+runs that differ in a single character of a problem are never compared. Prompts, limits and numbers of samples are
+those of SeerAttention-R (section 4.1 and its published evaluation code): 64 samples for AIME, 8 for MATH-500, 16 for
+GPQA-Diamond, and 32,768 tokens, **prompt included**.
+
+Without a network, ``source=`` names a local copy: a ``.json``, ``.jsonl``, ``.parquet`` or ``.csv`` file with the
+same columns.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+from seergate.errors import SeergateError
+from seergate.eval.task import Problem, Task
+
+MATH_INSTRUCTION = "\nPlease reason step by step, and put your final answer within \\boxed{}."
+CHOICE_INSTRUCTION = (
+    "\n\nPlease reason step-by-step and put your choice letter without any other text with \\boxed{} in the end."
+)
+LETTERS = "ABCD"
+PAPER_LENGTH = 32768
+PAPER_SEED = 0
+SUFFIXES = {".json": "json", ".jsonl": "json", ".ndjson": "json", ".parquet": "parquet", ".csv": "csv"}
+
+PUBLISHED_CODE = "https://raw.githubusercontent.com/microsoft/SeerAttention/aba03e3f2caefd0ccd21e576670aa830b748c84e"
+
+
+@dataclass(frozen=True)
+class HubTask:
+    """A declaration.
+
+    Attributes:
+        name: of the task.
+        repository: dataset id on the Hub; or the address of one JSON-lines file.
+        revision: commit; ``None`` where the address itself names one.
+        read: ``(record, number, seed) -> Problem``.
+        config, split: which part of the dataset.
+        grader: a key of `seergate.eval.grading.GRADERS`.
+        samples: answers per problem in the paper.
+        budgets: token budgets of the paper's Figure 5.
+        chance: accuracy of guessing.
+    """
+
+    name: str
+    repository: str
+    revision: str | None
+    read: Callable[[dict[str, Any], int, int], Problem]
+    config: str | None = None
+    split: str = "train"
+    grader: str = "math"
+    samples: int = 1
+    budgets: tuple[int, ...] = (1024, 2048, 4096, 6144)
+    chance: float | None = None
+
+    def __call__(self, *, problems: int | None = None, source: str | None = None, seed: int = PAPER_SEED) -> Task:
+        """The task.
+
+        Args:
+            problems: use only the first so many.
+            source: a local file instead of the Hub's.
+            seed: of whatever the task draws (the order of GPQA's options).
+        """
+        if problems is not None and problems < 1:
+            raise ValueError(f"problems is {problems}; it must be a positive number")
+        if source is not None:
+            _local_format(source)
+        return Task(
+            name=self.name,
+            load=lambda: islice(self._problems(source, seed), problems),
+            grader=self.grader,
+            max_total_tokens=PAPER_LENGTH,
+            samples=self.samples,
+            chance=self.chance,
+            budgets=self.budgets,
+            options={"source": source or self.address, "problems": problems, "seed": seed},
+        )
+
+    @property
+    def address(self) -> str:
+        """Where the problems come from, commit included."""
+        return self.repository if self.revision is None else f"{self.repository}@{self.revision}"
+
+    def _problems(self, source: str | None, seed: int) -> Iterator[Problem]:
+        for number, record in enumerate(self._records(source)):
+            try:
+                yield self.read(dict(record), number, seed)
+            except KeyError as error:
+                where = source or self.address
+                raise SeergateError(
+                    f"record {number} of {where} has no field {error}; it has {', '.join(map(str, record))}"
+                ) from error
+
+    def _records(self, source: str | None) -> Any:
+        import datasets
+
+        try:
+            if source is not None:
+                return datasets.load_dataset(_local_format(source), data_files=str(source), split="train")
+            if self.revision is None:
+                return datasets.load_dataset("json", data_files=self.repository, split="train")
+            return datasets.load_dataset(self.repository, self.config, split=self.split, revision=self.revision)
+        except (OSError, ValueError, RuntimeError, datasets.exceptions.DatasetsError) as error:
+            cause = " ".join(str(error).split())[:300] or type(error).__name__
+            raise SeergateError(
+                f"the problems of {self.name!r} cannot be read from {source or self.address}: {cause}; with a copy on "
+                "disk, give its path as --task-source"
+            ) from error
+
+
+def _local_format(source: str) -> str:
+    path = Path(source)
+    if not path.is_file():
+        raise SeergateError(f"the task's source {source} does not exist")
+    if path.suffix not in SUFFIXES:
+        raise SeergateError(f"the task's source {source} must end in {', '.join(SUFFIXES)}")
+    return SUFFIXES[path.suffix]
+
+
+def _math(text: str, gold: object, number: int, record: dict[str, Any]) -> Problem:
+    name = str(record.get("unique_id", record.get("id", number)))
+    return Problem(name, str(gold), messages=({"role": "user", "content": text + MATH_INSTRUCTION},))
+
+
+def _aime(record: dict[str, Any], number: int, seed: int) -> Problem:
+    return _math(record["problem"], int(record["answer"]), number, record)
+
+
+def _math500(record: dict[str, Any], number: int, seed: int) -> Problem:
+    return _math(record["problem"], record["answer"], number, record)
+
+
+def _gsm8k(record: dict[str, Any], number: int, seed: int) -> Problem:
+    gold = str(record["answer"]).rpartition("####")[2].strip().replace(",", "")
+    return _math(record["question"], gold, number, record)
+
+
+def _gpqa(record: dict[str, Any], number: int, seed: int) -> Problem:
+    """Options in an order drawn per problem, the same for every model, method and sample."""
+    right = str(record["Correct Answer"]).strip()
+    options = [right, *(str(record[f"Incorrect Answer {i}"]).strip() for i in (1, 2, 3))]
+    name = str(record.get("Record ID", number))
+    order = list(range(len(options)))
+    random.Random(f"gpqa/{seed}/{name}").shuffle(order)
+    lines = [f"{letter}. {options[i]}" for letter, i in zip(LETTERS, order, strict=True)]
+    text = f"{str(record['Question']).strip()}\n\n" + "\n".join(lines) + CHOICE_INSTRUCTION
+    return Problem(name, LETTERS[order.index(0)], messages=({"role": "user", "content": text},))
+
+
+def _gpqa_published(record: dict[str, Any], number: int, seed: int) -> Problem:
+    """The published file's own prompt; its right option is A in all 198 problems."""
+    text = record["question"]
+    return Problem(str(record.get("id", number)), record["answer"], messages=({"role": "user", "content": text},))
+
+
+AIME_BUDGETS = (2048, 4096, 6144, 8192)
+
+HUB_TASKS: dict[str, HubTask] = {
+    task.name: task
+    for task in (
+        HubTask(
+            "aime24",
+            "HuggingFaceH4/aime_2024",
+            "2fe88a2f1091d5048c0f36abc874fb997b3dd99a",
+            _aime,
+            samples=64,
+            budgets=AIME_BUDGETS,
+        ),
+        HubTask(
+            "aime25",
+            "yentinglin/aime_2025",
+            "6f71d77b0b89b9dabe07ab466c51df33f514df7f",
+            _aime,
+            samples=64,
+            budgets=AIME_BUDGETS,
+        ),
+        HubTask(
+            "math500",
+            "HuggingFaceH4/MATH-500",
+            "6e4ed1a2a79af7d8630a6b768ec859cb5af4d3be",
+            _math500,
+            split="test",
+            samples=8,
+        ),
+        HubTask(
+            "gpqa_diamond",
+            "Idavidrein/gpqa",
+            "633f5ee89ab8ad4522a9f850766b73f62147ffdd",
+            _gpqa,
+            config="gpqa_diamond",
+            grader="letter",
+            samples=16,
+            chance=0.25,
+        ),
+        HubTask(
+            "gpqa_diamond_published",
+            f"{PUBLISHED_CODE}/eval/reasoning_tasks/data/gpqa/test.jsonl",
+            None,
+            _gpqa_published,
+            grader="letter",
+            samples=16,
+            chance=0.25,
+        ),
+        HubTask(
+            "gsm8k",
+            "openai/gsm8k",
+            "cc7b047b6e5bb11b4f1af84efc572db110a51b3c",
+            _gsm8k,
+            config="main",
+            split="test",
+        ),
+    )
+}

@@ -1,0 +1,182 @@
+"""A sweep as a value: what one YAML file, or one command line, says."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Mapping
+from dataclasses import dataclass, field, fields
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from seergate.errors import SeergateError
+from seergate.eval.runner import RunOptions
+from seergate.eval.sampling import Sampling
+from seergate.eval.settings import MethodSpec, grid
+from seergate.eval.task import Task
+from seergate.eval.tasks import make_task
+from seergate.methods import Gate
+
+
+@dataclass(frozen=True)
+class SweepPlan:
+    """A grid of settings on one task, and how they are run. Lists are grids; each may be a single value in a file.
+
+    Attributes:
+        model: preset, directory or Hub id.
+        gates: adapter directory or Hub id; or block size -> adapter.
+        method: methods. ``dense`` runs once, and first.
+        budget: token budgets; empty takes the task's.
+        threshold: for methods that select blocks, beside the budgets.
+        block_size: tokens per block, for methods that select blocks; empty takes the gates', else 64.
+        dense_layers: choices of layers that stay dense.
+        task: name or file.
+        task_options: of the task, such as ``problems``.
+        samples, max_new_tokens, max_total_tokens, seed, batch_size, measure_recall: see `RunOptions`.
+        temperature, top_p, top_k, min_p: the sampling; without a temperature, the task's or the model's own.
+        workers: processes that generate beside the main one.
+        dtype, device, threads: how the model is loaded and run.
+        out: directory of the runs.
+    """
+
+    model: str = "tiny-reasoner"
+    gates: str | dict[int, str] | None = None
+    method: list[str] = field(default_factory=lambda: ["dense", "gate"])
+    budget: list[int] = field(default_factory=list)
+    threshold: list[float] = field(default_factory=list)
+    block_size: list[int] = field(default_factory=list)
+    dense_layers: list[tuple[int, ...]] = field(default_factory=lambda: [()])
+    task: str = "chain_sum"
+    task_options: dict[str, Any] = field(default_factory=dict)
+    samples: int | None = None
+    max_new_tokens: int | None = None
+    max_total_tokens: int | None = None
+    temperature: float | None = None
+    top_p: float = 1.0
+    top_k: int = 0
+    min_p: float = 0.0
+    seed: int = 0
+    batch_size: int | None = None
+    measure_recall: bool = False
+    workers: int = 0
+    dtype: str = "auto"
+    device: str = "auto"
+    threads: int | None = None
+    out: str | None = None
+
+    @classmethod
+    def read(cls, path: Path) -> SweepPlan:
+        """From a YAML file whose keys are the attributes.
+
+        Raises:
+            SeergateError: naming what is wrong.
+        """
+        try:
+            values = yaml.safe_load(path.read_text(encoding="utf-8"))
+        except FileNotFoundError:
+            raise SeergateError(f"the sweep file {path} does not exist") from None
+        except (yaml.YAMLError, UnicodeDecodeError) as error:
+            raise SeergateError(f"{path} is no YAML: {str(error).splitlines()[0]}") from error
+        if not isinstance(values, dict):
+            raise SeergateError(f"{path} does not hold 'name: value' lines")
+        return cls.of(values, str(path))
+
+    @classmethod
+    def of(cls, values: Mapping[str, Any], where: str = "the sweep") -> SweepPlan:
+        """From plain values; a single value stands for a list of one.
+
+        Raises:
+            SeergateError: for an unknown name or a value of another type.
+        """
+        known = {f.name: f for f in fields(cls)}
+        given: dict[str, Any] = {}
+        for name, value in values.items():
+            if name not in known:
+                near = difflib.get_close_matches(str(name), known, n=1)
+                hint = f"did you mean {near[0]!r}?" if near else f"it may have {', '.join(known)}"
+                raise SeergateError(f"{where} has no setting {name!r}; {hint}")
+            if name == "dense_layers":
+                value = _layers(value, where)
+            elif name in _GRIDS:
+                value = _listed(name, value, _GRIDS[name], where)
+            given[name] = value
+        return cls(**given)
+
+    def make_task(self) -> Task:
+        """The task."""
+        return make_task(self.task, **self.task_options)
+
+    def sampling(self) -> Sampling | None:
+        """How tokens are chosen, or ``None`` for the task's or the model's own way.
+
+        Raises:
+            SeergateError: for parameters that would have no effect.
+        """
+        if self.temperature is None:
+            if self.top_p != 1.0 or self.top_k or self.min_p:
+                raise SeergateError(
+                    "top-p, top-k and min-p have no effect without --temperature (in a file: temperature); give it too"
+                )
+            return None
+        return Sampling(self.temperature, self.top_k, self.top_p, self.min_p)
+
+    def specs(self, task: Task, gate_sizes: list[int]) -> list[MethodSpec]:
+        """The settings.
+
+        Args:
+            task: whose budgets are used if none are given.
+            gate_sizes: block sizes that there are gates for.
+
+        Raises:
+            SeergateError: if gates are asked for at a block size that there are none for.
+        """
+        sizes: list[int] = self.block_size or gate_sizes or [64]
+        budgets = self.budget or ([] if self.threshold else list(task.budgets))
+        specs = grid(self.method, budgets, list(sizes), self.dense_layers, self.threshold)
+        missing = sorted(set(sizes) - set(gate_sizes)) if Gate.name in self.method and gate_sizes else []
+        if missing:
+            raise SeergateError(
+                f"block_size is {missing[0]}, but these gates have {', '.join(map(str, gate_sizes))}; leave it out, "
+                "or give gates for each block size"
+            )
+        return specs
+
+    def options(self, **more: Any) -> RunOptions:
+        """How each setting is run."""
+        return RunOptions(
+            samples=self.samples,
+            max_new_tokens=self.max_new_tokens,
+            max_total_tokens=self.max_total_tokens,
+            sampling=self.sampling(),
+            seed=self.seed,
+            batch_size=self.batch_size,
+            measure_recall=self.measure_recall,
+            **more,
+        )
+
+
+_GRIDS: dict[str, tuple[type, ...]] = {
+    "method": (str,),
+    "budget": (int,),
+    "threshold": (float, int),
+    "block_size": (int,),
+}
+
+
+def _listed(name: str, value: Any, kinds: tuple[type, ...], where: str) -> list[Any]:
+    values = value if isinstance(value, list) else [value]
+    for item in values:
+        if not isinstance(item, kinds) or isinstance(item, bool):
+            raise SeergateError(f"{where}: {name} holds {item!r}; it must be a list of {kinds[0].__name__}")
+    return values
+
+
+def _layers(value: Any, where: str) -> list[tuple[int, ...]]:
+    """``[0, 1]`` is one choice of layers; ``[[], [0, 1]]`` are two."""
+    choices = value if isinstance(value, list) and all(isinstance(v, list) for v in value) and value else [value]
+    if not all(isinstance(choice, list) and all(type(i) is int for i in choice) for choice in choices):
+        raise SeergateError(
+            f"{where}: dense_layers is {value!r}; it must be a list of layers, or a list of such lists"
+        )
+    return [tuple(choice) for choice in choices]

@@ -1,0 +1,139 @@
+"""Cheap figures that predict the expensive one, measured in minutes on reference reasoning.
+
+* recall of teacher mass: what share of dense attention's probability fell on the tokens that a method read;
+* next-token KL: how far the next-token distribution moves from dense, in nats, KL(dense || method);
+* perplexity of the reference's tokens, under the method and under dense attention;
+* agreement: how often the most probable next token is the same.
+
+Every method is measured on the same contexts: windows of one fixed set of reference generations (the dense model's
+own, where there are any), read densely up to the window and then fed token by token. So figures can be compared
+between methods and budgets even where a method would have lost its way. What they leave out follows from that: errors
+do not build up over more than one window.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+from seergate.eval.engine import Batch, encode
+from seergate.host import Handle
+from seergate.methods import SelectingMethod
+
+WINDOWS, WINDOW_TOKENS = 16, 32
+ROWS = 4
+"""Windows that are decoded together; logits of a large vocabulary take much memory."""
+
+
+@dataclass(frozen=True)
+class Window:
+    """A place in a reference.
+
+    Attributes:
+        context: tokens before it.
+        tokens: the window's, and one more, which only is predicted.
+    """
+
+    context: list[int]
+    tokens: list[int]
+
+
+def windows_of(tokenizer: PreTrainedTokenizerBase, reference: Sequence[dict[str, Any]]) -> list[Window]:
+    """Places in reference generations that together cover all positions evenly.
+
+    Window ``i`` of ``n`` begins a fraction ``(i + 1/2) / n`` into the ``i``-th reference.
+
+    Args:
+        tokenizer: the model's.
+        reference: samples (``prompt``, ``completion``); the first ones that are longer than a window are used.
+    """
+    traces = []
+    for sample in reference:
+        tokens = list(tokenizer(sample["completion"], add_special_tokens=False)["input_ids"])
+        if len(tokens) > WINDOW_TOKENS + 1:
+            traces.append((encode(tokenizer, sample["prompt"]), tokens))
+        if len(traces) == WINDOWS:
+            break
+    windows = []
+    for i, (prompt, tokens) in enumerate(traces):
+        start = int((i + 0.5) / len(traces) * (len(tokens) - WINDOW_TOKENS - 1))
+        windows.append(Window(prompt + tokens[:start], tokens[start : start + WINDOW_TOKENS + 1]))
+    return windows
+
+
+@torch.inference_mode()
+def measure_proxies(
+    model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, handle: Handle, reference: Sequence[dict[str, Any]]
+) -> dict[str, Any] | None:
+    """Decode windows of reference generations under the attached method and compare with dense attention.
+
+    Args:
+        model: with the method attached.
+        tokenizer: the model's.
+        handle: of the method.
+        reference: see `windows_of`.
+
+    Returns:
+        ``next_token_kl``, ``perplexity``, ``dense_perplexity``, ``agreement``; ``recall``, ``recall_per_layer`` and
+        ``layers`` (``None`` for methods that do not select blocks: dense reads all of it, and what was evicted cannot
+        be weighed); ``windows`` and ``tokens_per_window``. ``None`` if no reference is longer than a window.
+    """
+    windows = windows_of(tokenizer, reference)
+    if not windows:
+        return None
+    weighed = isinstance(handle.method, SelectingMethod)
+    before, handle.measure_recall = handle.measure_recall, weighed
+    handle.reset_stats()
+    sums = torch.zeros(4, dtype=torch.float64)
+    try:
+        for first in range(0, len(windows), ROWS):
+            for window, sparse in _decoded(model, windows[first : first + ROWS]):
+                sums += _compare(_dense(model, window), sparse, torch.tensor(window.tokens[1:], device=sparse.device))
+        stats = handle.stats()
+    finally:
+        handle.measure_recall = before
+        handle.reset_stats()
+    kl, loss, dense_loss, agreement = (sums / (len(windows) * WINDOW_TOKENS)).tolist()
+    per_layer = stats.get("recall_per_layer") if weighed else None
+    known = [value for value in per_layer or [] if value is not None]
+    return {
+        "next_token_kl": kl,
+        "perplexity": math.exp(loss),
+        "dense_perplexity": math.exp(dense_loss),
+        "agreement": agreement,
+        "recall": sum(known) / len(known) if known else None,
+        "recall_per_layer": per_layer,
+        "layers": stats["layers"],
+        "windows": len(windows),
+        "tokens_per_window": WINDOW_TOKENS,
+    }
+
+
+def _decoded(model: PreTrainedModel, windows: list[Window]) -> list[tuple[Window, Tensor]]:
+    """The windows with the method's logits ``[WINDOW_TOKENS, V]`` after each of their tokens but the last."""
+    batch = Batch(model)
+    batch.add([window.context for window in windows])
+    steps = [batch.step([window.tokens[i] for window in windows]) for i in range(WINDOW_TOKENS)]
+    return list(zip(windows, torch.stack(steps, dim=1), strict=True))
+
+
+def _dense(model: PreTrainedModel, window: Window) -> Tensor:
+    """The same under dense attention: a forward pass without a cache never selects."""
+    ids = torch.tensor([window.context + window.tokens[:-1]], device=model.get_input_embeddings().weight.device)
+    return model(input_ids=ids, use_cache=False, logits_to_keep=WINDOW_TOKENS).logits[0]
+
+
+def _compare(dense: Tensor, sparse: Tensor, targets: Tensor) -> Tensor:
+    """Sums over a window: KL in nats, the method's loss, dense attention's loss, agreements."""
+    p, q = dense.float().log_softmax(-1), sparse.float().log_softmax(-1)
+    # clamped per position: KL is not negative, and what is below zero is rounding
+    kl = (p.exp() * (p - q)).sum(-1).clamp(min=0).double().sum()
+    loss, dense_loss = (-x.gather(-1, targets[:, None]).double().sum() for x in (q, p))
+    agreement = (p.argmax(-1) == q.argmax(-1)).double().sum()
+    return torch.stack((kl, loss, dense_loss, agreement)).cpu()

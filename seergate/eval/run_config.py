@@ -1,0 +1,74 @@
+"""The resolved configuration of a run: everything that shapes its results, as plain YAML types."""
+
+from __future__ import annotations
+
+from dataclasses import asdict
+from typing import Any
+
+import torch
+from transformers import PreTrainedModel
+
+from seergate.bank import GateBank
+from seergate.eval.engine import Limit
+from seergate.eval.environment import environment, fingerprint
+from seergate.eval.sampling import Sampling
+from seergate.eval.settings import MethodSpec
+from seergate.eval.task import Problem, Task, contents_hash
+from seergate.methods import Gate
+
+
+def run_config(
+    model: PreTrainedModel,
+    task: Task,
+    problems: list[Problem],
+    spec: MethodSpec,
+    bank: GateBank | None,
+    *,
+    samples: int,
+    limit: Limit,
+    sampling: Sampling,
+    seed: int,
+    model_name: str = "",
+    gates_name: str = "",
+    execution: dict[str, Any] | None = None,
+) -> dict[str, Any]:
+    """The contents of `config.yaml`.
+
+    Args:
+        model, task, problems, spec, bank: what is evaluated.
+        samples: per problem.
+        limit, sampling, seed: how answers are generated.
+        model_name, gates_name: paths or Hub ids.
+        execution: how it was run, as far as that does not shape results.
+    """
+    gates = None
+    if spec.name == Gate.name and bank is not None:
+        gates = {"path": gates_name, "fingerprint": fingerprint(bank)}
+    return {
+        "task": {
+            "name": task.name,
+            **task.options,
+            "n_problems": len(problems),
+            "grader": task.grader,
+            "chance": task.chance,
+            "contents": contents_hash(problems),
+        },
+        "method": spec.describe(bank),
+        "model": {
+            "path": model_name or str(model.config._name_or_path),
+            "type": model.config.model_type,
+            "parameters": sum(p.numel() for p in model.parameters()),
+            "dtype": str(model.dtype).removeprefix("torch."),
+            "fingerprint": fingerprint(model),
+        },
+        "gates": gates,
+        "generation": {
+            "samples": samples,
+            "max_new_tokens": limit.new_tokens,
+            "max_total_tokens": limit.total_tokens,
+            **asdict(sampling),
+            "seed": seed,
+        },
+        "environment": environment(model.device),
+        "execution": {"threads": torch.get_num_threads(), **(execution or {})},
+    }

@@ -1,0 +1,82 @@
+"""What a task is: problems, a grader, and how long and how often each is answered."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+from seergate.errors import SeergateError
+from seergate.eval.sampling import Sampling
+
+
+@dataclass(frozen=True)
+class Problem:
+    """One problem.
+
+    Attributes:
+        problem_id: unique within its task.
+        gold: the right answer, as the grader wants it.
+        messages: the conversation so far, for the model's chat template.
+        prompt: the text to continue as it is, instead of ``messages``.
+    """
+
+    problem_id: str
+    gold: str
+    messages: tuple[dict[str, str], ...] = ()
+    prompt: str | None = None
+
+
+@dataclass(frozen=True)
+class Task:
+    """A declaration of a task.
+
+    Attributes:
+        name: such as ``"chain_sum"``.
+        load: makes the iterator over its problems.
+        grader: a key of `seergate.eval.grading.GRADERS`.
+        max_new_tokens: how many tokens an answer may have if nothing else is said; ``None`` for no such limit.
+        max_total_tokens: how many tokens prompt and answer may have together; ``None`` for no such limit.
+        samples: how many answers per problem if nothing else is said.
+        sampling: how tokens are chosen if nothing else is said; ``None`` for the model's generation configuration.
+        chance: accuracy of guessing, if that is worth knowing.
+        budgets: token budgets that are worth comparing if nothing else is said.
+        options: what the task was made with; pinned with the results.
+    """
+
+    name: str
+    load: Callable[[], Iterator[Problem]]
+    grader: str
+    max_new_tokens: int | None = None
+    max_total_tokens: int | None = None
+    samples: int = 1
+    sampling: Sampling | None = None
+    chance: float | None = None
+    budgets: tuple[int, ...] = (1024, 2048, 4096, 6144)
+    options: dict[str, Any] = field(default_factory=dict)
+
+    def problems(self) -> list[Problem]:
+        """All problems.
+
+        Raises:
+            SeergateError: if there is none, or if two share an id.
+        """
+        problems = list(self.load())
+        if not problems:
+            raise SeergateError(f"the task {self.name!r} has no problems")
+        seen: set[str] = set()
+        for problem in problems:
+            if problem.problem_id in seen:
+                raise SeergateError(f"the task {self.name!r} has the problem id {problem.problem_id!r} twice")
+            seen.add(problem.problem_id)
+        return problems
+
+
+def contents_hash(problems: list[Problem]) -> str:
+    """Sixteen hexadecimal digits that change with any problem."""
+    digest = hashlib.sha256()
+    for p in problems:
+        digest.update(json.dumps([p.problem_id, p.gold, p.messages, p.prompt], ensure_ascii=False).encode())
+    return digest.hexdigest()[:16]
