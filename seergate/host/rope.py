@@ -77,11 +77,12 @@ class Rotary:
         square = (cos.float().square() + sin.float().square()).amax().item()  # attention factor squared
         turned = self._turn(x.float(), cos.float(), -sin.float())
         if square != 1.0:
-            width = 2 * self._frequencies().numel()  # of the rotated part; some families hand out cosines half as wide
+            width = 2 * self.frequencies().numel()  # of the rotated part; some families hand out cosines half as wide
             turned = torch.cat((turned[..., :width] / square, turned[..., width:]), -1)
         return turned.to(x.dtype)
 
-    def _frequencies(self) -> Tensor:
+    def frequencies(self) -> Tensor:
+        """Radians per position of each pair that is rotated."""
         return model_frequencies(self._embedding, self._layer_type)[1]
 
     def _angles(self, x: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:

@@ -22,10 +22,11 @@ from seergate.methods.rpc import RPC
 from seergate.methods.snapkv import SnapKV
 from seergate.methods.streaming_llm import StreamingLLM
 from seergate.methods.tova import TOVA
+from seergate.methods.tri_attention import TriAttention
 
 _ALL = (
     *(Gate, Oracle, Quest, Dense, Random),
-    *(StreamingLLM, H2O, TOVA, SnapKV, RKV, RaaS, RPC, LazyEviction, RandomEvict),
+    *(StreamingLLM, H2O, TOVA, SnapKV, RKV, RaaS, RPC, LazyEviction, RandomEvict, TriAttention),
 )
 METHODS: dict[str, type[Method]] = {method.name: method for method in _ALL}
 
@@ -48,6 +49,7 @@ __all__ = [
     "SelectingMethod",
     "SnapKV",
     "StreamingLLM",
+    "TriAttention",
     "make_method",
     "method_class",
 ]
@@ -81,4 +83,6 @@ def make_method(name: str, **options: Any) -> Method:
         raise SeergateError(f"the method {name!r} has no option {', '.join(map(repr, unknown))}; it has {has}")
     if name == Gate.name and "bank" not in options:
         raise SeergateError("the method 'gate' needs gates: pass a GateBank instead of its name, or bank=")
+    if name == TriAttention.name and "centres" not in options:
+        raise SeergateError("the method 'tri_attention' needs centres=, the file that seergate calibrate writes")
     return kind(**options)

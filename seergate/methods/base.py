@@ -31,6 +31,10 @@ class Rotary(Protocol):
         """Undo `rotate`."""
         ...
 
+    def frequencies(self) -> Tensor:
+        """Radians per position of each pair that is rotated, the first pair's first."""
+        ...
+
 
 @dataclass(frozen=True)
 class LayerSpec:

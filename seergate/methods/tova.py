@@ -50,34 +50,20 @@ class TOVAState(BudgetedState):
     def __init__(self, spec: LayerSpec, method: TOVA) -> None:
         super().__init__(spec, method)
         self.scope = method.scope
-        self.weights: list[Tensor] = []  # per row, [K, G, T]
-
-    @torch.no_grad()
-    def append(self, step: Step) -> None:
-        """See `LayerState`."""
-        super().append(step)
-        if step.q_BHSD.shape[2] == 1:
-            return  # `attend` weighs it
-        self.weights = [
-            causal_softmax(
-                step.q_BHSD[row : row + 1, :, count - 1 : count],
-                step.k_BKSD[row : row + 1, :, :count],
-                count - 1,
-                step,
-            )[0, :, :, 0]
-            if count
-            else step.q_BHSD.new_zeros(1, 1, 0)
-            for row, count in enumerate(step.counts)
-        ]
+        self.p_BKGT = torch.zeros(0)
 
     @torch.no_grad()
     def attend(self, step: Step) -> Tensor:
         """See `EvictingState`."""
-        output, p_BKGT = attend_and_weigh(step)
-        self.weights = list(p_BKGT)
+        output, self.p_BKGT = attend_and_weigh(step)
         return output
 
     def importance(self, step: Step, row: int) -> Tensor:
         """See `BudgetedState`."""
-        p_KGT = self.weights[row][..., : step.ends[row]]
+        held = step.ends[row]
+        if step.q_BHSD.shape[2] == 1:
+            p_KGT = self.p_BKGT[row, ..., :held]
+        else:  # of a prompt the last query counts
+            newest, keys = step.q_BHSD[row : row + 1, :, held - 1 : held], step.k_BKSD[row : row + 1, :, :held]
+            p_KGT = causal_softmax(newest, keys, held - 1, step)[0, :, :, 0]
         return p_KGT.mean((0, 1))[None] if self.scope == "layer" else p_KGT.mean(1)

@@ -1,0 +1,261 @@
+"""TriAttention: score keys by where a head's queries usually point (arXiv 2604.04921)."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import ClassVar
+
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+from torch import Tensor
+
+from seergate.errors import SeergateError
+from seergate.methods.base import LayerSpec, LayerState, Method, Rotary, Step
+from seergate.methods.budgeted import BudgetedMethod, BudgetedState
+from seergate.methods.checks import check_choice, check_counts
+from seergate.methods.scoring import reduced
+
+
+@dataclass(frozen=True)
+class Centres:
+    """What calibration finds out about a model's queries before RoPE.
+
+    Attributes:
+        mean: per layer ``[H, D]``, the mean query of each head.
+        modulus: per layer ``[H, M]``, the mean length of each head's RoPE pairs, then of the dimensions that RoPE
+            leaves alone.
+        tokens: how many queries went in.
+    """
+
+    mean: dict[int, Tensor] = field(repr=False)
+    modulus: dict[int, Tensor] = field(repr=False)
+    tokens: int
+
+    def save(self, path: str | os.PathLike[str]) -> None:
+        """Write one safetensors file."""
+        tensors = {f"layers.{layer}.mean": tensor for layer, tensor in self.mean.items()}
+        tensors |= {f"layers.{layer}.modulus": tensor for layer, tensor in self.modulus.items()}
+        tensors = {name: tensor.float().cpu().contiguous() for name, tensor in tensors.items()}
+        save_file(tensors, path, metadata={"tri_attention": json.dumps({"tokens": self.tokens})})
+
+    @classmethod
+    def load(cls, path: str | os.PathLike[str]) -> Centres:
+        """Read what `save` wrote.
+
+        Raises:
+            SeergateError: if it is not such a file.
+        """
+        if not Path(path).is_file():
+            raise SeergateError(f"{path} is no file; TriAttention needs what seergate calibrate wrote")
+        found: dict[str, dict[int, Tensor]] = {"mean": {}, "modulus": {}}
+        try:
+            with safe_open(path, framework="pt") as file:
+                tokens = json.loads((file.metadata() or {})["tri_attention"])["tokens"]
+                for name in file.keys():  # noqa: SIM118 - not a dictionary
+                    _, layer, kind = name.split(".")
+                    found[kind][int(layer)] = file.get_tensor(name)
+        except (SafetensorError, OSError, KeyError, ValueError) as error:
+            raise SeergateError(
+                f"{path} does not hold TriAttention's centres; seergate calibrate makes them"
+            ) from error
+        return cls(found["mean"], found["modulus"], int(tokens))
+
+
+@dataclass(kw_only=True)
+class TriAttention(BudgetedMethod):
+    """Keep the tokens that a head's average query will attend to most, averaged over the distances to come.
+
+    A head's queries before RoPE cluster around a mean. Rotated to the positions to come, that mean predicts the
+    logits of future queries; ``(mean modulus - modulus of the mean) * |k|``, summed over RoPE's pairs, is added for
+    what does not cluster. Scores are standardised over the competing tokens, per query head.
+
+    The prompt stays and counts in the budget, as in the authors' runner. The rotated mean is one vector per query
+    head, whose product with the cached keys is the paper's sum of cosines, so no key is rotated back and no position
+    is stored. The authors' modes that couple the same head number of different layers, or all layers, are not here.
+
+    Attributes:
+        centres: what calibration found, or the file that it was saved to.
+        recent_tokens: this many of the newest always stay; none in the authors' runner, 128 in their server plugin.
+        offsets: distances into the future are 1, 2, 4, ... up to this.
+        offset_reduction: ``"mean"`` or ``"max"`` over them.
+        group_reduction: ``"max"`` or ``"mean"`` over the query heads of a group.
+    """
+
+    name: ClassVar[str] = "tri_attention"
+    centres: Centres | str
+    token_budget: int = 2048
+    interval: int = 128
+    prompt: str = "pinned"
+    recent_tokens: int = 0
+    offsets: int = 65536
+    offset_reduction: str = "mean"
+    group_reduction: str = "max"
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check_counts(self, recent_tokens=0, offsets=1)
+        check_choice(self, offset_reduction=("mean", "max"), group_reduction=("max", "mean"))
+        self.check_recent("recent_tokens")
+        if not isinstance(self.centres, (Centres, str, os.PathLike)):
+            raise ValueError(
+                f"centres is a {type(self.centres).__name__}; it must be Centres or the path of their file"
+            )
+        self.found = self.centres if isinstance(self.centres, Centres) else Centres.load(self.centres)
+
+    @property
+    def recent(self) -> int:
+        """See `BudgetedMethod`."""
+        return self.recent_tokens
+
+    def new_state(self, spec: LayerSpec) -> LayerState:
+        """See `Method`.
+
+        Raises:
+            SeergateError: if the centres are another model's.
+        """
+        mean, pairs = self.found.mean.get(spec.layer), Pairs(spec.rotary, spec.head_dim, spec.device)
+        modulus = self.found.modulus.get(spec.layer)
+        shapes = ((spec.num_heads, spec.head_dim), (spec.num_heads, pairs.count))
+        if mean is None or modulus is None or (tuple(mean.shape), tuple(modulus.shape)) != shapes:
+            raise SeergateError(
+                f"the centres have nothing for layer {spec.layer} of {spec.num_heads} heads of width {spec.head_dim}; "
+                "they are another model's"
+            )
+        return TriAttentionState(spec, self, pairs, mean, modulus)
+
+
+class TriAttentionState(BudgetedState):
+    """Remembers nothing beyond the cache."""
+
+    def __init__(self, spec: LayerSpec, method: TriAttention, pairs: Pairs, mean: Tensor, modulus: Tensor) -> None:
+        super().__init__(spec, method)
+        self.method, self.pairs = method, pairs
+        wide = torch.promote_types(spec.dtype, torch.float32)
+        mean, modulus = mean.to(spec.device, wide), modulus.to(spec.device, wide)
+        offsets = 2.0 ** torch.arange(int(math.log2(method.offsets)) + 1, device=spec.device)
+        turned_HOD = pairs.turn(mean, offsets)
+        self.ahead_HOD = turned_HOD.mean(1, keepdim=True) if method.offset_reduction == "mean" else turned_HOD
+        self.spread_HM = modulus - pairs.modulus(mean)
+
+    @torch.no_grad()
+    def importance(self, step: Step, row: int) -> Tensor:
+        """See `BudgetedState`."""
+        method, spec = self.method, self.spec
+        pinned = 0 if method.prompt == "evictable" else self.prompts[row]
+        competing = slice(pinned, step.ends[row] - method.recent_tokens)
+        keys_KTD = step.keys_BKCD[row, :, competing].to(self.spread_HM.dtype)
+        next_position = self.seen(row) + (step.offsets[row] if step.offsets else 0)
+        positions = torch.full((1, self.ahead_HOD.shape[1]), next_position, device=spec.device)
+        queries_HOD = spec.rotary.rotate(self.ahead_HOD[None], positions)[0]
+        score_KGT = tri_scores(queries_HOD, self.spread_HM * self.pairs.scale, keys_KTD, self.pairs)
+        centred = score_KGT - score_KGT.mean(-1, keepdim=True)
+        standard = centred / centred.square().mean(-1, keepdim=True).sqrt().clamp(min=1e-6)
+        scores_KT = reduced(standard, method.group_reduction, 1)
+        return torch.nn.functional.pad(scores_KT, (pinned, method.recent_tokens))
+
+
+def tri_scores(queries_HOD: Tensor, spread_HM: Tensor, keys_KTD: Tensor, pairs: Pairs) -> Tensor:
+    """TriAttention's score before standardisation, ``[K, G, T]``: the largest of the products with a head's queries
+    (one per offset), and the spread times the moduli of the key.
+    """
+    heads = keys_KTD.shape[0]
+    products_KGOT = queries_HOD.unflatten(0, (heads, -1)) @ keys_KTD[:, None].transpose(-1, -2)
+    return products_KGOT.amax(2) + spread_HM.unflatten(0, (heads, -1)) @ pairs.modulus(keys_KTD).transpose(-1, -2)
+
+
+class Pairs:
+    """Which dimensions RoPE turns together, in whatever layout the model has, found by turning unit vectors.
+
+    Args:
+        rotary: the model's RoPE.
+        head_dim: D.
+        device: where to compute.
+
+    Attributes:
+        count: pairs and untouched dimensions together.
+        scale: ``[count]``, the factor that RoPE puts on each.
+    """
+
+    def __init__(self, rotary: Rotary, head_dim: int, device: torch.device) -> None:
+        units = torch.eye(head_dim, device=device)[None, None]
+        still, turned = (
+            rotary.rotate(units, torch.full((1, head_dim), position, device=device))[0, 0] for position in (0, 1)
+        )
+        crossed = turned - torch.diag(turned.diagonal())
+        self.real = (crossed.amax(1) > 0).nonzero()[:, 0]  # the unit vector turns towards its partner, not away
+        self.imaginary = crossed[self.real].argmax(1)
+        touched = torch.cat((self.real, self.imaginary))
+        self.plain = torch.tensor([d for d in range(head_dim) if d not in touched.tolist()], device=device).long()
+        self.count = len(self.real) + len(self.plain)
+        self.scale = still.diagonal()[torch.cat((self.real, self.plain))]
+        self.frequencies = rotary.frequencies().float().to(device) if len(self.real) else torch.zeros(0, device=device)
+        sines = crossed[self.real, self.imaginary] / self.scale[: len(self.real)]
+        if not torch.allclose(sines, self.frequencies.sin(), rtol=1e-2, atol=1e-4):
+            raise SeergateError("this model's RoPE is laid out in a way that TriAttention does not know")
+
+    def modulus(self, x: Tensor) -> Tensor:
+        """Lengths of the pairs of ``x [..., D]``, then of the untouched dimensions: ``[..., count]``."""
+        pairs = torch.hypot(x[..., self.real], x[..., self.imaginary])
+        return torch.cat((pairs, x[..., self.plain].abs()), dim=-1)
+
+    def turn(self, x_HD: Tensor, offsets: Tensor) -> Tensor:
+        """``x`` turned by each offset (positions), without RoPE's scale: ``[H, O, D]``."""
+        angles = offsets.double()[:, None] * self.frequencies.double()
+        cos, sin = angles.cos().to(x_HD.dtype), angles.sin().to(x_HD.dtype)
+        real, imaginary = x_HD[:, None, self.real], x_HD[:, None, self.imaginary]
+        turned = x_HD[:, None].repeat(1, len(offsets), 1)
+        turned[..., self.real] = real * cos - imaginary * sin
+        turned[..., self.imaginary] = imaginary * cos + real * sin
+        return turned
+
+
+@dataclass(kw_only=True)
+class QueryCentres(Method):
+    """Calibration of `TriAttention`: dense attention that sums up the queries that pass. Not a method to decode with.
+
+    Attributes:
+        sums: per layer, the sum of queries, the sum of moduli, and their number; in float64.
+    """
+
+    name: ClassVar[str] = "query_centres"
+    sums: dict[int, tuple[Tensor, Tensor, int]] = field(default_factory=dict, init=False, repr=False)
+
+    def new_state(self, spec: LayerSpec) -> LayerState:
+        """See `Method`."""
+        return QueryCentresState(spec, self)
+
+    def centres(self) -> Centres:
+        """The means so far.
+
+        Raises:
+            SeergateError: if nothing has passed.
+        """
+        if not self.sums:
+            raise SeergateError("no query has passed, so there is nothing to average")
+        mean = {layer: (total / count).float() for layer, (total, _, count) in self.sums.items()}
+        modulus = {layer: (total / count).float() for layer, (_, total, count) in self.sums.items()}
+        return Centres(mean, modulus, min(count for _, _, count in self.sums.values()))
+
+
+class QueryCentresState(LayerState):
+    """Adds to its method's sums."""
+
+    def __init__(self, spec: LayerSpec, method: QueryCentres) -> None:
+        super().__init__(spec)
+        self.method, self.pairs = method, Pairs(spec.rotary, spec.head_dim, spec.device)
+
+    @torch.no_grad()
+    def append(self, step: Step) -> None:
+        """See `LayerState`."""
+        q_HSD = torch.cat([step.q_pre_BHSD[row, :, :count] for row, count in enumerate(step.counts)], dim=1).double()
+        total, moduli, count = self.method.sums.get(self.spec.layer, (0, 0, 0))
+        self.method.sums[self.spec.layer] = (
+            total + q_HSD.sum(1),
+            moduli + self.pairs.modulus(q_HSD).sum(1),
+            count + q_HSD.shape[1],
+        )

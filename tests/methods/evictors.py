@@ -1,0 +1,169 @@
+"""The table of evicting methods: what the shared tests run, one row each. A new evictor adds a row."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+
+import seergate
+from seergate import methods
+from seergate.methods.base import EvictingMethod
+from seergate.methods.tri_attention import Centres, QueryCentres
+from tests.methods import naive
+from tests.models import prompt, tiny_model
+
+GROUPS = {1: (2, 2), 4: (8, 2), 5: (10, 2)}
+"""Query heads per KV head -> query heads, KV heads."""
+
+
+def model_of(group: int, dtype: torch.dtype = torch.float32, **options: Any) -> Any:
+    heads, kv_heads = GROUPS[group]
+    return tiny_model("qwen3", dtype=dtype, num_attention_heads=heads, num_key_value_heads=kv_heads, **options)
+
+
+def centres(model: Any) -> Centres:
+    recorder = QueryCentres()
+    with seergate.attached(model, recorder):
+        model.generate(input_ids=prompt(200, 77), max_new_tokens=2)
+    return recorder.centres()
+
+
+def _tri(model: Any, **options: Any) -> EvictingMethod:
+    return methods.TriAttention(centres=centres(model), **options)
+
+
+def _naive_tri(model: Any, *args: Any, **options: Any) -> naive.Tri:
+    found, rope = centres(model), model.model.rotary_emb
+    return naive.Tri(
+        *args,
+        mean={layer: mean.double().numpy() for layer, mean in found.mean.items()},
+        modulus={layer: modulus.double().numpy() for layer, modulus in found.modulus.items()},
+        frequencies=rope.inv_freq.double().numpy(),
+        factor=rope.attention_scaling,
+        **options,
+    )
+
+
+def _variant(policy: Any, **options: Any) -> Any:
+    for name, value in options.items():
+        setattr(policy, name, value)
+    return policy
+
+
+@dataclass(frozen=True)
+class Evictor:
+    """A method small enough to evict in a test.
+
+    Attributes:
+        method: makes it for a model.
+        policy: makes its simulation.
+        bound: the most that a row with this prompt may hold after so many decoded tokens.
+        pins_prompt: whether the prompt is never evicted.
+    """
+
+    method: Callable[[Any], EvictingMethod]
+    policy: Callable[[Any], Any]
+    bound: Callable[[int, int], int]
+    pins_prompt: bool = False
+    covering: dict[str, int] | None = None
+    """Options with which nothing is evicted in a short test; a large token budget by default."""
+
+    def covers(self, model: Any) -> EvictingMethod:
+        """The method with room for everything."""
+        return replace(self.method(model), **(self.covering or {"token_budget": 4096}))
+
+
+def _pages(prompt_tokens: int, page: int) -> int:
+    return -(-prompt_tokens // page) * page
+
+
+C = 24
+EVICTORS = {
+    "h2o": Evictor(
+        lambda m: methods.H2O(token_budget=C, recent_tokens=10),
+        lambda m: naive.H2O(C, recent=10),
+        lambda n, t: C + 1,
+    ),
+    "h2o mean, in batches": Evictor(
+        lambda m: methods.H2O(token_budget=C, normalise="mean", interval=5),
+        lambda m: naive.MeanH2O(C, interval=5, recent=C // 2),
+        lambda n, t: C + 5,
+    ),
+    "tova": Evictor(
+        lambda m: methods.TOVA(token_budget=C),
+        lambda m: naive.TOVA(C, recent=1),
+        lambda n, t: C + 1,
+    ),
+    "tova faithful": Evictor(
+        lambda m: methods.TOVA(token_budget=C, protect_current=False),
+        lambda m: naive.TOVA(C),
+        lambda n, t: C + 1,
+    ),
+    "lazy_eviction": Evictor(
+        lambda m: methods.LazyEviction(token_budget=C, window=7, alpha=naive.Lazy.alpha),
+        lambda m: naive.Lazy(C, interval=7, recent=7, periodic=True, at_prompt=False),
+        lambda n, t: max(n, C) + 7 if t <= 7 else C + 7,
+    ),
+    "snapkv": Evictor(
+        lambda m: methods.SnapKV(token_budget=C, window=6, interval=8, kernel=5),
+        lambda m: naive.SnapKV(C, interval=8, recent=6, periodic=True),
+        lambda n, t: C + 8,
+    ),
+    "r_kv": Evictor(
+        lambda m: methods.RKV(token_budget=C, window=4, interval=8, kernel=5),
+        lambda m: naive.RKV(C, interval=8, recent=4, periodic=True),
+        lambda n, t: C + 8,
+    ),
+    "raas": Evictor(
+        lambda m: methods.RaaS(token_budget=C, block_size=4),
+        lambda m: naive.RaaS(C, 4),
+        lambda n, t: _pages(n, 4) + C + 1,
+        pins_prompt=True,
+    ),
+    "raas threshold": Evictor(
+        lambda m: methods.RaaS(token_budget=C, block_size=4, threshold=0.05),
+        lambda m: naive.RaaS(C, 4, threshold=0.05),
+        lambda n, t: _pages(n, 4) + C + 1,
+        pins_prompt=True,
+    ),
+    "rpc": Evictor(
+        lambda m: methods.RPC(interval=12, window=4),
+        lambda m: naive.RPC(12, 4),
+        lambda n, t: n + max(0, (t - 5) // 12) * 3 + 12 + 4,
+        pins_prompt=True,
+        covering={"ratio": 1},
+    ),
+    "rpc per head": Evictor(
+        lambda m: methods.RPC(interval=12, window=4, scope="kv_head"),
+        lambda m: naive.RPC(12, 4, layer_wide=False),
+        lambda n, t: n + max(0, (t - 5) // 12) * 3 + 12 + 4,
+        pins_prompt=True,
+        covering={"ratio": 1},
+    ),
+    "random_evict": Evictor(
+        lambda m: methods.RandomEvict(token_budget=C, interval=6),
+        lambda m: naive.Random(C, interval=6, pinned=True),
+        lambda n, t: max(C, n + 6) + 6,
+        pins_prompt=True,
+    ),
+    "random_evict reservoir": Evictor(
+        lambda m: methods.RandomEvict(token_budget=C, interval=6, law="reservoir", recent_tokens=3, seed=5),
+        lambda m: _variant(naive.Random(C, interval=6, recent=3, pinned=True), seed=5, redraw=False),
+        lambda n, t: max(C, n + 6) + 6,
+        pins_prompt=True,
+    ),
+    "tri_attention": Evictor(
+        lambda m: _tri(m, token_budget=C, interval=6),
+        lambda m: _naive_tri(m, C, interval=6, pinned=True),
+        lambda n, t: max(C, n + 6) + 6,
+        pins_prompt=True,
+    ),
+    "tri_attention max": Evictor(
+        lambda m: _tri(m, token_budget=C, interval=6, offset_reduction="max", prompt="evictable", recent_tokens=2),
+        lambda m: _variant(_naive_tri(m, C, interval=6, recent=2), reduce="max"),
+        lambda n, t: C + 6,
+    ),
+}

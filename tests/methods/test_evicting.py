@@ -1,0 +1,223 @@
+"""Every evicting method: what all must hold, and token for token what a simulation of its paper's equations gives."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from transformers import DynamicCache
+
+import seergate
+from seergate.methods.budgeted import BudgetedState
+from seergate.methods.raas import RaaSState
+from seergate.methods.rpc import RPCState
+from tests.methods.evictors import EVICTORS, GROUPS, model_of
+from tests.methods.naive import Simulation
+from tests.models import left_padded, prompt
+
+NAMES = list(EVICTORS)
+PROMPTS = (40, 9, 23)
+"""Longer than the budget of 24, shorter, and one that the first tokens fill up."""
+
+
+def forced_run(model, method, rows, forced, each=None):
+    """Logits ``[B, 1 + n, V]`` after the prompts and after each of the forced tokens ``[B, n]``."""
+    batch, cache, found = left_padded(rows), DynamicCache(), []
+    mask, ids = batch["attention_mask"], batch["input_ids"]
+    with seergate.attached(model, method), torch.inference_mode():
+        for step in range(forced.shape[1] + 1):
+            positions = (mask.cumsum(1) - 1).clamp(min=0)[:, -ids.shape[1] :]
+            out = model(input_ids=ids, attention_mask=mask, position_ids=positions, past_key_values=cache)
+            found.append(out.logits[:, -1])
+            if each is not None:
+                each(step, cache)
+            if step < forced.shape[1]:
+                ids = forced[:, step : step + 1]
+                mask = torch.cat((mask, torch.ones_like(ids)), 1)
+    return torch.stack(found, 1), cache
+
+
+def against_simulation(name, group, steps, lengths=PROMPTS, **options):
+    model = model_of(group, torch.float64, **options)
+    rows = [prompt(length, seed) for seed, length in enumerate(lengths)]
+    forced = torch.cat([prompt(steps, 100 + seed) for seed in range(len(rows))])
+    found, cache = forced_run(model, EVICTORS[name].method(model), rows, forced)
+    for row, ids in enumerate(rows):
+        policy = EVICTORS[name].policy(model)
+        with Simulation(model, policy) as simulation, torch.inference_mode():
+            expected = simulation.logits(ids, forced[row])
+        assert torch.equal(found[row].argmax(-1), expected.argmax(-1))
+        torch.testing.assert_close(found[row], expected, rtol=1e-4, atol=1e-4)
+        for index, past in simulation.layers.items():
+            layer = cache.layers[index]
+            assert past.alive.sum(1).tolist() == [layer.row_lengths[row]] * len(past.alive)
+            for head, alive in enumerate(past.alive):
+                kept = torch.from_numpy(past.keys[alive, head])
+                torch.testing.assert_close(layer.keys[row, head, : len(kept)], kept, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("group", GROUPS)
+@pytest.mark.parametrize("name", NAMES)
+def test_against_a_simulation_that_keeps_everything(name, group):
+    """In a ragged batch of three, logits at every step and at the end the very keys that are kept."""
+    against_simulation(name, group, 50)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1800)
+@pytest.mark.parametrize("name", NAMES)
+def test_against_a_simulation_for_500_steps(name):
+    against_simulation(name, 4, 500)
+
+
+@pytest.fixture
+def steps_seen(monkeypatch):
+    """Every step that reaches `keep`, right after its attention and before anything leaves: (state, step)."""
+    seen = []
+    for kind in {BudgetedState, RaaSState, RPCState}:
+
+        def spied(self, step, keep=kind.keep):
+            seen.append((self, step))
+            return keep(self, step)
+
+        monkeypatch.setattr(kind, "keep", spied)
+    return seen
+
+
+@pytest.mark.parametrize("group", GROUPS)
+@pytest.mark.parametrize("name", NAMES)
+def test_a_budget_for_everything_is_the_plain_model(name, group):
+    """Invariants 1 and 6: equal to dense attention at every step, alone and in a batch, twice."""
+    model = model_of(group)
+    for rows in ([prompt(21, 4)], [prompt(length, seed) for seed, length in enumerate(PROMPTS)]):
+        forced = torch.cat([prompt(30, 100 + seed) for seed in range(len(rows))])
+        plain, _ = forced_run(model, "dense", rows, forced)
+        method = EVICTORS[name].covers(model)
+        for _ in range(2):
+            found, cache = forced_run(model, method, rows, forced)
+            torch.testing.assert_close(found, plain, rtol=2e-4, atol=2e-4)
+        assert cache.layers[0].row_lengths == [row.shape[1] + 30 for row in rows]
+
+
+@pytest.mark.parametrize("group", GROUPS)
+@pytest.mark.parametrize("name", NAMES)
+def test_what_is_resident(name, group, steps_seen):
+    """Invariants 2, 3 and 4: the newest key is there when its query attends, never more than the stated bound is
+    resident, and whatever stays is bit for bit what came, in the order in which it came.
+    """
+    model, evictor = model_of(group), EVICTORS[name]
+    rows = [prompt(length, seed) for seed, length in enumerate(PROMPTS)]
+    forced = torch.cat([prompt(40, 100 + seed) for seed in range(3)])
+    came = {(layer, row): [] for layer in range(2) for row in range(3)}
+    _, cache = forced_run(model, evictor.method(model), rows, forced)
+    assert len(steps_seen) == 2 * 41
+    for state, step in steps_seen:
+        for row, (start, count) in enumerate(zip(step.starts, step.counts, strict=True)):
+            new = step.k_BKSD[row, :, :count]
+            came[state.spec.layer, row] += list(new.unbind(1))
+            decoded = len(came[state.spec.layer, row]) - PROMPTS[row]
+            if decoded:
+                assert start + count <= evictor.bound(PROMPTS[row], decoded)
+    for (index, row), keys in came.items():
+        layer, keys = cache.layers[index], torch.stack(keys, 1)
+        length = layer.row_lengths[row]
+        assert length < len(keys[0]), "something must have been evicted"
+        for head in range(len(keys)):
+            same = (layer.keys[row, head, :length, None] == keys[head]).all(-1)
+            assert same.any(1).all()
+            places = same.int().argmax(1)
+            assert ((places.diff() > 0).all() and places[-1] == len(keys[0]) - 1) or "faithful" in name
+            if evictor.pins_prompt:
+                assert places[: PROMPTS[row]].tolist() == list(range(PROMPTS[row]))
+
+
+@pytest.mark.parametrize("group", GROUPS)
+@pytest.mark.parametrize("name", NAMES)
+def test_a_row_is_the_same_alone_and_in_a_batch(name, group):
+    """Invariants 5 and 6: whatever else is in the batch, and however often it is run."""
+    model = model_of(group)
+    method = EVICTORS[name].method(model)
+    rows = [prompt(length, seed) for seed, length in enumerate(PROMPTS)]
+    with seergate.attached(model, method):
+        together = model.generate(**left_padded(rows), max_new_tokens=40)
+        assert torch.equal(model.generate(**left_padded(rows), max_new_tokens=40), together)
+        for i, row in enumerate(rows):
+            alone = model.generate(input_ids=row, max_new_tokens=40)
+            assert torch.equal(alone[0, row.shape[1] :], together[i, max(PROMPTS) :])
+
+
+@pytest.mark.parametrize("length", [1, 2, 5, 24, 25, 31, 100])
+@pytest.mark.parametrize("name", NAMES)
+def test_prompts_of_any_length(name, length):
+    """Invariant 7, in half precision."""
+    model = model_of(4, torch.bfloat16)
+    with seergate.attached(model, EVICTORS[name].method(model)) as handle:
+        assert model.generate(input_ids=prompt(length), max_new_tokens=30).shape == (1, length + 30)
+        assert 0 < handle.stats()["density"] <= 1
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_reordering_and_selecting_rows(name):
+    model = model_of(4)
+    rows = [prompt(length, seed) for seed, length in enumerate(PROMPTS)]
+    order = torch.tensor([2, 0, 2])
+    forced = torch.cat([prompt(40, 100 + seed) for seed in range(3)])
+    whole, _ = forced_run(model, EVICTORS[name].method(model), rows, forced)
+
+    batch, cache = left_padded(rows), DynamicCache()
+    mask, ids = batch["attention_mask"], batch["input_ids"]
+    with seergate.attached(model, EVICTORS[name].method(model)), torch.inference_mode():
+        for step in range(41):
+            positions = (mask.cumsum(1) - 1).clamp(min=0)[:, -ids.shape[1] :]
+            out = model(input_ids=ids, attention_mask=mask, position_ids=positions, past_key_values=cache)
+            expected = whole[:, step] if step <= 15 else whole[order, step]
+            torch.testing.assert_close(out.logits[:, -1], expected, rtol=1e-4, atol=1e-4)
+            if step == 15:
+                cache.reorder_cache(order)
+                mask, forced = mask[order], forced[order]
+            if step < 40:
+                ids = forced[:, step : step + 1]
+                mask = torch.cat((mask, torch.ones_like(ids)), 1)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_memory_is_flat_and_stays_where_it_is(name):
+    """Once the budget is reached neither the cache nor a state grows, and the cache's buffers are not replaced."""
+    model, held = model_of(4), []
+    places = set()
+
+    def note(step, cache):
+        layer = cache.layers[1]
+        held.append(layer.nbytes)
+        if step > 60:
+            places.add(layer.keys.data_ptr())
+
+    forced = prompt(160, 9)
+    _, cache = forced_run(model, EVICTORS[name].method(model), [prompt(100)], forced, note)
+    layer, bound = cache.layers[1], EVICTORS[name].bound(100, 160)
+    if name.startswith("rpc"):
+        assert layer.keys.shape[2] == 100 + 12 * 3 + 4 + 12, "until the 13th compression, which was just now"
+        assert len(set(held[60:])) == 10, "one step up per compression, from the 4th to the 13th"
+        return
+    assert len(set(held[60:])) == 1 and len(places) == 1
+    assert layer.keys.shape[2] <= bound + 3, "a page is not split"
+    assert held[0] >= layer.keys[..., :100, :].nbytes * 2
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1800)
+@pytest.mark.plain_empty
+@pytest.mark.parametrize("name", NAMES)
+def test_memory_is_flat_for_8192_tokens(name):
+    model = model_of(1, num_hidden_layers=1, hidden_size=16, intermediate_size=16, max_position_embeddings=16384)
+    peak = {}
+    with seergate.attached(model, EVICTORS[name].method(model)) as handle:
+        for new in (512, 8192):
+            handle.reset_stats()
+            model.generate(input_ids=prompt(16), max_new_tokens=new)
+            peak[new] = handle.stats()["resident_bytes_peak"]
+    if name.startswith("rpc"):
+        per_token = 2 * 16 * 4 * 2
+        added = (peak[8192] - peak[512]) / per_token
+        assert added == pytest.approx((8192 - 512) / 4, abs=12)
+    else:
+        assert peak[8192] == peak[512]

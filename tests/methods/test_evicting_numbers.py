@@ -1,0 +1,357 @@
+"""Worked examples of each evictor's rule, and what the evictors refuse."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+
+import seergate
+from seergate import SeergateError, methods
+from seergate.methods.budgeted import BudgetedMethod
+from seergate.methods.lazy_eviction import recurrence_score
+from seergate.methods.r_kv import redundancy
+from seergate.methods.raas import recency
+from seergate.methods.random_evict import random_numbers
+from seergate.methods.scoring import best, pooled
+from tests.methods.evictors import model_of
+from tests.methods.test_methods import spec, step
+from tests.models import prompt, tiny_model
+
+
+def logits_for(rows):
+    """Queries and keys ``[B=1, heads, T, D]`` of one KV head whose attention is ``rows[head][query][key]``: with unit
+    vectors as keys, a query is the logarithm of its row.
+    """
+    total = len(rows[0][-1])
+    keys = torch.eye(total)[None, None]
+    q = torch.full((1, len(rows), len(rows[0]), total), -50.0)
+    for head, queries in enumerate(rows):
+        for i, row in enumerate(queries):
+            q[0, head, i, : len(row)] = torch.tensor(row).log()
+    return q, keys
+
+
+def prompted(method, q, keys):
+    """A state that has seen keys as a prompt, and the step; a single query stands for all."""
+    q = q.expand(-1, -1, keys.shape[2], -1)
+    state = method.new_state(spec(keys, q.shape[1]))
+    last = step(q[:, :, -1], keys)
+    last.q_BHSD = last.q_pre_BHSD = q
+    last.k_BKSD = last.k_pre_BKSD = keys
+    last.starts, last.counts = [0], [keys.shape[2]]
+    state.append(last)
+    return state, last
+
+
+def test_best_keeps_the_newer_of_equals_in_order():
+    scores = torch.tensor([[[1.0, 3.0, 3.0, 3.0, 2.0], [0.0, 0.0, 0.0, 0.0, 0.0]]])
+    assert best(scores, [2]).tolist() == [[[2, 3], [3, 4]]]
+    both = best(torch.cat((scores, scores)), [2, 4])
+    assert both[0, :, :2].tolist() == [[2, 3], [3, 4]] and both[1].tolist() == [[1, 2, 3, 4], [1, 2, 3, 4]]
+
+
+# ----------------------------------------------------------------------------------------------------------- H2O, TOVA
+
+
+def test_h2o_by_hand():
+    """Rows [1], [.6, .4], [.2, .5, .3], [.1, .3, .2, .4] sum to [1.9, 1.2, .5, .4]; one heavy, two recent: 1 goes."""
+    q, keys = logits_for([[[1.0], [0.6, 0.4], [0.2, 0.5, 0.3], [0.1, 0.3, 0.2, 0.4]]])
+    state, last = prompted(methods.H2O(token_budget=3, recent_tokens=2), q, keys)
+    torch.testing.assert_close(state.rows["mass"][0, 0, :4], torch.tensor([1.9, 1.2, 0.5, 0.4]))
+    assert state.rows["mass"].sum().item() == pytest.approx(4)
+    assert state.keep(last).index.tolist() == [[[0, 2, 3]]]
+    state, last = prompted(methods.H2O(token_budget=2, recent_tokens=2), q, keys)
+    assert state.keep(last).index.tolist() == [[[2, 3]]], "without heavy hitters it is a sliding window"
+    state, last = prompted(methods.H2O(token_budget=3, recent_tokens=1, normalise="mean"), q, keys)
+    assert state.keep(last).index.tolist() == [[[0, 1, 3]]], "means .475, .4, .25"
+
+
+def test_tova_by_hand():
+    """Two heads [.5, .1, .1, .3] and [.1, .2, .6, .1] have the mean [.3, .15, .35, .2]; the least leaves."""
+    q, keys = logits_for([[[0.5, 0.1, 0.1, 0.3]], [[0.1, 0.2, 0.6, 0.1]]])
+    for protect in (True, False):
+        state, last = prompted(methods.TOVA(token_budget=3, protect_current=protect), q, keys)
+        assert state.keep(last).index.tolist() == [[[0, 2, 3]]]
+    weakest = logits_for([[[0.5, 0.2, 0.2, 0.1]]])
+    for protect, kept in ((True, [0, 2, 3]), (False, [0, 1, 2])):
+        state, last = prompted(methods.TOVA(token_budget=3, protect_current=protect), *weakest)
+        assert state.keep(last).index.tolist() == [[kept]], "in the paper the current token may go at once"
+
+
+@pytest.mark.parametrize(
+    "method",
+    [
+        methods.TOVA(token_budget=3),
+        methods.SnapKV(token_budget=3, window=1, interval=1, kernel=1),
+        methods.SnapKV(token_budget=3, window=1, interval=1, kernel=3),
+    ],
+)
+def test_of_equal_tokens_the_oldest_leaves(method):
+    state, last = prompted(method, torch.zeros(1, 4, 5, 8), torch.ones(1, 2, 5, 8))
+    assert state.keep(last).index.tolist() == [[[2, 3, 4]] * 2]
+
+
+# -------------------------------------------------------------------------------------------------------- LazyEviction
+
+
+def test_recurrence_scores_by_hand():
+    """At t = 16: never active; (TS 10, MRI 3); (14, 8); (15, 1); the order of eviction."""
+    elapsed, mri = torch.tensor([16.0, 6.0, 2.0, 1.0]).double(), torch.tensor([0.0, 3.0, 8.0, 1.0]).double()
+    found = recurrence_score(elapsed, mri)
+    expected = torch.tensor([0.0, 0.333258, 0.447223, 1.238408]).double()
+    torch.testing.assert_close(found, expected, rtol=0, atol=2e-6)
+    torch.testing.assert_close(
+        recurrence_score(elapsed, mri, False)[2:], torch.tensor([0.4454, 0.238408]).double(), rtol=0, atol=2e-6
+    )
+
+
+def test_recurrence_intervals_by_hand():
+    """Activations at 1, 5, 6 and 14 of a prompt token give MRI 1, 4, 4, 8; a token active at birth has MRI 1; times
+    beyond 2048, where half precision has no integers, are exact.
+    """
+    method = methods.LazyEviction(token_budget=4000, window=3000, alpha=0.3)
+    keys = torch.eye(2)[None, None].repeat(1, 1, 2100, 1)[:, :, : 2 * 2100]
+    keys[:, :, :] = 0
+    keys[:, :, 0, 0] = 40.0
+    state = method.new_state(spec(keys, 1))
+    history = {}
+    for t in range(2100):
+        active = t in (1, 5, 6, 14, 2090)
+        q = torch.tensor([[[1.0 if active else -1.0, 0.0]]])
+        part = keys[:, :, : t + 1].clone()
+        if t == 7:  # born now and at once the most attended
+            q, part[:, :, 7, 1] = torch.tensor([[[-1.0, 1.0]]]), 40.0
+        last = step(q, part)
+        last.starts = [t]
+        state.append(last)
+        state.attend(last)
+        history[t] = state.rows["mri"][0, 0, 0].item(), state.rows["active"][0, 0, 0].item()
+        if t == 7:
+            assert (state.rows["active"][0, 0, 7].item(), state.rows["mri"][0, 0, 7].item()) == (7, 1)
+    assert [history[t] for t in (1, 5, 6, 14, 16)] == [(1, 1), (4, 5), (4, 6), (8, 14), (8, 14)]
+    assert history[2099] == (2076, 2090)
+
+
+# ---------------------------------------------------------------------------------------------------------- RPC, R-KV
+
+
+def test_average_pooling_counts_the_padding():
+    scores = torch.tensor([[[7.0, 0, 0, 0, 0, 0, 0, 14]]])
+    assert pooled(scores, 7, "avg").tolist() == [[[1, 1, 1, 1, 2, 2, 2, 2]]]
+
+
+@pytest.mark.parametrize("scope", ["layer", "kv_head"])
+def test_rpc_sizes_by_hand(scope):
+    """P = 8, c = 4, R = 2, five tokens of prompt: at token 10 there stay 5 + 2 + 2 = 9, at 18 11, at 26 13."""
+    from transformers import DynamicCache
+
+    model, sizes = tiny_model("qwen3"), {}
+    with seergate.attached(model, methods.RPC(interval=8, ratio=4, window=2, scope=scope)):
+        cache = DynamicCache()
+        model(input_ids=prompt(5), past_key_values=cache)
+        for t in range(1, 27):
+            model(input_ids=prompt(1, t), past_key_values=cache)
+            sizes[t] = cache.layers[0].row_lengths[0]
+    assert [sizes[t] for t in (9, 10, 17, 18, 25, 26)] == [14, 9, 16, 11, 18, 13]
+
+
+def test_redundancy_by_hand():
+    """Unit keys with similarities .8, .6 and 0: each spares its newest look-alike, the mean is over columns."""
+    keys = torch.tensor([[[1.0, 0.0], [0.8, 0.6], [0.0, 1.0]]])
+    found = redundancy(keys, 0.5, 1)
+    torch.testing.assert_close(found, torch.tensor([[0.394967, 0.302516, 0.302516]]), rtol=0, atol=1e-6)
+    z = 0.1 * torch.tensor([0.5, 0.2, 0.3]) - 0.9 * found
+    torch.testing.assert_close(z, torch.tensor([[-0.305470, -0.252265, -0.242265]]), rtol=0, atol=1e-6)
+    assert redundancy(torch.eye(4)[None], 0.5, 1).tolist() == [[0.25] * 4]
+    twin = torch.cat((torch.eye(4), torch.eye(4)[:1]))[None]
+    assert redundancy(twin, 0.5, 1)[0].argmax() == 0, "of two equal keys the older has the penalty"
+    torch.testing.assert_close(redundancy(torch.randn(3, 300, 8), 0.5, 1).sum(-1), torch.ones(3))
+
+
+def test_r_kv_with_all_weight_on_attention_is_snapkv():
+    model = model_of(4)
+    results = []
+    for method in (
+        methods.RKV(token_budget=24, interval=8, window=4, importance_weight=1.0),
+        methods.SnapKV(token_budget=24, interval=8, window=4, group_reduction="max_logits"),
+    ):
+        with seergate.attached(model, method):
+            results.append(model.generate(input_ids=prompt(30), max_new_tokens=60))
+    assert torch.equal(*results)
+
+
+# ---------------------------------------------------------------------------------------------------------------- RaaS
+
+
+def test_raas_by_hand():
+    """Pages of one token, three of them evictable, r = .5: after a, b, c, d have come with these scores b leaves."""
+    method = methods.RaaS(token_budget=3, block_size=1)
+    queries = [
+        [0.0, 0, 0, 0, 0],
+        [0, 0.7, 0, 0, 0],
+        [0, 0.7, 0.3, 0, 0],
+        [0, 0.1, 0.2, 0.7, 0],
+        [0, 0.4, 0.1, 0.2, 0.3],
+    ]
+    keys, stamps = torch.eye(5), []
+    keys[0] = -1.0  # a prompt of one token, which no query likes
+    state = method.new_state(spec(keys[None, None], 1))
+    eviction = None
+    for t, q in enumerate(queries):
+        last = step(torch.tensor([[q]]), keys[None, None, : t + 1])
+        last.starts = [t]
+        state.append(last)
+        state.attend(last)
+        stamps.append(state.rows["used"][0, 0, 1 : t + 1].tolist())
+        assert eviction is None
+        eviction = state.keep(last)
+    # of the resident pages, the prompt's included, the upper half is used: 1 of 2, 1 of 3, 2 of 4, 2 of 5
+    assert stamps[1:] == [[1], [2, 2], [2, 3, 3], [4, 3, 3, 4]]
+    assert eviction.index.tolist() == [[[0, 1, 3, 4]]], "b and c were used last at 3; b's score is the lower"
+
+
+def test_recency_orders_by_use_then_score_then_age():
+    used = torch.tensor([[[4, 2, 3, 4, 2]]], dtype=torch.int32)
+    bounds = torch.tensor([[[0.4, 0.1, 0.2, 0.3, 0.1]]])
+    assert recency(used, bounds).argsort(-1).tolist() == [[[1, 4, 2, 3, 0]]]
+
+
+@pytest.mark.parametrize(("share", "kept"), [(1.0, "lowest"), (0.0, "newest")])
+def test_raas_at_the_ends_of_its_share(share, kept):
+    """r -> 0 stamps one page and the new one: nearly a sliding window. r = 1 stamps all: the lowest bound leaves."""
+    from transformers import DynamicCache
+
+    model, cache = tiny_model("qwen3"), DynamicCache()
+    with seergate.attached(model, methods.RaaS(token_budget=16, block_size=4, share=share)):
+        model(input_ids=prompt(4), past_key_values=cache)
+        for t in range(40):
+            model(input_ids=prompt(1, t), past_key_values=cache)
+    used = cache.layers[0].state.rows["used"][0, :, 1:5]
+    assert (used == 40).all() if kept == "lowest" else (used == 40).sum(-1).max() <= 2
+
+
+@pytest.mark.parametrize("group", [1, 4, 5])
+def test_raas_reads_part_of_a_long_prompt(group):
+    """With room for all of the prompt nothing changes; with less, less is read, and the same alone and in a batch."""
+    from tests.models import left_padded
+
+    model = model_of(group)
+    rows = [prompt(length, length) for length in (50, 7, 21)]
+    outputs, density = {}, {}
+    for budget in (None, 64, 8):
+        method = methods.RaaS(token_budget=16, block_size=4, prompt_budget=budget)
+        with seergate.attached(model, method) as handle:
+            outputs[budget] = model.generate(**left_padded(rows), max_new_tokens=40)
+            density[budget] = handle.stats()["density"]
+            for i, row in enumerate(rows):
+                alone = model.generate(input_ids=row, max_new_tokens=40)
+                assert torch.equal(alone[0, row.shape[1] :], outputs[budget][i, 50:])
+    assert torch.equal(outputs[64], outputs[None]) and not torch.equal(outputs[8], outputs[None])
+    assert density[8] < density[64] == density[None]
+
+
+# -------------------------------------------------------------------------------------------------------------- random
+
+
+@pytest.mark.parametrize("law", ["redraw", "reservoir"])
+def test_random_eviction_is_uniform_and_repeats(law):
+    """Of 40 tokens 10 stay: each survives with probability 1/4, in each head, independently of the other head."""
+    index = torch.arange(40).expand(2, -1)
+    kept = torch.zeros(2, 40)
+    both = 0
+    for seed in range(4000):
+        numbers = random_numbers(index, seed, 3, 17 if law == "redraw" else 0)
+        chosen = best(numbers[None], [10])[0]
+        assert torch.equal(random_numbers(index, seed, 3, 17 if law == "redraw" else 0), numbers)
+        kept.scatter_add_(1, chosen, torch.ones(2, 10))
+        both += len(set(chosen[0].tolist()) & set(chosen[1].tolist()))
+    deviation = math.sqrt(0.25 * 0.75 / 4000)
+    assert (kept / 4000 - 0.25).abs().max() < 4.5 * deviation
+    assert both / 4000 == pytest.approx(2.5, abs=0.1)
+
+
+def test_a_reservoir_is_even_over_the_past_and_redrawing_is_not():
+    from transformers import DynamicCache
+
+    model = tiny_model("qwen3", num_hidden_layers=1, max_position_embeddings=4096)
+    middle = {}
+    for law in ("redraw", "reservoir"):
+        places = []
+        for seed in range(4):
+            cache = DynamicCache()
+            with seergate.attached(model, "random_evict", token_budget=72, interval=8, law=law, seed=seed):
+                model.generate(input_ids=prompt(8), max_new_tokens=401, past_key_values=cache)
+            layer = cache.layers[0]
+            places.append(layer.state.rows["index"][0, :, 8 : layer.row_lengths[0] - 8].float().mean().item())
+        middle[law] = sum(places) / 4
+    assert middle["reservoir"] == pytest.approx(204, abs=30)
+    assert middle["redraw"] > 300
+
+
+# ------------------------------------------------------------------------------------------------------------ refusals
+
+
+@pytest.mark.parametrize(
+    ("attempt", "message"),
+    [
+        (
+            lambda: methods.H2O(token_budget=8, recent_tokens=9),
+            r"token_budget is 8; it must be at least recent_tokens",
+        ),
+        (lambda: methods.H2O(normalise="max"), "normalise is 'max'; it must be 'sum' or 'mean'"),
+        (lambda: methods.H2O(recent_tokens=-1), "recent_tokens is -1"),
+        (lambda: methods.TOVA(token_budget=0), "token_budget is 0"),
+        (lambda: methods.TOVA(scope="head"), "scope is 'head'"),
+        (lambda: methods.TOVA(interval=0), "interval is 0"),
+        (lambda: methods.TOVA(prompt="kept"), "prompt is 'kept'"),
+        (
+            lambda: methods.LazyEviction(token_budget=100, window=101),
+            r"token_budget is 100; it must be at least window",
+        ),
+        (lambda: methods.LazyEviction(alpha=2), "alpha is 2"),
+        (lambda: methods.make_method("lazy_eviction", interval=3), "no option 'interval'"),
+        (lambda: methods.SnapKV(token_budget=16), r"at least window \(32\)"),
+        (lambda: methods.SnapKV(kernel=4), "kernel is 4; it must be odd"),
+        (lambda: methods.RKV(importance_weight=1.5), "importance_weight is 1.5"),
+        (lambda: methods.RKV(spared=-1), "spared is -1"),
+        (lambda: methods.RPC(interval=2), "interval is 2; it must be at least ratio"),
+        (lambda: methods.RPC(kernel=2), "kernel is 2"),
+        (lambda: methods.RaaS(token_budget=15), "token_budget is 15; it must be a whole number, 16 or greater"),
+        (lambda: methods.RaaS(share=-0.1), "share is -0.1"),
+        (lambda: methods.RaaS(prompt="evictable"), "prompt is 'evictable'"),
+        (lambda: methods.RaaS(prompt_budget=1), "prompt_budget is 1"),
+        (lambda: methods.RandomEvict(law="once"), "law is 'once'"),
+        (lambda: methods.RandomEvict(seed=0.5), "seed is 0.5"),
+        (lambda: methods.TriAttention(centres=3), "centres is a int"),
+        (lambda: methods.make_method("tri_attention"), "needs centres="),
+    ],
+)
+def test_refusals(attempt, message):
+    with pytest.raises(ValueError, match=message):
+        attempt()
+
+
+def test_a_prompt_that_fills_the_budget_of_raas_is_refused():
+    model = tiny_model("qwen3")
+    attached = seergate.attached(model, "raas", token_budget=32, prompt="pinned")
+    with attached, pytest.raises(SeergateError, match="the prompt alone fills 2 pages of 16"):
+        model.generate(input_ids=prompt(20), max_new_tokens=2)
+
+
+def test_what_a_prompt_leaves_to_generated_tokens():
+    options = {"token_budget": 100, "interval": 8}
+    kept = {
+        (mode, tokens): BudgetedMethod.kept(methods.TOVA(prompt=mode, **options), tokens)
+        for mode in ("evictable", "pinned", "extra")
+        for tokens in (10, 200)
+    }
+    assert kept == {
+        ("evictable", 10): 100,
+        ("evictable", 200): 100,
+        ("pinned", 10): 100,
+        ("pinned", 200): 208,
+        ("extra", 10): 110,
+        ("extra", 200): 300,
+    }

@@ -1,0 +1,126 @@
+"""TriAttention: its score by hand, RoPE's layouts, calibration."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from transformers import DynamicCache
+
+import seergate
+from seergate import SeergateError, methods
+from seergate.methods.scoring import best
+from seergate.methods.tri_attention import Centres, Pairs, QueryCentres, tri_scores
+from tests.methods.evictors import model_of
+from tests.models import prompt, tiny_model
+
+
+class TwoPairs:
+    """RoPE of width 4 in half layout with frequencies 1 and .1."""
+
+    def frequencies(self):
+        return torch.tensor([1.0, 0.1])
+
+    def rotate(self, x, positions):
+        angles = positions[:, None, :, None] * self.frequencies()
+        real, imaginary = x.chunk(2, -1)
+        cos, sin = angles.cos(), angles.sin()
+        return torch.cat((real * cos - imaginary * sin, imaginary * cos + real * sin), -1)
+
+
+@pytest.mark.parametrize(
+    ("reduction", "expected"),
+    [("mean", [0.347798, 0.599689, 0.530781]), ("max", [0.793949, 1.095600, 0.823886])],
+)
+def test_tri_attention_by_hand(reduction, expected):
+    rope = TwoPairs()
+    pairs = Pairs(rope, 4, torch.device("cpu"))
+    keys = torch.tensor([[1.0, 1, 0, 0], [0, 2, 1, 0], [1, 0, 0, 1]])[None]
+    rotated = rope.rotate(keys[None], torch.tensor([[0, 1, 2]]))[0]
+    mean, modulus = torch.tensor([[1.0, 0, 0, 0.5]]), torch.tensor([[1.25, 1.0]])
+    ahead = pairs.turn(mean, torch.tensor([1.0, 2.0]))
+    torch.testing.assert_close(
+        pairs.turn(torch.tensor([[1.0, 1, 0, 0]]), torch.tensor([1.0, 2.0])).mean(1)[0],
+        torch.tensor([0.062078, 0.987535, 0.875384, 0.149251]),
+        rtol=0,
+        atol=1e-6,
+    )
+    ahead = ahead.mean(1, keepdim=True) if reduction == "mean" else ahead
+    queries = rope.rotate(ahead[None], torch.full((1, ahead.shape[1]), 3))[0]
+    found = tri_scores(queries, modulus - pairs.modulus(mean), rotated, pairs)[0, 0]
+    torch.testing.assert_close(found, torch.tensor(expected), rtol=0, atol=1e-6)
+    if reduction == "mean":
+        z = (found - found.mean()) / found.std(correction=0)
+        torch.testing.assert_close(z, torch.tensor([-1.363783, 1.006041, 0.357742]), rtol=0, atol=2e-6)
+        assert best(z[None, None], [2]).tolist() == [[[1, 2]]]
+        spread = tri_scores(queries * 0, modulus - pairs.modulus(mean), rotated, pairs)[0, 0]
+        torch.testing.assert_close(spread, torch.tensor([0.75, 1.25, 0.75]))
+        assert (found - spread).argmax() == 2 and spread.argmax() == 1
+
+
+@pytest.mark.parametrize("family", ["qwen3", "glm4", "phi3", "gpt_oss", "cohere2"])
+def test_a_constant_query_is_predicted_exactly(family):
+    """The mean modulus of a constant query is that of its mean, and the score is the future logit, whatever the layout
+    of RoPE (halves, interleaved, partial, with a factor, none).
+    """
+    from seergate.host import families
+    from seergate.host.rope import Rotary
+
+    model = tiny_model(family)
+    layer, attention = families.full_attention_modules(model)[0]
+    config = families.text_config(model)
+    kind = families.rope_kind(config, attention)
+    rotary = Rotary(families.decoder_of(model), attention, families.layer_type(config, layer), kind)
+    pairs = Pairs(rotary, 16, torch.device("cpu"))
+    q, k, at = torch.randn(1, 1, 1, 16), torch.randn(1, 1, 9, 16), torch.arange(9)[None]
+    keys = rotary.rotate(k, at)
+    for distance in (1, 16):
+        logit = rotary.rotate(q, torch.tensor([[9 + distance]])) @ keys.transpose(-1, -2)
+        ahead = pairs.turn(q[0, :, 0], torch.tensor([float(distance)]))
+        found = tri_scores(
+            rotary.rotate(ahead[None], torch.tensor([[9]]))[0], torch.zeros(1, pairs.count), keys[0], pairs
+        )
+        torch.testing.assert_close(found, logit[0], rtol=1e-3, atol=1e-3)
+
+
+def test_centres_are_the_mean_of_what_passed_and_survive_saving(tmp_path):
+    model = model_of(4)
+    parts, whole = QueryCentres(), QueryCentres()
+    seen = []
+    for recorder, chunks in ((whole, [prompt(90, 5)]), (parts, prompt(90, 5).split([40, 50], 1))):
+        hook = model.model.layers[0].self_attn.q_norm.register_forward_hook(lambda m, a, out: seen.append(out))
+        cache = DynamicCache()
+        with seergate.attached(model, recorder):
+            for chunk in chunks:
+                model(input_ids=chunk, past_key_values=cache)
+        hook.remove()
+    q = seen[0][0]  # [S, H, D]
+    centres = whole.centres()
+    assert centres.tokens == 90
+    torch.testing.assert_close(centres.mean[0], q.mean(0))
+    torch.testing.assert_close(centres.modulus[0], torch.hypot(q[..., :8], q[..., 8:]).mean(0))
+    torch.testing.assert_close(parts.centres().mean[0], centres.mean[0], rtol=1e-4, atol=1e-4)
+    centres.save(tmp_path / "centres.safetensors")
+    again = Centres.load(tmp_path / "centres.safetensors")
+    assert again.tokens == 90 and torch.equal(again.mean[1], centres.mean[1])
+    results = []
+    for given in (centres, str(tmp_path / "centres.safetensors")):
+        with seergate.attached(model, "tri_attention", centres=given, token_budget=24, interval=4):
+            results.append(model.generate(input_ids=prompt(10), max_new_tokens=40))
+    assert torch.equal(*results)
+
+
+def test_centres_that_do_not_fit_are_refused(tmp_path):
+    model = model_of(4)
+    recorder = QueryCentres()
+    with pytest.raises(SeergateError, match="no query has passed"):
+        recorder.centres()
+    with seergate.attached(model, recorder):
+        model.generate(input_ids=prompt(20), max_new_tokens=2)
+    other = model_of(1)
+    attached = seergate.attached(other, "tri_attention", centres=recorder.centres())
+    with attached, pytest.raises(SeergateError, match="another model's"):
+        other.generate(input_ids=prompt(20), max_new_tokens=2)
+    (tmp_path / "junk").write_text("junk")
+    for path, message in ((tmp_path / "none", "is no file"), (tmp_path / "junk", "does not hold")):
+        with pytest.raises(SeergateError, match=message):
+            methods.TriAttention(centres=str(path))
