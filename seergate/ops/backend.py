@@ -65,6 +65,10 @@ def choose(op: str, device: torch.device) -> str:
             raise ValueError(
                 f"{ENV_VAR} is {forced!r}, which has no {op} here; it must be reference or torch, or unset"
             )
+        if forced == "triton" and device.type != "cuda" and os.environ.get("TRITON_INTERPRET") != "1":
+            raise ValueError(
+                f"{ENV_VAR} is 'triton' and a tensor is on {device}; it must be on a GPU (or set TRITON_INTERPRET=1)"
+            )
         return forced
     return "triton" if device.type == "cuda" and has_op("triton", op) else "torch"
 

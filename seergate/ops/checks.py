@@ -46,16 +46,38 @@ def check_groups(heads: int, kv_heads: int) -> None:
         raise ValueError(f"q has {heads} heads; it must have a positive multiple of k's {kv_heads}")
 
 
-def check_decode_tensors(q: Tensor, k: Tensor, v: Tensor) -> None:
-    """``q [B, H, d]`` against a cache ``k [B, Hkv, S, d]``, ``v [B, Hkv, S, dv]``."""
+def check_decode_tensors(q: Tensor, k: Tensor, v: Tensor, page_table: Tensor | None, block_size: int = 1) -> int:
+    """``q [B, H, d]`` against a cache ``k [B, Hkv, S, d]``, ``v [B, Hkv, S, dv]``; returns ``S``.
+
+    With a page table ``[B, P]``, ``k`` and ``v`` are pages ``[pages, Hkv, page, d]``; then ``S`` is ``P * page``.
+    """
     check_tensor("q", q, ("B", "H", "d"))
     batch, heads, dim = q.shape
-    check_tensor("k", k, (batch, "Hkv", "S", dim))
-    kv_heads, capacity = k.shape[1:3]
-    check_tensor("v", v, (batch, kv_heads, capacity, "dv"))
+    check_tensor("k", k, (batch if page_table is None else "pages", "Hkv", "S", dim))
+    rows, kv_heads, capacity = k.shape[:3]
+    check_tensor("v", v, (rows, kv_heads, capacity, "dv"))
     check_groups(heads, kv_heads)
     check_same("k", k, "q", q)
     check_same("v", v, "q", q)
+    if page_table is None:
+        return capacity
+    check_page_table(page_table, batch, rows, capacity, block_size)
+    check_same("page_table", page_table, "q", q, dtype=False)
+    return page_table.shape[1] * capacity
+
+
+def check_page_table(page_table: Tensor, batch: int, pages: int, page_size: int, block_size: int) -> None:
+    """Integers ``[B, P]``, each in ``0..pages - 1`` (values only in host memory); pages hold whole blocks."""
+    if not isinstance(page_table, Tensor) or page_table.dtype not in INDEX_DTYPES:
+        got = page_table.dtype if isinstance(page_table, Tensor) else type(page_table).__name__
+        raise ValueError(f"page_table is {got}; it must be an int32 tensor [B, P]")
+    check_shape("page_table", page_table, (batch, "P"))
+    if page_size % block_size:
+        raise ValueError(f"k has pages of {page_size} tokens; it must have a multiple of block_size, {block_size}")
+    if page_table.device.type == "cpu" and page_table.numel():
+        low, high = (int(x) for x in page_table.aminmax())
+        if low < 0 or high >= pages:
+            raise ValueError(f"page_table has pages {low} to {high}; each must be in 0..{pages - 1}")
 
 
 def check_block_size(block_size: int) -> None:

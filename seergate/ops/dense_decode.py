@@ -19,6 +19,7 @@ def dense_decode(
     *,
     sinks: Tensor | None = None,
     softcap: float | None = None,
+    page_table: Tensor | None = None,
 ) -> Tensor:
     """Dense attention of the newest token of each row.
 
@@ -34,6 +35,7 @@ def dense_decode(
         sm_scale: factor on ``q . k``; ``1 / sqrt(d)`` if ``None``.
         sinks: ``[H]`` attention-sink logits, which enter the softmax's denominator (GPT-OSS).
         softcap: scores become ``softcap * tanh(score / softcap)`` (Gemma 2).
+        page_table: int ``[B, P]``, as in `sparse_decode`; pages may have any length.
 
     Returns:
         ``[B, H, dv]`` in the dtype of ``q``.
@@ -41,12 +43,13 @@ def dense_decode(
     Raises:
         ValueError: naming the argument, what it is and what it must be.
     """
-    check_decode_tensors(q, k, v)
-    (batch, heads, dim), capacity = q.shape, k.shape[2]
+    capacity = check_decode_tensors(q, k, v, page_table)
+    batch, heads, dim = q.shape
     if lengths is not None:
         check_lengths(lengths, batch, capacity, "S")
         check_same("lengths", lengths, "q", q, dtype=False)
     check_scale("sm_scale", sm_scale)
     check_extras(sinks, softcap, heads, q)
     scale = 1.0 / math.sqrt(dim) if sm_scale is None else sm_scale
-    return implementation("dense_decode", q.device)(q, k, v, lengths, scale, sinks=sinks, softcap=softcap)
+    run = implementation("dense_decode", q.device)
+    return run(q, k, v, lengths, scale, sinks=sinks, softcap=softcap, page_table=page_table)

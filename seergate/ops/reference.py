@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from seergate.ops.gate_kl import GateKLStats
+from seergate.ops.paging import unpaged
 from seergate.ops.selection import Selection
 
 
@@ -201,8 +202,11 @@ def sparse_decode(
     *,
     sinks: Tensor | None = None,
     softcap: float | None = None,
+    page_table: Tensor | None = None,
 ) -> Tensor:
     """See `seergate.ops.sparse_decode`."""
+    if page_table is not None:
+        k, v = unpaged(k, page_table), unpaged(v, page_table)
     dtype = _wide(q)
     batch, heads, dim = q.shape
     kv_heads = k.shape[1]
@@ -232,8 +236,11 @@ def dense_decode(
     *,
     sinks: Tensor | None = None,
     softcap: float | None = None,
+    page_table: Tensor | None = None,
 ) -> Tensor:
     """See `seergate.ops.dense_decode`: sparse attention that leaves nothing out."""
+    if page_table is not None:
+        k, v = unpaged(k, page_table), unpaged(v, page_table)
     batch, kv_heads, capacity = k.shape[:3]
     if lengths is None:
         lengths = torch.full((batch,), capacity, device=q.device)

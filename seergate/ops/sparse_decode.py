@@ -29,6 +29,7 @@ def sparse_decode(
     *,
     sinks: Tensor | None = None,
     softcap: float | None = None,
+    page_table: Tensor | None = None,
 ) -> Tensor:
     """Attention of one token per row over the selected blocks; all query heads of a group read the same blocks.
 
@@ -46,6 +47,9 @@ def sparse_decode(
         sm_scale: factor on ``q . k``; ``1 / sqrt(d)`` if ``None``.
         sinks: ``[H]`` attention-sink logits, which enter the softmax's denominator (GPT-OSS).
         softcap: scores become ``softcap * tanh(score / softcap)`` (Gemma 2).
+        page_table: int ``[B, P]``: k and v are pages ``[pages, Hkv, page, d]``, and page ``i // page`` of row ``b``
+            holds its token ``i``, so that ``S = P * page``; ``page`` is a multiple of ``block_size``. The torch
+            backend copies the cache first.
 
     Returns:
         ``[B, H, dv]`` in the dtype of ``q``; zero where a row and head have no block at all.
@@ -53,8 +57,9 @@ def sparse_decode(
     Raises:
         ValueError: naming the argument, what it is and what it must be.
     """
-    check_decode_tensors(q, k, v)
-    (batch, heads, dim), (kv_heads, capacity) = q.shape, k.shape[1:3]
+    check_block_size(block_size)
+    capacity = check_decode_tensors(q, k, v, page_table, block_size)
+    (batch, heads, dim), kv_heads = q.shape, k.shape[1]
     if not isinstance(indices, Tensor) or indices.dtype not in (torch.int32, torch.int64):
         got = indices.dtype if isinstance(indices, Tensor) else type(indices).__name__
         raise ValueError(f"indices is {got}; it must be an int32 tensor [B, Hkv, K]")
@@ -63,9 +68,8 @@ def sparse_decode(
     check_same("indices", indices, "q", q, dtype=False)
     check_lengths(lengths, batch, capacity, "S")
     check_same("lengths", lengths, "q", q, dtype=False)
-    check_block_size(block_size)
     check_scale("sm_scale", sm_scale)
     check_extras(sinks, softcap, heads, q)
     scale = 1.0 / math.sqrt(dim) if sm_scale is None else sm_scale
     run = implementation("sparse_decode", q.device)
-    return run(q, k, v, indices, lengths, block_size, scale, sinks=sinks, softcap=softcap)
+    return run(q, k, v, indices, lengths, block_size, scale, sinks=sinks, softcap=softcap, page_table=page_table)

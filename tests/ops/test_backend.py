@@ -60,6 +60,14 @@ def test_forced_backend_that_lacks_the_op(monkeypatch):
         ops.pool_keys(torch.zeros(1, 1, 8, 2), 8)
 
 
+def test_forced_triton_without_a_gpu(monkeypatch):
+    monkeypatch.setenv("SEERGATE_BACKEND", "triton")
+    monkeypatch.setattr(backend, "has_op", lambda name, op: True)
+    monkeypatch.delenv("TRITON_INTERPRET", raising=False)
+    with pytest.raises(ValueError, match="SEERGATE_BACKEND is 'triton' and a tensor is on cpu; it must be on a GPU"):
+        ops.pool_keys(torch.zeros(1, 1, 8, 2), 8)
+
+
 def test_importing_ops_imports_neither_transformers_nor_triton():
     code = "import sys, seergate.ops; print([m for m in ('transformers', 'triton', 'datasets') if m in sys.modules])"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)

@@ -9,6 +9,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from seergate.ops.paging import unpaged
+
 
 @torch.no_grad()
 def dense_decode(
@@ -20,8 +22,11 @@ def dense_decode(
     *,
     sinks: Tensor | None,
     softcap: float | None,
+    page_table: Tensor | None,
 ) -> Tensor:
     """See `seergate.ops.dense_decode`."""
+    if page_table is not None:
+        k, v = unpaged(k, page_table), unpaged(v, page_table)
     q_BKGD = q.unflatten(1, (k.shape[1], -1))
     mask_B11S = None
     plain = sinks is None and softcap is None

@@ -12,6 +12,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from seergate.ops.paging import unpaged
+
 GATHER_BYTES_CPU = 2**20
 """How much each thread gathers at a time. A buffer that stays in a core's cache, and is written again and again, costs
 less than the memory traffic and the fresh pages of a large one."""
@@ -29,8 +31,11 @@ def sparse_decode(
     *,
     sinks: Tensor | None,
     softcap: float | None,
+    page_table: Tensor | None,
 ) -> Tensor:
     """See `seergate.ops.sparse_decode`."""
+    if page_table is not None:
+        k, v = unpaged(k, page_table), unpaged(v, page_table)
     (batch, heads, dim), kv_heads, capacity = q.shape, k.shape[1], k.shape[2]
     pairs, group, on_cpu = batch * kv_heads, heads // kv_heads, q.device.type == "cpu"
     out_PGD = q.new_zeros(pairs, group, v.shape[-1])

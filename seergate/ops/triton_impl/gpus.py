@@ -74,16 +74,14 @@ def _present(index: int | None) -> Gpu:
     """What a launch depends on is asked of the device; the roofline's numbers are those of the nearest known GPU."""
     found = torch.cuda.get_device_properties(torch.cuda.current_device() if index is None else index)
     hip = torch.version.hip is not None
-    arch = found.gcnArchName.split(":")[0] if hip else 10 * found.major + found.minor
-    near = (
-        MI300X if hip else max((g for g in (A100, H200, B200) if g.arch <= arch), key=lambda g: g.arch, default=A100)
-    )
+    capability = 10 * found.major + found.minor
+    near = MI300X if hip else A100 if capability < 90 else H200 if capability < 100 else B200
     return Gpu(
         found.name,
         near.backend,
-        arch,
+        found.gcnArchName.split(":")[0] if hip else capability,
         found.multi_processor_count,
-        near.shared_memory if hip else found.shared_memory_per_block_optin,
+        near.shared_memory if hip else found.shared_memory_per_block_optin,  # type: ignore[attr-defined]
         found.warp_size,
         near.bandwidth,
         near.flops,

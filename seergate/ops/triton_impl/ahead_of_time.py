@@ -1,0 +1,99 @@
+"""Compiles what the ops launch, for GPUs that need not be there.
+
+The calls are those of the files' ``examples()``. Their launches are intercepted where Triton would start them, and
+their arguments specialised as Triton does it for a launch: what is compiled is what would run.
+"""
+
+from __future__ import annotations
+
+import importlib
+import pkgutil
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any, NamedTuple
+
+import triton
+from torch import Tensor
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+from triton.runtime.jit import JITFunction
+
+from seergate.ops import triton_impl
+from seergate.ops.triton_impl.example import Example
+from seergate.ops.triton_impl.gpus import Gpu, assuming
+
+
+class Launch(NamedTuple):
+    """A kernel, how many programs of it, its arguments by name, and options such as ``num_warps``."""
+
+    kernel: JITFunction
+    grid: tuple[int, ...]
+    arguments: dict[str, Any]
+    options: dict[str, Any]
+
+
+def examples(gpu: Gpu) -> Iterator[Example]:
+    """Of all files of this package, as they launch on ``gpu``."""
+    for module in sorted(module.name for module in pkgutil.iter_modules(triton_impl.__path__)):
+        if module != __name__.rsplit(".", 1)[1]:
+            found = getattr(importlib.import_module(f"{triton_impl.__name__}.{module}"), "examples", None)
+            if found is not None:
+                yield from found()
+
+
+def launches(call: Callable[[], Any], gpu: Gpu) -> list[Launch]:
+    """What a call on meta tensors would launch on ``gpu``; nothing runs."""
+    with assuming(gpu), _intercepted() as seen:
+        call()
+    return seen
+
+
+@contextmanager
+def _intercepted() -> Iterator[list[Launch]]:
+    seen: list[Launch] = []
+
+    def record(kernel: JITFunction, *args: Any, grid: tuple[int, ...], warmup: bool, **kwargs: Any) -> None:
+        arguments = dict(zip(kernel.arg_names, args, strict=False))
+        arguments |= {name: value for name, value in kwargs.items() if name in kernel.arg_names}
+        missing = set(kernel.arg_names) - set(arguments)
+        if missing:
+            raise TypeError(f"{kernel.__name__} was launched without {', '.join(sorted(missing))}")
+        options = {name: value for name, value in kwargs.items() if name not in kernel.arg_names}
+        seen.append(Launch(kernel, grid, arguments, options))
+
+    run = JITFunction.run
+    JITFunction.run = record
+    try:
+        yield seen
+    finally:
+        JITFunction.run = run
+
+
+def compiled(launch: Launch, gpu: Gpu) -> Any:
+    """Triton's compiled kernel; its ``asm`` holds the machine code, its ``metadata`` the shared memory."""
+    signature, constants, attributes = {}, {}, {}
+    for i, (name, parameter) in enumerate(zip(launch.kernel.arg_names, launch.kernel.params, strict=True)):
+        value = launch.arguments[name]
+        signature[name], divisible = _specialised(value, parameter.is_constexpr)
+        if signature[name] == "constexpr":
+            constants[(i,)] = value
+        elif divisible:
+            attributes[(i,)] = [["tt.divisibility", 16]]
+    source = ASTSource(launch.kernel, signature, constants, attributes)
+    return triton.compile(source, GPUTarget(gpu.backend, gpu.arch, gpu.warp_size), launch.options)
+
+
+def _specialised(value: Any, is_constexpr: bool) -> tuple[str, bool]:
+    """Triton's type of an argument, and whether it is known to be divisible by 16."""
+    if is_constexpr or value is None or (isinstance(value, int) and value == 1):
+        return "constexpr", False
+    if isinstance(value, Tensor):
+        kind = str(value.dtype).removeprefix("torch.")
+        short = {"float16": "fp16", "bfloat16": "bf16", "float32": "fp32", "float64": "fp64", "bool": "i1"}
+        offset = value.storage_offset() * value.element_size()
+        return "*" + short.get(kind, kind.replace("uint", "u").replace("int", "i")), offset % 16 == 0
+    if isinstance(value, int):
+        return "i32" if -(2**31) <= value < 2**31 else "i64", value % 16 == 0
+    if isinstance(value, float):
+        return "fp32", False
+    raise TypeError(f"a kernel was launched with a {type(value).__name__}")

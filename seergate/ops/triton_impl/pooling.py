@@ -1,0 +1,117 @@
+"""`pool_keys` in Triton: every key is read once for all poolings."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from seergate.ops.triton_impl.decode_launch import padded
+from seergate.ops.triton_impl.example import Example, Work, meta
+
+DTYPES = (torch.float16, torch.bfloat16, torch.float32)
+MAX_ROWS = 32
+"""Keys per turn of the loop: with head dimension 128, 32 numbers per thread."""
+
+
+@triton.jit
+def pool_kernel(
+    k_ptr: tl.tensor,
+    lengths_ptr: tl.tensor,
+    out_ptr: tl.tensor,
+    stride_kb: tl.tensor,
+    stride_kh: tl.tensor,
+    stride_ks: tl.tensor,
+    stride_kd: tl.tensor,
+    capacity: tl.tensor,
+    MAX_AT: tl.constexpr,
+    MIN_AT: tl.constexpr,
+    AVG_AT: tl.constexpr,
+    KINDS: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
+    ROWS: tl.constexpr,
+    DIM: tl.constexpr,
+    PADDED_DIM: tl.constexpr,
+) -> None:
+    """One block of one row and KV head. Grid: blocks, KV heads, batch.
+
+    ``k [B, Hkv, S, d]``, ``lengths [B]`` or None for ``capacity``, ``out [B, Hkv, NB, KINDS * d]``. A kind's place is
+    -1 if it is not wanted. The order of summation depends on ``BLOCK_SIZE`` alone, so that a block's mean is the same
+    to the last bit wherever it stands.
+    """
+    block = tl.program_id(0).to(tl.int64)
+    h = tl.program_id(1).to(tl.int64)
+    b = tl.program_id(2).to(tl.int64)
+    length = capacity
+    if lengths_ptr is not None:
+        length = tl.load(lengths_ptr + b).to(tl.int32)
+    filled = tl.minimum(tl.maximum(length - block * BLOCK_SIZE, 0), BLOCK_SIZE).to(tl.int32)
+    row = tl.arange(0, ROWS)[:, None]
+    dim = tl.arange(0, PADDED_DIM)
+    first = k_ptr + b * stride_kb + h * stride_kh + block * BLOCK_SIZE * stride_ks
+
+    highest = tl.full([PADDED_DIM], -float("inf"), tl.float32)
+    lowest = tl.full([PADDED_DIM], float("inf"), tl.float32)
+    total = tl.zeros([PADDED_DIM], tl.float32)
+    for low in range(0, filled, ROWS):
+        held = low + row < filled
+        keys = tl.load(
+            first + ((low + row) * stride_ks + dim[None, :] * stride_kd), mask=held & (dim < DIM)[None, :], other=0.0
+        ).to(tl.float32)
+        highest = tl.maximum(highest, tl.max(tl.where(held, keys, -float("inf")), 0))
+        lowest = tl.minimum(lowest, tl.min(tl.where(held, keys, float("inf")), 0))
+        total += tl.sum(keys, 0)
+
+    place = (b * tl.num_programs(1) + h) * tl.num_programs(0) + block
+    out = out_ptr + place * KINDS * DIM + dim
+    kind = out_ptr.dtype.element_ty
+    if MAX_AT >= 0:
+        tl.store(out + MAX_AT * DIM, tl.where(filled > 0, highest, 0.0).to(kind), mask=dim < DIM)
+    if MIN_AT >= 0:
+        tl.store(out + MIN_AT * DIM, tl.where(filled > 0, lowest, 0.0).to(kind), mask=dim < DIM)
+    if AVG_AT >= 0:
+        mean = total / tl.maximum(filled, 1).to(tl.float32)
+        tl.store(out + AVG_AT * DIM, mean.to(kind), mask=dim < DIM)
+
+
+def pool_keys(k: Tensor, block_size: int, kinds: tuple[str, ...], lengths: Tensor | None) -> Tensor:
+    """See `seergate.ops.pool_keys`."""
+    batch, kv_heads, capacity, dim = k.shape
+    if k.dtype not in DTYPES or (torch.is_grad_enabled() and k.requires_grad):
+        from seergate.ops.torch_impl.pooling import pool_keys as in_torch
+
+        return in_torch(k, block_size, kinds, lengths)
+    blocks = -(-capacity // block_size)
+    pooled = k.new_empty(batch, kv_heads, blocks, len(kinds) * dim)
+    if pooled.numel():
+        at = [kinds.index(kind) if kind in kinds else -1 for kind in ("max", "min", "avg")]
+        pool_kernel[(blocks, kv_heads, batch)](
+            k, lengths, pooled, *k.stride(), capacity, *at,
+            KINDS=len(kinds), BLOCK_SIZE=block_size, ROWS=min(MAX_ROWS, padded(block_size, 1)), DIM=dim,
+            PADDED_DIM=padded(dim), num_warps=4,
+        )  # fmt: skip
+    return pooled
+
+
+def examples() -> Iterator[Example]:
+    """Head dimensions, dtypes and block sizes; 8 KV heads, 32k tokens."""
+    for dtype in DTYPES:
+        for dim in (64, 96, 128, 256):
+            yield pool_example(dtype, dim, 64)
+    for block_size in (16, 32, 128, 256):
+        yield pool_example(torch.bfloat16, 128, block_size)
+
+
+def pool_example(dtype: torch.dtype, dim: int, block_size: int) -> Example:
+    """Max, min and mean of one row's keys."""
+    k = meta(1, 8, 32768, dim, dtype=dtype)
+    lengths = meta(1, dtype=torch.int64)
+    written = 3 * -(-32768 // block_size) * 8 * dim
+    return Example(
+        f"pool_keys {str(dtype).removeprefix('torch.')} d{dim} block {block_size}",
+        lambda: pool_keys(k, block_size, ("max", "min", "avg"), lengths),
+        {pool_kernel.__name__: Work(float((k.numel() + written) * k.element_size()))},
+    )

@@ -1,0 +1,245 @@
+"""Decode attention: sparse and dense, contiguous and paged, against the reference, on caches poisoned where unread."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from seergate import ops
+from seergate.ops import reference
+from seergate.ops.triton_impl import decode_launch
+from tests.ops.helpers import relative
+
+TOLERANCE = {torch.float32: 1e-5, torch.float16: 2e-3}
+DTYPES = pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
+
+
+@pytest.fixture(params=["few long splits", "many short splits"])
+def splits(request, monkeypatch):
+    """One program per row and head, or as many as there are tiles, and these as small as they get."""
+    if request.param == "many short splits":
+        monkeypatch.setattr(decode_launch, "MIN_TILES", 1)
+        monkeypatch.setattr(decode_launch, "STAGE_BYTES", 1024)
+    else:
+        monkeypatch.setattr(decode_launch, "MAX_SPLITS", 1)
+
+
+def cache(batch=2, kv_heads=2, group=2, capacity=100, dim=64, value_dim=None, dtype=torch.float32):
+    q = torch.randn(batch, kv_heads * group, dim).to(dtype) * 2
+    k = torch.randn(batch, kv_heads, capacity, dim).to(dtype)
+    v = torch.randn(batch, kv_heads, capacity, value_dim or dim).to(dtype)
+    return q, k, v
+
+
+def choose(lengths, kv_heads, block_size, blocks, capacity, some=None):
+    """Random blocks; ``some[b][h]`` of them if given, otherwise ``blocks``."""
+    indices = torch.full((len(lengths), kv_heads, blocks), -1, dtype=torch.int32)
+    for b, length in enumerate(lengths.tolist()):
+        for h in range(kv_heads):
+            held = -(-length // block_size)
+            count = min(held, blocks if some is None else some[b][h])
+            indices[b, h, :count] = torch.randperm(held)[:count].sort().values
+    return indices
+
+
+def poison(x, lengths, indices=None, block_size=1):
+    """NaN wherever ``x [B, Hkv, S, d]`` must not be read."""
+    x = x.clone()
+    position = torch.arange(x.shape[2])
+    read = (position < lengths[:, None, None]).expand(x.shape[:3])
+    if indices is not None:
+        read = read & (position // block_size == indices[..., None]).any(2)
+    x[~read] = math.nan
+    return x
+
+
+def paged(x, page, table, pages):
+    """``x [B, Hkv, S, d]`` in pages ``[pages, Hkv, page, d]``, the unused ones NaN."""
+    out = x.new_full((pages, x.shape[1], page, x.shape[3]), math.nan)
+    padded = torch.nn.functional.pad(x, (0, 0, 0, table.shape[1] * page - x.shape[2]), value=math.nan)
+    out[table.long()] = padded.unflatten(2, (-1, page)).transpose(1, 2)
+    return out
+
+
+def check(got, want, dtype):
+    assert got.dtype == dtype and got.shape == want.shape
+    assert relative(got.cpu(), want) < TOLERANCE[dtype]
+
+
+@DTYPES
+@pytest.mark.parametrize("group", [1, 4, 5, 7, 8, 17])
+def test_sparse_equals_reference(group, dtype, splits, device):
+    lengths = torch.tensor([1, 97])
+    q, k, v = cache(group=group, dtype=dtype)
+    indices = choose(lengths, 2, 16, 5, 100)
+    k, v = (poison(x, lengths, indices, 16) for x in (k, v))
+    moved = [x.to(device) for x in (q, k, v, indices, lengths)]
+    for options in ({}, {"softcap": 3.0, "sinks": torch.randn(2 * group)}):
+        want = reference.sparse_decode(q.double(), k.double(), v.double(), indices, lengths, 16, **options)
+        options = {name: x.to(device) if name == "sinks" else x for name, x in options.items()}
+        check(ops.sparse_decode(*moved, 16, **options), want, dtype)
+
+
+@DTYPES
+@pytest.mark.parametrize(
+    ("block_size", "dims"),
+    [(b, (d, d)) for b in (16, 64) for d in (64, 96, 128, 256)] + [(24, (80, 48)), (128, (64, 64))],
+)
+def test_dimensions_and_block_sizes(block_size, dims, dtype, splits, device):
+    lengths = torch.tensor([200])
+    q, k, v = cache(1, 1, 2, 230, *dims, dtype)
+    indices = choose(lengths, 1, block_size, 2, 230)
+    indices[..., -1] = 199 // block_size
+    k, v = (poison(x, lengths, indices, block_size) for x in (k, v))
+    want = reference.sparse_decode(q.double(), k.double(), v.double(), indices, lengths, block_size)
+    check(ops.sparse_decode(*(x.to(device) for x in (q, k, v, indices, lengths)), block_size), want, dtype)
+
+
+@DTYPES
+@pytest.mark.parametrize("block_size", [16, 64])
+def test_counts_of_none_one_and_all(block_size, dtype, splits, device):
+    lengths = torch.tensor([150, 129])
+    q, k, v = cache(2, 2, 4, 150, dtype=dtype)
+    indices = choose(lengths, 2, block_size, 10, 150, some=[[0, 10], [1, 2]])
+    k, v = (poison(x, lengths, indices, block_size) for x in (k, v))
+    for sinks in (None, torch.randn(8)):
+        want = reference.sparse_decode(q.double(), k.double(), v.double(), indices, lengths, block_size, sinks=sinks)
+        assert not want[0, :4].any()
+        args = [x.to(device) for x in (q, k, v, indices, lengths)]
+        got = ops.sparse_decode(*args, block_size, sinks=None if sinks is None else sinks.to(device))
+        check(got, want, dtype)
+        assert not got[0, :4].any()
+    assert not ops.sparse_decode(*args[:3], args[3][..., :0], args[4], block_size).any()
+
+
+def test_blocks_beyond_the_length_are_passed_over(splits, device):
+    q, k, v = cache(1, 2, 2, 96)
+    lengths, honest = torch.tensor([40]), torch.tensor([[[0, 1], [2, -1]]])
+    k, v = (poison(x, lengths, honest, 16) for x in (k, v))
+    want = reference.sparse_decode(q.double(), k.double(), v.double(), honest, lengths, 16)
+    stale = torch.tensor([[[0, 1, 3, 5], [2, 4, 5, -1]]])  # int64
+    check(ops.sparse_decode(*(x.to(device) for x in (q, k, v, stale, lengths)), 16), want, torch.float32)
+
+
+@DTYPES
+@pytest.mark.parametrize("lengths", [None, [100, 100], [1, 67]], ids=str)
+def test_dense_equals_reference(lengths, dtype, splits, device):
+    lengths = None if lengths is None else torch.tensor(lengths)
+    q, k, v = cache(group=5, dtype=dtype, dim=96)
+    if lengths is not None:
+        k, v = (poison(x, lengths) for x in (k, v))
+    moved = [None if x is None else x.to(device) for x in (q, k, v, lengths)]
+    for options in ({}, {"sinks": torch.randn(10), "softcap": 4.0}):
+        want = reference.dense_decode(q.double(), k.double(), v.double(), lengths, **options)
+        options = {name: x.to(device) if name == "sinks" else x for name, x in options.items()}
+        check(ops.dense_decode(*moved, **options), want, dtype)
+
+
+@DTYPES
+@pytest.mark.parametrize(("page", "block_size"), [(16, 16), (128, 64), (64, 32), (48, 24)])
+def test_paged(page, block_size, dtype, splits, device):
+    lengths = torch.tensor([129, 40])
+    q, k, v = cache(2, 2, 4, 144, dtype=dtype)
+    indices = choose(lengths, 2, block_size, 3, 144)
+    needed = -(-144 // page)
+    table = torch.randperm(2 * needed + 3)[: 2 * needed].view(2, needed).int()
+    sparse = [paged(poison(x, lengths, indices, block_size), page, table, 2 * needed + 3) for x in (k, v)]
+    want = reference.sparse_decode(q.double(), k.double(), v.double(), indices, lengths, block_size)
+    moved = [x.to(device) for x in (q, *sparse, indices, lengths)]
+    check(ops.sparse_decode(*moved, block_size, page_table=table.to(device)), want, dtype)
+
+    dense = [paged(poison(x, lengths), page, table, 2 * needed + 3) for x in (k, v)]
+    want = reference.dense_decode(q.double(), k.double(), v.double(), lengths)
+    moved = [x.to(device) for x in (q, *dense, lengths)]
+    check(ops.dense_decode(*moved, page_table=table.to(device)), want, dtype)
+
+
+@settings(max_examples=25)
+@given(
+    batch=st.integers(1, 3),
+    kv_heads=st.integers(1, 3),
+    group=st.integers(1, 9),
+    block_size=st.sampled_from([8, 16, 20, 32, 64]),
+    capacity=st.integers(1, 150),
+    dims=st.sampled_from([(16, 16), (20, 12), (64, 64)]),
+    layout=st.sampled_from(["contiguous", "heads last", "slice of a buffer", "odd strides"]),
+    fewest=st.sampled_from([1, 4]),
+    data=st.data(),
+)
+def test_any_shape_and_layout(batch, kv_heads, group, block_size, capacity, dims, layout, fewest, data):
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    lengths = torch.tensor(data.draw(st.lists(st.integers(1, capacity), min_size=batch, max_size=batch)))
+    q, k, v = cache(batch, kv_heads, group, capacity, *dims)
+    indices = choose(lengths, kv_heads, block_size, data.draw(st.integers(1, 8)), capacity)
+    want = reference.sparse_decode(q.double(), k.double(), v.double(), indices, lengths, block_size)
+    k, v = (arranged(poison(x, lengths, indices, block_size).to(device), layout) for x in (k, v))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(decode_launch, "MIN_TILES", fewest)
+        got = ops.sparse_decode(q.to(device), k, v, indices.to(device), lengths.to(device), block_size)
+    check(got, want, torch.float32)
+
+
+def arranged(x, layout):
+    """The same numbers in other places of memory."""
+    batch, heads, capacity, dim = x.shape
+    if layout == "heads last":
+        return x.transpose(1, 2).contiguous().transpose(1, 2)
+    if layout == "slice of a buffer":
+        buffer = x.new_full((batch, heads, capacity + 9, dim), math.nan)
+        buffer[:, :, 3 : 3 + capacity] = x
+        return buffer[:, :, 3 : 3 + capacity]
+    if layout == "odd strides":
+        buffer = x.new_full((batch, heads, capacity, 2 * dim), math.nan)
+        buffer[..., ::2] = x
+        return buffer[..., ::2]
+    return x
+
+
+@pytest.mark.plain_empty
+@pytest.mark.parametrize("where", ["rows", "tokens", "pages"])
+def test_offsets_beyond_32_bits(where, splits, device):
+    """A cache whose last numbers lie further than 2^31 numbers from its first; only a little of it is ever touched."""
+    far = 2**31 + 64
+    size = {"rows": (2, 1, 64, 16), "tokens": (1, 1, 64 * 3, 16), "pages": (2, 1, 64, 16)}[where]
+    buffer = torch.empty(2 * far, dtype=torch.float16, device=device)
+    step = far // (size[2] - 64) if where == "tokens" else 16
+    k = buffer.as_strided(size, (far, 1024, step, 1))
+    k.copy_(torch.randn(size))
+    q = torch.randn(size[0], 2, 16).half()
+    lengths = torch.full((size[0],), size[2])
+    indices = torch.tensor([[[size[2] // 64 - 1]]] * size[0])
+    options = {"page_table": torch.tensor([[1], [0]])} if where == "pages" else {}
+    near = k.cpu().double().contiguous()
+    want = reference.sparse_decode(q.double(), near, near, indices, lengths, 64, **options)
+    options = {name: x.to(device) for name, x in options.items()}
+    got = ops.sparse_decode(q.to(device), k, k, indices.to(device), lengths.to(device), 64, **options)
+    check(got, want, torch.float16)
+
+
+def test_large_scores(splits, device):
+    """Scores far beyond what exp2 of fp32 can hold."""
+    q, k, v = cache(1, 1, 4, 150)
+    q *= 1000
+    lengths = torch.tensor([150])
+    want = reference.dense_decode(q.double(), k.double(), v.double(), lengths)
+    got = ops.dense_decode(*(x.to(device) for x in (q, k, v, lengths)))
+    torch.testing.assert_close(got.cpu().double(), want, atol=2e-4, rtol=2e-3)
+
+
+def test_double_falls_back(device):
+    q, k, v = cache(1, 1, 2, 20, dtype=torch.float64)
+    lengths, indices = torch.tensor([20]), torch.tensor([[[0, 1]]])
+    want = reference.sparse_decode(q, k, v, indices, lengths, 16)
+    got = ops.sparse_decode(*(x.to(device) for x in (q, k, v, indices, lengths)), 16)
+    assert got.dtype == torch.float64 and relative(got.cpu(), want) < 1e-12
+
+
+def test_empty_batch(device):
+    q, k, v = (x.to(device) for x in cache(0))
+    none = torch.zeros(0, device=device).long()
+    assert ops.dense_decode(q, k, v, none).shape == (0, 4, 64)
+    assert ops.sparse_decode(q, k, v, none.view(0, 2, 0), none, 16).shape == (0, 4, 64)
