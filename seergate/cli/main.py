@@ -15,7 +15,20 @@ from types import ModuleType
 from typing import NoReturn
 
 from seergate import __version__
-from seergate.cli import demo, doctor, export, import_legacy, info, push, regrade, report, sweep, train
+from seergate.cli import (
+    calibrate,
+    demo,
+    doctor,
+    export,
+    figure,
+    import_legacy,
+    info,
+    push,
+    regrade,
+    report,
+    sweep,
+    train,
+)
 from seergate.cli import eval as evaluation
 
 OK, USER_ERROR, INTERRUPTED = 0, 2, 130
@@ -26,7 +39,9 @@ COMMANDS: dict[str, ModuleType] = {
     "eval": evaluation,
     "report": report,
     "sweep": sweep,
+    "figure": figure,
     "regrade": regrade,
+    "calibrate": calibrate,
     "doctor": doctor,
     "info": info,
     "push": push,

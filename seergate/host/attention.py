@@ -113,7 +113,7 @@ def attend(
                     "pass the whole conversation with a new cache"
                 )
             output = dense(module, query, key, value, attention_mask, **kwargs)
-            _evict(layer, state, step)
+            _evict(layer, state, step, stats)
             return output
         return dense(module, query, key, value, attention_mask, **kwargs)
     layer.decoding = True
@@ -169,7 +169,7 @@ def _decode(layer: GatedLayer, state: Any, step: Step, stats: DecodeStats, measu
     seen = [total - held + end for total, held, end in zip(layer.row_seen, layer.row_lengths, step.ends, strict=True)]
     stats.record(layer.layer, step, seen, read, selection, layer.block_size, score_bytes, layer.nbytes)
     if isinstance(state, EvictingState):
-        _evict(layer, state, step)
+        _evict(layer, state, step, stats)
     return output
 
 
@@ -207,9 +207,10 @@ def _attend_to_all(step: Step) -> Tensor:
     )
 
 
-def _evict(layer: GatedLayer, state: EvictingState, step: Step) -> None:
+def _evict(layer: GatedLayer, state: EvictingState, step: Step, stats: DecodeStats) -> None:
     eviction = state.keep(step)
     if eviction is not None:
+        stats.evicted(layer.layer, step, eviction)
         layer.evict(eviction)
 
 

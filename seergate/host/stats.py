@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from seergate.methods.base import Step
+from seergate.methods.base import Eviction, Step
 from seergate.ops import Selection
 
 
@@ -16,7 +16,8 @@ class LayerStats:
 
     def __init__(self) -> None:
         self.steps = self.rows = 0
-        self.tokens_seen = self.tokens_read = 0  # read: by steps that selected nothing, mean over KV heads
+        self.tokens_seen = self.tokens_held = 0
+        self.tokens_read = 0  # by steps that selected nothing, mean over KV heads
         self.bytes_scored = 0
         self.dense_blocks = 0  # blocks read by each head in steps that selected nothing
         self.selected_blocks: Tensor | int = 0  # [K], in steps that selected
@@ -70,6 +71,7 @@ class DecodeStats:
         stats.steps += 1
         stats.rows += len(seen)
         stats.tokens_seen += sum(seen)
+        stats.tokens_held += sum(step.ends)
         stats.bytes_scored += score_bytes
         if selection is None:
             stats.tokens_read += sum(read)
@@ -79,6 +81,9 @@ class DecodeStats:
             stats.missing_tokens += sum(-end % block_size for end in step.ends)
         stats.resident_sum += resident_bytes
         stats.resident_peak = max(stats.resident_peak, resident_bytes)
+
+    def evicted(self, layer: int, step: Step, eviction: Eviction) -> None:
+        """Take note of what leaves after a step. Nothing is counted here; a subclass may want to know."""
 
     def record_recall(self, layer: int, recall_B: Tensor) -> None:
         """Count the share of dense attention's probability that fell on what was read."""
@@ -92,6 +97,7 @@ class DecodeStats:
         Returns:
             ``steps``; ``density`` (tokens read per token seen, mean over layers) and ``density_per_layer``;
             ``bytes_read_per_step`` (keys, values and what was read to decide, all layers and rows);
+            ``resident_tokens_per_layer`` (per row and KV head, mean over steps);
             ``resident_bytes_mean`` and ``resident_bytes_peak`` (keys, values and state, all layers, as allocated);
             ``blocks_per_head`` (mean blocks read per row and step, layers by KV heads); ``recall_per_layer`` if
             measured.
@@ -112,6 +118,7 @@ class DecodeStats:
             "density": sum(density) / len(density) if density else None,
             "density_per_layer": density,
             "bytes_read_per_step": bytes_read,
+            "resident_tokens_per_layer": [stats.tokens_held / stats.rows for stats in ran.values()],
             "resident_bytes_mean": sum(stats.resident_sum / stats.steps for stats in ran.values()),
             "resident_bytes_peak": sum(stats.resident_peak for stats in ran.values()),
             "blocks_per_head": blocks_per_head,

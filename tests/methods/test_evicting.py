@@ -7,6 +7,7 @@ import torch
 from transformers import DynamicCache
 
 import seergate
+from seergate.host.rows import join_rows, keep_rows
 from seergate.methods.budgeted import BudgetedState
 from seergate.methods.raas import RaaSState
 from seergate.methods.rpc import RPCState
@@ -177,6 +178,39 @@ def test_reordering_and_selecting_rows(name):
             if step < 40:
                 ids = forced[:, step : step + 1]
                 mask = torch.cat((mask, torch.ones_like(ids)), 1)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_rows_that_come_and_go(name):
+    """A row that joins others after some steps, and goes on when they have left, gives what it gives alone."""
+    model = model_of(4)
+    method = EVICTORS[name].method(model)
+    rows = [prompt(length, seed) for seed, length in enumerate(PROMPTS)]
+    forced = torch.cat([prompt(60, 100 + seed) for seed in range(3)])
+    alone = [forced_run(model, method, [row], forced[i : i + 1])[0][0] for i, row in enumerate(rows)]
+    begins, ends = (0, 13, 26), (45, 60, 60)  # the steps at which each row joins and leaves
+    running, cache = [], None
+    with seergate.attached(model, method), torch.inference_mode():
+        for now in range(70):
+            staying = [row for row in running if now - begins[row] < ends[row]]
+            if staying != running and staying:
+                keep_rows(cache, [running.index(row) for row in staying])
+            running = staying
+            if now in begins:
+                row, own = begins.index(now), DynamicCache()
+                out = model(input_ids=rows[row], past_key_values=own).logits[0, -1]
+                torch.testing.assert_close(out, alone[row][0], rtol=1e-4, atol=1e-4)
+                if cache is None:
+                    cache = own
+                else:
+                    join_rows(cache, own)
+                running = [*running, row]
+            places = [now - begins[row] for row in running]
+            ids = torch.stack([forced[row, place : place + 1] for row, place in zip(running, places, strict=True)])
+            positions = torch.tensor([[PROMPTS[row] + place] for row, place in zip(running, places, strict=True)])
+            out = model(input_ids=ids, position_ids=positions, past_key_values=cache).logits[:, -1]
+            for i, (row, place) in enumerate(zip(running, places, strict=True)):
+                torch.testing.assert_close(out[i], alone[row][place + 1], rtol=1e-4, atol=1e-4)
 
 
 @pytest.mark.parametrize("name", NAMES)

@@ -1,0 +1,91 @@
+"""Which tokens an evicting method keeps, step by step (as in Figure 5 of RPC and Figure 3 of RaaS)."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+
+import numpy as np
+import torch
+from transformers import PreTrainedModel
+
+from seergate.eval.recurrence import answers
+from seergate.eval.sampling import Sampling
+from seergate.host import attached
+from seergate.host.stats import DecodeStats
+from seergate.methods import EvictingMethod
+from seergate.methods.base import Eviction, Step
+
+
+class KeptTokens(DecodeStats):
+    """`DecodeStats` of one sample that also remembers when each token left. Put it in the place of a handle's own.
+
+    Args:
+        layers: indices of the layers.
+
+    Attributes:
+        prompt: tokens of the prompt.
+        tokens: tokens seen in all, the prompt's included.
+    """
+
+    def __init__(self, layers: list[int]) -> None:
+        super().__init__(layers)
+        self.prompt = self.tokens = 0
+        self._seen = dict.fromkeys(layers, 0)
+        self._held: dict[int, np.ndarray] = {}  # [K, residents], which token each is
+        self._left: dict[int, dict[tuple[int, int], int]] = {layer: {} for layer in layers}
+
+    def evicted(self, layer: int, step: Step, eviction: Eviction) -> None:
+        """See `DecodeStats`."""
+        held = self._held.get(layer, np.zeros((eviction.index.shape[1], 0), dtype=np.int64))
+        seen = self._seen[layer]
+        new = np.arange(seen, seen + step.ends[0] - held.shape[1])
+        held = np.concatenate((held, np.broadcast_to(new, (len(held), len(new)))), axis=1)
+        self._seen[layer] = seen + len(new)
+        stays = eviction.index[0].cpu().numpy()
+        for head, (before, kept) in enumerate(zip(held, stays, strict=True)):
+            for token in np.setdiff1d(before, before[kept]).tolist():
+                self._left[layer][head, token] = self._seen[layer]
+        self._held[layer] = np.take_along_axis(held, stays, axis=1)
+
+    def lifetimes(self, layer: int, head: int) -> np.ndarray:
+        """For each token, how many tokens had been seen when it left a KV head's cache; ``tokens + 1`` if it never
+        did.
+        """
+        left = np.full(self.tokens, self.tokens + 1)
+        for (of, token), when in self._left[layer].items():
+            if of == head:
+                left[token] = when
+        return left
+
+    def resident(self, layer: int, head: int) -> np.ndarray:
+        """Bool ``[tokens - prompt, tokens]``: which tokens each decode step's query could attend to."""
+        steps = np.arange(self.prompt + 1, self.tokens + 1)[:, None]
+        return (np.arange(self.tokens) < steps) & (self.lifetimes(layer, head) >= steps)
+
+
+@torch.inference_mode()
+def kept_tokens(
+    model: PreTrainedModel,
+    method: EvictingMethod,
+    prompt: Sequence[int],
+    *,
+    max_new_tokens: int,
+    sampling: Sampling | None = None,
+    ends: Collection[int] = (),
+) -> KeptTokens:
+    """Answer one prompt and note which tokens are kept.
+
+    Args:
+        model: in eval mode, nothing attached.
+        method: an evicting method.
+        prompt: token ids.
+        max_new_tokens: limit for the answer.
+        sampling: how tokens are chosen; greedy if ``None``.
+        ends: ids of the tokens that end an answer.
+    """
+    with attached(model, method) as handle:
+        kept = KeptTokens(list(handle.stats_.layers))
+        handle.stats_ = kept
+        for batch in answers(model, [prompt], max_new_tokens, sampling, ends):
+            kept.prompt, kept.tokens = len(prompt), batch.lengths[0]
+    return kept

@@ -1,0 +1,164 @@
+"""How attention comes back to tokens: LazyEviction's recurrence intervals, RaaS's milestone and phoenix tokens.
+
+All of it comes from decoding with dense attention and noting, for every token, layer and KV head, at which steps its
+probability reached a threshold (`LazyState` does, and here evicts nothing).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from transformers import PreTrainedModel
+
+from seergate.errors import SeergateError
+from seergate.eval.engine import Batch
+from seergate.eval.sampling import SampledRow, Sampling, TokenChooser
+from seergate.host import attached
+from seergate.methods import LazyEviction
+from seergate.methods.lazy_eviction import LazyState
+from seergate.methods.tri_attention import Centres, QueryCentres
+
+_EVERYTHING = 2**30
+"""A token budget that nothing exceeds."""
+
+
+@dataclass(frozen=True)
+class Recurrence:
+    """One entry per token, layer and KV head of the answers that were looked at.
+
+    Attributes:
+        mri: maximum recurrence interval, in decode steps; 0 for a token that was never active.
+        elapsed: decode steps from the last activation (or birth) to the end of the answer.
+        in_prompt: whether the token is one of the prompt.
+        alpha: the attention probability from which a token counts as active.
+    """
+
+    mri: np.ndarray
+    elapsed: np.ndarray
+    in_prompt: np.ndarray
+    alpha: float
+
+    def window(self, share: float = 0.8) -> int:
+        """The MRI that this share of tokens does not exceed, at least 1: LazyEviction's window (section 4)."""
+        if not 0 < share <= 1:
+            raise ValueError(f"share is {share}; it must be greater than 0 and at most 1")
+        return max(1, int(np.quantile(self.mri, share, method="inverted_cdf")))
+
+    def recurring(self) -> float:
+        """Share of tokens to which attention came back after more than one step (LazyEviction, Figure 3c)."""
+        return float((self.mri > 1).mean())
+
+    def kinds(self, token_budget: int) -> dict[str, dict[str, float]]:
+        """Shares of RaaS's kinds of tokens, of the prompt and of what was generated (RaaS, section 3.1).
+
+        Every step brings a new token, so a cache of so many tokens that lets the least recently used one go has lost
+        a token that is not used for ``token_budget`` steps.
+
+        Returns:
+            For ``"prompt"`` and ``"generated"`` the shares of ``"phoenix"`` (lost, and then used again),
+            ``"milestone"`` (used, then not any more for at least ``token_budget`` steps), ``"lasting"`` (in use at the
+            end) and ``"idle"`` (never active). They sum to 1.
+        """
+        phoenix = self.mri >= token_budget
+        idle = self.mri == 0
+        milestone = ~phoenix & ~idle & (self.elapsed >= token_budget)
+        lasting = ~phoenix & ~idle & ~milestone
+        found = {}
+        for name, part in (("prompt", self.in_prompt), ("generated", ~self.in_prompt)):
+            kinds = {"phoenix": phoenix, "milestone": milestone, "lasting": lasting, "idle": idle}
+            found[name] = {kind: float(those[part].mean()) if part.any() else 0.0 for kind, those in kinds.items()}
+        return found
+
+    def histogram(self) -> dict[int, int]:
+        """How many tokens have each MRI."""
+        values, counts = np.unique(self.mri, return_counts=True)
+        return dict(zip(values.tolist(), counts.tolist(), strict=True))
+
+
+@torch.inference_mode()
+def measure_recurrence(
+    model: PreTrainedModel,
+    prompts: Iterable[Sequence[int]],
+    *,
+    max_new_tokens: int,
+    alpha: float = 1e-4,
+    sampling: Sampling | None = None,
+    ends: Collection[int] = (),
+) -> Recurrence:
+    """Answer prompts with dense attention and note when attention comes back to each token.
+
+    Args:
+        model: in eval mode, nothing attached.
+        prompts: token ids.
+        max_new_tokens: limit for each answer.
+        alpha: see `Recurrence`; LazyEviction's default.
+        sampling: how tokens are chosen; greedy if ``None``, as in the paper.
+        ends: ids of the tokens that end an answer.
+
+    Raises:
+        SeergateError: if no token was generated.
+    """
+    recorder = LazyEviction(token_budget=_EVERYTHING, window=_EVERYTHING, alpha=alpha)
+    mri, elapsed, in_prompt = list[np.ndarray](), list[np.ndarray](), list[np.ndarray]()
+    with attached(model, recorder):
+        for batch in answers(model, prompts, max_new_tokens, sampling, ends):
+            for layer in batch.cache.layers:
+                state = getattr(layer, "state", None)
+                if not isinstance(state, LazyState) or not state.decoded[0]:
+                    continue
+                held = layer.row_lengths[0]
+                mri_KT, active_KT = (state.rows[name][0, :, :held].cpu().numpy() for name in ("mri", "active"))
+                mri.append(mri_KT.reshape(-1))
+                elapsed.append((state.decoded[0] - active_KT).reshape(-1))
+                in_prompt.append(np.broadcast_to(np.arange(held) < state.prompts[0], mri_KT.shape).reshape(-1))
+    if not mri:
+        raise SeergateError("no token was generated, so there is nothing to measure; let the answers be longer")
+    return Recurrence(np.concatenate(mri), np.concatenate(elapsed), np.concatenate(in_prompt), alpha)
+
+
+@torch.inference_mode()
+def query_centres(
+    model: PreTrainedModel,
+    prompts: Iterable[Sequence[int]],
+    *,
+    max_new_tokens: int = 1,
+    sampling: Sampling | None = None,
+    ends: Collection[int] = (),
+) -> Centres:
+    """Calibrate TriAttention: the mean queries of a model over prompts and the beginnings of its answers.
+
+    Args:
+        model: in eval mode, nothing attached.
+        prompts: token ids; any text does, about 32 thousand tokens in all in the authors' runs.
+        max_new_tokens: how many tokens to answer each with.
+        sampling: how tokens are chosen; greedy if ``None``.
+        ends: ids of the tokens that end an answer.
+    """
+    recorder = QueryCentres()
+    with attached(model, recorder):
+        for _ in answers(model, prompts, max_new_tokens, sampling, ends):
+            pass
+    return recorder.centres()
+
+
+def answers(
+    model: PreTrainedModel,
+    prompts: Iterable[Sequence[int]],
+    max_new_tokens: int,
+    sampling: Sampling | None,
+    ends: Collection[int],
+) -> Iterator[Batch]:
+    """Answer prompts one by one; each answer's batch of one row, when it has ended. See `measure_recurrence`."""
+    choose = TokenChooser(sampling or Sampling())
+    for number, ids in enumerate(prompts):
+        row, batch = SampledRow(list(ids), number), Batch(model)
+        logits = batch.add([ids])
+        while len(row.tokens) < max_new_tokens:
+            row.tokens += choose(logits, [row])
+            if row.tokens[-1] in ends or len(row.tokens) == max_new_tokens:
+                break
+            logits = batch.step(row.tokens[-1:])
+        yield batch

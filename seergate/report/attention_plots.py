@@ -1,0 +1,71 @@
+"""Pictures of what evicting methods do to one answer: the tokens that stay, and when attention comes back to them."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from seergate.errors import SeergateError
+
+if TYPE_CHECKING:
+    from seergate.eval.kept import KeptTokens
+    from seergate.eval.recurrence import Recurrence
+
+DPI = 150
+
+
+def kept_plot(kept: dict[str, KeptTokens], path: Path, *, layer: int, head: int) -> Path:
+    """One panel per method: a row per decode step, a column per token, dark where the token was resident.
+
+    Args:
+        kept: by the method's name.
+        path: of the picture.
+        layer, head: of which layer and KV head.
+    """
+    from matplotlib.figure import Figure
+
+    if not kept:
+        raise SeergateError("there is no method to draw")
+    figure = Figure(figsize=(3.2 * len(kept), 3.4), layout="constrained")
+    for axes, (name, tokens) in zip(figure.subplots(1, len(kept), squeeze=False)[0], kept.items(), strict=True):
+        resident = tokens.resident(layer, head)
+        axes.imshow(resident, aspect="auto", cmap="Greys", interpolation="none", vmin=0, vmax=1)
+        axes.axvline(tokens.prompt - 0.5, color="#D55E00", linewidth=1)
+        share = resident.sum(1).mean() / (np.arange(tokens.prompt, tokens.tokens) + 1).mean() if len(resident) else 1.0
+        axes.set_title(f"{name} ({100 * share:.0f} % resident)", fontsize=9)
+        axes.set_xlabel("token; the prompt ends at the line", fontsize=8)
+    figure.axes[0].set_ylabel("decode step")
+    figure.suptitle(f"What stays, layer {layer}, KV head {head}", fontsize=10)
+    figure.savefig(path, dpi=DPI)
+    return path
+
+
+def recurrence_plot(measured: dict[str, Recurrence], path: Path, *, share: float = 0.8) -> Path:
+    """Share of tokens whose maximum recurrence interval is at most x (Figure 3c of LazyEviction), and each window.
+
+    Args:
+        measured: by a name, such as the task's.
+        path: of the picture.
+        share: of tokens inside the window.
+    """
+    from matplotlib.figure import Figure
+
+    if not measured:
+        raise SeergateError("there is nothing to draw")
+    figure = Figure(figsize=(5.5, 3.6), layout="constrained")
+    axes = figure.subplots()
+    for name, found in measured.items():
+        intervals, counts = (np.array(part) for part in zip(*sorted(found.histogram().items()), strict=True))
+        window = found.window(share)
+        (line,) = axes.step(intervals, 100 * counts.cumsum() / counts.sum(), where="post", label=f"{name}: {window}")
+        axes.axvline(window, color=line.get_color(), linestyle=":", linewidth=1)
+    axes.axhline(100 * share, color="#7F7F7F", linewidth=0.8)
+    axes.set_xscale("symlog", linthresh=1)
+    axes.set_ylim(0, 104)
+    axes.set_xlabel("maximum recurrence interval (decode steps)")
+    axes.set_ylabel("share of tokens (%)")
+    axes.legend(title=f"window at {100 * share:g} %", fontsize=8)
+    figure.savefig(path, dpi=DPI)
+    return path

@@ -1,0 +1,138 @@
+"""Calibration, recurrence statistics and the record of what is kept, against what can be worked out."""
+
+from __future__ import annotations
+
+import json
+
+import numpy as np
+import pytest
+import torch
+
+import seergate
+from seergate import SeergateError, methods
+from seergate.cli.main import main
+from seergate.eval.kept import kept_tokens
+from seergate.eval.recurrence import Recurrence, measure_recurrence, query_centres
+from seergate.report.attention_plots import kept_plot, recurrence_plot
+from tests.methods.evictors import EVICTORS, model_of
+from tests.methods.naive import Lazy, RaaS, Simulation
+from tests.models import prompt
+
+
+def recurrence(mri, elapsed, in_prompt):
+    return Recurrence(np.array(mri), np.array(elapsed), np.array(in_prompt), 1e-4)
+
+
+def test_windows_and_kinds_by_hand():
+    found = recurrence([0, 1, 1, 2, 3, 5, 8, 40, 2, 3], [50, 0, 9, 30, 1, 2, 3, 0, 19, 20], [True] * 5 + [False] * 5)
+    assert [found.window(share) for share in (0.1, 0.5, 0.8, 0.9, 1.0)] == [1, 2, 5, 8, 40]
+    assert found.recurring() == 0.7
+    assert found.kinds(20) == {
+        "prompt": {"phoenix": 0, "milestone": 0.2, "lasting": 0.6, "idle": 0.2},
+        "generated": {"phoenix": 0.2, "milestone": 0.2, "lasting": 0.6, "idle": 0.0},
+    }
+    assert found.histogram() == {0: 1, 1: 2, 2: 2, 3: 2, 5: 1, 8: 1, 40: 1}
+    with pytest.raises(ValueError, match="share is 0"):
+        found.window(0)
+
+
+def test_intervals_are_those_of_the_definition():
+    """From the probabilities of a plain model, recorded by the simulation."""
+    model, ids = model_of(4, torch.float64), prompt(12, 3)
+    found = measure_recurrence(model, [ids[0].tolist()], max_new_tokens=31, alpha=0.04)
+    generated = model.generate(input_ids=ids, max_new_tokens=31)[0, 12:]
+    with Simulation(model, lambda past: None) as simulation, torch.inference_mode():
+        simulation.logits(ids, generated[:-1])
+    expected = []
+    for past in simulation.layers.values():
+        for head in range(2):
+            for j in range(42):
+                birth = max(0, j - 12)
+                times = [birth] + [
+                    t
+                    for t in range(birth + (j >= 12), 31)
+                    if t and past.given[11 + t][past.group(head), j].max() >= Lazy.alpha
+                ]
+                expected.append((max(np.diff(times), default=0), 30 - times[-1], j < 12))
+    assert list(zip(found.mri, found.elapsed, found.in_prompt, strict=True)) == expected
+    assert len(set(found.mri.tolist())) > 5
+
+
+def test_centres_count_every_query():
+    model = model_of(4)
+    found = query_centres(model, [prompt(20, 1)[0].tolist(), prompt(30, 2)[0].tolist()], max_new_tokens=5)
+    assert found.tokens == 50 + 2 * 4
+    with pytest.raises(SeergateError, match="no token was generated"):
+        measure_recurrence(model, [[3, 4, 5]], max_new_tokens=1)
+
+
+@pytest.mark.parametrize("name", EVICTORS)
+def test_the_record_of_what_is_kept_is_what_attention_saw(name):
+    model = model_of(4)
+    ids, method = prompt(30, 5), EVICTORS[name].method(model)
+    kept = kept_tokens(model, method, ids[0].tolist(), max_new_tokens=50)
+    assert (kept.prompt, kept.tokens) == (30, 79)
+    resident = kept.resident(1, 0)
+    assert resident.shape == (49, 79)
+    per_layer = kept.summary()["resident_tokens_per_layer"]
+    for layer in range(2):
+        assert per_layer[layer] == pytest.approx(kept.resident(layer, 1).sum(1).mean())
+    assert not (resident[1:] & ~resident[:-1])[:, :30].any(), "what has left does not come back"
+    if EVICTORS[name].pins_prompt:
+        assert resident[:, :30].all()
+
+
+def test_the_record_agrees_with_the_simulation():
+    model, ids = model_of(4, torch.float64), prompt(30, 5)
+    kept = kept_tokens(model, EVICTORS["raas"].method(model), ids[0].tolist(), max_new_tokens=60)
+    with seergate.attached(model, EVICTORS["raas"].method(model)):
+        generated = model.generate(input_ids=ids, max_new_tokens=60)[0, 30:]
+    with Simulation(model, RaaS(24, 4)) as simulation, torch.inference_mode():
+        simulation.logits(ids, generated[:-1])
+    for layer, past in simulation.layers.items():
+        for head in range(2):
+            assert ((kept.lifetimes(layer, head) > kept.tokens) == past.alive[head]).all()
+
+
+def test_pictures(tmp_path):
+    pytest.importorskip("matplotlib")
+    model, ids = model_of(4), prompt(30, 5)[0].tolist()
+    both = {name: kept_tokens(model, EVICTORS[name].method(model), ids, max_new_tokens=40) for name in ("raas", "h2o")}
+    found = measure_recurrence(model, [ids], max_new_tokens=30, alpha=0.01)
+    for path in (
+        kept_plot(both, tmp_path / "kept.png", layer=1, head=0),
+        recurrence_plot({"a": found}, tmp_path / "mri.png"),
+    ):
+        assert path.read_bytes().startswith(b"\x89PNG") and path.stat().st_size > 5000
+    for draw in (lambda: kept_plot({}, tmp_path / "x.png", layer=0, head=0), lambda: recurrence_plot({}, tmp_path)):
+        with pytest.raises(SeergateError):
+            draw()
+
+
+@pytest.mark.parametrize("method", ["lazy_eviction", "tri_attention"])
+def test_the_command(method, tmp_path, capsys):
+    target = tmp_path / "found"
+    arguments = ["calibrate", method, "--problems", "2", "--max-new-tokens", "40", "--out", str(target)]
+    assert main(arguments) == 0
+    if method == "lazy_eviction":
+        record = json.loads(target.read_text())
+        assert 1 <= record["window"] <= 40 and sum(record["histogram"].values()) > 0
+        for kinds in record["kinds"].values():
+            assert sum(kinds.values()) == pytest.approx(1)
+        assert "window" in capsys.readouterr().out
+    else:
+        assert methods.TriAttention(centres=str(target)).found.tokens > 80
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["lazy_eviction", "--alpha", "0"], "alpha is 0.0"),
+        (["lazy_eviction", "--share", "2"], "share is 2.0"),
+        (["tri_attention", "--problems", "0"], "problems is 0"),
+        (["tri_attention", "--task", "chain_sums"], "did you mean 'chain_sum'"),
+    ],
+)
+def test_the_command_refuses(arguments, message, capsys):
+    assert main(["calibrate", *arguments]) == 2
+    assert message in capsys.readouterr().err
