@@ -47,6 +47,7 @@ def gate_kl(
     recall_budgets: tuple[int, ...] = (),
     sinks: Tensor | None = None,
     softcap: float | None = None,
+    lse: Tensor | None = None,
 ) -> tuple[Tensor, GateKLStats]:
     """KL divergence from the teacher's block distribution to the gate's.
 
@@ -75,6 +76,8 @@ def gate_kl(
         recall_budgets: token budgets, the current block included, at which to measure recall.
         sinks: ``[H]`` attention-sink logits of the teacher (GPT-OSS).
         softcap: cap on the teacher's scores (Gemma 2).
+        lse: ``[T, H]``, what `attention_with_block_targets` and fused attentions return beside the output: the natural
+            log of each softmax's denominator (scale, cap and sink included). Saves computing it.
 
     Returns:
         The loss, a scalar in fp32 (float64 if any of q, qg, kg is), and `GateKLStats`. Without a counted row the loss
@@ -93,6 +96,9 @@ def gate_kl(
     check_tensor("kg", kg, (blocks, kv_heads, qg.shape[-1]))
     check_same("kg", kg, "q", q, dtype=False)
     check_scale("gate_scale", gate_scale)
+    if lse is not None:
+        check_tensor("lse", lse, q.shape[:2])
+        check_same("lse", lse, "q", q, dtype=False)
     if not (isinstance(row_start, (int, float)) and 0 <= row_start < 1):
         raise ValueError(f"row_start is {row_start!r}; it must be at least 0 and less than 1")
     if reduction not in REDUCTIONS:
@@ -117,4 +123,5 @@ def gate_kl(
         recall_budgets=budgets,
         sinks=sinks,
         softcap=softcap,
+        lse=lse,
     )

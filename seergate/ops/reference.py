@@ -15,6 +15,7 @@ from torch import Tensor
 from seergate.ops.gate_kl import GateKLStats
 from seergate.ops.paging import unpaged
 from seergate.ops.selection import Selection
+from seergate.ops.teacher import AttentionWithTargets
 
 
 def _wide(*tensors: Tensor) -> torch.dtype:
@@ -32,23 +33,26 @@ def _capped(scores: Tensor, softcap: float | None) -> Tensor:
 
 
 @torch.no_grad()
-def block_targets(
+def attention_with_block_targets(
     q: Tensor,
     k: Tensor,
+    v: Tensor,
     cu_seqlens: Tensor,
     block_size: int,
     sm_scale: float | None = None,
     *,
     sinks: Tensor | None = None,
     softcap: float | None = None,
-) -> Tensor:
-    """See `seergate.ops.block_targets`."""
+) -> AttentionWithTargets:
+    """See `seergate.ops.attention_with_block_targets`."""
     dtype = _wide(q, k)
     (tokens, heads, dim), kv_heads = q.shape, k.shape[1]
     scale = 1.0 / math.sqrt(dim) if sm_scale is None else sm_scale
     segments = _segments(cu_seqlens)
     widest = max(math.ceil((end - start) / block_size) for start, end in segments)
-    targets = torch.zeros(tokens, kv_heads, widest, dtype=dtype, device=q.device)
+    out = torch.zeros(tokens, heads, v.shape[-1], dtype=dtype, device=q.device)
+    lse = torch.zeros(tokens, heads, dtype=dtype, device=q.device)
+    targets = torch.full((tokens, kv_heads, widest), -torch.inf, dtype=dtype, device=q.device)
     for start, end in segments:
         length = end - start
         future = torch.ones(length, length, dtype=torch.bool, device=q.device).triu(1)
@@ -62,14 +66,33 @@ def block_targets(
             scores = scores.masked_fill(future, -torch.inf)
             if sinks is not None:  # one more column, which takes its share and is then dropped
                 scores = torch.cat((scores, sinks[h].to(dtype).expand(length, 1)), dim=1)
+            lse[start:end, h] = scores.logsumexp(dim=1)
             log_probs = scores.log_softmax(dim=1)[:, :length]
+            out[start:end, h] = log_probs.exp() @ v[start:end, kv].to(dtype)
             for j in range(math.ceil(length / block_size)):
                 block_max[h, :, j] = log_probs[:, j * block_size : (j + 1) * block_size].amax(1)
         group_max = block_max.unflatten(0, (kv_heads, -1)).amax(1).masked_fill(~past_block, -torch.inf)
-        # Log domain: a row all of whose past probabilities underflow still has a target.
-        shares = group_max[:, block_size:].softmax(dim=-1)
-        targets[start + block_size : end] = shares.transpose(0, 1)
-    return targets
+        targets[start:end] = group_max.transpose(0, 1)
+    return AttentionWithTargets(out.to(v.dtype), lse, targets)
+
+
+@torch.no_grad()
+def block_targets(
+    q: Tensor,
+    k: Tensor,
+    cu_seqlens: Tensor,
+    block_size: int,
+    sm_scale: float | None = None,
+    *,
+    sinks: Tensor | None = None,
+    softcap: float | None = None,
+) -> Tensor:
+    """See `seergate.ops.block_targets`. A row all of whose past probabilities underflow still has a target."""
+    log_targets = attention_with_block_targets(
+        q, k, k, cu_seqlens, block_size, sm_scale, sinks=sinks, softcap=softcap
+    ).log_targets
+    has_past = (log_targets > -torch.inf).any(-1, keepdim=True)
+    return torch.where(has_past, log_targets.softmax(dim=-1), 0.0)
 
 
 def gate_kl(
@@ -87,8 +110,9 @@ def gate_kl(
     recall_budgets: tuple[int, ...] = (),
     sinks: Tensor | None = None,
     softcap: float | None = None,
+    lse: Tensor | None = None,
 ) -> tuple[Tensor, GateKLStats]:
-    """See `seergate.ops.gate_kl`. Materialises the targets; gradients by plain autograd."""
+    """See `seergate.ops.gate_kl`. Materialises the targets; gradients by plain autograd. Does without ``lse``."""
     dtype = _wide(q, k, qg, kg)
     kv_heads = k.shape[1]
     gate_scale = 1.0 / math.sqrt(qg.shape[-1]) if gate_scale is None else gate_scale

@@ -1,8 +1,9 @@
-"""`block_targets`: what the gate is to learn, from the frozen model's own attention (SeerAttention-R, section 2.3)."""
+"""What the gate is to learn, from the frozen model's own attention (SeerAttention-R, section 2.3)."""
 
 from __future__ import annotations
 
 import math
+from typing import NamedTuple
 
 from torch import Tensor
 
@@ -54,6 +55,54 @@ def block_targets(
     run = implementation("block_targets", q.device)
     scale = 1.0 / math.sqrt(q.shape[-1]) if sm_scale is None else sm_scale
     return run(q, k, cu_seqlens, block_size, scale, sinks=sinks, softcap=softcap)
+
+
+class AttentionWithTargets(NamedTuple):
+    """What `attention_with_block_targets` returns.
+
+    Attributes:
+        output: ``[T, H, dv]`` in v's dtype.
+        lse: ``[T, H]``, natural log of the softmax's denominator, sink included; fp32 (float64 for float64 inputs).
+        log_targets: ``[T, Hkv, NBmax]``, likewise: log of the highest attention probability in each strictly past
+            block, over its tokens and the query heads of the group; ``-inf`` in a row's own block and later ones.
+            Their softmax over the last dimension is `block_targets`.
+    """
+
+    output: Tensor
+    lse: Tensor
+    log_targets: Tensor
+
+
+def attention_with_block_targets(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    cu_seqlens: Tensor,
+    block_size: int,
+    sm_scale: float | None = None,
+    *,
+    sinks: Tensor | None = None,
+    softcap: float | None = None,
+) -> AttentionWithTargets:
+    """Causal attention of packed segments that leaves the gate's ground truth behind, from one pass over the scores.
+
+    No gradient flows to any input. The targets of the whole pack are materialised.
+
+    Args:
+        q: ``[T, H, d]`` packed queries after RoPE.
+        k: ``[T, Hkv, d]`` packed keys, likewise.
+        v: ``[T, Hkv, dv]`` packed values.
+        cu_seqlens, block_size, sm_scale, sinks, softcap: as in `block_targets`.
+
+    Raises:
+        ValueError: naming the argument, what it is and what it must be.
+    """
+    check_teacher(q, k, cu_seqlens, block_size, sm_scale, sinks, softcap)
+    check_tensor("v", v, (*k.shape[:2], "dv"))
+    check_same("v", v, "q", q)
+    run = implementation("attention_with_block_targets", q.device)
+    scale = 1.0 / math.sqrt(q.shape[-1]) if sm_scale is None else sm_scale
+    return run(q, k, v, cu_seqlens, block_size, scale, sinks=sinks, softcap=softcap)
 
 
 def check_teacher(

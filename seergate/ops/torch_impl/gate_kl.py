@@ -33,14 +33,30 @@ def gate_kl(
     recall_budgets: tuple[int, ...],
     sinks: Tensor | None,
     softcap: float | None,
+    lse: Tensor | None,
 ) -> tuple[Tensor, GateKLStats]:
     """See `seergate.ops.gate_kl`."""
     dtype = wide_dtype(q, k, qg, kg)
-    teacher = Teacher(q, k, block_size, sm_scale, sinks, softcap, dtype)
+    teacher = Teacher(q, k, block_size, sm_scale, sinks, softcap, dtype, lse)
     run = _Run(teacher, qg, kg, segments(cu_seqlens), row_start, gate_scale, reduction, recall_budgets)
     wanted = torch.is_grad_enabled()
     loss, *stats = _GateKL.apply(qg, kg, run, wanted and qg.requires_grad, wanted and kg.requires_grad)
     return loss, GateKLStats(*stats)
+
+
+def row_weights(
+    lengths: list[int], begins: list[int], block_size: int, kv_heads: int, reduction: str
+) -> tuple[int, list[float]]:
+    """How many rows count in all, and by segment what the KL of a row and KV head counts for in the loss."""
+    rows = sum(max(0, length - max(begin, block_size)) for begin, length in zip(begins, lengths, strict=True))
+    if reduction == "row_mean":
+        return rows, [1.0 / (kv_heads * max(rows, 1))] * len(lengths)
+    filled = sum(length > 0 for length in lengths)
+    widest = max(-(-length // block_size) for length in lengths)
+    return rows, [
+        1.0 / (filled * kv_heads * (length - begin) * widest) if length else 0.0
+        for begin, length in zip(begins, lengths, strict=True)
+    ]
 
 
 class _GateKL(torch.autograd.Function):
@@ -89,16 +105,7 @@ class _Run:
         lengths = [end - start for start, end in spans]
         begins = [int(length * row_start) for length in lengths]
         self.plans = [teacher.chunks(begin, length) for begin, length in zip(begins, lengths, strict=True)]
-        self.rows = sum(plan[-1][1] - plan[0][0] for plan in self.plans if plan)
-        if reduction == "row_mean":
-            self.weights = [1.0 / (kv_heads * max(self.rows, 1))] * len(spans)
-        else:
-            filled = sum(length > 0 for length in lengths)
-            widest = max(-(-length // size) for length in lengths)
-            self.weights = [
-                1.0 / (filled * kv_heads * (length - begin) * widest) if length else 0.0
-                for begin, length in zip(begins, lengths, strict=True)
-            ]
+        self.rows, self.weights = row_weights(lengths, begins, size, kv_heads, reduction)
 
     def __call__(
         self, want_dqg: bool, want_dkg: bool

@@ -1,4 +1,4 @@
-"""`block_targets` in torch, and the chunk of it that `gate_kl` shares.
+"""`block_targets` and `attention_with_block_targets` in torch, and the chunk of them that `gate_kl` shares.
 
 Shape suffixes: T packed tokens, H query heads, K KV heads, G query heads per KV head, D head dimension, R rows of a
 chunk, S keys of a segment up to the chunk's end, N candidate blocks. Chunks are laid out keys first (``[S, G * R]``):
@@ -13,6 +13,8 @@ from itertools import pairwise
 
 import torch
 from torch import Tensor
+
+from seergate.ops.teacher import AttentionWithTargets
 
 MASKED = -1e30
 """Log of nothing. Finite, so that the difference of two is no NaN; exp() of it is exactly 0 in fp32 and float64."""
@@ -50,6 +52,7 @@ class Teacher:
     Args:
         q, k, block_size, sm_scale, sinks, softcap: as in `seergate.ops.block_targets`.
         dtype: to compute in.
+        lse: ``[T, H]`` log-sum-exp of every row, if it is known already.
     """
 
     def __init__(
@@ -61,12 +64,14 @@ class Teacher:
         sinks_H: Tensor | None,
         softcap: float | None,
         dtype: torch.dtype,
+        lse_TH: Tensor | None = None,
     ) -> None:
         self.q_THD, self.k_TKD = q_THD.detach(), k_TKD.detach()
         self.block_size, self.sm_scale, self.softcap, self.dtype = block_size, sm_scale, softcap, dtype
         self.kv_heads = k_TKD.shape[1]
         self.group = q_THD.shape[1] // self.kv_heads
         self.sinks_KG = None if sinks_H is None else sinks_H.detach().to(dtype).reshape(self.kv_heads, self.group)
+        self.lse_TH = None if lse_TH is None else lse_TH.detach()
         limit = CHUNK_BYTES_CPU if q_THD.device.type == "cpu" else CHUNK_BYTES_DEVICE
         self.area = max(1, limit // (self.group * torch.finfo(dtype).bits // 8))
 
@@ -92,27 +97,48 @@ class Teacher:
         Args:
             keys_SD: the segment's keys, from `head_keys`.
             start: where the segment starts in the pack.
-            first, end: the chunk's rows, counted from the segment's start; ``first >= block_size``.
+            first, end: the chunk's rows, counted from the segment's start.
             head: KV head.
             scratch: from `scratch`; overwritten.
         """
+        scores_SX, block_max_NX = self.scores(keys_SD, start, first, end, head, scratch)
+        if self.lse_TH is None:
+            lse_X, _ = self.normaliser(scores_SX, block_max_NX, head)
+        else:
+            some_RG = self.lse_TH[start + first : start + end, head * self.group : (head + 1) * self.group]
+            lse_X = some_RG.T.reshape(-1).to(self.dtype)
+        return self.group_max(block_max_NX, lse_X, first, end)
+
+    def scores(
+        self, keys_SD: Tensor, start: int, first: int, end: int, head: int, scratch: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        """Causal scores ``[S, X]`` (in ``scratch``), X = G * R, and their maxima over candidate blocks ``[N, X]``."""
         group, rows, blocks = self.group, end - first, (end - 1) // self.block_size
         past = blocks * self.block_size  # tokens in candidate blocks
         q_RGD = self.q_THD[start + first : start + end, head * group : (head + 1) * group].to(self.dtype)
-        q_XD = q_RGD.transpose(0, 1).reshape(group * rows, -1) * self.sm_scale  # X = G * R
+        q_XD = q_RGD.transpose(0, 1).reshape(group * rows, -1) * self.sm_scale
         scores_SX = scratch[: end * group * rows].view(end, group * rows)
         torch.mm(keys_SD[:end], q_XD.T, out=scores_SX)
         if self.softcap is not None:
             scores_SX.div_(self.softcap).tanh_().mul_(self.softcap)
         future_RR = torch.ones(rows, rows, dtype=torch.bool, device=q_XD.device).tril(-1)  # key after row
         scores_SX[first:].view(rows, group, rows).masked_fill_(future_RR[:, None], -torch.inf)
+        return scores_SX, scores_SX[:past].view(blocks, self.block_size, group * rows).amax(1)
 
-        block_max_NX = scores_SX[:past].view(blocks, self.block_size, group * rows).amax(1)
-        top_X = torch.maximum(block_max_NX.amax(0), scores_SX[past:].amax(0))
+    def normaliser(self, scores_SX: Tensor, block_max_NX: Tensor, head: int) -> tuple[Tensor, Tensor]:
+        """Log-sum-exp ``[X]``, sink included, and highest score ``[X]``; scores become ``exp(score - highest)``."""
+        past = len(block_max_NX) * self.block_size
+        top_X = scores_SX[past:].amax(0)
+        if past:
+            top_X = torch.maximum(block_max_NX.amax(0), top_X)
         lse_X = scores_SX.sub_(top_X).exp_().sum(0).log_().add_(top_X)
         if self.sinks_KG is not None:
-            lse_X = torch.logaddexp(lse_X, self.sinks_KG[head].repeat_interleave(rows))
-        u_NR = block_max_NX.sub_(lse_X).view(blocks, group, rows).amax(1)
+            lse_X = torch.logaddexp(lse_X, self.sinks_KG[head].repeat_interleave(len(lse_X) // self.group))
+        return lse_X, top_X
+
+    def group_max(self, block_max_NX: Tensor, lse_X: Tensor, first: int, end: int) -> Tensor:
+        """``u [N, R]`` from block maxima, which are overwritten."""
+        u_NR = block_max_NX.sub_(lse_X).view(len(block_max_NX), self.group, end - first).amax(1)
         return u_NR.masked_fill_(self.not_past(first, end), MASKED)
 
     def not_past(self, first: int, end: int) -> Tensor:
@@ -148,3 +174,43 @@ def block_targets(
                 u_NR = teacher.log_targets(keys_SD, start, first, end, head, scratch)
                 targets_TKN[start + first : start + end, head, : len(u_NR)] = u_NR.softmax(0).T
     return targets_TKN
+
+
+@torch.no_grad()
+def attention_with_block_targets(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    cu_seqlens: Tensor,
+    block_size: int,
+    sm_scale: float,
+    *,
+    sinks: Tensor | None,
+    softcap: float | None,
+) -> AttentionWithTargets:
+    """See `seergate.ops.attention_with_block_targets`."""
+    dtype = wide_dtype(q, k)
+    teacher = Teacher(q, k, block_size, sm_scale, sinks, softcap, dtype)
+    (tokens, heads), group, v_dim = q.shape[:2], teacher.group, v.shape[-1]
+    spans = segments(cu_seqlens)
+    plans = [list(row_chunks(0, end - start, teacher.area)) for start, end in spans]
+    widest = max(-(-(end - start) // block_size) for start, end in spans)
+    out_THD = v.new_empty(tokens, heads, v_dim)
+    lse_TH = q.new_empty(tokens, heads, dtype=dtype)
+    targets_TKN = q.new_full((tokens, teacher.kv_heads, widest), -torch.inf, dtype=dtype)
+    scratch = teacher.scratch(plans)
+    for (start, stop), plan in zip(spans, plans, strict=True):
+        for head in range(teacher.kv_heads if plan else 0):
+            keys_SD = teacher.head_keys(start, stop, head)
+            values_SD = v[start:stop, head].to(dtype)
+            heads_of_group = slice(head * group, (head + 1) * group)
+            for first, end in plan:
+                rows = slice(start + first, start + end)
+                scores_SX, block_max_NX = teacher.scores(keys_SD, start, first, end, head, scratch)
+                lse_X, top_X = teacher.normaliser(scores_SX, block_max_NX, head)
+                out_XD = (scores_SX.T @ values_SD[:end]).mul_((top_X - lse_X).exp_()[:, None])
+                out_THD[rows, heads_of_group] = out_XD.view(group, end - first, v_dim).transpose(0, 1).to(v.dtype)
+                lse_TH[rows, heads_of_group] = lse_X.view(group, end - first).T
+                u_NR = teacher.group_max(block_max_NX, lse_X, first, end)
+                targets_TKN[rows, head, : len(u_NR)] = u_NR.masked_fill_(teacher.not_past(first, end), -torch.inf).T
+    return AttentionWithTargets(out_THD, lse_TH, targets_TKN)

@@ -1,0 +1,102 @@
+"""Launch parameters of the distillation kernels: pure functions of shapes.
+
+Chosen by reasoning and by what the compiler says about registers and shared memory; not yet measured on a GPU.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+
+from seergate.ops.triton_impl.gpus import Gpu
+
+BLOCK_SIZES = (8, 16, 32, 64, 128, 256)
+MAX_HEAD_DIM = {torch.float16: 256, torch.bfloat16: 256, torch.float32: 128}
+"""By dtype. What else there is runs in the torch backend."""
+
+TURN_COST = 0.1
+"""What one more turn through a group is taken to cost, as a share of the products: the partial targets are written and
+read once more."""
+
+
+class TeacherLaunch(NamedTuple):
+    """Tile of the teacher's kernels: ``rows`` tokens times ``pack`` heads, against ``keys`` keys; warps and stages.
+
+    ``two_loops``: see `teacher_kernels.attention_kernel`.
+    """
+
+    rows: int
+    pack: int
+    keys: int
+    num_warps: int
+    num_stages: int
+    two_loops: bool
+
+
+class GateLaunch(NamedTuple):
+    """Tile of the gate's kernels: ``rows`` tokens against ``columns`` blocks; warps and stages."""
+
+    rows: int
+    columns: int
+    num_warps: int
+    num_stages: int
+
+
+def padded(size: int) -> int:
+    """Next power of two, at least 16: the smallest extent of a matrix product."""
+    return max(16, 1 << (size - 1).bit_length())
+
+
+def heads_per_tile(group: int) -> int:
+    """Heads of a group that share a tile: a power of two.
+
+    Padding the group to a power of two wastes products (5 heads: 3 of 8); several turns over fewer heads re-read the
+    partial targets. The cheaper of the two; the larger pack if equal.
+    """
+
+    def cost(pack: int) -> float:
+        turns = -(-group // pack)
+        return round(turns * pack / group + TURN_COST * (turns - 1), 6)
+
+    return min((64, 32, 16, 8, 4, 2, 1), key=cost)
+
+
+def precision(dtype: torch.dtype, gpu: Gpu) -> str:
+    """``input_precision`` of the products. fp32 as three tf32 products where there are such, else as it is."""
+    return "tf32x3" if dtype == torch.float32 and gpu.backend == "cuda" else "ieee"
+
+
+def teacher_launch(group: int, dim: int, v_dim: int, dtype: torch.dtype, gpu: Gpu) -> TeacherLaunch:
+    """For `attention_kernel` (``v_dim`` 0 if it makes no output) and `maxima_kernel`."""
+    pack = heads_per_tile(group)
+    widest = max(padded(dim), padded(v_dim) if v_dim else 0)
+    two_loops = False
+    if dtype == torch.float32:
+        tile, keys, num_warps, num_stages = 16, 32, 4, 1
+    elif widest <= 128:
+        tile, keys, num_warps, num_stages = 128, 64, 8, 2
+        two_loops = gpu.arch != 80
+    else:  # with 32 keys, sm_90 runs out of registers
+        tile, keys, num_warps, num_stages = 64, 16, 8, 3
+    if gpu.backend == "hip":
+        num_warps //= 2  # of 64 threads
+    return TeacherLaunch(max(1, tile // pack), pack, keys, num_warps, num_stages, two_loops)
+
+
+def gate_launch(gate_dim: int, dtype: torch.dtype, gpu: Gpu) -> GateLaunch:
+    """For `rows_kernel` and `columns_kernel`."""
+    if dtype == torch.float32:
+        rows, columns, num_warps, num_stages = 16, 32, 4, 1
+    elif padded(gate_dim) <= 128:
+        rows, columns, num_warps, num_stages = 64, 32, 8, 2
+    else:
+        rows, columns, num_warps, num_stages = 32, 32, 4, 1
+    if gpu.backend == "hip":
+        num_warps //= 2  # of 64 threads
+    return GateLaunch(rows, columns, num_warps, num_stages)
+
+
+def recall_launch(width: int, rows: int) -> tuple[int, int]:
+    """Rows at a time (of a tile of ``rows``) and warps of `recall_kernel`, which holds ``width`` blocks of each."""
+    return max(1, min(rows, 4096 // width)), min(max(width // 1024, 4), 16)

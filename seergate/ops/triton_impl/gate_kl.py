@@ -1,0 +1,290 @@
+"""`gate_kl` in Triton: one node of the graph, chunks of rows, gradients in the forward. Kernels: `gate_kl_kernels`.
+
+A chunk of rows at a time, the teacher's log targets are written to a buffer, a kernel over rows turns them into the
+loss, the gradient of ``qg`` and ``pi - p``, and a kernel over columns sums the latter into the gradient of ``kg``.
+Nothing waits for the device if ``cu_seqlens`` lies in host memory.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from functools import partial
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from seergate.ops.gate_kl import GateKLStats
+from seergate.ops.torch_impl import gate_kl as torch_impl
+from seergate.ops.triton_impl import gate_kl_kernels, packs
+from seergate.ops.triton_impl.distill_launch import gate_launch, padded, precision, recall_launch
+from seergate.ops.triton_impl.example import Example, Work, meta
+from seergate.ops.triton_impl.teacher import Teacher, runs_here
+
+CHUNK_BYTES = 64 * 2**20
+"""Size of the buffer of log targets: enough rows to fill a GPU several times over at 32k tokens."""
+
+TRITON_TYPES = {torch.float16: tl.float16, torch.bfloat16: tl.bfloat16, torch.float32: tl.float32}
+
+
+def gate_kl(
+    q: Tensor,
+    k: Tensor,
+    qg: Tensor,
+    kg: Tensor,
+    cu_seqlens: Tensor,
+    block_size: int,
+    *,
+    row_start: float,
+    sm_scale: float,
+    gate_scale: float,
+    reduction: str,
+    recall_budgets: tuple[int, ...],
+    sinks: Tensor | None,
+    softcap: float | None,
+    lse: Tensor | None,
+) -> tuple[Tensor, GateKLStats]:
+    """See `seergate.ops.gate_kl`."""
+    options: dict[str, Any] = {
+        "row_start": row_start, "sm_scale": sm_scale, "gate_scale": gate_scale, "reduction": reduction,
+        "recall_budgets": recall_budgets, "sinks": sinks, "softcap": softcap, "lse": lse,
+    }  # fmt: skip
+    if not runs_here(q, block_size, qg, kg):
+        return torch_impl.gate_kl(q, k, qg, kg, cu_seqlens, block_size, **options)
+    wanted = torch.is_grad_enabled()
+    frozen = {name: x.detach() if isinstance(x, Tensor) else x for name, x in options.items()}
+    loss, kl_per_head, rows, recall, _, _ = _gate_kl(
+        q.detach(), k.detach(), qg, kg, cu_seqlens, block_size, **frozen,
+        want_dqg=wanted and qg.requires_grad, want_dkg=wanted and kg.requires_grad,
+    )  # fmt: skip
+    return loss, GateKLStats(kl_per_head.detach(), rows, recall.detach())
+
+
+def evaluate(
+    q: Tensor,
+    k: Tensor,
+    qg: Tensor,
+    kg: Tensor,
+    cu_seqlens: Tensor,
+    block_size: int,
+    row_start: float,
+    sm_scale: float,
+    gate_scale: float,
+    reduction: str,
+    recall_budgets: list[int],
+    sinks: Tensor | None,
+    softcap: float | None,
+    lse: Tensor | None,
+    want_dqg: bool,
+    want_dkg: bool,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """Loss, KL by head, rows, recall, and the gradients of qg and kg (empty if not wanted)."""
+    device, kv_heads = q.device, k.shape[1]
+    spans = packs.segments(cu_seqlens)
+    lengths = [end - start for start, end in spans]
+    begins = [int(length * row_start) for length in lengths]
+    rows, weights = torch_impl.row_weights(lengths, begins, block_size, kv_heads, reduction)
+    teacher = Teacher(q, k, None, block_size, sm_scale, sinks, softcap)
+    gate = Gate(qg, kg, block_size, gate_scale, teacher, want_dqg, want_dkg, len(recall_budgets))
+
+    pieces = packs.segment_pieces(spans, begins, block_size, weights)
+    chunks = packs.chunks(pieces, block_size, CHUNK_BYTES // (4 * kv_heads))
+    parts = [
+        part
+        for chunk in chunks
+        for part in (
+            packs.row_tiles(chunk.pieces, teacher.launch().rows),
+            packs.row_tiles(chunk.pieces, gate.launch.rows),
+            packs.column_tiles(chunk.pieces, gate.launch.columns, block_size),
+        )
+    ]
+    tiles = iter(packs.to_device(parts, device) if parts else ())
+    cells = max((chunk.rows * chunk.width for chunk in chunks), default=0) * kv_heads
+    widest = max((chunk.width for chunk in chunks), default=0)
+    buffers = gate.buffers(cells)
+    known_lse = None if lse is None else lse.float().contiguous()
+    lse_buffer = q.new_empty(q.shape[:2], dtype=torch.float32) if known_lse is None else known_lse
+    for chunk in chunks:
+        shape = (chunk.rows, kv_heads, chunk.width)
+        targets, delta, logits = (x[: chunk.rows * kv_heads * chunk.width].view(shape) for x in buffers)
+        teacher.log_targets(next(tiles), targets, lse_buffer, known=known_lse is not None)
+        row_tiles = next(tiles)
+        gate.add_rows(row_tiles, targets, delta, logits)
+        for index, budget in enumerate(recall_budgets):
+            gate.add_recall(row_tiles, targets, logits, widest, index, budget // block_size - 1)
+        gate.add_columns(next(tiles), delta)
+
+    # Sums over up to millions of rows: float64.
+    row_weight = torch.tensor(weights, dtype=torch.float64).repeat_interleave(torch.tensor(lengths))
+    counted = max(rows, 1)
+    loss = (gate.kl.sum(0, dtype=torch.float64) * row_weight.to(device, non_blocking=True)).sum()
+    return (
+        loss.float(),
+        (gate.kl.sum(1, dtype=torch.float64) / counted).float(),
+        torch.full((), rows, dtype=torch.int64, device=device),
+        (gate.recall.sum(2, dtype=torch.float64) / counted).float(),
+        gate.dqg,
+        gate.dkg.to(kg.dtype, copy=True) if want_dkg else kg.new_empty(0),
+    )
+
+
+class Gate:
+    """The gate's side: what a call accumulates, and the launches that do so.
+
+    Args:
+        qg, kg, block_size, gate_scale: as in `seergate.ops.gate_kl`.
+        teacher: the other side.
+        want_dqg, want_dkg: which gradients are wanted.
+        budgets: at how many budgets recall is measured.
+    """
+
+    def __init__(
+        self,
+        qg: Tensor,
+        kg: Tensor,
+        block_size: int,
+        gate_scale: float,
+        teacher: Teacher,
+        want_dqg: bool,
+        want_dkg: bool,
+        budgets: int,
+    ) -> None:
+        self.qg, self.kg = (x if x.stride(-1) == 1 else x.contiguous() for x in (qg, kg))
+        self.tokens, self.kv_heads, self.dim = qg.shape
+        self.dtype = torch.promote_types(qg.dtype, kg.dtype)
+        self.gate_scale, self.want_dqg, self.want_dkg, self.budgets = gate_scale, want_dqg, want_dkg, budgets
+        self.launch = gate_launch(self.dim, self.dtype, teacher.gpu)
+        self.constants = {
+            "BLOCK_SIZE": block_size, "ROWS": self.launch.rows, "COLUMNS": self.launch.columns, "DIM": self.dim,
+            "PADDED_DIM": padded(self.dim), "COMPUTE": TRITON_TYPES[self.dtype],
+            "PRECISION": precision(self.dtype, teacher.gpu),
+            "num_warps": self.launch.num_warps, "num_stages": self.launch.num_stages,
+        }  # fmt: skip
+        self.kl = qg.new_zeros(self.kv_heads, self.tokens, dtype=torch.float32)
+        self.recall = qg.new_zeros(budgets, self.kv_heads, self.tokens, dtype=torch.float32)
+        self.dqg = qg.new_zeros(qg.shape) if want_dqg else qg.new_empty(0)
+        self.dkg = kg.new_zeros(kg.shape if want_dkg else (0, 0, 0), dtype=torch.float32)
+
+    def buffers(self, cells: int) -> tuple[Tensor, Tensor, Tensor]:
+        """Flat buffers of log targets, ``pi - p`` and logits; the latter two only as far as they are needed."""
+        return (
+            self.qg.new_empty(cells, dtype=torch.float32),
+            self.qg.new_empty(cells, dtype=self.dtype) if self.want_dkg else self.dkg.new_empty(1).expand(cells),
+            self.qg.new_empty(cells, dtype=torch.float32) if self.budgets else self.dkg.new_empty(1).expand(cells),
+        )
+
+    def add_rows(self, tiles: packs.Tiles, targets: Tensor, delta: Tensor, logits: Tensor) -> None:
+        """KL and ``dqg`` of these rows; fills ``delta`` and ``logits``."""
+        gate_kl_kernels.rows_kernel[(len(tiles) * self.kv_heads,)](
+            targets, self.qg, self.kg, tiles.table, tiles.weights, self.kl,
+            self.dqg if self.want_dqg else self.qg, delta, logits,
+            len(tiles), self.tokens, *targets.stride()[:2], *self.qg.stride()[:2], *self.kg.stride()[:2],
+            *(self.dqg.stride()[:2] if self.want_dqg else (0, 0)), self.gate_scale,
+            WANT_DQG=self.want_dqg, WANT_DELTA=self.want_dkg, WANT_LOGITS=self.budgets > 0, **self.constants,
+        )  # fmt: skip
+
+    def add_columns(self, tiles: packs.Tiles, delta: Tensor) -> None:
+        """These rows' part of ``dkg``."""
+        if self.want_dkg:
+            gate_kl_kernels.columns_kernel[(len(tiles) * self.kv_heads,)](
+                delta, self.qg, tiles.table, tiles.weights, self.dkg, len(tiles),
+                *delta.stride()[:2], *self.qg.stride()[:2], *self.dkg.stride()[:2], self.gate_scale, **self.constants,
+            )  # fmt: skip
+
+    def add_recall(
+        self, tiles: packs.Tiles, targets: Tensor, logits: Tensor, width: int, index: int, wanted: int
+    ) -> None:
+        """Recall of these rows at one budget: the teacher's share in the ``wanted`` best past blocks.
+
+        ``width`` is at least that of any row of the pack: with one for all chunks, one kernel is compiled.
+        """
+        width = triton.next_power_of_2(width)
+        turn, num_warps = recall_launch(width, self.launch.rows)
+        gate_kl_kernels.recall_kernel[(len(tiles) * (self.launch.rows // turn) * self.kv_heads,)](
+            targets, logits, tiles.table, self.recall[index], len(tiles), self.tokens, *targets.stride()[:2], wanted,
+            BLOCK_SIZE=self.constants["BLOCK_SIZE"], ROWS=self.launch.rows, TURN=turn, WIDTH=width,
+            num_warps=num_warps,
+        )  # fmt: skip
+
+
+def _fake(
+    q: Tensor, k: Tensor, qg: Tensor, kg: Tensor, *rest: Any, **options: Any
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+    names = dict(zip(_ARGUMENTS[4:], rest, strict=False)) | options
+    kv_heads, fp32 = k.shape[1], torch.float32
+    return (
+        q.new_empty((), dtype=fp32),
+        q.new_empty(kv_heads, dtype=fp32),
+        q.new_empty((), dtype=torch.int64),
+        q.new_empty((len(names["recall_budgets"]), kv_heads), dtype=fp32),
+        qg.new_empty(qg.shape if names["want_dqg"] else 0),
+        kg.new_empty(kg.shape if names["want_dkg"] else 0),
+    )
+
+
+_ARGUMENTS = tuple(evaluate.__code__.co_varnames[: evaluate.__code__.co_argcount])
+
+
+def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
+    ctx.save_for_backward(*output[4:])
+    ctx.mark_non_differentiable(*output[1:])
+    ctx.set_materialize_grads(False)
+
+
+@once_differentiable
+def _backward(ctx: Any, grad_loss: Tensor | None, *_: Tensor | None) -> tuple[Tensor | None, ...]:
+    # grad_loss stays on the device: no value is read. Being 0-dim it does not widen a bf16 gradient.
+    gradients = (None if grad_loss is None or not x.numel() else x * grad_loss for x in ctx.saved_tensors)
+    return None, None, *gradients, *(None for _ in _ARGUMENTS[4:])
+
+
+_gate_kl = torch.library.custom_op(
+    "seergate::gate_kl",
+    evaluate,
+    mutates_args=(),
+    schema=(
+        "(Tensor q, Tensor k, Tensor qg, Tensor kg, Tensor cu_seqlens, int block_size, float row_start, "
+        "float sm_scale, float gate_scale, str reduction, int[] recall_budgets, Tensor? sinks, float? softcap, "
+        "Tensor? lse, bool want_dqg, bool want_dkg) -> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)"
+    ),
+)
+_gate_kl.register_fake(_fake)
+_gate_kl.register_autograd(_backward, setup_context=_setup_context)
+
+
+SHIPPED = (
+    # dtype of the gate, its dimension, block size, tokens
+    (torch.bfloat16, 128, 64, 4096),
+    (torch.float16, 128, 16, 4096),
+    (torch.bfloat16, 64, 64, 32768),
+    (torch.bfloat16, 256, 64, 131072),
+    (torch.float32, 128, 16, 131072),
+)
+"""What is compiled ahead of time: every dtype and gate dimension, narrow and wide rows of blocks."""
+
+
+def examples() -> Iterator[Example]:
+    """Calls on meta tensors that launch what ships. One head of each kind: their number changes nothing."""
+    for dtype, gate_dim, block_size, tokens in SHIPPED:
+        q, k, gate = meta(tokens, 1, 64, dtype=dtype), meta(tokens, 1, 64, dtype=dtype), (1, gate_dim)
+        blocks = -(-tokens // block_size)
+        qg, kg = meta(tokens, *gate, dtype=dtype), meta(blocks, *gate, dtype=dtype)
+        cu_seqlens = torch.tensor([0, tokens], dtype=torch.int32)
+        cells = tokens * blocks / 2
+        rows, product = tokens * gate_dim * dtype.itemsize, 2 * cells * gate_dim
+        yield Example(
+            f"gate_kl {str(dtype).removeprefix('torch.')} e{gate_dim} b{block_size} t{tokens}",
+            partial(
+                evaluate, q, k, qg, kg, cu_seqlens, block_size, 0.0, 0.125, 0.125, "row_mean", [4096], None, None,
+                meta(tokens, 1, dtype=torch.float32), True, True,
+            ),
+            {
+                "rows_kernel": Work(2 * rows + cells * (8 + dtype.itemsize), 3 * product),
+                "columns_kernel": Work(rows + cells * dtype.itemsize, product),
+                "recall_kernel": Work(cells * 8),
+            },
+            ("rows_kernel", "columns_kernel") if dtype != torch.float32 else (),
+        )  # fmt: skip

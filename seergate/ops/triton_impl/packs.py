@@ -1,0 +1,146 @@
+"""How a pack is cut up for the kernels of distillation: chunks of rows that share a buffer, and their tiles.
+
+All of it is computed on the host from the segments' borders, so nothing waits for the device.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from itertools import pairwise
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+FIELDS = 6
+"""Numbers per tile: first row (in the pack), end of the piece it belongs to, start of the segment, the segment's first
+entry of kg, row in the chunk's buffer, first column (0 but for tiles of columns)."""
+
+MIN_ROWS = 128
+"""Rows of a chunk at very long contexts, where the buffer then grows: fewer would leave the device idle."""
+
+WIDTH_MULTIPLE = 16
+"""Rows of a buffer begin at multiples of so many elements, so that they can be read in wide words."""
+
+
+class Piece(NamedTuple):
+    """Consecutive rows of one segment. Attributes: where the segment starts, its first entry of kg, the first row and
+    the end of the rows (all in the pack), the weight of a row in the loss.
+    """
+
+    start: int
+    block: int
+    first: int
+    end: int
+    weight: float
+
+    def candidates(self, block_size: int) -> int:
+        """How many blocks lie strictly before the last row's own."""
+        return (self.end - 1 - self.start) // block_size
+
+
+class Chunk(NamedTuple):
+    """Pieces that are worked on together. Attributes: the pieces, their rows in total, blocks of a buffer row."""
+
+    pieces: list[Piece]
+    rows: int
+    width: int
+
+
+class Tiles(NamedTuple):
+    """Tiles on the device: ``table`` int64 ``[n, FIELDS]``; ``weights`` fp32 ``[n]``."""
+
+    table: Tensor
+    weights: Tensor
+
+    def __len__(self) -> int:
+        return len(self.table)
+
+
+def segments(cu_seqlens: Tensor) -> list[tuple[int, int]]:
+    """Start and end of every segment. Waits for the device if ``cu_seqlens`` lies on one."""
+    return list(pairwise(cu_seqlens.tolist()))
+
+
+def segment_pieces(
+    spans: Sequence[tuple[int, int]], begins: Sequence[int], block_size: int, weights: Sequence[float]
+) -> list[Piece]:
+    """One piece per segment: its rows from ``begins`` (counted from its start) that have a past block."""
+    pieces, block = [], 0
+    for (start, end), begin, weight in zip(spans, begins, weights, strict=True):
+        first = start + max(begin, block_size)
+        if first < end:
+            pieces.append(Piece(start, block, first, end, weight))
+        block += -(-(end - start) // block_size)
+    return pieces
+
+
+def chunks(pieces: Sequence[Piece], block_size: int, area: int) -> list[Chunk]:
+    """Cut pieces, and put small ones together, so that rows x width stays within ``area`` (but see `MIN_ROWS`).
+
+    A segment occurs at most once in a chunk.
+    """
+    done: list[Chunk] = []
+    for piece in pieces:
+        first = piece.first
+        while first < piece.end:
+            width = _rounded(piece.candidates(block_size))
+            end = min(piece.end, first + max(area // width, MIN_ROWS))
+            part = piece._replace(first=first, end=end)
+            width, rows = _rounded(part.candidates(block_size)), end - first
+            last = done[-1] if done else None
+            if last and last.pieces[-1].start != part.start and (last.rows + rows) * max(last.width, width) <= area:
+                done[-1] = Chunk([*last.pieces, part], last.rows + rows, max(last.width, width))
+            else:
+                done.append(Chunk([part], rows, width))
+            first = end
+    return done
+
+
+def row_tiles(pieces: Sequence[Piece], rows: int, *, packed: bool = False) -> tuple[Tensor, Tensor]:
+    """Tiles of up to ``rows`` rows, those with the longest past first. ``packed``: the buffer is numbered as the pack.
+
+    Returns:
+        Table and weights on the host, see `Tiles`.
+    """
+    tables, weights, buffer = [torch.empty(0, FIELDS, dtype=torch.int64)], [torch.ones(0)], 0
+    for piece in pieces:
+        first = torch.arange(piece.first, piece.end, rows)
+        table = torch.zeros(len(first), FIELDS, dtype=torch.int64)
+        table[:, 0] = first
+        table[:, 1:4] = torch.tensor([piece.end, piece.start, piece.block])
+        table[:, 4] = first if packed else first - piece.first + buffer
+        tables.append(table)
+        weights.append(torch.full((len(first),), piece.weight))
+        buffer += piece.end - piece.first
+    table, weight = torch.cat(tables), torch.cat(weights)
+    longest_first = (table[:, 2] - table[:, 0]).argsort(stable=True)
+    return table[longest_first], weight[longest_first]
+
+
+def column_tiles(pieces: Sequence[Piece], columns: int, block_size: int) -> tuple[Tensor, Tensor]:
+    """Tiles of up to ``columns`` candidate blocks, for sums over the rows of a piece.
+
+    Returns:
+        Table and weights on the host, see `Tiles`.
+    """
+    table, weights, buffer = [], [], 0
+    for piece in pieces:
+        for column in range(0, piece.candidates(block_size), columns):
+            table.append([piece.first, piece.end, piece.start, piece.block, buffer, column])
+            weights.append(piece.weight)
+        buffer += piece.end - piece.first
+    return torch.tensor(table, dtype=torch.int64).view(-1, FIELDS), torch.tensor(weights)
+
+
+def to_device(parts: Sequence[tuple[Tensor, Tensor]], device: torch.device) -> list[Tiles]:
+    """All tables of a call in one copy each, without waiting for it."""
+    counts = [len(table) for table, _ in parts]
+    tables = torch.cat([table for table, _ in parts]).to(device, non_blocking=True).split(counts)
+    weights = torch.cat([weight for _, weight in parts]).to(device, non_blocking=True).split(counts)
+    return [Tiles(*pair) for pair in zip(tables, weights, strict=True)]
+
+
+def _rounded(width: int) -> int:
+    return math.ceil(width / WIDTH_MULTIPLE) * WIDTH_MULTIPLE
