@@ -16,12 +16,15 @@ from typing import NoReturn
 
 from seergate import __version__
 from seergate.cli import (
+    ablate,
     calibrate,
     demo,
     doctor,
     export,
+    figure,
     import_legacy,
     info,
+    plan,
     push,
     regrade,
     report,
@@ -34,10 +37,13 @@ OK, USER_ERROR, INTERRUPTED = 0, 2, 130
 
 COMMANDS: dict[str, ModuleType] = {
     "demo": demo,
+    "plan": plan,
     "train": train,
+    "ablate": ablate,
     "eval": evaluation,
     "report": report,
     "sweep": sweep,
+    "figure": figure,
     "regrade": regrade,
     "calibrate": calibrate,
     "doctor": doctor,

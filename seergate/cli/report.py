@@ -17,7 +17,8 @@ HELP = (
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the options."""
     parser.add_argument("run_dir", type=Path, metavar="RUN_DIR", help="what `seergate eval --out` wrote")
-    parser.add_argument("--out", type=Path, metavar="DIR", help="where the report goes [RUN_DIR]")
+    parser.add_argument("others", type=Path, nargs="*", metavar="RUN_DIR", help="more of them, to be compared")
+    parser.add_argument("--out", type=Path, metavar="DIR", help="where the report goes [the first RUN_DIR]")
 
 
 def run(options: argparse.Namespace) -> int:
@@ -25,5 +26,5 @@ def run(options: argparse.Namespace) -> int:
     from seergate.cli.console import say_report
     from seergate.report import write_report
 
-    say_report(write_report(options.run_dir, options.out))
+    say_report(write_report(options.run_dir, options.out, *options.others))
     return 0

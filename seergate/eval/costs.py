@@ -17,6 +17,9 @@ from seergate.host.stats import DecodeStats
 from seergate.methods.base import Step
 from seergate.ops import Selection
 
+CURVE_STEPS = 32
+"""A point of a row's curve of tokens read is the mean over this many steps."""
+
 
 class _LayerRows:
     """Counters of one layer, one entry per row."""
@@ -37,6 +40,11 @@ class _LayerRows:
         if self.blocks is not None:
             self.blocks = self.blocks[torch.tensor(rows, dtype=torch.int64, device=self.blocks.device)]
 
+    def tokens_read(self, row: int) -> float:
+        """By a row so far, mean over KV heads."""
+        selected = 0.0 if self.blocks is None else float(self.blocks[row]) * self.block_size / self.heads
+        return float(self.sums[1, row]) + selected
+
 
 class RowStats(DecodeStats):
     """`DecodeStats` that also counts per row. Put it in the place of a handle's own.
@@ -49,16 +57,19 @@ class RowStats(DecodeStats):
         super().__init__(layers)
         self.by_layer = {layer: _LayerRows() for layer in layers}
         self.decode_steps = np.zeros(0)
+        self.curves: list[list[tuple[int, float]]] = []  # per row: (tokens of context, tokens read so far)
 
     def add_rows(self, rows: int) -> None:
         """Rows join at the end of the batch."""
         self.decode_steps = np.concatenate((self.decode_steps, np.zeros(rows)))
+        self.curves += [[] for _ in range(rows)]
         for counters in self.by_layer.values():
             counters.add(rows)
 
     def keep_rows(self, rows: list[int]) -> None:
         """All rows but these leave."""
         self.decode_steps = self.decode_steps[rows]
+        self.curves = [self.curves[row] for row in rows]
         for counters in self.by_layer.values():
             counters.keep(rows)
 
@@ -88,15 +99,20 @@ class RowStats(DecodeStats):
         if selection is not None:
             counts = selection.counts.sum(1)
             counters.blocks = counts if counters.blocks is None else counters.blocks + counts
-        if layer == next(iter(self.by_layer)):
+        if layer == next(reversed(self.by_layer)):
             self.decode_steps += 1
+            for row in np.flatnonzero(self.decode_steps % CURVE_STEPS == 0).tolist():
+                read_so_far = sum([each.tokens_read(row) for each in self.by_layer.values()]) / len(self.by_layer)
+                self.curves[row].append((seen[row], read_so_far))
 
     def of(self, row: int) -> dict[str, Any]:
         """The figures of one row, as plain numbers.
 
         Returns:
             ``density`` (tokens read per token seen, mean over layers), ``bytes_read_per_step``,
-            ``resident_bytes_mean``, ``resident_bytes_peak`` (all layers). Empty if nothing was decoded.
+            ``resident_bytes_mean``, ``resident_bytes_peak`` (all layers), and ``read_curve``: for every `CURVE_STEPS`
+            steps, the context's length at their end and the tokens read per step, mean over layers and KV heads.
+            Empty if nothing was decoded.
         """
         steps = float(self.decode_steps[row])
         ran = [counters for counters in self.by_layer.values() if counters.sums[0, row] > 0]
@@ -104,9 +120,8 @@ class RowStats(DecodeStats):
             return {}
         density = read_bytes = resident = peak = 0.0
         for counters in ran:
-            seen, read, scored, held, highest = (float(value) for value in counters.sums[:, row])
-            if counters.blocks is not None:
-                read += float(counters.blocks[row]) * counters.block_size / counters.heads
+            seen, _, scored, held, highest = (float(value) for value in counters.sums[:, row])
+            read = counters.tokens_read(row)
             density += read / seen / len(ran)
             read_bytes += (read * counters.heads * counters.bytes_per_token + scored) / steps
             resident, peak = resident + held / steps, peak + highest
@@ -115,4 +130,8 @@ class RowStats(DecodeStats):
             "bytes_read_per_step": read_bytes,
             "resident_bytes_mean": resident,
             "resident_bytes_peak": peak,
+            "read_curve": [
+                [length, round((read - before) / CURVE_STEPS, 2)]
+                for (length, read), (_, before) in zip(self.curves[row], [(0, 0.0), *self.curves[row]], strict=False)
+            ],
         }

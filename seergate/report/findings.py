@@ -97,12 +97,15 @@ def cautions(sweep: Sweep) -> list[str]:
         if setting.metrics["truncation_rate"] > 0.05:
             truncated.append(f"{setting.label} ({_percent(setting.metrics['truncation_rate'])})")
     if truncated:
-        limit = sweep.config["generation"]["max_new_tokens"]
+        generation = sweep.config["generation"]
+        limit = generation["max_new_tokens"] or generation["max_total_tokens"]
         lines.append(f"answers hit the limit of {limit} tokens, so lengths are lower bounds: {', '.join(truncated)}.")
     if chance := sweep.config["task"].get("chance"):
         lines.append(f"guessing gets {_percent(chance)} right.")
         if sweep.dense is not None and sweep.dense.interval[0] <= chance:
             lines.insert(0, "dense itself is not clearly better than guessing, so the comparison says nothing.")
+    if str(sweep.config["task"]["name"]) == "gpqa_diamond_published":
+        lines.append("in this file the right option is A in every problem; a model that likes A gains from that.")
     sizes = {s.config["method"]["block_size"] for s in sweep.settings if "block_size" in s.config["method"]}
     if len(sizes) > 1:
         lines.append(f"block sizes differ between methods ({', '.join(map(str, sorted(sizes)))} tokens).")

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -24,13 +24,18 @@ class Setting:
         config: its `config.yaml`.
         metrics: derived from its samples.
         correct: problem -> 0 or 1 of each sample.
+        samples: as they were stored.
+        proxies: contents of its `proxies.json`, if it has one.
+        series: what it is drawn and listed as: the method, and what sets it apart from others of the same method.
     """
 
     directory: Path
     config: dict[str, Any]
     metrics: dict[str, Any]
     correct: dict[str, list[float]]
+    samples: list[dict[str, Any]] = field(default_factory=list, repr=False)
     proxies: dict[str, Any] | None = None
+    series: str = ""
 
     @property
     def method(self) -> str:
@@ -45,7 +50,25 @@ class Setting:
     @property
     def label(self) -> str:
         """For tables and sentences."""
-        return self.method if self.budget is None else f"{self.method} at {self.budget}"
+        name = self.series or self.method
+        if self.budget is not None:
+            return f"{name} at {self.budget}"
+        return name if self.threshold is None else f"{name}, threshold {self.threshold:g}"
+
+    @property
+    def threshold(self) -> float | None:
+        """On the gate's probabilities, if there is one."""
+        return self.config["method"].get("threshold")
+
+    @property
+    def block_size(self) -> int | None:
+        """Tokens per block, if the method has blocks."""
+        return self.config["method"].get("block_size")
+
+    @property
+    def dense_layers(self) -> tuple[int, ...]:
+        """Layers that stay dense."""
+        return tuple(self.config["method"].get("dense_layers") or ())
 
     @property
     def accuracy(self) -> Estimate:
@@ -87,8 +110,8 @@ class Sweep:
 
     @property
     def methods(self) -> list[str]:
-        """The methods that have a budget, in order."""
-        return list(dict.fromkeys(s.method for s in self.settings if s.budget is not None))
+        """The series that have a budget, in order; a method, where it has no variants."""
+        return list(dict.fromkeys(s.series for s in self.settings if s.budget is not None))
 
     @property
     def budgets(self) -> list[int]:
@@ -96,16 +119,20 @@ class Sweep:
         return sorted({s.budget for s in self.settings if s.budget is not None})
 
     def of(self, method: str) -> list[Setting]:
-        """A method's settings by budget."""
-        return [s for s in self.settings if s.method == method and s.budget is not None]
+        """A series' settings by budget."""
+        return [s for s in self.settings if s.series == method and s.budget is not None]
 
     def at(self, method: str, budget: int) -> Setting | None:
         """One setting."""
-        return next((s for s in self.settings if (s.method, s.budget) == (method, budget)), None)
+        return next((s for s in self.settings if (s.series, s.budget) == (method, budget)), None)
 
     def difference(self, ours: Setting, baseline: Setting) -> Estimate:
-        """Paired difference of the accuracies."""
-        return paired(ours.correct, baseline.correct)
+        """Paired difference of the accuracies, on the samples (problem and seed) that both have."""
+        pairs = [{(s["problem_id"], s["sample_idx"]): s for s in setting.samples} for setting in (ours, baseline)]
+        common = [
+            [s for key, s in side.items() if key in other] for side, other in zip(pairs, pairs[::-1], strict=True)
+        ]
+        return paired(*(by_problem(side, lambda s: s["correct"]) for side in common))
 
     @property
     def context(self) -> float:
@@ -130,22 +157,22 @@ def load_setting(directory: Path) -> Setting:
     if not samples:
         raise SeergateError(f"{directory} has no finished samples yet")
     proxies = store.read_json(directory / store.PROXIES)
-    return Setting(directory, config, derive(samples, proxies), by_problem(samples, lambda s: s["correct"]), proxies)
+    correct = by_problem(samples, lambda s: s["correct"])
+    return Setting(
+        directory, config, derive(samples, proxies), correct, samples, proxies, series=str(config["method"]["name"])
+    )
 
 
-def load_sweeps(root: Path) -> list[Sweep]:
-    """All runs under a directory (or the one that it is), grouped into what can be compared.
+def load_sweeps(*roots: Path) -> list[Sweep]:
+    """All runs in some directories (or the runs that they are), grouped into what can be compared.
 
     Raises:
         SeergateError: if there is none, or one is damaged.
     """
-    if not root.is_dir():
-        raise SeergateError(f"the run directory {root} does not exist")
-    own = [root] if (root / store.CONFIG).is_file() and (root / store.SAMPLES).is_file() else []
-    found = own or sorted(path.parent for path in root.glob(f"*/{store.SAMPLES}"))
+    found = list(dict.fromkeys(path for root in roots for path in store.run_directories(root)))
     started = [path for path in found if store.read_samples(path)]
     if not started:
-        raise SeergateError(f"{root} holds no runs with finished samples; `seergate eval --out {root} ...` makes some")
+        raise SeergateError(f"{', '.join(map(str, roots))} holds no runs with finished samples")
     groups: dict[str, list[Setting]] = {}
     for path in started:
         setting = load_setting(path)
@@ -156,9 +183,34 @@ def load_sweeps(root: Path) -> list[Sweep]:
             "generation": config["generation"],
         }
         groups.setdefault(repr(store.flatten(shared)), []).append(setting)
-    return [Sweep(sorted(settings, key=_rank)) for settings in groups.values()]
+    return [Sweep(sorted(_named(settings), key=_rank)) for settings in groups.values()]
 
 
-def _rank(setting: Setting) -> tuple[int, str, int]:
+def _named(settings: list[Setting]) -> list[Setting]:
+    """With series that tell apart the block sizes and the dense layers of one method, where it has several."""
+    named = []
+    for setting in settings:
+        same = [s for s in settings if s.method == setting.method]
+        name = setting.method
+        if len({s.block_size for s in same}) > 1:
+            name += f" b{setting.block_size}"
+        if len({s.dense_layers for s in same}) > 1:
+            name += (
+                f", layers {','.join(map(str, setting.dense_layers))} dense"
+                if setting.dense_layers
+                else ", all sparse"
+            )
+        named.append(replace(setting, series=name))
+    labels = [(s.series, s.budget, s.threshold) for s in named]
+    twice = [named[i] for i, label in enumerate(labels) if labels.count(label) > 1]
+    if len(twice) > 1 and twice[0].method != "dense":
+        raise SeergateError(
+            f"{twice[0].directory} and {twice[-1].directory} are runs of the same setting; report on one of them"
+        )
+    return named
+
+
+def _rank(setting: Setting) -> tuple[Any, ...]:
     known = ORDER.index(setting.method) if setting.method in ORDER else len(ORDER)
-    return known, setting.method, setting.budget or 0
+    kept = setting.block_size or 0, setting.dense_layers, setting.budget or 10**9, setting.threshold or 0.0
+    return known, setting.method, *kept

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 from seergate.errors import SeergateError
 from seergate.eval.stats import Z95
 from seergate.report.load import Setting, Sweep
+from seergate.report.published import published
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -28,8 +29,18 @@ DPI = 150
 
 def style(method: str) -> dict[str, Any]:
     """Colour and marker of a method, the same in every plot."""
-    colour, marker = STYLES.get(method) or SPARE[sum(map(ord, method)) % len(SPARE)]
-    return {"color": colour, "marker": marker, "markersize": 6, "linewidth": 2.4 if method == "gate" else 1.6}
+    name = method.replace(",", " ").split()[0]  # of a series such as "quest b16"
+    colour, marker = STYLES.get(name) or SPARE[sum(map(ord, name)) % len(SPARE)]
+    return {"color": colour, "marker": marker, "markersize": 6, "linewidth": 2.4 if name == "gate" else 1.6}
+
+
+LINES = ("-", "--", ":", "-.")
+
+
+def line_style(series: str, all_series: list[str]) -> str:
+    """Variants of one method share its colour and differ in their line."""
+    same = [s for s in all_series if style(s)["color"] == style(series)["color"]]
+    return LINES[same.index(series) % len(LINES)]
 
 
 def accuracy_plot(sweep: Sweep, path: Path) -> Path:
@@ -59,7 +70,7 @@ def recall_plot(sweep: Sweep, path: Path) -> Path | None:
     methods = [m for m in sweep.methods if any(s.metrics["recall"] is not None for s in sweep.of(m))]
     if not methods:
         return None
-    plt = _pyplot()
+    plt = pyplot()
     layers = len(next(s for s in sweep.of(methods[0]) if s.metrics["recall"] is not None).metrics["recall_per_layer"])
     height = max(3.6, 0.16 * layers + 1.6)
     figure, axes = plt.subplots(
@@ -69,14 +80,20 @@ def recall_plot(sweep: Sweep, path: Path) -> Path | None:
     for i, method in enumerate(methods):
         points = [s for s in sweep.of(method) if s.metrics["recall"] is not None]
         budgets = [s.budget or 0 for s in points]
-        lines.plot(budgets, [100 * s.metrics["recall"] for s in points], label=method, **style(method))
+        lines.plot(
+            budgets,
+            [100 * s.metrics["recall"] for s in points],
+            label=method,
+            linestyle=line_style(method, sweep.methods),
+            **style(method),
+        )
         image = _heat_map(axes[i + 1], method, points, first=i == 0)
-    _budget_axis(lines, sweep.budgets)
+    budget_axis(lines, sweep.budgets)
     lines.set(ylim=(0, 104), ylabel="attention mass recalled (%)")
     lines.set_title("Recall, mean over layers", fontsize=10)
     lines.legend(frameon=False, fontsize=9)
     figure.colorbar(image, ax=list(axes[1:]), label="recall (%)", fraction=0.04, pad=0.02)
-    return _save(figure, path)
+    return save(figure, path)
 
 
 def _heat_map(axis: Axes, method: str, points: list[Setting], first: bool) -> Any:
@@ -107,7 +124,7 @@ def _against_budget(
     title: str,
     zero_to: float | None = None,
 ) -> Path:
-    figure, axis = _pyplot().subplots(figsize=(6.8, 4.4))
+    figure, axis = pyplot().subplots(figsize=(6.8, 4.4))
     count = len(sweep.methods)
     for i, method in enumerate(sweep.methods):
         shift = 2 ** (0.035 * (i - (count - 1) / 2))  # side by side, so that no error bar hides another
@@ -121,7 +138,8 @@ def _against_budget(
             capsize=3,
             elinewidth=1,
             label=method,
-            zorder=3 if method == "gate" else 2,
+            zorder=3 if method.startswith("gate") else 2,
+            linestyle=line_style(method, sweep.methods),
             **style(method),
         )
     if sweep.dense is not None:
@@ -131,7 +149,9 @@ def _against_budget(
     chance = sweep.config["task"].get("chance")
     if zero_to is not None and chance:
         axis.axhline(100 * chance, color="#7F7F7F", linestyle=":", linewidth=1.2, label="guessing", zorder=1)
-    _budget_axis(axis, sweep.budgets)
+    if zero_to is not None:
+        _draw_published(axis, sweep)
+    budget_axis(axis, sweep.budgets)
     axis.set_ylabel(ylabel)
     top = zero_to if zero_to is not None else axis.get_ylim()[1] * 1.05
     axis.set_ylim(-0.02 * top, top)  # a marker at zero is drawn whole
@@ -139,10 +159,22 @@ def _against_budget(
     n = sweep.settings[0].accuracy.n
     axis.set_title(f"{title}\n{model} on {task}, {n} problems; bars and band: 95 % intervals", fontsize=10)
     axis.legend(frameon=False, fontsize=9, loc="center left", bbox_to_anchor=(1.0, 0.5))
-    return _save(figure, path)
+    return save(figure, path)
 
 
-def _budget_axis(axis: Axes, budgets: list[int]) -> None:
+def _draw_published(axis: Axes, sweep: Sweep) -> None:
+    """The paper's numbers beside ours, where model and task are the paper's."""
+    values = published(sweep.config)
+    if values is None:
+        return
+    gate = {budget: value for budget, value in values.items() if budget is not None}
+    axis.plot(list(gate), list(gate.values()), "o", mfc="none", mec=STYLES["gate"][0], ms=9, label="gate, published")
+    if None in values:
+        axis.axhline(values[None], color="#000000", linestyle=":", linewidth=1.2, label="dense, published")
+
+
+def budget_axis(axis: Axes, budgets: list[int]) -> None:
+    """An axis of token budgets, in powers of two."""
     axis.set_xlabel("token budget per KV head (tokens)")
     if budgets:
         axis.set_xscale("log", base=2)
@@ -154,18 +186,25 @@ def _budget_axis(axis: Axes, budgets: list[int]) -> None:
     axis.spines[["top", "right"]].set_visible(False)
 
 
-def _pyplot() -> Any:
+def pyplot() -> Any:
+    """Matplotlib without a display.
+
+    Raises:
+        SeergateError: if it is not installed.
+    """
     try:
         import matplotlib
     except ImportError as error:
         raise SeergateError("plots need matplotlib; install it with: pip install 'seergate[eval]'") from error
     matplotlib.use("Agg")
-    from matplotlib import pyplot
+    from matplotlib import pyplot as plt
 
-    return pyplot
+    return plt
 
 
-def _save(figure: Figure, path: Path) -> Path:
+def save(figure: Figure, path: Path) -> Path:
+    """Write a figure as PNG and, beside it, as SVG."""
     figure.savefig(path, dpi=DPI, bbox_inches="tight", facecolor="white")
-    _pyplot().close(figure)
+    figure.savefig(path.with_suffix(".svg"), bbox_inches="tight", facecolor="white")
+    pyplot().close(figure)
     return path

@@ -6,6 +6,7 @@ import math
 from collections.abc import Sequence
 
 from seergate.report.load import Setting, Sweep
+from seergate.report.published import published
 
 NONE = "–"
 
@@ -32,9 +33,11 @@ def accuracy_table(sweep: Sweep) -> str:
         "std. error",
         "95 % interval",
         "minus dense",
+        "95 % of that",
         "problems",
         "samples",
         "mean tokens",
+        "10/50/90 %",
         "max tokens",
         "truncated %",
         "no answer %",
@@ -44,21 +47,25 @@ def accuracy_table(sweep: Sweep) -> str:
 
 def _accuracy_row(sweep: Sweep, s: Setting) -> list[str]:
     m = s.metrics
-    difference = NONE
+    difference = between = NONE
     if sweep.dense is not None and s is not sweep.dense:
         d = sweep.difference(s, sweep.dense)
         difference = f"{100 * d.mean:+.1f}" + ("" if math.isnan(d.se) else f" ± {100 * d.se:.1f}")
+        if not math.isnan(d.se):
+            between = f"{100 * (d.mean - d.half_width):+.1f} to {100 * (d.mean + d.half_width):+.1f}"
     low, high = s.interval
     return [
-        s.method,
-        _plain(s.budget),
+        s.series,
+        limit_of(s),
         f"{100 * m['accuracy']:.1f}",
         NONE if m["accuracy_se"] is None else f"{100 * m['accuracy_se']:.1f}",
         f"{100 * low:.1f} to {100 * high:.1f}",
         difference,
+        between,
         str(m["n_problems"]),
         str(m["n_samples"]),
         f"{m['mean_tokens']:.1f}",
+        "/".join(str(m["token_quantiles"][q]) for q in ("0.1", "0.5", "0.9")),
         str(m["max_tokens"]),
         f"{100 * m['truncation_rate']:.1f}",
         f"{100 * m['unanswered_rate']:.1f}",
@@ -83,8 +90,8 @@ def cost_table(sweep: Sweep) -> str:
         m = s.metrics
         rows.append(
             [
-                s.method,
-                _plain(s.budget),
+                s.series,
+                limit_of(s),
                 _plain(s.config["method"].get("block_size")),
                 _scaled(m["density"], 100, 1),
                 _scaled(m["bytes_read_per_step"], 1e-3, 1),
@@ -106,14 +113,73 @@ def recall_table(sweep: Sweep) -> str | None:
     header = ["method", "budget", "mean %", *(f"layer {layer}" for layer in layers)]
     rows = [
         [
-            s.method,
-            _plain(s.budget),
+            s.series,
+            limit_of(s),
             _scaled(s.metrics["recall"], 100, 1),
             *(_scaled(value, 100, 1) for value in s.metrics["recall_per_layer"]),
         ]
         for s in measured
     ]
     return markdown(header, rows)
+
+
+def limit_of(s: Setting) -> str:
+    """Its budget, or its threshold."""
+    return f"p > {s.threshold:g}" if s.budget is None and s.threshold is not None else _plain(s.budget)
+
+
+def pass_table(sweep: Sweep) -> str | None:
+    """pass@k for every k that all settings have; ``None`` with one sample per problem."""
+    ks = [
+        k for k in sweep.settings[0].metrics["pass_at_k"] if all(k in s.metrics["pass_at_k"] for s in sweep.settings)
+    ]
+    if len(ks) < 2:
+        return None
+    rows = [[s.series, limit_of(s), *(f"{100 * s.metrics['pass_at_k'][k]:.1f}" for k in ks)] for s in sweep.settings]
+    return markdown(["method", "budget", *(f"pass@{k} %" for k in ks)], rows)
+
+
+def proxy_table(sweep: Sweep) -> str | None:
+    """The cheap proxies beside the accuracy, or ``None`` if they were not measured."""
+    measured = [s for s in sweep.settings if s.metrics["next_token_kl"] is not None]
+    if not measured:
+        return None
+    header = [
+        "method",
+        "budget",
+        "accuracy %",
+        "recall %",
+        "KL to dense, nats",
+        "same next token %",
+        "perplexity",
+        "dense",
+    ]
+    rows = [
+        [
+            s.series,
+            limit_of(s),
+            f"{100 * s.metrics['accuracy']:.1f}",
+            _scaled(s.metrics["recall"], 100, 1),
+            f"{s.metrics['next_token_kl']:.4f}",
+            _scaled(s.metrics["agreement"], 100, 1),
+            _scaled(s.metrics["perplexity"], 1, 3),
+            _scaled(s.metrics["dense_perplexity"], 1, 3),
+        ]
+        for s in measured
+    ]
+    return markdown(header, rows)
+
+
+def published_table(sweep: Sweep) -> str | None:
+    """Ours beside the paper's, where model and task match; ``None`` elsewhere."""
+    values, rows = published(sweep.config) or {}, []
+    for s in sweep.settings:
+        if s.budget not in values or s.threshold is not None or s.method not in ("dense", "gate"):
+            continue
+        ours, theirs, se = 100 * s.accuracy.mean, values[s.budget], s.accuracy.se
+        error = "" if math.isnan(se) else f" ± {100 * se:.1f}"
+        rows.append([s.series, limit_of(s), f"{ours:.1f}{error}", f"{theirs:.1f}", f"{ours - theirs:+.1f}"])
+    return markdown(["method", "budget", "ours %", "published %", "difference"], rows) if rows else None
 
 
 def _plain(value: object) -> str:

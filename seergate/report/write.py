@@ -4,15 +4,19 @@ from __future__ import annotations
 
 import base64
 import html
+import math
 import re
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
+from seergate.eval.engine import Limit
+from seergate.eval.stats import correlation
 from seergate.eval.store import write_text
 from seergate.report.findings import cautions, findings
 from seergate.report.load import Sweep, load_sweeps
 from seergate.report.plots import accuracy_plot, length_plot, recall_plot
-from seergate.report.tables import accuracy_table, cost_table, recall_table
+from seergate.report.tables import accuracy_table, cost_table, pass_table, proxy_table, published_table, recall_table
 
 
 @dataclass(frozen=True)
@@ -31,17 +35,18 @@ class Report:
     findings: list[str] = field(default_factory=list)
 
 
-def write_report(root: Path, out: Path | None = None) -> Report:
-    """Report on a run directory or a directory of them.
+def write_report(root: Path, out: Path | None = None, *others: Path) -> Report:
+    """Report on run directories or directories of them.
 
     Args:
         root: what `seergate.eval` wrote.
         out: where the report goes; ``root`` if ``None``.
+        *others: more of the same; what can be compared is put side by side, wherever it lies.
 
     Raises:
         SeergateError: if there is nothing to report on.
     """
-    sweeps = load_sweeps(root)
+    sweeps = load_sweeps(root, *others)
     out = out or root
     out.mkdir(parents=True, exist_ok=True)
     parts, plots, said = [], [], []
@@ -74,10 +79,16 @@ def _section(sweep: Sweep, out: Path, suffix: str) -> tuple[str, list[Path]]:
         plots.append(accuracy_plot(sweep, out / f"accuracy{suffix}.png"))
         blocks.append(f"![Accuracy against token budget]({plots[-1].name})")
     blocks += ["## Accuracy", accuracy_table(sweep), _ACCURACY_NOTE]
+    if beside := published_table(sweep):
+        blocks += ["## Beside the published numbers", beside, _PUBLISHED_NOTE]
+    if passed := pass_table(sweep):
+        blocks += ["## pass@k", passed, _PASS_NOTE]
     if sweep.budgets:
         plots.append(length_plot(sweep, out / f"length{suffix}.png"))
         blocks.append(f"![Generation length against token budget]({plots[-1].name})")
     blocks += ["## Cost", cost_table(sweep), _COST_NOTE]
+    if proxies := proxy_table(sweep):
+        blocks += ["## Cheap proxies", _proxy_note(sweep), proxies]
     recall = recall_plot(sweep, out / f"recall{suffix}.png")
     table = recall_table(sweep)
     if recall is not None and table is not None:
@@ -100,8 +111,41 @@ _COST_NOTE = (
 )
 
 
+_PUBLISHED_NOTE = (
+    "Percent, pass@1; *published* is SeerAttention-R's repository. Its loop samples with temperature and top-p only, "
+    "while a model's generation_config may add top-k, and its length limit counts the prompt. A difference of less "
+    "than two of our standard errors is no difference; the published numbers have an error of their own, not known."
+)
+_PASS_NOTE = "Chance that at least one of k samples is right, unbiased from all samples, mean over problems."
+
+
+def _proxy_note(sweep: Sweep) -> str:
+    measured = [s for s in sweep.settings if s.metrics["next_token_kl"] is not None]
+    first = measured[0].proxies or {}
+    note = (
+        f"Measured on {first.get('windows')} windows of {first.get('tokens_per_window')} tokens of reference "
+        "reasoning, read densely up to the window and then decoded token by token: how far the distribution of the "
+        "next token moves from dense, how often its most probable token stays the same, and the perplexity of the "
+        "reference under the method and under dense attention. Errors that build up over longer stretches are not in "
+        "these figures."
+    )
+    sparse = [s for s in measured if s.method != "dense"]
+    if len(sparse) >= 4:
+        rank = correlation([-s.metrics["next_token_kl"] for s in sparse], [s.metrics["accuracy"] for s in sparse])
+        if not math.isnan(rank):
+            note += f" Over these {len(sparse)} settings, rank correlation of accuracy with small KL: {rank:.2f}"
+            weighed = [s for s in sparse if s.metrics["recall"] is not None]
+            recall = (
+                correlation([s.metrics["recall"] for s in weighed], [s.metrics["accuracy"] for s in weighed])
+                if len(weighed) >= 4
+                else math.nan
+            )
+            note += "." if math.isnan(recall) else f"; with recall: {recall:.2f}."
+    return note
+
+
 def _recall_note(sweep: Sweep) -> str:
-    recall = next(s.proxies for s in sweep.settings if s.proxies is not None)
+    recall = next(s.proxies for s in sweep.settings if s.proxies is not None and s.metrics["recall"] is not None)
     whose = "the dense model's" if sweep.dense is not None else "the first setting's"
     return (
         f"Share of dense attention's probability that fell on the tokens read, mean over query heads. Measured on "
@@ -122,8 +166,8 @@ def _conditions(sweep: Sweep) -> str:
         f"model: `{model['path']}` ({model['type']}, {model['parameters']:,} parameters, {model['dtype']}, weights "
         f"{model['fingerprint']})",
         f"task: {', '.join(f'{k} {v}' for k, v in task.items())}",
-        f"generation: {sampling}; {generation['samples']} sample(s) per problem, at most "
-        f"{generation['max_new_tokens']} new tokens, seed {generation['seed']}",
+        f"generation: {sampling}; {generation['samples']} sample(s) per problem, "
+        f"{_limit(generation)}, seed {generation['seed']}",
         f"software: seergate {env.get('seergate')} (git {env.get('git') or 'unknown'}), torch {env.get('torch')}, "
         f"transformers {env.get('transformers')}, Python {env.get('python')}",
         f"machine: {env.get('device')}; {', '.join(f'{k} {v}' for k, v in env.get('hardware', {}).items())}",
@@ -131,6 +175,10 @@ def _conditions(sweep: Sweep) -> str:
     if gates:
         lines.insert(1, f"gates: `{gates['path']}` (weights {gates['fingerprint']})")
     return _bullets(lines)
+
+
+def _limit(generation: dict[str, Any]) -> str:
+    return str(Limit(generation["max_new_tokens"], generation.get("max_total_tokens")))
 
 
 def _bullets(lines: list[str]) -> str:

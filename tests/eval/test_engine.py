@@ -85,6 +85,7 @@ def test_an_answer_does_not_depend_on_its_batch(method, sampling):
         for key, generation in together.items():
             for name in ("density", "bytes_read_per_step") if method == "dense" else ("density",):
                 assert generation.costs.get(name, 0) == pytest.approx(alone[key].costs.get(name, 0), rel=1e-9)
+            assert generation.costs.get("read_curve") == alone[key].costs.get("read_curve")
 
 
 def test_a_greedy_answer_is_what_generate_says():

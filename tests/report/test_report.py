@@ -117,10 +117,13 @@ def test_tables_hold_the_numbers(runs):
     cells = [c.strip() for c in accuracy[0].strip("|").split("|")]
     # 12 of 20 right: 60 %, se = sqrt(.6 * .4 / 19) = 11.2; six problems of 20 lost: -30 ± sqrt(.3 * .7 / 19) = 10.5
     assert cells[:6] == ["gate", "32", "60.0", "11.2", "38.7 to 78.1", "-30.0 ± 10.5"]
-    assert cells[6:10] == ["20", "20", "45.0", "46"]
+    # 1.96 standard errors; lengths 44, 45, 46 in turn
+    assert cells[6:12] == ["-50.6 to -9.4", "20", "20", "45.0", "44/45/46", "46"]
     cost = [c.strip() for c in accuracy[1].strip("|").split("|")]
     assert cost == ["gate", "32", "16", "32.0", "5.0", "70.0", "80.0", "89.9", "60.0"]
-    recall = [c.strip() for c in accuracy[2].strip("|").split("|")]
+    proxies = [c.strip() for c in accuracy[2].strip("|").split("|")]
+    assert proxies == ["gate", "32", "60.0", "60.0", "0.4000", "90.0", "2.000", "1.500"]
+    recall = [c.strip() for c in accuracy[3].strip("|").split("|")]
     assert recall == ["gate", "32", "60.0", "50.0", "70.0"]
     assert ("method", "budget") in rows
     assert "layer 2" in text
@@ -173,7 +176,7 @@ def test_html_stands_alone(runs):
     page = write_report(runs).html.read_text()
     assert page.count("data:image/png;base64,") == 3
     assert not re.search(r'(src|href)="(?!data:)', page)
-    assert page.count("<table>") == page.count("</table>") == 3
+    assert page.count("<table>") == page.count("</table>") == 4
     assert "<td>60.0</td>" in page
     assert "![" not in page
 

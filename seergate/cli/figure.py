@@ -1,0 +1,183 @@
+"""``seergate figure``: regenerates a figure or table of the SeerAttention-R paper."""
+
+from __future__ import annotations
+
+import argparse
+import time
+from pathlib import Path
+from typing import Any
+
+from seergate.errors import SeergateError
+
+PARSES_ITS_ARGUMENTS = True
+HELP = (
+    "regenerate Figure 4, 5, 7, 8 or 9 or Table 1 or 2 of the SeerAttention-R paper",
+    "Run what a figure of the paper compares and draw it: by default on the tiny reasoner, in minutes on a CPU; with\n"
+    "--model on a real model and the paper's task, block sizes and budgets. Gates that are missing for the tiny\n"
+    "reasoner are distilled first; for other models give them with --gates DIR, or --gates 16=DIR,64=DIR by block\n"
+    "size. What is there already is kept, so an interrupted figure continues.",
+    ["seergate figure 5", "seergate figure 7 --out runs/fig7", "seergate figure 4 --model Qwen3-14B --task math500"],
+)
+NAMES = ("4", "5", "7", "8", "9", "table1", "table2")
+
+TINY_RUNS: dict[str, dict[str, Any]] = {
+    "4": {"method": ["dense", "oracle"], "block_size": [8, 16, 32], "budget": [32, 64, 128]},
+    "5": {"method": ["dense", "gate", "quest"], "budget": [32, 64, 128, 256]},
+    "7": {"method": ["dense", "gate", "quest"], "block_size": [8, 16, 32], "budget": [64, 128]},
+    "8": {"method": ["dense", "gate", "quest"], "budget": [32, 64, 128], "dense_layers": [[], [0]]},
+    "9": {"method": ["dense", "gate"], "budget": [32, 64, 128], "threshold": [0.003, 0.01, 0.03, 0.1]},
+    "table1": {"method": ["dense", "gate", "quest"], "budget": [32, 64, 128]},
+}
+"""What is compared on the tiny reasoner, whose contexts are some sixty times shorter than the paper's."""
+
+REAL_RUNS: dict[str, dict[str, Any]] = {
+    "4": {"method": ["dense", "oracle"], "block_size": [32, 64, 128], "budget": [1024, 2048, 4096, 8192]},
+    "5": {"method": ["dense", "gate", "quest"]},
+    "7": {"method": ["dense", "gate", "quest"], "block_size": [16, 32, 64, 128], "budget": [4096]},
+    "8": {"method": ["dense", "gate", "quest"], "budget": [2048, 4096, 6144, 8192], "dense_layers": [[], [0, 1]]},
+    "9": {"method": ["dense", "gate"], "budget": [2048, 4096, 6144, 8192], "threshold": [0.001, 0.002, 0.004, 0.008]},
+    "table1": {"method": ["dense", "gate", "quest"], "budget": [2048, 4096, 6144, 8192]},
+}
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare the options."""
+    parser.add_argument("name", choices=NAMES, metavar="NAME", help=", ".join(NAMES))
+    parser.add_argument("--model", default="tiny-reasoner", help="preset, directory or Hub id [%(default)s]")
+    parser.add_argument("--gates", metavar="DIR", help="adapter; or BLOCK_SIZE=DIR, several separated by commas")
+    parser.add_argument("--task", help="[chain_sum for the tiny reasoner, else aime24]")
+    parser.add_argument("--task-source", metavar="FILE", help="a local copy of the task's problems")
+    parser.add_argument("--problems", type=int, metavar="N", help="[32 of chain_sum, all of others]")
+    parser.add_argument("--variables", type=int, metavar="N", help="size of a chain_sum problem [50]")
+    parser.add_argument("--samples", type=int, metavar="N", help="answers per problem [the paper's]")
+    parser.add_argument("--steps", type=int, metavar="N", help="of distillation, where gates are made [the preset's]")
+    parser.add_argument("--batch-size", type=int, metavar="N", help="[what fits into memory]")
+    parser.add_argument("--workers", type=int, default=0, metavar="N", help="further processes [%(default)s]")
+    parser.add_argument("--out", type=Path, metavar="DIR", help="[runs/figure-NAME-MODEL]")
+
+
+def run(options: argparse.Namespace) -> int:
+    """Make what is missing, draw, and say what is seen."""
+    from seergate.cli.models import TINY, check_writable
+
+    tiny = options.model.lower() == TINY
+    label = options.name if options.name.startswith("table") else f"figure-{options.name}"
+    out = options.out or Path("runs") / f"{label}-{Path(options.model).name}"
+    if options.name == "table2":
+        check_writable(out)
+        return _table2(options, out)
+    values: dict[str, Any] = dict((TINY_RUNS if tiny else REAL_RUNS)[options.name])
+    task = options.task or ("chain_sum" if tiny else "aime24")
+    given = {"problems": options.problems, "variables": options.variables, "source": options.task_source}
+    if task == "chain_sum":
+        given = {**given, "problems": options.problems or 32, "variables": options.variables or 50}
+    values |= {
+        "model": options.model,
+        "task": task,
+        "task_options": {name: value for name, value in given.items() if value is not None},
+        "samples": options.samples,
+        "batch_size": options.batch_size,
+        "workers": options.workers,
+        "out": str(out / "eval"),
+    }
+    from seergate.cli.running import run_plan
+    from seergate.eval.plan import SweepPlan
+
+    plan = SweepPlan.of(values, "the figure")
+    plan.make_task().problems()
+    check_writable(out)
+    if "gate" in plan.method:
+        values["gates"] = _gates(options, plan.block_size, tiny, out)
+    began = time.monotonic()
+    run_plan(SweepPlan.of(values, "the figure"))
+    page = _write(options.name, out, label)
+    print(f"\n{page} ({time.monotonic() - began:.0f} seconds)")
+    return 0
+
+
+def _gates(options: argparse.Namespace, sizes: list[int], tiny: bool, out: Path) -> str | dict[int, str] | None:
+    """The gates that were named; for the tiny reasoner those that ship, or distilled here where there are none."""
+    if options.gates is not None:
+        if "=" not in options.gates:
+            return str(options.gates)
+        pairs = [part.partition("=") for part in options.gates.split(",")]
+        if not all(size.strip().isdigit() and place for size, _, place in pairs):
+            raise SeergateError(f"--gates is {options.gates!r}; it must be DIR, or SIZE=DIR,SIZE=DIR")
+        return {int(size): place for size, _, place in pairs}
+    if not tiny:
+        return None
+    from seergate.cli.models import load_gates, shipped_gates
+
+    shipped = shipped_gates()
+    own = load_gates(str(shipped)).config.block_size if shipped is not None else None
+    if not sizes and shipped is not None:
+        return str(shipped)
+    if not sizes:
+        return str(_distilled(options, None, out))
+    return {size: str(shipped if size == own else _distilled(options, size, out)) for size in sizes}
+
+
+def _distilled(options: argparse.Namespace, block_size: int | None, out: Path) -> Path:
+    """Gates of this block size, distilled if they are not there yet."""
+    from seergate.adapter.layout import CONFIG_FILE
+    from seergate.distill import load_train_config, run_distillation
+
+    directory = out / ("gates" if block_size is None else f"gates-b{block_size}")
+    if (directory / CONFIG_FILE).is_file():
+        return directory
+    overrides = {"output_dir": str(directory), "steps": options.steps, "block_size": block_size}
+    config = load_train_config(options.model, {name: value for name, value in overrides.items() if value is not None})
+    print(f"distilling gates for blocks of {config.block_size} tokens ({config.steps} steps)", flush=True)
+    return run_distillation(config)
+
+
+def _write(name: str, out: Path, label: str) -> Path:
+    from seergate.eval.store import write_text
+    from seergate.report import load_sweeps, write_report
+    from seergate.report.figures import FIGURES
+
+    figure = FIGURES[name]
+    (sweep,) = load_sweeps(out / "eval")
+    title = f"Figure {name}" if name.isdigit() else f"Table {name[-1]}"
+    parts = [f"# {title} of SeerAttention-R on our runs: {figure.title}"]
+    if figure.draw is not None:
+        parts.append(f"![{figure.title}]({figure.draw(sweep, out / f'{label}.png').name})")
+    said = figure.read(sweep)
+    parts += ["\n".join(f"- {line}" for line in said), figure.table(sweep)]
+    parts.append("Everything else about these runs, and what to bear in mind: `report.md`.")
+    write_text(out / f"{label}.md", "\n\n".join(parts) + "\n")
+    write_report(out / "eval", out)
+    for line in said:
+        print(f"- {line}")
+    return out / f"{label}.md"
+
+
+def _table2(options: argparse.Namespace, out: Path) -> int:
+    """Table 2: what distillation takes. It distils, and measures."""
+    import torch
+
+    from seergate.distill import load_train_config, run_distillation
+    from seergate.eval.environment import processor
+    from seergate.eval.store import write_text
+    from seergate.report.published import GPU_HOURS_8B
+    from seergate.report.tables import markdown
+
+    overrides = {"output_dir": str(out / time.strftime("gates-%Y%m%d-%H%M%S")), "steps": options.steps}
+    config = load_train_config(options.model, {name: value for name, value in overrides.items() if value is not None})
+    began = time.monotonic()
+    run_distillation(config)
+    hours = (time.monotonic() - began) / 3600
+    where = (
+        torch.cuda.get_device_name()
+        if torch.cuda.is_available()
+        else f"{processor()}, {torch.get_num_threads()} threads"
+    )
+    rows = [
+        [options.model, str(config.steps), where, f"{hours:.3f}"],
+        ["8B model, published", "800", "MI300X", str(GPU_HOURS_8B)],
+    ]
+    table = markdown(["model", "steps", "device", "device-hours"], rows, left=3)
+    note = "Ours is one device's wall-clock time for everything from loading the model to the saved adapter."
+    write_text(out / "table2.md", f"# Table 2 of SeerAttention-R: what distillation takes\n\n{table}\n\n{note}\n")
+    print(f"\n{table}\n\n{out / 'table2.md'}")
+    return 0

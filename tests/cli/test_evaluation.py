@@ -1,0 +1,156 @@
+"""`eval show`, `regrade`, `sweep`, `figure` and `report` of several runs, as a user meets them."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import yaml
+
+from seergate.cli.main import main
+from seergate.eval.plan import SweepPlan
+from seergate.eval.settings import grid
+from tests.eval import support
+
+
+def call(*arguments: object) -> int:
+    try:
+        return main([str(argument) for argument in arguments])
+    except SystemExit as stop:
+        return int(stop.code or 0)
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory) -> Path:
+    """A sweep over block sizes, dense layers and a threshold, of a random model."""
+    root = tmp_path_factory.mktemp("sweep")
+    support.save(root / "model")
+    file = root / "sweep.yaml"
+    values = {
+        "model": str(root / "model"),
+        "method": ["dense", "oracle", "streaming_llm"],
+        "budget": [32, 64],
+        "threshold": 0.05,
+        "block_size": [8, 16],
+        "dense_layers": [[], [0]],
+        "task_options": {"problems": 3, "variables": 6},
+        "max_new_tokens": 70,
+        "samples": 2,
+        "temperature": 1.0,
+        "measure_recall": True,
+        "out": str(root / "runs"),
+    }
+    file.write_text(yaml.safe_dump(values))
+    assert call("sweep", file) == 0
+    return root / "runs"
+
+
+@pytest.mark.slow
+def test_a_sweep_makes_every_setting_once_and_goes_on(runs, capsys):
+    sparse = {
+        f"oracle-{limit}b{size}{dense}" for limit in ("32-", "64-") for size in (8, 16) for dense in ("", "-dense0")
+    } | {f"oracle-b{size}{dense}-threshold=0.05" for size in (8, 16) for dense in ("", "-dense0")}
+    made = {path.name for path in runs.iterdir() if path.is_dir()}
+    assert made == {"dense", "streaming_llm-32", "streaming_llm-64", *sparse}
+    before = {path: path.read_bytes() for path in runs.glob("*/samples.jsonl")}
+    file = runs.parent / "sweep.yaml"
+    values = yaml.safe_load(file.read_text()) | {"budget": [32, 48, 64], "method": ["dense", "streaming_llm"]}
+    file.write_text(yaml.safe_dump(values))
+    assert call("sweep", file, "--no-report") == 0
+    assert {path: path.read_bytes() for path in before} == before
+    assert (runs / "streaming_llm-48" / "metrics.json").is_file()
+    text = (runs / "report.md").read_text()
+    for series in ("oracle b8, all sparse", "oracle b16, layers 0 dense", "p > 0.05", "pass@2 %", "KL to dense"):
+        assert series in text
+    assert (runs / "accuracy.svg").read_text().lstrip().startswith("<?xml")
+
+
+@pytest.mark.slow
+def test_every_grade_can_be_explained(runs, capsys):
+    rows = [json.loads(line) for line in (runs / "dense" / "samples.jsonl").read_text().splitlines()]
+    row = rows[0]
+    capsys.readouterr()
+    assert call("eval", "show", runs / "dense", row["problem_id"]) == 0
+    said = capsys.readouterr().out
+    assert f"gold answer: {row['gold']}" in said
+    assert "right: 0 of 2 samples" in said
+    assert said.count("--- sample") == 2
+    assert row["grade_reason"] in said and row["completion"][-100:] in said
+    assert call("eval", "show", runs / "dense", "nowhere") == 2
+    assert "problem 'nowhere'; it has 6-0-0, 6-0-1, 6-0-2" in capsys.readouterr().err
+    assert call("eval", "show", runs / "dense", row["problem_id"], "--sample", 7) == 2
+    assert call("eval", "show", runs, row["problem_id"]) == 2
+
+
+@pytest.mark.slow
+def test_regrade_tells_what_changes(runs, capsys):
+    path = runs / "streaming_llm-32" / "samples.jsonl"
+    rows = [json.loads(line) for line in path.read_text().splitlines()]
+    rows[0] |= {"completion": rf"\boxed{{ {rows[0]['gold']} }}"}
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    capsys.readouterr()
+    assert call("regrade", path.parent, "--processes", 1) == 0
+    said = capsys.readouterr().out
+    assert "6 samples, 1 changed; accuracy 0.0 % -> 16.7 %" in said
+    assert "wrong (None; no boxed answer) -> right" in said
+    assert call("regrade", runs, "--dry-run") == 0
+    assert "1 changed" not in capsys.readouterr().out
+    assert call("regrade", runs / "nowhere") == 2
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("name", ["5", "7", "9", "table1", "table2"])
+def test_figures_are_drawn(name, tmp_path):
+    """On the model that ships, far too small to show anything but that every step works."""
+    extra = [] if name == "table2" else ["--problems", 2, "--variables", 8]
+    assert call("figure", name, "--steps", 2, *extra, "--out", tmp_path) == 0
+    label = name if name.startswith("table") else f"figure-{name}"
+    text = (tmp_path / f"{label}.md").read_text()
+    assert "| " in text
+    if not name.startswith("table"):
+        assert f"({label}.png)" in text
+        assert (tmp_path / f"{label}.png").stat().st_size > 10_000
+        assert (tmp_path / f"{label}.svg").is_file()
+    if name != "table2":
+        assert (tmp_path / "report.html").is_file()
+
+
+@pytest.mark.parametrize(
+    ("values", "said"),
+    [
+        ({"budgets": [1]}, "did you mean 'budget'"),
+        ({"budget": ["64"]}, "budget holds '64'"),
+        ({"dense_layers": ["a"]}, "dense_layers is"),
+        ({"method": [3]}, "method holds 3"),
+        ({"block_size": True}, "block_size holds True"),
+    ],
+)
+def test_mistakes_in_a_sweep_are_told(values, said, tmp_path, capsys):
+    file = tmp_path / "sweep.yaml"
+    file.write_text(yaml.safe_dump(values))
+    assert call("sweep", file) == 2
+    assert said in capsys.readouterr().err
+    assert call("sweep", tmp_path / "none.yaml") == 2
+    file.write_text("[")
+    assert call("sweep", file) == 2
+
+
+def test_single_values_stand_for_lists():
+    plan = SweepPlan.of({"budget": 64, "method": "dense", "dense_layers": [0, 1]})
+    assert (plan.budget, plan.method, plan.dense_layers) == ([64], ["dense"], [(0, 1)])
+
+
+def test_gates_and_block_sizes_must_agree():
+    plan = SweepPlan(block_size=[8, 32], budget=[64])
+    with pytest.raises(ValueError, match="block_size is 32, but these gates have 8"):
+        plan.specs(plan.make_task(), [8])
+    labels = [spec.label for spec in plan.specs(plan.make_task(), [8, 32])]
+    assert labels == ["dense", "gate-64-b8", "gate-64-b32"]
+
+
+def test_labels_are_what_they_were_for_one_block_size():
+    specs = grid(["quest", "dense"], [64], 16)
+    assert [spec.label for spec in specs] == ["dense", "quest-64"]
+    assert grid(["quest"], [64], 16, (0, 1))[0].label == "quest-64-dense0,1"

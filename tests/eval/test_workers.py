@@ -1,0 +1,110 @@
+"""Several processes: each sample is made once, whoever makes it, and whatever happens to them."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import threading
+import time
+from functools import partial
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from seergate.errors import SeergateError
+from seergate.eval import MethodSpec, RunOptions, Sampling, evaluate, make_task, sweep
+from seergate.eval.engine import Request
+from seergate.eval.workers import Source, WorkerPool
+from tests.eval import support
+
+OPTIONS = RunOptions(samples=2, max_new_tokens=60, batch_size=2, sampling=Sampling(temperature=1.0))
+SPECS = [MethodSpec("dense"), MethodSpec("oracle", 32, 16)]
+
+
+def load(directory: str, number: int):
+    torch.set_num_threads(1)
+    return AutoModelForCausalLM.from_pretrained(directory).eval(), AutoTokenizer.from_pretrained(directory), None
+
+
+def load_nothing(number: int):
+    raise SeergateError("there is no model here")
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory):
+    return str(support.save(tmp_path_factory.mktemp("model")))
+
+
+def task():
+    return make_task("chain_sum", problems=8, variables=6)
+
+
+def completions(directory: Path):
+    rows = [json.loads(line) for line in (directory / "samples.jsonl").read_text().splitlines()]
+    found = {(r["problem_id"], r["sample_idx"]): r["completion"] for r in rows}
+    assert len(found) == len(rows) == 16
+    return found
+
+
+def run(out, saved, workers):
+    model, tokenizer, _ = load(saved, 0)
+    return sweep(model, tokenizer, task(), SPECS, out, OPTIONS, loader=partial(load, saved), workers=workers)
+
+
+@pytest.mark.slow
+def test_two_processes_make_what_one_makes(tmp_path, saved):
+    alone, together = run(tmp_path / "one", saved, 0), run(tmp_path / "two", saved, 1)
+    for spec in SPECS:
+        assert completions(tmp_path / "one" / spec.label) == completions(tmp_path / "two" / spec.label)
+        for name in ("accuracy", "mean_tokens", "density", "token_quantiles"):
+            assert alone[spec.label][name] == together[spec.label][name]
+
+
+@pytest.mark.slow
+def test_a_process_that_dies_loses_nothing(tmp_path, saved):
+    model, tokenizer, _ = load(saved, 0)
+    with WorkerPool(partial(load, saved), 1) as pool:
+        (process,) = pool.processes
+
+        def kill() -> None:
+            path = tmp_path / "samples.jsonl"
+            while not path.exists() or path.read_bytes().count(b"\n") < 2:
+                time.sleep(0.005)
+            os.kill(process.pid, signal.SIGKILL)
+
+        killer = threading.Thread(target=kill)
+        killer.start()
+        evaluate(model, tokenizer, task(), SPECS[0], tmp_path, OPTIONS, pool=pool)
+        killer.join()
+        process.join()
+        assert process.exitcode == -signal.SIGKILL
+    completions(tmp_path)
+
+
+@pytest.mark.slow
+def test_what_goes_wrong_in_a_process_is_told(tmp_path, saved):
+    model, tokenizer, _ = load(saved, 0)
+    with pytest.raises(SeergateError, match="a worker process failed: SeergateError: there is no model here"):
+        sweep(model, tokenizer, task(), SPECS[:1], tmp_path, OPTIONS, loader=load_nothing, workers=1)
+
+
+def test_workers_need_a_loader(tmp_path):
+    with pytest.raises(SeergateError, match="need a loader"):
+        sweep(support.model(), support.tokenizer(), task(), SPECS[:1], tmp_path, OPTIONS, workers=1)
+    with pytest.raises(ValueError, match="workers is -1"):
+        sweep(support.model(), support.tokenizer(), task(), SPECS[:1], tmp_path, OPTIONS, workers=-1)
+
+
+def test_a_request_is_taken_once():
+    source, taken = Source([Request(i, "x") for i in range(2000)]), []
+    threads = [threading.Thread(target=lambda: taken.extend(r.key for r in source)) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert sorted(taken) == list(range(2000))
+    source.give_back([Request(7, "x")])
+    assert [r.key for r in source] == [7]
