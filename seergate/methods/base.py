@@ -281,7 +281,9 @@ class EvictingState(LayerState, ABC):
         return step.ends
 
     def score_bytes(self, step: Step) -> int:
-        """Bytes that a decode step reads beside keys and values, all rows and heads together."""
+        """Bytes that a decode step reads beside keys and values, all rows and heads together; what an eviction reads
+        now and then is not counted.
+        """
         return 0
 
     def attend(self, step: Step) -> Tensor | None:

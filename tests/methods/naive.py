@@ -110,7 +110,7 @@ class Lazy(Budgeted):
 
     def scores(self, past, head):
         scores = np.zeros(past.seen)
-        for j in range(past.seen):
+        for j in past.living(head):
             last, mri = max(0, j - past.prompt), 0  # a token decoded at step t is born at t - 1
             for t in range(max(1, j - past.prompt + 1), past.decoded + 1):
                 if past.given[past.prompt + t - 1][past.group(head), j].max() >= self.alpha:

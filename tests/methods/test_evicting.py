@@ -13,7 +13,7 @@ from seergate.methods.raas import RaaSState
 from seergate.methods.rpc import RPCState
 from tests.methods.evictors import EVICTORS, GROUPS, model_of
 from tests.methods.naive import Simulation
-from tests.models import left_padded, prompt
+from tests.models import left_padded, prompt, tiny_model
 
 NAMES = list(EVICTORS)
 PROMPTS = (40, 9, 23)
@@ -154,6 +154,31 @@ def test_prompts_of_any_length(name, length):
     with seergate.attached(model, EVICTORS[name].method(model)) as handle:
         assert model.generate(input_ids=prompt(length), max_new_tokens=30).shape == (1, length + 30)
         assert 0 < handle.stats()["density"] <= 1
+
+
+@pytest.mark.parametrize("family", ["gpt_oss", "gemma2"])
+@pytest.mark.parametrize("name", NAMES)
+def test_attention_sinks_and_capped_scores(name, family):
+    """Models with sinks in the softmax or a cap on the scores: the plain model if nothing is evicted, and a row is the
+    same alone and in a batch if something is.
+    """
+    model, rows = tiny_model(family), [prompt(30, 1), prompt(7, 2)]
+    plain = model.generate(**left_padded(rows), max_new_tokens=30)
+    with seergate.attached(model, EVICTORS[name].covers(model)):
+        assert torch.equal(model.generate(**left_padded(rows), max_new_tokens=30), plain)
+    with seergate.attached(model, EVICTORS[name].method(model)):
+        together = model.generate(**left_padded(rows), max_new_tokens=30)
+        for i, row in enumerate(rows):
+            alone = model.generate(input_ids=row, max_new_tokens=30)
+            assert torch.equal(alone[0, row.shape[1] :], together[i, 30:])
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_on_a_static_cache(name):
+    model, batch = model_of(4), left_padded([prompt(30, 1), prompt(7, 2)])
+    with seergate.attached(model, EVICTORS[name].method(model)):
+        dynamic = model.generate(**batch, max_new_tokens=30)
+        assert torch.equal(model.generate(**batch, max_new_tokens=30, cache_implementation="static"), dynamic)
 
 
 @pytest.mark.parametrize("name", NAMES)

@@ -134,6 +134,21 @@ def test_recurrence_intervals_by_hand():
     assert history[2099] == (2076, 2090)
 
 
+def test_without_a_threshold_lazy_eviction_is_a_sliding_window():
+    """alpha 0: all are active at every step, all intervals are 1, all scores tie, and the newest stay."""
+    from transformers import DynamicCache
+
+    model, cache = tiny_model("qwen3"), DynamicCache()
+    with seergate.attached(model, methods.LazyEviction(token_budget=16, window=4, alpha=0)):
+        model(input_ids=prompt(5), past_key_values=cache)
+        came = []
+        for t in range(1, 41):
+            model(input_ids=prompt(1, t), past_key_values=cache)
+            came.append(cache.layers[0].values[0, :, cache.layers[0].row_lengths[0] - 1].clone())
+    assert cache.layers[0].row_lengths == [16]
+    assert torch.equal(cache.layers[0].values[0, :, :16], torch.stack(came[-16:], 1))
+
+
 # ---------------------------------------------------------------------------------------------------------- RPC, R-KV
 
 
@@ -186,30 +201,24 @@ def test_r_kv_with_all_weight_on_attention_is_snapkv():
 
 
 def test_raas_by_hand():
-    """Pages of one token, three of them evictable, r = .5: after a, b, c, d have come with these scores b leaves."""
+    """Pages of one token, three of them evictable, no prompt, r = .5. Scores a .7, b .3: stamps a2 b2 (b is new);
+    .1, .2, .7: c3; .4, .1, .2, .3: a and d are used, stamps a4 b2 c3 d4, and b leaves.
+    """
     method = methods.RaaS(token_budget=3, block_size=1)
-    queries = [
-        [0.0, 0, 0, 0, 0],
-        [0, 0.7, 0, 0, 0],
-        [0, 0.7, 0.3, 0, 0],
-        [0, 0.1, 0.2, 0.7, 0],
-        [0, 0.4, 0.1, 0.2, 0.3],
-    ]
-    keys, stamps = torch.eye(5), []
-    keys[0] = -1.0  # a prompt of one token, which no query likes
+    scores, keys = [[1.0], [0.7, 0.3], [0.1, 0.2, 0.7], [0.4, 0.1, 0.2, 0.3]], torch.eye(4)
     state = method.new_state(spec(keys[None, None], 1))
-    eviction = None
-    for t, q in enumerate(queries):
-        last = step(torch.tensor([[q]]), keys[None, None, : t + 1])
-        last.starts = [t]
+    stamps, evictions = [], []
+    for t, given in enumerate(scores):
+        q = torch.nn.functional.pad(torch.tensor(given), (0, 3 - t))
+        last = step(q[None, None], keys[None, None, : t + 1])
         state.append(last)
+        if t == 0:
+            state.prompts, state.decoded = [0], [1]
         state.attend(last)
-        stamps.append(state.rows["used"][0, 0, 1 : t + 1].tolist())
-        assert eviction is None
-        eviction = state.keep(last)
-    # of the resident pages, the prompt's included, the upper half is used: 1 of 2, 1 of 3, 2 of 4, 2 of 5
-    assert stamps[1:] == [[1], [2, 2], [2, 3, 3], [4, 3, 3, 4]]
-    assert eviction.index.tolist() == [[[0, 1, 3, 4]]], "b and c were used last at 3; b's score is the lower"
+        stamps.append(state.rows["used"][0, 0, : t + 1].tolist())
+        evictions.append(state.keep(last))
+    assert stamps == [[1], [2, 2], [2, 2, 3], [4, 2, 3, 4]]
+    assert evictions[:3] == [None] * 3 and evictions[3].index.tolist() == [[[0, 2, 3]]]
 
 
 def test_recency_orders_by_use_then_score_then_age():

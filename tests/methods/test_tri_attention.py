@@ -82,6 +82,25 @@ def test_a_constant_query_is_predicted_exactly(family):
         torch.testing.assert_close(found, logit[0], rtol=1e-3, atol=1e-3)
 
 
+def test_where_the_positions_begin_does_not_matter():
+    """Keys and the position of the next query shifted together: the same tokens stay."""
+    model = model_of(4)
+    recorder = QueryCentres()
+    with seergate.attached(model, recorder):
+        model.generate(input_ids=prompt(100), max_new_tokens=2)
+    ids, kept = prompt(60, 3), []
+    for begin in (0, 700):
+        cache = DynamicCache()
+        with seergate.attached(model, "tri_attention", centres=recorder.centres(), token_budget=24, interval=4):
+            for part in (ids[:, :9], *ids[:, 9:].split(1, dim=1)):
+                seen = cache.get_seq_length()
+                positions = begin + torch.arange(seen, seen + part.shape[1])[None]
+                model(input_ids=part, position_ids=positions, past_key_values=cache)
+        layer = cache.layers[0]
+        kept.append(layer.values[0, :, : layer.row_lengths[0]])  # the first layer's values know no position
+    assert torch.equal(*kept)
+
+
 def test_centres_are_the_mean_of_what_passed_and_survive_saving(tmp_path):
     model = model_of(4)
     parts, whole = QueryCentres(), QueryCentres()
