@@ -19,14 +19,16 @@ from seergate.adapter import (
     average,
     check_tensors,
     diff,
+    is_hub_id,
     licence_of_base,
     load_adapter,
+    only_commit,
     push_adapter,
     remote_card,
     save_adapter,
     subset,
 )
-from seergate.config import GateConfig
+from seergate.config import DecodeConfig, GateConfig
 from seergate.errors import SeergateError
 from seergate.gate import AttnGate
 from seergate.geometry import ModelGeometry
@@ -92,7 +94,11 @@ class GateBank(nn.Module):
             )
         if config is None:
             config = GateConfig(gate_dim=head_dim_of(model))
-        return cls(config, gate_geometry(model, config))
+        geometry = gate_geometry(model, config)
+        if geometry.base_revision is None and geometry.base_model is not None and is_hub_id(geometry.base_model):
+            # some releases of transformers do not remember which commit they loaded
+            geometry = replace(geometry, base_revision=only_commit(geometry.base_model))
+        return cls(config, geometry)
 
     def gate(self, layer: int) -> AttnGate:
         """The gate of one layer of the model."""
@@ -106,6 +112,15 @@ class GateBank(nn.Module):
 
     def __len__(self) -> int:
         return len(self.layers)
+
+    def decode_config(self, **given: Any) -> DecodeConfig:
+        """How to decode with these gates: what they ask for themselves (`decode_defaults`), overruled by ``given``.
+
+        A rule that is given (budget, threshold or top-p) takes the place of theirs.
+        """
+        rules = {"token_budget", "threshold", "top_p"}
+        kept = {key: value for key, value in self.decode_defaults.items() if not (key in rules and rules & set(given))}
+        return DecodeConfig(**{**kept, **given})
 
     def distill_loss(
         self,

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from safetensors import SafetensorError
 
-from seergate.adapter import is_hub_id
+from seergate.adapter import cached_commit, is_hub_id
 from seergate.bank import GateBank
 from seergate.config import DecodeConfig
 from seergate.errors import SeergateError
@@ -72,25 +72,13 @@ def load(
         local_files_only=local_files_only,
         force_download=force_download,
     )
-    decode = config or decode_config(bank, **given)
+    decode = config or bank.decode_config(**given)
     decode.check_block_size(bank.config.block_size)
     base, pinned = _base_of(bank, gates, base_model)
     check_base(base, bank, revision=pinned, **hub)
     model = load_base(base, revision=pinned, **hub, **options)
     attach(model, bank, decode)
     return model
-
-
-def decode_config(bank: GateBank, **given: Any) -> DecodeConfig:
-    """How to decode with gates: what the adapter asks for, overruled by what is given.
-
-    A rule that is given (a budget, threshold or top-p) replaces the adapter's rule.
-    """
-    rules = {"token_budget", "threshold", "top_p"}
-    defaults = bank.decode_defaults
-    if rules & set(given):
-        defaults = {key: value for key, value in defaults.items() if key not in rules}
-    return DecodeConfig(**{**defaults, **given})
 
 
 def check_base(name: str | os.PathLike[str], bank: GateBank, **options: Any) -> None:
@@ -137,6 +125,9 @@ def load_base(
     from transformers import AutoModelForCausalLM
 
     model: PreTrainedModel = _reading("base model", name, AutoModelForCausalLM.from_pretrained, **options).eval()
+    if is_hub_id(str(name)) and getattr(model.config, "_commit_hash", None) is None:
+        # Some releases of transformers do not remember the commit; gates made for this model name it.
+        model.config._commit_hash = cached_commit(str(name), options.get("revision"), options.get("cache_dir"))
     return model if device is None else model.to(device)  # type: ignore[arg-type]
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from seergate.adapter.hub import fetch, is_hub_id
+from seergate.adapter.hub import cached_commit, fetch, is_hub_id, only_commit
 from seergate.adapter.layout import CARD_FILE, CONFIG_FILE, WEIGHTS_FILE, is_sign
 from seergate.adapter.merging import AdapterDiff, average, cast, diff, subset
 from seergate.adapter.pushing import licence_of_base, push_adapter, remote_card
@@ -18,6 +18,7 @@ __all__ = [
     "Adapter",
     "AdapterDiff",
     "average",
+    "cached_commit",
     "cast",
     "check_finite",
     "check_tensors",
@@ -27,6 +28,7 @@ __all__ = [
     "is_sign",
     "licence_of_base",
     "load_adapter",
+    "only_commit",
     "push_adapter",
     "remote_card",
     "save_adapter",

@@ -34,6 +34,12 @@ def is_hub_id(name: str | None) -> bool:
     return name is not None and HUB_ID.fullmatch(name) is not None and not Path(name).is_dir()
 
 
+def check_repo_id(repo_id: str) -> None:
+    """Refuse what cannot be the name of a repository to push to."""
+    if not isinstance(repo_id, str) or HUB_ID.fullmatch(repo_id) is None:
+        raise SeergateError(f"repo_id is {repo_id!r}; it must have the form org/name")
+
+
 def fetch(
     source: str,
     *,
@@ -47,7 +53,8 @@ def fetch(
 ) -> Path:
     """The directory that ``source`` names, downloaded if it is a Hub repository.
 
-    An interrupted download goes on where it stopped when it is called again.
+    A connection that breaks is resumed. When a process was killed, the next call downloads only what is not complete;
+    whether it goes on in the middle of a file depends on the version of `huggingface_hub`.
 
     Args:
         source: directory or Hub repository.
@@ -81,6 +88,25 @@ def fetch(
             allow_patterns=[str(inside / pattern) for pattern in patterns],
         )
     return Path(snapshot) / inside
+
+
+def cached_commit(
+    repo_id: str, revision: str | None = None, cache_dir: str | os.PathLike[str] | None = None
+) -> str | None:
+    """The commit that a revision of a model had when it was last downloaded here; ``None`` if it never was."""
+    from huggingface_hub import try_to_load_from_cache
+
+    config = try_to_load_from_cache(repo_id, "config.json", revision=revision, cache_dir=cache_dir)
+    return Path(config).parent.name if isinstance(config, str) else None
+
+
+def only_commit(repo_id: str) -> str | None:
+    """The commit of a model that the Hub's cache holds, if it holds a single one."""
+    from huggingface_hub import constants
+
+    snapshots = Path(constants.HF_HUB_CACHE) / f"models--{repo_id.replace('/', '--')}" / "snapshots"
+    commits = [path.name for path in snapshots.iterdir()] if snapshots.is_dir() else []
+    return commits[0] if len(commits) == 1 else None
 
 
 def _sentence(error: Exception) -> str:

@@ -6,7 +6,7 @@ import os
 from pathlib import Path, PurePosixPath
 from typing import Any
 
-from seergate.adapter.hub import hub_errors, is_hub_id
+from seergate.adapter.hub import check_repo_id, hub_errors, is_hub_id
 from seergate.adapter.layout import CARD_FILE, INDEX_FILE, PLOT_FILE, SIGN_FILE, is_sign, is_weights_file
 from seergate.adapter.reading import adapter_files
 from seergate.errors import SeergateError
@@ -45,8 +45,7 @@ def push_adapter(
     Raises:
         SeergateError: if the Hub refuses, with its reason.
     """
-    if not is_hub_id(repo_id):
-        raise SeergateError(f"repo_id is {repo_id!r}; it must have the form org/name")
+    check_repo_id(repo_id)
     if create_pr and revision not in (None, "main"):
         raise SeergateError(f"revision is {revision!r}; a pull request goes to main, so leave it out")
     from huggingface_hub import CommitOperationAdd, CommitOperationDelete, HfApi
@@ -83,12 +82,20 @@ def remote_card(
 ) -> str | None:
     """The README of a repository, if there is one to be kept; ``None`` if there is none or no such repository."""
     from huggingface_hub import HfApi
-    from huggingface_hub.errors import EntryNotFoundError, RepositoryNotFoundError, RevisionNotFoundError
+    from huggingface_hub.errors import (
+        EntryNotFoundError,
+        LocalEntryNotFoundError,
+        RepositoryNotFoundError,
+        RevisionNotFoundError,
+    )
 
+    check_repo_id(repo_id)
     name = str(PurePosixPath(subfolder or "") / CARD_FILE)
     with hub_errors(f"the README of {repo_id} could not be read"):
         try:
             path = HfApi(token=token).hf_hub_download(repo_id, name, revision=revision)
+        except LocalEntryNotFoundError:  # the Hub cannot be reached
+            raise
         except (EntryNotFoundError, RepositoryNotFoundError, RevisionNotFoundError):
             return None
     return Path(path).read_text(errors="replace")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import shutil
+import struct
 import tempfile
 import time
 from pathlib import Path
@@ -92,6 +93,7 @@ def _write(adapter: Adapter, scratch: Path, out: Path, max_shard_size: int | str
     files = {}
     for name, members in split.filename_to_tensors.items():
         save_file({member: tensors[member] for member in members}, scratch / name, metadata=metadata)
+        _sort_metadata(scratch / name)
         files[name] = {"size": (scratch / name).stat().st_size, "sha256": sha256(scratch / name)}
     if split.is_sharded:
         _write_json(scratch / INDEX_FILE, {"metadata": split.metadata, "weight_map": split.tensor_to_filename})
@@ -106,6 +108,18 @@ def _write(adapter: Adapter, scratch: Path, out: Path, max_shard_size: int | str
         with path.open("rb+") as handle:
             os.fsync(handle.fileno())
     _sync_directory(scratch)
+
+
+def _sort_metadata(path: Path) -> None:
+    """Give the metadata of a safetensors file, which come in any order, one order: equal gates are equal files."""
+    with path.open("rb+") as stream:
+        size = struct.unpack("<Q", stream.read(8))[0]
+        header = json.loads(stream.read(size))
+        header["__metadata__"] = dict(sorted(header["__metadata__"].items()))
+        text = json.dumps(header, separators=(",", ":"), ensure_ascii=False).encode()
+        if len(text) <= size:
+            stream.seek(8)
+            stream.write(text.ljust(size))
 
 
 def _publish(scratch: Path, out: Path) -> None:

@@ -193,7 +193,8 @@ def attach(
     Args:
         model: a causal language model of a supported family.
         method: gates; a method; or a method's name, with its options as keywords.
-        config: how to decode with gates. Its fields may be given as keywords instead.
+        config: how to decode with gates. Its fields may be given as keywords instead; what is not given is as the gates
+            ask for (``compat="published"`` of imported ones).
         measure_recall: see `Handle`.
         **options: for a method given by name, or fields of `DecodeConfig` for gates.
 
@@ -246,7 +247,7 @@ def resolve_method(method: GateBank | Method | str, config: DecodeConfig | None 
         unknown = sorted(set(options) - set(DecodeConfig.__dataclass_fields__))
         if unknown:
             raise SeergateError(f"there is no decode option {', '.join(unknown)}; DecodeConfig lists them")
-        return Gate.from_config(method, config or DecodeConfig(**options))
+        return Gate.from_config(method, config or method.decode_config(**options))
     if isinstance(method, str):
         if config is not None:
             raise SeergateError(f"a DecodeConfig goes with gates; give the options of {method!r} as keywords")

@@ -1,0 +1,1 @@
+"""The real `huggingface_hub` client against a local stand-in of the Hub."""
