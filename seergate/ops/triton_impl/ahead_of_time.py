@@ -6,6 +6,7 @@ their arguments specialised as Triton does it for a launch: what is compiled is 
 
 from __future__ import annotations
 
+import hashlib
 import importlib
 import pkgutil
 from collections.abc import Callable, Iterator
@@ -32,13 +33,15 @@ class Launch(NamedTuple):
     options: dict[str, Any]
 
 
-def examples(gpu: Gpu) -> Iterator[Example]:
-    """Of all files of this package, as they launch on ``gpu``."""
-    for module in sorted(module.name for module in pkgutil.iter_modules(triton_impl.__path__)):
-        if module != __name__.rsplit(".", 1)[1]:
-            found = getattr(importlib.import_module(f"{triton_impl.__name__}.{module}"), "examples", None)
-            if found is not None:
-                yield from found()
+def examples(gpu: Gpu) -> list[Example]:
+    """Of all files of this package, for ``gpu``."""
+    found: list[Example] = []
+    with assuming(gpu):
+        for module in sorted(module.name for module in pkgutil.iter_modules(triton_impl.__path__)):
+            if module != __name__.rsplit(".", 1)[1]:
+                listed = getattr(importlib.import_module(f"{triton_impl.__name__}.{module}"), "examples", tuple)
+                found += listed()
+    return found
 
 
 def launches(call: Callable[[], Any], gpu: Gpu) -> list[Launch]:
@@ -71,6 +74,16 @@ def _intercepted() -> Iterator[list[Launch]]:
 
 def compiled(launch: Launch, gpu: Gpu) -> Any:
     """Triton's compiled kernel; its ``asm`` holds the machine code, its ``metadata`` the shared memory."""
+    target = GPUTarget(gpu.backend, gpu.arch, gpu.warp_size)
+    return triton.compile(_source(launch), target, launch.options)
+
+
+def fingerprint(launch: Launch) -> str:
+    """Changes with everything that the machine code depends on, but for Triton itself."""
+    return hashlib.sha256(f"{_source(launch).hash()} {sorted(launch.options.items())}".encode()).hexdigest()[:16]
+
+
+def _source(launch: Launch) -> ASTSource:
     signature, constants, attributes = {}, {}, {}
     for i, (name, parameter) in enumerate(zip(launch.kernel.arg_names, launch.kernel.params, strict=True)):
         value = launch.arguments[name]
@@ -79,8 +92,7 @@ def compiled(launch: Launch, gpu: Gpu) -> Any:
             constants[(i,)] = value
         elif divisible:
             attributes[(i,)] = [["tt.divisibility", 16]]
-    source = ASTSource(launch.kernel, signature, constants, attributes)
-    return triton.compile(source, GPUTarget(gpu.backend, gpu.arch, gpu.warp_size), launch.options)
+    return ASTSource(launch.kernel, signature, constants, attributes)
 
 
 def _specialised(value: Any, is_constexpr: bool) -> tuple[str, bool]:

@@ -24,9 +24,9 @@ PROGRAMS_PER_PROCESSOR = 2
 MIN_TILES = 2
 """A split of a single tile has nothing to load ahead, and costs the merge as much as any other."""
 
-MAX_BUFFERS = 3
-"""With two programs on each processor of an H200, 96 KB are on their way in each, four times what its latency
-needs."""
+MAX_BUFFERS = 4
+"""Tiles on their way at most. On an H200, bandwidth times latency is about 29 KB for each processor; this gives 32 KB
+in the worst case (fp32, head dimension 64), and 96 KB with head dimension 128 in 16 bits."""
 
 FILLED = 0.95
 """The share of the processors that must have a program: 128 programs on 132 processors need no further split."""
@@ -82,10 +82,10 @@ def decode_splits(pairs: int, tiles: int, processors: int) -> int:
 def select_warps(width: int) -> int:
     """Warps of `select_kernel` for this padded number of blocks.
 
-    Its 32 sums are short and follow on each other. Within one warp they need no barrier, so that up to 512 blocks, 16
-    a thread, one is the fastest.
+    Its 32 sums are short and follow on each other. Within one warp they need no barrier: up to 512 blocks, 16 a
+    thread, one is enough. With 16 warps, registers would spill.
     """
-    return max(1, min(16, width // 512))
+    return max(1, min(8, width // 512))
 
 
 def table(gpu: Gpu) -> str:

@@ -56,5 +56,6 @@ def dense_example(dtype: torch.dtype, dim: int, page: int = 0) -> Example:
         f"dense_decode {str(dtype).removeprefix('torch.')} d{dim}" + f" page {page}" * bool(page),
         lambda: attend(q, cache, cache, None, lengths, 1, dim**-0.5, None, None, table),
         decode_work(q, kv_heads, capacity),
-        (decode_kernel.__name__,) if dtype != torch.float32 else (),
+        products=(decode_kernel.__name__,) if dtype != torch.float32 else (),
+        wide=(decode_kernel.__name__,),
     )

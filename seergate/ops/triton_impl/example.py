@@ -11,10 +11,17 @@ from torch import Tensor
 
 
 class Work(NamedTuple):
-    """What a launch has to do at least: bytes of device memory and floating-point operations of matrix products."""
+    """What a launch has to do at least.
+
+    Attributes:
+        bytes: of device memory.
+        flops: of matrix products.
+        turns: of the main loop, per program.
+    """
 
     bytes: float
     flops: float = 0.0
+    turns: float = 1.0
 
 
 @dataclass(frozen=True)
@@ -26,12 +33,14 @@ class Example:
         call: runs the op.
         work: kernel name -> what one launch of it has to do, for the expected time.
         products: names of its kernels that must use tensor cores (matrix products of 16-bit numbers).
+        wide: names of its kernels that must load 16 bytes per thread at a time.
     """
 
     name: str
     call: Callable[[], Any]
     work: dict[str, Work] = field(default_factory=dict)
     products: tuple[str, ...] = ()
+    wide: tuple[str, ...] = ()
 
 
 def meta(*shape: int, dtype: torch.dtype) -> Tensor:

@@ -38,6 +38,11 @@ class Gpu:
     clock: float
 
     @property
+    def issued(self) -> float:
+        """Instructions of a whole warp that a processor issues per cycle: four on NVIDIA; AMD's take four cycles."""
+        return 4.0 if self.backend == "cuda" else 1.0
+
+    @property
     def target(self) -> str:
         """As in ``"sm_90"`` and ``"gfx942"``."""
         return f"sm_{self.arch}" if self.backend == "cuda" else str(self.arch)

@@ -13,8 +13,9 @@ from seergate.ops.triton_impl.decode_launch import padded
 from seergate.ops.triton_impl.example import Example, Work, meta
 
 DTYPES = (torch.float16, torch.bfloat16, torch.float32)
-MAX_ROWS = 32
-"""Keys per turn of the loop: with head dimension 128, 32 numbers per thread."""
+TURN = 1024
+"""Numbers per turn of the loop, for the 32 threads of a program: each keeps 32 maxima, minima and sums. With one warp,
+nothing has to be exchanged between warps, which is what would cost most."""
 
 
 @triton.jit
@@ -53,28 +54,33 @@ def pool_kernel(
     dim = tl.arange(0, PADDED_DIM)
     first = k_ptr + b * stride_kb + h * stride_kh + block * BLOCK_SIZE * stride_ks
 
-    highest = tl.full([PADDED_DIM], -float("inf"), tl.float32)
-    lowest = tl.full([PADDED_DIM], float("inf"), tl.float32)
-    total = tl.zeros([PADDED_DIM], tl.float32)
+    highest = tl.full([ROWS, PADDED_DIM], -float("inf"), tl.float32)
+    lowest = tl.full([ROWS, PADDED_DIM], float("inf"), tl.float32)
+    total = tl.zeros([ROWS, PADDED_DIM], tl.float32)
     for low in range(0, filled, ROWS):
         held = low + row < filled
         keys = tl.load(
             first + ((low + row) * stride_ks + dim[None, :] * stride_kd), mask=held & (dim < DIM)[None, :], other=0.0
         ).to(tl.float32)
-        highest = tl.maximum(highest, tl.max(tl.where(held, keys, -float("inf")), 0))
-        lowest = tl.minimum(lowest, tl.min(tl.where(held, keys, float("inf")), 0))
-        total += tl.sum(keys, 0)
+        highest = tl.where(held, tl.maximum(highest, keys), highest)
+        lowest = tl.where(held, tl.minimum(lowest, keys), lowest)
+        total += keys
 
     place = (b * tl.num_programs(1) + h) * tl.num_programs(0) + block
     out = out_ptr + place * KINDS * DIM + dim
     kind = out_ptr.dtype.element_ty
     if MAX_AT >= 0:
-        tl.store(out + MAX_AT * DIM, tl.where(filled > 0, highest, 0.0).to(kind), mask=dim < DIM)
+        tl.store(out + MAX_AT * DIM, tl.where(filled > 0, tl.max(highest, 0), 0.0).to(kind), mask=dim < DIM)
     if MIN_AT >= 0:
-        tl.store(out + MIN_AT * DIM, tl.where(filled > 0, lowest, 0.0).to(kind), mask=dim < DIM)
+        tl.store(out + MIN_AT * DIM, tl.where(filled > 0, tl.min(lowest, 0), 0.0).to(kind), mask=dim < DIM)
     if AVG_AT >= 0:
-        mean = total / tl.maximum(filled, 1).to(tl.float32)
+        mean = tl.sum(total, 0) / tl.maximum(filled, 1).to(tl.float32)
         tl.store(out + AVG_AT * DIM, mean.to(kind), mask=dim < DIM)
+
+
+def turn_rows(block_size: int, dim: int) -> int:
+    """Keys per turn of the loop, a power of two."""
+    return max(1, min(TURN // padded(dim), padded(block_size, 1)))
 
 
 def pool_keys(k: Tensor, block_size: int, kinds: tuple[str, ...], lengths: Tensor | None) -> Tensor:
@@ -90,8 +96,8 @@ def pool_keys(k: Tensor, block_size: int, kinds: tuple[str, ...], lengths: Tenso
         at = [kinds.index(kind) if kind in kinds else -1 for kind in ("max", "min", "avg")]
         pool_kernel[(blocks, kv_heads, batch)](
             k, lengths, pooled, *k.stride(), capacity, *at,
-            KINDS=len(kinds), BLOCK_SIZE=block_size, ROWS=min(MAX_ROWS, padded(block_size, 1)), DIM=dim,
-            PADDED_DIM=padded(dim), num_warps=4,
+            KINDS=len(kinds), BLOCK_SIZE=block_size, ROWS=turn_rows(block_size, dim), DIM=dim,
+            PADDED_DIM=padded(dim), num_warps=1,
         )  # fmt: skip
     return pooled
 
@@ -113,5 +119,10 @@ def pool_example(dtype: torch.dtype, dim: int, block_size: int) -> Example:
     return Example(
         f"pool_keys {str(dtype).removeprefix('torch.')} d{dim} block {block_size}",
         lambda: pool_keys(k, block_size, ("max", "min", "avg"), lengths),
-        {pool_kernel.__name__: Work(float((k.numel() + written) * k.element_size()))},
+        {
+            pool_kernel.__name__: Work(
+                float((k.numel() + written) * k.element_size()), turns=block_size // turn_rows(block_size, dim)
+            )
+        },
+        wide=(pool_kernel.__name__,),
     )

@@ -171,5 +171,5 @@ def select_example(dtype: torch.dtype, blocks: int, rule: dict[str, Any]) -> Exa
     return Example(
         f"select_blocks {next(iter(rule))} of {blocks} {str(dtype).removeprefix('torch.')}",
         lambda: select_blocks(scores, lengths, block_size=64, sink_blocks=1, **options),
-        {select_kernel.__name__: Work(float(scores.numel() * scores.element_size()))},
+        {select_kernel.__name__: Work(float(scores.numel() * scores.element_size()), turns=32)},
     )

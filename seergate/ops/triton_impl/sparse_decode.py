@@ -144,15 +144,19 @@ def sparse_example(
         f"sparse_decode {name}",
         lambda: attend(q, cache, cache, indices, lengths, block_size, dim**-0.5, sinks, softcap, table),
         decode_work(q, kv_heads, selected * block_size),
-        (decode_kernel.__name__,) if dtype != torch.float32 else (),
+        products=(decode_kernel.__name__,) if dtype != torch.float32 else (),
+        wide=(decode_kernel.__name__,),
     )
 
 
 def decode_work(q: Tensor, kv_heads: int, tokens: int) -> dict[str, Work]:
     """Keys and values are read once; scores and weighted values are a product each. Partial results stay in the L2."""
     batch, heads, dim = q.shape
+    launch = decode_launch(batch * kv_heads, tokens, dim, dim, q.element_size(), gpu_of(q.device))
     read = 2.0 * batch * kv_heads * tokens * dim * q.element_size()
     return {
-        decode_kernel.__name__: Work(read, 4.0 * batch * heads * tokens * dim),
+        decode_kernel.__name__: Work(
+            read, 4.0 * batch * heads * tokens * dim, turns=math.ceil(tokens / launch.tile / launch.splits)
+        ),
         merge_kernel.__name__: Work(float(q.numel() * q.element_size())),
     }

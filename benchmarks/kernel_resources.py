@@ -1,0 +1,96 @@
+"""Compile every Triton kernel, in every configuration that ships, for every architecture. Needs no GPU.
+
+    python benchmarks/kernel_resources.py
+
+For each: registers, spills, shared memory, instructions for tensor cores, 16-byte loads, and the time it is expected
+to take at least: the longest of reading its bytes at the memory's bandwidth, of its matrix products at the tensor
+cores' rate, and of issuing its instructions (the main loop's as often as it turns). The GPUs' rates are those of their
+data sheets; no time here was measured. Exits with 1 if a kernel has a fault; the tests hold the saved table to the
+same rules.
+"""
+
+from __future__ import annotations
+
+import argparse
+import math
+import sys
+import time
+
+import torch
+import triton
+from common import save
+
+from seergate.ops.triton_impl.ahead_of_time import Launch, compiled, examples, fingerprint, launches
+from seergate.ops.triton_impl.example import Example, Work
+from seergate.ops.triton_impl.gpus import GPUS, Gpu
+from seergate.ops.triton_impl.machine_code import Resources, faults, resources
+
+
+def expected(work: Work, launch: Launch, used: Resources, gpu: Gpu) -> dict[str, float | str]:
+    """Microseconds, and what they are spent on."""
+    rounds = used.instructions + used.loop * (work.turns - 1)
+    issued = math.prod(launch.grid) * launch.options["num_warps"] * rounds
+    times = {
+        "memory": work.bytes / gpu.bandwidth,
+        "products": work.flops / gpu.flops if used.matrix else 0.0,
+        "instructions": issued / (gpu.processors * gpu.issued * gpu.clock),
+    }
+    bound = max(times, key=lambda name: times[name])
+    return {f"{name}_us": round(1e6 * seconds, 2) for name, seconds in times.items()} | {
+        "expected_us": round(1e6 * times[bound], 2),
+        "bound": bound,
+    }
+
+
+def row(example: Example, launch: Launch, gpu: Gpu) -> dict[str, object]:
+    """One kernel of one example on one GPU."""
+    name = launch.kernel.__name__
+    used = resources(compiled(launch, gpu), gpu)
+    return {
+        "gpu": gpu.name,
+        "target": gpu.target,
+        "example": example.name,
+        "kernel": name,
+        "fingerprint": fingerprint(launch),
+        "programs": math.prod(launch.grid),
+        **launch.options,
+        **used._asdict(),
+        **(expected(example.work[name], launch, used, gpu) if name in example.work else {}),
+        "faults": faults(used, gpu, products=name in example.products, wide=name in example.wide),
+    }
+
+
+def main() -> None:
+    """Compile, print, save."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--gpus", nargs="+", choices=[gpu.name for gpu in GPUS], default=[gpu.name for gpu in GPUS])
+    parser.add_argument("--only", default="", help="compile examples whose name contains this, and save nothing")
+    options = parser.parse_args()
+    rows, start = [], time.perf_counter()
+    for gpu in (gpu for gpu in GPUS if gpu.name in options.gpus):
+        print(f"\n{gpu.name} ({gpu.target})")
+        print("regs spill   smem matrix wide/loads ahead instr  loop expected us by            kernel")
+        for example in examples(gpu):
+            if options.only not in example.name:
+                continue
+            for launch in launches(example.call, gpu):
+                found = row(example, launch, gpu)
+                rows.append(found)
+                print(
+                    "{registers:4} {spills:5} {shared:6} {matrix:6} {wide_loads:4}/{loads:<5} {ahead:5} "
+                    "{instructions:5} {loop:5} ".format(**found)
+                    + "{expected_us:11} {bound:12} ".format(**{"expected_us": "", "bound": ""} | found)
+                    + "{kernel}: {example} ".format(**found)
+                    + "; ".join(found["faults"]),
+                    flush=True,
+                )
+    bad = sum(bool(found["faults"]) for found in rows)
+    print(f"\n{len(rows)} kernels, {bad} with faults, {time.perf_counter() - start:.0f} s")
+    if not options.only and len(options.gpus) == len(GPUS):
+        facts = {"triton": triton.__version__, "note": "compiled ahead of time, not run on a GPU"}
+        print("saved", save("kernel_resources", torch.device("cpu"), facts, rows))
+    sys.exit(bool(bad))
+
+
+if __name__ == "__main__":
+    main()

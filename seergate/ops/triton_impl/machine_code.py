@@ -1,0 +1,149 @@
+"""What compiled machine code says about a kernel: registers, spills, instructions. NVIDIA's SASS and AMD's GCN
+assembly.
+"""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import tempfile
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import triton
+
+from seergate.ops.triton_impl.gpus import Gpu
+
+SASS_LINE = re.compile(r"^\s+/\*[0-9a-f]{4,}\*/\s+(?:@!?\w+\s+)?(.*)$")
+GCN_LINE = re.compile(r"^\t([a-z]\w+(?:\s.*)?)$")
+LABEL = re.compile(r"^(\.L\w+):")
+JUMP = re.compile(r"(?:BRA\S*|s_c?branch\w*)\s.*?(\.L\w+)")
+
+SPILL = re.compile(r"STL|LDL|scratch_")
+MATRIX = re.compile(r"HMMA|HGMMA|UTCHMMA|v_mfma")
+LOAD = re.compile(r"(?:LDG|LDGSTS)\b|(?:global|buffer)_load")
+WIDE = re.compile(r"(?:LDG|LDGSTS)\.\S*128|(?:global|buffer)_load_(?:dwordx4|b128)")
+AHEAD = re.compile(r"LDGSTS|UBLKCP|UTMALDG")
+
+
+class Resources(NamedTuple):
+    """What one kernel needs.
+
+    Attributes:
+        registers: per thread; of vectors and accumulators on AMD.
+        spills: instructions that move registers to memory and back (on AMD: vector registers that are moved).
+        stack: bytes of local memory per thread.
+        shared: bytes of shared memory per program.
+        matrix: instructions for tensor cores.
+        loads, wide_loads: of device memory; those of 16 bytes per thread.
+        ahead: those that go to shared memory while the program runs on.
+        instructions: all.
+        loop: those of its longest loop that holds no other.
+    """
+
+    registers: int
+    spills: int
+    stack: int
+    shared: int
+    matrix: int
+    loads: int
+    wide_loads: int
+    ahead: int
+    instructions: int
+    loop: int
+
+
+def resources(kernel: Any, gpu: Gpu) -> Resources:
+    """Of what `ahead_of_time.compiled` returns."""
+    if gpu.backend == "cuda":
+        usage, text = _sass(kernel.asm["cubin"])
+        registers = _number(r"REG:(\d+)", usage)
+        stack = _number(r"STACK:(\d+)", usage) + _number(r"LOCAL:(\d+)", usage)
+        lines, spills = _instructions(text, SASS_LINE), None
+    else:
+        text = kernel.asm["amdgcn"]
+        registers = _number(r"\.vgpr_count:\s+(\d+)", text)
+        stack = _number(r"\.private_segment_fixed_size:\s+(\d+)", text)
+        lines, spills = _instructions(text, GCN_LINE), _number(r"\.vgpr_spill_count:\s+(\d+)", text)
+    code = [line for line in lines if not LABEL.match(line)]
+
+    def count(pattern: re.Pattern[str]) -> int:
+        return sum(bool(pattern.match(line)) for line in code)
+
+    return Resources(
+        registers,
+        count(SPILL) if spills is None else spills,
+        stack,
+        kernel.metadata.shared,
+        count(MATRIX),
+        count(LOAD),
+        count(WIDE),
+        count(AHEAD),
+        len(code),
+        _main_loop(lines),
+    )
+
+
+def _sass(cubin: bytes) -> tuple[str, str]:
+    """What Triton's copies of NVIDIA's tools say: resource usage, and the code with labels."""
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder, "kernel.cubin")
+        path.write_bytes(cubin)
+        return (
+            _output(triton.knobs.nvidia.cuobjdump.path, "--dump-resource-usage", path),
+            _output(triton.knobs.nvidia.nvdisasm.path, "-c", path),
+        )
+
+
+def _output(*command: str | Path) -> str:
+    return subprocess.run(command, capture_output=True, text=True, check=True).stdout
+
+
+def _number(pattern: str, text: str) -> int:
+    """The last one found: a cubin is described after what it is linked with."""
+    found = re.findall(pattern, text)
+    if not found:
+        raise ValueError(f"the compiler's output has no {pattern}")
+    return int(found[-1])
+
+
+def _instructions(text: str, line: re.Pattern[str]) -> list[str]:
+    """Labels and instructions, in order."""
+    found = []
+    for raw in text.splitlines():
+        if match := LABEL.match(raw) or line.match(raw):
+            found.append(match[0] if raw.startswith(".") else match[1])
+    return found
+
+
+def _main_loop(lines: list[str]) -> int:
+    """Instructions of the longest loop that holds no other; 0 without any."""
+    labels = {match[1]: i for i, line in enumerate(lines) if (match := LABEL.match(line))}
+    loops = []
+    for i, line in enumerate(lines):
+        start = labels.get(jump[1], i) if (jump := JUMP.match(line)) else i
+        if start < i - 1:  # a jump to itself stands at the end of every kernel
+            loops.append((start, i))
+    innermost = [(a, b) for a, b in loops if not any(a < c and d < b for c, d in loops)]
+    return max((sum(not LABEL.match(line) for line in lines[a : b + 1]) for a, b in innermost), default=0)
+
+
+def faults(used: Resources, gpu: Gpu, *, products: bool, wide: bool) -> list[str]:
+    """What the interpreter hides and a GPU would punish.
+
+    Args:
+        used: of one kernel.
+        gpu: that it was compiled for.
+        products: it must use tensor cores.
+        wide: it must load 16 bytes at a time.
+    """
+    found = []
+    if used.spills or used.stack:
+        found.append(f"{used.spills} spills, {used.stack} bytes of local memory")
+    if used.shared > gpu.shared_memory:
+        found.append(f"{used.shared} bytes of shared memory; {gpu.name} has {gpu.shared_memory}")
+    if products and not used.matrix:
+        found.append("no instruction for tensor cores")
+    if wide and not used.wide_loads:
+        found.append("no 16-byte loads")
+    return found

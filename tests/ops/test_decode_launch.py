@@ -1,0 +1,87 @@
+"""How decoding is launched: pure functions, held to what they promise for every shape and GPU."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from seergate.ops.triton_impl import decode_launch as launch
+from seergate.ops.triton_impl.gpus import GPUS, H200, assuming, gpu_of
+
+GPU = pytest.mark.parametrize("gpu", GPUS, ids=lambda gpu: gpu.target)
+
+
+@given(pairs=st.integers(0, 4096), tiles=st.integers(0, 9000), processors=st.integers(1, 400))
+def test_splits(pairs, tiles, processors):
+    splits = launch.decode_splits(pairs, tiles, processors)
+    assert 1 <= splits <= launch.MAX_SPLITS
+    if splits > 1:
+        assert tiles // splits >= launch.MIN_TILES  # every split has something to load ahead
+        assert pairs * (splits - 1) < launch.FILLED * processors  # and the device needs all of them
+    elif pairs and tiles >= 2 * launch.MIN_TILES:
+        assert pairs >= launch.FILLED * processors
+
+
+@pytest.mark.parametrize(
+    ("batch", "length", "sparsity", "splits"),
+    [
+        (1, 32768, 0.5, 16),
+        (1, 131072, 0.9, 16),
+        (4, 32768, 0.9, 4),
+        (8, 32768, 0.9, 2),
+        (16, 32768, 0.9, 1),
+        (1, 64, 0, 1),
+    ],
+)
+def test_splits_of_the_benchmark_on_an_h200(batch, length, sparsity, splits):
+    """One program on 128 of the 132 processors; with 16 rows, 8 heads each, there are as many without splitting."""
+    tokens = int(length * (1 - sparsity))
+    assert launch.decode_launch(8 * batch, tokens, 128, 128, 2, H200).splits == splits
+
+
+@GPU
+@pytest.mark.parametrize(("dim", "element_size"), [(64, 2), (96, 2), (128, 2), (256, 2), (64, 4), (96, 4), (128, 4)])
+def test_tiles_fit(dim, element_size, gpu):
+    tile, _, num_warps, num_stages = launch.decode_launch(8, 32768, dim, dim, element_size, gpu)
+    row = 2 * launch.padded(dim) * element_size
+    assert 16 <= tile <= 64 and tile & (tile - 1) == 0 and num_warps in (4, 8)
+    assert num_stages >= 2  # at least one tile is on its way while another is computed
+    assert launch.PROGRAMS_PER_PROCESSOR * (num_stages - 1) * tile * row <= gpu.shared_memory
+
+
+def test_bytes_in_flight_cover_the_latency_of_an_h200():
+    """Bandwidth times latency, about 0.8 microseconds, shared by the processors, must be on its way in each."""
+    needed = H200.bandwidth * 0.8e-6 / H200.processors
+    for dim, element_size in ((64, 2), (128, 2), (256, 2), (64, 4), (128, 4)):
+        tile, _, _, num_stages = launch.decode_launch(8, 32768, dim, dim, element_size, H200)
+        assert (num_stages - 1) * tile * 2 * dim * element_size >= 0.9 * needed
+
+
+@given(width=st.sampled_from([16 << n for n in range(11)]))
+def test_warps_of_select_blocks(width):
+    warps = launch.select_warps(width)
+    assert warps in (1, 2, 4, 8) and (warps == 1 or width // (32 * warps) >= 16)
+
+
+@given(size=st.integers(1, 10**6), least=st.sampled_from([1, 2, 16]))
+def test_padded(size, least):
+    got = launch.padded(size, least)
+    assert got >= max(size, least) and got & (got - 1) == 0 and (got // 2 < size or got == least)
+
+
+@GPU
+def test_table(gpu):
+    lines = launch.table(gpu).splitlines()
+    assert len(lines) == 1 + 4 * 4 * 5 and len({len(line) for line in lines}) == 1
+
+
+def test_a_device_that_is_no_gpu_takes_the_assumed_one():
+    other = dataclasses.replace(H200, name="half", processors=66)
+    assert gpu_of(torch.device("meta")) is H200
+    with assuming(other):
+        assert gpu_of(torch.device("cpu")) is other
+    assert gpu_of(torch.device("cpu")) is H200
