@@ -10,6 +10,7 @@ from __future__ import annotations
 import importlib
 import importlib.util
 import os
+import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -80,7 +81,13 @@ def implementation(op: str, device: torch.device) -> Callable[..., Any]:
     Raises:
         ValueError: see `choose`.
     """
-    return getattr(importlib.import_module(_module(choose(op, device), op)), op)
+    return getattr(sys.modules[_loaded(op, device)], op)
+
+
+@torch.compiler.assume_constant_result  # a graph keeps the backend that it was traced with
+def _loaded(op: str, device: torch.device) -> str:
+    """Name of the module that holds the implementation, which is imported. (A compiler can follow no import.)"""
+    return importlib.import_module(_module(choose(op, device), op)).__name__
 
 
 def _module(backend: str, op: str) -> str:

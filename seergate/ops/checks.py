@@ -107,6 +107,11 @@ def check_fraction(name: str, value: object) -> None:
         raise ValueError(f"{name} is {value!r}; it must be strictly between 0 and 1")
 
 
+def readable(x: Tensor) -> bool:
+    """Whether the values of ``x`` can be looked at: without waiting for a device, and not while a graph is traced."""
+    return x.device.type == "cpu" and not torch.compiler.is_compiling()
+
+
 def check_cu_seqlens(cu_seqlens: Tensor, tokens: int) -> None:
     """int32 or int64 ``[n + 1]``, from 0 to ``tokens``, never falling (values only in host memory)."""
     if not isinstance(cu_seqlens, Tensor) or cu_seqlens.dtype not in INDEX_DTYPES:
@@ -114,7 +119,7 @@ def check_cu_seqlens(cu_seqlens: Tensor, tokens: int) -> None:
         raise ValueError(f"cu_seqlens is {got}; it must be an int32 tensor")
     if cu_seqlens.ndim != 1 or len(cu_seqlens) < 2:
         raise ValueError(f"cu_seqlens has shape {list(cu_seqlens.shape)}; it must be [n + 1] for n >= 1 segments")
-    if cu_seqlens.device.type != "cpu":
+    if not readable(cu_seqlens):
         return
     ends = cu_seqlens.tolist()
     if ends[0] != 0 or ends[-1] != tokens or any(b < a for a, b in zip(ends, ends[1:], strict=False)):

@@ -8,7 +8,7 @@ from typing import NamedTuple
 from torch import Tensor
 
 from seergate.ops.backend import implementation
-from seergate.ops.checks import check_same, check_scale, check_tensor
+from seergate.ops.checks import check_same, check_scale, check_tensor, readable
 from seergate.ops.teacher import check_teacher
 
 REDUCTIONS = ("row_mean", "published")
@@ -91,7 +91,7 @@ def gate_kl(
     check_tensor("qg", qg, (tokens, kv_heads, "dg"))
     check_same("qg", qg, "q", q, dtype=False)
     blocks: int | str = "sum NB_i"
-    if cu_seqlens.device.type == "cpu":
+    if readable(cu_seqlens):
         blocks = int((cu_seqlens.diff() + block_size - 1).div(block_size, rounding_mode="floor").sum())
     check_tensor("kg", kg, (blocks, kv_heads, qg.shape[-1]))
     check_same("kg", kg, "q", q, dtype=False)

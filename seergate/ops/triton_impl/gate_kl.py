@@ -17,6 +17,7 @@ import triton.language as tl
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from seergate.ops.checks import check_shape
 from seergate.ops.gate_kl import GateKLStats
 from seergate.ops.torch_impl import gate_kl as torch_impl
 from seergate.ops.triton_impl import gate_kl_kernels, packs
@@ -83,8 +84,9 @@ def evaluate(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
     """Loss, KL by head, rows, recall, and the gradients of qg and kg (empty if not wanted)."""
     device, kv_heads = q.device, k.shape[1]
-    spans = packs.segments(cu_seqlens)
+    spans = packs.segments(cu_seqlens, len(q))
     lengths = [end - start for start, end in spans]
+    check_shape("kg", kg, (sum(-(-length // block_size) for length in lengths), *qg.shape[1:]))
     begins = [int(length * row_start) for length in lengths]
     rows, weights = torch_impl.row_weights(lengths, begins, block_size, kv_heads, reduction)
     teacher = Teacher(q, k, None, block_size, sm_scale, sinks, softcap)
@@ -230,6 +232,7 @@ _ARGUMENTS = tuple(evaluate.__code__.co_varnames[: evaluate.__code__.co_argcount
 
 def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
     ctx.save_for_backward(*output[4:])
+    ctx.wanted = inputs[-2:]
     ctx.mark_non_differentiable(*output[1:])
     ctx.set_materialize_grads(False)
 
@@ -237,7 +240,10 @@ def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]
 @once_differentiable
 def _backward(ctx: Any, grad_loss: Tensor | None, *_: Tensor | None) -> tuple[Tensor | None, ...]:
     # grad_loss stays on the device: no value is read. Being 0-dim it does not widen a bf16 gradient.
-    gradients = (None if grad_loss is None or not x.numel() else x * grad_loss for x in ctx.saved_tensors)
+    gradients = (
+        x * grad_loss if wanted and grad_loss is not None else None
+        for x, wanted in zip(ctx.saved_tensors, ctx.wanted, strict=True)
+    )  # fmt: skip
     return None, None, *gradients, *(None for _ in _ARGUMENTS[4:])
 
 

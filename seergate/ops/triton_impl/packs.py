@@ -13,6 +13,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from seergate.ops.checks import check_cu_seqlens
+
 FIELDS = 6
 """Numbers per tile: first row (in the pack), end of the piece it belongs to, start of the segment, the segment's first
 entry of kg, row in the chunk's buffer, first column (0 but for tiles of columns)."""
@@ -58,9 +60,15 @@ class Tiles(NamedTuple):
         return len(self.table)
 
 
-def segments(cu_seqlens: Tensor) -> list[tuple[int, int]]:
-    """Start and end of every segment. Waits for the device if ``cu_seqlens`` lies on one."""
-    return list(pairwise(cu_seqlens.tolist()))
+def segments(cu_seqlens: Tensor, tokens: int) -> list[tuple[int, int]]:
+    """Start and end of every segment. Waits for the device if ``cu_seqlens`` lies on one.
+
+    Raises:
+        ValueError: if these are not the borders of ``tokens`` tokens; while a graph was traced nobody could check.
+    """
+    borders = cu_seqlens.cpu()
+    check_cu_seqlens(borders, tokens)
+    return list(pairwise(borders.tolist()))
 
 
 def segment_pieces(

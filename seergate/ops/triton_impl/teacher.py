@@ -209,7 +209,7 @@ def block_targets(
 
 def _run(teacher: Teacher, cu_seqlens: Tensor, out: Tensor | None) -> tuple[Tensor, Tensor]:
     """Log-sum-exp and log targets of the whole pack; fills ``out``."""
-    q, spans = teacher.q, packs.segments(cu_seqlens)
+    q, spans = teacher.q, packs.segments(cu_seqlens, len(teacher.q))
     widest = max(-(-(end - start) // teacher.block_size) for start, end in spans)
     pieces = [packs.Piece(start, 0, start, end, 1.0) for start, end in spans]
     (tiles,) = packs.to_device(
@@ -279,7 +279,7 @@ def _from_lse(
 ) -> None:
     """What `gate_kl` does when the log-sum-exp is known: an example."""
     teacher = Teacher(q, k, None, block_size, 1.0, sinks, softcap)
-    pieces = [packs.Piece(start, 0, start, end, 1.0) for start, end in packs.segments(cu_seqlens)]
+    pieces = [packs.Piece(start, 0, start, end, 1.0) for start, end in packs.segments(cu_seqlens, len(q))]
     (tiles,) = packs.to_device([packs.row_tiles(pieces, teacher.launch().rows, packed=True)], q.device)
     lse = q.new_empty(q.shape[:2], dtype=torch.float32)
     width = -(-q.shape[0] // block_size)

@@ -1,0 +1,237 @@
+"""The gate's loss, gradients, KL by head and recall against the reference in float64."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from seergate import ops
+from seergate.ops import reference
+from seergate.ops.triton_impl import gate_kl, teacher
+from seergate.ops.triton_impl.distill_launch import GateLaunch, TeacherLaunch, heads_per_tile
+from tests.ops.helpers import Pack, relative
+
+LENGTHS = [61, 0, 1, 7, 16, 17, 33]
+
+
+@pytest.fixture(autouse=True)
+def _tiles(monkeypatch):
+    """Small tiles, whatever the dtype, so that short segments have several of them in both directions."""
+
+    def teacher_launch(group, dim, v_dim, dtype, gpu):
+        pack = heads_per_tile(group)
+        return TeacherLaunch(max(1, 32 // pack), pack, 64, 4, 1, True)
+
+    monkeypatch.setattr(teacher, "teacher_launch", teacher_launch)
+    monkeypatch.setattr(gate_kl, "gate_launch", lambda dim, dtype, gpu: GateLaunch(32, 16, 4, 1))
+
+
+@pytest.fixture
+def small_chunks(monkeypatch):
+    """Several chunks per segment, and several segments per chunk."""
+    from seergate.ops.triton_impl import packs
+
+    monkeypatch.setattr(packs, "MIN_ROWS", 24)
+    monkeypatch.setattr(gate_kl, "CHUNK_BYTES", 4 * 2 * 16 * 40)
+
+
+def run(pack, device, **options):
+    """Loss, stats and gradients, on the CPU."""
+    there = Pack(*(x.to(device) for x in (pack.q, pack.k, pack.qg, pack.kg)), pack.cu, pack.block_size)
+    options = {name: x.to(device) if isinstance(x, torch.Tensor) else x for name, x in options.items()}
+    loss, stats, dqg, dkg = there.run(ops.gate_kl, **options)
+    return loss.cpu(), ops.GateKLStats(*(x.cpu() for x in stats)), dqg.cpu(), dkg.cpu()
+
+
+def check(pack, device, tolerance=2e-6, **options):
+    wide = {name: x.double() if isinstance(x, torch.Tensor) else x for name, x in options.items()}
+    want_loss, want_stats, *want_grads = pack.to(torch.float64).run(reference.gate_kl, **wide)
+    loss, stats, *grads = run(pack, device, **options)
+    assert loss.dtype == torch.float32 and stats.rows == want_stats.rows
+    torch.testing.assert_close(loss.double(), want_loss, rtol=tolerance, atol=1e-9)
+    torch.testing.assert_close(stats.kl_per_head.double(), want_stats.kl_per_head, rtol=tolerance, atol=1e-9)
+    torch.testing.assert_close(stats.recall.double(), want_stats.recall, rtol=tolerance, atol=tolerance)
+    for got, want, x in zip(grads, want_grads, (pack.qg, pack.kg), strict=True):
+        assert got.dtype == x.dtype and got.isfinite().all()
+        assert relative(got, want) < (tolerance if x.dtype == torch.float32 else 1e-3)
+
+
+@pytest.mark.usefixtures("small_chunks")
+@pytest.mark.parametrize(
+    ("group", "reduction"), [(1, "published"), (5, "row_mean"), (7, "published"), (8, "row_mean")]
+)
+def test_any_group_and_reduction(group, reduction, device):
+    pack = Pack.random(LENGTHS, block_size=16, group=group, dtype=torch.float32)
+    check(pack, device, row_start=0.3, reduction=reduction, recall_budgets=(16, 32, 48, 1600))
+
+
+@pytest.mark.parametrize("lengths", [[0], [3, 15, 0], [1], [0, 0, 40]], ids=str)
+def test_short_and_empty_segments(lengths, device):
+    check(Pack.random(lengths, block_size=16, dtype=torch.float32), device, recall_budgets=(32,))
+
+
+def test_fp16(device):
+    pack = Pack.random([130, 45], block_size=8, group=4, dim=64, gate_dim=64, dtype=torch.float16)
+    check(pack, device, recall_budgets=(32,))
+
+
+def test_teacher_and_gate_may_have_different_dtypes(device):
+    pack = Pack.random([50], group=2, dtype=torch.float16)
+    pack.qg, pack.kg = pack.qg.float(), pack.kg.float()
+    check(pack, device)
+    pack.kg = pack.kg.half()
+    check(pack, device)
+
+
+def test_sinks_softcap_and_scales(device):
+    pack = Pack.random([60, 21], group=3, dtype=torch.float32)
+    check(pack, device, sinks=torch.randn(6), softcap=4.0, sm_scale=0.6, gate_scale=-0.9)
+
+
+@settings(max_examples=10)
+@given(
+    lengths=st.lists(st.integers(0, 60), min_size=1, max_size=4),
+    block_size=st.sampled_from([8, 16, 32]),
+    group=st.integers(1, 4),
+    gate_dim=st.integers(1, 20),
+    row_start=st.sampled_from([0.0, 0.5, 0.99]),
+    seed=st.integers(0, 1000),
+)
+def test_any_packing(lengths, block_size, group, gate_dim, row_start, seed):
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    pack = Pack.random(
+        lengths, block_size=block_size, kv_heads=1, group=group, gate_dim=gate_dim, dtype=torch.float32, seed=seed
+    )
+    check(pack, device, tolerance=1e-5, row_start=row_start, recall_budgets=(2 * block_size,))
+
+
+def test_a_known_log_sum_exp_gives_the_same(device):
+    pack = Pack.random(LENGTHS, block_size=16, group=5, dtype=torch.float32)
+    for sinks in (None, torch.randn(10)):
+        lse = reference.attention_with_block_targets(pack.q, pack.k, pack.k, pack.cu, 16, sinks=sinks).lse
+        check(pack, device, sinks=sinks, lse=lse)
+    # It is used: with a larger sum for one head of the group, the others win the maximum.
+    lse[:, 0] += 3.0
+    assert not torch.equal(run(pack, device, lse=lse)[0], run(pack, device)[0])
+
+
+def test_targets_in_two_passes(device, monkeypatch):
+    """Without room for scratch."""
+    monkeypatch.setattr(teacher, "MAX_SCRATCH_BYTES", 0)
+    monkeypatch.setattr(teacher.Teacher, "attend", without_targets(teacher.Teacher.attend))
+    check(Pack.random([61, 30], group=3, dtype=torch.float32), device)
+
+
+def without_targets(attend):
+    def checked(self, tiles, out, lse, targets):
+        assert targets is None
+        attend(self, tiles, out, lse, targets)
+
+    return checked
+
+
+def test_recall_with_equal_and_negative_logits(device):
+    """Of equal logits the earlier blocks count; the order of negative numbers is not that of their bits."""
+    pack = Pack.random([64], block_size=8, kv_heads=1, gate_dim=1, dtype=torch.float32)
+    pack.qg = torch.ones(64, 1, 1)
+    pack.kg = torch.tensor([-1.0, -2.0, 0.0, -0.0, 3.0, -1.0, -1e-40, 9.0])[:, None, None]
+    targets = reference.block_targets(pack.q.double(), pack.k.double(), pack.cu, 8)[63, 0]
+    for blocks, best in ((2, [4]), (3, [4, 2]), (4, [4, 2, 3]), (6, [4, 2, 3, 6, 0]), (7, [4, 2, 3, 6, 0, 5])):
+        stats = run(pack, device, row_start=63 / 64, recall_budgets=(8 * blocks,))[1]
+        assert stats.recall.item() == pytest.approx(targets[best].sum().item(), abs=1e-6), blocks
+
+
+def test_what_does_not_count_is_not_read(device):
+    """The last block of a segment, rows before ``row_start``, and other segments."""
+    pack = Pack.random([40, 24], block_size=8, dtype=torch.float32)
+    clean = run(pack, device, row_start=0.5)
+    poisoned = pack.to(torch.float32)
+    poisoned.kg[[4, 7]] = math.nan
+    for start, rows in ((0, 20), (40, 12)):
+        poisoned.q[start : start + rows] = math.nan
+        poisoned.qg[start : start + rows] = math.nan
+    for got, want in zip(run(poisoned, device, row_start=0.5), clean, strict=True):
+        for a, b in zip(got, want, strict=True) if isinstance(got, tuple) else [(got, want)]:
+            assert torch.equal(a, b)
+    pack.q[40:], pack.k[40:], pack.qg[40:], pack.kg[5:] = math.nan, math.nan, math.nan, math.nan
+    _, _, dqg, dkg = run(pack, device, row_start=0.5)
+    assert torch.equal(dqg[:40], clean[2][:40]) and torch.equal(dkg[:5], clean[3][:5])
+
+
+@pytest.mark.usefixtures("small_chunks")
+def test_two_runs_agree_to_the_last_bit(device):
+    pack = Pack.random([90, 40], block_size=8, dtype=torch.float32)
+    first, second = (run(pack, device, recall_budgets=(24,)) for _ in range(2))
+    assert torch.equal(first[0], second[0])
+    assert all(torch.equal(a, b) for a, b in zip((*first[1], *first[2:]), (*second[1], *second[2:]), strict=True))
+
+
+def test_float64_is_left_to_torch(device):
+    pack = Pack.random([40])
+    want = pack.run(reference.gate_kl)
+    got = run(pack, device)
+    assert got[0].dtype == torch.float64 and relative(got[3], want[3]) < 1e-10
+
+
+class TestOneNode:
+    """The op as autograd, DDP and the compiler see it."""
+
+    @pytest.fixture
+    def inputs(self, device):
+        pack = Pack.random([40], dtype=torch.float32)
+        q, k, qg, kg = (x.to(device) for x in (pack.q, pack.k, pack.qg, pack.kg))
+        return q, k, qg.requires_grad_(), kg.requires_grad_(), pack.cu
+
+    def test_backward_scales_and_can_be_repeated(self, inputs):
+        *tensors, cu = inputs
+        qg, kg = tensors[2:]
+        loss, stats = ops.gate_kl(*tensors, cu, 8, recall_budgets=(16,))
+        assert loss.grad_fn is not None and not any(x.requires_grad for x in stats)
+        dqg, dkg = torch.autograd.grad(loss, (qg, kg), retain_graph=True)
+        dqg_scaled, dkg_scaled = torch.autograd.grad(-2.5 * loss, (qg, kg))
+        torch.testing.assert_close(dqg_scaled, -2.5 * dqg)
+        torch.testing.assert_close(dkg_scaled, -2.5 * dkg)
+
+    def test_only_what_is_wanted_is_kept(self, inputs):
+        q, k, qg, kg, cu = inputs
+        want = torch.autograd.grad(ops.gate_kl(q, k, qg, kg, cu, 8)[0], (qg, kg))
+        for x, other, gradient in ((qg, kg, want[0]), (kg, qg, want[1])):
+            other.requires_grad_(False)
+            loss, _ = ops.gate_kl(q, k, qg, kg, cu, 8)
+            assert sorted(saved.numel() for saved in loss.grad_fn.saved_tensors) == [0, x.numel()]
+            assert torch.equal(torch.autograd.grad(loss, x)[0], gradient)
+            other.requires_grad_()
+        with torch.no_grad():
+            assert not ops.gate_kl(q, k, qg, kg, cu, 8)[0].requires_grad
+        qg.requires_grad_(False)
+        kg.requires_grad_(False)
+        assert not ops.gate_kl(q.requires_grad_(), k, qg, kg, cu, 8)[0].requires_grad  # the teacher is frozen
+
+    def test_second_derivatives_are_refused(self, inputs):
+        *tensors, cu = inputs
+        loss, _ = ops.gate_kl(*tensors, cu, 8)
+        (gradient,) = torch.autograd.grad(loss.square(), tensors[2], create_graph=True)
+        with pytest.raises(RuntimeError, match="once_differentiable"):
+            gradient.sum().backward()
+
+    def test_the_registration_is_sound(self, inputs):
+        *tensors, cu = inputs
+        arguments = (*tensors, cu, 8, 0.25, 0.3, 0.3, "row_mean", [16], None, 3.0, None)
+        for wanted in ((True, True), (False, True)):
+            torch.library.opcheck(torch.ops.seergate.gate_kl.default, (*arguments, *wanted))
+
+    def test_the_compiler_keeps_it_whole(self, inputs):
+        *tensors, cu = inputs
+
+        def step(q, k, qg, kg):
+            return ops.gate_kl(q, k, 2 * qg, kg, cu, 8, recall_budgets=(16,))[0] * 3
+
+        want = step(*tensors)
+        got = torch.compile(step, fullgraph=True, backend="aot_eager")(*tensors)
+        assert torch.equal(got, want)
+        for a, b in zip(torch.autograd.grad(got, tensors[2:]), torch.autograd.grad(want, tensors[2:]), strict=True):
+            torch.testing.assert_close(a, b)
