@@ -264,6 +264,9 @@ def _skeleton(config: dict[str, Any], where: str) -> Any:
     dropped = {"model_type", "base_model", "architectures", "auto_map", "torch_dtype", "dtype", "transformers_version"}
     dropped |= {"_attn_implementation_autoset", "_name_or_path", "use_flash_rope", "fused_norm"}
     kept = {key: value for key, value in config.items() if key not in dropped and not key.startswith("seerattn_")}
+    scaling, theta = kept.pop("rope_scaling", None) or {}, kept.pop("rope_theta", None)
+    if theta is not None:  # as transformers 5 has it
+        kept["rope_parameters"] = {"rope_type": "default", **scaling, "rope_theta": theta}
     try:
         with torch.device("meta"):
             base = AutoConfig.for_model(config.get("model_type"), **kept)
