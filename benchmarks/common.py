@@ -7,7 +7,8 @@ import platform
 import statistics
 import subprocess
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from importlib import metadata
 from pathlib import Path
 from typing import Any
 
@@ -34,7 +35,56 @@ def timed(run: Callable[[], Any], repeats: int, device: torch.device) -> dict[st
     return {"min": min(times), "median": statistics.median(times)}
 
 
-def provenance(device: torch.device) -> dict[str, str | int]:
+def timed_rotated(runs: Sequence[Callable[[], Any]], repeats: int, device: torch.device) -> dict[str, float]:
+    """Milliseconds per call of calls that differ only in the memory they read, so that none finds it in a cache.
+
+    On a GPU all of them are captured in one graph and replayed: what is measured is the device, not Python.
+    """
+
+    def all_runs() -> None:
+        for run in runs:
+            run()
+
+    if device.type != "cuda":
+        times = timed(all_runs, repeats, device)
+    else:
+        stream = torch.cuda.Stream(device)
+        with torch.cuda.stream(stream):
+            all_runs()  # compiles what must be compiled
+        stream.synchronize()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, stream=stream):
+            all_runs()
+        graph.replay()
+        milliseconds = []
+        for _ in range(repeats):
+            start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+            start.record()
+            graph.replay()
+            end.record()
+            end.synchronize()
+            milliseconds.append(start.elapsed_time(end))
+        times = {"min": min(milliseconds), "median": statistics.median(milliseconds)}
+    return {name: ms / len(runs) for name, ms in times.items()}
+
+
+def read_bandwidth(device: torch.device, repeats: int) -> float:
+    """Bytes per second of summing numbers that no cache holds: the roofline of a kernel that mostly reads."""
+    numbers = torch.ones((4 if device.type == "cuda" else 1) << 28, device=device)  # 4 GiB, or 1 GiB
+    out = torch.empty((), device=device)
+    milliseconds = timed_rotated([lambda: torch.sum(numbers, dim=0, out=out)], repeats, device)["min"]
+    return numbers.numel() * numbers.element_size() / (milliseconds * 1e-3)
+
+
+def version(package: str) -> str | None:
+    """Of an installed package, or None."""
+    try:
+        return metadata.version(package)
+    except metadata.PackageNotFoundError:
+        return None
+
+
+def provenance(device: torch.device) -> dict[str, str | int | None]:
     """Machine, versions and commit."""
     git = subprocess.run(
         ["git", "describe", "--always", "--dirty"],
@@ -53,14 +103,17 @@ def provenance(device: torch.device) -> dict[str, str | int]:
         "capability": torch.backends.cpu.get_cpu_capability(),
         "python": platform.python_version(),
         "torch": torch.__version__,
+        "triton": version("triton"),
         "commit": git.stdout.strip() or "unknown",
     }
 
 
-def save(name: str, device: torch.device, options: dict[str, Any], rows: list[dict[str, Any]]) -> Path:
-    """Write ``benchmarks/results/<name>.json``."""
-    RESULTS.mkdir(exist_ok=True)
-    path = RESULTS / f"{name}.json"
+def save(
+    name: str, device: torch.device, options: dict[str, Any], rows: list[dict[str, Any]], folder: Path = RESULTS
+) -> Path:
+    """Write ``<folder>/<name>.json``."""
+    folder.mkdir(parents=True, exist_ok=True)
+    path = folder / f"{name}.json"
     record = {"machine": provenance(device), "options": options, "rows": rows}
     path.write_text(json.dumps(record, indent=2) + "\n")
     return path

@@ -1,84 +1,261 @@
-"""Decode attention of one token: dense (two ways) against block-sparse, with the cost of selecting.
+"""Decode attention of one token: block-sparse against the best dense kernel here, with the cost of selecting.
 
-    python benchmarks/decode.py --threads 1
+    python benchmarks/decode.py                                  # the paper's grid on a GPU, a small one on a CPU
+    python benchmarks/decode.py --threads 1 --group 4 --budgets 1024 2048 4096
 
-The two dense baselines are what a user has: the stock call with grouped queries, and the same with the group folded
-into the query axis, which reads keys and values once. Ratios are against the faster of the two.
+Nothing is timed before it is proven: every kernel, ours and others', is compared with float64 first, and a wrong one
+of ours ends the run. On a GPU, calls are captured in a graph and read their caches in turn from several buffers, so
+that neither Python nor the L2 cache counts. The roofline is the bandwidth of summing a large array here.
+
+Columns: ``sparse`` is attention alone, as in Figure 6 of SeerAttention-R; ``select`` is the gate's scores and the
+choice of blocks; ``x`` is the speedup of the first over the fastest dense kernel found, ``x+select`` that of both.
 """
 
 from __future__ import annotations
 
 import argparse
+import itertools
+import math
+import sys
+from pathlib import Path
+from typing import Any
 
 import torch
-from common import save, timed
-from torch.nn import functional as F
+from common import RESULTS, read_bandwidth, save, timed_rotated
+from dense_baselines import Attention, available
+from torch import Tensor
 
 from seergate import ops
+from seergate.ops import reference
+
+TOLERANCE = {torch.float32: 1e-4, torch.float16: 4e-3, torch.bfloat16: 2e-2}
+CACHE_BYTES = {"cuda": 256 << 20, "cpu": 128 << 20}
+"""Buffers are rotated until they hold this much, several times what caches do."""
 
 
-def measure(length: int, budget: int, options: argparse.Namespace) -> dict[str, float | int]:
-    """One context length and token budget."""
-    device, dtype = torch.device(options.device), getattr(torch, options.dtype)
-    batch, kv_heads, group, dim = options.batch, options.kv_heads, options.group, options.head_dim
-    q = torch.randn(batch, kv_heads * group, dim, device=device, dtype=dtype)
-    k, v = torch.randn(2, batch, kv_heads, length, dim, device=device, dtype=dtype)
-    blocks = -(-length // options.block_size)
-    scores = torch.randn(batch, kv_heads, blocks, device=device)
-    lengths = torch.full((batch,), length, device=device)
-    qg = torch.randn(batch, kv_heads, 1, dim, device=device)
-    kg = torch.randn(batch, kv_heads, blocks, dim, device=device)
-    rule = {"block_size": options.block_size, "token_budget": budget}
-    indices = ops.select_blocks(scores, lengths, **rule).indices
-    runs = {
-        "dense_stock": lambda: F.scaled_dot_product_attention(q[:, :, None], k, v, enable_gqa=True),
-        "dense_packed": lambda: F.scaled_dot_product_attention(q.view(batch, kv_heads, group, dim), k, v),
-        "sparse": lambda: ops.sparse_decode(q, k, v, indices, lengths, options.block_size),
-        "score_and_select": lambda: ops.select_blocks((qg @ kg.transpose(2, 3))[:, :, 0], lengths, **rule),
+class Case:
+    """One cell of the grid: queries, as many caches as rotation needs, scores, and the selected blocks.
+
+    Args:
+        batch, length: of the cache.
+        budget: tokens that may be read.
+        options: the command line.
+    """
+
+    def __init__(self, batch: int, length: int, budget: int, options: argparse.Namespace) -> None:
+        self.block_size, device, dtype = options.block_size, torch.device(options.device), options.dtype
+        kv_heads, dim = options.kv_heads, options.head_dim
+        self.rule = {"block_size": self.block_size, "token_budget": max(budget, self.block_size)}
+        self.q = torch.randn(batch, kv_heads * options.group, dim, device=device, dtype=dtype)
+        read = 2 * batch * kv_heads * budget * dim * dtype.itemsize
+        copies = min(64, max(1, math.ceil(CACHE_BYTES[device.type] / read)))
+        whole = 2 * batch * kv_heads * length * dim * dtype.itemsize
+        copies = min(copies, max(1, int(options.max_gib * 2**30 // whole)))
+        self.caches = [
+            [torch.randn(batch, kv_heads, length, dim, device=device, dtype=dtype) for _ in "kv"]
+            for _ in range(copies)
+        ]
+        blocks = -(-length // self.block_size)
+        self.lengths = torch.full((batch,), length, device=device)
+        self.qg = torch.randn(batch, kv_heads, 1, options.gate_dim, device=device, dtype=dtype)
+        self.kg = torch.randn(batch, kv_heads, blocks, options.gate_dim, device=device, dtype=dtype)
+        self.indices = ops.select_blocks(self.scores(), self.lengths, **self.rule).indices
+        # Keys and values once, queries in, results out, and the list of blocks.
+        held = min(self.indices.shape[-1] * self.block_size, length)
+        self.bytes = 2 * batch * kv_heads * held * dim * dtype.itemsize
+        self.bytes += 2 * self.q.numel() * dtype.itemsize + 4 * self.indices.numel()
+
+    def scores(self) -> Tensor:
+        """The gate's scores, ``[B, Hkv, NB]``."""
+        return (self.qg @ self.kg.transpose(2, 3))[:, :, 0]
+
+    def sparse(self, k: Tensor, v: Tensor) -> Tensor:
+        """Block-sparse attention."""
+        return ops.sparse_decode(self.q, k, v, self.indices, self.lengths, self.block_size)
+
+    def select(self) -> ops.Selection:
+        """Scores and selection."""
+        return ops.select_blocks(self.scores(), self.lengths, **self.rule)
+
+    def error(self) -> float:
+        """Of the sparse kernel on the very tensors that are timed, against float64, row by row."""
+        k, v = self.caches[0]
+        got, worst = self.sparse(k, v), 0.0
+        for b in range(len(self.q)):
+            some = [x[b : b + 1] for x in (self.q, k, v)]
+            place = self.indices[b : b + 1].long()
+            token = (place * self.block_size).unsqueeze(-1) + torch.arange(self.block_size, device=place.device)
+            used = ((place >= 0).unsqueeze(-1) & (token < self.lengths[b])).flatten(2)
+            token = token.flatten(2).clamp(0, k.shape[2] - 1)
+            k64, v64 = (x.gather(2, token[..., None].expand(-1, -1, -1, x.shape[-1])).double() for x in some[1:])
+            q64 = some[0].double().unflatten(1, (k.shape[1], -1))
+            weights = q64 @ k64.transpose(2, 3) / math.sqrt(q64.shape[-1])
+            want = (weights.masked_fill(~used[:, :, None], -math.inf).softmax(-1) @ v64).flatten(1, 2)
+            worst = max(worst, float((got[b : b + 1].double() - want).norm() / want.norm()))
+        return worst
+
+
+def gate(options: argparse.Namespace) -> None:
+    """Refuse to time wrong kernels: small cases against the reference, odd lengths, unread memory NaN.
+
+    Raises:
+        SystemExit: with what is wrong.
+    """
+    device, dtype = torch.device(options.device), options.dtype
+    heads, dim, block = options.kv_heads, options.head_dim, options.block_size
+    lengths = torch.tensor([1, 5 * block + 3, 9 * block])
+    capacity, kept = 10 * block, 4 * block
+    q = torch.randn(3, heads * options.group, dim).to(dtype)
+    k, v = (torch.randn(3, heads, capacity, dim).to(dtype) for _ in "kv")
+    scores = torch.randn(3, heads, 10)
+    for rule in ({"token_budget": kept}, {"threshold": 0.1}, {"top_p": 0.5}):
+        got = ops.select_blocks(scores.to(device), lengths.to(device), block_size=block, **rule)
+        want = reference.select_blocks(scores, lengths, block_size=block, **rule)
+        width = want.indices.shape[-1]
+        same = torch.equal(got.indices[..., :width].cpu(), want.indices) and torch.equal(got.counts.cpu(), want.counts)
+        if not same:
+            sys.exit(f"select_blocks with {rule} is wrong on {device}: nothing is timed")
+    indices = reference.select_blocks(scores, lengths, block_size=block, token_budget=kept).indices
+    exact = reference.sparse_decode(q.double(), k.double(), v.double(), indices, lengths, block)
+    token = torch.arange(capacity)
+    read = (token // block == indices[..., None]).any(2) & (token < lengths[:, None, None])
+    k, v = (x.masked_fill(~read[..., None], math.nan).to(device) for x in (k, v))
+    out = ops.sparse_decode(q.to(device), k, v, indices.to(device), lengths.to(device), block).cpu().double()
+    error = float((out - exact).norm() / exact.norm())
+    if not error < TOLERANCE[dtype]:
+        sys.exit(f"sparse_decode has a relative error of {error:.1e} on {device}: nothing is timed")
+
+
+def measure(case: Case, dense: dict[str, Attention], bandwidth: float, options: argparse.Namespace) -> dict[str, Any]:
+    """Times in milliseconds and what follows from them.
+
+    Raises:
+        SystemExit: if the sparse kernel is wrong on these tensors.
+    """
+    error = case.error()
+    if not error < TOLERANCE[options.dtype]:
+        sys.exit(f"sparse_decode has a relative error of {error:.1e} on the tensors to be timed")
+    device, repeats = torch.device(options.device), options.repeats
+    times = {
+        name: timed_rotated([build(case.q, k, v) for k, v in case.caches], repeats, device)
+        for name, build in dense.items()
     }
-    times = {name: timed(run, options.repeats, device) for name, run in runs.items()}
-    row: dict[str, float | int] = {"length": length, "budget": budget}
-    row |= {f"{name}_{which}_ms": round(ms, 4) for name, both in times.items() for which, ms in both.items()}
-    dense = min(times["dense_stock"]["median"], times["dense_packed"]["median"])
-    row["speedup_over_best_dense"] = round(dense / times["sparse"]["median"], 2)
-    row["speedup_over_stock"] = round(times["dense_stock"]["median"] / times["sparse"]["median"], 2)
-    row["select_share"] = round(times["score_and_select"]["median"] / times["sparse"]["median"], 3)
-    return row
+    best = min(times, key=lambda name: times[name]["median"])
+
+    def sparse(k: Tensor, v: Tensor) -> Any:
+        return lambda: case.sparse(k, v)
+
+    times["sparse"] = timed_rotated([sparse(k, v) for k, v in case.caches], repeats, device)
+    times["select"] = timed_rotated([case.select], repeats, device)
+    ms = {name: both["median"] for name, both in times.items()}
+    return {
+        **{f"{name}_{which}_ms": round(value, 5) for name, both in times.items() for which, value in both.items()},
+        "best_dense": best,
+        "roofline_ms": round(case.bytes / bandwidth * 1e3, 5),
+        "roofline_fraction": round(case.bytes / bandwidth * 1e3 / ms["sparse"], 3),
+        "speedup": round(ms[best] / ms["sparse"], 2),
+        "speedup_with_select": round(ms[best] / (ms["sparse"] + ms["select"]), 2),
+        "speedup_over_stock": round(ms["sdpa_stock"] / ms["sparse"], 2) if "sdpa_stock" in ms else None,
+        "select_share": round(ms["select"] / ms["sparse"], 3),
+        "relative_error": error,
+        "buffers": len(case.caches),
+    }
+
+
+def plot(rows: list[dict[str, Any]], path: Path) -> None:
+    """Speedup over the best dense kernel against length, a panel per batch size, as in the paper's Figure 6."""
+    from matplotlib.figure import Figure
+
+    batches = sorted({row["batch"] for row in rows})
+    figure = Figure(figsize=(3.4 * len(batches), 3.2), layout="constrained")
+    panels = figure.subplots(1, len(batches), sharey=True, squeeze=False)[0]
+    for panel, batch in zip(panels, batches, strict=True):
+        lengths = sorted({row["length"] for row in rows if row["batch"] == batch})
+        for series in dict.fromkeys(row["series"] for row in rows):
+            cells = [row for row in rows if row["batch"] == batch and row["series"] == series]
+            cells.sort(key=lambda row: row["length"])
+            x = [lengths.index(row["length"]) for row in cells]
+            (line,) = panel.plot(x, [row["speedup"] for row in cells], marker="o", label=series)
+            panel.plot(x, [row["speedup_with_select"] for row in cells], linestyle=":", color=line.get_color())
+        panel.axhline(1, color="black", linewidth=0.8)
+        panel.set_xticks(range(len(lengths)), [f"{length // 1024}k" for length in lengths])
+        panel.set_title(f"batch {batch}")
+        panel.set_xlabel("context length")
+    panels[0].set_ylabel("speedup over the best dense kernel\n(dotted: with gate scores and selection)")
+    panels[0].legend(fontsize="small")
+    figure.savefig(path, dpi=150)
+
+
+def command_line() -> argparse.Namespace:
+    """Options; the grid's defaults depend on the device."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    parser.add_argument("--batches", type=int, nargs="+", help="default: 1 4 8 16, on a CPU 1")
+    parser.add_argument("--lengths", type=int, nargs="+", help="default: 8k 32k 64k 128k, on a CPU 8k 16k 32k")
+    parser.add_argument("--sparsities", type=float, nargs="+", default=[0.5, 0.7, 0.8, 0.9])
+    parser.add_argument("--budgets", type=int, nargs="+", help="tokens to read, instead of sparsities")
+    parser.add_argument("--kv-heads", type=int, default=8)
+    parser.add_argument("--group", type=int, default=8)
+    parser.add_argument("--head-dim", type=int, default=128)
+    parser.add_argument("--gate-dim", type=int, default=128)
+    parser.add_argument("--block-size", type=int, default=64)
+    parser.add_argument(
+        "--dtype", choices=["float32", "bfloat16", "float16"], help="default: bfloat16, on a CPU float32"
+    )
+    parser.add_argument("--threads", type=int, default=torch.get_num_threads())
+    parser.add_argument("--repeats", type=int, default=15)
+    parser.add_argument("--max-gib", type=float, help="for the caches of one cell; default: 32, on a CPU 4")
+    parser.add_argument("--output", type=Path, default=RESULTS)
+    options = parser.parse_args()
+    on_gpu = torch.device(options.device).type == "cuda"
+    options.batches = options.batches or ([1, 4, 8, 16] if on_gpu else [1])
+    options.lengths = options.lengths or ([8192, 32768, 65536, 131072] if on_gpu else [8192, 16384, 32768])
+    options.max_gib = options.max_gib or (32.0 if on_gpu else 4.0)
+    options.dtype = getattr(torch, options.dtype or ("bfloat16" if on_gpu else "float32"))
+    return options
 
 
 def main() -> None:
-    """Parse the command line, measure, print, save."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--lengths", type=int, nargs="+", default=[8192, 16384, 32768])
-    parser.add_argument("--budgets", type=int, nargs="+", default=[1024, 2048, 4096])
-    parser.add_argument("--batch", type=int, default=1)
-    parser.add_argument("--kv-heads", type=int, default=8)
-    parser.add_argument("--group", type=int, default=4)
-    parser.add_argument("--head-dim", type=int, default=128)
-    parser.add_argument("--block-size", type=int, default=64)
-    parser.add_argument("--dtype", choices=["float32", "bfloat16", "float16"], default="float32")
-    parser.add_argument("--device", default="cpu")
-    parser.add_argument("--threads", type=int, default=torch.get_num_threads())
-    parser.add_argument("--repeats", type=int, default=15)
-    options = parser.parse_args()
+    """Prove, measure, print, save."""
+    options = command_line()
+    device = torch.device(options.device)
     torch.set_num_threads(options.threads)
     torch.manual_seed(0)
-    rows = []
-    print(f"{'length':>8} {'budget':>7} {'stock':>9} {'packed':>9} {'sparse':>9} {'select':>8}   ms; x best, x stock")
+    rows: list[dict[str, Any]] = []
     with torch.inference_mode():
-        for length in options.lengths:
-            for budget in options.budgets:
-                row = measure(length, budget, options)
+        gate(options)
+        q = torch.randn(2, options.kv_heads * options.group, options.head_dim, device=device, dtype=options.dtype)
+        k, v = torch.randn(2, 2, options.kv_heads, 1024, options.head_dim, device=device, dtype=options.dtype)
+        dense, left_out = available(q, k, v, TOLERANCE[options.dtype])
+        for name, reason in left_out.items():
+            print(f"dense baseline {name} is left out: {reason}")
+        bandwidth = read_bandwidth(device, options.repeats)
+        print(f"memory bandwidth, reading: {bandwidth / 1e9:.1f} GB/s")
+        print("batch length  sparsity   dense us (which)           sparse us  select us  roofline     x  x+select")
+        for batch, length in itertools.product(options.batches, options.lengths):
+            wanted = {f"sparsity {s:g}": math.ceil(length * (1 - s)) for s in options.sparsities}
+            if options.budgets:
+                wanted = {f"budget {n}": min(n, length) for n in options.budgets}
+            for series, tokens in wanted.items():
+                budget = math.ceil(tokens / options.block_size) * options.block_size
+                case = Case(batch, length, budget, options)
+                row = {"batch": batch, "length": length, "budget": budget, "series": series}
+                row["sparsity"] = round(max(0.0, 1 - budget / length), 3)
+                row |= measure(case, dense, bandwidth, options)
                 rows.append(row)
-                ms = [
-                    row[f"{name}_median_ms"] for name in ("dense_stock", "dense_packed", "sparse", "score_and_select")
-                ]
+                us = {name: 1e3 * row[f"{name}_median_ms"] for name in (row["best_dense"], "sparse", "select")}
                 print(
-                    f"{length:8} {budget:7} {ms[0]:9.3f} {ms[1]:9.3f} {ms[2]:9.3f} {ms[3]:8.3f}   "
-                    f"{row['speedup_over_best_dense']:.1f}x {row['speedup_over_stock']:.1f}x"
+                    f"{batch:5} {length:6} {row['sparsity']:9.2f} {us[row['best_dense']]:10.1f} {row['best_dense']:16}"
+                    f"{us['sparse']:11.1f} {us['select']:10.1f} {row['roofline_fraction']:9.2f} {row['speedup']:5.1f} "
+                    f"{row['speedup_with_select']:9.1f}",
+                    flush=True,
                 )
-    name = f"decode-{torch.device(options.device).type}-{options.dtype}-{options.threads}t"
-    print("saved", save(name, torch.device(options.device), vars(options), rows))
+    dtype = str(options.dtype).removeprefix("torch.")
+    name = f"decode-{device.type}-{dtype}-g{options.group}" + f"-{options.threads}t" * (device.type == "cpu")
+    said = vars(options) | {"dtype": dtype, "output": None, "bandwidth": bandwidth, "left_out": left_out}
+    path = save(name, device, said, rows, options.output)
+    plot(rows, path.with_suffix(".png"))
+    print("saved", path, "and", path.with_suffix(".png"))
 
 
 if __name__ == "__main__":

@@ -1,0 +1,64 @@
+"""The benchmarks run, record what they promise, and refuse to time what is wrong."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("matplotlib")
+
+ROOT = Path(__file__).resolve().parent.parent
+TINY = """--device cpu --threads 1 --kv-heads 2 --group 2 --head-dim 16 --gate-dim 8 --block-size 16 --repeats 1"""
+RUN = """
+import runpy, sys
+sys.path.insert(0, "benchmarks")
+{before}
+runpy.run_path("benchmarks/decode.py", run_name="__main__")
+"""
+
+
+def decode(*arguments: str, before: str = "") -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-c", RUN.format(before=before), *TINY.split(), *arguments]
+    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+
+
+def test_decode(tmp_path: Path) -> None:
+    done = decode("--lengths", "64", "128", "--sparsities", "0.5", "0.9", "--output", str(tmp_path))
+    assert done.returncode == 0, done.stderr
+    (table,) = tmp_path.glob("*.json")
+    record = json.loads(table.read_text())
+    assert record["machine"]["torch"] and record["machine"]["commit"] and record["options"]["bandwidth"] > 0
+    assert [(row["length"], row["budget"]) for row in record["rows"]] == [(64, 32), (64, 16), (128, 64), (128, 16)]
+    for row in record["rows"]:
+        dense = row[f"{row['best_dense']}_median_ms"]
+        assert row["speedup"] == pytest.approx(dense / row["sparse_median_ms"], abs=0.02)
+        assert row["roofline_fraction"] > 0 and row["relative_error"] < 1e-4
+    assert table.with_suffix(".png").stat().st_size > 10_000
+
+
+@pytest.mark.parametrize(
+    ("wrong", "message"),
+    [
+        (
+            "ops.sparse_decode = lambda q, k, v, *rest: 1.01 * right(q, k, v, *rest)",
+            "sparse_decode has a relative error",
+        ),
+        (
+            "ops.sparse_decode = lambda q, k, v, *rest: right(q, k, v, *rest) + 0 * v.sum()",
+            "sparse_decode has",
+        ),
+        (
+            "ops.select_blocks = lambda scores, *rest, **rule: chosen(-scores, *rest, **rule)",
+            "select_blocks with {'token_budget': 64} is wrong",
+        ),
+    ],
+)
+def test_decode_refuses_to_time_wrong_kernels(wrong: str, message: str, tmp_path: Path) -> None:
+    before = f"from seergate import ops; right, chosen = ops.sparse_decode, ops.select_blocks; {wrong}"
+    done = decode("--lengths", "64", "--output", str(tmp_path), before=before)
+    assert done.returncode == 1 and message in done.stderr, done.stderr
+    assert not list(tmp_path.iterdir())
