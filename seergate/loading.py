@@ -128,7 +128,12 @@ def load_base(
     if is_hub_id(str(name)) and getattr(model.config, "_commit_hash", None) is None:
         # Some releases of transformers do not remember the commit; gates made for this model name it.
         model.config._commit_hash = cached_commit(str(name), options.get("revision"), options.get("cache_dir"))
-    return model if device is None else model.to(device)  # type: ignore[arg-type]
+    if device is None:
+        return model
+    try:
+        return model.to(device)  # type: ignore[arg-type]
+    except RuntimeError as error:  # most often, it does not fit
+        raise SeergateError(f"the base model {name} cannot be put on {device}: {str(error).splitlines()[0]}") from error
 
 
 def load_tokenizer(name: str | os.PathLike[str], **options: Any) -> PreTrainedTokenizerBase:

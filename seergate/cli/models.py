@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from seergate.errors import SeergateError
 from seergate.paths import shipped
@@ -73,9 +73,9 @@ def load_model(
         SeergateError: if they cannot be loaded.
     """
     import torch
-    from safetensors import SafetensorError
-    from transformers import AutoModelForCausalLM, AutoTokenizer
     from transformers.utils import logging
+
+    from seergate.loading import load_base, load_tokenizer
 
     logging.disable_progress_bar()
     place = ("cuda" if torch.cuda.is_available() else "cpu") if device == "auto" else device
@@ -85,13 +85,8 @@ def load_model(
         raise SeergateError(
             f"device is {device!r}, which PyTorch cannot use here; it must be cpu, cuda or cuda:N"
         ) from error
-    options: dict[str, Any] = {"dtype": dtype if dtype == "auto" else getattr(torch, dtype)}
-    try:
-        tokenizer = AutoTokenizer.from_pretrained(path)
-        model = AutoModelForCausalLM.from_pretrained(path, **options).to(place).eval()
-    except (OSError, ValueError, KeyError, RuntimeError, SafetensorError) as error:
-        first = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
-        raise SeergateError(f"the model {path} cannot be loaded: {first}") from error
+    tokenizer = load_tokenizer(path)
+    model = load_base(path, device=place, dtype=dtype if dtype == "auto" else getattr(torch, dtype))
     return model, tokenizer
 
 
