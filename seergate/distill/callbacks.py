@@ -115,7 +115,7 @@ class TensorBoard:
     def __init__(self, directory: Path, first_step: int) -> None:
         from torch.utils.tensorboard import SummaryWriter
 
-        self._writer = SummaryWriter(str(directory), purge_step=first_step if first_step > 1 else None)
+        self._writer = SummaryWriter(str(directory), purge_step=first_step)
 
     def on_message(self, text: str) -> None:
         """Text is for people; nothing to do."""

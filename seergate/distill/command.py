@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import MISSING, fields, replace
 from pathlib import Path
 from typing import Any
@@ -53,9 +53,17 @@ def build_parser(prog: str | None = None) -> argparse.ArgumentParser:
         else:
             group.add_argument(*names, metavar=item.name.upper(), **extra)
     parser.add_argument("--config", metavar="FILE", help="YAML file of options; the command line wins over it")
-    parser.add_argument("--dry-run", action="store_true", help="print the resolved options and stop")
+    parser.add_argument(
+        "--dry-run", action="store_true", help="print the resolved options and what the run will need, and stop"
+    )
     parser.add_argument("--local_rank", "--local-rank", type=int, help=argparse.SUPPRESS)  # the deepspeed launcher's
     return parser
+
+
+def given_options(options: dict[str, Any]) -> dict[str, Any]:
+    """What ``--config`` and the command line say, without the defaults."""
+    own = {name: value for name, value in options.items() if name not in ("config", "local_rank", "dry_run")}
+    return {**(read_yaml(Path(options["config"])) if options.get("config") else {}), **own}
 
 
 def resolve(options: dict[str, Any]) -> TrainConfig:
@@ -64,11 +72,8 @@ def resolve(options: dict[str, Any]) -> TrainConfig:
     Raises:
         ValueError: for anything the user can mend.
     """
-    given = dict(options)
-    file = given.pop("config", None)
-    local_rank = given.pop("local_rank", None)
-    given.pop("dry_run", None)
-    values = {**(read_yaml(Path(file)) if file else {}), **given}
+    values = given_options(options)
+    local_rank = options.get("local_rank")
     # The deepspeed launcher's marks. A null in a file is "nothing said"; `--deepspeed none` is a choice.
     if values.get("deepspeed") is None and (local_rank is not None or "CROSS_SIZE" in os.environ):
         values["deepspeed"] = ""
@@ -81,18 +86,93 @@ def main(argv: Sequence[str] | None = None, prog: str | None = None) -> int:
     """Run the command; returns the exit code: 0, 2 for a mistake of the user's, 130 when interrupted."""
     options = vars(build_parser(prog).parse_args(argv))
     is_main = os.environ.get("RANK", "0") == "0"
-    try:
-        config = resolve(options)
-        if options.get("dry_run"):
-            config = replace(config, output_dir=str(config.run_dir))
-            print(yaml.safe_dump(config.to_dict(), sort_keys=False, allow_unicode=True), end="")
-            return 0
-        # Idle OpenMP threads sleep instead of spinning: on a machine that also does something else, spinning ones were
-        # measured to make a step 15 times slower. Read when torch is imported, so it is set before.
-        os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
-        from seergate.distill.trainer import run_distillation
+    return _guarded(lambda: _train(options, is_main), is_main)
 
-        adapter = run_distillation(config)
+
+def plan_main(argv: Sequence[str] | None = None, prog: str | None = None) -> int:
+    """What ``seergate plan`` does; returns the exit code."""
+    parser = build_parser(prog)
+    parser.description = "Say what a run needs (memory, time, disk) without loading a weight."
+    group = parser.add_argument_group("plan")
+    group.add_argument("--processes", type=int, default=1, help="processes that share the work [1]")
+    group.add_argument("--memory-gb", type=float, help="memory of the GPU that will do it [this machine's]")
+    group.add_argument("--device", choices=("cpu", "cuda"), help="plan for this kind of device [what is here]")
+    group.add_argument("--sample-tokens", type=int, help="typical length of a sample, for the time [max_length]")
+    group.add_argument("--tflops", type=float, help="what one device sustains, in TFLOP/s; instead of measuring")
+    group.add_argument("--measure", action=argparse.BooleanOptionalAction, default=True, help="time one layer here")
+    options = vars(parser.parse_args(argv))
+    names = ("processes", "memory_gb", "device", "sample_tokens", "tflops", "measure")
+    own = {name: options.pop(name) for name in names if name in options}
+
+    def run() -> None:
+        config = resolve(options)
+        from seergate.distill.plan import make_plan
+
+        print(make_plan(config, **own).text())
+
+    return _guarded(run, is_main=True)
+
+
+def ablate_main(argv: Sequence[str] | None = None, prog: str | None = None) -> int:
+    """What ``seergate ablate`` does; returns the exit code."""
+    known = ", ".join(path.stem for path in sorted((shipped("configs") / "ablations").glob("*.yaml")))
+    parser = build_parser(prog)
+    parser.description = "Train variants of a run and compare them on held-out packs. Takes all options of training."
+    parser.add_argument("study", metavar="STUDY", help=f"one of {known}, all, or a .yaml file of your own")
+    options = vars(parser.parse_args(argv))
+    name = options.pop("study")
+
+    def run() -> None:
+        values = given_options(options)
+        os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+        from seergate.distill.ablation import load_study, run_study, studies, table, variant_configs
+
+        chosen = [load_study(one) for one in (studies() if name == "all" else [name])]
+        if len(chosen) > 1 and "output_dir" in values:
+            raise ValueError(f"output_dir is {values['output_dir']!r}; it must be left out for all studies at once")
+        prepared = [(study, variant_configs(study, values.get("model"), values)) for study in chosen]
+        if options.get("dry_run"):
+            for study, configs in prepared:
+                print(f"{study.name}: " + ", ".join(str(config.run_dir) for config in configs.values()))
+            return
+        tables = []
+        for study, configs in prepared:
+            tables.append(f"{study.name}\n\n{table(study, run_study(study, configs))}\n")
+            (next(iter(configs.values())).run_dir.parent / "ablation.md").write_text(tables[-1])
+        print("\n" + "\n".join(tables), end="")
+
+    return _guarded(run, is_main=True)
+
+
+def _train(options: dict[str, Any], is_main: bool) -> None:
+    config = resolve(options)
+    if options.get("dry_run"):
+        if is_main:
+            _dry_run(replace(config, output_dir=str(config.run_dir)))
+        return
+    # Idle OpenMP threads sleep instead of spinning: on a machine that also does something else, spinning ones were
+    # measured to make a step 15 times slower. Read when torch is imported, so it is set before.
+    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+    from seergate.distill.trainer import run_distillation
+
+    adapter = run_distillation(config)
+    if is_main:
+        print(f"adapter: {adapter}")
+
+
+def _dry_run(config: TrainConfig) -> None:
+    """The options as a YAML file that ``--config`` takes, and the plan as its comments."""
+    from seergate.distill.plan import make_plan
+
+    plan = make_plan(config, processes=int(os.environ.get("WORLD_SIZE", "1")))
+    print(yaml.safe_dump(config.to_dict(), sort_keys=False, allow_unicode=True), end="")
+    print("\n".join(f"# {line}" for line in plan.text().splitlines()))
+
+
+def _guarded(run: Callable[[], None], is_main: bool) -> int:
+    """Run, and turn what goes wrong into a sentence and an exit code."""
+    try:
+        run()
     except (ValueError, FileNotFoundError) as error:
         if os.environ.get("SEERGATE_TRACEBACK"):
             raise
@@ -103,6 +183,4 @@ def main(argv: Sequence[str] | None = None, prog: str | None = None) -> int:
         if is_main:
             print("interrupted; the same command continues from the last checkpoint", file=sys.stderr)
         return INTERRUPTED
-    if is_main:
-        print(f"adapter: {adapter}")
     return 0

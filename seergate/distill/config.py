@@ -109,6 +109,9 @@ class TrainConfig:
         100, "steps between evaluations on held-out packs; 0 switches them off", shapes_result=False
     )
     eval_packs: int = _option(16, "packs held out for evaluation, at most a tenth of all")
+    eval_row_start: float | None = _option(
+        None, "rows from this fraction of each sample on count in evaluations [row_start]", shapes_result=False
+    )
     log_every: int = _option(10, "steps between plain log lines where there is no terminal", shapes_result=False)
     recall_budgets: tuple[int, ...] = _option(
         (1024, 2048, 4096), "token budgets at which the recall of teacher mass is logged", shapes_result=False
@@ -140,6 +143,8 @@ class TrainConfig:
         self._must("weight_decay", 0 <= self.weight_decay < math.inf, "0 or a positive number")
         self._must("grad_clip", 0 <= self.grad_clip < math.inf, "0 (off) or a positive number")
         self._must("row_start", 0 <= self.row_start < 1, "at least 0 and below 1")
+        start = self.eval_row_start
+        self._must("eval_row_start", start is None or 0 <= start < 1, "at least 0 and below 1")
         memory = self.base_memory_gb
         self._must("base_memory_gb", memory is None or 0 < memory < math.inf, "a positive number of gigabytes")
         if memory is not None and self.quantize != "none":
@@ -154,7 +159,11 @@ class TrainConfig:
             len(low_high) == 2 and 4 <= low_high[0] <= low_high[1] <= 256,
             "two integers in 4..256",
         )
-        self._must("recall_budgets", all(b >= 1 for b in self.recall_budgets), "positive numbers of tokens")
+        self._must(
+            "recall_budgets",
+            all(b >= self.block_size for b in self.recall_budgets),
+            f"numbers of tokens, each at least block_size ({self.block_size})",
+        )
 
     def _must(self, name: str, holds: bool, rule: str) -> None:
         if not holds:
@@ -188,7 +197,7 @@ class TrainConfig:
         known = [f.name for f in fields(cls)]
         for name in values:
             if name not in known:
-                raise SeergateError(f"{name!r} is not a training option{_nearest(str(name), known)}")
+                raise SeergateError(f"{name!r} is not a training option{nearest(str(name), known)}")
         return cls(**values)
 
 
@@ -245,7 +254,8 @@ def _kind_name(kind: Any) -> str:
     return {int: "an integer", float: "a number", bool: "true or false", str: "text"}[kind]
 
 
-def _nearest(name: str, known: list[str]) -> str:
+def nearest(name: str, known: list[str]) -> str:
+    """The end of a sentence that suggests what was meant, or nothing."""
     close = difflib.get_close_matches(name, known, n=1, cutoff=0.5)
     return f"; did you mean {close[0]!r}?" if close else ""
 
@@ -299,7 +309,7 @@ def load_train_config(model: str | None = None, overrides: Mapping[str, Any] | N
             if preset.get("model", "").lower() == model.lower():
                 values = preset
     else:
-        hint = _nearest(model.lower(), list(known)) or f"; the presets are {', '.join(known)}"
+        hint = nearest(model.lower(), list(known)) or f"; the presets are {', '.join(known)}"
         raise SeergateError(f"model {model!r} is neither a preset, nor a directory, nor a Hub id (org/name){hint}")
     overrides.pop("model", None)
     return TrainConfig.from_dict({**values, **overrides})

@@ -62,14 +62,16 @@ class DistillModule(nn.Module):
         object.__setattr__(self, "base", base)
         self.config = config
 
-    def forward(self, input_ids: Tensor, cu_seqlens: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Loss, KL per layer ``[L]`` and recall ``[budgets, L, K]`` of one pack."""
+    def forward(
+        self, input_ids: Tensor, cu_seqlens: Tensor, row_start: float | None = None
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Loss, KL per layer ``[L]`` and recall ``[budgets, L, K]`` of one pack; by default of the rows that teach."""
         out = distill_step(
             self.bank,
             self.base,
             input_ids,
             cu_seqlens,
-            row_start=self.config.row_start,
+            row_start=self.config.row_start if row_start is None else row_start,
             reduction=self.config.reduction,
             recall_budgets=self.config.recall_budgets,
         )

@@ -31,13 +31,18 @@ if TYPE_CHECKING:
     from seergate.bank import GateBank
 
 
+TILE = 2048
+"""Tokens of the query branch at a time. Its intermediate results are several times its output; they are made again for
+the gradients instead of being kept for the whole pack."""
+
+
 @dataclass(frozen=True)
 class DistillOutput:
     """What one pack says about the gates.
 
     Attributes:
         loss: scalar; ``.backward()`` adds the gates' gradients.
-        kl_per_layer: ``[layers]``, mean KL in nats per row and KV head (or the published weighting).
+        kl_per_layer: ``[layers]``, mean KL in nats per row and KV head, whatever the reduction.
         recall: ``[budgets, layers, KV heads]``, mean share of the teacher's mass on past blocks that the gate's best
             blocks hold.
         rows: how many rows counted in each segment-wise mean, all segments together.
@@ -152,10 +157,14 @@ class Lesson:
 
     def _teach(self, gate: AttnGate, call: TeacherCall) -> None:
         assert call.q_pre_BHSD is not None and call.k_pre_BKSD is not None
-        wants_gradient = self.wants_gradients and any(p.requires_grad for p in gate.parameters())
+        parameters = [p for p in gate.parameters() if p.requires_grad]
+        wants_gradient = self.wants_gradients and bool(parameters)
+        positions = self.positions.to(call.query_BHSD.device)
+        tiles = [slice(first, first + TILE) for first in range(0, len(positions), TILE)]
+        with torch.no_grad():
+            qg_TKE = torch.cat([_queries(gate, call.q_pre_BHSD, positions, tile) for tile in tiles])
         with torch.set_grad_enabled(wants_gradient):
-            positions = self.positions.to(call.query_BHSD.device)
-            qg_TKE = gate.queries(call.q_pre_BHSD, positions)[0].transpose(0, 1)
+            qg_TKE.requires_grad_(wants_gradient)
             kg_NKE = self._compressed_keys(gate, call.k_pre_BKSD)
             loss, stats = ops.gate_kl(
                 call.query_BHSD[0].transpose(0, 1),
@@ -170,10 +179,23 @@ class Lesson:
                 **self.options,
             )
             if wants_gradient:
-                parameters = [p for p in gate.parameters() if p.requires_grad]
-                self.gradients.update(zip(parameters, torch.autograd.grad(loss, parameters), strict=True))
+                self.gradients.update({p: torch.zeros_like(p) for p in parameters})
+                dqg_TKE, dkg_NKE = torch.autograd.grad(loss, (qg_TKE, kg_NKE), materialize_grads=True)
+                self._add_gradients(kg_NKE, dkg_NKE, parameters)
+                for tile in tiles:
+                    self._add_gradients(_queries(gate, call.q_pre_BHSD, positions, tile), dqg_TKE[tile], parameters)
         self.losses.append(loss.detach())
         self.stats.append(stats)
+
+    def _add_gradients(self, output: Tensor, gradient: Tensor, parameters: list[nn.Parameter]) -> None:
+        """Continue a gradient from a branch's output to the parameters that made it."""
+        if not output.requires_grad:  # a branch without parameters, such as averaged queries
+            return
+        for parameter, part in zip(
+            parameters, torch.autograd.grad(output, parameters, gradient, allow_unused=True), strict=True
+        ):
+            if part is not None:
+                self.gradients[parameter] += part
 
     def _compressed_keys(self, gate: AttnGate, k_pre_BKSD: Tensor) -> Tensor:
         size, kinds = self.bank.config.block_size, self.bank.config.k_pooling
@@ -185,8 +207,8 @@ class Lesson:
     def result(self) -> DistillOutput:
         """The losses of all layers as one, with the gradients tied to it."""
         home = self.losses[0].device  # the layers of a split model report from several devices
-        kl_per_layer = torch.stack([loss.float().to(home) for loss in self.losses])
-        total = kl_per_layer.sum()
+        kl_per_layer = torch.stack([stats.kl_per_head.float().mean().to(home) for stats in self.stats])
+        total = torch.stack([loss.float().to(home) for loss in self.losses]).sum()
         share = 1.0 / len(self.losses) if self.options["reduction"] == "row_mean" else 1.0
         if self.gradients:
             parameters = list(self.gradients)
@@ -196,6 +218,11 @@ class Lesson:
             total = total * share
         recall = torch.stack([stats.recall.float().to(home) for stats in self.stats], dim=1)
         return DistillOutput(total, kl_per_layer, recall, self.stats[0].rows)
+
+
+def _queries(gate: AttnGate, q_BHSD: Tensor, positions: Tensor, tile: slice) -> Tensor:
+    """The gate's queries of some of the pack's tokens, ``[S, K, E]``."""
+    return gate.queries(q_BHSD[:, :, tile], positions[tile])[0].transpose(0, 1)
 
 
 class StoredGradients(torch.autograd.Function):

@@ -256,7 +256,9 @@ class _Run:
         with torch.no_grad():
             for samples in self.data.held_out[world.rank :: world.size]:
                 batch = self.data.batch(samples).to(world.device)
-                tally.add(Losses(*self.module(batch.input_ids, batch.cu_seqlens)), batch.tokens)
+                tally.add(
+                    Losses(*self.module(batch.input_ids, batch.cu_seqlens, self.config.eval_row_start)), batch.tokens
+                )
         means = tally.means(world, len(self.data.held_out))
         log = EvalLog(step, means.kl_per_layer, means.recall, self.bank.geometry.layers)
         for callback in self.callbacks:

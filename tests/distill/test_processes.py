@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from seergate.distill import TrainConfig, run_distillation
 from seergate.distill.checkpoint import newest_checkpoint
@@ -60,21 +61,36 @@ def assert_close(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor], toleran
         assert (a[name] - b[name]).abs().max() <= tolerance, name
 
 
-@pytest.mark.parametrize("launcher", ["torchrun", "deepspeed"])
+def launch(launcher: str) -> list[str]:
+    """The beginning of a command that starts two processes on this machine."""
+    options = {
+        "torchrun": ["--nproc-per-node", "2", "--master-port"],
+        "deepspeed": ["--num_gpus", "2", "--master_port"],
+        "accelerate": ["launch", "--cpu", "--num_processes", "2", "--num_machines", "1", "--mixed_precision", "no",
+                       "--dynamo_backend", "no", "--main_process_port"],
+    }  # fmt: skip
+    return [str(SCRIPTS / launcher), *options[launcher], free_port()]
+
+
+def losses(run: Path) -> list[float]:
+    """The loss curve, from TensorBoard's file."""
+    events = EventAccumulator(str(run / "tensorboard"), size_guidance={"scalars": 0})
+    events.Reload()
+    return [event.value for event in events.Scalars("loss")]
+
+
+@pytest.mark.parametrize("launcher", ["torchrun", "deepspeed", "accelerate"])
 def test_two_processes_agree_with_one_and_resume_exactly(config: TrainConfig, tmp_path: Path, launcher: str) -> None:  # noqa: F811
     config = replace(config, packs_per_step=4, steps=9, save_every=6)
     alone = run_distillation(replace(config, output_dir=str(tmp_path / "alone")))
     both = replace(config, output_dir=str(tmp_path / "both"))
-    if launcher == "torchrun":
-        command = [str(SCRIPTS / "torchrun"), "--nproc-per-node", "2", "--master-port", free_port()]
-    else:
-        command = [str(SCRIPTS / "deepspeed"), "--num_gpus", "2", "--master_port", free_port()]
-    command += arguments(both, tmp_path)
+    command = [*launch(launcher), *arguments(both, tmp_path)]
     output = finish(command)
     assert "in 2 processes" in output and ("DeepSpeed ZeRO" in output) == (launcher == "deepspeed")
     assert output.count("adapter: ") == 1  # one process talks
     assert_close(weights(both.run_dir), weights(alone), 1e-6)
     assert_close(state(both.run_dir), state(alone), 1e-6)
+    assert len(losses(alone)) == 9 and losses(both.run_dir) == pytest.approx(losses(alone), abs=1e-6)
 
     before = state(both.run_dir)
     newest = newest_checkpoint(both.run_dir / "checkpoints")
@@ -89,8 +105,7 @@ def test_two_processes_agree_with_one_and_resume_exactly(config: TrainConfig, tm
 def test_a_checkpoint_of_two_processes_is_continued_by_one(config: TrainConfig, tmp_path: Path) -> None:  # noqa: F811
     config = replace(config, packs_per_step=4, steps=6, save_every=3)
     alone = run_distillation(replace(config, output_dir=str(tmp_path / "alone")))
-    torchrun = [str(SCRIPTS / "torchrun"), "--nproc-per-node", "2", "--master-port", free_port()]
-    finish([*torchrun, *arguments(config, tmp_path)])
+    finish([*launch("torchrun"), *arguments(config, tmp_path)])
     newest = newest_checkpoint(config.run_dir / "checkpoints")
     assert newest is not None
     newest.rename(config.run_dir / "newest")
@@ -99,8 +114,7 @@ def test_a_checkpoint_of_two_processes_is_continued_by_one(config: TrainConfig, 
 
 
 def test_a_batch_that_cannot_be_shared_is_refused(config: TrainConfig, tmp_path: Path) -> None:  # noqa: F811
-    command = [str(SCRIPTS / "torchrun"), "--nproc-per-node", "2", "--master-port", free_port()]
-    process = start([*command, *arguments(replace(config, packs_per_step=3), tmp_path)])
+    process = start([*launch("torchrun"), *arguments(replace(config, packs_per_step=3), tmp_path)])
     output, _ = process.communicate(timeout=300)
     assert process.returncode != 0
     assert output.count("error: packs_per_step is 3; it must be a multiple of the 2 processes") == 1
@@ -114,7 +128,7 @@ def test_killed_at_random_moments_it_ends_bit_identical(config: TrainConfig, tmp
     whole = run_distillation(replace(config, output_dir=str(tmp_path / "whole")))
     rng = random.Random(0)
     reached = 0
-    for _ in range(6):
+    for _ in range(3):  # `test_kills` does many, aimed at every part of a run; this is the command as users start it
         process = start(command)
         assert process.stdout is not None
         wanted = rng.randint(1, 8)
@@ -137,6 +151,27 @@ def test_killed_at_random_moments_it_ends_bit_identical(config: TrainConfig, tmp
     assert_identical(weights(config.run_dir / "best"), weights(whole / "best"))
     assert_identical(state(config.run_dir), state(whole))
     assert not list(config.run_dir.rglob(".draft-*"))
+
+
+def test_processes_that_find_different_things_stop(config: TrainConfig, tmp_path: Path) -> None:  # noqa: F811
+    config = replace(config, data=str(tmp_path / "rows.jsonl"))
+    (tmp_path / "rows.jsonl").write_text('{"text": "short"}\n')
+    process = start([*launch("torchrun"), *arguments(config, tmp_path)])
+    output, _ = process.communicate(timeout=300)
+    assert (
+        process.returncode != 0 and output.count("has nothing to train on: of 1 rows, 1 that fit in two blocks") == 1
+    )
+    assert "SeergateError" not in output  # the one that waited leaves without a traceback
+
+    program = tmp_path / "agree.py"
+    program.write_text(
+        "import os, torch; from seergate.distill.distributed import join_world; world = join_world(deepspeed=False)\n"
+        "world.must_agree('same', 'no'); assert world.all_well(True); assert not world.all_well(world.rank == 0)\n"
+        "try: world.must_agree(str(world.rank), 'they differ')\n"
+        "except ValueError as error: print('refused:', error)\n"
+        "world.leave()\n"
+    )
+    assert finish([*launch("torchrun"), str(program)]).count("refused: they differ") == 2
 
 
 def test_killed_while_preparing_data_it_starts_again(config: TrainConfig, tmp_path: Path) -> None:  # noqa: F811

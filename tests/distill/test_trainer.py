@@ -255,14 +255,18 @@ def test_a_bfloat16_model_gets_gates_trained_in_float32_and_saved_in_bfloat16(co
     assert heard.steps[-1].kl < heard.steps[0].kl
 
 
-def test_the_loss_is_that_of_the_public_function_and_only_the_gates_change(
-    config: TrainConfig, model_dir: Path
-) -> None:
-    heard = Recorder()
+def test_the_weighting_changes_the_loss_and_not_what_is_reported(config: TrainConfig, model_dir: Path) -> None:
     before = load_file(model_dir / "model.safetensors")
-    run_distillation(replace(config, steps=1, packs_per_step=1, reduction="published"), [heard])
-    assert heard.steps[0].loss == pytest.approx(sum(heard.steps[0].kl_per_layer), rel=1e-5)  # published: a sum
-    assert_identical(load_file(model_dir / "model.safetensors"), before)
+    logs = []
+    for reduction in ("row_mean", "published"):
+        heard = Recorder()
+        out = str(config.run_dir) + reduction
+        run_distillation(replace(config, steps=1, eval_packs=0, reduction=reduction, output_dir=out), [heard])
+        logs.append(heard.steps[0])
+    mean, published = logs
+    assert mean.loss == pytest.approx(mean.kl, rel=1e-5)
+    assert published.kl_per_layer == mean.kl_per_layer and published.loss < mean.loss
+    assert_identical(load_file(model_dir / "model.safetensors"), before)  # only gates are trained
 
 
 def test_schedule() -> None:

@@ -1,0 +1,132 @@
+"""How many bytes a run needs, from shapes alone. The formulas follow the code; a test holds them to its allocations.
+
+Letters: T tokens of a pack, u bytes per number of the frozen model, h its hidden size, I its MLP's width, H query
+heads, K KV heads, D head dimension, E gate dimension.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+
+from seergate.bank import GateBank
+from seergate.distill.base_model import base_dtype
+from seergate.distill.config import TrainConfig
+from seergate.distill.teacher_forward import TILE
+from seergate.host.families import decoder_of, text_config
+from seergate.ops.torch_impl.teacher import CHUNK_BYTES_CPU, CHUNK_BYTES_DEVICE
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+FLOAT32 = 4
+BYTES_PER_WEIGHT = {"bnb-4bit": 0.5 + 4 / 64, "bnb-8bit": 1.0, "torchao-int8": 1.0}
+"""Of a quantised linear layer; nf4 has a float32 scale per 64 weights, the others one per row (not counted)."""
+
+TILE_COPIES = 7.4
+"""Intermediate results of the query branch per output, all in float32: measured, as its autograd graph decides it."""
+
+
+@dataclass(frozen=True)
+class Memory:
+    """Bytes per process while a pack is in the works.
+
+    Attributes:
+        base: the frozen model on the device, without its LM head.
+        base_elsewhere: its layers in host memory or on disk.
+        gates: the gates' parameters.
+        gradients: accumulated over packs, and of the current pack.
+        moments: AdamW's two; with DeepSpeed this process's share, with its own copies of gates and gradients.
+        activations: of the frozen model, the teacher and the gate of one layer, at their peak.
+        head: the LM head, which is there while a model is loaded, and then let go.
+    """
+
+    base: int
+    base_elsewhere: int
+    gates: int
+    gradients: int
+    moments: int
+    activations: int
+    head: int
+
+    @property
+    def total(self) -> int:
+        """On the device: the larger of loading and training."""
+        training = self.gates + self.gradients + self.moments + self.activations
+        return self.base + max(self.head, training)
+
+
+def estimate_memory(
+    model: PreTrainedModel, bank: GateBank, config: TrainConfig, device: torch.device, processes: int
+) -> Memory:
+    """The bytes of a run.
+
+    Args:
+        model: the frozen model, without weights.
+        bank: its gates, likewise.
+        config: the run.
+        device: what each process computes on.
+        processes: how many share the optimizer's state under DeepSpeed.
+    """
+    base, largest = _base_bytes(model, config, device)
+    head = 0 if model.config.tie_word_embeddings else _bytes(model.get_output_embeddings(), config, device)
+    here = base
+    if config.base_memory_gb is not None:
+        here = min(base, int(config.base_memory_gb * 1e9))
+    gates = FLOAT32 * sum(p.numel() for p in bank.parameters())
+    shared = 4 * gates // processes if config.deepspeed else 2 * gates
+    return Memory(
+        base=here,
+        base_elsewhere=base - here,
+        gates=gates,
+        gradients=2 * gates,
+        moments=shared,
+        activations=activation_bytes(model, bank, config, device) + (largest if here < base else 0),
+        head=head if config.base_memory_gb is None else 0,
+    )
+
+
+def activation_bytes(model: PreTrainedModel, bank: GateBank, config: TrainConfig, device: torch.device) -> int:
+    """The most that the forward holds at once, beside weights: in the gate's lesson or in the MLP of a layer."""
+    base, geometry, u = text_config(model), bank.geometry, base_dtype(config, device).itemsize
+    h, tokens, tile = base.hidden_size, config.max_length, min(TILE, config.max_length)
+    queries, keys = geometry.num_heads * geometry.head_dim, geometry.num_kv_heads * geometry.head_dim
+    gate = geometry.num_kv_heads * bank.config.gate_dim * FLOAT32
+    streams = 3 if base.num_hidden_layers > 1 else 2  # embeddings, the layer's input, what the norm makes of it
+    rope = 2 * geometry.head_dim * u
+    # q and k before and after RoPE, v; the gate's queries and their gradient
+    attention = tokens * ((streams * h + 2 * queries + 3 * keys) * u + rope + 2 * gate)
+    # at one time a tile of the query branch, at another the teacher's chunk of scores
+    chunk = CHUNK_BYTES_CPU if device.type == "cpu" else CHUNK_BYTES_DEVICE
+    attention += max(int(tile * (queries * FLOAT32 + TILE_COPIES * gate)), chunk)
+    # the two inputs of the MLP's product and the product itself
+    mlp = tokens * (((streams + 1) * h + 3 * _mlp_width(base)) * u + rope)
+    return max(attention, mlp)
+
+
+def _mlp_width(base: object) -> int:
+    """Numbers per token inside an MLP; in a mixture of experts, of the experts that a token visits."""
+    expert = getattr(base, "moe_intermediate_size", None)
+    if expert is not None:
+        return int(expert * getattr(base, "num_experts_per_tok", 1))
+    return int(base.intermediate_size)  # type: ignore[attr-defined]
+
+
+def _base_bytes(model: PreTrainedModel, config: TrainConfig, device: torch.device) -> tuple[int, int]:
+    """Bytes of the decoder, and of its largest layer."""
+    decoder: Any = decoder_of(model)
+    layers = [_bytes(layer, config, device) for layer in decoder.layers]
+    inside = {id(p) for p in decoder.layers.parameters()}
+    rest = sum(p.numel() for p in decoder.parameters() if id(p) not in inside)
+    return sum(layers) + rest * base_dtype(config, device).itemsize, max(layers)
+
+
+def _bytes(module: nn.Module, config: TrainConfig, device: torch.device) -> int:
+    width = base_dtype(config, device).itemsize
+    linear = {id(m.weight) for m in module.modules() if isinstance(m, nn.Linear)}
+    is_head = isinstance(module, nn.Linear)  # quantisers leave it alone
+    packed = BYTES_PER_WEIGHT.get(config.quantize, width)
+    return int(sum(p.numel() * (packed if id(p) in linear and not is_head else width) for p in module.parameters()))

@@ -1,0 +1,261 @@
+"""What a run will need, before any weight is loaded: bytes per component, whether it fits, tokens per second, time."""
+
+from __future__ import annotations
+
+import json
+import os
+import resource
+import sys
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import torch
+
+from seergate.bank import GateBank
+from seergate.distill.base_model import base_dtype, first_line, gate_config, skeleton
+from seergate.distill.config import TrainConfig, locate_model, presets, read_yaml
+from seergate.distill.engines import check_engine
+from seergate.distill.memory import Memory, estimate_memory
+from seergate.distill.speed import measure_speed, pack_flop
+from seergate.errors import SeergateError
+from seergate.host.families import gate_geometry, text_config
+from seergate.paths import shipped
+
+if TYPE_CHECKING:
+    from transformers import PretrainedConfig
+
+GB = 1e9
+
+
+@dataclass(frozen=True)
+class Plan:
+    """A run's needs.
+
+    Attributes:
+        config: the run.
+        shape: one line about the model and its gates.
+        device: what each process computes on.
+        processes: how many.
+        memory: bytes per process.
+        libraries: bytes of Python and its libraries, where they share the device's memory (a processor).
+        capacity: bytes of the device's memory.
+        remedies: options that would make it fit, with the bytes they would need; empty if it fits.
+        step_flop: floating-point operations of an optimizer step's matrix products, all processes together.
+        step_seconds: time of an optimizer step; ``None`` if nothing was measured or given.
+        timing: where that time comes from.
+        sample_tokens: length of the samples that the time is for.
+        checkpoint: bytes of one checkpoint.
+    """
+
+    config: TrainConfig
+    shape: str
+    device: torch.device
+    processes: int
+    memory: Memory
+    libraries: int
+    capacity: int
+    remedies: dict[str, int]
+    step_flop: float
+    step_seconds: float | None
+    timing: str
+    sample_tokens: int
+    checkpoint: int
+
+    @property
+    def total(self) -> int:
+        """Bytes on the device."""
+        return self.memory.total + self.libraries
+
+    @property
+    def fits(self) -> bool:
+        """Whether that is less than there is."""
+        return self.total <= self.capacity
+
+    @property
+    def tokens_per_second(self) -> float | None:
+        """Over all processes."""
+        step = self.config.packs_per_step * self.config.max_length
+        return None if self.step_seconds is None else step / self.step_seconds
+
+    def text(self) -> str:
+        """The plan for people."""
+        c, m, where = self.config, self.memory, self.device.type
+        kept = base_dtype(c, self.device) if c.quantize == "none" else c.quantize
+        rows = {
+            f"frozen model ({str(kept).removeprefix('torch.')}, without LM head)": m.base,
+            "gates (float32)": m.gates,
+            "gradients": m.gradients,
+            "AdamW" + (", ZeRO share" if c.deepspeed else ""): m.moments,
+            f"activations, pack of {c.max_length:,} tokens": m.activations,
+        }
+        if m.head:
+            rows["LM head (while loading only)"] = m.head
+        if self.libraries:
+            rows["Python and libraries"] = self.libraries
+        rows["most at once"] = self.total
+        if m.base_elsewhere:
+            rows["in host memory or on disk: frozen model"] = m.base_elsewhere
+        tokens = c.packs_per_step * c.max_length
+        lines = [
+            f"model: {c.model}; {self.shape}",
+            f"run: {c.steps:,} steps of {c.packs_per_step} packs, {tokens:,} tokens a step, "
+            f"{c.steps * tokens / 1e6:,.1f} M tokens in all; processes: {self.processes}",
+            f"memory of each process on {where}, GB:",
+            *(f"  {name:<52}{size / GB:>9.2f}" for name, size in rows.items()),
+            self._verdict(),
+            f"disk: {c.save_total_limit} checkpoints of {self.checkpoint / GB:.2f} GB",
+            self._time(),
+        ]
+        return "\n".join(lines)
+
+    def _verdict(self) -> str:
+        room = f"{self.capacity / GB:.1f} GB"
+        if self.fits:
+            left = f"fits in {room}: {(self.capacity - self.total) / GB:.1f} GB to spare"
+            return left + ("" if self.device.type == "cpu" else "; CUDA itself and fragmentation are not counted")
+        if not self.remedies:
+            return f"does NOT fit in {room}"
+        ways = "; ".join(f"{option} ({size / GB:.1f} GB)" for option, size in self.remedies.items())
+        return f"does NOT fit in {room}. What would: {ways}"
+
+    def _time(self) -> str:
+        work = f"work: {self.step_flop / 1e12:,.1f} TFLOP a step in matrix products"
+        if self.step_seconds is None or self.tokens_per_second is None:
+            return f"{work}\ntime: {self.timing}"
+        hours = self.config.steps * self.step_seconds / 3600
+        return (
+            f"{work}\ntime, {self.timing}, samples of {self.sample_tokens:,} tokens: {self.tokens_per_second:,.0f} "
+            f"tokens/s, {self.step_seconds:,.2f} s a step, {hours:,.2f} hours ({hours * self.processes:,.2f} "
+            "device-hours)"
+        )
+
+
+def make_plan(
+    config: TrainConfig,
+    *,
+    processes: int = 1,
+    memory_gb: float | None = None,
+    device: str | None = None,
+    sample_tokens: int | None = None,
+    tflops: float | None = None,
+    measure: bool = True,
+) -> Plan:
+    """Work out what a run needs from its configuration and the model's.
+
+    Args:
+        config: the run.
+        processes: how many will share the work.
+        memory_gb: memory of the device that will do it; by default what this machine has.
+        device: ``"cpu"`` or ``"cuda"``; by default ``"cuda"`` if this machine has it or ``memory_gb`` is given.
+        sample_tokens: typical length of a sample, for the time; by default a sample fills its pack, which is slowest.
+        tflops: what one device sustains, in 1e12 operations per second; instead of measuring.
+        measure: time one layer on this machine, if it is of the device's kind.
+
+    Raises:
+        SeergateError: if the model is unknown or cannot be gated, or the options contradict each other.
+        ValueError: for a number out of range.
+    """
+    numbers = {"processes": processes, "sample_tokens": sample_tokens, "memory_gb": memory_gb, "tflops": tflops}
+    for name, value in numbers.items():
+        if value is not None and not value > 0:
+            raise ValueError(f"{name} is {value}; it must be positive")
+    check_engine(config, processes)
+    here = "cuda" if torch.cuda.is_available() else "cpu"
+    place = torch.device(device or ("cuda" if memory_gb is not None else here))
+    model = skeleton(_architecture(config))
+    gates = gate_config(config, model)
+    geometry = gate_geometry(model, gates)
+    with torch.device("meta"):
+        bank = GateBank(gates, geometry)
+    memory = estimate_memory(model, bank, config, place, processes)
+    libraries = _resident() if place.type == "cpu" else 0
+    capacity = int(memory_gb * GB) if memory_gb is not None else _capacity(place)
+    remedies: dict[str, int] = {}
+    if memory.total + libraries > capacity:
+        for option, other in _remedies(config, memory, capacity - libraries):
+            size = estimate_memory(model, bank, other, place, processes).total + libraries
+            if size <= capacity:
+                remedies[option] = size
+    gated, layers = len(bank), int(text_config(model).num_hidden_layers)
+    tokens = min(sample_tokens or config.max_length, config.max_length)
+    samples = [tokens] * (config.max_length // tokens)
+    samples += [left] if (left := config.max_length - sum(samples)) else []
+    step_flop = config.packs_per_step * pack_flop(model, bank, config, samples)
+    step_seconds, timing = None, "not measured: this machine has no such device (give --tflops)"
+    if tflops is not None:
+        step_seconds = step_flop / (tflops * 1e12 * processes)
+        timing = f"at {tflops:g} TFLOP/s a device"
+    elif measure and place.type == here:
+        speed = measure_speed(model, config, place)
+        pack = gated * speed.layer_seconds(samples) + (layers - gated) * speed.layer_seconds(samples, gated=False)
+        step_seconds = pack * config.packs_per_step / processes
+        threads = f", {torch.get_num_threads()} threads" if place.type == "cpu" else ""
+        timing = f"from one layer measured on this machine ({place.type}{threads})"
+    elif not measure:
+        timing = "not measured"
+    parameters = memory.gates // 4
+    return Plan(
+        config=config,
+        shape=f"{layers} layers, {gated} with a gate, {parameters:,} parameters in the gates",
+        device=place,
+        processes=processes,
+        memory=memory,
+        libraries=libraries,
+        capacity=capacity,
+        remedies=remedies,
+        step_flop=step_flop,
+        step_seconds=step_seconds,
+        timing=timing,
+        sample_tokens=tokens,
+        checkpoint=3 * memory.gates,
+    )
+
+
+def _remedies(config: TrainConfig, memory: Memory, room: int) -> list[tuple[str, TrainConfig]]:
+    """Changes worth trying, the least costly first."""
+    tries: list[tuple[str, TrainConfig]] = []
+    if config.quantize == "none" and config.base_memory_gb is None:
+        tries += [(f"--quantize {kind}", replace(config, quantize=kind)) for kind in ("bnb-8bit", "bnb-4bit")]
+        spare = int(10 * (room - (memory.total - memory.base) * 1.25) / GB) / 10
+        if spare > 0:
+            tries.append((f"--base-memory-gb {spare}", replace(config, base_memory_gb=spare)))
+    for shorter in (config.max_length // 2, config.max_length // 4):
+        if shorter > config.block_size:
+            tries.append((f"--max-length {shorter}", replace(config, max_length=shorter)))
+    return tries
+
+
+def _architecture(config: TrainConfig) -> PretrainedConfig:
+    """The model's shape: of its directory, or of its preset without asking the Hub, or from the Hub."""
+    from transformers import AutoConfig
+
+    located = locate_model(config)
+    for name, path in presets().items():
+        shape = shipped("configs") / "architectures" / f"{name}.json"
+        if shape.is_file() and not Path(located.model).is_dir() and _model_of(path) == config.model.lower():
+            return AutoConfig.for_model(**json.loads(shape.read_text()))
+    try:
+        return AutoConfig.from_pretrained(located.model, revision=config.revision)
+    except (OSError, ValueError) as error:
+        raise SeergateError(f"the model {config.model!r} cannot be loaded: {first_line(error)}") from error
+
+
+def _model_of(preset: Path) -> str:
+    return str(read_yaml(preset).get("model", "")).lower()
+
+
+def _capacity(device: torch.device) -> int:
+    if device.type == "cuda" and torch.cuda.is_available():
+        return int(torch.cuda.get_device_properties(0).total_memory)
+    return int(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"))
+
+
+def _resident() -> int:
+    """The most that this process has held so far, which is little more than the libraries that training uses."""
+    import datasets
+    import torch.utils.tensorboard  # noqa: F401
+
+    assert datasets
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return peak if sys.platform == "darwin" else peak * 1024

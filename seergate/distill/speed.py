@@ -1,0 +1,176 @@
+"""How fast a model can be distilled on this machine, measured on one layer with random weights.
+
+The cost of a layer has three parts: one per token (projections, MLP, norms, the gate's branches), one per pair of a
+query and a key it sees (attention), and one per such pair of the rows that teach (the teacher's targets and the
+gate's loss). Each is measured by itself, on the code that trains; a run's time is then a sum over its samples.
+"""
+
+from __future__ import annotations
+
+import copy
+import statistics
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+from seergate import ops
+from seergate.bank import GateBank
+from seergate.distill.base_model import base_dtype, gate_config
+from seergate.distill.config import TrainConfig
+from seergate.distill.teacher_forward import distill_step
+from seergate.host.families import decoder_of
+
+if TYPE_CHECKING:
+    from transformers import PretrainedConfig, PreTrainedModel
+
+LAYER_TOKENS = {"cpu": 512, "cuda": 8192}
+PAIR_TOKENS = {"cpu": 4096, "cuda": 16384}
+"""Lengths to measure at: long enough for full speed, short enough for a processor to be done in seconds."""
+
+
+@dataclass(frozen=True)
+class Speed:
+    """Seconds of one layer on one process.
+
+    Attributes:
+        per_token: what does not depend on the length.
+        per_pair: attention of all heads, per query and key.
+        per_taught_pair: targets and loss of all KV heads, per query that teaches and key.
+        block_size: of the gates; a row needs one past block.
+        row_start: where the rows that teach begin.
+    """
+
+    per_token: float
+    per_pair: float
+    per_taught_pair: float
+    block_size: int
+    row_start: float
+
+    def layer_seconds(self, samples: list[int], *, gated: bool = True) -> float:
+        """Time of one layer for a pack of samples of these lengths."""
+        taught = sum(taught_pairs(n, self.block_size, self.row_start) for n in samples) if gated else 0.0
+        return self.per_token * sum(samples) + self.per_pair * sum(map(pairs, samples)) + self.per_taught_pair * taught
+
+
+def pairs(length: int) -> float:
+    """Queries and keys of a causal sequence."""
+    return length * (length + 1) / 2
+
+
+def taught_pairs(length: int, block_size: int, row_start: float) -> float:
+    """The same, of the rows that are compared with the teacher."""
+    return pairs(length) - pairs(min(length, max(int(length * row_start), block_size)))
+
+
+def pack_flop(model: PreTrainedModel, bank: GateBank, config: TrainConfig, samples: list[int]) -> float:
+    """Floating-point operations of a pack's matrix products, from shapes alone.
+
+    Args:
+        model, bank: the frozen model and its gates, without weights.
+        config: the run.
+        samples: lengths of the pack's samples.
+    """
+    geometry = bank.geometry
+    layers: Any = decoder_of(model).layers
+    weights = sum(int(m.weight.numel()) for m in layers.modules() if isinstance(m, nn.Linear))
+    weights += 3 * sum(p.numel() for p in bank.parameters())  # forward, again for its gradient, and the gradient
+    queries = geometry.num_heads * geometry.head_dim
+    gate = geometry.num_kv_heads * bank.config.gate_dim / config.block_size
+    seen = sum(map(pairs, samples)) * 4 * queries * len(layers)
+    taught = sum(taught_pairs(n, config.block_size, config.row_start) for n in samples)
+    return 2.0 * weights * sum(samples) + seen + taught * (2 * queries + 6 * gate) * len(bank)
+
+
+def measure_speed(model: PreTrainedModel, config: TrainConfig, device: torch.device) -> Speed:
+    """Time one layer of a model's geometry.
+
+    Args:
+        model: the model, without weights.
+        config: the run.
+        device: to measure on.
+    """
+    with torch.random.fork_rng(devices=[]):
+        layer = _one_layer(model.config, base_dtype(config, device), device)
+        bank = GateBank.for_model(layer, gate_config(config, layer)).to(device)
+    length = min(LAYER_TOKENS.get(device.type, 8192), config.max_length)
+    ids = torch.randint(0, 16, (1, length), device=device)
+
+    def step() -> None:
+        distill_step(bank, layer, ids, row_start=config.row_start).loss.backward()
+
+    whole = _seconds(step, device)
+    per_pair = _attention(bank, config, device)
+    per_taught = _teaching(bank, config, device)
+    taught = taught_pairs(length, config.block_size, config.row_start)
+    rest = max(0.0, whole - per_pair * pairs(length) - per_taught * taught)
+    return Speed(rest / length, per_pair, per_taught, config.block_size, config.row_start)
+
+
+def _one_layer(config: PretrainedConfig, dtype: torch.dtype, device: torch.device) -> PreTrainedModel:
+    """The model cut down to one gated layer and a few words."""
+    from transformers import AutoModelForCausalLM
+
+    cut: Any = copy.deepcopy(config.get_text_config())
+    cut.num_hidden_layers, cut.vocab_size = 1, 16
+    cut.pad_token_id = cut.bos_token_id = cut.eos_token_id = None
+    if getattr(cut, "layer_types", None):
+        cut.layer_types = ["full_attention"]
+    with torch.device(device):
+        model = AutoModelForCausalLM.from_config(cut, dtype=dtype)
+    return model.eval().requires_grad_(False)
+
+
+def _heads(bank: GateBank, device: torch.device) -> tuple[int, int]:
+    """Query and KV heads to measure with: a processor takes them one after the other, so one group is enough."""
+    geometry = bank.geometry
+    if device.type == "cpu":
+        return geometry.num_heads // geometry.num_kv_heads, 1
+    return geometry.num_heads, geometry.num_kv_heads
+
+
+def _attention(bank: GateBank, config: TrainConfig, device: torch.device) -> float:
+    heads, kv_heads = _heads(bank, device)
+    length = min(PAIR_TOKENS.get(device.type, 16384), config.max_length)
+    q, k = (
+        torch.randn(1, n, length, bank.geometry.head_dim, dtype=base_dtype(config, device), device=device)
+        for n in (heads, kv_heads)
+    )
+    run = lambda: F.scaled_dot_product_attention(q, k, k, is_causal=True, enable_gqa=heads != kv_heads)  # noqa: E731
+    return _seconds(run, device) * (bank.geometry.num_kv_heads // kv_heads) / pairs(length)
+
+
+def _teaching(bank: GateBank, config: TrainConfig, device: torch.device) -> float:
+    heads, kv_heads = _heads(bank, device)
+    length, size = min(PAIR_TOKENS.get(device.type, 16384), config.max_length), config.block_size
+    taught = taught_pairs(length, size, config.row_start)
+    q, k = (
+        torch.randn(length, n, bank.geometry.head_dim, dtype=base_dtype(config, device), device=device)
+        for n in (heads, kv_heads)
+    )
+    qg = torch.randn(length, kv_heads, bank.config.gate_dim, device=device, requires_grad=True)
+    kg = torch.randn(-(-length // size), kv_heads, bank.config.gate_dim, device=device, requires_grad=True)
+    cu_seqlens = torch.tensor([0, length], dtype=torch.int32)
+    budgets = tuple(budget for budget in config.recall_budgets if budget >= size)
+
+    def run() -> None:
+        loss, _ = ops.gate_kl(q, k, qg, kg, cu_seqlens, size, row_start=config.row_start, recall_budgets=budgets)
+        torch.autograd.grad(loss, (qg, kg))
+
+    return _seconds(run, device) * (bank.geometry.num_kv_heads // kv_heads) / taught
+
+
+def _seconds(run: Callable[[], Any], device: torch.device, repeats: int = 3) -> float:
+    """Median time of a call, after one that is not counted."""
+    times = []
+    for _ in range(repeats + 1):
+        started = time.perf_counter()
+        run()
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+        times.append(time.perf_counter() - started)
+    return statistics.median(times[1:])

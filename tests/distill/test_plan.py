@@ -1,0 +1,174 @@
+"""The plan is made from shapes, and agrees with what runs."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.utils.flop_counter import FlopCounterMode
+from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig, PretrainedConfig, Qwen3Config
+
+from seergate import GateBank, SeergateError
+from seergate.distill import load_train_config
+from seergate.distill.base_model import gate_config
+from seergate.distill.command import main, plan_main
+from seergate.distill.config import presets, read_yaml
+from seergate.distill.memory import activation_bytes
+from seergate.distill.plan import make_plan
+from seergate.distill.speed import measure_speed, pack_flop, pairs, taught_pairs
+from seergate.distill.teacher_forward import distill_step
+from seergate.distill.trainer import run_distillation
+from tests.distill.test_trainer import Recorder, config, model_dir  # noqa: F401 (fixtures)
+
+CPU = torch.device("cpu")
+PARAMETERS = {"qwen3-0.6b": 0.596, "qwen3-8b": 8.19, "qwen3-14b": 14.77, "r1-distill-llama-8b": 8.03, "qwq-32b": 32.76}
+
+
+@pytest.mark.parametrize("name", sorted(presets()))
+def test_every_preset_can_be_planned_without_network_or_weights(name: str) -> None:
+    plan = make_plan(load_train_config(name), memory_gb=1000, tflops=400, processes=2)
+    assert plan.fits and plan.libraries == 0 and plan.step_seconds
+    if name in PARAMETERS:  # as published, in billions; two bytes each
+        assert (plan.memory.base + plan.memory.head) / 2e9 == pytest.approx(PARAMETERS[name], rel=2e-3)
+    assert plan.memory.gradients == 2 * plan.memory.gates and plan.checkpoint == 3 * plan.memory.gates
+    twice = make_plan(load_train_config(name), memory_gb=1000, tflops=400, processes=1)
+    assert twice.step_seconds == pytest.approx(2 * plan.step_seconds)
+
+
+def test_the_shape_of_every_preset_ships() -> None:
+    for name, path in presets().items():
+        local = (path.parents[1] / read_yaml(path)["model"]).is_dir()
+        assert local or (path.parent / "architectures" / f"{name}.json").is_file(), name
+
+
+def test_what_does_not_fit_gets_options_that_do() -> None:
+    run = load_train_config("qwen3-14b")
+    plan = make_plan(run, memory_gb=24)
+    assert not plan.fits and list(plan.remedies)[:2] == ["--quantize bnb-8bit", "--quantize bnb-4bit"]
+    assert "does NOT fit in 24.0 GB. What would: --quantize bnb-8bit" in plan.text()
+    for option in plan.remedies:
+        name, value = option.removeprefix("--").split()
+        assert make_plan(replace(run, **{name.replace("-", "_"): value}), memory_gb=24).fits, option
+    shorter = make_plan(replace(run, max_length=8192), memory_gb=24).memory
+    assert plan.memory.activations > 3 * shorter.activations and plan.memory.base == shorter.base
+    sharded = make_plan(replace(run, deepspeed="ds_configs/zero2.json"), processes=8, memory_gb=24)
+    assert sharded.memory.moments == plan.memory.moments // 4
+
+
+SMALL = {"hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "vocab_size": 32, "bos_token_id": None}
+SHAPES = {
+    "wide attention": Qwen3Config(
+        **SMALL | {"num_attention_heads": 8}, intermediate_size=128, num_key_value_heads=4, head_dim=32
+    ),
+    "wide MLP": Qwen3Config(**SMALL, intermediate_size=640, num_key_value_heads=2, head_dim=16),
+    "llama": LlamaConfig(**SMALL, intermediate_size=192, num_key_value_heads=1, eos_token_id=None),
+}
+
+
+def peak_bytes(run) -> int:
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as profile:
+        run()
+    now = top = 0
+    events = [event for event in profile.profiler.kineto_results.events() if event.name() == "[memory]"]
+    for event in sorted(events, key=lambda event: event.start_ns()):
+        now += event.nbytes()
+        top = max(top, now)
+    return top
+
+
+def random_model(shape: PretrainedConfig, dtype: str = "float32"):
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(shape, dtype=getattr(torch, dtype))
+    return model.eval().requires_grad_(False)
+
+
+@pytest.mark.plain_empty
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES)
+def test_activations_agree_with_the_allocator(shape: PretrainedConfig, dtype: str) -> None:
+    run = load_train_config("qwen3-8b", {"max_length": 4096, "block_size": 64, "dtype": dtype})
+    model = random_model(shape, dtype)
+    bank = GateBank.for_model(model, gate_config(run, model))
+    ids = torch.randint(0, 32, (1, 4096))
+    measured = peak_bytes(lambda: distill_step(bank, model, ids, row_start=0.5))
+    assert activation_bytes(model, bank, run, CPU) == pytest.approx(measured, rel=0.15)
+
+
+def test_operations_agree_with_a_count_of_them() -> None:
+    run = load_train_config("qwen3-8b", {"max_length": 1024, "block_size": 64, "row_start": 0.0})
+    model = random_model(SHAPES["llama"])
+    bank = GateBank.for_model(model, gate_config(run, model))
+    with FlopCounterMode(display=False) as counter, sdpa_kernel(SDPBackend.MATH):
+        distill_step(bank, model, torch.randint(0, 32, (1, 1024)), row_start=0.0)
+    # Attention by plain matrix products is not causal but full, and the teacher's chunks run over some masked keys.
+    attention = 2 * 4 * 64 * pairs(1024)
+    assert pack_flop(model, bank, run, [1024]) == pytest.approx(counter.get_total_flops() - attention, rel=0.1)
+
+
+def test_pairs() -> None:
+    assert pairs(4) == 10 and taught_pairs(4, 2, 0.0) == 7 and taught_pairs(4, 1, 0.75) == 4
+    assert taught_pairs(100, 8, 0.5) == pairs(100) - pairs(50) and taught_pairs(5, 8, 0.0) == 0
+
+
+def test_measured_speed_adds_up() -> None:
+    run = load_train_config("qwen3-8b", {"max_length": 2048})
+    speed = measure_speed(random_model(SHAPES["llama"]), run, CPU)
+    assert speed.per_token > 0 and speed.per_pair > 0 and speed.per_taught_pair > 0
+    one, two = speed.layer_seconds([2048]), speed.layer_seconds([1024, 1024])
+    assert two < one < 2.5 * two
+    assert speed.layer_seconds([1024], gated=False) < speed.layer_seconds([1024])
+
+
+@pytest.mark.slow
+def test_the_planned_time_is_that_of_a_run(config, model_dir: Path, tmp_path: Path) -> None:  # noqa: F811
+    shape = {"hidden_size": 512, "intermediate_size": 1536, "head_dim": 64, "num_hidden_layers": 2}
+    base = tmp_path / "base"
+    AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(model_dir, **shape)).save_pretrained(base)
+    for file in model_dir.glob("token*"):
+        (base / file.name).write_bytes(file.read_bytes())
+    row = '{"text": "' + "a b c d " * 1100 + '%d"}\n'
+    (tmp_path / "rows.jsonl").write_text("".join(row % i for i in range(8)))
+    rows = {"data": str(tmp_path / "rows.jsonl"), "max_length": 8192, "eval_packs": 0}
+    run = replace(config, model=str(base), block_size=64, steps=3, recall_budgets=(1024,), **rows)
+    heard = Recorder()
+    run_distillation(run, [heard])
+    plan = make_plan(run)
+    fastest = min(log.seconds for log in heard.steps)  # another program may have slowed the others
+    assert plan.step_seconds == pytest.approx(fastest, rel=0.5)
+
+
+def test_the_commands(capsys: pytest.CaptureFixture[str]) -> None:
+    assert plan_main(["--model", "qwen3-8b", "--memory-gb", "24", "--tflops", "300", "--processes", "8"]) == 0
+    text = capsys.readouterr().out
+    for words in (
+        "frozen model (bfloat16, without LM head)",
+        "fits in 24.0 GB",
+        "tokens/s",
+        "device-hours",
+        "419.4 M",
+    ):
+        assert words in text
+    assert plan_main(["--model", "qwen3-8b", "--processes", "3"]) == 2
+    assert "must be a multiple of the 3 processes" in capsys.readouterr().err
+    assert plan_main(["--model", "qwen3-8b", "--memory-gb", "-1"]) == 2
+    assert "memory_gb is -1.0; it must be positive" in capsys.readouterr().err
+    assert main(["--model", "qwen3-8b", "--deepspeed", "nope.json", "--dry-run"]) == 2
+    assert "nope.json" in capsys.readouterr().err
+
+
+def test_a_dry_run_is_a_file_of_options_with_the_plan_as_comments(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    assert main(["--model", "tiny-reasoner", "--steps", "7", "--dry-run"]) == 0
+    (tmp_path / "c.yaml").write_text(capsys.readouterr().out)
+    assert read_yaml(tmp_path / "c.yaml")["steps"] == 7
+    assert "# memory of each process" in (tmp_path / "c.yaml").read_text()
+
+
+def test_an_unknown_model_is_one_sentence(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text('{"model_type": "gpt2"}')
+    with pytest.raises(SeergateError, match="gpt2"):
+        make_plan(load_train_config(str(tmp_path)))
