@@ -29,6 +29,9 @@ torch.set_num_threads(1)  # pytest-xdist runs one process per core; more threads
 hypothesis.settings.register_profile("local", deadline=None)
 hypothesis.settings.register_profile("ci", deadline=None, derandomize=True, print_blob=True)
 hypothesis.settings.load_profile("ci" if os.environ.get("CI") else "local")
+if os.environ.get("TRITON_INTERPRET") == "1":  # slow: kernels run in Python
+    hypothesis.settings.register_profile("interpreted", hypothesis.settings(), max_examples=25)
+    hypothesis.settings.load_profile("interpreted")
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

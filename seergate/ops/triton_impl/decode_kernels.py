@@ -153,6 +153,7 @@ def decode_kernel(
     stride_pb: tl.tensor,
     selected: tl.tensor,
     capacity: tl.tensor,
+    splits: tl.tensor,
     scale: tl.tensor,
     cap: tl.tensor,
     HAS_CAP: tl.constexpr,
@@ -165,7 +166,7 @@ def decode_kernel(
     BLOCK_SIZE: tl.constexpr,
     PAGE_SIZE: tl.constexpr,
     TILE: tl.constexpr,
-    SPLITS: tl.constexpr,
+    ALONE: tl.constexpr,
     ALIGNED: tl.constexpr,
     CHUNK: tl.constexpr,
     PRECISION: tl.constexpr,
@@ -173,9 +174,9 @@ def decode_kernel(
     """One split of one row and KV head. Grid: batch, KV heads, splits.
 
     ``q [B, H, d]``; ``k``, ``v [B, Hkv, S, d]``, or ``[pages, Hkv, page, d]`` with ``pages [B, P]``;
-    ``indices [B, Hkv, X]`` or None for all tokens; ``lengths [B]`` or None for ``capacity``. With one split,
-    ``out [B, H, dv]`` is the result. With more, it is each split's own mean of the values ``[B, H, SPLITS, dv]`` in
-    fp32, and ``lse [B, H, SPLITS]`` its log total (base 2; -inf for a split without tokens).
+    ``indices [B, Hkv, X]`` or None for all tokens; ``lengths [B]`` or None for ``capacity``. If it is ``ALONE``, the
+    only split, ``out [B, H, dv]`` is the result. If not, it is each split's own mean of the values, ``[B, H, splits,
+    dv]`` in fp32, and ``lse [B, H, splits]`` its log total (base 2; -inf for a split without tokens).
     """
     b = tl.program_id(0).to(tl.int64)
     h = tl.program_id(1).to(tl.int64)
@@ -205,7 +206,7 @@ def decode_kernel(
         k_ptr += b * stride_kb
         v_ptr += b * stride_vb
 
-    per_split = tl.cdiv(tl.cdiv(tokens, TILE), SPLITS) * TILE
+    per_split = tl.cdiv(tl.cdiv(tokens, TILE), splits) * TILE
     first = split * per_split
     end = tl.maximum(tl.minimum(first + per_split, tokens), first)
     whole = first + (end - first) // TILE * TILE
@@ -244,8 +245,8 @@ def decode_kernel(
     lse = tl.where(any_token, top + tl.log2(total), -float("inf"))
     value_dims = tl.arange(0, PADDED_VALUE_DIM)
     written = in_group[:, None] & (value_dims < VALUE_DIM)[None, :]
-    place = (b * kv_heads * GROUP + head) * SPLITS + split
-    if SPLITS == 1:
+    place = (b * kv_heads * GROUP + head) * splits + split
+    if ALONE:
         if sinks_ptr is not None:
             sink = tl.load(sinks_ptr + head, mask=in_group, other=0.0).to(tl.float32) * 1.4426950408889634
             acc = acc / (1.0 + tl.exp2(sink - lse))[:, None]
@@ -262,22 +263,22 @@ def merge_kernel(
     sinks_ptr: tl.tensor,
     out_ptr: tl.tensor,
     heads: tl.tensor,
+    splits: tl.tensor,
     VALUE_DIM: tl.constexpr,
     PADDED_VALUE_DIM: tl.constexpr,
-    SPLITS: tl.constexpr,
     PADDED_SPLITS: tl.constexpr,
 ) -> None:
     """The result of one row and query head from its splits. Grid: batch x query heads.
 
-    ``partial [B, H, SPLITS, dv]`` and ``lse [B, H, SPLITS]`` as `decode_kernel` leaves them, ``out [B, H, dv]``.
+    ``partial [B, H, splits, dv]`` and ``lse [B, H, splits]`` as `decode_kernel` leaves them, ``out [B, H, dv]``.
     """
     place = tl.program_id(0).to(tl.int64)
-    splits = tl.arange(0, PADDED_SPLITS)
+    split = tl.arange(0, PADDED_SPLITS)
     dims = tl.arange(0, PADDED_VALUE_DIM)
-    lse = tl.load(lse_ptr + place * SPLITS + splits, mask=splits < SPLITS, other=-float("inf"))
+    lse = tl.load(lse_ptr + place * splits + split, mask=split < splits, other=-float("inf"))
     used = lse > -float("inf")
     read = used[:, None] & (dims < VALUE_DIM)[None, :]
-    source = partial_ptr + (place * SPLITS + splits)[:, None] * VALUE_DIM + dims[None, :]
+    source = partial_ptr + (place * splits + split)[:, None] * VALUE_DIM + dims[None, :]
     partial = tl.load(source, mask=read, other=0.0)
     top = tl.max(lse, 0)
     top = tl.where(top > -float("inf"), top, 0.0)

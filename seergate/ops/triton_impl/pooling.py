@@ -95,7 +95,7 @@ def pool_keys(k: Tensor, block_size: int, kinds: tuple[str, ...], lengths: Tenso
     if pooled.numel():
         at = [kinds.index(kind) if kind in kinds else -1 for kind in ("max", "min", "avg")]
         pool_kernel[(blocks, kv_heads, batch)](
-            k, lengths, pooled, *k.stride(), capacity, *at,
+            k, None if lengths is None else lengths.contiguous(), pooled, *k.stride(), capacity, *at,
             KINDS=len(kinds), BLOCK_SIZE=block_size, ROWS=turn_rows(block_size, dim), DIM=dim,
             PADDED_DIM=padded(dim), num_warps=1,
         )  # fmt: skip

@@ -148,7 +148,7 @@ def select_blocks(
             rule, limit = ("threshold", threshold) if threshold is not None else ("top_p", top_p)
         width = padded(blocks)
         select_kernel[(batch, kv_heads)](
-            scores, lengths, indices, counts, *scores.stride(), kept, kept, sink_blocks,
+            scores, lengths.contiguous(), indices, counts, *scores.stride(), kept, kept, sink_blocks,
             BLOCK_SIZE=block_size, RULE=rule, LIMIT=limit, WIDTH=width, KEPT_WIDTH=padded(kept),
             num_warps=select_warps(width),
         )  # fmt: skip

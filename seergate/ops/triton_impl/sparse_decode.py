@@ -77,6 +77,7 @@ def attend(
     tile, splits, num_warps, num_stages = decode_launch(
         batch * kv_heads, limit, dim, value_dim, q.element_size(), gpu_of(q.device)
     )
+    lengths, sinks, page_table = (None if x is None else x.contiguous() for x in (lengths, sinks, page_table))
     alone = splits == 1
     partial = out if alone else q.new_empty(batch, heads, splits, value_dim, dtype=torch.float32)
     lse = None if alone else q.new_empty(batch, heads, splits, dtype=torch.float32)
@@ -84,16 +85,16 @@ def attend(
     decode_kernel[(batch, kv_heads, splits)](
         q, k, v, indices, lengths, page_table, sinks, partial, lse,
         *q.stride(), *k.stride(), *v.stride(), *((0, 0, 0) if indices is None else indices.stride()),
-        0 if page_table is None else page_table.stride(0), selected, capacity,
+        0 if page_table is None else page_table.stride(0), selected, capacity, splits,
         sm_scale * LOG2_E * (1.0 if softcap is None else 2.0 / softcap), LOG2_E * (softcap or 1.0),
         HAS_CAP=softcap is not None, GROUP=group, ROWS=padded(group), DIM=dim, PADDED_DIM=padded(dim),
         VALUE_DIM=value_dim, PADDED_VALUE_DIM=padded(value_dim), BLOCK_SIZE=block_size,
-        PAGE_SIZE=0 if page_table is None else cached, TILE=tile, SPLITS=splits, ALIGNED=aligned,
+        PAGE_SIZE=0 if page_table is None else cached, TILE=tile, ALONE=alone, ALIGNED=aligned,
         CHUNK=min(1024, padded(selected)), PRECISION="ieee", num_warps=num_warps, num_stages=num_stages,
     )  # fmt: skip
     if lse is not None:
         merge_kernel[(batch * heads,)](
-            partial, lse, sinks, out, heads, VALUE_DIM=value_dim, PADDED_VALUE_DIM=padded(value_dim), SPLITS=splits,
+            partial, lse, sinks, out, heads, splits, VALUE_DIM=value_dim, PADDED_VALUE_DIM=padded(value_dim),
             PADDED_SPLITS=padded(splits, 2), num_warps=4,
         )  # fmt: skip
     return out
@@ -108,6 +109,8 @@ def examples() -> Iterator[Example]:
                 yield sparse_example(dtype, dim, 16)
     for block_size in (32, 128):
         yield sparse_example(torch.bfloat16, 128, block_size)
+    for dim in (64, 128, 256):
+        yield sparse_example(torch.bfloat16, dim, 64, batch=1)
     for group in (1, 4, 5, 7, 17):
         yield sparse_example(torch.bfloat16, 128, 64, group=group)
     for block_size in (16, 64):

@@ -220,6 +220,22 @@ def test_offsets_beyond_32_bits(where, splits, device):
     check(got, want, torch.float16)
 
 
+def test_arguments_of_any_layout(splits, device):
+    """Lengths that are one number repeated, every second sink, a transposed page table, indices with heads last."""
+    q, k, v = cache(2, 2, 2, 96)
+    table = torch.tensor([[0, 2, 4], [5, 3, 1]], device=device).T.contiguous().T
+    lengths = torch.tensor(70, device=device).expand(2)
+    sinks = torch.randn(8, device=device)[::2]
+    indices = choose(lengths.cpu(), 2, 16, 3, 96).to(device).transpose(1, 2).contiguous().transpose(1, 2)
+    pages = [x.unflatten(2, (3, 32)).transpose(1, 2).flatten(0, 1).to(device) for x in (k, v)]
+    args = [q, *(x.cpu() for x in (*pages, indices, lengths))]
+    want = reference.sparse_decode(
+        *(x.double() if x.is_floating_point() else x for x in args), 16, sinks=sinks.cpu(), page_table=table.cpu()
+    )
+    got = ops.sparse_decode(q.to(device), *pages, indices, lengths, 16, sinks=sinks, page_table=table)
+    check(got, want, torch.float32)
+
+
 def test_large_scores(splits, device):
     """Scores far beyond what exp2 of fp32 can hold."""
     q, k, v = cache(1, 1, 4, 150)
