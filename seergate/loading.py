@@ -22,6 +22,19 @@ if TYPE_CHECKING:
     import torch
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+# What `from_pretrained` raises for files that are missing or damaged, packages that are missing, and options that it
+# does not know.
+_FAILURES = (
+    OSError,
+    ValueError,
+    KeyError,
+    RuntimeError,
+    ImportError,
+    SafetensorError,
+    TypeError,
+    AttributeError,
+)
+
 
 def load(
     gates: str | os.PathLike[str],
@@ -133,7 +146,9 @@ def load_base(
     try:
         return model.to(device)  # type: ignore[arg-type]
     except RuntimeError as error:  # most often, it does not fit
-        raise SeergateError(f"the base model {name} cannot be put on {device}: {str(error).splitlines()[0]}") from error
+        raise SeergateError(
+            f"the base model {name} cannot be put on {device}: {str(error).splitlines()[0]}"
+        ) from error
 
 
 def load_tokenizer(name: str | os.PathLike[str], **options: Any) -> PreTrainedTokenizerBase:
@@ -170,6 +185,6 @@ def _reading(what: str, name: str | os.PathLike[str], read: Callable[..., Any], 
     options = {"trust_remote_code": False, **{key: value for key, value in options.items() if value is not None}}
     try:
         return read(resolve_model(name), **options)
-    except (OSError, ValueError, KeyError, RuntimeError, ImportError, SafetensorError) as error:
+    except _FAILURES as error:
         lines = str(error).strip().splitlines() or [type(error).__name__]
         raise SeergateError(f"the {what} {name} could not be loaded: {lines[0]}") from error

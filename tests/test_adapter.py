@@ -135,3 +135,150 @@ def test_saving_the_base_never_leaks_gates(saved, tmp_path):
     assert plain.keys() <= tiny_model("qwen3").state_dict().keys()
     config = json.loads((tmp_path / "out" / "config.json").read_text())
     assert "seergate" not in json.dumps(config)
+
+
+def test_transformers_says_what_to_do(saved):
+    _, path = saved
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    for kind in (AutoModelForCausalLM, AutoConfig):
+        with pytest.raises(ValueError, match=r"load them with seergate\.load"):
+            kind.from_pretrained(path)
+
+
+def test_a_models_own_configuration_is_left_alone(saved, tmp_path):
+    bank, _ = saved
+    before = (tmp_path / "base" / "config.json").read_text()
+    bank.save_pretrained(tmp_path / "base")
+    assert (tmp_path / "base" / "config.json").read_text() == before
+    assert torch.equal(GateBank.from_pretrained(tmp_path / "base").gate(0).q_proj.weight, bank.gate(0).q_proj.weight)
+    model = seergate.load(tmp_path / "base", token_budget=16)
+    assert torch.equal(model.get_input_embeddings().weight, tiny_model("qwen3").get_input_embeddings().weight)
+
+
+@pytest.mark.filterwarnings("ignore:.*is_gradient_checkpointing:FutureWarning")  # PEFT's own
+def test_peft_and_gates_live_together(saved):
+    """A LoRA model under gates, and gates beside an adapter of PEFT: neither sees the other's files."""
+    peft = pytest.importorskip("peft")
+    bank, path = saved
+    base = tiny_model("qwen3")
+    lora = peft.get_peft_model(base, peft.LoraConfig(target_modules=["v_proj"], r=2, init_lora_weights=False))
+    lora.save_pretrained(path.parent / "lora")
+    with pytest.raises(SeergateError, match="looks like an adapter of PEFT"):
+        GateBank.from_pretrained(path.parent / "lora")
+    with pytest.raises(ValueError, match="adapter_config.json|Can't find"):
+        peft.PeftModel.from_pretrained(tiny_model("qwen3"), path)
+    merged = lora.merge_and_unload()
+    with seergate.attached(merged, bank, token_budget=16) as handle:
+        merged.generate(input_ids=prompt(60), max_new_tokens=4)
+        assert handle.stats()["method"] == "gate"
+    model = seergate.load(path, token_budget=16)
+    model.add_adapter(peft.LoraConfig(target_modules=["v_proj"], r=2))
+    assert model.generate(input_ids=prompt(60), max_new_tokens=4).shape == (1, 64)
+
+
+def test_sharded(saved):
+    bank, path = saved
+    bank.save_pretrained(path, max_shard_size=5000)
+    shards = sorted(p.name for p in path.glob("*.safetensors"))
+    assert len(shards) > 2 and shards[0] == f"gate_model-00001-of-{len(shards):05}.safetensors"
+    index = json.loads((path / "gate_model.safetensors.index.json").read_text())
+    assert set(index["weight_map"].values()) == set(shards) and set(index["weight_map"]) == set(bank.state_dict())
+    again = GateBank.from_pretrained(path)
+    assert all(torch.equal(a, b) for a, b in zip(bank.parameters(), again.parameters(), strict=True))
+    edit(path, lambda record: record.pop("files"))  # as a tool that knows only transformers' convention left it
+    assert GateBank.from_pretrained(path).geometry == bank.geometry
+    (path / shards[1]).unlink()
+    with pytest.raises(SeergateError, match=f"holds no {shards[1]}"):
+        GateBank.from_pretrained(path)
+    bank.save_pretrained(path)
+    assert [p.name for p in path.glob("gate_model*")] == ["gate_model.safetensors"]
+
+
+def test_a_base_in_a_relative_directory_is_found_from_elsewhere(saved, tmp_path, monkeypatch):
+    _, path = saved
+    monkeypatch.chdir(tmp_path)
+    model = type(tiny_model("qwen3")).from_pretrained("base")
+    bank = GateBank.for_model(model, GateConfig(8, 16))
+    assert bank.geometry.base_model == "base"
+    bank.save_pretrained("gates")
+    (tmp_path / "elsewhere").mkdir()
+    monkeypatch.chdir(tmp_path / "elsewhere")
+    assert seergate.load(path, token_budget=16).config.hidden_size == 64
+    (tmp_path / "base").rename(tmp_path / "moved")
+    with pytest.raises(SeergateError, match="a directory that is not here; pass base_model="):
+        seergate.load(path, token_budget=16)
+    assert seergate.load(path, token_budget=16, base_model=tmp_path / "moved").config.hidden_size == 64
+
+
+def test_a_shipped_base_keeps_its_short_name(tmp_path):
+    from seergate.loading import load_base
+    from seergate.paths import shipped
+
+    bank = GateBank.for_model(load_base(shipped("checkpoints/tiny-reasoner")), GateConfig(8, 16))
+    bank.save_pretrained(tmp_path)
+    assert (
+        json.loads((tmp_path / "gate_config.json").read_text())["model"]["base_model"] == "checkpoints/tiny-reasoner"
+    )
+
+
+@pytest.mark.parametrize(
+    ("family", "options", "message"),
+    [
+        ("qwen2", {"num_attention_heads": 4}, "model_type is 'qwen2' in the model and 'qwen3' in the gates"),
+        ("qwen3", {"num_attention_heads": 8}, "num_heads is 8 in the model and 4 in the gates"),
+        ("qwen3", {"num_key_value_heads": 1}, "num_kv_heads is 1 in the model and 2 in the gates"),
+        ("qwen3", {"head_dim": 32}, "head_dim is 32 in the model and 16 in the gates"),
+        ("qwen3", {"hidden_size": 32}, "hidden_size is 32 in the model and 64 in the gates"),
+        ("qwen3", {"num_hidden_layers": 3}, "num_layers is 3 in the model and 2 in the gates"),
+        ("qwen3", {"rope_parameters": {"rope_type": "default", "rope_theta": 5e5}}, "the model's RoPE frequencies"),
+    ],
+)
+def test_another_base_is_refused_field_by_field(saved, tmp_path, family, options, message):
+    bank, path = saved
+    model = tiny_model(family, **options)
+    with pytest.raises(SeergateError, match=message):
+        seergate.attach(model, bank, token_budget=16)
+    model.save_pretrained(tmp_path / "other")
+    with pytest.raises(SeergateError, match=message):
+        seergate.load(path, token_budget=16, base_model=tmp_path / "other")
+
+
+def test_decode_defaults(saved):
+    bank, path = saved
+    bank.decode_defaults = {"threshold": 0.1, "dense_layers": [0]}
+    bank.save_pretrained(path)
+    again = GateBank.from_pretrained(path)
+    assert again.decode_config().threshold == 0.1 and again.decode_config().dense_layers == (0,)
+    assert again.decode_config(token_budget=16).threshold is None
+    assert seergate.handle_of(seergate.load(path)).method.rule.threshold == 0.1
+    edit(path, lambda record: record["decode_defaults"].update(sparkle=1))
+    with pytest.warns(UserWarning, match="sparkle in decode_defaults"):
+        GateBank.from_pretrained(path)
+    edit(path, lambda record: record.update(decode_defaults={"threshold": 7}))
+    with pytest.raises(SeergateError, match="decode_defaults: threshold is 7"):
+        GateBank.from_pretrained(path)
+
+
+def test_arguments_that_cannot_be(saved, tmp_path):
+    bank, path = saved
+    for model in (None, "Qwen/Qwen3-8B", torch.nn.Linear(2, 2)):
+        with pytest.raises(SeergateError, match="it must be a causal language model of transformers"):
+            GateBank.for_model(model)
+    model = tiny_model("qwen3")
+    for ids, message in (
+        (torch.full((1, 40), 128), r"input_ids holds 128; the model has the ids 0\.\.127"),
+        (torch.full((1, 40), -1), "input_ids holds -1"),
+        (torch.zeros(1, 40), "input_ids is torch.float32"),
+        (torch.zeros(1, 0, dtype=torch.long), "it must hold token ids"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            bank.distill_loss(model, input_ids=ids)
+    with pytest.raises(ValueError, match="token_budget is -3"):
+        seergate.load("org/does-not-exist", token_budget=-3)
+    with pytest.raises(SeergateError, match="needs push_to_hub=True"):
+        bank.save_pretrained(tmp_path / "x", private=True)
+    with pytest.raises(SeergateError, match="could not be loaded"):
+        seergate.load(path, token_budget=16, quantization_config=4)
+    with pytest.raises(SeergateError, match="could not be loaded: .*tokenbudget"):
+        seergate.load(path, tokenbudget=16)
