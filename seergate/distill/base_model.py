@@ -99,6 +99,11 @@ def load_frozen(path: str, config: TrainConfig, world: World) -> PreTrainedModel
     return model
 
 
+def offload_folder(config: TrainConfig, world: World) -> Path:
+    """Where layers that do not fit in memory wait; of no use after the run."""
+    return config.run_dir / f"offload-{world.rank}"
+
+
 def base_dtype(config: TrainConfig, device: torch.device) -> torch.dtype:
     """The precision that the frozen model computes in."""
     if config.dtype != "auto":
@@ -140,8 +145,8 @@ def _offloading(config: TrainConfig, world: World) -> dict[str, Any]:
     if world.device.type != "cpu":
         here = int(os.environ.get("LOCAL_WORLD_SIZE") or os.environ.get("LOCAL_SIZE") or 1)
         places = {world.device.index or 0: allowed, "cpu": get_max_memory()["cpu"] // here}
-    folder = config.run_dir / f"offload-{world.rank}"
-    return {"device_map": "auto", "max_memory": places, "offload_folder": str(folder)}
+    folder = str(offload_folder(config, world))
+    return {"device_map": "auto", "max_memory": places, "offload_folder": folder}
 
 
 def _fingerprint(directory: Path) -> str | None:

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from seergate.distill.config import TrainConfig
-from seergate.distill.formatting import Formatter
+from seergate.distill.formatting import TEMPLATES, Formatter
 from seergate.distill.packing import PackedBatch, efficiency, pack
 from seergate.distill.sources import open_source
 from seergate.distill.token_store import TokenStore, default_cache, store_key
@@ -132,7 +132,7 @@ def prepare_data(
         Path(config.chat_template).read_text()
         if config.chat_template and Path(config.chat_template).is_file()
         else None,
-        (Path(__file__).parent / "templates" / "r1-distill.jinja").read_text(),
+        [file.read_text() for file in sorted(TEMPLATES.glob("*.jinja"))],
     )
     expected = min((n for n in (source.expected, config.data_limit) if n is not None), default=None)
     directory = (Path(config.token_cache) if config.token_cache else default_cache()) / key

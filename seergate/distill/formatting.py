@@ -18,6 +18,10 @@ if TYPE_CHECKING:
 
 OPEN, CLOSE = "<think>", "</think>"
 
+TEMPLATES = Path(__file__).parent / "templates"
+_TRAINING = {"<｜Assistant｜>": "r1-distill.jinja", "<|im_start|>": "chatml.jinja"}
+"""Markup that a model's own template writes -> the training template with the same markup."""
+
 _PROBE_REASONING = "one and one are two"
 _PROBE = [
     {"role": "user", "content": "What is 1 + 1?"},
@@ -32,8 +36,8 @@ class MalformedRow(ValueError):
 def training_template(tokenizer: PreTrainedTokenizerBase, override: str | None = None) -> str:
     """A chat template that keeps the reasoning of the last assistant turn.
 
-    Tried in turn: ``override``; the tokenizer's own; for the DeepSeek-R1 markup, the one in ``templates/``. What is
-    returned has been seen to keep the reasoning of a probe conversation, behind one think tag.
+    Tried in turn: ``override``; the tokenizer's own; for the markup of DeepSeek-R1 and for ChatML, those in
+    ``templates/``. What is returned has been seen to keep the reasoning of a probe conversation, behind one think tag.
 
     Args:
         tokenizer: of the frozen model.
@@ -57,9 +61,8 @@ def training_template(tokenizer: PreTrainedTokenizerBase, override: str | None =
         raise SeergateError("the model's tokenizer has no chat template; give one with chat_template (a .jinja file)")
     if _keeps_reasoning(tokenizer, own):
         return own
-    if "<｜Assistant｜>" in own:
-        template = (Path(__file__).parent / "templates" / "r1-distill.jinja").read_text()
-        if _keeps_reasoning(tokenizer, template):
+    for markup, name in _TRAINING.items():
+        if markup in own and _keeps_reasoning(tokenizer, template := (TEMPLATES / name).read_text()):
             return template
     raise SeergateError(
         "the model's chat template deletes the reasoning that the gates are trained on; give one that keeps it with "

@@ -15,6 +15,7 @@ from torch import nn
 from seergate.bank import GateBank
 from seergate.distill.base_model import base_dtype
 from seergate.distill.config import TrainConfig
+from seergate.distill.engines import deepspeed_config
 from seergate.distill.teacher_forward import TILE
 from seergate.host.families import decoder_of, text_config
 from seergate.ops.torch_impl.teacher import CHUNK_BYTES_CPU, CHUNK_BYTES_DEVICE
@@ -40,6 +41,7 @@ class Memory:
         gates: the gates' parameters.
         gradients: accumulated over packs, and of the current pack.
         moments: AdamW's two; with DeepSpeed this process's share, with its own copies of gates and gradients.
+        buckets: DeepSpeed's buffer for gradients on their way.
         activations: of the frozen model, the teacher and the gate of one layer, at their peak.
         head: the LM head, which is there while a model is loaded, and then let go.
     """
@@ -49,13 +51,14 @@ class Memory:
     gates: int
     gradients: int
     moments: int
+    buckets: int
     activations: int
     head: int
 
     @property
     def total(self) -> int:
         """On the device: the larger of loading and training."""
-        training = self.gates + self.gradients + self.moments + self.activations
+        training = self.gates + self.gradients + self.moments + self.buckets + self.activations
         return self.base + max(self.head, training)
 
 
@@ -84,6 +87,7 @@ def estimate_memory(
         gates=gates,
         gradients=2 * gates,
         moments=shared,
+        buckets=_bucket_bytes(config, processes),
         activations=activation_bytes(model, bank, config, device) + (largest if here < base else 0),
         head=head if config.base_memory_gb is None else 0,
     )
@@ -105,6 +109,13 @@ def activation_bytes(model: PreTrainedModel, bank: GateBank, config: TrainConfig
     # the two inputs of the MLP's product and the product itself
     mlp = tokens * (((streams + 1) * h + 3 * _mlp_width(base)) * u + rope)
     return max(attention, mlp)
+
+
+def _bucket_bytes(config: TrainConfig, processes: int) -> int:
+    if not config.deepspeed:
+        return 0
+    zero = deepspeed_config(config, processes)["zero_optimization"]
+    return FLOAT32 * int(zero.get("reduce_bucket_size", 500_000_000)) if zero.get("contiguous_gradients", True) else 0
 
 
 def _mlp_width(base: object) -> int:

@@ -89,6 +89,8 @@ class Plan:
             "AdamW" + (", ZeRO share" if c.deepspeed else ""): m.moments,
             f"activations, pack of {c.max_length:,} tokens": m.activations,
         }
+        if m.buckets:
+            rows["DeepSpeed's buffer for gradients"] = m.buckets
         if m.head:
             rows["LM head (while loading only)"] = m.head
         if self.libraries:

@@ -14,6 +14,7 @@ from __future__ import annotations
 import json
 import math
 import os
+import shutil
 import time
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
@@ -24,7 +25,7 @@ import torch
 
 from seergate.adapter import push_adapter, save_adapter
 from seergate.bank import GateBank
-from seergate.distill.base_model import base_dtype, check_model, first_line, gate_config, load_frozen
+from seergate.distill.base_model import base_dtype, check_model, first_line, gate_config, load_frozen, offload_folder
 from seergate.distill.callbacks import Callback, Console, EvalLog, RowProgress, StepLog, TensorBoard, memory_gb
 from seergate.distill.checkpoint import (
     Checkpoint,
@@ -138,6 +139,7 @@ class _Run:
         finally:
             for callback in self.callbacks:
                 callback.close()
+            shutil.rmtree(offload_folder(config, world), ignore_errors=True)
         return self.dir
 
     def _look_for_checkpoint(self) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import random
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -56,6 +57,15 @@ def test_the_r1_template_would_have_deleted_the_reasoning() -> None:
     text, _ = Formatter(tokenizer).text({"messages": messages})
     expected = f"<｜User｜>What is 3 * 5?<｜Assistant｜><think>{REASONING}</think>15<｜end▁of▁sentence｜>"
     assert text == tokenizer.bos_token + expected
+
+
+def test_chatml_models_that_delete_reasoning_get_a_template_that_keeps_it() -> None:
+    turn = "<|im_start|>{{ m.role }}\n{{ m.content.split('</think>')[-1] }}<|im_end|>\n"
+    stripping = "{% for m in messages %}" + turn + "{% endfor %}"
+    text, _ = Formatter(byte_tokenizer(stripping)).text(chat(f"<think>{REASONING}</think>15"))
+    question, answer = text.split("<|im_start|>assistant\n")
+    assert question == "<|im_start|>user\nWhat is 3 * 5?<|im_end|>\n"
+    assert answer == f"<think>{REASONING}</think>15<|im_end|>\n"
 
 
 def test_the_begin_token_is_written_once(config: TrainConfig) -> None:
@@ -259,6 +269,33 @@ def test_an_unreachable_hub_dataset_is_one_sentence(config: TrainConfig) -> None
     with pytest.raises(SeergateError, match=r"'nobody/nothing' cannot be loaded from the Hub") as caught:
         prepare_data(replace(config, data="nobody/nothing"), byte_tokenizer(TEMPLATES["plain"]))
     assert "\n" not in str(caught.value)
+
+
+def test_rows_as_they_come(config: TrainConfig) -> None:
+    """Lengths from nothing to far beyond a pack, and every fault at once: all counted, none lost, none fatal."""
+    tokenizer = byte_tokenizer(R1)
+    rng = random.Random(0)
+    thoughts = ["🙂 naïve 步骤 ∑ " * rng.randint(150, 3000) for _ in range(12)]  # 5k to 100k bytes
+    rows: list[Any] = [chat(f"<think>{t}{i}</think>It is {i}.") for i, t in enumerate(thoughts)]
+    rows += [
+        chat(f"{t}{i}</think>It is {i}.", "Again?") for i, t in enumerate(thoughts[:3])
+    ]  # the tag was in the prompt
+    rows += [rows[0], rows[5], rows[5]]
+    rows += [chat(""), "{broken\n", None, {"messages": []}, {"text": "\ud800" * 50}]
+    rng.shuffle(rows)
+    write(config.data, rows)
+    whole = replace(config, max_length=200_000)
+    data = prepare_data(whole, tokenizer)
+    assert (data.report.rows, data.report.samples, data.report.duplicates, data.report.think_added) == (23, 15, 3, 3)
+    assert sum(data.report.malformed.values()) == 5
+    texts = [tokenizer.decode(data.store[i]) for i in range(15)]
+    assert all(any(thought in text for text in texts) for thought in thoughts)
+    assert {text.count("<think>") for text in texts} == {1}
+    lengths = sorted(len(text.encode()) for text in texts)
+    assert lengths[0] > 3000 and lengths[-1] > 50_000
+    cut = prepare_data(replace(config, max_length=10_000), tokenizer).report
+    dropped = prepare_data(replace(config, max_length=10_000, over_length="drop"), tokenizer).report
+    assert cut.truncated == dropped.dropped > 0 and cut.samples == 15 and dropped.samples == 15 - dropped.dropped
 
 
 def test_chain_sum_is_deterministic_and_apart_from_evaluation(config: TrainConfig) -> None:
