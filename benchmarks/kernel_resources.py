@@ -15,12 +15,13 @@ import argparse
 import math
 import sys
 import time
+from typing import Any
 
 import torch
 import triton
 from common import save
 
-from seergate.ops.triton_impl.ahead_of_time import Launch, compiled, examples, fingerprint, launches
+from seergate.ops.triton_impl.ahead_of_time import Launch, compiled, fingerprint, shipped
 from seergate.ops.triton_impl.example import Example, Work
 from seergate.ops.triton_impl.gpus import GPUS, Gpu
 from seergate.ops.triton_impl.machine_code import Resources, faults, resources
@@ -42,7 +43,7 @@ def expected(work: Work, launch: Launch, used: Resources, gpu: Gpu) -> dict[str,
     }
 
 
-def row(example: Example, launch: Launch, gpu: Gpu) -> dict[str, object]:
+def row(example: Example, launch: Launch, gpu: Gpu) -> dict[str, Any]:
     """One kernel of one example on one GPU."""
     name = launch.kernel.__name__
     used = resources(compiled(launch, gpu), gpu)
@@ -70,20 +71,19 @@ def main() -> None:
     for gpu in (gpu for gpu in GPUS if gpu.name in options.gpus):
         print(f"\n{gpu.name} ({gpu.target})")
         print("regs spill   smem matrix wide/loads ahead instr  loop expected us by            kernel")
-        for example in examples(gpu):
+        for example, launch in shipped(gpu):
             if options.only not in example.name:
                 continue
-            for launch in launches(example.call, gpu):
-                found = row(example, launch, gpu)
-                rows.append(found)
-                print(
-                    "{registers:4} {spills:5} {shared:6} {matrix:6} {wide_loads:4}/{loads:<5} {ahead:5} "
-                    "{instructions:5} {loop:5} ".format(**found)
-                    + "{expected_us:11} {bound:12} ".format(**{"expected_us": "", "bound": ""} | found)
-                    + "{kernel}: {example} ".format(**found)
-                    + "; ".join(found["faults"]),
-                    flush=True,
-                )
+            found = row(example, launch, gpu)
+            rows.append(found)
+            print(
+                "{registers:4} {spills:5} {shared:6} {matrix:6} {wide_loads:4}/{loads:<5} {ahead:5} "
+                "{instructions:5} {loop:5} ".format(**found)
+                + "{expected_us:11} {bound:12} ".format(**{"expected_us": "", "bound": ""} | found)
+                + "{kernel}: {example} ".format(**found)
+                + "; ".join(found["faults"]),
+                flush=True,
+            )
     bad = sum(bool(found["faults"]) for found in rows)
     print(f"\n{len(rows)} kernels, {bad} with faults, {time.perf_counter() - start:.0f} s")
     if not options.only and len(options.gpus) == len(GPUS):

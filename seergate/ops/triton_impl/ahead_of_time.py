@@ -44,6 +44,16 @@ def examples(gpu: Gpu) -> list[Example]:
     return found
 
 
+def shipped(gpu: Gpu) -> Iterator[tuple[Example, Launch]]:
+    """Every kernel in every configuration that the examples launch on ``gpu``, each once."""
+    seen = set()
+    for example in examples(gpu):
+        for launch in launches(example.call, gpu):
+            if (key := fingerprint(launch)) not in seen:
+                seen.add(key)
+                yield example, launch
+
+
 def launches(call: Callable[[], Any], gpu: Gpu) -> list[Launch]:
     """What a call on meta tensors would launch on ``gpu``; nothing runs."""
     with assuming(gpu), _intercepted() as seen:

@@ -117,14 +117,19 @@ def _instructions(text: str, line: re.Pattern[str]) -> list[str]:
 
 
 def _main_loop(lines: list[str]) -> int:
-    """Instructions of the longest loop that holds no other; 0 without any."""
+    """Instructions of the longest loop that holds no other; 0 without any.
+
+    A jump back out of a rarely taken path, which stands after everything else, makes no loop: it starts inside of one
+    and ends outside.
+    """
     labels = {match[1]: i for i, line in enumerate(lines) if (match := LABEL.match(line))}
     loops = []
     for i, line in enumerate(lines):
         start = labels.get(jump[1], i) if (jump := JUMP.match(line)) else i
         if start < i - 1:  # a jump to itself stands at the end of every kernel
             loops.append((start, i))
-    innermost = [(a, b) for a, b in loops if not any(a < c and d < b for c, d in loops)]
+    proper = [(a, b) for a, b in loops if not any(c < a < d < b for c, d in loops)]
+    innermost = [(a, b) for a, b in proper if not any(a < c and d < b for c, d in proper)]
     return max((sum(not LABEL.match(line) for line in lines[a : b + 1]) for a, b in innermost), default=0)
 
 
