@@ -23,7 +23,7 @@ from tests.distill.test_trainer import assert_identical, config, model_dir, weig
 ROOT = Path(__file__).parents[2]
 SCRIPTS = Path(sys.executable).parent
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]  # processes that import everything, several at once
 
 
 def arguments(config: TrainConfig, tmp_path: Path) -> list[str]:  # noqa: F811
@@ -66,8 +66,10 @@ def launch(launcher: str) -> list[str]:
     options = {
         "torchrun": ["--nproc-per-node", "2", "--master-port"],
         "deepspeed": ["--num_gpus", "2", "--master_port"],
-        "accelerate": ["launch", "--cpu", "--num_processes", "2", "--num_machines", "1", "--mixed_precision", "no",
-                       "--dynamo_backend", "no", "--main_process_port"],
+        "accelerate": [
+            "launch", "--multi_gpu", "--num_processes", "2", "--num_machines", "1", "--mixed_precision", "no",
+            "--dynamo_backend", "no", "--main_process_port",
+        ],
     }  # fmt: skip
     return [str(SCRIPTS / launcher), *options[launcher], free_port()]
 
