@@ -73,7 +73,7 @@ def teacher_launch(group: int, dim: int, v_dim: int, dtype: torch.dtype, gpu: Gp
     widest = max(padded(dim), padded(v_dim) if v_dim else 0)
     two_loops = False
     if dtype == torch.float32:
-        tile, keys, num_warps, num_stages = 16, 32, 4, 1
+        tile, keys, num_warps, num_stages = 16, 32 if v_dim else 64, 4, 1
     elif widest <= 128:
         tile, keys, num_warps, num_stages = 128, 64, 8, 2
         two_loops = gpu.arch != 80
@@ -97,6 +97,10 @@ def gate_launch(gate_dim: int, dtype: torch.dtype, gpu: Gpu) -> GateLaunch:
     return GateLaunch(rows, columns, num_warps, num_stages)
 
 
-def recall_launch(width: int, rows: int) -> tuple[int, int]:
-    """Rows at a time (of a tile of ``rows``) and warps of `recall_kernel`, which holds ``width`` blocks of each."""
-    return max(1, min(rows, 4096 // width)), min(max(width // 1024, 4), 16)
+def recall_launch(width: int, rows: int, gpu: Gpu) -> tuple[int, int]:
+    """Rows at a time (of a tile of ``rows``) and warps of `recall_kernel`, which holds ``width`` blocks of each.
+
+    Eight numbers a thread, or more in very long rows: with 16 in short ones, NVIDIA's compiler runs out of predicates.
+    """
+    per_warp = 8 * gpu.warp_size
+    return max(1, min(rows, 4 * per_warp // width)), min(max(width // per_warp, 4), 16)

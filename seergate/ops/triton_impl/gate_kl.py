@@ -23,6 +23,7 @@ from seergate.ops.torch_impl import gate_kl as torch_impl
 from seergate.ops.triton_impl import gate_kl_kernels, packs
 from seergate.ops.triton_impl.distill_launch import gate_launch, padded, precision, recall_launch
 from seergate.ops.triton_impl.example import Example, Work, meta
+from seergate.ops.triton_impl.gpus import gpu_of
 from seergate.ops.triton_impl.teacher import Teacher, runs_here
 
 CHUNK_BYTES = 64 * 2**20
@@ -158,6 +159,7 @@ class Gate:
         self.tokens, self.kv_heads, self.dim = qg.shape
         self.dtype = torch.promote_types(qg.dtype, kg.dtype)
         self.gate_scale, self.want_dqg, self.want_dkg, self.budgets = gate_scale, want_dqg, want_dkg, budgets
+        self.gpu = teacher.gpu
         self.launch = gate_launch(self.dim, self.dtype, teacher.gpu)
         self.constants = {
             "BLOCK_SIZE": block_size, "ROWS": self.launch.rows, "COLUMNS": self.launch.columns, "DIM": self.dim,
@@ -204,11 +206,11 @@ class Gate:
         ``width`` is at least that of any row of the pack: with one for all chunks, one kernel is compiled.
         """
         width = triton.next_power_of_2(width)
-        turn, num_warps = recall_launch(width, self.launch.rows)
+        turn, num_warps = recall_launch(width, self.launch.rows, self.gpu)
         gate_kl_kernels.recall_kernel[(len(tiles) * (self.launch.rows // turn) * self.kv_heads,)](
             targets, logits, tiles.table, self.recall[index], len(tiles), self.tokens, *targets.stride()[:2], wanted,
             BLOCK_SIZE=self.constants["BLOCK_SIZE"], ROWS=self.launch.rows, TURN=turn, WIDTH=width,
-            num_warps=num_warps,
+            BITS=width.bit_length(), num_warps=num_warps,
         )  # fmt: skip
 
 
@@ -262,35 +264,39 @@ _gate_kl.register_autograd(_backward, setup_context=_setup_context)
 
 
 SHIPPED = (
-    # dtype of the gate, its dimension, block size, tokens
-    (torch.bfloat16, 128, 64, 4096),
-    (torch.float16, 128, 16, 4096),
-    (torch.bfloat16, 64, 64, 32768),
-    (torch.bfloat16, 256, 64, 131072),
-    (torch.float32, 128, 16, 131072),
+    # dtype, head dimension of teacher and gate, block size, tokens, rows, is the log-sum-exp known
+    (torch.bfloat16, 128, 64, 4096, 4096, False),
+    (torch.float16, 128, 16, 4096, 4096, True),
+    (torch.bfloat16, 64, 64, 32768, 8192, False),
+    (torch.bfloat16, 128, 16, 131072, 2048, False),  # in two passes
+    (torch.bfloat16, 256, 64, 131072, 2048, True),
+    (torch.float32, 128, 16, 32768, 2048, False),
 )
 """What is compiled ahead of time: every dtype and gate dimension, narrow and wide rows of blocks."""
 
 
 def examples() -> Iterator[Example]:
-    """Calls on meta tensors that launch what ships. One head of each kind: their number changes nothing."""
-    for dtype, gate_dim, block_size, tokens in SHIPPED:
-        q, k, gate = meta(tokens, 1, 64, dtype=dtype), meta(tokens, 1, 64, dtype=dtype), (1, gate_dim)
-        blocks = -(-tokens // block_size)
-        qg, kg = meta(tokens, *gate, dtype=dtype), meta(blocks, *gate, dtype=dtype)
-        cu_seqlens = torch.tensor([0, tokens], dtype=torch.int32)
-        cells = tokens * blocks / 2
-        rows, product = tokens * gate_dim * dtype.itemsize, 2 * cells * gate_dim
+    """Calls on meta tensors, each of one chunk, that launch what ships. One KV head: their number changes nothing."""
+    for dtype, dim, block_size, tokens, rows, known in SHIPPED:
+        blocks = tokens // block_size
+        q, k = meta(tokens, 4, dim, dtype=dtype), meta(tokens, 1, dim, dtype=dtype)
+        qg, kg = meta(tokens, 1, dim, dtype=dtype), meta(blocks, 1, dim, dtype=dtype)
+        row_start = 1 - rows / tokens
+        cells = rows * blocks * (1 + row_start) / 2
+        launch = gate_launch(dim, dtype, gpu_of(q.device))
+        once, product, turns = rows * dim * dtype.itemsize, 2 * cells * dim, cells / rows / launch.columns
+        kernels = ("rows_kernel", "columns_kernel", "maxima_kernel" if known else "attention_kernel")
         yield Example(
-            f"gate_kl {str(dtype).removeprefix('torch.')} e{gate_dim} b{block_size} t{tokens}",
+            f"gate_kl {str(dtype).removeprefix('torch.')} d{dim} b{block_size} t{tokens}",
             partial(
-                evaluate, q, k, qg, kg, cu_seqlens, block_size, 0.0, 0.125, 0.125, "row_mean", [4096], None, None,
-                meta(tokens, 1, dtype=torch.float32), True, True,
+                evaluate, q, k, qg, kg, torch.tensor([0, tokens], dtype=torch.int32), block_size, row_start, 0.1, 0.1,
+                "row_mean", [4096], None, None, meta(tokens, 4, dtype=torch.float32) if known else None, True, True,
             ),
             {
-                "rows_kernel": Work(2 * rows + cells * (8 + dtype.itemsize), 3 * product),
-                "columns_kernel": Work(rows + cells * dtype.itemsize, product),
-                "recall_kernel": Work(cells * 8),
+                "rows_kernel": Work(2 * once + cells * (8 + dtype.itemsize), 3 * product, turns),
+                "columns_kernel": Work(once + cells * dtype.itemsize, product, rows / launch.rows),
+                "recall_kernel": Work(cells * 8, turns=32),
             },
-            ("rows_kernel", "columns_kernel") if dtype != torch.float32 else (),
+            kernels if dtype != torch.float32 else (),
+            kernels,
         )  # fmt: skip

@@ -40,7 +40,7 @@ def logit_tile(
     return tl.dot(qg_tile, tl.trans(kg), input_precision=PRECISION) * gate_scale, kg
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["tile_count"])
 def rows_kernel(
     log_targets: tl.tensor,
     qg: tl.tensor,
@@ -151,7 +151,7 @@ def rows_kernel(
         tl.store(dqg_rows, grad.to(dqg.dtype.element_ty), mask=row_mask)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["tile_count"])
 def columns_kernel(
     delta: tl.tensor,
     qg: tl.tensor,
@@ -206,7 +206,7 @@ def columns_kernel(
     tl.store(where, tl.load(where, mask=inside, other=0.0) + acc, mask=inside)
 
 
-@triton.jit(do_not_specialize=["wanted"])
+@triton.jit(do_not_specialize=["tile_count", "wanted"])
 def recall_kernel(
     log_targets: tl.tensor,
     logits: tl.tensor,
@@ -221,11 +221,12 @@ def recall_kernel(
     ROWS: tl.constexpr,
     TURN: tl.constexpr,
     WIDTH: tl.constexpr,
+    BITS: tl.constexpr,
 ) -> None:
     """Teacher's share in the gate's ``wanted`` best past blocks, ``recall [kv_heads, tokens]``, of ``TURN`` rows.
 
-    The lowest logit among the best is found bit by bit on integers that are ordered like the logits; of equal ones the
-    earlier blocks are the better.
+    The lowest among the best is found bit by bit, on integers that are ordered like the logits; of equal ones the
+    earlier blocks are the better. ``WIDTH`` is ``2 ** (BITS - 1)``.
     """
     TURNS: tl.constexpr = ROWS // TURN
     head = (tl.program_id(0) // (tile_count * TURNS)).to(tl.int64)
@@ -238,21 +239,28 @@ def recall_kernel(
     blocks = tl.arange(0, WIDTH)
     seen = blocks[None, :] < past[:, None]
     where = (buffer_row + rows)[:, None] * stride_ut + head * stride_uh + blocks[None, :]
-    u = tl.load(log_targets + where, mask=seen, other=MASKED)
-    p = tl.exp(u - tl.max(u, 1)[:, None])
-    p = p / tl.sum(p, 1)[:, None]
-    bits = tl.load(logits + where, mask=seen, other=0.0).to(tl.int32, bitcast=True)
+    # Whole words of 16 numbers, which the buffer has (see `packs.WIDTH_MULTIPLE`); what was never written is dropped.
+    held = blocks[None, :] < ((past + 15) // 16 * 16)[:, None]
+    bits = tl.load(logits + where, mask=held, other=0.0).to(tl.int32, bitcast=True)
     # Positive floats order like their bits, negative ones the other way round; what is not seen comes last.
     order = tl.where(seen, bits ^ ((bits >> 31) & 0x7FFFFFFF), -2147483648)
     count = tl.minimum(wanted, past)
-    # From the sign to the lowest bit: raise the bound as long as enough are not below it.
     lowest = tl.where(tl.sum((order >= 0).to(tl.int32), 1) >= count, 0, -2147483648)
-    for bit in range(31):
+    for bit in range(31):  # raise the bound as long as enough are not below it
         higher = lowest + (1 << (30 - bit))
         enough = tl.sum((order >= higher[:, None]).to(tl.int32), 1) >= count
         lowest = tl.where(enough, higher, lowest)
-    better = order > lowest[:, None]
-    tied = (order == lowest[:, None]) & seen
-    rank = tl.cumsum(tied.to(tl.int32), 1) + tl.sum(better.to(tl.int32), 1)[:, None]
-    best = better | (tied & (rank <= count[:, None]))
-    tl.store(recall + head * tokens + first + rows, tl.sum(tl.where(best, p, 0.0), 1), mask=exists)
+    # Of those that equal the lowest, the first so many: again a bound, on their place, that is raised.
+    place = tl.where(seen & (order == lowest[:, None]), blocks[None, :], 4 * WIDTH)
+    spare = count - tl.sum((order > lowest[:, None]).to(tl.int32), 1)
+    bound = tl.zeros((TURN,), tl.int32)
+    for bit in range(BITS):
+        higher = bound + (WIDTH >> bit)
+        few = tl.sum((place < higher[:, None]).to(tl.int32), 1) <= spare
+        bound = tl.where(few, higher, bound)
+    best = (order > lowest[:, None]) | (place < bound[:, None])
+
+    u = tl.where(seen, tl.load(log_targets + where, mask=held, other=0.0), MASKED)
+    p = tl.exp(u - tl.max(u, 1)[:, None])
+    share = tl.sum(tl.where(best, p, 0.0), 1) / tl.sum(p, 1)
+    tl.store(recall + head * tokens + first + rows, share, mask=exists)

@@ -258,19 +258,22 @@ def examples() -> Iterator[Example]:
         inputs = (heads + kv_heads) * tokens * dim * dtype.itemsize
         targets = tokens * kv_heads * tokens / block_size * 2  # bytes: half of the cells, four each
         products = ("attention_kernel", "maxima_kernel") if dtype != torch.float32 else ()
+        turns = tokens / 2 / teacher_launch(group, dim, dim, dtype, gpu_of(q.device)).keys
         yield Example(
             f"attention_with_block_targets {name}",
             partial(
                 attention_with_block_targets, q, k, k, cu_seqlens, block_size, dim**-0.5, sinks=sinks, softcap=softcap
             ),
-            {"attention_kernel": Work(2 * inputs + targets, 2 * product)},
+            {"attention_kernel": Work(2 * inputs + targets, 2 * product, turns)},
             products[:1],
+            ("attention_kernel",),
         )
         yield Example(
             f"block targets from lse {name}",
             partial(_from_lse, q, k, cu_seqlens, block_size, sinks, softcap),
-            {"maxima_kernel": Work(inputs + targets, product)},
+            {"maxima_kernel": Work(inputs + targets, product, turns)},
             products[1:],
+            ("maxima_kernel",),
         )
 
 

@@ -154,7 +154,7 @@ def attention_step(
     return acc, total, new_top, running
 
 
-@triton.jit(do_not_specialize=["turn"])
+@triton.jit(do_not_specialize=["tile_count", "turn"])
 def attention_kernel(
     q: tl.tensor,
     k: tl.tensor,
@@ -277,7 +277,7 @@ def attention_kernel(
             tl.store(where, u, mask=mask)
 
 
-@triton.jit(do_not_specialize=["turn"])
+@triton.jit(do_not_specialize=["tile_count", "turn"])
 def maxima_kernel(
     q: tl.tensor,
     k: tl.tensor,
