@@ -6,7 +6,7 @@ import math
 
 import pytest
 
-from seergate.eval.stats import Estimate, clustered, paired, wilson
+from seergate.eval.stats import Estimate, clustered, correlation, paired, pass_at_k, quantile, wilson
 
 
 def test_one_sample_per_problem_is_the_ordinary_standard_error():
@@ -52,3 +52,26 @@ def test_wilson():
     low, high = wilson(Estimate(1.0, 0.0, 16))  # all right: 16 / (16 + 1.96^2) .. 1
     assert (low, high) == pytest.approx((16 / (16 + 1.959964**2), 1.0))
     assert wilson(Estimate(0.0, 0.0, 16))[0] == 0.0
+
+
+def test_pass_at_k():
+    # two right of four: 1 - C(2,2)/C(4,2) = 5/6; none right: 0; mean 5/12. k = 1: the mean accuracy; k = 4: 1 and 0
+    outcomes = {"a": [1, 0, 1, 0], "b": [0, 0, 0, 0]}
+    assert pass_at_k(outcomes, 2) == pytest.approx(5 / 12)
+    assert pass_at_k(outcomes, 1) == pytest.approx(0.25)
+    assert pass_at_k(outcomes, 4) == pytest.approx(0.5)
+    with pytest.raises(ValueError, match=r"k is 5; it must be in 1\.\.4"):
+        pass_at_k(outcomes, 5)
+
+
+def test_quantiles():
+    assert [quantile([5, 1, 3, 2, 4], q) for q in (0.1, 0.5, 0.9, 1.0)] == [1, 3, 5, 5]
+    assert quantile([7], 0.5) == 7
+
+
+def test_rank_correlation():
+    assert correlation([1, 2, 3, 4], [10, 20, 30, 40]) == pytest.approx(1)
+    assert correlation([1, 2, 3], [9, 4, 1]) == pytest.approx(-1)
+    # ranks 0, 1, 2, 3 against 0.5, 0.5, 2, 3: covariance 4.5, variances 5 and 4.5
+    assert correlation([1, 2, 3, 4], [5, 5, 6, 7]) == pytest.approx(4.5 / math.sqrt(5 * 4.5))
+    assert math.isnan(correlation([1, 2], [3, 3]))

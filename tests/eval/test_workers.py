@@ -29,6 +29,12 @@ def load(directory: str, number: int):
     return AutoModelForCausalLM.from_pretrained(directory).eval(), AutoTokenizer.from_pretrained(directory), None
 
 
+def load_and_say_so(directory: str, mark: str, number: int):
+    loaded = load(directory, number)
+    loaded[0].register_forward_hook(lambda *_: Path(mark).touch())
+    return loaded
+
+
 def load_nothing(number: int):
     raise SeergateError("there is no model here")
 
@@ -65,15 +71,18 @@ def test_two_processes_make_what_one_makes(tmp_path, saved):
 
 @pytest.mark.slow
 def test_a_process_that_dies_loses_nothing(tmp_path, saved):
+    """Killed with samples in the making, while this process goes slowly."""
     model, tokenizer, _ = load(saved, 0)
-    with WorkerPool(partial(load, saved), 1) as pool:
+    mark, killed = tmp_path / "working", threading.Event()
+    model.register_forward_hook(lambda *_: None if killed.is_set() else time.sleep(0.3))
+    with WorkerPool(partial(load_and_say_so, saved, str(mark)), 1) as pool:
         (process,) = pool.processes
 
         def kill() -> None:
-            path = tmp_path / "samples.jsonl"
-            while not path.exists() or path.read_bytes().count(b"\n") < 2:
+            while not mark.exists():
                 time.sleep(0.005)
             os.kill(process.pid, signal.SIGKILL)
+            killed.set()
 
         killer = threading.Thread(target=kill)
         killer.start()

@@ -223,3 +223,67 @@ def test_one_problem_gives_no_error_bar(tmp_path):
 def test_markdown_tables_are_aligned():
     table = markdown(["a", "long"], [["x", "1"], ["yyyy", "22"]])
     assert table.splitlines() == ["| a    | long |", "| ---- | ---: |", "| x    |    1 |", "| yyyy |   22 |"]
+
+
+def write_sampled_run(root, method, budget, outcomes, **config):
+    """As `write_run`, with several samples per problem: ``outcomes[problem]`` are 0 or 1 of each."""
+    directory = write_run(root, method, budget, lambda i: False, n=len(outcomes), **config)
+    path = directory / "samples.jsonl"
+    rows = [json.loads(line) for line in path.read_text().splitlines()]
+    lines = [
+        json.dumps(row | {"sample_idx": i, "correct": bool(right)})
+        for row, values in zip(rows, outcomes, strict=True)
+        for i, right in enumerate(values)
+    ]
+    path.write_text("\n".join(lines) + "\n")
+    return directory
+
+
+def test_pass_at_k_and_differences_on_common_samples(tmp_path):
+    write_sampled_run(tmp_path, "dense", None, [(1, 1), (0, 1), (0, 0)])
+    write_sampled_run(tmp_path, "gate", 64, [(1, 0), (0, 1), (0, 0)])
+    (sweep,) = load_sweeps(tmp_path)
+    text = write_report(tmp_path).markdown.read_text()
+    assert re.search(r"\| dense +\| +– \| +50\.0 \| +66\.7 \|", text)
+    assert sweep.difference(sweep.at("gate", 64), sweep.dense).mean == pytest.approx(-1 / 6)
+    path = tmp_path / "gate-64" / "samples.jsonl"  # unfinished: the second sample of each problem is missing
+    path.write_text("".join(path.read_text().splitlines(keepends=True)[::2]))
+    (sweep,) = load_sweeps(tmp_path)
+    assert sweep.difference(sweep.at("gate", 64), sweep.dense).mean == 0  # first samples are alike
+
+
+AIME = {"name": "aime24", "problems": None, "contents": "c", "chance": None}
+
+
+def test_published_numbers_stand_beside_ours_where_they_belong(tmp_path):
+    for name, task in (("same", AIME), ("part", {**AIME, "problems": 5}), ("other", {**AIME, "name": "gpqa_diamond"})):
+        write_run(tmp_path / name, "dense", None, lambda i: i < 15, model="Qwen/Qwen3-8B", task=task)
+        write_run(tmp_path / name, "gate", 4096, lambda i: i < 14, model="Qwen/Qwen3-8B", task=task)
+        text = write_report(tmp_path / name).markdown.read_text()
+        # 14 of 20: 70 ± sqrt(.7 * .3 / 19) = 10.5; published 71.35
+        row = re.search(r"\| gate +\| +4096 \| +70\.0 ± 10\.5 \| +71\.[34] \| +-1\.[34] \|", text)
+        assert ("## Beside the published numbers" in text) == (name == "same") == bool(row)
+    write_run(tmp_path / "tiny", "dense", None, lambda i: True, model="tiny-reasoner", task=AIME)
+    assert "published numbers" not in write_report(tmp_path / "tiny").markdown.read_text()
+
+
+def test_runs_from_several_places_are_put_side_by_side(tmp_path):
+    write_run(tmp_path / "a", "dense", None, lambda i: i < 18)
+    write_run(tmp_path / "b", "gate", 64, lambda i: i < 17)
+    report = write_report(tmp_path / "a", tmp_path / "out", tmp_path / "b")
+    assert report.html.parent == tmp_path / "out"
+    assert "gate at 64 tokens" in report.findings[1]
+    write_run(tmp_path / "c", "gate", 64, lambda i: i < 9)
+    with pytest.raises(SeergateError, match="are runs of the same setting"):
+        write_report(tmp_path / "b", tmp_path / "out", tmp_path / "c")
+
+
+def test_images_come_as_vectors_too(runs):
+    for plot in write_report(runs).plots:
+        assert "<svg" in plot.with_suffix(".svg").read_text()
+
+
+def test_proxies_and_their_correlation(runs):
+    text = write_report(runs).markdown.read_text()
+    # accuracies 60, 90, 10, 45; recalls .6, .85, .35, .65: ranks 2 3 0 1 against 1 3 0 2 give 0.8
+    assert "rank correlation of accuracy with small KL: 0.80; with recall: 0.80." in text

@@ -1,0 +1,96 @@
+r"""lm-eval (EleutherAI's harness) on a model that decodes with a method of seergate.
+
+Install the extra in an environment of its own (``pip install 'seergate[lm-eval]'``). Any task of the harness works::
+
+    python -m seergate.eval.lm_eval_adapter --model checkpoints/tiny-reasoner --method oracle --budget 64 \
+        --tasks my_task --include-path my_tasks/
+
+lm-eval's AIME tasks are greedy, score one sample and ask for no box; for the paper's protocol use ``seergate eval``.
+Only decode steps are sparse: tasks that score given continuations (multiple choice) read them densely, and say nothing
+about a method.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from typing import Any
+
+from seergate.errors import SeergateError
+from seergate.eval.settings import MethodSpec
+from seergate.host import attach
+
+
+def harness_model(model: Any, tokenizer: Any, batch_size: int = 1, **options: Any) -> Any:
+    """An lm-eval model around one that seergate is attached to.
+
+    Args:
+        model: after `seergate.load` or `seergate.attach`.
+        tokenizer: the model's.
+        batch_size: of lm-eval's static batches.
+        **options: of ``lm_eval.models.huggingface.HFLM``.
+
+    Raises:
+        SeergateError: if lm-eval is not installed.
+    """
+    try:
+        from lm_eval.models.huggingface import HFLM
+    except ImportError as error:
+        raise SeergateError(
+            "this needs lm-eval; install it in an environment of its own: pip install 'seergate[lm-eval]'"
+        ) from error
+    return HFLM(pretrained=model, tokenizer=tokenizer, batch_size=batch_size, **options)
+
+
+def main(argv: list[str] | None = None) -> None:
+    """Evaluate from the command line and print the harness's results as JSON."""
+    parser = argparse.ArgumentParser(prog="python -m seergate.eval.lm_eval_adapter", description="lm-eval on seergate")
+    add_model_arguments(parser)
+    parser.add_argument("--tasks", required=True, help="names of lm-eval tasks, separated by commas")
+    parser.add_argument("--include-path", help="directory with task files of your own")
+    parser.add_argument("--limit", type=int, help="only so many problems of each task")
+    options = parser.parse_args(argv)
+    model, tokenizer = attached_model(options)
+    wrapped = harness_model(model, tokenizer, options.batch_size)
+    import lm_eval
+    from lm_eval.tasks import TaskManager
+
+    results = lm_eval.simple_evaluate(
+        wrapped,
+        tasks=options.tasks.split(","),
+        task_manager=TaskManager(include_path=options.include_path),
+        limit=options.limit,
+        apply_chat_template=bool(tokenizer.chat_template),
+    )
+    print(json.dumps(results["results"], indent=2))
+
+
+def add_model_arguments(parser: argparse.ArgumentParser) -> None:
+    """What a model and its method are chosen with."""
+    parser.add_argument("--model", required=True, help="directory or Hub id")
+    parser.add_argument("--gates", help="adapter, for the method gate")
+    parser.add_argument("--method", default="dense", help="[%(default)s]")
+    parser.add_argument("--budget", type=int, help="tokens per KV head and step")
+    parser.add_argument("--block-size", type=int, help="of methods that select blocks")
+    parser.add_argument("--batch-size", type=int, default=1, help="[%(default)s]")
+
+
+def attached_model(options: argparse.Namespace) -> tuple[Any, Any]:
+    """The model with its method attached, and its tokenizer."""
+    from transformers import AutoTokenizer
+
+    from seergate.bank import GateBank
+    from seergate.loading import load_base
+    from seergate.paths import resolve_model
+
+    spec = MethodSpec(options.method, options.budget, options.block_size)
+    bank = None if options.gates is None else GateBank.from_pretrained(options.gates)
+    method = spec.method(bank)
+    tokenizer = AutoTokenizer.from_pretrained(resolve_model(options.model))
+    model = load_base(options.model)
+    attach(model, method)
+    return model, tokenizer
+
+
+if __name__ == "__main__":
+    main()

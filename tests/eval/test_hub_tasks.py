@@ -1,0 +1,137 @@
+"""Hub tasks on local files with the Hub's columns, read by the real `datasets`."""
+
+from __future__ import annotations
+
+import csv
+import json
+from collections import Counter
+from pathlib import Path
+
+import pytest
+import yaml
+
+from seergate.errors import SeergateError
+from seergate.eval import MethodSpec, RunOptions, evaluate
+from seergate.eval.hub_tasks import HUB_TASKS
+from seergate.eval.task import contents_hash
+from seergate.eval.tasks import make_task
+from tests.eval import support
+
+
+def write(path: Path, records: list[dict]) -> str:
+    if path.suffix == ".csv":
+        with path.open("w", newline="") as file:
+            writer = csv.DictWriter(file, records[0])
+            writer.writeheader()
+            writer.writerows(records)
+    elif path.suffix == ".parquet":
+        import datasets
+
+        datasets.Dataset.from_list(records).to_parquet(path)
+    else:
+        path.write_text("".join(json.dumps(record) + "\n" for record in records))
+    return str(path)
+
+
+AIME = [{"id": 60, "problem": "Find $n$.", "answer": "025"}, {"id": 61, "problem": "Find $m$.", "answer": "204"}]
+MATH = [{"unique_id": "test/algebra/1.json", "problem": "1/2?", "answer": r"\frac{1}{2}", "solution": "s"}]
+GSM8K = [{"question": "How many?", "answer": "He has 2 * 600 = 1200.\n#### 1,200"}]
+GPQA = [
+    {
+        "Record ID": f"rec{i}",
+        "Question": f"Which one, {i}?\n",
+        "Correct Answer": f"right {i}\n",
+        **{f"Incorrect Answer {k}": f" wrong {i}.{k}" for k in (1, 2, 3)},
+    }
+    for i in range(40)
+]
+
+
+@pytest.mark.parametrize("suffix", [".jsonl", ".parquet", ".csv"])
+@pytest.mark.parametrize("name", ["aime24", "aime25"])
+def test_aime(tmp_path, name, suffix):
+    task = make_task(name, source=write(tmp_path / f"x{suffix}", AIME))
+    first, second = task.problems()
+    assert (first.problem_id, first.gold, second.gold) == ("60", "25", "204")
+    (turn,) = first.messages
+    assert turn["content"] == "Find $n$.\nPlease reason step by step, and put your final answer within \\boxed{}."
+    assert (task.samples, task.max_total_tokens, task.max_new_tokens, task.grader) == (64, 32768, None, "math")
+    assert task.budgets == (2048, 4096, 6144, 8192)
+    assert task.sampling is None  # the model's generation configuration decides
+
+
+def test_math500_and_gsm8k(tmp_path):
+    task = make_task("math500", source=write(tmp_path / "m.jsonl", MATH))
+    (problem,) = task.problems()
+    assert (problem.problem_id, problem.gold) == ("test/algebra/1.json", r"\frac{1}{2}")
+    assert (task.samples, task.budgets[0]) == (8, 1024)
+    (problem,) = make_task("gsm8k", source=write(tmp_path / "g.jsonl", GSM8K)).problems()
+    assert problem.gold == "1200"
+
+
+def test_gpqa_shuffles_its_options_the_same_way_for_everybody(tmp_path):
+    source = write(tmp_path / "gpqa.csv", GPQA)
+    task = make_task("gpqa_diamond", source=source)
+    problems = task.problems()
+    assert problems == make_task("gpqa_diamond", source=source).problems()
+    assert contents_hash(problems) != contents_hash(make_task("gpqa_diamond", source=source, seed=1).problems())
+    for i, problem in enumerate(problems):
+        text = problem.messages[0]["content"]
+        assert f"\n{problem.gold}. right {i}\n" in text
+        assert text.startswith(f"Which one, {i}?\n\nA. ")
+        assert text.endswith("put your choice letter without any other text with \\boxed{} in the end.")
+        assert all(f". wrong {i}.{k}\n" in text for k in (1, 2, 3))
+    assert set(Counter(p.gold for p in problems)) == set("ABCD")
+    assert (task.samples, task.grader, task.chance) == (16, "letter", 0.25)
+
+
+def test_gpqa_published_is_taken_as_it_is(tmp_path):
+    records = [{"id": 1, "question": "Which?\n\n\nA. x\nB. y\n\nBox it.", "answer": "A"}]
+    (problem,) = make_task("gpqa_diamond_published", source=write(tmp_path / "p.jsonl", records)).problems()
+    assert problem.messages[0]["content"] == records[0]["question"]
+    assert problem.gold == "A"
+
+
+@pytest.mark.parametrize("name", HUB_TASKS)
+def test_sources_are_pinned_to_a_commit(name):
+    commit = HUB_TASKS[name].address.rpartition("@")[2].removeprefix("https://raw.githubusercontent.com/")
+    digits = next(part for part in commit.split("/") if len(part) == 40)
+    assert set(digits) <= set("0123456789abcdef")
+    assert make_task(name).options["source"] == HUB_TASKS[name].address
+
+
+def test_mistakes_are_told(tmp_path):
+    with pytest.raises(SeergateError, match="does not exist"):
+        make_task("aime24", source=str(tmp_path / "none.jsonl"))
+    with pytest.raises(SeergateError, match="must end in"):
+        make_task("aime24", source=str(write(tmp_path / "x.txt", AIME)))
+    with pytest.raises(ValueError, match="problems is 0"):
+        make_task("aime24", problems=0)
+    with pytest.raises(SeergateError, match=r"record 0 of .* has no field 'problem'; it has question, answer"):
+        make_task("math500", source=write(tmp_path / "g.jsonl", GSM8K)).problems()
+    (tmp_path / "bad.jsonl").write_text("{")
+    with pytest.raises(SeergateError, match="cannot be read"):
+        make_task("math500", source=str(tmp_path / "bad.jsonl")).problems()
+    with pytest.raises(SeergateError, match="give its path as --task-source"):  # the Hub is out of reach in tests
+        make_task("aime24").problems()
+
+
+@pytest.mark.hub
+@pytest.mark.parametrize(("name", "problems"), [("aime24", 30), ("aime25", 30), ("math500", 500), ("gsm8k", 1319)])
+def test_the_hub_has_what_is_pinned(name, problems):
+    assert len(make_task(name).problems()) == problems
+
+
+def test_a_run_on_a_local_copy(tmp_path):
+    """From file to metrics, with letters as the grader; where the file lies does not matter on resuming."""
+    records = [{"id": i, "question": f"a{i} 1 a2", "answer": "A"} for i in range(3)]
+    out = tmp_path / "run"
+    for name in ("one.jsonl", "two.jsonl"):
+        task = make_task("gpqa_diamond_published", source=write(tmp_path / name, records), problems=2)
+        options = RunOptions(samples=2, max_total_tokens=40)
+        metrics = evaluate(support.model(), support.tokenizer(), task, MethodSpec("dense"), out, options)
+    assert (metrics["n_problems"], metrics["n_samples"]) == (2, 4)
+    assert metrics["pass_at_k"] == {"1": 0.0, "2": 0.0}
+    config = yaml.safe_load((out / "config.yaml").read_text())
+    assert config["task"]["source"].endswith("one.jsonl")
+    assert config["generation"]["max_total_tokens"] == 40
