@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import tempfile
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -13,18 +12,15 @@ import torch
 from torch import Tensor, nn
 
 from seergate.adapter import (
-    CARD_FILE,
     Adapter,
     AdapterDiff,
     average,
     check_tensors,
     diff,
     is_hub_id,
-    licence_of_base,
     load_adapter,
     only_commit,
-    push_adapter,
-    remote_card,
+    publish,
     save_adapter,
     subset,
 )
@@ -280,28 +276,18 @@ class GateBank(nn.Module):
         Raises:
             SeergateError: if the Hub refuses, with its reason.
         """
-        adapter = self.to_adapter()
-        if not adapter.licence:
-            base = adapter.geometry
-            adapter = replace(
-                adapter, licence=licence_of_base(base.base_model, revision=base.base_revision, token=token)
-            )
-        card = remote_card(repo_id, token=token, revision=revision, subfolder=subfolder)
-        with tempfile.TemporaryDirectory() as directory:
-            if card is not None:
-                (Path(directory) / CARD_FILE).write_text(card)
-            save_adapter(adapter, directory, max_shard_size=max_shard_size, card_source=repo_id)
-            return push_adapter(
-                directory,
-                repo_id,
-                private=private,
-                token=token,
-                revision=revision,
-                subfolder=subfolder,
-                commit_message=commit_message,
-                commit_description=commit_description,
-                create_pr=create_pr,
-            )
+        return publish(
+            self.to_adapter(),
+            repo_id,
+            private=private,
+            token=token,
+            revision=revision,
+            subfolder=subfolder,
+            commit_message=commit_message,
+            commit_description=commit_description,
+            create_pr=create_pr,
+            max_shard_size=max_shard_size,
+        )
 
     @classmethod
     def average(cls, banks: Sequence[GateBank], weights: Sequence[float] | None = None) -> GateBank:

@@ -22,7 +22,7 @@ from seergate.adapter import Adapter, check_finite, check_tensors, fetch, is_hub
 from seergate.config import POOLINGS, GateConfig
 from seergate.errors import SeergateError
 from seergate.host.families import gate_geometry, text_config
-from seergate.loading import base_config
+from seergate.loading import base_config, skeleton
 
 CONFIG_FILE, WEIGHTS_FILE = "config.json", "attn_gate_weights.pth"
 MAX_CONFIG = 1 << 20
@@ -259,7 +259,7 @@ def _gate_config(config: dict[str, Any], tensors: dict[str, Tensor], where: str)
 
 def _skeleton(config: dict[str, Any], where: str) -> Any:
     """The base model without weights, from the configuration that the published format carries."""
-    from transformers import AutoConfig, AutoModelForCausalLM
+    from transformers import AutoConfig
 
     dropped = {"model_type", "base_model", "architectures", "auto_map", "torch_dtype", "dtype", "transformers_version"}
     dropped |= {"_attn_implementation_autoset", "_name_or_path", "use_flash_rope", "fused_norm"}
@@ -268,12 +268,12 @@ def _skeleton(config: dict[str, Any], where: str) -> Any:
     if theta is not None:  # as transformers 5 has it
         kept["rope_parameters"] = {"rope_type": "default", **scaling, "rope_theta": theta}
     try:
-        with torch.device("meta"):
-            base = AutoConfig.for_model(config.get("model_type"), **kept)
-            model = AutoModelForCausalLM.from_config(base)
+        model = skeleton(AutoConfig.for_model(config.get("model_type"), **kept))
         decoder = model.get_decoder()
         # its frequencies are needed, and they are computed, not loaded
         decoder.rotary_emb = type(decoder.rotary_emb)(config=text_config(model))
+    except SeergateError as error:
+        raise SeergateError(f"{where}: {error}") from error
     except (ValueError, TypeError, KeyError, AttributeError, RuntimeError, ArithmeticError) as error:
         raise SeergateError(f"{where}: no model can be built from it: {_first_line(error)}") from error
     return model

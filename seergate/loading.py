@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 from collections.abc import Callable
 from dataclasses import fields, replace
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from safetensors import SafetensorError
@@ -15,8 +14,8 @@ from seergate.bank import GateBank
 from seergate.config import DecodeConfig
 from seergate.errors import SeergateError
 from seergate.host import attach
-from seergate.host.families import family_of
-from seergate.paths import resolve_model
+from seergate.host.families import family_of, gate_geometry
+from seergate.paths import is_directory, resolve_model
 
 if TYPE_CHECKING:
     import torch
@@ -100,16 +99,10 @@ def check_base(name: str | os.PathLike[str], bank: GateBank, **options: Any) -> 
     Raises:
         SeergateError: naming each field that differs.
     """
-    config = base_config(name, **options).get_text_config()
-    family_of(config)
     needed = bank.geometry
-    found = replace(
-        needed,
-        model_type=config.model_type,
-        hidden_size=config.hidden_size,
-        num_layers=config.num_hidden_layers,
-        num_heads=config.num_attention_heads,
-    )
+    found = gate_geometry(skeleton(base_config(name, **options)), bank.config)
+    # Frequencies are compared when the gates are attached: a skeleton has no buffers to read them from.
+    found = replace(found, inv_freq=needed.inv_freq, attention_scaling=needed.attention_scaling)
     problems = needed.mismatches(found)
     if problems:
         raise SeergateError(f"these gates are for another model than {name}: {'; '.join(problems)}")
@@ -120,6 +113,23 @@ def base_config(name: str | os.PathLike[str], **options: Any) -> Any:
     from transformers import AutoConfig
 
     return _reading("base model", name, AutoConfig.from_pretrained, **options)
+
+
+def skeleton(config: Any) -> PreTrainedModel:
+    """The model that a configuration describes, without memory for its weights.
+
+    Raises:
+        SeergateError: if it is no causal language model of a supported family.
+    """
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    family_of(config)
+    try:
+        with torch.device("meta"):
+            return AutoModelForCausalLM.from_config(config)
+    except ValueError as error:
+        raise SeergateError(f"no model can be built from its configuration: {str(error).splitlines()[0]}") from error
 
 
 def load_base(
@@ -175,7 +185,7 @@ def _base_of(
 
 def _is_here(name: str) -> bool:
     try:
-        return Path(resolve_model(name)).is_dir()
+        return is_directory(resolve_model(name))
     except FileNotFoundError:
         return False
 

@@ -25,9 +25,17 @@ def shipped(relative: str) -> Path:
     )
 
 
+def is_directory(name: str | os.PathLike[str]) -> bool:
+    """Whether a directory of this name is here; a name that no file can have names none."""
+    try:
+        return Path(name).is_dir()
+    except (OSError, ValueError):
+        return False
+
+
 def resolve_model(name: str | os.PathLike[str]) -> str:
     """Turn a model's name into what transformers can load: a shipped directory if there is one of that name."""
-    if Path(name).is_dir():
+    if is_directory(name):
         return str(name)
     if str(name).startswith("checkpoints/"):
         return str(shipped(str(name)))

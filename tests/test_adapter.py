@@ -260,6 +260,39 @@ def test_decode_defaults(saved):
         GateBank.from_pretrained(path)
 
 
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"results": {"a": 1}}, "results is .*; it must be a list"),
+        ({"results": [1]}, "results holds 1"),
+        ({"results": [{"accuracy": "high"}]}, "accuracy of a result is 'high'"),
+        ({"license": {"license": 1}}, "license must be an object of texts"),
+        ({"training": []}, "training is .*; it must be an object"),
+        ({"files": []}, "must name the files"),
+        ({"decode_defaults": {"token_budget": 0}}, "decode_defaults: token_budget is 0"),
+    ],
+)
+def test_records_that_cannot_be(saved, changes, message):
+    _, path = saved
+    edit(path, lambda record: record.update(changes))
+    with pytest.raises(SeergateError, match=message):
+        GateBank.from_pretrained(path)
+
+
+def test_what_is_not_json_is_not_saved(saved):
+    bank, path = saved
+    before = (path / "gate_config.json").read_bytes()
+    for name, value, message in (
+        ("training_record", {"model": torch.nn.Linear(1, 1)}, "not JSON"),
+        ("results", ({"accuracy": "high"},), "accuracy of a result"),
+    ):
+        other = GateBank.from_adapter(bank.to_adapter())
+        setattr(other, name, value)
+        with pytest.raises(SeergateError, match=message):
+            other.save_pretrained(path)
+    assert (path / "gate_config.json").read_bytes() == before
+
+
 def test_arguments_that_cannot_be(saved, tmp_path):
     bank, path = saved
     for model in (None, "Qwen/Qwen3-8B", torch.nn.Linear(2, 2)):
@@ -276,6 +309,9 @@ def test_arguments_that_cannot_be(saved, tmp_path):
             bank.distill_loss(model, input_ids=ids)
     with pytest.raises(ValueError, match="token_budget is -3"):
         seergate.load("org/does-not-exist", token_budget=-3)
+    for source in ("x" * 5000, "a/" * 3000, "nul\0", "org/name/more"):
+        with pytest.raises(SeergateError, match="neither a directory here nor a Hub repository"):
+            GateBank.from_pretrained(source)
     with pytest.raises(SeergateError, match="needs push_to_hub=True"):
         bank.save_pretrained(tmp_path / "x", private=True)
     with pytest.raises(SeergateError, match="could not be loaded"):

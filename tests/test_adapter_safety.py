@@ -220,6 +220,30 @@ def test_killed_for_real(banks, tmp_path):
         assert same(found, banks[0]) or same(found, banks[1])
 
 
+@pytest.mark.slow
+def test_two_writers(banks, tmp_path):
+    """As when every process of a launcher saves to the same place."""
+    for place, bank in zip(("a", "b"), banks, strict=True):
+        bank.save_pretrained(tmp_path / place)
+    code = (
+        "import sys, seergate\n"
+        "bank = seergate.GateBank.from_pretrained(sys.argv[1])\n"
+        "for _ in range(40): bank.save_pretrained(sys.argv[2])\n"
+    )
+    processes = [
+        subprocess.Popen(
+            [sys.executable, "-c", code, str(tmp_path / place), str(tmp_path / "out")],
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for place in ("a", "b")
+    ]
+    for process in processes:
+        assert process.communicate(timeout=120)[1] == "" and process.returncode == 0
+    found = GateBank.from_pretrained(tmp_path / "out")
+    assert same(found, banks[0]) or same(found, banks[1])
+
+
 def test_what_a_killed_writer_left_long_ago_is_removed(banks, tmp_path):
     for name, age in (("old", 7200), ("new", 60)):
         scratch = tmp_path / f"{layout.SCRATCH}{name}"

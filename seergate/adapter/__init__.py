@@ -5,7 +5,7 @@ from __future__ import annotations
 from seergate.adapter.hub import cached_commit, fetch, is_hub_id, only_commit
 from seergate.adapter.layout import CARD_FILE, CONFIG_FILE, WEIGHTS_FILE, is_sign
 from seergate.adapter.merging import AdapterDiff, average, cast, diff, subset
-from seergate.adapter.pushing import licence_of_base, push_adapter, remote_card
+from seergate.adapter.pushing import publish, push_adapter
 from seergate.adapter.reading import load_adapter
 from seergate.adapter.record import SCHEMA_VERSION, Adapter, check_finite, check_tensors
 from seergate.adapter.saving import save_adapter
@@ -26,11 +26,10 @@ __all__ = [
     "fetch",
     "is_hub_id",
     "is_sign",
-    "licence_of_base",
     "load_adapter",
     "only_commit",
+    "publish",
     "push_adapter",
-    "remote_card",
     "save_adapter",
     "subset",
 ]

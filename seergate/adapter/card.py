@@ -15,6 +15,7 @@ import yaml
 from seergate.adapter.hub import is_hub_id
 from seergate.adapter.layout import PLOT_FILE
 from seergate.adapter.record import Adapter, portable_base
+from seergate.paths import resolve_model
 
 BEGIN, END = "<!-- seergate: what follows is generated -->", "<!-- seergate: end of what is generated -->"
 TAGS = ["seergate", "sparse-attention", "block-sparse", "attention-gate"]
@@ -43,6 +44,15 @@ def model_card(adapter: Adapter, source: str, *, existing: str | None = None, pl
     body = "\n".join([BEGIN, *_body(adapter, source, plotted), END])
     header = yaml.safe_dump(merged, sort_keys=False, allow_unicode=True)
     return f"---\n{header}---\n\n{before.lstrip()}{body}{after.rstrip()}\n"
+
+
+def has_own_text(card: str) -> bool:
+    """Whether somebody wrote more into a card than seergate did."""
+    metadata, text = _split(card)
+    if BEGIN not in text:
+        return bool(text.strip()) and metadata.get("library_name") != "seergate"
+    before, rest = text.split(BEGIN, 1)
+    return bool(before.strip() or rest.partition(END)[2].strip())
 
 
 def usage(adapter: Adapter, source: str) -> str:
@@ -232,9 +242,10 @@ def _has_tokenizer(base: str) -> bool:
         from huggingface_hub import try_to_load_from_cache
 
         return any(isinstance(try_to_load_from_cache(base, name), str) for name in names)
-    from seergate.paths import resolve_model
-
-    return any((Path(resolve_model(base)) / name).is_file() for name in names)
+    try:
+        return any((Path(resolve_model(base)) / name).is_file() for name in names)
+    except OSError:
+        return False
 
 
 def _split(text: str) -> tuple[dict[str, Any], str]:

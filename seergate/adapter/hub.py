@@ -9,6 +9,7 @@ from contextlib import contextmanager
 from pathlib import Path, PurePosixPath
 
 from seergate.errors import SeergateError
+from seergate.paths import is_directory
 
 HUB_ID = re.compile(r"[\w-][\w.-]*/[\w-][\w.-]*")
 
@@ -31,7 +32,7 @@ def hub_errors(what: str) -> Iterator[None]:
 
 def is_hub_id(name: str | None) -> bool:
     """Whether a name has the form ``org/name`` and is no directory here."""
-    return name is not None and HUB_ID.fullmatch(name) is not None and not Path(name).is_dir()
+    return name is not None and HUB_ID.fullmatch(name) is not None and not is_directory(name)
 
 
 def check_repo_id(repo_id: str) -> None:
@@ -69,9 +70,9 @@ def fetch(
     inside = PurePosixPath(subfolder or "")
     if inside.is_absolute() or ".." in inside.parts:
         raise SeergateError(f"subfolder is {subfolder!r}; it must be a path inside the adapter's repository")
-    if Path(source).is_dir():
+    if is_directory(source):
         return Path(source) / inside
-    if Path(source).exists():
+    if os.path.exists(source):
         raise SeergateError(f"{source} is a file; gates are a directory or a Hub repository")
     if HUB_ID.fullmatch(source) is None:
         raise SeergateError(f"{source} is neither a directory here nor a Hub repository of the form org/name")

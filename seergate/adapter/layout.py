@@ -11,10 +11,12 @@ finds the old adapter before that moment and the new one after it, wherever the 
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 import os
 import re
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -75,8 +77,28 @@ def sha256(path: Path) -> str:
         return hashlib.file_digest(stream, "sha256").hexdigest()
 
 
+@contextlib.contextmanager
+def exclusive(directory: Path) -> Iterator[None]:
+    """Let one process at a time put files into a directory, where the file system can say so.
+
+    The lock is the kernel's and on the directory itself: it leaves no file behind, and ends with its process.
+    """
+    try:
+        import fcntl
+    except ImportError:  # Windows
+        yield
+        return
+    handle = os.open(directory, os.O_RDONLY)
+    try:
+        with contextlib.suppress(OSError):  # some network file systems have no locks
+            fcntl.flock(handle, fcntl.LOCK_EX)
+        yield
+    finally:
+        os.close(handle)
+
+
 def move_pending(directory: Path) -> None:
-    """Put the files of a published adapter in place, and remove those of the one before it.
+    """Put the files of a published adapter in place, and remove those of the one before it; call it `exclusive`.
 
     The configuration goes last: as long as it is pending, this can be called again and knows what belongs.
     """
@@ -88,12 +110,8 @@ def move_pending(directory: Path) -> None:
     for path in sorted(pending.iterdir(), key=lambda path: path.name == CONFIG_FILE):
         if path.name == CONFIG_FILE:
             _remove_old_weights(directory, current)
-        try:
-            os.replace(path, directory / path.name)
-        except FileNotFoundError:  # another process moved it
-            continue
-    if pending.is_dir():
-        pending.rmdir()
+        os.replace(path, directory / path.name)
+    pending.rmdir()
 
 
 def _remove_old_weights(directory: Path, current: set[str]) -> None:

@@ -3,12 +3,17 @@
 from __future__ import annotations
 
 import os
+import tempfile
+from dataclasses import replace
 from pathlib import Path, PurePosixPath
 from typing import Any
 
+from seergate.adapter.card import has_own_text
 from seergate.adapter.hub import check_repo_id, hub_errors, is_hub_id
 from seergate.adapter.layout import CARD_FILE, INDEX_FILE, PLOT_FILE, SIGN_FILE, is_sign, is_weights_file
 from seergate.adapter.reading import adapter_files
+from seergate.adapter.record import Adapter
+from seergate.adapter.saving import save_adapter
 from seergate.errors import SeergateError
 
 
@@ -77,10 +82,52 @@ def push_adapter(
     return str(commit.pr_url or commit.commit_url)
 
 
+def publish(
+    adapter: Adapter,
+    repo_id: str,
+    *,
+    card: str | None = None,
+    max_shard_size: int | str = "5GB",
+    token: str | bool | None = None,
+    revision: str | None = None,
+    subfolder: str | None = None,
+    **options: Any,
+) -> str:
+    """Save an adapter and upload it, with a card made for the Hub.
+
+    Args:
+        adapter: what to publish; without a licence it gets its base model's.
+        repo_id: ``org/name``.
+        card: a README whose own text is kept; by default the repository's.
+        max_shard_size: of one weights file.
+        token, revision, subfolder, **options: see `push_adapter`.
+
+    Returns:
+        The address of the commit, or of the pull request.
+
+    Raises:
+        SeergateError: if the Hub refuses, with its reason.
+    """
+    check_repo_id(repo_id)
+    base = adapter.geometry
+    if not adapter.licence:
+        adapter = replace(adapter, licence=licence_of_base(base.base_model, revision=base.base_revision, token=token))
+    if card is None or not has_own_text(card):
+        card = remote_card(repo_id, token=token, revision=revision, subfolder=subfolder)
+    with tempfile.TemporaryDirectory() as directory:
+        if card is not None:
+            (Path(directory) / CARD_FILE).write_text(card)
+        save_adapter(adapter, directory, max_shard_size=max_shard_size, card_source=repo_id)
+        return push_adapter(directory, repo_id, token=token, revision=revision, subfolder=subfolder, **options)
+
+
 def remote_card(
     repo_id: str, *, token: str | bool | None = None, revision: str | None = None, subfolder: str | None = None
 ) -> str | None:
-    """The README of a repository, if there is one to be kept; ``None`` if there is none or no such repository."""
+    """The README of a repository, if there is one to be kept; ``None`` if there is none or no such repository.
+
+    A branch that does not exist yet will be made from ``main``, so it is ``main``'s that counts.
+    """
     from huggingface_hub import HfApi
     from huggingface_hub.errors import (
         EntryNotFoundError,
@@ -96,7 +143,9 @@ def remote_card(
             path = HfApi(token=token).hf_hub_download(repo_id, name, revision=revision)
         except LocalEntryNotFoundError:  # the Hub cannot be reached
             raise
-        except (EntryNotFoundError, RepositoryNotFoundError, RevisionNotFoundError):
+        except RevisionNotFoundError:
+            return None if revision is None else remote_card(repo_id, token=token, subfolder=subfolder)
+        except (EntryNotFoundError, RepositoryNotFoundError):
             return None
     return Path(path).read_text(errors="replace")
 

@@ -23,6 +23,7 @@ from seergate.adapter.layout import (
     PLOT_FILE,
     SIGN_FILE,
     WEIGHTS_FILE,
+    exclusive,
     is_sign,
     is_weights_file,
     locate,
@@ -98,7 +99,8 @@ def load_adapter(
 
 def adapter_files(directory: Path) -> list[str]:
     """The names of an adapter's files in a directory, those of the weights first."""
-    move_pending(directory)
+    with exclusive(directory):
+        move_pending(directory)
     names = [*_weight_files(directory, read_json(directory / CONFIG_FILE))]
     names += [INDEX_FILE, CONFIG_FILE, CARD_FILE, PLOT_FILE]
     names += [SIGN_FILE] if is_sign(directory / SIGN_FILE) else []

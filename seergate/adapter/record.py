@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any
@@ -15,7 +15,7 @@ from seergate.config import DecodeConfig, GateConfig
 from seergate.errors import SeergateError
 from seergate.gate import AttnGate
 from seergate.geometry import ModelGeometry
-from seergate.paths import shipped_name
+from seergate.paths import is_directory, shipped_name
 
 SCHEMA_VERSION = 1
 DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
@@ -95,7 +95,7 @@ def portable_base(name: str | None) -> str | None:
     A model that ships with seergate keeps its short name, any other directory gets its absolute path, and a Hub id
     stays what it is.
     """
-    if name is None or not Path(name).is_dir():
+    if name is None or not is_directory(name):
         return name
     return shipped_name(name) or str(Path(name).resolve())
 
@@ -119,7 +119,7 @@ def parse_record(record: Any, where: str, tensors: dict[str, Tensor] | None = No
     if version > SCHEMA_VERSION:
         warnings.warn(
             f"{where} has schema_version {version}; this seergate knows {SCHEMA_VERSION} and may miss something",
-            stacklevel=2,
+            stacklevel=4,
         )
     adapter = Adapter(
         gate=_build(GateConfig, record["gate"], where),
@@ -130,8 +130,7 @@ def parse_record(record: Any, where: str, tensors: dict[str, Tensor] | None = No
         results=tuple(_entry(record, "results", list, where)),
         licence=_entry(record, "license", dict, where),
     )
-    if not all(isinstance(result, dict) for result in adapter.results):
-        raise SeergateError(f"{where}: results must be a list of objects")
+    check_results(adapter.results, where)
     if not all(isinstance(value, str) for value in adapter.licence.values()):
         raise SeergateError(f"{where}: license must be an object of texts")
     return adapter
@@ -184,6 +183,21 @@ def check_tensors(adapter: Adapter, found: Signature, source: str) -> None:
             raise SeergateError(f"{source}: the tensor {name} has dtype {dtype}; it must be one of {kinds}")
 
 
+def check_results(results: Iterable[Any], where: str) -> None:
+    """Refuse results that no table could show.
+
+    Raises:
+        SeergateError: naming the entry.
+    """
+    for result in results:
+        if not isinstance(result, dict):
+            raise SeergateError(f"{where}: results holds {result!r}; it must be a list of objects")
+        for name in ("token_budget", "accuracy", "standard_error", "samples", "mean_tokens"):
+            value = result.get(name)
+            if value is not None and (isinstance(value, bool) or not isinstance(value, (int, float))):
+                raise SeergateError(f"{where}: {name} of a result is {value!r}; it must be a number or null")
+
+
 def check_finite(adapter: Adapter, source: str) -> None:
     """Refuse tensors with infinities or NaN.
 
@@ -198,7 +212,7 @@ def check_finite(adapter: Adapter, source: str) -> None:
 def _build(kind: type, values: dict[str, Any], where: str) -> Any:
     unknown = sorted(set(values) - {f.name for f in fields(kind)})
     if unknown:
-        warnings.warn(f"{where}: ignoring unknown {', '.join(unknown)}", stacklevel=2)
+        warnings.warn(f"{where}: ignoring unknown {', '.join(unknown)}", stacklevel=5)
     try:
         return kind.from_dict(values)  # type: ignore[attr-defined]
     except (TypeError, ValueError, KeyError, OverflowError) as error:
@@ -209,7 +223,7 @@ def _decode_defaults(values: dict[str, Any], where: str) -> dict[str, Any]:
     known = {f.name for f in fields(DecodeConfig)}
     unknown = sorted(set(values) - known)
     if unknown:
-        warnings.warn(f"{where}: ignoring unknown {', '.join(unknown)} in decode_defaults", stacklevel=2)
+        warnings.warn(f"{where}: ignoring unknown {', '.join(unknown)} in decode_defaults", stacklevel=5)
     values = {key: value for key, value in values.items() if key in known}
     try:
         DecodeConfig(**values)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import shutil
@@ -24,12 +25,13 @@ from seergate.adapter.layout import (
     SIGN,
     SIGN_FILE,
     WEIGHTS_FILE,
+    exclusive,
     is_sign,
     move_pending,
     sha256,
 )
 from seergate.adapter.plot import results_plot
-from seergate.adapter.record import SCHEMA_VERSION, Adapter, check_finite, check_tensors, identity
+from seergate.adapter.record import SCHEMA_VERSION, Adapter, check_finite, check_results, check_tensors, identity
 from seergate.errors import SeergateError
 
 ABANDONED_SECONDS = 3600
@@ -61,9 +63,13 @@ def save_adapter(
         raise SeergateError(f"{out} is a file; the adapter needs a directory")
     check_tensors(adapter, adapter.signature, "these gates")
     check_finite(adapter, "these gates")
+    check_results(adapter.results, "these gates")
+    try:
+        json.dumps(adapter.to_record())
+    except (TypeError, ValueError) as error:
+        raise SeergateError(f"these gates have a training record or results that are not JSON: {error}") from error
     try:
         out.mkdir(parents=True, exist_ok=True)
-        move_pending(out)  # of a writer that was killed
         _remove_abandoned(out)
         scratch = Path(tempfile.mkdtemp(dir=out, prefix=SCRATCH))
         try:
@@ -124,23 +130,19 @@ def _sort_metadata(path: Path) -> None:
 
 def _publish(scratch: Path, out: Path) -> None:
     """Make the scratch directory the adapter, in one step, and then put its files in place."""
-    for attempt in range(10):
-        try:
-            os.rename(scratch, out / PENDING)
-            break
-        except OSError:  # another process has just published its own
-            if attempt == 9:
-                raise
-            move_pending(out)
-    _sync_directory(out)
-    move_pending(out)
+    with exclusive(out):
+        move_pending(out)  # of a writer that was killed
+        os.rename(scratch, out / PENDING)
+        _sync_directory(out)
+        move_pending(out)
 
 
 def _remove_abandoned(out: Path) -> None:
     """Scratch directories of writers that were killed."""
     for path in out.glob(f"{SCRATCH}*"):
-        if time.time() - path.stat().st_mtime > ABANDONED_SECONDS:
-            shutil.rmtree(path, ignore_errors=True)
+        with contextlib.suppress(FileNotFoundError):
+            if time.time() - path.stat().st_mtime > ABANDONED_SECONDS:
+                shutil.rmtree(path, ignore_errors=True)
 
 
 def _write_json(path: Path, value: Any) -> None:

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import argparse
+from pathlib import Path
 
 from seergate.cli.adapters import add_card_options, described
+from seergate.errors import SeergateError
+from seergate.paths import is_directory
 
 PARSES_ITS_ARGUMENTS = True
 HELP = (
@@ -35,20 +38,20 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(options: argparse.Namespace) -> int:
     """Read the adapter, describe it, upload it."""
-    from pathlib import Path
+    from seergate.adapter import CARD_FILE, load_adapter, publish
 
-    from seergate.bank import GateBank
-    from seergate.errors import SeergateError
-
-    if not Path(options.directory).is_dir():
-        raise SeergateError(f"{options.directory} is not a directory; push uploads an adapter directory")
-    bank = GateBank.from_pretrained(options.directory)
-    adapter = described(bank.to_adapter(), options)
+    directory = Path(options.directory)
+    if not directory.is_dir():
+        raise SeergateError(f"{directory} is not a directory; push uploads an adapter directory")
+    adapter = described(load_adapter(directory), options)
     base = adapter.geometry.base_model
-    if base is not None and Path(base).is_dir():
+    if base is not None and is_directory(base):
         print(f"note: the base model is the directory {base}; --base-model ORG/NAME lets others find it")
-    address = GateBank.from_adapter(adapter, options.directory).push_to_hub(
+    card = directory / CARD_FILE
+    address = publish(
+        adapter,
         options.repo_id,
+        card=card.read_text(errors="replace") if card.is_file() else None,
         private=options.private,
         token=options.token,
         revision=options.revision,
