@@ -36,14 +36,15 @@ class Memory:
     """Bytes per process while a pack is in the works.
 
     Attributes:
-        base: the frozen model on the device, without its LM head.
+        base: the frozen model on the device, without its LM head. On a processor, weights that need no conversion are
+            pages of the file, read when they are used: then without the embedding too.
         base_elsewhere: its layers in host memory or on disk.
         gates: the gates' parameters.
         gradients: accumulated over packs, and of the current pack.
         moments: AdamW's two; with DeepSpeed this process's share, with its own copies of gates and gradients.
         buckets: DeepSpeed's buffer for gradients on their way.
         activations: of the frozen model, the teacher and the gate of one layer, at their peak.
-        head: the LM head, which is there while a model is loaded, and then let go.
+        loading: what else is there while the model is loaded: the LM head, and on a processor a file to convert.
     """
 
     base: int
@@ -53,13 +54,13 @@ class Memory:
     moments: int
     buckets: int
     activations: int
-    head: int
+    loading: int
 
     @property
     def total(self) -> int:
         """On the device: the larger of loading and training."""
         training = self.gates + self.gradients + self.moments + self.buckets + self.activations
-        return self.base + max(self.head, training)
+        return self.base + max(self.loading, training)
 
 
 def estimate_memory(
@@ -74,8 +75,18 @@ def estimate_memory(
         device: what each process computes on.
         processes: how many share the optimizer's state under DeepSpeed.
     """
-    base, largest = _base_bytes(model, config, device)
-    head = 0 if model.config.tie_word_embeddings else _bytes(model.get_output_embeddings(), config, device)
+    decoder: Any = decoder_of(model)
+    width, layers = base_dtype(config, device).itemsize, [_bytes(layer, config, device) for layer in decoder.layers]
+    embedding = width * (_numbers(decoder) - _numbers(decoder.layers))
+    base, loading = sum(layers) + embedding, width * (_numbers(model) - _numbers(decoder))
+    if config.base_memory_gb is not None:
+        loading = 0  # each layer goes to its place as it is read
+    elif device.type == "cpu" and config.quantize == "none":
+        source = next(model.parameters()).dtype
+        if source == base_dtype(config, device):
+            base, loading = base - embedding, 0
+        else:
+            loading += source.itemsize * _numbers(model)
     here = base
     if config.base_memory_gb is not None:
         here = min(base, int(config.base_memory_gb * 1e9))
@@ -88,8 +99,8 @@ def estimate_memory(
         gradients=2 * gates,
         moments=shared,
         buckets=_bucket_bytes(config, processes),
-        activations=activation_bytes(model, bank, config, device) + (largest if here < base else 0),
-        head=head if config.base_memory_gb is None else 0,
+        activations=activation_bytes(model, bank, config, device) + (max(layers) if here < base else 0),
+        loading=loading,
     )
 
 
@@ -126,18 +137,12 @@ def _mlp_width(base: object) -> int:
     return int(base.intermediate_size)  # type: ignore[attr-defined]
 
 
-def _base_bytes(model: PreTrainedModel, config: TrainConfig, device: torch.device) -> tuple[int, int]:
-    """Bytes of the decoder, and of its largest layer."""
-    decoder: Any = decoder_of(model)
-    layers = [_bytes(layer, config, device) for layer in decoder.layers]
-    inside = {id(p) for p in decoder.layers.parameters()}
-    rest = sum(p.numel() for p in decoder.parameters() if id(p) not in inside)
-    return sum(layers) + rest * base_dtype(config, device).itemsize, max(layers)
+def _numbers(module: nn.Module) -> int:
+    return sum(p.numel() for p in module.parameters())
 
 
-def _bytes(module: nn.Module, config: TrainConfig, device: torch.device) -> int:
+def _bytes(layer: nn.Module, config: TrainConfig, device: torch.device) -> int:
+    """A layer's weights; quantisers pack its linear maps."""
     width = base_dtype(config, device).itemsize
-    linear = {id(m.weight) for m in module.modules() if isinstance(m, nn.Linear)}
-    is_head = isinstance(module, nn.Linear)  # quantisers leave it alone
-    packed = BYTES_PER_WEIGHT.get(config.quantize, width)
-    return int(sum(p.numel() * (packed if id(p) in linear and not is_head else width) for p in module.parameters()))
+    linear = sum(m.weight.numel() for m in layer.modules() if isinstance(m, nn.Linear))
+    return int(BYTES_PER_WEIGHT.get(config.quantize, width) * linear + width * (_numbers(layer) - linear))

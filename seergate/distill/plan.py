@@ -91,8 +91,8 @@ class Plan:
         }
         if m.buckets:
             rows["DeepSpeed's buffer for gradients"] = m.buckets
-        if m.head:
-            rows["LM head (while loading only)"] = m.head
+        if m.loading:
+            rows["LM head and file (while loading only)"] = m.loading
         if self.libraries:
             rows["Python and libraries"] = self.libraries
         rows["most at once"] = self.total

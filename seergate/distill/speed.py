@@ -8,7 +8,6 @@ gate's loss). Each is measured by itself, on the code that trains; a run's time 
 from __future__ import annotations
 
 import copy
-import statistics
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -165,7 +164,7 @@ def _teaching(bank: GateBank, config: TrainConfig, device: torch.device) -> floa
 
 
 def _seconds(run: Callable[[], Any], device: torch.device, repeats: int = 3) -> float:
-    """Median time of a call, after one that is not counted."""
+    """Least time of a call, after one that is not counted: another program can only make it slower."""
     times = []
     for _ in range(repeats + 1):
         started = time.perf_counter()
@@ -173,4 +172,4 @@ def _seconds(run: Callable[[], Any], device: torch.device, repeats: int = 3) -> 
         if device.type == "cuda":
             torch.cuda.synchronize(device)
         times.append(time.perf_counter() - started)
-    return statistics.median(times[1:])
+    return min(times[1:])
