@@ -1,45 +1,184 @@
-"""Distillation loss with gradients: `ops.gate_kl` against the data flow that materialises targets and logits.
+"""The gate's loss with gradients, and attention with block targets, against the data flow that materialises both.
 
-    python benchmarks/distill.py --threads 1
+    python benchmarks/distill.py                                 # 8k to 128k on a GPU, 2k to 8k on a CPU
+    python benchmarks/distill.py --threads 1 --block-size 16
 
-The baseline is what one would write first, at its best: softmax per KV head, block maxima, then all targets ``[Hkv, T,
-NB]`` and the gate's logits as whole tensors, KL by autograd. Extra memory is counted by torch's allocator.
+Nothing is timed before it is proven: odd packs against the reference in float64 first, then, on the very tensors that
+are timed, the last rows of the pack against float64. A wrong result ends the run.
+
+The baseline keeps what the published training code keeps: attention pooled to blocks for every query head ``[H, T,
+NB]``, its maximum over each group, the gate's logits and their log-softmax, with the loss by autograd. (There a kernel
+pools the attention; here a chunk of rows at a time does, so that scores do not count in its peak.) Its memory is what
+to compare; its time is that of PyTorch's eager operations. Extra memory is counted by torch's allocator.
 """
 
 from __future__ import annotations
 
 import argparse
 import math
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
 
 import torch
-from common import save, timed
+from common import RESULTS, save, timed
 from torch import Tensor
 from torch.nn import functional as F
 
 from seergate import ops
+from seergate.ops import reference
+from seergate.ops.backend import choose
+
+TOLERANCE = {torch.float32: 1e-4, torch.float16: 4e-3, torch.bfloat16: 2e-2}
+PROVEN_ROWS = 16
+"""The last rows, which see everything, that are computed in float64."""
 
 
-def materialised(q: Tensor, k: Tensor, qg: Tensor, kg: Tensor, block_size: int) -> Tensor:
-    """The same loss for one segment whose length is a multiple of the block size."""
-    (length, heads, dim), kv_heads = q.shape, k.shape[1]
-    group, blocks = heads // kv_heads, length // block_size
+class Case:
+    """One pack of one segment.
+
+    Args:
+        length: tokens.
+        options: the command line.
+    """
+
+    def __init__(self, length: int, options: argparse.Namespace) -> None:
+        self.length, self.block_size, device = length, options.block_size, torch.device(options.device)
+        heads, kv_heads, dim = options.kv_heads * options.group, options.kv_heads, options.head_dim
+
+        def randn(*shape: int) -> Tensor:
+            return torch.randn(shape, device=device, dtype=options.dtype)
+
+        self.q, self.k, self.v = randn(length, heads, dim), randn(length, kv_heads, dim), randn(length, kv_heads, dim)
+        self.qg = randn(length, kv_heads, options.gate_dim).requires_grad_()
+        self.kg = randn(-(-length // self.block_size), kv_heads, options.gate_dim).requires_grad_()
+        self.cu = torch.tensor([0, length], dtype=torch.int32)
+        # Products: queries with keys (half of the square), the gate's, and those of its two gradients.
+        cells = length * len(self.kg) / 2
+        self.flops = length * length * heads * dim + 3 * 2 * cells * kv_heads * options.gate_dim
+
+    def gate_kl(self, lse: Tensor | None = None, **options: Any) -> tuple[Tensor, Tensor, Tensor]:
+        """Loss and gradients."""
+        loss, _ = ops.gate_kl(self.q, self.k, self.qg, self.kg, self.cu, self.block_size, lse=lse, **options)
+        return loss.detach(), *torch.autograd.grad(loss, (self.qg, self.kg))
+
+    def attention(self) -> ops.AttentionWithTargets:
+        """Output, log-sum-exp and targets."""
+        return ops.attention_with_block_targets(self.q, self.k, self.v, self.cu, self.block_size)
+
+    def plain_attention(self) -> Tensor:
+        """The output alone, from PyTorch."""
+        q, k, v = (x.transpose(0, 1)[None] for x in (self.q, self.k, self.v))
+        return F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=q.shape[1] != k.shape[1])
+
+    def errors(self) -> dict[str, float]:
+        """Of the last rows on these tensors, against float64."""
+        (length, heads, dim), (blocks, kv_heads, _) = self.q.shape, self.kg.shape
+        begin = int(length * (1 - PROVEN_ROWS / length))
+        loss, dqg, dkg = self.gate_kl(row_start=1 - PROVEN_ROWS / length)
+        own = torch.arange(begin, length, device=self.q.device) // self.block_size
+        past = torch.arange(blocks, device=self.q.device) < own[:, None]
+        future = (
+            torch.arange(length, device=self.q.device) > torch.arange(begin, length, device=self.q.device)[:, None]
+        )
+        total = torch.zeros((), dtype=torch.float64, device=self.q.device)
+        qg, kg = (
+            x.detach()[rows].double().requires_grad_()
+            for x, rows in ((self.qg, slice(begin, None)), (self.kg, slice(None)))
+        )
+        for g in range(kv_heads):
+            some = slice(g * heads // kv_heads, (g + 1) * heads // kv_heads)
+            scores = self.q[begin:, some].double().transpose(0, 1) @ self.k[:, g].double().T / math.sqrt(dim)
+            log_probs = scores.masked_fill(future, -math.inf).log_softmax(-1)
+            padded = F.pad(log_probs, (0, blocks * self.block_size - length), value=-math.inf)
+            u = padded.unflatten(-1, (blocks, -1)).amax(-1).amax(0).masked_fill(~past, -math.inf)
+            log_p = u.log_softmax(-1).masked_fill(~past, 0.0)
+            logits = (qg[:, g] @ kg[:, g].T / math.sqrt(qg.shape[-1])).masked_fill(~past, -math.inf)
+            log_pi = logits.log_softmax(-1).masked_fill(~past, 0.0)
+            total = total + (log_p.exp().masked_fill(~past, 0.0) * (log_p - log_pi)).sum()
+        want = total / (kv_heads * (length - begin))
+        want_dqg, want_dkg = torch.autograd.grad(want, (qg, kg))
+        pairs = {"loss": (loss, want), "dqg": (dqg[begin:], want_dqg), "dkg": (dkg, want_dkg)}
+        return {name: relative(got, exact) for name, (got, exact) in pairs.items()}
+
+
+def relative(got: Tensor, want: Tensor) -> float:
+    """Norm of the difference over norm of ``want``."""
+    want = want.detach().double()
+    return float((got.double() - want).norm() / want.norm().clamp(min=1e-30))
+
+
+def prove(options: argparse.Namespace) -> None:
+    """Refuse to time wrong kernels: odd packs with empty segments against the reference.
+
+    Raises:
+        SystemExit: with what is wrong.
+    """
+    device, dtype, block = torch.device(options.device), options.dtype, options.block_size
+    lengths = [2 * block + 5, 0, 1, block, block + 1, 3 * block - 1]
+    cu = torch.tensor([0, *lengths]).cumsum(0).int()
+    kv_heads, tokens, blocks = 2, sum(lengths), sum(-(-length // block) for length in lengths)
+    shapes = {
+        "q": (tokens, kv_heads * options.group, options.head_dim),
+        "k": (tokens, kv_heads, options.head_dim),
+        "v": (tokens, kv_heads, options.head_dim),
+        "qg": (tokens, kv_heads, options.gate_dim),
+        "kg": (blocks, kv_heads, options.gate_dim),
+    }
+    here = {name: torch.randn(shape).to(device, dtype) for name, shape in shapes.items()}
+    exact = {name: x.cpu().double() for name, x in here.items()}
+    for x in (here["qg"], here["kg"], exact["qg"], exact["kg"]):
+        x.requires_grad_()
+    rules = {"row_start": 0.25, "recall_budgets": (2 * block, 3 * block)}
+    found: dict[str, tuple[Tensor, Tensor]] = {}
+    attention = ops.attention_with_block_targets(here["q"], here["k"], here["v"], cu, block)
+    want_attention = reference.attention_with_block_targets(exact["q"], exact["k"], exact["v"], cu, block)
+    past = want_attention.log_targets > -math.inf
+    found["output"] = attention.output.cpu(), want_attention.output
+    found["lse"] = attention.lse.cpu(), want_attention.lse
+    found["log_targets"] = attention.log_targets.cpu()[past], want_attention.log_targets[past]
+    for name, lse in (("", None), (" with lse", attention.lse)):
+        loss, stats = ops.gate_kl(*(here[x] for x in ("q", "k", "qg", "kg")), cu, block, lse=lse, **rules)
+        want_loss, want_stats = reference.gate_kl(*(exact[x] for x in ("q", "k", "qg", "kg")), cu, block, **rules)
+        grads = torch.autograd.grad(loss, (here["qg"], here["kg"]))
+        want_grads = torch.autograd.grad(want_loss, (exact["qg"], exact["kg"]))
+        found[f"loss{name}"] = loss.detach().cpu(), want_loss
+        found[f"recall{name}"] = stats.recall.cpu(), want_stats.recall
+        for which, got, want in zip(("dqg", "dkg"), grads, want_grads, strict=True):
+            found[f"{which}{name}"] = got.cpu(), want
+    for name, (got, want) in found.items():
+        error = relative(got, want)
+        if not error < TOLERANCE[dtype]:
+            sys.exit(f"{name} has a relative error of {error:.1e} on {device}: nothing is timed")
+
+
+def materialised(case: Case) -> tuple[Tensor, Tensor, Tensor]:
+    """Loss and gradients of one segment, with pooled attention and logits as whole tensors in the inputs' dtype."""
+    q, k, size = case.q, case.k, case.block_size
+    (length, heads, dim), kv_heads, blocks = q.shape, k.shape[1], len(case.kg)
     with torch.no_grad():
-        targets = torch.empty(kv_heads, length, blocks, device=q.device)
-        future = torch.ones(length, length, dtype=torch.bool, device=q.device).triu(1)
-        for head in range(kv_heads):
-            some = q[:, head * group : (head + 1) * group].transpose(0, 1).reshape(group * length, dim)
-            scores = (some @ k[:, head].T).mul_(1 / math.sqrt(dim)).view(group, length, length)
-            probs = scores.masked_fill_(future, -torch.inf).softmax(-1)
-            targets[head] = probs.view(group, length, blocks, block_size).amax(-1).amax(0)
-        past = torch.arange(blocks, device=q.device) < torch.arange(length, device=q.device)[:, None] // block_size
-        targets.masked_fill_(~past, 0)
-        targets /= targets.sum(-1, keepdim=True) + 1e-9
-    logits = qg.transpose(0, 1) @ kg.permute(1, 2, 0) / math.sqrt(qg.shape[-1])
-    log_pi = logits.masked_fill(~past, -1e20).log_softmax(-1)
-    return F.kl_div(log_pi, targets, reduction="sum") / (kv_heads * (length - block_size))
+        pooled = torch.empty(heads, length, blocks, device=q.device, dtype=q.dtype)
+        rows = max(1, 2**25 // length)
+        for head in range(heads):
+            keys = k[:, head * kv_heads // heads]
+            for first in range(0, length, rows):
+                end = min(length, first + rows)
+                scores = (q[first:end, head] @ keys[:end].T).float() / math.sqrt(dim)
+                scores.masked_fill_(torch.ones_like(scores, dtype=torch.bool).triu(first + 1), -math.inf)
+                probs = F.pad(scores.softmax(-1), (0, blocks * size - end))
+                pooled[head, first:end] = probs.view(end - first, blocks, size).amax(-1)
+        targets = pooled.view(kv_heads, -1, length, blocks).amax(1)
+        past = torch.arange(blocks, device=q.device) < torch.arange(length, device=q.device)[:, None] // size
+        targets = targets.masked_fill(~past, 0)
+        targets = targets / (targets.sum(-1, keepdim=True) + 1e-9)
+    logits = case.qg.transpose(0, 1) @ case.kg.permute(1, 2, 0) / math.sqrt(case.qg.shape[-1])
+    log_pi = logits.masked_fill(~past, -1e4 if q.dtype == torch.float16 else -1e20).log_softmax(-1)
+    loss = F.kl_div(log_pi.float(), targets.float(), reduction="sum") / (kv_heads * (length - size))
+    return loss.detach(), *torch.autograd.grad(loss, (case.qg, case.kg))
 
 
-def peak_bytes(run, device: torch.device) -> int:
+def peak_bytes(run: Callable[[], Any], device: torch.device) -> int:
     """Most bytes allocated at once during ``run()``, beyond what was there before."""
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats(device)
@@ -57,62 +196,83 @@ def peak_bytes(run, device: torch.device) -> int:
 
 
 def measure(length: int, options: argparse.Namespace) -> dict[str, float | int]:
-    """One segment of ``length`` tokens."""
-    device = torch.device(options.device)
-    heads, dim, size = options.kv_heads * options.group, options.head_dim, options.block_size
-    q = torch.randn(length, heads, dim, device=device)
-    k = torch.randn(length, options.kv_heads, dim, device=device)
-    qg = torch.randn(length, options.kv_heads, dim, device=device, requires_grad=True)
-    kg = torch.randn(length // size, options.kv_heads, dim, device=device, requires_grad=True)
-    cu = torch.tensor([0, length], dtype=torch.int32)
+    """One segment of ``length`` tokens.
 
-    def fused() -> Tensor:
-        loss, _ = ops.gate_kl(q, k, qg, kg, cu, size)
-        torch.autograd.grad(loss, (qg, kg))
-        return loss.detach()
-
-    def baseline() -> Tensor:
-        loss = materialised(q, k, qg, kg, size)
-        torch.autograd.grad(loss, (qg, kg))
-        return loss.detach()
-
+    Raises:
+        SystemExit: if a result is wrong on these tensors.
+    """
+    case, device = Case(length, options), torch.device(options.device)
     row: dict[str, float | int] = {"length": length}
-    runs = {"gate_kl": fused}
+    for name, error in case.errors().items():
+        if not error < TOLERANCE[options.dtype]:
+            sys.exit(f"{name} has a relative error of {error:.1e} on the tensors to be timed")
+        row[f"{name}_error"] = error
+    lse = case.attention().lse
+    runs: dict[str, Callable[[], Any]] = {
+        "gate_kl": case.gate_kl,
+        "gate_kl_given_lse": lambda: case.gate_kl(lse),
+        "attention_with_block_targets": case.attention,
+        "plain_attention": case.plain_attention,
+    }
     if length <= options.baseline_up_to:
-        torch.testing.assert_close(fused(), baseline(), rtol=1e-4, atol=1e-6)  # time only what agrees
-        runs["materialised"] = baseline
+        runs["materialised"] = lambda: materialised(case)
+        row["materialised_loss_error"] = relative(materialised(case)[0], case.gate_kl()[0])
     for name, run in runs.items():
-        row |= {f"{name}_{which}_ms": round(ms, 1) for which, ms in timed(run, options.repeats, device).items()}
+        row |= {f"{name}_{which}_ms": round(ms, 2) for which, ms in timed(run, options.repeats, device).items()}
         row[f"{name}_peak_mb"] = round(peak_bytes(run, device) / 1e6, 1)
+    row["gate_kl_tflops"] = round(case.flops / row["gate_kl_median_ms"] / 1e9, 3)
     if "materialised" in runs:
         row["time_ratio"] = round(row["gate_kl_median_ms"] / row["materialised_median_ms"], 3)
         row["memory_ratio"] = round(row["gate_kl_peak_mb"] / row["materialised_peak_mb"], 4)
     return row
 
 
-def main() -> None:
-    """Parse the command line, measure, print, save."""
+def command_line() -> argparse.Namespace:
+    """Options; defaults depend on the device."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--lengths", type=int, nargs="+", default=[2048, 4096, 8192])
-    parser.add_argument("--baseline-up-to", type=int, default=8192, help="longest length to materialise")
+    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    parser.add_argument("--lengths", type=int, nargs="+", help="default: 8k 32k 64k 128k, on a CPU 2k 4k 8k")
+    parser.add_argument("--baseline-up-to", type=int, help="longest length to materialise; default: 32k, on a CPU 8k")
     parser.add_argument("--kv-heads", type=int, default=8)
     parser.add_argument("--group", type=int, default=4)
     parser.add_argument("--head-dim", type=int, default=128)
+    parser.add_argument("--gate-dim", type=int, default=128)
     parser.add_argument("--block-size", type=int, default=64)
-    parser.add_argument("--device", default="cpu")
+    parser.add_argument(
+        "--dtype", choices=["float32", "bfloat16", "float16"], help="default: bfloat16, on a CPU float32"
+    )
     parser.add_argument("--threads", type=int, default=torch.get_num_threads())
-    parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--repeats", type=int, help="default: 10, on a CPU 3")
+    parser.add_argument("--output", type=Path, default=RESULTS, help="directory for the table")
+    parser.add_argument("--only-prove", action="store_true", help="compare with the reference, time nothing")
     options = parser.parse_args()
+    gpu = torch.device(options.device).type == "cuda"
+    options.lengths = options.lengths or ([8192, 32768, 65536, 131072] if gpu else [2048, 4096, 8192])
+    options.baseline_up_to = options.baseline_up_to or (32768 if gpu else 8192)
+    options.dtype = getattr(torch, options.dtype or ("bfloat16" if gpu else "float32"))
+    options.repeats = options.repeats or (10 if gpu else 3)
+    if min(options.lengths) < 2 * options.block_size:
+        parser.error(f"--lengths has {min(options.lengths)}; each must be at least two blocks")
+    return options
+
+
+def main() -> None:
+    """Prove, measure, print, save."""
+    options = command_line()
     torch.set_num_threads(options.threads)
     torch.manual_seed(0)
+    prove(options)
+    print("proven")
+    if options.only_prove:
+        return
     rows = []
     for length in options.lengths:
-        if length % options.block_size:
-            parser.error(f"--lengths has {length}; each must be a multiple of --block-size ({options.block_size})")
         rows.append(measure(length, options))
         print("  ".join(f"{name} {value}" for name, value in rows[-1].items()), flush=True)
-    name = f"distill-{torch.device(options.device).type}-{options.threads}t"
-    print("saved", save(name, torch.device(options.device), vars(options), rows))
+    name = f"distill-{torch.device(options.device).type}-b{options.block_size}-{options.threads}t"
+    described = {key: value for key, value in vars(options).items() if key not in ("output", "only_prove")}
+    described |= {"dtype": str(options.dtype), "backend": choose("gate_kl", torch.device(options.device))}
+    print("saved", save(name, torch.device(options.device), described, rows, options.output))
 
 
 if __name__ == "__main__":

@@ -41,6 +41,7 @@ def pooling(**changes):
 
 MAKERS = {
     ops.block_targets: teacher,
+    ops.attention_with_block_targets: lambda **changes: teacher(v=torch.zeros(T, K, D)) | changes,
     ops.gate_kl: gate,
     ops.select_blocks: selection,
     ops.sparse_decode: decode,
@@ -80,10 +81,17 @@ TEACHER = [
     ({"sinks": torch.zeros(3)}, r"sinks has shape \[3\]; it must be \[4\]"),
     ({"softcap": 0.0}, "softcap is 0.0; it must be a positive number or None"),
 ]
+ATTENTION = [
+    ({"v": torch.zeros(T, H, D)}, r"v has shape \[24, 4, 8\]; it must be \[24, 2, dv\]"),
+    ({"v": torch.zeros(T, K, D, dtype=torch.float64)}, "v has dtype torch.float64; it must have q's"),
+    ({"block_size": 0}, "block_size is 0; it must be an integer of at least 1"),
+]
 GATE = [
     ({"qg": torch.zeros(T, H, E)}, r"qg has shape \[24, 4, 6\]; it must be \[24, 2, dg\]"),
     ({"kg": torch.zeros(3, K, E)}, r"kg has shape \[3, 2, 6\]; it must be \[4, 2, 6\]"),
     ({"kg": torch.zeros(4, K, E + 1)}, r"kg has shape \[4, 2, 7\]; it must be \[4, 2, 6\]"),
+    ({"lse": torch.zeros(T, K)}, r"lse has shape \[24, 2\]; it must be \[24, 4\]"),
+    ({"lse": torch.zeros(T, H, device="meta")}, "lse is on meta; it must be on q's device, cpu"),
     ({"gate_scale": "1"}, "gate_scale is '1'; it must be a finite number or None"),
     ({"row_start": 1.0}, "row_start is 1.0; it must be at least 0 and less than 1"),
     ({"row_start": -0.1}, "row_start is -0.1; it must be at least 0"),
@@ -141,6 +149,7 @@ CASES = [
     (op, changes, message)
     for op, cases in (
         (ops.block_targets, TEACHER),
+        (ops.attention_with_block_targets, ATTENTION),
         (ops.gate_kl, TEACHER + GATE),
         (ops.select_blocks, SELECTION),
         (ops.sparse_decode, DECODE),

@@ -174,6 +174,19 @@ def test_sinks_softcap_and_scales():
     assert all(relative(got, want) < 1e-10 for got, want in zip(grads, want_grads, strict=True))
 
 
+def test_a_known_log_sum_exp_gives_the_same():
+    pack = Pack.random([60, 0, 21], group=3)
+    options = {"sinks": torch.randn(6).double(), "softcap": 4.0}
+    want = pack.run(ops.gate_kl, **options)
+    lse = ops.attention_with_block_targets(pack.q, pack.k, pack.k, pack.cu, 8, **options).lse
+    got = pack.run(ops.gate_kl, **options, lse=lse)
+    for a, b in zip((got[0], *got[1], *got[2:]), (want[0], *want[1], *want[2:]), strict=True):
+        torch.testing.assert_close(a, b)
+    # It is used: with a larger sum for one head of the group, the others win the maximum.
+    lse[:, 0] += 3.0
+    assert not torch.equal(pack.run(ops.gate_kl, **options, lse=lse)[0], want[0])
+
+
 def test_large_scores_stay_exact():
     """Scores in the hundreds, as real models have: log domain throughout, no NaN, no lost digits beyond fp32's own."""
     exact = Pack.random([100], spread=60.0)

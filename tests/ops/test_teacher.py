@@ -90,6 +90,56 @@ def test_narrow_inputs_are_computed_in_fp32(dtype):
     assert relative(got, reference.block_targets(exact.q, exact.k, exact.cu, 8)) < 1e-5
 
 
+class TestAttentionWithBlockTargets:
+    @pytest.mark.parametrize("group", [1, 4, 5, 7, 8])
+    def test_equals_reference(self, group):
+        pack = Pack.random([37, 0, 1, 8, 9, 50], block_size=8, group=group)
+        v = torch.randn(*pack.k.shape[:2], 5, dtype=torch.float64)
+        sinks = torch.randn(2 * group, dtype=torch.float64)
+        for options in ({}, {"sm_scale": 0.7}, {"sinks": sinks, "softcap": 3.0}):
+            want = reference.attention_with_block_targets(pack.q, pack.k, v, pack.cu, 8, **options)
+            got = ops.attention_with_block_targets(pack.q, pack.k, v, pack.cu, 8, **options)
+            for a, b in zip(got, want, strict=True):
+                assert a.dtype == torch.float64
+                torch.testing.assert_close(a, b, rtol=1e-10, atol=1e-12)
+
+    @pytest.mark.parametrize("run", [reference, ops], ids=["reference", "torch"])
+    def test_output_is_attention_and_targets_belong_to_it(self, run):
+        pack = Pack.random([40], block_size=8, group=3)
+        v = torch.randn(40, 2, 7, dtype=torch.float64)
+        got = run.attention_with_block_targets(pack.q, pack.k, v, pack.cu, 8)
+        q, k, values = (x.transpose(0, 1)[None] for x in (pack.q, pack.k, v))
+        want = torch.nn.functional.scaled_dot_product_attention(q, k, values, is_causal=True, enable_gqa=True)
+        torch.testing.assert_close(got.output, want[0].transpose(0, 1))
+        # exp(log target) is the highest probability: with lse, found again from the scores of one row.
+        scores = torch.einsum("hd,skd->hks", pack.q[39], pack.k)[torch.arange(6), torch.arange(6) // 3] / 4
+        best = (scores - got.lse[39][:, None]).exp()[:, :32].unflatten(1, (4, 8)).amax(2).unflatten(0, (2, 3)).amax(1)
+        torch.testing.assert_close(got.log_targets[39].exp(), torch.nn.functional.pad(best, (0, 1)))
+
+    @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+    def test_narrow_inputs(self, dtype):
+        pack = Pack.random([70, 33], dtype=dtype)
+        v = torch.randn(103, 2, 16).to(dtype)
+        got = ops.attention_with_block_targets(pack.q, pack.k, v, pack.cu, 8)
+        exact = pack.to(torch.float64)
+        want = reference.attention_with_block_targets(exact.q, exact.k, v.double(), exact.cu, 8)
+        assert got.output.dtype == dtype and got.lse.dtype == got.log_targets.dtype == torch.float32
+        assert relative(got.output, want.output) < max(1e-5, torch.finfo(dtype).eps)
+        assert relative(got.lse, want.lse) < 1e-5
+        assert relative(got.log_targets.exp(), want.log_targets.exp()) < 1e-5
+
+    def test_targets_are_block_targets_before_normalisation(self):
+        pack = Pack.random([37, 3, 0, 20], block_size=8)
+        got = ops.attention_with_block_targets(pack.q, pack.k, pack.k, pack.cu, 8).log_targets
+        shares = got.softmax(-1).nan_to_num(0.0)  # rows without a past block are all -inf
+        torch.testing.assert_close(shares, ops.block_targets(pack.q, pack.k, pack.cu, 8))
+
+    def test_no_gradient_reaches_the_teacher(self):
+        pack = Pack.random([30])
+        q, k = pack.q.requires_grad_(), pack.k.requires_grad_()
+        assert not any(x.requires_grad for x in ops.attention_with_block_targets(q, k, k, pack.cu, 8))
+
+
 @settings(max_examples=25)
 @given(st.lists(st.integers(0, 40), min_size=1, max_size=5), st.integers(1, 17), st.integers(0, 100))
 def test_rows_sum_to_one_or_to_zero(lengths, block_size, seed):

@@ -1,0 +1,117 @@
+"""How distillation is launched and how a pack is cut up: pure functions, held to what they promise for every shape."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from seergate.ops.triton_impl import distill_launch as launch
+from seergate.ops.triton_impl import packs
+from seergate.ops.triton_impl.gpus import GPUS, H200, MI300X
+from tests.ops.helpers import cu_seqlens
+
+GPU = pytest.mark.parametrize("gpu", GPUS, ids=lambda gpu: gpu.target)
+LENGTHS = st.lists(st.integers(0, 400), min_size=1, max_size=6)
+
+
+def power_of_two(x: int) -> bool:
+    return x > 0 and x & (x - 1) == 0
+
+
+@pytest.mark.parametrize(
+    ("group", "pack"), [(1, 1), (2, 2), (3, 1), (4, 4), (5, 2), (6, 2), (7, 8), (8, 8), (12, 4), (16, 16), (71, 16)]
+)
+def test_heads_per_tile(group, pack):
+    assert launch.heads_per_tile(group) == pack
+
+
+@GPU
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32], ids=str)
+def test_tiles_are_what_matrix_units_and_blocks_need(gpu, dtype):
+    for group in range(1, 72):
+        for dim in (16, 64, 96, 128, 256):
+            for v_dim in (0, dim):
+                tile = launch.teacher_launch(group, dim, v_dim, dtype, gpu)
+                assert power_of_two(tile.rows) and power_of_two(tile.pack) and power_of_two(tile.keys)
+                assert tile.rows * tile.pack >= 16 and tile.keys >= 16
+                assert tile.num_warps * gpu.warp_size <= 1024
+    for dim in (16, 64, 128, 256):
+        tile = launch.gate_launch(dim, dtype, gpu)
+        assert tile.rows >= 16 and tile.columns >= 16
+
+
+@given(width=st.integers(4, 13).map(lambda bits: 2**bits), rows=st.sampled_from([16, 32, 64]))
+def test_recall_holds_whole_rows_and_divides_a_tile(width, rows):
+    for gpu in (H200, MI300X):
+        turn, warps = launch.recall_launch(width, rows, gpu)
+        assert rows % turn == 0 and 4 <= warps <= 16
+        assert turn * width / (warps * gpu.warp_size) <= 16  # numbers per thread
+
+
+def pieces_of(lengths, row_start, block_size):
+    spans = packs.segments(cu_seqlens(lengths), sum(lengths))
+    begins = [int(length * row_start) for length in lengths]
+    return packs.segment_pieces(spans, begins, block_size, [float(i) for i in range(len(lengths))])
+
+
+@given(LENGTHS, st.sampled_from([0.0, 0.5, 0.9]), st.sampled_from([8, 64]), st.integers(1, 20000))
+def test_chunks_hold_every_row_that_counts_once(lengths, row_start, block_size, area):
+    pieces = pieces_of(lengths, row_start, block_size)
+    starts = [sum(lengths[:i]) for i in range(len(lengths))]
+    want = [
+        start + row
+        for start, length in zip(starts, lengths, strict=True)
+        for row in range(max(int(length * row_start), block_size), length)
+    ]
+    assert [row for piece in pieces for row in range(piece.first, piece.end)] == want
+    chunks = packs.chunks(pieces, block_size, area)
+    assert [row for chunk in chunks for piece in chunk.pieces for row in range(piece.first, piece.end)] == want
+    for chunk in chunks:
+        assert chunk.rows == sum(piece.end - piece.first for piece in chunk.pieces)
+        assert chunk.width % packs.WIDTH_MULTIPLE == 0
+        assert all(piece.candidates(block_size) <= chunk.width for piece in chunk.pieces)
+        assert chunk.rows * chunk.width <= max(area, packs.MIN_ROWS * chunk.width)
+        assert len({piece.start for piece in chunk.pieces}) == len(chunk.pieces)  # no two write the same keys
+
+
+@given(LENGTHS, st.sampled_from([1, 8, 32]), st.booleans())
+def test_row_tiles(lengths, rows, packed):
+    pieces = pieces_of(lengths, 0.25, 8)
+    table, weights = packs.row_tiles(pieces, rows, packed=packed)
+    covered, places = [], []
+    for (first, stop, start, block, buffer, column), weight in zip(table.tolist(), weights.tolist(), strict=True):
+        (piece,) = (piece for piece in pieces if piece.start == start)
+        assert (stop, block, column, weight) == (piece.end, piece.block, 0, piece.weight)
+        covered += range(first, min(first + rows, stop))
+        places += range(buffer, buffer + min(rows, stop - first))
+    assert sorted(covered) == [row for piece in pieces for row in range(piece.first, piece.end)]
+    assert sorted(places) == (sorted(covered) if packed else list(range(len(covered))))
+    past = (table[:, 0] - table[:, 2]).tolist()
+    assert past == sorted(past, reverse=True)  # the longest first
+
+
+@given(LENGTHS, st.sampled_from([1, 4, 32]))
+def test_column_tiles(lengths, columns):
+    pieces = pieces_of(lengths, 0.25, 8)
+    table, weights = packs.column_tiles(pieces, columns, 8)
+    covered = []
+    for (first, stop, start, block, _, column), weight in zip(table.tolist(), weights.tolist(), strict=True):
+        (piece,) = (piece for piece in pieces if piece.start == start)
+        assert (first, stop, block, weight) == (piece.first, piece.end, piece.block, piece.weight)
+        covered += range(block + column, block + min(column + columns, piece.candidates(8)))
+    want = [piece.block + j for piece in pieces for j in range(piece.candidates(8))]
+    assert covered == want and len(set(want)) == len(want)
+
+
+def test_kernels_and_host_agree_on_the_table():
+    pytest.importorskip("triton")
+    from seergate.ops.triton_impl import teacher_kernels
+
+    assert teacher_kernels.TILE_FIELDS.value == packs.FIELDS
+
+
+def test_borders_that_nobody_could_check_before_are_checked():
+    with pytest.raises(ValueError, match=r"cu_seqlens is \[0, 5, 3\]; it must start at 0"):
+        packs.segments(torch.tensor([0, 5, 3], dtype=torch.int32), 3)
