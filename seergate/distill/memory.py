@@ -105,21 +105,23 @@ def estimate_memory(
 
 
 def activation_bytes(model: PreTrainedModel, bank: GateBank, config: TrainConfig, device: torch.device) -> int:
-    """The most that the forward holds at once, beside weights: in the gate's lesson or in the MLP of a layer."""
+    """The most that the forward holds at once, beside weights: in the gate's lesson, attention or MLP of a layer."""
     base, geometry, u = text_config(model), bank.geometry, base_dtype(config, device).itemsize
     h, tokens, tile = base.hidden_size, config.max_length, min(TILE, config.max_length)
     queries, keys = geometry.num_heads * geometry.head_dim, geometry.num_kv_heads * geometry.head_dim
     gate = geometry.num_kv_heads * bank.config.gate_dim * FLOAT32
     streams = 3 if base.num_hidden_layers > 1 else 2  # embeddings, the layer's input, what the norm makes of it
     rope = 2 * geometry.head_dim * u
-    # q and k before and after RoPE, v; the gate's queries and their gradient
-    attention = tokens * ((streams * h + 2 * queries + 3 * keys) * u + rope + 2 * gate)
-    # at one time a tile of the query branch, at another the teacher's chunk of scores
+    # q and k before and after RoPE, v
+    inputs = tokens * ((streams * h + 2 * queries + 3 * keys) * u + rope)
+    # the gate's queries and their gradient; at one time a tile of the query branch, at another a chunk of scores
     chunk = CHUNK_BYTES_CPU if device.type == "cpu" else CHUNK_BYTES_DEVICE
-    attention += max(int(tile * (queries * FLOAT32 + TILE_COPIES * gate)), chunk)
+    lesson = inputs + 2 * tokens * gate + max(int(tile * (queries * FLOAT32 + TILE_COPIES * gate)), chunk)
+    # what attention returns, and where the pack's sequences are put together
+    attention = inputs + 2 * tokens * queries * u
     # the two inputs of the MLP's product and the product itself
     mlp = tokens * (((streams + 1) * h + 3 * _mlp_width(base)) * u + rope)
-    return max(attention, mlp)
+    return max(lesson, attention, mlp)
 
 
 def _bucket_bytes(config: TrainConfig, processes: int) -> int:

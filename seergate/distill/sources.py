@@ -139,11 +139,15 @@ def _hub(config: TrainConfig) -> Source:
     except Exception as error:  # no network, unknown dataset, split or configuration: as many types as libraries
         reason = (str(error).strip() or type(error).__name__).splitlines()[0]
         raise SeergateError(f"the dataset {config.data!r} cannot be loaded from the Hub: {reason}") from error
-    return Source(_streamed(rows, config.data), identity)
+    return Source(streamed(rows, config.data), identity)
 
 
-def _streamed(rows: Iterable[Any], name: str) -> Iterator[Any]:
-    """Rows over the network, whose failures are many."""
+def streamed(rows: Iterable[Any], name: str) -> Iterator[Any]:
+    """Rows over the network, whose failures are many.
+
+    Raises:
+        SeergateError: in the middle, with the number of rows read.
+    """
     read = 0
     try:
         for read, row in enumerate(rows, start=1):  # noqa: B007 (counted for the message)

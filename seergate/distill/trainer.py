@@ -136,6 +136,11 @@ class _Run:
             self._export(self.dir)
             world.barrier()
             self._publish()
+        except torch.OutOfMemoryError as error:
+            raise SeergateError(
+                f"a pack of {config.max_length} tokens does not fit in the memory that {world.device} has left; "
+                "`seergate plan` with the same options says what would (max_length, quantize, base_memory_gb)"
+            ) from error
         finally:
             for callback in self.callbacks:
                 callback.close()

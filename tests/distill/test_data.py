@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import random
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -16,7 +17,7 @@ from seergate.chain_sum import make_problems
 from seergate.distill import TrainConfig, load_train_config
 from seergate.distill.data import prepare_data
 from seergate.distill.formatting import Formatter, MalformedRow, training_template
-from seergate.distill.sources import TRAINING_SEEDS
+from seergate.distill.sources import TRAINING_SEEDS, streamed
 from seergate.errors import SeergateError
 from tests.distill.conftest import R1, TEMPLATES, byte_tokenizer
 
@@ -296,6 +297,17 @@ def test_rows_as_they_come(config: TrainConfig) -> None:
     cut = prepare_data(replace(config, max_length=10_000), tokenizer).report
     dropped = prepare_data(replace(config, max_length=10_000, over_length="drop"), tokenizer).report
     assert cut.truncated == dropped.dropped > 0 and cut.samples == 15 and dropped.samples == 15 - dropped.dropped
+
+
+def test_a_stream_that_breaks_off_says_where() -> None:
+    def rows() -> Iterator[int]:
+        yield from (1, 2)
+        raise ConnectionError("the server\nhung up")
+
+    stream = streamed(rows(), "org/data")
+    assert [next(stream), next(stream)] == [1, 2]
+    with pytest.raises(SeergateError, match="'org/data' broke off after 2 rows: the server$"):
+        next(stream)
 
 
 def test_chain_sum_is_deterministic_and_apart_from_evaluation(config: TrainConfig) -> None:

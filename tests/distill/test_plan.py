@@ -74,6 +74,9 @@ SHAPES = {
     "wide attention": Qwen3Config(
         **SMALL | {"num_attention_heads": 8}, intermediate_size=128, num_key_value_heads=4, head_dim=32
     ),
+    "attention only": Qwen3Config(
+        **SMALL | {"num_attention_heads": 16}, intermediate_size=64, num_key_value_heads=2, head_dim=32
+    ),
     "wide MLP": Qwen3Config(**SMALL, intermediate_size=640, num_key_value_heads=2, head_dim=16),
     "llama": LlamaConfig(**SMALL, intermediate_size=192, num_key_value_heads=1, eos_token_id=None),
 }
@@ -100,10 +103,10 @@ def random_model(shape: PretrainedConfig, dtype: str = "float32"):
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES)
 def test_activations_agree_with_the_allocator(shape: PretrainedConfig, dtype: str) -> None:
-    run = load_train_config("qwen3-8b", {"max_length": 4096, "block_size": 64, "dtype": dtype})
+    run = load_train_config("qwen3-8b", {"max_length": 6144, "block_size": 64, "dtype": dtype})
     model = random_model(shape, dtype)
     bank = GateBank.for_model(model, gate_config(run, model))
-    ids = torch.randint(0, 32, (1, 4096))
+    ids = torch.randint(0, 32, (1, 6144))
     measured = peak_bytes(lambda: distill_step(bank, model, ids, row_start=0.5))
     assert activation_bytes(model, bank, run, CPU) == pytest.approx(measured, rel=0.15)
 
