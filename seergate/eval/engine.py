@@ -257,10 +257,12 @@ class Engine:
             while (arriving := self._arriving(source)) or self.rows:
                 try:
                     self._advance(arriving)
+                    continue
                 except Exception as error:
                     if not is_out_of_memory(error):
                         raise
-                    self._back_off(list(dict.fromkeys([*self.rows, *arriving])), error)
+                # Out here nothing holds on to the frames of the failed forward pass and their tensors.
+                self._back_off(list(dict.fromkeys([*self.rows, *arriving])))
         finally:
             if self.handle is not None:
                 self.handle.reset_stats()
@@ -275,11 +277,11 @@ class Engine:
             rows.append(row)
         return rows
 
-    def _back_off(self, started: list[_Row], error: Exception) -> None:
+    def _back_off(self, started: list[_Row]) -> None:
         """Memory ran out: go on with half as many rows."""
         if len(started) == 1:
             tokens = len(started[0].prompt) + len(started[0].tokens)
-            raise SeergateError(f"not even one sample fits into memory, which ran out at {tokens} tokens") from error
+            raise SeergateError(f"not even one sample fits into memory, which ran out at {tokens} tokens")
         self.batch_size = len(started) // 2
         self.again.extendleft(_Row(row.request, row.prompt, row.limit) for row in reversed(started))
         self._start_anew()

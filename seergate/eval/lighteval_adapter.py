@@ -5,6 +5,10 @@ Install the extra in an environment of its own (``pip install 'seergate[lighteva
     python -m seergate.eval.lighteval_adapter --model checkpoints/tiny-reasoner --method oracle --budget 64 \
         --tasks "my_task|0" --custom-tasks my_tasks.py
 
+lighteval 0.13 does not start with huggingface_hub 2 (it calls ``list_models(model_name=...)``) and fails with xxhash
+4; add ``'huggingface_hub<2' 'xxhash<4'`` to the environment. It downloads a file when it lists its tasks, so it needs
+a network even for tasks of your own.
+
 lighteval caches samples under the *name* of the model, so that a dense run and a sparse one of the same base would
 share them; here the method is part of the name.
 """
@@ -38,9 +42,7 @@ def harness_model(model: Any, path: str, label: str, batch_size: int = 1) -> Any
         raise SeergateError(
             "this needs lighteval; install it in an environment of its own: pip install 'seergate[lighteval]'"
         ) from error
-    config = TransformersModelConfig(
-        model_name=path, tokenizer=path, batch_size=batch_size, device=str(model.device), override_chat_template=None
-    )
+    config = TransformersModelConfig(model_name=path, tokenizer=path, batch_size=batch_size, device=str(model.device))
     wrapped = TransformersModel.from_model(model, config)
     # The cache is keyed by the configuration: name the method in it, once the tokenizer has been found by the path.
     from lighteval.utils.cache_management import SampleCache
@@ -79,7 +81,6 @@ def main(argv: list[str] | None = None) -> None:
         ),
         evaluation_tracker=EvaluationTracker(output_dir=options.out),
         model=wrapped,
-        model_config=wrapped.config,
     )
     pipeline.evaluate()
     print(json.dumps(pipeline.get_results()["results"], indent=2, default=str))

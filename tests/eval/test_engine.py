@@ -58,6 +58,8 @@ METHODS = {
     "oracle": {"token_budget": 32, "block_size": 8},
     "quest": {"token_budget": 32, "block_size": 8, "dense_layers": ()},
     "streaming_llm": {"token_budget": 24, "sink_tokens": 2, "interval": 4},
+    "h2o": {"token_budget": 32},
+    "rpc": {"interval": 16, "window": 4},
     "gate": {},
 }
 
