@@ -62,7 +62,7 @@ def gate_kl(
         q.detach(), k.detach(), qg, kg, cu_seqlens, block_size, **frozen,
         want_dqg=wanted and qg.requires_grad, want_dkg=wanted and kg.requires_grad,
     )  # fmt: skip
-    return loss, GateKLStats(kl_per_head.detach(), rows, recall.detach())
+    return loss, GateKLStats(kl_per_head, rows, recall)
 
 
 def evaluate(

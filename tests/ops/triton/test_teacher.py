@@ -15,7 +15,9 @@ from seergate.ops.triton_impl import packs, teacher
 from seergate.ops.triton_impl.distill_launch import TeacherLaunch, heads_per_tile
 from tests.ops.helpers import Pack, cu_seqlens, relative
 
-TOLERANCE = {torch.float32: 2e-6, torch.float16: 2e-3}
+TOLERANCE = {torch.float32: 2e-6, torch.float16: 2e-3, torch.bfloat16: 1e-2}
+# The interpreter's products of bfloat16 are wrong.
+NARROW = [torch.float16, torch.bfloat16] if torch.cuda.is_available() else [torch.float16]
 LENGTHS = [61, 0, 1, 7, 16, 17, 33]
 
 
@@ -87,8 +89,9 @@ def test_blocks_smaller_and_larger_than_a_tile_of_keys(block_size, two_loops, de
 
 
 @pytest.mark.parametrize(("dim", "value_dim"), [(64, 64), (96, 96), (96, 32), (16, 48), (256, 256)])
-def test_head_dimensions_with_the_shipped_tiles(dim, value_dim, device):
-    pack = Pack.random([131, 30], block_size=16, group=4, kv_heads=1, dim=dim, dtype=torch.float16)
+@pytest.mark.parametrize("dtype", NARROW, ids=str)
+def test_head_dimensions_with_the_shipped_tiles(dim, value_dim, dtype, device):
+    pack = Pack.random([131, 30], block_size=16, group=4, kv_heads=1, dim=dim, dtype=dtype)
     check(pack, values_of(pack, value_dim), device)
 
 
@@ -136,7 +139,7 @@ def test_any_shape(lengths, block_size, group, dim, keys, seed):
 
 @pytest.mark.usefixtures("small_tiles")
 def test_large_scores_and_probabilities_that_underflow(device):
-    pack = Pack.random([90], block_size=8, dtype=torch.float32, spread=60.0)
+    pack = Pack.random([90], block_size=8, group=7, dtype=torch.float32, spread=60.0)  # 7: a tile has an empty head
     exact = pack.to(torch.float64)
     want = reference.block_targets(exact.q, exact.k, pack.cu, 8)
     got = ops.block_targets(*on(device, pack), pack.cu, 8)
