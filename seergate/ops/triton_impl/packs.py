@@ -19,8 +19,9 @@ FIELDS = 6
 """Numbers per tile: first row (in the pack), end of the piece it belongs to, start of the segment, the segment's first
 entry of kg, row in the chunk's buffer, first column (0 but for tiles of columns)."""
 
-MIN_ROWS = 128
-"""Rows of a chunk at very long contexts, where the buffer then grows: fewer would leave the device idle."""
+MIN_ROWS = 512
+"""Rows of a chunk at very long contexts, where the buffer then grows: fewer would leave the device idle (with 8 KV heads
+and 32 rows a tile, these make 128 programs)."""
 
 WIDTH_MULTIPLE = 16
 """Rows of a buffer begin at multiples of so many elements, so that they can be read in wide words."""
