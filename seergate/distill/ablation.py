@@ -150,6 +150,8 @@ def table(study: Study, outcomes: list[Outcome]) -> str:
     text = "\n".join([line(heads), line(["-" * w for w in widths]), *map(line, rows)])
     if any("block_size" in given for given in study.variants.values()):
         text += "\n\nThe KL of different block sizes is over different blocks: compare the recall."
+    if any(share == 0 for outcome in outcomes for share in outcome.recall.values()):
+        text += "\n\nA budget of one block is the current block, which is always read: nothing is left to recall with."
     return text
 
 

@@ -172,7 +172,7 @@ def make_plan(
         bank = GateBank(gates, geometry)
     memory = estimate_memory(model, bank, config, place, processes)
     libraries = _resident() if place.type == "cpu" else 0
-    capacity = int(memory_gb * GB) if memory_gb is not None else _capacity(place)
+    capacity = int(memory_gb * GB) if memory_gb is not None else _capacity(place, processes)
     remedies: dict[str, int] = {}
     if memory.total + libraries > capacity:
         for option, other in _remedies(config, memory, capacity - libraries):
@@ -247,10 +247,11 @@ def _model_of(preset: Path) -> str:
     return str(read_yaml(preset).get("model", "")).lower()
 
 
-def _capacity(device: torch.device) -> int:
+def _capacity(device: torch.device, processes: int) -> int:
+    """Bytes for each process; those on a processor share its memory."""
     if device.type == "cuda" and torch.cuda.is_available():
         return int(torch.cuda.get_device_properties(0).total_memory)
-    return int(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"))
+    return int(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")) // processes
 
 
 def _resident() -> int:
