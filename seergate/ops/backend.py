@@ -84,10 +84,14 @@ def implementation(op: str, device: torch.device) -> Callable[..., Any]:
     return getattr(sys.modules[_loaded(op, device)], op)
 
 
-@torch.compiler.assume_constant_result  # a graph keeps the backend that it was traced with
 def _loaded(op: str, device: torch.device) -> str:
     """Name of the module that holds the implementation, which is imported. (A compiler can follow no import.)"""
     return importlib.import_module(_module(choose(op, device), op)).__name__
+
+
+# A graph keeps the backend that it was traced with. This is what `torch.compiler.assume_constant_result` does, which
+# would import the compiler, and Triton with it.
+_loaded._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
 def _module(backend: str, op: str) -> str:

@@ -20,8 +20,10 @@ FIELDS = 6
 entry of kg, row in the chunk's buffer, first column (0 but for tiles of columns)."""
 
 MIN_ROWS = 512
-"""Rows of a chunk at very long contexts, where the buffer then grows: fewer would leave the device idle (with 8 KV heads
-and 32 rows a tile, these make 128 programs)."""
+"""Rows of a chunk at very long contexts, where the buffer then grows: fewer would leave the device idle.
+
+With 8 KV heads and tiles of 32 rows, these make 128 programs.
+"""
 
 WIDTH_MULTIPLE = 16
 """Rows of a buffer begin at multiples of so many elements, so that they can be read in wide words."""
