@@ -61,8 +61,8 @@ def decode_launch(pairs: int, tokens: int, head_dim: int, value_dim: int, elemen
     """
     row = (padded(head_dim) + padded(value_dim)) * element_size
     tile, num_warps = min(64, 1 << (max(16, STAGE_BYTES // row).bit_length() - 1)), 4
-    if element_size == 4:  # no tensor cores: operands of larger tiles, or of fewer warps, do not fit in registers
-        tile, num_warps = 16, 8
+    if element_size == 4:  # no tensor cores: operands of larger tiles, or of fewer threads, do not fit in registers
+        tile, num_warps = 16, 256 // gpu.warp_size
     buffers = gpu.shared_memory // PROGRAMS_PER_PROCESSOR // (tile * row)
     stages = 1 + max(1, min(MAX_BUFFERS, buffers))  # Triton keeps one buffer less than stages
     return DecodeLaunch(tile, decode_splits(pairs, -(-tokens // tile), gpu.processors), num_warps, stages)
