@@ -81,7 +81,15 @@ def implementation(op: str, device: torch.device) -> Callable[..., Any]:
     Raises:
         ValueError: see `choose`.
     """
-    return getattr(sys.modules[_loaded(op, device)], op)
+    run = getattr(sys.modules[_loaded(op, device)], op)
+    if device.type != "cuda":
+        return run
+
+    def there(*args: Any, **kwargs: Any) -> Any:
+        with torch.cuda.device(device):  # Triton launches on the current device, not on that of its arguments
+            return run(*args, **kwargs)
+
+    return there
 
 
 def _loaded(op: str, device: torch.device) -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from contextlib import contextmanager
 
 import pytest
 import torch
@@ -66,6 +67,23 @@ def test_forced_triton_without_a_gpu(monkeypatch):
     monkeypatch.delenv("TRITON_INTERPRET", raising=False)
     with pytest.raises(ValueError, match="SEERGATE_BACKEND is 'triton' and a tensor is on cpu; it must be on a GPU"):
         ops.pool_keys(torch.zeros(1, 1, 8, 2), 8)
+
+
+def test_an_op_runs_with_its_tensors_device_as_the_current_one(monkeypatch):
+    """There is no second GPU here: what would make it the current one is recorded instead."""
+    current = []
+
+    @contextmanager
+    def device(wanted):
+        current.append(wanted)
+        yield
+        current.append(None)
+
+    monkeypatch.setattr(torch.cuda, "device", device)
+    monkeypatch.setenv("SEERGATE_BACKEND", "reference")
+    second = torch.device("cuda:1")
+    pooled = backend.implementation("pool_keys", second)(torch.ones(1, 1, 8, 2), 8, ("max",))
+    assert current == [second, None] and pooled.shape == (1, 1, 1, 2)
 
 
 def test_importing_ops_imports_neither_transformers_nor_triton():
