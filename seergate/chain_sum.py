@@ -5,8 +5,10 @@ earlier ones; each definition ends with the variable to evaluate next, the last 
 follows these links; each step copies a definition from the prompt, recalls both operands' values from earlier steps,
 and writes the sum modulo 10. Every decision the reasoner takes is a retrieval of one token:
 
-    prompt       [a9] a17 a5 a20:   [a17] 4 a5:   [a20] a17 a9 answer   [a5] 3 a9:   start a17:
-    reasoning    a17: 4 a17= 4   a5: 3 a5= 3   a9: a17 4 a5 3 a9= 7   a20: a17 4 a9 7 a20= 1 answer
+    prompt       [a9] is a17 plus a5 , then a20: .   [a17] is 4 , then a5: .   [a5] is 3 , then a9: .
+                 [a20] is a17 plus a9 , then answer .   start with a17:
+    reasoning    a17: 4 gives a17= 4 .   a5: 3 gives a5= 3 .   a9: a17 4 plus a5 3 gives a9= 7 .
+                 a20: a17 4 plus a9 7 gives a20= 1 . answer
     answer       \boxed{ 1 }
 
 A variable has a separate token for each of its roles (``[a17]`` where it is defined, ``a17`` where it is an operand,
@@ -15,6 +17,9 @@ The first variable stands in the prompt, and the end is marked where the last on
 minimum, a count, or the absence of something, which no sparse attention could see. (An earlier form named the asked
 variable once, at the end of the prompt. At every step it had to be seen that nothing matched it, and a model that got
 all sums right ran past it.)
+
+About half of the tokens are words that say nothing new, as in any text. (A form without them put so many names into a
+block of eight tokens that their pooled keys hid each other, which no text of a large model does.)
 """
 
 from __future__ import annotations
@@ -23,11 +28,14 @@ import random
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-NAMES = 256
+NAMES = 128
 """Size of the pool of variable names that a problem draws from."""
 
 ROLES = ("[a{}]", "a{}", "a{}:", "a{}=")
 """The tokens of a variable: where it is defined, an operand, to be evaluated, about to have its value."""
+
+WORDS = ("is", "plus", ",", "then", ".", "start", "with", "gives")
+"""Words that carry no information of their own."""
 
 LAST = "answer"
 """Stands in the last variable's definition where others name the next one."""
@@ -59,9 +67,9 @@ class Problem:
         links = [*(f"a{name}:" for name in self.names[1:]), LAST]
         for i in self.listing:
             pair = self.operands[i]
-            body = f"{self.values[i]}" if pair is None else f"a{self.names[pair[0]]} a{self.names[pair[1]]}"
-            lines.append(f"[a{self.names[i]}] {body} {links[i]}")
-        return " ".join([*lines, f"start a{self.names[0]}:"])
+            body = f"{self.values[i]}" if pair is None else f"a{self.names[pair[0]]} plus a{self.names[pair[1]]}"
+            lines.append(f"[a{self.names[i]}] is {body} , then {links[i]} .")
+        return " ".join([*lines, f"start with a{self.names[0]}:"])
 
     @property
     def reasoning(self) -> str:
@@ -70,9 +78,11 @@ class Problem:
         for i, name in enumerate(self.names):
             pair = self.operands[i]
             body = (
-                f"{self.values[i]}" if pair is None else " ".join(f"a{self.names[j]} {self.values[j]}" for j in pair)
+                f"{self.values[i]}"
+                if pair is None
+                else " plus ".join(f"a{self.names[j]} {self.values[j]}" for j in pair)
             )
-            steps.append(f"a{name}: {body} a{name}= {self.values[i]}")
+            steps.append(f"a{name}: {body} gives a{name}= {self.values[i]} .")
         return " ".join([*steps, LAST])
 
     @property
@@ -98,7 +108,7 @@ def make_problem(variables: int, rng: random.Random) -> Problem:
     """Draw one problem.
 
     Args:
-        variables: how many variables, ``GIVENS + 1`` .. ``NAMES``. A whole conversation takes about eleven tokens
+        variables: how many variables, ``GIVENS + 1`` .. ``NAMES``. A whole conversation takes about nineteen tokens
             each.
         rng: source of randomness; the same state gives the same problem.
 
@@ -141,5 +151,5 @@ def make_problems(count: int, variables: int | tuple[int, int], seed: int) -> It
 
 def vocabulary() -> list[str]:
     """All word-level tokens of the task, without the chat markup."""
-    words = [str(d) for d in range(10)] + ["start", LAST, "\\boxed{", "}"]
+    words = [str(d) for d in range(10)] + [*WORDS, LAST, "\\boxed{", "}"]
     return words + [role.format(n) for role in ROLES for n in range(NAMES)]
