@@ -193,8 +193,8 @@ def attach(
     Args:
         model: a causal language model of a supported family.
         method: gates; a method; or a method's name, with its options as keywords.
-        config: how to decode with gates. Its fields may be given as keywords instead; what is not given is as the gates
-            ask for (``compat="published"`` of imported ones).
+        config: how to decode with gates. Its fields may be given as keywords instead; what is not given is as the
+            gates ask for (``compat="published"`` of imported ones).
         measure_recall: see `Handle`.
         **options: for a method given by name, or fields of `DecodeConfig` for gates.
 
