@@ -17,7 +17,7 @@ HELP = (
 
 METHODS = ["dense", "oracle", "gate", "quest", "streaming_llm", "random"]
 BUDGETS = [64, 128, 256]
-VARIABLES, PROBLEMS = 28, 48
+VARIABLES, PROBLEMS = 28, 32
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
