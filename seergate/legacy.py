@@ -20,7 +20,7 @@ from torch import Tensor
 
 from seergate.adapter import Adapter, check_finite, check_tensors, fetch, is_hub_id, is_sign
 from seergate.config import POOLINGS, GateConfig
-from seergate.errors import SeergateError
+from seergate.errors import SeergateError, first_line
 from seergate.host.families import gate_geometry, text_config
 from seergate.loading import base_config, skeleton
 
@@ -201,9 +201,9 @@ def _read_weights(path: Path) -> dict[str, Tensor]:
             raise ValueError("its entries are larger than the file")
         weights = torch.load(path, map_location="cpu", weights_only=True)
     except (OSError, ValueError, RuntimeError, KeyError, TypeError, AttributeError, EOFError, IndexError) as error:
-        raise SeergateError(f"{path} is not a readable file of PyTorch tensors: {_first_line(error)}") from error
+        raise SeergateError(f"{path} is not a readable file of PyTorch tensors: {first_line(error)}") from error
     except (zipfile.BadZipFile, UnpicklingError, NotImplementedError, UnicodeDecodeError, MemoryError) as error:
-        raise SeergateError(f"{path} is not a readable file of PyTorch tensors: {_first_line(error)}") from error
+        raise SeergateError(f"{path} is not a readable file of PyTorch tensors: {first_line(error)}") from error
     if not isinstance(weights, Mapping) or not all(
         isinstance(name, str) and isinstance(tensor, Tensor) for name, tensor in weights.items()
     ):
@@ -275,7 +275,7 @@ def _skeleton(config: dict[str, Any], where: str) -> Any:
     except SeergateError as error:
         raise SeergateError(f"{where}: {error}") from error
     except (ValueError, TypeError, KeyError, AttributeError, RuntimeError, ArithmeticError) as error:
-        raise SeergateError(f"{where}: no model can be built from it: {_first_line(error)}") from error
+        raise SeergateError(f"{where}: no model can be built from it: {first_line(error)}") from error
     return model
 
 
@@ -314,7 +314,3 @@ def _is_published(path: Path) -> bool:
     except SeergateError:
         return False
     return True
-
-
-def _first_line(error: BaseException) -> str:
-    return (str(error).strip() or type(error).__name__).splitlines()[0]

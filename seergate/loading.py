@@ -12,7 +12,7 @@ from safetensors import SafetensorError
 from seergate.adapter import cached_commit, is_hub_id
 from seergate.bank import GateBank
 from seergate.config import DecodeConfig
-from seergate.errors import SeergateError
+from seergate.errors import SeergateError, first_line
 from seergate.host import attach
 from seergate.host.families import family_of, gate_geometry
 from seergate.paths import is_directory, resolve_model
@@ -129,7 +129,7 @@ def skeleton(config: Any) -> PreTrainedModel:
         with torch.device("meta"):
             return AutoModelForCausalLM.from_config(config)
     except ValueError as error:
-        raise SeergateError(f"no model can be built from its configuration: {str(error).splitlines()[0]}") from error
+        raise SeergateError(f"no model can be built from its configuration: {first_line(error)}") from error
 
 
 def load_base(
@@ -156,9 +156,7 @@ def load_base(
     try:
         return model.to(device)  # type: ignore[arg-type]
     except RuntimeError as error:  # most often, it does not fit
-        raise SeergateError(
-            f"the base model {name} cannot be put on {device}: {str(error).splitlines()[0]}"
-        ) from error
+        raise SeergateError(f"the base model {name} cannot be put on {device}: {first_line(error)}") from error
 
 
 def load_tokenizer(name: str | os.PathLike[str], **options: Any) -> PreTrainedTokenizerBase:
@@ -196,5 +194,4 @@ def _reading(what: str, name: str | os.PathLike[str], read: Callable[..., Any], 
     try:
         return read(resolve_model(name), **options)
     except _FAILURES as error:
-        lines = str(error).strip().splitlines() or [type(error).__name__]
-        raise SeergateError(f"the {what} {name} could not be loaded: {lines[0]}") from error
+        raise SeergateError(f"the {what} {name} could not be loaded: {first_line(error)}") from error

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from seergate.config import DecodeConfig, GateConfig
-from seergate.errors import SeergateError
+from seergate.errors import SeergateError, first_line
 from seergate.gate import AttnGate
 from seergate.geometry import ModelGeometry
 from seergate.paths import is_directory, shipped_name
@@ -169,7 +169,7 @@ def check_tensors(adapter: Adapter, found: Signature, source: str) -> None:
     try:
         expected = expected_shapes(adapter.gate, adapter.geometry)
     except (ValueError, TypeError, RuntimeError, OverflowError) as error:  # torch's own for absurd sizes
-        raise SeergateError(f"{source}: {str(error).splitlines()[0]}") from error
+        raise SeergateError(f"{source}: {first_line(error)}") from error
     for name in sorted(expected.keys() | found.keys()):
         if name not in found:
             raise SeergateError(f"{source}: the tensor {name} is missing; its shape must be {expected[name]}")

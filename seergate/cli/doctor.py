@@ -114,15 +114,14 @@ def _judge(name: str) -> int:
     from transformers import AutoConfig
 
     from seergate.cli.models import model_path
-    from seergate.errors import SeergateError
+    from seergate.errors import SeergateError, first_line
     from seergate.host.families import family_of, layer_type
 
     path = model_path(name)
     try:
         config = AutoConfig.from_pretrained(path)
     except (OSError, ValueError, KeyError) as error:
-        first = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
-        raise SeergateError(f"the configuration of {path} cannot be read: {first}") from error
+        raise SeergateError(f"the configuration of {path} cannot be read: {first_line(error)}") from error
     family_of(config)
     text = config.get_text_config()
     gated = [i for i in range(text.num_hidden_layers) if layer_type(text, i) == "full_attention"]

@@ -15,9 +15,9 @@ from seergate.bank import GateBank
 from seergate.config import GateConfig
 from seergate.distill.config import TrainConfig
 from seergate.distill.distributed import World
-from seergate.errors import SeergateError
+from seergate.errors import SeergateError, first_line
 from seergate.host.families import head_dim_of
-from seergate.loading import load_base
+from seergate.loading import load_base, skeleton
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig, PreTrainedModel
@@ -37,19 +37,18 @@ def gate_config(config: TrainConfig, model: PreTrainedModel) -> GateConfig:
     )
 
 
-def skeleton(base_config: PretrainedConfig) -> PreTrainedModel:
-    """The model without any weights.
+def read_base_config(path: str, config: TrainConfig) -> PretrainedConfig:
+    """The model's configuration, from a directory or the Hub.
 
     Raises:
-        SeergateError: if it is no causal language model.
+        SeergateError: if there is none that can be read.
     """
-    from transformers import AutoModelForCausalLM
+    from transformers import AutoConfig
 
     try:
-        with torch.device("meta"):
-            return AutoModelForCausalLM.from_config(base_config)
-    except ValueError as error:
-        raise SeergateError(f"this model cannot be used: {first_line(error)}") from error
+        return AutoConfig.from_pretrained(path, revision=config.revision)
+    except (OSError, ValueError) as error:
+        raise SeergateError(f"the model {config.model!r} cannot be loaded: {first_line(error)}") from error
 
 
 def check_model(path: str, config: TrainConfig) -> str | None:
@@ -65,17 +64,12 @@ def check_model(path: str, config: TrainConfig) -> str | None:
     Raises:
         SeergateError: if there is no such model, gates do not fit it, or it cannot be quantised as asked.
     """
-    from transformers import AutoConfig
-
     package = _PACKAGES.get(config.quantize)
     if package is not None and importlib.util.find_spec(package) is None:
         raise SeergateError(
             f"quantize is {config.quantize!r}, which needs {package}; install it (pip install {package}) or use none"
         )
-    try:
-        base_config = AutoConfig.from_pretrained(path, revision=config.revision)
-    except (OSError, ValueError) as error:
-        raise SeergateError(f"the model {config.model!r} cannot be loaded: {first_line(error)}") from error
+    base_config = read_base_config(path, config)
     bare = skeleton(base_config)
     GateBank.for_model(bare, gate_config(config, bare))
     return _fingerprint(Path(path)) or getattr(base_config, "_commit_hash", None)
@@ -165,8 +159,3 @@ def _fingerprint(directory: Path) -> str | None:
             stream.seek(max(0, size - (1 << 20)))
             digest.update(stream.read())
     return digest.hexdigest()
-
-
-def first_line(error: BaseException) -> str:
-    """What an error says, in one line."""
-    return (str(error).strip() or type(error).__name__).splitlines()[0]

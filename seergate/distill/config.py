@@ -18,7 +18,7 @@ from typing import Any, Literal, get_args, get_origin, get_type_hints
 import yaml
 
 from seergate.config import POOLINGS, GateConfig
-from seergate.errors import SeergateError
+from seergate.errors import SeergateError, first_line
 from seergate.paths import shipped
 
 DEFAULT_PRESET = "tiny-reasoner"
@@ -276,7 +276,7 @@ def read_yaml(path: Path) -> dict[str, Any]:
     except FileNotFoundError:
         raise SeergateError(f"the configuration file {path} does not exist") from None
     except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
-        raise SeergateError(f"the configuration file {path} cannot be read: {str(error).splitlines()[0]}") from error
+        raise SeergateError(f"the configuration file {path} cannot be read: {first_line(error)}") from error
     if not isinstance(values, dict):
         raise SeergateError(f"the configuration file {path} must hold 'option: value' lines")
     return values

@@ -13,13 +13,13 @@ from typing import TYPE_CHECKING
 import torch
 
 from seergate.bank import GateBank
-from seergate.distill.base_model import base_dtype, first_line, gate_config, skeleton
+from seergate.distill.base_model import base_dtype, gate_config, read_base_config
 from seergate.distill.config import TrainConfig, locate_model, presets, read_yaml
 from seergate.distill.engines import check_engine
 from seergate.distill.memory import Memory, estimate_memory
 from seergate.distill.speed import measure_speed, pack_flop
-from seergate.errors import SeergateError
 from seergate.host.families import gate_geometry, text_config
+from seergate.loading import skeleton
 from seergate.paths import shipped
 
 if TYPE_CHECKING:
@@ -237,10 +237,7 @@ def _architecture(config: TrainConfig) -> PretrainedConfig:
         shape = shipped("configs") / "architectures" / f"{name}.json"
         if shape.is_file() and not Path(located.model).is_dir() and _model_of(path) == config.model.lower():
             return AutoConfig.for_model(**json.loads(shape.read_text()))
-    try:
-        return AutoConfig.from_pretrained(located.model, revision=config.revision)
-    except (OSError, ValueError) as error:
-        raise SeergateError(f"the model {config.model!r} cannot be loaded: {first_line(error)}") from error
+    return read_base_config(located.model, config)
 
 
 def _model_of(preset: Path) -> str:

@@ -15,7 +15,7 @@ from typing import Any
 
 from seergate.chain_sum import make_problems
 from seergate.distill.config import CHAIN_SUM, TrainConfig
-from seergate.errors import SeergateError
+from seergate.errors import SeergateError, first_line
 
 TRAINING_SEEDS = 1_000_000
 """Training problems are drawn with seeds from here on, evaluation problems with smaller ones."""
@@ -116,7 +116,7 @@ def _table_rows(file: Path) -> Iterator[Any]:
         # Streaming reads the file in place; the default would copy it into a cache first.
         yield from load_dataset(TABLE_SUFFIXES[file.suffix], data_files=str(file), split="train", streaming=True)
     except (pyarrow.ArrowException, DatasetGenerationError, OSError) as error:
-        raise SeergateError(f"{file} cannot be read: {str(error).splitlines()[0]}") from error
+        raise SeergateError(f"{file} cannot be read: {first_line(error)}") from error
 
 
 def _hub(config: TrainConfig) -> Source:
@@ -137,8 +137,9 @@ def _hub(config: TrainConfig) -> Source:
 
         identity = f"{name}/{dataset_info(config.data, revision=config.data_revision).sha}"
     except Exception as error:  # no network, unknown dataset, split or configuration: as many types as libraries
-        reason = (str(error).strip() or type(error).__name__).splitlines()[0]
-        raise SeergateError(f"the dataset {config.data!r} cannot be loaded from the Hub: {reason}") from error
+        raise SeergateError(
+            f"the dataset {config.data!r} cannot be loaded from the Hub: {first_line(error)}"
+        ) from error
     return Source(streamed(rows, config.data), identity)
 
 
@@ -153,5 +154,4 @@ def streamed(rows: Iterable[Any], name: str) -> Iterator[Any]:
         for read, row in enumerate(rows, start=1):  # noqa: B007 (counted for the message)
             yield row
     except Exception as error:
-        reason = (str(error).strip() or type(error).__name__).splitlines()[0]
-        raise SeergateError(f"the dataset {name!r} broke off after {read:,} rows: {reason}") from error
+        raise SeergateError(f"the dataset {name!r} broke off after {read:,} rows: {first_line(error)}") from error

@@ -25,7 +25,7 @@ import torch
 
 from seergate.adapter import push_adapter, save_adapter
 from seergate.bank import GateBank
-from seergate.distill.base_model import base_dtype, check_model, first_line, gate_config, load_frozen, offload_folder
+from seergate.distill.base_model import base_dtype, check_model, gate_config, load_frozen, offload_folder
 from seergate.distill.callbacks import Callback, Console, EvalLog, RowProgress, StepLog, TensorBoard, memory_gb
 from seergate.distill.checkpoint import (
     Checkpoint,
@@ -45,7 +45,7 @@ from seergate.distill.distributed import World, join_world
 from seergate.distill.engines import DistillModule, Losses, check_engine, make_engine, prepare_deepspeed
 from seergate.distill.packing import PackOrder
 from seergate.distill.tally import Tally
-from seergate.errors import SeergateError
+from seergate.errors import SeergateError, first_line
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

@@ -10,7 +10,7 @@ from typing import Any
 
 import yaml
 
-from seergate.errors import SeergateError
+from seergate.errors import SeergateError, first_line
 from seergate.eval.runner import RunOptions
 from seergate.eval.sampling import Sampling
 from seergate.eval.settings import MethodSpec, grid
@@ -77,7 +77,7 @@ class SweepPlan:
         except FileNotFoundError:
             raise SeergateError(f"the sweep file {path} does not exist") from None
         except (yaml.YAMLError, UnicodeDecodeError) as error:
-            raise SeergateError(f"{path} is no YAML: {str(error).splitlines()[0]}") from error
+            raise SeergateError(f"{path} is no YAML: {first_line(error)}") from error
         if not isinstance(values, dict):
             raise SeergateError(f"{path} does not hold 'name: value' lines")
         return cls.of(values, str(path))

@@ -11,7 +11,7 @@ from typing import Any, TextIO
 
 import yaml
 
-from seergate.errors import SeergateError
+from seergate.errors import SeergateError, first_line
 
 CONFIG, SAMPLES, METRICS, PROXIES = "config.yaml", "samples.jsonl", "metrics.json", "proxies.json"
 
@@ -158,7 +158,7 @@ def read_config(directory: Path) -> dict[str, Any]:
     except FileNotFoundError:
         raise SeergateError(f"{directory} holds no {CONFIG}; it is not a run directory") from None
     except (yaml.YAMLError, UnicodeDecodeError) as error:
-        raise SeergateError(f"{path} is damaged: {str(error).splitlines()[0]}") from error
+        raise SeergateError(f"{path} is damaged: {first_line(error)}") from error
     if not isinstance(config, dict):
         raise SeergateError(f"{path} is damaged: it does not hold 'name: value' lines")
     return config
