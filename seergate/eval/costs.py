@@ -1,12 +1,12 @@
 """What each sample's decoding read and held, kept apart by row.
 
-What a row reads does not depend on its batch. Two figures do, a little, because they are the batch's: bytes read to
-decide (a row that would fit into its budget is scored beside longer ones) and resident bytes (memory is allocated for
-the longest row). The first are divided among the rows by length, the second equally.
+What a row reads does not depend on its batch, but for this: a row that would fit into its budget is scored beside
+longer ones. Resident bytes do, because memory is allocated for the longest row; they are divided equally.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -78,10 +78,10 @@ class RowStats(DecodeStats):
         layer: int,
         step: Step,
         seen: list[int],
-        read: list[int],
+        read: Sequence[float],
         selection: Selection | None,
         block_size: int,
-        score_bytes: int,
+        score_bytes: Sequence[int],
         resident_bytes: int,
     ) -> None:
         """See `DecodeStats`."""
@@ -92,8 +92,10 @@ class RowStats(DecodeStats):
         ends = np.array(step.ends)
         seen_, read_, scored, resident, peak = counters.sums
         seen_ += seen
-        read_ += read if selection is None else -(-ends % block_size)  # the current block may not be full
-        scored += score_bytes * ends / ends.sum()
+        read_ += (
+            np.array(read, dtype=float) if selection is None else -(-ends % block_size)
+        )  # the current block may not be full
+        scored += score_bytes
         resident += resident_bytes / len(seen)
         np.maximum(peak, resident_bytes / len(seen), out=peak)
         if selection is not None:

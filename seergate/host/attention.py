@@ -142,7 +142,7 @@ def _tokens(step: Step) -> Iterator[Step]:
 def _decode(layer: GatedLayer, state: Any, step: Step, stats: DecodeStats, measure_recall: bool) -> Tensor:
     method = layer.method
     selection: Selection | None = None
-    score_bytes = 0
+    score_bytes = [0] * len(step.starts)
     output: Tensor | None = None
     if isinstance(method, SelectingMethod):
         selection = method.select(state, step)

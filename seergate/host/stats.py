@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -17,9 +18,9 @@ class LayerStats:
     def __init__(self) -> None:
         self.steps = self.rows = 0
         self.tokens_seen = self.tokens_held = 0
-        self.tokens_read = 0  # by steps that selected nothing, mean over KV heads
+        self.tokens_read = 0.0  # by steps that selected nothing, mean over KV heads
         self.bytes_scored = 0
-        self.dense_blocks = 0  # blocks read by each head in steps that selected nothing
+        self.dense_blocks = 0.0  # blocks read by each head in steps that selected nothing
         self.selected_blocks: Tensor | int = 0  # [K], in steps that selected
         self.missing_tokens = 0  # by which the last blocks of selections fall short, per head
         self.resident_sum = self.resident_peak = 0
@@ -46,10 +47,10 @@ class DecodeStats:
         layer: int,
         step: Step,
         seen: list[int],
-        read: list[int],
+        read: Sequence[float],
         selection: Selection | None,
         block_size: int,
-        score_bytes: int,
+        score_bytes: Sequence[int],
         resident_bytes: int,
     ) -> None:
         """Count one decode step.
@@ -61,7 +62,7 @@ class DecodeStats:
             read: tokens each row reads if nothing was selected.
             selection: the blocks read, or ``None`` if nothing was selected.
             block_size: tokens per block.
-            score_bytes: read to decide.
+            score_bytes: per row, read to decide.
             resident_bytes: held by the layer.
         """
         stats = self.layers[layer]
@@ -72,7 +73,7 @@ class DecodeStats:
         stats.rows += len(seen)
         stats.tokens_seen += sum(seen)
         stats.tokens_held += sum(step.ends)
-        stats.bytes_scored += score_bytes
+        stats.bytes_scored += sum(score_bytes)
         if selection is None:
             stats.tokens_read += sum(read)
             stats.dense_blocks += sum(-(-tokens // block_size) for tokens in read)

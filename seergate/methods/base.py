@@ -9,6 +9,7 @@ Shape suffixes: B batch, S new tokens, C capacity of the cache, N blocks, H quer
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import ClassVar, Protocol
 
@@ -159,6 +160,15 @@ class Method(ABC):
         """Whether the cache should hold keys before RoPE (the method rotates them itself)."""
         return False
 
+    @property
+    def nominal(self) -> str:
+        """What the method is given to read or to hold, for people: its token budget, its threshold, or ``"all"``."""
+        for name, sign in (("token_budget", ""), ("threshold", "p > "), ("top_p", "top-p ")):
+            value = getattr(self, name, None)
+            if value is not None:
+                return f"{sign}{value}"
+        return "all"
+
     @abstractmethod
     def new_state(self, spec: LayerSpec) -> LayerState:
         """A fresh state for one layer of one request."""
@@ -222,9 +232,9 @@ class SelectingState(LayerState, ABC):
         block and beyond are ignored.
         """
 
-    def score_bytes(self, step: Step) -> int:
-        """Bytes that `scores` reads, all rows and heads together."""
-        return 0
+    def score_bytes(self, step: Step) -> list[int]:
+        """Per row, bytes that `scores` reads, all heads together."""
+        return [0] * len(step.starts)
 
 
 @dataclass(kw_only=True)
@@ -276,15 +286,16 @@ class EvictingState(LayerState, ABC):
         """Tokens of a row so far, evicted ones included."""
         return self.prompts[row] + self.decoded[row]
 
-    def tokens_read(self, step: Step) -> list[int]:
-        """Per row, how many residents `attend` reads."""
+    def tokens_read(self, step: Step) -> Sequence[float]:
+        """Per row, how many residents `attend` reads, mean over KV heads."""
         return step.ends
 
-    def score_bytes(self, step: Step) -> int:
-        """Bytes that a decode step reads beside keys and values, all rows and heads together; what an eviction reads
-        now and then is not counted.
+    def score_bytes(self, step: Step) -> list[int]:
+        """Per row, bytes that a decode step reads beside the keys and values of `tokens_read` tokens, all heads
+        together; less than none where it keeps some of these in fewer bytes than the cache would. What an eviction
+        reads now and then is not counted.
         """
-        return 0
+        return [0] * len(step.starts)
 
     def attend(self, step: Step) -> Tensor | None:
         """The attention output ``[B, H, D]`` of a decode step, or ``None`` for ordinary attention to all residents."""

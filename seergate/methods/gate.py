@@ -132,11 +132,11 @@ class GateState(SelectingState):
         qg_BK1E = self.gate.queries(step.q_pre_BHSD, (step.lengths - 1)[:, None])
         return self.gate.scores(qg_BK1E, self.rows["kg"])[:, :, 0]
 
-    def score_bytes(self, step: Step) -> int:
+    def score_bytes(self, step: Step) -> list[int]:
         """See `SelectingState`."""
         kg = self.rows["kg"]
-        blocks = sum((end - 1) // self.block_size for end in step.ends)
-        return blocks * kg.shape[1] * kg.shape[3] * kg.element_size()
+        per_block = kg.shape[1] * kg.shape[3] * kg.element_size()
+        return [(end - 1) // self.block_size * per_block for end in step.ends]
 
     def crop(self, before: list[int], after: list[int], keys_BKCD: Tensor, offsets: list[int]) -> None:
         """See `LayerState`. Raw keys of a reopened block that are gone are recovered from the rotated ones."""

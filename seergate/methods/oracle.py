@@ -45,10 +45,10 @@ class OracleState(SelectingState):
         blocks = F.pad(logp_BKGT, (0, missing), value=-torch.inf).unflatten(-1, (-1, self.block_size))
         return blocks.amax(-1).amax(2)
 
-    def score_bytes(self, step: Step) -> int:
+    def score_bytes(self, step: Step) -> list[int]:
         """See `SelectingState`: all keys."""
         keys = step.keys_BKCD
-        return sum(step.ends) * keys.shape[1] * keys.shape[3] * keys.element_size()
+        return [end * keys.shape[1] * keys.shape[3] * keys.element_size() for end in step.ends]
 
 
 def log_probabilities(step: Step) -> Tensor:

@@ -87,10 +87,11 @@ class PageBounds:
         bound_BKGN = q_BKGD.clamp(min=0) @ high.transpose(-1, -2) + q_BKGD.clamp(max=0) @ low.transpose(-1, -2)
         return bound_BKGN.amax(2) if group_reduction == "max" else bound_BKGN.mean(2)
 
-    def nbytes(self, step: Step) -> int:
-        """Bytes that `bounds` reads: two vectors per page."""
-        pages, high = sum(-(-end // self.block_size) for end in step.ends), self.state.rows["high"]
-        return 2 * pages * high.shape[1] * high.shape[3] * high.element_size()
+    def nbytes(self, step: Step) -> list[int]:
+        """Per row, bytes that `bounds` reads: two vectors per page."""
+        high = self.state.rows["high"]
+        per_page = 2 * high.shape[1] * high.shape[3] * high.element_size()
+        return [-(-end // self.block_size) * per_page for end in step.ends]
 
 
 class QuestState(SelectingState):
@@ -108,7 +109,7 @@ class QuestState(SelectingState):
         """See `SelectingState`."""
         return self.pages.bounds(step, self.group_reduction)
 
-    def score_bytes(self, step: Step) -> int:
+    def score_bytes(self, step: Step) -> list[int]:
         """See `SelectingState`."""
         return self.pages.nbytes(step)
 

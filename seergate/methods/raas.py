@@ -169,7 +169,7 @@ class RaaSState(EvictingState):
             skipped.append(min(self._pinned(row), pages - 1) - self._prompt_pages_read(row, pages))
         return [end - size * pages for end, pages in zip(step.ends, skipped, strict=True)]
 
-    def score_bytes(self, step: Step) -> int:
+    def score_bytes(self, step: Step) -> list[int]:
         """See `EvictingState`."""
         return self.pages.nbytes(step)
 

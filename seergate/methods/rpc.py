@@ -48,6 +48,11 @@ class RPC(EvictingMethod):
             )
         check_choice(self, scope=("layer", "kv_head"))
 
+    @property
+    def nominal(self) -> str:
+        """See `Method`: there is no token budget; what is kept grows with the answer."""
+        return f"1/{self.ratio} of the answer"
+
     def new_state(self, spec: LayerSpec) -> LayerState:
         """See `Method`."""
         return RPCState(spec, self)
