@@ -90,6 +90,14 @@ class DecodeConfig:
         top_p: read the fewest past blocks whose softmax scores sum to this, in (0, 1).
         sink_blocks: this many first blocks are always read; they count in the budget.
         dense_layers: indices of layers that stay dense (the paper's hybrid models, section 5.2).
+        dense_below: a row reads everything while it has no more than this many tokens, current one included. Below the
+            break-even length of a machine (``benchmarks/end_to_end.py``) reading everything is faster than choosing.
+        rectify_every: after this many sparse steps one dense pass computes the keys and values of their tokens anew
+            (ReSA; 32 in its code). ``None`` for never.
+        lossless: ``generate`` gives what the dense model gives. The sparse model drafts tokens, and one dense pass
+            verifies them; whatever is not drafted is dense.
+        draft_tokens: with ``lossless``, how many tokens are drafted before each dense pass; chosen from the share that
+            is accepted if ``None``.
         compat: ``"published"`` reproduces the published checkpoints' code where it differs from the paper: a block
             that closes while decoding is rotated at its last position, the current block takes part in the softmax
             with logit 0, and first and last block are read on top of the budget. ``None`` follows the paper.
@@ -103,6 +111,10 @@ class DecodeConfig:
     top_p: float | None = None
     sink_blocks: int = 0
     dense_layers: tuple[int, ...] = ()
+    dense_below: int = 0
+    rectify_every: int | None = None
+    lossless: bool = False
+    draft_tokens: int | None = None
     compat: Literal["published"] | None = None
 
     def __post_init__(self) -> None:
@@ -125,13 +137,42 @@ class DecodeConfig:
         object.__setattr__(self, "dense_layers", tuple(self.dense_layers))
         if not all(is_int(layer) and layer >= 0 for layer in self.dense_layers):
             raise ValueError(f"dense_layers is {self.dense_layers!r}; it must hold layer indices, 0 or greater")
+        if not is_int(self.dense_below) or self.dense_below < 0:
+            raise ValueError(f"dense_below is {self.dense_below!r}; it must be 0 or a positive number of tokens")
+        self._check_corrections()
         if self.compat not in (None, "published"):
             raise ValueError(f'compat is {self.compat!r}; it must be None or "published"')
-        if self.compat == "published" and (self.top_p is not None or self.sink_blocks):
-            raise ValueError('compat is "published", whose code has neither top_p nor sink_blocks; leave them out')
+        if self.compat == "published" and (self.top_p is not None or self.sink_blocks or self.dense_below):
+            raise ValueError(
+                'compat is "published", whose code has neither top_p nor sink_blocks nor dense_below; leave them out'
+            )
+
+    def _check_corrections(self) -> None:
+        """What undoes the errors of sparse steps: rectification and lossless decoding."""
+        if self.rectify_every is not None and (not is_int(self.rectify_every) or self.rectify_every < 1):
+            raise ValueError(
+                f"rectify_every is {self.rectify_every!r}; it must be a positive number of tokens, or None"
+            )
+        if not isinstance(self.lossless, bool):
+            raise ValueError(f"lossless is {self.lossless!r}; it must be True or False")
+        if self.lossless and self.rectify_every is not None:
+            raise ValueError(
+                f"rectify_every is {self.rectify_every} beside lossless, which leaves nothing to rectify; drop one"
+            )
+        if self.draft_tokens is not None:
+            if not is_int(self.draft_tokens) or self.draft_tokens < 1:
+                raise ValueError(
+                    f"draft_tokens is {self.draft_tokens!r}; it must be a positive number of tokens, or None"
+                )
+            if not self.lossless:
+                raise ValueError(f"draft_tokens is {self.draft_tokens} without lossless=True, the mode that drafts")
 
     def check_block_size(self, block_size: int) -> None:
-        """Refuse a budget that cannot hold the current block and the sinks."""
+        """Refuse a budget that cannot hold the current block and the sinks, and drafts longer than a block."""
+        if self.draft_tokens is not None and self.draft_tokens > block_size:
+            raise ValueError(
+                f"draft_tokens is {self.draft_tokens}; with block_size {block_size} it must be at most that"
+            )
         needed = (1 + self.sink_blocks) * block_size
         if self.token_budget is not None and self.token_budget < needed:
             raise ValueError(

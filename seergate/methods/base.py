@@ -18,6 +18,7 @@ from torch import Tensor
 
 from seergate import ops
 from seergate.config import DecodeConfig, is_int
+from seergate.methods.short_rows import with_all_blocks
 from seergate.ops import Selection
 
 
@@ -179,7 +180,8 @@ class SelectingMethod(Method):
     """Keeps the whole cache and reads some of its blocks at each step.
 
     Attributes:
-        token_budget, threshold, top_p, sink_blocks, dense_layers: see `DecodeConfig`.
+        token_budget, threshold, top_p, sink_blocks, dense_layers, dense_below, rectify_every, lossless, draft_tokens:
+            see `DecodeConfig`.
         block_size: tokens per block.
     """
 
@@ -188,6 +190,10 @@ class SelectingMethod(Method):
     top_p: float | None = None
     sink_blocks: int = 0
     dense_layers: tuple[int, ...] = ()
+    dense_below: int = 0
+    rectify_every: int | None = None
+    lossless: bool = False
+    draft_tokens: int | None = None
     block_size: int = 64
 
     def __post_init__(self) -> None:
@@ -197,6 +203,10 @@ class SelectingMethod(Method):
             top_p=self.top_p,
             sink_blocks=self.sink_blocks,
             dense_layers=self.dense_layers,
+            dense_below=self.dense_below,
+            rectify_every=self.rectify_every,
+            lossless=self.lossless,
+            draft_tokens=self.draft_tokens,
         )
         if not is_int(self.block_size) or self.block_size < 1:
             raise ValueError(f"block_size is {self.block_size!r}; it must be a positive number of tokens")
@@ -205,17 +215,25 @@ class SelectingMethod(Method):
 
     def select(self, state: SelectingState, step: Step) -> Selection | None:
         """The blocks to read at a decode step, or ``None`` for all of them."""
-        if state.spec.layer in self.rule.dense_layers or self.covers(step.max_length):
+        rule = self.rule
+        if (
+            state.spec.layer in rule.dense_layers
+            or self.covers(step.max_length)
+            or step.max_length <= rule.dense_below
+        ):
             return None
-        return ops.select_blocks(
+        selection = ops.select_blocks(
             state.scores(step),
             step.lengths,
             block_size=self.block_size,
-            token_budget=self.rule.token_budget,
-            threshold=self.rule.threshold,
-            top_p=self.rule.top_p,
-            sink_blocks=self.rule.sink_blocks,
+            token_budget=rule.token_budget,
+            threshold=rule.threshold,
+            top_p=rule.top_p,
+            sink_blocks=rule.sink_blocks,
         )
+        if rule.dense_below:
+            selection = with_all_blocks(selection, step.ends, self.block_size, rule.dense_below)
+        return selection
 
     def covers(self, length: int) -> bool:
         """Whether the budget has room for every block of ``length`` tokens."""
