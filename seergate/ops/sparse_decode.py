@@ -48,8 +48,8 @@ def sparse_decode(
         sinks: ``[H]`` attention-sink logits, which enter the softmax's denominator (GPT-OSS).
         softcap: scores become ``softcap * tanh(score / softcap)`` (Gemma 2).
         page_table: int ``[B, P]``: k and v are pages ``[pages, Hkv, page, d]``, and page ``i // page`` of row ``b``
-            holds its token ``i``, so that ``S = P * page``; ``page`` is a multiple of ``block_size``. The torch
-            backend copies the cache first.
+            holds its token ``i``, so that ``S = P * page``; ``page`` is a multiple of ``block_size``. Only the
+            selected blocks are read, in place.
 
     Returns:
         ``[B, H, dv]`` in the dtype of ``q``; zero where a row and head have no block at all.

@@ -45,6 +45,25 @@ def test_dense(dense_decode):
         torch.testing.assert_close(dense_decode(q, pages, pages, lengths, page_table=table), want)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("group", [1, 4, 5, 7, 8])
+@pytest.mark.parametrize("lengths", [[300, 300], [300, 17], [1, 16], [33, 299]])
+def test_pages_are_the_contiguous_cache_to_the_last_bit(dtype, group, lengths):
+    """Where the keys lie changes no rounding; blocks smaller than a page, and as large."""
+    q, ends = torch.randn(2, 3 * group, 16).to(dtype), torch.tensor(lengths)
+    cache = torch.randn(2, 2, 3, 19 * 16, 16).to(dtype)
+    table = torch.randperm(40)[:38].view(2, 19)
+    pages = torch.full((2, 40, 3, 16, 16), math.nan).to(dtype)
+    for b in range(2):
+        pages[:, table[b]] = cache[:, b].unflatten(2, (19, 16)).transpose(1, 2)
+    for block in (4, 16):
+        scores = torch.randn(2, 3, -(-300 // block))
+        chosen = ops.select_blocks(scores, ends, block_size=block, token_budget=3 * block)
+        paged = ops.sparse_decode(q, *pages, chosen.indices, ends, block, page_table=table)
+        assert torch.equal(paged, ops.sparse_decode(q, *cache, chosen.indices, ends, block))
+    assert torch.equal(ops.dense_decode(q, *pages, ends, page_table=table), ops.dense_decode(q, *cache, ends))
+
+
 @pytest.mark.parametrize(
     ("table", "message"),
     [

@@ -25,18 +25,23 @@ def dense_decode(
     page_table: Tensor | None,
 ) -> Tensor:
     """See `seergate.ops.dense_decode`."""
-    if page_table is not None:
-        k, v = unpaged(k, page_table), unpaged(v, page_table)
     q_BKGD = q.unflatten(1, (k.shape[1], -1))
     mask_B11S = None
     plain = sinks is None and softcap is None
     if plain and lengths is not None and q.device.type == "cpu":
         # Row by row: a mask would make the kernel read what it hides, and clearing NaN would copy the cache.
         rows = [
-            F.scaled_dot_product_attention(q_BKGD[i : i + 1], k[i : i + 1, :, :n], v[i : i + 1, :, :n], scale=sm_scale)
+            F.scaled_dot_product_attention(
+                q_BKGD[i : i + 1], *(_row(x, i, n, page_table) for x in (k, v)), scale=sm_scale
+            )
             for i, n in enumerate(lengths.tolist())
         ]
         return torch.cat(rows).flatten(1, 2)
+    if page_table is not None:
+        k, v = unpaged(k, page_table), unpaged(v, page_table)
+        if lengths is not None and q.device.type == "cpu":
+            longest = int(lengths.max()) if len(lengths) else 0
+            k, v = k[:, :, :longest], v[:, :, :longest]
     if lengths is not None:
         mask_B11S = (torch.arange(k.shape[2], device=k.device) < lengths[:, None])[:, None, None]
         held = mask_B11S.transpose(-1, -2)
@@ -55,3 +60,10 @@ def dense_decode(
     else:
         probs_BKGS = scores_BKGS.softmax(-1)
     return (probs_BKGS @ v.to(wide)).flatten(1, 2).to(q.dtype)
+
+
+def _row(x: Tensor, row: int, length: int, page_table: Tensor | None) -> Tensor:
+    """The first tokens of one row, ``[1, K, length, D]``; of a paged cache a copy, which lives for one attention."""
+    if page_table is None:
+        return x[row : row + 1, :, :length]
+    return unpaged(x, page_table[row : row + 1, : -(-length // x.shape[2])])[:, :, :length]

@@ -12,8 +12,6 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from seergate.ops.paging import unpaged
-
 GATHER_BYTES_CPU = 2**20
 """How much each thread gathers at a time. A buffer that stays in a core's cache, and is written again and again, costs
 less than the memory traffic and the fresh pages of a large one."""
@@ -34,9 +32,8 @@ def sparse_decode(
     page_table: Tensor | None,
 ) -> Tensor:
     """See `seergate.ops.sparse_decode`."""
-    if page_table is not None:
-        k, v = unpaged(k, page_table), unpaged(v, page_table)
-    (batch, heads, dim), kv_heads, capacity = q.shape, k.shape[1], k.shape[2]
+    (batch, heads, dim), kv_heads, page = q.shape, k.shape[1], k.shape[2]
+    capacity = page if page_table is None else page * page_table.shape[1]
     pairs, group, on_cpu = batch * kv_heads, heads // kv_heads, q.device.type == "cpu"
     out_PGD = q.new_zeros(pairs, group, v.shape[-1])
     starts_BKX = indices.long() * block_size
@@ -49,10 +46,12 @@ def sparse_decode(
         return out_PGD.view(batch, heads, -1)
 
     uniform = low == width
-    if uniform and capacity % block_size == 0 and k.is_contiguous() and v.is_contiguous():
+    if uniform and page % block_size == 0 and k.is_contiguous() and v.is_contiguous():
         # Whole blocks are rows of a matrix; the tail of the last one is sliced off.
-        first_BK1 = torch.arange(pairs, device=q.device).view(batch, kv_heads, 1) * (capacity // block_size)
-        index_PX = (indices[..., : -(-width // block_size)] + first_BK1).flatten(0, 1)
+        blocks_BKX, per_page = indices[..., : -(-width // block_size)].long(), page // block_size
+        pages_BKX, blocks_BKX = _places(blocks_BKX, per_page, page_table)
+        heads_K1 = torch.arange(kv_heads, device=q.device)[:, None]
+        index_PX = ((pages_BKX * kv_heads + heads_K1) * per_page + blocks_BKX).flatten(0, 1)
         sources = [(x.view(-1, block_size * x.shape[-1]), index_PX) for x in (k, v)]
     else:
         # Places beyond a pair's tokens read its first token, so that nothing unselected is ever touched.
@@ -60,7 +59,7 @@ def sparse_decode(
         tokens_BKXC = starts_BKX[..., None] + offsets_C
         tokens_BKXC = torch.where(offsets_C < used_BKX[..., None], tokens_BKXC, starts_BKX[..., :1, None])
         tokens_BKS = tokens_BKXC.flatten(2)[..., :width].clamp(0, capacity - 1)
-        sources = [_token_rows(x, tokens_BKS) for x in (k, v)]
+        sources = [_token_rows(x, tokens_BKS, page_table) for x in (k, v)]
     mask_PS = None if uniform else torch.arange(width, device=q.device) < counts_P[:, None]
 
     q_PGD = q.reshape(pairs, group, dim)
@@ -89,7 +88,21 @@ def sparse_decode(
     return out_PGD.view(batch, heads, -1)
 
 
-def _token_rows(x: Tensor, tokens_BKS: Tensor) -> tuple[Tensor, Tensor]:
+def _places(units_BKX: Tensor, per_page: int, page_table: Tensor | None) -> tuple[Tensor, Tensor]:
+    """Where blocks or tokens of a row lie: the first index into the cache, and which one of its page each is.
+
+    Args:
+        units_BKX: numbered from the row's first.
+        per_page: how many of them a page holds.
+        page_table: as in `seergate.ops.sparse_decode`.
+    """
+    if page_table is None:
+        return torch.arange(len(units_BKX), device=units_BKX.device)[:, None, None], units_BKX
+    pages_BKX = units_BKX // per_page
+    return page_table.long().gather(1, pages_BKX.flatten(1)).view_as(pages_BKX), units_BKX % per_page
+
+
+def _token_rows(x: Tensor, tokens_BKS: Tensor, page_table: Tensor | None) -> tuple[Tensor, Tensor]:
     """A matrix with one token of one head per row, and the rows ``[P, S]`` that hold these tokens.
 
     A view of ``x`` where its layout allows: also for a slice of a buffer, and for heads last (``[B, S, K, D]``
@@ -103,9 +116,9 @@ def _token_rows(x: Tensor, tokens_BKS: Tensor) -> tuple[Tensor, Tensor]:
     per_row, per_head, per_token = (stride // dim for stride in strides)
     batch, kv_heads, capacity = x.shape[:3]
     count = 1 + (batch - 1) * per_row + (kv_heads - 1) * per_head + (capacity - 1) * per_token
-    rows_B11 = torch.arange(batch, device=x.device)[:, None, None] * per_row
+    rows_BKS, tokens_BKS = _places(tokens_BKS, capacity, page_table)
     heads_K1 = torch.arange(kv_heads, device=x.device)[:, None] * per_head
-    index_BKS = tokens_BKS * per_token + heads_K1 + rows_B11
+    index_BKS = tokens_BKS * per_token + heads_K1 + rows_BKS * per_row
     return x.as_strided((count, dim), (dim, 1)), index_BKS.flatten(0, 1)
 
 
