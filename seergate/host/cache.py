@@ -321,8 +321,9 @@ class GatedLayer(CacheLayerMixin):
         self.slots, self.row_seen = kept, list(after)
         self.decoding = True  # whoever takes tokens back is drafting
         self._set_lengths(after)
-        if self.state is not None and self.keys is not None:
-            self.state.crop(before, after, self.keys, self.row_offsets)
+        keys = self.keys
+        if self.state is not None and keys is not None:
+            self.state.crop(before, after, keys, self.row_offsets)
 
     def reset(self) -> None:
         """Forget everything."""
@@ -344,9 +345,8 @@ class GatedLayer(CacheLayerMixin):
     def _select_rows(self, index: Tensor) -> None:
         if not self.is_initialized:
             return
-        assert self.keys is not None and self.values is not None
         index = index.to(self.device)
-        self.keys, self.values = self.keys.index_select(0, index), self.values.index_select(0, index)
+        self._select_buffers(index)
         self.lengths = self.lengths.index_select(0, index)
         rows = index.tolist()
         self.row_lengths = [self.row_lengths[row] for row in rows]
@@ -357,18 +357,18 @@ class GatedLayer(CacheLayerMixin):
         if self.state is not None:
             self.state.select_rows(index)
 
+    def _select_buffers(self, index: Tensor) -> None:
+        assert self.keys is not None and self.values is not None
+        self.keys, self.values = self.keys.index_select(0, index), self.values.index_select(0, index)
+
     def append_rows(self, other: GatedLayer) -> None:
         """Put another cache's rows after this one's; all count as left-padded to the longest of them.
 
         Args:
             other: filled under the same method, not static. It must not be used afterwards.
         """
-        assert self.keys is not None and self.values is not None and other.keys is not None
-        assert other.values is not None and self.static_length is None and other.static_length is None
-        self._reserve(max(other.row_lengths))
-        short = self.keys.shape[2] - other.keys.shape[2]
-        other.keys, other.values = (pad(x, (0, 0, 0, short)) for x in (other.keys, other.values))  # cut, if negative
-        self.keys, self.values = torch.cat((self.keys, other.keys)), torch.cat((self.values, other.values))
+        assert self.static_length is None and other.static_length is None
+        self._append_buffers(other)
         self.lengths = torch.cat((self.lengths, other.lengths))
         self.row_lengths, self.row_seen = self.row_lengths + other.row_lengths, self.row_seen + other.row_seen
         self.row_offsets = self.row_offsets + other.row_offsets
@@ -379,6 +379,19 @@ class GatedLayer(CacheLayerMixin):
         self.slots = max(self.row_seen)
         begins = torch.tensor([self.slots - seen for seen in self.row_seen], device=self.device)
         self.valid = torch.arange(self.slots, device=self.device) >= begins[:, None] if begins.any() else None
+
+    def _append_buffers(self, other: GatedLayer) -> None:
+        self._reserve(max(other.row_lengths))
+        assert self.keys is not None and self.values is not None
+        assert other.keys is not None and other.values is not None
+        short = self.keys.shape[2] - other.keys.shape[2]
+        other.keys, other.values = (pad(x, (0, 0, 0, short)) for x in (other.keys, other.values))  # cut, if negative
+        self.keys, self.values = torch.cat((self.keys, other.keys)), torch.cat((self.values, other.values))
+
+    def stored(self) -> tuple[Tensor, Tensor, Tensor | None]:
+        """Keys and values as the ops take them, and the page table if they lie in pages."""
+        assert self.keys is not None and self.values is not None
+        return self.keys, self.values, None
 
     @property
     def nbytes(self) -> int:
