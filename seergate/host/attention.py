@@ -99,7 +99,7 @@ def attend(
             "new one"
         )
     assert appended is not None
-    step = _step(layer, appended, query, kwargs)
+    step = make_step(layer, appended, query, kwargs)
     state.append(step)
     new = query.shape[2]
     verifying = layer.decoding and new <= VERIFIED_TOKENS and appended.aligned
@@ -164,7 +164,7 @@ def _decode(layer: GatedLayer, state: Any, step: Step, stats: DecodeStats, measu
     elif isinstance(state, EvictingState):
         output, score_bytes = state.attend(step), state.score_bytes(step)
     if output is None:
-        output = _attend_to_all(step)
+        output = attend_to_all(step)
     read = state.tokens_read(step) if isinstance(state, EvictingState) else step.ends
     seen = [total - held + end for total, held, end in zip(layer.row_seen, layer.row_lengths, step.ends, strict=True)]
     stats.record(layer.layer, step, seen, read, selection, layer.block_size, score_bytes, layer.nbytes)
@@ -173,7 +173,15 @@ def _decode(layer: GatedLayer, state: Any, step: Step, stats: DecodeStats, measu
     return output
 
 
-def _step(layer: GatedLayer, appended: Appended, query: Tensor, kwargs: dict[str, Any]) -> Step:
+def make_step(layer: GatedLayer, appended: Appended, query: Tensor, kwargs: dict[str, Any]) -> Step:
+    """What a method gets to see of the tokens that have just joined the cache.
+
+    Args:
+        layer: the cache.
+        appended: the tokens.
+        query: ``[B, H, S, D]``, after RoPE.
+        kwargs: what the model gave its attention function.
+    """
     assert layer.keys is not None and layer.values is not None
     scaling = kwargs.get("scaling")
     return Step(
@@ -193,7 +201,7 @@ def _step(layer: GatedLayer, appended: Appended, query: Tensor, kwargs: dict[str
     )
 
 
-def _attend_to_all(step: Step) -> Tensor:
+def attend_to_all(step: Step) -> Tensor:
     """Dense decode with the query group folded into the query axis."""
     length = step.max_length
     return ops.dense_decode(

@@ -24,6 +24,9 @@ from seergate.errors import SeergateError
 from seergate.host import families
 from seergate.host.attention import ATTENTION_NAME, CALL_KEYWORD, attend, dense_function, register
 from seergate.host.cache import Arrival, GatedLayer
+from seergate.host.dense_pass import attend_densely
+from seergate.host.lossless import Lossless
+from seergate.host.rectify import Rectifier
 from seergate.host.rope import Rotary
 from seergate.host.stats import DecodeStats
 from seergate.methods import Gate, Method, SelectingMethod, make_method
@@ -87,6 +90,8 @@ class DecodeBinding:
         hidden = kwargs["hidden_states"] if "hidden_states" in kwargs else args[0]
         valid = _valid_tokens(kwargs.get("attention_mask"), hidden.shape[1], layer.slots)
         layer.arrival = Arrival(valid, self.tap.take, kwargs.get("position_ids"))
+        if self.handle.dense_pass:
+            return args, {**kwargs, CALL_KEYWORD: partial(attend_densely, layer, dense)}
         call = partial(attend, layer, self.handle.stats_, self.handle.measure_recall, dense)
         return args, {**kwargs, CALL_KEYWORD: call}
 
@@ -156,24 +161,38 @@ class Handle:
         self.model, self.method, self.measure_recall = model, method, measure_recall
         self.stats_ = DecodeStats([layer for layer, _ in modules])
         self.bindings: list[DecodeBinding] = []
+        self.correction: Lossless | Rectifier | None = None
+        self.dense_pass = False  # whether forward passes leave the method out
         try:
             for layer, attention in modules:
                 self.bindings.append(DecodeBinding(self, layer, attention))
+            if isinstance(method, SelectingMethod) and method.rule.lossless:
+                self.correction = Lossless(self)
+            elif isinstance(method, SelectingMethod) and method.rule.rectify_every is not None:
+                self.correction = Rectifier(self, method.rule.rectify_every)
         except BaseException:
             self.detach()
             raise
         setattr(model, _HANDLE, self)
 
     def stats(self) -> dict[str, Any]:
-        """What decoding read and held since the handle was made or reset (`DecodeStats.summary`)."""
-        return {"method": self.method.name, **self.stats_.summary()}
+        """What decoding read and held since the handle was made or reset (`DecodeStats.summary`), and what `Lossless`
+        or `Rectifier` did.
+        """
+        corrected = self.correction.stats() if self.correction is not None else {}
+        return {"method": self.method.name, **self.stats_.summary(), **corrected}
 
     def reset_stats(self) -> None:
         """Start counting anew."""
         self.stats_ = DecodeStats(list(self.stats_.layers))
+        if self.correction is not None:
+            self.correction.reset()
 
     def detach(self) -> None:
         """Give the model back as it was. May be called again without effect."""
+        if self.correction is not None:
+            self.correction.remove()
+            self.correction = None
         while self.bindings:
             self.bindings.pop().remove()
         if getattr(self.model, _HANDLE, None) is self:

@@ -6,6 +6,9 @@ another. Other layers (sliding windows, linear attention) keep all rows at one c
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+
 import torch
 from transformers.cache_utils import Cache
 
@@ -35,3 +38,35 @@ def join_rows(cache: Cache, arriving: Cache) -> None:
 def keep_rows(cache: Cache, rows: list[int]) -> None:
     """Drop all rows but these, in that order."""
     cache.batch_select_indices(torch.tensor(rows, dtype=torch.int64))
+
+
+@contextmanager
+def only_rows(cache: Cache, rows: list[int]) -> Iterator[None]:
+    """While it lasts the cache has only these rows. What is stored in the place of their newest tokens stays stored.
+
+    They must have their old lengths again at the end.
+
+    Raises:
+        SeergateError: if a layer is not gated.
+    """
+    if not rows_are_independent(cache):
+        raise SeergateError("only a cache whose layers are all gated can be narrowed to some of its rows")
+    index = torch.tensor(rows, dtype=torch.int64)
+    whole = [(dict(vars(layer)), layer.state and layer.state.rows) for layer in cache.layers]
+    cache.batch_select_indices(index)
+    try:
+        yield
+    finally:
+        for layer, (before, tensors) in zip(cache.layers, whole, strict=True):
+            lengths = [before["row_lengths"][row] for row in rows]
+            if layer.row_lengths != lengths:
+                raise SeergateError(f"rows of {lengths} tokens were narrowed to, and now have {layer.row_lengths}")
+            part = {"keys": layer.keys, "values": layer.values}
+            changed = layer.state.rows if layer.state is not None else {}
+            vars(layer).update(before)
+            if layer.state is not None:
+                layer.state.rows = tensors
+            for name, tensor in part.items():
+                before[name][index.to(tensor.device)] = tensor
+            for name, tensor in changed.items():
+                tensors[name][index.to(tensor.device)] = tensor

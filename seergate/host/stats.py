@@ -92,37 +92,60 @@ class DecodeStats:
         stats.recall = stats.recall + recall_B.double().sum()
         stats.recall_rows += len(recall_B)
 
+    def kv_totals(self) -> tuple[float, float]:
+        """Bytes that all steps so far read of keys and values and to decide, and that dense attention would have."""
+        read = seen = 0.0
+        for layer, stats in self.layers.items():
+            if stats.steps:
+                read += self._tokens_per_head(layer).sum().item() * self.bytes_per_token[layer] + stats.bytes_scored
+                seen += stats.tokens_seen * self.heads[layer] * self.bytes_per_token[layer]
+        return read, seen
+
+    def _tokens_per_head(self, layer: int) -> Tensor:
+        """Tokens that each KV head read, all rows and steps together: ``[K]``, on the CPU."""
+        stats = self.layers[layer]
+        selected_K = torch.as_tensor(stats.selected_blocks).double().cpu().reshape(-1).expand(self.heads[layer])
+        return selected_K * self.block_size - stats.missing_tokens + stats.tokens_read
+
     def summary(self) -> dict[str, Any]:
         """The figures so far, as plain numbers.
 
         Returns:
             ``steps``; ``density`` (tokens read per token seen, mean over layers) and ``density_per_layer``;
-            ``bytes_read_per_step`` (keys, values and what was read to decide, all layers and rows);
+            ``bytes_read_per_step`` (keys, values and what was read to decide, all layers and rows), of which
+            ``bytes_scored_per_step`` to decide, and ``bytes_dense_per_step`` (what dense attention would have read);
             ``resident_tokens_per_layer`` (per row and KV head, mean over steps);
             ``resident_bytes_mean`` and ``resident_bytes_peak`` (keys, values and state, all layers, as allocated);
-            ``blocks_per_head`` (mean blocks read per row and step, layers by KV heads); ``recall_per_layer`` if
-            measured.
+            ``blocks_per_head`` and ``tokens_per_head`` (mean read per row and step, layers by KV heads);
+            ``density_per_head`` (tokens read per token seen, layers by KV heads); ``recall_per_layer`` if measured.
         """
         ran = {layer: stats for layer, stats in self.layers.items() if stats.steps}
-        density, bytes_read, blocks_per_head = [], 0.0, []
+        density, bytes_read, bytes_scored, bytes_dense = list[list[float]](), 0.0, 0.0, 0.0
+        tokens_per_head, blocks_per_head = list[list[float]](), list[list[float]]()
         for layer, stats in ran.items():
-            selected_K = torch.as_tensor(stats.selected_blocks).double().cpu().reshape(-1)
-            heads = self.heads.get(layer, 1)
-            selected_K = selected_K.expand(heads)
-            tokens_K = selected_K * self.block_size - stats.missing_tokens + stats.tokens_read
-            density.append(tokens_K.mean().item() / stats.tokens_seen)
-            bytes_read += (tokens_K.sum().item() * self.bytes_per_token[layer] + stats.bytes_scored) / stats.steps
+            tokens_K, width = self._tokens_per_head(layer), self.bytes_per_token[layer]
+            selected_K = torch.as_tensor(stats.selected_blocks).double().cpu().reshape(-1).expand(len(tokens_K))
+            density.append((tokens_K / stats.tokens_seen).tolist())
+            bytes_read += (tokens_K.sum().item() * width + stats.bytes_scored) / stats.steps
+            bytes_scored += stats.bytes_scored / stats.steps
+            bytes_dense += stats.tokens_seen * len(tokens_K) * width / stats.steps
             blocks_per_head.append(((selected_K + stats.dense_blocks) / stats.rows).tolist())
+            tokens_per_head.append((tokens_K / stats.rows).tolist())
+        density_per_layer = [sum(heads) / len(heads) for heads in density]
         summary: dict[str, Any] = {
             "steps": max((stats.steps for stats in ran.values()), default=0),
             "layers": list(ran),
-            "density": sum(density) / len(density) if density else None,
-            "density_per_layer": density,
+            "density": sum(density_per_layer) / len(density) if density else None,
+            "density_per_layer": density_per_layer,
+            "density_per_head": density,
             "bytes_read_per_step": bytes_read,
+            "bytes_scored_per_step": bytes_scored,
+            "bytes_dense_per_step": bytes_dense,
             "resident_tokens_per_layer": [stats.tokens_held / stats.rows for stats in ran.values()],
             "resident_bytes_mean": sum(stats.resident_sum / stats.steps for stats in ran.values()),
             "resident_bytes_peak": sum(stats.resident_peak for stats in ran.values()),
             "blocks_per_head": blocks_per_head,
+            "tokens_per_head": tokens_per_head,
         }
         if any(stats.recall_rows for stats in ran.values()):
             summary["recall_per_layer"] = [

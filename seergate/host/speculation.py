@@ -1,0 +1,126 @@
+"""Speculative decoding: which drafted tokens stay, and how many to draft (Leviathan et al. 2023; SparseSpec).
+
+Tokens are drafted one by one by a cheap model and verified together by the real one. What comes out has the real
+model's distribution, whatever the cheap one is; a bad one only makes it slow.
+
+Shape suffixes: B batch, N drafted tokens, M = N + 1, V vocabulary.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+PRIOR_ACCEPTANCE, PRIOR_WEIGHT = 0.8, 4.0
+"""What is believed of a draft before any was verified, and how many verified tokens that belief is worth."""
+
+MEMORY = 0.9
+"""Weight of the tokens verified before, at each new verification: the last ten or so count."""
+
+LONGEST_DRAFT = 16
+PROBE_EVERY = 64
+"""Where drafting does not pay, it is tried again after this many tokens."""
+
+
+def accept_greedy(drafted_BN: Tensor, targets_BM: Tensor) -> tuple[Tensor, Tensor]:
+    """Keep drafted tokens as long as they are what the real model would have said.
+
+    Args:
+        drafted_BN: the drafted tokens.
+        targets_BM: the real model's choice at each of their places, and at the one after them.
+
+    Returns:
+        Tokens ``[B, M]``, of which the first ``accepted + 1`` count, and how many drafted ones were accepted ``[B]``.
+    """
+    accepted_B = (drafted_BN == targets_BM[:, :-1]).long().cumprod(1).sum(1)
+    return targets_BM, accepted_B
+
+
+def accept_sampled(drafted_BN: Tensor, drafter_BNV: Tensor, target_BMV: Tensor) -> tuple[Tensor, Tensor]:
+    """Keep drafted tokens with probability ``min(1, p / q)``; replace the first that is not kept by a draw from what
+    ``p`` has more than ``q``. The tokens that count are draws from ``p``.
+
+    Args:
+        drafted_BN: drawn from ``drafter_BNV``.
+        drafter_BNV: probabilities q that the drafter gave to each token at each place.
+        target_BMV: probabilities p of the real model at the same places, and at the one after them.
+
+    Returns:
+        As `accept_greedy`.
+    """
+    batch, length = drafted_BN.shape
+    chosen = drafted_BN[..., None]
+    q_BN = drafter_BNV.gather(-1, chosen)[..., 0]
+    p_BN = target_BMV[:, :length].gather(-1, chosen)[..., 0]
+    accepted_B = (torch.rand_like(q_BN) * q_BN < p_BN).long().cumprod(1).sum(1)
+    rows = torch.arange(batch, device=drafted_BN.device)
+    p_BV = target_BMV[rows, accepted_B]
+    # Where all were accepted there is nothing to take off.
+    q_BV = torch.cat((drafter_BNV, torch.zeros_like(target_BMV[:, :1])), 1)[rows, accepted_B]
+    surplus_BV = (p_BV - q_BV).clamp(min=0)
+    # p and q agree to the last bit only where nothing can be rejected; rounding must not make the draw impossible
+    none_left = surplus_BV.sum(-1, keepdim=True) <= 0
+    last_B1 = torch.multinomial(torch.where(none_left, p_BV, surplus_BV), 1)
+    tokens_BM = torch.cat((drafted_BN, last_B1), 1).scatter(1, accepted_B[:, None], last_B1)
+    return tokens_BM, accepted_B
+
+
+def expected_tokens(acceptance: float, length: int) -> float:
+    """Tokens that one cycle yields: ``length`` are drafted, each is accepted with this probability if those before it
+    were, and the verification adds one.
+    """
+    return float(sum(acceptance**i for i in range(length + 1)))
+
+
+def expected_speedup(acceptance: float, length: int, dense_bytes: float, draft_bytes: float) -> float:
+    """How much less is read per token than by decoding densely. Decoding is bound by what it reads.
+
+    Args:
+        acceptance: probability that a drafted token is accepted.
+        length: tokens drafted per cycle.
+        dense_bytes: weights, keys and values that a dense pass reads, once, be it for one token or for several.
+        draft_bytes: the same for a drafting pass.
+    """
+    return expected_tokens(acceptance, length) * dense_bytes / (length * draft_bytes + dense_bytes)
+
+
+def best_length(acceptance: float, dense_bytes: float, draft_bytes: float, longest: int) -> int:
+    """The draft length ``0..longest`` of the largest `expected_speedup`; the shortest of equals."""
+    return max(range(longest + 1), key=lambda n: (expected_speedup(acceptance, n, dense_bytes, draft_bytes), -n))
+
+
+class DraftLength:
+    """Decides how many tokens to draft, from the share that was accepted and from what passes read.
+
+    It looks at counts of bytes and tokens only, never at a clock, so that a run repeats.
+
+    Args:
+        fixed: always this many; ``None`` to choose.
+        longest: never more than this.
+    """
+
+    def __init__(self, fixed: int | None, longest: int) -> None:
+        self.fixed, self.longest = fixed, min(longest, LONGEST_DRAFT) if fixed is None else fixed
+        self._accepted, self._tried = PRIOR_ACCEPTANCE * PRIOR_WEIGHT, PRIOR_WEIGHT
+        self._since_draft = 0
+
+    @property
+    def acceptance(self) -> float:
+        """The probability, as estimated, that a drafted token is accepted if those before it were."""
+        return self._accepted / self._tried
+
+    def choose(self, dense_bytes: float, draft_bytes: float) -> int:
+        """The length of the next draft; 0 where drafting does not pay."""
+        if self.fixed is not None:
+            return self.fixed
+        length = best_length(self.acceptance, dense_bytes, draft_bytes, self.longest)
+        if length == 0 and draft_bytes < dense_bytes and self._since_draft >= PROBE_EVERY:
+            length = 1
+        self._since_draft = 0 if length else self._since_draft + 1
+        return length
+
+    def verified(self, length: int, accepted: int) -> None:
+        """Learn from a draft of ``length`` tokens, of which the first ``accepted`` were accepted."""
+        tried = min(length, accepted + 1)
+        self._accepted = MEMORY * self._accepted + accepted
+        self._tried = MEMORY * self._tried + tried
