@@ -13,9 +13,9 @@ import torch
 from torch import Tensor, nn
 
 from seergate.config import GateConfig
+from seergate.ops.gate_math import compressed_keys, rms_norm, rotate
 
 INIT_STD = 0.02
-NORM_EPS = 1e-6
 
 
 class GateRMSNorm(nn.Module):
@@ -27,9 +27,7 @@ class GateRMSNorm(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """Normalise ``x [..., dim]``; same shape and dtype back."""
-        wide = x.to(torch.promote_types(x.dtype, torch.float32))
-        wide = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + NORM_EPS)
-        return wide.to(x.dtype) * self.weight
+        return rms_norm(x, self.weight)
 
 
 class HeadwiseLinear(nn.Module):
@@ -39,27 +37,6 @@ class HeadwiseLinear(nn.Module):
         super().__init__()
         self.weight = nn.Parameter(torch.empty(shape))
         nn.init.normal_(self.weight, std=INIT_STD)
-
-
-def rotate(x: Tensor, positions: Tensor, inv_freq: Tensor, attention_scaling: float) -> Tensor:
-    """RoPE in the rotate-half (NeoX) form.
-
-    Args:
-        x: ``[B, K, S, E]``.
-        positions: ``[B, S]`` or ``[S]``, integer token positions.
-        inv_freq: ``[E / 2]``, radians per position.
-        attention_scaling: factor on cosine and sine (1 unless the base model's RoPE scaling has one, as YaRN does).
-
-    Returns:
-        ``[B, K, S, E]`` in the dtype of ``x``; computed in fp32 (float64 for float64 input).
-    """
-    wide = x.to(torch.promote_types(x.dtype, torch.float32))
-    angles = positions.to(wide.dtype)[..., None] * inv_freq.to(wide)
-    cos, sin = angles.cos() * attention_scaling, angles.sin() * attention_scaling
-    if positions.ndim == 2:
-        cos, sin = cos[:, None], sin[:, None]
-    first, second = wide.chunk(2, dim=-1)
-    return torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1).to(x.dtype)
 
 
 class AttnGate(nn.Module):
@@ -166,10 +143,10 @@ class AttnGate(nn.Module):
         Returns:
             ``[B, K, N, E]``.
         """
-        kg_BKNE = pooled_BKNP.to(self.k_proj.weight.dtype) @ self.k_proj.weight
-        if self.config.qk_norm:
-            kg_BKNE = self.k_norm(kg_BKNE)
-        return self._rotate(kg_BKNE, positions)
+        norm_weight = self.k_norm.weight if self.config.qk_norm else None
+        return compressed_keys(
+            pooled_BKNP, self.k_proj.weight, norm_weight, positions, self.inv_freq, self.attention_scaling
+        )
 
     def scores(self, qg_BKSE: Tensor, kg_BKNE: Tensor) -> Tensor:
         """The logits of equation 1c, ``[B, K, S, N]``, in fp32 or wider."""

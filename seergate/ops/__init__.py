@@ -7,6 +7,7 @@ and query head ``h`` belongs to KV head ``h // G``. `seergate.ops.reference` def
 
 from __future__ import annotations
 
+from seergate.ops.compression import update_compressed_keys
 from seergate.ops.dense_decode import dense_decode
 from seergate.ops.gate_kl import GateKLStats, gate_kl
 from seergate.ops.pooling import pool_keys
@@ -25,4 +26,5 @@ __all__ = [
     "pool_keys",
     "select_blocks",
     "sparse_decode",
+    "update_compressed_keys",
 ]

@@ -27,6 +27,7 @@ FILES = {
     "pool_keys": "pooling",
     "select_blocks": "selection",
     "sparse_decode": "sparse_decode",
+    "update_compressed_keys": "compression",
 }
 """Op name -> the file that holds it, in each backend's package."""
 

@@ -74,7 +74,7 @@ def check_page_table(page_table: Tensor, batch: int, pages: int, page_size: int,
     check_shape("page_table", page_table, (batch, "P"))
     if page_size % block_size:
         raise ValueError(f"k has pages of {page_size} tokens; it must have a multiple of block_size, {block_size}")
-    if page_table.device.type == "cpu" and page_table.numel():
+    if readable(page_table) and page_table.numel():
         low, high = (int(x) for x in page_table.aminmax())
         if low < 0 or high >= pages:
             raise ValueError(f"page_table has pages {low} to {high}; each must be in 0..{pages - 1}")
@@ -132,7 +132,7 @@ def check_lengths(lengths: Tensor, batch: int, limit: int, limit_name: str, *, l
         got = lengths.dtype if isinstance(lengths, Tensor) else type(lengths).__name__
         raise ValueError(f"lengths is {got}; it must be an int32 or int64 tensor")
     check_shape("lengths", lengths, (batch,))
-    if lengths.device.type == "cpu" and batch:
+    if readable(lengths) and batch:
         low, high = (int(x) for x in lengths.aminmax())
         if low < least or high > limit:
             raise ValueError(f"lengths is {_brief(lengths.tolist())}; each must be in {least}..{limit} ({limit_name})")

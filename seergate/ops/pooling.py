@@ -32,12 +32,22 @@ def pool_keys(k: Tensor, block_size: int, kinds: Sequence[str] = KINDS, lengths:
     """
     check_tensor("k", k, ("B", "Hkv", "S", "d"))
     check_block_size(block_size)
+    kinds = check_kinds(kinds)
+    if lengths is not None:
+        check_lengths(lengths, k.shape[0], k.shape[2], "S", least=0)
+        check_same("lengths", lengths, "k", k, dtype=False)
+    return implementation("pool_keys", k.device)(k, block_size, kinds, lengths)
+
+
+def check_kinds(kinds: Sequence[str]) -> tuple[str, ...]:
+    """The poolings as a tuple.
+
+    Raises:
+        ValueError: if they are not some of `KINDS`, each at most once.
+    """
     if isinstance(kinds, str):
         raise ValueError(f"kinds is {kinds!r}; it must be a sequence such as ({kinds!r},)")
     kinds = tuple(kinds)
     if not kinds or len(set(kinds)) != len(kinds) or not set(kinds) <= set(KINDS):
         raise ValueError(f"kinds is {kinds!r}; it must be one or more of {KINDS}, each at most once")
-    if lengths is not None:
-        check_lengths(lengths, k.shape[0], k.shape[2], "S", least=0)
-        check_same("lengths", lengths, "k", k, dtype=False)
-    return implementation("pool_keys", k.device)(k, block_size, kinds, lengths)
+    return kinds

@@ -170,6 +170,45 @@ def pool_keys(
     return pooled
 
 
+@torch.no_grad()
+def update_compressed_keys(
+    k: Tensor,
+    lengths: Tensor,
+    recent: Tensor,
+    compressed: Tensor,
+    weight: Tensor,
+    block_size: int,
+    kinds: Sequence[str] = ("max", "min", "avg"),
+    *,
+    norm_weight: Tensor | None = None,
+    inv_freq: Tensor | None = None,
+    attention_scaling: float = 1.0,
+    position_offset: int = 0,
+    host_lengths: Sequence[int] | None = None,
+) -> None:
+    """See `seergate.ops.update_compressed_keys`."""
+    dtype = _wide(k, weight)
+    slots, width = recent.shape[2], weight.shape[2]
+    for b, length in enumerate(lengths.tolist()):
+        recent[b, :, (length - 1) % slots] = k[b]
+        if length % block_size:
+            continue
+        start = length - block_size
+        for h in range(k.shape[1]):
+            keys = torch.stack([recent[b, h, position % slots] for position in range(start, length)])
+            x = pool_keys(keys[None, None], block_size, kinds)[0, 0, 0].to(dtype) @ weight[h].to(dtype)
+            if norm_weight is not None:
+                x = x / (x.square().mean() + 1e-6).sqrt() * norm_weight.to(dtype)
+            if inv_freq is not None:
+                rotated = x.clone()
+                for i, frequency in enumerate(inv_freq.tolist()):
+                    angle, j = (start + position_offset) * frequency, i + width // 2
+                    cos, sin = (attention_scaling * f(angle) for f in (math.cos, math.sin))
+                    rotated[i], rotated[j] = x[i] * cos - x[j] * sin, x[j] * cos + x[i] * sin
+                x = rotated
+            compressed[b, h, length // block_size - 1] = x.to(compressed.dtype)
+
+
 def select_blocks(
     scores: Tensor,
     lengths: Tensor,

@@ -39,6 +39,12 @@ def pooling(**changes):
     return {"k": torch.zeros(2, K, 48, D), "block_size": B, "kinds": ("max",)} | changes
 
 
+def compression(**changes):
+    base = {"k": torch.zeros(2, K, D), "lengths": torch.tensor([20, 48]), "recent": torch.zeros(2, K, 2 * B, D)}
+    base |= {"compressed": torch.zeros(2, K, 6, E), "weight": torch.zeros(K, D, E), "kinds": ("max",)}
+    return base | {"block_size": B} | changes
+
+
 MAKERS = {
     ops.block_targets: teacher,
     ops.attention_with_block_targets: lambda **changes: teacher(v=torch.zeros(T, K, D)) | changes,
@@ -46,6 +52,7 @@ MAKERS = {
     ops.select_blocks: selection,
     ops.sparse_decode: decode,
     ops.pool_keys: pooling,
+    ops.update_compressed_keys: compression,
 }
 
 
@@ -145,6 +152,28 @@ POOLING = [
     ({"kinds": ("mean",)}, r"kinds is \('mean',\)"),
     ({"lengths": torch.tensor([0, 49])}, r"lengths is \[0, 49\]; each must be in 0..48 \(S\)"),
 ]
+COMPRESSION = [
+    ({"k": torch.zeros(2, K, 1, D)}, r"k has shape \[2, 2, 1, 8\]; it must be \[B, Hkv, d\]"),
+    ({"lengths": torch.tensor([20, 56])}, r"lengths is \[20, 56\]; each must be in 1..55 \(\(NB \+ 1\) \* block_size"),
+    ({"recent": torch.zeros(2, K, 12, D)}, "recent has 12 slots; it must have a multiple of block_size, 8"),
+    ({"recent": torch.zeros(2, K, 16, D + 1)}, r"recent has shape \[2, 2, 16, 9\]; it must be \[2, 2, R, 8\]"),
+    ({"weight": torch.zeros(K, 3 * D, E)}, r"weight has shape \[2, 24, 6\]; it must be \[2, 8, E\]"),
+    ({"kinds": ()}, r"kinds is \(\); it must be one or more of"),
+    ({"compressed": torch.zeros(2, K, 6, E + 1)}, r"compressed has shape \[2, 2, 6, 7\]; it must be \[2, 2, NB, 6\]"),
+    (
+        {"compressed": torch.zeros(2, K, 6, E, dtype=torch.float16)},
+        "compressed has dtype torch.float16; it must have weight's, torch.float32",
+    ),
+    ({"weight": torch.zeros(K, D, E, device="meta")}, "compressed is on cpu; it must be on weight's device, meta"),
+    ({"norm_weight": torch.zeros(D)}, r"norm_weight has shape \[8\]; it must be \[6\]"),
+    ({"inv_freq": torch.zeros(E)}, r"inv_freq has shape \[6\]; it must be \[3\]"),
+    (
+        {"weight": torch.zeros(K, D, 5), "compressed": torch.zeros(2, K, 6, 5), "inv_freq": torch.zeros(2)},
+        "weight has 5 columns; with inv_freq it must have an even number",
+    ),
+    ({"host_lengths": [20]}, "host_lengths has 1 numbers; it must have 2, those of lengths"),
+    ({"block_size": 0}, "block_size is 0"),
+]
 CASES = [
     (op, changes, message)
     for op, cases in (
@@ -154,6 +183,7 @@ CASES = [
         (ops.select_blocks, SELECTION),
         (ops.sparse_decode, DECODE),
         (ops.pool_keys, POOLING),
+        (ops.update_compressed_keys, COMPRESSION),
     )
     for changes, message in cases
 ]
@@ -183,6 +213,11 @@ def test_decode_reads_no_value_from_a_device(extras):
 
 def test_pooling_reads_no_value_from_a_device():
     assert ops.pool_keys(**on_meta(pooling(lengths=torch.tensor([3, 48])))).shape == (2, K, 6, D)
+
+
+def test_the_update_of_compressed_keys_reads_no_value_from_a_device():
+    extras = {"norm_weight": torch.zeros(E), "inv_freq": torch.zeros(E // 2)}
+    assert ops.update_compressed_keys(**on_meta(compression(**extras))) is None
 
 
 def test_gate_kl_reads_no_value_from_a_device_when_the_borders_are_in_host_memory():

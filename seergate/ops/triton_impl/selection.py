@@ -125,8 +125,7 @@ def select_blocks(
     sink_blocks: int,
 ) -> Selection:
     """See `seergate.ops.select_blocks`."""
-    batch, kv_heads, blocks = scores.shape
-    if blocks > MAX_BLOCKS:
+    if scores.shape[2] > MAX_BLOCKS:
         from seergate.ops.torch_impl.selection import select_blocks as in_torch
 
         return in_torch(
@@ -138,7 +137,22 @@ def select_blocks(
             top_p=top_p,
             sink_blocks=sink_blocks,
         )
-    kept = blocks if token_budget is None else min(blocks, token_budget // block_size)
+    run = _select if torch.compiler.is_compiling() else select  # as one node, which takes 10 us longer
+    return Selection(*run(scores, lengths, block_size, token_budget, threshold, top_p, sink_blocks))
+
+
+def select(
+    scores: Tensor,
+    lengths: Tensor,
+    block_size: int,
+    token_budget: int | None,
+    threshold: float | None,
+    top_p: float | None,
+    sink_blocks: int,
+) -> tuple[Tensor, Tensor]:
+    """Indices and counts. Nothing waits for the device."""
+    batch, kv_heads, blocks = scores.shape
+    kept = width_kept(blocks, block_size, token_budget)
     indices = torch.empty(batch, kv_heads, kept, dtype=torch.int32, device=scores.device)
     counts = torch.empty(batch, kv_heads, dtype=torch.int32, device=scores.device)
     if counts.numel():
@@ -152,7 +166,31 @@ def select_blocks(
             BLOCK_SIZE=block_size, RULE=rule, LIMIT=limit, WIDTH=width, KEPT_WIDTH=padded(kept),
             num_warps=select_warps(width),
         )  # fmt: skip
-    return Selection(indices, counts)
+    return indices, counts
+
+
+def width_kept(blocks: int, block_size: int, token_budget: int | None) -> int:
+    """How many indices there is room for."""
+    return blocks if token_budget is None else min(blocks, token_budget // block_size)
+
+
+def _fake(
+    scores: Tensor, lengths: Tensor, block_size: int, token_budget: int | None, *_: float | None
+) -> tuple[Tensor, Tensor]:
+    pairs, kept = scores.shape[:2], width_kept(scores.shape[2], block_size, token_budget)
+    return scores.new_empty(*pairs, kept, dtype=torch.int32), scores.new_empty(*pairs, dtype=torch.int32)
+
+
+_select = torch.library.custom_op(
+    "seergate::select_blocks",
+    select,
+    mutates_args=(),
+    schema=(
+        "(Tensor scores, Tensor lengths, int block_size, int? token_budget, float? threshold, float? top_p, "
+        "int sink_blocks) -> (Tensor, Tensor)"
+    ),
+)
+_select.register_fake(_fake)
 
 
 def examples() -> Iterator[Example]:
@@ -167,9 +205,8 @@ def examples() -> Iterator[Example]:
 def select_example(dtype: torch.dtype, blocks: int, rule: dict[str, Any]) -> Example:
     """8 rows, 8 KV heads, blocks of 64 tokens."""
     scores, lengths = meta(8, 8, blocks, dtype=dtype), meta(8, dtype=torch.int64)
-    options = {"token_budget": None, "threshold": None, "top_p": None, **rule}
     return Example(
         f"select_blocks {next(iter(rule))} of {blocks} {str(dtype).removeprefix('torch.')}",
-        lambda: select_blocks(scores, lengths, block_size=64, sink_blocks=1, **options),
+        lambda: select(scores, lengths, 64, rule.get("token_budget"), rule.get("threshold"), rule.get("top_p"), 1),
         {select_kernel.__name__: Work(float(scores.numel() * scores.element_size()), turns=32)},
     )

@@ -1,0 +1,63 @@
+"""The arithmetic that the gate's branches share in training, prefill and decode (SeerAttention-R, equations 1a, 1b).
+
+Shape suffixes: B batch, S tokens, N blocks, K KV heads, D head dimension of the model, E gate dimension, P number of
+poolings.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+NORM_EPS = 1e-6
+
+
+def rms_norm(x: Tensor, weight: Tensor) -> Tensor:
+    """RMSNorm of ``x [..., E]`` with one ``weight [E]`` for all heads; statistics in fp32 or wider."""
+    wide = x.to(torch.promote_types(x.dtype, torch.float32))
+    wide = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + NORM_EPS)
+    return wide.to(x.dtype) * weight
+
+
+def rotate(x: Tensor, positions: Tensor, inv_freq: Tensor, attention_scaling: float) -> Tensor:
+    """RoPE in the rotate-half (NeoX) form.
+
+    Args:
+        x: ``[B, K, S, E]``.
+        positions: ``[B, S]`` or ``[S]``, integer token positions.
+        inv_freq: ``[E / 2]``, radians per position.
+        attention_scaling: factor on cosine and sine (1 unless the base model's RoPE scaling has one, as YaRN does).
+
+    Returns:
+        ``[B, K, S, E]`` in the dtype of ``x``; computed in fp32 (float64 for float64 input).
+    """
+    wide = x.to(torch.promote_types(x.dtype, torch.float32))
+    angles = positions.to(wide.dtype)[..., None] * inv_freq.to(wide)
+    cos, sin = angles.cos() * attention_scaling, angles.sin() * attention_scaling
+    if positions.ndim == 2:
+        cos, sin = cos[:, None], sin[:, None]
+    first, second = wide.chunk(2, dim=-1)
+    return torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1).to(x.dtype)
+
+
+def compressed_keys(
+    pooled_BKNP: Tensor,
+    weight_KPE: Tensor,
+    norm_weight: Tensor | None,
+    positions: Tensor,
+    inv_freq: Tensor | None,
+    attention_scaling: float,
+) -> Tensor:
+    """The key branch (equation 1b): one vector per block and KV head, ``[B, K, N, E]``.
+
+    Args:
+        pooled_BKNP: ``[B, K, N, P * D]``, see `seergate.ops.pool_keys`.
+        weight_KPE: ``[K, P * D, E]``; its dtype is that of the computation and of the result.
+        norm_weight: ``[E]``, or ``None`` without a norm.
+        positions: ``[B, N]`` or ``[N]``, the position of each block.
+        inv_freq, attention_scaling: see `rotate`; ``None`` without RoPE.
+    """
+    kg_BKNE = pooled_BKNP.to(weight_KPE.dtype) @ weight_KPE
+    if norm_weight is not None:
+        kg_BKNE = rms_norm(kg_BKNE, norm_weight)
+    return kg_BKNE if inv_freq is None else rotate(kg_BKNE, positions, inv_freq, attention_scaling)

@@ -1,0 +1,267 @@
+"""`update_compressed_keys` in Triton: one launch per decode step, whether or not a block closes."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from seergate.ops.gate_math import NORM_EPS
+from seergate.ops.triton_impl.decode_launch import padded
+from seergate.ops.triton_impl.example import Example, Work, meta
+
+DTYPES = (torch.float16, torch.bfloat16, torch.float32)
+CHUNK = 32
+"""Dimensions of the keys per turn of the loop: 64 bytes of each key in 16 bits."""
+
+
+@triton.jit
+def _cos_sin(angle: tl.tensor) -> tl.tensor:
+    """Cosine and sine of an fp32 angle of any size, to within 1e-7.
+
+    The library's functions hold a table for large angles in local memory. Here the angle is taken, in fp64, to within
+    an eighth of a turn of the nearest quarter, where the first terms of both series are exact enough.
+    """
+    quarters = angle.to(tl.float64) * 0.6366197723675814
+    nearest = tl.floor(quarters + 0.5)
+    x = ((quarters - nearest) * 1.5707963267948966).to(tl.float32)
+    y = x * x
+    cos = 1.0 - y * (1 / 2 - y * (1 / 24 - y * (1 / 720 - y / 40320)))
+    sin = x * (1.0 - y * (1 / 6 - y * (1 / 120 - y * (1 / 5040 - y / 362880))))
+    quarter = nearest.to(tl.int32) & 3
+    odd = (quarter & 1) == 1
+    turned_cos, turned_sin = tl.where(odd, sin, cos), tl.where(odd, cos, sin)
+    turned_cos = tl.where((quarter == 1) | (quarter == 2), -turned_cos, turned_cos)
+    return turned_cos, tl.where(quarter >= 2, -turned_sin, turned_sin)
+
+
+@triton.jit
+def _add_product(
+    x_low: tl.tensor,
+    x_high: tl.tensor,
+    pooled: tl.tensor,
+    weights: tl.tensor,
+    held: tl.tensor,
+    stride_we: tl.tensor,
+    HALF: tl.constexpr,
+    WIDTH: tl.constexpr,
+) -> tl.tensor:
+    """Adds ``pooled [CHUNK]`` times its lines of the linear map to both halves of the result, in fp32."""
+    low = tl.arange(0, x_low.shape[0])[None, :]
+    high = low + HALF
+    w_low = tl.load(weights + low * stride_we, mask=held[:, None] & (low < HALF), other=0.0)
+    w_high = tl.load(weights + high * stride_we, mask=held[:, None] & (high < WIDTH), other=0.0)
+    factor = pooled.to(w_low.dtype).to(tl.float32)[:, None]  # rounded as where pooling and product are two steps
+    return x_low + tl.sum(factor * w_low.to(tl.float32), 0), x_high + tl.sum(factor * w_high.to(tl.float32), 0)
+
+
+@triton.jit
+def update_kernel(
+    k_ptr: tl.tensor,
+    lengths_ptr: tl.tensor,
+    recent_ptr: tl.tensor,
+    compressed_ptr: tl.tensor,
+    weight_ptr: tl.tensor,
+    norm_ptr: tl.tensor,
+    freq_ptr: tl.tensor,
+    stride_kb: tl.tensor,
+    stride_kh: tl.tensor,
+    stride_kd: tl.tensor,
+    stride_rb: tl.tensor,
+    stride_rh: tl.tensor,
+    stride_rs: tl.tensor,
+    stride_rd: tl.tensor,
+    stride_cb: tl.tensor,
+    stride_ch: tl.tensor,
+    stride_cn: tl.tensor,
+    stride_ce: tl.tensor,
+    stride_wh: tl.tensor,
+    stride_wp: tl.tensor,
+    stride_we: tl.tensor,
+    slots: tl.tensor,
+    blocks: tl.tensor,
+    scaling: tl.tensor,
+    offset: tl.tensor,
+    MAX_AT: tl.constexpr,
+    MIN_AT: tl.constexpr,
+    AVG_AT: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
+    ROWS: tl.constexpr,
+    DIM: tl.constexpr,
+    PADDED_DIM: tl.constexpr,
+    CHUNK: tl.constexpr,
+    WIDTH: tl.constexpr,
+    HALF: tl.constexpr,
+    PADDED_HALF: tl.constexpr,
+    EPS: tl.constexpr,
+) -> None:
+    """One row and KV head. Grid: KV heads, batch.
+
+    ``k [B, Hkv, d]``, ``lengths [B]``, ``recent [B, Hkv, slots, d]``, ``compressed [B, Hkv, blocks, E]``,
+    ``weight [Hkv, P * d, E]``, ``norm [E]`` or None, ``freq [E / 2]`` or None. The result is made in two halves, which
+    RoPE pairs. A kind's place is -1 if it is not wanted.
+    """
+    h = tl.program_id(0).to(tl.int64)
+    b = tl.program_id(1).to(tl.int64)
+    length = tl.load(lengths_ptr + b).to(tl.int32)
+    k_ptr += b * stride_kb + h * stride_kh
+    recent_ptr += b * stride_rb + h * stride_rh
+    kind = recent_ptr.dtype.element_ty
+    dim = tl.arange(0, PADDED_DIM)
+    key = tl.load(k_ptr + dim * stride_kd, mask=dim < DIM, other=0.0)
+    tl.store(recent_ptr + (length - 1) % slots * stride_rs + dim * stride_rd, key.to(kind), mask=dim < DIM)
+
+    block = length // BLOCK_SIZE - 1
+    if (length % BLOCK_SIZE == 0) & (block < blocks):
+        row = tl.arange(0, ROWS)[:, None]
+        older = row < BLOCK_SIZE - 1  # the newest key is not read back: other threads may have written it
+        first = recent_ptr + block * BLOCK_SIZE % slots * stride_rs
+        low = tl.arange(0, PADDED_HALF)
+        high = low + HALF
+        in_low, in_high = low < HALF, high < WIDTH
+        weight_ptr += h * stride_wh
+        result = compressed_ptr.dtype.element_ty
+        x_low = tl.zeros([PADDED_HALF], tl.float32)
+        x_high = tl.zeros([PADDED_HALF], tl.float32)
+        for begin in range(0, DIM, CHUNK):
+            dims = begin + tl.arange(0, CHUNK)
+            held = dims < DIM
+            newest = tl.load(k_ptr + dims * stride_kd, mask=held, other=0.0).to(kind).to(tl.float32)
+            keys = tl.load(
+                first + row * stride_rs + dims[None, :] * stride_rd, mask=older & held[None, :], other=0.0
+            ).to(tl.float32)
+            line = weight_ptr + dims[:, None] * stride_wp
+            if MAX_AT >= 0:
+                pooled = tl.maximum(tl.max(tl.where(older, keys, -float("inf")), 0), newest)
+                x_low, x_high = _add_product(
+                    x_low, x_high, pooled.to(kind), line + MAX_AT * DIM * stride_wp, held, stride_we, HALF, WIDTH
+                )
+            if MIN_AT >= 0:
+                pooled = tl.minimum(tl.min(tl.where(older, keys, float("inf")), 0), newest)
+                x_low, x_high = _add_product(
+                    x_low, x_high, pooled.to(kind), line + MIN_AT * DIM * stride_wp, held, stride_we, HALF, WIDTH
+                )
+            if AVG_AT >= 0:
+                pooled = (tl.sum(keys, 0) + newest) / BLOCK_SIZE
+                x_low, x_high = _add_product(
+                    x_low, x_high, pooled.to(kind), line + AVG_AT * DIM * stride_wp, held, stride_we, HALF, WIDTH
+                )
+        x_low = x_low.to(result).to(tl.float32)
+        x_high = x_high.to(result).to(tl.float32)
+        if norm_ptr is not None:
+            square = tl.sum(x_low * x_low, 0) + tl.sum(x_high * x_high, 0)
+            factor = tl.rsqrt(square / WIDTH + EPS)
+            n_low = tl.load(norm_ptr + low, mask=in_low, other=0.0).to(tl.float32)
+            n_high = tl.load(norm_ptr + high, mask=in_high, other=0.0).to(tl.float32)
+            x_low = ((x_low * factor).to(result).to(tl.float32) * n_low).to(result).to(tl.float32)
+            x_high = ((x_high * factor).to(result).to(tl.float32) * n_high).to(result).to(tl.float32)
+        if freq_ptr is not None:
+            position = (block * BLOCK_SIZE + offset).to(tl.float32)
+            cos, sin = _cos_sin(position * tl.load(freq_ptr + low, mask=in_low, other=0.0).to(tl.float32))
+            cos, sin = cos * scaling, sin * scaling
+            x_low, x_high = x_low * cos - x_high * sin, x_high * cos + x_low * sin
+        out = compressed_ptr + b * stride_cb + h * stride_ch + block * stride_cn
+        tl.store(out + low * stride_ce, x_low.to(result), mask=in_low)
+        tl.store(out + high * stride_ce, x_high.to(result), mask=in_high)
+
+
+def update_compressed_keys(
+    k: Tensor,
+    lengths: Tensor,
+    recent: Tensor,
+    compressed: Tensor,
+    weight: Tensor,
+    block_size: int,
+    kinds: tuple[str, ...],
+    *,
+    norm_weight: Tensor | None,
+    inv_freq: Tensor | None,
+    attention_scaling: float,
+    position_offset: int,
+    host_lengths: Sequence[int] | None,
+) -> None:
+    """See `seergate.ops.update_compressed_keys`."""
+    if not {k.dtype, recent.dtype, weight.dtype} <= set(DTYPES):
+        from seergate.ops.torch_impl.compression import update_compressed_keys as in_torch
+
+        return in_torch(
+            k, lengths, recent, compressed, weight, block_size, kinds, norm_weight=norm_weight, inv_freq=inv_freq,
+            attention_scaling=attention_scaling, position_offset=position_offset, host_lengths=host_lengths,
+        )  # fmt: skip
+    norm_weight = None if norm_weight is None else norm_weight.detach()
+    run = _update if torch.compiler.is_compiling() else update  # as one node, which takes 10 us longer
+    run(
+        k.detach(), lengths, recent, compressed, weight.detach(), block_size, list(kinds), norm_weight, inv_freq, attention_scaling,
+        position_offset,
+    )  # fmt: skip
+
+
+def update(
+    k: Tensor,
+    lengths: Tensor,
+    recent: Tensor,
+    compressed: Tensor,
+    weight: Tensor,
+    block_size: int,
+    kinds: Sequence[str],
+    norm_weight: Tensor | None,
+    inv_freq: Tensor | None,
+    attention_scaling: float,
+    position_offset: int,
+) -> None:
+    """Nothing waits for the device, and no argument depends on what lies on it."""
+    (batch, kv_heads, dim), width = k.shape, weight.shape[2]
+    if not k.numel():
+        return
+    half = -(-width // 2)
+    at = [list(kinds).index(kind) if kind in kinds else -1 for kind in ("max", "min", "avg")]
+    norm_weight, inv_freq = (None if x is None else x.contiguous() for x in (norm_weight, inv_freq))
+    update_kernel[(kv_heads, batch)](
+        k, lengths.contiguous(), recent, compressed, weight, norm_weight, inv_freq,
+        *k.stride(), *recent.stride(), *compressed.stride(), *weight.stride(),
+        recent.shape[2], compressed.shape[2], attention_scaling, position_offset, *at,
+        BLOCK_SIZE=block_size, ROWS=padded(block_size), DIM=dim, PADDED_DIM=padded(dim),
+        CHUNK=min(CHUNK, padded(dim)), WIDTH=width, HALF=half, PADDED_HALF=padded(half), EPS=NORM_EPS, num_warps=4,
+    )  # fmt: skip
+
+
+_update = torch.library.custom_op(
+    "seergate::update_compressed_keys",
+    update,
+    mutates_args=("recent", "compressed"),
+    schema=(
+        "(Tensor k, Tensor lengths, Tensor(a!) recent, Tensor(b!) compressed, Tensor weight, int block_size, "
+        "str[] kinds, Tensor? norm_weight, Tensor? inv_freq, float attention_scaling, int position_offset) -> ()"
+    ),
+)
+_update.register_fake(lambda *_: None)
+
+
+def examples() -> Iterator[Example]:
+    """Dtypes, head dimensions and block sizes; 8 rows, 8 KV heads, a gate as wide as a head."""
+    for dtype in DTYPES:
+        for dim in (64, 128, 256):
+            yield update_example(dtype, dim, 64)
+    for block_size in (16, 32, 128, 256):
+        yield update_example(torch.bfloat16, 128, block_size)
+
+
+def update_example(dtype: torch.dtype, dim: int, block_size: int) -> Example:
+    """Every row completes a block: at most one step in ``block_size`` is like that."""
+    batch, kv_heads = 8, 8
+    k, recent = meta(batch, kv_heads, dim, dtype=dtype), meta(batch, kv_heads, 2 * block_size, dim, dtype=dtype)
+    compressed = meta(batch, kv_heads, 32768 // block_size, dim, dtype=dtype)
+    weight, norm_weight = meta(kv_heads, 3 * dim, dim, dtype=dtype), meta(dim, dtype=dtype)
+    inv_freq, lengths = meta(dim // 2, dtype=torch.float32), meta(batch, dtype=torch.int64)
+    read = batch * kv_heads * block_size * dim + weight.numel()  # the rows share the weights
+    return Example(
+        f"update_compressed_keys {str(dtype).removeprefix('torch.')} d{dim} block {block_size}",
+        lambda: update(
+            k, lengths, recent, compressed, weight, block_size, ("max", "min", "avg"), norm_weight, inv_freq, 1.0, 0
+        ),
+        {update_kernel.__name__: Work(float(read * k.element_size()), turns=dim // CHUNK)},
+        wide=(update_kernel.__name__,),
+    )
