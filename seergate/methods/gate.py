@@ -90,13 +90,21 @@ class GateState(SelectingState):
 
     def _append_one(self, step: Step) -> None:
         """The decode path: store the key, and make the entry of each row whose block has just closed."""
-        recent, ends = self.rows["recent"], step.ends
-        slots = (step.lengths - 1) % (2 * self.block_size)
-        rows = torch.arange(len(ends), device=recent.device)
-        recent[rows, :, slots] = step.k_pre_BKSD[:, :, 0].to(recent.dtype)
-        closing = [row for row, end in enumerate(ends) if end % self.block_size == 0]
-        if closing:
-            self._write_entries(closing, [ends[row] // self.block_size - 1 for row in closing], self.decode_offset)
+        gate = self.gate
+        ops.update_compressed_keys(
+            step.k_pre_BKSD[:, :, 0],
+            step.lengths,
+            self.rows["recent"],
+            self.rows["kg"],
+            gate.k_proj.weight,
+            self.block_size,
+            gate.config.k_pooling,
+            norm_weight=gate.k_norm.weight if gate.config.qk_norm else None,
+            inv_freq=gate.inv_freq,
+            attention_scaling=gate.attention_scaling,
+            position_offset=self.decode_offset,
+            host_lengths=step.ends,
+        )
 
     def _append_many(self, step: Step) -> None:
         """The prefill path, one row at a time: pool all blocks that the new tokens complete."""
@@ -115,16 +123,6 @@ class GateState(SelectingState):
             kept = min(keys_KSD.shape[1], 2 * size)
             ring = torch.arange(start + count - kept, start + count, device=recent.device) % (2 * size)
             recent[row][:, ring] = keys_KSD[:, keys_KSD.shape[1] - kept :]
-
-    def _write_entries(self, rows: list[int], blocks: list[int], offset: int) -> None:
-        """Pool the raw keys of one complete block per row and store its compressed key."""
-        size, recent = self.block_size, self.rows["recent"]
-        index = torch.tensor(rows, device=recent.device)
-        block = torch.tensor(blocks, device=recent.device)
-        slots = (block % 2)[:, None] * size + torch.arange(size, device=recent.device)
-        keys_BKSD = recent[index].gather(2, slots[:, None, :, None].expand(-1, recent.shape[1], -1, recent.shape[3]))
-        pooled = ops.pool_keys(keys_BKSD, size, self.gate.config.k_pooling)
-        self.rows["kg"][index, :, block] = self.gate.keys(pooled, (block * size + offset)[:, None])[:, :, 0]
 
     @torch.no_grad()
     def scores(self, step: Step) -> Tensor:
