@@ -29,7 +29,7 @@ from seergate.host.lossless import Lossless
 from seergate.host.rectify import Rectifier
 from seergate.host.rope import Rotary
 from seergate.host.stats import DecodeStats
-from seergate.methods import Gate, Method, SelectingMethod, make_method
+from seergate.methods import Gate, GateOnEvictor, Method, SelectingMethod, make_method
 
 _HANDLE = "_seergate_handle"
 
@@ -145,7 +145,7 @@ class Handle:
         modules = families.full_attention_modules(model)
         if getattr(model, _HANDLE, None) is not None:
             raise SeergateError("this model has a method attached already; detach it first")
-        if isinstance(method, Gate):
+        if isinstance(method, (Gate, GateOnEvictor)):
             _check_gates(model, method.bank)
         if isinstance(method, SelectingMethod):
             layers = families.text_config(model).num_hidden_layers

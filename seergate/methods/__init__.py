@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import difflib
 from dataclasses import fields
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from seergate.errors import SeergateError
 from seergate.methods.base import EvictingMethod, Method, SelectingMethod
 from seergate.methods.dense import Dense
 from seergate.methods.gate import Gate
+from seergate.methods.gate_on_evictor import SUFFIX, GateOnEvictor
 from seergate.methods.h2o import H2O
+from seergate.methods.kv4bit import KV4Bit
 from seergate.methods.lazy_eviction import LazyEviction
 from seergate.methods.oracle import Oracle
 from seergate.methods.quest import Quest
@@ -24,9 +26,12 @@ from seergate.methods.streaming_llm import StreamingLLM
 from seergate.methods.tova import TOVA
 from seergate.methods.tri_attention import TriAttention
 
+if TYPE_CHECKING:
+    from seergate.bank import GateBank
+
 _ALL = (
     *(Gate, Oracle, Quest, Dense, Random),
-    *(StreamingLLM, H2O, TOVA, SnapKV, RKV, RaaS, RPC, LazyEviction, RandomEvict, TriAttention),
+    *(StreamingLLM, H2O, TOVA, SnapKV, RKV, RaaS, RPC, LazyEviction, RandomEvict, TriAttention, KV4Bit),
 )
 METHODS: dict[str, type[Method]] = {method.name: method for method in _ALL}
 
@@ -39,6 +44,8 @@ __all__ = [
     "Dense",
     "EvictingMethod",
     "Gate",
+    "GateOnEvictor",
+    "KV4Bit",
     "LazyEviction",
     "Method",
     "Oracle",
@@ -52,15 +59,21 @@ __all__ = [
     "TriAttention",
     "make_method",
     "method_class",
+    "option_names",
 ]
 
 
 def method_class(name: str) -> type[Method]:
-    """The class of a method.
+    """The class of a method; ``EVICTOR+gate`` names a `GateOnEvictor`.
 
     Raises:
         SeergateError: for an unknown name, with the nearest known one.
     """
+    if name.endswith(SUFFIX):
+        evictor = method_class(name.removesuffix(SUFFIX))
+        if not issubclass(evictor, EvictingMethod) or evictor is GateOnEvictor:
+            raise SeergateError(f"{name!r} is no method: only one that evicts can have the gate on what remains")
+        return GateOnEvictor
     if name in METHODS:
         return METHODS[name]
     near = difflib.get_close_matches(name, METHODS, n=1)
@@ -68,21 +81,49 @@ def method_class(name: str) -> type[Method]:
     raise SeergateError(f"there is no method {name!r}; {hint}known are {', '.join(sorted(METHODS))}")
 
 
-def make_method(name: str, **options: Any) -> Method:
+def option_names(name: str) -> set[str]:
+    """The options that `make_method` takes for a method, ``bank`` left out.
+
+    Raises:
+        SeergateError: for an unknown name.
+    """
+    if method_class(name) is GateOnEvictor:
+        return option_names(name.removesuffix(SUFFIX)) | {"read_budget"}
+    return {f.name for f in fields(method_class(name)) if f.init} - {"bank"}
+
+
+def make_method(name: str, *, bank: GateBank | None = None, **options: Any) -> Method:
     """Build a method by name.
+
+    Args:
+        name: a key of `METHODS`; or ``EVICTOR+gate``, which takes the evictor's options, ``bank`` and
+            ``read_budget``, the gate's token budget.
+        bank: the gates, for methods that have them.
+        **options: the method's own.
 
     Raises:
         SeergateError: for an unknown name or option.
         ValueError: for an option out of range.
     """
-    kind = method_class(name)
-    known = {f.name for f in fields(kind) if f.init}
+    kind, known = method_class(name), option_names(name)
     unknown = sorted(set(options) - known)
     if unknown:
         has = ", ".join(sorted(known)) or "none"
         raise SeergateError(f"the method {name!r} has no option {', '.join(map(repr, unknown))}; it has {has}")
-    if name == Gate.name and "bank" not in options:
-        raise SeergateError("the method 'gate' needs gates: pass a GateBank instead of its name, or bank=")
-    if name == TriAttention.name and "centres" not in options:
+    if kind not in (Gate, GateOnEvictor):
+        if bank is not None:
+            raise SeergateError(f"the method {name!r} has no gates; leave out bank=")
+    elif bank is None:
+        raise SeergateError(f"the method {name!r} needs gates: pass a GateBank instead of its name, or bank=")
+    elif kind is Gate:
+        return Gate(bank=bank, **options)
+    else:
+        if "read_budget" not in options:
+            raise SeergateError(f"the method {name!r} needs read_budget=, how many tokens the gate may read per step")
+        gate = Gate.from_config(bank, bank.decode_config(token_budget=options.pop("read_budget")))
+        evictor = make_method(name.removesuffix(SUFFIX), **options)
+        assert isinstance(evictor, EvictingMethod)
+        return GateOnEvictor(evictor=evictor, gate=gate)
+    if kind is TriAttention and "centres" not in options:
         raise SeergateError("the method 'tri_attention' needs centres=, the file that seergate calibrate writes")
     return kind(**options)

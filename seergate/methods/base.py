@@ -222,18 +222,22 @@ class SelectingMethod(Method):
             or step.max_length <= rule.dense_below
         ):
             return None
-        selection = ops.select_blocks(
-            state.scores(step),
-            step.lengths,
-            block_size=self.block_size,
-            token_budget=rule.token_budget,
-            threshold=rule.threshold,
-            top_p=rule.top_p,
-            sink_blocks=rule.sink_blocks,
-        )
+        selection = self.choose(state.scores(step), step.lengths)
         if rule.dense_below:
             selection = with_all_blocks(selection, step.ends, self.block_size, rule.dense_below)
         return selection
+
+    def choose(self, scores_BKN: Tensor, lengths: Tensor) -> Selection:
+        """The blocks that the rule picks by these scores, in rows of ``lengths [B]`` tokens."""
+        return ops.select_blocks(
+            scores_BKN,
+            lengths,
+            block_size=self.block_size,
+            token_budget=self.rule.token_budget,
+            threshold=self.rule.threshold,
+            top_p=self.rule.top_p,
+            sink_blocks=self.rule.sink_blocks,
+        )
 
     def covers(self, length: int) -> bool:
         """Whether the budget has room for every block of ``length`` tokens."""

@@ -55,11 +55,17 @@ class Gate(SelectingMethod):
 
     def select(self, state: LayerState, step: Step) -> Selection | None:
         """See `SelectingMethod`."""
-        if not isinstance(state, GateState):
-            return None
-        if self.compat == "published" and state.spec.layer not in self.rule.dense_layers:
-            return published_selection(state.scores(step), step.lengths, self.block_size, self.rule)
-        return super().select(state, step)
+        return super().select(state, step) if isinstance(state, GateState) else None
+
+    def covers(self, length: int) -> bool:
+        """See `SelectingMethod`. The published code selects even where it has room for everything."""
+        return self.compat is None and super().covers(length)
+
+    def choose(self, scores_BKN: Tensor, lengths: Tensor) -> Selection:
+        """See `SelectingMethod`."""
+        if self.compat == "published":
+            return published_selection(scores_BKN, lengths, self.block_size, self.rule)
+        return super().choose(scores_BKN, lengths)
 
 
 class GateState(SelectingState):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -12,7 +13,7 @@ import seergate
 from seergate import methods
 from seergate.methods.base import EvictingMethod
 from seergate.methods.tri_attention import Centres, QueryCentres
-from tests.methods import naive
+from tests.methods import naive, naive_views
 from tests.models import prompt, tiny_model
 
 GROUPS = {1: (2, 2), 4: (8, 2), 5: (10, 2)}
@@ -68,16 +69,30 @@ class Evictor:
     policy: Callable[[Any], Any]
     bound: Callable[[int, int], int]
     pins_prompt: bool = False
-    covering: dict[str, int] | None = None
-    """Options with which nothing is evicted in a short test; a large token budget by default."""
+    covering: dict[str, int] | Callable[[Any], EvictingMethod] | None = None
+    """Options with which nothing is evicted in a short test, or such a method; a large token budget by default."""
+    grows: bool = False
+    """Whether something beside the cache grows with the answer."""
 
     def covers(self, model: Any) -> EvictingMethod:
         """The method with room for everything."""
+        if callable(self.covering):
+            return self.covering(model)
         return replace(self.method(model), **(self.covering or {"token_budget": 4096}))
 
 
 def _pages(prompt_tokens: int, page: int) -> int:
     return -(-prompt_tokens // page) * page
+
+
+def _with_gate(evictor: Callable[..., EvictingMethod], budget: int = 16) -> Callable[[Any], EvictingMethod]:
+    """A method whose residents the gate chooses from."""
+
+    def make(model: Any) -> EvictingMethod:
+        gate = methods.Gate(bank=naive_views.gate_for(model), token_budget=budget)
+        return methods.GateOnEvictor(evictor=evictor(), gate=gate)
+
+    return make
 
 
 C = 24
@@ -165,5 +180,28 @@ EVICTORS = {
         lambda m: _tri(m, token_budget=C, interval=6, offset_reduction="max", prompt="evictable", recent_tokens=2),
         lambda m: _variant(_naive_tri(m, C, interval=6, recent=2), reduce="max"),
         lambda n, t: C + 6,
+    ),
+    "kv4bit": Evictor(
+        lambda m: methods.KV4Bit(group=6, residual=5),
+        lambda m: naive_views.KV4Bit(6, 5),
+        lambda n, t: 11 if t > 1 else max(n, 11),
+        covering={"residual": 4096},
+        grows=True,
+    ),
+    "h2o and gate": Evictor(
+        _with_gate(partial(methods.H2O, token_budget=C, recent_tokens=10)),
+        lambda m: naive_views.gated(naive.H2O(C, recent=10), m, naive_views.gate_for(m), 16),
+        lambda n, t: C + 1,
+        covering=_with_gate(partial(methods.H2O, token_budget=4096), 4096),
+        grows=True,
+    ),
+    "snapkv and gate": Evictor(
+        _with_gate(partial(methods.SnapKV, token_budget=C, window=6, interval=8, kernel=5)),
+        lambda m: naive_views.gated(
+            naive.SnapKV(C, interval=8, recent=6, periodic=True), m, naive_views.gate_for(m), 16
+        ),
+        lambda n, t: C + 8,
+        covering=_with_gate(partial(methods.SnapKV, token_budget=4096), 4096),
+        grows=True,
     ),
 }

@@ -311,6 +311,7 @@ class Simulation:
         if past.alive is not None:
             alive[:, : past.seen] = past.alive
         past.alive, past.keys = alive, k
+        view = getattr(self.policy, "view", None)  # of policies that do more than to evict
         output = np.zeros((new, q.shape[1], v.shape[2]))
         for i in range(new):
             past.queries.append(q[i])
@@ -320,6 +321,11 @@ class Simulation:
                 for of in past.group(head):
                     p[of, visible] = softmax(past.logits(past.seen - 1, of, head)[visible])
                     output[i, of] = p[of] @ v[: past.seen, head]
+                if view is not None:
+                    which, keys, values = view(past, head, k[: past.seen, head], v[: past.seen, head])
+                    for of in past.group(head):
+                        weights = softmax(past.scale * keys[which] @ q[i, of])
+                        output[i, of] = weights @ values[which]
             past.given.append(p)
         self.policy(past)
         return torch.from_numpy(output).to(query.dtype)[None], None

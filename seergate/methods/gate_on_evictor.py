@@ -1,0 +1,186 @@
+"""Eviction and selection together: an evictor decides what stays, a gate what of it is read."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, ClassVar
+
+import torch
+from torch import Tensor
+
+from seergate import ops
+from seergate.methods.base import EvictingMethod, EvictingState, Eviction, LayerSpec, LayerState, Step
+from seergate.methods.gate import Gate, GateState
+from seergate.methods.kv4bit import KV4Bit
+from seergate.methods.raas import RaaS
+
+if TYPE_CHECKING:
+    from seergate.bank import GateBank
+
+SUFFIX = "+gate"
+"""``snapkv+gate`` is SnapKV with the gate on what remains."""
+
+
+@dataclass(kw_only=True)
+class GateOnEvictor(EvictingMethod):
+    """Any evictor, with the gate on what remains: of the residents those are read whose block the gate picks.
+
+    The gate sees every token when it comes, so its blocks are those of the whole text, whatever has left since; its
+    compressed keys of one vector per block stay. Blocks of which nothing is left are not picked. Of an evicted-from
+    block the gate's budget counts the whole size, so that it bounds what is read.
+
+    The evictor decides as it would alone; where that takes the probabilities of all residents (H2O, TOVA,
+    LazyEviction), their keys are read for it and counted.
+
+    Attributes:
+        evictor: what decides which tokens stay. Not one that re-positions them or that reads part of them already.
+        gate: what decides which of them are read.
+    """
+
+    name: ClassVar[str] = "gate_on_evictor"
+    evictor: EvictingMethod
+    gate: Gate = field(repr=False)
+
+    def __post_init__(self) -> None:
+        named = f"the gate cannot work on what {self.evictor.name!r} leaves"
+        if isinstance(self.evictor, GateOnEvictor):
+            raise ValueError(f"{named}: it is one gate on another; give the evictor itself")
+        if self.evictor.stores_pre_rope:
+            raise ValueError(f"{named}: that method gives its tokens new positions at every step")
+        if isinstance(self.evictor, KV4Bit):
+            raise ValueError(f"{named}: that method evicts nothing; it keeps all tokens in 4 bits")
+        if isinstance(self.evictor, RaaS) and self.evictor.prompt_budget is not None:
+            raise ValueError(f"{named} with prompt_budget, which selects from the prompt already; drop one of them")
+        if self.gate.compat is not None:
+            raise ValueError(f'{named} with compat="published", whose code has no eviction; give compat=None')
+        if self.gate.dense_below or self.gate.rectify_every is not None or self.gate.lossless:
+            raise ValueError(f"{named} with dense_below, rectify_every or lossless, which need all tokens; drop them")
+
+    @property
+    def bank(self) -> GateBank:
+        """The gates."""
+        return self.gate.bank
+
+    @property
+    def nominal(self) -> str:
+        """See `Method`."""
+        return f"{self.evictor.nominal}, reads {self.gate.nominal}"
+
+    def new_state(self, spec: LayerSpec) -> LayerState:
+        """See `Method`."""
+        return GateOnEvictorState(spec, self)
+
+
+class GateOnEvictorState(EvictingState):
+    """Both states, and ``index [B, K, T]``, int32: which token of its row a resident is."""
+
+    per_token = ("index",)
+
+    def __init__(self, spec: LayerSpec, method: GateOnEvictor) -> None:
+        super().__init__(spec)
+        self.method = method
+        evicting = method.evictor.new_state(spec)
+        assert isinstance(evicting, EvictingState)
+        self.evicting, self.gating = evicting, method.gate.new_state(spec)
+        self.rows["index"] = torch.zeros(spec.batch, spec.num_kv_heads, 0, dtype=torch.int32, device=spec.device)
+        self.read: Sequence[float] | None = None  # of the current step, if the gate picked
+
+    def _whole(self, step: Step) -> Step:
+        """The step as it would be had nothing been evicted."""
+        seen = [self.seen(row) for row in range(len(step.counts))]
+        starts = [total - count for total, count in zip(seen, step.counts, strict=True)]
+        if starts == step.starts:
+            return step
+        return replace(step, starts=starts, lengths=torch.tensor(seen, device=step.lengths.device).clamp(min=1))
+
+    @torch.no_grad()
+    def append(self, step: Step) -> None:
+        """See `LayerState`."""
+        super().append(step)
+        self.evicting.append(step)
+        whole, index = self._whole(step), self.room("index", step.max_length)
+        for row, (at, first, count) in enumerate(zip(step.starts, whole.starts, step.counts, strict=True)):
+            index[row, :, at : at + count] = torch.arange(first, first + count, device=index.device)
+        self.gating.append(whole)
+
+    @torch.no_grad()
+    def attend(self, step: Step) -> Tensor | None:
+        """See `EvictingState`."""
+        output, self.read = self.evicting.attend(step), None
+        gate, whole, held = self.method.gate, self._whole(step), step.max_length
+        layer = self.spec.layer
+        if not isinstance(self.gating, GateState) or layer in gate.rule.dense_layers or gate.covers(whole.max_length):
+            return output
+        blocks_BKT = self.rows["index"][:, :, :held].long() // gate.block_size
+        real_B1T = torch.arange(held, device=blocks_BKT.device) < step.lengths[:, None, None]
+        scores_BKN = self.gating.scores(whole)
+        left_BKN = torch.zeros_like(scores_BKN).scatter_add(
+            2, blocks_BKT, real_B1T.to(scores_BKN).expand(blocks_BKT.shape)
+        )
+        picked = gate.choose(scores_BKN.masked_fill(left_BKN == 0, -torch.inf), whole.lengths)
+        wanted_BKN = torch.zeros(
+            *scores_BKN.shape[:2], scores_BKN.shape[2] + 1, dtype=torch.bool, device=real_B1T.device
+        )
+        wanted_BKN.scatter_(2, picked.indices.long() % wanted_BKN.shape[2], True)  # padding, -1, falls on the last
+        read_BKT = wanted_BKN[..., :-1].gather(2, blocks_BKT) & real_B1T
+        counts_BK = read_BKT.sum(2)
+        self.read = counts_BK.double().mean(1).tolist()
+        slots = torch.arange(held, device=read_BKT.device)
+        index = torch.where(read_BKT, slots, held).sort(-1).values[..., : int(counts_BK.max())]
+        return ops.sparse_decode(
+            step.q_BHSD[:, :, 0],
+            step.keys_BKCD,
+            step.values_BKCD,
+            torch.where(index == held, -1, index),
+            step.lengths,
+            1,
+            step.sm_scale,
+            sinks=step.sinks,
+            softcap=step.softcap,
+        )
+
+    def tokens_read(self, step: Step) -> Sequence[float]:
+        """See `EvictingState`."""
+        return self.evicting.tokens_read(step) if self.read is None else self.read
+
+    def score_bytes(self, step: Step) -> list[int]:
+        """See `EvictingState`: what both read to decide, the keys that an evictor weighs all residents by included."""
+        found = self.evicting.score_bytes(step)
+        if self.read is None or not isinstance(self.gating, GateState):
+            return found
+        weighs = type(self.evicting).attend is not EvictingState.attend and not isinstance(self.method.evictor, RaaS)
+        key = step.keys_BKCD.shape[1] * step.keys_BKCD.shape[3] * step.keys_BKCD.element_size() if weighs else 0
+        scored = self.gating.score_bytes(self._whole(step))
+        return [a + b + end * key for a, b, end in zip(found, scored, step.ends, strict=True)]
+
+    def most_resident(self) -> int:
+        """See `EvictingState`."""
+        return self.evicting.most_resident()
+
+    def keep(self, step: Step) -> Eviction | None:
+        """See `EvictingState`."""
+        return self.evicting.keep(step)
+
+    def moved(self, eviction: Eviction, capacity: int) -> None:
+        """See `EvictingState`."""
+        super().moved(eviction, capacity)
+        self.evicting.moved(eviction, capacity)
+
+    def select_rows(self, index: Tensor) -> None:
+        """See `LayerState`."""
+        super().select_rows(index)
+        self.evicting.select_rows(index)
+        self.gating.select_rows(index)
+
+    def append_rows(self, other: LayerState) -> None:
+        """See `LayerState`."""
+        assert isinstance(other, GateOnEvictorState)
+        super().append_rows(other)
+        self.evicting.append_rows(other.evicting)
+        self.gating.append_rows(other.gating)
+
+    @property
+    def nbytes(self) -> int:
+        """See `LayerState`."""
+        return super().nbytes + self.evicting.nbytes + self.gating.nbytes

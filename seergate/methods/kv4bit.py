@@ -1,0 +1,203 @@
+"""The whole cache in four bits: what an engine does before it thinks of eviction (KIVI, Liu et al., arXiv 2402.02750).
+
+The baseline at equal bytes for methods that evict: nothing is thrown away and everything is read, but all except the
+newest tokens is rounded.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+
+from seergate import ops
+from seergate.methods.base import EvictingMethod, EvictingState, Eviction, LayerSpec, LayerState, Step
+from seergate.methods.checks import check_choice, check_counts
+
+LEVELS = 15
+"""The highest of the codes 0..15."""
+
+
+@dataclass(kw_only=True)
+class KV4Bit(EvictingMethod):
+    """Keep the newest tokens as they are and all others in 4 bits per number, with a scale and a minimum per group.
+
+    As in KIVI a key's channel is rounded over ``group`` consecutive tokens, because some channels of keys are much
+    larger than the rest, and a value over ``group`` of its channels. A group is rounded once, when all of its tokens
+    are old enough, and never again; a prompt is read before it is rounded. (The quantised cache of transformers
+    rounds the whole cache anew every 128 tokens, and has one length for all rows.)
+
+    For the cache a rounded token is an evicted one: it lies in this method's state. The rounded tokens of one layer at
+    a time are widened for attention; a fused kernel would do that in registers.
+
+    Attributes:
+        group: numbers that share a scale and a minimum, float16 each: 4 bits become 5 at 32.
+        residual: at least so many of the newest tokens are not rounded; 128 in KIVI.
+        key_groups: ``"channel"``: as above; ``"token"``: keys are grouped like values.
+    """
+
+    name: ClassVar[str] = "kv4bit"
+    group: int = 32
+    residual: int = 128
+    key_groups: str = "channel"
+
+    def __post_init__(self) -> None:
+        check_counts(self, group=2, residual=1)
+        check_choice(self, key_groups=("channel", "token"))
+
+    @property
+    def nominal(self) -> str:
+        """See `Method`."""
+        return "all, in 4 bits"
+
+    def new_state(self, spec: LayerSpec) -> LayerState:
+        """See `Method`."""
+        return KV4BitState(spec, self)
+
+
+class KV4BitState(EvictingState):
+    """Packed codes and, in float16, minima and scales, all in units of ``group`` tokens, N of them:
+
+    ``keys``, ``values [B, K, N, group, D / 2]`` uint8; ``key_range``, ``value_range [B, K, N, 2, ...]``. Row b's first
+    ``seen(b) - residents(b)`` tokens are in here.
+    """
+
+    def __init__(self, spec: LayerSpec, method: KV4Bit) -> None:
+        super().__init__(spec)
+        self.method = method
+        width = spec.head_dim
+        self.channels = max(n for n in range(1, min(method.group, width) + 1) if width % n == 0)
+        per_token = (method.group, width // self.channels)
+
+        def empty(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+            return torch.zeros(spec.batch, spec.num_kv_heads, 0, *shape, dtype=dtype, device=spec.device)
+
+        key_ranges = (width,) if method.key_groups == "channel" else per_token
+        self.rows = {
+            "keys": empty((method.group, -(-width // 2)), torch.uint8),
+            "values": empty((method.group, -(-width // 2)), torch.uint8),
+            "key_range": empty((2, *key_ranges), torch.float16),
+            "value_range": empty((2, *per_token), torch.float16),
+        }
+        packed = sum(math.prod(part.shape[3:]) * part.element_size() for part in self.rows.values())
+        plain = 2 * method.group * width * spec.dtype.itemsize
+        self.saved_per_token = spec.num_kv_heads * (plain - packed) // method.group
+
+    def stored(self, step: Step) -> list[int]:
+        """Per row, how many tokens are rounded."""
+        return [self.seen(row) - end for row, end in enumerate(step.ends)]
+
+    @torch.no_grad()
+    def attend(self, step: Step) -> Tensor | None:
+        """See `EvictingState`: to the rounded tokens and to the others."""
+        stored = self.stored(step)
+        if not any(stored):
+            return None
+        groups = -(-max(stored) // self.method.group)
+        lengths = [old + end for old, end in zip(stored, step.ends, strict=True)]
+        slots = torch.arange(max(lengths), device=step.keys_BKCD.device)
+        old = torch.tensor(stored, device=slots.device)[:, None]
+        # a row's tokens side by side: those in here first, then those in the cache
+        index = torch.where(
+            slots < old, slots, (slots - old).clamp(max=step.max_length - 1) + groups * self.method.group
+        )
+        index = index[:, None, :, None].expand(-1, self.spec.num_kv_heads, -1, self.spec.head_dim)
+        keys, values = (
+            torch.cat((self._widened(name, groups), cache[:, :, : step.max_length]), dim=2).gather(2, index)
+            for name, cache in (("key", step.keys_BKCD), ("value", step.values_BKCD))
+        )
+        ragged = torch.tensor(lengths, device=slots.device) if len(set(lengths)) > 1 else None
+        return ops.dense_decode(
+            step.q_BHSD[:, :, 0], keys, values, ragged, sm_scale=step.sm_scale, sinks=step.sinks, softcap=step.softcap
+        )
+
+    def _widened(self, kind: str, groups: int) -> Tensor:
+        """The rounded keys or values ``[B, K, groups * group, D]`` in the cache's dtype."""
+        codes, span = self.rows[f"{kind}s"][:, :, :groups], self.rows[f"{kind}_range"][:, :, :groups]
+        wide = widened(unpacked(codes, self.spec.head_dim), span, self._channels(kind))
+        return wide.to(self.spec.dtype).flatten(2, 3)
+
+    def _channels(self, kind: str) -> int | None:
+        """Channels per group of a token; ``None`` if a group is one channel of several tokens."""
+        return None if kind == "key" and self.method.key_groups == "channel" else self.channels
+
+    def tokens_read(self, step: Step) -> list[float]:
+        """See `EvictingState`: all."""
+        return [self.seen(row) for row in range(len(step.ends))]
+
+    def score_bytes(self, step: Step) -> list[int]:
+        """See `EvictingState`."""
+        return [-old * self.saved_per_token for old in self.stored(step)]
+
+    def most_resident(self) -> int:
+        """See `EvictingState`."""
+        return self.method.residual + self.method.group
+
+    @torch.no_grad()
+    def keep(self, step: Step) -> Eviction | None:
+        """See `EvictingState`: whole groups of tokens that are old enough go from the cache into the state."""
+        size, ends = self.method.group, step.ends
+        old = {row: (end - self.method.residual) // size * size for row, end in enumerate(ends)}
+        old = {row: count for row, count in old.items() if count > 0}
+        if not old:
+            return None
+        stored = self.stored(step)
+        for row, count in old.items():
+            first, past = stored[row] // size, (stored[row] + count) // size
+            for kind, cache in (("key", step.keys_BKCD), ("value", step.values_BKCD)):
+                groups = cache[row : row + 1, :, :count].unflatten(2, (-1, size))
+                codes, span = rounded(groups, self._channels(kind))
+                for name, part in ((f"{kind}s", packed_pairs(codes)), (f"{kind}_range", span)):
+                    self.grown(name, past)[row, :, first:past] = part[0]
+        kept = [ends[row] - count for row, count in old.items()]
+        starts = torch.tensor(list(old.values()), device=step.lengths.device)[:, None]
+        last = torch.tensor([ends[row] - 1 for row in old], device=step.lengths.device)[:, None]
+        index = torch.minimum(starts + torch.arange(max(kept), device=step.lengths.device), last)
+        return Eviction(list(old), index[:, None].expand(-1, self.spec.num_kv_heads, -1), kept)
+
+
+def _grouped(x: Tensor, channels: int | None) -> tuple[Tensor, int]:
+    """``x [.., group, D]`` with the axis that shares a range, and its place."""
+    return (x, -2) if channels is None else (x.unflatten(-1, (-1, channels)), -1)
+
+
+def rounded(x_BKNGD: Tensor, channels: int | None) -> tuple[Tensor, Tensor]:
+    """Round groups of tokens to 16 levels between their minimum and their maximum.
+
+    Args:
+        x_BKNGD: ``[B, K, N, group, D]``.
+        channels: how many neighbouring channels of a token share a range; ``None``: all tokens of a channel do.
+
+    Returns:
+        Codes 0..15, uint8 ``[B, K, N, group, D]``, and minima and scales, float16 ``[B, K, N, 2, ..]``. The codes are
+        chosen for the float16 minimum and scale, so that these add no error of their own.
+    """
+    x, axis = _grouped(x_BKNGD.to(torch.promote_types(x_BKNGD.dtype, torch.float32)), channels)
+    low, high = x.amin(axis, keepdim=True), x.amax(axis, keepdim=True)
+    low16, scale16 = low.half(), ((high - low.half().to(x)).clamp(min=0) / LEVELS).half()
+    scale = scale16.to(x)
+    codes = ((x - low16.to(x)) / torch.where(scale > 0, scale, 1)).round().clamp(0, LEVELS).to(torch.uint8)
+    span = torch.stack((low16, scale16), dim=3).squeeze(axis)
+    return codes.reshape(x_BKNGD.shape), span
+
+
+def widened(codes_BKNGD: Tensor, span: Tensor, channels: int | None) -> Tensor:
+    """What `rounded` stands for, in float32."""
+    codes, axis = _grouped(codes_BKNGD.float(), channels)
+    low, scale = (part.float().unsqueeze(axis) for part in span.unbind(3))
+    return torch.addcmul(low, codes, scale).reshape(codes_BKNGD.shape)
+
+
+def packed_pairs(codes: Tensor) -> Tensor:
+    """Two codes per byte along the last axis; an odd one is alone."""
+    if codes.shape[-1] % 2:
+        codes = torch.nn.functional.pad(codes, (0, 1))
+    return codes[..., ::2] | codes[..., 1::2] << 4
+
+
+def unpacked(pairs: Tensor, width: int) -> Tensor:
+    """Inverse of `packed_pairs`."""
+    return torch.stack((pairs & LEVELS, pairs >> 4), dim=-1).flatten(-2)[..., :width]

@@ -1,0 +1,118 @@
+"""Simulations of the two methods that do not just evict: what a query sees of the whole past. See `naive`."""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+
+from seergate import GateBank, GateConfig
+
+
+class KV4Bit:
+    """Tokens older than `residual` are rounded in whole groups, counted from the first token of the row."""
+
+    def __init__(self, group, residual, by_token=False):
+        self.group, self.residual, self.by_token = group, residual, by_token
+
+    def __call__(self, past):
+        past.alive[:, : self.old(past.seen)] = False  # of the cache they are gone
+
+    def old(self, seen):
+        return max(0, (seen - self.residual) // self.group * self.group)
+
+    def view(self, past, head, keys, values):
+        keys, values = keys.copy(), values.copy()
+        if past.seen > past.prompt:  # a prompt is read before it is rounded
+            for first in range(0, self.old(past.seen - 1), self.group):
+                tokens = range(first, first + self.group)
+                if self.by_token:
+                    rows_in_groups(keys, tokens, self.group)
+                else:
+                    for channel in range(keys.shape[1]):
+                        keys[tokens, channel] = rounded(keys[tokens, channel])
+                rows_in_groups(values, tokens, self.group)
+        return np.arange(len(keys)), keys, values
+
+
+def rows_in_groups(x, tokens, group):
+    """Round some tokens, each in groups of its channels: as many as divide their number, at most `group`."""
+    size = next(n for n in range(group, 0, -1) if x.shape[1] % n == 0)
+    for token in tokens:
+        for first in range(0, x.shape[1], size):
+            x[token, first : first + size] = rounded(x[token, first : first + size])
+
+
+def rounded(numbers):
+    """The nearest of 16 levels, one number at a time; the lowest level and the step between two are float16."""
+    low = float(np.float16(min(numbers)))
+    step = float(np.float16(max(0, max(numbers) - low) / 15))
+    levels = [low + step * code for code in range(16)]
+    return np.array([min(levels, key=lambda level: abs(level - x)) for x in numbers])
+
+
+class Gated:
+    """A policy, and a gate that picks blocks of the whole text: of a picked block all that lives is seen."""
+
+    def __init__(self, policy, bank, budget, frequencies):
+        self.policy, self.bank, self.budget, self.frequencies = policy, bank, budget, frequencies
+
+    def __call__(self, past):
+        self.policy(past)
+
+    def view(self, past, head, keys, values):
+        living = past.living(head)[past.living(head) < past.seen]
+        size = self.bank.config.block_size
+        newest = (past.seen - 1) // size
+        if past.seen == past.prompt or self.budget // size >= newest + 1:
+            return living, keys, values
+        if past.seen < past.prompt:
+            return living, keys, values
+        scores = self.scores(past, head, newest)
+        inhabited = {j // size for j in living}
+        best = sorted((n for n in range(newest) if n in inhabited), key=lambda n: scores[n], reverse=True)
+        picked = {newest, *best[: self.budget // size - 1]}
+        return np.array([j for j in living if j // size in picked]), keys, values
+
+    def scores(self, past, head, blocks):
+        """Equations 1a to 1c of SeerAttention-R for one KV head, with its keys rotated back to where they began."""
+        gate, size = self.bank.gate(past.layer), self.bank.config.block_size
+        half = len(self.frequencies)
+
+        def turned(x, positions, sign):
+            z = (x[..., :half] + 1j * x[..., half:]) * np.exp(sign * 1j * np.outer(positions, self.frequencies))
+            return np.concatenate((z.real, z.imag), -1)
+
+        raw = turned(past.keys[: blocks * size, head], np.arange(blocks * size), -1)
+        pooled = [np.concatenate((b.max(0), b.min(0), b.mean(0))) for b in raw.reshape(blocks, size, -1)]
+        now = past.seen - 1
+        queries = turned(
+            np.stack([past.queries[now][of] for of in past.group(head)]), [now] * len(past.group(head)), -1
+        )
+        weight_q, weight_k = (w.detach().double().numpy()[head] for w in (gate.q_proj.weight, gate.k_proj.weight))
+        qg = sum(query @ weight for query, weight in zip(queries, weight_q, strict=True))
+        kg = np.stack(pooled) @ weight_k
+
+        def normed(x, norm):
+            return x / np.sqrt((x**2).mean(-1, keepdims=True) + 1e-6) * norm.weight.detach().double().numpy()
+
+        width = qg.shape[-1] // 2
+        w = gate.inv_freq.double().numpy()
+
+        def placed(x, positions):
+            z = (x[..., :width] + 1j * x[..., width:]) * np.exp(1j * np.outer(positions, w))
+            return np.concatenate((z.real, z.imag), -1)
+
+        return (
+            placed(normed(kg, gate.k_norm), np.arange(blocks) * size) @ placed(normed(qg, gate.q_norm)[None], [now])[0]
+        )
+
+
+def gate_for(model):
+    """Gates with random weights, wide enough apart that their choices differ from chance and from recency."""
+    torch.manual_seed(3)
+    return GateBank.for_model(model, GateConfig(8, 16))
+
+
+def gated(policy, model, bank, budget):
+    """`Gated` with the model's RoPE."""
+    return Gated(policy, bank, budget, model.model.rotary_emb.inv_freq.double().numpy())

@@ -1,0 +1,135 @@
+"""Rounding to four bits, and the gate on what an evictor leaves. Token for token they are in `evictors`."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+
+import seergate
+from seergate import methods
+from seergate.methods.kv4bit import packed_pairs, rounded, unpacked, widened
+from tests.methods import naive_views
+from tests.methods.evictors import model_of
+from tests.models import prompt
+
+
+def test_rounding_by_hand():
+    keys = torch.tensor([[0.0, 10.0], [15.0, 10.0], [7.4, 10.0]])[None, None, None]  # one group of three tokens
+    codes, span = rounded(keys, None)
+    assert codes[0, 0, 0].tolist() == [[0, 0], [15, 0], [7, 0]]
+    assert span.dtype == torch.float16
+    assert span[0, 0, 0].tolist() == [[0.0, 10.0], [1.0, 0.0]]
+    assert widened(codes, span, None)[0, 0, 0].tolist() == [[0.0, 10.0], [15.0, 10.0], [7.0, 10.0]]
+    codes, span = rounded(keys, 2)  # each token is a group of its own
+    assert codes[0, 0, 0].tolist() == [[0, 15], [15, 0], [0, 15]]
+    assert span[0, 0, 0, 0, :, 0].tolist() == pytest.approx([0.0, 10.0, 7.4], abs=2e-3)
+
+
+@pytest.mark.parametrize("width", [1, 7, 16])
+@pytest.mark.parametrize("by_token", [False, True])
+def test_rounding_against_a_loop(width, by_token):
+    x = torch.randn(1, 1, 3, 5, width, dtype=torch.float64) * torch.logspace(-3, 2, width, dtype=torch.float64)
+    codes, span = rounded(x, max(n for n in range(1, 6) if width % n == 0) if by_token else None)
+    found = widened(
+        unpacked(packed_pairs(codes), width), span, codes.shape[-1] // span.shape[-1] if by_token else None
+    )
+    for group in range(3):
+        expected = x[0, 0, group].numpy().copy()
+        if by_token:
+            naive_views.rows_in_groups(expected, range(5), 5)
+        else:
+            expected = np.stack([naive_views.rounded(column) for column in expected.T], axis=1)
+        np.testing.assert_allclose(found[0, 0, group].numpy(), expected, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_the_error_is_at_most_half_a_step(dtype):
+    x = (torch.randn(2, 3, 4, 32, 16) * 3).to(dtype)
+    codes, span = rounded(x, None)
+    step = span[:, :, :, 1, None].float()
+    # and what float16 takes from the minimum and from fifteen steps
+    slack = x.float().abs().amax() * 2**-10 + 15 * step * 2**-11
+    assert ((widened(codes, span, None) - x.float()).abs() <= step / 2 + slack).all()
+
+
+def test_bytes_held_and_read_are_those_of_the_tensors():
+    model, length, new = model_of(4), 300, 40
+    found = {}
+    for name, method in (("dense", methods.Dense()), ("kv4bit", methods.KV4Bit(group=32, residual=32))):
+        with seergate.attached(model, method) as handle:
+            model.generate(input_ids=prompt(length), max_new_tokens=new)
+            found[name] = handle.stats()
+    per_token = 2 * 2 * 16 * 4  # key and value, 2 heads of 16 channels in float32
+    packed = 2 * 2 * 8 + 2 * 2 * 2 * 16 / 32 + 2 * 2 * 2 * 16 / 16  # codes; ranges of keys; ranges of values
+    ours, theirs = found["kv4bit"], found["dense"]
+    assert ours["density"] == theirs["density"] == 1.0
+    read = 0.0  # in two layers
+    for step in range(1, new):
+        total = length + step
+        old = (total - 1 - 32) // 32 * 32
+        read += 2 * ((total - old) * per_token + old * packed) / (new - 1)
+    assert ours["bytes_read_per_step"] == pytest.approx(read, rel=1e-6)
+    assert ours["resident_bytes_mean"] < 0.45 * theirs["resident_bytes_mean"]
+
+
+def test_what_is_refused():
+    for options, said in (
+        ({"group": 1}, "group is 1; it must be a whole number, 2 or greater"),
+        ({"residual": 0}, "residual is 0"),
+        ({"key_groups": "head"}, "key_groups is 'head'; it must be 'channel' or 'token'"),
+    ):
+        with pytest.raises(ValueError, match=said):
+            methods.KV4Bit(**options)
+
+
+def test_what_the_gate_cannot_work_on():
+    bank = naive_views.gate_for(model_of(4))
+    gate = methods.Gate(bank=bank, token_budget=16)
+    for evictor, said in (
+        (methods.StreamingLLM(), "gives its tokens new positions"),
+        (methods.KV4Bit(), "evicts nothing"),
+        (methods.RaaS(prompt_budget=32), "selects from the prompt already"),
+        (methods.GateOnEvictor(evictor=methods.H2O(), gate=gate), "one gate on another"),
+    ):
+        with pytest.raises(ValueError, match=said):
+            methods.GateOnEvictor(evictor=evictor, gate=gate)
+    published = methods.Gate(bank=bank, token_budget=16, compat="published")
+    with pytest.raises(ValueError, match="whose code has no eviction"):
+        methods.GateOnEvictor(evictor=methods.H2O(), gate=published)
+
+
+def test_gate_on_evictor_by_name():
+    bank = naive_views.gate_for(model_of(4))
+    made = methods.make_method("snapkv+gate", bank=bank, token_budget=64, window=8, read_budget=32)
+    assert (made.evictor, made.gate.token_budget) == (methods.SnapKV(token_budget=64, window=8), 32)
+    assert made.nominal == "64, reads 32"
+    for name, options, said in (
+        ("quest+gate", {"bank": bank, "read_budget": 32}, "only one that evicts"),
+        ("h2o+gate", {"read_budget": 32}, "needs gates"),
+        ("h2o+gate", {"bank": bank}, "needs read_budget="),
+        ("h2o+gate", {"bank": bank, "windows": 3}, "no option 'windows'; it has .*read_budget"),
+        ("h2", {}, "did you mean 'h2o'"),
+        ("h2o", {"bank": bank}, "has no gates"),
+    ):
+        with pytest.raises(ValueError, match=said):
+            methods.make_method(name, **options)
+
+
+def test_reading_less_of_what_is_kept():
+    """What the gate leaves out is not read, and the budget bounds it; the evictor holds what it holds alone."""
+    model, bank = model_of(4), naive_views.gate_for(model_of(4))
+    evictor, found = methods.SnapKV(token_budget=48, window=6, interval=8), {}
+    both = methods.GateOnEvictor(evictor=evictor, gate=methods.Gate(bank=bank, token_budget=16))
+    for name, method in (("alone", evictor), ("gate", both)):
+        with seergate.attached(model, method) as handle:
+            model.generate(input_ids=prompt(60), max_new_tokens=80)
+            found[name] = handle.stats()
+    assert found["gate"]["resident_tokens_per_layer"] == found["alone"]["resident_tokens_per_layer"]
+    steps_mean_context = 60 + 40
+    assert found["gate"]["density"] * steps_mean_context <= 16.5
+    assert found["gate"]["density"] < 0.5 * found["alone"]["density"]
+    assert found["gate"]["bytes_read_per_step"] < found["alone"]["bytes_read_per_step"]
+    wrong = naive_views.gate_for(model_of(5))
+    with pytest.raises(ValueError, match="these gates are for another model"):
+        seergate.attach(model, methods.GateOnEvictor(evictor=evictor, gate=methods.Gate(bank=wrong, token_budget=16)))
