@@ -148,16 +148,18 @@ def _decode(layer: GatedLayer, state: Any, step: Step, stats: DecodeStats, measu
         selection = method.select(state, step)
         if selection is not None and isinstance(state, SelectingState):
             score_bytes = state.score_bytes(step)
+            keys, values, page_table = step.stored
             output = ops.sparse_decode(
                 step.q_BHSD[:, :, 0],
-                step.keys_BKCD,
-                step.values_BKCD,
+                keys,
+                values,
                 selection.indices,
                 step.lengths,
                 layer.block_size,
                 step.sm_scale,
                 sinks=step.sinks,
                 softcap=step.softcap,
+                page_table=page_table,
             )
         if measure_recall:
             stats.record_recall(layer.layer, _recall(step, selection, layer.block_size))
@@ -182,17 +184,14 @@ def make_step(layer: GatedLayer, appended: Appended, query: Tensor, kwargs: dict
         query: ``[B, H, S, D]``, after RoPE.
         kwargs: what the model gave its attention function.
     """
-    assert layer.keys is not None and layer.values is not None
     scaling = kwargs.get("scaling")
-    return Step(
-        q_pre_BHSD=appended.q_pre.to(layer.keys.dtype),
-        k_pre_BKSD=appended.k_pre.to(layer.keys.dtype),
-        q_BHSD=appended.compact(query).to(layer.keys.dtype),
+    return layer.step(
+        q_pre_BHSD=appended.q_pre.to(layer.dtype),
+        k_pre_BKSD=appended.k_pre.to(layer.dtype),
+        q_BHSD=appended.compact(query).to(layer.dtype),
         k_BKSD=appended.k,
         starts=appended.starts,
         counts=appended.counts,
-        keys_BKCD=layer.keys,
-        values_BKCD=layer.values,
         lengths=layer.lengths.clamp(min=1),  # a row without a real token yet reads a zero; nothing reads its output
         sm_scale=query.shape[-1] ** -0.5 if scaling is None else float(scaling),
         sinks=kwargs.get("s_aux"),
@@ -203,15 +202,17 @@ def make_step(layer: GatedLayer, appended: Appended, query: Tensor, kwargs: dict
 
 def attend_to_all(step: Step) -> Tensor:
     """Dense decode with the query group folded into the query axis."""
-    length = step.max_length
+    length, (keys, values, page_table) = step.max_length, step.stored
+    paged = page_table is not None
     return ops.dense_decode(
         step.q_BHSD[:, :, 0],
-        step.keys_BKCD[:, :, :length],
-        step.values_BKCD[:, :, :length],
-        None if len(set(step.ends)) == 1 else step.lengths,
+        keys if paged else keys[:, :, :length],
+        values if paged else values[:, :, :length],
+        None if len(set(step.ends)) == 1 and not paged else step.lengths,
         sm_scale=step.sm_scale,
         sinks=step.sinks,
         softcap=step.softcap,
+        page_table=page_table,
     )
 
 

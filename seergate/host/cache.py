@@ -25,6 +25,7 @@ from seergate.methods.base import (
     LayerState,
     Method,
     Rotary,
+    Step,
     compact,
     trimmed,
 )
@@ -388,10 +389,10 @@ class GatedLayer(CacheLayerMixin):
         other.keys, other.values = (pad(x, (0, 0, 0, short)) for x in (other.keys, other.values))  # cut, if negative
         self.keys, self.values = torch.cat((self.keys, other.keys)), torch.cat((self.values, other.values))
 
-    def stored(self) -> tuple[Tensor, Tensor, Tensor | None]:
-        """Keys and values as the ops take them, and the page table if they lie in pages."""
+    def step(self, **facts: Any) -> Step:
+        """What a method gets to see: the buffers and these facts."""
         assert self.keys is not None and self.values is not None
-        return self.keys, self.values, None
+        return Step(keys_BKCD=self.keys, values_BKCD=self.values, **facts)
 
     @property
     def nbytes(self) -> int:

@@ -66,7 +66,7 @@ class DecodeStats:
             resident_bytes: held by the layer.
         """
         stats = self.layers[layer]
-        keys, values = step.keys_BKCD, step.values_BKCD
+        keys, values, _ = step.stored
         self.block_size, self.heads[layer] = block_size, keys.shape[1]
         self.bytes_per_token[layer] = keys.shape[3] * keys.element_size() + values.shape[3] * values.element_size()
         stats.steps += 1

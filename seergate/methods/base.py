@@ -84,6 +84,11 @@ class Step:
     offsets: list[int] | None = None
 
     @property
+    def stored(self) -> tuple[Tensor, Tensor, Tensor | None]:
+        """Keys and values as the ops take them, and the page table where they lie in pages."""
+        return self.keys_BKCD, self.values_BKCD, None
+
+    @property
     def ends(self) -> list[int]:
         """Per row, how many tokens it has now: ``lengths`` without a device read."""
         return [start + count for start, count in zip(self.starts, self.counts, strict=True)]
@@ -99,7 +104,12 @@ class LayerState:
 
     Every tensor lives in ``self.rows`` with the batch axis first, so that the cache can reorder, repeat and select
     rows without knowing the method.
+
+    Attributes:
+        per_block: names of the tensors ``rows[name] [B, K, N, ...]`` that say something about the keys of a block.
     """
+
+    per_block: tuple[str, ...] = ()
 
     def __init__(self, spec: LayerSpec) -> None:
         self.spec = spec
@@ -116,6 +126,11 @@ class LayerState:
             keys_BKCD: the cache's keys, cropped already.
             offsets: per row, the position that the model gave to its first token.
         """
+
+    def block_shared(self, row: int, newer: slice, older: slice) -> None:
+        """Blocks of a row have been replaced by older ones of it: what is known of these holds for both now."""
+        for name in self.per_block:
+            self.rows[name][row, :, newer] = self.rows[name][row, :, older]
 
     def select_rows(self, index: Tensor) -> None:
         """Keep the rows ``index`` (int64), in that order; a row may be repeated."""

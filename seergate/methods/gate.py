@@ -73,6 +73,8 @@ class GateState(SelectingState):
     slot ``p % (2 * block_size)``: ``[B, K, 2 * block_size, D]``.
     """
 
+    per_block = ("kg",)
+
     def __init__(self, spec: LayerSpec, gate: AttnGate, rotate_at_last: bool = False) -> None:
         super().__init__(spec)
         self.gate, self.block_size = gate, gate.config.block_size

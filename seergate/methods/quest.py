@@ -97,6 +97,8 @@ class PageBounds:
 class QuestState(SelectingState):
     """The bounds of every page."""
 
+    per_block = ("high", "low")
+
     def __init__(self, spec: LayerSpec, block_size: int, group_reduction: str = "max") -> None:
         super().__init__(spec)
         self.pages, self.group_reduction = PageBounds(self, block_size), group_reduction
