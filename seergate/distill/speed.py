@@ -155,9 +155,12 @@ def _teaching(bank: GateBank, config: TrainConfig, device: torch.device) -> floa
     kg = torch.randn(-(-length // size), kv_heads, bank.config.gate_dim, device=device, requires_grad=True)
     cu_seqlens = torch.tensor([0, length], dtype=torch.int32)
     budgets = tuple(budget for budget in config.recall_budgets if budget >= size)
+    # On a processor it comes with the attention's output, see `packed_causal_attention`; its values cost nothing.
+    lse = torch.zeros(length, heads) if device.type == "cpu" else None
+    rules: dict[str, Any] = {"row_start": config.row_start, "recall_budgets": budgets, "lse": lse}
 
     def run() -> None:
-        loss, _ = ops.gate_kl(q, k, qg, kg, cu_seqlens, size, row_start=config.row_start, recall_budgets=budgets)
+        loss, _ = ops.gate_kl(q, k, qg, kg, cu_seqlens, size, **rules)
         torch.autograd.grad(loss, (qg, kg))
 
     return _seconds(run, device) * (bank.geometry.num_kv_heads // kv_heads) / taught

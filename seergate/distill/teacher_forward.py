@@ -22,7 +22,7 @@ from seergate import ops
 from seergate.errors import SeergateError
 from seergate.gate import AttnGate
 from seergate.host import families
-from seergate.host.packed_attention import packed_causal_attention
+from seergate.host.packed_attention import gives_lse, packed_causal_attention
 from seergate.host.teaching import TeacherCall, teaching
 
 if TYPE_CHECKING:
@@ -151,11 +151,15 @@ class Lesson:
 
     def attend(self, call: TeacherCall) -> Tensor:
         """Attention of one layer over the pack; in a gated layer, the gate's lesson too. ``[1, T, H, D]``."""
-        if call.layer in self.gated:
-            self._teach(self.bank.gate(call.layer), call)
-        return packed_causal_attention(call, self.borders)
+        gated = call.layer in self.gated
+        if gated and not gives_lse(call):  # before there is an output to hold
+            self._teach(self.bank.gate(call.layer), call, None)
+        output, lse_TH = packed_causal_attention(call, self.borders)
+        if gated and lse_TH is not None:  # computed for the output already: saves the lesson a pass over the scores
+            self._teach(self.bank.gate(call.layer), call, lse_TH)
+        return output
 
-    def _teach(self, gate: AttnGate, call: TeacherCall) -> None:
+    def _teach(self, gate: AttnGate, call: TeacherCall, lse_TH: Tensor | None) -> None:
         assert call.q_pre_BHSD is not None and call.k_pre_BKSD is not None
         parameters = [p for p in gate.parameters() if p.requires_grad]
         wants_gradient = self.wants_gradients and bool(parameters)
@@ -176,6 +180,7 @@ class Lesson:
                 sm_scale=call.sm_scale,
                 sinks=call.sinks,
                 softcap=call.softcap,
+                lse=lse_TH,
                 **self.options,
             )
             if wants_gradient:

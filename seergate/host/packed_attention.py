@@ -5,6 +5,8 @@ Shape suffixes: B = 1, S tokens of the pack, H query heads, K KV heads, G = H / 
 
 from __future__ import annotations
 
+from functools import cache
+
 import torch
 from torch import Tensor
 from torch.nn import functional as F
@@ -14,7 +16,7 @@ from seergate.host.teaching import TeacherCall
 CHUNK_BYTES = 64 * 2**20
 
 
-def packed_causal_attention(call: TeacherCall, borders: list[int]) -> Tensor:
+def packed_causal_attention(call: TeacherCall, borders: list[int]) -> tuple[Tensor, Tensor | None]:
     """Attention of each sequence to itself.
 
     Args:
@@ -22,10 +24,12 @@ def packed_causal_attention(call: TeacherCall, borders: list[int]) -> Tensor:
         borders: where the sequences begin, and the end of the last.
 
     Returns:
-        ``[1, S, H, D]`` in the dtype of the values.
+        ``[1, S, H, D]`` in the dtype of the values; and the log of each softmax's denominator, fp32 ``[S, H]``, if
+        `gives_lse`.
     """
     plain = call.window is None and call.sinks is None and call.softcap is None
     output = torch.empty_like(call.query_BHSD[..., : call.value_BKSD.shape[-1]])
+    lse_HS = call.query_BHSD.new_empty(call.query_BHSD.shape[1:3], dtype=torch.float32) if gives_lse(call) else None
     for start, end in zip(borders, borders[1:], strict=False):
         if end == start:
             continue
@@ -33,8 +37,39 @@ def packed_causal_attention(call: TeacherCall, borders: list[int]) -> Tensor:
         fits = plain or (
             call.sinks is None and call.softcap is None and call.window is not None and end - start <= call.window
         )
-        output[:, :, start:end] = _flash(q, k, v, call.sm_scale) if fits else _chunked(q, k, v, call)
-    return output.transpose(1, 2)
+        if lse_HS is not None:
+            output[:, :, start:end], lse_1HS = _fused_on_cpu(q, k, v, call.sm_scale)
+            lse_HS[:, start:end] = lse_1HS[0]
+        else:
+            output[:, :, start:end] = _flash(q, k, v, call.sm_scale) if fits else _chunked(q, k, v, call)
+    return output.transpose(1, 2), None if lse_HS is None else lse_HS.T
+
+
+def gives_lse(call: TeacherCall) -> bool:
+    """Whether the log-sum-exp comes with the output: from PyTorch's fused kernel for processors, in a plain layer.
+
+    On a GPU, asking for it would take away PyTorch's choice among its fused kernels.
+    """
+    q, v = call.query_BHSD, call.value_BKSD
+    plain = call.window is None and call.sinks is None and call.softcap is None
+    unit = all(x.stride(-1) == 1 for x in (q, call.key_BKSD, v))
+    return plain and unit and q.device.type == "cpu" and q.shape[-1] == v.shape[-1] and _cpu_kernel_gives_lse()
+
+
+@cache
+def _cpu_kernel_gives_lse() -> bool:
+    """Whether this PyTorch has the kernel under the name and with the arguments known here."""
+    q, k = torch.ones(1, 2, 3, 8), torch.ones(1, 1, 3, 8)
+    try:
+        output, lse = _fused_on_cpu(q, k, k, 1.0)
+    except (AttributeError, RuntimeError):
+        return False
+    return torch.equal(output, _flash(q, k, k, 1.0)) and lse.shape == (1, 2, 3)
+
+
+def _fused_on_cpu(q: Tensor, k: Tensor, v: Tensor, sm_scale: float) -> tuple[Tensor, Tensor]:
+    """Output and log-sum-exp ``[1, H, S]`` of the kernel that `_flash` uses on a processor."""
+    return torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(q, k, v, 0.0, True, scale=sm_scale)
 
 
 def _flash(q: Tensor, k: Tensor, v: Tensor, sm_scale: float) -> Tensor:

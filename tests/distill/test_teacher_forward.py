@@ -3,13 +3,19 @@ segment."""
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 
 from seergate import GateBank, GateConfig, SeergateError, ops
 from seergate.distill.teacher_forward import distill_step
-from seergate.host import families
+from seergate.host import families, packed_attention
+from seergate.host.teaching import TeacherCall
+from seergate.ops import reference
+from seergate.ops.torch_impl.teacher import Teacher
 from tests.models import prompt, tiny_model
+from tests.ops.helpers import Pack
 
 
 def expected(bank, model, segments, row_start, reduction):
@@ -125,6 +131,49 @@ def test_recall_is_one_for_a_budget_of_everything_and_grows_with_it():
     assert out.recall.shape == (4, 2, 2)
     assert (out.recall.diff(dim=0) > 0).all()
     torch.testing.assert_close(out.recall[-1], torch.ones(2, 2))
+
+
+def test_the_log_sum_exp_of_the_models_attention_saves_a_pass(monkeypatch):
+    """PyTorch's kernel for processors gives it in plain layers; with sinks the lesson finds it by itself."""
+
+    def second_pass(*_):
+        raise AssertionError("a pass over the scores")
+
+    losses = {}
+    for family in ("qwen3", "gpt_oss"):
+        model = tiny_model(family)
+        bank = GateBank.for_model(model, GateConfig(8, families.head_dim_of(model)))
+        borders = torch.tensor([0, 40, 40, 61])
+        losses[family] = distill_step(bank, model, prompt(61), borders).loss.item()
+        with monkeypatch.context() as patch:
+            patch.setattr(Teacher, "normaliser", second_pass)
+            if family == "qwen3":
+                assert distill_step(bank, model, prompt(61), borders).loss.item() == losses[family]
+            else:
+                with pytest.raises(AssertionError, match="a pass over the scores"):
+                    distill_step(bank, model, prompt(61), borders)
+        if family == "qwen3":
+            with monkeypatch.context() as patch:
+                patch.setattr(packed_attention, "_cpu_kernel_gives_lse", lambda: False)
+                without = distill_step(bank, model, prompt(61), borders).loss.item()
+                assert without == pytest.approx(losses[family], rel=1e-5)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("group", [1, 4, 5, 7, 8])
+def test_attention_of_a_pack_and_its_log_sum_exp(group, dtype):
+    pack = Pack.random([63, 0, 1, 17], group=group, dim=24, dtype=dtype)
+    v = torch.randn(81, 2, 24).to(dtype)
+    q_BHSD, k_BKSD, v_BKSD = (x.transpose(0, 1)[None] for x in (pack.q, pack.k, v))
+    call = TeacherCall(0, q_BHSD, k_BKSD, v_BKSD, None, None, 0.3, None, None, None)
+    output, lse = packed_attention.packed_causal_attention(call, pack.cu.tolist())
+    want = reference.attention_with_block_targets(pack.q.double(), pack.k.double(), v.double(), pack.cu, 8, 0.3)
+    assert lse is not None and lse.shape == (81, 2 * group) and lse.dtype == torch.float32
+    tolerance = 1e-5 if dtype == torch.float32 else 2e-2
+    torch.testing.assert_close(lse.double(), want.lse, rtol=tolerance, atol=tolerance)
+    torch.testing.assert_close(output[0].double(), want.output, rtol=tolerance, atol=tolerance)
+    softcapped = replace(call, softcap=2.0)
+    assert packed_attention.packed_causal_attention(softcapped, pack.cu.tolist())[1] is None
 
 
 def test_no_gradients_are_made_where_none_are_wanted():
