@@ -20,6 +20,7 @@ from seergate.methods.r_kv import RKV
 from seergate.methods.raas import RaaS
 from seergate.methods.random import Random
 from seergate.methods.random_evict import RandomEvict
+from seergate.methods.reason_cache import RandomSharing, ReasonCache
 from seergate.methods.rpc import RPC
 from seergate.methods.snapkv import SnapKV
 from seergate.methods.streaming_llm import StreamingLLM
@@ -32,6 +33,7 @@ if TYPE_CHECKING:
 _ALL = (
     *(Gate, Oracle, Quest, Dense, Random),
     *(StreamingLLM, H2O, TOVA, SnapKV, RKV, RaaS, RPC, LazyEviction, RandomEvict, TriAttention, KV4Bit),
+    *(ReasonCache, RandomSharing),
 )
 METHODS: dict[str, type[Method]] = {method.name: method for method in _ALL}
 
@@ -53,6 +55,8 @@ __all__ = [
     "RaaS",
     "Random",
     "RandomEvict",
+    "RandomSharing",
+    "ReasonCache",
     "SelectingMethod",
     "SnapKV",
     "StreamingLLM",
