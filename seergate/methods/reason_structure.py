@@ -1,0 +1,160 @@
+"""The structural check of ReasonCache: formulas and code of two steps as trees, which must not differ (IV-A1).
+
+LaTeX is parsed by pylatexenc, Python by `ast`. What neither can read (other languages, half a formula) is compared
+token by token, which is stricter. The paper does not say how formal content is told from prose: here it is what stands
+between LaTeX's math delimiters or in a code fence, and runs of operands and operators with a digit or an equals sign.
+"""
+
+from __future__ import annotations
+
+import ast
+import importlib.util
+import re
+import textwrap
+from typing import Any
+
+from seergate.errors import SeergateError
+
+Tree = tuple[str, tuple[Any, ...]]
+"""A label, and the subtrees."""
+
+FENCE = re.compile(r"```[^\n`]*\n?")
+MATH = re.compile(
+    r"\$\$.+?\$\$|\\\[.+?\\\]|\\\(.+?\\\)|\\begin\{(?P<name>[a-zA-Z]+\*?)\}.+?\\end\{(?P=name)\}|\$[^$\n]+\$", re.S
+)
+PLAIN = re.compile(r"(?:[\w.()\[\]{}\\]+[ \t]*[-+*/^=<>≤≥≠≈×÷·][ \t]*)+[\w.()\[\]{}\\]+")
+TOKEN = re.compile(r"\d+(?:\.\d+)?|[^\W\d_]+|\S")
+
+
+def check_installed(edit_distance: bool) -> None:
+    """Complain early if a library is missing.
+
+    Args:
+        edit_distance: whether distances above 0 are asked for.
+
+    Raises:
+        SeergateError: naming it and what to do.
+    """
+    needed = ["pylatexenc", "apted"] if edit_distance else ["pylatexenc"]
+    missing = [name for name in needed if importlib.util.find_spec(name) is None]
+    if missing:
+        raise SeergateError(
+            f"the structural check of reason_cache needs {' and '.join(missing)}: pip install 'seergate[reason]', or "
+            "structural_check=False"
+        )
+
+
+def formal_content(text: str, in_code: bool = False) -> Tree | None:
+    """The formulas and the code of a step as one tree, in order; ``None`` if it is prose.
+
+    Args:
+        text: of the step.
+        in_code: whether it begins inside a code fence.
+    """
+    parts: list[Tree] = []
+    for number, piece in enumerate(FENCE.split(text)):
+        if in_code ^ bool(number % 2):
+            if piece.strip():
+                parts.append(code_tree(piece))
+            continue
+        at = 0
+        for match in MATH.finditer(piece):
+            parts += _plain_formulas(piece[at : match.start()])
+            parts.append(latex_tree(match.group()))
+            at = match.end()
+        parts += _plain_formulas(piece[at:])
+    return ("step", tuple(parts)) if parts else None
+
+
+def _plain_formulas(prose: str) -> list[Tree]:
+    found = [match.group() for match in PLAIN.finditer(prose)]
+    return [_token_tree("formula", formula) for formula in found if re.search(r"\d|=", formula)]
+
+
+def _token_tree(label: str, text: str) -> Tree:
+    return label, tuple((token, ()) for token in TOKEN.findall(text))
+
+
+def latex_tree(source: str) -> Tree:
+    """A formula with its delimiters as a tree; one that does not parse as its tokens."""
+    from pylatexenc.latexwalker import LatexWalker
+
+    try:
+        nodes, *_ = LatexWalker(source, tolerant_parsing=True).get_latex_nodes()
+        return "latex", _latex_forest(nodes)
+    except Exception:  # a parser of a language without a grammar may stumble in any way
+        return _token_tree("latex", source)
+
+
+def _latex_forest(nodes: Any) -> tuple[Tree, ...]:
+    trees: list[Tree] = []
+    for node in nodes or ():
+        kind = type(node).__name__
+        if node is None or kind == "LatexCommentNode":
+            continue
+        if kind == "LatexCharsNode":
+            trees += _token_tree("", node.chars)[1]
+            continue
+        arguments = getattr(node, "nodeargd", None)
+        children = _latex_forest(arguments.argnlist if arguments is not None else ())
+        children += _latex_forest(getattr(node, "nodelist", ()))
+        name = (
+            getattr(node, "macroname", None)
+            or getattr(node, "environmentname", None)
+            or getattr(node, "specials_chars", "")
+        )
+        trees.append((f"{kind}:{name}", children))
+    return tuple(trees)
+
+
+def code_tree(source: str) -> Tree:
+    """Python as its syntax tree; anything else as its tokens."""
+    try:
+        return _python_tree(ast.parse(textwrap.dedent(source)))
+    except (SyntaxError, ValueError, RecursionError, MemoryError):
+        return _token_tree("code", source)
+
+
+def _python_tree(node: ast.AST) -> Tree:
+    facts, children = [type(node).__name__], []
+    for name, value in ast.iter_fields(node):
+        if isinstance(value, ast.AST):
+            children.append((name, (_python_tree(value),)))
+        elif isinstance(value, list):
+            subtrees = tuple(_python_tree(v) if isinstance(v, ast.AST) else (repr(v), ()) for v in value)
+            children.append((name, subtrees))
+        elif value is not None:
+            facts.append(f"{name}={value!r}")
+    return " ".join(facts), tuple(children)
+
+
+def edit_distance(a: Tree | None, b: Tree | None) -> int:
+    """How many nodes must be inserted, deleted or renamed to turn one tree into the other (Zhang and Shasha).
+
+    A step without formal content has distance 0 to another such one, and the other's size to one that has some.
+    """
+    if a == b:
+        return 0
+    if a is None or b is None:
+        return _size(a or b or ("", ()))
+    from apted import APTED, Config
+
+    class Pairs(Config):  # type: ignore[misc]
+        def rename(self, one: Tree, other: Tree) -> int:
+            return int(one[0] != other[0])
+
+        def children(self, node: Tree) -> tuple[Tree, ...]:
+            return node[1]
+
+    return int(APTED(a, b, Pairs()).compute_edit_distance())
+
+
+def _size(tree: Tree) -> int:
+    return 1 + sum(_size(child) for child in tree[1])
+
+
+def same_structure(a: Tree | None, b: Tree | None, most: int) -> bool:
+    """Whether the edit distance is at most ``most``. For 0, the paper's rule, no distance needs to be computed: it is
+    0 between equal trees and no others.
+    """
+    return a == b or (most > 0 and edit_distance(a, b) <= most)

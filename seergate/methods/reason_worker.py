@@ -1,0 +1,91 @@
+"""Who runs the `Evaluator`: a thread of its own, or whoever hands over the events. Neither can make decoding fail."""
+
+from __future__ import annotations
+
+import queue
+import threading
+import time
+from collections.abc import Sequence
+
+from seergate.methods.reason_evaluator import Evaluator, Event
+
+
+class InlineWorker:
+    """Handles events at once, in the caller's thread.
+
+    Args:
+        evaluator: what handles them.
+
+    Attributes:
+        error: what the evaluator raised, if it did; from then on events are ignored and nothing is decided any more.
+    """
+
+    def __init__(self, evaluator: Evaluator) -> None:
+        self.evaluator, self.error = evaluator, None  # type: ignore[var-annotated]
+
+    def put(self, events: Sequence[Event]) -> None:
+        """Hand events over, in the order in which they happened."""
+        self._handle(events)
+
+    def _handle(self, events: Sequence[Event]) -> None:
+        if self.error is None:
+            try:
+                for event in events:
+                    self.evaluator.handle(event)
+            except Exception as error:  # sharing saves memory; it must not cost a generation
+                self.error = error
+
+    def wait(self, timeout: float) -> bool:
+        """Wait until all events have been handled; whether they have."""
+        return True
+
+    def stop(self) -> None:
+        """End it. May be called again."""
+
+
+class ThreadWorker(InlineWorker):
+    """Handles events on a thread, which starts with the first of them. `put` never waits.
+
+    The thread gives way between two small pieces of work: Python runs one thread at a time, and decoding goes first.
+    """
+
+    def __init__(self, evaluator: Evaluator) -> None:
+        super().__init__(evaluator)
+        self._events: queue.SimpleQueue[Sequence[Event] | threading.Event | None] = queue.SimpleQueue()
+        self._thread: threading.Thread | None = None
+
+    def put(self, events: Sequence[Event]) -> None:
+        """See `InlineWorker`."""
+        if self.error is not None:
+            return  # nobody would take them
+        if self._thread is None:
+            self._thread = threading.Thread(target=self._run, name="seergate reason_cache", daemon=True)
+            self._thread.start()
+        self._events.put(events)
+
+    def _run(self) -> None:
+        while (work := self._events.get()) is not None:
+            if isinstance(work, threading.Event):
+                work.set()
+            else:
+                self._handle(work)
+
+    def wait(self, timeout: float) -> bool:
+        """See `InlineWorker`."""
+        if self._thread is None or not self._thread.is_alive():
+            return True
+        done = threading.Event()
+        self._events.put(done)
+        return done.wait(timeout)
+
+    def stop(self) -> None:
+        """See `InlineWorker`."""
+        thread, self._thread = self._thread, None
+        if thread is not None:
+            self._events.put(None)
+            thread.join(timeout=5)
+
+
+def give_way() -> None:
+    """Let other threads run."""
+    time.sleep(0)
