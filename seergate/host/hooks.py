@@ -26,10 +26,12 @@ from seergate.host.attention import ATTENTION_NAME, CALL_KEYWORD, attend, dense_
 from seergate.host.cache import Arrival, GatedLayer
 from seergate.host.dense_pass import attend_densely
 from seergate.host.lossless import Lossless
+from seergate.host.paged_layer import Paging
+from seergate.host.pager import Pager
 from seergate.host.rectify import Rectifier
 from seergate.host.rope import Rotary
 from seergate.host.stats import DecodeStats
-from seergate.methods import Gate, GateOnEvictor, Method, SelectingMethod, make_method
+from seergate.methods import Gate, GateOnEvictor, Method, ReasonCache, SelectingMethod, make_method
 
 _HANDLE = "_seergate_handle"
 
@@ -128,7 +130,11 @@ class DecodeBinding:
                 "this cache was filled by the plain model, so the method has not seen its tokens; start a new one"
             )
         shared = bool(getattr(self.attention, "store_full_length_kv", False))
-        layers[self.layer] = GatedLayer(method, self.layer, self.num_heads, self.rotary, static_length, shared)
+        make: Any = GatedLayer
+        if self.handle.pager is not None:
+            first = self.handle.bindings[0]
+            make = self.handle.pager.layer_class(None if first is self else layers[first.layer])
+        layers[self.layer] = make(method, self.layer, self.num_heads, self.rotary, static_length, shared)
         return layers[self.layer]
 
 
@@ -139,12 +145,22 @@ class Handle:
         model: a causal language model of a supported family.
         method: what to decode with.
         measure_recall: also compute, at each decode step, how much of dense attention's probability was read (slow).
+        paging: keep keys and values in pages (`Paging`). ``reason_cache`` does so by itself.
     """
 
-    def __init__(self, model: PreTrainedModel, method: Method, *, measure_recall: bool = False) -> None:
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        method: Method,
+        *,
+        measure_recall: bool = False,
+        paging: Paging | None = None,
+    ) -> None:
         modules = families.full_attention_modules(model)
         if getattr(model, _HANDLE, None) is not None:
             raise SeergateError("this model has a method attached already; detach it first")
+        paged, attached_method = paging is not None or isinstance(method, ReasonCache), method
+        method = method.reading if isinstance(method, ReasonCache) else method
         if isinstance(method, (Gate, GateOnEvictor)):
             _check_gates(model, method.bank)
         if isinstance(method, SelectingMethod):
@@ -163,7 +179,9 @@ class Handle:
         self.bindings: list[DecodeBinding] = []
         self.correction: Lossless | Rectifier | None = None
         self.dense_pass = False  # whether forward passes leave the method out
+        self.pager: Pager | None = None
         try:
+            self.pager = Pager(model, attached_method, paging) if paged else None
             for layer, attention in modules:
                 self.bindings.append(DecodeBinding(self, layer, attention))
             if isinstance(method, SelectingMethod) and method.rule.lossless:
@@ -180,19 +198,25 @@ class Handle:
         or `Rectifier` did.
         """
         corrected = self.correction.stats() if self.correction is not None else {}
-        return {"method": self.method.name, **self.stats_.summary(), **corrected}
+        paged = self.pager.stats() if self.pager is not None else {}
+        return {"method": self.method.name, **self.stats_.summary(), **corrected, **paged}
 
     def reset_stats(self) -> None:
         """Start counting anew."""
         self.stats_ = DecodeStats(list(self.stats_.layers))
         if self.correction is not None:
             self.correction.reset()
+        if self.pager is not None:
+            self.pager.reset()
 
     def detach(self) -> None:
         """Give the model back as it was. May be called again without effect."""
         if self.correction is not None:
             self.correction.remove()
             self.correction = None
+        if self.pager is not None:
+            self.pager.remove()
+            self.pager = None
         while self.bindings:
             self.bindings.pop().remove()
         if getattr(self.model, _HANDLE, None) is self:
@@ -205,6 +229,7 @@ def attach(
     config: DecodeConfig | None = None,
     *,
     measure_recall: bool = False,
+    paging: Paging | None = None,
     **options: Any,
 ) -> Handle:
     """Let a method decide what the model's decode steps attend to; ``generate`` itself stays the stock one.
@@ -214,7 +239,7 @@ def attach(
         method: gates; a method; or a method's name, with its options as keywords.
         config: how to decode with gates. Its fields may be given as keywords instead; what is not given is as the
             gates ask for (``compat="published"`` of imported ones).
-        measure_recall: see `Handle`.
+        measure_recall, paging: see `Handle`.
         **options: for a method given by name, or fields of `DecodeConfig` for gates.
 
     Returns:
@@ -224,7 +249,7 @@ def attach(
         SeergateError: for an unsupported model, an unknown method or option, or gates of another model.
         ValueError: for a value out of range.
     """
-    return Handle(model, resolve_method(method, config, **options), measure_recall=measure_recall)
+    return Handle(model, resolve_method(method, config, **options), measure_recall=measure_recall, paging=paging)
 
 
 @contextmanager
@@ -234,10 +259,11 @@ def attached(
     config: DecodeConfig | None = None,
     *,
     measure_recall: bool = False,
+    paging: Paging | None = None,
     **options: Any,
 ) -> Iterator[Handle]:
     """`attach` for the duration of a ``with`` block."""
-    handle = attach(model, method, config, measure_recall=measure_recall, **options)
+    handle = attach(model, method, config, measure_recall=measure_recall, paging=paging, **options)
     try:
         yield handle
     finally:
