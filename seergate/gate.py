@@ -123,7 +123,9 @@ class AttnGate(nn.Module):
         weight = self.k_proj.weight
         q_BKGSD = q_BHSD.to(weight.dtype).unflatten(1, (self.num_kv_heads, self.group_size))
         if self.config.q_pooling == "proj":
-            qg_BKSE = torch.einsum("bkgsd,kgde->bkse", q_BKGSD, self.q_proj.weight)
+            q_KTP = q_BKGSD.permute(1, 0, 3, 2, 4).reshape(self.num_kv_heads, -1, self.group_size * self.head_dim)
+            qg_KTE = q_KTP @ self.q_proj.weight.flatten(1, 2)  # one product per KV head: a step reads its weight once
+            qg_BKSE = qg_KTE.unflatten(1, (len(q_BHSD), -1)).transpose(0, 1)
         else:
             qg_BKSE = q_BKGSD.mean(2)
             if self.config.q_pooling == "avgproj":

@@ -32,19 +32,18 @@ def select_blocks(
     blocks_N = torch.arange(scores.shape[2], device=scores.device)
     current_B11 = torch.div(lengths - 1, block_size, rounding_mode="floor")[:, None, None]
     past_B1N = blocks_N < current_B11
-    always_B1N = (blocks_N == current_B11) | (past_B1N & (blocks_N < sink_blocks))
 
     if token_budget is not None:
-        keys_BKN = _keys(scores_BKN, blocks_N)
-        keys_BKN = torch.where(always_B1N, torch.iinfo(torch.int64).max - blocks_N, keys_BKN)
-        keys_BKN = torch.where(past_B1N | always_B1N, keys_BKN, torch.iinfo(torch.int64).min + blocks_N)
+        # What is always in comes first; what is not in the past last, and is left out again below.
+        keys_BKN = _keys(scores_BKN, blocks_N).masked_fill_(~past_B1N, torch.iinfo(torch.int64).min)
+        keys_BKN[..., :sink_blocks] = torch.iinfo(torch.int64).max
+        keys_BKN.scatter_(-1, current_B11.expand(-1, scores.shape[1], -1), torch.iinfo(torch.int64).max)
         kept = min(len(blocks_N), token_budget // block_size)
-        best_BKX = keys_BKN.topk(kept, dim=-1, sorted=False).indices.int()
-        # Later blocks are picked only where there are too few past ones; they sort to the end.
-        best_BKX = best_BKX.sort(dim=-1).values
-        extra_BKX = best_BKX > current_B11
-        return Selection(best_BKX.masked_fill_(extra_BKX, -1), (~extra_BKX).sum(-1, dtype=torch.int32))
+        best_BKX = keys_BKN.topk(kept, dim=-1, sorted=False).indices.int().sort(dim=-1).values
+        extra_BKX = best_BKX > current_B11  # picked only where there are too few past blocks; they sort to the end
+        return Selection(best_BKX.masked_fill_(extra_BKX, -1), kept - extra_BKX.sum(-1, dtype=torch.int32))
 
+    always_B1N = (blocks_N == current_B11) | (past_B1N & (blocks_N < sink_blocks))
     probs_BKN = scores_BKN.masked_fill(~past_B1N, -torch.inf).softmax(-1)
     if threshold is not None:
         picked_BKN = probs_BKN > threshold  # NaN in rows without a past block: never greater
@@ -63,8 +62,8 @@ def select_blocks(
 def _keys(scores_BKN: Tensor, blocks_N: Tensor) -> Tensor:
     """Different int64 for every block, larger for a higher score, then for a lower index."""
     bits = (scores_BKN + 0.0).view(torch.int32)  # + 0.0: negative zero equals zero
-    ordered = torch.where(bits < 0, bits ^ 0x7FFFFFFF, bits).long()
-    return (ordered << 32) - blocks_N
+    ordered = (bits >> 31).bitwise_and_(0x7FFFFFFF).bitwise_xor_(bits)  # turns the order of negative numbers around
+    return ordered.long().bitwise_left_shift_(32).sub_(blocks_N)
 
 
 def _nucleus(scores_BKN: Tensor, probs_BKN: Tensor, past_B1N: Tensor, blocks_N: Tensor, top_p: float) -> Tensor:
