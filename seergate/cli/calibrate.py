@@ -40,29 +40,28 @@ def run(options: argparse.Namespace) -> int:
     """Load, measure, write."""
     from seergate.cli.models import check_writable, load_model, model_path
     from seergate.eval import RunOptions, make_task
-    from seergate.eval.engine import encode, end_ids, render
+    from seergate.eval.calibration import evenly_chosen_prompts
+    from seergate.eval.engine import end_ids
     from seergate.eval.recurrence import measure_recurrence, query_centres
 
     _check(options)
     task = make_task(options.task)
     problems = task.problems()
-    wanted = max(1, len(problems) // 100) if options.problems is None else min(options.problems, len(problems))
-    chosen = [problems[i * len(problems) // wanted] for i in range(wanted)]
     path = model_path(options.model)
     name = f"calibrate-{Path(options.model).name}-{options.method}"
     suffix = "safetensors" if options.method == "tri_attention" else "json"
     target = options.out or Path("runs") / f"{name}.{suffix}"
     check_writable(target.parent)
     model, tokenizer = load_model(path, options.dtype, options.device)
-    prompts = [
-        encode(tokenizer, problem.prompt if problem.prompt is not None else render(tokenizer, problem.messages))
-        for problem in chosen
-    ]
+    prompts = evenly_chosen_prompts(tokenizer, task, options.problems)
     limit = RunOptions(max_new_tokens=options.max_new_tokens).limit(task).of(max(map(len, prompts)))
     if limit < 1:
         raise ValueError("the longest prompt leaves no room for an answer; give --max-new-tokens")
     sampling, ends = RunOptions().resolved_sampling(task, model), end_ids(model, tokenizer)
-    print(f"answering {wanted} of {len(problems)} problems of {options.task}, at most {limit} tokens each", flush=True)
+    print(
+        f"answering {len(prompts)} of {len(problems)} problems of {options.task}, at most {limit} tokens each",
+        flush=True,
+    )
     if options.method == "tri_attention":
         centres = query_centres(model, prompts, max_new_tokens=limit, sampling=sampling, ends=ends)
         centres.save(target)
@@ -72,7 +71,7 @@ def run(options: argparse.Namespace) -> int:
     record = {
         "model": options.model,
         "task": options.task,
-        "problems": wanted,
+        "problems": len(prompts),
         "alpha": options.alpha,
         "share": options.share,
         "window": found.window(options.share),

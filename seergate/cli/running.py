@@ -53,10 +53,11 @@ def run_plan(plan: SweepPlan) -> Path:
     """
     from seergate.cli.models import check_writable, gates_for, load_gates, load_model, model_path
     from seergate.eval import sweep
-    from seergate.methods import method_class
+    from seergate.eval.calibration import calibrate, check_auto
+    from seergate.eval.method_text import read_method
 
-    for name in plan.method:
-        method_class(name)
+    for text in plan.method:
+        read_method(text)
     task = plan.make_task()
     task.problems()
     plan.sampling()
@@ -70,8 +71,10 @@ def run_plan(plan: SweepPlan) -> Path:
         raise SeergateError(f"the gates given for block size {wrong[0]} have {banks[wrong[0]].config.block_size}")
     known = sorted(banks) if banks else [bank.config.block_size] if bank is not None else []
     specs = plan.specs(task, known)
+    check_auto(specs)
     for spec in specs:
-        spec.method(banks.get(spec.block_size or 0, bank))
+        if not spec.uncalibrated:
+            spec.method(banks.get(spec.block_size or 0, bank))
     out = Path(plan.out) if plan.out else Path("runs") / f"eval-{Path(path).name}-{task.name}"
     check_writable(out)
 
@@ -91,7 +94,9 @@ def run_plan(plan: SweepPlan) -> Path:
         options = plan.options(model_name=plan.model, gates_name=named or "", on_progress=progress)
         chosen = plan.sampling() or task.sampling
         source = "as asked" if plan.sampling() else "as the task has it" if chosen else "the model's generation_config"
-        print(f"sampling: {options.resolved_sampling(task, model)} ({source}); {options.limit(task)}", flush=True)
+        limit, sampling = options.limit(task), options.resolved_sampling(task, model)
+        print(f"sampling: {sampling} ({source}); {limit}", flush=True)
+        specs = calibrate(model, tokenizer, task, specs, out / "calibration", limit=limit, sampling=sampling)
         sweep(
             model,
             tokenizer,

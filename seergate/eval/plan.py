@@ -16,7 +16,6 @@ from seergate.eval.sampling import Sampling
 from seergate.eval.settings import MethodSpec, grid
 from seergate.eval.task import Task
 from seergate.eval.tasks import make_task
-from seergate.methods import Gate
 
 
 @dataclass(frozen=True)
@@ -26,11 +25,11 @@ class SweepPlan:
     Attributes:
         model: preset, directory or Hub id.
         gates: adapter directory or Hub id; or block size -> adapter.
-        method: methods. ``dense`` runs once, and first.
+        method: methods, with options as ``NAME:OPTION=VALUE`` (`read_method`). ``dense`` runs once, and first.
         budget: token budgets; empty takes the task's.
         threshold: for methods that select blocks, beside the budgets.
         block_size: tokens per block, for methods that select blocks; empty takes the gates', else 64.
-        dense_layers: choices of layers that stay dense.
+        dense_layers: choices of layers that stay dense; see `MethodSpec`.
         task: name or file.
         task_options: of the task, such as ``problems``.
         samples, max_new_tokens, max_total_tokens, seed, batch_size, measure_recall: see `RunOptions`.
@@ -46,7 +45,7 @@ class SweepPlan:
     budget: list[int] = field(default_factory=list)
     threshold: list[float] = field(default_factory=list)
     block_size: list[int] = field(default_factory=list)
-    dense_layers: list[tuple[int, ...]] = field(default_factory=lambda: [()])
+    dense_layers: list[tuple[int, ...] | None] = field(default_factory=lambda: [None])
     task: str = "chain_sum"
     task_options: dict[str, Any] = field(default_factory=dict)
     samples: int | None = None
@@ -134,7 +133,8 @@ class SweepPlan:
         sizes: list[int] = self.block_size or gate_sizes or [64]
         budgets = self.budget or ([] if self.threshold else list(task.budgets))
         specs = grid(self.method, budgets, list(sizes), self.dense_layers, self.threshold)
-        missing = sorted(set(sizes) - set(gate_sizes)) if Gate.name in self.method and gate_sizes else []
+        gated = any(spec.has_gates for spec in specs)
+        missing = sorted(set(sizes) - set(gate_sizes)) if gated and gate_sizes else []
         if missing:
             raise SeergateError(
                 f"block_size is {missing[0]}, but these gates have {', '.join(map(str, gate_sizes))}; leave it out, "
@@ -172,7 +172,7 @@ def _listed(name: str, value: Any, kinds: tuple[type, ...], where: str) -> list[
     return values
 
 
-def _layers(value: Any, where: str) -> list[tuple[int, ...]]:
+def _layers(value: Any, where: str) -> list[tuple[int, ...] | None]:
     """``[0, 1]`` is one choice of layers; ``[[], [0, 1]]`` are two."""
     choices = value if isinstance(value, list) and all(isinstance(v, list) for v in value) and value else [value]
     if not all(isinstance(choice, list) and all(type(i) is int for i in choice) for choice in choices):

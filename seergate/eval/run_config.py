@@ -14,7 +14,6 @@ from seergate.eval.environment import environment, fingerprint
 from seergate.eval.sampling import Sampling
 from seergate.eval.settings import MethodSpec
 from seergate.eval.task import Problem, Task, contents_hash
-from seergate.methods import Gate
 
 
 def run_config(
@@ -42,7 +41,7 @@ def run_config(
         execution: how it was run, as far as that does not shape results.
     """
     gates = None
-    if spec.name == Gate.name and bank is not None:
+    if spec.has_gates and bank is not None:
         gates = {"path": gates_name, "fingerprint": fingerprint(bank)}
     return {
         "task": {

@@ -6,9 +6,22 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from seergate.bank import GateBank
-from seergate.config import DecodeConfig
 from seergate.errors import SeergateError
-from seergate.methods import Dense, Gate, Method, SelectingMethod, make_method, method_class
+from seergate.eval.method_text import read_method, value_text
+from seergate.methods import (
+    Dense,
+    Gate,
+    GateOnEvictor,
+    Method,
+    SelectingMethod,
+    TriAttention,
+    make_method,
+    method_class,
+    option_names,
+)
+
+AUTO = "auto"
+"""The value of an option that is to be calibrated on the model and the task (`seergate.eval.calibration`)."""
 
 
 @dataclass(frozen=True)
@@ -16,13 +29,15 @@ class MethodSpec:
     """A method by name, with its options.
 
     Attributes:
-        name: a key of `seergate.methods.METHODS`.
-        token_budget: tokens per KV head and step; ``None`` only for ``dense``.
-        block_size: tokens per block, for the methods that select blocks; gates have their own.
-        dense_layers: layers that stay dense, for the methods that select blocks. None by default, as in the comparison
-            of the SeerAttention-R paper; Quest's own default would leave the first two layers dense.
-        options: further options of the method.
+        name: a key of `seergate.methods.METHODS`, or ``EVICTOR+gate``.
+        token_budget: the method's; ``None`` for methods that have none (``dense``, ``rpc``, ``kv4bit``).
+        block_size: tokens per block, for the methods that have blocks; gates have their own.
+        dense_layers: layers that stay dense, for the methods that select blocks. If ``None``, those that gates ask for
+            themselves, and none for other methods, as in the comparison of the SeerAttention-R paper; Quest's own
+            default would leave the first two layers dense.
+        options: further options of the method; they overrule the fields above.
         named_block_size: whether the label shall name the block size, as in a sweep over several.
+        calibrated: what the options that are ``"auto"`` have turned out to be.
 
     Raises:
         SeergateError: for an unknown method, or a missing budget.
@@ -31,21 +46,33 @@ class MethodSpec:
     name: str
     token_budget: int | None = None
     block_size: int | None = None
-    dense_layers: tuple[int, ...] = ()
+    dense_layers: tuple[int, ...] | None = None
     options: dict[str, Any] = field(default_factory=dict)
     named_block_size: bool = False
+    calibrated: dict[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        method_class(self.name)
-        if self.name == Dense.name:
+        known = option_names(self.name)
+        if "token_budget" not in known:
             object.__setattr__(self, "token_budget", None)
-            object.__setattr__(self, "block_size", None)
-        elif self.token_budget is None and not {"threshold", "top_p"} & set(self.options):
+        elif self.token_budget is None and not limits_of(self.name) & set(self.options):
             raise SeergateError(f"the method {self.name!r} needs a token budget")
+        if not known & {"block_size"} and not self.has_gates:
+            object.__setattr__(self, "block_size", None)
+
+    @property
+    def has_gates(self) -> bool:
+        """Whether the method decodes with gates."""
+        return method_class(self.name) in (Gate, GateOnEvictor)
+
+    @property
+    def uncalibrated(self) -> list[str]:
+        """Options that are still to be calibrated."""
+        return [key for key, value in self.options.items() if value == AUTO and key not in self.calibrated]
 
     @property
     def label(self) -> str:
-        """Name of the setting's directory: ``gate-128``; ``quest-2048-b16-dense0,1``; ``dense``."""
+        """Name of the setting's directory: ``gate-128``; ``quest-2048-b16-dense0,1``; ``h2o-64-interval=8``."""
         parts = [self.name]
         if self.token_budget is not None:
             parts.append(str(self.token_budget))
@@ -53,56 +80,76 @@ class MethodSpec:
             parts.append(f"b{self.block_size}")
         if self.dense_layers:
             parts.append("dense" + ",".join(map(str, self.dense_layers)))
-        parts += [f"{key}={value}" for key, value in sorted(self.options.items())]
+        parts += [f"{key}={value_text(value)}" for key, value in sorted(self.options.items())]
         return "-".join(parts)
 
     def method(self, bank: GateBank | None) -> Method:
-        """The method itself.
+        """The method itself. Gates decode as they ask for (`GateBank.decode_config`), overruled by what is given here.
 
         Args:
-            bank: the gates, for the method ``gate``.
+            bank: the gates, for the methods that have them.
 
         Raises:
             SeergateError: if gates are needed and there are none.
             ValueError: for an option out of range.
         """
+        if self.has_gates and bank is None:
+            raise SeergateError(f"the method {self.name!r} needs gates: the directory or Hub repository of an adapter")
+        known, options = option_names(self.name), {**self.options, **self.calibrated}
+        fields = {"token_budget": self.token_budget, "block_size": self.block_size, "dense_layers": self.dense_layers}
+        if self.name != Gate.name and self.dense_layers is None:
+            fields["dense_layers"] = ()
+        given = {key: value for key, value in fields.items() if key in known and value is not None}
+        if self.token_budget is None:
+            given.pop("token_budget", None)
+        options = {**given, **options}
         if self.name == Gate.name:
-            if bank is None:
-                raise SeergateError("the method 'gate' needs gates: the directory or Hub repository of an adapter")
-            decode = DecodeConfig(token_budget=self.token_budget, dense_layers=self.dense_layers, **self.options)
-            return Gate.from_config(bank, decode)
-        known = method_class(self.name).__dataclass_fields__
-        options = dict(self.options)
-        if "dense_layers" in known:
-            options["dense_layers"] = self.dense_layers
-        if self.token_budget is not None:
-            options["token_budget"] = self.token_budget
-        if self.block_size is not None and "block_size" in known:
-            options["block_size"] = self.block_size
-        return make_method(self.name, **options)
+            assert bank is not None
+            return Gate.from_config(bank, bank.decode_config(**options))
+        return make_method(self.name, bank=bank if self.has_gates else None, **options)
 
     def describe(self, bank: GateBank | None) -> dict[str, Any]:
-        """Everything that decides what the method does, defaults included, as plain YAML types."""
+        """Everything that decides what the method does, defaults included, as plain YAML types; and ``nominal``, in
+        words what it is given to read or to hold.
+        """
         method = self.method(bank)
-        values = {
-            key: list(value) if isinstance(value, tuple) else value
-            for key, value in vars(method).items()
-            if key in method.__dataclass_fields__ and not isinstance(value, GateBank)
-        }
-        return {"name": self.name, **values}
+        values: dict[str, Any] = {}
+        parts = (method.evictor, method.gate) if isinstance(method, GateOnEvictor) else (method,)
+        for part in parts:
+            values |= {f"gate.{key}" if part is not parts[0] else key: value for key, value in _plain(part).items()}
+        return {"name": self.name, "nominal": method.nominal, **values}
+
+
+def _plain(method: Method) -> dict[str, Any]:
+    found = {
+        key: list(value) if isinstance(value, tuple) else value
+        for key, value in vars(method).items()
+        if key in method.__dataclass_fields__ and not isinstance(value, GateBank)
+    }
+    if isinstance(method, TriAttention):
+        found["centres"] = f"{method.found.fingerprint}, from {method.found.tokens} tokens"
+    return found
+
+
+def limits_of(name: str) -> set[str]:
+    """The options of a method any of which says how much it may read or hold."""
+    rules = {"token_budget", "threshold", "top_p"} if issubclass(method_class(name), SelectingMethod) else set()
+    return (rules or {"token_budget"}) & option_names(name)
 
 
 def grid(
     methods: list[str],
     budgets: list[int],
     block_size: int | list[int] | None,
-    dense_layers: tuple[int, ...] | list[tuple[int, ...]] = (),
+    dense_layers: tuple[int, ...] | list[tuple[int, ...] | None] | None = None,
     thresholds: list[float] | None = None,
 ) -> list[MethodSpec]:
     """Every method at every budget and threshold, ``dense`` once and first (the others are compared with it).
 
+    Methods without a budget run once, and so do those whose text names one.
+
     Args:
-        methods: names.
+        methods: as `read_method` reads them.
         budgets: token budgets.
         block_size: one, or several; methods that do not select blocks run once for all of them.
         dense_layers: one choice of layers that stay dense, or several (a list of tuples).
@@ -111,29 +158,35 @@ def grid(
     Raises:
         SeergateError: for an unknown method, or if there are no budgets for one that needs them.
     """
-    names = sorted(dict.fromkeys(methods), key=lambda name: name != Dense.name)
+    texts = sorted(dict.fromkeys(methods), key=lambda text: text != Dense.name)
     sizes = block_size if isinstance(block_size, list) else [block_size]
     hybrids = dense_layers if isinstance(dense_layers, list) else [dense_layers]
     specs = []
-    for name in names:
-        if name == Dense.name:
-            specs.append(MethodSpec(name))
-            continue
+    for text in texts:
+        name, options = read_method(text)
         selects = issubclass(method_class(name), SelectingMethod)
-        limits: list[dict[str, Any]] = [{"token_budget": budget} for budget in sorted(dict.fromkeys(budgets))]
-        if selects:
-            limits += [{"options": {"threshold": value}} for value in sorted(dict.fromkeys(thresholds or []))]
+        limits: list[dict[str, Any]]
+        if "token_budget" in options:
+            limits = [{"token_budget": options.pop("token_budget")}]
+        elif not limits_of(name) or limits_of(name) & set(options):
+            limits = [{}]
+        else:
+            limits = [{"token_budget": budget} for budget in sorted(dict.fromkeys(budgets))]
+            if selects:
+                limits += [{"options": {"threshold": value}} for value in sorted(dict.fromkeys(thresholds or []))]
         if not limits:
             raise SeergateError(f"the method {name!r} needs a token budget")
-        for size in sizes if selects else sizes[:1]:
-            for layers in hybrids if selects else hybrids[:1]:
+        own_size, own_layers = "block_size" in options, "dense_layers" in options
+        for size in sizes if selects and not own_size else sizes[:1]:
+            for layers in hybrids if selects and not own_layers else [None]:
                 specs += [
                     MethodSpec(
                         name,
+                        token_budget=limit.get("token_budget"),
                         block_size=size,
                         dense_layers=layers,
-                        named_block_size=len(sizes) > 1 and selects,
-                        **limit,
+                        options={**options, **limit.get("options", {})},
+                        named_block_size=len(sizes) > 1 and selects and not own_size,
                     )
                     for limit in limits
                 ]

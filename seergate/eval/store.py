@@ -18,9 +18,9 @@ CONFIG, SAMPLES, METRICS, PROXIES = "config.yaml", "samples.jsonl", "metrics.jso
 Key = tuple[str, str, int]
 """(task, problem id, sample index)"""
 
-NOT_COMPARED = ("execution", "model.path", "gates.path", "task.source", "task.file")
-"""Parts of a configuration that do not shape results: how it was run, and where the (fingerprinted) weights and
-problems lie."""
+NOT_COMPARED = ("execution", "model.path", "gates.path", "task.source", "task.file", "method.nominal")
+"""Parts of a configuration that do not shape results: how it was run, where the (fingerprinted) weights and problems
+lie, and what merely says other parts in words."""
 
 
 def run_directories(root: Path) -> list[Path]:

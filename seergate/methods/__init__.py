@@ -93,7 +93,8 @@ def option_names(name: str) -> set[str]:
     """
     if method_class(name) is GateOnEvictor:
         return option_names(name.removesuffix(SUFFIX)) | {"read_budget"}
-    return {f.name for f in fields(method_class(name)) if f.init} - {"bank"}
+    own = {f.name for f in fields(method_class(name)) if f.init} - {"bank"}
+    return own - {"block_size"} if name == Gate.name else own  # gates have their block size
 
 
 def make_method(name: str, *, bank: GateBank | None = None, **options: Any) -> Method:

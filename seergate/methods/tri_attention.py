@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import math
 import os
@@ -35,6 +36,16 @@ class Centres:
     mean: dict[int, Tensor] = field(repr=False)
     modulus: dict[int, Tensor] = field(repr=False)
     tokens: int
+
+    @property
+    def fingerprint(self) -> str:
+        """Sixteen hexadecimal digits that change when the centres do."""
+        digest = hashlib.sha256(str(self.tokens).encode())
+        for kind in (self.mean, self.modulus):
+            for layer, tensor in sorted(kind.items()):
+                digest.update(f"{layer} {tuple(tensor.shape)}".encode())
+                digest.update(tensor.float().cpu().contiguous().numpy().tobytes())
+        return digest.hexdigest()[:16]
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write one safetensors file."""

@@ -1,0 +1,71 @@
+"""How a method is written on the command line and in sweep files: ``NAME`` or ``NAME:OPTION=VALUE:OPTION=VALUE``.
+
+    quest:block_size=16:dense_layers=0+1
+    lazy_eviction:window=32:use_h2=false
+    tri_attention:centres=runs/centres.safetensors
+
+It needs no quotes in a shell or in YAML, and holds no comma, so that several methods can be separated by commas.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from seergate.errors import SeergateError
+from seergate.methods import option_names
+
+WORDS: dict[str, Any] = {"true": True, "false": False, "none": None}
+LISTS = ("dense_layers",)
+"""Options that hold whole numbers, written with ``+`` between them."""
+
+
+def read_method(text: str) -> tuple[str, dict[str, Any]]:
+    """The method's name and its options.
+
+    Values are whole numbers, numbers, ``true``, ``false``, ``none``, and otherwise text.
+
+    Raises:
+        SeergateError: for an unknown method or option, an option given twice, or one without a value.
+    """
+    name, *parts = text.split(":")
+    known, options = option_names(name), dict[str, Any]()
+    for part in parts:
+        key, equals, value = part.partition("=")
+        if not equals or not value:
+            raise SeergateError(
+                f"the method {text!r} has the option {part!r}; it must be OPTION=VALUE, as in {name}:OPTION=VALUE"
+            )
+        if key not in known:
+            has = ", ".join(sorted(known)) or "none"
+            raise SeergateError(f"the method {name!r} has no option {key!r}; it has {has}")
+        if key in options:
+            raise SeergateError(f"the method {text!r} has the option {key!r} twice")
+        options[key] = _list(key, value) if key in LISTS else _value(value)
+    return name, options
+
+
+def _value(text: str) -> Any:
+    if text in WORDS:
+        return WORDS[text]
+    for kind in (int, float):
+        try:
+            return kind(text)
+        except ValueError:
+            continue
+    return text
+
+
+def _list(key: str, text: str) -> tuple[int, ...]:
+    try:
+        return () if text == "none" else tuple(int(part) for part in text.split("+"))
+    except ValueError:
+        raise SeergateError(f"{key} is {text!r}; it must be whole numbers with + between them, or none") from None
+
+
+def value_text(value: Any) -> str:
+    """A value as it is written; of a path only the file's name, because the text names directories."""
+    if isinstance(value, tuple):
+        return "+".join(map(str, value)) or "none"
+    words = {repr(word): text for text, word in WORDS.items()}
+    text = words.get(repr(value), str(value))
+    return text.replace("\\", "/").rsplit("/", 1)[-1]

@@ -1,0 +1,163 @@
+"""Methods as text, the grid they make, and options that are measured before they are used."""
+
+from __future__ import annotations
+
+import pytest
+import yaml
+
+from seergate import GateBank, GateConfig, methods
+from seergate.errors import SeergateError
+from seergate.eval import MethodSpec, RunOptions, evaluate, make_task
+from seergate.eval.calibration import calibrate, check_auto, other_problems
+from seergate.eval.method_text import read_method, value_text
+from seergate.eval.plan import SweepPlan
+from seergate.eval.sampling import Sampling
+from seergate.eval.settings import grid
+from tests.eval import support
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("dense", ("dense", {})),
+        (
+            "lazy_eviction:window=16:alpha=5e-4:use_h2=false",
+            ("lazy_eviction", {"window": 16, "alpha": 5e-4, "use_h2": False}),
+        ),
+        ("quest:dense_layers=0+1:block_size=16", ("quest", {"dense_layers": (0, 1), "block_size": 16})),
+        ("quest:dense_layers=none", ("quest", {"dense_layers": ()})),
+        ("tri_attention:centres=runs/a.b/c.safetensors", ("tri_attention", {"centres": "runs/a.b/c.safetensors"})),
+        ("gate:compat=published:top_p=none", ("gate", {"compat": "published", "top_p": None})),
+        ("snapkv+gate:read_budget=32:window=8", ("snapkv+gate", {"read_budget": 32, "window": 8})),
+    ],
+)
+def test_methods_as_text(text, expected):
+    assert read_method(text) == expected
+    name, options = expected
+    again = ":".join([name, *(f"{key}={value_text(value)}" for key, value in options.items())])
+    assert again == text.replace("runs/a.b/", "").replace("5e-4", "0.0005")
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("lazy:window=3", "there is no method 'lazy'"),
+        ("lazy_eviction:windows=3", "no option 'windows'; it has alpha, group_reduction, prompt"),
+        ("lazy_eviction:window", "must be OPTION=VALUE"),
+        ("lazy_eviction:window=", "must be OPTION=VALUE"),
+        ("h2o:interval=2:interval=3", "'interval' twice"),
+        ("quest:dense_layers=0,1", "whole numbers with \\+"),
+        ("gate:block_size=16", "no option 'block_size'"),
+        ("oracle+gate:read_budget=8", "only one that evicts"),
+    ],
+)
+def test_text_that_is_no_method(text, said):
+    with pytest.raises(SeergateError, match=said):
+        read_method(text)
+
+
+def test_a_grid_with_options():
+    specs = grid(
+        ["rpc:ratio=8", "rpc", "kv4bit", "h2o:interval=8", "quest:block_size=16", "oracle:token_budget=48", "dense"],
+        [64, 32],
+        [8, 16],
+        None,
+        [0.1],
+    )
+    assert [spec.label for spec in specs] == [
+        "dense",
+        "rpc-ratio=8",
+        "rpc",
+        "kv4bit",
+        "h2o-32-interval=8",
+        "h2o-64-interval=8",
+        "quest-32-block_size=16",
+        "quest-64-block_size=16",
+        "quest-block_size=16-threshold=0.1",
+        "oracle-48-b8",
+        "oracle-48-b16",
+    ]
+    made = {spec.label: spec.method(None) for spec in specs}
+    assert made["quest-32-block_size=16"] == methods.Quest(token_budget=32, block_size=16, dense_layers=())
+    assert made["h2o-64-interval=8"] == methods.H2O(token_budget=64, interval=8)
+    assert made["rpc-ratio=8"] == methods.RPC(ratio=8)
+    assert made["oracle-48-b8"] == methods.Oracle(token_budget=48, block_size=8)
+
+
+def test_what_a_method_is_given_is_said_in_words():
+    bank = GateBank.for_model(support.model(), GateConfig(8, 16))
+    for text, nominal in (
+        ("dense", "all"),
+        ("kv4bit", "all, in 4 bits"),
+        ("rpc:ratio=8", "1/8 of the answer"),
+        ("h2o", "64"),
+        ("oracle:threshold=0.01", "p > 0.01"),
+        ("h2o+gate:read_budget=32", "64, reads 32"),
+    ):
+        (spec,) = grid([text], [64], 8)
+        described = spec.describe(bank)
+        assert (described["nominal"], described["name"]) == (nominal, spec.name)
+        assert yaml.safe_load(yaml.safe_dump(described)) == described
+    assert described["gate.token_budget"] == 32 and described["token_budget"] == 64
+    assert spec.has_gates
+
+
+def test_gates_are_evaluated_as_they_ask_to_be():
+    """Imported gates carry compat="published"; what is given beside it wins."""
+    bank = GateBank.for_model(support.model(), GateConfig(8, 16))
+    bank.decode_defaults = {"compat": "published", "threshold": 4e-3, "dense_layers": [0]}
+    method = MethodSpec("gate", token_budget=64).method(bank)
+    assert (method.compat, method.token_budget, method.threshold, method.dense_layers) == ("published", 64, None, (0,))
+    method = MethodSpec("gate", options={"threshold": 0.1, "compat": None}, dense_layers=()).method(bank)
+    assert (method.compat, method.threshold, method.dense_layers) == (None, 0.1, ())
+    assert MethodSpec("gate", token_budget=64).describe(bank)["compat"] == "published"
+    with pytest.raises(ValueError, match="whose code has no eviction"):
+        MethodSpec("h2o+gate", 64, options={"read_budget": 32}).method(bank)
+
+
+def test_evaluating_gates_with_their_compat_differs(tmp_path):
+    """The published selection reads two blocks beyond its budget, so the run itself must show it."""
+    model = support.model()
+    bank = GateBank.for_model(model, GateConfig(8, 16))
+    task, options, density = make_task("chain_sum", problems=2, variables=8), RunOptions(max_new_tokens=30), {}
+    for compat in (None, "published"):
+        bank.decode_defaults = {"compat": compat} if compat else {}
+        out = tmp_path / str(compat)
+        spec = MethodSpec("gate", token_budget=32)
+        density[compat] = evaluate(model, support.tokenizer(), task, spec, out, options, bank=bank)["density"]
+        assert yaml.safe_load((out / "config.yaml").read_text())["method"]["compat"] == compat
+    assert density["published"] > density[None] * 1.1
+
+
+def test_auto_is_measured_on_other_problems_and_kept(tmp_path, monkeypatch):
+    model, tokenizer = support.model(), support.tokenizer()
+    task = make_task("chain_sum", problems=3, variables=6)
+    specs = grid(["dense", "lazy_eviction:window=auto:alpha=0.04", "tri_attention:centres=auto"], [12, 4096], 8)
+    check_auto(specs)
+    others, count = other_problems(task)
+    assert count == 4
+    asked = [{p.messages[0]["content"] for p in each.problems()} for each in (others, task)]
+    assert not asked[0] & asked[1]
+    how = {"limit": RunOptions(max_new_tokens=40).limit(task), "sampling": Sampling()}
+    found = calibrate(model, tokenizer, task, specs, tmp_path, **how)
+    assert [spec.label for spec in found] == [spec.label for spec in specs]
+    windows = [spec.method(None).window for spec in found if spec.name == "lazy_eviction"]
+    assert windows[0] <= 6, "a window must leave room in its budget"
+    assert windows[1] > 1
+    (centres,) = {spec.method(None).found.fingerprint for spec in found if spec.name == "tri_attention"}
+    before = {path.name: path.read_bytes() for path in tmp_path.iterdir()}
+    monkeypatch.setattr("seergate.eval.calibration.measure_recurrence", None)  # what is kept is not measured again
+    monkeypatch.setattr("seergate.eval.calibration.query_centres", None)
+    again = calibrate(model, tokenizer, task, specs, tmp_path, **how)
+    assert again == found
+    assert sorted(before) == ["lazy_eviction-0.04.json", "tri_attention.safetensors"]
+    assert {spec.describe(None)["centres"] for spec in again if spec.name == "tri_attention"} == {
+        f"{centres}, from {found[-1].method(None).found.tokens} tokens"
+    }
+
+
+@pytest.mark.parametrize("text", ["h2o:interval=auto", "lazy_eviction:alpha=auto", "snapkv:window=auto"])
+def test_what_cannot_be_measured_is_refused(text):
+    plan = SweepPlan(method=[text], budget=[64])
+    with pytest.raises(SeergateError, match="only these can be: lazy_eviction:window, tri_attention:centres"):
+        check_auto(plan.specs(plan.make_task(), []))
