@@ -244,8 +244,8 @@ class _Run:
         else:
             tokens, accepted = accept_greedy(guesses, scores.argmax(-1))
         # All rows go on from the same slot: the one that got least decides. What the others lose is drawn anew.
-        accepted = accepted.masked_fill(~self.unfinished, length)
-        per_row = accepted[self.unfinished].tolist()
+        # Rows that have ended say padding; without an end token they go on, as they do in the stock loop.
+        per_row = (accepted[self.unfinished] if self.has_end else accepted).tolist()
         kept = min(per_row)
         emitted = self._emit(tokens, kept + 1, raw, scores)
         self._crop(length + 1 - emitted)

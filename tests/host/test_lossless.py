@@ -1,0 +1,302 @@
+"""Lossless decoding: whatever the method drafts, the text is the dense model's."""
+
+from __future__ import annotations
+
+import copy
+import random
+
+import pytest
+import torch
+from transformers import DynamicCache, StoppingCriteria, StoppingCriteriaList
+from transformers.generation.streamers import BaseStreamer
+
+import seergate
+from seergate import DecodeConfig, SeergateError, methods
+from tests.host.chi_square import looks_like
+from tests.host.test_decode import BLOCK, gates
+from tests.models import VOCABULARY, left_padded, prompt, tiny_model
+
+
+def selector(model, name, budget, block_size=BLOCK, **options):
+    if name == "gate":
+        return methods.Gate(bank=gates(model, block_size), token_budget=budget, **options)
+    extra = {"dense_layers": ()} if name == "quest" else {}
+    return methods.make_method(name, token_budget=budget, block_size=block_size, **extra, **options)
+
+
+def test_200_greedy_requests_say_what_the_dense_model_says():
+    """Any selector, budget, block size and draft length; alone and in padded batches; some end early."""
+    models = [tiny_model("qwen3", seed=seed, eos_token_id=end) for seed, end in ((0, None), (1, 7), (2, 40))]
+    draw, requests, accepted, tried = random.Random(0), 0, 0, 0
+    while requests < 200:
+        model = draw.choice(models)
+        rows = [prompt(draw.randint(1, 70), draw.randrange(10**6)) for _ in range(draw.choice((1, 1, 2, 4, 6)))]
+        batch = left_padded(rows)
+        new = draw.randint(1, 14)
+        block_size = draw.choice((8, 16))
+        method = selector(
+            model,
+            draw.choice(("gate", "quest", "oracle", "random")),
+            block_size * draw.choice((1, 2, 4, 6)),
+            block_size,
+            lossless=True,
+            draft_tokens=draw.choice((1, 2, 3, 5, 8)),
+        )
+        expected = model.generate(**batch, max_new_tokens=new)
+        with seergate.attached(model, method) as handle:
+            assert torch.equal(model.generate(**batch, max_new_tokens=new), expected), (method, len(rows), new)
+            lossless = handle.correction
+            accepted, tried = accepted + lossless.accepted, tried + lossless.tried
+        requests += len(rows)
+    assert 0.1 * tried < accepted < 0.95 * tried, "drafts must be neither always right nor always wrong"
+
+
+@pytest.mark.parametrize("family", ["gemma3_text", "gpt_oss", "gemma2", "llama", "hunyuan_v1_dense"])
+def test_families_whose_layers_differ(family):
+    """Sliding windows that are full, attention sinks, capped scores, keys that cannot be re-positioned."""
+    model = tiny_model(family)
+    for batch in ({"input_ids": prompt(45)}, left_padded([prompt(50, 1), prompt(28, 2)])):
+        expected = model.generate(**batch, max_new_tokens=24)
+        for draft in (1, 4, BLOCK):
+            method = selector(model, "oracle", 2 * BLOCK, lossless=True, draft_tokens=draft)
+            with seergate.attached(model, method) as handle:
+                assert torch.equal(model.generate(**batch, max_new_tokens=24), expected)
+                assert handle.stats()["lossless"]["cycles"] > 2
+
+
+class _Texts(BaseStreamer):
+    def __init__(self):
+        self.pieces, self.ended = [], False
+
+    def put(self, value):
+        self.pieces.append(value)
+
+    def end(self):
+        self.ended = True
+
+
+class _AfterToken(StoppingCriteria):
+    """Ends a row after a token that came in the model's own words."""
+
+    def __init__(self, token, begin):
+        self.token, self.begin = token, begin
+
+    def __call__(self, input_ids, scores, **kwargs):
+        return (input_ids[:, self.begin :] == self.token).any(1)
+
+
+def test_everything_that_generate_offers():
+    model = tiny_model("qwen3")
+    model.generation_config.pad_token_id = 0
+    batch = left_padded([prompt(40, 1), prompt(33, 2)])
+    said = model.generate(**batch, max_new_tokens=20)[0, 40:]
+    asked = [
+        {"max_new_tokens": 20, "eos_token_id": [int(said[6]), 3]},
+        {"max_new_tokens": 20, "repetition_penalty": 1.3, "no_repeat_ngram_size": 2},
+        {"max_new_tokens": 20, "min_new_tokens": 10, "eos_token_id": int(said[2])},
+        {"max_new_tokens": 1},
+        {"max_new_tokens": 20, "cache_implementation": "static"},
+        {"max_new_tokens": 20, "stopping_criteria": StoppingCriteriaList([_AfterToken(int(said[9]), 40)])},
+        {"max_new_tokens": 12, "num_beams": 3, "num_return_sequences": 2},
+        {"max_new_tokens": 6, "use_cache": False},
+        {"max_new_tokens": 12, "prefill_chunk_size": 9},
+        {"max_new_tokens": 8, "guidance_scale": 1.5},
+    ]
+    plain = [model.generate(**batch, **options) for options in asked]
+    alone = {"input_ids": prompt(40, 1)}
+    looked_up = model.generate(**alone, max_new_tokens=20, prompt_lookup_num_tokens=3)
+    details = {"return_dict_in_generate": True, "output_scores": True, "output_logits": True}
+    whole = model.generate(**batch, max_new_tokens=15, **details)
+    states = model.generate(**alone, max_new_tokens=3, return_dict_in_generate=True, output_hidden_states=True)
+    texts = _Texts()
+    with seergate.attached(model, selector(model, "gate", 3 * BLOCK, lossless=True, draft_tokens=3)) as handle:
+        for options, expected in zip(asked, plain, strict=True):
+            assert torch.equal(model.generate(**batch, **options), expected), options
+        assert torch.equal(model.generate(**alone, max_new_tokens=20, prompt_lookup_num_tokens=3), looked_up)
+        found = model.generate(**batch, max_new_tokens=15, **details)
+        more = model.generate(**alone, max_new_tokens=3, return_dict_in_generate=True, output_hidden_states=True)
+        handle.reset_stats()
+        streamed = model.generate(**alone, max_new_tokens=15, streamer=texts)
+        stats = handle.stats()
+        copied = copy.deepcopy(model)
+        assert torch.equal(copied.generate(**alone, max_new_tokens=15), streamed)
+        assert handle.stats() == stats, "a copy counts for itself"
+    assert torch.equal(found.sequences, whole.sequences)
+    for name in ("scores", "logits"):
+        assert len(found[name]) == 15
+        torch.testing.assert_close(torch.stack(found[name]), torch.stack(whole[name]), rtol=2e-4, atol=2e-4)
+    assert len(more.hidden_states) == len(states.hidden_states) == 3
+    assert texts.ended and torch.equal(torch.cat([piece.flatten() for piece in texts.pieces]), streamed[0])
+    assert stats["lossless"]["cycles"] > 3
+    assert "generate" not in vars(model), "detaching gives the model its own generate back"
+    assert torch.equal(model.generate(**batch, **asked[0]), plain[0])
+
+
+@pytest.mark.parametrize("name", ["gate", "quest"])
+def test_cache_and_method_are_left_as_a_dense_run_leaves_them(name):
+    """Keys, values and what the method remembers are those of a dense prefill; a further turn goes on from them."""
+    model = tiny_model("qwen3")
+    method = selector(model, name, 2 * BLOCK, lossless=True, draft_tokens=5)
+    question, more = prompt(37, 1), prompt(11, 2)
+    plain, cache, straight = DynamicCache(), DynamicCache(), DynamicCache()
+    with seergate.attached(model, method):
+        first = model.generate(input_ids=question, max_new_tokens=23, past_key_values=cache)
+        model(input_ids=first[:, :-1], past_key_values=straight)
+        for ours, dense in zip(cache.layers, straight.layers, strict=True):
+            assert ours.row_lengths == dense.row_lengths == [59]
+            for mine, theirs in ((ours.keys, dense.keys), (ours.values, dense.values)):
+                torch.testing.assert_close(mine[:, :, :59], theirs[:, :, :59], rtol=1e-4, atol=1e-4)
+            for key in {"kg", "high", "low"} & set(ours.state.rows):
+                blocks = 59 // BLOCK
+                torch.testing.assert_close(
+                    ours.state.rows[key][:, :, :blocks], dense.state.rows[key][:, :, :blocks], rtol=1e-4, atol=1e-4
+                )
+        second = model.generate(input_ids=torch.cat((first, more), 1), max_new_tokens=15, past_key_values=cache)
+    dense_first = model.generate(input_ids=question, max_new_tokens=23, past_key_values=plain)
+    dense_second = model.generate(
+        input_ids=torch.cat((dense_first, more), 1), max_new_tokens=15, past_key_values=plain
+    )
+    assert torch.equal(first, dense_first) and torch.equal(second, dense_second)
+
+
+def test_forward_passes_outside_of_generate_are_dense():
+    model = tiny_model("qwen3")
+    ids, logits = prompt(60), []
+    for attach in (False, True):
+        cache = DynamicCache()
+        handle = seergate.attach(model, gates(model), token_budget=BLOCK, lossless=True) if attach else None
+        model(input_ids=ids[:, :40], past_key_values=cache)
+        logits.append([model(input_ids=ids[:, i : i + 1], past_key_values=cache).logits for i in range(40, 50)])
+        logits[-1].append(model(input_ids=ids[:, 50:], past_key_values=cache).logits)
+        if handle is not None:
+            handle.detach()
+    for plain, ours in zip(*logits, strict=True):
+        torch.testing.assert_close(ours, plain, rtol=2e-4, atol=2e-4)
+
+
+def test_counts_of_a_drafter_that_is_always_right():
+    """A budget that covers everything drafts the dense model's own tokens: every cycle yields ``k + 1``."""
+    model = tiny_model("qwen3")
+    with seergate.attached(model, gates(model), token_budget=4096, lossless=True, draft_tokens=4) as handle:
+        model.generate(input_ids=prompt(30), max_new_tokens=21)  # one from the prompt, then four cycles of five
+        counted = handle.stats()["lossless"]
+        assert (counted["cycles"], counted["plain_steps"], counted["acceptance"]) == (4, 0, 1.0)
+        assert counted["tokens_per_dense_pass"] == 5 and counted["draft_tokens"] == 4
+        weights = sum(p.nbytes for p in model.parameters()) - model.get_input_embeddings().weight.nbytes
+        per_token = 2 * 16 * 4 * 2 * 2  # key and value, width, bytes, heads, layers
+        dense = [weights + length * per_token for length in (30, 35, 40, 45)]
+        # the gates' scores of covered contexts are not computed, so a draft reads what a dense pass reads
+        assert counted["dense_bytes_per_token"] == pytest.approx(sum(dense) / 4)
+        assert counted["bytes_per_token"] == pytest.approx(sum(dense) / 4)
+        handle.reset_stats()
+        assert handle.stats()["lossless"]["cycles"] == 0
+
+
+def test_drafts_are_dropped_where_they_do_not_pay():
+    """A tiny model reads its weights, hardly any keys: the cost model says to decode densely."""
+    model = tiny_model("qwen3")
+    expected = model.generate(input_ids=prompt(30), max_new_tokens=20)
+    with seergate.attached(model, gates(model), DecodeConfig(token_budget=2 * BLOCK, lossless=True)) as handle:
+        assert torch.equal(model.generate(input_ids=prompt(30), max_new_tokens=20), expected)
+        counted = handle.stats()["lossless"]
+    assert counted["plain_steps"] > counted["cycles"]
+    assert counted["expected_speedup"] > 0.9
+
+
+def sampled_counts(model, method, ids, calls, rows, new):
+    """How often each sequence of new tokens was drawn."""
+    size = model.config.vocab_size
+    counts = torch.zeros(size**new)
+    with seergate.attached(model, method) as handle:
+        for _ in range(calls):
+            text = model.generate(
+                input_ids=ids, max_new_tokens=new, do_sample=True, num_return_sequences=rows, top_k=0, temperature=2.0
+            )[:, ids.shape[1] :]
+            code = sum(text[:, i] * size ** (new - 1 - i) for i in range(new))
+            counts += code.bincount(minlength=size**new)
+        return counts, handle.stats()["lossless"]
+
+
+def dense_probabilities(model, ids, new):
+    """Of every sequence of new tokens, from the plain model."""
+    size, texts = model.config.vocab_size, torch.empty(1, 0, dtype=torch.long)
+    probabilities = torch.ones(1, dtype=torch.float64)
+    for _ in range(new):
+        logits = model(input_ids=torch.cat((ids.expand(len(texts), -1), texts), 1)).logits[:, -1]
+        probabilities = (probabilities[:, None] * (logits.double() / 2.0).softmax(-1)).flatten()
+        texts = torch.cat((texts.repeat_interleave(size, 0), torch.arange(size).repeat(len(texts))[:, None]), 1)
+    return probabilities
+
+
+@pytest.mark.parametrize("name", ["random", pytest.param("oracle", marks=pytest.mark.slow)])
+def test_20_000_draws_of_the_next_token_are_dense_draws(name):
+    """The second token of each pair is drafted sparsely and verified densely."""
+    model = tiny_model("qwen3", vocab_size=12, pad_token_id=None, bos_token_id=None)
+    ids = prompt(20) % 12
+    method = selector(model, name, BLOCK, lossless=True, draft_tokens=1)
+    counts, stats = sampled_counts(model, method, ids, calls=20, rows=1000, new=3)
+    assert counts.sum() == 20_000 and stats["acceptance"] < 0.97
+    wanted = dense_probabilities(model, ids, 3)
+    assert looks_like(counts.view(144, 12).sum(1), wanted.view(144, 12).sum(1)), "the first two tokens"
+    assert looks_like(counts.view(144, 12).sum(0), wanted.view(144, 12).sum(0)), "the third"
+    # what would be wrong is seen: the drafter's own draws
+    with seergate.attached(model, selector(model, name, BLOCK)):
+        options = {"do_sample": True, "num_return_sequences": 1000, "top_k": 0, "temperature": 2.0}
+        text = torch.cat([model.generate(input_ids=ids, max_new_tokens=2, **options) for _ in range(20)])
+    pairs = (text[:, -2] * 12 + text[:, -1]).bincount(minlength=144)
+    assert not looks_like(pairs, wanted.view(144, 12).sum(1))
+
+
+@pytest.mark.slow
+def test_longer_drafts_of_few_rows_are_dense_draws():
+    """Few rows keep several drafted tokens at once."""
+    model = tiny_model("qwen3", vocab_size=4, pad_token_id=None, bos_token_id=None)
+    ids = prompt(30) % 4
+    method = selector(model, "oracle", 2 * BLOCK, lossless=True, draft_tokens=3)
+    counts, stats = sampled_counts(model, method, ids, calls=600, rows=2, new=4)
+    assert stats["tokens_per_dense_pass"] > 1.5
+    assert looks_like(counts, dense_probabilities(model, ids, 4))
+
+
+def test_the_same_seed_says_the_same():
+    model = tiny_model("qwen3")
+    with seergate.attached(model, gates(model), token_budget=2 * BLOCK, lossless=True, draft_tokens=3):
+        texts = []
+        for _ in range(2):
+            torch.manual_seed(5)
+            texts.append(model.generate(input_ids=prompt(30), max_new_tokens=20, do_sample=True))
+    assert torch.equal(*texts)
+    assert int(texts[0].max()) < VOCABULARY
+
+
+def test_refusals():
+    model, hybrid = tiny_model("qwen3"), tiny_model("qwen3_5_text")
+    bank = gates(model)
+    cases = [
+        (lambda: seergate.attach(model, bank, lossless=1), "lossless is 1; it must be True or False"),
+        (lambda: seergate.attach(model, bank, draft_tokens=4), "draft_tokens is 4 without lossless=True"),
+        (lambda: seergate.attach(model, bank, lossless=True, draft_tokens=0), "draft_tokens is 0"),
+        (lambda: seergate.attach(model, bank, lossless=True, draft_tokens=9), "with block_size 8 it must be at most"),
+        (lambda: seergate.attach(model, bank, lossless=True, rectify_every=8), "beside lossless"),
+        (lambda: seergate.attach(model, "h2o", lossless=True), "'h2o' has no option 'lossless'"),
+        (
+            lambda: seergate.attach(hybrid, "oracle", block_size=8, lossless=True),
+            "lossless decoding takes tokens back, which layers of kind linear_attention cannot do",
+        ),
+    ]
+    for attempt, message in cases:
+        with pytest.raises(ValueError, match=message):
+            attempt()
+    for clean in (model, hybrid):
+        assert "generate" not in vars(clean)
+        seergate.attach(clean, "dense").detach()
+    handle = seergate.attach(model, "oracle", block_size=8, lossless=True)
+    handle.detach()
+    with pytest.raises(SeergateError, match="plain model in between"):
+        cache = DynamicCache()
+        with seergate.attached(model, methods.Oracle(block_size=8, lossless=True)) as handle:
+            model(input_ids=prompt(9), past_key_values=cache)
+            handle.detach()
+            model(input_ids=prompt(1), past_key_values=cache)
+            with seergate.attached(model, handle.method):
+                model(input_ids=prompt(1), past_key_values=cache)
