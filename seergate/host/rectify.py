@@ -48,7 +48,6 @@ class Rectifier:
         self.handle, self.method, self.every = handle, handle.method, every
         self.first = handle.bindings[0].layer
         self.decoder = families.decoder_of(handle.model)
-        self._lengths: list[int] = []  # of the rows, before the forward pass that is going on
         self.reset()
         self._hooks = [
             self.decoder.register_forward_pre_hook(self._before_forward, with_kwargs=True),
@@ -71,10 +70,8 @@ class Rectifier:
     def _before_forward(self, module: nn.Module, args: Any, kwargs: dict[str, Any]) -> None:
         """Rectify what is due before new tokens come."""
         cache, layer = self._cache_of(kwargs)
-        self._lengths = []
         if cache is None or layer is None or layer.state is None or layer.slots == 0:
             return
-        self._lengths = list(layer.row_lengths)
         if DENSE not in layer.state.rows:
             raise SeergateError("this cache was filled without rectification; start a new one")
         dense = [min(pair) for pair in zip(layer.state.rows[DENSE].tolist(), layer.row_lengths, strict=True)]
@@ -105,9 +102,7 @@ class Rectifier:
             rows[DENSE] = torch.tensor(layer.row_lengths)
             return
         ids = _ids_of(args, kwargs).to(layer.device)
-        new, before = ids.shape[1], self._lengths or [0] * batch
-        if any(end - start != new for start, end in zip(before, layer.row_lengths, strict=True)):
-            raise SeergateError("rectification needs every row to take every decoded token, and some were masked")
+        new = ids.shape[1]
         positions = kwargs.get("position_ids")
         if positions is None:
             positions = torch.arange(layer.slots - new, layer.slots)[None]
@@ -116,8 +111,8 @@ class Rectifier:
         rows[POSITIONS].scatter_(1, at % slots, positions.to(rows[POSITIONS]).expand(batch, -1))
         # A row whose steps so far read everything is dense already.
         whole = [self.method.rule.compat is None and self.method.covers(length) for length in layer.row_lengths]
-        done = zip(rows[DENSE].tolist(), before, layer.row_lengths, whole, strict=True)
-        rows[DENSE] = torch.tensor([end if all_read and old == start else old for old, start, end, all_read in done])
+        known = zip(rows[DENSE].tolist(), layer.row_lengths, whole, strict=True)
+        rows[DENSE] = torch.tensor([end if all_read and done == end - new else done for done, end, all_read in known])
 
     def _cache_of(self, kwargs: dict[str, Any]) -> tuple[Cache | None, GatedLayer | None]:
         cache = kwargs.get("past_key_values")

@@ -1,0 +1,232 @@
+"""Rectification: after a dense pass the cache holds what a dense prefill of the same tokens would have left."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from transformers import DynamicCache
+
+import seergate
+from seergate import DecodeConfig, SeergateError, methods
+from seergate.eval.engine import Batch
+from seergate.host.rows import only_rows
+from tests.host.test_decode import BLOCK, gates
+from tests.models import left_padded, prompt, tiny_model
+
+EVERY = 5
+
+
+def selector(model, name, **options):
+    options = {"token_budget": 2 * BLOCK, **options}
+    if name == "gate":
+        torch.manual_seed(0)  # the same gates every time
+        return methods.Gate(bank=gates(model), **options)
+    extra = {"dense_layers": ()} if name == "quest" else {}
+    return methods.make_method(name, block_size=BLOCK, **extra, **options)
+
+
+def dense_cache(model, method, **inputs):
+    """What a prefill, which is dense, leaves under the method."""
+    cache = DynamicCache()
+    with seergate.attached(model, method):
+        model(**inputs, past_key_values=cache)
+    return cache
+
+
+def same_tokens(ours, dense, tokens, row=0, dense_row=0):
+    """Keys and values of a row's first tokens, and what the method remembers of their whole blocks."""
+    for layer, other in zip(ours.layers, dense.layers, strict=True):
+        for mine, theirs in ((layer.keys, other.keys), (layer.values, other.values)):
+            torch.testing.assert_close(mine[row, :, :tokens], theirs[dense_row, :, :tokens], rtol=1e-4, atol=1e-4)
+        for key in {"kg", "high", "low"} & set(layer.state.rows):
+            mine, theirs = layer.state.rows[key][row], other.state.rows[key][dense_row]
+            torch.testing.assert_close(mine[:, : tokens // BLOCK], theirs[:, : tokens // BLOCK], rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("name", ["gate", "quest", "oracle", "random"])
+def test_a_rectified_cache_is_a_dense_one(name):
+    """After every fifth sparse step, before the sixth; and it is not, without rectification."""
+    model = tiny_model("qwen3")
+    ids, length, new = prompt(60), 40, 12
+    runs = {}
+    for every in (EVERY, None):
+        method, cache = selector(model, name, rectify_every=every), DynamicCache()
+        with seergate.attached(model, method) as handle:
+            model(input_ids=ids[:, :length], past_key_values=cache)
+            for i in range(length, length + new):
+                model(input_ids=ids[:, i : i + 1], past_key_values=cache)
+            runs[every] = cache, handle.stats().get("rectification")
+    dense = dense_cache(model, selector(model, name), input_ids=ids[:, : length + new])
+    assert runs[EVERY][1] == {"every": EVERY, "passes": 2, "tokens": 10}
+    assert runs[None][1] is None
+    same_tokens(runs[EVERY][0], dense, length + 10)
+    with pytest.raises(AssertionError):  # what came after the last dense pass is sparse
+        same_tokens(runs[EVERY][0], dense, length + new)
+    with pytest.raises(AssertionError):
+        same_tokens(runs[None][0], dense, length + 2)
+
+
+def test_every_token_that_is_said_follows_from_the_rectified_cache():
+    """`generate` against a loop that takes tokens back and reads them again by hand."""
+    model = tiny_model("qwen3")
+    batch = left_padded([prompt(40, 1), prompt(29, 2)])
+    with seergate.attached(model, selector(model, "oracle", rectify_every=EVERY)) as handle:
+        found = model.generate(**batch, max_new_tokens=18)
+        assert handle.stats()["rectification"]["passes"] == 3
+    ids, mask, cache = batch["input_ids"], batch["attention_mask"], DynamicCache()
+    with seergate.attached(model, selector(model, "oracle")) as handle:
+        positions = (mask.cumsum(1) - 1).clamp(min=0)
+        prompted = {"attention_mask": mask, "position_ids": positions, "past_key_values": cache}
+        logits, sparse = model(input_ids=ids, **prompted).logits, 0
+        for _ in range(18):
+            ids = torch.cat((ids, logits[:, -1:].argmax(-1)), 1)
+            mask = torch.cat((mask, torch.ones(2, 1, dtype=mask.dtype)), 1)
+            positions = mask.cumsum(1) - 1
+            for chunk in (EVERY, 1) if sparse == EVERY else (1,):
+                if chunk > 1:
+                    cache.crop(-chunk)
+                    handle.dense_pass, sparse = True, 0
+                end = cache.get_seq_length() + chunk
+                logits = model(
+                    input_ids=ids[:, end - chunk : end],
+                    attention_mask=mask[:, :end],
+                    position_ids=positions[:, end - chunk : end],
+                    past_key_values=cache,
+                ).logits
+                handle.dense_pass = False
+            sparse += 1
+    assert torch.equal(found, ids)
+
+
+@pytest.mark.parametrize("family", ["gemma3_text", "gpt_oss", "llama"])
+def test_families_with_windows_sinks_and_other_groups(family):
+    """A rectification after every step leaves no sparse token behind: only the newest one can differ from dense."""
+    model = tiny_model(family)
+    ids = prompt(70)
+    with seergate.attached(model, selector(model, "oracle", rectify_every=1)) as handle:
+        cache = DynamicCache(config=model.config)
+        model(input_ids=ids[:, :45], past_key_values=cache)
+        for i in range(45, 69):
+            model(input_ids=ids[:, i : i + 1], past_key_values=cache)
+        assert handle.stats()["rectification"]["passes"] == 23
+    straight = DynamicCache(config=model.config)
+    with seergate.attached(model, selector(model, "oracle")):
+        model(input_ids=ids[:, :68], past_key_values=straight)
+    for layer, dense in zip(cache.layers, straight.layers, strict=True):
+        if hasattr(layer, "state"):
+            for mine, theirs in ((layer.keys, dense.keys), (layer.values, dense.values)):
+                torch.testing.assert_close(mine[:, :, :68], theirs[:, :, :68], rtol=2e-4, atol=2e-4)
+        else:
+            assert layer.keys.shape[2] < 32 + 4, "a window keeps no more than it needs"
+
+
+@pytest.mark.parametrize("name", ["gate", "oracle"])
+def test_rows_that_come_later_are_rectified_in_their_own_time(name):
+    """Continuous batching: a row says the same alone and beside rows that began earlier."""
+    model = tiny_model("qwen3")
+    prompts = [prompt(length, seed)[0].tolist() for seed, length in enumerate((40, 30, 37))]
+
+    def alone(ids, new):
+        with seergate.attached(model, method):
+            batch, said = Batch(model), []
+            logits = batch.add([ids])
+            for _ in range(new):
+                said.append(int(logits.argmax(-1)))
+                logits = batch.step(said[-1:])
+        return said, batch.cache
+
+    method = selector(model, name, rectify_every=EVERY)
+    expected = [alone(ids, new) for ids, new in zip(prompts, (19, 16, 12), strict=True)]
+    with seergate.attached(model, method) as handle:
+        batch, said, last = Batch(model), [[], [], []], []
+        for step in range(19):
+            if step in (0, 3, 7):
+                logits = batch.add([prompts[len(last)]])
+                said[len(last)].append(int(logits.argmax(-1)))
+                last.append(said[len(last)][-1])
+                if step:
+                    continue
+                logits = batch.step(last)
+            else:
+                logits = batch.step(last)
+            last = logits.argmax(-1).tolist()
+            for row, token in enumerate(last):
+                said[row].append(token)
+        assert handle.stats()["rectification"]["passes"] > 6
+    for row, (texts, cache) in enumerate(expected):
+        assert said[row] == texts[: len(said[row])], row
+        tokens = min(cache.layers[0].row_lengths[0], batch.cache.layers[0].row_lengths[row])
+        same_tokens(batch.cache, cache, tokens - tokens % EVERY - EVERY, row)
+
+
+def test_beams_drafts_and_further_turns():
+    model = tiny_model("qwen3")
+    method = selector(model, "gate", rectify_every=EVERY)
+    question = prompt(40)
+    with seergate.attached(model, method) as handle:
+        assert model.generate(input_ids=question, max_new_tokens=14, num_beams=3).shape == (1, 54)
+        assert handle.stats()["rectification"]["passes"] == 2
+        greedy = model.generate(input_ids=question, max_new_tokens=17)
+        handle.reset_stats()
+        model.generate(input_ids=question, max_new_tokens=17, prompt_lookup_num_tokens=3)
+        assert handle.stats()["rectification"]["tokens"] >= 10
+        # A new turn attends densely, so nothing sparse may be left below it.
+        cache = DynamicCache()
+        first = model.generate(input_ids=question, max_new_tokens=17, past_key_values=cache)
+        assert torch.equal(first, greedy)
+        turn = torch.cat((first, prompt(40, 3)), 1)
+        model(input_ids=turn[:, cache.get_seq_length() :], past_key_values=cache)
+    same_tokens(cache, dense_cache(model, selector(model, "gate"), input_ids=turn), turn.shape[1])
+
+
+def test_steps_that_read_everything_are_not_rectified():
+    model = tiny_model("qwen3")
+    with seergate.attached(model, gates(model), DecodeConfig(token_budget=6 * BLOCK, rectify_every=4)) as handle:
+        model.generate(input_ids=prompt(30), max_new_tokens=18)  # 47 tokens, which the budget covers
+        assert handle.stats()["rectification"]["passes"] == 0
+        model.generate(input_ids=prompt(30), max_new_tokens=26)  # 54 tokens: sparse from the 49th on
+        assert handle.stats()["rectification"] == {"every": 4, "passes": 1, "tokens": 4}
+
+
+def test_static_caches_are_rectified_too():
+    model = tiny_model("qwen3")
+    batch = left_padded([prompt(40, 1), prompt(29, 2)])
+    with seergate.attached(model, gates(model), token_budget=2 * BLOCK, rectify_every=4):
+        dynamic = model.generate(**batch, max_new_tokens=15)
+        static = model.generate(**batch, max_new_tokens=15, cache_implementation="static")
+    assert torch.equal(dynamic, static)
+
+
+def test_a_cache_narrowed_to_some_rows():
+    model = tiny_model("qwen3")
+    with seergate.attached(model, selector(model, "quest")):
+        cache = DynamicCache()
+        model(**left_padded([prompt(30, 1), prompt(20, 2), prompt(25, 3)]), past_key_values=cache)
+        layer = cache.layers[0]
+        before = layer.keys.clone()
+        with only_rows(cache, [2, 0]):
+            assert layer.row_lengths == [25, 30]
+            layer.keys[0, :, 3] = 7.0
+            layer.state.rows["high"][1, :, 0] = 9.0
+        assert layer.row_lengths == [30, 20, 25]
+        assert (layer.keys[2, :, 3] == 7).all() and (layer.state.rows["high"][0, :, 0] == 9).all()
+        before[2, :, 3] = 7.0
+        assert torch.equal(layer.keys, before)
+        with pytest.raises(SeergateError, match="narrowed"), only_rows(cache, [1]):
+            cache.crop(-3)
+
+
+def test_refusals():
+    model, hybrid = tiny_model("qwen3"), tiny_model("qwen3_5_text")
+    with pytest.raises(SeergateError, match="rectification takes tokens back, which layers of kind linear_attention"):
+        seergate.attach(hybrid, "oracle", block_size=8, rectify_every=4)
+    with pytest.raises(ValueError, match="rectify_every is 0; it must be a positive number of tokens, or None"):
+        seergate.attach(model, "oracle", block_size=8, rectify_every=0)
+    hooks = len(model.model._forward_hooks) + len(model.model._forward_pre_hooks)
+    cache = DynamicCache()
+    with seergate.attached(model, selector(model, "oracle", rectify_every=4)):
+        model(input_ids=prompt(30), past_key_values=cache)
+        model(input_ids=prompt(1), past_key_values=cache)
+        with pytest.raises(SeergateError, match="input_ids"):
+            model(inputs_embeds=model.get_input_embeddings()(prompt(1)), past_key_values=cache)
+    assert len(model.model._forward_hooks) + len(model.model._forward_pre_hooks) == hooks
