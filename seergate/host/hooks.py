@@ -8,6 +8,7 @@ along.
 from __future__ import annotations
 
 import copy
+import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial
@@ -31,6 +32,7 @@ from seergate.host.pager import Pager
 from seergate.host.rectify import Rectifier
 from seergate.host.rope import Rotary
 from seergate.host.stats import DecodeStats
+from seergate.host.trace import Trace, TracedStats
 from seergate.methods import Gate, GateOnEvictor, Method, ReasonCache, SelectingMethod, make_method
 
 _HANDLE = "_seergate_handle"
@@ -94,7 +96,7 @@ class DecodeBinding:
         layer.arrival = Arrival(valid, self.tap.take, kwargs.get("position_ids"))
         if self.handle.dense_pass:
             return args, {**kwargs, CALL_KEYWORD: partial(attend_densely, layer, dense)}
-        call = partial(attend, layer, self.handle.stats_, self.handle.measure_recall, dense)
+        call = partial(attend, layer, self.handle.recorder, self.handle.measure_recall, dense)
         return args, {**kwargs, CALL_KEYWORD: call}
 
     def cache_layer(self, cache: Cache) -> GatedLayer:
@@ -179,6 +181,7 @@ class Handle:
         self.bindings: list[DecodeBinding] = []
         self.correction: Lossless | Rectifier | None = None
         self.dense_pass = False  # whether forward passes leave the method out
+        self._trace: Trace | None = None
         self.pager: Pager | None = None
         try:
             self.pager = Pager(model, attached_method, paging) if paged else None
@@ -200,6 +203,30 @@ class Handle:
         corrected = self.correction.stats() if self.correction is not None else {}
         paged = self.pager.stats() if self.pager is not None else {}
         return {"method": self.method.name, **self.stats_.summary(), **corrected, **paged}
+
+    @property
+    def recorder(self) -> Any:
+        """Where decode steps are counted, and traced if they are."""
+        return self.stats_ if self._trace is None else TracedStats(self.stats_, self._trace)
+
+    @contextmanager
+    def traced(self, path: str | os.PathLike[str], every: int = 1) -> Iterator[None]:
+        """While it lasts, which blocks decode steps read is written to a Parquet file (`seergate.host.trace`).
+
+        Args:
+            path: of the file.
+            every: write every so many steps of each layer.
+        """
+        if self._trace is not None:
+            raise SeergateError("this handle writes a trace already")
+        config = families.text_config(self.model)
+        about = {"method": repr(self.method), "model": config.name_or_path or config.model_type}
+        about["block_size"] = int(getattr(self.method, "block_size", 1))
+        with Trace(path, about, every) as self._trace:
+            try:
+                yield
+            finally:
+                self._trace = None
 
     def reset_stats(self) -> None:
         """Start counting anew."""
