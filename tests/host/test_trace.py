@@ -1,0 +1,146 @@
+"""The trace says what was read: line by line what the method selected, and in sum what the counters say."""
+
+from __future__ import annotations
+
+import numpy as np
+import pyarrow.parquet as pq
+import pytest
+import torch
+from transformers import DynamicCache
+
+import seergate
+from seergate import DecodeConfig, SeergateError, methods
+from seergate.methods.gate import Gate
+from seergate.report.activation_plot import activation, activation_plot, read_trace
+from tests.host.test_decode import BLOCK, gates
+from tests.models import left_padded, prompt, tiny_model
+
+
+def lines_of(path):
+    return pq.read_table(path).to_pylist()
+
+
+@pytest.mark.parametrize("options", [{"token_budget": 2 * BLOCK}, {"threshold": 0.05}, {"top_p": 0.7}])
+def test_the_trace_is_what_was_selected(options, tmp_path, monkeypatch):
+    model = tiny_model("qwen3")
+    method, seen = Gate.from_config(gates(model), DecodeConfig(**options)), []
+    select = Gate.select
+
+    def spied(self, state, step):
+        selection = select(self, state, step)
+        seen.append((state.spec.layer, list(step.ends), selection))
+        return selection
+
+    monkeypatch.setattr(Gate, "select", spied)
+    with seergate.attached(model, method) as handle, handle.traced(tmp_path / "trace.parquet"):
+        model.generate(**left_padded([prompt(40, 1), prompt(20, 2)]), max_new_tokens=8)
+        stats = handle.stats()
+    lines = iter(lines_of(tmp_path / "trace.parquet"))
+    assert len(seen) == 7 * 2
+    for number, (layer, ends, selection) in enumerate(seen):
+        for row, end in enumerate(ends):
+            for head in range(2):
+                line = next(lines)
+                assert (line["step"], line["layer"], line["row"], line["head"]) == (number // 2, layer, row, head)
+                assert line["position"] == end - 1
+                if selection is None:
+                    assert line["blocks"] is None and line["tokens"] == end
+                    continue
+                blocks = [block for block in selection.indices[row, head].tolist() if block >= 0]
+                assert line["blocks"] == blocks
+                assert line["tokens"] == sum(min(end, (block + 1) * BLOCK) - block * BLOCK for block in blocks)
+    assert next(lines, None) is None
+    columns, about = read_trace(tmp_path / "trace.parquet")
+    assert about["block_size"] == BLOCK and "Gate" in about["method"] and about["every"] == 1
+    for index, layer in enumerate(stats["layers"]):
+        for head in range(2):
+            mine = (columns["layer"] == layer) & (columns["head"] == head)
+            assert columns["tokens"][mine].mean() == pytest.approx(stats["tokens_per_head"][index][head])
+            context = (columns["position"][mine] + 1).sum()
+            assert columns["tokens"][mine].sum() / context == pytest.approx(stats["density_per_head"][index][head])
+
+
+def test_what_is_read_without_a_choice(tmp_path):
+    """Dense layers, covering budgets and evicting methods read what they hold."""
+    model = tiny_model("qwen3")
+    path = tmp_path / "trace.parquet"
+    bank = gates(model)
+    with seergate.attached(model, bank, token_budget=BLOCK, dense_layers=(0,)) as handle, handle.traced(path):
+        model.generate(input_ids=prompt(30), max_new_tokens=4)
+    lines = lines_of(path)
+    assert {line["blocks"] is None for line in lines if line["layer"] == 0} == {True}
+    assert {line["blocks"] is None for line in lines if line["layer"] == 1} == {False}
+    with seergate.attached(model, "streaming_llm", token_budget=20) as handle, handle.traced(path):
+        model.generate(input_ids=prompt(60), max_new_tokens=4)
+        stats = handle.stats()
+    lines = lines_of(path)
+    assert [line["position"] for line in lines if (line["layer"], line["head"]) == (0, 0)] == [60, 61, 62]
+    assert {line["tokens"] for line in lines} == {20} and {line["blocks"] for line in lines} == {None}
+    assert stats["tokens_per_head"] == [[20, 20], [20, 20]]
+
+
+def test_only_some_steps_and_only_while_it_lasts(tmp_path):
+    model = tiny_model("qwen3")
+    path = tmp_path / "trace.parquet"
+    with seergate.attached(model, "oracle", token_budget=BLOCK, block_size=BLOCK) as handle:
+        with handle.traced(path, every=3):
+            model.generate(input_ids=prompt(30), max_new_tokens=9)
+            with pytest.raises(SeergateError, match="a trace already"), handle.traced(tmp_path / "other"):
+                pass
+        model.generate(input_ids=prompt(30), max_new_tokens=9)
+        assert handle.stats()["steps"] == 16
+        assert sorted({line["step"] for line in lines_of(path)}) == [0, 3, 6]
+        with pytest.raises(RuntimeError, match="stop"), handle.traced(path):
+            model(input_ids=prompt(30), past_key_values=(cache := DynamicCache()))
+            model(input_ids=prompt(1), past_key_values=cache)
+            raise RuntimeError("stop")
+        assert len(lines_of(path)) == 4, "what was read before an error is kept"
+        with pytest.raises(SeergateError, match="cannot be written"), handle.traced(tmp_path / "nowhere" / "x"):
+            pass
+        with pytest.raises(ValueError, match="every is 0"), handle.traced(path, every=0):
+            pass
+        assert handle.recorder is handle.stats_
+
+
+def test_activated_tokens_against_position(tmp_path):
+    """A budget reads a saw tooth: whole blocks and what the open one holds."""
+    pytest.importorskip("matplotlib")
+    model = tiny_model("qwen3")
+    paths = {}
+    for name, options in {"budget 24": {"token_budget": 24}, "threshold": {"threshold": 0.2}}.items():
+        paths[name] = tmp_path / f"{name}.parquet"
+        method = methods.Oracle(block_size=BLOCK, **options)
+        with seergate.attached(model, method) as handle, handle.traced(paths[name]):
+            model.generate(input_ids=prompt(40), max_new_tokens=25)
+    line = activation(paths["budget 24"])
+    assert line.context.tolist() == list(range(41, 65))
+    expected = [16 + (context - 1) % BLOCK + 1 for context in range(41, 65)]
+    assert line.mean.tolist() == line.low.tolist() == line.high.tolist() == expected
+    coarse = activation(paths["budget 24"], bins=3)
+    assert coarse.context.tolist() == [44.5, 52.5, 60.5] and coarse.mean.tolist() == [20.5] * 3
+    varied = activation(paths["threshold"], bins=1)
+    assert varied.low < varied.mean < varied.high
+    columns, _ = read_trace(paths["threshold"])
+    assert varied.mean[0] == pytest.approx(np.mean(columns["tokens"]))
+    picture = activation_plot(paths, tmp_path / "picture.png")
+    assert picture.stat().st_size > 5000 and picture.with_suffix(".svg").exists()
+
+
+def test_traces_that_cannot_be_drawn(tmp_path):
+    import pyarrow as pa
+
+    other = tmp_path / "other.parquet"
+    pq.write_table(pa.table({"a": [1]}), other)
+    model = tiny_model("qwen3")
+    empty = tmp_path / "empty.parquet"
+    with seergate.attached(model, "dense") as handle, handle.traced(empty):
+        model(input_ids=prompt(8), past_key_values=DynamicCache())
+    with torch.no_grad():
+        for attempt, message in (
+            (lambda: activation_plot({}, tmp_path / "x.png"), "no trace to draw"),
+            (lambda: activation(other), "not a trace of decoding"),
+            (lambda: activation(tmp_path / "absent"), "cannot be read"),
+            (lambda: activation(empty), "nothing was decoded"),
+        ):
+            with pytest.raises(SeergateError, match=message):
+                attempt()
