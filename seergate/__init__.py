@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from seergate.config import DecodeConfig, GateConfig
     from seergate.errors import SeergateError
     from seergate.host import Handle, attach, attached, handle_of
+    from seergate.host.offload import Offload
     from seergate.loading import load
 
 _HOMES = {
@@ -30,6 +31,7 @@ _HOMES = {
     "attach": "seergate.host",
     "attached": "seergate.host",
     "handle_of": "seergate.host",
+    "Offload": "seergate.host.offload",
     "load": "seergate.loading",
 }
 _SUBMODULES = ("distill", "eval", "methods", "ops", "report")
@@ -39,6 +41,7 @@ __all__ = [
     "GateBank",
     "GateConfig",
     "Handle",
+    "Offload",
     "SeergateError",
     "attach",
     "attached",

@@ -15,7 +15,9 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS, AttentionInterf
 
 from seergate import ops
 from seergate.errors import SeergateError
-from seergate.host.cache import Appended, GatedLayer
+from seergate.host.arrival import Appended
+from seergate.host.cache import GatedLayer
+from seergate.host.offload import OffloadedLayer
 from seergate.host.rope import modeling_module
 from seergate.host.stats import DecodeStats
 from seergate.methods.base import EvictingState, SelectingMethod, SelectingState, Step
@@ -148,25 +150,15 @@ def _decode(layer: GatedLayer, state: Any, step: Step, stats: DecodeStats, measu
         selection = method.select(state, step)
         if selection is not None and isinstance(state, SelectingState):
             score_bytes = state.score_bytes(step)
-            keys, values, page_table = step.stored
-            output = ops.sparse_decode(
-                step.q_BHSD[:, :, 0],
-                keys,
-                values,
-                selection.indices,
-                step.lengths,
-                layer.block_size,
-                step.sm_scale,
-                sinks=step.sinks,
-                softcap=step.softcap,
-                page_table=page_table,
-            )
+            output = layer.attend_to(step, selection.indices)
         if measure_recall:
             stats.record_recall(layer.layer, _recall(step, selection, layer.block_size))
     elif isinstance(state, EvictingState):
         output, score_bytes = state.attend(step), state.score_bytes(step)
     if output is None:
         output = attend_to_all(step)
+    if isinstance(layer, OffloadedLayer):
+        stats.fetched(layer.layer, layer.take_fetched(step, everything=selection is None))
     read = state.tokens_read(step) if isinstance(state, EvictingState) else step.ends
     seen = [total - held + end for total, held, end in zip(layer.row_seen, layer.row_lengths, step.ends, strict=True)]
     stats.record(layer.layer, step, seen, read, selection, layer.block_size, score_bytes, layer.nbytes)
@@ -203,17 +195,17 @@ def make_step(layer: GatedLayer, appended: Appended, query: Tensor, kwargs: dict
 def attend_to_all(step: Step) -> Tensor:
     """Dense decode with the query group folded into the query axis."""
     length, (keys, values, page_table) = step.max_length, step.stored
-    paged = page_table is not None
+    home, paged = keys.device, page_table is not None  # keys of an offloaded cache may be elsewhere than the model
     return ops.dense_decode(
-        step.q_BHSD[:, :, 0],
+        step.q_BHSD[:, :, 0].to(home),
         keys if paged else keys[:, :, :length],
         values if paged else values[:, :, :length],
-        None if len(set(step.ends)) == 1 and not paged else step.lengths,
+        None if len(set(step.ends)) == 1 and not paged else step.lengths.to(home),
         sm_scale=step.sm_scale,
-        sinks=step.sinks,
+        sinks=None if step.sinks is None else step.sinks.to(home),
         softcap=step.softcap,
         page_table=page_table,
-    )
+    ).to(step.q_BHSD.device)
 
 
 def _evict(layer: GatedLayer, state: EvictingState, step: Step, stats: DecodeStats) -> None:

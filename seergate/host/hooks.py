@@ -23,10 +23,12 @@ from seergate.bank import GateBank
 from seergate.config import DecodeConfig
 from seergate.errors import SeergateError
 from seergate.host import families
+from seergate.host.arrival import Arrival
 from seergate.host.attention import ATTENTION_NAME, CALL_KEYWORD, attend, dense_function, register
-from seergate.host.cache import Arrival, GatedLayer
+from seergate.host.cache import GatedLayer
 from seergate.host.dense_pass import attend_densely
 from seergate.host.lossless import Lossless
+from seergate.host.offload import Offload, OffloadedLayer
 from seergate.host.paged_layer import Paging
 from seergate.host.pager import Pager
 from seergate.host.rectify import Rectifier
@@ -136,6 +138,9 @@ class DecodeBinding:
         if self.handle.pager is not None:
             first = self.handle.bindings[0]
             make = self.handle.pager.layer_class(None if first is self else layers[first.layer])
+        elif self.handle.offload is not None:
+            share = self.handle.offload.memory_bytes // len(self.handle.bindings)
+            make = partial(OffloadedLayer, self.handle.offload, share)
         layers[self.layer] = make(method, self.layer, self.num_heads, self.rotary, static_length, shared)
         return layers[self.layer]
 
@@ -148,6 +153,7 @@ class Handle:
         method: what to decode with.
         measure_recall: also compute, at each decode step, how much of dense attention's probability was read (slow).
         paging: keep keys and values in pages (`Paging`). ``reason_cache`` does so by itself.
+        offload: keep keys and values in slow memory (`Offload`).
     """
 
     def __init__(
@@ -157,6 +163,7 @@ class Handle:
         *,
         measure_recall: bool = False,
         paging: Paging | None = None,
+        offload: Offload | None = None,
     ) -> None:
         modules = families.full_attention_modules(model)
         if getattr(model, _HANDLE, None) is not None:
@@ -183,6 +190,11 @@ class Handle:
         self.dense_pass = False  # whether forward passes leave the method out
         self._trace: Trace | None = None
         self.pager: Pager | None = None
+        if offload is not None and paged:
+            raise SeergateError("a paged cache cannot be offloaded; give either paging or offload")
+        if offload is not None:
+            offload.check(method)
+        self.offload = offload
         try:
             self.pager = Pager(model, attached_method, paging) if paged else None
             for layer, attention in modules:
@@ -257,6 +269,7 @@ def attach(
     *,
     measure_recall: bool = False,
     paging: Paging | None = None,
+    offload: Offload | None = None,
     **options: Any,
 ) -> Handle:
     """Let a method decide what the model's decode steps attend to; ``generate`` itself stays the stock one.
@@ -266,7 +279,7 @@ def attach(
         method: gates; a method; or a method's name, with its options as keywords.
         config: how to decode with gates. Its fields may be given as keywords instead; what is not given is as the
             gates ask for (``compat="published"`` of imported ones).
-        measure_recall, paging: see `Handle`.
+        measure_recall, paging, offload: see `Handle`.
         **options: for a method given by name, or fields of `DecodeConfig` for gates.
 
     Returns:
@@ -276,7 +289,9 @@ def attach(
         SeergateError: for an unsupported model, an unknown method or option, or gates of another model.
         ValueError: for a value out of range.
     """
-    return Handle(model, resolve_method(method, config, **options), measure_recall=measure_recall, paging=paging)
+    return Handle(
+        model, resolve_method(method, config, **options), measure_recall=measure_recall, paging=paging, offload=offload
+    )
 
 
 @contextmanager
@@ -287,10 +302,11 @@ def attached(
     *,
     measure_recall: bool = False,
     paging: Paging | None = None,
+    offload: Offload | None = None,
     **options: Any,
 ) -> Iterator[Handle]:
     """`attach` for the duration of a ``with`` block."""
-    handle = attach(model, method, config, measure_recall=measure_recall, paging=paging, **options)
+    handle = attach(model, method, config, measure_recall=measure_recall, paging=paging, offload=offload, **options)
     try:
         yield handle
     finally:

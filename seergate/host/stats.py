@@ -24,6 +24,7 @@ class LayerStats:
         self.selected_blocks: Tensor | int = 0  # [K], in steps that selected
         self.missing_tokens = 0  # by which the last blocks of selections fall short, per head
         self.resident_sum = self.resident_peak = 0
+        self.bytes_fetched: int | None = None  # from slow memory; None if the cache is not offloaded
         self.recall: Tensor | float = 0.0
         self.recall_rows = 0
 
@@ -83,6 +84,11 @@ class DecodeStats:
         stats.resident_sum += resident_bytes
         stats.resident_peak = max(stats.resident_peak, resident_bytes)
 
+    def fetched(self, layer: int, count: int) -> None:
+        """Count the bytes of keys and values that a step of an offloaded cache brought from slow memory."""
+        stats = self.layers[layer]
+        stats.bytes_fetched = (stats.bytes_fetched or 0) + count
+
     def evicted(self, layer: int, step: Step, eviction: Eviction) -> None:
         """Take note of what leaves after a step. Nothing is counted here; a subclass may want to know."""
 
@@ -117,7 +123,8 @@ class DecodeStats:
             ``resident_tokens_per_layer`` (per row and KV head, mean over steps);
             ``resident_bytes_mean`` and ``resident_bytes_peak`` (keys, values and state, all layers, as allocated);
             ``blocks_per_head`` and ``tokens_per_head`` (mean read per row and step, layers by KV heads);
-            ``density_per_head`` (tokens read per token seen, layers by KV heads); ``recall_per_layer`` if measured.
+            ``density_per_head`` (tokens read per token seen, layers by KV heads); ``bytes_fetched_per_step``
+            (from slow memory, all layers and rows) if the cache is offloaded; ``recall_per_layer`` if measured.
         """
         ran = {layer: stats for layer, stats in self.layers.items() if stats.steps}
         density, bytes_read, bytes_scored, bytes_dense = list[list[float]](), 0.0, 0.0, 0.0
@@ -147,6 +154,9 @@ class DecodeStats:
             "blocks_per_head": blocks_per_head,
             "tokens_per_head": tokens_per_head,
         }
+        fetched = [stats.bytes_fetched / stats.steps for stats in ran.values() if stats.bytes_fetched is not None]
+        if fetched:
+            summary["bytes_fetched_per_step"] = sum(fetched)
         if any(stats.recall_rows for stats in ran.values()):
             summary["recall_per_layer"] = [
                 float(stats.recall) / stats.recall_rows if stats.recall_rows else None for stats in ran.values()

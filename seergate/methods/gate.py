@@ -153,7 +153,7 @@ class GateState(SelectingState):
             if opened < held_from:
                 if opened < new:
                     index = torch.arange(opened, new, device=recent.device)
-                    rotated = keys_BKCD[row : row + 1, :, opened:new]
+                    rotated = keys_BKCD[row : row + 1, :, opened:new].to(recent.device)
                     raw = self.spec.rotary.unrotate(rotated, index[None] + offsets[row])
                     recent[row][:, index % (2 * size)] = raw[0]
                 held_from = opened
