@@ -14,8 +14,9 @@ from typing import Any
 
 from seergate.report.findings import findings
 from seergate.report.load import Setting, Sweep
-from seergate.report.plots import accuracy_plot, line_style, pyplot, save, style
+from seergate.report.plots import accuracy_plot, pyplot, save
 from seergate.report.published import TABLE_1, model_key
+from seergate.report.styles import line_style, style
 from seergate.report.tables import NONE, accuracy_table, limit_of, markdown
 
 Points = dict[str, list[tuple[float, Setting]]]

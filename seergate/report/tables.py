@@ -124,8 +124,8 @@ def recall_table(sweep: Sweep) -> str | None:
 
 
 def limit_of(s: Setting) -> str:
-    """Its budget, or its threshold."""
-    return f"p > {s.threshold:g}" if s.budget is None and s.threshold is not None else _plain(s.budget)
+    """What it is given to read or to hold: a budget, a threshold, or words."""
+    return NONE if s.method == "dense" else s.nominal
 
 
 def pass_table(sweep: Sweep) -> str | None:

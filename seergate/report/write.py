@@ -13,6 +13,8 @@ from typing import Any
 from seergate.eval.engine import Limit
 from seergate.eval.stats import correlation
 from seergate.eval.store import write_text
+from seergate.report.byte_plots import bytes_plot
+from seergate.report.equal_bytes import equal_bytes
 from seergate.report.findings import cautions, findings
 from seergate.report.load import Sweep, load_sweeps
 from seergate.report.plots import accuracy_plot, length_plot, recall_plot
@@ -78,6 +80,11 @@ def _section(sweep: Sweep, out: Path, suffix: str) -> tuple[str, list[Path]]:
     if sweep.budgets:
         plots.append(accuracy_plot(sweep, out / f"accuracy{suffix}.png"))
         blocks.append(f"![Accuracy against token budget]({plots[-1].name})")
+    if any(s.evicts for s in sweep.settings) and (against_bytes := bytes_plot(sweep, out / f"bytes{suffix}.png")):
+        plots.append(against_bytes)
+        blocks.append(f"![Accuracy against bytes held and bytes read]({against_bytes.name})")
+    for heading, text in equal_bytes(sweep):
+        blocks += [f"## {heading}", text]
     blocks += ["## Accuracy", accuracy_table(sweep), _ACCURACY_NOTE]
     if beside := published_table(sweep):
         blocks += ["## Beside the published numbers", beside, _PUBLISHED_NOTE]

@@ -95,7 +95,7 @@ def test_report_of_a_real_sweep(tmp_path):
     metrics = sweep(support.model(), support.tokenizer(), task, specs, tmp_path, options)
     report = write_report(tmp_path)
     text = report.markdown.read_text()
-    assert {plot.name for plot in report.plots} == {"accuracy.png", "length.png", "recall.png"}
+    assert {plot.name for plot in report.plots} == {"accuracy.png", "bytes.png", "length.png", "recall.png"}
     for plot in report.plots:
         assert f"({plot.name})" in text
         with Image.open(plot) as image:
