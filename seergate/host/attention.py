@@ -162,6 +162,7 @@ def _decode(layer: GatedLayer, state: Any, step: Step, stats: DecodeStats, measu
     read = state.tokens_read(step) if isinstance(state, EvictingState) else step.ends
     seen = [total - held + end for total, held, end in zip(layer.row_seen, layer.row_lengths, step.ends, strict=True)]
     stats.record(layer.layer, step, seen, read, selection, layer.block_size, score_bytes, layer.nbytes)
+    stats.remembers(layer.layer, state.nbytes)
     if isinstance(state, EvictingState):
         _evict(layer, state, step, stats)
     return output

@@ -39,8 +39,8 @@ class BlockPool:
         device: torch.device,
     ) -> None:
         self.slots, self.kv_heads, self.block_size = slots, kv_heads, block_size
-        self.keys = torch.zeros(slots, 1, block_size, key_dim, dtype=dtype, device=device)
-        self.values = torch.zeros(slots, 1, block_size, value_dim, dtype=dtype, device=device)
+        self.keys = torch.empty(slots, 1, block_size, key_dim, dtype=dtype, device=device)
+        self.values = torch.empty(slots, 1, block_size, value_dim, dtype=dtype, device=device)
         self.fetched = 0
         self._slot_of = torch.full((rows * kv_heads, 0), -1)  # [P, N], -1: not here
         self._owner = torch.full((slots,), -1)  # pair * N + block, -1: nobody

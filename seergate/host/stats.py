@@ -24,6 +24,7 @@ class LayerStats:
         self.selected_blocks: Tensor | int = 0  # [K], in steps that selected
         self.missing_tokens = 0  # by which the last blocks of selections fall short, per head
         self.resident_sum = self.resident_peak = 0
+        self.state_bytes = 0
         self.bytes_fetched: int | None = None  # from slow memory; None if the cache is not offloaded
         self.recall: Tensor | float = 0.0
         self.recall_rows = 0
@@ -84,6 +85,10 @@ class DecodeStats:
         stats.resident_sum += resident_bytes
         stats.resident_peak = max(stats.resident_peak, resident_bytes)
 
+    def remembers(self, layer: int, state_bytes: int) -> None:
+        """Take note of how many bytes a layer's method remembers beside keys and values."""
+        self.layers[layer].state_bytes = max(self.layers[layer].state_bytes, state_bytes)
+
     def fetched(self, layer: int, count: int) -> None:
         """Count the bytes of keys and values that a step of an offloaded cache brought from slow memory."""
         stats = self.layers[layer]
@@ -122,6 +127,7 @@ class DecodeStats:
             ``bytes_scored_per_step`` to decide, and ``bytes_dense_per_step`` (what dense attention would have read);
             ``resident_tokens_per_layer`` (per row and KV head, mean over steps);
             ``resident_bytes_mean`` and ``resident_bytes_peak`` (keys, values and state, all layers, as allocated);
+            ``state_bytes`` (of these, what the method remembers: compressed keys, pooling state; the most there were);
             ``blocks_per_head`` and ``tokens_per_head`` (mean read per row and step, layers by KV heads);
             ``density_per_head`` (tokens read per token seen, layers by KV heads); ``bytes_fetched_per_step``
             (from slow memory, all layers and rows) if the cache is offloaded; ``recall_per_layer`` if measured.
@@ -151,6 +157,7 @@ class DecodeStats:
             "resident_tokens_per_layer": [stats.tokens_held / stats.rows for stats in ran.values()],
             "resident_bytes_mean": sum(stats.resident_sum / stats.steps for stats in ran.values()),
             "resident_bytes_peak": sum(stats.resident_peak for stats in ran.values()),
+            "state_bytes": sum(stats.state_bytes for stats in ran.values()),
             "blocks_per_head": blocks_per_head,
             "tokens_per_head": tokens_per_head,
         }
