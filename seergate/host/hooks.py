@@ -31,6 +31,7 @@ from seergate.host.lossless import Lossless
 from seergate.host.offload import Offload, OffloadedLayer
 from seergate.host.paged_layer import Paging
 from seergate.host.pager import Pager
+from seergate.host.prompts import PromptReader
 from seergate.host.rectify import Rectifier
 from seergate.host.rope import Rotary
 from seergate.host.stats import DecodeStats
@@ -96,7 +97,10 @@ class DecodeBinding:
         hidden = kwargs["hidden_states"] if "hidden_states" in kwargs else args[0]
         valid = _valid_tokens(kwargs.get("attention_mask"), hidden.shape[1], layer.slots)
         layer.arrival = Arrival(valid, self.tap.take, kwargs.get("position_ids"))
-        if self.handle.dense_pass:
+        prompt = self.handle.prompts.holds(hidden.shape[1])
+        layer.decoding = layer.decoding and not prompt
+        left_over = prompt and hidden.shape[1] == 1 and isinstance(layer.method, SelectingMethod)
+        if self.handle.dense_pass or left_over:
             return args, {**kwargs, CALL_KEYWORD: partial(attend_densely, layer, dense)}
         call = partial(attend, layer, self.handle.recorder, self.handle.measure_recall, dense)
         return args, {**kwargs, CALL_KEYWORD: call}
@@ -195,6 +199,9 @@ class Handle:
         if offload is not None:
             offload.check(method)
         self.offload = offload
+        if paged and isinstance(method, SelectingMethod) and (method.rule.lossless or method.rule.rectify_every):
+            raise SeergateError("lossless decoding and rectification need an ordinary cache; leave paging out")
+        self.prompts = PromptReader(model)
         try:
             self.pager = Pager(model, attached_method, paging) if paged else None
             for layer, attention in modules:
@@ -258,6 +265,7 @@ class Handle:
             self.pager = None
         while self.bindings:
             self.bindings.pop().remove()
+        self.prompts.remove()
         if getattr(self.model, _HANDLE, None) is self:
             delattr(self.model, _HANDLE)
 

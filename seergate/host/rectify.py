@@ -79,7 +79,8 @@ class Rectifier:
         sparse = [length - done for length, done in zip(layer.row_lengths, dense, strict=True)]
         new = _ids_of(args, kwargs).shape[1]
         # A chunk that attends densely must not build on sparse tokens.
-        arrives_dense = new > 1 and not (layer.decoding and new <= VERIFIED_TOKENS)
+        drafted = layer.decoding and new <= VERIFIED_TOKENS
+        arrives_dense = self.handle.prompts.holds(new) or (new > 1 and not drafted)
         due = 1 if arrives_dense else self.every
         if not rows_are_independent(cache):
             _record_past(cache, nothing_pending=not any(sparse))

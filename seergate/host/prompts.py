@@ -1,0 +1,53 @@
+"""Tells `generate`'s prompts from drafted tokens that are being verified.
+
+Both reach a cache as several tokens at once. Within `generate` it is known which they are, however short, and in
+however many chunks they come: prompts are read densely. Elsewhere the attention function goes by their number.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import Tensor
+from transformers import PreTrainedModel
+
+_METHOD = "_prefill"  # of transformers' generation loops
+
+
+class PromptReader:
+    """Stands in for a model's `_prefill`, which reads a prompt, and says whether it is being run.
+
+    Args:
+        model: to which a method is being attached.
+    """
+
+    def __init__(self, model: PreTrainedModel) -> None:
+        self.model = model
+        self.running = False
+        self.in_chunks = False  # whether the prompt that is being read was cut into chunks
+        if hasattr(model, _METHOD):
+            setattr(model, _METHOD, self)
+
+    def remove(self) -> None:
+        """Give the model its own method back. May be called again without effect."""
+        if vars(self.model).get(_METHOD) is self:
+            delattr(self.model, _METHOD)
+
+    def __call__(self, input_ids: Tensor, generation_config: Any, model_kwargs: Any, *args: Any, **kwargs: Any) -> Any:
+        """Read a prompt."""
+        cache = model_kwargs.get("past_key_values")
+        known = 0 if cache is None else int(cache.get_seq_length())
+        one_token = input_ids.shape[1] in (1, known + 1)  # with or without those that the cache has
+        self.running = True
+        self.in_chunks = generation_config.prefill_chunk_size is not None and not one_token
+        try:
+            read = getattr(type(self.model), _METHOD)
+            return read(self.model, input_ids, generation_config, model_kwargs, *args, **kwargs)
+        finally:
+            self.running = False
+
+    def holds(self, tokens: int) -> bool:
+        """Whether tokens that arrive together are part of a prompt: several at once, or a chunk of a single one. (One
+        that comes alone goes on with a text.)
+        """
+        return self.running and (tokens > 1 or self.in_chunks)
