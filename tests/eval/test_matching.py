@@ -56,6 +56,7 @@ def run(tmp_path, measure, texts, budgets):
     return sweep(*arguments, chosen, tmp_path, options, bank=bank), chosen, records
 
 
+@pytest.mark.slow
 def test_what_is_matched_holds_so_many_bytes(tmp_path):
     texts = ["gate", "h2o:interval=4", "snapkv:window=6:interval=8", "rpc:interval=16:window=4", "kv4bit:residual=32"]
     results, chosen, records = run(tmp_path, "resident", texts, [64, 185])
@@ -77,6 +78,7 @@ def test_what_is_matched_holds_so_many_bytes(tmp_path):
     assert len(set(labels)) == len(labels) and "gate" not in {spec.name for spec in chosen}
 
 
+@pytest.mark.slow
 def test_what_is_matched_reads_so_many_bytes(tmp_path):
     results, _, records = run(tmp_path, "read", ["gate", "quest", "tova", "snapkv+gate:read_budget=32:window=6"], [96])
     found = {r["method"]: results[r["label"]]["bytes_read_per_step"] for r in records if r["matched"]}
@@ -87,6 +89,7 @@ def test_what_is_matched_reads_so_many_bytes(tmp_path):
     assert budgets["gate"] < 96 and budgets["quest"] < budgets["gate"], "what is read to decide is paid for"
 
 
+@pytest.mark.slow
 def test_a_matched_sweep_by_command_goes_on_where_it_was(tmp_path, capsys):
     support.save(tmp_path / "model")
     command = ["eval", "--model", str(tmp_path / "model"), "--problems", "2", "--variables", "8", "--max-new-tokens"]
