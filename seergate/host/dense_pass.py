@@ -17,8 +17,8 @@ from seergate.host.cache import GatedLayer
 from seergate.methods.base import Step
 
 MOST_FOLDED = 64
-"""A chunk of at most this many tokens is attended to with `newest_tokens_attention`; a longer one is a prompt, which the
-model's own attention is made for."""
+"""A chunk of at most this many tokens is attended to with `newest_tokens_attention`; a longer one is a prompt, and the
+model's own attention is made for those."""
 
 
 def attend_densely(
