@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from seergate.errors import SeergateError
     from seergate.host import Handle, attach, attached, handle_of
     from seergate.host.offload import Offload
+    from seergate.host.paged_layer import Paging
     from seergate.loading import load
 
 _HOMES = {
@@ -32,6 +33,7 @@ _HOMES = {
     "attached": "seergate.host",
     "handle_of": "seergate.host",
     "Offload": "seergate.host.offload",
+    "Paging": "seergate.host.paged_layer",
     "load": "seergate.loading",
 }
 _SUBMODULES = ("distill", "eval", "methods", "ops", "report")
@@ -42,6 +44,7 @@ __all__ = [
     "GateConfig",
     "Handle",
     "Offload",
+    "Paging",
     "SeergateError",
     "attach",
     "attached",

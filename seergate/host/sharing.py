@@ -28,6 +28,7 @@ from seergate.methods.reason_evaluator import (
     RowCropped,
     RowForked,
     RowsGone,
+    Tally,
     TokensCame,
 )
 from seergate.methods.reason_worker import InlineWorker, ThreadWorker, give_way
@@ -101,7 +102,7 @@ class Sharing:
         self.shared, self.prefix_blocks = Counter[str](), 0
         self.physical_peak = self.logical_peak = 0
         if self.worker is not None:
-            self.worker.evaluator.tally.__init__()  # type: ignore[misc]
+            self.worker.evaluator.tally = Tally()
 
     def stats(self) -> dict[str, Any]:
         """Accounts so far.
