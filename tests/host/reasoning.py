@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-import random
-
 import torch
 from transformers import DynamicCache
 
 import seergate
-from seergate.chain_sum import make_problem
 from tests.models import left_padded
 
 BORDER = 3
@@ -49,33 +46,3 @@ def forced_run(model, method, prompts, forced, *, each=None, **options):
                 mask = torch.cat((mask, torch.ones_like(ids)), 1)
         stats = handle.stats()
     return torch.stack(found, 1), cache, stats
-
-
-def looping_reasoning(tokenizer, variables, every, rounds, seed):
-    """The tiny reasoner's reasoning, interrupted after every few steps by going through the first ones again.
-
-    Returns:
-        Ids of the prompt, of the reasoning, and which of the latter are values that a new step recalls from an
-        earlier one: they stand once in the text unless the loop repeats them.
-    """
-    problem = make_problem(variables, random.Random(seed))
-    chat = [{"role": "user", "content": problem.question}]
-    prompt = tokenizer(
-        tokenizer.apply_chat_template(chat, tokenize=False, add_generation_prompt=True), add_special_tokens=False
-    )["input_ids"]
-    steps = problem.reasoning.removesuffix(" answer").removesuffix(" .").split(" . ")
-    ids, recalled = list(tokenizer("<think>", add_special_tokens=False)["input_ids"]), [False]
-
-    def say(step, new):
-        words = f"{step} .".split()
-        ids.extend(tokenizer(" ".join(words), add_special_tokens=False)["input_ids"])
-        summed = new and "plus" in words
-        recalled.extend(summed and k in (2, 5) for k in range(len(words)))  # a3: a1 4 plus a2 5 gives a3= 9 .
-
-    for begin in range(0, len(steps), every):
-        for step in steps[begin : begin + every]:
-            say(step, True)
-        for step in steps[:every] * rounds if begin + every < len(steps) else ():
-            say(step, False)
-    assert len(ids) == len(recalled)
-    return prompt, ids, recalled

@@ -2,23 +2,24 @@
 
 from __future__ import annotations
 
+import json
+import subprocess
+import sys
 import threading
 import warnings
 
 import pytest
 import torch
-from transformers import AutoTokenizer
 
 import seergate
 from seergate import SeergateError, methods
 from seergate.host.paged import OutOfBlocks
 from seergate.host.paged_layer import Paging
-from seergate.loading import load_base
 from seergate.methods.reason_evaluator import Evaluator
-from seergate.paths import shipped
-from tests.host.reasoning import Words, forced_run, looping_reasoning, repeating
+from tests.host.reasoning import Words, forced_run, repeating
 from tests.host.test_decode import gates
 from tests.models import left_padded, prompt, tiny_model
+from tests.test_house import ROOT
 
 PROMPTS = [prompt(11, 1), prompt(5, 2)]
 PAGE = 4
@@ -264,25 +265,21 @@ def test_the_control_saves_as_much():
 
 
 @pytest.mark.slow
-def test_the_tiny_reasoner_recalls_what_it_said():
+def test_the_tiny_reasoner_recalls_what_it_said(tmp_path):
     """It goes through its first steps again and again. ReasonCache keeps every value that a later step needs; random
     sharing of as many blocks loses some.
     """
-    path = shipped("checkpoints/tiny-reasoner")
-    model, tokenizer = load_base(path), AutoTokenizer.from_pretrained(path)
-    texts = [looping_reasoning(tokenizer, 20, 4, 3, seed) for seed in (3, 4)]
-    length = min(len(ids) for _, ids, _ in texts)
-    forced = torch.tensor([ids[:length] for _, ids, _ in texts])
-    recalled = torch.tensor([which[:length] for _, _, which in texts])
-    right, saved = {}, {}
-    options = {"tokenizer": tokenizer, "border": r"\.", "block_size": 4, "warm_up": 8, "asynchronous": False}
-    for method in (methods.Dense(), methods.ReasonCache(**options), methods.RandomSharing(**options)):
-        logits, _, stats = forced_run(model, method, [torch.tensor([ids]) for ids, _, _ in texts], forced)
-        right[method.name] = (logits[:, :-1].argmax(-1) == forced)[recalled].float().mean().item()
-        saved[method.name] = stats.get("sharing", {}).get("amsr", 0.0)
-    assert right["dense"] == 1 and right["reason_cache"] >= 0.98
-    assert saved["reason_cache"] > 0.05 and saved["random_sharing"] == pytest.approx(saved["reason_cache"], rel=0.2)
-    assert right["random_sharing"] < right["reason_cache"] - 0.03
+    command = [sys.executable, "benchmarks/reason_cache_accuracy.py", "--problems", "2", "--rounds", "3"]
+    done = subprocess.run(
+        [*command, "--threads", "1", "--output", tmp_path], cwd=ROOT, capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    rows = json.loads((tmp_path / "reason_cache_accuracy.json").read_text())["rows"]
+    dense, informed, control = rows
+    assert [row["method"] for row in rows] == ["dense", "reason_cache", "random_sharing"]
+    assert dense["recalled"] == 1 and informed["recalled"] >= 0.98
+    assert informed["amsr"] > 0.05 and control["amsr"] == pytest.approx(informed["amsr"], rel=0.2)
+    assert control["recalled"] < informed["recalled"] - 0.03
 
 
 # ------------------------------------------------------------------------------------------------------------ refusals
