@@ -29,7 +29,7 @@ from transformers import DynamicCache, Qwen3Config, Qwen3ForCausalLM
 from seergate.host import attached
 from seergate.host.paged import OutOfBlocks
 from seergate.host.paged_layer import Paging
-from seergate.methods import Dense, Method, RandomSharing, ReasonCache
+from seergate.methods import Dense, Method, ReasonCache
 
 VOCABULARY, BLANK_LINE = 512, 1
 
@@ -107,15 +107,15 @@ def main() -> None:
     """Parse the command line, measure, print, save."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--rows", type=int, default=5, help="that the cap holds without sharing")
-    parser.add_argument("--requests", type=int, default=20)
+    parser.add_argument("--requests", type=int, default=12)
     parser.add_argument("--length", type=int, default=768, help="tokens of a text")
     parser.add_argument("--prompt", type=int, default=32)
     parser.add_argument("--step", type=int, default=48, help="tokens of a reasoning step, on average")
     parser.add_argument("--repeats", type=float, default=0.5, help="share of the steps that are repeats")
     parser.add_argument("--page", type=int, default=16)
-    parser.add_argument("--warm-up", type=int, default=4, help="distances before sharing begins; texts here are short")
+    parser.add_argument("--warm-up", type=int, default=2, help="distances before sharing begins; texts here are short")
     parser.add_argument("--width", type=int, default=256)
-    parser.add_argument("--layers", type=int, default=4)
+    parser.add_argument("--layers", type=int, default=2)
     parser.add_argument("--rounds", type=int, default=2, help="of the measurement of a step")
     parser.add_argument("--threads", type=int, default=torch.get_num_threads())
     parser.add_argument("--output", type=Path, default=RESULTS)
@@ -126,28 +126,28 @@ def main() -> None:
     texts = [make_text(options, seed) for seed in range(options.requests)]
     cap = options.rows * -(-options.length // options.page)
 
-    def sharing(kind: type[ReasonCache], blocks: int | None, threads: bool) -> ReasonCache:
-        return kind(
+    def wave(name: str, chosen: list[list[int]], blocks: int | None = cap) -> dict[str, Any]:
+        if name == "dense":
+            return say(model, Dense(), Paging(options.page, blocks), chosen, options.prompt)
+        method = ReasonCache(
             tokenizer=Words(),
             block_size=options.page,
             max_blocks=blocks,
             warm_up=options.warm_up,
             structural_check=False,
-            asynchronous=threads,
         )
-
-    def wave(name: str, chosen: list[list[int]], blocks: int | None = cap) -> dict[str, Any]:
-        if name == "dense":
-            return say(model, Dense(), Paging(options.page, blocks), chosen, options.prompt)
-        kind = RandomSharing if name == "random_sharing" else ReasonCache
-        return say(model, sharing(kind, blocks, threads=name == "reason_cache"), None, chosen, options.prompt)
+        return say(model, method, None, chosen, options.prompt)
 
     found: dict[str, dict[str, Any]] = {}
-    for name in ("dense", "reason_cache", "random_sharing"):
-        rows = most_rows(lambda n, name=name: wave(name, texts[:n]), options.rows - 1)  # type: ignore[misc]
-        sample = wave(name, texts[: min(rows, options.rows)], None).get("sharing", {})
-        found[name] = {"rows": rows, "seconds": 0.0, "tokens": 0, "out_of_blocks": 0, "sharing": sample}
-        print(f"{name}: {rows} rows fit, AMSR {sample.get('amsr', 0.0):.3f}")
+    for name in ("dense", "reason_cache"):
+        counted: dict[int, dict[str, Any]] = {}
+
+        def fits(rows: int, name: str = name, counted: dict[int, dict[str, Any]] = counted) -> None:
+            counted[rows] = wave(name, texts[:rows]).get("sharing", {})
+
+        rows = most_rows(fits, options.rows - 1)
+        found[name] = {"rows": rows, "seconds": 0.0, "tokens": 0, "out_of_blocks": 0, "sharing": counted[rows]}
+        print(f"{name}: {rows} rows fit, AMSR {counted[rows].get('amsr', 0.0):.3f}", flush=True)
     left = {name: list(texts) for name in ("dense", "reason_cache")}
     while any(left.values()):
         for name, waiting in left.items():
