@@ -196,13 +196,17 @@ class Hub:
         name = name.removeprefix("datasets/")
         return {"id": name, "sha": sha, "siblings": siblings, "private": repo.private, "cardData": data, "tags": []}
 
-    def list_tree(self, name: str, revision: str, user: str | None, folder: str = "") -> list[dict[str, Any]]:
-        """Files and folders directly in ``folder``."""
+    def list_tree(
+        self, name: str, revision: str, user: str | None, folder: str = "", *, recursive: bool = False
+    ) -> list[dict[str, Any]]:
+        """Files and folders directly in ``folder``, or all files below it."""
         prefix = f"{folder}/" if folder else ""
         names = {prefix + path.removeprefix(prefix).split("/")[0] for path in self.all_of(name, revision, user)
                  if path.startswith(prefix)}  # fmt: skip
-        if not names:
+        if folder and not names:
             raise Refusal(404, f"{folder} does not exist on {revision}", "EntryNotFound")
+        if recursive:
+            names = {path for path in self.all_of(name, revision, user) if path.startswith(prefix)}
         return self.paths_info(name, revision, sorted(names), user)
 
     def all_of(self, name: str, revision: str, user: str | None) -> dict[str, File]:
@@ -320,6 +324,7 @@ class Handler(BaseHTTPRequestHandler):
     def route(self, path: str, query: dict[str, list[str]], body: bytes, fault: Fault | None) -> None:
         hub, user = self.hub, self.hub.user_of(self.headers)
         pr = query.get("create_pr") == ["1"]
+        recursive = query.get("recursive", ["false"])[0].lower() in ("true", "1")
         if path == "/api/repos/create":
             return self.send_json(hub.create(json.loads(body), user))
         if path == "/api/validate-yaml":
@@ -341,7 +346,7 @@ class Handler(BaseHTTPRequestHandler):
             if what == "revision":
                 return self.send_json(hub.info(name, revision, user))
             if what == "tree":
-                return self.send_json(hub.list_tree(name, revision, user))
+                return self.send_json(hub.list_tree(name, revision, user, recursive=recursive))
             if what == "preupload":
                 return self.send_json(hub.preupload(name, revision, json.loads(body), user, pr))
             if what == "branch":
@@ -353,7 +358,7 @@ class Handler(BaseHTTPRequestHandler):
         if match := re.fullmatch(r"/api/(datasets/[^/]+/[^/]+)(?:/(revision|tree|paths-info)/([^/]+)/?(.*))?", path):
             name, what, revision, folder = match[1], match[2], match[3] or "main", match[4] or ""
             if what == "tree":
-                return self.send_json(hub.list_tree(name, revision, user, folder))
+                return self.send_json(hub.list_tree(name, revision, user, folder, recursive=recursive))
             if what == "paths-info":
                 return self.send_json(hub.paths_info(name, revision, parse_qs(body.decode())["paths"], user))
             return self.send_json(hub.info(name, revision, user))

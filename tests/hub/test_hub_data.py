@@ -18,6 +18,7 @@ import pytest
 
 from seergate.chain_sum import make_problems
 from tests.hub.server import File, Hub
+from tests.models import tiny_model
 
 ROOT = Path(__file__).resolve().parents[2]
 CARD = b"""---
@@ -128,6 +129,21 @@ def test_what_cannot_be_loaded_is_one_sentence_that_says_why(hub, tmp_path):
     assert not any("\n" in message for message in messages)
     ((count, *_),) = read(hub, tmp_path, {"data": "org/secret", "streaming": True}, HF_TOKEN="writer")
     assert count == 60
+
+
+def test_a_model_of_the_hub_is_known_by_its_commit(hub, tmp_path):
+    """A run that is continued compares it, so it must change when the repository does."""
+    config = tiny_model("qwen3").config
+    for step in range(2):
+        hub.hold("org/base", {"config.json": File(config.to_json_string().encode()), "x": File(b"x" * step)})
+        code = (
+            "from seergate.distill import load_train_config as c; from seergate.distill.base_model import check_model"
+        )
+        code += "; print(check_model('org/base', c('org/base', {'block_size': 8, 'gate_dim': 16})))"
+        done = run(hub, tmp_path, "-c", code)
+        assert done.stdout.strip() == hub.repos["org/base"].refs["main"], done.stderr[-2000:]
+    code = code.replace("'gate_dim': 16", "'gate_dim': 16, 'revision': 'gone'")
+    assert "SeergateError" in run(hub, tmp_path, "-c", code).stderr
 
 
 @pytest.mark.slow
