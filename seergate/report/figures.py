@@ -222,7 +222,9 @@ def _proxies(sweep: Sweep, path: Path) -> Path:
             axis.plot(
                 [scale * s.metrics[proxy] for s in points], [100 * s.accuracy.mean for s in points], label=name, **how
             )
-        if proxy != "recall":
+        if proxy == "next_token_kl":
+            axis.set_xscale("symlog", linthresh=1e-3)
+        elif proxy == "perplexity":
             axis.set_xscale("log")
         axis.set(xlabel=PREDICTORS[proxy][0], ylim=(-2, 104))
         axis.set_title(f"rank correlation {_rank_correlation(sweep, proxy):.2f}", fontsize=10)

@@ -131,7 +131,8 @@ def _proxy_note(sweep: Sweep) -> str:
     first = measured[0].proxies or {}
     note = (
         f"Measured on {first.get('windows')} windows of {first.get('tokens_per_window')} tokens of reference "
-        "reasoning, read densely up to the window and then decoded token by token: how far the distribution of the "
+        "reasoning, read densely up to the window (evicting methods decode their way there, but not from further back "
+        "than 1024 tokens) and then decoded token by token: how far the distribution of the "
         "next token moves from dense, how often its most probable token stays the same, and the perplexity of the "
         "reference under the method and under dense attention. Errors that build up over longer stretches are not in "
         "these figures."
