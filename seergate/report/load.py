@@ -13,7 +13,7 @@ from seergate.eval.stats import Estimate, clustered, paired, wilson
 from seergate.methods import EvictingMethod, method_class
 
 ORDER = (
-    *("dense", "kv4bit", "oracle", "gate", "quest", "random"),
+    *("dense", "kv4bit", "oracle", "gate", "quest", "resa", "random"),
     *("streaming_llm", "h2o", "tova", "snapkv", "r_kv", "raas", "rpc", "lazy_eviction", "tri_attention"),
     *("reason_cache", "random_sharing", "random_evict"),
 )
@@ -263,4 +263,4 @@ def _rank(setting: Setting) -> tuple[Any, ...]:
     name = setting.method.partition("+")[0]
     known = ORDER.index(name) if name in ORDER else len(ORDER)
     kept = setting.block_size or 0, setting.dense_layers, setting.budget or 10**9, setting.threshold or 0.0
-    return known, setting.method, *kept
+    return known, setting.method, *kept, setting.metrics["resident_bytes_mean"] or 0.0
