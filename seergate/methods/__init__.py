@@ -21,6 +21,7 @@ from seergate.methods.raas import RaaS
 from seergate.methods.random import Random
 from seergate.methods.random_evict import RandomEvict
 from seergate.methods.reason_cache import RandomSharing, ReasonCache
+from seergate.methods.resa import ReSA
 from seergate.methods.rpc import RPC
 from seergate.methods.snapkv import SnapKV
 from seergate.methods.streaming_llm import StreamingLLM
@@ -31,7 +32,7 @@ if TYPE_CHECKING:
     from seergate.bank import GateBank
 
 _ALL = (
-    *(Gate, Oracle, Quest, Dense, Random),
+    *(Gate, Oracle, Quest, ReSA, Dense, Random),
     *(StreamingLLM, H2O, TOVA, SnapKV, RKV, RaaS, RPC, LazyEviction, RandomEvict, TriAttention, KV4Bit),
     *(ReasonCache, RandomSharing),
 )
@@ -56,6 +57,7 @@ __all__ = [
     "Random",
     "RandomEvict",
     "RandomSharing",
+    "ReSA",
     "ReasonCache",
     "SelectingMethod",
     "SnapKV",

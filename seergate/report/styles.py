@@ -9,6 +9,7 @@ STYLES: dict[str, tuple[str, str]] = {
     "oracle": ("#0072B2", "s"),
     "gate": ("#D55E00", "o"),
     "quest": ("#009E73", "^"),
+    "resa": ("#225555", "p"),
     "random": ("#7F7F7F", "x"),
     "kv4bit": ("#661100", "X"),
     "streaming_llm": ("#CC79A7", "v"),
