@@ -17,10 +17,12 @@ from seergate import ops
 from seergate.errors import SeergateError
 from seergate.host.arrival import Appended
 from seergate.host.cache import GatedLayer
+from seergate.host.fixed_layer import FixedLayer
 from seergate.host.offload import OffloadedLayer
 from seergate.host.rope import modeling_module
 from seergate.host.stats import DecodeStats
 from seergate.methods.base import EvictingState, SelectingMethod, SelectingState, Step
+from seergate.methods.fixed_step import FixedStep
 from seergate.methods.oracle import log_probabilities
 from seergate.ops import Selection
 
@@ -103,6 +105,10 @@ def attend(
     assert appended is not None
     step = make_step(layer, appended, query, kwargs)
     state.append(step)
+    if isinstance(step, FixedStep):
+        return _decode_fixed(layer, state, step, stats)[:, None].to(value.dtype), None
+    if isinstance(layer, FixedLayer):
+        layer.settle(stats)
     new = query.shape[2]
     verifying = layer.decoding and new <= VERIFIED_TOKENS and appended.aligned
     if new > 1 and not (verifying and not isinstance(state, EvictingState)):
@@ -166,6 +172,14 @@ def _decode(layer: GatedLayer, state: Any, step: Step, stats: DecodeStats, measu
     if isinstance(state, EvictingState):
         _evict(layer, state, step, stats)
     return output
+
+
+def _decode_fixed(layer: GatedLayer, state: Any, step: FixedStep, stats: DecodeStats) -> Tensor:
+    """A decode step that is the same operations whatever the rows' lengths."""
+    with torch.no_grad(), torch.autocast(step.q_BHSD.device.type, enabled=False):
+        selection = layer.method.select(state, step) if isinstance(layer.method, SelectingMethod) else None
+        stats.record_fixed(layer.layer, step, selection)
+        return attend_to_all(step) if selection is None else layer.attend_to(step, selection.indices)
 
 
 def make_step(layer: GatedLayer, appended: Appended, query: Tensor, kwargs: dict[str, Any]) -> Step:

@@ -117,10 +117,7 @@ class GatedLayer(CacheLayerMixin):
                 f"the cache holds {len(self.row_lengths)} rows and {batch} arrive; use a new cache for a new batch"
             )
         if self.static_length is not None and self.slots + new > self.static_length:
-            raise SeergateError(
-                f"the static cache has room for {self.static_length} tokens; {self.slots} are there and {new} more "
-                "arrive"
-            )
+            self.raise_full(new)
         arrival, self.arrival = self.arrival, None
         if arrival is None:  # the model runs without its gates: keep the tokens, but the method has not seen them
             if isinstance(self.method, EvictingMethod) and self.slots:
@@ -151,6 +148,16 @@ class GatedLayer(CacheLayerMixin):
         if new == 1 and self.appended is not None and not self.shared:
             return key_states, value_states  # the attention function reads the buffers themselves
         return self.slot_view()
+
+    def raise_full(self, new: int) -> None:
+        """There is no room for so many new tokens."""
+        raise SeergateError(
+            f"the static cache has room for {self.static_length} tokens; {self.slots} are there and {new} more arrive"
+        )
+
+    def takes(self, new: int) -> bool:
+        """Whether so many new tokens will be a step of fixed shapes (`FixedLayer`)."""
+        return False
 
     @staticmethod
     def _first_positions(arrival: Arrival, batch: int) -> list[int]:

@@ -27,6 +27,7 @@ from seergate.host.arrival import Arrival
 from seergate.host.attention import ATTENTION_NAME, CALL_KEYWORD, attend, dense_function, register
 from seergate.host.cache import GatedLayer
 from seergate.host.dense_pass import attend_densely
+from seergate.host.fixed_layer import FixedLayer
 from seergate.host.lossless import Lossless
 from seergate.host.offload import Offload, OffloadedLayer
 from seergate.host.paged_layer import Paging
@@ -95,11 +96,12 @@ class DecodeBinding:
             return args, {**kwargs, CALL_KEYWORD: partial(_without_cache, self.tap, dense)}
         layer = self.cache_layer(cache)
         hidden = kwargs["hidden_states"] if "hidden_states" in kwargs else args[0]
-        valid = _valid_tokens(kwargs.get("attention_mask"), hidden.shape[1], layer.slots)
+        new = hidden.shape[1]
+        valid = None if layer.takes(new) else _valid_tokens(kwargs.get("attention_mask"), new, layer.slots)
         layer.arrival = Arrival(valid, self.tap.take, kwargs.get("position_ids"))
-        prompt = self.handle.prompts.holds(hidden.shape[1])
+        prompt = self.handle.prompts.holds(new)
         layer.decoding = layer.decoding and not prompt
-        left_over = prompt and hidden.shape[1] == 1 and isinstance(layer.method, SelectingMethod)
+        left_over = prompt and new == 1 and isinstance(layer.method, SelectingMethod)
         if self.handle.dense_pass or left_over:
             return args, {**kwargs, CALL_KEYWORD: partial(attend_densely, layer, dense)}
         call = partial(attend, layer, self.handle.recorder, self.handle.measure_recall, dense)
@@ -114,6 +116,10 @@ class DecodeBinding:
             layers.append(cache.layer_class_to_replicate())
         found = layers[self.layer]
         method = self.handle.method
+        if isinstance(found, FixedLayer):
+            found.plain = self.handle.plain
+            if found.takes(1) and found.method is method:
+                return found
         if isinstance(found, GatedLayer) and found.slots > 0:
             if found.method is not method:
                 raise SeergateError(
@@ -145,6 +151,8 @@ class DecodeBinding:
         elif self.handle.offload is not None:
             share = self.handle.offload.memory_bytes // len(self.handle.bindings)
             make = partial(OffloadedLayer, self.handle.offload, share)
+        elif static_length is not None and method.fixed_shapes and not shared:
+            make = FixedLayer
         layers[self.layer] = make(method, self.layer, self.num_heads, self.rotary, static_length, shared)
         return layers[self.layer]
 
@@ -222,6 +230,12 @@ class Handle:
         corrected = self.correction.stats() if self.correction is not None else {}
         paged = self.pager.stats() if self.pager is not None else {}
         return {"method": self.method.name, **self.stats_.summary(), **corrected, **paged}
+
+    @property
+    def plain(self) -> bool:
+        """Whether nothing but the usual figures is wanted of a decode step, and nobody takes it back."""
+        asked = self._trace is not None or self.measure_recall or type(self.stats_) is not DecodeStats
+        return not asked and self.correction is None
 
     @property
     def recorder(self) -> Any:

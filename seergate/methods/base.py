@@ -94,6 +94,11 @@ class Step:
         return [start + count for start, count in zip(self.starts, self.counts, strict=True)]
 
     @property
+    def host_lengths(self) -> list[int] | None:
+        """`ends`, or ``None`` where the host does not know them."""
+        return self.ends
+
+    @property
     def max_length(self) -> int:
         """Tokens of the longest row."""
         return max(self.ends)
@@ -174,6 +179,11 @@ class Method(ABC):
     @property
     def stores_pre_rope(self) -> bool:
         """Whether the cache should hold keys before RoPE (the method rotates them itself)."""
+        return False
+
+    @property
+    def fixed_shapes(self) -> bool:
+        """Whether a decode step can be the same operations whatever the rows' lengths (`methods.fixed_step`)."""
         return False
 
     @property

@@ -53,6 +53,11 @@ class Gate(SelectingMethod):
         gate = self.bank.gate(spec.layer).to(spec.device)  # a layer may live on another device than the next
         return GateState(spec, gate, rotate_at_last=self.compat == "published")
 
+    @property
+    def fixed_shapes(self) -> bool:
+        """See `Method`."""
+        return self.compat is None and self.dense_below == 0
+
     def select(self, state: LayerState, step: Step) -> Selection | None:
         """See `SelectingMethod`."""
         return super().select(state, step) if isinstance(state, GateState) else None
@@ -111,7 +116,7 @@ class GateState(SelectingState):
             inv_freq=gate.inv_freq,
             attention_scaling=gate.attention_scaling,
             position_offset=self.decode_offset,
-            host_lengths=step.ends,
+            host_lengths=step.host_lengths,
         )
 
     def _append_many(self, step: Step) -> None:
