@@ -12,6 +12,8 @@ from transformers.generation.streamers import BaseStreamer
 
 import seergate
 from seergate import DecodeConfig, SeergateError, methods
+from seergate.eval.engine import Engine, Limit
+from seergate.eval.sampling import Sampling
 from tests.host.chi_square import looks_like
 from tests.host.test_decode import BLOCK, gates
 from tests.models import VOCABULARY, left_padded, prompt, tiny_model
@@ -290,8 +292,19 @@ def test_refusals():
     for clean in (model, hybrid):
         assert "generate" not in vars(clean)
         seergate.attach(clean, "dense").detach()
-    handle = seergate.attach(model, "oracle", block_size=8, lossless=True)
-    handle.detach()
+    with (
+        seergate.attached(model, "oracle", block_size=8, lossless=True) as handle,
+        pytest.raises(SeergateError, match="lossless 'oracle' says what the dense model says.*evaluate 'dense'"),
+    ):
+        Engine(
+            model,
+            tokenizer=None,
+            batch_size=1,
+            limit=Limit(new_tokens=4),
+            sampling=Sampling(),
+            on_finished=print,
+            handle=handle,
+        )
     with pytest.raises(SeergateError, match="plain model in between"):
         cache = DynamicCache()
         with seergate.attached(model, methods.Oracle(block_size=8, lossless=True)) as handle:
