@@ -133,6 +133,9 @@ def attend(
 def _tokens(step: Step) -> Iterator[Step]:
     """The step of each new token, as if those after it had not come yet."""
     new = step.q_BHSD.shape[2]
+    if new == 1:
+        yield step
+        return
     for i in range(new):
         at = slice(i, i + 1)
         yield replace(
