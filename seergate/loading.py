@@ -21,6 +21,9 @@ if TYPE_CHECKING:
     import torch
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+    from seergate.host.offload import Offload
+    from seergate.host.paged_layer import Paging
+
 # What `from_pretrained` raises for files that are missing or damaged, packages that are missing, and options that it
 # does not know.
 _FAILURES = (
@@ -46,6 +49,8 @@ def load(
     cache_dir: str | os.PathLike[str] | None = None,
     local_files_only: bool = False,
     force_download: bool = False,
+    paging: Paging | None = None,
+    offload: Offload | None = None,
     **options: Any,
 ) -> PreTrainedModel:
     """Load the gates, the base model they name at the revision they were trained for, and put them together.
@@ -58,6 +63,7 @@ def load(
         revision, subfolder: of the adapter.
         token, cache_dir, local_files_only: for both, as in `huggingface_hub`.
         force_download: the adapter, even if it was downloaded before.
+        paging, offload: where keys and values are kept (see `seergate.attach`).
         **options: fields of `DecodeConfig`, and ``device_map``, ``dtype``, ``quantization_config``, ... for
             `AutoModelForCausalLM.from_pretrained`.
 
@@ -84,12 +90,11 @@ def load(
         local_files_only=local_files_only,
         force_download=force_download,
     )
-    decode = config or bank.decode_config(**given)
-    decode.check_block_size(bank.config.block_size)
+    method = Gate.from_config(bank, config or bank.decode_config(**given))
     base, pinned = _base_of(bank, gates, base_model)
     check_base(base, bank, revision=pinned, **hub)
     model = load_base(base, revision=pinned, **hub, **options)
-    attach(model, bank, decode)
+    attach(model, bank, decode, paging=paging, offload=offload)
     return model
 
 

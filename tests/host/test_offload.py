@@ -10,6 +10,7 @@ import seergate
 from seergate import SeergateError, methods
 from seergate.host.block_pool import BlockPool
 from seergate.host.offload import Offload, OffloadedLayer
+from seergate.paths import shipped
 from tests.host.test_decode import BLOCK, gates
 from tests.models import left_padded, prompt, tiny_model
 
@@ -152,6 +153,15 @@ def test_beams_and_chunked_prompts():
     for options in ({"num_beams": 3}, {"prefill_chunk_size": 16}):
         want = run(model, method, {"input_ids": prompt(50)}, 12, **options)[0]
         assert torch.equal(run(model, method, {"input_ids": prompt(50)}, 12, offload, **options)[0], want)
+
+
+def test_a_model_is_loaded_with_its_cache_offloaded():
+    ids = torch.randint(3, 30, (1, 150))
+    options = {"token_budget": 64, "dtype": torch.float32}
+    want = seergate.load(shipped("checkpoints/tiny-reasoner/gates"), **options).generate(ids, max_new_tokens=8)
+    model = seergate.load(shipped("checkpoints/tiny-reasoner/gates"), offload=Offload(1 << 20), **options)
+    assert torch.equal(model.generate(ids, max_new_tokens=8), want)
+    assert seergate.handle_of(model).stats()["bytes_fetched_per_step"] > 0
 
 
 def test_refusals():
