@@ -153,6 +153,7 @@ class DraftingLoop:
         can_draft = (
             mode in (GenerationMode.GREEDY_SEARCH, GenerationMode.SAMPLE)
             and model_kwargs.get("use_cache")
+            and not layers_without_return(model_kwargs.get("past_key_values"))
             and not self.synced_gpus  # processes would need different numbers of forward passes
             and not (generation_config.output_attentions or generation_config.output_hidden_states)
             # it runs the model itself, once for each token
@@ -345,6 +346,12 @@ def refuse_layers_without_return(model: PreTrainedModel, what: str) -> None:
             f"{what} takes tokens back, which layers of kind {', '.join(stuck)} cannot do; "
             f"decode this {config.model_type} model without it"
         )
+
+
+def layers_without_return(cache: Cache | None) -> list[str]:
+    """The kinds of a cache's layers that cannot take tokens back, such as a static one with a window."""
+    layers = [] if cache is None else cache.layers
+    return sorted({type(layer).__name__ for layer in layers if not hasattr(layer, "crop")})
 
 
 def weights_read(model: PreTrainedModel) -> int:

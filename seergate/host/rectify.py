@@ -18,7 +18,7 @@ from seergate.errors import SeergateError
 from seergate.host import families
 from seergate.host.attention import VERIFIED_TOKENS
 from seergate.host.cache import GatedLayer
-from seergate.host.lossless import refuse_layers_without_return
+from seergate.host.lossless import layers_without_return, refuse_layers_without_return
 from seergate.host.rows import only_rows, rows_are_independent
 from seergate.methods.base import SelectingMethod
 
@@ -74,6 +74,10 @@ class Rectifier:
             return
         if DENSE not in layer.state.rows:
             raise SeergateError("this cache was filled without rectification; start a new one")
+        if stuck := layers_without_return(cache):
+            raise SeergateError(
+                f"rectification takes tokens back, which a {', '.join(stuck)} cannot do; use a dynamic cache"
+            )
         dense = [min(pair) for pair in zip(layer.state.rows[DENSE].tolist(), layer.row_lengths, strict=True)]
         layer.state.rows[DENSE] = torch.tensor(dense)  # tokens may have been taken back
         sparse = [length - done for length, done in zip(layer.row_lengths, dense, strict=True)]
@@ -107,6 +111,8 @@ class Rectifier:
         positions = kwargs.get("position_ids")
         if positions is None:
             positions = torch.arange(layer.slots - new, layer.slots)[None]
+        elif positions.ndim == 3:  # one of time, height and width, which are the same for text
+            positions = positions[0]
         at = layer.lengths[:, None] - new + torch.arange(new, device=layer.device)
         rows[IDS].scatter_(1, at % slots, ids.expand(batch, -1))
         rows[POSITIONS].scatter_(1, at % slots, positions.to(rows[POSITIONS]).expand(batch, -1))

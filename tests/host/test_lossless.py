@@ -66,6 +66,16 @@ def test_families_whose_layers_differ(family):
                 assert handle.stats()["lossless"]["cycles"] > 2
 
 
+def test_a_cache_that_cannot_take_tokens_back_decodes_densely():
+    """A static window drops what leaves it: nothing is drafted, and the text is the dense model's all the same."""
+    model = tiny_model("gemma3_text")
+    expected = model.generate(input_ids=prompt(45), max_new_tokens=8)
+    with seergate.attached(model, selector(model, "oracle", 16, lossless=True, draft_tokens=3)) as handle:
+        found = model.generate(input_ids=prompt(45), max_new_tokens=8, cache_implementation="static")
+        assert handle.stats()["lossless"]["cycles"] == 0
+    assert torch.equal(found, expected)
+
+
 class _Texts(BaseStreamer):
     def __init__(self):
         self.pieces, self.ended = [], False
