@@ -151,7 +151,7 @@ class DecodeBinding:
         elif self.handle.offload is not None:
             share = self.handle.offload.memory_bytes // len(self.handle.bindings)
             make = partial(OffloadedLayer, self.handle.offload, share)
-        elif static_length is not None and method.fixed_shapes and not shared:
+        elif static_length is not None and method.fixed_shapes and self.handle.correction is None and not shared:
             make = FixedLayer
         layers[self.layer] = make(method, self.layer, self.num_heads, self.rotary, static_length, shared)
         return layers[self.layer]
@@ -300,7 +300,7 @@ def attach(
         model: a causal language model of a supported family.
         method: gates; a method; or a method's name, with its options as keywords.
         config: how to decode with gates. Its fields may be given as keywords instead; what is not given is as the
-            gates ask for (``compat="published"`` of imported ones).
+            gates ask for (``compat="published"`` of imported ones); of a ``config``, its ``compat`` is.
         measure_recall, paging, offload: see `Handle`.
         **options: for a method given by name, or fields of `DecodeConfig` for gates.
 

@@ -49,7 +49,7 @@ def test_steps_of_fixed_shapes_are_ordinary_steps(family):
                 options = {"cache_implementation": "static"} if static else {}
                 with seergate.attached(model, method) as handle:
                     out = model.generate(
-                        **inputs, max_new_tokens=20, return_dict_in_generate=True, output_logits=True, **options
+                        **inputs, max_new_tokens=14, return_dict_in_generate=True, output_logits=True, **options
                     )
                     runs.append((out.sequences, torch.stack(out.logits), handle.stats()))
             (want, logits, figures), (got, static_logits, static_figures) = runs
@@ -75,7 +75,7 @@ def test_a_covering_budget_is_the_plain_model_on_every_kind_of_cache():
     """Token for token: dynamic, static, compiled, offloaded; twice; with a second model at work in between."""
     model, other = tiny_model("qwen3"), tiny_model("qwen3", seed=1)
     inputs = left_padded([prompt(13, 1), prompt(29, 2)])
-    want = [m.generate(**inputs, max_new_tokens=20) for m in (model, other)]
+    want = [m.generate(**inputs, max_new_tokens=14) for m in (model, other)]
     kinds = [
         ({}, {}),
         ({}, {"cache_implementation": "static"}),
@@ -90,7 +90,7 @@ def test_a_covering_budget_is_the_plain_model_on_every_kind_of_cache():
         ):
             for _ in range(2):
                 for each, tokens in zip((model, other), want, strict=True):
-                    assert torch.equal(each.generate(**inputs, max_new_tokens=20, **options), tokens), options
+                    assert torch.equal(each.generate(**inputs, max_new_tokens=14, **options), tokens), options
 
 
 def test_generate_compiles_a_step_as_one_graph_without_breaks():
@@ -103,10 +103,10 @@ def test_generate_compiles_a_step_as_one_graph_without_breaks():
     for method in (choices(model)["gate"], methods.Gate(bank=gates(model), token_budget=2 * BLOCK)):
         for _ in range(2):
             with seergate.attached(model, method) as handle:
-                want, eager = model.generate(**inputs, max_new_tokens=20), handle.stats()
+                want, eager = model.generate(**inputs, max_new_tokens=14), handle.stats()
                 handle.reset_stats()
                 options = {"cache_implementation": "static", "compile_config": compiled("eager")}
-                got, figures = model.generate(**inputs, max_new_tokens=20, **options), handle.stats()
+                got, figures = model.generate(**inputs, max_new_tokens=14, **options), handle.stats()
             assert torch.equal(got, want)
             for figure in FIGURES:
                 torch.testing.assert_close(torch.tensor(figures[figure]), torch.tensor(eager[figure]))
@@ -114,12 +114,12 @@ def test_generate_compiles_a_step_as_one_graph_without_breaks():
     assert torch.equal(sequences[0], sequences[1]) and not torch.equal(sequences[0], sequences[2])
     assert counters["stats"]["unique_graphs"] == 1 and not counters["graph_break"]
     # The plain model is not given the graph with the gates in it, nor the other way round.
-    plain = model.generate(**inputs, max_new_tokens=20)
+    plain = model.generate(**inputs, max_new_tokens=14)
     assert not torch.equal(plain, want)
     options = {"cache_implementation": "static", "compile_config": compiled("eager")}
-    assert torch.equal(model.generate(**inputs, max_new_tokens=20, **options), plain)
+    assert torch.equal(model.generate(**inputs, max_new_tokens=14, **options), plain)
     with seergate.attached(model, method):
-        assert torch.equal(model.generate(**inputs, max_new_tokens=20, **options), want)
+        assert torch.equal(model.generate(**inputs, max_new_tokens=14, **options), want)
 
 
 @pytest.mark.slow
@@ -128,9 +128,9 @@ def test_compiled_code_gives_the_eager_tokens(name):
     model = tiny_model("qwen3")
     inputs = left_padded([prompt(13, 1), prompt(29, 2)])
     with seergate.attached(model, choices(model)[name]):
-        want = model.generate(**inputs, max_new_tokens=20)
+        want = model.generate(**inputs, max_new_tokens=14)
         options = {"cache_implementation": "static", "compile_config": compiled("inductor")}
-        assert torch.equal(model.generate(**inputs, max_new_tokens=20, **options), want)
+        assert torch.equal(model.generate(**inputs, max_new_tokens=14, **options), want)
 
 
 def test_cache_operations():
