@@ -15,6 +15,7 @@ from seergate.config import DecodeConfig
 from seergate.errors import SeergateError, first_line
 from seergate.host import attach
 from seergate.host.families import family_of, gate_geometry
+from seergate.methods import Gate
 from seergate.paths import is_directory, resolve_model
 
 if TYPE_CHECKING:
@@ -58,7 +59,7 @@ def load(
     Args:
         gates: adapter directory or Hub repository.
         config: how to decode; instead, its fields may be given as keywords (``token_budget=4096``). What the adapter
-            itself asks for (``compat="published"`` of imported gates) holds unless a keyword says otherwise.
+            itself asks for holds unless a keyword says otherwise; of a ``config``, only ``compat="gates"`` does.
         base_model: directory or Hub id to use instead of the one the adapter names.
         revision, subfolder: of the adapter.
         token, cache_dir, local_files_only: for both, as in `huggingface_hub`.
@@ -94,7 +95,7 @@ def load(
     base, pinned = _base_of(bank, gates, base_model)
     check_base(base, bank, revision=pinned, **hub)
     model = load_base(base, revision=pinned, **hub, **options)
-    attach(model, bank, decode, paging=paging, offload=offload)
+    attach(model, method, paging=paging, offload=offload)
     return model
 
 

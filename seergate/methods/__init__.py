@@ -123,7 +123,7 @@ def make_method(name: str, *, bank: GateBank | None = None, **options: Any) -> M
     elif bank is None:
         raise SeergateError(f"the method {name!r} needs gates: pass a GateBank instead of its name, or bank=")
     elif kind is Gate:
-        return Gate(bank=bank, **options)
+        return Gate.from_config(bank, bank.decode_config(**options))
     else:
         if "read_budget" not in options:
             raise SeergateError(f"the method {name!r} needs read_budget=, how many tokens the gate may read per step")

@@ -232,6 +232,7 @@ class SelectingMethod(Method):
             rectify_every=self.rectify_every,
             lossless=self.lossless,
             draft_tokens=self.draft_tokens,
+            compat=None,
         )
         if not is_int(self.block_size) or self.block_size < 1:
             raise ValueError(f"block_size is {self.block_size!r}; it must be a positive number of tokens")
