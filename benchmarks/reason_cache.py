@@ -143,7 +143,8 @@ def main() -> None:
         counted: dict[int, dict[str, Any]] = {}
 
         def fits(rows: int, name: str = name, counted: dict[int, dict[str, Any]] = counted) -> None:
-            counted[rows] = wave(name, texts[:rows]).get("sharing", {})
+            chosen = [texts[i % len(texts)] for i in range(rows)]
+            counted[rows] = wave(name, chosen).get("sharing", {})
 
         rows = most_rows(fits, options.rows - 1)
         found[name] = {"rows": rows, "seconds": 0.0, "tokens": 0, "out_of_blocks": 0, "sharing": counted[rows]}

@@ -264,22 +264,36 @@ def test_the_control_saves_as_much():
     assert store.logical - store.physical == control["sharing"]["shared_blocks"]["random"]
 
 
+def benchmark(name, tmp_path, *options):
+    """The record of a benchmark that is run with one thread."""
+    command = [sys.executable, f"benchmarks/{name}.py", "--threads", "1", "--output", str(tmp_path), *options]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    return json.loads((tmp_path / f"{name}.json").read_text())
+
+
 @pytest.mark.slow
 def test_the_tiny_reasoner_recalls_what_it_said(tmp_path):
     """It goes through its first steps again and again. ReasonCache keeps every value that a later step needs; random
     sharing of as many blocks loses some.
     """
-    command = [sys.executable, "benchmarks/reason_cache_accuracy.py", "--problems", "2", "--rounds", "3"]
-    done = subprocess.run(
-        [*command, "--threads", "1", "--output", tmp_path], cwd=ROOT, capture_output=True, text=True, check=False
-    )
-    assert done.returncode == 0, done.stderr
-    rows = json.loads((tmp_path / "reason_cache_accuracy.json").read_text())["rows"]
+    rows = benchmark("reason_cache_accuracy", tmp_path, "--problems", "3", "--rounds", "3")["rows"]
     dense, informed, control = rows
     assert [row["method"] for row in rows] == ["dense", "reason_cache", "random_sharing"]
-    assert dense["recalled"] == 1 and informed["recalled"] >= 0.98
+    assert dense["recalled"] >= 0.98 and informed["recalled"] >= dense["recalled"] - 0.01
     assert informed["amsr"] > 0.05 and control["amsr"] == pytest.approx(informed["amsr"], rel=0.2)
     assert control["recalled"] < informed["recalled"] - 0.03
+
+
+@pytest.mark.slow
+def test_benchmark_of_admission(tmp_path):
+    small = "--rows 3 --requests 4 --length 160 --prompt 8 --step 20 --repeats 0.8 --page 4 --warm-up 0 --width 32"
+    record = benchmark("reason_cache", tmp_path, *small.split(), "--layers", "1", "--rounds", "1")
+    dense, shared = record["rows"]
+    assert record["options"]["max_blocks"] == 120 and record["machine"]["commit"]
+    assert dense["rows"] == 3 < shared["rows"] and shared["sharing"]["amsr"] > 0.1
+    assert record["options"]["rows_ratio"] == shared["rows"] / dense["rows"]
+    assert dense["tokens"] == shared["tokens"] == 4 * (160 - 8)
 
 
 # ------------------------------------------------------------------------------------------------------------ refusals
