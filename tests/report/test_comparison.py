@@ -32,12 +32,12 @@ def set_bytes(directory, resident, read):
 
 
 def test_every_method_has_a_look_and_a_place_of_its_own():
-    assert set(METHODS) <= set(STYLES) and set(METHODS) <= set(ORDER)
+    assert set(ORDER) == set(STYLES) <= set(METHODS)
     assert len(set(STYLES.values())) == len(STYLES)
     assert style("h2o+gate, interval=8")["color"] == style("h2o")["color"]
     assert style("h2o+gate")["markerfacecolor"] == "white" and "markerfacecolor" not in style("h2o, x=a+b")
     assert line_style("h2o+gate", ["h2o", "tova", "h2o+gate"]) != line_style("h2o", ["h2o", "tova", "h2o+gate"])
-    assert {"color", "marker"} <= set(style("somebodys_own"))
+    assert {"color", "marker"} <= set(style("somebodys_own")), "a new method is drawn, in a colour that is spare"
 
 
 def test_options_tell_series_apart_only_where_they_must(tmp_path):
