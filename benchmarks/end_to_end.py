@@ -208,7 +208,9 @@ def turn(model: PreTrainedModel, name: str, way: Way, mask: Tensor, tokens: int)
 
 
 def resident(reset_peak: bool = False) -> int:
-    """Bytes of this process that are in memory and in no file: now, or the most since the peak was reset."""
+    """Bytes of this process in memory, mapped files included: now, or the most since the peak was reset. On a GPU, of
+    its memory.
+    """
     if torch.cuda.is_available():
         if reset_peak:
             torch.cuda.reset_peak_memory_stats()

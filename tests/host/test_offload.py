@@ -10,6 +10,7 @@ import seergate
 from seergate import SeergateError, methods
 from seergate.host.block_pool import BlockPool
 from seergate.host.offload import Offload, OffloadedLayer
+from seergate.host.rows import join_rows, keep_rows
 from seergate.paths import shipped
 from tests.host.test_decode import BLOCK, gates
 from tests.models import left_padded, prompt, tiny_model
@@ -142,6 +143,35 @@ def test_cache_operations():
                 if reorder:
                     cache.reorder_cache(torch.tensor([1, 0]))
                     mask = mask[[1, 0]]
+            results.append(torch.cat(logits, 1))
+    assert torch.equal(*results)
+
+
+def test_rows_that_join_and_leave():
+    """Continuous batching: as without offload."""
+    model = tiny_model("qwen3")
+    method = methods.Gate(bank=gates(model), token_budget=2 * BLOCK)
+    results = []
+    for offload in (None, Offload(room_for(2 * HEADS * 4))):
+        with seergate.attached(model, method, offload=offload):
+            cache, arriving = DynamicCache(), DynamicCache()
+            model(input_ids=prompt(30, 1), past_key_values=cache)
+            model(input_ids=prompt(41, 2), past_key_values=arriving)
+            join_rows(cache, arriving)
+            mask = (torch.arange(41) >= torch.tensor([[11], [0]])).long()
+            logits = []
+            for i in range(12):
+                if i == 8:
+                    keep_rows(cache, [1])
+                    mask = mask[1:]
+                mask = torch.cat((mask, mask[:, -1:]), 1)
+                out = model(
+                    input_ids=prompt(1, i).expand(len(mask), 1),
+                    attention_mask=mask,
+                    position_ids=mask.sum(1, keepdim=True) - 1,
+                    past_key_values=cache,
+                )
+                logits.append(out.logits[-1:])
             results.append(torch.cat(logits, 1))
     assert torch.equal(*results)
 
