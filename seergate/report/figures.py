@@ -99,7 +99,8 @@ def _threshold_and_budget(sweep: Sweep, path: Path) -> Path:
             left.plot(list(curve), list(curve.values()), line, marker=".", color=colour, label=s.label)
     left.set(xlabel="tokens of context", ylabel="tokens read per KV head and step")
     left.set_title("(a) activated tokens; full lines: budget, dashed: threshold", fontsize=10)
-    left.legend(frameon=False, fontsize=8)
+    left.legend(frameon=False, fontsize=8, ncol=3, loc="upper center", bbox_to_anchor=(0.5, -0.14))
+    left.spines[["top", "right"]].set_visible(False)
     points: Points = {
         name: [(100 * s.metrics["density"], s) for s in group if s.metrics["density"] is not None]
         for name, group in (("gate, budget", budgets), ("gate, threshold", thresholds))
