@@ -11,9 +11,12 @@ from transformers import DynamicCache, StoppingCriteria, StoppingCriteriaList
 from transformers.generation.streamers import BaseStreamer
 
 import seergate
-from seergate import DecodeConfig, SeergateError, methods
+from seergate import DecodeConfig, GateBank, SeergateError, methods
+from seergate.chain_sum import make_problem
 from seergate.eval.engine import Engine, Limit
 from seergate.eval.sampling import Sampling
+from seergate.loading import load_base, load_tokenizer
+from seergate.paths import shipped
 from tests.host.chi_square import looks_like
 from tests.host.test_decode import BLOCK, gates
 from tests.models import VOCABULARY, left_padded, prompt, tiny_model
@@ -213,6 +216,29 @@ def test_drafts_are_dropped_where_they_do_not_pay():
         counted = handle.stats()["lossless"]
     assert counted["plain_steps"] > counted["cycles"]
     assert counted["expected_speedup"] > 0.9
+
+
+@pytest.mark.parametrize("rule", [{"token_budget": 64}, {"threshold": 0.05}])
+def test_the_length_of_drafts_is_chosen(rule):
+    """A trained model and its gates. With weights that cost nothing, as beside many long rows, it pays to draft, and
+    the figures say so; with weights that cost everything, it does not."""
+    model, tokenizer = load_base("checkpoints/tiny-reasoner"), load_tokenizer("checkpoints/tiny-reasoner")
+    model.generation_config.do_sample = False
+    question = make_problem(20, random.Random(0)).messages[:1]
+    text = tokenizer.apply_chat_template(question, tokenize=False, add_generation_prompt=True)
+    inputs = tokenizer(text, return_tensors="pt", add_special_tokens=False)
+    expected = model.generate(**inputs, max_new_tokens=60)
+    bank, runs = GateBank.from_pretrained(shipped("checkpoints/tiny-reasoner/gates")), []
+    with seergate.attached(model, bank, lossless=True, **rule) as handle:
+        for weights in (0, 10**12):
+            handle.reset_stats()
+            handle.correction.weight_bytes = weights
+            assert torch.equal(model.generate(**inputs, max_new_tokens=60), expected)
+            runs.append(handle.stats()["lossless"])
+    light, heavy = runs
+    assert light["cycles"] > light["plain_steps"] and light["acceptance"] > 0.7
+    assert light["expected_speedup"] > 1.2 and light["tokens_per_dense_pass"] > 2
+    assert heavy["plain_steps"] >= 58 and heavy["expected_speedup"] > 0.95
 
 
 def sampled_counts(model, method, ids, calls, rows, new):
