@@ -18,10 +18,13 @@ class Arrival:
         valid: bool ``[B, S]``, which new tokens are real; ``None`` if all are.
         taps: callable that returns ``q_pre [B, H, S, D]`` and ``k_pre [B, K, S, D]``.
         position_ids: ``[B, S]`` or ``[1, S]``, where the model puts the new tokens; ``None`` if it did not say.
+        drafted: how many of them, the last ones, are to be decoded; ``None`` if that is not known.
     """
 
-    def __init__(self, valid: Tensor | None, taps: Any, position_ids: Tensor | None = None) -> None:
-        self.valid, self.position_ids = valid, position_ids
+    def __init__(
+        self, valid: Tensor | None, taps: Any, position_ids: Tensor | None = None, drafted: int | None = None
+    ) -> None:
+        self.valid, self.position_ids, self.drafted = valid, position_ids, drafted
         self.order = None if valid is None else torch.argsort((~valid).int(), dim=1, stable=True)
         self.counts = None if valid is None else valid.sum(1).tolist()
         self.taps = taps
@@ -40,5 +43,5 @@ class Appended:
     def __init__(
         self, arrival: Arrival, q_pre: Tensor, k_pre: Tensor, k: Tensor, starts: list[int], counts: list[int]
     ) -> None:
-        self.compact, self.aligned = arrival.compact, arrival.valid is None
+        self.compact, self.aligned, self.drafted = arrival.compact, arrival.valid is None, arrival.drafted
         self.q_pre, self.k_pre, self.k, self.starts, self.counts = q_pre, k_pre, k, starts, counts

@@ -29,9 +29,9 @@ from seergate.ops import Selection
 ATTENTION_NAME = "seergate"
 CALL_KEYWORD = "seergate_call"
 VERIFIED_TOKENS = 32
-"""Once decoding has begun, or the cache has been cropped, a chunk of at most this many tokens is taken for drafted
-tokens that are being verified (assisted decoding), and each is decoded as if it had come alone. A longer chunk is a
-new prompt, and dense; so are tokens that are drafted along with the prompt."""
+"""At most so many drafted tokens are verified at once (assisted decoding), each decoded as if it had come alone; more
+are read densely. Outside of `generate`, a chunk of at most this many tokens is taken for drafted ones once decoding
+has begun, or the cache has been cropped; a longer one is a new prompt, and dense."""
 
 DenseAttention = Callable[..., tuple[Tensor, Tensor | None]]
 
@@ -110,9 +110,9 @@ def attend(
     if isinstance(layer, FixedLayer):
         layer.settle(stats)
     new = query.shape[2]
-    verifying = layer.decoding and new <= VERIFIED_TOKENS and appended.aligned
-    if new > 1 and not (verifying and not isinstance(state, EvictingState)):
-        layer.decoding = False
+    layer.decoded = _to_decode(layer, appended, new)
+    if layer.decoded < new:
+        layer.decoding = layer.decoded > 0
         stats.saw_prompt(layer.layer, layer.nbytes)
         if isinstance(state, EvictingState):
             if any(start != 0 for start in step.starts):
@@ -123,20 +123,44 @@ def attend(
             output = dense(module, query, key, value, attention_mask, **kwargs)
             _evict(layer, state, step, stats)
             return output
-        return dense(module, query, key, value, attention_mask, **kwargs)
+        output, weights = dense(module, query, key, value, attention_mask, **kwargs)
+        if not layer.decoded:
+            return output, weights
+        # The first drafts of assisted decoding come along with the prompt.
+        drafts = _decode_each(layer, state, step, layer.decoded, stats, measure_recall)
+        return torch.cat((output[:, : new - layer.decoded], drafts.to(output.dtype)), dim=1), weights
     layer.decoding = True
-    with torch.no_grad(), torch.autocast(query.device.type, enabled=False):
-        outputs = [_decode(layer, state, part, stats, measure_recall) for part in _tokens(step)]
-    return torch.stack(outputs, dim=1).to(value.dtype), None
+    return _decode_each(layer, state, step, new, stats, measure_recall).to(value.dtype), None
 
 
-def _tokens(step: Step) -> Iterator[Step]:
-    """The step of each new token, as if those after it had not come yet."""
-    new = step.q_BHSD.shape[2]
+def _to_decode(layer: GatedLayer, appended: Appended, new: int) -> int:
+    """How many of the new tokens, the last ones, are decoded; those before them are (part of) a prompt."""
     if new == 1:
+        return 1
+    if isinstance(layer.state, EvictingState):
+        return 0
+    if appended.drafted is None:
+        return new if layer.decoding and new <= VERIFIED_TOKENS and appended.aligned else 0
+    same = len(set(appended.counts)) == 1 and appended.counts[0] >= appended.drafted
+    return appended.drafted if same and appended.drafted <= VERIFIED_TOKENS else 0
+
+
+def _decode_each(
+    layer: GatedLayer, state: Any, step: Step, count: int, stats: DecodeStats, measure_recall: bool
+) -> Tensor:
+    """Decode the newest ``count`` tokens one after another: ``[B, count, H, D]``."""
+    with torch.no_grad(), torch.autocast(step.q_BHSD.device.type, enabled=False):
+        outputs = [_decode(layer, state, part, stats, measure_recall) for part in _tokens(step, count)]
+    return torch.stack(outputs, dim=1)
+
+
+def _tokens(step: Step, count: int) -> Iterator[Step]:
+    """The step of each of the newest ``count`` tokens, as if those after it had not come yet."""
+    if step.q_BHSD.shape[2] == 1:
         yield step
         return
-    for i in range(new):
+    new = step.counts[0]  # without padding; the same in all rows
+    for i in range(new - count, new):
         at = slice(i, i + 1)
         yield replace(
             step,

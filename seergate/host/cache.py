@@ -75,7 +75,8 @@ class GatedLayer(CacheLayerMixin):
         self.row_lengths: list[int] = []  # the same as `lengths`, known without a device read
         self.row_seen: list[int] = []  # real tokens seen, evicted ones included
         self.row_offsets: list[int] = []  # the position that the model gave to each row's first token
-        self.decoding = False  # whether single tokens have come since the prompt
+        self.decoding = False  # whether tokens have been decoded since the prompt
+        self.decoded = 0  # how many of those that came last, from the end
         self.slots = 0  # tokens seen per row, padding included: the length that transformers counts in
         self.valid: Tensor | None = None  # bool [B, <= slots]; slots beyond it are all real; None: none was padding
         self.state: LayerState | None = None

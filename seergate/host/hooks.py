@@ -97,8 +97,11 @@ class DecodeBinding:
         layer = self.cache_layer(cache)
         hidden = kwargs["hidden_states"] if "hidden_states" in kwargs else args[0]
         new = hidden.shape[1]
-        valid = None if layer.takes(new) else _valid_tokens(kwargs.get("attention_mask"), new, layer.slots)
-        layer.arrival = Arrival(valid, self.tap.take, kwargs.get("position_ids"))
+        valid = drafted = None
+        if not layer.takes(new):  # else no number may be asked for that a compiled step does not know
+            valid = _valid_tokens(kwargs.get("attention_mask"), new, layer.slots)
+            drafted = self.handle.prompts.drafted(cache, layer.slots, new)
+        layer.arrival = Arrival(valid, self.tap.take, kwargs.get("position_ids"), drafted)
         prompt = self.handle.prompts.holds(new)
         layer.decoding = layer.decoding and not prompt
         left_over = prompt and new == 1 and isinstance(layer.method, SelectingMethod)
