@@ -310,7 +310,7 @@ def command_line() -> argparse.Namespace:
     parser.add_argument("--heads", type=int, default=32)
     parser.add_argument("--kv-heads", type=int, default=8)
     parser.add_argument("--head-dim", type=int, default=128)
-    parser.add_argument("--prompt", type=int, default=1024, help="tokens of the prompt whose first token is timed")
+    parser.add_argument("--prompt", type=int, default=512, help="tokens of the prompt whose first token is timed")
     parser.add_argument(
         "--memory-share", type=float, default=0.25, help="of keys and values, where they are offloaded"
     )
