@@ -48,7 +48,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--task", help="[chain_sum for the tiny reasoner, else aime24]")
     parser.add_argument("--task-source", metavar="FILE", help="a local copy of the task's problems")
     parser.add_argument("--problems", type=int, metavar="N", help="[32 of chain_sum, all of others]")
-    parser.add_argument("--variables", type=int, metavar="N", help="size of a chain_sum problem [50]")
+    parser.add_argument("--variables", type=int, metavar="N", help="size of a chain_sum problem [30]")
     parser.add_argument("--samples", type=int, metavar="N", help="answers per problem [the paper's]")
     parser.add_argument("--steps", type=int, metavar="N", help="of distillation, where gates are made [the preset's]")
     parser.add_argument("--batch-size", type=int, metavar="N", help="[what fits into memory]")
@@ -70,7 +70,7 @@ def run(options: argparse.Namespace) -> int:
     task = options.task or ("chain_sum" if tiny else "aime24")
     given = {"problems": options.problems, "variables": options.variables, "source": options.task_source}
     if task == "chain_sum":
-        given = {**given, "problems": options.problems or 32, "variables": options.variables or 50}
+        given = {**given, "problems": options.problems or 32, "variables": options.variables or 30}
     values |= {
         "model": options.model,
         "task": task,
