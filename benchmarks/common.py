@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import platform
 import statistics
 import subprocess
@@ -17,17 +18,23 @@ import torch
 RESULTS = Path(__file__).parent / "results"
 
 
-def timed(run: Callable[[], Any], repeats: int, device: torch.device) -> dict[str, float]:
-    """Milliseconds per call, after one that is not counted: ``{"min": ..., "median": ...}``."""
+def timed(
+    run: Callable[[], Any], repeats: int, device: torch.device, seconds: float = math.inf, warm: bool = False
+) -> dict[str, float]:
+    """Milliseconds per call, after one that is not counted unless it is ``warm``: ``{"min": ..., "median": ...}``.
+
+    No further call is made once the counted ones took so many ``seconds``.
+    """
 
     def wait() -> None:
         if device.type == "cuda":
             torch.cuda.synchronize(device)
 
-    run()
+    if not warm:
+        run()
     wait()
-    times = []
-    for _ in range(repeats):
+    times: list[float] = []
+    while len(times) < repeats and (not times or sum(times) < 1e3 * seconds):
         start = time.perf_counter()
         run()
         wait()
@@ -35,10 +42,13 @@ def timed(run: Callable[[], Any], repeats: int, device: torch.device) -> dict[st
     return {"min": min(times), "median": statistics.median(times)}
 
 
-def timed_rotated(runs: Sequence[Callable[[], Any]], repeats: int, device: torch.device) -> dict[str, float]:
+def timed_rotated(
+    runs: Sequence[Callable[[], Any]], repeats: int, device: torch.device, seconds: float = math.inf
+) -> dict[str, float]:
     """Milliseconds per call of calls that differ only in the memory they read, so that none finds it in a cache.
 
-    On a GPU all of them are captured in one graph and replayed: what is measured is the device, not Python.
+    On a GPU all of them are captured in one graph and replayed: what is measured is the device, not Python. On a CPU,
+    no further round is made once the counted ones took so many ``seconds``.
     """
 
     def all_runs() -> None:
@@ -46,7 +56,7 @@ def timed_rotated(runs: Sequence[Callable[[], Any]], repeats: int, device: torch
             run()
 
     if device.type != "cuda":
-        times = timed(all_runs, repeats, device)
+        times = timed(all_runs, repeats, device, seconds)
     else:
         stream = torch.cuda.Stream(device)
         with torch.cuda.stream(stream):

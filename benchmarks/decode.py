@@ -33,59 +33,66 @@ CACHE_BYTES = {"cuda": 256 << 20, "cpu": 128 << 20}
 """Buffers are rotated until they hold this much, several times what caches do."""
 
 
-class Case:
-    """One cell of the grid: queries, as many caches as rotation needs, scores, and the selected blocks.
+class Caches:
+    """Queries, as many caches as rotation needs, and what the gate has of them, for one batch size and length.
 
     Args:
-        batch, length: of the cache.
-        budget: tokens that may be read.
+        batch, length: of the caches.
+        budget: the fewest tokens that will be read of one.
         options: the command line.
     """
 
     def __init__(self, batch: int, length: int, budget: int, options: argparse.Namespace) -> None:
-        self.block_size, device, dtype = options.block_size, torch.device(options.device), options.dtype
+        device, dtype = torch.device(options.device), options.dtype
         kv_heads, dim = options.kv_heads, options.head_dim
-        self.rule = {"block_size": self.block_size, "token_budget": max(budget, self.block_size)}
         self.q = torch.randn(batch, kv_heads * options.group, dim, device=device, dtype=dtype)
-        read = 2 * batch * kv_heads * budget * dim * dtype.itemsize
-        copies = min(64, max(1, math.ceil(CACHE_BYTES[device.type] / read)))
-        whole = 2 * batch * kv_heads * length * dim * dtype.itemsize
-        copies = min(copies, max(1, int(options.max_gib * 2**30 // whole)))
-        self.caches = [
+        token = 2 * batch * kv_heads * dim * dtype.itemsize
+        copies = min(64, max(1, math.ceil(CACHE_BYTES[device.type] / (token * budget))))
+        copies = min(copies, max(1, int(options.max_gib * 2**30 // (token * length))))
+        self.copies = [
             [torch.randn(batch, kv_heads, length, dim, device=device, dtype=dtype) for _ in "kv"]
             for _ in range(copies)
         ]
-        blocks = -(-length // self.block_size)
         self.lengths = torch.full((batch,), length, device=device)
+        blocks = -(-length // options.block_size)
         self.qg = torch.randn(batch, kv_heads, 1, options.gate_dim, device=device, dtype=dtype)
         self.kg = torch.randn(batch, kv_heads, blocks, options.gate_dim, device=device, dtype=dtype)
-        self.indices = ops.select_blocks(self.scores(), self.lengths, **self.rule).indices
-        # Keys and values once, queries in, results out, and the list of blocks.
-        held = min(self.indices.shape[-1] * self.block_size, length)
-        self.bytes = 2 * batch * kv_heads * held * dim * dtype.itemsize
-        self.bytes += 2 * self.q.numel() * dtype.itemsize + 4 * self.indices.numel()
 
     def scores(self) -> Tensor:
         """The gate's scores, ``[B, Hkv, NB]``."""
         return (self.qg @ self.kg.transpose(2, 3))[:, :, 0]
 
+
+class Case:
+    """One cell of the grid: caches, and a budget of tokens that may be read of each."""
+
+    def __init__(self, caches: Caches, budget: int, block_size: int) -> None:
+        self.caches, self.block_size = caches, block_size
+        self.rule = {"block_size": block_size, "token_budget": max(budget, block_size)}
+        self.indices = self.select().indices
+        # Keys and values once, queries in, results out, and the list of blocks.
+        batch, kv_heads, length, dim = caches.copies[0][0].shape
+        held = min(self.indices.shape[-1] * block_size, length)
+        self.bytes = 2 * batch * kv_heads * held * dim * caches.q.element_size()
+        self.bytes += 2 * caches.q.nbytes + 4 * self.indices.numel()
+
     def sparse(self, k: Tensor, v: Tensor) -> Tensor:
         """Block-sparse attention."""
-        return ops.sparse_decode(self.q, k, v, self.indices, self.lengths, self.block_size)
+        return ops.sparse_decode(self.caches.q, k, v, self.indices, self.caches.lengths, self.block_size)
 
     def select(self) -> ops.Selection:
         """Scores and selection."""
-        return ops.select_blocks(self.scores(), self.lengths, **self.rule)
+        return ops.select_blocks(self.caches.scores(), self.caches.lengths, **self.rule)
 
     def error(self) -> float:
         """Of the sparse kernel on the very tensors that are timed, against float64, row by row."""
-        k, v = self.caches[0]
+        q, (k, v), lengths = self.caches.q, self.caches.copies[0], self.caches.lengths
         got, worst = self.sparse(k, v), 0.0
-        for b in range(len(self.q)):
-            some = [x[b : b + 1] for x in (self.q, k, v)]
+        for b in range(len(q)):
+            some = [x[b : b + 1] for x in (q, k, v)]
             place = self.indices[b : b + 1].long()
             token = (place * self.block_size).unsqueeze(-1) + torch.arange(self.block_size, device=place.device)
-            used = ((place >= 0).unsqueeze(-1) & (token < self.lengths[b])).flatten(2)
+            used = ((place >= 0).unsqueeze(-1) & (token < lengths[b])).flatten(2)
             token = token.flatten(2).clamp(0, k.shape[2] - 1)
             k64, v64 = (x.gather(2, token[..., None].expand(-1, -1, -1, x.shape[-1])).double() for x in some[1:])
             q64 = some[0].double().unflatten(1, (k.shape[1], -1))
@@ -126,8 +133,22 @@ def gate(options: argparse.Namespace) -> None:
         sys.exit(f"sparse_decode has a relative error of {error:.1e} on {device}: nothing is timed")
 
 
-def measure(case: Case, dense: dict[str, Attention], bandwidth: float, options: argparse.Namespace) -> dict[str, Any]:
-    """Times in milliseconds and what follows from them.
+def measure_dense(
+    caches: Caches, dense: dict[str, Attention], options: argparse.Namespace
+) -> dict[str, dict[str, float]]:
+    """Times in milliseconds of every dense kernel. They read whole caches, whatever the budget: once per cache."""
+    device, whole = torch.device(options.device), 2 * caches.copies[0][0].nbytes
+    enough = caches.copies[: max(1, math.ceil(CACHE_BYTES[device.type] / whole))]
+    return {
+        name: timed_rotated([build(caches.q, k, v) for k, v in enough], options.repeats, device, options.seconds)
+        for name, build in dense.items()
+    }
+
+
+def measure(
+    case: Case, dense: dict[str, dict[str, float]], bandwidth: float, options: argparse.Namespace
+) -> dict[str, Any]:
+    """Times in milliseconds, those of the ``dense`` kernels among them, and what follows from them.
 
     Raises:
         SystemExit: if the sparse kernel is wrong on these tensors.
@@ -135,30 +156,29 @@ def measure(case: Case, dense: dict[str, Attention], bandwidth: float, options: 
     error = case.error()
     if not error < TOLERANCE[options.dtype]:
         sys.exit(f"sparse_decode has a relative error of {error:.1e} on the tensors to be timed")
-    device, repeats = torch.device(options.device), options.repeats
-    times = {
-        name: timed_rotated([build(case.q, k, v) for k, v in case.caches], repeats, device)
-        for name, build in dense.items()
-    }
-    best = min(times, key=lambda name: times[name]["median"])
+    device, copies = torch.device(options.device), case.caches.copies
+    best = min(dense, key=lambda name: dense[name]["median"])
 
     def sparse(k: Tensor, v: Tensor) -> Any:
         return lambda: case.sparse(k, v)
 
-    times["sparse"] = timed_rotated([sparse(k, v) for k, v in case.caches], repeats, device)
-    times["select"] = timed_rotated([case.select], repeats, device)
+    limits = (options.repeats, device, options.seconds)
+    times = dense | {
+        "sparse": timed_rotated([sparse(k, v) for k, v in copies], *limits),
+        "select": timed_rotated([case.select], *limits),
+    }
     ms = {name: both["median"] for name, both in times.items()}
     return {
         **{f"{name}_{which}_ms": round(value, 5) for name, both in times.items() for which, value in both.items()},
         "best_dense": best,
         "roofline_ms": round(case.bytes / bandwidth * 1e3, 5),
-        "roofline_fraction": round(case.bytes / bandwidth * 1e3 / ms["sparse"], 3),
+        "roofline_fraction": float(f"{case.bytes / bandwidth * 1e3 / ms['sparse']:.3g}"),
         "speedup": round(ms[best] / ms["sparse"], 2),
         "speedup_with_select": round(ms[best] / (ms["sparse"] + ms["select"]), 2),
         "speedup_over_stock": round(ms["sdpa_stock"] / ms["sparse"], 2) if "sdpa_stock" in ms else None,
         "select_share": round(ms["select"] / ms["sparse"], 3),
         "relative_error": error,
-        "buffers": len(case.caches),
+        "buffers": len(copies),
     }
 
 
@@ -203,7 +223,8 @@ def command_line() -> argparse.Namespace:
         "--dtype", choices=["float32", "bfloat16", "float16"], help="default: bfloat16, on a CPU float32"
     )
     parser.add_argument("--threads", type=int, default=torch.get_num_threads())
-    parser.add_argument("--repeats", type=int, default=15)
+    parser.add_argument("--repeats", type=int, default=15, help="at most, of each measurement")
+    parser.add_argument("--seconds", type=float, default=1.5, help="on a CPU, a measurement stops after these")
     parser.add_argument("--max-gib", type=float, help="for the caches of one cell; default: 32, on a CPU 4")
     parser.add_argument("--output", type=Path, default=RESULTS)
     options = parser.parse_args()
@@ -236,12 +257,15 @@ def main() -> None:
             wanted = {f"sparsity {s:g}": math.ceil(length * (1 - s)) for s in options.sparsities}
             if options.budgets:
                 wanted = {f"budget {n}": min(n, length) for n in options.budgets}
-            for series, tokens in wanted.items():
-                budget = math.ceil(tokens / options.block_size) * options.block_size
-                case = Case(batch, length, budget, options)
+            block = options.block_size
+            budgets = {series: max(1, math.ceil(tokens / block)) * block for series, tokens in wanted.items()}
+            caches = Caches(batch, length, min(budgets.values()), options)
+            dense_times = measure_dense(caches, dense, options)
+            for series, budget in budgets.items():
+                case = Case(caches, budget, block)
                 row = {"batch": batch, "length": length, "budget": budget, "series": series}
                 row["sparsity"] = round(max(0.0, 1 - budget / length), 3)
-                row |= measure(case, dense, bandwidth, options)
+                row |= measure(case, dense_times, bandwidth, options)
                 rows.append(row)
                 us = {name: 1e3 * row[f"{name}_median_ms"] for name in (row["best_dense"], "sparse", "select")}
                 print(

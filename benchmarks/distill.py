@@ -1,7 +1,7 @@
 """The gate's loss with gradients, and attention with block targets, against the data flow that materialises both.
 
-    python benchmarks/distill.py                                 # 8k to 128k on a GPU, 2k to 8k on a CPU
-    python benchmarks/distill.py --threads 1 --block-size 16
+    python benchmarks/distill.py                                 # 8k to 128k on a GPU, 4k to 16k on a CPU
+    python benchmarks/distill.py --threads 1 --block-sizes 16
 
 Nothing is timed before it is proven: odd packs against the reference in float64 first, then, on the very tensors that
 are timed, the last rows of the pack against float64. A wrong result ends the run.
@@ -9,14 +9,17 @@ are timed, the last rows of the pack against float64. A wrong result ends the ru
 The baseline keeps what the published training code keeps: attention pooled to blocks for every query head ``[H, T,
 NB]``, its maximum over each group, the gate's logits and their log-softmax, with the loss by autograd. (There a kernel
 pools the attention; here a chunk of rows at a time does, so that scores do not count in its peak.) Its memory is what
-to compare; its time is that of PyTorch's eager operations. Extra memory is counted by torch's allocator.
+to compare; its time is that of PyTorch's eager operations. Extra memory is counted by torch's allocator, during the
+first call. On a CPU, that call is the only one if it takes longer than ``--seconds``.
 """
 
 from __future__ import annotations
 
 import argparse
+import itertools
 import math
 import sys
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -40,11 +43,12 @@ class Case:
 
     Args:
         length: tokens.
+        block_size: tokens per block.
         options: the command line.
     """
 
-    def __init__(self, length: int, options: argparse.Namespace) -> None:
-        self.length, self.block_size, device = length, options.block_size, torch.device(options.device)
+    def __init__(self, length: int, block_size: int, options: argparse.Namespace) -> None:
+        self.length, self.block_size, device = length, block_size, torch.device(options.device)
         heads, kv_heads, dim = options.kv_heads * options.group, options.kv_heads, options.head_dim
 
         def randn(*shape: int) -> Tensor:
@@ -109,13 +113,13 @@ def relative(got: Tensor, want: Tensor) -> float:
     return float((got.double() - want).norm() / want.norm().clamp(min=1e-30))
 
 
-def prove(options: argparse.Namespace) -> None:
+def prove(block: int, options: argparse.Namespace) -> None:
     """Refuse to time wrong kernels: odd packs with empty segments against the reference.
 
     Raises:
         SystemExit: with what is wrong.
     """
-    device, dtype, block = torch.device(options.device), options.dtype, options.block_size
+    device, dtype = torch.device(options.device), options.dtype
     lengths = [2 * block + 5, 0, 1, block, block + 1, 3 * block - 1]
     cu = torch.tensor([0, *lengths]).cumsum(0).int()
     kv_heads, tokens, blocks = 2, sum(lengths), sum(-(-length // block) for length in lengths)
@@ -195,63 +199,104 @@ def peak_bytes(run: Callable[[], Any], device: torch.device) -> int:
     return top
 
 
-def measure(length: int, options: argparse.Namespace) -> dict[str, float | int]:
+def measure(length: int, block_size: int, options: argparse.Namespace) -> dict[str, float | int]:
     """One segment of ``length`` tokens.
 
     Raises:
         SystemExit: if a result is wrong on these tensors.
     """
-    case, device = Case(length, options), torch.device(options.device)
-    row: dict[str, float | int] = {"length": length}
+    case, device = Case(length, block_size, options), torch.device(options.device)
+    row: dict[str, float | int] = {"length": length, "block_size": block_size}
     for name, error in case.errors().items():
         if not error < TOLERANCE[options.dtype]:
             sys.exit(f"{name} has a relative error of {error:.1e} on the tensors to be timed")
         row[f"{name}_error"] = error
-    lse = case.attention().lse
+    lse = torch.empty(case.q.shape[:2], device=device, dtype=torch.float32)
     runs: dict[str, Callable[[], Any]] = {
+        "attention_with_block_targets": case.attention,
         "gate_kl": case.gate_kl,
         "gate_kl_given_lse": lambda: case.gate_kl(lse),
-        "attention_with_block_targets": case.attention,
         "plain_attention": case.plain_attention,
     }
     if length <= options.baseline_up_to:
         runs["materialised"] = lambda: materialised(case)
-        row["materialised_loss_error"] = relative(materialised(case)[0], case.gate_kl()[0])
+    losses = {}
     for name, run in runs.items():
-        row |= {f"{name}_{which}_ms": round(ms, 2) for which, ms in timed(run, options.repeats, device).items()}
-        row[f"{name}_peak_mb"] = round(peak_bytes(run, device) / 1e6, 1)
+        results: list[Any] = []
+        start = time.perf_counter()
+        peak = peak_bytes(lambda: results.append(run()), device)  # noqa: B023 (called at once)
+        first = time.perf_counter() - start
+        row[f"{name}_peak_mb"] = round(peak / 1e6, 1)
+        if name == "attention_with_block_targets":
+            lse.copy_(results[0].lse)
+        losses[name] = results.pop()[0].clone()
+        if device.type == "cpu" and first > options.seconds:  # nothing to compile, and too long to repeat
+            ms = {"min": 1e3 * first, "median": 1e3 * first}
+        else:
+            ms = timed(run, options.repeats, device, options.seconds, warm=True)
+        row |= {f"{name}_{which}_ms": round(value, 2) for which, value in ms.items()}
     row["gate_kl_tflops"] = round(case.flops / row["gate_kl_median_ms"] / 1e9, 3)
+    row["given_lse_ratio"] = round(row["gate_kl_given_lse_median_ms"] / row["gate_kl_median_ms"], 3)
     if "materialised" in runs:
+        row["materialised_loss_error"] = relative(losses["materialised"], losses["gate_kl"])
         row["time_ratio"] = round(row["gate_kl_median_ms"] / row["materialised_median_ms"], 3)
         row["memory_ratio"] = round(row["gate_kl_peak_mb"] / row["materialised_peak_mb"], 4)
     return row
+
+
+def plot(rows: list[dict[str, Any]], path: Path) -> None:
+    """Time and extra memory against length, a colour per block size; dotted: with everything materialised."""
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(8, 3.4), layout="constrained")
+    lengths = sorted({row["length"] for row in rows})
+    for panel, quantity, title in zip(
+        figure.subplots(1, 2), ("median_ms", "peak_mb"), ("milliseconds", "extra memory, MB"), strict=True
+    ):
+        for size in dict.fromkeys(row["block_size"] for row in rows):
+            ours = sorted((row["length"], row[f"gate_kl_{quantity}"]) for row in rows if row["block_size"] == size)
+            (line,) = panel.plot(*zip(*ours, strict=True), marker="o", label=f"blocks of {size}")
+            name = f"materialised_{quantity}"
+            theirs = sorted((r["length"], r[name]) for r in rows if r["block_size"] == size and name in r)
+            if theirs:
+                panel.plot(*zip(*theirs, strict=True), marker=".", linestyle=":", color=line.get_color())
+        panel.set_xscale("log", base=2)
+        panel.set_yscale("log")
+        panel.set_xticks(lengths, [f"{length / 1024:g}k" for length in lengths])
+        panel.set_xlabel("tokens")
+        panel.set_title(title)
+    figure.axes[0].legend(fontsize="small", title="gate_kl; dotted: materialised", title_fontsize="small")
+    figure.savefig(path, dpi=150)
 
 
 def command_line() -> argparse.Namespace:
     """Options; defaults depend on the device."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
-    parser.add_argument("--lengths", type=int, nargs="+", help="default: 8k 32k 64k 128k, on a CPU 2k 4k 8k")
-    parser.add_argument("--baseline-up-to", type=int, help="longest length to materialise; default: 32k, on a CPU 8k")
-    parser.add_argument("--kv-heads", type=int, default=8)
+    parser.add_argument("--lengths", type=int, nargs="+", help="default: 8k 32k 64k 128k, on a CPU 4k 8k 16k")
+    parser.add_argument("--baseline-up-to", type=int, help="longest length to materialise; default: 32k, on a CPU 16k")
+    parser.add_argument("--kv-heads", type=int, help="default: 8, on a CPU, which takes them one by one, 2")
     parser.add_argument("--group", type=int, default=4)
     parser.add_argument("--head-dim", type=int, default=128)
     parser.add_argument("--gate-dim", type=int, default=128)
-    parser.add_argument("--block-size", type=int, default=64)
+    parser.add_argument("--block-sizes", type=int, nargs="+", default=[16, 32, 64, 128])
     parser.add_argument(
         "--dtype", choices=["float32", "bfloat16", "float16"], help="default: bfloat16, on a CPU float32"
     )
     parser.add_argument("--threads", type=int, default=torch.get_num_threads())
-    parser.add_argument("--repeats", type=int, help="default: 10, on a CPU 3")
+    parser.add_argument("--repeats", type=int, help="at most, of each measurement; default: 10, on a CPU 3")
+    parser.add_argument("--seconds", type=float, help="of a measurement, not much more; default: 10, on a CPU 2")
     parser.add_argument("--output", type=Path, default=RESULTS, help="directory for the table")
     parser.add_argument("--only-prove", action="store_true", help="compare with the reference, time nothing")
     options = parser.parse_args()
     gpu = torch.device(options.device).type == "cuda"
-    options.lengths = options.lengths or ([8192, 32768, 65536, 131072] if gpu else [2048, 4096, 8192])
-    options.baseline_up_to = options.baseline_up_to or (32768 if gpu else 8192)
+    options.lengths = options.lengths or ([8192, 32768, 65536, 131072] if gpu else [4096, 8192, 16384])
+    options.baseline_up_to = options.baseline_up_to or (32768 if gpu else 16384)
     options.dtype = getattr(torch, options.dtype or ("bfloat16" if gpu else "float32"))
     options.repeats = options.repeats or (10 if gpu else 3)
-    if min(options.lengths) < 2 * options.block_size:
+    options.seconds = options.seconds or (10.0 if gpu else 2.0)
+    options.kv_heads = options.kv_heads or (8 if gpu else 2)
+    if min(options.lengths) < 2 * max(options.block_sizes):
         parser.error(f"--lengths has {min(options.lengths)}; each must be at least two blocks")
     return options
 
@@ -261,18 +306,23 @@ def main() -> None:
     options = command_line()
     torch.set_num_threads(options.threads)
     torch.manual_seed(0)
-    prove(options)
+    for block_size in options.block_sizes:
+        prove(block_size, options)
     print("proven")
     if options.only_prove:
         return
     rows = []
-    for length in options.lengths:
-        rows.append(measure(length, options))
+    for length, block_size in itertools.product(options.lengths, options.block_sizes):
+        rows.append(measure(length, block_size, options))
         print("  ".join(f"{name} {value}" for name, value in rows[-1].items()), flush=True)
-    name = f"distill-{torch.device(options.device).type}-b{options.block_size}-{options.threads}t"
+    device = torch.device(options.device)
+    name = f"distill-{device.type}-{str(options.dtype).removeprefix('torch.')}"
+    name += f"-{options.threads}t" * (device.type == "cpu")
     described = {key: value for key, value in vars(options).items() if key not in ("output", "only_prove")}
-    described |= {"dtype": str(options.dtype), "backend": choose("gate_kl", torch.device(options.device))}
-    print("saved", save(name, torch.device(options.device), described, rows, options.output))
+    described |= {"dtype": str(options.dtype), "backend": choose("gate_kl", device)}
+    path = save(name, device, described, rows, options.output)
+    plot(rows, path.with_suffix(".png"))
+    print("saved", path, "and", path.with_suffix(".png"))
 
 
 if __name__ == "__main__":

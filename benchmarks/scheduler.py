@@ -2,6 +2,8 @@
 
     python benchmarks/scheduler.py --threads 1
 
+With the defaults it takes about a minute and a half on a quiet core; ``--seconds`` bounds it.
+
 Both decode the same samples with the same model, at the same number of rows, so with the same memory for keys and
 values. The static baseline is what harnesses do: `model.generate` on left-padded batches, in the order of the
 prompts, each waiting for its longest answer. Lengths are drawn from a log-normal distribution and forced by giving
@@ -15,9 +17,10 @@ import math
 import random
 import time
 from collections.abc import Sequence
+from pathlib import Path
 
 import torch
-from common import save
+from common import RESULTS, save
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM, StoppingCriteria, StoppingCriteriaList
 
@@ -118,14 +121,16 @@ def run_static(model: Qwen3ForCausalLM, requests: list[Request], rows: int) -> t
 def main() -> None:
     """Parse the command line, measure, print, save."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--samples", type=int, default=96)
+    parser.add_argument("--samples", type=int, default=64)
     parser.add_argument("--rows", type=int, default=16, help="samples that run together")
-    parser.add_argument("--median", type=int, default=150, help="of the lengths")
+    parser.add_argument("--median", type=int, default=100, help="of the lengths")
     parser.add_argument("--sigma", type=float, default=0.9, help="of the lengths' logarithm")
-    parser.add_argument("--longest", type=int, default=1500)
+    parser.add_argument("--longest", type=int, default=1000)
     parser.add_argument("--width", type=int, default=256)
     parser.add_argument("--layers", type=int, default=4)
-    parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--repeats", type=int, default=2)
+    parser.add_argument("--seconds", type=float, default=100, help="no further repeat is begun that would not fit")
+    parser.add_argument("--out", type=Path, default=RESULTS, help="folder of the record [%(default)s]")
     parser.add_argument("--threads", type=int, default=torch.get_num_threads())
     options = parser.parse_args()
     torch.set_num_threads(options.threads)
@@ -140,7 +145,11 @@ def main() -> None:
         for i, n in enumerate(lengths)
     ]
     rows = []
-    for _ in range(options.repeats):  # in turn, so that a busy moment of the machine meets both
+    began = time.perf_counter()
+    for repeat in range(options.repeats):  # in turn, so that a busy moment of the machine meets both
+        spent = time.perf_counter() - began
+        if repeat and spent * (repeat + 1) / repeat > options.seconds:
+            break
         for name, run in (
             ("refill", lambda: run_refill(model, requests, options.rows, "dense")),
             ("static", lambda: run_static(model, requests, options.rows)),
@@ -154,7 +163,9 @@ def main() -> None:
     ratio = round(best["refill"] / best["static"], 2)
     print(f"refill is {ratio} times as fast as static batches ({best['refill']} against {best['static']} tokens/s)")
     rows.append({"scheduler": "ratio of the best", "speedup": ratio})
-    print("saved", save(f"scheduler-{options.threads}t", torch.device("cpu"), vars(options), rows))
+    record = {name: value for name, value in vars(options).items() if name != "out"}
+    record["mean_length"] = round(sum(lengths) / len(lengths), 1)
+    print("saved", save(f"scheduler-{options.threads}t", torch.device("cpu"), record, rows, options.out))
 
 
 if __name__ == "__main__":

@@ -19,6 +19,8 @@ if TYPE_CHECKING:
     from seergate.config import DecodeConfig, GateConfig
     from seergate.errors import SeergateError
     from seergate.host import Handle, attach, attached, handle_of
+    from seergate.host.offload import Offload
+    from seergate.host.paged_layer import Paging
     from seergate.loading import load
 
 _HOMES = {
@@ -30,6 +32,8 @@ _HOMES = {
     "attach": "seergate.host",
     "attached": "seergate.host",
     "handle_of": "seergate.host",
+    "Offload": "seergate.host.offload",
+    "Paging": "seergate.host.paged_layer",
     "load": "seergate.loading",
 }
 _SUBMODULES = ("distill", "eval", "methods", "ops", "report")
@@ -39,6 +43,8 @@ __all__ = [
     "GateBank",
     "GateConfig",
     "Handle",
+    "Offload",
+    "Paging",
     "SeergateError",
     "attach",
     "attached",

@@ -100,7 +100,8 @@ class DecodeConfig:
             is accepted if ``None``.
         compat: ``"published"`` reproduces the published checkpoints' code where it differs from the paper: a block
             that closes while decoding is rotated at its last position, the current block takes part in the softmax
-            with logit 0, and first and last block are read on top of the budget. ``None`` follows the paper.
+            with logit 0, and first and last block are read on top of the budget. ``None`` follows the paper, and
+            ``"gates"`` does what the gates themselves ask for: ``"published"`` if they were imported, else ``None``.
 
     Raises:
         ValueError: naming the field, what it is and what it must be.
@@ -115,7 +116,7 @@ class DecodeConfig:
     rectify_every: int | None = None
     lossless: bool = False
     draft_tokens: int | None = None
-    compat: Literal["published"] | None = None
+    compat: Literal["published", "gates"] | None = "gates"
 
     def __post_init__(self) -> None:
         rules = {name: getattr(self, name) for name in ("token_budget", "threshold", "top_p")}
@@ -140,11 +141,12 @@ class DecodeConfig:
         if not is_int(self.dense_below) or self.dense_below < 0:
             raise ValueError(f"dense_below is {self.dense_below!r}; it must be 0 or a positive number of tokens")
         self._check_corrections()
-        if self.compat not in (None, "published"):
-            raise ValueError(f'compat is {self.compat!r}; it must be None or "published"')
+        if self.compat not in (None, "published", "gates"):
+            raise ValueError(f'compat is {self.compat!r}; it must be None, "published" or "gates"')
         if self.compat == "published" and (self.top_p is not None or self.sink_blocks or self.dense_below):
             raise ValueError(
-                'compat is "published", whose code has neither top_p nor sink_blocks nor dense_below; leave them out'
+                'compat is "published", whose code has neither top_p nor sink_blocks nor dense_below; leave them out, '
+                "or pass compat=None"
             )
 
     def _check_corrections(self) -> None:

@@ -15,11 +15,15 @@ from seergate.config import DecodeConfig
 from seergate.errors import SeergateError, first_line
 from seergate.host import attach
 from seergate.host.families import family_of, gate_geometry
+from seergate.methods import Gate
 from seergate.paths import is_directory, resolve_model
 
 if TYPE_CHECKING:
     import torch
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+    from seergate.host.offload import Offload
+    from seergate.host.paged_layer import Paging
 
 # What `from_pretrained` raises for files that are missing or damaged, packages that are missing, and options that it
 # does not know.
@@ -46,6 +50,8 @@ def load(
     cache_dir: str | os.PathLike[str] | None = None,
     local_files_only: bool = False,
     force_download: bool = False,
+    paging: Paging | None = None,
+    offload: Offload | None = None,
     **options: Any,
 ) -> PreTrainedModel:
     """Load the gates, the base model they name at the revision they were trained for, and put them together.
@@ -53,11 +59,12 @@ def load(
     Args:
         gates: adapter directory or Hub repository.
         config: how to decode; instead, its fields may be given as keywords (``token_budget=4096``). What the adapter
-            itself asks for (``compat="published"`` of imported gates) holds unless a keyword says otherwise.
+            itself asks for holds unless a keyword says otherwise; of a ``config``, only ``compat="gates"`` does.
         base_model: directory or Hub id to use instead of the one the adapter names.
         revision, subfolder: of the adapter.
         token, cache_dir, local_files_only: for both, as in `huggingface_hub`.
         force_download: the adapter, even if it was downloaded before.
+        paging, offload: where keys and values are kept (see `seergate.attach`).
         **options: fields of `DecodeConfig`, and ``device_map``, ``dtype``, ``quantization_config``, ... for
             `AutoModelForCausalLM.from_pretrained`.
 
@@ -84,12 +91,11 @@ def load(
         local_files_only=local_files_only,
         force_download=force_download,
     )
-    decode = config or bank.decode_config(**given)
-    decode.check_block_size(bank.config.block_size)
+    method = Gate.from_config(bank, config or bank.decode_config(**given))
     base, pinned = _base_of(bank, gates, base_model)
     check_base(base, bank, revision=pinned, **hub)
     model = load_base(base, revision=pinned, **hub, **options)
-    attach(model, bank, decode)
+    attach(model, method, paging=paging, offload=offload)
     return model
 
 

@@ -25,6 +25,11 @@ if not torch.cuda.is_available():
 
 torch.set_num_threads(1)  # pytest-xdist runs one process per core; more threads would only fight over them
 
+# PyTorch notes at the first use of a device context which functions make tensors. Let that be now, before the tests
+# replace some: a model of eight billion weights that is meant to be on "meta" would otherwise be made in memory.
+with torch.device("meta"):
+    torch.zeros(1)
+
 # No deadline: the first call of an op may compile. In CI the same examples are drawn every time.
 hypothesis.settings.register_profile("local", deadline=None)
 hypothesis.settings.register_profile("ci", deadline=None, derandomize=True, print_blob=True)

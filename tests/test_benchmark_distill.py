@@ -9,8 +9,10 @@ from pathlib import Path
 
 import pytest
 
+pytest.importorskip("matplotlib")
+
 ROOT = Path(__file__).resolve().parent.parent
-TINY = """--device cpu --threads 1 --kv-heads 2 --group 3 --head-dim 16 --gate-dim 8 --block-size 16 --repeats 1"""
+TINY = """--device cpu --threads 1 --kv-heads 2 --group 3 --head-dim 16 --gate-dim 8 --block-sizes 16 --repeats 1"""
 RUN = """
 import runpy, sys
 sys.path.insert(0, "benchmarks")
@@ -43,6 +45,7 @@ def test_distill(tmp_path: Path) -> None:
         small["gate_kl_median_ms"] / small["materialised_median_ms"], rel=0.1, abs=0.02
     )
     assert "materialised_peak_mb" not in large
+    assert table.with_suffix(".png").stat().st_size > 10_000
 
 
 @pytest.mark.parametrize(

@@ -40,6 +40,44 @@ def test_decode(tmp_path: Path) -> None:
     assert table.with_suffix(".png").stat().st_size > 10_000
 
 
+END_TO_END = """--device cpu --threads 1 --hidden-size 32 --heads 4 --kv-heads 2 --head-dim 16 --block-size 8
+--budget 32 --lengths 64 200 --batch-lengths 96 --prompt 24 --rounds 2 --tokens 3"""
+
+
+def end_to_end(*arguments: str, before: str = "") -> subprocess.CompletedProcess[str]:
+    run = RUN.replace("decode.py", "end_to_end.py").format(before=before)
+    command = [sys.executable, "-c", run, *END_TO_END.split(), *arguments]
+    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+
+
+def test_end_to_end(tmp_path: Path) -> None:
+    done = end_to_end("--output", str(tmp_path))
+    assert done.returncode == 0, done.stderr
+    record = json.loads((tmp_path / "end_to_end-cpu-float32-1t.json").read_text())
+    assert set(record["options"]["first_token_seconds"]) == set(record["rows"][0]["ways"])
+    assert [(row["batch"], row["lengths"]) for row in record["rows"]] == [
+        (1, [64]), (1, [200]), (4, [96, 84, 72, 48])
+    ]  # fmt: skip
+    per_token = 2 * 2 * 2 * 16 * 4  # keys and values, two layers, two heads of 16 float32
+    for row in record["rows"]:
+        ways, dense = row["ways"], row["ways"][row["best_dense"]]
+        assert dense["token_median_ms"] == min(ways[f"hf_{kind}"]["token_median_ms"] for kind in ("static", "dynamic"))
+        for name, speedup in row["speedup"].items():
+            assert speedup == pytest.approx(dense["token_median_ms"] / ways[name]["token_median_ms"])
+        assert ways["dense"]["bytes_read_per_step"] >= sum(row["lengths"]) * per_token
+        for name in ("gate", "gate_offloaded"):
+            assert 0 < ways[name]["density"] * sum(row["lengths"]) <= row["batch"] * 32 < sum(row["lengths"])
+        assert 0 < ways["gate_offloaded"]["bytes_fetched_per_step"] <= row["batch"] * 32 * per_token
+        assert ways["gate_offloaded"]["resident_bytes_peak"] < ways["gate"]["resident_bytes_peak"]
+
+
+def test_end_to_end_refuses_to_time_wrong_tokens(tmp_path: Path) -> None:
+    before = "from seergate import ops; right = ops.dense_decode; ops.dense_decode = lambda *a, **o: -right(*a, **o)"
+    done = end_to_end("--output", str(tmp_path), before=before)
+    assert done.returncode == 1 and "gives other tokens than the plain model" in done.stderr, done.stderr
+    assert not list(tmp_path.iterdir())
+
+
 @pytest.mark.parametrize(
     ("wrong", "message"),
     [

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 import seergate
-from seergate import DecodeConfig, GateBank, GateConfig, SeergateError
+from seergate import DecodeConfig, GateBank, GateConfig, SeergateError, methods
 from seergate.adapter import save_adapter
 from seergate.cli.main import main
 from seergate.legacy import export_published, import_published
@@ -124,16 +124,30 @@ def test_it_decodes_as_published_unless_told_otherwise(tmp_path):
 
     assert compat(seergate.load(tmp_path / "gates", token_budget=128)) == "published"
     assert compat(seergate.load(tmp_path / "gates", token_budget=128, compat=None)) is None
-    assert compat(seergate.load(tmp_path / "gates", config=DecodeConfig(token_budget=128))) is None
-    with pytest.raises(ValueError, match='compat is "published"'):
-        seergate.load(tmp_path / "gates", top_p=0.9)
+    assert compat(seergate.load(tmp_path / "gates", config=DecodeConfig(token_budget=128))) == "published"
+    assert compat(seergate.load(tmp_path / "gates", config=DecodeConfig(token_budget=128, compat=None))) is None
+    for wrong in ({"top_p": 0.9}, {"config": DecodeConfig(top_p=0.9)}):
+        with pytest.raises(ValueError, match='compat is "published".*or pass compat=None'):
+            seergate.load(tmp_path / "gates", **wrong)
+    assert compat(seergate.load(tmp_path / "gates", top_p=0.9, compat=None)) is None
     model = seergate.load(tmp_path / "gates", token_budget=128)
     model.generate(input_ids=prompt(300), max_new_tokens=5)
     assert seergate.handle_of(model).stats()["method"] == "gate"
     bank = GateBank.from_pretrained(tmp_path / "gates")
     seergate.handle_of(model).detach()
-    with seergate.attached(model, bank, token_budget=128) as handle:
-        assert handle.method.compat == "published"
+    for arguments, options in (
+        ((bank,), {"token_budget": 128}),
+        ((bank, DecodeConfig(token_budget=128)), {}),
+        (("gate",), {"bank": bank, "token_budget": 128}),
+        ((methods.Gate(bank=bank, token_budget=128),), {}),
+    ):
+        with seergate.attached(model, *arguments, **options) as handle:
+            assert handle.method.compat == handle.method.rule.compat == "published"
+    with seergate.attached(model, bank, DecodeConfig(token_budget=128, compat=None)) as handle:
+        assert handle.method.compat is None
+    bank.decode_defaults = {"threshold": 0.25}
+    assert methods.make_method("gate", bank=bank).threshold == 0.25
+    assert methods.make_method("gate", bank=bank, token_budget=128).threshold is None
 
 
 def test_our_own_gates_in_the_published_format(tmp_path):

@@ -18,6 +18,7 @@ HELP = (
     [
         "seergate eval --model tiny-reasoner --method dense,gate,quest --budget 64,128,256",
         "seergate eval --model Qwen3-8B --gates org/Qwen3-8B-gates --task aime24 --method dense,gate --budget 4096",
+        "seergate eval --method dense,kv4bit,h2o:interval=8,lazy_eviction:window=auto --budget 128 --match resident",
         "seergate eval --model tiny-reasoner --workers 1 --problems 100",
         "seergate eval show runs/eval-tiny-reasoner-chain_sum/gate-128 40-0-3",
     ],
@@ -54,8 +55,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     what.add_argument(
         "--gates", metavar="DIR", help="adapter directory or Hub id, for the method gate [shipped, if any]"
     )
-    what.add_argument("--method", type=words, metavar="A,B", help="methods [dense,gate]")
+    what.add_argument(
+        "--method", type=words, metavar="A,B", help="methods, with options as NAME:OPTION=VALUE:... [dense,gate]"
+    )
     what.add_argument("--budget", type=integers, metavar="N,M", help="tokens read per KV head and step [the task's]")
+    what.add_argument(
+        "--match",
+        choices=("budget", "resident", "read"),
+        help="what is equal at a budget: itself; or bytes held, or read per step, as many as of so many dense tokens",
+    )
     what.add_argument(
         "--threshold", type=numbers, metavar="X,Y", help="of the gate's probabilities, beside or instead of budgets"
     )

@@ -7,18 +7,28 @@ import time
 from pathlib import Path
 from typing import Any
 
+from seergate.cli.eval import words
 from seergate.errors import SeergateError
 
 PARSES_ITS_ARGUMENTS = True
 HELP = (
-    "regenerate Figure 4, 5, 7, 8 or 9 or Table 1 or 2 of the SeerAttention-R paper",
+    "regenerate a figure or table of the SeerAttention-R paper, or see what methods do to one answer",
     "Run what a figure of the paper compares and draw it: by default on the tiny reasoner, in minutes on a CPU; with\n"
     "--model on a real model and the paper's task, block sizes and budgets. Gates that are missing for the tiny\n"
     "reasoner are distilled first; for other models give them with --gates DIR, or --gates 16=DIR,64=DIR by block\n"
-    "size. What is there already is kept, so an interrupted figure continues.",
-    ["seergate figure 5", "seergate figure 7 --out runs/fig7", "seergate figure 4 --model Qwen3-14B --task math500"],
+    "size. What is there already is kept, so an interrupted figure continues.\n\n"
+    "4, 5, 7, 8, 9, table1, table2: of the paper.\n"
+    "proxies: how well recall, KL and perplexity, measured in minutes, predict accuracy.\n"
+    "kept: which tokens evicting methods keep over one answer (as Figure 5 of RPC and Figure 3 of RaaS).\n"
+    "recurrence: when attention comes back to tokens (as Figure 3c of LazyEviction); milestone and phoenix tokens.",
+    [
+        "seergate figure kept --method raas,h2o:interval=8 --budget 128",
+        "seergate figure 5",
+        "seergate figure 7 --out runs/fig7",
+        "seergate figure 4 --model Qwen3-14B --task math500",
+    ],
 )
-NAMES = ("4", "5", "7", "8", "9", "table1", "table2")
+NAMES = ("4", "5", "7", "8", "9", "table1", "table2", "proxies", "kept", "recurrence")
 
 TINY_RUNS: dict[str, dict[str, Any]] = {
     "4": {"method": ["dense", "oracle"], "block_size": [8, 16, 32], "budget": [32, 64, 128]},
@@ -27,6 +37,19 @@ TINY_RUNS: dict[str, dict[str, Any]] = {
     "8": {"method": ["dense", "gate", "quest"], "budget": [32, 64, 128], "dense_layers": [[], [0]]},
     "9": {"method": ["dense", "gate"], "budget": [32, 64, 128], "threshold": [0.003, 0.01, 0.03, 0.1]},
     "table1": {"method": ["dense", "gate", "quest"], "budget": [32, 64, 128]},
+    "proxies": {
+        "method": [
+            "dense",
+            "oracle",
+            "gate",
+            "quest",
+            "random",
+            "streaming_llm:interval=8",
+            "random_evict:interval=16",
+        ],
+        "budget": [32, 64, 128, 256],
+        "measure_recall": True,
+    },
 }
 """What is compared on the tiny reasoner, whose contexts are some sixty times shorter than the paper's."""
 
@@ -37,6 +60,7 @@ REAL_RUNS: dict[str, dict[str, Any]] = {
     "8": {"method": ["dense", "gate", "quest"], "budget": [2048, 4096, 6144, 8192], "dense_layers": [[], [0, 1]]},
     "9": {"method": ["dense", "gate"], "budget": [2048, 4096, 6144, 8192], "threshold": [0.001, 0.002, 0.004, 0.008]},
     "table1": {"method": ["dense", "gate", "quest"], "budget": [2048, 4096, 6144, 8192]},
+    "proxies": {"method": ["dense", "gate", "quest", "random"], "budget": [1024, 2048, 4096], "measure_recall": True},
 }
 
 
@@ -52,6 +76,17 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--samples", type=int, metavar="N", help="answers per problem [the paper's]")
     parser.add_argument("--steps", type=int, metavar="N", help="of distillation, where gates are made [the preset's]")
     parser.add_argument("--batch-size", type=int, metavar="N", help="[what fits into memory]")
+    kept = parser.add_argument_group("kept and recurrence")
+    kept.add_argument("--method", type=words, metavar="A,B", help="evicting methods, NAME:OPTION=VALUE [six of them]")
+    kept.add_argument("--budget", type=int, metavar="N", help="of the methods; size of a cache [128 or 1024; several]")
+    kept.add_argument("--layer", type=int, default=1, metavar="N", help="that is drawn [%(default)s]")
+    kept.add_argument("--head", type=int, default=0, metavar="N", help="KV head that is drawn [%(default)s]")
+    kept.add_argument(
+        "--alpha",
+        type=float,
+        help="probability of an active token [1e-4; for the tiny reasoner's short contexts 0.01]",
+    )
+    kept.add_argument("--max-new-tokens", type=int, metavar="N", help="longest answer [what the task allows]")
     parser.add_argument("--workers", type=int, default=0, metavar="N", help="further processes [%(default)s]")
     parser.add_argument("--out", type=Path, metavar="DIR", help="[runs/figure-NAME-MODEL]")
 
@@ -66,15 +101,23 @@ def run(options: argparse.Namespace) -> int:
     if options.name == "table2":
         check_writable(out)
         return _table2(options, out)
-    values: dict[str, Any] = dict((TINY_RUNS if tiny else REAL_RUNS)[options.name])
     task = options.task or ("chain_sum" if tiny else "aime24")
     given = {"problems": options.problems, "variables": options.variables, "source": options.task_source}
     if task == "chain_sum":
+<<<<<<< HEAD
         given = {**given, "problems": options.problems or 32, "variables": options.variables or 30}
     values |= {
+=======
+        given = {**given, "problems": options.problems or 32, "variables": options.variables or 50}
+    task_options = {name: value for name, value in given.items() if value is not None}
+    if options.name in ("kept", "recurrence"):
+        return _attention(options, task, task_options, out, tiny)
+    values: dict[str, Any] = {
+        **(TINY_RUNS if tiny else REAL_RUNS)[options.name],
+>>>>>>> main
         "model": options.model,
         "task": task,
-        "task_options": {name: value for name, value in given.items() if value is not None},
+        "task_options": task_options,
         "samples": options.samples,
         "batch_size": options.batch_size,
         "workers": options.workers,
@@ -91,6 +134,29 @@ def run(options: argparse.Namespace) -> int:
     began = time.monotonic()
     run_plan(SweepPlan.of(values, "the figure"))
     page = _write(options.name, out, label)
+    print(f"\n{page} ({time.monotonic() - began:.0f} seconds)")
+    return 0
+
+
+def _attention(
+    options: argparse.Namespace, task_name: str, task_options: dict[str, Any], out: Path, tiny: bool
+) -> int:
+    """What evicting methods do, and what they go by."""
+    from seergate.cli.attention_figures import kept, recurrence
+    from seergate.cli.models import check_writable
+    from seergate.eval import make_task
+
+    if options.alpha is not None and not 0 < options.alpha <= 1:
+        raise ValueError(f"alpha is {options.alpha}; it must be greater than 0 and at most 1")
+    for name in ("budget", "max_new_tokens"):
+        value = getattr(options, name)
+        if value is not None and value < 1:
+            raise ValueError(f"{name} is {value}; it must be a positive number")
+    task = make_task(task_name, **task_options)
+    check_writable(out)
+    options.alpha = options.alpha or (0.01 if tiny else 1e-4)
+    began = time.monotonic()
+    page = kept(options, task, out, tiny) if options.name == "kept" else recurrence(options, task, out)
     print(f"\n{page} ({time.monotonic() - began:.0f} seconds)")
     return 0
 
@@ -139,7 +205,8 @@ def _write(name: str, out: Path, label: str) -> Path:
     figure = FIGURES[name]
     (sweep,) = load_sweeps(out / "eval")
     title = f"Figure {name}" if name.isdigit() else f"Table {name[-1]}"
-    parts = [f"# {title} of SeerAttention-R on our runs: {figure.title}"]
+    ours = f"# {figure.title}" if name == "proxies" else f"# {title} of SeerAttention-R on our runs: {figure.title}"
+    parts = [ours]
     if figure.draw is not None:
         parts.append(f"![{figure.title}]({figure.draw(sweep, out / f'{label}.png').name})")
     said = figure.read(sweep)

@@ -9,7 +9,14 @@ from typing import TYPE_CHECKING, Any
 from seergate.errors import SeergateError
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+    from seergate.bank import GateBank
     from seergate.eval.plan import SweepPlan
+    from seergate.eval.settings import MethodSpec
+    from seergate.eval.task import Task
 
 
 @dataclass(frozen=True)
@@ -54,7 +61,9 @@ def run_plan(plan: SweepPlan) -> Path:
     from seergate.cli.models import check_writable, gates_for, load_gates, load_model, model_path
     from seergate.eval import sweep
     from seergate.eval.calibration import calibrate, check_auto
+    from seergate.eval.matching import distinct
     from seergate.eval.method_text import read_method
+    from seergate.eval.plan import MATCHES
 
     for text in plan.method:
         read_method(text)
@@ -72,9 +81,15 @@ def run_plan(plan: SweepPlan) -> Path:
     known = sorted(banks) if banks else [bank.config.block_size] if bank is not None else []
     specs = plan.specs(task, known)
     check_auto(specs)
+    if plan.match != MATCHES[0]:
+        specs = distinct(specs)  # their budgets are found once there is a model
+
+    def gates_of(spec: MethodSpec) -> GateBank | None:
+        return banks.get(spec.block_size or 0, bank)
+
     for spec in specs:
         if not spec.uncalibrated:
-            spec.method(banks.get(spec.block_size or 0, bank))
+            spec.method(gates_of(spec))
     out = Path(plan.out) if plan.out else Path("runs") / f"eval-{Path(path).name}-{task.name}"
     check_writable(out)
 
@@ -96,17 +111,68 @@ def run_plan(plan: SweepPlan) -> Path:
         source = "as asked" if plan.sampling() else "as the task has it" if chosen else "the model's generation_config"
         limit, sampling = options.limit(task), options.resolved_sampling(task, model)
         print(f"sampling: {sampling} ({source}); {limit}", flush=True)
-        specs = calibrate(model, tokenizer, task, specs, out / "calibration", limit=limit, sampling=sampling)
-        sweep(
-            model,
-            tokenizer,
-            task,
-            specs,
-            out,
-            options,
-            bank=bank,
-            banks=banks or None,
-            loader=loader,
-            workers=plan.workers,
-        )
+
+        def calibrated(specs: list[MethodSpec]) -> list[MethodSpec]:
+            return calibrate(model, tokenizer, task, specs, out / "calibration", limit=limit, sampling=sampling)
+
+        def evaluated(specs: list[MethodSpec]) -> None:
+            sweep(
+                model,
+                tokenizer,
+                task,
+                specs,
+                out,
+                options,
+                bank=bank,
+                banks=banks or None,
+                loader=loader,
+                workers=plan.workers,
+            )
+
+        if plan.match != MATCHES[0]:
+            evaluated(specs[:1])  # dense: its answers are what bytes are compared on
+            specs = _matched(plan, task, model, tokenizer, specs, out, calibrated, gates_of)
+            progress.settings = len(specs)
+        evaluated(calibrated(specs))
     return out
+
+
+def _matched(
+    plan: SweepPlan,
+    task: Task,
+    model: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase,
+    specs: list[MethodSpec],
+    out: Path,
+    calibrated: Callable[[list[MethodSpec]], list[MethodSpec]],
+    gates_of: Callable[[MethodSpec], GateBank | None],
+) -> list[MethodSpec]:
+    """The settings under which the plan's methods are equal in bytes."""
+    from seergate.eval import store
+    from seergate.eval.environment import fingerprint
+    from seergate.eval.matching import MEASURES, Replay, match, matched_specs
+    from seergate.eval.method_text import value_text
+
+    budgets = plan.budget or list(task.budgets)
+    dense = sorted(store.read_samples(out / specs[0].label), key=lambda s: (str(s["problem_id"]), s["sample_idx"]))
+    request = {
+        "methods": [[spec.name, {name: value_text(value) for name, value in spec.options.items()}] for spec in specs],
+        "budgets": budgets,
+        "answers": len(dense),
+        "model": fingerprint(model),
+        "gates": {str(spec.block_size): fingerprint(gates) for spec in specs if (gates := gates_of(spec)) is not None},
+    }
+
+    def make() -> tuple[list[MethodSpec], list[Any]]:
+        print(f"finding budgets that are equal in bytes {'read' if plan.match == 'read' else 'resident'}", flush=True)
+        replay = Replay(model, tokenizer, dense, MEASURES[plan.match])
+        return match(
+            replay,
+            specs,
+            budgets,
+            prepare=lambda spec: calibrated([spec])[0],
+            bank=gates_of,
+            say=lambda line: print(line, flush=True),
+        )
+
+    return matched_specs(out, plan.match, request, make)

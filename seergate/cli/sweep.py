@@ -15,12 +15,16 @@ HELP = (
     "    model: tiny-reasoner\n"
     "    task: chain_sum\n"
     "    task_options: {problems: 64, variables: 70}\n"
-    "    method: [dense, oracle, quest]\n"
+    "    method: [dense, oracle, 'h2o:interval=16', 'lazy_eviction:window=auto']\n"
     "    budget: [64, 128, 256]\n"
     "    block_size: [8, 16, 32]\n"
     "    dense_layers: [[], [0, 1]]\n"
     "    out: runs/my-sweep",
-    ["seergate sweep my-sweep.yaml", "seergate sweep my-sweep.yaml --model Qwen3-4B --out runs/qwen3-4b"],
+    [
+        "seergate sweep configs/sweeps/methods.yaml",
+        "seergate sweep configs/sweeps/methods.yaml --match resident --out runs/methods-resident",
+        "seergate sweep my-sweep.yaml --model Qwen3-4B --out runs/qwen3-4b",
+    ],
 )
 
 
@@ -30,6 +34,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--model", help="instead of the file's")
     parser.add_argument("--gates", metavar="DIR", help="instead of the file's")
     parser.add_argument("--out", metavar="DIR", help="instead of the file's")
+    parser.add_argument("--match", choices=("budget", "resident", "read"), help="instead of the file's")
+    parser.add_argument("--problems", type=int, metavar="N", help="how many, instead of the file's")
     parser.add_argument("--no-report", action="store_true", help="leave out the report")
 
 
@@ -38,8 +44,10 @@ def run(options: argparse.Namespace) -> int:
     from seergate.cli.running import run_plan
     from seergate.eval.plan import SweepPlan
 
-    given = {name: getattr(options, name) for name in ("model", "gates", "out")}
+    given = {name: getattr(options, name) for name in ("model", "gates", "out", "match")}
     plan = replace(SweepPlan.read(options.file), **{name: value for name, value in given.items() if value is not None})
+    if options.problems is not None:
+        plan = replace(plan, task_options={**plan.task_options, "problems": options.problems})
     out = run_plan(plan)
     if options.no_report:
         print(f"runs: {out}")

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
+from seergate.adapter import cached_commit, is_hub_id
 from seergate.bank import GateBank
 from seergate.config import GateConfig
 from seergate.distill.config import TrainConfig
@@ -72,7 +73,8 @@ def check_model(path: str, config: TrainConfig) -> str | None:
     base_config = read_base_config(path, config)
     bare = skeleton(base_config)
     GateBank.for_model(bare, gate_config(config, bare))
-    return _fingerprint(Path(path)) or getattr(base_config, "_commit_hash", None)
+    commit = cached_commit(path, config.revision) if is_hub_id(path) else None  # newer releases of transformers
+    return _fingerprint(Path(path)) or commit or getattr(base_config, "_commit_hash", None)
 
 
 def load_frozen(path: str, config: TrainConfig, world: World) -> PreTrainedModel:

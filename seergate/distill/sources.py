@@ -121,26 +121,31 @@ def _table_rows(file: Path) -> Iterator[Any]:
 
 def _hub(config: TrainConfig) -> Source:
     from datasets import load_dataset
+    from huggingface_hub.errors import RepositoryNotFoundError, RevisionNotFoundError
 
-    name = f"hub/{config.data}/{config.data_config}/{config.data_split}"
+    name, revision = f"hub/{config.data}/{config.data_config}/{config.data_split}", config.data_revision
     try:
+        if config.streaming:
+            from huggingface_hub import dataset_info
+
+            revision = dataset_info(config.data, revision=revision).sha  # rows and identity are of the same commit
         rows = load_dataset(
             config.data,
             config.data_config,
             split=config.data_split,
-            revision=config.data_revision,
+            revision=revision,
             streaming=config.streaming,
         )
         if not config.streaming:
             return Source(rows, f"{name}/{rows._fingerprint}", len(rows))
-        from huggingface_hub import dataset_info
-
-        identity = f"{name}/{dataset_info(config.data, revision=config.data_revision).sha}"
     except Exception as error:  # no network, unknown dataset, split or configuration: as many types as libraries
-        raise SeergateError(
-            f"the dataset {config.data!r} cannot be loaded from the Hub: {first_line(error)}"
-        ) from error
-    return Source(streamed(rows, config.data), identity)
+        why = first_line(error)
+        if isinstance(error, RevisionNotFoundError):
+            why = f"it has no revision {config.data_revision!r}"
+        elif isinstance(error, RepositoryNotFoundError):
+            why = "there is none of this name, or it is private and HF_TOKEN must hold a token that may read it"
+        raise SeergateError(f"the dataset {config.data!r} cannot be loaded from the Hub: {why}") from error
+    return Source(streamed(rows, config.data), f"{name}/{revision}")
 
 
 def streamed(rows: Iterable[Any], name: str) -> Iterator[Any]:

@@ -25,13 +25,14 @@ class _LayerRows:
     """Counters of one layer, one entry per row."""
 
     def __init__(self) -> None:
-        # seen, read without a selection (tokens per head), bytes scored, bytes resident (sum over steps), their peak
-        self.sums = np.zeros((5, 0))
+        # seen, read without a selection, in the cache (tokens per head), bytes scored, bytes resident (sum over
+        # steps), their peak
+        self.sums = np.zeros((6, 0))
         self.blocks: Tensor | None = None  # selected, summed over KV heads; stays on the device until it is asked for
         self.heads, self.bytes_per_token, self.block_size = 1, 0, 1
 
     def add(self, rows: int) -> None:
-        self.sums = np.concatenate((self.sums, np.zeros((5, rows))), axis=1)
+        self.sums = np.concatenate((self.sums, np.zeros((6, rows))), axis=1)
         if self.blocks is not None:
             self.blocks = torch.cat((self.blocks, self.blocks.new_zeros(rows)))
 
@@ -90,11 +91,11 @@ class RowStats(DecodeStats):
         counters.heads, counters.bytes_per_token = self.heads[layer], self.bytes_per_token[layer]
         counters.block_size = block_size
         ends = np.array(step.ends)
-        seen_, read_, scored, resident, peak = counters.sums
+        seen_, read_, cached, scored, resident, peak = counters.sums
         seen_ += seen
-        read_ += (
-            np.array(read, dtype=float) if selection is None else -(-ends % block_size)
-        )  # the current block may not be full
+        missing = -(-ends % block_size)  # the current block may not be full
+        read_ += np.array(read, dtype=float) if selection is None else missing
+        cached += ends
         scored += score_bytes
         resident += resident_bytes / len(seen)
         np.maximum(peak, resident_bytes / len(seen), out=peak)
@@ -111,7 +112,8 @@ class RowStats(DecodeStats):
         """The figures of one row, as plain numbers.
 
         Returns:
-            ``density`` (tokens read per token seen, mean over layers), ``bytes_read_per_step``,
+            ``density`` (tokens read per token seen, mean over layers), ``cached_tokens`` (in the cache of one KV head,
+            mean over steps and layers; every head of a layer holds as many), ``bytes_read_per_step``,
             ``resident_bytes_mean``, ``resident_bytes_peak`` (all layers), and ``read_curve``: for every `CURVE_STEPS`
             steps, the context's length at their end and the tokens read per step, mean over layers and KV heads.
             Empty if nothing was decoded.
@@ -120,15 +122,17 @@ class RowStats(DecodeStats):
         ran = [counters for counters in self.by_layer.values() if counters.sums[0, row] > 0]
         if not steps or not ran:
             return {}
-        density = read_bytes = resident = peak = 0.0
+        density = cached_tokens = read_bytes = resident = peak = 0.0
         for counters in ran:
-            seen, _, scored, held, highest = (float(value) for value in counters.sums[:, row])
+            seen, _, cached, scored, held, highest = (float(value) for value in counters.sums[:, row])
             read = counters.tokens_read(row)
             density += read / seen / len(ran)
+            cached_tokens += cached / steps / len(ran)
             read_bytes += (read * counters.heads * counters.bytes_per_token + scored) / steps
             resident, peak = resident + held / steps, peak + highest
         return {
             "density": density,
+            "cached_tokens": cached_tokens,
             "bytes_read_per_step": read_bytes,
             "resident_bytes_mean": resident,
             "resident_bytes_peak": peak,

@@ -231,6 +231,11 @@ class Engine:
     ) -> None:
         if batch_size < 1:
             raise ValueError(f"batch_size is {batch_size}; it must be a positive number")
+        if handle is not None and handle.dense_pass:
+            raise SeergateError(
+                f"lossless {handle.method.name!r} says what the dense model says, and drafts within generate only; "
+                "evaluate 'dense'"
+            )
         self.model, self.tokenizer, self.batch_size, self.limit = model, tokenizer, batch_size, limit
         self.on_finished, self.handle = on_finished, handle
         self.choose = TokenChooser(sampling)

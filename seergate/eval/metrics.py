@@ -12,7 +12,7 @@ from seergate.eval.stats import Estimate, clustered, pass_at_k, quantile
 QUANTILES = (0.1, 0.5, 0.9, 0.99)
 """Of the distribution of answer lengths."""
 
-COSTS = ("density", "bytes_read_per_step", "resident_bytes_mean")
+COSTS = ("density", "cached_tokens", "bytes_read_per_step", "resident_bytes_mean")
 """What each sample's decoding was measured to read and hold; averaged over generated tokens."""
 
 PROXIES = ("recall", "recall_per_layer", "next_token_kl", "perplexity", "dense_perplexity", "agreement")
@@ -39,8 +39,9 @@ def derive(samples: list[dict[str, Any]], proxies: dict[str, Any] | None = None)
         problem), ``pass_at_k`` (k -> estimate, for the powers of two that all problems have samples for),
         ``n_problems``, ``n_samples``, ``mean_tokens`` and ``mean_tokens_se``, ``max_tokens``, ``token_quantiles``,
         ``mean_prompt_tokens``, ``truncation_rate``, ``unanswered_rate``, ``density`` (tokens read per token of
-        context), ``bytes_read_per_step``, ``resident_bytes_mean``, ``resident_bytes_peak`` (the last three per
-        sequence, all layers), ``tokens_per_second`` (per process), ``seconds``, and the `PROXIES`.
+        context), ``cached_tokens`` (per KV head), ``bytes_read_per_step``, ``resident_bytes_mean``,
+        ``resident_bytes_peak`` (the last three per sequence, all layers), ``tokens_per_second`` (per process),
+        ``seconds``, and the `PROXIES`.
     """
     correct = by_problem(samples, lambda s: s["correct"])
     accuracy = clustered(correct)

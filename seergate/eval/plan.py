@@ -11,11 +11,15 @@ from typing import Any
 import yaml
 
 from seergate.errors import SeergateError, first_line
+from seergate.eval.matching import MEASURES
 from seergate.eval.runner import RunOptions
 from seergate.eval.sampling import Sampling
 from seergate.eval.settings import MethodSpec, grid
 from seergate.eval.task import Task
 from seergate.eval.tasks import make_task
+from seergate.methods import Dense
+
+MATCHES = ("budget", *MEASURES)
 
 
 @dataclass(frozen=True)
@@ -27,6 +31,9 @@ class SweepPlan:
         gates: adapter directory or Hub id; or block size -> adapter.
         method: methods, with options as ``NAME:OPTION=VALUE`` (`read_method`). ``dense`` runs once, and first.
         budget: token budgets; empty takes the task's.
+        match: what is equal between methods at a budget: the ``budget`` itself; ``resident``, bytes held on average;
+            or ``read``, bytes read per step. For the last two a budget counts tokens of the dense cache
+            (`seergate.eval.matching`).
         threshold: for methods that select blocks, beside the budgets.
         block_size: tokens per block, for methods that select blocks; empty takes the gates', else 64.
         dense_layers: choices of layers that stay dense; see `MethodSpec`.
@@ -43,6 +50,7 @@ class SweepPlan:
     gates: str | dict[int, str] | None = None
     method: list[str] = field(default_factory=lambda: ["dense", "gate"])
     budget: list[int] = field(default_factory=list)
+    match: str = "budget"
     threshold: list[float] = field(default_factory=list)
     block_size: list[int] = field(default_factory=list)
     dense_layers: list[tuple[int, ...] | None] = field(default_factory=lambda: [None])
@@ -133,6 +141,10 @@ class SweepPlan:
         sizes: list[int] = self.block_size or gate_sizes or [64]
         budgets = self.budget or ([] if self.threshold else list(task.budgets))
         specs = grid(self.method, budgets, list(sizes), self.dense_layers, self.threshold)
+        if self.match not in MATCHES:
+            raise SeergateError(f"match is {self.match!r}; it must be {', '.join(MATCHES[:-1])} or {MATCHES[-1]}")
+        if self.match != MATCHES[0]:
+            self._check_match(specs, budgets)
         gated = any(spec.has_gates for spec in specs)
         missing = sorted(set(sizes) - set(gate_sizes)) if gated and gate_sizes else []
         if missing:
@@ -141,6 +153,16 @@ class SweepPlan:
                 "or give gates for each block size"
             )
         return specs
+
+    def _check_match(self, specs: list[MethodSpec], budgets: list[int]) -> None:
+        if specs[0].name != Dense.name:
+            raise SeergateError(
+                f"match is {self.match!r}, which needs dense among the methods: bytes are compared on its answers"
+            )
+        if self.threshold or not budgets:
+            raise SeergateError(f"match is {self.match!r}, which chooses by budgets; give some, and no thresholds")
+        if len(self.block_size) > 1 or len(self.dense_layers) > 1:
+            raise SeergateError(f"match is {self.match!r}; give one block size and one choice of dense layers with it")
 
     def options(self, **more: Any) -> RunOptions:
         """How each setting is run."""

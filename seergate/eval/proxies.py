@@ -9,6 +9,9 @@ Every method is measured on the same contexts: windows of one fixed set of refer
 own, where there are any), read densely up to the window and then fed token by token. So figures can be compared
 between methods and budgets even where a method would have lost its way. What they leave out follows from that: errors
 do not build up over more than one window.
+
+An evicting method gets only the prompt as a prompt, which many of them never evict from, and of the answer up to the
+window the last `REPLAYED_TOKENS` tokens one by one, so that it evicts as it would have. That takes longer.
 """
 
 from __future__ import annotations
@@ -24,9 +27,10 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from seergate.eval.engine import Batch, encode
 from seergate.host import Handle
-from seergate.methods import SelectingMethod
+from seergate.methods import EvictingMethod, SelectingMethod
 
 WINDOWS, WINDOW_TOKENS = 16, 32
+REPLAYED_TOKENS = 1024
 ROWS = 4
 """Windows that are decoded together; logits of a large vocabulary take much memory."""
 
@@ -36,12 +40,18 @@ class Window:
     """A place in a reference.
 
     Attributes:
-        context: tokens before it.
+        context: tokens before it, the prompt's first.
         tokens: the window's, and one more, which only is predicted.
+        prompt: how many tokens of the context are the prompt's.
     """
 
     context: list[int]
     tokens: list[int]
+    prompt: int
+
+    def forced(self, most: int) -> int:
+        """How many tokens of the answer lie before it, at most ``most``."""
+        return min(most, len(self.context) - self.prompt)
 
 
 def windows_of(tokenizer: PreTrainedTokenizerBase, reference: Sequence[dict[str, Any]]) -> list[Window]:
@@ -63,7 +73,7 @@ def windows_of(tokenizer: PreTrainedTokenizerBase, reference: Sequence[dict[str,
     windows = []
     for i, (prompt, tokens) in enumerate(traces):
         start = int((i + 0.5) / len(traces) * (len(tokens) - WINDOW_TOKENS - 1))
-        windows.append(Window(prompt + tokens[:start], tokens[start : start + WINDOW_TOKENS + 1]))
+        windows.append(Window(prompt + tokens[:start], tokens[start : start + WINDOW_TOKENS + 1], len(prompt)))
     return windows
 
 
@@ -87,13 +97,14 @@ def measure_proxies(
     windows = windows_of(tokenizer, reference)
     if not windows:
         return None
+    replayed = REPLAYED_TOKENS if isinstance(handle.method, EvictingMethod) else 0
     weighed = isinstance(handle.method, SelectingMethod)
     before, handle.measure_recall = handle.measure_recall, weighed
     handle.reset_stats()
     sums = torch.zeros(4, dtype=torch.float64)
     try:
         for first in range(0, len(windows), ROWS):
-            for window, sparse in _decoded(model, windows[first : first + ROWS]):
+            for window, sparse in _decoded(model, windows[first : first + ROWS], replayed):
                 sums += _compare(_dense(model, window), sparse, torch.tensor(window.tokens[1:], device=sparse.device))
         stats = handle.stats()
     finally:
@@ -115,12 +126,27 @@ def measure_proxies(
     }
 
 
-def _decoded(model: PreTrainedModel, windows: list[Window]) -> list[tuple[Window, Tensor]]:
-    """The windows with the method's logits ``[WINDOW_TOKENS, V]`` after each of their tokens but the last."""
-    batch = Batch(model)
-    batch.add([window.context for window in windows])
-    steps = [batch.step([window.tokens[i] for window in windows]) for i in range(WINDOW_TOKENS)]
-    return list(zip(windows, torch.stack(steps, dim=1), strict=True))
+def _decoded(model: PreTrainedModel, windows: list[Window], replayed: int) -> list[tuple[Window, Tensor]]:
+    """The windows with the method's logits ``[WINDOW_TOKENS, V]`` after each of their tokens but the last.
+
+    Args:
+        model: with the method attached.
+        windows: decoded together, if the cache allows.
+        replayed: of the answer before a window, at most so many of its last tokens are decoded one by one too.
+    """
+    waiting = sorted(windows, key=lambda window: -window.forced(replayed))
+    batch, running = Batch(model), list[Window]()
+    for left in range(waiting[0].forced(replayed), -1, -1):  # so many steps before all are at their windows
+        arriving = [window for window in waiting if window.forced(replayed) == left]
+        if arriving and not batch.joinable:  # rows that cannot begin at different times go one after the other
+            return [pair for window in windows for pair in _decoded(model, [window], replayed)]
+        if arriving:
+            batch.add([window.context[: len(window.context) - left] for window in arriving])
+            running += arriving
+        if left:
+            batch.step([window.context[-left] for window in running])
+    steps = [batch.step([window.tokens[i] for window in running]) for i in range(WINDOW_TOKENS)]
+    return list(zip(running, torch.stack(steps, dim=1), strict=True))
 
 
 def _dense(model: PreTrainedModel, window: Window) -> Tensor:

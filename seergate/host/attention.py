@@ -15,19 +15,23 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS, AttentionInterf
 
 from seergate import ops
 from seergate.errors import SeergateError
-from seergate.host.cache import Appended, GatedLayer
+from seergate.host.arrival import Appended
+from seergate.host.cache import GatedLayer
+from seergate.host.fixed_layer import FixedLayer
+from seergate.host.offload import OffloadedLayer
 from seergate.host.rope import modeling_module
 from seergate.host.stats import DecodeStats
 from seergate.methods.base import EvictingState, SelectingMethod, SelectingState, Step
+from seergate.methods.fixed_step import FixedStep
 from seergate.methods.oracle import log_probabilities
 from seergate.ops import Selection
 
 ATTENTION_NAME = "seergate"
 CALL_KEYWORD = "seergate_call"
 VERIFIED_TOKENS = 32
-"""Once decoding has begun, or the cache has been cropped, a chunk of at most this many tokens is taken for drafted
-tokens that are being verified (assisted decoding), and each is decoded as if it had come alone. A longer chunk is a
-new prompt, and dense; so are tokens that are drafted along with the prompt."""
+"""At most so many drafted tokens are verified at once (assisted decoding), each decoded as if it had come alone; more
+are read densely. Outside of `generate`, a chunk of at most this many tokens is taken for drafted ones once decoding
+has begun, or the cache has been cropped; a longer one is a new prompt, and dense."""
 
 DenseAttention = Callable[..., tuple[Tensor, Tensor | None]]
 
@@ -101,10 +105,14 @@ def attend(
     assert appended is not None
     step = make_step(layer, appended, query, kwargs)
     state.append(step)
+    if isinstance(step, FixedStep):
+        return _decode_fixed(layer, state, step, stats)[:, None].to(value.dtype), None
+    if isinstance(layer, FixedLayer):
+        layer.settle(stats)
     new = query.shape[2]
-    verifying = layer.decoding and new <= VERIFIED_TOKENS and appended.aligned
-    if new > 1 and not (verifying and not isinstance(state, EvictingState)):
-        layer.decoding = False
+    layer.decoded = _to_decode(layer, appended, new)
+    if layer.decoded < new:
+        layer.decoding = layer.decoded > 0
         stats.saw_prompt(layer.layer, layer.nbytes)
         if isinstance(state, EvictingState):
             if any(start != 0 for start in step.starts):
@@ -115,17 +123,44 @@ def attend(
             output = dense(module, query, key, value, attention_mask, **kwargs)
             _evict(layer, state, step, stats)
             return output
-        return dense(module, query, key, value, attention_mask, **kwargs)
+        output, weights = dense(module, query, key, value, attention_mask, **kwargs)
+        if not layer.decoded:
+            return output, weights
+        # The first drafts of assisted decoding come along with the prompt.
+        drafts = _decode_each(layer, state, step, layer.decoded, stats, measure_recall)
+        return torch.cat((output[:, : new - layer.decoded], drafts.to(output.dtype)), dim=1), weights
     layer.decoding = True
-    with torch.no_grad(), torch.autocast(query.device.type, enabled=False):
-        outputs = [_decode(layer, state, part, stats, measure_recall) for part in _tokens(step)]
-    return torch.stack(outputs, dim=1).to(value.dtype), None
+    return _decode_each(layer, state, step, new, stats, measure_recall).to(value.dtype), None
 
 
-def _tokens(step: Step) -> Iterator[Step]:
-    """The step of each new token, as if those after it had not come yet."""
-    new = step.q_BHSD.shape[2]
-    for i in range(new):
+def _to_decode(layer: GatedLayer, appended: Appended, new: int) -> int:
+    """How many of the new tokens, the last ones, are decoded; those before them are (part of) a prompt."""
+    if new == 1:
+        return 1
+    if isinstance(layer.state, EvictingState):
+        return 0
+    if appended.drafted is None:
+        return new if layer.decoding and new <= VERIFIED_TOKENS and appended.aligned else 0
+    same = len(set(appended.counts)) == 1 and appended.counts[0] >= appended.drafted
+    return appended.drafted if same and appended.drafted <= VERIFIED_TOKENS else 0
+
+
+def _decode_each(
+    layer: GatedLayer, state: Any, step: Step, count: int, stats: DecodeStats, measure_recall: bool
+) -> Tensor:
+    """Decode the newest ``count`` tokens one after another: ``[B, count, H, D]``."""
+    with torch.no_grad(), torch.autocast(step.q_BHSD.device.type, enabled=False):
+        outputs = [_decode(layer, state, part, stats, measure_recall) for part in _tokens(step, count)]
+    return torch.stack(outputs, dim=1)
+
+
+def _tokens(step: Step, count: int) -> Iterator[Step]:
+    """The step of each of the newest ``count`` tokens, as if those after it had not come yet."""
+    if step.q_BHSD.shape[2] == 1:
+        yield step
+        return
+    new = step.counts[0]  # without padding; the same in all rows
+    for i in range(new - count, new):
         at = slice(i, i + 1)
         yield replace(
             step,
@@ -148,31 +183,30 @@ def _decode(layer: GatedLayer, state: Any, step: Step, stats: DecodeStats, measu
         selection = method.select(state, step)
         if selection is not None and isinstance(state, SelectingState):
             score_bytes = state.score_bytes(step)
-            keys, values, page_table = step.stored
-            output = ops.sparse_decode(
-                step.q_BHSD[:, :, 0],
-                keys,
-                values,
-                selection.indices,
-                step.lengths,
-                layer.block_size,
-                step.sm_scale,
-                sinks=step.sinks,
-                softcap=step.softcap,
-                page_table=page_table,
-            )
+            output = layer.attend_to(step, selection.indices)
         if measure_recall:
             stats.record_recall(layer.layer, _recall(step, selection, layer.block_size))
     elif isinstance(state, EvictingState):
         output, score_bytes = state.attend(step), state.score_bytes(step)
     if output is None:
         output = attend_to_all(step)
+    if isinstance(layer, OffloadedLayer):
+        stats.fetched(layer.layer, layer.take_fetched(step, everything=selection is None))
     read = state.tokens_read(step) if isinstance(state, EvictingState) else step.ends
     seen = [total - held + end for total, held, end in zip(layer.row_seen, layer.row_lengths, step.ends, strict=True)]
     stats.record(layer.layer, step, seen, read, selection, layer.block_size, score_bytes, layer.nbytes)
+    stats.remembers(layer.layer, state.nbytes)
     if isinstance(state, EvictingState):
         _evict(layer, state, step, stats)
     return output
+
+
+def _decode_fixed(layer: GatedLayer, state: Any, step: FixedStep, stats: DecodeStats) -> Tensor:
+    """A decode step that is the same operations whatever the rows' lengths."""
+    with torch.no_grad(), torch.autocast(step.q_BHSD.device.type, enabled=False):
+        selection = layer.method.select(state, step) if isinstance(layer.method, SelectingMethod) else None
+        stats.record_fixed(layer.layer, step, selection)
+        return attend_to_all(step) if selection is None else layer.attend_to(step, selection.indices)
 
 
 def make_step(layer: GatedLayer, appended: Appended, query: Tensor, kwargs: dict[str, Any]) -> Step:
@@ -203,17 +237,17 @@ def make_step(layer: GatedLayer, appended: Appended, query: Tensor, kwargs: dict
 def attend_to_all(step: Step) -> Tensor:
     """Dense decode with the query group folded into the query axis."""
     length, (keys, values, page_table) = step.max_length, step.stored
-    paged = page_table is not None
+    home, paged = keys.device, page_table is not None  # keys of an offloaded cache may be elsewhere than the model
     return ops.dense_decode(
-        step.q_BHSD[:, :, 0],
+        step.q_BHSD[:, :, 0].to(home),
         keys if paged else keys[:, :, :length],
         values if paged else values[:, :, :length],
-        None if len(set(step.ends)) == 1 and not paged else step.lengths,
+        None if len(set(step.ends)) == 1 and not paged else step.lengths.to(home),
         sm_scale=step.sm_scale,
-        sinks=step.sinks,
+        sinks=None if step.sinks is None else step.sinks.to(home),
         softcap=step.softcap,
         page_table=page_table,
-    )
+    ).to(step.q_BHSD.device)
 
 
 def _evict(layer: GatedLayer, state: EvictingState, step: Step, stats: DecodeStats) -> None:

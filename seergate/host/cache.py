@@ -16,7 +16,9 @@ from torch import Tensor
 from torch.nn.functional import pad
 from transformers.cache_utils import CacheLayerMixin
 
+from seergate import ops
 from seergate.errors import SeergateError
+from seergate.host.arrival import Appended, Arrival
 from seergate.methods.base import (
     EvictingMethod,
     EvictingState,
@@ -32,39 +34,6 @@ from seergate.methods.base import (
 
 GROWTH_TOKENS, GROWTH_SHARE = 256, 1 / 8
 """The buffers grow by whichever is larger, this many tokens or this share of what they hold."""
-
-
-class Arrival:
-    """What the attention module's pre-hook announces about the tokens that are about to reach the cache.
-
-    Attributes:
-        valid: bool ``[B, S]``, which new tokens are real; ``None`` if all are.
-        taps: callable that returns ``q_pre [B, H, S, D]`` and ``k_pre [B, K, S, D]``.
-        position_ids: ``[B, S]`` or ``[1, S]``, where the model puts the new tokens; ``None`` if it did not say.
-    """
-
-    def __init__(self, valid: Tensor | None, taps: Any, position_ids: Tensor | None = None) -> None:
-        self.valid, self.position_ids = valid, position_ids
-        self.order = None if valid is None else torch.argsort((~valid).int(), dim=1, stable=True)
-        self.counts = None if valid is None else valid.sum(1).tolist()
-        self.taps = taps
-
-    def compact(self, x_BhSD: Tensor) -> Tensor:
-        """Move each row's real tokens to the front."""
-        if self.order is None:
-            return x_BhSD
-        index = self.order[:, None, :, None].expand(-1, x_BhSD.shape[1], -1, x_BhSD.shape[3])
-        return x_BhSD.gather(2, index)
-
-
-class Appended:
-    """The tokens that the last `update` stored, for the attention function to pick up."""
-
-    def __init__(
-        self, arrival: Arrival, q_pre: Tensor, k_pre: Tensor, k: Tensor, starts: list[int], counts: list[int]
-    ) -> None:
-        self.compact, self.aligned = arrival.compact, arrival.valid is None
-        self.q_pre, self.k_pre, self.k, self.starts, self.counts = q_pre, k_pre, k, starts, counts
 
 
 class GatedLayer(CacheLayerMixin):
@@ -106,7 +75,8 @@ class GatedLayer(CacheLayerMixin):
         self.row_lengths: list[int] = []  # the same as `lengths`, known without a device read
         self.row_seen: list[int] = []  # real tokens seen, evicted ones included
         self.row_offsets: list[int] = []  # the position that the model gave to each row's first token
-        self.decoding = False  # whether single tokens have come since the prompt
+        self.decoding = False  # whether tokens have been decoded since the prompt
+        self.decoded = 0  # how many of those that came last, from the end
         self.slots = 0  # tokens seen per row, padding included: the length that transformers counts in
         self.valid: Tensor | None = None  # bool [B, <= slots]; slots beyond it are all real; None: none was padding
         self.state: LayerState | None = None
@@ -120,8 +90,8 @@ class GatedLayer(CacheLayerMixin):
         """Allocate the buffers and the method's state for this batch."""
         batch, heads, _, head_dim = key_states.shape
         self.dtype, self.device = key_states.dtype, key_states.device
-        self.keys = key_states.new_zeros(batch, heads, 0, head_dim)
-        self.values = key_states.new_zeros(batch, heads, 0, value_states.shape[3])
+        self.keys = self._zeros(key_states, batch, heads, 0, head_dim)
+        self.values = self._zeros(key_states, batch, heads, 0, value_states.shape[3])
         self.lengths = torch.zeros(batch, dtype=torch.int64, device=self.device)
         self.row_lengths, self.row_seen = [0] * batch, [0] * batch
         self.state = self.method.new_state(
@@ -148,10 +118,7 @@ class GatedLayer(CacheLayerMixin):
                 f"the cache holds {len(self.row_lengths)} rows and {batch} arrive; use a new cache for a new batch"
             )
         if self.static_length is not None and self.slots + new > self.static_length:
-            raise SeergateError(
-                f"the static cache has room for {self.static_length} tokens; {self.slots} are there and {new} more "
-                "arrive"
-            )
+            self.raise_full(new)
         arrival, self.arrival = self.arrival, None
         if arrival is None:  # the model runs without its gates: keep the tokens, but the method has not seen them
             if isinstance(self.method, EvictingMethod) and self.slots:
@@ -183,6 +150,16 @@ class GatedLayer(CacheLayerMixin):
             return key_states, value_states  # the attention function reads the buffers themselves
         return self.slot_view()
 
+    def raise_full(self, new: int) -> None:
+        """There is no room for so many new tokens."""
+        raise SeergateError(
+            f"the static cache has room for {self.static_length} tokens; {self.slots} are there and {new} more arrive"
+        )
+
+    def takes(self, new: int) -> bool:
+        """Whether so many new tokens will be a step of fixed shapes (`FixedLayer`)."""
+        return False
+
     @staticmethod
     def _first_positions(arrival: Arrival, batch: int) -> list[int]:
         if arrival.position_ids is None:
@@ -204,17 +181,18 @@ class GatedLayer(CacheLayerMixin):
         self.valid = torch.cat((known, between, valid), dim=1)
 
     def _store(self, keys: Tensor, values: Tensor, starts: list[int], counts: list[int]) -> None:
-        keys, values = keys.detach().to(self.dtype), values.detach().to(self.dtype)  # autocast mixes dtypes
         new, ends = keys.shape[2], [start + count for start, count in zip(starts, counts, strict=True)]
         self._reserve(max(ends))
         assert self.keys is not None and self.values is not None
+        home = self.keys.device
+        keys, values = (x.detach().to(home, self.dtype) for x in (keys, values))  # autocast mixes dtypes
         if len(set(starts)) == 1 and set(counts) == {new}:
             self.keys[:, :, starts[0] : ends[0]] = keys
             self.values[:, :, starts[0] : ends[0]] = values
         elif new == 1 and set(counts) == {1}:
-            rows = torch.arange(len(ends), device=self.device)
-            self.keys[rows, :, self.lengths] = keys[:, :, 0]
-            self.values[rows, :, self.lengths] = values[:, :, 0]
+            rows, places = torch.arange(len(ends), device=home), self.lengths.to(home)
+            self.keys[rows, :, places] = keys[:, :, 0]
+            self.values[rows, :, places] = values[:, :, 0]
         else:
             for row, (start, count) in enumerate(zip(starts, counts, strict=True)):
                 self.keys[row, :, start : start + count] = keys[row, :, :count]
@@ -228,6 +206,12 @@ class GatedLayer(CacheLayerMixin):
             self.lengths = torch.tensor(lengths, dtype=torch.int64, device=self.device)
         self.row_lengths = lengths
 
+    def _zeros(self, like: Tensor, *shape: int) -> Tensor:
+        return like.new_zeros(shape)
+
+    def _room_for(self, tokens: int) -> int:
+        return tokens + max(GROWTH_TOKENS, int(tokens * GROWTH_SHARE))
+
     def _in_blocks(self, tokens: int) -> int:
         return -(-tokens // self.block_size) * self.block_size
 
@@ -238,13 +222,13 @@ class GatedLayer(CacheLayerMixin):
         if tokens <= capacity:
             return
         if self.static_length is None:
-            roomy = tokens + max(GROWTH_TOKENS, int(tokens * GROWTH_SHARE))
+            roomy = self._room_for(tokens)
             limit = self.state.most_resident() if isinstance(self.state, EvictingState) else roomy
             tokens = min(roomy, limit) if tokens <= limit else roomy  # longer only before a prompt is compressed
         tokens = self._in_blocks(tokens)
         for name in ("keys", "values"):
             old = getattr(self, name)
-            grown = old.new_zeros(*old.shape[:2], tokens, old.shape[3])
+            grown = self._zeros(old, *old.shape[:2], tokens, old.shape[3])
             grown[:, :, :capacity] = old
             setattr(self, name, grown)
 
@@ -393,6 +377,28 @@ class GatedLayer(CacheLayerMixin):
         """What a method gets to see: the buffers and these facts."""
         assert self.keys is not None and self.values is not None
         return Step(keys_BKCD=self.keys, values_BKCD=self.values, **facts)
+
+    def attend_to(self, step: Step, indices: Tensor) -> Tensor:
+        """Attention of a decode step to the blocks that each KV head selected: ``[B, H, D]``.
+
+        Args:
+            step: the step.
+            indices: see `seergate.ops.sparse_decode`.
+        """
+        keys, values, page_table = step.stored
+        home = keys.device  # not the model's where the cache is offloaded
+        return ops.sparse_decode(
+            step.q_BHSD[:, :, 0].to(home),
+            keys,
+            values,
+            indices.to(home),
+            step.lengths.to(home),
+            self.block_size,
+            step.sm_scale,
+            sinks=None if step.sinks is None else step.sinks.to(home),
+            softcap=step.softcap,
+            page_table=page_table,
+        ).to(step.q_BHSD.device)
 
     @property
     def nbytes(self) -> int:

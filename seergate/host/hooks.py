@@ -23,12 +23,16 @@ from seergate.bank import GateBank
 from seergate.config import DecodeConfig
 from seergate.errors import SeergateError
 from seergate.host import families
+from seergate.host.arrival import Arrival
 from seergate.host.attention import ATTENTION_NAME, CALL_KEYWORD, attend, dense_function, register
-from seergate.host.cache import Arrival, GatedLayer
+from seergate.host.cache import GatedLayer
 from seergate.host.dense_pass import attend_densely
+from seergate.host.fixed_layer import FixedLayer
 from seergate.host.lossless import Lossless
+from seergate.host.offload import Offload, OffloadedLayer
 from seergate.host.paged_layer import Paging
 from seergate.host.pager import Pager
+from seergate.host.prompts import PromptReader
 from seergate.host.rectify import Rectifier
 from seergate.host.rope import Rotary
 from seergate.host.stats import DecodeStats
@@ -92,9 +96,16 @@ class DecodeBinding:
             return args, {**kwargs, CALL_KEYWORD: partial(_without_cache, self.tap, dense)}
         layer = self.cache_layer(cache)
         hidden = kwargs["hidden_states"] if "hidden_states" in kwargs else args[0]
-        valid = _valid_tokens(kwargs.get("attention_mask"), hidden.shape[1], layer.slots)
-        layer.arrival = Arrival(valid, self.tap.take, kwargs.get("position_ids"))
-        if self.handle.dense_pass:
+        new = hidden.shape[1]
+        valid = drafted = None
+        if not layer.takes(new):  # else no number may be asked for that a compiled step does not know
+            valid = _valid_tokens(kwargs.get("attention_mask"), new, layer.slots)
+            drafted = self.handle.prompts.drafted(cache, layer.slots, new)
+        layer.arrival = Arrival(valid, self.tap.take, kwargs.get("position_ids"), drafted)
+        prompt = self.handle.prompts.holds(new)
+        layer.decoding = layer.decoding and not prompt
+        left_over = prompt and new == 1 and isinstance(layer.method, SelectingMethod)
+        if self.handle.dense_pass or left_over:
             return args, {**kwargs, CALL_KEYWORD: partial(attend_densely, layer, dense)}
         call = partial(attend, layer, self.handle.recorder, self.handle.measure_recall, dense)
         return args, {**kwargs, CALL_KEYWORD: call}
@@ -108,6 +119,10 @@ class DecodeBinding:
             layers.append(cache.layer_class_to_replicate())
         found = layers[self.layer]
         method = self.handle.method
+        if isinstance(found, FixedLayer):
+            found.plain = self.handle.plain
+            if found.takes(1) and found.method is method:
+                return found
         if isinstance(found, GatedLayer) and found.slots > 0:
             if found.method is not method:
                 raise SeergateError(
@@ -136,6 +151,11 @@ class DecodeBinding:
         if self.handle.pager is not None:
             first = self.handle.bindings[0]
             make = self.handle.pager.layer_class(None if first is self else layers[first.layer])
+        elif self.handle.offload is not None:
+            share = self.handle.offload.memory_bytes // len(self.handle.bindings)
+            make = partial(OffloadedLayer, self.handle.offload, share)
+        elif static_length is not None and method.fixed_shapes and self.handle.correction is None and not shared:
+            make = FixedLayer
         layers[self.layer] = make(method, self.layer, self.num_heads, self.rotary, static_length, shared)
         return layers[self.layer]
 
@@ -148,6 +168,7 @@ class Handle:
         method: what to decode with.
         measure_recall: also compute, at each decode step, how much of dense attention's probability was read (slow).
         paging: keep keys and values in pages (`Paging`). ``reason_cache`` does so by itself.
+        offload: keep keys and values in slow memory (`Offload`).
     """
 
     def __init__(
@@ -157,6 +178,7 @@ class Handle:
         *,
         measure_recall: bool = False,
         paging: Paging | None = None,
+        offload: Offload | None = None,
     ) -> None:
         modules = families.full_attention_modules(model)
         if getattr(model, _HANDLE, None) is not None:
@@ -183,6 +205,14 @@ class Handle:
         self.dense_pass = False  # whether forward passes leave the method out
         self._trace: Trace | None = None
         self.pager: Pager | None = None
+        if offload is not None and paged:
+            raise SeergateError("a paged cache cannot be offloaded; give either paging or offload")
+        if offload is not None:
+            offload.check(method)
+        self.offload = offload
+        if paged and isinstance(method, SelectingMethod) and (method.rule.lossless or method.rule.rectify_every):
+            raise SeergateError("lossless decoding and rectification need an ordinary cache; leave paging out")
+        self.prompts = PromptReader(model)
         try:
             self.pager = Pager(model, attached_method, paging) if paged else None
             for layer, attention in modules:
@@ -203,6 +233,12 @@ class Handle:
         corrected = self.correction.stats() if self.correction is not None else {}
         paged = self.pager.stats() if self.pager is not None else {}
         return {"method": self.method.name, **self.stats_.summary(), **corrected, **paged}
+
+    @property
+    def plain(self) -> bool:
+        """Whether nothing but the usual figures is wanted of a decode step, and nobody takes it back."""
+        asked = self._trace is not None or self.measure_recall or type(self.stats_) is not DecodeStats
+        return not asked and self.correction is None
 
     @property
     def recorder(self) -> Any:
@@ -246,6 +282,7 @@ class Handle:
             self.pager = None
         while self.bindings:
             self.bindings.pop().remove()
+        self.prompts.remove()
         if getattr(self.model, _HANDLE, None) is self:
             delattr(self.model, _HANDLE)
 
@@ -257,6 +294,7 @@ def attach(
     *,
     measure_recall: bool = False,
     paging: Paging | None = None,
+    offload: Offload | None = None,
     **options: Any,
 ) -> Handle:
     """Let a method decide what the model's decode steps attend to; ``generate`` itself stays the stock one.
@@ -265,8 +303,8 @@ def attach(
         model: a causal language model of a supported family.
         method: gates; a method; or a method's name, with its options as keywords.
         config: how to decode with gates. Its fields may be given as keywords instead; what is not given is as the
-            gates ask for (``compat="published"`` of imported ones).
-        measure_recall, paging: see `Handle`.
+            gates ask for (``compat="published"`` of imported ones); of a ``config``, its ``compat`` is.
+        measure_recall, paging, offload: see `Handle`.
         **options: for a method given by name, or fields of `DecodeConfig` for gates.
 
     Returns:
@@ -276,7 +314,9 @@ def attach(
         SeergateError: for an unsupported model, an unknown method or option, or gates of another model.
         ValueError: for a value out of range.
     """
-    return Handle(model, resolve_method(method, config, **options), measure_recall=measure_recall, paging=paging)
+    return Handle(
+        model, resolve_method(method, config, **options), measure_recall=measure_recall, paging=paging, offload=offload
+    )
 
 
 @contextmanager
@@ -287,10 +327,11 @@ def attached(
     *,
     measure_recall: bool = False,
     paging: Paging | None = None,
+    offload: Offload | None = None,
     **options: Any,
 ) -> Iterator[Handle]:
     """`attach` for the duration of a ``with`` block."""
-    handle = attach(model, method, config, measure_recall=measure_recall, paging=paging, **options)
+    handle = attach(model, method, config, measure_recall=measure_recall, paging=paging, offload=offload, **options)
     try:
         yield handle
     finally:

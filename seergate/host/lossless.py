@@ -42,6 +42,10 @@ if TYPE_CHECKING:
     from seergate.host.hooks import Handle
 
 
+GUESSED_SHARE = 0.1
+"""What a threshold or top-p is expected to read before it was seen."""
+
+
 class Lossless:
     """Lossless decoding of one handle: its switch between sparse and dense passes, and its counters.
 
@@ -78,7 +82,8 @@ class Lossless:
     def reset(self) -> None:
         """Start counting anew."""
         self.cycles = self.plain_steps = 0
-        self.drafted = self.tried = self.accepted = self.tokens = 0  # tokens, all rows together
+        self.drafted = 0  # tokens, of each row
+        self.tried = self.accepted = 0  # of them, all rows together
         self.steps = 0  # tokens that each row got
         self.bytes_read = self.bytes_dense = 0.0  # weights, keys and values
         self.draft_seconds = self.verify_seconds = 0.0
@@ -153,6 +158,7 @@ class DraftingLoop:
         can_draft = (
             mode in (GenerationMode.GREEDY_SEARCH, GenerationMode.SAMPLE)
             and model_kwargs.get("use_cache")
+            and not layers_without_return(model_kwargs.get("past_key_values"))
             and not self.synced_gpus  # processes would need different numbers of forward passes
             and not (generation_config.output_attentions or generation_config.output_hidden_states)
             # it runs the model itself, once for each token
@@ -186,7 +192,7 @@ class _Run:
         self.logits: list[Tensor] | None = [] if config.return_dict_in_generate and config.output_logits else None
         method = lossless.method
         self.length = DraftLength(method.draft_tokens, longest=method.block_size)
-        self.read_share = 1.0  # of what a dense pass reads of keys and values, by a drafting pass
+        self.more_read = 1.0  # by the last drafts, than was expected of them
 
     def __call__(self, ids: Tensor, model_kwargs: dict[str, Any]) -> GenerateDecoderOnlyOutput | Tensor:
         self.ids, self.kwargs = ids, model_kwargs
@@ -220,15 +226,17 @@ class _Run:
 
     def _cycle(self) -> None:
         """Draft, verify, keep what is right."""
-        counted, rows = self.lossless, self.ids.shape[0]
+        counted = self.lossless
         selectable, fixed = cache_bytes(self.cache)
         fixed += counted.weight_bytes
         dense_bytes = fixed + selectable
-        length = self.length.choose(dense_bytes, fixed + selectable * self.read_share)
+        expected = self._expected_share()
+        length = self.length.choose(dense_bytes, fixed + selectable * min(1.0, expected * self.more_read))
         room = self.config.max_length - self.ids.shape[1] - 1
         length = max(0, min(length, room))
         began = time.perf_counter()
-        ids, kwargs, drafter = self._draft(length)
+        ids, kwargs, drafter, share = self._draft(length)
+        self.more_read = share / expected if length else self.more_read
         drafted = time.perf_counter()
 
         inputs = self.model.prepare_inputs_for_generation(ids, next_sequence_length=length + 1, **kwargs)
@@ -256,21 +264,26 @@ class _Run:
         counted.cycles += length > 0
         counted.plain_steps += length == 0
         counted.steps += emitted
-        counted.bytes_read += length * (fixed + selectable * self.read_share) + dense_bytes
+        counted.bytes_read += length * (fixed + selectable * share) + dense_bytes
         counted.bytes_dense += emitted * dense_bytes
-        counted.tokens += emitted * rows
         if length:
             counted.drafted += length
             counted.accepted += sum(per_row)
             counted.tried += sum(min(length, found + 1) for found in per_row)
             self.length.verified(length, kept)
 
-    def _draft(self, length: int) -> tuple[Tensor, dict[str, Any], Tensor | None]:
+    def _expected_share(self) -> float:
+        """Which share of keys and values a draft should read: what the budget says, or a guess."""
+        lengths = [max(layer.row_lengths) for layer in self.cache.layers if isinstance(layer, GatedLayer)]
+        budget, longest = self.lossless.method.rule.token_budget, max(lengths, default=1)
+        return GUESSED_SHARE if budget is None else min(1.0, budget / longest)
+
+    def _draft(self, length: int) -> tuple[Tensor, dict[str, Any], Tensor | None, float]:
         """Let the sparse model go on for ``length`` tokens, and take its keys and values back.
 
         Returns:
-            The tokens so far with the drafted ones, the forward's arguments for them, and the probabilities
-            ``[B, N, V]`` that each was drawn from, if any was.
+            The tokens so far with the drafted ones; the forward's arguments for them; the probabilities ``[B, N, V]``
+            that each was drawn from, if any was; and which share of keys and values a drafting pass read.
         """
         ids, kwargs, probabilities = self.ids, dict(self.kwargs), list[Tensor]()
         stats = self.lossless.handle.stats_
@@ -285,11 +298,12 @@ class _Run:
                 if self.config.do_sample:
                     probabilities.append(scores.softmax(-1))
                 ids = torch.cat((ids, self._or_pad(self._draw(scores))[:, None]), 1)
+        share = 1.0
         if length:
             self._crop(length)
             read, seen = (now - before for now, before in zip(stats.kv_totals(), (read, seen), strict=True))
-            self.read_share = read / seen if seen else 1.0
-        return ids, kwargs, torch.stack(probabilities, 1) if probabilities else None
+            share = read / seen
+        return ids, kwargs, torch.stack(probabilities, 1) if probabilities else None, share
 
     def _processed(self, ids: Tensor, raw_BMV: Tensor) -> Tensor:
         """What the logits processors make of each place's logits, given the tokens before it: ``[B, M, V]``."""
@@ -345,6 +359,12 @@ def refuse_layers_without_return(model: PreTrainedModel, what: str) -> None:
             f"{what} takes tokens back, which layers of kind {', '.join(stuck)} cannot do; "
             f"decode this {config.model_type} model without it"
         )
+
+
+def layers_without_return(cache: Cache | None) -> list[str]:
+    """The kinds of a cache's layers that cannot take tokens back, such as a static one with a window."""
+    layers = [] if cache is None else cache.layers
+    return sorted({type(layer).__name__ for layer in layers if not hasattr(layer, "crop")})
 
 
 def weights_read(model: PreTrainedModel) -> int:

@@ -52,6 +52,7 @@ def gives_lse(call: TeacherCall) -> bool:
     """
     q, v = call.query_BHSD, call.value_BKSD
     plain = call.window is None and call.sinks is None and call.softcap is None
+    plain = plain and torch.backends.cuda.flash_sdp_enabled()  # for processors too: what `sdpa_kernel` switches
     unit = all(x.stride(-1) == 1 for x in (q, call.key_BKSD, v))
     return plain and unit and q.device.type == "cpu" and q.shape[-1] == v.shape[-1] and _cpu_kernel_gives_lse()
 

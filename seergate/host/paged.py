@@ -135,6 +135,8 @@ class BlockStore:
             row.length += n
             if reopened or missing:
                 self.stale.add(position)
+            if reopened and row.repeats:  # what is open now may have been a repeat before a crop
+                row.repeats = len(row.table) - len(set(row.table))
         return copies
 
     def seal(self) -> None:

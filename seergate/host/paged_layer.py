@@ -80,6 +80,7 @@ class CachePages:
         self._turn, self._done = 0, cast(Any, None)
         self._tables = torch.zeros(0, 0, dtype=torch.int32)
         self._on_device: dict[torch.device, Tensor] = {}
+        self._newest: dict[torch.device, tuple[Tensor, Tensor]] = {}
 
     def join(self, layer: PagedLayer) -> None:
         """A layer takes part from now on."""
@@ -93,6 +94,7 @@ class CachePages:
     def once(self, layer: PagedLayer, operation: Callable[[], Any]) -> Any:
         """Carry out the layer's next operation, unless another layer has already done so; its result."""
         if layer.turn == self._turn:
+            self._newest = {}
             self._done = operation()
             self._turn += 1
         elif layer.turn != self._turn - 1:
@@ -137,6 +139,13 @@ class CachePages:
         if device not in self._on_device:
             self._on_device[device] = self._tables.to(device, copy=True)
         return self._on_device[device][:, :width]
+
+    def newest(self, device: torch.device, lengths: Tensor) -> tuple[Tensor, Tensor]:
+        """Where the token after the first ``lengths [B]`` of each row lies: blocks and places in them, ``[B]``."""
+        if device not in self._newest:  # the same in all layers of a forward pass
+            rows, size = torch.arange(len(lengths), device=device), self.store.block_size
+            self._newest[device] = self.table(device)[rows, lengths // size].long(), lengths % size
+        return self._newest[device]
 
     def remap(self, position: int, block: int, physical: int, like: int | None) -> None:
         """Let a row's block be another physical one, and let the methods know.
@@ -223,10 +232,8 @@ class PagedLayer(GatedLayer):
         assert self.key_pages is not None and self.value_pages is not None
         _copy(self.key_pages, self.key_pages, copies)
         _copy(self.value_pages, self.value_pages, copies)
-        table, size = self.pages.table(self.device).long(), self.pages.store.block_size
         if keys.shape[2] == 1 and set(counts) == {1}:
-            rows = torch.arange(len(counts), device=self.device)
-            homes, places = table[rows, self.lengths // size], self.lengths % size
+            homes, places = self.pages.newest(self.device, self.lengths)
             self.key_pages[homes, :, places] = keys[:, :, 0]
             self.value_pages[homes, :, places] = values[:, :, 0]
         else:

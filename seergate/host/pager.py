@@ -13,7 +13,7 @@ from seergate.host.cache import GatedLayer
 from seergate.host.paged import BlockStore
 from seergate.host.paged_layer import CachePages, PagedLayer, Paging
 from seergate.host.sharing import Sharing
-from seergate.methods.base import EvictingMethod, Method, SelectingMethod
+from seergate.methods.base import EvictingMethod, Method
 from seergate.methods.reason_cache import ReasonCache
 
 
@@ -41,10 +41,6 @@ class Pager:
             if paging.block_size is not None or paging.max_blocks is not None:
                 raise SeergateError(f"give block_size and max_blocks to {reason.name!r} itself, not to its paging")
             paging = Paging(reason.block_size, reason.max_blocks, paging.share_prefixes)
-        if isinstance(self.method, SelectingMethod) and self.method.rule.rectify_every is not None:
-            raise SeergateError(
-                "rectify_every writes over keys in place, which a paged cache does not allow; drop one"
-            )
         self._evicts = isinstance(self.method, EvictingMethod)
         if self._evicts and paging.share_prefixes:
             raise SeergateError(f"{self.method.name!r} rewrites what it keeps, so rows cannot share prefixes")

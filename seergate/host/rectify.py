@@ -18,7 +18,7 @@ from seergate.errors import SeergateError
 from seergate.host import families
 from seergate.host.attention import VERIFIED_TOKENS
 from seergate.host.cache import GatedLayer
-from seergate.host.lossless import refuse_layers_without_return
+from seergate.host.lossless import layers_without_return, refuse_layers_without_return
 from seergate.host.rows import only_rows, rows_are_independent
 from seergate.methods.base import SelectingMethod
 
@@ -74,12 +74,20 @@ class Rectifier:
             return
         if DENSE not in layer.state.rows:
             raise SeergateError("this cache was filled without rectification; start a new one")
+        if stuck := layers_without_return(cache):
+            raise SeergateError(
+                f"rectification takes tokens back, which a {', '.join(stuck)} cannot do; use a dynamic cache"
+            )
         dense = [min(pair) for pair in zip(layer.state.rows[DENSE].tolist(), layer.row_lengths, strict=True)]
         layer.state.rows[DENSE] = torch.tensor(dense)  # tokens may have been taken back
         sparse = [length - done for length, done in zip(layer.row_lengths, dense, strict=True)]
         new = _ids_of(args, kwargs).shape[1]
         # A chunk that attends densely must not build on sparse tokens.
-        arrives_dense = new > 1 and not (layer.decoding and new <= VERIFIED_TOKENS)
+        drafted = self.handle.prompts.drafted(cache, layer.slots, new)
+        if drafted is None:
+            drafted = new if layer.decoding else 0
+        verified = drafted == new and new <= VERIFIED_TOKENS
+        arrives_dense = self.handle.prompts.holds(new) or (new > 1 and not verified)
         due = 1 if arrives_dense else self.every
         if not rows_are_independent(cache):
             _record_past(cache, nothing_pending=not any(sparse))
@@ -102,10 +110,15 @@ class Rectifier:
             rows[DENSE] = torch.tensor(layer.row_lengths)
             return
         ids = _ids_of(args, kwargs).to(layer.device)
-        new = ids.shape[1]
+        new = layer.decoded
+        if new < ids.shape[1]:  # drafts that came along with the prompt
+            ids, rows[DENSE] = ids[:, -new:], torch.tensor(layer.row_lengths) - new
         positions = kwargs.get("position_ids")
         if positions is None:
             positions = torch.arange(layer.slots - new, layer.slots)[None]
+        elif positions.ndim == 3:  # one of time, height and width, which are the same for text
+            positions = positions[0]
+        positions = positions[:, -new:]
         at = layer.lengths[:, None] - new + torch.arange(new, device=layer.device)
         rows[IDS].scatter_(1, at % slots, ids.expand(batch, -1))
         rows[POSITIONS].scatter_(1, at % slots, positions.to(rows[POSITIONS]).expand(batch, -1))

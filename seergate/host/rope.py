@@ -86,6 +86,8 @@ class Rotary:
         return model_frequencies(self._embedding, self._layer_type)[1]
 
     def _angles(self, x: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
+        if getattr(self._embedding, "mrope_section", None) is not None:
+            positions = positions.expand(3, -1, -1)  # older releases want text in three axes
         cos, sin = self._embedding(x, positions, **self._kwargs)
         return cos, sin
 

@@ -28,6 +28,7 @@ from seergate.methods.reason_evaluator import (
     RowCropped,
     RowForked,
     RowsGone,
+    Tally,
     TokensCame,
 )
 from seergate.methods.reason_worker import InlineWorker, ThreadWorker, give_way
@@ -50,6 +51,7 @@ class Sharing:
 
     def __init__(self, model: PreTrainedModel, reason: ReasonCache | None, prefixes: bool) -> None:
         self.reason, self.prefixes, self.gone = reason, prefixes, deque[int]()
+        self.threaded = reason is not None and reason.asynchronous
         self.worker: InlineWorker | None = None
         if reason is not None:
             tokenizer = _tokenizer(model, reason)
@@ -101,7 +103,7 @@ class Sharing:
         self.shared, self.prefix_blocks = Counter[str](), 0
         self.physical_peak = self.logical_peak = 0
         if self.worker is not None:
-            self.worker.evaluator.tally.__init__()  # type: ignore[misc]
+            self.worker.evaluator.tally = Tally()
 
     def stats(self) -> dict[str, Any]:
         """Accounts so far.
@@ -235,7 +237,7 @@ class CacheSharing:
         """While it lasts the other cache's rows move here."""
         if other._prompts:
             self.handle.prefix_blocks += share_prefixes(other.pages, other._prompts.pop())
-        other._tell()
+        other._tell(at_once=True)
         first = len(self.pages.store.rows)
         yield
         for row in self.pages.store.rows[first:]:
@@ -249,15 +251,20 @@ class CacheSharing:
         self._events.append(BlocksSealed(uid, self, first, known))
         self._reported[uid] = first + len(blocks)
 
-    def _tell(self) -> None:
-        """Report what was sealed, then what happened: a step is looked at when the blocks within it are known."""
+    def _tell(self, at_once: bool = False) -> None:
+        """Report what was sealed, then what happened: a step is looked at when the blocks within it are known.
+
+        A thread is told when a block has been sealed, and not at every pass: waking it takes time from decoding.
+        """
         if self.handle.worker is None:
             return
+        sealed = [row for row in self.pages.store.rows if row.sealed > self._reported.get(row.uid, 0)]
+        if self.handle.threaded and not sealed and not at_once:
+            return
         happened, self._events = self._events, []
-        for row in self.pages.store.rows:
+        for row in sealed:
             first = self._reported.get(row.uid, 0)
-            if row.sealed > first:
-                self._report(row.uid, first, row.table[first : row.sealed])
+            self._report(row.uid, first, row.table[first : row.sealed])
         self.handle.put([*self._events, *happened])
         self._events = []
 

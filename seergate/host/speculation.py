@@ -19,7 +19,7 @@ MEMORY = 0.9
 
 LONGEST_DRAFT = 16
 PROBE_EVERY = 64
-"""Where drafting does not pay, it is tried again after this many tokens."""
+"""Where drafting does not seem to pay, it is tried again after this many tokens: acceptance and contexts change."""
 
 
 def accept_greedy(drafted_BN: Tensor, targets_BM: Tensor) -> tuple[Tensor, Tensor]:
@@ -114,7 +114,7 @@ class DraftLength:
         if self.fixed is not None:
             return self.fixed
         length = best_length(self.acceptance, dense_bytes, draft_bytes, self.longest)
-        if length == 0 and draft_bytes < dense_bytes and self._since_draft >= PROBE_EVERY:
+        if length == 0 and self._since_draft >= PROBE_EVERY:
             length = 1
         self._since_draft = 0 if length else self._since_draft + 1
         return length

@@ -3,13 +3,33 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from seergate.methods.base import Eviction, Step
+from seergate.methods.base import Eviction, LayerState, Step
 from seergate.ops import Selection
+
+_FIXED = 5
+
+
+@dataclass
+class FixedCounts:
+    """What steps of fixed shapes count, on the device, and what is the same for all of them.
+
+    Attributes:
+        sums: int64: steps; tokens of all rows; tokens by which selections fall short of whole blocks; tokens and
+            blocks read by steps that selected nothing; then the blocks selected by each KV head.
+        rows: per step.
+        resident_bytes, scored_bytes: held by the layer, and read to decide, at each step.
+    """
+
+    sums: Tensor
+    rows: int
+    resident_bytes: int
+    scored_bytes: int
 
 
 class LayerStats:
@@ -24,6 +44,9 @@ class LayerStats:
         self.selected_blocks: Tensor | int = 0  # [K], in steps that selected
         self.missing_tokens = 0  # by which the last blocks of selections fall short, per head
         self.resident_sum = self.resident_peak = 0
+        self.state_bytes = 0
+        self.fixed = FixedCounts(torch.zeros(_FIXED, dtype=torch.int64), 0, 0, 0)
+        self.bytes_fetched: int | None = None  # from slow memory; None if the cache is not offloaded
         self.recall: Tensor | float = 0.0
         self.recall_rows = 0
 
@@ -83,6 +106,60 @@ class DecodeStats:
         stats.resident_sum += resident_bytes
         stats.resident_peak = max(stats.resident_peak, resident_bytes)
 
+    def expect_fixed(self, layer: int, keys: Tensor, values: Tensor, block_size: int, state: LayerState) -> None:
+        """Get ready for steps of fixed shapes on this cache ``[B, K, C, D]``: a compiler must see no new tensors."""
+        stats, heads = self.layers[layer], keys.shape[1]
+        self._fold(stats)
+        self.block_size, self.heads[layer] = block_size, heads
+        self.bytes_per_token[layer] = keys.shape[3] * keys.element_size() + values.shape[3] * values.element_size()
+        sums = stats.fixed.sums
+        if len(sums) != _FIXED + heads or sums.device != keys.device:
+            sums = torch.zeros(_FIXED + heads, dtype=torch.int64, device=keys.device)
+        scored = sum(state.rows[name].nbytes for name in state.per_block)
+        held = keys.nbytes + values.nbytes + state.nbytes
+        stats.fixed = FixedCounts(sums, len(keys), held, scored)
+        stats.resident_peak, stats.state_bytes = max(stats.resident_peak, held), max(stats.state_bytes, state.nbytes)
+
+    def record_fixed(self, layer: int, step: Step, selection: Selection | None) -> None:
+        """Count one decode step of fixed shapes, without the host."""
+        lengths, sums = step.lengths, self.layers[layer].fixed.sums
+        sums[0] += 1
+        sums[1] += lengths.sum()
+        if selection is None:
+            sums[3] += lengths.sum()
+            sums[4] += torch.div(lengths + self.block_size - 1, self.block_size, rounding_mode="floor").sum()
+        else:
+            sums[2] += (-lengths % self.block_size).sum()
+            sums[_FIXED:] += selection.counts.sum(0)
+
+    @staticmethod
+    def _fold(stats: LayerStats) -> None:
+        """Add what was counted on the device to the other figures."""
+        fixed = stats.fixed
+        steps, tokens, missing, read, blocks, *selected = fixed.sums.tolist()
+        if not steps:
+            return
+        fixed.sums.zero_()
+        stats.steps += steps
+        stats.rows += steps * fixed.rows
+        stats.tokens_seen += tokens
+        stats.tokens_held += tokens
+        stats.missing_tokens += missing
+        stats.tokens_read += read
+        stats.dense_blocks += blocks
+        stats.bytes_scored += steps * fixed.scored_bytes
+        stats.resident_sum += steps * fixed.resident_bytes
+        stats.selected_blocks = stats.selected_blocks + torch.tensor(selected, device=fixed.sums.device)
+
+    def remembers(self, layer: int, state_bytes: int) -> None:
+        """Take note of how many bytes a layer's method remembers beside keys and values."""
+        self.layers[layer].state_bytes = max(self.layers[layer].state_bytes, state_bytes)
+
+    def fetched(self, layer: int, count: int) -> None:
+        """Count the bytes of keys and values that a step of an offloaded cache brought from slow memory."""
+        stats = self.layers[layer]
+        stats.bytes_fetched = (stats.bytes_fetched or 0) + count
+
     def evicted(self, layer: int, step: Step, eviction: Eviction) -> None:
         """Take note of what leaves after a step. Nothing is counted here; a subclass may want to know."""
 
@@ -96,6 +173,7 @@ class DecodeStats:
         """Bytes that all steps so far read of keys and values and to decide, and that dense attention would have."""
         read = seen = 0.0
         for layer, stats in self.layers.items():
+            self._fold(stats)
             if stats.steps:
                 read += self._tokens_per_head(layer).sum().item() * self.bytes_per_token[layer] + stats.bytes_scored
                 seen += stats.tokens_seen * self.heads[layer] * self.bytes_per_token[layer]
@@ -116,9 +194,13 @@ class DecodeStats:
             ``bytes_scored_per_step`` to decide, and ``bytes_dense_per_step`` (what dense attention would have read);
             ``resident_tokens_per_layer`` (per row and KV head, mean over steps);
             ``resident_bytes_mean`` and ``resident_bytes_peak`` (keys, values and state, all layers, as allocated);
+            ``state_bytes`` (of these, what the method remembers: compressed keys, pooling state; the most there were);
             ``blocks_per_head`` and ``tokens_per_head`` (mean read per row and step, layers by KV heads);
-            ``density_per_head`` (tokens read per token seen, layers by KV heads); ``recall_per_layer`` if measured.
+            ``density_per_head`` (tokens read per token seen, layers by KV heads); ``bytes_fetched_per_step``
+            (from slow memory, all layers and rows) if the cache is offloaded; ``recall_per_layer`` if measured.
         """
+        for stats in self.layers.values():
+            self._fold(stats)
         ran = {layer: stats for layer, stats in self.layers.items() if stats.steps}
         density, bytes_read, bytes_scored, bytes_dense = list[list[float]](), 0.0, 0.0, 0.0
         tokens_per_head, blocks_per_head = list[list[float]](), list[list[float]]()
@@ -144,9 +226,13 @@ class DecodeStats:
             "resident_tokens_per_layer": [stats.tokens_held / stats.rows for stats in ran.values()],
             "resident_bytes_mean": sum(stats.resident_sum / stats.steps for stats in ran.values()),
             "resident_bytes_peak": sum(stats.resident_peak for stats in ran.values()),
+            "state_bytes": sum(stats.state_bytes for stats in ran.values()),
             "blocks_per_head": blocks_per_head,
             "tokens_per_head": tokens_per_head,
         }
+        fetched = [stats.bytes_fetched / stats.steps for stats in ran.values() if stats.bytes_fetched is not None]
+        if fetched:
+            summary["bytes_fetched_per_step"] = sum(fetched)
         if any(stats.recall_rows for stats in ran.values()):
             summary["recall_per_layer"] = [
                 float(stats.recall) / stats.recall_rows if stats.recall_rows else None for stats in ran.values()

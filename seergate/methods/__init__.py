@@ -21,6 +21,7 @@ from seergate.methods.raas import RaaS
 from seergate.methods.random import Random
 from seergate.methods.random_evict import RandomEvict
 from seergate.methods.reason_cache import RandomSharing, ReasonCache
+from seergate.methods.resa import ReSA
 from seergate.methods.rpc import RPC
 from seergate.methods.snapkv import SnapKV
 from seergate.methods.streaming_llm import StreamingLLM
@@ -31,7 +32,7 @@ if TYPE_CHECKING:
     from seergate.bank import GateBank
 
 _ALL = (
-    *(Gate, Oracle, Quest, Dense, Random),
+    *(Gate, Oracle, Quest, ReSA, Dense, Random),
     *(StreamingLLM, H2O, TOVA, SnapKV, RKV, RaaS, RPC, LazyEviction, RandomEvict, TriAttention, KV4Bit),
     *(ReasonCache, RandomSharing),
 )
@@ -56,6 +57,7 @@ __all__ = [
     "Random",
     "RandomEvict",
     "RandomSharing",
+    "ReSA",
     "ReasonCache",
     "SelectingMethod",
     "SnapKV",
@@ -121,7 +123,7 @@ def make_method(name: str, *, bank: GateBank | None = None, **options: Any) -> M
     elif bank is None:
         raise SeergateError(f"the method {name!r} needs gates: pass a GateBank instead of its name, or bank=")
     elif kind is Gate:
-        return Gate(bank=bank, **options)
+        return Gate.from_config(bank, bank.decode_config(**options))
     else:
         if "read_budget" not in options:
             raise SeergateError(f"the method {name!r} needs read_budget=, how many tokens the gate may read per step")

@@ -94,6 +94,11 @@ class Step:
         return [start + count for start, count in zip(self.starts, self.counts, strict=True)]
 
     @property
+    def host_lengths(self) -> list[int] | None:
+        """`ends`, or ``None`` where the host does not know them."""
+        return self.ends
+
+    @property
     def max_length(self) -> int:
         """Tokens of the longest row."""
         return max(self.ends)
@@ -177,6 +182,11 @@ class Method(ABC):
         return False
 
     @property
+    def fixed_shapes(self) -> bool:
+        """Whether a decode step can be the same operations whatever the rows' lengths (`methods.fixed_step`)."""
+        return False
+
+    @property
     def nominal(self) -> str:
         """What the method is given to read or to hold, for people: its token budget, its threshold, or ``"all"``."""
         for name, sign in (("token_budget", ""), ("threshold", "p > "), ("top_p", "top-p ")):
@@ -222,6 +232,7 @@ class SelectingMethod(Method):
             rectify_every=self.rectify_every,
             lossless=self.lossless,
             draft_tokens=self.draft_tokens,
+            compat=None,
         )
         if not is_int(self.block_size) or self.block_size < 1:
             raise ValueError(f"block_size is {self.block_size!r}; it must be a positive number of tokens")

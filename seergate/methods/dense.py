@@ -14,6 +14,11 @@ class Dense(Method):
 
     name: ClassVar[str] = "dense"
 
+    @property
+    def fixed_shapes(self) -> bool:
+        """See `Method`."""
+        return True
+
     def new_state(self, spec: LayerSpec) -> LayerState:
         """See `Method`."""
         return LayerState(spec)

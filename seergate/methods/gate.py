@@ -14,6 +14,7 @@ from torch import Tensor
 
 from seergate import ops
 from seergate.config import DecodeConfig
+from seergate.errors import SeergateError
 from seergate.methods.base import LayerSpec, LayerState, SelectingMethod, SelectingState, Step
 from seergate.methods.published import published_selection
 from seergate.ops import Selection
@@ -29,16 +30,26 @@ class Gate(SelectingMethod):
 
     Attributes:
         bank: the gates; it sets the block size.
-        compat: ``"published"`` reproduces the published code's selection (see `DecodeConfig.compat`).
+        compat: ``"published"`` reproduces the published code's selection (see `DecodeConfig.compat`); ``"gates"``
+            becomes what the bank asks for.
+        block_size: that of the bank; 0 stands for it.
     """
 
     name: ClassVar[str] = "gate"
     bank: GateBank = field(repr=False)
-    compat: Literal["published"] | None = None
+    compat: Literal["published", "gates"] | None = "gates"
+    block_size: int = 0
 
     def __post_init__(self) -> None:
-        self.block_size = self.bank.config.block_size
+        size = getattr(getattr(self.bank, "config", None), "block_size", None)
+        if size is None:
+            raise SeergateError(f"bank is a {type(self.bank).__name__}; it must be a GateBank")
+        if self.block_size not in (0, size):
+            raise ValueError(f"block_size is {self.block_size!r}; these gates are for blocks of {size} tokens")
+        self.block_size = size
         super().__post_init__()
+        if self.compat == "gates":
+            self.compat = "published" if self.bank.decode_defaults.get("compat") == "published" else None
         self.rule = replace(self.rule, compat=self.compat)
 
     @classmethod
@@ -52,6 +63,11 @@ class Gate(SelectingMethod):
             return LayerState(spec)
         gate = self.bank.gate(spec.layer).to(spec.device)  # a layer may live on another device than the next
         return GateState(spec, gate, rotate_at_last=self.compat == "published")
+
+    @property
+    def fixed_shapes(self) -> bool:
+        """See `Method`."""
+        return self.compat is None and self.dense_below == 0
 
     def select(self, state: LayerState, step: Step) -> Selection | None:
         """See `SelectingMethod`."""
@@ -111,7 +127,7 @@ class GateState(SelectingState):
             inv_freq=gate.inv_freq,
             attention_scaling=gate.attention_scaling,
             position_offset=self.decode_offset,
-            host_lengths=step.ends,
+            host_lengths=step.host_lengths,
         )
 
     def _append_many(self, step: Step) -> None:
@@ -153,7 +169,7 @@ class GateState(SelectingState):
             if opened < held_from:
                 if opened < new:
                     index = torch.arange(opened, new, device=recent.device)
-                    rotated = keys_BKCD[row : row + 1, :, opened:new]
+                    rotated = keys_BKCD[row : row + 1, :, opened:new].to(recent.device)
                     raw = self.spec.rotary.unrotate(rotated, index[None] + offsets[row])
                     recent[row][:, index % (2 * size)] = raw[0]
                 held_from = opened

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, ClassVar
 
 import torch
@@ -40,7 +40,7 @@ class GateOnEvictor(EvictingMethod):
 
     name: ClassVar[str] = "gate_on_evictor"
     evictor: EvictingMethod
-    gate: Gate = field(repr=False)
+    gate: Gate
 
     def __post_init__(self) -> None:
         named = f"the gate cannot work on what {self.evictor.name!r} leaves"

@@ -35,6 +35,11 @@ class Quest(SelectingMethod):
         if self.group_reduction not in ("max", "mean"):
             raise ValueError(f'group_reduction is {self.group_reduction!r}; it must be "max" or "mean"')
 
+    @property
+    def fixed_shapes(self) -> bool:
+        """See `Method`."""
+        return self.dense_below == 0
+
     def new_state(self, spec: LayerSpec) -> LayerState:
         """See `Method`."""
         return QuestState(spec, self.block_size, self.group_reduction)
@@ -59,7 +64,7 @@ class PageBounds:
         blocks = -(-step.max_length // self.block_size)
         high, low = self.state.grown("high", blocks), self.state.grown("low", blocks)
         if step.k_BKSD.shape[2] == 1 and all(step.counts):
-            rows = torch.arange(len(step.counts), device=high.device)
+            rows = torch.arange(len(step.lengths), device=high.device)
             page, place = (step.lengths - 1) // self.block_size, (step.lengths - 1) % self.block_size
             opens, key = (place == 0)[:, None, None], step.k_BKSD[:, :, 0].to(high.dtype)
             high[rows, :, page] = torch.where(opens, key, torch.maximum(high[rows, :, page], key))

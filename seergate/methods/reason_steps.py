@@ -136,11 +136,12 @@ class Segmenter:
                 self._pieces[token] = self._decode([token])
             piece = self._pieces[token]
             self._open.append(token)
-            self._has_text = self._has_text or bool(piece.strip())
-            if self._has_text and self._border.search(self._tail + piece):
+            recent = self._tail + piece if self._has_text else piece.lstrip()
+            self._has_text = bool(recent)
+            if self._border.search(recent):
                 ended.append(self._end())
             else:
-                self._tail = (self._tail + piece)[-TAIL:]
+                self._tail = recent[-TAIL:]
         return ended
 
     def _end(self) -> ReasoningStep:

@@ -116,7 +116,7 @@ def code_tree(source: str) -> Tree:
 
 
 def _python_tree(node: ast.AST) -> Tree:
-    facts, children = [type(node).__name__], []
+    facts, children = [type(node).__name__], list[Tree]()
     for name, value in ast.iter_fields(node):
         if isinstance(value, ast.AST):
             children.append((name, (_python_tree(value),)))

@@ -21,7 +21,8 @@ class InlineWorker:
     """
 
     def __init__(self, evaluator: Evaluator) -> None:
-        self.evaluator, self.error = evaluator, None  # type: ignore[var-annotated]
+        self.evaluator = evaluator
+        self.error: Exception | None = None
 
     def put(self, events: Sequence[Event]) -> None:
         """Hand events over, in the order in which they happened."""

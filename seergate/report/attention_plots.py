@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -33,6 +34,7 @@ def kept_plot(kept: dict[str, KeptTokens], path: Path, *, layer: int, head: int)
         resident = tokens.resident(layer, head)
         axes.imshow(resident, aspect="auto", cmap="Greys", interpolation="none", vmin=0, vmax=1)
         axes.axvline(tokens.prompt - 0.5, color="#D55E00", linewidth=1)
+        axes.tick_params(labelsize=8)
         share = resident.sum(1).mean() / (np.arange(tokens.prompt, tokens.tokens) + 1).mean() if len(resident) else 1.0
         axes.set_title(f"{name} ({100 * share:.0f} % resident)", fontsize=9)
         axes.set_xlabel("token; the prompt ends at the line", fontsize=8)
@@ -63,9 +65,46 @@ def recurrence_plot(measured: dict[str, Recurrence], path: Path, *, share: float
         axes.axvline(window, color=line.get_color(), linestyle=":", linewidth=1)
     axes.axhline(100 * share, color="#7F7F7F", linewidth=0.8)
     axes.set_xscale("symlog", linthresh=1)
+    axes.set_xlim(left=0)
+    axes.xaxis.set_major_formatter(lambda value, _: f"{value:g}")
     axes.set_ylim(0, 104)
     axes.set_xlabel("maximum recurrence interval (decode steps)")
     axes.set_ylabel("share of tokens (%)")
     axes.legend(title=f"window at {100 * share:g} %", fontsize=8)
+    figure.savefig(path, dpi=DPI)
+    return path
+
+
+KINDS = {"lasting": "#009E73", "milestone": "#56B4E9", "phoenix": "#D55E00", "idle": "#DDDDDD"}
+"""RaaS's kinds of tokens (`Recurrence.kinds`) -> colour."""
+
+
+def kinds_plot(found: Recurrence, budgets: Sequence[int], path: Path) -> Path:
+    """Shares of lasting, milestone, phoenix and idle tokens by cache size, of the prompt and of what was generated.
+
+    The statistics that the RaaS paper reads off by eye (its section 3.1 and Figure 3). Phoenix tokens are what a cache
+    that lets the least recently used token go has lost when they are needed.
+
+    Args:
+        found: what was measured.
+        budgets: sizes of the cache, in tokens.
+        path: of the picture.
+    """
+    from matplotlib.figure import Figure
+
+    if not budgets:
+        raise SeergateError("there is no cache size to draw")
+    figure = Figure(figsize=(8.0, 3.4), layout="constrained")
+    kinds = {budget: found.kinds(budget) for budget in budgets}
+    for axes, part in zip(figure.subplots(1, 2, sharey=True), ("prompt", "generated"), strict=True):
+        bottom = np.zeros(len(budgets))
+        for kind, colour in KINDS.items():
+            shares = np.array([100 * kinds[budget][part][kind] for budget in budgets])
+            axes.bar([str(budget) for budget in budgets], shares, bottom=bottom, color=colour, label=kind)
+            bottom += shares
+        axes.set_title(f"tokens of the {'prompt' if part == 'prompt' else 'answer'}", fontsize=10)
+        axes.set_xlabel("cache size (tokens)")
+    figure.axes[0].set_ylabel("share (%)")
+    figure.legend(*figure.axes[0].get_legend_handles_labels(), loc="outside right upper", fontsize=8, frameon=False)
     figure.savefig(path, dpi=DPI)
     return path

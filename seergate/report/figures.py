@@ -12,11 +12,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from seergate.errors import SeergateError
+from seergate.eval.stats import correlation
 from seergate.report.findings import findings
 from seergate.report.load import Setting, Sweep
-from seergate.report.plots import accuracy_plot, line_style, pyplot, save, style
+from seergate.report.plots import accuracy_plot, conditions, pyplot, save
 from seergate.report.published import TABLE_1, model_key
-from seergate.report.tables import NONE, accuracy_table, limit_of, markdown
+from seergate.report.styles import line_style, style
+from seergate.report.tables import NONE, accuracy_table, limit_of, markdown, proxy_table
 
 Points = dict[str, list[tuple[float, Setting]]]
 """Series -> (place on the x axis, setting)."""
@@ -96,7 +99,8 @@ def _threshold_and_budget(sweep: Sweep, path: Path) -> Path:
             left.plot(list(curve), list(curve.values()), line, marker=".", color=colour, label=s.label)
     left.set(xlabel="tokens of context", ylabel="tokens read per KV head and step")
     left.set_title("(a) activated tokens; full lines: budget, dashed: threshold", fontsize=10)
-    left.legend(frameon=False, fontsize=8)
+    left.legend(frameon=False, fontsize=8, ncol=3, loc="upper center", bbox_to_anchor=(0.5, -0.14))
+    left.spines[["top", "right"]].set_visible(False)
     points: Points = {
         name: [(100 * s.metrics["density"], s) for s in group if s.metrics["density"] is not None]
         for name, group in (("gate, budget", budgets), ("gate, threshold", thresholds))
@@ -188,11 +192,79 @@ def _read_thresholds(sweep: Sweep) -> list[str]:
     return lines
 
 
+def _proxies_table(sweep: Sweep) -> str:
+    return proxy_table(sweep) or accuracy_table(sweep)
+
+
+PREDICTORS = {
+    "next_token_kl": ("next-token KL to dense (nats)", -1),
+    "recall": ("recall of attention mass (%)", 1),
+    "perplexity": ("perplexity of dense's answers", -1),
+}
+"""Proxy -> label of its axis, and whether more of it should mean more (1) or less (-1) accuracy."""
+
+
+def _measured(sweep: Sweep, proxy: str) -> list[Setting]:
+    return [s for s in sweep.settings if s is not sweep.dense and s.metrics[proxy] is not None]
+
+
+def _proxies(sweep: Sweep, path: Path) -> Path:
+    """Accuracy against each cheap proxy, a point per setting."""
+    plt = pyplot()
+    shown = [proxy for proxy in PREDICTORS if len(_measured(sweep, proxy)) > 1]
+    if not shown:
+        raise SeergateError("the proxies were not measured; give measure_recall: true")
+    figure, axes = plt.subplots(1, len(shown), figsize=(4.6 * len(shown), 4.2), sharey=True, squeeze=False)
+    for axis, proxy in zip(axes[0], shown, strict=True):
+        scale = 100 if proxy == "recall" else 1
+        for name in dict.fromkeys(s.series for s in _measured(sweep, proxy)):
+            points = [s for s in _measured(sweep, proxy) if s.series == name]
+            how = {**style(name), "linestyle": ""}
+            axis.plot(
+                [scale * s.metrics[proxy] for s in points], [100 * s.accuracy.mean for s in points], label=name, **how
+            )
+        if proxy == "next_token_kl":
+            axis.set_xscale("symlog", linthresh=1e-3)
+        elif proxy == "perplexity":
+            axis.set_xscale("log")
+        axis.set(xlabel=PREDICTORS[proxy][0], ylim=(-2, 104))
+        axis.set_title(f"rank correlation {_rank_correlation(sweep, proxy):.2f}", fontsize=10)
+        axis.grid(axis="y", color="#DDDDDD", linewidth=0.8)
+        axis.spines[["top", "right"]].set_visible(False)
+    axes[0, 0].set_ylabel("accuracy (%)")
+    axes[0, -1].legend(frameon=False, fontsize=8, loc="center left", bbox_to_anchor=(1.0, 0.5))
+    figure.suptitle(f"Do cheap figures predict accuracy?\n{conditions(sweep)}", fontsize=10, y=1.04)
+    return save(figure, path)
+
+
+def _rank_correlation(sweep: Sweep, proxy: str) -> float:
+    points = _measured(sweep, proxy)
+    sign = PREDICTORS[proxy][1]
+    return correlation([sign * s.metrics[proxy] for s in points], [s.accuracy.mean for s in points])
+
+
+def _read_proxies(sweep: Sweep) -> list[str]:
+    lines = []
+    for proxy, (label, sign) in PREDICTORS.items():
+        points = _measured(sweep, proxy)
+        if len(points) > 2:
+            wanted = "high" if sign > 0 else "low"
+            lines.append(
+                f"{wanted} {label}: rank correlation {_rank_correlation(sweep, proxy):.2f} with accuracy over "
+                f"{len(points)} settings ({', '.join(dict.fromkeys(s.series for s in points))})."
+            )
+    lines.append(
+        "1 would be perfect prediction of the order, 0 none. Settings are not independent samples of anything."
+    )
+    return lines
+
+
 FIGURES: dict[str, Figure] = {
     "4": Figure("Oracle selection by block size and budget", accuracy_plot, accuracy_table, _read_spread),
     "5": Figure("Accuracy against token budget", accuracy_plot, accuracy_table, findings),
     "7": Figure("Accuracy against block size", _block_sizes, accuracy_table, _read_spread),
     "8": Figure("First layers dense, or all sparse", accuracy_plot, accuracy_table, _read_spread),
     "9": Figure("Threshold against token budget", _threshold_and_budget, accuracy_table, _read_thresholds),
+    "proxies": Figure("Cheap proxies against accuracy", _proxies, _proxies_table, _read_proxies),
     "table1": Figure("Accuracy and length of the reasoning", None, length_table, _read_lengths),
 }

@@ -10,7 +10,9 @@ from seergate.report.load import Setting, Sweep
 CLOSE = 0.02
 """Two points: how near to dense counts as matching it."""
 
-RECENCY = "streaming_llm"
+CONTROL = "random_evict"
+FEW = 2
+"""With more evicting methods than this, the gate is compared with all of them in one sentence."""
 
 
 def findings(sweep: Sweep) -> list[str]:
@@ -19,10 +21,51 @@ def findings(sweep: Sweep) -> list[str]:
     if sweep.dense is not None:
         lines.append(_dense(sweep, sweep.dense))
         lines += [_against_dense(sweep, method, sweep.dense) for method in sweep.methods if method != "random"]
+        lines += [_without_budget(sweep, setting, sweep.dense) for setting in sweep.settings if _fixed(setting)]
     if "gate" in sweep.methods:
-        lines += [_gate_against(sweep, other) for other in sweep.methods if other not in ("gate", "oracle", "random")]
+        evicting = [m for m in sweep.methods if any(s.evicts for s in sweep.of(m))]
+        few = sweep.methods if len(evicting) <= FEW else [m for m in sweep.methods if m not in evicting]
+        lines += [_gate_against(sweep, other) for other in few if other not in ("gate", "oracle", "random")]
+        if len(evicting) > FEW:
+            lines.append(_ahead(sweep, "gate", evicting, "gate is"))
+    if CONTROL in sweep.methods:
+        rest = [m for m in sweep.methods if m != CONTROL and any(s.evicts for s in sweep.of(m))]
+        if rest:
+            lines.append(_ahead(sweep, CONTROL, rest, f"{CONTROL}, the control of all evictors, is"))
     lines += _recall(sweep)
     return lines
+
+
+def _fixed(setting: Setting) -> bool:
+    """Whether a setting has neither a budget nor a threshold."""
+    return setting.method != "dense" and setting.budget is None and setting.threshold is None
+
+
+def _without_budget(sweep: Sweep, setting: Setting, dense: Setting) -> str:
+    difference = sweep.difference(setting, dense)
+    start = f"{setting.label} ({setting.nominal}) is {_gap(difference)} dense"
+    held, everything = (s.metrics["resident_bytes_mean"] for s in (setting, dense))
+    if not held or not everything:
+        return f"{start}."
+    return f"{start}, and holds {_percent(held / everything)} of its bytes."
+
+
+def _ahead(sweep: Sweep, ours: str, others: list[str], start: str) -> str:
+    """At how many budgets one series is ahead of, and behind, each of several others."""
+    parts = []
+    for other in others:
+        pairs = [(sweep.at(ours, budget), sweep.at(other, budget)) for budget in sweep.budgets]
+        found = [sweep.difference(a, b) for a, b in pairs if a is not None and b is not None]
+        if found:
+            ahead = sum(d.mean > 2 * d.se for d in found)
+            behind = sum(d.mean < -2 * d.se for d in found)
+            parts.append(f"{other} {ahead}, {behind} of {len(found)}")
+    if not parts:
+        return f"{start} at no budget that the others were run at."
+    return (
+        f"{start} more than two standard errors ahead of, and behind, at how many equal token budgets: "
+        f"{'; '.join(parts)}."
+    )
 
 
 def _dense(sweep: Sweep, dense: Setting) -> str:
@@ -106,6 +149,13 @@ def cautions(sweep: Sweep) -> list[str]:
             lines.insert(0, "dense itself is not clearly better than guessing, so the comparison says nothing.")
     if str(sweep.config["task"]["name"]) == "gpqa_diamond_published":
         lines.append("in this file the right option is A in every problem; a model that likes A gains from that.")
+    if {s.evicts for s in sweep.settings if s.method != "dense"} == {True, False}:
+        lines.append(
+            "at equal token budgets an evicting method holds what a selecting one reads, and the selecting one holds "
+            "everything: compare the two by bytes."
+        )
+    if "kv4bit" in {s.method for s in sweep.settings} and sweep.config["model"].get("dtype") == "float32":
+        lines.append("kv4bit replaces a cache of 32-bit numbers here; of the usual 16 bits it would save less.")
     sizes = {s.config["method"]["block_size"] for s in sweep.settings if "block_size" in s.config["method"]}
     if len(sizes) > 1:
         lines.append(f"block sizes differ between methods ({', '.join(map(str, sorted(sizes)))} tokens).")

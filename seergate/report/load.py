@@ -10,9 +10,18 @@ from seergate.errors import SeergateError
 from seergate.eval import store
 from seergate.eval.metrics import by_problem, derive
 from seergate.eval.stats import Estimate, clustered, paired, wilson
+from seergate.methods import EvictingMethod, method_class
 
-ORDER = ("dense", "oracle", "gate", "quest", "streaming_llm", "random")
-"""Methods are listed in this order; others follow by name."""
+ORDER = (
+    *("dense", "kv4bit", "oracle", "gate", "quest", "resa", "random"),
+    *("streaming_llm", "h2o", "tova", "snapkv", "r_kv", "raas", "rpc", "lazy_eviction", "tri_attention"),
+    *("reason_cache", "random_sharing", "random_evict"),
+)
+"""Methods are listed in this order: those that keep everything, those that evict, the control of each last. Others
+follow by name."""
+
+SAID_OTHERWISE = ("name", "nominal", "token_budget", "threshold", "top_p", "block_size", "dense_layers")
+"""What a series need not be told apart by: it is said beside it, or elsewhere in its name."""
 
 
 @dataclass(frozen=True)
@@ -54,6 +63,24 @@ class Setting:
         if self.budget is not None:
             return f"{name} at {self.budget}"
         return name if self.threshold is None else f"{name}, threshold {self.threshold:g}"
+
+    @property
+    def nominal(self) -> str:
+        """What it was given to read or to hold, in words; for methods without a token budget, too."""
+        known = self.config["method"].get("nominal")
+        if known is not None:
+            return str(known)
+        if self.budget is None:
+            return "all" if self.threshold is None else f"p > {self.threshold:g}"
+        return str(self.budget)
+
+    @property
+    def evicts(self) -> bool:
+        """Whether its method lets go of tokens, or keeps them in another form, instead of reading some of all."""
+        try:
+            return issubclass(method_class(self.method), EvictingMethod)
+        except SeergateError:  # somebody's own
+            return False
 
     @property
     def threshold(self) -> float | None:
@@ -200,6 +227,8 @@ def _named(settings: list[Setting]) -> list[Setting]:
                 if setting.dense_layers
                 else ", all sparse"
             )
+        for key in _distinguishing(same):
+            name += f", {key}={_brief(_option(setting, key))}"
         named.append(replace(setting, series=name))
     labels = [(s.series, s.budget, s.threshold) for s in named]
     twice = [named[i] for i, label in enumerate(labels) if labels.count(label) > 1]
@@ -210,7 +239,28 @@ def _named(settings: list[Setting]) -> list[Setting]:
     return named
 
 
+def _distinguishing(settings: list[Setting]) -> list[str]:
+    """Options in which two settings of one method differ that have all else that is said of them in common."""
+    found: dict[str, None] = {}
+    groups: dict[Any, list[Setting]] = {}
+    for s in settings:
+        groups.setdefault((s.budget, s.threshold, s.block_size, s.dense_layers), []).append(s)
+    for group in groups.values():
+        keys = dict.fromkeys(key for s in group for key in s.config["method"] if key not in SAID_OTHERWISE)
+        found |= dict.fromkeys(key for key in keys if len({repr(_option(s, key)) for s in group}) > 1)
+    return list(found)
+
+
+def _option(setting: Setting, key: str) -> Any:
+    return setting.config["method"].get(key)
+
+
+def _brief(value: Any) -> str:
+    return str(value).split(",", 1)[0]
+
+
 def _rank(setting: Setting) -> tuple[Any, ...]:
-    known = ORDER.index(setting.method) if setting.method in ORDER else len(ORDER)
+    name = setting.method.partition("+")[0]
+    known = ORDER.index(name) if name in ORDER else len(ORDER)
     kept = setting.block_size or 0, setting.dense_layers, setting.budget or 10**9, setting.threshold or 0.0
-    return known, setting.method, *kept
+    return known, setting.method, *kept, setting.metrics["resident_bytes_mean"] or 0.0

@@ -1,4 +1,4 @@
-"""The report's plots. A method has one colour (Okabe and Ito's, safe for colour-blind readers) and one marker."""
+"""The report's plots against token budgets, and what all plots share."""
 
 from __future__ import annotations
 
@@ -10,37 +10,13 @@ from seergate.errors import SeergateError
 from seergate.eval.stats import Z95
 from seergate.report.load import Setting, Sweep
 from seergate.report.published import published
+from seergate.report.styles import STYLES, line_style, style
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-STYLES: dict[str, tuple[str, str]] = {
-    "dense": ("#000000", ""),
-    "oracle": ("#0072B2", "s"),
-    "gate": ("#D55E00", "o"),
-    "quest": ("#009E73", "^"),
-    "streaming_llm": ("#CC79A7", "v"),
-    "random": ("#7F7F7F", "x"),
-}
-SPARE = (("#E69F00", "D"), ("#56B4E9", "P"), ("#F0E442", "*"))
 DPI = 150
-
-
-def style(method: str) -> dict[str, Any]:
-    """Colour and marker of a method, the same in every plot."""
-    name = method.replace(",", " ").split()[0]  # of a series such as "quest b16"
-    colour, marker = STYLES.get(name) or SPARE[sum(map(ord, name)) % len(SPARE)]
-    return {"color": colour, "marker": marker, "markersize": 6, "linewidth": 2.4 if name == "gate" else 1.6}
-
-
-LINES = ("-", "--", ":", "-.")
-
-
-def line_style(series: str, all_series: list[str]) -> str:
-    """Variants of one method share its colour and differ in their line."""
-    same = [s for s in all_series if style(s)["color"] == style(series)["color"]]
-    return LINES[same.index(series) % len(LINES)]
 
 
 def accuracy_plot(sweep: Sweep, path: Path) -> Path:
@@ -124,10 +100,61 @@ def _against_budget(
     title: str,
     zero_to: float | None = None,
 ) -> Path:
-    figure, axis = pyplot().subplots(figsize=(6.8, 4.4))
-    count = len(sweep.methods)
-    for i, method in enumerate(sweep.methods):
-        shift = 2 ** (0.035 * (i - (count - 1) / 2))  # side by side, so that no error bar hides another
+    groups = panels(sweep)
+    figure, axes = pyplot().subplots(1, len(groups), figsize=(6.8 * len(groups), 4.4), squeeze=False, sharey=True)
+    for axis, (name, methods) in zip(axes[0], groups.items(), strict=True):
+        _lines(axis, sweep, methods, interval)
+        if sweep.dense is not None:
+            mean, low, high = interval(sweep.dense)
+            axis.axhline(mean, color=STYLES["dense"][0], linestyle="--", linewidth=1.4, label="dense", zorder=1)
+            axis.axhspan(low, high, color="#000000", alpha=0.07, linewidth=0, zorder=0)
+        chance = sweep.config["task"].get("chance")
+        if zero_to is not None and chance:
+            axis.axhline(100 * chance, color="#7F7F7F", linestyle=":", linewidth=1.2, label="guessing", zorder=1)
+        if zero_to is not None and "gate" in methods:
+            _draw_published(axis, sweep)
+        budget_axis(axis, sweep.budgets)
+        axis.set_title(name, fontsize=10)
+        axis.legend(frameon=False, fontsize=9, loc="center left", bbox_to_anchor=(1.0, 0.5))
+    top = zero_to if zero_to is not None else axes[0, 0].get_ylim()[1] * 1.05
+    axes[0, 0].set_ylim(-0.02 * top, top)  # a marker at zero is drawn whole
+    axes[0, 0].set_ylabel(ylabel)
+    heading = f"{title}\n{conditions(sweep)}; bars and band: 95 % intervals"
+    if len(groups) == 1:
+        axes[0, 0].set_title(heading, fontsize=10)
+    else:
+        figure.suptitle(heading, fontsize=10, y=1.02)
+        figure.subplots_adjust(wspace=0.55)
+    return save(figure, path)
+
+
+CROWD = 7
+"""More lines than this are drawn in two panels: methods that read a part, and methods that keep a part."""
+
+
+def panels(sweep: Sweep) -> dict[str, list[str]]:
+    """Title of each panel -> its series."""
+    if len(sweep.methods) <= CROWD:
+        return {"": sweep.methods}
+    evicting = {s.series for s in sweep.settings if s.evicts}
+    parts = {
+        "keep everything, read a part": [m for m in sweep.methods if m not in evicting],
+        "keep a part": [m for m in sweep.methods if m in evicting],
+    }
+    return {title: methods for title, methods in parts.items() if methods}
+
+
+def conditions(sweep: Sweep) -> str:
+    """Model, task and number of problems, for titles."""
+    model = Path(str(sweep.config["model"]["path"])).name
+    return f"{model} on {sweep.config['task']['name']}, {sweep.settings[0].accuracy.n} problems"
+
+
+def _lines(
+    axis: Axes, sweep: Sweep, methods: list[str], interval: Callable[[Setting], tuple[float, float, float]]
+) -> None:
+    for i, method in enumerate(methods):
+        shift = 2 ** (0.035 * (i - (len(methods) - 1) / 2))  # side by side, so that no error bar hides another
         values = [interval(s) for s in sweep.of(method)]
         budgets = [(s.budget or 0) * shift for s in sweep.of(method)]
         errors = [[max(0.0, m - low) for m, low, _ in values], [max(0.0, high - m) for m, _, high in values]]
@@ -139,27 +166,9 @@ def _against_budget(
             elinewidth=1,
             label=method,
             zorder=3 if method.startswith("gate") else 2,
-            linestyle=line_style(method, sweep.methods),
+            linestyle=line_style(method, methods),
             **style(method),
         )
-    if sweep.dense is not None:
-        mean, low, high = interval(sweep.dense)
-        axis.axhline(mean, color=STYLES["dense"][0], linestyle="--", linewidth=1.4, label="dense", zorder=1)
-        axis.axhspan(low, high, color="#000000", alpha=0.07, linewidth=0, zorder=0)
-    chance = sweep.config["task"].get("chance")
-    if zero_to is not None and chance:
-        axis.axhline(100 * chance, color="#7F7F7F", linestyle=":", linewidth=1.2, label="guessing", zorder=1)
-    if zero_to is not None:
-        _draw_published(axis, sweep)
-    budget_axis(axis, sweep.budgets)
-    axis.set_ylabel(ylabel)
-    top = zero_to if zero_to is not None else axis.get_ylim()[1] * 1.05
-    axis.set_ylim(-0.02 * top, top)  # a marker at zero is drawn whole
-    task, model = sweep.config["task"]["name"], Path(str(sweep.config["model"]["path"])).name
-    n = sweep.settings[0].accuracy.n
-    axis.set_title(f"{title}\n{model} on {task}, {n} problems; bars and band: 95 % intervals", fontsize=10)
-    axis.legend(frameon=False, fontsize=9, loc="center left", bbox_to_anchor=(1.0, 0.5))
-    return save(figure, path)
 
 
 def _draw_published(axis: Axes, sweep: Sweep) -> None:

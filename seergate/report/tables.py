@@ -79,6 +79,7 @@ def cost_table(sweep: Sweep) -> str:
         "budget",
         "block size",
         "density %",
+        "tokens cached",
         "kB read per step",
         "kB resident, mean",
         "kB resident, peak",
@@ -94,6 +95,7 @@ def cost_table(sweep: Sweep) -> str:
                 limit_of(s),
                 _plain(s.config["method"].get("block_size")),
                 _scaled(m["density"], 100, 1),
+                _scaled(m["cached_tokens"], 1, 0),
                 _scaled(m["bytes_read_per_step"], 1e-3, 1),
                 _scaled(m["resident_bytes_mean"], 1e-3, 1),
                 _scaled(m["resident_bytes_peak"], 1e-3, 1),
@@ -124,8 +126,8 @@ def recall_table(sweep: Sweep) -> str | None:
 
 
 def limit_of(s: Setting) -> str:
-    """Its budget, or its threshold."""
-    return f"p > {s.threshold:g}" if s.budget is None and s.threshold is not None else _plain(s.budget)
+    """What it is given to read or to hold: a budget, a threshold, or words."""
+    return NONE if s.method == "dense" else s.nominal
 
 
 def pass_table(sweep: Sweep) -> str | None:

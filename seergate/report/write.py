@@ -13,6 +13,8 @@ from typing import Any
 from seergate.eval.engine import Limit
 from seergate.eval.stats import correlation
 from seergate.eval.store import write_text
+from seergate.report.byte_plots import bytes_plot
+from seergate.report.equal_bytes import equal_bytes
 from seergate.report.findings import cautions, findings
 from seergate.report.load import Sweep, load_sweeps
 from seergate.report.plots import accuracy_plot, length_plot, recall_plot
@@ -78,6 +80,11 @@ def _section(sweep: Sweep, out: Path, suffix: str) -> tuple[str, list[Path]]:
     if sweep.budgets:
         plots.append(accuracy_plot(sweep, out / f"accuracy{suffix}.png"))
         blocks.append(f"![Accuracy against token budget]({plots[-1].name})")
+    if any(s.evicts for s in sweep.settings) and (against_bytes := bytes_plot(sweep, out / f"bytes{suffix}.png")):
+        plots.append(against_bytes)
+        blocks.append(f"![Accuracy against bytes held and bytes read]({against_bytes.name})")
+    for heading, text in equal_bytes(sweep):
+        blocks += [f"## {heading}", text]
     blocks += ["## Accuracy", accuracy_table(sweep), _ACCURACY_NOTE]
     if beside := published_table(sweep):
         blocks += ["## Beside the published numbers", beside, _PUBLISHED_NOTE]
@@ -105,9 +112,10 @@ _ACCURACY_NOTE = (
     "nothing was boxed."
 )
 _COST_NOTE = (
-    "Per sequence, all layers together. *density*: tokens read per token of context, mean over decode steps. *read "
-    "per step* counts keys, values and whatever the method read to decide. *resident* is memory as allocated. "
-    "*tokens/s* is what the batch as a whole delivered on the machine below, and depends on what else ran there."
+    "Per sequence, all layers together. *density*: tokens read per token of context, mean over decode steps. *tokens "
+    "cached*: per layer and KV head, mean over steps; what kv4bit has rounded lies beside the cache. *read per step* "
+    "counts keys, values and whatever the method read to decide. *resident* is memory as allocated. *tokens/s* is "
+    "what the batch as a whole delivered on the machine below, and depends on what else ran there."
 )
 
 
@@ -124,7 +132,8 @@ def _proxy_note(sweep: Sweep) -> str:
     first = measured[0].proxies or {}
     note = (
         f"Measured on {first.get('windows')} windows of {first.get('tokens_per_window')} tokens of reference "
-        "reasoning, read densely up to the window and then decoded token by token: how far the distribution of the "
+        "reasoning, read densely up to the window (evicting methods decode their way there, but not from further back "
+        "than 1024 tokens) and then decoded token by token: how far the distribution of the "
         "next token moves from dense, how often its most probable token stays the same, and the perplexity of the "
         "reference under the method and under dense attention. Errors that build up over longer stretches are not in "
         "these figures."

@@ -101,7 +101,7 @@ def test_regrade_tells_what_changes(runs, capsys):
 
 @pytest.mark.slow
 @pytest.mark.timeout(900)
-@pytest.mark.parametrize("name", ["5", "7", "9", "table1", "table2"])
+@pytest.mark.parametrize("name", ["4", "5", "7", "8", "9", "table1", "table2", "proxies"])
 def test_figures_are_drawn(name, tmp_path):
     """On the model that ships, far too small to show anything but that every step works."""
     extra = [] if name == "table2" else ["--problems", 2, "--variables", 8]
@@ -115,6 +115,26 @@ def test_figures_are_drawn(name, tmp_path):
         assert (tmp_path / f"{label}.svg").is_file()
     if name != "table2":
         assert (tmp_path / "report.html").is_file()
+
+
+@pytest.mark.slow
+def test_what_methods_do_to_one_answer_is_drawn(tmp_path, capsys):
+    problem = ["--problems", 1, "--variables", 8, "--max-new-tokens", 60, "--out", tmp_path]
+    methods = "raas,raas:block_size=8,h2o:interval=8,lazy_eviction:window=auto:alpha=0.01,rpc:interval=16:window=8"
+    assert call("figure", "kept", "--method", methods, "--budget", 48, *problem) == 0
+    text = (tmp_path / "figure-kept.md").read_text()
+    assert text.count("\n| ") == 1 + 5 + 1
+    assert (tmp_path / "figure-kept.png").stat().st_size > 10_000
+    assert call("figure", "recurrence", *problem) == 0
+    record = json.loads((tmp_path / "figure-recurrence.json").read_text())
+    assert len(record["kinds"]) == 4 and sum(record["histogram"].values()) > 100
+    for name in ("figure-recurrence", "figure-kinds"):
+        assert f"({name}.png)" in (tmp_path / "figure-recurrence.md").read_text()
+        assert (tmp_path / f"{name}.png").stat().st_size > 10_000
+    assert call("figure", "kept", "--method", "kv4bit", *problem) == 2
+    assert "'kv4bit' evicts nothing" in capsys.readouterr().err
+    assert call("figure", "kept", "--method", "quest", *problem) == 2
+    assert call("figure", "recurrence", "--alpha", "2", *problem) == 2
 
 
 @pytest.mark.parametrize(

@@ -5,16 +5,10 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 from seergate.distill import TrainConfig, load_train_config
-
-# PyTorch notes at the first use of a device context which functions make tensors. Let that be now, before the tests
-# replace some: a model of eight billion weights that is meant to be on "meta" would otherwise be made in memory.
-with torch.device("meta"):
-    torch.zeros(1)
 
 PLAIN = """\
 {%- for m in messages %}<|im_start|>{{ m.role }}

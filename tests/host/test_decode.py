@@ -217,17 +217,6 @@ def test_stock_ways_of_generating():
     assert stats["steps"] > 20 and 0 < stats["density"] <= 1
 
 
-def test_assisted_decoding_is_plain_decoding():
-    model, assistant = tiny_model("qwen3"), tiny_model("qwen3")
-    with seergate.attached(model, gates(model), token_budget=4096) as handle:
-        alone = model.generate(input_ids=prompt(30), max_new_tokens=24)
-        handle.reset_stats()
-        looked_up = model.generate(input_ids=prompt(30), max_new_tokens=24, prompt_lookup_num_tokens=3)
-        assert handle.stats()["steps"] > 12
-    assert torch.equal(alone, looked_up)
-    assert assistant.generate(input_ids=prompt(30), max_new_tokens=4).shape == (1, 34)
-
-
 @pytest.mark.parametrize("name", ["gate", "quest", "oracle", "random", "dense"])
 def test_drafted_tokens_are_verified_with_the_methods_own_attention(name):
     """A chunk gives what its tokens give one by one, over block borders and in ragged rows."""

@@ -11,7 +11,12 @@ from transformers import DynamicCache, StoppingCriteria, StoppingCriteriaList
 from transformers.generation.streamers import BaseStreamer
 
 import seergate
-from seergate import DecodeConfig, SeergateError, methods
+from seergate import DecodeConfig, GateBank, SeergateError, methods
+from seergate.chain_sum import make_problem
+from seergate.eval.engine import Engine, Limit
+from seergate.eval.sampling import Sampling
+from seergate.loading import load_base, load_tokenizer
+from seergate.paths import shipped
 from tests.host.chi_square import looks_like
 from tests.host.test_decode import BLOCK, gates
 from tests.models import VOCABULARY, left_padded, prompt, tiny_model
@@ -62,6 +67,16 @@ def test_families_whose_layers_differ(family):
             with seergate.attached(model, method) as handle:
                 assert torch.equal(model.generate(**batch, max_new_tokens=24), expected)
                 assert handle.stats()["lossless"]["cycles"] > 2
+
+
+def test_a_cache_that_cannot_take_tokens_back_decodes_densely():
+    """A static window drops what leaves it: nothing is drafted, and the text is the dense model's all the same."""
+    model = tiny_model("gemma3_text")
+    expected = model.generate(input_ids=prompt(45), max_new_tokens=8)
+    with seergate.attached(model, selector(model, "oracle", 16, lossless=True, draft_tokens=3)) as handle:
+        found = model.generate(input_ids=prompt(45), max_new_tokens=8, cache_implementation="static")
+        assert handle.stats()["lossless"]["cycles"] == 0
+    assert torch.equal(found, expected)
 
 
 class _Texts(BaseStreamer):
@@ -203,6 +218,29 @@ def test_drafts_are_dropped_where_they_do_not_pay():
     assert counted["expected_speedup"] > 0.9
 
 
+@pytest.mark.parametrize("rule", [{"token_budget": 64}, {"threshold": 0.05}])
+def test_the_length_of_drafts_is_chosen(rule):
+    """A trained model and its gates. With weights that cost nothing, as beside many long rows, it pays to draft, and
+    the figures say so; with weights that cost everything, it does not."""
+    model, tokenizer = load_base("checkpoints/tiny-reasoner"), load_tokenizer("checkpoints/tiny-reasoner")
+    model.generation_config.do_sample = False
+    question = make_problem(20, random.Random(0)).messages[:1]
+    text = tokenizer.apply_chat_template(question, tokenize=False, add_generation_prompt=True)
+    inputs = tokenizer(text, return_tensors="pt", add_special_tokens=False)
+    expected = model.generate(**inputs, max_new_tokens=60)
+    bank, runs = GateBank.from_pretrained(shipped("checkpoints/tiny-reasoner/gates")), []
+    with seergate.attached(model, bank, lossless=True, **rule) as handle:
+        for weights in (0, 10**12):
+            handle.reset_stats()
+            handle.correction.weight_bytes = weights
+            assert torch.equal(model.generate(**inputs, max_new_tokens=60), expected)
+            runs.append(handle.stats()["lossless"])
+    light, heavy = runs
+    assert light["cycles"] > light["plain_steps"] and light["acceptance"] > 0.7
+    assert light["expected_speedup"] > 1.2 and light["tokens_per_dense_pass"] > 2
+    assert heavy["plain_steps"] >= 58 and heavy["expected_speedup"] > 0.95
+
+
 def sampled_counts(model, method, ids, calls, rows, new):
     """How often each sequence of new tokens was drawn."""
     size = model.config.vocab_size
@@ -290,8 +328,19 @@ def test_refusals():
     for clean in (model, hybrid):
         assert "generate" not in vars(clean)
         seergate.attach(clean, "dense").detach()
-    handle = seergate.attach(model, "oracle", block_size=8, lossless=True)
-    handle.detach()
+    with (
+        seergate.attached(model, "oracle", block_size=8, lossless=True) as handle,
+        pytest.raises(SeergateError, match="lossless 'oracle' says what the dense model says.*evaluate 'dense'"),
+    ):
+        Engine(
+            model,
+            tokenizer=None,
+            batch_size=1,
+            limit=Limit(new_tokens=4),
+            sampling=Sampling(),
+            on_finished=print,
+            handle=handle,
+        )
     with pytest.raises(SeergateError, match="plain model in between"):
         cache = DynamicCache()
         with seergate.attached(model, methods.Oracle(block_size=8, lossless=True)) as handle:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+
 import pytest
 import torch
 from transformers import DynamicCache
@@ -197,6 +199,16 @@ def test_static_caches_are_rectified_too():
     assert torch.equal(dynamic, static)
 
 
+def test_copies_of_a_rectified_model():
+    """A copy has hooks, counters and caches of its own."""
+    model = tiny_model("qwen3")
+    with seergate.attached(model, selector(model, "oracle", rectify_every=4)) as handle:
+        twin = copy.deepcopy(model)
+        texts = [each.generate(input_ids=prompt(45), max_new_tokens=14) for each in (model, twin)]
+        counted = [handle.stats()["rectification"], seergate.handle_of(twin).stats()["rectification"]]
+    assert torch.equal(*texts) and counted[0] == counted[1] == {"every": 4, "passes": 3, "tokens": 12}
+
+
 def test_a_cache_narrowed_to_some_rows():
     model = tiny_model("qwen3")
     with seergate.attached(model, selector(model, "quest")):
@@ -222,6 +234,12 @@ def test_refusals():
         seergate.attach(hybrid, "oracle", block_size=8, rectify_every=4)
     with pytest.raises(ValueError, match="rectify_every is 0; it must be a positive number of tokens, or None"):
         seergate.attach(model, "oracle", block_size=8, rectify_every=0)
+    windowed = tiny_model("gemma3_text")
+    with (
+        seergate.attached(windowed, selector(windowed, "oracle", rectify_every=4)),
+        pytest.raises(SeergateError, match="a StaticSlidingWindowLayer cannot do; use a dynamic cache"),
+    ):
+        windowed.generate(input_ids=prompt(45), max_new_tokens=8, cache_implementation="static")
     hooks = len(model.model._forward_hooks) + len(model.model._forward_pre_hooks)
     cache = DynamicCache()
     with seergate.attached(model, selector(model, "oracle", rectify_every=4)):

@@ -1,7 +1,8 @@
 """A stand-in of the Hugging Face Hub that speaks enough of its HTTP API for the real client, on 127.0.0.1.
 
 Repositories, branches, commits, pull requests, LFS uploads and downloads, range requests, tokens, private
-repositories; and faults on demand: a status instead of an answer, or a connection cut in the middle of a body.
+repositories, datasets to read; and faults on demand: a status instead of an answer, or a connection cut in the middle
+of a body.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ import re
 import threading
 from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import PurePosixPath
 from typing import Any
 from urllib.parse import parse_qs, unquote, urlsplit
 
@@ -81,7 +83,7 @@ class Hub:
 
     def __init__(self, tokens: dict[str, set[str]] | None = None) -> None:
         self.tokens = {"writer": {"org"}, "reader": set()} if tokens is None else tokens
-        self.repos: dict[str, Repo] = {}
+        self.repos: dict[str, Repo] = {}  # a dataset's name begins with "datasets/"
         self.lfs: dict[str, bytes] = {}
         self.faults: list[Fault] = []
         self.requests: list[tuple[str, str, dict[str, str]]] = []
@@ -107,6 +109,13 @@ class Hub:
     def __exit__(self, *_: object) -> None:
         self._server.shutdown()
         self._server.server_close()
+
+    def hold(self, name: str, files: dict[str, File], private: bool = False) -> Repo:
+        """A repository that somebody has uploaded already."""
+        repo = self.repos[name] = Repo(private=private)
+        repo.commit("main", files, summary="upload")
+        self.lfs |= {file.sha256: file.data for file in files.values() if file.lfs}
+        return repo
 
     def fail(self, method: str, path: str, status: int, times: int = 1) -> None:
         self.faults.append(Fault(method, re.compile(path), status=status, times=times))
@@ -137,7 +146,8 @@ class Hub:
 
     def repo(self, name: str, user: str | None) -> Repo:
         found = self.repos.get(name)
-        hidden = found is not None and found.private and (user is None or name.split("/")[0] not in self.tokens[user])
+        owner = name.removeprefix("datasets/").split("/")[0]
+        hidden = found is not None and found.private and (user is None or owner not in self.tokens[user])
         if found is None or hidden:
             raise Refusal(404 if user else 401, "Repository not found", "RepoNotFound")
         return found
@@ -183,12 +193,35 @@ class Hub:
         card = tree["README.md"].data.decode() if "README.md" in tree else ""
         data = yaml.safe_load(card.split("---")[1]) if card.startswith("---") else None
         siblings = [{"rfilename": path} for path in sorted(tree)]
+        name = name.removeprefix("datasets/")
         return {"id": name, "sha": sha, "siblings": siblings, "private": repo.private, "cardData": data, "tags": []}
 
-    def list_tree(self, name: str, revision: str, user: str | None) -> list[dict[str, Any]]:
+    def list_tree(
+        self, name: str, revision: str, user: str | None, folder: str = "", *, recursive: bool = False
+    ) -> list[dict[str, Any]]:
+        """Files and folders directly in ``folder``, or all files below it."""
+        prefix = f"{folder}/" if folder else ""
+        names = {prefix + path.removeprefix(prefix).split("/")[0] for path in self.all_of(name, revision, user)
+                 if path.startswith(prefix)}  # fmt: skip
+        if folder and not names:
+            raise Refusal(404, f"{folder} does not exist on {revision}", "EntryNotFound")
+        if recursive:
+            names = {path for path in self.all_of(name, revision, user) if path.startswith(prefix)}
+        return self.paths_info(name, revision, sorted(names), user)
+
+    def all_of(self, name: str, revision: str, user: str | None) -> dict[str, File]:
         repo = self.repo(name, user)
-        entries = []
-        for path, file in sorted(repo.commits[self.sha(repo, revision)].items()):
+        return repo.commits[self.sha(repo, revision)]
+
+    def paths_info(self, name: str, revision: str, paths: list[str], user: str | None) -> list[dict[str, Any]]:
+        tree, entries = self.all_of(name, revision, user), []
+        folders = {str(parent) for path in tree for parent in PurePosixPath(path).parents}
+        for path in paths:
+            if path in folders:
+                entries.append({"type": "directory", "oid": git_oid(path.encode()), "path": path, "size": 0})
+            if path not in tree:
+                continue
+            file = tree[path]
             entry: dict[str, Any] = {"type": "file", "oid": git_oid(file.data), "size": len(file.data), "path": path}
             if file.lfs:
                 entry["lfs"] = {"oid": file.sha256, "size": len(file.data), "pointerSize": 130}
@@ -291,6 +324,7 @@ class Handler(BaseHTTPRequestHandler):
     def route(self, path: str, query: dict[str, list[str]], body: bytes, fault: Fault | None) -> None:
         hub, user = self.hub, self.hub.user_of(self.headers)
         pr = query.get("create_pr") == ["1"]
+        recursive = query.get("recursive", ["false"])[0].lower() in ("true", "1")
         if path == "/api/repos/create":
             return self.send_json(hub.create(json.loads(body), user))
         if path == "/api/validate-yaml":
@@ -304,13 +338,15 @@ class Handler(BaseHTTPRequestHandler):
                     raise Refusal(400, "the content does not have this oid")
                 hub.lfs[match[1]] = body
                 return self.send_json({})
+            if match[1] not in hub.lfs:
+                raise Refusal(404, "no such object")
             return self.send_bytes(hub.lfs[match[1]], {"ETag": f'"{match[1]}"'}, fault)
         if match := re.fullmatch(r"/api/models/(\w[^/]*/[^/]+)/(revision|tree|preupload|commit|branch)/(.+)", path):
             name, what, revision = match[1], match[2], match[3].rstrip("/")
             if what == "revision":
                 return self.send_json(hub.info(name, revision, user))
             if what == "tree":
-                return self.send_json(hub.list_tree(name, revision, user))
+                return self.send_json(hub.list_tree(name, revision, user, recursive=recursive))
             if what == "preupload":
                 return self.send_json(hub.preupload(name, revision, json.loads(body), user, pr))
             if what == "branch":
@@ -319,9 +355,16 @@ class Handler(BaseHTTPRequestHandler):
             return self.send_json(hub.commit(name, revision, lines, user, pr))
         if match := re.fullmatch(r"/api/models/([^/]+/[^/]+)", path):
             return self.send_json(hub.info(match[1], "main", user))
+        if match := re.fullmatch(r"/api/(datasets/[^/]+/[^/]+)(?:/(revision|tree|paths-info)/([^/]+)/?(.*))?", path):
+            name, what, revision, folder = match[1], match[2], match[3] or "main", match[4] or ""
+            if what == "tree":
+                return self.send_json(hub.list_tree(name, revision, user, folder, recursive=recursive))
+            if what == "paths-info":
+                return self.send_json(hub.paths_info(name, revision, parse_qs(body.decode())["paths"], user))
+            return self.send_json(hub.info(name, revision, user))
         if match := re.fullmatch(r"/([^/]+/[^/]+)\.git/info/lfs/objects/batch", path):
             return self.send_json(hub.lfs_batch(match[1], json.loads(body), user))
-        if match := re.fullmatch(r"/([^/]+/[^/]+)/resolve/(refs/pr/\d+|[^/]+)/(.+)", path):
+        if match := re.fullmatch(r"/((?:datasets/)?[^/]+/[^/]+)/resolve/(refs/pr/\d+|[^/]+)/(.+)", path):
             return self.send_file(match[1], match[2], match[3], user, fault)
         raise Refusal(404, f"the stand-in has no {self.command} {path}")
 
@@ -340,10 +383,10 @@ class Handler(BaseHTTPRequestHandler):
 
     def send_bytes(self, data: bytes, headers: dict[str, str], fault: Fault | None) -> None:
         status, total = 200, len(data)
-        if match := re.fullmatch(r"bytes=(\d+)-", self.headers.get("Range", "")):
-            start = int(match[1])
-            status, data = 206, data[start:]
-            headers = headers | {"Content-Range": f"bytes {start}-{total - 1}/{total}"}
+        if match := re.fullmatch(r"bytes=(\d+)-(\d*)", self.headers.get("Range", "")):
+            start, end = int(match[1]), min(int(match[2] or total), total - 1)
+            status, data = 206, data[start : end + 1]
+            headers = headers | {"Content-Range": f"bytes {start}-{end}/{total}"}
         self.send_response(status)
         for key, value in (headers | {"Content-Length": str(len(data)), "Accept-Ranges": "bytes"}).items():
             self.send_header(key, value)

@@ -133,3 +133,21 @@ def test_reading_less_of_what_is_kept():
     wrong = naive_views.gate_for(model_of(5))
     with pytest.raises(ValueError, match="these gates are for another model"):
         seergate.attach(model, methods.GateOnEvictor(evictor=evictor, gate=methods.Gate(bank=wrong, token_budget=16)))
+
+
+def test_tokens_in_the_cache_are_counted():
+    """Per sample of an evaluation: an evictor's budget, and the rest of its interval on average."""
+    from seergate.eval.costs import RowStats
+    from seergate.eval.engine import Batch
+
+    model = model_of(4)
+    with seergate.attached(model, methods.H2O(token_budget=24, interval=4)) as handle:
+        stats = handle.stats_ = RowStats(list(handle.stats_.layers))
+        batch = Batch(model)
+        batch.add([prompt(40, 1)[0].tolist(), prompt(20, 2)[0].tolist()])
+        stats.add_rows(2)
+        for token in prompt(40, 3)[0].tolist():
+            batch.step([token, token])
+        found = [stats.of(row)["cached_tokens"] for row in range(2)]
+    # 25, 26, 27, 28 in turn after an eviction; the second row grows from 21 to 28 first
+    assert found == [26.5, (sum(range(21, 25)) + 36 * 26.5) / 40]

@@ -64,6 +64,25 @@ def test_pages_are_the_contiguous_cache_to_the_last_bit(dtype, group, lengths):
     assert torch.equal(ops.dense_decode(q, *pages, ends, page_table=table), ops.dense_decode(q, *cache, ends))
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("lengths", [[24, 24], [24, 17], [3, 9]])
+def test_only_the_selected_blocks_of_pages_are_read(dtype, lengths):
+    """NaN in every other block, and beyond each row's length."""
+    q, ends = torch.randn(2, 4, 4).to(dtype), torch.tensor(lengths)
+    cache, _, table = caches()
+    chosen = ops.select_blocks(torch.randn(2, 2, 6), ends, block_size=4, token_budget=8).indices
+    places = torch.arange(24)
+    read = (places // 4 == chosen[..., None]).any(2) & (places < ends[:, None, None])
+    poisoned = cache.to(dtype).masked_fill(~read[..., None], math.nan)
+    pages = torch.full((8, 2, 8, 4), math.nan).to(dtype)
+    for b in range(2):
+        pages[table[b].long()] = poisoned[b].unflatten(1, (3, 8)).transpose(0, 1)
+    want = reference.sparse_decode(q.double(), cache.to(dtype).double(), cache.to(dtype).double(), chosen, ends, 4)
+    got = ops.sparse_decode(q, pages, pages, chosen, ends, 4, page_table=table)
+    tolerance = 2e-2 if dtype == torch.bfloat16 else 1e-5
+    torch.testing.assert_close(got.double(), want, rtol=tolerance, atol=tolerance)
+
+
 @pytest.mark.parametrize(
     ("table", "message"),
     [

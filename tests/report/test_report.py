@@ -54,6 +54,7 @@ def write_run(root, method, budget, right, *, n=20, recall=None, model="m", **co
             "correct": bool(right(i)),
             "seconds": 0.5,
             "density": 1.0 if budget is None else budget / 100,
+            "cached_tokens": 150.0,
             "bytes_read_per_step": 5000.0,
             "resident_bytes_mean": 70000.0,
             "resident_bytes_peak": 80000.0,
@@ -95,7 +96,7 @@ def test_report_of_a_real_sweep(tmp_path):
     metrics = sweep(support.model(), support.tokenizer(), task, specs, tmp_path, options)
     report = write_report(tmp_path)
     text = report.markdown.read_text()
-    assert {plot.name for plot in report.plots} == {"accuracy.png", "length.png", "recall.png"}
+    assert {plot.name for plot in report.plots} == {"accuracy.png", "bytes.png", "length.png", "recall.png"}
     for plot in report.plots:
         assert f"({plot.name})" in text
         with Image.open(plot) as image:
@@ -120,7 +121,7 @@ def test_tables_hold_the_numbers(runs):
     # 1.96 standard errors; lengths 44, 45, 46 in turn
     assert cells[6:12] == ["-50.6 to -9.4", "20", "20", "45.0", "44/45/46", "46"]
     cost = [c.strip() for c in accuracy[1].strip("|").split("|")]
-    assert cost == ["gate", "32", "16", "32.0", "5.0", "70.0", "80.0", "89.9", "60.0"]
+    assert cost == ["gate", "32", "16", "32.0", "150", "5.0", "70.0", "80.0", "89.9", "60.0"]
     proxies = [c.strip() for c in accuracy[2].strip("|").split("|")]
     assert proxies == ["gate", "32", "60.0", "60.0", "0.4000", "90.0", "2.000", "1.500"]
     recall = [c.strip() for c in accuracy[3].strip("|").split("|")]

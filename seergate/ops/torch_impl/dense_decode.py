@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from seergate.ops.checks import readable
 from seergate.ops.paging import unpaged
 
 
@@ -28,18 +29,18 @@ def dense_decode(
     q_BKGD = q.unflatten(1, (k.shape[1], -1))
     mask_B11S = None
     plain = sinks is None and softcap is None
-    if plain and lengths is not None and q.device.type == "cpu":
+    if plain and lengths is not None and readable(lengths):
         # Row by row: a mask would make the kernel read what it hides, and clearing NaN would copy the cache.
         rows = [
             F.scaled_dot_product_attention(
-                q_BKGD[i : i + 1], *(_row(x, i, n, page_table) for x in (k, v)), scale=sm_scale
+                q_BKGD[i : i + 1], _row(k, i, n, page_table), _row(v, i, n, page_table), scale=sm_scale
             )
             for i, n in enumerate(lengths.tolist())
         ]
         return torch.cat(rows).flatten(1, 2)
     if page_table is not None:
         k, v = unpaged(k, page_table), unpaged(v, page_table)
-        if lengths is not None and q.device.type == "cpu":
+        if lengths is not None and readable(lengths):
             longest = int(lengths.max()) if len(lengths) else 0
             k, v = k[:, :, :longest], v[:, :, :longest]
     if lengths is not None:

@@ -12,6 +12,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from seergate.ops.checks import readable
 from seergate.ops.selection import Selection
 
 
@@ -54,7 +55,7 @@ def select_blocks(
     counts_BK = chosen_BKN.sum(-1, dtype=torch.int32)
     beyond = torch.iinfo(torch.int32).max
     indices_BKN = torch.where(chosen_BKN, blocks_N.int(), beyond).sort(dim=-1).values
-    if indices_BKN.device.type == "cpu" and counts_BK.numel():  # elsewhere the shape must not depend on the values
+    if readable(counts_BK) and counts_BK.numel():  # elsewhere the shape must not depend on the values
         indices_BKN = indices_BKN[..., : int(counts_BK.max())]
     return Selection(indices_BKN.masked_fill(indices_BKN == beyond, -1), counts_BK)
 

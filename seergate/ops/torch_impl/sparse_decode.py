@@ -63,7 +63,7 @@ def sparse_decode(
     fused = sinks is None and softcap is None and not (on_cpu and q.dtype in (torch.float32, torch.float64))
     each = columns * block_size * max(dim, v.shape[-1])
     some = pairs
-    if on_cpu:
+    if seen:
         some = min(pairs, max(1, GATHER_BYTES_CPU * torch.get_num_threads() // (each * k.element_size())))
     rooms = [k.new_empty(some * each) if seen else None for _ in range(1 + fused)]  # one serves both in turn
     out_PGD = q.new_empty(pairs, group, v.shape[-1])

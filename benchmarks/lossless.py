@@ -1,0 +1,188 @@
+"""Lossless decoding: how many drafted tokens are kept, and what drafting and verifying take beside dense decoding.
+
+    python benchmarks/lossless.py                      # the tiny reasoner; two layers of Qwen3-8B's attention on a CPU
+    python benchmarks/lossless.py --lengths 16384 --drafts 4 8
+
+Part one answers chain-sum problems with a trained model, the tiny reasoner. Its text must be the dense model's, token
+for token, or the run ends; what is measured is the share of drafted tokens that were kept, per selector and budget.
+(The tiny reasoner reads far more weights than keys, so it is not made faster; the share is what carries over.)
+
+Part two takes the time of a drafting pass, of a verifying pass and of a dense step, on a model of real geometry with
+random weights whose cache was filled with random keys and values. From these follows, for each acceptance, how much
+faster lossless decoding is than the faster of transformers' static cache and our dense decoding. The ways take turns.
+"""
+
+from __future__ import annotations
+
+import argparse
+import random
+import statistics
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
+from common import RESULTS, save
+from end_to_end import announce, build, generate
+from torch import Tensor
+from transformers import Cache, DynamicCache, PreTrainedModel, StaticCache
+
+import seergate
+from seergate import GateBank, GateConfig, methods
+from seergate.chain_sum import make_problem
+from seergate.host.speculation import expected_tokens
+from seergate.loading import load_base, load_tokenizer
+from seergate.paths import shipped
+
+TINY = "checkpoints/tiny-reasoner"
+ACCEPTANCES = (0.5, 0.7, 0.8, 0.9, 0.95)
+
+
+def kept_share(options: argparse.Namespace) -> list[dict[str, Any]]:
+    """Part one: one row per selector and budget."""
+    model, tokenizer = load_base(TINY), load_tokenizer(TINY)
+    model.generation_config.do_sample = False
+    bank = GateBank.from_pretrained(shipped(f"{TINY}/gates"))
+    draw = random.Random(0)
+    prompts = []
+    for _ in range(options.problems):
+        asked = make_problem(options.variables, draw).messages[:1]
+        text = tokenizer.apply_chat_template(asked, tokenize=False, add_generation_prompt=True)
+        prompts.append(tokenizer(text, return_tensors="pt", add_special_tokens=False)["input_ids"])
+    new = {"max_new_tokens": options.new_tokens}
+    dense = [model.generate(ids, **new) for ids in prompts]
+    rows = []
+    for budget in options.tiny_budgets:
+        shared = {"token_budget": budget, "lossless": True, "draft_tokens": options.tiny_draft}
+        plain = {"block_size": bank.config.block_size, **shared}
+        for method in (
+            methods.Gate(bank=bank, **shared),
+            methods.Quest(dense_layers=(), **plain),
+            methods.Oracle(**plain),
+            methods.Random(**plain),
+        ):
+            with seergate.attached(model, method) as handle:
+                for ids, expected in zip(prompts, dense, strict=True):
+                    if not torch.equal(model.generate(ids, **new), expected):
+                        sys.exit(f"{method.name} with a budget of {budget} says something else than the dense model")
+                stats = handle.stats()
+            names = ("acceptance", "draft_tokens", "tokens_per_dense_pass")
+            rows.append(
+                {
+                    "part": "acceptance",
+                    "method": method.name,
+                    "budget": budget,
+                    "density": stats["density"],
+                    **{name: stats["lossless"][name] for name in names},
+                }
+            )
+            print({key: round(value, 3) if isinstance(value, float) else value for key, value in rows[-1].items()})
+    return rows
+
+
+def filled(model: PreTrainedModel, method: methods.Method | None, length: int, room: int) -> Cache:
+    """A cache of random keys and values, the same for every method; transformers' static one for none."""
+    config = model.config
+    shape = (1, config.num_key_value_heads, length, config.head_dim)
+    cache = DynamicCache() if method is not None else StaticCache(config, max_cache_len=length + room)
+    mask = torch.ones(1, length, dtype=torch.long)
+    torch.manual_seed(0)
+    for layer in range(config.num_hidden_layers):
+        k_pre, values = torch.randn(shape, dtype=model.dtype), torch.randn(shape, dtype=model.dtype)
+        with seergate.attached(model, "dense") as handle:
+            keys = handle.bindings[layer].rotary.rotate(k_pre, torch.arange(length)[None])
+        if method is None:
+            cache.update(keys, values, layer)
+            continue
+        with seergate.attached(model, method) as handle:
+            announce(handle.bindings[layer].cache_layer(cache), k_pre, keys, values, mask)
+    return cache
+
+
+def pass_times(model: PreTrainedModel, length: int, draft: int, options: argparse.Namespace) -> dict[str, Any]:
+    """Part two: one row."""
+    bank = GateBank.for_model(model, GateConfig(options.block_size)).to(model.dtype)
+    gate = methods.Gate(bank=bank, token_budget=options.budget, lossless=True, draft_tokens=draft)
+    ways = {"lossless": gate, "dense": methods.Dense(), "hf_static": None}
+    room = (options.rounds + 2) * options.tokens
+    caches = {name: filled(model, method, length, room) for name, method in ways.items()}
+    ids = dict.fromkeys(ways, torch.ones(1, length + 1, dtype=torch.long))
+    drafting, verifying, steps = list[float](), list[float](), {"dense": list[float](), "hf_static": list[float]()}
+    for number in range(options.rounds + 1):
+        for name, method in ways.items():
+            text: Tensor = ids[name]
+            if method is None:
+                ids[name], times = generate(model, text, torch.ones_like(text), options.tokens, caches[name])
+            else:
+                with seergate.attached(model, method) as handle:
+                    ids[name], times = generate(model, text, torch.ones_like(text), options.tokens, caches[name])
+                    counted = handle.stats().get("lossless")
+            if number == 0:
+                continue  # warms up
+            if name == "lossless":
+                drafted = counted["draft_tokens"] * counted["cycles"]
+                drafting.append(1e3 * counted["draft_seconds"] / drafted)
+                verifying.append(1e3 * counted["verify_seconds"] / (counted["cycles"] + counted["plain_steps"]))
+            else:
+                steps[name] += times[1:]
+    draft_ms, verify_ms = statistics.median(drafting), statistics.median(verifying)
+    dense = {name: statistics.median(times) for name, times in steps.items()}
+    best, cycle = min(dense.values()), draft * draft_ms + verify_ms
+    speedup = {a: expected_tokens(a, draft) * best / cycle for a in (*ACCEPTANCES, *(i / 100 for i in range(101)))}
+    return {
+        "part": "passes",
+        "length": length,
+        "budget": options.budget,
+        "draft_tokens": draft,
+        "draft_ms": draft_ms,
+        "verify_ms": verify_ms,
+        **{f"{name}_ms": value for name, value in dense.items()},
+        "best_dense": min(dense, key=dense.__getitem__),
+        "speedup_at_acceptance": {str(a): speedup[a] for a in ACCEPTANCES},
+        "break_even_acceptance": min((a for a, value in speedup.items() if value >= 1), default=None),
+    }
+
+
+def command_line() -> argparse.Namespace:
+    """Options."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--problems", type=int, default=2, help="chain-sum problems")
+    parser.add_argument("--variables", type=int, default=40, help="size of a problem")
+    parser.add_argument("--new-tokens", type=int, default=160, help="of each answer")
+    parser.add_argument("--tiny-budgets", type=int, nargs="+", default=[64, 128, 256])
+    parser.add_argument("--tiny-draft", type=int, default=4)
+    parser.add_argument("--lengths", type=int, nargs="*", default=[8192, 16384])
+    parser.add_argument("--drafts", type=int, nargs="+", default=[4, 8])
+    parser.add_argument("--budget", type=int, default=2048)
+    parser.add_argument("--block-size", type=int, default=64)
+    parser.add_argument("--layers", type=int, default=2)
+    parser.add_argument("--hidden-size", type=int, default=1024)
+    parser.add_argument("--heads", type=int, default=32)
+    parser.add_argument("--kv-heads", type=int, default=8)
+    parser.add_argument("--head-dim", type=int, default=128)
+    parser.add_argument("--threads", type=int, default=torch.get_num_threads())
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--tokens", type=int, default=12, help="of each way per round")
+    parser.add_argument("--output", type=Path, default=RESULTS)
+    options = parser.parse_args()
+    options.device, options.dtype = "cpu", torch.float32
+    return options
+
+
+def main() -> None:
+    """Measure, print, save."""
+    options = command_line()
+    torch.set_num_threads(options.threads)
+    with torch.inference_mode():
+        rows = kept_share(options)
+        model = build(options)
+        for length in options.lengths:
+            for draft in options.drafts:
+                rows.append(pass_times(model, length, draft, options))
+                print(rows[-1])
+    asked = {name: value for name, value in vars(options).items() if name not in ("output", "dtype")}
+    print(save("lossless", torch.device("cpu"), asked, rows, options.output))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,194 @@
+"""ReasonCache under a cap on memory: how many more rows are admitted, how many more tokens per second that gives.
+
+    python benchmarks/reason_cache.py --threads 1
+
+Every row says a text that is given to it, token by token: reasoning of which a share of the steps repeats an earlier
+step word for word. What is measured is the cache and not what a model makes of it (that is in
+tests/host/test_sharing.py, on the tiny reasoner), so random weights do.
+
+1. `rows`: with a cap that holds `--rows` rows without sharing, how many rows of the same length are decoded side by
+   side to their end. The paper's throughput comes from this.
+2. `tokens_per_second`: `--requests` texts, as many at a time as fit; the ways take turns, so that whatever else the
+   machine does falls on all of them.
+3. `ms_per_step`: the same rows on one buffer per layer, on pages, and with sharing, whose worker has a thread.
+"""
+
+from __future__ import annotations
+
+import argparse
+import random
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from common import RESULTS, save
+from transformers import DynamicCache, Qwen3Config, Qwen3ForCausalLM
+
+from seergate.host import attached
+from seergate.host.paged import OutOfBlocks
+from seergate.host.paged_layer import Paging
+from seergate.methods import Dense, Method, ReasonCache
+
+VOCABULARY, BLANK_LINE = 512, 1
+
+
+class Words:
+    """A tokenizer of numbered words, one of which is a blank line."""
+
+    def decode(self, ids: list[int]) -> str:
+        """Text."""
+        return "".join("\n\n" if i == BLANK_LINE else f"w{i} " for i in ids)
+
+
+def make_model(options: argparse.Namespace) -> Qwen3ForCausalLM:
+    """A random model of some width, so that a step costs something."""
+    config = Qwen3Config(
+        vocab_size=VOCABULARY,
+        hidden_size=options.width,
+        intermediate_size=3 * options.width,
+        num_hidden_layers=options.layers,
+        num_attention_heads=8,
+        num_key_value_heads=2,
+        head_dim=options.width // 8,
+        max_position_embeddings=65536,
+        eos_token_id=None,
+        bos_token_id=None,
+        pad_token_id=0,
+    )
+    return Qwen3ForCausalLM(config).eval()
+
+
+def make_text(options: argparse.Namespace, seed: int) -> list[int]:
+    """A prompt, then steps of about `--step` tokens; a share of them is an earlier one once more."""
+    draw = random.Random(seed)
+    text = [draw.randrange(2, VOCABULARY) for _ in range(options.prompt)]
+    steps: list[list[int]] = []
+    while len(text) < options.length:
+        if steps and draw.random() < options.repeats:
+            step = draw.choice(steps)
+        else:
+            length = draw.randint(options.step * 3 // 4, options.step * 5 // 4)
+            step = [*(draw.randrange(2, VOCABULARY) for _ in range(length - 1)), BLANK_LINE]
+            steps.append(step)
+        text += step
+    return text[: options.length]
+
+
+@torch.inference_mode()
+def say(model: Any, method: Method, paging: Paging | None, texts: list[list[int]], prompt: int) -> dict[str, Any]:
+    """Let rows say their texts side by side.
+
+    Returns:
+        Seconds of the decode steps, and what the handle has counted.
+    """
+    ids, cache = torch.tensor(texts), DynamicCache()
+    with attached(model, method, paging=paging) as handle:
+        model(input_ids=ids[:, :prompt], past_key_values=cache)
+        began = time.perf_counter()
+        for at in range(prompt, ids.shape[1]):
+            model(input_ids=ids[:, at : at + 1], past_key_values=cache)
+        return {"seconds": time.perf_counter() - began, **handle.stats()}
+
+
+def most_rows(run: Callable[[int], Any], least: int) -> int:
+    """The largest number of rows that fit, counted up from one that does."""
+    rows = least
+    while True:
+        try:
+            run(rows + 1)
+        except OutOfBlocks:
+            return rows
+        rows += 1
+
+
+def main() -> None:
+    """Parse the command line, measure, print, save."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--rows", type=int, default=5, help="that the cap holds without sharing")
+    parser.add_argument("--requests", type=int, default=12)
+    parser.add_argument("--length", type=int, default=768, help="tokens of a text")
+    parser.add_argument("--prompt", type=int, default=32)
+    parser.add_argument("--step", type=int, default=48, help="tokens of a reasoning step, on average")
+    parser.add_argument("--repeats", type=float, default=0.5, help="share of the steps that are repeats")
+    parser.add_argument("--page", type=int, default=16)
+    parser.add_argument("--warm-up", type=int, default=2, help="distances before sharing begins; texts here are short")
+    parser.add_argument("--width", type=int, default=256)
+    parser.add_argument("--layers", type=int, default=2)
+    parser.add_argument("--rounds", type=int, default=2, help="of the measurement of a step")
+    parser.add_argument("--threads", type=int, default=torch.get_num_threads())
+    parser.add_argument("--output", type=Path, default=RESULTS)
+    options = parser.parse_args()
+    torch.set_num_threads(options.threads)
+    torch.manual_seed(0)
+    model, device = make_model(options), torch.device("cpu")
+    texts = [make_text(options, seed) for seed in range(options.requests)]
+    cap = options.rows * -(-options.length // options.page)
+
+    def wave(name: str, chosen: list[list[int]], blocks: int | None = cap) -> dict[str, Any]:
+        if name == "dense":
+            return say(model, Dense(), Paging(options.page, blocks), chosen, options.prompt)
+        method = ReasonCache(
+            tokenizer=Words(),
+            block_size=options.page,
+            max_blocks=blocks,
+            warm_up=options.warm_up,
+            structural_check=False,
+        )
+        return say(model, method, None, chosen, options.prompt)
+
+    found: dict[str, dict[str, Any]] = {}
+    for name in ("dense", "reason_cache"):
+        counted: dict[int, dict[str, Any]] = {}
+
+        def fits(rows: int, name: str = name, counted: dict[int, dict[str, Any]] = counted) -> None:
+            chosen = [texts[i % len(texts)] for i in range(rows)]
+            counted[rows] = wave(name, chosen).get("sharing", {})
+
+        rows = most_rows(fits, options.rows - 1)
+        found[name] = {"rows": rows, "seconds": 0.0, "tokens": 0, "out_of_blocks": 0, "sharing": counted[rows]}
+        print(f"{name}: {rows} rows fit, AMSR {counted[rows].get('amsr', 0.0):.3f}", flush=True)
+    left = {name: list(texts) for name in ("dense", "reason_cache")}
+    while any(left.values()):
+        for name, waiting in left.items():
+            counts, began = found[name], time.perf_counter()
+            rows = min(counts["rows"], len(waiting))
+            while rows:
+                try:
+                    wave(name, waiting[:rows])
+                    break
+                except OutOfBlocks:  # these texts repeat themselves less than the first ones
+                    rows, counts["out_of_blocks"] = rows - 1, counts["out_of_blocks"] + 1
+            del waiting[:rows]
+            counts["seconds"] += time.perf_counter() - began
+            counts["tokens"] += rows * (options.length - options.prompt)
+    for name in left:
+        found[name]["tokens_per_second"] = found[name]["tokens"] / found[name]["seconds"]
+    steps, chosen = options.length - options.prompt, texts[: options.rows]
+    ways: dict[str, Callable[[], dict[str, Any]]] = {
+        "one buffer per layer": lambda: say(model, Dense(), None, chosen, options.prompt),
+        "pages": lambda: wave("dense", chosen, None),
+        "pages, sharing on a thread": lambda: wave("reason_cache", chosen, None),
+    }
+    ms = {name: float("inf") for name in ways}
+    for _ in range(options.rounds):
+        for name, way in ways.items():
+            ms[name] = min(ms[name], way()["seconds"] / steps * 1e3)
+    dense, shared = found["dense"], found["reason_cache"]
+    print(f"{shared['rows'] / dense['rows']:.2f}x rows, ", end="")
+    print(f"{shared['tokens_per_second'] / dense['tokens_per_second']:.2f}x tokens per second under the cap")
+    print(", ".join(f"{name} {value:.2f} ms per step" for name, value in ms.items()))
+    record = {**{k: v for k, v in vars(options).items() if k != "output"}, "max_blocks": cap, "ms_per_step": ms}
+    ratios = {
+        "rows_ratio": shared["rows"] / dense["rows"],
+        "tokens_per_second_ratio": shared["tokens_per_second"] / dense["tokens_per_second"],
+        "pages_over_buffer": ms["pages"] / ms["one buffer per layer"],
+        "sharing_over_pages": ms["pages, sharing on a thread"] / ms["pages"],
+    }
+    rows_ = [{"method": name, **counts} for name, counts in found.items()]
+    print(f"saved to {save('reason_cache', device, {**record, **ratios}, rows_, options.output)}")
+
+
+if __name__ == "__main__":
+    main()

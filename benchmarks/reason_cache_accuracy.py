@@ -1,0 +1,137 @@
+"""What sharing costs in answers: the tiny reasoner says a reasoning that goes through its first steps again and again.
+
+    python benchmarks/reason_cache_accuracy.py --threads 1
+
+After every few new steps the text repeats the first ones, some rounds of it: an endless self-loop, as the ReasonCache
+paper calls it. The text is given (the model does not loop by itself); measured is how often the model would have said
+the next token itself. Counted apart are the values that a new step recalls from an earlier one: outside of the loop
+each stands in the text once, so whoever shares the wrong block loses it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import math
+import random
+from pathlib import Path
+from typing import Any
+
+import torch
+from common import RESULTS, save
+from transformers import AutoTokenizer, DynamicCache
+
+from seergate.chain_sum import make_problem
+from seergate.host import attached
+from seergate.loading import load_base
+from seergate.methods import Dense, Method, RandomSharing, ReasonCache
+from seergate.paths import shipped
+
+
+def looping_reasoning(
+    tokenizer: Any, variables: int, every: int, rounds: int, seed: int
+) -> tuple[list[int], list[int], list[bool]]:
+    """A problem's prompt and its reasoning, interrupted after every few steps by going through the first ones again.
+
+    Returns:
+        Ids of the prompt, ids of the reasoning, and which of the latter are values that a new step recalls.
+    """
+    problem = make_problem(variables, random.Random(seed))
+    chat = tokenizer.apply_chat_template(
+        [{"role": "user", "content": problem.question}], tokenize=False, add_generation_prompt=True
+    )
+    prompt, ids = (tokenizer(text, add_special_tokens=False)["input_ids"] for text in (chat, "<think>"))
+    steps = problem.reasoning.removesuffix(" answer").removesuffix(" .").split(" . ")
+    recalled = [False] * len(ids)
+
+    def say(step: str, new: bool) -> None:
+        words = f"{step} .".split()
+        ids.extend(tokenizer(" ".join(words), add_special_tokens=False)["input_ids"])
+        summed = new and "plus" in words
+        recalled.extend(summed and place in (2, 5) for place in range(len(words)))  # a3: a1 4 plus a2 5 gives a3= 9 .
+
+    for begin in range(0, len(steps), every):
+        for step in steps[begin : begin + every]:
+            say(step, True)
+        for step in steps[:every] * rounds if begin + every < len(steps) else ():
+            say(step, False)
+    assert len(ids) == len(recalled)
+    return prompt, ids, recalled
+
+
+@torch.inference_mode()
+def say_along(model: Any, method: Method, texts: list[tuple[list[int], list[int], list[bool]]]) -> dict[str, Any]:
+    """Say the texts side by side, up to the shortest one's end.
+
+    Returns:
+        Share of tokens that the model would have said itself: ``recalled`` values and ``other`` tokens; how many of
+        the first; what was shared.
+    """
+    length, width = min(len(ids) for _, ids, _ in texts), max(len(prompt) for prompt, _, _ in texts)
+    forced = torch.tensor([ids[:length] for _, ids, _ in texts])
+    which = torch.tensor([recalled[:length] for _, _, recalled in texts])
+    ids = torch.tensor([[0] * (width - len(prompt)) + prompt for prompt, _, _ in texts])
+    mask = torch.tensor([[0] * (width - len(prompt)) + [1] * len(prompt) for prompt, _, _ in texts])
+    said, cache = [], DynamicCache()
+    with attached(model, method) as handle:
+        for at in range(length):
+            positions = (mask.cumsum(1) - 1).clamp(min=0)[:, -ids.shape[1] :]
+            out = model(
+                input_ids=ids, attention_mask=mask, position_ids=positions, past_key_values=cache, logits_to_keep=1
+            )
+            said.append(out.logits[:, -1].argmax(-1))
+            ids = forced[:, at : at + 1]
+            mask = torch.cat((mask, torch.ones_like(ids)), 1)
+        sharing = handle.stats().get("sharing", {})
+    right = (torch.stack(said, 1) == forced).double()
+    return {
+        "recalled": right[which].mean().item(),
+        "other": right[~which].mean().item(),
+        "values": int(which.sum()),
+        "tokens": length,
+        **sharing,
+    }
+
+
+def main() -> None:
+    """Parse the command line, measure, print, save."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--problems", type=int, default=6)
+    parser.add_argument("--variables", type=int, default=20)
+    parser.add_argument("--every", type=int, default=4, help="new steps between two loops; each is over as many")
+    parser.add_argument("--rounds", type=int, nargs="+", default=[1, 2, 3], help="of a loop")
+    parser.add_argument("--page", type=int, default=4)
+    parser.add_argument("--warm-up", type=int, default=8)
+    parser.add_argument("--threads", type=int, default=torch.get_num_threads())
+    parser.add_argument("--output", type=Path, default=RESULTS)
+    options = parser.parse_args()
+    torch.set_num_threads(options.threads)
+    path = shipped("checkpoints/tiny-reasoner")
+    model, tokenizer = load_base(path), AutoTokenizer.from_pretrained(path)
+    given = {
+        "tokenizer": tokenizer,
+        "border": r"\.",
+        "block_size": options.page,
+        "warm_up": options.warm_up,
+        "asynchronous": False,
+    }
+    rows = []
+    for rounds in options.rounds:
+        texts = [
+            looping_reasoning(tokenizer, options.variables, options.every, rounds, seed)
+            for seed in range(options.problems)
+        ]
+        for method in (Dense(), ReasonCache(**given), RandomSharing(**given)):  # type: ignore[arg-type]
+            found = say_along(model, method, texts)
+            share = found["recalled"]
+            found["recalled_standard_error"] = math.sqrt(share * (1 - share) / found["values"])
+            rows.append({"rounds": rounds, "method": method.name, **found})
+            print(
+                f"{rounds} rounds, {method.name}: {share:.3f} of {found['values']} recalled values, "
+                f"{found['other']:.3f} of other tokens, AMSR {found.get('amsr', 0.0):.3f}"
+            )
+    record = {k: v for k, v in vars(options).items() if k != "output"}
+    print(f"saved to {save('reason_cache_accuracy', torch.device('cpu'), record, rows, options.output)}")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,125 @@
+"""``seergate figure kept`` and ``recurrence``: what evicting methods keep, and when attention comes back."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from seergate.errors import SeergateError
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+    from seergate.eval.task import Task
+
+TINY_KEPT = [
+    "raas",
+    "rpc:interval=64:window=16",
+    "h2o:interval=8",
+    "snapkv:window=16:interval=16",
+    "lazy_eviction:window=auto:alpha=0.01",
+    "random_evict:interval=16",
+]
+REAL_KEPT = ["raas", "rpc:interval=1024", "h2o:interval=64", "snapkv", "lazy_eviction:window=auto", "random_evict"]
+TINY_BUDGET, REAL_BUDGET = 128, 1024
+BUDGETS = (1 / 16, 1 / 8, 1 / 4, 1 / 2)
+"""Cache sizes of the milestone statistics, as parts of the longest context."""
+
+
+def kept(options: argparse.Namespace, task: Task, out: Path, tiny: bool) -> Path:
+    """Which tokens each method keeps while it answers one problem (Figure 5 of RPC, Figure 3 of RaaS)."""
+    from seergate.eval.calibration import calibrate, check_auto, evenly_chosen_prompts
+    from seergate.eval.kept import kept_tokens
+    from seergate.eval.settings import grid
+    from seergate.eval.store import write_text
+    from seergate.methods import EvictingMethod, KV4Bit
+    from seergate.report.attention_plots import kept_plot
+    from seergate.report.tables import markdown
+
+    budget = options.budget or (TINY_BUDGET if tiny else REAL_BUDGET)
+    specs = grid(options.method or (TINY_KEPT if tiny else REAL_KEPT), [budget], None)
+    check_auto(specs)
+    for spec in specs:
+        if not spec.uncalibrated and (
+            not isinstance(method := spec.method(None), EvictingMethod) or isinstance(method, KV4Bit)
+        ):
+            raise SeergateError(f"{spec.name!r} evicts nothing, so there is nothing to see; give methods that evict")
+    model, tokenizer, how = _loaded(options, task)
+    limits = {"limit": how["limit"], "sampling": how["sampling"]}
+    specs = calibrate(model, tokenizer, task, specs, out / "calibration", **limits)
+    prompt = evenly_chosen_prompts(tokenizer, task, 1)[0]
+    run = {"max_new_tokens": how["limit"].of(len(prompt)), "sampling": how["sampling"], "ends": how["ends"]}
+    found, rows = {}, []
+    for spec in specs:
+        method = spec.method(None)
+        assert isinstance(method, EvictingMethod)
+        name = spec.label.partition("-")[0]
+        name = spec.label if name in found else name
+        found[name] = tokens = kept_tokens(model, method, prompt, **run)
+        resident = tokens.resident(options.layer, options.head)
+        survivors = resident[-1, : tokens.prompt].mean() if len(resident) and tokens.prompt else 1.0
+        rows.append([spec.label, str(tokens.tokens), f"{resident.sum(1).mean():.0f}", f"{100 * survivors:.0f}"])
+        print(f"{spec.label}: {tokens.tokens - tokens.prompt} tokens answered", flush=True)
+    kept_plot(found, out / "figure-kept.png", layer=options.layer, head=options.head)
+    table = markdown(["method", "tokens seen", "resident, mean", "of the prompt at the end %"], rows)
+    text = (
+        f"# What stays: {options.model}, one problem of {task.name}, layer {options.layer}, KV head {options.head}\n\n"
+        "![What stays](figure-kept.png)\n\nA row is a decode step, a column a token, dark where its key was there "
+        "to be attended to. Each method answers for itself, so answers differ in length.\n\n" + table
+    )
+    write_text(out / "figure-kept.md", text + "\n")
+    return out / "figure-kept.md"
+
+
+def recurrence(options: argparse.Namespace, task: Task, out: Path) -> Path:
+    """When attention comes back (LazyEviction, Figure 3c), and how many tokens are milestones or phoenixes (RaaS)."""
+    from seergate.eval.calibration import evenly_chosen_prompts
+    from seergate.eval.recurrence import measure_recurrence
+    from seergate.eval.store import write_json, write_text
+    from seergate.report.attention_plots import KINDS, kinds_plot, recurrence_plot
+    from seergate.report.tables import markdown
+
+    model, tokenizer, how = _loaded(options, task)
+    prompts = evenly_chosen_prompts(tokenizer, task, options.problems or 4)
+    longest = max(map(len, prompts))
+    run = {"max_new_tokens": how["limit"].of(longest), "sampling": how["sampling"], "ends": how["ends"]}
+    found = measure_recurrence(model, prompts, alpha=options.alpha, **run)
+    context = longest + run["max_new_tokens"]
+    budgets = [options.budget] if options.budget else [max(1, int(context * share)) for share in BUDGETS]
+    recurrence_plot({task.name: found}, out / "figure-recurrence.png")
+    kinds_plot(found, budgets, out / "figure-kinds.png")
+    kinds = {budget: found.kinds(budget) for budget in budgets}
+    rows = [
+        [part, str(budget), *(f"{100 * kinds[budget][part][kind]:.1f}" for kind in KINDS)]
+        for part in ("prompt", "generated")
+        for budget in budgets
+    ]
+    text = (
+        f"# When attention comes back: {options.model}, {len(prompts)} problems of {task.name}\n\n"
+        f"![Recurrence](figure-recurrence.png)\n\nA token is active at a step if it gets a probability of at least "
+        f"{options.alpha:g}. Attention comes back to 80 % of tokens within {found.window()} steps, and to "
+        f"{100 * found.recurring():.1f} % of tokens after more than one step. Every token of every layer and KV head "
+        "counts once.\n\n![Kinds of tokens](figure-kinds.png)\n\nShares in per cent: *phoenix* tokens are used again "
+        "after a least-recently-used cache of so many tokens would have lost them, *milestones* are used and then no "
+        "more, *lasting* ones are in use at the end, *idle* ones never were.\n\n"
+        + markdown(["part", "cache size", *KINDS], rows, left=1)
+    )
+    write_text(out / "figure-recurrence.md", text + "\n")
+    record = {"alpha": options.alpha, "window": found.window(), "recurring": found.recurring()}
+    shown = {"kinds": {str(budget): value for budget, value in kinds.items()}, "histogram": found.histogram()}
+    write_json(out / "figure-recurrence.json", {**record, **shown})
+    return out / "figure-recurrence.md"
+
+
+def _loaded(
+    options: argparse.Namespace, task: Task
+) -> tuple[PreTrainedModel, PreTrainedTokenizerBase, dict[str, Any]]:
+    from seergate.cli.models import load_model, model_path
+    from seergate.eval import RunOptions
+    from seergate.eval.engine import end_ids
+
+    model, tokenizer = load_model(model_path(options.model))
+    run = RunOptions(max_new_tokens=options.max_new_tokens)
+    sampling = run.resolved_sampling(task, model)
+    return model, tokenizer, {"limit": run.limit(task), "sampling": sampling, "ends": end_ids(model, tokenizer)}

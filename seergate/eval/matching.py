@@ -1,0 +1,263 @@
+"""Budgets under which methods are equal in bytes: resident ones, or bytes read per step.
+
+A token budget of 1024 means something else for every method. Here a budget of C means as many bytes as C tokens of the
+dense cache take, and each method gets the token budget (RPC: the ratio) under which it comes nearest. How many bytes
+that are is measured, not computed: one of dense's own answers, of average length, is replayed token by token. A method
+whose bytes do not depend on a budget (``kv4bit``) is run as it is, and the others are matched to it as well.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+from seergate.bank import GateBank
+from seergate.errors import SeergateError
+from seergate.eval import store
+from seergate.eval.costs import RowStats
+from seergate.eval.engine import Batch, encode
+from seergate.eval.settings import MethodSpec, limits_of
+from seergate.host import attached
+from seergate.methods import RPC, Dense, Method
+
+MEASURES = {"resident": "resident_bytes_mean", "read": "bytes_read_per_step"}
+"""What can be made equal -> the figure of a sample that says it."""
+
+EVERYTHING = 2**30
+"""A token budget that stands for none in particular."""
+
+CLOSE, FAR = 0.01, 0.10
+"""The search ends when so near; a setting that cannot come nearer than this to a target is not run for it."""
+
+
+def record_path(directory: Path, measure: str) -> Path:
+    """Where it is kept what was matched to what."""
+    return directory / f"matching-{measure}.json"
+
+
+@dataclass
+class Replay:
+    """One answer of dense attention, to be decoded again under any method, on the same tokens.
+
+    Args:
+        model: in eval mode, nothing attached.
+        tokenizer: the model's.
+        samples: of the dense run; that of nearest to average length is taken.
+        figure: what is measured, a value of `MEASURES`.
+    """
+
+    model: PreTrainedModel
+    tokenizer: PreTrainedTokenizerBase
+    samples: Sequence[dict[str, Any]]
+    figure: str
+    known: dict[str, float] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        mean = sum(s["n_tokens"] for s in self.samples) / len(self.samples)
+        chosen = min(self.samples, key=lambda s: (abs(s["n_tokens"] - mean), str(s["problem_id"]), s["sample_idx"]))
+        self.prompt = encode(self.tokenizer, chosen["prompt"])
+        self.answer = list(self.tokenizer(chosen["completion"], add_special_tokens=False)["input_ids"])
+        if not self.answer:
+            raise SeergateError("dense answered nothing, so there is nothing to compare bytes on")
+
+    @property
+    def length(self) -> int:
+        """Tokens of prompt and answer."""
+        return len(self.prompt) + len(self.answer)
+
+    @torch.inference_mode()
+    def bytes(self, method: Method) -> float:
+        """What a method is measured to hold, or to read per step, while it decodes the answer."""
+        key = repr(method)
+        if key not in self.known:
+            with attached(self.model, method) as handle:
+                stats = handle.stats_ = RowStats(list(handle.stats_.layers))
+                batch = Batch(self.model)
+                batch.add([self.prompt])
+                stats.add_rows(1)
+                for token in self.answer:
+                    batch.step([token])
+                self.known[key] = float(stats.of(0)[self.figure])
+        return self.known[key]
+
+    def bytes_per_token(self) -> float:
+        """What one token of the dense cache takes, keys and values of all layers."""
+        with attached(self.model, Dense()) as handle, torch.inference_mode():
+            batch = Batch(self.model)
+            batch.add([self.prompt])
+            batch.step(self.answer[:1])
+            stats = handle.stats_
+            return float(sum(stats.bytes_per_token[layer] * heads for layer, heads in stats.heads.items()))
+
+
+def distinct(specs: Sequence[MethodSpec]) -> list[MethodSpec]:
+    """One setting for each method and choice of options, whatever its budget."""
+    found: dict[str, MethodSpec] = {}
+    for spec in specs:
+        bare = replace(spec, token_budget=EVERYTHING) if knob_of(spec) == "token_budget" else spec
+        found.setdefault(bare.label, bare)
+    return list(found.values())
+
+
+def knob_of(spec: MethodSpec) -> str | None:
+    """The option that decides how many bytes a method takes; ``None`` if it has none, or if it has been given."""
+    if spec.name == RPC.name:
+        return None if "ratio" in spec.options else "ratio"
+    if "token_budget" not in limits_of(spec.name) or limits_of(spec.name) & set(spec.options):
+        return None
+    return "token_budget"
+
+
+def turned(spec: MethodSpec, knob: str, value: int) -> MethodSpec:
+    """The setting with its knob at a value."""
+    if knob == "token_budget":
+        return replace(spec, token_budget=value)
+    return replace(spec, options={**spec.options, knob: value})
+
+
+def nearest(values: Sequence[int], measure: Callable[[int], float], target: float) -> int:
+    """The value whose measure comes nearest to a target. The measure must not fall as values go on."""
+    low, high = 0, len(values) - 1
+    at_low, at_high = measure(values[low]), measure(values[high])
+    while high - low > 1 and at_low < target < at_high:
+        share = (target - at_low) / (at_high - at_low)
+        middle = min(max(low + round(share * (high - low)), low + 1), high - 1)
+        found = measure(values[middle])
+        if abs(found - target) <= CLOSE * target:
+            return values[middle]
+        if found <= target:
+            low, at_low = middle, found
+        else:
+            high, at_high = middle, found
+    return values[low] if abs(at_low - target) <= abs(at_high - target) else values[high]
+
+
+def match(
+    replay: Replay,
+    specs: Sequence[MethodSpec],
+    budgets: Sequence[int],
+    *,
+    prepare: Callable[[MethodSpec], MethodSpec],
+    bank: Callable[[MethodSpec], GateBank | None],
+    say: Callable[[str], None] = print,
+) -> tuple[list[MethodSpec], list[dict[str, Any]]]:
+    """Settings whose bytes are equal, and what was matched to what.
+
+    Args:
+        replay: what bytes are measured on.
+        specs: one per method; the budgets of those that have one do not count.
+        budgets: in tokens of the dense cache.
+        prepare: calibrates a setting.
+        bank: the gates of a setting.
+        say: called with one line per method.
+
+    Returns:
+        The settings, without repetition, and one record per target and method: ``target`` (its name),
+        ``target_bytes``, ``method``, ``label``, ``knob``, ``value``, ``bytes`` (of the replay) and ``matched``.
+    """
+    per_token = replay.bytes_per_token()
+    targets = {f"{budget} tokens": budget * per_token for budget in sorted(budgets)}
+    chosen, records = list[MethodSpec](), list[dict[str, Any]]()
+    for spec in specs:
+        if knob_of(spec) is None:
+            chosen.append(spec)
+            if spec.name != Dense.name:
+                targets[spec.label] = replay.bytes(prepare(spec).method(bank(spec)))
+    for spec in specs:
+        knob = knob_of(spec)
+        if knob is None:
+            continue
+        values = _values(spec, knob, replay.length, prepare, bank)
+
+        def measure(value: int, spec: MethodSpec = spec, knob: str = knob) -> float:
+            return replay.bytes(prepare(turned(spec, knob, value)).method(bank(spec)))
+
+        said = []
+        for name, target in targets.items():
+            value = nearest(values, measure, target)
+            found, setting = measure(value), turned(spec, knob, value)
+            matched = abs(found - target) <= FAR * target
+            if matched and setting not in chosen:
+                chosen.append(setting)
+            said.append(f"{name}: {value if matched else 'not possible'} ({100 * (found / target - 1):+.0f} %)")
+            records.append(
+                {
+                    "target": name,
+                    "target_bytes": target,
+                    "method": spec.name,
+                    "label": setting.label if matched else spec.name,
+                    "knob": knob,
+                    "value": value,
+                    "bytes": found,
+                    "matched": matched,
+                }
+            )
+        say(f"{spec.name}, {knob} for {'; '.join(said)}")
+    return chosen, records
+
+
+def _values(
+    spec: MethodSpec,
+    knob: str,
+    length: int,
+    prepare: Callable[[MethodSpec], MethodSpec],
+    bank: Callable[[MethodSpec], GateBank | None],
+) -> list[int]:
+    """What the knob can be turned to, from fewest bytes to most.
+
+    Raises:
+        SeergateError: if the method takes none of them.
+    """
+
+    def accepted(value: int) -> bool:
+        try:
+            prepare(turned(spec, knob, value)).method(bank(spec))
+        except ValueError:
+            return False
+        return True
+
+    if knob == "ratio":
+        return [value for value in range(min(length, 256), 0, -1) if accepted(value)]
+    block = getattr(bank(spec), "config", None)
+    step = block.block_size if block is not None and spec.has_gates else spec.block_size or 1
+    most = -(-length // step) * step
+    first = next((value for value in range(step, most + 1, step) if accepted(value)), None)
+    if first is None:
+        raise SeergateError(
+            f"the method {spec.name!r} takes no token budget of up to {most} with these options; make them smaller"
+        )
+    return list(range(first, most + 1, step))
+
+
+def matched_specs(
+    directory: Path, measure: str, request: dict[str, Any], make: Callable[[], tuple[list[MethodSpec], list[Any]]]
+) -> list[MethodSpec]:
+    """What `match` finds, kept in ``directory``: an interrupted sweep goes on with the same settings.
+
+    Args:
+        directory: of the runs.
+        measure: a key of `MEASURES`.
+        request: what the result depends on; if it is another than before, matching starts anew.
+        make: calls `match`.
+    """
+    path = record_path(directory, measure)
+    before = store.read_json(path)
+    if before is not None and before.get("request") == request:
+        return [MethodSpec(**{**_tuples(spec), "options": _tuples(spec["options"])}) for spec in before["specs"]]
+    specs, records = make()
+    plain = [{name: getattr(spec, name) for name in _STORED} for spec in specs]
+    store.write_json(path, {"measure": measure, "request": request, "specs": plain, "matches": records})
+    return specs
+
+
+_STORED = ("name", "token_budget", "block_size", "dense_layers", "options", "named_block_size")
+
+
+def _tuples(values: dict[str, Any]) -> dict[str, Any]:
+    """JSON has lists only."""
+    return {name: tuple(value) if isinstance(value, list) else value for name, value in values.items()}

@@ -1,0 +1,47 @@
+"""How tokens reach a cache layer: announced before the attention module runs, picked up by the attention function.
+
+Shape suffixes: B batch, S new tokens, H query heads, K KV heads, D head dimension.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+
+class Arrival:
+    """What the attention module's pre-hook announces about the tokens that are about to reach the cache.
+
+    Attributes:
+        valid: bool ``[B, S]``, which new tokens are real; ``None`` if all are.
+        taps: callable that returns ``q_pre [B, H, S, D]`` and ``k_pre [B, K, S, D]``.
+        position_ids: ``[B, S]`` or ``[1, S]``, where the model puts the new tokens; ``None`` if it did not say.
+        drafted: how many of them, the last ones, are to be decoded; ``None`` if that is not known.
+    """
+
+    def __init__(
+        self, valid: Tensor | None, taps: Any, position_ids: Tensor | None = None, drafted: int | None = None
+    ) -> None:
+        self.valid, self.position_ids, self.drafted = valid, position_ids, drafted
+        self.order = None if valid is None else torch.argsort((~valid).int(), dim=1, stable=True)
+        self.counts = None if valid is None else valid.sum(1).tolist()
+        self.taps = taps
+
+    def compact(self, x_BhSD: Tensor) -> Tensor:
+        """Move each row's real tokens to the front."""
+        if self.order is None:
+            return x_BhSD
+        index = self.order[:, None, :, None].expand(-1, x_BhSD.shape[1], -1, x_BhSD.shape[3])
+        return x_BhSD.gather(2, index)
+
+
+class Appended:
+    """The tokens that the last `update` stored, for the attention function to pick up."""
+
+    def __init__(
+        self, arrival: Arrival, q_pre: Tensor, k_pre: Tensor, k: Tensor, starts: list[int], counts: list[int]
+    ) -> None:
+        self.compact, self.aligned, self.drafted = arrival.compact, arrival.valid is None, arrival.drafted
+        self.q_pre, self.k_pre, self.k, self.starts, self.counts = q_pre, k_pre, k, starts, counts

@@ -1,0 +1,50 @@
+"""How a method is drawn: one colour and one marker, the same in every plot."""
+
+from __future__ import annotations
+
+from typing import Any
+
+STYLES: dict[str, tuple[str, str]] = {
+    "dense": ("#000000", ""),
+    "oracle": ("#0072B2", "s"),
+    "gate": ("#D55E00", "o"),
+    "quest": ("#009E73", "^"),
+    "resa": ("#225555", "p"),
+    "random": ("#7F7F7F", "x"),
+    "kv4bit": ("#661100", "X"),
+    "streaming_llm": ("#CC79A7", "v"),
+    "h2o": ("#E69F00", "D"),
+    "tova": ("#56B4E9", "P"),
+    "snapkv": ("#117733", "<"),
+    "r_kv": ("#332288", ">"),
+    "raas": ("#882255", "h"),
+    "rpc": ("#999933", "p"),
+    "lazy_eviction": ("#44AA99", "d"),
+    "tri_attention": ("#AA4499", "*"),
+    "reason_cache": ("#DDCC77", "8"),
+    "random_sharing": ("#BBBBBB", "2"),
+    "random_evict": ("#A6A6A6", "1"),
+}
+"""Colours are of Okabe and Ito's and of Tol's palettes, which colour-blind readers can tell apart; markers help."""
+
+SPARE = (("#6699CC", "H"), ("#888888", "4"), ("#F0E442", "3"))
+LINES = ("-", "--", ":", "-.")
+
+
+def name_of(series: str) -> str:
+    """The method of a series such as ``quest b16`` or ``h2o+gate, interval=8``: ``quest``, ``h2o``."""
+    return series.replace(",", " ").replace("+", " ").split()[0]
+
+
+def style(series: str) -> dict[str, Any]:
+    """Colour and marker of a method. With a gate on what it keeps its marker is hollow."""
+    name = name_of(series)
+    colour, marker = STYLES.get(name) or SPARE[sum(map(ord, name)) % len(SPARE)]
+    how = {"color": colour, "marker": marker, "markersize": 6, "linewidth": 2.4 if name == "gate" else 1.6}
+    return {**how, "markerfacecolor": "white"} if "+" in series.split(",")[0] else how
+
+
+def line_style(series: str, all_series: list[str]) -> str:
+    """Variants of one method share its colour and differ in their line."""
+    same = [s for s in all_series if name_of(s) == name_of(series)]
+    return LINES[same.index(series) % len(LINES)]

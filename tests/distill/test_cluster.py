@@ -1,0 +1,60 @@
+"""The files for several machines: what reads them reads them here, and every option they name exists."""
+
+from __future__ import annotations
+
+import argparse
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+CLUSTER = ROOT / "train/cluster"
+
+
+def help_of(*command: str) -> str:
+    return subprocess.run([*command, "--help"], cwd=ROOT, capture_output=True, text=True, check=True).stdout
+
+
+def test_the_slurm_script_is_a_bash_script():
+    assert subprocess.run(["bash", "-n", CLUSTER / "slurm.sbatch"], check=False).returncode == 0
+    if shutil.which("shellcheck"):
+        done = subprocess.run(["shellcheck", CLUSTER / "slurm.sbatch"], capture_output=True, text=True, check=False)
+        assert done.returncode == 0, done.stdout
+
+
+def test_options_of_torchrun_in_the_slurm_script():
+    from torch.distributed.run import get_args_parser
+
+    text = (CLUSTER / "slurm.sbatch").read_text()
+    known = {option for action in get_args_parser()._actions for option in action.option_strings}
+    named = re.findall(r"(--[a-z-]+)=", text[text.index("torchrun \\") :])
+    assert len(named) == 5 and set(named) <= known
+
+
+def test_options_of_train_py_in_the_recipes():
+    """Those that follow ``train.py`` on a line of the recipes and of the comments in the cluster's files."""
+    texts = [path.read_text() for path in (ROOT / "train/README.md", *sorted(CLUSTER.iterdir()))]
+    lines = [line.split(" train.py --")[1] for text in texts for line in text.splitlines() if " train.py --" in line]
+    named = {option for line in lines for option in re.findall(r"--[a-z-]+", f"--{re.split('[#`]', line)[0]}")}
+    known = set(re.findall(r"--[a-z-]+", help_of(sys.executable, "train.py")))
+    assert len(named) >= 5 and named <= known
+
+
+def test_deepspeed_reads_the_hostfile():
+    runner = pytest.importorskip("deepspeed.launcher.runner")
+    assert dict(runner.fetch_hostfile(str(CLUSTER / "hostfile"))) == {"node-1": 8, "node-2": 8}
+
+
+def test_accelerate_reads_its_file():
+    from accelerate.commands.config.config_args import load_config_from_file
+    from accelerate.commands.launch import launch_command_parser
+
+    config = load_config_from_file(str(CLUSTER / "accelerate.yaml"))
+    assert (config.num_processes, config.num_machines, config.mixed_precision) == (8, 1, "no")
+    parser = launch_command_parser()
+    assert isinstance(parser, argparse.ArgumentParser)
+    assert parser.parse_args(["--config_file", "train/cluster/accelerate.yaml", "train.py"]).config_file

@@ -1,0 +1,56 @@
+"""Windows of reference answers: what an evicting method has done by the time it gets there."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+import seergate
+from seergate import methods
+from seergate.eval.engine import Batch
+from seergate.eval.proxies import WINDOW_TOKENS, Window, _decoded, measure_proxies, windows_of
+from tests.eval import support
+from tests.models import prompt, tiny_model
+
+
+def window(prompt_tokens, answer_tokens, seed):
+    tokens = prompt(prompt_tokens + answer_tokens + WINDOW_TOKENS + 1, seed)[0].tolist()
+    cut = prompt_tokens + answer_tokens
+    return Window(tokens[:cut], tokens[cut:], prompt_tokens)
+
+
+@pytest.mark.parametrize("family", ["qwen3", "gemma2"])  # rows of the second cannot join a batch
+@pytest.mark.parametrize("replayed", [0, 9, 1024])
+@torch.inference_mode()
+def test_a_window_is_reached_as_in_decoding(family, replayed):
+    model = tiny_model(family)
+    windows = [window(20, 31, 1), window(33, 0, 2), window(11, 31, 3), window(16, 4, 4)]
+    with seergate.attached(model, methods.H2O(token_budget=16, interval=3)):
+        found = {id(w): logits for w, logits in _decoded(model, windows, replayed)}
+        assert len(found) == len(windows)
+        for w in windows:
+            one_by_one = w.context[max(w.prompt, len(w.context) - replayed) :] if replayed else []
+            batch = Batch(model)
+            batch.add([w.context[: len(w.context) - len(one_by_one)]])
+            for token in one_by_one:
+                batch.step([token])
+            expected = torch.stack([batch.step([token])[0] for token in w.tokens[:WINDOW_TOKENS]])
+            torch.testing.assert_close(found[id(w)], expected, rtol=1e-4, atol=1e-4)
+
+
+def test_a_method_that_pins_the_prompt_is_seen_to_evict():
+    """All of the context as a prompt would be kept, and random eviction would look like dense attention."""
+    model, tokenizer = support.model(), support.tokenizer()
+    words = [w for w in tokenizer.get_vocab() if not w.startswith("<")]
+    reference = [
+        {
+            "prompt": " ".join(words[i : i + 12]),
+            "completion": " ".join(words[(7 * i + j) % len(words)] for j in range(90)),
+        }
+        for i in range(4)
+    ]
+    assert all(w.prompt == 12 and w.context[:12] for w in windows_of(tokenizer, reference))
+    with seergate.attached(model, methods.RandomEvict(token_budget=24, interval=4)) as handle:
+        found = measure_proxies(model, tokenizer, handle, reference)
+    assert found["next_token_kl"] > 1e-3
+    assert found["recall"] is None

@@ -1,0 +1,52 @@
+"""Dense attention of the newest tokens, against its definition."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+
+from seergate.host.dense_pass import newest_tokens_attention
+from seergate.methods.base import Step
+
+
+def naive(q, k, v, ends, scale):
+    """``q [B, H, S, D]``: each new token of each row and head by itself, in float64."""
+    batch, heads, new, _ = q.shape
+    output = torch.zeros(batch, new, heads, v.shape[-1], dtype=torch.float64)
+    for b in range(batch):
+        for h in range(heads):
+            for i in range(new):
+                seen = ends[b] - new + i + 1
+                kv = h // (heads // k.shape[1])
+                weights = (k[b, kv, :seen].double() @ q[b, h, i].double() * scale).softmax(0)
+                output[b, i, h] = weights @ v[b, kv, :seen].double()
+    return output
+
+
+@pytest.mark.parametrize("group", [1, 4, 5, 7, 8])
+@pytest.mark.parametrize(("new", "ends"), [(2, [2]), (5, [63, 63]), (3, [40, 3, 17]), (17, [17, 100])])
+def test_against_the_definition(group, new, ends):
+    kv_heads, width, value_width, capacity = 2, 16, 8, 128
+    batch, heads = len(ends), kv_heads * group
+    q = torch.randn(batch, heads, new, width)
+    k, v = torch.randn(batch, kv_heads, capacity, width), torch.randn(batch, kv_heads, capacity, value_width)
+    step = Step(
+        q_pre_BHSD=q,
+        k_pre_BKSD=k[:, :, :new],
+        q_BHSD=q,
+        k_BKSD=k[:, :, :new],
+        starts=[end - new for end in ends],
+        counts=[new] * batch,
+        keys_BKCD=k,
+        values_BKCD=v,
+        lengths=torch.tensor(ends),
+        sm_scale=1 / math.sqrt(width),
+    )
+    expected = naive(q, k, v, ends, step.sm_scale)
+    torch.testing.assert_close(newest_tokens_attention(step).double(), expected, rtol=1e-5, atol=1e-5)
+    step.q_BHSD, step.keys_BKCD, step.values_BKCD = (x.bfloat16() for x in (q, k, v))
+    found = newest_tokens_attention(step)
+    assert found.dtype == torch.bfloat16
+    torch.testing.assert_close(found.double(), expected, rtol=0.05, atol=0.05)

@@ -1,0 +1,250 @@
+"""KV offload: the outputs of a cache that is not offloaded, in less fast memory, and with few bytes fetched."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from transformers import DynamicCache, StaticCache
+
+import seergate
+from seergate import SeergateError, methods
+from seergate.host.block_pool import BlockPool
+from seergate.host.offload import Offload, OffloadedLayer
+from seergate.host.rows import join_rows, keep_rows
+from seergate.paths import shipped
+from tests.host.test_decode import BLOCK, gates
+from tests.models import left_padded, prompt, tiny_model
+
+STORES = pytest.mark.parametrize("store", ["disk", "host"])
+HEADS, DIM, LAYERS = 2, 16, 2
+BLOCK_BYTES = 2 * BLOCK * DIM * 4
+"""Of one KV head, keys and values, in float32."""
+
+
+def room_for(blocks: int) -> int:
+    """Bytes for so many blocks in each layer."""
+    return LAYERS * blocks * BLOCK_BYTES
+
+
+def run(model, method, inputs, new=20, offload=None, **options):
+    with seergate.attached(model, method, offload=offload) as handle:
+        out = model.generate(**inputs, max_new_tokens=new, return_dict_in_generate=True, output_logits=True, **options)
+        return out.sequences, torch.stack(out.logits), handle.stats(), out.past_key_values
+
+
+def selecting(model, **options):
+    return [
+        methods.Gate(bank=gates(model, gate_dim=model.get_decoder().layers[-1].self_attn.head_dim), **options),
+        methods.Quest(block_size=BLOCK, dense_layers=(), **options),
+        methods.Oracle(block_size=BLOCK, **options),
+    ]
+
+
+@pytest.mark.parametrize(("family", "store"), [("qwen3", "disk"), ("qwen3", "host"), ("gpt_oss", "disk")])
+def test_outputs_are_those_of_a_cache_in_memory(family, store):
+    """To the last bit, alone and in a ragged batch, over block borders, with a pool that must give up blocks."""
+    model = tiny_model(family)
+    heads = model.config.num_key_value_heads
+    for inputs in ({"input_ids": prompt(61)}, left_padded([prompt(50, 1), prompt(23, 2), prompt(7, 3)])):
+        rows = len(inputs["input_ids"])
+        offload = Offload(room_for(rows * heads * 4), store)  # a step reads 3 blocks
+        for method in selecting(model, token_budget=3 * BLOCK)[: 3 if family == "qwen3" else 1]:
+            want, logits, _, _ = run(model, method, inputs)
+            for _ in range(2):  # the second run must find no trace of the first
+                found, offloaded, _, _ = run(model, method, inputs, offload=offload)
+                assert torch.equal(found, want) and torch.equal(offloaded, logits)
+
+
+@pytest.mark.parametrize("options", [{"threshold": 0.02}, {"top_p": 0.9}], ids=str)
+def test_steps_that_read_more_than_the_pool_holds(options):
+    model = tiny_model("qwen3")
+    inputs = left_padded([prompt(90, 1), prompt(23, 2)])
+    for method in selecting(model, **options):
+        want, logits, _, _ = run(model, method, inputs, new=12)
+        for blocks in (2 * HEADS, 600):
+            found, offloaded, _, _ = run(model, method, inputs, new=12, offload=Offload(room_for(blocks)))
+            assert torch.equal(found, want) and torch.equal(offloaded, logits)
+
+
+def test_a_covering_budget_is_the_plain_model():
+    model = tiny_model("qwen3")
+    inputs = {"input_ids": prompt(40)}
+    plain = model.generate(**inputs, max_new_tokens=20)
+    bank = gates(model)
+    with seergate.attached(model, bank, token_budget=128, offload=Offload(room_for(HEADS * 16))):
+        assert torch.equal(model.generate(**inputs, max_new_tokens=20), plain)
+
+
+@STORES
+def test_a_context_four_times_the_memory_cap(store):
+    """Keys and values four times the cap; what is held stays under it; few bytes are fetched."""
+    model = tiny_model("qwen3")
+    length, budget, new = 40 * BLOCK, 4 * BLOCK, 60
+    whole = LAYERS * HEADS * length // BLOCK * BLOCK_BYTES
+    inputs = {"input_ids": prompt(length)}
+    bank = gates(model)
+    method = methods.Gate(bank=bank, token_budget=budget)
+    want, logits, in_memory, _ = run(model, method, inputs, new)
+    found, offloaded, stats, cache = run(model, method, inputs, new, Offload(whole // 4, store))
+    assert torch.equal(found, want) and torch.equal(offloaded, logits)
+    state = sum(layer.state.nbytes for layer in cache.layers)
+    assert stats["resident_bytes_peak"] - state <= whole // 4 < in_memory["resident_bytes_peak"] / 4
+    assert sum(layer.keys.nbytes + layer.values.nbytes for layer in cache.layers) >= whole
+    assert 0 < stats["bytes_fetched_per_step"] < LAYERS * HEADS * budget // BLOCK * BLOCK_BYTES
+    assert stats["blocks_per_head"] == in_memory["blocks_per_head"]
+
+
+def test_bytes_fetched_are_those_of_blocks_that_the_steps_before_did_not_read():
+    """Against a simulation in sets, with a pool of exactly one step's blocks: budget x (1 - reuse), to the byte."""
+    model = tiny_model("qwen3")
+    method = methods.Gate(bank=gates(model), token_budget=3 * BLOCK)
+    chosen: dict[int, list[set[tuple[int, int]]]] = {0: [], 1: []}
+    original = OffloadedLayer.attend_to
+
+    def spying(layer, step, indices):
+        chosen[layer.layer].append({(p, int(b)) for p, row in enumerate(indices[0]) for b in row if b >= 0})
+        return original(layer, step, indices)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(OffloadedLayer, "attend_to", spying)
+        _, _, stats, _ = run(model, method, {"input_ids": prompt(80)}, 50, offload=Offload(room_for(HEADS * 3)))
+    fetched = 0
+    for steps in chosen.values():
+        here: set[tuple[int, int]] = set()
+        for step in steps:
+            fetched += len(step - here)
+            here = step
+    assert stats["bytes_fetched_per_step"] * stats["steps"] == pytest.approx(fetched * BLOCK_BYTES)
+
+
+def test_cache_operations():
+    """Crop, reorder, select, chunks that verify drafts: as without offload."""
+    model = tiny_model("qwen3")
+    batch, drafts = left_padded([prompt(40, 1), prompt(23, 2)]), prompt(30, 3).expand(2, -1)
+    method = methods.Gate(bank=gates(model), token_budget=2 * BLOCK)
+    results = []
+    for offload in (None, Offload(room_for(HEADS * 8))):
+        with seergate.attached(model, method, offload=offload):
+            cache, mask, at, logits = DynamicCache(), batch["attention_mask"], 0, []
+            model(**batch, past_key_values=cache)
+            for size, crop, reorder in (
+                *((1, 0, False), (5, 0, False), (1, 4, False), (9, 0, False), (1, 0, True)),
+                *((1, 0, False), (3, 9, False), (1, 0, False), (1, 0, False)),
+            ):
+                mask = torch.cat((mask, torch.ones(2, size, dtype=mask.dtype)), 1)
+                positions = (mask.cumsum(1) - 1)[:, -size:]
+                ids = drafts[:, at : at + size]
+                out = model(input_ids=ids, attention_mask=mask, position_ids=positions, past_key_values=cache)
+                logits.append(out.logits)
+                at += size
+                if crop:
+                    cache.crop(-crop)
+                    mask = mask[:, :-crop]
+                if reorder:
+                    cache.reorder_cache(torch.tensor([1, 0]))
+                    mask = mask[[1, 0]]
+            results.append(torch.cat(logits, 1))
+    assert torch.equal(*results)
+
+
+def test_rows_that_join_and_leave():
+    """Continuous batching: as without offload."""
+    model = tiny_model("qwen3")
+    method = methods.Gate(bank=gates(model), token_budget=2 * BLOCK)
+    results = []
+    for offload in (None, Offload(room_for(2 * HEADS * 4))):
+        with seergate.attached(model, method, offload=offload):
+            cache, arriving = DynamicCache(), DynamicCache()
+            model(input_ids=prompt(30, 1), past_key_values=cache)
+            model(input_ids=prompt(41, 2), past_key_values=arriving)
+            join_rows(cache, arriving)
+            mask = (torch.arange(41) >= torch.tensor([[11], [0]])).long()
+            logits = []
+            for i in range(12):
+                if i == 8:
+                    keep_rows(cache, [1])
+                    mask = mask[1:]
+                mask = torch.cat((mask, mask[:, -1:]), 1)
+                out = model(
+                    input_ids=prompt(1, i).expand(len(mask), 1),
+                    attention_mask=mask,
+                    position_ids=mask.sum(1, keepdim=True) - 1,
+                    past_key_values=cache,
+                )
+                logits.append(out.logits[-1:])
+            results.append(torch.cat(logits, 1))
+    assert torch.equal(*results)
+
+
+def test_beams_and_chunked_prompts():
+    model = tiny_model("qwen3")
+    method = methods.Gate(bank=gates(model), token_budget=2 * BLOCK)
+    offload = Offload(room_for(3 * HEADS * 4))
+    for options in ({"num_beams": 3}, {"prefill_chunk_size": 16}):
+        want = run(model, method, {"input_ids": prompt(50)}, 12, **options)[0]
+        assert torch.equal(run(model, method, {"input_ids": prompt(50)}, 12, offload, **options)[0], want)
+
+
+def test_a_model_is_loaded_with_its_cache_offloaded():
+    ids = torch.randint(3, 30, (1, 150))
+    options = {"token_budget": 64, "dtype": torch.float32}
+    want = seergate.load(shipped("checkpoints/tiny-reasoner/gates"), **options).generate(ids, max_new_tokens=8)
+    model = seergate.load(shipped("checkpoints/tiny-reasoner/gates"), offload=Offload(1 << 20), **options)
+    assert torch.equal(model.generate(ids, max_new_tokens=8), want)
+    assert seergate.handle_of(model).stats()["bytes_fetched_per_step"] > 0
+
+
+def test_refusals():
+    model = tiny_model("qwen3")
+    bank = gates(model)
+    with pytest.raises(ValueError, match="memory_bytes is 0; it must be a positive number of bytes"):
+        Offload(0)
+    with pytest.raises(ValueError, match='store is \'tape\'; it must be "disk" or "host"'):
+        Offload(1, "tape")
+    with pytest.raises(ValueError, match="folder is '/nowhere'; it must be a folder that exists"):
+        Offload(1, folder="/nowhere")
+    with pytest.raises(SeergateError, match="'h2o' cannot be offloaded"):
+        seergate.attach(model, "h2o", offload=Offload(10**6))
+    with pytest.raises(SeergateError, match="do without offload"):
+        seergate.attach(model, bank, lossless=True, offload=Offload(10**6))
+    with seergate.attached(model, bank, token_budget=4 * BLOCK, offload=Offload(room_for(HEADS))):
+        needed = room_for(HEADS * 4)
+        with pytest.raises(
+            SeergateError, match=f"a step of 1 rows reads {HEADS * 4}, so it must be at least {needed}"
+        ):
+            model.generate(input_ids=prompt(20), max_new_tokens=2)
+    with seergate.attached(model, bank, token_budget=4 * BLOCK, offload=Offload(room_for(HEADS * 4))):
+        model.generate(input_ids=prompt(20), max_new_tokens=2)  # what the message says is enough
+        with pytest.raises(SeergateError, match="use a dynamic cache, not a static one"):
+            model(input_ids=prompt(20), past_key_values=StaticCache(model.config, max_cache_len=64))
+
+
+def test_the_pool_gives_up_what_has_not_been_read_for_longest():
+    pool = BlockPool(3, 1, 2, 4, 2, 3, torch.float32, torch.device("cpu"))
+    stored = [torch.arange(2 * 6 * 4 * dim).float().view(2, 6, 4 * dim) for dim in (2, 3)]
+
+    def reads(*blocks):
+        before = pool.fetched
+        wanted = torch.tensor(blocks)
+        slots = pool.locate(wanted, *stored)
+        for pair, block in (wanted >= 0).nonzero().tolist():
+            slot, number = int(slots[pair, block]), int(wanted[pair, block])
+            assert torch.equal(pool.keys[slot].flatten(), stored[0][pair, number])
+            assert torch.equal(pool.values[slot].flatten(), stored[1][pair, number])
+        return pool.fetched - before
+
+    assert reads([0], [5]) == 2
+    assert reads([1], [5]) == 1  # slots: pair 0 holds 0 and 1, pair 1 holds 5
+    assert reads([2], [-1]) == 1  # gives up block 0, read longest ago
+    assert reads([1], [5]) == 0
+    assert reads([0], [-1]) == 1  # gives up block 2
+    assert reads([2], [-1]) == 1  # gives up block 1 or 5, which were read together
+    assert pool.locate(torch.tensor([[0, 1], [2, 3]]), *stored) is None
+
+
+def test_a_file_is_gone_with_its_tensor(tmp_path):
+    buffer = Offload(1, folder=tmp_path).buffer((2, 3, 5), torch.bfloat16, torch.device("cpu"))
+    assert buffer.shape == (2, 3, 5) and buffer.dtype == torch.bfloat16 and not buffer.any()
+    buffer[1, 2] = 7
+    assert buffer.sum() == 35 and not list(tmp_path.iterdir())
+    assert Offload(1).buffer((0, 4), torch.float32, torch.device("cpu")).shape == (0, 4)

@@ -1,0 +1,179 @@
+"""Any method on a paged cache gives what it gives on a contiguous one."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from transformers import DynamicCache, StaticCache
+
+import seergate
+from seergate import SeergateError, methods
+from seergate.eval.engine import Engine, Limit
+from seergate.eval.sampling import Sampling
+from seergate.host.paged import OutOfBlocks
+from seergate.host.paged_layer import PagedLayer, Paging
+from tests.eval import support
+from tests.eval.test_engine import LONG, requests_for
+from tests.host.reasoning import forced_run
+from tests.host.test_decode import BLOCK, METHODS, pick
+from tests.methods.evictors import EVICTORS, model_of
+from tests.models import left_padded, prompt, tiny_model
+
+ROWS = [prompt(length, seed) for seed, length in enumerate((40, 9, 23))]
+FORCED = torch.cat([prompt(20, 100 + seed) for seed in range(3)])
+
+
+@pytest.mark.parametrize("family", ["qwen3", "gemma2", "gpt_oss", "gemma3_text"])
+@pytest.mark.parametrize("name", METHODS)
+def test_selecting_methods(name, family):
+    """To the last bit, in a ragged left-padded batch; softcap, sinks and sliding layers too."""
+    model = tiny_model(family)
+    method = pick(model, name, 2 * BLOCK)
+    plain, _, before = forced_run(model, method, ROWS, FORCED)
+    for page in (None, 2 * BLOCK):
+        paged, cache, after = forced_run(model, method, ROWS, FORCED, paging=Paging(page))
+        layer = cache.layers[-1]
+        assert isinstance(layer, PagedLayer)
+        assert torch.equal(plain, paged)
+        assert before["density"] == after["density"] and before["bytes_read_per_step"] == after["bytes_read_per_step"]
+    if not isinstance(method, methods.EvictingMethod):
+        store = layer.pages.store
+        assert store.physical == store.logical == sum(-(-(len(p[0]) + 20) // (2 * BLOCK)) for p in ROWS)
+
+
+@pytest.mark.parametrize("name", EVICTORS)
+def test_evicting_methods(name):
+    """What stays moves to other blocks: nothing is written into a full one."""
+    model = model_of(4)
+    method = EVICTORS[name].method(model)
+    plain, contiguous, before = forced_run(model, method, ROWS, FORCED)
+    paged, cache, after = forced_run(model, method, ROWS, FORCED, paging=Paging(5))
+    assert torch.equal(plain.argmax(-1), paged.argmax(-1))
+    torch.testing.assert_close(plain, paged, rtol=1e-5, atol=1e-5)
+    assert before["resident_tokens_per_layer"] == after["resident_tokens_per_layer"]
+    for ours, theirs in zip(cache.layers, contiguous.layers, strict=True):
+        assert ours.row_lengths == theirs.row_lengths
+        for row, length in enumerate(ours.row_lengths):
+            torch.testing.assert_close(ours.keys[row, :, :length], theirs.keys[row, :, :length], rtol=1e-5, atol=1e-5)
+        assert ours.pages.store.physical == sum(-(-length // 5) for length in ours.row_lengths)
+
+
+@pytest.mark.parametrize("name", ["gate", "quest", "dense"])
+def test_cropping_on_pages(name):
+    model = tiny_model("qwen3")
+    method, ids, astray = pick(model, name, 2 * BLOCK), prompt(60, 1), prompt(30, 2)
+    for kept, wandered in ((24, 1), (25, 30), (31, 9), (40, 26)):
+        found = []
+        for paging in (None, Paging()):
+            with seergate.attached(model, method, paging=paging), torch.inference_mode():
+                cache = DynamicCache()
+                model(input_ids=ids[:, :kept], past_key_values=cache)
+                for i in range(wandered):
+                    model(input_ids=astray[:, i : i + 1], past_key_values=cache)
+                cache.crop(-wandered)
+                steps = [model(input_ids=ids[:, i : i + 1], past_key_values=cache) for i in range(kept, kept + 12)]
+                found.append(torch.stack([step.logits for step in steps]))
+        assert torch.equal(*found)
+
+
+def test_stock_ways_of_generating():
+    """Beams fork and drop rows at every step, drafts are cropped, samples repeat their prompt."""
+    model = tiny_model("qwen3")
+    method = pick(model, "gate", 2 * BLOCK)
+    for inputs, options in (
+        ({"input_ids": prompt(30)}, {"num_beams": 3}),
+        (left_padded(ROWS), {"num_beams": 2}),
+        ({"input_ids": prompt(30)}, {"prompt_lookup_num_tokens": 3}),
+    ):
+        found = []
+        for paging in (None, Paging()):
+            with seergate.attached(model, method, paging=paging):
+                found.append(model.generate(**inputs, max_new_tokens=20, do_sample=False, pad_token_id=0, **options))
+        assert torch.equal(*found)
+
+
+def test_rows_with_the_same_prompt_share_it():
+    model = tiny_model("qwen3")
+    rows = [prompt(50, 1), prompt(50, 1), torch.cat((prompt(50, 1)[:, :35], prompt(15, 2)), 1), prompt(20, 3)]
+    forced = torch.cat([prompt(20, 100 + seed) for seed in range(4)])
+    plain, _, _ = forced_run(model, "dense", rows, forced)
+    shared, cache, stats = forced_run(model, "dense", rows, forced, paging=Paging(8, share_prefixes=True))
+    assert torch.equal(plain, shared)
+    store = cache.layers[0].pages.store
+    same = stats["sharing"]["prefix_blocks"]
+    assert 6 <= same <= 6 + 4, "six full blocks of 8 in 50 tokens, four in 35; fewer only if rows round differently"
+    assert store.logical - store.physical == same
+    tables = [row.table for row in store.rows]
+    assert tables[0][:6] == tables[1][:6] and tables[0][6] != tables[1][6]
+    assert tables[2][4] != tables[0][4] and not set(tables[3]) & set(tables[0])
+    cache.batch_select_indices(torch.tensor([1, 3]))
+    assert store.physical == store.logical == len(tables[1]) + len(tables[3]), "what others do not need is free again"
+
+
+def generations(model, method, limit=None, rows=3, **options):
+    found: dict = {}
+    with seergate.attached(model, method, **options) as handle:
+        engine = Engine(
+            model,
+            support.tokenizer(),
+            batch_size=rows,
+            limit=Limit(30),
+            sampling=Sampling(temperature=1.5, top_p=0.95, top_k=50),
+            on_finished=lambda generation: found.setdefault(generation.request.key, generation.token_ids),
+            handle=handle,
+        )
+        engine.run(requests_for(LONG))
+    return dict(sorted(found.items())), engine.batch_size
+
+
+@pytest.mark.parametrize("name", ["dense", "quest", "h2o"])
+def test_rows_that_come_and_go(name):
+    """Continuous refill: arriving rows move into the running cache's blocks."""
+    model = support.model()
+    options = {"dense": {}, "quest": {"token_budget": 32, "block_size": 8, "dense_layers": ()}}.get(
+        name, {"token_budget": 32}
+    )
+    plain, _ = generations(model, name, **options)
+    for paging in (Paging(8), Paging(8, share_prefixes=name != "h2o")):
+        assert generations(model, name, paging=paging, **options) == (plain, 3)
+
+
+def test_a_limit_is_kept():
+    """Reaching it is running out of memory: `generate` ends with one sentence, the engine goes on with fewer rows."""
+    model = tiny_model("qwen3")
+    with (
+        seergate.attached(model, "dense", paging=Paging(8, max_blocks=5)),
+        pytest.raises(OutOfBlocks, match="1 more blocks of 8 tokens are needed and 0 of the 5"),
+    ):
+        model.generate(input_ids=prompt(30), max_new_tokens=20)
+    model = support.model()
+    plain, _ = generations(model, "dense", rows=4)
+    limited, rows = generations(model, "dense", rows=4, paging=Paging(8, max_blocks=40))
+    assert limited == plain and rows < 4
+
+
+def test_what_pages_do_not_go_with():
+    model = tiny_model("qwen3")
+    for method, options, paging, message in (
+        ("oracle", {"token_budget": 32, "block_size": 8, "rectify_every": 4}, Paging(), "rectification"),
+        ("tova", {}, Paging(share_prefixes=True), "rows cannot share prefixes"),
+        ("quest", {"block_size": 16}, Paging(8), "pages of 8 tokens would cut the blocks of 16"),
+    ):
+        with pytest.raises(SeergateError, match=message):
+            seergate.attach(model, method, paging=paging, **options)
+    with seergate.attached(model, "dense", paging=Paging()):
+        with pytest.raises(SeergateError, match="use a dynamic cache"):
+            model(input_ids=prompt(5), past_key_values=StaticCache(model.config, max_cache_len=32))
+        cache = DynamicCache()
+        model(input_ids=prompt(20), past_key_values=cache)
+        cache.layers[0].crop(-5)
+        cache.layers[0].crop(-5)
+        with pytest.raises(SeergateError, match="not in step any more"):
+            cache.layers[1].crop(-5)
+        cache = DynamicCache()
+        for _ in range(2):  # and a cache that was reset is as good as new
+            model(input_ids=prompt(20), past_key_values=cache)
+            assert cache.layers[0].pages.store.logical == 2
+            cache.reset()
+            assert cache.get_seq_length() == 0
+    assert model.generate(input_ids=prompt(4), max_new_tokens=2).shape == (1, 6)

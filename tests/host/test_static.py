@@ -1,0 +1,185 @@
+"""Static caches: decoded in steps of fixed shapes, the same eagerly and compiled as one graph."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch._dynamo.utils import counters
+from transformers import CompileConfig, DynamicCache, StaticCache
+
+import seergate
+from seergate import methods
+from seergate.host.cache import GatedLayer
+from seergate.host.fixed_layer import FixedLayer
+from seergate.methods.fixed_step import FixedStep
+from tests.host.test_decode import BLOCK, gates
+from tests.models import left_padded, prompt, tiny_model
+
+FIGURES = ("steps", "density", "density_per_layer", "blocks_per_head", "tokens_per_head", "resident_tokens_per_layer")
+
+
+def compiled(backend: str) -> CompileConfig:
+    config = CompileConfig(fullgraph=True, backend=backend, mode=None)
+    config._compile_all_devices = True  # transformers compiles on GPUs only unless it is told to
+    return config
+
+
+def choices(model, budget=2 * BLOCK):
+    bank = gates(model, gate_dim=model.get_decoder().layers[-1].self_attn.head_dim)
+    return {
+        "gate": methods.Gate(bank=bank, token_budget=budget),
+        "gate, sinks": methods.Gate(bank=bank, token_budget=budget + BLOCK, sink_blocks=1, dense_layers=(0,)),
+        "gate, threshold": methods.Gate(bank=bank, threshold=0.05),
+        "gate, top-p": methods.Gate(bank=bank, top_p=0.8),
+        "quest": methods.Quest(token_budget=budget, block_size=BLOCK, dense_layers=()),
+        "dense": methods.Dense(),
+    }
+
+
+@pytest.mark.parametrize("family", ["qwen3", "gpt_oss", "gemma3_text", "qwen3_5_text"])
+def test_steps_of_fixed_shapes_are_ordinary_steps(family):
+    """Tokens, logits and figures, alone and in a ragged batch, over block borders."""
+    model = tiny_model(family)
+    for inputs in ({"input_ids": prompt(29)}, left_padded([prompt(13, 1), prompt(29, 2), prompt(2, 3)])):
+        for name, method in choices(model).items():
+            if family != "qwen3" and name not in ("gate", "quest"):
+                continue
+            runs = []
+            for static in (False, True):
+                options = {"cache_implementation": "static"} if static else {}
+                with seergate.attached(model, method) as handle:
+                    out = model.generate(
+                        **inputs, max_new_tokens=14, return_dict_in_generate=True, output_logits=True, **options
+                    )
+                    runs.append((out.sequences, torch.stack(out.logits), handle.stats()))
+            (want, logits, figures), (got, static_logits, static_figures) = runs
+            assert torch.equal(got, want), name
+            torch.testing.assert_close(static_logits, logits, rtol=2e-4, atol=2e-4)
+            for figure in FIGURES:
+                torch.testing.assert_close(torch.tensor(static_figures[figure]), torch.tensor(figures[figure]))
+
+
+def test_single_tokens_are_really_decoded_in_fixed_steps(monkeypatch):
+    model = tiny_model("qwen3")
+    seen = []
+    original = GatedLayer.attend_to
+    monkeypatch.setattr(
+        GatedLayer, "attend_to", lambda layer, step, indices: seen.append(type(step)) or original(layer, step, indices)
+    )
+    with seergate.attached(model, gates(model), token_budget=2 * BLOCK):
+        model.generate(input_ids=prompt(30), max_new_tokens=5, cache_implementation="static")
+    assert seen == [FixedStep] * 8
+
+
+def test_a_covering_budget_is_the_plain_model_on_every_kind_of_cache():
+    """Token for token: dynamic, static, compiled, offloaded; twice; with a second model at work in between."""
+    model, other = tiny_model("qwen3"), tiny_model("qwen3", seed=1)
+    inputs = left_padded([prompt(13, 1), prompt(29, 2)])
+    want = [m.generate(**inputs, max_new_tokens=14) for m in (model, other)]
+    kinds = [
+        ({}, {}),
+        ({}, {"cache_implementation": "static"}),
+        ({}, {"cache_implementation": "static", "compile_config": compiled("eager")}),
+        ({"offload": seergate.Offload(1 << 22)}, {}),
+    ]
+    banks = [gates(model), gates(other)]
+    for attaching, options in kinds:
+        with (
+            seergate.attached(model, banks[0], token_budget=512, **attaching),
+            seergate.attached(other, banks[1], token_budget=512, **attaching),
+        ):
+            for _ in range(2):
+                for each, tokens in zip((model, other), want, strict=True):
+                    assert torch.equal(each.generate(**inputs, max_new_tokens=14, **options), tokens), options
+
+
+def test_generate_compiles_a_step_as_one_graph_without_breaks():
+    """One graph serves every step, both banks of gates and a second handle; outputs and figures are the eager ones."""
+    model = tiny_model("qwen3")
+    inputs = left_padded([prompt(13, 1), prompt(29, 2)])
+    torch._dynamo.reset()
+    counters.clear()
+    sequences = []
+    for method in (choices(model)["gate"], methods.Gate(bank=gates(model), token_budget=2 * BLOCK)):
+        for _ in range(2):
+            with seergate.attached(model, method) as handle:
+                want, eager = model.generate(**inputs, max_new_tokens=14), handle.stats()
+                handle.reset_stats()
+                options = {"cache_implementation": "static", "compile_config": compiled("eager")}
+                got, figures = model.generate(**inputs, max_new_tokens=14, **options), handle.stats()
+            assert torch.equal(got, want)
+            for figure in FIGURES:
+                torch.testing.assert_close(torch.tensor(figures[figure]), torch.tensor(eager[figure]))
+            sequences.append(got)
+    assert torch.equal(sequences[0], sequences[1]) and not torch.equal(sequences[0], sequences[2])
+    assert counters["stats"]["unique_graphs"] == 1 and not counters["graph_break"]
+    # The plain model is not given the graph with the gates in it, nor the other way round.
+    plain = model.generate(**inputs, max_new_tokens=14)
+    assert not torch.equal(plain, want)
+    options = {"cache_implementation": "static", "compile_config": compiled("eager")}
+    assert torch.equal(model.generate(**inputs, max_new_tokens=14, **options), plain)
+    with seergate.attached(model, method):
+        assert torch.equal(model.generate(**inputs, max_new_tokens=14, **options), want)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["gate", "quest", "dense"])
+def test_compiled_code_gives_the_eager_tokens(name):
+    model = tiny_model("qwen3")
+    inputs = left_padded([prompt(13, 1), prompt(29, 2)])
+    with seergate.attached(model, choices(model)[name]):
+        want = model.generate(**inputs, max_new_tokens=14)
+        options = {"cache_implementation": "static", "compile_config": compiled("inductor")}
+        assert torch.equal(model.generate(**inputs, max_new_tokens=14, **options), want)
+
+
+def test_cache_operations():
+    """Crop, reorder, further prompts and reset, between fixed steps: as on a dynamic cache."""
+    model = tiny_model("qwen3")
+    batch, ids = left_padded([prompt(40, 1), prompt(23, 2)]), prompt(60, 3).expand(2, -1)
+    results = []
+    with seergate.attached(model, choices(model)["gate"]):
+        static = StaticCache(model.config, max_cache_len=120)
+        for cache in (DynamicCache(), static, static):
+            if cache is static:
+                cache.reset()
+            mask, at, logits = batch["attention_mask"], 0, []
+            model(**batch, past_key_values=cache)
+            for size, crop, reorder in (
+                *((1, 0, False), (1, 0, False), (1, 2, False), (1, 0, True), (1, 0, False)),
+                *((40, 0, False), (1, 0, False), (1, 1, False), (1, 0, False)),
+            ):
+                mask = torch.cat((mask, torch.ones(2, size, dtype=mask.dtype)), 1)
+                positions = (mask.cumsum(1) - 1)[:, -size:]
+                out = model(
+                    input_ids=ids[:, at : at + size],
+                    attention_mask=mask,
+                    position_ids=positions,
+                    past_key_values=cache,
+                )
+                logits.append(out.logits)
+                at += size
+                if crop:
+                    for layer in cache.layers:
+                        layer.crop(-crop)
+                    mask = mask[:, :-crop]
+                if reorder:
+                    cache.reorder_cache(torch.tensor([1, 0]))
+                    mask = mask[[1, 0]]
+            results.append(torch.cat(logits, 1))
+    assert all(isinstance(layer, FixedLayer) for layer in static.layers)
+    for got in results[1:]:
+        torch.testing.assert_close(got, results[0], rtol=1e-4, atol=1e-4)
+
+
+def test_recall_and_other_methods_on_a_static_cache():
+    """What needs the host at each step is decoded in ordinary steps."""
+    model = tiny_model("qwen3")
+    inputs = {"input_ids": prompt(30)}
+    for method in (choices(model)["gate"], methods.Oracle(token_budget=2 * BLOCK, block_size=BLOCK)):
+        runs = []
+        for options in ({}, {"cache_implementation": "static"}):
+            with seergate.attached(model, method, measure_recall=True) as handle:
+                tokens = model.generate(**inputs, max_new_tokens=12, **options)
+                runs.append((tokens, handle.stats()["recall_per_layer"]))
+        assert torch.equal(runs[0][0], runs[1][0]) and runs[0][1] == pytest.approx(runs[1][1])

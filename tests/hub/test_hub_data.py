@@ -1,0 +1,164 @@
+"""Training data from the Hub: the real `datasets` client reads from a stand-in, downloading and streaming.
+
+The client reads the Hub's address when it is imported, so each test runs it in a process of its own.
+"""
+
+from __future__ import annotations
+
+import io
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pyarrow
+import pyarrow.parquet
+import pytest
+
+from seergate.chain_sum import make_problems
+from tests.hub.server import File, Hub
+from tests.models import tiny_model
+
+ROOT = Path(__file__).resolve().parents[2]
+CARD = b"""---
+configs:
+- config_name: short
+  default: true
+  data_files:
+  - {split: train, path: data/train-*}
+  - {split: rest, path: data/rest-*}
+- config_name: long
+  data_files: long.parquet
+---
+# Rows
+"""
+READ = """
+import json, sys
+from seergate import SeergateError
+from seergate.distill import load_train_config
+from seergate.distill.sources import open_source
+for options in json.loads(sys.argv[1]):
+    try:
+        source = open_source(load_train_config("tiny-reasoner", options))
+        rows = list(source.rows)
+        print(json.dumps([len(rows), rows[0], rows[-1], source.identity, source.expected]))
+    except SeergateError as error:
+        print(json.dumps(str(error)))
+"""
+
+
+def parquet(rows: list[dict]) -> File:
+    stream = io.BytesIO()
+    pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), stream, row_group_size=20)
+    return File(stream.getvalue(), lfs=True)
+
+
+@pytest.fixture
+def rows() -> list[dict]:
+    return [{"messages": problem.messages, "number": i} for i, problem in enumerate(make_problems(80, (4, 6), 7))]
+
+
+@pytest.fixture
+def hub(rows):
+    with Hub() as standing_in:
+        files = {f"data/train-{part}.parquet": parquet(rows[part * 30 : part * 30 + 30]) for part in range(2)}
+        files |= {"data/rest-0.parquet": parquet(rows[60:]), "README.md": File(CARD)}
+        files["long.parquet"] = parquet(rows)
+        standing_in.hold("datasets/org/rows", files)
+        standing_in.hold("datasets/org/secret", files, private=True)
+        yield standing_in
+
+
+def run(hub: Hub, tmp_path: Path, *arguments: str, **settings: str) -> subprocess.CompletedProcess[str]:
+    env = {name: value for name, value in os.environ.items() if not name.startswith(("HF_", "TRANSFORMERS_"))}
+    env |= {"HF_ENDPOINT": hub.url, "HF_HOME": str(tmp_path / "home"), "HF_HUB_DISABLE_XET": "1", **settings}
+    env |= {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), "TENSORBOARD_LOGGING": "0"}
+    return subprocess.run(
+        [sys.executable, *arguments], cwd=ROOT, env=env, capture_output=True, text=True, check=False, timeout=250
+    )
+
+
+def read(hub: Hub, tmp_path: Path, *cases: dict, **settings: str) -> list:
+    done = run(hub, tmp_path, "-c", READ, json.dumps([{"data": "org/rows"} | case for case in cases]), **settings)
+    assert done.returncode == 0, done.stderr[-3000:]
+    return [json.loads(line) for line in done.stdout.splitlines()]
+
+
+def test_streaming_and_downloading_give_the_same_rows(hub, rows, tmp_path):
+    sha = hub.repos["datasets/org/rows"].refs["main"]
+    streamed, downloaded, rest, other = read(
+        hub,
+        tmp_path,
+        {"streaming": True},
+        {},
+        {"streaming": True, "data_split": "rest"},
+        {"streaming": True, "data_config": "long", "data_revision": sha},
+    )
+    assert streamed == [60, rows[0], rows[59], f"hub/org/rows/None/train/{sha}", None]
+    assert downloaded[:3] == streamed[:3] and downloaded[4] == 60
+    assert rest[:3] == [20, rows[60], rows[79]] and other[:3] == [80, rows[0], rows[79]]
+    assert len({case[3] for case in (streamed, downloaded, rest, other)}) == 4
+
+
+def test_a_connection_that_breaks_off_is_taken_up_again(hub, rows, tmp_path):
+    hub.cut("GET", "/lfs/", after=3000)
+    hub.fail("GET", "/lfs/", status=503)
+    ((count, first, last, *_),) = read(hub, tmp_path, {"streaming": True})
+    assert (count, first, last) == (60, rows[0], rows[59])
+    assert not any(fault.times for fault in hub.faults)
+
+
+def test_what_cannot_be_loaded_is_one_sentence_that_says_why(hub, tmp_path):
+    messages = read(
+        hub,
+        tmp_path,
+        *({"streaming": streaming} | case for streaming in (True, False) for case in (
+            {"data": "org/none"}, {"data": "org/secret"}, {"data_config": "middle"}, {"data_split": "test"},
+            {"data_revision": "v9"},
+        )),
+    )  # fmt: skip
+    streaming, downloading = messages[:5], messages[5:]
+    for part in (streaming, downloading):
+        none, secret, config, split, revision = part
+        assert "'org/none' cannot be loaded from the Hub: " in none and "'org/secret' cannot be" in secret
+        assert part is downloading or ("private" in none and "private" in secret)
+        assert "middle" in config and "short" in config and "long" in config
+        assert "test" in split and "train" in split
+        assert "v9" in revision
+    assert not any("\n" in message for message in messages)
+    ((count, *_),) = read(hub, tmp_path, {"data": "org/secret", "streaming": True}, HF_TOKEN="writer")
+    assert count == 60
+
+
+def test_a_model_of_the_hub_is_known_by_its_commit(hub, tmp_path):
+    """A run that is continued compares it, so it must change when the repository does."""
+    config = tiny_model("qwen3").config
+    for step in range(2):
+        hub.hold("org/base", {"config.json": File(config.to_json_string().encode()), "x": File(b"x" * step)})
+        code = (
+            "from seergate.distill import load_train_config as c; from seergate.distill.base_model import check_model"
+        )
+        code += "; print(check_model('org/base', c('org/base', {'block_size': 8, 'gate_dim': 16})))"
+        done = run(hub, tmp_path, "-c", code)
+        assert done.stdout.strip() == hub.repos["org/base"].refs["main"], done.stderr[-2000:]
+    code = code.replace("'gate_dim': 16", "'gate_dim': 16, 'revision': 'gone'")
+    assert "SeergateError" in run(hub, tmp_path, "-c", code).stderr
+
+
+@pytest.mark.slow
+def test_training_reads_no_more_than_it_needs(hub, tmp_path):
+    """`train.py --data org/rows --streaming`: two steps, then again with another seed from the same token cache."""
+    options = "--model tiny-reasoner --data org/rows --streaming --data-limit 20 --steps 2 --packs-per-step 1"
+    options += " --max-length 512 --eval-packs 0 --save-every 0"
+    options += f" --token-cache {tmp_path / 'tokens'} --output-dir {tmp_path}"
+    done = run(hub, tmp_path, "train.py", *f"{options}/one".split())
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert "samples of 20 rows" in done.stdout + done.stderr
+    assert list((tmp_path / "one").rglob("gate_model.safetensors"))
+    second = hub.repos["datasets/org/rows"].tree()["data/train-1.parquet"].sha256
+    assert hub.seen("GET", "/lfs/") and not hub.seen("GET", f"/lfs/{second}"), "the second file was not needed"
+    before = len(hub.seen("GET", "/lfs/"))
+    again = run(hub, tmp_path, "train.py", *f"{options}/two --seed 1".split())
+    assert again.returncode == 0 and "samples of 20 rows" in again.stdout + again.stderr
+    assert len(hub.seen("GET", "/lfs/")) <= before + 1, "rows that have been tokenised are not read again"

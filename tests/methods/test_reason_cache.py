@@ -1,0 +1,350 @@
+"""ReasonCache's equations on numbers worked out by hand, its parts against slow ones, and what it refuses."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter, deque
+
+import pytest
+import torch
+from hypothesis import given, strategies
+
+from seergate import SeergateError, methods
+from seergate.methods.reason_distance import BlockDistances, PercentileThreshold
+from seergate.methods.reason_evaluator import (
+    BlocksSealed,
+    Evaluator,
+    RowCropped,
+    RowForked,
+    RowsGone,
+    TokensCame,
+)
+from seergate.methods.reason_steps import (
+    ReasoningStep,
+    Segmenter,
+    adaptive_threshold,
+    kind_of_repeat,
+    similarity,
+)
+from seergate.methods.reason_structure import edit_distance, formal_content, same_structure
+
+# ---------------------------------------------------------------------------------------------------- lexical stage
+
+
+def test_similarity_by_hand():
+    """Counts {a: 2, b: 1} and {a: 1, b: 2}: cosine .8; texts of 10 and 8 characters: .64; mean .5: threshold .8."""
+    one, other = ReasoningStep(0, [7, 7, 9], "x" * 10), ReasoningStep(3, [7, 9, 9], "x" * 8)
+    assert similarity(one, ReasoningStep(3, [7, 9, 9], "x" * 10)) == pytest.approx(0.8)
+    assert similarity(one, other) == similarity(other, one) == pytest.approx(0.64)
+    assert adaptive_threshold([0.3, 0.7], 0.9, 0.7) == pytest.approx(0.8)
+    assert adaptive_threshold([], 0.9, 0.7) == 0.9
+    assert similarity(one, one) == pytest.approx(1.0)
+    assert similarity(one, ReasoningStep(3, [1, 2], "x" * 10)) == similarity(one, ReasoningStep(3, [], "")) == 0
+
+
+@given(
+    strategies.lists(strategies.integers(0, 9), min_size=1, max_size=40),
+    strategies.lists(strategies.integers(0, 9), min_size=1, max_size=40),
+)
+def test_similarity_is_the_cosine_of_vectors(a, b):
+    u, v = (torch.bincount(torch.tensor(ids), minlength=10).double() for ids in (a, b))
+    want = torch.dot(u, v) / (u.norm() * v.norm()) * min(len(a), len(b)) / max(len(a), len(b))
+    found = similarity(ReasoningStep(0, a, "x" * len(a)), ReasoningStep(0, b, "x" * len(b)))
+    assert found == pytest.approx(float(want))
+
+
+# ------------------------------------------------------------------------------------------------------ segmentation
+
+PIECES = ["\n", "\n\n", ".\n\n", " ", "a", "b ", "```", "c\n"]
+
+
+def decode(ids):
+    return "".join(PIECES[i] for i in ids)
+
+
+def test_steps_end_on_blank_lines():
+    cut = Segmenter(decode, start=2)
+    ended = cut.feed([4, 5, 1, 0, 0, 4, 0, 3, 0, 2, 4])
+    assert [(step.start, step.end, step.text) for step in ended] == [
+        (2, 5, "ab \n\n"),
+        (5, 11, "\n\na\n \n"),
+        (11, 12, ".\n\n"),
+    ], "a blank line may be spread over tokens; blank lines in a row are one border"
+    assert cut.feed([4, 2])[0].text == "aa.\n\n"
+
+
+def test_a_step_that_is_only_white_space_is_none():
+    cut = Segmenter(decode)
+    assert cut.feed([0, 0, 1, 3, 0]) == []
+    assert [step.text for step in cut.feed([4, 1])] == ["\n\n\n\n \na\n\n"]
+
+
+def test_code_fences_go_over_borders():
+    cut = Segmenter(decode)
+    steps = cut.feed([6, 4, 1, 4, 1, 4, 6, 1, 4, 1])
+    assert [step.in_code for step in steps] == [False, True, True, False]
+
+
+@given(strategies.lists(strategies.integers(0, 7), max_size=60), strategies.lists(strategies.integers(0, 60)))
+def test_cropping_then_going_on_is_never_having_gone_astray(ids, cuts):
+    cut, at = Segmenter(decode), 0
+    for border in cuts:
+        if at < len(ids):
+            cut.feed(ids[at : at + border])
+            at = min(len(ids), at + border)
+            at = min(at, border)
+            cut.crop(at)
+            assert cut.length == at
+    cut.feed(ids[at:])
+    straight = Segmenter(decode)
+    straight.feed(ids)
+    assert cut.steps == straight.steps and cut.length == straight.length == len(ids)
+    assert cut.copy().feed([4, 1]) == straight.feed([4, 1])
+
+
+def test_whole_blocks_of_a_step():
+    assert list(ReasoningStep(3, [0] * 10, "").whole_blocks(4)) == [1, 2]
+    assert list(ReasoningStep(4, [0] * 8, "").whole_blocks(4)) == [1, 2]
+    assert list(ReasoningStep(5, [0] * 6, "").whole_blocks(4)) == []
+
+
+def test_kinds_of_repeats():
+    def steps(*repeats, text="so it is"):
+        return [ReasoningStep(i, [1], text, repeats=r) for i, r in enumerate(repeats)]
+
+    assert kind_of_repeat(steps(None, None, 0, 1, 2), 4) == "loop"
+    assert kind_of_repeat(steps(None, None, None, 0, 2), 4) == "revisitation"
+    assert kind_of_repeat(steps(None, 0), 1) == "revisitation"
+    assert kind_of_repeat(steps(None, 0, text="Wait, let me see"), 1) == "self_verification"
+
+
+# --------------------------------------------------------------------------------------------------- structural check
+
+
+@pytest.mark.parametrize(
+    ("one", "other", "same"),
+    [
+        ("so $2x+5=10$ holds", "then $2x+5=10$", True),
+        ("so $2x+5=10$", "so $2x-5=10$", False),
+        (r"\(\frac{a}{b}\)", r"\( \frac{a}{b} \)", True),
+        (r"\(\frac{a}{b}\)", r"\(\frac{b}{a}\)", False),
+        (r"\[x^2\] ends", r"\[x^2\] begins", True),
+        (r"\begin{aligned}a&=b\end{aligned}", r"\begin{aligned}a&=c\end{aligned}", False),
+        ("2x + 5 = 10", "2x - 5 = 10", False),
+        ("2x + 5 = 10", "2x+5=10", True),
+        ("```python\nx = 1  # one\n```", "```python\nx  =  1\n```", True),
+        ("```python\nx = 1\n```", "```python\nx = 2\n```", False),
+        ("```c\nint x;\n```", "```c\nint   x;\n```", True),
+        ("```c\nint x;\n```", "```c\nint y;\n```", False),
+        ("50% of $x$", "51% of $x$", True),
+        ("only words", "other words, self-made", True),
+        ("only words", "words and $x$", False),
+        ("$unclosed {x", "$unclosed {y", True),
+    ],
+)
+def test_structure(one, other, same):
+    a, b = formal_content(one), formal_content(other)
+    assert same_structure(a, b, 0) is same
+    assert (edit_distance(a, b) == 0) is same, "what the distance says and what equality says"
+    assert same_structure(a, b, 1000)
+
+
+def test_code_that_goes_on_over_a_blank_line():
+    assert same_structure(formal_content("x = 1\n\n", True), formal_content("x = 1", True), 0)
+    assert not same_structure(formal_content("x = 1", True), formal_content("x = 3", True), 0)
+    assert formal_content("x is one", False) is None
+
+
+trees = strategies.recursive(
+    strategies.sampled_from("abc").map(lambda label: (label, ())),
+    lambda child: strategies.tuples(strategies.sampled_from("abc"), strategies.lists(child, max_size=3).map(tuple)),
+    max_leaves=8,
+)
+
+
+@given(trees, trees)
+def test_equal_trees_are_those_at_distance_0(a, b):
+    assert (edit_distance(a, b) == 0) == (a == b) == same_structure(a, b, 0)
+
+
+def test_edit_distance_by_hand():
+    assert edit_distance(("f", (("a", ()), ("b", ()))), ("f", (("a", ()), ("c", ())))) == 1
+    assert edit_distance(("f", (("a", ()),)), ("f", (("g", (("a", ()),)),))) == 1
+    assert edit_distance(None, ("f", (("a", ()),))) == 2
+
+
+# ----------------------------------------------------------------------------------------------------- block distances
+
+
+def test_distance_by_hand():
+    """One layer, 2 tokens, 1 head; |dK| = 1 and |dV| = 2: 3 / 4."""
+    keys, values = torch.zeros(2, 1, 2, 3), torch.zeros(2, 1, 2, 3)
+    keys[1, 0, 1, 2], values[1, 0, 0] = 1.0, torch.tensor([2.0, 0.0, 0.0])
+    assert BlockDistances()([(keys, values)], [((0, 10), (1, 11))]) == pytest.approx([0.75])
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
+def test_distances_are_the_direct_ones(dtype):
+    layers = [(torch.randn(9, 3, 5, 7).to(dtype), torch.randn(9, 3, 5, 4).to(dtype)) for _ in range(4)]
+    for keys, values in layers:
+        keys[7], values[7] = keys[2], values[2]
+        keys[8], values[8] = keys[2] * (1 + 1e-4), values[2]
+    distances = BlockDistances(cached=3)
+    pairs = [(0, 1), (2, 7), (2, 8), (7, 7), (3, 0), (4, 5)]
+    found = distances(layers, [((a, 100 + a), (b, 100 + b)) for a, b in pairs])
+    for (a, b), distance in zip(pairs, found, strict=True):
+        differences = [
+            sum((x[a].double() - x[b].double()).square().sum().sqrt().item() for x in layer) for layer in layers
+        ]
+        assert distance == pytest.approx(sum(differences) / (4 * 2 * 5 * 3), rel=1e-6, abs=1e-9)
+    assert found[1] == found[3] == 0, "identical blocks are at distance 0, exactly"
+    assert distances(layers, []) == []
+
+
+def test_norms_belong_to_serial_numbers():
+    keys = torch.randn(2, 1, 2, 3)
+    distances = BlockDistances()
+    distances([(keys, keys)], [((0, 1), (1, 2))])
+    keys[0] *= 3  # the block was freed and holds something else now
+    found = distances([(keys, keys)], [((0, 3), (1, 2))])
+    assert found == pytest.approx([2 * float((keys[0] - keys[1]).norm()) / 4])
+
+
+def test_percentile_threshold():
+    """Collects four, then admits what is at most the 80th percentile of all so far, its own included."""
+    threshold = PercentileThreshold(80, warm_up=4)
+    assert threshold.admit([1.0, 2.0, 3.0, 4.0]) == [False] * 4
+    assert threshold.admit([5.0]) == [False], "5 is above 4.2"
+    assert threshold.admit([4.0, 9.0]) == [True, False]
+    assert PercentileThreshold(0, 0).admit([0.0, 1.0]) == [False, False]
+    assert PercentileThreshold(100, 0).admit([0.0, 1.0]) == [True, True]
+    same = PercentileThreshold(1, 2)
+    assert same.admit([0.0] * 2) == [False] * 2 and same.admit([0.0] * 3) == [True] * 3, "identical blocks share"
+
+
+# ----------------------------------------------------------------------------------------------------------- evaluator
+
+
+class Cache:
+    """Stands for a cache of one layer: blocks of 2 tokens whose keys are the token ids."""
+
+    def __init__(self, ids, offset=0):
+        ids = torch.tensor(ids[: len(ids) // 2 * 2], dtype=torch.float32).view(-1, 1, 2, 1)
+        self.pages, self.decisions, self.offset = torch.cat((torch.zeros(offset, 1, 2, 1), ids)), deque(), offset
+
+    def layers(self):
+        return [(self.pages, self.pages)]
+
+    def decide(self, decision):
+        self.decisions.append(decision)
+
+    def sealed(self, row, first, last):
+        return BlocksSealed(row, self, first, tuple((self.offset + i, 1000 * row + i) for i in range(first, last)))
+
+
+WORDS = [*"abcdefgh", "\n\n"]
+STEP, OTHER = [0, 1, 2, 3, 4, 8], [5, 6, 7, 5, 6, 8]
+
+
+def evaluator(**options):
+    method = options.pop("kind", methods.ReasonCache)(warm_up=0, percentile=100, asynchronous=False, **options)
+    return Evaluator(method, lambda ids: "".join(WORDS[i] for i in ids))
+
+
+def feed(run, cache, row, ids, start, prompt=()):
+    if prompt:
+        run.handle(cache.sealed(row, 0, len(prompt) // 2))
+        run.handle(TokensCame((row,), torch.tensor([list(prompt)]), (len(prompt),)))
+    for at in range(len(ids)):
+        run.handle(cache.sealed(row, (start + at) // 2, (start + at + 1) // 2))
+        run.handle(TokensCame((row,), torch.tensor([ids[at : at + 1]]), (1,)))
+
+
+def test_the_evaluator_pairs_whole_blocks_of_similar_steps():
+    ids = [*STEP, *OTHER, *STEP]
+    run, cache = evaluator(), Cache([0, 0, *ids])
+    feed(run, cache, 1, ids, 2, prompt=[0, 0])
+    assert [(d.newer, d.older, d.newer_serial, d.older_serial) for d in cache.decisions] == [
+        (7, 1, 1007, 1001),
+        (8, 2, 1008, 1002),
+        (9, 3, 1009, 1003),
+    ]
+    assert run.tally.counts == Counter(steps=3, similar_steps=1, same_structure=1, measured_blocks=3, decisions=3)
+    assert set(run.tally.seconds) == {"text", "lexical", "structural", "distance"}
+
+
+def test_pairing_by_the_nearest_block():
+    """The second step begins one block later within itself: block i of one is not block i of the other."""
+    first, second = [5, 5, *STEP], [*STEP[:4], 5, 5, 4, 8]
+    found = {}
+    for pairing in ("ordinal", "nearest"):
+        run, cache = evaluator(pairing=pairing, include_prompt=True), Cache([*first, *second])
+        feed(run, cache, 1, [*first, *second], 0)
+        found[pairing] = {d.newer: d.older for d in cache.decisions}
+    assert found == {"ordinal": {4: 0, 5: 1, 6: 2, 7: 3}, "nearest": {4: 1, 5: 2, 6: 0, 7: 3}}
+
+
+def test_forks_crops_and_rows_that_go():
+    ids = [*STEP, *OTHER]
+    run, cache = evaluator(include_prompt=True), Cache([*ids, *STEP])
+    feed(run, cache, 1, ids, 0)
+    run.handle(RowForked(1, 2))
+    run.handle(RowCropped(1, 7))
+    feed(run, cache, 2, STEP, 12)
+    assert [(d.row, d.newer, d.older) for d in cache.decisions] == [(2, 6, 0), (2, 7, 1), (2, 8, 2)]
+    cache.decisions.clear()
+    feed(run, cache, 1, [*STEP[1:], *STEP], 7)
+    assert {d.row for d in cache.decisions} <= {1}
+    run.handle(RowsGone((1, 2)))
+    assert not run._rows
+
+
+def test_formal_content_must_not_differ():
+    words = [*"abcdefgh", "\n\n", "$x+1=2$", "$x-1=2$"]
+    for last, expected in ((9, 3), (10, 0)):
+        method = methods.ReasonCache(warm_up=0, percentile=100, asynchronous=False, soft=0.5, strict=0.6)
+        run = Evaluator(method, lambda ids: "".join(words[i] for i in ids))
+        ids = [9, 1, 2, 3, 4, 8, last, 1, 2, 3, 4, 8]
+        cache = Cache([0, 0, *ids])
+        feed(run, cache, 1, ids, 2, prompt=[0, 0])
+        assert len(cache.decisions) == expected
+
+
+def test_the_control_shares_as_much_and_anything():
+    ids = [*STEP, *OTHER, *STEP, *OTHER, *STEP]
+    informed, control = evaluator(), evaluator(kind=methods.RandomSharing)
+    caches = []
+    for run in (informed, control):
+        caches.append(Cache([0, 0, *ids]))
+        feed(run, caches[-1], 1, ids, 2, prompt=[0, 0])
+    known, drawn = ([(d.newer, d.older) for d in cache.decisions] for cache in caches)
+    assert 6 <= len(known) <= 9 and len(drawn) >= len(known) - 2 and known != drawn
+    assert all(newer > older and newer >= 1 for newer, older in drawn)
+    assert len({newer for newer, _ in drawn}) == len(drawn), "each of them gives a block back"
+
+
+# ------------------------------------------------------------------------------------------------------------ refusals
+
+
+def test_refusals(monkeypatch):
+    for options, message in (
+        ({"strict": 1.5}, "strict is 1.5; it must be in 0..1"),
+        ({"soft": 0.95}, "soft is 0.95; it must be in 0..0.9"),
+        ({"percentile": 101}, "percentile is 101; it must be in 0..100"),
+        ({"warm_up": -1}, "warm_up is -1"),
+        ({"pairing": "any"}, "pairing is 'any'; it must be 'ordinal' or 'nearest'"),
+        ({"border": "("}, "border is '\\(', which is no regular expression"),
+        ({"block_size": 0}, "block_size is 0"),
+        ({"reads": methods.TOVA()}, "cannot be read with 'tova'"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            methods.ReasonCache(**options)
+    with pytest.raises(ValueError, match="seed is 'x'"):
+        methods.RandomSharing(seed="x")
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    with pytest.raises(SeergateError, match=r"needs pylatexenc and apted: pip install 'seergate\[reason\]'"):
+        methods.ReasonCache(max_edit_distance=2)
+    with pytest.raises(SeergateError, match="needs pylatexenc:"):
+        methods.ReasonCache()
+    methods.ReasonCache(structural_check=False)
+    assert math.isclose(methods.ReasonCache(structural_check=False).percentile, 80)

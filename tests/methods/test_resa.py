@@ -1,0 +1,87 @@
+"""ReSA's selection: by hand, and against loops; and that it is rectified."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+
+import seergate
+from seergate import methods
+from seergate.methods.resa import best_blocks
+from tests.methods.test_methods import fed
+from tests.models import left_padded, prompt, tiny_model
+
+
+def test_the_bound_for_the_mean_query_by_hand():
+    """Keys (1, 1), (2, -1), (0, 3): largest (2, 3), smallest (0, -1). Queries (3, -2) and (-1, -2) have the mean
+    (1, -2), whose bound is 2 + 2; the mean of their own bounds, 8 and 2, is 5."""
+    keys = torch.tensor([[[[1.0, 1.0], [2.0, -1.0], [0.0, 3.0]]]])
+    q = torch.tensor([[[3.0, -2.0], [-1.0, -2.0]]])
+    state, last = fed(methods.ReSA(token_budget=64, block_size=3), q, keys, [3])
+    assert state.scores(last)[..., 0].tolist() == [[4.0]]
+    quest, last = fed(methods.Quest(token_budget=64, block_size=3, group_reduction="mean"), q, keys, [3])
+    assert quest.scores(last)[..., 0].tolist() == [[5.0]]
+
+
+@pytest.mark.parametrize("group", [1, 4, 5, 7, 8])
+def test_rows_of_any_length_against_loops(group):
+    size, share, budget = 4, 0.3, 12
+    lengths = [1, 4, 30, 63, 100]
+    keys, q = torch.randn(5, 2, 100, 6), torch.randn(5, 2 * group, 6)
+    method = methods.ReSA(token_budget=budget, share=share, block_size=size)
+    state, last = fed(method, q, keys, [100])
+    last.starts, last.counts, last.lengths = [n - 1 for n in lengths], [1] * 5, torch.tensor(lengths)
+    # rows are cropped to their lengths, so that bounds of open blocks hold no later keys
+    state.crop([100] * 5, lengths, keys, [0] * 5)
+    found = method.select(state, last)
+    for row, length in enumerate(lengths):
+        blocks = math.ceil(length / size)
+        count = min(blocks, max(budget // size, math.ceil(blocks * share)))
+        for head in range(2):
+            mean = q[row, head * group : (head + 1) * group].mean(0)
+            bounds = []
+            for block in range(blocks - 1):
+                part = keys[row, head, block * size : (block + 1) * size]
+                bounds.append(
+                    sum(max(float(m * k.max()), float(m * k.min())) for m, k in zip(mean, part.T, strict=True))
+                )
+            best = sorted(range(blocks - 1), key=lambda b: -bounds[b])[: count - 1]
+            assert [b for b in found.indices[row, head].tolist() if b >= 0] == sorted([*best, blocks - 1])
+            assert found.counts[row, head] == count
+
+
+def test_best_blocks_by_hand():
+    scores = torch.tensor([[[5.0, 1.0, 5.0, 9.0]], [[float("nan"), 2.0, float("inf"), 7.0]]])
+    found = best_blocks(scores, [4, 3], [3, 2])
+    assert found.indices.tolist() == [[[0, 2, 3]], [[1, 2, -1]]] and found.counts.tolist() == [[3], [2]]
+    assert best_blocks(scores, [4, 3], [2, 2]).indices.tolist() == [[[0, 3]], [[1, 2]]], "ties go to the lower block"
+    assert best_blocks(scores, [4, 3], [3, 3], sinks=2).indices.tolist() == [[[0, 1, 3]], [[0, 1, 2]]]
+
+
+def test_resa_decodes_and_rectifies():
+    model = tiny_model("qwen3")
+    rows = [prompt(40, 1), prompt(70, 2)]
+    with seergate.attached(model, "resa", token_budget=16, block_size=8, rectify_every=6) as handle:
+        together = model.generate(**left_padded(rows), max_new_tokens=20)
+        stats = handle.stats()
+        alone = [model.generate(input_ids=row, max_new_tokens=20)[0, -20:] for row in rows]
+    assert stats["rectification"] == {"every": 6, "passes": 3, "tokens": 36}
+    assert stats["method"] == "resa" and stats["density"] < 0.6
+    assert torch.equal(together[:, -20:], torch.stack(alone))
+    plain = model.generate(**left_padded(rows), max_new_tokens=20)
+    with seergate.attached(model, "resa", share=1.0):
+        assert torch.equal(model.generate(**left_padded(rows), max_new_tokens=20), plain)
+    assert methods.ReSA().nominal == "256 or 10 %" and methods.ReSA().rectify_every == 32
+
+
+def test_refusals():
+    for options, message in (
+        ({"share": 1.5}, "share is 1.5; it must be a number in 0..1"),
+        ({"threshold": 0.1}, "it has no other rule"),
+        ({"token_budget": None}, "it has no other rule"),
+        ({"token_budget": 8}, "token_budget is 8; with block_size 16"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            methods.ReSA(**options)
