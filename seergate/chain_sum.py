@@ -5,10 +5,13 @@ earlier ones; each definition ends with the variable to evaluate next, the last 
 follows these links; each step copies a definition from the prompt, recalls both operands' values from earlier steps,
 and writes the sum modulo 10. Every decision the reasoner takes is a retrieval of one token:
 
-    prompt       [a9] is a17 plus a5 , then a20: .   [a17] is 4 , then a5: .   [a5] is 3 , then a9: .
-                 [a20] is a17 plus a9 , then answer .   start with a17:
-    reasoning    a17: 4 gives a17= 4 .   a5: 3 gives a5= 3 .   a9: a17 4 plus a5 3 gives a9= 7 .
-                 a20: a17 4 plus a9 7 gives a20= 1 . answer
+    prompt       [a9] is the sum of a17 plus a5 , and then comes a20: .
+                 [a17] is just the digit 4 , and then comes a5: .
+                 [a5] is just the digit 3 , and then comes a9: .
+                 [a20] is the sum of a17 plus a9 , and then comes answer .   start with a17:
+    reasoning    a17: which gives a17= 4 . so next a5: which gives a5= 3 . so next
+                 a9: a17 4 plus a5 3 which gives a9= 7 . so next
+                 a20: a17 4 plus a9 7 which gives a20= 1 . so next answer
     answer       \boxed{ 1 }
 
 A variable has a separate token for each of its roles (``[a17]`` where it is defined, ``a17`` where it is an operand,
@@ -18,8 +21,10 @@ minimum, a count, or the absence of something, which no sparse attention could s
 variable once, at the end of the prompt. At every step it had to be seen that nothing matched it, and a model that got
 all sums right ran past it.)
 
-About half of the tokens are words that say nothing new, as in any text. (A form without them put so many names into a
-block of eight tokens that their pooled keys hid each other, which no text of a large model does.)
+More than half of the tokens are words that say nothing new, as in any text. (A form without them put so many names
+into a block of eight tokens that their pooled keys hid each other, which no text of a large model does. In another
+form the reasoning copied given digits like operands; the model then looked for a second operand, and finding none is
+not a retrieval.)
 """
 
 from __future__ import annotations
@@ -28,13 +33,16 @@ import random
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-NAMES = 128
+NAMES = 80
 """Size of the pool of variable names that a problem draws from."""
 
 ROLES = ("[a{}]", "a{}", "a{}:", "a{}=")
 """The tokens of a variable: where it is defined, an operand, to be evaluated, about to have its value."""
 
-WORDS = ("is", "plus", ",", "then", ".", "start", "with", "gives")
+WORDS = (
+    *("is", "the", "sum", "of", "plus", "just", "digit", ",", "and", "then", "comes", ".", "start", "with"),
+    *("which", "gives", "so", "next"),
+)
 """Words that carry no information of their own."""
 
 LAST = "answer"
@@ -67,8 +75,11 @@ class Problem:
         links = [*(f"a{name}:" for name in self.names[1:]), LAST]
         for i in self.listing:
             pair = self.operands[i]
-            body = f"{self.values[i]}" if pair is None else f"a{self.names[pair[0]]} plus a{self.names[pair[1]]}"
-            lines.append(f"[a{self.names[i]}] is {body} , then {links[i]} .")
+            if pair is None:
+                body = f"just the digit {self.values[i]}"
+            else:
+                body = f"the sum of a{self.names[pair[0]]} plus a{self.names[pair[1]]}"
+            lines.append(f"[a{self.names[i]}] is {body} , and then comes {links[i]} .")
         return " ".join([*lines, f"start with a{self.names[0]}:"])
 
     @property
@@ -77,12 +88,8 @@ class Problem:
         steps = []
         for i, name in enumerate(self.names):
             pair = self.operands[i]
-            body = (
-                f"{self.values[i]}"
-                if pair is None
-                else " plus ".join(f"a{self.names[j]} {self.values[j]}" for j in pair)
-            )
-            steps.append(f"a{name}: {body} gives a{name}= {self.values[i]} .")
+            sum_of = "" if pair is None else " plus ".join(f"a{self.names[j]} {self.values[j]}" for j in pair) + " "
+            steps.append(f"a{name}: {sum_of}which gives a{name}= {self.values[i]} . so next")
         return " ".join([*steps, LAST])
 
     @property
@@ -108,7 +115,7 @@ def make_problem(variables: int, rng: random.Random) -> Problem:
     """Draw one problem.
 
     Args:
-        variables: how many variables, ``GIVENS + 1`` .. ``NAMES``. A whole conversation takes about nineteen tokens
+        variables: how many variables, ``GIVENS + 1`` .. ``NAMES``. A whole conversation takes about 27 tokens
             each.
         rng: source of randomness; the same state gives the same problem.
 

@@ -17,7 +17,7 @@ HELP = (
 
 METHODS = ["dense", "oracle", "gate", "quest", "streaming_llm", "random"]
 BUDGETS = [64, 128, 256]
-VARIABLES, PROBLEMS = 28, 32
+VARIABLES, PROBLEMS = 20, 32
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -31,7 +31,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         type=int,
         default=VARIABLES,
         metavar="N",
-        help="size of a problem; prompt and answer take about nineteen tokens per variable [%(default)s]",
+        help="size of a problem; prompt and answer take about 27 tokens per variable [%(default)s]",
     )
     parser.add_argument("--steps", type=int, metavar="N", help="steps of distillation [those of the preset]")
 
@@ -63,7 +63,7 @@ def run(options: argparse.Namespace) -> int:
     bank = load_gates(str(adapter))
     specs = grid(METHODS, BUDGETS, bank.config.block_size)
 
-    length = 19 * options.variables
+    length = 27 * options.variables
     print(
         f"\n3. Answering {options.problems} fresh problems of about {length} tokens, each method reading at most "
         f"{', '.join(map(str, BUDGETS))} tokens per step",

@@ -20,7 +20,7 @@ HELP = (
         "seergate eval --model Qwen3-8B --gates org/Qwen3-8B-gates --task aime24 --method dense,gate --budget 4096",
         "seergate eval --method dense,kv4bit,h2o:interval=8,lazy_eviction:window=auto --budget 128 --match resident",
         "seergate eval --model tiny-reasoner --workers 1 --problems 100",
-        "seergate eval show runs/eval-tiny-reasoner-chain_sum/gate-128 60-0-3",
+        "seergate eval show runs/eval-tiny-reasoner-chain_sum/gate-128 40-0-3",
     ],
 )
 SUBCOMMANDS = {"show": eval_show}
@@ -74,7 +74,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     task = parser.add_argument_group("task")
     task.add_argument("--task", help="a task's name, or a .jsonl file of problems [chain_sum]")
     task.add_argument("--problems", type=int, metavar="N", help="how many problems [64 of chain_sum, all of others]")
-    task.add_argument("--variables", type=int, metavar="N", help="size of a chain_sum problem, ~19 tokens each [60]")
+    task.add_argument("--variables", type=int, metavar="N", help="size of a chain_sum problem, ~27 tokens each [40]")
     task.add_argument(
         "--task-seed", type=int, metavar="N", help="chain_sum's problems, the order of GPQA's options [0]"
     )

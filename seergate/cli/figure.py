@@ -72,7 +72,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--task", help="[chain_sum for the tiny reasoner, else aime24]")
     parser.add_argument("--task-source", metavar="FILE", help="a local copy of the task's problems")
     parser.add_argument("--problems", type=int, metavar="N", help="[32 of chain_sum, all of others]")
-    parser.add_argument("--variables", type=int, metavar="N", help="size of a chain_sum problem [50]")
+    parser.add_argument("--variables", type=int, metavar="N", help="size of a chain_sum problem [30]")
     parser.add_argument("--samples", type=int, metavar="N", help="answers per problem [the paper's]")
     parser.add_argument("--steps", type=int, metavar="N", help="of distillation, where gates are made [the preset's]")
     parser.add_argument("--batch-size", type=int, metavar="N", help="[what fits into memory]")
@@ -104,12 +104,17 @@ def run(options: argparse.Namespace) -> int:
     task = options.task or ("chain_sum" if tiny else "aime24")
     given = {"problems": options.problems, "variables": options.variables, "source": options.task_source}
     if task == "chain_sum":
+<<<<<<< HEAD
+        given = {**given, "problems": options.problems or 32, "variables": options.variables or 30}
+    values |= {
+=======
         given = {**given, "problems": options.problems or 32, "variables": options.variables or 50}
     task_options = {name: value for name, value in given.items() if value is not None}
     if options.name in ("kept", "recurrence"):
         return _attention(options, task, task_options, out, tiny)
     values: dict[str, Any] = {
         **(TINY_RUNS if tiny else REAL_RUNS)[options.name],
+>>>>>>> main
         "model": options.model,
         "task": task,
         "task_options": task_options,

@@ -14,7 +14,7 @@ HELP = (
     "seergate.eval.plan.SweepPlan, for instance:\n\n"
     "    model: tiny-reasoner\n"
     "    task: chain_sum\n"
-    "    task_options: {problems: 64, variables: 100}\n"
+    "    task_options: {problems: 64, variables: 70}\n"
     "    method: [dense, oracle, 'h2o:interval=16', 'lazy_eviction:window=auto']\n"
     "    budget: [64, 128, 256]\n"
     "    block_size: [8, 16, 32]\n"

@@ -68,7 +68,7 @@ class TrainConfig:
     )
     data_limit: int | None = _option(None, "use this many rows at most; with chain_sum, the number of problems")
     streaming: bool = _option(False, "read a Hub dataset row by row instead of downloading it (set data_limit too)")
-    chain_sum_variables: tuple[int, ...] = _option((12, 108), "smallest and largest problem of chain_sum")
+    chain_sum_variables: tuple[int, ...] = _option((8, 75), "smallest and largest problem of chain_sum")
     chat_template: str | None = _option(None, "a .jinja file to use instead of the model's own chat template")
     max_length: int = _option(32768, "tokens per pack; no sample may be longer")
     over_length: Literal["truncate", "drop"] = _option("truncate", "what happens to samples longer than max_length")

@@ -176,7 +176,7 @@ def main() -> None:
     options = parser.parse_args()
     torch.set_num_threads(1)
     with tempfile.TemporaryDirectory() as scratch:
-        small = {"data_limit": 40, "chain_sum_variables": (20, 30), "max_length": 512, "eval_packs": 2}
+        small = {"data_limit": 40, "chain_sum_variables": (12, 18), "max_length": 512, "eval_packs": 2}
         config = load_train_config("tiny-reasoner", {**small, "output_dir": scratch, "packs_per_step": 1})
         started = time.monotonic()
         fell = storm(config, options.kills, options.seed)

@@ -21,6 +21,7 @@ from collections import deque
 from pathlib import Path
 
 import torch
+from regularizers import AttentionFocus, KeySpread
 from tokenizer import build_tokenizer
 from torch.nn import functional as F
 from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
@@ -32,8 +33,6 @@ HEAD_DIM = 128
 WARMUP_STEPS = 100
 DECAY_FROM, FULL_PRECISION_FROM = 0.4, 0.8
 PASS_ACCURACY, GROWTH = 0.97, 1.3
-SPREAD_WEIGHT = 0.05
-SPREAD_LAYER = 1
 DECISION_WEIGHT = 5.0
 """Loss weight of the tokens that decide whether to go on or to stop: the next variable, or the end and what follows
 it. One wrong decision ruins an answer in which all sums are right, and the end comes once in a thousand tokens."""
@@ -71,39 +70,6 @@ def build_model(tokenizer: PreTrainedTokenizerFast) -> Qwen3ForCausalLM:
     return model
 
 
-class KeySpread:
-    """The effective rank of the keys by which names are found: what keeps them apart once a block is pooled.
-
-    Left to itself so small a model codes all names in about six of a head's dimensions: enough for attention, too few
-    for anything that looks at blocks. The participation ratio ``tr(C)^2 / tr(C^2)`` of the covariance ``C`` of the
-    keys of one place in a sentence (the first, second and third token after a defined name, and the value after a
-    computed one) counts the dimensions in use; its logarithm is rewarded in training.
-    """
-
-    PLACES = (("[a{}]", 1), ("[a{}]", 2), ("[a{}]", 3), ("a{}=", 1))
-
-    def __init__(self, model: Qwen3ForCausalLM, tokenizer: PreTrainedTokenizerFast) -> None:
-        self.is_name = {role: torch.zeros(len(tokenizer), dtype=torch.bool) for role, _ in self.PLACES}
-        for role, flags in self.is_name.items():
-            flags[tokenizer.convert_tokens_to_ids([role.format(n) for n in range(NAMES)])] = True
-        self.ids = torch.empty(0)
-        self.log_ranks: list[torch.Tensor] = []
-        model.model.layers[SPREAD_LAYER].self_attn.k_norm.register_forward_hook(self._measure)
-
-    def _measure(self, module: torch.nn.Module, inputs: object, keys_BSKD: torch.Tensor) -> None:
-        self.log_ranks = []
-        for role, offset in self.PLACES:
-            found = self.is_name[role][self.ids[:, :-offset]]
-            keys_ND = keys_BSKD[:, offset:, 0][found].float()
-            keys_ND = keys_ND - keys_ND.mean(0)
-            covariance_DD = keys_ND.T @ keys_ND / len(keys_ND)
-            self.log_ranks.append((covariance_DD.trace() ** 2 / covariance_DD.square().sum()).log())
-
-    def log_rank(self) -> torch.Tensor:
-        """Mean over the places, of the last forward."""
-        return torch.stack(self.log_ranks).mean()
-
-
 def draw_batch(
     tokenizer: PreTrainedTokenizerFast, variables: int, tokens: int, rng: random.Random
 ) -> tuple[torch.Tensor, torch.Tensor]:
@@ -134,10 +100,12 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, required=True, help="directory for the finished model")
     parser.add_argument("--minutes", type=float, default=90.0)
-    parser.add_argument("--variables", type=int, default=108, help="largest problem (about 19 tokens per variable)")
+    parser.add_argument("--variables", type=int, default=75, help="largest problem (about 27 tokens per variable)")
     parser.add_argument("--start-cap", type=int, default=12, help="largest problem in the beginning")
     parser.add_argument("--tokens", type=int, default=6144, help="tokens per batch")
     parser.add_argument("--peak-lr", type=float, default=1.5e-3)
+    parser.add_argument("--spread", type=float, default=0.3, help="weight of the rank of the keys")
+    parser.add_argument("--focus", type=float, default=0.02, help="weight of the entropy of the attention")
     parser.add_argument("--threads", type=int, default=os.cpu_count())
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--init", type=Path, help="continue from this model instead of from scratch")
@@ -158,7 +126,7 @@ def main() -> None:
         True
     )
     decisions[tokenizer.convert_tokens_to_ids([f"a{n}:" for n in range(NAMES)])] = True
-    spread = KeySpread(model, tokenizer)
+    spread, focus = KeySpread(model, tokenizer), AttentionFocus(model)
     cap = float(args.start_cap)
     recent: deque[float] = deque(maxlen=12)  # token accuracy on problems near the cap
     exact: deque[float] = deque(maxlen=60)  # share of whole solutions right, same problems
@@ -169,7 +137,7 @@ def main() -> None:
         ids, labels = draw_batch(tokenizer, variables, args.tokens, rng)
         for group in optimizer.param_groups:
             group["lr"] = learning_rate(args.peak_lr, step, progress)
-        spread.ids = ids
+        spread.watch(ids)
         full = progress > FULL_PRECISION_FROM
         with contextlib.nullcontext() if full else torch.autocast("cpu", dtype=torch.bfloat16):
             hidden = model.model(input_ids=ids, use_cache=False).last_hidden_state[:, :-1]
@@ -178,8 +146,8 @@ def main() -> None:
             logits = model.lm_head(hidden[scored]).float()
         losses = F.cross_entropy(logits, targets[scored], reduction="none").view(len(ids), -1)
         weights = torch.where(decisions[targets[scored]].view(len(ids), -1), DECISION_WEIGHT, 1.0)
-        log_rank = spread.log_rank()
-        loss = (losses * weights).sum() / weights.sum() - SPREAD_WEIGHT * log_rank
+        entropy = focus.entropy()
+        loss = (losses * weights).sum() / weights.sum() - args.spread * spread.reward() + args.focus * entropy
         optimizer.zero_grad(set_to_none=True)
         loss.backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
@@ -200,7 +168,9 @@ def main() -> None:
                 "tokens": seen,
                 "cap": int(cap),
                 "loss": round(losses.mean().item(), 6),
-                "key_rank": round(log_rank.exp().item(), 1),
+                "key_rank": round(spread.rank, 1),
+                "key_noise": round(spread.noise, 3),
+                "entropy": round(entropy.item(), 3),
                 "token_accuracy": round(sum(recent) / max(1, len(recent)), 6),
                 "exact": round(sum(exact) / max(1, len(exact)), 4),
             }
@@ -208,7 +178,7 @@ def main() -> None:
                 raise RuntimeError(f"the loss is {loss.item()} at step {step}")
             history.append(row)
             print(json.dumps(row), flush=True)
-        if step % 1000 == 0:
+        if step % 200 == 0:
             save(model, tokenizer, history, args.out)
     save(model, tokenizer, history, args.out)
 
