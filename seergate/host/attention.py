@@ -114,16 +114,14 @@ def attend(
     if layer.decoded < new:
         layer.decoding = layer.decoded > 0
         stats.saw_prompt(layer.layer, layer.nbytes)
-        if isinstance(state, EvictingState):
-            if any(start != 0 for start in step.starts):
-                raise SeergateError(
-                    f"the evicting method {layer.method.name!r} takes a prompt in one piece, then token by token; "
-                    "pass the whole conversation with a new cache"
-                )
-            output = dense(module, query, key, value, attention_mask, **kwargs)
-            _evict(layer, state, step, stats)
-            return output
+        if isinstance(state, EvictingState) and any(start != 0 for start in step.starts):
+            raise SeergateError(
+                f"the evicting method {layer.method.name!r} takes a prompt in one piece, then token by token; "
+                "pass the whole conversation with a new cache"
+            )
         output, weights = dense(module, query, key, value, attention_mask, **kwargs)
+        if isinstance(state, EvictingState):
+            _evict(layer, state, step, stats)
         if not layer.decoded:
             return output, weights
         # The first drafts of assisted decoding come along with the prompt.

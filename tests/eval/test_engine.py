@@ -6,8 +6,9 @@ import torch
 from seergate.bank import GateBank
 from seergate.config import GateConfig
 from seergate.errors import SeergateError
+from seergate.eval import memory
 from seergate.eval.engine import Engine, Limit, Request, render
-from seergate.eval.memory import estimated_batch, is_out_of_memory
+from seergate.eval.memory import bytes_per_token, estimated_batch, is_out_of_memory
 from seergate.eval.sampling import SampledRow, Sampling, TokenChooser, sample_seed
 from seergate.host import attached
 from tests.eval import support
@@ -161,10 +162,17 @@ def test_out_of_memory_is_recognised():
     assert not is_out_of_memory(RuntimeError("shapes do not match"))
 
 
-def test_the_estimate_shrinks_with_length():
+def test_the_estimate_by_hand(monkeypatch):
+    """Of 10 MB, 8 may be used; the buffers take 1.25 times the tokens, and a token 512 bytes: keys and values of 2
+    layers, of 2 heads of 16 numbers of 4 bytes.
+    """
     model = support.model()
-    assert estimated_batch(model, 100) >= estimated_batch(model, 10**6) >= 1
-    assert estimated_batch(model, 10**12) == 1
+    monkeypatch.setattr(memory, "free_bytes", lambda device: 10_000_000)
+    assert bytes_per_token(model) == 2 * 2 * 2 * 16 * 4 == 512
+    for longest, expected in ((1000, 12), (4000, 3), (10**6, 1), (10**12, 1)):
+        assert estimated_batch(model, longest) == expected
+    monkeypatch.setattr(memory, "free_bytes", lambda device: 10**12)
+    assert estimated_batch(model, 100) == memory.LARGEST_BATCH
 
 
 @pytest.mark.parametrize(

@@ -153,6 +153,17 @@ def test_figures_per_head():
     assert stats["bytes_read_per_step"] - stats["bytes_scored_per_step"] == pytest.approx(tokens_read * 2 * 16 * 4)
 
 
+@pytest.mark.parametrize("name", ["gate", "quest"])
+def test_bytes_that_are_read_to_choose(name):
+    """One key per past block and head; two bounds per page and head, the current page's among them."""
+    model = tiny_model("qwen3")
+    with seergate.attached(model, selector(model, name, 2 * BLOCK)) as handle:
+        model.generate(input_ids=prompt(40), max_new_tokens=12)
+        found = handle.stats()["bytes_scored_per_step"]
+    vectors = [(end - 1) // 8 if name == "gate" else 2 * -(-end // 8) for end in range(41, 52)]
+    assert found == pytest.approx(2 * 2 * 16 * 4 * sum(vectors) / 11)  # layers, heads, width, bytes
+
+
 def test_refusals():
     model = tiny_model("qwen3")
     bank = gates(model)

@@ -1,0 +1,40 @@
+"""One optimizer step, worked out by hand."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from seergate.bank import GateBank
+from seergate.config import GateConfig
+from seergate.distill.distributed import World
+from seergate.distill.engines import BETAS, DistillModule, PlainEngine
+from seergate.distill.packing import PackedBatch
+from tests.models import prompt, tiny_model
+
+
+@pytest.mark.parametrize("clip", [1e-3, 1e3, 0.0])
+def test_gradients_are_clipped_by_their_global_norm(config, clip):
+    """The first step's moments are (1 - beta1) times the clipped gradient, and (1 - beta2) times its square."""
+    model = tiny_model("qwen3")
+    bank = GateBank.for_model(model, GateConfig(8, 16))
+    ids = prompt(60)
+    pack = PackedBatch(ids, torch.tensor([0, 60], dtype=torch.int32))
+    config = replace(config, grad_clip=clip, packs_per_step=1)
+    bank.distill_loss(model, input_ids=ids, row_start=config.row_start, reduction=config.reduction).backward()
+    gradients = {name: parameter.grad.double() for name, parameter in bank.named_parameters()}
+    norm = sum(float(gradient.square().sum()) for gradient in gradients.values()) ** 0.5
+    assert 1e-3 < norm < 1e3
+    bank.zero_grad()
+    engine = PlainEngine(DistillModule(bank, model, config), config, World(0, 1, 0, torch.device("cpu")))
+    engine.accumulate(pack)
+    assert engine.update(1e-4) == pytest.approx(norm, rel=1e-4)
+    scale = clip / norm if clip == 1e-3 else 1.0
+    moments = engine.state().moments
+    for name, gradient in gradients.items():
+        clipped = gradient * scale
+        first, second = ((1 - BETAS[0]) * clipped).float(), ((1 - BETAS[1]) * clipped.square()).float()
+        torch.testing.assert_close(moments["exp_avg"][name], first, rtol=2e-3, atol=1e-5 * scale)
+        torch.testing.assert_close(moments["exp_avg_sq"][name], second, rtol=4e-3, atol=1e-7 * scale**2)
