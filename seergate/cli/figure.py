@@ -104,17 +104,12 @@ def run(options: argparse.Namespace) -> int:
     task = options.task or ("chain_sum" if tiny else "aime24")
     given = {"problems": options.problems, "variables": options.variables, "source": options.task_source}
     if task == "chain_sum":
-<<<<<<< HEAD
         given = {**given, "problems": options.problems or 32, "variables": options.variables or 30}
-    values |= {
-=======
-        given = {**given, "problems": options.problems or 32, "variables": options.variables or 50}
     task_options = {name: value for name, value in given.items() if value is not None}
     if options.name in ("kept", "recurrence"):
         return _attention(options, task, task_options, out, tiny)
     values: dict[str, Any] = {
         **(TINY_RUNS if tiny else REAL_RUNS)[options.name],
->>>>>>> main
         "model": options.model,
         "task": task,
         "task_options": task_options,
