@@ -10,11 +10,13 @@ import warnings
 
 import pytest
 import torch
+from transformers import DynamicCache
 
 import seergate
 from seergate import SeergateError, methods
 from seergate.host.paged import OutOfBlocks
 from seergate.host.paged_layer import Paging
+from seergate.host.rows import join_rows, keep_rows
 from seergate.methods.reason_evaluator import Evaluator
 from tests.host.reasoning import Words, forced_run, repeating
 from tests.host.test_decode import gates
@@ -127,6 +129,45 @@ def test_stock_ways_of_generating():
             counts = handle.stats()["sharing"]
         assert out.shape[1] == text.shape[1] + 24
         assert counts["error"] is None and sum(counts["shared_blocks"].values()) >= 3
+
+
+@pytest.mark.parametrize("reads", [None, "quest"])
+def test_rows_that_come_and_go(reads):
+    """A row that joins another, and stays when that one leaves, shares what it shares alone; so does the other."""
+    model = tiny_model("qwen3")
+    if reads:
+        reads = methods.Quest(token_budget=8 * PAGE, block_size=PAGE, dense_layers=())
+    texts = [repeating(7, 12), repeating(7, 12, 5)]
+    alone = [forced_run(model, reason(reads=reads), [p], text) for p, text in zip(PROMPTS, texts, strict=True)]
+    found: list[list[torch.Tensor]] = [[], []]
+    with seergate.attached(model, reason(reads=reads)) as handle, torch.inference_mode():
+
+        def step(cache, ids, rows, seen):
+            at = torch.tensor(seen)[:, None] + torch.arange(ids.shape[1])
+            for row, logits in zip(
+                rows, model(input_ids=ids, position_ids=at, past_key_values=cache).logits, strict=True
+            ):
+                found[row].append(logits[-1])
+
+        running, arriving = DynamicCache(), DynamicCache()
+        step(running, PROMPTS[0], [0], [0])
+        for i in range(50):
+            step(running, texts[0][:, i : i + 1], [0], [11 + i])
+        step(arriving, PROMPTS[1], [1], [0])
+        join_rows(running, arriving)
+        for i in range(34):
+            ids = torch.cat((texts[0][:, 50 + i], texts[1][:, i]))[:, None]
+            step(running, ids, [0, 1], [61 + i, 5 + i])
+        keep_rows(running, [1])
+        for i in range(34, 84):
+            step(running, texts[1][:, i : i + 1], [1], [5 + i])
+        counts = handle.stats()["sharing"]
+    for (expected, _, _), logits in zip(alone, found, strict=True):
+        torch.testing.assert_close(torch.stack(logits), expected[0], rtol=1e-4, atol=1e-4)
+    shared = [sum(stats["sharing"]["shared_blocks"].values()) for _, _, stats in alone]
+    assert min(shared) >= 4 and sum(counts["shared_blocks"].values()) == sum(shared)
+    assert counts["error"] is None
+    assert counts["dropped"] == 2, "about the last step of the row that left when it had been said"
 
 
 # ------------------------------------------------------------------------------------------------------------- worker
