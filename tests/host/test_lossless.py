@@ -62,7 +62,7 @@ def test_families_whose_layers_differ(family):
     model = tiny_model(family)
     for batch in ({"input_ids": prompt(45)}, left_padded([prompt(50, 1), prompt(28, 2)])):
         expected = model.generate(**batch, max_new_tokens=24)
-        for draft in (1, 4, BLOCK):
+        for draft in (1, BLOCK):
             method = selector(model, "oracle", 2 * BLOCK, lossless=True, draft_tokens=draft)
             with seergate.attached(model, method) as handle:
                 assert torch.equal(model.generate(**batch, max_new_tokens=24), expected)
@@ -218,7 +218,7 @@ def test_drafts_are_dropped_where_they_do_not_pay():
     assert counted["expected_speedup"] > 0.9
 
 
-@pytest.mark.parametrize("rule", [{"token_budget": 64}, {"threshold": 0.05}])
+@pytest.mark.parametrize("rule", [{"token_budget": 64}, pytest.param({"threshold": 0.05}, marks=pytest.mark.slow)])
 def test_the_length_of_drafts_is_chosen(rule):
     """A trained model and its gates. With weights that cost nothing, as beside many long rows, it pays to draft, and
     the figures say so; with weights that cost everything, it does not."""
