@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import argparse
-from typing import Any
+from typing import Any, TypeVar
 
 from seergate.cli import eval_show
 
@@ -24,6 +24,7 @@ HELP = (
     ],
 )
 SUBCOMMANDS = {"show": eval_show}
+Value = TypeVar("Value")
 
 
 def integers(text: str) -> list[int]:
@@ -34,17 +35,28 @@ def integers(text: str) -> list[int]:
         raise argparse.ArgumentTypeError(f"{text!r} must be integers separated by commas") from None
 
 
+def some_integers(text: str) -> list[int]:
+    """The same, at least one."""
+    return _some(integers(text), text)
+
+
 def numbers(text: str) -> list[float]:
-    """Comma-separated numbers."""
+    """Comma-separated numbers, at least one."""
     try:
-        return [float(part) for part in text.split(",") if part.strip()]
+        return _some([float(part) for part in text.split(",") if part.strip()], text)
     except ValueError:
         raise argparse.ArgumentTypeError(f"{text!r} must be numbers separated by commas") from None
 
 
 def words(text: str) -> list[str]:
-    """Comma-separated words."""
-    return [part.strip() for part in text.split(",") if part.strip()]
+    """Comma-separated words, at least one."""
+    return _some([part.strip() for part in text.split(",") if part.strip()], text)
+
+
+def _some(values: list[Value], text: str) -> list[Value]:
+    if not values:
+        raise argparse.ArgumentTypeError(f"{text!r} holds nothing; it must be values separated by commas")
+    return values
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -58,7 +70,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     what.add_argument(
         "--method", type=words, metavar="A,B", help="methods, with options as NAME:OPTION=VALUE:... [dense,gate]"
     )
-    what.add_argument("--budget", type=integers, metavar="N,M", help="tokens read per KV head and step [the task's]")
+    what.add_argument(
+        "--budget", type=some_integers, metavar="N,M", help="tokens read per KV head and step [the task's]"
+    )
     what.add_argument(
         "--match",
         choices=("budget", "resident", "read"),
@@ -68,7 +82,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--threshold", type=numbers, metavar="X,Y", help="of the gate's probabilities, beside or instead of budgets"
     )
     what.add_argument(
-        "--block-size", type=integers, metavar="N,M", help="of methods that select blocks [the gates', else 64]"
+        "--block-size", type=some_integers, metavar="N,M", help="of methods that select blocks [the gates', else 64]"
     )
     what.add_argument("--dense-layers", type=integers, metavar="I,J", help="layers that stay dense [none]")
     task = parser.add_argument_group("task")

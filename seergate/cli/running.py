@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from seergate.eval.plan import SweepPlan
     from seergate.eval.settings import MethodSpec
     from seergate.eval.task import Task
+    from seergate.methods import Method
 
 
 @dataclass(frozen=True)
@@ -64,12 +65,18 @@ def run_plan(plan: SweepPlan) -> Path:
     from seergate.eval.matching import distinct
     from seergate.eval.method_text import read_method
     from seergate.eval.plan import MATCHES
+    from seergate.eval.runner import encoded_prompts
+    from seergate.loading import load_tokenizer
 
     for text in plan.method:
         read_method(text)
     task = plan.make_task()
-    task.problems()
-    plan.sampling()
+    problems = task.problems()
+    plan.options().check(task)
+    if plan.threads is not None and plan.threads < 1:
+        raise ValueError(f"threads is {plan.threads}; it must be a positive number")
+    if plan.workers < 0:
+        raise ValueError(f"workers is {plan.workers}; it must be 0 or a positive number")
     path = model_path(plan.model)
     several = plan.gates if isinstance(plan.gates, dict) else {}
     named = None if several else gates_for(plan.model, plan.gates if isinstance(plan.gates, str) else None)
@@ -87,9 +94,9 @@ def run_plan(plan: SweepPlan) -> Path:
     def gates_of(spec: MethodSpec) -> GateBank | None:
         return banks.get(spec.block_size or 0, bank)
 
-    for spec in specs:
-        if not spec.uncalibrated:
-            spec.method(gates_of(spec))
+    methods = [spec.method(gates_of(spec)) for spec in specs if not spec.uncalibrated]
+    check_model(path, methods)
+    encoded_prompts(load_tokenizer(path), problems, plan.options().limit(task))
     out = Path(plan.out) if plan.out else Path("runs") / f"eval-{Path(path).name}-{task.name}"
     check_writable(out)
 
@@ -97,10 +104,6 @@ def run_plan(plan: SweepPlan) -> Path:
 
     from seergate.cli.console import EvalProgress
 
-    if plan.threads is not None and plan.threads < 1:
-        raise ValueError(f"threads is {plan.threads}; it must be a positive number")
-    if plan.workers < 0:
-        raise ValueError(f"workers is {plan.workers}; it must be 0 or a positive number")
     threads = plan.threads or max(1, torch.get_num_threads() // (1 + plan.workers))
     torch.set_num_threads(threads)
     loader = ModelLoader(path, plan.dtype, plan.device, named if bank is not None else None, threads)
@@ -135,6 +138,20 @@ def run_plan(plan: SweepPlan) -> Path:
             progress.settings = len(specs)
         evaluated(calibrated(specs))
     return out
+
+
+def check_model(path: str, methods: list[Method]) -> None:
+    """Refuse dense layers that a model does not have; only its configuration is read.
+
+    Raises:
+        SeergateError: naming the layers.
+    """
+    from seergate.host.hooks import check_dense_layers
+    from seergate.loading import base_config
+
+    layers = int(base_config(path).get_text_config().num_hidden_layers)
+    for method in methods:
+        check_dense_layers(method, layers)
 
 
 def _matched(

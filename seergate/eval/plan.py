@@ -6,10 +6,12 @@ import difflib
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 from pathlib import Path
-from typing import Any
+from types import NoneType
+from typing import Any, get_args, get_origin, get_type_hints
 
 import yaml
 
+from seergate.config import is_int
 from seergate.errors import SeergateError, first_line
 from seergate.eval.matching import MEASURES
 from seergate.eval.runner import RunOptions
@@ -107,6 +109,8 @@ class SweepPlan:
                 value = _layers(value, where)
             elif name in _GRIDS:
                 value = _listed(name, value, _GRIDS[name], where)
+            else:
+                _check_kind(name, value, where)
             given[name] = value
         return cls(**given)
 
@@ -192,6 +196,24 @@ def _listed(name: str, value: Any, kinds: tuple[type, ...], where: str) -> list[
         if not isinstance(item, kinds) or isinstance(item, bool):
             raise SeergateError(f"{where}: {name} holds {item!r}; it must be a list of {kinds[0].__name__}")
     return values
+
+
+_KINDS = {int: "an integer", float: "a number", str: "a text", bool: "true or false", dict: "'name: value' lines"}
+
+
+def _check_kind(name: str, value: Any, where: str) -> None:
+    """Refuse a value of another type than the attribute's annotation names."""
+    hint = get_type_hints(SweepPlan)[name]
+    choices = get_args(hint) if get_origin(hint) not in (None, dict) else (hint,)
+    kinds = [get_origin(choice) or choice for choice in choices]
+    fits = isinstance(value, tuple(kinds)) or (float in kinds and is_int(value))
+    if not fits or (isinstance(value, bool) and bool not in kinds):
+        must = " or ".join(_KINDS[kind] for kind in kinds if kind is not NoneType)
+        raise SeergateError(f"{where}: {name} is {value!r}; it must be {must}")
+    if name == "gates" and isinstance(value, dict):
+        for size, source in value.items():
+            if not is_int(size) or not isinstance(source, str):
+                raise SeergateError(f"{where}: gates holds {size!r}: {source!r}; it must be a block size: an adapter")
 
 
 def _layers(value: Any, where: str) -> list[tuple[int, ...] | None]:

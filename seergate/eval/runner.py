@@ -11,7 +11,7 @@ from __future__ import annotations
 import threading
 import time
 from collections import defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
@@ -102,6 +102,21 @@ class RunOptions:
         if self.max_new_tokens is None and self.max_total_tokens is None:
             return Limit(task.max_new_tokens, task.max_total_tokens)
         return Limit(self.max_new_tokens, self.max_total_tokens)
+
+    def check(self, task: Task) -> None:
+        """Refuse, before long work, what the task cannot be run with.
+
+        Raises:
+            ValueError: naming the field, what it is and what it must be.
+            SeergateError: for a grader that is unknown or not installed.
+        """
+        self.limit(task)
+        for name, value in (("samples", self.samples), ("batch_size", self.batch_size)):
+            if value is not None and value < 1:
+                raise ValueError(f"{name} is {value}; it must be a positive number")
+        check_grader(task.grader)
+        if task.grader == "math":
+            check_installed()
 
     def resolved_sampling(self, task: Task, model: PreTrainedModel) -> Sampling:
         """How tokens are chosen."""
@@ -203,12 +218,7 @@ def evaluate(
     options = options or RunOptions()
     limit, sampling = options.limit(task), options.resolved_sampling(task, model)
     samples_each = task.samples if options.samples is None else options.samples
-    for name, value in (("samples", samples_each), ("batch_size", options.batch_size)):
-        if value is not None and value < 1:
-            raise ValueError(f"{name} is {value}; it must be a positive number")
-    check_grader(task.grader)
-    if task.grader == "math":
-        check_installed()
+    options.check(task)
     problems = task.problems()
     config = run_config(
         model,
@@ -259,16 +269,16 @@ def _in_order(out_dir: Path) -> list[dict[str, Any]]:
     return sorted(store.read_samples(out_dir), key=lambda s: (s["problem_id"], s["sample_idx"]))
 
 
-def _requests(
-    tokenizer: PreTrainedTokenizerBase, missing: dict[store.Key, Problem], limit: Limit, seed: int
-) -> list[tuple[Request, list[int]]]:
-    """What is to be generated, with its tokens, longest prompts first: what needs most memory shows at once.
+def encoded_prompts(
+    tokenizer: PreTrainedTokenizerBase, problems: Iterable[Problem], limit: Limit
+) -> dict[str, tuple[str, list[int]]]:
+    """Problem id -> what is put to the model, as text and as tokens.
 
     Raises:
         SeergateError: if a prompt leaves no room for an answer.
     """
     encoded: dict[str, tuple[str, list[int]]] = {}
-    for problem in missing.values():
+    for problem in problems:
         if problem.problem_id not in encoded:
             text = problem.prompt if problem.prompt is not None else render(tokenizer, problem.messages)
             ids = encode(tokenizer, text)
@@ -278,6 +288,18 @@ def _requests(
                     f"answer ({limit})"
                 )
             encoded[problem.problem_id] = text, ids
+    return encoded
+
+
+def _requests(
+    tokenizer: PreTrainedTokenizerBase, missing: dict[store.Key, Problem], limit: Limit, seed: int
+) -> list[tuple[Request, list[int]]]:
+    """What is to be generated, with its tokens, longest prompts first: what needs most memory shows at once.
+
+    Raises:
+        SeergateError: if a prompt leaves no room for an answer.
+    """
+    encoded = encoded_prompts(tokenizer, missing.values(), limit)
     requests = []
     for key, problem in missing.items():
         text, ids = encoded[problem.problem_id]

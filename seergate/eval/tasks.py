@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from seergate.chain_sum import GIVENS, NAMES, make_problems
+from seergate.config import is_int
 from seergate.errors import SeergateError
 from seergate.eval.hub_tasks import HUB_TASKS, MATH_INSTRUCTION, PAPER_LENGTH
 from seergate.eval.sampling import Sampling
@@ -114,6 +115,8 @@ def _record(line: str, where: str, number: int) -> Problem:
     raise SeergateError(f"{where} has none of 'messages', 'prompt' and 'question'")
 
 
+_INTEGERS = ("problems", "variables", "seed")  # all other options of tasks are texts
+
 TASKS: dict[str, Callable[..., Task]] = {"chain_sum": chain_sum, **HUB_TASKS}
 
 
@@ -125,7 +128,7 @@ def make_task(name: str, **options: Any) -> Task:
         **options: the task's; those that are ``None`` are left at their default.
 
     Raises:
-        SeergateError: for an unknown task or option.
+        SeergateError: for an unknown task or option, or a value of another type.
     """
     given = {key: value for key, value in options.items() if value is not None}
     arguments: tuple[str, ...] = ()
@@ -141,6 +144,11 @@ def make_task(name: str, **options: Any) -> Task:
     unknown = sorted(set(given) - set(known))
     if unknown:
         raise SeergateError(f"the task {name!r} has no option {', '.join(unknown)}; it has {', '.join(known)}")
+    for option, value in given.items():
+        if option in _INTEGERS and not is_int(value):
+            raise SeergateError(f"the task's {option} is {value!r}; it must be an integer")
+        if option not in _INTEGERS and not isinstance(value, str):
+            raise SeergateError(f"the task's {option} is {value!r}; it must be a text")
     return make(*arguments, **given)
 
 

@@ -187,11 +187,7 @@ class Handle:
         method = method.reading if isinstance(method, ReasonCache) else method
         if isinstance(method, (Gate, GateOnEvictor)):
             _check_gates(model, method.bank)
-        if isinstance(method, SelectingMethod):
-            layers = families.text_config(model).num_hidden_layers
-            absent = sorted(set(method.rule.dense_layers) - set(range(layers)))
-            if absent:
-                raise SeergateError(f"dense_layers names {absent}; the model has layers 0..{layers - 1}")
+        check_dense_layers(method, families.text_config(model).num_hidden_layers)
         implementation = families.text_config(model)._attn_implementation
         if "flex" in str(implementation):
             raise SeergateError(
@@ -370,6 +366,17 @@ def resolve_method(method: GateBank | Method | str, config: DecodeConfig | None 
             raise SeergateError(f"{method!r} has its options already; give none beside it")
         return method
     raise SeergateError(f"the method is a {type(method).__name__}; it must be a GateBank, a method or a method's name")
+
+
+def check_dense_layers(method: Method, layers: int) -> None:
+    """Refuse dense layers that a model of so many layers does not have.
+
+    Raises:
+        SeergateError: naming them.
+    """
+    absent = sorted(set(method.rule.dense_layers) - set(range(layers))) if isinstance(method, SelectingMethod) else []
+    if absent:
+        raise SeergateError(f"dense_layers names {absent}; the model has layers 0..{layers - 1}")
 
 
 def _check_gates(model: PreTrainedModel, bank: GateBank) -> None:

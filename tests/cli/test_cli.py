@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -99,6 +100,9 @@ def test_no_command_shows_the_help(seergate):
         (["eval", "--problems", "many"], "--problems"),
         (["eval", "--budget", "64,x"], "must be integers separated by commas"),
         (["eval", "--method", "qest"], "did you mean 'quest'?"),
+        (["eval", "--method", ""], "argument --method: '' holds nothing"),
+        (["eval", "--budget", ","], "argument --budget: ',' holds nothing"),
+        (["eval", "--threshold", ""], "argument --threshold: '' holds nothing"),
         (["eval", "--task", "chain_sun"], "did you mean 'chain_sum'?"),
         (["eval", "--task", "none.jsonl"], "none.jsonl does not exist"),
         (["eval", "--variables", "2"], "variables is 2"),
@@ -126,6 +130,31 @@ def test_missing_gates_are_told_before_the_model_is_loaded(seergate, saved, tmp_
     said = refusal(seergate("eval", "--model", saved, "--gates", str(tmp_path), "--method", "gate", "--out", out))
     assert "gate_config.json" in said
     assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["--samples", "0"], "samples is 0"),
+        (["--batch-size", "0"], "batch_size is 0"),
+        (["--dense-layers", "99"], "dense_layers names [99]; the model has layers 0..1"),
+        (["--max-total-tokens", "1"], "which leaves no room for an answer"),
+        (["--max-new-tokens", "0"], "max_new_tokens is 0"),
+        (["--workers", "-1"], "workers is -1"),
+        (["--task", "TASK", "--grader", "foo"], "there is no grader 'foo'"),
+    ],
+)
+def test_what_cannot_be_run_is_told_before_the_model_is_loaded(seergate, saved, tmp_path, arguments, said):
+    model = tmp_path / "without weights"
+    shutil.copytree(saved, model, ignore=shutil.ignore_patterns("*.safetensors"))
+    task = tmp_path / "task.jsonl"
+    task.write_text('{"question": "1 + 1?", "answer": "2"}\n')
+    given = [str(task) if word == "TASK" else word for word in arguments]
+    out = tmp_path / "out"
+    common = ["--model", str(model), "--method", "dense,oracle", "--budget", "64", "--out", str(out)]
+    assert said in refusal(seergate("eval", *common, *given))
+    assert not out.exists()
+    assert "could not be loaded" in refusal(seergate("eval", *common))
 
 
 def test_a_file_as_output_is_refused(seergate, saved, tmp_path):

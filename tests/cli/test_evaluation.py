@@ -145,6 +145,16 @@ def test_what_methods_do_to_one_answer_is_drawn(tmp_path, capsys):
         ({"dense_layers": ["a"]}, "dense_layers is"),
         ({"method": [3]}, "method holds 3"),
         ({"block_size": True}, "block_size holds True"),
+        ({"task_options": {"problems": "x"}}, "the task's problems is 'x'; it must be an integer"),
+        ({"task_options": {"seed": True}}, "the task's seed is True; it must be an integer"),
+        ({"task_options": ["x"]}, "task_options is ['x']; it must be 'name: value' lines"),
+        ({"workers": "x"}, "workers is 'x'; it must be an integer"),
+        ({"workers": None}, "workers is None; it must be an integer"),
+        ({"samples": 1.5}, "samples is 1.5; it must be an integer"),
+        ({"temperature": "hot"}, "temperature is 'hot'; it must be a number"),
+        ({"measure_recall": 1}, "measure_recall is 1; it must be true or false"),
+        ({"gates": {"eight": 3}}, "gates holds 'eight': 3"),
+        ({"gates": 3}, "gates is 3; it must be a text or 'name: value' lines"),
     ],
 )
 def test_mistakes_in_a_sweep_are_told(values, said, tmp_path, capsys):
@@ -160,6 +170,8 @@ def test_mistakes_in_a_sweep_are_told(values, said, tmp_path, capsys):
 def test_single_values_stand_for_lists():
     plan = SweepPlan.of({"budget": 64, "method": "dense", "dense_layers": [0, 1]})
     assert (plan.budget, plan.method, plan.dense_layers) == ([64], ["dense"], [(0, 1)])
+    plan = SweepPlan.of({"temperature": 1, "samples": None, "gates": {8: "there"}, "task_options": {"problems": 3}})
+    assert (plan.temperature, plan.samples, plan.gates, len(plan.make_task().problems())) == (1, None, {8: "there"}, 3)
 
 
 def test_gates_and_block_sizes_must_agree():
