@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import subprocess
 import sys
 import threading
 import warnings
+import weakref
 
 import pytest
 import torch
@@ -168,6 +170,26 @@ def test_rows_that_come_and_go(reads):
     assert min(shared) >= 4 and sum(counts["shared_blocks"].values()) == sum(shared)
     assert counts["error"] is None
     assert counts["dropped"] == 2, "about the last step of the row that left when it had been said"
+
+
+@pytest.mark.parametrize("asynchronous", [False, True])
+def test_a_cache_that_is_dropped_leaves_nothing(asynchronous):
+    """Its memory is free at once, without the garbage collector; its rows are forgotten when the next one is used."""
+    model = tiny_model("qwen3")
+    gc.disable()
+    try:
+        with seergate.attached(model, reason(asynchronous=asynchronous)) as handle, torch.inference_mode():
+            worker = handle.pager.sharing.worker
+            for _ in range(3):
+                cache = DynamicCache()
+                for i in range(20):
+                    model(input_ids=looping(1)[:, i : i + 1], past_key_values=cache)
+                assert worker.wait(60) and len(worker.evaluator._rows) == 1
+                layer = weakref.ref(cache.layers[0])
+                del cache
+                assert layer() is None
+    finally:
+        gc.enable()
 
 
 # ------------------------------------------------------------------------------------------------------------- worker
