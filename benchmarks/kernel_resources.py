@@ -1,6 +1,7 @@
 """Compile every Triton kernel, in every configuration that ships, for every architecture. Needs no GPU.
 
-    python benchmarks/kernel_resources.py
+    python benchmarks/kernel_resources.py            # what has changed since the saved table, which is kept
+    python benchmarks/kernel_resources.py --again    # everything
 
 For each: registers, spills, shared memory, instructions for tensor cores, 16-byte loads, and the time it is expected
 to take at least: the longest of reading its bytes at the memory's bandwidth, of its matrix products at the tensor
@@ -12,6 +13,7 @@ same rules.
 from __future__ import annotations
 
 import argparse
+import json
 import math
 import sys
 import time
@@ -19,7 +21,7 @@ from typing import Any
 
 import torch
 import triton
-from common import save
+from common import RESULTS, save
 
 from seergate.ops.triton_impl.ahead_of_time import Launch, compiled, fingerprint, shipped
 from seergate.ops.triton_impl.example import Example, Work
@@ -43,10 +45,21 @@ def expected(work: Work, launch: Launch, used: Resources, gpu: Gpu) -> dict[str,
     }
 
 
-def row(example: Example, launch: Launch, gpu: Gpu) -> dict[str, Any]:
+def known() -> dict[tuple[str, str], Resources]:
+    """(GPU, fingerprint) -> resources, of the saved table if this Triton made it: the fingerprint covers the rest."""
+    path = RESULTS / "kernel_resources.json"
+    record = json.loads(path.read_text()) if path.exists() else {"options": {}, "rows": []}
+    rows = record["rows"] if record["options"].get("triton") == triton.__version__ else []
+    return {
+        (row["gpu"], row["fingerprint"]): Resources(**{field: row[field] for field in Resources._fields})
+        for row in rows
+    }
+
+
+def row(example: Example, launch: Launch, gpu: Gpu, saved: dict[tuple[str, str], Resources]) -> dict[str, Any]:
     """One kernel of one example on one GPU."""
     name = launch.kernel.__name__
-    used = resources(compiled(launch, gpu), gpu)
+    used = saved.get((gpu.name, fingerprint(launch))) or resources(compiled(launch, gpu), gpu)
     return {
         "gpu": gpu.name,
         "target": gpu.target,
@@ -65,16 +78,18 @@ def main() -> None:
     """Compile, print, save."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--gpus", nargs="+", choices=[gpu.name for gpu in GPUS], default=[gpu.name for gpu in GPUS])
+    parser.add_argument("--again", action="store_true", help="compile also what the saved table has already")
     parser.add_argument("--only", default="", help="compile examples whose name contains this, and save nothing")
     options = parser.parse_args()
     rows, start = [], time.perf_counter()
+    saved = {} if options.again else known()
     for gpu in (gpu for gpu in GPUS if gpu.name in options.gpus):
         print(f"\n{gpu.name} ({gpu.target})")
         print("regs spill   smem matrix wide/loads ahead instr  loop expected us by            kernel")
         for example, launch in shipped(gpu):
             if options.only not in example.name:
                 continue
-            found = row(example, launch, gpu)
+            found = row(example, launch, gpu, saved)
             rows.append(found)
             print(
                 "{registers:4} {spills:5} {shared:6} {matrix:6} {wide_loads:4}/{loads:<5} {ahead:5} "

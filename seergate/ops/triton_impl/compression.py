@@ -12,10 +12,14 @@ from torch import Tensor
 from seergate.ops.gate_math import NORM_EPS
 from seergate.ops.triton_impl.decode_launch import padded
 from seergate.ops.triton_impl.example import Example, Work, meta
+from seergate.ops.triton_impl.gpus import gpu_of
 
 DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 CHUNK = 32
 """Dimensions of the keys per turn of the loop: 64 bytes of each key in 16 bits."""
+
+THREADS = 256
+"""Of a program: with half as many, registers spill on a B200; with twice as many, none loads 16 bytes at a time."""
 
 
 @triton.jit
@@ -194,8 +198,8 @@ def update_compressed_keys(
     norm_weight = None if norm_weight is None else norm_weight.detach()
     run = _update if torch.compiler.is_compiling() else update  # as one node, which takes 10 us longer
     run(
-        k.detach(), lengths, recent, compressed, weight.detach(), block_size, list(kinds), norm_weight, inv_freq, attention_scaling,
-        position_offset,
+        k.detach(), lengths, recent, compressed, weight.detach(), block_size, list(kinds), norm_weight, inv_freq,
+        attention_scaling, position_offset,
     )  # fmt: skip
 
 
@@ -224,7 +228,8 @@ def update(
         *k.stride(), *recent.stride(), *compressed.stride(), *weight.stride(),
         recent.shape[2], compressed.shape[2], attention_scaling, position_offset, *at,
         BLOCK_SIZE=block_size, ROWS=padded(block_size), DIM=dim, PADDED_DIM=padded(dim),
-        CHUNK=min(CHUNK, padded(dim)), WIDTH=width, HALF=half, PADDED_HALF=padded(half), EPS=NORM_EPS, num_warps=4,
+        CHUNK=min(CHUNK, padded(dim)), WIDTH=width, HALF=half, PADDED_HALF=padded(half), EPS=NORM_EPS,
+        num_warps=THREADS // gpu_of(k.device).warp_size,
     )  # fmt: skip
 
 
