@@ -84,12 +84,10 @@ class GateBank(nn.Module):
         """
         from seergate.host.families import gate_geometry, head_dim_of  # a door up: only the host knows how models look
 
-        if not isinstance(model, nn.Module) or not hasattr(model, "config"):
-            raise SeergateError(
-                f"model is a {type(model).__name__}; it must be a causal language model of transformers"
-            )
         if config is None:
             config = GateConfig(gate_dim=head_dim_of(model))
+        if not isinstance(config, GateConfig):
+            raise SeergateError(f"config is a {type(config).__name__}; it must be a GateConfig")
         geometry = gate_geometry(model, config)
         if geometry.base_revision is None and geometry.base_model is not None and is_hub_id(geometry.base_model):
             # some releases of transformers do not remember which commit they loaded
@@ -146,17 +144,21 @@ class GateBank(nn.Module):
             SeergateError: if the gates do not fit the model.
             ValueError: for ids that the model does not have, or a malformed pack.
         """
+        from seergate.distill.teacher_forward import distill_step  # a door up: the loss needs the model's own forward
+        from seergate.host.families import text_config
+
+        text_config(model)  # refuses what is no model
+        if not isinstance(input_ids, torch.Tensor):
+            raise ValueError(f"input_ids is a {type(input_ids).__name__}; it must be a tensor of token ids")
         vocabulary = model.get_input_embeddings().num_embeddings
-        if input_ids.is_floating_point() or input_ids.numel() == 0:
+        if input_ids.dtype not in (torch.int32, torch.int64) or input_ids.numel() == 0:
             raise ValueError(
-                f"input_ids is {input_ids.dtype} of shape {tuple(input_ids.shape)}; it must hold token ids"
+                f"input_ids is {input_ids.dtype} of shape {tuple(input_ids.shape)}; it must hold token ids (int64)"
             )
         lowest, highest = int(input_ids.min()), int(input_ids.max())
         if lowest < 0 or highest >= vocabulary:
             wrong = lowest if lowest < 0 else highest
             raise ValueError(f"input_ids holds {wrong}; the model has the ids 0..{vocabulary - 1}")
-        from seergate.distill.teacher_forward import distill_step  # a door up: the loss needs the model's own forward
-
         return distill_step(self, model, input_ids, cu_seqlens, row_start=row_start, reduction=reduction).loss
 
     def save_pretrained(
@@ -180,8 +182,9 @@ class GateBank(nn.Module):
         Raises:
             SeergateError: if it cannot be written or uploaded.
         """
-        if push_options and not push_to_hub:
-            raise SeergateError(f"{', '.join(push_options)} needs push_to_hub=True")
+        idle = [*(["repo_id"] if repo_id is not None else []), *push_options]
+        if idle and not push_to_hub:
+            raise SeergateError(f"{', '.join(idle)} needs push_to_hub=True")
         save_adapter(self.to_adapter(), save_directory, max_shard_size=max_shard_size)
         if push_to_hub:
             self.push_to_hub(repo_id or Path(save_directory).name, max_shard_size=max_shard_size, **push_options)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 import os
 from collections.abc import Callable
 from dataclasses import fields, replace
@@ -77,6 +78,12 @@ def load(
         ValueError: for a decode option out of range.
     """
     given = {field.name: options.pop(field.name) for field in fields(DecodeConfig) if field.name in options}
+    if config is not None and not isinstance(config, DecodeConfig):
+        raise SeergateError(f"config is a {type(config).__name__}; it must be a DecodeConfig")
+    known = [field.name for field in fields(DecodeConfig)]
+    for name in options:
+        if near := difflib.get_close_matches(name, known, n=1, cutoff=0.8):
+            raise SeergateError(f"there is no decode option {name!r}; did you mean {near[0]!r}?")
     if config is not None and given:
         raise SeergateError(f"config is given beside {', '.join(given)}; put all of it into one")
     if config is None:
@@ -196,6 +203,8 @@ def _is_here(name: str) -> bool:
 
 def _reading(what: str, name: str | os.PathLike[str], read: Callable[..., Any], **options: Any) -> Any:
     """Call ``from_pretrained`` and say in one sentence what went wrong."""
+    if not _is_here(str(name)) and not is_hub_id(str(name)):
+        raise SeergateError(f"the {what} {name} could not be loaded: there is no such directory")
     options = {"trust_remote_code": False, **{key: value for key, value in options.items() if value is not None}}
     try:
         return read(resolve_model(name), **options)

@@ -316,5 +316,34 @@ def test_arguments_that_cannot_be(saved, tmp_path):
         bank.save_pretrained(tmp_path / "x", private=True)
     with pytest.raises(SeergateError, match="could not be loaded"):
         seergate.load(path, token_budget=16, quantization_config=4)
-    with pytest.raises(SeergateError, match="could not be loaded: .*tokenbudget"):
-        seergate.load(path, tokenbudget=16)
+    for name in ("tokenbudget", "token_budgets"):
+        with pytest.raises(SeergateError, match=f"no decode option '{name}'; did you mean 'token_budget'"):
+            seergate.load(path, **{name: 16})
+    with pytest.raises(SeergateError, match="there is no such directory"):
+        seergate.load(path, base_model="/nope")
+    with pytest.raises(SeergateError, match="config is a dict; it must be a DecodeConfig"):
+        seergate.load(path, config={"token_budget": 16})
+    with pytest.raises(SeergateError, match="revision is 'x', but .* is a directory"):
+        seergate.load(path, revision="x")
+    with pytest.raises(SeergateError, match="repo_id needs push_to_hub=True"):
+        bank.save_pretrained(tmp_path / "x", repo_id="org/name")
+
+
+def test_arguments_of_another_type(saved):
+    bank, _ = saved
+    model, ids = tiny_model("qwen3"), torch.ones(1, 40, dtype=torch.long)
+    for other in (None, torch.nn.Linear(2, 2)):
+        for attempt in (lambda: seergate.attach(other, "quest"), lambda: bank.distill_loss(other, input_ids=ids)):  # noqa: B023
+            with pytest.raises(SeergateError, match="it must be a causal language model of transformers"):
+                attempt()
+    with pytest.raises(SeergateError, match="config is a dict; it must be a GateConfig"):
+        GateBank.for_model(model, {"block_size": 8})
+    for wrong, message in (
+        ({"input_ids": [1, 2]}, "input_ids is a list"),
+        ({"input_ids": None}, "input_ids is a NoneType"),
+        ({"input_ids": ids.bool()}, "input_ids is torch.bool"),
+        ({"cu_seqlens": [0, 40]}, "cu_seqlens is list; it must be an int32 tensor"),
+        ({"cu_seqlens": torch.tensor([0.0, 40.0])}, "cu_seqlens is torch.float32"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            bank.distill_loss(model, **{"input_ids": ids, **wrong})

@@ -71,6 +71,8 @@ def fetch(
     if inside.is_absolute() or ".." in inside.parts:
         raise SeergateError(f"subfolder is {subfolder!r}; it must be a path inside the adapter's repository")
     if is_directory(source):
+        if revision is not None:
+            raise SeergateError(f"revision is {revision!r}, but {source} is a directory, which has none; leave it out")
         return Path(source) / inside
     if os.path.exists(source):
         raise SeergateError(f"{source} is a file; gates are a directory or a Hub repository")

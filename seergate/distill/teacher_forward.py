@@ -87,6 +87,9 @@ def distill_step(
     total = input_ids.shape[1]
     if cu_seqlens is None:
         cu_seqlens = torch.tensor([0, total], dtype=torch.int32)
+    if not isinstance(cu_seqlens, Tensor) or cu_seqlens.dtype not in (torch.int32, torch.int64):
+        found = cu_seqlens.dtype if isinstance(cu_seqlens, Tensor) else type(cu_seqlens).__name__
+        raise ValueError(f"cu_seqlens is {found}; it must be an int32 tensor [n + 1]")
     borders = cu_seqlens.flatten().tolist()
     if (
         len(borders) < 2

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from typing import NamedTuple
 
 from torch import Tensor
@@ -103,7 +104,7 @@ def gate_kl(
         raise ValueError(f"row_start is {row_start!r}; it must be at least 0 and less than 1")
     if reduction not in REDUCTIONS:
         raise ValueError(f"reduction is {reduction!r}; it must be one of {', '.join(REDUCTIONS)}")
-    budgets = tuple(recall_budgets)
+    budgets = tuple(recall_budgets) if isinstance(recall_budgets, Sequence) else (0,)
     if not all(isinstance(budget, int) and budget >= block_size for budget in budgets):
         raise ValueError(
             f"recall_budgets is {recall_budgets!r}; each must be an integer of at least block_size ({block_size})"

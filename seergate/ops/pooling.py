@@ -47,6 +47,8 @@ def check_kinds(kinds: Sequence[str]) -> tuple[str, ...]:
     """
     if isinstance(kinds, str):
         raise ValueError(f"kinds is {kinds!r}; it must be a sequence such as ({kinds!r},)")
+    if not isinstance(kinds, Sequence) or not all(isinstance(kind, str) for kind in kinds):
+        raise ValueError(f"kinds is {kinds!r}; it must be one or more of {KINDS}, each at most once")
     kinds = tuple(kinds)
     if not kinds or len(set(kinds)) != len(kinds) or not set(kinds) <= set(KINDS):
         raise ValueError(f"kinds is {kinds!r}; it must be one or more of {KINDS}, each at most once")

@@ -117,6 +117,8 @@ def check_teacher(
     """The checks of the teacher's side, shared with `gate_kl`."""
     check_tensor("q", q, ("T", "H", "d"))
     tokens, heads, dim = q.shape
+    if dim < 1:
+        raise ValueError(f"q has shape {list(q.shape)}; its vectors must not be empty")
     check_tensor("k", k, (tokens, "Hkv", dim))
     check_same("k", k, "q", q)
     check_groups(heads, k.shape[1])

@@ -64,6 +64,10 @@ def test_the_unchanged_arguments_are_right(op):
 TEACHER = [
     ({"q": torch.zeros(T, H)}, r"q has shape \[24, 4\]; it must be \[T, H, d\]"),
     ({"q": [[1.0]]}, "q is a list; it must be a tensor"),
+    (
+        {"q": torch.zeros(T, H, 0), "k": torch.zeros(T, K, 0)},
+        r"q has shape \[24, 4, 0\]; its vectors must not be empty",
+    ),
     ({"q": torch.zeros(T, H, D, dtype=torch.long)}, "q has dtype torch.int64; it must be a floating-point tensor"),
     ({"k": torch.zeros(T + 1, K, D)}, r"k has shape \[25, 2, 8\]; it must be \[24, Hkv, 8\]"),
     ({"k": torch.zeros(T, K, D + 1)}, r"k has shape \[24, 2, 9\]"),
@@ -103,6 +107,7 @@ GATE = [
     ({"row_start": 1.0}, "row_start is 1.0; it must be at least 0 and less than 1"),
     ({"row_start": -0.1}, "row_start is -0.1; it must be at least 0"),
     ({"reduction": "mean"}, "reduction is 'mean'; it must be one of row_mean, published"),
+    ({"recall_budgets": 64}, "recall_budgets is 64; each must be an integer"),
     ({"recall_budgets": (4,)}, r"recall_budgets is \(4,\); each must be an integer of at least block_size \(8\)"),
 ]
 SELECTION = [
@@ -144,6 +149,8 @@ DECODE = [
     ({"softcap": -1}, "softcap is -1; it must be a positive number"),
 ]
 POOLING = [
+    ({"kinds": None}, "kinds is None; it must be one or more of"),
+    ({"kinds": [[1]]}, r"kinds is \[\[1\]\]; it must be one or more of"),
     ({"k": torch.zeros(K, 48, D)}, r"k has shape \[2, 48, 8\]; it must be \[B, Hkv, S, d\]"),
     ({"block_size": 0}, "block_size is 0"),
     ({"kinds": "max"}, r"kinds is 'max'; it must be a sequence such as \('max',\)"),
