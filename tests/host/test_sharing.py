@@ -208,6 +208,10 @@ def spoilt(monkeypatch, after, how):
     monkeypatch.setattr(Evaluator, "handle", handle)
 
 
+def worker_done(handle):
+    return handle.pager.sharing.worker.wait(60)
+
+
 def raising():
     raise RuntimeError("out of its mind")
 
@@ -258,24 +262,26 @@ def test_a_worker_that_lags(monkeypatch):
 
 
 def test_decisions_that_come_too_late(monkeypatch):
-    """The worker wakes up when the row has been cropped, and its blocks are others: its decisions are dropped."""
-    model, gate = tiny_model("qwen3"), threading.Event()
-    spoilt(monkeypatch, 20, lambda: gate.wait(120))
-    text = looping(1)
-
-    def late(at, cache, handle):
-        if at == 80:
-            cache.crop(-78)
-            cache.layers[0].pages.sharing.between_passes()
-            gate.set()
-            assert handle.pager.sharing.worker.wait(60)
-
-    _, cache, stats = forced_run(model, reason(asynchronous=True), PROMPTS[:1], text[:, :80], each=late)
-    store = cache.layers[0].pages.store
-    cache.layers[0].pages.sharing.between_passes()
-    counts = stats["sharing"]
+    """The worker wakes up when the row has been cropped and gone on otherwise: it has the blocks that the decisions
+    name, but with other contents, so they are dropped.
+    """
+    model, gate, text = tiny_model("qwen3"), threading.Event(), looping(1)
+    spoilt(monkeypatch, 10, lambda: gate.wait(120))
+    method = reason(asynchronous=True, warm_up=0, percentile=100)
+    with seergate.attached(model, method) as handle, torch.inference_mode():
+        cache, sharing = DynamicCache(), handle.pager.sharing
+        model(input_ids=PROMPTS[0], past_key_values=cache)
+        for i in range(40):
+            model(input_ids=text[:, i : i + 1], past_key_values=cache)
+        cache.crop(-39)
+        for i in range(40):
+            model(input_ids=prompt(40, 9)[:, i : i + 1], past_key_values=cache)
+        gate.set()
+        assert worker_done(handle) and sharing.worker.evaluator.tally.counts["decisions"] > 0
+        model(input_ids=prompt(1, 9), past_key_values=cache)
+        counts, store = handle.stats()["sharing"], cache.layers[0].pages.store
+    assert counts["error"] is None and counts["dropped"] == counts["decisions"]
     assert not counts["shared_blocks"] and store.physical == store.logical
-    assert cache.layers[0].pages.sharing.handle.dropped == counts["decisions"] > 0
 
 
 def test_a_thread_decides_what_is_decided_in_between():
