@@ -12,3 +12,10 @@ class SeergateError(ValueError):
 def first_line(error: BaseException) -> str:
     """What another error says, in one line: its first, or the name of its type if it says nothing."""
     return (str(error).strip() or type(error).__name__).splitlines()[0]
+
+
+def sentence(error: BaseException) -> str:
+    """An error in one line for the command line; the system's own about a file name it and say what is wrong."""
+    if isinstance(error, OSError) and error.filename is not None and error.strerror:
+        return f"{error.filename} cannot be used: {error.strerror[0].lower()}{error.strerror[1:]}"
+    return " ".join(str(error).split())

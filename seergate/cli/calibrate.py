@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 from pathlib import Path
 
 PARSES_ITS_ARGUMENTS = True
@@ -51,7 +52,9 @@ def run(options: argparse.Namespace) -> int:
     name = f"calibrate-{Path(options.model).name}-{options.method}"
     suffix = "safetensors" if options.method == "tri_attention" else "json"
     target = options.out or Path("runs") / f"{name}.{suffix}"
+    _check_target(target, options.method)
     check_writable(target.parent)
+    draft = target.with_name(f".{target.name}.draft")  # beside it, so that it takes its place in one step
     model, tokenizer = load_model(path, options.dtype, options.device)
     prompts = evenly_chosen_prompts(tokenizer, task, options.problems)
     limit = RunOptions(max_new_tokens=options.max_new_tokens).limit(task).of(max(map(len, prompts)))
@@ -64,7 +67,8 @@ def run(options: argparse.Namespace) -> int:
     )
     if options.method == "tri_attention":
         centres = query_centres(model, prompts, max_new_tokens=limit, sampling=sampling, ends=ends)
-        centres.save(target)
+        centres.save(draft)
+        os.replace(draft, target)
         print(f"centres of {len(centres.mean)} layers from {centres.tokens} tokens: {target}")
         return 0
     found = measure_recurrence(model, prompts, max_new_tokens=limit, alpha=options.alpha, sampling=sampling, ends=ends)
@@ -80,7 +84,8 @@ def run(options: argparse.Namespace) -> int:
         "kinds": found.kinds(options.budget),
         "histogram": found.histogram(),
     }
-    target.write_text(json.dumps(record, indent=2) + "\n")
+    draft.write_text(json.dumps(record, indent=2) + "\n")
+    os.replace(draft, target)
     print(
         f"window {record['window']}: attention comes back to {100 * options.share:g} % of tokens within as many steps"
     )
@@ -89,6 +94,27 @@ def run(options: argparse.Namespace) -> int:
         print(f"{part}: " + ", ".join(f"{100 * share:.1f} % {kind}" for kind, share in kinds.items()))
     print(f"all of it: {target}")
     return 0
+
+
+def _check_target(target: Path, method: str) -> None:
+    """Refuse to write over anything but an earlier calibration for the same method."""
+    if not os.path.lexists(target):
+        return
+    from seergate.errors import SeergateError
+    from seergate.methods.tri_attention import Centres
+
+    if not target.is_file():
+        raise SeergateError(f"{target} is no file; --out names the file to write")
+    try:
+        if method == "tri_attention":
+            Centres.load(target)
+            return
+        record = json.loads(target.read_text(encoding="utf-8"))
+        earlier = isinstance(record, dict) and {"window", "histogram"} <= set(record)
+    except ValueError:
+        earlier = False
+    if not earlier:
+        raise SeergateError(f"{target} holds something else than a calibration for {method}; give another --out")
 
 
 def _check(options: argparse.Namespace) -> None:

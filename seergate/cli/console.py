@@ -90,7 +90,9 @@ def _time(seconds: float) -> str:
 
 def say_report(report: Report) -> None:
     """What the report shows, one line per finding, and where it is."""
-    print("\nWhat the report shows:")
+    print(
+        "\nWhat the report shows:" if report.findings else "\nThere is nothing to compare: no dense run is among them."
+    )
     for line in report.findings:
         print(f"- {line}")
     print(f"\nreport: {report.markdown}  (the same with pictures inside: {report.html})")

@@ -70,6 +70,7 @@ def _backends() -> dict[str, str]:
     import torch
 
     from seergate import ops
+    from seergate.ops.backend import ENV_VAR
 
     found = {}
     before = os.environ.get("SEERGATE_BACKEND")
@@ -83,7 +84,8 @@ def _backends() -> dict[str, str]:
             ops.sparse_decode(q, k, k, indices, lengths, 16)
             found[name] = f"works on {device}"
         except Exception as error:  # whatever it is, the point of this command is to say so
-            found[name] = f"not usable: {' '.join(str(error).split()) or type(error).__name__}"
+            said = " ".join(str(error).split()) or type(error).__name__
+            found[name] = f"not usable: {said.removeprefix(f'{ENV_VAR} is {name!r} and ')}"
         finally:
             if before is None:
                 os.environ.pop("SEERGATE_BACKEND", None)
@@ -111,17 +113,14 @@ def _checkpoints() -> dict[str, str]:
 
 def _judge(name: str) -> int:
     """Say whether a model can be gated, from its configuration."""
-    from transformers import AutoConfig
-
     from seergate.cli.models import model_path
-    from seergate.errors import SeergateError, first_line
+    from seergate.distill.config import load_train_config
+    from seergate.distill.plan import architecture
+    from seergate.errors import SeergateError
     from seergate.host.families import family_of, layer_type
 
     path = model_path(name)
-    try:
-        config = AutoConfig.from_pretrained(path)
-    except (OSError, ValueError, KeyError) as error:
-        raise SeergateError(f"the configuration of {path} cannot be read: {first_line(error)}") from error
+    config = architecture(load_train_config(name))
     family_of(config)
     text = config.get_text_config()
     gated = [i for i in range(text.num_hidden_layers) if layer_type(text, i) == "full_attention"]

@@ -32,6 +32,7 @@ from seergate.cli import (
     train,
 )
 from seergate.cli import eval as evaluation
+from seergate.errors import sentence
 
 OK, USER_ERROR, INTERRUPTED = 0, 2, 130
 
@@ -128,7 +129,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         inner = getattr(COMMANDS.get(name), "SUBCOMMANDS", {}).get(arguments[1]) if len(arguments) > 1 else None
         if inner is not None:
             return int(inner.run(_parser_of(inner, f"seergate {name} {arguments[1]}").parse_args(arguments[2:])))
-        options = build_parser().parse_args(arguments)
+        options, unknown = build_parser().parse_known_args(arguments)
+        if unknown:
+            Parser(prog=f"seergate {options.command}").error(f"unrecognized arguments: {' '.join(unknown)}")
         return int(COMMANDS[options.command].run(options))
     except KeyboardInterrupt:
         print("interrupted; what was finished is kept", file=sys.stderr)
@@ -136,8 +139,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     except BrokenPipeError:  # the reader of a pipe has seen enough
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return OK
-    except (ValueError, FileNotFoundError, NotADirectoryError, IsADirectoryError, PermissionError) as error:
-        if os.environ.get("SEERGATE_TRACEBACK"):
+    except (ValueError, OSError) as error:
+        # Of the system's errors, only those about a file are the user's.
+        foreign = isinstance(error, OSError) and not isinstance(error, FileNotFoundError) and error.filename is None
+        if foreign or os.environ.get("SEERGATE_TRACEBACK"):
             raise
-        print(f"error: {' '.join(str(error).split())}", file=sys.stderr)
+        print(f"error: {sentence(error)}", file=sys.stderr)
         return USER_ERROR

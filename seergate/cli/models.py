@@ -6,7 +6,7 @@ import os
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from seergate.errors import SeergateError
+from seergate.errors import SeergateError, sentence
 from seergate.paths import shipped
 
 if TYPE_CHECKING:
@@ -94,6 +94,9 @@ def check_writable(out: Path) -> None:
     """Refuse an output directory before long work instead of after it."""
     if out.exists() and not out.is_dir():
         raise SeergateError(f"{out} is a file; the output needs a directory")
-    out.mkdir(parents=True, exist_ok=True)
+    try:
+        out.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise SeergateError(f"the output {out} cannot be made: {sentence(error)}") from error
     if not os.access(out, os.W_OK):
         raise SeergateError(f"{out} cannot be written to")

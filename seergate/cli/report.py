@@ -16,8 +16,9 @@ HELP = (
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the options."""
-    parser.add_argument("run_dir", type=Path, metavar="RUN_DIR", help="what `seergate eval --out` wrote")
-    parser.add_argument("others", type=Path, nargs="*", metavar="RUN_DIR", help="more of them, to be compared")
+    parser.add_argument(
+        "runs", type=Path, nargs="+", metavar="RUN_DIR", help="what `seergate eval --out` wrote; several are compared"
+    )
     parser.add_argument("--out", type=Path, metavar="DIR", help="where the report goes [the first RUN_DIR]")
 
 
@@ -26,5 +27,6 @@ def run(options: argparse.Namespace) -> int:
     from seergate.cli.console import say_report
     from seergate.report import write_report
 
-    say_report(write_report(options.run_dir, options.out, *options.others))
+    first, *others = options.runs
+    say_report(write_report(first, options.out, *others))
     return 0

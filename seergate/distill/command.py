@@ -8,11 +8,12 @@ import sys
 from collections.abc import Callable, Sequence
 from dataclasses import MISSING, fields, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import yaml
 
 from seergate.distill.config import DEFAULT_PRESET, TrainConfig, field_types, load_train_config, presets, read_yaml
+from seergate.errors import sentence
 from seergate.paths import shipped
 
 USER_ERROR, INTERRUPTED = 2, 130
@@ -27,9 +28,17 @@ _GROUPS = {
 }
 
 
+class Parser(argparse.ArgumentParser):
+    """Says in one sentence what was wrong with the arguments."""
+
+    def error(self, message: str) -> NoReturn:
+        """Print ``message`` and exit with 2."""
+        self.exit(USER_ERROR, f"error: {message} (see {self.prog} --help)\n")
+
+
 def build_parser(prog: str | None = None) -> argparse.ArgumentParser:
     """One option per field; an option that is not given leaves the preset's value."""
-    parser = argparse.ArgumentParser(
+    parser = Parser(
         prog=prog,
         description="Distil attention gates for a frozen model. The defaults are the SeerAttention-R paper's recipe.",
         epilog="Presets: " + ", ".join(presets()) + ". Also: deepspeed train.py ..., torchrun train.py ...",
@@ -173,11 +182,13 @@ def _guarded(run: Callable[[], None], is_main: bool) -> int:
     """Run, and turn what goes wrong into a sentence and an exit code."""
     try:
         run()
-    except (ValueError, FileNotFoundError) as error:
-        if os.environ.get("SEERGATE_TRACEBACK"):
+    except (ValueError, OSError) as error:
+        # Of the system's errors, only those about a file are the user's.
+        foreign = isinstance(error, OSError) and not isinstance(error, FileNotFoundError) and error.filename is None
+        if foreign or os.environ.get("SEERGATE_TRACEBACK"):
             raise
         if is_main:
-            print(f"error: {error}", file=sys.stderr)
+            print(f"error: {sentence(error)}", file=sys.stderr)
         return USER_ERROR
     except KeyboardInterrupt:
         if is_main:

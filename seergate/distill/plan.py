@@ -165,7 +165,7 @@ def make_plan(
     check_engine(config, processes)
     here = "cuda" if torch.cuda.is_available() else "cpu"
     place = torch.device(device or ("cuda" if memory_gb is not None else here))
-    model = skeleton(_architecture(config))
+    model = skeleton(architecture(config))
     gates = gate_config(config, model)
     geometry = gate_geometry(model, gates)
     with torch.device("meta"):
@@ -228,7 +228,7 @@ def _remedies(config: TrainConfig, memory: Memory, room: int) -> list[tuple[str,
     return tries
 
 
-def _architecture(config: TrainConfig) -> PretrainedConfig:
+def architecture(config: TrainConfig) -> PretrainedConfig:
     """The model's shape: of its directory, or of its preset without asking the Hub, or from the Hub."""
     from transformers import AutoConfig
 

@@ -30,7 +30,8 @@ def run_directories(root: Path) -> list[Path]:
         SeergateError: if there is none.
     """
     if not root.is_dir():
-        raise SeergateError(f"the run directory {root} does not exist")
+        what = "is a file; a report is about a directory of runs" if root.exists() else "does not exist"
+        raise SeergateError(f"the run directory {root} {what}")
     if (root / CONFIG).is_file() and (root / SAMPLES).is_file():
         return [root]
     found = sorted(path.parent for path in root.glob(f"*/{SAMPLES}"))

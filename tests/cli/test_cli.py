@@ -14,7 +14,10 @@ from pathlib import Path
 
 import pytest
 
+from seergate.cli.console import say_report
 from seergate.cli.main import main
+from seergate.errors import sentence
+from seergate.report.write import Report
 from tests.eval import support
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -110,6 +113,12 @@ def test_no_command_shows_the_help(seergate):
         (["eval", "--top-p", "0.9"], "without --temperature"),
         (["report", "/nonexistent/run"], "/nonexistent/run does not exist"),
         (["demo", "--problems", "0"], "problems is 0"),
+        (["eval", "foo"], "unrecognized arguments: foo (see seergate eval --help)"),
+        (["doctor", "foo"], "unrecognized arguments: foo (see seergate doctor --help)"),
+        (["report"], "the following arguments are required: RUN_DIR (see seergate report --help)"),
+        (["train", "--stepz", "3"], "unrecognized arguments: --stepz 3 (see seergate train --help)"),
+        (["plan", "--processes", "many"], "(see seergate plan --help)"),
+        (["ablate"], "the following arguments are required: STUDY (see seergate ablate --help)"),
     ],
 )
 def test_mistakes_are_one_sentence(seergate, arguments, said, tmp_path):
@@ -239,3 +248,41 @@ def test_train_is_passed_on(seergate):
     assert done.returncode == 0, done.stderr
     assert "steps: 7" in done.stdout
     assert "did you mean" in refusal(seergate("train", "--model", "tiny-reasoners", "--dry-run"))
+
+
+def test_an_output_that_cannot_be_made_is_told(seergate, saved, tmp_path):
+    """Below a file nobody can make a directory, not even an administrator."""
+    (tmp_path / "file").write_text("")
+    out = str(tmp_path / "file" / "deeper" / "out")
+    for arguments in (
+        ["eval", "--model", saved, "--method", "dense"],
+        ["calibrate", "lazy_eviction", "--model", saved],
+        ["demo"],
+    ):
+        said = refusal(seergate(*arguments, "--out", out))
+        assert "cannot be made: " in said and "not a directory" in said and "Errno" not in said
+
+
+def test_the_systems_errors_about_files_are_sentences():
+    error = PermissionError(13, "Permission denied", "/there")
+    assert sentence(error) == "/there cannot be used: permission denied"
+    assert sentence(FileNotFoundError("no such\n  preset")) == "no such preset"
+
+
+def test_report_of_a_file_is_told(seergate, tmp_path):
+    (tmp_path / "file").write_text("")
+    assert "is a file; a report is about a directory" in refusal(seergate("report", str(tmp_path / "file")))
+
+
+def test_doctor_needs_no_network_for_presets(seergate, monkeypatch):
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    done = seergate("doctor", "--model", "qwen3-8b")
+    assert done.returncode == 0, done.stderr
+    assert "36 of 36 layers can be gated" in done.stdout
+    assert "SEERGATE_BACKEND" not in done.stdout
+
+
+def test_a_report_without_findings_says_so(capsys):
+    say_report(Report(Path("report.md"), Path("report.html")))
+    said = capsys.readouterr().out
+    assert "no dense run" in said and "What the report shows" not in said

@@ -122,6 +122,19 @@ def test_the_command(method, tmp_path, capsys):
         assert "window" in capsys.readouterr().out
     else:
         assert methods.TriAttention(centres=str(target)).found.tokens > 80
+    assert list(tmp_path.iterdir()) == [target]
+    before = target.read_bytes()
+    other = {"lazy_eviction": "tri_attention", "tri_attention": "lazy_eviction"}[method]
+    wrong = tmp_path / "notes.txt"
+    wrong.write_text("mine")
+    capsys.readouterr()
+    for refused, name in ((other, target), (method, wrong), (method, tmp_path)):
+        assert main(["calibrate", refused, "--problems", "2", "--max-new-tokens", "4", "--out", str(name)]) == 2
+        said = capsys.readouterr()
+        assert str(name) in said.err and said.err.count("\n") == 1 and "answering" not in said.out
+    assert target.read_bytes() == before and wrong.read_text() == "mine"
+    assert main(["calibrate", method, "--problems", "1", "--max-new-tokens", "40", "--out", str(target)]) == 0
+    assert target.read_bytes() != before
 
 
 @pytest.mark.parametrize(
