@@ -33,7 +33,7 @@ from transformers.generation.utils import GENERATION_MODES_MAPPING
 from seergate.errors import SeergateError
 from seergate.host import families
 from seergate.host.cache import GatedLayer
-from seergate.host.speculation import DraftLength, accept_greedy, accept_sampled
+from seergate.host.speculation import VERIFYING_COST, DraftLength, accept_greedy, accept_sampled, cycle_cost
 from seergate.methods.base import SelectingMethod
 
 if TYPE_CHECKING:
@@ -86,6 +86,7 @@ class Lossless:
         self.tried = self.accepted = 0  # of them, all rows together
         self.steps = 0  # tokens that each row got
         self.bytes_read = self.bytes_dense = 0.0  # weights, keys and values
+        self.cost = 0.0  # the bytes that were read, and what verifying several tokens adds
         self.draft_seconds = self.verify_seconds = 0.0
 
     def stats(self) -> dict[str, Any]:
@@ -95,8 +96,8 @@ class Lossless:
             Under ``"lossless"``: ``cycles`` of drafting and verifying and ``plain_steps`` without a draft;
             ``draft_tokens`` (mean per cycle); ``acceptance`` (share of drafted tokens that were kept, of those whose
             predecessors were); ``tokens_per_dense_pass`` (per row); ``bytes_per_token`` and ``dense_bytes_per_token``
-            (weights, keys and values that were read per token of the batch, and that dense decoding would have read)
-            and their ratio ``expected_speedup``; ``draft_seconds`` and ``verify_seconds``.
+            (weights, keys and values that were read per token of the batch, and that dense decoding would have read);
+            ``expected_speedup`` (what the cost model makes of them); ``draft_seconds`` and ``verify_seconds``.
         """
         passes = self.cycles + self.plain_steps
         return {
@@ -108,7 +109,7 @@ class Lossless:
                 "tokens_per_dense_pass": self.steps / passes if passes else None,
                 "bytes_per_token": self.bytes_read / self.steps if passes else None,
                 "dense_bytes_per_token": self.bytes_dense / self.steps if passes else None,
-                "expected_speedup": self.bytes_dense / self.bytes_read if passes else None,
+                "expected_speedup": self.bytes_dense / self.cost if passes else None,
                 "draft_seconds": self.draft_seconds,
                 "verify_seconds": self.verify_seconds,
             }
@@ -191,7 +192,8 @@ class _Run:
         self.scores: list[Tensor] | None = [] if config.return_dict_in_generate and config.output_scores else None
         self.logits: list[Tensor] | None = [] if config.return_dict_in_generate and config.output_logits else None
         method = lossless.method
-        self.length = DraftLength(method.draft_tokens, longest=method.block_size)
+        per_token = VERIFYING_COST.get(model.device.type, 0.0)
+        self.length = DraftLength(method.draft_tokens, method.block_size, per_token)
         self.more_read = 1.0  # by the last drafts, than was expected of them
 
     def __call__(self, ids: Tensor, model_kwargs: dict[str, Any]) -> GenerateDecoderOnlyOutput | Tensor:
@@ -264,7 +266,9 @@ class _Run:
         counted.cycles += length > 0
         counted.plain_steps += length == 0
         counted.steps += emitted
-        counted.bytes_read += length * (fixed + selectable * share) + dense_bytes
+        draft_bytes = fixed + selectable * share
+        counted.bytes_read += length * draft_bytes + dense_bytes
+        counted.cost += cycle_cost(length, dense_bytes, draft_bytes, self.length.per_token)
         counted.bytes_dense += emitted * dense_bytes
         if length:
             counted.drafted += length

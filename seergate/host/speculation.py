@@ -17,6 +17,10 @@ PRIOR_ACCEPTANCE, PRIOR_WEIGHT = 0.8, 4.0
 MEMORY = 0.9
 """Weight of the tokens verified before, at each new verification: the last ten or so count."""
 
+VERIFYING_COST = {"cpu": 0.2}
+"""By kind of device, what each further token adds to the cost of a dense pass; nothing elsewhere. A GPU waits for
+memory; a CPU core is kept busy by the arithmetic of a few tokens (`benchmarks/results/lossless.json`)."""
+
 LONGEST_DRAFT = 16
 PROBE_EVERY = 64
 """Where drafting does not seem to pay, it is tried again after this many tokens: acceptance and contexts change."""
@@ -72,21 +76,36 @@ def expected_tokens(acceptance: float, length: int) -> float:
     return float(sum(acceptance**i for i in range(length + 1)))
 
 
-def expected_speedup(acceptance: float, length: int, dense_bytes: float, draft_bytes: float) -> float:
-    """How much less is read per token than by decoding densely. Decoding is bound by what it reads.
+def cycle_cost(length: int, dense_bytes: float, draft_bytes: float, per_token: float = 0.0) -> float:
+    """What ``length`` drafting passes and the verification cost, in bytes read; arguments as of `expected_speedup`."""
+    return length * draft_bytes + dense_bytes * (1 + per_token * length)
+
+
+def expected_speedup(
+    acceptance: float, length: int, dense_bytes: float, draft_bytes: float, per_token: float = 0.0
+) -> float:
+    """How much less a token costs than by decoding densely. Decoding is bound by what it reads.
 
     Args:
         acceptance: probability that a drafted token is accepted.
         length: tokens drafted per cycle.
         dense_bytes: weights, keys and values that a dense pass reads, once, be it for one token or for several.
         draft_bytes: the same for a drafting pass.
+        per_token: what each further token of a dense pass adds to its cost, as a share (`VERIFYING_COST`).
     """
-    return expected_tokens(acceptance, length) * dense_bytes / (length * draft_bytes + dense_bytes)
+    cost = cycle_cost(length, dense_bytes, draft_bytes, per_token)
+    return expected_tokens(acceptance, length) * dense_bytes / cost
 
 
-def best_length(acceptance: float, dense_bytes: float, draft_bytes: float, longest: int) -> int:
+def best_length(
+    acceptance: float, dense_bytes: float, draft_bytes: float, longest: int, per_token: float = 0.0
+) -> int:
     """The draft length ``0..longest`` of the largest `expected_speedup`; the shortest of equals."""
-    return max(range(longest + 1), key=lambda n: (expected_speedup(acceptance, n, dense_bytes, draft_bytes), -n))
+
+    def gain(length: int) -> tuple[float, int]:
+        return expected_speedup(acceptance, length, dense_bytes, draft_bytes, per_token), -length
+
+    return max(range(longest + 1), key=gain)
 
 
 class DraftLength:
@@ -97,9 +116,11 @@ class DraftLength:
     Args:
         fixed: always this many; ``None`` to choose.
         longest: never more than this.
+        per_token: see `expected_speedup`.
     """
 
-    def __init__(self, fixed: int | None, longest: int) -> None:
+    def __init__(self, fixed: int | None, longest: int, per_token: float = 0.0) -> None:
+        self.per_token = per_token
         self.fixed, self.longest = fixed, min(longest, LONGEST_DRAFT) if fixed is None else fixed
         self._accepted, self._tried = PRIOR_ACCEPTANCE * PRIOR_WEIGHT, PRIOR_WEIGHT
         self._since_draft = 0
@@ -113,7 +134,7 @@ class DraftLength:
         """The length of the next draft; 0 where drafting does not pay."""
         if self.fixed is not None:
             return self.fixed
-        length = best_length(self.acceptance, dense_bytes, draft_bytes, self.longest)
+        length = best_length(self.acceptance, dense_bytes, draft_bytes, self.longest, self.per_token)
         if length == 0 and self._since_draft >= PROBE_EVERY:
             length = 1
         self._since_draft = 0 if length else self._since_draft + 1

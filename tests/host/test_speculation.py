@@ -104,6 +104,10 @@ def test_the_cost_model_worked_out_by_hand():
     assert 1 / expected_speedup(0.95, 8, 1.0, 0.05) == pytest.approx(0.1893, abs=1e-4)
     assert 1 / expected_speedup(0.9, 8, 1.0, 1.0) == pytest.approx(1.469, abs=1e-3)
     assert expected_speedup(0.5, 0, 1.0, 0.1) == 1
+    # four tokens drafted at .3 each, five verified at 1 + 4 * .2: 3.0 instead of 4.0951
+    assert expected_speedup(0.9, 4, 10.0, 3.0, per_token=0.2) == pytest.approx(4.0951 / 3.0, abs=1e-4)
+    assert expected_speedup(0.5, 0, 1.0, 0.1, per_token=0.2) == 1
+    assert best_length(0.9, 1.0, 0.3, 16, per_token=0.2) < best_length(0.9, 1.0, 0.3, 16)
 
 
 def test_the_best_length():
