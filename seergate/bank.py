@@ -145,9 +145,11 @@ class GateBank(nn.Module):
             ValueError: for ids that the model does not have, or a malformed pack.
         """
         from seergate.distill.teacher_forward import distill_step  # a door up: the loss needs the model's own forward
-        from seergate.host.families import text_config
 
-        text_config(model)  # refuses what is no model
+        if not isinstance(model, nn.Module) or not hasattr(model, "get_input_embeddings"):
+            raise SeergateError(
+                f"model is a {type(model).__name__}; it must be a causal language model of transformers"
+            )
         if not isinstance(input_ids, torch.Tensor):
             raise ValueError(f"input_ids is a {type(input_ids).__name__}; it must be a tensor of token ids")
         vocabulary = model.get_input_embeddings().num_embeddings
