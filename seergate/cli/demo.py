@@ -11,11 +11,11 @@ HELP = (
     "gates for a small reasoning model, distilled, evaluated and reported, in minutes",
     "Take the frozen tiny reasoner that ships with seergate, distil gates for it from its own attention, save them\n"
     "as an adapter, load them back, let it answer fresh problems at several token budgets with dense attention, an\n"
-    "oracle, the gates, Quest, a recency window and random blocks, and write a report. Needs no network and no GPU.",
+    "oracle, the gates, Quest and a recency window, and write a report. Needs no network and no GPU.",
     ["seergate demo", "seergate demo --problems 128 --out runs/bigger-demo"],
 )
 
-METHODS = ["dense", "oracle", "gate", "quest", "streaming_llm", "random"]
+METHODS = ["dense", "oracle", "gate", "quest", "streaming_llm"]
 BUDGETS = [64, 128, 256]
 VARIABLES, PROBLEMS = 20, 32
 
