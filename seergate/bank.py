@@ -146,7 +146,7 @@ class GateBank(nn.Module):
         """
         from seergate.distill.teacher_forward import distill_step  # a door up: the loss needs the model's own forward
 
-        if not isinstance(model, nn.Module) or not hasattr(model, "get_input_embeddings"):
+        if not callable(getattr(model, "get_input_embeddings", None)):
             raise SeergateError(
                 f"model is a {type(model).__name__}; it must be a causal language model of transformers"
             )
