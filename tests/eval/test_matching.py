@@ -41,7 +41,7 @@ TOKENS = 2 * 2 * 2 * 16 * 4
 def run(tmp_path, measure, texts, budgets):
     model, tokenizer = support.model(), support.tokenizer()
     bank = GateBank.for_model(model, GateConfig(8, 16))
-    task = make_task("chain_sum", problems=2, variables=12)
+    task = make_task("chain_sum", problems=2, variables=8)
     options = RunOptions(max_new_tokens=120, batch_size=1)
     specs = distinct(grid(["dense", *texts], budgets, 8))
     arguments = (model, tokenizer, task)

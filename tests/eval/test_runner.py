@@ -256,7 +256,7 @@ def test_metrics_do_not_depend_on_the_order_of_samples(tmp_path):
 
 
 def test_sweep_measures_recall_on_one_set_of_contexts(tmp_path):
-    task = make_task("chain_sum", problems=3, variables=12)
+    task = make_task("chain_sum", problems=3, variables=8)
     specs = grid(["random", "dense", "oracle", "streaming_llm"], [48, 4096], 16)
     assert specs[0].label == "dense"
     options = RunOptions(max_new_tokens=64, batch_size=3, measure_recall=True)
