@@ -40,14 +40,14 @@ def looping_reasoning(
         [{"role": "user", "content": problem.question}], tokenize=False, add_generation_prompt=True
     )
     prompt, ids = (tokenizer(text, add_special_tokens=False)["input_ids"] for text in (chat, "<think>"))
-    steps = problem.reasoning.removesuffix(" answer").removesuffix(" .").split(" . ")
+    steps = problem.reasoning.removesuffix(" so next answer").split(" so next ")
     recalled = [False] * len(ids)
 
     def say(step: str, new: bool) -> None:
-        words = f"{step} .".split()
+        words = f"{step} so next".split()
         ids.extend(tokenizer(" ".join(words), add_special_tokens=False)["input_ids"])
         summed = new and "plus" in words
-        recalled.extend(summed and place in (2, 5) for place in range(len(words)))  # a3: a1 4 plus a2 5 gives a3= 9 .
+        recalled.extend(summed and place in (2, 5) for place in range(len(words)))  # a3: a1 4 plus a2 5 ...
 
     for begin in range(0, len(steps), every):
         for step in steps[begin : begin + every]:
@@ -109,7 +109,7 @@ def main() -> None:
     model, tokenizer = load_base(path), AutoTokenizer.from_pretrained(path)
     given = {
         "tokenizer": tokenizer,
-        "border": r"\.",
+        "border": "next",
         "block_size": options.page,
         "warm_up": options.warm_up,
         "asynchronous": False,
