@@ -170,7 +170,7 @@ def test_processes_that_find_different_things_stop(config: TrainConfig, tmp_path
         "import os, torch; from seergate.distill.distributed import join_world; world = join_world(deepspeed=False)\n"
         "world.must_agree('same', 'no'); assert world.all_well(True); assert not world.all_well(world.rank == 0)\n"
         "try: world.must_agree(str(world.rank), 'they differ')\n"
-        "except ValueError as error: print('refused:', error)\n"
+        "except ValueError as error: print(f'refused: {error}\\n', end='')\n"  # one write: lines must not mix
         "world.leave()\n"
     )
     assert finish([*launch("torchrun"), str(program)]).count("refused: they differ") == 2

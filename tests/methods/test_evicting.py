@@ -275,9 +275,13 @@ def test_memory_is_flat_for_8192_tokens(name):
             handle.reset_stats()
             model.generate(input_ids=prompt(16), max_new_tokens=new)
             peak[new] = handle.stats()["resident_bytes_peak"]
+    per_token = 2 * 16 * 4 * 2
+    added = (peak[8192] - peak[512]) / (8192 - 512) / per_token
     if name.startswith("rpc"):
-        per_token = 2 * 16 * 4 * 2
-        added = (peak[8192] - peak[512]) / per_token
-        assert added == pytest.approx((8192 - 512) / 4, abs=12)
+        assert added == pytest.approx(1 / 4, abs=0.002)
+    elif name == "kv4bit":  # keeps everything, in groups with a scale and an offset each
+        assert 1 / 8 < added < 0.4
+    elif name.endswith("and gate"):  # the compressed keys of blocks that have been evicted stay: one vector per block
+        assert 0 < added < 0.07
     else:
         assert peak[8192] == peak[512]
