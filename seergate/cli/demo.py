@@ -16,8 +16,8 @@ HELP = (
 )
 
 METHODS = ["dense", "oracle", "gate", "quest", "streaming_llm"]
-BUDGETS = [64, 128, 256]
-VARIABLES, PROBLEMS = 20, 32
+BUDGETS = [32, 64, 128]
+VARIABLES, PROBLEMS = 12, 24
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
