@@ -296,13 +296,8 @@ def break_even(rows: list[dict[str, Any]], name: str) -> float | None:
     return x0 - y0 * (x1 - x0) / (y1 - y0)
 
 
-def command_line() -> argparse.Namespace:
-    """Options."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
-    parser.add_argument("--dtype", choices=["float32", "bfloat16"], help="default: bfloat16 on a GPU, else float32")
-    parser.add_argument("--lengths", type=int, nargs="+", default=[3072, 8192, 16384, 32768], help="at batch 1")
-    parser.add_argument("--batch-lengths", type=int, nargs="*", default=[16384], help="at batch 4, ragged")
+def add_model_options(parser: argparse.ArgumentParser) -> None:
+    """What `build` and `ways` ask for: two layers of the attention of Qwen3-8B, and the gates' blocks and budget."""
     parser.add_argument("--budget", type=int, default=2048)
     parser.add_argument("--block-size", type=int, default=64)
     parser.add_argument("--layers", type=int, default=2)
@@ -310,6 +305,16 @@ def command_line() -> argparse.Namespace:
     parser.add_argument("--heads", type=int, default=32)
     parser.add_argument("--kv-heads", type=int, default=8)
     parser.add_argument("--head-dim", type=int, default=128)
+
+
+def command_line() -> argparse.Namespace:
+    """Options."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    parser.add_argument("--dtype", choices=["float32", "bfloat16"], help="default: bfloat16 on a GPU, else float32")
+    parser.add_argument("--lengths", type=int, nargs="+", default=[3072, 8192, 16384, 32768], help="at batch 1")
+    parser.add_argument("--batch-lengths", type=int, nargs="*", default=[16384], help="at batch 4, ragged")
+    add_model_options(parser)
     parser.add_argument("--prompt", type=int, default=512, help="tokens of the prompt whose first token is timed")
     parser.add_argument(
         "--memory-share", type=float, default=0.25, help="of keys and values, where they are offloaded"

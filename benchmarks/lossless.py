@@ -24,7 +24,7 @@ from typing import Any
 
 import torch
 from common import RESULTS, save
-from end_to_end import announce, build, generate
+from end_to_end import add_model_options, announce, build, generate
 from torch import Tensor
 from transformers import Cache, DynamicCache, PreTrainedModel, StaticCache
 
@@ -154,13 +154,7 @@ def command_line() -> argparse.Namespace:
     parser.add_argument("--tiny-draft", type=int, default=4)
     parser.add_argument("--lengths", type=int, nargs="*", default=[8192, 16384])
     parser.add_argument("--drafts", type=int, nargs="+", default=[4, 8])
-    parser.add_argument("--budget", type=int, default=2048)
-    parser.add_argument("--block-size", type=int, default=64)
-    parser.add_argument("--layers", type=int, default=2)
-    parser.add_argument("--hidden-size", type=int, default=1024)
-    parser.add_argument("--heads", type=int, default=32)
-    parser.add_argument("--kv-heads", type=int, default=8)
-    parser.add_argument("--head-dim", type=int, default=128)
+    add_model_options(parser)
     parser.add_argument("--threads", type=int, default=torch.get_num_threads())
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--tokens", type=int, default=12, help="of each way per round")

@@ -24,14 +24,15 @@ from typing import Any
 
 import torch
 from common import RESULTS, save
-from transformers import DynamicCache, Qwen3Config, Qwen3ForCausalLM
+from small_model import VOCABULARY, make_model
+from transformers import DynamicCache
 
 from seergate.host import attached
 from seergate.host.paged import OutOfBlocks
 from seergate.host.paged_layer import Paging
 from seergate.methods import Dense, Method, ReasonCache
 
-VOCABULARY, BLANK_LINE = 512, 1
+BLANK_LINE = 1
 
 
 class Words:
@@ -40,24 +41,6 @@ class Words:
     def decode(self, ids: list[int]) -> str:
         """Text."""
         return "".join("\n\n" if i == BLANK_LINE else f"w{i} " for i in ids)
-
-
-def make_model(options: argparse.Namespace) -> Qwen3ForCausalLM:
-    """A random model of some width, so that a step costs something."""
-    config = Qwen3Config(
-        vocab_size=VOCABULARY,
-        hidden_size=options.width,
-        intermediate_size=3 * options.width,
-        num_hidden_layers=options.layers,
-        num_attention_heads=8,
-        num_key_value_heads=2,
-        head_dim=options.width // 8,
-        max_position_embeddings=65536,
-        eos_token_id=None,
-        bos_token_id=None,
-        pad_token_id=0,
-    )
-    return Qwen3ForCausalLM(config).eval()
 
 
 def make_text(options: argparse.Namespace, seed: int) -> list[int]:
@@ -122,7 +105,7 @@ def main() -> None:
     options = parser.parse_args()
     torch.set_num_threads(options.threads)
     torch.manual_seed(0)
-    model, device = make_model(options), torch.device("cpu")
+    model, device = make_model(options.width, options.layers), torch.device("cpu")
     texts = [make_text(options, seed) for seed in range(options.requests)]
     cap = options.rows * -(-options.length // options.page)
 

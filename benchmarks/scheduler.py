@@ -21,32 +21,13 @@ from pathlib import Path
 
 import torch
 from common import RESULTS, save
+from small_model import VOCABULARY, make_model
 from tokenizers import Tokenizer, models, pre_tokenizers
-from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM, StoppingCriteria, StoppingCriteriaList
+from transformers import PreTrainedTokenizerFast, Qwen3ForCausalLM, StoppingCriteria, StoppingCriteriaList
 
 from seergate.eval.engine import Engine, Generation, Limit, Request
 from seergate.eval.sampling import Sampling
 from seergate.host import attached
-
-VOCABULARY = 512
-
-
-def make_model(options: argparse.Namespace) -> Qwen3ForCausalLM:
-    """A random model of some width, so that a step costs something."""
-    config = Qwen3Config(
-        vocab_size=VOCABULARY,
-        hidden_size=options.width,
-        intermediate_size=3 * options.width,
-        num_hidden_layers=options.layers,
-        num_attention_heads=8,
-        num_key_value_heads=2,
-        head_dim=options.width // 8,
-        max_position_embeddings=65536,
-        eos_token_id=None,
-        bos_token_id=None,
-        pad_token_id=0,
-    )
-    return Qwen3ForCausalLM(config).eval()
 
 
 def make_tokenizer() -> PreTrainedTokenizerFast:
@@ -135,7 +116,7 @@ def main() -> None:
     options = parser.parse_args()
     torch.set_num_threads(options.threads)
     torch.manual_seed(0)
-    rng, model = random.Random(0), make_model(options)
+    rng, model = random.Random(0), make_model(options.width, options.layers)
     lengths = [
         max(1, min(options.longest, round(options.median * math.exp(rng.gauss(0, options.sigma)))))
         for _ in range(options.samples)

@@ -16,7 +16,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from seergate.errors import SeergateError
 from seergate.eval import store
-from seergate.eval.engine import Limit, encode, end_ids, render
+from seergate.eval.engine import Limit, encode, end_ids, prompt_text
 from seergate.eval.recurrence import measure_recurrence, query_centres
 from seergate.eval.sampling import Sampling
 from seergate.eval.settings import MethodSpec
@@ -52,7 +52,7 @@ def evenly_chosen_prompts(tokenizer: PreTrainedTokenizerBase, task: Task, wanted
     problems = task.problems()
     count = max(1, len(problems) // FRACTION) if wanted is None else min(wanted, len(problems))
     chosen = [problems[i * len(problems) // count] for i in range(count)]
-    return [encode(tokenizer, p.prompt if p.prompt is not None else render(tokenizer, p.messages)) for p in chosen]
+    return [encode(tokenizer, prompt_text(tokenizer, p)) for p in chosen]
 
 
 def other_problems(task: Task) -> tuple[Task, int | None]:

@@ -28,6 +28,7 @@ from seergate.errors import SeergateError
 from seergate.eval.costs import RowStats
 from seergate.eval.memory import is_out_of_memory
 from seergate.eval.sampling import SampledRow, Sampling, TokenChooser
+from seergate.eval.task import Problem
 from seergate.host import Handle
 from seergate.host.rows import join_rows, keep_rows, rows_are_independent
 
@@ -366,6 +367,11 @@ def render(tokenizer: PreTrainedTokenizerBase, messages: Sequence[dict[str, str]
     if not tokenizer.chat_template:
         raise SeergateError("this model's tokenizer has no chat template, so the task's messages cannot be put to it")
     return str(tokenizer.apply_chat_template(list(messages), tokenize=False, add_generation_prompt=True))
+
+
+def prompt_text(tokenizer: PreTrainedTokenizerBase, problem: Problem) -> str:
+    """The text that a model is to continue."""
+    return problem.prompt if problem.prompt is not None else render(tokenizer, problem.messages)
 
 
 def encode(tokenizer: PreTrainedTokenizerBase, prompt: str) -> list[int]:

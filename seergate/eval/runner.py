@@ -22,7 +22,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from seergate.bank import GateBank
 from seergate.errors import SeergateError
 from seergate.eval import store
-from seergate.eval.engine import Engine, Generation, Limit, Request, encode, render
+from seergate.eval.engine import Engine, Generation, Limit, Request, encode, prompt_text
 from seergate.eval.grading import check_grader
 from seergate.eval.judge import GradingPool, check_installed
 from seergate.eval.memory import estimated_batch
@@ -280,7 +280,7 @@ def encoded_prompts(
     encoded: dict[str, tuple[str, list[int]]] = {}
     for problem in problems:
         if problem.problem_id not in encoded:
-            text = problem.prompt if problem.prompt is not None else render(tokenizer, problem.messages)
+            text = prompt_text(tokenizer, problem)
             ids = encode(tokenizer, text)
             if limit.of(len(ids)) < 1:
                 raise SeergateError(

@@ -95,17 +95,12 @@ class MethodSpec:
         """
         if self.has_gates and bank is None:
             raise SeergateError(f"the method {self.name!r} needs gates: the directory or Hub repository of an adapter")
-        known, options = option_names(self.name), {**self.options, **self.calibrated}
+        known = option_names(self.name)
         fields = {"token_budget": self.token_budget, "block_size": self.block_size, "dense_layers": self.dense_layers}
         if self.name != Gate.name and self.dense_layers is None:
             fields["dense_layers"] = ()
         given = {key: value for key, value in fields.items() if key in known and value is not None}
-        if self.token_budget is None:
-            given.pop("token_budget", None)
-        options = {**given, **options}
-        if self.name == Gate.name:
-            assert bank is not None
-            return Gate.from_config(bank, bank.decode_config(**options))
+        options = {**given, **self.options, **self.calibrated}
         return make_method(self.name, bank=bank if self.has_gates else None, **options)
 
     def describe(self, bank: GateBank | None) -> dict[str, Any]:

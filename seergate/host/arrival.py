@@ -5,10 +5,15 @@ Shape suffixes: B batch, S new tokens, H query heads, K KV heads, D head dimensi
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
+
+from seergate.errors import SeergateError
+
+if TYPE_CHECKING:
+    from seergate.host.cache import GatedLayer
 
 
 class Arrival:
@@ -45,3 +50,18 @@ class Appended:
     ) -> None:
         self.compact, self.aligned, self.drafted = arrival.compact, arrival.valid is None, arrival.drafted
         self.q_pre, self.k_pre, self.k, self.starts, self.counts = q_pre, k_pre, k, starts, counts
+
+
+def pick_up(layer: GatedLayer) -> Appended:
+    """The tokens that a layer's `update` has just stored. They can be picked up once.
+
+    Raises:
+        SeergateError: if the layer's method has not seen all of its tokens.
+    """
+    appended, layer.appended = layer.appended, None
+    if layer.state is None or appended is None:
+        raise SeergateError(
+            "this cache was used by the plain model in between, so the method has not seen all of its tokens; start a "
+            "new one"
+        )
+    return appended

@@ -15,10 +15,8 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS, AttentionInterf
 
 from seergate import ops
 from seergate.errors import SeergateError
-from seergate.host.arrival import Appended
+from seergate.host.arrival import Appended, pick_up
 from seergate.host.cache import GatedLayer
-from seergate.host.fixed_layer import FixedLayer
-from seergate.host.offload import OffloadedLayer
 from seergate.host.rope import modeling_module
 from seergate.host.stats import DecodeStats
 from seergate.methods.base import EvictingState, SelectingMethod, SelectingState, Step
@@ -95,20 +93,13 @@ def attend(
     Several query tokens (a prompt, or a chunk of one) attend densely and exactly as in the plain model; a query token
     that is being decoded attends to what the method selects.
     """
-    appended, layer.appended = layer.appended, None
-    state = layer.state
-    if state is None:
-        raise SeergateError(
-            "this cache was used by the plain model in between, so the method has not seen all of its tokens; start a "
-            "new one"
-        )
-    assert appended is not None
+    appended, state = pick_up(layer), layer.state
+    assert state is not None
     step = make_step(layer, appended, query, kwargs)
     state.append(step)
     if isinstance(step, FixedStep):
         return _decode_fixed(layer, state, step, stats)[:, None].to(value.dtype), None
-    if isinstance(layer, FixedLayer):
-        layer.settle(stats)
+    layer.settle(stats)
     new = query.shape[2]
     layer.decoded = _to_decode(layer, appended, new)
     if layer.decoded < new:
@@ -188,8 +179,9 @@ def _decode(layer: GatedLayer, state: Any, step: Step, stats: DecodeStats, measu
         output, score_bytes = state.attend(step), state.score_bytes(step)
     if output is None:
         output = attend_to_all(step)
-    if isinstance(layer, OffloadedLayer):
-        stats.fetched(layer.layer, layer.take_fetched(step, everything=selection is None))
+    fetched = layer.take_fetched(step, everything=selection is None)
+    if fetched is not None:
+        stats.fetched(layer.layer, fetched)
     read = state.tokens_read(step) if isinstance(state, EvictingState) else step.ends
     seen = [total - held + end for total, held, end in zip(layer.row_seen, layer.row_lengths, step.ends, strict=True)]
     stats.record(layer.layer, step, seen, read, selection, layer.block_size, score_bytes, layer.nbytes)

@@ -9,7 +9,7 @@ Shape suffixes: B batch, S new tokens, C capacity, K KV heads, D head dimension,
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -31,6 +31,9 @@ from seergate.methods.base import (
     compact,
     trimmed,
 )
+
+if TYPE_CHECKING:
+    from seergate.host.stats import DecodeStats
 
 GROWTH_TOKENS, GROWTH_SHARE = 256, 1 / 8
 """The buffers grow by whichever is larger, this many tokens or this share of what they hold."""
@@ -159,6 +162,13 @@ class GatedLayer(CacheLayerMixin):
     def takes(self, new: int) -> bool:
         """Whether so many new tokens will be a step of fixed shapes (`FixedLayer`)."""
         return False
+
+    def settle(self, stats: DecodeStats) -> None:
+        """After a step that is not of fixed shapes: get ready for those that are, in a layer that has them."""
+
+    def take_fetched(self, step: Step, everything: bool) -> int | None:
+        """Bytes that a decode step, of all tokens or of some, brought from slow memory; ``None`` without one."""
+        return None
 
     @staticmethod
     def _first_positions(arrival: Arrival, batch: int) -> list[int]:

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import scaled_dot_product_attention
 
-from seergate.errors import SeergateError
+from seergate.host.arrival import pick_up
 from seergate.host.attention import DenseAttention, attend_to_all, make_step
 from seergate.host.cache import GatedLayer
 from seergate.methods.base import Step
@@ -45,12 +45,8 @@ def attend_densely(
     Raises:
         SeergateError: if the plain model used this cache in between.
     """
-    appended, layer.appended = layer.appended, None
-    if layer.state is None or appended is None:
-        raise SeergateError(
-            "this cache was used by the plain model in between, so the method has not seen all of its tokens; start a "
-            "new one"
-        )
+    appended = pick_up(layer)
+    assert layer.state is not None
     step = make_step(layer, appended, query, kwargs)
     layer.state.append(step)
     new = query.shape[2]

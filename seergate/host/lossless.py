@@ -30,10 +30,10 @@ from transformers.generation import (
 )
 from transformers.generation.utils import GENERATION_MODES_MAPPING
 
-from seergate.errors import SeergateError
-from seergate.host import families
 from seergate.host.cache import GatedLayer
+from seergate.host.rollback import layers_without_return, refuse_layers_without_return
 from seergate.host.speculation import VERIFYING_COST, DraftLength, accept_greedy, accept_sampled, cycle_cost
+from seergate.host.stats import token_bytes
 from seergate.methods.base import SelectingMethod
 
 if TYPE_CHECKING:
@@ -350,27 +350,6 @@ class _Run:
             self.cache.crop(-tokens)
 
 
-def refuse_layers_without_return(model: PreTrainedModel, what: str) -> None:
-    """Refuse a model with layers whose state cannot be rolled back.
-
-    Raises:
-        SeergateError: naming their kind.
-    """
-    config = families.text_config(model)
-    kinds = {families.layer_type(config, layer) for layer in range(config.num_hidden_layers)}
-    if stuck := sorted(kinds - {"full_attention", "sliding_attention", "chunked_attention"}):
-        raise SeergateError(
-            f"{what} takes tokens back, which layers of kind {', '.join(stuck)} cannot do; "
-            f"decode this {config.model_type} model without it"
-        )
-
-
-def layers_without_return(cache: Cache | None) -> list[str]:
-    """The kinds of a cache's layers that cannot take tokens back, such as a static one with a window."""
-    layers = [] if cache is None else cache.layers
-    return sorted({type(layer).__name__ for layer in layers if not hasattr(layer, "crop")})
-
-
 def weights_read(model: PreTrainedModel) -> int:
     """Bytes of the weights that a pass reads: all but the input embeddings, unless the head uses them too."""
     embeddings, head = model.get_input_embeddings(), model.get_output_embeddings()
@@ -389,8 +368,7 @@ def cache_bytes(cache: Cache) -> tuple[int, int]:
         if keys is None or values is None:
             continue
         if isinstance(layer, GatedLayer):
-            per_token = keys.shape[1] * (keys.shape[3] * keys.element_size() + values.shape[3] * values.element_size())
-            selectable += sum(layer.row_lengths) * per_token
+            selectable += sum(layer.row_lengths) * keys.shape[1] * token_bytes(keys, values)
         else:
             fixed += keys.nbytes + values.nbytes
     return selectable, fixed

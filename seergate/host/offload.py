@@ -214,12 +214,7 @@ class OffloadedLayer(GatedLayer):
         return torch.cat(outputs, dim=1).flatten(1, 2)
 
     def take_fetched(self, step: Step, everything: bool) -> int:
-        """Bytes brought from slow memory since the last call.
-
-        Args:
-            step: the decode step.
-            everything: whether it read all tokens, past the pool.
-        """
+        """See `GatedLayer`. Where all tokens are read, they are read past the pool."""
         assert self.pool is not None and self.keys is not None
         blocks, self._blocks_read_past, self.pool.fetched = self._blocks_read_past + self.pool.fetched, 0, 0
         if everything:

@@ -18,7 +18,7 @@ from seergate.errors import SeergateError
 from seergate.host import families
 from seergate.host.attention import VERIFIED_TOKENS
 from seergate.host.cache import GatedLayer
-from seergate.host.lossless import layers_without_return, refuse_layers_without_return
+from seergate.host.rollback import layers_without_return, refuse_layers_without_return
 from seergate.host.rows import only_rows, rows_are_independent
 from seergate.methods.base import SelectingMethod
 

@@ -15,6 +15,11 @@ from seergate.ops import Selection
 _FIXED = 5
 
 
+def token_bytes(keys: Tensor, values: Tensor) -> int:
+    """What a token takes in one KV head of a cache ``[..., D]``."""
+    return keys.shape[-1] * keys.element_size() + values.shape[-1] * values.element_size()
+
+
 @dataclass
 class FixedCounts:
     """What steps of fixed shapes count, on the device, and what is the same for all of them.
@@ -91,7 +96,7 @@ class DecodeStats:
         stats = self.layers[layer]
         keys, values, _ = step.stored
         self.block_size, self.heads[layer] = block_size, keys.shape[1]
-        self.bytes_per_token[layer] = keys.shape[3] * keys.element_size() + values.shape[3] * values.element_size()
+        self.bytes_per_token[layer] = token_bytes(keys, values)
         stats.steps += 1
         stats.rows += len(seen)
         stats.tokens_seen += sum(seen)
@@ -111,7 +116,7 @@ class DecodeStats:
         stats, heads = self.layers[layer], keys.shape[1]
         self._fold(stats)
         self.block_size, self.heads[layer] = block_size, heads
-        self.bytes_per_token[layer] = keys.shape[3] * keys.element_size() + values.shape[3] * values.element_size()
+        self.bytes_per_token[layer] = token_bytes(keys, values)
         sums = stats.fixed.sums
         if len(sums) != _FIXED + heads or sums.device != keys.device:
             sums = torch.zeros(_FIXED + heads, dtype=torch.int64, device=keys.device)

@@ -83,14 +83,22 @@ class PageBounds:
 
     @torch.no_grad()
     def bounds(self, step: Step, group_reduction: str) -> Tensor:
-        """The bound of every page for the newest query, reduced over the group: ``[B, K, N]``."""
+        """The bound of every page for the newest query: ``[B, K, N]``.
+
+        Args:
+            step: the decode step.
+            group_reduction: ``"max"`` or ``"mean"`` of the bounds of a group's queries, or the bound of their mean
+                (``"mean_query"``).
+        """
         pages = -(-step.max_length // self.block_size)
         wide = torch.promote_types(step.q_BHSD.dtype, torch.float32)
         high, low = (self.state.rows[name][:, :, :pages].to(wide) for name in ("high", "low"))
         q_BKGD = step.q_BHSD[:, :, 0].unflatten(1, (high.shape[1], -1)).to(wide)
+        if group_reduction == "mean_query":
+            q_BKGD = q_BKGD.mean(2, keepdim=True)
         # max(q * low, q * high) is q * high where q > 0, else q * low: two products, no [.., N, D] tensor
         bound_BKGN = q_BKGD.clamp(min=0) @ high.transpose(-1, -2) + q_BKGD.clamp(max=0) @ low.transpose(-1, -2)
-        return bound_BKGN.amax(2) if group_reduction == "max" else bound_BKGN.mean(2)
+        return bound_BKGN.mean(2) if group_reduction == "mean" else bound_BKGN.amax(2)
 
     def nbytes(self, step: Step) -> list[int]:
         """Per row, bytes that `bounds` reads: two vectors per page."""

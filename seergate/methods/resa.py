@@ -50,7 +50,7 @@ class ReSA(SelectingMethod):
 
     def new_state(self, spec: LayerSpec) -> LayerState:
         """See `Method`."""
-        return ReSAState(spec, self.block_size)
+        return QuestState(spec, self.block_size, "mean_query")
 
     def select(self, state: SelectingState, step: Step) -> Selection | None:
         """See `SelectingMethod`. How many blocks a row reads depends on its own length only."""
@@ -61,24 +61,6 @@ class ReSA(SelectingMethod):
         counts = [min(count, max(least, math.ceil(count * self.share))) for count in blocks]
         selection = best_blocks(state.scores(step), blocks, counts, self.rule.sink_blocks)
         return with_all_blocks(selection, step.ends, self.block_size, self.rule.dense_below)
-
-
-class ReSAState(QuestState):
-    """The bounds of every block."""
-
-    def __init__(self, spec: LayerSpec, block_size: int) -> None:
-        super().__init__(spec, block_size)
-
-    @torch.no_grad()
-    def scores(self, step: Step) -> Tensor:
-        """See `SelectingState`. The bound for the mean of the group's queries."""
-        heads, group = self.rows["high"].shape[1], step.q_BHSD.shape[1] // self.rows["high"].shape[1]
-        wide = torch.promote_types(step.q_BHSD.dtype, torch.float32)
-        blocks = -(-step.max_length // self.pages.block_size)
-        high, low = (self.rows[name][:, :, :blocks].to(wide) for name in ("high", "low"))
-        mean_BK1D = step.q_BHSD[:, :, 0].to(wide).unflatten(1, (heads, group)).mean(2, keepdim=True)
-        bound = mean_BK1D.clamp(min=0) @ high.transpose(-1, -2) + mean_BK1D.clamp(max=0) @ low.transpose(-1, -2)
-        return bound[:, :, 0]
 
 
 def best_blocks(scores_BKN: Tensor, blocks: list[int], counts: list[int], sinks: int = 0) -> Selection:
