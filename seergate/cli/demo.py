@@ -17,7 +17,7 @@ HELP = (
 
 METHODS = ["dense", "oracle", "gate", "quest", "streaming_llm"]
 BUDGETS = [32, 64, 128]
-VARIABLES, PROBLEMS = 12, 24
+VARIABLES, PROBLEMS = 12, 32
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

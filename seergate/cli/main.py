@@ -33,6 +33,7 @@ from seergate.cli import (
 )
 from seergate.cli import eval as evaluation
 from seergate.errors import sentence
+from seergate.openmp import bound_spinning
 
 OK, USER_ERROR, INTERRUPTED = 0, 2, 130
 
@@ -111,9 +112,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         The exit code.
     """
     arguments = list(sys.argv[1:] if argv is None else argv)
-    # Idle OpenMP threads sleep instead of spinning, which is ruinous on a machine that also does something else. It is
-    # read when torch is imported, so it is set before.
-    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+    bound_spinning()
     try:
         if not arguments:
             build_parser().print_help()

@@ -14,6 +14,7 @@ import yaml
 
 from seergate.distill.config import DEFAULT_PRESET, TrainConfig, field_types, load_train_config, presets, read_yaml
 from seergate.errors import sentence
+from seergate.openmp import bound_spinning
 from seergate.paths import shipped
 
 USER_ERROR, INTERRUPTED = 2, 130
@@ -133,7 +134,7 @@ def ablate_main(argv: Sequence[str] | None = None, prog: str | None = None) -> i
 
     def run() -> None:
         values = given_options(options)
-        os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+        bound_spinning()
         from seergate.distill.ablation import load_study, run_study, studies, table, variant_configs
 
         chosen = [load_study(one) for one in (studies() if name == "all" else [name])]
@@ -159,9 +160,7 @@ def _train(options: dict[str, Any], is_main: bool) -> None:
         if is_main:
             _dry_run(replace(config, output_dir=str(config.run_dir)))
         return
-    # Idle OpenMP threads sleep instead of spinning: on a machine that also does something else, spinning ones were
-    # measured to make a step 15 times slower. Read when torch is imported, so it is set before.
-    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+    bound_spinning()
     from seergate.distill.trainer import run_distillation
 
     adapter = run_distillation(config)

@@ -64,7 +64,7 @@ class Rotary:
         self._kwargs = {"layer_type": layer_type} if takes_type else {}
 
     def rotate(self, x: Tensor, positions: Tensor) -> Tensor:
-        """``x [B, heads, S, D]`` before RoPE, rotated to ``positions [B, S]``."""
+        """``x [B, heads, S, D]`` before RoPE, rotated to ``positions [B, S]``, or ``[1, S]`` for all rows."""
         if self.kind == "none":
             return x
         return self._turn(x, *self._angles(x, positions))

@@ -61,7 +61,7 @@ class StreamingState(EvictingState):
         """See `EvictingState`."""
         visible, held = self._visible(step.ends, step.lengths.device)
         index = visible[:, None, :, None].expand(-1, step.keys_BKCD.shape[1], -1, step.keys_BKCD.shape[3])
-        positions = torch.arange(visible.shape[1], device=visible.device).expand(len(visible), -1)
+        positions = torch.arange(visible.shape[1], device=visible.device)[None]  # the same in every row
         keys = self.spec.rotary.rotate(step.keys_BKCD.gather(2, index), positions)
         values = step.values_BKCD.gather(2, index)
         q_BHD = self.spec.rotary.rotate(step.q_pre_BHSD, (held - 1)[:, None])[:, :, 0]
