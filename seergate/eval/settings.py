@@ -10,11 +10,12 @@ from seergate.errors import SeergateError
 from seergate.eval.method_text import read_method, value_text
 from seergate.methods import (
     Dense,
-    Gate,
     GateOnEvictor,
     Method,
+    ReasonCache,
     SelectingMethod,
     TriAttention,
+    has_gates,
     make_method,
     method_class,
     option_names,
@@ -29,7 +30,7 @@ class MethodSpec:
     """A method by name, with its options.
 
     Attributes:
-        name: a key of `seergate.methods.METHODS`, or ``EVICTOR+gate``.
+        name: a key of `seergate.methods.METHODS`, ``EVICTOR+gate`` or ``reason_cache+gate``.
         token_budget: the method's; ``None`` for methods that have none (``dense``, ``rpc``, ``kv4bit``).
         block_size: tokens per block, for the methods that have blocks; gates have their own.
         dense_layers: layers that stay dense, for the methods that select blocks. If ``None``, those that gates ask for
@@ -63,7 +64,7 @@ class MethodSpec:
     @property
     def has_gates(self) -> bool:
         """Whether the method decodes with gates."""
-        return method_class(self.name) in (Gate, GateOnEvictor)
+        return has_gates(self.name)
 
     @property
     def uncalibrated(self) -> list[str]:
@@ -97,7 +98,7 @@ class MethodSpec:
             raise SeergateError(f"the method {self.name!r} needs gates: the directory or Hub repository of an adapter")
         known = option_names(self.name)
         fields = {"token_budget": self.token_budget, "block_size": self.block_size, "dense_layers": self.dense_layers}
-        if self.name != Gate.name and self.dense_layers is None:
+        if not self.has_gates and self.dense_layers is None:
             fields["dense_layers"] = ()
         given = {key: value for key, value in fields.items() if key in known and value is not None}
         options = {**given, **self.options, **self.calibrated}
@@ -109,9 +110,10 @@ class MethodSpec:
         """
         method = self.method(bank)
         values: dict[str, Any] = {}
-        parts = (method.evictor, method.gate) if isinstance(method, GateOnEvictor) else (method,)
-        for part in parts:
-            values |= {f"gate.{key}" if part is not parts[0] else key: value for key, value in _plain(part).items()}
+        gate = method.gate if isinstance(method, GateOnEvictor) else getattr(method, "reads", None)
+        values |= _plain(method.evictor if isinstance(method, GateOnEvictor) else method)
+        if gate is not None:
+            values |= {f"gate.{key}": value for key, value in _plain(gate).items()}
         return {"name": self.name, "nominal": method.nominal, **values}
 
 
@@ -119,7 +121,7 @@ def _plain(method: Method) -> dict[str, Any]:
     found = {
         key: list(value) if isinstance(value, tuple) else value
         for key, value in vars(method).items()
-        if key in method.__dataclass_fields__ and not isinstance(value, GateBank)
+        if key in method.__dataclass_fields__ and not isinstance(value, (GateBank, Method))
     }
     if isinstance(method, TriAttention):
         found["centres"] = f"{method.found.fingerprint}, from {method.found.tokens} tokens"
@@ -128,8 +130,14 @@ def _plain(method: Method) -> dict[str, Any]:
 
 def limits_of(name: str) -> set[str]:
     """The options of a method any of which says how much it may read or hold."""
-    rules = {"token_budget", "threshold", "top_p"} if issubclass(method_class(name), SelectingMethod) else set()
+    rules = {"token_budget", "threshold", "top_p"} if _selects(name) else set()
     return (rules or {"token_budget"}) & option_names(name)
+
+
+def _selects(name: str) -> bool:
+    """Whether what a method reads at a step is chosen by blocks, whatever it keeps."""
+    kind = method_class(name)
+    return issubclass(kind, SelectingMethod) or (issubclass(kind, ReasonCache) and has_gates(name))
 
 
 def grid(
@@ -159,7 +167,7 @@ def grid(
     specs = []
     for text in texts:
         name, options = read_method(text)
-        selects = issubclass(method_class(name), SelectingMethod)
+        selects = _selects(name)
         limits: list[dict[str, Any]]
         if "token_budget" in options:
             limits = [{"token_budget": options.pop("token_budget")}]

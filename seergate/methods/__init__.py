@@ -63,6 +63,7 @@ __all__ = [
     "SnapKV",
     "StreamingLLM",
     "TriAttention",
+    "has_gates",
     "make_method",
     "method_class",
     "option_names",
@@ -70,21 +71,31 @@ __all__ = [
 
 
 def method_class(name: str) -> type[Method]:
-    """The class of a method; ``EVICTOR+gate`` names a `GateOnEvictor`.
+    """The class of a method. ``EVICTOR+gate`` names a `GateOnEvictor`, ``reason_cache+gate`` a `ReasonCache` that is
+    read with the gate.
 
     Raises:
         SeergateError: for an unknown name, with the nearest known one.
     """
     if name.endswith(SUFFIX):
-        evictor = method_class(name.removesuffix(SUFFIX))
-        if not issubclass(evictor, EvictingMethod) or evictor is GateOnEvictor:
-            raise SeergateError(f"{name!r} is no method: only one that evicts can have the gate on what remains")
+        keeps = method_class(name.removesuffix(SUFFIX))
+        if name.count("+") == 1 and issubclass(keeps, ReasonCache):
+            return keeps
+        if name.count("+") > 1 or not issubclass(keeps, EvictingMethod):
+            raise SeergateError(
+                f"{name!r} is no method: only one that evicts or shares blocks can have the gate on what it keeps"
+            )
         return GateOnEvictor
     if name in METHODS:
         return METHODS[name]
     near = difflib.get_close_matches(name, METHODS, n=1)
     hint = f"did you mean {near[0]!r}? " if near else ""
     raise SeergateError(f"there is no method {name!r}; {hint}known are {', '.join(sorted(METHODS))}")
+
+
+def has_gates(name: str) -> bool:
+    """Whether a method decodes with gates."""
+    return name == Gate.name or name.endswith(SUFFIX)
 
 
 def option_names(name: str) -> set[str]:
@@ -95,6 +106,8 @@ def option_names(name: str) -> set[str]:
     """
     if method_class(name) is GateOnEvictor:
         return option_names(name.removesuffix(SUFFIX)) | {"read_budget"}
+    if name.endswith(SUFFIX):
+        return option_names(name.removesuffix(SUFFIX)) - {"reads"} | option_names(Gate.name)
     own = {f.name for f in fields(method_class(name)) if f.init} - {"bank"}
     return own - {"block_size"} if name == Gate.name else own  # gates have their block size
 
@@ -104,7 +117,8 @@ def make_method(name: str, *, bank: GateBank | None = None, **options: Any) -> M
 
     Args:
         name: a key of `METHODS`; or ``EVICTOR+gate``, which takes the evictor's options, ``bank`` and
-            ``read_budget``, the gate's token budget.
+            ``read_budget``, the gate's token budget; or ``reason_cache+gate``, which takes ``bank`` and the options
+            of both.
         bank: the gates, for methods that have them.
         **options: the method's own.
 
@@ -117,13 +131,16 @@ def make_method(name: str, *, bank: GateBank | None = None, **options: Any) -> M
     if unknown:
         has = ", ".join(sorted(known)) or "none"
         raise SeergateError(f"the method {name!r} has no option {', '.join(map(repr, unknown))}; it has {has}")
-    if kind not in (Gate, GateOnEvictor):
+    if not has_gates(name):
         if bank is not None:
             raise SeergateError(f"the method {name!r} has no gates; leave out bank=")
     elif bank is None:
         raise SeergateError(f"the method {name!r} needs gates: pass a GateBank instead of its name, or bank=")
     elif kind is Gate:
         return Gate.from_config(bank, bank.decode_config(**options))
+    elif issubclass(kind, ReasonCache):
+        reading = {key: options.pop(key) for key in option_names(Gate.name) & set(options)}
+        return kind(reads=make_method(Gate.name, bank=bank, **reading), **options)
     else:
         if "read_budget" not in options:
             raise SeergateError(f"the method {name!r} needs read_budget=, how many tokens the gate may read per step")

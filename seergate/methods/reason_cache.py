@@ -83,7 +83,11 @@ class ReasonCache(Method):
             re.compile(self.border)
         except (re.error, TypeError) as error:
             raise ValueError(f"border is {self.border!r}, which is no regular expression: {error}") from None
-        if self.reads is not None and (isinstance(self.reads, (EvictingMethod, ReasonCache))):
+        if self.reads is not None and not isinstance(self.reads, Method):
+            raise ValueError(f"reads is {self.reads!r}; it must be a method that keeps all blocks, such as Gate(...)")
+        if self.tokenizer is not None and not hasattr(self.tokenizer, "decode"):
+            raise ValueError(f"tokenizer is {self.tokenizer!r}; it must have a decode method")
+        if isinstance(self.reads, (EvictingMethod, ReasonCache)):
             raise SeergateError(
                 f"{self.name!r} cannot be read with {self.reads.name!r}: the method must keep all blocks, as gate, "
                 "quest and dense do"
@@ -95,6 +99,11 @@ class ReasonCache(Method):
     def reading(self) -> Method:
         """The method that chooses what is read."""
         return Dense() if self.reads is None else self.reads
+
+    @property
+    def nominal(self) -> str:
+        """See `Method`: what the reading method is given."""
+        return self.reading.nominal
 
     def new_state(self, spec: LayerSpec) -> LayerState:
         """See `Method`. The state is the reading method's: sharing needs none per layer."""

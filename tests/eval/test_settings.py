@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import yaml
+from transformers import AutoModelForCausalLM
 
 from seergate import GateBank, GateConfig, methods
 from seergate.errors import SeergateError
@@ -13,6 +14,7 @@ from seergate.eval.method_text import read_method, value_text
 from seergate.eval.plan import SweepPlan
 from seergate.eval.sampling import Sampling
 from seergate.eval.settings import grid
+from seergate.eval.store import read_samples
 from tests.eval import support
 
 
@@ -29,6 +31,7 @@ from tests.eval import support
         ("tri_attention:centres=runs/a.b/c.safetensors", ("tri_attention", {"centres": "runs/a.b/c.safetensors"})),
         ("gate:compat=published:top_p=none", ("gate", {"compat": "published", "top_p": None})),
         ("snapkv+gate:read_budget=32:window=8", ("snapkv+gate", {"read_budget": 32, "window": 8})),
+        ("reason_cache+gate:warm_up=4:top_p=0.9", ("reason_cache+gate", {"warm_up": 4, "top_p": 0.9})),
     ],
 )
 def test_methods_as_text(text, expected):
@@ -49,6 +52,8 @@ def test_methods_as_text(text, expected):
         ("quest:dense_layers=0,1", "whole numbers with \\+"),
         ("gate:block_size=16", "no option 'block_size'"),
         ("oracle+gate:read_budget=8", "only one that evicts"),
+        ("h2o+gate+gate:read_budget=8", "only one that evicts"),
+        ("reason_cache+gate:reads=quest", "no option 'reads'"),
     ],
 )
 def test_text_that_is_no_method(text, said):
@@ -92,6 +97,9 @@ def test_what_a_method_is_given_is_said_in_words():
         ("rpc:ratio=8", "1/8 of the answer"),
         ("h2o", "64"),
         ("oracle:threshold=0.01", "p > 0.01"),
+        ("reason_cache", "all"),
+        ("reason_cache+gate", "64"),
+        ("random_sharing+gate:threshold=0.02", "p > 0.02"),
         ("h2o+gate:read_budget=32", "64, reads 32"),
     ):
         (spec,) = grid([text], [64], 8)
@@ -113,6 +121,27 @@ def test_gates_are_evaluated_as_they_ask_to_be():
     assert MethodSpec("gate", token_budget=64).describe(bank)["compat"] == "published"
     with pytest.raises(ValueError, match="whose code has no eviction"):
         MethodSpec("h2o+gate", 64, options={"read_budget": 32}).method(bank)
+
+
+def test_sharing_nothing_answers_as_the_method_that_reads(tmp_path):
+    """`reason_cache+gate` goes through the engine on pages, and what it reads is chosen by the gate."""
+    model = AutoModelForCausalLM.from_pretrained(support.save(tmp_path / "model")).eval()
+    tokenizer, bank = support.tokenizer(), GateBank.for_model(model, GateConfig(8, 16))
+    bank.decode_defaults = {"dense_layers": [0]}
+    task, options = make_task("chain_sum", problems=3, variables=8), RunOptions(max_new_tokens=40, batch_size=2)
+    texts = ["gate", "reason_cache:percentile=0", "reason_cache+gate:percentile=0:structural_check=false"]
+    said, density = {}, {}
+    for spec in [MethodSpec("dense"), *grid(texts, [32], 8)]:
+        density[spec.name] = evaluate(model, tokenizer, task, spec, tmp_path / spec.name, options, bank=bank)[
+            "density"
+        ]
+        samples = read_samples(tmp_path / spec.name)
+        said[spec.name] = {(sample["problem_id"], sample["completion"]) for sample in samples}
+    assert said["reason_cache"] == said["dense"] != said["gate"] == said["reason_cache+gate"]
+    assert density["reason_cache"] == 1 > density["gate"] == density["reason_cache+gate"]
+    described = spec.describe(bank)
+    assert described["gate.dense_layers"] == [0] and described["block_size"] == 8
+    assert yaml.safe_load(yaml.safe_dump(described)) == described
 
 
 def test_evaluating_gates_with_their_compat_differs(tmp_path):
