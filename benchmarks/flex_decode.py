@@ -30,7 +30,10 @@ def block_mask(indices_BKX: Tensor, blocks: int, group: int, block_size: int) ->
     places = torch.nn.functional.pad(indices_BKX[:, :, None].int(), (0, blocks - chosen))
     count = torch.full_like(none, chosen)
     return BlockMask.from_kv_blocks(
-        none, nowhere, count, places, BLOCK_SIZE=(group, block_size), seq_lengths=(group, blocks * block_size)
+        *(none, nowhere, count, places),
+        BLOCK_SIZE=(group, block_size),
+        seq_lengths=(group, blocks * block_size),
+        compute_q_blocks=False,  # only a backward pass needs them
     )
 
 

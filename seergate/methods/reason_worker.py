@@ -7,6 +7,8 @@ import threading
 import time
 from collections.abc import Sequence
 
+import torch
+
 from seergate.methods.reason_evaluator import Evaluator, Event
 
 
@@ -45,9 +47,10 @@ class InlineWorker:
 
 
 class ThreadWorker(InlineWorker):
-    """Handles events on a thread, which starts with the first of them. `put` never waits.
+    """Handles events on a thread, which starts with the first of them. `put` never waits for one of them.
 
-    The thread gives way between two small pieces of work: Python runs one thread at a time, and decoding goes first.
+    The thread computes on one core, without helpers that would take the cores from decoding. It gives way between two
+    small pieces of work: Python runs one thread at a time, and decoding goes first.
     """
 
     def __init__(self, evaluator: Evaluator) -> None:
@@ -60,11 +63,18 @@ class ThreadWorker(InlineWorker):
         if self.error is not None:
             return  # nobody would take them
         if self._thread is None:
-            self._thread = threading.Thread(target=self._run, name="seergate reason_cache", daemon=True)
+            cores, started = torch.get_num_threads(), threading.Event()
+            self._thread = threading.Thread(
+                target=self._run, args=(started,), name="seergate reason_cache", daemon=True
+            )
             self._thread.start()
+            started.wait()
+            torch.set_num_threads(cores)  # what threads to come get; those that are there have numbers of their own
         self._events.put(events)
 
-    def _run(self) -> None:
+    def _run(self, started: threading.Event) -> None:
+        torch.set_num_threads(1)
+        started.set()
         while (work := self._events.get()) is not None:
             if isinstance(work, threading.Event):
                 work.set()

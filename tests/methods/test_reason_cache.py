@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import threading
 from collections import Counter, deque
 
 import pytest
@@ -27,6 +28,7 @@ from seergate.methods.reason_steps import (
     similarity,
 )
 from seergate.methods.reason_structure import edit_distance, formal_content, same_structure
+from seergate.methods.reason_worker import ThreadWorker
 
 # ---------------------------------------------------------------------------------------------------- lexical stage
 
@@ -348,3 +350,25 @@ def test_refusals(monkeypatch):
         methods.ReasonCache()
     methods.ReasonCache(structural_check=False)
     assert math.isclose(methods.ReasonCache(structural_check=False).percentile, 80)
+
+
+def test_the_worker_computes_on_one_core_and_leaves_the_others_theirs():
+    class Looks:
+        """Handles an event by looking where it runs."""
+
+        def handle(self, event):
+            self.cores = torch.get_num_threads()
+
+    before, later = torch.get_num_threads(), []
+    torch.set_num_threads(3)
+    worker = ThreadWorker(Looks())
+    try:
+        worker.put(["an event"])
+        assert worker.wait(60) and worker.error is None
+        thread = threading.Thread(target=lambda: later.append(torch.get_num_threads()))
+        thread.start()
+        thread.join()
+        assert (worker.evaluator.cores, torch.get_num_threads(), later) == (1, 3, [3])
+    finally:
+        worker.stop()
+        torch.set_num_threads(before)
