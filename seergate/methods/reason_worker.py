@@ -73,6 +73,7 @@ class ThreadWorker(InlineWorker):
         self._events.put(events)
 
     def _run(self, started: threading.Event) -> None:
+        torch.get_num_threads()  # a thread takes the common number when it is first asked
         torch.set_num_threads(1)
         started.set()
         while (work := self._events.get()) is not None:
