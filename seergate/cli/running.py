@@ -95,7 +95,7 @@ def run_plan(plan: SweepPlan) -> Path:
         return banks.get(spec.block_size or 0, bank)
 
     methods = [spec.method(gates_of(spec)) for spec in specs if not spec.uncalibrated]
-    check_model(path, methods)
+    check_model(path, methods, [gates for spec in specs if spec.has_gates and (gates := gates_of(spec)) is not None])
     encoded_prompts(load_tokenizer(path), problems, plan.options().limit(task))
     out = Path(plan.out) if plan.out else Path("runs") / f"eval-{Path(path).name}-{task.name}"
     check_writable(out)
@@ -140,18 +140,23 @@ def run_plan(plan: SweepPlan) -> Path:
     return out
 
 
-def check_model(path: str, methods: list[Method]) -> None:
-    """Refuse dense layers that a model does not have; only its configuration is read.
+def check_model(path: str, methods: list[Method], banks: list[GateBank]) -> None:
+    """Refuse a model of no supported family, dense layers that it does not have and gates that are for another one;
+    only its configuration is read.
 
     Raises:
-        SeergateError: naming the layers.
+        SeergateError: naming what does not fit.
     """
+    from seergate.host.families import family_of
     from seergate.host.hooks import check_dense_layers
-    from seergate.loading import base_config
+    from seergate.loading import base_config, check_base
 
-    layers = int(base_config(path).get_text_config().num_hidden_layers)
+    config = base_config(path)
+    family_of(config)
     for method in methods:
-        check_dense_layers(method, layers)
+        check_dense_layers(method, int(config.get_text_config().num_hidden_layers))
+    for bank in {id(bank): bank for bank in banks}.values():
+        check_base(path, bank)
 
 
 def _matched(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import shutil
 import signal
@@ -164,6 +165,22 @@ def test_what_cannot_be_run_is_told_before_the_model_is_loaded(seergate, saved, 
     assert said in refusal(seergate("eval", *common, *given))
     assert not out.exists()
     assert "could not be loaded" in refusal(seergate("eval", *common))
+
+
+def test_gates_and_families_are_checked_before_the_model_is_loaded(seergate, saved, tmp_path):
+    """Before dense attention has answered everything, too."""
+    model, out = tmp_path / "without weights", tmp_path / "out"
+    shutil.copytree(saved, model, ignore=shutil.ignore_patterns("*.safetensors"))
+    gates = str(ROOT / "checkpoints" / "tiny-reasoner" / "gates")
+    common = ["eval", "--model", str(model), "--budget", "64", "--out", str(out)]
+    said = refusal(seergate(*common, "--gates", gates, "--method", "dense,gate"))
+    assert "these gates are for another model" in said and "layers" in said
+    config = json.loads((model / "config.json").read_text())
+    (model / "config.json").write_text(
+        json.dumps({**config, "model_type": "gpt2", "architectures": ["GPT2LMHeadModel"]})
+    )
+    assert "gpt2" in refusal(seergate(*common, "--method", "dense"))
+    assert not out.exists()
 
 
 def test_a_file_as_output_is_refused(seergate, saved, tmp_path):
