@@ -4,7 +4,7 @@
 
 Every row says a text that is given to it, token by token: reasoning of which a share of the steps repeats an earlier
 step word for word. What is measured is the cache and not what a model makes of it (that is in
-tests/host/test_sharing.py, on the tiny reasoner), so random weights do.
+benchmarks/reason_cache_accuracy.py, on the tiny reasoner), so random weights do.
 
 1. `rows`: with a cap that holds `--rows` rows without sharing, how many rows of the same length are decoded side by
    side to their end. The paper's throughput comes from this.
