@@ -1,0 +1,88 @@
+"""Free-running answers of the tiny reasoner with its shipped gates: the results in README.md.
+
+    python benchmarks/tiny_reasoner.py
+
+1. `lengths`: dense attention on problems of every size, from the shortest to the largest it was made for.
+2. `medium` and `largest`: oracle, gates, Quest and StreamingLLM at budgets that go from too small to enough.
+
+All settings of a part answer the same problems. ``gate_minus_this`` is the difference of the accuracies on them, with
+its standard error; for dense attention, of the gate at each budget. An interrupted run continues where it stopped.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+from pathlib import Path
+from typing import Any
+
+import torch
+from common import RESULTS, save
+
+from seergate.cli.models import TINY, gates_for, load_gates, load_model, model_path
+from seergate.eval import RunOptions, make_task, sweep
+from seergate.eval.settings import grid
+from seergate.report.load import load_sweeps
+
+METHODS = ["dense", "oracle", "gate", "quest", "streaming_llm"]
+KEPT = ("accuracy", "accuracy_se", "n_problems", "mean_prompt_tokens", "mean_tokens", "truncation_rate", "density")
+
+
+def measure(
+    part: str, variables: int, problems: int, methods: list[str], budgets: list[int], options: argparse.Namespace
+) -> list[dict[str, Any]]:
+    """One size of problems under some methods."""
+    bank = load_gates(gates_for(TINY, None) or "")
+    model, tokenizer = load_model(model_path(TINY))
+    task = make_task("chain_sum", problems=problems, variables=variables)
+    specs = grid(methods, budgets, bank.config.block_size)
+    out = options.runs / f"{part}-{variables}"
+    sweep(model, tokenizer, task, specs, out, RunOptions(batch_size=options.batch_size, model_name=TINY), bank=bank)
+    (found,) = load_sweeps(out)
+    gates = {setting.budget: setting for setting in found.settings if setting.method == "gate"}
+    rows: list[dict[str, Any]] = []
+    for setting in found.settings:
+        row = {"part": part, "variables": variables, "method": setting.method, "budget": setting.budget}
+        row |= {key: setting.metrics[key] for key in KEPT}
+        for budget, gate in gates.items():
+            if setting.method != "gate" and setting.budget in (None, budget):
+                difference = found.difference(gate, setting)
+                name = "gate_minus_this" if setting.budget is not None else f"gate_{budget}_minus_this"
+                row |= {name: difference.mean, f"{name}_se": difference.se}
+        rows.append(row)
+        print("  ".join(f"{key} {value}" for key, value in row.items()), flush=True)
+    return rows
+
+
+def main() -> None:
+    """Parse the command line, measure, print, save."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument(
+        "--lengths", type=int, nargs="*", default=[5, 10, 20, 40, 60, 75], help="variables, dense only"
+    )
+    parser.add_argument("--length-problems", type=int, default=100)
+    parser.add_argument("--medium", type=int, default=20, help="variables")
+    parser.add_argument("--medium-problems", type=int, default=256)
+    parser.add_argument("--medium-budgets", type=int, nargs="+", default=[16, 32, 64, 128])
+    parser.add_argument("--largest", type=int, default=75, help="variables")
+    parser.add_argument("--largest-problems", type=int, default=48)
+    parser.add_argument("--largest-budgets", type=int, nargs="+", default=[128, 256, 512])
+    parser.add_argument("--batch-size", type=int, default=32)
+    parser.add_argument("--threads", type=int, default=torch.get_num_threads())
+    parser.add_argument("--runs", type=Path, default=Path("runs/tiny-reasoner-results"), help="folder of the answers")
+    parser.add_argument("--output", type=Path, default=RESULTS)
+    options = parser.parse_args()
+    torch.set_num_threads(options.threads)
+    rows = []
+    for variables in options.lengths:
+        rows += measure("lengths", variables, options.length_problems, ["dense"], [], options)
+    for part in ("medium", "largest"):
+        size, problems, budgets = (getattr(options, name) for name in (part, f"{part}_problems", f"{part}_budgets"))
+        rows += measure(part, size, problems, METHODS, budgets, options)
+    described = {key: value for key, value in vars(options).items() if key not in ("output", "runs")}
+    print("saved to", save("tiny_reasoner", torch.device("cpu"), described, rows, options.output))
+
+
+if __name__ == "__main__":
+    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+    main()
