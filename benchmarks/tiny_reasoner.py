@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from collect import rows_of
 from common import RESULTS, save
 
 from seergate.cli.models import TINY, gates_for, load_gates, load_model, model_path
@@ -25,7 +26,6 @@ from seergate.eval.settings import grid
 from seergate.report.load import load_sweeps
 
 METHODS = ["dense", "oracle", "gate", "quest", "streaming_llm"]
-KEPT = ("accuracy", "accuracy_se", "n_problems", "mean_prompt_tokens", "mean_tokens", "truncation_rate", "density")
 
 
 def measure(
@@ -39,17 +39,8 @@ def measure(
     out = options.runs / f"{part}-{variables}"
     sweep(model, tokenizer, task, specs, out, RunOptions(batch_size=options.batch_size, model_name=TINY), bank=bank)
     (found,) = load_sweeps(out)
-    gates = {setting.budget: setting for setting in found.settings if setting.method == "gate"}
-    rows: list[dict[str, Any]] = []
-    for setting in found.settings:
-        row = {"part": part, "variables": variables, "method": setting.method, "budget": setting.budget}
-        row |= {key: setting.metrics[key] for key in KEPT}
-        for budget, gate in gates.items():
-            if setting.method != "gate" and setting.budget in (None, budget):
-                difference = found.difference(gate, setting)
-                name = "gate_minus_this" if setting.budget is not None else f"gate_{budget}_minus_this"
-                row |= {name: difference.mean, f"{name}_se": difference.se}
-        rows.append(row)
+    rows = [{"part": part, "variables": variables, **row} for row in rows_of(found)]
+    for row in rows:
         print("  ".join(f"{key} {value}" for key, value in row.items()), flush=True)
     return rows
 

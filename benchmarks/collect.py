@@ -1,0 +1,59 @@
+"""The figures of evaluation runs as one file of results, for tables in documents.
+
+python benchmarks/collect.py runs/methods --name methods
+"""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+from typing import Any
+
+import torch
+from common import RESULTS, save
+
+from seergate.report.load import Sweep, load_sweeps
+
+KEPT = (
+    *("accuracy", "accuracy_se", "n_problems", "mean_prompt_tokens", "mean_tokens", "truncation_rate", "density"),
+    *("bytes_read_per_step", "resident_bytes_mean", "resident_bytes_peak", "tokens_per_second"),
+    *("recall", "next_token_kl"),
+)
+
+
+def rows_of(found: Sweep) -> list[dict[str, Any]]:
+    """One row per setting. ``gate_minus_this`` is the paired difference of the accuracies, at the same budget or, for
+    settings without one, at each of the gate's.
+    """
+    gates = {setting.budget: setting for setting in found.settings if setting.series == "gate"}
+    rows: list[dict[str, Any]] = []
+    for setting in found.settings:
+        row = {"method": setting.series, "budget": setting.budget, "nominal": setting.nominal}
+        row |= {key: setting.metrics[key] for key in KEPT if key in setting.metrics}
+        for budget, gate in gates.items():
+            if setting.series != "gate" and setting.budget in (None, budget):
+                difference = found.difference(gate, setting)
+                name = "gate_minus_this" if setting.budget is not None else f"gate_{budget}_minus_this"
+                row |= {name: difference.mean, f"{name}_se": difference.se}
+        rows.append(row)
+    return rows
+
+
+def main() -> None:
+    """Read, save."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("runs", type=Path, help="folder of the runs")
+    parser.add_argument("--name", required=True, help="of the file")
+    parser.add_argument("--output", type=Path, default=RESULTS)
+    options = parser.parse_args()
+    (found,) = load_sweeps(options.runs)
+    described = {
+        "task": found.config["task"],
+        "generation": found.config["generation"],
+        "environment": found.config["environment"],
+    }
+    print("saved to", save(options.name, torch.device("cpu"), described, rows_of(found), options.output))
+
+
+if __name__ == "__main__":
+    main()
