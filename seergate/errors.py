@@ -9,6 +9,15 @@ class SeergateError(ValueError):
     """
 
 
+def how_to_install(extra: str) -> str:
+    """The command that adds an optional part of seergate, for the messages about libraries that are missing.
+
+    Args:
+        extra: a key of ``optional-dependencies`` in `pyproject.toml`.
+    """
+    return f'run: pip install -e ".[{extra}]" in the checkout of seergate'
+
+
 def first_line(error: BaseException) -> str:
     """What another error says, in one line: its first, or the name of its type if it says nothing."""
     return (str(error).strip() or type(error).__name__).splitlines()[0]

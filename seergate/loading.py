@@ -15,7 +15,7 @@ from seergate.bank import GateBank
 from seergate.config import DecodeConfig
 from seergate.errors import SeergateError, first_line
 from seergate.host import attach
-from seergate.host.families import family_of, gate_geometry
+from seergate.host.families import base_commit, family_of, gate_geometry, note_base_commit
 from seergate.methods import Gate
 from seergate.paths import is_directory, resolve_model
 
@@ -161,9 +161,10 @@ def load_base(
     from transformers import AutoModelForCausalLM
 
     model: PreTrainedModel = _reading("base model", name, AutoModelForCausalLM.from_pretrained, **options).eval()
-    if is_hub_id(str(name)) and getattr(model.config, "_commit_hash", None) is None:
+    if is_hub_id(str(name)) and base_commit(model.config) is None:
         # Some releases of transformers do not remember the commit; gates made for this model name it.
-        model.config._commit_hash = cached_commit(str(name), options.get("revision"), options.get("cache_dir"))
+        commit = cached_commit(str(name), options.get("revision"), options.get("cache_dir"))
+        note_base_commit(model.config, commit)
     if device is None:
         return model
     try:

@@ -37,7 +37,17 @@ TOP = len(FLOORS)
 # The only imports that point up: (file, function) -> floor. They stand inside the function.
 DOORS = {("bank.py", "for_model"): "host", ("bank.py", "distill_loss"): "distill"}
 
-PRIVATE_NAMES = {"_attn_implementation", "_attn_implementation_internal", "_flash_attention_forward"}
+ATTENTION_NAMES = {"_attn_implementation", "_attn_implementation_internal", "_flash_attention_forward"}
+# Private names of other libraries that are used outside host/; none of them is transformers'.
+FOREIGN_PRIVATE_NAMES = {
+    "_cache",  # lighteval
+    "_dynamo_marked_constant",  # torch
+    "_exit",  # os
+    "_fingerprint",  # datasets
+    "_lazy_init_hp_params_optimizer_state",  # deepspeed
+    "_replace",  # named tuples
+    "_set_pg_timeout",  # torch.distributed
+}
 
 
 def sources(package: Path = PACKAGE) -> list[Path]:
@@ -133,17 +143,44 @@ def test_low_floors_know_no_transformers(path: Path) -> None:
         assert not names & {"transformers", "accelerate", "deepspeed", "datasets"}
 
 
+def private_names_of_others(tree: ast.AST) -> set[str]:
+    """Attributes ``_x`` that a file reads or sets, as ``a._x`` or ``getattr(a, "_x")``, and does not define itself."""
+    used, own = set(), set()
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Attribute):
+            of_self = isinstance(node.value, ast.Name) and node.value.id in ("self", "cls")
+            (own if of_self else used).add(node.attr)
+        elif isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)):
+            own.add(node.name)
+        elif isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name):
+            own.add(node.target.id)
+        elif isinstance(node, ast.Call) and ast.unparse(node.func) in ("getattr", "setattr", "hasattr", "delattr"):
+            used |= {arg.value for arg in node.args[1:2] if isinstance(arg, ast.Constant)}
+    return {name for name in used - own if re.match(r"_[a-z]", str(name))}
+
+
 @pytest.mark.parametrize("path", sources(), ids=named)
 def test_private_transformers_names_live_in_host(path: Path) -> None:
     if path.relative_to(PACKAGE).parts[0] == "host":
         return
     private = [n for n, *_ in imports(path) if n.startswith("transformers.") and re.search(r"\._[a-z]", n)]
-    for node in ast.walk(ast.parse(path.read_text())):
-        if isinstance(node, ast.Attribute) and node.attr in PRIVATE_NAMES:
-            private.append(node.attr)
-        elif isinstance(node, ast.Constant) and node.value in PRIVATE_NAMES:
-            private.append(node.value)
-    assert not private
+    tree = ast.parse(path.read_text())
+    private += [n.value for n in ast.walk(tree) if isinstance(n, ast.Constant) and n.value in ATTENTION_NAMES]
+    assert not {*private, *private_names_of_others(tree)} - FOREIGN_PRIVATE_NAMES
+
+
+@pytest.mark.parametrize(
+    ("text", "found"),
+    [
+        ("model.config._commit_hash = 3", {"_commit_hash"}),
+        ("x = getattr(model.config, '_commit_hash', None)", {"_commit_hash"}),
+        ("x = model._prefill(ids).__class__", {"_prefill"}),
+        ("class A:\n    def _own(self): return self._made\n\ndef f(a): return a._own() + a._made", set()),
+        ("def _own(): pass\n\nx = f(_own, getattr(y, name), y.public)", set()),
+    ],
+)
+def test_a_private_name_is_noticed(text: str, found: set[str]) -> None:
+    assert private_names_of_others(ast.parse(text)) == found
 
 
 def test_no_long_files() -> None:

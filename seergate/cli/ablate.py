@@ -21,4 +21,4 @@ def run_argv(argv: Sequence[str]) -> int:
     """Pass everything on."""
     from seergate.distill.command import ablate_main
 
-    return ablate_main(list(argv), prog="seergate ablate")
+    return ablate_main(list(argv), prog="seergate ablate", examples=HELP[2])

@@ -51,7 +51,7 @@ TINY_RUNS: dict[str, dict[str, Any]] = {
         "measure_recall": True,
     },
 }
-"""What is compared on the tiny reasoner, whose contexts are some sixty times shorter than the paper's."""
+"""What is compared on the tiny reasoner, whose contexts are some twenty times shorter than the paper's."""
 
 REAL_RUNS: dict[str, dict[str, Any]] = {
     "4": {"method": ["dense", "oracle"], "block_size": [32, 64, 128], "budget": [1024, 2048, 4096, 8192]},

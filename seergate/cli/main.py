@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import difflib
+import importlib.util
 import os
 import sys
 from collections.abc import Sequence
@@ -32,7 +33,7 @@ from seergate.cli import (
     train,
 )
 from seergate.cli import eval as evaluation
-from seergate.errors import sentence
+from seergate.errors import SeergateError, how_to_install, sentence
 from seergate.openmp import bound_spinning
 
 OK, USER_ERROR, INTERRUPTED = 0, 2, 130
@@ -54,6 +55,10 @@ COMMANDS: dict[str, ModuleType] = {
     "export": export,
     "import-legacy": import_legacy,
 }
+
+
+DRAWING = ("demo", "eval", "report", "sweep", "figure")
+"""Commands that end with a report."""
 
 
 class Parser(argparse.ArgumentParser):
@@ -102,6 +107,17 @@ def _parser_of(module: ModuleType, prog: str) -> Parser:
     return parser
 
 
+def _check_plots(options: argparse.Namespace) -> None:
+    """Refuse a report that could not be drawn, before the work that it would be about."""
+    if options.command not in DRAWING or getattr(options, "no_report", False):
+        return
+    if options.command == "figure" and options.name == "table2":  # a table only
+        return
+    if importlib.util.find_spec("matplotlib") is None:
+        without = ", or leave the report out with --no-report" if hasattr(options, "no_report") else ""
+        raise SeergateError(f"the report needs matplotlib; {how_to_install('eval')}{without}")
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     """Run a command.
 
@@ -131,6 +147,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         options, unknown = build_parser().parse_known_args(arguments)
         if unknown:
             Parser(prog=f"seergate {options.command}").error(f"unrecognized arguments: {' '.join(unknown)}")
+        _check_plots(options)
         return int(COMMANDS[options.command].run(options))
     except KeyboardInterrupt:
         print("interrupted; what was finished is kept", file=sys.stderr)

@@ -21,4 +21,4 @@ def run_argv(argv: Sequence[str]) -> int:
     """Pass everything on."""
     from seergate.distill.command import plan_main
 
-    return plan_main(list(argv), prog="seergate plan")
+    return plan_main(list(argv), prog="seergate plan", examples=HELP[2])

@@ -9,7 +9,13 @@ PARSES_ITS_ARGUMENTS = False
 HELP = (
     "distil gates for a frozen model",
     "Distil gates for a frozen model.",
-    ["seergate train --model tiny-reasoner", "seergate train --model Qwen3-8B --dry-run"],
+    [
+        "seergate train --model tiny-reasoner",
+        "seergate train --model Qwen3-8B --dry-run",
+        "seergate train --model Qwen3-8B --block-size 32 --steps 400 --output-dir runs/qwen3-8b-b32",
+        "deepspeed train.py --model Qwen3-8B",
+        "torchrun --nproc-per-node 8 train.py --model Qwen3-8B",
+    ],
 )
 
 
@@ -19,6 +25,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run_argv(argv: Sequence[str]) -> int:
     """Pass everything on."""
-    from seergate.distill import main
+    from seergate.distill.command import main
 
-    return main(list(argv), prog="seergate train")
+    return main(list(argv), prog="seergate train", examples=HELP[2])

@@ -17,7 +17,7 @@ from seergate.config import GateConfig
 from seergate.distill.config import TrainConfig
 from seergate.distill.distributed import World
 from seergate.errors import SeergateError, first_line
-from seergate.host.families import head_dim_of
+from seergate.host.families import base_commit, head_dim_of
 from seergate.loading import load_base, skeleton
 
 if TYPE_CHECKING:
@@ -74,7 +74,7 @@ def check_model(path: str, config: TrainConfig) -> str | None:
     bare = skeleton(base_config)
     GateBank.for_model(bare, gate_config(config, bare))
     commit = cached_commit(path, config.revision) if is_hub_id(path) else None  # newer releases of transformers
-    return _fingerprint(Path(path)) or commit or getattr(base_config, "_commit_hash", None)
+    return _fingerprint(Path(path)) or commit or base_commit(base_config)
 
 
 def load_frozen(path: str, config: TrainConfig, world: World) -> PreTrainedModel:

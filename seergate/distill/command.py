@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import os
 import sys
+import textwrap
 from collections.abc import Callable, Sequence
 from dataclasses import MISSING, fields, replace
 from pathlib import Path
@@ -37,12 +38,27 @@ class Parser(argparse.ArgumentParser):
         self.exit(USER_ERROR, f"error: {message} (see {self.prog} --help)\n")
 
 
-def build_parser(prog: str | None = None) -> argparse.ArgumentParser:
-    """One option per field; an option that is not given leaves the preset's value."""
+EXAMPLES = (
+    "python train.py --model tiny-reasoner",
+    "python train.py --model Qwen3-8B --dry-run",
+    "deepspeed train.py --model Qwen3-8B",
+    "torchrun --nproc-per-node 8 train.py --model Qwen3-8B --output-dir runs/qwen3-8b",
+)
+
+
+def build_parser(prog: str | None = None, examples: Sequence[str] = EXAMPLES) -> argparse.ArgumentParser:
+    """One option per field; an option that is not given leaves the preset's value.
+
+    Args:
+        prog: the command's name in its help.
+        examples: command lines for the end of the help.
+    """
+    known = textwrap.fill("presets: " + ", ".join(presets()), 100, subsequent_indent="  ", break_on_hyphens=False)
     parser = Parser(
         prog=prog,
         description="Distil attention gates for a frozen model. The defaults are the SeerAttention-R paper's recipe.",
-        epilog="Presets: " + ", ".join(presets()) + ". Also: deepspeed train.py ..., torchrun train.py ...",
+        epilog="\n".join(("examples:", *(f"  {line}" for line in examples), "", known)),
+        formatter_class=argparse.RawDescriptionHelpFormatter,
         argument_default=argparse.SUPPRESS,
         allow_abbrev=False,
     )
@@ -92,16 +108,16 @@ def resolve(options: dict[str, Any]) -> TrainConfig:
     return load_train_config(values.get("model"), values)
 
 
-def main(argv: Sequence[str] | None = None, prog: str | None = None) -> int:
+def main(argv: Sequence[str] | None = None, prog: str | None = None, examples: Sequence[str] = EXAMPLES) -> int:
     """Run the command; returns the exit code: 0, 2 for a mistake of the user's, 130 when interrupted."""
-    options = vars(build_parser(prog).parse_args(argv))
+    options = vars(build_parser(prog, examples).parse_args(argv))
     is_main = os.environ.get("RANK", "0") == "0"
     return _guarded(lambda: _train(options, is_main), is_main)
 
 
-def plan_main(argv: Sequence[str] | None = None, prog: str | None = None) -> int:
+def plan_main(argv: Sequence[str] | None = None, prog: str | None = None, examples: Sequence[str] = ()) -> int:
     """What ``seergate plan`` does; returns the exit code."""
-    parser = build_parser(prog)
+    parser = build_parser(prog, examples)
     parser.description = "Say what a run needs (memory, time, disk) without loading a weight."
     group = parser.add_argument_group("plan")
     group.add_argument("--processes", type=int, default=1, help="processes that share the work [1]")
@@ -123,10 +139,10 @@ def plan_main(argv: Sequence[str] | None = None, prog: str | None = None) -> int
     return _guarded(run, is_main=True)
 
 
-def ablate_main(argv: Sequence[str] | None = None, prog: str | None = None) -> int:
+def ablate_main(argv: Sequence[str] | None = None, prog: str | None = None, examples: Sequence[str] = ()) -> int:
     """What ``seergate ablate`` does; returns the exit code."""
     known = ", ".join(path.stem for path in sorted((shipped("configs") / "ablations").glob("*.yaml")))
-    parser = build_parser(prog)
+    parser = build_parser(prog, examples)
     parser.description = "Train variants of a run and compare them on held-out packs. Takes all options of training."
     parser.add_argument("study", metavar="STUDY", help=f"one of {known}, all, or a .yaml file of your own")
     options = vars(parser.parse_args(argv))

@@ -22,7 +22,7 @@ from seergate.distill.config import TrainConfig
 from seergate.distill.distributed import World
 from seergate.distill.packing import PackedBatch
 from seergate.distill.teacher_forward import distill_step
-from seergate.errors import SeergateError
+from seergate.errors import SeergateError, how_to_install
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -123,7 +123,7 @@ def check_engine(config: TrainConfig, world_size: int) -> None:
     if config.deepspeed:
         if importlib.util.find_spec("deepspeed") is None:
             raise SeergateError(
-                "DeepSpeed is not installed; install it (pip install 'seergate[train]') or use torchrun"
+                f"DeepSpeed is not installed; {how_to_install('train')}, or use torchrun"
             )
         deepspeed_config(config, world_size)
 

@@ -15,7 +15,7 @@ from contextlib import suppress
 from pathlib import Path
 from types import TracebackType
 
-from seergate.errors import SeergateError
+from seergate.errors import SeergateError, how_to_install
 from seergate.eval.grading import Grade, grade
 
 SECONDS = 10.0
@@ -147,4 +147,4 @@ def check_installed() -> None:
         SeergateError: if math-verify is not installed.
     """
     if importlib.util.find_spec("math_verify") is None:
-        raise SeergateError("grading mathematics needs math-verify; install it with: pip install 'seergate[eval]'")
+        raise SeergateError(f"grading mathematics needs math-verify; {how_to_install('eval')}")

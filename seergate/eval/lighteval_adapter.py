@@ -1,6 +1,6 @@
 r"""lighteval (Hugging Face's harness) on a model that decodes with a method of seergate.
 
-Install the extra in an environment of its own (``pip install 'seergate[lighteval]'``). Any task of the harness works::
+Install the extra in an environment of its own (``pip install -e ".[lighteval]"``). Any task of the harness works::
 
     python -m seergate.eval.lighteval_adapter --model checkpoints/tiny-reasoner --method oracle --budget 64 \
         --tasks "my_task|0" --custom-tasks my_tasks.py
@@ -19,7 +19,7 @@ import argparse
 import json
 from typing import Any
 
-from seergate.errors import SeergateError
+from seergate.errors import SeergateError, how_to_install
 from seergate.eval.lm_eval_adapter import add_model_arguments, attached_model
 from seergate.eval.settings import MethodSpec
 
@@ -40,7 +40,7 @@ def harness_model(model: Any, path: str, label: str, batch_size: int = 1) -> Any
         from lighteval.models.transformers.transformers_model import TransformersModel, TransformersModelConfig
     except ImportError as error:
         raise SeergateError(
-            "this needs lighteval; install it in an environment of its own: pip install 'seergate[lighteval]'"
+            f"this needs lighteval; in an environment of its own, {how_to_install('lighteval')}"
         ) from error
     config = TransformersModelConfig(model_name=path, tokenizer=path, batch_size=batch_size, device=str(model.device))
     wrapped = TransformersModel.from_model(model, config)

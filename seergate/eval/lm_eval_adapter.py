@@ -1,6 +1,6 @@
 r"""lm-eval (EleutherAI's harness) on a model that decodes with a method of seergate.
 
-Install the extra in an environment of its own (``pip install 'seergate[lm-eval]'``). Any task of the harness works::
+Install the extra in an environment of its own (``pip install -e ".[lm-eval]"``). Any task of the harness works::
 
     python -m seergate.eval.lm_eval_adapter --model checkpoints/tiny-reasoner --method oracle --budget 64 \
         --tasks my_task --include-path my_tasks/
@@ -16,7 +16,7 @@ import argparse
 import json
 from typing import Any
 
-from seergate.errors import SeergateError
+from seergate.errors import SeergateError, how_to_install
 from seergate.eval.settings import MethodSpec
 from seergate.host import attach
 
@@ -37,7 +37,7 @@ def harness_model(model: Any, tokenizer: Any, batch_size: int = 1, **options: An
         from lm_eval.models.huggingface import HFLM
     except ImportError as error:
         raise SeergateError(
-            "this needs lm-eval; install it in an environment of its own: pip install 'seergate[lm-eval]'"
+            f"this needs lm-eval; in an environment of its own, {how_to_install('lm-eval')}"
         ) from error
     return HFLM(pretrained=model, tokenizer=tokenizer, batch_size=batch_size, **options)
 

@@ -143,12 +143,11 @@ class SweepPlan:
             SeergateError: if gates are asked for at a block size that there are none for.
         """
         sizes: list[int] = self.block_size or gate_sizes or [64]
-        budgets = self.budget or ([] if self.threshold else list(task.budgets))
-        specs = grid(self.method, budgets, list(sizes), self.dense_layers, self.threshold)
+        specs = grid(self.method, self.budget, list(sizes), self.dense_layers, self.threshold, task.budgets)
         if self.match not in MATCHES:
             raise SeergateError(f"match is {self.match!r}; it must be {', '.join(MATCHES[:-1])} or {MATCHES[-1]}")
         if self.match != MATCHES[0]:
-            self._check_match(specs, budgets)
+            self._check_match(specs, self.budget or list(task.budgets))
         gated = any(spec.has_gates for spec in specs)
         missing = sorted(set(sizes) - set(gate_sizes)) if gated and gate_sizes else []
         if missing:

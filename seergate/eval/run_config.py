@@ -54,7 +54,7 @@ def run_config(
         },
         "method": spec.describe(bank),
         "model": {
-            "path": model_name or str(model.config._name_or_path),
+            "path": model_name or str(model.config.name_or_path),
             "type": model.config.model_type,
             "parameters": sum(p.numel() for p in model.parameters()),
             "dtype": str(model.dtype).removeprefix("torch."),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -13,6 +14,7 @@ from seergate.methods import (
     GateOnEvictor,
     Method,
     ReasonCache,
+    ReSA,
     SelectingMethod,
     TriAttention,
     has_gates,
@@ -130,8 +132,13 @@ def _plain(method: Method) -> dict[str, Any]:
 
 def limits_of(name: str) -> set[str]:
     """The options of a method any of which says how much it may read or hold."""
-    rules = {"token_budget", "threshold", "top_p"} if _selects(name) else set()
-    return (rules or {"token_budget"}) & option_names(name)
+    rules = {"token_budget", "threshold", "top_p"} if takes_threshold(name) else {"token_budget"}
+    return rules & option_names(name)
+
+
+def takes_threshold(name: str) -> bool:
+    """Whether a method can read by a threshold instead of a budget."""
+    return _selects(name) and not issubclass(method_class(name), ReSA)
 
 
 def _selects(name: str) -> bool:
@@ -146,17 +153,20 @@ def grid(
     block_size: int | list[int] | None,
     dense_layers: tuple[int, ...] | list[tuple[int, ...] | None] | None = None,
     thresholds: list[float] | None = None,
+    default_budgets: Sequence[int] = (),
 ) -> list[MethodSpec]:
     """Every method at every budget and threshold, ``dense`` once and first (the others are compared with it).
 
-    Methods without a budget run once, and so do those whose text names one.
+    Methods without a budget run once, and so do those whose text names one. Methods that take no threshold run with
+    budgets only.
 
     Args:
         methods: as `read_method` reads them.
         budgets: token budgets.
         block_size: one, or several; methods that do not select blocks run once for all of them.
         dense_layers: one choice of layers that stay dense, or several (a list of tuples).
-        thresholds: for methods that select blocks, instead of a budget.
+        thresholds: for methods that select blocks by one, beside or instead of budgets.
+        default_budgets: for methods that have neither budgets nor thresholds otherwise.
 
     Raises:
         SeergateError: for an unknown method, or if there are no budgets for one that needs them.
@@ -175,8 +185,9 @@ def grid(
             limits = [{}]
         else:
             limits = [{"token_budget": budget} for budget in sorted(dict.fromkeys(budgets))]
-            if selects:
+            if takes_threshold(name):
                 limits += [{"options": {"threshold": value}} for value in sorted(dict.fromkeys(thresholds or []))]
+            limits = limits or [{"token_budget": budget} for budget in sorted(dict.fromkeys(default_budgets))]
         if not limits:
             raise SeergateError(f"the method {name!r} needs a token budget")
         own_size, own_layers = "block_size" in options, "dense_layers" in options

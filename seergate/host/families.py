@@ -97,6 +97,16 @@ def text_config(model: PreTrainedModel) -> Any:
     return config.get_text_config()
 
 
+def base_commit(config: Any) -> str | None:
+    """The commit of the Hub's repository that a configuration was read from; ``None`` if it does not say."""
+    return getattr(config, "_commit_hash", None)
+
+
+def note_base_commit(config: Any, commit: str | None) -> None:
+    """Have a configuration say which commit it was read from, where transformers has not done so."""
+    config._commit_hash = commit
+
+
 def family_of(config: Any) -> Family:
     """The row of an architecture.
 
@@ -205,8 +215,8 @@ def gate_geometry(model: PreTrainedModel, config: GateConfig) -> ModelGeometry:
         attention_scaling=scaling,
         hidden_size=base.hidden_size,
         num_layers=base.num_hidden_layers,
-        base_model=getattr(model.config, "_name_or_path", None) or None,
-        base_revision=getattr(model.config, "_commit_hash", None),
+        base_model=model.config.name_or_path or None,
+        base_revision=base_commit(model.config),
     )
 
 

@@ -13,7 +13,7 @@ import re
 import textwrap
 from typing import Any
 
-from seergate.errors import SeergateError
+from seergate.errors import SeergateError, how_to_install
 
 Tree = tuple[str, tuple[Any, ...]]
 """A label, and the subtrees."""
@@ -39,8 +39,8 @@ def check_installed(edit_distance: bool) -> None:
     missing = [name for name in needed if importlib.util.find_spec(name) is None]
     if missing:
         raise SeergateError(
-            f"the structural check of reason_cache needs {' and '.join(missing)}: pip install 'seergate[reason]', or "
-            "structural_check=False"
+            f"the structural check of reason_cache needs {' and '.join(missing)}; {how_to_install('reason')}, or "
+            "leave the check out (structural_check=False)"
         )
 
 

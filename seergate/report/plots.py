@@ -6,7 +6,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from seergate.errors import SeergateError
+from seergate.errors import SeergateError, how_to_install
 from seergate.eval.stats import Z95
 from seergate.report.load import Setting, Sweep
 from seergate.report.published import published
@@ -204,7 +204,7 @@ def pyplot() -> Any:
     try:
         import matplotlib
     except ImportError as error:
-        raise SeergateError("plots need matplotlib; install it with: pip install 'seergate[eval]'") from error
+        raise SeergateError(f"plots need matplotlib; {how_to_install('eval')}") from error
     matplotlib.use("Agg")
     from matplotlib import pyplot as plt
 

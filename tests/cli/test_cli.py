@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -16,14 +17,13 @@ from pathlib import Path
 import pytest
 
 from seergate.cli.console import say_report
-from seergate.cli.main import main
+from seergate.cli.main import COMMANDS, main
 from seergate.errors import sentence
 from seergate.report.write import Report
 from tests.eval import support
 
 ROOT = Path(__file__).resolve().parents[2]
 ENVIRONMENT = {**os.environ, "PYTHONPATH": str(ROOT), "PYTHONWARNINGS": "ignore"}
-COMMANDS = ("demo", "train", "eval", "report", "doctor")
 
 
 @dataclass
@@ -77,16 +77,27 @@ def saved(tmp_path_factory):
     return str(support.save(tmp_path_factory.mktemp("model")))
 
 
-def test_help_of_everything(seergate):
+def test_help_names_every_command(seergate):
     done = seergate("--help")
     assert done.returncode == 0
-    assert all(command in done.stdout for command in COMMANDS)
-    for command in COMMANDS:
-        done = seergate(command, "--help")
-        assert done.returncode == 0, done.stderr
-        assert f"seergate {command}" in done.stdout
-        if command != "train":
-            assert "examples:" in done.stdout
+    assert set(COMMANDS) >= {"demo", "plan", "train", "eval", "report", "sweep", "figure", "doctor"}
+    for command, module in COMMANDS.items():
+        assert re.search(rf"^    {command}\s+{re.escape(module.HELP[0][:20])}", done.stdout, re.M), command
+
+
+@pytest.mark.parametrize("command", [*COMMANDS, "eval show"])
+def test_help_of_everything(seergate, monkeypatch, command):
+    """What it does, its options, and examples that its own parser understands."""
+    monkeypatch.setenv("COLUMNS", "200")
+    done = seergate(*command.split(), "--help")
+    assert done.returncode == 0, done.stderr
+    assert f"usage: seergate {command}" in done.stdout and "options:" in done.stdout
+    _, _, examples = done.stdout.partition("examples:\n")
+    lines = [line.strip() for line in examples.split("\n\n")[0].splitlines()]
+    own = [line for line in lines if line.startswith(f"seergate {command}")]
+    assert own and len(own) + sum(line.startswith(("deepspeed ", "torchrun ")) for line in lines) == len(lines)
+    for option in {word for line in own for word in line.split() if word.startswith("--")}:
+        assert re.search(rf"{option}\b", done.stdout.replace(examples, "")), option
 
 
 def test_no_command_shows_the_help(seergate):
@@ -181,6 +192,27 @@ def test_gates_and_families_are_checked_before_the_model_is_loaded(seergate, sav
     )
     assert "gpt2" in refusal(seergate(*common, "--method", "dense"))
     assert not out.exists()
+
+
+def test_a_report_that_could_not_be_drawn_is_told_before_the_model_is_loaded(seergate, saved, tmp_path, monkeypatch):
+    """As in an environment without matplotlib."""
+    model, sweep, out = tmp_path / "without weights", tmp_path / "sweep.yaml", tmp_path / "out"
+    shutil.copytree(saved, model, ignore=shutil.ignore_patterns("*.safetensors"))
+    sweep.write_text(f"model: {model}\nmethod: [dense]\nout: {out}\n")
+    monkeypatch.setitem(sys.modules, "matplotlib", None)  # what `import matplotlib` and `find_spec` then find
+    evaluation = ("eval", "--model", str(model), "--method", "dense", "--out", str(out))
+    for arguments in (evaluation, ("sweep", str(sweep))):
+        said = refusal(seergate(*arguments))
+        assert 'the report needs matplotlib; run: pip install -e ".[eval]"' in said and "--no-report" in said
+        assert not out.exists()
+        assert "could not be loaded" in refusal(seergate(*arguments, "--no-report"))
+        out.rmdir()
+    for arguments in (("figure", "5", "--out", str(out)), ("demo", "--out", str(out)), ("report", str(tmp_path))):
+        said = refusal(seergate(*arguments))
+        assert "the report needs matplotlib" in said and "--no-report" not in said
+        assert not out.exists()
+    said = refusal(seergate("figure", "table2", "--model", "tiny-reasonr", "--out", str(out)))
+    assert "did you mean 'tiny-reasoner'" in said, "a table needs no plots"
 
 
 def test_a_file_as_output_is_refused(seergate, saved, tmp_path):

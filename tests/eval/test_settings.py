@@ -89,6 +89,36 @@ def test_a_grid_with_options():
     assert made["oracle-48-b8"] == methods.Oracle(token_budget=48, block_size=8)
 
 
+def test_methods_that_take_no_threshold_run_with_budgets_only():
+    """`--method resa,gate --threshold 0.01`, with budgets beside it and without."""
+    task = make_task("chain_sum", problems=1, variables=6)
+    bank = GateBank.for_model(support.model(), GateConfig(8, 16))
+    texts = ["resa", "gate", "streaming_llm", "reason_cache+gate:structural_check=false"]
+    plan = SweepPlan(method=texts, threshold=[0.01], budget=[64])
+    specs = plan.specs(task, [8])
+    shared = "structural_check=false"
+    assert [spec.label for spec in specs] == [
+        "resa-64",
+        "gate-64",
+        "gate-threshold=0.01",
+        "streaming_llm-64",
+        f"reason_cache+gate-64-{shared}",
+        f"reason_cache+gate-{shared}-threshold=0.01",
+    ]
+    made = [spec.method(bank) for spec in specs]
+    assert made[0] == methods.ReSA(token_budget=64, block_size=8) and made[2].threshold == 0.01
+    without = [spec.label for spec in SweepPlan(method=texts[:3], threshold=[0.01]).specs(task, [8])]
+    assert without == [
+        *(f"resa-{budget}" for budget in task.budgets),
+        "gate-threshold=0.01",
+        *(f"streaming_llm-{budget}" for budget in task.budgets),
+    ]
+    with pytest.raises(ValueError, match="it has no other rule"):
+        grid(["resa:threshold=0.1"], [64], 8)[0].method(None)
+    with pytest.raises(SeergateError, match="'resa' needs a token budget"):
+        grid(["resa"], [], 8, thresholds=[0.1])
+
+
 def test_what_a_method_is_given_is_said_in_words():
     bank = GateBank.for_model(support.model(), GateConfig(8, 16))
     for text, nominal in (

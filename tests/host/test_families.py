@@ -10,6 +10,9 @@ from seergate.host import families
 from seergate.host.rope import modeling_module
 from tests.models import FAMILIES, prompt, tiny_model
 
+UNROTATED = ("cohere2", "exaone4")
+"""Families whose full-attention layers do not rotate."""
+
 
 def rope_inputs(model, attention, ids):
     """What the model itself hands to `apply_rotary_pos_emb`, per call: list of (q, k)."""
@@ -29,7 +32,48 @@ def rope_inputs(model, attention, ids):
     return calls
 
 
-@pytest.mark.parametrize("family", sorted(families.FAMILIES))
+def attention_inputs(model, attention, ids):
+    """What one attention module hands to the attention function: (q, k)."""
+    module = modeling_module(attention)
+    original = module.eager_attention_forward
+    calls = []
+
+    def recording(caller, query, key, *args, **kwargs):
+        if caller is attention:
+            calls.append((query, key))
+        return original(caller, query, key, *args, **kwargs)
+
+    module.eager_attention_forward = recording
+    try:
+        model(input_ids=ids)
+    finally:
+        module.eager_attention_forward = original
+    (call,) = calls
+    return call
+
+
+@pytest.mark.parametrize("family", UNROTATED)
+def test_taps_of_layers_that_do_not_rotate_are_what_attention_gets(family):
+    """A full-attention layer of these families attends with its queries and keys as they are."""
+    model = tiny_model(family, attn_implementation="eager")
+    layer, attention = families.full_attention_modules(model)[0]
+    assert families.rope_kind(model.config, attention) == "none"
+    tap = families.tap(model, attention)
+    ids = prompt(model.config.num_attention_heads)
+    expected_q, expected_k = attention_inputs(model, attention, ids)
+    q, k = tap.take()
+    tap.remove()
+    assert torch.equal(q, expected_q) and torch.equal(k, expected_k)
+    rotated = model.get_decoder().layers[0].self_attn
+    assert layer == 1 and families.rope_kind(model.config, rotated) == "plain"
+    tap = families.tap(model, rotated)
+    after_q, after_k = attention_inputs(model, rotated, ids)
+    q, k = tap.take()
+    tap.remove()
+    assert not torch.equal(q, after_q) and not torch.equal(k, after_k), "the others do rotate: the test can tell"
+
+
+@pytest.mark.parametrize("family", sorted(set(families.FAMILIES) - set(UNROTATED)))
 def test_taps_are_the_rope_inputs(family):
     model = tiny_model(family)
     _, attention = families.full_attention_modules(model)[0]
@@ -44,11 +88,8 @@ def test_taps_are_the_rope_inputs(family):
         rotated = [call[0].transpose(1, 2) for call in calls]
         assert any(torch.equal(q, x) for x in rotated if x.shape == q.shape)
         assert any(torch.equal(k, x) for x in rotated if x.shape == k.shape)
-    elif calls and any(call[0].shape == q.shape and torch.equal(call[0], q) for call in calls):
+    else:
         assert any(torch.equal(call[0], q) and torch.equal(call[1], k) for call in calls)
-    else:  # Cohere2 and EXAONE4 do not rotate in their full-attention layers
-        assert family in ("cohere2", "exaone4")
-        assert q.shape[1] == model.config.num_attention_heads
 
 
 def test_every_supported_family_is_tested():

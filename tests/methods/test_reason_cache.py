@@ -344,9 +344,9 @@ def test_refusals(monkeypatch):
     with pytest.raises(ValueError, match="seed is 'x'"):
         methods.RandomSharing(seed="x")
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
-    with pytest.raises(SeergateError, match=r"needs pylatexenc and apted: pip install 'seergate\[reason\]'"):
+    with pytest.raises(SeergateError, match=r'needs pylatexenc and apted; run: pip install -e "\.\[reason\]" in'):
         methods.ReasonCache(max_edit_distance=2)
-    with pytest.raises(SeergateError, match="needs pylatexenc:"):
+    with pytest.raises(SeergateError, match="needs pylatexenc;"):
         methods.ReasonCache()
     methods.ReasonCache(structural_check=False)
     assert math.isclose(methods.ReasonCache(structural_check=False).percentile, 80)

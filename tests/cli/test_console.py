@@ -1,0 +1,118 @@
+"""What evaluations say while they run: lines where nobody watches, a bar on a terminal, and the time that is left."""
+
+from __future__ import annotations
+
+import math
+import os
+import pty
+import re
+import sys
+import threading
+
+import pytest
+
+from seergate.cli import console
+from seergate.cli.console import EvalProgress
+from seergate.eval.runner import Progress
+
+
+def at(done, *, total=40, label="gate-128", seconds=None, made=None, error=0.05):
+    """A run of which a sample takes half a second and 100 tokens; three of four are right."""
+    made = done if made is None else made
+    return Progress(
+        label=label,
+        done=done,
+        total=total,
+        correct=3 * done // 4,
+        error=math.nan if done < 2 else error,
+        made=made,
+        tokens=100 * made,
+        seconds=0.5 * made if seconds is None else seconds,
+    )
+
+
+@pytest.fixture
+def clock(monkeypatch):
+    """The time that the console reads, to be set."""
+    now = [1000.0]
+    monkeypatch.setattr(console.time, "monotonic", lambda: now[0])
+    return now
+
+
+def test_lines_say_what_is_done_and_how_long_the_rest_takes(capsys, clock):
+    with EvalProgress(3) as progress:
+        progress(at(0))
+        assert capsys.readouterr().out == "", "nothing is known yet"
+        clock[0] += 7
+        progress(at(4))
+        assert capsys.readouterr().out == (
+            "[1/3] gate-128: 4/40 answers, 75 ± 5 % right, 200 tokens/s, 18 s left (7 s)\n"
+        )
+        progress(at(1, label="quest-128"))
+    assert progress.started == 2
+
+
+def test_a_line_comes_at_most_every_few_seconds_and_always_at_the_end(capsys, clock):
+    said = []
+    with EvalProgress(2) as progress:
+        for label in ("dense", "gate"):
+            for done in range(41):
+                progress(at(done, label=label))
+                clock[0] += 0.5
+        said = capsys.readouterr().out.splitlines()
+    seen = [tuple(map(int, re.match(r"\[(\d)/2\] \w+: (\d+)/40", line).groups())) for line in said]
+    assert seen == [(1, 1), (1, 11), (1, 21), (1, 31), (1, 40), (2, 9), (2, 19), (2, 29), (2, 39), (2, 40)]
+    assert "left" not in said[4] and "left" in said[3], "at the end nothing is left"
+
+
+@pytest.mark.parametrize(
+    ("seconds", "said"),
+    [(99.4, "99 s left"), (100, "2 min left"), (3600, "60 min left"), (7200, "2.0 h left"), (9000, "2.5 h left")],
+)
+def test_the_time_that_is_left_in_a_fitting_unit(capsys, clock, seconds, said):
+    EvalProgress(1)(at(20, seconds=seconds))
+    assert f", {said} (" in capsys.readouterr().out
+
+
+def test_what_was_there_before_a_resumption_does_not_count_for_the_pace(capsys, clock):
+    """30 of 40 answers were there, two came in ten seconds: eight more take forty."""
+    EvalProgress(1)(at(32, made=2, seconds=10.0))
+    assert "32/40 answers, 75 ± 5 % right, 20 tokens/s, 40 s left" in capsys.readouterr().out
+
+
+def test_a_first_answer_has_no_error_yet(capsys, clock):
+    EvalProgress(1)(at(1))
+    assert "1/40 answers, 0 % right, 200 tokens/s, 20 s left" in capsys.readouterr().out
+
+
+def test_on_a_terminal_it_is_a_bar(monkeypatch):
+    """A real one (a pseudo-terminal), so that what draws the bar finds what it asks for."""
+    master, slave = pty.openpty()
+    shown = bytearray()
+
+    def read():
+        try:
+            while part := os.read(master, 4096):
+                shown.extend(part)
+        except OSError:  # the other end is closed
+            pass
+
+    reader = threading.Thread(target=read)
+    reader.start()
+    monkeypatch.setenv("TERM", "xterm")
+    monkeypatch.setenv("COLUMNS", "200")
+    with os.fdopen(slave, "w") as terminal:
+        monkeypatch.setattr(sys, "stdout", terminal)
+        with EvalProgress(2) as progress:
+            assert progress.bar is not None
+            for done in range(41):
+                progress(at(done))
+            progress(at(10, label="quest-128"))
+        monkeypatch.undo()
+    reader.join(30)
+    os.close(master)
+    text = re.sub(r"\x1b\[[0-9;?]*[a-zA-Z]", "", shown.decode())
+    last = text[text.rindex("gate-128") :]
+    assert "40/40" in last and "75 ± 5 % right, 200 tokens/s" in last
+    assert "quest-128" in last and "10/40" in last and "15 s left" in last
+    assert "answers" not in text, "no plain lines beside it"
