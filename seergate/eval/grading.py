@@ -73,20 +73,48 @@ def grade_exact(answer: str, gold: str, equivalent: Equivalence) -> Grade:
     return Grade(answer, "".join(answer.split()) == "".join(gold.split()), "compared as text")
 
 
-_LETTER = re.compile(r"\(?([A-Z])\)?(?:[.:)\s].*)?", re.DOTALL)
 _WRAPPED = re.compile(r"\\(?:text|textbf|mathrm|mathbf|mbox)\s*\{(.*?)\}", re.DOTALL)
+_LETTER = re.compile(r"\(?([A-Z])(?:([.:)]+)|(?=\s|\Z))(.*)", re.DOTALL)  # the letter, its punctuation, the rest
+_JOINED = r"(?:\bor\b|\band\b|\\(?:lor|vee)\b|\\?&|[/,;|+\n])"
+_ALONE = r"(?<![\w\\^'-])([A-J])(?![\w^'-])"  # a letter that is no part of a word or a formula
+_NEXT = re.compile(rf"\s*({_JOINED}?)\s*\(?{_ALONE}(?=(.*))", re.DOTALL)
+_ENDS = re.compile(rf"\s*(?:\Z|[.:)]|{_JOINED}\s*\(?{_ALONE})")
+_NO_CHOICE = re.compile(r"(?:\b(?:because|since|as|not|than|of)|\d)\s*\(?$")  # a reason, what is ruled out, or a unit
+
+
+def _second_choice(letter: str, label: str, rest: str) -> str | None:
+    """Another letter that the answer chooses as well, or ``None``.
+
+    Args:
+        letter, label: the first one, and the punctuation behind it (``.``, ``)``), which announces the option's text.
+        rest: what follows. Single letters in an option's text are none of the model's choices ("C. A rise of 4 J").
+    """
+    following = _NEXT.match(rest)
+    if following and following[2] != letter and (not label or following[1] or _ENDS.match(following[3])):
+        return following[2]
+    if label:
+        again = rf"{_JOINED}\s*\(?{_ALONE}{re.escape(label)}(?=\s)|\bor\s+\(?{_ALONE}[.:)]*\Z"
+        found = [match[1] or match[2] for match in re.finditer(again, rest)]
+    else:
+        found = [match[1] for match in re.finditer(_ALONE, rest) if not _NO_CHOICE.search(rest[: match.start()])]
+    return next((other for other in found if other != letter), None)
 
 
 def grade_letter(answer: str, gold: str, equivalent: Equivalence) -> Grade:
     r"""Multiple choice: the box must hold the letter, alone or followed by the option's text.
 
-    ``C``, ``(C)``, ``\text{C}``, ``C.`` and ``C. 4 eV`` are C. ``4 eV`` is no letter, and ``A, C`` is no choice.
+    ``C``, ``(C)``, ``\text{C}``, ``C.`` and ``C. 4 eV`` are C, and so is ``C because A is impossible``. ``4 eV`` is no
+    letter, and ``A, C``, ``A or C`` and ``A. 4 eV or C. 5 eV`` are no choice.
     """
     bare = _WRAPPED.sub(r"\1", answer).replace("$", "").strip()
     found = _LETTER.fullmatch(bare)
     if found is None:
         return Grade(answer, False, "the box does not hold one letter")
-    return Grade(answer, found[1] == gold.strip(), f"read as the letter {found[1]}")
+    letter, label, rest = found[1], found[2] or "", found[3]
+    other = _second_choice(letter, label, rest)
+    if other is not None:
+        return Grade(answer, False, f"the box does not hold one letter, but {letter} and {other}")
+    return Grade(answer, letter == gold.strip(), f"read as the letter {letter}")
 
 
 def grade_math(answer: str, gold: str, equivalent: Equivalence) -> Grade:

@@ -65,6 +65,48 @@ def test_letters(answer):
     assert not graded("letter", f"so \\boxed{{{answer}}}", "B").correct
 
 
+@pytest.mark.parametrize(
+    "joint", ["C or A", "C and A", "C A", "C) or A)", "C. or A.", "(C) (A)", "C or A or B", "C/A"]
+)
+@pytest.mark.parametrize("form", ["{}", r"\text{{{}}}", "${}$"])
+def test_two_letters_are_no_choice(joint, form):
+    """Whichever of them is right."""
+    for gold in "ABC":
+        found = graded("letter", f"so \\boxed{{{form.format(joint)}}}", gold)
+        assert not found.correct and "does not hold one letter" in found.reason
+
+
+@pytest.mark.parametrize(
+    "separator", [", ", " & ", r" \& ", "; ", "/", " / ", "\n", r" \lor ", r" \text{ or } ", ": ", "."]
+)
+@pytest.mark.parametrize("second", ["D", "J", "(D)", r"\text{D}", "D."])
+def test_two_letters_however_they_are_joined(separator, second):
+    assert not graded("letter", f"\\boxed{{C{separator}{second}}}", "C").correct
+
+
+@pytest.mark.parametrize(
+    "answer",
+    [
+        *("C. 4 eV or D. 5 eV", "C) 4 eV and D) 5 eV", "(C) 4 eV or (D) 5 eV", "C. 4 eV\nD. 5 eV", "C. 4 eV or D"),
+        *("C or possibly D", "C (or D)", "C but maybe D", "C is wrong, D is right", "C. A and B"),
+    ],
+)
+def test_a_second_choice_further_on_is_noticed(answer):
+    assert not graded("letter", f"\\boxed{{{answer}}}", "C").correct
+
+
+@pytest.mark.parametrize(
+    "answer",
+    [
+        *("C because A is wrong", "C is right because A is wrong", "C not A", "C 300 J"),
+        *("C. A rise of 4 J", "C. Vitamin C", "C. between A and B", "C) A larger one", "C. I and II only", "C or C"),
+        *(r"C. $F = A/B$", "C. A-B bonds", "(C) at 25 D"),
+    ],
+)
+def test_letters_in_the_text_of_an_option_or_in_a_reason_are_no_choice(answer):
+    assert graded("letter", f"\\boxed{{{answer}}}", "C").correct
+
+
 @pytest.mark.parametrize("answer", ["A,C", "4 eV", "AC", "c", "", "Carbon", r"\boxed{}", "Choice C"])
 def test_what_is_no_letter(answer):
     found = graded("letter", f"so \\boxed{{{answer}}}", "C")
@@ -102,7 +144,7 @@ def test_math(judges, answer, gold, correct):
 
 
 ADVERSARIAL = {
-    "a billion digits, written": "9" * 1_000_000,
+    "a million digits, written": "9" * 1_000_000,
     "many digits": "9" * 1500,
     "a power tower": "9^{9^{9^{9^{9}}}}",
     "a number of a billion digits": "10^{10^{9}}",
