@@ -20,9 +20,21 @@ Tree = tuple[str, tuple[Any, ...]]
 
 FENCE = re.compile(r"```[^\n`]*\n?")
 MATH = re.compile(
-    r"\$\$.+?\$\$|\\\[.+?\\\]|\\\(.+?\\\)|\\begin\{(?P<name>[a-zA-Z]+\*?)\}.+?\\end\{(?P=name)\}|\$[^$\n]+\$", re.S
+    r"\$\$.+?\$\$"
+    r"|(?<!\\)\\\[(?:(?!(?<!\\)\\\[).)+?\\\]"
+    r"|(?<!\\)\\\((?:(?!(?<!\\)\\\().)+?\\\)"
+    r"|\\begin\{(?P<name>[a-zA-Z]+\*?)\}(?:(?!\\begin\{(?P=name)\}).)+?\\end\{(?P=name)\}"
+    r"|\$[^$\n]+\$",
+    re.S,
 )
-PLAIN = re.compile(r"(?:[\w.()\[\]{}\\]+[ \t]*[-+*/^=<>≤≥≠≈×÷·][ \t]*)+[\w.()\[\]{}\\]+")
+r"""A formula does not hold the delimiter that opens it: many that nothing closes are each read up to the next one, so
+that the time does not grow with the square of the text's length. ``\\[`` is the end of a line, and opens nothing."""
+
+OPERAND = r"[\w.()\[\]{}\\]"
+PLAIN = re.compile(rf"(?<!{OPERAND})(?:{OPERAND}+[ \t]*[-+*/^=<>≤≥≠≈×÷·][ \t]*)+{OPERAND}+")
+"""Begins where an operand begins: from its middle on, the search could only fail once more (and would, at each of its
+characters)."""
+
 TOKEN = re.compile(r"\d+(?:\.\d+)?|[^\W\d_]+|\S")
 
 
