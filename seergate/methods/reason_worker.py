@@ -11,6 +11,9 @@ import torch
 
 from seergate.methods.reason_evaluator import Evaluator, Event
 
+START_SECONDS = 10.0
+"""How long decoding waits, once, for the thread to start; without one nothing is shared."""
+
 
 class InlineWorker:
     """Handles events at once, in the caller's thread.
@@ -24,7 +27,7 @@ class InlineWorker:
 
     def __init__(self, evaluator: Evaluator) -> None:
         self.evaluator = evaluator
-        self.error: Exception | None = None
+        self.error: BaseException | None = None
 
     def put(self, events: Sequence[Event]) -> None:
         """Hand events over, in the order in which they happened."""
@@ -50,7 +53,8 @@ class ThreadWorker(InlineWorker):
     """Handles events on a thread, which starts with the first of them. `put` never waits for one of them.
 
     The thread computes on one core, without helpers that would take the cores from decoding. It gives way between two
-    small pieces of work: Python runs one thread at a time, and decoding goes first.
+    small pieces of work: Python runs one thread at a time, and decoding goes first. A thread that cannot be started,
+    or that is no more (as in a forked process), is an `error` like any other.
     """
 
     def __init__(self, evaluator: Evaluator) -> None:
@@ -60,32 +64,51 @@ class ThreadWorker(InlineWorker):
 
     def put(self, events: Sequence[Event]) -> None:
         """See `InlineWorker`."""
-        if self.error is not None:
-            return  # nobody would take them
-        if self._thread is None:
-            cores, started = torch.get_num_threads(), threading.Event()
-            self._thread = threading.Thread(
-                target=self._run, args=(started,), name="seergate reason_cache", daemon=True
-            )
-            self._thread.start()
-            started.wait()
-            torch.set_num_threads(cores)  # what threads to come get; those that are there have numbers of their own
-        self._events.put(events)
+        if self._thread is None and self.error is None:
+            self._start()
+        if self._running():
+            self._events.put(events)  # otherwise nobody would take them
+
+    def _start(self) -> None:
+        cores, started = torch.get_num_threads(), threading.Event()
+        thread = threading.Thread(target=self._run, args=(started,), name="seergate reason_cache", daemon=True)
+        try:
+            thread.start()
+        except Exception as error:  # the system has no more threads to give
+            self.error = error
+            return
+        self._thread = thread
+        if not started.wait(START_SECONDS):
+            self.error = TimeoutError(f"its thread did not start within {START_SECONDS:g} seconds")
+        torch.set_num_threads(cores)  # what threads to come get; those that are there have numbers of their own
+
+    def _running(self) -> bool:
+        """Whether events will be taken. If the thread has ended, that is noted."""
+        if self.error is None and self._thread is not None and not self._thread.is_alive():
+            self.error = RuntimeError("its thread has ended")
+        return self.error is None
 
     def _run(self, started: threading.Event) -> None:
-        torch.get_num_threads()  # a thread takes the common number when it is first asked
-        torch.set_num_threads(1)
+        try:
+            torch.get_num_threads()  # a thread takes the common number when it is first asked
+            if self.error is None:  # it has been waited for
+                torch.set_num_threads(1)
+        except BaseException as error:
+            self.error = error
         started.set()
         while (work := self._events.get()) is not None:
             if isinstance(work, threading.Event):
                 work.set()
-            else:
+                continue
+            try:
                 self._handle(work)
+            except BaseException as error:  # SystemExit would end a thread without a word
+                self.error = error
 
     def wait(self, timeout: float) -> bool:
         """See `InlineWorker`."""
         if self._thread is None or not self._thread.is_alive():
-            return True
+            return self._events.empty()
         done = threading.Event()
         self._events.put(done)
         return done.wait(timeout)

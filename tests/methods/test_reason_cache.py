@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 import threading
 from collections import Counter, deque
 
@@ -11,6 +12,7 @@ import torch
 from hypothesis import given, strategies
 
 from seergate import SeergateError, methods
+from seergate.methods import reason_worker
 from seergate.methods.reason_distance import BlockDistances, PercentileThreshold
 from seergate.methods.reason_evaluator import (
     BlocksSealed,
@@ -27,7 +29,7 @@ from seergate.methods.reason_steps import (
     kind_of_repeat,
     similarity,
 )
-from seergate.methods.reason_structure import edit_distance, formal_content, same_structure
+from seergate.methods.reason_structure import OPERAND, PLAIN, edit_distance, formal_content, same_structure
 from seergate.methods.reason_worker import ThreadWorker
 
 # ---------------------------------------------------------------------------------------------------- lexical stage
@@ -142,6 +144,9 @@ def test_kinds_of_repeats():
         ("only words", "other words, self-made", True),
         ("only words", "words and $x$", False),
         ("$unclosed {x", "$unclosed {y", True),
+        (r"\[a \\[2pt] b\]", r"\[a \\[2pt] c\]", False),
+        (r"\(a \(b\)", r"\(a \(b\)", True),
+        (r"\(a \(b\)", r"\(a \(c\)", False),
     ],
 )
 def test_structure(one, other, same):
@@ -149,6 +154,24 @@ def test_structure(one, other, same):
     assert same_structure(a, b, 0) is same
     assert (edit_distance(a, b) == 0) is same, "what the distance says and what equality says"
     assert same_structure(a, b, 1000)
+
+
+@given(strategies.text("a.(\\7 \t+=\n,", max_size=30))
+def test_plain_formulas_are_those_of_a_search_from_everywhere(text):
+    """The pattern without its look-behind tries every character of an operand as the first of a formula."""
+    everywhere = re.compile(PLAIN.pattern.removeprefix(f"(?<!{OPERAND})"))
+    assert everywhere.pattern.startswith("(?:")
+    assert [m.span() for m in PLAIN.finditer(text)] == [m.span() for m in everywhere.finditer(text)]
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["9" * 10**6, "a" * 10**6 + " " * 10**6, "(" * 10**6 + "=", r"\[" * 10**6, r"\(" * 10**6, r"\begin{a}" * 10**5],
+    ids=lambda text: text[:9],
+)
+def test_long_runs_are_read_once(text):
+    """A search whose time grew with the square of the length would take hours for these."""
+    assert formal_content(text) is None
 
 
 def test_code_that_goes_on_over_a_blank_line():
@@ -372,3 +395,69 @@ def test_the_worker_computes_on_one_core_and_leaves_the_others_theirs():
     finally:
         worker.stop()
         torch.set_num_threads(before)
+
+
+class Acts:
+    """Handles an event by doing it."""
+
+    def handle(self, event):
+        event()
+
+
+def leaving():
+    raise SystemExit
+
+
+def test_a_thread_outlives_what_would_end_it():
+    worker, seen = ThreadWorker(Acts()), []
+    try:
+        worker.put([leaving, lambda: seen.append(1)])
+        assert worker.wait(60) and isinstance(worker.error, SystemExit)
+        worker.put([lambda: seen.append(2)])
+        assert worker.wait(60) and not seen, "nothing is decided after an error"
+    finally:
+        worker.stop()
+
+
+def test_a_thread_that_is_no_more():
+    worker = ThreadWorker(Acts())
+    worker.put([lambda: None])
+    thread = worker._thread
+    worker._events.put(None)  # ends it, as a fork of the process would
+    thread.join(60)
+    assert not thread.is_alive() and worker.error is None
+    worker.put([lambda: None])
+    assert str(worker.error) == "its thread has ended" and worker._events.empty()
+    worker.put([lambda: None])
+    assert worker._events.empty() and worker.wait(0)
+    worker.stop()
+
+
+def test_a_thread_that_cannot_be_started(monkeypatch):
+    def refused(thread):
+        raise RuntimeError("can't start new thread")
+
+    monkeypatch.setattr(threading.Thread, "start", refused)
+    worker = ThreadWorker(Acts())
+    worker.put([lambda: None])
+    assert str(worker.error) == "can't start new thread" and worker._events.empty() and worker.wait(0)
+    worker.stop()
+
+
+def test_a_thread_that_hangs_before_it_begins(monkeypatch):
+    """As where the interpreter is too busy: decoding waits for so long and then goes on without it."""
+    released, cores = threading.Event(), torch.get_num_threads()
+    monkeypatch.setattr(reason_worker, "START_SECONDS", 0.05)
+
+    class Hanging(ThreadWorker):
+        def _run(self, started):
+            released.wait(60)
+            super()._run(started)
+
+    worker = Hanging(Acts())
+    worker.put([lambda: None])
+    assert isinstance(worker.error, TimeoutError) and worker._events.empty()
+    released.set()
+    thread = worker._thread
+    worker.stop()
+    assert not thread.is_alive() and torch.get_num_threads() == cores
