@@ -7,12 +7,17 @@ Assisted decoding passes the first drafted tokens along with the prompt.
 
 from __future__ import annotations
 
+import warnings
 from typing import Any
 from weakref import ref
 
 from torch import Tensor
 from transformers import PreTrainedModel
 
+NO_CACHE = (
+    "generate runs with use_cache=False, so the attached method has nothing to choose from: every step is dense; "
+    "leave use_cache out"
+)
 _METHOD = "_prefill"  # of transformers' generation loops
 _DRAFTER = "_get_candidate_generator"  # makes what drafts during one assisted `generate`, and is dropped at its end
 
@@ -45,6 +50,8 @@ class PromptReader:
     def __call__(self, input_ids: Tensor, generation_config: Any, model_kwargs: Any, *args: Any, **kwargs: Any) -> Any:
         """Read a prompt."""
         cache = model_kwargs.get("past_key_values")
+        if cache is None and not model_kwargs.get("use_cache", True):
+            warnings.warn(NO_CACHE, stacklevel=2)
         known = 0 if cache is None else int(cache.get_seq_length())
         one_token = input_ids.shape[1] in (1, known + 1)  # with or without those that the cache has
         self.running = True

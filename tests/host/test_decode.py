@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import pytest
 import torch
-from transformers import AutoTokenizer, DynamicCache, GenerationConfig, StaticCache, TextStreamer, pipeline
+from transformers import DynamicCache
 
 import seergate
 from seergate import DecodeConfig, GateBank, GateConfig, SeergateError, methods
 from seergate.host.cache import GatedLayer
-from seergate.paths import shipped
+from tests.host.reasoning import Words
 from tests.models import left_padded, prompt, tiny_model
 
 BLOCK = 8
@@ -29,19 +29,35 @@ def all_methods(model, budget):
         ),
         methods.Oracle(token_budget=budget, block_size=BLOCK),
         methods.Quest(token_budget=budget, block_size=BLOCK, dense_layers=()),
+        methods.ReSA(token_budget=budget, block_size=BLOCK, rectify_every=None),
         methods.Random(token_budget=budget, block_size=BLOCK),
         methods.StreamingLLM(token_budget=budget),
         methods.Dense(),
+        # on pages, its steps compared while decoding goes on, and nothing near enough to be shared
+        methods.ReasonCache(
+            reads=methods.Quest(token_budget=budget, block_size=BLOCK, dense_layers=()),
+            **{"tokenizer": Words(), "percentile": 0, "warm_up": 0, "asynchronous": False},
+        ),
     ]
 
 
-METHODS = ("gate", "oracle", "quest", "random", "streaming_llm", "dense")
+METHODS = ("gate", "oracle", "quest", "resa", "random", "streaming_llm", "dense", "reason_cache")
+SELECTING = ("gate", "oracle", "quest", "resa", "random")
 
 
 def tokens(model, method, inputs, new=20, **options):
     with seergate.attached(model, method):
         out = model.generate(**inputs, max_new_tokens=new, return_dict_in_generate=True, output_logits=True, **options)
     return out.sequences[:, inputs["input_ids"].shape[1] :], torch.stack(out.logits, 1)
+
+
+def test_every_method_is_in_the_table():
+    """Evicting methods have a table of their own; a control that shares at random has its method's row."""
+    from tests.methods.evictors import EVICTORS
+
+    evicting = {name for name, kind in methods.METHODS.items() if issubclass(kind, methods.EvictingMethod)}
+    assert set(METHODS) - {"streaming_llm"} == set(methods.METHODS) - evicting - {"random_sharing"}
+    assert evicting == {name.split(" ")[0] for name in EVICTORS}
 
 
 def pick(model, name, budget):
@@ -91,34 +107,39 @@ def test_a_small_budget_does_change_the_output(name):
 
 
 @pytest.mark.parametrize("block_size", [8, 16])
-@pytest.mark.parametrize("total", [15, 16, 17, 41])
-def test_compressed_keys_of_prefill_and_decode_are_the_same(total, block_size):
-    """prefill(N) = prefill(n) + decode(N - n), for every n and layer, with row lengths that differ."""
+@pytest.mark.parametrize("lengths", [(17, 15), (16, 17), (31, 16), (33, 32), (24, 41)])
+def test_compressed_keys_of_prefill_and_decode_are_the_same(lengths, block_size):
+    """prefill(N) = prefill(n) + decode(N - n), for n at every place of a block, in rows that end below, at and above
+    a border, together and alone.
+    """
     model = tiny_model("qwen3")
-    bank = gates(model, block_size)
-    ids = torch.cat((prompt(total, 1), prompt(total, 2)))
-    with seergate.attached(model, bank, DecodeConfig(token_budget=4096)):
-        whole = DynamicCache()
-        model(input_ids=ids, past_key_values=whole)
-        for n in range(1, total):
-            cache = DynamicCache()
-            model(input_ids=ids[:, :n], past_key_values=cache)
-            for i in range(n, total):
-                model(input_ids=ids[:, i : i + 1], past_key_values=cache)
-            for expected, found in zip(whole.layers, cache.layers, strict=True):
-                complete = total // block_size
-                torch.testing.assert_close(
-                    found.state.rows["kg"][:, :, :complete],
-                    expected.state.rows["kg"][:, :, :complete],
-                    rtol=1e-4,
-                    atol=1e-5,
-                )
+    rows = [prompt(length, seed) for seed, length in enumerate(lengths)]
+    batch, width = left_padded(rows), max(lengths)
+    first = width - min(lengths) + 1  # the shorter row has a token
+
+    def compressed(inputs, prefill):
+        cache, mask = DynamicCache(), inputs["attention_mask"]
+        for begin, end in [(0, prefill), *((i, i + 1) for i in range(prefill, mask.shape[1]))]:
+            positions = (mask.cumsum(1) - 1).clamp(min=0)[:, begin:end]
+            ids = inputs["input_ids"][:, begin:end]
+            model(input_ids=ids, attention_mask=mask[:, :end], position_ids=positions, past_key_values=cache)
+        return [layer.state.rows["kg"] for layer in cache.layers]
+
+    with seergate.attached(model, gates(model, block_size), DecodeConfig(token_budget=4096)):
+        alone = [compressed(left_padded([row]), row.shape[1]) for row in rows]
+        for prefill in {width, *range(first, min(first + block_size, width))}:
+            for layer, found in enumerate(compressed(batch, prefill)):
+                for row, length in enumerate(lengths):
+                    full = length // block_size
+                    expected = alone[row][layer][0, :, :full]
+                    assert expected.shape[1] == full
+                    torch.testing.assert_close(found[row, :, :full], expected, rtol=1e-4, atol=1e-5)
 
 
 def test_chunks_of_a_prompt_are_the_whole_prompt():
     model = tiny_model("qwen3")
     ids = prompt(50)
-    for name in ("gate", "quest", "oracle"):
+    for name in ("gate", "quest", "oracle", "resa"):
         with seergate.attached(model, pick(model, name, 2 * BLOCK)):
             results = []
             for borders in ((0, 49), (0, 5, 16, 40, 49)):
@@ -129,26 +150,27 @@ def test_chunks_of_a_prompt_are_the_whole_prompt():
         torch.testing.assert_close(results[0], results[1], rtol=1e-4, atol=1e-4)
 
 
-@pytest.mark.parametrize("name", ["gate", "quest", "oracle", "random"])
+@pytest.mark.parametrize("name", SELECTING)
 def test_cropping_then_going_on_is_never_having_gone_astray(name):
     model = tiny_model("qwen3")
     method = pick(model, name, 2 * BLOCK)
     ids, astray = prompt(70, 1), prompt(30, 2)
     with seergate.attached(model, method):
         for kept in (24, 25, 31, 40):
-            for wanderings in ((1,), (5,), (30,), (26, 12), (30, 3, 30)):
+            straight = DynamicCache()
+            model(input_ids=ids[:, :kept], past_key_values=straight)
+            steps = range(kept, kept + 12)
+            expected = [model(input_ids=ids[:, i : i + 1], past_key_values=straight).logits for i in steps]
+            for wanderings in ((30,), (30, 3, 30)) if kept == 40 else ((1,), (5,), (17,), (13, 7), (17, 3, 17)):
                 cache = DynamicCache()
                 model(input_ids=ids[:, :kept], past_key_values=cache)
                 for wandered in wanderings:  # a later one goes less far beyond `kept` than an earlier one, or farther
                     for i in range(wandered):
                         model(input_ids=astray[:, i : i + 1], past_key_values=cache)
                     cache.crop(-wandered)
-                straight = DynamicCache()
-                model(input_ids=ids[:, :kept], past_key_values=straight)
-                for i in range(kept, kept + 20):
-                    a = model(input_ids=ids[:, i : i + 1], past_key_values=cache).logits
-                    b = model(input_ids=ids[:, i : i + 1], past_key_values=straight).logits
-                    torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-4)
+                for i, logits in zip(steps, expected, strict=True):
+                    found = model(input_ids=ids[:, i : i + 1], past_key_values=cache).logits
+                    torch.testing.assert_close(found, logits, rtol=1e-4, atol=1e-4)
 
 
 @pytest.mark.parametrize("name", METHODS)
@@ -186,38 +208,7 @@ def test_short_and_whole_block_prompts(name, length):
     assert found.shape == (1, 30)
 
 
-def test_static_cache_is_the_dynamic_one():
-    model = tiny_model("qwen3")
-    bank = gates(model)
-    inputs = left_padded([prompt(13, 1), prompt(29, 2)])
-    with seergate.attached(model, bank, token_budget=2 * BLOCK):
-        dynamic = model.generate(**inputs, max_new_tokens=20)
-        static = model.generate(**inputs, max_new_tokens=20, cache_implementation="static")
-    assert torch.equal(dynamic, static)
-    with seergate.attached(model, bank, token_budget=2 * BLOCK):
-        cache = StaticCache(model.config, max_cache_len=16)
-        with pytest.raises(SeergateError, match="room for 16 tokens"):
-            model.generate(input_ids=prompt(10), past_key_values=cache, max_new_tokens=20)
-
-
-def test_stock_ways_of_generating():
-    tokenizer = AutoTokenizer.from_pretrained(shipped("checkpoints/tiny-reasoner"))
-    model = tiny_model("qwen3", vocab_size=len(tokenizer), eos_token_id=None)
-    bank = gates(model)
-    with seergate.attached(model, bank, token_budget=2 * BLOCK) as handle:
-        options = GenerationConfig(max_new_tokens=12, do_sample=True, num_return_sequences=3, pad_token_id=0)
-        assert model.generate(input_ids=prompt(30), generation_config=options).shape == (3, 42)
-        beams = model.generate(input_ids=prompt(30), max_new_tokens=12, num_beams=3, do_sample=False)
-        assert beams.shape == (1, 42)
-        model.generate(input_ids=prompt(30), max_new_tokens=3, streamer=TextStreamer(tokenizer))
-        text = pipeline("text-generation", model=model, tokenizer=tokenizer)
-        question = "[a1] 3 answer start a1:"
-        assert len(text(question, max_new_tokens=8)[0]["generated_text"]) > len(question)
-        stats = handle.stats()
-    assert stats["steps"] > 20 and 0 < stats["density"] <= 1
-
-
-@pytest.mark.parametrize("name", ["gate", "quest", "oracle", "random", "dense"])
+@pytest.mark.parametrize("name", [*SELECTING, "dense"])
 def test_drafted_tokens_are_verified_with_the_methods_own_attention(name):
     """A chunk gives what its tokens give one by one, over block borders and in ragged rows."""
     model = tiny_model("qwen3")

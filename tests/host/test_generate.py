@@ -1,0 +1,146 @@
+"""The ways of stock `generate` under a method: what is drawn, searched, streamed and piped is what it should be."""
+
+from __future__ import annotations
+
+import warnings
+
+import pytest
+import torch
+from transformers import AutoTokenizer, DynamicCache, StaticCache, TextStreamer, pipeline
+
+import seergate
+from seergate import SeergateError
+from seergate.paths import shipped
+from tests.host.test_decode import BLOCK, gates
+from tests.models import left_padded, prompt, tiny_model
+
+EVERYTHING, LITTLE = 4096, 2 * BLOCK
+"""Token budgets."""
+
+
+@pytest.fixture(scope="module")
+def tokenizer():
+    return AutoTokenizer.from_pretrained(shipped("checkpoints/tiny-reasoner"))
+
+
+@pytest.fixture(scope="module")
+def speaker(tokenizer):
+    """A random model with the tokenizer's vocabulary, which does not stop by itself; and gates for it."""
+    torch.manual_seed(0)
+    model = tiny_model("qwen3", vocab_size=len(tokenizer), eos_token_id=None)
+    return model, gates(model)
+
+
+def test_static_cache_is_the_dynamic_one():
+    model = tiny_model("qwen3")
+    bank = gates(model)
+    inputs = left_padded([prompt(13, 1), prompt(29, 2)])
+    with seergate.attached(model, bank, token_budget=LITTLE):
+        dynamic = model.generate(**inputs, max_new_tokens=20)
+        static = model.generate(**inputs, max_new_tokens=20, cache_implementation="static")
+    assert torch.equal(dynamic, static)
+    with seergate.attached(model, bank, token_budget=LITTLE):
+        cache = StaticCache(model.config, max_cache_len=16)
+        with pytest.raises(SeergateError, match="room for 16 tokens"):
+            model.generate(input_ids=prompt(10), past_key_values=cache, max_new_tokens=20)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"do_sample": True, "temperature": 1.5},
+        {"do_sample": True, "num_return_sequences": 3, "temperature": 2.0, "top_p": 0.9},
+        {"do_sample": False, "num_beams": 3, "num_return_sequences": 2},
+    ],
+    ids=["sampling", "several of each", "beams"],
+)
+def test_what_is_drawn_is_what_the_plain_model_draws(speaker, options):
+    """From the same random numbers, with a budget for everything; with a small one something else, the same twice."""
+    model, bank = speaker
+    inputs = left_padded([prompt(30, 1), prompt(47, 2)])
+
+    def said():
+        torch.manual_seed(7)
+        return model.generate(**inputs, max_new_tokens=12, **options)
+
+    plain = said()
+    assert plain.shape == (2 * options.get("num_return_sequences", 1), 47 + 12)
+    with seergate.attached(model, bank, token_budget=EVERYTHING):
+        assert torch.equal(said(), plain)
+    with seergate.attached(model, bank, token_budget=LITTLE) as handle:
+        little = said()
+        assert torch.equal(said(), little) and not torch.equal(little, plain)
+        assert handle.stats()["density"] < 0.6
+    if options.get("num_return_sequences") == 3:
+        assert len({tuple(row.tolist()) for row in plain[:3]}) == 3, "the samples of a prompt differ"
+
+
+def test_sampled_tokens_come_from_the_sparse_models_own_distribution(speaker):
+    """What is drawn has, under the same attention and fed token by token, the scores that it was drawn by."""
+    model, bank = speaker
+    with seergate.attached(model, bank, token_budget=LITTLE):
+        out = model.generate(
+            input_ids=prompt(30),
+            **{"do_sample": True, "num_return_sequences": 3, "max_new_tokens": 12, "pad_token_id": 0},
+            **{"return_dict_in_generate": True, "output_logits": True},
+        )
+        cache = DynamicCache()
+        logits = [model(input_ids=out.sequences[:, :30], past_key_values=cache).logits[:, -1]]
+        for at in range(30, 41):
+            logits.append(model(input_ids=out.sequences[:, at : at + 1], past_key_values=cache).logits[:, -1])
+    torch.testing.assert_close(torch.stack(out.logits), torch.stack(logits), rtol=2e-4, atol=2e-4)
+    assert len({tuple(row.tolist()) for row in out.sequences}) == 3
+
+
+@pytest.mark.parametrize("budget", [EVERYTHING, LITTLE])
+def test_a_streamer_prints_what_is_returned(speaker, tokenizer, budget, capsys):
+    model, bank = speaker
+    plain = model.generate(input_ids=prompt(30), max_new_tokens=12)
+    with seergate.attached(model, bank, token_budget=budget):
+        capsys.readouterr()
+        out = model.generate(
+            input_ids=prompt(30), max_new_tokens=12, streamer=TextStreamer(tokenizer, skip_prompt=True)
+        )
+    assert capsys.readouterr().out.rstrip("\n") == tokenizer.decode(out[0, 30:]).rstrip("\n") != ""
+    assert torch.equal(out, plain) == (budget == EVERYTHING)
+
+
+def test_a_pipeline_says_what_generate_says(speaker, tokenizer):
+    model, bank = speaker
+    question = "[a1] 3 [a2] a1 4 [a3] a2 5 [a4] a3 1 answer start a4:"
+
+    def piped():
+        (said,) = pipeline("text-generation", model=model, tokenizer=tokenizer)(question, max_new_tokens=8)
+        assert said["generated_text"].startswith(question)
+        return said["generated_text"].removeprefix(question).strip()
+
+    plain = piped()
+    with seergate.attached(model, bank, token_budget=EVERYTHING):
+        assert piped() == plain
+    with seergate.attached(model, bank, token_budget=BLOCK):
+        little = piped()
+        inputs = tokenizer(question, return_tensors="pt")
+        said = model.generate(**inputs, max_new_tokens=8)[0, inputs["input_ids"].shape[1] :]
+    assert little == tokenizer.decode(said, skip_special_tokens=True).strip() != plain
+
+
+def test_without_a_cache_the_method_has_no_effect_and_that_is_said(speaker):
+    model, bank = speaker
+    options = {"input_ids": prompt(30), "max_new_tokens": 6}
+    plain = model.generate(**options)
+    with seergate.attached(model, bank, token_budget=BLOCK) as handle:
+        with pytest.warns(UserWarning, match="use_cache=False, so the attached method has nothing to choose from"):
+            assert torch.equal(model.generate(**options, use_cache=False), plain)
+        assert handle.stats()["steps"] == 0
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            assert not torch.equal(model.generate(**options), plain)
+            model(input_ids=prompt(30), use_cache=False)  # the way to score a text densely
+        with warnings.catch_warnings(record=True) as said:
+            warnings.simplefilter("default")
+            for _ in range(3):
+                model.generate(**options, use_cache=False)
+        assert len(said) == 1, "once, not at every call"
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        model.generate(**options, use_cache=False)  # the plain model has nothing to say
