@@ -25,7 +25,7 @@ from seergate.eval import store
 from seergate.eval.engine import Engine, Generation, Limit, Request, encode, prompt_text
 from seergate.eval.grading import check_grader
 from seergate.eval.judge import GradingPool, check_installed
-from seergate.eval.memory import estimated_batch
+from seergate.eval.memory import estimated_batch, sharing
 from seergate.eval.metrics import derive
 from seergate.eval.proxies import measure_proxies
 from seergate.eval.run_config import run_config
@@ -246,7 +246,7 @@ def evaluate(
                 if missing:
                     requests = _requests(tokenizer, missing, limit, options.seed)
                     longest = max(len(ids) + limit.of(len(ids)) for _, ids in requests)
-                    job = Job(spec, options.batch_size or estimated_batch(model, longest), limit, sampling)
+                    job = Job(spec, options.batch_size or _fitting(model, longest, pool), limit, sampling)
                     with GradingPool() as judges:
                         run = _Run(task, spec, options, missing, log, samples, len(wanted), judges)
                         run.generate(model, tokenizer, [request for request, _ in requests], job, handle, pool)
@@ -305,6 +305,13 @@ def _requests(
         text, ids = encoded[problem.problem_id]
         requests.append((Request(key, text, sample_seed(seed, problem.problem_id, key[2])), ids))
     return sorted(requests, key=lambda pair: -len(pair[1]))
+
+
+def _fitting(model: PreTrainedModel, longest: int, pool: WorkerPool | None) -> int:
+    """How many samples of this many tokens each process may make together."""
+    on_device = sharing(model.device, 1 + (len(pool.processes) if pool else 0))
+    copies = on_device - 1 if pool and not pool.began else 0  # those who have worked have loaded theirs
+    return estimated_batch(model, longest, on_device, copies)
 
 
 class _Run:

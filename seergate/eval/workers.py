@@ -80,12 +80,16 @@ class WorkerPool:
     Args:
         loader: makes a process's own model.
         processes: how many, besides this one.
+
+    Attributes:
+        began: whether the processes have been given work, for which they load their models.
     """
 
     def __init__(self, loader: Loader, processes: int) -> None:
         context = multiprocessing.get_context("spawn")
         self.connections: list[Connection] = []
         self.processes = []
+        self.began = False
         for number in range(1, processes + 1):
             ours, theirs = context.Pipe()
             process = context.Process(target=_work, args=(loader, number, theirs), daemon=True)
@@ -96,6 +100,7 @@ class WorkerPool:
 
     def begin(self, job: Job, source: Source, on_finished: Callable[[Generation], None]) -> Running:
         """Let all processes take from a source; `Running.join` waits for them."""
+        self.began = True
         return Running(self.connections, job, source, on_finished)
 
     def close(self) -> None:

@@ -7,6 +7,7 @@ import os
 import signal
 import threading
 import time
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
@@ -15,7 +16,7 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from seergate.errors import SeergateError
-from seergate.eval import MethodSpec, RunOptions, Sampling, evaluate, make_task, sweep
+from seergate.eval import MethodSpec, RunOptions, Sampling, evaluate, make_task, memory, sweep
 from seergate.eval.engine import Request
 from seergate.eval.workers import Source, WorkerPool
 from tests.eval import support
@@ -91,6 +92,26 @@ def test_a_process_that_dies_loses_nothing(tmp_path, saved):
         process.join()
         assert process.exitcode == -signal.SIGKILL
     completions(tmp_path)
+
+
+@pytest.mark.slow
+def test_processes_divide_the_memory_that_is_free(tmp_path, saved, monkeypatch):
+    """Estimated batches: half as much for each of two; at first without what the other's model will take."""
+    model, tokenizer, _ = load(saved, 0)
+    weights, batches = sum(p.nbytes for p in model.parameters()), []
+    monkeypatch.setattr(memory, "free_bytes", lambda device: 5 * weights)
+    begin = WorkerPool.begin
+
+    def noted(pool, job, *others):
+        batches.append(job.batch_size)
+        return begin(pool, job, *others)
+
+    monkeypatch.setattr(WorkerPool, "begin", noted)
+    options = replace(OPTIONS, batch_size=None, max_new_tokens=None, max_total_tokens=100)
+    sweep(model, tokenizer, task(), SPECS, tmp_path, options, loader=partial(load, saved), workers=1)
+    room = weights / memory.bytes_per_token(model) / 100 * memory.USABLE / memory.GROWTH
+    assert batches == [pytest.approx(4 / 2 * room, abs=1), pytest.approx(5 / 2 * room, abs=1)]
+    assert batches[0] + 1 < batches[1] < memory.LARGEST_BATCH
 
 
 @pytest.mark.slow
