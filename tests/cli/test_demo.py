@@ -1,0 +1,40 @@
+"""The demo as a user runs it: one command, from gates to a report."""
+
+from __future__ import annotations
+
+import json
+import re
+
+import pytest
+
+from seergate.cli import demo
+from tests.cli.test_cli import process
+
+
+@pytest.mark.slow
+def test_the_demo_distils_evaluates_and_reports(tmp_path):
+    """Far too small to show anything but that every step works and what is promised is there."""
+    out = tmp_path / "demo"
+    done = process("demo", "--steps", "2", "--problems", "2", "--variables", "6", "--out", str(out))
+    assert done.returncode == 0, done.stderr
+    lines = done.stdout.splitlines()
+    assert re.fullmatch(r"the demo took \d+ seconds", lines[-1])
+    assert lines[-2] == f"report: {out / 'report.md'}  (the same with pictures inside: {out / 'report.html'})"
+    shows = lines.index("What the report shows:")
+    findings = lines[shows + 1 : -3]
+    assert findings and all(line.startswith("- ") for line in findings)
+    report = (out / "report.md").read_text()
+    assert all(line.removeprefix("- ") in report for line in findings)
+    assert (out / "gates" / "gate_config.json").is_file()
+    settings = {"dense", *(f"{name}-{budget}" for name in demo.METHODS if name != "dense" for budget in demo.BUDGETS)}
+    assert {path.parent.name for path in (out / "eval").glob("*/metrics.json")} == settings
+    for name in settings:
+        assert json.loads((out / "eval" / name / "metrics.json").read_text())["n_problems"] == 2
+        assert f"{name}: 2/2 answers" in done.stdout
+    pictures = sorted(out.glob("*.png"))
+    assert {"accuracy.png", "length.png"} <= {path.name for path in pictures}
+    for path in pictures:
+        assert path.read_bytes().startswith(b"\x89PNG") and path.stat().st_size > 10_000
+        assert f"({path.name})" in report
+    page = (out / "report.html").read_text()
+    assert page.count("data:image/png;base64,") == len(pictures)
