@@ -79,13 +79,13 @@ class StreamingState(EvictingState):
 
     def keep(self, step: Step) -> Eviction | None:
         """See `EvictingState`."""
-        if step.max_length < self.most_resident():
+        rows = [row for row, end in enumerate(step.ends) if end >= self.most_resident()]
+        if not rows:
             return None
         # Make room for the next token ("evict for space"): with it, each row has exactly what it may attend.
-        visible, held = self._visible([end + 1 for end in step.ends], step.lengths.device)
-        index = torch.minimum(visible[:, :-1], step.lengths[:, None] - 1)
-        index = index[:, None].expand(-1, step.keys_BKCD.shape[1], -1)
-        return Eviction(list(range(len(index))), index, (held - 1).tolist())
+        visible, held = self._visible([step.ends[row] + 1 for row in rows], step.lengths.device)
+        index = visible[:, None, :-1].expand(-1, step.keys_BKCD.shape[1], -1)
+        return Eviction(rows, index, (held - 1).tolist())
 
     def _visible(self, ends: list[int], device: torch.device) -> tuple[Tensor, Tensor]:
         """Which of ``ends[b]`` residents a row attends: indices ``[B, n]``, the last repeated as padding; counts."""

@@ -97,6 +97,11 @@ def _with_gate(evictor: Callable[..., EvictingMethod], budget: int = 16) -> Call
 
 C = 24
 EVICTORS = {
+    "streaming_llm": Evictor(
+        lambda m: methods.StreamingLLM(token_budget=C, sink_tokens=3, interval=7),
+        lambda m: naive_views.streaming(m, C, 3, 7),
+        lambda n, t: C + 7,
+    ),
     "h2o": Evictor(
         lambda m: methods.H2O(token_budget=C, recent_tokens=10),
         lambda m: naive.H2O(C, recent=10),

@@ -312,6 +312,7 @@ class Simulation:
             alive[:, : past.seen] = past.alive
         past.alive, past.keys = alive, k
         view = getattr(self.policy, "view", None)  # of policies that do more than to evict
+        placed = getattr(self.policy, "query", lambda past, q: q)
         output = np.zeros((new, q.shape[1], v.shape[2]))
         for i in range(new):
             past.queries.append(q[i])
@@ -324,7 +325,7 @@ class Simulation:
                 if view is not None:
                     which, keys, values = view(past, head, k[: past.seen, head], v[: past.seen, head])
                     for of in past.group(head):
-                        weights = softmax(past.scale * keys[which] @ q[i, of])
+                        weights = softmax(past.scale * keys[which] @ placed(past, q[i, of]))
                         output[i, of] = weights @ values[which]
             past.given.append(p)
         self.policy(past)

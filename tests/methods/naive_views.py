@@ -1,4 +1,4 @@
-"""Simulations of the two methods that do not just evict: what a query sees of the whole past. See `naive`."""
+"""Simulations of the three methods that do not just evict: what a query sees of the whole past. See `naive`."""
 
 from __future__ import annotations
 
@@ -50,6 +50,53 @@ def rounded(numbers):
     return np.array([min(levels, key=lambda level: abs(level - x)) for x in numbers])
 
 
+def turned(x, positions, frequencies, sign=1):
+    """Rotate the halves of `x [n, D]` by RoPE to these positions, or with sign -1 back. The angles have the precision
+    of the frequencies: float32 in transformers, whatever the model's.
+    """
+    half = len(frequencies)
+    angles = np.outer(np.asarray(positions, frequencies.dtype), frequencies)
+    z = (x[..., :half] + 1j * x[..., half:]) * np.exp(sign * 1j * angles)
+    return np.concatenate((z.real, z.imag), -1)
+
+
+class StreamingLLM:
+    """The first tokens and the newest, from section 3.2 and Figure 4: keys are kept before RoPE, and a query sees
+    those at hand at the positions 0 .. n - 1, itself at n - 1. What is not seen any more leaves in batches.
+    """
+
+    def __init__(self, budget, sinks, batch, frequencies):
+        self.budget, self.sinks, self.batch, self.frequencies = budget, sinks, batch, frequencies
+
+    def __call__(self, past):
+        for alive in past.alive:
+            living = np.nonzero(alive)[0]
+            if len(living) >= self.budget + self.batch:
+                recent = self.budget - self.sinks - 1  # and room for the next token
+                alive[living[self.sinks : len(living) - recent]] = False
+
+    def stored(self, past, head):
+        """What the cache holds of a head: living keys before RoPE."""
+        return turned(past.keys[:, head], np.arange(past.seen), self.frequencies, -1)[past.alive[head]]
+
+    def seen(self, past):
+        """Tokens that the newest query sees: all of a prompt, whatever its length."""
+        if past.seen <= max(past.prompt, self.budget):
+            return np.arange(past.seen)
+        return np.array([*range(self.sinks), *range(past.seen - self.budget + self.sinks, past.seen)])
+
+    def view(self, past, head, keys, values):
+        which = self.seen(past)
+        assert past.alive[head, which].all(), "what is seen must not have left"
+        keys = turned(keys, np.arange(past.seen), self.frequencies, -1)
+        keys[which] = turned(keys[which], np.arange(len(which)), self.frequencies)
+        return which, keys, values
+
+    def query(self, past, q):
+        raw = turned(q[None], [past.seen - 1], self.frequencies, -1)
+        return turned(raw, [len(self.seen(past)) - 1], self.frequencies)[0]
+
+
 class Gated:
     """A policy, and a gate that picks blocks of the whole text: of a picked block all that lives is seen."""
 
@@ -76,18 +123,11 @@ class Gated:
     def scores(self, past, head, blocks):
         """Equations 1a to 1c of SeerAttention-R for one KV head, with its keys rotated back to where they began."""
         gate, size = self.bank.gate(past.layer), self.bank.config.block_size
-        half = len(self.frequencies)
-
-        def turned(x, positions, sign):
-            z = (x[..., :half] + 1j * x[..., half:]) * np.exp(sign * 1j * np.outer(positions, self.frequencies))
-            return np.concatenate((z.real, z.imag), -1)
-
-        raw = turned(past.keys[: blocks * size, head], np.arange(blocks * size), -1)
+        raw = turned(past.keys[: blocks * size, head], np.arange(blocks * size), self.frequencies, -1)
         pooled = [np.concatenate((b.max(0), b.min(0), b.mean(0))) for b in raw.reshape(blocks, size, -1)]
         now = past.seen - 1
-        queries = turned(
-            np.stack([past.queries[now][of] for of in past.group(head)]), [now] * len(past.group(head)), -1
-        )
+        own = np.stack([past.queries[now][of] for of in past.group(head)])
+        queries = turned(own, [now] * len(own), self.frequencies, -1)
         weight_q, weight_k = (w.detach().double().numpy()[head] for w in (gate.q_proj.weight, gate.k_proj.weight))
         qg = sum(query @ weight for query, weight in zip(queries, weight_q, strict=True))
         kg = np.stack(pooled) @ weight_k
@@ -95,16 +135,9 @@ class Gated:
         def normed(x, norm):
             return x / np.sqrt((x**2).mean(-1, keepdims=True) + 1e-6) * norm.weight.detach().double().numpy()
 
-        width = qg.shape[-1] // 2
         w = gate.inv_freq.double().numpy()
-
-        def placed(x, positions):
-            z = (x[..., :width] + 1j * x[..., width:]) * np.exp(1j * np.outer(positions, w))
-            return np.concatenate((z.real, z.imag), -1)
-
-        return (
-            placed(normed(kg, gate.k_norm), np.arange(blocks) * size) @ placed(normed(qg, gate.q_norm)[None], [now])[0]
-        )
+        placed_k = turned(normed(kg, gate.k_norm), np.arange(blocks) * size, w)
+        return placed_k @ turned(normed(qg, gate.q_norm)[None], [now], w)[0]
 
 
 def gate_for(model):
@@ -116,3 +149,8 @@ def gate_for(model):
 def gated(policy, model, bank, budget):
     """`Gated` with the model's RoPE."""
     return Gated(policy, bank, budget, model.model.rotary_emb.inv_freq.double().numpy())
+
+
+def streaming(model, *args):
+    """`StreamingLLM` with the model's RoPE."""
+    return StreamingLLM(*args, model.model.rotary_emb.inv_freq.float().numpy())
