@@ -8,8 +8,6 @@ from collections.abc import Callable
 from dataclasses import fields, replace
 from typing import TYPE_CHECKING, Any
 
-from safetensors import SafetensorError
-
 from seergate.adapter import cached_commit, is_hub_id
 from seergate.bank import GateBank
 from seergate.config import DecodeConfig
@@ -25,19 +23,6 @@ if TYPE_CHECKING:
 
     from seergate.host.offload import Offload
     from seergate.host.paged_layer import Paging
-
-# What `from_pretrained` raises for files that are missing or damaged, packages that are missing, and options that it
-# does not know.
-_FAILURES = (
-    OSError,
-    ValueError,
-    KeyError,
-    RuntimeError,
-    ImportError,
-    SafetensorError,
-    TypeError,
-    AttributeError,
-)
 
 
 def load(
@@ -209,5 +194,5 @@ def _reading(what: str, name: str | os.PathLike[str], read: Callable[..., Any], 
     options = {"trust_remote_code": False, **{key: value for key, value in options.items() if value is not None}}
     try:
         return read(resolve_model(name), **options)
-    except _FAILURES as error:
+    except Exception as error:  # of as many types as libraries are involved; that of tokenizers is a bare `Exception`
         raise SeergateError(f"the {what} {name} could not be loaded: {first_line(error)}") from error

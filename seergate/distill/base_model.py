@@ -16,9 +16,10 @@ from seergate.bank import GateBank
 from seergate.config import GateConfig
 from seergate.distill.config import TrainConfig
 from seergate.distill.distributed import World
-from seergate.errors import SeergateError, first_line
+from seergate.distill.weight_files import check_weight_files
+from seergate.errors import SeergateError
 from seergate.host.families import base_commit, head_dim_of
-from seergate.loading import load_base, skeleton
+from seergate.loading import base_config, load_base, skeleton
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig, PreTrainedModel
@@ -44,12 +45,7 @@ def read_base_config(path: str, config: TrainConfig) -> PretrainedConfig:
     Raises:
         SeergateError: if there is none that can be read.
     """
-    from transformers import AutoConfig
-
-    try:
-        return AutoConfig.from_pretrained(path, revision=config.revision)
-    except (OSError, ValueError) as error:
-        raise SeergateError(f"the model {config.model!r} cannot be loaded: {first_line(error)}") from error
+    return base_config(path, revision=config.revision)
 
 
 def check_model(path: str, config: TrainConfig) -> str | None:
@@ -63,18 +59,21 @@ def check_model(path: str, config: TrainConfig) -> str | None:
         A fingerprint of the weights: of the files of a directory, the commit of a Hub model.
 
     Raises:
-        SeergateError: if there is no such model, gates do not fit it, or it cannot be quantised as asked.
+        SeergateError: if there is no such model, gates do not fit it, it cannot be quantised as asked, or a file of
+            its weights is missing or damaged.
     """
     package = _PACKAGES.get(config.quantize)
     if package is not None and importlib.util.find_spec(package) is None:
         raise SeergateError(
             f"quantize is {config.quantize!r}, which needs {package}; install it (pip install {package}) or use none"
         )
-    base_config = read_base_config(path, config)
-    bare = skeleton(base_config)
+    found = read_base_config(path, config)
+    bare = skeleton(found)
     GateBank.for_model(bare, gate_config(config, bare))
+    if Path(path).is_dir():
+        check_weight_files(Path(path), getattr(found, "transformers_weights", None))
     commit = cached_commit(path, config.revision) if is_hub_id(path) else None  # newer releases of transformers
-    return _fingerprint(Path(path)) or commit or base_commit(base_config)
+    return _fingerprint(Path(path)) or commit or base_commit(found)
 
 
 def load_frozen(path: str, config: TrainConfig, world: World) -> PreTrainedModel:

@@ -6,6 +6,7 @@ import argparse
 import os
 import sys
 import textwrap
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import MISSING, fields, replace
 from pathlib import Path
@@ -14,11 +15,15 @@ from typing import Any, NoReturn
 import yaml
 
 from seergate.distill.config import DEFAULT_PRESET, TrainConfig, field_types, load_train_config, presets, read_yaml
+from seergate.distill.failures import CommonError
 from seergate.errors import sentence
 from seergate.openmp import bound_spinning
 from seergate.paths import shipped
 
 USER_ERROR, INTERRUPTED = 2, 130
+
+SILENT_SECONDS = 5.0
+"""A launcher ends all processes as soon as one has ended. So one that leaves the telling to another ends later."""
 
 _GROUPS = {
     "model": "model",
@@ -34,8 +39,9 @@ class Parser(argparse.ArgumentParser):
     """Says in one sentence what was wrong with the arguments."""
 
     def error(self, message: str) -> NoReturn:
-        """Print ``message`` and exit with 2."""
-        self.exit(USER_ERROR, f"error: {message} (see {self.prog} --help)\n")
+        """Print ``message``, in one process of a machine, and exit with 2."""
+        _tell(f"error: {message} (see {self.prog} --help)", _number("LOCAL_RANK") == 0)
+        self.exit(USER_ERROR)
 
 
 EXAMPLES = (
@@ -111,8 +117,10 @@ def resolve(options: dict[str, Any]) -> TrainConfig:
 def main(argv: Sequence[str] | None = None, prog: str | None = None, examples: Sequence[str] = EXAMPLES) -> int:
     """Run the command; returns the exit code: 0, 2 for a mistake of the user's, 130 when interrupted."""
     options = vars(build_parser(prog, examples).parse_args(argv))
-    is_main = os.environ.get("RANK", "0") == "0"
-    return _guarded(lambda: _train(options, is_main), is_main)
+    found: list[TrainConfig] = []
+    # The processes of a machine find the same fault in the options, before they know of each other.
+    code = _guarded(lambda: found.append(resolve(options)), tells=_number("LOCAL_RANK") == 0)
+    return code or _guarded(lambda: _train(found[0], dry_run=bool(options.get("dry_run"))))
 
 
 def plan_main(argv: Sequence[str] | None = None, prog: str | None = None, examples: Sequence[str] = ()) -> int:
@@ -136,7 +144,7 @@ def plan_main(argv: Sequence[str] | None = None, prog: str | None = None, exampl
 
         print(make_plan(config, **own).text())
 
-    return _guarded(run, is_main=True)
+    return _guarded(run)
 
 
 def ablate_main(argv: Sequence[str] | None = None, prog: str | None = None, examples: Sequence[str] = ()) -> int:
@@ -167,12 +175,12 @@ def ablate_main(argv: Sequence[str] | None = None, prog: str | None = None, exam
             (next(iter(configs.values())).run_dir.parent / "ablation.md").write_text(tables[-1])
         print("\n" + "\n".join(tables), end="")
 
-    return _guarded(run, is_main=True)
+    return _guarded(run)
 
 
-def _train(options: dict[str, Any], is_main: bool) -> None:
-    config = resolve(options)
-    if options.get("dry_run"):
+def _train(config: TrainConfig, *, dry_run: bool) -> None:
+    is_main = _number("RANK") == 0
+    if dry_run:
         if is_main:
             _dry_run(replace(config, output_dir=str(config.run_dir)))
         return
@@ -193,8 +201,13 @@ def _dry_run(config: TrainConfig) -> None:
     print("\n".join(f"# {line}" for line in plan.text().splitlines()))
 
 
-def _guarded(run: Callable[[], None], is_main: bool) -> int:
-    """Run, and turn what goes wrong into a sentence and an exit code."""
+def _guarded(run: Callable[[], None], *, tells: bool = True) -> int:
+    """Run, and turn what goes wrong into a sentence and an exit code.
+
+    Args:
+        run: what to do.
+        tells: whether this process tells the user. What all processes have found together, the main one tells.
+    """
     try:
         run()
     except (ValueError, OSError) as error:
@@ -202,11 +215,24 @@ def _guarded(run: Callable[[], None], is_main: bool) -> int:
         foreign = isinstance(error, OSError) and not isinstance(error, FileNotFoundError) and error.filename is None
         if foreign or os.environ.get("SEERGATE_TRACEBACK"):
             raise
-        if is_main:
-            print(f"error: {sentence(error)}", file=sys.stderr)
+        _tell(f"error: {sentence(error)}", tells and not (isinstance(error, CommonError) and _number("RANK")))
         return USER_ERROR
     except KeyboardInterrupt:
-        if is_main:
+        if _number("RANK") == 0:
             print("interrupted; the same command continues from the last checkpoint", file=sys.stderr)
         return INTERRUPTED
     return 0
+
+
+def _tell(text: str, tells: bool) -> None:
+    """Print an error with the number of its process, if that is not the main one; or give another time to do so."""
+    rank = _number("RANK")
+    if tells:
+        print(f"[rank {rank}] {text}" if rank else text, file=sys.stderr, flush=True)
+    else:
+        time.sleep(SILENT_SECONDS)
+
+
+def _number(variable: str) -> int:
+    """What the launcher says about this process."""
+    return int(os.environ.get(variable) or 0)

@@ -17,6 +17,7 @@ from typing import Any, Literal, get_args, get_origin, get_type_hints
 
 import yaml
 
+from seergate.chain_sum import GIVENS, NAMES
 from seergate.config import POOLINGS, GateConfig
 from seergate.errors import SeergateError, first_line
 from seergate.paths import shipped
@@ -37,7 +38,7 @@ def _option(default: Any, help: str, *, shapes_result: bool = True) -> Any:
 
 @dataclass(frozen=True)
 class TrainConfig:
-    """One distillation run. The defaults are the paper's recipe (SeerAttention-R, section 5.1, and its launch script).
+    """One distillation run. The defaults are the paper's recipe (SeerAttention-R, section 4.1, and its launch script).
 
     Every field's meaning is its ``metadata["help"]``, which is also the command line's help.
 
@@ -156,8 +157,8 @@ class TrainConfig:
         low_high = self.chain_sum_variables
         self._must(
             "chain_sum_variables",
-            len(low_high) == 2 and 4 <= low_high[0] <= low_high[1] <= 256,
-            "two integers in 4..256",
+            len(low_high) == 2 and GIVENS < low_high[0] <= low_high[1] <= NAMES,
+            f"two integers in {GIVENS + 1}..{NAMES}, the smaller one first",
         )
         self._must(
             "recall_budgets",

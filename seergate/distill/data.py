@@ -39,6 +39,9 @@ class DataReport:
         malformed: reason -> rows left out for it.
         think_added: samples that lacked the opening think tag and got it.
         no_reasoning: samples without reasoning.
+        earlier_reasoning: rows of which the reasoning of earlier assistant turns was left out: the model does not see
+            it again at inference either.
+        unanswered: rows of which the last turns were left out, because no assistant turn follows them.
         packs: packs to train on.
         held_out: packs kept for evaluation.
         efficiency: share of the packs' capacity that holds tokens.
@@ -55,6 +58,8 @@ class DataReport:
     malformed: dict[str, int]
     think_added: int
     no_reasoning: int
+    earlier_reasoning: int
+    unanswered: int
     packs: int
     held_out: int
     efficiency: float
@@ -72,6 +77,8 @@ class DataReport:
             "that fit in two blocks left out": self.too_short,
             "given their opening think tag": self.think_added,
             "without reasoning": self.no_reasoning,
+            "without the reasoning of their earlier turns": self.earlier_reasoning,
+            "cut off after their last answer": self.unanswered,
             **{f"malformed ({reason})": count for reason, count in self.malformed.items()},
         }
         notes = [f"{count:,} {what}" for what, count in left_out.items() if count]

@@ -7,14 +7,45 @@ environment variables; only the engine differs.
 from __future__ import annotations
 
 import hashlib
+import math
 import os
 import socket
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
+from datetime import timedelta
 
 import torch
 import torch.distributed as dist
 
-from seergate.errors import SeergateError
+from seergate.distill.failures import CommonError
+from seergate.errors import SeergateError, first_line, sentence
+
+PATIENCE_HOURS = 24.0
+"""How long a process waits for the others; while one tokenises a large dataset, that is long. The libraries' own 10 to
+30 minutes would end such a run. A process that has died is not waited for: the launchers then end all."""
+
+PATIENCE_VARIABLE = "SEERGATE_TIMEOUT_HOURS"
+"""The environment variable that sets another number of hours."""
+
+_MISTAKES = (ValueError, OSError, torch.OutOfMemoryError)
+"""What a user can mend; anything else is a fault of ours and keeps its traceback."""
+
+
+def patience() -> timedelta:
+    """How long a process waits for the others.
+
+    Raises:
+        SeergateError: if the environment variable holds no positive number.
+    """
+    given = os.environ.get(PATIENCE_VARIABLE) or str(PATIENCE_HOURS)
+    try:
+        hours = float(given)
+    except ValueError:
+        hours = math.nan
+    if not 0 < hours < math.inf:
+        raise SeergateError(f"{PATIENCE_VARIABLE} is {given!r}; it must be a positive number of hours")
+    return timedelta(hours=hours)
 
 
 @dataclass(frozen=True)
@@ -41,32 +72,52 @@ class World:
     def barrier(self) -> None:
         """Wait for every process."""
         if self.size > 1:
-            dist.barrier()
+            _connected(dist.barrier)
 
     def sum(self, x: torch.Tensor) -> torch.Tensor:
         """The sum over all processes, in place."""
         if self.size > 1:
-            dist.all_reduce(x)
+            _connected(lambda: dist.all_reduce(x))
         return x
 
-    def all_well(self, well: bool) -> bool:
-        """Whether every process is well; so that none waits for one that has given up."""
-        failed = torch.tensor(int(not well), device=self.device)
-        return not bool(self.sum(failed))
+    @contextmanager
+    def together(self) -> Iterator[None]:
+        """A part of the work that every process must get through: if one fails, all stop and all know why.
+
+        The part itself must not talk to other processes. A process alone raises what it raised.
+
+        Raises:
+            CommonError: in every process, with what the failed ones said and which they are.
+        """
+        failure: Exception | None = None
+        try:
+            yield
+        except Exception as error:
+            if self.size == 1:
+                raise
+            failure = error
+        if self.size == 1:
+            return
+        said: list[str | None] = [None] * self.size
+        _connected(lambda: dist.all_gather_object(said, None if failure is None else _told(failure)))
+        if failure is not None and not isinstance(failure, _MISTAKES):
+            raise failure
+        if any(said):
+            raise CommonError(_joined(said)) from failure
 
     def must_agree(self, value: str, complaint: str) -> None:
         """Make sure that every process has found the same thing.
 
         Raises:
-            SeergateError: with the complaint, in every process, if one has another ``value``.
+            CommonError: with the complaint, in every process, if one has another ``value``.
         """
         if self.size == 1:
             return
         digest = int.from_bytes(hashlib.blake2b(value.encode(), digest_size=6).digest())
         both = torch.tensor([digest, -digest], device=self.device)
-        dist.all_reduce(both, op=dist.ReduceOp.MAX)
+        _connected(lambda: dist.all_reduce(both, op=dist.ReduceOp.MAX))
         if both[0] != -both[1]:
-            raise SeergateError(complaint)
+            raise CommonError(complaint)
 
     def leave(self) -> None:
         """Close the connections."""
@@ -78,7 +129,8 @@ def join_world(*, deepspeed: bool) -> World:
     """Connect to the other processes, if there are any.
 
     Raises:
-        SeergateError: if there are more processes on this machine than GPUs.
+        SeergateError: if there are more processes on this machine than GPUs, in those that have none; if they cannot
+            be connected.
     """
     size, rank = int(os.environ.get("WORLD_SIZE", 1)), int(os.environ.get("RANK", 0))
     local_rank = int(os.environ.get("LOCAL_RANK", 0))
@@ -98,11 +150,46 @@ def join_world(*, deepspeed: bool) -> World:
         if size == 1:
             os.environ.setdefault("MASTER_PORT", str(_free_port()))
     if (deepspeed or size > 1) and not dist.is_initialized():
-        if cuda:
-            dist.init_process_group("nccl", device_id=device)
-        else:
-            dist.init_process_group("gloo")
+        backend, bound = ("nccl", device) if cuda else ("gloo", None)
+        try:
+            dist.init_process_group(backend, device_id=bound, timeout=patience())
+        except RuntimeError as error:
+            raise SeergateError(f"the processes of this run could not be connected: {first_line(error)}") from error
     return World(rank, size, local_rank, device)
+
+
+def be_patient(group: dist.ProcessGroup) -> None:
+    """Give a group of processes that a library has made the same time as the others."""
+    dist.distributed_c10d._set_pg_timeout(patience(), group)
+
+
+def _connected(talk: Callable[[], object]) -> None:
+    """Talk to the other processes.
+
+    Raises:
+        SeergateError: if one of them is gone, or has not answered in time.
+    """
+    try:
+        talk()
+    except RuntimeError as error:  # what all backends raise
+        raise SeergateError(
+            "the connection to the other processes is lost; one of them has failed, and says why, or has not "
+            f"answered within {patience().total_seconds() / 3600:g} hours ({first_line(error)})"
+        ) from error
+
+
+def _told(failure: Exception) -> str:
+    """A failure in one line for the other processes."""
+    return sentence(failure) if isinstance(failure, _MISTAKES) else f"{type(failure).__name__}: {first_line(failure)}"
+
+
+def _joined(said: list[str | None]) -> str:
+    """What the processes said, each thing once: the main one's as it is, others' with the number of their process."""
+    first: dict[str, int] = {}
+    for rank, text in enumerate(said):
+        if text:
+            first.setdefault(text, rank)
+    return "; ".join(text if rank == 0 else f"[rank {rank}] {text}" for text, rank in first.items())
 
 
 def _free_port() -> int:

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from seergate.distill.config import TrainConfig
-from seergate.distill.distributed import World
+from seergate.distill.distributed import World, be_patient
 from seergate.distill.packing import PackedBatch
 from seergate.distill.teacher_forward import distill_step
 from seergate.errors import SeergateError, how_to_install
@@ -122,9 +122,7 @@ def check_engine(config: TrainConfig, world_size: int) -> None:
         )
     if config.deepspeed:
         if importlib.util.find_spec("deepspeed") is None:
-            raise SeergateError(
-                f"DeepSpeed is not installed; {how_to_install('train')}, or use torchrun"
-            )
+            raise SeergateError(f"DeepSpeed is not installed; {how_to_install('train')}, or use torchrun")
         deepspeed_config(config, world_size)
 
 
@@ -206,6 +204,7 @@ class DeepSpeedEngine:
             optimizer=make_optimizer(list(self._named.values()), config),
             config=deepspeed_config(config, world.size),
         )
+        be_patient(self._engine.data_parallel_group)  # DeepSpeed makes it with the short default
         self._step = 0
 
     def accumulate(self, batch: PackedBatch) -> Losses:

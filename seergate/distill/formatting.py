@@ -57,6 +57,13 @@ def training_template(tokenizer: PreTrainedTokenizerBase, override: str | None =
             )
         return template
     own = tokenizer.chat_template
+    if isinstance(own, dict):  # several templates by name
+        names, own = ", ".join(own), own.get("default")
+        if own is None and names:
+            raise SeergateError(
+                f"the model's tokenizer has several chat templates ({names}) and none is called default; give the one "
+                "to use with chat_template (a .jinja file)"
+            )
     if not isinstance(own, str):
         raise SeergateError("the model's tokenizer has no chat template; give one with chat_template (a .jinja file)")
     if _keeps_reasoning(tokenizer, own):
@@ -99,6 +106,8 @@ class Formatter:
     Attributes:
         think_added: rows that had the end of a reasoning without its beginning, and got an opening tag.
         no_reasoning: rows without any reasoning.
+        earlier_reasoning: rows that lost the reasoning of their earlier assistant turns, which no template keeps.
+        unanswered: rows that lost their last turns, which no assistant turn follows.
     """
 
     def __init__(
@@ -108,6 +117,14 @@ class Formatter:
         self._template: str | None = None
         self.think_added = 0
         self.no_reasoning = 0
+        self.earlier_reasoning = 0
+        self.unanswered = 0
+
+    @property
+    def counts(self) -> dict[str, int]:
+        """All counts by name."""
+        names = ("think_added", "no_reasoning", "earlier_reasoning", "unanswered")
+        return {name: getattr(self, name) for name in names}
 
     @property
     def template(self) -> str:
@@ -154,10 +171,12 @@ class Formatter:
 
     def _chat(self, turns: list[Any]) -> str:
         messages = [_message(turn) for turn in turns]
+        given = len(messages)
         while messages and messages[-1]["role"] != "assistant":
             messages.pop()  # a question nobody answered teaches nothing about reasoning
         if not messages:
             raise MalformedRow("no assistant turn")
+        unanswered = len(messages) < given
         answer = messages[-1]["content"]
         if not answer.replace(OPEN, "").replace(CLOSE, "").strip():
             raise MalformedRow("empty assistant turn")
@@ -166,9 +185,12 @@ class Formatter:
             answer = f"{OPEN}\n{answer.lstrip()}"
         if answer.count(OPEN) > 1 or answer.count(CLOSE) > 1:
             raise MalformedRow("several think tags")
+        earlier_reasoning = False
         for message in messages[:-1]:
             if message["role"] == "assistant":  # the model never sees the reasoning of earlier turns again
-                message["content"] = message["content"].split(CLOSE)[-1].lstrip()
+                thought, end, said = message["content"].rpartition(CLOSE)
+                message["content"] = said.lstrip()
+                earlier_reasoning |= bool(end and thought.replace(OPEN, "").strip())
         messages[-1]["content"] = answer
         text = _render(self.tokenizer, messages, self.template)
         tags = text.count(OPEN) - sum(message["content"].count(OPEN) for message in messages[:-1])
@@ -179,6 +201,8 @@ class Formatter:
             raise MalformedRow("several think tags")
         self.think_added += added
         self.no_reasoning += not reasoning
+        self.earlier_reasoning += earlier_reasoning
+        self.unanswered += unanswered
         return text
 
 

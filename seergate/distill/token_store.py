@@ -21,7 +21,7 @@ import numpy as np
 from seergate.distill.formatting import Formatter, MalformedRow
 from seergate.distill.sources import BAD_LINE, Source
 
-FORMAT = 1
+FORMAT = 2
 BATCH_ROWS, BATCH_CHARS = 512, 4_000_000
 
 
@@ -103,7 +103,7 @@ class TokenStore:
                         ids = ids[:max_length]
                     stream.write(ids.tobytes())
                     starts.append(starts[-1] + len(ids))
-            counts |= {"think_added": formatter.think_added, "no_reasoning": formatter.no_reasoning}
+            counts |= formatter.counts
             np.save(draft / "starts.npy", np.asarray(starts, dtype=np.int64))
             (draft / "counts.json").write_text(json.dumps(counts))
             try:

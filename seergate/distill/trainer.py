@@ -19,7 +19,6 @@ import time
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import torch
 
@@ -43,12 +42,11 @@ from seergate.distill.config import TrainConfig, locate_model
 from seergate.distill.data import TrainingData, prepare_data
 from seergate.distill.distributed import World, join_world
 from seergate.distill.engines import DistillModule, Losses, check_engine, make_engine, prepare_deepspeed
+from seergate.distill.failures import CommonError
 from seergate.distill.packing import PackOrder
 from seergate.distill.tally import Tally
 from seergate.errors import SeergateError, first_line
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerBase
+from seergate.loading import load_tokenizer
 
 
 def learning_rate(config: TrainConfig, step: int) -> float:
@@ -72,12 +70,10 @@ def run_distillation(config: TrainConfig, callbacks: Iterable[Callback] = ()) ->
         The adapter's directory.
 
     Raises:
-        SeergateError: for whatever the user can mend: model, data, checkpoint of another run.
+        SeergateError: for whatever the user can mend: model, data, checkpoint of another run. In a run of several
+            processes a `CommonError`, where all of them fail together.
     """
     config = replace(config, output_dir=str(config.run_dir))
-    located = locate_model(config)
-    if config.run_dir.exists() and not config.run_dir.is_dir():
-        raise SeergateError(f"output_dir is {str(config.run_dir)!r}, which is a file; it must be a directory")
     if config.deepspeed:
         prepare_deepspeed()
     world = join_world(deepspeed=bool(config.deepspeed))
@@ -87,6 +83,10 @@ def run_distillation(config: TrainConfig, callbacks: Iterable[Callback] = ()) ->
 
         logging.disable_progress_bar()
     try:
+        with world.together():
+            located = locate_model(config)
+            if config.run_dir.exists() and not config.run_dir.is_dir():
+                raise SeergateError(f"output_dir is {str(config.run_dir)!r}, which is a file; it must be a directory")
         return _Run(config, located.model, world, callbacks).run()
     finally:
         world.leave()
@@ -112,25 +112,29 @@ class _Run:
     def run(self) -> Path:
         """All of it; returns the adapter's directory."""
         config, world = self.config, self.world
-        check_engine(config, world.size)
-        self.model_fingerprint = check_model(self.model_path, config)
+        with world.together():
+            check_engine(config, world.size)
+            self.model_fingerprint = check_model(self.model_path, config)
         self._look_for_checkpoint()
-        self.tokenizer = _load_tokenizer(self.model_path, config.revision)
+        with world.together():
+            self.tokenizer = load_tokenizer(self.model_path, revision=config.revision)
         self.data = self._prepare_data()
         self.identity = {
             **config.result_shaping(),
             "model_fingerprint": self.model_fingerprint,
             "data_fingerprint": self.data.fingerprint,
         }
-        base = load_frozen(self.model_path, config, world)
-        torch.manual_seed(config.seed)
-        bank = GateBank.for_model(base, gate_config(config, base)).to(world.device, torch.float32)
+        with world.together():
+            base = load_frozen(self.model_path, config, world)
+            torch.manual_seed(config.seed)
+            bank = GateBank.for_model(base, gate_config(config, base)).to(world.device, torch.float32)
         # The name the user gave, not where it was found: the adapter must load on other machines.
         bank.geometry = replace(bank.geometry, base_model=config.model)
         self.bank, self.module = bank, DistillModule(bank, base, config)
         self.engine = make_engine(self.module, config, world)
         done = self._resume()
-        self._open_callbacks(done)
+        with world.together():
+            self._open_callbacks(done)
         try:
             self._train(done)
             self._export(self.dir)
@@ -150,48 +154,48 @@ class _Run:
     def _look_for_checkpoint(self) -> None:
         """Refuse a run that contradicts the checkpoint it would continue, before long work."""
         root = self.dir / "checkpoints"
-        if self.world.is_main:
-            clear_drafts(root)
-            if not self.config.resume:
-                remove_checkpoints(root)
-        self.world.barrier()
+        with self.world.together():
+            if self.world.is_main:
+                clear_drafts(root)
+                if not self.config.resume:
+                    remove_checkpoints(root)
         newest = newest_checkpoint(root)
         self.world.must_agree(
             str(newest and newest.name),
             f"the processes see different checkpoints in {root}; output_dir must be on a file system that all share",
         )
-        if newest:
-            found = read_record(newest)["run"]
-            wanted = {**self.config.result_shaping(), "model_fingerprint": self.model_fingerprint}
-            # Whether the data changed is only known once it is prepared; `_resume` compares that too.
-            wanted["data_fingerprint"] = found.get("data_fingerprint")
-            check_same_run(newest, found, wanted)
+        with self.world.together():
+            if newest:
+                found = read_record(newest)["run"]
+                wanted = {**self.config.result_shaping(), "model_fingerprint": self.model_fingerprint}
+                # Whether the data changed is only known once it is prepared; `_resume` compares that too.
+                wanted["data_fingerprint"] = found.get("data_fingerprint")
+                check_same_run(newest, found, wanted)
 
     def _prepare_data(self) -> TrainingData:
         """One process of each machine tokenises; the others then find it done."""
-        world, failure, data = self.world, None, None
-        if world.local_rank == 0:
-            try:
+        world, data = self.world, None
+        with world.together():
+            if world.local_rank == 0:
                 with RowProgress(shown=world.is_main) as progress:
                     data = prepare_data(self.config, self.tokenizer, progress)
-            except SeergateError as error:
-                failure = error
-        if not world.all_well(failure is None):
-            raise failure or SeergateError("the process that prepares the data has failed")
-        data = data or prepare_data(self.config, self.tokenizer)
+        with world.together():
+            data = data or prepare_data(self.config, self.tokenizer)
         world.must_agree(data.fingerprint, "the processes see different data; data must be the same on every machine")
-        if world.is_main:
-            self.dir.mkdir(parents=True, exist_ok=True)
-            self.config.save(self.dir / "train_config.yaml")
-            (self.dir / "data.json").write_text(json.dumps(data.report.to_dict(), indent=1))
+        with world.together():
+            if world.is_main:
+                self.dir.mkdir(parents=True, exist_ok=True)
+                self.config.save(self.dir / "train_config.yaml")
+                (self.dir / "data.json").write_text(json.dumps(data.report.to_dict(), indent=1))
         return data
 
     def _resume(self) -> int:
         newest = newest_checkpoint(self.dir / "checkpoints")
         if newest is None:
             return 0
-        checkpoint = load_checkpoint(newest)
-        check_same_run(newest, checkpoint.run, json.loads(json.dumps(self.identity)))
+        with self.world.together():
+            checkpoint = load_checkpoint(newest)
+            check_same_run(newest, checkpoint.run, json.loads(json.dumps(self.identity)))
         self.engine.load(checkpoint.optimizer)
         set_random_states(checkpoint.random)
         self.progress = _Progress(**checkpoint.progress)
@@ -213,6 +217,11 @@ class _Run:
             f"gates: {len(self.bank)} layers, {parameters:,} parameters, for {config.model}; {engine} on "
             f"{self.world.device.type}{processes}"
         )
+        if config.eval_every and config.eval_packs and not self.data.held_out:
+            self._say(
+                f"no evaluations and no best/: of {len(self.data.train)} packs none is held out, as that is for a "
+                "tenth of them at most"
+            )
         if done:
             self._say(f"continuing after step {done} of {config.steps}")
 
@@ -228,7 +237,7 @@ class _Run:
             norm = self.engine.update(lr)
             means = tally.means(world, config.packs_per_step)
             if not (math.isfinite(means.loss) and math.isfinite(norm)):
-                raise SeergateError(
+                raise CommonError(
                     f"step {step + 1} gave a loss of {means.loss} and a gradient norm of {norm}; "
                     "the checkpoint before it is intact"
                 )
@@ -276,10 +285,10 @@ class _Run:
 
     def _checkpoint(self) -> None:
         state = self.engine.state()  # every process takes part
-        if self.world.is_main:
-            checkpoint = Checkpoint(state, self.identity, random_states(), vars(self.progress).copy())
-            save_checkpoint(self.dir / "checkpoints", checkpoint, self.config.save_total_limit)
-        self.world.barrier()
+        with self.world.together():
+            if self.world.is_main:
+                checkpoint = Checkpoint(state, self.identity, random_states(), vars(self.progress).copy())
+                save_checkpoint(self.dir / "checkpoints", checkpoint, self.config.save_total_limit)
 
     def _export(self, directory: Path) -> None:
         """Write the adapter, in the frozen model's precision."""
@@ -315,15 +324,6 @@ class _Run:
     def _say(self, text: str) -> None:
         for callback in self.callbacks:
             callback.on_message(text)
-
-
-def _load_tokenizer(path: str, revision: str | None) -> PreTrainedTokenizerBase:
-    from transformers import AutoTokenizer
-
-    try:
-        return AutoTokenizer.from_pretrained(path, revision=revision)
-    except (OSError, ValueError) as error:
-        raise SeergateError(f"the tokenizer of {path!r} cannot be loaded: {first_line(error)}") from error
 
 
 def _share_cores(world: World) -> None:

@@ -194,10 +194,16 @@ def gate_geometry(model: PreTrainedModel, config: GateConfig) -> ModelGeometry:
     """What gates for this model have to fit.
 
     Raises:
-        SeergateError: if the family is not supported.
+        SeergateError: if the family is not supported, or its query heads cannot be divided among its KV heads.
     """
     base = text_config(model)
     modules = full_attention_modules(model)
+    heads, kv_heads = base.num_attention_heads, getattr(base, "num_key_value_heads", None)
+    if kv_heads and heads % kv_heads:  # transformers rounds down, and fails when the model runs
+        raise SeergateError(
+            f"num_attention_heads is {heads} and num_key_value_heads is {kv_heads}; the first must be a multiple of "
+            "the second"
+        )
     layer, attention = modules[0]
     head_dim, group = int(attention.head_dim), int(attention.num_key_value_groups)  # type: ignore[arg-type]
     inv_freq, scaling = (

@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 import yaml
 
+from seergate.chain_sum import make_problems
 from seergate.distill import TrainConfig, load_train_config
 from seergate.distill.command import build_parser, resolve
 from seergate.distill.config import locate_model, presets, read_yaml
@@ -73,7 +74,7 @@ def test_command_line_strings_become_the_fields_types() -> None:
         ("lr", 0), ("lr", "nan"), ("lr", "inf"), ("min_lr", 1.0), ("weight_decay", -0.1), ("grad_clip", "nan"),
         ("row_start", 1.0), ("row_start", -0.1), ("reduction", "mean"), ("dtype", "int8"), ("over_length", "split"),
         ("recall_budgets", "0"), ("recall_budgets", "a,b"), ("chain_sum_variables", "5"),
-        ("chain_sum_variables", "9,5"),
+        ("chain_sum_variables", "9,5"), ("chain_sum_variables", "3,5"), ("chain_sum_variables", "8,81"),
         ("data_limit", 0), ("data", ""), ("resume", "perhaps"), ("save_every", -1), ("output_dir", 3),
     ],
 )  # fmt: skip
@@ -81,6 +82,14 @@ def test_a_bad_value_is_refused_by_name(option: str, value: object) -> None:
     with pytest.raises(ValueError, match=rf"^{option} is .*; it must be ") as caught:
         load_train_config("qwen3-8b", {option: value})
     assert "\n" not in str(caught.value)
+
+
+def test_the_problems_of_chain_sum_are_as_large_as_its_names_allow() -> None:
+    with pytest.raises(ValueError, match=r"chain_sum_variables is \(8, 256\); it must be two integers in 4\.\.80,"):
+        load_train_config("tiny-reasoner", {"chain_sum_variables": "8,256"})
+    for size in (4, 80):  # what is accepted can be drawn
+        config = load_train_config("tiny-reasoner", {"chain_sum_variables": (size, size)})
+        assert len(list(make_problems(1, config.chain_sum_variables, 0))) == 1
 
 
 def test_yaml_round_trip(tmp_path: Path) -> None:

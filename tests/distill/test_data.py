@@ -82,6 +82,57 @@ def test_reasoning_of_earlier_turns_is_left_out_as_at_inference(tokenizer: PreTr
     assert is_chat and "old answer" in text and "old thought" not in text and text.count("<think>") == 1
 
 
+def test_what_is_left_out_of_a_conversation_is_counted(
+    config: TrainConfig, tokenizer: PreTrainedTokenizerFast
+) -> None:
+    def turns(*contents: Any) -> list[Any]:
+        return [{"role": ("user", "assistant")[i % 2], **c} for i, c in enumerate(contents)]
+
+    def said(text: str, **more: str) -> dict[str, str]:
+        return {"content": text, **more}
+
+    last = said("<think>b</think>B")
+    rows = [
+        turns(said("1"), last),  # nothing left out
+        turns(said("2"), said("A"), said("?"), last),
+        turns(said("3"), said("<think>\n\n</think>A"), said("?"), last),  # an empty reasoning is none
+        turns(said("4"), said("<think>a</think>A"), said("?"), last),
+        turns(said("5"), said("a</think>A"), said("?"), said("<think>c</think>C"), said("?"), last),  # counted once
+        turns(said("6"), said("A", reasoning_content="a"), said("?"), last),
+        turns(said("7"), last, said("unanswered")),
+        [*turns(said("8"), last, said("unanswered")), {"role": "user", "content": "too"}],  # counted once
+        turns(said("9"), said("<think>a</think>A"), said("?"), last, said("unanswered")),
+        [{"role": "user", "content": "no answer at all"}],  # malformed, and nothing else
+    ]
+    write(config.data, [{"messages": row} for row in rows])
+    data = prepare_data(config, tokenizer)
+    report = data.report
+    assert (report.samples, report.malformed) == (9, {"no assistant turn": 1})
+    assert (report.earlier_reasoning, report.unanswered) == (4, 3)
+    assert not any("unanswered" in tokenizer.decode(data.store[i]) for i in range(9))
+    summary = report.summary()
+    assert (
+        "4 without the reasoning of their earlier turns" in summary and "3 cut off after their last answer" in summary
+    )
+    assert prepare_data(config, tokenizer).report == report  # also when it is found tokenised
+    assert json.loads(json.dumps(report.to_dict()))["unanswered"] == 3
+
+
+def test_several_chat_templates_by_name(config: TrainConfig) -> None:
+    tokenizer = byte_tokenizer(None)
+    row = chat("<think>a</think>b")
+    tokenizer.chat_template = {"tool_use": "{{ 'tools' }}", "default": TEMPLATES["plain"]}
+    expected = Formatter(byte_tokenizer(TEMPLATES["plain"])).text(row)
+    assert Formatter(tokenizer).text(row) == expected
+    assert only_text(config, tokenizer, row) == expected[0]
+    tokenizer.chat_template = {"tool_use": TEMPLATES["plain"], "rag": TEMPLATES["plain"]}
+    with pytest.raises(SeergateError, match=r"several chat templates \(tool_use, rag\) and none is called default"):
+        Formatter(tokenizer).text(row)
+    tokenizer.chat_template = {}
+    with pytest.raises(SeergateError, match="has no chat template"):
+        Formatter(tokenizer).text(row)
+
+
 def test_a_template_that_deletes_reasoning_is_refused_before_training(tmp_path: Path, config: TrainConfig) -> None:
     stripping = "{% for m in messages %}{{ m.content.split('</think>')[-1] }}{% endfor %}"
     write(config.data, [chat("<think>a</think>b")])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import random
+import shutil
 import signal
 import subprocess
 import sys
@@ -104,15 +105,38 @@ def test_two_processes_agree_with_one_and_resume_exactly(config: TrainConfig, tm
     assert_identical(state(both.run_dir), before)
 
 
-def test_a_checkpoint_of_two_processes_is_continued_by_one(config: TrainConfig, tmp_path: Path) -> None:  # noqa: F811
-    config = replace(config, packs_per_step=4, steps=6, save_every=3)
+def back_to(run: Path, step: int) -> None:
+    """As if the run had been interrupted after the checkpoint of this step."""
+    checkpoints = run / "checkpoints"
+    for path in checkpoints.iterdir():
+        if int(path.name.removeprefix("step-")) > step:
+            shutil.rmtree(path)
+    assert newest_checkpoint(checkpoints) == checkpoints / f"step-{step:08d}"
+
+
+def test_a_run_is_continued_by_other_numbers_of_processes_and_engines(config: TrainConfig, tmp_path: Path) -> None:  # noqa: F811
+    """One process -> two -> one; one -> two of DeepSpeed -> one of DeepSpeed, or one without."""
+    config = replace(config, packs_per_step=4, steps=9, save_every=3, save_total_limit=3)
     alone = run_distillation(replace(config, output_dir=str(tmp_path / "alone")))
-    finish([*launch("torchrun"), *arguments(config, tmp_path)])
-    newest = newest_checkpoint(config.run_dir / "checkpoints")
-    assert newest is not None
-    newest.rename(config.run_dir / "newest")
-    run_distillation(config)
-    assert_close(state(config.run_dir), state(alone), 1e-6)
+
+    def branch(run: Path, name: str, step: int, *command: str) -> Path:
+        """A copy of the run that goes on elsewhere and must end where the one that was left alone ended."""
+        shutil.copytree(run, tmp_path / name)
+        back_to(tmp_path / name, step)
+        other = replace(config, output_dir=str(tmp_path / name))
+        output = finish([*command, *arguments(other, tmp_path), *(["--deepspeed"] if "one-zero" in name else [])])
+        assert f"continuing after step {step} of 9" in output and ("DeepSpeed ZeRO" in output) == ("zero" in name)
+        assert ("in 2 processes" in output) == ("two" in name)
+        assert_close(state(tmp_path / name), state(alone), 1e-6)
+        assert_close(weights(tmp_path / name), weights(alone), 1e-6)
+        assert losses(tmp_path / name) == pytest.approx(losses(alone), abs=1e-6)
+        return tmp_path / name
+
+    two = branch(alone, "two", 3, *launch("torchrun"))
+    branch(two, "one", 6, sys.executable)
+    two_zero = branch(alone, "two-zero", 3, *launch("deepspeed"))
+    branch(two_zero, "one-zero", 6, sys.executable)
+    branch(two_zero, "one-again", 6, sys.executable)
 
 
 def test_a_batch_that_cannot_be_shared_is_refused(config: TrainConfig, tmp_path: Path) -> None:  # noqa: F811
@@ -155,7 +179,7 @@ def test_killed_at_random_moments_it_ends_bit_identical(config: TrainConfig, tmp
     assert not list(config.run_dir.rglob(".draft-*"))
 
 
-def test_processes_that_find_different_things_stop(config: TrainConfig, tmp_path: Path) -> None:  # noqa: F811
+def test_what_is_wrong_with_the_data_is_said_once(config: TrainConfig, tmp_path: Path) -> None:  # noqa: F811
     config = replace(config, data=str(tmp_path / "rows.jsonl"))
     (tmp_path / "rows.jsonl").write_text('{"text": "short"}\n')
     process = start([*launch("torchrun"), *arguments(config, tmp_path)])
@@ -164,16 +188,6 @@ def test_processes_that_find_different_things_stop(config: TrainConfig, tmp_path
         process.returncode != 0 and output.count("has nothing to train on: of 1 rows, 1 that fit in two blocks") == 1
     )
     assert "SeergateError" not in output  # the one that waited leaves without a traceback
-
-    program = tmp_path / "agree.py"
-    program.write_text(
-        "import os, torch; from seergate.distill.distributed import join_world; world = join_world(deepspeed=False)\n"
-        "world.must_agree('same', 'no'); assert world.all_well(True); assert not world.all_well(world.rank == 0)\n"
-        "try: world.must_agree(str(world.rank), 'they differ')\n"
-        "except ValueError as error: print(f'refused: {error}\\n', end='')\n"  # one write: lines must not mix
-        "world.leave()\n"
-    )
-    assert finish([*launch("torchrun"), str(program)]).count("refused: they differ") == 2
 
 
 def test_killed_while_preparing_data_it_starts_again(config: TrainConfig, tmp_path: Path) -> None:  # noqa: F811

@@ -235,9 +235,22 @@ def test_an_unsupported_model_is_refused_before_the_data_is_read(config: TrainCo
     with pytest.raises(SeergateError, match="gpt2"):
         run_distillation(replace(config, model=str(tmp_path / "gpt2"), data="/does/not/exist.jsonl"))
     (tmp_path / "empty").mkdir()
-    with pytest.raises(SeergateError, match="cannot be loaded") as caught:
+    with pytest.raises(SeergateError, match="could not be loaded") as caught:
         run_distillation(replace(config, model=str(tmp_path / "empty")))
     assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("asked", [True, False])
+def test_too_few_packs_to_hold_any_out_are_said_to_have_no_evaluation(config: TrainConfig, asked: bool) -> None:
+    heard = Recorder()
+    few = replace(config, data_limit=9, eval_packs=2 if asked else 0, steps=2)
+    out = run_distillation(few, [heard])
+    assert heard.evals == [] and not (out / "best").exists()
+    assert sum(text.startswith("no evaluations and no best/: of ") for text in heard.messages) == asked
+    many = Recorder()
+    out = run_distillation(replace(config, steps=2, output_dir=str(config.run_dir) + "-many"), [many])
+    assert len(many.evals) == 1 and (out / "best").is_dir()
+    assert not any("no evaluations" in text for text in many.messages)
 
 
 def test_an_output_directory_that_is_a_file_is_refused(config: TrainConfig, tmp_path: Path) -> None:

@@ -1,0 +1,66 @@
+"""Two processes of one run as a launcher would start them, but each in a place of its own choice."""
+
+from __future__ import annotations
+
+import os
+import socket
+import subprocess
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+ROOT = Path(__file__).parents[2]
+
+
+def free_port() -> int:
+    with socket.socket() as s:
+        s.bind(("127.0.0.1", 0))
+        return int(s.getsockname()[1])
+
+
+def pair(
+    arguments: Sequence[str],
+    *,
+    places: tuple[Path, Path] = (ROOT, ROOT),
+    machines: int = 1,
+    env: dict[str, str] | None = None,
+    seconds: float = 240,
+) -> list[subprocess.CompletedProcess[str]]:
+    """Run ``python *arguments`` twice.
+
+    Args:
+        arguments: of the interpreter.
+        places: the working directory of each.
+        machines: 1, or 2 for processes that take themselves for the first of a machine each.
+        env: more environment variables.
+        seconds: both are killed after that.
+
+    Returns:
+        Exit code and output of each, by rank.
+    """
+    common = {
+        **{key: value for key, value in os.environ.items() if key not in ("RANK", "LOCAL_RANK", "WORLD_SIZE")},
+        **{"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "WORLD_SIZE": "2"},
+        **{"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "DS_ACCELERATOR": "cpu"},
+        **(env or {}),
+    }
+    processes = [
+        subprocess.Popen(
+            [sys.executable, *arguments],
+            cwd=places[rank],
+            env={**common, "RANK": str(rank), "LOCAL_RANK": str(rank if machines == 1 else 0)},
+            text=True,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+        )
+        for rank in (0, 1)
+    ]
+    try:
+        outputs = [process.communicate(timeout=seconds) for process in processes]
+    finally:
+        for process in processes:
+            process.kill()
+    return [
+        subprocess.CompletedProcess(process.args, process.returncode, *output)
+        for process, output in zip(processes, outputs, strict=True)
+    ]

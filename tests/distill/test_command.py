@@ -1,0 +1,100 @@
+"""Who says what went wrong: each failure is read once, whichever process it happened to."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+from seergate.distill import TrainConfig, command
+from seergate.distill.failures import CommonError
+from tests.distill.pairs import ROOT, pair
+from tests.distill.test_trainer import config, model_dir  # noqa: F401 (fixtures)
+
+
+@pytest.fixture
+def rank(monkeypatch):
+    """Makes this process one of eight on each of two machines."""
+
+    def be(rank: int) -> None:
+        monkeypatch.setenv("WORLD_SIZE", "16")
+        monkeypatch.setenv("RANK", str(rank))
+        monkeypatch.setenv("LOCAL_RANK", str(rank % 8))
+
+    monkeypatch.setattr(command, "SILENT_SECONDS", 0)
+    return be
+
+
+@pytest.mark.parametrize("argv", [["--model", "Qwn3-8B"], ["--steps", "many"], ["--stepps", "5"]])
+def test_a_bad_option_is_told_once_by_each_machine(rank, capsys, argv):
+    texts = []
+    for number in (0, 3, 8, 15):
+        rank(number)
+        try:
+            assert command.main(argv) == 2
+        except SystemExit as stop:  # argparse's own way
+            assert stop.code == 2
+        texts.append(capsys.readouterr().err)
+    assert texts[0].startswith("error: ") and texts[0].count("\n") == 1
+    assert texts == [texts[0], "", f"[rank 8] {texts[0]}", ""]
+
+
+def test_a_process_without_a_gpu_says_so_itself(rank, capsys, monkeypatch, tmp_path):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 3)
+    rank(3)
+    assert command.main(["--model", "tiny-reasoner", "--output-dir", str(tmp_path / "run")]) == 2
+    assert capsys.readouterr().err == (
+        "[rank 3] error: process 3 of this machine has no GPU: there are 3; start as many processes\n"
+    )
+
+
+def test_what_all_have_found_together_is_told_by_the_main_process(rank, capsys):
+    def fail() -> None:
+        raise CommonError("they differ")
+
+    for number, text in ((0, "error: they differ\n"), (1, ""), (8, "")):
+        rank(number)
+        assert command._guarded(fail) == 2
+        assert capsys.readouterr().err == text
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("broken", "text"),
+    [
+        ("model/model.safetensors", "[rank 1] the model directory model holds no weights"),
+        ("rows.jsonl", "[rank 1] the data file 'rows.jsonl' does not exist"),
+        ("both", "error: the data file 'rows.jsonl' does not exist"),
+        ("half", "error: the processes see different data"),
+    ],
+)
+def test_what_fails_on_the_second_machine_only_is_told_by_the_main_process(
+    config: TrainConfig,  # noqa: F811
+    model_dir: Path,  # noqa: F811
+    tmp_path: Path,
+    broken: str,
+    text: str,
+) -> None:
+    places = tmp_path / "first", tmp_path / "second"
+    rows = [json.dumps({"text": "some text to learn from " * 20 + str(i)}) + "\n" for i in range(30)]
+    for place in places:
+        shutil.copytree(model_dir, place / "model")
+        (place / "rows.jsonl").write_text("".join(rows))
+    if broken == "both":
+        for place in places:
+            (place / "rows.jsonl").unlink()
+    elif broken == "half":
+        (places[1] / "rows.jsonl").write_text("".join(rows[:15]))
+    else:
+        (places[1] / broken).unlink()
+    file = tmp_path / "run.yaml"
+    replace(config, model="model", data="rows.jsonl", steps=2).save(file)
+    main, other = pair([str(ROOT / "train.py"), "--model", "model", "--config", str(file)], places=places, machines=2)
+    assert (main.returncode, other.returncode) == (2, 2), (main, other)
+    assert text in main.stderr and main.stderr.count("error:") == 1 and "Traceback" not in main.stderr
+    assert "error" not in other.stderr

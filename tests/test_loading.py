@@ -1,0 +1,59 @@
+"""What is wrong with a model's files is one sentence, whatever the libraries raise for it."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+
+import pytest
+from transformers import Qwen3Config
+
+from seergate import SeergateError
+from seergate.config import GateConfig
+from seergate.distill import command
+from seergate.host.families import gate_geometry
+from seergate.loading import base_config, load_base, load_tokenizer, skeleton
+from seergate.paths import shipped
+
+TINY = "checkpoints/tiny-reasoner"
+
+
+@pytest.fixture
+def model(tmp_path: Path) -> Path:
+    """A copy of the tiny reasoner, to be damaged."""
+    return Path(shutil.copytree(shipped(TINY), tmp_path / "model"))
+
+
+# JSON that is no tokenizer (a bare `Exception` of tokenizers), no JSON, and no object.
+@pytest.mark.parametrize("text", ['{"version": "1.0", "model": {"type": "Unheard"}}', "{", "[]", '{"model": null}'])
+def test_a_tokenizer_that_is_none(model: Path, text: str, capsys: pytest.CaptureFixture[str]) -> None:
+    (model / "tokenizer.json").write_text(text)
+    with pytest.raises(SeergateError, match=rf"^the tokenizer of {model} could not be loaded: ") as caught:
+        load_tokenizer(model)
+    assert "\n" not in str(caught.value)
+    argv = ["--model", str(model), "--data", "/does/not/exist.jsonl", "--output-dir", str(model / "run")]
+    assert command.main(argv) == 2
+    assert capsys.readouterr().err == f"error: {' '.join(str(caught.value).split())}\n"
+
+
+@pytest.mark.parametrize("text", ["[]", "{", '"qwen3"', '{"model_type": 3}', '{"model_type": "unheard"}'])
+def test_a_configuration_that_is_none(model: Path, text: str, capsys: pytest.CaptureFixture[str]) -> None:
+    (model / "config.json").write_text(text)
+    for load in (base_config, load_base):
+        with pytest.raises(SeergateError, match=rf"^the base model {model} could not be loaded: ") as caught:
+            load(model)
+        assert "\n" not in str(caught.value)
+    assert command.main(["--model", str(model), "--output-dir", str(model / "run")]) == 2
+    assert capsys.readouterr().err.startswith(f"error: the base model {model} could not be loaded: ")
+
+
+def test_query_heads_that_cannot_be_divided_among_kv_heads() -> None:
+    def geometry(heads: int, kv_heads: int):
+        config = Qwen3Config(num_hidden_layers=1, num_attention_heads=heads, num_key_value_heads=kv_heads, head_dim=16)
+        return gate_geometry(skeleton(config), GateConfig(8, 16))
+
+    with pytest.raises(SeergateError, match=r"num_attention_heads is 6 and num_key_value_heads is 4; .* a multiple"):
+        geometry(6, 4)
+    with pytest.raises(SeergateError, match=r"num_attention_heads is 4 and num_key_value_heads is 8; .* a multiple"):
+        geometry(4, 8)
+    assert (geometry(6, 3).num_kv_heads, geometry(6, 6).num_kv_heads, geometry(6, 1).num_kv_heads) == (3, 6, 1)
