@@ -15,6 +15,7 @@ from seergate.adapter import (
     Adapter,
     AdapterDiff,
     average,
+    check_repo_id,
     check_tensors,
     diff,
     is_hub_id,
@@ -178,7 +179,7 @@ class GateBank(nn.Module):
             save_directory: made if need be. An adapter that is there is replaced in one step.
             max_shard_size: of one weights file.
             push_to_hub: also upload it.
-            repo_id: where to; by default the directory's name.
+            repo_id: where to; by default the directory's name, in one's own namespace.
             **push_options: see `push_to_hub`.
 
         Raises:
@@ -187,9 +188,12 @@ class GateBank(nn.Module):
         idle = [*(["repo_id"] if repo_id is not None else []), *push_options]
         if idle and not push_to_hub:
             raise SeergateError(f"{', '.join(idle)} needs push_to_hub=True")
+        target = repo_id or Path(save_directory).resolve().name
+        if push_to_hub:
+            check_repo_id(target)
         save_adapter(self.to_adapter(), save_directory, max_shard_size=max_shard_size)
         if push_to_hub:
-            self.push_to_hub(repo_id or Path(save_directory).name, max_shard_size=max_shard_size, **push_options)
+            self.push_to_hub(target, max_shard_size=max_shard_size, **push_options)
 
     def to_adapter(self) -> Adapter:
         """The adapter's contents."""
@@ -266,7 +270,7 @@ class GateBank(nn.Module):
         """Save and upload the adapter, in one commit; what an owner wrote around the card stays.
 
         Args:
-            repo_id: ``org/name``; made if need be.
+            repo_id: ``org/name``, or ``name`` in one's own namespace; made if need be.
             private: whether a new repository is private.
             token: for the Hub; by default the one of ``hf auth login``.
             revision: branch; made if need be.

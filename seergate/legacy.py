@@ -109,7 +109,12 @@ def import_published(
         },
         decode={"compat": "published"},
     )
-    check_tensors(adapter, adapter.signature, str(source))
+    try:
+        check_tensors(adapter, adapter.signature, str(source))
+    except SeergateError as error:
+        if re.search(r"\.[qk]_proj\.weight has shape", str(error)):
+            raise SeergateError(f"{error} (gates for sparse prefill?)") from error
+        raise
     check_finite(adapter, str(source))
     return adapter
 
@@ -148,7 +153,8 @@ def export_published(
         "seerattn_use_qk_norm": gate.qk_norm,
         "seerattn_use_rope": gate.rope,
     }
-    config.setdefault("seerattn_sparsity_method", "threshold")  # the only value their constructor takes
+    if config.get("seerattn_sparsity_method") not in ("threshold", "nz_ratio"):  # all that their constructor takes
+        config["seerattn_sparsity_method"] = "threshold"
     members = {ours: theirs for theirs, ours in _MEMBERS.items()}
     weights = {}
     for name, tensor in adapter.tensors.items():

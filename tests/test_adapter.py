@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import re
+import warnings
 
 import pytest
 import torch
@@ -66,9 +68,23 @@ def test_load_puts_base_and_gates_together(saved):
 
 
 def test_a_newer_adapter_warns_and_loads(saved):
-    _, path = saved
-    edit(path, lambda record: (record["gate"].update(sparkle=1), record.update(schema_version=2)))
-    with pytest.warns(UserWarning, match="sparkle|schema_version 2"):
+    """Each entry that this seergate does not know is named, and nothing else is complained about."""
+    bank, path = saved
+    before = (path / "gate_config.json").read_text()
+    for change, message in (
+        (lambda record: record["gate"].update(sparkle=1), "ignoring unknown sparkle$"),
+        (lambda record: record["model"].update(glitter=1), "ignoring unknown glitter$"),
+        (lambda record: record.update(sparkles={}, glow=None), "ignoring unknown glow, sparkles$"),
+        (lambda record: record.update(schema_version=2), "has schema_version 2; this seergate knows 1"),
+    ):
+        (path / "gate_config.json").write_text(before)
+        edit(path, change)
+        with pytest.warns(UserWarning) as caught:
+            assert GateBank.from_pretrained(path).geometry == bank.geometry
+        assert [bool(re.search(message, str(entry.message))) for entry in caught] == [True], message
+    (path / "gate_config.json").write_text(before)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
         GateBank.from_pretrained(path)
 
 

@@ -204,6 +204,26 @@ def test_other_families_and_directories_are_refused(tmp_path):
         export_published(adapter, tmp_path / "model")
 
 
+@pytest.mark.parametrize(
+    ("method", "written"),
+    [
+        ("token_budget", "threshold"),
+        (None, "threshold"),
+        ("gone", "threshold"),
+        ("nz_ratio", "nz_ratio"),
+        ("threshold", "threshold"),
+    ],
+)
+def test_a_sparsity_method_that_the_published_constructor_refuses_is_not_written(method, written, tmp_path):
+    """It takes threshold and nz_ratio only; some files say token_budget, which is set after construction."""
+    SMALL.save(tmp_path / "published")
+    edit_config(tmp_path / "published", seerattn_sparsity_method=method)
+    adapter = import_published(tmp_path / "published")
+    assert adapter.training["published_config"].get("seerattn_sparsity_method", "gone") == method
+    export_published(adapter, tmp_path / "back")
+    assert json.loads((tmp_path / "back" / "config.json").read_text())["seerattn_sparsity_method"] == written
+
+
 def edit_config(path, **changes):
     config = json.loads((path / "config.json").read_text()) | changes
     (path / "config.json").write_text(json.dumps({key: value for key, value in config.items() if value != "gone"}))
@@ -216,6 +236,7 @@ def edit_weights(path, change):
 
 
 Q0 = "model.layers.0.self_attn.attn_gate.attngate_linear_q.weight"
+K1 = "model.layers.1.self_attn.attn_gate.attngate_linear_k.weight"
 NORM0 = "model.layers.0.self_attn.attn_gate.attngate_qnorm.weight"
 
 
@@ -266,7 +287,15 @@ def compressed(path):
             lambda p: edit_weights(p, lambda w: w.update({Q0.replace("attngate_linear_q", "mask_linear_q"): w[Q0]})),
             "sparse prefill",
         ),
-        (lambda p: edit_weights(p, lambda w: w.update({Q0: w[Q0][:, 0]})), "has shape"),
+        (
+            lambda p: edit_weights(p, lambda w: w.update({Q0: w[Q0][:, 0]})),
+            r"layers.0.q_proj.weight has shape .*\(gates for sparse prefill\?\)$",
+        ),
+        (
+            lambda p: edit_weights(p, lambda w: w.update({K1: w[K1][0]})),
+            r"layers.1.k_proj.weight has shape .*\(gates for sparse prefill\?\)$",
+        ),
+        (lambda p: edit_weights(p, lambda w: w.update({NORM0: w[NORM0][1:]})), r"\(127,\); it must be \(128,\)$"),
         (lambda p: edit_weights(p, lambda w: w.update({Q0: w[Q0].int()})), "has dtype"),
         (lambda p: edit_weights(p, lambda w: w.update({Q0: w[Q0] * torch.nan})), "not finite"),
         (lambda p: edit_weights(p, lambda w: w.clear()), "holds no tensors"),

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from seergate.adapter.hub import cached_commit, fetch, is_hub_id, only_commit
+from seergate.adapter.card import Source
+from seergate.adapter.hub import cached_commit, check_repo_id, fetch, is_hub_id, only_commit
 from seergate.adapter.layout import CARD_FILE, CONFIG_FILE, WEIGHTS_FILE, is_sign
 from seergate.adapter.merging import AdapterDiff, average, cast, diff, subset
 from seergate.adapter.pushing import publish, push_adapter
@@ -17,10 +18,12 @@ __all__ = [
     "WEIGHTS_FILE",
     "Adapter",
     "AdapterDiff",
+    "Source",
     "average",
     "cached_commit",
     "cast",
     "check_finite",
+    "check_repo_id",
     "check_tensors",
     "diff",
     "fetch",

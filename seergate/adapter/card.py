@@ -7,6 +7,7 @@ only what is between them, and the entries of the metadata that seergate knows.
 from __future__ import annotations
 
 import json
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -22,12 +23,34 @@ TAGS = ["seergate", "sparse-attention", "block-sparse", "attention-gate"]
 PAPER = "[SeerAttention-R](https://arxiv.org/abs/2506.08889)"
 
 
-def model_card(adapter: Adapter, source: str, *, existing: str | None = None, plotted: bool = False) -> str:
+@dataclass(frozen=True)
+class Source:
+    """Where a card's usage example loads the adapter from.
+
+    Attributes:
+        name: directory or Hub id.
+        revision: branch or commit of a repository, if not ``main``.
+        subfolder: where in it the adapter lies, if not at its root.
+    """
+
+    name: str
+    revision: str | None = None
+    subfolder: str | None = None
+
+    @property
+    def arguments(self) -> str:
+        """As Python writes them in a call."""
+        places = {"revision": None if self.revision == "main" else self.revision, "subfolder": self.subfolder}
+        named = [f", {name}={json.dumps(value)}" for name, value in places.items() if value]
+        return json.dumps(self.name) + "".join(named)
+
+
+def model_card(adapter: Adapter, source: Source, *, existing: str | None = None, plotted: bool = False) -> str:
     """The README of an adapter.
 
     Args:
         adapter: what it describes.
-        source: what the usage example loads: a directory or a Hub id.
+        source: what the usage example loads.
         existing: the card that is replaced; what its owner wrote is kept.
         plotted: whether `accuracy.png` lies beside it.
     """
@@ -55,37 +78,50 @@ def has_own_text(card: str) -> bool:
     return bool(before.strip() or rest.partition(END)[2].strip())
 
 
-def usage(adapter: Adapter, source: str) -> str:
+def usage(adapter: Adapter, source: Source) -> str:
     """Python that loads the adapter and generates with it; it runs as it stands."""
     base = portable_base(adapter.geometry.base_model)
-    budget = max(4096, adapter.gate.block_size)
-    rule = "" if {"threshold", "top_p", "token_budget"} & set(adapter.decode) else f", token_budget={budget}"
+    own_rule = {"threshold", "top_p", "token_budget"} & set(adapter.decode)
+    rule = "" if own_rule else f", token_budget={_budget(adapter)}"
     if base is None:
         return (
             "from seergate import GateBank\n\n"
-            f"bank = GateBank.from_pretrained({json.dumps(source)})\n"
+            f"bank = GateBank.from_pretrained({source.arguments})\n"
             f"# with seergate.attached(model, bank{rule}): model.generate(...)"
         )
-    lines = ["import seergate", "", f"model = seergate.load({json.dumps(source)}{rule})"]
+    lines = ["import seergate", "", f"model = seergate.load({source.arguments}{rule})"]
     if not _has_tokenizer(base):
         return "\n".join([*lines, "# an ordinary transformers model: model.generate(...) decodes sparsely"])
+    imports, question = ["from transformers import AutoTokenizer", ""], '"How many positive divisors does 360 have?"'
+    if _options(adapter).get("data") == "chain_sum":  # models of this task know the words of its problems, no others
+        imports = ["import random", "", *imports]
+        lines.insert(1, "from seergate.chain_sum import make_problem")
+        question = "make_problem(20, random.Random(0)).question"
     return "\n".join(
         [
-            "from transformers import AutoTokenizer",
-            "",
+            *imports,
             *lines,
             "tokenizer = AutoTokenizer.from_pretrained(model.name_or_path)",
-            'text = "How many positive divisors does 360 have?"',
+            f"text = {question}",
             "if tokenizer.chat_template:",
             '    messages = [{"role": "user", "content": text}]',
             "    text = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)",
             'input_ids = tokenizer(text, return_tensors="pt").input_ids.to(model.device)',
-            "print(tokenizer.decode(model.generate(input_ids, max_new_tokens=256)[0]))",
+            "print(tokenizer.decode(model.generate(input_ids, max_new_tokens=512)[0]))",
         ]
     )
 
 
-def _metadata(adapter: Adapter, source: str) -> dict[str, Any]:
+def _budget(adapter: Adapter) -> int:
+    """A token budget at which something is skipped: an eighth of the trained length, as a power of two below it."""
+    longest = _options(adapter).get("max_length")
+    budget = 4096
+    if isinstance(longest, int) and not isinstance(longest, bool) and longest >= 8:
+        budget = 1 << ((longest // 8).bit_length() - 1)
+    return max(budget, adapter.gate.block_size)
+
+
+def _metadata(adapter: Adapter, source: Source) -> dict[str, Any]:
     """The card's metadata, in the Hub's vocabulary."""
     from huggingface_hub import ModelCardData
 
@@ -98,7 +134,7 @@ def _metadata(adapter: Adapter, source: str) -> dict[str, Any]:
         data["datasets"] = [dataset]
     results = _eval_results(adapter)
     if results:
-        data |= {"model_name": Path(source).name, "eval_results": results}
+        data |= {"model_name": Path(source.name).name, "eval_results": results}
     return {**ModelCardData(**data).to_dict(), "tags": list(TAGS)}
 
 
@@ -137,7 +173,7 @@ def _eval_results(adapter: Adapter) -> list[Any]:
     return found
 
 
-def _body(adapter: Adapter, source: str, plotted: bool) -> list[str]:
+def _body(adapter: Adapter, source: Source, plotted: bool) -> list[str]:
     geometry, gate = adapter.geometry, adapter.gate
     base = portable_base(geometry.base_model)
     revision = f" at revision `{_plain(geometry.base_revision)}`" if geometry.base_revision else ""

@@ -9,9 +9,10 @@ from contextlib import contextmanager
 from pathlib import Path, PurePosixPath
 
 from seergate.errors import SeergateError
-from seergate.paths import is_directory
+from seergate.paths import is_directory, resolve_model
 
 HUB_ID = re.compile(r"[\w-][\w.-]*/[\w-][\w.-]*")
+OWN_NAME = re.compile(r"[\w-][\w.-]*")
 
 # huggingface_hub's own errors, and those of the HTTP library underneath, which is another one in each major version
 _CLIENTS = ("huggingface_hub", "httpx", "httpx2", "httpcore", "httpcore2", "requests", "urllib3")
@@ -30,15 +31,24 @@ def hub_errors(what: str) -> Iterator[None]:
         raise SeergateError(f"{what}: {_sentence(error)}") from error
 
 
+def directory_here(name: str) -> Path | None:
+    """The directory of this name, or the one that ships with seergate under it; ``None`` if there is neither."""
+    try:
+        found = resolve_model(name)
+    except (OSError, ValueError):  # not shipped, or no name that a file can have
+        return None
+    return Path(found) if is_directory(found) else None
+
+
 def is_hub_id(name: str | None) -> bool:
     """Whether a name has the form ``org/name`` and is no directory here."""
-    return name is not None and HUB_ID.fullmatch(name) is not None and not is_directory(name)
+    return name is not None and HUB_ID.fullmatch(name) is not None and directory_here(name) is None
 
 
 def check_repo_id(repo_id: str) -> None:
-    """Refuse what cannot be the name of a repository to push to."""
-    if not isinstance(repo_id, str) or HUB_ID.fullmatch(repo_id) is None:
-        raise SeergateError(f"repo_id is {repo_id!r}; it must have the form org/name")
+    """Refuse what cannot be the name of a repository to push to: ``org/name``, or ``name`` in one's own namespace."""
+    if not isinstance(repo_id, str) or not (HUB_ID.fullmatch(repo_id) or OWN_NAME.fullmatch(repo_id)):
+        raise SeergateError(f"repo_id is {repo_id!r}; it must have the form org/name, or name for one of your own")
 
 
 def fetch(
@@ -58,7 +68,7 @@ def fetch(
     whether it goes on in the middle of a file depends on the version of `huggingface_hub`.
 
     Args:
-        source: directory or Hub repository.
+        source: directory, one that ships with seergate (``"checkpoints/tiny-reasoner/gates"``), or Hub repository.
         patterns: file names to download, ``*`` for anything.
         revision: branch, tag or commit; only for a repository.
         subfolder: a directory inside ``source``.
@@ -70,10 +80,11 @@ def fetch(
     inside = PurePosixPath(subfolder or "")
     if inside.is_absolute() or ".." in inside.parts:
         raise SeergateError(f"subfolder is {subfolder!r}; it must be a path inside the adapter's repository")
-    if is_directory(source):
+    here = directory_here(source)
+    if here is not None:
         if revision is not None:
             raise SeergateError(f"revision is {revision!r}, but {source} is a directory, which has none; leave it out")
-        return Path(source) / inside
+        return here / inside
     if os.path.exists(source):
         raise SeergateError(f"{source} is a file; gates are a directory or a Hub repository")
     if HUB_ID.fullmatch(source) is None:

@@ -8,7 +8,7 @@ from dataclasses import replace
 from pathlib import Path, PurePosixPath
 from typing import Any
 
-from seergate.adapter.card import has_own_text
+from seergate.adapter.card import Source, has_own_text
 from seergate.adapter.hub import check_repo_id, hub_errors, is_hub_id
 from seergate.adapter.layout import CARD_FILE, INDEX_FILE, PLOT_FILE, SIGN_FILE, is_sign, is_weights_file
 from seergate.adapter.reading import adapter_files
@@ -36,7 +36,7 @@ def push_adapter(
 
     Args:
         directory: what `save_adapter` wrote.
-        repo_id: ``org/name``.
+        repo_id: ``org/name``, or ``name`` in one's own namespace.
         private: whether a new repository is private; by default as its organisation wants it.
         token: for the Hub; by default the one of ``hf auth login``.
         revision: branch to commit to; by default ``main``.
@@ -59,7 +59,7 @@ def push_adapter(
     names = adapter_files(source)
     api = HfApi(token=token)
     with hub_errors(f"the adapter could not be pushed to {repo_id}"):
-        api.create_repo(repo_id, private=private, exist_ok=True)
+        repo_id = api.create_repo(repo_id, private=private, exist_ok=True).repo_id  # in full
         if revision not in (None, "main"):
             api.create_branch(repo_id, branch=revision, exist_ok=True)
         present = _present(api, repo_id, revision, inside)
@@ -88,6 +88,7 @@ def publish(
     *,
     card: str | None = None,
     max_shard_size: int | str = "5GB",
+    private: bool | None = None,
     token: str | bool | None = None,
     revision: str | None = None,
     subfolder: str | None = None,
@@ -97,10 +98,10 @@ def publish(
 
     Args:
         adapter: what to publish; without a licence it gets its base model's.
-        repo_id: ``org/name``.
+        repo_id: ``org/name``, or ``name`` in one's own namespace.
         card: a README whose own text is kept; by default the repository's.
         max_shard_size: of one weights file.
-        token, revision, subfolder, **options: see `push_adapter`.
+        private, token, revision, subfolder, **options: see `push_adapter`.
 
     Returns:
         The address of the commit, or of the pull request.
@@ -108,7 +109,12 @@ def publish(
     Raises:
         SeergateError: if the Hub refuses, with its reason.
     """
+    from huggingface_hub import HfApi
+
     check_repo_id(repo_id)
+    if "/" not in repo_id:  # the card needs the full name, which only the Hub knows
+        with hub_errors(f"the adapter could not be pushed to {repo_id}"):
+            repo_id = HfApi(token=token).create_repo(repo_id, private=private, exist_ok=True).repo_id
     base = adapter.geometry
     if not adapter.licence:
         adapter = replace(adapter, licence=licence_of_base(base.base_model, revision=base.base_revision, token=token))
@@ -117,8 +123,10 @@ def publish(
     with tempfile.TemporaryDirectory() as directory:
         if card is not None:
             (Path(directory) / CARD_FILE).write_text(card)
-        save_adapter(adapter, directory, max_shard_size=max_shard_size, card_source=repo_id)
-        return push_adapter(directory, repo_id, token=token, revision=revision, subfolder=subfolder, **options)
+        source = Source(repo_id, revision, subfolder)
+        save_adapter(adapter, directory, max_shard_size=max_shard_size, card_source=source)
+        options |= {"private": private, "token": token, "revision": revision, "subfolder": subfolder}
+        return push_adapter(directory, repo_id, **options)
 
 
 def remote_card(

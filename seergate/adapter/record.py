@@ -18,6 +18,11 @@ from seergate.geometry import ModelGeometry
 from seergate.paths import is_directory, shipped_name
 
 SCHEMA_VERSION = 1
+ENTRIES = {
+    *("schema_version", "gate", "model", "dtype", "training", "decode_defaults", "results", "license"),
+    *("seergate_version", "files"),
+}
+"""The entries of a `gate_config.json`; the last two are added by the writer of the files."""
 DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
 
 Signature = Mapping[str, tuple[tuple[int, ...], torch.dtype]]
@@ -121,6 +126,9 @@ def parse_record(record: Any, where: str, tensors: dict[str, Tensor] | None = No
             f"{where} has schema_version {version}; this seergate knows {SCHEMA_VERSION} and may miss something",
             stacklevel=4,
         )
+    unknown = sorted(record.keys() - ENTRIES)
+    if unknown:
+        warnings.warn(f"{where}: ignoring unknown {', '.join(unknown)}", stacklevel=4)
     adapter = Adapter(
         gate=_build(GateConfig, record["gate"], where),
         geometry=_build(ModelGeometry, record["model"], where),

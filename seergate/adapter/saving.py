@@ -14,7 +14,7 @@ from typing import Any
 
 from safetensors.torch import save_file
 
-from seergate.adapter.card import model_card
+from seergate.adapter.card import Source, model_card
 from seergate.adapter.layout import (
     CARD_FILE,
     CONFIG_FILE,
@@ -42,7 +42,7 @@ def save_adapter(
     directory: str | os.PathLike[str],
     *,
     max_shard_size: int | str = "5GB",
-    card_source: str | None = None,
+    card_source: Source | None = None,
 ) -> Path:
     """Write an adapter. Whatever happens on the way, the directory holds either the old adapter or the new one.
 
@@ -73,7 +73,7 @@ def save_adapter(
         _remove_abandoned(out)
         scratch = Path(tempfile.mkdtemp(dir=out, prefix=SCRATCH))
         try:
-            _write(adapter, scratch, out, max_shard_size, card_source or str(directory))
+            _write(adapter, scratch, out, max_shard_size, card_source or Source(str(directory)))
             _publish(scratch, out)
         finally:
             shutil.rmtree(scratch, ignore_errors=True)
@@ -82,7 +82,7 @@ def save_adapter(
     return out
 
 
-def _write(adapter: Adapter, scratch: Path, out: Path, max_shard_size: int | str, card_source: str) -> None:
+def _write(adapter: Adapter, scratch: Path, out: Path, max_shard_size: int | str, card_source: Source) -> None:
     """Write all files into the scratch directory and down to the disk."""
     from huggingface_hub import split_torch_state_dict_into_shards
 

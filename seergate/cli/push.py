@@ -25,7 +25,7 @@ HELP = (
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the options."""
     parser.add_argument("directory", metavar="DIR", help="adapter directory")
-    parser.add_argument("repo_id", metavar="ORG/NAME", help="repository; made if need be")
+    parser.add_argument("repo_id", metavar="ORG/NAME", help="repository, made if need be; NAME alone is your own")
     parser.add_argument("--private", action="store_true", default=None, help="make a new repository private")
     parser.add_argument("--revision", metavar="BRANCH", help="commit to this branch; made if need be [main]")
     parser.add_argument("--subfolder", metavar="DIR", help="where in the repository [its root]")

@@ -144,10 +144,14 @@ class Hub:
             raise Refusal(401, "Invalid credentials in Authorization header")
         return token or None
 
+    def may_write(self, user: str, owner: str) -> bool:
+        """A token's name is its user's, who has a namespace of that name."""
+        return owner == user or owner in self.tokens[user]
+
     def repo(self, name: str, user: str | None) -> Repo:
         found = self.repos.get(name)
         owner = name.removeprefix("datasets/").split("/")[0]
-        hidden = found is not None and found.private and (user is None or owner not in self.tokens[user])
+        hidden = found is not None and found.private and (user is None or not self.may_write(user, owner))
         if found is None or hidden:
             raise Refusal(404 if user else 401, "Repository not found", "RepoNotFound")
         return found
@@ -156,7 +160,7 @@ class Hub:
         if user is None:
             raise Refusal(401, "Invalid username or password.")
         repo = self.repo(name, user)
-        if name.split("/")[0] not in self.tokens[user] and not pull_request:
+        if not self.may_write(user, name.split("/")[0]) and not pull_request:
             raise Refusal(403, "Forbidden: you do not have write access to this repository")
         return repo
 
@@ -165,7 +169,7 @@ class Hub:
             raise Refusal(401, "Invalid username or password.")
         organisation = body.get("organization") or user
         name = f"{organisation}/{body['name']}"
-        if organisation not in self.tokens[user]:
+        if not self.may_write(user, organisation):
             raise Refusal(403, "You don't have the rights to create a model under this namespace")
         if name in self.repos:
             raise Refusal(409, "You already created this model repo", url=f"{self.url}/{name}")

@@ -273,7 +273,7 @@ def test_push_refused(hub, bank, method, path, status, message):
         ((REPO, "forged"), "not valid"),
         ((REPO, False), "token is needed"),
         ((REPO, "reader"), "may not do that|no such repository"),
-        (("gates", "writer"), "it must have the form org/name"),
+        (("org/", "writer"), "it must have the form org/name"),
         (("org/gates/more", "writer"), "it must have the form org/name"),
         (("org/ga tes", "writer"), "it must have the form org/name"),
         (("org/-gates--", "writer"), "could not be"),

@@ -1,0 +1,88 @@
+"""The adapter that ships with seergate: found by its name from anywhere, and its card's example does what it says."""
+
+from __future__ import annotations
+
+import json
+import re
+
+import pytest
+
+import seergate
+from seergate import GateBank, GateConfig, SeergateError
+from seergate.adapter import is_hub_id
+from seergate.adapter.card import Source, usage
+from seergate.cli.main import main
+from seergate.paths import shipped
+from tests.models import tiny_model
+
+GATES = "checkpoints/tiny-reasoner/gates"
+
+
+@pytest.fixture
+def elsewhere(tmp_path, monkeypatch):
+    """Another working directory than the checkout's root."""
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+def test_shipped_gates_load_from_elsewhere(elsewhere, capsys):
+    bank = GateBank.from_pretrained(GATES)
+    assert bank.geometry.base_model == "checkpoints/tiny-reasoner"
+    assert seergate.handle_of(seergate.load(GATES, token_budget=64)).method.token_budget == 64
+    assert not is_hub_id("checkpoints/tiny-reasoner") and is_hub_id("org/tiny-reasoner")
+    assert main(["info", GATES]) == 0
+    assert "checkpoints/tiny-reasoner" in capsys.readouterr().out
+    with pytest.raises(SeergateError, match="is a directory, which has none"):
+        GateBank.from_pretrained(GATES, revision="main")
+    with pytest.raises(SeergateError, match="holds no gate_config"):
+        GateBank.from_pretrained("checkpoints/tiny-reasoner")
+    with pytest.raises(SeergateError, match="neither a directory here nor a Hub repository"):
+        GateBank.from_pretrained("checkpoints/tiny-reasoner/nothing")
+
+
+def test_a_directory_here_comes_before_a_shipped_one(elsewhere):
+    own = GateBank.for_model(tiny_model("qwen3"), GateConfig(8, 16))
+    own.save_pretrained(GATES)
+    assert GateBank.from_pretrained(GATES).geometry.hidden_size == own.geometry.hidden_size == 64
+
+
+def test_the_shipped_card_is_what_the_command_writes(elsewhere):
+    """Its licence is given on the command line; the record of the gates does not have one."""
+    given = ["--licence", "apache-2.0", "--loaded-as", GATES]
+    assert main(["export", GATES, str(elsewhere / "gates"), *given]) == 0
+    assert (elsewhere / "gates" / "README.md").read_text() == (shipped(GATES) / "README.md").read_text()
+
+
+@pytest.mark.slow
+def test_the_shipped_cards_example_answers_and_skips(elsewhere, capsys):
+    text = (shipped(GATES) / "README.md").read_text()
+    names: dict = {}
+    exec(compile(re.search(r"```python\n(.*?)```", text, re.S)[1], "card", "exec"), names)
+    answer = capsys.readouterr().out
+    tokenizer, ids, handle = names["tokenizer"], names["input_ids"], seergate.handle_of(names["model"])
+    assert tokenizer.unk_token_id not in ids.tolist()[0], "the question is in the model's vocabulary"
+    assert "\\boxed{" in answer.split("assistant")[-1]
+    assert len(tokenizer(answer).input_ids) > 1.5 * handle.method.token_budget, "something is skipped"
+
+
+@pytest.mark.parametrize(
+    ("max_length", "block_size", "budget"),
+    [
+        (32768, 64, 4096),
+        (2304, 8, 256),
+        (2048, 8, 256),
+        (2047, 8, 128),
+        (100, 64, 64),  # never less than a block
+        (8, 8, 8),
+        (None, 8, 4096),
+        (7, 8, 4096),
+        (True, 8, 4096),
+        ("long", 8, 4096),
+        (-2304, 8, 4096),
+    ],
+)
+def test_budget_of_the_example(max_length, block_size, budget):
+    """An eighth of the length that the gates were trained at, as a power of two below it; 4096 if it is not known."""
+    bank = GateBank.for_model(tiny_model("qwen3"), GateConfig(block_size, 16))
+    bank.training_record = {"config": {} if max_length is None else {"max_length": max_length}}
+    assert f"token_budget={budget})" in usage(bank.to_adapter(), Source("org/gates")), json.dumps(max_length)
