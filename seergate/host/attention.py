@@ -171,7 +171,11 @@ def _decode(layer: GatedLayer, state: Any, step: Step, stats: DecodeStats, measu
     if isinstance(method, SelectingMethod):
         selection = method.select(state, step)
         if selection is not None and isinstance(state, SelectingState):
-            score_bytes = state.score_bytes(step)
+            # A row that reads all its blocks is scored only beside longer ones; what it counts must not depend on it.
+            score_bytes = [
+                0 if method.covers(end) or end <= method.rule.dense_below else count
+                for count, end in zip(state.score_bytes(step), step.ends, strict=True)
+            ]
             output = layer.attend_to(step, selection.indices)
         if measure_recall:
             stats.record_recall(layer.layer, _recall(step, selection, layer.block_size))

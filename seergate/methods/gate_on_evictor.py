@@ -151,8 +151,11 @@ class GateOnEvictorState(EvictingState):
             return found
         weighs = type(self.evicting).attend is not EvictingState.attend and not isinstance(self.method.evictor, RaaS)
         key = step.keys_BKCD.shape[1] * step.keys_BKCD.shape[3] * step.keys_BKCD.element_size() if weighs else 0
-        scored = self.gating.score_bytes(self._whole(step))
-        return [a + b + end * key for a, b, end in zip(found, scored, step.ends, strict=True)]
+        whole = self._whole(step)
+        scored = [bytes_ + end * key for bytes_, end in zip(self.gating.score_bytes(whole), step.ends, strict=True)]
+        # A row that the budget covers is scored only beside longer ones; what it counts must not depend on that.
+        needed = [not self.method.gate.covers(seen) for seen in whole.ends]
+        return [a + b * need for a, b, need in zip(found, scored, needed, strict=True)]
 
     def most_resident(self) -> int:
         """See `EvictingState`."""

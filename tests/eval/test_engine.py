@@ -1,8 +1,11 @@
 from __future__ import annotations
 
+from functools import cache, partial
+
 import pytest
 import torch
 
+from seergate import methods
 from seergate.bank import GateBank
 from seergate.config import GateConfig
 from seergate.errors import SeergateError
@@ -12,6 +15,8 @@ from seergate.eval.memory import bytes_per_token, estimated_batch, is_out_of_mem
 from seergate.eval.sampling import SampledRow, Sampling, TokenChooser, sample_seed
 from seergate.host import attached
 from tests.eval import support
+from tests.methods.evictors import EVICTORS
+from tests.methods.evictors import _with_gate as with_gate
 from tests.models import tiny_model
 
 
@@ -82,13 +87,43 @@ def test_an_answer_does_not_depend_on_its_batch(method, sampling):
     chosen = arguments_of(method, model)
     alone = run(model, LONG, batch_size=1, max_new_tokens=70, sampling=sampling, **chosen)
     assert len({generation.n_tokens for generation in alone.values()}) > 2
-    for size, order in ((3, LONG), (7, LONG)):
-        together = run(model, order, batch_size=size, max_new_tokens=70, sampling=sampling, **chosen)
-        assert tokens(together) == tokens(alone)
-        for key, generation in together.items():
-            for name in ("density", "bytes_read_per_step") if method == "dense" else ("density",):
-                assert generation.costs.get(name, 0) == pytest.approx(alone[key].costs.get(name, 0), rel=1e-9)
-            assert generation.costs.get("read_curve") == alone[key].costs.get("read_curve")
+    for size in (3, 7):
+        same(run(model, LONG, batch_size=size, max_new_tokens=70, sampling=sampling, **chosen), alone)
+
+
+def same(together, alone):
+    """Tokens, and what is reported about them."""
+    assert tokens(together) == tokens(alone)
+    for key, generation in together.items():
+        for name in ("density", "cached_tokens", "bytes_read_per_step"):
+            assert generation.costs.get(name, 0) == pytest.approx(alone[key].costs.get(name, 0), rel=1e-9), name
+        assert generation.costs.get("read_curve") == alone[key].costs.get("read_curve")
+
+
+OTHERS = {
+    **{name: row.method for name, row in EVICTORS.items()},
+    "snapkv and gate that covers some": with_gate(partial(methods.SnapKV, token_budget=24, window=6, interval=8), 64),
+    "resa": lambda m: methods.ReSA(token_budget=16, block_size=4, rectify_every=5),
+    "quest, rectified": lambda m: methods.Quest(token_budget=32, block_size=8, rectify_every=7),
+}
+
+
+@pytest.mark.filterwarnings("ignore:.*a prompt has .* tokens and token_budget")
+@pytest.mark.parametrize("name", OTHERS)
+def test_an_answer_does_not_depend_on_its_batch_whatever_is_evicted_or_rectified(name):
+    """Greedy, every evictor, alone and with the gate, four bits, and dense passes in between."""
+    model, prompts = support.model(), [LONG[i] for i in (3, 1, 2, 5)]
+    method = OTHERS[name](model)
+    model.generation_config.eos_token_id = end_tokens()
+    alone = run(model, prompts, batch_size=1, max_new_tokens=32, method=method)
+    assert len({generation.n_tokens for generation in alone.values()}) > 1
+    same(run(model, prompts, batch_size=3, max_new_tokens=32, method=method), alone)
+
+
+@cache
+def end_tokens():
+    """Some that dense answers have, so that answers end here and there."""
+    return sorted(set(run(support.model(), LONG[:1], batch_size=1, max_new_tokens=30)[0].token_ids))[::4]
 
 
 def test_a_greedy_answer_is_what_generate_says():

@@ -76,7 +76,8 @@ def test_a_run_directory_holds_what_it_should(tmp_path):
 
 COMPARED = (
     *("accuracy", "accuracy_se", "mean_tokens", "max_tokens", "token_quantiles", "truncation_rate", "unanswered_rate"),
-    *("n_samples", "n_problems", "pass_at_k", "density"),
+    *("n_samples", "n_problems", "pass_at_k", "density", "cached_tokens"),
+    "bytes_read_per_step",
 )
 
 
