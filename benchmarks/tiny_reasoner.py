@@ -6,7 +6,8 @@
 2. `medium` and `largest`: oracle, gates, Quest and StreamingLLM at budgets that go from too small to enough.
 
 All settings of a part answer the same problems. ``gate_minus_this`` is the difference of the accuracies on them, with
-its standard error; for dense attention, of the gate at each budget. An interrupted run continues where it stopped.
+its standard error; for dense attention, of the gate at each budget. An interrupted run continues where it stopped. A part without
+sizes or budgets is left out.
 """
 
 from __future__ import annotations
@@ -54,10 +55,10 @@ def main() -> None:
     parser.add_argument("--length-problems", type=int, default=100)
     parser.add_argument("--medium", type=int, default=20, help="variables")
     parser.add_argument("--medium-problems", type=int, default=256)
-    parser.add_argument("--medium-budgets", type=int, nargs="+", default=[16, 32, 64, 128])
+    parser.add_argument("--medium-budgets", type=int, nargs="*", default=[16, 32, 64, 128])
     parser.add_argument("--largest", type=int, default=75, help="variables")
     parser.add_argument("--largest-problems", type=int, default=48)
-    parser.add_argument("--largest-budgets", type=int, nargs="+", default=[128, 256, 512])
+    parser.add_argument("--largest-budgets", type=int, nargs="*", default=[128, 256, 512])
     parser.add_argument("--batch-size", type=int, default=32)
     parser.add_argument("--threads", type=int, default=torch.get_num_threads())
     parser.add_argument("--runs", type=Path, default=Path("runs/tiny-reasoner-results"), help="folder of the answers")
@@ -69,7 +70,8 @@ def main() -> None:
         rows += measure("lengths", variables, options.length_problems, ["dense"], [], options)
     for part in ("medium", "largest"):
         size, problems, budgets = (getattr(options, name) for name in (part, f"{part}_problems", f"{part}_budgets"))
-        rows += measure(part, size, problems, METHODS, budgets, options)
+        if budgets:
+            rows += measure(part, size, problems, METHODS, budgets, options)
     described = {key: value for key, value in vars(options).items() if key not in ("output", "runs")}
     print("saved to", save("tiny_reasoner", torch.device("cpu"), described, rows, options.output))
 
