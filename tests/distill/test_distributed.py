@@ -1,0 +1,108 @@
+"""What processes of a run know of each other: they wait long enough, and each failure is known to all."""
+
+from __future__ import annotations
+
+import json
+from datetime import timedelta
+
+import pytest
+import torch
+
+from seergate.distill.distributed import PATIENCE_VARIABLE, World, patience
+from seergate.distill.failures import CommonError
+from seergate.errors import SeergateError
+from tests.distill.pairs import pair
+
+# The library's own default, 30 minutes, is set to two seconds: what counts must be ours.
+SLOW = """
+import os, sys, time
+from datetime import timedelta
+import torch.distributed.distributed_c10d as library
+library.default_pg_timeout = timedelta(seconds=2)
+from seergate.distill.distributed import be_patient, join_world
+world = join_world(deepspeed=False)
+if sys.argv[1:]:  # only now: connecting takes its time
+    os.environ["SEERGATE_TIMEOUT_HOURS"] = sys.argv[1]
+    be_patient(library.GroupMember.WORLD)
+with world.together():
+    time.sleep(6 if world.is_main else 0)
+print("together")
+"""
+
+FATES = """
+import json
+from seergate.distill.distributed import join_world
+from seergate.errors import SeergateError
+
+world = join_world(deepspeed=False)
+FAILURES = [
+    [None, None],
+    [SeergateError("alike"), SeergateError("alike")],
+    [None, SeergateError("mine alone")],
+    [ValueError("this"), SeergateError("that")],
+    [FileNotFoundError(2, "No such file or directory", "rows.jsonl"), None],
+    [None, TypeError("a fault of ours")],
+]
+seen = []
+for failures in FAILURES:
+    try:
+        with world.together():
+            if failures[world.rank] is not None:
+                raise failures[world.rank]
+        seen.append(None)
+    except Exception as error:
+        seen.append([type(error).__name__, str(error)])
+world.must_agree("same", "no")
+try:
+    world.must_agree(str(world.rank), "they differ")
+except ValueError as error:
+    seen.append([type(error).__name__, str(error)])
+print(json.dumps(seen))
+"""
+
+
+def test_a_slow_process_is_waited_for_longer_than_the_library_would():
+    done = pair(["-c", SLOW])
+    assert [(one.returncode, one.stdout) for one in done] == [(0, "together\n")] * 2, done
+
+
+def test_the_patience_has_an_end_that_can_be_set():
+    slow, waiting = pair(["-c", SLOW, "0.0005"])
+    assert slow.returncode == waiting.returncode == 1 and "together" not in slow.stdout + waiting.stdout
+    assert "or has not answered within 0.0005 hours" in waiting.stderr.splitlines()[-1]
+
+
+@pytest.mark.parametrize("given", ["soon", "0", "-1", "nan", "inf"])
+def test_a_patience_that_is_no_time_is_refused(monkeypatch, given):
+    monkeypatch.setenv(PATIENCE_VARIABLE, given)
+    with pytest.raises(SeergateError, match=rf"{PATIENCE_VARIABLE} is '{given}'; it must be a positive number of"):
+        patience()
+    monkeypatch.delenv(PATIENCE_VARIABLE)
+    assert patience() >= timedelta(hours=10)
+
+
+def test_a_failure_of_one_is_known_to_all_and_said_once():
+    done = pair(["-c", FATES])
+    assert [one.returncode for one in done] == [0, 0], done
+    main, other = (json.loads(one.stdout) for one in done)
+    said = [
+        None,
+        "alike",
+        "[rank 1] mine alone",
+        "this; [rank 1] that",
+        "rows.jsonl cannot be used: no such file or directory",
+        "[rank 1] TypeError: a fault of ours",
+        "they differ",
+    ]
+    assert main == [text and ["CommonError", text] for text in said]
+    assert other.pop(5) == ["TypeError", "a fault of ours"]  # with its traceback
+    del main[5]
+    assert other == main
+
+
+def test_a_process_alone_raises_what_it_raised():
+    world = World(0, 1, 0, torch.device("cpu"))
+    for error in (SeergateError("mine"), TypeError("ours"), KeyboardInterrupt()):
+        with pytest.raises(type(error)) as caught, world.together():
+            raise error
+        assert caught.value is error and not isinstance(error, CommonError)
