@@ -6,8 +6,8 @@
 2. `medium` and `largest`: oracle, gates, Quest and StreamingLLM at budgets that go from too small to enough.
 
 All settings of a part answer the same problems. ``gate_minus_this`` is the difference of the accuracies on them, with
-its standard error; for dense attention, of the gate at each budget. An interrupted run continues where it stopped. A part
-without sizes or budgets is left out.
+its standard error; for dense attention, of the gate at each budget. An interrupted run continues where it stopped. A
+part without sizes or budgets is left out.
 """
 
 from __future__ import annotations
