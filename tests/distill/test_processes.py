@@ -114,29 +114,39 @@ def back_to(run: Path, step: int) -> None:
     assert newest_checkpoint(checkpoints) == checkpoints / f"step-{step:08d}"
 
 
-def test_a_run_is_continued_by_other_numbers_of_processes_and_engines(config: TrainConfig, tmp_path: Path) -> None:  # noqa: F811
-    """One process -> two -> one; one -> two of DeepSpeed -> one of DeepSpeed, or one without."""
+def branch(config: TrainConfig, run: Path, name: str, step: int, *command: str) -> Path:  # noqa: F811
+    """A copy of the run that goes on from ``step`` in another way, and must end where ``run`` has ended."""
+    copy = run.parent / name
+    shutil.copytree(run, copy)
+    back_to(copy, step)
+    zero = ["--deepspeed"] if name == "one-zero" else []
+    output = finish([*command, *arguments(replace(config, output_dir=str(copy)), run.parent), *zero])
+    assert f"continuing after step {step} of 9" in output and ("DeepSpeed ZeRO" in output) == ("zero" in name)
+    assert ("in 2 processes" in output) == ("two" in name)
+    assert_close(state(copy), state(run), 1e-6)
+    assert_close(weights(copy), weights(run), 1e-6)
+    assert losses(copy) == pytest.approx(losses(run), abs=1e-6)
+    return copy
+
+
+@pytest.fixture
+def alone(config: TrainConfig, tmp_path: Path) -> tuple[TrainConfig, Path]:  # noqa: F811
+    """A run of nine steps in one process that nothing has disturbed."""
     config = replace(config, packs_per_step=4, steps=9, save_every=3, save_total_limit=3)
-    alone = run_distillation(replace(config, output_dir=str(tmp_path / "alone")))
+    return config, run_distillation(replace(config, output_dir=str(tmp_path / "alone")))
 
-    def branch(run: Path, name: str, step: int, *command: str) -> Path:
-        """A copy of the run that goes on elsewhere and must end where the one that was left alone ended."""
-        shutil.copytree(run, tmp_path / name)
-        back_to(tmp_path / name, step)
-        other = replace(config, output_dir=str(tmp_path / name))
-        output = finish([*command, *arguments(other, tmp_path), *(["--deepspeed"] if "one-zero" in name else [])])
-        assert f"continuing after step {step} of 9" in output and ("DeepSpeed ZeRO" in output) == ("zero" in name)
-        assert ("in 2 processes" in output) == ("two" in name)
-        assert_close(state(tmp_path / name), state(alone), 1e-6)
-        assert_close(weights(tmp_path / name), weights(alone), 1e-6)
-        assert losses(tmp_path / name) == pytest.approx(losses(alone), abs=1e-6)
-        return tmp_path / name
 
-    two = branch(alone, "two", 3, *launch("torchrun"))
-    branch(two, "one", 6, sys.executable)
-    two_zero = branch(alone, "two-zero", 3, *launch("deepspeed"))
-    branch(two_zero, "one-zero", 6, sys.executable)
-    branch(two_zero, "one-again", 6, sys.executable)
+def test_a_run_of_one_process_goes_on_in_two_and_then_in_one(alone: tuple[TrainConfig, Path]) -> None:
+    options, run = alone
+    two = branch(options, run, "two", 3, *launch("torchrun"))
+    branch(options, two, "one", 6, sys.executable)
+
+
+def test_a_run_goes_on_with_deepspeed_with_fewer_processes_and_without_it(alone: tuple[TrainConfig, Path]) -> None:
+    options, run = alone
+    two = branch(options, run, "two-zero", 3, *launch("deepspeed"))
+    branch(options, two, "one-zero", 6, sys.executable)
+    branch(options, two, "one", 6, sys.executable)
 
 
 def test_a_batch_that_cannot_be_shared_is_refused(config: TrainConfig, tmp_path: Path) -> None:  # noqa: F811
