@@ -39,6 +39,11 @@ if os.environ.get("TRITON_INTERPRET") == "1":  # slow: kernels run in Python
     hypothesis.settings.load_profile("interpreted")
 
 
+def pytest_configure(config: pytest.Config) -> None:
+    """Most tests of what evicts have prompts beyond the budget; that it warns of them is tested by itself."""
+    config.addinivalue_line("filterwarnings", r"ignore:.*a prompt has \d+ tokens and token_budget is:UserWarning")
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Skip what this machine cannot run."""
     needs = {

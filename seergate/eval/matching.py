@@ -8,6 +8,7 @@ whose bytes do not depend on a budget (``kv4bit``) is run as it is, and the othe
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -23,7 +24,7 @@ from seergate.eval.costs import RowStats
 from seergate.eval.engine import Batch, encode
 from seergate.eval.settings import MethodSpec, limits_of
 from seergate.host import attached
-from seergate.methods import RPC, Dense, Method
+from seergate.methods import RPC, Dense, LongPromptWarning, Method
 
 MEASURES = {"resident": "resident_bytes_mean", "read": "bytes_read_per_step"}
 """What can be made equal -> the figure of a sample that says it."""
@@ -75,7 +76,8 @@ class Replay:
         """What a method is measured to hold, or to read per step, while it decodes the answer."""
         key = repr(method)
         if key not in self.known:
-            with attached(self.model, method) as handle:
+            with warnings.catch_warnings(), attached(self.model, method) as handle:
+                warnings.simplefilter("ignore", LongPromptWarning)  # budgets that are only tried; the run itself warns
                 stats = handle.stats_ = RowStats(list(handle.stats_.layers))
                 batch = Batch(self.model)
                 batch.add([self.prompt])

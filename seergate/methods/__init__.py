@@ -7,7 +7,7 @@ from dataclasses import fields
 from typing import TYPE_CHECKING, Any
 
 from seergate.errors import SeergateError
-from seergate.methods.base import EvictingMethod, Method, SelectingMethod
+from seergate.methods.base import EvictingMethod, LongPromptWarning, Method, SelectingMethod
 from seergate.methods.dense import Dense
 from seergate.methods.gate import Gate
 from seergate.methods.gate_on_evictor import SUFFIX, GateOnEvictor
@@ -50,6 +50,7 @@ __all__ = [
     "GateOnEvictor",
     "KV4Bit",
     "LazyEviction",
+    "LongPromptWarning",
     "Method",
     "Oracle",
     "Quest",

@@ -8,6 +8,7 @@ Shape suffixes: B batch, S new tokens, C capacity of the cache, N blocks, H quer
 
 from __future__ import annotations
 
+import warnings
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -285,11 +286,24 @@ class SelectingState(LayerState, ABC):
         return [0] * len(step.starts)
 
 
+class LongPromptWarning(UserWarning):
+    """What an evicting method does with a prompt that its budget has no room for."""
+
+
 @dataclass(kw_only=True)
 class EvictingMethod(Method):
     """Drops tokens from the cache for good. What stays is decided per KV head, or one set for all of a layer's heads,
     but never per query head, whose separate sets would take G times the memory.
     """
+
+    _has_warned = False  # without an annotation, so that it is no option
+
+    def warn_of_prompt(self, tokens: int, budget: int, done: str) -> None:
+        """Warn, once per method object, that a prompt of so many tokens meets a smaller budget, and what is done."""
+        if not self._has_warned:
+            self._has_warned = True
+            said = f"{self.name}: a prompt has {tokens} tokens and token_budget is {budget}; {done}"
+            warnings.warn(said, LongPromptWarning, stacklevel=2)
 
 
 @dataclass(frozen=True)
@@ -327,8 +341,12 @@ class EvictingState(LayerState, ABC):
         for row, (start, count) in enumerate(zip(step.starts, step.counts, strict=True)):
             if start == 0:
                 self.prompts[row] = count
+                self.saw_prompt(count)
             else:
                 self.decoded[row] += count
+
+    def saw_prompt(self, tokens: int) -> None:
+        """A prompt of so many tokens has come: the place to warn of one that is longer than the budget."""
 
     def seen(self, row: int) -> int:
         """Tokens of a row so far, evicted ones included."""

@@ -62,6 +62,15 @@ class BudgetedMethod(EvictingMethod):
             return prompt_tokens + self.token_budget
         return max(self.token_budget, prompt_tokens + max(self.interval, self.recent))
 
+    def on_long_prompt(self, prompt_tokens: int) -> str | None:
+        """What is done with a prompt that the budget has no room for; ``None`` if there is room."""
+        kept = self.kept(prompt_tokens)
+        if prompt_tokens <= self.token_budget and (self.prompt != "pinned" or kept == self.token_budget):
+            return None
+        if self.prompt == "evictable":
+            return f"{kept} of its tokens stay, the others leave at once"
+        return f"it stays, and {kept - prompt_tokens} generated tokens beside it, {kept} in all"
+
 
 class BudgetedState(EvictingState):
     """State of a `BudgetedMethod`: a subclass says how important residents are."""
@@ -69,6 +78,12 @@ class BudgetedState(EvictingState):
     def __init__(self, spec: LayerSpec, method: BudgetedMethod) -> None:
         super().__init__(spec)
         self.budget = method
+
+    def saw_prompt(self, tokens: int) -> None:
+        """See `EvictingState`."""
+        done = self.budget.on_long_prompt(tokens)
+        if done is not None:
+            self.budget.warn_of_prompt(tokens, self.budget.token_budget, done)
 
     @abstractmethod
     def importance(self, step: Step, row: int) -> Tensor:

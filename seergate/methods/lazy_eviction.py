@@ -58,6 +58,13 @@ class LazyEviction(BudgetedMethod):
         """See `BudgetedMethod`."""
         return self.window
 
+    def on_long_prompt(self, prompt_tokens: int) -> str | None:
+        """See `BudgetedMethod`."""
+        found = super().on_long_prompt(prompt_tokens)
+        if found is None or self.prompt != "evictable":
+            return found
+        return f"it stays until {self.window} tokens are generated, and then {self.token_budget} of all tokens stay"
+
     def new_state(self, spec: LayerSpec) -> LayerState:
         """See `Method`."""
         return LazyState(spec, self)

@@ -98,6 +98,13 @@ class RaaSState(EvictingState):
         rows = range(len(self.prompts))
         return max(self._pinned(row) + self._room(row) for row in rows) * self.method.block_size + 1
 
+    def saw_prompt(self, tokens: int) -> None:
+        """See `EvictingState`."""
+        budget = self.method.token_budget
+        if self.method.prompt == "extra" and tokens > budget:
+            done = f"it stays beside the budget, {tokens + budget} tokens in all"
+            self.method.warn_of_prompt(tokens, budget, done)
+
     def append(self, step: Step) -> None:
         """See `LayerState`."""
         super().append(step)

@@ -56,6 +56,13 @@ class StreamingState(EvictingState):
         super().__init__(spec)
         self.method = method
 
+    def saw_prompt(self, tokens: int) -> None:
+        """See `EvictingState`."""
+        budget, sinks = self.method.token_budget, self.method.sink_tokens
+        if tokens > budget:
+            done = f"generated tokens see its first {sinks} tokens and the newest {budget - sinks} of all"
+            self.method.warn_of_prompt(tokens, budget, done)
+
     @torch.no_grad()
     def attend(self, step: Step) -> Tensor:
         """See `EvictingState`."""
