@@ -24,14 +24,17 @@ class RKV(SnapKV):
     above ``similarity_threshold``), so that of equal tokens the newest survives.
 
     Where paper and code differ: the paper weighs I with 0.1, the code's class default is 0.07; the code spares one
-    look-alike, and index 0 if there is none (here: none then). Indices are sorted, which the code's first version
-    does not do; without it neighbours and "newest" lose their meaning after the first eviction.
+    look-alike, and index 0 if there is none (here: none then; ``spare_first`` does as the code). Indices are sorted,
+    which the code's first version does not do; without it neighbours and "newest" lose their meaning after the first
+    eviction.
 
     Attributes:
         window, interval, kernel, pooling, group_reduction: see `SnapKV`.
         importance_weight: the paper's lambda.
         similarity_threshold: see above.
         spared: the paper's beta.
+        spare_first: as in the authors' code, a resident that has no look-alike lets go of the very first resident,
+            whose redundancy is thereby too low.
     """
 
     name: ClassVar[str] = "r_kv"
@@ -40,6 +43,7 @@ class RKV(SnapKV):
     importance_weight: float = 0.1
     similarity_threshold: float = 0.5
     spared: int = 1
+    spare_first: bool = False
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -64,11 +68,11 @@ class RKVState(SnapKVState):
         keys = step.keys_BKCD[row : row + 1, :, :held]
         attention = window_scores(self.window.of(row), keys, step, method.group_reduction)
         attention = F.pad(pooled(attention, method.kernel, method.pooling)[0], (0, method.window))
-        repeated = redundancy(keys[0], method.similarity_threshold, method.spared)
+        repeated = redundancy(keys[0], method.similarity_threshold, method.spared, method.spare_first)
         return method.importance_weight * attention - (1 - method.importance_weight) * repeated
 
 
-def redundancy(keys_KTD: Tensor, threshold: float, spared: int) -> Tensor:
+def redundancy(keys_KTD: Tensor, threshold: float, spared: int, spare_first: bool = False) -> Tensor:
     """R-KV's redundancy of each key, ``[K, T]``, summing to 1 over T; tiled over rows of the similarity matrix."""
     keys = F.normalize(keys_KTD.to(torch.promote_types(keys_KTD.dtype, torch.float32)), dim=-1)
     total = keys.shape[1]
@@ -78,5 +82,8 @@ def redundancy(keys_KTD: Tensor, threshold: float, spared: int) -> Tensor:
         similarity_KWT.diagonal(offset=first, dim1=1, dim2=2).zero_()
         alike = similarity_KWT > threshold
         newer_alike = alike.flip(-1).cumsum(-1).flip(-1)  # itself included
-        sums += similarity_KWT.masked_fill_(alike & (newer_alike <= spared), 0).sum(1)
+        let_go = alike & (newer_alike <= spared)
+        if spare_first:
+            let_go[..., 0] |= ~alike.any(-1)
+        sums += similarity_KWT.masked_fill_(let_go, 0).sum(1)
     return (sums / total).softmax(-1)

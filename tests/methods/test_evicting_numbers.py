@@ -11,8 +11,7 @@ import seergate
 from seergate import SeergateError, methods
 from seergate.methods.budgeted import BudgetedMethod
 from seergate.methods.lazy_eviction import recurrence_score
-from seergate.methods.r_kv import redundancy
-from seergate.methods.raas import recency
+from seergate.methods.raas import RaaSState, recency
 from seergate.methods.random_evict import random_numbers
 from seergate.methods.scoring import best, pooled
 from tests.methods.evictors import model_of
@@ -149,7 +148,7 @@ def test_without_a_threshold_lazy_eviction_is_a_sliding_window():
     assert torch.equal(cache.layers[0].values[0, :, :16], torch.stack(came[-16:], 1))
 
 
-# ---------------------------------------------------------------------------------------------------------- RPC, R-KV
+# ---------------------------------------------------------------------------------------------------------------- RPC
 
 
 def test_average_pooling_counts_the_padding():
@@ -170,31 +169,6 @@ def test_rpc_sizes_by_hand(scope):
             model(input_ids=prompt(1, t), past_key_values=cache)
             sizes[t] = cache.layers[0].row_lengths[0]
     assert [sizes[t] for t in (9, 10, 17, 18, 25, 26)] == [14, 9, 16, 11, 18, 13]
-
-
-def test_redundancy_by_hand():
-    """Unit keys with similarities .8, .6 and 0: each spares its newest look-alike, the mean is over columns."""
-    keys = torch.tensor([[[1.0, 0.0], [0.8, 0.6], [0.0, 1.0]]])
-    found = redundancy(keys, 0.5, 1)
-    torch.testing.assert_close(found, torch.tensor([[0.394967, 0.302516, 0.302516]]), rtol=0, atol=1e-6)
-    z = 0.1 * torch.tensor([0.5, 0.2, 0.3]) - 0.9 * found
-    torch.testing.assert_close(z, torch.tensor([[-0.305470, -0.252265, -0.242265]]), rtol=0, atol=1e-6)
-    assert redundancy(torch.eye(4)[None], 0.5, 1).tolist() == [[0.25] * 4]
-    twin = torch.cat((torch.eye(4), torch.eye(4)[:1]))[None]
-    assert redundancy(twin, 0.5, 1)[0].argmax() == 0, "of two equal keys the older has the penalty"
-    torch.testing.assert_close(redundancy(torch.randn(3, 300, 8), 0.5, 1).sum(-1), torch.ones(3))
-
-
-def test_r_kv_with_all_weight_on_attention_is_snapkv():
-    model = model_of(4)
-    results = []
-    for method in (
-        methods.RKV(token_budget=24, interval=8, window=4, importance_weight=1.0),
-        methods.SnapKV(token_budget=24, interval=8, window=4, group_reduction="max_logits"),
-    ):
-        with seergate.attached(model, method):
-            results.append(model.generate(input_ids=prompt(30), max_new_tokens=60))
-    assert torch.equal(*results)
 
 
 # ---------------------------------------------------------------------------------------------------------------- RaaS
@@ -239,6 +213,32 @@ def test_raas_at_the_ends_of_its_share(share, kept):
             model(input_ids=prompt(1, t), past_key_values=cache)
     used = cache.layers[0].state.rows["used"][0, :, 1:5]
     assert (used == 40).all() if kept == "lowest" else (used == 40).sum(-1).max() <= 2
+
+
+@pytest.mark.parametrize("share", [0.0, 0.3, 0.5, 1.0])
+def test_how_many_pages_raas_stamps(share, monkeypatch):
+    """At each step max(1, floor(r pages)) of the pages, the ones with the highest bounds, and the open one get the
+    step's number; no page's stamp falls.
+    """
+    plain, checked = RaaSState.attend, 0
+
+    def spied(self, step):
+        nonlocal checked
+        before, pages, now = self.rows["used"].clone(), -(-step.ends[0] // 4), self.decoded[0]
+        output = plain(self, step)
+        used = self.rows["used"][:, :, :pages]
+        for head in range(2):
+            bounds = self.bounds[0, head].tolist()
+            fresh = sorted(range(pages), key=lambda n: (bounds[n], n))[-max(1, int(share * pages)) :]
+            assert (used[0, head] == now).nonzero()[:, 0].tolist() == sorted({*fresh, pages - 1})
+        assert (used >= before[:, :, :pages]).all()
+        checked += 1
+        return output
+
+    monkeypatch.setattr(RaaSState, "attend", spied)
+    with seergate.attached(model_of(4), methods.RaaS(token_budget=16, block_size=4, share=share)) as handle:
+        handle.model.generate(input_ids=prompt(6), max_new_tokens=40)
+    assert checked == 2 * 39
 
 
 @pytest.mark.parametrize("group", [1, 4, 5])

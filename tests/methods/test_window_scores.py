@@ -1,0 +1,129 @@
+"""What SnapKV and R-KV score by, attention of an observation window and redundancy: worked examples, and loops."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch.nn.functional import pad
+
+import seergate
+from seergate import methods
+from seergate.methods.r_kv import redundancy
+from seergate.methods.snapkv import window_scores
+from tests.methods.evictors import model_of
+from tests.methods.test_evicting_numbers import prompted
+from tests.methods.test_methods import step
+from tests.models import prompt
+
+
+def unseen_window(keys, queries):
+    """One more dimension, in which the last keys, as many as there are queries, repel every query."""
+    window = queries.shape[2]
+    keys, queries = pad(keys, (0, 1)), pad(queries, (0, 1), value=1.0)
+    keys[:, :, keys.shape[2] - window :, -1] = -100.0
+    return keys, queries
+
+
+def test_the_two_ways_to_reduce_a_group_by_hand():
+    """Logits [2, 0, 0] and [0, 0, 3] of two heads: the softmax of the larger ones, and the mean of both softmaxes."""
+    keys, q = unseen_window(
+        pad(torch.eye(3), (0, 0, 0, 1))[None, None], torch.tensor([[[[2.0, 0, 0]], [[0.0, 0, 3]]]])
+    )
+    expected = {"max_logits": [0.259, 0.035, 0.705], "mean": [0.416, 0.076, 0.508], "max": [0.787, 0.107, 0.909]}
+    for reduction, numbers in expected.items():
+        found = window_scores(q, keys, step(q[:, :, 0], keys), reduction)
+        torch.testing.assert_close(found, torch.tensor([[numbers]]), rtol=0, atol=6e-4)
+
+
+@pytest.mark.parametrize("group", [1, 4, 5])
+@pytest.mark.parametrize("reduction", ["mean", "max", "max_logits"])
+def test_the_order_of_the_windows_queries_does_not_matter(group, reduction):
+    """Of queries that see the same: in "mean" and "max" each sees some of the window, which here has no weight."""
+    keys, q = unseen_window(torch.randn(1, 2, 23, 6), torch.randn(1, 2 * group, 5, 6))
+    found = window_scores(q, keys, step(q[:, :, 0], keys), reduction)
+    turned = window_scores(q[:, :, [3, 0, 4, 2, 1]], keys, step(q[:, :, 0], keys), reduction)
+    assert found.shape == (1, 2, 18) and found.std() > 0.01
+    torch.testing.assert_close(found, turned, rtol=1e-4, atol=1e-6)
+
+
+@pytest.mark.parametrize("group", [1, 4, 5])
+@pytest.mark.parametrize("window", [1, 4])
+def test_without_pooling_the_most_attended_stay(group, window):
+    """A kernel of 1 is plain top-k of the attention summed (the same choice as its mean) over window and group."""
+    torch.manual_seed(group)
+    keys, q = torch.randn(1, 2, 21, 6), torch.randn(1, 2 * group, 21, 6)
+    state, last = prompted(methods.SnapKV(token_budget=9, window=window, kernel=1, interval=1), q, keys)
+    kept = state.keep(last).index[0]
+    for head in range(2):
+        total = torch.zeros(21)
+        for query in range(21 - window, 21):
+            for of in range(head * group, (head + 1) * group):
+                seen = keys[0, head, : query + 1]
+                total[: query + 1] += (seen @ q[0, of, query]).softmax(0)
+        best = total[: 21 - window].topk(9 - window).indices.tolist()
+        assert kept[head].tolist() == sorted(best) + list(range(21 - window, 21))
+
+
+@pytest.mark.parametrize("method", [methods.SnapKV, methods.RKV])
+def test_a_window_of_everything_keeps_everything(method):
+    for length in (1, 7, 8):
+        keys, q = torch.randn(1, 2, length, 6), torch.randn(1, 4, length, 6)
+        state, last = prompted(method(token_budget=8, window=8, interval=1), q, keys)
+        assert state.keep(last) is None
+    keys, q = torch.randn(1, 2, 9, 6), torch.randn(1, 4, 9, 6)
+    state, last = prompted(method(token_budget=8, window=8, interval=1), q, keys)
+    assert state.keep(last).index.tolist() == [[list(range(1, 9))] * 2], "the first that is too many is the oldest"
+
+
+def test_redundancy_by_hand():
+    """Unit keys with similarities .8, .6 and 0: each spares its newest look-alike, the mean is over columns."""
+    keys = torch.tensor([[[1.0, 0.0], [0.8, 0.6], [0.0, 1.0]]])
+    found = redundancy(keys, 0.5, 1)
+    torch.testing.assert_close(found, torch.tensor([[0.394967, 0.302516, 0.302516]]), rtol=0, atol=1e-6)
+    z = 0.1 * torch.tensor([0.5, 0.2, 0.3]) - 0.9 * found
+    torch.testing.assert_close(z, torch.tensor([[-0.305470, -0.252265, -0.242265]]), rtol=0, atol=1e-6)
+    z = 0.07 * torch.tensor([0.5, 0.2, 0.3]) - 0.93 * found
+    torch.testing.assert_close(z, torch.tensor([[-0.332319, -0.267340, -0.260340]]), rtol=0, atol=1e-6)
+    assert redundancy(torch.eye(4)[None], 0.5, 1).tolist() == [[0.25] * 4]
+    twin = torch.cat((torch.eye(4), torch.eye(4)[:1]))[None]
+    assert redundancy(twin, 0.5, 1)[0].argmax() == 0, "of two equal keys the older has the penalty"
+    torch.testing.assert_close(redundancy(torch.randn(3, 300, 8), 0.5, 1).sum(-1), torch.ones(3))
+
+
+def test_redundancy_without_look_alikes_by_hand():
+    """The same keys, none alike above .9: all similarities count; in the authors' code none with key 0 does."""
+    keys = torch.tensor([[[1.0, 0.0], [0.8, 0.6], [0.0, 1.0]]])
+    for spare_first, means in ((False, [0.8, 1.4, 0.6]), (True, [0.0, 1.4, 0.6])):
+        expected = (torch.tensor([means]) / 3).softmax(-1)
+        torch.testing.assert_close(redundancy(keys, 0.9, 1, spare_first), expected)
+
+
+@pytest.mark.parametrize("spare_first", [False, True])
+@pytest.mark.parametrize("spared", [0, 1, 2])
+def test_redundancy_against_loops(spared, spare_first):
+    """More keys than a tile has rows."""
+    keys = torch.randn(1, 150, 6, dtype=torch.float64)
+    similarity = torch.nn.functional.cosine_similarity(keys[0][:, None], keys[0][None], dim=-1)
+    alone = 0
+    for i in range(150):
+        similarity[i, i] = 0
+        alike = [j for j in range(150) if similarity[i, j] > 0.8]
+        alone += not alike
+        for j in alike[len(alike) - min(spared, len(alike)) :]:
+            similarity[i, j] = 0
+        if spare_first and not alike:
+            similarity[i, 0] = 0
+    assert 10 < alone < 140
+    torch.testing.assert_close(redundancy(keys, 0.8, spared, spare_first)[0], similarity.mean(0).softmax(0))
+
+
+def test_r_kv_with_all_weight_on_attention_is_snapkv():
+    model = model_of(4)
+    results = []
+    for method in (
+        methods.RKV(token_budget=24, interval=8, window=4, importance_weight=1.0),
+        methods.SnapKV(token_budget=24, interval=8, window=4, group_reduction="max_logits"),
+    ):
+        with seergate.attached(model, method):
+            results.append(model.generate(input_ids=prompt(30), max_new_tokens=60))
+    assert torch.equal(*results)
