@@ -5,7 +5,8 @@
 After every few new steps the text repeats the first ones, some rounds of it: an endless self-loop, as the ReasonCache
 paper calls it. The text is given (the model does not loop by itself); measured is how often the model would have said
 the next token itself. Counted apart are the values that a new step recalls from an earlier one: outside of the loop
-each stands in the text once, so whoever shares the wrong block loses it.
+each stands in the text once, so whoever shares the wrong block loses it. The last two methods read by the shipped
+gates, alone and of a cache that is shared; gates have blocks of eight tokens, and a page cannot be smaller.
 """
 
 from __future__ import annotations
@@ -20,10 +21,11 @@ import torch
 from common import RESULTS, save
 from transformers import AutoTokenizer, DynamicCache
 
+from seergate.bank import GateBank
 from seergate.chain_sum import make_problem
 from seergate.host import attached
 from seergate.loading import load_base
-from seergate.methods import Dense, Method, RandomSharing, ReasonCache
+from seergate.methods import Dense, Gate, Method, RandomSharing, ReasonCache
 from seergate.paths import shipped
 
 
@@ -101,6 +103,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, nargs="+", default=[1, 2, 3], help="of a loop")
     parser.add_argument("--page", type=int, default=4)
     parser.add_argument("--warm-up", type=int, default=8)
+    parser.add_argument("--budget", type=int, default=128, help="tokens that the gates read")
     parser.add_argument("--threads", type=int, default=torch.get_num_threads())
     parser.add_argument("--output", type=Path, default=RESULTS)
     options = parser.parse_args()
@@ -114,19 +117,29 @@ def main() -> None:
         "warm_up": options.warm_up,
         "asynchronous": False,
     }
+    gate = Gate(bank=GateBank.from_pretrained(path / "gates"), token_budget=options.budget)
+    page = -(-options.page // gate.block_size) * gate.block_size
+    compared: dict[str, Method] = {
+        "dense": Dense(),
+        "reason_cache": ReasonCache(**given),  # type: ignore[arg-type]
+        "random_sharing": RandomSharing(**given),  # type: ignore[arg-type]
+        "gate": gate,
+        "reason_cache+gate": ReasonCache(**given | {"block_size": page}, reads=gate),  # type: ignore[arg-type]
+    }
     rows = []
     for rounds in options.rounds:
         texts = [
             looping_reasoning(tokenizer, options.variables, options.every, rounds, seed)
             for seed in range(options.problems)
         ]
-        for method in (Dense(), ReasonCache(**given), RandomSharing(**given)):  # type: ignore[arg-type]
+        for name, method in compared.items():
             found = say_along(model, method, texts)
             share = found["recalled"]
             found["recalled_standard_error"] = math.sqrt(share * (1 - share) / found["values"])
-            rows.append({"rounds": rounds, "method": method.name, **found})
+            page_size = {"block_size": method.block_size} if isinstance(method, ReasonCache) else {}
+            rows.append({"rounds": rounds, "method": name, **page_size, **found})
             print(
-                f"{rounds} rounds, {method.name}: {share:.3f} of {found['values']} recalled values, "
+                f"{rounds} rounds, {name}: {share:.3f} of {found['values']} recalled values, "
                 f"{found['other']:.3f} of other tokens, AMSR {found.get('amsr', 0.0):.3f}"
             )
     record = {k: v for k, v in vars(options).items() if k != "output"}

@@ -114,7 +114,8 @@ class ReasonCache(Method):
 class RandomSharing(ReasonCache):
     """The control of the paper's Table I: share as many blocks as `ReasonCache` would, at the same times, but any.
 
-    Each decision is replaced by one about two full blocks that are drawn at random, so that the saving is equal.
+    Each decision is replaced by one about two full blocks of the reasoning that are drawn at random, so that the
+    saving is equal. Blocks of the prompt are drawn only with ``include_prompt``.
 
     Attributes:
         seed: of the random choice.

@@ -275,13 +275,16 @@ class Evaluator:
         return [(newer, older) for newer, (_, older) in near.items()]
 
     def _any_blocks(self, row: _Row, number: int, first: int, index: int) -> list[tuple[int, int]]:
-        """So many blocks of the reasoning that nothing shares yet, each with a random earlier block."""
+        """So many blocks of the reasoning that nothing shares yet, each with a random earlier one of it.
+
+        ``first`` is the reasoning's first whole block.
+        """
         assert isinstance(self.method, RandomSharing)
         draw, users = random.Random(f"{self.method.seed}/{index}/{len(row.blocks)}"), Counter(row.blocks)
-        single = [i for i, block in enumerate(row.blocks) if users[block] == 1 and i >= max(first, 1)]
+        single = [i for i, block in enumerate(row.blocks) if users[block] == 1 and i > first]
         chosen = []
         for newer in draw.sample(single, min(number, len(single))):
-            older = draw.randrange(newer)
+            older = draw.randrange(first, newer)
             if row.blocks[older] != row.blocks[newer]:
                 chosen.append((newer, older))
         return chosen

@@ -347,8 +347,9 @@ def test_the_tiny_reasoner_recalls_what_it_said(tmp_path):
     sharing of as many blocks loses some.
     """
     rows = benchmark("reason_cache_accuracy", tmp_path, "--problems", "3", "--rounds", "3")["rows"]
-    dense, informed, control = rows
-    assert [row["method"] for row in rows] == ["dense", "reason_cache", "random_sharing"]
+    dense, informed, control, gate, both = rows
+    assert [row["method"] for row in rows] == ["dense", "reason_cache", "random_sharing", "gate", "reason_cache+gate"]
+    assert both["block_size"] == 8 and both["amsr"] > 0 and both["recalled"] >= gate["recalled"] - 0.02
     assert dense["recalled"] >= 0.98 and informed["recalled"] >= dense["recalled"] - 0.01
     assert informed["amsr"] > 0.05 and control["amsr"] == pytest.approx(informed["amsr"], rel=0.2)
     assert control["recalled"] < informed["recalled"] - 0.03

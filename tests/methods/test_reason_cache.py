@@ -348,6 +348,19 @@ def test_the_control_shares_as_much_and_anything():
     assert len({newer for newer, _ in drawn}) == len(drawn), "each of them gives a block back"
 
 
+@pytest.mark.parametrize("include_prompt", [False, True])
+def test_the_control_draws_of_the_reasoning(include_prompt):
+    """Behind a prompt of 20 blocks and a half: the first whole block of the reasoning is the 21st (counted from 0)."""
+    drawn, ids = [], [*STEP, *OTHER] * 4
+    for seed in range(5):
+        run = evaluator(kind=methods.RandomSharing, seed=seed, include_prompt=include_prompt)
+        cache = Cache([*[7] * 41, *ids])
+        feed(run, cache, 1, ids, 41, prompt=[7] * 41)
+        drawn += [d.older for d in cache.decisions]
+    assert len(drawn) > 20 and all((older < 21) <= include_prompt for older in drawn)
+    assert include_prompt == any(older < 21 for older in drawn)
+
+
 # ------------------------------------------------------------------------------------------------------------ refusals
 
 
