@@ -5,9 +5,9 @@
 
 For each: registers, spills, shared memory, instructions for tensor cores, 16-byte loads, and the time it is expected
 to take at least: the longest of reading its bytes at the memory's bandwidth, of its matrix products at the tensor
-cores' rate, and of issuing its instructions (the main loop's as often as it turns). The GPUs' rates are those of their
-data sheets; no time here was measured. Exits with 1 if a kernel has a fault; the tests hold the saved table to the
-same rules.
+cores' rate (lower for fp32), and of issuing its instructions (the main loop's as often as it turns), the latter two on
+as many processors as it has programs. The GPUs' rates are those of their data sheets; no time here was measured.
+Exits with 1 if a kernel has a fault; the tests hold the saved table to the same rules.
 """
 
 from __future__ import annotations
@@ -23,26 +23,38 @@ import torch
 import triton
 from common import RESULTS, save
 
-from seergate.ops.triton_impl.ahead_of_time import Launch, compiled, fingerprint, shipped
+from seergate.ops.triton_impl.ahead_of_time import Launch, compiled, fingerprint, launches, shipped
 from seergate.ops.triton_impl.example import Example, Work
 from seergate.ops.triton_impl.gpus import GPUS, Gpu
 from seergate.ops.triton_impl.machine_code import Resources, faults, resources
 
 
-def expected(work: Work, launch: Launch, used: Resources, gpu: Gpu) -> dict[str, float | str]:
-    """Microseconds, and what they are spent on."""
+def expected(work: Work, share: float, launch: Launch, used: Resources, gpu: Gpu) -> dict[str, float | str]:
+    """Microseconds of one launch, and what they are spent on. ``share``: of the kernel's ``work``, what it does.
+
+    A processor without a program helps neither with products nor with instructions.
+    """
+    programs = math.prod(launch.grid)
+    busy = min(programs, gpu.processors)
     rounds = used.instructions + used.loop * (work.turns - 1)
-    issued = math.prod(launch.grid) * launch.options["num_warps"] * rounds
+    issued = programs * launch.options["num_warps"] * rounds
+    rate = (gpu.flops_fp32 if work.fp32 else gpu.flops) * busy / gpu.processors
     times = {
-        "memory": work.bytes / gpu.bandwidth,
-        "products": work.flops / gpu.flops if used.matrix else 0.0,
-        "instructions": issued / (gpu.processors * gpu.issued * gpu.clock),
+        "memory": share * work.bytes / gpu.bandwidth,
+        "products": share * work.flops / rate if used.matrix else 0.0,
+        "instructions": issued / (busy * gpu.issued * gpu.clock),
     }
     bound = max(times, key=lambda name: times[name])
     return {f"{name}_us": round(1e6 * seconds, 2) for name, seconds in times.items()} | {
         "expected_us": round(1e6 * times[bound], 2),
         "bound": bound,
     }
+
+
+def share_of(example: Example, launch: Launch, gpu: Gpu) -> float:
+    """What part of its kernel's programs in the call this launch has: a group or a pack may take several launches."""
+    all_of_it = [other for other in launches(example.call, gpu) if other.kernel is launch.kernel]
+    return math.prod(launch.grid) / sum(math.prod(other.grid) for other in all_of_it)
 
 
 def known() -> dict[tuple[str, str], Resources]:
@@ -69,7 +81,7 @@ def row(example: Example, launch: Launch, gpu: Gpu, saved: dict[tuple[str, str],
         "programs": math.prod(launch.grid),
         **launch.options,
         **used._asdict(),
-        **(expected(example.work[name], launch, used, gpu) if name in example.work else {}),
+        **expected(example.work[name], share_of(example, launch, gpu), launch, used, gpu),
         "faults": faults(used, gpu, products=name in example.products, wide=name in example.wide),
     }
 
@@ -94,8 +106,7 @@ def main() -> None:
             print(
                 "{registers:4} {spills:5} {shared:6} {matrix:6} {wide_loads:4}/{loads:<5} {ahead:5} "
                 "{instructions:5} {loop:5} ".format(**found)
-                + "{expected_us:11} {bound:12} ".format(**{"expected_us": "", "bound": ""} | found)
-                + "{kernel}: {example} ".format(**found)
+                + "{expected_us:11} {bound:12} {kernel}: {example} ".format(**found)
                 + "; ".join(found["faults"]),
                 flush=True,
             )

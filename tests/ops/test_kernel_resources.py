@@ -7,17 +7,32 @@ to the rules and to the sources, and one configuration of each kernel is compile
 from __future__ import annotations
 
 import json
+from functools import partial
 from pathlib import Path
 
 import pytest
+import torch
 
 triton = pytest.importorskip("triton")
 
-from seergate.ops.triton_impl.ahead_of_time import compiled, examples, fingerprint, launches, shipped  # noqa: E402
+from seergate.ops.triton_impl import ahead_of_time, gate_kl  # noqa: E402
+from seergate.ops.triton_impl.ahead_of_time import (  # noqa: E402
+    compiled,
+    examples,
+    fingerprint,
+    launches,
+    shipped,
+    specialisation,
+)
+from seergate.ops.triton_impl.compression import update_example  # noqa: E402
+from seergate.ops.triton_impl.example import meta  # noqa: E402
 from seergate.ops.triton_impl.gpus import GPUS, H200  # noqa: E402
 from seergate.ops.triton_impl.machine_code import Resources, faults, resources  # noqa: E402
+from seergate.ops.triton_impl.selection import select_example  # noqa: E402
+from tests.ops.helpers import cu_seqlens  # noqa: E402
 
-TABLE = Path(__file__).resolve().parents[2] / "benchmarks/results/kernel_resources.json"
+ROOT = Path(__file__).resolve().parents[2]
+TABLE = ROOT / "benchmarks/results/kernel_resources.json"
 RENEW = "run `python benchmarks/kernel_resources.py`"
 GPU = pytest.mark.parametrize("gpu", GPUS, ids=lambda gpu: gpu.target)
 
@@ -46,6 +61,103 @@ def test_no_kernel_of_the_table_has_a_fault(gpu):
             example,
             kernel,
         )
+
+
+@GPU
+def test_every_kernel_of_the_table_has_an_expected_time(gpu):
+    for row, _ in saved(gpu)[0]:
+        times = {name: row[f"{name}_us"] for name in ("memory", "products", "instructions")}
+        assert row["expected_us"] == max(times.values()) == times[row["bound"]] > 0, (row["example"], row["kernel"])
+
+
+def of_table(gpu):
+    """What Triton tells the table's launches apart by."""
+    return {specialisation(launch) for _, (_, launch) in saved(gpu)[0]}
+
+
+def lesson(architecture, gpu, lengths, block_size=64, *, gradients=True):
+    """What `gate_kl` launches in one layer of a training run (``gradients``), or of an evaluation in it.
+
+    The model in bf16, the gates in fp32, the log-sum-exp unknown, the tensors laid out as the layer gives them.
+    """
+    shape = json.loads((ROOT / "configs/architectures" / f"{architecture}.json").read_text())
+    heads, kv_heads = shape["num_attention_heads"], shape["num_key_value_heads"]
+    dim = shape.get("head_dim") or shape["hidden_size"] // heads
+    tokens, blocks = sum(lengths), sum(-(-length // block_size) for length in lengths)
+    q, k = (
+        meta(1, tokens, n, dim, dtype=torch.bfloat16).transpose(1, 2)[0].transpose(0, 1) for n in (heads, kv_heads)
+    )
+    qg = meta(tokens, kv_heads, 128, dtype=torch.float32)
+    kg = meta(kv_heads, blocks, 128, dtype=torch.float32).transpose(0, 1)
+    call = partial(
+        gate_kl.evaluate, q, k, qg, kg, cu_seqlens(lengths), block_size, 0.5, dim**-0.5, 128**-0.5, "row_mean",
+        [1024, 2048, 4096], None, None, None, gradients, gradients,
+    )  # fmt: skip
+    return launches(call, gpu)
+
+
+PRESETS = sorted(path.stem for path in (ROOT / "configs").glob("*.yaml") if path.stem != "tiny-reasoner")
+PACKS = ([32768], [9001, 20011, 3001], [5000, 4999, 4001, 17], [8191] * 4)
+"""Of lengths of samples, such that the numbers of tokens, tiles and blocks are now odd, now multiples of 16."""
+
+
+@GPU
+@pytest.mark.parametrize("preset", PRESETS)
+def test_a_training_run_of_a_preset_launches_only_what_is_in_the_table(preset, gpu):
+    table = of_table(gpu)
+    for lengths in PACKS:
+        for gradients in (True, False):
+            launched = lesson(preset, gpu, lengths, gradients=gradients)
+            names = {launch.kernel.__name__ for launch in launched}
+            assert names >= {"attention_kernel", "rows_kernel", "recall_kernel"}
+            assert ("columns_kernel" in names) == gradients
+            missing = [launch for launch in launched if specialisation(launch) not in table]
+            assert not missing, (lengths, gradients, missing[0].kernel.__name__, missing[0].arguments)
+
+
+@GPU
+@pytest.mark.parametrize("block_size", [16, 32, 128])
+def test_so_does_the_ablation_of_the_block_size(block_size, gpu):
+    table = of_table(gpu)
+    for gradients in (True, False):
+        for launch in lesson("qwen3-4b", gpu, [32768], block_size, gradients=gradients):
+            assert specialisation(launch) in table, (launch.kernel.__name__, launch.arguments)
+
+
+@GPU
+def test_default_and_published_decoding_launch_what_is_in_the_table(gpu):
+    table = of_table(gpu)
+    for example in (
+        select_example(torch.float32, 512, {"token_budget": 4096}, sink_blocks=0),
+        update_example(torch.bfloat16, 128, 64, gate_dtype=torch.float32),
+        update_example(torch.bfloat16, 128, 64, position_offset=63),
+    ):
+        assert {specialisation(launch) for launch in launches(example.call, gpu)} <= table, example.name
+
+
+@pytest.mark.skipif(triton.__version__ != "3.9.0", reason="asks a function of Triton's that other versions call else")
+@pytest.mark.parametrize(
+    "value",
+    [0, 1, 7, 16, -16, 2**40, 1.5, None, meta(8, dtype=torch.bfloat16), meta(8, dtype=torch.bfloat16)[1:]],
+    ids=str,
+)
+def test_arguments_are_specialised_as_triton_does_it(value):
+    from triton._C.libtriton import native_specialize_impl
+    from triton.backends.compiler import BaseBackend
+
+    kind, divisible = ahead_of_time._specialised(value, False)
+    want, detail = native_specialize_impl(BaseBackend, value, False, True, True)
+    assert (kind, divisible) == (want, detail == "D")
+
+
+def test_a_single_kv_head_makes_other_kernels():
+    """Triton makes a constant of an argument that is 1, so an example must not have one where a model has several."""
+    few, many = (
+        launches(gate_kl.gate_kl_example(torch.bfloat16, torch.float32, 128, 4, 64, 4096, 4096, kv_heads=n).call, H200)
+        for n in (1, 2)
+    )
+    assert specialisation(few[0]) != specialisation(many[0])
+    assert [specialisation(launch) for launch in few[1:]] == [specialisation(launch) for launch in many[1:]]
 
 
 @pytest.mark.slow

@@ -49,7 +49,7 @@ def shipped(gpu: Gpu) -> Iterator[tuple[Example, Launch]]:
     seen = set()
     for example in examples(gpu):
         for launch in launches(example.call, gpu):
-            if (key := fingerprint(launch)) not in seen:
+            if (key := specialisation(launch)) not in seen:
                 seen.add(key)
                 yield example, launch
 
@@ -93,7 +93,27 @@ def fingerprint(launch: Launch) -> str:
     return hashlib.sha256(f"{_source(launch).hash()} {sorted(launch.options.items())}".encode()).hexdigest()[:16]
 
 
+def specialisation(launch: Launch) -> tuple[Any, ...]:
+    """What Triton tells launches apart by: those with the same one share a compiled kernel."""
+    key: list[Any] = [launch.kernel.__name__, *sorted(launch.options.items())]
+    for parameter in launch.kernel.params:
+        value = launch.arguments[parameter.name]
+        if parameter.do_not_specialize and isinstance(value, int):
+            key.append(_specialised(value + (value == 1), False)[0])  # its type alone: no 1 is a constant here
+            continue
+        kind, divisible = _specialised(value, parameter.is_constexpr)
+        if kind == "constexpr":
+            key.append((kind, str(value)))
+        else:
+            key.append((kind, divisible and not parameter.do_not_specialize_on_alignment))
+    return tuple(key)
+
+
 def _source(launch: Launch) -> ASTSource:
+    """With arguments specialised as in the example, also those that a launch does not specialise.
+
+    There are few of them (numbers of tiles and tokens, the turn, a weight's address), and no stride among them.
+    """
     signature, constants, attributes = {}, {}, {}
     for i, (name, parameter) in enumerate(zip(launch.kernel.arg_names, launch.kernel.params, strict=True)):
         value = launch.arguments[name]

@@ -252,21 +252,36 @@ def examples() -> Iterator[Example]:
             yield update_example(dtype, dim, 64)
     for block_size in (16, 32, 128, 256):
         yield update_example(torch.bfloat16, 128, block_size)
+    yield update_example(torch.bfloat16, 128, 64, gate_dtype=torch.float32)  # gates as they are trained
+    yield update_example(torch.bfloat16, 128, 64, position_offset=63)  # `compat="published"`
 
 
-def update_example(dtype: torch.dtype, dim: int, block_size: int) -> Example:
+def update_example(
+    dtype: torch.dtype,
+    dim: int,
+    block_size: int,
+    *,
+    gate_dtype: torch.dtype | None = None,
+    position_offset: int = 0,
+) -> Example:
     """Every row completes a block: at most one step in ``block_size`` is like that."""
+    gate_dtype = gate_dtype or dtype
     batch, kv_heads = 8, 8
     k, recent = meta(batch, kv_heads, dim, dtype=dtype), meta(batch, kv_heads, 2 * block_size, dim, dtype=dtype)
-    compressed = meta(batch, kv_heads, 32768 // block_size, dim, dtype=dtype)
-    weight, norm_weight = meta(kv_heads, 3 * dim, dim, dtype=dtype), meta(dim, dtype=dtype)
+    compressed = meta(batch, kv_heads, 32768 // block_size, dim, dtype=gate_dtype)
+    weight, norm_weight = meta(kv_heads, 3 * dim, dim, dtype=gate_dtype), meta(dim, dtype=gate_dtype)
     inv_freq, lengths = meta(dim // 2, dtype=torch.float32), meta(batch, dtype=torch.int64)
-    read = batch * kv_heads * block_size * dim + weight.numel()  # the rows share the weights
+    # The rows share the weights.
+    read = batch * kv_heads * block_size * dim * dtype.itemsize + weight.numel() * gate_dtype.itemsize
+    name = f"{str(dtype).removeprefix('torch.')} d{dim} block {block_size}"
+    name += f" gate {str(gate_dtype).removeprefix('torch.')}" * (gate_dtype != dtype)
+    name += f" offset {position_offset}" * (position_offset > 0)
     return Example(
-        f"update_compressed_keys {str(dtype).removeprefix('torch.')} d{dim} block {block_size}",
+        f"update_compressed_keys {name}",
         lambda: update(
-            k, lengths, recent, compressed, weight, block_size, ("max", "min", "avg"), norm_weight, inv_freq, 1.0, 0
+            k, lengths, recent, compressed, weight, block_size, ("max", "min", "avg"), norm_weight, inv_freq, 1.0,
+            position_offset,
         ),
-        {update_kernel.__name__: Work(float(read * k.element_size()), turns=dim // CHUNK)},
+        {update_kernel.__name__: Work(float(read), turns=dim // CHUNK)},
         wide=(update_kernel.__name__,),
-    )
+    )  # fmt: skip

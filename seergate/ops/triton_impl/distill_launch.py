@@ -1,15 +1,21 @@
 """Launch parameters of the distillation kernels: pure functions of shapes.
 
 Chosen by reasoning and by what the compiler says about registers and shared memory; not yet measured on a GPU.
+
+``python -m seergate.ops.triton_impl.distill_launch`` prints the choices for what `seergate train` meets.
 """
 
 from __future__ import annotations
 
+import warnings
+from collections.abc import Mapping
+from functools import cache
 from typing import NamedTuple
 
 import torch
+from torch import Tensor
 
-from seergate.ops.triton_impl.gpus import Gpu
+from seergate.ops.triton_impl.gpus import GPUS, Gpu
 
 BLOCK_SIZES = (8, 16, 32, 64, 128, 256)
 MAX_HEAD_DIM = {torch.float16: 256, torch.bfloat16: 256, torch.float32: 128}
@@ -41,6 +47,23 @@ class GateLaunch(NamedTuple):
     columns: int
     num_warps: int
     num_stages: int
+
+
+def warn_if_too_wide(op: str, tensors: Mapping[str, Tensor]) -> None:
+    """Say, once per op, argument and width, that the kernels leave this to the torch backend for its width."""
+    for name, x in tensors.items():
+        limit = MAX_HEAD_DIM.get(x.dtype)
+        if limit is not None and x.shape[-1] > limit:
+            _warn(
+                f"{op}: {name} is {x.shape[-1]} wide in {x.dtype}; the kernels take {limit} at most, so this runs in "
+                "the torch backend, which is slower on a GPU"
+            )
+            return
+
+
+@cache
+def _warn(text: str) -> None:
+    warnings.warn(text, RuntimeWarning, stacklevel=2)
 
 
 def padded(size: int) -> int:
@@ -104,3 +127,31 @@ def recall_launch(width: int, rows: int, gpu: Gpu) -> tuple[int, int]:
     """
     per_warp = 8 * gpu.warp_size
     return max(1, min(rows, 4 * per_warp // width)), min(max(width // per_warp, 4), 16)
+
+
+def table(gpu: Gpu) -> str:
+    """The choices for head dimension 128: every group of the shipped configurations, the ablation's block sizes."""
+    lines = ["teacher, without output", " dtype  group  turns  rows  pack  keys  warps  stages  two loops"]
+    for dtype in (torch.bfloat16, torch.float32):
+        for group in (1, 2, 4, 5, 6, 7, 8):
+            tile = teacher_launch(group, 128, 0, dtype, gpu)
+            lines.append(
+                f"{dtype.itemsize * 8:3} bit {group:6} {-(-group // tile.pack):6} {tile.rows:5} {tile.pack:5} "
+                f"{tile.keys:5} {tile.num_warps:6} {tile.num_stages:7}  {'yes' if tile.two_loops else 'no'}"
+            )
+    lines += ["gate and recall, 32k tokens", " dtype  block  width  rows  columns  warps  stages  recall rows, warps"]
+    for dtype in (torch.bfloat16, torch.float32):
+        gate = gate_launch(128, dtype, gpu)
+        for block_size in (16, 32, 64, 128):
+            width = 32768 // block_size
+            turn, warps = recall_launch(width, gate.rows, gpu)
+            lines.append(
+                f"{dtype.itemsize * 8:3} bit {block_size:6} {width:6} {gate.rows:5} {gate.columns:8} "
+                f"{gate.num_warps:6} {gate.num_stages:7} {turn:12}, {warps}"
+            )
+    return "\n".join(lines)
+
+
+if __name__ == "__main__":
+    for known in GPUS:
+        print(f"{known.name} ({known.target})\n{table(known)}\n")

@@ -11,17 +11,19 @@ from torch import Tensor
 
 
 class Work(NamedTuple):
-    """What a launch has to do at least.
+    """What a kernel has to do at least in one call of the op, in all its launches together.
 
     Attributes:
         bytes: of device memory.
         flops: of matrix products.
         turns: of the main loop, per program.
+        fp32: the products are of fp32 numbers, which is slower.
     """
 
     bytes: float
     flops: float = 0.0
     turns: float = 1.0
+    fp32: bool = False
 
 
 @dataclass(frozen=True)
@@ -31,7 +33,7 @@ class Example:
     Attributes:
         name: unique, such as ``"sparse_decode bfloat16 d128 b64 g8"``.
         call: runs the op.
-        work: kernel name -> what one launch of it has to do, for the expected time.
+        work: kernel name -> what it has to do in this call, for the expected time.
         products: names of its kernels that must use tensor cores (matrix products of 16-bit numbers).
         wide: names of its kernels that must load 16 bytes per thread at a time.
     """

@@ -3,6 +3,9 @@
 A chunk of rows at a time, the teacher's log targets are written to a buffer, a kernel over rows turns them into the
 loss, the gradient of ``qg`` and ``pi - p``, and a kernel over columns sums the latter into the gradient of ``kg``.
 Nothing waits for the device if ``cu_seqlens`` lies in host memory.
+
+What the kernels do not do is left to the torch backend: float64, other block sizes than `BLOCK_SIZES`, heads and gates
+wider than `MAX_HEAD_DIM` (in fp32, 128). Where that is a matter of width, a warning says so, once: it is slower.
 """
 
 from __future__ import annotations
@@ -21,7 +24,7 @@ from seergate.ops.checks import check_shape
 from seergate.ops.gate_kl import GateKLStats
 from seergate.ops.torch_impl import gate_kl as torch_impl
 from seergate.ops.triton_impl import gate_kl_kernels, packs
-from seergate.ops.triton_impl.distill_launch import gate_launch, padded, precision, recall_launch
+from seergate.ops.triton_impl.distill_launch import gate_launch, padded, precision, recall_launch, warn_if_too_wide
 from seergate.ops.triton_impl.example import Example, Work, meta
 from seergate.ops.triton_impl.gpus import gpu_of
 from seergate.ops.triton_impl.teacher import Teacher, runs_here
@@ -55,6 +58,8 @@ def gate_kl(
         "recall_budgets": recall_budgets, "sinks": sinks, "softcap": softcap, "lse": lse,
     }  # fmt: skip
     if not runs_here(q, block_size, qg, kg):
+        if not torch.compiler.is_compiling():
+            warn_if_too_wide("gate_kl", {"q": q, "qg": qg, "kg": kg})
         return torch_impl.gate_kl(q, k, qg, kg, cu_seqlens, block_size, **options)
     wanted = torch.is_grad_enabled()
     frozen = {name: x.detach() if isinstance(x, Tensor) else x for name, x in options.items()}
@@ -123,7 +128,7 @@ def evaluate(
     # Sums over up to millions of rows: float64.
     row_weight = torch.tensor(weights, dtype=torch.float64).repeat_interleave(torch.tensor(lengths))
     counted = max(rows, 1)
-    loss = (gate.kl.sum(0, dtype=torch.float64) * row_weight.to(device, non_blocking=True)).sum()
+    loss = (gate.kl.sum(0, dtype=torch.float64) * packs.copied(row_weight, device)).sum()
     return (
         loss.float(),
         (gate.kl.sum(1, dtype=torch.float64) / counted).float(),
@@ -263,40 +268,95 @@ _gate_kl.register_fake(_fake)
 _gate_kl.register_autograd(_backward, setup_context=_setup_context)
 
 
-SHIPPED = (
-    # dtype, head dimension of teacher and gate, block size, tokens, rows, is the log-sum-exp known
-    (torch.bfloat16, 128, 64, 4096, 4096, False),
-    (torch.float16, 128, 16, 4096, 4096, True),
-    (torch.bfloat16, 64, 64, 32768, 8192, False),
-    (torch.bfloat16, 128, 16, 131072, 2048, False),  # in two passes
-    (torch.bfloat16, 256, 64, 131072, 2048, True),
-    (torch.float32, 128, 16, 32768, 2048, False),
+SHIPPED: tuple[tuple[torch.dtype, torch.dtype, int, int, int, int, int, bool], ...] = (
+    # dtype of teacher and of gate, head dimension of both, group, block size, tokens, rows, is the log-sum-exp known
+    # What `seergate train` launches: gates in fp32 beside a model in bf16, every group of the shipped configurations.
+    *((torch.bfloat16, torch.float32, 128, group, 64, 32768, 4096, False) for group in (4, 2, 5, 6, 7, 8)),
+    # The block sizes of the ablation.
+    (torch.bfloat16, torch.float32, 128, 4, 16, 32768, 1024, False),
+    (torch.bfloat16, torch.float32, 128, 4, 32, 32768, 2048, False),
+    (torch.bfloat16, torch.float32, 128, 4, 128, 32768, 8192, False),
+    # Shorter samples: recall holds narrower rows, and a GPU of many processors needs no second pass.
+    (torch.bfloat16, torch.float32, 128, 4, 16, 16384, 2048, False),
+    (torch.bfloat16, torch.float32, 128, 4, 64, 16384, 8192, False),
+    (torch.bfloat16, torch.float32, 128, 4, 64, 8192, 8192, False),
+    (torch.bfloat16, torch.float32, 128, 4, 64, 4096, 4096, False),
+    # What else the op takes: the other dtypes and gate dimensions, narrow and very wide rows of blocks.
+    (torch.bfloat16, torch.float32, 128, 4, 16, 131072, 512, False),  # in two passes
+    (torch.bfloat16, torch.bfloat16, 128, 4, 64, 4096, 4096, False),
+    (torch.float16, torch.float16, 128, 4, 16, 4096, 4096, True),
+    (torch.bfloat16, torch.bfloat16, 64, 4, 64, 32768, 4096, False),
+    (torch.bfloat16, torch.bfloat16, 256, 4, 64, 131072, 1024, True),
+    (torch.float32, torch.float32, 128, 4, 16, 32768, 1024, False),
 )
-"""What is compiled ahead of time: every dtype and gate dimension, narrow and wide rows of blocks."""
+"""What is compiled ahead of time. The teacher's kernels depend on the group, but not on the gate's dtype; the gate's
+kernels the other way round."""
+
+KV_HEADS = 8
+"""Of the examples. Any number but one makes the same kernels: Triton makes an argument that is 1 a constant."""
 
 
 def examples() -> Iterator[Example]:
-    """Calls on meta tensors, each of one chunk, that launch what ships. One KV head: their number changes nothing."""
-    for dtype, dim, block_size, tokens, rows, known in SHIPPED:
-        blocks = tokens // block_size
-        q, k = meta(tokens, 4, dim, dtype=dtype), meta(tokens, 1, dim, dtype=dtype)
-        qg, kg = meta(tokens, 1, dim, dtype=dtype), meta(blocks, 1, dim, dtype=dtype)
-        row_start = 1 - rows / tokens
-        cells = rows * blocks * (1 + row_start) / 2
-        launch = gate_launch(dim, dtype, gpu_of(q.device))
-        once, product, turns = rows * dim * dtype.itemsize, 2 * cells * dim, cells / rows / launch.columns
-        kernels = ("rows_kernel", "columns_kernel", "maxima_kernel" if known else "attention_kernel")
-        yield Example(
-            f"gate_kl {str(dtype).removeprefix('torch.')} d{dim} b{block_size} t{tokens}",
-            partial(
-                evaluate, q, k, qg, kg, torch.tensor([0, tokens], dtype=torch.int32), block_size, row_start, 0.1, 0.1,
-                "row_mean", [4096], None, None, meta(tokens, 4, dtype=torch.float32) if known else None, True, True,
+    """Calls on meta tensors, each of one chunk, that launch what ships."""
+    for shipped in SHIPPED:
+        yield gate_kl_example(*shipped)
+    for block_size, rows in ((64, 4096), (16, 1024), (32, 2048), (128, 8192)):  # evaluations of a training run
+        yield gate_kl_example(torch.bfloat16, torch.float32, 128, 4, block_size, 32768, rows, gradients=False)
+
+
+def gate_kl_example(
+    dtype: torch.dtype,
+    gate_dtype: torch.dtype,
+    dim: int,
+    group: int,
+    block_size: int,
+    tokens: int,
+    rows: int,
+    known: bool = False,
+    *,
+    kv_heads: int = KV_HEADS,
+    gradients: bool = True,
+) -> Example:
+    """One segment of ``tokens`` tokens whose last ``rows`` rows count, with one recall budget."""
+    blocks = tokens // block_size
+    q, k = meta(tokens, group * kv_heads, dim, dtype=dtype), meta(tokens, kv_heads, dim, dtype=dtype)
+    qg, kg = meta(tokens, kv_heads, dim, dtype=gate_dtype), meta(blocks, kv_heads, dim, dtype=gate_dtype)
+    lse = meta(tokens, group * kv_heads, dtype=torch.float32) if known else None
+    row_start = 1 - rows / tokens
+    gate, teacher = gate_launch(dim, gate_dtype, gpu_of(q.device)), Teacher(q, k, None, block_size, 1.0, None, None)
+    tile = teacher.launch()
+    passes = -(-group // tile.pack)  # launches that share a group
+    cells = kv_heads * rows * blocks * (1 + row_start) / 2  # of a (row, KV head) and a block
+    once = kv_heads * rows * dim * gate_dtype.itemsize
+    product = 2 * cells * dim
+    # Queries of these rows once, all keys in every pass; the targets are written, and raised by the later passes.
+    read = (rows * group + tokens * passes) * kv_heads * dim * dtype.itemsize + 4 * cells * (2 * passes - 1)
+    turns = cells / kv_heads / rows * block_size / tile.keys
+    taught = Work(read, product * block_size * group, turns, fp32=dtype == torch.float32)
+    fp32 = gate_dtype == torch.float32
+    gate_products = () if fp32 else ("rows_kernel", "columns_kernel")
+    teacher_kernel = "maxima_kernel" if known else "attention_kernel"
+    kernels = ("rows_kernel", "columns_kernel", teacher_kernel)
+    short, gate_short = (str(x).removeprefix("torch.") for x in (dtype, gate_dtype))
+    return Example(
+        f"gate_kl {short} gate {gate_short} d{dim} g{group} b{block_size} t{tokens}"
+        + " evaluation" * (not gradients),
+        partial(
+            evaluate, q, k, qg, kg, torch.tensor([0, tokens], dtype=torch.int32), block_size, row_start, 0.1, 0.1,
+            "row_mean", [4096], None, None, lse, gradients, gradients,
+        ),
+        {
+            "attention_kernel": taught,
+            "maxima_kernel": taught,
+            "rows_kernel": Work(
+                (1 + gradients) * once + cells * (8 + gradients * gate_dtype.itemsize),
+                (2 + gradients) * product,
+                cells / kv_heads / rows / gate.columns,
+                fp32,
             ),
-            {
-                "rows_kernel": Work(2 * once + cells * (8 + dtype.itemsize), 3 * product, turns),
-                "columns_kernel": Work(once + cells * dtype.itemsize, product, rows / launch.rows),
-                "recall_kernel": Work(cells * 8, turns=32),
-            },
-            kernels if dtype != torch.float32 else (),
-            kernels,
-        )  # fmt: skip
+            "columns_kernel": Work(once + cells * gate_dtype.itemsize, product, rows / gate.rows, fp32),
+            "recall_kernel": Work(cells * 8, turns=32),
+        },
+        gate_products + ((teacher_kernel,) if dtype != torch.float32 else ()),
+        kernels,
+    )  # fmt: skip

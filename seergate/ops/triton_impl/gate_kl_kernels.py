@@ -40,7 +40,7 @@ def logit_tile(
     return tl.dot(qg_tile, tl.trans(kg), input_precision=PRECISION) * gate_scale, kg
 
 
-@triton.jit(do_not_specialize=["tile_count"])
+@triton.jit(do_not_specialize=["tile_count", "tokens"], do_not_specialize_on_alignment=["weights"])
 def rows_kernel(
     log_targets: tl.tensor,
     qg: tl.tensor,
@@ -151,7 +151,7 @@ def rows_kernel(
         tl.store(dqg_rows, grad.to(dqg.dtype.element_ty), mask=row_mask)
 
 
-@triton.jit(do_not_specialize=["tile_count"])
+@triton.jit(do_not_specialize=["tile_count"], do_not_specialize_on_alignment=["weights"])
 def columns_kernel(
     delta: tl.tensor,
     qg: tl.tensor,
@@ -206,7 +206,7 @@ def columns_kernel(
     tl.store(where, tl.load(where, mask=inside, other=0.0) + acc, mask=inside)
 
 
-@triton.jit(do_not_specialize=["tile_count", "wanted"])
+@triton.jit(do_not_specialize=["tile_count", "tokens", "wanted"], do_not_specialize_on_alignment=["recall"])
 def recall_kernel(
     log_targets: tl.tensor,
     logits: tl.tensor,

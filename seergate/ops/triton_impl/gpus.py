@@ -43,6 +43,11 @@ class Gpu:
         return 4.0 if self.backend == "cuda" else 1.0
 
     @property
+    def flops_fp32(self) -> float:
+        """Of products of fp32 numbers: three tf32 products, each at half the 16-bit rate; on AMD one, at an eighth."""
+        return self.flops / (6.0 if self.backend == "cuda" else 8.0)
+
+    @property
     def target(self) -> str:
         """As in ``"sm_90"`` and ``"gfx942"``."""
         return f"sm_{self.arch}" if self.backend == "cuda" else str(self.arch)

@@ -148,9 +148,14 @@ def column_tiles(pieces: Sequence[Piece], columns: int, block_size: int) -> tupl
 def to_device(parts: Sequence[tuple[Tensor, Tensor]], device: torch.device) -> list[Tiles]:
     """All tables of a call in one copy each, without waiting for it."""
     counts = [len(table) for table, _ in parts]
-    tables = torch.cat([table for table, _ in parts]).to(device, non_blocking=True).split(counts)
-    weights = torch.cat([weight for _, weight in parts]).to(device, non_blocking=True).split(counts)
+    tables = copied(torch.cat([table for table, _ in parts]), device).split(counts)
+    weights = copied(torch.cat([weight for _, weight in parts]), device).split(counts)
     return [Tiles(*pair) for pair in zip(tables, weights, strict=True)]
+
+
+def copied(x: Tensor, device: torch.device) -> Tensor:
+    """``x``, which lies in host memory, on the device. A GPU copies from pinned memory only without a wait."""
+    return (x.pin_memory() if device.type == "cuda" else x).to(device, non_blocking=True)
 
 
 def _rounded(width: int) -> int:

@@ -200,13 +200,18 @@ def examples() -> Iterator[Example]:
             yield select_example(torch.float32, blocks, rule)
     for dtype in (torch.float16, torch.bfloat16):
         yield select_example(dtype, 512, {"token_budget": 4096})
+    for blocks in (128, 512, 2048):  # as decoding does by default
+        yield select_example(torch.float32, blocks, {"token_budget": 4096}, sink_blocks=0)
 
 
-def select_example(dtype: torch.dtype, blocks: int, rule: dict[str, Any]) -> Example:
+def select_example(dtype: torch.dtype, blocks: int, rule: dict[str, Any], sink_blocks: int = 1) -> Example:
     """8 rows, 8 KV heads, blocks of 64 tokens."""
     scores, lengths = meta(8, 8, blocks, dtype=dtype), meta(8, dtype=torch.int64)
     return Example(
-        f"select_blocks {next(iter(rule))} of {blocks} {str(dtype).removeprefix('torch.')}",
-        lambda: select(scores, lengths, 64, rule.get("token_budget"), rule.get("threshold"), rule.get("top_p"), 1),
+        f"select_blocks {next(iter(rule))} of {blocks} {str(dtype).removeprefix('torch.')}"
+        + " without sinks" * (sink_blocks == 0),
+        lambda: select(
+            scores, lengths, 64, rule.get("token_budget"), rule.get("threshold"), rule.get("top_p"), sink_blocks
+        ),
         {select_kernel.__name__: Work(float(scores.numel() * scores.element_size()), turns=32)},
     )

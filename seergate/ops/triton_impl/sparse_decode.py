@@ -172,7 +172,10 @@ def decode_work(q: Tensor, kv_heads: int, tokens: int) -> dict[str, Work]:
     read = 2.0 * batch * kv_heads * tokens * dim * q.element_size()
     return {
         decode_kernel.__name__: Work(
-            read, 4.0 * batch * heads * tokens * dim, turns=math.ceil(tokens / launch.tile / launch.splits)
+            read,
+            4.0 * batch * heads * tokens * dim,
+            turns=math.ceil(tokens / launch.tile / launch.splits),
+            fp32=q.dtype == torch.float32,
         ),
         merge_kernel.__name__: Work(float(q.numel() * q.element_size())),
     }

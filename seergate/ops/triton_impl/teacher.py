@@ -264,14 +264,14 @@ def examples() -> Iterator[Example]:
             partial(
                 attention_with_block_targets, q, k, k, cu_seqlens, block_size, dim**-0.5, sinks=sinks, softcap=softcap
             ),
-            {"attention_kernel": Work(2 * inputs + targets, 2 * product, turns)},
+            {"attention_kernel": Work(2 * inputs + targets, 2 * product, turns, dtype == torch.float32)},
             products[:1],
             ("attention_kernel",),
         )
         yield Example(
             f"block targets from lse {name}",
             partial(_from_lse, q, k, cu_seqlens, block_size, sinks, softcap),
-            {"maxima_kernel": Work(inputs + targets, product, turns)},
+            {"maxima_kernel": Work(inputs + targets, product, turns, dtype == torch.float32)},
             products[1:],
             ("maxima_kernel",),
         )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import warnings
 
 import pytest
 import torch
@@ -11,7 +12,7 @@ from hypothesis import strategies as st
 
 from seergate import ops
 from seergate.ops import reference
-from seergate.ops.triton_impl import gate_kl, teacher
+from seergate.ops.triton_impl import distill_launch, gate_kl, teacher
 from seergate.ops.triton_impl.distill_launch import GateLaunch, TeacherLaunch, heads_per_tile
 from tests.ops.helpers import Pack, relative
 
@@ -80,6 +81,28 @@ def test_short_and_empty_segments(lengths, device):
 def test_narrow_inputs(dtype, device):
     pack = Pack.random([160, 45], block_size=8, group=4, dim=64, gate_dim=64, dtype=dtype)
     check(pack, device, recall_budgets=(32,))
+
+
+@pytest.mark.parametrize(
+    ("group", "gate_dim", "gate_dtype"), [(5, 128, torch.float16), (5, 64, torch.float32), (4, 128, torch.float32)]
+)
+def test_the_tiles_that_ship(group, gate_dim, gate_dtype, device, monkeypatch):
+    """Also gates in fp32 beside a model in 16 bits, as they are trained."""
+    monkeypatch.setattr(teacher, "teacher_launch", distill_launch.teacher_launch)
+    monkeypatch.setattr(gate_kl, "gate_launch", distill_launch.gate_launch)
+    pack = Pack.random([101, 27], block_size=8, kv_heads=1, group=group, gate_dim=gate_dim, dtype=torch.float16)
+    pack.qg, pack.kg = pack.qg.to(gate_dtype), pack.kg.to(gate_dtype)
+    check(pack, device, row_start=0.25, recall_budgets=(32,))
+
+
+def test_gates_too_wide_for_the_kernels_are_left_to_torch_and_said_once(device):
+    distill_launch._warn.cache_clear()
+    pack = Pack.random([30], block_size=8, kv_heads=1, gate_dim=130, dtype=torch.float32)
+    with pytest.warns(RuntimeWarning, match="gate_kl: qg is 130 wide in torch.float32; the kernels take 128 at most"):
+        check(pack, device, tolerance=1e-5)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        check(pack, device, tolerance=1e-5)
 
 
 def test_teacher_and_gate_may_have_different_dtypes(device):

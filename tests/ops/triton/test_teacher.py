@@ -88,6 +88,12 @@ def test_blocks_smaller_and_larger_than_a_tile_of_keys(block_size, two_loops, de
     check(pack, values_of(pack), device)
 
 
+def test_blocks_of_several_tiles_of_keys(device, monkeypatch):
+    tiles(monkeypatch, rows=64, keys=64)
+    pack = Pack.random([290, 20], block_size=256, group=1, kv_heads=1, dtype=torch.float32)
+    check(pack, values_of(pack), device)
+
+
 @pytest.mark.parametrize(("dim", "value_dim"), [(64, 64), (96, 96), (96, 32), (16, 48), (256, 256)])
 @pytest.mark.parametrize("dtype", NARROW, ids=str)
 def test_head_dimensions_with_the_shipped_tiles(dim, value_dim, dtype, device):
