@@ -1,9 +1,10 @@
 r"""lighteval (Hugging Face's harness) on a model that decodes with a method of seergate.
 
-Install the extra in an environment of its own (``pip install -e ".[lighteval]"``). Any task of the harness works::
+Install the extra in an environment of its own (``pip install -e ".[lighteval]"``). Any task of the harness works; in
+a checkout::
 
-    python -m seergate.eval.lighteval_adapter --model checkpoints/tiny-reasoner --method oracle --budget 64 \
-        --tasks "my_task|0" --custom-tasks my_tasks.py
+    python -m seergate.eval.lighteval_adapter --model checkpoints/tiny-reasoner --method h2o:interval=16 --budget 256 \
+        --tasks "seergate_chain_sum|0" --custom-tasks docs/examples/lighteval/chain_sum.py
 
 lighteval 0.13 does not start with huggingface_hub 2 (it calls ``list_models(model_name=...)``) and fails with xxhash
 4; add ``'huggingface_hub<2' 'xxhash<4'`` to the environment. It downloads a file when it lists its tasks, so it needs
@@ -20,8 +21,7 @@ import json
 from typing import Any
 
 from seergate.errors import SeergateError, how_to_install
-from seergate.eval.lm_eval_adapter import add_model_arguments, attached_model
-from seergate.eval.settings import MethodSpec
+from seergate.eval.lm_eval_adapter import add_model_arguments, attached_model, method_spec
 
 
 def harness_model(model: Any, path: str, label: str, batch_size: int = 1) -> Any:
@@ -67,7 +67,7 @@ def main(argv: list[str] | None = None) -> None:
     from seergate.paths import resolve_model
 
     model, _ = attached_model(options)
-    label = MethodSpec(options.method, options.budget, options.block_size).label
+    label = method_spec(options).label
     wrapped = harness_model(model, resolve_model(options.model), label, options.batch_size)
     from lighteval.logging.evaluation_tracker import EvaluationTracker
     from lighteval.pipeline import ParallelismManager, Pipeline, PipelineParameters

@@ -1,9 +1,10 @@
 r"""lm-eval (EleutherAI's harness) on a model that decodes with a method of seergate.
 
-Install the extra in an environment of its own (``pip install -e ".[lm-eval]"``). Any task of the harness works::
+Install the extra in an environment of its own (``pip install -e ".[lm-eval]"``). Any task of the harness works; in a
+checkout::
 
-    python -m seergate.eval.lm_eval_adapter --model checkpoints/tiny-reasoner --method oracle --budget 64 \
-        --tasks my_task --include-path my_tasks/
+    python -m seergate.eval.lm_eval_adapter --model checkpoints/tiny-reasoner --method h2o:interval=16 --budget 256 \
+        --tasks seergate_chain_sum --include-path docs/examples/lm_eval
 
 lm-eval's AIME tasks are greedy, score one sample and ask for no box; for the paper's protocol use ``seergate eval``.
 Only decode steps are sparse: tasks that score given continuations (multiple choice) read them densely, and say nothing
@@ -17,6 +18,7 @@ import json
 from typing import Any
 
 from seergate.errors import SeergateError, how_to_install
+from seergate.eval.method_text import read_method
 from seergate.eval.settings import MethodSpec
 from seergate.host import attach
 
@@ -69,10 +71,26 @@ def add_model_arguments(parser: argparse.ArgumentParser) -> None:
     """What a model and its method are chosen with."""
     parser.add_argument("--model", required=True, help="directory or Hub id")
     parser.add_argument("--gates", help="adapter, for the method gate")
-    parser.add_argument("--method", default="dense", help="[%(default)s]")
+    parser.add_argument("--method", default="dense", help="as `seergate eval` takes it: h2o:interval=16 [%(default)s]")
     parser.add_argument("--budget", type=int, help="tokens per KV head and step")
     parser.add_argument("--block-size", type=int, help="of methods that select blocks")
     parser.add_argument("--batch-size", type=int, default=1, help="[%(default)s]")
+
+
+def method_spec(options: argparse.Namespace) -> MethodSpec:
+    """The method that was asked for, its options included.
+
+    Raises:
+        SeergateError: for an unknown method or option, a missing budget, or an option that is to be calibrated.
+    """
+    name, given = read_method(options.method)
+    budget = given.pop("token_budget", options.budget)
+    spec = MethodSpec(name, budget, options.block_size, options=given)
+    if spec.uncalibrated:
+        raise SeergateError(
+            f"{name}:{spec.uncalibrated[0]}=auto is calibrated by `seergate eval` only; give a value here"
+        )
+    return spec
 
 
 def attached_model(options: argparse.Namespace) -> tuple[Any, Any]:
@@ -83,7 +101,7 @@ def attached_model(options: argparse.Namespace) -> tuple[Any, Any]:
     from seergate.loading import load_base
     from seergate.paths import resolve_model
 
-    spec = MethodSpec(options.method, options.budget, options.block_size)
+    spec = method_spec(options)
     bank = None if options.gates is None else GateBank.from_pretrained(options.gates)
     method = spec.method(bank)
     tokenizer = AutoTokenizer.from_pretrained(resolve_model(options.model))
