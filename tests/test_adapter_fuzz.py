@@ -1,17 +1,28 @@
-"""Five hundred mutations of an adapter directory: a sentence, or exactly the gates that were saved."""
+"""Five hundred mutations of an adapter directory: a sentence, or exactly the gates that were saved.
+
+Any file is harmed, now and then two at once, in adapters of one weights file and of several. What reads them: gates
+alone, `seergate info`, `seergate.load` with a base model, and saving over them. Nothing in them is ever run.
+"""
 
 from __future__ import annotations
 
 import json
+import pickle
 import random
 import shutil
 import struct
 import warnings
+from dataclasses import replace
 
+import pytest
+import torch
 from safetensors.torch import load_file, save_file
 
+import seergate
 from seergate import GateBank, SeergateError
-from tests.test_adapter_safety import banks, same
+from seergate.cli.main import main
+from tests.models import tiny_model
+from tests.test_adapter_safety import Bomb, banks, same
 
 __all__ = ["banks"]
 
@@ -68,10 +79,12 @@ VALUES = [
     64,
     2**31,
     10**30,
+    10**400,
     1e308,
     float("nan"),
     "",
     "x",
+    "\ud800",  # no Unicode text
     "/".join(("..", "..", "etc")),
     [],
     [1, 1],
@@ -136,18 +149,34 @@ def lie_about_header(path, rng):
 
 
 def exchange(path, rng):
-    """The same file of the other adapter."""
-    shutil.copy(path.parent.parent / "other" / path.name, path)
+    """The same file of the other adapter, or another file of this one."""
+    theirs = path.parent.parent / "other" / path.name
+    if not theirs.is_file():
+        theirs = rng.choice(sorted(path.parent.iterdir()))
+    path.write_bytes(theirs.read_bytes())
 
 
 def exchange_tensors(path, rng):
     """Two tensors of the same shape change places: every shape is right."""
-    if path.suffix != ".safetensors":
+    tensors = load_file(path) if path.suffix == ".safetensors" else {}
+    pairs = [(a, b) for a in tensors for b in tensors if a < b and tensors[a].shape == tensors[b].shape]
+    if not pairs:
         return flip_bits(path, rng)
-    tensors = load_file(path)
-    a, b = "layers.0.k_proj.weight", "layers.1.k_proj.weight"
+    a, b = rng.choice(pairs)
     tensors[a], tensors[b] = tensors[b].clone(), tensors[a].clone()
     return save_file(tensors, path)
+
+
+def plant_bomb(path, rng):
+    """What runs when a reader unpickles, or builds what YAML names."""
+    target = path.parent.parent / "exploded"
+    kind = "yaml" if path.name == "README.md" else rng.choice(["pickle", "torch"])
+    if kind == "yaml":
+        path.write_text(f"---\nbomb: !!python/object/apply:builtins.open [{target}, w]\n---\n\nMine.\n")
+    elif kind == "pickle":
+        path.write_bytes(pickle.dumps(Bomb(target)))
+    else:
+        torch.save({"layers.0.k_proj.weight": Bomb(target)}, path)
 
 
 HARMS = [
@@ -166,30 +195,114 @@ HARMS = [
     lie_about_header,
     exchange,
     exchange_tensors,
+    plant_bomb,
 ]
+"""Each takes the path of a sound file, and a source of randomness."""
 
 
-def test_mutations(banks, tmp_path):
-    """Whatever is done to the files: a sentence, or exactly the gates that were saved."""
+def victims(directory, rng):
+    """One file, now and then two: mostly those that say what the gates are, else any."""
+    everything = sorted(directory.iterdir())
+    vital = [path for path in everything if path.name == "gate_config.json" or path.suffix == ".safetensors"]
+    count = 2 if rng.random() < 0.2 else 1
+    config = directory / "gate_config.json"
+    first = rng.choice([config, rng.choice(vital)]) if rng.random() < 0.75 else rng.choice(everything)
+    return [first, *rng.sample([path for path in everything if path != first], count - 1)]
+
+
+def sums_stand(directory):
+    """Whether each weights file's SHA-256 is still on record, as it is for whatever seergate saves."""
+    notes = json.loads((directory / "gate_config.json").read_text()).get("files")
+    return isinstance(notes, dict) and all(isinstance(note, dict) and note.get("sha256") for note in notes.values())
+
+
+def shapes(bank):
+    return bank.config, bank.geometry.layers, {name: tensor.shape for name, tensor in bank.state_dict().items()}
+
+
+@pytest.fixture
+def places(banks, tmp_path):
+    """Originals with one weights file, with several, and with several that only the index names; and their banks."""
+    for bank, record in zip(banks, ("original", "other"), strict=True):
+        bank.training_record = {"config": {"data": "org/data", "lr": 0.001, "max_length": 64}, "kl_last_step": 0.5}
+        bank.results = ({"task": "t", "method": "dense", "accuracy": 0.5, "standard_error": 0.1, "samples": 8},)
+        bank.licence = {"license": "mit"}
+        bank.save_pretrained(tmp_path / record)
     bank, other = banks
-    bank.save_pretrained(tmp_path / "original")
-    other.save_pretrained(tmp_path / "other")
+    for name in ("sharded", "indexed"):
+        bank.save_pretrained(tmp_path / name, max_shard_size=7000)
+    config = tmp_path / "indexed" / "gate_config.json"
+    config.write_text(json.dumps({k: v for k, v in json.loads(config.read_text()).items() if k != "files"}))
+    assert len([*(tmp_path / "sharded").glob("*.safetensors")]) > 2
+    tiny_model("qwen3").save_pretrained(tmp_path / "base")
+    return tmp_path, bank, other
+
+
+def test_mutations(places, capsys):
+    """Whatever is done to the files: a sentence, or exactly the gates that were saved."""
+    root, bank, other = places
     accepted, refused, rng = 0, 0, random.Random(0)
+    mutant, before = root / "mutant", sorted(path.name for path in root.iterdir())
     for number in range(MUTATIONS):
-        shutil.rmtree(tmp_path / "mutant", ignore_errors=True)
-        shutil.copytree(tmp_path / "original", tmp_path / "mutant")
-        name = rng.choice(["gate_config.json", "gate_model.safetensors"])
-        harm = rng.choice(HARMS)
-        harm(tmp_path / "mutant" / name, rng)
+        shutil.rmtree(mutant, ignore_errors=True)
+        origin = rng.choice(["original", "original", "sharded", "sharded", "indexed"])
+        shutil.copytree(root / origin, mutant)
+        what = f"mutation {number} of {origin}:"
+        for path in victims(mutant, rng):
+            harm = rng.choice(HARMS)
+            harm(path, rng)
+            what += f" {harm.__name__} of {path.name}"
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", UserWarning)
-            try:
-                found = GateBank.from_pretrained(tmp_path / "mutant")
-            except SeergateError as error:
-                assert str(error).strip()
-                refused += 1
-                continue
-        accepted += 1
-        assert same(found, bank), f"mutation {number}: {harm.__name__} of {name} was accepted and changed the gates"
-    assert refused > 0.6 * MUTATIONS and accepted > 0, (refused, accepted)
-    assert sorted(p.name for p in tmp_path.iterdir()) == ["mutant", "original", "other"]
+            found = check(mutant, bank, other, what)
+            if number % 5 == 0:
+                capsys.readouterr()
+                code = main(["info", str(mutant), *rng.choice([[], ["--json"]])])
+                output = capsys.readouterr()
+                assert code == (2 if found is None else 0), what
+                assert found is not None or (output.err.startswith("error: ") and output.err.count("\n") == 1), what
+            if number % 20 == 0 or (found is not None and accepted % 10 == 0):
+                try:
+                    seergate.load(mutant, token_budget=16, base_model=root / "base")
+                    assert found is not None, what
+                except SeergateError as error:
+                    assert found is None or "for another model" in str(error) or "RoPE" in str(error), what
+            if "README.md" in what and number % 2:
+                bank.save_pretrained(mutant)
+                assert same(GateBank.from_pretrained(mutant), bank), what
+        accepted, refused = accepted + (found is not None), refused + (found is None)
+    assert refused > 0.5 * MUTATIONS and accepted > 0.1 * MUTATIONS, (refused, accepted)
+    shutil.rmtree(mutant, ignore_errors=True)
+    assert sorted(path.name for path in root.iterdir()) == before, "something was run, or written elsewhere"
+
+
+def check(mutant, bank, other, what):
+    """Read it; the gates, or ``None`` if they were refused."""
+    try:
+        found = GateBank.from_pretrained(mutant)
+    except SeergateError as error:
+        assert str(error).strip(), what
+        return None
+    found.geometry = replace(found.geometry, base_revision=None)  # a name, which may be changed by hand
+    whole = shapes(bank) if found.config == bank.config else shapes(other)  # both files may be the other adapter's
+    assert shapes(found) == whole, f"{what} was accepted and changed the shapes"
+    if sums_stand(mutant) or ".safetensors " not in f"{what} ":
+        assert same(found, bank) or same(found, other), f"{what} was accepted and changed the gates"
+    return found
+
+
+def test_the_bombs_would_go_off(tmp_path):
+    """The canary lives: an ordinary reader of pickles does run them."""
+    import yaml
+
+    (tmp_path / "gates").mkdir()
+    target = tmp_path / "exploded"
+    for name in ("config.json", "README.md"):
+        plant_bomb(tmp_path / "gates" / name, random.Random(name))
+        data = (tmp_path / "gates" / name).read_bytes()
+        if name == "README.md":
+            yaml.unsafe_load(data.split(b"---")[1])
+        else:
+            torch.load(tmp_path / "gates" / name, weights_only=False) if data[:2] == b"PK" else pickle.loads(data)
+        assert target.exists()
+        target.unlink()

@@ -66,7 +66,11 @@ def read_json(path: Path) -> Any:
         size = path.stat().st_size
         if size > MAX_JSON:
             raise ValueError(f"it has {size} bytes")
-        return json.loads(path.read_text(encoding="utf-8"))
+        text = path.read_text(encoding="utf-8")
+        value = json.loads(text)
+        if "\\ud" in text.lower():  # halves of surrogate pairs, which no card and no terminal can show
+            json.dumps(value, ensure_ascii=False).encode()
+        return value
     except (ValueError, OSError, RecursionError) as error:
         raise SeergateError(f"{path} is not readable JSON: {error}") from error
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import reprlib
 import warnings
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, fields, replace
@@ -202,8 +203,9 @@ def check_results(results: Iterable[Any], where: str) -> None:
             raise SeergateError(f"{where}: results holds {result!r}; it must be a list of objects")
         for name in ("token_budget", "accuracy", "standard_error", "samples", "mean_tokens"):
             value = result.get(name)
-            if value is not None and (isinstance(value, bool) or not isinstance(value, (int, float))):
-                raise SeergateError(f"{where}: {name} of a result is {value!r}; it must be a number or null")
+            if value is not None and not _is_number(value):
+                shown = reprlib.repr(value)
+                raise SeergateError(f"{where}: {name} of a result is {shown}; it must be a number or null")
 
 
 def check_finite(adapter: Adapter, source: str) -> None:
@@ -215,6 +217,17 @@ def check_finite(adapter: Adapter, source: str) -> None:
     for name, tensor in adapter.tensors.items():
         if not bool(tensor.isfinite().all()):
             raise SeergateError(f"{source}: the tensor {name} holds values that are not finite numbers")
+
+
+def _is_number(value: Any) -> bool:
+    """Whether a value of JSON can be written in a table."""
+    if isinstance(value, bool) or not isinstance(value, (int, float)):
+        return False
+    try:
+        float(value)
+    except OverflowError:  # an integer of hundreds of digits
+        return False
+    return True
 
 
 def _build(kind: type, values: dict[str, Any], where: str) -> Any:
