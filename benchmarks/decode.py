@@ -9,6 +9,9 @@ that neither Python nor the L2 cache counts. The roofline is the bandwidth of su
 
 Columns: ``sparse`` is attention alone, as in Figure 6 of SeerAttention-R; ``select`` is the gate's scores and the
 choice of blocks; ``x`` is the speedup of the first over the fastest dense kernel found, ``x+select`` that of both.
+
+What fails in a cell, for want of memory say, is recorded there, and the other cells are measured all the same. Results
+are saved after every cell.
 """
 
 from __future__ import annotations
@@ -17,12 +20,13 @@ import argparse
 import itertools
 import math
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import torch
 from common import RESULTS, read_bandwidth, save, timed_rotated
-from dense_baselines import Attention, available
+from dense_baselines import Attention, available, said
 from torch import Tensor
 
 from seergate import ops
@@ -135,14 +139,31 @@ def gate(options: argparse.Namespace) -> None:
 
 def measure_dense(
     caches: Caches, dense: dict[str, Attention], options: argparse.Namespace
-) -> dict[str, dict[str, float]]:
-    """Times in milliseconds of every dense kernel. They read whole caches, whatever the budget: once per cache."""
+) -> tuple[dict[str, dict[str, float]], dict[str, str]]:
+    """Times in milliseconds of every dense kernel, and why others have none here.
+
+    They read whole caches, whatever the budget: once per cache.
+    """
     device, whole = torch.device(options.device), 2 * caches.copies[0][0].nbytes
     enough = caches.copies[: max(1, math.ceil(CACHE_BYTES[device.type] / whole))]
-    return {
-        name: timed_rotated([build(caches.q, k, v) for k, v in enough], options.repeats, device, options.seconds)
-        for name, build in dense.items()
-    }
+    times, failed = {}, {}
+    for name, build in dense.items():
+        if name == "flex":
+            torch.compiler.reset()  # past the limit of recompilations it would silently run uncompiled
+        try:
+            runs = [build(caches.q, k, v) for k, v in enough]
+            times[name] = timed_rotated(runs, options.repeats, device, options.seconds)
+        except Exception as problem:  # whatever a foreign package says against these sizes
+            failed[name] = said(problem)
+        runs = []
+        freed(device)
+    return times, failed
+
+
+def freed(device: torch.device) -> None:
+    """Give back memory that nothing uses: after a failure, the next attempt should not fail for it."""
+    if device.type == "cuda":
+        torch.cuda.empty_cache()
 
 
 def measure(
@@ -152,7 +173,10 @@ def measure(
 
     Raises:
         SystemExit: if the sparse kernel is wrong on these tensors.
+        RuntimeError: if no dense kernel has a time.
     """
+    if not dense:
+        raise RuntimeError("no dense kernel ran, so there is nothing to compare with")
     error = case.error()
     if not error < TOLERANCE[options.dtype]:
         sys.exit(f"sparse_decode has a relative error of {error:.1e} on the tensors to be timed")
@@ -236,21 +260,64 @@ def command_line() -> argparse.Namespace:
     return options
 
 
+def cells(
+    batch: int,
+    length: int,
+    budgets: dict[str, int],
+    dense: dict[str, Attention],
+    bandwidth: float,
+    options: argparse.Namespace,
+) -> Iterator[dict[str, Any]]:
+    """Rows of one batch size and length, by series of ``budgets``. ``failed`` says what has no time there, and why."""
+    caches, dense_times, failed = None, {}, {}
+    try:
+        caches = Caches(batch, length, min(budgets.values()), options)
+        dense_times, failed = measure_dense(caches, dense, options)
+    except Exception as problem:  # no memory for these caches
+        failed = {"cell": said(problem)}
+    for series, budget in budgets.items():
+        row = {"batch": batch, "length": length, "budget": budget, "series": series}
+        row |= {"sparsity": round(max(0.0, 1 - budget / length), 3), "failed": dict(failed)}
+        if caches is not None:
+            try:
+                row |= measure(Case(caches, budget, options.block_size), dense_times, bandwidth, options)
+            except Exception as problem:
+                row["failed"]["cell"] = said(problem)
+        yield row
+
+
+def show(row: dict[str, Any]) -> None:
+    """Print a row, and what failed there."""
+    start = f"{row['batch']:5} {row['length']:6} {row['sparsity']:9.2f} "
+    if "speedup" in row:
+        us = {name: 1e3 * row[f"{name}_median_ms"] for name in (row["best_dense"], "sparse", "select")}
+        print(
+            f"{start}{us[row['best_dense']]:10.1f} {row['best_dense']:16}{us['sparse']:11.1f} {us['select']:10.1f} "
+            f"{row['roofline_fraction']:9.2f} {row['speedup']:5.1f} {row['speedup_with_select']:9.1f}",
+            flush=True,
+        )
+    for name, reason in row["failed"].items():
+        print(f"{start}{name} failed: {reason}", flush=True)
+
+
 def main() -> None:
     """Prove, measure, print, save."""
     options = command_line()
     device = torch.device(options.device)
     torch.set_num_threads(options.threads)
     torch.manual_seed(0)
+    dtype = str(options.dtype).removeprefix("torch.")
+    name = f"decode-{device.type}-{dtype}-g{options.group}" + f"-{options.threads}t" * (device.type == "cpu")
     rows: list[dict[str, Any]] = []
     with torch.inference_mode():
         gate(options)
         q = torch.randn(2, options.kv_heads * options.group, options.head_dim, device=device, dtype=options.dtype)
         k, v = torch.randn(2, 2, options.kv_heads, 1024, options.head_dim, device=device, dtype=options.dtype)
         dense, left_out = available(q, k, v, TOLERANCE[options.dtype])
-        for name, reason in left_out.items():
-            print(f"dense baseline {name} is left out: {reason}")
+        for baseline, reason in left_out.items():
+            print(f"dense baseline {baseline} is left out: {reason}")
         bandwidth = read_bandwidth(device, options.repeats)
+        facts = vars(options) | {"dtype": dtype, "output": None, "bandwidth": bandwidth, "left_out": left_out}
         print(f"memory bandwidth, reading: {bandwidth / 1e9:.1f} GB/s")
         print("batch length  sparsity   dense us (which)           sparse us  select us  roofline     x  x+select")
         for batch, length in itertools.product(options.batches, options.lengths):
@@ -259,27 +326,15 @@ def main() -> None:
                 wanted = {f"budget {n}": min(n, length) for n in options.budgets}
             block = options.block_size
             budgets = {series: max(1, math.ceil(tokens / block)) * block for series, tokens in wanted.items()}
-            caches = Caches(batch, length, min(budgets.values()), options)
-            dense_times = measure_dense(caches, dense, options)
-            for series, budget in budgets.items():
-                case = Case(caches, budget, block)
-                row = {"batch": batch, "length": length, "budget": budget, "series": series}
-                row["sparsity"] = round(max(0.0, 1 - budget / length), 3)
-                row |= measure(case, dense_times, bandwidth, options)
+            for row in cells(batch, length, budgets, dense, bandwidth, options):
                 rows.append(row)
-                us = {name: 1e3 * row[f"{name}_median_ms"] for name in (row["best_dense"], "sparse", "select")}
-                print(
-                    f"{batch:5} {length:6} {row['sparsity']:9.2f} {us[row['best_dense']]:10.1f} {row['best_dense']:16}"
-                    f"{us['sparse']:11.1f} {us['select']:10.1f} {row['roofline_fraction']:9.2f} {row['speedup']:5.1f} "
-                    f"{row['speedup_with_select']:9.1f}",
-                    flush=True,
-                )
-    dtype = str(options.dtype).removeprefix("torch.")
-    name = f"decode-{device.type}-{dtype}-g{options.group}" + f"-{options.threads}t" * (device.type == "cpu")
-    said = vars(options) | {"dtype": dtype, "output": None, "bandwidth": bandwidth, "left_out": left_out}
-    path = save(name, device, said, rows, options.output)
-    plot(rows, path.with_suffix(".png"))
-    print("saved", path, "and", path.with_suffix(".png"))
+                show(row)
+                path = save(name, device, facts, rows, options.output)
+            freed(device)
+    print("saved", path)
+    if timed := [row for row in rows if "speedup" in row]:
+        plot(timed, path.with_suffix(".png"))
+        print("saved", path.with_suffix(".png"))
 
 
 if __name__ == "__main__":

@@ -106,6 +106,11 @@ ON_GPU: dict[str, Attention] = ON_CPU | {
 }
 
 
+def said(problem: Exception) -> str:
+    """Kind and first line of an error."""
+    return f"{type(problem).__name__}: {str(problem).splitlines()[0] if str(problem) else ''}"
+
+
 def available(q: Tensor, k: Tensor, v: Tensor, tolerance: float) -> tuple[dict[str, Attention], dict[str, str]]:
     """Those that run here and are right on these tensors, and why the others are left out."""
     q64 = q.double().unflatten(1, (k.shape[1], -1))
@@ -115,7 +120,7 @@ def available(q: Tensor, k: Tensor, v: Tensor, tolerance: float) -> tuple[dict[s
         try:
             error = float((build(q, k, v)().double() - want).norm() / want.norm())
         except Exception as problem:  # whatever a foreign package says against this machine
-            left_out[name] = f"{type(problem).__name__}: {str(problem).splitlines()[0] if str(problem) else ''}"
+            left_out[name] = said(problem)
             continue
         if error < tolerance:
             usable[name] = build

@@ -40,6 +40,43 @@ def test_decode(tmp_path: Path) -> None:
     assert table.with_suffix(".png").stat().st_size > 10_000
 
 
+FAILING = """
+import dense_baselines, torch
+from seergate import ops
+right = ops.sparse_decode
+def moody(q, k, v):
+    if k.shape[2] == 128:
+        raise ValueError("not at this length\\nand more")
+    return dense_baselines.sdpa_stock(q, k, v)
+def small(q, k, *rest):
+    if k.shape[2] == 96:
+        raise torch.OutOfMemoryError("no memory")
+    return right(q, k, *rest)
+dense_baselines.ON_CPU["moody"], ops.sparse_decode = moody, small
+"""
+
+
+def test_decode_records_what_fails_and_goes_on(tmp_path: Path) -> None:
+    lengths = ("64", "96", "128", "192")
+    done = decode("--lengths", *lengths, "--sparsities", "0.5", "--output", str(tmp_path), before=FAILING)
+    assert done.returncode == 0, done.stderr
+    (table,) = tmp_path.glob("*.json")
+    rows = {row["length"]: row for row in json.loads(table.read_text())["rows"]}
+    assert set(rows) == {64, 96, 128, 192}
+    assert rows[64]["failed"] == rows[192]["failed"] == {} and rows[192]["moody_median_ms"] > 0
+    assert rows[128]["failed"] == {"moody": "ValueError: not at this length"} and rows[128]["speedup"] > 0
+    assert rows[96]["failed"] == {"cell": "OutOfMemoryError: no memory"} and "speedup" not in rows[96]
+    assert "moody failed: ValueError: not at this length" in done.stdout
+
+
+def test_decode_keeps_what_it_has_when_it_is_stopped(tmp_path: Path) -> None:
+    stopping = FAILING.replace("raise torch.OutOfMemoryError", "raise SystemExit")
+    done = decode("--lengths", "64", "96", "--sparsities", "0.5", "--output", str(tmp_path), before=stopping)
+    assert done.returncode == 1
+    (table,) = tmp_path.glob("*.json")
+    assert [row["length"] for row in json.loads(table.read_text())["rows"]] == [64]
+
+
 END_TO_END = """--device cpu --threads 1 --hidden-size 32 --heads 4 --kv-heads 2 --head-dim 16 --block-size 8
 --budget 32 --lengths 64 200 --batch-lengths 96 --prompt 24 --rounds 2 --tokens 3"""
 
