@@ -33,9 +33,12 @@ $(VENV)/.torch: constraints.txt
 	@if $(BIN)/python -c 'import torch; print("using PyTorch", torch.__version__)' 2>/dev/null; then :; \
 	elif command -v nvidia-smi >/dev/null; then $(BIN)/python -m pip install 'torch>=2.6'; \
 	else $(BIN)/python -m pip install -c constraints.txt torch; fi
+	@$(BIN)/python -c 'import triton' 2>/dev/null || $(BIN)/python -m pip install 'triton==3.9.0; platform_system == "Linux"'
 	@touch $@
 
-# PyTorch comes first, by itself: the second command finds it installed and does not replace it.
+# PyTorch comes first, by itself: the second command finds it installed and does not replace it. So does Triton where this
+# PyTorch brings none (CPU builds), as the one that made benchmarks/results/kernel_resources.json: with another, the tests
+# do not compare fingerprints. (PyPI's CUDA builds demand a Triton of their own, so constraints.txt must not name one.)
 $(VENV)/.installed: $(VENV)/.torch pyproject.toml
 	$(BIN)/python -m pip install -e '.[dev]'
 	@touch $@

@@ -53,6 +53,10 @@ def test_the_table_has_every_kernel_as_it_is_now(gpu):
         assert not [example.name for row, (example, now) in rows if row["fingerprint"] != fingerprint(now)], RENEW
 
 
+def test_installing_brings_the_triton_that_made_the_table():
+    assert f"triton=={json.loads(TABLE.read_text())['options']['triton']};" in (ROOT / "Makefile").read_text()
+
+
 @GPU
 def test_no_kernel_of_the_table_has_a_fault(gpu):
     for row, (example, launch) in saved(gpu)[0]:
