@@ -58,18 +58,22 @@ class RowStats(DecodeStats):
         super().__init__(layers)
         self.by_layer = {layer: _LayerRows() for layer in layers}
         self.decode_steps = np.zeros(0)
+        self.savings = np.zeros(0)  # of memory, by sharing blocks: ratios, summed over steps
+        self.shares = False
         self.curves: list[list[tuple[int, float]]] = []  # per row: (tokens of context, tokens read so far)
 
     def add_rows(self, rows: int) -> None:
         """Rows join at the end of the batch."""
-        self.decode_steps = np.concatenate((self.decode_steps, np.zeros(rows)))
+        self.decode_steps, self.savings = (
+            np.concatenate((counted, np.zeros(rows))) for counted in (self.decode_steps, self.savings)
+        )
         self.curves += [[] for _ in range(rows)]
         for counters in self.by_layer.values():
             counters.add(rows)
 
     def keep_rows(self, rows: list[int]) -> None:
         """All rows but these leave."""
-        self.decode_steps = self.decode_steps[rows]
+        self.decode_steps, self.savings = self.decode_steps[rows], self.savings[rows]
         self.curves = [self.curves[row] for row in rows]
         for counters in self.by_layer.values():
             counters.keep(rows)
@@ -108,6 +112,15 @@ class RowStats(DecodeStats):
                 read_so_far = sum([each.tokens_read(row) for each in self.by_layer.values()]) / len(self.by_layer)
                 self.curves[row].append((seen[row], read_so_far))
 
+    def note_savings(self, ratios: Sequence[float]) -> None:
+        """All rows have taken a step under a method that shares blocks.
+
+        Args:
+            ratios: of each row, the share of its blocks that sharing saves now.
+        """
+        self.shares = True
+        self.savings += ratios
+
     def of(self, row: int) -> dict[str, Any]:
         """The figures of one row, as plain numbers.
 
@@ -115,7 +128,8 @@ class RowStats(DecodeStats):
             ``density`` (tokens read per token seen, mean over layers), ``cached_tokens`` (in the cache of one KV head,
             mean over steps and layers; every head of a layer holds as many), ``bytes_read_per_step``,
             ``resident_bytes_mean``, ``resident_bytes_peak`` (all layers), and ``read_curve``: for every `CURVE_STEPS`
-            steps, the context's length at their end and the tokens read per step, mean over layers and KV heads.
+            steps, the context's length at their end and the tokens read per step, mean over layers and KV heads. Under
+            a method that shares blocks also ``amsr``, the row's memory saving ratio, mean over its decode steps.
             Empty if nothing was decoded.
         """
         steps = float(self.decode_steps[row])
@@ -130,7 +144,9 @@ class RowStats(DecodeStats):
             cached_tokens += cached / steps / len(ran)
             read_bytes += (read * counters.heads * counters.bytes_per_token + scored) / steps
             resident, peak = resident + held / steps, peak + highest
+        shared = {"amsr": float(self.savings[row]) / steps} if self.shares else {}
         return {
+            **shared,
             "density": density,
             "cached_tokens": cached_tokens,
             "bytes_read_per_step": read_bytes,

@@ -31,6 +31,7 @@ from seergate.eval.sampling import SampledRow, Sampling, TokenChooser
 from seergate.eval.task import Problem
 from seergate.host import Handle
 from seergate.host.rows import join_rows, keep_rows, rows_are_independent
+from seergate.host.sharing import saving_ratios
 
 
 @dataclass(frozen=True)
@@ -325,6 +326,8 @@ class Engine:
         else:
             logits = self.batch.step([row.tokens[-1] for row in self.rows])
             moved, first = self.rows, 0
+            if self.stats is not None and (ratios := saving_ratios(self.batch.cache)) is not None:
+                self.stats.note_savings(ratios)
         for row, token in zip(moved, self.choose(logits, moved), strict=True):
             row.tokens.append(token)
         spent = (time.perf_counter() - began) / len(moved)

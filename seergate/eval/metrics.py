@@ -12,8 +12,8 @@ from seergate.eval.stats import Estimate, clustered, pass_at_k, quantile
 QUANTILES = (0.1, 0.5, 0.9, 0.99)
 """Of the distribution of answer lengths."""
 
-COSTS = ("density", "cached_tokens", "bytes_read_per_step", "resident_bytes_mean")
-"""What each sample's decoding was measured to read and hold; averaged over generated tokens."""
+COSTS = ("density", "cached_tokens", "bytes_read_per_step", "resident_bytes_mean", "amsr")
+"""What each sample's decoding was measured to read, hold and share; averaged over generated tokens."""
 
 PROXIES = ("recall", "recall_per_layer", "next_token_kl", "perplexity", "dense_perplexity", "agreement")
 """What `seergate.eval.proxies` measures; ``None`` where it was not."""
@@ -40,8 +40,8 @@ def derive(samples: list[dict[str, Any]], proxies: dict[str, Any] | None = None)
         ``n_problems``, ``n_samples``, ``mean_tokens`` and ``mean_tokens_se``, ``max_tokens``, ``token_quantiles``,
         ``mean_prompt_tokens``, ``truncation_rate``, ``unanswered_rate``, ``density`` (tokens read per token of
         context), ``cached_tokens`` (per KV head), ``bytes_read_per_step``, ``resident_bytes_mean``,
-        ``resident_bytes_peak`` (the last three per sequence, all layers), ``tokens_per_second`` (per process),
-        ``seconds``, and the `PROXIES`.
+        ``resident_bytes_peak`` (the last three per sequence, all layers), ``amsr`` (the memory saving ratio of
+        methods that share blocks), ``tokens_per_second`` (per process), ``seconds``, and the `PROXIES`.
     """
     correct = by_problem(samples, lambda s: s["correct"])
     accuracy = clustered(correct)

@@ -10,8 +10,9 @@ own, where there are any), read densely up to the window and then fed token by t
 between methods and budgets even where a method would have lost its way. What they leave out follows from that: errors
 do not build up over more than one window.
 
-An evicting method gets only the prompt as a prompt, which many of them never evict from, and of the answer up to the
-window the last `REPLAYED_TOKENS` tokens one by one, so that it evicts as it would have. That takes longer.
+A method that evicts or shares blocks gets only the prompt as a prompt, which many of them leave alone, and of the
+answer up to the window the last `REPLAYED_TOKENS` tokens one by one, so that it evicts and shares as it would have.
+That takes longer.
 """
 
 from __future__ import annotations
@@ -97,7 +98,9 @@ def measure_proxies(
     windows = windows_of(tokenizer, reference)
     if not windows:
         return None
-    replayed = REPLAYED_TOKENS if isinstance(handle.method, EvictingMethod) else 0
+    sharing = None if handle.pager is None else handle.pager.sharing
+    shares = sharing is not None and sharing.reason is not None
+    replayed = REPLAYED_TOKENS if shares or isinstance(handle.method, EvictingMethod) else 0
     weighed = isinstance(handle.method, SelectingMethod)
     before, handle.measure_recall = handle.measure_recall, weighed
     handle.reset_stats()

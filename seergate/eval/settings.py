@@ -88,6 +88,7 @@ class MethodSpec:
 
     def method(self, bank: GateBank | None) -> Method:
         """The method itself. Gates decode as they ask for (`GateBank.decode_config`), overruled by what is given here.
+        ReasonCache decides between forward passes unless told otherwise: what a thread decides in time is chance.
 
         Args:
             bank: the gates, for the methods that have them.
@@ -99,9 +100,15 @@ class MethodSpec:
         if self.has_gates and bank is None:
             raise SeergateError(f"the method {self.name!r} needs gates: the directory or Hub repository of an adapter")
         known = option_names(self.name)
-        fields = {"token_budget": self.token_budget, "block_size": self.block_size, "dense_layers": self.dense_layers}
+        fields: dict[str, Any] = {
+            "token_budget": self.token_budget,
+            "block_size": self.block_size,
+            "dense_layers": self.dense_layers,
+        }
         if not self.has_gates and self.dense_layers is None:
             fields["dense_layers"] = ()
+        if issubclass(method_class(self.name), ReasonCache):
+            fields["asynchronous"] = False
         given = {key: value for key, value in fields.items() if key in known and value is not None}
         options = {**given, **self.options, **self.calibrated}
         return make_method(self.name, bank=bank if self.has_gates else None, **options)

@@ -15,9 +15,10 @@ from typing import Any
 
 from torch import Tensor, nn
 from transformers import AutoTokenizer, PreTrainedModel
+from transformers.cache_utils import Cache
 
 from seergate.errors import SeergateError, first_line
-from seergate.host.paged_layer import CachePages
+from seergate.host.paged_layer import CachePages, PagedLayer
 from seergate.host.prefixes import share_prefixes
 from seergate.methods.reason_cache import ReasonCache
 from seergate.methods.reason_evaluator import (
@@ -283,6 +284,17 @@ class CacheSharing:
             return
         self.pages.remap(position, decision.newer, row.table[decision.older], like=decision.older)
         self.handle.shared[decision.kind] += 1
+
+
+def saving_ratios(cache: Cache) -> list[float] | None:
+    """Of each row of a cache, one minus physical over logical blocks (the paper's memory saving ratio), now.
+
+    Blocks that are shared with other rows do not count. ``None`` unless a `ReasonCache` is attached.
+    """
+    layer = next((layer for layer in cache.layers if isinstance(layer, PagedLayer)), None)
+    if layer is None or layer.pages.sharing is None or layer.pages.sharing.handle.reason is None:
+        return None
+    return [row.repeats / max(1, len(row.table)) for row in layer.pages.store.rows]
 
 
 def _no_pause() -> None:

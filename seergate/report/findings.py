@@ -154,9 +154,15 @@ def cautions(sweep: Sweep) -> list[str]:
             "at equal token budgets an evicting method holds what a selecting one reads, and the selecting one holds "
             "everything: compare the two by bytes."
         )
+    lines += [
+        f"{s.label} shared no block in any answer, so it says nothing about sharing (no step ended or was like "
+        "an earlier one, or the answers were too short for its warm-up and block size)."
+        for s in sweep.settings
+        if s.metrics["amsr"] == 0
+    ]
     if "kv4bit" in {s.method for s in sweep.settings} and sweep.config["model"].get("dtype") == "float32":
         lines.append("kv4bit replaces a cache of 32-bit numbers here; of the usual 16 bits it would save less.")
-    sizes = {s.config["method"]["block_size"] for s in sweep.settings if "block_size" in s.config["method"]}
+    sizes = {s.block_size for s in sweep.settings if s.block_size is not None}
     if len(sizes) > 1:
         lines.append(f"block sizes differ between methods ({', '.join(map(str, sorted(sizes)))} tokens).")
     processors = {str(s.config.get("environment", {}).get("hardware")) for s in sweep.settings}

@@ -86,6 +86,8 @@ def cost_table(sweep: Sweep) -> str:
         "tokens/s",
         "recall %",
     ]
+    shares = any(s.metrics["amsr"] is not None for s in sweep.settings)
+    header += ["memory saved by sharing %"] if shares else []
     rows = []
     for s in sweep.settings:
         m = s.metrics
@@ -101,6 +103,7 @@ def cost_table(sweep: Sweep) -> str:
                 _scaled(m["resident_bytes_peak"], 1e-3, 1),
                 _scaled(m["tokens_per_second"], 1, 1),
                 _scaled(m["recall"], 100, 1),
+                *([_scaled(m["amsr"], 100, 1)] if shares else []),
             ]
         )
     return markdown(header, rows)

@@ -114,8 +114,9 @@ _ACCURACY_NOTE = (
 _COST_NOTE = (
     "Per sequence, all layers together. *density*: tokens read per token of context, mean over decode steps. *tokens "
     "cached*: per layer and KV head, mean over steps; what kv4bit has rounded lies beside the cache. *read per step* "
-    "counts keys, values and whatever the method read to decide. *resident* is memory as allocated. *tokens/s* is "
-    "what the batch as a whole delivered on the machine below, and depends on what else ran there."
+    "counts keys, values and whatever the method read to decide. *resident* is memory as allocated; on pages, that of "
+    "the blocks in use. *tokens/s* is what the batch as a whole delivered on the machine below, and depends on "
+    "what else ran there."
 )
 
 

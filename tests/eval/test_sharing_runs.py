@@ -1,0 +1,122 @@
+"""Methods that share blocks, in evaluation: the same answers in any batch, and what was shared is known of each."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import yaml
+
+import seergate
+from seergate import methods
+from seergate.eval import MethodSpec, RunOptions, Sampling, evaluate, make_task
+from seergate.eval.proxies import measure_proxies
+from seergate.eval.store import read_samples
+from seergate.report import write_report
+from seergate.report.tables import NONE
+from tests.eval import support
+from tests.eval.test_engine import LONG, run, tokens
+
+WORDS = ["plus", "just", "digit", ",", "and", "then", "comes", ".", "start", "with"]
+SAMPLING = Sampling(temperature=1.0)
+OPTIONS = {
+    "border": "and",
+    "block_size": 2,
+    "strict": 0.0,
+    "soft": 0.0,
+    "structural_check": False,
+    "percentile": 100,
+    "warm_up": 0,
+}
+
+
+def babbling():
+    """A random model that says ten words only, one of which ends a step, and now and then stops."""
+    model, tokenizer = support.model(support.END), support.tokenizer()
+    change = torch.full((len(tokenizer),), -1e4)
+    change[tokenizer.convert_tokens_to_ids(WORDS)] = 0
+    change[support.END] = -3
+    model.lm_head.register_forward_hook(lambda module, inputs, logits: logits + change)
+    return model
+
+
+def sharing(name="reason_cache", **options):
+    given = {**OPTIONS, "tokenizer": support.tokenizer(), **options}
+    return MethodSpec(name, options=given).method(None)
+
+
+def test_an_answer_does_not_depend_on_its_batch():
+    """Decisions are made between forward passes, of what its row alone has said; so is what is counted of them."""
+    model, watched = babbling(), []
+
+    def watch(module, inputs, kwargs, output):
+        if kwargs["input_ids"].shape[1] == 1:
+            row = kwargs["past_key_values"].layers[0].pages.store.rows[0].table
+            watched[-1].append(1 - len(set(row)) / len(row))
+        else:
+            watched.append([])
+
+    hook = model.register_forward_hook(watch, with_kwargs=True)
+    alone = run(model, LONG, batch_size=1, max_new_tokens=90, sampling=SAMPLING, method=sharing())
+    hook.remove()
+    saved = {key: generation.costs["amsr"] for key, generation in alone.items() if generation.costs}
+    expected = [sum(ratios) / len(ratios) for ratios in watched if ratios]
+    assert list(saved.values()) == pytest.approx(expected, abs=1e-12)
+    assert sum(ratio > 0 for ratio in saved.values()) >= 2
+    assert len({generation.n_tokens for generation in alone.values()}) > 2, "rows are replaced at different times"
+    assert tokens(run(model, LONG, batch_size=7, max_new_tokens=90, sampling=SAMPLING)) != tokens(alone)
+    together = run(model, LONG, batch_size=3, max_new_tokens=90, sampling=SAMPLING, method=sharing())
+    assert tokens(together) == tokens(alone)
+    for key, ratio in saved.items():
+        assert together[key].costs["amsr"] == pytest.approx(ratio, abs=1e-12)
+
+
+def test_a_run_says_what_it_shared(tmp_path, monkeypatch):
+    """Also one that was interrupted; and the report names a setting that shared nothing."""
+    monkeypatch.setattr("seergate.eval.environment.git_revision", lambda: None)  # it may change while this runs
+    model, task = babbling(), make_task("chain_sum", problems=3, variables=4)
+    model.name_or_path = str(support.save(tmp_path / "model"))
+    options = RunOptions(max_new_tokens=90, batch_size=2, sampling=SAMPLING)
+    found = {}
+    for spec in (MethodSpec("dense"), MethodSpec("reason_cache", options=OPTIONS), MethodSpec("reason_cache")):
+        out = tmp_path / "runs" / spec.label
+        found[spec.label] = evaluate(model, support.tokenizer(), task, spec, out, options)
+    dense, shares, shares_not = found.values()
+    assert dense["amsr"] is None and shares["amsr"] > 0 and shares_not["amsr"] == 0
+    run_dir = tmp_path / "runs" / list(found)[1]
+    assert yaml.safe_load((run_dir / "config.yaml").read_text())["method"]["asynchronous"] is False
+    first = (run_dir / "samples.jsonl").read_text().splitlines()[0]
+    before = {sample["problem_id"]: (sample["completion"], sample.get("amsr")) for sample in read_samples(run_dir)}
+    (run_dir / "samples.jsonl").write_text(first + "\n")
+    resumed = evaluate(model, support.tokenizer(), task, MethodSpec("reason_cache", options=OPTIONS), run_dir, options)
+    assert resumed["amsr"] == pytest.approx(shares["amsr"], abs=1e-9)
+    after = {sample["problem_id"]: (sample["completion"], sample.get("amsr")) for sample in read_samples(run_dir)}
+    assert {key: said for key, (said, _) in after.items()} == {key: said for key, (said, _) in before.items()}
+    report = write_report(tmp_path / "runs").markdown.read_text()
+    header, *table = [line for line in report.partition("memory saved by sharing %")[2].splitlines() if "|" in line]
+    last = [line.split("|")[-2].strip() for line in table[1:4]]  # below the rule
+    assert header.strip() == "|" and sorted(last) == sorted([NONE, f"{100 * shares['amsr']:.1f}", "0.0"])
+    assert report.count("shared no block in any answer") == 1
+
+
+def test_a_thread_is_used_if_it_is_asked_for():
+    assert sharing().asynchronous is sharing("random_sharing").asynchronous is False
+    assert sharing(asynchronous=True).asynchronous is True
+
+
+def test_proxies_see_what_was_shared():
+    """The context is said again, token by token: read at once as a prompt, nothing of it would be shared.
+
+    A window of 32 tokens alone has fewer pairs of blocks than the warm-up takes.
+    """
+    model, tokenizer = support.model(), support.tokenizer()
+    step = [WORDS[i % len(WORDS)] for i in (3, 1, 2, 0, 5, 6, 7, 8, 9)]
+    reference = [{"prompt": f"a{i} {i}", "completion": " ".join([*step, WORDS[i], "and"] * 9)} for i in range(1, 4)]
+    found = {}
+    for name, method in (
+        ("dense", methods.Dense()),
+        ("random", sharing("random_sharing", warm_up=20, max_candidates=1)),
+    ):
+        with seergate.attached(model, method) as handle:
+            found[name] = measure_proxies(model, tokenizer, handle, reference)
+    assert found["dense"]["next_token_kl"] < 1e-6
+    assert found["random"]["next_token_kl"] > 1e-3
