@@ -34,6 +34,8 @@ from seergate.ops import reference
 from seergate.ops.backend import choose
 
 TOLERANCE = {torch.float32: 1e-4, torch.float16: 4e-3, torch.bfloat16: 2e-2}
+CHUNK_CPU, CHUNK_DEVICE = 2**20, 2**25
+"""Scores that the baseline holds at a time: few beside what it keeps, enough to fill the device."""
 PROVEN_ROWS = 16
 """The last rows, which see everything, that are computed in float64."""
 
@@ -158,12 +160,25 @@ def prove(block: int, options: argparse.Namespace) -> None:
 
 
 def materialised(case: Case) -> tuple[Tensor, Tensor, Tensor]:
-    """Loss and gradients of one segment, with pooled attention and logits as whole tensors in the inputs' dtype."""
-    q, k, size = case.q, case.k, case.block_size
-    (length, heads, dim), kv_heads, blocks = q.shape, k.shape[1], len(case.kg)
+    """Loss and gradients of one segment by `materialised_loss`."""
+    loss = materialised_loss(case.q, case.k, case.qg, case.kg, case.block_size)
+    return loss.detach(), *torch.autograd.grad(loss, (case.qg, case.kg))
+
+
+def materialised_loss(q: Tensor, k: Tensor, qg: Tensor, kg: Tensor, size: int, begin: int = 0) -> Tensor:
+    """Loss of one segment, with pooled attention and logits as whole tensors in the inputs' dtype.
+
+    Args:
+        q: ``[length, heads, dim]``.
+        k: ``[length, KV heads, dim]``.
+        qg, kg: the gate's queries ``[length, KV heads, E]`` and keys ``[blocks, KV heads, E]``.
+        size: tokens per block.
+        begin: first row that counts.
+    """
+    (length, heads, dim), kv_heads, blocks = q.shape, k.shape[1], len(kg)
     with torch.no_grad():
         pooled = torch.empty(heads, length, blocks, device=q.device, dtype=q.dtype)
-        rows = max(1, 2**25 // length)
+        rows = max(1, (CHUNK_CPU if q.device.type == "cpu" else CHUNK_DEVICE) // length)
         for head in range(heads):
             keys = k[:, head * kv_heads // heads]
             for first in range(0, length, rows):
@@ -175,11 +190,10 @@ def materialised(case: Case) -> tuple[Tensor, Tensor, Tensor]:
         targets = pooled.view(kv_heads, -1, length, blocks).amax(1)
         past = torch.arange(blocks, device=q.device) < torch.arange(length, device=q.device)[:, None] // size
         targets = targets.masked_fill(~past, 0)
-        targets = targets / (targets.sum(-1, keepdim=True) + 1e-9)
-    logits = case.qg.transpose(0, 1) @ case.kg.permute(1, 2, 0) / math.sqrt(case.qg.shape[-1])
-    log_pi = logits.masked_fill(~past, -1e4 if q.dtype == torch.float16 else -1e20).log_softmax(-1)
-    loss = F.kl_div(log_pi.float(), targets.float(), reduction="sum") / (kv_heads * (length - size))
-    return loss.detach(), *torch.autograd.grad(loss, (case.qg, case.kg))
+        targets = (targets / (targets.sum(-1, keepdim=True) + 1e-9))[:, begin:]
+    logits = qg[begin:].transpose(0, 1) @ kg.permute(1, 2, 0) / math.sqrt(qg.shape[-1])
+    log_pi = logits.masked_fill(~past[begin:], -1e4 if q.dtype == torch.float16 else -1e20).log_softmax(-1)
+    return F.kl_div(log_pi.float(), targets.float(), reduction="sum") / (kv_heads * (length - max(begin, size)))
 
 
 def peak_bytes(run: Callable[[], Any], device: torch.device) -> int:

@@ -16,8 +16,11 @@ from seergate.distill import load_train_config
 from seergate.distill.base_model import gate_config
 from seergate.distill.command import main, plan_main
 from seergate.distill.config import presets, read_yaml
-from seergate.distill.memory import activation_bytes
-from seergate.distill.plan import make_plan
+from seergate.distill.distributed import World
+from seergate.distill.engines import DistillModule, PlainEngine
+from seergate.distill.memory import activation_bytes, estimate_memory
+from seergate.distill.packing import PackedBatch
+from seergate.distill.plan import ASSUMED_SHARE, PEAK_TFLOPS, make_plan
 from seergate.distill.speed import measure_speed, pack_flop, pairs, taught_pairs
 from seergate.distill.teacher_forward import distill_step
 from seergate.distill.trainer import run_distillation
@@ -69,6 +72,27 @@ def test_what_does_not_fit_gets_options_that_do() -> None:
     assert sharded.memory.moments == plan.memory.moments // 4 and sharded.memory.buckets == 80e6
 
 
+def test_without_such_a_device_the_time_is_an_assumption_that_says_so() -> None:
+    run = load_train_config("qwen3-8b")
+    plan = make_plan(run, memory_gb=24, processes=2, measure=False)
+    assert plan.step_seconds is None and plan.tokens_per_second is None  # nothing that was not measured
+    assert "time: not measured" in plan.text() and "ASSUMED time, samples of 32,768 tokens" in plan.text()
+    assert f"sustains {ASSUMED_SHARE:.0%} of its bf16 peak" in plan.text()
+    for name, peak in PEAK_TFLOPS.items():
+        given = make_plan(run, memory_gb=24, processes=2, tflops=ASSUMED_SHARE * peak)
+        assert given.step_seconds == pytest.approx(plan.assumed_seconds[name]) and not given.assumed_seconds
+        (line,) = (line for line in plan.text().splitlines() if name in line)
+        speed = 16 * 32768 * ASSUMED_SHARE * peak * 1e12 * 2 / plan.step_flop
+        hours = 800 * 16 * 32768 / speed / 3600
+        assert f"{peak} TFLOP/s: {speed:,.0f} tokens/s" in line and f"{hours:,.2f} hours ({2 * hours:,.2f}" in line
+        assert "ASSUMED" not in given.text()
+    for other in (
+        make_plan(replace(run, dtype="float32"), memory_gb=24, measure=False),
+        make_plan(run, device="cpu", measure=False),
+    ):
+        assert not other.assumed_seconds and "ASSUMED" not in other.text()
+
+
 SMALL = {"hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "vocab_size": 32, "bos_token_id": None}
 SHAPES = {
     "wide attention": Qwen3Config(
@@ -109,6 +133,31 @@ def test_activations_agree_with_the_allocator(shape: PretrainedConfig, dtype: st
     ids = torch.randint(0, 32, (1, 6144))
     measured = peak_bytes(lambda: distill_step(bank, model, ids, row_start=0.5))
     assert activation_bytes(model, bank, run, CPU) == pytest.approx(measured, rel=0.15)
+
+
+@pytest.mark.plain_empty
+def test_the_total_of_a_step_agrees_with_the_allocator() -> None:
+    """The widths of Qwen3-0.6B: a pack, the optimizer's first step, and everything that is held beside them."""
+    shape = Qwen3Config(
+        **SMALL | {"hidden_size": 1024, "num_attention_heads": 16},
+        intermediate_size=3072,
+        num_key_value_heads=8,
+        head_dim=128,
+    )
+    values = {"max_length": 4096, "block_size": 64, "dtype": "bfloat16", "packs_per_step": 1}
+    run, model = load_train_config("qwen3-0.6b", values), random_model(shape, "bfloat16")
+    bank = GateBank.for_model(model, gate_config(run, model))
+    planned = estimate_memory(model, bank, run, CPU, processes=1)
+    pack = PackedBatch(torch.randint(0, 32, (1, 4096)), torch.tensor([0, 4096], dtype=torch.int32))
+
+    def step() -> None:
+        engine = PlainEngine(DistillModule(bank, model, run), run, World(0, 1, 0, CPU))
+        engine.accumulate(pack)
+        engine.update(lr=1e-3)
+
+    held = sum(p.nbytes for module in (model.model, bank) for p in module.parameters())
+    assert planned.base + planned.gates == pytest.approx(held, rel=0.01)
+    assert planned.total == pytest.approx(held + peak_bytes(step), rel=0.1)
 
 
 def test_operations_agree_with_a_count_of_them() -> None:
@@ -155,6 +204,10 @@ def test_the_planned_time_is_that_of_a_run(config, model_dir: Path, tmp_path: Pa
 
 
 def test_the_commands(capsys: pytest.CaptureFixture[str]) -> None:
+    assert plan_main(["--model", "qwen3-8b", "--memory-gb", "24", "--no-measure"]) == 0
+    text = capsys.readouterr().out
+    for words in ("ASSUMED time", "A100", "tokens/s", "hours"):
+        assert words in text
     assert plan_main(["--model", "qwen3-8b", "--memory-gb", "24", "--tflops", "300", "--processes", "8"]) == 0
     text = capsys.readouterr().out
     for words in (
