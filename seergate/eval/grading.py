@@ -117,17 +117,34 @@ def grade_letter(answer: str, gold: str, equivalent: Equivalence) -> Grade:
     return Grade(answer, letter == gold.strip(), f"read as the letter {letter}")
 
 
+_ARGUMENT = r"(\{[^{}]*\}|\\[A-Za-z]+(?![A-Za-z]|\s*\{)|[^\s{}\\])"
+_FRACTION = re.compile(rf"\\[dt]?frac\s*{_ARGUMENT}\s*{_ARGUMENT}")  # of simple things, in braces or without
+
+
+def _plain(text: str) -> str:
+    r"""What math-verify does not read, written as it does: no full stop at the end; ``^\circ`` for a degree sign; a
+    fraction's numerator and denominator in braces.
+    """
+    text = re.sub(r"\s*(?:°|\\degree\b)", r"^\\circ", text.strip()).removesuffix(".")
+    return _FRACTION.sub(
+        lambda match: "".join((r"\frac", *("{" + part.strip("{}") + "}" for part in match.groups()))), text
+    )
+
+
 def grade_math(answer: str, gold: str, equivalent: Equivalence) -> Grade:
     """Mathematical equivalence, by math-verify."""
     if answer == gold.strip():
         return Grade(answer, True, "equal as text")
+    written, gold, answer = answer, _plain(gold), _plain(answer)
+    if answer == gold:
+        return Grade(written, True, "equal as text but for how it is set")
     bases = [_BASE.search(text) for text in (gold, answer)]
     if bases[0] and bases[1] and bases[0][1] != bases[1][1]:
-        return Grade(answer, False, "numbers to different bases")  # math-verify takes the base for an ornament
+        return Grade(written, False, "numbers to different bases")  # math-verify takes the base for an ornament
     if re.search(rf"\d{{{MAX_DIGITS}}}", answer):
-        return Grade(answer, False, f"a number in the box has {MAX_DIGITS} or more digits")
+        return Grade(written, False, f"a number in the box has {MAX_DIGITS} or more digits")
     correct, reason = equivalent(gold, answer)
-    return Grade(answer, correct, reason)
+    return Grade(written, correct, reason)
 
 
 GRADERS: dict[str, Callable[[str, str, Equivalence], Grade]] = {

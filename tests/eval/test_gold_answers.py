@@ -1,0 +1,127 @@
+"""The graders on gold answers: taken as they stand and rewritten, refused when changed.
+
+A rewriting is one that a model makes: another fraction macro, other brackets, spaces, units, a degree sign. On the
+Hub's files, in the tests marked `hub`, at least 99.5 % have to be judged rightly.
+"""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+
+from seergate.eval.hub_tasks import HUB_TASKS
+from seergate.eval.judge import GradingPool
+from seergate.eval.tasks import make_task
+
+SHARE = 0.995
+"""Of the gold answers that has to be judged rightly."""
+
+
+@pytest.fixture(scope="module")
+def judges():
+    with GradingPool() as pool:
+        yield pool
+
+
+def perturbed(gold: str) -> str:
+    r"""Another answer: its first digit is one larger (a 9 one smaller), else its last letter is the next one.
+
+    No macro's name is changed. (The first digit, as the last one may be a unit's exponent.)
+    """
+    digit = re.search(r"\d", gold)
+    if digit:
+        other = str(int(digit[0]) + 1 if digit[0] != "9" else 8)
+        return gold[: digit.start()] + other + gold[digit.end() :]
+    letters = [match for match in re.finditer(r"(\\[A-Za-z]+)|[A-Za-z]", gold) if match[1] is None]
+    if not letters:
+        return "2" + gold
+    at = letters[-1].start()
+    return (
+        gold[:at] + ("a" if gold[at] == "z" else "A" if gold[at] == "Z" else chr(ord(gold[at]) + 1)) + gold[at + 1 :]
+    )
+
+
+REWRITINGS = {
+    "as it is": lambda gold: gold,
+    "displayed fractions": lambda gold: gold.replace(r"\frac", r"\dfrac"),
+    "text fractions": lambda gold: gold.replace(r"\frac", r"\tfrac"),
+    "growing brackets": lambda gold: (
+        re.sub(r"(?<!\\left)\(", r"\\left( ", re.sub(r"(?<!\\right)\)", r" \\right)", gold))
+        if "{(" not in gold
+        else gold
+    ),
+    "spaces around": lambda gold: f" {gold} ",
+    "dollars around": lambda gold: f"${gold}$",
+}
+
+
+@pytest.mark.parametrize(
+    ("gold", "digit", "letter"),
+    [("204", "304", None), (r"\frac{9}{2}", r"\frac{8}{2}", None), (r"\text{even}", None, r"\text{eveo}")],
+)
+def test_what_is_changed_is_another_answer(gold, digit, letter):
+    assert perturbed(gold) == (digit or letter)
+    assert perturbed(r"\pi") == r"2\pi" and perturbed("p - q") == "p - r" and perturbed("Z") == "A"
+
+
+@pytest.mark.parametrize(
+    ("gold", "answers"),
+    [
+        (r"\frac{1}{2}", [r"\dfrac{1}{2}", r"\tfrac12", r"\frac{1}2", r"\dfrac 1{2}", "1/2", ".5"]),
+        (r"\left( 3, \frac{\pi}{2} \right)", [r"(3, \frac{\pi}{2})", r"(3,\dfrac\pi2)"]),
+        (r"(-\infty, 2)", [r"\left(-\infty,2\right)"]),
+        ("[-2,7]", [r"\left[-2, 7\right]", r"x \in [-2,7]"]),
+        (r"90^\circ", ["90", "90°", r"90^{\circ}", r"90\text{ degrees}"]),
+        ("90", ["90°", r"90^\circ", r"90\degree"]),
+        ("5", ["5 cm", r"5\text{ cm}", r"5\,\mathrm{cm}^2", r"5 \text{ square units}", "x = 5", "5.", "5.0"]),
+        (r"5\text{ cm}^2", ["5", r"5\ \text{cm}^2"]),
+        (r"10,\!080", ["10080", "10,080", "10{,}080"]),
+        (r"\$18.90", ["18.90", "18.9", r"\$18.9"]),
+        ("50\\%", ["50", "50%"]),
+        (r"\text{Evelyn}", ["Evelyn", r"\textbf{Evelyn}"]),
+        (r"\text{(C)}", ["C", "(C)", r"\text{C}"]),
+        ("1,3,5", ["1, 3, 5", "5,3,1", r"\{1,3,5\}"]),
+        (r"1 \pm \sqrt{19}", [r"1\pm\sqrt{19}", r"1+\sqrt{19}, 1-\sqrt{19}"]),
+        (r"\begin{pmatrix} 1 \\ 2 \end{pmatrix}", [r"\begin{bmatrix}1\\2\end{bmatrix}"]),
+        ("2516_8", ["2516_{8}"]),
+    ],
+)
+def test_gold_answers_written_otherwise(judges, gold, answers):
+    for answer in [gold, *answers]:
+        found = judges.grade("math", f"so \\boxed{{{answer}}}", gold)
+        assert found.correct, (answer, found.reason)
+        wrong = judges.grade("math", f"so \\boxed{{{perturbed(answer)}}}", gold)
+        assert not wrong.correct, (perturbed(answer), wrong.reason)
+
+
+def misjudged(judges, grader, golds, change, right):
+    """Of these gold answers, changed so, the ones that are not judged so."""
+    grades = judges.grade_all([(grader, f"so \\boxed{{{change(gold)}}}", gold) for gold in golds])
+    return [(gold, change(gold), g.reason) for gold, g in zip(golds, grades, strict=True) if g.correct is not right]
+
+
+@pytest.mark.slow
+@pytest.mark.hub
+@pytest.mark.timeout(1800)
+@pytest.mark.parametrize("name", [name for name in HUB_TASKS if name != "gpqa_diamond"])  # which needs a login
+def test_gold_answers_of_the_hub(judges, name):
+    task = make_task(name)
+    golds = [problem.gold for problem in task.problems()]
+    for rewriting, change in REWRITINGS.items():
+        refused = misjudged(judges, task.grader, golds, change, right=True)
+        assert len(refused) <= (1 - SHARE) * len(golds), (rewriting, refused)
+    taken = misjudged(judges, task.grader, golds, perturbed, right=False)
+    assert len(taken) <= (1 - SHARE) * len(golds), taken
+
+
+def test_the_measure_of_the_hub_test(judges):
+    """On golds of its kinds, with one that cannot be judged rightly."""
+    golds = ["204", r"\left( 3, \frac{\pi}{2} \right)", r"\text{Evelyn}", "6 - 5i"]
+    for change in REWRITINGS.values():
+        assert misjudged(judges, "math", golds, change, right=True) == []
+    assert misjudged(judges, "math", golds, perturbed, right=False) == []
+    assert [gold for gold, *_ in misjudged(judges, "math", golds, lambda gold: "204", right=True)] == golds[1:]
+    for change in REWRITINGS.values():
+        assert misjudged(judges, "letter", list("ABCD"), change, right=True) == []
+    assert misjudged(judges, "letter", list("ABCD"), perturbed, right=False) == []
