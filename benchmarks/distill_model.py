@@ -48,7 +48,7 @@ from seergate.distill.base_model import gate_config, load_frozen
 from seergate.distill.distributed import World
 from seergate.distill.engines import DistillModule, PlainEngine
 from seergate.distill.packing import PackedBatch
-from seergate.distill.plan import make_plan
+from seergate.distill.plan import WORKING_BYTES, make_plan
 from seergate.gate import AttnGate
 from seergate.host import families
 from seergate.host.teaching import TeacherCall
@@ -209,11 +209,12 @@ def measure(way: str, layers: int, length: int, folder: Path, options: argparse.
     if way == "seergate":
         planned = make_plan(run, device="cpu", sample_tokens=options.sample_tokens).step_seconds
         assert planned is not None
+        planned_peak = plan.memory.activations + WORKING_BYTES
         row |= {
-            "planned_peak_gb": round(plan.memory.activations / GB, 3),
+            "planned_peak_gb": round(planned_peak / GB, 3),
             "planned_process_gb": round(plan.total / GB, 3),
             "planned_seconds": round(planned, 2),
-            "peak_ratio": round(plan.memory.activations / (resident.most - before), 3),
+            "peak_ratio": round(planned_peak / (resident.most - before), 3),
             "process_ratio": round(plan.total / resident.most, 3),
             "seconds_ratio": round(planned / seconds, 3),
         }

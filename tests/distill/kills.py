@@ -3,7 +3,8 @@
     python -m tests.distill.kills --kills 100
 
 The run is a forked process, so that starting it again costs nothing but its own work, and it dies by SIGKILL: in the
-middle of a step, an evaluation, the export of an adapter, the saving of a checkpoint, or the preparation of the data.
+middle of a pack, the optimizer's update, an evaluation, the export of an adapter, the saving of a checkpoint, or the
+preparation of the data.
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ from safetensors.torch import load_file
 from seergate.distill import TrainConfig, engines, load_train_config, token_store, trainer
 from seergate.distill.checkpoint import newest_checkpoint
 
-PHASES = ("data", "step", "evaluation", "export", "save")
+PHASES = ("data", "step", "update", "evaluation", "export", "save")
 
 
 class Board:
@@ -78,6 +79,7 @@ def start(config: TrainConfig, board: Board) -> int:
         ):
             token_store.TokenStore.build = board.watched("data", token_store.TokenStore.build)
             engines.PlainEngine.accumulate = board.watched("step", engines.PlainEngine.accumulate)
+            engines.PlainEngine.update = board.watched("update", engines.PlainEngine.update)
             trainer._Run._evaluate = board.watched("evaluation", trainer._Run._evaluate)
             trainer.save_adapter = board.watched("export", trainer.save_adapter)
             trainer.save_checkpoint = board.watched("save", trainer.save_checkpoint)
