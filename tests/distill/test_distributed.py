@@ -29,6 +29,33 @@ with world.together():
 print("together")
 """
 
+SLOW_ZERO = """
+import sys, time
+from datetime import timedelta
+import torch
+import torch.distributed.distributed_c10d as library
+library.default_pg_timeout = timedelta(seconds=6)
+from seergate.bank import GateBank
+from seergate.config import GateConfig
+from seergate.distill import load_train_config
+from seergate.distill.distributed import join_world
+from seergate.distill.engines import DistillModule, make_engine, prepare_deepspeed
+from seergate.distill.packing import PackedBatch
+from seergate.paths import shipped
+from tests.models import prompt, tiny_model
+
+prepare_deepspeed()
+world = join_world(deepspeed=True)
+options = {"deepspeed": str(shipped("ds_configs/zero2.json")), "packs_per_step": 2, "max_length": 512}
+config = load_train_config("tiny-reasoner", options)
+model = tiny_model("qwen3")
+engine = make_engine(DistillModule(GateBank.for_model(model, GateConfig(8, 16)), model, config), config, world)
+pack = PackedBatch(prompt(60), torch.tensor([0, 60], dtype=torch.int32))
+time.sleep(15 if world.is_main else 0)  # the gradients are summed in a group that DeepSpeed has made
+engine.accumulate(pack)
+print("norm", engine.update(1e-3) > 0)
+"""
+
 FATES = """
 import json
 from seergate.distill.distributed import join_world
@@ -64,6 +91,14 @@ print(json.dumps(seen))
 def test_a_slow_process_is_waited_for_longer_than_the_library_would():
     done = pair(["-c", SLOW])
     assert [(one.returncode, one.stdout) for one in done] == [(0, "together\n")] * 2, done
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)  # DeepSpeed may compile first
+def test_a_slow_process_is_waited_for_by_deepspeed_too():
+    pytest.importorskip("deepspeed")
+    done = pair(["-c", SLOW_ZERO], seconds=800)
+    assert [one.returncode for one in done] == [0, 0] and all("norm True" in one.stdout for one in done), done
 
 
 def test_the_patience_has_an_end_that_can_be_set():
