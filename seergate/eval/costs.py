@@ -1,7 +1,7 @@
 """What each sample's decoding read and held, kept apart by row.
 
-What a row reads does not depend on its batch, but for this: a row that would fit into its budget is scored beside
-longer ones. Resident bytes do, because memory is allocated for the longest row; they are divided equally.
+What a row reads does not depend on its batch. Resident bytes do, because memory is allocated for the longest row; they
+are divided equally.
 """
 
 from __future__ import annotations
