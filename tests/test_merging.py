@@ -126,7 +126,7 @@ def test_commands(bank, tmp_path, capsys):
         (["export", str(tmp_path / "nowhere"), str(tmp_path / "c")], "neither a directory here nor"),
         (["info", str(tmp_path)], "holds no gate_config.json"),
         (["push", "org/name", "org/name"], "is not a directory"),
-        (["push", str(tmp_path / "a"), "name"], "must have the form org/name"),
+        (["push", str(tmp_path / "a"), "a/b/c"], "org/name"),
     ):
         try:
             code = main(arguments)

@@ -27,6 +27,7 @@ if sys.argv[1:]:  # only now: connecting takes its time
 with world.together():
     time.sleep(6 if world.is_main else 0)
 print("together")
+world.leave()
 """
 
 SLOW_ZERO = """
@@ -54,6 +55,7 @@ pack = PackedBatch(prompt(60), torch.tensor([0, 60], dtype=torch.int32))
 time.sleep(15 if world.is_main else 0)  # the gradients are summed in a group that DeepSpeed has made
 engine.accumulate(pack)
 print("norm", engine.update(1e-3) > 0)
+world.leave()
 """
 
 FATES = """
@@ -85,6 +87,7 @@ try:
 except ValueError as error:
     seen.append([type(error).__name__, str(error)])
 print(json.dumps(seen))
+world.leave()
 """
 
 
