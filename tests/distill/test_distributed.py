@@ -26,12 +26,13 @@ if sys.argv[1:]:  # only now: connecting takes its time
     be_patient(library.GroupMember.WORLD)
 with world.together():
     time.sleep(6 if world.is_main else 0)
-print("together")
+print("together", flush=True)
 world.leave()
+os._exit(0)  # how the libraries end a process is not looked at here
 """
 
 SLOW_ZERO = """
-import sys, time
+import os, time
 from datetime import timedelta
 import torch
 import torch.distributed.distributed_c10d as library
@@ -54,12 +55,13 @@ engine = make_engine(DistillModule(GateBank.for_model(model, GateConfig(8, 16)),
 pack = PackedBatch(prompt(60), torch.tensor([0, 60], dtype=torch.int32))
 time.sleep(15 if world.is_main else 0)  # the gradients are summed in a group that DeepSpeed has made
 engine.accumulate(pack)
-print("norm", engine.update(1e-3) > 0)
+print("norm", engine.update(1e-3) > 0, flush=True)
 world.leave()
+os._exit(0)
 """
 
 FATES = """
-import json
+import json, os
 from seergate.distill.distributed import join_world
 from seergate.errors import SeergateError
 
@@ -86,8 +88,9 @@ try:
     world.must_agree(str(world.rank), "they differ")
 except ValueError as error:
     seen.append([type(error).__name__, str(error)])
-print(json.dumps(seen))
+print(json.dumps(seen), flush=True)
 world.leave()
+os._exit(0)
 """
 
 
