@@ -8,7 +8,7 @@ import platform
 import statistics
 import subprocess
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from importlib import metadata
 from pathlib import Path
 from typing import Any
@@ -40,6 +40,19 @@ def timed(
         wait()
         times.append((time.perf_counter() - start) * 1e3)
     return {"min": min(times), "median": statistics.median(times)}
+
+
+def timed_in_turns(
+    runs: Mapping[str, Callable[[], Any]], rounds: int, device: torch.device
+) -> dict[str, dict[str, float]]:
+    """Milliseconds per call of each, ``{"min": ..., "median": ...}``. They take turns, so that what slows the machine
+    for a while slows all of them; none is warmed up here.
+    """
+    times: dict[str, list[float]] = {name: [] for name in runs}
+    for _ in range(rounds):
+        for name, run in runs.items():
+            times[name].append(timed(run, 1, device, warm=True)["min"])
+    return {name: {"min": min(each), "median": statistics.median(each)} for name, each in times.items()}
 
 
 def timed_rotated(

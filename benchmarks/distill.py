@@ -9,8 +9,8 @@ are timed, the last rows of the pack against float64. A wrong result ends the ru
 The baseline keeps what the published training code keeps: attention pooled to blocks for every query head ``[H, T,
 NB]``, its maximum over each group, the gate's logits and their log-softmax, with the loss by autograd. (There a kernel
 pools the attention; here a chunk of rows at a time does, so that scores do not count in its peak.) Its memory is what
-to compare; its time is that of PyTorch's eager operations. Extra memory is counted by torch's allocator, during the
-first call. On a CPU, that call is the only one if it takes longer than ``--seconds``.
+to compare; its time is that of PyTorch's eager operations. Extra memory is counted by torch's allocator, during a
+first call that is not timed. Then all take turns, and times are medians over the rounds.
 """
 
 from __future__ import annotations
@@ -19,13 +19,12 @@ import argparse
 import itertools
 import math
 import sys
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import torch
-from common import RESULTS, save, timed
+from common import RESULTS, save, timed_in_turns
 from torch import Tensor
 from torch.nn import functional as F
 
@@ -237,17 +236,12 @@ def measure(length: int, block_size: int, options: argparse.Namespace) -> dict[s
     losses = {}
     for name, run in runs.items():
         results: list[Any] = []
-        start = time.perf_counter()
         peak = peak_bytes(lambda: results.append(run()), device)  # noqa: B023 (called at once)
-        first = time.perf_counter() - start
         row[f"{name}_peak_mb"] = round(peak / 1e6, 1)
         if name == "attention_with_block_targets":
             lse.copy_(results[0].lse)
         losses[name] = results.pop()[0].clone()
-        if device.type == "cpu" and first > options.seconds:  # nothing to compile, and too long to repeat
-            ms = {"min": 1e3 * first, "median": 1e3 * first}
-        else:
-            ms = timed(run, options.repeats, device, options.seconds, warm=True)
+    for name, ms in timed_in_turns(runs, options.rounds, device).items():
         row |= {f"{name}_{which}_ms": round(value, 2) for which, value in ms.items()}
     row["gate_kl_tflops"] = round(case.flops / row["gate_kl_median_ms"] / 1e9, 3)
     row["given_lse_ratio"] = round(row["gate_kl_given_lse_median_ms"] / row["gate_kl_median_ms"], 3)
@@ -298,8 +292,7 @@ def command_line() -> argparse.Namespace:
         "--dtype", choices=["float32", "bfloat16", "float16"], help="default: bfloat16, on a CPU float32"
     )
     parser.add_argument("--threads", type=int, default=torch.get_num_threads())
-    parser.add_argument("--repeats", type=int, help="at most, of each measurement; default: 10, on a CPU 3")
-    parser.add_argument("--seconds", type=float, help="of a measurement, not much more; default: 10, on a CPU 2")
+    parser.add_argument("--rounds", type=int, help="in which each takes its turn; default: 10, on a CPU 3")
     parser.add_argument("--output", type=Path, default=RESULTS, help="directory for the table")
     parser.add_argument("--only-prove", action="store_true", help="compare with the reference, time nothing")
     options = parser.parse_args()
@@ -307,8 +300,7 @@ def command_line() -> argparse.Namespace:
     options.lengths = options.lengths or ([8192, 32768, 65536, 131072] if gpu else [4096, 8192, 16384])
     options.baseline_up_to = options.baseline_up_to or (32768 if gpu else 16384)
     options.dtype = getattr(torch, options.dtype or ("bfloat16" if gpu else "float32"))
-    options.repeats = options.repeats or (10 if gpu else 3)
-    options.seconds = options.seconds or (10.0 if gpu else 2.0)
+    options.rounds = options.rounds or (10 if gpu else 3)
     options.kv_heads = options.kv_heads or (8 if gpu else 2)
     if min(options.lengths) < 2 * max(options.block_sizes):
         parser.error(f"--lengths has {min(options.lengths)}; each must be at least two blocks")

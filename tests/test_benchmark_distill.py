@@ -12,7 +12,7 @@ import pytest
 pytest.importorskip("matplotlib")
 
 ROOT = Path(__file__).resolve().parent.parent
-TINY = """--device cpu --threads 1 --kv-heads 2 --group 3 --head-dim 16 --gate-dim 8 --block-sizes 16 --repeats 1"""
+TINY = """--device cpu --threads 1 --kv-heads 2 --group 3 --head-dim 16 --gate-dim 8 --block-sizes 16 --rounds 1"""
 RUN = """
 import runpy, sys
 sys.path.insert(0, "benchmarks")

@@ -123,7 +123,7 @@ def check_cu_seqlens(cu_seqlens: Tensor, tokens: int) -> None:
         return
     ends = cu_seqlens.tolist()
     if ends[0] != 0 or ends[-1] != tokens or any(b < a for a, b in zip(ends, ends[1:], strict=False)):
-        raise ValueError(f"cu_seqlens is {_brief(ends)}; it must start at 0, never fall, and end at T = {tokens}")
+        raise ValueError(f"cu_seqlens is {brief(ends)}; it must start at 0, never fall, and end at T = {tokens}")
 
 
 def check_lengths(lengths: Tensor, batch: int, limit: int, limit_name: str, *, least: int = 1) -> None:
@@ -135,12 +135,13 @@ def check_lengths(lengths: Tensor, batch: int, limit: int, limit_name: str, *, l
     if readable(lengths) and batch:
         low, high = (int(x) for x in lengths.aminmax())
         if low < least or high > limit:
-            raise ValueError(f"lengths is {_brief(lengths.tolist())}; each must be in {least}..{limit} ({limit_name})")
+            raise ValueError(f"lengths is {brief(lengths.tolist())}; each must be in {least}..{limit} ({limit_name})")
 
 
 def _is_number(value: object) -> bool:
     return isinstance(value, (int, float)) and not isinstance(value, bool)
 
 
-def _brief(values: list[int]) -> str:
+def brief(values: list[int]) -> str:
+    """A list for a message, long ones cut."""
     return str(values) if len(values) <= 8 else f"[{', '.join(map(str, values[:4]))}, ..., {values[-1]}]"

@@ -9,12 +9,14 @@ from torch import Tensor
 
 from seergate.ops.backend import implementation
 from seergate.ops.checks import (
+    brief,
     check_block_size,
     check_decode_tensors,
     check_extras,
     check_lengths,
     check_same,
     check_scale,
+    readable,
 )
 
 
@@ -41,7 +43,8 @@ def sparse_decode(
             row's length ever reach the output, whatever they hold (NaN included).
         v: ``[B, Hkv, S, dv]``.
         indices: int32 or int64 ``[B, Hkv, K]``, blocks, ascending, padded with -1 on the right, as `select_blocks`
-            gives them. A block that starts at or beyond the row's length is passed over like padding.
+            gives them (checked in host memory only; elsewhere another order gives wrong results). A block that
+            starts at or beyond the row's length is passed over like padding.
         lengths: int ``[B]``, 1..S, tokens of each row.
         block_size: tokens per block.
         sm_scale: factor on ``q . k``; ``1 / sqrt(d)`` if ``None``.
@@ -66,6 +69,7 @@ def sparse_decode(
     if indices.ndim != 3 or indices.shape[:2] != (batch, kv_heads):
         raise ValueError(f"indices has shape {list(indices.shape)}; it must be [{batch}, {kv_heads}, K]")
     check_same("indices", indices, "q", q, dtype=False)
+    _check_ascending(indices)
     check_lengths(lengths, batch, capacity, "S")
     check_same("lengths", lengths, "q", q, dtype=False)
     check_scale("sm_scale", sm_scale)
@@ -73,3 +77,17 @@ def sparse_decode(
     scale = 1.0 / math.sqrt(dim) if sm_scale is None else sm_scale
     run = implementation("sparse_decode", q.device)
     return run(q, k, v, indices, lengths, block_size, scale, sinks=sinks, softcap=softcap, page_table=page_table)
+
+
+def _check_ascending(indices: Tensor) -> None:
+    """Blocks of each pair rise, and padding comes last: the open block, which is cut at the row's length, must too."""
+    if not readable(indices):
+        return
+    order = indices.masked_fill(indices < 0, torch.iinfo(indices.dtype).max)
+    wrong = (order[..., 1:] <= order[..., :-1]) & (indices[..., 1:] >= 0)
+    if wrong.any():
+        row, head = (int(i) for i in wrong.any(-1).nonzero()[0])
+        raise ValueError(
+            f"indices of row {row} and KV head {head} are {brief(indices[row, head].tolist())}; they must ascend, "
+            "each block once, and be padded with -1 on the right"
+        )

@@ -31,7 +31,12 @@ def selection(**changes):
 
 def decode(**changes):
     cache = torch.zeros(2, K, 48, D)
-    base = {"q": torch.zeros(2, H, D), "k": cache, "v": cache, "indices": torch.zeros(2, K, 3, dtype=torch.int32)}
+    base = {
+        "q": torch.zeros(2, H, D),
+        "k": cache,
+        "v": cache,
+        "indices": torch.tensor([0, 2, -1]).int().expand(2, K, 3),
+    }
     return base | {"lengths": torch.tensor([20, 48]), "block_size": B} | changes
 
 
@@ -139,6 +144,9 @@ DECODE = [
     ({"v": torch.zeros(2, K, 48, D, dtype=torch.float64)}, "v has dtype torch.float64; it must have q's"),
     ({"q": torch.zeros(2, 3, D)}, "q has 3 heads; it must have a positive multiple of k's 2"),
     ({"indices": torch.zeros(2, K, 3)}, r"indices is torch.float32; it must be an int32 tensor \[B, Hkv, K\]"),
+    ({"indices": torch.tensor([2, 0, -1]).expand(2, K, 3)}, r"indices of row 0 and KV head 0 are \[2, 0, -1\]"),
+    ({"indices": torch.tensor([[[0, 1, 2]] * K, [[0, 1, 2], [0, -1, 2]]])}, "row 1 and KV head 1 .* they must ascend"),
+    ({"indices": torch.tensor([0, 2, 2]).int().expand(2, K, 3)}, "they must ascend, each block once"),
     ({"indices": torch.zeros(2, H, 3, dtype=torch.int32)}, r"indices has shape \[2, 4, 3\]; it must be \[2, 2, K\]"),
     ({"lengths": torch.tensor([20, 49])}, r"lengths is \[20, 49\]; each must be in 1..48 \(S\)"),
     ({"lengths": torch.tensor([0, 1])}, r"lengths is \[0, 1\]; each must be in 1..48"),

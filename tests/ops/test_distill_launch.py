@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 from hypothesis import given
@@ -9,7 +11,7 @@ from hypothesis import strategies as st
 
 from seergate.ops.triton_impl import distill_launch as launch
 from seergate.ops.triton_impl import packs
-from seergate.ops.triton_impl.gpus import GPUS, H200, MI300X
+from seergate.ops.triton_impl.gpus import A100, GPUS, H200, MI300X
 from tests.ops.helpers import cu_seqlens
 
 GPU = pytest.mark.parametrize("gpu", GPUS, ids=lambda gpu: gpu.target)
@@ -40,6 +42,17 @@ def test_tiles_are_what_matrix_units_and_blocks_need(gpu, dtype):
     for dim in (16, 64, 128, 256):
         tile = launch.gate_launch(dim, dtype, gpu)
         assert tile.rows >= 16 and tile.columns >= 16
+
+
+def test_a_relative_of_the_a100_is_launched_like_it():
+    """The variant with two loops needs more registers than sm_80 to sm_89 have."""
+    for gpu, two_loops in (
+        (A100, False),
+        (replace(A100, arch=86), False),
+        (replace(A100, arch=89), False),
+        (H200, True),
+    ):
+        assert launch.teacher_launch(4, 128, 128, torch.bfloat16, gpu).two_loops is two_loops
 
 
 @given(width=st.integers(4, 13).map(lambda bits: 2**bits), rows=st.sampled_from([16, 32, 64]))
