@@ -286,6 +286,7 @@ def test_decode_defaults(saved):
         ({"training": []}, "training is .*; it must be an object"),
         ({"files": []}, "must name the files"),
         ({"decode_defaults": {"token_budget": 0}}, "decode_defaults: token_budget is 0"),
+        ({"decode_defaults": {"dense_below": "auto"}}, 'dense_below is "auto", which gates cannot ask for'),
         ({"results": [{"accuracy": 10**400}]}, "accuracy of a result is 1000.*; it must be a number"),
         ({"training": {"data": "\ud800"}}, "not readable JSON: .*surrogates"),
         ({"model": {"\udfff": 1}}, "not readable JSON: .*surrogates"),

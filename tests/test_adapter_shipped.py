@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import json
 import re
+import tomllib
 
 import pytest
+import yaml
 
 import seergate
 from seergate import GateBank, GateConfig, SeergateError
@@ -14,6 +16,7 @@ from seergate.adapter.card import Source, usage
 from seergate.cli.main import main
 from seergate.paths import shipped
 from tests.models import tiny_model
+from tests.test_house import ROOT
 
 GATES = "checkpoints/tiny-reasoner/gates"
 
@@ -47,10 +50,17 @@ def test_a_directory_here_comes_before_a_shipped_one(elsewhere):
 
 
 def test_the_shipped_card_is_what_the_command_writes(elsewhere):
-    """Its licence is given on the command line; the record of the gates does not have one."""
-    given = ["--licence", "apache-2.0", "--loaded-as", GATES]
-    assert main(["export", GATES, str(elsewhere / "gates"), *given]) == 0
+    assert main(["export", GATES, str(elsewhere / "gates"), "--loaded-as", GATES]) == 0
     assert (elsewhere / "gates" / "README.md").read_text() == (shipped(GATES) / "README.md").read_text()
+
+
+def test_shipped_gates_have_the_projects_licence(elsewhere, capsys):
+    """In the record, so that what is exported or pushed has it, and in the card, where the Hub looks for it."""
+    licence = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["license"].lower()
+    assert main(["info", GATES, "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["base model"]["licence"] == licence
+    card = (shipped(GATES) / "README.md").read_text()
+    assert yaml.safe_load(card.split("---")[1])["license"] == licence
 
 
 @pytest.mark.slow

@@ -250,6 +250,10 @@ def _decode_defaults(values: dict[str, Any], where: str) -> dict[str, Any]:
         DecodeConfig(**values)
     except (TypeError, ValueError) as error:
         raise SeergateError(f"{where}: decode_defaults: {error}") from error
+    if values.get("dense_below") == "auto":
+        raise SeergateError(
+            f'{where}: decode_defaults: dense_below is "auto", which gates cannot ask for: it must be 0'
+        )
     return values
 
 

@@ -17,7 +17,7 @@ from seergate.config import GateConfig
 from seergate.distill.config import TrainConfig
 from seergate.distill.distributed import World
 from seergate.distill.weight_files import check_weight_files
-from seergate.errors import SeergateError
+from seergate.errors import SeergateError, how_to_install
 from seergate.host.families import base_commit, head_dim_of
 from seergate.loading import base_config, load_base, skeleton
 
@@ -65,7 +65,7 @@ def check_model(path: str, config: TrainConfig) -> str | None:
     package = _PACKAGES.get(config.quantize)
     if package is not None and importlib.util.find_spec(package) is None:
         raise SeergateError(
-            f"quantize is {config.quantize!r}, which needs {package}; install it (pip install {package}) or use none"
+            f"quantize is {config.quantize!r}, which needs {package}; {how_to_install('quant')}, or use none"
         )
     found = read_base_config(path, config)
     bare = skeleton(found)

@@ -10,7 +10,7 @@ import json
 import os
 import re
 import shutil
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -19,10 +19,14 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+from seergate.distill.config import TrainConfig
 from seergate.distill.engines import MOMENTS, OptimizerState
 from seergate.errors import SeergateError
 
 FORMAT = 1
+REVISIONS = ("revision", "data_revision")
+"""The options that name a place in the Hub's history. A branch moves on; the commit that it was at stays."""
+
 _NAME = re.compile(r"step-(\d{8})")
 _DRAFT = ".draft-"
 
@@ -33,15 +37,18 @@ class Checkpoint:
 
     Attributes:
         optimizer: gates, moments and the number of steps taken.
-        run: the options that shape the result and the data's fingerprint; a run continues only if its own are equal.
+        run: the options that shape the result and the fingerprints of model and data; a run continues only if its own
+            are equal. Of `REVISIONS`, the commits that were found.
         random: random states by device name, uint8.
         progress: what the loop wants back (best evaluation so far, tokens seen), JSON.
+        asked: `REVISIONS` as the user gave them.
     """
 
     optimizer: OptimizerState
     run: dict[str, Any]
     random: dict[str, Tensor] = field(default_factory=dict)
     progress: dict[str, Any] = field(default_factory=dict)
+    asked: dict[str, str | None] = field(default_factory=dict)
 
 
 def random_states() -> dict[str, Tensor]:
@@ -77,6 +84,7 @@ def save_checkpoint(root: Path, checkpoint: Checkpoint, keep: int) -> Path:
         "format": FORMAT,
         "step": checkpoint.optimizer.step,
         "run": checkpoint.run,
+        "asked": checkpoint.asked,
         "progress": checkpoint.progress,
     }
     (draft / "state.json").write_text(json.dumps(record, indent=1))
@@ -129,16 +137,30 @@ def load_checkpoint(path: Path) -> Checkpoint:
         return {name.removeprefix(f"{prefix}."): x for name, x in tensors.items() if name.startswith(f"{prefix}.")}
 
     state = OptimizerState(part("gates"), {moment: part(moment) for moment in MOMENTS}, record["step"])
-    return Checkpoint(state, record["run"], part("random"), record["progress"])
+    return Checkpoint(state, record["run"], part("random"), record["progress"], record.get("asked", {}))
+
+
+def at_its_commits(config: TrainConfig, record: dict[str, Any]) -> TrainConfig:
+    """The run with the commits that its checkpoint was made with, so that a newer one on the Hub does not end it.
+
+    Args:
+        config: the run as the user asks for it. A revision that it names is kept, if it named another before.
+        record: the checkpoint's, see `read_record`.
+    """
+    run, before = record["run"], record.get("asked", {})
+    known = [name for name in REVISIONS if name in before]
+    return replace(config, **{n: run[n] for n in known if getattr(config, n) in (None, before[n])})
 
 
 def check_same_run(path: Path, found: dict[str, Any], wanted: dict[str, Any]) -> None:
     """Refuse to continue a run with options that would make it another.
 
     Raises:
-        SeergateError: naming the first option that differs.
+        SeergateError: naming the first option that differs, before a fingerprint that follows from it.
     """
-    for name in sorted(found.keys() | wanted.keys()):
+    for name in sorted(found.keys() | wanted.keys(), key=lambda name: (name.endswith("_fingerprint"), name)):
+        if name in REVISIONS and found.get(name) is None:
+            continue  # nothing of the Hub's, or nobody could say which commit it was: the fingerprint tells
         if found.get(name) != wanted.get(name):
             raise SeergateError(
                 f"{path} was made with {name}={found.get(name)!r} and this run has {wanted.get(name)!r}; use the "

@@ -99,6 +99,7 @@ class TrainingData:
         held_out: per pack to evaluate on, its samples.
         report: what became of the rows.
         fingerprint: changes whenever the packs would.
+        commit: of a dataset on the Hub, if the Hub could be asked.
     """
 
     store: TokenStore
@@ -106,6 +107,7 @@ class TrainingData:
     held_out: list[list[int]]
     report: DataReport
     fingerprint: str
+    commit: str | None = None
 
     def batch(self, samples: list[int]) -> PackedBatch:
         """The tensors of a pack."""
@@ -122,7 +124,8 @@ def prepare_data(
     Args:
         config: the run.
         tokenizer: of the frozen model.
-        progress: called with the number of rows read so far, and how many are expected if that is known.
+        progress: called with the number of rows read so far, and how many are expected if that is known. If it goes
+            on where an earlier build was killed, the first call says where.
 
     Raises:
         SeergateError: if there is no data, or nothing in it can be used, with the reasons counted.
@@ -143,18 +146,15 @@ def prepare_data(
     )
     expected = min((n for n in (source.expected, config.data_limit) if n is not None), default=None)
     directory = (Path(config.token_cache) if config.token_cache else default_cache()) / key
-    if directory.is_dir():
-        store = TokenStore(directory)
-    else:
-        store = TokenStore.build(
-            directory,
-            source,
-            formatter,
-            max_length=config.max_length,
-            drop_over_length=config.over_length == "drop",
-            limit=config.data_limit,
-            progress=lambda rows: progress(rows, expected),
-        )
+    store = TokenStore.build(
+        directory,
+        source,
+        formatter,
+        max_length=config.max_length,
+        drop_over_length=config.over_length == "drop",
+        limit=config.data_limit,
+        progress=lambda rows: progress(rows, expected),
+    )
     # The gate distributes a row over its past blocks: until there are two, every gate is right and none learns.
     usable = np.flatnonzero(store.lengths > 2 * config.block_size)
     too_short = len(store) - len(usable)
@@ -180,7 +180,8 @@ def prepare_data(
         **store.counts,
     )
     contents = hashlib.sha256(f"{key}/{config.seed}/{len(held)}".encode() + np.ascontiguousarray(lengths).tobytes())
-    return TrainingData(store, train, [packs[i] for i in sorted(held)], report, contents.hexdigest()[:16])
+    evaluated = [packs[i] for i in sorted(held)]
+    return TrainingData(store, train, evaluated, report, contents.hexdigest()[:16], source.commit)
 
 
 def _why_empty(counts: dict[str, Any], too_short: int, config: TrainConfig) -> str:

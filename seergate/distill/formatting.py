@@ -104,10 +104,10 @@ class Formatter:
         chat_template: path of a `.jinja` file instead of the tokenizer's own template.
 
     Attributes:
-        think_added: rows that had the end of a reasoning without its beginning, and got an opening tag.
-        no_reasoning: rows without any reasoning.
-        earlier_reasoning: rows that lost the reasoning of their earlier assistant turns, which no template keeps.
-        unanswered: rows that lost their last turns, which no assistant turn follows.
+        counts: numbers of rows, by what happened to them. ``think_added``: they had the end of a reasoning without its
+            beginning, and got an opening tag. ``no_reasoning``: they have none. ``earlier_reasoning``: they lost the
+            reasoning of their earlier assistant turns, which no template keeps. ``unanswered``: they lost their last
+            turns, which no assistant turn follows.
     """
 
     def __init__(
@@ -115,16 +115,7 @@ class Formatter:
     ) -> None:
         self.tokenizer, self.column, self._override = tokenizer, column, chat_template
         self._template: str | None = None
-        self.think_added = 0
-        self.no_reasoning = 0
-        self.earlier_reasoning = 0
-        self.unanswered = 0
-
-    @property
-    def counts(self) -> dict[str, int]:
-        """All counts by name."""
-        names = ("think_added", "no_reasoning", "earlier_reasoning", "unanswered")
-        return {name: getattr(self, name) for name in names}
+        self.counts = dict.fromkeys(("think_added", "no_reasoning", "earlier_reasoning", "unanswered"), 0)
 
     @property
     def template(self) -> str:
@@ -199,10 +190,10 @@ class Formatter:
             raise MalformedRow("reasoning that the chat template does not keep")
         if tags > 1:
             raise MalformedRow("several think tags")
-        self.think_added += added
-        self.no_reasoning += not reasoning
-        self.earlier_reasoning += earlier_reasoning
-        self.unanswered += unanswered
+        self.counts["think_added"] += added
+        self.counts["no_reasoning"] += not reasoning
+        self.counts["earlier_reasoning"] += earlier_reasoning
+        self.counts["unanswered"] += unanswered
         return text
 
 
@@ -219,6 +210,9 @@ def _message(turn: Any) -> dict[str, str]:
     if not isinstance(role, str) or not isinstance(content, str):
         raise MalformedRow("a turn without role and content")
     reasoning = turn.get("reasoning_content")
-    if role == "assistant" and isinstance(reasoning, str) and reasoning.strip() and CLOSE not in content:
-        content = f"{OPEN}\n{reasoning.strip()}\n{CLOSE}\n\n{content}"
+    if role == "assistant" and isinstance(reasoning, str) and reasoning.strip():
+        if CLOSE not in content:
+            content = f"{OPEN}\n{reasoning.strip()}\n{CLOSE}\n\n{content}"
+        elif reasoning.strip() not in content:
+            raise MalformedRow("a turn with two different reasonings")
     return {"role": role, "content": content}

@@ -18,6 +18,7 @@ from seergate.distill.config import TrainConfig, locate_model, presets, read_yam
 from seergate.distill.engines import check_engine
 from seergate.distill.memory import Memory, estimate_memory
 from seergate.distill.speed import measure_speed, pack_flop
+from seergate.errors import SeergateError
 from seergate.host.families import gate_geometry, text_config
 from seergate.loading import skeleton
 from seergate.paths import shipped
@@ -188,7 +189,8 @@ def make_plan(
         measure: time one layer on this machine, if it is of the device's kind.
 
     Raises:
-        SeergateError: if the model is unknown or cannot be gated, or the options contradict each other.
+        SeergateError: if the model is unknown or cannot be gated, the options contradict each other, or the memory of
+            a device that is not here is not given.
         ValueError: for a number out of range.
     """
     numbers = {"processes": processes, "sample_tokens": sample_tokens, "memory_gb": memory_gb, "tflops": tflops}
@@ -198,6 +200,8 @@ def make_plan(
     check_engine(config, processes)
     here = "cuda" if torch.cuda.is_available() else "cpu"
     place = torch.device(device or ("cuda" if memory_gb is not None else here))
+    if place.type == "cuda" and here != "cuda" and memory_gb is None:
+        raise SeergateError("device is 'cuda' and this machine has no CUDA device; give --memory-gb")
     model = skeleton(architecture(config))
     gates = gate_config(config, model)
     geometry = gate_geometry(model, gates)
@@ -279,7 +283,7 @@ def _model_of(preset: Path) -> str:
 
 def _capacity(device: torch.device, processes: int) -> int:
     """Bytes for each process; those on a processor share its memory."""
-    if device.type == "cuda" and torch.cuda.is_available():
+    if device.type == "cuda":
         return int(torch.cuda.get_device_properties(0).total_memory)
     return int(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")) // processes
 

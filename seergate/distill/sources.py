@@ -6,8 +6,11 @@ bad line must cost one line.
 
 from __future__ import annotations
 
+import codecs
 import hashlib
+import itertools
 import json
+import re
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -25,8 +28,19 @@ CHAIN_SUM_PROBLEMS = 2000
 
 JSON_SUFFIXES, TABLE_SUFFIXES = (".jsonl", ".json", ".ndjson"), {".parquet": "parquet", ".arrow": "arrow"}
 
-BAD_LINE = object()
-"""Stands for a line that could not be parsed."""
+HELD_OUT_NAMES = re.compile(r"(?i)(^|[^a-z])(test|valid|validation|val|dev|eval)([^a-z]|$)")
+"""Names of files and folders that hold what is not to be trained on."""
+
+
+@dataclass(frozen=True)
+class BadLine:
+    """Stands for a line that could not be read.
+
+    Attributes:
+        reason: for the report.
+    """
+
+    reason: str
 
 
 @dataclass(frozen=True)
@@ -34,14 +48,23 @@ class Source:
     """A dataset that can be iterated once.
 
     Attributes:
-        rows: the rows; `BAD_LINE` in place of an unreadable one.
+        rows: the rows; a `BadLine` in place of an unreadable one.
         identity: changes whenever the rows would.
         expected: the number of rows, if known, for progress.
+        commit: of a dataset on the Hub, if the Hub could be asked.
     """
 
     rows: Iterable[Any]
     identity: str
     expected: int | None = None
+    commit: str | None = None
+
+    def after(self, count: int) -> Iterable[Any]:
+        """The rows without the first ``count``, which are passed over by the quickest way there is."""
+        if count == self.expected:  # a dataset refuses to skip all of its rows
+            return ()
+        skip = getattr(self.rows, "skip", None)
+        return skip(count) if skip else itertools.islice(self.rows, count, None)
 
 
 def open_source(config: TrainConfig) -> Source:
@@ -58,24 +81,41 @@ def open_source(config: TrainConfig) -> Source:
         return Source(({"messages": problem.messages} for problem in problems), identity, count)
     path = Path(config.data).expanduser()
     if path.exists():
-        return _local(path)
+        for name in ("data_config", "data_revision"):
+            if getattr(config, name) is not None:
+                raise SeergateError(
+                    f"{name} is {getattr(config, name)!r}, but {config.data!r} lies on this machine, where there is "
+                    f"nothing to choose; name the files themselves and leave out {name}"
+                )
+        return _local(path, config.data_split)
     if path.suffix in (*JSON_SUFFIXES, *TABLE_SUFFIXES) or config.data.startswith((".", "/", "~")):
         raise SeergateError(f"the data file {config.data!r} does not exist")
     return _hub(config)
 
 
-def _local(path: Path) -> Source:
+def _local(path: Path, split: str) -> Source:
+    if (path / "dataset_dict.json").is_file():  # a folder per split
+        splits = sorted(folder.parent.name for folder in path.glob("*/dataset_info.json"))
+        if split not in splits:
+            raise SeergateError(f"data_split is {split!r}; {path} has {', '.join(splits) or 'none'}")
+        path = path / split
+    elif split != "train":
+        raise SeergateError(f"data_split is {split!r}, but {path} has no splits; name the files of the split instead")
     if path.is_dir() and (path / "dataset_info.json").is_file():
-        from datasets import Dataset, load_from_disk
+        from datasets import load_from_disk
 
         stored = load_from_disk(str(path))
-        if not isinstance(stored, Dataset):
-            raise SeergateError(f"{path} holds several splits; name the directory of one of them")
         return Source(stored, f"disk/{stored._fingerprint}", len(stored))
     known = (*JSON_SUFFIXES, *TABLE_SUFFIXES)
     files = sorted(p for p in path.rglob("*") if p.suffix in known) if path.is_dir() else [path]
     if not files or files[0].suffix not in known:
         raise SeergateError(f"{path} is no data: it must be a file, or hold files, of type {', '.join(known)}")
+    aside = [file for file in files if HELD_OUT_NAMES.search(str(file.relative_to(path)))] if path.is_dir() else []
+    if aside:
+        raise SeergateError(
+            f"{path} holds {aside[0].relative_to(path)}, which by its name is not to be trained on; name the files, "
+            "or a folder of them, that are"
+        )
     digest = hashlib.blake2b()
     for file in files:
         with file.open("rb") as stream:
@@ -89,22 +129,26 @@ def _rows_of_files(files: list[Path]) -> Iterator[Any]:
 
 
 def _json_rows(file: Path) -> Iterator[Any]:
-    with file.open(encoding="utf-8", errors="replace") as stream:
+    with file.open("rb") as stream:
+        mark = len(codecs.BOM_UTF8) if stream.read(3) == codecs.BOM_UTF8 else 0
+        stream.seek(mark)
         while (first := stream.read(1)) and first.isspace():
             pass
-        stream.seek(0)
-        if first == "[":
+        stream.seek(mark)
+        if first == b"[":
             try:
-                yield from json.load(stream)
+                yield from json.loads(stream.read().decode())
             except ValueError as error:
                 raise SeergateError(f"{file} begins like a JSON list but is none: {error}") from error
             return
         for line in stream:
             if line.strip():
                 try:
-                    yield json.loads(line)
+                    yield json.loads(line.decode())
+                except UnicodeDecodeError:
+                    yield BadLine("not UTF-8")
                 except (ValueError, RecursionError):
-                    yield BAD_LINE
+                    yield BadLine("not JSON")
 
 
 def _table_rows(file: Path) -> Iterator[Any]:
@@ -123,21 +167,18 @@ def _hub(config: TrainConfig) -> Source:
     from datasets import load_dataset
     from huggingface_hub.errors import RepositoryNotFoundError, RevisionNotFoundError
 
-    name, revision = f"hub/{config.data}/{config.data_config}/{config.data_split}", config.data_revision
+    name = f"hub/{config.data}/{config.data_config}/{config.data_split}"
     try:
-        if config.streaming:
-            from huggingface_hub import dataset_info
-
-            revision = dataset_info(config.data, revision=revision).sha  # rows and identity are of the same commit
+        commit = _commit(config)  # rows and identity are of the same one
         rows = load_dataset(
             config.data,
             config.data_config,
             split=config.data_split,
-            revision=revision,
+            revision=commit or config.data_revision,
             streaming=config.streaming,
         )
         if not config.streaming:
-            return Source(rows, f"{name}/{rows._fingerprint}", len(rows))
+            return Source(rows, f"{name}/{rows._fingerprint}", len(rows), commit)
     except Exception as error:  # no network, unknown dataset, split or configuration: as many types as libraries
         why = first_line(error)
         if isinstance(error, RevisionNotFoundError):
@@ -145,18 +186,48 @@ def _hub(config: TrainConfig) -> Source:
         elif isinstance(error, RepositoryNotFoundError):
             why = "there is none of this name, or it is private and HF_TOKEN must hold a token that may read it"
         raise SeergateError(f"the dataset {config.data!r} cannot be loaded from the Hub: {why}") from error
-    return Source(streamed(rows, config.data), f"{name}/{revision}")
+    return Source(Streamed(rows, config.data), f"{name}/{commit}", commit=commit)
 
 
-def streamed(rows: Iterable[Any], name: str) -> Iterator[Any]:
+def _commit(config: TrainConfig) -> str | None:
+    """What a dataset's revision is at this moment."""
+    from huggingface_hub import dataset_info
+
+    try:
+        return str(dataset_info(config.data, revision=config.data_revision).sha)
+    except Exception:
+        if config.streaming:
+            raise
+        return None  # without a network, what was downloaded before can be read; what else is wrong comes out there
+
+
+@dataclass(frozen=True)
+class Streamed:
     """Rows over the network, whose failures are many.
 
+    Attributes:
+        rows: a streaming dataset.
+        name: it has for the user.
+        skipped: rows that are left out at its beginning.
+
     Raises:
-        SeergateError: in the middle, with the number of rows read.
+        SeergateError: in the middle of an iteration, with the number of rows that could be read.
     """
-    read = 0
-    try:
-        for read, row in enumerate(rows, start=1):  # noqa: B007 (counted for the message)
-            yield row
-    except Exception as error:
-        raise SeergateError(f"the dataset {name!r} broke off after {read:,} rows: {first_line(error)}") from error
+
+    rows: Any
+    name: str
+    skipped: int = 0
+
+    def skip(self, count: int) -> Streamed:
+        """The rows without the first ``count``; they are still read over the network, but not decoded one by one."""
+        return Streamed(self.rows.skip(count), self.name, self.skipped + count)
+
+    def __iter__(self) -> Iterator[Any]:
+        read = self.skipped
+        try:
+            for read, row in enumerate(self.rows, start=self.skipped + 1):  # noqa: B007 (counted for the message)
+                yield row
+        except Exception as error:
+            raise SeergateError(
+                f"the dataset {self.name!r} broke off after {read:,} rows: {first_line(error)}"
+            ) from error

@@ -4,7 +4,8 @@ What a run leaves in its output directory:
 
 * ``gate_config.json``, ``gate_model.safetensors``, ``README.md``: the finished adapter
 * ``best/``: the adapter with the lowest KL on the held-out packs
-* ``train_config.yaml``, ``data.json``: what was asked for, and what the data turned out to be
+* ``train_config.yaml``, ``data.json``: what was asked for, with the Hub's commits that this meant, and what the data
+  turned out to be
 * ``checkpoints/step-00000100/``: to continue from
 * ``tensorboard/``
 """
@@ -27,7 +28,9 @@ from seergate.bank import GateBank
 from seergate.distill.base_model import base_dtype, check_model, gate_config, load_frozen, offload_folder
 from seergate.distill.callbacks import Callback, Console, EvalLog, RowProgress, StepLog, TensorBoard, memory_gb
 from seergate.distill.checkpoint import (
+    REVISIONS,
     Checkpoint,
+    at_its_commits,
     check_same_run,
     clear_drafts,
     load_checkpoint,
@@ -105,20 +108,26 @@ class _Progress:
 class _Run:
     def __init__(self, config: TrainConfig, model_path: str, world: World, callbacks: Iterable[Callback]) -> None:
         self.config, self.model_path, self.world = config, model_path, world
+        self.asked = {name: getattr(config, name) for name in REVISIONS}
         self.dir = config.run_dir
         self.callbacks: list[Callback] = list(callbacks) if world.is_main else []
         self.progress = _Progress()
 
     def run(self) -> Path:
         """All of it; returns the adapter's directory."""
-        config, world = self.config, self.world
+        world = self.world
         with world.together():
-            check_engine(config, world.size)
-            self.model_fingerprint = check_model(self.model_path, config)
+            check_engine(self.config, world.size)
+            self._check_model()
+        world.must_agree(
+            str(self.model_fingerprint),
+            "the processes see different weights; model must be the same on every machine",
+        )
         self._look_for_checkpoint()
         with world.together():
-            self.tokenizer = load_tokenizer(self.model_path, revision=config.revision)
+            self.tokenizer = load_tokenizer(self.model_path, revision=self.config.revision)
         self.data = self._prepare_data()
+        config = self.config
         self.identity = {
             **config.result_shaping(),
             "model_fingerprint": self.model_fingerprint,
@@ -151,6 +160,15 @@ class _Run:
             shutil.rmtree(offload_folder(config, world), ignore_errors=True)
         return self.dir
 
+    def _check_model(self) -> None:
+        """From here on the model on the Hub is one commit: the one of the checkpoint, or the newest."""
+        newest = newest_checkpoint(self.dir / "checkpoints")
+        if newest and self.config.resume:
+            self.config = at_its_commits(self.config, read_record(newest))
+        self.model_fingerprint = check_model(self.model_path, self.config)
+        if self.model_fingerprint and not Path(self.model_path).is_dir():
+            self.config = replace(self.config, revision=self.model_fingerprint)
+
     def _look_for_checkpoint(self) -> None:
         """Refuse a run that contradicts the checkpoint it would continue, before long work."""
         root = self.dir / "checkpoints"
@@ -181,6 +199,8 @@ class _Run:
                     data = prepare_data(self.config, self.tokenizer, progress)
         with world.together():
             data = data or prepare_data(self.config, self.tokenizer)
+        if data.commit:
+            self.config = replace(self.config, data_revision=data.commit)
         world.must_agree(data.fingerprint, "the processes see different data; data must be the same on every machine")
         with world.together():
             if world.is_main:
@@ -287,7 +307,8 @@ class _Run:
         state = self.engine.state()  # every process takes part
         with self.world.together():
             if self.world.is_main:
-                checkpoint = Checkpoint(state, self.identity, random_states(), vars(self.progress).copy())
+                progress = vars(self.progress).copy()
+                checkpoint = Checkpoint(state, self.identity, random_states(), progress, self.asked)
                 save_checkpoint(self.dir / "checkpoints", checkpoint, self.config.save_total_limit)
 
     def _export(self, directory: Path) -> None:

@@ -1,6 +1,6 @@
 """Kills a training run at random points, starts it again, and compares what comes out with an undisturbed run.
 
-    python -m tests.distill.kills --kills 100
+    python -m tests.distill.kills --kills 100 --record benchmarks/results/kills.json
 
 The run is a forked process, so that starting it again costs nothing but its own work, and it dies by SIGKILL: in the
 middle of a pack, the optimizer's update, an evaluation, the export of an adapter, the saving of a checkpoint, or the
@@ -12,6 +12,7 @@ from __future__ import annotations
 import argparse
 import collections
 import contextlib
+import json
 import mmap
 import os
 import random
@@ -31,6 +32,7 @@ import torch
 import torch.utils.tensorboard
 from safetensors.torch import load_file
 
+from benchmarks.common import provenance
 from seergate.distill import TrainConfig, engines, load_train_config, token_store, trainer
 from seergate.distill.checkpoint import newest_checkpoint
 
@@ -77,6 +79,7 @@ def start(config: TrainConfig, board: Board) -> int:
             contextlib.redirect_stdout(nowhere),
             contextlib.redirect_stderr(nowhere),
         ):
+            token_store.BATCH_ROWS = 4  # so that a killed preparation leaves something to go on with
             token_store.TokenStore.build = board.watched("data", token_store.TokenStore.build)
             engines.PlainEngine.accumulate = board.watched("step", engines.PlainEngine.accumulate)
             engines.PlainEngine.update = board.watched("update", engines.PlainEngine.update)
@@ -111,7 +114,21 @@ def kill_once(config: TrainConfig, board: Board, phase: str, occurrence: int, de
 
 
 def storm(config: TrainConfig, kills: int, seed: int = 0) -> collections.Counter[str]:
-    """Run once undisturbed, once with ``kills`` kills, and compare everything that is left.
+    """Run once undisturbed, once with ``kills`` kills, and compare everything that is left; arguments as in `both`.
+
+    Returns:
+        How many kills fell into each phase.
+
+    Raises:
+        AssertionError: if a run fails, or anything differs.
+    """
+    killed, whole, fell = both(config, kills, seed)
+    compare(killed, whole)
+    return fell
+
+
+def both(config: TrainConfig, kills: int, seed: int) -> tuple[TrainConfig, TrainConfig, collections.Counter[str]]:
+    """A run that is killed and one that is not.
 
     Args:
         config: a small run; its steps, evaluations and checkpoints are set here so that no kill comes after its end.
@@ -119,10 +136,10 @@ def storm(config: TrainConfig, kills: int, seed: int = 0) -> collections.Counter
         seed: of phases and moments.
 
     Returns:
-        How many kills fell into each phase.
+        The two runs, which have ended, and how many kills fell into each phase.
 
     Raises:
-        AssertionError: if a run fails, or anything differs.
+        AssertionError: if a run fails.
     """
     config = replace(config, steps=2 * kills + 6, save_every=1, eval_every=1, save_total_limit=2)
     root, board, rng = config.run_dir, Board(), random.Random(seed)
@@ -133,18 +150,18 @@ def storm(config: TrainConfig, kills: int, seed: int = 0) -> collections.Counter
     fell: collections.Counter[str] = collections.Counter()
     for _ in range(kills):
         phase = rng.choice(PHASES)
-        if phase == "data":  # tokens are kept, so there is only something to interrupt without them
+        if phase == "data":  # there is something to interrupt only without tokens; the next run goes on with them
             shutil.rmtree(str(killed.token_cache), ignore_errors=True)
         occurrence = rng.randint(1, 2) if phase in ("evaluation", "save") else 1
         kill_once(killed, board, phase, occurrence, rng.uniform(0, seconds[phase]))
         fell[phase] += 1
     finish(start(killed, board))
-    compare(killed.run_dir, whole.run_dir)
-    return fell
+    return killed, whole, fell
 
 
-def compare(killed: Path, whole: Path) -> None:
-    """Gates, best gates, optimizer and curves are the same to the last bit, and nothing half-done is left."""
+def compare(killed_run: TrainConfig, whole_run: TrainConfig) -> None:
+    """Gates, best gates, optimizer, curves and tokens are the same to the last bit, and nothing half-done is left."""
+    killed, whole = killed_run.run_dir, whole_run.run_dir
     for name in ("gate_model.safetensors", "best/gate_model.safetensors"):
         same(load_file(killed / name), load_file(whole / name))
     ends = [newest_checkpoint(run / "checkpoints") for run in (killed, whole)]
@@ -152,7 +169,14 @@ def compare(killed: Path, whole: Path) -> None:
     # What a killed export leaves is removed by a later one, once it is an hour old and no live writer's.
     left = [p.name for p in killed.rglob(".*") if not p.name.startswith(".saving-") and p.parent.name[0] != "."]
     assert not left, left
-    assert curve(killed) == curve(whole)
+    assert curve(killed) == curve(whole), "the curves differ"
+    assert stored(killed_run) == stored(whole_run), "the tokens differ"
+
+
+def stored(config: TrainConfig) -> dict[str, bytes]:
+    """All files of a run's token cache, by their names in it."""
+    cache = Path(str(config.token_cache))
+    return {str(path.relative_to(cache)): path.read_bytes() for path in cache.rglob("*") if path.is_file()}
 
 
 def same(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> None:
@@ -175,15 +199,29 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--kills", type=int, default=100)
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--record", type=Path, metavar="FILE", help="write what came out as JSON")
     options = parser.parse_args()
     torch.set_num_threads(1)
     with tempfile.TemporaryDirectory() as scratch:
         small = {"data_limit": 40, "chain_sum_variables": (12, 18), "max_length": 512, "eval_packs": 2}
         config = load_train_config("tiny-reasoner", {**small, "output_dir": scratch, "packs_per_step": 1})
         started = time.monotonic()
-        fell = storm(config, options.kills, options.seed)
+        killed, whole, fell = both(config, options.kills, options.seed)
+        seconds, differs = time.monotonic() - started, ""
+        try:
+            compare(killed, whole)
+        except AssertionError as error:
+            differs = str(error) or "it differs"
+    if options.record:
+        row = {"engine": "plain", "processes": 1, "kills": fell.total(), "by_phase": {p: fell[p] for p in PHASES}}
+        row |= {"steps": killed.steps, "seconds": round(seconds), "identical": not differs}
+        described = {"kills": options.kills, "seed": options.seed}
+        record = {"machine": provenance(torch.device("cpu")), "options": described, "rows": [row]}
+        options.record.parent.mkdir(parents=True, exist_ok=True)
+        options.record.write_text(json.dumps(record, indent=2) + "\n")
     places = ", ".join(f"{phase} {fell[phase]}" for phase in PHASES)
-    print(f"{options.kills} kills ({places}), final gates bit-identical, {time.monotonic() - started:.0f} s")
+    print(f"{options.kills} kills ({places}), {differs or 'final gates bit-identical'}, {seconds:.0f} s")
+    sys.exit(bool(differs))
 
 
 if __name__ == "__main__":

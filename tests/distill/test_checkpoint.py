@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
 
 from seergate.distill import checkpoint as module
+from seergate.distill import load_train_config
 from seergate.distill.checkpoint import (
     Checkpoint,
+    at_its_commits,
+    check_same_run,
     clear_drafts,
     load_checkpoint,
     newest_checkpoint,
@@ -25,7 +29,8 @@ from seergate.errors import SeergateError
 def make(step: int) -> Checkpoint:
     gates = {"layers.0.q_proj.weight": torch.full((2, 3), float(step)), "layers.0.q_norm.weight": torch.ones(3)}
     moments = {m: {name: torch.randn_like(x) for name, x in gates.items()} for m in MOMENTS}
-    return Checkpoint(OptimizerState(gates, moments, step), {"lr": 0.1}, random_states(), {"best_kl": 0.1 + step})
+    progress, asked = {"best_kl": 0.1 + step}, {"revision": "v1", "data_revision": None}
+    return Checkpoint(OptimizerState(gates, moments, step), {"lr": 0.1}, random_states(), progress, asked)
 
 
 def names(root: Path) -> list[str]:
@@ -36,6 +41,7 @@ def test_round_trip_is_exact(tmp_path: Path) -> None:
     saved = make(7)
     loaded = load_checkpoint(save_checkpoint(tmp_path, saved, keep=2))
     assert loaded.optimizer.step == 7 and loaded.run == saved.run and loaded.progress == saved.progress
+    assert loaded.asked == saved.asked
     for part in ("gates", *MOMENTS):
         a, b = (c.optimizer.gates if part == "gates" else c.optimizer.moments[part] for c in (saved, loaded))
         assert a.keys() == b.keys() and all(torch.equal(a[name], b[name]) for name in a)
@@ -94,3 +100,27 @@ def test_starting_over_removes_everything(tmp_path: Path) -> None:
     (tmp_path / ".draft-step-00000002-99").mkdir()
     remove_checkpoints(tmp_path)
     assert names(tmp_path) == []
+
+
+def test_a_run_keeps_to_the_commits_that_it_began_with() -> None:
+    config = load_train_config("org/model", {"data": "org/rows"})
+    began = {"revision": "a" * 40, "data_revision": "b" * 40}
+    record = {"run": began, "asked": {"revision": None, "data_revision": "v1"}}
+
+    def asks(revision: str | None, data_revision: str | None) -> dict[str, str | None]:
+        kept = at_its_commits(replace(config, revision=revision, data_revision=data_revision), record)
+        return {name: getattr(kept, name) for name in began}
+
+    assert asks(None, None) == asks(None, "v1") == asks("a" * 40, None) == began
+    assert asks("main", "v2") == {"revision": "main", "data_revision": "v2"}  # said now, and not what was said before
+    before = {"run": {"revision": None, "data_revision": "v1"}}  # of a version that kept no commits
+    assert at_its_commits(config, before) == config
+
+
+def test_a_revision_is_named_before_the_fingerprint_that_it_changes(tmp_path: Path) -> None:
+    found = {"revision": "a", "model_fingerprint": "a", "data_revision": None, "data_fingerprint": "d"}
+    check_same_run(tmp_path, found, found | {"data_revision": "b"})  # nobody knew which it was; the data are the same
+    with pytest.raises(SeergateError, match="made with revision='a' and this run has 'c'"):
+        check_same_run(tmp_path, found, found | {"revision": "c", "model_fingerprint": "c"})
+    with pytest.raises(SeergateError, match="made with data_fingerprint='d' and this run has 'e'"):
+        check_same_run(tmp_path, found, found | {"data_revision": "b", "data_fingerprint": "e"})

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 
 from seergate.distill import TrainConfig, command
 from seergate.distill.failures import CommonError
@@ -71,6 +72,7 @@ def test_what_all_have_found_together_is_told_by_the_main_process(rank, capsys):
         ("rows.jsonl", "[rank 1] the data file 'rows.jsonl' does not exist"),
         ("both", "error: the data file 'rows.jsonl' does not exist"),
         ("half", "error: the processes see different data"),
+        ("weights", "error: the processes see different weights"),
     ],
 )
 def test_what_fails_on_the_second_machine_only_is_told_by_the_main_process(
@@ -90,6 +92,9 @@ def test_what_fails_on_the_second_machine_only_is_told_by_the_main_process(
             (place / "rows.jsonl").unlink()
     elif broken == "half":
         (places[1] / "rows.jsonl").write_text("".join(rows[:15]))
+    elif broken == "weights":
+        weights = places[1] / "model/model.safetensors"
+        save_file({name: 2 * x for name, x in load_file(weights).items()}, weights, metadata={"format": "pt"})
     else:
         (places[1] / broken).unlink()
     file = tmp_path / "run.yaml"

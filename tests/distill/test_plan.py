@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import replace
 from pathlib import Path
 
@@ -27,6 +28,7 @@ from seergate.distill.trainer import run_distillation
 from tests.distill.test_trainer import Recorder, config, model_dir  # noqa: F401 (fixtures)
 
 CPU = torch.device("cpu")
+RESULTS = Path(__file__).parents[2] / "benchmarks" / "results"
 PARAMETERS = {"qwen3-0.6b": 0.596, "qwen3-8b": 8.19, "qwen3-14b": 14.77, "r1-distill-llama-8b": 8.03, "qwq-32b": 32.76}
 
 
@@ -160,6 +162,18 @@ def test_the_total_of_a_step_agrees_with_the_allocator() -> None:
     assert planned.total == pytest.approx(held + peak_bytes(step), rel=0.1)
 
 
+@pytest.mark.parametrize("table", sorted(RESULTS.glob("distill_model-*.json")), ids=lambda path: path.stem)
+def test_the_committed_measurements_agree_with_the_plan(table: Path) -> None:
+    """Of whole processes, made by `benchmarks/distill_model.py`."""
+    rows = [row for row in json.loads(table.read_text())["rows"] if row.get("way") == "seergate"]
+    assert {(row["length"], row["layers"]) for row in rows} >= {
+        (length, n) for length in (8192, 32768) for n in (1, 2)
+    }
+    for row in rows:
+        ratio = row["planned_process_gb"] / row["process_gb"]
+        assert row["process_ratio"] == pytest.approx(ratio, abs=2e-3) and abs(ratio - 1) < 0.15, row
+
+
 def test_operations_agree_with_a_count_of_them() -> None:
     run = load_train_config("qwen3-8b", {"max_length": 1024, "block_size": 64, "row_start": 0.0})
     model = random_model(SHAPES["llama"])
@@ -222,8 +236,19 @@ def test_the_commands(capsys: pytest.CaptureFixture[str]) -> None:
     assert "must be a multiple of the 3 processes" in capsys.readouterr().err
     assert plan_main(["--model", "qwen3-8b", "--memory-gb", "-1"]) == 2
     assert "memory_gb is -1.0; it must be positive" in capsys.readouterr().err
+    assert plan_main(["--model", "qwen3-8b", "--device", "cpu", "--no-measure"]) == 0
+    assert "memory of each process on cpu" in capsys.readouterr().out
     assert main(["--model", "qwen3-8b", "--deepspeed", "nope.json", "--dry-run"]) == 2
     assert "nope.json" in capsys.readouterr().err
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="this machine has such a device")
+def test_a_device_that_is_not_here_needs_its_memory(capsys: pytest.CaptureFixture[str]) -> None:
+    options = ["--model", "qwen3-8b", "--device", "cuda", "--no-measure"]
+    assert plan_main(options) == 2
+    assert "error: device is 'cuda' and this machine has no CUDA device" in capsys.readouterr().err
+    assert plan_main([*options, "--memory-gb", "80"]) == 0
+    assert "fits in 80.0 GB" in capsys.readouterr().out
 
 
 def test_a_dry_run_is_a_file_of_options_with_the_plan_as_comments(

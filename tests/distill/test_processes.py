@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import random
 import shutil
@@ -12,6 +13,7 @@ import time
 from dataclasses import replace
 from pathlib import Path
 
+import psutil
 import pytest
 import torch
 from safetensors.torch import load_file
@@ -119,7 +121,8 @@ def branch(config: TrainConfig, run: Path, name: str, step: int, *command: str) 
     copy = run.parent / name
     shutil.copytree(run, copy)
     back_to(copy, step)
-    zero = ["--deepspeed"] if name == "one-zero" else []
+    zero = ["--deepspeed"] if name.startswith("one-zero") else []
+    zero += ["ds_configs/zero2-offload.json"] if "offload" in name else []
     output = finish([*command, *arguments(replace(config, output_dir=str(copy)), run.parent), *zero])
     assert f"continuing after step {step} of 9" in output and ("DeepSpeed ZeRO" in output) == ("zero" in name)
     assert ("in 2 processes" in output) == ("two" in name)
@@ -147,6 +150,12 @@ def test_a_run_goes_on_with_deepspeed_with_fewer_processes_and_without_it(alone:
     two = branch(options, run, "two-zero", 3, *launch("deepspeed"))
     branch(options, two, "one-zero", 6, sys.executable)
     branch(options, two, "one", 6, sys.executable)
+
+
+def test_a_run_goes_on_with_the_optimizer_of_deepspeed_in_host_memory(alone: tuple[TrainConfig, Path]) -> None:
+    options, run = alone
+    offloaded = branch(options, run, "one-zero-offload", 3, sys.executable)
+    branch(options, offloaded, "one-zero", 6, sys.executable)
 
 
 def test_a_batch_that_cannot_be_shared_is_refused(config: TrainConfig, tmp_path: Path) -> None:  # noqa: F811
@@ -187,6 +196,36 @@ def test_killed_at_random_moments_it_ends_bit_identical(config: TrainConfig, tmp
     assert_identical(weights(config.run_dir / "best"), weights(whole / "best"))
     assert_identical(state(config.run_dir), state(whole))
     assert not list(config.run_dir.rglob(".draft-*"))
+
+
+def steps_of(process: subprocess.Popen[str], count: int) -> list[int]:
+    """The next steps that a run tells of; it still runs then."""
+    assert process.stdout is not None
+    told = (int(line.split()[1].split("/")[0]) for line in process.stdout if line.startswith("step "))
+    steps = list(itertools.islice(told, count))
+    assert len(steps) == count, "it ended before it could be killed"
+    return steps
+
+
+def test_with_one_of_two_deepspeed_processes_killed_it_ends_bit_identical(config: TrainConfig, tmp_path: Path) -> None:  # noqa: F811
+    config = replace(config, steps=16, save_every=3, eval_every=4, log_every=1)
+    whole = replace(config, output_dir=str(tmp_path / "whole"))
+    finish([*launch("deepspeed"), *arguments(whole, tmp_path)])
+    process = start([*launch("deepspeed"), *arguments(config, tmp_path)])
+    assert steps_of(process, 8) == list(range(1, 9))
+    processes = psutil.Process(process.pid).children(recursive=True)
+    (second,) = (each for each in processes if "--local_rank=1" in each.cmdline())
+    second.kill()  # SIGKILL; the other one finds the connection gone, and the launcher ends it
+    process.communicate(timeout=300)
+    assert process.returncode != 0
+    assert not psutil.wait_procs(processes, timeout=60)[1]
+    newest = newest_checkpoint(config.run_dir / "checkpoints")
+    assert newest is not None and newest.name in ("step-00000006", "step-00000009", "step-00000012")
+    reached = int(newest.name.removeprefix("step-"))
+    assert f"continuing after step {reached} of 16" in finish([*launch("deepspeed"), *arguments(config, tmp_path)])
+    for part in (".", "best"):
+        assert_identical(weights(config.run_dir / part), weights(whole.run_dir / part))
+    assert_identical(state(config.run_dir), state(whole.run_dir))
 
 
 def test_what_is_wrong_with_the_data_is_said_once(config: TrainConfig, tmp_path: Path) -> None:  # noqa: F811

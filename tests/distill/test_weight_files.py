@@ -48,6 +48,13 @@ def lose_a_tensor(file: Path) -> None:
     save_file({**tensors, "other": torch.zeros(1)}, file, metadata={"format": "pt"})
 
 
+def refused_before_the_data_is_looked_for(config: TrainConfig, model: Path, why: str) -> None:  # noqa: F811
+    """In one sentence that names the model."""
+    with pytest.raises(SeergateError, match=why) as caught:
+        run_distillation(replace(config, model=str(model), data="/does/not/exist.jsonl"))
+    assert "\n" not in str(caught.value) and str(model) in str(caught.value)
+
+
 WHOLE: list[tuple[Callable[[Path], object], str]] = [
     (Path.unlink, "holds no weights; it must hold model.safetensors"),
     (cut, "model.safetensors are damaged or incomplete"),
@@ -72,12 +79,9 @@ def test_a_file_that_is_missing_or_damaged(
     damage: Callable[[Path], object],
     why: str,
 ) -> None:
-    copy = tmp_path / "model"
-    shutil.copytree(model_dir, copy)
+    copy = shutil.copytree(model_dir, tmp_path / "model")
     damage(copy / "model.safetensors")
-    with pytest.raises(SeergateError, match=why) as caught:
-        run_distillation(replace(config, model=str(copy), data="/does/not/exist.jsonl"))
-    assert "\n" not in str(caught.value) and str(copy) in str(caught.value)
+    refused_before_the_data_is_looked_for(config, copy, why)
 
 
 @pytest.mark.parametrize(("damage", "why"), SHARDS)
@@ -88,12 +92,9 @@ def test_a_shard_that_is_missing_or_damaged(
     damage: Callable[[Path], object],
     why: str,
 ) -> None:
-    copy = tmp_path / "model"
-    shutil.copytree(sharded, copy)
+    copy = shutil.copytree(sharded, tmp_path / "model")
     damage(copy)
-    with pytest.raises(SeergateError, match=why) as caught:
-        run_distillation(replace(config, model=str(copy), data="/does/not/exist.jsonl"))
-    assert "\n" not in str(caught.value) and str(copy) in str(caught.value)
+    refused_before_the_data_is_looked_for(config, copy, why)
 
 
 def test_whole_models_pass_in_every_form(model_dir: Path, sharded: Path, tmp_path: Path) -> None:  # noqa: F811

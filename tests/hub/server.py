@@ -350,7 +350,8 @@ class Handler(BaseHTTPRequestHandler):
             if what == "revision":
                 return self.send_json(hub.info(name, revision, user))
             if what == "tree":
-                return self.send_json(hub.list_tree(name, revision, user, recursive=recursive))
+                revision, folder = re.fullmatch(r"(refs/pr/\d+|[^/]+)/?(.*)", revision).groups()
+                return self.send_json(hub.list_tree(name, revision, user, folder, recursive=recursive))
             if what == "preupload":
                 return self.send_json(hub.preupload(name, revision, json.loads(body), user, pr))
             if what == "branch":

@@ -1,0 +1,107 @@
+"""A training run whose model and data live on the Hub, where others commit: it keeps to what it began with.
+
+The real clients talk to a stand-in, each start in a process of its own.
+"""
+
+from __future__ import annotations
+
+import shutil
+import subprocess
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from seergate.bank import GateBank
+from seergate.chain_sum import make_problems
+from seergate.distill.checkpoint import newest_checkpoint, read_record
+from tests.distill.test_trainer import assert_identical, model_dir, weights  # noqa: F401 (fixtures)
+from tests.hub.server import File, Hub
+from tests.hub.test_hub_data import parquet, run
+
+OPTIONS = "--block-size 16 --max-length 768 --steps 4 --packs-per-step 1 --save-every 2 --eval-packs 0 --dtype float32"
+
+
+def files_of(model: Path) -> dict[str, File]:
+    return {path.name: File(path.read_bytes(), lfs=path.suffix == ".safetensors") for path in model.iterdir()}
+
+
+@pytest.fixture
+def hub(model_dir):  # noqa: F811
+    rows = [{"messages": problem.messages} for problem in make_problems(30, (5, 12), 7)]
+    with Hub() as standing_in:
+        standing_in.hold("org/base", files_of(model_dir))
+        standing_in.hold("datasets/org/rows", {"data/train-0.parquet": parquet(rows)})
+        yield standing_in
+
+
+def others_commit(hub: Hub, model_dir: Path, tmp_path: Path) -> None:  # noqa: F811
+    """A README, and then other weights and other rows."""
+    model, data = hub.repos["org/base"], hub.repos["datasets/org/rows"]
+    for repo in (model, data):
+        repo.commit("main", repo.tree() | {"README.md": File(b"# What it is\n")})
+    other = AutoModelForCausalLM.from_pretrained(model_dir)
+    with torch.no_grad():
+        other.model.norm.weight.mul_(1.1)
+        other.model.layers[0].self_attn.q_proj.weight.neg_()
+    other.save_pretrained(tmp_path / "other")
+    problems = make_problems(30, (5, 12), 8)
+    for repo, files in (
+        (model, files_of(tmp_path / "other")),
+        (data, {"data/train-0.parquet": parquet([{"messages": problem.messages} for problem in problems])}),
+    ):
+        repo.commit("main", repo.tree() | files)
+        hub.lfs |= {file.sha256: file.data for file in files.values() if file.lfs}
+
+
+def train(hub: Hub, tmp_path: Path, *more: str) -> subprocess.CompletedProcess[str]:
+    places = ["--output-dir", str(tmp_path / "run"), "--token-cache", str(tmp_path / "tokens")]
+    return run(
+        hub, tmp_path, "train.py", "--model", "org/base", "--data", "org/rows", *OPTIONS.split(), *places, *more
+    )
+
+
+def interrupted(run_dir: Path) -> dict[str, torch.Tensor]:
+    """Take a finished run back to its first checkpoint; returns the gates that it had ended with."""
+    gates = weights(run_dir)
+    newest = newest_checkpoint(run_dir / "checkpoints")
+    assert newest is not None and newest.name == "step-00000004"
+    shutil.rmtree(newest)
+    (run_dir / "gate_model.safetensors").unlink()
+    return gates
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)  # processes that import everything
+@pytest.mark.parametrize("streaming", [["--streaming"], []], ids=["streaming", "downloading"])
+def test_what_others_commit_does_not_end_a_run(hub, model_dir, tmp_path, streaming):  # noqa: F811
+    began = {
+        "revision": hub.repos["org/base"].refs["main"],
+        "data_revision": hub.repos["datasets/org/rows"].refs["main"],
+    }
+    first = train(hub, tmp_path, *streaming)
+    assert first.returncode == 0, first.stderr[-3000:]
+    gates = interrupted(tmp_path / "run")
+    others_commit(hub, model_dir, tmp_path)
+    again = train(hub, tmp_path, *streaming)
+    assert again.returncode == 0, again.stderr[-3000:]
+    assert "continuing after step 2 of 4" in again.stdout
+    assert_identical(weights(tmp_path / "run"), gates)
+    newest = newest_checkpoint(tmp_path / "run" / "checkpoints")
+    assert newest is not None
+    made_with = read_record(newest)["run"]
+    assert {name: made_with[name] for name in began} == began
+    assert GateBank.from_pretrained(tmp_path / "run").geometry.base_revision == began["revision"]
+
+    if streaming:
+        return
+    named = train(hub, tmp_path, "--revision", began["revision"], "--data-revision", began["data_revision"])
+    assert named.returncode == 0 and "continuing after step 4 of 4" in named.stdout, named.stderr[-3000:]
+    moved = hub.repos["org/base"].refs["main"]
+    refused = train(hub, tmp_path, "--revision", "main")
+    assert refused.returncode == 2
+    assert f"was made with revision='{began['revision']}' and this run has '{moved}'" in refused.stderr
+    refused = train(hub, tmp_path, "--data-revision", "main")
+    assert f"was made with data_revision='{began['data_revision']}' and this run has 'main'" in refused.stderr
+    assert_identical(weights(tmp_path / "run"), gates)
