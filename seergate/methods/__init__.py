@@ -7,8 +7,9 @@ from dataclasses import fields
 from typing import TYPE_CHECKING, Any
 
 from seergate.errors import SeergateError
-from seergate.methods.base import EvictingMethod, LongPromptWarning, Method, SelectingMethod
+from seergate.methods.base import Method, SelectingMethod
 from seergate.methods.dense import Dense
+from seergate.methods.evicting import EvictingMethod, LongPromptWarning
 from seergate.methods.gate import Gate
 from seergate.methods.gate_on_evictor import SUFFIX, GateOnEvictor
 from seergate.methods.h2o import H2O

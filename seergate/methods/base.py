@@ -8,11 +8,10 @@ Shape suffixes: B batch, S new tokens, C capacity of the cache, N blocks, H quer
 
 from __future__ import annotations
 
-import warnings
+import math
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import ClassVar, Protocol
+from typing import Any, ClassVar, Literal, Protocol
 
 import torch
 from torch import Tensor
@@ -68,6 +67,7 @@ class Step:
         sinks: ``[H]`` attention-sink logits, if the model has them.
         softcap: cap on the scores, if the model has one.
         offsets: per row, the position that the model gave to its first token; ``None`` for 0.
+        scores_BKN: what `SelectingMethod.select` went by, for whoever wants to know which blocks came next.
     """
 
     q_pre_BHSD: Tensor
@@ -83,6 +83,7 @@ class Step:
     sinks: Tensor | None = None
     softcap: float | None = None
     offsets: list[int] | None = None
+    scores_BKN: Tensor | None = None
 
     @property
     def stored(self) -> tuple[Tensor, Tensor, Tensor | None]:
@@ -157,6 +158,25 @@ class LayerState:
         """Bytes that this state occupies."""
         return sum(tensor.nbytes for tensor in self.rows.values())
 
+    def own_bytes(self, held: Any, seen: Any, block_size: int) -> Any:
+        """Of this state, the bytes that a row would occupy alone: those of its own tokens, without room to grow.
+
+        Args:
+            held: tokens that the row has in the cache: a number, or an array of one per row.
+            seen: the same with those that have been evicted.
+            block_size: tokens per block.
+        """
+        total = 0 * held
+        for name, tensor in self.rows.items():
+            used = self.entries(name, held, seen, block_size)
+            shape = tensor.shape[1:] if used is None else (tensor.shape[1], *tensor.shape[3:])
+            total = total + (1 if used is None else used) * (math.prod(shape) * tensor.element_size())
+        return total
+
+    def entries(self, name: str, held: Any, seen: Any, block_size: int) -> Any:
+        """How many entries along the third axis of ``rows[name]`` a row uses, see `own_bytes`; ``None`` for all."""
+        return -(-held // block_size) if name in self.per_block else None
+
     def grown(self, name: str, blocks: int, fill: float = 0.0, limit: int | None = None) -> Tensor:
         """The tensor ``rows[name] [B, K, N, ...]``, enlarged along its block axis if need be; beyond ``limit`` only as
         far as ``blocks`` asks for.
@@ -196,6 +216,11 @@ class Method(ABC):
                 return f"{sign}{value}"
         return "all"
 
+    @property
+    def calibrated_on(self) -> str | None:
+        """`fingerprint` of the model that the method was calibrated on, if it is for no other."""
+        return None
+
     @abstractmethod
     def new_state(self, spec: LayerSpec) -> LayerState:
         """A fresh state for one layer of one request."""
@@ -216,7 +241,7 @@ class SelectingMethod(Method):
     top_p: float | None = None
     sink_blocks: int = 0
     dense_layers: tuple[int, ...] = ()
-    dense_below: int = 0
+    dense_below: int | Literal["auto"] = 0
     rectify_every: int | None = None
     lossless: bool = False
     draft_tokens: int | None = None
@@ -242,16 +267,13 @@ class SelectingMethod(Method):
 
     def select(self, state: SelectingState, step: Step) -> Selection | None:
         """The blocks to read at a decode step, or ``None`` for all of them."""
-        rule = self.rule
-        if (
-            state.spec.layer in rule.dense_layers
-            or self.covers(step.max_length)
-            or step.max_length <= rule.dense_below
-        ):
+        short = self.rule.dense_up_to
+        if state.spec.layer in self.rule.dense_layers or step.max_length <= max(self.covered_tokens, short):
             return None
-        selection = self.choose(state.scores(step), step.lengths)
-        if rule.dense_below:
-            selection = with_all_blocks(selection, step.ends, self.block_size, rule.dense_below)
+        step.scores_BKN = state.scores(step)
+        selection = self.choose(step.scores_BKN, step.lengths)
+        if short:
+            selection = with_all_blocks(selection, step.ends, self.block_size, short)
         return selection
 
     def choose(self, scores_BKN: Tensor, lengths: Tensor) -> Selection:
@@ -266,10 +288,18 @@ class SelectingMethod(Method):
             sink_blocks=self.rule.sink_blocks,
         )
 
+    @property
+    def covered_tokens(self) -> int:
+        """The longest row that the budget has room for, in tokens; -1 without one, and where the published code is
+        followed, which selects all the same.
+        """
+        if self.rule.token_budget is None or self.rule.compat == "published":
+            return -1
+        return self.rule.token_budget // self.block_size * self.block_size
+
     def covers(self, length: int) -> bool:
         """Whether the budget has room for every block of ``length`` tokens."""
-        budget = self.rule.token_budget
-        return budget is not None and budget // self.block_size >= -(-length // self.block_size)
+        return length <= self.covered_tokens
 
 
 class SelectingState(LayerState, ABC):
@@ -283,132 +313,8 @@ class SelectingState(LayerState, ABC):
 
     def score_bytes(self, step: Step) -> list[int]:
         """Per row, bytes that `scores` reads, all heads together."""
-        return [0] * len(step.starts)
+        return [self.bytes_to_score(end) for end in step.ends]
 
-
-class LongPromptWarning(UserWarning):
-    """What an evicting method does with a prompt that its budget has no room for."""
-
-
-@dataclass(kw_only=True)
-class EvictingMethod(Method):
-    """Drops tokens from the cache for good. What stays is decided per KV head, or one set for all of a layer's heads,
-    but never per query head, whose separate sets would take G times the memory.
-    """
-
-    _has_warned = False  # without an annotation, so that it is no option
-
-    def warn_of_prompt(self, tokens: int, budget: int, done: str) -> None:
-        """Warn, once per method object, that a prompt of so many tokens meets a smaller budget, and what is done."""
-        if not self._has_warned:
-            self._has_warned = True
-            said = f"{self.name}: a prompt has {tokens} tokens and token_budget is {budget}; {done}"
-            warnings.warn(said, LongPromptWarning, stacklevel=2)
-
-
-@dataclass(frozen=True)
-class Eviction:
-    """Which residents of some rows stay.
-
-    Attributes:
-        rows: the rows in which something is evicted.
-        index: int64 ``[len(rows), K, kept]``, ascending; the residents that stay.
-        lengths: how many of them count, per row of ``rows``; the rest is padding.
-    """
-
-    rows: list[int]
-    index: Tensor
-    lengths: list[int]
-
-
-class EvictingState(LayerState, ABC):
-    """State of an `EvictingMethod`.
-
-    Attributes:
-        per_token: names of the tensors ``rows[name] [B, K, T, ...]`` that have one entry per resident.
-        prompts: per row, tokens of the prompt.
-        decoded: per row, tokens since then, the current one included.
-    """
-
-    per_token: tuple[str, ...] = ()
-
-    def __init__(self, spec: LayerSpec) -> None:
-        super().__init__(spec)
-        self.prompts, self.decoded = [0] * spec.batch, [0] * spec.batch
-
-    def append(self, step: Step) -> None:
-        """See `LayerState`. The first tokens of a row are its prompt."""
-        for row, (start, count) in enumerate(zip(step.starts, step.counts, strict=True)):
-            if start == 0:
-                self.prompts[row] = count
-                self.saw_prompt(count)
-            else:
-                self.decoded[row] += count
-
-    def saw_prompt(self, tokens: int) -> None:
-        """A prompt of so many tokens has come: the place to warn of one that is longer than the budget."""
-
-    def seen(self, row: int) -> int:
-        """Tokens of a row so far, evicted ones included."""
-        return self.prompts[row] + self.decoded[row]
-
-    def tokens_read(self, step: Step) -> Sequence[float]:
-        """Per row, how many residents `attend` reads, mean over KV heads."""
-        return step.ends
-
-    def score_bytes(self, step: Step) -> list[int]:
-        """Per row, bytes that a decode step reads beside the keys and values of `tokens_read` tokens, all heads
-        together; less than none where it keeps some of these in fewer bytes than the cache would. What an eviction
-        reads now and then is not counted.
-        """
-        return [0] * len(step.starts)
-
-    def attend(self, step: Step) -> Tensor | None:
-        """The attention output ``[B, H, D]`` of a decode step, or ``None`` for ordinary attention to all residents."""
-        return None
-
-    @abstractmethod
-    def most_resident(self) -> int:
-        """How many tokens a row may hold at most until the next eviction, once its prompt has been compressed. The
-        cache allocates no more than this.
-        """
-
-    @abstractmethod
-    def keep(self, step: Step) -> Eviction | None:
-        """After attention: which residents stay, or ``None`` for all."""
-
-    def moved(self, eviction: Eviction, capacity: int) -> None:
-        """Follow the cache, which has just carried out an eviction and has room for ``capacity`` tokens now."""
-        for name in self.per_token:
-            compact(self.rows[name], eviction)
-            self.rows[name] = trimmed(self.rows[name], capacity)
-
-    def select_rows(self, index: Tensor) -> None:
-        """See `LayerState`."""
-        super().select_rows(index)
-        chosen = index.tolist()
-        self.prompts = [self.prompts[row] for row in chosen]
-        self.decoded = [self.decoded[row] for row in chosen]
-
-    def append_rows(self, other: LayerState) -> None:
-        """See `LayerState`."""
-        assert isinstance(other, EvictingState)
-        super().append_rows(other)
-        self.prompts, self.decoded = self.prompts + other.prompts, self.decoded + other.decoded
-
-    def room(self, name: str, tokens: int) -> Tensor:
-        """The per-token tensor ``rows[name]``, with at least this many entries; new ones are zero."""
-        return self.grown(name, tokens, limit=self.most_resident())
-
-
-def trimmed(buffer: Tensor, capacity: int) -> Tensor:
-    """``buffer [B, K, T, ...]`` with at most ``capacity`` entries, the memory of the others given back."""
-    return buffer if buffer.shape[2] <= capacity else buffer[:, :, :capacity].clone()
-
-
-def compact(buffer: Tensor, eviction: Eviction) -> None:
-    """Move what stays to the front of ``buffer [B, K, T, ...]``, in place."""
-    rows = torch.tensor(eviction.rows, device=buffer.device)[:, None, None]
-    heads = torch.arange(buffer.shape[1], device=buffer.device)[:, None]
-    slots = torch.arange(eviction.index.shape[2], device=buffer.device)
-    buffer[rows, heads, slots] = buffer[rows, heads, eviction.index]
+    def bytes_to_score(self, tokens: Any) -> Any:
+        """The same of a row of so many tokens: a number, or a tensor of numbers."""
+        return 0 * tokens

@@ -9,8 +9,9 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from seergate.methods.base import EvictingMethod, EvictingState, Eviction, LayerSpec, Step
+from seergate.methods.base import LayerSpec, Step
 from seergate.methods.checks import check_choice, check_counts
+from seergate.methods.evicting import EvictingMethod, EvictingState, Eviction
 from seergate.methods.scoring import best
 
 PROMPT = ("evictable", "pinned", "extra")

@@ -29,6 +29,18 @@ def check_choice(method: object, **choices: tuple[str, ...]) -> None:
             raise ValueError(f"{name} is {value!r}; it must be {' or '.join(map(repr, known))}")
 
 
+def check_flags(method: object, *names: str) -> None:
+    """Refuse options that are neither true nor false.
+
+    Raises:
+        ValueError: naming the option, what it is and what it must be.
+    """
+    for name in names:
+        value = getattr(method, name)
+        if not isinstance(value, bool):
+            raise ValueError(f"{name} is {value!r}; it must be True or False")
+
+
 def check_share(method: object, *names: str) -> None:
     """Refuse options that are not numbers in 0..1.
 

@@ -7,7 +7,7 @@ newest blocks, from which a block's entry is made when it closes. Entries made i
 from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, ClassVar, Literal
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 import torch
 from torch import Tensor
@@ -72,10 +72,6 @@ class Gate(SelectingMethod):
     def select(self, state: LayerState, step: Step) -> Selection | None:
         """See `SelectingMethod`."""
         return super().select(state, step) if isinstance(state, GateState) else None
-
-    def covers(self, length: int) -> bool:
-        """See `SelectingMethod`. The published code selects even where it has room for everything."""
-        return self.compat is None and super().covers(length)
 
     def choose(self, scores_BKN: Tensor, lengths: Tensor) -> Selection:
         """See `SelectingMethod`."""
@@ -154,11 +150,10 @@ class GateState(SelectingState):
         qg_BK1E = self.gate.queries(step.q_pre_BHSD, (step.lengths - 1)[:, None])
         return self.gate.scores(qg_BK1E, self.rows["kg"])[:, :, 0]
 
-    def score_bytes(self, step: Step) -> list[int]:
+    def bytes_to_score(self, tokens: Any) -> Any:
         """See `SelectingState`."""
         kg = self.rows["kg"]
-        per_block = kg.shape[1] * kg.shape[3] * kg.element_size()
-        return [(end - 1) // self.block_size * per_block for end in step.ends]
+        return (tokens - 1) // self.block_size * (kg.shape[1] * kg.shape[3] * kg.element_size())
 
     def crop(self, before: list[int], after: list[int], keys_BKCD: Tensor, offsets: list[int]) -> None:
         """See `LayerState`. Raw keys of a reopened block that are gone are recovered from the rotated ones."""

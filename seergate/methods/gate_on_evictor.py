@@ -4,16 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 from torch import Tensor
 
 from seergate import ops
-from seergate.methods.base import EvictingMethod, EvictingState, Eviction, LayerSpec, LayerState, Step
+from seergate.methods.base import LayerSpec, LayerState, Step
+from seergate.methods.evicting import EvictingMethod, EvictingState, Eviction
 from seergate.methods.gate import Gate, GateState
 from seergate.methods.kv4bit import KV4Bit
 from seergate.methods.raas import RaaS
+from seergate.methods.streaming_llm import StreamingLLM
 
 if TYPE_CHECKING:
     from seergate.bank import GateBank
@@ -46,6 +48,8 @@ class GateOnEvictor(EvictingMethod):
         named = f"the gate cannot work on what {self.evictor.name!r} leaves"
         if isinstance(self.evictor, GateOnEvictor):
             raise ValueError(f"{named}: it is one gate on another; give the evictor itself")
+        if isinstance(self.evictor, StreamingLLM) and not self.evictor.stores_pre_rope:
+            raise ValueError(f"{named}: that method holds tokens that it no longer reads")
         if self.evictor.stores_pre_rope:
             raise ValueError(f"{named}: that method gives its tokens new positions at every step")
         if isinstance(self.evictor, KV4Bit):
@@ -66,6 +70,11 @@ class GateOnEvictor(EvictingMethod):
     def nominal(self) -> str:
         """See `Method`."""
         return f"{self.evictor.nominal}, reads {self.gate.nominal}"
+
+    @property
+    def calibrated_on(self) -> str | None:
+        """See `Method`."""
+        return self.evictor.calibrated_on
 
     def new_state(self, spec: LayerSpec) -> LayerState:
         """See `Method`."""
@@ -187,3 +196,12 @@ class GateOnEvictorState(EvictingState):
     def nbytes(self) -> int:
         """See `LayerState`."""
         return super().nbytes + self.evicting.nbytes + self.gating.nbytes
+
+    def own_bytes(self, held: Any, seen: Any, block_size: int) -> Any:
+        """See `LayerState`. The gate's blocks are those of the whole text."""
+        pages = int(getattr(self.method.evictor, "block_size", 1))
+        return (
+            super().own_bytes(held, seen, block_size)
+            + self.evicting.own_bytes(held, seen, pages)
+            + self.gating.own_bytes(seen, seen, self.method.gate.block_size)
+        )

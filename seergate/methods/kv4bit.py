@@ -8,14 +8,15 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
 
 from seergate import ops
-from seergate.methods.base import EvictingMethod, EvictingState, Eviction, LayerSpec, LayerState, Step
+from seergate.methods.base import LayerSpec, LayerState, Step
 from seergate.methods.checks import check_choice, check_counts
+from seergate.methods.evicting import EvictingMethod, EvictingState, Eviction
 
 LEVELS = 15
 """The highest of the codes 0..15."""
@@ -131,6 +132,10 @@ class KV4BitState(EvictingState):
     def score_bytes(self, step: Step) -> list[int]:
         """See `EvictingState`."""
         return [-old * self.saved_per_token for old in self.stored(step)]
+
+    def entries(self, name: str, held: Any, seen: Any, block_size: int) -> Any:
+        """See `LayerState`: every tensor is in units of a group of rounded tokens."""
+        return (seen - held) // self.method.group
 
     def most_resident(self) -> int:
         """See `EvictingState`."""

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from seergate.methods.base import LayerSpec, LayerState, Step
 from seergate.methods.budgeted import BudgetedMethod, BudgetedState
-from seergate.methods.checks import check_choice, check_counts, check_share
+from seergate.methods.checks import check_choice, check_counts, check_flags, check_share
 from seergate.methods.scoring import attend_and_weigh, reduced
 
 
@@ -23,16 +23,18 @@ class LazyEviction(BudgetedMethod):
     activation is short against its own MRI, and if its MRI is small (the paper's H1 and H2).
 
     The paper's code is followed where its text leaves room: H1 is ``2 / (1 + exp(1 + elapsed / MRI))``, so at most
-    0.54. The code keeps every query head's own cache and state, in half precision; here a token is active for a KV
-    head if it is for the group, and times are integers. Nothing protects the prompt, and one longer than the budget
-    stays whole until the first multiple of ``window``.
+    0.54 (``h1``). The code keeps every query head's own cache and state, in half precision; here a token is active for
+    a KV head if it is for the group, and times are integers. Nothing protects the prompt, and one longer than the
+    budget stays whole until the first multiple of ``window``.
 
     Attributes:
         token_budget: 1492 in the authors' scripts for MATH-500 and a Qwen model.
         window: steps between evictions and recent tokens that always stay, the paper's W: the 80th percentile of MRI
-            (`calibrate_window`), 175 for that model and task.
+            (``seergate calibrate``), 175 for that model and task.
         alpha: 1e-4 for Qwen models, 5e-4 for Llama ones.
         use_h2: whether H2 counts; the paper has it, and loses little without it.
+        h1: ``"capped"``: as in the authors' code, see above; ``"full"``: ``2 / (1 + exp(elapsed / MRI))``, which takes
+            up all of 0 to 1, the range that appendix D of the paper gives both terms, and weighs more against H2.
         group_reduction: ``"max"`` or ``"mean"`` of the probabilities of a group.
     """
 
@@ -43,6 +45,7 @@ class LazyEviction(BudgetedMethod):
     interval: int = field(init=False, default=1)
     alpha: float = 1e-4
     use_h2: bool = True
+    h1: str = "capped"
     group_reduction: str = "max"
 
     def __post_init__(self) -> None:
@@ -50,7 +53,8 @@ class LazyEviction(BudgetedMethod):
         self.interval = self.window
         super().__post_init__()
         check_share(self, "alpha")
-        check_choice(self, group_reduction=("max", "mean"))
+        check_flags(self, "use_h2")
+        check_choice(self, h1=("capped", "full"), group_reduction=("max", "mean"))
         self.check_recent("window")
 
     @property
@@ -113,10 +117,11 @@ class LazyState(BudgetedState):
     def importance(self, step: Step, row: int) -> Tensor:
         """See `BudgetedState`."""
         active, mri = (self.rows[name][row, :, : step.ends[row]].double() for name in self.per_token)
-        return recurrence_score(self.decoded[row] - active, mri, self.method.use_h2)
+        return recurrence_score(self.decoded[row] - active, mri, self.method.use_h2, self.method.h1)
 
 
-def recurrence_score(elapsed: Tensor, mri: Tensor, use_h2: bool = True) -> Tensor:
+def recurrence_score(elapsed: Tensor, mri: Tensor, use_h2: bool = True, h1: str = "capped") -> Tensor:
     """H1 + H2 of LazyEviction, for steps since the last activation and maximum recurrence intervals."""
-    h1 = 2 * torch.sigmoid(-1 - elapsed / (mri + 1e-5))
-    return h1 + torch.where(mri == 0, 0, 2 * torch.sigmoid(1 - mri)) if use_h2 else h1
+    overdue = elapsed / (mri + 1e-5)
+    first = 2 * torch.sigmoid(-1 - overdue if h1 == "capped" else -overdue)
+    return first + torch.where(mri == 0, 0, 2 * torch.sigmoid(1 - mri)) if use_h2 else first

@@ -2,38 +2,47 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import ClassVar
+from dataclasses import dataclass, replace
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
 
 from seergate import ops
 from seergate.methods.base import LayerSpec, LayerState, SelectingMethod, SelectingState, Step
+from seergate.methods.checks import check_choice, check_counts
 
 
 @dataclass(kw_only=True)
 class Quest(SelectingMethod):
     """Score a page by ``sum_d max(q_d * min_d, q_d * max_d)``, which no key of the page can exceed.
 
-    The budget includes the current page, which is always read, as in Quest's own kernels. The decision is per KV head:
-    the bound is taken per query head and reduced over the group.
+    The budget includes the current page, which is always read, as in Quest's own kernels; the code that its accuracy
+    was measured with lets that page compete with the others. The decision is per KV head: the bound is taken per query
+    head and reduced over the group.
 
     Attributes:
         block_size: Quest's page; 16 in its paper.
         dense_layers: Quest keeps the first two layers dense; pass ``()`` to compare on equal terms.
         group_reduction: ``"max"`` or ``"mean"`` over the query heads of a group.
+        min_pages: at least so many pages are read, however small the token budget; 3 in the accuracy code, 1 in the
+            kernels.
     """
 
     name: ClassVar[str] = "quest"
     block_size: int = 16
     dense_layers: tuple[int, ...] = (0, 1)
     group_reduction: str = "max"
+    min_pages: int = 1
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.group_reduction not in ("max", "mean"):
-            raise ValueError(f'group_reduction is {self.group_reduction!r}; it must be "max" or "mean"')
+        check_choice(self, group_reduction=("max", "mean"))
+        check_counts(self, min_pages=1)
+        if self.token_budget is not None:
+            self.rule = replace(self.rule, token_budget=max(self.token_budget, self.min_pages * self.block_size))
+        elif self.min_pages > 1:
+            raise ValueError(f"min_pages is {self.min_pages} without a token budget; give token_budget, or drop it")
 
     @property
     def fixed_shapes(self) -> bool:
@@ -100,11 +109,10 @@ class PageBounds:
         bound_BKGN = q_BKGD.clamp(min=0) @ high.transpose(-1, -2) + q_BKGD.clamp(max=0) @ low.transpose(-1, -2)
         return bound_BKGN.mean(2) if group_reduction == "mean" else bound_BKGN.amax(2)
 
-    def nbytes(self, step: Step) -> list[int]:
-        """Per row, bytes that `bounds` reads: two vectors per page."""
+    def nbytes(self, tokens: Any) -> Any:
+        """Bytes that `bounds` reads for a row of so many tokens, a number or a tensor: two vectors per page."""
         high = self.state.rows["high"]
-        per_page = 2 * high.shape[1] * high.shape[3] * high.element_size()
-        return [-(-end // self.block_size) * per_page for end in step.ends]
+        return -(-tokens // self.block_size) * (2 * high.shape[1] * high.shape[3] * high.element_size())
 
 
 class QuestState(SelectingState):
@@ -124,9 +132,9 @@ class QuestState(SelectingState):
         """See `SelectingState`."""
         return self.pages.bounds(step, self.group_reduction)
 
-    def score_bytes(self, step: Step) -> list[int]:
+    def bytes_to_score(self, tokens: Any) -> Any:
         """See `SelectingState`."""
-        return self.pages.nbytes(step)
+        return self.pages.nbytes(tokens)
 
     def crop(self, before: list[int], after: list[int], keys_BKCD: Tensor, offsets: list[int]) -> None:
         """See `LayerState`."""

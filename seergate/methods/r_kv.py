@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from seergate.methods.base import LayerSpec, LayerState, Step
-from seergate.methods.checks import check_counts, check_share
+from seergate.methods.checks import check_counts, check_flags, check_share
 from seergate.methods.scoring import TILE, pooled
 from seergate.methods.snapkv import SnapKV, SnapKVState, window_scores
 
@@ -49,6 +49,7 @@ class RKV(SnapKV):
         super().__post_init__()
         check_share(self, "importance_weight", "similarity_threshold")
         check_counts(self, spared=0)
+        check_flags(self, "spare_first")
 
     def new_state(self, spec: LayerSpec) -> LayerState:
         """See `Method`."""

@@ -3,24 +3,16 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
 
 from seergate import ops
 from seergate.errors import SeergateError
-from seergate.methods.base import (
-    EvictingMethod,
-    EvictingState,
-    Eviction,
-    LayerSpec,
-    LayerState,
-    Step,
-    compact,
-    trimmed,
-)
+from seergate.methods.base import LayerSpec, LayerState, Step
 from seergate.methods.checks import check_choice, check_counts, check_share
+from seergate.methods.evicting import EvictingMethod, EvictingState, Eviction, compact, trimmed
 from seergate.methods.quest import PageBounds
 from seergate.methods.scoring import best
 
@@ -34,18 +26,25 @@ class RaaS(EvictingMethod):
     prompt's pages. Of pages last used at the same step the one with the lowest bound leaves, of equal ones the oldest;
     the current page stays.
 
-    The authors' accuracy code keeps everything under a mask, per query head and without protecting the prompt; here
-    stamps are per KV head, and memory is given back.
+    The authors' accuracy code keeps everything under a mask, per query head; here stamps are per KV head, and memory
+    is given back. That code does not protect the prompt, and counts half of the *budget's* pages as used:
+    ``prompt="evictable"`` and ``share_of="budget"``.
 
     Attributes:
-        token_budget: for generated tokens; the paper studies 64 to 1024 and finds the latter enough.
+        token_budget: for generated tokens (or for all, see ``prompt``); the paper studies 64 to 1024 and finds the
+            latter enough.
         block_size: tokens per page.
         share: the paper's r: which part of the resident pages counts as used at a step, rounded down, at least one.
+        share_of: ``"resident"``: of the resident pages, the prompt's included; ``"budget"``: of as many as the budget
+            has.
         threshold: use instead the pages whose softmax over all bounds is at least this, as an earlier version of the
             paper does with attention probabilities.
         prompt: ``"extra"``: its pages stay beside the budget, as in the paper; ``"pinned"``: they count in it.
+            ``"evictable"``: they count in it and leave like all others; at the first generated token those that it
+            does not use were never used. One longer than the budget stays whole until then.
         prompt_budget: read only so many tokens of the prompt at a step, the pages with the highest bounds: Quest for
-            the prompt, RaaS for the rest, which the paper advises for long prompts. ``None`` reads all of it.
+            the prompt, RaaS for the rest, which the paper advises for long prompts. ``None`` reads all of it. It takes
+            a prompt that stays.
         group_reduction: ``"max"`` or ``"mean"`` of the bounds of a group.
     """
 
@@ -53,6 +52,7 @@ class RaaS(EvictingMethod):
     token_budget: int = 1024
     block_size: int = 16
     share: float = 0.5
+    share_of: str = "resident"
     threshold: float | None = None
     prompt: str = "extra"
     prompt_budget: int | None = None
@@ -62,11 +62,17 @@ class RaaS(EvictingMethod):
         check_counts(self, block_size=1)
         check_counts(self, token_budget=self.block_size)
         check_share(self, "share")
-        check_choice(self, prompt=("extra", "pinned"), group_reduction=("max", "mean"))
+        check_choice(self, prompt=("extra", "pinned", "evictable"), share_of=("resident", "budget"))
+        check_choice(self, group_reduction=("max", "mean"))
         if self.threshold is not None:
             check_share(self, "threshold")
         if self.prompt_budget is not None:
             check_counts(self, prompt_budget=self.block_size)
+            if self.prompt == "evictable":
+                raise ValueError(
+                    f"prompt is 'evictable' and prompt_budget is {self.prompt_budget}; only a prompt that stays can "
+                    "be read in part, so prompt must be 'extra' or 'pinned'"
+                )
 
     def new_state(self, spec: LayerSpec) -> LayerState:
         """See `Method`."""
@@ -85,13 +91,19 @@ class RaaSState(EvictingState):
         self.bounds = torch.zeros(0)  # of the current step
 
     def _pinned(self, row: int) -> int:
-        """Pages of the prompt."""
-        return -(-self.prompts[row] // self.method.block_size)
+        """Pages of a prompt that stays."""
+        return 0 if self.method.prompt == "evictable" else -(-self.prompts[row] // self.method.block_size)
 
     def _room(self, row: int) -> int:
-        """Pages that generated tokens may fill."""
+        """Pages that may leave: those that generated tokens fill, and those of a prompt that does not stay."""
         pages = self.method.token_budget // self.method.block_size
         return pages if self.method.prompt == "extra" else pages - self._pinned(row)
+
+    def _used(self, pages: int) -> int:
+        """How many of so many pages count as used at a step."""
+        method = self.method
+        of = pages if method.share_of == "resident" else method.token_budget // method.block_size
+        return min(pages, max(1, int(method.share * of)))
 
     def most_resident(self) -> int:
         """See `EvictingState`."""
@@ -101,8 +113,13 @@ class RaaSState(EvictingState):
     def saw_prompt(self, tokens: int) -> None:
         """See `EvictingState`."""
         budget = self.method.token_budget
-        if self.method.prompt == "extra" and tokens > budget:
+        if tokens <= budget:
+            return
+        if self.method.prompt == "extra":
             done = f"it stays beside the budget, {tokens + budget} tokens in all"
+            self.method.warn_of_prompt(tokens, budget, done)
+        elif self.method.prompt == "evictable":
+            done = f"it stays until a token is generated, and then at most {budget} of all tokens stay"
             self.method.warn_of_prompt(tokens, budget, done)
 
     def append(self, step: Step) -> None:
@@ -127,7 +144,7 @@ class RaaSState(EvictingState):
         self.bounds = self.pages.bounds(step, self.method.group_reduction).masked_fill(~held, -torch.inf)
         now = torch.tensor(self.decoded, dtype=torch.int32, device=device)[:, None, None]
         if self.method.threshold is None:
-            counts = [max(1, int(self.method.share * count)) for count in pages]
+            counts = [self._used(count) for count in pages]
             index = best(self.bounds, counts)  # its padding falls on pages that the row does not have yet
             used.scatter_(2, index, now.expand_as(index))
         else:
@@ -178,7 +195,11 @@ class RaaSState(EvictingState):
 
     def score_bytes(self, step: Step) -> list[int]:
         """See `EvictingState`."""
-        return self.pages.nbytes(step)
+        return [self.pages.nbytes(end) for end in step.ends]
+
+    def entries(self, name: str, held: Any, seen: Any, block_size: int) -> Any:
+        """See `LayerState`."""
+        return -(-held // block_size) if name in self.per_page else super().entries(name, held, seen, block_size)
 
     @torch.no_grad()
     def keep(self, step: Step) -> Eviction | None:

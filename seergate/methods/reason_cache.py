@@ -12,9 +12,10 @@ from typing import Any, ClassVar
 
 from seergate.config import is_int
 from seergate.errors import SeergateError
-from seergate.methods.base import EvictingMethod, LayerSpec, LayerState, Method
-from seergate.methods.checks import check_choice, check_counts
+from seergate.methods.base import LayerSpec, LayerState, Method
+from seergate.methods.checks import check_choice, check_counts, check_flags
 from seergate.methods.dense import Dense
+from seergate.methods.evicting import EvictingMethod
 from seergate.methods.reason_steps import BLANK_LINE
 from seergate.methods.reason_structure import check_installed
 
@@ -74,6 +75,7 @@ class ReasonCache(Method):
         for name in ("block_size", "max_blocks"):
             if getattr(self, name) is not None:
                 check_counts(self, **{name: 1})
+        check_flags(self, "structural_check", "include_prompt", "asynchronous")
         check_choice(self, percentile_of=("request", "all"), pairing=("ordinal", "nearest"))
         for name, most in (("strict", 1.0), ("soft", self.strict), ("percentile", 100.0)):
             value = getattr(self, name)

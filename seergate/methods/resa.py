@@ -59,8 +59,9 @@ class ReSA(SelectingMethod):
         assert self.token_budget is not None
         blocks, least = [-(-end // self.block_size) for end in step.ends], self.token_budget // self.block_size
         counts = [min(count, max(least, math.ceil(count * self.share))) for count in blocks]
-        selection = best_blocks(state.scores(step), blocks, counts, self.rule.sink_blocks)
-        return with_all_blocks(selection, step.ends, self.block_size, self.rule.dense_below)
+        step.scores_BKN = state.scores(step)
+        selection = best_blocks(step.scores_BKN, blocks, counts, self.rule.sink_blocks)
+        return with_all_blocks(selection, step.ends, self.block_size, self.rule.dense_up_to)
 
 
 def best_blocks(scores_BKN: Tensor, blocks: list[int], counts: list[int], sinks: int = 0) -> Selection:

@@ -8,8 +8,9 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from seergate.methods.base import EvictingMethod, EvictingState, Eviction, LayerSpec, LayerState, Step
+from seergate.methods.base import LayerSpec, LayerState, Step
 from seergate.methods.checks import check_choice, check_counts
+from seergate.methods.evicting import EvictingMethod, EvictingState, Eviction
 from seergate.methods.scoring import QueryWindow, best, logits, pooled
 
 
@@ -21,7 +22,8 @@ class RPC(EvictingMethod):
     window's queries attend most, smoothed over neighbours. So memory is not fixed: it grows with the answer's length
     divided by ``ratio``, and there is no token budget.
 
-    As in the paper the window holds the last ``window`` distinct queries; its code has one less, the newest twice.
+    As in the paper the window holds the last ``window`` distinct queries; its code has one less, the newest twice
+    (``selector``).
 
     Attributes:
         interval: the paper's P; 4096, or 1024 for more compression.
@@ -29,6 +31,8 @@ class RPC(EvictingMethod):
         ratio: c, of what is compressed.
         kernel: odd width of the average over neighbouring tokens.
         scope: ``"layer"``: one decision for all heads, the paper's best; ``"kv_head"``: one per group.
+        selector: ``"distinct"``: every query of the window counts once; ``"newest_twice"``: as in the authors' code
+            the newest counts twice and the oldest not at all.
     """
 
     name: ClassVar[str] = "rpc"
@@ -37,6 +41,7 @@ class RPC(EvictingMethod):
     ratio: int = 4
     kernel: int = 7
     scope: str = "layer"
+    selector: str = "distinct"
 
     def __post_init__(self) -> None:
         check_counts(self, interval=1, window=1, ratio=1, kernel=1)
@@ -46,7 +51,7 @@ class RPC(EvictingMethod):
             raise ValueError(
                 f"interval is {self.interval}; it must be at least ratio ({self.ratio}), or nothing stays"
             )
-        check_choice(self, scope=("layer", "kv_head"))
+        check_choice(self, scope=("layer", "kv_head"), selector=("distinct", "newest_twice"))
 
     @property
     def nominal(self) -> str:
@@ -106,7 +111,9 @@ class RPCState(EvictingState):
     def _importance(self, step: Step, row: int) -> Tensor:
         """Of the tokens between prompt and window; the softmax is over these alone (Algorithm 1)."""
         candidates = slice(self.prompts[row], step.ends[row] - self.method.window)
-        keys = step.keys_BKCD[row : row + 1, :, candidates]
-        received_KGT = logits(self.window.of(row), keys, step).softmax(-1).sum(3)[0]
+        keys, queries = step.keys_BKCD[row : row + 1, :, candidates], self.window.of(row)
+        if self.method.selector == "newest_twice":
+            queries = torch.cat((queries[:, :, 1:], queries[:, :, -1:]), dim=2)
+        received_KGT = logits(queries, keys, step).softmax(-1).sum(3)[0]
         scores = received_KGT.mean((0, 1))[None] if self.method.scope == "layer" else received_KGT.mean(1)
         return pooled(scores[None], self.method.kernel, "avg")[0]

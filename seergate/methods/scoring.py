@@ -12,7 +12,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from seergate.methods.base import EvictingState, Step
+from seergate.methods.base import Step
+from seergate.methods.evicting import EvictingState
 from seergate.methods.oracle import log_probabilities
 
 TILE = 128

@@ -19,12 +19,14 @@ class SnapKV(BudgetedMethod):
     """Every ``interval`` decode steps keep the last ``window`` tokens and those that their queries attend to most.
 
     The paper compresses a long prompt once; of a reasoning model's long answer that would keep everything. So it is
-    repeated, as in R-KV's comparison. The queries are kept as they were, at their own positions.
+    repeated, as in R-KV's comparison (``compress``). The queries are kept as they were, at their own positions.
 
     Attributes:
         token_budget: residents after an eviction.
         window: the observation window; 32 in the authors' code, 8 in R-KV's.
         interval: steps between evictions.
+        compress: ``"repeatedly"``; or ``"prompt"``: once, a prompt that is longer than the budget, as in the paper.
+            Then all that is generated stays.
         kernel: odd width of the pooling over neighbouring tokens; 7 in the authors' long-context settings.
         pooling: ``"max"`` or ``"avg"``.
         group_reduction: ``"mean"`` or ``"max"`` of the probabilities of a group; or ``"max_logits"``, as in R-KV: the
@@ -36,6 +38,7 @@ class SnapKV(BudgetedMethod):
     token_budget: int = 2048
     window: int = 32
     interval: int = 128
+    compress: str = "repeatedly"
     kernel: int = 7
     pooling: str = "max"
     group_reduction: str = "mean"
@@ -46,6 +49,9 @@ class SnapKV(BudgetedMethod):
         if self.kernel % 2 == 0:
             raise ValueError(f"kernel is {self.kernel}; it must be odd")
         check_choice(self, pooling=("max", "avg"), group_reduction=("mean", "max", "max_logits"))
+        check_choice(self, compress=("repeatedly", "prompt"))
+        if self.compress == "prompt" and self.prompt != "evictable":
+            raise ValueError(f"prompt is {self.prompt!r} and compress is 'prompt'; then it must be 'evictable'")
         self.check_recent("window")
 
     @property
@@ -69,6 +75,10 @@ class SnapKVState(BudgetedState):
         """See `LayerState`."""
         super().append(step)
         self.window.append(step)
+
+    def due(self, row: int, held: int) -> bool:
+        """See `BudgetedState`. If only prompts are compressed, the cache grows beyond `most_resident` afterwards."""
+        return super().due(row, held) and (self.method.compress == "repeatedly" or self.decoded[row] == 0)
 
     def importance(self, step: Step, row: int) -> Tensor:
         """See `BudgetedState`."""

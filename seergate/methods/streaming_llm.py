@@ -9,8 +9,9 @@ import torch
 from torch import Tensor
 
 from seergate import ops
-from seergate.methods.base import EvictingMethod, EvictingState, Eviction, LayerSpec, LayerState, Step
-from seergate.methods.checks import check_counts
+from seergate.methods.base import LayerSpec, LayerState, Step
+from seergate.methods.checks import check_choice, check_counts
+from seergate.methods.evicting import EvictingMethod, EvictingState, Eviction
 
 
 @dataclass(kw_only=True)
@@ -18,11 +19,14 @@ class StreamingLLM(EvictingMethod):
     """Attend to the first ``sink_tokens`` and the newest tokens, ``token_budget`` in all, the current one included.
 
     As in the paper's section 3.2 positions are those **inside the cache**: keys are kept before RoPE and rotated to
-    ``0 .. n - 1`` at each step, the query to ``n - 1``. With original positions it would be another method.
+    ``0 .. n - 1`` at each step, the query to ``n - 1``. With original positions it is another method, sinks and a
+    window (``positions``).
 
     Attributes:
         token_budget: tokens attended; the paper's enabling script has 4 + 512.
         sink_tokens: how many first tokens stay for good.
+        positions: ``"cache"``, the paper's; ``"original"``: keys stay as they were rotated when they came, as in
+            kvpress's StreamingLLM without key rerotation.
         interval: evicted tokens leave the cache in batches of this many, so that it is not moved at every step; they
             are not attended in the meantime. At most ``token_budget + interval`` tokens are resident.
     """
@@ -30,15 +34,17 @@ class StreamingLLM(EvictingMethod):
     name: ClassVar[str] = "streaming_llm"
     token_budget: int = 516
     sink_tokens: int = 4
+    positions: str = "cache"
     interval: int = 32
 
     @property
     def stores_pre_rope(self) -> bool:
-        """Yes: their positions change from step to step."""
-        return True
+        """Whether keys get other positions from step to step."""
+        return self.positions == "cache"
 
     def __post_init__(self) -> None:
         check_counts(self, token_budget=1, sink_tokens=0, interval=1)
+        check_choice(self, positions=("cache", "original"))
         if self.token_budget <= self.sink_tokens:
             raise ValueError(
                 f"token_budget is {self.token_budget}; it must be greater than sink_tokens ({self.sink_tokens})"
@@ -68,12 +74,13 @@ class StreamingState(EvictingState):
         """See `EvictingState`."""
         visible, held = self._visible(step.ends, step.lengths.device)
         index = visible[:, None, :, None].expand(-1, step.keys_BKCD.shape[1], -1, step.keys_BKCD.shape[3])
-        positions = torch.arange(visible.shape[1], device=visible.device)[None]  # the same in every row
-        keys = self.spec.rotary.rotate(step.keys_BKCD.gather(2, index), positions)
-        values = step.values_BKCD.gather(2, index)
-        q_BHD = self.spec.rotary.rotate(step.q_pre_BHSD, (held - 1)[:, None])[:, :, 0]
+        keys, values, q_BH1D = step.keys_BKCD.gather(2, index), step.values_BKCD.gather(2, index), step.q_BHSD
+        if self.method.stores_pre_rope:
+            positions = torch.arange(visible.shape[1], device=visible.device)[None]  # the same in every row
+            keys = self.spec.rotary.rotate(keys, positions)
+            q_BH1D = self.spec.rotary.rotate(step.q_pre_BHSD, (held - 1)[:, None])
         return ops.dense_decode(
-            q_BHD, keys, values, held, sm_scale=step.sm_scale, sinks=step.sinks, softcap=step.softcap
+            q_BH1D[:, :, 0], keys, values, held, sm_scale=step.sm_scale, sinks=step.sinks, softcap=step.softcap
         )
 
     def tokens_read(self, step: Step) -> list[int]:

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from seergate.methods.base import LayerSpec, LayerState, Step
 from seergate.methods.budgeted import BudgetedMethod, BudgetedState
-from seergate.methods.checks import check_choice
+from seergate.methods.checks import check_choice, check_flags
 from seergate.methods.scoring import attend_and_weigh, causal_softmax
 
 
@@ -33,6 +33,7 @@ class TOVA(BudgetedMethod):
     def __post_init__(self) -> None:
         super().__post_init__()
         check_choice(self, scope=("layer", "kv_head"))
+        check_flags(self, "protect_current")
 
     @property
     def recent(self) -> int:

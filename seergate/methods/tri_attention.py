@@ -8,7 +8,7 @@ import math
 import os
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -31,11 +31,15 @@ class Centres:
         modulus: per layer ``[H, M]``, the mean length of each head's RoPE pairs, then of the dimensions that RoPE
             leaves alone.
         tokens: how many queries went in.
+        rope: per layer ``[2, P]``, radians per position of each of RoPE's pairs, and the factor that RoPE puts on it.
+        made: what they were measured on; ``"model"`` is its fingerprint. Empty if nobody has said.
     """
 
     mean: dict[int, Tensor] = field(repr=False)
     modulus: dict[int, Tensor] = field(repr=False)
     tokens: int
+    rope: dict[int, Tensor] = field(repr=False, default_factory=dict)
+    made: dict[str, Any] = field(default_factory=dict)
 
     @property
     def fingerprint(self) -> str:
@@ -48,25 +52,40 @@ class Centres:
         return digest.hexdigest()[:16]
 
     def save(self, path: str | os.PathLike[str]) -> None:
-        """Write one safetensors file."""
-        tensors = {f"layers.{layer}.mean": tensor for layer, tensor in self.mean.items()}
-        tensors |= {f"layers.{layer}.modulus": tensor for layer, tensor in self.modulus.items()}
-        tensors = {name: tensor.float().cpu().contiguous() for name, tensor in tensors.items()}
-        save_file(tensors, path, metadata={"tri_attention": json.dumps({"tokens": self.tokens})})
+        """Write one safetensors file.
+
+        Raises:
+            SeergateError: if nobody has said of which model they are.
+        """
+        if "model" not in self.made:
+            raise SeergateError("these centres do not say of which model they are (made); query_centres says it")
+        kinds = {"mean": self.mean, "modulus": self.modulus, "rope": self.rope}
+        tensors = {
+            f"layers.{layer}.{kind}": tensor.float().cpu().contiguous()
+            for kind, of in kinds.items()
+            for layer, tensor in of.items()
+        }
+        about = {"tokens": self.tokens, "made": self.made}
+        save_file(tensors, path, metadata={"tri_attention": json.dumps(about)})
 
     @classmethod
-    def load(cls, path: str | os.PathLike[str]) -> Centres:
+    def load(cls, path: str | os.PathLike[str], *, old: bool = False) -> Centres:
         """Read what `save` wrote.
+
+        Args:
+            path: of the file.
+            old: take a file of an earlier version, too, which does not say of which model it is.
 
         Raises:
             SeergateError: if it is not such a file.
         """
         if not Path(path).is_file():
             raise SeergateError(f"{path} is no file; TriAttention needs what seergate calibrate wrote")
-        found: dict[str, dict[int, Tensor]] = {"mean": {}, "modulus": {}}
+        found: dict[str, dict[int, Tensor]] = {"mean": {}, "modulus": {}, "rope": {}}
         try:
             with safe_open(path, framework="pt") as file:
-                tokens = json.loads((file.metadata() or {})["tri_attention"])["tokens"]
+                about = json.loads((file.metadata() or {})["tri_attention"])
+                tokens, made = int(about["tokens"]), dict(about.get("made", {}))
                 for name in file.keys():  # noqa: SIM118 - not a dictionary
                     _, layer, kind = name.split(".")
                     found[kind][int(layer)] = file.get_tensor(name)
@@ -74,7 +93,9 @@ class Centres:
             raise SeergateError(
                 f"{path} does not hold TriAttention's centres; seergate calibrate makes them"
             ) from error
-        return cls(found["mean"], found["modulus"], int(tokens))
+        if not old and ("model" not in made or found["rope"].keys() != found["mean"].keys()):
+            raise SeergateError(f"{path} does not say of which model its centres are; run seergate calibrate again")
+        return cls(found["mean"], found["modulus"], tokens, found["rope"], made)
 
 
 @dataclass(kw_only=True)
@@ -123,11 +144,16 @@ class TriAttention(BudgetedMethod):
         """See `BudgetedMethod`."""
         return self.recent_tokens
 
+    @property
+    def calibrated_on(self) -> str | None:
+        """See `Method`."""
+        return self.found.made.get("model")
+
     def new_state(self, spec: LayerSpec) -> LayerState:
         """See `Method`.
 
         Raises:
-            SeergateError: if the centres are another model's.
+            SeergateError: if the centres are another model's, or its RoPE was another one.
         """
         mean, pairs = self.found.mean.get(spec.layer), Pairs(spec.rotary, spec.head_dim, spec.device)
         modulus = self.found.modulus.get(spec.layer)
@@ -136,6 +162,12 @@ class TriAttention(BudgetedMethod):
             raise SeergateError(
                 f"the centres have nothing for layer {spec.layer} of {spec.num_heads} heads of width {spec.head_dim}; "
                 "they are another model's"
+            )
+        rope, now = self.found.rope.get(spec.layer), pairs.rope.cpu()
+        if rope is not None and not (rope.shape == now.shape and torch.allclose(rope.cpu(), now, rtol=1e-4)):
+            raise SeergateError(
+                f"the centres were measured with another RoPE than layer {spec.layer} has now (its theta or scaling); "
+                "run seergate calibrate again"
             )
         return TriAttentionState(spec, self, pairs, mean, modulus)
 
@@ -209,6 +241,11 @@ class Pairs:
         if not torch.allclose(sines, self.frequencies.sin(), rtol=1e-2, atol=1e-4):
             raise SeergateError("this model's RoPE is laid out in a way that TriAttention does not know")
 
+    @property
+    def rope(self) -> Tensor:
+        """``[2, P]``: the pairs' frequencies and scales."""
+        return torch.stack((self.frequencies, self.scale[: len(self.real)]))
+
     def modulus(self, x: Tensor) -> Tensor:
         """Lengths of the pairs of ``x [..., D]``, then of the untouched dimensions: ``[..., count]``."""
         pairs = torch.hypot(x[..., self.real], x[..., self.imaginary])
@@ -231,10 +268,12 @@ class QueryCentres(Method):
 
     Attributes:
         sums: per layer, the sum of queries, the sum of moduli, and their number; in float64.
+        rope: see `Centres`.
     """
 
     name: ClassVar[str] = "query_centres"
     sums: dict[int, tuple[Tensor, Tensor, int]] = field(default_factory=dict, init=False, repr=False)
+    rope: dict[int, Tensor] = field(default_factory=dict, init=False, repr=False)
 
     def new_state(self, spec: LayerSpec) -> LayerState:
         """See `Method`."""
@@ -250,7 +289,7 @@ class QueryCentres(Method):
             raise SeergateError("no query has passed, so there is nothing to average")
         mean = {layer: (total / count).float() for layer, (total, _, count) in self.sums.items()}
         modulus = {layer: (total / count).float() for layer, (_, total, count) in self.sums.items()}
-        return Centres(mean, modulus, min(count for _, _, count in self.sums.values()))
+        return Centres(mean, modulus, min(count for _, _, count in self.sums.values()), dict(self.rope))
 
 
 class QueryCentresState(LayerState):
@@ -259,6 +298,7 @@ class QueryCentresState(LayerState):
     def __init__(self, spec: LayerSpec, method: QueryCentres) -> None:
         super().__init__(spec)
         self.method, self.pairs = method, Pairs(spec.rotary, spec.head_dim, spec.device)
+        method.rope[spec.layer] = self.pairs.rope
 
     @torch.no_grad()
     def append(self, step: Step) -> None:

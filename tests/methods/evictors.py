@@ -11,7 +11,7 @@ import torch
 
 import seergate
 from seergate import methods
-from seergate.methods.base import EvictingMethod
+from seergate.methods.evicting import EvictingMethod
 from seergate.methods.tri_attention import Centres, QueryCentres
 from tests.methods import naive, naive_views
 from tests.models import prompt, tiny_model
@@ -102,6 +102,11 @@ EVICTORS = {
         lambda m: naive_views.streaming(m, C, 3, 7),
         lambda n, t: C + 7,
     ),
+    "streaming_llm original": Evictor(
+        lambda m: methods.StreamingLLM(token_budget=C, sink_tokens=3, interval=7, positions="original"),
+        lambda m: naive_views.streaming(m, C, 3, 7, kind=naive_views.SinksAndWindow),
+        lambda n, t: C + 7,
+    ),
     "h2o": Evictor(
         lambda m: methods.H2O(token_budget=C, recent_tokens=10),
         lambda m: naive.H2O(C, recent=10),
@@ -127,6 +132,11 @@ EVICTORS = {
         lambda m: naive.Lazy(C, interval=7, recent=7, periodic=True, at_prompt=False),
         lambda n, t: max(n, C) + 7 if t <= 7 else C + 7,
     ),
+    "lazy_eviction full": Evictor(
+        lambda m: methods.LazyEviction(token_budget=C, window=7, alpha=naive.Lazy.alpha, h1="full"),
+        lambda m: _variant(naive.Lazy(C, interval=7, recent=7, periodic=True, at_prompt=False), shift=0),
+        lambda n, t: max(n, C) + 7 if t <= 7 else C + 7,
+    ),
     "snapkv": Evictor(
         lambda m: methods.SnapKV(token_budget=C, window=6, interval=8, kernel=5),
         lambda m: naive.SnapKV(C, interval=8, recent=6, periodic=True),
@@ -149,6 +159,24 @@ EVICTORS = {
         lambda n, t: _pages(n, 4) + C + 1,
         pins_prompt=True,
     ),
+    "raas of the budget": Evictor(
+        lambda m: methods.RaaS(token_budget=C, block_size=4, share_of="budget"),
+        lambda m: naive.RaaS(C, 4, of_budget=True),
+        lambda n, t: _pages(n, 4) + C + 1,
+        pins_prompt=True,
+    ),
+    "raas evictable": Evictor(
+        lambda m: methods.RaaS(token_budget=C, block_size=4, prompt="evictable"),
+        lambda m: naive.RaaS(C, 4, pinned=False),
+        lambda n, t: max(n, C) + 1 if t <= 1 else C + 1,
+    ),
+    "raas and quest": Evictor(
+        lambda m: methods.RaaS(token_budget=C, block_size=4, prompt_budget=8),
+        lambda m: naive_views.RaaSAndQuest(C, 4, prompt_budget=8),
+        lambda n, t: _pages(n, 4) + C + 1,
+        pins_prompt=True,
+        covering={"token_budget": 4096, "prompt_budget": 4096},
+    ),
     "rpc": Evictor(
         lambda m: methods.RPC(interval=12, window=4),
         lambda m: naive.RPC(12, 4),
@@ -159,6 +187,13 @@ EVICTORS = {
     "rpc per head": Evictor(
         lambda m: methods.RPC(interval=12, window=4, scope="kv_head"),
         lambda m: naive.RPC(12, 4, layer_wide=False),
+        lambda n, t: n + max(0, (t - 5) // 12) * 3 + 12 + 4,
+        pins_prompt=True,
+        covering={"ratio": 1},
+    ),
+    "rpc newest twice": Evictor(
+        lambda m: methods.RPC(interval=12, window=4, selector="newest_twice"),
+        lambda m: naive.RPC(12, 4, newest_twice=True),
         lambda n, t: n + max(0, (t - 5) // 12) * 3 + 12 + 4,
         pins_prompt=True,
         covering={"ratio": 1},

@@ -106,7 +106,7 @@ class TOVA(Budgeted):
 
 
 class Lazy(Budgeted):
-    alpha = 0.04
+    alpha, shift = 0.04, 1
 
     def scores(self, past, head):
         scores = np.zeros(past.seen)
@@ -116,7 +116,7 @@ class Lazy(Budgeted):
                 if past.given[past.prompt + t - 1][past.group(head), j].max() >= self.alpha:
                     mri, last = max(mri, t - last), t
             elapsed = (past.decoded - last) / (mri + 1e-5)
-            scores[j] = 2 / (1 + np.exp(1 + elapsed)) if elapsed < 600 else 0.0
+            scores[j] = 2 / (1 + np.exp(self.shift + elapsed)) if elapsed < 600 else 0.0
             scores[j] += 0 if mri == 0 else 2 / (1 + np.exp(mri - 1))
         return scores
 
@@ -222,21 +222,24 @@ class Tri(Budgeted):
 
 
 class RPC:
-    def __init__(self, interval, window, ratio=4, kernel=7, layer_wide=True):
+    def __init__(self, interval, window, ratio=4, kernel=7, layer_wide=True, newest_twice=False):
         self.interval, self.window, self.ratio, self.kernel = interval, window, ratio, kernel
-        self.layer_wide = layer_wide
+        self.layer_wide, self.newest_twice = layer_wide, newest_twice
 
     def __call__(self, past):
         passed = past.decoded - self.window
         if passed <= 0 or passed % self.interval:
             return
         heads, received = range(past.keys.shape[1]), []
+        queries = list(range(past.seen - self.window, past.seen))
+        if self.newest_twice:
+            queries = [*queries[1:], past.seen - 1]
         for head in heads:
             living = past.living(head)
             middle = living[past.prompt : len(living) - self.window]
             received.append(np.zeros(len(middle)))
             for of in past.group(head):
-                for query in range(past.seen - self.window, past.seen):
+                for query in queries:
                     received[head] += softmax(past.logits(query, of, head)[middle]) / len(past.group(head))
         for head in heads:
             mine = np.mean(received, 0) if self.layer_wide else received[head]
@@ -252,36 +255,37 @@ class RPC:
 
 
 class RaaS:
-    def __init__(self, budget, page, share=0.5, threshold=None):
+    def __init__(self, budget, page, share=0.5, threshold=None, pinned=True, of_budget=False):
         self.pages, self.page, self.share, self.threshold = budget // page, page, share, threshold
-        self.used = {}
+        self.pinned, self.of_budget, self.used = pinned, of_budget, {}
+
+    def bounded(self, past, head):
+        """The pages of a head, and of each, by its first token, what no logit of the newest query exceeds."""
+        living, q, bounds = past.living(head), past.queries[-1], {}
+        pages = [living[i : i + self.page] for i in range(0, len(living), self.page)]
+        for page in pages:
+            k = past.keys[page, head]
+            bounds[page[0]] = max(np.maximum(q[of] * k.max(0), q[of] * k.min(0)).sum() for of in past.group(head))
+        return pages, bounds
 
     def __call__(self, past):
         if past.decoded == 0:
             return
         for head in range(past.keys.shape[1]):
-            living = past.living(head)
-            pages = [living[i : i + self.page] for i in range(0, len(living), self.page)]
+            pages, bounds = self.bounded(past, head)
             names = [page[0] for page in pages]
-            bounds = {}
-            for page in pages:
-                k = past.keys[page, head]
-                each = [
-                    np.maximum(past.queries[-1][of] * k.max(0), past.queries[-1][of] * k.min(0)).sum()
-                    for of in past.group(head)
-                ]
-                bounds[page[0]] = max(each)
             if self.threshold is None:
                 fresh = sorted(names, key=lambda n: (bounds[n], n), reverse=True)
-                fresh = fresh[: max(1, int(self.share * len(names)))]
+                fresh = fresh[: max(1, int(self.share * (self.pages if self.of_budget else len(names))))]
             else:
                 weights = softmax(past.scale * np.array([bounds[n] for n in names]))
                 fresh = [n for n, weight in zip(names, weights, strict=True) if weight >= self.threshold]
             for n in [*fresh, names[-1]]:
                 self.used[past.layer, head, n] = past.decoded
-            evictable = [n for n in names[:-1] if n >= past.prompt]
-            if len(evictable) + (names[-1] >= past.prompt) > self.pages:
-                worst = min(evictable, key=lambda n: (self.used.get((past.layer, head, n), 0), bounds[n], n))
+            counted = [n for n in names if n >= past.prompt or not self.pinned]
+            evictable = [n for n in counted if n != names[-1]]
+            evictable.sort(key=lambda n: (self.used.get((past.layer, head, n), 0), bounds[n], n))
+            for worst in evictable[: max(0, len(counted) - self.pages)]:
                 past.alive[head, pages[names.index(worst)]] = False
 
 

@@ -1,4 +1,4 @@
-"""Simulations of the three methods that do not just evict: what a query sees of the whole past. See `naive`."""
+"""Simulations of the methods that do not just evict: what a query sees of the whole past. See `naive`."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import numpy as np
 import torch
 
 from seergate import GateBank, GateConfig
+from tests.methods import naive
 
 
 class KV4Bit:
@@ -97,6 +98,18 @@ class StreamingLLM:
         return turned(raw, [len(self.seen(past)) - 1], self.frequencies)[0]
 
 
+class SinksAndWindow(StreamingLLM):
+    """The same tokens, but keys and queries have the positions at which they came."""
+
+    stored = None
+
+    def view(self, past, head, keys, values):
+        return super().view(past, head, keys, values)[0], keys, values
+
+    def query(self, past, q):
+        return q
+
+
 class Gated:
     """A policy, and a gate that picks blocks of the whole text: of a picked block all that lives is seen."""
 
@@ -140,6 +153,23 @@ class Gated:
         return placed_k @ turned(normed(qg, gate.q_norm)[None], [now], w)[0]
 
 
+class RaaSAndQuest(naive.RaaS):
+    """RaaS, of whose prompt a query sees only the pages with the highest bounds, and one that is still open."""
+
+    def __init__(self, *args, prompt_budget, **options):
+        super().__init__(*args, **options)
+        self.prompt_pages = prompt_budget // self.page
+
+    def view(self, past, head, keys, values):
+        if past.seen <= past.prompt:
+            return past.living(head)[past.living(head) < past.seen], keys, values
+        pages, bounds = self.bounded(past, head)
+        closed = [page for page in pages[:-1] if page[0] < past.prompt]
+        closed.sort(key=lambda page: bounds[page[0]], reverse=True)
+        unseen = {page[0] for page in closed[self.prompt_pages :]}
+        return np.concatenate([page for page in pages if page[0] not in unseen]), keys, values
+
+
 def gate_for(model):
     """Gates with random weights, wide enough apart that their choices differ from chance and from recency."""
     torch.manual_seed(3)
@@ -151,6 +181,6 @@ def gated(policy, model, bank, budget):
     return Gated(policy, bank, budget, model.model.rotary_emb.inv_freq.double().numpy())
 
 
-def streaming(model, *args):
-    """`StreamingLLM` with the model's RoPE."""
-    return StreamingLLM(*args, model.model.rotary_emb.inv_freq.float().numpy())
+def streaming(model, *args, kind=StreamingLLM):
+    """`StreamingLLM`, or a kind of it, with the model's RoPE."""
+    return kind(*args, model.model.rotary_emb.inv_freq.float().numpy())

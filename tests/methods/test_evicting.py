@@ -12,6 +12,7 @@ from seergate.methods.budgeted import BudgetedState
 from seergate.methods.kv4bit import KV4BitState
 from seergate.methods.raas import RaaSState
 from seergate.methods.rpc import RPCState
+from seergate.methods.scoring import TILE
 from seergate.methods.streaming_llm import StreamingState
 from tests.methods.evictors import EVICTORS, GROUPS, model_of
 from tests.methods.naive import Simulation
@@ -66,6 +67,12 @@ def against_simulation(name, group, steps, lengths=PROMPTS, **options):
 def test_against_a_simulation_that_keeps_everything(name, group):
     """In a ragged batch of three, logits at every step and at the end the very keys that are kept."""
     against_simulation(name, group, 50)
+
+
+@pytest.mark.parametrize("name", ["h2o", "h2o mean, in batches", "tova", "snapkv", "r_kv"])
+def test_a_prompt_of_several_tiles_against_a_simulation(name):
+    """A prompt is compared with itself `TILE` rows at a time: here in two tiles and a part, in one, and in two."""
+    against_simulation(name, 4, 6, (2 * TILE + 44, TILE, TILE + 1))
 
 
 @pytest.mark.slow

@@ -9,6 +9,7 @@ import torch
 
 import seergate
 from seergate import SeergateError, methods
+from seergate.methods import random_evict
 from seergate.methods.budgeted import BudgetedMethod
 from seergate.methods.lazy_eviction import recurrence_score
 from seergate.methods.raas import RaaSState, recency
@@ -104,6 +105,13 @@ def test_recurrence_scores_by_hand():
     torch.testing.assert_close(
         recurrence_score(elapsed, mri, False)[2:], torch.tensor([0.4454, 0.238408]).double(), rtol=0, atol=2e-6
     )
+
+
+@pytest.mark.parametrize("h1", ["capped", "full"])
+def test_h1_falls_with_the_time_since_and_rises_with_the_interval(h1):
+    elapsed, mri = torch.arange(1, 40).double()[:, None], torch.arange(1, 40).double()
+    found = recurrence_score(elapsed, mri, False, h1)
+    assert (found.diff(dim=0) < 0).all() and (found.diff(dim=1) > 0).all()
 
 
 def test_recurrence_intervals_by_hand():
@@ -264,6 +272,15 @@ def test_raas_reads_part_of_a_long_prompt(group):
 # -------------------------------------------------------------------------------------------------------------- random
 
 
+def test_the_largest_random_numbers_stay(monkeypatch):
+    """Of .3, .9, .1 and .5 the second and the fourth."""
+    drawn = torch.tensor([[0.3, 0.9, 0.1, 0.5]])
+    monkeypatch.setattr(random_evict, "random_numbers", lambda index_KT, *of: drawn.expand(index_KT.shape))
+    method = methods.RandomEvict(token_budget=2, interval=1, prompt="evictable")
+    state, last = prompted(method, torch.zeros(1, 1, 1, 4), torch.ones(1, 1, 4, 4))
+    assert state.keep(last).index.tolist() == [[[1, 3]]]
+
+
 @pytest.mark.parametrize("law", ["redraw", "reservoir"])
 def test_random_eviction_is_uniform_and_repeats(law):
     """Of 40 tokens 10 stay: each survives with probability 1/4, in each head, independently of the other head."""
@@ -314,6 +331,10 @@ def test_a_reservoir_is_even_over_the_past_and_redrawing_is_not():
         (lambda: methods.TOVA(token_budget=0), "token_budget is 0"),
         (lambda: methods.TOVA(scope="head"), "scope is 'head'"),
         (lambda: methods.TOVA(interval=0), "interval is 0"),
+        (lambda: methods.TOVA(protect_current="no"), "protect_current is 'no'; it must be True or False"),
+        (lambda: methods.LazyEviction(use_h2=0), "use_h2 is 0; it must be True or False"),
+        (lambda: methods.RKV(spare_first="yes"), "spare_first is 'yes'; it must be True or False"),
+        (lambda: methods.ReasonCache(asynchronous=1), "asynchronous is 1; it must be True or False"),
         (lambda: methods.TOVA(prompt="kept"), "prompt is 'kept'"),
         (
             lambda: methods.LazyEviction(token_budget=100, window=101),
@@ -329,7 +350,7 @@ def test_a_reservoir_is_even_over_the_past_and_redrawing_is_not():
         (lambda: methods.RPC(kernel=2), "kernel is 2"),
         (lambda: methods.RaaS(token_budget=15), "token_budget is 15; it must be a whole number, 16 or greater"),
         (lambda: methods.RaaS(share=-0.1), "share is -0.1"),
-        (lambda: methods.RaaS(prompt="evictable"), "prompt is 'evictable'"),
+        (lambda: methods.RaaS(prompt="kept"), "prompt is 'kept'"),
         (lambda: methods.RaaS(prompt_budget=1), "prompt_budget is 1"),
         (lambda: methods.RandomEvict(law="once"), "law is 'once'"),
         (lambda: methods.RandomEvict(seed=0.5), "seed is 0.5"),

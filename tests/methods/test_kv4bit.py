@@ -88,6 +88,7 @@ def test_what_the_gate_cannot_work_on():
     gate = methods.Gate(bank=bank, token_budget=16)
     for evictor, said in (
         (methods.StreamingLLM(), "gives its tokens new positions"),
+        (methods.StreamingLLM(positions="original"), "holds tokens that it no longer reads"),
         (methods.KV4Bit(), "evicts nothing"),
         (methods.RaaS(prompt_budget=32), "selects from the prompt already"),
         (methods.GateOnEvictor(evictor=methods.H2O(), gate=gate), "one gate on another"),

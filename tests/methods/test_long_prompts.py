@@ -29,6 +29,11 @@ CASES = {
     "random_evict": (40, "it stays, and 6 generated tokens beside it, 46 in all", {0: 40, 11: 51, 12: 46}),
     "tri_attention": (40, "it stays, and 6 generated tokens beside it, 46 in all", {0: 40, 11: 51, 12: 46}),
     "random_evict reservoir": (20, "it stays, and 6 generated tokens beside it, 26 in all", {0: 20, 12: 26}),
+    "raas evictable": (
+        40,
+        f"it stays until a token is generated, and then at most {C} of all tokens stay",
+        {0: 40, 1: C - 3, 4: C, 5: C - 3},
+    ),
     "raas": (40, f"it stays beside the budget, {40 + C} tokens in all", {0: 40, 24: 64, 25: 61}),
 }
 

@@ -76,6 +76,22 @@ def test_quest_bounds_every_key_however_it_came(group, chunks):
     torch.testing.assert_close(single.scores(last)[..., :50], dots, msg="the bound of a page of one key is tight")
 
 
+def test_quest_knows_no_order_within_a_page_and_mirrors_a_negated_query():
+    """A page's keys in any order have one bound; of a query without negative entries it is that with the maxima, and
+    of its negative that with the minima.
+    """
+    keys, q = torch.randn(1, 2, 24, 6), torch.randn(1, 4, 6)
+    shuffled = torch.cat([page[:, :, torch.randperm(8)] for page in keys.split(8, dim=2)], dim=2)
+    found = [fed(methods.Quest(token_budget=64, block_size=8), q, given, [24]) for given in (keys, shuffled)]
+    scores = [state.scores(last) for state, last in found]
+    assert not torch.equal(keys, shuffled) and torch.equal(*scores)
+    state, last = found[0]
+    for sign, name in ((1, "high"), (-1, "low")):
+        last.q_BHSD = sign * q.abs()[:, :, None]
+        bounds = last.q_BHSD.unflatten(1, (2, 2))[..., 0, :] @ state.rows[name][:, :, :3].transpose(-1, -2)
+        torch.testing.assert_close(state.scores(last)[..., :3], bounds.amax(2))
+
+
 def test_quest_group_reduction():
     keys, q = torch.randn(1, 1, 16, 4), torch.randn(1, 3, 4)
     bounds = []

@@ -11,7 +11,7 @@ import torch
 import seergate
 from seergate import SeergateError, methods
 from seergate.cli.main import main
-from seergate.eval.kept import kept_tokens
+from seergate.eval.kept import kept_tokens, seen_layer
 from seergate.eval.recurrence import Recurrence, measure_recurrence, query_centres
 from seergate.report.attention_plots import kept_plot, recurrence_plot
 from tests.methods.evictors import EVICTORS, model_of
@@ -82,6 +82,21 @@ def test_the_record_of_what_is_kept_is_what_attention_saw(name):
         assert resident[:, :30].all()
 
 
+def test_layers_and_heads_that_there_are_none_of():
+    """Drawn, they would look as if everything stayed."""
+    model = model_of(4)
+    kept = kept_tokens(model, EVICTORS["raas"].method(model), prompt(30, 5)[0].tolist(), max_new_tokens=4)
+    for layer, head, said in (
+        (1, 2, "head is 2; layer 1 has 2 KV heads, 0..1"),
+        (2, 0, "layer is 2"),
+        (-1, 0, "layer"),
+    ):
+        with pytest.raises(ValueError, match=said):
+            kept.resident(layer, head)
+    chosen = [seen_layer(heads, None, 0) for heads in ({0: 2, 1: 2}, {0: 2, 2: 2, 5: 2}, {5: 2}, {0: 2})]
+    assert chosen == [1, 2, 5, 0]
+
+
 def test_the_record_agrees_with_the_simulation():
     model, ids = model_of(4, torch.float64), prompt(30, 5)
     kept = kept_tokens(model, EVICTORS["raas"].method(model), ids[0].tolist(), max_new_tokens=60)
@@ -116,12 +131,14 @@ def test_the_command(method, tmp_path, capsys):
     assert main(arguments) == 0
     if method == "lazy_eviction":
         record = json.loads(target.read_text())
+        assert record["made"]["problems"] == 2 and record["made"]["max_new_tokens"] == 40
         assert 1 <= record["window"] <= 40 and sum(record["histogram"].values()) > 0
         for kinds in record["kinds"].values():
             assert sum(kinds.values()) == pytest.approx(1)
         assert "window" in capsys.readouterr().out
     else:
-        assert methods.TriAttention(centres=str(target)).found.tokens > 80
+        found = methods.TriAttention(centres=str(target)).found
+        assert found.tokens > 80 and set(found.made) >= {"model", "contents", "max_new_tokens", "sampling"}
     assert list(tmp_path.iterdir()) == [target]
     before = target.read_bytes()
     other = {"lazy_eviction": "tri_attention", "tri_attention": "lazy_eviction"}[method]

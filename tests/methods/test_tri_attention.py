@@ -2,15 +2,25 @@
 
 from __future__ import annotations
 
+import copy
+import json
+from dataclasses import replace
+
 import pytest
 import torch
+from safetensors import safe_open
+from safetensors.torch import save_file
 from transformers import DynamicCache
 
 import seergate
 from seergate import SeergateError, methods
-from seergate.methods.scoring import best
+from seergate.eval.recurrence import query_centres
+from seergate.fingerprint import fingerprint
+from seergate.methods.scoring import best, reduced
 from seergate.methods.tri_attention import Centres, Pairs, QueryCentres, tri_scores
+from tests.methods import naive_views
 from tests.methods.evictors import model_of
+from tests.methods.test_methods import spec, step
 from tests.models import prompt, tiny_model
 
 
@@ -55,6 +65,27 @@ def test_tri_attention_by_hand(reduction, expected):
         spread = tri_scores(queries * 0, modulus - pairs.modulus(mean), rotated, pairs)[0, 0]
         torch.testing.assert_close(spread, torch.tensor([0.75, 1.25, 0.75]))
         assert (found - spread).argmax() == 2 and spread.argmax() == 1
+
+
+def test_a_group_is_reduced_after_each_head_is_standardised():
+    """Rows [1, 0, -1] and [-1.2, 1.3, -.1]: the maximum is [1, 1.3, -.1], the mean [-.1, .65, -.55]; and in a state,
+    of what each head has alone.
+    """
+    rows = torch.tensor([[[1.0, 0, -1], [-1.2, 1.3, -0.1]]])
+    expected = {"max": torch.tensor([[1.0, 1.3, -0.1]]), "mean": torch.tensor([[-0.1, 0.65, -0.55]])}
+    mean, modulus, keys = torch.randn(2, 4), torch.full((2, 2), 9.0), torch.randn(1, 1, 7, 4)
+
+    def importance(heads, reduction):
+        centres = Centres({0: mean[heads]}, {0: modulus[heads]}, 1)
+        method = methods.TriAttention(centres=centres, group_reduction=reduction, prompt="evictable")
+        state = method.new_state(replace(spec(keys, len(heads)), rotary=TwoPairs()))
+        return state.importance(step(torch.zeros(1, len(heads), 4), keys), 0)
+
+    alone = torch.stack([importance([head], "max")[0] for head in (0, 1)])
+    torch.testing.assert_close(alone.std(-1, correction=0), torch.ones(2))
+    for reduction, found in (("max", alone.amax(0)), ("mean", alone.mean(0))):
+        torch.testing.assert_close(reduced(rows, reduction, 1), expected[reduction])
+        torch.testing.assert_close(importance([0, 1], reduction)[0], found)
 
 
 @pytest.mark.parametrize("family", ["qwen3", "glm4", "phi3", "gpt_oss", "cohere2"])
@@ -118,6 +149,9 @@ def test_centres_are_the_mean_of_what_passed_and_survive_saving(tmp_path):
     torch.testing.assert_close(centres.mean[0], q.mean(0))
     torch.testing.assert_close(centres.modulus[0], torch.hypot(q[..., :8], q[..., 8:]).mean(0))
     torch.testing.assert_close(parts.centres().mean[0], centres.mean[0], rtol=1e-4, atol=1e-4)
+    with pytest.raises(SeergateError, match="do not say of which model"):
+        centres.save(tmp_path / "centres.safetensors")
+    centres = replace(centres, made={"model": fingerprint(model)})
     centres.save(tmp_path / "centres.safetensors")
     again = Centres.load(tmp_path / "centres.safetensors")
     assert again.tokens == 90 and torch.equal(again.mean[1], centres.mean[1])
@@ -126,6 +160,36 @@ def test_centres_are_the_mean_of_what_passed_and_survive_saving(tmp_path):
         with seergate.attached(model, "tri_attention", centres=given, token_budget=24, interval=4):
             results.append(model.generate(input_ids=prompt(10), max_new_tokens=40))
     assert torch.equal(*results)
+
+
+def test_centres_of_a_model_of_the_same_shape_are_refused(tmp_path):
+    """Other weights, another RoPE, and a file of an earlier version, which says nothing of either."""
+    model, path = model_of(4), str(tmp_path / "centres.safetensors")
+    centres = query_centres(model, [prompt(60, 5)[0].tolist()])
+    centres.save(path)
+    evictor = methods.TriAttention(centres=path, token_budget=24, interval=4)
+    gate = methods.Gate(bank=naive_views.gate_for(model), token_budget=16)
+    gated = methods.GateOnEvictor(evictor=evictor, gate=gate)
+    for method in (evictor, gated):
+        with seergate.attached(model, method):
+            model.generate(input_ids=prompt(20), max_new_tokens=2)
+    sibling = copy.deepcopy(model)
+    sibling.model.layers[0].self_attn.q_proj.weight.data[0, 0] += 1
+    for method in (evictor, gated):
+        with pytest.raises(SeergateError, match="other weights than this one"), seergate.attached(sibling, method):
+            pass
+    turned = copy.deepcopy(model)
+    for name in ("inv_freq", "original_inv_freq"):
+        getattr(turned.model.rotary_emb, name)[3] *= 1.1
+    assert fingerprint(turned) == fingerprint(model)
+    with seergate.attached(turned, evictor), pytest.raises(SeergateError, match="another RoPE than layer 0"):
+        turned.generate(input_ids=prompt(20), max_new_tokens=2)
+    with safe_open(path, framework="pt") as file:
+        old = {name: file.get_tensor(name) for name in file.keys() if "rope" not in name}  # noqa: SIM118
+    save_file(old, path, metadata={"tri_attention": json.dumps({"tokens": centres.tokens})})
+    with pytest.raises(SeergateError, match="does not say of which model its centres are; run seergate calibrate"):
+        methods.TriAttention(centres=path)
+    assert Centres.load(path, old=True).tokens == centres.tokens
 
 
 def test_centres_that_do_not_fit_are_refused(tmp_path):

@@ -1,0 +1,228 @@
+"""Where a paper and its code differ, the option that does as the other: by hand, against simulations, refusals."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+import torch
+
+from seergate import methods
+from seergate.eval.method_text import read_method
+from seergate.methods.lazy_eviction import recurrence_score
+from tests.methods import naive
+from tests.methods.evictors import EVICTORS, C, Evictor, model_of
+from tests.methods.test_evicting import PROMPTS, against_simulation, forced_run
+from tests.methods.test_methods import fed, spec, step
+from tests.models import prompt
+
+
+@pytest.mark.parametrize(
+    ("variant", "default"),
+    [
+        ("streaming_llm original", "streaming_llm"),
+        ("lazy_eviction full", "lazy_eviction"),
+        ("raas of the budget", "raas"),
+        ("raas evictable", "raas"),
+        ("rpc newest twice", "rpc"),
+    ],
+)
+def test_a_variant_is_not_its_default(variant, default):
+    """What the shared tests hold to the variant's simulation must not agree with the default's, too."""
+    model = model_of(4, torch.float64)
+    rows = [prompt(length, seed) for seed, length in enumerate(PROMPTS)]
+    forced = torch.cat([prompt(50, 100 + seed) for seed in range(3)])
+    one, other = (forced_run(model, EVICTORS[name].method(model), rows, forced)[0] for name in (variant, default))
+    assert (one - other).abs().amax((1, 2)).min() > 1e-3, "in every row"
+
+
+# --------------------------------------------------------------------------------------------------------------- Quest
+
+
+@pytest.mark.parametrize(
+    ("budget", "least", "read"), [(8, 1, [4]), (8, 3, [0, 2, 4]), (16, 3, [0, 2, 4]), (32, 3, [0, 2, 3, 4])]
+)
+def test_quest_reads_a_minimum_of_pages(budget, least, read):
+    """Pages with the bounds 5, 1, 4, 2 and a current one: the best two beside it, however small the budget."""
+    keys = torch.tensor([5.0, 1.0, 4.0, 2.0, 0.0]).repeat_interleave(8)[None, None, :39, None].expand(-1, 2, -1, 4)
+    q = torch.full((1, 8, 4), 0.25)
+    method = methods.Quest(token_budget=budget, block_size=8, dense_layers=(), min_pages=least)
+    state, last = fed(method, q, keys, [39])
+    assert method.select(state, last).indices.tolist() == [[read] * 2]
+    assert method.token_budget == budget and method.nominal == str(budget)
+    assert method.covers(8 * max(budget // 8, least)) and not method.covers(8 * max(budget // 8, least) + 1)
+
+
+# -------------------------------------------------------------------------------------------------------- StreamingLLM
+
+
+def test_sinks_and_a_window_at_original_positions():
+    """sink 2, recent 3; tokens 0..5 seen and 6 arriving: the query sees 0, 1, 4, 5, 6, all as they were rotated."""
+    keys, values, q = torch.randn(1, 2, 7, 16), torch.randn(1, 2, 7, 16), torch.randn(1, 4, 16)
+    method = methods.StreamingLLM(token_budget=5, sink_tokens=2, positions="original")
+    assert not method.stores_pre_rope and methods.StreamingLLM().stores_pre_rope
+    last = step(q, keys, values)
+    last.q_pre_BHSD = last.k_pre_BKSD = None  # of no use, as is a rotary embedding
+    kept = [0, 1, 4, 5, 6]
+    weights = (q[:, :, None].unflatten(1, (2, 2)) @ keys[:, :, None, kept].transpose(-1, -2)).softmax(-1)
+    expected = (weights @ values[:, :, None, kept])[..., 0, :].flatten(1, 2)
+    torch.testing.assert_close(method.new_state(spec(keys, 4)).attend(last), expected)
+
+
+# -------------------------------------------------------------------------------------------------------- LazyEviction
+
+
+def test_the_full_range_of_h1_by_hand():
+    """Never active; 6 steps since the last activation and MRI 3; 2 and 8; 1 and 1; used right now."""
+    elapsed, mri = torch.tensor([16.0, 6.0, 2.0, 1.0, 0.0]).double(), torch.tensor([0.0, 3.0, 8.0, 1.0, 8.0]).double()
+    h1 = torch.tensor([0.0, 0.238406, 0.875647, 0.537883, 1.0]).double()
+    h2 = torch.tensor([0.0, 0.238406, 0.001822, 1.0, 0.001822]).double()
+    torch.testing.assert_close(recurrence_score(elapsed, mri, True, "full"), h1 + h2, rtol=0, atol=5e-6)
+    torch.testing.assert_close(recurrence_score(elapsed, mri, False, "full"), h1, rtol=0, atol=5e-6)
+    # A token that is not due yet (1 of 8 steps), and one that is late by as long again but comes often (4 of 2 steps):
+    # .4901 + .0018 and .0949 + .5379, or without the cap .9376 + .0018 and .2384 + .5379.
+    elapsed, mri = torch.tensor([1.0, 4.0]).double(), torch.tensor([8.0, 2.0]).double()
+    for h1, scores in (("capped", [0.49195, 0.63273]), ("full", [0.93940, 0.77629])):
+        expected = torch.tensor(scores).double()
+        torch.testing.assert_close(recurrence_score(elapsed, mri, True, h1), expected, rtol=0, atol=1e-4)
+
+
+# ---------------------------------------------------------------------------------------------------------------- RPC
+
+
+@pytest.mark.parametrize(("selector", "kept"), [("distinct", 1), ("newest_twice", 2)])
+def test_the_newest_selector_twice_by_hand(selector, kept):
+    """A prompt of one token, four more, a window of two: of tokens 1 and 2 one stays. The window's queries give them
+    (.9, .1) and (.4, .6): together 1.3 and .7, or the newest twice .8 and 1.2.
+    """
+    keys = torch.zeros(1, 1, 5, 2)
+    keys[0, 0, 1:3] = torch.eye(2)
+    given = {3: [0.9, 0.1], 4: [0.4, 0.6]}
+    method = methods.RPC(interval=2, window=2, ratio=2, kernel=1, selector=selector)
+    state = method.new_state(spec(keys, 1))
+    for t in range(5):
+        last = step(torch.tensor(given.get(t, [0.5, 0.5])).log()[None, None], keys[:, :, : t + 1])
+        state.append(last)
+        eviction = state.keep(last)
+    assert eviction.index.tolist() == [[[0, kept, 3, 4]]]
+
+
+# ---------------------------------------------------------------------------------------------------------------- RaaS
+
+
+def raas_step(method, prompt_tokens, given):
+    """A state after a prompt and one more token, whose query has these bounds for the pages, of one token each."""
+    keys = torch.eye(len(given))[None, None]
+    state = method.new_state(spec(keys, 1))
+    first = step(torch.zeros(1, 1, len(given)), keys[:, :, :prompt_tokens])
+    first.starts, first.counts, first.k_BKSD = [0], [prompt_tokens], keys[:, :, :prompt_tokens]
+    state.append(first)
+    assert state.keep(first) is None
+    last = step(torch.tensor(given)[None, None], keys)
+    state.append(last)
+    state.attend(last)
+    return state, last
+
+
+@pytest.mark.parametrize(
+    ("share_of", "used"),
+    [("resident", [0, 1, 1, 0, 1, 1]), ("budget", [0, 1, 0, 0, 0, 1])],
+)
+def test_which_share_raas_stamps_by_hand(share_of, used):
+    """Five pages of a prompt and the open one, a budget of two: half of six is three, half of two is one."""
+    method = methods.RaaS(token_budget=2, block_size=1, share_of=share_of)
+    state, _ = raas_step(method, 5, [0.1, 0.9, 0.5, 0.3, 0.4, 0.2])
+    assert state.rows["used"][0, 0, :6].tolist() == used
+
+
+def test_a_prompt_that_raas_may_evict_by_hand():
+    """Three pages of a prompt in a cache of three, and a fourth page: of 0, 1 and 2 those are used that the query
+    finds best, 1 and 2, so 0 leaves. Of five pages those stay that are best of the used ones, beside the new one.
+    """
+    method = methods.RaaS(token_budget=3, block_size=1, prompt="evictable")
+    state, last = raas_step(method, 3, [0.1, 0.5, 0.3, 0.0])
+    assert state.rows["used"][0, 0, :4].tolist() == [0, 1, 1, 1]
+    assert state.keep(last).index.tolist() == [[[1, 2, 3]]]
+    state, last = raas_step(methods.RaaS(token_budget=3, block_size=1), 3, [0.1, 0.5, 0.3, 0.0])
+    assert state.keep(last) is None, "as in the paper it stays"
+    with pytest.warns(methods.LongPromptWarning, match="it stays until a token is generated, and then at most 3 of"):
+        state, last = raas_step(method, 5, [0.1, 0.7, 0.3, 0.5, 0.6, 0.0])
+    assert state.rows["used"][0, 0, :6].tolist() == [0, 1, 0, 1, 1, 1]
+    assert state.keep(last).index.tolist() == [[[1, 4, 5]]]
+
+
+# -------------------------------------------------------------------------------------------------------------- SnapKV
+
+
+@pytest.mark.parametrize("group", [1, 4, 5])
+def test_snapkv_of_the_prompt_only(group, monkeypatch):
+    """Nothing that is generated leaves. (Not in the table of evictors, of which all evict generated tokens.)"""
+    row = Evictor(
+        lambda m: methods.SnapKV(token_budget=C, window=6, interval=8, kernel=5, compress="prompt"),
+        lambda m: naive.SnapKV(C, interval=10**9, recent=6, periodic=True),
+        lambda n, t: min(n, C) + t,
+    )
+    monkeypatch.setitem(EVICTORS, "snapkv prompt", row)
+    against_simulation("snapkv prompt", group, 50)
+    model, held = model_of(group), []
+    forced = torch.cat([prompt(40, 100), prompt(40, 101)])
+    rows = [prompt(400), prompt(9)]
+    _, cache = forced_run(model, row.method(model), rows, forced, lambda _, cache: held.append(cache.layers[0].keys))
+    assert cache.layers[0].row_lengths == [C + 40, 9 + 40]
+    assert held[0].shape[2] < 400, "the room for the prompt is given back"
+
+
+# -------------------------------------------------------------------------------------------------- refusals, document
+
+
+@pytest.mark.parametrize(
+    ("attempt", "message"),
+    [
+        (lambda: methods.Quest(min_pages=0), "min_pages is 0; it must be a whole number, 1 or greater"),
+        (lambda: methods.Quest(min_pages=3, threshold=0.1), "min_pages is 3 without a token budget"),
+        (lambda: methods.StreamingLLM(positions="true"), "positions is 'true'; it must be 'cache' or 'original'"),
+        (lambda: methods.LazyEviction(h1="paper"), "h1 is 'paper'; it must be 'capped' or 'full'"),
+        (lambda: methods.RPC(selector="all"), "selector is 'all'; it must be 'distinct' or 'newest_twice'"),
+        (lambda: methods.RaaS(share_of="all"), "share_of is 'all'; it must be 'resident' or 'budget'"),
+        (
+            lambda: methods.RaaS(prompt="evictable", prompt_budget=64),
+            "prompt is 'evictable' and prompt_budget is 64; .* prompt must be 'extra' or 'pinned'",
+        ),
+        (lambda: methods.SnapKV(compress="once"), "compress is 'once'; it must be 'repeatedly' or 'prompt'"),
+        (
+            lambda: methods.SnapKV(compress="prompt", prompt="pinned"),
+            "prompt is 'pinned' and compress is 'prompt'; then it must be 'evictable'",
+        ),
+    ],
+)
+def test_refusals(attempt, message):
+    with pytest.raises(ValueError, match=message):
+        attempt()
+
+
+DOCUMENT = Path(__file__).parents[2] / "docs" / "methods.md"
+WRITTEN = sorted(set(re.findall(r"`([a-z0-9_]+:[a-z0-9_:=+.]+)`", DOCUMENT.read_text())))
+
+
+def test_the_document_names_every_variant():
+    named = {(name, option) for name, options in map(read_method, WRITTEN) for option in options}
+    assert named >= {
+        ("quest", "min_pages"),
+        ("streaming_llm", "positions"),
+        ("lazy_eviction", "h1"),
+        ("rpc", "selector"),
+        ("raas", "share_of"),
+        ("raas", "prompt"),
+        ("snapkv", "compress"),
+        ("r_kv", "spare_first"),
+    }
+
+
+@pytest.mark.parametrize("text", WRITTEN)
+def test_what_the_document_writes_is_no_default(text):
+    """Every option there exists, may have that value, and has another one by default."""
+    name, options = read_method(text)
+    method, plain = methods.make_method(name, **options), methods.make_method(name)
+    for option, value in options.items():
+        assert getattr(method, option) == value != getattr(plain, option)
