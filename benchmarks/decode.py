@@ -7,8 +7,9 @@ Nothing is timed before it is proven: every kernel, ours and others', is compare
 of ours ends the run. On a GPU, calls are captured in a graph and read their caches in turn from several buffers, so
 that neither Python nor the L2 cache counts. The roofline is the bandwidth of summing a large array here.
 
-Columns: ``sparse`` is attention alone, as in Figure 6 of SeerAttention-R; ``select`` is the gate's scores and the
-choice of blocks; ``x`` is the speedup of the first over the fastest dense kernel found, ``x+select`` that of both.
+Columns: ``sparse`` is attention alone, as in Figure 6 of SeerAttention-R; ``select`` is all that a gate does at a step
+(its query branch, the scores of the blocks, the choice among them); ``x`` is the speedup of the first over the fastest
+dense kernel found, ``x+select`` that of both.
 
 What fails in a cell, for want of memory say, is recorded there, and the other cells are measured all the same. Results
 are saved after every cell.
@@ -21,6 +22,7 @@ import itertools
 import math
 import sys
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -29,7 +31,8 @@ from common import RESULTS, read_bandwidth, save, timed_rotated
 from dense_baselines import Attention, available, said
 from torch import Tensor
 
-from seergate import ops
+from seergate import GateConfig, ops
+from seergate.gate import AttnGate
 from seergate.ops import reference
 
 TOLERANCE = {torch.float32: 1e-4, torch.float16: 4e-3, torch.bfloat16: 2e-2}
@@ -58,13 +61,25 @@ class Caches:
             for _ in range(copies)
         ]
         self.lengths = torch.full((batch,), length, device=device)
-        blocks = -(-length // options.block_size)
-        self.qg = torch.randn(batch, kv_heads, 1, options.gate_dim, device=device, dtype=dtype)
-        self.kg = torch.randn(batch, kv_heads, blocks, options.gate_dim, device=device, dtype=dtype)
+        self.positions = (self.lengths - 1)[:, None]
+        width, blocks = options.gate_dim, -(-length // options.block_size)
+        shape = {"num_heads": self.q.shape[1], "num_kv_heads": kv_heads, "head_dim": dim}
+        shape["inv_freq"] = 1e6 ** -(torch.arange(0, width, 2) / width)
+        config = GateConfig(options.block_size, width)
+        self.gates, self.kg = list[AttnGate](), list[Tensor]()
+        while not self.gates or (len(self.gates) < 64 and self.gate_bytes < CACHE_BYTES[device.type]):
+            self.gates.append(AttnGate(config, **shape).to(device, dtype))
+            self.kg.append(torch.randn(batch, kv_heads, blocks, width, device=device, dtype=dtype))
 
-    def scores(self) -> Tensor:
-        """The gate's scores, ``[B, Hkv, NB]``."""
-        return (self.qg @ self.kg.transpose(2, 3))[:, :, 0]
+    @property
+    def gate_bytes(self) -> int:
+        """What a step reads of all gates together: the weights of their query branch, and compressed keys."""
+        return len(self.gates) * (self.gates[0].q_proj.weight.nbytes + self.kg[0].nbytes)
+
+    def scores(self, which: int) -> Tensor:
+        """A gate's scores, ``[B, Hkv, NB]``, from the model's queries on."""
+        gate = self.gates[which]
+        return gate.scores(gate.queries(self.q[:, :, None], self.positions), self.kg[which])[:, :, 0]
 
 
 class Case:
@@ -84,9 +99,9 @@ class Case:
         """Block-sparse attention."""
         return ops.sparse_decode(self.caches.q, k, v, self.indices, self.caches.lengths, self.block_size)
 
-    def select(self) -> ops.Selection:
-        """Scores and selection."""
-        return ops.select_blocks(self.caches.scores(), self.caches.lengths, **self.rule)
+    def select(self, which: int = 0) -> ops.Selection:
+        """A gate's query branch, scores and selection."""
+        return ops.select_blocks(self.caches.scores(which), self.caches.lengths, **self.rule)
 
     def error(self) -> float:
         """Of the sparse kernel on the very tensors that are timed, against float64, row by row."""
@@ -189,7 +204,7 @@ def measure(
     limits = (options.repeats, device, options.seconds)
     times = dense | {
         "sparse": timed_rotated([sparse(k, v) for k, v in copies], *limits),
-        "select": timed_rotated([case.select], *limits),
+        "select": timed_rotated([partial(case.select, which) for which in range(len(case.caches.gates))], *limits),
     }
     ms = {name: both["median"] for name, both in times.items()}
     return {
@@ -225,7 +240,7 @@ def plot(rows: list[dict[str, Any]], path: Path) -> None:
         panel.set_xticks(range(len(lengths)), [f"{length // 1024}k" for length in lengths])
         panel.set_title(f"batch {batch}")
         panel.set_xlabel("context length")
-    panels[0].set_ylabel("speedup over the best dense kernel\n(dotted: with gate scores and selection)")
+    panels[0].set_ylabel("speedup over the best dense kernel\n(dotted: with gate and selection)")
     panels[0].legend(fontsize="small")
     figure.savefig(path, dpi=150)
 

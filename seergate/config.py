@@ -92,6 +92,8 @@ class DecodeConfig:
         dense_layers: indices of layers that stay dense (the paper's hybrid models, section 5.2).
         dense_below: a row reads everything while it has no more than this many tokens, current one included. Below the
             break-even length of a machine (``benchmarks/end_to_end.py``) reading everything is faster than choosing.
+            ``"auto"`` has `attach` time both on this machine, once; what is read, and with it what is said, then
+            depends on the machine. It needs a token budget.
         rectify_every: after this many sparse steps one dense pass computes the keys and values of their tokens anew
             (ReSA; 32 in its code). ``None`` for never.
         lossless: ``generate`` gives what the dense model gives. The sparse model drafts tokens, and one dense pass
@@ -112,7 +114,7 @@ class DecodeConfig:
     top_p: float | None = None
     sink_blocks: int = 0
     dense_layers: tuple[int, ...] = ()
-    dense_below: int = 0
+    dense_below: int | Literal["auto"] = 0
     rectify_every: int | None = None
     lossless: bool = False
     draft_tokens: int | None = None
@@ -138,8 +140,7 @@ class DecodeConfig:
         object.__setattr__(self, "dense_layers", tuple(self.dense_layers))
         if not all(is_int(layer) and layer >= 0 for layer in self.dense_layers):
             raise ValueError(f"dense_layers is {self.dense_layers!r}; it must hold layer indices, 0 or greater")
-        if not is_int(self.dense_below) or self.dense_below < 0:
-            raise ValueError(f"dense_below is {self.dense_below!r}; it must be 0 or a positive number of tokens")
+        self._check_dense_below()
         self._check_corrections()
         if self.compat not in (None, "published", "gates"):
             raise ValueError(f'compat is {self.compat!r}; it must be None, "published" or "gates"')
@@ -147,6 +148,23 @@ class DecodeConfig:
             raise ValueError(
                 'compat is "published", whose code has neither top_p nor sink_blocks nor dense_below; leave them out, '
                 "or pass compat=None"
+            )
+
+    @property
+    def dense_up_to(self) -> int:
+        """`dense_below` as a number of tokens; 0 while it is ``"auto"`` and nothing has been timed."""
+        return 0 if self.dense_below == "auto" else self.dense_below
+
+    def _check_dense_below(self) -> None:
+        if self.dense_below == "auto":
+            if self.token_budget is None:
+                raise ValueError(
+                    'dense_below is "auto" without a token budget; how much a threshold or top_p reads depends on the '
+                    "text, so there is nothing to time: give a number of tokens, or token_budget"
+                )
+        elif not is_int(self.dense_below) or self.dense_below < 0:
+            raise ValueError(
+                f'dense_below is {self.dense_below!r}; it must be 0 or a positive number of tokens, or "auto"'
             )
 
     def _check_corrections(self) -> None:

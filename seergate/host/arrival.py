@@ -65,3 +65,23 @@ def pick_up(layer: GatedLayer) -> Appended:
             "new one"
         )
     return appended
+
+
+def valid_tokens(mask: Tensor | None, new: int, slots: int) -> Tensor | None:
+    """Which of the new tokens are real, from the mask that transformers made for this layer.
+
+    Args:
+        mask: ``None``; 2D ``[B, T]`` (flash backends); or 4D ``[B, 1, S, T]``, bool or additive, of which the last
+            query row sees every real token.
+        new: number of new slots.
+        slots: number of slots before them.
+
+    Returns:
+        Bool ``[B, new]``, or ``None`` if all are real.
+    """
+    if mask is None or (new == 1 and slots > 0 and mask.device.type != "cpu"):
+        return None  # reading the mask would make the host wait; a token that is being decoded is real
+    row = mask if mask.ndim == 2 else mask[:, 0, -1]
+    row = row[:, slots : slots + new] if mask.ndim == 4 else row[:, -new:]
+    real = row if row.dtype == torch.bool else (row > 0 if mask.ndim == 2 else row == 0)
+    return None if bool(real.all()) else real

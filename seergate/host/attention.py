@@ -19,7 +19,8 @@ from seergate.host.arrival import Appended, pick_up
 from seergate.host.cache import GatedLayer
 from seergate.host.rope import modeling_module
 from seergate.host.stats import DecodeStats
-from seergate.methods.base import EvictingState, SelectingMethod, SelectingState, Step
+from seergate.methods.base import SelectingMethod, SelectingState, Step
+from seergate.methods.evicting import EvictingState
 from seergate.methods.fixed_step import FixedStep
 from seergate.methods.oracle import log_probabilities
 from seergate.ops import Selection
@@ -104,7 +105,7 @@ def attend(
     layer.decoded = _to_decode(layer, appended, new)
     if layer.decoded < new:
         layer.decoding = layer.decoded > 0
-        stats.saw_prompt(layer.layer, layer.nbytes)
+        stats.saw_prompt(layer.layer, layer.nbytes, layer.row_bytes)
         if isinstance(state, EvictingState) and any(start != 0 for start in step.starts):
             raise SeergateError(
                 f"the evicting method {layer.method.name!r} takes a prompt in one piece, then token by token; "
@@ -173,7 +174,7 @@ def _decode(layer: GatedLayer, state: Any, step: Step, stats: DecodeStats, measu
         if selection is not None and isinstance(state, SelectingState):
             # A row that reads all its blocks is scored only beside longer ones; what it counts must not depend on it.
             score_bytes = [
-                0 if method.covers(end) or end <= method.rule.dense_below else count
+                0 if method.covers(end) or end <= method.rule.dense_up_to else count
                 for count, end in zip(state.score_bytes(step), step.ends, strict=True)
             ]
             output = layer.attend_to(step, selection.indices)
@@ -188,7 +189,8 @@ def _decode(layer: GatedLayer, state: Any, step: Step, stats: DecodeStats, measu
         stats.fetched(layer.layer, fetched)
     read = state.tokens_read(step) if isinstance(state, EvictingState) else step.ends
     seen = [total - held + end for total, held, end in zip(layer.row_seen, layer.row_lengths, step.ends, strict=True)]
-    stats.record(layer.layer, step, seen, read, selection, layer.block_size, score_bytes, layer.nbytes)
+    held = layer.nbytes, layer.row_bytes
+    stats.record(layer.layer, step, seen, read, selection, layer.block_size, score_bytes, *held)
     stats.remembers(layer.layer, state.nbytes)
     if isinstance(state, EvictingState):
         _evict(layer, state, step, stats)
@@ -198,8 +200,12 @@ def _decode(layer: GatedLayer, state: Any, step: Step, stats: DecodeStats, measu
 def _decode_fixed(layer: GatedLayer, state: Any, step: FixedStep, stats: DecodeStats) -> Tensor:
     """A decode step that is the same operations whatever the rows' lengths."""
     with torch.no_grad(), torch.autocast(step.q_BHSD.device.type, enabled=False):
-        selection = layer.method.select(state, step) if isinstance(layer.method, SelectingMethod) else None
-        stats.record_fixed(layer.layer, step, selection)
+        method, selection, score_bytes = layer.method, None, None
+        if isinstance(method, SelectingMethod):
+            selection = method.select(state, step)
+            if selection is not None:  # as in `_decode`, of the rows' own lengths
+                score_bytes = state.bytes_to_score(step.lengths) * (step.lengths > method.covered_tokens)
+        stats.record_fixed(layer.layer, step, selection, score_bytes)
         return attend_to_all(step) if selection is None else layer.attend_to(step, selection.indices)
 
 

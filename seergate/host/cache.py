@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import torch
 from torch import Tensor
 from torch.nn.functional import pad
@@ -19,21 +20,12 @@ from transformers.cache_utils import CacheLayerMixin
 from seergate import ops
 from seergate.errors import SeergateError
 from seergate.host.arrival import Appended, Arrival
-from seergate.methods.base import (
-    EvictingMethod,
-    EvictingState,
-    Eviction,
-    LayerSpec,
-    LayerState,
-    Method,
-    Rotary,
-    Step,
-    compact,
-    trimmed,
-)
+from seergate.host.stats import token_bytes
+from seergate.methods.base import LayerSpec, LayerState, Method, Rotary, Step
+from seergate.methods.evicting import EvictingMethod, EvictingState, Eviction, compact, trimmed
 
 if TYPE_CHECKING:
-    from seergate.host.stats import DecodeStats
+    from seergate.host.stats import DecodeStats, Fetched
 
 GROWTH_TOKENS, GROWTH_SHARE = 256, 1 / 8
 """The buffers grow by whichever is larger, this many tokens or this share of what they hold."""
@@ -166,8 +158,8 @@ class GatedLayer(CacheLayerMixin):
     def settle(self, stats: DecodeStats) -> None:
         """After a step that is not of fixed shapes: get ready for those that are, in a layer that has them."""
 
-    def take_fetched(self, step: Step, everything: bool) -> int | None:
-        """Bytes that a decode step, of all tokens or of some, brought from slow memory; ``None`` without one."""
+    def take_fetched(self, step: Step, everything: bool) -> Fetched | None:
+        """What a decode step, of all tokens or of some, brought from slow memory; ``None`` without one."""
         return None
 
     @staticmethod
@@ -416,3 +408,13 @@ class GatedLayer(CacheLayerMixin):
         if self.keys is None or self.values is None:
             return 0
         return self.keys.nbytes + self.values.nbytes + (self.state.nbytes if self.state is not None else 0)
+
+    def row_bytes(self) -> np.ndarray:
+        """Per row, the bytes of its tokens and of what the method remembers of it: as if alone, no room to grow."""
+        assert self.keys is not None and self.values is not None
+        each = self.keys.shape[1] * token_bytes(self.keys, self.values)
+        return np.array(self.row_lengths) * each + self._own_state()
+
+    def _own_state(self) -> np.ndarray | int:
+        held, seen = np.array(self.row_lengths), np.array(self.row_seen)
+        return 0 if self.state is None else self.state.own_bytes(held, seen, self.block_size)

@@ -155,10 +155,16 @@ def full_attention_modules(model: PreTrainedModel) -> list[tuple[int, nn.Module]
     """The layers that can be gated. Sliding-window, linear and KV-sharing layers are left alone.
 
     Raises:
-        SeergateError: if the family is not supported, or no layer has full attention.
+        SeergateError: if the family is not supported, no layer has full attention, or each device has part of it.
     """
     config = text_config(model)
     family_of(config)
+    parts = getattr(model, "tp_size", None)  # as transformers' loader leaves it
+    if isinstance(parts, int) and parts > 1:
+        raise SeergateError(
+            f"this model is split over {parts} devices by tensor parallelism, so a device has only part of each "
+            "layer's heads, which seergate does not support; load it without tp_plan"
+        )
     found = [
         (layer, attention)
         for layer, attention in attention_modules(model)
@@ -170,6 +176,19 @@ def full_attention_modules(model: PreTrainedModel) -> list[tuple[int, nn.Module]
             f"{getattr(config, 'sliding_window', None)}), so there is nothing to make sparse"
         )
     return found
+
+
+def kv_heads(model: PreTrainedModel) -> dict[int, int]:
+    """Layer that can be gated -> its KV heads, in order; of a model without weights, too.
+
+    Raises:
+        SeergateError: if there is no such layer.
+    """
+    heads = int(text_config(model).num_attention_heads)
+    return {
+        layer: heads // int(attention.num_key_value_groups)  # type: ignore[arg-type]
+        for layer, attention in full_attention_modules(model)
+    }
 
 
 def rope_kind(config: Any, attention: Any) -> RopeKind:

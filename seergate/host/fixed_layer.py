@@ -15,7 +15,7 @@ from torch import Tensor
 
 from seergate.host.arrival import Appended
 from seergate.host.cache import GatedLayer
-from seergate.host.stats import DecodeStats
+from seergate.host.stats import DecodeStats, FixedCounts
 from seergate.methods.base import Step
 from seergate.methods.fixed_step import FixedStep
 
@@ -25,6 +25,7 @@ class FixedLayer(GatedLayer):
 
     Attributes:
         plain: whether only the usual figures are wanted of a step; others (a trace, recall) need the host.
+        counts: where fixed steps are counted; ``None`` if the next single token is not taken in one.
     """
 
     is_compileable = True
@@ -32,7 +33,7 @@ class FixedLayer(GatedLayer):
 
     def _clear(self) -> None:
         self._slots = torch.zeros((), dtype=torch.int64)
-        self._ready = False  # whether the next single token is taken in a fixed step
+        self.counts: FixedCounts | None = None
         super()._clear()
 
     # What the host usually keeps in lists is read back from the tensors where somebody asks for it.
@@ -79,7 +80,13 @@ class FixedLayer(GatedLayer):
 
     def takes(self, new: int) -> bool:
         """Whether so many new tokens will be a fixed step."""
-        return new == 1 and self._ready and self.plain
+        return new == 1 and self.counts is not None and self.plain
+
+    def counted_by(self, stats: DecodeStats) -> bool:
+        """Whether fixed steps would be counted there. Not where the counters are another handle's, or have been made
+        ready for another cache since: then an ordinary step comes first, which settles again.
+        """
+        return stats.layers[self.layer].fixed is self.counts
 
     def settle(self, stats: DecodeStats) -> None:
         """After a step of another kind: give every tensor its final size, so that fixed steps can follow."""
@@ -88,23 +95,22 @@ class FixedLayer(GatedLayer):
         for name in self.state.per_block:
             blocks = capacity // self.block_size
             self.state.grown(name, blocks, limit=blocks)
-        stats.expect_fixed(self.layer, self.keys, self.values, self.block_size, self.state)
-        if self.device.type == "cuda" and not self._ready:
+        self.counts = stats.expect_fixed(self.layer, self.keys, self.values, self.block_size, self.state)
+        if self.device.type == "cuda":
             own = (self.keys, self.values, self.lengths, self._slots, *self.state.rows.values())
-            for tensor in (*own, stats.layers[self.layer].fixed.sums):
+            for tensor in (*own, self.counts.sums):
                 torch._dynamo.mark_static_address(tensor)
-        self._ready = True
 
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
         """See `GatedLayer`."""
         arrival = self.arrival
         if arrival is None or not self.takes(key_states.shape[2]):
-            self._ready = False
+            self.counts = None
             return super().update(key_states, value_states, *args, **kwargs)
         assert self.keys is not None and self.values is not None
         if self.device.type == "cpu" and not torch.compiler.is_compiling() and self.slots == self.static_length:
             self.raise_full(1)
-        self.arrival = None
+        self.arrival, self.decoding = None, True
         q_pre, k_pre = arrival.taps()
         rows = torch.arange(len(key_states), device=self.device)
         self.keys[rows, :, self.lengths] = key_states[:, :, 0].detach().to(self.dtype)

@@ -14,17 +14,18 @@ from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
-import torch
-from torch import Tensor, nn
+from torch import nn
 from transformers import PreTrainedModel
 from transformers.cache_utils import Cache, DynamicLayer, StaticLayer
 
 from seergate.bank import GateBank
 from seergate.config import DecodeConfig
 from seergate.errors import SeergateError
+from seergate.fingerprint import fingerprint
 from seergate.host import families
-from seergate.host.arrival import Arrival
+from seergate.host.arrival import Arrival, valid_tokens
 from seergate.host.attention import ATTENTION_NAME, CALL_KEYWORD, attend, dense_function, register
+from seergate.host.break_even import resolved
 from seergate.host.cache import GatedLayer
 from seergate.host.dense_pass import attend_densely
 from seergate.host.fixed_layer import FixedLayer
@@ -99,11 +100,12 @@ class DecodeBinding:
         new = hidden.shape[1]
         valid = drafted = None
         if not layer.takes(new):  # else no number may be asked for that a compiled step does not know
-            valid = _valid_tokens(kwargs.get("attention_mask"), new, layer.slots)
+            valid = valid_tokens(kwargs.get("attention_mask"), new, layer.slots)
             drafted = self.handle.prompts.drafted(cache, layer.slots, new)
         layer.arrival = Arrival(valid, self.tap.take, kwargs.get("position_ids"), drafted)
         prompt = self.handle.prompts.holds(new)
-        layer.decoding = layer.decoding and not prompt
+        if prompt:
+            layer.decoding = False
         left_over = prompt and new == 1 and isinstance(layer.method, SelectingMethod)
         if self.handle.dense_pass or left_over:
             return args, {**kwargs, CALL_KEYWORD: partial(attend_densely, layer, dense)}
@@ -120,7 +122,7 @@ class DecodeBinding:
         found = layers[self.layer]
         method = self.handle.method
         if isinstance(found, FixedLayer):
-            found.plain = self.handle.plain
+            found.plain = self.handle.plain and found.counted_by(self.handle.stats_)
             if found.takes(1) and found.method is method:
                 return found
         if isinstance(found, GatedLayer) and found.slots > 0:
@@ -152,8 +154,9 @@ class DecodeBinding:
             first = self.handle.bindings[0]
             make = self.handle.pager.layer_class(None if first is self else layers[first.layer])
         elif self.handle.offload is not None:
-            share = self.handle.offload.memory_bytes // len(self.handle.bindings)
-            make = partial(OffloadedLayer, self.handle.offload, share)
+            assert isinstance(method, SelectingMethod)  # `Offload.check` made sure
+            sharers = [binding for binding in self.handle.bindings if binding.layer not in method.rule.dense_layers]
+            make = partial(OffloadedLayer, self.handle.offload, len(sharers))
         elif static_length is not None and method.fixed_shapes and self.handle.correction is None and not shared:
             make = FixedLayer
         layers[self.layer] = make(method, self.layer, self.num_heads, self.rotary, static_length, shared)
@@ -183,10 +186,14 @@ class Handle:
         modules = families.full_attention_modules(model)
         if getattr(model, _HANDLE, None) is not None:
             raise SeergateError("this model has a method attached already; detach it first")
+        for name, given, kind in (("paging", paging, Paging), ("offload", offload, Offload)):
+            if given is not None and not isinstance(given, kind):
+                raise ValueError(f"{name} is {given!r}; it must be a seergate.{kind.__name__} or None")
         paged, attached_method = paging is not None or isinstance(method, ReasonCache), method
         method = method.reading if isinstance(method, ReasonCache) else method
         if isinstance(method, (Gate, GateOnEvictor)):
             _check_gates(model, method.bank)
+        _check_calibration(model, method)
         check_dense_layers(method, families.text_config(model).num_hidden_layers)
         implementation = families.text_config(model)._attn_implementation
         if "flex" in str(implementation):
@@ -194,6 +201,7 @@ class Handle:
                 f"the model's attention is {implementation!r}, whose masks do not tell padding; load it with "
                 'attn_implementation "sdpa", "eager" or "flash_attention_2"'
             )
+        method = resolved(method, model, modules, ordinary_cache=not paged and offload is None)
         self.model, self.method, self.measure_recall = model, method, measure_recall
         self.stats_ = DecodeStats([layer for layer, _ in modules])
         self.bindings: list[DecodeBinding] = []
@@ -262,7 +270,7 @@ class Handle:
 
     def reset_stats(self) -> None:
         """Start counting anew."""
-        self.stats_ = DecodeStats(list(self.stats_.layers))
+        self.stats_ = self.stats_.anew()
         if self.correction is not None:
             self.correction.reset()
         if self.pager is not None:
@@ -385,27 +393,15 @@ def _check_gates(model: PreTrainedModel, bank: GateBank) -> None:
         raise SeergateError(f"these gates are for another model: {'; '.join(problems)}")
 
 
+def _check_calibration(model: PreTrainedModel, method: Method) -> None:
+    if method.calibrated_on is not None and method.calibrated_on != fingerprint(model):
+        raise SeergateError(
+            f"{method.name!r} was calibrated on a model with other weights than this one, or in another dtype; run "
+            "seergate calibrate again"
+        )
+
+
 def _without_cache(tap: families.Tap, dense: Any, module: nn.Module, *args: Any, **kwargs: Any) -> Any:
     """A forward without a cache has nothing to decode from: plain dense attention."""
     tap.take()
     return dense(module, *args, **kwargs)
-
-
-def _valid_tokens(mask: Tensor | None, new: int, slots: int) -> Tensor | None:
-    """Which of the new tokens are real, from the mask that transformers made for this layer.
-
-    Args:
-        mask: ``None``; 2D ``[B, T]`` (flash backends); or 4D ``[B, 1, S, T]``, bool or additive, of which the last
-            query row sees every real token.
-        new: number of new slots.
-        slots: number of slots before them.
-
-    Returns:
-        Bool ``[B, new]``, or ``None`` if all are real.
-    """
-    if mask is None or (new == 1 and slots > 0 and mask.device.type != "cpu"):
-        return None  # reading the mask would make the host wait; a token that is being decoded is real
-    row = mask if mask.ndim == 2 else mask[:, 0, -1]
-    row = row[:, slots : slots + new] if mask.ndim == 4 else row[:, -new:]
-    real = row if row.dtype == torch.bool else (row > 0 if mask.ndim == 2 else row == 0)
-    return None if bool(real.all()) else real

@@ -2,10 +2,10 @@
 
 The slow memory is a file that is mapped into memory, or the host's memory beside a GPU. Only selected blocks are
 fetched; those that the steps before selected are here already (`BlockPool`). Which memory a block is read from changes
-no number, so outputs are those of a cache that is not offloaded.
+no number, nor does when it is fetched, on demand or ahead. So outputs are those of a cache that is not offloaded.
 
-Shape suffixes: B batch, S new tokens, K KV heads, G query heads per KV head, D head dimension, P = B * K pairs, X
-selected blocks.
+Shape suffixes: B batch, S new tokens, K KV heads, G query heads per KV head, D head dimension, P = B * K pairs, N
+blocks, X selected blocks, Y likely blocks.
 """
 
 from __future__ import annotations
@@ -14,17 +14,21 @@ import math
 import tempfile
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any, Literal
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from seergate import ops
 from seergate.config import is_int
 from seergate.errors import SeergateError
+from seergate.host.background import Background
 from seergate.host.block_pool import BlockPool
 from seergate.host.cache import GatedLayer
+from seergate.host.stats import Fetched
 from seergate.methods.base import Method, SelectingMethod, Step
 
 
@@ -41,6 +45,9 @@ class Offload:
             the model is on a GPU.
         folder: where the file is made; the system's temporary folder if ``None``. It should be on a disk: some
             systems keep their temporary folder in memory.
+        ahead: per row and KV head, up to so many further blocks are fetched for the next step while this one goes on:
+            those that score best after the selected ones, into what `memory_bytes` holds beyond one step's blocks. It
+            moves more bytes; docs/decode-engine.md says what it was measured to spare.
 
     Raises:
         ValueError: naming the field, what it is and what it must be.
@@ -49,6 +56,7 @@ class Offload:
     memory_bytes: int
     store: Literal["disk", "host"] = "disk"
     folder: str | Path | None = None
+    ahead: int = 0
 
     def __post_init__(self) -> None:
         if not is_int(self.memory_bytes) or self.memory_bytes < 1:
@@ -57,6 +65,13 @@ class Offload:
             raise ValueError(f'store is {self.store!r}; it must be "disk" or "host"')
         if self.folder is not None and not Path(self.folder).is_dir():
             raise ValueError(f"folder is {str(self.folder)!r}; it must be a folder that exists")
+        if not is_int(self.ahead) or self.ahead < 0:
+            raise ValueError(f"ahead is {self.ahead!r}; it must be 0 or a positive number of blocks")
+
+    @cached_property
+    def background(self) -> Background:
+        """Where blocks are fetched ahead. Its thread starts with the first of them."""
+        return Background()
 
     def check(self, method: Method) -> None:
         """Refuse a method that an offloaded cache is of no use to.
@@ -91,15 +106,15 @@ class OffloadedLayer(GatedLayer):
 
     Args:
         offload: what the user asked for.
-        memory_bytes: this layer's share of the fast memory.
+        sharers: layers that share the fast memory, those that the method leaves dense not counted.
         method, layer, num_heads, rotary, static_length, shared: see `GatedLayer`.
 
     Raises:
         SeergateError: for a static cache.
     """
 
-    def __init__(self, offload: Offload, memory_bytes: int, *args: Any, **kwargs: Any) -> None:
-        self.offload, self.memory_bytes = offload, memory_bytes
+    def __init__(self, offload: Offload, sharers: int, *args: Any, **kwargs: Any) -> None:
+        self.offload, self.sharers = offload, sharers
         super().__init__(*args, **kwargs)
         if self.static_length is not None:
             raise SeergateError("an offloaded cache grows by itself; use a dynamic cache, not a static one")
@@ -124,14 +139,16 @@ class OffloadedLayer(GatedLayer):
         """
         assert self.keys is not None and self.values is not None and isinstance(self.method, SelectingMethod)
         (rows, heads), dims = self.keys.shape[:2], (self.keys.shape[3], self.values.shape[3])
-        each = self.block_size * sum(dims) * self.dtype.itemsize
-        slots, budget = self.memory_bytes // each, self.method.rule.token_budget
-        needed = rows * heads * (budget // self.block_size if budget is not None else 1)
+        each, rule = self.block_size * sum(dims) * self.dtype.itemsize, self.method.rule
+        if self.layer in rule.dense_layers:  # reads past the pool
+            slots = needed = 0
+        else:
+            slots = self.offload.memory_bytes // (each * self.sharers)
+            needed = rows * heads * (rule.token_budget // self.block_size if rule.token_budget is not None else 1)
         if slots < needed:
-            share = self.offload.memory_bytes / self.memory_bytes
             raise SeergateError(
-                f"memory_bytes is {self.offload.memory_bytes}, which is {slots} blocks per layer; a step of {rows} "
-                f"rows reads {needed}, so it must be at least {math.ceil(needed * each * share)}"
+                f"memory_bytes is {self.offload.memory_bytes}, which is {slots} blocks in each of {self.sharers} "
+                f"layers; a step of {rows} rows reads {needed}, so it must be at least {needed * each * self.sharers}"
             )
         self.pool = BlockPool(slots, rows, heads, self.block_size, *dims, self.dtype, self.device)
 
@@ -142,8 +159,9 @@ class OffloadedLayer(GatedLayer):
         return 2 * tokens  # a file that is not written to yet takes no room, and copying one takes time
 
     def _store(self, keys: Tensor, values: Tensor, starts: list[int], counts: list[int]) -> None:
-        super()._store(keys, values, starts, counts)
         assert self.pool is not None
+        self.pool.settle()  # nothing may be written where something is being read
+        super()._store(keys, values, starts, counts)
         if keys.shape[2] == 1 and set(counts) == {1}:
             newest = (x[:, :, 0].detach().to(self.dtype).flatten(0, 1) for x in (keys, values))
             self.pool.put(torch.tensor(starts), *newest)
@@ -152,7 +170,8 @@ class OffloadedLayer(GatedLayer):
             self.pool.forget(row, start, start + count)
 
     def _select_buffers(self, index: Tensor) -> None:
-        assert self.keys is not None and self.values is not None
+        assert self.keys is not None and self.values is not None and self.pool is not None
+        self.pool.settle()
         rows = index.tolist()
         for name in ("keys", "values"):
             old = getattr(self, name)
@@ -163,6 +182,8 @@ class OffloadedLayer(GatedLayer):
         self._new_pool()
 
     def _append_buffers(self, other: GatedLayer) -> None:
+        assert self.pool is not None
+        self.pool.settle()
         self._reserve(max(other.row_lengths))
         for name in ("keys", "values"):
             ours, theirs = getattr(self, name), getattr(other, name)
@@ -183,11 +204,14 @@ class OffloadedLayer(GatedLayer):
         """See `GatedLayer`."""
         assert self.pool is not None and self.keys is not None and self.values is not None
         size, (batch, heads) = self.block_size, self.keys.shape[:2]
-        blocks = (x.view(batch * heads, -1, size * x.shape[3]) for x in (self.keys, self.values))
-        found_PX = self.pool.locate(indices.flatten(0, 1).long().cpu(), *blocks)
+        keys, values = (x.view(batch * heads, -1, size * x.shape[3]) for x in (self.keys, self.values))
+        found_PX = self.pool.locate(indices.flatten(0, 1).long().cpu(), keys, values)
         if found_PX is None:  # more than there is room for: straight from slow memory
             self._blocks_read_past += int((indices >= 0).sum())
             return super().attend_to(step, indices)
+        if self.offload.ahead and step.scores_BKN is not None:
+            likely_BKY = next_best(step.scores_BKN, indices, step.lengths, size, self.offload.ahead)
+            self.pool.fetch_ahead(likely_BKY.flatten(0, 1).cpu(), keys, values, self.offload.background)
         # Every pair is a row of a paged cache that holds its selected blocks only, one after the other.
         slots_PX = found_PX.to(self.device)
         starts_BKX = indices.long() * size
@@ -213,16 +237,47 @@ class OffloadedLayer(GatedLayer):
         ]
         return torch.cat(outputs, dim=1).flatten(1, 2)
 
-    def take_fetched(self, step: Step, everything: bool) -> int:
+    def take_fetched(self, step: Step, everything: bool) -> Fetched:
         """See `GatedLayer`. Where all tokens are read, they are read past the pool."""
         assert self.pool is not None and self.keys is not None
-        blocks, self._blocks_read_past, self.pool.fetched = self._blocks_read_past + self.pool.fetched, 0, 0
+        pool = self.pool
+        blocks, self._blocks_read_past = self._blocks_read_past + pool.fetched, 0
         if everything:
             blocks += sum(-(-end // self.block_size) for end in step.ends) * self.keys.shape[1]
-        return blocks * self.pool.block_bytes
+        ahead, used = pool.ahead, pool.used
+        pool.fetched = pool.ahead = pool.used = 0
+        return Fetched(*(count * pool.block_bytes for count in (blocks, ahead, used)))
 
     @property
     def nbytes(self) -> int:
         """Bytes of fast memory: the pool and the method's state."""
         held = self.pool.nbytes if self.pool is not None else 0
         return held + (self.state.nbytes if self.state is not None else 0)
+
+    def row_bytes(self) -> np.ndarray:
+        """See `GatedLayer`. The pool has a size of its own, which is divided equally."""
+        held = self.pool.nbytes if self.pool is not None else 0
+        return np.full(len(self.row_lengths), held / len(self.row_lengths)) + self._own_state()
+
+
+def next_best(scores_BKN: Tensor, indices_BKX: Tensor, lengths_B: Tensor, block_size: int, count: int) -> Tensor:
+    """The past blocks that score best after those selected, best first: int64 ``[B, K, Y]``, -1 where there are no
+    more. The current block, which is still being written, and later ones are never among them.
+
+    Args:
+        scores_BKN: higher is better; NaN counts as lowest, as in `seergate.ops.select_blocks`.
+        indices_BKX: the selected blocks, -1 where there is none.
+        lengths_B: tokens of each row, the current one included.
+        block_size: tokens per block.
+        count: how many at most.
+    """
+    blocks = scores_BKN.shape[-1]
+    largest = torch.finfo(torch.float32).max
+    scores_BKN = scores_BKN.float().nan_to_num(-largest, largest, -largest)
+    current_B = torch.div(lengths_B - 1, block_size, rounding_mode="floor")
+    blocks_N = torch.arange(blocks, device=scores_BKN.device)
+    out_BKN = (blocks_N >= current_B[:, None, None]).expand_as(scores_BKN).clone()
+    # What is -1 stands for the current block, which is out anyway.
+    out_BKN.scatter_(-1, torch.where(indices_BKX < 0, current_B[:, None, None], indices_BKX).long(), True)
+    best = scores_BKN.masked_fill(out_BKN, -torch.inf).topk(min(count, blocks), dim=-1)
+    return best.indices.masked_fill(best.values == -torch.inf, -1)

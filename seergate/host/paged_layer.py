@@ -13,13 +13,15 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, cast
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from seergate.errors import SeergateError
 from seergate.host.cache import GatedLayer
 from seergate.host.paged import BlockStore, Copies
-from seergate.methods.base import EvictingState, Eviction, Method, SelectingMethod, Step, compact
+from seergate.methods.base import Method, SelectingMethod, Step
+from seergate.methods.evicting import EvictingState, Eviction, compact
 from seergate.methods.paged_step import PagedStep
 from seergate.ops.paging import unpaged
 
@@ -331,9 +333,16 @@ class PagedLayer(GatedLayer):
         """Bytes of the blocks in use, and of the method's state. Free blocks do not count: any row may take them."""
         if self.key_pages is None or self.value_pages is None:
             return 0
-        pages = (self.key_pages, self.value_pages)
-        block = sum(x.shape[1:].numel() * x.element_size() for x in pages)
-        return self.pages.store.physical * block + (self.state.nbytes if self.state is not None else 0)
+        return self.pages.store.physical * self._page_bytes() + (self.state.nbytes if self.state is not None else 0)
+
+    def row_bytes(self) -> np.ndarray:
+        """See `GatedLayer`. A block that a row has several times counts once, one that it shares with others whole."""
+        used = np.array([len(row.table) - row.repeats for row in self.pages.store.rows])
+        return used * self._page_bytes() + self._own_state()
+
+    def _page_bytes(self) -> int:
+        assert self.key_pages is not None and self.value_pages is not None
+        return sum(x.shape[1:].numel() * x.element_size() for x in (self.key_pages, self.value_pages))
 
 
 def _copy(source: Tensor, target: Tensor, copies: Copies) -> None:

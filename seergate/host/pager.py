@@ -13,7 +13,8 @@ from seergate.host.cache import GatedLayer
 from seergate.host.paged import BlockStore
 from seergate.host.paged_layer import CachePages, PagedLayer, Paging
 from seergate.host.sharing import Sharing
-from seergate.methods.base import EvictingMethod, Method
+from seergate.methods.base import Method
+from seergate.methods.evicting import EvictingMethod
 from seergate.methods.reason_cache import ReasonCache
 
 

@@ -2,22 +2,40 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from seergate.methods.base import Eviction, LayerState, Step
+from seergate.methods.base import LayerState, Step
+from seergate.methods.evicting import Eviction
 from seergate.ops import Selection
 
-_FIXED = 5
+_FIXED = 6
+
+RowBytes = Callable[[], Any]
+"""Bytes per row, as an array."""
 
 
 def token_bytes(keys: Tensor, values: Tensor) -> int:
     """What a token takes in one KV head of a cache ``[..., D]``."""
     return keys.shape[-1] * keys.element_size() + values.shape[-1] * values.element_size()
+
+
+class Fetched(NamedTuple):
+    """Bytes of keys and values that came from slow memory.
+
+    Attributes:
+        total: all of them.
+        ahead: of these, fetched before a step had selected them.
+        used: bytes fetched ahead, now or earlier, that were read for the first time.
+    """
+
+    total: int
+    ahead: int
+    used: int
 
 
 @dataclass
@@ -26,15 +44,15 @@ class FixedCounts:
 
     Attributes:
         sums: int64: steps; tokens of all rows; tokens by which selections fall short of whole blocks; tokens and
-            blocks read by steps that selected nothing; then the blocks selected by each KV head.
+            blocks read by steps that selected nothing; bytes read to decide; then the blocks selected by each KV head.
         rows: per step.
-        resident_bytes, scored_bytes: held by the layer, and read to decide, at each step.
+        resident_bytes, state_bytes: held by the layer at each step, and what of it the method remembers.
     """
 
     sums: Tensor
     rows: int
     resident_bytes: int
-    scored_bytes: int
+    state_bytes: int
 
 
 class LayerStats:
@@ -51,7 +69,7 @@ class LayerStats:
         self.resident_sum = self.resident_peak = 0
         self.state_bytes = 0
         self.fixed = FixedCounts(torch.zeros(_FIXED, dtype=torch.int64), 0, 0, 0)
-        self.bytes_fetched: int | None = None  # from slow memory; None if the cache is not offloaded
+        self.fetched: Fetched | None = None  # None if the cache is not offloaded
         self.recall: Tensor | float = 0.0
         self.recall_rows = 0
 
@@ -65,8 +83,17 @@ class DecodeStats:
         self.heads = dict.fromkeys(layers, 1)  # KV heads
         self.bytes_per_token = dict.fromkeys(layers, 0)  # of a key and a value of one KV head
 
-    def saw_prompt(self, layer: int, resident_bytes: int) -> None:
-        """Count what a layer held right after a prompt."""
+    def anew(self) -> DecodeStats:
+        """Counters that start at zero. Steps of fixed shapes that are under way go on, with the tensors they have."""
+        fresh = DecodeStats(list(self.layers))
+        fresh.block_size, fresh.heads, fresh.bytes_per_token = self.block_size, self.heads, self.bytes_per_token
+        for layer, stats in self.layers.items():
+            self._fold(stats)
+            fresh.layers[layer].fixed = stats.fixed
+        return fresh
+
+    def saw_prompt(self, layer: int, resident_bytes: int, row_bytes: RowBytes) -> None:
+        """Count what a layer held right after a prompt. ``row_bytes`` as in `record`."""
         stats = self.layers[layer]
         stats.resident_peak = max(stats.resident_peak, resident_bytes)
 
@@ -80,6 +107,7 @@ class DecodeStats:
         block_size: int,
         score_bytes: Sequence[int],
         resident_bytes: int,
+        row_bytes: RowBytes,
     ) -> None:
         """Count one decode step.
 
@@ -92,6 +120,7 @@ class DecodeStats:
             block_size: tokens per block.
             score_bytes: per row, read to decide.
             resident_bytes: held by the layer.
+            row_bytes: says what each row would hold alone. Only what counts rows asks.
         """
         stats = self.layers[layer]
         keys, values, _ = step.stored
@@ -111,8 +140,14 @@ class DecodeStats:
         stats.resident_sum += resident_bytes
         stats.resident_peak = max(stats.resident_peak, resident_bytes)
 
-    def expect_fixed(self, layer: int, keys: Tensor, values: Tensor, block_size: int, state: LayerState) -> None:
-        """Get ready for steps of fixed shapes on this cache ``[B, K, C, D]``: a compiler must see no new tensors."""
+    def expect_fixed(
+        self, layer: int, keys: Tensor, values: Tensor, block_size: int, state: LayerState
+    ) -> FixedCounts:
+        """Get ready for steps of fixed shapes on this cache ``[B, K, C, D]``: a compiler must see no new tensors.
+
+        Returns:
+            Where these steps are counted, as long as the layer's ``fixed`` is this very object.
+        """
         stats, heads = self.layers[layer], keys.shape[1]
         self._fold(stats)
         self.block_size, self.heads[layer] = block_size, heads
@@ -120,13 +155,15 @@ class DecodeStats:
         sums = stats.fixed.sums
         if len(sums) != _FIXED + heads or sums.device != keys.device:
             sums = torch.zeros(_FIXED + heads, dtype=torch.int64, device=keys.device)
-        scored = sum(state.rows[name].nbytes for name in state.per_block)
         held = keys.nbytes + values.nbytes + state.nbytes
-        stats.fixed = FixedCounts(sums, len(keys), held, scored)
+        stats.fixed = FixedCounts(sums, len(keys), held, state.nbytes)
         stats.resident_peak, stats.state_bytes = max(stats.resident_peak, held), max(stats.state_bytes, state.nbytes)
+        return stats.fixed
 
-    def record_fixed(self, layer: int, step: Step, selection: Selection | None) -> None:
-        """Count one decode step of fixed shapes, without the host."""
+    def record_fixed(self, layer: int, step: Step, selection: Selection | None, score_bytes_B: Tensor | None) -> None:
+        """Count one decode step of fixed shapes, without the host. ``score_bytes_B`` as in `record`, if there is a
+        selection.
+        """
         lengths, sums = step.lengths, self.layers[layer].fixed.sums
         sums[0] += 1
         sums[1] += lengths.sum()
@@ -135,13 +172,15 @@ class DecodeStats:
             sums[4] += torch.div(lengths + self.block_size - 1, self.block_size, rounding_mode="floor").sum()
         else:
             sums[2] += (-lengths % self.block_size).sum()
+            assert score_bytes_B is not None
+            sums[5] += score_bytes_B.sum()
             sums[_FIXED:] += selection.counts.sum(0)
 
     @staticmethod
     def _fold(stats: LayerStats) -> None:
         """Add what was counted on the device to the other figures."""
         fixed = stats.fixed
-        steps, tokens, missing, read, blocks, *selected = fixed.sums.tolist()
+        steps, tokens, missing, read, blocks, scored, *selected = fixed.sums.tolist()
         if not steps:
             return
         fixed.sums.zero_()
@@ -152,18 +191,20 @@ class DecodeStats:
         stats.missing_tokens += missing
         stats.tokens_read += read
         stats.dense_blocks += blocks
-        stats.bytes_scored += steps * fixed.scored_bytes
+        stats.bytes_scored += scored
         stats.resident_sum += steps * fixed.resident_bytes
+        stats.resident_peak = max(stats.resident_peak, fixed.resident_bytes)
+        stats.state_bytes = max(stats.state_bytes, fixed.state_bytes)
         stats.selected_blocks = stats.selected_blocks + torch.tensor(selected, device=fixed.sums.device)
 
     def remembers(self, layer: int, state_bytes: int) -> None:
         """Take note of how many bytes a layer's method remembers beside keys and values."""
         self.layers[layer].state_bytes = max(self.layers[layer].state_bytes, state_bytes)
 
-    def fetched(self, layer: int, count: int) -> None:
-        """Count the bytes of keys and values that a step of an offloaded cache brought from slow memory."""
+    def fetched(self, layer: int, fetched: Fetched) -> None:
+        """Count what a step of an offloaded cache brought from slow memory."""
         stats = self.layers[layer]
-        stats.bytes_fetched = (stats.bytes_fetched or 0) + count
+        stats.fetched = Fetched(*map(sum, zip(stats.fetched or (0, 0, 0), fetched, strict=True)))
 
     def evicted(self, layer: int, step: Step, eviction: Eviction) -> None:
         """Take note of what leaves after a step. Nothing is counted here; a subclass may want to know."""
@@ -201,8 +242,10 @@ class DecodeStats:
             ``resident_bytes_mean`` and ``resident_bytes_peak`` (keys, values and state, all layers, as allocated);
             ``state_bytes`` (of these, what the method remembers: compressed keys, pooling state; the most there were);
             ``blocks_per_head`` and ``tokens_per_head`` (mean read per row and step, layers by KV heads);
-            ``density_per_head`` (tokens read per token seen, layers by KV heads); ``bytes_fetched_per_step``
-            (from slow memory, all layers and rows) if the cache is offloaded; ``recall_per_layer`` if measured.
+            ``density_per_head`` (tokens read per token seen, layers by KV heads); if the cache is offloaded,
+            ``bytes_fetched_per_step`` (from slow memory, all layers and rows), of which
+            ``bytes_fetched_ahead_per_step`` before they were selected, and ``fetched_ahead_used`` (the share of these
+            that was read later; ``None`` if there were none); ``recall_per_layer`` if measured.
         """
         for stats in self.layers.values():
             self._fold(stats)
@@ -235,9 +278,12 @@ class DecodeStats:
             "blocks_per_head": blocks_per_head,
             "tokens_per_head": tokens_per_head,
         }
-        fetched = [stats.bytes_fetched / stats.steps for stats in ran.values() if stats.bytes_fetched is not None]
+        fetched = [(stats.fetched, stats.steps) for stats in ran.values() if stats.fetched is not None]
         if fetched:
-            summary["bytes_fetched_per_step"] = sum(fetched)
+            total, ahead, used = (sum(x[i] / steps for x, steps in fetched) for i in range(3))
+            summary["bytes_fetched_per_step"] = total
+            summary["bytes_fetched_ahead_per_step"] = ahead
+            summary["fetched_ahead_used"] = used / ahead if ahead else None
         if any(stats.recall_rows for stats in ran.values()):
             summary["recall_per_layer"] = [
                 float(stats.recall) / stats.recall_rows if stats.recall_rows else None for stats in ran.values()

@@ -25,8 +25,9 @@ from typing import Any
 
 import numpy as np
 
+from seergate.config import is_int
 from seergate.errors import SeergateError
-from seergate.host.stats import DecodeStats
+from seergate.host.stats import DecodeStats, RowBytes
 from seergate.methods.base import Step
 from seergate.ops import Selection
 
@@ -44,15 +45,15 @@ class Trace:
 
     Raises:
         SeergateError: if the file cannot be written.
-        ValueError: if ``every`` is not positive.
+        ValueError: if ``every`` is not a positive whole number.
     """
 
     def __init__(self, path: str | os.PathLike[str], about: dict[str, Any], every: int = 1) -> None:
         import pyarrow as pa
         import pyarrow.parquet as pq
 
-        if every < 1:
-            raise ValueError(f"every is {every!r}; it must be a positive number of steps")
+        if not is_int(every) or every < 1:
+            raise ValueError(f"every is {every!r}; it must be a positive whole number of steps")
         self.every, self.steps = every, defaultdict[int, int](int)
         whole = ("step", "layer", "row", "head", "position")
         fields = [pa.field(name, pa.int32(), nullable=False) for name in whole]
@@ -160,7 +161,8 @@ class TracedStats:
         block_size: int,
         score_bytes: Sequence[int],
         resident_bytes: int,
+        row_bytes: RowBytes,
     ) -> None:
         """See `DecodeStats`."""
-        self._inner.record(layer, step, seen, read, selection, block_size, score_bytes, resident_bytes)
+        self._inner.record(layer, step, seen, read, selection, block_size, score_bytes, resident_bytes, row_bytes)
         self._trace.record(layer, step, seen, read, selection, block_size, self._inner.heads[layer])

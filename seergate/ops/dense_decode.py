@@ -36,8 +36,7 @@ def dense_decode(
         sinks: ``[H]`` attention-sink logits, which enter the softmax's denominator (GPT-OSS).
         softcap: scores become ``softcap * tanh(score / softcap)`` (Gemma 2).
         page_table: int ``[B, P]``, as in `sparse_decode`; pages may have any length. Triton reads them in place. The
-            torch backend gathers one row's pages at a time on a CPU, and all of them elsewhere or with sinks or a
-            softcap.
+            torch backend gathers one row's pages at a time on a CPU, and all of them elsewhere.
 
     Returns:
         ``[B, H, dv]`` in the dtype of ``q``.

@@ -10,6 +10,7 @@ import seergate
 from seergate import DecodeConfig, GateBank, GateConfig, SeergateError, methods
 from seergate.host.cache import GatedLayer
 from tests.host.reasoning import Words
+from tests.methods.evictors import GROUPS, model_of
 from tests.models import left_padded, prompt, tiny_model
 
 BLOCK = 8
@@ -92,6 +93,27 @@ def test_a_row_is_the_same_alone_and_in_any_batch(family, name):
         alone, alone_logits = tokens(model, method, {"input_ids": row}, new=24)
         assert torch.equal(alone[0], together[i])
         torch.testing.assert_close(alone_logits[0], logits[i], rtol=2e-4, atol=2e-4)
+
+
+@pytest.mark.parametrize("group", GROUPS)
+@pytest.mark.parametrize("name", METHODS)
+def test_groups_of_any_size(name, group):
+    """With a budget for everything the plain model, with a small one a row alone as in a batch, for 1, 4 and 5 query
+    heads per KV head.
+    """
+    model = model_of(group, num_hidden_layers=1)
+    rows = [prompt(length, length) for length in (5, 40, 17)]
+    batch = left_padded(rows)
+    plain = model.generate(**batch, max_new_tokens=12, return_dict_in_generate=True, output_logits=True)
+    _, logits = tokens(model, pick(model, name, 4096), batch, new=12)
+    torch.testing.assert_close(logits, torch.stack(plain.logits, 1), rtol=2e-4, atol=2e-4)
+    method = pick(model, name, 2 * BLOCK)
+    together, logits = tokens(model, method, batch, new=12)
+    for i, row in enumerate(rows):
+        alone, alone_logits = tokens(model, method, {"input_ids": row}, new=12)
+        assert torch.equal(alone[0], together[i])
+        torch.testing.assert_close(alone_logits[0], logits[i], rtol=2e-4, atol=2e-4)
+    assert name == "dense" or (logits - torch.stack(plain.logits, 1)).abs().max() > 1e-2, "it must be sparse"
 
 
 @pytest.mark.parametrize("name", [name for name in METHODS if name != "dense"])

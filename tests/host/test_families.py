@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
+
 import pytest
 import torch
 
+import seergate
 from seergate import GateBank, GateConfig, SeergateError
 from seergate.host import families
 from seergate.host.rope import modeling_module
@@ -137,6 +140,20 @@ def test_mla_is_refused_with_the_reason():
 def test_a_model_of_sliding_windows_only_is_refused():
     with pytest.raises(SeergateError, match="no layer of this mistral model has full attention"):
         GateBank.for_model(tiny_model("mistral", sliding_window=16))
+
+
+def test_a_tensor_parallel_model_is_refused():
+    """`_tp_size` is what transformers' loader sets when it splits the projections."""
+    model = tiny_model("qwen3")
+    bank = GateBank.for_model(model)
+    for size, refused in ((None, False), (1, False), (2, True)):
+        model._tp_size = size
+        for attempt in (lambda: seergate.attach(model, "dense").detach(), lambda: GateBank.for_model(model)):
+            with pytest.raises(SeergateError, match="split over 2 devices") if refused else nullcontext():
+                attempt()
+    with pytest.raises(SeergateError, match="load it without tp_plan"):
+        seergate.attach(model, bank, token_budget=64)
+    assert not hasattr(model, "_seergate_handle")
 
 
 def test_gate_frequencies_are_the_models_own_at_its_width_and_plain_at_another():

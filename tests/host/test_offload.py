@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import random
+
 import pytest
 import torch
 from transformers import DynamicCache, StaticCache
@@ -16,6 +18,7 @@ from tests.host.test_decode import BLOCK, gates
 from tests.models import left_padded, prompt, tiny_model
 
 STORES = pytest.mark.parametrize("store", ["disk", "host"])
+AHEAD = (0, 3)
 HEADS, DIM, LAYERS = 2, 16, 2
 BLOCK_BYTES = 2 * BLOCK * DIM * 4
 """Of one KV head, keys and values, in float32."""
@@ -35,7 +38,7 @@ def run(model, method, inputs, new=20, offload=None, **options):
 def selecting(model, **options):
     return [
         methods.Gate(bank=gates(model, gate_dim=model.get_decoder().layers[-1].self_attn.head_dim), **options),
-        methods.Quest(block_size=BLOCK, dense_layers=(), **options),
+        methods.Quest(block_size=BLOCK, **{"dense_layers": ()} | options),
         methods.Oracle(block_size=BLOCK, **options),
     ]
 
@@ -47,12 +50,23 @@ def test_outputs_are_those_of_a_cache_in_memory(family, store):
     heads = model.config.num_key_value_heads
     for inputs in ({"input_ids": prompt(61)}, left_padded([prompt(50, 1), prompt(23, 2), prompt(7, 3)])):
         rows = len(inputs["input_ids"])
-        offload = Offload(room_for(rows * heads * 4), store)  # a step reads 3 blocks
         for method in selecting(model, token_budget=3 * BLOCK)[: 3 if family == "qwen3" else 1]:
             want, logits, _, _ = run(model, method, inputs)
-            for _ in range(2):  # the second run must find no trace of the first
-                found, offloaded, _, _ = run(model, method, inputs, offload=offload)
+            for ahead in AHEAD:  # the second run must find no trace of the first
+                offload = Offload(room_for(rows * heads * 4), store, ahead=ahead)  # a step reads 3 blocks
+                found, offloaded, stats, _ = run(model, method, inputs, offload=offload)
                 assert torch.equal(found, want) and torch.equal(offloaded, logits)
+                assert (stats["bytes_fetched_ahead_per_step"] > 0) == (ahead > 0)
+
+
+def test_the_open_block_of_a_short_row_is_kept_up_when_the_cache_grows():
+    """The longest row then writes to a block that no step has asked for yet, the others to blocks that are here."""
+    model = tiny_model("qwen3")
+    inputs = left_padded([prompt(20, 1), prompt(7, 2)])
+    method = selecting(model, token_budget=2 * BLOCK)[0]
+    want, logits, _, _ = run(model, method, inputs, new=90)
+    found, offloaded, _, _ = run(model, method, inputs, new=90, offload=Offload(room_for(40)))
+    assert torch.equal(found, want) and torch.equal(offloaded, logits)
 
 
 @pytest.mark.parametrize("options", [{"threshold": 0.02}, {"top_p": 0.9}], ids=str)
@@ -61,8 +75,9 @@ def test_steps_that_read_more_than_the_pool_holds(options):
     inputs = left_padded([prompt(90, 1), prompt(23, 2)])
     for method in selecting(model, **options):
         want, logits, _, _ = run(model, method, inputs, new=12)
-        for blocks in (2 * HEADS, 600):
-            found, offloaded, _, _ = run(model, method, inputs, new=12, offload=Offload(room_for(blocks)))
+        for blocks, ahead in ((2 * HEADS, 3), (600, 0), (600, 3)):
+            offload = Offload(room_for(blocks), ahead=ahead)
+            found, offloaded, _, _ = run(model, method, inputs, new=12, offload=offload)
             assert torch.equal(found, want) and torch.equal(offloaded, logits)
 
 
@@ -123,7 +138,7 @@ def test_cache_operations():
     batch, drafts = left_padded([prompt(40, 1), prompt(23, 2)]), prompt(30, 3).expand(2, -1)
     method = methods.Gate(bank=gates(model), token_budget=2 * BLOCK)
     results = []
-    for offload in (None, Offload(room_for(HEADS * 8))):
+    for offload in (None, *(Offload(room_for(HEADS * 8), ahead=ahead) for ahead in AHEAD)):
         with seergate.attached(model, method, offload=offload):
             cache, mask, at, logits = DynamicCache(), batch["attention_mask"], 0, []
             model(**batch, past_key_values=cache)
@@ -144,7 +159,7 @@ def test_cache_operations():
                     cache.reorder_cache(torch.tensor([1, 0]))
                     mask = mask[[1, 0]]
             results.append(torch.cat(logits, 1))
-    assert torch.equal(*results)
+    assert all(torch.equal(found, results[0]) for found in results[1:])
 
 
 def test_rows_that_join_and_leave():
@@ -152,7 +167,7 @@ def test_rows_that_join_and_leave():
     model = tiny_model("qwen3")
     method = methods.Gate(bank=gates(model), token_budget=2 * BLOCK)
     results = []
-    for offload in (None, Offload(room_for(2 * HEADS * 4))):
+    for offload in (None, *(Offload(room_for(2 * HEADS * 4), ahead=ahead) for ahead in AHEAD)):
         with seergate.attached(model, method, offload=offload):
             cache, arriving = DynamicCache(), DynamicCache()
             model(input_ids=prompt(30, 1), past_key_values=cache)
@@ -173,13 +188,83 @@ def test_rows_that_join_and_leave():
                 )
                 logits.append(out.logits[-1:])
             results.append(torch.cat(logits, 1))
-    assert torch.equal(*results)
+    assert all(torch.equal(found, results[0]) for found in results[1:])
+
+
+def check_pools(cache):
+    """What a pool says it holds is what slow memory holds, to the last bit; where it holds nothing, it is poisoned."""
+    for layer in cache.layers:
+        pool = layer.pool
+        pool.settle()
+        stored = [x.flatten(0, 1).unflatten(1, (-1, BLOCK)) for x in (layer.keys, layer.values)]
+        held = 0
+        for slot, owner in enumerate(pool._owner.tolist()):
+            if owner < 0:
+                pool.keys[slot], pool.values[slot] = torch.nan, torch.nan
+                continue
+            pair, block = divmod(owner, pool._slot_of.shape[1])
+            assert pool._slot_of[pair, block] == slot
+            assert torch.equal(pool.keys[slot, 0], stored[0][pair, block])
+            assert torch.equal(pool.values[slot, 0], stored[1][pair, block])
+            held += 1
+        assert held == int((pool._slot_of >= 0).sum())
+
+
+def live(model, draw):
+    """One to four rows, to which everything may happen that happens to a cache; the logits."""
+    cache, logits = DynamicCache(), []
+
+    def forward(ids, mask):
+        positions = (mask.cumsum(1) - 1).clamp(min=0)[:, -ids.shape[1] :]
+        out = model(input_ids=ids, attention_mask=mask, position_ids=positions, past_key_values=cache)
+        logits.append(out.logits[:, -1])
+        if isinstance(cache.layers[0], OffloadedLayer):
+            check_pools(cache)
+
+    def tokens(rows, count):
+        return torch.tensor([[draw.randrange(3, 128) for _ in range(count)] for _ in range(rows)])
+
+    batch = left_padded([tokens(1, draw.randint(1, 110)) for _ in range(draw.choice((1, 1, 2, 4)))])
+    mask = batch["attention_mask"]
+    forward(batch["input_ids"], mask)
+    for _ in range(9):
+        event = draw.choice(("decode", "decode", "decode", "verify", "crop", "rows"))
+        if event in ("decode", "verify"):
+            for width in [1] * draw.randint(1, 7) if event == "decode" else [draw.randint(2, 6)]:
+                mask = torch.cat((mask, mask.new_ones(len(mask), width)), 1)
+                forward(tokens(len(mask), width), mask)
+        elif event == "crop":
+            count = min(draw.choice((1, 3, 9, 20, 40)), int(mask.sum(1).min()) - 1)
+            if count > 0:
+                cache.crop(-count)
+                mask = mask[:, :-count]
+        else:
+            index = [draw.randrange(len(mask)) for _ in range(draw.randint(1, 4))]
+            cache.reorder_cache(torch.tensor(index))
+            mask = mask[index]
+    return logits
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_random_requests(seed):
+    """Whatever is fetched ahead, logits are those of a cache in memory, and pools hold what they say."""
+    draw = random.Random(seed)
+    model = tiny_model("qwen3", seed=seed)
+    options = draw.choice(({"token_budget": 2 * BLOCK}, {"token_budget": 2 * BLOCK}, {"top_p": 0.8}))
+    for method in selecting(model, **options)[:2]:
+        runs, script = [], draw.randrange(10**6)
+        for offload in (None, *(Offload(room_for(4 * HEADS * 2 + 3), ahead=ahead) for ahead in AHEAD)):
+            with torch.no_grad(), seergate.attached(model, method, offload=offload) as handle:
+                runs.append(live(model, random.Random(script)))
+        assert handle.stats()["bytes_fetched_ahead_per_step"] > 0
+        for found in runs[1:]:
+            assert all(torch.equal(*pair) for pair in zip(found, runs[0], strict=True))
 
 
 def test_beams_and_chunked_prompts():
     model = tiny_model("qwen3")
     method = methods.Gate(bank=gates(model), token_budget=2 * BLOCK)
-    offload = Offload(room_for(3 * HEADS * 4))
+    offload = Offload(room_for(3 * HEADS * 4), ahead=3)
     for options in ({"num_beams": 3}, {"prefill_chunk_size": 16}):
         want = run(model, method, {"input_ids": prompt(50)}, 12, **options)[0]
         assert torch.equal(run(model, method, {"input_ids": prompt(50)}, 12, offload, **options)[0], want)
@@ -194,6 +279,16 @@ def test_a_model_is_loaded_with_its_cache_offloaded():
     assert seergate.handle_of(model).stats()["bytes_fetched_per_step"] > 0
 
 
+def test_a_dense_layer_has_no_share_of_the_memory():
+    model = tiny_model("qwen3")
+    inputs, method = {"input_ids": prompt(61)}, selecting(model, token_budget=3 * BLOCK, dense_layers=(0,))[0]
+    want, logits, _, _ = run(model, method, inputs)
+    room = HEADS * 3 * BLOCK_BYTES  # for a step of one layer
+    found, offloaded, stats, _ = run(model, method, inputs, offload=Offload(room))
+    assert torch.equal(found, want) and torch.equal(offloaded, logits)
+    assert stats["bytes_fetched_per_step"] > 0
+
+
 def test_refusals():
     model = tiny_model("qwen3")
     bank = gates(model)
@@ -203,6 +298,17 @@ def test_refusals():
         Offload(1, "tape")
     with pytest.raises(ValueError, match="folder is '/nowhere'; it must be a folder that exists"):
         Offload(1, folder="/nowhere")
+    for ahead in (-1, True, 0.5):
+        with pytest.raises(ValueError, match=f"ahead is {ahead}; it must be 0 or a positive number of blocks"):
+            Offload(1, ahead=ahead)
+    for name, given in (("offload", "disk"), ("offload", 10**9), ("paging", True)):
+        with pytest.raises(ValueError, match=f"{name} is {given!r}; it must be a seergate.{name.title()} or None"):
+            seergate.attach(model, bank, **{name: given})
+    with (
+        seergate.attached(model, bank, token_budget=4 * BLOCK, offload=Offload(1)),
+        pytest.raises(SeergateError, match="memory_bytes is 1, which is 0 blocks in each of 2 layers"),
+    ):
+        model.generate(prompt(20), max_new_tokens=2)
     with pytest.raises(SeergateError, match="'h2o' cannot be offloaded"):
         seergate.attach(model, "h2o", offload=Offload(10**6))
     with pytest.raises(SeergateError, match="do without offload"):

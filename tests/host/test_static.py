@@ -15,7 +15,15 @@ from seergate.methods.fixed_step import FixedStep
 from tests.host.test_decode import BLOCK, gates
 from tests.models import left_padded, prompt, tiny_model
 
-FIGURES = ("steps", "density", "density_per_layer", "blocks_per_head", "tokens_per_head", "resident_tokens_per_layer")
+FIGURES = (
+    *("steps", "density", "density_per_layer", "blocks_per_head", "tokens_per_head", "resident_tokens_per_layer"),
+    *("bytes_read_per_step", "bytes_scored_per_step", "bytes_dense_per_step"),
+)
+
+
+def same_figures(got, want):
+    for figure in FIGURES:
+        torch.testing.assert_close(torch.tensor(got[figure]), torch.tensor(want[figure]), msg=figure)
 
 
 def compiled(backend: str) -> CompileConfig:
@@ -55,8 +63,7 @@ def test_steps_of_fixed_shapes_are_ordinary_steps(family):
             (want, logits, figures), (got, static_logits, static_figures) = runs
             assert torch.equal(got, want), name
             torch.testing.assert_close(static_logits, logits, rtol=2e-4, atol=2e-4)
-            for figure in FIGURES:
-                torch.testing.assert_close(torch.tensor(static_figures[figure]), torch.tensor(figures[figure]))
+            same_figures(static_figures, figures)
 
 
 def test_single_tokens_are_really_decoded_in_fixed_steps(monkeypatch):
@@ -93,6 +100,93 @@ def test_a_covering_budget_is_the_plain_model_on_every_kind_of_cache():
                     assert torch.equal(each.generate(**inputs, max_new_tokens=14, **options), tokens), options
 
 
+@pytest.mark.parametrize("name", ["gate", "quest", "dense"])
+def test_counters_that_change_under_a_static_cache(name):
+    """Reset, another handle, another cache of the same handle in between: tokens and figures of a dynamic cache."""
+    model = tiny_model("qwen3")
+    method, ids = choices(model)[name], prompt(60, 3)
+    runs = []
+    with torch.no_grad():
+        for make in (DynamicCache, lambda: StaticCache(model.config, max_cache_len=70)):
+            cache, other, logits, figures = make(), make(), [], []
+
+            def take(rows, new, tokens, logits=logits):
+                logits.append(model(input_ids=ids[:, :new].expand(rows, -1), past_key_values=tokens).logits[:, -1])
+
+            with seergate.attached(model, method) as handle:
+                for _ in range(2):
+                    take(1, 29, cache)
+                    for _ in range(3):
+                        take(1, 1, cache)
+                    figures.append(handle.stats())
+                    handle.reset_stats()
+                    for _ in range(2):
+                        take(1, 1, cache)
+                    figures.append(handle.stats())
+                    if cache.layers[0].static_length is not None:
+                        cache.reset()
+                    else:
+                        cache = make()
+                take(1, 29, cache)
+                take(2, 13, other)
+                for rows, tokens in ((1, cache), (2, other), (2, other), (1, cache), (1, cache)):
+                    take(rows, 1, tokens)
+                figures.append(handle.stats())
+            with seergate.attached(model, method) as again:
+                for _ in range(3):
+                    take(1, 1, cache)
+            runs.append((logits, [*figures, handle.stats(), again.stats()]))
+            assert again.stats()["steps"] == 3
+    for got, want in zip(runs[1][0], runs[0][0], strict=True):
+        torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-4)
+    for got, want in zip(runs[1][1], runs[0][1], strict=True):
+        same_figures(got, want)
+
+
+def test_steps_stay_fixed_when_figures_are_reset(monkeypatch):
+    model, seen = tiny_model("qwen3"), []
+    original = GatedLayer.attend_to
+    monkeypatch.setattr(
+        GatedLayer, "attend_to", lambda layer, step, indices: seen.append(type(step)) or original(layer, step, indices)
+    )
+    cache = StaticCache(model.config, max_cache_len=40)
+    with torch.no_grad(), seergate.attached(model, choices(model)["gate"]) as handle:
+        model(input_ids=prompt(29), past_key_values=cache)
+        handle.reset_stats()
+        model(input_ids=prompt(1), past_key_values=cache)
+        memory = handle.stats()
+        assert memory["state_bytes"] > 0 and memory["resident_bytes_peak"] == memory["resident_bytes_mean"]
+    assert seen == [FixedStep] * 2
+
+
+def test_generate_goes_on_with_a_static_cache_under_another_handle():
+    """Eagerly and compiled; counters that are reset while it runs do not end the graph."""
+    model = tiny_model("qwen3")
+    method, first = choices(model)["gate"], prompt(29)
+    torch._dynamo.reset()
+    counters.clear()
+
+    def run(cache, **options):
+        with seergate.attached(model, method):
+            half = model.generate(first, max_new_tokens=8, past_key_values=cache, **options)
+        with seergate.attached(model, method) as handle:
+
+            def reset(ids, scores, **_):
+                if ids.shape[1] == 29 + 8 + 4:
+                    handle.reset_stats()
+                return False
+
+            whole = model.generate(half, max_new_tokens=9, past_key_values=cache, stopping_criteria=[reset], **options)
+            return whole, handle.stats()
+
+    want, figures = run(DynamicCache())
+    for options in ({}, {"compile_config": compiled("eager")}):
+        got, static_figures = run(StaticCache(model.config, max_cache_len=60), **options)
+        assert torch.equal(got, want), options
+        same_figures(static_figures, figures)
+    assert counters["stats"]["unique_graphs"] == 1 and not counters["graph_break"]
+
+
 def test_generate_compiles_a_step_as_one_graph_without_breaks():
     """One graph serves every step, both banks of gates and a second handle; outputs and figures are the eager ones."""
     model = tiny_model("qwen3")
@@ -108,8 +202,7 @@ def test_generate_compiles_a_step_as_one_graph_without_breaks():
                 options = {"cache_implementation": "static", "compile_config": compiled("eager")}
                 got, figures = model.generate(**inputs, max_new_tokens=14, **options), handle.stats()
             assert torch.equal(got, want)
-            for figure in FIGURES:
-                torch.testing.assert_close(torch.tensor(figures[figure]), torch.tensor(eager[figure]))
+            same_figures(figures, eager)
             sequences.append(got)
     assert torch.equal(sequences[0], sequences[1]) and not torch.equal(sequences[0], sequences[2])
     assert counters["stats"]["unique_graphs"] == 1 and not counters["graph_break"]
@@ -147,7 +240,7 @@ def test_cache_operations():
             model(**batch, past_key_values=cache)
             for size, crop, reorder in (
                 *((1, 0, False), (1, 0, False), (1, 2, False), (1, 0, True), (1, 0, False)),
-                *((40, 0, False), (1, 0, False), (1, 1, False), (1, 0, False)),
+                *((40, 0, False), (1, 0, False), (3, 0, False), (1, 1, False), (1, 0, False)),
             ):
                 mask = torch.cat((mask, torch.ones(2, size, dtype=mask.dtype)), 1)
                 positions = (mask.cumsum(1) - 1)[:, -size:]

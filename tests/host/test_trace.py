@@ -97,8 +97,9 @@ def test_only_some_steps_and_only_while_it_lasts(tmp_path):
         assert len(lines_of(path)) == 4, "what was read before an error is kept"
         with pytest.raises(SeergateError, match="cannot be written"), handle.traced(tmp_path / "nowhere" / "x"):
             pass
-        with pytest.raises(ValueError, match="every is 0"), handle.traced(path, every=0):
-            pass
+        for every in (0, 1.5, True):
+            with pytest.raises(ValueError, match=f"every is {every}; it must be a positive whole number of steps"):
+                handle.traced(path, every=every).__enter__()
         assert handle.recorder is handle.stats_
 
 

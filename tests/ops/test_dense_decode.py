@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from seergate import ops
 from seergate.ops import reference
 from tests.ops.helpers import relative
+from tests.ops.test_memory import peak_bytes
 from tests.ops.test_sparse_decode import TOLERANCE, cache
 
 
@@ -38,6 +39,28 @@ def test_against_the_reference(lengths, group, kv_heads, dtype, extras):
     expected = reference.dense_decode(q.double(), k.double(), v.double(), held, 0.3, **options)
     assert found.dtype == dtype
     assert relative(found, expected) < TOLERANCE[dtype]
+
+
+@pytest.mark.plain_empty
+@pytest.mark.parametrize("compiled", [False, True])
+@pytest.mark.parametrize("extras", [(), ("sinks",), ("softcap",), ("sinks", "softcap")])
+def test_rows_of_different_lengths_are_not_copied(extras, compiled):
+    """Neither cleared nor masked; also as one node of a compiled graph, in which nobody may look at the lengths."""
+    q, k, v = cache(batch=3, kv_heads=2, group=4, value_dim=24, dtype=torch.float32)
+    k, v = (torch.nn.functional.pad(x, (0, 0, 0, 2000), value=math.nan) for x in (k, v))
+    lengths = torch.tensor([48, 5, 17])
+    options = {"sinks": torch.randn(q.shape[1]), "softcap": 2.0}
+    options = {name: value for name, value in options.items() if name in extras}
+    run = torch.compile(ops.dense_decode, fullgraph=True, backend="aot_eager") if compiled else ops.dense_decode
+    expected = reference.dense_decode(q.double(), k.double(), v.double(), lengths, 0.3, **options)
+    assert relative(run(q, k, v, lengths, 0.3, **options), expected) < TOLERANCE[torch.float32]
+    assert peak_bytes(lambda: run(q, k, v, lengths, 0.3, **options)) < k.nbytes / 10
+
+
+def test_the_node_of_a_compiled_graph_is_registered_rightly():
+    q, k, v = cache(batch=2, kv_heads=2, group=4, value_dim=24, dtype=torch.float32)
+    given = (q, k, v, torch.tensor([48, 5]), 0.3, torch.randn(q.shape[1]), 2.0, None)
+    torch.library.opcheck(torch.ops.seergate.dense_decode_by_row.default, given)
 
 
 def test_by_hand():
