@@ -16,7 +16,8 @@ from seergate.report.load import Sweep, load_sweeps
 
 KEPT = (
     *("accuracy", "accuracy_se", "n_problems", "mean_prompt_tokens", "mean_tokens", "truncation_rate", "density"),
-    *("bytes_read_per_step", "resident_bytes_mean", "resident_bytes_peak", "tokens_per_second"),
+    *("bytes_read_per_step", "own_bytes_mean", "own_bytes_peak", "resident_bytes_mean", "resident_bytes_peak"),
+    "tokens_per_second",
     *("recall", "next_token_kl"),
 )
 

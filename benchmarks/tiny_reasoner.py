@@ -3,7 +3,8 @@
     python benchmarks/tiny_reasoner.py
 
 1. `lengths`: dense attention on problems of every size, from the shortest to the largest it was made for.
-2. `medium` and `largest`: oracle, gates, Quest and StreamingLLM at budgets that go from too small to enough.
+2. `medium`: oracle, gates, Quest and StreamingLLM at budgets that go from too small to enough.
+3. `largest`: the same on problems of the largest size, if ``--largest-budgets`` are given.
 
 All settings of a part answer the same problems. ``gate_minus_this`` is the difference of the accuracies on them, with
 its standard error; for dense attention, of the gate at each budget. An interrupted run continues where it stopped. A
@@ -58,7 +59,7 @@ def main() -> None:
     parser.add_argument("--medium-budgets", type=int, nargs="*", default=[16, 32, 64, 128])
     parser.add_argument("--largest", type=int, default=75, help="variables")
     parser.add_argument("--largest-problems", type=int, default=48)
-    parser.add_argument("--largest-budgets", type=int, nargs="*", default=[128, 256, 512])
+    parser.add_argument("--largest-budgets", type=int, nargs="*", default=[])
     parser.add_argument("--batch-size", type=int, default=32)
     parser.add_argument("--threads", type=int, default=torch.get_num_threads())
     parser.add_argument("--runs", type=Path, default=Path("runs/tiny-reasoner-results"), help="folder of the answers")

@@ -115,6 +115,20 @@ def test_end_to_end_refuses_to_time_wrong_tokens(tmp_path: Path) -> None:
     assert not list(tmp_path.iterdir())
 
 
+FETCH_AHEAD = "--threads 1 --variables 8 --new-tokens 12 --methods quest --budgets 32 --rooms 2 --aheads 2"
+
+
+def test_fetch_ahead(tmp_path: Path) -> None:
+    command = [sys.executable, "benchmarks/fetch_ahead.py", *FETCH_AHEAD.split(), "--output", str(tmp_path)]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    none, some = json.loads((tmp_path / "fetch_ahead.json").read_text())["rows"]
+    assert (none["ahead"], none["ahead_bytes_per_step"], none["used"], none["spared"]) == (0, 0, None, 0)
+    assert some["ahead"] == 2 and some["ahead_bytes_per_step"] > 0 and 0 < some["used"] < 1
+    on_demand = [row["on_demand_bytes_per_step"] for row in (none, some)]
+    assert some["spared"] == pytest.approx(1 - on_demand[1] / on_demand[0])
+
+
 @pytest.mark.parametrize(
     ("wrong", "message"),
     [

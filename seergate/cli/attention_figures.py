@@ -29,10 +29,13 @@ BUDGETS = (1 / 16, 1 / 8, 1 / 4, 1 / 2)
 
 def kept(options: argparse.Namespace, task: Task, out: Path, tiny: bool) -> Path:
     """Which tokens each method keeps while it answers one problem (Figure 5 of RPC, Figure 3 of RaaS)."""
+    from seergate.cli.models import model_path
     from seergate.eval.calibration import calibrate, check_auto, evenly_chosen_prompts
-    from seergate.eval.kept import kept_tokens
+    from seergate.eval.kept import kept_tokens, seen_layer
     from seergate.eval.settings import grid
     from seergate.eval.store import write_text
+    from seergate.host.families import kv_heads
+    from seergate.loading import base_config, skeleton
     from seergate.methods import EvictingMethod, KV4Bit
     from seergate.report.attention_plots import kept_plot
     from seergate.report.tables import markdown
@@ -45,6 +48,8 @@ def kept(options: argparse.Namespace, task: Task, out: Path, tiny: bool) -> Path
             not isinstance(method := spec.method(None), EvictingMethod) or isinstance(method, KV4Bit)
         ):
             raise SeergateError(f"{spec.name!r} evicts nothing, so there is nothing to see; give methods that evict")
+    heads = kv_heads(skeleton(base_config(model_path(options.model))))  # known before any weight is read
+    layer, head = seen_layer(heads, options.layer, options.head), options.head
     model, tokenizer, how = _loaded(options, task)
     limits = {"limit": how["limit"], "sampling": how["sampling"]}
     specs = calibrate(model, tokenizer, task, specs, out / "calibration", **limits)
@@ -57,14 +62,14 @@ def kept(options: argparse.Namespace, task: Task, out: Path, tiny: bool) -> Path
         name = spec.label.partition("-")[0]
         name = spec.label if name in found else name
         found[name] = tokens = kept_tokens(model, method, prompt, **run)
-        resident = tokens.resident(options.layer, options.head)
+        resident = tokens.resident(layer, head)
         survivors = resident[-1, : tokens.prompt].mean() if len(resident) and tokens.prompt else 1.0
         rows.append([spec.label, str(tokens.tokens), f"{resident.sum(1).mean():.0f}", f"{100 * survivors:.0f}"])
         print(f"{spec.label}: {tokens.tokens - tokens.prompt} tokens answered", flush=True)
-    kept_plot(found, out / "figure-kept.png", layer=options.layer, head=options.head)
+    kept_plot(found, out / "figure-kept.png", layer=layer, head=head)
     table = markdown(["method", "tokens seen", "resident, mean", "of the prompt at the end %"], rows)
     text = (
-        f"# What stays: {options.model}, one problem of {task.name}, layer {options.layer}, KV head {options.head}\n\n"
+        f"# What stays: {options.model}, one problem of {task.name}, layer {layer}, KV head {head}\n\n"
         "![What stays](figure-kept.png)\n\nA row is a decode step, a column a token, dark where its key was there "
         "to be attended to. Each method answers for itself, so answers differ in length.\n\n" + table
     )

@@ -41,7 +41,7 @@ def run(options: argparse.Namespace) -> int:
     """Load, measure, write."""
     from seergate.cli.models import check_writable, load_model, model_path
     from seergate.eval import RunOptions, make_task
-    from seergate.eval.calibration import evenly_chosen_prompts
+    from seergate.eval.calibration import evenly_chosen_prompts, made_on
     from seergate.eval.engine import end_ids
     from seergate.eval.recurrence import measure_recurrence, query_centres
 
@@ -65,8 +65,9 @@ def run(options: argparse.Namespace) -> int:
         f"answering {len(prompts)} of {len(problems)} problems of {options.task}, at most {limit} tokens each",
         flush=True,
     )
+    made = made_on(model, task, prompts, limit, sampling)
     if options.method == "tri_attention":
-        centres = query_centres(model, prompts, max_new_tokens=limit, sampling=sampling, ends=ends)
+        centres = query_centres(model, prompts, max_new_tokens=limit, sampling=sampling, ends=ends, made=made)
         centres.save(draft)
         os.replace(draft, target)
         print(f"centres of {len(centres.mean)} layers from {centres.tokens} tokens: {target}")
@@ -75,7 +76,7 @@ def run(options: argparse.Namespace) -> int:
     record = {
         "model": options.model,
         "task": options.task,
-        "problems": len(prompts),
+        "made": made,
         "alpha": options.alpha,
         "share": options.share,
         "window": found.window(options.share),
@@ -107,7 +108,7 @@ def _check_target(target: Path, method: str) -> None:
         raise SeergateError(f"{target} is no file; --out names the file to write")
     try:
         if method == "tri_attention":
-            Centres.load(target)
+            Centres.load(target, old=True)
             return
         record = json.loads(target.read_text(encoding="utf-8"))
         earlier = isinstance(record, dict) and {"window", "histogram"} <= set(record)

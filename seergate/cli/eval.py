@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 from typing import Any, TypeVar
 
-from seergate.cli import eval_show
+from seergate.cli import eval_livecodebench, eval_show
 
 PARSES_ITS_ARGUMENTS = True
 HELP = (
@@ -14,7 +14,8 @@ HELP = (
     "is there already is kept: the same command after an interruption makes what is missing.\n\n"
     "Tasks: chain_sum; aime24, aime25, math500, gpqa_diamond, gpqa_diamond_published, gsm8k (from the Hub, or from\n"
     "a local copy with --task-source); any .jsonl file. Samples per problem and length limits are the paper's unless\n"
-    "given. `seergate eval show RUN PROBLEM` explains how answers were graded.",
+    "given. `seergate eval show RUN PROBLEM` explains how answers were graded, `seergate eval livecodebench RUN`\n"
+    "hands programs to LiveCodeBench's evaluator.",
     [
         "seergate eval --model tiny-reasoner --method dense,gate,quest --budget 64,128,256",
         "seergate eval --model Qwen3-8B --gates org/Qwen3-8B-gates --task aime24 --method dense,gate --budget 4096",
@@ -23,7 +24,7 @@ HELP = (
         "seergate eval show runs/eval-tiny-reasoner-chain_sum/gate-128 40-0-3",
     ],
 )
-SUBCOMMANDS = {"show": eval_show}
+SUBCOMMANDS = {"show": eval_show, "livecodebench": eval_livecodebench}
 Value = TypeVar("Value")
 
 

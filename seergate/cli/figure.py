@@ -79,7 +79,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     kept = parser.add_argument_group("kept and recurrence")
     kept.add_argument("--method", type=words, metavar="A,B", help="evicting methods, NAME:OPTION=VALUE [six of them]")
     kept.add_argument("--budget", type=int, metavar="N", help="of the methods; size of a cache [128 or 1024; several]")
-    kept.add_argument("--layer", type=int, default=1, metavar="N", help="that is drawn [%(default)s]")
+    kept.add_argument("--layer", type=int, metavar="N", help="that is drawn [the first from 1 on that can be gated]")
     kept.add_argument("--head", type=int, default=0, metavar="N", help="KV head that is drawn [%(default)s]")
     kept.add_argument(
         "--alpha",
@@ -218,27 +218,29 @@ def _table2(options: argparse.Namespace, out: Path) -> int:
     """Table 2: what distillation takes. It distils, and measures."""
     import torch
 
+    from seergate.cli.models import load_gates
     from seergate.distill import load_train_config, run_distillation
     from seergate.eval.environment import processor
     from seergate.eval.store import write_text
-    from seergate.report.published import GPU_HOURS_8B
+    from seergate.report.published import GPU_HOURS, STEPS, TOKENS
     from seergate.report.tables import markdown
 
     overrides = {"output_dir": str(out / time.strftime("gates-%Y%m%d-%H%M%S")), "steps": options.steps}
     config = load_train_config(options.model, {name: value for name, value in overrides.items() if value is not None})
     began = time.monotonic()
-    run_distillation(config)
+    gates = run_distillation(config)
     hours = (time.monotonic() - began) / 3600
+    tokens = load_gates(str(gates)).training_record["tokens_seen"]
     where = (
         torch.cuda.get_device_name()
         if torch.cuda.is_available()
         else f"{processor()}, {torch.get_num_threads()} threads"
     )
     rows = [
-        [options.model, str(config.steps), where, f"{hours:.3f}"],
-        ["8B model, published", "800", "MI300X", str(GPU_HOURS_8B)],
+        [options.model, f"{tokens:,}", str(config.steps), where, f"{hours:.3f}"],
+        *([f"{model}, published", TOKENS, str(STEPS), "MI300X", f"{spent:.1f}"] for model, spent in GPU_HOURS.items()),
     ]
-    table = markdown(["model", "steps", "device", "device-hours"], rows, left=3)
+    table = markdown(["model", "training tokens", "steps", "device", "device-hours"], rows)
     note = "Ours is one device's wall-clock time for everything from loading the model to the saved adapter."
     write_text(out / "table2.md", f"# Table 2 of SeerAttention-R: what distillation takes\n\n{table}\n\n{note}\n")
     print(f"\n{table}\n\n{out / 'table2.md'}")

@@ -26,14 +26,14 @@ class ModelLoader:
 
     Attributes:
         path, dtype, device: see `seergate.cli.models.load_model`; on ``cuda`` each process has a GPU of its own.
-        gates: adapter, or ``None``.
+        gates: adapter; or block size -> adapter; or ``None``.
         threads: CPU threads of each process.
     """
 
     path: str
     dtype: str
     device: str
-    gates: str | None
+    gates: str | dict[int, str] | None
     threads: int
 
     def __call__(self, number: int) -> Any:
@@ -47,6 +47,8 @@ class ModelLoader:
         if torch.cuda.is_available() and device in ("auto", "cuda"):
             device = f"cuda:{number % torch.cuda.device_count()}"
         model, tokenizer = load_model(self.path, self.dtype, device)
+        if isinstance(self.gates, dict):
+            return model, tokenizer, {size: load_gates(source) for size, source in self.gates.items()}
         return model, tokenizer, None if self.gates is None else load_gates(self.gates)
 
 
@@ -61,12 +63,13 @@ def run_plan(plan: SweepPlan) -> Path:
     """
     from seergate.cli.models import check_writable, gates_for, load_gates, load_model, model_path
     from seergate.eval import sweep
-    from seergate.eval.calibration import calibrate, check_auto
+    from seergate.eval.calibration import Calibrator, check_auto
     from seergate.eval.matching import distinct
     from seergate.eval.method_text import read_method
     from seergate.eval.plan import MATCHES
-    from seergate.eval.runner import encoded_prompts
+    from seergate.eval.runner import encoded_prompts, reference_in
     from seergate.loading import load_tokenizer
+    from seergate.methods import Dense
 
     for text in plan.method:
         read_method(text)
@@ -106,17 +109,21 @@ def run_plan(plan: SweepPlan) -> Path:
 
     threads = plan.threads or max(1, torch.get_num_threads() // (1 + plan.workers))
     torch.set_num_threads(threads)
-    loader = ModelLoader(path, plan.dtype, plan.device, named if bank is not None else None, threads)
+    loader = ModelLoader(path, plan.dtype, plan.device, several or named, threads)
     model, tokenizer = load_model(path, plan.dtype, plan.device)
     with EvalProgress(len(specs)) as progress:
         options = plan.options(model_name=plan.model, gates_name=named or "", on_progress=progress)
         chosen = plan.sampling() or task.sampling
         source = "as asked" if plan.sampling() else "as the task has it" if chosen else "the model's generation_config"
         limit, sampling = options.limit(task), options.resolved_sampling(task, model)
-        print(f"sampling: {sampling} ({source}); {limit}", flush=True)
+        unlike = "" if chosen else sampling.unlike_generate(model)
+        print(f"sampling: {sampling} ({source}{unlike}); {limit}", flush=True)
+        if plan.measure_recall and specs[0].name != Dense.name:
+            found = reference_in(out, model, task)
+            whose = "dense, which are there" if found else f"{specs[0].label}, as there is no dense run"
+            print(f"proxies are measured on the answers of {whose}", flush=True)
 
-        def calibrated(specs: list[MethodSpec]) -> list[MethodSpec]:
-            return calibrate(model, tokenizer, task, specs, out / "calibration", limit=limit, sampling=sampling)
+        calibrated = Calibrator(model, tokenizer, task, out / "calibration", limit=limit, sampling=sampling)
 
         def evaluated(specs: list[MethodSpec]) -> None:
             sweep(
@@ -171,16 +178,24 @@ def _matched(
 ) -> list[MethodSpec]:
     """The settings under which the plan's methods are equal in bytes."""
     from seergate.eval import store
-    from seergate.eval.environment import fingerprint
-    from seergate.eval.matching import MEASURES, Replay, match, matched_specs
-    from seergate.eval.method_text import value_text
+    from seergate.eval.matching import MEASURES, Replay, match, matched_specs, replayed
+    from seergate.fingerprint import fingerprint
 
     budgets = plan.budget or list(task.budgets)
     dense = sorted(store.read_samples(out / specs[0].label), key=lambda s: (str(s["problem_id"]), s["sample_idx"]))
+    chosen = replayed(dense)
     request = {
-        "methods": [[spec.name, {name: value_text(value) for name, value in spec.options.items()}] for spec in specs],
+        "methods": [
+            {
+                "name": spec.name,
+                "block_size": spec.block_size,
+                "dense_layers": None if spec.dense_layers is None else list(spec.dense_layers),
+                "options": {name: repr(value) for name, value in spec.options.items()},
+            }
+            for spec in specs
+        ],
         "budgets": budgets,
-        "answers": len(dense),
+        "answer": {name: chosen[name] for name in ("task", "problem_id", "sample_idx", "prompt", "completion")},
         "model": fingerprint(model),
         "gates": {str(spec.block_size): fingerprint(gates) for spec in specs if (gates := gates_of(spec)) is not None},
     }

@@ -7,8 +7,10 @@ it cannot.
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import asdict, replace
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -20,10 +22,12 @@ from seergate.eval.engine import Limit, encode, end_ids, prompt_text
 from seergate.eval.recurrence import measure_recurrence, query_centres
 from seergate.eval.sampling import Sampling
 from seergate.eval.settings import MethodSpec
-from seergate.eval.task import Task
+from seergate.eval.task import Task, contents_hash
 from seergate.eval.tasks import CHAIN_SUM_SEEDS, make_task
+from seergate.fingerprint import fingerprint
 from seergate.methods import LazyEviction, TriAttention
 from seergate.methods.gate_on_evictor import SUFFIX
+from seergate.methods.tri_attention import Centres
 
 CALIBRATED = {LazyEviction.name: "window", TriAttention.name: "centres"}
 FRACTION = 100
@@ -63,6 +67,98 @@ def other_problems(task: Task) -> tuple[Task, int | None]:
     return make_task("chain_sum", problems=FRESH, variables=task.options["variables"], seed=seed), FRESH
 
 
+def made_on(
+    model: PreTrainedModel, task: Task, prompts: Sequence[Sequence[int]], max_new_tokens: int, sampling: Sampling
+) -> dict[str, Any]:
+    """What a measurement depends on, as plain JSON types; kept with it, and compared before it is used again."""
+    rope = getattr(model.config.get_text_config(), "rope_parameters", None)
+    made = {
+        "model": fingerprint(model),
+        "rope": rope,
+        "task": task.name,
+        "contents": contents_hash(task.problems()),
+        "problems": len(prompts),
+        "max_new_tokens": max_new_tokens,
+        "sampling": asdict(sampling),
+    }
+    return dict(json.loads(json.dumps(made, default=str)))
+
+
+class Calibrator:
+    """Measures options that are ``"auto"``, each once, for one model and one task.
+
+    A window never takes more than half of a budget, which has to hold it.
+
+    Args:
+        model: in eval mode, nothing attached.
+        tokenizer: the model's.
+        task: that the settings will be evaluated on.
+        directory: where what has been measured is kept. Found there, made on the same, it is not measured again.
+        limit, sampling: of the answers.
+    """
+
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        tokenizer: PreTrainedTokenizerBase,
+        task: Task,
+        directory: Path,
+        *,
+        limit: Limit,
+        sampling: Sampling,
+    ) -> None:
+        self.model, self.tokenizer, self.directory = model, tokenizer, directory
+        self.limit, self.sampling = limit, sampling
+        self.task, self.wanted = other_problems(task)
+
+    def __call__(self, specs: Sequence[MethodSpec]) -> list[MethodSpec]:
+        """The settings, with every option that is ``"auto"`` measured.
+
+        Args:
+            specs: checked by `check_auto`.
+        """
+        found = []
+        for spec in specs:
+            if "window" in spec.uncalibrated:
+                spec = replace(spec, calibrated={"window": self._window(spec)})
+            elif spec.uncalibrated:
+                spec = replace(spec, calibrated={"centres": str(self._centres)})
+            found.append(spec)
+        return found
+
+    @cached_property
+    def _prompts(self) -> list[list[int]]:
+        self.directory.mkdir(parents=True, exist_ok=True)
+        return evenly_chosen_prompts(self.tokenizer, self.task, self.wanted)
+
+    @cached_property
+    def _how(self) -> dict[str, Any]:
+        longest = max(map(len, self._prompts))
+        ends = end_ids(self.model, self.tokenizer)
+        return {"max_new_tokens": max(1, self.limit.of(longest)), "sampling": self.sampling, "ends": ends}
+
+    @cached_property
+    def _made(self) -> dict[str, Any]:
+        return made_on(self.model, self.task, self._prompts, self._how["max_new_tokens"], self.sampling)
+
+    def _window(self, spec: MethodSpec) -> int:
+        alpha = float(spec.options.get("alpha", LazyEviction.alpha))
+        path = self.directory / f"lazy_eviction-{alpha:g}.json"
+        record = store.read_json(path)
+        if record is None or record.get("made") != self._made:
+            found = measure_recurrence(self.model, self._prompts, alpha=alpha, **self._how)
+            record = {"window": found.window(), "alpha": alpha, "made": self._made}
+            store.write_json(path, record)
+        return max(1, min(int(record["window"]), (spec.token_budget or 2 * record["window"]) // 2))
+
+    @cached_property
+    def _centres(self) -> Path:
+        path = self.directory / "tri_attention.safetensors"
+        if not path.exists() or Centres.load(path, old=True).made != self._made:
+            query_centres(self.model, self._prompts, made=self._made, **self._how).save(path)
+        return path
+
+
 def calibrate(
     model: PreTrainedModel,
     tokenizer: PreTrainedTokenizerBase,
@@ -73,48 +169,5 @@ def calibrate(
     limit: Limit,
     sampling: Sampling,
 ) -> list[MethodSpec]:
-    """The settings, with every option that is ``"auto"`` measured.
-
-    A window never takes more than half of a budget, which has to hold it.
-
-    Args:
-        model: in eval mode, nothing attached.
-        tokenizer: the model's.
-        task: that the settings will be evaluated on.
-        specs: checked by `check_auto`.
-        directory: where what has been measured is kept; found there, it is not measured again.
-        limit, sampling: of the answers.
-    """
-    if not any(spec.uncalibrated for spec in specs):
-        return list(specs)
-    others, wanted = other_problems(task)
-    prompts = evenly_chosen_prompts(tokenizer, others, wanted)
-    how: dict[str, Any] = {
-        "max_new_tokens": max(1, limit.of(max(map(len, prompts)))),
-        "sampling": sampling,
-        "ends": end_ids(model, tokenizer),
-    }
-    directory.mkdir(parents=True, exist_ok=True)
-
-    def window(spec: MethodSpec) -> int:
-        alpha = float(spec.options.get("alpha", LazyEviction.alpha))
-        path = directory / f"lazy_eviction-{alpha:g}.json"
-        record = store.read_json(path)
-        if record is None:
-            found = measure_recurrence(model, prompts, alpha=alpha, **how)
-            record = {"window": found.window(), "alpha": alpha, "problems": len(prompts)}
-            store.write_json(path, record)
-        return max(1, min(int(record["window"]), (spec.token_budget or 2 * record["window"]) // 2))
-
-    def centres() -> str:
-        path = directory / "tri_attention.safetensors"
-        if not path.exists():
-            query_centres(model, prompts, **how).save(path)
-        return str(path)
-
-    return [
-        replace(spec, calibrated={"window": window(spec)} if "window" in spec.uncalibrated else {"centres": centres()})
-        if spec.uncalibrated
-        else spec
-        for spec in specs
-    ]
+    """The settings, with every option that is ``"auto"`` measured; see `Calibrator`."""
+    return Calibrator(model, tokenizer, task, directory, limit=limit, sampling=sampling)(specs)

@@ -1,7 +1,7 @@
 """What each sample's decoding read and held, kept apart by row.
 
-What a row reads does not depend on its batch. Resident bytes do, because memory is allocated for the longest row; they
-are divided equally.
+What a row reads does not depend on its batch, nor does what it holds: its own tokens, and what the method remembers of
+them. The memory that is allocated does, because the longest row decides; it is divided equally.
 """
 
 from __future__ import annotations
@@ -13,9 +13,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from seergate.host.stats import DecodeStats
+from seergate.host.stats import DecodeStats, RowBytes
 from seergate.methods.base import Step
 from seergate.ops import Selection
+
+_SUMS = 8
 
 CURVE_STEPS = 32
 """A point of a row's curve of tokens read is the mean over this many steps."""
@@ -25,14 +27,19 @@ class _LayerRows:
     """Counters of one layer, one entry per row."""
 
     def __init__(self) -> None:
-        # seen, read without a selection, in the cache (tokens per head), bytes scored, bytes resident (sum over
-        # steps), their peak
-        self.sums = np.zeros((6, 0))
+        # seen, read without a selection, in the cache (tokens per head), bytes scored; bytes allocated (sum over
+        # steps), their peak; the row's own bytes, their peak
+        self.sums = np.zeros((_SUMS, 0))
+        self.arriving: tuple[float, Any] = 0.0, 0.0  # bytes allocated, and own, of rows that have only read a prompt
         self.blocks: Tensor | None = None  # selected, summed over KV heads; stays on the device until it is asked for
         self.heads, self.bytes_per_token, self.block_size = 1, 0, 1
 
     def add(self, rows: int) -> None:
-        self.sums = np.concatenate((self.sums, np.zeros((6, rows))), axis=1)
+        """Rows that have read their prompts: so much they hold at least at their peak."""
+        new = np.zeros((_SUMS, rows))
+        allocated, new[7] = self.arriving
+        new[5] = allocated / rows
+        self.sums, self.arriving = np.concatenate((self.sums, new), axis=1), (0.0, 0.0)
         if self.blocks is not None:
             self.blocks = torch.cat((self.blocks, self.blocks.new_zeros(rows)))
 
@@ -62,8 +69,13 @@ class RowStats(DecodeStats):
         self.shares = False
         self.curves: list[list[tuple[int, float]]] = []  # per row: (tokens of context, tokens read so far)
 
+    def saw_prompt(self, layer: int, resident_bytes: int, row_bytes: RowBytes) -> None:
+        """See `DecodeStats`. These are the rows that `add_rows` is called for next."""
+        super().saw_prompt(layer, resident_bytes, row_bytes)
+        self.by_layer[layer].arriving = float(resident_bytes), row_bytes()
+
     def add_rows(self, rows: int) -> None:
-        """Rows join at the end of the batch."""
+        """Rows join at the end of the batch, their prompts read."""
         self.decode_steps, self.savings = (
             np.concatenate((counted, np.zeros(rows))) for counted in (self.decode_steps, self.savings)
         )
@@ -88,21 +100,25 @@ class RowStats(DecodeStats):
         block_size: int,
         score_bytes: Sequence[int],
         resident_bytes: int,
+        row_bytes: RowBytes,
     ) -> None:
         """See `DecodeStats`."""
-        super().record(layer, step, seen, read, selection, block_size, score_bytes, resident_bytes)
+        super().record(layer, step, seen, read, selection, block_size, score_bytes, resident_bytes, row_bytes)
         counters = self.by_layer[layer]
         counters.heads, counters.bytes_per_token = self.heads[layer], self.bytes_per_token[layer]
         counters.block_size = block_size
         ends = np.array(step.ends)
-        seen_, read_, cached, scored, resident, peak = counters.sums
+        seen_, read_, cached, scored, allocated, allocated_peak, own, own_peak = counters.sums
         seen_ += seen
         missing = -(-ends % block_size)  # the current block may not be full
         read_ += np.array(read, dtype=float) if selection is None else missing
         cached += ends
         scored += score_bytes
-        resident += resident_bytes / len(seen)
-        np.maximum(peak, resident_bytes / len(seen), out=peak)
+        allocated += resident_bytes / len(seen)
+        np.maximum(allocated_peak, resident_bytes / len(seen), out=allocated_peak)
+        held = row_bytes()
+        own += held
+        np.maximum(own_peak, held, out=own_peak)
         if selection is not None:
             counts = selection.counts.sum(1)
             counters.blocks = counts if counters.blocks is None else counters.blocks + counts
@@ -127,31 +143,36 @@ class RowStats(DecodeStats):
         Returns:
             ``density`` (tokens read per token seen, mean over layers), ``cached_tokens`` (in the cache of one KV head,
             mean over steps and layers; every head of a layer holds as many), ``bytes_read_per_step``,
-            ``resident_bytes_mean``, ``resident_bytes_peak`` (all layers), and ``read_curve``: for every `CURVE_STEPS`
-            steps, the context's length at their end and the tokens read per step, mean over layers and KV heads. Under
-            a method that shares blocks also ``amsr``, the row's memory saving ratio, mean over its decode steps.
-            Empty if nothing was decoded.
+            ``own_bytes_mean``, ``own_bytes_peak`` (what the row would hold alone, all layers),
+            ``resident_bytes_mean``, ``resident_bytes_peak`` (its share of what was allocated), and ``read_curve``: for
+            every `CURVE_STEPS` steps, the context's length at their end and the tokens read per step, mean over layers
+            and KV heads. Under a method that shares blocks also ``amsr``, the row's memory saving ratio, mean over its
+            decode steps. Means are over decode steps; the prompt counts in the peaks. Empty if nothing was decoded.
         """
         steps = float(self.decode_steps[row])
         ran = [counters for counters in self.by_layer.values() if counters.sums[0, row] > 0]
         if not steps or not ran:
             return {}
-        density = cached_tokens = read_bytes = resident = peak = 0.0
+        density = cached_tokens = read_bytes = 0.0
+        held = np.zeros(4)  # allocated and own: mean, peak
         for counters in ran:
-            seen, _, cached, scored, held, highest = (float(value) for value in counters.sums[:, row])
+            seen, _, cached, scored, *bytes_ = (float(value) for value in counters.sums[:, row])
             read = counters.tokens_read(row)
             density += read / seen / len(ran)
             cached_tokens += cached / steps / len(ran)
             read_bytes += (read * counters.heads * counters.bytes_per_token + scored) / steps
-            resident, peak = resident + held / steps, peak + highest
+            held += np.array(bytes_) / (steps, 1, steps, 1)
+        resident, resident_peak, own, own_peak = held.tolist()
         shared = {"amsr": float(self.savings[row]) / steps} if self.shares else {}
         return {
             **shared,
             "density": density,
             "cached_tokens": cached_tokens,
             "bytes_read_per_step": read_bytes,
+            "own_bytes_mean": own,
+            "own_bytes_peak": own_peak,
             "resident_bytes_mean": resident,
-            "resident_bytes_peak": peak,
+            "resident_bytes_peak": resident_peak,
             "read_curve": [
                 [length, round((read - before) / CURVE_STEPS, 2)]
                 for (length, read), (_, before) in zip(self.curves[row], [(0, 0.0), *self.curves[row]], strict=False)

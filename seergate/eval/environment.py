@@ -1,8 +1,7 @@
-"""What a result depends on besides its settings: versions, revision, hardware, and the weights themselves."""
+"""What a result depends on besides its settings and the weights: versions, revision, hardware."""
 
 from __future__ import annotations
 
-import hashlib
 import importlib.metadata
 import os
 import platform
@@ -11,10 +10,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import nn
 
 VERSIONED = ("torch", "transformers")
-SAMPLED = 2**18
 
 
 def version_of(package: str) -> str | None:
@@ -71,18 +68,3 @@ def environment(device: torch.device) -> dict[str, Any]:
         "device": device.type,
         "hardware": hardware,
     }
-
-
-def fingerprint(module: nn.Module) -> str:
-    """Sixteen hexadecimal digits that change when the weights do.
-
-    Reads all of small tensors and `SAMPLED` evenly spaced elements of larger ones: a retrained model is told apart at
-    once, whatever its size.
-    """
-    digest = hashlib.sha256()
-    for name, tensor in sorted(module.state_dict().items()):
-        digest.update(f"{name} {tuple(tensor.shape)} {tensor.dtype}".encode())
-        flat = tensor.detach().flatten()
-        part = flat[:: max(1, flat.numel() // SAMPLED)].contiguous().cpu()
-        digest.update(part.view(torch.uint8).numpy().tobytes())
-    return digest.hexdigest()[:16]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 
 import numpy as np
 import torch
@@ -10,26 +10,52 @@ from transformers import PreTrainedModel
 
 from seergate.eval.recurrence import answers
 from seergate.eval.sampling import Sampling
-from seergate.host import attached
+from seergate.host import attached, families
 from seergate.host.stats import DecodeStats
 from seergate.methods import EvictingMethod
-from seergate.methods.base import Eviction, Step
+from seergate.methods.base import Step
+from seergate.methods.evicting import Eviction
+
+
+def seen_layer(kv_heads: Mapping[int, int], layer: int | None, head: int) -> int:
+    """The layer to look at: the one that was asked for; else the first from layer 1 on, or layer 0 if that is all.
+
+    Args:
+        kv_heads: of the model (`seergate.host.families.kv_heads`).
+        layer: or ``None``.
+        head: KV head to look at.
+
+    Raises:
+        ValueError: if the model has no such layer or head, or methods leave that layer alone.
+    """
+    if layer is None:
+        layer = next((number for number in kv_heads if number >= 1), next(iter(kv_heads)))
+    if layer not in kv_heads:
+        raise ValueError(
+            f"layer is {layer}; it must be one that has full attention and keys of its own, in this model "
+            f"{', '.join(map(str, kv_heads))}"
+        )
+    if not 0 <= head < kv_heads[layer]:
+        raise ValueError(f"head is {head}; layer {layer} has {kv_heads[layer]} KV heads, 0..{kv_heads[layer] - 1}")
+    return layer
 
 
 class KeptTokens(DecodeStats):
     """`DecodeStats` of one sample that also remembers when each token left. Put it in the place of a handle's own.
 
     Args:
-        layers: indices of the layers.
+        kv_heads: of each layer.
 
     Attributes:
         prompt: tokens of the prompt.
         tokens: tokens seen in all, the prompt's included.
     """
 
-    def __init__(self, layers: list[int]) -> None:
+    def __init__(self, kv_heads: Mapping[int, int]) -> None:
+        layers = list(kv_heads)
         super().__init__(layers)
         self.prompt = self.tokens = 0
+        self._kv_heads = dict(kv_heads)
         self._seen = dict.fromkeys(layers, 0)
         self._held: dict[int, np.ndarray] = {}  # [K, residents], which token each is
         self._left: dict[int, dict[tuple[int, int], int]] = {layer: {} for layer in layers}
@@ -50,7 +76,11 @@ class KeptTokens(DecodeStats):
     def lifetimes(self, layer: int, head: int) -> np.ndarray:
         """For each token, how many tokens had been seen when it left a KV head's cache; ``tokens + 1`` if it never
         did.
+
+        Raises:
+            ValueError: if there is no such layer or head.
         """
+        seen_layer(self._kv_heads, layer, head)
         left = np.full(self.tokens, self.tokens + 1)
         for (of, token), when in self._left[layer].items():
             if of == head:
@@ -84,7 +114,7 @@ def kept_tokens(
         ends: ids of the tokens that end an answer.
     """
     with attached(model, method) as handle:
-        kept = KeptTokens(list(handle.stats_.layers))
+        kept = KeptTokens(families.kv_heads(model))
         handle.stats_ = kept
         for batch in answers(model, [prompt], max_new_tokens, sampling, ends):
             kept.prompt, kept.tokens = len(prompt), batch.lengths[0]

@@ -7,30 +7,41 @@ a checkout::
         --tasks "seergate_chain_sum|0" --custom-tasks docs/examples/lighteval/chain_sum.py
 
 lighteval 0.13 does not start with huggingface_hub 2 (it calls ``list_models(model_name=...)``) and fails with xxhash
-4; add ``'huggingface_hub<2' 'xxhash<4'`` to the environment. It downloads a file when it lists its tasks, so it needs
-a network even for tasks of your own.
+4, so the extra holds both below. It imports all of its tasks when one is asked for, and one of them downloads
+``tinyBenchmarks.pkl`` from GitHub: without a network, even for tasks of your own, it starts only once there is a file
+of that name, which may be empty, beside its tasks.
 
-lighteval caches samples under the *name* of the model, so that a dense run and a sparse one of the same base would
-share them; here the method is part of the name.
+lighteval caches samples under the *name* of the model, so that a dense run and a sparse one of the same base, or runs
+with other gates or weights under the same path, would share them; here the name says the method, and ends in digits
+that tell them apart.
 """
 
 from __future__ import annotations
 
 import argparse
+import hashlib
 import json
+from pathlib import Path
 from typing import Any
 
+from seergate.bank import GateBank
 from seergate.errors import SeergateError, how_to_install
 from seergate.eval.lm_eval_adapter import add_model_arguments, attached_model, method_spec
+from seergate.eval.settings import MethodSpec
+from seergate.fingerprint import fingerprint
+
+DOWNLOADED = "tinyBenchmarks.pkl"
+"""By lighteval, when it lists its tasks."""
 
 
-def harness_model(model: Any, path: str, label: str, batch_size: int = 1) -> Any:
+def harness_model(model: Any, path: str, name: str, batch_size: int = 1) -> Any:
     """A lighteval model around one that seergate is attached to.
 
     Args:
         model: after `seergate.load` or `seergate.attach`.
         path: directory or Hub id of the base model, from which lighteval reads the tokenizer.
-        label: of the method (`MethodSpec.label`).
+        name: under which lighteval caches samples; another one for every method and all weights. It is a path inside
+            the cache's directory, so it must not be an absolute one.
         batch_size: of lighteval's static batches.
 
     Raises:
@@ -44,13 +55,19 @@ def harness_model(model: Any, path: str, label: str, batch_size: int = 1) -> Any
         ) from error
     config = TransformersModelConfig(model_name=path, tokenizer=path, batch_size=batch_size, device=str(model.device))
     wrapped = TransformersModel.from_model(model, config)
-    # The cache is keyed by the configuration: name the method in it, once the tokenizer has been found by the path.
+    # The cache is keyed by the configuration: change the name in it, once the tokenizer has been found by the path.
     from lighteval.utils.cache_management import SampleCache
 
-    wrapped.config = config.model_copy(update={"model_name": f"{path}@{label}"})
+    wrapped.config = config.model_copy(update={"model_name": name})
     wrapped.model_name = wrapped.config.model_name
     wrapped._cache = SampleCache(wrapped.config)
     return wrapped
+
+
+def name_of(path: str, model: Any, spec: MethodSpec, bank: GateBank | None) -> str:
+    """The model's and the method's names, and digits that change with the weights, the gates and all options."""
+    parts = [fingerprint(model), spec.describe(bank), fingerprint(bank) if spec.has_gates and bank else None]
+    return f"{Path(path).name}@{spec.label}-{hashlib.sha256(json.dumps(parts).encode()).hexdigest()[:8]}"
 
 
 def main(argv: list[str] | None = None) -> None:
@@ -62,28 +79,46 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--tasks", required=True, help='lighteval tasks, such as "gsm8k|0"')
     parser.add_argument("--custom-tasks", help="a Python file with tasks of your own")
     parser.add_argument("--limit", type=int, help="only so many problems of each task")
-    parser.add_argument("--out", default="runs/lighteval", help="[%(default)s]")
+    parser.add_argument("--out", default="runs/lighteval", help="directory of the harness's records [%(default)s]")
     options = parser.parse_args(argv)
     from seergate.paths import resolve_model
 
-    model, _ = attached_model(options)
-    label = method_spec(options).label
-    wrapped = harness_model(model, resolve_model(options.model), label, options.batch_size)
+    model, _, bank = attached_model(options)
+    path = resolve_model(options.model)
+    name = name_of(path, model, method_spec(options), bank)
+    wrapped = harness_model(model, path, name, options.batch_size)
     from lighteval.logging.evaluation_tracker import EvaluationTracker
     from lighteval.pipeline import ParallelismManager, Pipeline, PipelineParameters
 
-    pipeline = Pipeline(
-        tasks=options.tasks,
-        pipeline_parameters=PipelineParameters(
-            launcher_type=ParallelismManager.NONE,
-            custom_tasks_directory=options.custom_tasks,
-            max_samples=options.limit,
-        ),
-        evaluation_tracker=EvaluationTracker(output_dir=options.out),
-        model=wrapped,
-    )
+    try:
+        pipeline = Pipeline(
+            tasks=options.tasks,
+            pipeline_parameters=PipelineParameters(
+                launcher_type=ParallelismManager.NONE,
+                custom_tasks_directory=options.custom_tasks,
+                max_samples=options.limit,
+            ),
+            evaluation_tracker=EvaluationTracker(output_dir=options.out),
+            model=wrapped,
+        )
+    except OSError as error:  # those of requests are
+        if DOWNLOADED in str(error):
+            raise SeergateError(_without_network()) from error
+        raise
     pipeline.evaluate()
+    pipeline.save_and_push_results()  # into the directory; nothing is pushed unless the tracker is told to
     print(json.dumps(pipeline.get_results()["results"], indent=2, default=str))
+
+
+def _without_network() -> str:
+    """What to do where lighteval cannot download what it wants before any task."""
+    import lighteval.tasks.tasks
+
+    place = Path(next(iter(lighteval.tasks.tasks.__path__))) / DOWNLOADED
+    return (
+        f"lighteval could not download {DOWNLOADED}, which it asks for whatever the task; without a network, make an "
+        f"empty file {place}"
+    )
 
 
 if __name__ == "__main__":

@@ -17,6 +17,7 @@ import argparse
 import json
 from typing import Any
 
+from seergate.bank import GateBank
 from seergate.errors import SeergateError, how_to_install
 from seergate.eval.method_text import read_method
 from seergate.eval.settings import MethodSpec
@@ -52,7 +53,7 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--include-path", help="directory with task files of your own")
     parser.add_argument("--limit", type=int, help="only so many problems of each task")
     options = parser.parse_args(argv)
-    model, tokenizer = attached_model(options)
+    model, tokenizer, _ = attached_model(options)
     wrapped = harness_model(model, tokenizer, options.batch_size)
     import lm_eval
     from lm_eval.tasks import TaskManager
@@ -93,11 +94,10 @@ def method_spec(options: argparse.Namespace) -> MethodSpec:
     return spec
 
 
-def attached_model(options: argparse.Namespace) -> tuple[Any, Any]:
-    """The model with its method attached, and its tokenizer."""
+def attached_model(options: argparse.Namespace) -> tuple[Any, Any, GateBank | None]:
+    """The model with its method attached, its tokenizer, and the gates that were given."""
     from transformers import AutoTokenizer
 
-    from seergate.bank import GateBank
     from seergate.loading import load_base
     from seergate.paths import resolve_model
 
@@ -107,7 +107,7 @@ def attached_model(options: argparse.Namespace) -> tuple[Any, Any]:
     tokenizer = AutoTokenizer.from_pretrained(resolve_model(options.model))
     model = load_base(options.model)
     attach(model, method)
-    return model, tokenizer
+    return model, tokenizer, bank
 
 
 if __name__ == "__main__":

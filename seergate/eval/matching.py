@@ -24,10 +24,10 @@ from seergate.eval.costs import RowStats
 from seergate.eval.engine import Batch, encode
 from seergate.eval.settings import MethodSpec, limits_of
 from seergate.host import attached
-from seergate.methods import RPC, Dense, LongPromptWarning, Method
+from seergate.methods import RPC, Dense, LongPromptWarning, Method, method_class
 
-MEASURES = {"resident": "resident_bytes_mean", "read": "bytes_read_per_step"}
-"""What can be made equal -> the figure of a sample that says it."""
+MEASURES = {"resident": "own_bytes_mean", "read": "bytes_read_per_step"}
+"""What can be made equal -> the figure of a sample that says it. Neither depends on the batch that it was made in."""
 
 EVERYTHING = 2**30
 """A token budget that stands for none in particular."""
@@ -41,6 +41,12 @@ def record_path(directory: Path, measure: str) -> Path:
     return directory / f"matching-{measure}.json"
 
 
+def replayed(samples: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """The sample whose answer is nearest to average length."""
+    mean = sum(s["n_tokens"] for s in samples) / len(samples)
+    return min(samples, key=lambda s: (abs(s["n_tokens"] - mean), str(s["problem_id"]), s["sample_idx"]))
+
+
 @dataclass
 class Replay:
     """One answer of dense attention, to be decoded again under any method, on the same tokens.
@@ -48,7 +54,7 @@ class Replay:
     Args:
         model: in eval mode, nothing attached.
         tokenizer: the model's.
-        samples: of the dense run; that of nearest to average length is taken.
+        samples: of the dense run; one of them is taken (`replayed`).
         figure: what is measured, a value of `MEASURES`.
     """
 
@@ -59,8 +65,7 @@ class Replay:
     known: dict[str, float] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        mean = sum(s["n_tokens"] for s in self.samples) / len(self.samples)
-        chosen = min(self.samples, key=lambda s: (abs(s["n_tokens"] - mean), str(s["problem_id"]), s["sample_idx"]))
+        chosen = replayed(self.samples)
         self.prompt = encode(self.tokenizer, chosen["prompt"])
         self.answer = list(self.tokenizer(chosen["completion"], add_special_tokens=False)["input_ids"])
         if not self.answer:
@@ -226,7 +231,8 @@ def _values(
     if knob == "ratio":
         return [value for value in range(min(length, 256), 0, -1) if accepted(value)]
     block = getattr(bank(spec), "config", None)
-    step = block.block_size if block is not None and spec.has_gates else spec.block_size or 1
+    own = spec.options.get("block_size") or spec.block_size or getattr(method_class(spec.name), "block_size", None)
+    step = block.block_size if block is not None and spec.has_gates else own or 1
     most = -(-length // step) * step
     first = next((value for value in range(step, most + 1, step) if accepted(value)), None)
     if first is None:

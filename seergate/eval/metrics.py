@@ -12,8 +12,11 @@ from seergate.eval.stats import Estimate, clustered, pass_at_k, quantile
 QUANTILES = (0.1, 0.5, 0.9, 0.99)
 """Of the distribution of answer lengths."""
 
-COSTS = ("density", "cached_tokens", "bytes_read_per_step", "resident_bytes_mean", "amsr")
+COSTS = ("density", "cached_tokens", "bytes_read_per_step", "own_bytes_mean", "resident_bytes_mean", "amsr")
 """What each sample's decoding was measured to read, hold and share; averaged over generated tokens."""
+
+PEAKS = ("own_bytes_peak", "resident_bytes_peak")
+"""The highest of any sample."""
 
 PROXIES = ("recall", "recall_per_layer", "next_token_kl", "perplexity", "dense_perplexity", "agreement")
 """What `seergate.eval.proxies` measures; ``None`` where it was not."""
@@ -39,16 +42,16 @@ def derive(samples: list[dict[str, Any]], proxies: dict[str, Any] | None = None)
         problem), ``pass_at_k`` (k -> estimate, for the powers of two that all problems have samples for),
         ``n_problems``, ``n_samples``, ``mean_tokens`` and ``mean_tokens_se``, ``max_tokens``, ``token_quantiles``,
         ``mean_prompt_tokens``, ``truncation_rate``, ``unanswered_rate``, ``density`` (tokens read per token of
-        context), ``cached_tokens`` (per KV head), ``bytes_read_per_step``, ``resident_bytes_mean``,
-        ``resident_bytes_peak`` (the last three per sequence, all layers), ``amsr`` (the memory saving ratio of
-        methods that share blocks), ``tokens_per_second`` (per process), ``seconds``, and the `PROXIES`.
+        context), ``cached_tokens`` (per KV head), ``bytes_read_per_step``, ``own_bytes_mean``, ``own_bytes_peak``
+        (what a sequence would hold alone), ``resident_bytes_mean``, ``resident_bytes_peak`` (its share of what was
+        allocated; all of them per sequence, all layers), ``amsr`` (the memory saving ratio of methods that share
+        blocks), ``tokens_per_second`` (per process), ``seconds``, and the `PROXIES`.
     """
     correct = by_problem(samples, lambda s: s["correct"])
     accuracy = clustered(correct)
     length = clustered(by_problem(samples, lambda s: s["n_tokens"]))
     tokens = sum(s["n_tokens"] for s in samples)
     seconds = math.fsum(s["seconds"] for s in samples)
-    peaks = [s["resident_bytes_peak"] for s in samples if s.get("resident_bytes_peak") is not None]
     return {
         "accuracy": accuracy.mean,
         "accuracy_se": _or_none(accuracy),
@@ -63,7 +66,7 @@ def derive(samples: list[dict[str, Any]], proxies: dict[str, Any] | None = None)
         "truncation_rate": sum(s["finish_reason"] == "length" for s in samples) / len(samples),
         "unanswered_rate": sum(s["pred"] is None for s in samples) / len(samples),
         **{name: _per_token(samples, name) for name in COSTS},
-        "resident_bytes_peak": max(peaks, default=None),
+        **{name: max((s[name] for s in samples if s.get(name) is not None), default=None) for name in PEAKS},
         "tokens_per_second": tokens / seconds if seconds else None,
         "seconds": seconds,
         **{name: (proxies or {}).get(name) for name in PROXIES},

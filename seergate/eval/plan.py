@@ -37,7 +37,8 @@ class SweepPlan:
             or ``read``, bytes read per step. For the last two a budget counts tokens of the dense cache
             (`seergate.eval.matching`).
         threshold: for methods that select blocks, beside the budgets.
-        block_size: tokens per block, for methods that select blocks; empty takes the gates', else 64.
+        block_size: tokens per block, for methods that select blocks; empty takes the gates', else 64. Others have a
+            size of their own.
         dense_layers: choices of layers that stay dense; see `MethodSpec`.
         task: name or file.
         task_options: of the task, such as ``problems``.

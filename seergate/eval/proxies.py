@@ -5,10 +5,10 @@
 * perplexity of the reference's tokens, under the method and under dense attention;
 * agreement: how often the most probable next token is the same.
 
-Every method is measured on the same contexts: windows of one fixed set of reference generations (the dense model's
-own, where there are any), read densely up to the window and then fed token by token. So figures can be compared
-between methods and budgets even where a method would have lost its way. What they leave out follows from that: errors
-do not build up over more than one window.
+A sweep measures every method on the same contexts: windows of one fixed set of reference generations (the dense
+model's own, where there are any), read densely up to the window and then fed token by token. So figures can be
+compared between methods and budgets even where a method would have lost its way; ``contexts`` says whether two were
+measured on the same ones. What they leave out follows from that: errors do not build up over more than one window.
 
 A method that evicts or shares blocks gets only the prompt as a prompt, which many of them leave alone, and of the
 answer up to the window the last `REPLAYED_TOKENS` tokens one by one, so that it evicts and shares as it would have.
@@ -17,6 +17,8 @@ That takes longer.
 
 from __future__ import annotations
 
+import hashlib
+import json
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -53,6 +55,25 @@ class Window:
     def forced(self, most: int) -> int:
         """How many tokens of the answer lie before it, at most ``most``."""
         return min(most, len(self.context) - self.prompt)
+
+
+@dataclass(frozen=True)
+class Reference:
+    """Whose generations the contexts are taken from.
+
+    Attributes:
+        label: of the setting.
+        samples: its samples, in a fixed order.
+    """
+
+    label: str
+    samples: Sequence[dict[str, Any]]
+
+
+def contexts_hash(windows: Sequence[Window]) -> str:
+    """Sixteen hexadecimal digits that change with any of the windows."""
+    plain = [[window.context, window.tokens, window.prompt] for window in windows]
+    return hashlib.sha256(json.dumps(plain).encode()).hexdigest()[:16]
 
 
 def windows_of(tokenizer: PreTrainedTokenizerBase, reference: Sequence[dict[str, Any]]) -> list[Window]:
@@ -93,7 +114,8 @@ def measure_proxies(
     Returns:
         ``next_token_kl``, ``perplexity``, ``dense_perplexity``, ``agreement``; ``recall``, ``recall_per_layer`` and
         ``layers`` (``None`` for methods that do not select blocks: dense reads all of it, and what was evicted cannot
-        be weighed); ``windows`` and ``tokens_per_window``. ``None`` if no reference is longer than a window.
+        be weighed); ``windows``, ``tokens_per_window`` and ``contexts``, their hash. ``None`` if no reference is
+        longer than a window.
     """
     windows = windows_of(tokenizer, reference)
     if not windows:
@@ -126,6 +148,7 @@ def measure_proxies(
         "layers": stats["layers"],
         "windows": len(windows),
         "tokens_per_window": WINDOW_TOKENS,
+        "contexts": contexts_hash(windows),
     }
 
 

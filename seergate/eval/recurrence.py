@@ -7,7 +7,8 @@ probability reached a threshold (`LazyState` does, and here evicts nothing).
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import Any
 
 import numpy as np
 import torch
@@ -16,6 +17,7 @@ from transformers import PreTrainedModel
 from seergate.errors import SeergateError
 from seergate.eval.engine import Batch
 from seergate.eval.sampling import SampledRow, Sampling, TokenChooser
+from seergate.fingerprint import fingerprint
 from seergate.host import attached
 from seergate.methods import LazyEviction
 from seergate.methods.lazy_eviction import LazyState
@@ -127,6 +129,7 @@ def query_centres(
     max_new_tokens: int = 1,
     sampling: Sampling | None = None,
     ends: Collection[int] = (),
+    made: dict[str, Any] | None = None,
 ) -> Centres:
     """Calibrate TriAttention: the mean queries of a model over prompts and the beginnings of its answers.
 
@@ -136,12 +139,13 @@ def query_centres(
         max_new_tokens: how many tokens to answer each with.
         sampling: how tokens are chosen; greedy if ``None``.
         ends: ids of the tokens that end an answer.
+        made: on what, to be kept with the centres; the model's fingerprint if ``None``.
     """
     recorder = QueryCentres()
     with attached(model, recorder):
         for _ in answers(model, prompts, max_new_tokens, sampling, ends):
             pass
-    return recorder.centres()
+    return replace(recorder.centres(), made={"model": fingerprint(model)} if made is None else made)
 
 
 def answers(

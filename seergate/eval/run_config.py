@@ -10,10 +10,11 @@ from transformers import PreTrainedModel
 
 from seergate.bank import GateBank
 from seergate.eval.engine import Limit
-from seergate.eval.environment import environment, fingerprint
+from seergate.eval.environment import environment
 from seergate.eval.sampling import Sampling
 from seergate.eval.settings import MethodSpec
 from seergate.eval.task import Problem, Task, contents_hash
+from seergate.fingerprint import fingerprint
 
 
 def run_config(

@@ -2,15 +2,12 @@
 
     runs/<id>/<method>-<budget>/{config.yaml, samples.jsonl, metrics.json, proxies.json}
 
-Every finished sample is graded and on the disk at once. The same call after a kill makes what is missing, and refuses
-if anything that shapes results has changed.
+Every finished sample is on the disk at once (`ungraded.jsonl`, as long as it waits for its grade). The same call after
+a kill makes what is missing, and refuses if anything that shapes results has changed.
 """
 
 from __future__ import annotations
 
-import threading
-import time
-from collections import defaultdict
 from collections.abc import Callable, Iterable
 from contextlib import nullcontext
 from dataclasses import dataclass
@@ -22,48 +19,22 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from seergate.bank import GateBank
 from seergate.errors import SeergateError
 from seergate.eval import store
-from seergate.eval.engine import Engine, Generation, Limit, Request, encode, prompt_text
+from seergate.eval.collector import Collector
+from seergate.eval.collector import Progress as Progress
+from seergate.eval.engine import Engine, Limit, Request, encode, prompt_text
 from seergate.eval.grading import check_grader
 from seergate.eval.judge import GradingPool, check_installed
 from seergate.eval.memory import estimated_batch, sharing
 from seergate.eval.metrics import derive
-from seergate.eval.proxies import measure_proxies
+from seergate.eval.proxies import Reference, contexts_hash, measure_proxies, windows_of
 from seergate.eval.run_config import run_config
 from seergate.eval.sampling import Sampling, sample_seed
 from seergate.eval.settings import MethodSpec
-from seergate.eval.stats import mean_and_error
-from seergate.eval.task import Problem, Task
+from seergate.eval.task import Problem, Task, contents_hash
 from seergate.eval.workers import Job, Loader, Source, WorkerPool
+from seergate.fingerprint import fingerprint
 from seergate.host import Handle, attached
-
-
-@dataclass(frozen=True)
-class Progress:
-    """Where a run stands.
-
-    Attributes:
-        label: of the setting.
-        done, total: samples.
-        correct: how many of the finished ones are right.
-        error: standard error of the accuracy so far, clustered by problem; ``nan`` before the second problem.
-        made: samples generated since the run was started or resumed.
-        tokens: generated since then.
-        seconds: since then.
-    """
-
-    label: str
-    done: int
-    total: int
-    correct: int
-    error: float
-    made: int
-    tokens: int
-    seconds: float
-
-    @property
-    def eta(self) -> float | None:
-        """Seconds until the setting is done at the pace so far; ``None`` before the first sample."""
-        return self.seconds * (self.total - self.done) / self.made if self.made else None
+from seergate.methods import Dense
 
 
 @dataclass(frozen=True)
@@ -79,7 +50,7 @@ class RunOptions:
         batch_size: samples that run together; does not shape results. ``None`` estimates what fits into memory.
         measure_recall: also measure the cheap proxies (`seergate.eval.proxies`), recall of teacher mass among them.
         model_name, gates_name: what to call them in the records; paths or Hub ids.
-        on_progress: called after every sample.
+        on_progress: called after every sample that has been graded, one call at a time, from a thread that grades.
     """
 
     samples: int | None = None
@@ -142,13 +113,13 @@ def sweep(
         model: loaded once, used for all.
         tokenizer: the model's.
         task: what to solve.
-        specs: the settings. ``dense`` should come first: its generations are the contexts that proxies are measured
-            on.
+        specs: the settings. ``dense`` should come first: proxies are measured on its generations, those that
+            ``out_dir`` has already if it is not among the settings, or else on those of the first setting.
         out_dir: parent of the run directories.
         options: how.
         bank: gates, for the method ``gate``.
         banks: block size -> gates, where there are several; they take precedence over ``bank``.
-        loader: makes the model of a worker process.
+        loader: makes the model of a worker process, and the gates that ``bank`` and ``banks`` are here.
         workers: how many processes generate beside this one.
 
     Returns:
@@ -163,25 +134,49 @@ def sweep(
         raise SeergateError(f"the setting {min(twice)!r} is given twice")
     if workers < 0:
         raise ValueError(f"workers is {workers}; it must be 0 or a positive number")
-    if workers and (loader is None or banks):
-        raise SeergateError("worker processes need a loader, and one set of gates")
+    if workers and loader is None:
+        raise SeergateError("worker processes need a loader, which makes their models")
 
     def gates(spec: MethodSpec) -> GateBank | None:
         return (banks or {}).get(spec.block_size or 0, bank)
 
     for spec in specs:
         spec.method(gates(spec))
-    reference: list[dict[str, Any]] | None = None
+    reference = reference_in(out_dir, model, task) if options.measure_recall else None
     results = {}
     with WorkerPool(loader, workers) if loader is not None and workers else nullcontext() as pool:
         for spec in specs:
             directory = out_dir / spec.label
+            # an earlier call's dense run may be finished by this one, and then it is its own reference
+            own = spec.name == Dense.name and (reference is None or reference.label == Dense.name)
             results[spec.label] = evaluate(
-                model, tokenizer, task, spec, directory, options, bank=gates(spec), reference=reference, pool=pool
+                model,
+                tokenizer,
+                task,
+                spec,
+                directory,
+                options,
+                bank=gates(spec),
+                reference=None if own else reference,
+                pool=pool,
             )
-            if reference is None:
-                reference = _in_order(directory)
+            if reference is None or own:
+                reference = Reference(spec.label, _in_order(directory))
     return results
+
+
+def reference_in(out_dir: Path, model: PreTrainedModel, task: Task) -> Reference | None:
+    """The dense run of the same model and problems that a directory of runs has, to measure proxies on."""
+    directory = out_dir / Dense.name
+    if not (directory / store.CONFIG).exists() or not (samples := _in_order(directory)):
+        return None
+    found = store.read_config(directory)
+    same = (
+        found["model"]["fingerprint"] == fingerprint(model)
+        and found["task"]["contents"] == contents_hash(task.problems())
+        and found["method"]["name"] == Dense.name
+    )
+    return Reference(Dense.name, samples) if same else None
 
 
 def evaluate(
@@ -193,7 +188,7 @@ def evaluate(
     options: RunOptions | None = None,
     *,
     bank: GateBank | None = None,
-    reference: list[dict[str, Any]] | None = None,
+    reference: Reference | None = None,
     pool: WorkerPool | None = None,
 ) -> dict[str, Any]:
     """Evaluate one setting, continuing whatever ``out_dir`` holds.
@@ -206,7 +201,8 @@ def evaluate(
         out_dir: the run directory.
         options: how.
         bank: gates, for the method ``gate``.
-        reference: samples whose contexts proxies are measured on; the setting's own if ``None``.
+        reference: whose contexts proxies are measured on; the setting's own if ``None``. What has been measured on
+            others is measured anew.
         pool: processes that generate beside this one.
 
     Returns:
@@ -220,6 +216,7 @@ def evaluate(
     samples_each = task.samples if options.samples is None else options.samples
     options.check(task)
     problems = task.problems()
+    processes = 1 + (len(pool.processes) if pool else 0)
     config = run_config(
         model,
         task,
@@ -232,29 +229,47 @@ def evaluate(
         seed=options.seed,
         model_name=options.model_name,
         gates_name=options.gates_name,
-        execution={"batch_size": options.batch_size or "auto", "processes": 1 + (len(pool.processes) if pool else 0)},
+        execution={"batch_size": options.batch_size or "auto", "processes": processes},
     )
     out_dir.mkdir(parents=True, exist_ok=True)
     wanted = {(task.name, p.problem_id, i): p for p in problems for i in range(samples_each)}
     with store.SampleLog(out_dir) as log:
         samples = store.read_samples(out_dir)
-        missing = {key: problem for key, problem in wanted.items() if key not in {store.key_of(s) for s in samples}}
+        made = {store.key_of(s) for s in samples}
+        missing = {key: problem for key, problem in wanted.items() if key not in made}
         store.pin(out_dir, config, finished=not missing)
-        unmeasured = options.measure_recall and not (out_dir / store.PROXIES).exists()
+        unmeasured = options.measure_recall and not _measured(out_dir, tokenizer, reference)
         if missing or unmeasured:
+            golds, progress = {p.problem_id: p.gold for p in problems}, options.on_progress
             with attached(model, spec.method(bank)) as handle:
                 if missing:
-                    requests = _requests(tokenizer, missing, limit, options.seed)
-                    longest = max(len(ids) + limit.of(len(ids)) for _, ids in requests)
-                    job = Job(spec, options.batch_size or _fitting(model, longest, pool), limit, sampling)
-                    with GradingPool() as judges:
-                        run = _Run(task, spec, options, missing, log, samples, len(wanted), judges)
-                        run.generate(model, tokenizer, [request for request, _ in requests], job, handle, pool)
+                    kept = {store.key_of(s): s for s in store.read_samples(out_dir, store.UNGRADED)}
+                    unmade = {key: problem for key, problem in missing.items() if key not in kept}
+                    with (
+                        GradingPool(processes) as judges,
+                        Collector(spec.label, len(wanted), task.grader, golds, log, samples, judges, progress) as sink,
+                    ):
+                        sink.report()
+                        sink.take_kept([kept[key] for key in missing if key in kept])
+                        if unmade:
+                            requests = _requests(tokenizer, unmade, limit, options.seed)
+                            longest = max(len(ids) + limit.of(len(ids)) for _, ids in requests)
+                            job = Job(spec, options.batch_size or _fitting(model, longest, pool), limit, sampling)
+                            _generate(model, tokenizer, [request for request, _ in requests], job, handle, pool, sink)
                 if unmeasured:
-                    proxies = measure_proxies(model, tokenizer, handle, reference or _in_order(out_dir))
+                    reference = reference or Reference(spec.label, _in_order(out_dir))
+                    proxies = measure_proxies(model, tokenizer, handle, reference.samples)
                     if proxies is not None:
-                        store.write_json(out_dir / store.PROXIES, proxies)
+                        store.write_json(out_dir / store.PROXIES, {"reference": reference.label, **proxies})
     return write_metrics(out_dir)
+
+
+def _measured(out_dir: Path, tokenizer: PreTrainedTokenizerBase, reference: Reference | None) -> bool:
+    """Whether there are proxies, and on the contexts that are wanted."""
+    found = store.read_json(out_dir / store.PROXIES)
+    if found is None or reference is None:
+        return found is not None
+    return found.get("contexts") == contexts_hash(windows_of(tokenizer, reference.samples))
 
 
 def write_metrics(out_dir: Path) -> dict[str, Any]:
@@ -314,96 +329,28 @@ def _fitting(model: PreTrainedModel, longest: int, pool: WorkerPool | None) -> i
     return estimated_batch(model, longest, on_device, copies)
 
 
-class _Run:
-    """Generates the missing samples of one setting, grades and stores them."""
-
-    def __init__(
-        self,
-        task: Task,
-        spec: MethodSpec,
-        options: RunOptions,
-        problems: dict[store.Key, Problem],
-        log: store.SampleLog,
-        samples: list[dict[str, Any]],
-        total: int,
-        judges: GradingPool,
-    ) -> None:
-        self.task, self.spec, self.options, self.problems = task, spec, options, problems
-        self.log, self.total, self.judges = log, total, judges
-        self.outcomes: dict[str, list[bool]] = defaultdict(list)
-        for sample in samples:
-            self.outcomes[sample["problem_id"]].append(sample["correct"])
-        self.made = self.tokens = 0
-        self.began, self.lock = time.monotonic(), threading.Lock()
-
-    def generate(
-        self,
-        model: PreTrainedModel,
-        tokenizer: PreTrainedTokenizerBase,
-        requests: list[Request],
-        job: Job,
-        handle: Handle,
-        pool: WorkerPool | None,
-    ) -> None:
-        """Everything that is missing, here and in the other processes."""
-        self.report()
-        source = Source(requests)
-        engine = Engine(
-            model,
-            tokenizer,
-            batch_size=job.batch_size,
-            limit=job.limit,
-            sampling=job.sampling,
-            on_finished=self.finished,
-            handle=handle,
-        )
-        running = pool.begin(job, source, self.finished) if pool is not None else None
-        engine.run(source)
-        if running is not None:
-            running.join()
-            engine.run(source)  # what processes that died gave back
-
-    def finished(self, generation: Generation) -> None:
-        """Grade and store one sample. Several threads may call it."""
-        record = self.record(generation)
-        with self.lock:
-            self.log.append([record])
-            self.outcomes[record["problem_id"]].append(record["correct"])
-            self.made += 1
-            self.tokens += generation.n_tokens
-            self.report()
-
-    def record(self, generation: Generation) -> dict[str, Any]:
-        """One line of `samples.jsonl`."""
-        task, problem_id, sample_idx = key = generation.request.key
-        gold = self.problems[key].gold
-        grade = self.judges.grade(self.task.grader, generation.completion, gold)
-        return {
-            "task": task,
-            "problem_id": problem_id,
-            "sample_idx": sample_idx,
-            "seed": generation.request.seed,
-            "prompt": generation.request.prompt,
-            "completion": generation.completion,
-            "n_prompt_tokens": generation.n_prompt_tokens,
-            "n_tokens": generation.n_tokens,
-            "finish_reason": generation.finish_reason,
-            "pred": grade.pred,
-            "gold": gold,
-            "correct": grade.correct,
-            "grade_reason": grade.reason,
-            "seconds": round(generation.seconds, 6),
-            **generation.costs,
-        }
-
-    def report(self) -> None:
-        """Tell whoever listens."""
-        if self.options.on_progress is None:
-            return
-        done, correct = (sum(map(count, self.outcomes.values())) for count in (len, sum))
-        means = [sum(values) / len(values) for values in self.outcomes.values()]
-        error = mean_and_error(means).se if means else float("nan")
-        spent = time.monotonic() - self.began
-        self.options.on_progress(
-            Progress(self.spec.label, done, self.total, correct, error, self.made, self.tokens, spent)
-        )
+def _generate(
+    model: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase,
+    requests: list[Request],
+    job: Job,
+    handle: Handle,
+    pool: WorkerPool | None,
+    sink: Collector,
+) -> None:
+    """Make samples, here and in the other processes."""
+    source = Source(requests)
+    engine = Engine(
+        model,
+        tokenizer,
+        batch_size=job.batch_size,
+        limit=job.limit,
+        sampling=job.sampling,
+        on_finished=sink.take,
+        handle=handle,
+    )
+    running = pool.begin(job, source, sink.take) if pool is not None else None
+    engine.run(source)
+    if running is not None:
+        running.join()
+        engine.run(source)  # what processes that died gave back

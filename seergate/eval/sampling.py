@@ -41,6 +41,10 @@ NOT_FOLLOWED = {
 which they do nothing. A model that sets one of them is refused rather than evaluated differently from what it says."""
 
 
+GENERATE_TOP_K = 50
+"""What transformers' `generate` takes for ``top_k`` where a model's generation configuration does not say."""
+
+
 @dataclass(frozen=True)
 class Sampling:
     """A sampling rule; the fields mean what they mean in a generation configuration.
@@ -103,6 +107,16 @@ class Sampling:
         if not config.do_sample:
             return cls(repetition_penalty=penalty)
         return cls(given("temperature", 1.0), given("top_k", 0), given("top_p", 1.0), given("min_p", 0.0), penalty)
+
+    def unlike_generate(self, model: Any) -> str:
+        """For people, to follow what the model's own configuration says: in what `generate` would differ, if it would.
+
+        Where a configuration leaves top-k open, `generate` fills in a default of the library (`GENERATE_TOP_K`).
+        Nobody chose it for the model, and the published evaluation samples without, so here it stays off.
+        """
+        if self.greedy or self.top_k or getattr(model.generation_config, "top_k", None) is not None:
+            return ""
+        return f", which leaves top-k open: off here, {GENERATE_TOP_K} in generate"
 
     def __str__(self) -> str:
         """For people: ``temperature 0.6, top-p 0.95``; ``greedy``."""

@@ -9,6 +9,7 @@ from typing import Any
 from seergate.bank import GateBank
 from seergate.errors import SeergateError
 from seergate.eval.method_text import read_method, value_text
+from seergate.host.paged_layer import Paging
 from seergate.methods import (
     Dense,
     GateOnEvictor,
@@ -34,7 +35,8 @@ class MethodSpec:
     Attributes:
         name: a key of `seergate.methods.METHODS`, ``EVICTOR+gate`` or ``reason_cache+gate``.
         token_budget: the method's; ``None`` for methods that have none (``dense``, ``rpc``, ``kv4bit``).
-        block_size: tokens per block, for the methods that have blocks; gates have their own.
+        block_size: tokens per block, for the methods that select blocks and those that share them; gates have their
+            own, and so has an evictor that they work on.
         dense_layers: layers that stay dense, for the methods that select blocks. If ``None``, those that gates ask for
             themselves, and none for other methods, as in the comparison of the SeerAttention-R paper; Quest's own
             default would leave the first two layers dense.
@@ -99,15 +101,15 @@ class MethodSpec:
         """
         if self.has_gates and bank is None:
             raise SeergateError(f"the method {self.name!r} needs gates: the directory or Hub repository of an adapter")
-        known = option_names(self.name)
+        known, kind = option_names(self.name), method_class(self.name)
         fields: dict[str, Any] = {
             "token_budget": self.token_budget,
-            "block_size": self.block_size,
+            "block_size": None if issubclass(kind, GateOnEvictor) else self.block_size,
             "dense_layers": self.dense_layers,
         }
         if not self.has_gates and self.dense_layers is None:
             fields["dense_layers"] = ()
-        if issubclass(method_class(self.name), ReasonCache):
+        if issubclass(kind, ReasonCache):
             fields["asynchronous"] = False
         given = {key: value for key, value in fields.items() if key in known and value is not None}
         options = {**given, **self.options, **self.calibrated}
@@ -132,6 +134,8 @@ def _plain(method: Method) -> dict[str, Any]:
         for key, value in vars(method).items()
         if key in method.__dataclass_fields__ and not isinstance(value, (GateBank, Method))
     }
+    if isinstance(method, ReasonCache):  # None stands for a size of the host's choice
+        found["block_size"] = Paging(method.block_size).page_of(method.reading)
     if isinstance(method, TriAttention):
         found["centres"] = f"{method.found.fingerprint}, from {method.found.tokens} tokens"
     return found
@@ -170,7 +174,8 @@ def grid(
     Args:
         methods: as `read_method` reads them.
         budgets: token budgets.
-        block_size: one, or several; methods that do not select blocks run once for all of them.
+        block_size: one, or several, for methods that select blocks or have gates. Others run once for all of them,
+            with blocks or pages of their own size if they have some: RaaS, ReasonCache.
         dense_layers: one choice of layers that stay dense, or several (a list of tuples).
         thresholds: for methods that select blocks by one, beside or instead of budgets.
         default_budgets: for methods that have neither budgets nor thresholds otherwise.
@@ -204,7 +209,7 @@ def grid(
                     MethodSpec(
                         name,
                         token_budget=limit.get("token_budget"),
-                        block_size=size,
+                        block_size=size if selects or has_gates(name) else None,
                         dense_layers=layers,
                         options={**options, **limit.get("options", {})},
                         named_block_size=len(sizes) > 1 and selects and not own_size,

@@ -7,13 +7,15 @@ import os
 from collections.abc import Iterable
 from pathlib import Path
 from types import TracebackType
-from typing import Any, TextIO
+from typing import Any, BinaryIO, TextIO
 
 import yaml
 
 from seergate.errors import SeergateError, first_line
 
 CONFIG, SAMPLES, METRICS, PROXIES = "config.yaml", "samples.jsonl", "metrics.json", "proxies.json"
+UNGRADED = "ungraded.jsonl"
+"""Finished samples that wait for their grade. It is there only while a run is made, or after a kill."""
 
 Key = tuple[str, str, int]
 """(task, problem id, sample index)"""
@@ -45,13 +47,17 @@ def key_of(sample: dict[str, Any]) -> Key:
     return sample["task"], sample["problem_id"], sample["sample_idx"]
 
 
-def read_samples(directory: Path) -> list[dict[str, Any]]:
+def read_samples(directory: Path, name: str = SAMPLES) -> list[dict[str, Any]]:
     """All whole samples of a run; a last line that a killed process left unfinished is passed over.
+
+    Args:
+        directory: of the run.
+        name: of the file; `UNGRADED` for those without a grade.
 
     Raises:
         SeergateError: if an earlier line is damaged, or a sample is there twice.
     """
-    path = directory / SAMPLES
+    path = directory / name
     if not path.exists():
         return []
     lines = path.read_bytes().split(b"\n")
@@ -73,7 +79,8 @@ def read_samples(directory: Path) -> list[dict[str, Any]]:
 
 
 class SampleLog:
-    """Appends samples; whatever `append` has returned from survives a kill. One process at a time may hold it.
+    """Appends samples; whatever `append` and `keep` have returned from survives a kill. One process at a time may hold
+    it.
 
     Args:
         directory: of the run.
@@ -90,15 +97,24 @@ class SampleLog:
         except OSError as error:
             self._file.close()
             raise SeergateError(f"another process is writing to {path}; use another directory") from error
-        self._file.seek(0)
-        whole = self._file.read().rfind(b"\n") + 1
-        self._file.truncate(whole)  # a line that was cut short by a kill
+        _drop_unfinished_line(self._file)
+        self._ungraded = directory / UNGRADED
+        if self._ungraded.exists():
+            with self._ungraded.open("ab+") as file:
+                _drop_unfinished_line(file)
 
     def append(self, samples: Iterable[dict[str, Any]]) -> None:
         """Write samples and wait until they are on the disk."""
-        self._file.write("".join(json.dumps(s, ensure_ascii=False) + "\n" for s in samples).encode("utf-8", "replace"))
-        self._file.flush()
-        os.fsync(self._file.fileno())
+        _append(self._file, samples)
+
+    def keep(self, sample: dict[str, Any]) -> None:
+        """Write down a sample that has no grade yet, and wait until it is on the disk."""
+        with self._ungraded.open("ab") as file:
+            _append(file, [sample])
+
+    def forget(self) -> None:
+        """Remove what was kept: all of it has been graded and appended."""
+        self._ungraded.unlink(missing_ok=True)
 
     def __enter__(self) -> SampleLog:
         return self
@@ -107,6 +123,18 @@ class SampleLog:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self._file.close()
+
+
+def _append(file: BinaryIO, samples: Iterable[dict[str, Any]]) -> None:
+    file.write("".join(json.dumps(s, ensure_ascii=False) + "\n" for s in samples).encode("utf-8", "replace"))
+    file.flush()
+    os.fsync(file.fileno())
+
+
+def _drop_unfinished_line(file: BinaryIO) -> None:
+    """Cut off the end of a line that was cut short by a kill."""
+    file.seek(0)
+    file.truncate(file.read().rfind(b"\n") + 1)
 
 
 def _lock(descriptor: int) -> None:

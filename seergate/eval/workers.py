@@ -28,10 +28,13 @@ if TYPE_CHECKING:
 
     from seergate.bank import GateBank
 
-    Loaded = tuple[PreTrainedModel, PreTrainedTokenizerBase, GateBank | None]
+    Gates = GateBank | dict[int, GateBank] | None
+    Loaded = tuple[PreTrainedModel, PreTrainedTokenizerBase, Gates]
 
 Loader = Callable[[int], "Loaded"]
-"""``(number of the process, from 1) -> (model, tokenizer, gates)``; must be picklable."""
+"""``(number of the process, from 1) -> (model, tokenizer, gates)``; must be picklable. Several sets of gates are a
+dictionary, by block size.
+"""
 
 
 class Source:
@@ -200,7 +203,8 @@ def _work(loader: Loader, number: int, connection: Connection) -> None:
 
 
 def _do(job: Job, loaded: Loaded, connection: Connection) -> None:
-    model, tokenizer, bank = loaded
+    model, tokenizer, gates = loaded
+    bank = gates.get(job.spec.block_size or 0) if isinstance(gates, dict) else gates
 
     def requests() -> Iterator[Request]:
         while True:

@@ -15,7 +15,7 @@ from seergate.report.styles import line_style, style
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
-FIGURES = {"resident_bytes_mean": "kB held per sequence, mean", "bytes_read_per_step": "kB read per step"}
+FIGURES = {"own_bytes_mean": "kB held per sequence, mean", "bytes_read_per_step": "kB read per step"}
 """Metric -> label of its axis."""
 
 

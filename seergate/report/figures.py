@@ -16,13 +16,15 @@ from seergate.errors import SeergateError
 from seergate.eval.stats import correlation
 from seergate.report.findings import findings
 from seergate.report.load import Setting, Sweep
-from seergate.report.plots import accuracy_plot, conditions, pyplot, save
-from seergate.report.published import TABLE_1, model_key
+from seergate.report.plots import accuracy_plot, conditions, draw_published, pyplot, save
+from seergate.report.published import table_1
 from seergate.report.styles import line_style, style
 from seergate.report.tables import NONE, accuracy_table, limit_of, markdown, proxy_table
 
 Points = dict[str, list[tuple[float, Setting]]]
 """Series -> (place on the x axis, setting)."""
+
+_LEGEND: dict[str, Any] = {"frameon": False, "fontsize": 8, "loc": "center left", "bbox_to_anchor": (1.0, 0.5)}
 
 
 @dataclass(frozen=True)
@@ -47,6 +49,8 @@ def _draw_lines(points: Points, sweep: Sweep, path: Path, xlabel: str, title: st
     plt = pyplot()
     figure, axis = plt.subplots(figsize=(6.8, 4.4))
     _lines(axis, points, sweep, xlabel, log)
+    draw_published(axis, sweep, [point for line in points.values() for point in line])
+    axis.legend(**_LEGEND)
     model = Path(str(sweep.config["model"]["path"])).name
     task, n = sweep.config["task"]["name"], sweep.settings[0].accuracy.n
     axis.set_title(f"{title}\n{model} on {task}, {n} problems; bars: 95 % intervals", fontsize=10)
@@ -74,7 +78,6 @@ def _lines(axis: Any, points: Points, sweep: Sweep, xlabel: str, log: bool) -> N
     axis.set(xlabel=xlabel, ylabel="accuracy (%)", ylim=(-2, 104))
     axis.grid(axis="y", color="#DDDDDD", linewidth=0.8)
     axis.spines[["top", "right"]].set_visible(False)
-    axis.legend(frameon=False, fontsize=8, loc="center left", bbox_to_anchor=(1.0, 0.5))
 
 
 def _block_sizes(sweep: Sweep, path: Path) -> Path:
@@ -107,6 +110,8 @@ def _threshold_and_budget(sweep: Sweep, path: Path) -> Path:
         if group
     }
     _lines(right, points, sweep, "density: tokens read per token of context (%)", log=False)
+    draw_published(right, sweep, [])  # of what its gates read, the paper has no numbers
+    right.legend(**_LEGEND)
     right.set_title("(b) accuracy against density", fontsize=10)
     return save(figure, path)
 
@@ -124,11 +129,10 @@ def read_curve(setting: Setting, bins: int = 40) -> dict[float, float]:
 
 
 def length_table(sweep: Sweep) -> str:
-    """Table 1: accuracy and mean generation length; beside the paper's where model and task are the paper's."""
-    theirs = TABLE_1 if model_key(sweep.config) == "qwen3-8b" and sweep.config["task"]["name"] == "aime24" else {}
+    """Table 1: accuracy and mean generation length; beside the paper's where it ran the same."""
     rows = []
     for s in sweep.settings:
-        published = theirs.get((s.method, s.budget))
+        published = table_1(s.config) if s.complete else None
         rows.append(
             [
                 s.series,
@@ -228,7 +232,8 @@ def _proxies(sweep: Sweep, path: Path) -> Path:
         elif proxy == "perplexity":
             axis.set_xscale("log")
         axis.set(xlabel=PREDICTORS[proxy][0], ylim=(-2, 104))
-        axis.set_title(f"rank correlation {_rank_correlation(sweep, proxy):.2f}", fontsize=10)
+        if sweep.proxies_on is not None:
+            axis.set_title(f"rank correlation {_rank_correlation(sweep, proxy):.2f}", fontsize=10)
         axis.grid(axis="y", color="#DDDDDD", linewidth=0.8)
         axis.spines[["top", "right"]].set_visible(False)
     axes[0, 0].set_ylabel("accuracy (%)")
@@ -244,6 +249,8 @@ def _rank_correlation(sweep: Sweep, proxy: str) -> float:
 
 
 def _read_proxies(sweep: Sweep) -> list[str]:
+    if sweep.proxies_on is None:
+        return ["the settings are not known to have been measured on the same contexts, so nothing is said of them."]
     lines = []
     for proxy, (label, sign) in PREDICTORS.items():
         points = _measured(sweep, proxy)

@@ -44,7 +44,7 @@ def _fixed(setting: Setting) -> bool:
 def _without_budget(sweep: Sweep, setting: Setting, dense: Setting) -> str:
     difference = sweep.difference(setting, dense)
     start = f"{setting.label} ({setting.nominal}) is {_gap(difference)} dense"
-    held, everything = (s.metrics["resident_bytes_mean"] for s in (setting, dense))
+    held, everything = (s.metrics["own_bytes_mean"] for s in (setting, dense))
     if not held or not everything:
         return f"{start}."
     return f"{start}, and holds {_percent(held / everything)} of its bytes."
@@ -109,11 +109,17 @@ def _gate_against(sweep: Sweep, other: str) -> str:
 
 def _recall(sweep: Sweep) -> list[str]:
     measured = [s for s in sweep.settings if s.metrics["recall"] is not None]
-    if not measured:
+    if not measured or sweep.proxies_on is None:
         return []
-    smallest = min(s.budget for s in measured if s.budget is not None)
-    row = [f"{s.method} {_percent(s.metrics['recall'])}" for s in measured if s.budget == smallest]
+    smallest = min((s.budget for s in measured if s.budget is not None), default=None)
+    if smallest is None:  # thresholds only
+        return [f"recall of dense attention's mass: {'; '.join(f'{s.label} {_recalled(s)}' for s in measured)}."]
+    row = [f"{s.method} {_recalled(s)}" for s in measured if s.budget == smallest]
     return [f"recall of dense attention's mass at {smallest} tokens: {', '.join(row)}."]
+
+
+def _recalled(setting: Setting) -> str:
+    return _percent(setting.metrics["recall"])
 
 
 def cautions(sweep: Sweep) -> list[str]:

@@ -10,7 +10,7 @@ from seergate.errors import SeergateError
 from seergate.eval import store
 from seergate.eval.metrics import by_problem, derive
 from seergate.eval.stats import Estimate, clustered, paired, wilson
-from seergate.methods import EvictingMethod, method_class
+from seergate.methods import EvictingMethod, ReasonCache, method_class
 
 ORDER = (
     *("dense", "kv4bit", "oracle", "gate", "quest", "resa", "random"),
@@ -20,7 +20,7 @@ ORDER = (
 """Methods are listed in this order: those that keep everything, those that evict, the control of each last. Others
 follow by name."""
 
-SAID_OTHERWISE = ("name", "nominal", "token_budget", "threshold", "top_p", "block_size", "dense_layers")
+SAID_OTHERWISE = ("name", "nominal", "token_budget", "threshold", "block_size", "dense_layers")
 """What a series need not be told apart by: it is said beside it, or elsewhere in its name."""
 
 
@@ -53,8 +53,8 @@ class Setting:
 
     @property
     def budget(self) -> int | None:
-        """Tokens per KV head and step; ``None`` for dense."""
-        return self.config["method"].get("token_budget")
+        """Tokens per KV head and step; ``None`` for methods without a budget."""
+        return self._of("token_budget")
 
     @property
     def label(self) -> str:
@@ -77,25 +77,38 @@ class Setting:
     @property
     def evicts(self) -> bool:
         """Whether its method lets go of tokens, or keeps them in another form, instead of reading some of all."""
-        try:
-            return issubclass(method_class(self.method), EvictingMethod)
-        except SeergateError:  # somebody's own
-            return False
+        return self._is(EvictingMethod)
 
     @property
     def threshold(self) -> float | None:
         """On the gate's probabilities, if there is one."""
-        return self.config["method"].get("threshold")
+        return self._of("threshold")
 
     @property
     def block_size(self) -> int | None:
         """Tokens per block, if the method has blocks."""
-        return self.config["method"].get("block_size")
+        return self._of("block_size")
 
     @property
     def dense_layers(self) -> tuple[int, ...]:
         """Layers that stay dense."""
-        return tuple(self.config["method"].get("dense_layers") or ())
+        return tuple(self._of("dense_layers") or ())
+
+    def own_options(self) -> dict[str, Any]:
+        """What is recorded of its method but is not said otherwise, beside the series or elsewhere in its name."""
+        said = {*SAID_OTHERWISE, *(f"gate.{key}" for key in SAID_OTHERWISE if self._is(ReasonCache))}
+        return {key: value for key, value in self.config["method"].items() if key not in said}
+
+    def _of(self, key: str) -> Any:
+        """A field of the method. What a method that shares blocks reads of them is its gate's to say."""
+        method = self.config["method"]
+        return method.get(key, method.get(f"gate.{key}") if self._is(ReasonCache) else None)
+
+    def _is(self, kind: type[Any]) -> bool:
+        try:
+            return issubclass(method_class(self.method), kind)
+        except SeergateError:  # somebody's own
+            return False
 
     @property
     def accuracy(self) -> Estimate:
@@ -109,10 +122,9 @@ class Setting:
 
     @property
     def complete(self) -> bool:
-        """Whether no sample is missing."""
-        wanted = self.config["task"].get("problems")
-        samples = self.config["generation"]["samples"]
-        return wanted is None or self.metrics["n_samples"] >= wanted * samples
+        """Whether no sample is missing, of all problems that there are (a task may have fewer than were asked for)."""
+        problems = self.config["task"].get("n_problems")
+        return problems is not None and self.metrics["n_samples"] >= problems * self.config["generation"]["samples"]
 
 
 @dataclass(frozen=True)
@@ -160,6 +172,15 @@ class Sweep:
             [s for key, s in side.items() if key in other] for side, other in zip(pairs, pairs[::-1], strict=True)
         ]
         return paired(*(by_problem(side, lambda s: s["correct"]) for side in common))
+
+    @property
+    def proxies_on(self) -> str | None:
+        """The setting on whose generations all proxies were measured, the same windows of them; ``None`` if they were
+        not, or were before that was recorded.
+        """
+        found = [s.proxies or {} for s in self.settings if s.metrics["next_token_kl"] is not None]
+        same = len({record.get("contexts") for record in found}) == 1
+        return found[0].get("reference") if same else None
 
     @property
     def context(self) -> float:
@@ -219,7 +240,7 @@ def _named(settings: list[Setting]) -> list[Setting]:
     for setting in settings:
         same = [s for s in settings if s.method == setting.method]
         name = setting.method
-        if len({s.block_size for s in same}) > 1:
+        if len({s.block_size for s in same}) > 1 and setting.block_size is not None:
             name += f" b{setting.block_size}"
         if len({s.dense_layers for s in same}) > 1:
             name += (
@@ -228,7 +249,8 @@ def _named(settings: list[Setting]) -> list[Setting]:
                 else ", all sparse"
             )
         for key in _distinguishing(same):
-            name += f", {key}={_brief(_option(setting, key))}"
+            if (value := setting.config["method"].get(key)) is not None:
+                name += f", {key}={_brief(value)}"
         named.append(replace(setting, series=name))
     labels = [(s.series, s.budget, s.threshold) for s in named]
     twice = [named[i] for i, label in enumerate(labels) if labels.count(label) > 1]
@@ -246,13 +268,10 @@ def _distinguishing(settings: list[Setting]) -> list[str]:
     for s in settings:
         groups.setdefault((s.budget, s.threshold, s.block_size, s.dense_layers), []).append(s)
     for group in groups.values():
-        keys = dict.fromkeys(key for s in group for key in s.config["method"] if key not in SAID_OTHERWISE)
-        found |= dict.fromkeys(key for key in keys if len({repr(_option(s, key)) for s in group}) > 1)
+        options = [s.own_options() for s in group]
+        keys = dict.fromkeys(key for own in options for key in own)
+        found |= dict.fromkeys(key for key in keys if len({repr(own.get(key)) for own in options}) > 1)
     return list(found)
-
-
-def _option(setting: Setting, key: str) -> Any:
-    return setting.config["method"].get(key)
 
 
 def _brief(value: Any) -> str:

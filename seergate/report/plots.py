@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -111,8 +111,8 @@ def _against_budget(
         chance = sweep.config["task"].get("chance")
         if zero_to is not None and chance:
             axis.axhline(100 * chance, color="#7F7F7F", linestyle=":", linewidth=1.2, label="guessing", zorder=1)
-        if zero_to is not None and "gate" in methods:
-            _draw_published(axis, sweep)
+        if zero_to is not None:
+            draw_published(axis, sweep, [(s.budget or 0, s) for method in methods for s in sweep.of(method)])
         budget_axis(axis, sweep.budgets)
         axis.set_title(name, fontsize=10)
         axis.legend(frameon=False, fontsize=9, loc="center left", bbox_to_anchor=(1.0, 0.5))
@@ -171,15 +171,24 @@ def _lines(
         )
 
 
-def _draw_published(axis: Axes, sweep: Sweep) -> None:
-    """The paper's numbers beside ours, where model and task are the paper's."""
-    values = published(sweep.config)
-    if values is None:
-        return
-    gate = {budget: value for budget, value in values.items() if budget is not None}
-    axis.plot(list(gate), list(gate.values()), "o", mfc="none", mec=STYLES["gate"][0], ms=9, label="gate, published")
-    if None in values:
-        axis.axhline(values[None], color="#000000", linestyle=":", linewidth=1.2, label="dense, published")
+def draw_published(axis: Axes, sweep: Sweep, points: Sequence[tuple[float, Setting]]) -> None:
+    """The paper's accuracy beside ours where it ran the same: a hollow marker for a setting, a line for dense. None
+    beside a run that is unfinished.
+
+    Args:
+        axis: whose y axis is accuracy in percent.
+        sweep: whose dense run it is.
+        points: (place on the x axis, setting).
+    """
+    for method in dict.fromkeys(s.method for _, s in points):
+        ours = [(x, s) for x, s in points if s.method == method and s.complete]
+        found = [(x, value) for x, s in ours if (value := published(s.config)) is not None]
+        if found:
+            how = {**style(method), "linestyle": "", "markersize": 9, "markerfacecolor": "none"}
+            axis.plot(*zip(*found, strict=True), label=f"{method}, published", zorder=4, **how)
+    dense = published(sweep.dense.config) if sweep.dense is not None and sweep.dense.complete else None
+    if dense is not None:
+        axis.axhline(dense, color="#000000", linestyle=":", linewidth=1.2, label="dense, published")
 
 
 def budget_axis(axis: Axes, budgets: list[int]) -> None:

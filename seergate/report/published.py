@@ -1,15 +1,18 @@
-"""The numbers of SeerAttention-R (pass@1, percent), to be drawn beside ours where model and task are the same.
+"""The numbers of SeerAttention-R (pass@1, percent), to be drawn beside ours where we ran what the paper did.
 
-From the published repository's README after its fixes; the figures of the paper differ by up to about two points.
-Budgets are tokens per KV head; ``None`` is dense. GPQA-Diamond was run on a file whose right option is always A, so
-its numbers stand beside `gpqa_diamond_published` only.
+Gates and dense: from the published repository's README after its fixes; the figures of the paper differ by up to about
+two points. Quest: Table 1. Budgets are tokens per KV head; ``None`` is dense. GPQA-Diamond was run on a file whose
+right option is always A, so its numbers stand beside `gpqa_diamond_published` only.
 """
 
 from __future__ import annotations
 
 import re
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
+
+from seergate.methods import Dense, Gate, Quest, method_class
 
 _LONG = (2048, 4096, 6144, 8192, None)
 _SHORT = (1024, 2048, 4096, 6144, None)
@@ -53,7 +56,7 @@ _PUBLISHED: dict[str, tuple[tuple[int | None, ...], dict[str, tuple[float, ...]]
     ),
 }
 
-TABLE_1 = {
+_TABLE_1 = {
     ("quest", 2048): (13.3, 30.0),
     ("quest", 4096): (44.2, 22.9),
     ("quest", 6144): (52.5, 19.6),
@@ -66,8 +69,18 @@ TABLE_1 = {
 }
 """Table 1 (Qwen3-8B, AIME24): (method, budget) -> accuracy in percent, mean length in thousands of tokens."""
 
-GPU_HOURS_8B = 12
-"""Section 5.4 (Table 2): GPU-hours to distil gates for an 8B model on MI300X, 800 steps of 16 packs of 32k tokens."""
+GPU_HOURS = {"Qwen3-4B": 10.9, "Qwen3-8B": 12.2, "Qwen3-14B": 18.6}
+"""Table 2: GPU-hours of distilling a model's gates on MI300X, in `STEPS` steps of 16 packs of up to 32k tokens."""
+
+STEPS, TOKENS = 800, "0.4B"
+"""Of the runs of `GPU_HOURS`, section 5.5."""
+
+BLOCK_SIZE = 64
+"""Of all runs whose numbers are here (section 4.1), every layer sparse."""
+
+_EITHER_WAY = {"name", "nominal", "token_budget", "block_size", "dense_layers", "compat"}
+"""What is checked by itself, or does not set a run apart: the published code reads a little more than the paper says
+(``compat``), and both are the paper's gates."""
 
 
 def model_key(config: dict[str, Any]) -> str:
@@ -75,15 +88,39 @@ def model_key(config: dict[str, Any]) -> str:
     return re.sub(r"^deepseek-", "", Path(str(config["model"]["path"])).name.lower())
 
 
-def published(config: dict[str, Any]) -> dict[int | None, float] | None:
-    """Budget -> published accuracy of the gate in percent (``None``: dense); ``None`` if model and task differ.
+def published(config: dict[str, Any]) -> float | None:
+    """The paper's accuracy for a run, in percent; ``None`` if it has none that we know, or ran something else.
 
     Args:
-        config: of a run. Runs on a part of the problems have nothing to be compared with.
+        config: of the run. Runs on a part of the problems have nothing to be compared with.
     """
-    task = config["task"]
+    method, task = config["method"], config["task"]
+    if not _as_published(config):
+        return None
+    if method["name"] == Quest.name:
+        found = table_1(config)
+        return None if found is None else found[0]
     budgets, models = _PUBLISHED.get(str(task["name"]), ((), {}))
     values = models.get(model_key(config))
-    if values is None or task.get("problems") is not None:
+    return None if values is None else dict(zip(budgets, values, strict=True)).get(method.get("token_budget"))
+
+
+def table_1(config: dict[str, Any]) -> tuple[float, float] | None:
+    """Table 1's accuracy in percent and mean length in thousands of tokens for a run; ``None`` as for `published`."""
+    if model_key(config) != "qwen3-8b" or config["task"]["name"] != "aime24" or not _as_published(config):
         return None
-    return dict(zip(budgets, values, strict=True))
+    return _TABLE_1.get((config["method"]["name"], config["method"].get("token_budget")))
+
+
+def _as_published(config: dict[str, Any]) -> bool:
+    """Whether a run is of all problems, and dense or by gates or Quest as the paper ran them: blocks of 64 tokens, no
+    dense layers, a token budget, and all else at its default.
+    """
+    method, name = config["method"], config["method"]["name"]
+    if config["task"].get("problems") is not None or name not in (Dense.name, Gate.name, Quest.name):
+        return False
+    if name == Dense.name or method.get("token_budget") is None:
+        return bool(name == Dense.name)
+    defaults = {f.name: f.default for f in fields(method_class(name))}
+    plain = all(key in _EITHER_WAY or (key in defaults and value == defaults[key]) for key, value in method.items())
+    return plain and method.get("block_size") == BLOCK_SIZE and not method.get("dense_layers")

@@ -81,8 +81,9 @@ def cost_table(sweep: Sweep) -> str:
         "density %",
         "tokens cached",
         "kB read per step",
-        "kB resident, mean",
-        "kB resident, peak",
+        "kB held, mean",
+        "kB held, peak",
+        "kB allocated, mean",
         "tokens/s",
         "recall %",
     ]
@@ -99,8 +100,9 @@ def cost_table(sweep: Sweep) -> str:
                 _scaled(m["density"], 100, 1),
                 _scaled(m["cached_tokens"], 1, 0),
                 _scaled(m["bytes_read_per_step"], 1e-3, 1),
+                _scaled(m["own_bytes_mean"], 1e-3, 1),
+                _scaled(m["own_bytes_peak"], 1e-3, 1),
                 _scaled(m["resident_bytes_mean"], 1e-3, 1),
-                _scaled(m["resident_bytes_peak"], 1e-3, 1),
                 _scaled(m["tokens_per_second"], 1, 1),
                 _scaled(m["recall"], 100, 1),
                 *([_scaled(m["amsr"], 100, 1)] if shares else []),
@@ -176,12 +178,13 @@ def proxy_table(sweep: Sweep) -> str | None:
 
 
 def published_table(sweep: Sweep) -> str | None:
-    """Ours beside the paper's, where model and task match; ``None`` elsewhere."""
-    values, rows = published(sweep.config) or {}, []
+    """Ours beside the paper's, for what the paper ran and has been finished here; ``None`` if there is none of it."""
+    rows = []
     for s in sweep.settings:
-        if s.budget not in values or s.threshold is not None or s.method not in ("dense", "gate"):
+        theirs = published(s.config)
+        if theirs is None or not s.complete:
             continue
-        ours, theirs, se = 100 * s.accuracy.mean, values[s.budget], s.accuracy.se
+        ours, se = 100 * s.accuracy.mean, s.accuracy.se
         error = "" if math.isnan(se) else f" ± {100 * se:.1f}"
         rows.append([s.series, limit_of(s), f"{ours:.1f}{error}", f"{theirs:.1f}", f"{ours - theirs:+.1f}"])
     return markdown(["method", "budget", "ours %", "published %", "difference"], rows) if rows else None

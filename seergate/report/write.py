@@ -114,16 +114,20 @@ _ACCURACY_NOTE = (
 _COST_NOTE = (
     "Per sequence, all layers together. *density*: tokens read per token of context, mean over decode steps. *tokens "
     "cached*: per layer and KV head, mean over steps; what kv4bit has rounded lies beside the cache. *read per step* "
-    "counts keys, values and whatever the method read to decide. *resident* is memory as allocated; on pages, that of "
-    "the blocks in use. *tokens/s* is what the batch as a whole delivered on the machine below, and depends on "
-    "what else ran there."
+    "counts keys, values and whatever the method read to decide. *held* is what a sequence's tokens and the method's "
+    "memory of them take, the same in any batch; its peak is often the prompt. *allocated* is a sequence's equal "
+    "share of the batch's buffers, which are as long as the longest needs and have room to grow; on pages, of the "
+    "blocks in use. *tokens/s* is what the batch as a whole delivered on the machine below, and depends on what else "
+    "ran there."
 )
 
 
 _PUBLISHED_NOTE = (
-    "Percent, pass@1; *published* is SeerAttention-R's repository. Its loop samples with temperature and top-p only, "
-    "while a model's generation_config may add top-k, and its length limit counts the prompt. A difference of less "
-    "than two of our standard errors is no difference; the published numbers have an error of their own, not known."
+    "Percent, pass@1, for what SeerAttention-R ran: dense, and gates and Quest on blocks of 64 tokens in all layers. "
+    "*published* is its repository, of Quest its Table 1; that Quest chooses for each query head, ours for each KV "
+    "head. The repository's loop samples with temperature and top-p only, while a model's generation_config may add "
+    "top-k, and its length limit counts the prompt. A difference of less than two of our standard errors is no "
+    "difference; the published numbers have an error of their own, not known."
 )
 _PASS_NOTE = "Chance that at least one of k samples is right, unbiased from all samples, mean over problems."
 
@@ -132,15 +136,15 @@ def _proxy_note(sweep: Sweep) -> str:
     measured = [s for s in sweep.settings if s.metrics["next_token_kl"] is not None]
     first = measured[0].proxies or {}
     note = (
-        f"Measured on {first.get('windows')} windows of {first.get('tokens_per_window')} tokens of reference "
-        "reasoning, read densely up to the window (evicting methods decode their way there, but not from further back "
-        "than 1024 tokens) and then decoded token by token: how far the distribution of the "
+        f"Measured on {first.get('windows')} windows of {first.get('tokens_per_window')} tokens of "
+        f"{_whose(sweep)}, read densely up to the window (evicting methods decode their way there, but not from "
+        "further back than 1024 tokens) and then decoded token by token: how far the distribution of the "
         "next token moves from dense, how often its most probable token stays the same, and the perplexity of the "
         "reference under the method and under dense attention. Errors that build up over longer stretches are not in "
         "these figures."
     )
     sparse = [s for s in measured if s.method != "dense"]
-    if len(sparse) >= 4:
+    if len(sparse) >= 4 and sweep.proxies_on is not None:
         rank = correlation([-s.metrics["next_token_kl"] for s in sparse], [s.metrics["accuracy"] for s in sparse])
         if not math.isnan(rank):
             note += f" Over these {len(sparse)} settings, rank correlation of accuracy with small KL: {rank:.2f}"
@@ -154,13 +158,22 @@ def _proxy_note(sweep: Sweep) -> str:
     return note
 
 
+def _whose(sweep: Sweep) -> str:
+    """The reasoning that proxies were measured on, in words."""
+    if sweep.proxies_on is not None:
+        return f"{sweep.proxies_on}'s own generations, the same for every method"
+    return (
+        "reference reasoning, which is not known to be the same for all settings, so do not compare them by these "
+        "figures (`contexts` in `proxies.json` tells; `--measure-recall` beside a dense run measures anew)"
+    )
+
+
 def _recall_note(sweep: Sweep) -> str:
     recall = next(s.proxies for s in sweep.settings if s.proxies is not None and s.metrics["recall"] is not None)
-    whose = "the dense model's" if sweep.dense is not None else "the first setting's"
+    wrong = ", so that a method that loses its way is not measured on its own wrong path" if sweep.proxies_on else ""
     return (
         f"Share of dense attention's probability that fell on the tokens read, mean over query heads. Measured on "
-        f"{recall['windows']} windows of {recall['tokens_per_window']} tokens of {whose} own generations, "
-        "the same for every method, so that a method that loses its way is not measured on its own wrong path. Layers "
+        f"{recall['windows']} windows of {recall['tokens_per_window']} tokens of {_whose(sweep)}{wrong}. Layers "
         "that read everything count as 100 %. Methods that evict tokens have no recall."
     )
 

@@ -8,10 +8,12 @@ from pathlib import Path
 import pytest
 import yaml
 
+from seergate import GateBank, GateConfig
 from seergate.cli.main import main
 from seergate.eval.plan import SweepPlan
 from seergate.eval.settings import grid
 from tests.eval import support
+from tests.models import tiny_model
 
 
 def call(*arguments: object) -> int:
@@ -115,6 +117,64 @@ def test_figures_are_drawn(name, tmp_path):
         assert (tmp_path / f"{label}.svg").is_file()
     if name != "table2":
         assert (tmp_path / "report.html").is_file()
+    else:
+        ours, *theirs = [[cell.strip() for cell in line.strip("|").split("|")] for line in text.splitlines()[4:8]]
+        assert ours[0] == "tiny-reasoner" and ours[2] == "2" and int(ours[1].replace(",", "")) > 2 * 2000
+        assert [(row[0], row[1], row[4]) for row in theirs] == [
+            ("Qwen3-4B, published", "0.4B", "10.9"),
+            ("Qwen3-8B, published", "0.4B", "12.2"),
+            ("Qwen3-14B, published", "0.4B", "18.6"),
+        ]
+
+
+@pytest.mark.slow
+def test_gates_of_several_block_sizes_and_several_processes(tmp_path, capfd):
+    """What `seergate figure 7 --workers 1` runs; gates come from files, by block size."""
+    model, gates = support.model(), {}
+    support.save(tmp_path / "model")
+    for size in (8, 16):
+        bank = GateBank.for_model(model, GateConfig(block_size=size, gate_dim=16))
+        gates[size] = str(tmp_path / f"gates-{size}")
+        bank.save_pretrained(gates[size])
+    values = {"model": str(tmp_path / "model"), "gates": gates, "method": ["dense", "gate"], "block_size": [8, 16]}
+    small = {"budget": 32, "task_options": {"problems": 4, "variables": 6}, "max_new_tokens": 40, "workers": 1}
+    file = tmp_path / "sweep.yaml"
+    file.write_text(yaml.safe_dump({**values, **small, "out": str(tmp_path / "runs")}))
+    assert call("sweep", file, "--no-report") == 0, capfd.readouterr().err
+    for label in ("dense", "gate-32-b8", "gate-32-b16"):
+        assert len((tmp_path / "runs" / label / "samples.jsonl").read_text().splitlines()) == 4
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("option", "said"),
+    [
+        (("--head", 7), "head is 7; layer 1 has 2 KV heads, 0..1"),
+        (("--head", -1), "head is -1; layer 1 has 2 KV heads, 0..1"),
+        (
+            ("--layer", 9),
+            "layer is 9; it must be one that has full attention and keys of its own, in this model 0, 1, 2, 3",
+        ),
+    ],
+)
+def test_layers_and_heads_that_are_not_there(option, said, tmp_path, capsys):
+    assert call("figure", "kept", "--problems", 1, "--variables", 8, *option, "--out", tmp_path) == 2
+    found = capsys.readouterr()
+    assert found.err.strip() == f"error: {said}" and not found.out, "before anything is answered"
+
+
+@pytest.mark.slow
+def test_the_layer_that_is_drawn_is_one_that_methods_have(tmp_path):
+    """Of a model whose layer 1 has a sliding window, and of one where only layer 0 has none."""
+    for types, layer in ((["full_attention", "sliding_attention", "full_attention"], 2), (["full_attention"], 0)):
+        place = tmp_path / f"layer{layer}"
+        config = {"layer_types": types, "num_hidden_layers": len(types), "vocab_size": len(support.tokenizer())}
+        tiny_model("gemma2", **config).save_pretrained(place / "model")
+        support.tokenizer().save_pretrained(place / "model")
+        small = ("--problems", 1, "--variables", 6, "--max-new-tokens", 20, "--task", "chain_sum")
+        options = ("--method", "h2o:interval=8", "--budget", 48, "--out", place)
+        assert call("figure", "kept", "--model", place / "model", *small, *options) == 0
+        assert f"layer {layer}, KV head 0" in (place / "figure-kept.md").read_text()
 
 
 @pytest.mark.slow

@@ -1,8 +1,24 @@
-"""Run as a process of its own by test_runner.py, which kills it: python -m tests.eval.killed_run MODEL OUT."""
+"""Kills an evaluation at random moments, starts it again, and compares what comes out with an undisturbed one.
+
+    python -m tests.eval.killed_run --kills 50 --record FILE
+    python -m tests.eval.killed_run --kills 50 --workers 1 --record FILE
+
+Each start is a process of its own, which dies by SIGKILL anywhere from its first import to its last sample.
+"""
 
 from __future__ import annotations
 
+import argparse
+import json
+import os
+import random
+import signal
+import subprocess
 import sys
+import tempfile
+import time
+from contextlib import nullcontext
+from functools import partial
 from pathlib import Path
 from unittest import mock
 
@@ -10,20 +26,152 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from seergate.eval import MethodSpec, RunOptions, Sampling, environment, evaluate, make_task
+from seergate.eval.workers import WorkerPool
+from tests.eval import support
 
+ROOT = Path(__file__).resolve().parents[2]
 TASK = {"problems": 12, "variables": 6, "seed": 3}
 OPTIONS = RunOptions(samples=2, max_new_tokens=40, batch_size=2, seed=5, sampling=Sampling(temperature=1.0))
 SPEC = MethodSpec("oracle", token_budget=32, block_size=16)
+SAMPLES = TASK["problems"] * 2
+
+NOT_COMPARED = ("seconds", "tokens_per_second", "resident_bytes_mean", "resident_bytes_peak")
+"""Of samples and metrics: how long it took, and the share of buffers, which depends on what was made together."""
 
 
-def run(model: str, out: str) -> dict:
+def load(model: str, mark: str, number: int):
+    """The model of the process beside; the mark says that it is ready to work."""
     torch.set_num_threads(1)
-    loaded = AutoModelForCausalLM.from_pretrained(model).eval()
+    loaded = AutoModelForCausalLM.from_pretrained(model).eval(), AutoTokenizer.from_pretrained(model), None
+    Path(mark).touch()
+    return loaded
+
+
+def run(model: str, out: str, workers: int = 0) -> dict:
+    """Evaluate, continuing whatever is there. With workers this process waits for them, and then goes slowly."""
+    torch.set_num_threads(1)
+    loaded, mark = AutoModelForCausalLM.from_pretrained(model).eval(), Path(f"{out}-working")
+    mark.unlink(missing_ok=True)
+
+    def wait(*_: object) -> None:
+        while not mark.exists():
+            time.sleep(0.005)
+        time.sleep(0.02)
+
+    if workers:
+        loaded.register_forward_pre_hook(wait)
     arguments = loaded, AutoTokenizer.from_pretrained(model), make_task("chain_sum", **TASK), SPEC, Path(out), OPTIONS
     # A run is refused once the code it began with has changed, and somebody may commit while fifty are killed.
-    with mock.patch.object(environment, "git_revision", return_value=None):
-        return evaluate(*arguments)
+    with (
+        mock.patch.object(environment, "git_revision", return_value=None),
+        WorkerPool(partial(load, model, str(mark)), workers) if workers else nullcontext() as pool,
+    ):
+        return evaluate(*arguments, pool=pool)
+
+
+def storm(model: str, root: Path, kills: int, workers: int = 0, seed: int = 0) -> dict:
+    """Run once undisturbed, in one process, and once with so many kills; then compare.
+
+    Args:
+        model: directory of a small model.
+        root: where both runs go.
+        kills: how many.
+        workers: processes beside the main one, which is the one that is killed.
+        seed: of the moments.
+
+    Returns:
+        What the kills met: how many ``"before"`` the first sample of a start, ``"between"`` samples and with a line
+        ``"half_written"`` (by hand: a kill inside a write is too rare to wait for); and how often a run that had
+        come to its end was set back, for the next kill to have something to interrupt.
+
+    Raises:
+        AssertionError: if a sample is missing, twice or different, or a metric differs.
+    """
+    whole = run(model, str(root / "whole"))
+    out, moments = root / "killed", random.Random(seed)
+    command = [sys.executable, "-m", "tests.eval.killed_run", "--child", model, str(out), "--workers", str(workers)]
+    path, met = out / "samples.jsonl", dict.fromkeys(("before", "between", "half_written", "set_back"), 0)
+
+    def written() -> int:
+        return path.read_bytes().count(b"\n") if path.exists() else 0
+
+    for _ in range(kills):
+        process = subprocess.Popen(
+            command,
+            cwd=ROOT,
+            env={**os.environ, "PYTHONPATH": str(ROOT)},
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL,
+        )
+        before, deadline = written(), time.monotonic() + 300
+        if moments.random() < 0.9:  # else somewhere in the imports
+            while process.poll() is None and time.monotonic() < deadline and written() <= before:
+                time.sleep(0.002)
+        time.sleep(moments.uniform(0, 0.3))
+        process.send_signal(signal.SIGKILL)
+        process.wait()
+        met["between" if written() > before else "before"] += 1
+        if path.exists() and moments.random() < 0.5 and written() < SAMPLES:
+            with path.open("ab") as file:
+                file.write(b'{"task": "chain_sum", "problem_id": "6-3-')
+            met["half_written"] += 1
+        if written() == SAMPLES:
+            lines = path.read_bytes().splitlines(keepends=True)
+            path.write_bytes(b"".join(lines[: moments.randrange(1, SAMPLES // 2)]))
+            met["set_back"] += 1
+    resumed = run(model, str(out), workers)
+    assert compared(resumed) == compared(whole), "the metrics differ"
+    assert samples(out) == samples(root / "whole"), "the samples differ"
+    assert not (out / "ungraded.jsonl").exists(), "something waits for its grade"
+    return met
+
+
+def samples(out: Path) -> dict[tuple[str, int], dict]:
+    """What a run has of each sample."""
+    rows = [json.loads(line) for line in (out / "samples.jsonl").read_text().splitlines()]
+    found = {(row["problem_id"], row["sample_idx"]): compared(row) for row in rows}
+    assert len(rows) == len(found) == SAMPLES, f"{len(rows)} samples, {len(found)} different ones of {SAMPLES}"
+    return found
+
+
+def compared(values: dict) -> dict:
+    """All but `NOT_COMPARED`."""
+    return {name: value for name, value in values.items() if name not in NOT_COMPARED}
+
+
+def main() -> None:
+    """Parse the command line and report."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--kills", type=int, default=50)
+    parser.add_argument("--workers", type=int, default=0)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--record", type=Path, metavar="FILE", help="write what came out as JSON")
+    parser.add_argument("--child", nargs=2, metavar=("MODEL", "OUT"), help="be the run that is killed")
+    options = parser.parse_args()
+    if options.child:
+        run(*options.child, options.workers)
+        return
+    from benchmarks.common import provenance  # not needed by the runs, and slow to import
+
+    met, differs, started = dict[str, int](), "", time.monotonic()
+    with tempfile.TemporaryDirectory() as scratch:
+        model = str(support.save(Path(scratch) / "model"))
+        try:
+            met = storm(model, Path(scratch), options.kills, options.workers, options.seed)
+        except AssertionError as error:
+            differs = str(error)
+    seconds = round(time.monotonic() - started)
+    if options.record:
+        row = {"processes": 1 + options.workers, "kills": options.kills, "met": met, "seconds": seconds}
+        row |= {"identical": not differs, "not_compared": list(NOT_COMPARED)}
+        described = {"kills": options.kills, "workers": options.workers, "seed": options.seed}
+        record = {"machine": provenance(torch.device("cpu")), "options": described, "rows": [row]}
+        options.record.parent.mkdir(parents=True, exist_ok=True)
+        options.record.write_text(json.dumps(record, indent=2) + "\n")
+    told = ", ".join(f"{count} {name.replace('_', ' ')}" for name, count in met.items())
+    print(f"{options.kills} kills ({told}), {differs or 'samples and metrics identical'}, {seconds} s")
+    sys.exit(bool(differs))
 
 
 if __name__ == "__main__":
-    run(sys.argv[1], sys.argv[2])
+    main()

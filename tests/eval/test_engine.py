@@ -4,16 +4,20 @@ from functools import cache, partial
 
 import pytest
 import torch
+from transformers import GenerationConfig
 
 from seergate import methods
 from seergate.bank import GateBank
 from seergate.config import GateConfig
 from seergate.errors import SeergateError
 from seergate.eval import memory
-from seergate.eval.engine import Engine, Limit, Request, render
+from seergate.eval.costs import RowStats
+from seergate.eval.engine import Batch, Engine, Limit, Request, render
 from seergate.eval.memory import bytes_per_token, estimated_batch, is_out_of_memory
-from seergate.eval.sampling import SampledRow, Sampling, TokenChooser, sample_seed
+from seergate.eval.sampling import GENERATE_TOP_K, SampledRow, Sampling, TokenChooser, sample_seed
 from seergate.host import attached
+from seergate.host.offload import Offload
+from seergate.host.paged_layer import Paging
 from tests.eval import support
 from tests.methods.evictors import EVICTORS
 from tests.methods.evictors import _with_gate as with_gate
@@ -95,9 +99,81 @@ def same(together, alone):
     """Tokens, and what is reported about them."""
     assert tokens(together) == tokens(alone)
     for key, generation in together.items():
-        for name in ("density", "cached_tokens", "bytes_read_per_step"):
+        for name in ("density", "cached_tokens", "bytes_read_per_step", "own_bytes_mean", "own_bytes_peak"):
             assert generation.costs.get(name, 0) == pytest.approx(alone[key].costs.get(name, 0), rel=1e-9), name
         assert generation.costs.get("read_curve") == alone[key].costs.get("read_curve")
+
+
+def test_the_peak_of_a_sample_is_that_of_its_handle():
+    """The prompt is held whole until it has been read, however little is kept of it."""
+    model, peaks = support.model(), []
+    for length, budget in ((400, 24), (400, 4096), (12, 24)):
+        prompt = " ".join(f"a{1 + i % 60}" for i in range(length))
+        with attached(model, methods.H2O(token_budget=budget, interval=4)) as handle:
+            found = []
+
+            def keep(generation, found=found, handle=handle):
+                found.append((generation.costs, handle.stats()["resident_bytes_peak"]))
+
+            Engine(
+                model,
+                support.tokenizer(),
+                batch_size=1,
+                limit=Limit(40),
+                sampling=Sampling(),
+                on_finished=keep,
+                handle=handle,
+            ).run(requests_for([prompt]))
+        ((costs, peak),) = found
+        assert costs["resident_bytes_peak"] == peak
+        assert costs["own_bytes_peak"] <= peak
+        peaks.append(costs["own_bytes_peak"])
+    token = 2 * (2 * 2 * 16 * 4 + 2 * 4)  # two layers: two heads of keys and values in float32, and the mass received
+    assert peaks == [400 * token, (400 + 39) * token, 28 * token]
+
+
+def test_rows_that_read_their_prompts_together_share_what_was_allocated():
+    with attached(support.model(), methods.H2O(token_budget=24, interval=4)) as handle:
+        stats = handle.stats_ = RowStats(list(handle.stats_.layers))
+        batch = Batch(handle.model)
+        batch.add([[5] * 400, [6] * 10])
+        stats.add_rows(2)
+        batch.step([7, 7])
+        both, peak = [stats.of(row) for row in range(2)], handle.stats()["resident_bytes_peak"]
+    assert [row["resident_bytes_peak"] for row in both] == [peak / 2, peak / 2]
+    assert both[0]["own_bytes_peak"] == both[1]["own_bytes_peak"] * 400 / 11
+    assert both[0]["own_bytes_mean"] == both[1]["own_bytes_mean"] * 25 / 11
+
+
+def test_what_a_row_of_a_method_that_selects_holds():
+    """Its tokens, of Quest two bounds per page, of the gate a compressed key per block and its newest raw keys."""
+    model, step = support.model(), [5] * 21
+    bank = GateBank.for_model(model, GateConfig(block_size=8, gate_dim=16))
+    token, tokens = 2 * 2 * 2 * 16 * 4, 22
+    for method, options, state in (
+        ("dense", {}, 0),
+        ("quest", METHODS["quest"], 3 * 2 * 2 * 2 * 16 * 4),
+        (bank, {"token_budget": 32}, 2 * (3 * 2 * 16 * 4 + 2 * 16 * 16 * 4 + 8)),
+    ):
+        with attached(model, method, **options) as handle:
+            stats = handle.stats_ = RowStats(list(handle.stats_.layers))
+            batch = Batch(model)
+            batch.add([step, [5] * 90])
+            stats.add_rows(2)
+            batch.step([7, 7])
+            assert stats.of(0)["own_bytes_mean"] == tokens * token + state, method
+    options = {"token_budget": 32, "block_size": 8}
+    for where in ({"paging": Paging(block_size=8)}, {"offload": Offload(memory_bytes=2**20, store="host")}):
+        with attached(model, "oracle", **options, **where) as handle:
+            stats = handle.stats_ = RowStats(list(handle.stats_.layers))
+            batch = Batch(model)
+            batch.add([step, [5] * 90])
+            stats.add_rows(2)
+            batch.step([7, 7])
+            short, long, peak = stats.of(0), stats.of(1), handle.stats()["resident_bytes_peak"]
+        if "paging" in where:  # whole pages: 22 and 91 tokens take 3 and 12
+            assert (short["own_bytes_mean"], long["own_bytes_mean"]) == (24 * token, 96 * token)
+        assert short["own_bytes_peak"] + long["own_bytes_peak"] == peak
 
 
 OTHERS = {
@@ -299,6 +375,11 @@ def test_a_generation_configuration_that_is_not_followed_is_refused():
     model.generation_config.update(do_sample=True, temperature=0.6, top_p=0.95, top_k=20)
     assert Sampling.of_model(model) == Sampling(0.6, 20, 0.95)
     assert str(Sampling.of_model(model)) == "temperature 0.6, top-k 20, top-p 0.95"
+    assert Sampling.of_model(model).unlike_generate(model) == ""
+    model.generation_config.top_k = None
+    said = ", which leaves top-k open: off here, 50 in generate"
+    assert Sampling.of_model(model).unlike_generate(model) == said
+    assert GenerationConfig._get_default_generation_params()["top_k"] == GENERATE_TOP_K == 50
     model.generation_config.no_repeat_ngram_size = 3
     with pytest.raises(SeergateError, match="no_repeat_ngram_size=3"):
         Sampling.of_model(model)

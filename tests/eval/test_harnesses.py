@@ -5,13 +5,18 @@ from __future__ import annotations
 import argparse
 import importlib.util
 import json
+import os
+import sys
 from pathlib import Path
 
 import pytest
 
+from seergate import GateBank, GateConfig
 from seergate.errors import SeergateError
 from seergate.eval import lighteval_adapter, lm_eval_adapter, make_task
+from seergate.eval.lighteval_adapter import DOWNLOADED, name_of
 from seergate.eval.lm_eval_adapter import add_model_arguments, attached_model, method_spec
+from seergate.eval.settings import MethodSpec
 from seergate.methods import H2O
 from tests.eval import support
 
@@ -88,14 +93,63 @@ def test_the_example_of_lm_eval_runs(tmp_path, monkeypatch, capsys):
     assert found["seergate_chain_sum"]["sample_len"] == 2
 
 
-@pytest.mark.slow
-@pytest.mark.hub  # lighteval downloads a file when it lists its tasks
-def test_the_example_of_lighteval_runs(tmp_path, monkeypatch, capsys):
-    pytest.importorskip("lighteval")
+def test_samples_are_cached_for_what_made_them():
+    """Other weights, gates or options under the same names are something else."""
+    model, other = support.model(), support.model()
+    other.lm_head.weight.data[3, 3] += 1
+    banks = [GateBank.for_model(support.model(), GateConfig(8, 16)) for _ in range(2)]  # drawn anew
+    gate, shared = MethodSpec("gate", 64), {"structural_check": False}
+    found = [
+        name_of("there/m", model, MethodSpec("quest", 64, 16), None),
+        name_of("there/m", model, MethodSpec("quest", 64, 32), None),
+        name_of("there/m", other, MethodSpec("quest", 64, 16), None),
+        *(name_of("there/m", model, gate, bank) for bank in banks),
+        *(name_of("there/m", model, MethodSpec("reason_cache+gate", 64, options=shared), bank) for bank in banks),
+    ]
+    assert len(set(found)) == len(found)
+    assert [name.rpartition("-")[0] for name in found[:4]] == ["m@quest-64"] * 3 + ["m@gate-64"]
+    assert name_of("/elsewhere/m", support.model(), MethodSpec("quest", 64, 16), banks[0]) == found[0]
+
+
+def run_lighteval(tmp_path, monkeypatch):
     monkeypatch.chdir(ROOT)
     model = str(support.save(tmp_path / "model"))
     task = ["--tasks", "seergate_chain_sum|0", "--custom-tasks", "docs/examples/lighteval/chain_sum.py"]
     task += ["--limit", "2", "--out", str(tmp_path / "out")]
     lighteval_adapter.main(["--model", model, "--method", "h2o:interval=16", "--budget", "64", *task])
+
+
+@pytest.fixture
+def forgotten_tasks(monkeypatch):
+    """lighteval lists its tasks anew, and lacks what it downloads then."""
+    pytest.importorskip("lighteval.tasks.tasks")
+    for name in [name for name in sys.modules if name.startswith("lighteval.tasks.tasks.tiny")]:
+        monkeypatch.delitem(sys.modules, name)
+    exists = os.path.isfile
+    monkeypatch.setattr(os.path, "isfile", lambda path: DOWNLOADED not in str(path) and exists(path))
+
+
+@pytest.mark.slow
+def test_without_a_network_lighteval_says_what_it_lacks(tmp_path, monkeypatch, forgotten_tasks):
+    import requests
+
+    def refuse(url):
+        raise requests.exceptions.ConnectionError(f"no network for {url}")
+
+    monkeypatch.setattr(requests, "get", refuse)
+    with pytest.raises(SeergateError, match=f"make an empty file .*/lighteval/tasks/tasks/{DOWNLOADED}"):
+        run_lighteval(tmp_path, monkeypatch)
+
+
+@pytest.mark.slow
+def test_the_example_of_lighteval_runs(tmp_path, monkeypatch, capsys, forgotten_tasks):
+    """The file that it downloads (nothing comes here) is of no use to the example."""
+    import requests
+
+    monkeypatch.setattr(requests, "get", lambda url: argparse.Namespace(status_code=404))
+    run_lighteval(tmp_path, monkeypatch)
     text = capsys.readouterr().out
     assert json.loads(text[text.index("{\n") :])["all"]["accuracy"] == 0.0  # random weights
+    (kept,) = (tmp_path / "out").rglob("results_*.json")
+    assert json.loads(kept.read_text())["results"]["all"]["accuracy"] == 0.0
+    assert not [path for path in tmp_path.iterdir() if "@" in path.name], "nothing is cached beside the model"

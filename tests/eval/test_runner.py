@@ -3,13 +3,7 @@ from __future__ import annotations
 import json
 import math
 import os
-import random
-import signal
-import subprocess
-import sys
-import time
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 import yaml
@@ -20,7 +14,6 @@ from seergate.eval.regrade import regrade
 from seergate.eval.settings import grid
 from tests.eval import killed_run, support
 
-ROOT = Path(__file__).resolve().parents[2]
 FIELDS = {
     "task",
     "problem_id",
@@ -77,55 +70,21 @@ def test_a_run_directory_holds_what_it_should(tmp_path):
 COMPARED = (
     *("accuracy", "accuracy_se", "mean_tokens", "max_tokens", "token_quantiles", "truncation_rate", "unanswered_rate"),
     *("n_samples", "n_problems", "pass_at_k", "density", "cached_tokens"),
-    "bytes_read_per_step",
+    *("bytes_read_per_step", "own_bytes_mean", "own_bytes_peak"),
 )
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(3000)
-def test_killed_at_random_moments_a_run_ends_as_if_it_had_not_been(tmp_path, saved):
+@pytest.mark.parametrize("workers", [0, 1])
+def test_killed_at_random_moments_a_run_ends_as_if_it_had_not_been(tmp_path, saved, workers):
     """SIGKILL again and again, from before the first import to the last sample; then to the end.
 
     SEERGATE_TEST_KILLS sets how often: 50 is what was promised, 4 is what every test run can afford.
     """
-    whole = killed_run.run(str(saved), str(tmp_path / "whole"))
-    out, moments = tmp_path / "killed", random.Random(0)
-    command = [sys.executable, "-m", "tests.eval.killed_run", str(saved), str(out)]
-    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
-    path, kills, while_writing = out / "samples.jsonl", int(os.environ.get("SEERGATE_TEST_KILLS", "4")), 0
-    for _ in range(kills):
-        process = subprocess.Popen(
-            command, cwd=ROOT, env=environment, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
-        )
-        before = path.read_bytes().count(b"\n") if path.exists() else 0
-        deadline = time.monotonic() + 120
-        if moments.random() < 0.9:  # else somewhere in the imports
-            while (
-                process.poll() is None
-                and time.monotonic() < deadline
-                and (not path.exists() or path.read_bytes().count(b"\n") <= before)
-            ):
-                time.sleep(0.002)
-        time.sleep(moments.uniform(0, 0.3))
-        process.send_signal(signal.SIGKILL)
-        process.wait()
-        if path.exists() and moments.random() < 0.5 and path.read_bytes().count(b"\n") < 24:
-            with path.open("ab") as file:
-                file.write(b'{"task": "chain_sum", "problem_id": "6-3-')  # a kill inside a write
-                while_writing += 1
-        if path.exists() and path.read_bytes().count(b"\n") == 24:  # done too soon: take half of it away again
-            lines = path.read_bytes().splitlines(keepends=True)
-            path.write_bytes(b"".join(lines[: moments.randrange(1, 12)]))
-    resumed = killed_run.run(str(saved), str(out))
-    rows, expected = samples(out), samples(tmp_path / "whole")
-    keys = [(row["task"], row["problem_id"], row["sample_idx"]) for row in rows]
-    assert len(keys) == len(set(keys)) == 24
-
-    def answers(of):
-        return {(r["problem_id"], r["sample_idx"]): (r["completion"], r["density"]) for r in of}
-
-    assert answers(rows) == answers(expected)
-    assert {name: resumed[name] for name in COMPARED} == {name: whole[name] for name in COMPARED}
+    kills = int(os.environ.get("SEERGATE_TEST_KILLS", "4"))
+    met = killed_run.storm(str(saved), tmp_path, kills, workers)
+    assert met["before"] + met["between"] == kills
 
 
 def test_a_finished_run_is_not_generated_again(tmp_path):
@@ -290,6 +249,34 @@ def test_sweep_measures_recall_on_one_set_of_contexts(tmp_path):
     ):  # a budget that covers everything changes nothing
         assert {s["problem_id"]: s["completion"] for s in samples(tmp_path / label)} == dense
     assert {s["problem_id"]: s["completion"] for s in samples(tmp_path / "random-48")} != dense
+
+
+def test_settings_that_come_later_are_measured_on_the_same_contexts(tmp_path):
+    """On those of the dense run that is there, as far as it is of the same problems; what was measured on others is
+    measured anew.
+    """
+
+    def run(names, seed=0, out=tmp_path):
+        task = make_task("chain_sum", problems=2, variables=8, seed=seed)
+        options = RunOptions(max_new_tokens=40, batch_size=2, measure_recall=True)
+        specs = grid(names, [32], 16)
+        sweep(support.model(), support.tokenizer(), task, specs, out, options)
+        return [json.loads((out / spec.label / "proxies.json").read_text()) for spec in specs]
+
+    (alone,) = run(["random"])
+    assert alone["reference"] == "random-32"
+    (dense,) = run(["dense"])
+    assert dense["reference"] == "dense" and dense["contexts"] != alone["contexts"]
+    (oracle,) = run(["oracle"])
+    assert (oracle["reference"], oracle["contexts"]) == ("dense", dense["contexts"])
+    assert oracle["dense_perplexity"] == pytest.approx(dense["perplexity"])
+    (again,) = run(["random"])
+    assert (again["reference"], again["contexts"]) == ("dense", dense["contexts"])
+    before = (tmp_path / "oracle-32" / "proxies.json").stat().st_mtime_ns
+    assert run(["dense", "oracle"]) == [dense, oracle]
+    assert (tmp_path / "oracle-32" / "proxies.json").stat().st_mtime_ns == before
+    (other,) = run(["quest"], seed=1)
+    assert other["reference"] == "quest-32", "the dense run is of other problems"
 
 
 def test_settings_are_checked_before_work(tmp_path):

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import json
+
 import pytest
+import torch
 import yaml
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, DynamicCache
 
 from seergate import GateBank, GateConfig, methods
 from seergate.errors import SeergateError
@@ -15,6 +18,8 @@ from seergate.eval.plan import SweepPlan
 from seergate.eval.sampling import Sampling
 from seergate.eval.settings import grid
 from seergate.eval.store import read_samples
+from seergate.host import attached
+from seergate.report import load_sweeps
 from tests.eval import support
 
 
@@ -45,7 +50,7 @@ def test_methods_as_text(text, expected):
     ("text", "said"),
     [
         ("lazy:window=3", "there is no method 'lazy'"),
-        ("lazy_eviction:windows=3", "no option 'windows'; it has alpha, group_reduction, prompt"),
+        ("lazy_eviction:windows=3", "no option 'windows'; it has alpha, group_reduction, h1, prompt"),
         ("lazy_eviction:window", "must be OPTION=VALUE"),
         ("lazy_eviction:window=", "must be OPTION=VALUE"),
         ("h2o:interval=2:interval=3", "'interval' twice"),
@@ -140,6 +145,42 @@ def test_what_a_method_is_given_is_said_in_words():
     assert spec.has_gates
 
 
+def test_blocks_of_methods_that_share_have_a_size():
+    """Also where the option is left to the host: then it is the reading method's, or 16."""
+    bank = GateBank.for_model(support.model(), GateConfig(8, 16))
+    for name, size in (("reason_cache", 16), ("random_sharing", 16), ("reason_cache+gate", 8)):
+        options = {"structural_check": False} | ({"token_budget": 64} if "+" in name else {})
+        spec = MethodSpec(name, options=options)
+        assert spec.describe(bank)["block_size"] == size
+        method = spec.method(bank)
+        method.tokenizer = support.tokenizer()
+        with attached(support.model(), method) as handle:
+            cache = DynamicCache(config=handle.model.config)
+            handle.model(torch.tensor([[3, 4, 5]]), past_key_values=cache)
+            assert cache.layers[0].pages.store.block_size == size
+
+
+def test_methods_that_select_no_blocks_have_pages_of_their_own_size():
+    """RaaS has 16 in its paper, ReasonCache its engine's 16; gates on them have theirs."""
+    bank = GateBank.for_model(support.model(), GateConfig(8, 16))
+    unchecked = ":structural_check=false"
+    texts = ["quest", "raas", "raas:block_size=4", "raas+gate:read_budget=32", "random_sharing" + unchecked]
+    texts += ["reason_cache" + unchecked, "reason_cache+gate" + unchecked]
+    found = [spec.describe(bank) for spec in grid(texts, [64], 8)]
+    assert [(each["name"], each["block_size"]) for each in found] == [
+        ("quest", 8),
+        ("raas", 16),
+        ("raas", 4),
+        ("raas+gate", 16),
+        ("random_sharing", 16),
+        ("reason_cache", 16),
+        ("reason_cache+gate", 8),
+    ]
+    assert found[3]["gate.block_size"] == 8
+    (several, other) = grid(["raas+gate:read_budget=32"], [64], 8) + grid(["raas+gate:read_budget=32"], [64], 16)
+    assert (several.block_size, other.block_size) == (8, 16), "by which a sweep over sizes finds its gates"
+
+
 def test_gates_are_evaluated_as_they_ask_to_be():
     """Imported gates carry compat="published"; what is given beside it wins."""
     bank = GateBank.for_model(support.model(), GateConfig(8, 16))
@@ -172,6 +213,9 @@ def test_sharing_nothing_answers_as_the_method_that_reads(tmp_path):
     described = spec.describe(bank)
     assert described["gate.dense_layers"] == [0] and described["block_size"] == 8
     assert yaml.safe_load(yaml.safe_dump(described)) == described
+    (report,) = load_sweeps(tmp_path)
+    assert [s.label for s in report.settings] == ["dense", "gate at 32", "reason_cache", "reason_cache+gate at 32"]
+    assert report.methods == ["gate", "reason_cache+gate"] and report.settings[-1].dense_layers == (0,)
 
 
 def test_evaluating_gates_with_their_compat_differs(tmp_path):
@@ -213,6 +257,37 @@ def test_auto_is_measured_on_other_problems_and_kept(tmp_path, monkeypatch):
     assert {spec.describe(None)["centres"] for spec in again if spec.name == "tri_attention"} == {
         f"{centres}, from {found[-1].method(None).found.tokens} tokens"
     }
+
+
+def test_what_was_measured_on_something_else_is_measured_anew(tmp_path):
+    """Another model of the same shape, another task, limit or sampling; and a file of an earlier version."""
+    model, tokenizer = support.model(), support.tokenizer()
+    specs = grid(["lazy_eviction:window=auto:alpha=0.04", "tri_attention:centres=auto"], [4096], 8)
+    kept = tmp_path / "lazy_eviction-0.04.json", tmp_path / "tri_attention.safetensors"
+
+    def made(model=model, variables=6, new=20, sampling=None):
+        task = make_task("chain_sum", problems=3, variables=variables)
+        how = {"limit": RunOptions(max_new_tokens=new).limit(task), "sampling": sampling or Sampling()}
+        found = calibrate(model, tokenizer, task, specs, tmp_path, **how)
+        described = found[1].describe(None)["centres"]
+        return json.loads(kept[0].read_text())["made"], described, [path.stat().st_mtime_ns for path in kept]
+
+    first = made()
+    assert made() == first
+    sibling = support.model()
+    sibling.model.layers[0].self_attn.q_proj.weight.data[0, 0] += 1
+    for change, field in (
+        ({"model": sibling}, "model"),
+        ({"variables": 7}, "contents"),
+        ({"new": 25}, "max_new_tokens"),
+        ({"sampling": Sampling(1.0)}, "sampling"),
+    ):
+        other = made(**change)
+        assert {name for name in first[0] if first[0][name] != other[0][name]} == {field}
+        assert other[1] != first[1] and all(a > b for a, b in zip(other[2], first[2], strict=True))
+    kept[0].write_text(json.dumps({"window": 1000, "alpha": 0.04, "problems": 4}))
+    again = made()
+    assert (again[0], again[1]) == (first[0], first[1])
 
 
 @pytest.mark.parametrize("text", ["h2o:interval=auto", "lazy_eviction:alpha=auto", "snapkv:window=auto"])

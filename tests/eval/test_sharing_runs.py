@@ -68,6 +68,8 @@ def test_an_answer_does_not_depend_on_its_batch():
     assert tokens(together) == tokens(alone)
     for key, ratio in saved.items():
         assert together[key].costs["amsr"] == pytest.approx(ratio, abs=1e-12)
+        for name in ("own_bytes_mean", "own_bytes_peak"):
+            assert together[key].costs[name] == pytest.approx(alone[key].costs[name], rel=1e-12)
 
 
 def test_a_run_says_what_it_shared(tmp_path, monkeypatch):
@@ -95,7 +97,8 @@ def test_a_run_says_what_it_shared(tmp_path, monkeypatch):
     header, *table = [line for line in report.partition("memory saved by sharing %")[2].splitlines() if "|" in line]
     last = [line.split("|")[-2].strip() for line in table[1:4]]  # below the rule
     assert header.strip() == "|" and sorted(last) == sorted([NONE, f"{100 * shares['amsr']:.1f}", "0.0"])
-    assert report.count("shared no block in any answer") == 1
+    assert report.count("- reason_cache b16 shared no block in any answer") == 1
+    assert "| reason_cache b2 " in report and "bNone" not in report
 
 
 def test_a_thread_is_used_if_it_is_asked_for():

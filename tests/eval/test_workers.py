@@ -15,6 +15,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from seergate import GateBank, GateConfig
 from seergate.errors import SeergateError
 from seergate.eval import MethodSpec, RunOptions, Sampling, evaluate, make_task, memory, sweep
 from seergate.eval.engine import Request
@@ -34,6 +35,17 @@ def load_and_say_so(directory: str, mark: str, number: int):
     loaded = load(directory, number)
     loaded[0].register_forward_hook(lambda *_: Path(mark).touch())
     return loaded
+
+
+def load_with_gates(directory: str, mark: str, number: int):
+    model, tokenizer, _ = load_and_say_so(directory, mark, number)
+    return model, tokenizer, gates_of(model)
+
+
+def gates_of(model) -> dict[int, GateBank]:
+    """Untrained gates for two block sizes, the same at every call."""
+    torch.manual_seed(0)
+    return {size: GateBank.for_model(model, GateConfig(block_size=size, gate_dim=16)) for size in (8, 16)}
 
 
 def load_nothing(number: int):
@@ -68,6 +80,28 @@ def test_two_processes_make_what_one_makes(tmp_path, saved):
         assert completions(tmp_path / "one" / spec.label) == completions(tmp_path / "two" / spec.label)
         for name in ("accuracy", "mean_tokens", "density", "token_quantiles"):
             assert alone[spec.label][name] == together[spec.label][name]
+
+
+@pytest.mark.slow
+def test_several_sets_of_gates_go_to_every_process(tmp_path, saved):
+    """As the block sizes of Figure 7 need; this process waits until the other works, and then goes slowly."""
+    model, tokenizer, _ = load(saved, 0)
+    banks = gates_of(model)
+    specs = [MethodSpec("gate", 32, size, named_block_size=True) for size in banks]
+    sweep(model, tokenizer, task(), specs, tmp_path / "one", OPTIONS, banks=banks)
+    mark = tmp_path / "working"
+
+    def wait(*_: object) -> None:
+        while not mark.exists():
+            time.sleep(0.005)
+        time.sleep(0.05)
+
+    model.register_forward_hook(wait)
+    loader = partial(load_with_gates, saved, str(mark))
+    sweep(model, tokenizer, task(), specs, tmp_path / "two", OPTIONS, banks=banks, loader=loader, workers=1)
+    alone, together = ([completions(tmp_path / out / spec.label) for spec in specs] for out in ("one", "two"))
+    assert alone == together
+    assert alone[0] != alone[1], "gates of another block size would have been noticed"
 
 
 @pytest.mark.slow

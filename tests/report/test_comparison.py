@@ -27,7 +27,7 @@ def write_method(root, name, budget, right, **options):
 
 def set_bytes(directory, resident, read):
     path = directory / "samples.jsonl"
-    rows = [json.loads(line) | {"resident_bytes_mean": resident, "bytes_read_per_step": read} for line in path.open()]
+    rows = [json.loads(line) | {"own_bytes_mean": resident, "bytes_read_per_step": read} for line in path.open()]
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
 
 
@@ -56,6 +56,50 @@ def test_options_tell_series_apart_only_where_they_must(tmp_path):
         "rpc, ratio=4",
         "rpc, ratio=8",
     ]
+
+
+def test_what_is_not_set_is_no_part_of_a_name(tmp_path):
+    """Runs of before the block size was always recorded; options that one setting leaves out."""
+    write_method(tmp_path, "reason_cache", None, lambda i: True, block_size=None, nominal="all")
+    write_method(tmp_path, "reason_cache", None, lambda i: True, block_size=2, nominal="all")
+    write_method(tmp_path, "gate", 64, lambda i: True, compat=None, top_p=None)
+    write_method(tmp_path, "gate", 64, lambda i: True, compat="published", top_p=None)
+    for top_p in (0.9, 0.95):
+        write_method(tmp_path, "quest", None, lambda i: True, top_p=top_p, nominal=f"top-p {top_p}")
+    (sweep,) = load_sweeps(tmp_path)
+    assert {s.label for s in sweep.settings} == {
+        "reason_cache",
+        "reason_cache b2",
+        "gate at 64",
+        "gate, compat=published at 64",
+        "quest, top_p=0.9",
+        "quest, top_p=0.95",
+    }
+    assert "None" not in write_report(tmp_path).markdown.read_text().partition("## How it was run")[0]
+
+
+def test_the_gates_limits_are_those_of_what_it_reads_for(tmp_path):
+    """A method that shares blocks reads by its gate's budget or threshold; an evictor has a budget of its own."""
+    write_method(tmp_path, "dense", None, lambda i: True, nominal="all")
+    gate = {"gate.dense_layers": [], "gate.threshold": None, "block_size": 8}
+    for budget in (32, 64):
+        limit = {"gate.token_budget": budget, "nominal": str(budget)}
+        write_method(tmp_path, "reason_cache+gate", None, lambda i: True, **{**gate, **limit})
+        limit = {"gate.token_budget": budget, "nominal": f"64, reads {budget}"}
+        write_method(tmp_path, "h2o+gate", 64, lambda i: True, **limit)
+    limit = {"gate.token_budget": None, "gate.threshold": 0.02, "nominal": "p > 0.02"}
+    write_method(tmp_path, "reason_cache+gate", None, lambda i: True, **{**gate, **limit})
+    (sweep,) = load_sweeps(tmp_path)
+    assert [s.label for s in sweep.settings] == [
+        "dense",
+        "h2o+gate, gate.token_budget=32 at 64",
+        "h2o+gate, gate.token_budget=64 at 64",
+        "reason_cache+gate at 32",
+        "reason_cache+gate at 64",
+        "reason_cache+gate, threshold 0.02",
+    ]
+    assert [s.budget for s in sweep.of("reason_cache+gate")] == [32, 64]
+    assert any(line.startswith("reason_cache+gate at 32 tokens") for line in write_report(tmp_path).findings)
 
 
 @pytest.fixture

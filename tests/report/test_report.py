@@ -11,6 +11,7 @@ from seergate.errors import SeergateError
 from seergate.eval import RunOptions, make_task, sweep
 from seergate.eval.settings import grid
 from seergate.report import load_sweeps, write_report
+from seergate.report.figures import FIGURES
 from seergate.report.tables import markdown
 from tests.eval import support
 
@@ -23,7 +24,7 @@ def write_run(root, method, budget, right, *, n=20, recall=None, model="m", **co
     directory.mkdir(parents=True)
     described = {"name": method, **({} if budget is None else {"token_budget": budget, "block_size": 16})}
     settings = {
-        "task": {"name": "chain_sum", "problems": n, "chance": 0.1, "contents": "c"},
+        "task": {"name": "chain_sum", "problems": n, "n_problems": n, "chance": 0.1, "contents": "c"},
         "method": described,
         "model": {"path": model, "type": "qwen3", "parameters": 1000, "dtype": "float32", "fingerprint": model},
         "gates": None,
@@ -56,8 +57,10 @@ def write_run(root, method, budget, right, *, n=20, recall=None, model="m", **co
             "density": 1.0 if budget is None else budget / 100,
             "cached_tokens": 150.0,
             "bytes_read_per_step": 5000.0,
-            "resident_bytes_mean": 70000.0,
-            "resident_bytes_peak": 80000.0,
+            "own_bytes_mean": 70000.0,
+            "own_bytes_peak": 80000.0,
+            "resident_bytes_mean": 75000.0,
+            "resident_bytes_peak": 85000.0,
         }
         lines.append(json.dumps(sample) + "\n")
     (directory / "samples.jsonl").write_text("".join(lines))
@@ -72,6 +75,8 @@ def write_run(root, method, budget, right, *, n=20, recall=None, model="m", **co
             "agreement": 0.9,
             "windows": 4,
             "tokens_per_window": 8,
+            "contexts": "c0ffee",
+            "reference": "dense",
         }
         (directory / "proxies.json").write_text(json.dumps(record))
     return directory
@@ -121,7 +126,7 @@ def test_tables_hold_the_numbers(runs):
     # 1.96 standard errors; lengths 44, 45, 46 in turn
     assert cells[6:12] == ["-50.6 to -9.4", "20", "20", "45.0", "44/45/46", "46"]
     cost = [c.strip() for c in accuracy[1].strip("|").split("|")]
-    assert cost == ["gate", "32", "16", "32.0", "150", "5.0", "70.0", "80.0", "89.9", "60.0"]
+    assert cost == ["gate", "32", "16", "32.0", "150", "5.0", "70.0", "80.0", "75.0", "89.9", "60.0"]
     proxies = [c.strip() for c in accuracy[2].strip("|").split("|")]
     assert proxies == ["gate", "32", "60.0", "60.0", "0.4000", "90.0", "2.000", "1.500"]
     recall = [c.strip() for c in accuracy[3].strip("|").split("|")]
@@ -138,6 +143,13 @@ def test_findings_follow_from_the_numbers(runs):
     assert quest == "quest at 64 tokens is still 45.0 ± 11.4 points below dense; no tested budget was enough."
     assert "+50.0 ± 11.5 at 32, +45.0 ± 11.4 at 64 (more than two standard errors ahead at 2 of 2 budgets)" in against
     assert recall == "recall of dense attention's mass at 32 tokens: gate 60 %, quest 35 %."
+
+
+def test_recall_is_told_of_thresholds_too(tmp_path):
+    write_run(tmp_path, "dense", None, lambda i: i < 18)
+    config = write_run(tmp_path, "gate", None, lambda i: i < 12, recall=[0.5, 0.7]) / "config.yaml"
+    config.write_text(config.read_text().replace("name: gate", "name: gate\n  threshold: 0.01"))
+    assert write_report(tmp_path).findings[-1] == "recall of dense attention's mass: gate, threshold 0.01 60 %."
 
 
 def test_level_with_dense_needs_enough_problems(tmp_path):
@@ -160,6 +172,17 @@ def test_cautions(tmp_path):
     assert "there is no dense run" in text
     assert "quest at 64 is unfinished: 7 samples so far" in text
     assert "guessing gets 10 % right" in text
+
+
+@pytest.mark.parametrize(
+    ("problems", "n_problems", "complete"),
+    [(None, 20, True), (100, 20, True), (None, 30, False), (20, 20, True), (None, None, False)],
+    ids=["all of a file", "more asked for than the file has", "some missing", "as asked", "not known"],
+)
+def test_a_run_is_whole_when_no_problem_is_missing(tmp_path, problems, n_problems, complete):
+    task = {"name": "mine", "file": "mine.jsonl", "problems": problems, "contents": "c", "chance": None}
+    write_run(tmp_path, "dense", None, lambda i: True, task=task | ({"n_problems": n_problems} if n_problems else {}))
+    assert ("dense is unfinished: 20 samples so far" in write_report(tmp_path).markdown.read_text()) == (not complete)
 
 
 def test_a_model_that_guesses_proves_nothing(tmp_path):
@@ -253,21 +276,6 @@ def test_pass_at_k_and_differences_on_common_samples(tmp_path):
     assert sweep.difference(sweep.at("gate", 64), sweep.dense).mean == 0  # first samples are alike
 
 
-AIME = {"name": "aime24", "problems": None, "contents": "c", "chance": None}
-
-
-def test_published_numbers_stand_beside_ours_where_they_belong(tmp_path):
-    for name, task in (("same", AIME), ("part", {**AIME, "problems": 5}), ("other", {**AIME, "name": "gpqa_diamond"})):
-        write_run(tmp_path / name, "dense", None, lambda i: i < 15, model="Qwen/Qwen3-8B", task=task)
-        write_run(tmp_path / name, "gate", 4096, lambda i: i < 14, model="Qwen/Qwen3-8B", task=task)
-        text = write_report(tmp_path / name).markdown.read_text()
-        # 14 of 20: 70 ± sqrt(.7 * .3 / 19) = 10.5; published 71.35
-        row = re.search(r"\| gate +\| +4096 \| +70\.0 ± 10\.5 \| +71\.[34] \| +-1\.[34] \|", text)
-        assert ("## Beside the published numbers" in text) == (name == "same") == bool(row)
-    write_run(tmp_path / "tiny", "dense", None, lambda i: True, model="tiny-reasoner", task=AIME)
-    assert "published numbers" not in write_report(tmp_path / "tiny").markdown.read_text()
-
-
 def test_runs_from_several_places_are_put_side_by_side(tmp_path):
     write_run(tmp_path / "a", "dense", None, lambda i: i < 18)
     write_run(tmp_path / "b", "gate", 64, lambda i: i < 17)
@@ -288,3 +296,18 @@ def test_proxies_and_their_correlation(runs):
     text = write_report(runs).markdown.read_text()
     # accuracies 60, 90, 10, 45; recalls .6, .85, .35, .65: ranks 2 3 0 1 against 1 3 0 2 give 0.8
     assert "rank correlation of accuracy with small KL: 0.80; with recall: 0.80." in text
+    assert text.count("4 windows of 8 tokens of dense's own generations, the same for every method") == 2
+
+
+@pytest.mark.parametrize("contexts", ["other", None], ids=["others", "not recorded"])
+def test_figures_of_different_contexts_are_not_compared(runs, contexts):
+    path = runs / "quest-64" / "proxies.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"contexts": contexts}))
+    report = write_report(runs)
+    text = report.markdown.read_text()
+    assert "rank correlation" not in text and "the same for every method" not in text
+    assert text.count("not known to be the same for all settings") == 2
+    assert not [line for line in report.findings if line.startswith("recall")]
+    (sweep,) = load_sweeps(runs)
+    assert "rank correlation" not in " ".join(FIGURES["proxies"].read(sweep))
+    assert "rank correlation" not in FIGURES["proxies"].draw(sweep, runs / "x.png").with_suffix(".svg").read_text()

@@ -1,0 +1,171 @@
+"""What becomes of a finished sample: it is written down at once, graded while others are generated, and counted."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from types import TracebackType
+from typing import Any
+
+from seergate.eval import store
+from seergate.eval.engine import Generation
+from seergate.eval.judge import GradingPool
+from seergate.eval.stats import mean_and_error
+
+
+@dataclass(frozen=True)
+class Progress:
+    """Where a run stands.
+
+    Attributes:
+        label: of the setting.
+        done, total: samples; done are those that have been graded.
+        correct: how many of them are right.
+        error: standard error of the accuracy so far, clustered by problem; ``nan`` before the second problem.
+        made: samples generated since the run was started or resumed.
+        tokens: generated since then.
+        seconds: since then.
+    """
+
+    label: str
+    done: int
+    total: int
+    correct: int
+    error: float
+    made: int
+    tokens: int
+    seconds: float
+
+    @property
+    def eta(self) -> float | None:
+        """Seconds until the setting is done at the pace so far; ``None`` before the first sample."""
+        return self.seconds * (self.total - self.done) / self.made if self.made else None
+
+
+class Collector:
+    """Takes samples in. Whoever generates them does not wait for their grades, which may take seconds each.
+
+    A sample is on the disk when `take` returns: ungraded at first (`SampleLog.keep`), then graded in `samples.jsonl`.
+    A context manager: leaving it waits for all grades. After an error it waits only for those that have been begun,
+    and the others are left to the next run.
+
+    Args:
+        label: of the setting.
+        total: samples that it will have.
+        grader: a key of `seergate.eval.grading.GRADERS`.
+        golds: problem id -> right answer.
+        log: where samples are written.
+        samples: those that are there already.
+        judges: grade; as many samples at once as there are processes.
+        on_progress: called after every grade, from a thread that grades; one call at a time.
+    """
+
+    def __init__(
+        self,
+        label: str,
+        total: int,
+        grader: str,
+        golds: Mapping[str, str],
+        log: store.SampleLog,
+        samples: Iterable[dict[str, Any]],
+        judges: GradingPool,
+        on_progress: Callable[[Progress], None] | None = None,
+    ) -> None:
+        self.label, self.total, self.grader, self.golds = label, total, grader, golds
+        self.log, self.judges, self.on_progress = log, judges, on_progress
+        self.outcomes: dict[str, list[bool]] = defaultdict(list)
+        for sample in samples:
+            self.outcomes[sample["problem_id"]].append(sample["correct"])
+        self.made = self.tokens = self.waiting = 0
+        self.error: BaseException | None = None
+        self.abandoned = False
+        self.began, self.lock = time.monotonic(), threading.Lock()
+        self.threads = ThreadPoolExecutor(judges.processes, thread_name_prefix="grading")
+
+    def take(self, generation: Generation) -> None:
+        """Keep a sample and have it graded. Several threads may call it.
+
+        Raises:
+            BaseException: what went wrong with an earlier one.
+        """
+        sample = self._ungraded(generation)
+        with self.lock:
+            if self.error is not None:
+                raise self.error
+            self.log.keep(sample)
+            self.made += 1
+            self.tokens += generation.n_tokens
+            self._queue([sample])
+
+    def take_kept(self, samples: Sequence[dict[str, Any]]) -> None:
+        """Have samples graded that an earlier run has kept."""
+        with self.lock:
+            self._queue(samples)
+
+    def _queue(self, samples: Sequence[dict[str, Any]]) -> None:
+        self.waiting += len(samples)  # of all of them first: what is kept is forgotten when nothing waits
+        for sample in samples:
+            self.threads.submit(self._grade, sample)
+
+    def report(self) -> None:
+        """Tell whoever listens."""
+        if self.on_progress is None:
+            return
+        done, correct = (sum(map(count, self.outcomes.values())) for count in (len, sum))
+        means = [sum(values) / len(values) for values in self.outcomes.values()]
+        error = mean_and_error(means).se if means else float("nan")
+        spent = time.monotonic() - self.began
+        self.on_progress(Progress(self.label, done, self.total, correct, error, self.made, self.tokens, spent))
+
+    def _ungraded(self, generation: Generation) -> dict[str, Any]:
+        """A line of `samples.jsonl` but for its grade."""
+        task, problem_id, sample_idx = generation.request.key
+        return {
+            "task": task,
+            "problem_id": problem_id,
+            "sample_idx": sample_idx,
+            "seed": generation.request.seed,
+            "prompt": generation.request.prompt,
+            "completion": generation.completion,
+            "n_prompt_tokens": generation.n_prompt_tokens,
+            "n_tokens": generation.n_tokens,
+            "finish_reason": generation.finish_reason,
+            "gold": self.golds[problem_id],
+            "seconds": round(generation.seconds, 6),
+            **generation.costs,
+        }
+
+    def _grade(self, sample: dict[str, Any]) -> None:
+        try:
+            grade = self.judges.grade(self.grader, sample["completion"], sample["gold"])
+            with self.lock:
+                if self.abandoned:  # the process that grades is being ended, so this may be no verdict
+                    return
+                graded = {"pred": grade.pred, "correct": grade.correct, "grade_reason": grade.reason}
+                self.log.append([{**sample, **graded}])
+                self.outcomes[sample["problem_id"]].append(grade.correct)
+                self.waiting -= 1
+                if not self.waiting:
+                    self.log.forget()
+                self.report()
+        except BaseException as error:  # the thread that generates raises it
+            self.error = self.error or error
+
+    def __enter__(self) -> Collector:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        try:
+            self.threads.shutdown(cancel_futures=kind is not None)
+        except BaseException:  # an interrupt: whoever sent it does not want to wait
+            self.abandoned = True
+            self.threads.shutdown(wait=False, cancel_futures=True)
+            raise
+        if kind is None and self.error is not None:
+            raise self.error

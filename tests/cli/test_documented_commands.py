@@ -1,0 +1,107 @@
+"""The `seergate` lines of the documents do what they are printed for: each is run as it stands, on less.
+
+The lines of a shell block run in one directory, one after the other, as somebody types them. Only sizes are appended:
+one short problem, short answers, two steps of distillation, and one budget in the sweep files.
+"""
+
+from __future__ import annotations
+
+import shlex
+from pathlib import Path
+
+import pytest
+import yaml
+
+from seergate.cli.main import main
+from seergate.eval import make_task
+from tests.test_house import ROOT, code_blocks, named, shell_lines
+
+LEFT_OUT = {
+    "seergate eval --model Qwen3-8B --gates org/Qwen3-8B-gates --task livecodebench.jsonl --grader exact --samples 4 "
+    "--method dense,gate --budget 4096": "a large model, and gates from the Hub",
+    "seergate eval livecodebench runs/eval-Qwen3-8B-livecodebench/gate-4096 --out gate-4096.json": "the line before; "
+    "tests/eval/test_livecodebench.py hands over other answers",
+}
+"""Line -> what it needs that a test does not have. All others are run."""
+
+SMALL = {
+    "eval": ["--problems", "1", "--variables", "4", "--max-new-tokens", "24"],
+    "figure": ["--problems", "1", "--variables", "4", "--max-new-tokens", "24", "--steps", "2"],
+    "sweep": ["--problems", "1"],
+    "calibrate": ["--problems", "1", "--max-new-tokens", "24"],
+}
+"""Command -> what is appended."""
+
+SMALL_SWEEP = {"task_options": {"variables": 4}, "max_new_tokens": 10, "budget": [64]}
+"""What is replaced in a sweep file, as the command has no options for it."""
+
+DOCUMENTED, SHOWN = "40-0-3", "4-0-0"
+"""The problem that `eval show` is printed with, and the one that there is of the sizes above."""
+
+DOCUMENTS = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+
+
+def blocks_of(document: Path) -> list[list[str]]:
+    """The `seergate` lines of its shell blocks; what is quoted within sentences is no line."""
+    blocks = code_blocks(document, "bash", "sh", "console")
+    return [[line for line in shell_lines(block) if line.startswith("seergate ")] for block in blocks]
+
+
+BLOCKS = {
+    f"{named(document)}, block {number}": lines
+    for document in DOCUMENTS
+    for number, lines in enumerate(blocks_of(document), 1)
+    if set(lines) - set(LEFT_OUT)
+}
+
+
+def test_what_is_left_out_is_documented() -> None:
+    documented = {line for document in DOCUMENTS for lines in blocks_of(document) for line in lines}
+    assert set(LEFT_OUT) <= documented, "the list names lines that no document has any more"
+    assert len(documented - set(LEFT_OUT)) > 15
+
+
+@pytest.fixture
+def checkout(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Where a reader stands: a checkout, but for its sweep files, which are made smaller."""
+    (tmp_path / "checkpoints").symlink_to(ROOT / "checkpoints")
+    for file in (ROOT / "configs" / "sweeps").glob("*.yaml"):
+        copy = tmp_path / file.relative_to(ROOT)
+        copy.parent.mkdir(parents=True, exist_ok=True)
+        copy.write_text(yaml.safe_dump(yaml.safe_load(file.read_text()) | SMALL_SWEEP))
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+def arguments(line: str) -> list[str]:
+    """What is passed to `seergate`."""
+    _, command, *rest = shlex.split(line)
+    if rest[:1] == ["show"]:
+        assert rest[2] == DOCUMENTED and DOCUMENTED in {p.problem_id for p in make_task("chain_sum").problems()}
+        return [command, *rest[:2], SHOWN]
+    return [command, *rest, *SMALL.get(command, [])]
+
+
+def files(root: Path) -> dict[Path, tuple[int, bytes]]:
+    """When each file below a directory was written, and what it holds. Links are not followed."""
+    return {path: (path.stat().st_mtime_ns, path.read_bytes()) for path in root.rglob("*") if path.is_file()}
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1200)
+@pytest.mark.parametrize("block", BLOCKS)
+def test_documented_commands_run(block: str, checkout: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for line in BLOCKS[block]:
+        if line in LEFT_OUT:
+            continue
+        before = files(checkout)
+        code = main(arguments(line))
+        said = capsys.readouterr()
+        assert code == 0, f"{line}\n{said.err}"
+        assert said.out.strip(), f"{line} says nothing"
+        after = files(checkout)
+        if " show " in line or "--dry-run" in line:
+            kept = {path: text for path, (_, text) in before.items()}
+            assert {path: text for path, (_, text) in after.items()} == kept, f"{line} changed something"
+        else:
+            assert after != before, f"{line} wrote nothing"

@@ -1,0 +1,168 @@
+"""Samples are on the disk when they are finished, and graded while others are generated."""
+
+from __future__ import annotations
+
+import json
+import threading
+
+import pytest
+
+from seergate.errors import SeergateError
+from seergate.eval import MethodSpec, RunOptions, evaluate, make_task
+from seergate.eval.collector import Collector
+from seergate.eval.engine import Generation, Request
+from seergate.eval.judge import GradingPool
+from seergate.eval.store import UNGRADED, SampleLog, key_of, read_samples
+from tests.eval import support
+
+WAIT = 60.0
+
+
+def run(out, model=None, **options):
+    task = make_task("chain_sum", problems=4, variables=5)
+    given = RunOptions(**{"max_new_tokens": 24, "batch_size": 1, **options})
+    return evaluate(model or support.model(), support.tokenizer(), task, MethodSpec("dense"), out, given)
+
+
+def test_decoding_goes_on_while_an_answer_is_graded(tmp_path, monkeypatch):
+    """Grades are given only after the model has gone on; where decoding waited for them, both would wait for ever."""
+    model, real, asked, went_on = support.model(), GradingPool.grade, threading.Event(), threading.Event()
+    model.register_forward_hook(lambda *_: went_on.set() if asked.is_set() else None)
+
+    def late(pool, *arguments):
+        asked.set()
+        assert went_on.wait(WAIT), "decoding waits for a grade"
+        return real(pool, *arguments)
+
+    monkeypatch.setattr(GradingPool, "grade", late)
+    assert run(tmp_path, model)["n_samples"] == 4
+
+
+def test_the_accuracy_so_far_is_told_while_answers_are_generated(tmp_path):
+    """With one process: the second answer is not begun before the first has been told of."""
+    model, told, seen, steps = support.model(), threading.Event(), [], []
+
+    def wait(*_):
+        steps.append(1)
+        if len(steps) == 25:  # the prompt and 23 further tokens make an answer of 24
+            assert told.wait(WAIT), "nothing is told while answers are generated"
+
+    def on_progress(now):
+        seen.append((now.done, now.total, len(steps)))
+        if now.done == 1:
+            told.set()
+
+    model.register_forward_hook(wait)
+    run(tmp_path, model, on_progress=on_progress)
+    assert [(done, total) for done, total, _ in seen] == [(done, 4) for done in range(5)]
+    assert seen[1][2] <= 25 < len(steps) == 4 * 24
+
+
+def test_what_waits_for_its_grade_survives_and_is_not_made_again(tmp_path, monkeypatch):
+    whole = run(tmp_path / "whole")
+
+    def ill(pool, *arguments):
+        raise SeergateError("the judge is ill")
+
+    monkeypatch.setattr(GradingPool, "grade", ill)
+    with pytest.raises(SeergateError, match="the judge is ill"):
+        run(tmp_path / "run", batch_size=4)
+    monkeypatch.undo()
+    path, kept = tmp_path / "run" / UNGRADED, read_samples(tmp_path / "run", UNGRADED)
+    assert kept and read_samples(tmp_path / "run") == []
+    with path.open("ab") as file:
+        file.write(b'{"task": "chain_sum", "problem_id": "5-0-')  # a kill inside a write
+    seen = []
+    metrics = run(tmp_path / "run", on_progress=seen.append)
+    assert seen[-1].made == 4 - len(kept) and seen[-1].done == 4
+    assert not path.exists() and not (tmp_path / "whole" / UNGRADED).exists()
+    assert {k: v for k, v in metrics.items() if "second" not in k} == {
+        k: v for k, v in whole.items() if "second" not in k
+    }
+    answers = [{key_of(s): s["completion"] for s in read_samples(tmp_path / name)} for name in ("run", "whole")]
+    assert answers[0] == answers[1]
+
+
+def generation(number: int) -> Generation:
+    key = ("chain_sum", str(number), 0)
+    return Generation(Request(key, "prompt"), rf"\boxed{{ {number % 10} }}", (1, 2), 3, "stop", 0.5, {})
+
+
+def collector(log, judges, number, **options):
+    golds = {str(i): "3" for i in range(number)}
+    return Collector("dense", number, "digit", golds, log, [], judges, **options)
+
+
+def test_a_finished_sample_is_on_the_disk(tmp_path):
+    """At every moment, in one file or the other, while several threads finish samples and several grade them."""
+    numbers, lost = iter(range(48)), []
+
+    def work(sink):
+        for number in numbers:
+            taken = generation(number)
+            sink.take(taken)
+            found = read_samples(tmp_path, UNGRADED) + read_samples(tmp_path)  # it moves from the first to the second
+            if taken.request.key not in map(key_of, found):
+                lost.append(number)
+
+    seen = []
+    with SampleLog(tmp_path) as log, GradingPool(3) as judges:
+        with collector(log, judges, 48, on_progress=seen.append) as sink:
+            threads = [threading.Thread(target=work, args=(sink,)) for _ in range(4)]
+            for thread in threads:
+                thread.start()
+            for thread in threads:
+                thread.join()
+        assert not (tmp_path / UNGRADED).exists()
+    samples = read_samples(tmp_path)
+    assert not lost and len(samples) == 48 and sum(s["correct"] for s in samples) == 5
+    assert [now.done for now in seen] == list(range(1, 49))
+    assert (seen[-1].correct, seen[-1].made, seen[-1].tokens, seen[-1].eta) == (5, 48, 96, 0)
+
+
+def test_a_judge_that_is_ended_gives_no_verdict(tmp_path, monkeypatch):
+    """Interrupted while it waits for the last grade, which then comes from a process that was killed."""
+    asked, ended, done = threading.Event(), threading.Event(), threading.Event()
+
+    def stopped(pool, *arguments):
+        asked.set()
+        assert ended.wait(WAIT)
+        return real(pool, "digit", "killed", "3")
+
+    real = GradingPool.grade
+    monkeypatch.setattr(GradingPool, "grade", stopped)
+    with SampleLog(tmp_path) as log, GradingPool() as judges:
+        sink = collector(log, judges, 4)
+        inner, finish = sink.threads.shutdown, sink._grade
+
+        def interrupted(wait=True, **options):
+            if wait:
+                assert asked.wait(WAIT)
+                raise KeyboardInterrupt
+            inner(wait=wait, **options)
+
+        def noted(sample):
+            finish(sample)
+            done.set()
+
+        sink.threads.shutdown, sink._grade = interrupted, noted
+        with pytest.raises(KeyboardInterrupt), sink:
+            sink.take(generation(3))
+        ended.set()
+        assert done.wait(WAIT)
+    assert read_samples(tmp_path) == []
+    (kept,) = read_samples(tmp_path, UNGRADED)
+    assert kept["problem_id"] == "3" and "correct" not in kept
+
+
+def test_what_cannot_be_written_stops_the_run(tmp_path):
+    """The thread that generates gets the error, at the next sample or at the end."""
+
+    class Full(SampleLog):
+        def append(self, samples):
+            raise OSError(28, "No space left on device")
+
+    told = pytest.raises(OSError, match="No space left")
+    with Full(tmp_path) as log, GradingPool() as judges, told, collector(log, judges, 1) as sink:
+        sink.take(generation(0))
+    assert json.loads((tmp_path / UNGRADED).read_text())["problem_id"] == "0"
