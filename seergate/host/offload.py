@@ -40,7 +40,8 @@ class Offload:
 
     Attributes:
         memory_bytes: fast memory for blocks of keys and values, all layers and rows together. What the method
-            remembers (compressed keys) comes on top; it is under 1 % of the keys and values at block size 64.
+            remembers (compressed keys) comes on top: at block size 64 in bf16 2.3 % of the keys and values at 4k
+            tokens, 1.2 % at 16k, under 1 % from about 30k.
         store: ``"disk"``: a file without a name, gone with the process; ``"host"``: the host's memory, pinned where
             the model is on a GPU.
         folder: where the file is made; the system's temporary folder if ``None``. It should be on a disk: some

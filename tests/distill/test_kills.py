@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
+import json
+import subprocess
 import sys
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
+import torch
 
 from seergate.distill import TrainConfig
-from tests.distill.kills import PHASES, storm
+from tests.distill.kills import PHASES, same, storm
 from tests.distill.test_trainer import config, model_dir  # noqa: F401 (fixtures)
+
+ROOT = Path(__file__).parents[2]
 
 
 @pytest.mark.slow
@@ -17,3 +23,25 @@ from tests.distill.test_trainer import config, model_dir  # noqa: F401 (fixtures
 def test_killed_anywhere_it_ends_bit_identical(config: TrainConfig) -> None:  # noqa: F811
     fell = storm(replace(config, packs_per_step=1, eval_packs=1), kills=15)
     assert set(fell) == set(PHASES) and fell.total() == 15
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="forks a process that has loaded PyTorch")
+def test_the_record_says_what_came_out(tmp_path: Path) -> None:
+    file = tmp_path / "kills.json"
+    command = [sys.executable, "-m", "tests.distill.kills", "--kills", "2", "--record", str(file)]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+    assert done.returncode == 0 and "final gates bit-identical" in done.stdout, done.stderr[-2000:]
+    record = json.loads(file.read_text())
+    (row,) = record["rows"]
+    assert (
+        row["identical"] and row["kills"] == sum(row["by_phase"].values()) == 2 and set(row["by_phase"]) == set(PHASES)
+    )
+    assert row["seconds"] > 0 and record["machine"]["torch"] and record["machine"]["commit"]
+
+
+def test_a_difference_is_found() -> None:
+    one = {"gate": torch.ones(3)}
+    same(one, {"gate": torch.ones(3)})
+    with pytest.raises(AssertionError, match="gate differs"):
+        same(one, {"gate": torch.tensor([1.0, 1.0, 1.0 + 2**-23])})
