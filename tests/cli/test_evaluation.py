@@ -145,7 +145,6 @@ def test_gates_of_several_block_sizes_and_several_processes(tmp_path, capfd):
         assert len((tmp_path / "runs" / label / "samples.jsonl").read_text().splitlines()) == 4
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     ("option", "said"),
     [
