@@ -124,6 +124,37 @@ def test_a_finished_sample_is_on_the_disk(tmp_path):
     assert (seen[-1].correct, seen[-1].made, seen[-1].tokens, seen[-1].eta) == (5, 48, 96, 0)
 
 
+def test_what_still_waits_is_not_forgotten(tmp_path, monkeypatch):
+    """One sample is graded while another, new or left by an earlier run, waits for its grade."""
+    held, real, done = threading.Event(), GradingPool.grade, threading.Event()
+
+    def grade(pool, grader, completion, gold):
+        assert "3" not in completion or held.wait(WAIT)
+        return real(pool, grader, completion, gold)
+
+    monkeypatch.setattr(GradingPool, "grade", grade)
+    for kept in (False, True):
+        out = tmp_path / str(kept)
+        out.mkdir()
+        held.clear()
+        done.clear()
+        told = {"on_progress": lambda now: done.set()}
+        with SampleLog(out) as log, GradingPool(2) as judges, collector(log, judges, 5, **told) as sink:
+            if kept:
+                left = [sink._ungraded(generation(number)) for number in (4, 3)]
+                for sample in left:
+                    log.keep(sample)
+                sink.take_kept(left)
+            else:
+                sink.take(generation(3))
+                sink.take(generation(4))
+            assert done.wait(WAIT)
+            assert [s["problem_id"] for s in read_samples(out)] == ["4"]
+            assert "3" in [s["problem_id"] for s in read_samples(out, UNGRADED)]
+            held.set()
+        assert len(read_samples(out)) == 2 and not (out / UNGRADED).exists()
+
+
 def test_a_judge_that_is_ended_gives_no_verdict(tmp_path, monkeypatch):
     """Interrupted while it waits for the last grade, which then comes from a process that was killed."""
     asked, ended, done = threading.Event(), threading.Event(), threading.Event()
