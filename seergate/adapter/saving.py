@@ -32,6 +32,7 @@ from seergate.adapter.layout import (
 )
 from seergate.adapter.plot import results_plot
 from seergate.adapter.record import SCHEMA_VERSION, Adapter, check_finite, check_results, check_tensors, identity
+from seergate.durable import flush
 from seergate.errors import SeergateError
 
 ABANDONED_SECONDS = 3600
@@ -110,10 +111,8 @@ def _write(adapter: Adapter, scratch: Path, out: Path, max_shard_size: int | str
     card = out / CARD_FILE
     existing = card.read_text(errors="replace") if card.is_file() else None
     (scratch / CARD_FILE).write_text(model_card(adapter, card_source, existing=existing, plotted=plotted))
-    for path in scratch.iterdir():
-        with path.open("rb+") as handle:
-            os.fsync(handle.fileno())
-    _sync_directory(scratch)
+    for path in (*scratch.iterdir(), scratch):
+        flush(path)
 
 
 def _sort_metadata(path: Path) -> None:
@@ -133,7 +132,7 @@ def _publish(scratch: Path, out: Path) -> None:
     with exclusive(out):
         move_pending(out)  # of a writer that was killed
         os.rename(scratch, out / PENDING)
-        _sync_directory(out)
+        flush(out)
         move_pending(out)
 
 
@@ -147,13 +146,3 @@ def _remove_abandoned(out: Path) -> None:
 
 def _write_json(path: Path, value: Any) -> None:
     path.write_text(json.dumps(value, indent=2) + "\n")
-
-
-def _sync_directory(path: Path) -> None:
-    if os.name != "posix":
-        return
-    handle = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)

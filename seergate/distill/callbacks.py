@@ -184,7 +184,7 @@ class RowProgress:
             from rich import progress
 
             self._bar = progress.Progress(*progress.Progress.get_default_columns(), progress.MofNCompleteColumn())
-            self._task = self._bar.add_task("tokenising", total=expected)
+            self._task = self._bar.add_task("tokenising", total=expected, completed=rows)  # the start is no speed
             self._bar.start()
         if self._bar is not None:
             self._bar.update(self._task, completed=rows)

@@ -21,6 +21,7 @@ from torch import Tensor
 
 from seergate.distill.config import TrainConfig
 from seergate.distill.engines import MOMENTS, OptimizerState
+from seergate.durable import flush
 from seergate.errors import SeergateError
 
 FORMAT = 1
@@ -89,12 +90,12 @@ def save_checkpoint(root: Path, checkpoint: Checkpoint, keep: int) -> Path:
     }
     (draft / "state.json").write_text(json.dumps(record, indent=1))
     for file in draft.iterdir():
-        _flush(file)
-    _flush(draft)
+        flush(file)
+    flush(draft)
     if final.exists():  # the same step again, after going back to an older checkpoint
         _discard(final)
     draft.rename(final)
-    _flush(root)
+    flush(root)
     for old in _finished(root)[:-keep]:
         _discard(old)
     return final
@@ -191,11 +192,3 @@ def _discard(path: Path) -> None:
     doomed = path.with_name(f"{_DRAFT}{path.name}-old-{os.getpid()}")
     path.rename(doomed)
     shutil.rmtree(doomed)
-
-
-def _flush(path: Path) -> None:
-    handle = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)

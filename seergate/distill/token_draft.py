@@ -22,6 +22,7 @@ from typing import Any
 
 import numpy as np
 
+from seergate.durable import flush
 from seergate.errors import SeergateError
 
 ABANDONED_SECONDS = 7 * 24 * 3600
@@ -70,7 +71,7 @@ class Draft:
         contents = json.dumps(head).encode() + b"\n" + part.tokens.astype(np.int32, copy=False).tobytes()
         unnamed = self.directory / f"{row}.{secrets.token_hex(8)}"
         unnamed.write_bytes(_digest(row, contents) + b"\n" + contents)
-        _flush(unnamed)
+        flush(unnamed)
         unnamed.replace(self._path(row))
 
     def finish(self, counts: dict[str, Any]) -> None:
@@ -87,7 +88,7 @@ class Draft:
         try:
             self._put_together(scratch, counts)
             scratch.rename(self.store)
-            _flush(self.store.parent)
+            flush(self.store.parent)
         finally:
             shutil.rmtree(scratch, ignore_errors=True)
 
@@ -119,7 +120,7 @@ class Draft:
         np.save(scratch / "starts.npy", np.cumsum(lengths, dtype=np.int64))
         (scratch / "counts.json").write_text(json.dumps(counts))
         for path in (*scratch.iterdir(), scratch):
-            _flush(path)
+            flush(path)
 
     def _path(self, row: int) -> Path:
         return self.directory / f"{row}.part"
@@ -138,12 +139,3 @@ class Draft:
 def _digest(row: int, contents: bytes) -> bytes:
     """Of a part: it is whole, and where it belongs."""
     return hashlib.blake2b(contents, digest_size=16, key=str(row).encode()).hexdigest().encode()
-
-
-def _flush(path: Path) -> None:
-    """See a file, or a directory's names, down to the disk."""
-    handle = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)

@@ -62,7 +62,7 @@ def test_only_the_newest_are_kept(tmp_path: Path) -> None:
     assert newest_checkpoint(tmp_path / "nowhere") is None
 
 
-@pytest.mark.parametrize("moment", ["save_file", "_flush", "_discard"])
+@pytest.mark.parametrize("moment", ["save_file", "flush", "_discard"])
 def test_a_kill_while_saving_leaves_the_one_before(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, moment: str
 ) -> None:

@@ -1,0 +1,23 @@
+"""What must outlive a power cut, or a process that is killed, is seen down to the disk."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+
+def flush(path: Path) -> None:
+    """Return when the disk has a file's contents, or a directory's names.
+
+    Raises:
+        OSError: if it is neither, or may not be written.
+    """
+    if not path.is_dir():
+        with path.open("rb+") as file:
+            os.fsync(file.fileno())
+    elif os.name == "posix":  # other systems do not open directories
+        handle = os.open(path, os.O_RDONLY)
+        try:
+            os.fsync(handle)
+        finally:
+            os.close(handle)
