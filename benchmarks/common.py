@@ -107,15 +107,19 @@ def version(package: str) -> str | None:
         return None
 
 
+def commit() -> str:
+    """What is checked out; records of earlier benchmarks aside, which do not change what is measured."""
+
+    def git(*arguments: str) -> subprocess.CompletedProcess[str]:
+        return subprocess.run(["git", *arguments], cwd=RESULTS, capture_output=True, text=True, check=False)
+
+    name = git("rev-parse", "--short", "HEAD").stdout.strip()
+    changed = git("diff", "--quiet", "HEAD", "--", ":/", ":!.").returncode
+    return f"{name}-dirty" if name and changed else name or "unknown"
+
+
 def provenance(device: torch.device) -> dict[str, str | int | None]:
     """Machine, versions and commit."""
-    git = subprocess.run(
-        ["git", "describe", "--always", "--dirty"],
-        cwd=Path(__file__).parent,
-        capture_output=True,
-        text=True,
-        check=False,
-    )
     cpu = platform.processor()
     if Path("/proc/cpuinfo").exists():
         lines = Path("/proc/cpuinfo").read_text().splitlines()
@@ -127,7 +131,7 @@ def provenance(device: torch.device) -> dict[str, str | int | None]:
         "python": platform.python_version(),
         "torch": torch.__version__,
         "triton": version("triton"),
-        "commit": git.stdout.strip() or "unknown",
+        "commit": commit(),
     }
 
 
