@@ -14,6 +14,7 @@ C tokens of a block.
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Sequence
 from functools import partial
 from typing import Any
@@ -21,6 +22,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from seergate.errors import first_line
 from seergate.host.background import Background, Job
 
 _EMPTY, _AHEAD = -1, 0
@@ -38,7 +40,7 @@ class BlockPool:
 
     Attributes:
         keys, values: ``[slots, 1, C, D]``, as pages for `seergate.ops.sparse_decode`.
-        fetched: how many blocks were fetched.
+        fetched: how many blocks were fetched, or should have been.
         ahead: how many of them ahead.
         used: how many of those a step has read since. Whoever reads these three may set them back.
     """
@@ -146,20 +148,18 @@ class BlockPool:
         self.ahead += len(pairs_F)
 
     def settle(self) -> None:
-        """Wait until what is being fetched ahead is here.
-
-        Raises:
-            BaseException: whatever the copying raised; its blocks then count as not here.
+        """Wait until what is being fetched ahead is here. If that fails its blocks are not, and will be fetched when
+        they are needed: a guess must not end a step that some layers have already stored.
         """
         if self._coming is None:
             return
         job, slots_F = self._coming
         try:
             job.finish()
-        except Exception:
+        except Exception as error:
             self._vacate(slots_F)
-            self._coming = None
-            raise
+            said = f"blocks could not be fetched ahead ({type(error).__name__}: {first_line(error)})"
+            warnings.warn(f"{said}; they are fetched when they are read", RuntimeWarning, stacklevel=2)
         self._coming = None  # not after an interrupt: the copying may go on
 
     @property

@@ -333,12 +333,11 @@ class GatedLayer(CacheLayerMixin):
         if not self.is_initialized:
             return
         index = index.to(self.device)
+        rows = index.tolist()
+        held, seen, offsets = ([x[row] for row in rows] for x in (self.row_lengths, self.row_seen, self.row_offsets))
         self._select_buffers(index)
         self.lengths = self.lengths.index_select(0, index)
-        rows = index.tolist()
-        self.row_lengths = [self.row_lengths[row] for row in rows]
-        self.row_seen = [self.row_seen[row] for row in rows]
-        self.row_offsets = [self.row_offsets[row] for row in rows]
+        self.row_lengths, self.row_seen, self.row_offsets = held, seen, offsets
         if self.valid is not None:
             self.valid = self.valid.index_select(0, index)
         if self.state is not None:

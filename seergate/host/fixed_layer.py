@@ -82,6 +82,11 @@ class FixedLayer(GatedLayer):
         """Whether so many new tokens will be a fixed step."""
         return new == 1 and self.counts is not None and self.plain
 
+    def _select_rows(self, index: Tensor) -> None:
+        if self.is_initialized and len(index) != len(self.lengths):
+            self.counts = None  # they are of as many rows as there were; an ordinary step comes next and settles anew
+        super()._select_rows(index)
+
     def counted_by(self, stats: DecodeStats) -> bool:
         """Whether fixed steps would be counted there. Not where the counters are another handle's, or have been made
         ready for another cache since: then an ordinary step comes first, which settles again.

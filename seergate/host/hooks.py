@@ -14,7 +14,7 @@ from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.cache_utils import Cache, DynamicLayer, StaticLayer
 
@@ -31,14 +31,15 @@ from seergate.host.dense_pass import attend_densely
 from seergate.host.fixed_layer import FixedLayer
 from seergate.host.lossless import Lossless
 from seergate.host.offload import Offload, OffloadedLayer
-from seergate.host.paged_layer import Paging
+from seergate.host.paged_layer import CachePages, PagedLayer, Paging
 from seergate.host.pager import Pager
 from seergate.host.prompts import PromptReader
 from seergate.host.rectify import Rectifier
 from seergate.host.rope import Rotary
+from seergate.host.sharing import give_up
 from seergate.host.stats import DecodeStats
 from seergate.host.trace import Trace, TracedStats
-from seergate.methods import Gate, GateOnEvictor, Method, ReasonCache, SelectingMethod, make_method
+from seergate.methods import EvictingMethod, Gate, GateOnEvictor, Method, ReasonCache, SelectingMethod, make_method
 
 _HANDLE = "_seergate_handle"
 
@@ -101,6 +102,7 @@ class DecodeBinding:
         valid = drafted = None
         if not layer.takes(new):  # else no number may be asked for that a compiled step does not know
             valid = valid_tokens(kwargs.get("attention_mask"), new, layer.slots)
+            _refuse_masked(layer, valid, new)
             drafted = self.handle.prompts.drafted(cache, layer.slots, new)
         layer.arrival = Arrival(valid, self.tap.take, kwargs.get("position_ids"), drafted)
         prompt = self.handle.prompts.holds(new)
@@ -131,6 +133,8 @@ class DecodeBinding:
                     f"this cache was filled under the method {found.method.name!r}; start a new one for "
                     f"{method.name!r}"
                 )
+            if isinstance(found, PagedLayer):
+                self.handle.go_on_with(found.pages)
             return found
         if isinstance(found, GatedLayer):
             static_length = found.static_length
@@ -161,6 +165,18 @@ class DecodeBinding:
             make = FixedLayer
         layers[self.layer] = make(method, self.layer, self.num_heads, self.rotary, static_length, shared)
         return layers[self.layer]
+
+
+def _refuse_masked(layer: GatedLayer, valid: Tensor | None, new: int) -> None:
+    """Evicting methods learn from every decoded token's query, so there is none that does not count."""
+    if valid is None or new > 1 or not isinstance(layer.method, EvictingMethod):
+        return
+    for row, real in enumerate(valid[:, 0].tolist()):
+        if not real and layer.row_seen[row] > 0:
+            raise SeergateError(
+                f"the attention_mask hides the token that row {row} decodes, and {layer.method.name!r} counts every "
+                "one; drop the row from the batch instead (cache.batch_select_indices)"
+            )
 
 
 class Handle:
@@ -229,6 +245,13 @@ class Handle:
             self.detach()
             raise
         setattr(model, _HANDLE, self)
+
+    def go_on_with(self, pages: CachePages) -> None:
+        """Take a paged cache as it was left, perhaps by another handle."""
+        if self.pager is not None and self.pager.sharing is not None:
+            self.pager.sharing.take_over(pages)
+        else:
+            give_up(pages)
 
     def stats(self) -> dict[str, Any]:
         """What decoding read and held since the handle was made or reset (`DecodeStats.summary`), and what `Lossless`

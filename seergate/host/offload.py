@@ -132,26 +132,32 @@ class OffloadedLayer(GatedLayer):
         super().lazy_initialization(key_states, value_states)
         self._new_pool()
 
-    def _new_pool(self) -> None:
-        """An empty pool for the rows that there are.
+    def _slots_for(self, rows: int) -> int:
+        """Blocks that this layer's share of the memory holds.
 
         Raises:
-            SeergateError: if it cannot hold what one step reads.
+            SeergateError: if these are fewer than one step of so many rows reads. Dense layers, which come first in
+                most models and read past the pool, say so too, so that no layer is changed by what another refuses.
         """
         assert self.keys is not None and self.values is not None and isinstance(self.method, SelectingMethod)
-        (rows, heads), dims = self.keys.shape[:2], (self.keys.shape[3], self.values.shape[3])
+        heads, dims = self.keys.shape[1], (self.keys.shape[3], self.values.shape[3])
         each, rule = self.block_size * sum(dims) * self.dtype.itemsize, self.method.rule
-        if self.layer in rule.dense_layers:  # reads past the pool
-            slots = needed = 0
-        else:
-            slots = self.offload.memory_bytes // (each * self.sharers)
-            needed = rows * heads * (rule.token_budget // self.block_size if rule.token_budget is not None else 1)
+        if not self.sharers:
+            return 0
+        slots = self.offload.memory_bytes // (each * self.sharers)
+        needed = rows * heads * (rule.token_budget // self.block_size if rule.token_budget is not None else 1)
         if slots < needed:
             raise SeergateError(
                 f"memory_bytes is {self.offload.memory_bytes}, which is {slots} blocks in each of {self.sharers} "
                 f"layers; a step of {rows} rows reads {needed}, so it must be at least {needed * each * self.sharers}"
             )
-        self.pool = BlockPool(slots, rows, heads, self.block_size, *dims, self.dtype, self.device)
+        return 0 if self.layer in rule.dense_layers else slots
+
+    def _new_pool(self) -> None:
+        """An empty pool for the rows that there are."""
+        assert self.keys is not None and self.values is not None
+        (rows, heads), dims = self.keys.shape[:2], (self.keys.shape[3], self.values.shape[3])
+        self.pool = BlockPool(self._slots_for(rows), rows, heads, self.block_size, *dims, self.dtype, self.device)
 
     def _zeros(self, like: Tensor, *shape: int) -> Tensor:
         return self.offload.buffer(shape, like.dtype, self.device)
@@ -172,8 +178,9 @@ class OffloadedLayer(GatedLayer):
 
     def _select_buffers(self, index: Tensor) -> None:
         assert self.keys is not None and self.values is not None and self.pool is not None
-        self.pool.settle()
         rows = index.tolist()
+        self._slots_for(len(rows))  # before anything is changed
+        self.pool.settle()
         for name in ("keys", "values"):
             old = getattr(self, name)
             new = self._zeros(old, len(rows), *old.shape[1:])
@@ -184,6 +191,7 @@ class OffloadedLayer(GatedLayer):
 
     def _append_buffers(self, other: GatedLayer) -> None:
         assert self.pool is not None
+        self._slots_for(len(self.row_lengths) + len(other.row_lengths))  # before anything is changed
         self.pool.settle()
         self._reserve(max(other.row_lengths))
         for name in ("keys", "values"):

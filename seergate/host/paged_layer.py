@@ -278,6 +278,7 @@ class PagedLayer(GatedLayer):
         for row, length in zip(eviction.rows, eviction.lengths, strict=True):
             lengths[row] = length
             self.pages.store.rewrite(row, length)
+        self._fit()  # rows that share blocks with others need more of them, not the same again
         for row, length in zip(eviction.rows, eviction.lengths, strict=True):
             self._write(row, 0, keys[row, :, :length], values[row, :, :length])
         self._set_lengths(lengths)

@@ -123,9 +123,16 @@ class Rectifier:
         rows[IDS].scatter_(1, at % slots, ids.expand(batch, -1))
         rows[POSITIONS].scatter_(1, at % slots, positions.to(rows[POSITIONS]).expand(batch, -1))
         # A row whose steps so far read everything is dense already.
-        whole = [self.method.rule.compat is None and self.method.covers(length) for length in layer.row_lengths]
+        whole = [self._reads_all(length) for length in layer.row_lengths]
         known = zip(rows[DENSE].tolist(), layer.row_lengths, whole, strict=True)
         rows[DENSE] = torch.tensor([end if all_read and done == end - new else done for done, end, all_read in known])
+
+    def _reads_all(self, length: int) -> bool:
+        """Whether a step of a row of so many tokens is dense in every layer."""
+        rule = self.method.rule
+        if length <= rule.dense_up_to or (rule.compat is None and self.method.covers(length)):
+            return True
+        return all(binding.layer in rule.dense_layers for binding in self.handle.bindings)
 
     def _cache_of(self, kwargs: dict[str, Any]) -> tuple[Cache | None, GatedLayer | None]:
         cache = kwargs.get("past_key_values")

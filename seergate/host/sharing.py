@@ -81,7 +81,19 @@ class Sharing:
     def follow(self, pages: CachePages) -> None:
         """Share blocks of this cache too."""
         pages.sharing = CacheSharing(self, pages)
-        weakref.finalize(pages, self.gone.extend, pages.sharing.rows)
+        if self.worker is not None:
+            weakref.finalize(pages, self.gone.extend, pages.sharing.rows)
+
+    def take_over(self, pages: CachePages) -> None:
+        """Go on with a cache that another handle has begun, if it is not in here already.
+
+        Raises:
+            SeergateError: if similar blocks were shared there: what they were compared with is not known here.
+        """
+        if pages.sharing is None or pages.sharing.handle is self:
+            return
+        give_up(pages)
+        self.follow(pages)
 
     def put(self, events: list[Event]) -> None:
         """Hand events to the worker, and say once if it has failed."""
@@ -217,12 +229,17 @@ class CacheSharing:
         """Rows were cropped."""
         store = self.pages.store
         self._prompts = []
+        if self.handle.worker is None:
+            return
         for row, length in zip(store.rows, lengths, strict=True):
             self._reported[row.uid] = min(self._reported.get(row.uid, 0), length // store.block_size)
             self._events.append(RowCropped(row.uid, length))
 
     def note_forks(self, forks: dict[int, int]) -> None:
         """Rows were reordered, some of them forked (fork -> row), others dropped."""
+        self._prompts = []
+        if self.handle.worker is None:
+            return
         for fork, row in forks.items():
             self._reported[fork] = self._reported.get(row, 0)
             self._events.append(RowForked(row, fork))
@@ -230,8 +247,9 @@ class CacheSharing:
         gone = tuple(set(self.rows) - set(there))
         if gone:
             self._events.append(RowsGone(gone))
+        for row in gone:
+            self._reported.pop(row, None)
         self.rows[:] = there
-        self._prompts = []
 
     @contextmanager
     def adopting(self, other: CacheSharing) -> Iterator[None]:
@@ -241,6 +259,8 @@ class CacheSharing:
         other._tell(at_once=True)
         first = len(self.pages.store.rows)
         yield
+        if self.handle.worker is None:
+            return
         for row in self.pages.store.rows[first:]:
             self._report(row.uid, 0, row.table[: row.sealed])
         other.rows[:] = []
@@ -284,6 +304,20 @@ class CacheSharing:
             return
         self.pages.remap(position, decision.newer, row.table[decision.older], like=decision.older)
         self.handle.shared[decision.kind] += 1
+
+
+def give_up(pages: CachePages) -> None:
+    """Share no more blocks of a cache whose handle was detached.
+
+    Raises:
+        SeergateError: if similar blocks were shared: rows would go on, and their accounts would be wrong.
+    """
+    if pages.sharing is not None and pages.sharing.handle.reason is not None:
+        raise SeergateError(
+            f"another handle of {pages.sharing.handle.reason.name!r} has shared blocks of this cache, and knows what "
+            "they were compared with; start a new cache"
+        )
+    pages.sharing = None
 
 
 def saving_ratios(cache: Cache) -> list[float] | None:

@@ -56,15 +56,15 @@ def log_probabilities(step: Step) -> Tensor:
     infinity beyond a row's length. Attention sinks take their share of the probability.
     """
     keys = step.keys_BKCD[:, :, : step.max_length]
-    q_BKGD = step.q_BHSD[:, :, 0].unflatten(1, (keys.shape[1], -1))
+    q_BKGD = step.q_BHSD[:, :, 0].to(keys.device).unflatten(1, (keys.shape[1], -1))  # offloaded keys lie elsewhere
     wide = torch.promote_types(keys.dtype, torch.float32)
     logits = (q_BKGD.to(wide) * step.sm_scale) @ keys.to(wide).transpose(-1, -2)
     if step.softcap is not None:
         logits = step.softcap * torch.tanh(logits / step.softcap)
     if len(set(step.ends)) > 1:
-        held = torch.arange(keys.shape[2], device=keys.device) < step.lengths[:, None]
+        held = torch.arange(keys.shape[2], device=keys.device) < step.lengths.to(keys.device)[:, None]
         logits = logits.masked_fill(~held[:, None, None], -torch.inf)
     normaliser = logits.logsumexp(-1, keepdim=True)
     if step.sinks is not None:
-        normaliser = torch.logaddexp(normaliser, step.sinks.to(wide).view(1, keys.shape[1], -1, 1))
-    return logits - normaliser
+        normaliser = torch.logaddexp(normaliser, step.sinks.to(keys.device, wide).view(1, keys.shape[1], -1, 1))
+    return (logits - normaliser).to(step.lengths.device)

@@ -268,15 +268,16 @@ def test_what_is_written_meanwhile_is_not_lost():
     assert stores == [None] * 8
 
 
-def test_a_failed_copy_is_raised_where_decoding_goes_on(monkeypatch):
-    """Once; the step can be taken again, and nothing that was not copied is taken for copied."""
+@pytest.mark.parametrize("failing", range(4))
+def test_a_failed_guess_is_told_and_changes_nothing(monkeypatch, failing):
+    """In the first layer, and in the second, which comes when the first has stored the next token."""
     model = tiny_model("qwen3")
     method = methods.Gate(bank=gates(model), token_budget=2 * BLOCK)
-    original, failures = block_pool._copy_aside, []
+    original, copies = block_pool._copy_aside, []
 
-    def failing(*args):
-        if not failures:
-            failures.append(threading.current_thread())
+    def copying(*args):
+        copies.append(threading.current_thread())
+        if len(copies) == failing + 1:
             raise OSError("the disk is gone")
         original(*args)
 
@@ -284,20 +285,15 @@ def test_a_failed_copy_is_raised_where_decoding_goes_on(monkeypatch):
         cache = DynamicCache()
         model(input_ids=prompt(60), past_key_values=cache)
         want = [model(input_ids=prompt(1, i), past_key_values=cache).logits for i in range(6)]
-    monkeypatch.setattr(block_pool, "_copy_aside", failing)
+    monkeypatch.setattr(block_pool, "_copy_aside", copying)
     with torch.no_grad(), seergate.attached(model, method, offload=Offload(room_for(HEADS * 6), ahead=3)) as handle:
-        cache, found, errors = DynamicCache(), [], 0
+        cache = DynamicCache()
         model(input_ids=prompt(60), past_key_values=cache)
-        while len(found) < 6:
-            try:
-                found.append(model(input_ids=prompt(1, len(found)), past_key_values=cache).logits)
-            except OSError as error:
-                errors += 1
-                assert str(error) == "the disk is gone"
-                assert len(found) == 1 and not (cache.layers[0].pool._last_read == 0).any()
+        with pytest.warns(RuntimeWarning, match="could not be fetched ahead .OSError: the disk is gone") as told:
+            found = [model(input_ids=prompt(1, i), past_key_values=cache).logits for i in range(6)]
         check_pools(cache)
         assert handle.stats()["fetched_ahead_used"] > 0
-    assert errors == len(failures) == 1
+    assert len(told) == 1 and len(copies) > 4
     assert all(torch.equal(*pair) for pair in zip(found, want, strict=True))
 
 

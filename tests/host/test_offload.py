@@ -191,6 +191,26 @@ def test_rows_that_join_and_leave():
     assert all(torch.equal(found, results[0]) for found in results[1:])
 
 
+def test_rows_that_find_no_room_change_nothing():
+    """Not even in a first layer that is dense and reads past the pool."""
+    model = tiny_model("qwen3")
+    method = methods.Gate(bank=gates(model), token_budget=2 * BLOCK, dense_layers=(0,))
+    logits = []
+    for refused in (False, True):
+        with seergate.attached(model, method, offload=Offload(BLOCK_BYTES * HEADS * 2)), torch.no_grad():
+            cache, arriving = DynamicCache(), DynamicCache()
+            model(input_ids=prompt(30, 1), past_key_values=cache)
+            model(input_ids=prompt(41, 2), past_key_values=arriving)
+            if refused:
+                with pytest.raises(SeergateError, match="a step of 2 rows reads 8"):
+                    join_rows(cache, arriving)
+                with pytest.raises(SeergateError, match="a step of 3 rows reads 12"):
+                    cache.batch_repeat_interleave(3)
+            steps = [model(input_ids=prompt(1, i), past_key_values=cache).logits for i in range(6)]
+            logits.append(torch.cat(steps, 1))
+    assert torch.equal(*logits)
+
+
 def check_pools(cache):
     """What a pool says it holds is what slow memory holds, to the last bit; where it holds nothing, it is poisoned."""
     for layer in cache.layers:

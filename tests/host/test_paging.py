@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import gc
+import itertools
+
 import pytest
 import torch
 from transformers import DynamicCache, StaticCache
@@ -10,7 +13,7 @@ import seergate
 from seergate import SeergateError, methods
 from seergate.eval.engine import Engine, Limit
 from seergate.eval.sampling import Sampling
-from seergate.host.paged import OutOfBlocks
+from seergate.host.paged import BlockStore, OutOfBlocks
 from seergate.host.paged_layer import PagedLayer, Paging
 from tests.eval import support
 from tests.eval.test_engine import LONG, requests_for
@@ -56,6 +59,70 @@ def test_evicting_methods(name):
         for row, length in enumerate(ours.row_lengths):
             torch.testing.assert_close(ours.keys[row, :, :length], theirs.keys[row, :, :length], rtol=1e-5, atol=1e-5)
         assert ours.pages.store.physical == sum(-(-length // 5) for length in ours.row_lengths)
+
+
+@pytest.mark.parametrize("name", ["streaming_llm", "snapkv", "h2o", "raas"])
+def test_rows_that_were_forked_evict(name):
+    """They share their blocks until one of them evicts, and then need more of them."""
+    model, found = model_of(4), []
+    forced = torch.cat([prompt(12, 200 + row) for row in range(4)])
+    for paging in (None, Paging(4)):
+        with seergate.attached(model, EVICTORS[name].method(model), paging=paging), torch.inference_mode():
+            cache = DynamicCache()
+            model(input_ids=prompt(98), past_key_values=cache)
+            cache.batch_repeat_interleave(4)
+            steps = [model(input_ids=forced[:, i, None], past_key_values=cache).logits for i in range(12)]
+            found.append(torch.cat(steps, 1))
+    torch.testing.assert_close(*found, rtol=1e-5, atol=1e-5)
+
+
+def test_a_row_that_finds_no_room_is_left_as_it_was():
+    store = BlockStore(4, 5, itertools.count())
+    store.add_rows(1)
+    store.extend([12])
+    store.seal()
+    store.select([0, 0])  # a fork, with which all three blocks are shared
+    before = [list(row.table) for row in store.rows]
+    with pytest.raises(OutOfBlocks):
+        store.rewrite(0, 12)
+    assert [row.table for row in store.rows] == before and [row.length for row in store.rows] == [12, 12]
+    store.rewrite(0, 8)
+    assert store.physical == 5
+
+
+def test_a_cache_goes_on_under_another_handle():
+    """With its blocks as they are; what shares them in the other handle knows nothing of this one's rows."""
+    model, found = tiny_model("qwen3"), []
+    method = pick(model, "quest", 2 * BLOCK)
+    for first, second in (
+        (None, None),
+        (Paging(8, share_prefixes=True), Paging(8, share_prefixes=True)),
+        (Paging(8, share_prefixes=True), None),
+    ):
+        cache, ids = DynamicCache(), prompt(30)
+        for paging in (first, second):
+            with seergate.attached(model, method, paging=paging):
+                ids = model.generate(ids, max_new_tokens=8, do_sample=False, past_key_values=cache)
+        found.append(ids)
+    assert torch.equal(found[0], found[1]) and torch.equal(found[0], found[2])
+    reason = pick(model, "reason_cache", 2 * BLOCK)
+    with seergate.attached(model, reason):
+        cache = DynamicCache()
+        ids = model.generate(prompt(30), max_new_tokens=8, do_sample=False, past_key_values=cache)
+    with seergate.attached(model, reason), pytest.raises(SeergateError, match="another handle of 'reason_cache'"):
+        model.generate(ids, max_new_tokens=8, do_sample=False, past_key_values=cache)
+
+
+def test_sharing_of_prefixes_remembers_no_steps():
+    model = tiny_model("qwen3")
+    with seergate.attached(model, "dense", paging=Paging(8, share_prefixes=True)) as handle:
+        cache = DynamicCache()
+        model.generate(prompt(30), max_new_tokens=20, num_beams=3, do_sample=False, past_key_values=cache)
+        sharing = cache.layers[0].pages.sharing
+        assert not sharing._events and not sharing._reported
+        del cache, sharing
+        gc.collect()
+        assert not handle.pager.sharing.gone
 
 
 @pytest.mark.parametrize("name", ["gate", "quest", "dense"])

@@ -188,6 +188,10 @@ def test_steps_that_read_everything_are_not_rectified():
         assert handle.stats()["rectification"]["passes"] == 0
         model.generate(input_ids=prompt(30), max_new_tokens=26)  # 54 tokens: sparse from the 49th on
         assert handle.stats()["rectification"] == {"every": 4, "passes": 1, "tokens": 4}
+    for dense in ({"dense_below": 200}, {"dense_layers": (0, 1)}):
+        with seergate.attached(model, gates(model), DecodeConfig(2 * BLOCK, rectify_every=4, **dense)) as handle:
+            model.generate(input_ids=prompt(40), max_new_tokens=30)
+            assert handle.stats()["density"] == 1 and handle.stats()["rectification"]["passes"] == 0
 
 
 def test_static_caches_are_rectified_too():

@@ -265,6 +265,30 @@ def test_cache_operations():
         torch.testing.assert_close(got, results[0], rtol=1e-4, atol=1e-4)
 
 
+@pytest.mark.parametrize("indices", [[1], [0, 0, 1, 1, 1]])
+def test_rows_may_become_fewer_or_more(indices):
+    """As on a dynamic cache, what is counted of them too."""
+    model = tiny_model("qwen3")
+    method, ids, found, told = choices(model)["gate"], prompt(20, 3), [], []
+    for cache in (DynamicCache(), StaticCache(model.config, max_cache_len=100)):
+        with seergate.attached(model, method) as handle, torch.no_grad():
+            model(input_ids=torch.cat((prompt(40, 1), prompt(40, 2))), past_key_values=cache)
+            for i in range(3):
+                model(input_ids=ids[:, i, None].expand(2, 1), past_key_values=cache)
+            for layer in cache.layers:
+                layer.batch_select_indices(torch.tensor(indices))
+            handle.reset_stats()
+            steps = [
+                model(input_ids=ids[:, i, None].expand(len(indices), 1), past_key_values=cache).logits
+                for i in range(3, 9)
+            ]
+            found.append(torch.cat(steps, 1))
+            told.append(handle.stats())
+    torch.testing.assert_close(*found, rtol=1e-4, atol=1e-4)
+    for name in ("resident_tokens_per_layer", "tokens_per_head", "density"):
+        assert told[0][name] == told[1][name], name
+
+
 def test_recall_and_other_methods_on_a_static_cache():
     """What needs the host at each step is decoded in ordinary steps."""
     model = tiny_model("qwen3")

@@ -7,6 +7,7 @@ import torch
 from transformers import DynamicCache
 
 import seergate
+from seergate import SeergateError
 from seergate.host.rows import join_rows, keep_rows
 from seergate.methods.budgeted import BudgetedState
 from seergate.methods.kv4bit import KV4BitState
@@ -317,3 +318,21 @@ def test_memory_is_flat_for_8192_tokens(name):
         assert 0 < added < 0.07
     else:
         assert peak[8192] == peak[512]
+
+
+def test_a_decoded_token_that_is_masked_is_refused():
+    """Methods remember every decoded token's query; a padding one would be taken for the row's."""
+    model = model_of(4)
+    batch = left_padded([prompt(20, 1), prompt(13, 2)])
+    mask = torch.cat((batch["attention_mask"], torch.tensor([[1], [0]])), 1)
+    for name, refused in (("h2o", True), ("quest", False)):
+        cache = DynamicCache()
+        with seergate.attached(model, name, token_budget=64), torch.inference_mode():
+            model(**batch, past_key_values=cache)
+            step = {"input_ids": prompt(1).expand(2, 1), "attention_mask": mask, "past_key_values": cache}
+            if refused:
+                with pytest.raises(SeergateError, match=r"hides the token that row 1 decodes, and 'h2o' counts every"):
+                    model(**step)
+            else:
+                model(**step)
+                assert cache.layers[0].row_lengths == [21, 13]
