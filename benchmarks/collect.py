@@ -34,6 +34,8 @@ def rows_of(found: Sweep) -> list[dict[str, Any]]:
         for budget, gate in gates.items():
             if setting.series != "gate" and setting.budget in (None, budget):
                 difference = found.difference(gate, setting)
+                if not difference.n:
+                    continue
                 name = "gate_minus_this" if setting.budget is not None else f"gate_{budget}_minus_this"
                 row |= {name: difference.mean, f"{name}_se": difference.se}
         rows.append(row)

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import hashlib
+import json
+from typing import Any
 
 import torch
 from torch import nn
+from transformers import PreTrainedModel
 
 SAMPLED = 2**18
 
@@ -23,3 +26,10 @@ def fingerprint(module: nn.Module) -> str:
         part = flat[:: max(1, flat.numel() // SAMPLED)].contiguous().cpu()
         digest.update(part.view(torch.uint8).numpy().tobytes())
     return digest.hexdigest()[:16]
+
+
+def rope_of(model: PreTrainedModel) -> Any:
+    """The parameters of a model's rotary embedding, as plain JSON types. They are no weights: by `fingerprint` alone a
+    model with YaRN is the one without.
+    """
+    return json.loads(json.dumps(getattr(model.config.get_text_config(), "rope_parameters", None), default=str))

@@ -18,7 +18,9 @@ HELP = (
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the options."""
     parser.add_argument("run_dir", type=Path, metavar="RUN_DIR", help="what `seergate eval --out` wrote")
-    parser.add_argument("--grader", help="another grader than the task's: math, exact, letter or digit")
+    parser.add_argument(
+        "--grader", help="another grader than the run's, which has it from then on: math, exact, letter or digit"
+    )
     parser.add_argument("--dry-run", action="store_true", help="only tell what would change")
     parser.add_argument("--processes", type=int, default=os.cpu_count(), metavar="N", help="[%(default)s]")
 

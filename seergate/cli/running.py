@@ -119,7 +119,7 @@ def run_plan(plan: SweepPlan) -> Path:
         unlike = "" if chosen else sampling.unlike_generate(model)
         print(f"sampling: {sampling} ({source}{unlike}); {limit}", flush=True)
         if plan.measure_recall and specs[0].name != Dense.name:
-            found = reference_in(out, model, task)
+            found = reference_in(out, model, tokenizer, task)
             whose = "dense, which are there" if found else f"{specs[0].label}, as there is no dense run"
             print(f"proxies are measured on the answers of {whose}", flush=True)
 
@@ -179,7 +179,7 @@ def _matched(
     """The settings under which the plan's methods are equal in bytes."""
     from seergate.eval import store
     from seergate.eval.matching import MEASURES, Replay, match, matched_specs, replayed
-    from seergate.fingerprint import fingerprint
+    from seergate.fingerprint import fingerprint, rope_of
 
     budgets = plan.budget or list(task.budgets)
     dense = sorted(store.read_samples(out / specs[0].label), key=lambda s: (str(s["problem_id"]), s["sample_idx"]))
@@ -188,6 +188,7 @@ def _matched(
         "methods": [
             {
                 "name": spec.name,
+                "token_budget": spec.token_budget if spec.own_budget else None,
                 "block_size": spec.block_size,
                 "dense_layers": None if spec.dense_layers is None else list(spec.dense_layers),
                 "options": {name: repr(value) for name, value in spec.options.items()},
@@ -197,6 +198,7 @@ def _matched(
         "budgets": budgets,
         "answer": {name: chosen[name] for name in ("task", "problem_id", "sample_idx", "prompt", "completion")},
         "model": fingerprint(model),
+        "rope": rope_of(model),
         "gates": {str(spec.block_size): fingerprint(gates) for spec in specs if (gates := gates_of(spec)) is not None},
     }
 

@@ -24,7 +24,7 @@ from seergate.eval.sampling import Sampling
 from seergate.eval.settings import MethodSpec
 from seergate.eval.task import Task, contents_hash
 from seergate.eval.tasks import CHAIN_SUM_SEEDS, make_task
-from seergate.fingerprint import fingerprint
+from seergate.fingerprint import fingerprint, rope_of
 from seergate.methods import LazyEviction, TriAttention
 from seergate.methods.gate_on_evictor import SUFFIX
 from seergate.methods.tri_attention import Centres
@@ -71,10 +71,9 @@ def made_on(
     model: PreTrainedModel, task: Task, prompts: Sequence[Sequence[int]], max_new_tokens: int, sampling: Sampling
 ) -> dict[str, Any]:
     """What a measurement depends on, as plain JSON types; kept with it, and compared before it is used again."""
-    rope = getattr(model.config.get_text_config(), "rope_parameters", None)
     made = {
         "model": fingerprint(model),
-        "rope": rope,
+        "rope": rope_of(model),
         "task": task.name,
         "contents": contents_hash(task.problems()),
         "problems": len(prompts),

@@ -12,6 +12,8 @@ from typing import Any
 import torch
 
 VERSIONED = ("torch", "transformers")
+GRADES_WITH = {"math": "math-verify"}
+"""Grader -> the distribution whose version decides on its grades."""
 
 
 def version_of(package: str) -> str | None:
@@ -51,6 +53,11 @@ def processor() -> str:
     except OSError:
         pass  # not Linux; the portable name below is less telling but always there
     return platform.processor() or platform.machine()
+
+
+def grader_version(grader: str) -> dict[str, str | None]:
+    """The version of what a grader compares with, by its name; empty if it compares by itself."""
+    return {name: version_of(name) for key, name in GRADES_WITH.items() if key == grader}
 
 
 def environment(device: torch.device) -> dict[str, Any]:

@@ -3,7 +3,8 @@
 A token budget of 1024 means something else for every method. Here a budget of C means as many bytes as C tokens of the
 dense cache take, and each method gets the token budget (RPC: the ratio) under which it comes nearest. How many bytes
 that are is measured, not computed: one of dense's own answers, of average length, is replayed token by token. A method
-whose bytes do not depend on a budget (``kv4bit``) is run as it is, and the others are matched to it as well.
+whose bytes do not depend on a budget (``kv4bit``), or that was given one of its own (``quest:token_budget=256``), is
+run as it is, and the others are matched to it as well.
 """
 
 from __future__ import annotations
@@ -115,7 +116,7 @@ def knob_of(spec: MethodSpec) -> str | None:
     """The option that decides how many bytes a method takes; ``None`` if it has none, or if it has been given."""
     if spec.name == RPC.name:
         return None if "ratio" in spec.options else "ratio"
-    if "token_budget" not in limits_of(spec.name) or limits_of(spec.name) & set(spec.options):
+    if spec.own_budget or "token_budget" not in limits_of(spec.name) or limits_of(spec.name) & set(spec.options):
         return None
     return "token_budget"
 

@@ -5,13 +5,21 @@ from __future__ import annotations
 import json
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
+
+import yaml
 
 from seergate.eval import store
+from seergate.eval.environment import GRADES_WITH, grader_version
 from seergate.eval.grading import check_grader
 from seergate.eval.judge import GradingPool
 from seergate.eval.metrics import by_problem
 from seergate.eval.runner import write_metrics
 from seergate.eval.stats import clustered
+
+UNFINISHED = "regrading"
+"""A key of the task in `config.yaml` while samples are being replaced. After a kill it is still there, and the run is
+neither continued nor taken for one of either grader until it has been graded again."""
 
 
 @dataclass(frozen=True)
@@ -31,18 +39,20 @@ class Regraded:
 
 
 def regrade(directory: Path, *, grader: str | None = None, dry_run: bool = False, processes: int = 1) -> Regraded:
-    """Grade the samples of one run directory again and derive its metrics anew.
+    """Grade the samples of one run directory again and derive its metrics anew. The run's configuration names the
+    grader from then on, so that it is not continued with another one.
 
     Args:
         directory: the run directory.
-        grader: a key of `seergate.eval.grading.GRADERS`; the task's own if ``None``.
+        grader: a key of `seergate.eval.grading.GRADERS`; the run's own if ``None``.
         dry_run: write nothing.
         processes: for the comparisons.
 
     Raises:
         SeergateError: if the directory is not a run, is being written to, or the grader is unknown.
     """
-    name = grader or str(store.read_config(directory)["task"]["grader"])
+    config = store.read_config(directory)
+    name = grader or str(config["task"]["grader"])
     check_grader(name)
     with store.SampleLog(directory):  # nobody else may append meanwhile
         samples = store.read_samples(directory)
@@ -59,12 +69,29 @@ def regrade(directory: Path, *, grader: str | None = None, dry_run: bool = False
             if old != new:
                 changed.append((str(sample["problem_id"]), int(sample["sample_idx"]), old, new))
         after = clustered(by_problem(samples, lambda s: s["correct"])).mean
-        if changed and not dry_run:
-            lines = "".join(json.dumps(sample, ensure_ascii=False) + "\n" for sample in samples)
-            store.write_text(directory / store.SAMPLES, lines)
+        if not dry_run:
+            now = _graded_by(name, config)
+            if changed:
+                if now != config:
+                    _write(directory, {**now, "task": {**now["task"], UNFINISHED: "cut short, to be done again"}})
+                lines = "".join(json.dumps(sample, ensure_ascii=False) + "\n" for sample in samples)
+                store.write_text(directory / store.SAMPLES, lines)
+            if now != config:
+                _write(directory, now)
     if not dry_run:
         write_metrics(directory)
     return Regraded(len(samples), before, after, changed)
+
+
+def _graded_by(name: str, config: dict[str, Any]) -> dict[str, Any]:
+    """The configuration of a run all of whose grades are by this grader, as it is installed."""
+    task = {key: value for key, value in config["task"].items() if key != UNFINISHED}
+    known = {key: value for key, value in config.get("environment", {}).items() if key not in GRADES_WITH.values()}
+    return {**config, "task": {**task, "grader": name}, "environment": known | grader_version(name)}
+
+
+def _write(directory: Path, config: dict[str, Any]) -> None:
+    store.write_text(directory / store.CONFIG, yaml.safe_dump(config, sort_keys=False, allow_unicode=True))
 
 
 def _verdict(correct: bool, pred: str | None, reason: str | None) -> str:

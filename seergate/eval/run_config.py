@@ -6,19 +6,26 @@ from dataclasses import asdict
 from typing import Any
 
 import torch
-from transformers import PreTrainedModel
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from seergate.bank import GateBank
-from seergate.eval.engine import Limit
-from seergate.eval.environment import environment
+from seergate.eval.engine import Limit, encode, end_ids, prompt_text
+from seergate.eval.environment import GRADES_WITH, environment, grader_version
 from seergate.eval.sampling import Sampling
 from seergate.eval.settings import MethodSpec
-from seergate.eval.task import Problem, Task, contents_hash
-from seergate.fingerprint import fingerprint
+from seergate.eval.task import Problem, Task, contents_hash, prompts_hash
+from seergate.fingerprint import fingerprint, rope_of
+
+UNRECORDED_ONCE = ("model.rope", "task.prompts", "generation.ends")
+"""Parts that configurations of earlier versions do not have."""
+
+IDENTITY = (*UNRECORDED_ONCE, *(f"environment.{name}" for name in GRADES_WITH.values()))
+"""What else two runs must have in common to be compared, where both have recorded it."""
 
 
 def run_config(
     model: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase,
     task: Task,
     problems: list[Problem],
     spec: MethodSpec,
@@ -35,7 +42,7 @@ def run_config(
     """The contents of `config.yaml`.
 
     Args:
-        model, task, problems, spec, bank: what is evaluated.
+        model, tokenizer, task, problems, spec, bank: what is evaluated.
         samples: per problem.
         limit, sampling, seed: how answers are generated.
         model_name, gates_name: paths or Hub ids.
@@ -52,6 +59,7 @@ def run_config(
             "grader": task.grader,
             "chance": task.chance,
             "contents": contents_hash(problems),
+            "prompts": prompts_of(tokenizer, problems),
         },
         "method": spec.describe(bank),
         "model": {
@@ -60,6 +68,7 @@ def run_config(
             "parameters": sum(p.numel() for p in model.parameters()),
             "dtype": str(model.dtype).removeprefix("torch."),
             "fingerprint": fingerprint(model),
+            "rope": rope_of(model),
         },
         "gates": gates,
         "generation": {
@@ -68,7 +77,30 @@ def run_config(
             "max_total_tokens": limit.total_tokens,
             **asdict(sampling),
             "seed": seed,
+            "ends": sorted(end_ids(model, tokenizer)),
         },
-        "environment": environment(model.device),
+        "environment": environment(model.device) | grader_version(task.grader),
         "execution": {"threads": torch.get_num_threads(), **(execution or {})},
+    }
+
+
+def prompts_of(tokenizer: PreTrainedTokenizerBase, problems: list[Problem]) -> str:
+    """`prompts_hash` of what a tokenizer, with its chat template, makes of problems."""
+    return prompts_hash(encode(tokenizer, prompt_text(tokenizer, problem)) for problem in problems)
+
+
+def part_of(config: dict[str, Any], name: str) -> Any:
+    """What a configuration says under a name such as ``"model.rope"``; ``None`` if nothing."""
+    section, _, key = name.partition(".")
+    return config.get(section, {}).get(key)
+
+
+def as_recorded(config: dict[str, Any], before: dict[str, Any]) -> dict[str, Any]:
+    """A configuration without the parts of `UNRECORDED_ONCE` that an earlier one does not have."""
+    unknown = {name for name in UNRECORDED_ONCE if part_of(before, name) is None}
+    return {
+        section: {key: value for key, value in values.items() if f"{section}.{key}" not in unknown}
+        if isinstance(values, dict)
+        else values
+        for section, values in config.items()
     }

@@ -27,12 +27,12 @@ from seergate.eval.judge import GradingPool, check_installed
 from seergate.eval.memory import estimated_batch, sharing
 from seergate.eval.metrics import derive
 from seergate.eval.proxies import Reference, contexts_hash, measure_proxies, windows_of
-from seergate.eval.run_config import run_config
+from seergate.eval.run_config import as_recorded, part_of, prompts_of, run_config
 from seergate.eval.sampling import Sampling, sample_seed
 from seergate.eval.settings import MethodSpec
 from seergate.eval.task import Problem, Task, contents_hash
 from seergate.eval.workers import Job, Loader, Source, WorkerPool
-from seergate.fingerprint import fingerprint
+from seergate.fingerprint import fingerprint, rope_of
 from seergate.host import Handle, attached
 from seergate.methods import Dense
 
@@ -142,7 +142,7 @@ def sweep(
 
     for spec in specs:
         spec.method(gates(spec))
-    reference = reference_in(out_dir, model, task) if options.measure_recall else None
+    reference = reference_in(out_dir, model, tokenizer, task) if options.measure_recall else None
     results = {}
     with WorkerPool(loader, workers) if loader is not None and workers else nullcontext() as pool:
         for spec in specs:
@@ -165,16 +165,23 @@ def sweep(
     return results
 
 
-def reference_in(out_dir: Path, model: PreTrainedModel, task: Task) -> Reference | None:
-    """The dense run of the same model and problems that a directory of runs has, to measure proxies on."""
+def reference_in(
+    out_dir: Path, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, task: Task
+) -> Reference | None:
+    """The dense run of the same model and prompts that a directory of runs has, to measure proxies on."""
     directory = out_dir / Dense.name
     if not (directory / store.CONFIG).exists() or not (samples := _in_order(directory)):
         return None
-    found = store.read_config(directory)
-    same = (
-        found["model"]["fingerprint"] == fingerprint(model)
-        and found["task"]["contents"] == contents_hash(task.problems())
-        and found["method"]["name"] == Dense.name
+    found, problems = store.read_config(directory), task.problems()
+    wanted = {
+        "model": {"fingerprint": fingerprint(model), "rope": rope_of(model)},
+        "task": {"contents": contents_hash(problems), "prompts": prompts_of(tokenizer, problems)},
+        "method": {"name": Dense.name},
+    }
+    same = all(
+        part_of(found, f"{section}.{key}") == value
+        for section, values in as_recorded(wanted, found).items()
+        for key, value in values.items()
     )
     return Reference(Dense.name, samples) if same else None
 
@@ -219,6 +226,7 @@ def evaluate(
     processes = 1 + (len(pool.processes) if pool else 0)
     config = run_config(
         model,
+        tokenizer,
         task,
         problems,
         spec,
@@ -237,6 +245,8 @@ def evaluate(
         samples = store.read_samples(out_dir)
         made = {store.key_of(s) for s in samples}
         missing = {key: problem for key, problem in wanted.items() if key not in made}
+        if not missing and (out_dir / store.CONFIG).exists():  # nothing is added that could have been made otherwise
+            config = as_recorded(config, store.read_config(out_dir))
         store.pin(out_dir, config, finished=not missing)
         unmeasured = options.measure_recall and not _measured(out_dir, tokenizer, reference)
         if missing or unmeasured:

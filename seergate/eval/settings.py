@@ -43,6 +43,7 @@ class MethodSpec:
         options: further options of the method; they overrule the fields above.
         named_block_size: whether the label shall name the block size, as in a sweep over several.
         calibrated: what the options that are ``"auto"`` have turned out to be.
+        own_budget: whether the token budget was given with the method, so that it is nobody else's to choose.
 
     Raises:
         SeergateError: for an unknown method, or a missing budget.
@@ -55,6 +56,7 @@ class MethodSpec:
     options: dict[str, Any] = field(default_factory=dict)
     named_block_size: bool = False
     calibrated: dict[str, Any] = field(default_factory=dict)
+    own_budget: bool = field(default=False, compare=False)
 
     def __post_init__(self) -> None:
         known = option_names(self.name)
@@ -191,7 +193,8 @@ def grid(
         name, options = read_method(text)
         selects = _selects(name)
         limits: list[dict[str, Any]]
-        if "token_budget" in options:
+        own_budget = "token_budget" in options
+        if own_budget:
             limits = [{"token_budget": options.pop("token_budget")}]
         elif not limits_of(name) or limits_of(name) & set(options):
             limits = [{}]
@@ -213,6 +216,7 @@ def grid(
                         dense_layers=layers,
                         options={**options, **limit.get("options", {})},
                         named_block_size=len(sizes) > 1 and selects and not own_size,
+                        own_budget=own_budget,
                     )
                     for limit in limits
                 ]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -79,4 +79,14 @@ def contents_hash(problems: list[Problem]) -> str:
     digest = hashlib.sha256()
     for p in problems:
         digest.update(json.dumps([p.problem_id, p.gold, p.messages, p.prompt], ensure_ascii=False).encode())
+    return digest.hexdigest()[:16]
+
+
+def prompts_hash(prompts: Iterable[Sequence[int]]) -> str:
+    """Sixteen hexadecimal digits that change with any token of what is put to the model; `contents_hash` sees neither
+    the chat template nor the tokenizer.
+    """
+    digest = hashlib.sha256()
+    for ids in prompts:
+        digest.update(json.dumps(list(ids)).encode())
     return digest.hexdigest()[:16]

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import math
 from pathlib import Path
 from typing import Any
 
 from seergate.eval import store
 from seergate.eval.matching import MEASURES, record_path
 from seergate.report.load import Setting, Sweep
-from seergate.report.tables import NONE, markdown
+from seergate.report.tables import NONE, markdown, minus_dense
 
 WORDS = {"resident": "resident bytes", "read": "bytes read per step"}
 
@@ -42,7 +41,7 @@ def _section(sweep: Sweep, root: Path, matches: list[dict[str, Any]], metric: st
             rows.append(_row(sweep, target, own, own.nominal, group[0]["target_bytes"], metric))
         for m in group:
             setting = settings.get(m["label"])
-            if m["matched"] and setting is not None:
+            if m["matched"] and setting is not None and setting is not own:
                 knob = f"{m['value']}" if m["knob"] == "token_budget" else f"{m['knob']} {m['value']}"
                 rows.append(_row(sweep, target, setting, knob, m["target_bytes"], metric))
         missed = {m["method"]: 100 * (m["bytes"] / m["target_bytes"] - 1) for m in group if not m["matched"]}
@@ -56,10 +55,6 @@ def _section(sweep: Sweep, root: Path, matches: list[dict[str, Any]], metric: st
 
 def _row(sweep: Sweep, target: str, s: Setting, knob: str, wanted: float, metric: str) -> list[str]:
     measured = s.metrics[metric]
-    difference = NONE
-    if sweep.dense is not None and s is not sweep.dense:
-        d = sweep.difference(s, sweep.dense)
-        difference = f"{100 * d.mean:+.1f}" + ("" if math.isnan(d.se) else f" ± {100 * d.se:.1f}")
     se = s.metrics["accuracy_se"]
     return [
         target,
@@ -69,5 +64,5 @@ def _row(sweep: Sweep, target: str, s: Setting, knob: str, wanted: float, metric
         NONE if measured is None else f"{100 * (measured / wanted - 1):+.0f}",
         f"{100 * s.accuracy.mean:.1f}",
         NONE if se is None else f"{100 * se:.1f}",
-        difference,
+        minus_dense(sweep, s),
     ]

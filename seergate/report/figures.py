@@ -17,7 +17,7 @@ from seergate.eval.stats import correlation
 from seergate.report.findings import findings
 from seergate.report.load import Setting, Sweep
 from seergate.report.plots import accuracy_plot, conditions, draw_published, pyplot, save
-from seergate.report.published import table_1
+from seergate.report.published import deviations, table_1
 from seergate.report.styles import line_style, style
 from seergate.report.tables import NONE, accuracy_table, limit_of, markdown, proxy_table
 
@@ -141,9 +141,11 @@ def length_table(sweep: Sweep) -> str:
                 f"{s.metrics['mean_tokens']:.1f}",
                 NONE if published is None else f"{published[0]:.1f}",
                 NONE if published is None else f"{published[1]:.1f}k",
+                NONE if published is None else "; ".join(deviations(s.config)) or NONE,
             ]
         )
-    return markdown(["method", "budget", "accuracy %", "mean length", "published %", "published length"], rows)
+    header = ["method", "budget", "accuracy %", "mean length", "published %", "published length", "unlike the paper"]
+    return markdown(header, rows)
 
 
 def _read_lengths(sweep: Sweep) -> list[str]:
@@ -174,6 +176,8 @@ def _read_spread(sweep: Sweep) -> list[str]:
                 lines.append(f"{method} at {budget} tokens: {100 * best.accuracy.mean:.1f} % in all variants.")
                 continue
             difference = sweep.difference(best, worst)
+            if not difference.n:
+                continue
             beyond = "more than" if difference.mean > 2 * difference.se else "not more than"
             lines.append(
                 f"{method} at {budget} tokens: from {100 * worst.accuracy.mean:.1f} % ({worst.series}) to "

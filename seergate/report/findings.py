@@ -17,7 +17,7 @@ FEW = 2
 
 def findings(sweep: Sweep) -> list[str]:
     """One sentence each, the most important first."""
-    lines = []
+    lines = list[str | None]()
     if sweep.dense is not None:
         lines.append(_dense(sweep, sweep.dense))
         lines += [_against_dense(sweep, method, sweep.dense) for method in sweep.methods if method != "random"]
@@ -33,7 +33,7 @@ def findings(sweep: Sweep) -> list[str]:
         if rest:
             lines.append(_ahead(sweep, CONTROL, rest, f"{CONTROL}, the control of all evictors, is"))
     lines += _recall(sweep)
-    return lines
+    return [line for line in lines if line is not None]
 
 
 def _fixed(setting: Setting) -> bool:
@@ -41,8 +41,10 @@ def _fixed(setting: Setting) -> bool:
     return setting.method != "dense" and setting.budget is None and setting.threshold is None
 
 
-def _without_budget(sweep: Sweep, setting: Setting, dense: Setting) -> str:
+def _without_budget(sweep: Sweep, setting: Setting, dense: Setting) -> str | None:
     difference = sweep.difference(setting, dense)
+    if not difference.n:
+        return None
     start = f"{setting.label} ({setting.nominal}) is {_gap(difference)} dense"
     held, everything = (s.metrics["own_bytes_mean"] for s in (setting, dense))
     if not held or not everything:
@@ -55,8 +57,8 @@ def _ahead(sweep: Sweep, ours: str, others: list[str], start: str) -> str:
     parts = []
     for other in others:
         pairs = [(sweep.at(ours, budget), sweep.at(other, budget)) for budget in sweep.budgets]
-        found = [sweep.difference(a, b) for a, b in pairs if a is not None and b is not None]
-        if found:
+        compared = [sweep.difference(a, b) for a, b in pairs if a is not None and b is not None]
+        if found := [d for d in compared if d.n]:
             ahead = sum(d.mean > 2 * d.se for d in found)
             behind = sum(d.mean < -2 * d.se for d in found)
             parts.append(f"{other} {ahead}, {behind} of {len(found)}")
@@ -76,8 +78,11 @@ def _dense(sweep: Sweep, dense: Setting) -> str:
     )
 
 
-def _against_dense(sweep: Sweep, method: str, dense: Setting) -> str:
-    compared = [(setting, sweep.difference(setting, dense)) for setting in sweep.of(method)]
+def _against_dense(sweep: Sweep, method: str, dense: Setting) -> str | None:
+    """``None`` where no setting of the method has a problem in common with dense yet."""
+    compared = [(s, d) for s in sweep.of(method) if (d := sweep.difference(s, dense)).n]
+    if not compared:
+        return None
     level = next((i for i in range(len(compared)) if all(_not_worse(d) for _, d in compared[i:])), None)
     if level is None:
         setting, difference = compared[-1]
@@ -99,10 +104,12 @@ def _gate_against(sweep: Sweep, other: str) -> str:
         if ours is None or theirs is None:
             continue
         difference = sweep.difference(ours, theirs)
+        if not difference.n:
+            continue
         wins += difference.mean > 2 * difference.se
         parts.append(f"{_signed(difference)} at {budget}")
     if not parts:
-        return f"gate and {other} have no budget in common, so they cannot be compared."
+        return f"gate and {other} answered no problem at the same budget, so they cannot be compared."
     verdict = f"more than two standard errors ahead at {wins} of {len(parts)} budgets"
     return f"gate minus {other}, points on the same problems: {', '.join(parts)} ({verdict})."
 
@@ -129,11 +136,13 @@ def cautions(sweep: Sweep) -> list[str]:
     if sweep.dense is None:
         lines.append("there is no dense run, so nothing here says how much accuracy sparsity costs.")
     elif n > 1:
-        worst = max((sweep.difference(s, sweep.dense).se for s in sweep.settings if s.budget is not None), default=0.0)
-        lines.append(
-            f"with {_problems(n)}, differences to dense have standard errors of up to {100 * worst:.1f} points; "
-            f"those below {100 * 2 * worst:.0f} points may be chance."
-        )
+        errors = [sweep.difference(s, sweep.dense).se for s in sweep.settings if s.budget is not None]
+        if known := [error for error in errors if not math.isnan(error)]:
+            worst = 100 * max(known)
+            lines.append(
+                f"with {_problems(n)}, differences to dense have standard errors of up to {worst:.1f} points; "
+                f"those below {2 * worst:.0f} points may be chance."
+            )
     if n == 1:
         lines.append("a single problem gives no standard error; no difference here can be told from chance.")
     greedy = sweep.config["generation"]["temperature"] == 0

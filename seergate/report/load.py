@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -9,6 +10,7 @@ from typing import Any
 from seergate.errors import SeergateError
 from seergate.eval import store
 from seergate.eval.metrics import by_problem, derive
+from seergate.eval.run_config import IDENTITY, part_of
 from seergate.eval.stats import Estimate, clustered, paired, wilson
 from seergate.methods import EvictingMethod, ReasonCache, method_class
 
@@ -166,11 +168,15 @@ class Sweep:
         return next((s for s in self.settings if (s.series, s.budget) == (method, budget)), None)
 
     def difference(self, ours: Setting, baseline: Setting) -> Estimate:
-        """Paired difference of the accuracies, on the samples (problem and seed) that both have."""
+        """Paired difference of the accuracies, on the samples (problem and seed) that both have; ``nan`` of no problem
+        where unfinished runs have none in common.
+        """
         pairs = [{(s["problem_id"], s["sample_idx"]): s for s in setting.samples} for setting in (ours, baseline)]
         common = [
             [s for key, s in side.items() if key in other] for side, other in zip(pairs, pairs[::-1], strict=True)
         ]
+        if not common[0]:
+            return Estimate(math.nan, math.nan, 0)
         return paired(*(by_problem(side, lambda s: s["correct"]) for side in common))
 
     @property
@@ -226,12 +232,33 @@ def load_sweeps(*roots: Path) -> list[Sweep]:
         setting = load_setting(path)
         config = setting.config
         shared = {
-            "task": {name: value for name, value in config["task"].items() if name not in ("source", "file")},
+            "task": _without(config["task"], "source", "file", "prompts"),
             "model": config["model"].get("fingerprint", config["model"].get("path")),
-            "generation": config["generation"],
+            "generation": _without(config["generation"], "ends"),
         }
         groups.setdefault(repr(store.flatten(shared)), []).append(setting)
-    return [Sweep(sorted(_named(settings), key=_rank)) for settings in groups.values()]
+    alike = [part for settings in groups.values() for part in _alike(settings)]
+    return [Sweep(sorted(_named(settings), key=_rank)) for settings in alike]
+
+
+def _without(values: dict[str, Any], *names: str) -> dict[str, Any]:
+    return {name: value for name, value in values.items() if name not in names}
+
+
+def _alike(settings: list[Setting]) -> list[list[Setting]]:
+    """Settings by `IDENTITY`. What a run of an earlier version has not recorded of it is taken to be as in the others,
+    if that leaves no choice.
+    """
+    recorded = [{name: found for name in IDENTITY if (found := part_of(s.config, name)) is not None} for s in settings]
+    groups: list[tuple[dict[str, Any], list[Setting]]] = []
+    for own, setting in sorted(zip(recorded, settings, strict=True), key=lambda pair: -len(pair[0])):
+        fitting = [group for group in groups if all(group[0].get(name, own[name]) == own[name] for name in own)]
+        if len(fitting) == 1:
+            fitting[0][0].update(own)
+            fitting[0][1].append(setting)
+        else:
+            groups.append((own, [setting]))
+    return [members for _, members in groups]
 
 
 def _named(settings: list[Setting]) -> list[Setting]:

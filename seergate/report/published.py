@@ -12,6 +12,7 @@ from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
+from seergate.eval.hub_tasks import HUB_TASKS, PAPER_LENGTH
 from seergate.methods import Dense, Gate, Quest, method_class
 
 _LONG = (2048, 4096, 6144, 8192, None)
@@ -78,6 +79,12 @@ STEPS, TOKENS = 800, "0.4B"
 BLOCK_SIZE = 64
 """Of all runs whose numbers are here (section 4.1), every layer sparse."""
 
+PROBLEMS = {"aime24": 30, "aime25": 30, "math500": 500, "gpqa_diamond_published": 198}
+"""How many the paper's tasks have: a local file under the same name may have others."""
+
+_SAMPLING = {"temperature": 0.6, "top_p": 0.95, "top_k": 0, "min_p": 0.0}
+"""Of the published code's loop."""
+
 _EITHER_WAY = {"name", "nominal", "token_budget", "block_size", "dense_layers", "compat"}
 """What is checked by itself, or does not set a run apart: the published code reads a little more than the paper says
 (``compat``), and both are the paper's gates."""
@@ -92,7 +99,8 @@ def published(config: dict[str, Any]) -> float | None:
     """The paper's accuracy for a run, in percent; ``None`` if it has none that we know, or ran something else.
 
     Args:
-        config: of the run. Runs on a part of the problems have nothing to be compared with.
+        config: of the run. Runs on a part of the problems, with another limit or without sampling have nothing to be
+            compared with; `deviations` names what does not rule a comparison out.
     """
     method, task = config["method"], config["task"]
     if not _as_published(config):
@@ -112,12 +120,37 @@ def table_1(config: dict[str, Any]) -> tuple[float, float] | None:
     return _TABLE_1.get((config["method"]["name"], config["method"].get("token_budget")))
 
 
+def deviations(config: dict[str, Any]) -> list[str]:
+    """In words, what a run that has a published number did otherwise and a reader has to weigh."""
+    generation, samples = config["generation"], HUB_TASKS[config["task"]["name"]].samples
+    found = [] if generation["samples"] == samples else [f"samples {generation['samples']} instead of {samples}"]
+    for name, theirs in _SAMPLING.items():
+        ours = generation.get(name, theirs)
+        if ours != theirs:
+            found.append(f"{name.replace('_', '-')} {ours:g} instead of {theirs:g}")
+    return found
+
+
+def _asked_as_published(config: dict[str, Any]) -> bool:
+    task, generation = config["task"], config["generation"]
+    if task.get("problems") is not None or task.get("n_problems", 0) != PROBLEMS.get(str(task["name"])):
+        return False
+    grader = HUB_TASKS[task["name"]].grader
+    longest = generation.get("max_new_tokens")
+    return bool(
+        task.get("grader", grader) == grader
+        and generation.get("max_total_tokens") == PAPER_LENGTH
+        and (longest is None or longest >= PAPER_LENGTH)
+        and generation["temperature"] > 0
+    )
+
+
 def _as_published(config: dict[str, Any]) -> bool:
-    """Whether a run is of all problems, and dense or by gates or Quest as the paper ran them: blocks of 64 tokens, no
-    dense layers, a token budget, and all else at its default.
+    """Whether a run is of all problems, with the paper's limit and sampled, and dense or by gates or Quest as the
+    paper ran them: blocks of 64 tokens, no dense layers, a token budget, and all else at its default.
     """
     method, name = config["method"], config["method"]["name"]
-    if config["task"].get("problems") is not None or name not in (Dense.name, Gate.name, Quest.name):
+    if not _asked_as_published(config) or name not in (Dense.name, Gate.name, Quest.name):
         return False
     if name == Dense.name or method.get("token_budget") is None:
         return bool(name == Dense.name)

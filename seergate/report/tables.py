@@ -6,7 +6,7 @@ import math
 from collections.abc import Sequence
 
 from seergate.report.load import Setting, Sweep
-from seergate.report.published import published
+from seergate.report.published import deviations, published
 
 NONE = "–"
 
@@ -47,10 +47,9 @@ def accuracy_table(sweep: Sweep) -> str:
 
 def _accuracy_row(sweep: Sweep, s: Setting) -> list[str]:
     m = s.metrics
-    difference = between = NONE
+    between = NONE
     if sweep.dense is not None and s is not sweep.dense:
         d = sweep.difference(s, sweep.dense)
-        difference = f"{100 * d.mean:+.1f}" + ("" if math.isnan(d.se) else f" ± {100 * d.se:.1f}")
         if not math.isnan(d.se):
             between = f"{100 * (d.mean - d.half_width):+.1f} to {100 * (d.mean + d.half_width):+.1f}"
     low, high = s.interval
@@ -60,7 +59,7 @@ def _accuracy_row(sweep: Sweep, s: Setting) -> list[str]:
         f"{100 * m['accuracy']:.1f}",
         NONE if m["accuracy_se"] is None else f"{100 * m['accuracy_se']:.1f}",
         f"{100 * low:.1f} to {100 * high:.1f}",
-        difference,
+        minus_dense(sweep, s),
         between,
         str(m["n_problems"]),
         str(m["n_samples"]),
@@ -70,6 +69,15 @@ def _accuracy_row(sweep: Sweep, s: Setting) -> list[str]:
         f"{100 * m['truncation_rate']:.1f}",
         f"{100 * m['unanswered_rate']:.1f}",
     ]
+
+
+def minus_dense(sweep: Sweep, s: Setting) -> str:
+    """The difference to dense in points, with its standard error if there is one."""
+    if sweep.dense is None or s is sweep.dense:
+        return NONE
+    d = sweep.difference(s, sweep.dense)
+    error = "" if math.isnan(d.se) else f" ± {100 * d.se:.1f}"
+    return f"{100 * d.mean:+.1f}{error}" if d.n else NONE
 
 
 def cost_table(sweep: Sweep) -> str:
@@ -186,8 +194,10 @@ def published_table(sweep: Sweep) -> str | None:
             continue
         ours, se = 100 * s.accuracy.mean, s.accuracy.se
         error = "" if math.isnan(se) else f" ± {100 * se:.1f}"
-        rows.append([s.series, limit_of(s), f"{ours:.1f}{error}", f"{theirs:.1f}", f"{ours - theirs:+.1f}"])
-    return markdown(["method", "budget", "ours %", "published %", "difference"], rows) if rows else None
+        unlike = "; ".join(deviations(s.config)) or NONE
+        rows.append([s.series, limit_of(s), f"{ours:.1f}{error}", f"{theirs:.1f}", f"{ours - theirs:+.1f}", unlike])
+    header = ["method", "budget", "ours %", "published %", "difference", "unlike the paper"]
+    return markdown(header, rows) if rows else None
 
 
 def _plain(value: object) -> str:

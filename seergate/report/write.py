@@ -11,8 +11,9 @@ from pathlib import Path
 from typing import Any
 
 from seergate.eval.engine import Limit
+from seergate.eval.environment import GRADES_WITH
 from seergate.eval.stats import correlation
-from seergate.eval.store import write_text
+from seergate.eval.store import flatten, write_text
 from seergate.report.byte_plots import bytes_plot
 from seergate.report.equal_bytes import equal_bytes
 from seergate.report.findings import cautions, findings
@@ -126,8 +127,9 @@ _PUBLISHED_NOTE = (
     "Percent, pass@1, for what SeerAttention-R ran: dense, and gates and Quest on blocks of 64 tokens in all layers. "
     "*published* is its repository, of Quest its Table 1; that Quest chooses for each query head, ours for each KV "
     "head. The repository's loop samples with temperature and top-p only, while a model's generation_config may add "
-    "top-k, and its length limit counts the prompt. A difference of less than two of our standard errors is no "
-    "difference; the published numbers have an error of their own, not known."
+    "top-k, and its length limit counts the prompt; *unlike the paper* names what a row had otherwise. A difference "
+    "of less than two of our standard errors is no difference; the published numbers have an error of their own, not "
+    "known."
 )
 _PASS_NOTE = "Chance that at least one of k samples is right, unbiased from all samples, mean over problems."
 
@@ -190,11 +192,15 @@ def _conditions(sweep: Sweep) -> str:
         f"{model['fingerprint']})",
         f"task: {', '.join(f'{k} {v}' for k, v in task.items())}",
         f"generation: {sampling}; {generation['samples']} sample(s) per problem, "
-        f"{_limit(generation)}, seed {generation['seed']}",
+        f"{_limit(generation)}, seed {generation['seed']}"
+        + (f"; ended by tokens {', '.join(map(str, generation['ends']))}" if generation.get("ends") else ""),
         f"software: seergate {env.get('seergate')} (git {env.get('git') or 'unknown'}), torch {env.get('torch')}, "
-        f"transformers {env.get('transformers')}, Python {env.get('python')}",
+        f"transformers {env.get('transformers')}, Python {env.get('python')}"
+        + "".join(f", {name} {env[name]}" for name in GRADES_WITH.values() if name in env),
         f"machine: {env.get('device')}; {', '.join(f'{k} {v}' for k, v in env.get('hardware', {}).items())}",
     ]
+    if rope := flatten(model.get("rope") or {}):
+        lines.insert(1, f"rotary embedding: {', '.join(f'{k} {v}' for k, v in rope.items())}")
     if gates:
         lines.insert(1, f"gates: `{gates['path']}` (weights {gates['fingerprint']})")
     return _bullets(lines)

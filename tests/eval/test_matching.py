@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 
 import pytest
 from hypothesis import given, settings
@@ -11,11 +12,24 @@ from hypothesis import strategies as st
 from seergate import GateBank, GateConfig
 from seergate.cli.main import main
 from seergate.errors import SeergateError
-from seergate.eval import RunOptions, make_task, sweep
-from seergate.eval.matching import CLOSE, FAR, MEASURES, Replay, distinct, match, nearest, replayed
+from seergate.eval import RunOptions, make_task, store, sweep
+from seergate.eval.matching import (
+    CLOSE,
+    EVERYTHING,
+    FAR,
+    MEASURES,
+    Replay,
+    distinct,
+    knob_of,
+    match,
+    nearest,
+    replayed,
+)
 from seergate.eval.plan import SweepPlan
 from seergate.eval.settings import grid
 from seergate.eval.store import read_samples
+from seergate.report import load_sweeps
+from seergate.report.equal_bytes import equal_bytes
 from tests.eval import support
 
 
@@ -53,7 +67,7 @@ def run(tmp_path, measure, texts, budgets):
     assert replay.bytes_per_token() == TOKENS
     said = []
     chosen, records = match(replay, specs, budgets, prepare=lambda s: s, bank=lambda s: bank, say=said.append)
-    assert len(said) == len(texts) - sum(text.startswith("kv4bit") for text in texts)
+    assert len(said) == len(texts) - sum("kv4bit" in text or "token_budget" in text for text in texts)
     return sweep(*arguments, chosen, tmp_path, options, bank=bank), chosen, records
 
 
@@ -130,6 +144,50 @@ def test_a_matched_sweep_with_other_blocks_or_layers_is_matched_anew(tmp_path, c
         assert matched["request"]["answer"]["completion"]
         main([*command, "--block-size", *more])
         assert "finding budgets" not in capsys.readouterr().out
+
+
+GIVEN = ["quest:token_budget=56", "gate:threshold=0.01", "h2o:interval=4:token_budget=24", "quest", "rpc:ratio=3"]
+
+
+def test_a_budget_that_is_given_with_a_method_is_its_own():
+    specs = distinct(grid(["dense", *GIVEN], [64, 128], 8))
+    assert [(spec.label, knob_of(spec)) for spec in specs] == [
+        ("dense", None),
+        ("quest-56", None),
+        ("gate-threshold=0.01", None),
+        ("h2o-24-interval=4", None),
+        (f"quest-{EVERYTHING}", "token_budget"),
+        ("rpc-ratio=3", None),
+    ]
+    assert knob_of(grid(["rpc"], [64], 8)[0]) == "ratio"
+
+
+@pytest.mark.slow
+def test_what_has_a_budget_of_its_own_is_run_and_matched_to(tmp_path):
+    """The same setting, come by twice, is run once."""
+    _, chosen, records = run(tmp_path, "read", ["quest:token_budget=56", "quest", "tova"], [96])
+    labels = [spec.label for spec in chosen]
+    assert labels[:2] == ["dense", "quest-56"] and labels.count("quest-56") == 1
+    assert {r["target"] for r in records} == {"96 tokens", "quest-56"}
+    assert {r["method"]: r["label"] for r in records if r["target"] == "quest-56"}["quest"] == "quest-56"
+    store.write_json(tmp_path / "matching-read.json", {"matches": records})
+    (found,) = load_sweeps(tmp_path)
+    ((_, text),) = equal_bytes(found)
+    assert len(re.findall(r"^\| quest-56 +\| quest ", text, re.MULTILINE)) == 1
+
+
+@pytest.mark.slow
+def test_a_matched_sweep_with_another_budget_of_its_own_is_matched_anew(tmp_path, capsys):
+    support.save(tmp_path / "model")
+    command = ["eval", "--model", str(tmp_path / "model"), "--problems", "2", "--variables", "8", "--max-new-tokens"]
+    command += ["60", "--budget", "100", "--match", "read", "--out", str(tmp_path / "runs"), "--block-size", "8"]
+    command += ["--method"]
+    for budget in (48, 64):
+        assert main([*command, f"dense,quest:token_budget={budget}"]) == 0
+        assert "finding budgets" in capsys.readouterr().out
+        assert (tmp_path / "runs" / f"quest-{budget}" / "metrics.json").exists()
+    assert main([*command, "dense,quest:token_budget=64"]) == 0
+    assert "finding budgets" not in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(

@@ -11,15 +11,22 @@ import yaml
 
 from seergate import GateBank, GateConfig
 from seergate.cli.figure import REAL_RUNS
+from seergate.eval.hub_tasks import HUB_TASKS
 from seergate.eval.settings import MethodSpec, grid
 from seergate.report import load_sweeps, write_report
 from seergate.report.figures import FIGURES
 from seergate.report.plots import draw_published, pyplot
-from seergate.report.published import published, table_1
+from seergate.report.published import PROBLEMS, deviations, published, table_1
 from tests.models import tiny_model
 from tests.report.test_report import write_run
 
-AIME = {"name": "aime24", "problems": None, "n_problems": 20, "contents": "c", "chance": None}
+AIME = {"name": "aime24", "problems": None, "n_problems": 30, "contents": "c", "chance": None, "grader": "math"}
+PAPER = {
+    **{"samples": 64, "max_new_tokens": None, "max_total_tokens": 32768, "seed": 0},
+    **{"temperature": 0.6, "top_k": 0, "top_p": 0.95, "min_p": 0.0},
+}
+ONE = PAPER | {"samples": 1}
+"""As the paper ran it, but one answer per problem."""
 MODEL = {"path": "Qwen/Qwen3-8B", "type": "qwen3", "parameters": 1, "dtype": "bfloat16", "fingerprint": "f"}
 
 
@@ -30,12 +37,12 @@ def bank():
 
 
 def config_of(spec: MethodSpec, bank, **others):
-    return {"task": AIME, "model": MODEL, **others, "method": spec.describe(bank)}
+    return {"task": AIME, "model": MODEL, "generation": PAPER, **others, "method": spec.describe(bank)}
 
 
-def write(root: Path, spec: MethodSpec, bank, task=AIME, path="Qwen/Qwen3-8B", right=14) -> Path:
-    """A run of a setting as it is recorded, with so many right answers of 20."""
-    found = write_run(root / "new", spec.name, None, lambda i: i < right, task=task, model=path)
+def write(root: Path, spec: MethodSpec, bank, task=AIME, path="Qwen/Qwen3-8B", right=21, n=30, how=ONE) -> Path:
+    """A run of a setting as it is recorded, with so many right answers of ``n``."""
+    found = write_run(root / "new", spec.name, None, lambda i: i < right, n=n, task=task, model=path, generation=how)
     described = yaml.safe_load((found / "config.yaml").read_text()) | {"method": spec.describe(bank)}
     (found / "config.yaml").write_text(yaml.safe_dump(described))
     return found.rename(root / spec.label)
@@ -99,6 +106,38 @@ def test_other_models_tasks_and_parts_of_a_task_have_none(bank):
     assert published(config_of(MethodSpec("gate", 4096), gates, **smaller)) == 69.32
 
 
+@pytest.mark.parametrize(
+    "others",
+    [
+        {"task": AIME | {"n_problems": 2}},
+        {"task": {key: value for key, value in AIME.items() if key != "n_problems"}},
+        {"task": AIME | {"grader": "exact"}},
+        {"generation": PAPER | {"max_new_tokens": 64}},
+        {"generation": PAPER | {"max_new_tokens": 32768, "max_total_tokens": None}},
+        {"generation": PAPER | {"max_total_tokens": 16384}},
+        {"generation": PAPER | {"temperature": 0.0}},
+    ],
+    ids=str,
+)
+def test_what_was_not_asked_as_the_paper_asked_it_has_none(others, bank):
+    for spec in (MethodSpec("dense"), MethodSpec("gate", 4096), MethodSpec("quest", 4096, 64)):
+        assert published(config_of(spec, bank(64), **others)) is None
+        assert table_1(config_of(spec, bank(64), **others)) is None
+
+
+def test_what_was_sampled_otherwise_is_said(bank):
+    assert deviations(config_of(MethodSpec("dense"), None)) == []
+    config = config_of(MethodSpec("dense"), None, generation=PAPER | {"samples": 8, "temperature": 1.0, "top_k": 20})
+    assert published(config) == 74.48
+    said = ["samples 8 instead of 64", "temperature 1 instead of 0.6", "top-k 20 instead of 0"]
+    assert deviations(config) == said
+
+
+def test_the_paper_s_tasks_are_those_that_are_made_here():
+    assert set(PROBLEMS) <= set(HUB_TASKS)
+    assert [HUB_TASKS[name].samples for name in PROBLEMS] == [64, 64, 8, 16]
+
+
 def test_the_table_of_a_report(tmp_path, bank):
     for name, size, task in (
         ("same", 64, AIME),
@@ -106,11 +145,13 @@ def test_the_table_of_a_report(tmp_path, bank):
         ("part", 64, AIME | {"problems": 5}),
         ("other", 64, AIME | {"name": "gpqa_diamond"}),
     ):
-        write(tmp_path / name, MethodSpec("dense"), None, task, right=15)
+        write(tmp_path / name, MethodSpec("dense"), None, task, right=22)
         write(tmp_path / name, MethodSpec("gate", 4096), bank(size), task)
         text = write_report(tmp_path / name).markdown.read_text()
-        # 14 of 20: 70 ± sqrt(.7 * .3 / 19) = 10.5; published 71.35
-        row = re.search(r"\| gate +\| +4096 \| +70\.0 ± 10\.5 \| +71\.[34] \| +-1\.[34] \|", text)
+        # 21 of 30: 70 ± sqrt(.7 * .3 / 29) = 8.5; published 71.35
+        row = re.search(
+            r"\| gate +\| +4096 \| +70\.0 ± 8\.5 \| +71\.[34] \| +-1\.[34] \| +samples 1 instead of 64 \|", text
+        )
         assert bool(row) == (name == "same")
         assert ("## Beside the published numbers" in text) == (name in ("same", "blocks")), "dense is dense"
     write(tmp_path / "tiny", MethodSpec("dense"), None, path="tiny-reasoner")
@@ -119,9 +160,8 @@ def test_the_table_of_a_report(tmp_path, bank):
 
 def test_nothing_stands_beside_an_unfinished_run(tmp_path, bank):
     """20 answers of 30: whether the rest is as hard is not known."""
-    task = AIME | {"n_problems": 30}
     for spec in (MethodSpec("dense"), MethodSpec("gate", 4096), MethodSpec("gate", 6144)):
-        write(tmp_path, spec, bank(64), task)
+        write(tmp_path, spec, bank(64), n=20, right=14)
     report = write_report(tmp_path)
     text = report.markdown.read_text()
     assert "gate at 4096 is unfinished: 20 samples so far" in text and "published" not in text
@@ -180,8 +220,8 @@ def test_lengths_stand_beside_those_of_table_1(tmp_path, bank):
     ]
     beside = {(row[0], row[1]): row[4:] for row in rows[2:]}
     assert beside == {
-        ("dense", "–"): ["74.5", "15.1k"],
-        ("gate, all sparse", "4096"): ["72.3", "16.3k"],
-        ("gate, layers 0,1 dense", "8192"): ["–", "–"],
-        ("quest", "4096"): ["–", "–"],
+        ("dense", "–"): ["74.5", "15.1k", "samples 1 instead of 64"],
+        ("gate, all sparse", "4096"): ["72.3", "16.3k", "samples 1 instead of 64"],
+        ("gate, layers 0,1 dense", "8192"): ["–", "–", "–"],
+        ("quest", "4096"): ["–", "–", "–"],
     }

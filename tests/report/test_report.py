@@ -12,6 +12,7 @@ from seergate.eval import RunOptions, make_task, sweep
 from seergate.eval.settings import grid
 from seergate.report import load_sweeps, write_report
 from seergate.report.figures import FIGURES
+from seergate.report.findings import cautions
 from seergate.report.tables import markdown
 from tests.eval import support
 
@@ -274,6 +275,77 @@ def test_pass_at_k_and_differences_on_common_samples(tmp_path):
     path.write_text("".join(path.read_text().splitlines(keepends=True)[::2]))
     (sweep,) = load_sweeps(tmp_path)
     assert sweep.difference(sweep.at("gate", 64), sweep.dense).mean == 0  # first samples are alike
+
+
+def parted(root, *kept):
+    """Runs as they are while they are made: dense has answered some problems, the others have answered others."""
+    for path in root.glob("*/samples.jsonl"):
+        lines = path.read_text().splitlines(keepends=True)
+        path.write_text("".join(lines[:10] if path.parent.name in kept else lines[10:]))
+
+
+def test_unfinished_runs_without_a_common_problem_are_reported_on(runs):
+    write_run(runs, "kv4bit", None, lambda i: i < 18)
+    parted(runs, "dense", "quest-64")
+    report = write_report(runs)
+    text = report.markdown.read_text()
+    assert "nan" not in text and not any("nan" in line for line in report.findings)
+    assert re.search(r"^\| gate +\| +64 \| +80\.0 \|[^|]+\|[^|]+\| +– \| +– \|", text, re.MULTILINE)
+    assert any(line.startswith("quest at 64 tokens") for line in report.findings)
+    assert not any(line.startswith(("gate at", "kv4bit")) for line in report.findings)
+    (gates,) = (line for line in report.findings if line.startswith("gate minus quest"))
+    assert " at 32 " in gates and " at 64" not in gates and "of 1 budgets" in gates
+    (found,) = load_sweeps(runs)
+    (errors,) = (line for line in cautions(found) if "standard errors" in line)
+    assert "up to 10.0 points" in errors  # nine of ten right: sqrt(.9 * .1 / 9)
+    (runs / "quest-64" / "samples.jsonl").unlink()
+    (found,) = load_sweeps(runs)
+    assert not any("standard errors" in line for line in cautions(found))
+
+
+def test_variants_without_a_common_problem_are_not_compared(tmp_path):
+    for name, layers in (("a", [0]), ("b", [])):
+        path = write_run(tmp_path / name, "quest", 64, lambda i: i < 15) / "config.yaml"
+        config = yaml.safe_load(path.read_text())
+        config["method"]["dense_layers"] = layers
+        path.write_text(yaml.safe_dump(config))
+    parted(tmp_path / "a", "quest-64")
+    (found,) = load_sweeps(tmp_path / "a", tmp_path / "b")
+    assert len(FIGURES["8"].read(found)) == 1
+    parted(tmp_path / "b")
+    (found,) = load_sweeps(tmp_path / "a", tmp_path / "b")
+    assert FIGURES["8"].read(found) == []
+
+
+def test_settings_are_compared_with_those_that_were_asked_the_same_way(runs):
+    """By what no weight and no problem shows; an earlier version did not record it."""
+
+    def record(name, **parts):
+        path = runs / name / "config.yaml"
+        config = yaml.safe_load(path.read_text())
+        for key, value in parts.items():
+            section, _, field = key.partition("_")
+            config[section][field.replace("_", "-")] = value
+        path.write_text(yaml.safe_dump(config))
+
+    names = ["dense", "gate-32", "gate-64", "quest-32", "quest-64"]
+    plain, yarn = {"rope_type": "default"}, {"rope_type": "yarn", "factor": 4.0}
+    for name in names[1:]:
+        record(name, model_rope=plain, task_prompts="a", generation_ends=[1])
+    assert [len(found.settings) for found in load_sweeps(runs)] == [5]
+    for other in (
+        {"model_rope": yarn},
+        {"task_prompts": "b"},
+        {"generation_ends": [1, 2]},
+        {"environment_math_verify": "2"},
+    ):
+        for name in names[1:]:
+            record(name, model_rope=plain, task_prompts="a", generation_ends=[1], environment_math_verify="1")
+        record("quest-64", **other)
+        apart = [{s.directory.name for s in found.settings} for found in load_sweeps(runs)]
+        assert sorted(map(len, apart)) == [1, 1, 3], "dense could belong to either"
+        assert {"quest-64"} in apart
+        assert "rotary embedding: rope_type default" in write_report(runs).markdown.read_text()
 
 
 def test_runs_from_several_places_are_put_side_by_side(tmp_path):
