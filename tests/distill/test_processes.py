@@ -210,21 +210,23 @@ def steps_of(process: subprocess.Popen[str], count: int) -> list[int]:
 
 
 def test_with_one_of_two_deepspeed_processes_killed_it_ends_bit_identical(config: TrainConfig, tmp_path: Path) -> None:  # noqa: F811
-    config = replace(config, steps=16, save_every=3, eval_every=4, log_every=1)
+    config = replace(config, steps=40, save_every=3, eval_every=4, log_every=1)  # far from its end when it is killed
     whole = replace(config, output_dir=str(tmp_path / "whole"))
     finish([*launch("deepspeed"), *arguments(whole, tmp_path)])
     process = start([*launch("deepspeed"), *arguments(config, tmp_path)])
-    assert steps_of(process, 8) == list(range(1, 9))
+    assert steps_of(process, 1) == [1]
     processes = psutil.Process(process.pid).children(recursive=True)
     (second,) = (each for each in processes if "--local_rank=1" in each.cmdline())
+    assert steps_of(process, 7) == list(range(2, 9))
     second.kill()  # SIGKILL; the other one finds the connection gone, and the launcher ends it
     process.communicate(timeout=300)
     assert process.returncode != 0
     assert not psutil.wait_procs(processes, timeout=60)[1]
     newest = newest_checkpoint(config.run_dir / "checkpoints")
-    assert newest is not None and newest.name in ("step-00000006", "step-00000009", "step-00000012")
+    assert newest is not None
     reached = int(newest.name.removeprefix("step-"))
-    assert f"continuing after step {reached} of 16" in finish([*launch("deepspeed"), *arguments(config, tmp_path)])
+    assert reached % 3 == 0 and 6 <= reached < 40
+    assert f"continuing after step {reached} of 40" in finish([*launch("deepspeed"), *arguments(config, tmp_path)])
     for part in (".", "best"):
         assert_identical(weights(config.run_dir / part), weights(whole.run_dir / part))
     assert_identical(state(config.run_dir), state(whole.run_dir))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import itertools
 import json
@@ -158,18 +159,32 @@ def ended(process: int) -> int:
 
 @forks
 def test_killed_at_random_moments(job: Job, whole: Files, tmp_path: Path) -> None:
-    """Many times in a row, and what a killed process had said to be done is not done again."""
+    """Many times in a row, and what a killed process had said to be done is not done again.
+
+    A process goes on only when it is let, by one batch of rows: however busy the machine is, it does not get away.
+    """
     rng, done, kills = random.Random(1), 0, 0
     while True:
-        reader, writer = os.pipe()
-        process = forked(lambda writer=writer: job.files(tmp_path, lambda n: os.write(writer, b"%d\n" % n)))
-        os.close(writer)
-        with os.fdopen(reader) as said:
-            seen = [int(line) for line in itertools.islice(said, rng.randint(1, 3))]
+        said, saying = os.pipe()
+        let, letting = os.pipe()
+
+        def progress(rows: int, saying: int = saying, let: int = let) -> None:
+            os.write(saying, b"%d\n" % rows)
+            os.read(let, 1)
+
+        process = forked(lambda progress=progress: job.files(tmp_path, progress))
+        os.close(saying)
+        os.close(let)
+        with os.fdopen(said) as reports, os.fdopen(letting, "wb", buffering=0) as leave:
+            seen = []
+            for _ in range(rng.randint(1, 3)):
+                seen += [int(line) for line in itertools.islice(reports, 1)]
+                with contextlib.suppress(BrokenPipeError):  # it has ended
+                    leave.write(b".")
             time.sleep(rng.uniform(0, 0.004))
             os.kill(process, signal.SIGKILL)
             status = ended(process)
-            seen += [int(line) for line in said]
+            seen += [int(line) for line in reports]
         assert status in (0, -signal.SIGKILL)
         assert not seen or seen[0] >= done, "rows were tokenised again"
         done = seen[-1] if seen else done
@@ -177,7 +192,7 @@ def test_killed_at_random_moments(job: Job, whole: Files, tmp_path: Path) -> Non
         if status == 0 or not any(path.name.startswith(".") for path in tmp_path.iterdir()):
             break
         assert kills < 200
-    assert kills >= 5
+    assert kills >= 3
     assert job.files(tmp_path) == whole
 
 
