@@ -10,6 +10,7 @@ import json
 import os
 import re
 import shutil
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -21,12 +22,16 @@ from torch import Tensor
 
 from seergate.distill.config import TrainConfig
 from seergate.distill.engines import MOMENTS, OptimizerState
+from seergate.distill.token_store import FORMAT as TOKENS
 from seergate.durable import flush
 from seergate.errors import SeergateError
 
 FORMAT = 1
-REVISIONS = ("revision", "data_revision")
-"""The options that name a place in the Hub's history. A branch moves on; the commit that it was at stays."""
+REVISIONS = {"revision": "model", "data_revision": "data"}
+"""The options that name a place in the Hub's history, and of what. A branch moves on; the commit it was at stays."""
+
+BEGUN = "commits.json"
+"""The file in a run's directory that holds its commits before there is a checkpoint."""
 
 _NAME = re.compile(r"step-(\d{8})")
 _DRAFT = ".draft-"
@@ -42,7 +47,7 @@ class Checkpoint:
             are equal. Of `REVISIONS`, the commits that were found.
         random: random states by device name, uint8.
         progress: what the loop wants back (best evaluation so far, tokens seen), JSON.
-        asked: `REVISIONS` as the user gave them.
+        asked: `REVISIONS` as the user first gave them.
     """
 
     optimizer: OptimizerState
@@ -83,6 +88,7 @@ def save_checkpoint(root: Path, checkpoint: Checkpoint, keep: int) -> Path:
     )
     record = {
         "format": FORMAT,
+        "tokens": TOKENS,
         "step": checkpoint.optimizer.step,
         "run": checkpoint.run,
         "asked": checkpoint.asked,
@@ -111,7 +117,8 @@ def read_record(path: Path) -> dict[str, Any]:
     """A checkpoint's JSON part.
 
     Raises:
-        SeergateError: if it is damaged or of another format.
+        SeergateError: if it is damaged or of another format, or the data was tokenised in another format: it would be
+            found to differ, but only once all of it is tokenised again.
     """
     try:
         record: dict[str, Any] = json.loads((path / "state.json").read_text())
@@ -119,6 +126,47 @@ def read_record(path: Path) -> dict[str, Any]:
         raise SeergateError(f"the checkpoint {path} is damaged; delete it to continue from the one before") from error
     if record.get("format") != FORMAT:
         raise SeergateError(f"the checkpoint {path} has format {record.get('format')}; this version reads {FORMAT}")
+    tokens = record.get("tokens", 3 if "asked" in record else 2)  # the formats that were not written down
+    if tokens != TOKENS:
+        raise SeergateError(
+            f"the checkpoint {path} was made with tokens of format {tokens} and this version makes format {TOKENS}; "
+            "use another output_dir, or --no-resume to start over"
+        )
+    return record
+
+
+def note_commits(run_dir: Path, config: TrainConfig, asked: Mapping[str, str | None]) -> None:
+    """Write down what a run's commits are: the first checkpoint may be hours away.
+
+    Args:
+        run_dir: the run's directory.
+        config: the run, at its commits.
+        asked: `REVISIONS` as the user first gave them.
+    """
+    run_dir.mkdir(parents=True, exist_ok=True)
+    names = [name for pair in REVISIONS.items() for name in pair]
+    record = {"run": {name: getattr(config, name) for name in names}, "asked": dict(asked)}
+    draft = run_dir / f".{BEGUN}"
+    draft.write_text(json.dumps(record, indent=1))
+    flush(draft)
+    draft.replace(run_dir / BEGUN)
+
+
+def begun(run_dir: Path) -> dict[str, Any] | None:
+    """What `at_its_commits` needs of a run that has begun: its newest checkpoint's record, or what it has noted.
+
+    Raises:
+        SeergateError: if that is damaged or of another format.
+    """
+    if newest := newest_checkpoint(run_dir / "checkpoints"):
+        return read_record(newest)
+    path = run_dir / BEGUN
+    if not path.is_file():
+        return None
+    try:
+        record: dict[str, Any] = json.loads(path.read_text())
+    except (OSError, ValueError) as error:
+        raise SeergateError(f"{path} is damaged; delete it to begin with the newest commits") from error
     return record
 
 
@@ -141,26 +189,39 @@ def load_checkpoint(path: Path) -> Checkpoint:
     return Checkpoint(state, record["run"], part("random"), record["progress"], record.get("asked", {}))
 
 
-def at_its_commits(config: TrainConfig, record: dict[str, Any]) -> TrainConfig:
-    """The run with the commits that its checkpoint was made with, so that a newer one on the Hub does not end it.
+def at_its_commits(config: TrainConfig, record: Mapping[str, Any] | None) -> tuple[TrainConfig, dict[str, str | None]]:
+    """The run with the commits that it began with, so that a newer one on the Hub does not end it.
 
     Args:
         config: the run as the user asks for it. A revision that it names is kept, if it named another before.
-        record: the checkpoint's, see `read_record`.
+        record: see `begun`.
+
+    Returns:
+        The run, and `REVISIONS` as the user first gave them.
     """
-    run, before = record["run"], record.get("asked", {})
-    known = [name for name in REVISIONS if name in before]
-    return replace(config, **{n: run[n] for n in known if getattr(config, n) in (None, before[n])})
+    run, before = (record["run"], record.get("asked", {})) if record else ({}, {})
+    asked = {name: getattr(config, name) for name in REVISIONS}
+    same = [n for n, of in REVISIONS.items() if n in before and run.get(of) in (None, getattr(config, of))]
+    kept = [n for n in same if asked[n] in (None, before[n], run[n])]
+    return replace(config, **{n: run[n] for n in kept}), asked | {n: before[n] for n in kept}
 
 
-def check_same_run(path: Path, found: dict[str, Any], wanted: dict[str, Any]) -> None:
+def check_same_run(
+    path: Path, found: Mapping[str, Any], wanted: Mapping[str, Any], asked: Mapping[str, str | None]
+) -> None:
     """Refuse to continue a run with options that would make it another.
+
+    Args:
+        path: the checkpoint.
+        found: what it was made with.
+        wanted: the same of this run.
+        asked: `REVISIONS` as the user first gave them.
 
     Raises:
         SeergateError: naming the first option that differs, before a fingerprint that follows from it.
     """
     for name in sorted(found.keys() | wanted.keys(), key=lambda name: (name.endswith("_fingerprint"), name)):
-        if name in REVISIONS and found.get(name) is None:
+        if name in REVISIONS and found.get(name) in (None, asked.get(name)):
             continue  # nothing of the Hub's, or nobody could say which commit it was: the fingerprint tells
         if found.get(name) != wanted.get(name):
             raise SeergateError(

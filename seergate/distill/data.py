@@ -99,7 +99,7 @@ class TrainingData:
         held_out: per pack to evaluate on, its samples.
         report: what became of the rows.
         fingerprint: changes whenever the packs would.
-        commit: of a dataset on the Hub, if the Hub could be asked.
+        commit: of a dataset on the Hub, the one that the rows are of.
     """
 
     store: TokenStore

@@ -80,6 +80,13 @@ class World:
             _connected(lambda: dist.all_reduce(x))
         return x
 
+    def from_main(self, text: str | None) -> str | None:
+        """What the main process gives, whatever the others do."""
+        shared = [text]
+        if self.size > 1:
+            _connected(lambda: dist.broadcast_object_list(shared, src=0))
+        return shared[0]
+
     @contextmanager
     def together(self) -> Iterator[None]:
         """A part of the work that every process must get through: if one fails, all stop and all know why.

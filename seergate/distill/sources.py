@@ -12,6 +12,7 @@ import itertools
 import json
 import re
 from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -30,6 +31,11 @@ JSON_SUFFIXES, TABLE_SUFFIXES = (".jsonl", ".json", ".ndjson"), {".parquet": "pa
 
 HELD_OUT_NAMES = re.compile(r"(?i)(^|[^a-z])(test|valid|validation|val|dev|eval)([^a-z]|$)")
 """Names of files and folders that hold what is not to be trained on."""
+
+COMMIT = re.compile(r"[0-9a-f]{40}")
+"""A place in the Hub's history that does not move."""
+
+_TRANSPORTS = ("httpx", "httpx2", "httpcore", "httpcore2", "requests", "urllib3")
 
 
 @dataclass(frozen=True)
@@ -51,7 +57,7 @@ class Source:
         rows: the rows; a `BadLine` in place of an unreadable one.
         identity: changes whenever the rows would.
         expected: the number of rows, if known, for progress.
-        commit: of a dataset on the Hub, if the Hub could be asked.
+        commit: of a dataset on the Hub, the one that the rows are of.
     """
 
     rows: Iterable[Any]
@@ -88,9 +94,27 @@ def open_source(config: TrainConfig) -> Source:
                     f"nothing to choose; name the files themselves and leave out {name}"
                 )
         return _local(path, config.data_split)
-    if path.suffix in (*JSON_SUFFIXES, *TABLE_SUFFIXES) or config.data.startswith((".", "/", "~")):
+    if not _may_be_on_hub(config):
         raise SeergateError(f"the data file {config.data!r} does not exist")
     return _hub(config)
+
+
+def data_commit(config: TrainConfig) -> str | None:
+    """The commit that a run's dataset is at; ``None`` if it is not on the Hub, or the Hub does not answer.
+
+    Raises:
+        SeergateError: if the Hub has no such dataset or revision.
+    """
+    if not _may_be_on_hub(config):
+        return None
+    with _hub_sentences(config):
+        return _commit(config)
+
+
+def _may_be_on_hub(config: TrainConfig) -> bool:
+    path = Path(config.data).expanduser()
+    names_a_file = path.suffix in (*JSON_SUFFIXES, *TABLE_SUFFIXES) or config.data.startswith((".", "/", "~"))
+    return not (config.data == CHAIN_SUM or names_a_file or path.exists())
 
 
 def _local(path: Path, split: str) -> Source:
@@ -164,21 +188,32 @@ def _table_rows(file: Path) -> Iterator[Any]:
 
 
 def _hub(config: TrainConfig) -> Source:
-    from datasets import load_dataset
-    from huggingface_hub.errors import RepositoryNotFoundError, RevisionNotFoundError
+    from datasets import load_dataset_builder
 
     name = f"hub/{config.data}/{config.data_config}/{config.data_split}"
-    try:
-        commit = _commit(config)  # rows and identity are of the same one
-        rows = load_dataset(
-            config.data,
-            config.data_config,
-            split=config.data_split,
-            revision=commit or config.data_revision,
-            streaming=config.streaming,
-        )
+    with _hub_sentences(config):
+        commit = _commit(config)
+        builder = load_dataset_builder(config.data, config.data_config, revision=commit or config.data_revision)
+        found = str(builder.hash)
+        _check_commit(config, commit, found)
+        known = found if COMMIT.fullmatch(found) else None
         if not config.streaming:
-            return Source(rows, f"{name}/{rows._fingerprint}", len(rows), commit)
+            builder.download_and_prepare()
+            rows = builder.as_dataset(split=config.data_split)
+            return Source(rows, f"{name}/{rows._fingerprint}", len(rows), known)
+        rows = builder.as_streaming_dataset(split=config.data_split)
+    return Source(Streamed(rows, config.data), f"{name}/{found}", commit=known)
+
+
+@contextmanager
+def _hub_sentences(config: TrainConfig) -> Iterator[None]:
+    """Whatever goes wrong with a dataset of the Hub, in one sentence."""
+    from huggingface_hub.errors import RepositoryNotFoundError, RevisionNotFoundError
+
+    try:
+        yield
+    except SeergateError:
+        raise
     except Exception as error:  # no network, unknown dataset, split or configuration: as many types as libraries
         why = first_line(error)
         if isinstance(error, RevisionNotFoundError):
@@ -186,19 +221,53 @@ def _hub(config: TrainConfig) -> Source:
         elif isinstance(error, RepositoryNotFoundError):
             why = "there is none of this name, or it is private and HF_TOKEN must hold a token that may read it"
         raise SeergateError(f"the dataset {config.data!r} cannot be loaded from the Hub: {why}") from error
-    return Source(Streamed(rows, config.data), f"{name}/{commit}", commit=commit)
+
+
+def _check_commit(config: TrainConfig, commit: str | None, found: str) -> None:
+    """Refuse other data than asked for: where the Hub fails, `datasets` takes what it downloaded last, whatever it is.
+
+    Args:
+        config: the run.
+        commit: what its revision is, if that is known.
+        found: what can be loaded.
+    """
+    dataset, revision = f"the dataset {config.data!r}", config.data_revision
+    if commit is None and revision is not None:
+        raise SeergateError(
+            f"the Hub does not answer, so nobody can say what the revision {revision!r} of {dataset} is; the one "
+            f"downloaded last is {found}: if you mean that, set data_revision to it"
+        )
+    if commit not in (None, found):
+        raise SeergateError(
+            f"{dataset} cannot be loaded at {commit}: the Hub does not give it, and what was downloaded last is "
+            f"{found}; try again when it does, or set data_revision to that"
+        )
 
 
 def _commit(config: TrainConfig) -> str | None:
-    """What a dataset's revision is at this moment."""
-    from huggingface_hub import dataset_info
+    """What a dataset's revision is at this moment, or was when the Hub last answered."""
+    from huggingface_hub import constants, dataset_info
 
+    revision = config.data_revision
+    if revision is not None and COMMIT.fullmatch(revision):
+        return revision
     try:
-        return str(dataset_info(config.data, revision=config.data_revision).sha)
-    except Exception:
-        if config.streaming:
+        return str(dataset_info(config.data, revision=revision).sha)
+    except Exception as error:
+        if not _unanswered(error):
             raise
-        return None  # without a network, what was downloaded before can be read; what else is wrong comes out there
+    if revision is None:
+        return None
+    ref = Path(constants.HF_HUB_CACHE) / f"datasets--{config.data.replace('/', '--')}" / "refs" / revision
+    return ref.read_text().strip() if ref.is_file() else None
+
+
+def _unanswered(error: Exception) -> bool:
+    """Whether the Hub could not be reached, rather than said no."""
+    status = getattr(getattr(error, "response", None), "status_code", None)
+    if status is not None:
+        return bool(status >= 500)
+    return isinstance(error, (ConnectionError, TimeoutError)) or type(error).__module__.split(".")[0] in _TRANSPORTS
 
 
 @dataclass(frozen=True)

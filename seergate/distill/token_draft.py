@@ -28,6 +28,9 @@ from seergate.errors import SeergateError
 ABANDONED_SECONDS = 7 * 24 * 3600
 """A draft that nobody has added to for so long will not be continued, and may be as large as a store."""
 
+LEFTOVER_SECONDS = 3600
+"""What nobody has written to for so long, and is not a part yet, is of a process that was killed."""
+
 
 @dataclass(frozen=True)
 class Part:
@@ -56,6 +59,9 @@ class Draft:
     def __init__(self, store: Path) -> None:
         self.store = store
         self.directory = store.with_name(f".{store.name}.draft")
+        if self.directory.is_dir() and not os.access(self.directory, os.W_OK | os.X_OK):
+            # Another user's, who may never come back; only where there are user numbers can this be.
+            self.directory = store.with_name(f".{store.name}.{os.getuid()}.draft")
 
     def parts(self) -> Iterator[Part]:
         """The parts from the first row on, up to one that is missing or damaged."""
@@ -97,13 +103,17 @@ class Draft:
         shutil.rmtree(self.directory, ignore_errors=True)
 
     def remove_abandoned(self) -> None:
-        """Delete other stores' drafts that will not be continued, and mark this one as in use."""
-        with contextlib.suppress(FileNotFoundError):
+        """Delete what will not be continued, of this draft and other stores', and mark this one as in use."""
+        with contextlib.suppress(OSError):  # it is not there, or another user's
             os.utime(self.directory)
-        for other in self.store.parent.glob(f".{'[0-9a-f]' * 24}.draft"):
-            with contextlib.suppress(FileNotFoundError):
-                if time.time() - other.stat().st_mtime > ABANDONED_SECONDS:
-                    shutil.rmtree(other, ignore_errors=True)
+        key = "[0-9a-f]" * 24
+        for other in (*self.store.parent.glob(f".{key}.draft"), *self.store.parent.glob(f".{key}.*.draft")):
+            if _idle(other) > ABANDONED_SECONDS:
+                shutil.rmtree(other, ignore_errors=True)
+        for left in self.directory.glob(f"*.{'[0-9a-f]' * 16}"):
+            with contextlib.suppress(OSError):  # its process lives, and has just renamed it
+                if min(map(_idle, (left, *left.glob("*")))) > LEFTOVER_SECONDS:
+                    shutil.rmtree(left) if left.is_dir() else left.unlink()
 
     def _put_together(self, scratch: Path, counts: dict[str, Any]) -> None:
         lengths, rows = [0], 0
@@ -128,12 +138,20 @@ class Draft:
     def _read(self, row: int) -> Part | None:
         try:
             digest, _, contents = self._path(row).read_bytes().partition(b"\n")
-        except FileNotFoundError:
+        except (FileNotFoundError, PermissionError):  # another user's is as good as missing
             return None
         if digest != _digest(row, contents):
             return None
         head, _, tokens = contents.partition(b"\n")
         return Part(**json.loads(head), tokens=np.frombuffer(tokens, dtype=np.int32))
+
+
+def _idle(path: Path) -> float:
+    """For how many seconds a file or directory has not been written to; 0 if it is gone."""
+    try:
+        return time.time() - path.stat().st_mtime
+    except FileNotFoundError:
+        return 0.0
 
 
 def _digest(row: int, contents: bytes) -> bytes:

@@ -6,6 +6,7 @@ What a run leaves in its output directory:
 * ``best/``: the adapter with the lowest KL on the held-out packs
 * ``train_config.yaml``, ``data.json``: what was asked for, with the Hub's commits that this meant, and what the data
   turned out to be
+* ``commits.json``: those commits before there is a checkpoint
 * ``checkpoints/step-00000100/``: to continue from
 * ``tensorboard/``
 """
@@ -28,13 +29,14 @@ from seergate.bank import GateBank
 from seergate.distill.base_model import base_dtype, check_model, gate_config, load_frozen, offload_folder
 from seergate.distill.callbacks import Callback, Console, EvalLog, RowProgress, StepLog, TensorBoard, memory_gb
 from seergate.distill.checkpoint import (
-    REVISIONS,
     Checkpoint,
     at_its_commits,
+    begun,
     check_same_run,
     clear_drafts,
     load_checkpoint,
     newest_checkpoint,
+    note_commits,
     random_states,
     read_record,
     remove_checkpoints,
@@ -47,6 +49,7 @@ from seergate.distill.distributed import World, join_world
 from seergate.distill.engines import DistillModule, Losses, check_engine, make_engine, prepare_deepspeed
 from seergate.distill.failures import CommonError
 from seergate.distill.packing import PackOrder
+from seergate.distill.sources import data_commit
 from seergate.distill.tally import Tally
 from seergate.errors import SeergateError, first_line
 from seergate.loading import load_tokenizer
@@ -108,7 +111,6 @@ class _Progress:
 class _Run:
     def __init__(self, config: TrainConfig, model_path: str, world: World, callbacks: Iterable[Callback]) -> None:
         self.config, self.model_path, self.world = config, model_path, world
-        self.asked = {name: getattr(config, name) for name in REVISIONS}
         self.dir = config.run_dir
         self.callbacks: list[Callback] = list(callbacks) if world.is_main else []
         self.progress = _Progress()
@@ -123,8 +125,13 @@ class _Run:
             str(self.model_fingerprint),
             "the processes see different weights; model must be the same on every machine",
         )
+        with world.together():
+            commit = data_commit(self.config) if world.is_main else None
+        self._read_data_at(commit)
         self._look_for_checkpoint()
         with world.together():
+            if world.is_main:
+                note_commits(self.dir, self.config, self.asked)
             self.tokenizer = load_tokenizer(self.model_path, revision=self.config.revision)
         self.data = self._prepare_data()
         config = self.config
@@ -161,13 +168,16 @@ class _Run:
         return self.dir
 
     def _check_model(self) -> None:
-        """From here on the model on the Hub is one commit: the one of the checkpoint, or the newest."""
-        newest = newest_checkpoint(self.dir / "checkpoints")
-        if newest and self.config.resume:
-            self.config = at_its_commits(self.config, read_record(newest))
+        """From here on the model on the Hub is one commit: the one that the run began with, or the newest."""
+        self.config, self.asked = at_its_commits(self.config, begun(self.dir) if self.config.resume else None)
         self.model_fingerprint = check_model(self.model_path, self.config)
         if self.model_fingerprint and not Path(self.model_path).is_dir():
             self.config = replace(self.config, revision=self.model_fingerprint)
+
+    def _read_data_at(self, commit: str | None) -> None:
+        """From here on the dataset on the Hub is the commit that the main process found, in every process."""
+        if commit := self.world.from_main(commit):
+            self.config = replace(self.config, data_revision=commit)
 
     def _look_for_checkpoint(self) -> None:
         """Refuse a run that contradicts the checkpoint it would continue, before long work."""
@@ -188,7 +198,7 @@ class _Run:
                 wanted = {**self.config.result_shaping(), "model_fingerprint": self.model_fingerprint}
                 # Whether the data changed is only known once it is prepared; `_resume` compares that too.
                 wanted["data_fingerprint"] = found.get("data_fingerprint")
-                check_same_run(newest, found, wanted)
+                check_same_run(newest, found, wanted, self.asked)
 
     def _prepare_data(self) -> TrainingData:
         """One process of each machine tokenises; the others then find it done."""
@@ -197,10 +207,9 @@ class _Run:
             if world.local_rank == 0:
                 with RowProgress(shown=world.is_main) as progress:
                     data = prepare_data(self.config, self.tokenizer, progress)
+        self._read_data_at(data.commit if data else None)  # without the Hub, it is known only now
         with world.together():
             data = data or prepare_data(self.config, self.tokenizer)
-        if data.commit:
-            self.config = replace(self.config, data_revision=data.commit)
         world.must_agree(data.fingerprint, "the processes see different data; data must be the same on every machine")
         with world.together():
             if world.is_main:
@@ -215,7 +224,7 @@ class _Run:
             return 0
         with self.world.together():
             checkpoint = load_checkpoint(newest)
-            check_same_run(newest, checkpoint.run, json.loads(json.dumps(self.identity)))
+            check_same_run(newest, checkpoint.run, json.loads(json.dumps(self.identity)), self.asked)
         self.engine.load(checkpoint.optimizer)
         set_random_states(checkpoint.random)
         self.progress = _Progress(**checkpoint.progress)

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import json
+import shutil
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +14,7 @@ from seergate.distill import TrainConfig
 from seergate.distill.ablation import Study, load_study, run_study, studies, table, variant_configs
 from seergate.distill.command import ablate_main
 from seergate.errors import SeergateError
-from tests.distill.test_trainer import config, model_dir  # noqa: F401 (fixtures)
+from tests.distill.test_trainer import config, model_dir, pushes  # noqa: F401 (fixtures)
 
 ASKED_FOR = {"block-size", "k-pooling", "q-pooling", "rope", "qk-norm", "loss-rows"}
 
@@ -56,6 +59,45 @@ def test_a_study_ends_in_a_table_and_goes_on_where_it_stopped(config: TrainConfi
     assert stamps == {p: p.stat().st_mtime_ns for c in configs.values() for p in c.run_dir.rglob("*")}
     with pytest.raises(SeergateError, match="lr=0.01 and this run has 0.02"):  # the user's option won over the study's
         run_study(study, variant_configs(study, config.model, options_of(config, lr=2e-2)))
+
+
+def test_the_variants_of_a_study_share_their_commits(
+    config: TrainConfig,  # noqa: F811
+    pushes: list[TrainConfig],  # noqa: F811
+) -> None:
+    study = Study("pooling", {}, {"max": {"k_pooling": "max"}, "min": {"k_pooling": "min"}})
+    options = options_of(config, data="org/rows", data_revision="main", steps=1)
+    configs = variant_configs(study, config.model, options)
+
+    def commits() -> list[dict[str, str]]:
+        return [json.loads((c.run_dir / "ablation.json").read_text())["commits"] for c in configs.values()]
+
+    second = configs["min"].run_dir
+    expected = [{"revision": None, "data_revision": "a" * 40}] * 2
+    outcomes = run_study(study, configs)
+    assert commits() == expected and [one.data_revision for one in pushes] == ["a" * 40] * 2
+    shutil.rmtree(second)  # as if it had ended after the first, hours ago
+    assert run_study(study, configs)[0] == outcomes[0] and commits() == expected and len(pushes) == 3
+
+    result = json.loads((second / "ablation.json").read_text())
+    (second / "ablation.json").write_text(json.dumps(result | {"commits": expected[0] | {"data_revision": "b" * 40}}))
+    with pytest.raises(SeergateError, match=f"{second} is trained with data_revision='bbbb.*the study has 'aaaa"):
+        run_study(study, configs)
+    del result["commits"]  # of an earlier version
+    (second / "ablation.json").write_text(json.dumps(result))
+    assert len(run_study(study, configs)) == 2 and len(pushes) == 3
+    (second / "ablation.json").unlink()
+    for record in (second / "checkpoints").glob("*/state.json"):
+        record.write_text(record.read_text().replace("a" * 40, "c" * 40))
+    with pytest.raises(SeergateError, match=f"{second} is trained with data_revision='cccc.*the study has 'aaaa"):
+        run_study(study, configs)
+    assert len(pushes) == 3, "known before anything is trained"
+
+    again = {name: replace(one, resume=False) for name, one in configs.items()}
+    run_study(study, again)
+    assert [one["data_revision"] for one in commits()] == ["b" * 40] * 2
+    run_study(study, again)
+    assert len(pushes) == 5, "it goes on"
 
 
 def test_rows_that_teach_are_compared_on_the_same_rows(config: TrainConfig) -> None:  # noqa: F811

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import replace
 from pathlib import Path
 
@@ -13,11 +14,14 @@ from seergate.distill import load_train_config
 from seergate.distill.checkpoint import (
     Checkpoint,
     at_its_commits,
+    begun,
     check_same_run,
     clear_drafts,
     load_checkpoint,
     newest_checkpoint,
+    note_commits,
     random_states,
+    read_record,
     remove_checkpoints,
     save_checkpoint,
     set_random_states,
@@ -108,19 +112,77 @@ def test_a_run_keeps_to_the_commits_that_it_began_with() -> None:
     record = {"run": began, "asked": {"revision": None, "data_revision": "v1"}}
 
     def asks(revision: str | None, data_revision: str | None) -> dict[str, str | None]:
-        kept = at_its_commits(replace(config, revision=revision, data_revision=data_revision), record)
+        kept, _ = at_its_commits(replace(config, revision=revision, data_revision=data_revision), record)
         return {name: getattr(kept, name) for name in began}
 
     assert asks(None, None) == asks(None, "v1") == asks("a" * 40, None) == began
     assert asks("main", "v2") == {"revision": "main", "data_revision": "v2"}  # said now, and not what was said before
     before = {"run": {"revision": None, "data_revision": "v1"}}  # of a version that kept no commits
-    assert at_its_commits(config, before) == config
+    nothing = {"revision": None, "data_revision": None}
+    assert at_its_commits(config, before) == at_its_commits(config, None) == (config, nothing)
+
+
+def test_what_was_asked_for_first_is_remembered() -> None:
+    """Otherwise ``v1``, nothing, ``v1`` would take a branch for one that nobody has named yet."""
+    config = load_train_config("org/model", {"data": "org/rows"})
+    record = {"run": {"revision": None, "data_revision": "b" * 40}, "asked": {"revision": None, "data_revision": "v1"}}
+    for again, remembered in ((None, "v1"), ("v1", "v1"), ("b" * 40, "v1"), ("v2", "v2")):
+        _, asked = at_its_commits(replace(config, data_revision=again), record)
+        assert asked == {"revision": None, "data_revision": remembered}
+
+
+def test_commits_are_noted_before_there_is_a_checkpoint(tmp_path: Path) -> None:
+    asked: dict[str, str | None] = {"revision": None, "data_revision": "v1"}
+    config = load_train_config("org/model", {"data": "org/rows", **asked})
+    at = replace(config, revision="a" * 40, data_revision="b" * 40)
+    assert begun(tmp_path / "run") is None
+    note_commits(tmp_path / "run", at, asked)
+    assert at_its_commits(config, begun(tmp_path / "run")) == (at, asked)
+    other = replace(config, data="org/others")  # a revision of one dataset says nothing about another
+    assert at_its_commits(other, begun(tmp_path / "run")) == (replace(other, revision="a" * 40), asked)
+    assert names(tmp_path / "run") == ["commits.json"]
+    save_checkpoint(tmp_path / "run" / "checkpoints", make(3), keep=1)
+    record = begun(tmp_path / "run")
+    assert record is not None and record["step"] == 3
+    remove_checkpoints(tmp_path / "run" / "checkpoints")
+    (tmp_path / "run" / "commits.json").write_text("{")
+    with pytest.raises(SeergateError, match=r"commits\.json is damaged; delete it"):
+        begun(tmp_path / "run")
+
+
+@pytest.mark.parametrize(
+    ("changes", "refused"),
+    [({}, None), ({"tokens": None}, None), ({"tokens": None, "asked": None}, 2), ({"tokens": 99}, 99)],
+)
+def test_tokens_of_another_format_are_refused_at_once(
+    tmp_path: Path, changes: dict[str, int | None], refused: int | None
+) -> None:
+    path = save_checkpoint(tmp_path, make(5), keep=1)
+    record = json.loads((path / "state.json").read_text()) | changes
+    (path / "state.json").write_text(
+        json.dumps({k: v for k, v in record.items() if k not in changes or v is not None})
+    )
+    if refused is None:
+        assert read_record(path)["step"] == 5
+    else:
+        with pytest.raises(SeergateError, match=f"tokens of format {refused} and this version makes format 3; use"):
+            read_record(path)
 
 
 def test_a_revision_is_named_before_the_fingerprint_that_it_changes(tmp_path: Path) -> None:
     found = {"revision": "a", "model_fingerprint": "a", "data_revision": None, "data_fingerprint": "d"}
-    check_same_run(tmp_path, found, found | {"data_revision": "b"})  # nobody knew which it was; the data are the same
+
+    def check(changes: dict[str, str], data_revision: str | None = None) -> None:
+        check_same_run(tmp_path, found, found | changes, {"revision": None, "data_revision": data_revision})
+
+    check({"data_revision": "b"})  # nobody knew which it was; the data are the same
     with pytest.raises(SeergateError, match="made with revision='a' and this run has 'c'"):
-        check_same_run(tmp_path, found, found | {"revision": "c", "model_fingerprint": "c"})
+        check({"revision": "c", "model_fingerprint": "c"})
     with pytest.raises(SeergateError, match="made with data_fingerprint='d' and this run has 'e'"):
-        check_same_run(tmp_path, found, found | {"data_revision": "b", "data_fingerprint": "e"})
+        check({"data_revision": "b", "data_fingerprint": "e"})
+    found["data_revision"] = "v1"  # neither did anybody know it here, but what was asked for
+    check({"data_revision": "b"}, "v1")
+    with pytest.raises(SeergateError, match="made with data_revision='v1' and this run has 'b'"):
+        check({"data_revision": "b"}, "v2")
+    with pytest.raises(SeergateError, match="made with data_fingerprint='d' and this run has 'e'"):
+        check({"data_revision": "b", "data_fingerprint": "e"}, "v1")

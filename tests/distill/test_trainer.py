@@ -5,8 +5,11 @@ from __future__ import annotations
 import json
 import math
 import shutil
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -15,10 +18,11 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, GPT2Config, GPT2LMHeadModel, Qwen3Config, Qwen3ForCausalLM
 
 from seergate.bank import GateBank
-from seergate.distill import TrainConfig, load_train_config, run_distillation
+from seergate.distill import TrainConfig, load_train_config, run_distillation, trainer
 from seergate.distill.callbacks import EvalLog, StepLog, heat_map
-from seergate.distill.checkpoint import newest_checkpoint
+from seergate.distill.checkpoint import newest_checkpoint, read_record
 from seergate.distill.config import read_yaml
+from seergate.distill.data import TrainingData, prepare_data
 from seergate.distill.engines import deepspeed_config
 from seergate.distill.trainer import learning_rate
 from seergate.errors import SeergateError
@@ -238,6 +242,68 @@ def test_an_unsupported_model_is_refused_before_the_data_is_read(config: TrainCo
     with pytest.raises(SeergateError, match="could not be loaded") as caught:
         run_distillation(replace(config, model=str(tmp_path / "empty")))
     assert "\n" not in str(caught.value)
+
+
+@pytest.fixture
+def pushes(monkeypatch: pytest.MonkeyPatch) -> list[TrainConfig]:
+    """Every dataset on the Hub gets a commit whenever one looks. The runs of which data were prepared: drawn ones."""
+    commits: Iterator[str] = (digit * 40 for digit in "abcdef")
+    prepared: list[TrainConfig] = []
+
+    def prepare(config: TrainConfig, *more: Any) -> TrainingData:
+        prepared.append(config)
+        return prepare_data(replace(config, data="chain_sum", data_revision=None), *more)
+
+    monkeypatch.setattr("huggingface_hub.dataset_info", lambda *_, **__: SimpleNamespace(sha=next(commits)))
+    monkeypatch.setattr(trainer, "prepare_data", prepare)
+    return prepared
+
+
+def test_a_run_killed_while_it_tokenises_keeps_to_its_commit(
+    config: TrainConfig, pushes: list[TrainConfig], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def killed(config: TrainConfig, *_: Any) -> None:
+        pushes.append(config)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(trainer, "prepare_data", killed)
+    starts: list[tuple[dict[str, Any], str]] = [
+        ({}, "a"),
+        ({}, "a"),
+        ({"data_revision": "main"}, "b"),  # what is asked for now is another thing
+        ({"data_revision": "main"}, "b"),
+        ({}, "b"),
+        ({"data": "org/others"}, "c"),
+        ({"data": "org/others", "resume": False}, "d"),
+        ({"data": "org/others"}, "d"),
+    ]
+    for options, _ in starts:
+        with pytest.raises(KeyboardInterrupt):
+            run_distillation(replace(config, **({"data": "org/rows"} | options)))
+    assert [seen.data_revision for seen in pushes] == [digit * 40 for _, digit in starts]
+
+
+def test_a_run_goes_on_however_its_revision_is_named(config: TrainConfig, pushes: list[TrainConfig]) -> None:
+    config = replace(config, data="org/rows", data_revision="main", steps=6, save_every=1, eval_packs=0)
+
+    def start(revision: str | None, stop_after: int) -> dict[str, Any]:
+        with pytest.raises(KeyboardInterrupt):
+            run_distillation(replace(config, data_revision=revision), [Recorder(stop_after)])
+        return read_record(Path(str(newest_checkpoint(config.run_dir / "checkpoints"))))
+
+    for step, revision in enumerate(("main", None, "main", "a" * 40, "main"), start=2):
+        record = start(revision, step)
+        assert record["step"] == step - 1
+        assert (record["run"]["data_revision"], record["asked"]["data_revision"]) == ("a" * 40, "main")
+    # As if the Hub had not answered when the run began: nobody knows what the name meant, and the data are the same.
+    record["run"]["data_revision"] = "main"
+    path = Path(str(newest_checkpoint(config.run_dir / "checkpoints"))) / "state.json"
+    path.write_text(json.dumps(record))
+    with pytest.raises(SeergateError, match="made with data_revision='main' and this run has 'bbb"):
+        run_distillation(replace(config, data_revision="v2"))
+    heard = Recorder()
+    run_distillation(config, [heard])
+    assert [log.step for log in heard.steps] == [6]
 
 
 @pytest.mark.parametrize("asked", [True, False])

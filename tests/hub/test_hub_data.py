@@ -42,7 +42,7 @@ for options in json.loads(sys.argv[1]):
     try:
         source = open_source(load_train_config("tiny-reasoner", options))
         rows = list(source.rows)
-        print(json.dumps([len(rows), rows[0], rows[-1], source.identity, source.expected]))
+        print(json.dumps([len(rows), rows[0], rows[-1], source.identity, source.expected, source.commit]))
     except SeergateError as error:
         print(json.dumps(str(error)))
 """
@@ -95,8 +95,8 @@ def test_streaming_and_downloading_give_the_same_rows(hub, rows, tmp_path):
         {"streaming": True, "data_split": "rest"},
         {"streaming": True, "data_config": "long", "data_revision": sha},
     )
-    assert streamed == [60, rows[0], rows[59], f"hub/org/rows/None/train/{sha}", None]
-    assert downloaded[:3] == streamed[:3] and downloaded[4] == 60
+    assert streamed == [60, rows[0], rows[59], f"hub/org/rows/None/train/{sha}", None, sha]
+    assert downloaded[:3] == streamed[:3] and downloaded[4:] == [60, sha]
     assert rest[:3] == [20, rows[60], rows[79]] and other[:3] == [80, rows[0], rows[79]]
     assert len({case[3] for case in (streamed, downloaded, rest, other)}) == 4
 
@@ -129,6 +129,40 @@ def test_what_cannot_be_loaded_is_one_sentence_that_says_why(hub, tmp_path):
     assert not any("\n" in message for message in messages)
     ((count, *_),) = read(hub, tmp_path, {"data": "org/secret", "streaming": True}, HF_TOKEN="writer")
     assert count == 60
+
+
+def test_without_the_hub_the_data_are_of_the_commit_that_is_said(hub, rows, tmp_path):
+    """What `datasets` finds in its cache is the newest of what was downloaded, whatever was asked for."""
+    repo = hub.repos["datasets/org/rows"]
+    old = repo.refs["v1"] = repo.refs["main"]
+    others = parquet(rows[:7])
+    hub.lfs[others.sha256] = others.data
+    new = repo.commit("main", repo.tree() | {"data/train-0.parquet": others})
+    first, second = read(hub, tmp_path, {"data_revision": "v1"}, {})
+    assert (first[0], first[5], second[0], second[5]) == (60, old, 37, new)
+    refs = tmp_path / "home" / "hub" / "datasets--org--rows" / "refs"
+    refs.mkdir(exist_ok=True)
+    (refs / "old").write_text(old)
+    (refs / "new").write_text(new)
+    cases = [{"data_revision": name} for name in (new, None, "new", old, "0" * 40, "old", "v1")]
+    cases += [case | {"streaming": True} for case in cases]
+    answers = read(hub, tmp_path, *cases, HF_HUB_OFFLINE="1")
+    assert answers[:3] == [second] * 3
+    assert [[*answer[:3], answer[5]] for answer in answers[7:10]] == [[*second[:3], new]] * 3
+    for refused in (answers[3:7], answers[10:]):
+        for commit, message in zip((old, "0" * 40, old), refused, strict=False):
+            assert f"'org/rows' cannot be loaded at {commit}: the Hub does not give it" in message and new in message
+        assert "what the revision 'v1' of the dataset 'org/rows' is" in refused[3] and new in refused[3]
+
+
+def test_a_hub_that_is_down_is_no_answer_and_one_that_refuses_is(hub, tmp_path):
+    sha = hub.repos["datasets/org/rows"].refs["main"]
+    hub.fail("GET", "^/api/datasets/org/rows(/revision/main)?$", status=503)
+    down, up = read(hub, tmp_path, {}, {})
+    assert down == up and down[5] == sha and not any(fault.times for fault in hub.faults)
+    hub.repos["datasets/org/rows"].private = True
+    (refused,) = read(hub, tmp_path, {})
+    assert "cannot be loaded from the Hub: there is none of this name, or it is private" in refused
 
 
 def test_a_model_of_the_hub_is_known_by_its_commit(hub, tmp_path):

@@ -16,6 +16,7 @@ from transformers import AutoModelForCausalLM
 from seergate.bank import GateBank
 from seergate.chain_sum import make_problems
 from seergate.distill.checkpoint import newest_checkpoint, read_record
+from tests.distill.pairs import pair
 from tests.distill.test_trainer import assert_identical, model_dir, weights  # noqa: F401 (fixtures)
 from tests.hub.server import File, Hub
 from tests.hub.test_hub_data import parquet, run
@@ -103,5 +104,31 @@ def test_what_others_commit_does_not_end_a_run(hub, model_dir, tmp_path, streami
     assert refused.returncode == 2
     assert f"was made with revision='{began['revision']}' and this run has '{moved}'" in refused.stderr
     refused = train(hub, tmp_path, "--data-revision", "main")
-    assert f"was made with data_revision='{began['data_revision']}' and this run has 'main'" in refused.stderr
+    moved = hub.repos["datasets/org/rows"].refs["main"]
+    assert f"was made with data_revision='{began['data_revision']}' and this run has '{moved}'" in refused.stderr
     assert_identical(weights(tmp_path / "run"), gates)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)  # processes that import everything
+def test_all_processes_read_the_same_commit(hub, model_dir, tmp_path, monkeypatch):  # noqa: F811
+    """Whoever asks what the newest commit of the dataset is gets another than the one before."""
+    data, info = hub.repos["datasets/org/rows"], Hub.info
+
+    def pushed_to(hub, name, revision, user):
+        answer = info(hub, name, revision, user)
+        if name == "datasets/org/rows" and revision == "main":
+            data.commit("main", data.tree() | {"README.md": File(b"# Version %d\n" % len(data.commits))})
+        return answer
+
+    monkeypatch.setattr(Hub, "info", pushed_to)
+    began = data.refs["main"]
+    places = ["--output-dir", str(tmp_path / "run"), "--token-cache", str(tmp_path / "tokens")]
+    env = {"HF_ENDPOINT": hub.url, "HF_HOME": str(tmp_path / "home"), "HF_HUB_DISABLE_XET": "1"}
+    env |= dict.fromkeys(("HF_HUB_OFFLINE", "HF_DATASETS_OFFLINE", "TRANSFORMERS_OFFLINE"), "0")
+    options = ["--model", "org/base", "--data", "org/rows", *OPTIONS.split(), "--packs-per-step", "2"]
+    done = pair(["train.py", *options, *places], env=env)
+    assert [one.returncode for one in done] == [0, 0], done[0].stderr[-3000:]
+    assert len(data.commits) == 2, "one process asks"
+    newest = newest_checkpoint(tmp_path / "run" / "checkpoints")
+    assert newest is not None and read_record(newest)["run"]["data_revision"] == began
