@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from types import TracebackType
 from typing import Any
 
+from seergate.errors import SeergateError
 from seergate.eval import store
 from seergate.eval.engine import Generation
 from seergate.eval.judge import GradingPool
@@ -78,8 +79,10 @@ class Collector:
         self.label, self.total, self.grader, self.golds = label, total, grader, golds
         self.log, self.judges, self.on_progress = log, judges, on_progress
         self.outcomes: dict[str, list[bool]] = defaultdict(list)
+        self.seen: set[store.Key] = set()
         for sample in samples:
             self.outcomes[sample["problem_id"]].append(sample["correct"])
+            self.seen.add(store.key_of(sample))
         self.made = self.tokens = self.waiting = 0
         self.error: BaseException | None = None
         self.abandoned = False
@@ -90,13 +93,19 @@ class Collector:
         """Keep a sample and have it graded. Several threads may call it.
 
         Raises:
-            BaseException: what went wrong with an earlier one.
+            SeergateError: if it is there already.
+            BaseException: what went wrong with this or an earlier one; the run cannot go on.
         """
         sample = self._ungraded(generation)
         with self.lock:
             if self.error is not None:
                 raise self.error
-            self.log.keep(sample)
+            try:
+                self._note([sample])
+                self.log.keep(sample)
+            except BaseException as error:  # other threads are not to go on for hours
+                self.error = error
+                raise
             self.made += 1
             self.tokens += generation.n_tokens
             self._queue([sample])
@@ -104,7 +113,15 @@ class Collector:
     def take_kept(self, samples: Sequence[dict[str, Any]]) -> None:
         """Have samples graded that an earlier run has kept."""
         with self.lock:
+            self._note(samples)
             self._queue(samples)
+
+    def _note(self, samples: Sequence[dict[str, Any]]) -> None:
+        """Refuse what would be there twice: such a file could not be read any more."""
+        for key in map(store.key_of, samples):
+            if key in self.seen:
+                raise SeergateError(f"the sample {key} was made twice; this is an error in seergate, please report it")
+            self.seen.add(key)
 
     def _queue(self, samples: Sequence[dict[str, Any]]) -> None:
         self.waiting += len(samples)  # of all of them first: what is kept is forgotten when nothing waits

@@ -262,6 +262,7 @@ class Engine:
         self._start_anew()
         try:
             while (arriving := self._arriving(source)) or self.rows:
+                together = len(self.rows) + len(arriving)
                 try:
                     self._advance(arriving)
                     continue
@@ -269,7 +270,7 @@ class Engine:
                     if not is_out_of_memory(error):
                         raise
                 # Out here nothing holds on to the frames of the failed forward pass and their tensors.
-                self._back_off(list(dict.fromkeys([*self.rows, *arriving])))
+                self._back_off(together)
         finally:
             if self.handle is not None:
                 self.handle.reset_stats()
@@ -284,13 +285,13 @@ class Engine:
             rows.append(row)
         return rows
 
-    def _back_off(self, started: list[_Row]) -> None:
-        """Memory ran out: go on with half as many rows."""
-        if len(started) == 1:
-            tokens = len(started[0].prompt) + len(started[0].tokens)
+    def _back_off(self, together: int) -> None:
+        """Memory ran out on so many rows: go on with half as many. Those that have not ended start anew."""
+        if together == 1 and self.rows:
+            tokens = len(self.rows[0].prompt) + len(self.rows[0].tokens)
             raise SeergateError(f"not even one sample fits into memory, which ran out at {tokens} tokens")
-        self.batch_size = len(started) // 2
-        self.again.extendleft(_Row(row.request, row.prompt, row.limit) for row in reversed(started))
+        self.batch_size = max(1, together // 2)
+        self.again.extendleft(_Row(row.request, row.prompt, row.limit) for row in reversed(self.rows))
         self._start_anew()
 
     def _next(self, source: Iterator[Request]) -> _Row | None:
@@ -318,9 +319,9 @@ class Engine:
         """Let new rows read their prompts, or all rows take one token; hand over and drop what has ended."""
         began = time.perf_counter()
         if arriving:
-            logits = self.batch.add([row.prompt for row in arriving])
             moved, first = arriving, len(self.rows)
-            self.rows = [*self.rows, *arriving]
+            self.rows = [*self.rows, *arriving]  # at once: they start anew too if there is no room for them
+            logits = self.batch.add([row.prompt for row in arriving])
             if self.stats is not None:
                 self.stats.add_rows(len(arriving))
         else:
@@ -336,15 +337,26 @@ class Engine:
         self._retire({first + i for i, row in enumerate(moved) if row.tokens[-1] in self.ends or row.full})
 
     def _retire(self, ended: set[int]) -> None:
-        for i in sorted(ended):
-            self.on_finished(self._generation(i))
         if not ended:
             return
+        finished = [self._generation(i) for i in sorted(ended)]
         kept = [i for i in range(len(self.rows)) if i not in ended]
+        # Dropping rows copies the others, for which a device that is nearly full may have no room. By then what is
+        # handed over is no row any more; it would be made, and handed over, again.
+        self.rows = [self.rows[i] for i in kept]
+        for generation in finished:
+            self._hand_over(generation)
         self.batch.keep(kept)
         if self.stats is not None:
             self.stats.keep_rows(kept)
-        self.rows = [self.rows[i] for i in kept]
+
+    def _hand_over(self, generation: Generation) -> None:
+        try:
+            self.on_finished(generation)
+        except Exception as error:
+            if is_out_of_memory(error):  # nothing that a smaller batch mends, and backing off would lose the sample
+                raise SeergateError(f"memory ran out while a finished sample was taken in: {error}") from error
+            raise
 
     def _generation(self, index: int) -> Generation:
         row = self.rows[index]

@@ -1,15 +1,20 @@
 """The program that a judge's process runs: pairs of answers come in as JSON lines, verdicts go out.
 
-Started by `seergate.eval.judge` with ``python -m``, so it imports math-verify and nothing heavy.
+Started by `seergate.eval.judge` with ``python -m`` and the seconds of processor time that a comparison may take. It
+imports math-verify and nothing heavy.
 """
 
 from __future__ import annotations
 
 import json
+import signal
 import sys
 
 MEMORY = 4 << 30
 """Bytes of address space that a comparison may take. A power tower fills any memory otherwise."""
+
+OUT_OF_MEMORY = 77
+"""Exit status where so little memory was left that not even a verdict could be given."""
 
 
 def compare(gold: str, answer: str) -> tuple[bool, str]:
@@ -31,8 +36,18 @@ def compare(gold: str, answer: str) -> tuple[bool, str]:
     return correct, "compared by math-verify"
 
 
-def main() -> None:
-    """Answer until the input ends."""
+def limit_time(seconds: float) -> None:
+    """End this process by SIGPROF, out of C code too, once it has worked so long from now on; 0 for never."""
+    if hasattr(signal, "setitimer"):  # not on Windows
+        signal.setitimer(signal.ITIMER_PROF, seconds)
+
+
+def main(seconds: float) -> None:
+    """Answer until the input ends.
+
+    Args:
+        seconds: of processor time, for a comparison.
+    """
     try:
         import resource
 
@@ -44,12 +59,17 @@ def main() -> None:
     print(json.dumps("ready"), flush=True)
     for line in sys.stdin:
         gold, answer = json.loads(line)
+        limit_time(seconds)
         try:
             verdict = compare(gold, answer)
         except (Exception, RecursionError) as error:  # a grader must judge whatever a model writes
             verdict = False, f"math-verify failed: {type(error).__name__}"
+        limit_time(0)
         print(json.dumps(verdict), flush=True)
 
 
 if __name__ == "__main__":
-    main()
+    try:
+        main(float(sys.argv[1]))
+    except MemoryError:
+        sys.exit(OUT_OF_MEMORY)

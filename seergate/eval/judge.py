@@ -1,4 +1,8 @@
-"""A pool of processes that compare answers. One that takes too long is killed and replaced; the run goes on."""
+"""A pool of processes that compare answers. One that takes too long is killed and replaced; the run goes on.
+
+What is too long is counted in processor time, so that a verdict does not depend on what else the machine does. Only an
+end that the comparison itself has brought about is a verdict: whatever else ends a process says nothing of an answer.
+"""
 
 from __future__ import annotations
 
@@ -6,6 +10,7 @@ import importlib.util
 import json
 import os
 import queue
+import signal
 import subprocess
 import sys
 import threading
@@ -16,13 +21,21 @@ from pathlib import Path
 from types import TracebackType
 
 from seergate.errors import SeergateError, how_to_install
+from seergate.eval.equivalence import OUT_OF_MEMORY
 from seergate.eval.grading import Grade, grade
 
 SECONDS = 10.0
-"""For one comparison. math-verify takes milliseconds on what is meant as an answer."""
+"""Of processor time, for one comparison. math-verify takes milliseconds on what is meant as an answer."""
+
+WALL = 6
+"""Times as long a comparison may take by the clock: for one that waits, and where processor time cannot be limited."""
 
 START_SECONDS = 120.0
 """For a process to import math-verify, on a machine that is busy."""
+
+
+CRASHES = {-signal.SIGSEGV: "by an invalid address or a full stack", -signal.SIGABRT: "by itself"}
+"""Exit statuses of a program that is at fault itself."""
 
 
 class _Judge:
@@ -31,63 +44,109 @@ class _Judge:
     def __init__(self, seconds: float) -> None:
         self.seconds = seconds
         self.process: subprocess.Popen[str] | None = None
+        self.closed = False
 
     def compare(self, gold: str, answer: str) -> tuple[bool, str]:
-        if self.process is None:
-            self._start()
-        reply = self._ask(json.dumps([gold, answer]), self.seconds)
-        if reply is None:
-            self.close()
-            return (
-                False,
-                f"math-verify was stopped: it took longer than {self.seconds:g} seconds, or ran out of memory",
-            )
-        correct, reason = json.loads(reply)
-        return bool(correct), str(reason)
+        statuses = []
+        for _ in range(2):
+            try:
+                if self.process is None:
+                    self._start()
+                reply, late = self._ask(json.dumps([gold, answer]), WALL * self.seconds)
+            except BaseException:  # an interrupt, say: the reply may still come, and is not to be the next answer's
+                self._end()
+                raise
+            if reply is not None:
+                correct, reason = json.loads(reply)
+                return bool(correct), str(reason)
+            status = self._end()
+            if self.closed:
+                raise SeergateError("an answer was being compared when the grading was ended")
+            if (limit := self._limit(status, late)) is not None:
+                return False, f"math-verify was stopped: it {limit}"
+            statuses.append(status)
+        if statuses[0] == statuses[1] and status in CRASHES:
+            return False, f"math-verify was stopped: it crashed, {CRASHES[status]}"
+        raise SeergateError(
+            f"the process that grades mathematics was ended from outside, and so was the one after it (exit status "
+            f"{status}; -9 may mean that the machine has too little memory); the answer has no verdict, start again"
+        )
+
+    def _limit(self, status: int | None, late: bool) -> str | None:
+        """Which limit has ended the process; ``None`` if it was none of them."""
+        if late:
+            return f"took longer than {WALL * self.seconds:g} seconds"
+        if hasattr(signal, "SIGPROF") and status == -signal.SIGPROF:
+            return f"took more than {self.seconds:g} seconds of processor time"
+        return "ran out of memory" if status == OUT_OF_MEMORY else None
 
     def _start(self) -> None:
         root = str(Path(__file__).resolve().parents[2])
         paths = [root, *filter(None, [os.environ.get("PYTHONPATH")])]
         self.process = subprocess.Popen(
-            [sys.executable, "-m", "seergate.eval.equivalence"],
+            [sys.executable, "-m", "seergate.eval.equivalence", str(self.seconds)],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=subprocess.DEVNULL,
             encoding="utf-8",
             env={**os.environ, "PYTHONPATH": os.pathsep.join(paths), "OMP_NUM_THREADS": "1"},
+            start_new_session=True,  # a terminal's Ctrl-C is for the main process, which then ends this one
         )
-        if self._ask(None, START_SECONDS) is None:
-            self.close()
+        if self.closed:  # by another thread, which may not have seen the new process
+            raise SeergateError("an answer was to be compared when the grading was ended")
+        if self._ask(None, START_SECONDS)[0] is None:
             raise SeergateError(
                 "the process that grades mathematics did not start; try: python -c 'import math_verify'"
             )
 
-    def _ask(self, line: str | None, seconds: float) -> str | None:
-        """Write a line (or nothing) and wait for one; ``None`` if it does not come."""
-        process = self.process
+    def _ask(self, line: str | None, seconds: float) -> tuple[str | None, bool]:
+        """Write a line (or nothing) and wait for one.
+
+        Returns:
+            The line, or ``None`` if it does not come; and whether the process was killed for taking too long.
+        """
+        process, late = self.process, threading.Event()
         assert process is not None and process.stdin is not None and process.stdout is not None
-        timer = threading.Timer(seconds, process.kill)  # SIGKILL: a loop inside C code heeds nothing less
+
+        def kill() -> None:
+            late.set()
+            process.kill()  # SIGKILL: a loop inside C code heeds nothing less
+
+        timer = threading.Timer(seconds, kill)
         timer.start()
+        reply = ""
         try:
             if line is not None:
                 process.stdin.write(line + "\n")
                 process.stdin.flush()
-            return process.stdout.readline() or None
+            reply = process.stdout.readline()
         except BrokenPipeError:
-            return None
+            pass
         finally:
             timer.cancel()
+        return (reply if reply.endswith("\n") else None), late.is_set()
+
+    def _end(self) -> int | None:
+        """End the process.
+
+        Returns:
+            Its exit status, which is its own if it has died already; ``None`` if there is no process.
+        """
+        process, self.process = self.process, None
+        if process is None:
+            return None
+        process.kill()
+        status = process.wait()
+        for pipe in (process.stdin, process.stdout):
+            if pipe is not None:
+                with suppress(BrokenPipeError):  # what was still in the buffer is of no interest
+                    pipe.close()
+        return status
 
     def close(self) -> None:
-        """End the process."""
-        process, self.process = self.process, None
-        if process is not None:
-            process.kill()
-            process.wait()
-            for pipe in (process.stdin, process.stdout):
-                if pipe is not None:
-                    with suppress(BrokenPipeError):  # what was still in the buffer is of no interest
-                        pipe.close()
+        """End the process for good."""
+        self.closed = True
+        self._end()
 
 
 class GradingPool:
@@ -95,7 +154,7 @@ class GradingPool:
 
     Args:
         processes: how many comparisons may run at once. They start when first needed.
-        seconds: for one comparison.
+        seconds: of processor time, for one comparison.
     """
 
     def __init__(self, processes: int = 1, seconds: float = SECONDS) -> None:
@@ -109,7 +168,8 @@ class GradingPool:
         """Grade one completion; waits for a free process if it needs one.
 
         Raises:
-            SeergateError: for an unknown grader, or if math-verify is needed and not installed.
+            SeergateError: for an unknown grader, if math-verify is needed and not installed, or if the process that
+                runs it was ended from outside, twice.
         """
         return grade(grader, completion, gold, self._equivalent)
 

@@ -5,9 +5,10 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Iterable
+from io import FileIO
 from pathlib import Path
 from types import TracebackType
-from typing import Any, BinaryIO, TextIO
+from typing import Any, TextIO
 
 import yaml
 
@@ -79,8 +80,8 @@ def read_samples(directory: Path, name: str = SAMPLES) -> list[dict[str, Any]]:
 
 
 class SampleLog:
-    """Appends samples; whatever `append` and `keep` have returned from survives a kill. One process at a time may hold
-    it.
+    """Appends samples; whatever `append` and `keep` have returned from survives a kill, and where they raise they
+    leave nothing behind. One process at a time may hold it.
 
     Args:
         directory: of the run.
@@ -91,7 +92,7 @@ class SampleLog:
 
     def __init__(self, directory: Path) -> None:
         path = directory / SAMPLES
-        self._file = path.open("ab+")
+        self._file = path.open("ab+", buffering=0)
         try:
             _lock(self._file.fileno())
         except OSError as error:
@@ -100,7 +101,7 @@ class SampleLog:
         _drop_unfinished_line(self._file)
         self._ungraded = directory / UNGRADED
         if self._ungraded.exists():
-            with self._ungraded.open("ab+") as file:
+            with self._ungraded.open("ab+", buffering=0) as file:
                 _drop_unfinished_line(file)
 
     def append(self, samples: Iterable[dict[str, Any]]) -> None:
@@ -109,7 +110,7 @@ class SampleLog:
 
     def keep(self, sample: dict[str, Any]) -> None:
         """Write down a sample that has no grade yet, and wait until it is on the disk."""
-        with self._ungraded.open("ab") as file:
+        with self._ungraded.open("ab", buffering=0) as file:
             _append(file, [sample])
 
     def forget(self) -> None:
@@ -125,13 +126,20 @@ class SampleLog:
         self._file.close()
 
 
-def _append(file: BinaryIO, samples: Iterable[dict[str, Any]]) -> None:
-    file.write("".join(json.dumps(s, ensure_ascii=False) + "\n" for s in samples).encode("utf-8", "replace"))
-    file.flush()
-    os.fsync(file.fileno())
+def _append(file: FileIO, samples: Iterable[dict[str, Any]]) -> None:
+    """All or nothing. The file has no buffer, which would write the rest of a line once there is room again."""
+    text = "".join(json.dumps(s, ensure_ascii=False) + "\n" for s in samples).encode("utf-8", "replace")
+    before = file.seek(0, os.SEEK_END)
+    try:
+        while text:
+            text = text[file.write(text) :]  # a disk that becomes full takes a part
+        os.fsync(file.fileno())
+    except BaseException:
+        file.truncate(before)
+        raise
 
 
-def _drop_unfinished_line(file: BinaryIO) -> None:
+def _drop_unfinished_line(file: FileIO) -> None:
     """Cut off the end of a line that was cut short by a kill."""
     file.seek(0)
     file.truncate(file.read().rfind(b"\n") + 1)

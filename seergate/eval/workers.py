@@ -148,8 +148,13 @@ class Running:
                         lent[request.key] = request
                     connection.send(request)
                 elif kind == "finished":
+                    try:
+                        on_finished(payload)
+                    except BaseException as error:  # of the disk perhaps, and then no death of the process
+                        self.error = self.error or error
+                        connection.close()  # it still works; without a connection it ends
+                        break
                     del lent[payload.request.key]
-                    on_finished(payload)
                 elif kind == "failed":
                     self.error = self.error or SeergateError(f"a worker process failed: {payload}")
                     break
@@ -157,8 +162,8 @@ class Running:
                     break  # done
         except (EOFError, OSError):
             pass  # it died
-        except BaseException as error:  # of `on_finished`; the main thread raises it
-            self.error = error
+        except BaseException as error:  # the main thread raises it
+            self.error = self.error or error
         source.give_back(lent.values())
 
     def join(self) -> None:
@@ -192,12 +197,10 @@ def _work(loader: Loader, number: int, connection: Connection) -> None:
                 loaded = loaded or loader(number)
                 _do(job, loaded, connection)
                 connection.send(("done", None))
-            except (EOFError, OSError):
-                raise
             except Exception as error:
+                connection.send(("failed", f"{type(error).__name__}: {error}"))  # fails if that is what has failed
                 if not isinstance(error, ValueError):
                     traceback.print_exc()
-                connection.send(("failed", f"{type(error).__name__}: {error}"))
     except (EOFError, OSError):
         pass  # the main process is done with us
 

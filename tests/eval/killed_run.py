@@ -3,7 +3,8 @@
     python -m tests.eval.killed_run --kills 50 --record FILE
     python -m tests.eval.killed_run --kills 50 --workers 1 --record FILE
 
-Each start is a process of its own, which dies by SIGKILL anywhere from its first import to its last sample.
+Each start is a process of its own, which dies by SIGKILL anywhere from its first import to its last sample. Its grades
+take as long as samples do, so that kills also fall between a sample's end and its grade.
 """
 
 from __future__ import annotations
@@ -25,7 +26,9 @@ from unittest import mock
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from seergate.eval import MethodSpec, RunOptions, Sampling, environment, evaluate, make_task
+from seergate.eval import MethodSpec, RunOptions, Sampling, environment, evaluate, make_task, store
+from seergate.eval.grading import Grade
+from seergate.eval.judge import GradingPool
 from seergate.eval.workers import WorkerPool
 from tests.eval import support
 
@@ -34,6 +37,8 @@ TASK = {"problems": 12, "variables": 6, "seed": 3}
 OPTIONS = RunOptions(samples=2, max_new_tokens=40, batch_size=2, seed=5, sampling=Sampling(temperature=1.0))
 SPEC = MethodSpec("oracle", token_budget=32, block_size=16)
 SAMPLES = TASK["problems"] * 2
+MANY = 20
+"""So many kills cannot all have missed the samples that wait for their grades."""
 
 NOT_COMPARED = ("seconds", "tokens_per_second", "resident_bytes_mean", "resident_bytes_peak")
 """Of samples and metrics: how long it took, and the share of buffers, which depends on what was made together."""
@@ -69,6 +74,17 @@ def run(model: str, out: str, workers: int = 0) -> dict:
         return evaluate(*arguments, pool=pool)
 
 
+def grade_slowly() -> None:
+    """Let each grade take a moment, by chance."""
+    grade, moments = GradingPool.grade, random.Random()
+
+    def slow(pool: GradingPool, *arguments: str) -> Grade:
+        time.sleep(moments.uniform(0, 0.3))
+        return grade(pool, *arguments)
+
+    GradingPool.grade = slow
+
+
 def storm(model: str, root: Path, kills: int, workers: int = 0, seed: int = 0) -> dict:
     """Run once undisturbed, in one process, and once with so many kills; then compare.
 
@@ -81,21 +97,28 @@ def storm(model: str, root: Path, kills: int, workers: int = 0, seed: int = 0) -
 
     Returns:
         What the kills met: how many ``"before"`` the first sample of a start, ``"between"`` samples and with a line
-        ``"half_written"`` (by hand: a kill inside a write is too rare to wait for); and how often a run that had
-        come to its end was set back, for the next kill to have something to interrupt.
+        ``"half_written"`` (by hand: a kill inside a write is too rare to wait for); how many starts found samples that
+        were left ``"ungraded"``; and how often a run that had come to its end was ``"set_back"``, for the next kill
+        to have something to interrupt.
 
     Raises:
-        AssertionError: if a sample is missing, twice or different, or a metric differs.
+        AssertionError: if a sample is missing, twice or different, or a metric differs; or if of many starts none
+            found samples without a grade, and so nothing was learnt about them.
     """
     whole = run(model, str(root / "whole"))
     out, moments = root / "killed", random.Random(seed)
     command = [sys.executable, "-m", "tests.eval.killed_run", "--child", model, str(out), "--workers", str(workers)]
-    path, met = out / "samples.jsonl", dict.fromkeys(("before", "between", "half_written", "set_back"), 0)
+    path = out / store.SAMPLES
+    met = dict.fromkeys(("before", "between", "half_written", "ungraded", "set_back"), 0)
 
     def written() -> int:
         return path.read_bytes().count(b"\n") if path.exists() else 0
 
     for _ in range(kills):
+        kept, graded = (
+            {store.key_of(row) for row in store.read_samples(out, name)} for name in (store.UNGRADED, store.SAMPLES)
+        )
+        met["ungraded"] += not kept <= graded
         process = subprocess.Popen(
             command,
             cwd=ROOT,
@@ -122,7 +145,8 @@ def storm(model: str, root: Path, kills: int, workers: int = 0, seed: int = 0) -
     resumed = run(model, str(out), workers)
     assert compared(resumed) == compared(whole), "the metrics differ"
     assert samples(out) == samples(root / "whole"), "the samples differ"
-    assert not (out / "ungraded.jsonl").exists(), "something waits for its grade"
+    assert not (out / store.UNGRADED).exists(), "something waits for its grade"
+    assert met["ungraded"] or kills < MANY, f"none of {kills} starts found a sample that waited for its grade"
     return met
 
 
@@ -149,6 +173,7 @@ def main() -> None:
     parser.add_argument("--child", nargs=2, metavar=("MODEL", "OUT"), help="be the run that is killed")
     options = parser.parse_args()
     if options.child:
+        grade_slowly()
         run(*options.child, options.workers)
         return
     from benchmarks.common import provenance  # not needed by the runs, and slow to import

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import resource
 import threading
+from contextlib import contextmanager
 
 import pytest
 
@@ -12,7 +14,7 @@ from seergate.eval import MethodSpec, RunOptions, evaluate, make_task
 from seergate.eval.collector import Collector
 from seergate.eval.engine import Generation, Request
 from seergate.eval.judge import GradingPool
-from seergate.eval.store import UNGRADED, SampleLog, key_of, read_samples
+from seergate.eval.store import SAMPLES, UNGRADED, SampleLog, key_of, read_samples
 from tests.eval import support
 
 WAIT = 60.0
@@ -188,6 +190,59 @@ def test_a_judge_that_is_ended_gives_no_verdict(tmp_path, monkeypatch):
     assert read_samples(tmp_path) == []
     (kept,) = read_samples(tmp_path, UNGRADED)
     assert kept["problem_id"] == "3" and "correct" not in kept
+
+
+@pytest.mark.parametrize("where", ["taken", "kept by an earlier run", "there already"])
+def test_a_sample_that_comes_twice_is_refused(tmp_path, where):
+    with SampleLog(tmp_path) as log, GradingPool() as judges:
+        sink = collector(log, judges, 3)
+        if where == "taken":
+            sink.take(generation(0))
+        elif where == "there already":
+            sample = {**sink._ungraded(generation(0)), "correct": True}
+            sink = Collector("dense", 3, "digit", sink.golds, log, [sample], judges)
+        else:
+            sink.take_kept([sink._ungraded(generation(0))])
+        with pytest.raises(SeergateError, match=r"the sample \('chain_sum', '0', 0\) was made twice"), sink:
+            sink.take(generation(0))
+    assert len(read_samples(tmp_path)) <= 1  # and neither file has it twice, or could not be read
+    assert len(read_samples(tmp_path, UNGRADED)) <= 1
+
+
+@contextmanager
+def room_for(path, size):
+    """As if the disk were full once a file is so many bytes longer: a part of a line still fits."""
+    limits, used = resource.getrlimit(resource.RLIMIT_FSIZE), path.stat().st_size if path.exists() else 0
+    resource.setrlimit(resource.RLIMIT_FSIZE, (used + size, limits[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+
+
+@pytest.mark.parametrize("name", [SAMPLES, UNGRADED])
+def test_a_line_for_which_there_is_no_room_leaves_nothing(tmp_path, name):
+    """Neither a part of it at once, nor the rest of it later."""
+    with SampleLog(tmp_path) as log, GradingPool() as judges:
+        made = [collector(log, judges, 3)._ungraded(generation(number)) for number in range(3)]
+        write = log.keep if name == UNGRADED else lambda sample: log.append([sample])
+        write(made[0])
+        with pytest.raises(OSError, match="File too large"), room_for(tmp_path / name, 20):
+            write(made[1])
+        write(made[2])
+    assert read_samples(tmp_path, name) == [made[0], made[2]]
+
+
+def test_a_sample_that_cannot_be_kept_stops_whoever_makes_others(tmp_path):
+    with SampleLog(tmp_path) as log, GradingPool() as judges:
+        sink = collector(log, judges, 2)
+        with pytest.raises(OSError, match="File too large"), room_for(tmp_path / UNGRADED, 20):
+            sink.take(generation(0))
+        with pytest.raises(OSError, match="File too large"):
+            sink.take(generation(1))
+        with pytest.raises(OSError, match="File too large"), sink:
+            pass
+    assert read_samples(tmp_path) == read_samples(tmp_path, UNGRADED) == []
 
 
 def test_what_cannot_be_written_stops_the_run(tmp_path):

@@ -10,7 +10,7 @@ from seergate import methods
 from seergate.bank import GateBank
 from seergate.config import GateConfig
 from seergate.errors import SeergateError
-from seergate.eval import memory
+from seergate.eval import engine, memory
 from seergate.eval.costs import RowStats
 from seergate.eval.engine import Batch, Engine, Limit, Request, render
 from seergate.eval.memory import bytes_per_token, estimated_batch, is_out_of_memory
@@ -262,6 +262,68 @@ def test_a_sample_that_does_not_fit_is_told():
     with pytest.raises(SeergateError, match="not even one sample fits"):
         run(model, PROMPTS, batch_size=4)
     hook.remove()
+
+
+@pytest.mark.parametrize(("batch_size", "survivors"), [(4, 3), (4, 1), (4, 0), (1, 0)])
+def test_running_out_of_memory_when_rows_are_dropped_makes_none_of_them_again(monkeypatch, batch_size, survivors):
+    """`run` refuses what comes twice. The others start anew, and one that is left is not said to fit no more."""
+    model, sampling, keep, failed, began = support.model(), Sampling(temperature=1.0), Batch.keep, [], []
+    expected = run(model, LONG, batch_size=1, max_new_tokens=20, sampling=sampling)
+    limits = {i: 20 if i < survivors else 3 for i in range(len(LONG))}  # of the first four, so many go on
+
+    def full(batch, rows):
+        if not failed and len(rows) == survivors:
+            failed.append(len(batch))
+            raise torch.OutOfMemoryError("CUDA out of memory")
+        keep(batch, rows)
+
+    class Limited(engine._Row):
+        def __init__(self, request, prompt, limit):
+            began.append(request.key)
+            super().__init__(request, prompt, min(limit, limits[request.key]))
+
+    monkeypatch.setattr(Batch, "keep", full)
+    monkeypatch.setattr(engine, "_Row", Limited)
+    found = run(model, LONG, batch_size=batch_size, max_new_tokens=20, sampling=sampling)
+    assert failed == [batch_size]
+    assert tokens(found) == {key: generation.token_ids[: limits[key]] for key, generation in sorted(expected.items())}
+    assert sorted(began) == sorted([*range(len(LONG)), *range(survivors)])
+
+
+def test_what_ends_with_its_first_token_is_not_made_again(monkeypatch):
+    """It has only just arrived when memory runs out."""
+    keep, failed = Batch.keep, []
+
+    def full(batch, rows):
+        if not failed:
+            failed.append(rows)
+            raise torch.OutOfMemoryError("CUDA out of memory")
+        keep(batch, rows)
+
+    monkeypatch.setattr(Batch, "keep", full)
+    assert len(run(support.model(), PROMPTS, batch_size=2, max_new_tokens=1)) == 4
+    assert failed == [[]]
+
+
+def test_memory_that_runs_out_where_samples_are_taken_in_loses_none():
+    """It is told: a smaller batch would not help, and the sample would be gone."""
+    taken = []
+
+    def refuse(generation):
+        taken.append(generation.request.key)
+        raise MemoryError("no room to write")
+
+    made = Engine(
+        support.model(),
+        support.tokenizer(),
+        batch_size=2,
+        limit=Limit(4),
+        sampling=Sampling(),
+        on_finished=refuse,
+    )
+    with pytest.raises(SeergateError, match="while a finished sample was taken in: no room to write"):
+        made.run(requests_for(PROMPTS))
+    assert taken == [0]
 
 
 def test_out_of_memory_is_recognised():

@@ -1,10 +1,18 @@
 from __future__ import annotations
 
+import signal
+import subprocess
+import sys
+import threading
+import time
+
+import psutil
 import pytest
 
 from seergate.errors import SeergateError
+from seergate.eval import judge as judge_module
 from seergate.eval.grading import check_grader, grade, last_boxed
-from seergate.eval.judge import GradingPool
+from seergate.eval.judge import GradingPool, _Judge
 
 
 @pytest.fixture(scope="module")
@@ -176,6 +184,159 @@ def test_a_comparison_that_takes_too_long_is_stopped():
     with GradingPool(seconds=1) as pool:
         assert "was stopped" in pool.grade("math", r"\boxed{9^{9^{9^{9}}}}", "7").reason
         assert pool.grade("math", r"\boxed{14/2}", "7").correct
+
+
+ENDLESS = r"\boxed{9^{9^{9^{9}}}}"
+
+
+def test_the_limit_is_processor_time(monkeypatch):
+    """A judge that is held up for longer is not stopped."""
+    monkeypatch.setattr(judge_module, "WALL", 1000)
+    judge = _Judge(seconds=1)
+    assert judge.compare("7", "14/2")[0]
+    before, ask = judge.process, judge._ask
+
+    def held_up(line, seconds):
+        process = psutil.Process(before.pid)
+        process.suspend()
+        threading.Timer(1.5, process.resume).start()
+        return ask(line, seconds)
+
+    judge._ask = held_up
+    assert judge.compare("7", "21/3") == (True, "compared by math-verify")
+    assert judge.process is before
+    judge._ask = ask
+    judge._end()
+    judge.seconds = 0.5
+    stopped = False, "math-verify was stopped: it took more than 0.5 seconds of processor time"
+    assert judge.compare("7", "9^{9^{9^{9}}}") == stopped
+    judge.close()
+
+
+def test_a_comparison_that_waits_is_stopped_by_the_clock(monkeypatch):
+    """What takes no processor time is told from what takes too much."""
+    monkeypatch.setattr(judge_module, "WALL", 0.01)
+    judge = _Judge(seconds=50)
+    assert judge.compare("7", "9^{9^{9^{9}}}") == (False, "math-verify was stopped: it took longer than 0.5 seconds")
+    judge.close()
+
+
+def test_a_judge_that_died_while_it_was_idle_is_replaced():
+    with GradingPool() as pool:
+        assert pool.grade("math", r"\boxed{14/2}", "7").correct
+        (judge,) = pool._judges
+        before = judge.process
+        before.kill()
+        before.wait()
+        assert pool.grade("math", r"\boxed{14/2}", "7").correct
+        assert judge.process.pid != before.pid
+
+
+def kill_when_busy(judge, times, number, seconds=60):
+    """Have so many of a judge's processes killed, each when it has worked on its answer for a while.
+
+    Args:
+        seconds: the limit of those that come after the first.
+    """
+    ask, left = judge._ask, [number] * times
+
+    def spent(process):
+        return sum(psutil.Process(process.pid).cpu_times()[:2])
+
+    def kill(process, number, before):
+        while spent(process) < before + 0.05:
+            time.sleep(0.005)
+        process.send_signal(number)
+
+    def watched(line, limit):
+        if line is not None and left:
+            judge.seconds = seconds
+            threading.Thread(target=kill, args=(judge.process, left.pop(), spent(judge.process))).start()
+        return ask(line, limit)
+
+    judge._ask = watched
+
+
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM])
+def test_a_judge_that_is_killed_gives_no_verdict(number):
+    """It is asked once more; then the run is stopped, and the answer is left without a grade."""
+    with GradingPool(seconds=60) as pool:
+        kill_when_busy(pool._judges[0], 2, number)
+        with pytest.raises(SeergateError, match="was ended from outside, and so was the one after it"):
+            pool.grade("math", ENDLESS, "7")
+        assert pool.grade("math", r"\boxed{14/2}", "7").correct
+
+
+def test_the_verdict_is_that_of_the_judge_that_was_not_killed():
+    with GradingPool(seconds=60) as pool:
+        kill_when_busy(pool._judges[0], 1, signal.SIGKILL, seconds=0.5)
+        assert "more than 0.5 seconds of processor time" in pool.grade("math", ENDLESS, "7").reason
+
+
+def test_an_answer_that_makes_every_judge_crash_is_wrong():
+    """Or the run could never be finished. Nobody else sends this signal."""
+    with GradingPool(seconds=60) as pool:
+        kill_when_busy(pool._judges[0], 2, signal.SIGSEGV)
+        assert "it crashed" in pool.grade("math", ENDLESS, "7").reason
+
+
+INTERRUPTED = r"""
+import os, signal
+from seergate.eval.judge import GradingPool
+
+with GradingPool(seconds=60) as pool:
+    signal.signal(signal.SIGINT, lambda *_: None)
+    assert pool.grade("math", r"\boxed{14/2}", "7").correct
+    before = pool._judges[0].process
+    os.killpg(0, signal.SIGINT)
+    assert pool.grade("math", r"\boxed{14/2}", "7").correct
+    assert pool._judges[0].process is before and before.poll() is None, "the judge was interrupted"
+print("went on")
+"""
+
+
+def test_an_interrupt_of_the_terminal_does_not_reach_the_judges():
+    """Ctrl-C goes to a process group: this one's own, in a session of its own."""
+    command = [sys.executable, "-c", INTERRUPTED]
+    done = subprocess.run(command, start_new_session=True, capture_output=True, text=True, timeout=300)
+    assert done.stdout == "went on\n", done.stderr
+
+
+def test_the_reply_to_an_interrupted_question_is_not_taken_for_another(monkeypatch):
+    judge = _Judge(seconds=60)
+    assert judge.compare("7", "14/2")[0]
+    ask = judge._ask
+
+    def interrupted(line, seconds):
+        judge.process.stdin.write(line + "\n")
+        judge.process.stdin.flush()
+        raise KeyboardInterrupt
+
+    judge._ask = interrupted
+    with pytest.raises(KeyboardInterrupt):
+        judge.compare("7", "7")
+    judge._ask = ask
+    assert not judge.compare("7", "8")[0]
+    judge.close()
+
+
+def test_a_judge_that_was_ended_is_not_started_again():
+    """By the thread that still waits for its verdict."""
+    with GradingPool(seconds=60) as pool:
+        (judge,) = pool._judges
+        ask = judge._ask
+
+        def ended(line, seconds):
+            if line is not None:
+                pool.close()
+                return None, False
+            return ask(line, seconds)
+
+        judge._ask = ended
+        for _ in range(2):
+            with pytest.raises(SeergateError, match="the grading was ended"):
+                pool.grade("math", ENDLESS, "7")
+        assert judge.process is None
 
 
 def test_many_are_graded_in_their_order():

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import json
+import multiprocessing
 import os
 import signal
 import threading
 import time
 from dataclasses import replace
 from functools import partial
+from multiprocessing.connection import Connection
 from pathlib import Path
 
 import pytest
@@ -18,8 +20,8 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from seergate import GateBank, GateConfig
 from seergate.errors import SeergateError
 from seergate.eval import MethodSpec, RunOptions, Sampling, evaluate, make_task, memory, sweep
-from seergate.eval.engine import Request
-from seergate.eval.workers import Source, WorkerPool
+from seergate.eval.engine import Generation, Limit, Request
+from seergate.eval.workers import Job, Running, Source, WorkerPool
 from tests.eval import support
 
 OPTIONS = RunOptions(samples=2, max_new_tokens=60, batch_size=2, sampling=Sampling(temperature=1.0))
@@ -48,8 +50,8 @@ def gates_of(model) -> dict[int, GateBank]:
     return {size: GateBank.for_model(model, GateConfig(block_size=size, gate_dim=16)) for size in (8, 16)}
 
 
-def load_nothing(number: int):
-    raise SeergateError("there is no model here")
+def load_nothing(error: type[Exception], number: int):
+    raise error("there is no model here")
 
 
 @pytest.fixture(scope="module")
@@ -149,10 +151,53 @@ def test_processes_divide_the_memory_that_is_free(tmp_path, saved, monkeypatch):
 
 
 @pytest.mark.slow
-def test_what_goes_wrong_in_a_process_is_told(tmp_path, saved):
+@pytest.mark.parametrize("error", [SeergateError, OSError])
+def test_what_goes_wrong_in_a_process_is_told(tmp_path, saved, error):
+    """An error of its files too: it is no lost connection."""
     model, tokenizer, _ = load(saved, 0)
-    with pytest.raises(SeergateError, match="a worker process failed: SeergateError: there is no model here"):
-        sweep(model, tokenizer, task(), SPECS[:1], tmp_path, OPTIONS, loader=load_nothing, workers=1)
+    with pytest.raises(SeergateError, match=f"a worker process failed: {error.__name__}: there is no model here"):
+        loader = partial(load_nothing, error)
+        sweep(model, tokenizer, task(), SPECS[:1], tmp_path, OPTIONS, loader=loader, workers=1)
+
+
+def serve(source: Source, on_finished, replies) -> tuple[Running, Connection]:
+    """A job, and the worker's end of its only connection, over which these replies have come."""
+    ours, theirs = multiprocessing.Pipe()
+    for reply in replies:
+        theirs.send(reply)
+    return Running([ours], Job(SPECS[0], 1, Limit(8), Sampling()), source, on_finished), theirs
+
+
+def made(number: int) -> tuple[str, Generation]:
+    return "finished", Generation(Request(number, "x"), "y", (1,), 1, "stop", 0.1, {})
+
+
+def test_a_sample_that_cannot_be_taken_in_is_neither_a_death_nor_lost():
+    """A full disk is an `OSError` too. The process is let go: what it says next would not be understood."""
+
+    def full(generation):
+        raise OSError(28, "No space left on device")
+
+    source = Source([Request(0, "x"), Request(1, "x")])
+    running, theirs = serve(source, full, [("next", None), made(0)])
+    with pytest.raises(OSError, match="No space left"):
+        running.join()
+    assert sorted(request.key for request in source) == [0, 1]
+    assert isinstance(theirs.recv(), Job) and theirs.recv().key == 0
+    assert theirs.poll(60), "it is left waiting for a reply"
+    with pytest.raises(EOFError):
+        theirs.recv()
+
+
+def test_what_a_process_was_given_is_made_by_others_when_it_dies():
+    source, taken = Source([Request(i, "x") for i in range(3)]), []
+    running, theirs = serve(source, taken.append, [("next", None), ("next", None), made(0)])
+    job, *lent = (theirs.recv() for _ in range(3))
+    theirs.close()
+    running.join()
+    assert isinstance(job, Job) and [request.key for request in lent] == [0, 1]
+    assert [generation.request.key for generation in taken] == [0]
+    assert sorted(request.key for request in source) == [1, 2]
 
 
 def test_workers_need_a_loader(tmp_path):
