@@ -8,7 +8,6 @@ from typing import Any
 
 import torch
 from torch import nn
-from transformers import PreTrainedModel
 
 SAMPLED = 2**18
 
@@ -28,8 +27,8 @@ def fingerprint(module: nn.Module) -> str:
     return digest.hexdigest()[:16]
 
 
-def rope_of(model: PreTrainedModel) -> Any:
-    """The parameters of a model's rotary embedding, as plain JSON types. They are no weights: by `fingerprint` alone a
-    model with YaRN is the one without.
+def rope_of(model: Any) -> Any:
+    """The parameters of a transformers model's rotary embedding, as plain JSON types. They are no weights: by
+    `fingerprint` alone a model with YaRN is the one without.
     """
     return json.loads(json.dumps(getattr(model.config.get_text_config(), "rope_parameters", None), default=str))

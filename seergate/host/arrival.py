@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from seergate.errors import SeergateError
+from seergate.methods.evicting import EvictingMethod
 
 if TYPE_CHECKING:
     from seergate.host.cache import GatedLayer
@@ -85,3 +86,19 @@ def valid_tokens(mask: Tensor | None, new: int, slots: int) -> Tensor | None:
     row = row[:, slots : slots + new] if mask.ndim == 4 else row[:, -new:]
     real = row if row.dtype == torch.bool else (row > 0 if mask.ndim == 2 else row == 0)
     return None if bool(real.all()) else real
+
+
+def refuse_masked(layer: GatedLayer, valid: Tensor | None, new: int) -> None:
+    """Refuse a decoded token that is masked, if the method evicts: it learns from every one's query.
+
+    Raises:
+        SeergateError: naming the row.
+    """
+    if valid is None or new > 1 or not isinstance(layer.method, EvictingMethod):
+        return
+    for row, real in enumerate(valid[:, 0].tolist()):
+        if not real and layer.row_seen[row] > 0:
+            raise SeergateError(
+                f"the attention_mask hides the token that row {row} decodes, and {layer.method.name!r} counts every "
+                "one; drop the row from the batch instead (cache.batch_select_indices)"
+            )

@@ -14,7 +14,7 @@ from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
-from torch import Tensor, nn
+from torch import nn
 from transformers import PreTrainedModel
 from transformers.cache_utils import Cache, DynamicLayer, StaticLayer
 
@@ -23,7 +23,7 @@ from seergate.config import DecodeConfig
 from seergate.errors import SeergateError
 from seergate.fingerprint import fingerprint
 from seergate.host import families
-from seergate.host.arrival import Arrival, valid_tokens
+from seergate.host.arrival import Arrival, refuse_masked, valid_tokens
 from seergate.host.attention import ATTENTION_NAME, CALL_KEYWORD, attend, dense_function, register
 from seergate.host.break_even import resolved
 from seergate.host.cache import GatedLayer
@@ -39,7 +39,7 @@ from seergate.host.rope import Rotary
 from seergate.host.sharing import give_up
 from seergate.host.stats import DecodeStats
 from seergate.host.trace import Trace, TracedStats
-from seergate.methods import EvictingMethod, Gate, GateOnEvictor, Method, ReasonCache, SelectingMethod, make_method
+from seergate.methods import Gate, GateOnEvictor, Method, ReasonCache, SelectingMethod, make_method
 
 _HANDLE = "_seergate_handle"
 
@@ -102,7 +102,7 @@ class DecodeBinding:
         valid = drafted = None
         if not layer.takes(new):  # else no number may be asked for that a compiled step does not know
             valid = valid_tokens(kwargs.get("attention_mask"), new, layer.slots)
-            _refuse_masked(layer, valid, new)
+            refuse_masked(layer, valid, new)
             drafted = self.handle.prompts.drafted(cache, layer.slots, new)
         layer.arrival = Arrival(valid, self.tap.take, kwargs.get("position_ids"), drafted)
         prompt = self.handle.prompts.holds(new)
@@ -165,18 +165,6 @@ class DecodeBinding:
             make = FixedLayer
         layers[self.layer] = make(method, self.layer, self.num_heads, self.rotary, static_length, shared)
         return layers[self.layer]
-
-
-def _refuse_masked(layer: GatedLayer, valid: Tensor | None, new: int) -> None:
-    """Evicting methods learn from every decoded token's query, so there is none that does not count."""
-    if valid is None or new > 1 or not isinstance(layer.method, EvictingMethod):
-        return
-    for row, real in enumerate(valid[:, 0].tolist()):
-        if not real and layer.row_seen[row] > 0:
-            raise SeergateError(
-                f"the attention_mask hides the token that row {row} decodes, and {layer.method.name!r} counts every "
-                "one; drop the row from the batch instead (cache.batch_select_indices)"
-            )
 
 
 class Handle:
