@@ -10,10 +10,8 @@ from seergate import methods
 from seergate.bank import GateBank
 from seergate.config import GateConfig
 from seergate.errors import SeergateError
-from seergate.eval import engine, memory
 from seergate.eval.costs import RowStats
 from seergate.eval.engine import Batch, Engine, Limit, Request, render
-from seergate.eval.memory import bytes_per_token, estimated_batch, is_out_of_memory
 from seergate.eval.sampling import GENERATE_TOP_K, SampledRow, Sampling, TokenChooser, sample_seed
 from seergate.host import attached
 from seergate.host.offload import Offload
@@ -237,135 +235,6 @@ def test_models_with_other_layers_are_served_without_refill():
     model = tiny_model("gemma3_text", vocab_size=len(support.tokenizer()))
     alone = run(model, LONG, batch_size=1, max_new_tokens=20)
     assert tokens(run(model, LONG, batch_size=3, max_new_tokens=20)) == tokens(alone)
-
-
-def test_running_out_of_memory_halves_the_batch_and_loses_nothing():
-    model, sampling = support.model(), Sampling(temperature=1.0)
-    expected = run(model, LONG, batch_size=1, max_new_tokens=20, sampling=sampling)
-    sizes: list[int] = []
-
-    def full(module, args, kwargs):
-        sizes.append(kwargs["input_ids"].shape[0])
-        if sizes[-1] * (kwargs["position_ids"].max() + 1) > 190:
-            torch.zeros(1 << 50)  # more than there is: the allocator's own error
-
-    hook = model.register_forward_pre_hook(full, with_kwargs=True)
-    found = run(model, LONG, batch_size=7, max_new_tokens=20, sampling=sampling)
-    hook.remove()
-    assert tokens(found) == tokens(expected)
-    assert max(sizes) == 7 and sizes[-1] < 7
-
-
-def test_a_sample_that_does_not_fit_is_told():
-    model = support.model()
-    hook = model.register_forward_pre_hook(lambda *_: torch.zeros(1 << 50))
-    with pytest.raises(SeergateError, match="not even one sample fits"):
-        run(model, PROMPTS, batch_size=4)
-    hook.remove()
-
-
-@pytest.mark.parametrize(("batch_size", "survivors"), [(4, 3), (4, 1), (4, 0), (1, 0)])
-def test_running_out_of_memory_when_rows_are_dropped_makes_none_of_them_again(monkeypatch, batch_size, survivors):
-    """`run` refuses what comes twice. The others start anew, and one that is left is not said to fit no more."""
-    model, sampling, keep, failed, began = support.model(), Sampling(temperature=1.0), Batch.keep, [], []
-    expected = run(model, LONG, batch_size=1, max_new_tokens=20, sampling=sampling)
-    limits = {i: 20 if i < survivors else 3 for i in range(len(LONG))}  # of the first four, so many go on
-
-    def full(batch, rows):
-        if not failed and len(rows) == survivors:
-            failed.append(len(batch))
-            raise torch.OutOfMemoryError("CUDA out of memory")
-        keep(batch, rows)
-
-    class Limited(engine._Row):
-        def __init__(self, request, prompt, limit):
-            began.append(request.key)
-            super().__init__(request, prompt, min(limit, limits[request.key]))
-
-    monkeypatch.setattr(Batch, "keep", full)
-    monkeypatch.setattr(engine, "_Row", Limited)
-    found = run(model, LONG, batch_size=batch_size, max_new_tokens=20, sampling=sampling)
-    assert failed == [batch_size]
-    assert tokens(found) == {key: generation.token_ids[: limits[key]] for key, generation in sorted(expected.items())}
-    assert sorted(began) == sorted([*range(len(LONG)), *range(survivors)])
-
-
-def test_what_ends_with_its_first_token_is_not_made_again(monkeypatch):
-    """It has only just arrived when memory runs out."""
-    keep, failed = Batch.keep, []
-
-    def full(batch, rows):
-        if not failed:
-            failed.append(rows)
-            raise torch.OutOfMemoryError("CUDA out of memory")
-        keep(batch, rows)
-
-    monkeypatch.setattr(Batch, "keep", full)
-    assert len(run(support.model(), PROMPTS, batch_size=2, max_new_tokens=1)) == 4
-    assert failed == [[]]
-
-
-def test_memory_that_runs_out_where_samples_are_taken_in_loses_none():
-    """It is told: a smaller batch would not help, and the sample would be gone."""
-    taken = []
-
-    def refuse(generation):
-        taken.append(generation.request.key)
-        raise MemoryError("no room to write")
-
-    made = Engine(
-        support.model(),
-        support.tokenizer(),
-        batch_size=2,
-        limit=Limit(4),
-        sampling=Sampling(),
-        on_finished=refuse,
-    )
-    with pytest.raises(SeergateError, match="while a finished sample was taken in: no room to write"):
-        made.run(requests_for(PROMPTS))
-    assert taken == [0]
-
-
-def test_out_of_memory_is_recognised():
-    with pytest.raises(RuntimeError) as caught:
-        torch.zeros(1 << 50)
-    assert is_out_of_memory(caught.value)
-    assert is_out_of_memory(torch.OutOfMemoryError("CUDA out of memory"))
-    assert is_out_of_memory(MemoryError())
-    assert not is_out_of_memory(RuntimeError("shapes do not match"))
-
-
-def test_the_estimate_by_hand(monkeypatch):
-    """Of 10 MB, 8 may be used; the buffers take 1.25 times the tokens, and a token 512 bytes: keys and values of 2
-    layers, of 2 heads of 16 numbers of 4 bytes.
-    """
-    model = support.model()
-    monkeypatch.setattr(memory, "free_bytes", lambda device: 10_000_000)
-    assert bytes_per_token(model) == 2 * 2 * 2 * 16 * 4 == 512
-    for longest, expected in ((1000, 12), (4000, 3), (10**6, 1), (10**12, 1)):
-        assert estimated_batch(model, longest) == expected
-    monkeypatch.setattr(memory, "free_bytes", lambda device: 10**12)
-    assert estimated_batch(model, 100) == memory.LARGEST_BATCH
-
-
-def test_processes_on_one_device_divide_its_memory(monkeypatch):
-    """Of 10 MB, three processes have 3.33 each; with two copies of the model still to load, as much less."""
-    model = support.model()
-    monkeypatch.setattr(memory, "free_bytes", lambda device: 10_000_000)
-    weights = sum(p.numel() for p in model.parameters()) * 4 + sum(b.nbytes for b in model.buffers())
-    assert 300_000 < weights < 2_000_000
-    assert estimated_batch(model, 1000, sharing=3) == 4  # 12.5 / 3
-    expected = int(0.8 * (10_000_000 - 2 * weights) / 3 / (1.25 * 1000 * 512))
-    assert 1 <= estimated_batch(model, 1000, sharing=3, copies=2) == expected < 4
-    assert estimated_batch(model, 1000, sharing=3, copies=100) == 1
-
-
-@pytest.mark.parametrize(
-    ("device", "gpus", "processes", "share"), [("cpu", 0, 3, 3), ("cuda", 2, 5, 3), ("cuda", 8, 4, 1)]
-)
-def test_how_many_share_a_device(monkeypatch, device, gpus, processes, share):
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: gpus)
-    assert memory.sharing(torch.device(device), processes) == share
 
 
 @pytest.mark.parametrize(

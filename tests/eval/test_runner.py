@@ -9,10 +9,8 @@ import pytest
 import yaml
 
 from seergate.errors import SeergateError
-from seergate.eval import MethodSpec, RunOptions, Sampling, environment, evaluate, make_task, store, sweep
+from seergate.eval import MethodSpec, RunOptions, Sampling, evaluate, make_task, store, sweep
 from seergate.eval.regrade import regrade
-from seergate.eval.run_config import UNRECORDED_ONCE
-from seergate.eval.runner import reference_in
 from seergate.eval.settings import grid
 from tests.eval import killed_run, support
 
@@ -96,129 +94,6 @@ def test_a_finished_run_is_not_generated_again(tmp_path):
     assert timeless(small(tmp_path, on_progress=calls.append)) == timeless(first)
     assert (tmp_path / "samples.jsonl").read_bytes() == before
     assert calls == []
-
-
-@pytest.mark.parametrize(
-    ("change", "field"),
-    [
-        ({"max_new_tokens": 35}, "generation.max_new_tokens was 36 and is 35"),
-        ({"seed": 1}, "generation.seed was 0 and is 1"),
-        ({"samples": 2}, "generation.samples"),
-        ({"sampling": Sampling(temperature=0.6)}, "generation.temperature"),
-        ({"spec": MethodSpec("oracle", 64, 16)}, "method.name was 'dense' and is 'oracle'"),
-    ],
-)
-def test_other_settings_are_refused(tmp_path, change, field):
-    small(tmp_path)
-    with pytest.raises(SeergateError, match=field):
-        small(tmp_path, **change)
-
-
-def test_other_weights_are_refused(tmp_path):
-    small(tmp_path)
-    model = support.model()
-    model.lm_head.weight.data[3, 3] += 1
-    task = make_task("chain_sum", problems=4, variables=5)
-    with pytest.raises(SeergateError, match=r"model\.fingerprint"):
-        evaluate(model, support.tokenizer(), task, MethodSpec("dense"), tmp_path, RunOptions(max_new_tokens=36))
-
-
-def with_yarn(model):
-    """Another model, though every weight is the same."""
-    model.config.rope_parameters = {**model.config.rope_parameters, "rope_type": "yarn", "factor": 4.0}
-    return model
-
-
-def with_other_template(tokenizer):
-    tokenizer.chat_template = support.TEMPLATE.replace("<s> assistant {%", "<s> user {%")
-    return tokenizer
-
-
-@pytest.mark.parametrize("finished", [True, False])
-@pytest.mark.parametrize(
-    ("model", "tokenizer", "field"),
-    [
-        (lambda: with_yarn(support.model()), support.tokenizer, "model.rope.rope_type was 'default' and is 'yarn'"),
-        (support.model, lambda: with_other_template(support.tokenizer()), r"task\.prompts was '\w+' and is '\w+'"),
-        (lambda: support.model(eos=7), support.tokenizer, r"generation\.ends was \[2\] and is \[7\]"),
-    ],
-    ids=["rope", "template", "ends"],
-)
-def test_what_no_weight_or_problem_shows_is_refused_too(tmp_path, model, tokenizer, field, finished):
-    small(tmp_path)
-    if not finished:
-        path = tmp_path / "samples.jsonl"
-        path.write_text("".join(path.read_text().splitlines(keepends=True)[:2]))
-    task = make_task("chain_sum", problems=4, variables=5)
-    with pytest.raises(SeergateError, match=f"holds a run with other settings: {field}"):
-        evaluate(model(), tokenizer(), task, MethodSpec("dense"), tmp_path, RunOptions(max_new_tokens=36))
-
-
-def test_the_version_that_mathematics_was_graded_with_may_not_change(tmp_path, monkeypatch):
-    path = tmp_path / "mine.jsonl"
-    path.write_text('{"prompt": "a1 1 a2 2", "answer": "3"}\n{"prompt": "a1 1 a2 3", "answer": "4"}\n')
-
-    def run(grader):
-        task, out = make_task(str(path), grader=grader), tmp_path / grader
-        evaluate(support.model(), support.tokenizer(), task, MethodSpec("dense"), out, RunOptions(max_new_tokens=4))
-        return out / "samples.jsonl"
-
-    for grader in ("math", "exact"):
-        lines = run(grader).read_text().splitlines(keepends=True)
-        (tmp_path / grader / "samples.jsonl").write_text(lines[0])
-    installed = environment.version_of
-    monkeypatch.setattr(environment, "version_of", lambda name: "0" if name == "math-verify" else installed(name))
-    with pytest.raises(SeergateError, match=r"other settings: environment\.math-verify was '[\d.]+' and is '0'; use"):
-        run("math")
-    run("exact")  # compares by itself
-
-
-def forget(directory, *names):
-    """As an earlier version would have written it."""
-    config = yaml.safe_load((directory / "config.yaml").read_text())
-    for name in names:
-        section, _, key = name.partition(".")
-        del config[section][key]
-    (directory / "config.yaml").write_text(yaml.safe_dump(config))
-
-
-def test_a_finished_run_of_an_earlier_version_is_kept_and_an_unfinished_one_not_continued(tmp_path):
-    first = small(tmp_path)
-    forget(tmp_path, *UNRECORDED_ONCE)
-    before = (tmp_path / "config.yaml").read_bytes()
-    assert timeless(small(tmp_path)) == timeless(first)
-    assert (tmp_path / "config.yaml").read_bytes() == before, "nobody knows how it was made"
-    with pytest.raises(SeergateError, match="seed was 0 and is 1"):
-        small(tmp_path, seed=1)
-    path = tmp_path / "samples.jsonl"
-    path.write_text("".join(path.read_text().splitlines(keepends=True)[:2]))
-    with pytest.raises(SeergateError, match="task.prompts was None"):
-        small(tmp_path)
-
-
-def test_proxies_are_measured_on_answers_of_the_same_model_and_prompts(tmp_path):
-    small(tmp_path / "dense")
-    task = make_task("chain_sum", problems=4, variables=5)
-    model, tokenizer = support.model(), support.tokenizer()
-    yarn, template = with_yarn(support.model()), with_other_template(support.tokenizer())
-    assert reference_in(tmp_path, model, tokenizer, task) is not None
-    assert reference_in(tmp_path, yarn, tokenizer, task) is None
-    assert reference_in(tmp_path, model, template, task) is None
-    assert reference_in(tmp_path, model, tokenizer, make_task("chain_sum", problems=3, variables=5)) is None
-    forget(tmp_path / "dense", *UNRECORDED_ONCE)
-    assert reference_in(tmp_path, model, tokenizer, task) is not None
-
-
-def test_batch_size_may_differ_on_resume_but_versions_may_not(tmp_path):
-    small(tmp_path)
-    path = tmp_path / "samples.jsonl"
-    path.write_text("".join(path.read_text().splitlines(keepends=True)[:2]))
-    assert small(tmp_path, batch_size=4)["n_samples"] == 4
-    path.write_text("".join(path.read_text().splitlines(keepends=True)[:2]))
-    config = tmp_path / "config.yaml"
-    config.write_text(config.read_text().replace("transformers: ", "transformers: 0."))
-    with pytest.raises(SeergateError, match=r"environment\.transformers"):
-        small(tmp_path)
 
 
 def test_another_number_of_problems_in_flight_changes_nothing(tmp_path):
