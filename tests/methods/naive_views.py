@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import cache
+
 import numpy as np
 import torch
 
@@ -45,10 +47,15 @@ def rows_in_groups(x, tokens, group):
 
 def rounded(numbers):
     """The nearest of 16 levels, one number at a time; the lowest level and the step between two are float16."""
+    return np.array(_rounded(tuple(numbers)))
+
+
+@cache  # a full group is rounded again at every step, and never otherwise
+def _rounded(numbers):
     low = float(np.float16(min(numbers)))
     step = float(np.float16(max(0, max(numbers) - low) / 15))
     levels = [low + step * code for code in range(16)]
-    return np.array([min(levels, key=lambda level: abs(level - x)) for x in numbers])
+    return [min(levels, key=lambda level: abs(level - x)) for x in numbers]
 
 
 def turned(x, positions, frequencies, sign=1):
