@@ -28,12 +28,14 @@ def packed_causal_attention(call: TeacherCall, borders: list[int]) -> tuple[Tens
         `gives_lse`.
     """
     plain = call.window is None and call.sinks is None and call.softcap is None
-    output = torch.empty_like(call.query_BHSD[..., : call.value_BKSD.shape[-1]])
+    v_dim, dtype = call.value_BKSD.shape[-1], call.value_BKSD.dtype
+    output = torch.empty_like(call.query_BHSD[..., :v_dim], dtype=dtype)
     lse_HS = call.query_BHSD.new_empty(call.query_BHSD.shape[1:3], dtype=torch.float32) if gives_lse(call) else None
     for start, end in zip(borders, borders[1:], strict=False):
         if end == start:
             continue
-        q, k, v = (x[:, :, start:end] for x in (call.query_BHSD, call.key_BKSD, call.value_BKSD))
+        # Autocast leaves normalised queries and keys wider than values, and no kernel is told that it is on.
+        q, k, v = (x[:, :, start:end].to(output.dtype) for x in (call.query_BHSD, call.key_BKSD, call.value_BKSD))
         fits = plain or (
             call.sinks is None and call.softcap is None and call.window is not None and end - start <= call.window
         )

@@ -1,8 +1,8 @@
 """Which implementation of an op runs.
 
 ``reference`` is the definition, ``torch`` is fast on CPUs and runs on any device, ``triton`` is for NVIDIA and AMD
-GPUs. Without ``SEERGATE_BACKEND`` in the environment, CUDA tensors go to ``triton`` where it has the op, all others to
-``torch``.
+GPUs. Without ``SEERGATE_BACKEND`` in the environment, CUDA tensors go to ``triton`` where it has the op and the GPU is
+an A100 or newer, all others to ``torch``.
 """
 
 from __future__ import annotations
@@ -73,7 +73,14 @@ def choose(op: str, device: torch.device) -> str:
                 f"{ENV_VAR} is 'triton' and a tensor is on {device}; it must be on a GPU (or set TRITON_INTERPRET=1)"
             )
         return forced
-    return "triton" if device.type == "cuda" and has_op("triton", op) else "torch"
+    return "triton" if device.type == "cuda" and has_op("triton", op) and _new_enough(device) else "torch"
+
+
+def _new_enough(device: torch.device) -> bool:
+    """Whether the kernels' tiles fit: NVIDIA GPUs before compute capability 8.0 have too little shared memory."""
+    if torch.version.hip is not None or not torch.cuda.is_available():
+        return True
+    return torch.cuda.get_device_capability(device)[0] >= 8
 
 
 def implementation(op: str, device: torch.device) -> Callable[..., Any]:
@@ -83,6 +90,8 @@ def implementation(op: str, device: torch.device) -> Callable[..., Any]:
         ValueError: see `choose`.
     """
     run = getattr(sys.modules[_loaded(op, device)], op)
+    if device.type in ("cpu", "cuda") and torch.is_autocast_enabled(device.type):
+        run = _as_given(run, device.type)
     if device.type != "cuda":
         return run
 
@@ -91,6 +100,16 @@ def implementation(op: str, device: torch.device) -> Callable[..., Any]:
             return run(*args, **kwargs)
 
     return there
+
+
+def _as_given(run: Callable[..., Any], kind: str) -> Callable[..., Any]:
+    """Without autocast, which would round some of an op's products and not others: ops choose their own precision."""
+
+    def exactly(*args: Any, **kwargs: Any) -> Any:
+        with torch.autocast(kind, enabled=False):
+            return run(*args, **kwargs)
+
+    return exactly
 
 
 def _loaded(op: str, device: torch.device) -> str:

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from torch import Tensor
 
 from seergate.ops.backend import implementation
-from seergate.ops.checks import check_block_size, check_lengths, check_same, check_tensor
+from seergate.ops.checks import brief, check_block_size, check_lengths, check_same, check_tensor, readable
 from seergate.ops.pooling import KINDS, check_kinds
 
 
@@ -78,6 +78,8 @@ def update_compressed_keys(
         check_same("inv_freq", inv_freq, "weight", weight, dtype=False)
     if host_lengths is not None and len(host_lengths) != batch:
         raise ValueError(f"host_lengths has {len(host_lengths)} numbers; it must have {batch}, those of lengths")
+    if host_lengths is not None and readable(lengths) and list(host_lengths) != lengths.tolist():
+        raise ValueError(f"host_lengths is {brief(list(host_lengths))}; it must be lengths, {brief(lengths.tolist())}")
     implementation("update_compressed_keys", k.device)(
         k,
         lengths,

@@ -6,6 +6,7 @@ import math
 from collections.abc import Sequence
 from typing import NamedTuple
 
+import torch
 from torch import Tensor
 
 from seergate.ops.backend import implementation
@@ -126,3 +127,13 @@ def gate_kl(
         softcap=softcap,
         lse=lse,
     )
+
+
+def refuse_second_order() -> None:
+    """Called in the backward: gradients of the gradients would be those of constants, which is to say, none.
+
+    Raises:
+        RuntimeError: under ``create_graph=True``.
+    """
+    if torch.is_grad_enabled():
+        raise RuntimeError("gate_kl has no second derivative; call backward without create_graph")

@@ -283,9 +283,8 @@ class TestAutograd:
         pack = Pack.random([40])
         pack.qg.requires_grad_()
         loss, _ = ops.gate_kl(pack.q, pack.k, pack.qg, pack.kg, pack.cu, 8)
-        (grad,) = torch.autograd.grad(loss.square(), pack.qg, create_graph=True)
-        with pytest.raises(RuntimeError, match="once_differentiable"):
-            grad.sum().backward()
+        with pytest.raises(RuntimeError, match="no second derivative"):
+            torch.autograd.grad(loss, pack.qg, create_graph=True)  # else a penalty on it would count for nothing
 
     def test_gradients_flow_on_through_views(self):
         """The host hands over slices and transposes; gradients must come back in their layout."""

@@ -12,9 +12,8 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
-from seergate.ops.gate_kl import GateKLStats
+from seergate.ops.gate_kl import GateKLStats, refuse_second_order
 from seergate.ops.torch_impl.teacher import MASKED, Teacher, segments, wide_dtype
 
 
@@ -73,8 +72,8 @@ class _GateKL(torch.autograd.Function):
         return loss, *stats
 
     @staticmethod
-    @once_differentiable
     def backward(ctx: Any, grad_loss: Tensor | None, *_: None) -> tuple[Tensor | None, ...]:
+        refuse_second_order()
         dqg, dkg = ctx.saved_tensors
         # grad_loss stays on the device: no value is read. Being 0-dim it does not widen a bf16 gradient.
         scaled = (None if grad is None or grad_loss is None else grad * grad_loss for grad in (dqg, dkg))

@@ -18,10 +18,9 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from seergate.ops.checks import check_shape
-from seergate.ops.gate_kl import GateKLStats
+from seergate.ops.gate_kl import GateKLStats, refuse_second_order
 from seergate.ops.torch_impl import gate_kl as torch_impl
 from seergate.ops.triton_impl import gate_kl_kernels, packs
 from seergate.ops.triton_impl.distill_launch import gate_launch, padded, precision, recall_launch, warn_if_too_wide
@@ -244,8 +243,8 @@ def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]
     ctx.set_materialize_grads(False)
 
 
-@once_differentiable
 def _backward(ctx: Any, grad_loss: Tensor | None, *_: Tensor | None) -> tuple[Tensor | None, ...]:
+    refuse_second_order()
     # grad_loss stays on the device: no value is read. Being 0-dim it does not widen a bf16 gradient.
     gradients = (
         x * grad_loss if wanted and grad_loss is not None else None

@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from itertools import pairwise
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -115,15 +115,17 @@ def row_tiles(pieces: Sequence[Piece], rows: int, *, packed: bool = False) -> tu
     Returns:
         Table and weights on the host, see `Tiles`.
     """
-    tables, weights, buffer = [torch.empty(0, FIELDS, dtype=torch.int64)], [torch.ones(0)], 0
+    whole: dict[str, Any] = {"dtype": torch.int64, "device": "cpu"}  # whatever the defaults are
+    real: dict[str, Any] = {"dtype": torch.float32, "device": "cpu"}
+    tables, weights, buffer = [torch.empty(0, FIELDS, **whole)], [torch.ones(0, **real)], 0
     for piece in pieces:
-        first = torch.arange(piece.first, piece.end, rows)
-        table = torch.zeros(len(first), FIELDS, dtype=torch.int64)
+        first = torch.arange(piece.first, piece.end, rows, **whole)
+        table = torch.zeros(len(first), FIELDS, **whole)
         table[:, 0] = first
-        table[:, 1:4] = torch.tensor([piece.end, piece.start, piece.block])
+        table[:, 1:4] = torch.tensor([piece.end, piece.start, piece.block], **whole)
         table[:, 4] = first if packed else first - piece.first + buffer
         tables.append(table)
-        weights.append(torch.full((len(first),), piece.weight))
+        weights.append(torch.full((len(first),), piece.weight, **real))
         buffer += piece.end - piece.first
     table, weight = torch.cat(tables), torch.cat(weights)
     longest_first = (table[:, 2] - table[:, 0]).argsort(stable=True)
@@ -142,7 +144,8 @@ def column_tiles(pieces: Sequence[Piece], columns: int, block_size: int) -> tupl
             table.append([piece.first, piece.end, piece.start, piece.block, buffer, column])
             weights.append(piece.weight)
         buffer += piece.end - piece.first
-    return torch.tensor(table, dtype=torch.int64).view(-1, FIELDS), torch.tensor(weights)
+    rows = torch.tensor(table, dtype=torch.int64, device="cpu").view(-1, FIELDS)
+    return rows, torch.tensor(weights, dtype=torch.float32, device="cpu")
 
 
 def to_device(parts: Sequence[tuple[Tensor, Tensor]], device: torch.device) -> list[Tiles]:

@@ -216,7 +216,7 @@ def _run(teacher: Teacher, cu_seqlens: Tensor, out: Tensor | None) -> tuple[Tens
         [packs.row_tiles(pieces, teacher.launch(output=out is not None).rows, packed=True)], q.device
     )
     lse = q.new_empty(q.shape[:2], dtype=torch.float32)
-    targets = torch.full((q.shape[0], teacher.kv_heads, widest), -torch.inf, device=q.device)
+    targets = torch.full((q.shape[0], teacher.kv_heads, widest), -torch.inf, dtype=torch.float32, device=q.device)
     teacher.attend(tiles, out, lse, targets)
     return lse, targets
 
