@@ -30,6 +30,12 @@ HELP = (
 )
 NAMES = ("4", "5", "7", "8", "9", "table1", "table2", "proxies", "kept", "recurrence")
 
+ATTENTION = {
+    "kept": ("method", "budget", "layer", "head", "max_new_tokens"),
+    "recurrence": ("budget", "alpha", "max_new_tokens"),
+}
+"""What shapes a figure of attention. No other takes these options: what it runs is the paper's."""
+
 TINY_RUNS: dict[str, dict[str, Any]] = {
     "4": {"method": ["dense", "oracle"], "block_size": [8, 16, 32], "budget": [32, 64, 128]},
     "5": {"method": ["dense", "gate", "quest"], "budget": [32, 64, 128, 256]},
@@ -80,7 +86,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     kept.add_argument("--method", type=words, metavar="A,B", help="evicting methods, NAME:OPTION=VALUE [six of them]")
     kept.add_argument("--budget", type=int, metavar="N", help="of the methods; size of a cache [128 or 1024; several]")
     kept.add_argument("--layer", type=int, metavar="N", help="that is drawn [the first from 1 on that can be gated]")
-    kept.add_argument("--head", type=int, default=0, metavar="N", help="KV head that is drawn [%(default)s]")
+    kept.add_argument("--head", type=int, metavar="N", help="KV head that is drawn [0]")
     kept.add_argument(
         "--alpha",
         type=float,
@@ -95,6 +101,7 @@ def run(options: argparse.Namespace) -> int:
     """Make what is missing, draw, and say what is seen."""
     from seergate.cli.models import TINY, check_writable
 
+    _check_options(options)
     tiny = options.model.lower() == TINY
     label = options.name if options.name.startswith("table") else f"figure-{options.name}"
     out = options.out or Path("runs") / f"{label}-{Path(options.model).name}"
@@ -103,9 +110,8 @@ def run(options: argparse.Namespace) -> int:
         return _table2(options, out)
     task = options.task or ("chain_sum" if tiny else "aime24")
     given = {"problems": options.problems, "variables": options.variables, "source": options.task_source}
-    if task == "chain_sum":
-        given = {**given, "problems": options.problems or 32, "variables": options.variables or 30}
-    task_options = {name: value for name, value in given.items() if value is not None}
+    defaults = {"problems": 32, "variables": 30} if task == "chain_sum" else {}
+    task_options = defaults | {name: value for name, value in given.items() if value is not None}
     if options.name in ("kept", "recurrence"):
         return _attention(options, task, task_options, out, tiny)
     values: dict[str, Any] = {
@@ -133,6 +139,18 @@ def run(options: argparse.Namespace) -> int:
     return 0
 
 
+def _check_options(options: argparse.Namespace) -> None:
+    """Refuse options that the figure would ignore."""
+    known = dict.fromkeys(name for names in ATTENTION.values() for name in names)
+    for name in known:
+        if getattr(options, name) is not None and name not in ATTENTION.get(options.name, ()):
+            takers = " and ".join(figure for figure, names in ATTENTION.items() if name in names)
+            raise SeergateError(
+                f"the figure {options.name} does not take --{name.replace('_', '-')}, which is for {takers}; leave it "
+                "out, or use `seergate eval`"
+            )
+
+
 def _attention(
     options: argparse.Namespace, task_name: str, task_options: dict[str, Any], out: Path, tiny: bool
 ) -> int:
@@ -149,6 +167,7 @@ def _attention(
             raise ValueError(f"{name} is {value}; it must be a positive number")
     task = make_task(task_name, **task_options)
     check_writable(out)
+    options.head = options.head or 0
     options.alpha = options.alpha or (0.01 if tiny else 1e-4)
     began = time.monotonic()
     page = kept(options, task, out, tiny) if options.name == "kept" else recurrence(options, task, out)
@@ -196,9 +215,17 @@ def _write(name: str, out: Path, label: str) -> Path:
     from seergate.eval.store import write_text
     from seergate.report import load_sweeps, write_report
     from seergate.report.figures import FIGURES
+    from seergate.report.load import apart
 
     figure = FIGURES[name]
-    (sweep,) = load_sweeps(out / "eval")
+    sweep, *others = sweeps = load_sweeps(out / "eval")
+    if others:
+        one, other, *_ = apart(sweeps)
+        raise SeergateError(
+            f"the runs in {out / 'eval'} cannot be compared ("
+            + "; ".join(f"{name} is {one[name]!r} and {other[name]!r}" for name in one)
+            + f"): grade them alike with `seergate regrade {out / 'eval'} --grader NAME`, or use another --out"
+        )
     title = f"Figure {name}" if name.isdigit() else f"Table {name[-1]}"
     ours = f"# {figure.title}" if name == "proxies" else f"# {title} of SeerAttention-R on our runs: {figure.title}"
     parts = [ours]

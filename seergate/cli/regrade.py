@@ -34,6 +34,9 @@ def run(options: argparse.Namespace) -> int:
         raise ValueError(f"processes is {options.processes}; it must be a positive number")
     for directory in run_directories(options.run_dir):
         result = regrade(directory, grader=options.grader, dry_run=options.dry_run, processes=options.processes)
+        if not result.total:
+            print(f"{directory}: no samples yet")
+            continue
         print(
             f"{directory}: {result.total} samples, {len(result.changed)} changed; accuracy "
             f"{100 * result.before:.1f} % -> {100 * result.after:.1f} %"

@@ -155,7 +155,7 @@ def check_model(path: str, methods: list[Method], banks: list[GateBank]) -> None
         SeergateError: naming what does not fit.
     """
     from seergate.host.families import family_of
-    from seergate.host.hooks import check_dense_layers
+    from seergate.host.resolving import check_dense_layers
     from seergate.loading import base_config, check_base
 
     config = base_config(path)

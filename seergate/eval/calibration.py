@@ -61,7 +61,7 @@ def evenly_chosen_prompts(tokenizer: PreTrainedTokenizerBase, task: Task, wanted
 
 def other_problems(task: Task) -> tuple[Task, int | None]:
     """A task with other problems of the same kind and how many to use; or the same task and ``None``."""
-    if task.name != "chain_sum":
+    if "variables" not in task.options:  # by its options: a file may be called chain_sum, too
         return task, None
     seed = (task.options["seed"] + CHAIN_SUM_SEEDS // 2) % CHAIN_SUM_SEEDS
     return make_task("chain_sum", problems=FRESH, variables=task.options["variables"], seed=seed), FRESH

@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import signal
 import sys
+from typing import Any
 
 MEMORY = 4 << 30
 """Bytes of address space that a comparison may take. A power tower fills any memory otherwise."""
@@ -32,8 +33,24 @@ def compare(gold: str, answer: str) -> tuple[bool, str]:
     )
     if not wanted or not found:
         return False, f"the {'answer' if wanted else 'gold answer'} could not be parsed"
-    correct = bool(verify(wanted, found, timeout_seconds=None))  # the order matters: gold first
+    if _unsolved(wanted[0], found[0]):
+        return False, "an equation that is not solved"
+    # The order matters: gold first. An interval may be answered as an inequality.
+    correct = bool(verify(wanted, found, timeout_seconds=None, allow_set_relation_comp=True))
     return correct, "compared by math-verify"
+
+
+def _unsolved(gold: Any, answer: Any) -> bool:
+    """Whether an answer is an equation in one unknown (``x^2 = 2``), whose right side math-verify would take."""
+    from math_verify.grader import is_assignment_relation, is_equation, is_relation, take_first_relation
+    from sympy import Derivative, Function, Number
+
+    if is_relation(gold) or not is_equation(answer):
+        return False
+    left = take_first_relation(answer).lhs
+    if is_assignment_relation(answer) and not left.atoms(Number):  # x = 2, AB = 2
+        return False
+    return len(left.free_symbols) == 1 and not left.has(Function, Derivative)  # f(x) = 2, sin(x) = 1/2 name a value
 
 
 def limit_time(seconds: float) -> None:

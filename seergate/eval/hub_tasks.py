@@ -11,6 +11,7 @@ same columns.
 
 from __future__ import annotations
 
+import math
 import random
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -19,6 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from seergate.errors import SeergateError
+from seergate.eval.grading import check_gold
 from seergate.eval.task import Problem, Task
 
 MATH_INSTRUCTION = "\nPlease reason step by step, and put your final answer within \\boxed{}."
@@ -90,13 +92,15 @@ class HubTask:
 
     def _problems(self, source: str | None, seed: int) -> Iterator[Problem]:
         for number, record in enumerate(self._records(source)):
+            where = f"record {number} of {source or self.address}"
             try:
-                yield self.read(dict(record), number, seed)
+                problem = self.read(dict(record), number, seed)
+                check_gold(self.grader, problem.gold)
             except KeyError as error:
-                where = source or self.address
-                raise SeergateError(
-                    f"record {number} of {where} has no field {error}; it has {', '.join(map(str, record))}"
-                ) from error
+                raise SeergateError(f"{where} has no field {error}; it has {', '.join(map(str, record))}") from error
+            except ValueError as error:
+                raise SeergateError(f"{where}: {error}") from error
+            yield problem
 
     def _records(self, source: str | None) -> Any:
         import datasets
@@ -107,6 +111,10 @@ class HubTask:
             if self.revision is None:
                 return datasets.load_dataset("json", data_files=self.repository, split="train")
             return datasets.load_dataset(self.repository, self.config, split=self.split, revision=self.revision)
+        except StopIteration as error:  # of `datasets`; out of a generator it would come as a RuntimeError
+            raise SeergateError(
+                f"the problems of {self.name!r} are missing: {source or self.address} is empty"
+            ) from error
         except (OSError, ValueError, RuntimeError, datasets.exceptions.DatasetsError) as error:
             cause = " ".join(str(error).split())[:300] or type(error).__name__
             raise SeergateError(
@@ -124,40 +132,66 @@ def _local_format(source: str) -> str:
     return SUFFIXES[path.suffix]
 
 
-def _math(text: str, gold: object, number: int, record: dict[str, Any]) -> Problem:
+def as_text(field: str, value: object) -> str:
+    """What stands in a field, a text or a finite number, as a text.
+
+    Raises:
+        ValueError: for anything else.
+    """
+    number = isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+    if not number and not isinstance(value, str):
+        raise ValueError(f"{field!r} is {value!r}; it must be a text or a finite number")
+    return str(value)
+
+
+def _words(record: dict[str, Any], field: str) -> str:
+    """What stands in a field, which must not be blank."""
+    text = as_text(field, record[field])
+    if not text.strip():
+        raise ValueError(f"{field!r} is blank; it must be a text or a finite number")
+    return text
+
+
+def _math(text: str, gold: str, number: int, record: dict[str, Any]) -> Problem:
     name = str(record.get("unique_id", record.get("id", number)))
-    return Problem(name, str(gold), messages=({"role": "user", "content": text + MATH_INSTRUCTION},))
+    return Problem(name, gold, messages=({"role": "user", "content": text + MATH_INSTRUCTION},))
 
 
 def _aime(record: dict[str, Any], number: int, seed: int) -> Problem:
-    return _math(record["problem"], int(record["answer"]), number, record)
+    answer = as_text("answer", record["answer"]).strip()
+    whole = answer.removesuffix(".0") if isinstance(record["answer"], float) else answer  # a column with a gap
+    if not (whole.isascii() and whole.isdigit()):
+        raise ValueError(f"'answer' is {record['answer']!r}; it must be an integer, as all answers of AIME are")
+    return _math(_words(record, "problem"), str(int(whole)), number, record)
 
 
 def _math500(record: dict[str, Any], number: int, seed: int) -> Problem:
-    return _math(record["problem"], record["answer"], number, record)
+    return _math(_words(record, "problem"), _words(record, "answer"), number, record)
 
 
 def _gsm8k(record: dict[str, Any], number: int, seed: int) -> Problem:
-    gold = str(record["answer"]).rpartition("####")[2].strip().replace(",", "")
-    return _math(record["question"], gold, number, record)
+    _, marker, gold = as_text("answer", record["answer"]).rpartition("####")
+    if not marker:
+        raise ValueError("'answer' has no '####', behind which the final answer must stand")
+    return _math(_words(record, "question"), gold.strip().replace(",", ""), number, record)
 
 
 def _gpqa(record: dict[str, Any], number: int, seed: int) -> Problem:
     """Options in an order drawn per problem, the same for every model, method and sample."""
-    right = str(record["Correct Answer"]).strip()
-    options = [right, *(str(record[f"Incorrect Answer {i}"]).strip() for i in (1, 2, 3))]
+    fields = ("Correct Answer", *(f"Incorrect Answer {i}" for i in (1, 2, 3)))
+    options = [_words(record, field).strip() for field in fields]
     name = str(record.get("Record ID", number))
     order = list(range(len(options)))
     random.Random(f"gpqa/{seed}/{name}").shuffle(order)
     lines = [f"{letter}. {options[i]}" for letter, i in zip(LETTERS, order, strict=True)]
-    text = f"{str(record['Question']).strip()}\n\n" + "\n".join(lines) + CHOICE_INSTRUCTION
+    text = f"{_words(record, 'Question').strip()}\n\n" + "\n".join(lines) + CHOICE_INSTRUCTION
     return Problem(name, LETTERS[order.index(0)], messages=({"role": "user", "content": text},))
 
 
 def _gpqa_published(record: dict[str, Any], number: int, seed: int) -> Problem:
     """The published file's own prompt; its right option is A in all 198 problems."""
-    text = record["question"]
-    return Problem(str(record.get("id", number)), record["answer"], messages=({"role": "user", "content": text},))
+    text, gold = _words(record, "question"), _words(record, "answer")
+    return Problem(str(record.get("id", number)), gold, messages=({"role": "user", "content": text},))
 
 
 AIME_BUDGETS = (2048, 4096, 6144, 8192)

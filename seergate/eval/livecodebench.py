@@ -14,17 +14,20 @@ from pathlib import Path
 from seergate.errors import SeergateError
 from seergate.eval import store
 
-_FENCE = re.compile(r"\s*(`{3,})([^`]*)")
+_TOKENS = r"(?:<[|/\uff5c][^<>\s]*>\s*)*"  # such as <|im_end|>
+_FENCE = re.compile(rf"\s*(`{{3,}})([^`]*?){_TOKENS}")
+_LATE_FENCE = re.compile(r"[^`]*(`{3,})(\w[^`\s]*)\s*")  # behind a sentence
 
 
 def last_program(completion: str) -> str:
     """The contents of the last fenced block that is closed; empty if there is none, which is a wrong answer.
 
-    A fence with a word behind it (the language) opens a block even where the model has left another one open.
+    A fence with a word behind it (the language) opens a block even where the model has left another one open; where
+    none is open, also at the end of a sentence. End tokens behind a fence do not count.
     """
     found, fence, lines = "", "", list[str]()
     for line in completion.split("\n"):
-        match = _FENCE.fullmatch(line)
+        match = _FENCE.fullmatch(line) or (None if fence else _LATE_FENCE.fullmatch(line))
         word = match is not None and match[2].strip()
         if match is None or (fence and not word and len(match[1]) < len(fence)):
             lines.append(line)

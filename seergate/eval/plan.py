@@ -24,6 +24,19 @@ from seergate.methods import Dense
 MATCHES = ("budget", *MEASURES)
 
 
+class _Loader(yaml.SafeLoader):
+    """YAML in which a name that is there twice is a mistake, not the last of the two."""
+
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
+        """See `yaml.SafeLoader`."""
+        names = list[Any]()
+        for key, _ in node.value:
+            if key.value in names:
+                raise yaml.YAMLError(f"line {key.start_mark.line + 1} gives {key.value!r} again")
+            names.append(key.value)
+        return super().construct_mapping(node, deep)
+
+
 @dataclass(frozen=True)
 class SweepPlan:
     """A grid of settings on one task, and how they are run. Lists are grids; each may be a single value in a file.
@@ -83,7 +96,7 @@ class SweepPlan:
             SeergateError: naming what is wrong.
         """
         try:
-            values = yaml.safe_load(path.read_text(encoding="utf-8"))
+            values = yaml.load(path.read_text(encoding="utf-8"), _Loader)
         except FileNotFoundError:
             raise SeergateError(f"the sweep file {path} does not exist") from None
         except (yaml.YAMLError, UnicodeDecodeError) as error:
@@ -110,6 +123,8 @@ class SweepPlan:
                 value = _layers(value, where)
             elif name in _GRIDS:
                 value = _listed(name, value, _GRIDS[name], where)
+                if name == "method" and not value:
+                    raise SeergateError(f"{where}: method is empty; it must name at least one method")
             else:
                 _check_kind(name, value, where)
             given[name] = value
@@ -194,8 +209,21 @@ def _listed(name: str, value: Any, kinds: tuple[type, ...], where: str) -> list[
     values = value if isinstance(value, list) else [value]
     for item in values:
         if not isinstance(item, kinds) or isinstance(item, bool):
-            raise SeergateError(f"{where}: {name} holds {item!r}; it must be a list of {kinds[0].__name__}")
+            raise SeergateError(
+                f"{where}: {name} holds {item!r}; it must be a list of {kinds[0].__name__}{_exponent(item, kinds)}"
+            )
     return values
+
+
+def _exponent(value: Any, kinds: tuple[type, ...]) -> str:
+    """A hint for ``1e-2``, which YAML takes for a text."""
+    if float not in kinds or not isinstance(value, str):
+        return ""
+    try:
+        digits, _, exponent = f"{float(value):e}".partition("e")
+    except ValueError:
+        return ""
+    return f", and YAML takes {value} for a text: write {float(digits)}e{int(exponent):+d}"
 
 
 _KINDS = {int: "an integer", float: "a number", str: "a text", bool: "true or false", dict: "'name: value' lines"}

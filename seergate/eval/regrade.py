@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import json
+from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import yaml
 
+from seergate.errors import SeergateError
 from seergate.eval import store
 from seergate.eval.environment import GRADES_WITH, grader_version
 from seergate.eval.grading import check_grader
@@ -20,6 +22,10 @@ from seergate.eval.stats import clustered
 UNFINISHED = "regrading"
 """A key of the task in `config.yaml` while samples are being replaced. After a kill it is still there, and the run is
 neither continued nor taken for one of either grader until it has been graded again."""
+
+
+NEEDED = ("completion", "gold", "correct", "pred")
+"""What is read of a sample."""
 
 
 @dataclass(frozen=True)
@@ -49,15 +55,22 @@ def regrade(directory: Path, *, grader: str | None = None, dry_run: bool = False
         processes: for the comparisons.
 
     Raises:
-        SeergateError: if the directory is not a run, is being written to, or the grader is unknown.
+        SeergateError: if the directory is not a run, the grader is unknown, or, unless nothing is to be written, it is
+            being written to.
     """
     config = store.read_config(directory)
-    name = grader or str(config["task"]["grader"])
+    own = _grader_of(config, directory)
+    name = grader or own
     check_grader(name)
-    with store.SampleLog(directory):  # nobody else may append meanwhile
+    # nobody else may append meanwhile; to open a log mends the file, which a dry run must not do
+    with nullcontext() if dry_run else store.SampleLog(directory):
         samples = store.read_samples(directory)
         if not samples:
             return Regraded(0, float("nan"), float("nan"), [])
+        if missing := next((key for s in samples for key in NEEDED if key not in s), None):
+            raise SeergateError(
+                f"{directory / store.SAMPLES} has a sample without {missing!r}; remove its line to have it made again"
+            )
         before = clustered(by_problem(samples, lambda s: s["correct"])).mean
         with GradingPool(processes) as pool:
             grades = pool.grade_all((name, s["completion"], s["gold"]) for s in samples)
@@ -81,6 +94,13 @@ def regrade(directory: Path, *, grader: str | None = None, dry_run: bool = False
     if not dry_run:
         write_metrics(directory)
     return Regraded(len(samples), before, after, changed)
+
+
+def _grader_of(config: dict[str, Any], directory: Path) -> str:
+    task = config.get("task")
+    if not isinstance(task, dict) or "grader" not in task:
+        raise SeergateError(f"{directory / store.CONFIG} has no task.grader; it is not from an evaluation, or damaged")
+    return str(task["grader"])
 
 
 def _graded_by(name: str, config: dict[str, Any]) -> dict[str, Any]:

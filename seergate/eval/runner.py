@@ -126,7 +126,7 @@ def sweep(
         Label -> metrics.
 
     Raises:
-        SeergateError: before any work, if a setting is wrong or given twice.
+        SeergateError: before any work, if a setting is wrong or given twice, be it in other words.
     """
     labels = [spec.label for spec in specs]
     twice = {label for label in labels if labels.count(label) > 1}
@@ -140,8 +140,7 @@ def sweep(
     def gates(spec: MethodSpec) -> GateBank | None:
         return (banks or {}).get(spec.block_size or 0, bank)
 
-    for spec in specs:
-        spec.method(gates(spec))
+    _check_distinct(specs, gates)
     reference = reference_in(out_dir, model, tokenizer, task) if options.measure_recall else None
     results = {}
     with WorkerPool(loader, workers) if loader is not None and workers else nullcontext() as pool:
@@ -163,6 +162,20 @@ def sweep(
             if reference is None or own:
                 reference = Reference(spec.label, _in_order(directory))
     return results
+
+
+def _check_distinct(specs: list[MethodSpec], gates: Callable[[MethodSpec], GateBank | None]) -> None:
+    """Refuse what is no method, and two settings that say the same in other words, as a default that is written out:
+    the second would take as long as the first, and no report could tell them apart.
+    """
+    found: dict[str, MethodSpec] = {}
+    for spec in specs:
+        bank = gates(spec)
+        same = found.setdefault(f"{spec.describe(bank)}, gates {id(bank) if spec.has_gates else None}", spec)
+        if same is not spec:
+            raise SeergateError(
+                f"the settings {same.label!r} and {spec.label!r} mean the same, defaults included; give one of them"
+            )
 
 
 def reference_in(

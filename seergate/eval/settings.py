@@ -186,8 +186,8 @@ def grid(
         SeergateError: for an unknown method, or if there are no budgets for one that needs them.
     """
     texts = sorted(dict.fromkeys(methods), key=lambda text: text != Dense.name)
-    sizes = block_size if isinstance(block_size, list) else [block_size]
-    hybrids = dense_layers if isinstance(dense_layers, list) else [dense_layers]
+    sizes = list(dict.fromkeys(block_size if isinstance(block_size, list) else [block_size]))
+    hybrids = list(dict.fromkeys(dense_layers if isinstance(dense_layers, list) else [dense_layers]))
     specs = []
     for text in texts:
         name, options = read_method(text)

@@ -5,8 +5,11 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import cache
 
 Z95 = 1.959964
+ALIKE = 1e-9
+"""A standard error below this is the rounding of values that are all the same."""
 
 
 @dataclass(frozen=True)
@@ -25,8 +28,60 @@ class Estimate:
 
     @property
     def half_width(self) -> float:
-        """Half of the 95 % interval (normal approximation)."""
-        return Z95 * self.se
+        """Half of the 95 % interval, by Student's t; ``nan`` with a single problem."""
+        return t95(self.n - 1) * self.se if self.n > 1 else math.nan
+
+    @property
+    def positive(self) -> bool:
+        """Whether it is above zero by more than chance explains. Where all values are the same, nothing is known of
+        chance.
+        """
+        return self.se > ALIKE and self.mean > self.half_width
+
+    def __neg__(self) -> Estimate:
+        return Estimate(-self.mean, self.se, self.n)
+
+
+@cache
+def t95(freedom: int) -> float:
+    """What a variable with Student's t distribution exceeds, on either side, in 5 % of cases; by bisection.
+
+    Args:
+        freedom: degrees of freedom, from 1 on.
+    """
+    low, high = Z95, 13.0  # it is 12.7 at one degree of freedom, and falls
+    while high - low > 1e-9:
+        middle = (low + high) / 2
+        low, high = (middle, high) if _share_within(middle, freedom) < 0.95 else (low, middle)
+    return high
+
+
+def _share_within(t: float, freedom: int) -> float:
+    """Probability of ``-t..t`` under Student's t (Abramowitz and Stegun, 26.7.3 and 26.7.4)."""
+    angle, odd = math.atan(t / math.sqrt(freedom)), freedom % 2 == 1
+    cosine = math.cos(angle)
+    term = cosine if odd else 1.0
+    total = 0.0 if freedom == 1 else term
+    for k in range(2 if odd else 1, freedom - 2, 2):
+        term *= k / (k + 1) * cosine**2
+        total += term
+    part = math.sin(angle) * total
+    return 2 / math.pi * (angle + part) if odd else part
+
+
+def margin(difference: Estimate) -> float:
+    """Half of the 95 % interval of a difference between two accuracies; ``nan`` with a single problem. Where all
+    problems came out alike, three in n may yet come out otherwise (the rule of three).
+    """
+    return min(1.0, 3 / difference.n) if difference.se <= ALIKE else difference.half_width
+
+
+def bounds(difference: Estimate) -> tuple[float, float]:
+    """The 95 % interval of a difference between two accuracies, inside -1..1; ``nan`` with a single problem."""
+    half = margin(difference)
+    if math.isnan(half):
+        return math.nan, math.nan
+    return max(-1.0, difference.mean - half), min(1.0, difference.mean + half)
 
 
 def clustered(outcomes: Mapping[str, Sequence[float]]) -> Estimate:
@@ -102,15 +157,19 @@ def mean_and_error(values: Sequence[float]) -> Estimate:
     return Estimate(mean, math.sqrt(math.fsum((v - mean) ** 2 for v in values) / (n * (n - 1))), n)
 
 
-def wilson(estimate: Estimate) -> tuple[float, float]:
+def wilson(estimate: Estimate, samples: int | None = None) -> tuple[float, float]:
     """A 95 % interval for a proportion that stays inside 0..1 and has a width even where all problems came out alike.
 
     Wilson's interval at the effective number of independent samples, ``p (1 - p) / se^2 + 1``, which is the number of
     problems if each has one sample; also the number of problems where ``se`` is 0 or unknown.
+
+    Args:
+        estimate: of the proportion.
+        samples: how many there are, which the effective number cannot exceed; no limit if ``None``.
     """
     p, n = estimate.mean, float(estimate.n)
-    if 0 < p < 1 and estimate.se > 0:
-        n = p * (1 - p) / estimate.se**2 + 1
+    if 0 < p < 1 and estimate.se > ALIKE:
+        n = min(p * (1 - p) / estimate.se**2 + 1, samples or math.inf)
     centre = (p + Z95**2 / (2 * n)) / (1 + Z95**2 / n)
     half = Z95 / (1 + Z95**2 / n) * math.sqrt(max(0.0, p * (1 - p) / n) + Z95**2 / (4 * n * n))
     return max(0.0, centre - half), min(1.0, centre + half)

@@ -49,7 +49,7 @@ def key_of(sample: dict[str, Any]) -> Key:
 
 
 def read_samples(directory: Path, name: str = SAMPLES) -> list[dict[str, Any]]:
-    """All whole samples of a run; a last line that a killed process left unfinished is passed over.
+    """All whole samples of a run; what a killed process left of a last line is passed over.
 
     Args:
         directory: of the run.
@@ -61,10 +61,11 @@ def read_samples(directory: Path, name: str = SAMPLES) -> list[dict[str, Any]]:
     path = directory / name
     if not path.exists():
         return []
-    lines = path.read_bytes().split(b"\n")
+    *lines, last = path.read_bytes().split(b"\n")
+    lines += [last] if _is_whole(last) else []
     samples: list[dict[str, Any]] = []
     seen: set[Key] = set()
-    for number, line in enumerate(lines[:-1], 1):  # what follows the last newline is nothing, or unfinished
+    for number, line in enumerate(lines, 1):
         try:
             sample = json.loads(line)
             key = key_of(sample)
@@ -98,11 +99,11 @@ class SampleLog:
         except OSError as error:
             self._file.close()
             raise SeergateError(f"another process is writing to {path}; use another directory") from error
-        _drop_unfinished_line(self._file)
+        _mend_last_line(self._file)
         self._ungraded = directory / UNGRADED
         if self._ungraded.exists():
             with self._ungraded.open("ab+", buffering=0) as file:
-                _drop_unfinished_line(file)
+                _mend_last_line(file)
 
     def append(self, samples: Iterable[dict[str, Any]]) -> None:
         """Write samples and wait until they are on the disk."""
@@ -139,10 +140,23 @@ def _append(file: FileIO, samples: Iterable[dict[str, Any]]) -> None:
         raise
 
 
-def _drop_unfinished_line(file: FileIO) -> None:
-    """Cut off the end of a line that was cut short by a kill."""
+def _mend_last_line(file: FileIO) -> None:
+    """End the last line, where an editor has left out its newline; cut it off if a kill cut it short."""
     file.seek(0)
-    file.truncate(file.read().rfind(b"\n") + 1)
+    text = file.read()
+    start = text.rfind(b"\n") + 1
+    if _is_whole(text[start:]):
+        file.write(b"\n")
+    else:
+        file.truncate(start)
+
+
+def _is_whole(line: bytes) -> bool:
+    """Whether it is a sample: no beginning of an object is an object."""
+    try:
+        return isinstance(json.loads(line), dict)
+    except ValueError:
+        return False
 
 
 def _lock(descriptor: int) -> None:
@@ -209,7 +223,9 @@ def read_json(path: Path) -> dict[str, Any] | None:
         return None
     except ValueError as error:
         raise SeergateError(f"{path} is damaged: {error}") from error
-    return dict(value)
+    if not isinstance(value, dict):
+        raise SeergateError(f"{path} is damaged: it does not hold an object of names and values")
+    return value
 
 
 def write_text(path: Path, text: str) -> None:

@@ -17,7 +17,8 @@ from typing import Any
 from seergate.chain_sum import GIVENS, NAMES, make_problems
 from seergate.config import is_int
 from seergate.errors import SeergateError
-from seergate.eval.hub_tasks import HUB_TASKS, MATH_INSTRUCTION, PAPER_LENGTH
+from seergate.eval.grading import check_gold
+from seergate.eval.hub_tasks import HUB_TASKS, MATH_INSTRUCTION, PAPER_LENGTH, as_text
 from seergate.eval.sampling import Sampling
 from seergate.eval.task import Problem, Task
 
@@ -60,7 +61,8 @@ def jsonl(path: str, *, problems: int | None = None, grader: str = "math") -> Ta
     """A local file with one JSON record per line.
 
     A record has ``messages``, or ``prompt`` (continued as it is), or ``question`` (a user's turn, with the usual
-    instruction to box the answer); and ``answer``, and optionally ``id``.
+    instruction to box the answer); and ``answer`` (a text or a number, which the grader can find), and optionally
+    ``id``.
 
     Args:
         path: the file.
@@ -73,46 +75,67 @@ def jsonl(path: str, *, problems: int | None = None, grader: str = "math") -> Ta
         raise SeergateError(f"the task file {path} does not exist")
     return Task(
         name=Path(path).stem,
-        load=lambda: islice(_records(Path(path)), problems),
+        load=lambda: islice(_records(Path(path), grader), problems),
         grader=grader,
         max_total_tokens=PAPER_LENGTH,
         options={"file": str(path), "problems": problems},
     )
 
 
-def _records(path: Path) -> Iterator[Problem]:
-    with path.open(encoding="utf-8") as lines:
+def _records(path: Path, grader: str) -> Iterator[Problem]:
+    with path.open(encoding="utf-8-sig") as lines:  # a file of some editors begins with a byte order mark
         try:
             for number, line in enumerate(lines, 1):
                 if line.strip():
-                    yield _record(line, f"{path}, line {number}", number)
+                    yield _checked(line, f"{path}, line {number}", number, grader)
         except UnicodeDecodeError as error:
             raise SeergateError(f"{path} is not UTF-8 text: {error}") from error
 
 
-def _record(line: str, where: str, number: int) -> Problem:
+def _checked(line: str, where: str, number: int, grader: str) -> Problem:
+    """A line's problem, or an error that names the line."""
     try:
         record = json.loads(line)
-    except json.JSONDecodeError as error:
+    except (ValueError, RecursionError) as error:
         raise SeergateError(f"{where} is not JSON: {error}") from error
     if not isinstance(record, dict) or "answer" not in record:
         raise SeergateError(f"{where} has no 'answer'")
-    name, gold = str(record.get("id", number)), str(record["answer"])
+    try:
+        json.dumps(record, ensure_ascii=False).encode()
+        problem = _record(record, number)
+        check_gold(grader, problem.gold)
+    except UnicodeEncodeError as error:
+        raise SeergateError(f"{where} holds half a surrogate pair, which is no character: {error}") from error
+    except ValueError as error:
+        raise SeergateError(f"{where}: {error}") from error
+    return problem
+
+
+def _record(record: dict[str, Any], number: int) -> Problem:
+    """A problem.
+
+    Raises:
+        ValueError: saying what is wrong with its record.
+    """
+    name, gold = str(record.get("id", number)), as_text("answer", record["answer"])
     if "messages" in record:
         turns = record["messages"]
-        good = (
-            isinstance(turns, list)
-            and turns
-            and all(isinstance(t, dict) and {"role", "content"} <= set(t) for t in turns)
-        )
+        good = isinstance(turns, list) and turns and all(map(_is_turn, turns))
         if not good:
-            raise SeergateError(f"{where}: 'messages' must be a list of records with 'role' and 'content'")
+            raise ValueError("'messages' must be a list of records with 'role' and 'content', which are texts")
         return Problem(name, gold, messages=tuple(turns))
+    for field in ("prompt", "question"):
+        if field in record and not isinstance(record[field], str):
+            raise ValueError(f"{field!r} is {record[field]!r}; it must be a text")
     if "prompt" in record:
-        return Problem(name, gold, prompt=str(record["prompt"]))
+        return Problem(name, gold, prompt=record["prompt"])
     if "question" in record:
-        return Problem(name, gold, messages=({"role": "user", "content": str(record["question"]) + MATH_INSTRUCTION},))
-    raise SeergateError(f"{where} has none of 'messages', 'prompt' and 'question'")
+        return Problem(name, gold, messages=({"role": "user", "content": record["question"] + MATH_INSTRUCTION},))
+    raise ValueError("there is none of 'messages', 'prompt' and 'question'")
+
+
+def _is_turn(turn: Any) -> bool:
+    return isinstance(turn, dict) and all(isinstance(turn.get(field), str) for field in ("role", "content"))
 
 
 _INTEGERS = ("problems", "variables", "seed")  # all other options of tasks are texts

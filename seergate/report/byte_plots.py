@@ -51,10 +51,11 @@ def bytes_plot(sweep: Sweep, path: Path) -> Path | None:
 
 
 def _series(settings: list[Setting]) -> dict[str, list[Setting]]:
-    """The points of each line. Variants of a method that has no budget are points of one line."""
+    """The points of each line: budgets or thresholds of a series; variants of a method that has neither."""
     lines: dict[str, list[Setting]] = {}
     for s in settings:
-        lines.setdefault(s.method if s.budget is None and s.threshold is None else s.series, []).append(s)
+        by_threshold = s.method if s.threshold is None else f"{s.series}, thresholds"
+        lines.setdefault(by_threshold if s.budget is None else s.series, []).append(s)
     return lines
 
 

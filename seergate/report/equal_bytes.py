@@ -58,7 +58,7 @@ def _row(sweep: Sweep, target: str, s: Setting, knob: str, wanted: float, metric
     se = s.metrics["accuracy_se"]
     return [
         target,
-        s.series,
+        s.marked,
         knob,
         NONE if measured is None else f"{measured / 1e3:.1f}",
         NONE if measured is None else f"{100 * (measured / wanted - 1):+.0f}",

@@ -6,6 +6,7 @@ made again from results that somebody else has computed.
 
 from __future__ import annotations
 
+import math
 from collections import defaultdict
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -51,9 +52,7 @@ def _draw_lines(points: Points, sweep: Sweep, path: Path, xlabel: str, title: st
     _lines(axis, points, sweep, xlabel, log)
     draw_published(axis, sweep, [point for line in points.values() for point in line])
     axis.legend(**_LEGEND)
-    model = Path(str(sweep.config["model"]["path"])).name
-    task, n = sweep.config["task"]["name"], sweep.settings[0].accuracy.n
-    axis.set_title(f"{title}\n{model} on {task}, {n} problems; bars: 95 % intervals", fontsize=10)
+    axis.set_title(f"{title}\n{conditions(sweep)}; bars: 95 % intervals", fontsize=10)
     return save(figure, path)
 
 
@@ -135,7 +134,7 @@ def length_table(sweep: Sweep) -> str:
         published = table_1(s.config) if s.complete else None
         rows.append(
             [
-                s.series,
+                s.marked,
                 limit_of(s),
                 f"{100 * s.accuracy.mean:.1f}",
                 f"{s.metrics['mean_tokens']:.1f}",
@@ -178,10 +177,10 @@ def _read_spread(sweep: Sweep) -> list[str]:
             difference = sweep.difference(best, worst)
             if not difference.n:
                 continue
-            beyond = "more than" if difference.mean > 2 * difference.se else "not more than"
+            where = "beyond" if difference.positive else "within"
             lines.append(
                 f"{method} at {budget} tokens: from {100 * worst.accuracy.mean:.1f} % ({worst.series}) to "
-                f"{100 * best.accuracy.mean:.1f} % ({best.series}), {beyond} two standard errors of the difference."
+                f"{100 * best.accuracy.mean:.1f} % ({best.series}), {where} the 95 % interval of the difference."
             )
     return lines
 
@@ -236,8 +235,8 @@ def _proxies(sweep: Sweep, path: Path) -> Path:
         elif proxy == "perplexity":
             axis.set_xscale("log")
         axis.set(xlabel=PREDICTORS[proxy][0], ylim=(-2, 104))
-        if sweep.proxies_on is not None:
-            axis.set_title(f"rank correlation {_rank_correlation(sweep, proxy):.2f}", fontsize=10)
+        if sweep.proxies_on is not None and not math.isnan(rank := _rank_correlation(sweep, proxy)):
+            axis.set_title(f"rank correlation {rank:.2f}", fontsize=10)
         axis.grid(axis="y", color="#DDDDDD", linewidth=0.8)
         axis.spines[["top", "right"]].set_visible(False)
     axes[0, 0].set_ylabel("accuracy (%)")
@@ -258,12 +257,15 @@ def _read_proxies(sweep: Sweep) -> list[str]:
     lines = []
     for proxy, (label, sign) in PREDICTORS.items():
         points = _measured(sweep, proxy)
-        if len(points) > 2:
-            wanted = "high" if sign > 0 else "low"
-            lines.append(
-                f"{wanted} {label}: rank correlation {_rank_correlation(sweep, proxy):.2f} with accuracy over "
-                f"{len(points)} settings ({', '.join(dict.fromkeys(s.series for s in points))})."
-            )
+        if len(points) < 3:
+            continue
+        rank = _rank_correlation(sweep, proxy)
+        over = f"{len(points)} settings ({', '.join(dict.fromkeys(s.series for s in points))})"
+        wanted = "high" if sign > 0 else "low"
+        if math.isnan(rank):
+            lines.append(f"{wanted} {label}: it or the accuracy is the same in all {over}, so there is no order.")
+        else:
+            lines.append(f"{wanted} {label}: rank correlation {rank:.2f} with accuracy over {over}.")
     lines.append(
         "1 would be perfect prediction of the order, 0 none. Settings are not independent samples of anything."
     )

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import math
 
-from seergate.eval.stats import Z95, Estimate
+from seergate.eval.stats import Estimate, bounds, margin
 from seergate.report.load import Setting, Sweep
 
 CLOSE = 0.02
 """Two points: how near to dense counts as matching it."""
+
+SOFTWARE = ("seergate", "git", "torch", "transformers")
+"""What a run's environment records of what shapes results."""
 
 CONTROL = "random_evict"
 FEW = 2
@@ -21,30 +24,31 @@ def findings(sweep: Sweep) -> list[str]:
     if sweep.dense is not None:
         lines.append(_dense(sweep, sweep.dense))
         lines += [_against_dense(sweep, method, sweep.dense) for method in sweep.methods if method != "random"]
-        lines += [_without_budget(sweep, setting, sweep.dense) for setting in sweep.settings if _fixed(setting)]
-    if "gate" in sweep.methods:
-        evicting = [m for m in sweep.methods if any(s.evicts for s in sweep.of(m))]
-        few = sweep.methods if len(evicting) <= FEW else [m for m in sweep.methods if m not in evicting]
-        lines += [_gate_against(sweep, other) for other in few if other not in ("gate", "oracle", "random")]
+        lines += [_without_budget(sweep, setting, sweep.dense) for setting in sweep.settings if setting.budget is None]
+    gates = [m for m in sweep.methods if m == "gate" or m.startswith("gate [")]  # several, if their weights differ
+    evicting = [m for m in sweep.methods if any(s.evicts for s in sweep.of(m))]
+    few = sweep.methods if len(evicting) <= FEW else [m for m in sweep.methods if m not in evicting]
+    for gate in gates:
+        lines += [_gate_against(sweep, gate, other) for other in few if other not in (*gates, "oracle", "random")]
         if len(evicting) > FEW:
-            lines.append(_ahead(sweep, "gate", evicting, "gate is"))
+            lines.append(_ahead(sweep, gate, evicting, f"{gate} is"))
     if CONTROL in sweep.methods:
-        rest = [m for m in sweep.methods if m != CONTROL and any(s.evicts for s in sweep.of(m))]
+        rest = [m for m in evicting if m != CONTROL]
         if rest:
             lines.append(_ahead(sweep, CONTROL, rest, f"{CONTROL}, the control of all evictors, is"))
     lines += _recall(sweep)
     return [line for line in lines if line is not None]
 
 
-def _fixed(setting: Setting) -> bool:
-    """Whether a setting has neither a budget nor a threshold."""
-    return setting.method != "dense" and setting.budget is None and setting.threshold is None
-
-
 def _without_budget(sweep: Sweep, setting: Setting, dense: Setting) -> str | None:
+    """``None`` for dense itself, and where the two have no problem in common yet."""
     difference = sweep.difference(setting, dense)
-    if not difference.n:
+    if setting.method == dense.method or not difference.n:
         return None
+    if setting.threshold is not None:
+        density = setting.metrics["density"]
+        read = "" if density is None else f", and reads {_percent(density)} of the context"
+        return f"{setting.label} is {_gap(difference)} dense{read}."
     start = f"{setting.label} ({setting.nominal}) is {_gap(difference)} dense"
     held, everything = (s.metrics["own_bytes_mean"] for s in (setting, dense))
     if not held or not everything:
@@ -59,21 +63,20 @@ def _ahead(sweep: Sweep, ours: str, others: list[str], start: str) -> str:
         pairs = [(sweep.at(ours, budget), sweep.at(other, budget)) for budget in sweep.budgets]
         compared = [sweep.difference(a, b) for a, b in pairs if a is not None and b is not None]
         if found := [d for d in compared if d.n]:
-            ahead = sum(d.mean > 2 * d.se for d in found)
-            behind = sum(d.mean < -2 * d.se for d in found)
+            ahead, behind = sum(d.positive for d in found), sum((-d).positive for d in found)
             parts.append(f"{other} {ahead}, {behind} of {len(found)}")
     if not parts:
         return f"{start} at no budget that the others were run at."
     return (
-        f"{start} more than two standard errors ahead of, and behind, at how many equal token budgets: "
-        f"{'; '.join(parts)}."
+        f"{start} ahead of, and behind, beyond the 95 % interval, at how many equal token budgets: {'; '.join(parts)}."
     )
 
 
 def _dense(sweep: Sweep, dense: Setting) -> str:
     low, high = dense.interval
+    problems = Sweep([dense]).problems
     return (
-        f"dense answers {_percent(dense.accuracy.mean)} of {_problems(dense.accuracy.n)} right (95 % interval "
+        f"dense answers {_percent(dense.accuracy.mean)} of {problems} right (95 % interval "
         f"{_percent(low)} to {_percent(high)}); prompt and answer together take {sweep.context:.0f} tokens on average."
     )
 
@@ -92,26 +95,26 @@ def _against_dense(sweep: Sweep, method: str, dense: Setting) -> str | None:
     start = f"{setting.label} tokens ({share:.0f} % of the full context) is {_gap(difference)} dense"
     if _equivalent(difference):
         return f"{start}: level with dense."
-    if difference.mean > difference.half_width:
+    if difference.positive:
         return f"{start}, more than chance explains: leaving tokens out repairs something that dense gets wrong."
     return f"{start}: no loss could be shown, but one of up to {_reach(difference)} could go unseen here."
 
 
-def _gate_against(sweep: Sweep, other: str) -> str:
+def _gate_against(sweep: Sweep, gate: str, other: str) -> str:
     parts, wins = [], 0
     for budget in sweep.budgets:
-        ours, theirs = sweep.at("gate", budget), sweep.at(other, budget)
+        ours, theirs = sweep.at(gate, budget), sweep.at(other, budget)
         if ours is None or theirs is None:
             continue
         difference = sweep.difference(ours, theirs)
         if not difference.n:
             continue
-        wins += difference.mean > 2 * difference.se
+        wins += difference.positive
         parts.append(f"{_signed(difference)} at {budget}")
     if not parts:
-        return f"gate and {other} answered no problem at the same budget, so they cannot be compared."
-    verdict = f"more than two standard errors ahead at {wins} of {len(parts)} budgets"
-    return f"gate minus {other}, points on the same problems: {', '.join(parts)} ({verdict})."
+        return f"{gate} and {other} answered no problem at the same budget, so they cannot be compared."
+    verdict = f"ahead beyond the 95 % interval at {wins} of {len(parts)} budgets"
+    return f"{gate} minus {other}, points on the same problems: {', '.join(parts)} ({verdict})."
 
 
 def _recall(sweep: Sweep) -> list[str]:
@@ -121,7 +124,7 @@ def _recall(sweep: Sweep) -> list[str]:
     smallest = min((s.budget for s in measured if s.budget is not None), default=None)
     if smallest is None:  # thresholds only
         return [f"recall of dense attention's mass: {'; '.join(f'{s.label} {_recalled(s)}' for s in measured)}."]
-    row = [f"{s.method} {_recalled(s)}" for s in measured if s.budget == smallest]
+    row = [f"{s.series} {_recalled(s)}" for s in measured if s.budget == smallest]
     return [f"recall of dense attention's mass at {smallest} tokens: {', '.join(row)}."]
 
 
@@ -132,18 +135,18 @@ def _recalled(setting: Setting) -> str:
 def cautions(sweep: Sweep) -> list[str]:
     """What a reader should know before quoting a number."""
     lines = []
-    n = sweep.settings[0].accuracy.n
+    most = max(s.accuracy.n for s in sweep.settings)
     if sweep.dense is None:
         lines.append("there is no dense run, so nothing here says how much accuracy sparsity costs.")
-    elif n > 1:
-        errors = [sweep.difference(s, sweep.dense).se for s in sweep.settings if s.budget is not None]
-        if known := [error for error in errors if not math.isnan(error)]:
-            worst = 100 * max(known)
+    elif most > 1:
+        compared = [sweep.difference(s, sweep.dense) for s in sweep.settings if s.method != "dense"]
+        if known := [d for d in compared if not math.isnan(d.se)]:
+            worst, least = max(d.se for d in known), min(1.0, max(map(margin, known)))
             lines.append(
-                f"with {_problems(n)}, differences to dense have standard errors of up to {worst:.1f} points; "
-                f"those below {2 * worst:.0f} points may be chance."
+                f"with {sweep.problems}, differences to dense have standard errors of up to {100 * worst:.1f} points; "
+                f"those below {100 * least:.0f} points may be chance."
             )
-    if n == 1:
+    if most == 1:
         lines.append("a single problem gives no standard error; no difference here can be told from chance.")
     greedy = sweep.config["generation"]["temperature"] == 0
     if greedy:
@@ -183,21 +186,33 @@ def cautions(sweep: Sweep) -> list[str]:
     processors = {str(s.config.get("environment", {}).get("hardware")) for s in sweep.settings}
     if len(processors) > 1:
         lines.append("the settings ran on different machines; do not compare their tokens per second.")
+    if unlike := _versions(sweep):
+        lines.append(f"the settings were made with different software: {unlike}; differences may come from that.")
     return lines
+
+
+def _versions(sweep: Sweep) -> str:
+    """Of what shapes results, the versions that differ among the settings."""
+    found = []
+    for name in SOFTWARE:
+        versions = {str(s.config.get("environment", {}).get(name) or "unknown") for s in sweep.settings}
+        if len(versions) > 1:
+            found.append(f"{name} {', '.join(sorted(versions))}")
+    return "; ".join(found)
 
 
 def _not_worse(difference: Estimate) -> bool:
     """Not significantly below zero. One problem proves nothing either way."""
-    return difference.mean >= -CLOSE and (math.isnan(difference.se) or difference.mean + Z95 * difference.se >= 0)
+    return difference.mean >= -CLOSE and (difference.n == 1 or bounds(difference)[1] >= 0)
 
 
 def _equivalent(difference: Estimate) -> bool:
-    return difference.n > 1 and abs(difference.mean) + difference.half_width <= CLOSE and difference.n * CLOSE >= 3
+    return difference.n > 1 and abs(difference.mean) + margin(difference) <= CLOSE and difference.n * CLOSE >= 3
 
 
 def _reach(difference: Estimate) -> str:
     """The largest loss that the data leave possible. With no disagreement at all: three in n (the rule of three)."""
-    reach = max(-(difference.mean - difference.half_width), 3 / difference.n) if difference.n > 1 else 1.0
+    reach = max(-bounds(difference)[0], 3 / difference.n) if difference.n > 1 else 1.0
     return f"{100 * min(1.0, reach):.0f} points"
 
 
@@ -218,7 +233,3 @@ def _se(difference: Estimate) -> str:
 
 def _percent(value: float) -> str:
     return f"{100 * value:.0f} %" if abs(value * 100 - round(value * 100)) < 0.05 else f"{100 * value:.1f} %"
-
-
-def _problems(n: int) -> str:
-    return f"{n} problem{'s' if n != 1 else ''}"

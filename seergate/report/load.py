@@ -25,6 +25,14 @@ follow by name."""
 SAID_OTHERWISE = ("name", "nominal", "token_budget", "threshold", "block_size", "dense_layers")
 """What a series need not be told apart by: it is said beside it, or elsewhere in its name."""
 
+NEEDED = {
+    "task": ("name",),
+    "method": ("name",),
+    "model": ("path", "type", "parameters", "dtype", "fingerprint"),
+    "generation": ("samples", "max_new_tokens", "temperature", "top_k", "top_p", "min_p", "seed"),
+}
+"""What the configuration of every evaluation says."""
+
 
 @dataclass(frozen=True)
 class Setting:
@@ -92,9 +100,20 @@ class Setting:
         return self._of("block_size")
 
     @property
+    def gated_size(self) -> int | None:
+        """Tokens per block of its gates, if it has some; what they work on may have blocks of its own."""
+        size: int | None = self.config["method"].get("gate.block_size", self.block_size)
+        return size
+
+    @property
     def dense_layers(self) -> tuple[int, ...]:
         """Layers that stay dense."""
         return tuple(self._of("dense_layers") or ())
+
+    @property
+    def gates(self) -> str | None:
+        """Fingerprint of the weights of the gates that it decodes with, if it has some."""
+        return (self.config.get("gates") or {}).get("fingerprint")
 
     def own_options(self) -> dict[str, Any]:
         """What is recorded of its method but is not said otherwise, beside the series or elsewhere in its name."""
@@ -120,13 +139,33 @@ class Setting:
     @property
     def interval(self) -> tuple[float, float]:
         """95 % interval of the accuracy."""
-        return wilson(self.accuracy)
+        return wilson(self.accuracy, self.metrics["n_samples"])
 
     @property
     def complete(self) -> bool:
         """Whether no sample is missing, of all problems that there are (a task may have fewer than were asked for)."""
         problems = self.config["task"].get("n_problems")
         return problems is not None and self.metrics["n_samples"] >= problems * self.config["generation"]["samples"]
+
+    @property
+    def marked(self) -> str:
+        """The series, and whether samples are missing; for tables."""
+        return self.series if self.complete else f"{self.series} (unfinished)"
+
+    def identity(self) -> dict[str, Any]:
+        """What every setting that it is compared with has, too: name -> value."""
+        config = self.config
+        return store.flatten(
+            {
+                "task": _without(config["task"], "source", "file", "prompts", "problems"),
+                "model": config["model"].get("fingerprint", config["model"].get("path")),
+                "generation": _without(config["generation"], "ends"),
+            }
+        )
+
+    def recorded(self) -> dict[str, Any]:
+        """What it has recorded of `IDENTITY`."""
+        return {name: found for name in IDENTITY if (found := part_of(self.config, name)) is not None}
 
 
 @dataclass(frozen=True)
@@ -158,6 +197,21 @@ class Sweep:
     def budgets(self) -> list[int]:
         """All budgets, ascending."""
         return sorted({s.budget for s in self.settings if s.budget is not None})
+
+    @property
+    def problems(self) -> str:
+        """How many problems have been answered, in words: a range where some settings are unfinished."""
+        numbers = sorted({s.accuracy.n for s in self.settings})
+        if len(numbers) > 1:
+            return f"{numbers[0]} to {numbers[-1]} problems"
+        return f"{numbers[0]} problem{'s' if numbers[0] != 1 else ''}"
+
+    def identity(self) -> dict[str, Any]:
+        """What all settings have in common, as far as any has recorded it: name -> value."""
+        found = self.settings[0].identity()
+        for setting in self.settings:
+            found |= store.flatten(setting.recorded())
+        return found
 
     def of(self, method: str) -> list[Setting]:
         """A series' settings by budget."""
@@ -202,19 +256,26 @@ def load_setting(directory: Path) -> Setting:
         SeergateError: if it is damaged or has no samples yet.
     """
     config = store.read_config(directory)
-    missing = {"task", "method", "model", "generation"} - set(config)
-    if missing:
+    if missing := _missing(config):
         raise SeergateError(
-            f"{directory / store.CONFIG} has no {', '.join(sorted(missing))}; it is not from an evaluation"
+            f"{directory / store.CONFIG} has no {', '.join(missing)}; it is not from an evaluation, or damaged"
         )
     samples = store.read_samples(directory)
     if not samples:
         raise SeergateError(f"{directory} has no finished samples yet")
     proxies = store.read_json(directory / store.PROXIES)
-    correct = by_problem(samples, lambda s: s["correct"])
-    return Setting(
-        directory, config, derive(samples, proxies), correct, samples, proxies, series=str(config["method"]["name"])
-    )
+    try:
+        metrics, correct = derive(samples, proxies), by_problem(samples, lambda s: s["correct"])
+    except KeyError as error:
+        raise SeergateError(
+            f"{directory / store.SAMPLES} has a sample without {error}; remove its line to have it made again"
+        ) from error
+    return Setting(directory, config, metrics, correct, samples, proxies, series=str(config["method"]["name"]))
+
+
+def _missing(config: dict[str, Any]) -> list[str]:
+    sections = [name for name in NEEDED if not isinstance(config.get(name), dict)]
+    return sections or [f"{name}.{key}" for name, keys in NEEDED.items() for key in keys if key not in config[name]]
 
 
 def load_sweeps(*roots: Path) -> list[Sweep]:
@@ -223,22 +284,27 @@ def load_sweeps(*roots: Path) -> list[Sweep]:
     Raises:
         SeergateError: if there is none, or one is damaged.
     """
-    found = list(dict.fromkeys(path for root in roots for path in store.run_directories(root)))
-    started = [path for path in found if store.read_samples(path)]
+    found: dict[Path, Path] = {}
+    for root in roots:
+        for path in store.run_directories(root):
+            found.setdefault(path.resolve(), path)  # the same one may be named twice
+    started = [path for path in found.values() if store.read_samples(path)]
     if not started:
         raise SeergateError(f"{', '.join(map(str, roots))} holds no runs with finished samples")
     groups: dict[str, list[Setting]] = {}
     for path in started:
         setting = load_setting(path)
-        config = setting.config
-        shared = {
-            "task": _without(config["task"], "source", "file", "prompts"),
-            "model": config["model"].get("fingerprint", config["model"].get("path")),
-            "generation": _without(config["generation"], "ends"),
-        }
-        groups.setdefault(repr(store.flatten(shared)), []).append(setting)
+        groups.setdefault(repr(setting.identity()), []).append(setting)
     alike = [part for settings in groups.values() for part in _alike(settings)]
     return [Sweep(sorted(_named(settings), key=_rank)) for settings in alike]
+
+
+def apart(sweeps: list[Sweep]) -> list[dict[str, Any]]:
+    """Of each sweep, why it is not compared with the others: what not all have in common, name -> value."""
+    found = [sweep.identity() for sweep in sweeps]
+    names = dict.fromkeys(name for own in found for name in own)
+    different = [name for name in names if len({repr(own.get(name)) for own in found}) > 1]
+    return [{name: own.get(name, "not recorded") for name in different} for own in found]
 
 
 def _without(values: dict[str, Any], *names: str) -> dict[str, Any]:
@@ -249,7 +315,7 @@ def _alike(settings: list[Setting]) -> list[list[Setting]]:
     """Settings by `IDENTITY`. What a run of an earlier version has not recorded of it is taken to be as in the others,
     if that leaves no choice.
     """
-    recorded = [{name: found for name in IDENTITY if (found := part_of(s.config, name)) is not None} for s in settings]
+    recorded = [setting.recorded() for setting in settings]
     groups: list[tuple[dict[str, Any], list[Setting]]] = []
     for own, setting in sorted(zip(recorded, settings, strict=True), key=lambda pair: -len(pair[0])):
         fitting = [group for group in groups if all(group[0].get(name, own[name]) == own[name] for name in own)]
@@ -262,13 +328,16 @@ def _alike(settings: list[Setting]) -> list[list[Setting]]:
 
 
 def _named(settings: list[Setting]) -> list[Setting]:
-    """With series that tell apart the block sizes and the dense layers of one method, where it has several."""
+    """With series that tell apart the block sizes, gates and dense layers of one method, where it has several."""
     named = []
     for setting in settings:
         same = [s for s in settings if s.method == setting.method]
         name = setting.method
         if len({s.block_size for s in same}) > 1 and setting.block_size is not None:
             name += f" b{setting.block_size}"
+        rivals = {s.gates for s in same if s.gates and s.gated_size == setting.gated_size}  # each size has its own
+        if len(rivals) > 1 and setting.gates:
+            name += f" [{setting.gates[: _telling(rivals)]}]"
         if len({s.dense_layers for s in same}) > 1:
             name += (
                 f", layers {','.join(map(str, setting.dense_layers))} dense"
@@ -279,13 +348,19 @@ def _named(settings: list[Setting]) -> list[Setting]:
             if (value := setting.config["method"].get(key)) is not None:
                 name += f", {key}={_brief(value)}"
         named.append(replace(setting, series=name))
-    labels = [(s.series, s.budget, s.threshold) for s in named]
-    twice = [named[i] for i, label in enumerate(labels) if labels.count(label) > 1]
-    if len(twice) > 1 and twice[0].method != "dense":
-        raise SeergateError(
-            f"{twice[0].directory} and {twice[-1].directory} are runs of the same setting; report on one of them"
-        )
+    seen: dict[Any, Setting] = {}
+    for s in named:
+        first = seen.setdefault((s.series, s.budget, s.threshold, s.gates), s)
+        if first is not s and s.method != "dense":
+            raise SeergateError(
+                f"{first.directory} and {s.directory} are runs of the same setting; report on one of them"
+            )
     return named
+
+
+def _telling(fingerprints: set[str]) -> int:
+    """How many first digits tell fingerprints apart; at least four."""
+    return next((n for n in range(4, 64) if len({f[:n] for f in fingerprints}) == len(fingerprints)), 64)
 
 
 def _distinguishing(settings: list[Setting]) -> list[str]:

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from seergate.errors import SeergateError, how_to_install
-from seergate.eval.stats import Z95
+from seergate.eval.stats import Estimate
 from seergate.report.load import Setting, Sweep
 from seergate.report.published import published
 from seergate.report.styles import STYLES, line_style, style
@@ -33,7 +33,8 @@ def length_plot(sweep: Sweep, path: Path) -> Path:
     """Mean generation length against budget with 95 % intervals."""
 
     def interval(s: Setting) -> tuple[float, float, float]:
-        mean, half = s.metrics["mean_tokens"], Z95 * (s.metrics["mean_tokens_se"] or 0.0)
+        mean, se = s.metrics["mean_tokens"], s.metrics["mean_tokens_se"]
+        half = 0.0 if se is None else Estimate(mean, se, s.accuracy.n).half_width
         return mean, max(0.0, mean - half), mean + half
 
     return _against_budget(
@@ -145,9 +146,10 @@ def panels(sweep: Sweep) -> dict[str, list[str]]:
 
 
 def conditions(sweep: Sweep) -> str:
-    """Model, task and number of problems, for titles."""
+    """Model, task and number of problems, for titles; and whether runs are unfinished."""
     model = Path(str(sweep.config["model"]["path"])).name
-    return f"{model} on {sweep.config['task']['name']}, {sweep.settings[0].accuracy.n} problems"
+    unfinished = "" if all(s.complete for s in sweep.settings) else ", some runs unfinished"
+    return f"{model} on {sweep.config['task']['name']}, {sweep.problems}{unfinished}"
 
 
 def _lines(

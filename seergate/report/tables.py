@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
+from seergate.eval.stats import bounds
 from seergate.report.load import Setting, Sweep
 from seergate.report.published import deviations, published
 
@@ -51,10 +52,10 @@ def _accuracy_row(sweep: Sweep, s: Setting) -> list[str]:
     if sweep.dense is not None and s is not sweep.dense:
         d = sweep.difference(s, sweep.dense)
         if not math.isnan(d.se):
-            between = f"{100 * (d.mean - d.half_width):+.1f} to {100 * (d.mean + d.half_width):+.1f}"
+            between = " to ".join(f"{100 * bound:+.1f}" for bound in bounds(d))
     low, high = s.interval
     return [
-        s.series,
+        s.marked,
         limit_of(s),
         f"{100 * m['accuracy']:.1f}",
         NONE if m["accuracy_se"] is None else f"{100 * m['accuracy_se']:.1f}",
@@ -102,7 +103,7 @@ def cost_table(sweep: Sweep) -> str:
         m = s.metrics
         rows.append(
             [
-                s.series,
+                s.marked,
                 limit_of(s),
                 _plain(s.config["method"].get("block_size")),
                 _scaled(m["density"], 100, 1),
@@ -128,7 +129,7 @@ def recall_table(sweep: Sweep) -> str | None:
     header = ["method", "budget", "mean %", *(f"layer {layer}" for layer in layers)]
     rows = [
         [
-            s.series,
+            s.marked,
             limit_of(s),
             _scaled(s.metrics["recall"], 100, 1),
             *(_scaled(value, 100, 1) for value in s.metrics["recall_per_layer"]),
@@ -150,7 +151,7 @@ def pass_table(sweep: Sweep) -> str | None:
     ]
     if len(ks) < 2:
         return None
-    rows = [[s.series, limit_of(s), *(f"{100 * s.metrics['pass_at_k'][k]:.1f}" for k in ks)] for s in sweep.settings]
+    rows = [[s.marked, limit_of(s), *(f"{100 * s.metrics['pass_at_k'][k]:.1f}" for k in ks)] for s in sweep.settings]
     return markdown(["method", "budget", *(f"pass@{k} %" for k in ks)], rows)
 
 
@@ -171,7 +172,7 @@ def proxy_table(sweep: Sweep) -> str | None:
     ]
     rows = [
         [
-            s.series,
+            s.marked,
             limit_of(s),
             f"{100 * s.metrics['accuracy']:.1f}",
             _scaled(s.metrics["recall"], 100, 1),

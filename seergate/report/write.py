@@ -17,7 +17,7 @@ from seergate.eval.store import flatten, write_text
 from seergate.report.byte_plots import bytes_plot
 from seergate.report.equal_bytes import equal_bytes
 from seergate.report.findings import cautions, findings
-from seergate.report.load import Sweep, load_sweeps
+from seergate.report.load import Sweep, apart, load_sweeps
 from seergate.report.plots import accuracy_plot, length_plot, recall_plot
 from seergate.report.tables import accuracy_table, cost_table, pass_table, proxy_table, published_table, recall_table
 
@@ -53,9 +53,9 @@ def write_report(root: Path, out: Path | None = None, *others: Path) -> Report:
     out = out or root
     out.mkdir(parents=True, exist_ok=True)
     parts, plots, said = [], [], []
-    for i, sweep in enumerate(sweeps):
+    for i, (sweep, why) in enumerate(zip(sweeps, apart(sweeps), strict=True)):
         suffix = f"-{i + 1}" if len(sweeps) > 1 else ""
-        text, images = _section(sweep, out, suffix)
+        text, images = _section(sweep, out, suffix, why)
         parts.append(text)
         plots += images
         said += findings(sweep)
@@ -70,10 +70,12 @@ def _name(sweep: Sweep) -> str:
     return f"{Path(str(sweep.config['model']['path'])).name} on {sweep.config['task']['name']}"
 
 
-def _section(sweep: Sweep, out: Path, suffix: str) -> tuple[str, list[Path]]:
+def _section(sweep: Sweep, out: Path, suffix: str, why: dict[str, Any]) -> tuple[str, list[Path]]:
+    """Markdown and plots of one sweep; ``why`` it is not compared with the others (`apart`)."""
     plots = []
     blocks = [
         f"## What {_name(sweep)} shows",
+        *([f"A section of its own, as not all runs have: {_pairs(why)}."] if why else []),
         _bullets(findings(sweep)),
         "Before quoting a number:",
         _bullets(cautions(sweep)),
@@ -81,7 +83,8 @@ def _section(sweep: Sweep, out: Path, suffix: str) -> tuple[str, list[Path]]:
     if sweep.budgets:
         plots.append(accuracy_plot(sweep, out / f"accuracy{suffix}.png"))
         blocks.append(f"![Accuracy against token budget]({plots[-1].name})")
-    if any(s.evicts for s in sweep.settings) and (against_bytes := bytes_plot(sweep, out / f"bytes{suffix}.png")):
+    beyond_budgets = any(s.evicts or s.threshold is not None for s in sweep.settings)
+    if beyond_budgets and (against_bytes := bytes_plot(sweep, out / f"bytes{suffix}.png")):
         plots.append(against_bytes)
         blocks.append(f"![Accuracy against bytes held and bytes read]({against_bytes.name})")
     for heading, text in equal_bytes(sweep):
@@ -109,7 +112,8 @@ def _section(sweep: Sweep, out: Path, suffix: str) -> tuple[str, list[Path]]:
 _ACCURACY_NOTE = (
     "Accuracy is the mean over problems of the mean over a problem's samples. Standard errors are clustered by "
     "problem; the interval is Wilson's at the effective number of samples. *minus dense* is the paired difference on "
-    "the same problems, in points, ± its standard error. *truncated*: the answer hit the length limit. *no answer*: "
+    "the same problems, in points, ± its standard error; its interval is Student's t, or, where all problems came out "
+    "alike, three in the number of problems either way. *truncated*: the answer hit the length limit. *no answer*: "
     "nothing was boxed."
 )
 _COST_NOTE = (
@@ -183,27 +187,30 @@ def _recall_note(sweep: Sweep) -> str:
 def _conditions(sweep: Sweep) -> str:
     config = sweep.config
     model, task, generation, env = (config.get(k, {}) for k in ("model", "task", "generation", "environment"))
-    gates = next((s.config["gates"] for s in sweep.settings if s.config.get("gates")), None)
+    gates = {s.gates: s.config["gates"]["path"] for s in sweep.settings if s.gates}
     sampling = "greedy" if generation["temperature"] == 0 else f"temperature {generation['temperature']}"
     if generation["temperature"]:
         sampling += f", top-p {generation['top_p']}, top-k {generation['top_k']}, min-p {generation['min_p']}"
     lines = [
         f"model: `{model['path']}` ({model['type']}, {model['parameters']:,} parameters, {model['dtype']}, weights "
         f"{model['fingerprint']})",
-        f"task: {', '.join(f'{k} {v}' for k, v in task.items())}",
+        f"task: {_pairs(task)}",
         f"generation: {sampling}; {generation['samples']} sample(s) per problem, "
         f"{_limit(generation)}, seed {generation['seed']}"
         + (f"; ended by tokens {', '.join(map(str, generation['ends']))}" if generation.get("ends") else ""),
         f"software: seergate {env.get('seergate')} (git {env.get('git') or 'unknown'}), torch {env.get('torch')}, "
         f"transformers {env.get('transformers')}, Python {env.get('python')}"
         + "".join(f", {name} {env[name]}" for name in GRADES_WITH.values() if name in env),
-        f"machine: {env.get('device')}; {', '.join(f'{k} {v}' for k, v in env.get('hardware', {}).items())}",
+        f"machine: {env.get('device')}; {_pairs(env.get('hardware', {}))}",
     ]
     if rope := flatten(model.get("rope") or {}):
-        lines.insert(1, f"rotary embedding: {', '.join(f'{k} {v}' for k, v in rope.items())}")
-    if gates:
-        lines.insert(1, f"gates: `{gates['path']}` (weights {gates['fingerprint']})")
+        lines.insert(1, f"rotary embedding: {_pairs(rope)}")
+    lines[1:1] = [f"gates: `{path}` (weights {weights})" for weights, path in gates.items()]
     return _bullets(lines)
+
+
+def _pairs(values: dict[str, Any]) -> str:
+    return ", ".join(f"{name} {value}" for name, value in values.items())
 
 
 def _limit(generation: dict[str, Any]) -> str:

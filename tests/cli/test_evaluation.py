@@ -9,11 +9,13 @@ import pytest
 import yaml
 
 from seergate import GateBank, GateConfig
+from seergate.cli.figure import _write
 from seergate.cli.main import main
 from seergate.eval.plan import SweepPlan
 from seergate.eval.settings import grid
 from tests.eval import support
 from tests.models import tiny_model
+from tests.report.made import write_run
 
 
 def call(*arguments: object) -> int:
@@ -106,7 +108,7 @@ def test_regrade_tells_what_changes(runs, capsys):
 @pytest.mark.parametrize("name", ["4", "5", "7", "8", "9", "table1", "table2", "proxies"])
 def test_figures_are_drawn(name, tmp_path):
     """On the model that ships, far too small to show anything but that every step works."""
-    extra = [] if name == "table2" else ["--problems", 2, "--variables", 8, "--max-new-tokens", 40]
+    extra = [] if name == "table2" else ["--problems", 2, "--variables", 8]
     assert call("figure", name, "--steps", 2, *extra, "--out", tmp_path) == 0
     label = name if name.startswith("table") else f"figure-{name}"
     text = (tmp_path / f"{label}.md").read_text()
@@ -214,6 +216,8 @@ def test_what_methods_do_to_one_answer_is_drawn(tmp_path, capsys):
         ({"measure_recall": 1}, "measure_recall is 1; it must be true or false"),
         ({"gates": {"eight": 3}}, "gates holds 'eight': 3"),
         ({"gates": 3}, "gates is 3; it must be a text or 'name: value' lines"),
+        ({"method": []}, "method is empty; it must name at least one method"),
+        ({"threshold": "1e-2"}, "YAML takes 1e-2 for a text: write 1.0e-2"),
     ],
 )
 def test_mistakes_in_a_sweep_are_told(values, said, tmp_path, capsys):
@@ -224,6 +228,37 @@ def test_mistakes_in_a_sweep_are_told(values, said, tmp_path, capsys):
     assert call("sweep", tmp_path / "none.yaml") == 2
     file.write_text("[")
     assert call("sweep", file) == 2
+
+
+def test_a_name_that_is_given_twice_in_a_sweep_is_told(tmp_path, capsys):
+    file = tmp_path / "sweep.yaml"
+    file.write_text("budget: 32\nmethod: dense\nbudget: 64\n")
+    assert call("sweep", file) == 2
+    assert "line 3 gives 'budget' again" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (("5", "--budget", 32), "the figure 5 does not take --budget, which is for kept and recurrence"),
+        (("table2", "--max-new-tokens", 9), "the figure table2 does not take --max-new-tokens"),
+        (("kept", "--alpha", 0.1), "the figure kept does not take --alpha, which is for recurrence"),
+        (("recurrence", "--head", 0), "the figure recurrence does not take --head, which is for kept"),
+        (("5", "--problems", 0), "problems is 0"),
+    ],
+)
+def test_a_figure_ignores_nothing_that_it_is_given(arguments, said, tmp_path, capsys):
+    assert call("figure", *arguments, "--out", tmp_path / "out") == 2
+    assert said in capsys.readouterr().err
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_figure_of_runs_that_cannot_be_compared_says_why(tmp_path):
+    for name, grader in (("dense", "digit"), ("gate", "exact")):
+        task = {"name": "chain_sum", "n_problems": 20, "chance": 0.1, "contents": "c", "grader": grader}
+        write_run(tmp_path / "eval", name, None if name == "dense" else 64, lambda i: True, task=task)
+    with pytest.raises(ValueError, match="task.grader is 'digit' and 'exact'.*seergate regrade .*eval --grader NAME"):
+        _write("5", tmp_path, "figure-5")
 
 
 def test_single_values_stand_for_lists():
@@ -239,6 +274,11 @@ def test_gates_and_block_sizes_must_agree():
         plan.specs(plan.make_task(), [8])
     labels = [spec.label for spec in plan.specs(plan.make_task(), [8, 32])]
     assert labels == ["dense", "gate-64-b8", "gate-64-b32"]
+
+
+def test_what_is_given_twice_runs_once():
+    labels = [spec.label for spec in grid(["quest"], [64, 64], [8, 8], [(0,), (0,)])]
+    assert labels == ["quest-64-dense0"]
 
 
 def test_labels_are_what_they_were_for_one_block_size():

@@ -11,7 +11,7 @@ import pytest
 
 from seergate.errors import SeergateError
 from seergate.eval import judge as judge_module
-from seergate.eval.grading import check_grader, grade, last_boxed
+from seergate.eval.grading import GRADERS, check_gold, check_grader, grade, last_boxed
 from seergate.eval.judge import GradingPool, _Judge
 
 
@@ -66,63 +66,6 @@ def test_digit_is_exact():
 
 
 @pytest.mark.parametrize(
-    "answer", ["C", "(C)", r"\text{C}", r"\mathrm{C}", r"\textbf{(C)}", "C.", "C. 4 eV", "C) 4 eV", "$C$", "C: so"]
-)
-def test_letters(answer):
-    assert graded("letter", f"so \\boxed{{{answer}}}", "C").correct
-    assert not graded("letter", f"so \\boxed{{{answer}}}", "B").correct
-
-
-@pytest.mark.parametrize(
-    "joint", ["C or A", "C and A", "C A", "C) or A)", "C. or A.", "(C) (A)", "C or A or B", "C/A"]
-)
-@pytest.mark.parametrize("form", ["{}", r"\text{{{}}}", "${}$"])
-def test_two_letters_are_no_choice(joint, form):
-    """Whichever of them is right."""
-    for gold in "ABC":
-        found = graded("letter", f"so \\boxed{{{form.format(joint)}}}", gold)
-        assert not found.correct and "does not hold one letter" in found.reason
-
-
-@pytest.mark.parametrize(
-    "separator", [", ", " & ", r" \& ", "; ", "/", " / ", "\n", r" \lor ", r" \text{ or } ", ": ", "."]
-)
-@pytest.mark.parametrize("second", ["D", "J", "(D)", r"\text{D}", "D."])
-def test_two_letters_however_they_are_joined(separator, second):
-    assert not graded("letter", f"\\boxed{{C{separator}{second}}}", "C").correct
-
-
-@pytest.mark.parametrize(
-    "answer",
-    [
-        *("C. 4 eV or D. 5 eV", "C) 4 eV and D) 5 eV", "(C) 4 eV or (D) 5 eV", "C. 4 eV\nD. 5 eV", "C. 4 eV or D"),
-        *("C or possibly D", "C (or D)", "C but maybe D", "C is wrong, D is right", "C. A and B"),
-    ],
-)
-def test_a_second_choice_further_on_is_noticed(answer):
-    assert not graded("letter", f"\\boxed{{{answer}}}", "C").correct
-
-
-@pytest.mark.parametrize(
-    "answer",
-    [
-        *("C because A is wrong", "C is right because A is wrong", "C not A", "C 300 J"),
-        *("C. A rise of 4 J", "C. Vitamin C", "C. between A and B", "C) A larger one", "C. I and II only", "C or C"),
-        *(r"C. $F = A/B$", "C. A-B bonds", "(C) at 25 D"),
-    ],
-)
-def test_letters_in_the_text_of_an_option_or_in_a_reason_are_no_choice(answer):
-    assert graded("letter", f"\\boxed{{{answer}}}", "C").correct
-
-
-@pytest.mark.parametrize("answer", ["A,C", "4 eV", "AC", "c", "", "Carbon", r"\boxed{}", "Choice C"])
-def test_what_is_no_letter(answer):
-    found = graded("letter", f"so \\boxed{{{answer}}}", "C")
-    assert not found.correct
-    assert "does not hold one letter" in found.reason
-
-
-@pytest.mark.parametrize(
     ("answer", "gold", "correct"),
     [
         (r"\frac{1}{2}", "0.5", True),
@@ -149,6 +92,65 @@ def test_what_is_no_letter(answer):
 )
 def test_math(judges, answer, gold, correct):
     assert judges.grade("math", f"so \\boxed{{{answer}}}", gold).correct is correct
+
+
+@pytest.mark.parametrize(
+    "separator", [r"\,", r"\;", r"\:", r"\ ", "~", " ", "\u2009", "\u202f", r"{,}", r",\!", r" \, "]
+)
+def test_thousands_however_they_are_separated(judges, separator):
+    for number in ("1000", "10080", "1234567"):
+        written = f"{int(number):,}".replace(",", separator)
+        assert judges.grade("math", f"\\boxed{{{written}}}", number).correct
+        assert judges.grade("math", f"\\boxed{{{number}}}", written).correct
+        for gold in ("0", number[:-1] + "1", number[0]):
+            assert not judges.grade("math", f"\\boxed{{{written}}}", gold).correct
+
+
+@pytest.mark.parametrize(
+    ("gold", "answers"),
+    [
+        ("0", [r"5\,0", "5~0", "5 0", r"1.5\,000", "5 000 00", "x^2-1=0"]),
+        ("6", [r"1\,2\,3", "1 2 3", r"2\;3"]),
+        ("5000", [r"5\,0000", "5000, 0"]),
+        ("234", ["2*3*4", "*2*3*4*"]),
+        ("3", [r"\geq 3", r"\ge3", "> 3", "< 3", "≥ 3", r"\le 3", r"\leqslant 3", r"\neq 3", r"\not= 3", "$> 3$"]),
+        ("3", [r"4 \Rightarrow 3", r"4 \to 3", r"{> 3}", r"\(\neq 3\)", r"2\underline{3}"]),
+        ("2", ["x^2=2", r"\sqrt{x}=2", "2x=2", "x/2=2", "x-1=2", "2x=1+1=2"]),
+        ("101", ["101_2", "101_{2}", "101_{(2)}", "$101_2$"]),
+        ("2516_8", ["2516", "2516_7"]),
+        (r"\{1,2,3\}", ["(3,1,2)", r"\left(1,2,3\right)"]),
+        ("(1,2)", [r"\{1,2\}", r"\left\{1,2\right\}", r"\lbrace 1,2\rbrace"]),
+        ("(0,1)", [r"\{0,1\}", r"0\le x<1", "x<1", "0<x<2"]),
+        ("1<x<2", [r"\{1,2\}", r"1\le x<2"]),
+        ("[-2,7]", [r"-2<x\le 7", "-2<x<7", r"-3\le x\le 7", r"x\le 7", r"\{-2,7\}"]),
+        (r"(-\infty,2)", [r"x\le 2", "x>2", "x<3", r"x\ne 2"]),
+        ("113", [r"\textcolor{red}{114}", "**114**", "–113", "113;114", r"\text{Answer: }114"]),
+        (r"\emptyset", [r"\{0\}", "0"]),
+        ("0", [r"\varnothing"]),
+    ],
+)
+def test_what_math_verify_would_take_for_equal(judges, gold, answers):
+    for answer in answers:
+        assert not judges.grade("math", f"so \\boxed{{{answer}}}", gold).correct, answer
+
+
+@pytest.mark.parametrize(
+    ("gold", "answers"),
+    [
+        *(("[-2,7]", [r"-2\le x\le 7", r"-2 \leqslant x \leqslant 7"]), ("(0,1)", ["0<x<1", "1>x>0"])),
+        *((r"(-\infty,2)", ["x<2", "2 > x"]), (r"[3,\infty)", [r"x\ge 3"]), ("x>3", [r"(3,\infty)", "3<x"])),
+        ("113", ["113,", r"113\\", "113;", r"113\,", r"\textcolor{red}{113}", r"\color{red}113", r"\bf{113}"]),
+        ("113", [r"{\bf 113}", r"\underline{113}", r"\boldsymbol{113}", "**113**", "`113`", r"\text{Answer: }113"]),
+        *((r"-5", ["–5", "−5"]), (r"\emptyset", [r"\varnothing", "∅"]), ("101", ["101_{10}"])),
+        *((r"\{1,2,3\}", ["3,1,2", r"\{3,2,1\}"]), ("(1,2)", ["(x,y)=(1,2)", r"\left(1, 2\right)"])),
+        *(("(1,2),(3,4)", [r"\{(1,2),(3,4)\}"]), (r"\log_2 3", [r"\log_{2} 3"]), ("(3,100)", [r"(3,\,100)"])),
+        ("4", ["x=4", "f(x)=4", r"\sin x=4", "x+y=4", "AB=4", "EF=4", "2+2=4", r"x=2+2=4", r"\lim_{x\to 0} f(x)=4"]),
+    ],
+)
+def test_other_ways_of_writing_what_is_right(judges, gold, answers):
+    for answer in answers:
+        found = judges.grade("math", f"so \\boxed{{{answer}}}", gold)
+        assert found.correct, (answer, found.reason)
 
 
 ADVERSARIAL = {
@@ -355,6 +357,21 @@ def test_giant_answers_are_refused_at_once():
 def test_exact_ignores_spaces_only():
     assert graded("exact", r"\boxed{ a  b }", "ab").correct
     assert not graded("exact", r"\boxed{AB}", "ab").correct
+
+
+@pytest.mark.parametrize("grader", GRADERS)
+def test_nothing_is_right_where_there_is_no_gold_answer(grader):
+    assert not graded(grader, r"\boxed{}", "").correct
+
+
+@pytest.mark.parametrize(
+    ("grader", "gold"), [*(("letter", gold) for gold in ("b", "(B)", "B.", "1", "")), ("math", " "), ("digit", "")]
+)
+def test_gold_answers_that_nothing_can_equal_are_refused(grader, gold):
+    with pytest.raises(SeergateError, match="the answer .* must"):
+        check_gold(grader, gold)
+    check_gold("letter", "B")
+    check_gold("exact", "")
 
 
 def test_unknown_grader_is_refused():

@@ -116,6 +116,41 @@ def test_mistakes_are_told(tmp_path):
         make_task("aime24").problems()
 
 
+@pytest.mark.parametrize(
+    ("name", "record", "said"),
+    [
+        *(("aime24", {**AIME[0], "answer": wrong}, "must be") for wrong in (None, "n/a", "33.0", 33.5, "")),
+        ("aime24", {**AIME[0], "problem": None}, "'problem' is None"),
+        ("math500", {**MATH[0], "answer": None}, "'answer' is None"),
+        ("math500", {**MATH[0], "answer": " "}, "'answer' is blank"),
+        ("gsm8k", {**GSM8K[0], "answer": "He has 1200."}, "has no '####'"),
+        ("gsm8k", {**GSM8K[0], "answer": "He has 1200. ####"}, "the answer is empty"),
+        ("gpqa_diamond", {**GPQA[0], "Incorrect Answer 2": None}, "'Incorrect Answer 2' is None"),
+        ("gpqa_diamond", {**GPQA[0], "Correct Answer": None}, "'Correct Answer' is None"),
+        ("gpqa_diamond_published", {"question": "Which?", "answer": "a"}, "must be one capital letter"),
+        ("gpqa_diamond_published", {"question": None, "answer": "A"}, "'question' is None"),
+    ],
+)
+def test_a_record_that_is_no_problem_is_named(tmp_path, name, record, said):
+    with pytest.raises(SeergateError, match=f"record 0 of .*bad.jsonl: .*{said}"):
+        make_task(name, source=write(tmp_path / "bad.jsonl", [record])).problems()
+
+
+@pytest.mark.parametrize("text", ["", "\n"])
+@pytest.mark.parametrize("suffix", [".jsonl", ".json", ".csv"])
+def test_an_empty_file_is_named(tmp_path, suffix, text):
+    path = tmp_path / f"empty{suffix}"
+    path.write_text(text)
+    with pytest.raises(SeergateError, match=f"empty{suffix}"):
+        make_task("aime24", source=str(path)).problems()
+
+
+def test_an_integer_of_a_column_with_gaps(tmp_path):
+    records = [AIME[0] | {"answer": 25.0}, AIME[1] | {"answer": 204.0}]
+    task = make_task("aime24", source=write(tmp_path / "x.parquet", records))
+    assert [problem.gold for problem in task.problems()] == ["25", "204"]
+
+
 @pytest.mark.hub
 @pytest.mark.parametrize(("name", "problems"), [("aime24", 30), ("aime25", 30), ("math500", 500), ("gsm8k", 1319)])
 def test_the_hub_has_what_is_pinned(name, problems):

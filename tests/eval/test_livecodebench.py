@@ -10,6 +10,7 @@ import pytest
 
 from seergate.cli.main import main
 from seergate.eval import MethodSpec, RunOptions, Sampling, evaluate, make_task
+from seergate.eval.grading import grade
 from seergate.eval.livecodebench import last_program
 from tests.eval import support
 
@@ -30,6 +31,13 @@ ROOT = Path(__file__).resolve().parents[2]
         ("````\n```\na\n```\n````", "```\na\n```"),
         ("```python\r\na\r\n```\r\n", "a\r"),
         ("```python\nx = '\u2028'\n```", "x = '\u2028'"),
+        ("Here it is: ```python\na\n```", "a"),
+        ("That is ```c++\na\n```<|im_end|>", "a"),
+        ("```python\na\n```<|im_end|>", "a"),
+        ("```python\na\n``` </s>", "a"),
+        ("```python\na\n```<\uff5cend\u2581of\u2581sentence\uff5c><|endoftext|>", "a"),
+        ('```python\ns = "a ```python\nb"\n```', 's = "a ```python\nb"'),
+        ("a fence is ```, write ```x``` or ``` so\n```\na\n```", "a"),
         ("1. so:\n   ```python\n   a\n   ```", "   a"),
     ],
 )
@@ -53,6 +61,12 @@ def run_dir(tmp_path):
         sample["completion"] = "I do not know." if asked == (ids[1], 0) else f"```python\nprint{asked}\n```"
     (out / "samples.jsonl").write_text("".join(json.dumps(sample) + "\n" for sample in reversed(lines)))
     return out
+
+
+def test_no_answer_counts_as_right(run_dir):
+    """Nor does an empty box, in a run that is graded elsewhere."""
+    assert grade("exact", "\\boxed{}", "", lambda gold, answer: (True, "")).correct is False
+    assert json.loads((run_dir / "metrics.json").read_text())["accuracy"] == 0
 
 
 def test_the_file_is_what_the_evaluator_reads(run_dir, tmp_path, capsys):

@@ -152,6 +152,34 @@ def test_regrading_changes_grades_only(tmp_path):
         regrade(tmp_path, grader="maths")
 
 
+@pytest.mark.parametrize("end", [b"", b'\n{"task": "chain_s'], ids=["no newline", "cut short"])
+def test_a_dry_run_writes_nothing_and_whole_lines_are_kept(tmp_path, end):
+    """Neither what an editor left without its newline, nor what a kill left, is touched; a real run mends both."""
+    small(tmp_path)
+    path = tmp_path / "samples.jsonl"
+    whole = path.read_bytes()
+    path.write_bytes(whole[:-1] + end)
+    before = {file: file.read_bytes() for file in tmp_path.iterdir()}
+    assert regrade(tmp_path, dry_run=True).total == 4
+    assert {file: file.read_bytes() for file in tmp_path.iterdir()} == before
+    with store.SampleLog(tmp_path):
+        assert path.read_bytes() == whole
+
+
+def test_regrading_tells_what_is_missing(tmp_path):
+    small(tmp_path)
+    for name, old, new, said in (
+        ("samples.jsonl", '"gold"', '"glod"', "a sample without 'gold'"),
+        ("config.yaml", "grader:", "grad:", "has no task.grader"),
+    ):
+        path = tmp_path / name
+        before = path.read_text()
+        path.write_text(before.replace(old, new))
+        with pytest.raises(SeergateError, match=said):
+            regrade(tmp_path)
+        path.write_text(before)
+
+
 def test_a_run_that_was_regraded_says_by_what_and_is_not_continued_otherwise(tmp_path):
     small(tmp_path)
     before = (tmp_path / "config.yaml").read_bytes()
@@ -303,6 +331,7 @@ def test_settings_are_checked_before_work(tmp_path):
         ([MethodSpec("gate", 64)], "needs gates"),
         ([MethodSpec("quest", 8, 16)], "token_budget is 8"),
         ([MethodSpec("dense"), MethodSpec("dense")], "given twice"),
+        (grid(["quest", "quest:block_size=8"], [32], 8), "'quest-32' and 'quest-32-block_size=8' mean the same"),
     ):
         with pytest.raises(ValueError, match=said):
             sweep(*arguments, specs, tmp_path / "out", RunOptions())

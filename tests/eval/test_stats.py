@@ -6,7 +6,7 @@ import math
 
 import pytest
 
-from seergate.eval.stats import Estimate, clustered, correlation, paired, pass_at_k, quantile, wilson
+from seergate.eval.stats import Estimate, bounds, clustered, correlation, paired, pass_at_k, quantile, t95, wilson
 
 
 def test_one_sample_per_problem_is_the_ordinary_standard_error():
@@ -52,6 +52,30 @@ def test_wilson():
     low, high = wilson(Estimate(1.0, 0.0, 16))  # all right: 16 / (16 + 1.96^2) .. 1
     assert (low, high) == pytest.approx((16 / (16 + 1.959964**2), 1.0))
     assert wilson(Estimate(0.0, 0.0, 16))[0] == 0.0
+
+
+def test_a_proportion_is_no_surer_than_its_samples():
+    """Problems of which each is right half of the time have means without any spread."""
+    halves = clustered({str(i): [1, 0] for i in range(3)} | {"x": [1, 1, 0]})
+    assert wilson(halves, 9) == pytest.approx(wilson(Estimate(halves.mean, 0.0, 9)))
+    assert wilson(halves)[0] > wilson(halves, 9)[0]
+
+
+def test_quantiles_of_students_t():
+    for freedom, value in ((1, 12.706), (2, 4.303), (3, 3.182), (4, 2.776), (19, 2.093), (30, 2.042), (1000, 1.962)):
+        assert t95(freedom) == pytest.approx(value, abs=5e-4)
+    assert Estimate(0.0, 1.0, 5).half_width == t95(4)
+
+
+def test_the_interval_of_a_difference():
+    assert bounds(Estimate(0.1, 0.1, 5)) == pytest.approx((0.1 - 0.2776, 0.1 + 0.2776), abs=1e-4)
+    assert bounds(Estimate(-0.6, 0.3, 3)) == (-1.0, pytest.approx(-0.6 + 0.3 * t95(2)))
+    assert bounds(Estimate(0.0, 0.0, 20)) == (-0.15, 0.15), "no disagreement: three in n"
+    assert all(math.isnan(bound) for bound in bounds(Estimate(1.0, math.nan, 1)))
+    assert Estimate(0.3, 0.1, 20).positive and not (-Estimate(0.3, 0.1, 20)).positive
+    assert not Estimate(0.3, 0.1, 3).positive and not Estimate(1.0, 0.0, 3).positive
+    third = {name: [1, 0, 0] for name in "abc"}  # 1/3 - 0 and its like differ in the last bit at most
+    assert not paired(third, {name: [0] for name in "abc"}).positive
 
 
 def test_pass_at_k():

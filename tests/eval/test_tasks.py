@@ -6,6 +6,7 @@ import pytest
 
 from seergate.chain_sum import make_problems
 from seergate.errors import SeergateError
+from seergate.eval.calibration import other_problems
 from seergate.eval.task import contents_hash
 from seergate.eval.tasks import CHAIN_SUM_SEEDS, make_task
 
@@ -75,6 +76,17 @@ def test_jsonl(tmp_path):
         (b'{"answer": 1}\n', "none of"),
         (b'{"messages": [], "answer": 1}\n', "must be a list"),
         (b'{"prompt": "x", "answer": 1, "id": 1}\n{"prompt": "y", "answer": 1, "id": 1}\n', "twice"),
+        (b'{"prompt": "x", "answer": null}\n', "line 1: 'answer' is None; it must be a text or a finite number"),
+        (b'{"prompt": "x", "answer": ["2"]}\n', r"line 1: 'answer' is \['2'\]"),
+        (b'{"prompt": "x", "answer": NaN}\n', "'answer' is nan"),
+        (b'{"prompt": "x", "answer": true}\n', "'answer' is True"),
+        (b'{"prompt": "x", "answer": " "}\n', "line 1: the answer is empty"),
+        (b'{"question": null, "answer": 1}\n', "line 1: 'question' is None; it must be a text"),
+        (b'{"prompt": 5, "answer": 1}\n', "line 1: 'prompt' is 5"),
+        (b'{"messages": [{"role": "user", "content": null}], "answer": 1}\n', "line 1: 'messages' must be a list"),
+        (b'{"messages": [{"role": "user", "content": 5}], "answer": 1}\n', "line 1: 'messages' must be a list"),
+        (b'{"prompt": "\\ud800", "answer": 1}\n', "line 1 holds half a surrogate pair"),
+        (b'{"prompt": "x", "answer": ' + b"1" * 5000 + b"}\n", "line 1 is not JSON"),
         (b"", "no problems"),
         (b'{"prompt": "\xff", "answer": 1}\n', "not UTF-8"),
     ],
@@ -84,3 +96,26 @@ def test_bad_files_are_told(tmp_path, text, said):
     path.write_bytes(text)
     with pytest.raises(SeergateError, match=said):
         make_task(str(path)).problems()
+
+
+@pytest.mark.parametrize("gold", ["b", "(B)", "B.", 1])
+def test_gold_answers_are_checked_against_the_grader(tmp_path, gold):
+    path = tmp_path / "letters.jsonl"
+    path.write_text(json.dumps({"prompt": "x", "answer": "B"}) + "\n" + json.dumps({"prompt": "y", "answer": gold}))
+    with pytest.raises(SeergateError, match="letters.jsonl, line 2: the answer .* must be one capital letter"):
+        make_task(str(path), grader="letter").problems()
+    assert len(make_task(str(path)).problems()) == 2
+
+
+def test_a_byte_order_mark_is_no_mistake(tmp_path):
+    path = tmp_path / "mine.jsonl"
+    path.write_text('{"prompt": "x", "answer": 0.5}', encoding="utf-8-sig")
+    assert make_task(str(path)).problems()[0].gold == "0.5"
+
+
+def test_a_file_called_as_a_task_is_calibrated_as_a_file(tmp_path):
+    path = tmp_path / "chain_sum.jsonl"
+    path.write_text('{"prompt": "x", "answer": 1}')
+    task = make_task(str(path))
+    assert other_problems(task) == (task, None)
+    assert other_problems(make_task("chain_sum"))[0].options["seed"] != 0

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from seergate.report import write_report
-from tests.report.test_report import write_run
+from tests.report.made import write_run
 
 NAMES = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable")
 CHROMIUM = next((path for path in map(shutil.which, NAMES) if path), None)

@@ -18,7 +18,7 @@ from seergate.report.figures import FIGURES
 from seergate.report.plots import draw_published, pyplot
 from seergate.report.published import PROBLEMS, deviations, published, table_1
 from tests.models import tiny_model
-from tests.report.test_report import write_run
+from tests.report.made import write_run
 
 AIME = {"name": "aime24", "problems": None, "n_problems": 30, "contents": "c", "chance": None, "grader": "math"}
 PAPER = {

@@ -3,6 +3,7 @@ from __future__ import annotations
 import json
 import math
 import re
+from pathlib import Path
 
 import pytest
 import yaml
@@ -15,82 +16,7 @@ from seergate.report.figures import FIGURES
 from seergate.report.findings import cautions
 from seergate.report.tables import markdown
 from tests.eval import support
-
-TOKENS = {"dense": 40, "gate": 44, "quest": 60}
-
-
-def write_run(root, method, budget, right, *, n=20, recall=None, model="m", **config):
-    """A run directory as `seergate.eval` writes it, with answers that are right where ``right`` says so."""
-    directory = root / (method if budget is None else f"{method}-{budget}")
-    directory.mkdir(parents=True)
-    described = {"name": method, **({} if budget is None else {"token_budget": budget, "block_size": 16})}
-    settings = {
-        "task": {"name": "chain_sum", "problems": n, "n_problems": n, "chance": 0.1, "contents": "c"},
-        "method": described,
-        "model": {"path": model, "type": "qwen3", "parameters": 1000, "dtype": "float32", "fingerprint": model},
-        "gates": None,
-        "generation": {
-            "samples": 1,
-            "max_new_tokens": 99,
-            "temperature": 0.0,
-            "top_k": 0,
-            "top_p": 1.0,
-            "min_p": 0.0,
-            "seed": 0,
-        },
-        "environment": {"seergate": "0", "git": None, "torch": "2", "hardware": {"cpu": "x"}},
-        **config,
-    }
-    (directory / "config.yaml").write_text(yaml.safe_dump(settings))
-    lines = []
-    for i in range(n):
-        sample = {
-            "task": "chain_sum",
-            "problem_id": str(i),
-            "sample_idx": 0,
-            "n_prompt_tokens": 60,
-            "n_tokens": TOKENS.get(method, 50) + i % 3,
-            "finish_reason": "stop",
-            "pred": "1",
-            "gold": "1",
-            "correct": bool(right(i)),
-            "seconds": 0.5,
-            "density": 1.0 if budget is None else budget / 100,
-            "cached_tokens": 150.0,
-            "bytes_read_per_step": 5000.0,
-            "own_bytes_mean": 70000.0,
-            "own_bytes_peak": 80000.0,
-            "resident_bytes_mean": 75000.0,
-            "resident_bytes_peak": 85000.0,
-        }
-        lines.append(json.dumps(sample) + "\n")
-    (directory / "samples.jsonl").write_text("".join(lines))
-    if recall is not None:
-        record = {
-            "recall": sum(recall) / len(recall),
-            "recall_per_layer": recall,
-            "layers": [0, 2],
-            "next_token_kl": 1 - sum(recall) / len(recall),
-            "perplexity": 2.0,
-            "dense_perplexity": 1.5,
-            "agreement": 0.9,
-            "windows": 4,
-            "tokens_per_window": 8,
-            "contexts": "c0ffee",
-            "reference": "dense",
-        }
-        (directory / "proxies.json").write_text(json.dumps(record))
-    return directory
-
-
-@pytest.fixture
-def runs(tmp_path):
-    write_run(tmp_path, "dense", None, lambda i: i < 18)
-    write_run(tmp_path, "gate", 32, lambda i: i < 12, recall=[0.5, 0.7])
-    write_run(tmp_path, "gate", 64, lambda i: i < 18, recall=[0.8, 0.9])
-    write_run(tmp_path, "quest", 32, lambda i: i < 2, recall=[0.3, 0.4])
-    write_run(tmp_path, "quest", 64, lambda i: i < 9, recall=[0.6, 0.7])
-    return tmp_path
+from tests.report.made import write_run
 
 
 def test_report_of_a_real_sweep(tmp_path):
@@ -124,8 +50,8 @@ def test_tables_hold_the_numbers(runs):
     cells = [c.strip() for c in accuracy[0].strip("|").split("|")]
     # 12 of 20 right: 60 %, se = sqrt(.6 * .4 / 19) = 11.2; six problems of 20 lost: -30 ± sqrt(.3 * .7 / 19) = 10.5
     assert cells[:6] == ["gate", "32", "60.0", "11.2", "38.7 to 78.1", "-30.0 ± 10.5"]
-    # 1.96 standard errors; lengths 44, 45, 46 in turn
-    assert cells[6:12] == ["-50.6 to -9.4", "20", "20", "45.0", "44/45/46", "46"]
+    # t(19) = 2.093 standard errors; lengths 44, 45, 46 in turn
+    assert cells[6:12] == ["-52.0 to -8.0", "20", "20", "45.0", "44/45/46", "46"]
     cost = [c.strip() for c in accuracy[1].strip("|").split("|")]
     assert cost == ["gate", "32", "16", "32.0", "150", "5.0", "70.0", "80.0", "75.0", "89.9", "60.0"]
     proxies = [c.strip() for c in accuracy[2].strip("|").split("|")]
@@ -134,62 +60,6 @@ def test_tables_hold_the_numbers(runs):
     assert recall == ["gate", "32", "60.0", "50.0", "70.0"]
     assert ("method", "budget") in rows
     assert "layer 2" in text
-
-
-def test_findings_follow_from_the_numbers(runs):
-    dense, gate, quest, against, recall = write_report(runs).findings
-    assert dense.startswith("dense answers 90 % of 20 problems right")
-    assert gate.startswith("gate at 64 tokens (63 % of the full context) is 0.0 ± 0.0 points from dense")
-    assert "up to 15 points could go unseen" in gate  # no disagreement in 20 problems: the rule of three
-    assert quest == "quest at 64 tokens is still 45.0 ± 11.4 points below dense; no tested budget was enough."
-    assert "+50.0 ± 11.5 at 32, +45.0 ± 11.4 at 64 (more than two standard errors ahead at 2 of 2 budgets)" in against
-    assert recall == "recall of dense attention's mass at 32 tokens: gate 60 %, quest 35 %."
-
-
-def test_recall_is_told_of_thresholds_too(tmp_path):
-    write_run(tmp_path, "dense", None, lambda i: i < 18)
-    config = write_run(tmp_path, "gate", None, lambda i: i < 12, recall=[0.5, 0.7]) / "config.yaml"
-    config.write_text(config.read_text().replace("name: gate", "name: gate\n  threshold: 0.01"))
-    assert write_report(tmp_path).findings[-1] == "recall of dense attention's mass: gate, threshold 0.01 60 %."
-
-
-def test_level_with_dense_needs_enough_problems(tmp_path):
-    write_run(tmp_path, "dense", None, lambda i: i < 380, n=400)
-    write_run(tmp_path, "gate", 64, lambda i: i < 380, n=400)
-    assert "level with dense" in write_report(tmp_path).findings[1]
-
-
-def test_better_than_dense_is_called_odd(tmp_path):
-    write_run(tmp_path, "dense", None, lambda i: i < 4)
-    write_run(tmp_path, "gate", 64, lambda i: i < 16)
-    assert "more than chance explains" in write_report(tmp_path).findings[1]
-
-
-def test_cautions(tmp_path):
-    write_run(tmp_path, "gate", 64, lambda i: True)
-    path = write_run(tmp_path, "quest", 64, lambda i: True) / "samples.jsonl"
-    path.write_text("".join(path.read_text().splitlines(keepends=True)[:7]))
-    text = write_report(tmp_path).markdown.read_text()
-    assert "there is no dense run" in text
-    assert "quest at 64 is unfinished: 7 samples so far" in text
-    assert "guessing gets 10 % right" in text
-
-
-@pytest.mark.parametrize(
-    ("problems", "n_problems", "complete"),
-    [(None, 20, True), (100, 20, True), (None, 30, False), (20, 20, True), (None, None, False)],
-    ids=["all of a file", "more asked for than the file has", "some missing", "as asked", "not known"],
-)
-def test_a_run_is_whole_when_no_problem_is_missing(tmp_path, problems, n_problems, complete):
-    task = {"name": "mine", "file": "mine.jsonl", "problems": problems, "contents": "c", "chance": None}
-    write_run(tmp_path, "dense", None, lambda i: True, task=task | ({"n_problems": n_problems} if n_problems else {}))
-    assert ("dense is unfinished: 20 samples so far" in write_report(tmp_path).markdown.read_text()) == (not complete)
-
-
-def test_a_model_that_guesses_proves_nothing(tmp_path):
-    write_run(tmp_path, "dense", None, lambda i: i < 3)
-    write_run(tmp_path, "gate", 64, lambda i: i < 3)
-    assert "dense itself is not clearly better than guessing" in write_report(tmp_path).markdown.read_text()
 
 
 def test_stale_metrics_are_not_shown(runs):
@@ -290,7 +160,7 @@ def test_unfinished_runs_without_a_common_problem_are_reported_on(runs):
     report = write_report(runs)
     text = report.markdown.read_text()
     assert "nan" not in text and not any("nan" in line for line in report.findings)
-    assert re.search(r"^\| gate +\| +64 \| +80\.0 \|[^|]+\|[^|]+\| +– \| +– \|", text, re.MULTILINE)
+    assert re.search(r"^\| gate \(unfinished\) +\| +64 \| +80\.0 \|[^|]+\|[^|]+\| +– \| +– \|", text, re.MULTILINE)
     assert any(line.startswith("quest at 64 tokens") for line in report.findings)
     assert not any(line.startswith(("gate at", "kv4bit")) for line in report.findings)
     (gates,) = (line for line in report.findings if line.startswith("gate minus quest"))
@@ -357,6 +227,41 @@ def test_runs_from_several_places_are_put_side_by_side(tmp_path):
     write_run(tmp_path / "c", "gate", 64, lambda i: i < 9)
     with pytest.raises(SeergateError, match="are runs of the same setting"):
         write_report(tmp_path / "b", tmp_path / "out", tmp_path / "c")
+    write_run(tmp_path / "c", "dense", None, lambda i: i < 18)
+    with pytest.raises(SeergateError, match="gate-64 are runs of the same setting"):
+        write_report(tmp_path / "a", tmp_path / "out", tmp_path / "b", tmp_path / "c")
+
+
+def test_a_run_that_is_named_twice_is_listed_once(runs, monkeypatch):
+    monkeypatch.chdir(runs.parent)
+    (sweep,) = load_sweeps(Path(runs.name), runs)
+    assert len(sweep.settings) == 5
+
+
+def test_gates_are_told_apart(tmp_path):
+    """Only where two are rivals: each block size has gates of its own anyhow."""
+    gates = [{"path": f"gates-{name}", "fingerprint": name * 8} for name in ("13ae", "13af")]
+    write_run(tmp_path / "a", "dense", None, lambda i: True)
+    write_run(tmp_path / "a", "gate", 64, lambda i: True, gates=gates[0])
+    write_run(tmp_path / "a", "gate", 32, lambda i: True, gates=gates[1])
+    write_run(tmp_path / "b", "gate", 64, lambda i: False, gates=gates[1])
+    report = write_report(tmp_path / "a", None, tmp_path / "b")
+    text = report.markdown.read_text()
+    (sweep,) = load_sweeps(tmp_path / "a", tmp_path / "b")
+    assert [s.label for s in sweep.settings[1:]] == ["gate [13af] at 32", "gate [13ae] at 64", "gate [13af] at 64"]
+    assert [line.split(" at ")[0] for line in report.findings[1:3]] == ["gate [13af]", "gate [13ae]"]
+    for own in gates:
+        assert f"gates: `{own['path']}` (weights {own['fingerprint']})" in text
+    other = tmp_path / "b" / "gate-64" / "config.yaml"
+    other.write_text(other.read_text().replace("block_size: 16", "block_size: 8"))
+    (sweep,) = load_sweeps(tmp_path / "a" / "gate-64", tmp_path / "b")
+    assert [s.label for s in sweep.settings] == ["gate b8 at 64", "gate b16 at 64"]
+    for path, size in ((tmp_path / "a" / "gate-64" / "config.yaml", 16), (other, 8)):
+        config = yaml.safe_load(path.read_text())
+        config["method"] = {"name": "h2o+gate", "token_budget": 64, "gate.block_size": size}
+        path.write_text(yaml.safe_dump(config))
+    (sweep,) = load_sweeps(tmp_path / "a" / "gate-64", tmp_path / "b")
+    assert {s.series for s in sweep.settings} == {"h2o+gate, gate.block_size=8", "h2o+gate, gate.block_size=16"}
 
 
 def test_images_come_as_vectors_too(runs):

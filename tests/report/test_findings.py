@@ -1,0 +1,155 @@
+"""What a report says in words."""
+
+from __future__ import annotations
+
+import pytest
+import yaml
+
+from seergate.errors import SeergateError
+from seergate.report import load_sweeps, write_report
+from seergate.report.figures import FIGURES
+from seergate.report.plots import conditions
+from tests.report.made import write_run
+
+
+def test_findings_follow_from_the_numbers(runs):
+    dense, gate, quest, against, recall = write_report(runs).findings
+    assert dense.startswith("dense answers 90 % of 20 problems right")
+    assert gate.startswith("gate at 64 tokens (63 % of the full context) is 0.0 ± 0.0 points from dense")
+    assert "up to 15 points could go unseen" in gate  # no disagreement in 20 problems: the rule of three
+    assert quest == "quest at 64 tokens is still 45.0 ± 11.4 points below dense; no tested budget was enough."
+    assert "+50.0 ± 11.5 at 32, +45.0 ± 11.4 at 64 (ahead beyond the 95 % interval at 2 of 2 budgets)" in against
+    assert recall == "recall of dense attention's mass at 32 tokens: gate 60 %, quest 35 %."
+
+
+def test_recall_is_told_of_thresholds_too(tmp_path):
+    write_run(tmp_path, "dense", None, lambda i: i < 18)
+    config = write_run(tmp_path, "gate", None, lambda i: i < 12, recall=[0.5, 0.7]) / "config.yaml"
+    config.write_text(config.read_text().replace("name: gate", "name: gate\n  threshold: 0.01"))
+    assert write_report(tmp_path).findings[-1] == "recall of dense attention's mass: gate, threshold 0.01 60 %."
+
+
+def test_thresholds_are_compared_with_dense_and_drawn_against_bytes(tmp_path):
+    write_run(tmp_path, "dense", None, lambda i: i < 18)
+    config = write_run(tmp_path, "gate", None, lambda i: i < 12) / "config.yaml"
+    config.write_text(config.read_text().replace("name: gate", "name: gate\n  threshold: 0.01"))
+    report = write_report(tmp_path)
+    # six of twenty lost: sqrt(.3 * .7 / 19) = 10.5; t(19) = 2.093
+    assert report.findings[1] == (
+        "gate, threshold 0.01 is 30.0 ± 10.5 points below dense, and reads 100 % of the context."
+    )
+    assert [plot.name for plot in report.plots] == ["bytes.png"]
+    assert "errors of up to 10.5 points; those below 22 points may be chance" in report.markdown.read_text()
+
+
+def test_few_problems_prove_little(tmp_path):
+    """Of three problems, all alike: any may be otherwise. Of three, one lost: no interval leaves -100 to 100."""
+    write_run(tmp_path, "dense", None, lambda i: True, n=3)
+    write_run(tmp_path, "gate", 32, lambda i: i < 1, n=3)
+    write_run(tmp_path, "gate", 64, lambda i: True, n=3)
+    write_run(tmp_path, "quest", 64, lambda i: False, n=3)
+    text = write_report(tmp_path).markdown.read_text()
+    rows = [[c.strip() for c in line.strip("|").split("|")] for line in text.splitlines() if line.startswith("| gate")]
+    assert [row[5:7] for row in rows[:2]] == [["-66.7 ± 33.3", "-100.0 to +76.8"], ["+0.0 ± 0.0", "-100.0 to +100.0"]]
+    assert "ahead beyond the 95 % interval at 0 of 1 budgets" in text
+
+
+def test_variants_are_told_apart_in_the_recall(tmp_path):
+    for name, layers in (("a", [0]), ("b", [])):
+        path = write_run(tmp_path / name, "quest", 64, lambda i: True, recall=[0.5, 0.7]) / "config.yaml"
+        config = yaml.safe_load(path.read_text())
+        config["method"]["dense_layers"] = layers
+        path.write_text(yaml.safe_dump(config))
+    last = write_report(tmp_path / "a", None, tmp_path / "b").findings[-1]
+    assert last.endswith("at 64 tokens: quest, all sparse 60 %, quest, layers 0 dense 60 %.")
+
+
+def test_unfinished_runs_are_marked_and_problems_are_a_range(runs):
+    path = runs / "gate-64" / "samples.jsonl"
+    path.write_text("".join(path.read_text().splitlines(keepends=True)[:7]))
+    (sweep,) = load_sweeps(runs)
+    assert conditions(sweep) == "m on chain_sum, 7 to 20 problems, some runs unfinished"
+    text = write_report(runs).markdown.read_text()
+    assert text.count("| gate (unfinished) ") == 4, "in each table"
+    assert "with 7 to 20 problems, differences to dense" in text
+
+
+def test_sections_say_why_they_are_separate(runs):
+    for label in ("quest-32", "quest-64"):
+        path = runs / label / "config.yaml"
+        config = yaml.safe_load(path.read_text())
+        config["task"] |= {"grader": "exact", "problems": None}
+        path.write_text(yaml.safe_dump(config))
+    report = write_report(runs).markdown.read_text()
+    assert "not all runs have: task.grader not recorded." in report
+    assert "not all runs have: task.grader exact." in report
+
+
+def test_software_that_differs_is_told(runs):
+    path = runs / "quest-64" / "config.yaml"
+    path.write_text(path.read_text().replace("torch: '2'", "torch: '3'"))
+    assert "different software: torch 2, 3; differences may" in write_report(runs).markdown.read_text()
+
+
+@pytest.mark.parametrize(
+    ("file", "old", "new", "said"),
+    [
+        ("samples.jsonl", '"correct"', '"corect"', "has a sample without 'correct'"),
+        ("config.yaml", "temperature:", "temprature:", "has no generation.temperature"),
+        ("config.yaml", "task:", "task: 3\nx:", "has no task;"),
+        ("proxies.json", None, "[1]", "does not hold an object"),
+    ],
+)
+def test_damaged_runs_are_told(runs, file, old, new, said):
+    path = runs / "gate-32" / file
+    path.write_text(path.read_text().replace(old, new) if old else new)
+    with pytest.raises(SeergateError, match=said):
+        write_report(runs)
+
+
+def test_a_correlation_that_does_not_exist_is_not_printed(tmp_path):
+    for budget in (16, 32, 64):
+        write_run(tmp_path, "gate", budget, lambda i: i < 9, recall=[0.5, budget / 64])
+    (sweep,) = load_sweeps(tmp_path)
+    said = " ".join(FIGURES["proxies"].read(sweep))
+    assert "nan" not in said and "the same in all 3 settings (gate)" in said
+    assert "nan" not in FIGURES["proxies"].draw(sweep, tmp_path / "x.png").with_suffix(".svg").read_text()
+
+
+def test_level_with_dense_needs_enough_problems(tmp_path):
+    write_run(tmp_path, "dense", None, lambda i: i < 380, n=400)
+    write_run(tmp_path, "gate", 64, lambda i: i < 380, n=400)
+    assert "level with dense" in write_report(tmp_path).findings[1]
+
+
+def test_better_than_dense_is_called_odd(tmp_path):
+    write_run(tmp_path, "dense", None, lambda i: i < 4)
+    write_run(tmp_path, "gate", 64, lambda i: i < 16)
+    assert "more than chance explains" in write_report(tmp_path).findings[1]
+
+
+def test_cautions(tmp_path):
+    write_run(tmp_path, "gate", 64, lambda i: True)
+    path = write_run(tmp_path, "quest", 64, lambda i: True) / "samples.jsonl"
+    path.write_text("".join(path.read_text().splitlines(keepends=True)[:7]))
+    text = write_report(tmp_path).markdown.read_text()
+    assert "there is no dense run" in text
+    assert "quest at 64 is unfinished: 7 samples so far" in text
+    assert "guessing gets 10 % right" in text
+
+
+@pytest.mark.parametrize(
+    ("problems", "n_problems", "complete"),
+    [(None, 20, True), (100, 20, True), (None, 30, False), (20, 20, True), (None, None, False)],
+    ids=["all of a file", "more asked for than the file has", "some missing", "as asked", "not known"],
+)
+def test_a_run_is_whole_when_no_problem_is_missing(tmp_path, problems, n_problems, complete):
+    task = {"name": "mine", "file": "mine.jsonl", "problems": problems, "contents": "c", "chance": None}
+    write_run(tmp_path, "dense", None, lambda i: True, task=task | ({"n_problems": n_problems} if n_problems else {}))
+    assert ("dense is unfinished: 20 samples so far" in write_report(tmp_path).markdown.read_text()) == (not complete)
+
+
+def test_a_model_that_guesses_proves_nothing(tmp_path):
+    write_run(tmp_path, "dense", None, lambda i: i < 3)
+    write_run(tmp_path, "gate", 64, lambda i: i < 3)
+    assert "dense itself is not clearly better than guessing" in write_report(tmp_path).markdown.read_text()
