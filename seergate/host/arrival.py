@@ -35,6 +35,15 @@ class Arrival:
         self.counts = None if valid is None else valid.sum(1).tolist()
         self.taps = taps
 
+    def first_positions(self, batch: int) -> list[int]:
+        """Where the model puts each row's first real token."""
+        if self.position_ids is None:
+            return [0] * batch
+        positions = self.position_ids.expand(batch, -1)
+        if self.order is not None:
+            positions = positions.gather(1, self.order)
+        return positions[:, 0].tolist()
+
     def compact(self, x_BhSD: Tensor) -> Tensor:
         """Move each row's real tokens to the front."""
         if self.order is None:

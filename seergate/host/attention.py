@@ -17,9 +17,10 @@ from seergate import ops
 from seergate.errors import SeergateError
 from seergate.host.arrival import Appended, pick_up
 from seergate.host.cache import GatedLayer
+from seergate.host.ordinary import ordinary_tensors
 from seergate.host.rope import modeling_module
 from seergate.host.stats import DecodeStats
-from seergate.methods.base import SelectingMethod, SelectingState, Step
+from seergate.methods.base import LayerState, SelectingMethod, SelectingState, Step
 from seergate.methods.evicting import EvictingState
 from seergate.methods.fixed_step import FixedStep
 from seergate.methods.oracle import log_probabilities
@@ -97,7 +98,10 @@ def attend(
     appended, state = pick_up(layer), layer.state
     assert state is not None
     step = make_step(layer, appended, query, kwargs)
-    state.append(step)
+    if isinstance(step, FixedStep):
+        state.append(step)
+    else:
+        _append(state, step)
     if isinstance(step, FixedStep):
         return _decode_fixed(layer, state, step, stats)[:, None].to(value.dtype), None
     layer.settle(stats)
@@ -123,6 +127,11 @@ def attend(
     return _decode_each(layer, state, step, new, stats, measure_recall).to(value.dtype), None
 
 
+@ordinary_tensors
+def _append(state: LayerState, step: Step) -> None:
+    state.append(step)
+
+
 def _to_decode(layer: GatedLayer, appended: Appended, new: int) -> int:
     """How many of the new tokens, the last ones, are decoded; those before them are (part of) a prompt."""
     if new == 1:
@@ -135,6 +144,7 @@ def _to_decode(layer: GatedLayer, appended: Appended, new: int) -> int:
     return appended.drafted if same and appended.drafted <= VERIFIED_TOKENS else 0
 
 
+@ordinary_tensors
 def _decode_each(
     layer: GatedLayer, state: Any, step: Step, count: int, stats: DecodeStats, measure_recall: bool
 ) -> Tensor:
@@ -250,6 +260,7 @@ def attend_to_all(step: Step) -> Tensor:
     ).to(step.q_BHSD.device)
 
 
+@ordinary_tensors
 def _evict(layer: GatedLayer, state: EvictingState, step: Step, stats: DecodeStats) -> None:
     eviction = state.keep(step)
     if eviction is not None:

@@ -20,6 +20,8 @@ from transformers.cache_utils import CacheLayerMixin
 from seergate import ops
 from seergate.errors import SeergateError
 from seergate.host.arrival import Appended, Arrival
+from seergate.host.copying import copied
+from seergate.host.ordinary import ordinary_tensors
 from seergate.host.stats import token_bytes
 from seergate.methods.base import LayerSpec, LayerState, Method, Rotary, Step
 from seergate.methods.evicting import EvictingMethod, EvictingState, Eviction, compact, trimmed
@@ -46,6 +48,7 @@ class GatedLayer(CacheLayerMixin):
     is_compileable = False
     is_sliding = False
     is_croppable = True
+    copies_share_method = True
 
     def __init__(
         self,
@@ -79,8 +82,13 @@ class GatedLayer(CacheLayerMixin):
         self.appended: Appended | None = None
         self.is_initialized = False
 
+    def __deepcopy__(self, memo: dict[int, Any]) -> GatedLayer:
+        """A copy of its tokens, for another text that begins with them."""
+        return copied(self, memo)
+
     # ------------------------------------------------------------------------------------------------ storing
 
+    @ordinary_tensors
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
         """Allocate the buffers and the method's state for this batch."""
         batch, heads, _, head_dim = key_states.shape
@@ -123,7 +131,7 @@ class GatedLayer(CacheLayerMixin):
             self.state, arrival = None, Arrival(None, None)
         fresh = self.slots == 0
         if fresh:
-            self.row_offsets = self._first_positions(arrival, batch)
+            self.row_offsets = arrival.first_positions(batch)
         self._remember_padding(arrival.valid, new)
         starts = list(self.row_lengths)
         counts = arrival.counts if arrival.counts is not None else [new] * batch
@@ -162,15 +170,6 @@ class GatedLayer(CacheLayerMixin):
         """What a decode step, of all tokens or of some, brought from slow memory; ``None`` without one."""
         return None
 
-    @staticmethod
-    def _first_positions(arrival: Arrival, batch: int) -> list[int]:
-        if arrival.position_ids is None:
-            return [0] * batch
-        positions = arrival.position_ids.expand(batch, -1)
-        if arrival.order is not None:
-            positions = positions.gather(1, arrival.order)
-        return positions[:, 0].tolist()
-
     def _remember_padding(self, valid: Tensor | None, new: int) -> None:
         if valid is None and self.valid is None:
             return
@@ -199,9 +198,10 @@ class GatedLayer(CacheLayerMixin):
             for row, (start, count) in enumerate(zip(starts, counts, strict=True)):
                 self.keys[row, :, start : start + count] = keys[row, :, :count]
                 self.values[row, :, start : start + count] = values[row, :, :count]
-        self._set_lengths(ends)
+        self.take_lengths(ends)
 
-    def _set_lengths(self, lengths: list[int]) -> None:
+    def take_lengths(self, lengths: list[int]) -> None:
+        """From now on the rows have so many tokens."""
         if lengths == [length + 1 for length in self.row_lengths]:
             self.lengths = self.lengths + 1  # no transfer to the device at a decode step
         else:
@@ -217,6 +217,7 @@ class GatedLayer(CacheLayerMixin):
     def _in_blocks(self, tokens: int) -> int:
         return -(-tokens // self.block_size) * self.block_size
 
+    @ordinary_tensors
     def _reserve(self, tokens: int) -> None:
         """Make room, in whole blocks, so that a block is one contiguous piece of the buffer."""
         assert self.keys is not None and self.values is not None
@@ -230,10 +231,10 @@ class GatedLayer(CacheLayerMixin):
         tokens = self._in_blocks(tokens)
         for name in ("keys", "values"):
             old = getattr(self, name)
-            grown = self._zeros(old, *old.shape[:2], tokens, old.shape[3])
-            grown[:, :, :capacity] = old
-            setattr(self, name, grown)
+            setattr(self, name, self._zeros(old, *old.shape[:2], tokens, old.shape[3]))
+            getattr(self, name)[:, :, :capacity] = old
 
+    @ordinary_tensors
     def evict(self, eviction: Eviction) -> None:
         """Let go of residents, and of the room for more than the method may hold (after a long prompt)."""
         assert self.keys is not None and self.values is not None and isinstance(self.state, EvictingState)
@@ -245,7 +246,7 @@ class GatedLayer(CacheLayerMixin):
         if self.static_length is None:
             room = self._in_blocks(max(*lengths, self.state.most_resident()))
             self.keys, self.values = trimmed(self.keys, room), trimmed(self.values, room)
-        self._set_lengths(lengths)
+        self.take_lengths(lengths)
         self.state.moved(eviction, self.keys.shape[2])
 
     # ------------------------------------------------------------------------------------- what transformers asks
@@ -307,7 +308,7 @@ class GatedLayer(CacheLayerMixin):
             self.valid = prefix
         self.slots, self.row_seen = kept, list(after)
         self.decoding = True  # whoever takes tokens back is drafting
-        self._set_lengths(after)
+        self.take_lengths(after)
         keys = self.keys
         if self.state is not None and keys is not None:
             self.state.crop(before, after, keys, self.row_offsets)
@@ -329,6 +330,7 @@ class GatedLayer(CacheLayerMixin):
         indices = torch.as_tensor(indices).cpu()
         self._select_rows(torch.arange(len(self.row_lengths))[indices])
 
+    @ordinary_tensors
     def _select_rows(self, index: Tensor) -> None:
         if not self.is_initialized:
             return
@@ -347,11 +349,10 @@ class GatedLayer(CacheLayerMixin):
         assert self.keys is not None and self.values is not None
         self.keys, self.values = self.keys.index_select(0, index), self.values.index_select(0, index)
 
+    @ordinary_tensors
     def append_rows(self, other: GatedLayer) -> None:
-        """Put another cache's rows after this one's; all count as left-padded to the longest of them.
-
-        Args:
-            other: filled under the same method, not static. It must not be used afterwards.
+        """Put the rows of another cache, of the same method and not static, after this one's; all count as left-padded
+        to the longest of them. The other must not be used afterwards.
         """
         assert self.static_length is None and other.static_length is None
         self._append_buffers(other)

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from seergate.host.arrival import Appended
 from seergate.host.cache import GatedLayer
+from seergate.host.ordinary import ordinary_tensors
 from seergate.host.stats import DecodeStats, FixedCounts
 from seergate.methods.base import Step
 from seergate.methods.fixed_step import FixedStep
@@ -29,8 +30,10 @@ class FixedLayer(GatedLayer):
     """
 
     is_compileable = True
+    copies_share_method = False
     plain = True
 
+    @ordinary_tensors
     def _clear(self) -> None:
         self._slots = torch.zeros((), dtype=torch.int64)
         self.counts: FixedCounts | None = None
@@ -64,7 +67,8 @@ class FixedLayer(GatedLayer):
     def row_seen(self, value: list[int]) -> None:
         pass
 
-    def _set_lengths(self, lengths: list[int]) -> None:
+    def take_lengths(self, lengths: list[int]) -> None:
+        """See `GatedLayer`."""
         self.lengths.copy_(torch.tensor(lengths, dtype=torch.int64))
 
     def get_seq_length(self) -> Any:
@@ -73,6 +77,7 @@ class FixedLayer(GatedLayer):
 
     # ------------------------------------------------------------------------------------------------ fixed steps
 
+    @ordinary_tensors
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
         """See `GatedLayer`."""
         super().lazy_initialization(key_states, value_states)
@@ -93,6 +98,7 @@ class FixedLayer(GatedLayer):
         """
         return stats.layers[self.layer].fixed is self.counts
 
+    @ordinary_tensors
     def settle(self, stats: DecodeStats) -> None:
         """After a step of another kind: give every tensor its final size, so that fixed steps can follow."""
         assert self.keys is not None and self.values is not None and self.state is not None

@@ -9,19 +9,22 @@ from __future__ import annotations
 
 import copy
 import os
+import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial
+from threading import get_ident
 from typing import Any
+from weakref import ref
 
-from torch import nn
+import torch
+from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.cache_utils import Cache, DynamicLayer, StaticLayer
 
 from seergate.bank import GateBank
 from seergate.config import DecodeConfig
 from seergate.errors import SeergateError
-from seergate.fingerprint import fingerprint
 from seergate.host import families
 from seergate.host.arrival import Arrival, refuse_masked, valid_tokens
 from seergate.host.attention import ATTENTION_NAME, CALL_KEYWORD, attend, dense_function, register
@@ -29,19 +32,25 @@ from seergate.host.break_even import resolved
 from seergate.host.cache import GatedLayer
 from seergate.host.dense_pass import attend_densely
 from seergate.host.fixed_layer import FixedLayer
+from seergate.host.hiding import hide_what_is_masked
 from seergate.host.lossless import Lossless
 from seergate.host.offload import Offload, OffloadedLayer
 from seergate.host.paged_layer import CachePages, PagedLayer, Paging
 from seergate.host.pager import Pager
 from seergate.host.prompts import PromptReader
 from seergate.host.rectify import Rectifier
+from seergate.host.resolving import check_calibration, check_dense_layers, check_gates, resolve_method
 from seergate.host.rope import Rotary
 from seergate.host.sharing import give_up
 from seergate.host.stats import DecodeStats
 from seergate.host.trace import Trace, TracedStats
-from seergate.methods import Gate, GateOnEvictor, Method, ReasonCache, SelectingMethod, make_method
+from seergate.methods import Gate, GateOnEvictor, Method, ReasonCache, SelectingMethod
 
 _HANDLE = "_seergate_handle"
+TRANSFORMERS_PAGES = (
+    'transformers\' own paged cache (generate_batch, cache_implementation="paged") is read densely: the attached '
+    "method knows nothing of it; use generate, with attach(paging=...) for pages"
+)
 
 
 class AttentionSwap:
@@ -83,24 +92,58 @@ class DecodeBinding:
             )
         self.tap = families.tap(model, attention)
         self.swap = AttentionSwap(attention, self.before_forward)
+        self._running: tuple[int, Any] | None = None  # the thread that runs the module; weakly, what it has come with
 
     def remove(self) -> None:
         """Take everything back."""
         self.swap.undo()
         self.tap.remove()
 
+    def _enter(self, hidden: Tensor) -> None:
+        """Refuse a second thread: what is caught on the way through the module would be mixed up.
+
+        Args:
+            hidden: what the module is called with. Where it is gone, an error has ended the call.
+
+        Raises:
+            SeergateError: saying so.
+        """
+        if self._running is not None:
+            thread, others = self._running
+            if thread != get_ident() and others() is not None:
+                raise SeergateError(
+                    "two threads run this model at once, and the attached method can serve one request at a time; "
+                    "hold a lock around generate, or put the requests into one batch"
+                )
+        self._running = get_ident(), ref(hidden)
+
+    def _leaving(self, call: Any, *args: Any, **kwargs: Any) -> Any:
+        try:
+            return call(*args, **kwargs)
+        finally:
+            self._running = None
+
     def before_forward(self, module: nn.Module, args: Any, kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
         """Announce the new tokens to the cache layer and pass the call along to the attention function."""
+        hidden = kwargs["hidden_states"] if "hidden_states" in kwargs else args[0]
+        if torch.compiler.is_compiling():  # a graph is one call
+            return args, {**kwargs, CALL_KEYWORD: self._announce(hidden.shape[1], kwargs)}
+        self._enter(hidden)
+        return args, {**kwargs, CALL_KEYWORD: partial(self._leaving, self._announce(hidden.shape[1], kwargs))}
+
+    def _announce(self, new: int, kwargs: dict[str, Any]) -> Any:
+        """What the attention function is to call for so many new tokens."""
         implementation = families.text_config(self.handle.model)._attn_implementation
         dense = dense_function(implementation)
         cache = kwargs.get("past_key_values")
         if cache is None:
-            return args, {**kwargs, CALL_KEYWORD: partial(_without_cache, self.tap, dense)}
+            if kwargs.get("cache") is not None:
+                warnings.warn(TRANSFORMERS_PAGES, stacklevel=2)
+            return partial(_without_cache, self.tap, dense)
         layer = self.cache_layer(cache)
-        hidden = kwargs["hidden_states"] if "hidden_states" in kwargs else args[0]
-        new = hidden.shape[1]
         valid = drafted = None
         if not layer.takes(new):  # else no number may be asked for that a compiled step does not know
+            hide_what_is_masked(layer, kwargs.get("attention_mask"), new)
             valid = valid_tokens(kwargs.get("attention_mask"), new, layer.slots)
             refuse_masked(layer, valid, new)
             drafted = self.handle.prompts.drafted(cache, layer.slots, new)
@@ -110,9 +153,8 @@ class DecodeBinding:
             layer.decoding = False
         left_over = prompt and new == 1 and isinstance(layer.method, SelectingMethod)
         if self.handle.dense_pass or left_over:
-            return args, {**kwargs, CALL_KEYWORD: partial(attend_densely, layer, dense)}
-        call = partial(attend, layer, self.handle.recorder, self.handle.measure_recall, dense)
-        return args, {**kwargs, CALL_KEYWORD: call}
+            return partial(attend_densely, layer, dense)
+        return partial(attend, layer, self.handle.recorder, self.handle.measure_recall, dense)
 
     def cache_layer(self, cache: Cache) -> GatedLayer:
         """This layer of the cache, put into our form if it is still empty."""
@@ -159,7 +201,7 @@ class DecodeBinding:
             make = self.handle.pager.layer_class(None if first is self else layers[first.layer])
         elif self.handle.offload is not None:
             assert isinstance(method, SelectingMethod)  # `Offload.check` made sure
-            sharers = [binding for binding in self.handle.bindings if binding.layer not in method.rule.dense_layers]
+            sharers = [binding for binding in self.handle.bindings if method.selects_in(binding.layer)]
             make = partial(OffloadedLayer, self.handle.offload, len(sharers))
         elif static_length is not None and method.fixed_shapes and self.handle.correction is None and not shared:
             make = FixedLayer
@@ -196,8 +238,8 @@ class Handle:
         paged, attached_method = paging is not None or isinstance(method, ReasonCache), method
         method = method.reading if isinstance(method, ReasonCache) else method
         if isinstance(method, (Gate, GateOnEvictor)):
-            _check_gates(model, method.bank)
-        _check_calibration(model, method)
+            check_gates(model, method.bank)
+        check_calibration(model, method)
         check_dense_layers(method, families.text_config(model).num_hidden_layers)
         implementation = families.text_config(model)._attn_implementation
         if "flex" in str(implementation):
@@ -363,53 +405,6 @@ def handle_of(model: PreTrainedModel) -> Handle:
     if handle is None:
         raise SeergateError("no method is attached to this model; seergate.attach attaches one")
     return handle
-
-
-def resolve_method(method: GateBank | Method | str, config: DecodeConfig | None = None, **options: Any) -> Method:
-    """The method that the arguments of `attach` describe."""
-    if config is not None and not isinstance(config, DecodeConfig):
-        raise SeergateError(f"config is a {type(config).__name__}; it must be a DecodeConfig")
-    if isinstance(method, GateBank):
-        if config is not None and options:
-            raise SeergateError(f"both a DecodeConfig and {', '.join(options)} are given; put all of it into one")
-        unknown = sorted(set(options) - set(DecodeConfig.__dataclass_fields__))
-        if unknown:
-            raise SeergateError(f"there is no decode option {', '.join(unknown)}; DecodeConfig lists them")
-        return Gate.from_config(method, config or method.decode_config(**options))
-    if isinstance(method, str):
-        if config is not None:
-            raise SeergateError(f"a DecodeConfig goes with gates; give the options of {method!r} as keywords")
-        return make_method(method, **options)
-    if isinstance(method, Method):
-        if config is not None or options:
-            raise SeergateError(f"{method!r} has its options already; give none beside it")
-        return method
-    raise SeergateError(f"the method is a {type(method).__name__}; it must be a GateBank, a method or a method's name")
-
-
-def check_dense_layers(method: Method, layers: int) -> None:
-    """Refuse dense layers that a model of so many layers does not have.
-
-    Raises:
-        SeergateError: naming them.
-    """
-    absent = sorted(set(method.rule.dense_layers) - set(range(layers))) if isinstance(method, SelectingMethod) else []
-    if absent:
-        raise SeergateError(f"dense_layers names {absent}; the model has layers 0..{layers - 1}")
-
-
-def _check_gates(model: PreTrainedModel, bank: GateBank) -> None:
-    problems = bank.geometry.mismatches(families.gate_geometry(model, bank.config))
-    if problems:
-        raise SeergateError(f"these gates are for another model: {'; '.join(problems)}")
-
-
-def _check_calibration(model: PreTrainedModel, method: Method) -> None:
-    if method.calibrated_on is not None and method.calibrated_on != fingerprint(model):
-        raise SeergateError(
-            f"{method.name!r} was calibrated on a model with other weights than this one, or in another dtype; run "
-            "seergate calibrate again"
-        )
 
 
 def _without_cache(tap: families.Tap, dense: Any, module: nn.Module, *args: Any, **kwargs: Any) -> Any:

@@ -11,6 +11,7 @@ cache and method are as if the accepted tokens had been decoded densely.
 
 from __future__ import annotations
 
+import copy
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -26,12 +27,14 @@ from transformers.generation import (
     GenerationMode,
     LogitsProcessorList,
     StoppingCriteriaList,
+    StopStringCriteria,
+    SynthIDTextWatermarkLogitsProcessor,
     UnbatchedClassifierFreeGuidanceLogitsProcessor,
 )
 from transformers.generation.utils import GENERATION_MODES_MAPPING
 
 from seergate.host.cache import GatedLayer
-from seergate.host.rollback import layers_without_return, refuse_layers_without_return
+from seergate.host.rollback import layers_without_return, refuse_changing_angles, refuse_layers_without_return
 from seergate.host.speculation import VERIFYING_COST, DraftLength, accept_greedy, accept_sampled, cycle_cost
 from seergate.host.stats import token_bytes
 from seergate.methods.base import SelectingMethod
@@ -41,6 +44,12 @@ if TYPE_CHECKING:
 
     from seergate.host.hooks import Handle
 
+
+NOT_OURS = (
+    *("custom_generate", "assistant_model"),
+    *("penalty_alpha", "dola_layers", "constraints", "force_words_ids", "num_beam_groups"),
+)
+"""Arguments of `generate` that name a loop that is not transformers' own, and is left to it."""
 
 GUESSED_SHARE = 0.1
 """What a threshold or top-p is expected to read before it was seen."""
@@ -59,15 +68,19 @@ class Lossless:
     def __init__(self, handle: Handle) -> None:
         assert isinstance(handle.method, SelectingMethod)
         refuse_layers_without_return(handle.model, "lossless decoding")
+        refuse_changing_angles(handle.model)
         self.handle, self.method = handle, handle.method
         self.weight_bytes = weights_read(handle.model)
         self.reset()
         handle.dense_pass = True
+        self.theirs = vars(handle.model).get("generate")  # somebody else's, in place of the class's
         handle.model.generate = LosslessGenerate(self)  # type: ignore[method-assign,assignment]
 
     def remove(self) -> None:
         """Give the model its own ``generate`` back."""
         vars(self.handle.model).pop("generate", None)
+        if self.theirs is not None:
+            self.handle.model.generate = self.theirs  # type: ignore[method-assign]
         self.handle.dense_pass = False
 
     @contextmanager
@@ -129,9 +142,31 @@ class LosslessGenerate:
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """The stock `generate`, with our loop for greedy decoding and sampling."""
         model = self.lossless.handle.model
-        if kwargs.get("custom_generate") is None and kwargs.get("assistant_model") is None:
+        if all(kwargs.get(name) in (None, 1) for name in NOT_OURS):  # one group of beams is none
             kwargs["custom_generate"] = DraftingLoop(self.lossless, kwargs.get("streamer"), kwargs.get("synced_gpus"))
+            _take_stop_strings(model, kwargs)
+        if self.lossless.theirs is not None:
+            return self.lossless.theirs(*args, **kwargs)
         return type(model).generate(model, *args, **kwargs)
+
+
+ONCE_A_TOKEN = (UnbatchedClassifierFreeGuidanceLogitsProcessor, SynthIDTextWatermarkLogitsProcessor)
+"""Processors that must run once for each token: one runs the model itself, one remembers what it did."""
+
+
+def _take_stop_strings(model: PreTrainedModel, kwargs: dict[str, Any]) -> None:
+    """Make the criterion of ``stop_strings`` here: `generate` passes its ``tokenizer`` on to no loop but its own."""
+    tokenizer, config = kwargs.get("tokenizer"), kwargs.get("generation_config") or model.generation_config
+    strings = kwargs.get("stop_strings") or getattr(config, "stop_strings", None)
+    if tokenizer is None or strings is None:
+        return  # `generate` says what is missing
+    del kwargs["tokenizer"]
+    kwargs.pop("stop_strings", None)
+    if getattr(config, "stop_strings", None) is not None:
+        config = kwargs["generation_config"] = copy.deepcopy(config)
+        config.stop_strings = None
+    criterion = StopStringCriteria(tokenizer=tokenizer, stop_strings=strings)
+    kwargs["stopping_criteria"] = StoppingCriteriaList([*(kwargs.get("stopping_criteria") or []), criterion])
 
 
 class DraftingLoop:
@@ -162,8 +197,7 @@ class DraftingLoop:
             and not layers_without_return(model_kwargs.get("past_key_values"))
             and not self.synced_gpus  # processes would need different numbers of forward passes
             and not (generation_config.output_attentions or generation_config.output_hidden_states)
-            # it runs the model itself, once for each token
-            and not any(isinstance(p, UnbatchedClassifierFreeGuidanceLogitsProcessor) for p in logits_processor)
+            and not any(isinstance(p, ONCE_A_TOKEN) for p in logits_processor)
         )
         if not can_draft:
             stock = getattr(type(model), GENERATION_MODES_MAPPING[mode])
@@ -257,8 +291,12 @@ class _Run:
         # Rows that have ended say padding; without an end token they go on, as they do in the stock loop.
         per_row = (accepted[self.unfinished] if self.has_end else accepted).tolist()
         kept = min(per_row)
-        emitted = self._emit(tokens, kept + 1, raw, scores)
-        self._crop(length + 1 - emitted)
+        said = self.ids.shape[1]
+        try:
+            self._emit(tokens, kept + 1, raw, scores)
+        finally:  # a streamer or a criterion may end it all: the cache is to hold no token that was not said
+            emitted = self.ids.shape[1] - said
+            self._crop(length + 1 - emitted)
         self._advance(outputs, emitted)
 
         counted.draft_seconds += drafted - began
@@ -325,8 +363,8 @@ class _Run:
     def _or_pad(self, tokens_B: Tensor) -> Tensor:
         return torch.where(self.unfinished, tokens_B, self.pad) if self.has_end else tokens_B
 
-    def _emit(self, tokens_BM: Tensor, count: int, raw_BMV: Tensor, scores_BMV: Tensor) -> int:
-        """Say the first ``count`` tokens, one by one, until all rows have ended; how many were said."""
+    def _emit(self, tokens_BM: Tensor, count: int, raw_BMV: Tensor, scores_BMV: Tensor) -> None:
+        """Say the first ``count`` tokens, one by one, until all rows have ended."""
         for i in range(count):
             token = self._or_pad(tokens_BM[:, i])
             self.ids = torch.cat((self.ids, token[:, None]), 1)
@@ -339,8 +377,7 @@ class _Run:
             scores = None if self.scores is None else tuple(self.scores)
             self.unfinished = self.unfinished & ~self.stopping(self.ids, scores)  # type: ignore[arg-type]
             if not self.unfinished.any():
-                return i + 1
-        return count
+                return
 
     def _advance(self, outputs: Any, tokens: int) -> None:
         self.kwargs = self.model._update_model_kwargs_for_generation(outputs, self.kwargs, num_new_tokens=tokens)

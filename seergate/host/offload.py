@@ -11,6 +11,7 @@ blocks, X selected blocks, Y likely blocks.
 from __future__ import annotations
 
 import math
+import os
 import tempfile
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -28,6 +29,7 @@ from seergate.errors import SeergateError
 from seergate.host.background import Background
 from seergate.host.block_pool import BlockPool
 from seergate.host.cache import GatedLayer
+from seergate.host.ordinary import ordinary_tensors
 from seergate.host.stats import Fetched
 from seergate.methods.base import Method, SelectingMethod, Step
 
@@ -97,9 +99,24 @@ class Offload:
         if not count:
             return torch.zeros(shape, dtype=dtype)
         with tempfile.NamedTemporaryFile(prefix="seergate-", dir=self.folder) as file:
-            file.truncate(count * dtype.itemsize)  # a hole: takes no room until it is written
+            _take_room(file.fileno(), count * dtype.itemsize, self.folder or tempfile.gettempdir())
             return torch.from_file(file.name, shared=True, size=count, dtype=dtype).view(shape)
             # the name goes now, the file with the last tensor that maps it
+
+
+def _take_room(file: int, count: int, folder: object) -> None:
+    """Give an empty file its size and, where the system can, its place on the disk: a mapped page for which there is
+    none later would end the process.
+    """
+    if not hasattr(os, "posix_fallocate"):
+        os.truncate(file, count)
+        return
+    try:
+        os.posix_fallocate(file, 0, count)
+    except OSError as error:
+        raise SeergateError(
+            f"{folder} has no room for {count} bytes of keys and values ({error.strerror}); name another folder"
+        ) from error
 
 
 class OffloadedLayer(GatedLayer):
@@ -113,6 +130,8 @@ class OffloadedLayer(GatedLayer):
     Raises:
         SeergateError: for a static cache.
     """
+
+    copies_share_method = False
 
     def __init__(self, offload: Offload, sharers: int, *args: Any, **kwargs: Any) -> None:
         self.offload, self.sharers = offload, sharers
@@ -151,8 +170,9 @@ class OffloadedLayer(GatedLayer):
                 f"memory_bytes is {self.offload.memory_bytes}, which is {slots} blocks in each of {self.sharers} "
                 f"layers; a step of {rows} rows reads {needed}, so it must be at least {needed * each * self.sharers}"
             )
-        return 0 if self.layer in rule.dense_layers else slots
+        return slots if self.method.selects_in(self.layer) else 0
 
+    @ordinary_tensors
     def _new_pool(self) -> None:
         """An empty pool for the rows that there are."""
         assert self.keys is not None and self.values is not None

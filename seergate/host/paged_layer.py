@@ -19,6 +19,7 @@ from torch import Tensor
 
 from seergate.errors import SeergateError
 from seergate.host.cache import GatedLayer
+from seergate.host.ordinary import ordinary_tensors
 from seergate.host.paged import BlockStore, Copies
 from seergate.methods.base import Method, SelectingMethod, Step
 from seergate.methods.evicting import EvictingState, Eviction, compact
@@ -75,6 +76,7 @@ class CachePages:
         sharing: what lets blocks share memory, if anything does.
     """
 
+    @ordinary_tensors
     def __init__(self, store: BlockStore) -> None:
         self.store = store
         self.sharing: CacheSharing | None = None
@@ -125,6 +127,7 @@ class CachePages:
             self.sharing.note_tokens(counts, ids)
         return copies
 
+    @ordinary_tensors
     def table(self, device: torch.device) -> Tensor:
         """Int32 ``[B, P]`` on a device: the physical block of each logical one; 0 beyond a row's last."""
         rows, stale = self.store.rows, self.store.stale
@@ -179,6 +182,8 @@ class PagedLayer(GatedLayer):
         SeergateError: for a static cache.
     """
 
+    copies_share_method = False
+
     def __init__(self, pages: CachePages, *args: Any, **kwargs: Any) -> None:
         self.pages, self.turn = pages, 0
         super().__init__(*args, **kwargs)
@@ -212,6 +217,7 @@ class PagedLayer(GatedLayer):
 
     # ---------------------------------------------------------------------------------------------------- storing
 
+    @ordinary_tensors
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
         """See `GatedLayer`."""
         super().lazy_initialization(key_states, value_states)
@@ -241,7 +247,7 @@ class PagedLayer(GatedLayer):
         else:
             for row, (start, count) in enumerate(zip(starts, counts, strict=True)):
                 self._write(row, start, keys[row, :, :count], values[row, :, :count])
-        self._set_lengths([start + count for start, count in zip(starts, counts, strict=True)])
+        self.take_lengths([start + count for start, count in zip(starts, counts, strict=True)])
 
     def _write(self, row: int, start: int, keys_KSD: Tensor, values_KSD: Tensor) -> None:
         """Put consecutive tokens of a row in their places."""
@@ -252,6 +258,7 @@ class PagedLayer(GatedLayer):
         self.key_pages[homes, :, places] = keys_KSD.transpose(0, 1)
         self.value_pages[homes, :, places] = values_KSD.transpose(0, 1)
 
+    @ordinary_tensors
     def _fit(self) -> None:
         """Have as many pages as the store has blocks."""
         for name in ("key_pages", "value_pages"):
@@ -281,7 +288,7 @@ class PagedLayer(GatedLayer):
         self._fit()  # rows that share blocks with others need more of them, not the same again
         for row, length in zip(eviction.rows, eviction.lengths, strict=True):
             self._write(row, 0, keys[row, :, :length], values[row, :, :length])
-        self._set_lengths(lengths)
+        self.take_lengths(lengths)
         store = self.pages.store
         self.state.moved(eviction, max(len(row.table) for row in store.rows) * store.block_size)
 

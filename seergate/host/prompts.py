@@ -8,6 +8,7 @@ Assisted decoding passes the first drafted tokens along with the prompt.
 from __future__ import annotations
 
 import warnings
+from threading import get_ident
 from typing import Any
 from weakref import ref
 
@@ -31,14 +32,13 @@ class PromptReader:
     """
 
     def __init__(self, model: PreTrainedModel) -> None:
-        self.model = model
-        self.running = False
-        self.in_chunks = False  # whether the prompt that is being read was cut into chunks
+        self.model = generating(model)
+        self._reading: dict[int, bool] = {}  # threads that read a prompt, and whether it was cut into chunks
         self._assisted: tuple[Any, Any, int] | None = None  # weakly, drafter and cache; slots that the prompt takes
-        if hasattr(model, _METHOD):
-            setattr(model, _METHOD, self)
-        if hasattr(model, _DRAFTER):
-            setattr(model, _DRAFTER, self._make_drafter)
+        if hasattr(self.model, _METHOD):
+            setattr(self.model, _METHOD, self)
+        if hasattr(self.model, _DRAFTER):
+            setattr(self.model, _DRAFTER, self._make_drafter)
 
     def remove(self) -> None:
         """Give the model its own method back. May be called again without effect."""
@@ -54,19 +54,21 @@ class PromptReader:
             warnings.warn(NO_CACHE, stacklevel=2)
         known = 0 if cache is None else int(cache.get_seq_length())
         one_token = input_ids.shape[1] in (1, known + 1)  # with or without those that the cache has
-        self.running = True
-        self.in_chunks = generation_config.prefill_chunk_size is not None and not one_token
+        self._reading[get_ident()] = generation_config.prefill_chunk_size is not None and not one_token
         try:
             read = getattr(type(self.model), _METHOD)
             return read(self.model, input_ids, generation_config, model_kwargs, *args, **kwargs)
         finally:
-            self.running = False
+            del self._reading[get_ident()]
 
     def holds(self, tokens: int) -> bool:
         """Whether tokens that arrive together are part of a prompt: several at once, or a chunk of a single one. (One
         that comes alone goes on with a text.)
         """
-        return self.running and (tokens > 1 or self.in_chunks)
+        if not self._reading:  # a compiled step does not ask further
+            return False
+        in_chunks = self._reading.get(get_ident())
+        return in_chunks is not None and (tokens > 1 or in_chunks)
 
     def drafted(self, cache: Any, slots: int, new: int) -> int | None:
         """How many of the tokens that arrive together assisted decoding has drafted, or accepted after the prompt.
@@ -95,3 +97,9 @@ class PromptReader:
             prompt = int(cache.get_seq_length()) + kwargs["input_ids"].shape[1]
             self._assisted = ref(drafter), ref(cache), prompt
         return drafter
+
+
+def generating(model: Any) -> Any:
+    """The model whose own methods `generate` runs: what is inside of a PEFT or compiled wrapper."""
+    model = getattr(model, "_orig_mod", model)
+    return model.get_base_model() if hasattr(model, "get_base_model") else model

@@ -18,6 +18,7 @@ from seergate.errors import SeergateError
 from seergate.host import families
 from seergate.host.attention import VERIFIED_TOKENS
 from seergate.host.cache import GatedLayer
+from seergate.host.ordinary import ordinary_tensors
 from seergate.host.rollback import layers_without_return, refuse_layers_without_return
 from seergate.host.rows import only_rows, rows_are_independent
 from seergate.methods.base import SelectingMethod
@@ -95,9 +96,11 @@ class Rectifier:
         for count in sorted({count for count in sparse if count >= due}):
             self._rectify(cache, layer, [row for row, pending in enumerate(sparse) if pending == count], count)
 
+    @ordinary_tensors
     def _after_forward(self, module: nn.Module, args: Any, kwargs: dict[str, Any], output: Any) -> None:
         """Remember the new tokens."""
-        cache, layer = self._cache_of(kwargs)
+        made = {"past_key_values": getattr(output, "past_key_values", None)}  # by the model, if it was given none
+        cache, layer = self._cache_of(kwargs if kwargs.get("past_key_values") is not None else made)
         if cache is None or layer is None or layer.state is None:
             return
         rows = layer.state.rows
@@ -164,6 +167,9 @@ class Rectifier:
             later = torch.ones(len(ends), layer.slots + count - mask.shape[1], dtype=torch.bool, device=mask.device)
             mask = torch.cat((mask, later), 1).long()
         device = self.decoder.get_input_embeddings().weight.device  # type: ignore[operator]
+        device = (
+            layer.device if device.type == "meta" else device
+        )  # accelerate brings such weights when they are needed
         self.handle.dense_pass = True
         try:
             self.decoder(

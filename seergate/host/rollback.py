@@ -28,3 +28,18 @@ def layers_without_return(cache: Cache | None) -> list[str]:
     """The kinds of a cache's layers that cannot take tokens back, such as a static one with a window."""
     layers = [] if cache is None else cache.layers
     return sorted({type(layer).__name__ for layer in layers if not hasattr(layer, "crop")})
+
+
+def refuse_changing_angles(model: PreTrainedModel) -> None:
+    """Refuse RoPE whose angles depend on how far a pass reaches: tokens verified together would get other ones.
+
+    Raises:
+        SeergateError: naming the kind.
+    """
+    rope = getattr(families.text_config(model), "rope_parameters", None) or {}
+    kinds = {str(part.get("rope_type")) for part in (rope, *rope.values()) if isinstance(part, dict)}
+    if changing := sorted(kinds & {"dynamic", "longrope"}):
+        raise SeergateError(
+            f"lossless decoding verifies several tokens in one pass, and {changing[0]} RoPE turns a token by how "
+            "far a pass reaches; decode this model without it"
+        )

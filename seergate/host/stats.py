@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from seergate.host.ordinary import ordinary_tensors
 from seergate.methods.base import LayerState, Step
 from seergate.methods.evicting import Eviction
 from seergate.ops import Selection
@@ -140,6 +141,7 @@ class DecodeStats:
         stats.resident_sum += resident_bytes
         stats.resident_peak = max(stats.resident_peak, resident_bytes)
 
+    @ordinary_tensors
     def expect_fixed(
         self, layer: int, keys: Tensor, values: Tensor, block_size: int, state: LayerState
     ) -> FixedCounts:

@@ -265,6 +265,10 @@ class SelectingMethod(Method):
         self.rule.check_block_size(self.block_size)
         self.token_budget = self.rule.token_budget
 
+    def selects_in(self, layer: int) -> bool:
+        """Whether steps of this layer may read less than everything."""
+        return layer not in self.rule.dense_layers
+
     def select(self, state: SelectingState, step: Step) -> Selection | None:
         """The blocks to read at a decode step, or ``None`` for all of them."""
         short = self.rule.dense_up_to

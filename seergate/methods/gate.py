@@ -64,6 +64,10 @@ class Gate(SelectingMethod):
         gate = self.bank.gate(spec.layer).to(spec.device)  # a layer may live on another device than the next
         return GateState(spec, gate, rotate_at_last=self.compat == "published")
 
+    def selects_in(self, layer: int) -> bool:
+        """See `SelectingMethod`."""
+        return super().selects_in(layer) and str(layer) in self.bank.layers
+
     @property
     def fixed_shapes(self) -> bool:
         """See `Method`."""
