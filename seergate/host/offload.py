@@ -10,6 +10,7 @@ blocks, X selected blocks, Y likely blocks.
 
 from __future__ import annotations
 
+import errno
 import math
 import os
 import tempfile
@@ -114,6 +115,9 @@ def _take_room(file: int, count: int, folder: object) -> None:
     try:
         os.posix_fallocate(file, 0, count)
     except OSError as error:
+        if error.errno in (errno.EOPNOTSUPP, errno.EINVAL):  # a file system that cannot
+            os.truncate(file, count)
+            return
         raise SeergateError(
             f"{folder} has no room for {count} bytes of keys and values ({error.strerror}); name another folder"
         ) from error

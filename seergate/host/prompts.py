@@ -59,7 +59,7 @@ class PromptReader:
             read = getattr(type(self.model), _METHOD)
             return read(self.model, input_ids, generation_config, model_kwargs, *args, **kwargs)
         finally:
-            del self._reading[get_ident()]
+            self._reading.pop(get_ident(), None)
 
     def holds(self, tokens: int) -> bool:
         """Whether tokens that arrive together are part of a prompt: several at once, or a chunk of a single one. (One
