@@ -31,8 +31,8 @@ HELP = (
 NAMES = ("4", "5", "7", "8", "9", "table1", "table2", "proxies", "kept", "recurrence")
 
 ATTENTION = {
-    "kept": ("method", "budget", "layer", "head", "max_new_tokens"),
-    "recurrence": ("budget", "alpha", "max_new_tokens"),
+    "kept": ("method", "budget", "layer", "head"),
+    "recurrence": ("budget", "alpha"),
 }
 """What shapes a figure of attention. No other takes these options: what it runs is the paper's."""
 
@@ -80,6 +80,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--problems", type=int, metavar="N", help="[32 of chain_sum, all of others]")
     parser.add_argument("--variables", type=int, metavar="N", help="size of a chain_sum problem [30]")
     parser.add_argument("--samples", type=int, metavar="N", help="answers per problem [the paper's]")
+    parser.add_argument("--max-new-tokens", type=int, metavar="N", help="longest answer [what the task allows]")
     parser.add_argument("--steps", type=int, metavar="N", help="of distillation, where gates are made [the preset's]")
     parser.add_argument("--batch-size", type=int, metavar="N", help="[what fits into memory]")
     kept = parser.add_argument_group("kept and recurrence")
@@ -92,7 +93,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         type=float,
         help="probability of an active token [1e-4; for the tiny reasoner's short contexts 0.01]",
     )
-    kept.add_argument("--max-new-tokens", type=int, metavar="N", help="longest answer [what the task allows]")
     parser.add_argument("--workers", type=int, default=0, metavar="N", help="further processes [%(default)s]")
     parser.add_argument("--out", type=Path, metavar="DIR", help="[runs/figure-NAME-MODEL]")
 
@@ -120,6 +120,7 @@ def run(options: argparse.Namespace) -> int:
         "task": task,
         "task_options": task_options,
         "samples": options.samples,
+        "max_new_tokens": options.max_new_tokens,
         "batch_size": options.batch_size,
         "workers": options.workers,
         "out": str(out / "eval"),
@@ -141,6 +142,8 @@ def run(options: argparse.Namespace) -> int:
 
 def _check_options(options: argparse.Namespace) -> None:
     """Refuse options that the figure would ignore."""
+    if options.name == "table2" and options.max_new_tokens is not None:
+        raise SeergateError("the figure table2 does not take --max-new-tokens: it distils and answers nothing")
     known = dict.fromkeys(name for names in ATTENTION.values() for name in names)
     for name in known:
         if getattr(options, name) is not None and name not in ATTENTION.get(options.name, ()):

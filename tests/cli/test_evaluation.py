@@ -108,7 +108,7 @@ def test_regrade_tells_what_changes(runs, capsys):
 @pytest.mark.parametrize("name", ["4", "5", "7", "8", "9", "table1", "table2", "proxies"])
 def test_figures_are_drawn(name, tmp_path):
     """On the model that ships, far too small to show anything but that every step works."""
-    extra = [] if name == "table2" else ["--problems", 2, "--variables", 8]
+    extra = [] if name == "table2" else ["--problems", 2, "--variables", 8, "--max-new-tokens", 40]
     assert call("figure", name, "--steps", 2, *extra, "--out", tmp_path) == 0
     label = name if name.startswith("table") else f"figure-{name}"
     text = (tmp_path / f"{label}.md").read_text()
@@ -119,6 +119,8 @@ def test_figures_are_drawn(name, tmp_path):
         assert (tmp_path / f"{label}.svg").is_file()
     if name != "table2":
         assert (tmp_path / "report.html").is_file()
+        for config in (tmp_path / "eval").glob("*/config.yaml"):
+            assert yaml.safe_load(config.read_text())["generation"]["max_new_tokens"] == 40
     else:
         ours, *theirs = [[cell.strip() for cell in line.strip("|").split("|")] for line in text.splitlines()[4:8]]
         assert ours[0] == "tiny-reasoner" and ours[2] == "2" and int(ours[1].replace(",", "")) > 2 * 2000
