@@ -240,9 +240,8 @@ class TestOneNode:
     def test_second_derivatives_are_refused(self, inputs):
         *tensors, cu = inputs
         loss, _ = ops.gate_kl(*tensors, cu, 8)
-        (gradient,) = torch.autograd.grad(loss.square(), tensors[2], create_graph=True)
-        with pytest.raises(RuntimeError, match="once_differentiable"):
-            gradient.sum().backward()
+        with pytest.raises(RuntimeError, match="no second derivative"):
+            torch.autograd.grad(loss, tensors[2], create_graph=True)
 
     def test_the_registration_is_sound(self, inputs):
         *tensors, cu = inputs
