@@ -17,10 +17,10 @@ from seergate import ops
 from seergate.errors import SeergateError
 from seergate.host.arrival import Appended, pick_up
 from seergate.host.cache import GatedLayer
-from seergate.host.ordinary import ordinary_tensors
+from seergate.host.ordinary import ordinary_tensors, show
 from seergate.host.rope import modeling_module
 from seergate.host.stats import DecodeStats
-from seergate.methods.base import LayerState, SelectingMethod, SelectingState, Step
+from seergate.methods.base import SelectingMethod, SelectingState, Step
 from seergate.methods.evicting import EvictingState
 from seergate.methods.fixed_step import FixedStep
 from seergate.methods.oracle import log_probabilities
@@ -101,7 +101,7 @@ def attend(
     if isinstance(step, FixedStep):
         state.append(step)
     else:
-        _append(state, step)
+        show(state, step)
     if isinstance(step, FixedStep):
         return _decode_fixed(layer, state, step, stats)[:, None].to(value.dtype), None
     layer.settle(stats)
@@ -125,11 +125,6 @@ def attend(
         return torch.cat((output[:, : new - layer.decoded], drafts.to(output.dtype)), dim=1), weights
     layer.decoding = True
     return _decode_each(layer, state, step, new, stats, measure_recall).to(value.dtype), None
-
-
-@ordinary_tensors
-def _append(state: LayerState, step: Step) -> None:
-    state.append(step)
 
 
 def _to_decode(layer: GatedLayer, appended: Appended, new: int) -> int:

@@ -14,6 +14,7 @@ from torch.nn.functional import scaled_dot_product_attention
 from seergate.host.arrival import pick_up
 from seergate.host.attention import DenseAttention, attend_to_all, make_step
 from seergate.host.cache import GatedLayer
+from seergate.host.ordinary import show
 from seergate.methods.base import Step
 
 MOST_FOLDED = 64
@@ -48,7 +49,7 @@ def attend_densely(
     appended = pick_up(layer)
     assert layer.state is not None
     step = make_step(layer, appended, query, kwargs)
-    layer.state.append(step)
+    show(layer.state, step)
     new = query.shape[2]
     foldable = new <= MOST_FOLDED and appended.aligned and step.sinks is None and step.softcap is None
     if new > 1 and not foldable:

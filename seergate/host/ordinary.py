@@ -4,9 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import wraps
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
+
+if TYPE_CHECKING:
+    from seergate.methods.base import LayerState, Step
 
 
 def ordinary_tensors(function: Callable[..., Any]) -> Callable[..., Any]:
@@ -24,3 +27,9 @@ def ordinary_tensors(function: Callable[..., Any]) -> Callable[..., Any]:
             return function(*args, **kwargs)
 
     return ordinary
+
+
+@ordinary_tensors
+def show(state: LayerState, step: Step) -> None:
+    """Let a method see the tokens of a step, of which it keeps something."""
+    state.append(step)

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from seergate import ops
+from seergate.host.ordinary import show
 from seergate.methods.base import LayerSpec, SelectingMethod, SelectingState, Step
 
 MOST_BYTES = {"cpu": 256 << 20, "cuda": 1 << 30}
@@ -62,7 +63,7 @@ def _medians(
         queries, new, ends = q.expand(-1, -1, end - start, -1), keys[0][:, :, start:end], torch.tensor([end])
         facts = queries, new, queries, new, [start], [end - start], keys[0], values[0], ends.to(spec.device)
         step = Step(*facts, **options)
-        state.append(step)
+        show(state, step)
 
     def dense(copy: int) -> None:
         ops.dense_decode(q[:, :, 0], keys[copy], values[copy], **options)

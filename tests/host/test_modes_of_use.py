@@ -112,6 +112,35 @@ def test_inference_mode_may_end_between_two_calls(model, method):
         assert torch.equal(texts(torch.inference_mode()), texts(torch.no_grad()))
 
 
+EVERYWHERE = {
+    "plain": {},
+    "lossless": {"lossless": True, "draft_tokens": 4},
+    "rectified": {"rectify_every": 4},
+    "offloaded": {"offload": seergate.Offload(1 << 20)},
+    "paged": {"paging": seergate.Paging()},
+    "static": {"cache_implementation": "static"},
+    "assisted": {"prompt_lookup_num_tokens": 3},
+    "beams": {"num_beams": 2},
+}
+
+
+@pytest.mark.parametrize("method", ["gates", "quest", "oracle"])
+@pytest.mark.parametrize("way", EVERYWHERE)
+def test_the_whole_of_generate_in_inference_mode(model, method, way):
+    options = dict(EVERYWHERE[way])
+    asked = {name: options.pop(name) for name in list(options) if name in ("cache_implementation", "num_beams")}
+    asked |= {name: options.pop(name) for name in list(options) if name == "prompt_lookup_num_tokens"}
+    if method != "gates":
+        options["block_size"] = 8
+    with seergate.attached(
+        copy.deepcopy(model), gates(model) if method == "gates" else method, token_budget=32, **options
+    ) as handle:
+        want = handle.model.generate(prompt(60), max_new_tokens=40, **asked)
+        with torch.inference_mode():
+            assert torch.equal(handle.model.generate(prompt(60), max_new_tokens=40, **asked), want)
+        assert torch.equal(handle.model.generate(prompt(60), max_new_tokens=40, **asked), want)
+
+
 @pytest.mark.parametrize("method", ["gates", "quest", "dense"])
 def test_inference_mode_around_static_steps(model, method):
     options = {} if method == "dense" else {"token_budget": 32}
