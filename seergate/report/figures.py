@@ -220,7 +220,9 @@ def _proxies(sweep: Sweep, path: Path) -> Path:
     plt = pyplot()
     shown = [proxy for proxy in PREDICTORS if len(_measured(sweep, proxy)) > 1]
     if not shown:
-        raise SeergateError("the proxies were not measured; give measure_recall: true")
+        raise SeergateError(
+            "the proxies were not measured; they need measure_recall: true, and answers of some forty tokens or more"
+        )
     figure, axes = plt.subplots(1, len(shown), figsize=(4.6 * len(shown), 4.2), sharey=True, squeeze=False)
     for axis, proxy in zip(axes[0], shown, strict=True):
         scale = 100 if proxy == "recall" else 1
