@@ -91,10 +91,17 @@ def valid_tokens(mask: Tensor | None, new: int, slots: int) -> Tensor | None:
     """
     if mask is None or (new == 1 and slots > 0 and mask.device.type != "cpu"):
         return None  # reading the mask would make the host wait; a token that is being decoded is real
-    row = mask if mask.ndim == 2 else mask[:, 0, -1]
-    row = row[:, slots : slots + new] if mask.ndim == 4 else row[:, -new:]
-    real = row if row.dtype == torch.bool else (row > 0 if mask.ndim == 2 else row == 0)
+    real = visible_slots(mask)
+    real = real[:, slots : slots + new] if mask.ndim == 4 else real[:, -new:]
     return None if bool(real.all()) else real
+
+
+def visible_slots(mask: Tensor) -> Tensor:
+    """Which slots a mask shows, bool ``[B, T]``; see `valid_tokens` for its forms."""
+    row = mask if mask.ndim == 2 else mask[:, 0, -1]
+    if row.dtype == torch.bool:
+        return row
+    return row > 0 if mask.ndim == 2 else row == 0
 
 
 def refuse_masked(layer: GatedLayer, valid: Tensor | None, new: int) -> None:

@@ -100,10 +100,8 @@ def attend(
     step = make_step(layer, appended, query, kwargs)
     if isinstance(step, FixedStep):
         state.append(step)
-    else:
-        show(state, step)
-    if isinstance(step, FixedStep):
         return _decode_fixed(layer, state, step, stats)[:, None].to(value.dtype), None
+    show(state, step)
     layer.settle(stats)
     new = query.shape[2]
     layer.decoded = _to_decode(layer, appended, new)

@@ -48,7 +48,6 @@ class GatedLayer(CacheLayerMixin):
     is_compileable = False
     is_sliding = False
     is_croppable = True
-    copies_share_method = True
 
     def __init__(
         self,
@@ -60,9 +59,8 @@ class GatedLayer(CacheLayerMixin):
         shared: bool = False,
     ) -> None:
         super().__init__()
-        self.shared = shared
         self.method, self.layer, self.num_heads, self.rotary = method, layer, num_heads, rotary
-        self.static_length = static_length
+        self.static_length, self.shared = static_length, shared
         self.block_size = int(getattr(method, "block_size", 1))
         self._clear()
 
@@ -84,7 +82,7 @@ class GatedLayer(CacheLayerMixin):
 
     def __deepcopy__(self, memo: dict[int, Any]) -> GatedLayer:
         """A copy of its tokens, for another text that begins with them."""
-        return copied(self, memo)
+        return copied(self, memo, share_method=type(self) is GatedLayer)
 
     # ------------------------------------------------------------------------------------------------ storing
 
@@ -171,15 +169,16 @@ class GatedLayer(CacheLayerMixin):
         return None
 
     def _remember_padding(self, valid: Tensor | None, new: int) -> None:
-        if valid is None and self.valid is None:
-            return
-        if valid is None and new == 1:
+        if valid is None and (self.valid is None or new == 1):
             return  # slots beyond `self.valid` count as real
-        batch, device = len(self.row_lengths), self.device
-        known = self.valid if self.valid is not None else torch.ones(batch, 0, dtype=torch.bool, device=device)
-        between = torch.ones(batch, self.slots - known.shape[1], dtype=torch.bool, device=device)
-        valid = torch.ones(batch, new, dtype=torch.bool, device=device) if valid is None else valid
-        self.valid = torch.cat((known, between, valid), dim=1)
+        known = self.real_slots()
+        self.valid = pad(known, (0, new), value=True) if valid is None else torch.cat((known, valid), dim=1)
+
+    def real_slots(self) -> Tensor:
+        """Which slots hold real tokens: bool ``[B, slots]``."""
+        none = torch.ones(len(self.row_lengths), 0, dtype=torch.bool, device=self.device)
+        known = none if self.valid is None else self.valid
+        return pad(known, (0, self.slots - known.shape[1]), value=True)
 
     def _store(self, keys: Tensor, values: Tensor, starts: list[int], counts: list[int]) -> None:
         new, ends = keys.shape[2], [start + count for start, count in zip(starts, counts, strict=True)]
@@ -198,10 +197,9 @@ class GatedLayer(CacheLayerMixin):
             for row, (start, count) in enumerate(zip(starts, counts, strict=True)):
                 self.keys[row, :, start : start + count] = keys[row, :, :count]
                 self.values[row, :, start : start + count] = values[row, :, :count]
-        self.take_lengths(ends)
+        self._set_lengths(ends)
 
-    def take_lengths(self, lengths: list[int]) -> None:
-        """From now on the rows have so many tokens."""
+    def _set_lengths(self, lengths: list[int]) -> None:
         if lengths == [length + 1 for length in self.row_lengths]:
             self.lengths = self.lengths + 1  # no transfer to the device at a decode step
         else:
@@ -246,7 +244,7 @@ class GatedLayer(CacheLayerMixin):
         if self.static_length is None:
             room = self._in_blocks(max(*lengths, self.state.most_resident()))
             self.keys, self.values = trimmed(self.keys, room), trimmed(self.values, room)
-        self.take_lengths(lengths)
+        self._set_lengths(lengths)
         self.state.moved(eviction, self.keys.shape[2])
 
     # ------------------------------------------------------------------------------------- what transformers asks
@@ -299,19 +297,22 @@ class GatedLayer(CacheLayerMixin):
             raise SeergateError(f"a cache of the evicting method {self.method.name!r} cannot be cropped")
         if kept < 0:
             raise SeergateError(f"{-tokens_to_remove} tokens are to be cropped and the cache has {self.slots}")
-        before = list(self.row_lengths)
         if self.valid is None:
-            after = [kept] * len(before)
+            after = [kept] * len(self.row_lengths)
         else:
             prefix = self.valid[:, :kept]
             after = [count + kept - prefix.shape[1] for count in prefix.sum(1).tolist()]
             self.valid = prefix
-        self.slots, self.row_seen = kept, list(after)
-        self.decoding = True  # whoever takes tokens back is drafting
-        self.take_lengths(after)
+        self.slots, self.decoding = kept, True  # whoever takes tokens back is drafting
+        self.shorten(after)
+
+    def shorten(self, lengths: list[int]) -> None:
+        """Forget the newest tokens of each row; what slots they had is for the caller to say."""
+        before, self.row_seen = list(self.row_lengths), list(lengths)
+        self._set_lengths(lengths)
         keys = self.keys
         if self.state is not None and keys is not None:
-            self.state.crop(before, after, keys, self.row_offsets)
+            self.state.crop(before, lengths, keys, self.row_offsets)
 
     def reset(self) -> None:
         """Forget everything."""

@@ -11,13 +11,13 @@ if TYPE_CHECKING:
     from seergate.host.cache import GatedLayer
 
 
-def copied(layer: GatedLayer, memo: dict[int, Any]) -> GatedLayer:
-    """What `copy.deepcopy` makes of a layer: its tokens are copied, its method and gates shared.
+def copied(layer: GatedLayer, memo: dict[int, Any], *, share_method: bool) -> GatedLayer:
+    """What `copy.deepcopy` makes of a layer: its tokens are copied; its method and gates are shared, if asked for.
 
     Layers with fixed shapes, pages or slow memory share more than that; copies of them are refused when they are used.
     """
     new = memo[id(layer)] = type(layer).__new__(type(layer))
-    if layer.copies_share_method:
+    if share_method:
         parts = [layer.method, layer.rotary]
         parts += [part for part in vars(layer.state or layer).values() if isinstance(part, nn.Module)]
         for part in parts:

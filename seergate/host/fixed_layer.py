@@ -30,7 +30,6 @@ class FixedLayer(GatedLayer):
     """
 
     is_compileable = True
-    copies_share_method = False
     plain = True
 
     @ordinary_tensors
@@ -67,8 +66,7 @@ class FixedLayer(GatedLayer):
     def row_seen(self, value: list[int]) -> None:
         pass
 
-    def take_lengths(self, lengths: list[int]) -> None:
-        """See `GatedLayer`."""
+    def _set_lengths(self, lengths: list[int]) -> None:
         self.lengths.copy_(torch.tensor(lengths, dtype=torch.int64))
 
     def get_seq_length(self) -> Any:

@@ -5,11 +5,10 @@ The next turn of a chat comes with such a mask. The row is cropped to what is st
 
 from __future__ import annotations
 
-import torch
 from torch import Tensor
-from torch.nn.functional import pad
 
 from seergate.errors import SeergateError
+from seergate.host.arrival import visible_slots
 from seergate.host.cache import GatedLayer
 from seergate.host.paged_layer import PagedLayer
 from seergate.methods.evicting import EvictingMethod
@@ -29,20 +28,10 @@ def hide_what_is_masked(layer: GatedLayer, mask: Tensor | None, new: int) -> Non
     slots = layer.slots if new > 1 and mask is not None else 0
     if not slots or mask is None or (mask.ndim == 2 and mask.shape[1] < slots + new):  # or it is of the new ones only
         return
-    row = mask if mask.ndim == 2 else mask[:, 0, -1]
-    visible = row if row.dtype == torch.bool else (row > 0 if mask.ndim == 2 else row == 0)
-    known = _real_slots(layer)
-    hidden = known & ~visible[:, :slots].to(layer.device)
+    known = layer.real_slots()
+    hidden = known & ~visible_slots(mask)[:, :slots].to(layer.device)
     if bool(hidden.any()):
         _forget(layer, known, hidden)
-
-
-def _real_slots(layer: GatedLayer) -> Tensor:
-    """Which slots hold real tokens: bool ``[B, slots]``."""
-    known = layer.valid
-    if known is None:
-        known = torch.ones(len(layer.row_lengths), 0, dtype=torch.bool, device=layer.device)
-    return pad(known, (0, layer.slots - known.shape[1]), value=True)
 
 
 def _forget(layer: GatedLayer, known: Tensor, hidden: Tensor) -> None:
@@ -60,8 +49,5 @@ def _forget(layer: GatedLayer, known: Tensor, hidden: Tensor) -> None:
             f"{held}, which a {type(layer).__name__} under {layer.method.name!r} cannot take back; start a new one, "
             "or leave them visible"
         )
-    before, lengths = list(layer.row_lengths), after.tolist()
-    layer.valid, layer.row_seen = real, list(lengths)
-    layer.take_lengths(lengths)
-    if layer.state is not None and layer.keys is not None:
-        layer.state.crop(before, lengths, layer.keys, layer.row_offsets)
+    layer.valid = real
+    layer.shorten(after.tolist())

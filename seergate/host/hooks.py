@@ -126,10 +126,11 @@ class DecodeBinding:
     def before_forward(self, module: nn.Module, args: Any, kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
         """Announce the new tokens to the cache layer and pass the call along to the attention function."""
         hidden = kwargs["hidden_states"] if "hidden_states" in kwargs else args[0]
-        if torch.compiler.is_compiling():  # a graph is one call
-            return args, {**kwargs, CALL_KEYWORD: self._announce(hidden.shape[1], kwargs)}
-        self._enter(hidden)
-        return args, {**kwargs, CALL_KEYWORD: partial(self._leaving, self._announce(hidden.shape[1], kwargs))}
+        alone = torch.compiler.is_compiling()  # a graph is one call
+        if not alone:
+            self._enter(hidden)
+        call = self._announce(hidden.shape[1], kwargs)
+        return args, {**kwargs, CALL_KEYWORD: call if alone else partial(self._leaving, call)}
 
     def _announce(self, new: int, kwargs: dict[str, Any]) -> Any:
         """What the attention function is to call for so many new tokens."""

@@ -46,8 +46,13 @@ if TYPE_CHECKING:
 
 
 NOT_OURS = (
-    *("custom_generate", "assistant_model"),
-    *("penalty_alpha", "dola_layers", "constraints", "force_words_ids", "num_beam_groups"),
+    "custom_generate",
+    "assistant_model",
+    "penalty_alpha",
+    "dola_layers",
+    "constraints",
+    "force_words_ids",
+    "num_beam_groups",
 )
 """Arguments of `generate` that name a loop that is not transformers' own, and is left to it."""
 

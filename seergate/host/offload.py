@@ -135,8 +135,6 @@ class OffloadedLayer(GatedLayer):
         SeergateError: for a static cache.
     """
 
-    copies_share_method = False
-
     def __init__(self, offload: Offload, sharers: int, *args: Any, **kwargs: Any) -> None:
         self.offload, self.sharers = offload, sharers
         super().__init__(*args, **kwargs)

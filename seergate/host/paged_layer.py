@@ -182,8 +182,6 @@ class PagedLayer(GatedLayer):
         SeergateError: for a static cache.
     """
 
-    copies_share_method = False
-
     def __init__(self, pages: CachePages, *args: Any, **kwargs: Any) -> None:
         self.pages, self.turn = pages, 0
         super().__init__(*args, **kwargs)
@@ -247,7 +245,7 @@ class PagedLayer(GatedLayer):
         else:
             for row, (start, count) in enumerate(zip(starts, counts, strict=True)):
                 self._write(row, start, keys[row, :, :count], values[row, :, :count])
-        self.take_lengths([start + count for start, count in zip(starts, counts, strict=True)])
+        self._set_lengths([start + count for start, count in zip(starts, counts, strict=True)])
 
     def _write(self, row: int, start: int, keys_KSD: Tensor, values_KSD: Tensor) -> None:
         """Put consecutive tokens of a row in their places."""
@@ -288,7 +286,7 @@ class PagedLayer(GatedLayer):
         self._fit()  # rows that share blocks with others need more of them, not the same again
         for row, length in zip(eviction.rows, eviction.lengths, strict=True):
             self._write(row, 0, keys[row, :, :length], values[row, :, :length])
-        self.take_lengths(lengths)
+        self._set_lengths(lengths)
         store = self.pages.store
         self.state.moved(eviction, max(len(row.table) for row in store.rows) * store.block_size)
 

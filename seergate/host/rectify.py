@@ -70,7 +70,7 @@ class Rectifier:
 
     def _before_forward(self, module: nn.Module, args: Any, kwargs: dict[str, Any]) -> None:
         """Rectify what is due before new tokens come."""
-        cache, layer = self._cache_of(kwargs)
+        cache, layer = self._cache_of(kwargs.get("past_key_values"))
         if cache is None or layer is None or layer.state is None or layer.slots == 0:
             return
         if DENSE not in layer.state.rows:
@@ -99,8 +99,10 @@ class Rectifier:
     @ordinary_tensors
     def _after_forward(self, module: nn.Module, args: Any, kwargs: dict[str, Any], output: Any) -> None:
         """Remember the new tokens."""
-        made = {"past_key_values": getattr(output, "past_key_values", None)}  # by the model, if it was given none
-        cache, layer = self._cache_of(kwargs if kwargs.get("past_key_values") is not None else made)
+        cache = kwargs.get("past_key_values")
+        if cache is None:  # then the model has made one
+            cache = getattr(output, "past_key_values", None)
+        cache, layer = self._cache_of(cache)
         if cache is None or layer is None or layer.state is None:
             return
         rows = layer.state.rows
@@ -137,8 +139,7 @@ class Rectifier:
             return True
         return all(binding.layer in rule.dense_layers for binding in self.handle.bindings)
 
-    def _cache_of(self, kwargs: dict[str, Any]) -> tuple[Cache | None, GatedLayer | None]:
-        cache = kwargs.get("past_key_values")
+    def _cache_of(self, cache: Any) -> tuple[Cache | None, GatedLayer | None]:
         if self.handle.dense_pass or not isinstance(cache, Cache) or len(cache.layers) <= self.first:
             return None, None
         layer = cache.layers[self.first]
@@ -167,9 +168,8 @@ class Rectifier:
             later = torch.ones(len(ends), layer.slots + count - mask.shape[1], dtype=torch.bool, device=mask.device)
             mask = torch.cat((mask, later), 1).long()
         device = self.decoder.get_input_embeddings().weight.device  # type: ignore[operator]
-        device = (
-            layer.device if device.type == "meta" else device
-        )  # accelerate brings such weights when they are needed
+        if device.type == "meta":  # accelerate brings such weights when they are needed
+            device = layer.device
         self.handle.dense_pass = True
         try:
             self.decoder(

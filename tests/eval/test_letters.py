@@ -4,11 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from seergate.eval.grading import grade
-
-
-def graded(grader, completion, gold):
-    return grade(grader, completion, gold, None)
+from tests.eval.test_grading import graded
 
 
 @pytest.mark.parametrize(
