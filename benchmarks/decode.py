@@ -32,7 +32,7 @@ from dense_baselines import Attention, available, said
 from torch import Tensor
 
 from seergate import GateConfig, ops
-from seergate.gate import AttnGate
+from seergate.gates.gate import AttnGate
 from seergate.ops import reference
 
 TOLERANCE = {torch.float32: 1e-4, torch.float16: 4e-3, torch.bfloat16: 2e-2}

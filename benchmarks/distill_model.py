@@ -49,9 +49,9 @@ from seergate.distill.distributed import World
 from seergate.distill.engines import DistillModule, PlainEngine
 from seergate.distill.packing import PackedBatch
 from seergate.distill.plan import WORKING_BYTES, make_plan
-from seergate.gate import AttnGate
-from seergate.host import families
-from seergate.host.teaching import TeacherCall
+from seergate.gates.gate import AttnGate
+from seergate.hf import families
+from seergate.hf.teacher_pass import TeacherCall
 from seergate.ops import GateKLStats
 from seergate.paths import shipped
 

@@ -32,10 +32,10 @@ from transformers.generation.streamers import BaseStreamer
 
 import seergate
 from seergate import GateBank, GateConfig, methods
-from seergate.host.arrival import Arrival
-from seergate.host.attention import make_step
-from seergate.host.cache import GatedLayer
-from seergate.host.offload import Offload
+from seergate.cache.layer import GatedLayer
+from seergate.cache.offload import Offload
+from seergate.decode.step import make_step
+from seergate.hf.call import Arrival
 
 SHORTER = (1.0, 0.875, 0.75, 0.5)
 """Rows of a batch are these shares of its length, in turn."""

@@ -25,7 +25,7 @@ from transformers import BatchEncoding, PreTrainedModel
 import seergate
 from seergate import GateBank, methods
 from seergate.chain_sum import make_problem
-from seergate.loading import load_base, load_tokenizer
+from seergate.hf.loading import load_base, load_tokenizer
 from seergate.paths import shipped
 
 TINY = "checkpoints/tiny-reasoner"

@@ -31,8 +31,8 @@ from transformers import Cache, DynamicCache, PreTrainedModel, StaticCache
 import seergate
 from seergate import GateBank, GateConfig, methods
 from seergate.chain_sum import make_problem
-from seergate.host.speculation import expected_tokens
-from seergate.loading import load_base, load_tokenizer
+from seergate.decode.speculation import expected_tokens
+from seergate.hf.loading import load_base, load_tokenizer
 from seergate.paths import shipped
 
 TINY = "checkpoints/tiny-reasoner"

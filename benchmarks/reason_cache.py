@@ -27,10 +27,10 @@ from common import RESULTS, save
 from small_model import VOCABULARY, make_model
 from transformers import DynamicCache
 
-from seergate.host import attached
-from seergate.host.paged import OutOfBlocks
-from seergate.host.paged_layer import Paging
+from seergate.hf.attach import attached
 from seergate.methods import Dense, Method, ReasonCache
+from seergate.reason.paged import OutOfBlocks
+from seergate.reason.paged_layer import Paging
 
 BLANK_LINE = 1
 

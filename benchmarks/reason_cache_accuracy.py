@@ -21,10 +21,10 @@ import torch
 from common import RESULTS, save
 from transformers import AutoTokenizer, DynamicCache
 
-from seergate.bank import GateBank
 from seergate.chain_sum import make_problem
-from seergate.host import attached
-from seergate.loading import load_base
+from seergate.gates.bank import GateBank
+from seergate.hf.attach import attached
+from seergate.hf.loading import load_base
 from seergate.methods import Dense, Gate, Method, RandomSharing, ReasonCache
 from seergate.paths import shipped
 

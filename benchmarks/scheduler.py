@@ -30,7 +30,7 @@ from transformers import PreTrainedTokenizerFast, Qwen3ForCausalLM, StoppingCrit
 
 from seergate.eval.engine import Engine, Generation, Limit, Request
 from seergate.eval.sampling import Sampling
-from seergate.host import attached
+from seergate.hf.attach import attached
 
 
 def make_tokenizer() -> PreTrainedTokenizerFast:

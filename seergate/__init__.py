@@ -15,26 +15,26 @@ __version__ = "0.1.0"
 
 if TYPE_CHECKING:
     from seergate import methods, ops
-    from seergate.bank import GateBank
+    from seergate.cache.offload import Offload
     from seergate.config import DecodeConfig, GateConfig
     from seergate.errors import SeergateError
-    from seergate.host import Handle, attach, attached, handle_of
-    from seergate.host.offload import Offload
-    from seergate.host.paged_layer import Paging
-    from seergate.loading import load
+    from seergate.gates.bank import GateBank
+    from seergate.hf.attach import Handle, attach, attached, handle_of
+    from seergate.hf.loading import load
+    from seergate.reason.paged_layer import Paging
 
 _HOMES = {
     "GateConfig": "seergate.config",
     "DecodeConfig": "seergate.config",
-    "GateBank": "seergate.bank",
+    "GateBank": "seergate.gates.bank",
     "SeergateError": "seergate.errors",
-    "Handle": "seergate.host",
-    "attach": "seergate.host",
-    "attached": "seergate.host",
-    "handle_of": "seergate.host",
-    "Offload": "seergate.host.offload",
-    "Paging": "seergate.host.paged_layer",
-    "load": "seergate.loading",
+    "Handle": "seergate.hf.attach",
+    "attach": "seergate.hf.attach",
+    "attached": "seergate.hf.attach",
+    "handle_of": "seergate.hf.attach",
+    "Offload": "seergate.cache.offload",
+    "Paging": "seergate.reason.paged_layer",
+    "load": "seergate.hf.loading",
 }
 _SUBMODULES = ("distill", "eval", "methods", "ops", "report")
 

@@ -228,7 +228,7 @@ def test_a_base_in_a_relative_directory_is_found_from_elsewhere(saved, tmp_path,
 
 
 def test_a_shipped_base_keeps_its_short_name(tmp_path):
-    from seergate.loading import load_base
+    from seergate.hf.loading import load_base
     from seergate.paths import shipped
 
     bank = GateBank.for_model(load_base(shipped("checkpoints/tiny-reasoner")), GateConfig(8, 16))

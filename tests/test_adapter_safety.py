@@ -20,7 +20,7 @@ import pytest
 import torch
 
 from seergate import GateBank, GateConfig, SeergateError
-from seergate.adapter import layout, saving
+from seergate.gates import layout, saving
 from tests.models import tiny_model
 
 

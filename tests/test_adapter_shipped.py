@@ -11,9 +11,9 @@ import yaml
 
 import seergate
 from seergate import GateBank, GateConfig, SeergateError
-from seergate.adapter import is_hub_id
-from seergate.adapter.card import Source, usage
 from seergate.cli.main import main
+from seergate.gates import is_hub_id
+from seergate.gates.card import Source, usage
 from seergate.paths import shipped
 from tests.models import tiny_model
 from tests.test_house import ROOT

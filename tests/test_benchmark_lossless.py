@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from seergate.host.speculation import expected_tokens
+from seergate.decode.speculation import expected_tokens
 
 ROOT = Path(__file__).resolve().parent.parent
 SMALL = """--problems 1 --variables 6 --new-tokens 12 --tiny-budgets 32 --tiny-draft 3 --lengths 96 --drafts 2

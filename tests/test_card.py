@@ -12,10 +12,10 @@ import yaml
 
 import seergate
 from seergate import GateBank, GateConfig
-from seergate.adapter import save_adapter
 from seergate.cli.adapters import results_of
 from seergate.cli.main import main
-from seergate.loading import load_base
+from seergate.gates import save_adapter
+from seergate.hf.loading import load_base
 from tests.models import tiny_model
 from tests.test_house import ROOT
 

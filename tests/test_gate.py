@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from seergate import GateConfig, ops
-from seergate.gate import AttnGate
+from seergate.gates.gate import AttnGate
 
 
 def test_score_by_hand():

@@ -9,7 +9,7 @@ from transformers import DynamicCache
 import seergate
 from seergate import GateConfig, methods, ops
 from seergate.config import MAX_BLOCK_SIZE
-from seergate.gate import AttnGate
+from seergate.gates.gate import AttnGate
 from seergate.ops import reference
 from tests.host.reference_decoder import ReferenceRow, Rule
 from tests.host.test_decode import gates

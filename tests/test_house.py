@@ -119,14 +119,18 @@ def test_an_upward_import_is_noticed(tmp_path: Path, monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(sys.modules[__name__], "PACKAGE", tmp_path)
     (tmp_path / "ops").mkdir()
     files = {
-        "ops/gate_kl.py": ("from seergate.host.attention import run", "from .. import bank", "import seergate.gate"),
-        "bank.py": ("def load():\n    from seergate.host import spec", "from seergate.methods import Quest"),
+        "ops/gate_kl.py": (
+            "from seergate.decode.step import run",
+            "from .. import bank",
+            "import seergate.gates.gate",
+        ),
+        "bank.py": ("def load():\n    from seergate.hf import spec", "from seergate.methods import Quest"),
         "attic.py": ("import torch",),
     }
     allowed = {
         "ops/pooling.py": ("from . import reference", "from seergate.config import GateConfig", "import torch"),
-        "bank.py": ("def for_model():\n    from seergate.host import spec", "from seergate import ops, gate"),
-        "gate.py": ("if TYPE_CHECKING:\n    from seergate.host import spec",),
+        "bank.py": ("def for_model():\n    from seergate.hf import spec", "from seergate import ops, gate"),
+        "gate.py": ("if TYPE_CHECKING:\n    from seergate.hf import spec",),
         "config.py": ("from seergate.errors import SeergateError",),
     }
     for expected, cases in ((1, files), (0, allowed)):

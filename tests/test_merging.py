@@ -7,8 +7,8 @@ import torch
 
 import seergate
 from seergate import GateBank, GateConfig, SeergateError
-from seergate.adapter import cast
 from seergate.cli.main import main
+from seergate.gates import cast
 from tests.models import prompt, tiny_model
 
 

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from seergate import GateBank, GateConfig
-from seergate.loading import load_base
+from seergate.hf.loading import load_base
 from tests.test_house import ROOT, code_blocks
 
 BLOCKS = code_blocks(ROOT / "README.md", "python")

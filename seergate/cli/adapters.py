@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from seergate.errors import SeergateError
 
 if TYPE_CHECKING:
-    from seergate.adapter import Adapter
+    from seergate.gates import Adapter
 
 
 def add_source_options(parser: argparse.ArgumentParser) -> None:
@@ -28,7 +28,7 @@ def read_adapter(source: str, options: argparse.Namespace) -> Adapter:
     Raises:
         SeergateError: if it is missing or damaged.
     """
-    from seergate.adapter import load_adapter
+    from seergate.gates import load_adapter
 
     return load_adapter(
         source,
@@ -50,7 +50,7 @@ def add_card_options(parser: argparse.ArgumentParser) -> None:
 
 def described(adapter: Adapter, options: argparse.Namespace) -> Adapter:
     """The adapter with the results, base model and licence that the options name."""
-    from seergate.adapter import is_hub_id
+    from seergate.gates import is_hub_id
 
     if options.results:
         adapter = replace(adapter, results=tuple(record for path in options.results for record in results_of(path)))

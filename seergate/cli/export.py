@@ -59,9 +59,9 @@ def run(options: argparse.Namespace) -> int:
     """Read, change, write."""
     import torch
 
-    from seergate.adapter import Source, average, cast, save_adapter, subset
     from seergate.errors import SeergateError
-    from seergate.legacy import export_published
+    from seergate.gates import Source, average, cast, save_adapter, subset
+    from seergate.gates.published import export_published
 
     if options.out.is_dir() and any(options.out.iterdir()):
         raise SeergateError(f"{options.out} is not empty; name a new directory")

@@ -29,9 +29,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(options: argparse.Namespace) -> int:
     """Read the one format and write the other."""
-    from seergate.adapter import save_adapter
     from seergate.errors import SeergateError
-    from seergate.legacy import import_published
+    from seergate.gates import save_adapter
+    from seergate.gates.published import import_published
 
     if options.out.is_dir() and any(options.out.iterdir()):
         raise SeergateError(f"{options.out} is not empty; name a new directory")

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 from seergate.cli.adapters import add_source_options, read_adapter
 
 if TYPE_CHECKING:
-    from seergate.adapter import Adapter
+    from seergate.gates import Adapter
 
 PARSES_ITS_ARGUMENTS = True
 HELP = (
@@ -36,7 +36,7 @@ def run(options: argparse.Namespace) -> int:
     adapter = read_adapter(options.source, options)
     facts = describe(adapter)
     if options.diff is not None:
-        from seergate.adapter import diff
+        from seergate.gates import diff
 
         found = diff(adapter, read_adapter(options.diff, options))
         changed = {name: vars(entry) for name, entry in found.tensors.items()}

@@ -12,7 +12,7 @@ from seergate.paths import shipped
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-    from seergate.bank import GateBank
+    from seergate.gates.bank import GateBank
 
 TINY = "tiny-reasoner"
 TINY_MODEL = "checkpoints/tiny-reasoner"
@@ -54,7 +54,7 @@ def load_gates(source: str) -> GateBank:
     Raises:
         SeergateError: if it is missing or damaged.
     """
-    from seergate.bank import GateBank
+    from seergate.gates.bank import GateBank
 
     return GateBank.from_pretrained(source)
 
@@ -75,7 +75,7 @@ def load_model(
     import torch
     from transformers.utils import logging
 
-    from seergate.loading import load_base, load_tokenizer
+    from seergate.hf.loading import load_base, load_tokenizer
 
     logging.disable_progress_bar()
     place = ("cuda" if torch.cuda.is_available() else "cpu") if device == "auto" else device

@@ -38,7 +38,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(options: argparse.Namespace) -> int:
     """Read the adapter, describe it, upload it."""
-    from seergate.adapter import CARD_FILE, load_adapter, publish
+    from seergate.gates import CARD_FILE, load_adapter, publish
 
     directory = Path(options.directory)
     if not directory.is_dir():

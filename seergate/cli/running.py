@@ -13,10 +13,10 @@ if TYPE_CHECKING:
 
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-    from seergate.bank import GateBank
     from seergate.eval.plan import SweepPlan
     from seergate.eval.settings import MethodSpec
     from seergate.eval.task import Task
+    from seergate.gates.bank import GateBank
     from seergate.methods import Method
 
 
@@ -68,7 +68,7 @@ def run_plan(plan: SweepPlan) -> Path:
     from seergate.eval.method_text import read_method
     from seergate.eval.plan import MATCHES
     from seergate.eval.runner import encoded_prompts, reference_in
-    from seergate.loading import load_tokenizer
+    from seergate.hf.loading import load_tokenizer
     from seergate.methods import Dense
 
     for text in plan.method:
@@ -154,9 +154,9 @@ def check_model(path: str, methods: list[Method], banks: list[GateBank]) -> None
     Raises:
         SeergateError: naming what does not fit.
     """
-    from seergate.host.families import family_of
-    from seergate.host.resolving import check_dense_layers
-    from seergate.loading import base_config, check_base
+    from seergate.hf.families import family_of
+    from seergate.hf.loading import base_config, check_base
+    from seergate.hf.resolving import check_dense_layers
 
     config = base_config(path)
     family_of(config)

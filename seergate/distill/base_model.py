@@ -11,15 +11,15 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from seergate.adapter import cached_commit, is_hub_id
-from seergate.bank import GateBank
 from seergate.config import GateConfig
 from seergate.distill.config import TrainConfig
 from seergate.distill.distributed import World
 from seergate.distill.weight_files import check_weight_files
 from seergate.errors import SeergateError, how_to_install
-from seergate.host.families import base_commit, head_dim_of
-from seergate.loading import base_config, load_base, skeleton
+from seergate.gates import cached_commit, is_hub_id
+from seergate.gates.bank import GateBank
+from seergate.hf.families import base_commit, head_dim_of
+from seergate.hf.loading import base_config, load_base, skeleton
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig, PreTrainedModel

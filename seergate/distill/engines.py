@@ -27,7 +27,7 @@ from seergate.errors import SeergateError, how_to_install
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-    from seergate.bank import GateBank
+    from seergate.gates.bank import GateBank
 
 BETAS, EPS = (0.9, 0.999), 1e-8
 MOMENTS = ("exp_avg", "exp_avg_sq")

@@ -12,12 +12,12 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from seergate.bank import GateBank
 from seergate.distill.base_model import base_dtype
 from seergate.distill.config import TrainConfig
 from seergate.distill.engines import deepspeed_config
 from seergate.distill.teacher_forward import TILE
-from seergate.host.families import decoder_of, text_config
+from seergate.gates.bank import GateBank
+from seergate.hf.families import decoder_of, text_config
 from seergate.ops.torch_impl.teacher import CHUNK_BYTES_CPU, CHUNK_BYTES_DEVICE
 
 if TYPE_CHECKING:

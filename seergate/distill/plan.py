@@ -12,15 +12,15 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from seergate.bank import GateBank
 from seergate.distill.base_model import base_dtype, gate_config, read_base_config
 from seergate.distill.config import TrainConfig, locate_model, presets, read_yaml
 from seergate.distill.engines import check_engine
 from seergate.distill.memory import Memory, estimate_memory
 from seergate.distill.speed import measure_speed, pack_flop
 from seergate.errors import SeergateError
-from seergate.host.families import gate_geometry, text_config
-from seergate.loading import skeleton
+from seergate.gates.bank import GateBank
+from seergate.hf.families import gate_geometry, text_config
+from seergate.hf.loading import skeleton
 from seergate.paths import shipped
 
 if TYPE_CHECKING:

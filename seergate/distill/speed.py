@@ -18,11 +18,11 @@ from torch import nn
 from torch.nn import functional as F
 
 from seergate import ops
-from seergate.bank import GateBank
 from seergate.distill.base_model import base_dtype, gate_config
 from seergate.distill.config import TrainConfig
 from seergate.distill.teacher_forward import distill_step
-from seergate.host.families import decoder_of
+from seergate.gates.bank import GateBank
+from seergate.hf.families import decoder_of
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig, PreTrainedModel

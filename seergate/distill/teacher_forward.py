@@ -20,15 +20,15 @@ from torch import Tensor, nn
 
 from seergate import ops
 from seergate.errors import SeergateError
-from seergate.gate import AttnGate
-from seergate.host import families
-from seergate.host.packed_attention import gives_lse, packed_causal_attention
-from seergate.host.teaching import TeacherCall, teaching
+from seergate.gates.gate import AttnGate
+from seergate.hf import families
+from seergate.hf.packed_attention import gives_lse, packed_causal_attention
+from seergate.hf.teacher_pass import TeacherCall, teaching
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-    from seergate.bank import GateBank
+    from seergate.gates.bank import GateBank
 
 
 TILE = 2048

@@ -24,8 +24,6 @@ from pathlib import Path
 
 import torch
 
-from seergate.adapter import push_adapter, save_adapter
-from seergate.bank import GateBank
 from seergate.distill.base_model import base_dtype, check_model, gate_config, load_frozen, offload_folder
 from seergate.distill.callbacks import Callback, Console, EvalLog, RowProgress, StepLog, TensorBoard, memory_gb
 from seergate.distill.checkpoint import (
@@ -52,7 +50,9 @@ from seergate.distill.packing import PackOrder
 from seergate.distill.sources import data_commit
 from seergate.distill.tally import Tally
 from seergate.errors import SeergateError, first_line
-from seergate.loading import load_tokenizer
+from seergate.gates import push_adapter, save_adapter
+from seergate.gates.bank import GateBank
+from seergate.hf.loading import load_tokenizer
 
 
 def learning_rate(config: TrainConfig, step: int) -> float:

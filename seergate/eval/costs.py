@@ -13,7 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from seergate.host.stats import DecodeStats, RowBytes
+from seergate.decode.stats import DecodeStats, RowBytes
 from seergate.methods.base import Step
 from seergate.ops import Selection
 

@@ -1,7 +1,7 @@
 """Generation with continuous refill: a sample that ends makes room for the next one at once.
 
 Reasoning lengths have long tails. In a static batch most rows soon wait for the longest one; here a finished row is
-handed over and replaced in the same step. The rows of the cache have lengths of their own (`seergate.host.rows`), so
+handed over and replaced in the same step. The rows of the cache have lengths of their own (`seergate.cache.rows`), so
 nothing is padded but the prompts that are read together. A model some of whose layers cannot do this (sliding windows,
 linear attention) is served in batches whose finished rows are dropped.
 
@@ -24,14 +24,14 @@ from torch import Tensor
 from transformers import DynamicCache, PreTrainedModel, PreTrainedTokenizerBase
 from transformers.cache_utils import Cache
 
+from seergate.cache.rows import join_rows, keep_rows, rows_are_independent
 from seergate.errors import SeergateError
 from seergate.eval.costs import RowStats
 from seergate.eval.memory import is_out_of_memory
 from seergate.eval.sampling import SampledRow, Sampling, TokenChooser
 from seergate.eval.task import Problem
-from seergate.host import Handle
-from seergate.host.rows import join_rows, keep_rows, rows_are_independent
-from seergate.host.sharing import saving_ratios
+from seergate.hf.attach import Handle
+from seergate.reason.sharing import saving_ratios
 
 
 @dataclass(frozen=True)

@@ -8,10 +8,11 @@ import numpy as np
 import torch
 from transformers import PreTrainedModel
 
+from seergate.decode.stats import DecodeStats
 from seergate.eval.recurrence import answers
 from seergate.eval.sampling import Sampling
-from seergate.host import attached, families
-from seergate.host.stats import DecodeStats
+from seergate.hf import families
+from seergate.hf.attach import attached
 from seergate.methods import EvictingMethod
 from seergate.methods.base import Step
 from seergate.methods.evicting import Eviction
@@ -21,7 +22,7 @@ def seen_layer(kv_heads: Mapping[int, int], layer: int | None, head: int) -> int
     """The layer to look at: the one that was asked for; else the first from layer 1 on, or layer 0 if that is all.
 
     Args:
-        kv_heads: of the model (`seergate.host.families.kv_heads`).
+        kv_heads: of the model (`seergate.hf.families.kv_heads`).
         layer: or ``None``.
         head: KV head to look at.
 

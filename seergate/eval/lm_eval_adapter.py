@@ -17,11 +17,11 @@ import argparse
 import json
 from typing import Any
 
-from seergate.bank import GateBank
 from seergate.errors import SeergateError, how_to_install
 from seergate.eval.method_text import read_method
 from seergate.eval.settings import MethodSpec
-from seergate.host import attach
+from seergate.gates.bank import GateBank
+from seergate.hf.attach import attach
 
 
 def harness_model(model: Any, tokenizer: Any, batch_size: int = 1, **options: Any) -> Any:
@@ -98,7 +98,7 @@ def attached_model(options: argparse.Namespace) -> tuple[Any, Any, GateBank | No
     """The model with its method attached, its tokenizer, and the gates that were given."""
     from transformers import AutoTokenizer
 
-    from seergate.loading import load_base
+    from seergate.hf.loading import load_base
     from seergate.paths import resolve_model
 
     spec = method_spec(options)

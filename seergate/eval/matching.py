@@ -18,13 +18,13 @@ from typing import Any
 import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from seergate.bank import GateBank
 from seergate.errors import SeergateError
 from seergate.eval import store
 from seergate.eval.costs import RowStats
 from seergate.eval.engine import Batch, encode
 from seergate.eval.settings import MethodSpec, limits_of
-from seergate.host import attached
+from seergate.gates.bank import GateBank
+from seergate.hf.attach import attached
 from seergate.methods import RPC, Dense, LongPromptWarning, Method, method_class
 
 MEASURES = {"resident": "own_bytes_mean", "read": "bytes_read_per_step"}

@@ -29,7 +29,7 @@ from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from seergate.eval.engine import Batch, encode
-from seergate.host import Handle
+from seergate.hf.attach import Handle
 from seergate.methods import EvictingMethod, SelectingMethod
 
 WINDOWS, WINDOW_TOKENS = 16, 32

@@ -18,7 +18,7 @@ from seergate.errors import SeergateError
 from seergate.eval.engine import Batch
 from seergate.eval.sampling import SampledRow, Sampling, TokenChooser
 from seergate.fingerprint import fingerprint
-from seergate.host import attached
+from seergate.hf.attach import attached
 from seergate.methods import LazyEviction
 from seergate.methods.lazy_eviction import LazyState
 from seergate.methods.tri_attention import Centres, QueryCentres

@@ -8,13 +8,13 @@ from typing import Any
 import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from seergate.bank import GateBank
 from seergate.eval.engine import Limit, encode, end_ids, prompt_text
 from seergate.eval.environment import GRADES_WITH, environment, grader_version
 from seergate.eval.sampling import Sampling
 from seergate.eval.settings import MethodSpec
 from seergate.eval.task import Problem, Task, contents_hash, prompts_hash
 from seergate.fingerprint import fingerprint, rope_of
+from seergate.gates.bank import GateBank
 
 UNRECORDED_ONCE = ("model.rope", "task.prompts", "generation.ends")
 """Parts that configurations of earlier versions do not have."""

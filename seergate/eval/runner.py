@@ -16,7 +16,6 @@ from typing import Any
 
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from seergate.bank import GateBank
 from seergate.errors import SeergateError
 from seergate.eval import store
 from seergate.eval.collector import Collector
@@ -33,7 +32,8 @@ from seergate.eval.settings import MethodSpec
 from seergate.eval.task import Problem, Task, contents_hash
 from seergate.eval.workers import Job, Loader, Source, WorkerPool
 from seergate.fingerprint import fingerprint, rope_of
-from seergate.host import Handle, attached
+from seergate.gates.bank import GateBank
+from seergate.hf.attach import Handle, attached
 from seergate.methods import Dense
 
 

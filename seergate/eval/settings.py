@@ -6,10 +6,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from seergate.bank import GateBank
 from seergate.errors import SeergateError
 from seergate.eval.method_text import read_method, value_text
-from seergate.host.paged_layer import Paging
+from seergate.gates.bank import GateBank
 from seergate.methods import (
     Dense,
     GateOnEvictor,
@@ -23,6 +22,7 @@ from seergate.methods import (
     method_class,
     option_names,
 )
+from seergate.reason.paged_layer import Paging
 
 AUTO = "auto"
 """The value of an option that is to be calibrated on the model and the task (`seergate.eval.calibration`)."""

@@ -21,12 +21,12 @@ from seergate.errors import SeergateError
 from seergate.eval.engine import Engine, Generation, Limit, Request
 from seergate.eval.sampling import Sampling
 from seergate.eval.settings import MethodSpec
-from seergate.host import attached
+from seergate.hf.attach import attached
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-    from seergate.bank import GateBank
+    from seergate.gates.bank import GateBank
 
     Gates = GateBank | dict[int, GateBank] | None
     Loaded = tuple[PreTrainedModel, PreTrainedTokenizerBase, Gates]

@@ -21,16 +21,16 @@ from seergate.methods.r_kv import RKV
 from seergate.methods.raas import RaaS
 from seergate.methods.random import Random
 from seergate.methods.random_evict import RandomEvict
-from seergate.methods.reason_cache import RandomSharing, ReasonCache
 from seergate.methods.resa import ReSA
 from seergate.methods.rpc import RPC
 from seergate.methods.snapkv import SnapKV
 from seergate.methods.streaming_llm import StreamingLLM
 from seergate.methods.tova import TOVA
 from seergate.methods.tri_attention import TriAttention
+from seergate.reason.method import RandomSharing, ReasonCache
 
 if TYPE_CHECKING:
-    from seergate.bank import GateBank
+    from seergate.gates.bank import GateBank
 
 _ALL = (
     *(Gate, Oracle, Quest, ReSA, Dense, Random),

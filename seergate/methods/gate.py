@@ -20,8 +20,8 @@ from seergate.methods.published import published_selection
 from seergate.ops import Selection
 
 if TYPE_CHECKING:
-    from seergate.bank import GateBank
-    from seergate.gate import AttnGate
+    from seergate.gates.bank import GateBank
+    from seergate.gates.gate import AttnGate
 
 
 @dataclass(kw_only=True)

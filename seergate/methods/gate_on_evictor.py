@@ -18,7 +18,7 @@ from seergate.methods.raas import RaaS
 from seergate.methods.streaming_llm import StreamingLLM
 
 if TYPE_CHECKING:
-    from seergate.bank import GateBank
+    from seergate.gates.bank import GateBank
 
 SUFFIX = "+gate"
 """``snapkv+gate`` is SnapKV with the gate on what remains."""

@@ -11,8 +11,8 @@ from typing import Any
 
 import numpy as np
 
+from seergate.decode.trace import METADATA_KEY
 from seergate.errors import SeergateError
-from seergate.host.trace import METADATA_KEY
 from seergate.report.plots import pyplot, save
 
 LOW, HIGH = 10, 90

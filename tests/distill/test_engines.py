@@ -7,11 +7,11 @@ from dataclasses import replace
 import pytest
 import torch
 
-from seergate.bank import GateBank
 from seergate.config import GateConfig
 from seergate.distill.distributed import World
 from seergate.distill.engines import BETAS, DistillModule, PlainEngine
 from seergate.distill.packing import PackedBatch
+from seergate.gates.bank import GateBank
 from tests.models import prompt, tiny_model
 
 

@@ -10,8 +10,8 @@ import torch
 
 from seergate import GateBank, GateConfig, SeergateError, ops
 from seergate.distill.teacher_forward import distill_step
-from seergate.host import families, packed_attention
-from seergate.host.teaching import TeacherCall
+from seergate.hf import families, packed_attention
+from seergate.hf.teacher_pass import TeacherCall
 from seergate.ops import reference
 from seergate.ops.torch_impl.teacher import Teacher
 from tests.models import prompt, tiny_model

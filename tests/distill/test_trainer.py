@@ -17,7 +17,6 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, GPT2Config, GPT2LMHeadModel, Qwen3Config, Qwen3ForCausalLM
 
-from seergate.bank import GateBank
 from seergate.distill import TrainConfig, load_train_config, run_distillation, trainer
 from seergate.distill.callbacks import EvalLog, StepLog, heat_map
 from seergate.distill.checkpoint import newest_checkpoint, read_record
@@ -26,6 +25,7 @@ from seergate.distill.data import TrainingData, prepare_data
 from seergate.distill.engines import deepspeed_config
 from seergate.distill.trainer import learning_rate
 from seergate.errors import SeergateError
+from seergate.gates.bank import GateBank
 from tests.distill.conftest import PLAIN, byte_tokenizer
 
 

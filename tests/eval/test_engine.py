@@ -7,15 +7,15 @@ import torch
 from transformers import GenerationConfig
 
 from seergate import methods
-from seergate.bank import GateBank
+from seergate.cache.offload import Offload
 from seergate.config import GateConfig
 from seergate.errors import SeergateError
 from seergate.eval.costs import RowStats
 from seergate.eval.engine import Batch, Engine, Limit, Request, render
 from seergate.eval.sampling import GENERATE_TOP_K, SampledRow, Sampling, TokenChooser, sample_seed
-from seergate.host import attached
-from seergate.host.offload import Offload
-from seergate.host.paged_layer import Paging
+from seergate.gates.bank import GateBank
+from seergate.hf.attach import attached
+from seergate.reason.paged_layer import Paging
 from tests.eval import support
 from tests.methods.evictors import EVICTORS
 from tests.methods.evictors import _with_gate as with_gate

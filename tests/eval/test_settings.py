@@ -18,7 +18,7 @@ from seergate.eval.plan import SweepPlan
 from seergate.eval.sampling import Sampling
 from seergate.eval.settings import grid
 from seergate.eval.store import read_samples
-from seergate.host import attached
+from seergate.hf.attach import attached
 from seergate.report import load_sweeps
 from tests.eval import support
 

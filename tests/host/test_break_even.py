@@ -9,10 +9,10 @@ import torch
 
 import seergate
 from seergate import DecodeConfig, SeergateError, methods
+from seergate.cache.static import FixedLayer
+from seergate.decode.break_even import break_even, remembered
 from seergate.eval.calibration import check_auto
 from seergate.eval.settings import MethodSpec
-from seergate.host.break_even import break_even, remembered
-from seergate.host.fixed_layer import FixedLayer
 from tests.host.test_decode import BLOCK, gates, tokens
 from tests.models import prompt, tiny_model
 
@@ -166,7 +166,7 @@ def test_a_static_cache_is_decoded_in_ordinary_steps(folder):
 def test_refusals(folder):
     model = tiny_model("qwen3")
     bank = gates(model)
-    paging, offload = seergate.host.hooks.Paging(), seergate.Offload(1 << 22)
+    paging, offload = seergate.hf.attach.Paging(), seergate.Offload(1 << 22)
     for attempt, message in (
         (lambda: DecodeConfig(dense_below="soon"), 'dense_below is .soon.; it must be 0 or .* tokens, or "auto"'),
         (lambda: DecodeConfig(threshold=0.1, dense_below="auto"), 'dense_below is "auto" without a token budget'),

@@ -8,7 +8,7 @@ from transformers import DynamicCache
 
 import seergate
 from seergate import DecodeConfig, GateBank, GateConfig, SeergateError, methods
-from seergate.host.cache import GatedLayer
+from seergate.cache.layer import GatedLayer
 from tests.host.reasoning import Words
 from tests.methods.evictors import GROUPS, model_of
 from tests.models import left_padded, prompt, tiny_model

@@ -7,7 +7,7 @@ import math
 import pytest
 import torch
 
-from seergate.host.dense_pass import newest_tokens_attention
+from seergate.decode.dense_pass import newest_tokens_attention
 from seergate.methods.base import Step
 
 

@@ -9,8 +9,8 @@ import torch
 
 import seergate
 from seergate import GateBank, GateConfig, SeergateError
-from seergate.host import families
-from seergate.host.rope import modeling_module
+from seergate.hf import families
+from seergate.hf.rope import modeling_module
 from tests.models import FAMILIES, prompt, tiny_model
 
 UNROTATED = ("cohere2", "exaone4")

@@ -18,11 +18,11 @@ from transformers import DynamicCache
 
 import seergate
 from seergate import methods
-from seergate.host import block_pool
-from seergate.host.background import Background
-from seergate.host.block_pool import BlockPool
-from seergate.host.cache import GatedLayer
-from seergate.host.offload import Offload, OffloadedLayer, next_best
+from seergate.cache import block_pool
+from seergate.cache.background import Background
+from seergate.cache.block_pool import BlockPool
+from seergate.cache.layer import GatedLayer
+from seergate.cache.offload import Offload, OffloadedLayer, next_best
 from tests.host.test_decode import BLOCK, gates
 from tests.host.test_offload import BLOCK_BYTES, HEADS, check_pools, room_for, run, selecting
 from tests.models import left_padded, prompt, tiny_model

@@ -13,8 +13,8 @@ from transformers import DynamicCache
 
 import seergate
 from seergate import methods
-from seergate.host.attention import VERIFIED_TOKENS
-from seergate.host.rows import join_rows
+from seergate.cache.rows import join_rows
+from seergate.decode.step import VERIFIED_TOKENS
 from tests.host.reference_decoder import ReferenceRow, Rule
 from tests.host.test_decode import gates
 from tests.models import VOCABULARY, left_padded, tiny_model

@@ -15,7 +15,7 @@ from seergate import DecodeConfig, GateBank, SeergateError, methods
 from seergate.chain_sum import make_problem
 from seergate.eval.engine import Engine, Limit
 from seergate.eval.sampling import Sampling
-from seergate.loading import load_base, load_tokenizer
+from seergate.hf.loading import load_base, load_tokenizer
 from seergate.paths import shipped
 from tests.host.chi_square import looks_like
 from tests.host.test_decode import BLOCK, gates

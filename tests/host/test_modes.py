@@ -171,7 +171,7 @@ def test_refusals():
         (lambda: seergate.attach(model, bank, dense_below=-1), "dense_below is -1; it must be 0 or a positive"),
         (lambda: seergate.attach(model, bank, dense_below=8, compat="published"), "nor dense_below"),
         (
-            lambda: seergate.attach(model, bank, lossless=True, paging=seergate.host.hooks.Paging()),
+            lambda: seergate.attach(model, bank, lossless=True, paging=seergate.hf.attach.Paging()),
             "need an ordinary cache; leave paging out",
         ),
     ):

@@ -10,9 +10,9 @@ from transformers import DynamicCache, StaticCache
 
 import seergate
 from seergate import SeergateError, methods
-from seergate.host.block_pool import BlockPool
-from seergate.host.offload import Offload, OffloadedLayer
-from seergate.host.rows import join_rows, keep_rows
+from seergate.cache.block_pool import BlockPool
+from seergate.cache.offload import Offload, OffloadedLayer
+from seergate.cache.rows import join_rows, keep_rows
 from seergate.paths import shipped
 from tests.host.test_decode import BLOCK, gates
 from tests.models import left_padded, prompt, tiny_model

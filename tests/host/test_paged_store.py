@@ -11,8 +11,8 @@ from hypothesis import settings, strategies
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from seergate import SeergateError
-from seergate.host.paged import BlockStore, OutOfBlocks
 from seergate.methods import Dense, Gate, Quest
+from seergate.reason.paged import BlockStore, OutOfBlocks
 from tests.host.test_decode import gates
 from tests.models import tiny_model
 
@@ -261,7 +261,7 @@ def test_refusals():
 
 
 def test_pages_hold_whole_blocks_of_the_method():
-    from seergate.host.paged_layer import Paging
+    from seergate.reason.paged_layer import Paging
 
     gate = Gate(bank=gates(tiny_model("qwen3")), token_budget=64)
     assert Paging().page_of(gate) == 8 and Paging(24).page_of(gate) == 24 and Paging().page_of(Dense()) == 16

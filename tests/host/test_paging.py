@@ -13,8 +13,8 @@ import seergate
 from seergate import SeergateError, methods
 from seergate.eval.engine import Engine, Limit
 from seergate.eval.sampling import Sampling
-from seergate.host.paged import BlockStore, OutOfBlocks
-from seergate.host.paged_layer import PagedLayer, Paging
+from seergate.reason.paged import BlockStore, OutOfBlocks
+from seergate.reason.paged_layer import PagedLayer, Paging
 from tests.eval import support
 from tests.eval.test_engine import LONG, requests_for
 from tests.host.reasoning import forced_run

@@ -10,8 +10,8 @@ from transformers import DynamicCache
 
 import seergate
 from seergate import DecodeConfig, SeergateError, methods
+from seergate.cache.rows import only_rows
 from seergate.eval.engine import Batch
-from seergate.host.rows import only_rows
 from tests.host.test_decode import BLOCK, gates
 from tests.models import left_padded, prompt, tiny_model
 

@@ -11,8 +11,8 @@ from transformers import DynamicCache
 
 import seergate
 from seergate import DecodeConfig, GateBank, GateConfig, SeergateError, methods
-from seergate.host import families
-from seergate.host.attention import ATTENTION_NAME
+from seergate.decode.step import ATTENTION_NAME
+from seergate.hf import families
 from tests.host.test_decode import BLOCK, all_methods, gates
 from tests.models import FAMILIES, left_padded, prompt, tiny_model
 
@@ -239,7 +239,7 @@ def test_streaming_llm_reports_what_it_attends_and_the_prompt_it_held():
 
 
 def test_padding_does_not_make_decoding_copy_the_cache(monkeypatch):
-    from seergate.host.cache import GatedLayer
+    from seergate.cache.layer import GatedLayer
 
     model = tiny_model("qwen3")
     copies = []

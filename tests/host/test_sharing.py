@@ -16,10 +16,10 @@ from transformers import DynamicCache
 
 import seergate
 from seergate import SeergateError, methods
-from seergate.host.paged import OutOfBlocks
-from seergate.host.paged_layer import Paging
-from seergate.host.rows import join_rows, keep_rows
-from seergate.methods.reason_evaluator import Evaluator
+from seergate.cache.rows import join_rows, keep_rows
+from seergate.reason.evaluator import Evaluator
+from seergate.reason.paged import OutOfBlocks
+from seergate.reason.paged_layer import Paging
 from tests.host.reasoning import Words, forced_run, repeating
 from tests.host.test_decode import gates
 from tests.models import left_padded, prompt, tiny_model

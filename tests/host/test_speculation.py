@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from seergate.host.speculation import (
+from seergate.decode.speculation import (
     LONGEST_DRAFT,
     PROBE_EVERY,
     DraftLength,

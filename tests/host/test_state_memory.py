@@ -7,8 +7,8 @@ from transformers import DynamicCache
 
 import seergate
 from seergate import GateBank, GateConfig
-from seergate.host.arrival import Arrival
-from seergate.host.attention import make_step
+from seergate.decode.step import make_step
+from seergate.hf.call import Arrival
 from tests.models import prompt, tiny_model
 
 TOKENS = 32768

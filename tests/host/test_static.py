@@ -9,8 +9,8 @@ from transformers import CompileConfig, DynamicCache, StaticCache
 
 import seergate
 from seergate import methods
-from seergate.host.cache import GatedLayer
-from seergate.host.fixed_layer import FixedLayer
+from seergate.cache.layer import GatedLayer
+from seergate.cache.static import FixedLayer
 from seergate.methods.fixed_step import FixedStep
 from tests.host.test_decode import BLOCK, gates
 from tests.models import left_padded, prompt, tiny_model

@@ -7,8 +7,8 @@ import torch
 
 import seergate
 from seergate import DecodeConfig, GateBank, GateConfig, methods
-from seergate.host import families
-from seergate.host.rope import Rotary
+from seergate.hf import families
+from seergate.hf.rope import Rotary
 from seergate.methods.base import LayerSpec, Step
 from seergate.methods.published import published_selection
 from tests.models import prompt, tiny_model

@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from seergate import methods
-from seergate.host import families
-from seergate.host.rope import Rotary
+from seergate.hf import families
+from seergate.hf.rope import Rotary
 from seergate.methods.base import LayerSpec, Step
 from tests.methods.evictors import EVICTORS, model_of
 

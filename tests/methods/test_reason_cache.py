@@ -11,8 +11,8 @@ import torch
 from hypothesis import given, strategies
 
 from seergate import SeergateError, methods
-from seergate.methods.reason_distance import BlockDistances, PercentileThreshold
-from seergate.methods.reason_evaluator import (
+from seergate.reason.distance import BlockDistances, PercentileThreshold
+from seergate.reason.evaluator import (
     BlocksSealed,
     Evaluator,
     RowCropped,
@@ -20,14 +20,14 @@ from seergate.methods.reason_evaluator import (
     RowsGone,
     TokensCame,
 )
-from seergate.methods.reason_steps import (
+from seergate.reason.steps import (
     ReasoningStep,
     Segmenter,
     adaptive_threshold,
     kind_of_repeat,
     similarity,
 )
-from seergate.methods.reason_structure import OPERAND, PLAIN, edit_distance, formal_content, same_structure
+from seergate.reason.structure import OPERAND, PLAIN, edit_distance, formal_content, same_structure
 
 # ---------------------------------------------------------------------------------------------------- lexical stage
 

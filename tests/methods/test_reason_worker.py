@@ -6,8 +6,8 @@ import threading
 
 import torch
 
-from seergate.methods import reason_worker
-from seergate.methods.reason_worker import ThreadWorker
+from seergate.reason import worker as reason_worker
+from seergate.reason.worker import ThreadWorker
 
 
 def test_the_worker_computes_on_one_core_and_leaves_the_others_theirs():

@@ -1,0 +1,72 @@
+"""Rows that come and go: what continuous batching needs from a cache of `GatedLayer`s.
+
+Rows lie left-compacted in a `GatedLayer`, each with its own length, so a row of one cache can continue beside rows of
+another. Other layers (sliding windows, linear attention) keep all rows at one common slot and cannot.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+from transformers.cache_utils import Cache
+
+from seergate.cache.layer import GatedLayer
+from seergate.errors import SeergateError
+
+
+def rows_are_independent(cache: Cache) -> bool:
+    """Whether every layer keeps its rows apart, so that `join_rows` works."""
+    return bool(cache.layers) and all(isinstance(layer, GatedLayer) for layer in cache.layers)
+
+
+def join_rows(cache: Cache, arriving: Cache) -> None:
+    """Put the rows of ``arriving`` after those of ``cache``, which may have seen more or fewer tokens.
+
+    Afterwards the batch counts as left-padded to its longest row. ``arriving`` must not be used any more.
+
+    Raises:
+        SeergateError: if one of them has layers of another kind.
+    """
+    if not (rows_are_independent(cache) and rows_are_independent(arriving)):
+        raise SeergateError("only caches whose layers are all gated can be joined")
+    for layer, other in zip(cache.layers, arriving.layers, strict=True):
+        layer.append_rows(other)
+
+
+def keep_rows(cache: Cache, rows: list[int]) -> None:
+    """Drop all rows but these, in that order."""
+    cache.batch_select_indices(torch.tensor(rows, dtype=torch.int64))
+
+
+@contextmanager
+def only_rows(cache: Cache, rows: list[int]) -> Iterator[None]:
+    """While it lasts the cache has only these rows. What is stored in the place of their newest tokens stays stored.
+
+    They must have their old lengths again at the end.
+
+    Raises:
+        SeergateError: if a layer is not gated.
+    """
+    if not rows_are_independent(cache):
+        raise SeergateError("only a cache whose layers are all gated can be narrowed to some of its rows")
+    index = torch.tensor(rows, dtype=torch.int64)
+    whole = [(dict(vars(layer)), layer.state and layer.state.rows) for layer in cache.layers]
+    cache.batch_select_indices(index)
+    try:
+        yield
+    finally:
+        for layer, (before, tensors) in zip(cache.layers, whole, strict=True):
+            lengths = [before["row_lengths"][row] for row in rows]
+            if layer.row_lengths != lengths:
+                raise SeergateError(f"rows of {lengths} tokens were narrowed to, and now have {layer.row_lengths}")
+            part = {"keys": layer.keys, "values": layer.values}
+            changed = layer.state.rows if layer.state is not None else {}
+            vars(layer).update(before)
+            if layer.state is not None:
+                layer.state.rows = tensors
+            for name, tensor in part.items():
+                before[name][index.to(tensor.device)] = tensor
+            for name, tensor in changed.items():
+                tensors[name][index.to(tensor.device)] = tensor

@@ -1,0 +1,416 @@
+"""Lossless decoding: the sparse model drafts, one dense pass verifies (self-speculation, as in SparseSpec).
+
+`generate` of an attached model stays the stock one; greedy decoding and sampling get a decoding loop of their own. Any
+other forward pass, and any other way of generating, is simply dense. So nothing that the model says depends on the
+method.
+
+Drafts and the dense model share one cache. A draft's keys and values come from sparse hidden states; they are taken
+back before the verification, which stores dense ones in their place and shows them to the method. After every cycle
+cache and method are as if the accepted tokens had been decoded densely.
+"""
+
+from __future__ import annotations
+
+import copy
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+from transformers.cache_utils import Cache
+from transformers.generation import (
+    GenerateDecoderOnlyOutput,
+    GenerationConfig,
+    GenerationMode,
+    LogitsProcessorList,
+    StoppingCriteriaList,
+    StopStringCriteria,
+    SynthIDTextWatermarkLogitsProcessor,
+    UnbatchedClassifierFreeGuidanceLogitsProcessor,
+)
+from transformers.generation.utils import GENERATION_MODES_MAPPING
+
+from seergate.cache.layer import GatedLayer
+from seergate.decode.rollback import layers_without_return, refuse_changing_angles, refuse_layers_without_return
+from seergate.decode.speculation import VERIFYING_COST, DraftLength, accept_greedy, accept_sampled, cycle_cost
+from seergate.decode.stats import token_bytes
+from seergate.methods.base import SelectingMethod
+
+if TYPE_CHECKING:
+    from transformers.generation.streamers import BaseStreamer
+
+    from seergate.hf.attach import Handle
+
+
+NOT_OURS = (
+    "custom_generate",
+    "assistant_model",
+    "penalty_alpha",
+    "dola_layers",
+    "constraints",
+    "force_words_ids",
+    "num_beam_groups",
+)
+"""Arguments of `generate` that name a loop that is not transformers' own, and is left to it."""
+
+GUESSED_SHARE = 0.1
+"""What a threshold or top-p is expected to read before it was seen."""
+
+
+class Lossless:
+    """Lossless decoding of one handle: its switch between sparse and dense passes, and its counters.
+
+    Args:
+        handle: its method selects; the model's ``generate`` is replaced until `remove`.
+
+    Raises:
+        SeergateError: if a layer of the model cannot take tokens back.
+    """
+
+    def __init__(self, handle: Handle) -> None:
+        assert isinstance(handle.method, SelectingMethod)
+        refuse_layers_without_return(handle.model, "lossless decoding")
+        refuse_changing_angles(handle.model)
+        self.handle, self.method = handle, handle.method
+        self.weight_bytes = weights_read(handle.model)
+        self.reset()
+        handle.dense_pass = True
+        self.theirs = vars(handle.model).get("generate")  # somebody else's, in place of the class's
+        handle.model.generate = LosslessGenerate(self)  # type: ignore[method-assign,assignment]
+
+    def remove(self) -> None:
+        """Give the model its own ``generate`` back."""
+        vars(self.handle.model).pop("generate", None)
+        if self.theirs is not None:
+            self.handle.model.generate = self.theirs  # type: ignore[method-assign]
+        self.handle.dense_pass = False
+
+    @contextmanager
+    def drafting(self) -> Iterator[None]:
+        """While it lasts the method selects."""
+        self.handle.dense_pass = False
+        try:
+            yield
+        finally:
+            self.handle.dense_pass = True
+
+    def reset(self) -> None:
+        """Start counting anew."""
+        self.cycles = self.plain_steps = 0
+        self.drafted = 0  # tokens, of each row
+        self.tried = self.accepted = 0  # of them, all rows together
+        self.steps = 0  # tokens that each row got
+        self.bytes_read = self.bytes_dense = 0.0  # weights, keys and values
+        self.cost = 0.0  # the bytes that were read, and what verifying several tokens adds
+        self.draft_seconds = self.verify_seconds = 0.0
+
+    def stats(self) -> dict[str, Any]:
+        """The figures so far.
+
+        Returns:
+            Under ``"lossless"``: ``cycles`` of drafting and verifying and ``plain_steps`` without a draft;
+            ``draft_tokens`` (mean per cycle); ``acceptance`` (share of drafted tokens that were kept, of those whose
+            predecessors were); ``tokens_per_dense_pass`` (per row); ``bytes_per_token`` and ``dense_bytes_per_token``
+            (weights, keys and values that were read per token of the batch, and that dense decoding would have read);
+            ``expected_speedup`` (what the cost model makes of them); ``draft_seconds`` and ``verify_seconds``.
+        """
+        passes = self.cycles + self.plain_steps
+        return {
+            "lossless": {
+                "cycles": self.cycles,
+                "plain_steps": self.plain_steps,
+                "draft_tokens": self.drafted / self.cycles if self.cycles else 0.0,
+                "acceptance": self.accepted / self.tried if self.tried else None,
+                "tokens_per_dense_pass": self.steps / passes if passes else None,
+                "bytes_per_token": self.bytes_read / self.steps if passes else None,
+                "dense_bytes_per_token": self.bytes_dense / self.steps if passes else None,
+                "expected_speedup": self.bytes_dense / self.cost if passes else None,
+                "draft_seconds": self.draft_seconds,
+                "verify_seconds": self.verify_seconds,
+            }
+        }
+
+
+class LosslessGenerate:
+    """`generate` of a model in lossless mode.
+
+    Args:
+        lossless: of its handle.
+    """
+
+    def __init__(self, lossless: Lossless) -> None:
+        self.lossless = lossless
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """The stock `generate`, with our loop for greedy decoding and sampling."""
+        model = self.lossless.handle.model
+        if all(kwargs.get(name) in (None, 1) for name in NOT_OURS):  # one group of beams is none
+            kwargs["custom_generate"] = DraftingLoop(self.lossless, kwargs.get("streamer"), kwargs.get("synced_gpus"))
+            _take_stop_strings(model, kwargs)
+        if self.lossless.theirs is not None:
+            return self.lossless.theirs(*args, **kwargs)
+        return type(model).generate(model, *args, **kwargs)
+
+
+ONCE_A_TOKEN = (UnbatchedClassifierFreeGuidanceLogitsProcessor, SynthIDTextWatermarkLogitsProcessor)
+"""Processors that must run once for each token: one runs the model itself, one remembers what it did."""
+
+
+def _take_stop_strings(model: PreTrainedModel, kwargs: dict[str, Any]) -> None:
+    """Make the criterion of ``stop_strings`` here: `generate` passes its ``tokenizer`` on to no loop but its own."""
+    tokenizer, config = kwargs.get("tokenizer"), kwargs.get("generation_config") or model.generation_config
+    strings = kwargs.get("stop_strings") or getattr(config, "stop_strings", None)
+    if tokenizer is None or strings is None:
+        return  # `generate` says what is missing
+    del kwargs["tokenizer"]
+    kwargs.pop("stop_strings", None)
+    if getattr(config, "stop_strings", None) is not None:
+        config = kwargs["generation_config"] = copy.deepcopy(config)
+        config.stop_strings = None
+    criterion = StopStringCriteria(tokenizer=tokenizer, stop_strings=strings)
+    kwargs["stopping_criteria"] = StoppingCriteriaList([*(kwargs.get("stopping_criteria") or []), criterion])
+
+
+class DraftingLoop:
+    """What `generate` calls in place of its own decoding loop.
+
+    Args:
+        lossless: see `LosslessGenerate`.
+        streamer, synced_gpus: those of the call; `generate` hands a loop of somebody else neither.
+    """
+
+    def __init__(self, lossless: Lossless, streamer: BaseStreamer | None, synced_gpus: bool | None) -> None:
+        self.lossless, self.streamer, self.synced_gpus = lossless, streamer, bool(synced_gpus)
+
+    def __call__(
+        self,
+        model: PreTrainedModel,
+        input_ids: Tensor,
+        logits_processor: LogitsProcessorList,
+        stopping_criteria: StoppingCriteriaList,
+        generation_config: GenerationConfig,
+        **model_kwargs: Any,
+    ) -> GenerateDecoderOnlyOutput | Tensor:
+        """Decode; arguments and result as of transformers' own loops."""
+        mode = generation_config.get_generation_mode()
+        can_draft = (
+            mode in (GenerationMode.GREEDY_SEARCH, GenerationMode.SAMPLE)
+            and model_kwargs.get("use_cache")
+            and not layers_without_return(model_kwargs.get("past_key_values"))
+            and not self.synced_gpus  # processes would need different numbers of forward passes
+            and not (generation_config.output_attentions or generation_config.output_hidden_states)
+            and not any(isinstance(p, ONCE_A_TOKEN) for p in logits_processor)
+        )
+        if not can_draft:
+            stock = getattr(type(model), GENERATION_MODES_MAPPING[mode])
+            rest = {"synced_gpus": self.synced_gpus, "streamer": self.streamer, **model_kwargs}
+            return stock(model, input_ids, logits_processor, stopping_criteria, generation_config, **rest)
+        run = _Run(self.lossless, model, logits_processor, stopping_criteria, generation_config, self.streamer)
+        return run(input_ids, model_kwargs)
+
+
+class _Run:
+    """One call of `generate`."""
+
+    def __init__(
+        self,
+        lossless: Lossless,
+        model: Any,
+        processor: LogitsProcessorList,
+        stopping: StoppingCriteriaList,
+        config: Any,
+        streamer: BaseStreamer | None,
+    ) -> None:
+        self.lossless, self.model, self.config, self.streamer = lossless, model, config, streamer
+        self.processor, self.stopping = processor, stopping
+        self.has_end = any(hasattr(criterion, "eos_token_id") for criterion in stopping)
+        self.pad = config._pad_token_tensor
+        self.scores: list[Tensor] | None = [] if config.return_dict_in_generate and config.output_scores else None
+        self.logits: list[Tensor] | None = [] if config.return_dict_in_generate and config.output_logits else None
+        method = lossless.method
+        per_token = VERIFYING_COST.get(model.device.type, 0.0)
+        self.length = DraftLength(method.draft_tokens, method.block_size, per_token)
+        self.more_read = 1.0  # by the last drafts, than was expected of them
+
+    def __call__(self, ids: Tensor, model_kwargs: dict[str, Any]) -> GenerateDecoderOnlyOutput | Tensor:
+        self.ids, self.kwargs = ids, model_kwargs
+        self.unfinished = torch.ones(ids.shape[0], dtype=torch.bool, device=ids.device)
+        if self.pad is not None:
+            self.pad = self.pad.to(ids.device)
+        outputs = self.model._prefill(ids, self.config, model_kwargs, is_first_iteration=not self.config.is_assistant)
+        self._advance(outputs, 1)
+        self.cache: Cache = self.kwargs["past_key_values"]
+        self.records_past = hasattr(self.cache, "activate_past_recording") and any(
+            hasattr(layer, "activate_past_recording") for layer in self.cache.layers
+        )
+        if self.records_past:
+            self.cache.activate_past_recording()
+        raw = outputs.logits[:, -1:].to(copy=True, dtype=torch.float32, device=ids.device)
+        del outputs  # the logits of a prompt may be large
+        scores = self._processed(ids, raw)
+        self._emit(self._draw(scores[:, -1])[:, None], 1, raw, scores)
+        while self.unfinished.any():
+            self._cycle()
+        if self.streamer is not None:
+            self.streamer.end()
+        if not self.config.return_dict_in_generate:
+            return self.ids
+        return GenerateDecoderOnlyOutput(
+            sequences=self.ids,
+            scores=None if self.scores is None else tuple(self.scores),
+            logits=None if self.logits is None else tuple(self.logits),
+            past_key_values=self.cache,
+        )
+
+    def _cycle(self) -> None:
+        """Draft, verify, keep what is right."""
+        counted = self.lossless
+        selectable, fixed = cache_bytes(self.cache)
+        fixed += counted.weight_bytes
+        dense_bytes = fixed + selectable
+        expected = self._expected_share()
+        length = self.length.choose(dense_bytes, fixed + selectable * min(1.0, expected * self.more_read))
+        room = self.config.max_length - self.ids.shape[1] - 1
+        length = max(0, min(length, room))
+        began = time.perf_counter()
+        ids, kwargs, drafter, share = self._draft(length)
+        self.more_read = share / expected if length else self.more_read
+        drafted = time.perf_counter()
+
+        inputs = self.model.prepare_inputs_for_generation(ids, next_sequence_length=length + 1, **kwargs)
+        if "logits_to_keep" in inputs:
+            inputs["logits_to_keep"] = length + 1
+        outputs = self.model(**inputs, return_dict=True)
+        raw = outputs.logits[:, -length - 1 :].to(copy=True, dtype=torch.float32, device=ids.device)
+        scores = self._processed(ids, raw)
+        guesses = ids[:, ids.shape[1] - length :]
+        if self.config.do_sample:
+            target = scores.softmax(-1)
+            tokens, accepted = accept_sampled(guesses, target[:, :0] if drafter is None else drafter, target)
+        else:
+            tokens, accepted = accept_greedy(guesses, scores.argmax(-1))
+        # All rows go on from the same slot: the one that got least decides. What the others lose is drawn anew.
+        # Rows that have ended say padding; without an end token they go on, as they do in the stock loop.
+        per_row = (accepted[self.unfinished] if self.has_end else accepted).tolist()
+        kept = min(per_row)
+        said = self.ids.shape[1]
+        try:
+            self._emit(tokens, kept + 1, raw, scores)
+        finally:  # a streamer or a criterion may end it all: the cache is to hold no token that was not said
+            emitted = self.ids.shape[1] - said
+            self._crop(length + 1 - emitted)
+        self._advance(outputs, emitted)
+
+        counted.draft_seconds += drafted - began
+        counted.verify_seconds += time.perf_counter() - drafted
+        counted.cycles += length > 0
+        counted.plain_steps += length == 0
+        counted.steps += emitted
+        draft_bytes = fixed + selectable * share
+        counted.bytes_read += length * draft_bytes + dense_bytes
+        counted.cost += cycle_cost(length, dense_bytes, draft_bytes, self.length.per_token)
+        counted.bytes_dense += emitted * dense_bytes
+        if length:
+            counted.drafted += length
+            counted.accepted += sum(per_row)
+            counted.tried += sum(min(length, found + 1) for found in per_row)
+            self.length.verified(length, kept)
+
+    def _expected_share(self) -> float:
+        """Which share of keys and values a draft should read: what the budget says, or a guess."""
+        lengths = [max(layer.row_lengths) for layer in self.cache.layers if isinstance(layer, GatedLayer)]
+        budget, longest = self.lossless.method.rule.token_budget, max(lengths, default=1)
+        return GUESSED_SHARE if budget is None else min(1.0, budget / longest)
+
+    def _draft(self, length: int) -> tuple[Tensor, dict[str, Any], Tensor | None, float]:
+        """Let the sparse model go on for ``length`` tokens, and take its keys and values back.
+
+        Returns:
+            The tokens so far with the drafted ones; the forward's arguments for them; the probabilities ``[B, N, V]``
+            that each was drawn from, if any was; and which share of keys and values a drafting pass read.
+        """
+        ids, kwargs, probabilities = self.ids, dict(self.kwargs), list[Tensor]()
+        stats = self.lossless.handle.stats_
+        read, seen = stats.kv_totals() if length else (0.0, 0.0)
+        with self.lossless.drafting():
+            for _ in range(length):
+                inputs = self.model.prepare_inputs_for_generation(ids, next_sequence_length=1, **kwargs)
+                outputs = self.model(**inputs, return_dict=True)
+                kwargs = self.model._update_model_kwargs_for_generation(outputs, kwargs)
+                raw = outputs.logits[:, -1].to(copy=True, dtype=torch.float32, device=ids.device)
+                scores = self.processor(ids, raw)
+                if self.config.do_sample:
+                    probabilities.append(scores.softmax(-1))
+                ids = torch.cat((ids, self._or_pad(self._draw(scores))[:, None]), 1)
+        share = 1.0
+        if length:
+            self._crop(length)
+            read, seen = (now - before for now, before in zip(stats.kv_totals(), (read, seen), strict=True))
+            share = read / seen
+        return ids, kwargs, torch.stack(probabilities, 1) if probabilities else None, share
+
+    def _processed(self, ids: Tensor, raw_BMV: Tensor) -> Tensor:
+        """What the logits processors make of each place's logits, given the tokens before it: ``[B, M, V]``."""
+        first = ids.shape[1] - raw_BMV.shape[1] + 1
+        return torch.stack(
+            [self.processor(ids[:, : first + i], raw_BMV[:, i].clone()) for i in range(raw_BMV.shape[1])], 1
+        )
+
+    def _draw(self, scores_BV: Tensor) -> Tensor:
+        """The next token of each row ``[B]``."""
+        if self.config.do_sample:
+            return torch.multinomial(scores_BV.softmax(-1), 1)[:, 0]
+        return scores_BV.argmax(-1)
+
+    def _or_pad(self, tokens_B: Tensor) -> Tensor:
+        return torch.where(self.unfinished, tokens_B, self.pad) if self.has_end else tokens_B
+
+    def _emit(self, tokens_BM: Tensor, count: int, raw_BMV: Tensor, scores_BMV: Tensor) -> None:
+        """Say the first ``count`` tokens, one by one, until all rows have ended."""
+        for i in range(count):
+            token = self._or_pad(tokens_BM[:, i])
+            self.ids = torch.cat((self.ids, token[:, None]), 1)
+            if self.scores is not None:
+                self.scores.append(scores_BMV[:, i])
+            if self.logits is not None:
+                self.logits.append(raw_BMV[:, i])
+            if self.streamer is not None:
+                self.streamer.put(token.cpu())
+            scores = None if self.scores is None else tuple(self.scores)
+            self.unfinished = self.unfinished & ~self.stopping(self.ids, scores)  # type: ignore[arg-type]
+            if not self.unfinished.any():
+                return
+
+    def _advance(self, outputs: Any, tokens: int) -> None:
+        self.kwargs = self.model._update_model_kwargs_for_generation(outputs, self.kwargs, num_new_tokens=tokens)
+
+    def _crop(self, tokens: int) -> None:
+        if tokens or self.records_past:  # layers that record what they drop let go of it when they are cropped
+            self.cache.crop(-tokens)
+
+
+def weights_read(model: PreTrainedModel) -> int:
+    """Bytes of the weights that a pass reads: all but the input embeddings, unless the head uses them too."""
+    embeddings, head = model.get_input_embeddings(), model.get_output_embeddings()
+    everything = sum(parameter.nbytes for parameter in model.parameters())
+    tied = head is not None and head.weight is embeddings.weight
+    return everything - (0 if tied else sum(parameter.nbytes for parameter in embeddings.parameters()))
+
+
+def cache_bytes(cache: Cache) -> tuple[int, int]:
+    """Bytes of keys and values that a dense pass reads, what is allocated and not filled left out: in layers where a
+    method selects, and in the others.
+    """
+    selectable = fixed = 0
+    for layer in cache.layers:
+        keys, values = layer.keys, layer.values
+        if keys is None or values is None:
+            continue
+        if isinstance(layer, GatedLayer):
+            selectable += sum(layer.row_lengths) * keys.shape[1] * token_bytes(keys, values)
+        else:
+            fixed += keys.nbytes + values.nbytes
+    return selectable, fixed

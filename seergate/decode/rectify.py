@@ -1,0 +1,204 @@
+"""Rectification: every few sparse steps one dense pass computes the keys and values of their tokens anew (ReSA).
+
+A sparse step leaves keys and values that come from sparse hidden states, and later steps build on them. ReSA (Sun et
+al. 2025, arXiv 2506.04108; section 5.4 of SeerAttention-R) bounds what accumulates: after ``n`` sparse steps the last
+``n`` tokens go through the model once more, densely, all at once. What the cache and the method then hold is what a
+dense prefill of the same tokens would have left. Tokens that were said stay said.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+from transformers.cache_utils import Cache
+
+from seergate.cache.layer import GatedLayer
+from seergate.cache.ordinary import ordinary_tensors
+from seergate.cache.rows import only_rows, rows_are_independent
+from seergate.decode.rollback import layers_without_return, refuse_layers_without_return
+from seergate.decode.step import VERIFIED_TOKENS
+from seergate.errors import SeergateError
+from seergate.hf import families
+from seergate.methods.base import SelectingMethod
+
+if TYPE_CHECKING:
+    from seergate.hf.attach import Handle
+
+IDS, POSITIONS, DENSE = "rectify_ids", "rectify_positions", "rectify_dense"
+"""What is remembered in the state of a cache's first gated layer, where it follows its rows: ids and positions of a
+row's newest tokens, those of token ``i`` at slot ``i % R``, ``[B, R]``; and how many of its first tokens are dense,
+``[B]``."""
+
+
+class Rectifier:
+    """Rectifies the caches of one handle's model.
+
+    Args:
+        handle: its method selects.
+        every: sparse steps of a row between two dense passes over it.
+
+    Raises:
+        SeergateError: if a layer of the model cannot take tokens back.
+    """
+
+    def __init__(self, handle: Handle, every: int) -> None:
+        assert isinstance(handle.method, SelectingMethod)
+        refuse_layers_without_return(handle.model, "rectification")
+        self.handle, self.method, self.every = handle, handle.method, every
+        self.first = handle.bindings[0].layer
+        self.decoder = families.decoder_of(handle.model)
+        self.reset()
+        self._hooks = [
+            self.decoder.register_forward_pre_hook(self._before_forward, with_kwargs=True),
+            self.decoder.register_forward_hook(self._after_forward, with_kwargs=True),
+        ]
+
+    def remove(self) -> None:
+        """Rectify no more."""
+        while self._hooks:
+            self._hooks.pop().remove()
+
+    def reset(self) -> None:
+        """Start counting anew."""
+        self.passes = self.tokens = 0
+
+    def stats(self) -> dict[str, Any]:
+        """Under ``"rectification"``: how many dense passes there were, and tokens computed anew."""
+        return {"rectification": {"every": self.every, "passes": self.passes, "tokens": self.tokens}}
+
+    def _before_forward(self, module: nn.Module, args: Any, kwargs: dict[str, Any]) -> None:
+        """Rectify what is due before new tokens come."""
+        cache, layer = self._cache_of(kwargs.get("past_key_values"))
+        if cache is None or layer is None or layer.state is None or layer.slots == 0:
+            return
+        if DENSE not in layer.state.rows:
+            raise SeergateError("this cache was filled without rectification; start a new one")
+        if stuck := layers_without_return(cache):
+            raise SeergateError(
+                f"rectification takes tokens back, which a {', '.join(stuck)} cannot do; use a dynamic cache"
+            )
+        dense = [min(pair) for pair in zip(layer.state.rows[DENSE].tolist(), layer.row_lengths, strict=True)]
+        layer.state.rows[DENSE] = torch.tensor(dense)  # tokens may have been taken back
+        sparse = [length - done for length, done in zip(layer.row_lengths, dense, strict=True)]
+        new = _ids_of(args, kwargs).shape[1]
+        # A chunk that attends densely must not build on sparse tokens.
+        drafted = self.handle.prompts.drafted(cache, layer.slots, new)
+        if drafted is None:
+            drafted = new if layer.decoding else 0
+        verified = drafted == new and new <= VERIFIED_TOKENS
+        arrives_dense = self.handle.prompts.holds(new) or (new > 1 and not verified)
+        due = 1 if arrives_dense else self.every
+        if not rows_are_independent(cache):
+            _record_past(cache, nothing_pending=not any(sparse))
+            sparse = [max(sparse)] * len(sparse)
+        for count in sorted({count for count in sparse if count >= due}):
+            self._rectify(cache, layer, [row for row, pending in enumerate(sparse) if pending == count], count)
+
+    @ordinary_tensors
+    def _after_forward(self, module: nn.Module, args: Any, kwargs: dict[str, Any], output: Any) -> None:
+        """Remember the new tokens."""
+        cache = kwargs.get("past_key_values")
+        if cache is None:  # then the model has made one
+            cache = getattr(output, "past_key_values", None)
+        cache, layer = self._cache_of(cache)
+        if cache is None or layer is None or layer.state is None:
+            return
+        rows = layer.state.rows
+        batch, slots = len(layer.row_lengths), self.every + VERIFIED_TOKENS
+        if DENSE not in rows:
+            rows[IDS] = torch.zeros(batch, slots, dtype=torch.int64, device=layer.device)
+            rows[POSITIONS] = torch.zeros_like(rows[IDS])
+            rows[DENSE] = torch.zeros(batch, dtype=torch.int64)
+        if not layer.decoding:  # a prompt, or a chunk of one
+            rows[DENSE] = torch.tensor(layer.row_lengths)
+            return
+        ids = _ids_of(args, kwargs).to(layer.device)
+        new = layer.decoded
+        if new < ids.shape[1]:  # drafts that came along with the prompt
+            ids, rows[DENSE] = ids[:, -new:], torch.tensor(layer.row_lengths) - new
+        positions = kwargs.get("position_ids")
+        if positions is None:
+            positions = torch.arange(layer.slots - new, layer.slots)[None]
+        elif positions.ndim == 3:  # one of time, height and width, which are the same for text
+            positions = positions[0]
+        positions = positions[:, -new:]
+        at = layer.lengths[:, None] - new + torch.arange(new, device=layer.device)
+        rows[IDS].scatter_(1, at % slots, ids.expand(batch, -1))
+        rows[POSITIONS].scatter_(1, at % slots, positions.to(rows[POSITIONS]).expand(batch, -1))
+        # A row whose steps so far read everything is dense already.
+        whole = [self._reads_all(length) for length in layer.row_lengths]
+        known = zip(rows[DENSE].tolist(), layer.row_lengths, whole, strict=True)
+        rows[DENSE] = torch.tensor([end if all_read and done == end - new else done for done, end, all_read in known])
+
+    def _reads_all(self, length: int) -> bool:
+        """Whether a step of a row of so many tokens is dense in every layer."""
+        rule = self.method.rule
+        if length <= rule.dense_up_to or (rule.compat is None and self.method.covers(length)):
+            return True
+        return all(binding.layer in rule.dense_layers for binding in self.handle.bindings)
+
+    def _cache_of(self, cache: Any) -> tuple[Cache | None, GatedLayer | None]:
+        if self.handle.dense_pass or not isinstance(cache, Cache) or len(cache.layers) <= self.first:
+            return None, None
+        layer = cache.layers[self.first]
+        return cache, layer if isinstance(layer, GatedLayer) else None
+
+    @torch.no_grad()
+    def _rectify(self, cache: Cache, layer: GatedLayer, rows: list[int], count: int) -> None:
+        """Compute the newest ``count`` tokens of some rows anew."""
+        if len(rows) < len(layer.row_lengths):
+            with only_rows(cache, rows):
+                self._rectify(cache, layer, list(range(len(rows))), count)
+            state, lengths = layer.state, [layer.row_lengths[row] for row in rows]
+            assert state is not None
+            state.rows[DENSE][torch.tensor(rows)] = torch.tensor(lengths)
+            return
+        assert layer.state is not None
+        known = layer.state.rows
+        at = (layer.lengths[:, None] - count + torch.arange(count, device=layer.device)) % known[IDS].shape[1]
+        ids, positions = known[IDS].gather(1, at), known[POSITIONS].gather(1, at)
+        ends = list(layer.row_lengths)
+        cache.crop(-count)
+        if any(end - length != count for end, length in zip(ends, layer.row_lengths, strict=True)):
+            raise SeergateError("rectification needs every row to take every decoded token, and some were masked")
+        mask = layer.valid
+        if mask is not None:
+            later = torch.ones(len(ends), layer.slots + count - mask.shape[1], dtype=torch.bool, device=mask.device)
+            mask = torch.cat((mask, later), 1).long()
+        device = self.decoder.get_input_embeddings().weight.device  # type: ignore[operator]
+        if device.type == "meta":  # accelerate brings such weights when they are needed
+            device = layer.device
+        self.handle.dense_pass = True
+        try:
+            self.decoder(
+                input_ids=ids.to(device),
+                position_ids=positions.to(device),
+                attention_mask=None if mask is None else mask.to(device),
+                past_key_values=cache,
+                use_cache=True,
+            )
+        finally:
+            self.handle.dense_pass = False
+        known[DENSE] = torch.tensor(ends)
+        self.passes += 1
+        self.tokens += count * len(ends)
+
+
+def _ids_of(args: Any, kwargs: dict[str, Any]) -> Tensor:
+    ids = kwargs.get("input_ids", args[0] if args else None)
+    if ids is None and (embeddings := kwargs.get("inputs_embeds")) is not None and embeddings.shape[1] > 1:
+        return torch.empty(embeddings.shape[:2])  # a prompt; only its length is asked for
+    if ids is None:
+        raise SeergateError("rectification needs the decoded tokens as input_ids, and they came as embeddings")
+    return ids
+
+
+def _record_past(cache: Cache, nothing_pending: bool) -> None:
+    """Make layers with a window keep what tokens that are taken back had pushed out of it."""
+    for layer in cache.layers:
+        if hasattr(layer, "activate_past_recording"):
+            layer.activate_past_recording()
+            if nothing_pending:
+                layer.crop(0)  # lets go of what is outside of the window

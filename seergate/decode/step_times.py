@@ -1,0 +1,95 @@
+"""How long a dense and a sparse step of one layer take here, on random keys and values."""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from seergate import ops
+from seergate.cache.ordinary import show
+from seergate.methods.base import LayerSpec, SelectingMethod, SelectingState, Step
+
+MOST_BYTES = {"cpu": 256 << 20, "cuda": 1 << 30}
+"""What keys and values take. They are read in turn, so that short ones lie in no cache of the processor either."""
+SECONDS, ROUNDS = 0.2, 25
+"""At one length no round begins after so many seconds, or so many rounds; there are at least three."""
+
+Times = Sequence[tuple[int, float, float]]
+"""Ascending lengths in tokens, each with the seconds of a dense and of a sparse step."""
+
+
+@torch.no_grad()
+def step_times(method: SelectingMethod, spec: LayerSpec, extras: dict[str, Any], longest: int) -> Times:
+    """Steps of one row, from just above the budget to ``longest`` tokens or `MOST_BYTES`, each length twice the one
+    before. A sparse step is the method's scores, its choice and the attention; what both do is left out.
+
+    Args:
+        method: with a token budget.
+        spec: of a layer in which it selects.
+        extras: ``sinks`` and ``softcap`` of the layer.
+        longest: tokens that the model has positions for.
+    """
+    size, heads, dim, device = method.block_size, spec.num_kv_heads, spec.head_dim, spec.device
+    first = (method.covered_tokens * 5 // 4 // size + 1) * size
+    room = MOST_BYTES["cuda" if device.type == "cuda" else "cpu"] // (2 * heads * dim * spec.dtype.itemsize)
+    most = min(longest, max(room, 2 * first)) // size * size
+    if most < first:
+        return []
+    lengths = [first << i for i in range(40) if first << i < most]
+    chance = torch.Generator(device).manual_seed(0)  # not what the caller's tokens are drawn with
+    some = torch.randn(2, 1 << 16, generator=chance, device=device).to(spec.dtype)
+    pool = some.repeat(1, -(-most * heads * dim // some.shape[1]))
+    q = torch.randn(1, spec.num_heads, 1, dim, generator=chance, device=device).to(spec.dtype)
+    times = []
+    for length in [*lengths, most]:
+        copies = most // length
+        keys, values = pool[:, : copies * heads * length * dim].view(2, copies, 1, heads, length, dim)
+        times.append((length, *_medians(method, spec, q, keys, values, {"sm_scale": dim**-0.5, **extras})))
+    return times
+
+
+def _medians(
+    method: SelectingMethod, spec: LayerSpec, q: Tensor, keys: Tensor, values: Tensor, options: dict[str, Any]
+) -> tuple[float, float]:
+    """Seconds of both on one copy after another of keys and values ``[copies, 1, K, S, D]``, in turns."""
+    copies, length, state = len(keys), keys.shape[3], method.new_state(spec)
+    assert isinstance(state, SelectingState)
+    for start, end in ((0, length - 1), (length - 1, length)):
+        queries, new, ends = q.expand(-1, -1, end - start, -1), keys[0][:, :, start:end], torch.tensor([end])
+        facts = queries, new, queries, new, [start], [end - start], keys[0], values[0], ends.to(spec.device)
+        step = Step(*facts, **options)
+        show(state, step)
+
+    def dense(copy: int) -> None:
+        ops.dense_decode(q[:, :, 0], keys[copy], values[copy], **options)
+
+    def sparse(copy: int) -> None:
+        chosen = method.select(state, step)
+        assert chosen is not None
+        at = chosen.indices, step.lengths, method.block_size
+        ops.sparse_decode(q[:, :, 0], keys[copy], values[copy], *at, **options)
+
+    spent: tuple[list[float], list[float]] = [], []
+    dense(0)
+    sparse(0)
+    began = time.perf_counter()
+    for turn in range(ROUNDS):
+        if turn >= 3 and time.perf_counter() - began > SECONDS:
+            break
+        spent[0].append(_seconds(dense, turn % copies, spec.device))
+        spent[1].append(_seconds(sparse, (turn + copies // 2) % copies, spec.device))
+    return statistics.median(spent[0]), statistics.median(spent[1])
+
+
+def _seconds(run: Callable[[int], None], copy: int, device: torch.device) -> float:
+    wait = torch.cuda.synchronize if device.type == "cuda" else int
+    wait()
+    start = time.perf_counter()
+    run(copy)
+    wait()
+    return time.perf_counter() - start

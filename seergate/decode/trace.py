@@ -1,0 +1,168 @@
+"""A trace of decoding: which blocks each layer and KV head read at each step, as a Parquet file.
+
+One line per decode step, layer, row of the batch and KV head:
+
+| column | type | meaning |
+|---|---|---|
+| `step` | int32 | decode steps of this layer before this one, counted from the start of the trace |
+| `layer`, `row`, `head` | int32 | which layer, row of the batch and KV head |
+| `position` | int32 | place of the decoded token among its row's real tokens, from 0 |
+| `tokens` | float | tokens read |
+| `blocks` | list of int32 | the blocks read, ascending; null where the method chose no blocks and read all it holds |
+
+The file's metadata has, under `seergate`, JSON with `method`, `model`, `block_size` and `every`.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections import defaultdict
+from collections.abc import Sequence
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+import numpy as np
+
+from seergate.config import is_int
+from seergate.decode.stats import DecodeStats, RowBytes
+from seergate.errors import SeergateError
+from seergate.methods.base import Step
+from seergate.ops import Selection
+
+METADATA_KEY = b"seergate"
+LINES_AT_ONCE = 1 << 16
+
+
+class Trace:
+    """Writes a trace. `Handle.traced` makes one.
+
+    Args:
+        path: of the file; its directory must exist.
+        about: what the metadata says.
+        every: write every so many steps of each layer.
+
+    Raises:
+        SeergateError: if the file cannot be written.
+        ValueError: if ``every`` is not a positive whole number.
+    """
+
+    def __init__(self, path: str | os.PathLike[str], about: dict[str, Any], every: int = 1) -> None:
+        import pyarrow as pa
+        import pyarrow.parquet as pq
+
+        if not is_int(every) or every < 1:
+            raise ValueError(f"every is {every!r}; it must be a positive whole number of steps")
+        self.every, self.steps = every, defaultdict[int, int](int)
+        whole = ("step", "layer", "row", "head", "position")
+        fields = [pa.field(name, pa.int32(), nullable=False) for name in whole]
+        fields += [pa.field("tokens", pa.float32(), nullable=False), pa.field("blocks", pa.list_(pa.int32()))]
+        described = {METADATA_KEY: json.dumps({**about, "every": every}).encode()}
+        self.schema = pa.schema(fields, metadata=described)
+        try:
+            self._file = pq.ParquetWriter(os.fspath(path), self.schema, compression="zstd")
+        except OSError as error:
+            raise SeergateError(f"the trace {Path(path)} cannot be written: {error}") from error
+        self._waiting: list[Any] = []
+        self._lines = 0
+
+    def record(
+        self,
+        layer: int,
+        step: Step,
+        seen: Sequence[int],
+        read: Sequence[float],
+        selection: Selection | None,
+        size: int,
+        heads: int,
+    ) -> None:
+        """Write down one decode step of one layer.
+
+        Args:
+            layer, step, seen, read, selection: as of `DecodeStats.record`.
+            size: tokens per block.
+            heads: KV heads.
+        """
+        import pyarrow as pa
+
+        number = self.steps[layer]
+        self.steps[layer] += 1
+        if number % self.every:
+            return
+        rows = len(seen)
+        lines = rows * heads
+        if selection is None:
+            tokens = np.repeat(np.asarray(read, dtype=np.float32), heads)
+            blocks = pa.nulls(lines, self.schema.field("blocks").type)
+        else:
+            indices = selection.indices.cpu().numpy().reshape(lines, -1)
+            chosen = indices >= 0
+            counts = chosen.sum(1)
+            short = np.repeat(np.array([-end % size for end in step.ends]), heads)  # the current block may not be full
+            tokens = (counts * size - np.where(counts > 0, short, 0)).astype(np.float32)
+            offsets = np.concatenate(([0], counts.cumsum())).astype(np.int32)
+            blocks = pa.ListArray.from_arrays(pa.array(offsets), pa.array(indices[chosen].astype(np.int32)))
+        numbers = {
+            "step": np.full(lines, number),
+            "layer": np.full(lines, layer),
+            "row": np.repeat(np.arange(rows), heads),
+            "head": np.tile(np.arange(heads), rows),
+            "position": np.repeat(np.asarray(seen) - 1, heads),
+        }
+        columns = [pa.array(values.astype(np.int32)) for values in numbers.values()]
+        self._waiting.append(pa.record_batch([*columns, pa.array(tokens), blocks], schema=self.schema))
+        self._lines += lines
+        if self._lines >= LINES_AT_ONCE:
+            self._flush()
+
+    def close(self) -> None:
+        """Finish the file. May be called again without effect."""
+        self._flush()
+        self._file.close()
+
+    def __enter__(self) -> Trace:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, where: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def _flush(self) -> None:
+        import pyarrow as pa
+
+        if self._waiting:
+            self._file.write_table(pa.Table.from_batches(self._waiting, self.schema))
+        self._waiting, self._lines = [], 0
+
+
+class TracedStats:
+    """Counters that also write a trace. Stands in for `DecodeStats`.
+
+    Args:
+        inner: the counters.
+        trace: the trace.
+    """
+
+    def __init__(self, inner: DecodeStats, trace: Trace) -> None:
+        self._inner, self._trace = inner, trace
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._inner, name)
+
+    def record(
+        self,
+        layer: int,
+        step: Step,
+        seen: list[int],
+        read: Sequence[float],
+        selection: Selection | None,
+        block_size: int,
+        score_bytes: Sequence[int],
+        resident_bytes: int,
+        row_bytes: RowBytes,
+    ) -> None:
+        """See `DecodeStats`."""
+        self._inner.record(layer, step, seen, read, selection, block_size, score_bytes, resident_bytes, row_bytes)
+        self._trace.record(layer, step, seen, read, selection, block_size, self._inner.heads[layer])

@@ -1,0 +1,305 @@
+"""The model card of an adapter: what it is for, how to use it, how it was made, how good it is.
+
+What seergate writes stands between two markers. Around them a card is its owner's: saving and pushing again replace
+only what is between them, and the entries of the metadata that seergate knows.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from seergate.gates.hub import is_hub_id
+from seergate.gates.layout import PLOT_FILE
+from seergate.gates.record import Adapter, portable_base
+from seergate.paths import resolve_model
+
+BEGIN, END = "<!-- seergate: what follows is generated -->", "<!-- seergate: end of what is generated -->"
+TAGS = ["seergate", "sparse-attention", "block-sparse", "attention-gate"]
+PAPER = "[SeerAttention-R](https://arxiv.org/abs/2506.08889)"
+
+
+@dataclass(frozen=True)
+class Source:
+    """Where a card's usage example loads the adapter from.
+
+    Attributes:
+        name: directory or Hub id.
+        revision: branch or commit of a repository, if not ``main``.
+        subfolder: where in it the adapter lies, if not at its root.
+    """
+
+    name: str
+    revision: str | None = None
+    subfolder: str | None = None
+
+    @property
+    def arguments(self) -> str:
+        """As Python writes them in a call."""
+        places = {"revision": None if self.revision == "main" else self.revision, "subfolder": self.subfolder}
+        named = [f", {name}={json.dumps(value)}" for name, value in places.items() if value]
+        return json.dumps(self.name) + "".join(named)
+
+
+def model_card(adapter: Adapter, source: Source, *, existing: str | None = None, plotted: bool = False) -> str:
+    """The README of an adapter.
+
+    Args:
+        adapter: what it describes.
+        source: what the usage example loads.
+        existing: the card that is replaced; what its owner wrote is kept.
+        plotted: whether `accuracy.png` lies beside it.
+    """
+    old_metadata, old_text = _split(existing or "")
+    new = _metadata(adapter, source)
+    merged = {**old_metadata, **new}
+    merged["tags"] = [*new["tags"], *(tag for tag in _texts(old_metadata.get("tags")) if tag not in new["tags"])]
+    before, after = "", ""
+    if BEGIN in old_text:
+        before, rest = old_text.split(BEGIN, 1)
+        after = rest.split(END, 1)[1] if END in rest else ""
+    elif old_metadata.get("library_name") != "seergate":  # somebody's own text; ours of before the markers goes
+        before = old_text.rstrip() + "\n\n" if old_text.strip() else ""
+    body = "\n".join([BEGIN, *_body(adapter, source, plotted), END])
+    header = yaml.safe_dump(merged, sort_keys=False, allow_unicode=True)
+    return f"---\n{header}---\n\n{before.lstrip()}{body}{after.rstrip()}\n"
+
+
+def has_own_text(card: str) -> bool:
+    """Whether somebody wrote more into a card than seergate did."""
+    metadata, text = _split(card)
+    if BEGIN not in text:
+        return bool(text.strip()) and metadata.get("library_name") != "seergate"
+    before, rest = text.split(BEGIN, 1)
+    return bool(before.strip() or rest.partition(END)[2].strip())
+
+
+def usage(adapter: Adapter, source: Source) -> str:
+    """Python that loads the adapter and generates with it; it runs as it stands."""
+    base = portable_base(adapter.geometry.base_model)
+    own_rule = {"threshold", "top_p", "token_budget"} & set(adapter.decode)
+    rule = "" if own_rule else f", token_budget={_budget(adapter)}"
+    if base is None:
+        return (
+            "from seergate import GateBank\n\n"
+            f"bank = GateBank.from_pretrained({source.arguments})\n"
+            f"# with seergate.attached(model, bank{rule}): model.generate(...)"
+        )
+    lines = ["import seergate", "", f"model = seergate.load({source.arguments}{rule})"]
+    if not _has_tokenizer(base):
+        return "\n".join([*lines, "# an ordinary transformers model: model.generate(...) decodes sparsely"])
+    imports, question = ["from transformers import AutoTokenizer", ""], '"How many positive divisors does 360 have?"'
+    if _options(adapter).get("data") == "chain_sum":  # models of this task know the words of its problems, no others
+        imports = ["import random", "", *imports]
+        lines.insert(1, "from seergate.chain_sum import make_problem")
+        question = "make_problem(20, random.Random(0)).question"
+    return "\n".join(
+        [
+            *imports,
+            *lines,
+            "tokenizer = AutoTokenizer.from_pretrained(model.name_or_path)",
+            f"text = {question}",
+            "if tokenizer.chat_template:",
+            '    messages = [{"role": "user", "content": text}]',
+            "    text = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)",
+            'input_ids = tokenizer(text, return_tensors="pt").input_ids.to(model.device)',
+            "print(tokenizer.decode(model.generate(input_ids, max_new_tokens=512)[0]))",
+        ]
+    )
+
+
+def _budget(adapter: Adapter) -> int:
+    """A token budget at which something is skipped: an eighth of the trained length, as a power of two below it."""
+    longest = _options(adapter).get("max_length")
+    budget = 4096
+    if isinstance(longest, int) and not isinstance(longest, bool) and longest >= 8:
+        budget = 1 << ((longest // 8).bit_length() - 1)
+    return max(budget, adapter.gate.block_size)
+
+
+def _metadata(adapter: Adapter, source: Source) -> dict[str, Any]:
+    """The card's metadata, in the Hub's vocabulary."""
+    from huggingface_hub import ModelCardData
+
+    base = adapter.geometry.base_model
+    data: dict[str, Any] = {"library_name": "seergate", "pipeline_tag": "text-generation", **adapter.licence}
+    if is_hub_id(base):
+        data |= {"base_model": base, "base_model_relation": "adapter"}
+    dataset = _options(adapter).get("data")
+    if isinstance(dataset, str) and is_hub_id(dataset):
+        data["datasets"] = [dataset]
+    results = _eval_results(adapter)
+    if results:
+        data |= {"model_name": Path(source.name).name, "eval_results": results}
+    return {**ModelCardData(**data).to_dict(), "tags": list(TAGS)}
+
+
+def _eval_results(adapter: Adapter) -> list[Any]:
+    """What was measured of the gates, for the card's `model-index`."""
+    from huggingface_hub import EvalResult
+
+    found = []
+    for result in adapter.results:
+        if result.get("method") != "gate" or not isinstance(result.get("accuracy"), (int, float)):
+            continue
+        task = str(result.get("task", "unknown"))
+        found.append(
+            EvalResult(
+                task_type="text-generation",
+                dataset_type=str(result.get("dataset", task)),
+                dataset_name=task,
+                metric_type="accuracy",
+                metric_value=round(100 * result["accuracy"], 2),
+                metric_name=f"accuracy (%), token budget {result.get('token_budget')}",
+            )
+        )
+    kl = adapter.training.get("kl_held_out_best")
+    if isinstance(kl, (int, float)):
+        data = str(_options(adapter).get("data", "training data"))
+        found.append(
+            EvalResult(
+                task_type="text-generation",
+                dataset_type=data,
+                dataset_name=f"{data}, held out",
+                metric_type="kl_divergence",
+                metric_value=round(kl, 6),
+                metric_name="KL from the model's attention (nats per row)",
+            )
+        )
+    return found
+
+
+def _body(adapter: Adapter, source: Source, plotted: bool) -> list[str]:
+    geometry, gate = adapter.geometry, adapter.gate
+    base = portable_base(geometry.base_model)
+    revision = f" at revision `{_plain(geometry.base_revision)}`" if geometry.base_revision else ""
+    layers = len(geometry.layers)
+    total = f" of {geometry.num_layers}" if geometry.num_layers else ""
+    kind = "several dtypes" if adapter.dtype is None else str(adapter.dtype).removeprefix("torch.")
+    lines = [
+        f"# Attention gates for {_plain(base or geometry.model_type)}",
+        "",
+        f"Learned gates ({PAPER}) that let a frozen model decode with block-sparse attention. The base model is not "
+        "part of this repository and is not changed by it.",
+        "",
+        f"Base model: {f'`{_plain(base)}`{revision}' if base else 'not recorded'}, {_plain(geometry.model_type)}.",
+        "",
+        "## Use",
+        "",
+        "```python",
+        usage(adapter, source),
+        "```",
+        "",
+        "## Gates",
+        "",
+        "| | |",
+        "|---|---|",
+        f"| block size | {gate.block_size} tokens |",
+        f"| gate width | {gate.gate_dim} |",
+        f"| key pooling | {', '.join(gate.k_pooling)} |",
+        f"| query pooling | {gate.q_pooling} |",
+        f"| q/k norm, RoPE | {'yes' if gate.qk_norm else 'no'}, {'yes' if gate.rope else 'no'} |",
+        f"| gated layers | {layers}{total} |",
+        f"| query and KV heads, their width | {geometry.num_heads} and {geometry.num_kv_heads}, {geometry.head_dim} |",
+        f"| parameters | {adapter.parameters:,} ({kind}, {adapter.nbytes / 1e6:.1f} MB) |",
+    ]
+    if adapter.decode:
+        settings = ", ".join(f"{key}={value!r}" for key, value in adapter.decode.items())
+        lines.append(f"| decoding defaults | `{_plain(settings)}` |")
+    return [*lines, "", *_results(adapter, plotted), *_training(adapter)]
+
+
+def _results(adapter: Adapter, plotted: bool) -> list[str]:
+    if not adapter.results:
+        return []
+    lines = ["## Results", ""]
+    if plotted:
+        lines += [f"![Accuracy against token budget]({PLOT_FILE})", ""]
+    lines += [
+        "| task | method | token budget | accuracy (%) | samples | tokens per answer |",
+        "|---|---|---|---|---|---|",
+    ]
+    for result in adapter.results:
+        accuracy, error, tokens = (result.get(key) for key in ("accuracy", "standard_error", "mean_tokens"))
+        cells = [
+            result.get("task", ""),
+            result.get("method", ""),
+            result.get("token_budget") or "all",
+            "" if accuracy is None else f"{100 * accuracy:.1f}" + (f" ± {100 * error:.1f}" if error else ""),
+            result.get("samples", ""),
+            "" if tokens is None else f"{tokens:.0f}",
+        ]
+        lines.append(f"| {' | '.join(_plain(str(cell)) for cell in cells)} |")
+    return [*lines, "", "± is the standard error, clustered by problem.", ""]
+
+
+def _training(adapter: Adapter) -> list[str]:
+    """The recipe and the data, first what matters most, then everything that was recorded."""
+    record = adapter.training
+    if not record:
+        return ["## Training", "", "Not recorded.", ""]
+    options = _options(adapter)
+    rows = [
+        (name.replace("_", " "), options[name]) for name in ("data", "steps", "lr", "max_length") if name in options
+    ]
+    named = {
+        "tokens_seen": "tokens seen",
+        "kl_held_out_best": "KL on held-out data (nats per row)",
+        "kl_last_step": "KL at the last step (nats per row)",
+        "imported_from": "imported from",
+    }
+    rows += [(title, record[key]) for key, title in named.items() if record.get(key) is not None]
+    shown = [(name, f"{value:.5g}" if isinstance(value, float) else str(value)) for name, value in rows]
+    table = ["| | |", "|---|---|", *(f"| {name} | {_plain(value)} |" for name, value in shown), ""] if rows else []
+    details = [
+        "<details><summary>All that was recorded</summary>",
+        "",
+        "```json",
+        json.dumps(record, indent=2),
+        "```",
+        "",
+    ]
+    return ["## Training", "", *table, *details, "</details>", ""]
+
+
+def _options(adapter: Adapter) -> dict[str, Any]:
+    options = adapter.training.get("config")
+    return options if isinstance(options, dict) else {}
+
+
+def _has_tokenizer(base: str) -> bool:
+    """Whether the base model's tokenizer is known to exist, without asking the network."""
+    names = ("tokenizer.json", "tokenizer_config.json")
+    if is_hub_id(base):
+        from huggingface_hub import try_to_load_from_cache
+
+        return any(isinstance(try_to_load_from_cache(base, name), str) for name in names)
+    try:
+        return any((Path(resolve_model(base)) / name).is_file() for name in names)
+    except OSError:
+        return False
+
+
+def _split(text: str) -> tuple[dict[str, Any], str]:
+    """The metadata and the text of a card; metadata that is no YAML mapping counts as none."""
+    if not text.startswith("---\n") or "\n---" not in text[3:]:
+        return {}, text
+    header, body = text[4:].split("\n---", 1) if not text.startswith("---\n---") else ("", text[7:])
+    try:
+        values = yaml.safe_load(header)
+    except yaml.YAMLError:
+        values = None
+    return (values if isinstance(values, dict) else {}), body.lstrip("-").lstrip("\n")
+
+
+def _texts(value: Any) -> list[str]:
+    return [str(entry) for entry in value] if isinstance(value, list) else []
+
+
+def _plain(text: str | None) -> str:
+    """Text that cannot break a line, a cell or a code span of the card."""
+    return " ".join(str(text).split()).replace("|", "/").replace("`", "'")

@@ -1,0 +1,322 @@
+"""The format of the published SeerAttention-R gates: `config.json` with `seerattn_*`, and `attn_gate_weights.pth`.
+
+Source: microsoft/SeerAttention at aba03e3, `seer_attn/decode_sparse` and `distillation_decode.py`.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import zipfile
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+from pickle import UnpicklingError
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from seergate.config import POOLINGS, GateConfig
+from seergate.errors import SeergateError, first_line
+from seergate.gates import Adapter, check_finite, check_tensors, fetch, is_hub_id, is_sign
+from seergate.hf.families import gate_geometry, text_config
+from seergate.hf.loading import base_config, skeleton
+
+CONFIG_FILE, WEIGHTS_FILE = "config.json", "attn_gate_weights.pth"
+MAX_CONFIG = 1 << 20
+
+_PREFIX = "model.layers.{layer}.self_attn.attn_gate."
+_KEY = re.compile(r"model\.layers\.(\d+)\.self_attn\.attn_gate\.(\w+)\.weight")
+_MEMBERS = {
+    "attngate_linear_q": "q_proj",
+    "attngate_linear_k": "k_proj",
+    "attngate_qnorm": "q_norm",
+    "attngate_knorm": "k_norm",
+}
+_Q_POOLINGS = {"Qproj": "proj", "Qavgproj": "avgproj", "Qavg": "avg"}
+# defaults of the published configuration classes
+_DEFAULTS: dict[str, Any] = {
+    "seerattn_k_seq_pooling_type": "Kmaxminavg",
+    "seerattn_q_head_pooling_type": "Qproj",
+    "seerattn_gate_block_size": 64,
+    "seerattn_gate_hidden_size": 128,
+    "seerattn_use_rope": True,
+}
+_RECORD = "published_config"
+
+
+def import_published(
+    source: str | os.PathLike[str],
+    *,
+    base_model: str | None = None,
+    revision: str | None = None,
+    subfolder: str | None = None,
+    token: str | bool | None = None,
+    cache_dir: str | os.PathLike[str] | None = None,
+    local_files_only: bool = False,
+) -> Adapter:
+    """Read gates in the published format.
+
+    The file of the weights is a pickle: it is read with PyTorch's weights-only unpickler, and only after a look at the
+    archive around it. Each layer must have 2 tensors, or 4 with q/k norm, and none may be left over. The adapter asks
+    for ``compat="published"`` when it is loaded, so that it decodes as the published code does.
+
+    Args:
+        source: directory or Hub repository.
+        base_model: directory or Hub id instead of the one that the configuration names.
+        revision, subfolder, token, cache_dir, local_files_only: see `load_adapter`.
+
+    Raises:
+        SeergateError: if it is not that format, is damaged, or holds gates for prefill.
+    """
+    directory = fetch(
+        str(source),
+        patterns=[CONFIG_FILE, WEIGHTS_FILE],
+        revision=revision,
+        subfolder=subfolder,
+        token=token,
+        cache_dir=cache_dir,
+        local_files_only=local_files_only,
+    )
+    for name in (CONFIG_FILE, WEIGHTS_FILE):
+        if not (directory / name).is_file():
+            raise SeergateError(
+                f"{directory} holds no {name}; the published format has {CONFIG_FILE} and {WEIGHTS_FILE}"
+            )
+    config = _read_config(directory / CONFIG_FILE)
+    weights = _read_weights(directory / WEIGHTS_FILE)
+    tensors = _rename(weights, directory / WEIGHTS_FILE)
+    base = base_model or config.get("base_model")
+    if base is not None and not isinstance(base, str):
+        raise SeergateError(f"{directory / CONFIG_FILE}: base_model is {base!r}; it must be a Hub id or a directory")
+    where = str(directory / CONFIG_FILE)
+    layers = len({name.split(".")[1] for name in tensors})
+    if config.get("num_hidden_layers") != layers:
+        stated = config.get("num_hidden_layers")
+        raise SeergateError(f"{where}: num_hidden_layers is {stated!r}, but the weights are of {layers} layers")
+    gate = _gate_config(config, tensors, where)
+    geometry = gate_geometry(_skeleton(config, where), gate)
+    geometry = replace(geometry, base_model=base, base_revision=None)
+    adapter = Adapter(
+        gate=gate,
+        geometry=geometry,
+        tensors=tensors,
+        training={
+            "imported_from": str(source) if is_hub_id(str(source)) else Path(source).resolve().name,
+            _RECORD: config,
+        },
+        decode={"compat": "published"},
+    )
+    try:
+        check_tensors(adapter, adapter.signature, str(source))
+    except SeergateError as error:
+        if re.search(r"\.[qk]_proj\.weight has shape", str(error)):
+            raise SeergateError(f"{error} (gates for sparse prefill?)") from error
+        raise
+    check_finite(adapter, str(source))
+    return adapter
+
+
+def export_published(
+    adapter: Adapter, directory: str | os.PathLike[str], *, base: str | os.PathLike[str] | None = None
+) -> Path:
+    """Write gates in the published format, for the published code.
+
+    Args:
+        adapter: what to write.
+        directory: made if need be; must not hold a model.
+        base: where to read the base model's configuration instead of the model that the adapter names. Not needed for
+            an adapter that was imported from this format.
+
+    Raises:
+        SeergateError: if the published code could not read these gates, or they cannot be written.
+    """
+    gate, geometry = adapter.gate, adapter.geometry
+    _check_exportable(adapter)
+    recorded = adapter.training.get(_RECORD)
+    if isinstance(recorded, dict) and base is None:
+        config = dict(recorded)
+    else:
+        name = base or geometry.base_model
+        if name is None:
+            raise SeergateError("the adapter does not say which model it is for; name the base model")
+        revision = geometry.base_revision if base is None else None
+        config = _as_published(base_config(name, revision=revision).get_text_config().to_dict())
+    config |= {
+        "base_model": geometry.base_model,
+        "seerattn_k_seq_pooling_type": "K" + "".join(gate.k_pooling),
+        "seerattn_q_head_pooling_type": {ours: theirs for theirs, ours in _Q_POOLINGS.items()}[gate.q_pooling],
+        "seerattn_gate_block_size": gate.block_size,
+        "seerattn_gate_hidden_size": gate.gate_dim,
+        "seerattn_use_qk_norm": gate.qk_norm,
+        "seerattn_use_rope": gate.rope,
+    }
+    if config.get("seerattn_sparsity_method") not in ("threshold", "nz_ratio"):  # all that their constructor takes
+        config["seerattn_sparsity_method"] = "threshold"
+    members = {ours: theirs for theirs, ours in _MEMBERS.items()}
+    weights = {}
+    for name, tensor in adapter.tensors.items():
+        _, layer, member, _ = name.split(".")
+        weights[f"{_PREFIX.format(layer=layer)}{members[member]}.weight"] = tensor.detach().cpu().contiguous()
+    out = Path(directory)
+    if out.exists() and not out.is_dir():
+        raise SeergateError(f"{out} is a file; the gates need a directory")
+    if (out / CONFIG_FILE).exists() and not _is_published(out / CONFIG_FILE) and not is_sign(out / CONFIG_FILE):
+        raise SeergateError(f"{out} holds a {CONFIG_FILE} of something else; name another directory")
+    try:
+        out.mkdir(parents=True, exist_ok=True)
+        for name in (WEIGHTS_FILE, CONFIG_FILE):
+            draft = out / f".{name}.draft"
+            if name == WEIGHTS_FILE:
+                torch.save(weights, draft)
+            else:
+                draft.write_text(json.dumps(config, indent=2) + "\n")
+            os.replace(draft, out / name)
+    except (OSError, RuntimeError) as error:
+        raise SeergateError(f"the gates cannot be written to {out}: {error}") from error
+    return out
+
+
+def _read_config(path: Path) -> dict[str, Any]:
+    try:
+        if path.stat().st_size > MAX_CONFIG:
+            raise ValueError(f"it has {path.stat().st_size} bytes")
+        config = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError, RecursionError) as error:
+        raise SeergateError(f"{path} is not readable JSON: {error}") from error
+    if not isinstance(config, dict) or not any(key.startswith("seerattn_") for key in config):
+        raise SeergateError(f"{path} has no seerattn_ entries; these are not gates in the published format")
+    if "seerattn_gate_type" in config:
+        raise SeergateError(
+            f"{path} describes gates for sparse prefill; seergate decodes sparsely and cannot use them"
+        )
+    return config
+
+
+def _read_weights(path: Path) -> dict[str, Tensor]:
+    """The tensors of a pickle, by PyTorch's weights-only unpickler."""
+    try:
+        with zipfile.ZipFile(path) as archive:
+            entries = archive.infolist()
+        # PyTorch stores without compression; a compressed archive could unpack to anything
+        if any(entry.compress_type != zipfile.ZIP_STORED for entry in entries):
+            raise ValueError("it is compressed, which PyTorch's files are not")
+        if sum(entry.file_size for entry in entries) > path.stat().st_size:
+            raise ValueError("its entries are larger than the file")
+        weights = torch.load(path, map_location="cpu", weights_only=True)
+    except (OSError, ValueError, RuntimeError, KeyError, TypeError, AttributeError, EOFError, IndexError) as error:
+        raise SeergateError(f"{path} is not a readable file of PyTorch tensors: {first_line(error)}") from error
+    except (zipfile.BadZipFile, UnpicklingError, NotImplementedError, UnicodeDecodeError, MemoryError) as error:
+        raise SeergateError(f"{path} is not a readable file of PyTorch tensors: {first_line(error)}") from error
+    if not isinstance(weights, Mapping) or not all(
+        isinstance(name, str) and isinstance(tensor, Tensor) for name, tensor in weights.items()
+    ):
+        raise SeergateError(f"{path} must hold a dictionary of tensors")
+    return dict(weights)
+
+
+def _rename(weights: dict[str, Tensor], path: Path) -> dict[str, Tensor]:
+    tensors = {}
+    for name, tensor in weights.items():
+        if ".attn_gate.mask_linear_" in name:
+            raise SeergateError(f"{path} holds gates for sparse prefill ({name}); seergate cannot use them")
+        match = _KEY.fullmatch(name)
+        if match is None or match[2] not in _MEMBERS:
+            raise SeergateError(f"{path}: the tensor {name!r} belongs to no gate of the published format")
+        if tensor.layout != torch.strided or tensor.is_quantized:
+            raise SeergateError(f"{path}: the tensor {name} is not an ordinary one")
+        tensors[f"layers.{int(match[1])}.{_MEMBERS[match[2]]}.weight"] = tensor
+    if not tensors:
+        raise SeergateError(f"{path} holds no tensors")
+    return tensors
+
+
+def _gate_config(config: dict[str, Any], tensors: dict[str, Tensor], where: str) -> GateConfig:
+    """The architecture; whether there is q/k norm is read off the tensors, which the published loader never did."""
+    values = {**_DEFAULTS, **{key: value for key, value in config.items() if key in _DEFAULTS}}
+    q_pooling = values["seerattn_q_head_pooling_type"]
+    if q_pooling not in _Q_POOLINGS:
+        raise SeergateError(
+            f"{where}: seerattn_q_head_pooling_type is {q_pooling!r}; it must be one of {', '.join(_Q_POOLINGS)}"
+        )
+    k_pooling = str(values["seerattn_k_seq_pooling_type"])
+    kinds = re.findall("|".join(POOLINGS), k_pooling)
+    if k_pooling != "K" + "".join(kinds) or not kinds:
+        raise SeergateError(f"{where}: seerattn_k_seq_pooling_type is {k_pooling!r}; it must be like 'Kmaxminavg'")
+    qk_norm = any(name.endswith("_norm.weight") for name in tensors)
+    stated = config.get("seerattn_use_qk_norm")
+    if isinstance(stated, bool) and stated != qk_norm:
+        tensors_say = "have" if qk_norm else "lack"
+        raise SeergateError(f"{where}: seerattn_use_qk_norm is {stated}, but the weights {tensors_say} norms")
+    try:
+        return GateConfig(
+            block_size=values["seerattn_gate_block_size"],
+            gate_dim=values["seerattn_gate_hidden_size"],
+            k_pooling=tuple(kinds),
+            q_pooling=_Q_POOLINGS[q_pooling],
+            qk_norm=qk_norm,
+            rope=values["seerattn_use_rope"],
+        )
+    except ValueError as error:
+        raise SeergateError(f"{where}: {error}") from error
+
+
+def _skeleton(config: dict[str, Any], where: str) -> Any:
+    """The base model without weights, from the configuration that the published format carries."""
+    from transformers import AutoConfig
+
+    dropped = {"model_type", "base_model", "architectures", "auto_map", "torch_dtype", "dtype", "transformers_version"}
+    dropped |= {"_attn_implementation_autoset", "_name_or_path", "use_flash_rope", "fused_norm"}
+    kept = {key: value for key, value in config.items() if key not in dropped and not key.startswith("seerattn_")}
+    scaling, theta = kept.pop("rope_scaling", None) or {}, kept.pop("rope_theta", None)
+    if theta is not None:  # as transformers 5 has it
+        kept["rope_parameters"] = {"rope_type": "default", **scaling, "rope_theta": theta}
+    try:
+        model = skeleton(AutoConfig.for_model(config.get("model_type"), **kept))
+        decoder = model.get_decoder()
+        # its frequencies are needed, and they are computed, not loaded
+        decoder.rotary_emb = type(decoder.rotary_emb)(config=text_config(model))
+    except SeergateError as error:
+        raise SeergateError(f"{where}: {error}") from error
+    except (ValueError, TypeError, KeyError, AttributeError, RuntimeError, ArithmeticError) as error:
+        raise SeergateError(f"{where}: no model can be built from it: {first_line(error)}") from error
+    return model
+
+
+def _check_exportable(adapter: Adapter) -> None:
+    gate, geometry = adapter.gate, adapter.geometry
+    problems = []
+    if geometry.model_type not in ("qwen2", "qwen3"):
+        problems.append(f"model_type is {geometry.model_type!r} (they have qwen2 and qwen3)")
+    if gate.block_size not in (16, 32, 64):
+        problems.append(f"block_size is {gate.block_size} (they have 16, 32 and 64)")
+    if list(gate.k_pooling) != [kind for kind in POOLINGS if kind in gate.k_pooling]:
+        problems.append(f"k_pooling is {gate.k_pooling} (they have the order max, min, avg)")
+    if gate.gate_dim != geometry.head_dim:
+        problems.append(f"gate_dim is {gate.gate_dim} (their decoding needs the head dimension, {geometry.head_dim})")
+    if geometry.num_layers is not None and len(geometry.layers) != geometry.num_layers:
+        problems.append(f"only {len(geometry.layers)} of {geometry.num_layers} layers have gates")
+    if problems:
+        raise SeergateError(f"the published code cannot use these gates: {'; '.join(problems)}")
+
+
+def _as_published(config: dict[str, Any]) -> dict[str, Any]:
+    """A base model's configuration as transformers 4 wrote it, which the published code is pinned to."""
+    rope = config.pop("rope_parameters", None) or {}
+    theta = rope.pop("rope_theta", None)
+    config = {key: value for key, value in config.items() if not key.startswith("_")}
+    config["torch_dtype"] = config.pop("dtype", None)
+    if theta is not None:
+        config["rope_theta"] = theta
+        config["rope_scaling"] = None if rope.get("rope_type", "default") == "default" else rope
+    return config
+
+
+def _is_published(path: Path) -> bool:
+    try:
+        _read_config(path)
+    except SeergateError:
+        return False
+    return True

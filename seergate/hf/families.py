@@ -1,0 +1,297 @@
+"""Which models can be gated, and where each family's pre-RoPE queries and keys are tapped.
+
+All that is specific to an architecture is one row of `FAMILIES`. A row says how the tapped tensors are laid out:
+guessing from sizes would be wrong whenever the sequence is as long as the number of heads.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, Literal
+
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from seergate.config import GateConfig
+from seergate.errors import SeergateError
+from seergate.geometry import ModelGeometry
+from seergate.hf.rope import RopeKind, gate_frequencies
+
+
+@dataclass(frozen=True)
+class Family:
+    """Where the RoPE inputs of one architecture come from.
+
+    Attributes:
+        tap: ``"proj"`` the outputs of ``q_proj`` and ``k_proj``; ``"norm"`` of ``q_norm`` and ``k_norm``; ``"fused"``
+            the output of ``qkv_proj``, split.
+        layout: of the tapped tensors: ``"flat"`` ``[B, S, heads * D]``, ``"BSHD"`` or ``"BHSD"``.
+    """
+
+    tap: Literal["proj", "norm", "fused"]
+    layout: Literal["flat", "BSHD", "BHSD"]
+
+
+_PROJ = Family("proj", "flat")
+FAMILIES: dict[str, Family] = {
+    "llama": _PROJ,
+    "qwen2": _PROJ,
+    "qwen2_moe": _PROJ,
+    "mistral": _PROJ,
+    "ministral3": _PROJ,
+    "mixtral": _PROJ,
+    "gemma": _PROJ,
+    "gemma2": _PROJ,
+    "glm4": _PROJ,
+    "granite": _PROJ,
+    "smollm3": _PROJ,
+    "cohere2": _PROJ,
+    "seed_oss": _PROJ,
+    "ernie4_5": _PROJ,
+    "gpt_oss": _PROJ,
+    "hunyuan_v1_dense": _PROJ,  # its norms come after RoPE
+    "qwen3": Family("norm", "BSHD"),
+    "qwen3_moe": Family("norm", "BSHD"),
+    "qwen3_next": Family("norm", "BSHD"),  # q_proj also emits the output gate
+    "qwen3_5_text": Family("norm", "BSHD"),
+    "gemma3_text": Family("norm", "BHSD"),
+    "gemma4_text": Family("norm", "BSHD"),
+    "olmo2": Family("norm", "flat"),
+    "olmo3": Family("norm", "flat"),
+    "exaone4": Family("norm", "BHSD"),
+    "phi3": Family("fused", "flat"),
+}
+
+_MLA = "it uses multi-head latent attention, which has no per-head keys before RoPE to pool"
+REFUSED: dict[str, str] = {
+    **dict.fromkeys(
+        (
+            "deepseek_v2",
+            "deepseek_v3",
+            "deepseek_v32",
+            "minicpm3",
+            "mistral4",
+            "kimi_linear",
+            "glm_moe_dsa",
+            "longcat_flash",
+        ),
+        _MLA,
+    ),
+    "llama4_text": "it rotates queries and keys as complex numbers and normalises them after RoPE",
+    "minimax_m3": "it already selects blocks with an indexer of its own",
+    "gpt2": "it has no rotary positions and no grouped-query attention",
+}
+
+
+def text_config(model: PreTrainedModel) -> Any:
+    """The configuration of the language part.
+
+    Raises:
+        SeergateError: if this is no model of transformers.
+    """
+    config: Any = getattr(model, "config", None)
+    if not isinstance(model, nn.Module) or not hasattr(config, "get_text_config"):
+        raise SeergateError(f"model is a {type(model).__name__}; it must be a causal language model of transformers")
+    return config.get_text_config()
+
+
+def base_commit(config: Any) -> str | None:
+    """The commit of the Hub's repository that a configuration was read from; ``None`` if it does not say."""
+    return getattr(config, "_commit_hash", None)
+
+
+def note_base_commit(config: Any, commit: str | None) -> None:
+    """Have a configuration say which commit it was read from, where transformers has not done so."""
+    config._commit_hash = commit
+
+
+def family_of(config: Any) -> Family:
+    """The row of an architecture.
+
+    Args:
+        config: a transformers configuration.
+
+    Raises:
+        SeergateError: if it is not supported, with the reason.
+    """
+    model_type = config.get_text_config().model_type
+    if model_type in FAMILIES:
+        return FAMILIES[model_type]
+    reason = REFUSED.get(model_type, "its attention is not in the table of families in seergate/hf/families.py")
+    raise SeergateError(
+        f"models of type {model_type!r} are not supported: {reason}; supported are {', '.join(sorted(FAMILIES))}"
+    )
+
+
+def decoder_of(model: PreTrainedModel) -> nn.Module:
+    """The decoder stack, without the LM head."""
+    decoder = model.get_decoder()
+    if not hasattr(decoder, "layers"):
+        raise SeergateError(
+            f"{type(model).__name__} has no stack of decoder layers; a causal language model is needed"
+        )
+    return decoder
+
+
+def layer_type(config: Any, layer: int) -> str:
+    """``"full_attention"``, ``"sliding_attention"``, ``"linear_attention"``, ... of one layer."""
+    types = getattr(config, "layer_types", None)
+    if types is not None:
+        return str(types[layer])
+    return "sliding_attention" if getattr(config, "sliding_window", None) is not None else "full_attention"
+
+
+def attention_modules(model: PreTrainedModel) -> Iterator[tuple[int, nn.Module]]:
+    """Pairs of layer index and attention module, of every layer that has softmax attention."""
+    for layer, block in enumerate(decoder_of(model).layers):  # type: ignore[arg-type]
+        attention = getattr(block, "self_attn", None)
+        if attention is not None:
+            yield layer, attention
+
+
+def full_attention_modules(model: PreTrainedModel) -> list[tuple[int, nn.Module]]:
+    """The layers that can be gated. Sliding-window, linear and KV-sharing layers are left alone.
+
+    Raises:
+        SeergateError: if the family is not supported, no layer has full attention, or each device has part of it.
+    """
+    config = text_config(model)
+    family_of(config)
+    parts = getattr(model, "tp_size", None)  # as transformers' loader leaves it
+    if isinstance(parts, int) and parts > 1:
+        raise SeergateError(
+            f"this model is split over {parts} devices by tensor parallelism, so a device has only part of each "
+            "layer's heads, which seergate does not support; load it without tp_plan"
+        )
+    found = [
+        (layer, attention)
+        for layer, attention in attention_modules(model)
+        if layer_type(config, layer) == "full_attention" and not getattr(attention, "is_kv_shared_layer", False)
+    ]
+    if not found:
+        raise SeergateError(
+            f"no layer of this {config.model_type} model has full attention (sliding_window is "
+            f"{getattr(config, 'sliding_window', None)}), so there is nothing to make sparse"
+        )
+    return found
+
+
+def kv_heads(model: PreTrainedModel) -> dict[int, int]:
+    """Layer that can be gated -> its KV heads, in order; of a model without weights, too.
+
+    Raises:
+        SeergateError: if there is no such layer.
+    """
+    heads = int(text_config(model).num_attention_heads)
+    return {
+        layer: heads // int(attention.num_key_value_groups)  # type: ignore[arg-type]
+        for layer, attention in full_attention_modules(model)
+    }
+
+
+def rope_kind(config: Any, attention: Any) -> RopeKind:
+    """How a layer's cached keys come from its tapped ones: rotated, untouched, or in another way."""
+    if config.model_type == "cohere2":  # rotates in its sliding-window layers only
+        return "plain" if attention.sliding_window is not None else "none"
+    if config.model_type == "exaone4":  # likewise, if it has any
+        return "plain" if attention.sliding_window is None or attention.is_sliding else "none"
+    if config.model_type == "smollm3":
+        return "plain" if attention.use_rope else "none"
+    if config.model_type in ("hunyuan_v1_dense", "gemma4_text"):  # a norm after RoPE; an `apply` of its own form
+        return "other"
+    return "plain"
+
+
+def head_dim_of(model: PreTrainedModel) -> int:
+    """Head dimension of the layers that can be gated."""
+    return int(full_attention_modules(model)[0][1].head_dim)  # type: ignore[arg-type]
+
+
+def gate_geometry(model: PreTrainedModel, config: GateConfig) -> ModelGeometry:
+    """What gates for this model have to fit.
+
+    Raises:
+        SeergateError: if the family is not supported, or its query heads cannot be divided among its KV heads.
+    """
+    base = text_config(model)
+    modules = full_attention_modules(model)
+    heads, kv_heads = base.num_attention_heads, getattr(base, "num_key_value_heads", None)
+    if kv_heads and heads % kv_heads:  # transformers rounds down, and fails when the model runs
+        raise SeergateError(
+            f"num_attention_heads is {heads} and num_key_value_heads is {kv_heads}; the first must be a multiple of "
+            "the second"
+        )
+    layer, attention = modules[0]
+    head_dim, group = int(attention.head_dim), int(attention.num_key_value_groups)  # type: ignore[arg-type]
+    inv_freq, scaling = (
+        gate_frequencies(decoder_of(model), base, layer_type(base, layer), config.gate_dim, head_dim)
+        if config.rope
+        else ((), 1.0)
+    )
+    return ModelGeometry(
+        model_type=base.model_type,
+        num_heads=base.num_attention_heads,
+        num_kv_heads=base.num_attention_heads // group,
+        head_dim=head_dim,
+        layers=tuple(layer for layer, _ in modules),
+        inv_freq=inv_freq,
+        attention_scaling=scaling,
+        hidden_size=base.hidden_size,
+        num_layers=base.num_hidden_layers,
+        base_model=model.config.name_or_path or None,
+        base_revision=base_commit(model.config),
+    )
+
+
+class Tap:
+    """Catches the RoPE inputs of one attention module as they pass, as ``[B, heads, S, D]`` views without a copy.
+
+    Args:
+        attention: the module.
+        family: its row in the table.
+        num_heads, num_kv_heads, head_dim: of this layer.
+    """
+
+    def __init__(self, attention: nn.Module, family: Family, num_heads: int, num_kv_heads: int, head_dim: int) -> None:
+        self._heads = {"q": num_heads, "k": num_kv_heads}
+        self._head_dim, self._layout = head_dim, family.layout
+        self._caught: dict[str, Tensor] = {}
+        if family.tap == "fused":
+            self._handles = [attention.get_submodule("qkv_proj").register_forward_hook(self._catch_fused)]
+        else:
+            self._handles = [
+                attention.get_submodule(f"{name}_{family.tap}").register_forward_hook(partial(self._catch, name))
+                for name in self._heads
+            ]
+
+    def take(self) -> tuple[Tensor, Tensor]:
+        """The queries ``[B, H, S, D]`` and keys ``[B, K, S, D]`` of the current call; they are let go of."""
+        caught, self._caught = self._caught, {}
+        return caught["q"], caught["k"]
+
+    def remove(self) -> None:
+        """Stop catching."""
+        for handle in self._handles:
+            handle.remove()
+
+    def _catch(self, name: str, module: nn.Module, args: Any, output: Tensor) -> None:
+        self._caught[name] = self._heads_first(output, self._heads[name])
+
+    def _catch_fused(self, module: nn.Module, args: Any, output: Tensor) -> None:
+        q_width, k_width = (heads * self._head_dim for heads in self._heads.values())
+        self._caught["q"] = self._heads_first(output[..., :q_width], self._heads["q"])
+        self._caught["k"] = self._heads_first(output[..., q_width : q_width + k_width], self._heads["k"])
+
+    def _heads_first(self, x: Tensor, heads: int) -> Tensor:
+        if self._layout == "BHSD":
+            return x.detach()
+        return x.detach().view(*x.shape[:2], heads, self._head_dim).transpose(1, 2)
+
+
+def tap(model: PreTrainedModel, attention: nn.Module) -> Tap:
+    """Start catching the RoPE inputs of one attention module of a supported model."""
+    config = text_config(model)
+    heads, group = config.num_attention_heads, int(attention.num_key_value_groups)  # type: ignore[arg-type]
+    return Tap(attention, family_of(config), heads, heads // group, int(attention.head_dim))  # type: ignore[arg-type]

@@ -1,0 +1,71 @@
+"""Which method the arguments of `attach` describe, and whether it fits the model."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from transformers import PreTrainedModel
+
+from seergate.config import DecodeConfig
+from seergate.errors import SeergateError
+from seergate.fingerprint import fingerprint
+from seergate.gates.bank import GateBank
+from seergate.hf import families
+from seergate.methods import Gate, Method, SelectingMethod, make_method
+
+
+def resolve_method(method: GateBank | Method | str, config: DecodeConfig | None = None, **options: Any) -> Method:
+    """The method that the arguments of `attach` describe."""
+    if config is not None and not isinstance(config, DecodeConfig):
+        raise SeergateError(f"config is a {type(config).__name__}; it must be a DecodeConfig")
+    if isinstance(method, GateBank):
+        if config is not None and options:
+            raise SeergateError(f"both a DecodeConfig and {', '.join(options)} are given; put all of it into one")
+        unknown = sorted(set(options) - set(DecodeConfig.__dataclass_fields__))
+        if unknown:
+            raise SeergateError(f"there is no decode option {', '.join(unknown)}; DecodeConfig lists them")
+        return Gate.from_config(method, config or method.decode_config(**options))
+    if isinstance(method, str):
+        if config is not None:
+            raise SeergateError(f"a DecodeConfig goes with gates; give the options of {method!r} as keywords")
+        return make_method(method, **options)
+    if isinstance(method, Method):
+        if config is not None or options:
+            raise SeergateError(f"{method!r} has its options already; give none beside it")
+        return method
+    raise SeergateError(f"the method is a {type(method).__name__}; it must be a GateBank, a method or a method's name")
+
+
+def check_dense_layers(method: Method, layers: int) -> None:
+    """Refuse dense layers that a model of so many layers does not have.
+
+    Raises:
+        SeergateError: naming them.
+    """
+    absent = sorted(set(method.rule.dense_layers) - set(range(layers))) if isinstance(method, SelectingMethod) else []
+    if absent:
+        raise SeergateError(f"dense_layers names {absent}; the model has layers 0..{layers - 1}")
+
+
+def check_gates(model: PreTrainedModel, bank: GateBank) -> None:
+    """Refuse gates that were made for another model.
+
+    Raises:
+        SeergateError: naming what differs.
+    """
+    problems = bank.geometry.mismatches(families.gate_geometry(model, bank.config))
+    if problems:
+        raise SeergateError(f"these gates are for another model: {'; '.join(problems)}")
+
+
+def check_calibration(model: PreTrainedModel, method: Method) -> None:
+    """Refuse what was calibrated on other weights.
+
+    Raises:
+        SeergateError: saying so.
+    """
+    if method.calibrated_on is not None and method.calibrated_on != fingerprint(model):
+        raise SeergateError(
+            f"{method.name!r} was calibrated on a model with other weights than this one, or in another dtype; run "
+            "seergate calibrate again"
+        )

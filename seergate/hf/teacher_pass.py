@@ -1,0 +1,101 @@
+"""Runs a frozen model with every attention layer handed over to a callback, over packed sequences.
+
+While it lasts the decoder's configuration names our attention function, so that transformers makes no mask (one for a
+32k pack would take a gigabyte) and all layers come to us, gated or not.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from seergate.decode.step import ATTENTION_NAME, CALL_KEYWORD, register
+from seergate.hf import families
+
+
+@dataclass
+class TeacherCall:
+    """The inputs of one attention layer over a pack.
+
+    Attributes:
+        layer: its index.
+        query_BHSD, key_BKSD, value_BKSD: after RoPE; B is 1 and S the pack's tokens.
+        q_pre_BHSD, k_pre_BKSD: before RoPE; ``None`` in layers that are not tapped.
+        sm_scale: factor on query . key.
+        window: sliding window in tokens, or ``None``.
+        sinks: ``[H]`` attention-sink logits, or ``None``.
+        softcap: cap on the scores, or ``None``.
+    """
+
+    layer: int
+    query_BHSD: Tensor
+    key_BKSD: Tensor
+    value_BKSD: Tensor
+    q_pre_BHSD: Tensor | None
+    k_pre_BKSD: Tensor | None
+    sm_scale: float
+    window: int | None
+    sinks: Tensor | None
+    softcap: float | None
+
+
+@contextmanager
+def teaching(
+    model: PreTrainedModel, tapped: dict[int, nn.Module], attend: Callable[[TeacherCall], Tensor]
+) -> Iterator[None]:
+    """Hand all attention layers of ``model`` to ``attend``, which returns ``[1, S, H, D]``; taps the given layers."""
+    register()
+    config = families.text_config(model)
+    taps = {layer: families.tap(model, attention) for layer, attention in tapped.items()}
+    hooks = []
+    swapped = {id(config): (config, config._attn_implementation_internal)}
+    try:
+        for layer, attention in families.attention_modules(model):
+            own: Any = attention.config
+            swapped.setdefault(id(own), (own, own._attn_implementation_internal))
+            hooks.append(
+                attention.register_forward_pre_hook(_pre_hook(layer, taps.get(layer), attend), with_kwargs=True)
+            )
+        for own, _ in swapped.values():
+            own._attn_implementation_internal = ATTENTION_NAME
+        yield
+    finally:
+        for own, implementation in swapped.values():
+            own._attn_implementation_internal = implementation
+        for hook in hooks:
+            hook.remove()
+        for tap in taps.values():
+            tap.remove()
+
+
+def _pre_hook(layer: int, tap: families.Tap | None, attend: Callable[[TeacherCall], Tensor]) -> Any:
+    def call(module: nn.Module, query: Tensor, key: Tensor, value: Tensor, mask: Any, **kwargs: Any) -> Any:
+        q_pre, k_pre = tap.take() if tap is not None else (None, None)
+        scaling = kwargs.get("scaling")
+        return (
+            attend(
+                TeacherCall(
+                    layer=layer,
+                    query_BHSD=query,
+                    key_BKSD=key,
+                    value_BKSD=value,
+                    q_pre_BHSD=q_pre,
+                    k_pre_BKSD=k_pre,
+                    sm_scale=query.shape[-1] ** -0.5 if scaling is None else float(scaling),
+                    window=kwargs.get("sliding_window"),
+                    sinks=kwargs.get("s_aux"),
+                    softcap=kwargs.get("softcap"),
+                )
+            ),
+            None,
+        )
+
+    def hook(module: nn.Module, args: Any, kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
+        return args, {**kwargs, CALL_KEYWORD: call}
+
+    return hook

@@ -1,0 +1,290 @@
+"""What `ReasonCache` decides: events of the cache go in, decisions to share come out. No threads, no cache in here.
+
+A row is followed under the number that the cache gave it. What is known of it is replayed from events, so that the
+evaluator may lag behind the cache; each decision names the blocks it is about by serial number, and the cache drops
+those that are about blocks it does not have any more.
+"""
+
+from __future__ import annotations
+
+import random
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+from torch import Tensor
+
+from seergate.reason.distance import Block, BlockDistances, PercentileThreshold
+from seergate.reason.method import RandomSharing, ReasonCache
+from seergate.reason.steps import ReasoningStep, Segmenter, adaptive_threshold, kind_of_repeat, similarity
+from seergate.reason.structure import formal_content, same_structure
+
+
+class Source(Protocol):
+    """Where a row's blocks lie."""
+
+    def layers(self) -> list[tuple[Tensor, Tensor]] | None:
+        """Keys and values ``[pages, K, P, D]`` of every layer; ``None`` once the cache is gone."""
+        ...
+
+    def decide(self, decision: Decision) -> None:
+        """Take a decision, to be carried out between two forward passes. Called from any thread."""
+        ...
+
+
+@dataclass(frozen=True)
+class Decision:
+    """Let a row's logical block ``newer`` be the physical block of its logical block ``older``.
+
+    Attributes:
+        row: its number.
+        newer_serial, older_serial: of the physical blocks that were compared.
+        kind: of the repeat (`kind_of_repeat`), or ``"random"``.
+    """
+
+    row: int
+    newer: int
+    older: int
+    newer_serial: int
+    older_serial: int
+    kind: str
+
+
+@dataclass(frozen=True)
+class TokensCame:
+    """New tokens of some rows: ``ids [B, S]``, of which the first ``counts[b]`` are row b's."""
+
+    rows: tuple[int, ...]
+    ids: Tensor
+    counts: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class BlocksSealed:
+    """Blocks of a row that are full and written in every layer: ``blocks`` are its logical ones from ``first`` on."""
+
+    row: int
+    source: Source
+    first: int
+    blocks: tuple[Block, ...]
+
+
+@dataclass(frozen=True)
+class RowForked:
+    """A row goes on twice."""
+
+    row: int
+    fork: int
+
+
+@dataclass(frozen=True)
+class RowCropped:
+    """A row has only its first ``length`` tokens now."""
+
+    row: int
+    length: int
+
+
+@dataclass(frozen=True)
+class RowsGone:
+    """Rows that will not go on."""
+
+    rows: tuple[int, ...]
+
+
+Event = TokensCame | BlocksSealed | RowForked | RowCropped | RowsGone
+
+
+@dataclass
+class Tally:
+    """What was counted and how long it took.
+
+    Attributes:
+        counts: ``steps``, ``similar_steps`` (pairs above the threshold), ``same_structure`` (of them),
+            ``measured_blocks`` (pairs), ``decisions``.
+        seconds: per stage: ``text``, ``lexical``, ``structural``, ``distance``.
+    """
+
+    counts: Counter[str] = field(default_factory=Counter)
+    seconds: dict[str, float] = field(default_factory=dict)
+
+    @contextmanager
+    def timed(self, stage: str) -> Iterator[None]:
+        """Add what passes in here to a stage."""
+        began = time.perf_counter()
+        try:
+            yield
+        finally:
+            self.seconds[stage] = self.seconds.get(stage, 0.0) + time.perf_counter() - began
+
+
+class _Row:
+    """What is known of a row."""
+
+    def __init__(self, segmenter: Segmenter | None, threshold: PercentileThreshold) -> None:
+        self.segmenter = segmenter  # None before its first tokens
+        self.threshold = threshold
+        self.source: Source | None = None
+        self.blocks: list[Block] = []
+        self.formal: dict[int, Any] = {}  # start of a step -> its formal content
+
+    def copy(self, threshold: PercentileThreshold) -> _Row:
+        twin = _Row(None if self.segmenter is None else self.segmenter.copy(), threshold)
+        twin.source, twin.blocks, twin.formal = self.source, list(self.blocks), dict(self.formal)
+        return twin
+
+
+class Evaluator:
+    """See the module's docstring.
+
+    Args:
+        method: the options.
+        decode: token ids -> text.
+        pause: called between two small pieces of work; a thread lets others go first there.
+    """
+
+    def __init__(
+        self, method: ReasonCache, decode: Callable[[list[int]], str], pause: Callable[[], None] = lambda: None
+    ) -> None:
+        self.method, self._decode, self._pause = method, decode, pause
+        self.tally = Tally()
+        self._rows: dict[int, _Row] = {}
+        self._distances = BlockDistances()
+        self._common = PercentileThreshold(method.percentile, method.warm_up)
+
+    def handle(self, event: Event) -> None:
+        """Take note of an event; decisions go to the row's source."""
+        if isinstance(event, TokensCame):
+            self._tokens_came(event)
+        elif isinstance(event, BlocksSealed):
+            row = self._row(event.row)
+            row.source = event.source
+            row.blocks[event.first :] = event.blocks
+        elif isinstance(event, RowForked):
+            row = self._row(event.row)
+            own = row.threshold is not self._common
+            self._rows[event.fork] = row.copy(row.threshold.copy() if own else self._common)
+        elif isinstance(event, RowCropped):
+            row = self._row(event.row)
+            if row.segmenter is not None:
+                row.segmenter.crop(event.length)
+            row.formal = {start: tree for start, tree in row.formal.items() if start < event.length}
+            size = self._block_size(row)
+            if size:
+                del row.blocks[event.length // size :]
+        else:
+            for uid in event.rows:
+                self._rows.pop(uid, None)
+
+    def _row(self, uid: int) -> _Row:
+        if uid not in self._rows:
+            method, common = self.method, self.method.percentile_of == "all"
+            threshold = self._common if common else PercentileThreshold(method.percentile, method.warm_up)
+            self._rows[uid] = _Row(None, threshold)
+        return self._rows[uid]
+
+    def _tokens_came(self, event: TokensCame) -> None:
+        for uid, ids, count in zip(event.rows, event.ids.tolist(), event.counts, strict=True):
+            row, first = self._row(uid), 0
+            if row.segmenter is None:
+                first = 0 if self.method.include_prompt else count
+                row.segmenter = Segmenter(self._decode, self.method.border, first)
+            with self.tally.timed("text"):
+                ended = row.segmenter.feed(ids[first:count])
+            for index in range(len(row.segmenter.steps) - len(ended), len(row.segmenter.steps)):
+                self._look_back(uid, row, row.segmenter.steps, index)
+                self._pause()
+
+    @staticmethod
+    def _block_size(row: _Row) -> int | None:
+        layers = row.source.layers() if row.source is not None else None
+        return layers[0][0].shape[2] if layers else None
+
+    # ---------------------------------------------------------------------------------------------------- deciding
+
+    def _look_back(self, uid: int, row: _Row, steps: list[ReasoningStep], index: int) -> None:
+        """Compare a step that has just ended with all before it."""
+        self.tally.counts["steps"] += 1
+        layers = row.source.layers() if row.source is not None else None
+        if not index or not layers or row.source is None:
+            return
+        candidates = self._similar_steps(row, steps, index)
+        if not candidates:
+            return
+        steps[index].repeats = candidates[0]
+        size = layers[0][0].shape[2]
+        with self.tally.timed("distance"):
+            chosen = self._near_blocks(row, layers, [(steps[index], steps[i]) for i in candidates], size)
+        kind = kind_of_repeat(steps, index)
+        if isinstance(self.method, RandomSharing):
+            chosen = self._any_blocks(row, len(chosen), -(-steps[0].start // size), index)
+            kind = "random"
+        for newer, older in chosen:
+            self.tally.counts["decisions"] += 1
+            serials = row.blocks[newer][1], row.blocks[older][1]
+            row.blocks[newer] = row.blocks[older]
+            row.source.decide(Decision(uid, newer, older, *serials, kind))
+
+    def _similar_steps(self, row: _Row, steps: list[ReasoningStep], index: int) -> list[int]:
+        """Earlier steps that pass both parts of stage 1, the most similar first."""
+        step = steps[index]
+        with self.tally.timed("lexical"):
+            found = [similarity(step, earlier) for earlier in steps[:index]]
+            threshold = adaptive_threshold(found, self.method.strict, self.method.soft)
+            similar = sorted((i for i in range(index) if found[i] > threshold), key=lambda i: (-found[i], -i))
+        self.tally.counts["similar_steps"] += len(similar)
+        self._pause()
+        if self.method.structural_check and similar:
+            with self.tally.timed("structural"):
+                most = self.method.max_edit_distance
+                own = self._formal(row, step)
+                similar = [i for i in similar if same_structure(own, self._formal(row, steps[i]), most)]
+        self.tally.counts["same_structure"] += len(similar)
+        return similar[: self.method.max_candidates]
+
+    def _formal(self, row: _Row, step: ReasoningStep) -> Any:
+        if step.start not in row.formal:
+            row.formal[step.start] = formal_content(step.text, step.in_code)
+        return row.formal[step.start]
+
+    def _near_blocks(
+        self,
+        row: _Row,
+        layers: list[tuple[Tensor, Tensor]],
+        steps: list[tuple[ReasoningStep, ReasoningStep]],
+        size: int,
+    ) -> list[tuple[int, int]]:
+        """Stage 2: (newer, older) logical blocks that are near enough, each newer one with the nearest older one."""
+        pairs = []
+        for step, earlier in steps:
+            new, old = (each.whole_blocks(size) for each in (step, earlier))
+            if self.method.pairing == "ordinal":
+                pairs += list(zip(new, old, strict=False))
+            else:
+                pairs += [(a, b) for a in new for b in old]
+        pairs = [(a, b) for a, b in pairs if a < len(row.blocks) and row.blocks[a] != row.blocks[b]]
+        distances = self._distances(layers, [(row.blocks[a], row.blocks[b]) for a, b in pairs])
+        self.tally.counts["measured_blocks"] += len(pairs)
+        near: dict[int, tuple[float, int]] = {}
+        for (newer, older), distance, admitted in zip(pairs, distances, row.threshold.admit(distances), strict=True):
+            if admitted and (newer not in near or distance < near[newer][0]):
+                near[newer] = (distance, older)
+        return [(newer, older) for newer, (_, older) in near.items()]
+
+    def _any_blocks(self, row: _Row, number: int, first: int, index: int) -> list[tuple[int, int]]:
+        """So many blocks of the reasoning that nothing shares yet, each with a random earlier one of it.
+
+        ``first`` is the reasoning's first whole block.
+        """
+        assert isinstance(self.method, RandomSharing)
+        draw, users = random.Random(f"{self.method.seed}/{index}/{len(row.blocks)}"), Counter(row.blocks)
+        single = [i for i, block in enumerate(row.blocks) if users[block] == 1 and i > first]
+        chosen = []
+        for newer in draw.sample(single, min(number, len(single))):
+            older = draw.randrange(first, newer)
+            if row.blocks[older] != row.blocks[newer]:
+                chosen.append((newer, older))
+        return chosen

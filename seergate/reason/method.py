@@ -1,0 +1,132 @@
+"""ReasonCache: similar reasoning blocks of a request share one physical block (Chen et al., arXiv 2507.21433).
+
+There is no public implementation. docs/reason_cache.md lists what the paper leaves open and what was chosen. What the
+method is, and its options, stand here; `reason_evaluator` decides, `seergate.reason.sharing` carries out.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass, field
+from typing import Any, ClassVar
+
+from seergate.config import is_int
+from seergate.errors import SeergateError
+from seergate.methods.base import LayerSpec, LayerState, Method
+from seergate.methods.checks import check_choice, check_counts, check_flags
+from seergate.methods.dense import Dense
+from seergate.methods.evicting import EvictingMethod
+from seergate.reason.steps import BLANK_LINE
+from seergate.reason.structure import check_installed
+
+
+@dataclass(kw_only=True)
+class ReasonCache(Method):
+    """Replace a full block of a reasoning step by a block of an earlier, similar step of the same request.
+
+    Nothing leaves the sequence: attention reads as many tokens as before, from fewer places. A worker on the CPU
+    compares steps while decoding goes on; between two forward passes its decisions are carried out by changing
+    entries of the block table.
+
+    Attributes:
+        reads: the method that chooses what is read of the cache (`Gate`, `Quest`, ...); everything if ``None``.
+        block_size: tokens per block, a multiple of the reading method's; that method's, or 16, if ``None``.
+        max_blocks: how many blocks a cache may have, all rows together.
+        strict, soft: ends of the adaptive threshold on the similarity of steps.
+        structural_check: whether formulas and code of two steps must be the same.
+        max_edit_distance: by how many nodes they may differ; the paper's rule is 0.
+        percentile: of the distances seen so far, up to which blocks are near enough; at 0 nothing is shared.
+        percentile_of: ``"request"``: the distances of the row itself; ``"all"``: of all rows so far.
+        warm_up: distances that are collected before anything is shared.
+        max_candidates: similar earlier steps whose blocks are looked at, the most similar ones.
+        pairing: which blocks of two similar steps are compared: ``"ordinal"``, the i-th whole block of one with the
+            i-th of the other; ``"nearest"``, every one with every one.
+        border: regular expression that ends a step.
+        include_prompt: whether the prompt (the tokens of the first forward pass) has steps too.
+        asynchronous: whether decisions are made on a thread of their own. Otherwise they are made between forward
+            passes, which holds decoding up, and gives the same result in every run.
+        tokenizer: turns token ids into text; the one that lies with the model if ``None``.
+
+    Raises:
+        SeergateError: for an evicting method to read with, or a library that the structural check lacks.
+        ValueError: for an option out of range.
+    """
+
+    name: ClassVar[str] = "reason_cache"
+    reads: Method | None = None
+    block_size: int | None = None
+    max_blocks: int | None = None
+    strict: float = 0.9
+    soft: float = 0.7
+    structural_check: bool = True
+    max_edit_distance: int = 0
+    percentile: float = 80.0
+    percentile_of: str = "request"
+    warm_up: int = 16
+    max_candidates: int = 4
+    pairing: str = "ordinal"
+    border: str = BLANK_LINE
+    include_prompt: bool = False
+    asynchronous: bool = True
+    tokenizer: Any = field(default=None, repr=False)
+
+    def __post_init__(self) -> None:
+        check_counts(self, warm_up=0, max_candidates=1, max_edit_distance=0)
+        for name in ("block_size", "max_blocks"):
+            if getattr(self, name) is not None:
+                check_counts(self, **{name: 1})
+        check_flags(self, "structural_check", "include_prompt", "asynchronous")
+        check_choice(self, percentile_of=("request", "all"), pairing=("ordinal", "nearest"))
+        for name, most in (("strict", 1.0), ("soft", self.strict), ("percentile", 100.0)):
+            value = getattr(self, name)
+            if not isinstance(value, (int, float)) or isinstance(value, bool) or not 0 <= value <= most:
+                raise ValueError(f"{name} is {value!r}; it must be in 0..{most:g}")
+        try:
+            re.compile(self.border)
+        except (re.error, TypeError) as error:
+            raise ValueError(f"border is {self.border!r}, which is no regular expression: {error}") from None
+        if self.reads is not None and not isinstance(self.reads, Method):
+            raise ValueError(f"reads is {self.reads!r}; it must be a method that keeps all blocks, such as Gate(...)")
+        if self.tokenizer is not None and not hasattr(self.tokenizer, "decode"):
+            raise ValueError(f"tokenizer is {self.tokenizer!r}; it must have a decode method")
+        if isinstance(self.reads, (EvictingMethod, ReasonCache)):
+            raise SeergateError(
+                f"{self.name!r} cannot be read with {self.reads.name!r}: the method must keep all blocks, as gate, "
+                "quest and dense do"
+            )
+        if self.structural_check:
+            check_installed(edit_distance=self.max_edit_distance > 0)
+
+    @property
+    def reading(self) -> Method:
+        """The method that chooses what is read."""
+        return Dense() if self.reads is None else self.reads
+
+    @property
+    def nominal(self) -> str:
+        """See `Method`: what the reading method is given."""
+        return self.reading.nominal
+
+    def new_state(self, spec: LayerSpec) -> LayerState:
+        """See `Method`. The state is the reading method's: sharing needs none per layer."""
+        return self.reading.new_state(spec)
+
+
+@dataclass(kw_only=True)
+class RandomSharing(ReasonCache):
+    """The control of the paper's Table I: share as many blocks as `ReasonCache` would, at the same times, but any.
+
+    Each decision is replaced by one about two full blocks of the reasoning that are drawn at random, so that the
+    saving is equal. Blocks of the prompt are drawn only with ``include_prompt``.
+
+    Attributes:
+        seed: of the random choice.
+    """
+
+    name: ClassVar[str] = "random_sharing"
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if not is_int(self.seed):
+            raise ValueError(f"seed is {self.seed!r}; it must be an integer")

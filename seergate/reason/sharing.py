@@ -1,0 +1,347 @@
+"""Sharing of blocks, carried out: between two forward passes a cache tells what came and does what was decided.
+
+`Sharing` belongs to a handle, `CacheSharing` to one cache under it. Nothing in here waits for a decision.
+"""
+
+from __future__ import annotations
+
+import time
+import warnings
+import weakref
+from collections import Counter, deque
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+from torch import Tensor, nn
+from transformers import AutoTokenizer, PreTrainedModel
+from transformers.cache_utils import Cache
+
+from seergate.errors import SeergateError, first_line
+from seergate.reason.evaluator import (
+    BlocksSealed,
+    Decision,
+    Evaluator,
+    Event,
+    RowCropped,
+    RowForked,
+    RowsGone,
+    Tally,
+    TokensCame,
+)
+from seergate.reason.method import ReasonCache
+from seergate.reason.paged_layer import CachePages, PagedLayer
+from seergate.reason.prefixes import share_prefixes
+from seergate.reason.worker import InlineWorker, ThreadWorker, give_way
+
+
+class Sharing:
+    """What the caches of one handle have in common: the token ids of the forward pass, the worker, the accounts.
+
+    Args:
+        model: whose ids are read where they are embedded.
+        reason: the method that shares similar blocks, if one does.
+        prefixes: whether rows share the pages of equal beginnings.
+
+    Attributes:
+        worker: what decides; ``None`` without ``reason``.
+
+    Raises:
+        SeergateError: if there is no tokenizer.
+    """
+
+    def __init__(self, model: PreTrainedModel, reason: ReasonCache | None, prefixes: bool) -> None:
+        self.reason, self.prefixes, self.gone = reason, prefixes, deque[int]()
+        self.threaded = reason is not None and reason.asynchronous
+        self.worker: InlineWorker | None = None
+        if reason is not None:
+            tokenizer = _tokenizer(model, reason)
+            pause = give_way if reason.asynchronous else _no_pause
+            evaluator = Evaluator(reason, lambda ids: str(tokenizer.decode(ids)), pause)
+            self.worker = (ThreadWorker if reason.asynchronous else InlineWorker)(evaluator)
+        self._ids: Tensor | None = None
+        self._warned = False
+        self._hook = model.get_input_embeddings().register_forward_pre_hook(self._see, with_kwargs=True)
+        self.reset()
+
+    def _see(self, module: nn.Module, args: Any, kwargs: dict[str, Any]) -> None:
+        self._ids = args[0] if args else kwargs.get("input")
+
+    def take_ids(self) -> Tensor:
+        """The ids ``[B, S]`` of the forward pass that is going on.
+
+        Raises:
+            SeergateError: if the model was given embeddings.
+        """
+        ids, self._ids = self._ids, None
+        if ids is None:
+            raise SeergateError("sharing of blocks compares token ids; give the model input_ids, not inputs_embeds")
+        return ids
+
+    def follow(self, pages: CachePages) -> None:
+        """Share blocks of this cache too."""
+        pages.sharing = CacheSharing(self, pages)
+        if self.worker is not None:
+            weakref.finalize(pages, self.gone.extend, pages.sharing.rows)
+
+    def take_over(self, pages: CachePages) -> None:
+        """Go on with a cache that another handle has begun, if it is not in here already.
+
+        Raises:
+            SeergateError: if similar blocks were shared there: what they were compared with is not known here.
+        """
+        if pages.sharing is None or pages.sharing.handle is self:
+            return
+        give_up(pages)
+        self.follow(pages)
+
+    def put(self, events: list[Event]) -> None:
+        """Hand events to the worker, and say once if it has failed."""
+        if self.worker is None:
+            return
+        gone = [self.gone.popleft() for _ in range(len(self.gone))]
+        if gone:
+            events = [RowsGone(tuple(gone)), *events]
+        if events:
+            self.worker.put(events)
+        if self.worker.error is not None and not self._warned:
+            self._warned = True
+            warnings.warn(
+                f"reason_cache shares no more blocks: {first_line(self.worker.error)}", RuntimeWarning, stacklevel=2
+            )
+
+    def reset(self) -> None:
+        """Start counting anew."""
+        self.passes, self.savings, self.apply_seconds, self.dropped = 0, 0.0, 0.0, 0
+        self.shared, self.prefix_blocks = Counter[str](), 0
+        self.physical_peak = self.logical_peak = 0
+        if self.worker is not None:
+            self.worker.evaluator.tally = Tally()
+
+    def stats(self) -> dict[str, Any]:
+        """Accounts so far.
+
+        Returns:
+            ``"method"``, and under ``"sharing"``: ``amsr`` (the paper's average memory saving ratio: one minus
+            physical over logical blocks of the rows, each by itself, mean over forward passes); ``physical_peak`` and
+            ``logical_peak`` (blocks of a cache, all rows together); ``shared_blocks`` by kind of repeat;
+            ``prefix_blocks`` (shared between rows); ``dropped`` (decisions about blocks that were gone); what the
+            evaluator counted; ``seconds`` by stage, ``apply`` being the only one that holds decoding up while the
+            worker has a thread of its own; ``error`` of the worker.
+        """
+        worker = self.worker
+        found = {
+            "amsr": self.savings / self.passes if self.passes else 0.0,
+            "physical_peak": self.physical_peak,
+            "logical_peak": self.logical_peak,
+            "shared_blocks": dict(self.shared),
+            "prefix_blocks": self.prefix_blocks,
+            "dropped": self.dropped,
+            "seconds": {"apply": self.apply_seconds},
+        }
+        if self.reason is None or worker is None:
+            return {"sharing": found}
+        tally = worker.evaluator.tally
+        found |= dict(tally.counts)
+        found["seconds"] = {**tally.seconds, "apply": self.apply_seconds}
+        found["error"] = None if worker.error is None else first_line(worker.error)
+        reads = f"+{self.reason.reads.name}" if self.reason.reads is not None else ""
+        return {"method": self.reason.name + reads, "sharing": found}
+
+    def remove(self) -> None:
+        """End the worker and look at no more ids."""
+        self._hook.remove()
+        if self.worker is not None:
+            self.worker.stop()
+
+
+class CacheSharing:
+    """Between a cache and the worker; for the evaluator it is the `Source` of its rows.
+
+    Args:
+        handle: of the model.
+        pages: of the cache.
+    """
+
+    def __init__(self, handle: Sharing, pages: CachePages) -> None:
+        self.handle, self._pages = handle, weakref.ref(pages)
+        self.rows: list[int] = []  # numbers of the rows that the evaluator follows here
+        self.decisions: deque[Decision] = deque()
+        self._events: list[Event] = []  # of the forward pass that is going on, and what followed it
+        self._reported: dict[int, int] = {}  # row -> how many of its first blocks the evaluator knows to be sealed
+        self._prompts: list[tuple[tuple[int, ...], Tensor, tuple[int, ...]]] = []
+        self.ids = handle.take_ids
+
+    @property
+    def pages(self) -> CachePages:
+        """Those of the cache, which is there as long as something in it calls."""
+        pages = self._pages()
+        assert pages is not None
+        return pages
+
+    # ------------------------------------------------------------------------------------- what the evaluator sees
+
+    def layers(self) -> list[tuple[Tensor, Tensor]] | None:
+        """See `Source`."""
+        pages = self._pages()
+        if pages is None:
+            return None
+        found = [(layer.key_pages, layer.value_pages) for layer in pages.layers]
+        return [(keys, values) for keys, values in found if keys is not None and values is not None]
+
+    def decide(self, decision: Decision) -> None:
+        """See `Source`."""
+        self.decisions.append(decision)
+
+    # --------------------------------------------------------------------------------------------- what the cache does
+
+    def between_passes(self) -> None:
+        """Tell what has come, carry out what was decided, count."""
+        began = time.perf_counter()
+        pages, store = self.pages, self.pages.store
+        if self._prompts:
+            self.handle.prefix_blocks += share_prefixes(pages, self._prompts.pop())
+        self._tell()
+        positions = {row.uid: position for position, row in enumerate(store.rows)} if self.decisions else {}
+        for _ in range(len(self.decisions)):
+            self._carry_out(self.decisions.popleft(), positions)
+        handle, logical = self.handle, store.logical
+        if logical:
+            handle.passes += 1
+            handle.savings += sum(row.repeats for row in store.rows) / logical
+            handle.logical_peak = max(handle.logical_peak, logical)
+            handle.physical_peak = max(handle.physical_peak, store.physical)
+        handle.apply_seconds += time.perf_counter() - began
+
+    def note_tokens(self, counts: Sequence[int], ids: Callable[[], Tensor] | None) -> None:
+        """Tokens are about to be written."""
+        if ids is None:
+            return  # the plain model runs
+        rows = tuple(row.uid for row in self.pages.store.rows)
+        found = ids()
+        if self.handle.prefixes and found.shape[1] > 1 and all(row.sealed == 0 for row in self.pages.store.rows):
+            self._prompts = [(rows, found, tuple(counts))]
+        if self.handle.worker is not None:
+            self.rows[:] = rows
+            self._events.append(TokensCame(rows, found, tuple(counts)))
+
+    def note_crop(self, lengths: Sequence[int]) -> None:
+        """Rows were cropped."""
+        store = self.pages.store
+        self._prompts = []
+        if self.handle.worker is None:
+            return
+        for row, length in zip(store.rows, lengths, strict=True):
+            self._reported[row.uid] = min(self._reported.get(row.uid, 0), length // store.block_size)
+            self._events.append(RowCropped(row.uid, length))
+
+    def note_forks(self, forks: dict[int, int]) -> None:
+        """Rows were reordered, some of them forked (fork -> row), others dropped."""
+        self._prompts = []
+        if self.handle.worker is None:
+            return
+        for fork, row in forks.items():
+            self._reported[fork] = self._reported.get(row, 0)
+            self._events.append(RowForked(row, fork))
+        there = [row.uid for row in self.pages.store.rows]
+        gone = tuple(set(self.rows) - set(there))
+        if gone:
+            self._events.append(RowsGone(gone))
+        for row in gone:
+            self._reported.pop(row, None)
+        self.rows[:] = there
+
+    @contextmanager
+    def adopting(self, other: CacheSharing) -> Iterator[None]:
+        """While it lasts the other cache's rows move here."""
+        if other._prompts:
+            self.handle.prefix_blocks += share_prefixes(other.pages, other._prompts.pop())
+        other._tell(at_once=True)
+        first = len(self.pages.store.rows)
+        yield
+        if self.handle.worker is None:
+            return
+        for row in self.pages.store.rows[first:]:
+            self._report(row.uid, 0, row.table[: row.sealed])
+        other.rows[:] = []
+        self.rows[:] = [row.uid for row in self.pages.store.rows]
+
+    def _report(self, uid: int, first: int, blocks: Sequence[int]) -> None:
+        serials = self.pages.store.serials
+        known = tuple((block, serials[block]) for block in blocks)
+        self._events.append(BlocksSealed(uid, self, first, known))
+        self._reported[uid] = first + len(blocks)
+
+    def _tell(self, at_once: bool = False) -> None:
+        """Report what was sealed, then what happened: a step is looked at when the blocks within it are known.
+
+        A thread is told when a block has been sealed, and not at every pass: waking it takes time from decoding.
+        """
+        if self.handle.worker is None:
+            return
+        sealed = [row for row in self.pages.store.rows if row.sealed > self._reported.get(row.uid, 0)]
+        if self.handle.threaded and not sealed and not at_once:
+            return
+        happened, self._events = self._events, []
+        for row in sealed:
+            first = self._reported.get(row.uid, 0)
+            self._report(row.uid, first, row.table[first : row.sealed])
+        self.handle.put([*self._events, *happened])
+        self._events = []
+
+    def _carry_out(self, decision: Decision, positions: dict[int, int]) -> None:
+        store = self.pages.store
+        position = positions.get(decision.row)
+        row = None if position is None else store.rows[position]
+        if (
+            position is None
+            or row is None
+            or max(decision.newer, decision.older) >= row.sealed
+            or store.serials[row.table[decision.newer]] != decision.newer_serial
+            or store.serials[row.table[decision.older]] != decision.older_serial
+        ):
+            self.handle.dropped += 1
+            return
+        self.pages.remap(position, decision.newer, row.table[decision.older], like=decision.older)
+        self.handle.shared[decision.kind] += 1
+
+
+def give_up(pages: CachePages) -> None:
+    """Share no more blocks of a cache whose handle was detached.
+
+    Raises:
+        SeergateError: if similar blocks were shared: rows would go on, and their accounts would be wrong.
+    """
+    if pages.sharing is not None and pages.sharing.handle.reason is not None:
+        raise SeergateError(
+            f"another handle of {pages.sharing.handle.reason.name!r} has shared blocks of this cache, and knows what "
+            "they were compared with; start a new cache"
+        )
+    pages.sharing = None
+
+
+def saving_ratios(cache: Cache) -> list[float] | None:
+    """Of each row of a cache, one minus physical over logical blocks (the paper's memory saving ratio), now.
+
+    Blocks that are shared with other rows do not count. ``None`` unless a `ReasonCache` is attached.
+    """
+    layer = next((layer for layer in cache.layers if isinstance(layer, PagedLayer)), None)
+    if layer is None or layer.pages.sharing is None or layer.pages.sharing.handle.reason is None:
+        return None
+    return [row.repeats / max(1, len(row.table)) for row in layer.pages.store.rows]
+
+
+def _no_pause() -> None:
+    pass
+
+
+def _tokenizer(model: PreTrainedModel, reason: ReasonCache) -> Any:
+    if reason.tokenizer is not None:
+        return reason.tokenizer
+    try:
+        return AutoTokenizer.from_pretrained(model.name_or_path)
+    except Exception as error:
+        raise SeergateError(
+            f"{reason.name} compares texts and needs the model's tokenizer, and none could be loaded from "
+            f"{model.name_or_path!r}; give tokenizer="
+        ) from error
