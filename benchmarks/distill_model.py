@@ -43,14 +43,14 @@ from distill import TOLERANCE, materialised_loss, prove
 from torch import Tensor
 
 from seergate import GateBank
-from seergate.distill import TrainConfig, load_train_config, teacher_forward
+from seergate.distill import TrainConfig, load_train_config
 from seergate.distill.base_model import gate_config, load_frozen
 from seergate.distill.distributed import World
 from seergate.distill.engines import DistillModule, PlainEngine
 from seergate.distill.packing import PackedBatch
 from seergate.distill.plan import WORKING_BYTES, make_plan
 from seergate.gates.gate import AttnGate
-from seergate.hf import families
+from seergate.hf import families, teacher_forward
 from seergate.hf.teacher_pass import TeacherCall
 from seergate.ops import GateKLStats
 from seergate.paths import shipped

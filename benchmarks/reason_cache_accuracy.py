@@ -22,8 +22,8 @@ from common import RESULTS, save
 from transformers import AutoTokenizer, DynamicCache
 
 from seergate.chain_sum import make_problem
-from seergate.gates.bank import GateBank
 from seergate.hf.attach import attached
+from seergate.hf.bank import GateBank
 from seergate.hf.loading import load_base
 from seergate.methods import Dense, Gate, Method, RandomSharing, ReasonCache
 from seergate.paths import shipped

@@ -18,15 +18,15 @@ if TYPE_CHECKING:
     from seergate.cache.offload import Offload
     from seergate.config import DecodeConfig, GateConfig
     from seergate.errors import SeergateError
-    from seergate.gates.bank import GateBank
     from seergate.hf.attach import Handle, attach, attached, handle_of
-    from seergate.hf.loading import load
+    from seergate.hf.bank import GateBank
+    from seergate.hf.gated_model import load
     from seergate.reason.paged_layer import Paging
 
 _HOMES = {
     "GateConfig": "seergate.config",
     "DecodeConfig": "seergate.config",
-    "GateBank": "seergate.gates.bank",
+    "GateBank": "seergate.hf.bank",
     "SeergateError": "seergate.errors",
     "Handle": "seergate.hf.attach",
     "attach": "seergate.hf.attach",
@@ -34,7 +34,7 @@ _HOMES = {
     "handle_of": "seergate.hf.attach",
     "Offload": "seergate.cache.offload",
     "Paging": "seergate.reason.paged_layer",
-    "load": "seergate.hf.loading",
+    "load": "seergate.hf.gated_model",
 }
 _SUBMODULES = ("distill", "eval", "methods", "ops", "report")
 

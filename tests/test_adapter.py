@@ -67,6 +67,19 @@ def test_load_puts_base_and_gates_together(saved):
         seergate.handle_of(model)
 
 
+def test_attach_takes_the_place_of_gates(saved):
+    bank, path = saved
+    model = tiny_model("qwen3")
+    for place in (path, str(path)):
+        with seergate.attached(model, place, token_budget=16) as handle:
+            assert handle.method.token_budget == 16 and isinstance(handle.method.bank, GateBank)
+            assert handle.method.bank.geometry == bank.geometry
+    with pytest.raises(SeergateError, match="no decode option 'budget'; did you mean 'token_budget'"):
+        seergate.attach(model, path, budget=16)
+    with pytest.raises(SeergateError, match="runs/none"):
+        seergate.attach(model, "runs/none", token_budget=16)
+
+
 def test_a_newer_adapter_warns_and_loads(saved):
     """Each entry that this seergate does not know is named, and nothing else is complained about."""
     bank, path = saved
@@ -339,6 +352,9 @@ def test_arguments_that_cannot_be(saved, tmp_path):
     for name in ("tokenbudget", "token_budgets"):
         with pytest.raises(SeergateError, match=f"no decode option '{name}'; did you mean 'token_budget'"):
             seergate.load(path, **{name: 16})
+    for options in ({"budget": 16}, {"method": "quest", "token_budget": 16}):  # named before the model is built
+        with pytest.raises(SeergateError, match="there is no decode option '(budget'; did you|method'; there are)"):
+            seergate.load(path, **options)
     with pytest.raises(SeergateError, match="there is no such directory"):
         seergate.load(path, base_model="/nope")
     with pytest.raises(SeergateError, match="config is a dict; it must be a DecodeConfig"):

@@ -13,7 +13,7 @@ import seergate
 from seergate import DecodeConfig, GateBank, GateConfig, SeergateError, methods
 from seergate.cli.main import main
 from seergate.gates import save_adapter
-from seergate.gates.published import export_published, import_published
+from seergate.hf.published import export_published, import_published
 from seergate.methods import Gate
 from seergate.methods.base import LayerSpec, Step
 from tests.models import prompt, tiny_model

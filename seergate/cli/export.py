@@ -61,7 +61,7 @@ def run(options: argparse.Namespace) -> int:
 
     from seergate.errors import SeergateError
     from seergate.gates import Source, average, cast, save_adapter, subset
-    from seergate.gates.published import export_published
+    from seergate.hf.published import export_published
 
     if options.out.is_dir() and any(options.out.iterdir()):
         raise SeergateError(f"{options.out} is not empty; name a new directory")

@@ -31,7 +31,7 @@ def run(options: argparse.Namespace) -> int:
     """Read the one format and write the other."""
     from seergate.errors import SeergateError
     from seergate.gates import save_adapter
-    from seergate.gates.published import import_published
+    from seergate.hf.published import import_published
 
     if options.out.is_dir() and any(options.out.iterdir()):
         raise SeergateError(f"{options.out} is not empty; name a new directory")

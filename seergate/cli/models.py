@@ -12,7 +12,7 @@ from seergate.paths import shipped
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-    from seergate.gates.bank import GateBank
+    from seergate.hf.bank import GateBank
 
 TINY = "tiny-reasoner"
 TINY_MODEL = "checkpoints/tiny-reasoner"
@@ -54,7 +54,7 @@ def load_gates(source: str) -> GateBank:
     Raises:
         SeergateError: if it is missing or damaged.
     """
-    from seergate.gates.bank import GateBank
+    from seergate.hf.bank import GateBank
 
     return GateBank.from_pretrained(source)
 

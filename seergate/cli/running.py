@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from seergate.eval.plan import SweepPlan
     from seergate.eval.settings import MethodSpec
     from seergate.eval.task import Task
-    from seergate.gates.bank import GateBank
+    from seergate.hf.bank import GateBank
     from seergate.methods import Method
 
 
@@ -155,7 +155,8 @@ def check_model(path: str, methods: list[Method], banks: list[GateBank]) -> None
         SeergateError: naming what does not fit.
     """
     from seergate.hf.families import family_of
-    from seergate.hf.loading import base_config, check_base
+    from seergate.hf.gated_model import check_base
+    from seergate.hf.loading import base_config
     from seergate.hf.resolving import check_dense_layers
 
     config = base_config(path)

@@ -17,7 +17,7 @@ from seergate.distill.distributed import World
 from seergate.distill.weight_files import check_weight_files
 from seergate.errors import SeergateError, how_to_install
 from seergate.gates import cached_commit, is_hub_id
-from seergate.gates.bank import GateBank
+from seergate.hf.bank import GateBank
 from seergate.hf.families import base_commit, head_dim_of
 from seergate.hf.loading import base_config, load_base, skeleton
 

@@ -21,13 +21,13 @@ from torch import Tensor, nn
 from seergate.distill.config import TrainConfig
 from seergate.distill.distributed import World, be_patient
 from seergate.distill.packing import PackedBatch
-from seergate.distill.teacher_forward import distill_step
 from seergate.errors import SeergateError, how_to_install
+from seergate.hf.teacher_forward import distill_step
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-    from seergate.gates.bank import GateBank
+    from seergate.hf.bank import GateBank
 
 BETAS, EPS = (0.9, 0.999), 1e-8
 MOMENTS = ("exp_avg", "exp_avg_sq")

@@ -18,7 +18,7 @@ from seergate.distill.engines import check_engine
 from seergate.distill.memory import Memory, estimate_memory
 from seergate.distill.speed import measure_speed, pack_flop
 from seergate.errors import SeergateError
-from seergate.gates.bank import GateBank
+from seergate.hf.bank import GateBank
 from seergate.hf.families import gate_geometry, text_config
 from seergate.hf.loading import skeleton
 from seergate.paths import shipped

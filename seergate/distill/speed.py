@@ -20,9 +20,9 @@ from torch.nn import functional as F
 from seergate import ops
 from seergate.distill.base_model import base_dtype, gate_config
 from seergate.distill.config import TrainConfig
-from seergate.distill.teacher_forward import distill_step
-from seergate.gates.bank import GateBank
+from seergate.hf.bank import GateBank
 from seergate.hf.families import decoder_of
+from seergate.hf.teacher_forward import distill_step
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig, PreTrainedModel

@@ -51,7 +51,7 @@ from seergate.distill.sources import data_commit
 from seergate.distill.tally import Tally
 from seergate.errors import SeergateError, first_line
 from seergate.gates import push_adapter, save_adapter
-from seergate.gates.bank import GateBank
+from seergate.hf.bank import GateBank
 from seergate.hf.loading import load_tokenizer
 
 

@@ -28,7 +28,7 @@ from seergate.errors import SeergateError, how_to_install
 from seergate.eval.lm_eval_adapter import add_model_arguments, attached_model, method_spec
 from seergate.eval.settings import MethodSpec
 from seergate.fingerprint import fingerprint
-from seergate.gates.bank import GateBank
+from seergate.hf.bank import GateBank
 
 DOWNLOADED = "tinyBenchmarks.pkl"
 """By lighteval, when it lists its tasks."""

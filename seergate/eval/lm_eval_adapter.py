@@ -20,8 +20,8 @@ from typing import Any
 from seergate.errors import SeergateError, how_to_install
 from seergate.eval.method_text import read_method
 from seergate.eval.settings import MethodSpec
-from seergate.gates.bank import GateBank
 from seergate.hf.attach import attach
+from seergate.hf.bank import GateBank
 
 
 def harness_model(model: Any, tokenizer: Any, batch_size: int = 1, **options: Any) -> Any:

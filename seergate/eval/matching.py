@@ -23,8 +23,8 @@ from seergate.eval import store
 from seergate.eval.costs import RowStats
 from seergate.eval.engine import Batch, encode
 from seergate.eval.settings import MethodSpec, limits_of
-from seergate.gates.bank import GateBank
 from seergate.hf.attach import attached
+from seergate.hf.bank import GateBank
 from seergate.methods import RPC, Dense, LongPromptWarning, Method, method_class
 
 MEASURES = {"resident": "own_bytes_mean", "read": "bytes_read_per_step"}

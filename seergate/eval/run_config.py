@@ -14,7 +14,7 @@ from seergate.eval.sampling import Sampling
 from seergate.eval.settings import MethodSpec
 from seergate.eval.task import Problem, Task, contents_hash, prompts_hash
 from seergate.fingerprint import fingerprint, rope_of
-from seergate.gates.bank import GateBank
+from seergate.hf.bank import GateBank
 
 UNRECORDED_ONCE = ("model.rope", "task.prompts", "generation.ends")
 """Parts that configurations of earlier versions do not have."""

@@ -32,8 +32,8 @@ from seergate.eval.settings import MethodSpec
 from seergate.eval.task import Problem, Task, contents_hash
 from seergate.eval.workers import Job, Loader, Source, WorkerPool
 from seergate.fingerprint import fingerprint, rope_of
-from seergate.gates.bank import GateBank
 from seergate.hf.attach import Handle, attached
+from seergate.hf.bank import GateBank
 from seergate.methods import Dense
 
 

@@ -8,7 +8,7 @@ from typing import Any
 
 from seergate.errors import SeergateError
 from seergate.eval.method_text import read_method, value_text
-from seergate.gates.bank import GateBank
+from seergate.hf.bank import GateBank
 from seergate.methods import (
     Dense,
     GateOnEvictor,

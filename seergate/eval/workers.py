@@ -26,7 +26,7 @@ from seergate.hf.attach import attached
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-    from seergate.gates.bank import GateBank
+    from seergate.hf.bank import GateBank
 
     Gates = GateBank | dict[int, GateBank] | None
     Loaded = tuple[PreTrainedModel, PreTrainedTokenizerBase, Gates]

@@ -1,15 +1,14 @@
-"""GateBank: one gate per gated layer of a model. It owns only gates, never the base model."""
+"""Gates: one gate per gated layer of a model. They own only their weights, never the base model."""
 
 from __future__ import annotations
 
 import os
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any, Self
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from seergate.config import DecodeConfig, GateConfig
 from seergate.errors import SeergateError
@@ -20,9 +19,6 @@ from seergate.gates import (
     check_repo_id,
     check_tensors,
     diff,
-    is_hub_id,
-    load_adapter,
-    only_commit,
     publish,
     save_adapter,
     subset,
@@ -30,15 +26,11 @@ from seergate.gates import (
 from seergate.gates.gate import AttnGate
 from seergate.geometry import ModelGeometry
 
-if TYPE_CHECKING:
-    from transformers import PreTrainedModel
 
+class Gates(nn.Module):
+    """The gates of one model, without anything that needs the model itself; users have its subclass `GateBank`.
 
-class GateBank(nn.Module):
-    """The gates of one model.
-
-    Usually made by `for_model` or `from_pretrained`. Its parameters are all there is to train, and its state dict is
-    the adapter: ``layers.{i}.{q_proj,k_proj,q_norm,k_norm}.weight``.
+    The state dict is the adapter: ``layers.{i}.{q_proj,k_proj,q_norm,k_norm}.weight``.
 
     Args:
         config: the architecture, the same for all layers.
@@ -71,30 +63,6 @@ class GateBank(nn.Module):
             }
         )
 
-    @classmethod
-    def for_model(cls, model: PreTrainedModel, config: GateConfig | None = None) -> GateBank:
-        """Fresh gates for a model: linear weights Normal(0, 0.02), norm weights 1, on the CPU in fp32.
-
-        Args:
-            model: a causal language model of a supported family; its weights are not touched.
-            config: the gates' architecture; by default the paper's, with the gate as wide as the model's heads.
-
-        Raises:
-            SeergateError: if the family is not supported, with the reason.
-            ValueError: if the configuration does not fit the model.
-        """
-        from seergate.hf.families import gate_geometry, head_dim_of  # a door up: only the host knows how models look
-
-        if config is None:
-            config = GateConfig(gate_dim=head_dim_of(model))
-        if not isinstance(config, GateConfig):
-            raise SeergateError(f"config is a {type(config).__name__}; it must be a GateConfig")
-        geometry = gate_geometry(model, config)
-        if geometry.base_revision is None and geometry.base_model is not None and is_hub_id(geometry.base_model):
-            # some releases of transformers do not remember which commit they loaded
-            geometry = replace(geometry, base_revision=only_commit(geometry.base_model))
-        return cls(config, geometry)
-
     def gate(self, layer: int) -> AttnGate:
         """The gate of one layer of the model."""
         gate = self.layers[str(layer)]
@@ -116,53 +84,6 @@ class GateBank(nn.Module):
         rules = {"token_budget", "threshold", "top_p"}
         kept = {key: value for key, value in self.decode_defaults.items() if not (key in rules and rules & set(given))}
         return DecodeConfig(**{**kept, **given})
-
-    def distill_loss(
-        self,
-        model: PreTrainedModel,
-        *,
-        input_ids: Tensor,
-        cu_seqlens: Tensor | None = None,
-        row_start: float = 0.5,
-        reduction: str = "row_mean",
-    ) -> Tensor:
-        """How far the gates are from the model's own attention; ``.backward()`` gives the gates' gradients.
-
-        The frozen model runs once, without its LM head. The gradients are computed on the way, layer by layer.
-
-        Args:
-            model: the base model.
-            input_ids: ``[1, T]`` or ``[T]``, a pack of sequences.
-            cu_seqlens: int32 ``[n + 1]``, where each sequence begins and the last one ends; one sequence if ``None``.
-            row_start: rows of each sequence before ``int(length * row_start)`` do not count.
-            reduction: ``"row_mean"``, the mean over layers of the mean KL in nats per row and KV head, or
-                ``"published"``, the published weighting summed over layers (`ops.gate_kl`).
-
-        Returns:
-            A scalar.
-
-        Raises:
-            SeergateError: if the gates do not fit the model.
-            ValueError: for ids that the model does not have, or a malformed pack.
-        """
-        from seergate.distill.teacher_forward import distill_step  # a door up: the loss needs the model's own forward
-
-        if not callable(getattr(model, "get_input_embeddings", None)):
-            raise SeergateError(
-                f"model is a {type(model).__name__}; it must be a causal language model of transformers"
-            )
-        if not isinstance(input_ids, torch.Tensor):
-            raise ValueError(f"input_ids is a {type(input_ids).__name__}; it must be a tensor of token ids")
-        vocabulary = model.get_input_embeddings().num_embeddings
-        if input_ids.dtype not in (torch.int32, torch.int64) or input_ids.numel() == 0:
-            raise ValueError(
-                f"input_ids is {input_ids.dtype} of shape {tuple(input_ids.shape)}; it must hold token ids (int64)"
-            )
-        lowest, highest = int(input_ids.min()), int(input_ids.max())
-        if lowest < 0 or highest >= vocabulary:
-            wrong = lowest if lowest < 0 else highest
-            raise ValueError(f"input_ids holds {wrong}; the model has the ids 0..{vocabulary - 1}")
-        return distill_step(self, model, input_ids, cu_seqlens, row_start=row_start, reduction=reduction).loss
 
     def save_pretrained(
         self,
@@ -208,43 +129,7 @@ class GateBank(nn.Module):
         )
 
     @classmethod
-    def from_pretrained(
-        cls,
-        pretrained_model_name_or_path: str | os.PathLike[str],
-        *,
-        revision: str | None = None,
-        subfolder: str | None = None,
-        token: str | bool | None = None,
-        cache_dir: str | os.PathLike[str] | None = None,
-        local_files_only: bool = False,
-        force_download: bool = False,
-        dtype: torch.dtype | None = None,
-        device: torch.device | str | None = None,
-    ) -> GateBank:
-        """Load an adapter from a directory or the Hub.
-
-        Args:
-            pretrained_model_name_or_path: directory, or Hub repository ``org/name``.
-            revision, subfolder, token, cache_dir, local_files_only, force_download: see `load_adapter`.
-            dtype: convert the gates; by default they stay as they were saved.
-            device: put them there; by default on the CPU.
-
-        Raises:
-            SeergateError: if it is missing, damaged, or a tensor is missing, left over or of the wrong shape.
-        """
-        adapter = load_adapter(
-            pretrained_model_name_or_path,
-            revision=revision,
-            subfolder=subfolder,
-            token=token,
-            cache_dir=cache_dir,
-            local_files_only=local_files_only,
-            force_download=force_download,
-        )
-        return cls.from_adapter(adapter, str(pretrained_model_name_or_path)).to(device=device, dtype=dtype)
-
-    @classmethod
-    def from_adapter(cls, adapter: Adapter, source: str = "the adapter") -> GateBank:
+    def from_adapter(cls, adapter: Adapter, source: str = "the adapter") -> Self:
         """Build the bank an adapter describes, accounting for every tensor."""
         check_tensors(adapter, adapter.signature, source)
         bank = cls(adapter.gate, adapter.geometry, adapter.training)
@@ -299,15 +184,15 @@ class GateBank(nn.Module):
         )
 
     @classmethod
-    def average(cls, banks: Sequence[GateBank], weights: Sequence[float] | None = None) -> GateBank:
+    def average(cls, banks: Sequence[Gates], weights: Sequence[float] | None = None) -> Self:
         """The weighted mean of gates for the same model (`adapter.average`)."""
         return cls.from_adapter(average([bank.to_adapter() for bank in banks], weights), "the average")
 
-    def subset(self, layers: Iterable[int]) -> GateBank:
+    def subset(self, layers: Iterable[int]) -> Self:
         """The gates of some layers, as a bank of its own; the model's other layers stay dense."""
         copied = subset(self.to_adapter(), layers)
         return type(self).from_adapter(copied, "the subset")
 
-    def diff(self, other: GateBank) -> AdapterDiff:
+    def diff(self, other: Gates) -> AdapterDiff:
         """What these gates and others differ in, field by field and tensor by tensor."""
         return diff(self.to_adapter(), other.to_adapter())

@@ -34,8 +34,8 @@ from seergate.decode.stats import DecodeStats
 from seergate.decode.step import ATTENTION_NAME, CALL_KEYWORD, attend, dense_function, register
 from seergate.decode.trace import Trace, TracedStats
 from seergate.errors import SeergateError
-from seergate.gates.bank import GateBank
 from seergate.hf import families
+from seergate.hf.bank import GateBank
 from seergate.hf.call import Arrival, refuse_masked, valid_tokens
 from seergate.hf.hiding import hide_what_is_masked
 from seergate.hf.prompts import PromptReader
@@ -347,7 +347,7 @@ class Handle:
 
 def attach(
     model: PreTrainedModel,
-    method: GateBank | Method | str,
+    method: GateBank | Method | str | os.PathLike[str],
     config: DecodeConfig | None = None,
     *,
     measure_recall: bool = False,
@@ -359,7 +359,8 @@ def attach(
 
     Args:
         model: a causal language model of a supported family.
-        method: gates; a method; or a method's name, with its options as keywords.
+        method: gates, or the directory or Hub repository ``org/name`` that holds them; a method; or a method's name,
+            with its options as keywords.
         config: how to decode with gates. Its fields may be given as keywords instead; what is not given is as the
             gates ask for (``compat="published"`` of imported ones); of a ``config``, its ``compat`` is.
         measure_recall, paging, offload: see `Handle`.
@@ -380,7 +381,7 @@ def attach(
 @contextmanager
 def attached(
     model: PreTrainedModel,
-    method: GateBank | Method | str,
+    method: GateBank | Method | str | os.PathLike[str],
     config: DecodeConfig | None = None,
     *,
     measure_recall: bool = False,

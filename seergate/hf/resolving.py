@@ -2,29 +2,36 @@
 
 from __future__ import annotations
 
-from typing import Any
+import difflib
+import os
+from collections.abc import Iterable
+from dataclasses import fields
+from typing import Any, TypeGuard
 
 from transformers import PreTrainedModel
 
 from seergate.config import DecodeConfig
 from seergate.errors import SeergateError
 from seergate.fingerprint import fingerprint
-from seergate.gates.bank import GateBank
+from seergate.gates.bank import Gates
 from seergate.hf import families
-from seergate.methods import Gate, Method, SelectingMethod, make_method
+from seergate.hf.bank import GateBank
+from seergate.methods import METHODS, Gate, Method, SelectingMethod, make_method
+from seergate.paths import is_directory
 
 
-def resolve_method(method: GateBank | Method | str, config: DecodeConfig | None = None, **options: Any) -> Method:
+def resolve_method(
+    method: Gates | Method | str | os.PathLike[str], config: DecodeConfig | None = None, **options: Any
+) -> Method:
     """The method that the arguments of `attach` describe."""
     if config is not None and not isinstance(config, DecodeConfig):
         raise SeergateError(f"config is a {type(config).__name__}; it must be a DecodeConfig")
-    if isinstance(method, GateBank):
+    if isinstance(method, Gates) or names_gates(method):
         if config is not None and options:
             raise SeergateError(f"both a DecodeConfig and {', '.join(options)} are given; put all of it into one")
-        unknown = sorted(set(options) - set(DecodeConfig.__dataclass_fields__))
-        if unknown:
-            raise SeergateError(f"there is no decode option {', '.join(unknown)}; DecodeConfig lists them")
-        return Gate.from_config(method, config or method.decode_config(**options))
+        check_decode_options(options)
+        bank = method if isinstance(method, Gates) else GateBank.from_pretrained(method)
+        return Gate.from_config(bank, config or bank.decode_config(**options))
     if isinstance(method, str):
         if config is not None:
             raise SeergateError(f"a DecodeConfig goes with gates; give the options of {method!r} as keywords")
@@ -33,7 +40,29 @@ def resolve_method(method: GateBank | Method | str, config: DecodeConfig | None 
         if config is not None or options:
             raise SeergateError(f"{method!r} has its options already; give none beside it")
         return method
-    raise SeergateError(f"the method is a {type(method).__name__}; it must be a GateBank, a method or a method's name")
+    raise SeergateError(
+        f"the method is a {type(method).__name__}; it must be a GateBank, its directory, a method or a method's name"
+    )
+
+
+def names_gates(method: Any) -> TypeGuard[str | os.PathLike[str]]:
+    """Whether a method is named by the directory or the Hub repository of gates; names of methods have no slash."""
+    if isinstance(method, str):
+        return method not in METHODS and ("/" in method or is_directory(method))
+    return isinstance(method, os.PathLike)
+
+
+def check_decode_options(names: Iterable[str], others: Iterable[str] = ()) -> None:
+    """Refuse options that neither `DecodeConfig` nor ``others`` has.
+
+    Raises:
+        SeergateError: naming the first one, and the known one that is most like it.
+    """
+    known = [field.name for field in fields(DecodeConfig)]
+    for name in sorted({*names} - {*known, *others}):
+        near = difflib.get_close_matches(name, known, n=1)
+        hint = f"did you mean {near[0]!r}?" if near else f"there are {', '.join(known)}"
+        raise SeergateError(f"there is no decode option {name!r}; {hint}")
 
 
 def check_dense_layers(method: Method, layers: int) -> None:
@@ -47,7 +76,7 @@ def check_dense_layers(method: Method, layers: int) -> None:
         raise SeergateError(f"dense_layers names {absent}; the model has layers 0..{layers - 1}")
 
 
-def check_gates(model: PreTrainedModel, bank: GateBank) -> None:
+def check_gates(model: PreTrainedModel, bank: Gates) -> None:
     """Refuse gates that were made for another model.
 
     Raises:

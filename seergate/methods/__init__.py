@@ -30,7 +30,7 @@ from seergate.methods.tri_attention import TriAttention
 from seergate.reason.method import RandomSharing, ReasonCache
 
 if TYPE_CHECKING:
-    from seergate.gates.bank import GateBank
+    from seergate.gates.bank import Gates
 
 _ALL = (
     *(Gate, Oracle, Quest, ReSA, Dense, Random),
@@ -114,7 +114,7 @@ def option_names(name: str) -> set[str]:
     return own - {"block_size"} if name == Gate.name else own  # gates have their block size
 
 
-def make_method(name: str, *, bank: GateBank | None = None, **options: Any) -> Method:
+def make_method(name: str, *, bank: Gates | None = None, **options: Any) -> Method:
     """Build a method by name.
 
     Args:

@@ -20,7 +20,7 @@ from seergate.methods.published import published_selection
 from seergate.ops import Selection
 
 if TYPE_CHECKING:
-    from seergate.gates.bank import GateBank
+    from seergate.gates.bank import Gates
     from seergate.gates.gate import AttnGate
 
 
@@ -36,7 +36,7 @@ class Gate(SelectingMethod):
     """
 
     name: ClassVar[str] = "gate"
-    bank: GateBank = field(repr=False)
+    bank: Gates = field(repr=False)
     compat: Literal["published", "gates"] | None = "gates"
     block_size: int = 0
 
@@ -53,7 +53,7 @@ class Gate(SelectingMethod):
         self.rule = replace(self.rule, compat=self.compat)
 
     @classmethod
-    def from_config(cls, bank: GateBank, decode: DecodeConfig) -> Gate:
+    def from_config(cls, bank: Gates, decode: DecodeConfig) -> Gate:
         """Gates with a `DecodeConfig`."""
         return cls(bank=bank, **vars(decode))
 

@@ -18,7 +18,7 @@ from seergate.methods.raas import RaaS
 from seergate.methods.streaming_llm import StreamingLLM
 
 if TYPE_CHECKING:
-    from seergate.gates.bank import GateBank
+    from seergate.gates.bank import Gates
 
 SUFFIX = "+gate"
 """``snapkv+gate`` is SnapKV with the gate on what remains."""
@@ -62,7 +62,7 @@ class GateOnEvictor(EvictingMethod):
             raise ValueError(f"{named} with dense_below, rectify_every or lossless, which need all tokens; drop them")
 
     @property
-    def bank(self) -> GateBank:
+    def bank(self) -> Gates:
         """The gates."""
         return self.gate.bank
 

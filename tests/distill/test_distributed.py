@@ -37,7 +37,7 @@ from datetime import timedelta
 import torch
 import torch.distributed.distributed_c10d as library
 library.default_pg_timeout = timedelta(seconds=6)
-from seergate.gates.bank import GateBank
+from seergate.hf.bank import GateBank
 from seergate.config import GateConfig
 from seergate.distill import load_train_config
 from seergate.distill.distributed import join_world

@@ -11,7 +11,7 @@ from seergate.config import GateConfig
 from seergate.distill.distributed import World
 from seergate.distill.engines import BETAS, DistillModule, PlainEngine
 from seergate.distill.packing import PackedBatch
-from seergate.gates.bank import GateBank
+from seergate.hf.bank import GateBank
 from tests.models import prompt, tiny_model
 
 

@@ -23,7 +23,7 @@ from seergate.distill.memory import activation_bytes, estimate_memory
 from seergate.distill.packing import PackedBatch
 from seergate.distill.plan import ASSUMED_SHARE, PEAK_TFLOPS, WORKING_BYTES, make_plan
 from seergate.distill.speed import Speed, measure_speed, pack_flop, pairs, taught_pairs
-from seergate.distill.teacher_forward import distill_step
+from seergate.hf.teacher_forward import distill_step
 from tests.distill.test_trainer import Recorder, config, model_dir  # noqa: F401 (fixtures)
 
 CPU = torch.device("cpu")

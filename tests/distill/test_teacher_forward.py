@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from seergate import GateBank, GateConfig, SeergateError, ops
-from seergate.distill.teacher_forward import distill_step
 from seergate.hf import families, packed_attention
+from seergate.hf.teacher_forward import distill_step
 from seergate.hf.teacher_pass import TeacherCall
 from seergate.ops import reference
 from seergate.ops.torch_impl.teacher import Teacher

@@ -25,7 +25,7 @@ from seergate.distill.data import TrainingData, prepare_data
 from seergate.distill.engines import deepspeed_config
 from seergate.distill.trainer import learning_rate
 from seergate.errors import SeergateError
-from seergate.gates.bank import GateBank
+from seergate.hf.bank import GateBank
 from tests.distill.conftest import PLAIN, byte_tokenizer
 
 

@@ -13,8 +13,8 @@ from seergate.errors import SeergateError
 from seergate.eval.costs import RowStats
 from seergate.eval.engine import Batch, Engine, Limit, Request, render
 from seergate.eval.sampling import GENERATE_TOP_K, SampledRow, Sampling, TokenChooser, sample_seed
-from seergate.gates.bank import GateBank
 from seergate.hf.attach import attached
+from seergate.hf.bank import GateBank
 from seergate.reason.paged_layer import Paging
 from tests.eval import support
 from tests.methods.evictors import EVICTORS

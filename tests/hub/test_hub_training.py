@@ -15,7 +15,7 @@ from transformers import AutoModelForCausalLM
 
 from seergate.chain_sum import make_problems
 from seergate.distill.checkpoint import newest_checkpoint, read_record
-from seergate.gates.bank import GateBank
+from seergate.hf.bank import GateBank
 from tests.distill.pairs import pair
 from tests.distill.test_trainer import assert_identical, model_dir, weights  # noqa: F401 (fixtures)
 from tests.hub.server import File, Hub

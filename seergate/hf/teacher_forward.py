@@ -20,6 +20,7 @@ from torch import Tensor, nn
 
 from seergate import ops
 from seergate.errors import SeergateError
+from seergate.gates.bank import Gates
 from seergate.gates.gate import AttnGate
 from seergate.hf import families
 from seergate.hf.packed_attention import gives_lse, packed_causal_attention
@@ -27,8 +28,6 @@ from seergate.hf.teacher_pass import TeacherCall, teaching
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
-
-    from seergate.gates.bank import GateBank
 
 
 TILE = 2048
@@ -55,7 +54,7 @@ class DistillOutput:
 
 
 def distill_step(
-    bank: GateBank,
+    bank: Gates,
     model: PreTrainedModel,
     input_ids: Tensor,
     cu_seqlens: Tensor | None = None,
@@ -114,7 +113,7 @@ class Lesson:
 
     def __init__(
         self,
-        bank: GateBank,
+        bank: Gates,
         model: PreTrainedModel,
         borders: list[int],
         row_start: float,

@@ -1,0 +1,120 @@
+"""GateBank: gates together with what needs a model, or a file format that only a model's configuration explains."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from seergate.config import GateConfig
+from seergate.errors import SeergateError
+from seergate.gates import is_hub_id, load_adapter, only_commit
+from seergate.gates.bank import Gates
+from seergate.hf.families import gate_geometry, head_dim_of
+from seergate.hf.teacher_forward import distill_step
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+
+class GateBank(Gates):
+    """The gates of one model: made for it, distilled against it, loaded, saved and shared.
+
+    Usually made by `for_model` or `from_pretrained`. Its parameters are all there is to train; the base model is never
+    part of it.
+    """
+
+    @classmethod
+    def for_model(cls, model: PreTrainedModel, config: GateConfig | None = None) -> GateBank:
+        """Fresh gates for a model: linear weights Normal(0, 0.02), norm weights 1, on the CPU in fp32.
+
+        Args:
+            model: a causal language model of a supported family; its weights are not touched.
+            config: the gates' architecture; by default the paper's, with the gate as wide as the model's heads.
+
+        Raises:
+            SeergateError: if the family is not supported, with the reason.
+            ValueError: if the configuration does not fit the model.
+        """
+        if config is None:
+            config = GateConfig(gate_dim=head_dim_of(model))
+        if not isinstance(config, GateConfig):
+            raise SeergateError(f"config is a {type(config).__name__}; it must be a GateConfig")
+        geometry = gate_geometry(model, config)
+        if geometry.base_revision is None and geometry.base_model is not None and is_hub_id(geometry.base_model):
+            # some releases of transformers do not remember which commit they loaded
+            geometry = replace(geometry, base_revision=only_commit(geometry.base_model))
+        with torch.device("cpu"):  # whatever the default device is
+            return cls(config, geometry)
+
+    @classmethod
+    def from_pretrained(
+        cls,
+        pretrained_model_name_or_path: str | os.PathLike[str],
+        *,
+        dtype: torch.dtype | None = None,
+        device: torch.device | str | None = None,
+        **hub: Any,
+    ) -> GateBank:
+        """Load gates from a directory or the Hub.
+
+        Args:
+            pretrained_model_name_or_path: directory, or Hub repository ``org/name``.
+            dtype: convert the gates; by default they stay as they were saved.
+            device: put them there; by default on the CPU.
+            **hub: ``revision``, ``subfolder``, ``token``, ``cache_dir``, ``local_files_only``, ``force_download``, as
+                in `huggingface_hub`.
+
+        Raises:
+            SeergateError: if it is missing, damaged, or a tensor is missing, left over or of the wrong shape.
+        """
+        source = str(pretrained_model_name_or_path)
+        return cls.from_adapter(load_adapter(source, **hub), source).to(device=device, dtype=dtype)
+
+    def distill_loss(
+        self,
+        model: PreTrainedModel,
+        *,
+        input_ids: Tensor,
+        cu_seqlens: Tensor | None = None,
+        row_start: float = 0.5,
+        reduction: str = "row_mean",
+    ) -> Tensor:
+        """How far the gates are from the model's own attention; ``.backward()`` gives the gates' gradients.
+
+        The frozen model runs once, without its LM head. The gradients are computed on the way, layer by layer.
+
+        Args:
+            model: the base model.
+            input_ids: ``[1, T]`` or ``[T]``, a pack of sequences.
+            cu_seqlens: int32 ``[n + 1]``, where each sequence begins and the last one ends; one sequence if ``None``.
+            row_start: rows of each sequence before ``int(length * row_start)`` do not count.
+            reduction: ``"row_mean"``, the mean over layers of the mean KL in nats per row and KV head, or
+                ``"published"``, the published weighting summed over layers (`ops.gate_kl`).
+
+        Returns:
+            A scalar.
+
+        Raises:
+            SeergateError: if the gates do not fit the model.
+            ValueError: for ids that the model does not have, or a malformed pack.
+        """
+        if not callable(getattr(model, "get_input_embeddings", None)):
+            raise SeergateError(
+                f"model is a {type(model).__name__}; it must be a causal language model of transformers"
+            )
+        if not isinstance(input_ids, Tensor):
+            raise ValueError(f"input_ids is a {type(input_ids).__name__}; it must be a tensor of token ids")
+        vocabulary = model.get_input_embeddings().num_embeddings
+        if input_ids.dtype not in (torch.int32, torch.int64) or input_ids.numel() == 0:
+            raise ValueError(
+                f"input_ids is {input_ids.dtype} of shape {tuple(input_ids.shape)}; it must hold token ids (int64)"
+            )
+        lowest, highest = int(input_ids.min()), int(input_ids.max())
+        if lowest < 0 or highest >= vocabulary:
+            wrong = lowest if lowest < 0 else highest
+            raise ValueError(f"input_ids holds {wrong}; the model has the ids 0..{vocabulary - 1}")
+        return distill_step(self, model, input_ids, cu_seqlens, row_start=row_start, reduction=reduction).loss
