@@ -34,6 +34,7 @@ import seergate
 from seergate import GateBank, GateConfig, methods
 from seergate.cache.layer import GatedLayer
 from seergate.cache.offload import Offload
+from seergate.cache.ordinary import show
 from seergate.decode.step import make_step
 from seergate.hf.call import Arrival
 
@@ -192,7 +193,7 @@ def announce(layer: GatedLayer, k_pre: Tensor, keys: Tensor, values: Tensor, mas
         layer.arrival = Arrival(None if valid.all() else valid, lambda parts=parts: parts)
         layer.update(keys[:, :, some], values[:, :, some])
         appended, layer.appended = layer.appended, None
-        layer.state.append(make_step(layer, appended, queries, {}))
+        show(layer.state, make_step(layer, appended, queries, {}))
 
 
 def turn(model: PreTrainedModel, name: str, way: Way, mask: Tensor, tokens: int) -> None:

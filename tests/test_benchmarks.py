@@ -1,67 +1,134 @@
-"""The benchmarks run, record what they promise, and refuse to time what is wrong."""
+"""Benchmarks run with their default options on a smaller model, record what they promise, and refuse to time what is
+wrong.
+"""
 
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
+from functools import partial
 from pathlib import Path
 
 import pytest
+import torch
+
+from seergate import ops
+from seergate.decode.speculation import expected_tokens
+from tests.running import ROOT, Done, run_script
 
 pytest.importorskip("matplotlib")
 
-ROOT = Path(__file__).resolve().parent.parent
-TINY = """--device cpu --threads 1 --kv-heads 2 --group 2 --head-dim 16 --gate-dim 8 --block-size 16 --repeats 1"""
-RUN = """
-import runpy, sys
-sys.path.insert(0, "benchmarks")
-{before}
-runpy.run_path("benchmarks/decode.py", run_name="__main__")
-"""
+# What is made smaller is the width of the model, the number of repetitions and the number of problems. Lengths of
+# contexts stay as they are: how a cache grows depends on them.
+HEADS = "--threads 1 --kv-heads 2 --head-dim 16"
+SMALL = {
+    "decode": f"{HEADS} --group 2 --gate-dim 8 --repeats 1 --seconds 0.01",
+    "distill": f"{HEADS} --group 3 --gate-dim 8 --block-sizes 16 --rounds 1 --lengths 100 256 --baseline-up-to 128",
+    "end_to_end": f"{HEADS} --heads 4 --hidden-size 32 --rounds 1 --tokens 3",
+    "lossless": f"{HEADS} --heads 4 --hidden-size 32 --problems 1 --variables 6 --new-tokens 12 --rounds 1 --tokens 5",
+    "scheduler": "--threads 1 --width 32 --layers 1 --samples 4 --rows 2 --median 8 --longest 16 --repeats 1",
+}
+LONG = {
+    "distill_model": "--threads 1 --lengths 512 --layers 1 --frozen-up-to 512 --materialised-up-to 512",
+    "fetch_ahead": "--threads 1 --variables 8 --new-tokens 12 --methods quest --budgets 32 --rooms 2 --aheads 2",
+    "flex_decode": f"{HEADS} --group 2 --repeats 1 --lengths 256 --budgets 64 --block-size 16",
+    "reason_cache": "--threads 1 --width 32 --requests 4 --length 192 --rounds 1",
+    "reason_cache_accuracy": "--threads 1 --problems 1 --variables 6 --rounds 1",
+}
+"""Those that take longer than a test should: `make soak` runs them."""
+ELSEWHERE = {
+    "gpu_check": "tests/ops",
+    "interval_coverage": "tests/eval",
+    "kernel_resources": "tests/ops",
+    "serving": "make test-vllm",
+    "tiny_reasoner": "tests/eval",
+}
+PARTS = {"collect", "common", "dense_baselines", "small_model"}
+"""Files that the benchmarks share."""
 
 
-def decode(*arguments: str, before: str = "") -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-c", RUN.format(before=before), *TINY.split(), *arguments]
-    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+def run(name: str, output: Path, *arguments: str) -> Done:
+    """A benchmark on little."""
+    where = ("--out" if name == "scheduler" else "--output", str(output))
+    return run_script(f"benchmarks/{name}.py", *(SMALL | LONG)[name].split(), *where, *arguments)
+
+
+def record_of(output: Path) -> dict:
+    """What a benchmark saved."""
+    (table,) = output.glob("*.json")
+    record = json.loads(table.read_text())
+    assert record["machine"]["torch"] and record["machine"]["commit"]
+    return record
+
+
+def test_every_benchmark_is_run_somewhere() -> None:
+    files = {path.stem for path in (ROOT / "benchmarks").glob("*.py")}
+    assert files <= SMALL.keys() | LONG.keys() | ELSEWHERE.keys() | PARTS
+    assert SMALL.keys() | LONG.keys() <= files
+
+
+@pytest.mark.soak
+@pytest.mark.timeout(1200)
+@pytest.mark.parametrize("name", LONG)
+def test_long_ones_run_and_record(name: str, tmp_path: Path) -> None:
+    done = run(name, tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert record_of(tmp_path)["rows"]
+
+
+def test_scheduler(tmp_path: Path) -> None:
+    done = run("scheduler", tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert record_of(tmp_path)["rows"]
 
 
 def test_decode(tmp_path: Path) -> None:
-    done = decode("--lengths", "64", "128", "--sparsities", "0.5", "0.9", "--output", str(tmp_path))
+    done = run("decode", tmp_path)
     assert done.returncode == 0, done.stderr
-    (table,) = tmp_path.glob("*.json")
-    record = json.loads(table.read_text())
-    assert record["machine"]["torch"] and record["machine"]["commit"] and record["options"]["bandwidth"] > 0
-    assert [(row["length"], row["budget"]) for row in record["rows"]] == [(64, 32), (64, 16), (128, 64), (128, 16)]
+    record = record_of(tmp_path)
+    assert record["options"]["bandwidth"] > 0
+    assert {row["length"] for row in record["rows"]} == {8192, 16384, 32768}
     for row in record["rows"]:
         dense = row[f"{row['best_dense']}_median_ms"]
         assert row["speedup"] == pytest.approx(dense / row["sparse_median_ms"], abs=0.02)
         assert row["roofline_fraction"] > 0 and row["relative_error"] < 1e-4
-    assert table.with_suffix(".png").stat().st_size > 10_000
+    (picture,) = tmp_path.glob("*.png")
+    assert picture.stat().st_size > 10_000
 
 
-FAILING = """
-import dense_baselines, torch
-from seergate import ops
-right = ops.sparse_decode
-def moody(q, k, v):
-    if k.shape[2] == 128:
-        raise ValueError("not at this length\\nand more")
-    return dense_baselines.sdpa_stock(q, k, v)
-def small(q, k, *rest):
-    if k.shape[2] == 96:
-        raise torch.OutOfMemoryError("no memory")
-    return right(q, k, *rest)
-dense_baselines.ON_CPU["moody"], ops.sparse_decode = moody, small
-"""
+@pytest.fixture
+def failing(monkeypatch: pytest.MonkeyPatch):
+    """A dense baseline that fails at 128 tokens, and an op that runs out of memory at 96."""
+
+    def fail(error: type[BaseException]) -> None:
+        monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
+        import dense_baselines
+
+        right = ops.sparse_decode
+
+        def moody(q, k, v):
+            if k.shape[2] == 128:
+                raise ValueError("not at this length\nand more")
+            return dense_baselines.sdpa_stock(q, k, v)
+
+        def small(q, k, *rest):
+            if k.shape[2] == 96:
+                raise error("no memory")
+            return right(q, k, *rest)
+
+        monkeypatch.setitem(dense_baselines.ON_CPU, "moody", moody)
+        monkeypatch.setattr(ops, "sparse_decode", small)
+
+    return fail
 
 
-def test_decode_records_what_fails_and_goes_on(tmp_path: Path) -> None:
-    lengths = ("64", "96", "128", "192")
-    done = decode("--lengths", *lengths, "--sparsities", "0.5", "--output", str(tmp_path), before=FAILING)
+SHORT = ("--block-size", "16", "--sparsities", "0.5")
+
+
+def test_decode_records_what_fails_and_goes_on(tmp_path: Path, failing) -> None:
+    failing(torch.OutOfMemoryError)
+    done = run("decode", tmp_path, *SHORT, "--lengths", "64", "96", "128", "192")
     assert done.returncode == 0, done.stderr
-    (table,) = tmp_path.glob("*.json")
-    rows = {row["length"]: row for row in json.loads(table.read_text())["rows"]}
+    rows = {row["length"]: row for row in record_of(tmp_path)["rows"]}
     assert set(rows) == {64, 96, 128, 192}
     assert rows[64]["failed"] == rows[192]["failed"] == {} and rows[192]["moody_median_ms"] > 0
     assert rows[128]["failed"] == {"moody": "ValueError: not at this length"} and rows[128]["speedup"] > 0
@@ -69,85 +136,118 @@ def test_decode_records_what_fails_and_goes_on(tmp_path: Path) -> None:
     assert "moody failed: ValueError: not at this length" in done.stdout
 
 
-def test_decode_keeps_what_it_has_when_it_is_stopped(tmp_path: Path) -> None:
-    stopping = FAILING.replace("raise torch.OutOfMemoryError", "raise SystemExit")
-    done = decode("--lengths", "64", "96", "--sparsities", "0.5", "--output", str(tmp_path), before=stopping)
+def test_decode_keeps_what_it_has_when_it_is_stopped(tmp_path: Path, failing) -> None:
+    failing(SystemExit)
+    done = run("decode", tmp_path, *SHORT, "--lengths", "64", "96")
     assert done.returncode == 1
-    (table,) = tmp_path.glob("*.json")
-    assert [row["length"] for row in json.loads(table.read_text())["rows"]] == [64]
-
-
-END_TO_END = """--device cpu --threads 1 --hidden-size 32 --heads 4 --kv-heads 2 --head-dim 16 --block-size 8
---budget 32 --lengths 64 200 --batch-lengths 96 --prompt 24 --rounds 2 --tokens 3"""
-
-
-def end_to_end(*arguments: str, before: str = "") -> subprocess.CompletedProcess[str]:
-    run = RUN.replace("decode.py", "end_to_end.py").format(before=before)
-    command = [sys.executable, "-c", run, *END_TO_END.split(), *arguments]
-    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+    assert [row["length"] for row in record_of(tmp_path)["rows"]] == [64]
 
 
 def test_end_to_end(tmp_path: Path) -> None:
-    done = end_to_end("--output", str(tmp_path))
+    """Of all default lengths: buffers that grow in between are filled and gone on with in different modes."""
+    done = run("end_to_end", tmp_path)
     assert done.returncode == 0, done.stderr
-    record = json.loads((tmp_path / "end_to_end-cpu-float32-1t.json").read_text())
+    record = record_of(tmp_path)
     assert set(record["options"]["first_token_seconds"]) == set(record["rows"][0]["ways"])
-    assert [(row["batch"], row["lengths"]) for row in record["rows"]] == [
-        (1, [64]), (1, [200]), (4, [96, 84, 72, 48])
-    ]  # fmt: skip
+    assert [row["batch"] for row in record["rows"]] == [1, 1, 1, 1, 4]
     per_token = 2 * 2 * 2 * 16 * 4  # keys and values, two layers, two heads of 16 float32
     for row in record["rows"]:
-        ways, dense = row["ways"], row["ways"][row["best_dense"]]
+        ways, dense, tokens = row["ways"], row["ways"][row["best_dense"]], sum(row["lengths"])
         assert dense["token_median_ms"] == min(ways[f"hf_{kind}"]["token_median_ms"] for kind in ("static", "dynamic"))
         for name, speedup in row["speedup"].items():
             assert speedup == pytest.approx(dense["token_median_ms"] / ways[name]["token_median_ms"])
-        assert ways["dense"]["bytes_read_per_step"] >= sum(row["lengths"]) * per_token
+        assert ways["dense"]["bytes_read_per_step"] >= tokens * per_token
         for name in ("gate", "gate_offloaded"):
-            assert 0 < ways[name]["density"] * sum(row["lengths"]) <= row["batch"] * 32 < sum(row["lengths"])
-        assert 0 < ways["gate_offloaded"]["bytes_fetched_per_step"] <= row["batch"] * 32 * per_token
-        assert ways["gate_offloaded"]["resident_bytes_peak"] < ways["gate"]["resident_bytes_peak"]
+            assert 0 < ways[name]["density"] * tokens <= row["batch"] * 2048 < tokens
+        assert 0 < ways["gate_offloaded"]["bytes_fetched_per_step"] <= row["batch"] * 2048 * per_token
+        if (
+            tokens > 3 * 2048 * row["batch"]
+        ):  # else the memory for a step's blocks, and as many again, holds nearly all
+            assert ways["gate_offloaded"]["resident_bytes_peak"] < ways["gate"]["resident_bytes_peak"]
 
 
-def test_end_to_end_refuses_to_time_wrong_tokens(tmp_path: Path) -> None:
-    before = "from seergate import ops; right = ops.dense_decode; ops.dense_decode = lambda *a, **o: -right(*a, **o)"
-    done = end_to_end("--output", str(tmp_path), before=before)
+SHORT_END_TO_END = ["--block-size", "8", "--budget", "32", "--lengths", "64", "--batch-lengths", "--prompt", "24"]
+
+
+def test_end_to_end_refuses_to_time_wrong_tokens(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    right = ops.dense_decode
+    monkeypatch.setattr(ops, "dense_decode", lambda *a, **o: -right(*a, **o))
+    done = run("end_to_end", tmp_path, *SHORT_END_TO_END)
     assert done.returncode == 1 and "gives other tokens than the plain model" in done.stderr, done.stderr
     assert not list(tmp_path.iterdir())
 
 
-FETCH_AHEAD = "--threads 1 --variables 8 --new-tokens 12 --methods quest --budgets 32 --rooms 2 --aheads 2"
+@pytest.mark.parametrize(
+    ("op", "wrong", "message"),
+    [
+        ("sparse_decode", lambda right, q, k, v, *rest: 1.01 * right(q, k, v, *rest), "sparse_decode has a relative"),
+        ("sparse_decode", lambda right, q, k, v, *rest: right(q, k, v, *rest) + 0 * v.sum(), "sparse_decode has"),
+        ("select_blocks", lambda right, scores, *rest, **rule: right(-scores, *rest, **rule), "select_blocks with"),
+    ],
+)
+def test_decode_refuses_to_time_wrong_kernels(op, wrong, message, tmp_path, monkeypatch) -> None:
+    monkeypatch.setattr(ops, op, partial(wrong, getattr(ops, op)))
+    done = run("decode", tmp_path, *SHORT, "--lengths", "64")
+    assert done.returncode == 1 and message in done.stderr, done.stderr
+    assert not list(tmp_path.iterdir())
 
 
-def test_fetch_ahead(tmp_path: Path) -> None:
-    command = [sys.executable, "benchmarks/fetch_ahead.py", *FETCH_AHEAD.split(), "--output", str(tmp_path)]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+def test_distill(tmp_path: Path) -> None:
+    done = run("distill", tmp_path)
     assert done.returncode == 0, done.stderr
-    none, some = json.loads((tmp_path / "fetch_ahead.json").read_text())["rows"]
-    assert (none["ahead"], none["ahead_bytes_per_step"], none["used"], none["spared"]) == (0, 0, None, 0)
-    assert some["ahead"] == 2 and some["ahead_bytes_per_step"] > 0 and 0 < some["used"] < 1
-    on_demand = [row["on_demand_bytes_per_step"] for row in (none, some)]
-    assert some["spared"] == pytest.approx(1 - on_demand[1] / on_demand[0])
+    record = record_of(tmp_path)
+    assert record["options"]["backend"] == "torch"
+    small, large = record["rows"]
+    assert (small["length"], large["length"]) == (100, 256)
+    for row in record["rows"]:
+        assert max(row[f"{name}_error"] for name in ("loss", "dqg", "dkg")) < 1e-4
+        for name in ("gate_kl", "gate_kl_given_lse", "attention_with_block_targets", "plain_attention"):
+            assert row[f"{name}_median_ms"] > 0 and row[f"{name}_peak_mb"] >= 0
+    assert small["materialised_loss_error"] < 1e-5  # the baseline computes the same
+    ratio = small["gate_kl_median_ms"] / small["materialised_median_ms"]
+    assert small["time_ratio"] == pytest.approx(ratio, rel=0.1, abs=0.02)
+    assert "materialised_peak_mb" not in large
+
+
+def _wrong_loss(right, *a, **o):
+    loss, stats = right(*a, **o)
+    return 1.01 * loss, stats
+
+
+def _wrong_output(right, q, k, v, *a):
+    found = right(q, k, v, *a)
+    return found._replace(output=1.01 * found.output)
+
+
+def _wrong_on_long_packs(right, q, k, qg, kg, *a, **o):
+    return right(q, k, qg if len(q) < 150 else qg * 1.01, kg, *a, **o)
 
 
 @pytest.mark.parametrize(
-    ("wrong", "message"),
+    ("op", "wrong", "message"),
     [
-        (
-            "ops.sparse_decode = lambda q, k, v, *rest: 1.01 * right(q, k, v, *rest)",
-            "sparse_decode has a relative error",
-        ),
-        (
-            "ops.sparse_decode = lambda q, k, v, *rest: right(q, k, v, *rest) + 0 * v.sum()",
-            "sparse_decode has",
-        ),
-        (
-            "ops.select_blocks = lambda scores, *rest, **rule: chosen(-scores, *rest, **rule)",
-            "select_blocks with {'token_budget': 64} is wrong",
-        ),
+        ("gate_kl", _wrong_loss, "loss has a relative error"),
+        ("attention_with_block_targets", _wrong_output, "output has a relative error"),
+        ("gate_kl", _wrong_on_long_packs, "on the tensors to be timed"),
     ],
 )
-def test_decode_refuses_to_time_wrong_kernels(wrong: str, message: str, tmp_path: Path) -> None:
-    before = f"from seergate import ops; right, chosen = ops.sparse_decode, ops.select_blocks; {wrong}"
-    done = decode("--lengths", "64", "--output", str(tmp_path), before=before)
+def test_distill_refuses_to_time_what_is_wrong(op, wrong, message, tmp_path, monkeypatch) -> None:
+    monkeypatch.setattr(ops, op, partial(wrong, getattr(ops, op)))
+    done = run("distill", tmp_path, "--block-sizes", "16", "--lengths", "256")
     assert done.returncode == 1 and message in done.stderr, done.stderr
     assert not list(tmp_path.iterdir())
+
+
+def test_lossless(tmp_path: Path) -> None:
+    done = run("lossless", tmp_path)
+    assert done.returncode == 0, done.stderr
+    rows = record_of(tmp_path)["rows"]
+    shares = [row for row in rows if row["part"] == "acceptance"]
+    assert {row["method"] for row in shares} == {"gate", "quest", "oracle", "random"}
+    assert all(0 <= row["acceptance"] <= 1 and row["tokens_per_dense_pass"] >= 1 for row in shares)
+    for row in rows:
+        if row["part"] == "passes":
+            best, draft = min(row["dense_ms"], row["hf_static_ms"]), row["draft_tokens"]
+            cycle = draft * row["draft_ms"] + row["verify_ms"]
+            found = row["speedup_at_acceptance"]["0.9"]
+            assert found == pytest.approx(expected_tokens(0.9, draft) * best / cycle)

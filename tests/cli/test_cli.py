@@ -11,26 +11,18 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
 
 from seergate.cli.console import say_report
-from seergate.cli.main import COMMANDS, main
+from seergate.cli.main import COMMANDS
 from seergate.errors import sentence
 from seergate.report.write import Report
 from tests.eval import support
+from tests.running import ROOT, Done, run_seergate
 
-ROOT = Path(__file__).resolve().parents[2]
 ENVIRONMENT = {**os.environ, "PYTHONPATH": str(ROOT), "PYTHONWARNINGS": "ignore"}
-
-
-@dataclass
-class Done:
-    returncode: int
-    stdout: str
-    stderr: str
 
 
 def process(*arguments: str) -> Done:
@@ -48,20 +40,10 @@ def process(*arguments: str) -> Done:
 
 
 @pytest.fixture
-def seergate(capsys, monkeypatch) -> Callable[..., Done]:
+def seergate(monkeypatch) -> Callable[..., Done]:
     """The same without the seconds that a process takes to import torch."""
     monkeypatch.setenv("OMP_WAIT_POLICY", "PASSIVE")
-
-    def run(*arguments: str) -> Done:
-        capsys.readouterr()
-        try:
-            code = main(arguments)
-        except SystemExit as stop:  # argparse
-            code = int(stop.code or 0)
-        captured = capsys.readouterr()
-        return Done(code, captured.out, captured.err)
-
-    return run
+    return run_seergate
 
 
 def refusal(done: Done) -> str:
@@ -256,6 +238,7 @@ def test_interrupting_is_130_without_a_traceback(saved, tmp_path):
         stdout=subprocess.DEVNULL,
         stderr=subprocess.PIPE,
         text=True,
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.default_int_handler),  # a background shell ignores it
     )
     path = tmp_path / "dense" / "samples.jsonl"
     deadline = time.monotonic() + 120
