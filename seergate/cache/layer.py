@@ -24,7 +24,7 @@ from seergate.decode.stats import token_bytes
 from seergate.errors import SeergateError
 from seergate.hf.call import Appended, Arrival
 from seergate.methods.base import LayerSpec, LayerState, Method, Rotary, Step
-from seergate.methods.evicting import EvictingMethod, EvictingState, Eviction, compact, trimmed
+from seergate.methods.evicting import CompressingMethod, CompressingState, Eviction, compact, trimmed
 
 if TYPE_CHECKING:
     from seergate.decode.stats import DecodeStats, Fetched
@@ -122,7 +122,7 @@ class GatedLayer(CacheLayerMixin):
             self.raise_full(new)
         arrival, self.arrival = self.arrival, None
         if arrival is None:  # the model runs without its gates: keep the tokens, but the method has not seen them
-            if isinstance(self.method, EvictingMethod) and self.slots:
+            if isinstance(self.method, CompressingMethod) and self.slots:
                 raise SeergateError(
                     f"this cache was filled under {self.method.name!r}, which evicted from it; start a new one"
                 )
@@ -142,10 +142,10 @@ class GatedLayer(CacheLayerMixin):
         self._store(keys, arrival.compact(value_states), starts, counts)
         self.slots += new
         self.row_seen = [seen + count for seen, count in zip(self.row_seen, counts, strict=True)]
-        if isinstance(self.method, EvictingMethod) and self.static_length is not None:
+        if isinstance(self.method, CompressingMethod) and self.static_length is not None:
             beyond = (0, 0, 0, self.static_length - new)  # the mask was made for all slots
             return pad(key_states, beyond), pad(value_states, beyond)
-        if isinstance(self.method, EvictingMethod) or (fresh and self.static_length is None):
+        if isinstance(self.method, CompressingMethod) or (fresh and self.static_length is None):
             return key_states, value_states
         if new == 1 and self.appended is not None and not self.shared:
             return key_states, value_states  # the attention function reads the buffers themselves
@@ -224,7 +224,7 @@ class GatedLayer(CacheLayerMixin):
             return
         if self.static_length is None:
             roomy = self._room_for(tokens)
-            limit = self.state.most_resident() if isinstance(self.state, EvictingState) else roomy
+            limit = self.state.most_resident() if isinstance(self.state, CompressingState) else roomy
             tokens = min(roomy, limit) if tokens <= limit else roomy  # longer only before a prompt is compressed
         tokens = self._in_blocks(tokens)
         for name in ("keys", "values"):
@@ -235,7 +235,7 @@ class GatedLayer(CacheLayerMixin):
     @ordinary_tensors
     def evict(self, eviction: Eviction) -> None:
         """Let go of residents, and of the room for more than the method may hold (after a long prompt)."""
-        assert self.keys is not None and self.values is not None and isinstance(self.state, EvictingState)
+        assert self.keys is not None and self.values is not None and isinstance(self.state, CompressingState)
         lengths = list(self.row_lengths)
         for row, length in zip(eviction.rows, eviction.lengths, strict=True):
             lengths[row] = length
@@ -293,7 +293,7 @@ class GatedLayer(CacheLayerMixin):
         kept = tokens_to_remove if tokens_to_remove > 0 else self.slots + tokens_to_remove
         if kept >= self.slots or not self.is_initialized:
             return
-        if isinstance(self.method, EvictingMethod):
+        if isinstance(self.method, CompressingMethod):
             raise SeergateError(f"a cache of the evicting method {self.method.name!r} cannot be cropped")
         if kept < 0:
             raise SeergateError(f"{-tokens_to_remove} tokens are to be cropped and the cache has {self.slots}")

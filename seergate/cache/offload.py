@@ -32,7 +32,8 @@ from seergate.cache.ordinary import ordinary_tensors
 from seergate.config import is_int
 from seergate.decode.stats import Fetched
 from seergate.errors import SeergateError
-from seergate.methods.base import Method, SelectingMethod, Step
+from seergate.methods.base import Method, Step
+from seergate.methods.selecting import SelectingMethod
 
 
 @dataclass(frozen=True)

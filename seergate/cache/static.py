@@ -17,8 +17,7 @@ from seergate.cache.layer import GatedLayer
 from seergate.cache.ordinary import ordinary_tensors
 from seergate.decode.stats import DecodeStats, FixedCounts
 from seergate.hf.call import Appended
-from seergate.methods.base import Step
-from seergate.methods.fixed_step import FixedStep
+from seergate.methods.base import FixedStep, Step
 
 
 class FixedLayer(GatedLayer):

@@ -36,7 +36,7 @@ def kept(options: argparse.Namespace, task: Task, out: Path, tiny: bool) -> Path
     from seergate.eval.store import write_text
     from seergate.hf.families import kv_heads
     from seergate.hf.loading import base_config, skeleton
-    from seergate.methods import EvictingMethod, KV4Bit
+    from seergate.methods import EvictingMethod
     from seergate.report.attention_plots import kept_plot
     from seergate.report.tables import markdown
 
@@ -44,9 +44,7 @@ def kept(options: argparse.Namespace, task: Task, out: Path, tiny: bool) -> Path
     specs = grid(options.method or (TINY_KEPT if tiny else REAL_KEPT), [budget], None)
     check_auto(specs)
     for spec in specs:
-        if not spec.uncalibrated and (
-            not isinstance(method := spec.method(None), EvictingMethod) or isinstance(method, KV4Bit)
-        ):
+        if not spec.uncalibrated and not isinstance(spec.method(None), EvictingMethod):
             raise SeergateError(f"{spec.name!r} evicts nothing, so there is nothing to see; give methods that evict")
     heads = kv_heads(skeleton(base_config(model_path(options.model))))  # known before any weight is read
     layer, head = seen_layer(heads, options.layer, options.head), options.head

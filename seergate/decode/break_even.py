@@ -27,7 +27,8 @@ from seergate.decode.step_times import Times, step_times
 from seergate.errors import SeergateError
 from seergate.hf import families
 from seergate.hf.rope import Rotary
-from seergate.methods.base import LayerSpec, Method, SelectingMethod, SelectingState
+from seergate.methods.base import LayerSpec, Method
+from seergate.methods.selecting import SelectingMethod, SelectingState
 from seergate.ops.backend import choose
 
 

@@ -37,7 +37,7 @@ from seergate.cache.layer import GatedLayer
 from seergate.decode.rollback import layers_without_return, refuse_changing_angles, refuse_layers_without_return
 from seergate.decode.speculation import VERIFYING_COST, DraftLength, accept_greedy, accept_sampled, cycle_cost
 from seergate.decode.stats import token_bytes
-from seergate.methods.base import SelectingMethod
+from seergate.methods.selecting import SelectingMethod
 
 if TYPE_CHECKING:
     from transformers.generation.streamers import BaseStreamer

@@ -21,7 +21,7 @@ from seergate.decode.rollback import layers_without_return, refuse_layers_withou
 from seergate.decode.step import VERIFIED_TOKENS
 from seergate.errors import SeergateError
 from seergate.hf import families
-from seergate.methods.base import SelectingMethod
+from seergate.methods.selecting import SelectingMethod
 
 if TYPE_CHECKING:
     from seergate.hf.attach import Handle

@@ -20,10 +20,10 @@ from seergate.decode.stats import DecodeStats
 from seergate.errors import SeergateError
 from seergate.hf.call import Appended, pick_up
 from seergate.hf.rope import modeling_module
-from seergate.methods.base import SelectingMethod, SelectingState, Step
-from seergate.methods.evicting import EvictingState
-from seergate.methods.fixed_step import FixedStep
-from seergate.methods.oracle import log_probabilities
+from seergate.methods.base import FixedStep, Step
+from seergate.methods.evicting import CompressingState
+from seergate.methods.scoring import log_probabilities
+from seergate.methods.selecting import SelectingMethod, SelectingState
 from seergate.ops import Selection
 
 ATTENTION_NAME = "seergate"
@@ -108,13 +108,13 @@ def attend(
     if layer.decoded < new:
         layer.decoding = layer.decoded > 0
         stats.saw_prompt(layer.layer, layer.nbytes, layer.row_bytes)
-        if isinstance(state, EvictingState) and any(start != 0 for start in step.starts):
+        if isinstance(state, CompressingState) and any(start != 0 for start in step.starts):
             raise SeergateError(
                 f"the evicting method {layer.method.name!r} takes a prompt in one piece, then token by token; "
                 "pass the whole conversation with a new cache"
             )
         output, weights = dense(module, query, key, value, attention_mask, **kwargs)
-        if isinstance(state, EvictingState):
+        if isinstance(state, CompressingState):
             _evict(layer, state, step, stats)
         if not layer.decoded:
             return output, weights
@@ -129,7 +129,7 @@ def _to_decode(layer: GatedLayer, appended: Appended, new: int) -> int:
     """How many of the new tokens, the last ones, are decoded; those before them are (part of) a prompt."""
     if new == 1:
         return 1
-    if isinstance(layer.state, EvictingState):
+    if isinstance(layer.state, CompressingState):
         return 0
     if appended.drafted is None:
         return new if layer.decoding and new <= VERIFIED_TOKENS and appended.aligned else 0
@@ -183,19 +183,19 @@ def _decode(layer: GatedLayer, state: Any, step: Step, stats: DecodeStats, measu
             output = layer.attend_to(step, selection.indices)
         if measure_recall:
             stats.record_recall(layer.layer, _recall(step, selection, layer.block_size))
-    elif isinstance(state, EvictingState):
+    elif isinstance(state, CompressingState):
         output, score_bytes = state.attend(step), state.score_bytes(step)
     if output is None:
         output = attend_to_all(step)
     fetched = layer.take_fetched(step, everything=selection is None)
     if fetched is not None:
         stats.fetched(layer.layer, fetched)
-    read = state.tokens_read(step) if isinstance(state, EvictingState) else step.ends
+    read = state.tokens_read(step) if isinstance(state, CompressingState) else step.ends
     seen = [total - held + end for total, held, end in zip(layer.row_seen, layer.row_lengths, step.ends, strict=True)]
     held = layer.nbytes, layer.row_bytes
     stats.record(layer.layer, step, seen, read, selection, layer.block_size, score_bytes, *held)
     stats.remembers(layer.layer, state.nbytes)
-    if isinstance(state, EvictingState):
+    if isinstance(state, CompressingState):
         _evict(layer, state, step, stats)
     return output
 
@@ -254,7 +254,7 @@ def attend_to_all(step: Step) -> Tensor:
 
 
 @ordinary_tensors
-def _evict(layer: GatedLayer, state: EvictingState, step: Step, stats: DecodeStats) -> None:
+def _evict(layer: GatedLayer, state: CompressingState, step: Step, stats: DecodeStats) -> None:
     eviction = state.keep(step)
     if eviction is not None:
         stats.evicted(layer.layer, step, eviction)

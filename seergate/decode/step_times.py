@@ -12,7 +12,8 @@ from torch import Tensor
 
 from seergate import ops
 from seergate.cache.ordinary import show
-from seergate.methods.base import LayerSpec, SelectingMethod, SelectingState, Step
+from seergate.methods.base import LayerSpec, Step
+from seergate.methods.selecting import SelectingMethod, SelectingState
 
 MOST_BYTES = {"cpu": 256 << 20, "cuda": 1 << 30}
 """What keys and values take. They are read in turn, so that short ones lie in no cache of the processor either."""

@@ -30,7 +30,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from seergate.eval.engine import Batch, encode
 from seergate.hf.attach import Handle
-from seergate.methods import EvictingMethod, SelectingMethod
+from seergate.methods import CompressingMethod, SelectingMethod
 
 WINDOWS, WINDOW_TOKENS = 16, 32
 REPLAYED_TOKENS = 1024
@@ -122,7 +122,7 @@ def measure_proxies(
         return None
     sharing = None if handle.pager is None else handle.pager.sharing
     shares = sharing is not None and sharing.reason is not None
-    replayed = REPLAYED_TOKENS if shares or isinstance(handle.method, EvictingMethod) else 0
+    replayed = REPLAYED_TOKENS if shares or isinstance(handle.method, CompressingMethod) else 0
     weighed = isinstance(handle.method, SelectingMethod)
     before, handle.measure_recall = handle.measure_recall, weighed
     handle.reset_stats()

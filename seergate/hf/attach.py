@@ -41,7 +41,8 @@ from seergate.hf.hiding import hide_what_is_masked
 from seergate.hf.prompts import PromptReader
 from seergate.hf.resolving import check_calibration, check_dense_layers, check_gates, resolve_method
 from seergate.hf.rope import Rotary
-from seergate.methods import Gate, GateOnEvictor, Method, ReasonCache, SelectingMethod
+from seergate.methods import Gate, GateOnEvictor, Method, SelectingMethod
+from seergate.reason.method import ReasonCache
 from seergate.reason.paged_layer import CachePages, PagedLayer, Paging
 from seergate.reason.pager import Pager
 from seergate.reason.sharing import give_up

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from seergate.errors import SeergateError
-from seergate.methods.evicting import EvictingMethod
+from seergate.methods.evicting import CompressingMethod
 
 if TYPE_CHECKING:
     from seergate.cache.layer import GatedLayer
@@ -110,7 +110,7 @@ def refuse_masked(layer: GatedLayer, valid: Tensor | None, new: int) -> None:
     Raises:
         SeergateError: naming the row.
     """
-    if valid is None or new > 1 or not isinstance(layer.method, EvictingMethod):
+    if valid is None or new > 1 or not isinstance(layer.method, CompressingMethod):
         return
     for row, real in enumerate(valid[:, 0].tolist()):
         if not real and layer.row_seen[row] > 0:

@@ -10,7 +10,7 @@ from torch import Tensor
 from seergate.cache.layer import GatedLayer
 from seergate.errors import SeergateError
 from seergate.hf.call import visible_slots
-from seergate.methods.evicting import EvictingMethod
+from seergate.methods.evicting import CompressingMethod
 from seergate.reason.paged_layer import PagedLayer
 
 
@@ -44,7 +44,7 @@ def _forget(layer: GatedLayer, known: Tensor, hidden: Tensor) -> None:
         raise SeergateError(
             f"{held}, and shows later ones; only the newest tokens of a row can be taken back, so start a new cache"
         )
-    if isinstance(layer.method, EvictingMethod) or isinstance(layer, PagedLayer):
+    if isinstance(layer.method, CompressingMethod) or isinstance(layer, PagedLayer):
         raise SeergateError(
             f"{held}, which a {type(layer).__name__} under {layer.method.name!r} cannot take back; start a new one, "
             "or leave them visible"

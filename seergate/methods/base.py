@@ -11,15 +11,12 @@ from __future__ import annotations
 import math
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
-from typing import Any, ClassVar, Literal, Protocol
+from typing import Any, ClassVar, Protocol
 
 import torch
 from torch import Tensor
 
-from seergate import ops
-from seergate.config import DecodeConfig, is_int
-from seergate.methods.short_rows import with_all_blocks
-from seergate.ops import Selection
+from seergate.config import is_int
 
 
 class Rotary(Protocol):
@@ -104,6 +101,23 @@ class Step:
     def max_length(self) -> int:
         """Tokens of the longest row."""
         return max(self.ends)
+
+
+class FixedStep(Step):
+    """A decode step whose shapes and branches do not depend on lengths, for a compiler or a CUDA graph.
+
+    One token per row on a static cache. The host does not know the rows' lengths: ``starts`` and ``counts`` are empty,
+    and a method goes by ``lengths`` alone.
+    """
+
+    @property
+    def max_length(self) -> int:
+        """Tokens that a row may have at most: the cache's capacity."""
+        return self.keys_BKCD.shape[2]
+
+    @property
+    def host_lengths(self) -> list[int] | None:
+        return None
 
 
 class LayerState:
@@ -204,7 +218,7 @@ class Method(ABC):
 
     @property
     def fixed_shapes(self) -> bool:
-        """Whether a decode step can be the same operations whatever the rows' lengths (`methods.fixed_step`)."""
+        """Whether a decode step can be the same operations whatever the rows' lengths (`FixedStep`)."""
         return False
 
     @property
@@ -226,99 +240,49 @@ class Method(ABC):
         """A fresh state for one layer of one request."""
 
 
-@dataclass(kw_only=True)
-class SelectingMethod(Method):
-    """Keeps the whole cache and reads some of its blocks at each step.
+def check_counts(method: object, **least: int) -> None:
+    """Refuse options that are not whole numbers of at least ``least[name]``.
 
-    Attributes:
-        token_budget, threshold, top_p, sink_blocks, dense_layers, dense_below, rectify_every, lossless, draft_tokens:
-            see `DecodeConfig`.
-        block_size: tokens per block.
+    Raises:
+        ValueError: naming the option, what it is and what it must be.
     """
-
-    token_budget: int | None = None
-    threshold: float | None = None
-    top_p: float | None = None
-    sink_blocks: int = 0
-    dense_layers: tuple[int, ...] = ()
-    dense_below: int | Literal["auto"] = 0
-    rectify_every: int | None = None
-    lossless: bool = False
-    draft_tokens: int | None = None
-    block_size: int = 64
-
-    def __post_init__(self) -> None:
-        self.rule = DecodeConfig(
-            token_budget=self.token_budget,
-            threshold=self.threshold,
-            top_p=self.top_p,
-            sink_blocks=self.sink_blocks,
-            dense_layers=self.dense_layers,
-            dense_below=self.dense_below,
-            rectify_every=self.rectify_every,
-            lossless=self.lossless,
-            draft_tokens=self.draft_tokens,
-            compat=None,
-        )
-        if not is_int(self.block_size) or self.block_size < 1:
-            raise ValueError(f"block_size is {self.block_size!r}; it must be a positive number of tokens")
-        self.rule.check_block_size(self.block_size)
-        self.token_budget = self.rule.token_budget
-
-    def selects_in(self, layer: int) -> bool:
-        """Whether steps of this layer may read less than everything."""
-        return layer not in self.rule.dense_layers
-
-    def select(self, state: SelectingState, step: Step) -> Selection | None:
-        """The blocks to read at a decode step, or ``None`` for all of them."""
-        short = self.rule.dense_up_to
-        if state.spec.layer in self.rule.dense_layers or step.max_length <= max(self.covered_tokens, short):
-            return None
-        step.scores_BKN = state.scores(step)
-        selection = self.choose(step.scores_BKN, step.lengths)
-        if short:
-            selection = with_all_blocks(selection, step.ends, self.block_size, short)
-        return selection
-
-    def choose(self, scores_BKN: Tensor, lengths: Tensor) -> Selection:
-        """The blocks that the rule picks by these scores, in rows of ``lengths [B]`` tokens."""
-        return ops.select_blocks(
-            scores_BKN,
-            lengths,
-            block_size=self.block_size,
-            token_budget=self.rule.token_budget,
-            threshold=self.rule.threshold,
-            top_p=self.rule.top_p,
-            sink_blocks=self.rule.sink_blocks,
-        )
-
-    @property
-    def covered_tokens(self) -> int:
-        """The longest row that the budget has room for, in tokens; -1 without one, and where the published code is
-        followed, which selects all the same.
-        """
-        if self.rule.token_budget is None or self.rule.compat == "published":
-            return -1
-        return self.rule.token_budget // self.block_size * self.block_size
-
-    def covers(self, length: int) -> bool:
-        """Whether the budget has room for every block of ``length`` tokens."""
-        return length <= self.covered_tokens
+    for name, lowest in least.items():
+        value = getattr(method, name)
+        if not is_int(value) or value < lowest:
+            raise ValueError(f"{name} is {value!r}; it must be a whole number, {lowest} or greater")
 
 
-class SelectingState(LayerState, ABC):
-    """State of a `SelectingMethod`."""
+def check_choice(method: object, **choices: tuple[str, ...]) -> None:
+    """Refuse options that are none of ``choices[name]``.
 
-    @abstractmethod
-    def scores(self, step: Step) -> Tensor:
-        """Score every block for the newest token of each row: ``[B, K, N]``, higher is better. Entries of the current
-        block and beyond are ignored.
-        """
+    Raises:
+        ValueError: naming the option, what it is and what it must be.
+    """
+    for name, known in choices.items():
+        value = getattr(method, name)
+        if value not in known:
+            raise ValueError(f"{name} is {value!r}; it must be {' or '.join(map(repr, known))}")
 
-    def score_bytes(self, step: Step) -> list[int]:
-        """Per row, bytes that `scores` reads, all heads together."""
-        return [self.bytes_to_score(end) for end in step.ends]
 
-    def bytes_to_score(self, tokens: Any) -> Any:
-        """The same of a row of so many tokens: a number, or a tensor of numbers."""
-        return 0 * tokens
+def check_flags(method: object, *names: str) -> None:
+    """Refuse options that are neither true nor false.
+
+    Raises:
+        ValueError: naming the option, what it is and what it must be.
+    """
+    for name in names:
+        value = getattr(method, name)
+        if not isinstance(value, bool):
+            raise ValueError(f"{name} is {value!r}; it must be True or False")
+
+
+def check_share(method: object, *names: str) -> None:
+    """Refuse options that are not numbers in 0..1.
+
+    Raises:
+        ValueError: naming the option, what it is and what it must be.
+    """
+    for name in names:
+        value = getattr(method, name)
+        if not isinstance(value, (int, float)) or isinstance(value, bool) or not 0 <= value <= 1:
+            raise ValueError(f"{name} is {value!r}; it must be a number in 0..1")

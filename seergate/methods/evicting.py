@@ -9,12 +9,12 @@ import warnings
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
 
-from seergate.methods.base import LayerSpec, LayerState, Method, Step
+from seergate.methods.base import LayerSpec, LayerState, Method, Step, check_choice, check_counts
 
 
 class LongPromptWarning(UserWarning):
@@ -22,7 +22,12 @@ class LongPromptWarning(UserWarning):
 
 
 @dataclass(kw_only=True)
-class EvictingMethod(Method):
+class CompressingMethod(Method):
+    """Takes tokens out of the cache, for good (`EvictingMethod`) or into a smaller form in its state (`KV4Bit`)."""
+
+
+@dataclass(kw_only=True)
+class EvictingMethod(CompressingMethod):
     """Drops tokens from the cache for good. What stays is decided per KV head, or one set for all of a layer's heads,
     but never per query head, whose separate sets would take G times the memory.
     """
@@ -52,23 +57,20 @@ class Eviction:
     lengths: list[int]
 
 
-class EvictingState(LayerState, ABC):
-    """State of an `EvictingMethod`.
+class CompressingState(LayerState, ABC):
+    """State of a `CompressingMethod`. What the cache still holds are the residents.
 
     Attributes:
-        per_token: names of the tensors ``rows[name] [B, K, T, ...]`` that have one entry per resident.
         prompts: per row, tokens of the prompt.
         decoded: per row, tokens since then, the current one included.
     """
-
-    per_token: tuple[str, ...] = ()
 
     def __init__(self, spec: LayerSpec) -> None:
         super().__init__(spec)
         self.prompts, self.decoded = [0] * spec.batch, [0] * spec.batch
 
     def append(self, step: Step) -> None:
-        """See `LayerState`. The first tokens of a row are its prompt."""
+        """The first tokens of a row are its prompt."""
         for row, (start, count) in enumerate(zip(step.starts, step.counts, strict=True)):
             if start == 0:
                 self.prompts[row] = count
@@ -110,26 +112,35 @@ class EvictingState(LayerState, ABC):
 
     def moved(self, eviction: Eviction, capacity: int) -> None:
         """Follow the cache, which has just carried out an eviction and has room for ``capacity`` tokens now."""
-        for name in self.per_token:
-            compact(self.rows[name], eviction)
-            self.rows[name] = trimmed(self.rows[name], capacity)
 
     def select_rows(self, index: Tensor) -> None:
-        """See `LayerState`."""
         super().select_rows(index)
         chosen = index.tolist()
         self.prompts = [self.prompts[row] for row in chosen]
         self.decoded = [self.decoded[row] for row in chosen]
 
-    def entries(self, name: str, held: Any, seen: Any, block_size: int) -> Any:
-        """See `LayerState`."""
-        return held if name in self.per_token else super().entries(name, held, seen, block_size)
-
     def append_rows(self, other: LayerState) -> None:
-        """See `LayerState`."""
-        assert isinstance(other, EvictingState)
+        assert isinstance(other, CompressingState)
         super().append_rows(other)
         self.prompts, self.decoded = self.prompts + other.prompts, self.decoded + other.decoded
+
+
+class EvictingState(CompressingState):
+    """State of an `EvictingMethod`.
+
+    Attributes:
+        per_token: names of the tensors ``rows[name] [B, K, T, ...]`` that have one entry per resident.
+    """
+
+    per_token: tuple[str, ...] = ()
+
+    def moved(self, eviction: Eviction, capacity: int) -> None:
+        for name in self.per_token:
+            compact(self.rows[name], eviction)
+            self.rows[name] = trimmed(self.rows[name], capacity)
+
+    def entries(self, name: str, held: Any, seen: Any, block_size: int) -> Any:
+        return held if name in self.per_token else super().entries(name, held, seen, block_size)
 
     def room(self, name: str, tokens: int) -> Tensor:
         """The per-token tensor ``rows[name]``, with at least this many entries; new ones are zero."""
@@ -147,3 +158,123 @@ def compact(buffer: Tensor, eviction: Eviction) -> None:
     heads = torch.arange(buffer.shape[1], device=buffer.device)[:, None]
     slots = torch.arange(eviction.index.shape[2], device=buffer.device)
     buffer[rows, heads, slots] = buffer[rows, heads, eviction.index]
+
+
+PROMPT = ("evictable", "pinned", "extra")
+
+
+@dataclass(kw_only=True)
+class BudgetedMethod(EvictingMethod):
+    """Keeps the ``token_budget`` residents of each row and KV head that score best.
+
+    Between two evictions the cache grows by ``interval`` tokens, so at most ``token_budget + interval`` are resident
+    once a prompt has been compressed. Of equal scores the newer token stays.
+
+    Attributes:
+        token_budget: residents after an eviction.
+        interval: tokens from one eviction to the next.
+        prompt: ``"evictable"``: its tokens compete like all others, and one longer than the budget is compressed at
+            once. ``"pinned"``: they stay and count in the budget; where they leave less than ``interval`` (or the
+            recent tokens that always stay) of it to generated tokens, these get so much beyond the budget.
+            ``"extra"``: they stay beside the budget.
+    """
+
+    token_budget: int = 1024
+    interval: int = 1
+    prompt: str = "evictable"
+
+    periodic: ClassVar[bool] = False
+    """Whether evictions come at decode steps that are multiples of ``interval`` rather than once ``interval`` tokens
+    are over the budget."""
+
+    def __post_init__(self) -> None:
+        check_counts(self, token_budget=1, interval=1)
+        check_choice(self, prompt=PROMPT)
+
+    @property
+    def recent(self) -> int:
+        """How many of the newest tokens always stay."""
+        return 0
+
+    def check_recent(self, name: str) -> None:
+        """Refuse a budget that the recent tokens, option ``name``, do not fit in."""
+        if self.token_budget < self.recent:
+            raise ValueError(f"token_budget is {self.token_budget}; it must be at least {name} ({self.recent})")
+
+    def kept(self, prompt_tokens: int) -> int:
+        """Residents of a row after an eviction."""
+        if self.prompt == "evictable":
+            return self.token_budget
+        if self.prompt == "extra":
+            return prompt_tokens + self.token_budget
+        return max(self.token_budget, prompt_tokens + max(self.interval, self.recent))
+
+    def on_long_prompt(self, prompt_tokens: int) -> str | None:
+        """What is done with a prompt that the budget has no room for; ``None`` if there is room."""
+        kept = self.kept(prompt_tokens)
+        if prompt_tokens <= self.token_budget and (self.prompt != "pinned" or kept == self.token_budget):
+            return None
+        if self.prompt == "evictable":
+            return f"{kept} of its tokens stay, the others leave at once"
+        return f"it stays, and {kept - prompt_tokens} generated tokens beside it, {kept} in all"
+
+
+class BudgetedState(EvictingState):
+    """State of a `BudgetedMethod`: a subclass says how important residents are."""
+
+    def __init__(self, spec: LayerSpec, method: BudgetedMethod) -> None:
+        super().__init__(spec)
+        self.budget = method
+
+    def saw_prompt(self, tokens: int) -> None:
+        done = self.budget.on_long_prompt(tokens)
+        if done is not None:
+            self.budget.warn_of_prompt(tokens, self.budget.token_budget, done)
+
+    @abstractmethod
+    def importance(self, step: Step, row: int) -> Tensor:
+        """Scores of a row's residents, ``[K, T]`` or, for one decision for all heads, ``[1, T]``; higher stays.
+        Called when something has to go. Scores of what always stays are ignored.
+        """
+
+    def most_resident(self) -> int:
+        return max(self.budget.kept(prompt) for prompt in self.prompts) + self.budget.interval
+
+    def due(self, row: int, held: int) -> bool:
+        """Whether a row that holds so many tokens evicts now."""
+        method, decoded = self.budget, self.decoded[row]
+        kept = method.kept(self.prompts[row])
+        if method.periodic and decoded:
+            return decoded % method.interval == 0 and held > kept
+        return held > kept and (decoded == 0 or held >= kept + method.interval)
+
+    @torch.no_grad()
+    def keep(self, step: Step) -> Eviction | None:
+        ends, method = step.ends, self.budget
+        rows = [row for row, end in enumerate(ends) if self.due(row, end)]
+        if not rows:
+            return None
+        longest = max(ends[row] for row in rows)
+        heads, kept = self.spec.num_kv_heads, [method.kept(self.prompts[row]) for row in rows]
+        ranked = []
+        for row in rows:
+            scores = self.importance(step, row).clone()
+            pinned = 0 if method.prompt == "evictable" else self.prompts[row]
+            scores[:, :pinned] = torch.inf
+            scores[:, ends[row] - method.recent :] = torch.inf
+            padding = scores.new_full((len(scores), longest - ends[row]), -torch.inf)
+            ranked.append(torch.cat((scores, padding), dim=1).expand(heads, -1))
+        return Eviction(rows, best(torch.stack(ranked), kept), kept)
+
+
+def best(scores_RKT: Tensor, kept: list[int]) -> Tensor:
+    """Indices of the ``kept[r]`` highest scores of each row, the newer of equals; ascending.
+
+    Returns:
+        int64 ``[R, K, max(kept)]``, padded with the last index.
+    """
+    total, width = scores_RKT.shape[-1], max(kept)
+    # a stable sort of the reversed scores: of equals the newer comes first, whatever else is in the batch
+    index = total - 1 - scores_RKT.flip(-1).sort(dim=-1, descending=True, stable=True).indices[..., :width]
+    counted = torch.arange(width, device=index.device) < torch.tensor(kept, device=index.device)[:, None]
+    return index.masked_fill(~counted[:, None], total).sort(-1).values.clamp(max=total - 1)

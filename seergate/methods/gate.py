@@ -6,7 +6,8 @@ newest blocks, from which a block's entry is made when it closes. Entries made i
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, replace
+import copy
+from dataclasses import dataclass, field, fields, replace
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 import torch
@@ -15,8 +16,8 @@ from torch import Tensor
 from seergate import ops
 from seergate.config import DecodeConfig
 from seergate.errors import SeergateError
-from seergate.methods.base import LayerSpec, LayerState, SelectingMethod, SelectingState, Step
-from seergate.methods.published import published_selection
+from seergate.methods.base import LayerSpec, LayerState, Step
+from seergate.methods.selecting import SelectingMethod, SelectingState
 from seergate.ops import Selection
 
 if TYPE_CHECKING:
@@ -41,6 +42,7 @@ class Gate(SelectingMethod):
     block_size: int = 0
 
     def __post_init__(self) -> None:
+        self._copies: dict[tuple[int, torch.device], AttnGate] = {}
         size = getattr(getattr(self.bank, "config", None), "block_size", None)
         if size is None:
             raise SeergateError(f"bank is a {type(self.bank).__name__}; it must be a GateBank")
@@ -52,36 +54,65 @@ class Gate(SelectingMethod):
             self.compat = "published" if self.bank.decode_defaults.get("compat") == "published" else None
         self.rule = replace(self.rule, compat=self.compat)
 
+    def __eq__(self, other: object) -> bool:
+        """The same options and the same gates, be they one bank or two with equal weights."""
+        if type(other) is not type(self):
+            return NotImplemented
+        options = [option.name for option in fields(self) if option.name != "bank"]
+        return all(getattr(self, name) == getattr(other, name) for name in options) and _same(self.bank, other.bank)
+
     @classmethod
-    def from_config(cls, bank: Gates, decode: DecodeConfig) -> Gate:
-        """Gates with a `DecodeConfig`."""
-        return cls(bank=bank, **vars(decode))
+    def from_config(cls, bank: Gates, decode: DecodeConfig, **options: Any) -> Gate:
+        """Gates with a `DecodeConfig`, and a subclass's own options."""
+        return cls(bank=bank, **vars(decode), **options)
 
     def new_state(self, spec: LayerSpec) -> LayerState:
-        """See `Method`. A layer that has no gate stays dense."""
+        """A layer that has no gate stays dense."""
         if str(spec.layer) not in self.bank.layers:
             return LayerState(spec)
-        gate = self.bank.gate(spec.layer).to(spec.device)  # a layer may live on another device than the next
-        return GateState(spec, gate, rotate_at_last=self.compat == "published")
+        return GateState(spec, self._gate_on(spec), rotate_at_last=self.compat == "published")
+
+    def _gate_on(self, spec: LayerSpec) -> AttnGate:
+        """A layer's gate on the layer's device. The bank stays where it is: on another device there is a copy, which
+        takes over the bank's weights for every new cache but keeps its address.
+        """
+        gate = self.bank.gate(spec.layer)
+        if gate.k_proj.weight.device == spec.device:
+            return gate
+        key = spec.layer, spec.device
+        if key not in self._copies:
+            self._copies[key] = copy.deepcopy(gate).to(spec.device)
+        self._copies[key].load_state_dict(gate.state_dict())
+        return self._copies[key]
 
     def selects_in(self, layer: int) -> bool:
-        """See `SelectingMethod`."""
         return super().selects_in(layer) and str(layer) in self.bank.layers
 
     @property
     def fixed_shapes(self) -> bool:
-        """See `Method`."""
         return self.compat is None and self.dense_below == 0
 
     def select(self, state: LayerState, step: Step) -> Selection | None:
-        """See `SelectingMethod`."""
         return super().select(state, step) if isinstance(state, GateState) else None
 
     def choose(self, scores_BKN: Tensor, lengths: Tensor) -> Selection:
-        """See `SelectingMethod`."""
         if self.compat == "published":
             return published_selection(scores_BKN, lengths, self.block_size, self.rule)
         return super().choose(scores_BKN, lengths)
+
+
+def _same(one: Gates, other: Gates) -> bool:
+    if one is other:
+        return True
+    ours, theirs = one.state_dict(), other.state_dict()
+    return (
+        (one.config, one.geometry) == (other.config, other.geometry)
+        and ours.keys() == theirs.keys()
+        and all(
+            tensor.dtype == theirs[name].dtype and torch.equal(tensor.cpu(), theirs[name].cpu())
+            for name, tensor in ours.items()
+        )
+    )
 
 
 class GateState(SelectingState):
@@ -105,7 +136,6 @@ class GateState(SelectingState):
 
     @torch.no_grad()
     def append(self, step: Step) -> None:
-        """See `LayerState`."""
         self.grown("kg", -(-step.max_length // self.block_size))
         if step.k_pre_BKSD.shape[2] == 1 and all(step.counts):
             self._append_one(step)
@@ -150,17 +180,15 @@ class GateState(SelectingState):
 
     @torch.no_grad()
     def scores(self, step: Step) -> Tensor:
-        """See `SelectingState`."""
         qg_BK1E = self.gate.queries(step.q_pre_BHSD, (step.lengths - 1)[:, None])
         return self.gate.scores(qg_BK1E, self.rows["kg"])[:, :, 0]
 
     def bytes_to_score(self, tokens: Any) -> Any:
-        """See `SelectingState`."""
         kg = self.rows["kg"]
         return (tokens - 1) // self.block_size * (kg.shape[1] * kg.shape[3] * kg.element_size())
 
     def crop(self, before: list[int], after: list[int], keys_BKCD: Tensor, offsets: list[int]) -> None:
-        """See `LayerState`. Raw keys of a reopened block that are gone are recovered from the rotated ones."""
+        """Raw keys of a reopened block that are gone are recovered from the rotated ones."""
         size, recent, oldest = self.block_size, self.rows["recent"], self.rows["oldest"]
         for row, (old, new) in enumerate(zip(before, after, strict=True)):
             held_from = max(int(oldest[row]), old - 2 * size)
@@ -173,3 +201,36 @@ class GateState(SelectingState):
                     recent[row][:, index % (2 * size)] = raw[0]
                 held_from = opened
             oldest[row] = held_from
+
+
+def published_selection(scores_BKN: Tensor, lengths: Tensor, block_size: int, rule: DecodeConfig) -> Selection:
+    """Select as the published decode loop does.
+
+    The block that the newest token belongs to takes part in softmax and top-k: with logit 0 while it is open, with its
+    own score once it is complete. The last and the first block are then read on top of the budget.
+
+    Args:
+        scores_BKN: gate logits ``[B, K, N]``.
+        lengths: ``[B]``, the current token included.
+        block_size: tokens per block.
+        rule: token budget or threshold.
+    """
+    used = -(-lengths // block_size)  # blocks in use, the open one included
+    width = int(used.max())
+    blocks = torch.arange(width, device=lengths.device)
+    valid = (blocks < used[:, None])[:, None]
+    last = (blocks == used[:, None] - 1)[:, None]
+    is_open = last & (lengths % block_size != 0)[:, None, None]
+    logits = scores_BKN[..., :width].float().masked_fill(is_open, 0.0).masked_fill(~valid, -torch.inf)
+    if rule.threshold is not None:
+        chosen = logits.softmax(-1) > rule.threshold
+    else:
+        assert rule.token_budget is not None
+        # a stable sort: ties go to the lower block, whatever else is in the batch
+        ranked = logits.sort(dim=-1, descending=True, stable=True).indices
+        best = ranked[..., : min(width, rule.token_budget // block_size)]
+        chosen = torch.zeros_like(logits, dtype=torch.bool).scatter(-1, best, True)
+    chosen = (chosen | last | (blocks == 0)) & valid
+    counts = chosen.sum(-1)
+    indices = torch.where(chosen, blocks, width).sort(-1).values[..., : int(counts.max())]
+    return Selection(indices.masked_fill(indices == width, -1).int(), counts.int())

@@ -13,7 +13,6 @@ from seergate import ops
 from seergate.methods.base import LayerSpec, LayerState, Step
 from seergate.methods.evicting import EvictingMethod, EvictingState, Eviction
 from seergate.methods.gate import Gate, GateState
-from seergate.methods.kv4bit import KV4Bit
 from seergate.methods.raas import RaaS
 from seergate.methods.streaming_llm import StreamingLLM
 
@@ -46,14 +45,14 @@ class GateOnEvictor(EvictingMethod):
 
     def __post_init__(self) -> None:
         named = f"the gate cannot work on what {self.evictor.name!r} leaves"
+        if not isinstance(self.evictor, EvictingMethod):
+            raise ValueError(f"{named}: that method evicts nothing")
         if isinstance(self.evictor, GateOnEvictor):
             raise ValueError(f"{named}: it is one gate on another; give the evictor itself")
         if isinstance(self.evictor, StreamingLLM) and not self.evictor.stores_pre_rope:
             raise ValueError(f"{named}: that method holds tokens that it no longer reads")
         if self.evictor.stores_pre_rope:
             raise ValueError(f"{named}: that method gives its tokens new positions at every step")
-        if isinstance(self.evictor, KV4Bit):
-            raise ValueError(f"{named}: that method evicts nothing; it keeps all tokens in 4 bits")
         if isinstance(self.evictor, RaaS) and self.evictor.prompt_budget is not None:
             raise ValueError(f"{named} with prompt_budget, which selects from the prompt already; drop one of them")
         if self.gate.compat is not None:
@@ -68,16 +67,13 @@ class GateOnEvictor(EvictingMethod):
 
     @property
     def nominal(self) -> str:
-        """See `Method`."""
         return f"{self.evictor.nominal}, reads {self.gate.nominal}"
 
     @property
     def calibrated_on(self) -> str | None:
-        """See `Method`."""
         return self.evictor.calibrated_on
 
     def new_state(self, spec: LayerSpec) -> LayerState:
-        """See `Method`."""
         return GateOnEvictorState(spec, self)
 
 
@@ -105,7 +101,6 @@ class GateOnEvictorState(EvictingState):
 
     @torch.no_grad()
     def append(self, step: Step) -> None:
-        """See `LayerState`."""
         super().append(step)
         self.evicting.append(step)
         whole, index = self._whole(step), self.room("index", step.max_length)
@@ -115,7 +110,6 @@ class GateOnEvictorState(EvictingState):
 
     @torch.no_grad()
     def attend(self, step: Step) -> Tensor | None:
-        """See `EvictingState`."""
         output, self.read = self.evicting.attend(step), None
         gate, whole, held = self.method.gate, self._whole(step), step.max_length
         layer = self.spec.layer
@@ -150,11 +144,10 @@ class GateOnEvictorState(EvictingState):
         )
 
     def tokens_read(self, step: Step) -> Sequence[float]:
-        """See `EvictingState`."""
         return self.evicting.tokens_read(step) if self.read is None else self.read
 
     def score_bytes(self, step: Step) -> list[int]:
-        """See `EvictingState`: what both read to decide, the keys that an evictor weighs all residents by included."""
+        """What both read to decide, the keys that an evictor weighs all residents by included."""
         found = self.evicting.score_bytes(step)
         if self.read is None or not isinstance(self.gating, GateState):
             return found
@@ -167,26 +160,21 @@ class GateOnEvictorState(EvictingState):
         return [a + b * need for a, b, need in zip(found, scored, needed, strict=True)]
 
     def most_resident(self) -> int:
-        """See `EvictingState`."""
         return self.evicting.most_resident()
 
     def keep(self, step: Step) -> Eviction | None:
-        """See `EvictingState`."""
         return self.evicting.keep(step)
 
     def moved(self, eviction: Eviction, capacity: int) -> None:
-        """See `EvictingState`."""
         super().moved(eviction, capacity)
         self.evicting.moved(eviction, capacity)
 
     def select_rows(self, index: Tensor) -> None:
-        """See `LayerState`."""
         super().select_rows(index)
         self.evicting.select_rows(index)
         self.gating.select_rows(index)
 
     def append_rows(self, other: LayerState) -> None:
-        """See `LayerState`."""
         assert isinstance(other, GateOnEvictorState)
         super().append_rows(other)
         self.evicting.append_rows(other.evicting)
@@ -194,11 +182,10 @@ class GateOnEvictorState(EvictingState):
 
     @property
     def nbytes(self) -> int:
-        """See `LayerState`."""
         return super().nbytes + self.evicting.nbytes + self.gating.nbytes
 
     def own_bytes(self, held: Any, seen: Any, block_size: int) -> Any:
-        """See `LayerState`. The gate's blocks are those of the whole text."""
+        """The gate's blocks are those of the whole text."""
         pages = int(getattr(self.method.evictor, "block_size", 1))
         return (
             super().own_bytes(held, seen, block_size)

@@ -8,9 +8,8 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from seergate.methods.base import LayerSpec, LayerState, Step
-from seergate.methods.budgeted import BudgetedMethod, BudgetedState
-from seergate.methods.checks import check_choice, check_counts
+from seergate.methods.base import LayerSpec, LayerState, Step, check_choice, check_counts
+from seergate.methods.evicting import BudgetedMethod, BudgetedState
 from seergate.methods.scoring import attend_and_weigh, prompt_probabilities, reduced
 
 
@@ -44,11 +43,9 @@ class H2O(BudgetedMethod):
 
     @property
     def recent(self) -> int:
-        """See `BudgetedMethod`."""
         return self.token_budget // 2 if self.recent_tokens is None else self.recent_tokens
 
     def new_state(self, spec: LayerSpec) -> LayerState:
-        """See `Method`."""
         return H2OState(spec, self)
 
 
@@ -65,7 +62,6 @@ class H2OState(BudgetedState):
 
     @torch.no_grad()
     def append(self, step: Step) -> None:
-        """See `LayerState`."""
         super().append(step)
         for name in self.per_token:
             self.room(name, step.max_length)
@@ -80,7 +76,6 @@ class H2OState(BudgetedState):
 
     @torch.no_grad()
     def attend(self, step: Step) -> Tensor:
-        """See `EvictingState`."""
         output, p_BKGT = attend_and_weigh(step)
         held, new = step.max_length, torch.tensor(step.starts, device=output.device)[:, None, None]
         fresh = torch.arange(held, device=output.device) >= new  # such a slot may hold what an evicted token left
@@ -90,6 +85,5 @@ class H2OState(BudgetedState):
         return output
 
     def importance(self, step: Step, row: int) -> Tensor:
-        """See `BudgetedState`."""
         mass = self.rows["mass"][row, :, : step.ends[row]]
         return mass / self.rows["queries"][row, :, : step.ends[row]] if "queries" in self.rows else mass

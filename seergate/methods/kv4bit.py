@@ -14,16 +14,15 @@ import torch
 from torch import Tensor
 
 from seergate import ops
-from seergate.methods.base import LayerSpec, LayerState, Step
-from seergate.methods.checks import check_choice, check_counts
-from seergate.methods.evicting import EvictingMethod, EvictingState, Eviction
+from seergate.methods.base import LayerSpec, LayerState, Step, check_choice, check_counts
+from seergate.methods.evicting import CompressingMethod, CompressingState, Eviction
 
 LEVELS = 15
 """The highest of the codes 0..15."""
 
 
 @dataclass(kw_only=True)
-class KV4Bit(EvictingMethod):
+class KV4Bit(CompressingMethod):
     """Keep the newest tokens as they are and all others in 4 bits per number, with a scale and a minimum per group.
 
     As in KIVI a key's channel is rounded over ``group`` consecutive tokens, because some channels of keys are much
@@ -51,15 +50,13 @@ class KV4Bit(EvictingMethod):
 
     @property
     def nominal(self) -> str:
-        """See `Method`."""
         return "all, in 4 bits"
 
     def new_state(self, spec: LayerSpec) -> LayerState:
-        """See `Method`."""
         return KV4BitState(spec, self)
 
 
-class KV4BitState(EvictingState):
+class KV4BitState(CompressingState):
     """Packed codes and, in float16, minima and scales, all in units of ``group`` tokens, N of them:
 
     ``keys``, ``values [B, K, N, group, D / 2]`` uint8; ``key_range``, ``value_range [B, K, N, 2, ...]``. Row b's first
@@ -93,7 +90,7 @@ class KV4BitState(EvictingState):
 
     @torch.no_grad()
     def attend(self, step: Step) -> Tensor | None:
-        """See `EvictingState`: to the rounded tokens and to the others."""
+        """To the rounded tokens and to the others."""
         stored = self.stored(step)
         if not any(stored):
             return None
@@ -126,24 +123,22 @@ class KV4BitState(EvictingState):
         return None if kind == "key" and self.method.key_groups == "channel" else self.channels
 
     def tokens_read(self, step: Step) -> list[float]:
-        """See `EvictingState`: all."""
+        """All."""
         return [self.seen(row) for row in range(len(step.ends))]
 
     def score_bytes(self, step: Step) -> list[int]:
-        """See `EvictingState`."""
         return [-old * self.saved_per_token for old in self.stored(step)]
 
     def entries(self, name: str, held: Any, seen: Any, block_size: int) -> Any:
-        """See `LayerState`: every tensor is in units of a group of rounded tokens."""
+        """Every tensor is in units of a group of rounded tokens."""
         return (seen - held) // self.method.group
 
     def most_resident(self) -> int:
-        """See `EvictingState`."""
         return self.method.residual + self.method.group
 
     @torch.no_grad()
     def keep(self, step: Step) -> Eviction | None:
-        """See `EvictingState`: whole groups of tokens that are old enough go from the cache into the state."""
+        """Whole groups of tokens that are old enough go from the cache into the state."""
         size, ends = self.method.group, step.ends
         old = {row: (end - self.method.residual) // size * size for row, end in enumerate(ends)}
         old = {row: count for row, count in old.items() if count > 0}

@@ -8,9 +8,8 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from seergate.methods.base import LayerSpec, LayerState, Step
-from seergate.methods.budgeted import BudgetedMethod, BudgetedState
-from seergate.methods.checks import check_choice, check_counts, check_flags, check_share
+from seergate.methods.base import LayerSpec, LayerState, Step, check_choice, check_counts, check_flags, check_share
+from seergate.methods.evicting import BudgetedMethod, BudgetedState
 from seergate.methods.scoring import attend_and_weigh, reduced
 
 
@@ -59,18 +58,15 @@ class LazyEviction(BudgetedMethod):
 
     @property
     def recent(self) -> int:
-        """See `BudgetedMethod`."""
         return self.window
 
     def on_long_prompt(self, prompt_tokens: int) -> str | None:
-        """See `BudgetedMethod`."""
         found = super().on_long_prompt(prompt_tokens)
         if found is None or self.prompt != "evictable":
             return found
         return f"it stays until {self.window} tokens are generated, and then {self.token_budget} of all tokens stay"
 
     def new_state(self, spec: LayerSpec) -> LayerState:
-        """See `Method`."""
         return LazyState(spec, self)
 
 
@@ -88,19 +84,17 @@ class LazyState(BudgetedState):
         self.rows = {"active": empty, "mri": empty.clone()}
 
     def due(self, row: int, held: int) -> bool:
-        """See `BudgetedState`."""
         return self.decoded[row] > 0 and super().due(row, held)
 
     @torch.no_grad()
     def append(self, step: Step) -> None:
-        """See `LayerState`."""
         super().append(step)
         for name in self.per_token:
             self.room(name, step.max_length)
 
     @torch.no_grad()
     def attend(self, step: Step) -> Tensor:
-        """See `EvictingState`. Updates the recurrence intervals (equation 1)."""
+        """Updates the recurrence intervals (equation 1)."""
         output, p_BKGT = attend_and_weigh(step)
         held, device = step.max_length, output.device
         active, mri = (self.rows[name][:, :, :held] for name in self.per_token)
@@ -115,7 +109,6 @@ class LazyState(BudgetedState):
         return output
 
     def importance(self, step: Step, row: int) -> Tensor:
-        """See `BudgetedState`."""
         active, mri = (self.rows[name][row, :, : step.ends[row]].double() for name in self.per_token)
         return recurrence_score(self.decoded[row] - active, mri, self.method.use_h2, self.method.h1)
 

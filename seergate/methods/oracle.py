@@ -12,7 +12,9 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from seergate.methods.base import LayerSpec, LayerState, SelectingMethod, SelectingState, Step
+from seergate.methods.base import LayerSpec, LayerState, Step
+from seergate.methods.scoring import log_probabilities
+from seergate.methods.selecting import SelectingMethod, SelectingState
 
 
 @dataclass(kw_only=True)
@@ -26,7 +28,6 @@ class Oracle(SelectingMethod):
     name: ClassVar[str] = "oracle"
 
     def new_state(self, spec: LayerSpec) -> LayerState:
-        """See `Method`."""
         return OracleState(spec, self.block_size)
 
 
@@ -39,32 +40,12 @@ class OracleState(SelectingState):
 
     @torch.no_grad()
     def scores(self, step: Step) -> Tensor:
-        """See `SelectingState`."""
         logp_BKGT = log_probabilities(step)
         missing = -logp_BKGT.shape[-1] % self.block_size
         blocks = F.pad(logp_BKGT, (0, missing), value=-torch.inf).unflatten(-1, (-1, self.block_size))
         return blocks.amax(-1).amax(2)
 
     def score_bytes(self, step: Step) -> list[int]:
-        """See `SelectingState`: all keys."""
+        """All keys."""
         keys = step.keys_BKCD
         return [end * keys.shape[1] * keys.shape[3] * keys.element_size() for end in step.ends]
-
-
-def log_probabilities(step: Step) -> Tensor:
-    """Log of dense attention's probabilities at a decode step, ``[B, K, G, T]``, T the longest row's length; minus
-    infinity beyond a row's length. Attention sinks take their share of the probability.
-    """
-    keys = step.keys_BKCD[:, :, : step.max_length]
-    q_BKGD = step.q_BHSD[:, :, 0].to(keys.device).unflatten(1, (keys.shape[1], -1))  # offloaded keys lie elsewhere
-    wide = torch.promote_types(keys.dtype, torch.float32)
-    logits = (q_BKGD.to(wide) * step.sm_scale) @ keys.to(wide).transpose(-1, -2)
-    if step.softcap is not None:
-        logits = step.softcap * torch.tanh(logits / step.softcap)
-    if len(set(step.ends)) > 1:
-        held = torch.arange(keys.shape[2], device=keys.device) < step.lengths.to(keys.device)[:, None]
-        logits = logits.masked_fill(~held[:, None, None], -torch.inf)
-    normaliser = logits.logsumexp(-1, keepdim=True)
-    if step.sinks is not None:
-        normaliser = torch.logaddexp(normaliser, step.sinks.to(keys.device, wide).view(1, keys.shape[1], -1, 1))
-    return (logits - normaliser).to(step.lengths.device)

@@ -10,11 +10,9 @@ from torch import Tensor
 
 from seergate import ops
 from seergate.errors import SeergateError
-from seergate.methods.base import LayerSpec, LayerState, Step
-from seergate.methods.checks import check_choice, check_counts, check_share
-from seergate.methods.evicting import EvictingMethod, EvictingState, Eviction, compact, trimmed
+from seergate.methods.base import LayerSpec, LayerState, Step, check_choice, check_counts, check_share
+from seergate.methods.evicting import EvictingMethod, EvictingState, Eviction, best, compact, trimmed
 from seergate.methods.quest import PageBounds
-from seergate.methods.scoring import best
 
 
 @dataclass(kw_only=True)
@@ -75,7 +73,6 @@ class RaaS(EvictingMethod):
                 )
 
     def new_state(self, spec: LayerSpec) -> LayerState:
-        """See `Method`."""
         return RaaSState(spec, self)
 
 
@@ -106,12 +103,10 @@ class RaaSState(EvictingState):
         return min(pages, max(1, int(method.share * of)))
 
     def most_resident(self) -> int:
-        """See `EvictingState`."""
         rows = range(len(self.prompts))
         return max(self._pinned(row) + self._room(row) for row in rows) * self.method.block_size + 1
 
     def saw_prompt(self, tokens: int) -> None:
-        """See `EvictingState`."""
         budget = self.method.token_budget
         if tokens <= budget:
             return
@@ -123,7 +118,6 @@ class RaaSState(EvictingState):
             self.method.warn_of_prompt(tokens, budget, done)
 
     def append(self, step: Step) -> None:
-        """See `LayerState`."""
         super().append(step)
         for row in range(len(step.counts)):
             if self._room(row) < 1:
@@ -136,7 +130,7 @@ class RaaSState(EvictingState):
 
     @torch.no_grad()
     def attend(self, step: Step) -> Tensor | None:
-        """See `EvictingState`. Notes which pages are used; reads part of the prompt if so asked."""
+        """Notes which pages are used; reads part of the prompt if so asked."""
         size, ends, used = self.method.block_size, step.ends, self.rows["used"]
         pages = [-(-end // size) for end in ends]
         total, device = max(pages), used.device
@@ -185,7 +179,6 @@ class RaaSState(EvictingState):
         return index.masked_fill(padding[:, None], -1)
 
     def tokens_read(self, step: Step) -> list[int]:
-        """See `EvictingState`."""
         size = self.method.block_size
         skipped = []
         for row, end in enumerate(step.ends):
@@ -194,16 +187,13 @@ class RaaSState(EvictingState):
         return [end - size * pages for end, pages in zip(step.ends, skipped, strict=True)]
 
     def score_bytes(self, step: Step) -> list[int]:
-        """See `EvictingState`."""
         return [self.pages.nbytes(end) for end in step.ends]
 
     def entries(self, name: str, held: Any, seen: Any, block_size: int) -> Any:
-        """See `LayerState`."""
         return -(-held // block_size) if name in self.per_page else super().entries(name, held, seen, block_size)
 
     @torch.no_grad()
     def keep(self, step: Step) -> Eviction | None:
-        """See `EvictingState`."""
         size, ends = self.method.block_size, step.ends
         pages = [-(-end // size) for end in ends]
         kept = {row: self._pinned(row) + self._room(row) for row in range(len(pages)) if self.decoded[row]}
@@ -221,7 +211,6 @@ class RaaSState(EvictingState):
         return Eviction(rows, tokens[..., : max(lengths)].clamp(max=max(ends) - 1), lengths)
 
     def moved(self, eviction: Eviction, capacity: int) -> None:
-        """See `EvictingState`."""
         size = self.method.block_size
         pages = Eviction(eviction.rows, eviction.index[..., ::size] // size, eviction.lengths)
         for name in self.per_page:

@@ -8,10 +8,9 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from seergate.methods.base import LayerSpec, LayerState, Step
-from seergate.methods.checks import check_choice, check_counts
-from seergate.methods.evicting import EvictingMethod, EvictingState, Eviction
-from seergate.methods.scoring import QueryWindow, best, logits, pooled
+from seergate.methods.base import LayerSpec, LayerState, Step, check_choice, check_counts
+from seergate.methods.evicting import EvictingMethod, EvictingState, Eviction, best
+from seergate.methods.scoring import QueryWindow, logits, pooled
 
 
 @dataclass(kw_only=True)
@@ -55,11 +54,10 @@ class RPC(EvictingMethod):
 
     @property
     def nominal(self) -> str:
-        """See `Method`: there is no token budget; what is kept grows with the answer."""
+        """There is no token budget; what is kept grows with the answer."""
         return f"1/{self.ratio} of the answer"
 
     def new_state(self, spec: LayerSpec) -> LayerState:
-        """See `Method`."""
         return RPCState(spec, self)
 
 
@@ -71,7 +69,6 @@ class RPCState(EvictingState):
         self.method, self.window = method, QueryWindow(self, method.window)
 
     def append(self, step: Step) -> None:
-        """See `LayerState`."""
         super().append(step)
         self.window.append(step)
 
@@ -85,12 +82,11 @@ class RPCState(EvictingState):
         return self.prompts[row] + quota + self.method.window
 
     def most_resident(self) -> int:
-        """See `EvictingState`. Until the next compression: it grows."""
+        """Until the next compression: it grows."""
         return max(self.kept(row) for row in range(len(self.prompts))) + self.method.interval
 
     @torch.no_grad()
     def keep(self, step: Step) -> Eviction | None:
-        """See `EvictingState`."""
         method, ends = self.method, step.ends
         passed = [decoded - method.window for decoded in self.decoded]
         rows = [row for row, n in enumerate(passed) if n > 0 and n % method.interval == 0]

@@ -14,7 +14,6 @@ from torch.nn import functional as F
 
 from seergate.methods.base import Step
 from seergate.methods.evicting import EvictingState
-from seergate.methods.oracle import log_probabilities
 
 TILE = 128
 """Rows of a prompt, or of its keys, that are compared with all keys at a time."""
@@ -23,6 +22,25 @@ TILE = 128
 def reduced(x: Tensor, group_reduction: str, dim: int) -> Tensor:
     """One value per KV head: the ``"max"`` or ``"mean"`` over the query heads of its group, which are axis ``dim``."""
     return x.amax(dim) if group_reduction == "max" else x.mean(dim)
+
+
+def log_probabilities(step: Step) -> Tensor:
+    """Log of dense attention's probabilities at a decode step, ``[B, K, G, T]``, T the longest row's length; minus
+    infinity beyond a row's length. Attention sinks take their share of the probability.
+    """
+    keys = step.keys_BKCD[:, :, : step.max_length]
+    q_BKGD = step.q_BHSD[:, :, 0].to(keys.device).unflatten(1, (keys.shape[1], -1))  # offloaded keys lie elsewhere
+    wide = torch.promote_types(keys.dtype, torch.float32)
+    logits = (q_BKGD.to(wide) * step.sm_scale) @ keys.to(wide).transpose(-1, -2)
+    if step.softcap is not None:
+        logits = step.softcap * torch.tanh(logits / step.softcap)
+    if len(set(step.ends)) > 1:
+        held = torch.arange(keys.shape[2], device=keys.device) < step.lengths.to(keys.device)[:, None]
+        logits = logits.masked_fill(~held[:, None, None], -torch.inf)
+    normaliser = logits.logsumexp(-1, keepdim=True)
+    if step.sinks is not None:
+        normaliser = torch.logaddexp(normaliser, step.sinks.to(keys.device, wide).view(1, keys.shape[1], -1, 1))
+    return (logits - normaliser).to(step.lengths.device)
 
 
 def attend_and_weigh(step: Step) -> tuple[Tensor, Tensor]:
@@ -74,19 +92,6 @@ def pooled(scores_RKT: Tensor, kernel: int, kind: str) -> Tensor:
     """
     pool = F.avg_pool1d if kind == "avg" else F.max_pool1d
     return pool(scores_RKT, kernel, stride=1, padding=kernel // 2)
-
-
-def best(scores_RKT: Tensor, kept: list[int]) -> Tensor:
-    """Indices of the ``kept[r]`` highest scores of each row, the newer of equals; ascending.
-
-    Returns:
-        int64 ``[R, K, max(kept)]``, padded with the last index.
-    """
-    total, width = scores_RKT.shape[-1], max(kept)
-    # a stable sort of the reversed scores: of equals the newer comes first, whatever else is in the batch
-    index = total - 1 - scores_RKT.flip(-1).sort(dim=-1, descending=True, stable=True).indices[..., :width]
-    counted = torch.arange(width, device=index.device) < torch.tensor(kept, device=index.device)[:, None]
-    return index.masked_fill(~counted[:, None], total).sort(-1).values.clamp(max=total - 1)
 
 
 class QueryWindow:

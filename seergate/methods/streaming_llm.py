@@ -9,8 +9,7 @@ import torch
 from torch import Tensor
 
 from seergate import ops
-from seergate.methods.base import LayerSpec, LayerState, Step
-from seergate.methods.checks import check_choice, check_counts
+from seergate.methods.base import LayerSpec, LayerState, Step, check_choice, check_counts
 from seergate.methods.evicting import EvictingMethod, EvictingState, Eviction
 
 
@@ -51,7 +50,6 @@ class StreamingLLM(EvictingMethod):
             )
 
     def new_state(self, spec: LayerSpec) -> LayerState:
-        """See `Method`."""
         return StreamingState(spec, self)
 
 
@@ -63,7 +61,6 @@ class StreamingState(EvictingState):
         self.method = method
 
     def saw_prompt(self, tokens: int) -> None:
-        """See `EvictingState`."""
         budget, sinks = self.method.token_budget, self.method.sink_tokens
         if tokens > budget:
             done = f"generated tokens see its first {sinks} tokens and the newest {budget - sinks} of all"
@@ -71,7 +68,6 @@ class StreamingState(EvictingState):
 
     @torch.no_grad()
     def attend(self, step: Step) -> Tensor:
-        """See `EvictingState`."""
         visible, held = self._visible(step.ends, step.lengths.device)
         index = visible[:, None, :, None].expand(-1, step.keys_BKCD.shape[1], -1, step.keys_BKCD.shape[3])
         keys, values, q_BH1D = step.keys_BKCD.gather(2, index), step.values_BKCD.gather(2, index), step.q_BHSD
@@ -84,15 +80,13 @@ class StreamingState(EvictingState):
         )
 
     def tokens_read(self, step: Step) -> list[int]:
-        """See `EvictingState`: what is evicted but still resident is not read."""
+        """What is evicted but still resident is not read."""
         return [min(end, self.method.token_budget) for end in step.ends]
 
     def most_resident(self) -> int:
-        """See `EvictingState`."""
         return self.method.token_budget + self.method.interval
 
     def keep(self, step: Step) -> Eviction | None:
-        """See `EvictingState`."""
         rows = [row for row, end in enumerate(step.ends) if end >= self.most_resident()]
         if not rows:
             return None

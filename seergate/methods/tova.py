@@ -8,9 +8,8 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from seergate.methods.base import LayerSpec, LayerState, Step
-from seergate.methods.budgeted import BudgetedMethod, BudgetedState
-from seergate.methods.checks import check_choice, check_flags
+from seergate.methods.base import LayerSpec, LayerState, Step, check_choice, check_flags
+from seergate.methods.evicting import BudgetedMethod, BudgetedState
 from seergate.methods.scoring import attend_and_weigh, causal_softmax
 
 
@@ -37,11 +36,9 @@ class TOVA(BudgetedMethod):
 
     @property
     def recent(self) -> int:
-        """See `BudgetedMethod`."""
         return int(self.protect_current)
 
     def new_state(self, spec: LayerSpec) -> LayerState:
-        """See `Method`."""
         return TOVAState(spec, self)
 
 
@@ -55,12 +52,10 @@ class TOVAState(BudgetedState):
 
     @torch.no_grad()
     def attend(self, step: Step) -> Tensor:
-        """See `EvictingState`."""
         output, self.p_BKGT = attend_and_weigh(step)
         return output
 
     def importance(self, step: Step, row: int) -> Tensor:
-        """See `BudgetedState`."""
         held = step.ends[row]
         if step.q_BHSD.shape[2] == 1:
             p_KGT = self.p_BKGT[row, ..., :held]

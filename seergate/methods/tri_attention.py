@@ -16,13 +16,12 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from seergate.errors import SeergateError
-from seergate.methods.base import LayerSpec, LayerState, Method, Rotary, Step
-from seergate.methods.budgeted import BudgetedMethod, BudgetedState
-from seergate.methods.checks import check_choice, check_counts
+from seergate.methods.base import LayerSpec, LayerState, Method, Rotary, Step, check_choice, check_counts
+from seergate.methods.evicting import BudgetedMethod, BudgetedState
 from seergate.methods.scoring import reduced
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Centres:
     """What calibration finds out about a model's queries before RoPE.
 
@@ -40,6 +39,13 @@ class Centres:
     tokens: int
     rope: dict[int, Tensor] = field(repr=False, default_factory=dict)
     made: dict[str, Any] = field(default_factory=dict)
+
+    def __eq__(self, other: object) -> bool:
+        if not isinstance(other, Centres):
+            return NotImplemented
+        return (self.fingerprint, self.made) == (other.fingerprint, other.made)
+
+    __hash__ = None  # type: ignore[assignment]
 
     @property
     def fingerprint(self) -> str:
@@ -137,20 +143,25 @@ class TriAttention(BudgetedMethod):
             raise ValueError(
                 f"centres is a {type(self.centres).__name__}; it must be Centres or the path of their file"
             )
-        self.found = self.centres if isinstance(self.centres, Centres) else Centres.load(self.centres)
+        if not isinstance(self.centres, Centres):
+            self.centres = Centres.load(self.centres)
 
     @property
     def recent(self) -> int:
-        """See `BudgetedMethod`."""
         return self.recent_tokens
 
     @property
+    def found(self) -> Centres:
+        """The centres, read from their file if one was given."""
+        assert isinstance(self.centres, Centres)
+        return self.centres
+
+    @property
     def calibrated_on(self) -> str | None:
-        """See `Method`."""
         return self.found.made.get("model")
 
     def new_state(self, spec: LayerSpec) -> LayerState:
-        """See `Method`.
+        """A fresh state.
 
         Raises:
             SeergateError: if the centres are another model's, or its RoPE was another one.
@@ -187,7 +198,6 @@ class TriAttentionState(BudgetedState):
 
     @torch.no_grad()
     def importance(self, step: Step, row: int) -> Tensor:
-        """See `BudgetedState`."""
         method, spec = self.method, self.spec
         pinned = 0 if method.prompt == "evictable" else self.prompts[row]
         competing = slice(pinned, step.ends[row] - method.recent_tokens)
@@ -262,7 +272,7 @@ class Pairs:
         return turned
 
 
-@dataclass(kw_only=True)
+@dataclass(kw_only=True, eq=False)
 class QueryCentres(Method):
     """Calibration of `TriAttention`: dense attention that sums up the queries that pass. Not a method to decode with.
 
@@ -276,7 +286,6 @@ class QueryCentres(Method):
     rope: dict[int, Tensor] = field(default_factory=dict, init=False, repr=False)
 
     def new_state(self, spec: LayerSpec) -> LayerState:
-        """See `Method`."""
         return QueryCentresState(spec, self)
 
     def centres(self) -> Centres:
@@ -302,7 +311,6 @@ class QueryCentresState(LayerState):
 
     @torch.no_grad()
     def append(self, step: Step) -> None:
-        """See `LayerState`."""
         q_HSD = torch.cat([step.q_pre_BHSD[row, :, :count] for row, count in enumerate(step.counts)], dim=1).double()
         total, moduli, count = self.method.sums.get(self.spec.layer, (0, 0, 0))
         self.method.sums[self.spec.layer] = (

@@ -12,10 +12,9 @@ from typing import Any, ClassVar
 
 from seergate.config import is_int
 from seergate.errors import SeergateError
-from seergate.methods.base import LayerSpec, LayerState, Method
-from seergate.methods.checks import check_choice, check_counts, check_flags
-from seergate.methods.dense import Dense
-from seergate.methods.evicting import EvictingMethod
+from seergate.methods.base import LayerSpec, LayerState, Method, check_choice, check_counts, check_flags
+from seergate.methods.controls import Dense
+from seergate.methods.evicting import CompressingMethod
 from seergate.reason.steps import BLANK_LINE
 from seergate.reason.structure import check_installed
 
@@ -89,7 +88,7 @@ class ReasonCache(Method):
             raise ValueError(f"reads is {self.reads!r}; it must be a method that keeps all blocks, such as Gate(...)")
         if self.tokenizer is not None and not hasattr(self.tokenizer, "decode"):
             raise ValueError(f"tokenizer is {self.tokenizer!r}; it must have a decode method")
-        if isinstance(self.reads, (EvictingMethod, ReasonCache)):
+        if isinstance(self.reads, (CompressingMethod, ReasonCache)):
             raise SeergateError(
                 f"{self.name!r} cannot be read with {self.reads.name!r}: the method must keep all blocks, as gate, "
                 "quest and dense do"

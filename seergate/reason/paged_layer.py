@@ -20,8 +20,9 @@ from torch import Tensor
 from seergate.cache.layer import GatedLayer
 from seergate.cache.ordinary import ordinary_tensors
 from seergate.errors import SeergateError
-from seergate.methods.base import Method, SelectingMethod, Step
-from seergate.methods.evicting import EvictingState, Eviction, compact
+from seergate.methods.base import Method, Step
+from seergate.methods.evicting import CompressingState, Eviction, compact
+from seergate.methods.selecting import SelectingMethod
 from seergate.ops.paging import unpaged
 from seergate.reason.paged import BlockStore, Copies
 from seergate.reason.paged_step import PagedStep
@@ -276,7 +277,7 @@ class PagedLayer(GatedLayer):
     def evict(self, eviction: Eviction) -> None:
         """See `GatedLayer`. What stays of a row goes to new blocks: its old ones are sealed."""
         keys, values = self.keys, self.values
-        assert keys is not None and values is not None and isinstance(self.state, EvictingState)
+        assert keys is not None and values is not None and isinstance(self.state, CompressingState)
         compact(keys, eviction)
         compact(values, eviction)
         lengths = list(self.row_lengths)

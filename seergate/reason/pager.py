@@ -11,7 +11,7 @@ from transformers import PreTrainedModel
 from seergate.cache.layer import GatedLayer
 from seergate.errors import SeergateError
 from seergate.methods.base import Method
-from seergate.methods.evicting import EvictingMethod
+from seergate.methods.evicting import CompressingMethod
 from seergate.reason.method import ReasonCache
 from seergate.reason.paged import BlockStore
 from seergate.reason.paged_layer import CachePages, PagedLayer, Paging
@@ -42,7 +42,7 @@ class Pager:
             if paging.block_size is not None or paging.max_blocks is not None:
                 raise SeergateError(f"give block_size and max_blocks to {reason.name!r} itself, not to its paging")
             paging = Paging(reason.block_size, reason.max_blocks, paging.share_prefixes)
-        self._evicts = isinstance(self.method, EvictingMethod)
+        self._evicts = isinstance(self.method, CompressingMethod)
         if self._evicts and paging.share_prefixes:
             raise SeergateError(f"{self.method.name!r} rewrites what it keeps, so rows cannot share prefixes")
         self._paging, self._page = paging, paging.page_of(self.method)

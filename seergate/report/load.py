@@ -12,7 +12,7 @@ from seergate.eval import store
 from seergate.eval.metrics import by_problem, derive
 from seergate.eval.run_config import IDENTITY, part_of
 from seergate.eval.stats import Estimate, clustered, paired, wilson
-from seergate.methods import EvictingMethod, ReasonCache, method_class
+from seergate.methods import CompressingMethod, ReasonCache, method_class
 
 ORDER = (
     *("dense", "kv4bit", "oracle", "gate", "quest", "resa", "random"),
@@ -87,7 +87,7 @@ class Setting:
     @property
     def evicts(self) -> bool:
         """Whether its method lets go of tokens, or keeps them in another form, instead of reading some of all."""
-        return self._is(EvictingMethod)
+        return self._is(CompressingMethod)
 
     @property
     def threshold(self) -> float | None:

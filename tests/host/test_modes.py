@@ -8,7 +8,7 @@ from transformers import DynamicCache
 
 import seergate
 from seergate import DecodeConfig, SeergateError, methods
-from seergate.methods.short_rows import with_all_blocks
+from seergate.methods.selecting import with_all_blocks
 from seergate.ops import Selection
 from tests.host.test_decode import BLOCK, gates, tokens
 from tests.host.test_lossless import selector

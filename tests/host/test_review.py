@@ -162,7 +162,7 @@ def test_padding_that_arrives_token_by_token(name):
 
 
 def test_published_selection_breaks_ties_alike_in_any_batch():
-    from seergate.methods.published import published_selection
+    from seergate.methods.gate import published_selection
 
     rule = DecodeConfig(token_budget=16, compat="published")
     alone = published_selection(torch.zeros(1, 1, 4), torch.tensor([30]), 8, rule)

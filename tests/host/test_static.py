@@ -11,7 +11,7 @@ import seergate
 from seergate import methods
 from seergate.cache.layer import GatedLayer
 from seergate.cache.static import FixedLayer
-from seergate.methods.fixed_step import FixedStep
+from seergate.methods.base import FixedStep
 from tests.host.test_decode import BLOCK, gates
 from tests.models import left_padded, prompt, tiny_model
 

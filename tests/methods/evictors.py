@@ -11,7 +11,7 @@ import torch
 
 import seergate
 from seergate import methods
-from seergate.methods.evicting import EvictingMethod
+from seergate.methods.evicting import CompressingMethod
 from seergate.methods.tri_attention import Centres, QueryCentres
 from tests.methods import naive, naive_views
 from tests.models import prompt, tiny_model
@@ -32,7 +32,7 @@ def centres(model: Any) -> Centres:
     return recorder.centres()
 
 
-def _tri(model: Any, **options: Any) -> EvictingMethod:
+def _tri(model: Any, **options: Any) -> CompressingMethod:
     return methods.TriAttention(centres=centres(model), **options)
 
 
@@ -65,16 +65,16 @@ class Evictor:
         pins_prompt: whether the prompt is never evicted.
     """
 
-    method: Callable[[Any], EvictingMethod]
+    method: Callable[[Any], CompressingMethod]
     policy: Callable[[Any], Any]
     bound: Callable[[int, int], int]
     pins_prompt: bool = False
-    covering: dict[str, int] | Callable[[Any], EvictingMethod] | None = None
+    covering: dict[str, int] | Callable[[Any], CompressingMethod] | None = None
     """Options with which nothing is evicted in a short test, or such a method; a large token budget by default."""
     grows: bool = False
     """Whether something beside the cache grows with the answer."""
 
-    def covers(self, model: Any) -> EvictingMethod:
+    def covers(self, model: Any) -> CompressingMethod:
         """The method with room for everything."""
         if callable(self.covering):
             return self.covering(model)
@@ -85,10 +85,10 @@ def _pages(prompt_tokens: int, page: int) -> int:
     return -(-prompt_tokens // page) * page
 
 
-def _with_gate(evictor: Callable[..., EvictingMethod], budget: int = 16) -> Callable[[Any], EvictingMethod]:
+def _with_gate(evictor: Callable[..., CompressingMethod], budget: int = 16) -> Callable[[Any], CompressingMethod]:
     """A method whose residents the gate chooses from."""
 
-    def make(model: Any) -> EvictingMethod:
+    def make(model: Any) -> CompressingMethod:
         gate = methods.Gate(bank=naive_views.gate_for(model), token_budget=budget)
         return methods.GateOnEvictor(evictor=evictor(), gate=gate)
 

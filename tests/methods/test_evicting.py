@@ -9,7 +9,7 @@ from transformers import DynamicCache
 import seergate
 from seergate import SeergateError
 from seergate.cache.rows import join_rows, keep_rows
-from seergate.methods.budgeted import BudgetedState
+from seergate.methods.evicting import BudgetedState
 from seergate.methods.kv4bit import KV4BitState
 from seergate.methods.raas import RaaSState
 from seergate.methods.rpc import RPCState

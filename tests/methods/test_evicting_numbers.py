@@ -9,12 +9,12 @@ import torch
 
 import seergate
 from seergate import SeergateError, methods
-from seergate.methods import random_evict
-from seergate.methods.budgeted import BudgetedMethod
+from seergate.methods import controls
+from seergate.methods.controls import random_numbers
+from seergate.methods.evicting import BudgetedMethod, best
 from seergate.methods.lazy_eviction import recurrence_score
 from seergate.methods.raas import RaaSState, recency
-from seergate.methods.random_evict import random_numbers
-from seergate.methods.scoring import best, pooled
+from seergate.methods.scoring import pooled
 from tests.methods.evictors import model_of
 from tests.methods.test_methods import spec, step
 from tests.models import prompt, tiny_model
@@ -275,7 +275,7 @@ def test_raas_reads_part_of_a_long_prompt(group):
 def test_the_largest_random_numbers_stay(monkeypatch):
     """Of .3, .9, .1 and .5 the second and the fourth."""
     drawn = torch.tensor([[0.3, 0.9, 0.1, 0.5]])
-    monkeypatch.setattr(random_evict, "random_numbers", lambda index_KT, *of: drawn.expand(index_KT.shape))
+    monkeypatch.setattr(controls, "random_numbers", lambda index_KT, *of: drawn.expand(index_KT.shape))
     method = methods.RandomEvict(token_budget=2, interval=1, prompt="evictable")
     state, last = prompted(method, torch.zeros(1, 1, 1, 4), torch.ones(1, 1, 4, 4))
     assert state.keep(last).index.tolist() == [[[1, 3]]]

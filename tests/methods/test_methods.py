@@ -10,7 +10,7 @@ from seergate import DecodeConfig, GateBank, GateConfig, methods
 from seergate.hf import families
 from seergate.hf.rope import Rotary
 from seergate.methods.base import LayerSpec, Step
-from seergate.methods.published import published_selection
+from seergate.methods.gate import published_selection
 from tests.models import prompt, tiny_model
 
 

@@ -12,7 +12,7 @@ import torch
 import seergate
 from seergate import methods
 from seergate.eval import MethodSpec, RunOptions, evaluate, make_task
-from seergate.methods.budgeted import BudgetedMethod, BudgetedState
+from seergate.methods import BudgetedMethod, BudgetedState
 from tests.eval import support
 from tests.methods import naive
 from tests.methods.evictors import EVICTORS, C, Evictor, model_of

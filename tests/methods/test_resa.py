@@ -9,7 +9,7 @@ import torch
 
 import seergate
 from seergate import methods
-from seergate.methods.resa import best_blocks
+from seergate.methods.quest import best_blocks
 from tests.methods.test_methods import fed
 from tests.models import left_padded, prompt, tiny_model
 

@@ -16,7 +16,8 @@ import seergate
 from seergate import SeergateError, methods
 from seergate.eval.recurrence import query_centres
 from seergate.fingerprint import fingerprint
-from seergate.methods.scoring import best, reduced
+from seergate.methods.evicting import best
+from seergate.methods.scoring import reduced
 from seergate.methods.tri_attention import Centres, Pairs, QueryCentres, tri_scores
 from tests.methods import naive_views
 from tests.methods.evictors import model_of

@@ -8,8 +8,7 @@ from torch.nn.functional import pad
 
 import seergate
 from seergate import methods
-from seergate.methods.r_kv import redundancy
-from seergate.methods.snapkv import window_scores
+from seergate.methods.snapkv import redundancy, window_scores
 from tests.methods.evictors import model_of
 from tests.methods.test_evicting_numbers import prompted
 from tests.methods.test_methods import step

@@ -1,4 +1,4 @@
-"""Random eviction of generated tokens: the control that every other evictor must beat (arXiv 2609.03430)."""
+"""The controls of every comparison: read everything, read at random, evict at random."""
 
 from __future__ import annotations
 
@@ -9,10 +9,66 @@ import torch
 from torch import Tensor
 
 from seergate.config import is_int
-from seergate.methods.base import LayerSpec, LayerState, Step
-from seergate.methods.budgeted import BudgetedMethod, BudgetedState
-from seergate.methods.checks import check_choice, check_counts
-from seergate.methods.random import mix
+from seergate.methods.base import LayerSpec, LayerState, Method, Step, check_choice, check_counts
+from seergate.methods.evicting import BudgetedMethod, BudgetedState
+from seergate.methods.selecting import SelectingMethod, SelectingState
+
+
+@dataclass(kw_only=True)
+class Dense(Method):
+    """Read everything."""
+
+    name: ClassVar[str] = "dense"
+
+    @property
+    def fixed_shapes(self) -> bool:
+        return True
+
+    def new_state(self, spec: LayerSpec) -> LayerState:
+        return LayerState(spec)
+
+
+@dataclass(kw_only=True)
+class Random(SelectingMethod):
+    """Read the current block and a uniformly random choice of past ones, anew at each step, per layer and KV head.
+
+    The choice is a hash of (seed, layer, head, position, block): it repeats, and does not depend on the batch.
+    """
+
+    name: ClassVar[str] = "random"
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if not is_int(self.seed):
+            raise ValueError(f"seed is {self.seed!r}; it must be an integer")
+
+    def new_state(self, spec: LayerSpec) -> LayerState:
+        return RandomState(spec, self.block_size, self.seed)
+
+
+class RandomState(SelectingState):
+    """Remembers nothing."""
+
+    def __init__(self, spec: LayerSpec, block_size: int, seed: int) -> None:
+        super().__init__(spec)
+        self.block_size, self.seed = block_size, seed
+
+    def scores(self, step: Step) -> Tensor:
+        device = step.lengths.device
+        heads = torch.arange(self.spec.num_kv_heads, device=device)[None, :, None]
+        blocks = torch.arange(-(-step.max_length // self.block_size), device=device)[None, None]
+        mixed = mix(mix(torch.tensor(self.seed * 1_000_003 + self.spec.layer, device=device)) + step.lengths)
+        hashed = mix(mix(mixed[:, None, None] + heads) + blocks)
+        return (hashed >> 40).float()  # 24 bits: exact in fp32
+
+
+def mix(x: Tensor) -> Tensor:
+    """The splitmix64 finaliser on int64, with wrap-around arithmetic and logical shifts."""
+    x = x * -7046029254386353131 + 1442695040888963407
+    x = (x ^ ((x >> 30) & ((1 << 34) - 1))) * -4658895280553007687
+    x = (x ^ ((x >> 27) & ((1 << 37) - 1))) * -7723592293110705685
+    return x ^ ((x >> 31) & ((1 << 33) - 1))
 
 
 @dataclass(kw_only=True)
@@ -51,11 +107,9 @@ class RandomEvict(BudgetedMethod):
 
     @property
     def recent(self) -> int:
-        """See `BudgetedMethod`."""
         return self.recent_tokens
 
     def new_state(self, spec: LayerSpec) -> LayerState:
-        """See `Method`."""
         return RandomEvictState(spec, self)
 
 
@@ -70,7 +124,6 @@ class RandomEvictState(BudgetedState):
         self.rows["index"] = torch.zeros(spec.batch, spec.num_kv_heads, 0, dtype=torch.int32, device=spec.device)
 
     def append(self, step: Step) -> None:
-        """See `LayerState`."""
         super().append(step)
         index = self.room("index", step.max_length)
         for row, (start, count) in enumerate(zip(step.starts, step.counts, strict=True)):
@@ -78,7 +131,6 @@ class RandomEvictState(BudgetedState):
             index[row, :, start : start + count] = torch.arange(seen - count, seen, device=index.device)
 
     def importance(self, step: Step, row: int) -> Tensor:
-        """See `BudgetedState`."""
         index_KT = self.rows["index"][row, :, : step.ends[row]].long()
         if self.method.scope == "layer":
             index_KT = index_KT[:1]

@@ -1,0 +1,188 @@
+"""Methods by name: those of seergate, those that a program registers, and those of installed or named plugins."""
+
+from __future__ import annotations
+
+import difflib
+import importlib
+import os
+import sys
+from collections import UserDict
+from collections.abc import MutableMapping
+from dataclasses import MISSING, fields
+from importlib.metadata import entry_points
+from typing import TYPE_CHECKING, Any, TypeVar
+
+from seergate.config import DecodeConfig
+from seergate.errors import SeergateError
+from seergate.methods.base import Method
+from seergate.methods.evicting import EvictingMethod
+from seergate.methods.gate import Gate
+from seergate.methods.gate_on_evictor import SUFFIX, GateOnEvictor
+
+if TYPE_CHECKING:
+    from seergate.gates.bank import Gates
+
+ENTRY_POINTS = "seergate.methods"
+"""Group of the entry points by which an installed package offers methods: name of the method = "module:Class"."""
+PLUGINS = "SEERGATE_PLUGINS"
+"""Environment variable: modules, separated by commas, that register methods when they are imported. The command line's
+``--plugin`` sets it, so that worker processes know the same methods."""
+
+AnyMethod = TypeVar("AnyMethod", bound=type[Method])
+
+
+class _Registry(UserDict[str, Any]):
+    """Name -> class, or "module:Class", which is imported when it is asked for."""
+
+    def __getitem__(self, name: str) -> type[Method]:
+        found = self.data[name]
+        if isinstance(found, str):
+            module, _, attribute = found.partition(":")
+            found = getattr(importlib.import_module(module), attribute, None)
+            _check(found)
+            self.data[name] = found
+        return found  # type: ignore[no-any-return]
+
+
+METHODS: MutableMapping[str, type[Method]] = _Registry(
+    reason_cache="seergate.reason.method:ReasonCache",
+    random_sharing="seergate.reason.method:RandomSharing",
+)
+"""Name -> class of every method that is known so far."""
+
+
+def _check(kind: Any) -> None:
+    if not (isinstance(kind, type) and issubclass(kind, Method)):
+        raise SeergateError(f"{kind!r} is no method; it must be a subclass of seergate.methods.Method")
+    name = getattr(kind, "name", None)
+    if not isinstance(name, str) or not name.replace("_", "a").isalnum():
+        raise SeergateError(f"{kind.__name__}.name is {name!r}; it must be of letters, digits and underscores")
+
+
+def register(kind: AnyMethod) -> AnyMethod:
+    """Make a method known by its ``name``, in `attach`, in evaluations and on the command line. A class decorator.
+
+    Raises:
+        SeergateError: if it is no method, or if its name is another method's.
+    """
+    _check(kind)
+    known = METHODS.get(kind.name)
+    if known is not None and (known.__module__, known.__qualname__) != (kind.__module__, kind.__qualname__):
+        raise SeergateError(f"{kind.name!r} is the name of {known.__module__}.{known.__qualname__} already")
+    METHODS[kind.name] = kind
+    return kind
+
+
+def load_plugins(*modules: str) -> None:
+    """Import these modules, which register methods, and offer the methods of installed packages.
+
+    Raises:
+        SeergateError: if there is no such module.
+    """
+    if modules and os.getcwd() not in sys.path:
+        sys.path.append(os.getcwd())
+    for module in modules:
+        try:
+            importlib.import_module(module)
+        except ModuleNotFoundError as error:
+            if error.name is None or not f"{module}.".startswith(f"{error.name}."):
+                raise  # what is missing is something that the module needs
+            raise SeergateError(f"there is no module {module!r} to load as a plugin") from error
+    for entry in entry_points(group=ENTRY_POINTS):
+        METHODS.setdefault(entry.name, entry.value)  # type: ignore[arg-type]
+
+
+def method_class(name: str) -> type[Method]:
+    """The class of a method. ``EVICTOR+gate`` names a `GateOnEvictor`, ``reason_cache+gate`` a `ReasonCache` that is
+    read with the gate.
+
+    Raises:
+        SeergateError: for an unknown name, with the nearest known one.
+    """
+    if name.endswith(SUFFIX):
+        inner = method_class(name.removesuffix(SUFFIX))
+        if name.count("+") == 1 and _reads(inner):
+            return inner
+        if name.count("+") > 1 or not issubclass(inner, EvictingMethod):
+            raise SeergateError(
+                f"{name!r} is no method: only one that evicts or shares blocks can have the gate on what it keeps"
+            )
+        return GateOnEvictor
+    if name not in METHODS:
+        load_plugins(*filter(None, os.environ.get(PLUGINS, "").split(",")))
+    if name in METHODS:
+        return METHODS[name]
+    near = difflib.get_close_matches(name, METHODS, n=1)
+    hint = f"did you mean {near[0]!r}? " if near else ""
+    raise SeergateError(f"there is no method {name!r}; {hint}known are {', '.join(sorted(METHODS))}")
+
+
+def _reads(kind: type[Method]) -> bool:
+    """Whether a method leaves it to another one, its option ``reads``, what is read of the cache."""
+    return any(option.name == "reads" for option in fields(kind))
+
+
+def has_gates(name: str) -> bool:
+    """Whether a method decodes with gates."""
+    return name.endswith(SUFFIX) or issubclass(method_class(name), Gate)
+
+
+def option_names(name: str) -> set[str]:
+    """The options that `make_method` takes for a method, ``bank`` left out.
+
+    Raises:
+        SeergateError: for an unknown name.
+    """
+    kind = method_class(name)
+    if name.endswith(SUFFIX):
+        own = option_names(name.removesuffix(SUFFIX))
+        return own - {"reads"} | option_names(Gate.name) if _reads(kind) else own | {"read_budget"}
+    own = {option.name for option in fields(kind) if option.init}
+    return own - {"bank", "block_size"} if issubclass(kind, Gate) else own  # gates have their block size
+
+
+def make_method(name: str, *, bank: Gates | None = None, **options: Any) -> Method:
+    """Build a method by name.
+
+    Args:
+        name: a key of `METHODS`; or ``EVICTOR+gate``, which takes the evictor's options, ``bank`` and
+            ``read_budget``, the gate's token budget; or ``reason_cache+gate``, which takes ``bank`` and the options
+            of both.
+        bank: the gates, for methods that have them.
+        **options: the method's own.
+
+    Raises:
+        SeergateError: for an unknown name, or an option that is unknown or missing.
+        ValueError: for an option out of range.
+    """
+    kind, known = method_class(name), option_names(name)
+    unknown = sorted(set(options) - known)
+    if unknown:
+        has = ", ".join(sorted(known)) or "none"
+        raise SeergateError(f"the method {name!r} has no option {', '.join(map(repr, unknown))}; it has {has}")
+    if has_gates(name):
+        if bank is None:
+            raise SeergateError(f"the method {name!r} needs gates: pass a GateBank instead of its name, or bank=")
+        return _gated(name, kind, bank, options)
+    if bank is not None:
+        raise SeergateError(f"the method {name!r} has no gates; leave out bank=")
+    required = {f.name for f in fields(kind) if f.init and f.default is MISSING and f.default_factory is MISSING}
+    if missing := sorted(required - set(options)):
+        raise SeergateError(f"the method {name!r} needs {', '.join(f'{option}=' for option in missing)}")
+    return kind(**options)
+
+
+def _gated(name: str, kind: type[Method], bank: Gates, options: dict[str, Any]) -> Method:
+    if issubclass(kind, Gate):
+        decoding = {key: options.pop(key) for key in DecodeConfig.__dataclass_fields__ if key in options}
+        return kind.from_config(bank, bank.decode_config(**decoding), **options)
+    if _reads(kind):
+        reading = {key: options.pop(key) for key in option_names(Gate.name) & set(options)}
+        options["reads"] = make_method(Gate.name, bank=bank, **reading)
+        return kind(**options)
+    if "read_budget" not in options:
+        raise SeergateError(f"the method {name!r} needs read_budget=, how many tokens the gate may read per step")
+    gate = Gate.from_config(bank, bank.decode_config(token_budget=options.pop("read_budget")))
+    evictor = make_method(name.removesuffix(SUFFIX), **options)
+    assert isinstance(evictor, EvictingMethod)
+    return GateOnEvictor(evictor=evictor, gate=gate)

@@ -1,0 +1,143 @@
+"""Methods that keep the whole cache and read some of its blocks at each step.
+
+Shape suffixes: see `seergate.methods.base`.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+
+from seergate import ops
+from seergate.config import DecodeConfig, is_int
+from seergate.methods.base import LayerState, Method, Step
+from seergate.ops import Selection
+
+
+@dataclass(kw_only=True)
+class SelectingMethod(Method):
+    """Keeps the whole cache and reads some of its blocks at each step.
+
+    Attributes:
+        token_budget, threshold, top_p, sink_blocks, dense_layers, dense_below, rectify_every, lossless, draft_tokens:
+            see `DecodeConfig`.
+        block_size: tokens per block.
+    """
+
+    token_budget: int | None = None
+    threshold: float | None = None
+    top_p: float | None = None
+    sink_blocks: int = 0
+    dense_layers: tuple[int, ...] = ()
+    dense_below: int | Literal["auto"] = 0
+    rectify_every: int | None = None
+    lossless: bool = False
+    draft_tokens: int | None = None
+    block_size: int = 64
+
+    def __post_init__(self) -> None:
+        self.rule = DecodeConfig(
+            token_budget=self.token_budget,
+            threshold=self.threshold,
+            top_p=self.top_p,
+            sink_blocks=self.sink_blocks,
+            dense_layers=self.dense_layers,
+            dense_below=self.dense_below,
+            rectify_every=self.rectify_every,
+            lossless=self.lossless,
+            draft_tokens=self.draft_tokens,
+            compat=None,
+        )
+        if not is_int(self.block_size) or self.block_size < 1:
+            raise ValueError(f"block_size is {self.block_size!r}; it must be a positive number of tokens")
+        self.rule.check_block_size(self.block_size)
+        self.token_budget = self.rule.token_budget
+
+    def selects_in(self, layer: int) -> bool:
+        """Whether steps of this layer may read less than everything."""
+        return layer not in self.rule.dense_layers
+
+    def select(self, state: SelectingState, step: Step) -> Selection | None:
+        """The blocks to read at a decode step, or ``None`` for all of them."""
+        short = self.rule.dense_up_to
+        if state.spec.layer in self.rule.dense_layers or step.max_length <= max(self.covered_tokens, short):
+            return None
+        step.scores_BKN = state.scores(step)
+        selection = self.choose(step.scores_BKN, step.lengths)
+        if short:
+            selection = with_all_blocks(selection, step.ends, self.block_size, short)
+        return selection
+
+    def choose(self, scores_BKN: Tensor, lengths: Tensor) -> Selection:
+        """The blocks that the rule picks by these scores, in rows of ``lengths [B]`` tokens."""
+        return ops.select_blocks(
+            scores_BKN,
+            lengths,
+            block_size=self.block_size,
+            token_budget=self.rule.token_budget,
+            threshold=self.rule.threshold,
+            top_p=self.rule.top_p,
+            sink_blocks=self.rule.sink_blocks,
+        )
+
+    @property
+    def covered_tokens(self) -> int:
+        """The longest row that the budget has room for, in tokens; -1 without one, and where the published code is
+        followed, which selects all the same.
+        """
+        if self.rule.token_budget is None or self.rule.compat == "published":
+            return -1
+        return self.rule.token_budget // self.block_size * self.block_size
+
+    def covers(self, length: int) -> bool:
+        """Whether the budget has room for every block of ``length`` tokens."""
+        return length <= self.covered_tokens
+
+
+class SelectingState(LayerState, ABC):
+    """State of a `SelectingMethod`."""
+
+    @abstractmethod
+    def scores(self, step: Step) -> Tensor:
+        """Score every block for the newest token of each row: ``[B, K, N]``, higher is better. Entries of the current
+        block and beyond are ignored.
+        """
+
+    def score_bytes(self, step: Step) -> list[int]:
+        """Per row, bytes that `scores` reads, all heads together."""
+        return [self.bytes_to_score(end) for end in step.ends]
+
+    def bytes_to_score(self, tokens: Any) -> Any:
+        """The same of a row of so many tokens: a number, or a tensor of numbers."""
+        return 0 * tokens
+
+
+def with_all_blocks(selection: Selection, ends: list[int], block_size: int, short: int) -> Selection:
+    """The selection, but rows of at most ``short`` tokens read all of their blocks.
+
+    A row's own length decides, so that it reads the same alone and beside longer rows.
+
+    Args:
+        selection: of every row.
+        ends: tokens of each row, the current one included.
+        block_size: tokens per block.
+        short: the longest row, in tokens, that reads everything.
+    """
+    blocks = [-(-end // block_size) if end <= short else 0 for end in ends]
+    if not any(blocks):
+        return selection
+    indices, counts = selection
+    width = max(indices.shape[2], *blocks)
+    wanted_B = torch.tensor(blocks, dtype=indices.dtype, device=indices.device)
+    everything_N = torch.arange(width, dtype=indices.dtype, device=indices.device)
+    everything_BN = torch.where(everything_N < wanted_B[:, None], everything_N, -1)
+    wider = torch.nn.functional.pad(indices, (0, width - indices.shape[2]), value=-1)
+    is_short = wanted_B > 0
+    return Selection(
+        torch.where(is_short[:, None, None], everything_BN[:, None], wider),
+        torch.where(is_short[:, None], wanted_B[:, None].to(counts.dtype), counts),
+    )

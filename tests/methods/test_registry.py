@@ -1,0 +1,138 @@
+"""Methods by name and as values: when two are equal, and what the registry takes and refuses."""
+
+from __future__ import annotations
+
+import copy
+import subprocess
+import sys
+from dataclasses import dataclass, fields
+from typing import ClassVar
+
+import pytest
+import torch
+
+from seergate import GateBank, GateConfig, SeergateError, methods
+from seergate.methods import LayerSpec, registry
+from tests.methods.evictors import centres
+from tests.models import tiny_model
+
+
+@pytest.fixture
+def known(monkeypatch):
+    """The registry, as it was again after the test."""
+    monkeypatch.setattr(methods.METHODS, "data", dict(methods.METHODS.data))
+
+
+def made(name, model, bank):
+    options = {"tri_attention": {"centres": centres(model)}, "reason_cache": {"structural_check": False}}
+    options["random_sharing"] = options["reason_cache"]
+    return methods.make_method(name, bank=bank if methods.has_gates(name) else None, **options.get(name, {}))
+
+
+def test_methods_with_the_same_options_are_equal():
+    """A cache goes on under an equal method, be it another object, made by name once more; and under no other."""
+    model = tiny_model("qwen3")
+    bank = GateBank.for_model(model, GateConfig(8, 16))
+    for name in methods.METHODS:
+        one, two = made(name, model, bank), made(name, model, bank)
+        assert one is not two and one == two, name
+        assert made("quest" if name == "oracle" else "oracle", model, bank) != one
+        if "token_budget" in {f.name for f in fields(one)}:
+            two.token_budget = 5000
+            assert one != two, name
+
+
+def test_gates_are_equal_if_their_weights_are():
+    model = tiny_model("qwen3")
+    bank = GateBank.for_model(model, GateConfig(8, 16))
+    gate, same = (methods.Gate(bank=b, token_budget=64) for b in (bank, copy.deepcopy(bank)))
+    assert gate == same and gate != methods.Gate(bank=bank, token_budget=72)
+    evictors = [methods.GateOnEvictor(evictor=methods.H2O(), gate=g) for g in (gate, same)]
+    assert evictors[0] == evictors[1]
+    with torch.no_grad():
+        same.bank.gate(1).k_proj.weight[0, 0] += 1
+    assert gate != same and evictors[0] != evictors[1]
+    halved = methods.Gate(bank=copy.deepcopy(bank).to(torch.bfloat16), token_budget=64)
+    assert gate != halved
+
+
+def test_a_layer_on_another_device_leaves_the_bank_where_it_is():
+    """One bank serves models on two devices: the second takes a copy, and each of its caches the weights of now."""
+    bank = GateBank.for_model(tiny_model("qwen3"), GateConfig(8, 16))
+    method = methods.Gate(bank=bank, token_budget=64)
+    here, there = (LayerSpec(0, 1, 4, 2, 16, torch.float32, torch.device(d), None) for d in ("cpu", "meta"))
+    elsewhere = method.new_state(there)
+    assert elsewhere.gate.k_proj.weight.device.type == "meta"
+    assert all(parameter.device.type == "cpu" for parameter in bank.parameters())
+    assert method.new_state(here).gate is bank.gate(0)
+    assert method.new_state(there).gate is elsewhere.gate, "its address stays"
+
+
+def test_importing_the_methods_leaves_reason_cache_alone():
+    code = "import sys, seergate.methods; print(*[name for name in sys.modules if name.startswith('seergate.reason')])"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == ""
+
+
+@dataclass(kw_only=True)
+class Mine(methods.Oracle):
+    name: ClassVar[str] = "mine"
+
+
+@pytest.mark.usefixtures("known")
+def test_registering():
+    assert methods.register(Mine) is Mine and methods.register(Mine) is Mine
+    assert methods.make_method("mine", token_budget=64) == Mine(token_budget=64)
+
+    class Other(methods.Quest):
+        name = "mine"
+
+    for kind, message in (
+        (Other, "'mine' is the name of .*Mine already"),
+        (int, "<class 'int'> is no method"),
+        (type("Odd", (methods.Quest,), {"name": "a:b"}), r"Odd.name is 'a:b'; it must be of letters"),
+    ):
+        with pytest.raises(SeergateError, match=message):
+            methods.register(kind)
+
+
+@pytest.mark.usefixtures("known")
+def test_subclasses_of_gate_are_gates():
+    @methods.register
+    @dataclass(kw_only=True)
+    class Sharper(methods.Gate):
+        name: ClassVar[str] = "sharper"
+        power: float = 2.0
+
+    bank = GateBank.for_model(tiny_model("qwen3"), GateConfig(8, 16))
+    found = methods.make_method("sharper", bank=bank, token_budget=64, power=3.0)
+    assert (found.power, found.token_budget, found.block_size) == (3.0, 64, 8)
+    with pytest.raises(SeergateError, match="'sharper' needs gates"):
+        methods.make_method("sharper")
+
+
+@pytest.mark.usefixtures("known")
+def test_plugins(tmp_path, monkeypatch):
+    """By the environment variable that worker processes inherit, and by the entry points of installed packages."""
+    text = "from tests.methods.test_registry import Mine\nfrom seergate import methods\nmethods.register(Mine)\n"
+    (tmp_path / "my_method.py").write_text(text)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    with pytest.raises(SeergateError, match="there is no method 'mine'"):
+        methods.method_class("mine")
+    monkeypatch.setenv(registry.PLUGINS, "my_method")
+    assert methods.method_class("mine").__name__ == "Mine"
+    with pytest.raises(SeergateError, match="there is no module 'my_methods' to load"):
+        methods.load_plugins("my_methods")
+    (tmp_path / "broken.py").write_text("import not_there_at_all\n")
+    with pytest.raises(ModuleNotFoundError, match="not_there_at_all"):
+        methods.load_plugins("broken")
+
+    del methods.METHODS["mine"]
+    monkeypatch.delenv(registry.PLUGINS)
+    package = tmp_path / "theirs-1.0.dist-info"
+    package.mkdir()
+    (package / "METADATA").write_text("Metadata-Version: 2.1\nName: theirs\nVersion: 1.0\n")
+    (package / "entry_points.txt").write_text("[seergate.methods]\nmine = tests.methods.test_registry:Mine\n")
+    sys.path.append(str(tmp_path))
+    assert methods.method_class("mine") is Mine
