@@ -29,7 +29,6 @@ SMALL = {
 }
 LONG = {
     "distill_model": "--threads 1 --lengths 512 --layers 1 --frozen-up-to 512 --materialised-up-to 512",
-    "fetch_ahead": "--threads 1 --variables 8 --new-tokens 12 --methods quest --budgets 32 --rooms 2 --aheads 2",
     "flex_decode": f"{HEADS} --group 2 --repeats 1 --lengths 256 --budgets 64 --block-size 16",
     "reason_cache": "--threads 1 --width 32 --requests 4 --length 192 --rounds 1",
     "reason_cache_accuracy": "--threads 1 --problems 1 --variables 6 --rounds 1",

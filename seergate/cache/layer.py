@@ -9,6 +9,7 @@ Shape suffixes: B batch, S new tokens, C capacity, K KV heads, D head dimension,
 
 from __future__ import annotations
 
+import copy
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -18,7 +19,6 @@ from torch.nn.functional import pad
 from transformers.cache_utils import CacheLayerMixin
 
 from seergate import ops
-from seergate.cache.copying import copied
 from seergate.cache.ordinary import ordinary_tensors
 from seergate.decode.stats import token_bytes
 from seergate.errors import SeergateError
@@ -27,7 +27,7 @@ from seergate.methods.base import LayerSpec, LayerState, Method, Rotary, Step
 from seergate.methods.evicting import CompressingMethod, CompressingState, Eviction, compact, trimmed
 
 if TYPE_CHECKING:
-    from seergate.decode.stats import DecodeStats, Fetched
+    from seergate.decode.stats import DecodeStats
 
 GROWTH_TOKENS, GROWTH_SHARE = 256, 1 / 8
 """The buffers grow by whichever is larger, this many tokens or this share of what they hold."""
@@ -81,8 +81,14 @@ class GatedLayer(CacheLayerMixin):
         self.is_initialized = False
 
     def __deepcopy__(self, memo: dict[int, Any]) -> GatedLayer:
-        """A copy of its tokens, for another text that begins with them."""
-        return copied(self, memo, share_method=type(self) is GatedLayer)
+        """Copies the tokens, for another text that begins with them. The method and the gates are shared, unless the
+        model is copied as well.
+        """
+        for part in (self.method, self.rotary):
+            memo.setdefault(id(part), part)
+        new = memo[id(self)] = type(self).__new__(type(self))
+        new.__dict__.update(copy.deepcopy(vars(self), memo))
+        return new
 
     # ------------------------------------------------------------------------------------------------ storing
 
@@ -130,7 +136,6 @@ class GatedLayer(CacheLayerMixin):
         fresh = self.slots == 0
         if fresh:
             self.row_offsets = arrival.first_positions(batch)
-        self._remember_padding(arrival.valid, new)
         starts = list(self.row_lengths)
         counts = arrival.counts if arrival.counts is not None else [new] * batch
         keys = arrival.compact(key_states)
@@ -140,6 +145,7 @@ class GatedLayer(CacheLayerMixin):
             if self.method.stores_pre_rope:
                 keys = k_pre
         self._store(keys, arrival.compact(value_states), starts, counts)
+        self._remember_padding(arrival.valid, new)
         self.slots += new
         self.row_seen = [seen + count for seen, count in zip(self.row_seen, counts, strict=True)]
         if isinstance(self.method, CompressingMethod) and self.static_length is not None:
@@ -164,8 +170,8 @@ class GatedLayer(CacheLayerMixin):
     def settle(self, stats: DecodeStats) -> None:
         """After a step that is not of fixed shapes: get ready for those that are, in a layer that has them."""
 
-    def take_fetched(self, step: Step, everything: bool) -> Fetched | None:
-        """What a decode step, of all tokens or of some, brought from slow memory; ``None`` without one."""
+    def take_fetched(self, step: Step, everything: bool) -> int | None:
+        """Bytes that a decode step, of all tokens or of some, brought from slow memory; ``None`` without one."""
         return None
 
     def _remember_padding(self, valid: Tensor | None, new: int) -> None:
@@ -227,10 +233,11 @@ class GatedLayer(CacheLayerMixin):
             limit = self.state.most_resident() if isinstance(self.state, CompressingState) else roomy
             tokens = min(roomy, limit) if tokens <= limit else roomy  # longer only before a prompt is compressed
         tokens = self._in_blocks(tokens)
-        for name in ("keys", "values"):
-            old = getattr(self, name)
-            setattr(self, name, self._zeros(old, *old.shape[:2], tokens, old.shape[3]))
-            getattr(self, name)[:, :, :capacity] = old
+        # Both are allocated before either is replaced: running out of memory must leave the cache as it was.
+        grown = [self._zeros(old, *old.shape[:2], tokens, old.shape[3]) for old in (self.keys, self.values)]
+        for new, old in zip(grown, (self.keys, self.values), strict=True):
+            new[:, :, :capacity] = old
+        self.keys, self.values = grown
 
     @ordinary_tensors
     def evict(self, eviction: Eviction) -> None:
@@ -310,9 +317,13 @@ class GatedLayer(CacheLayerMixin):
         """Forget the newest tokens of each row; what slots they had is for the caller to say."""
         before, self.row_seen = list(self.row_lengths), list(lengths)
         self._set_lengths(lengths)
-        keys = self.keys
-        if self.state is not None and keys is not None:
-            self.state.crop(before, lengths, keys, self.row_offsets)
+        if self.state is not None:
+            self.state.crop(before, lengths, self.some_keys, self.row_offsets)
+
+    def some_keys(self, row: int, first: int, end: int) -> Tensor:
+        """The keys ``[1, K, end - first, D]`` of some tokens of a row."""
+        assert self.keys is not None
+        return self.keys[row : row + 1, :, first:end]
 
     def reset(self) -> None:
         """Forget everything."""

@@ -2,10 +2,10 @@
 
 The slow memory is a file that is mapped into memory, or the host's memory beside a GPU. Only selected blocks are
 fetched; those that the steps before selected are here already (`BlockPool`). Which memory a block is read from changes
-no number, nor does when it is fetched, on demand or ahead. So outputs are those of a cache that is not offloaded.
+no number, so outputs are those of a cache that is not offloaded.
 
 Shape suffixes: B batch, S new tokens, K KV heads, G query heads per KV head, D head dimension, P = B * K pairs, N
-blocks, X selected blocks, Y likely blocks.
+blocks, X selected blocks, F blocks to fetch, C tokens of a block.
 """
 
 from __future__ import annotations
@@ -16,7 +16,6 @@ import os
 import tempfile
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cached_property
 from pathlib import Path
 from typing import Any, Literal
 
@@ -25,12 +24,9 @@ import torch
 from torch import Tensor
 
 from seergate import ops
-from seergate.cache.background import Background
-from seergate.cache.block_pool import BlockPool
 from seergate.cache.layer import GatedLayer
 from seergate.cache.ordinary import ordinary_tensors
 from seergate.config import is_int
-from seergate.decode.stats import Fetched
 from seergate.errors import SeergateError
 from seergate.methods.base import Method, Step
 from seergate.methods.selecting import SelectingMethod
@@ -50,9 +46,6 @@ class Offload:
             the model is on a GPU.
         folder: where the file is made; the system's temporary folder if ``None``. It should be on a disk: some
             systems keep their temporary folder in memory.
-        ahead: per row and KV head, up to so many further blocks are fetched for the next step while this one goes on:
-            those that score best after the selected ones, into what `memory_bytes` holds beyond one step's blocks. It
-            moves more bytes; docs/decode-engine.md says what it was measured to spare.
 
     Raises:
         ValueError: naming the field, what it is and what it must be.
@@ -61,7 +54,6 @@ class Offload:
     memory_bytes: int
     store: Literal["disk", "host"] = "disk"
     folder: str | Path | None = None
-    ahead: int = 0
 
     def __post_init__(self) -> None:
         if not is_int(self.memory_bytes) or self.memory_bytes < 1:
@@ -70,13 +62,6 @@ class Offload:
             raise ValueError(f'store is {self.store!r}; it must be "disk" or "host"')
         if self.folder is not None and not Path(self.folder).is_dir():
             raise ValueError(f"folder is {str(self.folder)!r}; it must be a folder that exists")
-        if not is_int(self.ahead) or self.ahead < 0:
-            raise ValueError(f"ahead is {self.ahead!r}; it must be 0 or a positive number of blocks")
-
-    @cached_property
-    def background(self) -> Background:
-        """Where blocks are fetched ahead. Its thread starts with the first of them."""
-        return Background()
 
     def check(self, method: Method) -> None:
         """Refuse a method that an offloaded cache is of no use to.
@@ -124,6 +109,132 @@ def _take_room(file: int, count: int, folder: object) -> None:
         ) from error
 
 
+class BlockPool:
+    """The blocks of an offloaded layer that are in fast memory: a fixed number of slots, of a block each or empty.
+
+    A block belongs to one row and KV head (a pair), since each KV head selects its own. The blocks that a step reads
+    stay for the next one; when room is needed, those that were not read for longest are dropped. The bookkeeping lies
+    in host memory, since that is where blocks are fetched from.
+
+    Args:
+        slots: how many.
+        rows, kv_heads: of the cache.
+        block_size: tokens per block.
+        key_dim, value_dim, dtype, device: of what is held.
+
+    Attributes:
+        keys, values: ``[slots, 1, C, D]``, as pages for `seergate.ops.sparse_decode`.
+        fetched: how many blocks were fetched since the caller last set this to 0.
+    """
+
+    def __init__(
+        self,
+        slots: int,
+        rows: int,
+        kv_heads: int,
+        block_size: int,
+        key_dim: int,
+        value_dim: int,
+        dtype: torch.dtype,
+        device: torch.device,
+    ) -> None:
+        self.slots, self.kv_heads, self.block_size = slots, kv_heads, block_size
+        self.keys = torch.empty(slots, 1, block_size, key_dim, dtype=dtype, device=device)
+        self.values = torch.empty(slots, 1, block_size, value_dim, dtype=dtype, device=device)
+        self.fetched = 0
+        self._slot_of = torch.full((rows * kv_heads, 0), -1)  # [P, N], -1: not here
+        self._owner = torch.full((slots,), -1)  # pair * N + block, -1: nobody
+        self._last_read = torch.full((slots,), -1)  # -1: nothing is here
+        self._clock = 0
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the slots."""
+        return self.keys.nbytes + self.values.nbytes
+
+    @property
+    def block_bytes(self) -> int:
+        """Bytes of one block's keys and values."""
+        return self.block_size * (self.keys.shape[3] + self.values.shape[3]) * self.keys.element_size()
+
+    def locate(self, blocks_PX: Tensor, key_blocks: Tensor, value_blocks: Tensor) -> Tensor | None:
+        """The slots of these blocks, after fetching those that are not here.
+
+        Args:
+            blocks_PX: int64 in host memory, -1 where there is none.
+            key_blocks, value_blocks: all blocks, ``[P, N, C * D]``, in slow memory.
+
+        Returns:
+            Int64 ``[P, X]`` in host memory, 0 where there is no block; ``None`` if there are more than slots.
+        """
+        real_PX = blocks_PX >= 0
+        count = int(real_PX.sum())
+        if count > self.slots:
+            return None
+        self._widen(key_blocks.shape[1])
+        self._clock += 1
+        blocks_PX = blocks_PX.clamp(min=0)
+        slots_PX = self._slot_of.gather(1, blocks_PX)
+        here_PX = real_PX & (slots_PX >= 0)
+        self._last_read[slots_PX[here_PX]] = self._clock
+        pairs_F, columns_F = (real_PX & ~here_PX).nonzero(as_tuple=True)
+        if len(pairs_F):
+            blocks_F = blocks_PX[pairs_F, columns_F]
+            slots_F = self._last_read.topk(len(pairs_F), largest=False).indices
+            self._vacate(slots_F)
+            places_F = pairs_F * key_blocks.shape[1] + blocks_F
+            for target, source in ((self.keys, key_blocks), (self.values, value_blocks)):
+                found = source.flatten(0, 1).index_select(0, places_F).to(target.device)
+                target.view(self.slots, -1).index_copy_(0, slots_F.to(target.device), found)
+            self.fetched += len(slots_F)
+            self._owner[slots_F] = pairs_F * self._slot_of.shape[1] + blocks_F
+            self._last_read[slots_F] = self._clock
+            self._slot_of[pairs_F, blocks_F] = slots_F
+            slots_PX[pairs_F, columns_F] = slots_F
+        return slots_PX.masked_fill_(~real_PX, 0)
+
+    def _vacate(self, slots_F: Tensor) -> None:
+        """Give up what these slots hold."""
+        before_F = self._owner[slots_F]
+        self._slot_of.view(-1)[before_F[before_F >= 0]] = -1
+        self._owner[slots_F], self._last_read[slots_F] = -1, -1
+
+    def put(self, positions_B: Tensor, keys_PD: Tensor, values_PD: Tensor) -> None:
+        """One new token per row: where its block is here, write it there too.
+
+        Args:
+            positions_B: int64 in host memory, its index in the row.
+            keys_PD, values_PD: its key and value in each pair.
+        """
+        blocks_P = (positions_B // self.block_size).repeat_interleave(self.kv_heads)
+        self._widen(int(blocks_P.max()) + 1)  # the longest row may have begun a block beyond what was read so far
+        slots_P = self._slot_of.gather(1, blocks_P[:, None])[:, 0]
+        here = (slots_P >= 0).nonzero()[:, 0]
+        if len(here):
+            places = (positions_B % self.block_size).repeat_interleave(self.kv_heads)[here]
+            device = self.keys.device
+            slots, places, here = slots_P[here].to(device), places.to(device), here.to(device)
+            self.keys[slots, 0, places], self.values[slots, 0, places] = keys_PD[here], values_PD[here]
+
+    def forget(self, row: int, start: int, end: int) -> None:
+        """Give up the blocks of a row that its tokens ``start..end - 1`` are in."""
+        blocks = slice(start // self.block_size, -(-end // self.block_size))
+        part = self._slot_of[row * self.kv_heads : (row + 1) * self.kv_heads, blocks]
+        self._vacate(part[part >= 0])
+
+    def _widen(self, blocks: int) -> None:
+        """Have room for this many blocks per pair."""
+        old = self._slot_of.shape[1]
+        if blocks <= old:
+            return
+        wide = torch.full((len(self._slot_of), blocks), -1)
+        wide[:, :old] = self._slot_of
+        if old:
+            moved = self._owner // old * blocks + self._owner % old
+            self._owner = torch.where(self._owner >= 0, moved, self._owner)
+        self._slot_of = wide
+
+
 class OffloadedLayer(GatedLayer):
     """A `GatedLayer` whose buffers lie in slow memory, and which reads selected blocks through a `BlockPool`.
 
@@ -145,7 +256,14 @@ class OffloadedLayer(GatedLayer):
     def _clear(self) -> None:
         super()._clear()
         self.pool: BlockPool | None = None
-        self._blocks_read_past = 0  # blocks, in steps that selected more than the pool can hold
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> GatedLayer:
+        """Refused: another text would need as much memory again.
+
+        Raises:
+            SeergateError: always.
+        """
+        raise SeergateError("an offloaded cache cannot be copied; read the prompt again into a new cache")
 
     # ---------------------------------------------------------------------------------------------------- storing
 
@@ -190,7 +308,6 @@ class OffloadedLayer(GatedLayer):
 
     def _store(self, keys: Tensor, values: Tensor, starts: list[int], counts: list[int]) -> None:
         assert self.pool is not None
-        self.pool.settle()  # nothing may be written where something is being read
         super()._store(keys, values, starts, counts)
         if keys.shape[2] == 1 and set(counts) == {1}:
             newest = (x[:, :, 0].detach().to(self.dtype).flatten(0, 1) for x in (keys, values))
@@ -203,26 +320,25 @@ class OffloadedLayer(GatedLayer):
         assert self.keys is not None and self.values is not None and self.pool is not None
         rows = index.tolist()
         self._slots_for(len(rows))  # before anything is changed
-        self.pool.settle()
-        for name in ("keys", "values"):
-            old = getattr(self, name)
-            new = self._zeros(old, len(rows), *old.shape[1:])
+        selected = [self._zeros(old, len(rows), *old.shape[1:]) for old in (self.keys, self.values)]
+        for new, old in zip(selected, (self.keys, self.values), strict=True):
             for i, row in enumerate(rows):
                 new[i] = old[row]
-            setattr(self, name, new)
+        self.keys, self.values = selected
         self._new_pool()
 
     def _append_buffers(self, other: GatedLayer) -> None:
         assert self.pool is not None
         self._slots_for(len(self.row_lengths) + len(other.row_lengths))  # before anything is changed
-        self.pool.settle()
         self._reserve(max(other.row_lengths))
-        for name in ("keys", "values"):
-            ours, theirs = getattr(self, name), getattr(other, name)
-            new = self._zeros(ours, len(ours) + len(theirs), *ours.shape[1:])
+        assert self.keys is not None and self.values is not None
+        assert other.keys is not None and other.values is not None
+        pairs = ((self.keys, other.keys), (self.values, other.values))
+        joined = [self._zeros(ours, len(ours) + len(theirs), *ours.shape[1:]) for ours, theirs in pairs]
+        for new, (ours, theirs) in zip(joined, pairs, strict=True):
             shared = min(ours.shape[2], theirs.shape[2])
             new[: len(ours)], new[len(ours) :, :, :shared] = ours, theirs[:, :, :shared]
-            setattr(self, name, new)
+        self.keys, self.values = joined
         self._new_pool()
 
     # ---------------------------------------------------------------------------------------------------- reading
@@ -239,11 +355,8 @@ class OffloadedLayer(GatedLayer):
         keys, values = (x.view(batch * heads, -1, size * x.shape[3]) for x in (self.keys, self.values))
         found_PX = self.pool.locate(indices.flatten(0, 1).long().cpu(), keys, values)
         if found_PX is None:  # more than there is room for: straight from slow memory
-            self._blocks_read_past += int((indices >= 0).sum())
+            self.pool.fetched += int((indices >= 0).sum())
             return super().attend_to(step, indices)
-        if self.offload.ahead and step.scores_BKN is not None:
-            likely_BKY = next_best(step.scores_BKN, indices, step.lengths, size, self.offload.ahead)
-            self.pool.fetch_ahead(likely_BKY.flatten(0, 1).cpu(), keys, values, self.offload.background)
         # Every pair is a row of a paged cache that holds its selected blocks only, one after the other.
         slots_PX = found_PX.to(self.device)
         starts_BKX = indices.long() * size
@@ -269,16 +382,13 @@ class OffloadedLayer(GatedLayer):
         ]
         return torch.cat(outputs, dim=1).flatten(1, 2)
 
-    def take_fetched(self, step: Step, everything: bool) -> Fetched:
-        """See `GatedLayer`. Where all tokens are read, they are read past the pool."""
+    def take_fetched(self, step: Step, everything: bool) -> int:
+        """Bytes, as in `GatedLayer`. A step that reads all tokens reads them past the pool."""
         assert self.pool is not None and self.keys is not None
-        pool = self.pool
-        blocks, self._blocks_read_past = self._blocks_read_past + pool.fetched, 0
+        blocks, self.pool.fetched = self.pool.fetched, 0
         if everything:
             blocks += sum(-(-end // self.block_size) for end in step.ends) * self.keys.shape[1]
-        ahead, used = pool.ahead, pool.used
-        pool.fetched = pool.ahead = pool.used = 0
-        return Fetched(*(count * pool.block_bytes for count in (blocks, ahead, used)))
+        return blocks * self.pool.block_bytes
 
     @property
     def nbytes(self) -> int:
@@ -290,26 +400,3 @@ class OffloadedLayer(GatedLayer):
         """See `GatedLayer`. The pool has a size of its own, which is divided equally."""
         held = self.pool.nbytes if self.pool is not None else 0
         return np.full(len(self.row_lengths), held / len(self.row_lengths)) + self._own_state()
-
-
-def next_best(scores_BKN: Tensor, indices_BKX: Tensor, lengths_B: Tensor, block_size: int, count: int) -> Tensor:
-    """The past blocks that score best after those selected, best first: int64 ``[B, K, Y]``, -1 where there are no
-    more. The current block, which is still being written, and later ones are never among them.
-
-    Args:
-        scores_BKN: higher is better; NaN counts as lowest, as in `seergate.ops.select_blocks`.
-        indices_BKX: the selected blocks, -1 where there is none.
-        lengths_B: tokens of each row, the current one included.
-        block_size: tokens per block.
-        count: how many at most.
-    """
-    blocks = scores_BKN.shape[-1]
-    largest = torch.finfo(torch.float32).max
-    scores_BKN = scores_BKN.float().nan_to_num(-largest, largest, -largest)
-    current_B = torch.div(lengths_B - 1, block_size, rounding_mode="floor")
-    blocks_N = torch.arange(blocks, device=scores_BKN.device)
-    out_BKN = (blocks_N >= current_B[:, None, None]).expand_as(scores_BKN).clone()
-    # What is -1 stands for the current block, which is out anyway.
-    out_BKN.scatter_(-1, torch.where(indices_BKX < 0, current_B[:, None, None], indices_BKX).long(), True)
-    best = scores_BKN.masked_fill(out_BKN, -torch.inf).topk(min(count, blocks), dim=-1)
-    return best.indices.masked_fill(best.values == -torch.inf, -1)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -23,20 +23,6 @@ RowBytes = Callable[[], Any]
 def token_bytes(keys: Tensor, values: Tensor) -> int:
     """What a token takes in one KV head of a cache ``[..., D]``."""
     return keys.shape[-1] * keys.element_size() + values.shape[-1] * values.element_size()
-
-
-class Fetched(NamedTuple):
-    """Bytes of keys and values that came from slow memory.
-
-    Attributes:
-        total: all of them.
-        ahead: of these, fetched before a step had selected them.
-        used: bytes fetched ahead, now or earlier, that were read for the first time.
-    """
-
-    total: int
-    ahead: int
-    used: int
 
 
 @dataclass
@@ -70,7 +56,7 @@ class LayerStats:
         self.resident_sum = self.resident_peak = 0
         self.state_bytes = 0
         self.fixed = FixedCounts(torch.zeros(_FIXED, dtype=torch.int64), 0, 0, 0)
-        self.fetched: Fetched | None = None  # None if the cache is not offloaded
+        self.fetched: int | None = None  # bytes; None if the cache is not offloaded
         self.recall: Tensor | float = 0.0
         self.recall_rows = 0
 
@@ -203,10 +189,10 @@ class DecodeStats:
         """Take note of how many bytes a layer's method remembers beside keys and values."""
         self.layers[layer].state_bytes = max(self.layers[layer].state_bytes, state_bytes)
 
-    def fetched(self, layer: int, fetched: Fetched) -> None:
-        """Count what a step of an offloaded cache brought from slow memory."""
+    def record_fetched(self, layer: int, count: int) -> None:
+        """Count the bytes that a step of an offloaded cache brought from slow memory."""
         stats = self.layers[layer]
-        stats.fetched = Fetched(*map(sum, zip(stats.fetched or (0, 0, 0), fetched, strict=True)))
+        stats.fetched = (stats.fetched or 0) + count
 
     def evicted(self, layer: int, step: Step, eviction: Eviction) -> None:
         """Take note of what leaves after a step. Nothing is counted here; a subclass may want to know."""
@@ -245,9 +231,7 @@ class DecodeStats:
             ``state_bytes`` (of these, what the method remembers: compressed keys, pooling state; the most there were);
             ``blocks_per_head`` and ``tokens_per_head`` (mean read per row and step, layers by KV heads);
             ``density_per_head`` (tokens read per token seen, layers by KV heads); if the cache is offloaded,
-            ``bytes_fetched_per_step`` (from slow memory, all layers and rows), of which
-            ``bytes_fetched_ahead_per_step`` before they were selected, and ``fetched_ahead_used`` (the share of these
-            that was read later; ``None`` if there were none); ``recall_per_layer`` if measured.
+            ``bytes_fetched_per_step`` (from slow memory, all layers and rows); ``recall_per_layer`` if measured.
         """
         for stats in self.layers.values():
             self._fold(stats)
@@ -280,12 +264,9 @@ class DecodeStats:
             "blocks_per_head": blocks_per_head,
             "tokens_per_head": tokens_per_head,
         }
-        fetched = [(stats.fetched, stats.steps) for stats in ran.values() if stats.fetched is not None]
+        fetched = [stats.fetched / stats.steps for stats in ran.values() if stats.fetched is not None]
         if fetched:
-            total, ahead, used = (sum(x[i] / steps for x, steps in fetched) for i in range(3))
-            summary["bytes_fetched_per_step"] = total
-            summary["bytes_fetched_ahead_per_step"] = ahead
-            summary["fetched_ahead_used"] = used / ahead if ahead else None
+            summary["bytes_fetched_per_step"] = sum(fetched)
         if any(stats.recall_rows for stats in ran.values()):
             summary["recall_per_layer"] = [
                 float(stats.recall) / stats.recall_rows if stats.recall_rows else None for stats in ran.values()

@@ -189,7 +189,7 @@ def _decode(layer: GatedLayer, state: Any, step: Step, stats: DecodeStats, measu
         output = attend_to_all(step)
     fetched = layer.take_fetched(step, everything=selection is None)
     if fetched is not None:
-        stats.fetched(layer.layer, fetched)
+        stats.record_fetched(layer.layer, fetched)
     read = state.tokens_read(step) if isinstance(state, CompressingState) else step.ends
     seen = [total - held + end for total, held, end in zip(layer.row_seen, layer.row_lengths, step.ends, strict=True)]
     held = layer.nbytes, layer.row_bytes

@@ -8,13 +8,15 @@ Shape suffixes: B batch, S new tokens, C capacity of the cache, N blocks, H quer
 
 from __future__ import annotations
 
+import copy
 import math
 from abc import ABC, abstractmethod
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, ClassVar, Protocol
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from seergate.config import is_int
 
@@ -64,7 +66,6 @@ class Step:
         sinks: ``[H]`` attention-sink logits, if the model has them.
         softcap: cap on the scores, if the model has one.
         offsets: per row, the position that the model gave to its first token; ``None`` for 0.
-        scores_BKN: what `SelectingMethod.select` went by, for whoever wants to know which blocks came next.
     """
 
     q_pre_BHSD: Tensor
@@ -80,7 +81,6 @@ class Step:
     sinks: Tensor | None = None
     softcap: float | None = None
     offsets: list[int] | None = None
-    scores_BKN: Tensor | None = None
 
     @property
     def stored(self) -> tuple[Tensor, Tensor, Tensor | None]:
@@ -120,6 +120,10 @@ class FixedStep(Step):
         return None
 
 
+KeysOf = Callable[[int, int, int], Tensor]
+"""``(row, first, end)`` -> the keys ``[1, K, end - first, D]`` of these tokens in the cache."""
+
+
 class LayerState:
     """What a method remembers of one layer during one request.
 
@@ -136,15 +140,24 @@ class LayerState:
         self.spec = spec
         self.rows: dict[str, Tensor] = {}
 
+    def __deepcopy__(self, memo: dict[int, Any]) -> LayerState:
+        """Copies what is known of the rows. The method and its gates are shared, unless they are copied as well."""
+        for part in vars(self).values():
+            if isinstance(part, (nn.Module, Method)):
+                memo.setdefault(id(part), part)
+        new = memo[id(self)] = type(self).__new__(type(self))
+        new.__dict__.update(copy.deepcopy(vars(self), memo))
+        return new
+
     def append(self, step: Step) -> None:
         """See the new tokens. Called once per forward, after they joined the cache and before attention."""
 
-    def crop(self, before: list[int], after: list[int], keys_BKCD: Tensor, offsets: list[int]) -> None:
+    def crop(self, before: list[int], after: list[int], keys: KeysOf, offsets: list[int]) -> None:
         """Forget the newest tokens.
 
         Args:
             before, after: tokens of each row.
-            keys_BKCD: the cache's keys, cropped already.
+            keys: reads keys of the cache, which is cropped already.
             offsets: per row, the position that the model gave to its first token.
         """
 

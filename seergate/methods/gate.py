@@ -16,7 +16,7 @@ from torch import Tensor
 from seergate import ops
 from seergate.config import DecodeConfig
 from seergate.errors import SeergateError
-from seergate.methods.base import LayerSpec, LayerState, Step
+from seergate.methods.base import KeysOf, LayerSpec, LayerState, Step
 from seergate.methods.selecting import SelectingMethod, SelectingState
 from seergate.ops import Selection
 
@@ -187,7 +187,7 @@ class GateState(SelectingState):
         kg = self.rows["kg"]
         return (tokens - 1) // self.block_size * (kg.shape[1] * kg.shape[3] * kg.element_size())
 
-    def crop(self, before: list[int], after: list[int], keys_BKCD: Tensor, offsets: list[int]) -> None:
+    def crop(self, before: list[int], after: list[int], keys: KeysOf, offsets: list[int]) -> None:
         """Raw keys of a reopened block that are gone are recovered from the rotated ones."""
         size, recent, oldest = self.block_size, self.rows["recent"], self.rows["oldest"]
         for row, (old, new) in enumerate(zip(before, after, strict=True)):
@@ -196,7 +196,7 @@ class GateState(SelectingState):
             if opened < held_from:
                 if opened < new:
                     index = torch.arange(opened, new, device=recent.device)
-                    rotated = keys_BKCD[row : row + 1, :, opened:new].to(recent.device)
+                    rotated = keys(row, opened, new).to(recent.device)
                     raw = self.spec.rotary.unrotate(rotated, index[None] + offsets[row])
                     recent[row][:, index % (2 * size)] = raw[0]
                 held_from = opened

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from seergate import ops
-from seergate.methods.base import LayerSpec, LayerState, Step, check_choice, check_counts, check_share
+from seergate.methods.base import KeysOf, LayerSpec, LayerState, Step, check_choice, check_counts, check_share
 from seergate.methods.selecting import SelectingMethod, SelectingState, with_all_blocks
 from seergate.ops import Selection
 
@@ -84,13 +84,14 @@ class PageBounds:
             low[rows, :, page] = torch.where(opens, key, torch.minimum(low[rows, :, page], key))
             return
         for row, (start, count) in enumerate(zip(step.starts, step.counts, strict=True)):
-            self.recompute(row, start // self.block_size, start + count, step.keys_BKCD)
+            first = start // self.block_size
+            self.recompute(row, first, step.keys_BKCD[row : row + 1, :, first * self.block_size : start + count])
 
-    def recompute(self, row: int, first: int, length: int, keys_BKCD: Tensor) -> None:
-        """Make the pages of one row from ``first`` on anew, from the cached keys."""
+    def recompute(self, row: int, first: int, keys_1KSD: Tensor) -> None:
+        """Compute the pages of one row from ``first`` on again, from the keys of their tokens."""
         size, (high, low) = self.block_size, (self.state.rows["high"], self.state.rows["low"])
-        if length > first * size:
-            pooled = ops.pool_keys(keys_BKCD[row : row + 1, :, first * size : length], size, ("max", "min"))[0]
+        if keys_1KSD.shape[2]:
+            pooled = ops.pool_keys(keys_1KSD, size, ("max", "min"))[0]
             pages = slice(first, first + pooled.shape[1])
             high[row, :, pages], low[row, :, pages] = pooled.to(high.dtype).chunk(2, dim=-1)
 
@@ -137,9 +138,10 @@ class QuestState(SelectingState):
     def bytes_to_score(self, tokens: Any) -> Any:
         return self.pages.nbytes(tokens)
 
-    def crop(self, before: list[int], after: list[int], keys_BKCD: Tensor, offsets: list[int]) -> None:
+    def crop(self, before: list[int], after: list[int], keys: KeysOf, offsets: list[int]) -> None:
         for row, length in enumerate(after):
-            self.pages.recompute(row, length // self.pages.block_size, length, keys_BKCD)
+            first = length // self.pages.block_size
+            self.pages.recompute(row, first, keys(row, first * self.pages.block_size, length))
 
 
 @dataclass(kw_only=True)
@@ -179,8 +181,7 @@ class ReSA(SelectingMethod):
         assert self.token_budget is not None
         blocks, least = [-(-end // self.block_size) for end in step.ends], self.token_budget // self.block_size
         counts = [min(count, max(least, math.ceil(count * self.share))) for count in blocks]
-        step.scores_BKN = state.scores(step)
-        selection = best_blocks(step.scores_BKN, blocks, counts, self.rule.sink_blocks)
+        selection = best_blocks(state.scores(step), blocks, counts, self.rule.sink_blocks)
         return with_all_blocks(selection, step.ends, self.block_size, self.rule.dense_up_to)
 
 

@@ -66,8 +66,7 @@ class SelectingMethod(Method):
         short = self.rule.dense_up_to
         if state.spec.layer in self.rule.dense_layers or step.max_length <= max(self.covered_tokens, short):
             return None
-        step.scores_BKN = state.scores(step)
-        selection = self.choose(step.scores_BKN, step.lengths)
+        selection = self.choose(state.scores(step), step.lengths)
         if short:
             selection = with_all_blocks(selection, step.ends, self.block_size, short)
         return selection

@@ -7,7 +7,6 @@ later blocks of the same row whose contents are alike (ReasonCache). It is freed
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import count
@@ -213,21 +212,6 @@ class BlockStore:
             self.stale.add(len(self.rows))
             self.rows.append(moved)
         return list(homes.items())
-
-    def rewrite(self, position: int, length: int) -> None:
-        """Give a row new blocks for so many tokens, which are about to be written (after an eviction).
-
-        Raises:
-            OutOfBlocks: if there are not as many, those included that the row gives up. It is left as it was.
-        """
-        row, needed = self.rows[position], self.blocks_of(length)
-        given_up = sum(self.references[block] == times for block, times in Counter(row.table).items())
-        self._reserve(needed - given_up)
-        for block in row.table:
-            self._release(block)
-        row.table = [self._allocate() for _ in range(needed)]
-        row.length, row.sealed, row.repeats = length, 0, 0
-        self.stale.add(position)
 
     # -------------------------------------------------------------------------------------------------------- sharing
 

@@ -21,7 +21,6 @@ from seergate.cache.layer import GatedLayer
 from seergate.cache.ordinary import ordinary_tensors
 from seergate.errors import SeergateError
 from seergate.methods.base import Method, Step
-from seergate.methods.evicting import CompressingState, Eviction, compact
 from seergate.methods.selecting import SelectingMethod
 from seergate.ops.paging import unpaged
 from seergate.reason.paged import BlockStore, Copies
@@ -195,6 +194,14 @@ class PagedLayer(GatedLayer):
         self.key_pages: Tensor | None = None
         self.value_pages: Tensor | None = None
 
+    def __deepcopy__(self, memo: dict[int, Any]) -> GatedLayer:
+        """Refused: a page belongs to one cache.
+
+        Raises:
+            SeergateError: always.
+        """
+        raise SeergateError("a paged cache cannot be copied; repeat its rows instead (cache.batch_repeat_interleave)")
+
     # What `GatedLayer` keeps in two buffers is put together from the pages where somebody asks for all of it.
     @property
     def keys(self) -> Tensor | None:  # type: ignore[override]
@@ -213,6 +220,14 @@ class PagedLayer(GatedLayer):
     @values.setter
     def values(self, value: Tensor | None) -> None:
         pass
+
+    def some_keys(self, row: int, first: int, end: int) -> Tensor:
+        """See `GatedLayer`. Gathers only the pages that hold these tokens."""
+        assert self.key_pages is not None
+        size = self.pages.store.block_size
+        begin, stop = first // size, -(-end // size)
+        table = self.pages.table(self.device)[row : row + 1, begin:stop]
+        return unpaged(self.key_pages, table)[:, :, first - begin * size : end - begin * size]
 
     # ---------------------------------------------------------------------------------------------------- storing
 
@@ -273,23 +288,6 @@ class PagedLayer(GatedLayer):
         return PagedStep(
             self.pages.table(self.device), keys_BKCD=self.key_pages, values_BKCD=self.value_pages, **facts
         )
-
-    def evict(self, eviction: Eviction) -> None:
-        """See `GatedLayer`. What stays of a row goes to new blocks: its old ones are sealed."""
-        keys, values = self.keys, self.values
-        assert keys is not None and values is not None and isinstance(self.state, CompressingState)
-        compact(keys, eviction)
-        compact(values, eviction)
-        lengths = list(self.row_lengths)
-        for row, length in zip(eviction.rows, eviction.lengths, strict=True):
-            lengths[row] = length
-            self.pages.store.rewrite(row, length)
-        self._fit()  # rows that share blocks with others need more of them, not the same again
-        for row, length in zip(eviction.rows, eviction.lengths, strict=True):
-            self._write(row, 0, keys[row, :, :length], values[row, :, :length])
-        self._set_lengths(lengths)
-        store = self.pages.store
-        self.state.moved(eviction, max(len(row.table) for row in store.rows) * store.block_size)
 
     # ----------------------------------------------------------------------------------------- rows and lengths
 

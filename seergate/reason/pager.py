@@ -42,9 +42,8 @@ class Pager:
             if paging.block_size is not None or paging.max_blocks is not None:
                 raise SeergateError(f"give block_size and max_blocks to {reason.name!r} itself, not to its paging")
             paging = Paging(reason.block_size, reason.max_blocks, paging.share_prefixes)
-        self._evicts = isinstance(self.method, CompressingMethod)
-        if self._evicts and paging.share_prefixes:
-            raise SeergateError(f"{self.method.name!r} rewrites what it keeps, so rows cannot share prefixes")
+        if isinstance(self.method, CompressingMethod):
+            raise SeergateError(f"{self.method.name!r} evicts tokens, and a paged cache keeps all; leave paging out")
         self._paging, self._page = paging, paging.page_of(self.method)
         self._numbers = count()
         self.sharing: Sharing | None = None
@@ -56,9 +55,9 @@ class Pager:
 
         Args:
             first: the cache's first gated layer if that is another one, with which the new one then shares its
-                tables; under an evicting method, which may keep another number of tokens in each layer, it does not.
+                tables.
         """
-        if isinstance(first, PagedLayer) and not self._evicts:
+        if isinstance(first, PagedLayer):
             pages = first.pages
         else:
             pages = CachePages(BlockStore(self._page, self._paging.max_blocks, self._numbers))

@@ -1,4 +1,4 @@
-"""The block store against a model that keeps every row's contents: 10,000 random operations, and each by hand."""
+"""The block store against a model that keeps every row's contents: random operations, and each by hand."""
 
 from __future__ import annotations
 
@@ -124,19 +124,6 @@ class Contents(RuleBasedStateMachine):
             self.written[ours] = list(other.written[theirs])
         self.rows += other.rows
 
-    @rule(row=INDEX, length=strategies.integers(0, 9))
-    def rewrite(self, row: int, length: int) -> None:
-        """What an eviction does."""
-        if not self.rows:
-            return
-        position = row % len(self.rows)
-        length = min(length, len(self.rows[position]))
-        self.store.rewrite(position, length)
-        self.rows[position] = [next(self.token) for _ in range(length)]
-        for place, token in enumerate(self.rows[position]):
-            block = self.store.rows[position].table[place // SIZE]
-            self.written.setdefault(block, [0] * SIZE)[place % SIZE] = token
-
     @invariant()
     def references_are_conserved(self) -> None:
         used = Counter(block for row in self.store.rows for block in row.table)
@@ -163,32 +150,19 @@ class Contents(RuleBasedStateMachine):
 
 
 @pytest.mark.timeout(600)
-def test_ten_thousand_random_operations() -> None:
+@pytest.mark.parametrize("operations", [600, pytest.param(10_000, marks=pytest.mark.soak)])
+def test_random_operations(operations: int) -> None:
     """As `Contents` says, driven by a plain random generator: hypothesis takes a while for so many."""
     draw = random.Random(0)
-    rules = (
-        "allocate",
-        "append",
-        "append",
-        "seal_full",
-        "share",
-        "share",
-        "share",
-        "fork",
-        "crop",
-        "adopt",
-        "rewrite",
-    )
+    rules = ("allocate", "append", "append", "seal_full", "share", "share", "share", "fork", "crop", "adopt")
     machine, done = Contents(), Counter()
-    for _ in range(10_000):
+    for _ in range(operations):
         name = draw.choice(rules)
         numbers = [draw.randrange(2**16) for _ in range(11)]
         if name == "allocate":
             if len(machine.rows) < 8:
                 machine.store.add_rows(1)
                 machine.rows.append([])
-        elif name == "rewrite":
-            machine.rewrite(numbers[0], numbers[1] % 10)
         elif not machine.rows:
             continue
         elif name == "append":
@@ -209,11 +183,11 @@ def test_ten_thousand_random_operations() -> None:
         machine.sealed_blocks_never_change()
         if len(machine.kept) > 500:
             machine.kept = {key: kept for key, kept in machine.kept.items() if machine.store.references[key[0]]}
-    assert min(done.values()) > 300 and done.keys() == set(rules)
+    assert min(done.values()) > operations // 33 and done.keys() == set(rules)
 
 
 TestContents = Contents.TestCase
-TestContents.settings = settings(max_examples=30, stateful_step_count=40, deadline=None)
+TestContents.settings = settings(max_examples=10, stateful_step_count=30, deadline=None)
 
 
 def test_sharing_a_prefix_and_parting_ways():

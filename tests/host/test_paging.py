@@ -3,23 +3,23 @@
 from __future__ import annotations
 
 import gc
-import itertools
 
 import pytest
 import torch
 from transformers import DynamicCache, StaticCache
 
 import seergate
-from seergate import SeergateError, methods
+from seergate import SeergateError
 from seergate.eval.engine import Engine, Limit
 from seergate.eval.sampling import Sampling
-from seergate.reason.paged import BlockStore, OutOfBlocks
+from seergate.ops.paging import unpaged
+from seergate.reason import paged_layer
+from seergate.reason.paged import OutOfBlocks
 from seergate.reason.paged_layer import PagedLayer, Paging
 from tests.eval import support
 from tests.eval.test_engine import LONG, requests_for
 from tests.host.reasoning import forced_run
-from tests.host.test_decode import BLOCK, METHODS, pick
-from tests.methods.evictors import EVICTORS, model_of
+from tests.host.test_decode import BLOCK, SELECTING, pick
 from tests.models import left_padded, prompt, tiny_model
 
 ROWS = [prompt(length, seed) for seed, length in enumerate((40, 9, 23))]
@@ -27,7 +27,7 @@ FORCED = torch.cat([prompt(20, 100 + seed) for seed in range(3)])
 
 
 @pytest.mark.parametrize("family", ["qwen3", "gemma2", "gpt_oss", "gemma3_text"])
-@pytest.mark.parametrize("name", [name for name in METHODS if name != "reason_cache"])  # it is on pages by itself
+@pytest.mark.parametrize("name", ["dense", *SELECTING])
 def test_selecting_methods(name, family):
     """To the last bit, in a ragged left-padded batch; softcap, sinks and sliding layers too."""
     model = tiny_model(family)
@@ -39,55 +39,8 @@ def test_selecting_methods(name, family):
         assert isinstance(layer, PagedLayer)
         assert torch.equal(plain, paged)
         assert before["density"] == after["density"] and before["bytes_read_per_step"] == after["bytes_read_per_step"]
-    if not isinstance(method, methods.CompressingMethod):
-        store = layer.pages.store
-        assert store.physical == store.logical == sum(-(-(len(p[0]) + 20) // (2 * BLOCK)) for p in ROWS)
-
-
-@pytest.mark.parametrize("name", EVICTORS)
-def test_evicting_methods(name):
-    """What stays moves to other blocks: nothing is written into a full one."""
-    model = model_of(4)
-    method = EVICTORS[name].method(model)
-    plain, contiguous, before = forced_run(model, method, ROWS, FORCED)
-    paged, cache, after = forced_run(model, method, ROWS, FORCED, paging=Paging(5))
-    assert torch.equal(plain.argmax(-1), paged.argmax(-1))
-    torch.testing.assert_close(plain, paged, rtol=1e-5, atol=1e-5)
-    assert before["resident_tokens_per_layer"] == after["resident_tokens_per_layer"]
-    for ours, theirs in zip(cache.layers, contiguous.layers, strict=True):
-        assert ours.row_lengths == theirs.row_lengths
-        for row, length in enumerate(ours.row_lengths):
-            torch.testing.assert_close(ours.keys[row, :, :length], theirs.keys[row, :, :length], rtol=1e-5, atol=1e-5)
-        assert ours.pages.store.physical == sum(-(-length // 5) for length in ours.row_lengths)
-
-
-@pytest.mark.parametrize("name", ["streaming_llm", "snapkv", "h2o", "raas"])
-def test_rows_that_were_forked_evict(name):
-    """They share their blocks until one of them evicts, and then need more of them."""
-    model, found = model_of(4), []
-    forced = torch.cat([prompt(12, 200 + row) for row in range(4)])
-    for paging in (None, Paging(4)):
-        with seergate.attached(model, EVICTORS[name].method(model), paging=paging), torch.inference_mode():
-            cache = DynamicCache()
-            model(input_ids=prompt(98), past_key_values=cache)
-            cache.batch_repeat_interleave(4)
-            steps = [model(input_ids=forced[:, i, None], past_key_values=cache).logits for i in range(12)]
-            found.append(torch.cat(steps, 1))
-    torch.testing.assert_close(*found, rtol=1e-5, atol=1e-5)
-
-
-def test_a_row_that_finds_no_room_is_left_as_it_was():
-    store = BlockStore(4, 5, itertools.count())
-    store.add_rows(1)
-    store.extend([12])
-    store.seal()
-    store.select([0, 0])  # a fork, with which all three blocks are shared
-    before = [list(row.table) for row in store.rows]
-    with pytest.raises(OutOfBlocks):
-        store.rewrite(0, 12)
-    assert [row.table for row in store.rows] == before and [row.length for row in store.rows] == [12, 12]
-    store.rewrite(0, 8)
-    assert store.physical == 5
+    store = layer.pages.store
+    assert store.physical == store.logical == sum(-(-(len(p[0]) + 20) // (2 * BLOCK)) for p in ROWS)
 
 
 def test_a_cache_goes_on_under_another_handle():
@@ -143,6 +96,22 @@ def test_cropping_on_pages(name):
         assert torch.equal(*found)
 
 
+@pytest.mark.parametrize("name", ["gate", "quest"])
+def test_a_crop_reads_few_pages(monkeypatch, name):
+    """Assisted decoding crops at every rejected draft."""
+    model, gathered = tiny_model("qwen3"), []
+    original = unpaged
+    with seergate.attached(model, pick(model, name, 2 * BLOCK), paging=Paging()), torch.inference_mode():
+        cache = DynamicCache()
+        model(input_ids=prompt(40 * BLOCK), past_key_values=cache)
+        model(input_ids=prompt(5), past_key_values=cache)
+        monkeypatch.setattr(
+            paged_layer, "unpaged", lambda pages, table: gathered.append(table.numel()) or original(pages, table)
+        )
+        cache.crop(-3)
+    assert sum(gathered) <= 2 * len(cache.layers)
+
+
 def test_stock_ways_of_generating():
     """Beams fork and drop rows at every step, drafts are cropped, samples repeat their prompt."""
     model = tiny_model("qwen3")
@@ -193,15 +162,13 @@ def generations(model, method, limit=None, rows=3, **options):
     return dict(sorted(found.items())), engine.batch_size
 
 
-@pytest.mark.parametrize("name", ["dense", "quest", "h2o"])
+@pytest.mark.parametrize("name", ["dense", "quest"])
 def test_rows_that_come_and_go(name):
     """Continuous refill: arriving rows move into the running cache's blocks."""
     model = support.model()
-    options = {"dense": {}, "quest": {"token_budget": 32, "block_size": 8, "dense_layers": ()}}.get(
-        name, {"token_budget": 32}
-    )
+    options = {"token_budget": 32, "block_size": 8, "dense_layers": ()} if name == "quest" else {}
     plain, _ = generations(model, name, **options)
-    for paging in (Paging(8), Paging(8, share_prefixes=name != "h2o")):
+    for paging in (Paging(8), Paging(8, share_prefixes=True)):
         assert generations(model, name, paging=paging, **options) == (plain, 3)
 
 
@@ -223,7 +190,7 @@ def test_what_pages_do_not_go_with():
     model = tiny_model("qwen3")
     for method, options, paging, message in (
         ("oracle", {"token_budget": 32, "block_size": 8, "rectify_every": 4}, Paging(), "rectification"),
-        ("tova", {}, Paging(share_prefixes=True), "rows cannot share prefixes"),
+        ("tova", {}, Paging(), "evicts tokens, and a paged cache keeps all"),
         ("quest", {"block_size": 16}, Paging(8), "pages of 8 tokens would cut the blocks of 16"),
     ):
         with pytest.raises(SeergateError, match=message):
