@@ -1,4 +1,4 @@
-# make demo | test | lint | format | install | clean. Everything is installed into .venv, once; a second call is instant.
+# make demo | test | soak | lint | format | install | clean. Everything is installed into .venv, once; a second call is instant.
 #
 #   make PYTHON=python3.12 install      another interpreter
 #   make JOBS=8 test                    more test processes (default 2)
@@ -9,12 +9,13 @@ VENV := .venv
 BIN := $(VENV)/bin
 
 .DEFAULT_GOAL := help
-.PHONY: help install demo test lint format clean
+.PHONY: help install demo test soak lint format clean
 
 help:
 	@echo "make demo     install, then train, decode and evaluate the tiny model, and write a report"
-	@echo "make test     install, then ruff, mypy and all tests"
-	@echo "make lint     install, then ruff and mypy"
+	@echo "make test     install, then ruff, import-linter, mypy and the tests"
+	@echo "make soak     install, then storms and long runs (hours); writes benchmarks/results/soak.json"
+	@echo "make lint     install, then ruff, import-linter and mypy"
 	@echo "make format   install, then format the code"
 	@echo "make install  create .venv with everything that development needs"
 	@echo "make clean    remove .venv, caches and build outputs (runs/ is kept)"
@@ -49,11 +50,16 @@ demo: install
 lint: install
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
+	$(BIN)/lint-imports --no-logo
 	$(BIN)/mypy
 
 # One torch thread per process is set in tests/conftest.py, so JOBS processes use JOBS cores.
 test: lint
 	$(BIN)/python -m pytest -n $(JOBS)
+
+# What takes too long for every day: kills by the dozen, fuzzing, thousands of steps, every documented command.
+soak: install
+	$(BIN)/python -m tests.soak -n $(JOBS)
 
 format: install
 	$(BIN)/ruff check --fix .
