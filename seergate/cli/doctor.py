@@ -38,8 +38,8 @@ def run(options: argparse.Namespace) -> int:
     """Print everything; exit code 2 if a model was named and is not supported."""
     import torch
 
-    from seergate import __version__
     from seergate.eval.environment import git_revision, processor, version_of
+    from seergate.version import __version__
 
     _line("seergate", f"{__version__} (git {git_revision() or 'unknown'})")
     _line("python", platform.python_version())

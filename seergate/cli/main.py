@@ -15,7 +15,6 @@ from collections.abc import Sequence
 from types import ModuleType
 from typing import NoReturn
 
-from seergate import __version__
 from seergate.cli import (
     ablate,
     calibrate,
@@ -35,6 +34,7 @@ from seergate.cli import (
 from seergate.cli import eval as evaluation
 from seergate.errors import SeergateError, how_to_install, sentence
 from seergate.openmp import bound_spinning
+from seergate.version import __version__
 
 OK, USER_ERROR, INTERRUPTED = 0, 2, 130
 

@@ -62,7 +62,7 @@ def grader_version(grader: str) -> dict[str, str | None]:
 
 def environment(device: torch.device) -> dict[str, Any]:
     """Versions, revision and hardware, as plain YAML types."""
-    from seergate import __version__
+    from seergate.version import __version__
 
     hardware = {"cpu": processor(), "cores": os.cpu_count()}
     if device.type == "cuda":

@@ -87,7 +87,7 @@ def _write(adapter: Adapter, scratch: Path, out: Path, max_shard_size: int | str
     """Write all files into the scratch directory and down to the disk."""
     from huggingface_hub import split_torch_state_dict_into_shards
 
-    from seergate import __version__
+    from seergate.version import __version__
 
     tensors = {name: tensor.detach().cpu().contiguous() for name, tensor in adapter.tensors.items()}
     pattern = WEIGHTS_FILE.replace(".", "{suffix}.", 1)
