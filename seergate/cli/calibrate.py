@@ -108,7 +108,7 @@ def _check_target(target: Path, method: str) -> None:
         raise SeergateError(f"{target} is no file; --out names the file to write")
     try:
         if method == "tri_attention":
-            Centres.load(target, old=True)
+            Centres.load(target)
             return
         record = json.loads(target.read_text(encoding="utf-8"))
         earlier = isinstance(record, dict) and {"window", "histogram"} <= set(record)

@@ -153,7 +153,7 @@ class Calibrator:
     @cached_property
     def _centres(self) -> Path:
         path = self.directory / "tri_attention.safetensors"
-        if not path.exists() or Centres.load(path, old=True).made != self._made:
+        if not path.exists() or Centres.load(path).made != self._made:
             query_centres(self.model, self._prompts, made=self._made, **self._how).save(path)
         return path
 

@@ -55,7 +55,7 @@ class _LayerRows:
 
 
 class RowStats(DecodeStats):
-    """`DecodeStats` that also counts per row. Put it in the place of a handle's own.
+    """`DecodeStats` that also count per row; for `Handle.count_with`.
 
     Args:
         layers: indices of the gated layers.
@@ -70,7 +70,7 @@ class RowStats(DecodeStats):
         self.curves: list[list[tuple[int, float]]] = []  # per row: (tokens of context, tokens read so far)
 
     def saw_prompt(self, layer: int, resident_bytes: int, row_bytes: RowBytes) -> None:
-        """See `DecodeStats`. These are the rows that `add_rows` is called for next."""
+        """Count what prompts take. `add_rows` is called for the same rows next."""
         super().saw_prompt(layer, resident_bytes, row_bytes)
         self.by_layer[layer].arriving = float(resident_bytes), row_bytes()
 
@@ -102,7 +102,7 @@ class RowStats(DecodeStats):
         resident_bytes: int,
         row_bytes: RowBytes,
     ) -> None:
-        """See `DecodeStats`."""
+        """Count a decode step of one layer, in all and per row."""
         super().record(layer, step, seen, read, selection, block_size, score_bytes, resident_bytes, row_bytes)
         counters = self.by_layer[layer]
         counters.heads, counters.bytes_per_token = self.heads[layer], self.bytes_per_token[layer]

@@ -310,7 +310,7 @@ class Engine:
         self.batch, self.rows = Batch(self.model), []
         if self.handle is not None:
             self.handle.reset_stats()
-            self.stats = self.handle.stats_ = RowStats(list(self.handle.stats_.layers))
+            self.stats = self.handle.count_with(RowStats)
         gc.collect()
         if self.batch.device.type == "cuda":
             torch.cuda.empty_cache()

@@ -7,6 +7,7 @@ imports math-verify and nothing heavy.
 from __future__ import annotations
 
 import json
+import math
 import signal
 import sys
 from typing import Any
@@ -24,10 +25,10 @@ def compare(gold: str, answer: str) -> tuple[bool, str]:
     Raises:
         Exception: whatever math-verify and SymPy raise.
     """
-    from math_verify import ExprExtractionConfig, LatexExtractionConfig, parse, verify
+    from math_verify import LatexExtractionConfig, parse, verify
 
-    # The boxed match first; whatever is no LaTeX (a plain 1/2) second. Time is limited from outside.
-    configs = [LatexExtractionConfig(boxed_match_priority=0), ExprExtractionConfig()]
+    # As LaTeX only: math-verify's other reader takes any number out of what is no formula. Time is limited outside.
+    configs = [LatexExtractionConfig(boxed_match_priority=0, try_extract_without_anchor=False)]
     wanted, found = (
         parse(f"\\boxed{{{text}}}", extraction_config=configs, parsing_timeout=None) for text in (gold, answer)
     )
@@ -35,9 +36,33 @@ def compare(gold: str, answer: str) -> tuple[bool, str]:
         return False, f"the {'answer' if wanted else 'gold answer'} could not be parsed"
     if _unsolved(wanted[0], found[0]):
         return False, "an equation that is not solved"
+    if _untrue(found[0]):
+        return False, "an equation that does not hold"
     # The order matters: gold first. An interval may be answered as an inequality.
-    correct = bool(verify(wanted, found, timeout_seconds=None, allow_set_relation_comp=True))
-    return correct, "compared by math-verify"
+    digits = 6 + _leading_zeros(wanted[0])
+    correct = verify(wanted, found, float_rounding=digits, timeout_seconds=None, allow_set_relation_comp=True)
+    return bool(correct), "compared by math-verify"
+
+
+def _untrue(answer: Any) -> bool:
+    """Whether an answer equates two different numbers (``205 = 204``), of which math-verify would take the last."""
+    from sympy import And, Eq, Float
+
+    for relation in answer.args if isinstance(answer, And) else [answer]:
+        if isinstance(relation, Eq) and relation.lhs.is_number and relation.rhs.is_number:
+            apart = abs(complex(relation.lhs) - complex(relation.rhs))
+            rounded = relation.has(Float)  # 1/3 = 0.333
+            if apart > (2e-3 if rounded else 1e-9) * abs(complex(relation.rhs)):
+                return True
+    return False
+
+
+def _leading_zeros(gold: Any) -> int:
+    """Zeros between the point and the first digit of a small number: digits behind them count."""
+    from sympy import Float
+
+    value = abs(float(gold)) if isinstance(gold, Float) else 1.0
+    return max(0, -math.floor(math.log10(value)) - 1) if value else 0
 
 
 def _unsolved(gold: Any, answer: Any) -> bool:

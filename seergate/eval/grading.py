@@ -14,6 +14,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from seergate.errors import SeergateError
+from seergate.eval.mathematics import INVISIBLE, SPACE, MisreadError, plain, readable
 
 _TOKEN = re.compile(r"\\boxed\s*\{|\\.|[{}]", re.DOTALL)  # a box, an escaped character, a brace
 
@@ -22,8 +23,6 @@ MAX_ANSWER = 2000
 
 MAX_DIGITS = 100
 """An answer with a longer number in it is not computed with, only compared as text."""
-
-_SPACE = r"(?:\\[,;:! ]|~|[^\S\n])"  # one within a line, as LaTeX writes it or of any width
 
 Equivalence = Callable[[str, str], tuple[bool, str]]
 """``(gold, answer) -> (whether they are equivalent, why)``."""
@@ -73,139 +72,51 @@ def grade_exact(answer: str, gold: str, equivalent: Equivalence) -> Grade:
     return Grade(answer, "".join(answer.split()) == "".join(gold.split()), "compared as text")
 
 
-_COLOUR = r"\\(?:text)?color\s*\{[^{}]*\}"
-_FONT = re.compile(
-    rf"{_COLOUR}|\\(?:(?:text|math)[a-z]*|mbox|fbox|boldsymbol|bm|underline|emph|bf|it|rm|sf|sl|tt)(?![A-Za-z])"
+_SETTING = re.compile(  # colours, fonts, formulas, markdown, quotation marks
+    r"\\(?:text)?color\s*\{[^{}]*\}|\\(?:(?:text|math)[a-z]*|mbox|fbox|boldsymbol|bm|underline|emph|bf|it|rm|sf|tt)"
+    r"(?![A-Za-z])|\\[()\[\]]|[${}*`\"]"
 )
-_DELIMITER = re.compile(r"\\[()\[\]]|(?<!\\)[${}]|\*\*|[`\"]")  # of formulas, groups, markdown and quotations
-_LETTER = re.compile(r"[(\[]?([A-Z])(?:([.:)\]]+)|(?=\s|\Z))(.*)", re.DOTALL)  # the letter, its punctuation, the rest
-_JOINED = r"(?:\bor\b|\band\b|\\(?:lor|vee)\b|\\?&|[/,;|+\n])"
-_ALONE = r"(?<![\w\\^'-])([A-J])(?![\w^'-])"  # a letter that is no part of a word or a formula
-_NEXT = re.compile(rf"\s*({_JOINED}?)\s*\(?{_ALONE}(?=(.*))", re.DOTALL)
-_ENDS = re.compile(rf"\s*(?:\Z|[.:)]|{_JOINED}\s*\(?{_ALONE})")
-_DENIED = re.compile(r"\s*(?:is|was)\s+(?:wrong|incorrect|false|not)\b")
-_BEHIND = re.compile(  # what may stand behind a letter without punctuation, which may be the article or a variable
-    r"(?:because|since)\b.*|is\s+(?:the\s+)?(?:right|correct|answer)\b.*|(?:or|and|not)\s+\(?[A-J]\b.*|only"
-    r"|-?[\d.,]+(?:\s+\S+)?|\([^()]*\)",  # a quantity; the option's text
-    re.DOTALL,
+_CHOICE = re.compile(  # the letter, what ends it, the option's text
+    r"(?:(?:the\s+)?(?:(?:correct|right|final)\s+)?(?:answer|option|choice)(?:\s+is)?\s*:?\s*){0,2}"
+    r"[(\[]?([A-Z])(?:\s*[.:)\]]\s*|\s*\n\s*|\Z|\s+(?=\([^()]*\)\Z))(.*)",
+    re.DOTALL | re.IGNORECASE,
 )
-_NO_CHOICE = re.compile(r"(?:\b(?:because|since|as|not|than|of)|\d)\s*\(?$")  # a reason, what is ruled out, or a unit
-
-
-def _second_choice(letter: str, label: str, rest: str) -> str | None:
-    """Another letter that the answer chooses as well, or ``None``.
-
-    Args:
-        letter, label: the first one, and the punctuation behind it (``.``, ``)``), which announces the option's text.
-        rest: what follows. Single letters in an option's text are none of the model's choices ("C. A rise of 4 J").
-    """
-    following = _NEXT.match(rest)
-    if following and following[2] != letter and (not label or following[1] or _ENDS.match(following[3])):
-        return following[2]
-    if label:
-        again = rf"{_JOINED}\s*\(?{_ALONE}{re.escape(label)}(?=\s)|\bor\s+\(?{_ALONE}[.:)]*\Z"
-        found = [match[1] or match[2] for match in re.finditer(again, rest)]
-    else:
-        found = [match[1] for match in re.finditer(_ALONE, rest) if not _NO_CHOICE.search(rest[: match.start()])]
-    return next((other for other in found if other != letter), None)
-
-
-def _bare(answer: str) -> str:
-    """An answer without fonts, colours, markdown, LaTeX's spaces, and punctuation at its end that tells nothing."""
-    text = _DELIMITER.sub("", _FONT.sub("", answer))
-    text = re.sub(_SPACE, " ", text.replace(r"\\", "\n")).strip(" \n*").rstrip(" \n,;\\*")
-    return text.strip()
+_ANOTHER = re.compile(  # a second letter: labelled, or last behind "or", or before "and" and the like
+    r"(?<![\w\\^'-])\(?([A-J])[.:)](?=\s|\Z)|(?:\bor\b|\\(?:lor|vee)\b)\s*\(?([A-J])\b(?=\W*\Z)"
+    r"|\A\(?([A-H])\b(?=\s*(?:\Z|\b(?:or|and)\b|[/,;|&+]))"
+)
+_DENIED = re.compile(r"(?:is|was)\s+(?:wrong|incorrect|false|not)\b|(?:or|and|not)\b", re.IGNORECASE)
 
 
 def grade_letter(answer: str, gold: str, equivalent: Equivalence) -> Grade:
-    r"""Multiple choice: the box must hold the letter, alone or followed by the option's text.
+    r"""Multiple choice: the box must hold one letter, alone or with punctuation and the option's text behind it.
 
-    ``C``, ``(C)``, ``\text{C}``, ``C.`` and ``C. 4 eV`` are C, and so is ``C because A is impossible``. ``4 eV`` and
-    ``A proton`` are no letters, and ``A, C``, ``A or C`` and ``A. 4 eV or C. 5 eV`` are no choice.
+    ``C``, ``c``, ``(C)``, ``\text{C}``, ``Option C``, ``C. 4 eV`` and ``C \quad 4 eV`` are C. ``4 eV``, ``A proton``
+    and ``C because A is wrong`` are no letters; ``A, C``, ``A or C`` and ``A. 4 eV or C. 5 eV`` are no choice.
     """
-    bare = _bare(answer)
-    found = _LETTER.fullmatch(bare)
-    if found is None:
+    text = re.sub(r"\\q?quad(?![A-Za-z])|\\\\", "\n", INVISIBLE.sub("", answer))
+    text = re.sub(SPACE, " ", _SETTING.sub("", text)).strip().rstrip(",;\\ \n")
+    found = _CHOICE.fullmatch(text)
+    if found is None or _DENIED.match(found[2]):
         return Grade(answer, False, "the box does not hold one letter")
-    letter, label, rest = found[1], found[2] or "", found[3]
-    other = _second_choice(letter, label, rest)
-    if other is not None:
-        return Grade(answer, False, f"the box does not hold one letter, but {letter} and {other}")
-    if _DENIED.match(rest) or not (label or not rest or _BEHIND.fullmatch(rest.strip())):
-        return Grade(answer, False, "the box does not hold one letter, but a sentence or a formula")
+    letter = found[1].upper()
+    others = {next(filter(None, match.groups())) for match in _ANOTHER.finditer(found[2])} - {letter}
+    if others:
+        return Grade(answer, False, f"the box does not hold one letter, but {letter} and {min(others)}")
     return Grade(answer, letter == gold.strip(), f"read as the letter {letter}")
-
-
-_ARGUMENT = r"(\{[^{}]*\}|\\[A-Za-z]+(?![A-Za-z]|\s*\{)|[^\s{}\\])"
-_FRACTION = re.compile(rf"\\[dt]?frac\s*{_ARGUMENT}\s*{_ARGUMENT}")  # of simple things, in braces or without
-_DECORATION = re.compile(rf"{_COLOUR}|\\(?:underline|boldsymbol|bm|bf|displaystyle)(?![A-Za-z])")
-_ANSWER = re.compile(r"\A(?:\\text(?:bf)?\s*\{\s*Answer\s*:\s*\}|Answer\s*:)\s*")
-_AROUND = re.compile(
-    r"\A(?:(\*\*?|`|\$\$?)([^*`$]+)\1|\\[(\[]((?:(?!\\[()\[\]]).)+)\\[)\]]|\{([^{}]*)\})\Z", re.DOTALL
-)
-_END = re.compile(r"(?:\\[!:]|[\s,;~\\]|(?<!\.)\.)+\Z")  # punctuation, line breaks and spaces
-_SEPARATOR = rf"[^\S\n]*(?:,\\!|\{{\\?,\}}|{_SPACE})[^\S\n]*"
-_THOUSANDS = re.compile(rf"(?<![\w.^\\])\d{{1,3}}(?:{_SEPARATOR}\d{{3}})+(?!\d)")
-
-
-def _plain(text: str) -> str:
-    r"""What math-verify does not read, written as it does: nothing around the formula, no punctuation at the end;
-    ``^\circ`` for a degree sign; a fraction's numerator and denominator in braces; no spaces between thousands.
-    """
-    before = None
-    while text != before:  # as often as there is something around it
-        before, text = text, _ANSWER.sub("", _END.sub("", _DECORATION.sub("", text))).strip()
-        text = _AROUND.sub(lambda match: match[match.lastindex or 0], text)
-    text = re.sub(r"\s*(?:°|\\degree\b)", r"^\\circ", text).replace("–", "-").replace(r"\varnothing", r"\emptyset")
-    text = _FRACTION.sub(
-        lambda match: "".join((r"\frac", *("{" + part.strip("{}") + "}" for part in match.groups()))), text
-    )
-    return _THOUSANDS.sub(lambda match: re.sub(r"\D", "", match[0]), text)
-
-
-_BASE = re.compile(r"\d_\{?\(?(\d+)\)?\}?$")
-_STATEMENT = re.compile(  # a relation without a left side, or a conclusion
-    r"^(?:\\(?:[gl]eq?(?:slant|q)?|[gl]t|neq?|not)(?![A-Za-z])|[<>≤≥≠])"
-    r"|\\(?:(?:[Ll]ong)?(?:[Ll]eft)?(?:[Rr]ight)?arrow|to|implies|iff)(?![A-Za-z])|[→⇒⇔]|[-=]>"
-)
-_SIDE_BY_SIDE = re.compile(rf"(?<![\d._^])\d+(?:\.\d+)?{_SPACE}+\d")  # an index or a power may come before a number
-_TUPLE = re.compile(r"\((?:[^()]|\([^()]*\))*,(?:[^()]|\([^()]*\))*\)")
-
-
-def _brackets(text: str) -> str:
-    """``{`` for a set whose numbers are listed, ``(`` for a tuple or an open interval, empty for anything else."""
-    value = re.split(r"=|\\in(?![A-Za-z])", re.sub(r"\\(?:left|right)(?![A-Za-z])", "", text))[-1].strip()
-    if re.match(r"\\(?:\{|lbrace)", value):
-        return "" if re.search(r"[(:|<>]|\\mid", value) else "{"
-    return "(" if _TUPLE.fullmatch(value) or re.search(r"[<>]|\\[lg]t(?![A-Za-z])", value) else ""
-
-
-def _misread(gold: str, answer: str) -> str | None:
-    """Why two answers must not be left to math-verify, which would take them for equal; or ``None``."""
-    # It takes a base for an ornament, ignores what stands before the last relation, multiplies numbers that stand
-    # beside each other, and compares sets with tuples.
-    wanted, found = (match[1] if (match := _BASE.search(text)) else "10" for text in (gold, answer))
-    if wanted != found:
-        return "numbers to different bases"
-    if _STATEMENT.search(re.sub(r"_\{[^{}]*\}", "", answer)) and not _STATEMENT.search(gold):  # not that of a limit
-        return "a relation or a conclusion, where the gold answer is none"
-    if _SIDE_BY_SIDE.search(gold) or _SIDE_BY_SIDE.search(answer):
-        return "numbers beside each other are no product"
-    if {_brackets(gold), _brackets(answer)} == {"{", "("}:
-        return "a set and a tuple"
-    return None
 
 
 def grade_math(answer: str, gold: str, equivalent: Equivalence) -> Grade:
     """Mathematical equivalence, by math-verify."""
     if answer == gold.strip():
         return Grade(answer, True, "equal as text")
-    written, gold, answer = answer, _plain(gold), _plain(answer)
+    written, gold, answer = answer, plain(gold), plain(answer)
     if answer == gold:
         return Grade(written, True, "equal as text but for how it is set")
-    reason = _misread(gold, answer)
-    if reason is not None:
-        return Grade(written, False, reason)
+    try:
+        gold, answer = readable(gold, answer)
+    except MisreadError as error:
+        return Grade(written, False, str(error))
     if re.search(rf"\d{{{MAX_DIGITS}}}", answer):
         return Grade(written, False, f"a number in the box has {MAX_DIGITS} or more digits")
     correct, reason = equivalent(gold, answer)

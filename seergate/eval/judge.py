@@ -34,8 +34,8 @@ START_SECONDS = 120.0
 """For a process to import math-verify, on a machine that is busy."""
 
 
-CRASHES = {-signal.SIGSEGV: "by an invalid address or a full stack", -signal.SIGABRT: "by itself"}
-"""Exit statuses of a program that is at fault itself."""
+FAULTS = {-signal.SIGSEGV: "crashed", -signal.SIGABRT: "crashed", OUT_OF_MEMORY: "ran out of memory"}
+"""Exit statuses that the comparison itself causes: they are verdicts. Any other end of the process is not."""
 
 
 class _Judge:
@@ -47,38 +47,33 @@ class _Judge:
         self.closed = False
 
     def compare(self, gold: str, answer: str) -> tuple[bool, str]:
-        statuses = []
-        for _ in range(2):
-            try:
-                if self.process is None:
-                    self._start()
-                reply, late = self._ask(json.dumps([gold, answer]), WALL * self.seconds)
-            except BaseException:  # an interrupt, say: the reply may still come, and is not to be the next answer's
-                self._end()
-                raise
-            if reply is not None:
-                correct, reason = json.loads(reply)
-                return bool(correct), str(reason)
-            status = self._end()
-            if self.closed:
-                raise SeergateError("an answer was being compared when the grading was ended")
-            if (limit := self._limit(status, late)) is not None:
-                return False, f"math-verify was stopped: it {limit}"
-            statuses.append(status)
-        if statuses[0] == statuses[1] and status in CRASHES:
-            return False, f"math-verify was stopped: it crashed, {CRASHES[status]}"
-        raise SeergateError(
-            f"the process that grades mathematics was ended from outside, and so was the one after it (exit status "
-            f"{status}; -9 may mean that the machine has too little memory); the answer has no verdict, start again"
-        )
-
-    def _limit(self, status: int | None, late: bool) -> str | None:
-        """Which limit has ended the process; ``None`` if it was none of them."""
+        if self.process is not None and self.process.poll() is not None:  # killed while it was idle
+            self._end()
+        try:
+            if self.process is None:
+                self._start()
+            reply, late = self._ask(json.dumps([gold, answer]), WALL * self.seconds)
+        except BaseException:  # an interrupt, say: the reply may still come, and must not be the next answer's
+            self._end()
+            raise
+        if reply is not None:
+            correct, reason = json.loads(reply)
+            return bool(correct), str(reason)
+        status = self._end()
+        if self.closed:
+            raise SeergateError("an answer was being compared when the grading was ended")
         if late:
-            return f"took longer than {WALL * self.seconds:g} seconds"
-        if hasattr(signal, "SIGPROF") and status == -signal.SIGPROF:
-            return f"took more than {self.seconds:g} seconds of processor time"
-        return "ran out of memory" if status == OUT_OF_MEMORY else None
+            fault: str | None = f"took longer than {WALL * self.seconds:g} seconds"
+        elif hasattr(signal, "SIGPROF") and status == -signal.SIGPROF:
+            fault = f"took more than {self.seconds:g} seconds of processor time"
+        else:
+            fault = FAULTS.get(status or 0)
+        if fault is None:
+            raise SeergateError(
+                f"the process that grades mathematics was killed from outside (exit status {status}; -9 may mean that "
+                "the machine has too little memory); the answer has no grade yet: run the same command again"
+            )
+        return False, f"math-verify was stopped: it {fault}"
 
     def _start(self) -> None:
         root = str(Path(__file__).resolve().parents[2])
@@ -169,7 +164,7 @@ class GradingPool:
 
         Raises:
             SeergateError: for an unknown grader, if math-verify is needed and not installed, or if the process that
-                runs it was ended from outside, twice.
+                runs it was killed from outside.
         """
         return grade(grader, completion, gold, self._equivalent)
 

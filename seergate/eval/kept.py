@@ -42,7 +42,7 @@ def seen_layer(kv_heads: Mapping[int, int], layer: int | None, head: int) -> int
 
 
 class KeptTokens(DecodeStats):
-    """`DecodeStats` of one sample that also remembers when each token left. Put it in the place of a handle's own.
+    """`DecodeStats` of one sample that also remember when each token was evicted; for `Handle.count_with`.
 
     Args:
         kv_heads: of each layer.
@@ -62,7 +62,7 @@ class KeptTokens(DecodeStats):
         self._left: dict[int, dict[tuple[int, int], int]] = {layer: {} for layer in layers}
 
     def evicted(self, layer: int, step: Step, eviction: Eviction) -> None:
-        """See `DecodeStats`."""
+        """Note which tokens a KV head has lost."""
         held = self._held.get(layer, np.zeros((eviction.index.shape[1], 0), dtype=np.int64))
         seen = self._seen[layer]
         new = np.arange(seen, seen + step.ends[0] - held.shape[1])
@@ -115,8 +115,8 @@ def kept_tokens(
         ends: ids of the tokens that end an answer.
     """
     with attached(model, method) as handle:
-        kept = KeptTokens(families.kv_heads(model))
-        handle.stats_ = kept
+        heads = families.kv_heads(model)
+        kept = handle.count_with(lambda layers: KeptTokens(heads))
         for batch in answers(model, [prompt], max_new_tokens, sampling, ends):
             kept.prompt, kept.tokens = len(prompt), batch.lengths[0]
     return kept

@@ -84,7 +84,7 @@ class Replay:
         if key not in self.known:
             with warnings.catch_warnings(), attached(self.model, method) as handle:
                 warnings.simplefilter("ignore", LongPromptWarning)  # budgets that are only tried; the run itself warns
-                stats = handle.stats_ = RowStats(list(handle.stats_.layers))
+                stats = handle.count_with(RowStats)
                 batch = Batch(self.model)
                 batch.add([self.prompt])
                 stats.add_rows(1)

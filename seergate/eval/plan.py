@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import difflib
 from collections.abc import Mapping
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field
 from pathlib import Path
-from types import NoneType
-from typing import Any, get_args, get_origin, get_type_hints
+from typing import Any, get_origin, get_type_hints
 
 import yaml
+from huggingface_hub.dataclasses import type_validator
 
-from seergate.config import is_int
 from seergate.errors import SeergateError, first_line
 from seergate.eval.matching import MEASURES
 from seergate.eval.runner import RunOptions
@@ -28,7 +27,7 @@ class _Loader(yaml.SafeLoader):
     """YAML in which a name that is there twice is a mistake, not the last of the two."""
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
-        """See `yaml.SafeLoader`."""
+        """A dictionary, each of whose keys is given once."""
         names = list[Any]()
         for key, _ in node.value:
             if key.value in names:
@@ -67,7 +66,7 @@ class SweepPlan:
     method: list[str] = field(default_factory=lambda: ["dense", "gate"])
     budget: list[int] = field(default_factory=list)
     match: str = "budget"
-    threshold: list[float] = field(default_factory=list)
+    threshold: list[float | int] = field(default_factory=list)
     block_size: list[int] = field(default_factory=list)
     dense_layers: list[tuple[int, ...] | None] = field(default_factory=lambda: [None])
     task: str = "chain_sum"
@@ -75,10 +74,10 @@ class SweepPlan:
     samples: int | None = None
     max_new_tokens: int | None = None
     max_total_tokens: int | None = None
-    temperature: float | None = None
-    top_p: float = 1.0
+    temperature: float | int | None = None
+    top_p: float | int = 1.0
     top_k: int = 0
-    min_p: float = 0.0
+    min_p: float | int = 0.0
     seed: int = 0
     batch_size: int | None = None
     measure_recall: bool = False
@@ -112,21 +111,24 @@ class SweepPlan:
         Raises:
             SeergateError: for an unknown name or a value of another type.
         """
-        known = {f.name: f for f in fields(cls)}
-        given: dict[str, Any] = {}
+        types, given = get_type_hints(cls), dict[str, Any]()
         for name, value in values.items():
-            if name not in known:
-                near = difflib.get_close_matches(str(name), known, n=1)
-                hint = f"did you mean {near[0]!r}?" if near else f"it may have {', '.join(known)}"
+            if name not in types:
+                near = difflib.get_close_matches(str(name), types, n=1)
+                hint = f"did you mean {near[0]!r}?" if near else f"it may have {', '.join(types)}"
                 raise SeergateError(f"{where} has no setting {name!r}; {hint}")
-            if name == "dense_layers":
-                value = _layers(value, where)
-            elif name in _GRIDS:
-                value = _listed(name, value, _GRIDS[name], where)
-                if name == "method" and not value:
-                    raise SeergateError(f"{where}: method is empty; it must name at least one method")
-            else:
-                _check_kind(name, value, where)
+            if name == "dense_layers" and isinstance(value, list):  # [0, 1] is one choice; [[], [0, 1]] are two
+                choices = value if value and isinstance(value[0], list) else [value]
+                value = [tuple(choice) if isinstance(choice, list) else choice for choice in choices]
+            elif get_origin(types[name]) is list and not isinstance(value, list):
+                value = [value]
+            try:
+                type_validator(name, value, types[name])
+            except TypeError as error:
+                must = str(types[name]).removeprefix("<class '").removesuffix("'>")
+                raise SeergateError(f"{where}: {name} is {value!r}; it must be {must}") from error
+            if name == "method" and not value:
+                raise SeergateError(f"{where}: method is empty; it must name at least one method")
             given[name] = value
         return cls(**given)
 
@@ -195,60 +197,3 @@ class SweepPlan:
             measure_recall=self.measure_recall,
             **more,
         )
-
-
-_GRIDS: dict[str, tuple[type, ...]] = {
-    "method": (str,),
-    "budget": (int,),
-    "threshold": (float, int),
-    "block_size": (int,),
-}
-
-
-def _listed(name: str, value: Any, kinds: tuple[type, ...], where: str) -> list[Any]:
-    values = value if isinstance(value, list) else [value]
-    for item in values:
-        if not isinstance(item, kinds) or isinstance(item, bool):
-            raise SeergateError(
-                f"{where}: {name} holds {item!r}; it must be a list of {kinds[0].__name__}{_exponent(item, kinds)}"
-            )
-    return values
-
-
-def _exponent(value: Any, kinds: tuple[type, ...]) -> str:
-    """A hint for ``1e-2``, which YAML takes for a text."""
-    if float not in kinds or not isinstance(value, str):
-        return ""
-    try:
-        digits, _, exponent = f"{float(value):e}".partition("e")
-    except ValueError:
-        return ""
-    return f", and YAML takes {value} for a text: write {float(digits)}e{int(exponent):+d}"
-
-
-_KINDS = {int: "an integer", float: "a number", str: "a text", bool: "true or false", dict: "'name: value' lines"}
-
-
-def _check_kind(name: str, value: Any, where: str) -> None:
-    """Refuse a value of another type than the attribute's annotation names."""
-    hint = get_type_hints(SweepPlan)[name]
-    choices = get_args(hint) if get_origin(hint) not in (None, dict) else (hint,)
-    kinds = [get_origin(choice) or choice for choice in choices]
-    fits = isinstance(value, tuple(kinds)) or (float in kinds and is_int(value))
-    if not fits or (isinstance(value, bool) and bool not in kinds):
-        must = " or ".join(_KINDS[kind] for kind in kinds if kind is not NoneType)
-        raise SeergateError(f"{where}: {name} is {value!r}; it must be {must}")
-    if name == "gates" and isinstance(value, dict):
-        for size, source in value.items():
-            if not is_int(size) or not isinstance(source, str):
-                raise SeergateError(f"{where}: gates holds {size!r}: {source!r}; it must be a block size: an adapter")
-
-
-def _layers(value: Any, where: str) -> list[tuple[int, ...] | None]:
-    """``[0, 1]`` is one choice of layers; ``[[], [0, 1]]`` are two."""
-    choices = value if isinstance(value, list) and all(isinstance(v, list) for v in value) and value else [value]
-    if not all(isinstance(choice, list) and all(type(i) is int for i in choice) for choice in choices):
-        raise SeergateError(
-            f"{where}: dense_layers is {value!r}; it must be a list of layers, or a list of such lists"
-        )
-    return [tuple(choice) for choice in choices]

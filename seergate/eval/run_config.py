@@ -9,18 +9,12 @@ import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from seergate.eval.engine import Limit, encode, end_ids, prompt_text
-from seergate.eval.environment import GRADES_WITH, environment, grader_version
+from seergate.eval.environment import environment, grader_version
 from seergate.eval.sampling import Sampling
 from seergate.eval.settings import MethodSpec
 from seergate.eval.task import Problem, Task, contents_hash, prompts_hash
 from seergate.fingerprint import fingerprint, rope_of
 from seergate.hf.bank import GateBank
-
-UNRECORDED_ONCE = ("model.rope", "task.prompts", "generation.ends")
-"""Parts that configurations of earlier versions do not have."""
-
-IDENTITY = (*UNRECORDED_ONCE, *(f"environment.{name}" for name in GRADES_WITH.values()))
-"""What else two runs must have in common to be compared, where both have recorded it."""
 
 
 def run_config(
@@ -87,20 +81,3 @@ def run_config(
 def prompts_of(tokenizer: PreTrainedTokenizerBase, problems: list[Problem]) -> str:
     """`prompts_hash` of what a tokenizer, with its chat template, makes of problems."""
     return prompts_hash(encode(tokenizer, prompt_text(tokenizer, problem)) for problem in problems)
-
-
-def part_of(config: dict[str, Any], name: str) -> Any:
-    """What a configuration says under a name such as ``"model.rope"``; ``None`` if nothing."""
-    section, _, key = name.partition(".")
-    return config.get(section, {}).get(key)
-
-
-def as_recorded(config: dict[str, Any], before: dict[str, Any]) -> dict[str, Any]:
-    """A configuration without the parts of `UNRECORDED_ONCE` that an earlier one does not have."""
-    unknown = {name for name in UNRECORDED_ONCE if part_of(before, name) is None}
-    return {
-        section: {key: value for key, value in values.items() if f"{section}.{key}" not in unknown}
-        if isinstance(values, dict)
-        else values
-        for section, values in config.items()
-    }

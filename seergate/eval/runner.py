@@ -26,7 +26,7 @@ from seergate.eval.judge import GradingPool, check_installed
 from seergate.eval.memory import estimated_batch, sharing
 from seergate.eval.metrics import derive
 from seergate.eval.proxies import Reference, contexts_hash, measure_proxies, windows_of
-from seergate.eval.run_config import as_recorded, part_of, prompts_of, run_config
+from seergate.eval.run_config import prompts_of, run_config
 from seergate.eval.sampling import Sampling, sample_seed
 from seergate.eval.settings import MethodSpec
 from seergate.eval.task import Problem, Task, contents_hash
@@ -88,6 +88,22 @@ class RunOptions:
         check_grader(task.grader)
         if task.grader == "math":
             check_installed()
+        sampling = self.sampling or task.sampling
+        if sampling is not None:
+            self.check_sampling(task, sampling)
+
+    def check_sampling(self, task: Task, sampling: Sampling) -> None:
+        """Refuse several samples per problem that cannot differ.
+
+        Raises:
+            ValueError: naming the field, what it is and what it must be.
+        """
+        samples = task.samples if self.samples is None else self.samples
+        if sampling.greedy and samples > 1:
+            raise ValueError(
+                f"samples is {samples}; with greedy decoding, which gives the same answer every time, it must be 1 "
+                "(--samples 1); or give a --temperature above 0"
+            )
 
     def resolved_sampling(self, task: Task, model: PreTrainedModel) -> Sampling:
         """How tokens are chosen."""
@@ -186,15 +202,11 @@ def reference_in(
     if not (directory / store.CONFIG).exists() or not (samples := _in_order(directory)):
         return None
     found, problems = store.read_config(directory), task.problems()
-    wanted = {
-        "model": {"fingerprint": fingerprint(model), "rope": rope_of(model)},
-        "task": {"contents": contents_hash(problems), "prompts": prompts_of(tokenizer, problems)},
-        "method": {"name": Dense.name},
-    }
-    same = all(
-        part_of(found, f"{section}.{key}") == value
-        for section, values in as_recorded(wanted, found).items()
-        for key, value in values.items()
+    same = (
+        (found["model"]["fingerprint"], found["model"]["rope"]) == (fingerprint(model), rope_of(model))
+        and found["task"]["contents"] == contents_hash(problems)
+        and found["task"]["prompts"] == prompts_of(tokenizer, problems)
+        and found["method"]["name"] == Dense.name
     )
     return Reference(Dense.name, samples) if same else None
 
@@ -235,6 +247,7 @@ def evaluate(
     limit, sampling = options.limit(task), options.resolved_sampling(task, model)
     samples_each = task.samples if options.samples is None else options.samples
     options.check(task)
+    options.check_sampling(task, sampling)
     problems = task.problems()
     processes = 1 + (len(pool.processes) if pool else 0)
     config = run_config(
@@ -258,8 +271,6 @@ def evaluate(
         samples = store.read_samples(out_dir)
         made = {store.key_of(s) for s in samples}
         missing = {key: problem for key, problem in wanted.items() if key not in made}
-        if not missing and (out_dir / store.CONFIG).exists():  # nothing is added that could have been made otherwise
-            config = as_recorded(config, store.read_config(out_dir))
         store.pin(out_dir, config, finished=not missing)
         unmeasured = options.measure_recall and not _measured(out_dir, tokenizer, reference)
         if missing or unmeasured:

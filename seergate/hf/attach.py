@@ -10,11 +10,11 @@ from __future__ import annotations
 import copy
 import os
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
 from threading import get_ident
-from typing import Any
+from typing import Any, TypeVar
 from weakref import ref
 
 import torch
@@ -48,6 +48,7 @@ from seergate.reason.pager import Pager
 from seergate.reason.sharing import give_up
 
 _HANDLE = "_seergate_handle"
+Counts = TypeVar("Counts", bound=DecodeStats)
 TRANSFORMERS_PAGES = (
     'transformers\' own paged cache (generate_batch, cache_implementation="paged") is read densely: the attached '
     "method knows nothing of it; use generate, with attach(paging=...) for pages"
@@ -251,7 +252,7 @@ class Handle:
             )
         method = resolved(method, model, modules, ordinary_cache=not paged and offload is None)
         self.model, self.method, self.measure_recall = model, method, measure_recall
-        self.stats_ = DecodeStats([layer for layer, _ in modules])
+        self.stats_: DecodeStats = DecodeStats([layer for layer, _ in modules])
         self.bindings: list[DecodeBinding] = []
         self.correction: Lossless | Rectifier | None = None
         self.dense_pass = False  # whether forward passes leave the method out
@@ -322,6 +323,15 @@ class Handle:
                 yield
             finally:
                 self._trace = None
+
+    def count_with(self, make: Callable[[list[int]], Counts]) -> Counts:
+        """Count decode steps with statistics of another kind from now on.
+
+        Args:
+            make: ``(gated layers) -> statistics``.
+        """
+        self.stats_ = counts = make(list(self.stats_.layers))
+        return counts
 
     def reset_stats(self) -> None:
         """Start counting anew."""

@@ -75,12 +75,11 @@ class Centres:
         save_file(tensors, path, metadata={"tri_attention": json.dumps(about)})
 
     @classmethod
-    def load(cls, path: str | os.PathLike[str], *, old: bool = False) -> Centres:
+    def load(cls, path: str | os.PathLike[str]) -> Centres:
         """Read what `save` wrote.
 
         Args:
             path: of the file.
-            old: take a file of an earlier version, too, which does not say of which model it is.
 
         Raises:
             SeergateError: if it is not such a file.
@@ -91,7 +90,7 @@ class Centres:
         try:
             with safe_open(path, framework="pt") as file:
                 about = json.loads((file.metadata() or {})["tri_attention"])
-                tokens, made = int(about["tokens"]), dict(about.get("made", {}))
+                tokens, made = int(about["tokens"]), dict(about["made"])
                 for name in file.keys():  # noqa: SIM118 - not a dictionary
                     _, layer, kind = name.split(".")
                     found[kind][int(layer)] = file.get_tensor(name)
@@ -99,7 +98,7 @@ class Centres:
             raise SeergateError(
                 f"{path} does not hold TriAttention's centres; seergate calibrate makes them"
             ) from error
-        if not old and ("model" not in made or found["rope"].keys() != found["mean"].keys()):
+        if "model" not in made or found["rope"].keys() != found["mean"].keys():
             raise SeergateError(f"{path} does not say of which model its centres are; run seergate calibrate again")
         return cls(found["mean"], found["modulus"], tokens, found["rope"], made)
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 
-from seergate.eval.stats import Estimate, bounds, margin
+from seergate.eval.stats import Difference
 from seergate.report.load import Setting, Sweep
 
 CLOSE = 0.02
@@ -141,7 +141,7 @@ def cautions(sweep: Sweep) -> list[str]:
     elif most > 1:
         compared = [sweep.difference(s, sweep.dense) for s in sweep.settings if s.method != "dense"]
         if known := [d for d in compared if not math.isnan(d.se)]:
-            worst, least = max(d.se for d in known), min(1.0, max(map(margin, known)))
+            worst, least = max(d.se for d in known), max(d.margin for d in known)
             lines.append(
                 f"with {sweep.problems}, differences to dense have standard errors of up to {100 * worst:.1f} points; "
                 f"those below {100 * least:.0f} points may be chance."
@@ -201,33 +201,32 @@ def _versions(sweep: Sweep) -> str:
     return "; ".join(found)
 
 
-def _not_worse(difference: Estimate) -> bool:
+def _not_worse(difference: Difference) -> bool:
     """Not significantly below zero. One problem proves nothing either way."""
-    return difference.mean >= -CLOSE and (difference.n == 1 or bounds(difference)[1] >= 0)
+    return difference.mean >= -CLOSE and (difference.n == 1 or difference.high >= 0)
 
 
-def _equivalent(difference: Estimate) -> bool:
-    return difference.n > 1 and abs(difference.mean) + margin(difference) <= CLOSE and difference.n * CLOSE >= 3
+def _equivalent(difference: Difference) -> bool:
+    return difference.low >= -CLOSE and difference.high <= CLOSE
 
 
-def _reach(difference: Estimate) -> str:
-    """The largest loss that the data leave possible. With no disagreement at all: three in n (the rule of three)."""
-    reach = max(-bounds(difference)[0], 3 / difference.n) if difference.n > 1 else 1.0
-    return f"{100 * min(1.0, reach):.0f} points"
+def _reach(difference: Difference) -> str:
+    """The largest loss that the data leave possible."""
+    return f"{-100 * difference.low if difference.n > 1 else 100:.0f} points"
 
 
-def _gap(difference: Estimate) -> str:
+def _gap(difference: Difference) -> str:
     points = 100 * difference.mean
     if abs(points) < 0.05:
         return f"0.0 ± {_se(difference)} points from"
     return f"{abs(points):.1f} ± {_se(difference)} points {'above' if points > 0 else 'below'}"
 
 
-def _signed(difference: Estimate) -> str:
+def _signed(difference: Difference) -> str:
     return f"{100 * difference.mean:+.1f} ± {_se(difference)}"
 
 
-def _se(difference: Estimate) -> str:
+def _se(difference: Difference) -> str:
     return "?" if math.isnan(difference.se) else f"{100 * difference.se:.1f}"
 
 

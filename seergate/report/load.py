@@ -9,9 +9,9 @@ from typing import Any
 
 from seergate.errors import SeergateError
 from seergate.eval import store
+from seergate.eval.environment import GRADES_WITH
 from seergate.eval.metrics import by_problem, derive
-from seergate.eval.run_config import IDENTITY, part_of
-from seergate.eval.stats import Estimate, clustered, paired, wilson
+from seergate.eval.stats import Difference, Estimate, clustered, paired, wilson
 from seergate.methods import CompressingMethod, ReasonCache, method_class
 
 ORDER = (
@@ -154,18 +154,15 @@ class Setting:
 
     def identity(self) -> dict[str, Any]:
         """What every setting that it is compared with has, too: name -> value."""
-        config = self.config
+        config, environment = self.config, self.config.get("environment", {})
         return store.flatten(
             {
-                "task": _without(config["task"], "source", "file", "prompts", "problems"),
-                "model": config["model"].get("fingerprint", config["model"].get("path")),
-                "generation": _without(config["generation"], "ends"),
+                "task": _without(config["task"], "source", "file", "problems"),
+                "model": {name: config["model"].get(name) for name in ("fingerprint", "rope")},
+                "generation": config["generation"],
+                "environment": {name: environment.get(name) for name in GRADES_WITH.values()},
             }
         )
-
-    def recorded(self) -> dict[str, Any]:
-        """What it has recorded of `IDENTITY`."""
-        return {name: found for name in IDENTITY if (found := part_of(self.config, name)) is not None}
 
 
 @dataclass(frozen=True)
@@ -207,11 +204,8 @@ class Sweep:
         return f"{numbers[0]} problem{'s' if numbers[0] != 1 else ''}"
 
     def identity(self) -> dict[str, Any]:
-        """What all settings have in common, as far as any has recorded it: name -> value."""
-        found = self.settings[0].identity()
-        for setting in self.settings:
-            found |= store.flatten(setting.recorded())
-        return found
+        """What all settings have in common: name -> value."""
+        return self.settings[0].identity()
 
     def of(self, method: str) -> list[Setting]:
         """A series' settings by budget."""
@@ -221,7 +215,7 @@ class Sweep:
         """One setting."""
         return next((s for s in self.settings if (s.series, s.budget) == (method, budget)), None)
 
-    def difference(self, ours: Setting, baseline: Setting) -> Estimate:
+    def difference(self, ours: Setting, baseline: Setting) -> Difference:
         """Paired difference of the accuracies, on the samples (problem and seed) that both have; ``nan`` of no problem
         where unfinished runs have none in common.
         """
@@ -230,7 +224,7 @@ class Sweep:
             [s for key, s in side.items() if key in other] for side, other in zip(pairs, pairs[::-1], strict=True)
         ]
         if not common[0]:
-            return Estimate(math.nan, math.nan, 0)
+            return Difference(math.nan, math.nan, 0)
         return paired(*(by_problem(side, lambda s: s["correct"]) for side in common))
 
     @property
@@ -295,8 +289,7 @@ def load_sweeps(*roots: Path) -> list[Sweep]:
     for path in started:
         setting = load_setting(path)
         groups.setdefault(repr(setting.identity()), []).append(setting)
-    alike = [part for settings in groups.values() for part in _alike(settings)]
-    return [Sweep(sorted(_named(settings), key=_rank)) for settings in alike]
+    return [Sweep(sorted(_named(settings), key=_rank)) for settings in groups.values()]
 
 
 def apart(sweeps: list[Sweep]) -> list[dict[str, Any]]:
@@ -309,22 +302,6 @@ def apart(sweeps: list[Sweep]) -> list[dict[str, Any]]:
 
 def _without(values: dict[str, Any], *names: str) -> dict[str, Any]:
     return {name: value for name, value in values.items() if name not in names}
-
-
-def _alike(settings: list[Setting]) -> list[list[Setting]]:
-    """Settings by `IDENTITY`. What a run of an earlier version has not recorded of it is taken to be as in the others,
-    if that leaves no choice.
-    """
-    recorded = [setting.recorded() for setting in settings]
-    groups: list[tuple[dict[str, Any], list[Setting]]] = []
-    for own, setting in sorted(zip(recorded, settings, strict=True), key=lambda pair: -len(pair[0])):
-        fitting = [group for group in groups if all(group[0].get(name, own[name]) == own[name] for name in own)]
-        if len(fitting) == 1:
-            fitting[0][0].update(own)
-            fitting[0][1].append(setting)
-        else:
-            groups.append((own, [setting]))
-    return [members for _, members in groups]
 
 
 def _named(settings: list[Setting]) -> list[Setting]:

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from seergate.errors import SeergateError, how_to_install
-from seergate.eval.stats import Estimate
+from seergate.eval.stats import t95
 from seergate.report.load import Setting, Sweep
 from seergate.report.published import published
 from seergate.report.styles import STYLES, line_style, style
@@ -34,7 +34,7 @@ def length_plot(sweep: Sweep, path: Path) -> Path:
 
     def interval(s: Setting) -> tuple[float, float, float]:
         mean, se = s.metrics["mean_tokens"], s.metrics["mean_tokens_se"]
-        half = 0.0 if se is None else Estimate(mean, se, s.accuracy.n).half_width
+        half = 0.0 if se is None else t95(s.accuracy.n - 1) * se
         return mean, max(0.0, mean - half), mean + half
 
     return _against_budget(

@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
-from seergate.eval.stats import bounds
 from seergate.report.load import Setting, Sweep
 from seergate.report.published import deviations, published
 
@@ -52,7 +51,7 @@ def _accuracy_row(sweep: Sweep, s: Setting) -> list[str]:
     if sweep.dense is not None and s is not sweep.dense:
         d = sweep.difference(s, sweep.dense)
         if not math.isnan(d.se):
-            between = " to ".join(f"{100 * bound:+.1f}" for bound in bounds(d))
+            between = f"{100 * d.low:+.1f} to {100 * d.high:+.1f}"
     low, high = s.interval
     return [
         s.marked,

@@ -112,8 +112,8 @@ def _section(sweep: Sweep, out: Path, suffix: str, why: dict[str, Any]) -> tuple
 _ACCURACY_NOTE = (
     "Accuracy is the mean over problems of the mean over a problem's samples. Standard errors are clustered by "
     "problem; the interval is Wilson's at the effective number of samples. *minus dense* is the paired difference on "
-    "the same problems, in points, ± its standard error; its interval is Student's t, or, where all problems came out "
-    "alike, three in the number of problems either way. *truncated*: the answer hit the length limit. *no answer*: "
+    "the same problems, in points, ± its standard error; its interval is that of Bonett and Price with Student's t: "
+    "two more problems are added, one won and one lost. *truncated*: the answer hit the length limit. *no answer*: "
     "nothing was boxed."
 )
 _COST_NOTE = (

@@ -132,7 +132,7 @@ def test_the_peak_of_a_sample_is_that_of_its_handle():
 
 def test_rows_that_read_their_prompts_together_share_what_was_allocated():
     with attached(support.model(), methods.H2O(token_budget=24, interval=4)) as handle:
-        stats = handle.stats_ = RowStats(list(handle.stats_.layers))
+        stats = handle.count_with(RowStats)
         batch = Batch(handle.model)
         batch.add([[5] * 400, [6] * 10])
         stats.add_rows(2)
@@ -154,7 +154,7 @@ def test_what_a_row_of_a_method_that_selects_holds():
         (bank, {"token_budget": 32}, 2 * (3 * 2 * 16 * 4 + 2 * 16 * 16 * 4 + 8)),
     ):
         with attached(model, method, **options) as handle:
-            stats = handle.stats_ = RowStats(list(handle.stats_.layers))
+            stats = handle.count_with(RowStats)
             batch = Batch(model)
             batch.add([step, [5] * 90])
             stats.add_rows(2)
@@ -163,7 +163,7 @@ def test_what_a_row_of_a_method_that_selects_holds():
     options = {"token_budget": 32, "block_size": 8}
     for where in ({"paging": Paging(block_size=8)}, {"offload": Offload(memory_bytes=2**20, store="host")}):
         with attached(model, "oracle", **options, **where) as handle:
-            stats = handle.stats_ = RowStats(list(handle.stats_.layers))
+            stats = handle.count_with(RowStats)
             batch = Batch(model)
             batch.add([step, [5] * 90])
             stats.add_rows(2)

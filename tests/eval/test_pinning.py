@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import pytest
-import yaml
 
 from seergate.errors import SeergateError
 from seergate.eval import MethodSpec, RunOptions, Sampling, environment, evaluate, make_task
-from seergate.eval.run_config import UNRECORDED_ONCE
 from seergate.eval.runner import reference_in
 from tests.eval import support
-from tests.eval.test_runner import small, timeless
+from tests.eval.test_runner import small
 
 
 @pytest.mark.parametrize(
@@ -18,7 +16,7 @@ from tests.eval.test_runner import small, timeless
     [
         ({"max_new_tokens": 35}, "generation.max_new_tokens was 36 and is 35"),
         ({"seed": 1}, "generation.seed was 0 and is 1"),
-        ({"samples": 2}, "generation.samples"),
+        ({"samples": 2, "sampling": Sampling(temperature=0.6)}, "generation.samples"),
         ({"sampling": Sampling(temperature=0.6)}, "generation.temperature"),
         ({"spec": MethodSpec("oracle", 64, 16)}, "method.name was 'dense' and is 'oracle'"),
     ],
@@ -88,29 +86,6 @@ def test_the_version_that_mathematics_was_graded_with_may_not_change(tmp_path, m
     run("exact")  # compares by itself
 
 
-def forget(directory, *names):
-    """As an earlier version would have written it."""
-    config = yaml.safe_load((directory / "config.yaml").read_text())
-    for name in names:
-        section, _, key = name.partition(".")
-        del config[section][key]
-    (directory / "config.yaml").write_text(yaml.safe_dump(config))
-
-
-def test_a_finished_run_of_an_earlier_version_is_kept_and_an_unfinished_one_not_continued(tmp_path):
-    first = small(tmp_path)
-    forget(tmp_path, *UNRECORDED_ONCE)
-    before = (tmp_path / "config.yaml").read_bytes()
-    assert timeless(small(tmp_path)) == timeless(first)
-    assert (tmp_path / "config.yaml").read_bytes() == before, "nobody knows how it was made"
-    with pytest.raises(SeergateError, match="seed was 0 and is 1"):
-        small(tmp_path, seed=1)
-    path = tmp_path / "samples.jsonl"
-    path.write_text("".join(path.read_text().splitlines(keepends=True)[:2]))
-    with pytest.raises(SeergateError, match="task.prompts was None"):
-        small(tmp_path)
-
-
 def test_proxies_are_measured_on_answers_of_the_same_model_and_prompts(tmp_path):
     small(tmp_path / "dense")
     task = make_task("chain_sum", problems=4, variables=5)
@@ -120,8 +95,6 @@ def test_proxies_are_measured_on_answers_of_the_same_model_and_prompts(tmp_path)
     assert reference_in(tmp_path, yarn, tokenizer, task) is None
     assert reference_in(tmp_path, model, template, task) is None
     assert reference_in(tmp_path, model, tokenizer, make_task("chain_sum", problems=3, variables=5)) is None
-    forget(tmp_path / "dense", *UNRECORDED_ONCE)
-    assert reference_in(tmp_path, model, tokenizer, task) is not None
 
 
 def test_batch_size_may_differ_on_resume_but_versions_may_not(tmp_path):
@@ -134,3 +107,16 @@ def test_batch_size_may_differ_on_resume_but_versions_may_not(tmp_path):
     config.write_text(config.read_text().replace("transformers: ", "transformers: 0."))
     with pytest.raises(SeergateError, match=r"environment\.transformers"):
         small(tmp_path)
+
+
+def test_several_greedy_samples_are_refused(tmp_path):
+    """They would be the same answer, at as many times the cost; also where the model's configuration is greedy."""
+    with pytest.raises(ValueError, match="samples is 2; with greedy decoding"):
+        small(tmp_path, samples=2)
+    path = tmp_path / "mine.jsonl"
+    path.write_text('{"prompt": "a1 1 a2 2", "answer": "3"}\n')
+    task, options = make_task(str(path), grader="exact"), RunOptions(samples=2, max_new_tokens=4)
+    options.check(task)
+    with pytest.raises(ValueError, match="samples is 2; with greedy decoding"):
+        evaluate(support.model(), support.tokenizer(), task, MethodSpec("dense"), tmp_path / "out", options)
+    assert not (tmp_path / "out").exists()

@@ -1,4 +1,4 @@
-"""Against numbers worked out by hand."""
+"""Against numbers worked out by hand, and the coverage of intervals, which is computed exactly."""
 
 from __future__ import annotations
 
@@ -6,7 +6,8 @@ import math
 
 import pytest
 
-from seergate.eval.stats import Estimate, bounds, clustered, correlation, paired, pass_at_k, quantile, t95, wilson
+from benchmarks.interval_coverage import one_sided
+from seergate.eval.stats import Difference, Estimate, clustered, correlation, paired, pass_at_k, quantile, wilson
 
 
 def test_one_sample_per_problem_is_the_ordinary_standard_error():
@@ -19,20 +20,22 @@ def test_samples_of_one_problem_are_not_independent():
     # problem means 1, 0, 1/2: mean 1/2; squared deviations 1/4 + 1/4 = 1/2; se = sqrt(0.5 / (3 * 2)) = 0.288675
     groups = {"a": [1, 1, 1, 1], "b": [0, 0, 0, 0], "c": [1, 0, 1, 0]}
     assert clustered(groups) == Estimate(0.5, pytest.approx(0.2886751), 3)
-    pooled = [v for values in groups.values() for v in values]  # what ignoring the clusters would claim: 0.15
-    assert math.sqrt(sum((v - 0.5) ** 2 for v in pooled) / (12 * 11)) == pytest.approx(0.1507557)
 
 
 def test_problems_weigh_equally_however_many_samples_they_have():
     assert clustered({"a": [1, 1, 1], "b": [0]}).mean == 0.5
+    assert math.isnan(clustered({"a": [1, 0]}).se)
 
 
 def test_paired_difference_cancels_the_spread_between_problems():
     dense = {"a": [1, 1], "b": [1, 0], "c": [0, 0], "d": [1, 1]}  # means 1, .5, 0, 1
     ours = {"a": [1, 0], "b": [0, 0], "c": [0, 0], "d": [1, 0]}  # means .5, 0, 0, .5
     # differences -.5, -.5, 0, -.5: mean -.375; squared deviations 3 * .015625 + .140625 = .1875; se = sqrt(.1875 / 12)
-    assert paired(ours, dense) == Estimate(-0.375, pytest.approx(0.125), 4)
-    assert clustered(ours).se + clustered(dense).se > 0.3
+    found = paired(ours, dense)
+    assert (found.mean, found.se, found.n) == (-0.375, pytest.approx(0.125), 4)
+    # s^2 = (1 + 3/4) / 4 = .4375; of the six: mean -.25, squares .75 + .875 = 1.625, less 6 / 16 = 1.25;
+    # se = sqrt(1.25 / 30) = .204124; t(5) = 2.570582
+    assert (found.low, found.high) == (pytest.approx(-0.25 - 0.524715, abs=1e-6), pytest.approx(-0.25 + 0.524715))
 
 
 def test_paired_uses_common_problems_only():
@@ -41,41 +44,51 @@ def test_paired_uses_common_problems_only():
         paired({"a": [1]}, {"b": [1]})
 
 
-def test_a_single_problem_has_no_standard_error():
-    assert math.isnan(clustered({"a": [1, 0]}).se)
+def won(wins, of, losses=0):
+    return paired(*({str(i): [i < n] for i in range(of)} for n in (wins, losses)))
+
+
+def test_a_difference_is_ahead_beyond_its_interval():
+    assert won(64, 64).positive and not (-won(64, 64)).positive
+    assert won(6, 6).positive and not won(4, 4).positive, "as the sign test has it, but for one problem"
+    assert won(12, 64).positive and not won(3, 64).positive and not won(0, 64).positive
+    assert -won(12, 64) == paired(*({str(i): [i < n] for i in range(64)} for n in (0, 12)))
+    only = won(1, 1)
+    assert math.isnan(only.low) and math.isnan(only.high) and not only.positive and only.mean == 1
+    third = {name: [1, 0, 0] for name in "abc"}  # 1/3 - 0 and its like differ in the last bit at most
+    assert not paired(third, {name: [0] for name in "abc"}).positive
+
+
+def test_intervals_of_losses_cover_them_and_are_monotone():
+    """The benchmark's own computation: every loss from 2 to 20 %, every number of problems lost."""
+    for n in (16, 32, 64, 128):
+        found = one_sided(n)
+        assert found["coverage"] >= 0.93 and found["monotone"], found
+
+
+def test_more_samples_per_problem_make_an_interval_shorter():
+    sure = paired({str(i): [1] * 9 + [0] for i in range(30)}, {str(i): [1] * 10 for i in range(30)})
+    assert -0.17 < sure.low < -0.1 < sure.high < -0.03 and sure.margin == pytest.approx(sure.high + 0.1)
 
 
 def test_wilson():
     # 8 of 10: the textbook's interval is 0.4902 .. 0.9433
     right = clustered({str(i): [i < 8] for i in range(10)})
-    assert wilson(right) == pytest.approx((0.4902, 0.9433), abs=2e-4)
+    assert wilson(right, 10) == wilson(right) == pytest.approx((0.4902, 0.9433), abs=2e-4)
     low, high = wilson(Estimate(1.0, 0.0, 16))  # all right: 16 / (16 + 1.96^2) .. 1
     assert (low, high) == pytest.approx((16 / (16 + 1.959964**2), 1.0))
     assert wilson(Estimate(0.0, 0.0, 16))[0] == 0.0
 
 
-def test_a_proportion_is_no_surer_than_its_samples():
-    """Problems of which each is right half of the time have means without any spread."""
+def test_few_problems_of_many_samples_are_less_sure_than_as_many_problems():
+    few, many = Estimate(0.5, 0.1, 5), Estimate(0.5, 0.1, 26)  # 26 effective samples both
+    # 26 times (t(79) / t(4))^2 = (1.990450 / 2.776445)^2 = 0.513957: 13.3629; half width by hand
+    n, z = 26 * 0.513957, 1.959964
+    half = z / (1 + z * z / n) * math.sqrt(0.25 / n + z * z / (4 * n * n))
+    assert wilson(few, 80) == pytest.approx((0.5 - half, 0.5 + half), abs=1e-5)
+    assert wilson(few, 80)[0] < wilson(many, 26)[0]
     halves = clustered({str(i): [1, 0] for i in range(3)} | {"x": [1, 1, 0]})
-    assert wilson(halves, 9) == pytest.approx(wilson(Estimate(halves.mean, 0.0, 9)))
-    assert wilson(halves)[0] > wilson(halves, 9)[0]
-
-
-def test_quantiles_of_students_t():
-    for freedom, value in ((1, 12.706), (2, 4.303), (3, 3.182), (4, 2.776), (19, 2.093), (30, 2.042), (1000, 1.962)):
-        assert t95(freedom) == pytest.approx(value, abs=5e-4)
-    assert Estimate(0.0, 1.0, 5).half_width == t95(4)
-
-
-def test_the_interval_of_a_difference():
-    assert bounds(Estimate(0.1, 0.1, 5)) == pytest.approx((0.1 - 0.2776, 0.1 + 0.2776), abs=1e-4)
-    assert bounds(Estimate(-0.6, 0.3, 3)) == (-1.0, pytest.approx(-0.6 + 0.3 * t95(2)))
-    assert bounds(Estimate(0.0, 0.0, 20)) == (-0.15, 0.15), "no disagreement: three in n"
-    assert all(math.isnan(bound) for bound in bounds(Estimate(1.0, math.nan, 1)))
-    assert Estimate(0.3, 0.1, 20).positive and not (-Estimate(0.3, 0.1, 20)).positive
-    assert not Estimate(0.3, 0.1, 3).positive and not Estimate(1.0, 0.0, 3).positive
-    third = {name: [1, 0, 0] for name in "abc"}  # 1/3 - 0 and its like differ in the last bit at most
-    assert not paired(third, {name: [0] for name in "abc"}).positive
+    assert wilson(halves, 9)[0] < 0.3, "problems that are half right have means without spread, and few samples"
 
 
 def test_pass_at_k():
@@ -88,14 +101,10 @@ def test_pass_at_k():
         pass_at_k(outcomes, 5)
 
 
-def test_quantiles():
-    assert [quantile([5, 1, 3, 2, 4], q) for q in (0.1, 0.5, 0.9, 1.0)] == [1, 3, 5, 5]
-    assert quantile([7], 0.5) == 7
-
-
-def test_rank_correlation():
-    assert correlation([1, 2, 3, 4], [10, 20, 30, 40]) == pytest.approx(1)
+def test_quantiles_and_rank_correlation():
+    assert [quantile([5, 1, 3, 2, 4], q) for q in (0.1, 0.5, 0.9, 1.0)] == [1, 3, 5, 5] and quantile([7], 0.5) == 7
     assert correlation([1, 2, 3], [9, 4, 1]) == pytest.approx(-1)
     # ranks 0, 1, 2, 3 against 0.5, 0.5, 2, 3: covariance 4.5, variances 5 and 4.5
     assert correlation([1, 2, 3, 4], [5, 5, 6, 7]) == pytest.approx(4.5 / math.sqrt(5 * 4.5))
     assert math.isnan(correlation([1, 2], [3, 3]))
+    assert Difference(0.0, 0.0, 2).positive is False

@@ -143,7 +143,7 @@ def test_tokens_in_the_cache_are_counted():
 
     model = model_of(4)
     with seergate.attached(model, methods.H2O(token_budget=24, interval=4)) as handle:
-        stats = handle.stats_ = RowStats(list(handle.stats_.layers))
+        stats = handle.count_with(RowStats)
         batch = Batch(model)
         batch.add([prompt(40, 1)[0].tolist(), prompt(20, 2)[0].tolist()])
         stats.add_rows(2)

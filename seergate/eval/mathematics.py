@@ -1,0 +1,202 @@
+r"""Mathematical answers: brought into one form, and refused where math-verify would misread them.
+
+math-verify drops the words behind a number, and whatever else it cannot read. Half of such an answer would then be
+compared: ``5 \text{ or more}`` as 5. So every sign and every word of an answer must be known to be read, or be a unit,
+or stand in the gold answer too.
+"""
+
+from __future__ import annotations
+
+import re
+
+SPACE = r"(?:\\[,;:! ]|~|[^\S\n])"
+"""A space within a line, as LaTeX writes it or of any width."""
+
+INVISIBLE = re.compile("[\u200b-\u200d\u2060\ufeff]")
+
+_ARGUMENT = r"(\{[^{}]*\}|\\[A-Za-z]+(?![A-Za-z]|\s*\{)|[^\s{}\\])"
+_FRACTION = re.compile(rf"\\[dt]?frac\s*{_ARGUMENT}\s*{_ARGUMENT}")  # of simple things, in braces or without
+_DECORATION = re.compile(
+    r"\\(?:text)?color\s*\{[^{}]*\}|\\(?:underline|boldsymbol|bm|bf|rm|displaystyle|limits)(?![A-Za-z])"
+)
+_ANSWER = re.compile(r"\A(?:\\text(?:bf)?\s*\{\s*Answer\s*:\s*\}|Answer\s*:|\\approx(?![A-Za-z])|≈)\s*")
+_AROUND = re.compile(
+    r"\A(?:(\*\*?|`|\$\$?)([^*`$]+)\1|\\[(\[]((?:(?!\\[()\[\]]).)+)\\[)\]]|\{([^{}]*)\})\Z", re.DOTALL
+)
+_END = re.compile(r"(?:\\[!:]|[\s,;~\\]|(?<!\.)\.)+\Z")  # punctuation, line breaks and spaces
+_SEPARATOR = rf"[^\S\n]*(?:,\\!|\{{\\?,\}}|{SPACE})[^\S\n]*"
+_THOUSANDS = re.compile(rf"(?<![\w.^\\])\d{{1,3}}(?:{_SEPARATOR}\d{{3}})+(?!\d)")
+_NOTHING = re.compile(
+    r"\\text[a-z]*\s*\{\s*(?:there (?:is|are) )?(?:no(?: real| such| integer)? (?:solutions?|roots?)|none)\s*\}", re.I
+)
+
+
+def plain(text: str) -> str:
+    r"""What math-verify does not read, written as it does: nothing around the formula, no punctuation at the end;
+    ``^\circ`` for a degree sign; a fraction's numerator and denominator in braces; no spaces between thousands; powers
+    of ten, the imaginary unit and the empty set in their usual form.
+    """
+    text, before = INVISIBLE.sub("", text), None
+    while text != before:  # as often as there is something around it
+        before, text = text, _ANSWER.sub("", _END.sub("", _DECORATION.sub("", text))).strip()
+        text = _AROUND.sub(lambda match: match[match.lastindex or 0], text)
+    text = _NOTHING.sub(lambda _: r"\emptyset", text.replace(r"\varnothing", r"\emptyset"))
+    text = re.sub(r"\s*(?:°|\\degree(?![A-Za-z]))", r"^\\circ", text).replace("–", "-").replace("−", "-")
+    text = re.sub(r"(?<![\w.])(\d+(?:\.\d+)?)[eE]([+-]?\d+)(?![\w.])", r"\1\\times 10^{\2}", text)
+    text = re.sub(r"(\\[A-Za-z]+)?\s*\\(?:mathrm|mathit|text)\s*\{\s*([ie])\s*\}", _upright, text)
+    text = _FRACTION.sub(
+        lambda match: "".join((r"\frac", *("{" + part.strip("{}") + "}" for part in match.groups()))), text
+    )
+    text = _THOUSANDS.sub(lambda match: re.sub(r"\D", "", match[0]), text)
+    words = re.fullmatch(rf"(?:{_TEXT}|[A-Za-z0-9 ()]+)+", text) if re.match(_TEXT, text) else None
+    return text if words is None else " ".join(re.findall(r"\w+", re.sub(_TEXT, r" \1 ", text)))
+
+
+def _upright(match: re.Match[str]) -> str:
+    return f"{match[1]} {match[2]}" if match[1] else match[2]
+
+
+_UNITS = """
+    mm millimeter millimetre; cm centimeter centimetre; m meter metre; km kilometer kilometre; nm nanometer;
+    in inch inche; ft foot feet; yd yard; mi mile; unit; acre; ha hectare; s sec second; min minute; h hr hour;
+    day; week; month; year yr; mg milligram; g gram; kg kilogram; lb pound; oz ounce; ton tonne;
+    ml mL milliliter millilitre; l L liter litre; gal gallon; qt quart; pt pint; cup; degree deg; radian rad;
+    percent; cent; dollar usd; euro eur; mph; Hz hertz; N newton; J joule; kJ kilojoule; W watt; V volt;
+    A amp ampere; K kelvin; Pa pascal; atm; mol mole; eV; MeV; C coulomb; T tesla; way; people person; student;
+    point; time; item; term; digit
+"""
+"""A unit and its other names; plurals are understood."""
+
+_CANONICAL = {name: names.split()[0] for names in _UNITS.split(";") for name in names.split()}
+_TEXT = r"\\(?:text[a-z]*|math(?:rm|it|sf|tt)|[mh]box|operatorname\*?)\s*\{([^{}]*)\}"
+_LAST_WORDS = re.compile(rf"(?:{_TEXT}|(?<![A-Za-z\\_^{{])([A-Za-z]{{2,}}))\s*(?:\^\s*\{{?\s*(-?\d)\s*\}}?)?\Z")
+_SIGNS = """
+    frac dfrac tfrac cfrac over sqrt cdot times div pm mp left right big Big bigg Bigg bigl bigr Bigl Bigr infty
+    in cup cap setminus emptyset lbrace rbrace sin cos tan cot sec csc arcsin arccos arctan sinh cosh tanh log
+    ln lg exp lim sum prod int binom dbinom tbinom choose overline bar vec hat mathbb mathbf mathcal mathfrak
+    circ angle triangle det gcd lcm min max lfloor rfloor lceil rceil lvert rvert vert langle rangle quad approx
+    to le leq leqslant ge geq geqslant lt gt ne neq alpha beta gamma delta epsilon varepsilon zeta eta theta
+    iota kappa lambda mu nu xi pi rho sigma tau upsilon phi varphi chi psi omega Gamma Delta Theta Lambda Xi Pi
+    Sigma Phi Psi Omega
+"""
+"""The commands of LaTeX that math-verify reads as they are meant."""
+
+_FOREIGN = re.compile(r"[^\x20-\x7e\sπθ√∞×·÷±∅≤≥≠<>∪∈£€°²³]|['?#@`]|\.\.\.|\+\s*\Z")
+_DENIAL = re.compile(  # words that change what a name before "=" means
+    "no|not|none|never|if|unless|when|where|for|or|and|but|except|than|least|most|more|less|mod|modulo|at"
+)
+_RELATION = re.compile(r"\\(?:[gl]eq?(?:slant|q)?|[gl]t|neq?)(?![A-Za-z])|[<>≤≥≠]")
+_ARROW = re.compile(r"\\to(?![A-Za-z])|[-=]>")
+_NAME = re.compile(rf"\s*(?:{_TEXT}|\\?[A-Za-z]+)(?:_(?:\w|\{{\w+\}}))?\s*")
+_BASE = re.compile(r"\d_\{?\(?(\d+)\)?\}?$")
+_SIDE_BY_SIDE = re.compile(rf"(?<![\d._^])\d+(?:\.\d+)?(?:{SPACE}|\\q?quad)+\d")  # an index or a power may come first
+_TUPLE = re.compile(r"\((?:[^()]|\([^()]*\))*,(?:[^()]|\([^()]*\))*\)")
+
+
+def _unit(words: str, power: str | None) -> list[str] | None:
+    """A unit's factors in one spelling; ``None`` if some word is no unit."""
+    factors, dimension = list[str](), {"square": "2", "sq": "2", "cubic": "3"}
+    raised = ""
+    for word in re.findall(r"[A-Za-z]+|\^?\d", words):
+        if word.lower() in ("per", "a", "of"):
+            continue
+        if word.lower() in dimension:
+            raised = dimension[word.lower()]
+        elif factors and (word.lower() in ("squared", "cubed") or word.strip("^") in ("2", "3")):
+            factors[-1] += {"squared": "2", "cubed": "3"}.get(word.lower(), word.strip("^"))
+        else:
+            names = (word, word.lower(), word.lower().removesuffix("s"))
+            unit = next((_CANONICAL[name] for name in names if name in _CANONICAL), None)
+            if unit is None:
+                return None
+            factors.append(unit + raised)
+            raised = ""
+    if factors and power and not factors[-1][-1].isdigit():
+        factors[-1] += power
+    return sorted(factors) if factors and not raised else None
+
+
+def _without_unit(text: str) -> tuple[str, list[str]]:
+    """A quantity without the unit at its end, and the unit; the text and nothing where there is none."""
+    found = _LAST_WORDS.search(text)
+    if found is None or not re.search(r"\d", text[: found.start()]):
+        return text, []
+    unit = _unit(found[1] or found[2], found[3])
+    if unit is None:
+        return text, []
+    return re.sub(rf"(?:{SPACE}|\\q?quad)+\Z", "", text[: found.start()]), unit
+
+
+def _words(text: str, letters: set[str]) -> set[str]:
+    """The words in a formula. Letters side by side are a product if all of them are variables of the gold answer."""
+    inside = " ".join(match[1] for match in re.finditer(_TEXT, text))
+    outside = re.sub(r"\\(?:begin|end)\{\w*\}|\\[A-Za-z]+|(?<=[A-Za-z])_\{[^{}]*\}", " ", re.sub(_TEXT, " ", text))
+    found = {word for word in re.findall(r"[A-Za-z]{2,}", outside) if not set(word) <= letters}
+    return {word.lower() for word in (*found, *re.findall(r"[A-Za-z0-9]+", inside))}
+
+
+def _several(text: str) -> bool:
+    """Whether values stand beside each other, not within brackets."""
+    depth = 0
+    text = re.sub(r"(?<![\d.])\d{1,3}(?:,\d{3})+(?!\d)", "0", text)  # a number with separated thousands
+    for token in re.findall(r"\\\\|\\q?quad(?![A-Za-z])|\\[{}]|\\[A-Za-z]+|[()\[\]{}]|[,;&\n]", text):
+        if token[-1] in "([{":
+            depth += 1
+        elif token[-1] in ")]}":
+            depth -= 1
+        elif depth <= 0 and (token in (",", ";", "&", "\n", "\\\\") or token.endswith("quad")):
+            return True
+    return False
+
+
+def _brackets(text: str) -> str:
+    """``{`` for a set whose numbers are listed, ``(`` for a tuple or an open interval, empty for anything else."""
+    value = re.split(r"=|\\in(?![A-Za-z])", re.sub(r"\\(?:left|right)(?![A-Za-z])", "", text))[-1].strip()
+    if re.match(r"\\(?:\{|lbrace)", value):
+        return "" if re.search(r"[(:|<>]|\\mid", value) else "{"
+    return "(" if _TUPLE.fullmatch(value) or re.search(r"[<>]|\\[lg]t(?![A-Za-z])", value) else ""
+
+
+class MisreadError(ValueError):
+    """Two answers that math-verify might take for equal though they are not; the message says why."""
+
+
+def readable(gold: str, answer: str) -> tuple[str, str]:
+    """Two answers, both `plain`, as math-verify is to compare them: without units and the answer's name.
+
+    Raises:
+        MisreadError: if part of the answer would not be read.
+    """
+    # It takes a base for an ornament, ignores what stands before the last relation, multiplies numbers that stand
+    # beside each other, and compares sets with tuples.
+    wanted, found = (match[1] if (match := _BASE.search(text)) else "10" for text in (gold, answer))
+    if wanted != found:
+        raise MisreadError("numbers to different bases")
+    if _SIDE_BY_SIDE.search(gold) or _SIDE_BY_SIDE.search(answer):
+        raise MisreadError("numbers beside each other are no product")
+    if {_brackets(gold), _brackets(answer)} == {"{", "("}:
+        raise MisreadError("a set and a tuple")
+    (gold, unit), (answer, other) = _without_unit(gold), _without_unit(answer)
+    if unit and other and unit != other:
+        raise MisreadError(f"another unit: {' '.join(other)} for {' '.join(unit)}")
+    known = {match[0] for match in _FOREIGN.finditer(gold)}
+    if strange := next((match[0] for match in _FOREIGN.finditer(answer) if match[0] not in known), None):
+        raise MisreadError(f"the sign {strange!r}, which the gold answer does not have")
+    commands, wanted = (set(re.findall(r"\\([A-Za-z]+)", re.sub(_TEXT, " ", text))) for text in (answer, gold))
+    if strange := min(commands - wanted - set(_SIGNS.split()), default=None):
+        raise MisreadError(f"\\{strange}, which the gold answer does not have")
+    letters = set(re.sub(rf"{_TEXT}|\\[A-Za-z]+", "", gold))
+    name, equals, value = answer.partition("=")
+    named = equals and not any(map(_DENIAL.fullmatch, _words(name, letters)))
+    if strange := min(_words(value if named else answer, letters) ^ _words(gold, letters), default=None):
+        raise MisreadError(f"the word {strange!r}, which stands in one of the two answers only")
+    bare = re.sub(r"_\{[^{}]*\}", "", answer)  # without the condition of a limit
+    if _ARROW.search(bare) and not _ARROW.search(gold):
+        raise MisreadError("a conclusion, where the gold answer is none")
+    if _RELATION.search(bare) and not (_RELATION.search(gold) or re.search(r"[\[(].*,.*[\])]", gold)):
+        raise MisreadError("a relation, where the gold answer is none")
+    if re.match(_RELATION, bare) and not _RELATION.search(gold):
+        raise MisreadError("a relation without a left side")
+    if _several(answer) and not re.search(r"[,;&\n]|\\(?:\\|pm|mp|q?quad)", gold):
+        raise MisreadError("several values, where the gold answer is one")
+    return gold, value if named and "=" not in gold + value and _NAME.fullmatch(name) else answer
