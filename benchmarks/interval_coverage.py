@@ -13,6 +13,7 @@
 from __future__ import annotations
 
 import argparse
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -47,9 +48,7 @@ def _covered(intervals: list[tuple[float, float]], n: int) -> float:
 def one_sided(n: int) -> dict[str, Any]:
     """Exact coverage with so many problems."""
     intervals = [_interval(n, lost) for lost in range(n + 1)]
-    falls = all(
-        after <= before + 1e-12 for ends in zip(*intervals, strict=True) for before, after in zip(ends, ends[1:])
-    )
+    falls = all(after <= before + 1e-12 for ends in zip(*intervals, strict=True) for before, after in pairwise(ends))
     return {
         "case": "one-sided",
         "problems": n,
