@@ -43,7 +43,7 @@ def test_thresholds_are_compared_with_dense_and_drawn_against_bytes(tmp_path):
 
 
 def test_few_problems_prove_little(tmp_path):
-    """Of three problems and one more of each, all alike: t(4) sqrt(2 / 20) = 87.8. Two lost: -40 + t(4) * 40 = 71.1."""
+    """Three problems and one more of each, all alike: t(4) sqrt(2 / 20) = 87.8. Two lost: -40 + t(4) * 40 = 71.1."""
     write_run(tmp_path, "dense", None, lambda i: True, n=3)
     write_run(tmp_path, "gate", 32, lambda i: i < 1, n=3)
     write_run(tmp_path, "gate", 64, lambda i: True, n=3)
