@@ -98,8 +98,6 @@ class Centres:
             raise SeergateError(
                 f"{path} does not hold TriAttention's centres; seergate calibrate makes them"
             ) from error
-        if "model" not in made or found["rope"].keys() != found["mean"].keys():
-            raise SeergateError(f"{path} does not say of which model its centres are; run seergate calibrate again")
         return cls(found["mean"], found["modulus"], tokens, found["rope"], made)
 
 

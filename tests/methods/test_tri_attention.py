@@ -3,13 +3,10 @@
 from __future__ import annotations
 
 import copy
-import json
 from dataclasses import replace
 
 import pytest
 import torch
-from safetensors import safe_open
-from safetensors.torch import save_file
 from transformers import DynamicCache
 
 import seergate
@@ -185,11 +182,6 @@ def test_centres_of_a_model_of_the_same_shape_are_refused(tmp_path):
     assert fingerprint(turned) == fingerprint(model)
     with seergate.attached(turned, evictor), pytest.raises(SeergateError, match="another RoPE than layer 0"):
         turned.generate(input_ids=prompt(20), max_new_tokens=2)
-    with safe_open(path, framework="pt") as file:
-        old = {name: file.get_tensor(name) for name in file.keys() if "rope" not in name}  # noqa: SIM118
-    save_file(old, path, metadata={"tri_attention": json.dumps({"tokens": centres.tokens})})
-    with pytest.raises(SeergateError, match="does not say of which model its centres are; run seergate calibrate"):
-        methods.TriAttention(centres=path)
 
 
 def test_centres_that_do_not_fit_are_refused(tmp_path):
