@@ -1,10 +1,14 @@
-"""Finds the files that ship with seergate: beside the package in a checkout, inside it in a wheel."""
+"""Names of directories, of files that ship with seergate (beside the package in a checkout, inside it in a wheel) and
+of Hub repositories.
+"""
 
 from __future__ import annotations
 
 import os
+import re
 from pathlib import Path
 
+HUB_ID = re.compile(r"[\w-][\w.-]*/[\w-][\w.-]*")
 _PACKAGE = Path(__file__).resolve().parent
 
 
@@ -40,6 +44,20 @@ def resolve_model(name: str | os.PathLike[str]) -> str:
     if str(name).startswith("checkpoints/"):
         return str(shipped(str(name)))
     return str(name)
+
+
+def directory_here(name: str | os.PathLike[str]) -> Path | None:
+    """The directory of this name, or the one that ships with seergate under it; ``None`` if there is neither."""
+    try:
+        found = resolve_model(name)
+    except (OSError, ValueError):  # not shipped, or no name that a file can have
+        return None
+    return Path(found) if is_directory(found) else None
+
+
+def is_hub_id(name: str | None) -> bool:
+    """Whether a name has the form ``org/name`` and is no directory here."""
+    return name is not None and HUB_ID.fullmatch(name) is not None and directory_here(name) is None
 
 
 def shipped_name(path: str | os.PathLike[str]) -> str | None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import builtins
+import io
 import json
 import re
 from pathlib import Path
@@ -42,7 +43,7 @@ RESULTS = (
 
 def read(directory: Path) -> tuple[dict, str]:
     """Metadata and text."""
-    text = (directory / "README.md").read_text()
+    text = (directory / "README.md").read_text(encoding="utf-8")
     return yaml.safe_load(text.split("---")[1]), text
 
 
@@ -177,12 +178,26 @@ def test_an_owners_text_stays(bank, tmp_path):
         assert read(directory)[0]["library_name"] == "seergate"
 
 
-def test_an_older_card_of_ours_is_replaced(bank, tmp_path):
-    directory = tmp_path / "gates"
-    directory.mkdir()
-    (directory / "README.md").write_text("---\nlibrary_name: seergate\n---\n\n# Attention gates for x\n\nOld.\n")
-    bank.save_pretrained(directory)
-    assert "Old." not in read(directory)[1]
+def test_a_plot_of_results_that_are_gone_goes_too(bank, tmp_path):
+    pytest.importorskip("matplotlib")
+    bank.results = RESULTS
+    bank.save_pretrained(tmp_path / "gates")
+    assert (tmp_path / "gates" / "accuracy.png").is_file()
+    bank.results = ()
+    bank.save_pretrained(tmp_path / "gates")
+    assert not (tmp_path / "gates" / "accuracy.png").exists() and "accuracy.png" not in read(tmp_path / "gates")[1]
+
+
+def test_text_is_utf8_whatever_the_locale(bank, tmp_path, monkeypatch):
+    """Under the C locale Python's own choice is ASCII: a card with ± could neither be written nor read."""
+    bank.results = RESULTS
+    monkeypatch.setattr(io, "text_encoding", lambda encoding, stacklevel=2: encoding or "ascii")
+    (tmp_path / "gates").mkdir()
+    card = tmp_path / "gates" / "README.md"
+    card.write_text("Löwe 狮\n", encoding="utf-8")
+    bank.save_pretrained(tmp_path / "gates")
+    text = card.read_text(encoding="utf-8")
+    assert "Löwe 狮" in text and "56.6 ± 6.0" in text
 
 
 @pytest.mark.slow

@@ -11,9 +11,10 @@ import torch
 
 import seergate
 from seergate import DecodeConfig, GateBank, GateConfig, SeergateError, methods
+from seergate.cli.adapters import for_base
 from seergate.cli.main import main
 from seergate.gates import save_adapter
-from seergate.hf.published import export_published, import_published
+from seergate.hf.published import export_published, load_adapter
 from seergate.methods import Gate
 from seergate.methods.base import LayerSpec, Step
 from tests.models import prompt, tiny_model
@@ -39,7 +40,7 @@ def step(q, k, start):
     return Step(q[None], k[None], q[None], k[None], [start], [count], empty, empty, lengths, 1.0)
 
 
-@pytest.mark.slow
+@pytest.mark.soak
 @pytest.mark.plain_empty
 @pytest.mark.parametrize("release", RELEASES, ids=lambda release: release.name)
 def test_published_release(release, tmp_path, monkeypatch):
@@ -103,7 +104,7 @@ def compare_scores(bank, tensors, layer, release, prompt_length, steps):
 
 def test_scores_of_a_small_one(tmp_path):
     tensors = SMALL.save(tmp_path / "published", qk_norm=False)
-    bank = GateBank.from_adapter(import_published(tmp_path / "published"))
+    bank = GateBank.from_adapter(load_adapter(tmp_path / "published"))
     assert not bank.config.qk_norm
     compare_scores(bank.float(), tensors, 1, SMALL, prompt_length=60, steps=150)
 
@@ -112,7 +113,7 @@ def test_it_decodes_as_published_unless_told_otherwise(tmp_path):
     SMALL.save(tmp_path / "published")
     base = tiny_model("qwen3", head_dim=128)
     base.save_pretrained(tmp_path / "base")
-    adapter = import_published(tmp_path / "published", base_model=str(tmp_path / "base"))
+    adapter = for_base(load_adapter(tmp_path / "published"), str(tmp_path / "base"))
     assert "rope" not in adapter.training["published_config"] and adapter.training["imported_from"] == "published"
     # its RoPE base is that of the configuration, which the tiny model does not share
     base.config.rope_parameters["rope_theta"] = 1e6
@@ -158,7 +159,7 @@ def test_our_own_gates_in_the_published_format(tmp_path):
     config = json.loads((tmp_path / "published" / "config.json").read_text())
     assert config["seerattn_gate_block_size"] == 32 and config["rope_theta"] and config["rope_scaling"] is None
     assert "rope_parameters" not in config and config["base_model"] == str(tmp_path / "base")
-    again = GateBank.from_adapter(import_published(tmp_path / "published"))
+    again = GateBank.from_adapter(load_adapter(tmp_path / "published"))
     assert again.config == bank.config and not bank.geometry.mismatches(again.geometry)
     for name, tensor in bank.state_dict().items():
         assert torch.equal(again.state_dict()[name], tensor)
@@ -169,7 +170,7 @@ def test_scaled_rope_comes_along(tmp_path):
     yarn = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 1024}
     path = tmp_path / "published" / "config.json"
     path.write_text(json.dumps(json.loads(path.read_text()) | {"rope_scaling": yarn}))
-    geometry = import_published(tmp_path / "published").geometry
+    geometry = load_adapter(tmp_path / "published").geometry
     model = tiny_model(
         "qwen3", head_dim=128, rope_parameters={**yarn, "rope_theta": 1e6}, max_position_embeddings=40960
     )
@@ -198,27 +199,18 @@ def test_other_families_and_directories_are_refused(tmp_path):
     with pytest.raises(SeergateError, match="model_type is 'llama'"):
         export_published(llama.to_adapter(), tmp_path / "out")
     SMALL.save(tmp_path / "published")
-    adapter = import_published(tmp_path / "published")
+    adapter = load_adapter(tmp_path / "published")
     tiny_model("qwen3").save_pretrained(tmp_path / "model")
     with pytest.raises(SeergateError, match="of something else"):
         export_published(adapter, tmp_path / "model")
 
 
-@pytest.mark.parametrize(
-    ("method", "written"),
-    [
-        ("token_budget", "threshold"),
-        (None, "threshold"),
-        ("gone", "threshold"),
-        ("nz_ratio", "nz_ratio"),
-        ("threshold", "threshold"),
-    ],
-)
+@pytest.mark.parametrize(("method", "written"), [("token_budget", "threshold"), ("nz_ratio", "nz_ratio")])
 def test_a_sparsity_method_that_the_published_constructor_refuses_is_not_written(method, written, tmp_path):
     """It takes threshold and nz_ratio only; some files say token_budget, which is set after construction."""
     SMALL.save(tmp_path / "published")
     edit_config(tmp_path / "published", seerattn_sparsity_method=method)
-    adapter = import_published(tmp_path / "published")
+    adapter = load_adapter(tmp_path / "published")
     assert adapter.training["published_config"].get("seerattn_sparsity_method", "gone") == method
     export_published(adapter, tmp_path / "back")
     assert json.loads((tmp_path / "back" / "config.json").read_text())["seerattn_sparsity_method"] == written
@@ -313,7 +305,7 @@ def test_damage_is_named(harm, message, tmp_path):
     SMALL.save(tmp_path / "published")
     harm(tmp_path / "published")
     with pytest.raises(SeergateError, match=message):
-        import_published(tmp_path / "published")
+        load_adapter(tmp_path / "published")
 
 
 @pytest.mark.parametrize("as_archive", [True, False])
@@ -325,15 +317,31 @@ def test_a_pickle_that_does_something_is_not_run(as_archive, tmp_path):
     else:
         bomb.write_bytes(pickle.dumps(Bomb(target)))
     with pytest.raises(SeergateError, match="not a readable file of PyTorch tensors"):
-        import_published(tmp_path / "published")
+        load_adapter(tmp_path / "published")
     assert not target.exists()
     torch.load(bomb, weights_only=False) if as_archive else pickle.loads(bomb.read_bytes())
     assert target.exists(), "the bomb of this test is none"
 
 
-def test_loading_it_directly_says_what_to_do(tmp_path, capsys):
+def test_it_is_read_directly_wherever_gates_are(tmp_path, capsys):
+    """By its place: as a bank, by `attach`, `seergate.load` and the commands; the same as converted first."""
     SMALL.save(tmp_path / "published")
-    with pytest.raises(SeergateError, match="seergate import-legacy"):
-        GateBank.from_pretrained(tmp_path / "published")
+    base = tiny_model("qwen3", head_dim=128, rope_parameters={"rope_type": "default", "rope_theta": 1e6})
+    base.save_pretrained(tmp_path / "base")
+    edit_config(tmp_path / "published", base_model=str(tmp_path / "base"))
+    assert main(["import-legacy", str(tmp_path / "published"), str(tmp_path / "gates")]) == 0
+    direct, converted = (GateBank.from_pretrained(tmp_path / place) for place in ("published", "gates"))
+    assert direct.diff(converted).fields == [] and direct.diff(converted).same_weights
+    tokens = []
+    for place in ("published", "gates"):
+        with seergate.attached(base, tmp_path / place, token_budget=128) as handle:
+            tokens.append(base.generate(input_ids=prompt(300), max_new_tokens=8))
+            assert handle.method.compat == "published"
+    model = seergate.load(tmp_path / "published", token_budget=128)
+    tokens.append(model.generate(input_ids=prompt(300), max_new_tokens=8))
+    assert torch.equal(tokens[0], tokens[1]) and torch.equal(tokens[0], tokens[2])
+    capsys.readouterr()
+    assert main(["info", str(tmp_path / "published")]) == 0
+    assert "{'compat': 'published'}" in capsys.readouterr().out
     assert main(["import-legacy", str(tmp_path / "published"), str(tmp_path / "published")]) == 2
     assert "is not empty" in capsys.readouterr().err

@@ -123,7 +123,7 @@ def test_commands(bank, tmp_path, capsys):
         (["export", str(tmp_path / "a"), str(tmp_path / "c"), "--weights", "1"], "weights are for an average"),
         (["export", str(tmp_path / "a"), str(tmp_path / "c"), "--layers", "x"], "must be layers such as"),
         (["export", str(tmp_path / "a"), str(tmp_path / "c"), "--layers", "5"], "must name some of"),
-        (["export", str(tmp_path / "nowhere"), str(tmp_path / "c")], "neither a directory here nor"),
+        (["export", str(tmp_path / "nowhere"), str(tmp_path / "c")], "there is no directory"),
         (["info", str(tmp_path)], "holds no gate_config.json"),
         (["push", "org/name", "org/name"], "is not a directory"),
         (["push", str(tmp_path / "a"), "a/b/c"], "org/name"),

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from seergate.errors import SeergateError
+from seergate.paths import is_directory, is_hub_id
 
 if TYPE_CHECKING:
     from seergate.gates import Adapter
@@ -23,12 +24,12 @@ def add_source_options(parser: argparse.ArgumentParser) -> None:
 
 
 def read_adapter(source: str, options: argparse.Namespace) -> Adapter:
-    """Read the adapter that the options describe.
+    """Read the adapter, or the published checkpoint, that the options describe.
 
     Raises:
         SeergateError: if it is missing or damaged.
     """
-    from seergate.gates import load_adapter
+    from seergate.hf.published import load_adapter
 
     return load_adapter(
         source,
@@ -50,18 +51,24 @@ def add_card_options(parser: argparse.ArgumentParser) -> None:
 
 def described(adapter: Adapter, options: argparse.Namespace) -> Adapter:
     """The adapter with the results, base model and licence that the options name."""
-    from seergate.gates import is_hub_id
-
     if options.results:
         adapter = replace(adapter, results=tuple(record for path in options.results for record in results_of(path)))
     if options.licence:
         adapter = replace(adapter, licence={"license": options.licence})
     if options.base_model:
-        if not is_hub_id(options.base_model) and not Path(options.base_model).is_dir():
-            raise SeergateError(f"base-model is {options.base_model!r}; it must be a Hub id (org/name) or a directory")
-        geometry = replace(adapter.geometry, base_model=options.base_model, base_revision=None)
-        adapter = replace(adapter, geometry=geometry)
+        adapter = for_base(adapter, options.base_model)
     return adapter
+
+
+def for_base(adapter: Adapter, name: str) -> Adapter:
+    """The adapter with another name for its base model.
+
+    Raises:
+        SeergateError: if it can be none.
+    """
+    if not is_hub_id(name) and not is_directory(name):
+        raise SeergateError(f"base-model is {name!r}; it must be a Hub id (org/name) or a directory")
+    return replace(adapter, geometry=replace(adapter.geometry, base_model=name, base_revision=None))
 
 
 def results_of(runs: Path) -> list[dict[str, Any]]:

@@ -49,7 +49,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--dtype", choices=["bfloat16", "float16", "float32"], help="[as they are]")
     parser.add_argument("--layers", type=layer_list, metavar="I,J-K", help="keep the gates of these layers [all]")
     parser.add_argument("--weights", type=numbers, metavar="A,B", help="of an average [equal]")
-    parser.add_argument("--max-shard-size", default="5GB", metavar="SIZE", help="of one weights file [%(default)s]")
     parser.add_argument("--loaded-as", metavar="NAME", help="directory or Hub id in the card's example [DST]")
     add_card_options(parser)
     add_source_options(parser)
@@ -79,6 +78,6 @@ def run(options: argparse.Namespace) -> int:
         export_published(adapter, options.out)
     else:
         source = Source(options.loaded_as) if options.loaded_as else None
-        save_adapter(adapter, options.out, max_shard_size=options.max_shard_size, card_source=source)
+        save_adapter(adapter, options.out, card_source=source)
     print(f"written: {options.out} ({len(adapter.geometry.layers)} layers, {adapter.nbytes / 1e6:.1f} MB)")
     return 0

@@ -203,7 +203,7 @@ def _gates(options: argparse.Namespace, sizes: list[int], tiny: bool, out: Path)
 def _distilled(options: argparse.Namespace, block_size: int | None, out: Path) -> Path:
     """Gates of this block size, distilled if they are not there yet."""
     from seergate.distill import load_train_config, run_distillation
-    from seergate.gates.layout import CONFIG_FILE
+    from seergate.gates import CONFIG_FILE
 
     directory = out / ("gates" if block_size is None else f"gates-b{block_size}")
     if (directory / CONFIG_FILE).is_file():

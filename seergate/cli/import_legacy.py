@@ -5,13 +5,14 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
-from seergate.cli.adapters import add_source_options
+from seergate.cli.adapters import add_source_options, for_base, read_adapter
 
 PARSES_ITS_ARGUMENTS = True
 HELP = (
     "convert gates in the published SeerAttention-R format",
     "Read gates as the SeerAttention-R authors published them (config.json and attn_gate_weights.pth) and write an\n"
-    "adapter. It is decoded as the published code does (compat='published') unless you say otherwise.",
+    "adapter. Not needed to use them: every command and seergate.load read both formats. Decoded as the published\n"
+    "code does (compat='published') unless you say otherwise.",
     [
         "seergate import-legacy SeerAttention/SeerAttention-Decode-Qwen3-8B-AttnGates qwen3-8b-gates",
         "seergate import-legacy old-gates new-gates --base-model Qwen/Qwen3-4B",
@@ -31,18 +32,12 @@ def run(options: argparse.Namespace) -> int:
     """Read the one format and write the other."""
     from seergate.errors import SeergateError
     from seergate.gates import save_adapter
-    from seergate.hf.published import import_published
 
     if options.out.is_dir() and any(options.out.iterdir()):
         raise SeergateError(f"{options.out} is not empty; name a new directory")
-    adapter = import_published(
-        options.source,
-        base_model=options.base_model,
-        revision=options.revision,
-        subfolder=options.subfolder,
-        token=options.token,
-        local_files_only=options.offline,
-    )
+    adapter = read_adapter(options.source, options)
+    if options.base_model:
+        adapter = for_base(adapter, options.base_model)
     save_adapter(adapter, options.out)
     layers, base = len(adapter.geometry.layers), adapter.geometry.base_model or "an unnamed model"
     print(f"written: {options.out} ({layers} layers, {adapter.nbytes / 1e6:.1f} MB, for {base})")

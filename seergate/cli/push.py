@@ -38,7 +38,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(options: argparse.Namespace) -> int:
     """Read the adapter, describe it, upload it."""
-    from seergate.gates import CARD_FILE, load_adapter, publish
+    from seergate.gates import push_adapter, read_card
+    from seergate.hf.published import load_adapter
 
     directory = Path(options.directory)
     if not directory.is_dir():
@@ -47,11 +48,10 @@ def run(options: argparse.Namespace) -> int:
     base = adapter.geometry.base_model
     if base is not None and is_directory(base):
         print(f"note: the base model is the directory {base}; --base-model ORG/NAME lets others find it")
-    card = directory / CARD_FILE
-    address = publish(
+    address = push_adapter(
         adapter,
         options.repo_id,
-        card=card.read_text(errors="replace") if card.is_file() else None,
+        card=read_card(directory),
         private=options.private,
         token=options.token,
         revision=options.revision,

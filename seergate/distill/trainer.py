@@ -50,7 +50,7 @@ from seergate.distill.packing import PackOrder
 from seergate.distill.sources import data_commit
 from seergate.distill.tally import Tally
 from seergate.errors import SeergateError, first_line
-from seergate.gates import push_adapter, save_adapter
+from seergate.gates import save_adapter
 from seergate.hf.bank import GateBank
 from seergate.hf.loading import load_tokenizer
 
@@ -343,7 +343,7 @@ class _Run:
         if repo is None or not self.world.is_main:
             return
         try:
-            address = push_adapter(self.dir, repo)
+            address = GateBank.from_pretrained(self.dir).push_to_hub(repo)
         except Exception as error:  # whatever a network or a server can do, the run must end with a sentence
             raise SeergateError(
                 f"the gates are trained and saved in {self.dir}, but not uploaded to {repo}: {first_line(error)}; the "

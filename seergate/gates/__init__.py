@@ -1,15 +1,14 @@
-"""Adapters: gates as files. `gate_config.json`, `gate_model.safetensors`, a model card; never a pickle."""
+"""Gates: the modules (`gate`, `bank`), what is recorded of them (`record`), their files, their card and the Hub."""
 
 from __future__ import annotations
 
-from seergate.gates.card import Source
-from seergate.gates.hub import cached_commit, check_repo_id, fetch, is_hub_id, only_commit
-from seergate.gates.layout import CARD_FILE, CONFIG_FILE, WEIGHTS_FILE, is_sign
+from seergate.gates.bank import Gates
+from seergate.gates.card import CARD_FILE, Source
+from seergate.gates.files import CONFIG_FILE, WEIGHTS_FILE, read_card, save_adapter
+from seergate.gates.hub import cached_commit, check_repo_id, fetch, only_commit, push_adapter
 from seergate.gates.merging import AdapterDiff, average, cast, diff, subset
-from seergate.gates.pushing import publish, push_adapter
-from seergate.gates.reading import load_adapter
-from seergate.gates.record import SCHEMA_VERSION, Adapter, check_finite, check_tensors
-from seergate.gates.saving import save_adapter
+from seergate.gates.record import SCHEMA_VERSION, Adapter, check_adapter
+from seergate.paths import is_hub_id
 
 __all__ = [
     "CARD_FILE",
@@ -18,21 +17,19 @@ __all__ = [
     "WEIGHTS_FILE",
     "Adapter",
     "AdapterDiff",
+    "Gates",
     "Source",
     "average",
     "cached_commit",
     "cast",
-    "check_finite",
+    "check_adapter",
     "check_repo_id",
-    "check_tensors",
     "diff",
     "fetch",
     "is_hub_id",
-    "is_sign",
-    "load_adapter",
     "only_commit",
-    "publish",
     "push_adapter",
+    "read_card",
     "save_adapter",
     "subset",
 ]

@@ -12,18 +12,11 @@ from torch import nn
 
 from seergate.config import DecodeConfig, GateConfig
 from seergate.errors import SeergateError
-from seergate.gates import (
-    Adapter,
-    AdapterDiff,
-    average,
-    check_repo_id,
-    check_tensors,
-    diff,
-    publish,
-    save_adapter,
-    subset,
-)
+from seergate.gates.files import save_adapter
 from seergate.gates.gate import AttnGate
+from seergate.gates.hub import check_repo_id, push_adapter
+from seergate.gates.merging import AdapterDiff, average, diff, subset
+from seergate.gates.record import Adapter, check_adapter
 from seergate.geometry import ModelGeometry
 
 
@@ -89,7 +82,6 @@ class Gates(nn.Module):
         self,
         save_directory: str | os.PathLike[str],
         *,
-        max_shard_size: int | str = "5GB",
         push_to_hub: bool = False,
         repo_id: str | None = None,
         **push_options: Any,
@@ -97,11 +89,10 @@ class Gates(nn.Module):
         """Write the adapter: `gate_config.json`, `gate_model.safetensors`, `README.md`.
 
         Args:
-            save_directory: made if need be. An adapter that is there is replaced in one step.
-            max_shard_size: of one weights file.
+            save_directory: made if need be. An adapter that is there is replaced.
             push_to_hub: also upload it.
             repo_id: where to; by default the directory's name, in one's own namespace.
-            **push_options: see `push_to_hub`.
+            **push_options: further arguments of `push_to_hub`.
 
         Raises:
             SeergateError: if it cannot be written or uploaded.
@@ -112,9 +103,22 @@ class Gates(nn.Module):
         target = repo_id or Path(save_directory).resolve().name
         if push_to_hub:
             check_repo_id(target)
-        save_adapter(self.to_adapter(), save_directory, max_shard_size=max_shard_size)
+        save_adapter(self.to_adapter(), save_directory)
         if push_to_hub:
-            self.push_to_hub(target, max_shard_size=max_shard_size, **push_options)
+            self.push_to_hub(target, **push_options)
+
+    def push_to_hub(self, repo_id: str, **options: Any) -> str:
+        """Upload the adapter in one commit and return the address of that commit, or of the pull request.
+
+        Args:
+            repo_id: ``org/name``, or ``name`` in one's own namespace; made if need be.
+            **options: ``private``, ``token``, ``revision``, ``subfolder``, ``commit_message``,
+                ``commit_description``, ``create_pr``, ``card``: what `seergate.gates.push_adapter` takes.
+
+        Raises:
+            SeergateError: if the Hub refuses, with its reason.
+        """
+        return push_adapter(self.to_adapter(), repo_id, **options)
 
     def to_adapter(self) -> Adapter:
         """The adapter's contents."""
@@ -131,61 +135,18 @@ class Gates(nn.Module):
     @classmethod
     def from_adapter(cls, adapter: Adapter, source: str = "the adapter") -> Self:
         """Build the bank an adapter describes, accounting for every tensor."""
-        check_tensors(adapter, adapter.signature, source)
-        bank = cls(adapter.gate, adapter.geometry, adapter.training)
+        check_adapter(adapter, source)
+        with torch.device("cpu"):
+            bank = cls(adapter.gate, adapter.geometry, adapter.training)
         bank.decode_defaults, bank.results, bank.licence = dict(adapter.decode), adapter.results, dict(adapter.licence)
         if adapter.dtype is not None:
             bank.to(adapter.dtype)
         bank.load_state_dict(adapter.tensors)
         return bank
 
-    def push_to_hub(
-        self,
-        repo_id: str,
-        *,
-        private: bool | None = None,
-        token: str | bool | None = None,
-        revision: str | None = None,
-        subfolder: str | None = None,
-        commit_message: str = "Upload attention gates",
-        commit_description: str | None = None,
-        create_pr: bool = False,
-        max_shard_size: int | str = "5GB",
-    ) -> str:
-        """Save and upload the adapter, in one commit; what an owner wrote around the card stays.
-
-        Args:
-            repo_id: ``org/name``, or ``name`` in one's own namespace; made if need be.
-            private: whether a new repository is private.
-            token: for the Hub; by default the one of ``hf auth login``.
-            revision: branch; made if need be.
-            subfolder: where in the repository.
-            commit_message, commit_description: of the commit or the pull request.
-            create_pr: open a pull request instead of committing.
-            max_shard_size: of one weights file.
-
-        Returns:
-            The address of the commit or of the pull request.
-
-        Raises:
-            SeergateError: if the Hub refuses, with its reason.
-        """
-        return publish(
-            self.to_adapter(),
-            repo_id,
-            private=private,
-            token=token,
-            revision=revision,
-            subfolder=subfolder,
-            commit_message=commit_message,
-            commit_description=commit_description,
-            create_pr=create_pr,
-            max_shard_size=max_shard_size,
-        )
-
     @classmethod
     def average(cls, banks: Sequence[Gates], weights: Sequence[float] | None = None) -> Self:
-        """The weighted mean of gates for the same model (`adapter.average`)."""
+        """The weighted mean of gates for the same model; what was measured of the parts does not hold for the mean."""
         return cls.from_adapter(average([bank.to_adapter() for bank in banks], weights), "the average")
 
     def subset(self, layers: Iterable[int]) -> Self:

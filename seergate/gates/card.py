@@ -7,17 +7,17 @@ only what is between them, and the entries of the metadata that seergate knows.
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import yaml
 
-from seergate.gates.hub import is_hub_id
-from seergate.gates.layout import PLOT_FILE
 from seergate.gates.record import Adapter, portable_base
-from seergate.paths import resolve_model
+from seergate.paths import directory_here, is_hub_id
 
+CARD_FILE, PLOT_FILE = "README.md", "accuracy.png"
 BEGIN, END = "<!-- seergate: what follows is generated -->", "<!-- seergate: end of what is generated -->"
 TAGS = ["seergate", "sparse-attention", "block-sparse", "attention-gate"]
 PAPER = "[SeerAttention-R](https://arxiv.org/abs/2506.08889)"
@@ -58,12 +58,7 @@ def model_card(adapter: Adapter, source: Source, *, existing: str | None = None,
     new = _metadata(adapter, source)
     merged = {**old_metadata, **new}
     merged["tags"] = [*new["tags"], *(tag for tag in _texts(old_metadata.get("tags")) if tag not in new["tags"])]
-    before, after = "", ""
-    if BEGIN in old_text:
-        before, rest = old_text.split(BEGIN, 1)
-        after = rest.split(END, 1)[1] if END in rest else ""
-    elif old_metadata.get("library_name") != "seergate":  # somebody's own text; ours of before the markers goes
-        before = old_text.rstrip() + "\n\n" if old_text.strip() else ""
+    before, after = _own_text(old_text)
     body = "\n".join([BEGIN, *_body(adapter, source, plotted), END])
     header = yaml.safe_dump(merged, sort_keys=False, allow_unicode=True)
     return f"---\n{header}---\n\n{before.lstrip()}{body}{after.rstrip()}\n"
@@ -71,11 +66,7 @@ def model_card(adapter: Adapter, source: Source, *, existing: str | None = None,
 
 def has_own_text(card: str) -> bool:
     """Whether somebody wrote more into a card than seergate did."""
-    metadata, text = _split(card)
-    if BEGIN not in text:
-        return bool(text.strip()) and metadata.get("library_name") != "seergate"
-    before, rest = text.split(BEGIN, 1)
-    return bool(before.strip() or rest.partition(END)[2].strip())
+    return any(part.strip() for part in _own_text(_split(card)[1]))
 
 
 def usage(adapter: Adapter, source: Source) -> str:
@@ -273,15 +264,14 @@ def _options(adapter: Adapter) -> dict[str, Any]:
 
 def _has_tokenizer(base: str) -> bool:
     """Whether the base model's tokenizer is known to exist, without asking the network."""
-    names = ("tokenizer.json", "tokenizer_config.json")
-    if is_hub_id(base):
-        from huggingface_hub import try_to_load_from_cache
-
-        return any(isinstance(try_to_load_from_cache(base, name), str) for name in names)
-    try:
-        return any((Path(resolve_model(base)) / name).is_file() for name in names)
-    except OSError:
+    names, here = ("tokenizer.json", "tokenizer_config.json"), directory_here(base)
+    if here is not None:
+        return any((here / name).is_file() for name in names)
+    if not is_hub_id(base):
         return False
+    from huggingface_hub import try_to_load_from_cache
+
+    return any(isinstance(try_to_load_from_cache(base, name), str) for name in names)
 
 
 def _split(text: str) -> tuple[dict[str, Any], str]:
@@ -296,6 +286,14 @@ def _split(text: str) -> tuple[dict[str, Any], str]:
     return (values if isinstance(values, dict) else {}), body.lstrip("-").lstrip("\n")
 
 
+def _own_text(text: str) -> tuple[str, str]:
+    """What stands before and after the generated part of a card's text; all of it before, if there is no such part."""
+    before, begin, rest = text.partition(BEGIN)
+    if not begin and text.strip():
+        before = text.rstrip() + "\n\n"
+    return before, rest.partition(END)[2]
+
+
 def _texts(value: Any) -> list[str]:
     return [str(entry) for entry in value] if isinstance(value, list) else []
 
@@ -303,3 +301,48 @@ def _texts(value: Any) -> list[str]:
 def _plain(text: str | None) -> str:
     """Text that cannot break a line, a cell or a code span of the card."""
     return " ".join(str(text).split()).replace("|", "/").replace("`", "'")
+
+
+def results_plot(results: Sequence[dict[str, Any]], path: Path) -> bool:
+    """Draw accuracy against budget, a line per task and method, with standard errors; dense is a horizontal line.
+
+    Args:
+        results: see `Adapter.results`.
+        path: of the PNG file.
+
+    Returns:
+        Whether there is a plot: not without results at a budget, nor without matplotlib.
+    """
+    lines: dict[tuple[str, str], list[tuple[int, float, float]]] = {}
+    for result in results:
+        budget, accuracy = result.get("token_budget"), result.get("accuracy")
+        if budget is not None and accuracy is not None:
+            key = str(result.get("task", "")), str(result.get("method", ""))
+            lines.setdefault(key, []).append((budget, 100 * accuracy, 100 * (result.get("standard_error") or 0.0)))
+    if not lines:
+        return False
+    try:
+        from matplotlib.figure import Figure
+        from matplotlib.ticker import NullFormatter, ScalarFormatter
+    except ImportError:
+        return False
+    figure = Figure(figsize=(6.4, 4.0), layout="constrained")  # no pyplot: its state would be the process's
+    axes = figure.add_subplot()
+    several = len({task for task, _ in lines}) > 1
+    for (task, method), points in lines.items():
+        budgets, means, errors = zip(*sorted(points), strict=True)
+        axes.errorbar(
+            budgets, means, yerr=errors, marker="o", capsize=3, label=f"{method}, {task}" if several else method
+        )
+    for result in results:
+        if result.get("method") == "dense" and result.get("accuracy") is not None:
+            label = f"dense, {result.get('task', '')}" if several else "dense"
+            axes.axhline(100 * result["accuracy"], color="black", linestyle="--", linewidth=1, label=label)
+    axes.set_xscale("log", base=2)
+    axes.set_xticks(sorted({budget for points in lines.values() for budget, _, _ in points}))
+    axes.xaxis.set_major_formatter(ScalarFormatter())
+    axes.xaxis.set_minor_formatter(NullFormatter())
+    axes.set(xlabel="token budget", ylabel="accuracy (%)", ylim=(0, 104))
+    axes.legend(frameon=False)
+    figure.savefig(path, dpi=120, metadata={"Software": None})
+    return True

@@ -23,7 +23,7 @@ class GateRMSNorm(nn.Module):
 
     def __init__(self, dim: int) -> None:
         super().__init__()
-        self.weight = nn.Parameter(torch.ones(dim))
+        self.weight = nn.Parameter(torch.ones(dim, dtype=torch.float32))
 
     def forward(self, x: Tensor) -> Tensor:
         """Normalise ``x [..., dim]``; same shape and dtype back."""
@@ -35,7 +35,7 @@ class HeadwiseLinear(nn.Module):
 
     def __init__(self, *shape: int) -> None:
         super().__init__()
-        self.weight = nn.Parameter(torch.empty(shape))
+        self.weight = nn.Parameter(torch.empty(shape, dtype=torch.float32))
         nn.init.normal_(self.weight, std=INIT_STD)
 
 

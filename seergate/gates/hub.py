@@ -1,21 +1,36 @@
-"""What is read from the Hub, and what goes wrong there said in one sentence."""
+"""The Hugging Face Hub: reading from it, pushing gates to it, and one sentence for whatever goes wrong there."""
 
 from __future__ import annotations
 
 import os
 import re
+import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path, PurePosixPath
+from typing import Any
 
 from seergate.errors import SeergateError
-from seergate.paths import is_directory, resolve_model
+from seergate.gates.card import CARD_FILE, PLOT_FILE, Source, has_own_text
+from seergate.gates.files import SIGN_FILE, read_card, save_adapter
+from seergate.gates.record import Adapter
+from seergate.paths import HUB_ID, directory_here
 
-HUB_ID = re.compile(r"[\w-][\w.-]*/[\w-][\w.-]*")
 OWN_NAME = re.compile(r"[\w-][\w.-]*")
 
 # huggingface_hub's own errors, and those of the HTTP library underneath, which is another one in each major version
 _CLIENTS = ("huggingface_hub", "httpx", "httpx2", "httpcore", "httpcore2", "requests", "urllib3")
+_HINTS = {
+    "RepositoryNotFoundError": "there is no such repository, or it is private and the token does not open it",
+    "GatedRepoError": "there is no such repository, or it is private and the token does not open it",
+    "RevisionNotFoundError": "it has no such revision",
+    401: "a token is needed or this one is not valid: `hf auth login`, or pass token=",
+    403: "this token may not do that",
+    409: "somebody else has just changed the repository; try again",
+    412: "somebody else has just changed the repository; try again",
+    429: "too many requests; try again later",
+}
 
 
 @contextmanager
@@ -26,23 +41,14 @@ def hub_errors(what: str) -> Iterator[None]:
     except SeergateError:
         raise
     except Exception as error:
-        if not isinstance(error, (OSError, ValueError)) and type(error).__module__.split(".")[0] not in _CLIENTS:
+        kind = type(error)
+        if not isinstance(error, (OSError, ValueError)) and kind.__module__.split(".")[0] not in _CLIENTS:
             raise
-        raise SeergateError(f"{what}: {_sentence(error)}") from error
-
-
-def directory_here(name: str) -> Path | None:
-    """The directory of this name, or the one that ships with seergate under it; ``None`` if there is neither."""
-    try:
-        found = resolve_model(name)
-    except (OSError, ValueError):  # not shipped, or no name that a file can have
-        return None
-    return Path(found) if is_directory(found) else None
-
-
-def is_hub_id(name: str | None) -> bool:
-    """Whether a name has the form ``org/name`` and is no directory here."""
-    return name is not None and HUB_ID.fullmatch(name) is not None and directory_here(name) is None
+        status = getattr(getattr(error, "response", None), "status_code", None)
+        down = "the Hub is not well; try again later" if isinstance(status, int) and status >= 500 else None
+        hint = _HINTS.get(kind.__name__) or down or _HINTS.get(status or "")
+        lines = [line.strip() for line in str(error).splitlines() if line.strip()] or [kind.__name__]
+        raise SeergateError(f"{what}: {lines[0]}{f' ({hint})' if hint else ''}") from error
 
 
 def check_repo_id(repo_id: str) -> None:
@@ -64,22 +70,20 @@ def fetch(
 ) -> Path:
     """The directory that ``source`` names, downloaded if it is a Hub repository.
 
-    A connection that breaks is resumed. When a process was killed, the next call downloads only what is not complete;
-    whether it goes on in the middle of a file depends on the version of `huggingface_hub`.
-
     Args:
         source: directory, one that ships with seergate (``"checkpoints/tiny-reasoner/gates"``), or Hub repository.
         patterns: file names to download, ``*`` for anything.
         revision: branch, tag or commit; only for a repository.
         subfolder: a directory inside ``source``.
-        token, cache_dir, local_files_only, force_download: as in `huggingface_hub`.
+        token: for the Hub; ``False`` for none.
+        cache_dir: instead of the Hub's own cache.
+        local_files_only: use what was downloaded before.
+        force_download: even if it was downloaded before.
 
     Raises:
         SeergateError: if it is not there, or the Hub does not give it.
     """
-    inside = PurePosixPath(subfolder or "")
-    if inside.is_absolute() or ".." in inside.parts:
-        raise SeergateError(f"subfolder is {subfolder!r}; it must be a path inside the adapter's repository")
+    inside = _inside(subfolder)
     here = directory_here(source)
     if here is not None:
         if revision is not None:
@@ -88,10 +92,10 @@ def fetch(
     if os.path.exists(source):
         raise SeergateError(f"{source} is a file; gates are a directory or a Hub repository")
     if HUB_ID.fullmatch(source) is None:
-        raise SeergateError(f"{source} is neither a directory here nor a Hub repository of the form org/name")
+        raise SeergateError(f"there is no directory {source}, and it is no Hub repository of the form org/name")
     from huggingface_hub import snapshot_download
 
-    with hub_errors(f"{source} could not be read from the Hub"):
+    with hub_errors(f"there is no directory {source}, and the repository could not be read from the Hub"):
         snapshot = snapshot_download(
             source,
             revision=revision,
@@ -102,6 +106,97 @@ def fetch(
             allow_patterns=[str(inside / pattern) for pattern in patterns],
         )
     return Path(snapshot) / inside
+
+
+def push_adapter(
+    adapter: Adapter,
+    repo_id: str,
+    *,
+    card: str | None = None,
+    private: bool | None = None,
+    token: str | bool | None = None,
+    revision: str | None = None,
+    subfolder: str | None = None,
+    commit_message: str = "Upload attention gates",
+    commit_description: str | None = None,
+    create_pr: bool = False,
+) -> str:
+    """Upload an adapter to the Hub, with a card made for it, creating the repository and the branch if need be.
+
+    All files change in one commit, so that no reader meets half of them. Other files of the repository, and what its
+    owner wrote around the generated part of the card, are left alone.
+
+    Args:
+        adapter: what to upload; without a licence it gets its base model's.
+        repo_id: ``org/name``, or ``name`` in one's own namespace.
+        card: a README whose own text is kept; by default the repository's.
+        private: whether a new repository is private; by default as its organisation wants it.
+        token: for the Hub; by default the one of ``hf auth login``.
+        revision: branch to commit to; by default ``main``.
+        subfolder: where in the repository the adapter goes.
+        commit_message, commit_description: of the commit or the pull request.
+        create_pr: open a pull request instead of committing.
+
+    Returns:
+        The address of the commit, or of the pull request.
+
+    Raises:
+        SeergateError: if the Hub refuses, with its reason.
+    """
+    check_repo_id(repo_id)
+    if create_pr and revision not in (None, "main"):
+        raise SeergateError(f"revision is {revision!r}; a pull request goes to main, so leave it out")
+    from huggingface_hub import CommitOperationAdd, CommitOperationDelete, HfApi
+
+    api, inside = HfApi(token=token), _inside(subfolder)
+    if not adapter.licence:
+        adapter = replace(adapter, licence=licence_of_base(adapter, token))
+    with hub_errors(f"the adapter could not be pushed to {repo_id}"), tempfile.TemporaryDirectory() as place:
+        repo_id = api.create_repo(repo_id, private=private, exist_ok=True).repo_id  # in full
+        if revision not in (None, "main"):
+            api.create_branch(repo_id, branch=revision, exist_ok=True)
+        paths = map(PurePosixPath, api.list_repo_files(repo_id, revision=revision))
+        present = {path.name for path in paths if path.parent == inside}
+        directory = Path(place)
+        if (card is None or not has_own_text(card)) and CARD_FILE in present:
+            remote = api.hf_hub_download(repo_id, str(inside / CARD_FILE), revision=revision)
+            card = read_card(Path(remote).parent)
+        if card is not None:
+            (directory / CARD_FILE).write_text(card, encoding="utf-8")
+        save_adapter(adapter, directory, card_source=Source(repo_id, revision, subfolder))
+        # A repository's own config.json may be a model's.
+        names = sorted(path.name for path in directory.iterdir() if path.name not in present & {SIGN_FILE})
+        operations: list[Any] = [CommitOperationAdd(str(inside / name), directory / name) for name in names]
+        if PLOT_FILE in present and PLOT_FILE not in names:
+            operations.append(CommitOperationDelete(str(inside / PLOT_FILE)))
+        commit = api.create_commit(
+            repo_id,
+            operations,
+            commit_message=commit_message,
+            commit_description=commit_description,
+            revision=revision,
+            create_pr=create_pr,
+        )
+    return str(commit.pr_url or commit.commit_url)
+
+
+def licence_of_base(adapter: Adapter, token: str | bool | None = None) -> dict[str, str]:
+    """The licence that the card of an adapter's base model states; empty if there is none to be found."""
+    from huggingface_hub import HfApi, ModelCard
+
+    name, revision = adapter.geometry.base_model, adapter.geometry.base_revision
+    if name is None:
+        return {}
+    here = directory_here(name)
+    try:
+        if here is not None:
+            data: Any = ModelCard.load(here / CARD_FILE, ignore_metadata_errors=True).data
+        else:
+            data = HfApi(token=token).model_info(name, revision=revision).card_data
+    except Exception:  # a card without a licence is no reason to fail
+        return {}
+    values = {key: getattr(data, key, None) for key in ("license", "license_name", "license_link")}
+    return {key: str(value) for key, value in values.items() if value}
 
 
 def cached_commit(
@@ -123,25 +218,8 @@ def only_commit(repo_id: str) -> str | None:
     return commits[0] if len(commits) == 1 else None
 
 
-def _sentence(error: Exception) -> str:
-    """The lines of an error that say what happened, and what can be done about the commonest ones."""
-    response = getattr(error, "response", None)
-    status = getattr(response, "status_code", None)
-    kind = type(error).__name__
-    hints = {
-        401: "a token is needed or this one is not valid: `hf auth login`, or pass token=",
-        403: "this token may not do that",
-        409: "somebody else has just changed the repository; try again",
-        412: "somebody else has just changed the repository; try again",
-        429: "too many requests; try again later",
-    }
-    if kind in ("RepositoryNotFoundError", "GatedRepoError"):
-        hint = "there is no such repository, or it is private and the token does not open it"
-    elif kind == "RevisionNotFoundError":
-        hint = "it has no such revision"
-    elif status is not None and status >= 500:
-        hint = "the Hub is not well; try again later"
-    else:
-        hint = hints.get(status, "") if status is not None else ""
-    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-    return f"{lines[0] if lines else kind}{f' ({hint})' if hint else ''}"
+def _inside(subfolder: str | None) -> PurePosixPath:
+    inside = PurePosixPath(subfolder or "")
+    if inside.is_absolute() or ".." in inside.parts:
+        raise SeergateError(f"subfolder is {subfolder!r}; it must be a path inside the adapter's repository")
+    return inside

@@ -127,10 +127,8 @@ def diff(first: Adapter, second: Adapter) -> AdapterDiff:
             found.append(f"{name} differs" if name in ("training", "results") else f"{name} is {own} and {other}")
     tensors = {}
     for name in shared:
-        a, b = (
-            first.tensors[name].double().flatten(),
-            second.tensors[name].to(first.tensors[name].device).double().flatten(),
-        )
+        a = first.tensors[name].double().flatten()
+        b = second.tensors[name].to(a.device).double().flatten()
         if not torch.equal(a, b):
             norm, other_norm = a.norm().item(), b.norm().item()
             distance = (a - b).norm().item()

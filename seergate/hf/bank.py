@@ -11,9 +11,10 @@ from torch import Tensor
 
 from seergate.config import GateConfig
 from seergate.errors import SeergateError
-from seergate.gates import is_hub_id, load_adapter, only_commit
+from seergate.gates import is_hub_id, only_commit
 from seergate.gates.bank import Gates
 from seergate.hf.families import gate_geometry, head_dim_of
+from seergate.hf.published import load_adapter
 from seergate.hf.teacher_forward import distill_step
 
 if TYPE_CHECKING:
@@ -59,7 +60,7 @@ class GateBank(Gates):
         device: torch.device | str | None = None,
         **hub: Any,
     ) -> GateBank:
-        """Load gates from a directory or the Hub.
+        """Load gates from a directory or the Hub: an adapter, or a published SeerAttention-R checkpoint.
 
         Args:
             pretrained_model_name_or_path: directory, or Hub repository ``org/name``.

@@ -8,13 +8,13 @@ from typing import TYPE_CHECKING, Any
 
 from seergate.config import DecodeConfig
 from seergate.errors import SeergateError
-from seergate.gates import is_hub_id
 from seergate.hf.attach import attach
 from seergate.hf.bank import GateBank
 from seergate.hf.families import gate_geometry
-from seergate.hf.loading import base_config, is_here, load_base, skeleton
+from seergate.hf.loading import base_config, load_base, skeleton
 from seergate.hf.resolving import check_decode_options
 from seergate.methods import Gate
+from seergate.paths import directory_here, is_hub_id
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -120,6 +120,6 @@ def _base_of(
         return override, pinned if str(override) == named else None
     if named is None:
         raise SeergateError(f"{gates} does not say which model its gates are for; pass base_model=")
-    if not is_here(named) and not is_hub_id(named):
+    if directory_here(named) is None and not is_hub_id(named):
         raise SeergateError(f"{gates} is for the model in {named}, a directory that is not here; pass base_model=")
     return named, pinned

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 from seergate.errors import SeergateError, first_line
 from seergate.gates import cached_commit, is_hub_id
 from seergate.hf.families import base_commit, family_of, note_base_commit
-from seergate.paths import is_directory, resolve_model
+from seergate.paths import directory_here, resolve_model
 
 if TYPE_CHECKING:
     import torch
@@ -76,20 +76,14 @@ def load_tokenizer(name: str | os.PathLike[str], **options: Any) -> PreTrainedTo
     return tokenizer
 
 
-def is_here(name: str) -> bool:
-    """Whether a name is that of a directory here, or of one that ships with seergate."""
-    try:
-        return is_directory(resolve_model(name))
-    except FileNotFoundError:
-        return False
-
-
 def _reading(what: str, name: str | os.PathLike[str], read: Callable[..., Any], **options: Any) -> Any:
     """Call ``from_pretrained`` and say in one sentence what went wrong."""
-    if not is_here(str(name)) and not is_hub_id(str(name)):
+    here = directory_here(name)
+    if here is None and not is_hub_id(str(name)):
         raise SeergateError(f"the {what} {name} could not be loaded: there is no such directory")
     options = {"trust_remote_code": False, **{key: value for key, value in options.items() if value is not None}}
     try:
         return read(resolve_model(name), **options)
     except Exception as error:  # of as many types as libraries are involved; that of tokenizers is a bare `Exception`
-        raise SeergateError(f"the {what} {name} could not be loaded: {first_line(error)}") from error
+        missing = "" if here is not None else "there is no such directory, and from the Hub: "
+        raise SeergateError(f"the {what} {name} could not be loaded: {missing}{first_line(error)}") from error

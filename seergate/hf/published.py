@@ -5,9 +5,9 @@ Source: microsoft/SeerAttention at aba03e3, `seer_attn/decode_sparse` and `disti
 
 from __future__ import annotations
 
-import json
 import os
 import re
+import tempfile
 import zipfile
 from collections.abc import Mapping
 from dataclasses import replace
@@ -20,12 +20,13 @@ from torch import Tensor
 
 from seergate.config import POOLINGS, GateConfig
 from seergate.errors import SeergateError, first_line
-from seergate.gates import Adapter, check_finite, check_tensors, fetch, is_hub_id, is_sign
+from seergate.gates import Adapter, check_adapter, fetch, is_hub_id
+from seergate.gates import files as adapter_files
+from seergate.gates.files import read_json, write_json
 from seergate.hf.families import gate_geometry, text_config
 from seergate.hf.loading import base_config, skeleton
 
 CONFIG_FILE, WEIGHTS_FILE = "config.json", "attn_gate_weights.pth"
-MAX_CONFIG = 1 << 20
 
 _PREFIX = "model.layers.{layer}.self_attn.attn_gate."
 _KEY = re.compile(r"model\.layers\.(\d+)\.self_attn\.attn_gate\.(\w+)\.weight")
@@ -47,16 +48,25 @@ _DEFAULTS: dict[str, Any] = {
 _RECORD = "published_config"
 
 
-def import_published(
-    source: str | os.PathLike[str],
-    *,
-    base_model: str | None = None,
-    revision: str | None = None,
-    subfolder: str | None = None,
-    token: str | bool | None = None,
-    cache_dir: str | os.PathLike[str] | None = None,
-    local_files_only: bool = False,
-) -> Adapter:
+def load_adapter(source: str | os.PathLike[str], **hub: Any) -> Adapter:
+    """Read gates from a directory or from the Hub: an adapter, or the published format.
+
+    Args:
+        source: directory or Hub repository.
+        **hub: ``revision``, ``subfolder``, ``token``, ``cache_dir``, ``local_files_only``, ``force_download``
+            (`seergate.gates.fetch`).
+
+    Raises:
+        SeergateError: if it is not there, incomplete, damaged, or does not fit its own description.
+    """
+    files = [adapter_files.CONFIG_FILE, adapter_files.WEIGHTS_FILE, CONFIG_FILE, WEIGHTS_FILE]
+    directory = fetch(str(source), patterns=files, **hub)
+    if (directory / adapter_files.CONFIG_FILE).is_file() or not _is_published(directory):
+        return adapter_files.read_adapter(directory)
+    return read_published(directory, source)
+
+
+def read_published(directory: Path, source: str | os.PathLike[str]) -> Adapter:
     """Read gates in the published format.
 
     The file of the weights is a pickle: it is read with PyTorch's weights-only unpickler, and only after a look at the
@@ -64,22 +74,12 @@ def import_published(
     for ``compat="published"`` when it is loaded, so that it decodes as the published code does.
 
     Args:
-        source: directory or Hub repository.
-        base_model: directory or Hub id instead of the one that the configuration names.
-        revision, subfolder, token, cache_dir, local_files_only: see `load_adapter`.
+        directory: with `config.json` and `attn_gate_weights.pth`.
+        source: what the user calls it.
 
     Raises:
         SeergateError: if it is not that format, is damaged, or holds gates for prefill.
     """
-    directory = fetch(
-        str(source),
-        patterns=[CONFIG_FILE, WEIGHTS_FILE],
-        revision=revision,
-        subfolder=subfolder,
-        token=token,
-        cache_dir=cache_dir,
-        local_files_only=local_files_only,
-    )
     for name in (CONFIG_FILE, WEIGHTS_FILE):
         if not (directory / name).is_file():
             raise SeergateError(
@@ -88,7 +88,7 @@ def import_published(
     config = _read_config(directory / CONFIG_FILE)
     weights = _read_weights(directory / WEIGHTS_FILE)
     tensors = _rename(weights, directory / WEIGHTS_FILE)
-    base = base_model or config.get("base_model")
+    base = config.get("base_model")
     if base is not None and not isinstance(base, str):
         raise SeergateError(f"{directory / CONFIG_FILE}: base_model is {base!r}; it must be a Hub id or a directory")
     where = str(directory / CONFIG_FILE)
@@ -110,12 +110,11 @@ def import_published(
         decode={"compat": "published"},
     )
     try:
-        check_tensors(adapter, adapter.signature, str(source))
+        check_adapter(adapter, str(source))
     except SeergateError as error:
         if re.search(r"\.[qk]_proj\.weight has shape", str(error)):
             raise SeergateError(f"{error} (gates for sparse prefill?)") from error
         raise
-    check_finite(adapter, str(source))
     return adapter
 
 
@@ -163,29 +162,22 @@ def export_published(
     out = Path(directory)
     if out.exists() and not out.is_dir():
         raise SeergateError(f"{out} is a file; the gates need a directory")
-    if (out / CONFIG_FILE).exists() and not _is_published(out / CONFIG_FILE) and not is_sign(out / CONFIG_FILE):
+    if (out / CONFIG_FILE).exists() and not _is_published(out):
         raise SeergateError(f"{out} holds a {CONFIG_FILE} of something else; name another directory")
     try:
         out.mkdir(parents=True, exist_ok=True)
-        for name in (WEIGHTS_FILE, CONFIG_FILE):
-            draft = out / f".{name}.draft"
-            if name == WEIGHTS_FILE:
-                torch.save(weights, draft)
-            else:
-                draft.write_text(json.dumps(config, indent=2) + "\n")
-            os.replace(draft, out / name)
+        with tempfile.TemporaryDirectory(dir=out, prefix=".saving-") as scratch:
+            torch.save(weights, Path(scratch, WEIGHTS_FILE))
+            write_json(Path(scratch, CONFIG_FILE), config)
+            for name in (WEIGHTS_FILE, CONFIG_FILE):
+                os.replace(Path(scratch, name), out / name)
     except (OSError, RuntimeError) as error:
         raise SeergateError(f"the gates cannot be written to {out}: {error}") from error
     return out
 
 
 def _read_config(path: Path) -> dict[str, Any]:
-    try:
-        if path.stat().st_size > MAX_CONFIG:
-            raise ValueError(f"it has {path.stat().st_size} bytes")
-        config = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError, RecursionError) as error:
-        raise SeergateError(f"{path} is not readable JSON: {error}") from error
+    config = read_json(path)
     if not isinstance(config, dict) or not any(key.startswith("seerattn_") for key in config):
         raise SeergateError(f"{path} has no seerattn_ entries; these are not gates in the published format")
     if "seerattn_gate_type" in config:
@@ -314,9 +306,10 @@ def _as_published(config: dict[str, Any]) -> dict[str, Any]:
     return config
 
 
-def _is_published(path: Path) -> bool:
+def _is_published(directory: Path) -> bool:
+    """Whether a directory holds gates in the published format, sound or not."""
     try:
-        _read_config(path)
+        _read_config(directory / CONFIG_FILE)
     except SeergateError:
-        return False
+        return (directory / WEIGHTS_FILE).is_file()
     return True

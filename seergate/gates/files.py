@@ -1,0 +1,149 @@
+"""The files of an adapter: `gate_config.json`, `gate_model.safetensors`, a model card; never a pickle.
+
+Beside them lies a `config.json`, whose only purpose is that `AutoModelForCausalLM.from_pretrained` on an adapter says
+what to do instead.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import tempfile
+from pathlib import Path
+from typing import Any
+
+from safetensors import SafetensorError
+from safetensors.torch import load_file, save_file
+
+from seergate.durable import flush
+from seergate.errors import SeergateError
+from seergate.gates.card import CARD_FILE, PLOT_FILE, Source, model_card, results_plot
+from seergate.gates.record import Adapter, check_adapter, parse_record
+from seergate.version import __version__
+
+CONFIG_FILE, WEIGHTS_FILE, SIGN_FILE = "gate_config.json", "gate_model.safetensors", "config.json"
+MAX_JSON = 64 << 20
+
+# A model type that transformers does not know stands at the beginning of its error message.
+SIGN = {
+    "model_type": "seergate_gates: not a model but gates for one, load them with seergate.load(...), see README.md"
+}
+
+
+def read_adapter(directory: Path) -> Adapter:
+    """Read an adapter, trusting nothing in it.
+
+    Raises:
+        SeergateError: if it is incomplete, damaged, or does not fit its own description.
+    """
+    config, weights = directory / CONFIG_FILE, directory / WEIGHTS_FILE
+    for path in (config, weights):
+        if not path.is_file():
+            raise SeergateError(_what_is_missing(directory, path.name))
+    record = read_json(config)
+    adapter = parse_record(record, str(config))
+    if record.get("files") not in (None, _sums(weights)):
+        raise SeergateError(
+            f"{weights} is damaged, or not the file that {CONFIG_FILE} was saved with: its SHA-256 is another"
+        )
+    try:
+        adapter.tensors.update(load_file(weights))
+    except (SafetensorError, OSError, ValueError, RuntimeError) as error:
+        raise SeergateError(f"{weights} is not a readable safetensors file: {error}") from error
+    check_adapter(adapter, str(directory))
+    return adapter
+
+
+def save_adapter(adapter: Adapter, directory: str | os.PathLike[str], *, card_source: Source | None = None) -> Path:
+    """Write an adapter.
+
+    Files are replaced one by one, the configuration last. It holds the SHA-256 of the weights, so that what a killed
+    process left half replaced is refused when it is read, and never taken for gates.
+
+    Args:
+        adapter: what to write.
+        directory: made if need be; an adapter that is there is replaced, other files are left alone.
+        card_source: what the card's usage example loads; by default ``directory``.
+
+    Returns:
+        The directory.
+
+    Raises:
+        SeergateError: if it cannot be written there, or could not be read back.
+    """
+    out = Path(directory)
+    if out.exists() and not out.is_dir():
+        raise SeergateError(f"{out} is a file; the adapter needs a directory")
+    check_adapter(adapter, "these gates")
+    record = {**adapter.to_record(), "seergate_version": __version__}
+    try:
+        json.dumps(record)
+    except (TypeError, ValueError) as error:
+        raise SeergateError(f"these gates have a training record or results that are not JSON: {error}") from error
+    try:
+        out.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory(dir=out, prefix=".saving-") as place:
+            scratch = Path(place)
+            weights = scratch / WEIGHTS_FILE
+            tensors = {name: tensor.detach().cpu().contiguous() for name, tensor in adapter.tensors.items()}
+            save_file(tensors, weights, metadata={"format": "pt"})
+            record["files"] = _sums(weights)
+            plotted = results_plot(adapter.results, scratch / PLOT_FILE)
+            card = model_card(adapter, card_source or Source(str(directory)), existing=read_card(out), plotted=plotted)
+            (scratch / CARD_FILE).write_text(card, encoding="utf-8")
+            if not (out / SIGN_FILE).exists():  # it may be a model's
+                write_json(scratch / SIGN_FILE, SIGN)
+            write_json(scratch / CONFIG_FILE, record)
+            if not plotted:
+                (out / PLOT_FILE).unlink(missing_ok=True)
+            for path in sorted(scratch.iterdir(), key=lambda path: path.name == CONFIG_FILE):
+                flush(path)
+                os.replace(path, out / path.name)
+        flush(out)
+    except OSError as error:
+        raise SeergateError(f"the adapter cannot be written to {out}: {error.strerror or error}") from error
+    return out
+
+
+def read_card(directory: Path) -> str | None:
+    """The README of a directory, if it has one."""
+    card = directory / CARD_FILE
+    return card.read_text(encoding="utf-8", errors="replace") if card.is_file() else None
+
+
+def read_json(path: Path) -> Any:
+    """Read a JSON file that anybody may have written.
+
+    Raises:
+        SeergateError: if it cannot be read.
+    """
+    try:
+        if path.stat().st_size > MAX_JSON:
+            raise ValueError(f"it has {path.stat().st_size} bytes")
+        return json.loads(path.read_text(encoding="utf-8"))
+    except (ValueError, OSError, RecursionError) as error:
+        raise SeergateError(f"{path} is not readable JSON: {error}") from error
+
+
+def write_json(path: Path, value: Any) -> None:
+    """Write a JSON file for people to read."""
+    path.write_text(json.dumps(value, indent=2) + "\n", encoding="utf-8")
+
+
+def _sums(weights: Path) -> dict[str, Any]:
+    """The entry of the configuration that ties it to its weights."""
+    with weights.open("rb") as stream:
+        return {
+            weights.name: {"size": weights.stat().st_size, "sha256": hashlib.file_digest(stream, "sha256").hexdigest()}
+        }
+
+
+def _what_is_missing(directory: Path, name: str) -> str:
+    """A sentence about a file that is not there, and about what the directory seems to be instead."""
+    sentence = f"{directory} holds no {name}; an adapter has {CONFIG_FILE} and {WEIGHTS_FILE}"
+    if name == CONFIG_FILE and (directory / "adapter_config.json").is_file():
+        return f"{sentence}; this looks like an adapter of PEFT"
+    if name == CONFIG_FILE and (directory / "config.json").is_file():
+        return f"{sentence}; this looks like a model, not like gates for one"
+    return sentence
