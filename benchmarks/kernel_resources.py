@@ -22,14 +22,13 @@ from typing import Any
 import torch
 import triton
 from common import RESULTS, save
+from kernels.ahead_of_time import Launch, compiled, fingerprint, launches, shipped
+from kernels.data_sheets import GPUS, KnownGpu
+from kernels.examples import Example, Work
+from kernels.machine_code import Resources, faults, resources
 
-from seergate.ops.triton_impl.ahead_of_time import Launch, compiled, fingerprint, launches, shipped
-from seergate.ops.triton_impl.example import Example, Work
-from seergate.ops.triton_impl.gpus import GPUS, Gpu
-from seergate.ops.triton_impl.machine_code import Resources, faults, resources
 
-
-def expected(work: Work, share: float, launch: Launch, used: Resources, gpu: Gpu) -> dict[str, float | str]:
+def expected(work: Work, share: float, launch: Launch, used: Resources, gpu: KnownGpu) -> dict[str, float | str]:
     """Microseconds of one launch, and what they are spent on. ``share``: of the kernel's ``work``, what it does.
 
     A processor without a program helps neither with products nor with instructions.
@@ -51,7 +50,7 @@ def expected(work: Work, share: float, launch: Launch, used: Resources, gpu: Gpu
     }
 
 
-def share_of(example: Example, launch: Launch, gpu: Gpu) -> float:
+def share_of(example: Example, launch: Launch, gpu: KnownGpu) -> float:
     """What part of its kernel's programs in the call this launch has: a group or a pack may take several launches."""
     all_of_it = [other for other in launches(example.call, gpu) if other.kernel is launch.kernel]
     return math.prod(launch.grid) / sum(math.prod(other.grid) for other in all_of_it)
@@ -68,7 +67,7 @@ def known() -> dict[tuple[str, str], Resources]:
     }
 
 
-def row(example: Example, launch: Launch, gpu: Gpu, saved: dict[tuple[str, str], Resources]) -> dict[str, Any]:
+def row(example: Example, launch: Launch, gpu: KnownGpu, saved: dict[tuple[str, str], Resources]) -> dict[str, Any]:
     """One kernel of one example on one GPU."""
     name = launch.kernel.__name__
     used = saved.get((gpu.name, fingerprint(launch))) or resources(compiled(launch, gpu), gpu)

@@ -101,7 +101,7 @@ def facts(method: SelectingMethod, spec: LayerSpec, extras: dict[str, Any], long
         "device": torch.cuda.get_device_name(device) if device.type == "cuda" else device.type,
         "threads": torch.get_num_threads(),
         "versions": [__version__, torch.__version__],
-        "backend": choose("sparse_decode", device),
+        "backend": choose(device),
         "shape": [spec.num_heads, spec.num_kv_heads, spec.head_dim, str(spec.dtype), longest],
         "extras": sorted(name for name, value in extras.items() if value is not None),
         "method": repr(method),

@@ -1,8 +1,8 @@
 """Which implementation of an op runs.
 
 ``reference`` is the definition, ``torch`` is fast on CPUs and runs on any device, ``triton`` is for NVIDIA and AMD
-GPUs. Without ``SEERGATE_BACKEND`` in the environment, CUDA tensors go to ``triton`` where it has the op and the GPU is
-an A100 or newer, all others to ``torch``.
+GPUs. Without ``SEERGATE_BACKEND`` in the environment, CUDA tensors go to ``triton`` where it is installed and the
+GPU is an A100 or newer, all others to ``torch``.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ import importlib.util
 import os
 import sys
 from collections.abc import Callable
+from functools import cache
 from typing import Any
 
 import torch
@@ -44,38 +45,33 @@ def forced_backend() -> str | None:
     return name
 
 
-def has_op(backend: str, op: str) -> bool:
-    """Whether ``backend`` implements ``op`` and can be imported here."""
-    if backend != "triton":
-        return True
-    if importlib.util.find_spec("triton") is None:
-        return False
-    package = f"{__package__}.triton_impl"
-    return (
-        importlib.util.find_spec(package) is not None and importlib.util.find_spec(_module("triton", op)) is not None
-    )
+@cache
+def has_triton() -> bool:
+    """Whether Triton can be imported here."""
+    return importlib.util.find_spec("triton") is not None
 
 
-def choose(op: str, device: torch.device) -> str:
-    """The backend that runs ``op`` on tensors of ``device``.
+def choose(device: torch.device) -> str:
+    """The backend that runs ops on tensors of ``device``.
 
     Raises:
-        ValueError: if the environment forces an unknown backend, or one that lacks the op or cannot run on the device.
+        ValueError: if the environment forces an unknown backend, or one that cannot run here.
     """
     forced = forced_backend()
     if forced is not None:
-        if not has_op(forced, op):
+        if forced == "triton" and not has_triton():
             raise ValueError(
-                f"{ENV_VAR} is {forced!r}, which has no {op} here; it must be reference or torch, or unset"
+                f"{ENV_VAR} is 'triton', which is not installed here; it must be reference or torch, or unset"
             )
         if forced == "triton" and device.type != "cuda" and os.environ.get("TRITON_INTERPRET") != "1":
             raise ValueError(
                 f"{ENV_VAR} is 'triton' and a tensor is on {device}; it must be on a GPU (or set TRITON_INTERPRET=1)"
             )
         return forced
-    return "triton" if device.type == "cuda" and has_op("triton", op) and _new_enough(device) else "torch"
+    return "triton" if device.type == "cuda" and has_triton() and _new_enough(device) else "torch"
 
 
+@cache
 def _new_enough(device: torch.device) -> bool:
     """Whether the kernels' tiles fit: NVIDIA GPUs before compute capability 8.0 have too little shared memory."""
     if torch.version.hip is not None or not torch.cuda.is_available():
@@ -114,7 +110,7 @@ def _as_given(run: Callable[..., Any], kind: str) -> Callable[..., Any]:
 
 def _loaded(op: str, device: torch.device) -> str:
     """Name of the module that holds the implementation, which is imported. (A compiler can follow no import.)"""
-    return importlib.import_module(_module(choose(op, device), op)).__name__
+    return importlib.import_module(_module(choose(device), op)).__name__
 
 
 # A graph keeps the backend that it was traced with. This is what `torch.compiler.assume_constant_result` does, which

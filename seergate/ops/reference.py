@@ -44,7 +44,7 @@ def attention_with_block_targets(
     sinks: Tensor | None = None,
     softcap: float | None = None,
 ) -> AttentionWithTargets:
-    """See `seergate.ops.attention_with_block_targets`."""
+    """Whole score matrices, one segment and head after the other."""
     dtype = _wide(q, k)
     (tokens, heads, dim), kv_heads = q.shape, k.shape[1]
     scale = 1.0 / math.sqrt(dim) if sm_scale is None else sm_scale
@@ -87,7 +87,7 @@ def block_targets(
     sinks: Tensor | None = None,
     softcap: float | None = None,
 ) -> Tensor:
-    """See `seergate.ops.block_targets`. A row all of whose past probabilities underflow still has a target."""
+    """Softmax over blocks of the log targets. A row all of whose past probabilities underflow still has a target."""
     log_targets = attention_with_block_targets(
         q, k, k, cu_seqlens, block_size, sm_scale, sinks=sinks, softcap=softcap
     ).log_targets
@@ -112,7 +112,7 @@ def gate_kl(
     softcap: float | None = None,
     lse: Tensor | None = None,
 ) -> tuple[Tensor, GateKLStats]:
-    """See `seergate.ops.gate_kl`. Materialises the targets; gradients by plain autograd. Does without ``lse``."""
+    """One row and KV head after the other, targets materialised, gradients by plain autograd. Ignores ``lse``."""
     dtype = _wide(q, k, qg, kg)
     kv_heads = k.shape[1]
     gate_scale = 1.0 / math.sqrt(qg.shape[-1]) if gate_scale is None else gate_scale
@@ -152,7 +152,7 @@ def gate_kl(
 def pool_keys(
     k: Tensor, block_size: int, kinds: Sequence[str] = ("max", "min", "avg"), lengths: Tensor | None = None
 ) -> Tensor:
-    """See `seergate.ops.pool_keys`."""
+    """One block after the other."""
     batch, kv_heads, capacity, dim = k.shape
     ends = [capacity] * batch if lengths is None else lengths.tolist()
     pooled = torch.zeros(
@@ -186,7 +186,7 @@ def update_compressed_keys(
     position_offset: int = 0,
     host_lengths: Sequence[int] | None = None,
 ) -> None:
-    """See `seergate.ops.update_compressed_keys`."""
+    """One row and KV head after the other; trigonometry in Python's floats."""
     dtype = _wide(k, weight)
     slots, width = recent.shape[2], weight.shape[2]
     for b, length in enumerate(lengths.tolist()):
@@ -219,7 +219,7 @@ def select_blocks(
     top_p: float | None = None,
     sink_blocks: int = 0,
 ) -> Selection:
-    """See `seergate.ops.select_blocks`."""
+    """A stable sort of each row and KV head, and Python's sets."""
     batch, kv_heads, _ = scores.shape
     largest = torch.finfo(torch.float32).max
     chosen: list[list[int]] = []
@@ -267,7 +267,7 @@ def sparse_decode(
     softcap: float | None = None,
     page_table: Tensor | None = None,
 ) -> Tensor:
-    """See `seergate.ops.sparse_decode`."""
+    """The selected tokens of each row and query head as an index."""
     if page_table is not None:
         k, v = unpaged(k, page_table), unpaged(v, page_table)
     dtype = _wide(q)
@@ -301,7 +301,7 @@ def dense_decode(
     softcap: float | None = None,
     page_table: Tensor | None = None,
 ) -> Tensor:
-    """See `seergate.ops.dense_decode`: sparse attention that leaves nothing out."""
+    """Sparse attention that leaves nothing out."""
     if page_table is not None:
         k, v = unpaged(k, page_table), unpaged(v, page_table)
     batch, kv_heads, capacity = k.shape[:3]

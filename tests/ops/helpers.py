@@ -2,10 +2,26 @@
 
 from __future__ import annotations
 
+import itertools
+import os
 from dataclasses import dataclass
 
+import hypothesis
+import pytest
 import torch
 from torch import Tensor
+
+INTERPRETING = os.environ.get("TRITON_INTERPRET") == "1"
+
+
+def grid(quick, *axes):
+    """Every combination of the axes, for `parametrize`; those not among the ``quick`` ones run in a soak only."""
+    return [pytest.param(*case, marks=() if case in quick else pytest.mark.soak) for case in itertools.product(*axes)]
+
+
+def examples(count):
+    """So many of hypothesis' examples; in Triton's interpreter, where an op takes a hundred times as long, a sixth."""
+    return hypothesis.settings(max_examples=count // 6 if INTERPRETING else count)
 
 
 def relative(got: Tensor, want: Tensor) -> float:

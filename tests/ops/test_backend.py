@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import subprocess
 import sys
 from contextlib import contextmanager
@@ -23,13 +24,32 @@ def _nothing_forced(monkeypatch):
 
 @pytest.mark.parametrize("op", backend.FILES)
 def test_cpu_tensors_go_to_torch(op):
-    assert backend.choose(op, CPU) == "torch"
     assert backend.implementation(op, CPU).__module__.startswith("seergate.ops.torch_impl.")
 
 
+def test_cuda_tensors_go_to_triton_where_it_is_installed(monkeypatch):
+    for installed, chosen in ((True, "triton"), (False, "torch")):
+        monkeypatch.setattr(backend, "has_triton", lambda installed=installed: installed)
+        assert backend.choose(CUDA) == chosen
+
+
 @pytest.mark.parametrize("op", backend.FILES)
-def test_cuda_tensors_go_to_triton_only_where_it_has_the_op(op):
-    assert backend.choose(op, CUDA) == ("triton" if backend.has_op("triton", op) else "torch")
+def test_every_op_has_a_triton_kernel(op):
+    pytest.importorskip("triton")
+    assert callable(getattr(importlib.import_module(f"seergate.ops.triton_impl.{backend.FILES[op]}"), op))
+
+
+def test_a_call_asks_neither_for_packages_nor_for_the_gpu(monkeypatch):
+    """Both cost more than a small kernel; they are asked for once in a process."""
+    backend.choose(CUDA)
+
+    def asked(*_):
+        raise AssertionError("asked again")
+
+    monkeypatch.setattr(backend.importlib.util, "find_spec", asked)
+    monkeypatch.setattr(torch.cuda, "is_available", asked)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", asked)
+    assert backend.choose(CUDA) in ("torch", "triton")
 
 
 @pytest.mark.parametrize("op", backend.FILES)
@@ -45,7 +65,7 @@ def test_forcing_reaches_the_public_op(monkeypatch):
     monkeypatch.setenv("SEERGATE_BACKEND", "reference")
     assert "GateKL" not in type(ops.gate_kl(pack.q, pack.k, pack.qg, pack.kg, pack.cu, 8)[0].grad_fn).__name__
     monkeypatch.setenv("SEERGATE_BACKEND", "")  # as if unset
-    assert backend.choose("gate_kl", CPU) == "torch"
+    assert backend.choose(CPU) == "torch"
 
 
 def test_unknown_backend(monkeypatch):
@@ -54,16 +74,16 @@ def test_unknown_backend(monkeypatch):
         ops.pool_keys(torch.zeros(1, 1, 8, 2), 8)
 
 
-def test_forced_backend_that_lacks_the_op(monkeypatch):
+def test_forced_triton_that_is_not_installed(monkeypatch):
     monkeypatch.setenv("SEERGATE_BACKEND", "triton")
-    monkeypatch.setattr(backend, "has_op", lambda name, op: name != "triton")
-    with pytest.raises(ValueError, match="SEERGATE_BACKEND is 'triton', which has no pool_keys here"):
+    monkeypatch.setattr(backend, "has_triton", lambda: False)
+    with pytest.raises(ValueError, match="SEERGATE_BACKEND is 'triton', which is not installed here"):
         ops.pool_keys(torch.zeros(1, 1, 8, 2), 8)
 
 
 def test_forced_triton_without_a_gpu(monkeypatch):
     monkeypatch.setenv("SEERGATE_BACKEND", "triton")
-    monkeypatch.setattr(backend, "has_op", lambda name, op: True)
+    monkeypatch.setattr(backend, "has_triton", lambda: True)
     monkeypatch.delenv("TRITON_INTERPRET", raising=False)
     with pytest.raises(ValueError, match="SEERGATE_BACKEND is 'triton' and a tensor is on cpu; it must be on a GPU"):
         ops.pool_keys(torch.zeros(1, 1, 8, 2), 8)

@@ -6,17 +6,17 @@ import math
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from seergate import ops
 from seergate.ops import reference
-from tests.ops.helpers import relative
+from tests.ops.helpers import examples, relative
 from tests.ops.test_memory import peak_bytes
 from tests.ops.test_sparse_decode import TOLERANCE, cache
 
 
-@settings(max_examples=60)
+@examples(60)
 @given(
     lengths=st.one_of(st.none(), st.lists(st.integers(1, 48), min_size=1, max_size=4)),
     group=st.sampled_from([1, 4, 5, 7, 8]),
@@ -42,8 +42,7 @@ def test_against_the_reference(lengths, group, kv_heads, dtype, extras):
 
 
 @pytest.mark.plain_empty
-@pytest.mark.parametrize("compiled", [False, True])
-@pytest.mark.parametrize("extras", [(), ("sinks",), ("softcap",), ("sinks", "softcap")])
+@pytest.mark.parametrize(("extras", "compiled"), [((), True), (("sinks",), False), (("sinks", "softcap"), True)])
 def test_rows_of_different_lengths_are_not_copied(extras, compiled):
     """Neither cleared nor masked; also as one node of a compiled graph, in which nobody may look at the lengths."""
     q, k, v = cache(batch=3, kv_heads=2, group=4, value_dim=24, dtype=torch.float32)

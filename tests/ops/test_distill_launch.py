@@ -9,9 +9,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from seergate.ops.triton_impl import distill_launch as launch
-from seergate.ops.triton_impl import packs
-from seergate.ops.triton_impl.gpus import A100, GPUS, H200, MI300X
+from benchmarks.kernels.data_sheets import A100, GPUS, H200, MI300X
+from seergate.ops.triton_impl import launch, packs
 from tests.ops.helpers import cu_seqlens
 
 GPU = pytest.mark.parametrize("gpu", GPUS, ids=lambda gpu: gpu.target)
@@ -61,18 +60,6 @@ def test_recall_holds_whole_rows_and_divides_a_tile(width, rows):
         turn, warps = launch.recall_launch(width, rows, gpu)
         assert rows % turn == 0 and 4 <= warps <= 16
         assert turn * width / (warps * gpu.warp_size) <= 16  # numbers per thread
-
-
-@GPU
-def test_the_printed_table_has_what_is_launched(gpu):
-    lines = [line.split() for line in launch.table(gpu).splitlines()]
-    for group in (1, 2, 4, 5, 6, 7, 8):
-        rows, pack, keys, warps, stages, _ = launch.teacher_launch(group, 128, 0, torch.bfloat16, gpu)
-        numbers = [group, -(-group // pack), rows, pack, keys, warps, stages]
-        assert any(line[:2] == ["16", "bit"] and line[2:9] == [str(n) for n in numbers] for line in lines), group
-    gate = launch.gate_launch(128, torch.float32, gpu)
-    turn, warps = launch.recall_launch(512, gate.rows, gpu)
-    assert ["32", "bit", "64", "512", *(str(n) for n in gate), f"{turn},", str(warps)] in lines
 
 
 def pieces_of(lengths, row_start, block_size):

@@ -7,7 +7,7 @@ to the rules and to the sources, and one configuration of each kernel is compile
 from __future__ import annotations
 
 import json
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
 
 import pytest
@@ -15,20 +15,12 @@ import torch
 
 triton = pytest.importorskip("triton")
 
-from seergate.ops.triton_impl import ahead_of_time, gate_kl  # noqa: E402
-from seergate.ops.triton_impl.ahead_of_time import (  # noqa: E402
-    compiled,
-    examples,
-    fingerprint,
-    launches,
-    shipped,
-    specialisation,
-)
-from seergate.ops.triton_impl.compression import update_example  # noqa: E402
-from seergate.ops.triton_impl.example import meta  # noqa: E402
-from seergate.ops.triton_impl.gpus import GPUS, H200  # noqa: E402
-from seergate.ops.triton_impl.machine_code import Resources, faults, resources  # noqa: E402
-from seergate.ops.triton_impl.selection import select_example  # noqa: E402
+from benchmarks.kernels import ahead_of_time  # noqa: E402
+from benchmarks.kernels.ahead_of_time import compiled, fingerprint, launches, shipped, specialisation  # noqa: E402
+from benchmarks.kernels.data_sheets import GPUS, H200  # noqa: E402
+from benchmarks.kernels.examples import gate_kl_example, meta, select_example, sparse_example, update_example  # noqa: E402
+from benchmarks.kernels.machine_code import Resources, faults, resources  # noqa: E402
+from seergate.ops.triton_impl import gate_kl  # noqa: E402
 from tests.ops.helpers import cu_seqlens  # noqa: E402
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -37,6 +29,7 @@ RENEW = "run `python benchmarks/kernel_resources.py`"
 GPU = pytest.mark.parametrize("gpu", GPUS, ids=lambda gpu: gpu.target)
 
 
+@cache
 def saved(gpu):
     """The table's rows for a GPU, each with the example and the launch that it is of, and the Triton that made it."""
     record = json.loads(TABLE.read_text())
@@ -105,8 +98,7 @@ PACKS = ([32768], [9001, 20011, 3001], [5000, 4999, 4001, 17], [8191] * 4)
 """Of lengths of samples, such that the numbers of tokens, tiles and blocks are now odd, now multiples of 16."""
 
 
-@GPU
-@pytest.mark.parametrize("preset", PRESETS)
+@pytest.mark.parametrize(("preset", "gpu"), [(name, H200) for name in PRESETS] + [("qwen3-8b", gpu) for gpu in GPUS])
 def test_a_training_run_of_a_preset_launches_only_what_is_in_the_table(preset, gpu):
     table = of_table(gpu)
     for lengths in PACKS:
@@ -119,8 +111,7 @@ def test_a_training_run_of_a_preset_launches_only_what_is_in_the_table(preset, g
             assert not missing, (lengths, gradients, missing[0].kernel.__name__, missing[0].arguments)
 
 
-@GPU
-@pytest.mark.parametrize("block_size", [16, 32, 128])
+@pytest.mark.parametrize(("block_size", "gpu"), [(16, H200), (32, GPUS[0]), (128, GPUS[-1])])
 def test_so_does_the_ablation_of_the_block_size(block_size, gpu):
     table = of_table(gpu)
     for gradients in (True, False):
@@ -157,7 +148,7 @@ def test_arguments_are_specialised_as_triton_does_it(value):
 def test_a_single_kv_head_makes_other_kernels():
     """Triton makes a constant of an argument that is 1, so an example must not have one where a model has several."""
     few, many = (
-        launches(gate_kl.gate_kl_example(torch.bfloat16, torch.float32, 128, 4, 64, 4096, 4096, kv_heads=n).call, H200)
+        launches(gate_kl_example(torch.bfloat16, torch.float32, 128, 4, 64, 4096, 4096, kv_heads=n).call, H200)
         for n in (1, 2)
     )
     assert specialisation(few[0]) != specialisation(many[0])
@@ -166,7 +157,11 @@ def test_a_single_kv_head_makes_other_kernels():
 
 @pytest.mark.slow
 @pytest.mark.timeout(1200)
-@GPU
+@pytest.mark.parametrize(
+    "gpu",
+    [pytest.param(gpu, marks=() if gpu is H200 else pytest.mark.soak) for gpu in GPUS],
+    ids=lambda gpu: gpu.target,
+)
 def test_one_configuration_of_each_kernel_compiled_anew(gpu):
     first = {launch.kernel.__name__: (example, launch) for example, launch in reversed(list(shipped(gpu)))}
     assert len(first) >= 4
@@ -200,8 +195,7 @@ def test_faults_are_found():
 @pytest.mark.slow
 def test_spills_are_seen_in_machine_code():
     """A tile that no processor can hold: the reader of machine code must notice."""
-    example = next(e for e in examples(H200) if e.name.startswith("sparse_decode float32 d128 block 64"))
-    launch = launches(example.call, H200)[0]
+    launch = launches(sparse_example(torch.float32, 128, 64).call, H200)[0]
     launch.arguments["TILE"] = 32
     launch.options["num_warps"] = 4
     used = resources(compiled(launch, H200), H200)

@@ -6,7 +6,7 @@ import pytest
 
 pytest.importorskip("triton")
 
-from seergate.ops.triton_impl.machine_code import GCN_LINE, SASS_LINE, _instructions, _main_loop
+from benchmarks.kernels.machine_code import GCN_LINE, SASS_LINE, _instructions, _main_loop
 
 SASS = """
 .text.kernel:

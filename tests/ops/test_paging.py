@@ -45,9 +45,16 @@ def test_dense(dense_decode):
         torch.testing.assert_close(dense_decode(q, pages, pages, lengths, page_table=table), want)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("group", [1, 4, 5, 7, 8])
-@pytest.mark.parametrize("lengths", [[300, 300], [300, 17], [1, 16], [33, 299]])
+@pytest.mark.parametrize(
+    ("dtype", "group", "lengths"),
+    [
+        (torch.float32, 1, [300, 300]),
+        (torch.float32, 5, [300, 17]),
+        (torch.float32, 8, [1, 16]),
+        (torch.bfloat16, 4, [33, 299]),
+        (torch.bfloat16, 7, [300, 17]),
+    ],
+)
 def test_pages_are_the_contiguous_cache_to_the_last_bit(dtype, group, lengths):
     """Where the keys lie changes no rounding; blocks smaller than a page, and as large."""
     q, ends = torch.randn(2, 3 * group, 16).to(dtype), torch.tensor(lengths)

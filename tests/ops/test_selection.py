@@ -6,11 +6,12 @@ import math
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from seergate import ops
 from seergate.ops import reference
+from tests.ops.helpers import examples
 
 BOTH = pytest.mark.parametrize(
     "select_blocks", [reference.select_blocks, ops.select_blocks], ids=["reference", "torch"]
@@ -114,7 +115,7 @@ RULES = st.one_of(
 )
 
 
-@settings(max_examples=150)
+@examples(150)
 @given(
     block_size=st.integers(1, 5),
     capacity=st.integers(1, 12),

@@ -28,7 +28,7 @@ def update_compressed_keys(
     position_offset: int,
     host_lengths: Sequence[int] | None,
 ) -> None:
-    """See `seergate.ops.update_compressed_keys`."""
+    """The public op, once its arguments are checked."""
     slots, device = recent.shape[2], k.device
     rows = torch.arange(len(k), device=device)
     recent[rows, :, (lengths - 1) % slots] = k.to(recent.dtype)

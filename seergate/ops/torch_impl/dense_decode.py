@@ -12,6 +12,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from seergate.ops.checks import readable
+from seergate.ops.one_node import one_node
 from seergate.ops.paging import unpaged
 
 
@@ -27,9 +28,9 @@ def dense_decode(
     softcap: float | None,
     page_table: Tensor | None,
 ) -> Tensor:
-    """See `seergate.ops.dense_decode`."""
+    """The public op, once its arguments are checked."""
     if torch.compiler.is_compiling() and lengths is not None and q.device.type == "cpu":
-        return _opaque(q, k, v, lengths, sm_scale, sinks, softcap, page_table)
+        return _by_row(q, k, v, lengths, sm_scale, sinks, softcap, page_table)
     q_BKGD = q.unflatten(1, (k.shape[1], -1))
     sinks_KG = None if sinks is None else sinks.reshape(k.shape[1], -1)
     attend = partial(_attend, sm_scale=sm_scale, sinks_KG=sinks_KG, softcap=softcap)
@@ -85,6 +86,12 @@ def _row(x: Tensor, row: int, length: int, page_table: Tensor | None) -> Tensor:
     return unpaged(x, page_table[row : row + 1, : -(-length // x.shape[2])])[:, :, :length]
 
 
+# One node of a compiled graph, in which the lengths can be read again.
+@one_node(
+    "dense_decode_by_row(Tensor q, Tensor k, Tensor v, Tensor lengths, float sm_scale, Tensor? sinks, float? softcap, "
+    "Tensor? page_table) -> Tensor",
+    lambda q, k, v, *_: q.new_empty(*q.shape[:2], v.shape[-1]),
+)
 def _by_row(
     q: Tensor,
     k: Tensor,
@@ -96,16 +103,3 @@ def _by_row(
     page_table: Tensor | None,
 ) -> Tensor:
     return dense_decode(q, k, v, lengths, sm_scale, sinks=sinks, softcap=softcap, page_table=page_table)
-
-
-# One node of a compiled graph, in which the lengths can be read again.
-_opaque = torch.library.custom_op(
-    "seergate::dense_decode_by_row",
-    _by_row,
-    mutates_args=(),
-    schema=(
-        "(Tensor q, Tensor k, Tensor v, Tensor lengths, float sm_scale, Tensor? sinks, float? softcap, "
-        "Tensor? page_table) -> Tensor"
-    ),
-)
-_opaque.register_fake(lambda q, k, v, *_: q.new_empty(*q.shape[:2], v.shape[-1]))

@@ -34,7 +34,7 @@ def gate_kl(
     softcap: float | None,
     lse: Tensor | None,
 ) -> tuple[Tensor, GateKLStats]:
-    """See `seergate.ops.gate_kl`."""
+    """The public op, once its arguments are checked."""
     dtype = wide_dtype(q, k, qg, kg)
     teacher = Teacher(q, k, block_size, sm_scale, sinks, softcap, dtype, lse)
     run = _Run(teacher, qg, kg, segments(cu_seqlens), row_start, gate_scale, reduction, recall_budgets)

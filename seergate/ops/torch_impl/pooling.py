@@ -11,7 +11,7 @@ from torch.nn import functional as F
 
 
 def pool_keys(k: Tensor, block_size: int, kinds: tuple[str, ...], lengths: Tensor | None) -> Tensor:
-    """See `seergate.ops.pool_keys`."""
+    """The public op, once its arguments are checked."""
     if lengths is not None:
         return _pool_ragged(k, block_size, kinds, lengths)
     whole = k.shape[2] // block_size * block_size

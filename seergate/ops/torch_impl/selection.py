@@ -27,7 +27,7 @@ def select_blocks(
     top_p: float | None,
     sink_blocks: int,
 ) -> Selection:
-    """See `seergate.ops.select_blocks`."""
+    """The public op, once its arguments are checked."""
     largest = torch.finfo(torch.float32).max
     scores_BKN = scores.float().nan_to_num(-largest, largest, -largest)
     blocks_N = torch.arange(scores.shape[2], device=scores.device)

@@ -32,7 +32,7 @@ def sparse_decode(
     softcap: float | None,
     page_table: Tensor | None,
 ) -> Tensor:
-    """See `seergate.ops.sparse_decode`."""
+    """The public op, once its arguments are checked."""
     (batch, heads, dim), kv_heads = q.shape, k.shape[1]
     pairs, group, seen = batch * kv_heads, heads // kv_heads, readable(q)
     # Readable tokens of each block; those of a pair are the first ones of its blocks, which ascend.

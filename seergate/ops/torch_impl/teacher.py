@@ -159,7 +159,7 @@ def block_targets(
     sinks: Tensor | None,
     softcap: float | None,
 ) -> Tensor:
-    """See `seergate.ops.block_targets`."""
+    """The public op, once its arguments are checked."""
     dtype = wide_dtype(q, k)
     teacher = Teacher(q, k, block_size, sm_scale, sinks, softcap, dtype)
     spans = segments(cu_seqlens)
@@ -188,7 +188,7 @@ def attention_with_block_targets(
     sinks: Tensor | None,
     softcap: float | None,
 ) -> AttentionWithTargets:
-    """See `seergate.ops.attention_with_block_targets`."""
+    """The public op, once its arguments are checked."""
     dtype = wide_dtype(q, k)
     teacher = Teacher(q, k, block_size, sm_scale, sinks, softcap, dtype)
     (tokens, heads), group, v_dim = q.shape[:2], teacher.group, v.shape[-1]

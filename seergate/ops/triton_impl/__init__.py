@@ -1,7 +1,6 @@
 """The ops in Triton, for NVIDIA and AMD GPUs. Compiled ahead of time and run in Triton's interpreter by the tests.
 
 One file per op, kernels beside or in a file of their own. What a launch depends on besides its arguments is a `Gpu`
-(`gpus`); what launches with which parameters is chosen by pure functions of shapes and a `Gpu`. A file that launches
-kernels also has ``examples()``: calls of its ops on meta tensors that together launch every configuration it ships.
-`ahead_of_time` records those launches and compiles them for each GPU without owning one.
+(`gpus`); what launches with which parameters is chosen by pure functions of shapes and a `Gpu` (`launch`). A new kernel
+gets an example in `benchmarks/kernels/examples.py`, so that it is compiled for each GPU without owning one.
 """

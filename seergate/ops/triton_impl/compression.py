@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 
 import torch
 import triton
@@ -10,9 +10,10 @@ import triton.language as tl
 from torch import Tensor
 
 from seergate.ops.gate_math import NORM_EPS
-from seergate.ops.triton_impl.decode_launch import padded
-from seergate.ops.triton_impl.example import Example, Work, meta
+from seergate.ops.one_node import one_node
+from seergate.ops.torch_impl.compression import update_compressed_keys as in_torch
 from seergate.ops.triton_impl.gpus import gpu_of
+from seergate.ops.triton_impl.launch import padded
 
 DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 CHUNK = 32
@@ -187,22 +188,26 @@ def update_compressed_keys(
     position_offset: int,
     host_lengths: Sequence[int] | None,
 ) -> None:
-    """See `seergate.ops.update_compressed_keys`."""
+    """The public op, once its arguments are checked; float64 is left to the torch backend."""
     if not {k.dtype, recent.dtype, weight.dtype} <= set(DTYPES):
-        from seergate.ops.torch_impl.compression import update_compressed_keys as in_torch
-
         return in_torch(
             k, lengths, recent, compressed, weight, block_size, kinds, norm_weight=norm_weight, inv_freq=inv_freq,
             attention_scaling=attention_scaling, position_offset=position_offset, host_lengths=host_lengths,
         )  # fmt: skip
     norm_weight = None if norm_weight is None else norm_weight.detach()
-    run = _update if torch.compiler.is_compiling() else update  # as one node, which takes 10 us longer
-    run(
+    update(
         k.detach(), lengths, recent, compressed, weight.detach(), block_size, list(kinds), norm_weight, inv_freq,
         attention_scaling, position_offset,
     )  # fmt: skip
 
 
+@one_node(
+    "update_compressed_keys(Tensor k, Tensor lengths, Tensor(a!) recent, Tensor(b!) compressed, Tensor weight, "
+    "int block_size, str[] kinds, Tensor? norm_weight, Tensor? inv_freq, float attention_scaling, "
+    "int position_offset) -> ()",
+    lambda *_: None,
+    mutates=("recent", "compressed"),
+)
 def update(
     k: Tensor,
     lengths: Tensor,
@@ -230,58 +235,4 @@ def update(
         BLOCK_SIZE=block_size, ROWS=padded(block_size), DIM=dim, PADDED_DIM=padded(dim),
         CHUNK=min(CHUNK, padded(dim)), WIDTH=width, HALF=half, PADDED_HALF=padded(half), EPS=NORM_EPS,
         num_warps=THREADS // gpu_of(k.device).warp_size,
-    )  # fmt: skip
-
-
-_update = torch.library.custom_op(
-    "seergate::update_compressed_keys",
-    update,
-    mutates_args=("recent", "compressed"),
-    schema=(
-        "(Tensor k, Tensor lengths, Tensor(a!) recent, Tensor(b!) compressed, Tensor weight, int block_size, "
-        "str[] kinds, Tensor? norm_weight, Tensor? inv_freq, float attention_scaling, int position_offset) -> ()"
-    ),
-)
-_update.register_fake(lambda *_: None)
-
-
-def examples() -> Iterator[Example]:
-    """Dtypes, head dimensions and block sizes; 8 rows, 8 KV heads, a gate as wide as a head."""
-    for dtype in DTYPES:
-        for dim in (64, 128, 256):
-            yield update_example(dtype, dim, 64)
-    for block_size in (16, 32, 128, 256):
-        yield update_example(torch.bfloat16, 128, block_size)
-    yield update_example(torch.bfloat16, 128, 64, gate_dtype=torch.float32)  # gates as they are trained
-    yield update_example(torch.bfloat16, 128, 64, position_offset=63)  # `compat="published"`
-
-
-def update_example(
-    dtype: torch.dtype,
-    dim: int,
-    block_size: int,
-    *,
-    gate_dtype: torch.dtype | None = None,
-    position_offset: int = 0,
-) -> Example:
-    """Every row completes a block: at most one step in ``block_size`` is like that."""
-    gate_dtype = gate_dtype or dtype
-    batch, kv_heads = 8, 8
-    k, recent = meta(batch, kv_heads, dim, dtype=dtype), meta(batch, kv_heads, 2 * block_size, dim, dtype=dtype)
-    compressed = meta(batch, kv_heads, 32768 // block_size, dim, dtype=gate_dtype)
-    weight, norm_weight = meta(kv_heads, 3 * dim, dim, dtype=gate_dtype), meta(dim, dtype=gate_dtype)
-    inv_freq, lengths = meta(dim // 2, dtype=torch.float32), meta(batch, dtype=torch.int64)
-    # The rows share the weights.
-    read = batch * kv_heads * block_size * dim * dtype.itemsize + weight.numel() * gate_dtype.itemsize
-    name = f"{str(dtype).removeprefix('torch.')} d{dim} block {block_size}"
-    name += f" gate {str(gate_dtype).removeprefix('torch.')}" * (gate_dtype != dtype)
-    name += f" offset {position_offset}" * (position_offset > 0)
-    return Example(
-        f"update_compressed_keys {name}",
-        lambda: update(
-            k, lengths, recent, compressed, weight, block_size, ("max", "min", "avg"), norm_weight, inv_freq, 1.0,
-            position_offset,
-        ),
-        {update_kernel.__name__: Work(float(read), turns=dim // CHUNK)},
-        wide=(update_kernel.__name__,),
     )  # fmt: skip

@@ -10,8 +10,6 @@ wider than `MAX_HEAD_DIM` (in fp32, 128). Where that is a matter of width, a war
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from functools import partial
 from typing import Any
 
 import torch
@@ -23,10 +21,8 @@ from seergate.ops.checks import check_shape
 from seergate.ops.gate_kl import GateKLStats, refuse_second_order
 from seergate.ops.torch_impl import gate_kl as torch_impl
 from seergate.ops.triton_impl import gate_kl_kernels, packs
-from seergate.ops.triton_impl.distill_launch import gate_launch, padded, precision, recall_launch, warn_if_too_wide
-from seergate.ops.triton_impl.example import Example, Work, meta
-from seergate.ops.triton_impl.gpus import gpu_of
-from seergate.ops.triton_impl.teacher import Teacher, runs_here
+from seergate.ops.triton_impl.launch import gate_launch, padded, precision, recall_launch
+from seergate.ops.triton_impl.teacher import Teacher, rows_in_one_piece, runs_here, warn_if_too_wide
 
 CHUNK_BYTES = 64 * 2**20
 """Size of the buffer of log targets: enough rows to fill a GPU several times over at 32k tokens."""
@@ -51,7 +47,7 @@ def gate_kl(
     softcap: float | None,
     lse: Tensor | None,
 ) -> tuple[Tensor, GateKLStats]:
-    """See `seergate.ops.gate_kl`."""
+    """The public op, once its arguments are checked."""
     options: dict[str, Any] = {
         "row_start": row_start, "sm_scale": sm_scale, "gate_scale": gate_scale, "reduction": reduction,
         "recall_budgets": recall_budgets, "sinks": sinks, "softcap": softcap, "lse": lse,
@@ -159,7 +155,7 @@ class Gate:
         want_dkg: bool,
         budgets: int,
     ) -> None:
-        self.qg, self.kg = (x if x.stride(-1) == 1 else x.contiguous() for x in (qg, kg))
+        self.qg, self.kg = rows_in_one_piece(qg), rows_in_one_piece(kg)
         self.tokens, self.kv_heads, self.dim = qg.shape
         self.dtype = torch.promote_types(qg.dtype, kg.dtype)
         self.gate_scale, self.want_dqg, self.want_dkg, self.budgets = gate_scale, want_dqg, want_dkg, budgets
@@ -265,97 +261,3 @@ _gate_kl = torch.library.custom_op(
 )
 _gate_kl.register_fake(_fake)
 _gate_kl.register_autograd(_backward, setup_context=_setup_context)
-
-
-SHIPPED: tuple[tuple[torch.dtype, torch.dtype, int, int, int, int, int, bool], ...] = (
-    # dtype of teacher and of gate, head dimension of both, group, block size, tokens, rows, is the log-sum-exp known
-    # What `seergate train` launches: gates in fp32 beside a model in bf16, every group of the shipped configurations.
-    *((torch.bfloat16, torch.float32, 128, group, 64, 32768, 4096, False) for group in (4, 2, 5, 6, 7, 8)),
-    # The block sizes of the ablation.
-    (torch.bfloat16, torch.float32, 128, 4, 16, 32768, 1024, False),
-    (torch.bfloat16, torch.float32, 128, 4, 32, 32768, 2048, False),
-    (torch.bfloat16, torch.float32, 128, 4, 128, 32768, 8192, False),
-    # Shorter samples: recall holds narrower rows, and a GPU of many processors needs no second pass.
-    (torch.bfloat16, torch.float32, 128, 4, 16, 16384, 2048, False),
-    (torch.bfloat16, torch.float32, 128, 4, 64, 16384, 8192, False),
-    (torch.bfloat16, torch.float32, 128, 4, 64, 8192, 8192, False),
-    (torch.bfloat16, torch.float32, 128, 4, 64, 4096, 4096, False),
-    # What else the op takes: the other dtypes and gate dimensions, narrow and very wide rows of blocks.
-    (torch.bfloat16, torch.float32, 128, 4, 16, 131072, 512, False),  # in two passes
-    (torch.bfloat16, torch.bfloat16, 128, 4, 64, 4096, 4096, False),
-    (torch.float16, torch.float16, 128, 4, 16, 4096, 4096, True),
-    (torch.bfloat16, torch.bfloat16, 64, 4, 64, 32768, 4096, False),
-    (torch.bfloat16, torch.bfloat16, 256, 4, 64, 131072, 1024, True),
-    (torch.float32, torch.float32, 128, 4, 16, 32768, 1024, False),
-)
-"""What is compiled ahead of time. The teacher's kernels depend on the group, but not on the gate's dtype; the gate's
-kernels the other way round."""
-
-KV_HEADS = 8
-"""Of the examples. Any number but one makes the same kernels: Triton makes an argument that is 1 a constant."""
-
-
-def examples() -> Iterator[Example]:
-    """Calls on meta tensors, each of one chunk, that launch what ships."""
-    for shipped in SHIPPED:
-        yield gate_kl_example(*shipped)
-    for block_size, rows in ((64, 4096), (16, 1024), (32, 2048), (128, 8192)):  # evaluations of a training run
-        yield gate_kl_example(torch.bfloat16, torch.float32, 128, 4, block_size, 32768, rows, gradients=False)
-
-
-def gate_kl_example(
-    dtype: torch.dtype,
-    gate_dtype: torch.dtype,
-    dim: int,
-    group: int,
-    block_size: int,
-    tokens: int,
-    rows: int,
-    known: bool = False,
-    *,
-    kv_heads: int = KV_HEADS,
-    gradients: bool = True,
-) -> Example:
-    """One segment of ``tokens`` tokens whose last ``rows`` rows count, with one recall budget."""
-    blocks = tokens // block_size
-    q, k = meta(tokens, group * kv_heads, dim, dtype=dtype), meta(tokens, kv_heads, dim, dtype=dtype)
-    qg, kg = meta(tokens, kv_heads, dim, dtype=gate_dtype), meta(blocks, kv_heads, dim, dtype=gate_dtype)
-    lse = meta(tokens, group * kv_heads, dtype=torch.float32) if known else None
-    row_start = 1 - rows / tokens
-    gate, teacher = gate_launch(dim, gate_dtype, gpu_of(q.device)), Teacher(q, k, None, block_size, 1.0, None, None)
-    tile = teacher.launch()
-    passes = -(-group // tile.pack)  # launches that share a group
-    cells = kv_heads * rows * blocks * (1 + row_start) / 2  # of a (row, KV head) and a block
-    once = kv_heads * rows * dim * gate_dtype.itemsize
-    product = 2 * cells * dim
-    # Queries of these rows once, all keys in every pass; the targets are written, and raised by the later passes.
-    read = (rows * group + tokens * passes) * kv_heads * dim * dtype.itemsize + 4 * cells * (2 * passes - 1)
-    turns = cells / kv_heads / rows * block_size / tile.keys
-    taught = Work(read, product * block_size * group, turns, fp32=dtype == torch.float32)
-    fp32 = gate_dtype == torch.float32
-    gate_products = () if fp32 else ("rows_kernel", "columns_kernel")
-    teacher_kernel = "maxima_kernel" if known else "attention_kernel"
-    kernels = ("rows_kernel", "columns_kernel", teacher_kernel)
-    short, gate_short = (str(x).removeprefix("torch.") for x in (dtype, gate_dtype))
-    return Example(
-        f"gate_kl {short} gate {gate_short} d{dim} g{group} b{block_size} t{tokens}"
-        + " evaluation" * (not gradients),
-        partial(
-            evaluate, q, k, qg, kg, torch.tensor([0, tokens], dtype=torch.int32), block_size, row_start, 0.1, 0.1,
-            "row_mean", [4096], None, None, lse, gradients, gradients,
-        ),
-        {
-            "attention_kernel": taught,
-            "maxima_kernel": taught,
-            "rows_kernel": Work(
-                (1 + gradients) * once + cells * (8 + gradients * gate_dtype.itemsize),
-                (2 + gradients) * product,
-                cells / kv_heads / rows / gate.columns,
-                fp32,
-            ),
-            "columns_kernel": Work(once + cells * gate_dtype.itemsize, product, rows / gate.rows, fp32),
-            "recall_kernel": Work(cells * 8, turns=32),
-        },
-        gate_products + ((teacher_kernel,) if dtype != torch.float32 else ()),
-        kernels,
-    )  # fmt: skip

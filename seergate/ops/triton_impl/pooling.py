@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from seergate.ops.triton_impl.decode_launch import padded
-from seergate.ops.triton_impl.example import Example, Work, meta
+from seergate.ops.one_node import one_node
+from seergate.ops.torch_impl.pooling import pool_keys as in_torch
+from seergate.ops.triton_impl.launch import padded
 
 DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 TURN = 1024
@@ -84,15 +85,18 @@ def turn_rows(block_size: int, dim: int) -> int:
 
 
 def pool_keys(k: Tensor, block_size: int, kinds: tuple[str, ...], lengths: Tensor | None) -> Tensor:
-    """See `seergate.ops.pool_keys`."""
+    """The public op, once its arguments are checked; float64, and gradients, are left to the torch backend."""
     if k.dtype not in DTYPES or (torch.is_grad_enabled() and k.requires_grad):
-        from seergate.ops.torch_impl.pooling import pool_keys as in_torch
-
         return in_torch(k, block_size, kinds, lengths)
-    run = _pool if torch.compiler.is_compiling() else pool  # as one node, which takes 10 us longer
-    return run(k, block_size, list(kinds), lengths)
+    return pool(k, block_size, list(kinds), lengths)
 
 
+@one_node(
+    "pool_keys(Tensor k, int block_size, str[] kinds, Tensor? lengths) -> Tensor",
+    lambda k, block_size, kinds, lengths: k.new_empty(
+        *k.shape[:2], -(-k.shape[2] // block_size), len(kinds) * k.shape[3]
+    ),
+)
 def pool(k: Tensor, block_size: int, kinds: Sequence[str], lengths: Tensor | None) -> Tensor:
     """The pooled keys of numbers that the kernel takes."""
     batch, kv_heads, capacity, dim = k.shape
@@ -106,42 +110,3 @@ def pool(k: Tensor, block_size: int, kinds: Sequence[str], lengths: Tensor | Non
             PADDED_DIM=padded(dim), num_warps=1,
         )  # fmt: skip
     return pooled
-
-
-_pool = torch.library.custom_op(
-    "seergate::pool_keys",
-    pool,
-    mutates_args=(),
-    schema="(Tensor k, int block_size, str[] kinds, Tensor? lengths) -> Tensor",
-)
-_pool.register_fake(
-    lambda k, block_size, kinds, lengths: k.new_empty(
-        *k.shape[:2], -(-k.shape[2] // block_size), len(kinds) * k.shape[3]
-    )
-)
-
-
-def examples() -> Iterator[Example]:
-    """Head dimensions, dtypes and block sizes; 8 KV heads, 32k tokens."""
-    for dtype in DTYPES:
-        for dim in (64, 96, 128, 256):
-            yield pool_example(dtype, dim, 64)
-    for block_size in (16, 32, 128, 256):
-        yield pool_example(torch.bfloat16, 128, block_size)
-
-
-def pool_example(dtype: torch.dtype, dim: int, block_size: int) -> Example:
-    """Max, min and mean of one row's keys."""
-    k = meta(1, 8, 32768, dim, dtype=dtype)
-    lengths = meta(1, dtype=torch.int64)
-    written = 3 * -(-32768 // block_size) * 8 * dim
-    return Example(
-        f"pool_keys {str(dtype).removeprefix('torch.')} d{dim} block {block_size}",
-        lambda: pool(k, block_size, ("max", "min", "avg"), lengths),
-        {
-            pool_kernel.__name__: Work(
-                float((k.numel() + written) * k.element_size()), turns=block_size // turn_rows(block_size, dim)
-            )
-        },
-        wide=(pool_kernel.__name__,),
-    )

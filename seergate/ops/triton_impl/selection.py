@@ -1,24 +1,21 @@
 """`select_blocks` in Triton: exact, without sorting, one program per row and KV head, one launch.
 
 A score becomes an unsigned integer of the same order. The key of the last block to be picked is found bit by bit, from
-the
-highest: 32 sums over the blocks, whatever their number. Blocks above it are in; of those equal to it the first ones
-are. A running count of what is in then gives each its place, so the result ascends by itself.
+the highest: 32 sums over the blocks, whatever their number. Blocks above it are in; of those equal to it the first
+ones are. A running count of what is in then gives each its place, so the result ascends by itself.
 """
 
 from __future__ import annotations
-
-from collections.abc import Iterator
-from typing import Any
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
+from seergate.ops.one_node import one_node
 from seergate.ops.selection import Selection
-from seergate.ops.triton_impl.decode_launch import padded, select_warps
-from seergate.ops.triton_impl.example import Example, Work, meta
+from seergate.ops.torch_impl.selection import select_blocks as in_torch
+from seergate.ops.triton_impl.launch import padded, select_warps
 
 MAX_BLOCKS = 16384
 
@@ -124,23 +121,32 @@ def select_blocks(
     top_p: float | None,
     sink_blocks: int,
 ) -> Selection:
-    """See `seergate.ops.select_blocks`."""
+    """The public op, once its arguments are checked; more than `MAX_BLOCKS` are left to the torch backend."""
     if scores.shape[2] > MAX_BLOCKS:
-        from seergate.ops.torch_impl.selection import select_blocks as in_torch
-
         return in_torch(
-            scores,
-            lengths,
-            block_size=block_size,
-            token_budget=token_budget,
-            threshold=threshold,
-            top_p=top_p,
+            scores, lengths, block_size=block_size, token_budget=token_budget, threshold=threshold, top_p=top_p,
             sink_blocks=sink_blocks,
-        )
-    run = _select if torch.compiler.is_compiling() else select  # as one node, which takes 10 us longer
-    return Selection(*run(scores, lengths, block_size, token_budget, threshold, top_p, sink_blocks))
+        )  # fmt: skip
+    return Selection(*select(scores, lengths, block_size, token_budget, threshold, top_p, sink_blocks))
 
 
+def width_kept(blocks: int, block_size: int, token_budget: int | None) -> int:
+    """How many indices there is room for."""
+    return blocks if token_budget is None else min(blocks, token_budget // block_size)
+
+
+def _fake(
+    scores: Tensor, lengths: Tensor, block_size: int, token_budget: int | None, *_: float | None
+) -> tuple[Tensor, Tensor]:
+    pairs, kept = scores.shape[:2], width_kept(scores.shape[2], block_size, token_budget)
+    return scores.new_empty(*pairs, kept, dtype=torch.int32), scores.new_empty(*pairs, dtype=torch.int32)
+
+
+@one_node(
+    "select_blocks(Tensor scores, Tensor lengths, int block_size, int? token_budget, float? threshold, float? top_p, "
+    "int sink_blocks) -> (Tensor, Tensor)",
+    _fake,
+)
 def select(
     scores: Tensor,
     lengths: Tensor,
@@ -167,51 +173,3 @@ def select(
             num_warps=select_warps(width),
         )  # fmt: skip
     return indices, counts
-
-
-def width_kept(blocks: int, block_size: int, token_budget: int | None) -> int:
-    """How many indices there is room for."""
-    return blocks if token_budget is None else min(blocks, token_budget // block_size)
-
-
-def _fake(
-    scores: Tensor, lengths: Tensor, block_size: int, token_budget: int | None, *_: float | None
-) -> tuple[Tensor, Tensor]:
-    pairs, kept = scores.shape[:2], width_kept(scores.shape[2], block_size, token_budget)
-    return scores.new_empty(*pairs, kept, dtype=torch.int32), scores.new_empty(*pairs, dtype=torch.int32)
-
-
-_select = torch.library.custom_op(
-    "seergate::select_blocks",
-    select,
-    mutates_args=(),
-    schema=(
-        "(Tensor scores, Tensor lengths, int block_size, int? token_budget, float? threshold, float? top_p, "
-        "int sink_blocks) -> (Tensor, Tensor)"
-    ),
-)
-_select.register_fake(_fake)
-
-
-def examples() -> Iterator[Example]:
-    """The three rules, from 8k tokens in blocks of 64 to 128k in blocks of 16."""
-    for blocks in (128, 512, 2048, 8192):
-        for rule in ({"token_budget": 4096}, {"threshold": 4e-3}, {"top_p": 0.95}):
-            yield select_example(torch.float32, blocks, rule)
-    for dtype in (torch.float16, torch.bfloat16):
-        yield select_example(dtype, 512, {"token_budget": 4096})
-    for blocks in (128, 512, 2048):  # as decoding does by default
-        yield select_example(torch.float32, blocks, {"token_budget": 4096}, sink_blocks=0)
-
-
-def select_example(dtype: torch.dtype, blocks: int, rule: dict[str, Any], sink_blocks: int = 1) -> Example:
-    """8 rows, 8 KV heads, blocks of 64 tokens."""
-    scores, lengths = meta(8, 8, blocks, dtype=dtype), meta(8, dtype=torch.int64)
-    return Example(
-        f"select_blocks {next(iter(rule))} of {blocks} {str(dtype).removeprefix('torch.')}"
-        + " without sinks" * (sink_blocks == 0),
-        lambda: select(
-            scores, lengths, 64, rule.get("token_budget"), rule.get("threshold"), rule.get("top_p"), sink_blocks
-        ),
-        {select_kernel.__name__: Work(float(scores.numel() * scores.element_size()), turns=32)},
-    )

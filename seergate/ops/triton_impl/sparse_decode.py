@@ -1,23 +1,22 @@
-"""`sparse_decode` in Triton. Kernels: `decode_kernels`; how they are launched: `decode_launch`."""
+"""`sparse_decode` in Triton. Kernels: `decode_kernels`; how they are launched: `launch`."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
 
 import torch
 from torch import Tensor
 
+from seergate.ops.one_node import one_node
+from seergate.ops.torch_impl.sparse_decode import sparse_decode as in_torch
 from seergate.ops.triton_impl.decode_kernels import decode_kernel, merge_kernel
-from seergate.ops.triton_impl.decode_launch import decode_launch, padded
-from seergate.ops.triton_impl.example import Example, Work, meta
 from seergate.ops.triton_impl.gpus import gpu_of
+from seergate.ops.triton_impl.launch import decode_launch, padded
 
 DTYPES = (torch.float16, torch.bfloat16, torch.float32)
+LOG2_E = math.log2(math.e)
 MAX_ROW_BYTES = 512
 """Of a key or value: head dimension 256 in 16 bits, 128 in fp32. The registers hold no more."""
-
-LOG2_E = math.log2(math.e)
 
 
 def supports(q: Tensor, v: Tensor) -> bool:
@@ -39,17 +38,19 @@ def sparse_decode(
     softcap: float | None,
     page_table: Tensor | None,
 ) -> Tensor:
-    """See `seergate.ops.sparse_decode`."""
+    """The public op, once its arguments are checked; wide or float64 heads are left to the torch backend."""
     if not supports(q, v):
-        from seergate.ops.torch_impl.sparse_decode import sparse_decode as in_torch
-
         return in_torch(
             q, k, v, indices, lengths, block_size, sm_scale, sinks=sinks, softcap=softcap, page_table=page_table
         )
-    run = _sparse_decode if torch.compiler.is_compiling() else attend  # as one node, which takes 10 us longer
-    return run(q, k, v, indices, lengths, block_size, sm_scale, sinks, softcap, page_table)
+    return attend(q, k, v, indices, lengths, block_size, sm_scale, sinks, softcap, page_table)
 
 
+@one_node(
+    "decode_attention(Tensor q, Tensor k, Tensor v, Tensor? indices, Tensor? lengths, int block_size, "
+    "float sm_scale, Tensor? sinks, float? softcap, Tensor? page_table) -> Tensor",
+    lambda q, k, v, *_: q.new_empty(*q.shape[:2], v.shape[-1]),
+)
 def attend(
     q: Tensor,
     k: Tensor,
@@ -99,83 +100,3 @@ def attend(
             PADDED_SPLITS=padded(splits, 2), num_warps=4,
         )  # fmt: skip
     return out
-
-
-_sparse_decode = torch.library.custom_op(
-    "seergate::sparse_decode",
-    attend,
-    mutates_args=(),
-    schema=(
-        "(Tensor q, Tensor k, Tensor v, Tensor indices, Tensor lengths, int block_size, float sm_scale, "
-        "Tensor? sinks, float? softcap, Tensor? page_table) -> Tensor"
-    ),
-)
-_sparse_decode.register_fake(lambda q, k, v, *_: q.new_empty(*q.shape[:2], v.shape[-1]))
-
-
-def examples() -> Iterator[Example]:
-    """Head dimensions, dtypes, blocks in and across tiles, groups, pages, sinks and softcap; one split and several."""
-    for dtype in DTYPES:
-        for dim in (64, 96, 128, 256):
-            if dim * dtype.itemsize <= MAX_ROW_BYTES:
-                yield sparse_example(dtype, dim, 64)
-                yield sparse_example(dtype, dim, 16)
-    for block_size in (32, 128):
-        yield sparse_example(torch.bfloat16, 128, block_size)
-    for dim in (64, 128, 256):
-        yield sparse_example(torch.bfloat16, dim, 64, batch=1)
-    for group in (1, 4, 5, 7, 17):
-        yield sparse_example(torch.bfloat16, 128, 64, group=group)
-    for block_size in (16, 64):
-        yield sparse_example(torch.bfloat16, 128, block_size, page=128)
-        yield sparse_example(torch.bfloat16, 128, block_size, extras=True)
-        yield sparse_example(torch.bfloat16, 128, block_size, batch=64, extras=True)
-
-
-def sparse_example(
-    dtype: torch.dtype,
-    dim: int,
-    block_size: int,
-    *,
-    batch: int = 8,
-    group: int = 8,
-    page: int = 0,
-    extras: bool = False,
-) -> Example:
-    """A tenth of 32k tokens, 8 KV heads: a cell of the paper's Figure 6 if the group is 8 and the blocks are of 64."""
-    kv_heads, capacity = 8, 32768
-    selected = math.ceil(capacity / 10 / block_size)
-    q = meta(batch, kv_heads * group, dim, dtype=dtype)
-    cache = meta(batch, kv_heads, capacity, dim, dtype=dtype)
-    table = None
-    if page:
-        cache = meta(batch * capacity // page, kv_heads, page, dim, dtype=dtype)
-        table = meta(batch, capacity // page, dtype=torch.int32)
-    indices = meta(batch, kv_heads, selected, dtype=torch.int32)
-    lengths = meta(batch, dtype=torch.int64)
-    sinks, softcap = (meta(kv_heads * group, dtype=dtype), 50.0) if extras else (None, None)
-    name = f"{str(dtype).removeprefix('torch.')} d{dim} block {block_size} group {group} batch {batch}"
-    name += f" page {page}" * bool(page) + " sinks softcap" * extras
-    return Example(
-        f"sparse_decode {name}",
-        lambda: attend(q, cache, cache, indices, lengths, block_size, dim**-0.5, sinks, softcap, table),
-        decode_work(q, kv_heads, selected * block_size),
-        products=(decode_kernel.__name__,) if dtype != torch.float32 else (),
-        wide=(decode_kernel.__name__,),
-    )
-
-
-def decode_work(q: Tensor, kv_heads: int, tokens: int) -> dict[str, Work]:
-    """Keys and values are read once; scores and weighted values are a product each. Partial results stay in the L2."""
-    batch, heads, dim = q.shape
-    launch = decode_launch(batch * kv_heads, tokens, dim, dim, q.element_size(), gpu_of(q.device))
-    read = 2.0 * batch * kv_heads * tokens * dim * q.element_size()
-    return {
-        decode_kernel.__name__: Work(
-            read,
-            4.0 * batch * heads * tokens * dim,
-            turns=math.ceil(tokens / launch.tile / launch.splits),
-            fp32=q.dtype == torch.float32,
-        ),
-        merge_kernel.__name__: Work(float(q.numel() * q.element_size())),
-    }

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from functools import partial
-from typing import Any
+import warnings
+from collections.abc import Mapping
+from functools import cache
 
 import torch
 from torch import Tensor
@@ -12,16 +12,12 @@ from torch import Tensor
 from seergate.ops.teacher import AttentionWithTargets
 from seergate.ops.torch_impl import teacher as torch_impl
 from seergate.ops.triton_impl import packs, teacher_kernels
-from seergate.ops.triton_impl.distill_launch import (
-    BLOCK_SIZES,
-    MAX_HEAD_DIM,
-    TeacherLaunch,
-    padded,
-    precision,
-    teacher_launch,
-)
-from seergate.ops.triton_impl.example import Example, Work, meta
 from seergate.ops.triton_impl.gpus import gpu_of
+from seergate.ops.triton_impl.launch import TeacherLaunch, padded, precision, teacher_launch
+
+BLOCK_SIZES = (8, 16, 32, 64, 128, 256)
+MAX_HEAD_DIM = {torch.float16: 256, torch.bfloat16: 256, torch.float32: 128}
+"""By dtype. What else there is runs in the torch backend."""
 
 SCRATCH_BYTES = 64 * 2**20
 """What `attention_kernel` may use of device memory at a time, if that is enough to fill the device: about a cache."""
@@ -49,8 +45,8 @@ class Teacher:
         softcap: float | None,
     ) -> None:
         self.gpu = gpu_of(q.device)
-        self.q, self.k = _rows(q.detach()), _rows(k.detach())
-        self.v = None if v is None else _rows(v.detach())
+        self.q, self.k = rows_in_one_piece(q.detach()), rows_in_one_piece(k.detach())
+        self.v = None if v is None else rows_in_one_piece(v.detach())
         self.kv_heads, self.dim = k.shape[1:]
         self.group = q.shape[1] // self.kv_heads
         self.block_size, self.softcap = block_size, softcap
@@ -166,6 +162,23 @@ def runs_here(q: Tensor, block_size: int, *others: Tensor) -> bool:
     return block_size in BLOCK_SIZES and all(x.shape[-1] <= MAX_HEAD_DIM.get(x.dtype, 0) for x in (q, *others))
 
 
+def warn_if_too_wide(op: str, tensors: Mapping[str, Tensor]) -> None:
+    """Say, once per op, argument and width, that the kernels leave this to the torch backend for its width."""
+    for name, x in tensors.items():
+        limit = MAX_HEAD_DIM.get(x.dtype)
+        if limit is not None and x.shape[-1] > limit:
+            _warn(
+                f"{op}: {name} is {x.shape[-1]} wide in {x.dtype}; the kernels take {limit} at most, so this runs in "
+                "the torch backend, which is slower on a GPU"
+            )
+            return
+
+
+@cache
+def _warn(text: str) -> None:
+    warnings.warn(text, RuntimeWarning, stacklevel=2)
+
+
 @torch.no_grad()
 def attention_with_block_targets(
     q: Tensor,
@@ -178,7 +191,7 @@ def attention_with_block_targets(
     sinks: Tensor | None,
     softcap: float | None,
 ) -> AttentionWithTargets:
-    """See `seergate.ops.attention_with_block_targets`."""
+    """The public op, once its arguments are checked."""
     if not runs_here(q, block_size, v):
         return torch_impl.attention_with_block_targets(
             q, k, v, cu_seqlens, block_size, sm_scale, sinks=sinks, softcap=softcap
@@ -199,7 +212,7 @@ def block_targets(
     sinks: Tensor | None,
     softcap: float | None,
 ) -> Tensor:
-    """See `seergate.ops.block_targets`."""
+    """The public op, once its arguments are checked."""
     if not runs_here(q, block_size):
         return torch_impl.block_targets(q, k, cu_seqlens, block_size, sm_scale, sinks=sinks, softcap=softcap)
     _, targets = _run(Teacher(q, k, None, block_size, sm_scale, sinks, softcap), cu_seqlens, None)
@@ -221,69 +234,6 @@ def _run(teacher: Teacher, cu_seqlens: Tensor, out: Tensor | None) -> tuple[Tens
     return lse, targets
 
 
-def _rows(x: Tensor) -> Tensor:
+def rows_in_one_piece(x: Tensor) -> Tensor:
     """``x`` with its last dimension contiguous, copied only if it is not."""
     return x if x.stride(-1) == 1 or x.shape[-1] <= 1 else x.contiguous()
-
-
-SHIPPED: tuple[tuple[torch.dtype, int, int, int, dict[str, Any]], ...] = (
-    # dtype, head dimension, block size, group, sinks and cap
-    (torch.bfloat16, 128, 64, 4, {}),
-    (torch.bfloat16, 128, 16, 5, {}),  # two heads a tile, three turns
-    (torch.bfloat16, 128, 8, 8, {}),
-    (torch.float16, 128, 32, 7, {}),
-    (torch.bfloat16, 128, 128, 2, {}),
-    (torch.float16, 128, 256, 1, {}),
-    (torch.bfloat16, 64, 64, 8, {"sinks": True}),
-    (torch.bfloat16, 96, 64, 1, {}),
-    (torch.bfloat16, 256, 16, 2, {"softcap": 50.0}),
-    (torch.bfloat16, 256, 128, 8, {}),
-    (torch.float32, 128, 64, 4, {}),
-)
-"""What is compiled ahead of time: every head dimension, block size and dtype, every way to pack a group."""
-
-
-def examples() -> Iterator[Example]:
-    """Calls on meta tensors that launch what ships."""
-    tokens, kv_heads = 4096, 8
-    cu_seqlens = torch.tensor([0, tokens], dtype=torch.int32)
-    for dtype, dim, block_size, group, extras in SHIPPED:
-        heads = kv_heads * group
-        q = meta(tokens, heads, dim, dtype=dtype)
-        k = meta(tokens, kv_heads, dim, dtype=dtype)
-        sinks = meta(heads, dtype=dtype) if "sinks" in extras else None
-        softcap = extras.get("softcap")
-        name = f"{str(dtype).removeprefix('torch.')} d{dim} b{block_size} g{group}"
-        product = tokens * tokens * heads * dim  # half of the square, two operations
-        inputs = (heads + kv_heads) * tokens * dim * dtype.itemsize
-        targets = tokens * kv_heads * tokens / block_size * 2  # bytes: half of the cells, four each
-        products = ("attention_kernel", "maxima_kernel") if dtype != torch.float32 else ()
-        turns = tokens / 2 / teacher_launch(group, dim, dim, dtype, gpu_of(q.device)).keys
-        yield Example(
-            f"attention_with_block_targets {name}",
-            partial(
-                attention_with_block_targets, q, k, k, cu_seqlens, block_size, dim**-0.5, sinks=sinks, softcap=softcap
-            ),
-            {"attention_kernel": Work(2 * inputs + targets, 2 * product, turns, dtype == torch.float32)},
-            products[:1],
-            ("attention_kernel",),
-        )
-        yield Example(
-            f"block targets from lse {name}",
-            partial(_from_lse, q, k, cu_seqlens, block_size, sinks, softcap),
-            {"maxima_kernel": Work(inputs + targets, product, turns, dtype == torch.float32)},
-            products[1:],
-            ("maxima_kernel",),
-        )
-
-
-def _from_lse(
-    q: Tensor, k: Tensor, cu_seqlens: Tensor, block_size: int, sinks: Tensor | None, softcap: float | None
-) -> None:
-    """What `gate_kl` does when the log-sum-exp is known: an example."""
-    teacher = Teacher(q, k, None, block_size, 1.0, sinks, softcap)
-    pieces = [packs.Piece(start, 0, start, end, 1.0) for start, end in packs.segments(cu_seqlens, len(q))]
-    (tiles,) = packs.to_device([packs.row_tiles(pieces, teacher.launch().rows, packed=True)], q.device)
-    lse = q.new_empty(q.shape[:2], dtype=torch.float32)
-    width = -(-q.shape[0] // block_size)
-    teacher.log_targets(tiles, lse.new_empty(q.shape[0], teacher.kv_heads, width), lse, known=True)

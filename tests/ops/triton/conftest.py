@@ -7,12 +7,10 @@ only on a GPU.
 
 from __future__ import annotations
 
-import os
-
 import pytest
 import torch
 
-INTERPRETING = os.environ.get("TRITON_INTERPRET") == "1"
+from tests.ops.helpers import INTERPRETING
 
 if not INTERPRETING and not torch.cuda.is_available():
     collect_ignore_glob = ["test_*.py"]

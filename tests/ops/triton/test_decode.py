@@ -11,21 +11,21 @@ from hypothesis import strategies as st
 
 from seergate import ops
 from seergate.ops import reference
-from seergate.ops.triton_impl import decode_launch
-from tests.ops.helpers import relative
+from seergate.ops.triton_impl import launch
+from tests.ops.helpers import grid, relative
 
 TOLERANCE = {torch.float32: 1e-5, torch.float16: 2e-3}
-DTYPES = pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
+F32, F16 = TOLERANCE
 
 
 @pytest.fixture(params=["few long splits", "many short splits"])
 def splits(request, monkeypatch):
     """One program per row and head, or as many as there are tiles, and these as small as they get."""
     if request.param == "many short splits":
-        monkeypatch.setattr(decode_launch, "MIN_TILES", 1)
-        monkeypatch.setattr(decode_launch, "STAGE_BYTES", 1024)
+        monkeypatch.setattr(launch, "MIN_TILES", 1)
+        monkeypatch.setattr(launch, "STAGE_BYTES", 1024)
     else:
-        monkeypatch.setattr(decode_launch, "MAX_SPLITS", 1)
+        monkeypatch.setattr(launch, "MAX_SPLITS", 1)
 
 
 def cache(batch=2, kv_heads=2, group=2, capacity=100, dim=64, value_dim=None, dtype=torch.float32):
@@ -70,8 +70,11 @@ def check(got, want, dtype):
     assert relative(got.cpu(), want) < TOLERANCE[dtype]
 
 
-@DTYPES
-@pytest.mark.parametrize("group", [1, 4, 5, 7, 8, 17])
+@pytest.mark.parametrize(
+    ("group", "dtype"),
+    grid([(1, F32), (4, F16), (5, F32), (7, F16), (8, F32), (17, F16)], [1, 4, 5, 7, 8, 17], TOLERANCE),
+    ids=str,
+)
 def test_sparse_equals_reference(group, dtype, splits, device):
     lengths = torch.tensor([1, 97])
     q, k, v = cache(group=group, dtype=dtype)
@@ -84,11 +87,19 @@ def test_sparse_equals_reference(group, dtype, splits, device):
         check(ops.sparse_decode(*moved, 16, **options), want, dtype)
 
 
-@DTYPES
 @pytest.mark.parametrize(
-    ("block_size", "dims"),
-    [(b, (d, d)) for b in (16, 64) for d in (64, 96, 128, 256)] + [(24, (80, 48)), (128, (64, 64))],
-)
+    ("block_size", "dims", "dtype"),
+    grid(
+        [
+            (16, (64, 64), F32), (16, (96, 96), F16), (64, (128, 128), F32), (64, (256, 256), F16),
+            (24, (80, 48), F16), (128, (64, 64), F16), (64, (96, 96), F32),
+        ],
+        [16, 24, 64, 128],
+        [(64, 64), (80, 48), (96, 96), (128, 128), (256, 256)],
+        TOLERANCE,
+    ),
+    ids=str,
+)  # fmt: skip
 def test_dimensions_and_block_sizes(block_size, dims, dtype, splits, device):
     lengths = torch.tensor([200])
     q, k, v = cache(1, 1, 2, 230, *dims, dtype)
@@ -99,8 +110,7 @@ def test_dimensions_and_block_sizes(block_size, dims, dtype, splits, device):
     check(ops.sparse_decode(*(x.to(device) for x in (q, k, v, indices, lengths)), block_size), want, dtype)
 
 
-@DTYPES
-@pytest.mark.parametrize("block_size", [16, 64])
+@pytest.mark.parametrize(("block_size", "dtype"), grid([(16, F32), (64, F16)], [16, 64], TOLERANCE), ids=str)
 def test_counts_of_none_one_and_all(block_size, dtype, splits, device):
     lengths = torch.tensor([150, 129])
     q, k, v = cache(2, 2, 4, 150, dtype=dtype)
@@ -125,8 +135,11 @@ def test_blocks_beyond_the_length_are_passed_over(splits, device):
     check(ops.sparse_decode(*(x.to(device) for x in (q, k, v, stale, lengths)), 16), want, torch.float32)
 
 
-@DTYPES
-@pytest.mark.parametrize("lengths", [None, [100, 100], [1, 67]], ids=str)
+@pytest.mark.parametrize(
+    ("lengths", "dtype"),
+    grid([(None, F16), ((100, 100), F32), ((1, 67), F16)], [None, (100, 100), (1, 67)], TOLERANCE),
+    ids=str,
+)
 def test_dense_equals_reference(lengths, dtype, splits, device):
     lengths = None if lengths is None else torch.tensor(lengths)
     q, k, v = cache(group=5, dtype=dtype, dim=96)
@@ -139,9 +152,17 @@ def test_dense_equals_reference(lengths, dtype, splits, device):
         check(ops.dense_decode(*moved, **options), want, dtype)
 
 
-@DTYPES
-@pytest.mark.parametrize(("page", "block_size"), [(16, 16), (128, 64), (64, 32), (48, 24)])
-def test_paged(page, block_size, dtype, splits, device):
+@pytest.mark.parametrize(
+    ("sizes", "dtype"),
+    grid(
+        [((16, 16), F32), ((128, 64), F16), ((64, 32), F16), ((48, 24), F32)],
+        [(16, 16), (128, 64), (64, 32), (48, 24)],
+        TOLERANCE,
+    ),
+    ids=str,
+)
+def test_paged(sizes, dtype, splits, device):
+    page, block_size = sizes
     lengths = torch.tensor([129, 40])
     q, k, v = cache(2, 2, 4, 144, dtype=dtype)
     indices = choose(lengths, 2, block_size, 3, 144)
@@ -158,7 +179,7 @@ def test_paged(page, block_size, dtype, splits, device):
     check(ops.dense_decode(*moved, page_table=table.to(device)), want, dtype)
 
 
-@settings(max_examples=25)
+@settings(max_examples=15)
 @given(
     batch=st.integers(1, 3),
     kv_heads=st.integers(1, 3),
@@ -178,7 +199,7 @@ def test_any_shape_and_layout(batch, kv_heads, group, block_size, capacity, dims
     want = reference.sparse_decode(q.double(), k.double(), v.double(), indices, lengths, block_size)
     k, v = (arranged(poison(x, lengths, indices, block_size).to(device), layout) for x in (k, v))
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(decode_launch, "MIN_TILES", fewest)
+        patch.setattr(launch, "MIN_TILES", fewest)
         got = ops.sparse_decode(q.to(device), k, v, indices.to(device), lengths.to(device), block_size)
     check(got, want, torch.float32)
 

@@ -12,13 +12,13 @@ from hypothesis import strategies as st
 
 from seergate import ops
 from seergate.ops import reference
-from seergate.ops.triton_impl import distill_launch, gate_kl, teacher
-from seergate.ops.triton_impl.distill_launch import GateLaunch, TeacherLaunch, heads_per_tile
+from seergate.ops.triton_impl import gate_kl, launch, teacher
+from seergate.ops.triton_impl.launch import GateLaunch, TeacherLaunch, heads_per_tile
 from tests.ops.helpers import Pack, relative
 
 # The interpreter's products of bfloat16 are wrong.
 NARROW = [torch.float16, torch.bfloat16] if torch.cuda.is_available() else [torch.float16]
-LENGTHS = [61, 0, 1, 7, 16, 17, 33]
+LENGTHS = [45, 0, 1, 7, 16, 17]
 
 
 @pytest.fixture(autouse=True)
@@ -79,7 +79,7 @@ def test_short_and_empty_segments(lengths, device):
 
 @pytest.mark.parametrize("dtype", NARROW, ids=str)
 def test_narrow_inputs(dtype, device):
-    pack = Pack.random([160, 45], block_size=8, group=4, dim=64, gate_dim=64, dtype=dtype)
+    pack = Pack.random([90, 45], block_size=8, group=4, dim=64, gate_dim=64, dtype=dtype)
     check(pack, device, recall_budgets=(32,))
 
 
@@ -88,15 +88,15 @@ def test_narrow_inputs(dtype, device):
 )
 def test_the_tiles_that_ship(group, gate_dim, gate_dtype, device, monkeypatch):
     """Also gates in fp32 beside a model in 16 bits, as they are trained."""
-    monkeypatch.setattr(teacher, "teacher_launch", distill_launch.teacher_launch)
-    monkeypatch.setattr(gate_kl, "gate_launch", distill_launch.gate_launch)
+    monkeypatch.setattr(teacher, "teacher_launch", launch.teacher_launch)
+    monkeypatch.setattr(gate_kl, "gate_launch", launch.gate_launch)
     pack = Pack.random([101, 27], block_size=8, kv_heads=1, group=group, gate_dim=gate_dim, dtype=torch.float16)
     pack.qg, pack.kg = pack.qg.to(gate_dtype), pack.kg.to(gate_dtype)
     check(pack, device, row_start=0.25, recall_budgets=(32,))
 
 
 def test_gates_too_wide_for_the_kernels_are_left_to_torch_and_said_once(device):
-    distill_launch._warn.cache_clear()
+    teacher._warn.cache_clear()
     pack = Pack.random([30], block_size=8, kv_heads=1, gate_dim=130, dtype=torch.float32)
     with pytest.warns(RuntimeWarning, match="gate_kl: qg is 130 wide in torch.float32; the kernels take 128 at most"):
         check(pack, device, tolerance=1e-5)
@@ -118,7 +118,7 @@ def test_sinks_softcap_and_scales(device):
     check(pack, device, sinks=torch.randn(6), softcap=4.0, sm_scale=0.6, gate_scale=-0.9)
 
 
-@settings(max_examples=10)
+@settings(max_examples=8)
 @given(
     lengths=st.lists(st.integers(0, 60), min_size=1, max_size=4),
     block_size=st.sampled_from([8, 16, 32]),
@@ -190,7 +190,7 @@ def test_what_does_not_count_is_not_read(device):
 
 @pytest.mark.usefixtures("small_chunks")
 def test_two_runs_agree_to_the_last_bit(device):
-    pack = Pack.random([90, 40], block_size=8, dtype=torch.float32)
+    pack = Pack.random([60, 20], block_size=8, dtype=torch.float32)
     first, second = (run(pack, device, recall_budgets=(24,)) for _ in range(2))
     assert torch.equal(first[0], second[0])
     assert all(torch.equal(a, b) for a, b in zip((*first[1], *first[2:]), (*second[1], *second[2:]), strict=True))

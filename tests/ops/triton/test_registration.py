@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from seergate import ops
-from seergate.ops.triton_impl import compression, dense_decode, pooling, selection, sparse_decode  # noqa: F401  (registers)
+from seergate.ops.triton_impl import compression, pooling, selection, sparse_decode  # noqa: F401  (registers)
 
 KINDS = ["max", "min", "avg"]
 
@@ -39,30 +39,21 @@ def arguments(step, op):
     table = torch.tensor([[0, 1], [1, 0]], device=q.device)
     sinks = torch.randn(4, device=q.device)
     return {
-        "select_blocks": [
-            (step["scores"], lengths, 16, *rule, 1)
-            for rule in ((48, None, None), (None, 0.1, None), (None, None, 0.5))
-        ],
-        "sparse_decode": [
-            (q, k, v, indices, lengths, 16, 0.2, None, None, None),
+        "select_blocks": [(step["scores"], lengths, 16, *rule, 1) for rule in ((48, None, None), (None, 0.1, None))],
+        "decode_attention": [
             (q, k, v, indices, lengths, 16, 0.2, sinks, 3.0, None),
             (q, k[..., :48, :], v[..., :48, :], indices, lengths, 16, 0.2, None, None, table),
-        ],
-        "dense_decode": [
-            (q, k, v, None, 0.2, None, None, None),
-            (q, k[..., :48, :], v[..., :48, :], lengths, 0.2, sinks, 3.0, table),
+            (q, k, v, None, None, 1, 0.2, None, None, None),
         ],
         "pool_keys": [(k, 16, KINDS, None), (k, 17, ["avg"], lengths)],
         "update_compressed_keys": [
             (step["new"], lengths, step["recent"], step["compressed"], step["weight"], 16, KINDS, *extras, 1.0, 0)
-            for extras in ((None, None), (step["norm"], step["freq"]))
+            for extras in ((step["norm"], step["freq"]),)
         ],
     }[op]
 
 
-@pytest.mark.parametrize(
-    "op", ["select_blocks", "sparse_decode", "dense_decode", "pool_keys", "update_compressed_keys"]
-)
+@pytest.mark.parametrize("op", ["select_blocks", "decode_attention", "pool_keys", "update_compressed_keys"])
 def test_the_registration_is_sound(op, step):
     for given in arguments(step, op):
         torch.library.opcheck(getattr(torch.ops.seergate, op).default, given)
@@ -102,9 +93,9 @@ def test_the_graph_has_one_node_per_op(step):
 
     torch.compile(decode, fullgraph=True, backend=backend)(step)
     assert sorted(name.removesuffix(".default") for name in seen) == [
-        "seergate.dense_decode",
+        "seergate.decode_attention",  # the sparse one and the dense one
+        "seergate.decode_attention",
         "seergate.pool_keys",
         "seergate.select_blocks",
-        "seergate.sparse_decode",
         "seergate.update_compressed_keys",
     ]

@@ -12,13 +12,13 @@ from hypothesis import strategies as st
 from seergate import ops
 from seergate.ops import reference
 from seergate.ops.triton_impl import packs, teacher
-from seergate.ops.triton_impl.distill_launch import TeacherLaunch, heads_per_tile
-from tests.ops.helpers import Pack, cu_seqlens, relative
+from seergate.ops.triton_impl.launch import TeacherLaunch, heads_per_tile
+from tests.ops.helpers import Pack, cu_seqlens, grid, relative
 
 TOLERANCE = {torch.float32: 2e-6, torch.float16: 2e-3, torch.bfloat16: 1e-2}
 # The interpreter's products of bfloat16 are wrong.
 NARROW = [torch.float16, torch.bfloat16] if torch.cuda.is_available() else [torch.float16]
-LENGTHS = [61, 0, 1, 7, 16, 17, 33]
+LENGTHS = [45, 0, 1, 7, 16, 17]
 
 
 def tiles(monkeypatch, rows=32, keys=32, two_loops=True):
@@ -80,8 +80,10 @@ def test_any_group(group, device):
     check(pack, values_of(pack), device)
 
 
-@pytest.mark.parametrize("block_size", [8, 32, 64, 128])
-@pytest.mark.parametrize("two_loops", [True, False])
+@pytest.mark.parametrize(
+    ("block_size", "two_loops"),
+    grid([(8, True), (32, False), (64, True), (128, False)], [8, 32, 64, 128], [True, False]),
+)
 def test_blocks_smaller_and_larger_than_a_tile_of_keys(block_size, two_loops, device, monkeypatch):
     tiles(monkeypatch, rows=64, two_loops=two_loops)
     pack = Pack.random([150, 40], block_size=block_size, group=2, kv_heads=1, dtype=torch.float32)
@@ -94,10 +96,10 @@ def test_blocks_of_several_tiles_of_keys(device, monkeypatch):
     check(pack, values_of(pack), device)
 
 
-@pytest.mark.parametrize(("dim", "value_dim"), [(64, 64), (96, 96), (96, 32), (16, 48), (256, 256)])
+@pytest.mark.parametrize(("dim", "value_dim"), [(64, 64), (96, 32), (16, 48), (256, 256)])
 @pytest.mark.parametrize("dtype", NARROW, ids=str)
 def test_head_dimensions_with_the_shipped_tiles(dim, value_dim, dtype, device):
-    pack = Pack.random([131, 30], block_size=16, group=4, kv_heads=1, dim=dim, dtype=dtype)
+    pack = Pack.random([67, 30], block_size=16, group=4, kv_heads=1, dim=dim, dtype=dtype)
     check(pack, values_of(pack, value_dim), device)
 
 
@@ -105,16 +107,14 @@ def test_head_dimensions_with_the_shipped_tiles(dim, value_dim, dtype, device):
 @pytest.mark.parametrize(
     "options",
     [
-        {"sinks": torch.tensor([0.3, -1.0, 4.0, 0.0, 2.0, -3.0])},
-        {"softcap": 3.0},
+        {"sinks": torch.tensor([0.3, -1.0, 4.0, 0.0, 2.0, -3.0]), "sm_scale": -0.4},
         {"softcap": 3.0, "sinks": torch.tensor([0.3, -1.0, 4.0, 0.0, 2.0, -3.0]), "sm_scale": 0.7},
-        {"sm_scale": -0.4},
-        {"sm_scale": 0.0},
+        {"softcap": 3.0, "sm_scale": 0.0},
     ],
     ids=str,
 )
 def test_sinks_softcap_and_scale(options, device):
-    pack = Pack.random([70, 20], block_size=16, group=3, kv_heads=2, dtype=torch.float32)
+    pack = Pack.random([50, 20], block_size=16, group=3, kv_heads=2, dtype=torch.float32)
     check(pack, values_of(pack), device, **options)
 
 
@@ -124,7 +124,7 @@ def test_packs_without_a_past_block(lengths, device):
     check(pack, values_of(pack), device)
 
 
-@settings(max_examples=12)
+@settings(max_examples=8)
 @given(
     lengths=st.lists(st.integers(0, 70), min_size=1, max_size=4),
     block_size=st.sampled_from([8, 16, 32, 64]),
@@ -186,7 +186,7 @@ def test_strided_inputs(device):
 
 @pytest.mark.usefixtures("small_tiles")
 def test_little_scratch_changes_nothing(device, monkeypatch):
-    pack = Pack.random([90, 50], block_size=8, group=5, dtype=torch.float32)
+    pack = Pack.random([50, 20], block_size=8, group=5, dtype=torch.float32)
     v = values_of(pack).to(device)
     want = ops.attention_with_block_targets(*on(device, pack), v, pack.cu, 8)
     monkeypatch.setattr(teacher, "SCRATCH_BYTES", 1)

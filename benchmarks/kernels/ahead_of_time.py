@@ -1,27 +1,26 @@
 """Compiles what the ops launch, for GPUs that need not be there.
 
-The calls are those of the files' ``examples()``. Their launches are intercepted where Triton would start them, and
+The calls are those of `examples`. Their launches are intercepted where Triton would start them, and
 their arguments specialised as Triton does it for a launch: what is compiled is what would run.
 """
 
 from __future__ import annotations
 
 import hashlib
-import importlib
-import pkgutil
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 import triton
+import triton.language as tl
 from torch import Tensor
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 from triton.runtime.jit import JITFunction
 
-from seergate.ops import triton_impl
-from seergate.ops.triton_impl.example import Example
 from seergate.ops.triton_impl.gpus import Gpu, assuming
+
+from .examples import Example, examples
 
 
 class Launch(NamedTuple):
@@ -33,21 +32,12 @@ class Launch(NamedTuple):
     options: dict[str, Any]
 
 
-def examples(gpu: Gpu) -> list[Example]:
-    """Of all files of this package, for ``gpu``."""
-    found: list[Example] = []
-    with assuming(gpu):
-        for module in sorted(module.name for module in pkgutil.iter_modules(triton_impl.__path__)):
-            if module != __name__.rsplit(".", 1)[1]:
-                listed = getattr(importlib.import_module(f"{triton_impl.__name__}.{module}"), "examples", tuple)
-                found += listed()
-    return found
-
-
 def shipped(gpu: Gpu) -> Iterator[tuple[Example, Launch]]:
     """Every kernel in every configuration that the examples launch on ``gpu``, each once."""
     seen = set()
-    for example in examples(gpu):
+    with assuming(gpu):
+        known = list(examples())
+    for example in known:
         for launch in launches(example.call, gpu):
             if (key := specialisation(launch)) not in seen:
                 seen.add(key)
@@ -89,8 +79,22 @@ def compiled(launch: Launch, gpu: Gpu) -> Any:
 
 
 def fingerprint(launch: Launch) -> str:
-    """Changes with everything that the machine code depends on, but for Triton itself."""
-    return hashlib.sha256(f"{_source(launch).hash()} {sorted(launch.options.items())}".encode()).hexdigest()[:16]
+    """Changes with everything that the machine code depends on, but for Triton and the GPU."""
+    source = _source(launch)
+    parts = (_text(launch.kernel), source.signature, source.constants, source.attrs, sorted(launch.options.items()))
+    return hashlib.sha256(repr(parts).encode()).hexdigest()[:16]
+
+
+def _text(kernel: JITFunction) -> str:
+    """Its source, and that of what it calls. (Triton's own hash also has line numbers, which change nothing.)"""
+    found = kernel.src
+    for name in sorted(kernel.fn.__code__.co_names):
+        value = kernel.fn.__globals__.get(name)
+        if isinstance(value, JITFunction):
+            found += _text(value)
+        elif isinstance(value, tl.constexpr):
+            found += f"{name}={value.value}"
+    return found
 
 
 def specialisation(launch: Launch) -> tuple[Any, ...]:

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 import triton
 
-from seergate.ops.triton_impl.gpus import Gpu
+from .data_sheets import KnownGpu
 
 SASS_LINE = re.compile(r"^\s+/\*[0-9a-f]{4,}\*/\s+(?:@!?\w+\s+)?(.*)$")
 GCN_LINE = re.compile(r"^\t([a-z]\w+(?:\s.*)?)$")
@@ -53,7 +53,7 @@ class Resources(NamedTuple):
     loop: int
 
 
-def resources(kernel: Any, gpu: Gpu) -> Resources:
+def resources(kernel: Any, gpu: KnownGpu) -> Resources:
     """Of what `ahead_of_time.compiled` returns."""
     if gpu.backend == "cuda":
         usage, text = _sass(kernel.asm["cubin"])
@@ -133,7 +133,7 @@ def _main_loop(lines: list[str]) -> int:
     return max((sum(not LABEL.match(line) for line in lines[a : b + 1]) for a, b in innermost), default=0)
 
 
-def faults(used: Resources, gpu: Gpu, *, products: bool, wide: bool) -> list[str]:
+def faults(used: Resources, gpu: KnownGpu, *, products: bool, wide: bool) -> list[str]:
     """What the interpreter hides and a GPU would punish.
 
     Args:

@@ -1,0 +1,419 @@
+"""Calls of the ops on meta tensors that together launch every configuration that ships, and what they have to do."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from seergate.ops.triton_impl import compression, gate_kl, packs, pooling, selection, sparse_decode, teacher
+from seergate.ops.triton_impl.gpus import gpu_of
+from seergate.ops.triton_impl.launch import decode_launch, gate_launch, teacher_launch
+
+
+class Work(NamedTuple):
+    """What a kernel has to do at least in one call of the op, in all its launches together.
+
+    Attributes:
+        bytes: of device memory.
+        flops: of matrix products.
+        turns: of the main loop, per program.
+        fp32: the products are of fp32 numbers, which is slower.
+    """
+
+    bytes: float
+    flops: float = 0.0
+    turns: float = 1.0
+    fp32: bool = False
+
+
+@dataclass(frozen=True)
+class Example:
+    """A call of an op on meta tensors, so that nothing runs, and only what it launches is of interest.
+
+    Attributes:
+        name: unique, such as ``"sparse_decode bfloat16 d128 b64 g8"``.
+        call: runs the op.
+        work: kernel name -> what it has to do in this call, for the expected time.
+        products: names of its kernels that must use tensor cores (matrix products of 16-bit numbers).
+        wide: names of its kernels that must load 16 bytes per thread at a time.
+    """
+
+    name: str
+    call: Callable[[], Any]
+    work: dict[str, Work] = field(default_factory=dict)
+    products: tuple[str, ...] = ()
+    wide: tuple[str, ...] = ()
+
+
+def meta(*shape: int, dtype: torch.dtype) -> Tensor:
+    """A tensor without memory."""
+    return torch.empty(shape, dtype=dtype, device="meta")
+
+
+def examples() -> Iterator[Example]:
+    """Of all ops."""
+    for of_op in (compressions, dense_decodes, lessons, poolings, selections, sparse_decodes, teachers):
+        yield from of_op()
+
+
+def compressions() -> Iterator[Example]:
+    """Dtypes, head dimensions and block sizes; 8 rows, 8 KV heads, a gate as wide as a head."""
+    for dtype in compression.DTYPES:
+        for dim in (64, 128, 256):
+            yield update_example(dtype, dim, 64)
+    for block_size in (16, 32, 128, 256):
+        yield update_example(torch.bfloat16, 128, block_size)
+    yield update_example(torch.bfloat16, 128, 64, gate_dtype=torch.float32)  # gates as they are trained
+    yield update_example(torch.bfloat16, 128, 64, position_offset=63)  # `compat="published"`
+
+
+def update_example(
+    dtype: torch.dtype,
+    dim: int,
+    block_size: int,
+    *,
+    gate_dtype: torch.dtype | None = None,
+    position_offset: int = 0,
+) -> Example:
+    """Every row completes a block: at most one step in ``block_size`` is like that."""
+    gate_dtype = gate_dtype or dtype
+    batch, kv_heads = 8, 8
+    k, recent = meta(batch, kv_heads, dim, dtype=dtype), meta(batch, kv_heads, 2 * block_size, dim, dtype=dtype)
+    compressed = meta(batch, kv_heads, 32768 // block_size, dim, dtype=gate_dtype)
+    weight, norm_weight = meta(kv_heads, 3 * dim, dim, dtype=gate_dtype), meta(dim, dtype=gate_dtype)
+    inv_freq, lengths = meta(dim // 2, dtype=torch.float32), meta(batch, dtype=torch.int64)
+    # The rows share the weights.
+    read = batch * kv_heads * block_size * dim * dtype.itemsize + weight.numel() * gate_dtype.itemsize
+    name = f"{str(dtype).removeprefix('torch.')} d{dim} block {block_size}"
+    name += f" gate {str(gate_dtype).removeprefix('torch.')}" * (gate_dtype != dtype)
+    name += f" offset {position_offset}" * (position_offset > 0)
+    return Example(
+        f"update_compressed_keys {name}",
+        lambda: compression.update(
+            k, lengths, recent, compressed, weight, block_size, ("max", "min", "avg"), norm_weight, inv_freq, 1.0,
+            position_offset,
+        ),
+        {"update_kernel": Work(float(read), turns=dim // compression.CHUNK)},
+        wide=("update_kernel",),
+    )  # fmt: skip
+
+
+def dense_decodes() -> Iterator[Example]:
+    """Head dimensions and dtypes, and a paged cache."""
+    for dtype in sparse_decode.DTYPES:
+        for dim in (64, 96, 128, 256):
+            if dim * dtype.itemsize <= sparse_decode.MAX_ROW_BYTES:
+                yield dense_example(dtype, dim)
+    yield dense_example(torch.bfloat16, 128, page=16)
+    yield dense_example(torch.bfloat16, 128, page=64)
+
+
+def dense_example(dtype: torch.dtype, dim: int, page: int = 0) -> Example:
+    """32k tokens, 8 rows, 64 query and 8 KV heads."""
+    batch, kv_heads, capacity = 8, 8, 32768
+    q = meta(batch, 8 * kv_heads, dim, dtype=dtype)
+    cache = meta(batch, kv_heads, capacity, dim, dtype=dtype)
+    table = None
+    if page:
+        cache = meta(batch * capacity // page, kv_heads, page, dim, dtype=dtype)
+        table = meta(batch, capacity // page, dtype=torch.int32)
+    lengths = meta(batch, dtype=torch.int64)
+    return Example(
+        f"dense_decode {str(dtype).removeprefix('torch.')} d{dim}" + f" page {page}" * bool(page),
+        lambda: sparse_decode.attend(q, cache, cache, None, lengths, 1, dim**-0.5, None, None, table),
+        decode_work(q, kv_heads, capacity),
+        products=("decode_kernel",) if dtype != torch.float32 else (),
+        wide=("decode_kernel",),
+    )
+
+
+LESSONS: tuple[tuple[torch.dtype, torch.dtype, int, int, int, int, int, bool], ...] = (
+    # dtype of teacher and of gate, head dimension of both, group, block size, tokens, rows, is the log-sum-exp known
+    # What `seergate train` launches: gates in fp32 beside a model in bf16, every group of the shipped configurations.
+    *((torch.bfloat16, torch.float32, 128, group, 64, 32768, 4096, False) for group in (4, 2, 5, 6, 7, 8)),
+    # The block sizes of the ablation.
+    (torch.bfloat16, torch.float32, 128, 4, 16, 32768, 1024, False),
+    (torch.bfloat16, torch.float32, 128, 4, 32, 32768, 2048, False),
+    (torch.bfloat16, torch.float32, 128, 4, 128, 32768, 8192, False),
+    # Shorter samples: recall holds narrower rows, and a GPU of many processors needs no second pass.
+    (torch.bfloat16, torch.float32, 128, 4, 16, 16384, 2048, False),
+    (torch.bfloat16, torch.float32, 128, 4, 64, 16384, 8192, False),
+    (torch.bfloat16, torch.float32, 128, 4, 64, 8192, 8192, False),
+    (torch.bfloat16, torch.float32, 128, 4, 64, 4096, 4096, False),
+    # What else the op takes: the other dtypes and gate dimensions, narrow and very wide rows of blocks.
+    (torch.bfloat16, torch.float32, 128, 4, 16, 131072, 512, False),  # in two passes
+    (torch.bfloat16, torch.bfloat16, 128, 4, 64, 4096, 4096, False),
+    (torch.float16, torch.float16, 128, 4, 16, 4096, 4096, True),
+    (torch.bfloat16, torch.bfloat16, 64, 4, 64, 32768, 4096, False),
+    (torch.bfloat16, torch.bfloat16, 256, 4, 64, 131072, 1024, True),
+    (torch.float32, torch.float32, 128, 4, 16, 32768, 1024, False),
+)
+"""What is compiled ahead of time. The teacher's kernels depend on the group, but not on the gate's dtype; the gate's
+kernels the other way round."""
+
+KV_HEADS = 8
+"""Of the examples. Any number but one makes the same kernels: Triton makes an argument that is 1 a constant."""
+
+
+def lessons() -> Iterator[Example]:
+    """Calls on meta tensors, each of one chunk, that launch what ships."""
+    for shipped in LESSONS:
+        yield gate_kl_example(*shipped)
+    for block_size, rows in ((64, 4096), (16, 1024), (32, 2048), (128, 8192)):  # evaluations of a training run
+        yield gate_kl_example(torch.bfloat16, torch.float32, 128, 4, block_size, 32768, rows, gradients=False)
+
+
+def gate_kl_example(
+    dtype: torch.dtype,
+    gate_dtype: torch.dtype,
+    dim: int,
+    group: int,
+    block_size: int,
+    tokens: int,
+    rows: int,
+    known: bool = False,
+    *,
+    kv_heads: int = KV_HEADS,
+    gradients: bool = True,
+) -> Example:
+    """One segment of ``tokens`` tokens whose last ``rows`` rows count, with one recall budget."""
+    blocks = tokens // block_size
+    q, k = meta(tokens, group * kv_heads, dim, dtype=dtype), meta(tokens, kv_heads, dim, dtype=dtype)
+    qg, kg = meta(tokens, kv_heads, dim, dtype=gate_dtype), meta(blocks, kv_heads, dim, dtype=gate_dtype)
+    lse = meta(tokens, group * kv_heads, dtype=torch.float32) if known else None
+    row_start = 1 - rows / tokens
+    gate, side = (
+        gate_launch(dim, gate_dtype, gpu_of(q.device)),
+        teacher.Teacher(q, k, None, block_size, 1.0, None, None),
+    )
+    tile = side.launch()
+    passes = -(-group // tile.pack)  # launches that share a group
+    cells = kv_heads * rows * blocks * (1 + row_start) / 2  # of a (row, KV head) and a block
+    once = kv_heads * rows * dim * gate_dtype.itemsize
+    product = 2 * cells * dim
+    # Queries of these rows once, all keys in every pass; the targets are written, and raised by the later passes.
+    read = (rows * group + tokens * passes) * kv_heads * dim * dtype.itemsize + 4 * cells * (2 * passes - 1)
+    turns = cells / kv_heads / rows * block_size / tile.keys
+    taught = Work(read, product * block_size * group, turns, fp32=dtype == torch.float32)
+    fp32 = gate_dtype == torch.float32
+    gate_products = () if fp32 else ("rows_kernel", "columns_kernel")
+    teacher_kernel = "maxima_kernel" if known else "attention_kernel"
+    kernels = ("rows_kernel", "columns_kernel", teacher_kernel)
+    short, gate_short = (str(x).removeprefix("torch.") for x in (dtype, gate_dtype))
+    return Example(
+        f"gate_kl {short} gate {gate_short} d{dim} g{group} b{block_size} t{tokens}"
+        + " evaluation" * (not gradients),
+        partial(
+            gate_kl.evaluate, q, k, qg, kg, torch.tensor([0, tokens], dtype=torch.int32), block_size, row_start, 0.1,
+            0.1, "row_mean", [4096], None, None, lse, gradients, gradients,
+        ),
+        {
+            "attention_kernel": taught,
+            "maxima_kernel": taught,
+            "rows_kernel": Work(
+                (1 + gradients) * once + cells * (8 + gradients * gate_dtype.itemsize),
+                (2 + gradients) * product,
+                cells / kv_heads / rows / gate.columns,
+                fp32,
+            ),
+            "columns_kernel": Work(once + cells * gate_dtype.itemsize, product, rows / gate.rows, fp32),
+            "recall_kernel": Work(cells * 8, turns=32),
+        },
+        gate_products + ((teacher_kernel,) if dtype != torch.float32 else ()),
+        kernels,
+    )  # fmt: skip
+
+
+def poolings() -> Iterator[Example]:
+    """Head dimensions, dtypes and block sizes; 8 KV heads, 32k tokens."""
+    for dtype in pooling.DTYPES:
+        for dim in (64, 96, 128, 256):
+            yield pool_example(dtype, dim, 64)
+    for block_size in (16, 32, 128, 256):
+        yield pool_example(torch.bfloat16, 128, block_size)
+
+
+def pool_example(dtype: torch.dtype, dim: int, block_size: int) -> Example:
+    """Max, min and mean of one row's keys."""
+    k = meta(1, 8, 32768, dim, dtype=dtype)
+    lengths = meta(1, dtype=torch.int64)
+    written = 3 * -(-32768 // block_size) * 8 * dim
+    return Example(
+        f"pool_keys {str(dtype).removeprefix('torch.')} d{dim} block {block_size}",
+        lambda: pooling.pool(k, block_size, ("max", "min", "avg"), lengths),
+        {
+            "pool_kernel": Work(
+                float((k.numel() + written) * k.element_size()), turns=block_size // pooling.turn_rows(block_size, dim)
+            )
+        },
+        wide=("pool_kernel",),
+    )
+
+
+def selections() -> Iterator[Example]:
+    """The three rules, from 8k tokens in blocks of 64 to 128k in blocks of 16."""
+    for blocks in (128, 512, 2048, 8192):
+        for rule in ({"token_budget": 4096}, {"threshold": 4e-3}, {"top_p": 0.95}):
+            yield select_example(torch.float32, blocks, rule)
+    for dtype in (torch.float16, torch.bfloat16):
+        yield select_example(dtype, 512, {"token_budget": 4096})
+    for blocks in (128, 512, 2048):  # as decoding does by default
+        yield select_example(torch.float32, blocks, {"token_budget": 4096}, sink_blocks=0)
+
+
+def select_example(dtype: torch.dtype, blocks: int, rule: dict[str, Any], sink_blocks: int = 1) -> Example:
+    """8 rows, 8 KV heads, blocks of 64 tokens."""
+    scores, lengths = meta(8, 8, blocks, dtype=dtype), meta(8, dtype=torch.int64)
+    return Example(
+        f"select_blocks {next(iter(rule))} of {blocks} {str(dtype).removeprefix('torch.')}"
+        + " without sinks" * (sink_blocks == 0),
+        lambda: selection.select(
+            scores, lengths, 64, rule.get("token_budget"), rule.get("threshold"), rule.get("top_p"), sink_blocks
+        ),
+        {"select_kernel": Work(float(scores.numel() * scores.element_size()), turns=32)},
+    )
+
+
+def sparse_decodes() -> Iterator[Example]:
+    """Head dimensions, dtypes, blocks in and across tiles, groups, pages, sinks and softcap; one split and several."""
+    for dtype in sparse_decode.DTYPES:
+        for dim in (64, 96, 128, 256):
+            if dim * dtype.itemsize <= sparse_decode.MAX_ROW_BYTES:
+                yield sparse_example(dtype, dim, 64)
+                yield sparse_example(dtype, dim, 16)
+    for block_size in (32, 128):
+        yield sparse_example(torch.bfloat16, 128, block_size)
+    for dim in (64, 128, 256):
+        yield sparse_example(torch.bfloat16, dim, 64, batch=1)
+    for group in (1, 4, 5, 7, 17):
+        yield sparse_example(torch.bfloat16, 128, 64, group=group)
+    for block_size in (16, 64):
+        yield sparse_example(torch.bfloat16, 128, block_size, page=128)
+        yield sparse_example(torch.bfloat16, 128, block_size, extras=True)
+        yield sparse_example(torch.bfloat16, 128, block_size, batch=64, extras=True)
+
+
+def sparse_example(
+    dtype: torch.dtype,
+    dim: int,
+    block_size: int,
+    *,
+    batch: int = 8,
+    group: int = 8,
+    page: int = 0,
+    extras: bool = False,
+) -> Example:
+    """A tenth of 32k tokens, 8 KV heads: a cell of the paper's Figure 6 if the group is 8 and the blocks are of 64."""
+    kv_heads, capacity = 8, 32768
+    selected = math.ceil(capacity / 10 / block_size)
+    q = meta(batch, kv_heads * group, dim, dtype=dtype)
+    cache = meta(batch, kv_heads, capacity, dim, dtype=dtype)
+    table = None
+    if page:
+        cache = meta(batch * capacity // page, kv_heads, page, dim, dtype=dtype)
+        table = meta(batch, capacity // page, dtype=torch.int32)
+    indices = meta(batch, kv_heads, selected, dtype=torch.int32)
+    lengths = meta(batch, dtype=torch.int64)
+    sinks, softcap = (meta(kv_heads * group, dtype=dtype), 50.0) if extras else (None, None)
+    name = f"{str(dtype).removeprefix('torch.')} d{dim} block {block_size} group {group} batch {batch}"
+    name += f" page {page}" * bool(page) + " sinks softcap" * extras
+    return Example(
+        f"sparse_decode {name}",
+        lambda: sparse_decode.attend(q, cache, cache, indices, lengths, block_size, dim**-0.5, sinks, softcap, table),
+        decode_work(q, kv_heads, selected * block_size),
+        products=("decode_kernel",) if dtype != torch.float32 else (),
+        wide=("decode_kernel",),
+    )
+
+
+def decode_work(q: Tensor, kv_heads: int, tokens: int) -> dict[str, Work]:
+    """Keys and values are read once; scores and weighted values are a product each. Partial results stay in the L2."""
+    batch, heads, dim = q.shape
+    launch = decode_launch(batch * kv_heads, tokens, dim, dim, q.element_size(), gpu_of(q.device))
+    read = 2.0 * batch * kv_heads * tokens * dim * q.element_size()
+    return {
+        "decode_kernel": Work(
+            read,
+            4.0 * batch * heads * tokens * dim,
+            turns=math.ceil(tokens / launch.tile / launch.splits),
+            fp32=q.dtype == torch.float32,
+        ),
+        "merge_kernel": Work(float(q.numel() * q.element_size())),
+    }
+
+
+TEACHERS: tuple[tuple[torch.dtype, int, int, int, dict[str, Any]], ...] = (
+    # dtype, head dimension, block size, group, sinks and cap
+    (torch.bfloat16, 128, 64, 4, {}),
+    (torch.bfloat16, 128, 16, 5, {}),  # two heads a tile, three turns
+    (torch.bfloat16, 128, 8, 8, {}),
+    (torch.float16, 128, 32, 7, {}),
+    (torch.bfloat16, 128, 128, 2, {}),
+    (torch.float16, 128, 256, 1, {}),
+    (torch.bfloat16, 64, 64, 8, {"sinks": True}),
+    (torch.bfloat16, 96, 64, 1, {}),
+    (torch.bfloat16, 256, 16, 2, {"softcap": 50.0}),
+    (torch.bfloat16, 256, 128, 8, {}),
+    (torch.float32, 128, 64, 4, {}),
+)
+"""What is compiled ahead of time: every head dimension, block size and dtype, every way to pack a group."""
+
+
+def teachers() -> Iterator[Example]:
+    """Calls on meta tensors that launch what ships."""
+    tokens, kv_heads = 4096, 8
+    cu_seqlens = torch.tensor([0, tokens], dtype=torch.int32)
+    for dtype, dim, block_size, group, extras in TEACHERS:
+        heads = kv_heads * group
+        q = meta(tokens, heads, dim, dtype=dtype)
+        k = meta(tokens, kv_heads, dim, dtype=dtype)
+        sinks = meta(heads, dtype=dtype) if "sinks" in extras else None
+        softcap = extras.get("softcap")
+        name = f"{str(dtype).removeprefix('torch.')} d{dim} b{block_size} g{group}"
+        product = tokens * tokens * heads * dim  # half of the square, two operations
+        inputs = (heads + kv_heads) * tokens * dim * dtype.itemsize
+        targets = tokens * kv_heads * tokens / block_size * 2  # bytes: half of the cells, four each
+        products = ("attention_kernel", "maxima_kernel") if dtype != torch.float32 else ()
+        turns = tokens / 2 / teacher_launch(group, dim, dim, dtype, gpu_of(q.device)).keys
+        yield Example(
+            f"attention_with_block_targets {name}",
+            partial(
+                teacher.attention_with_block_targets,
+                q,
+                k,
+                k,
+                cu_seqlens,
+                block_size,
+                dim**-0.5,
+                sinks=sinks,
+                softcap=softcap,
+            ),
+            {"attention_kernel": Work(2 * inputs + targets, 2 * product, turns, dtype == torch.float32)},
+            products[:1],
+            ("attention_kernel",),
+        )
+        yield Example(
+            f"block targets from lse {name}",
+            partial(_from_lse, q, k, cu_seqlens, block_size, sinks, softcap),
+            {"maxima_kernel": Work(inputs + targets, product, turns, dtype == torch.float32)},
+            products[1:],
+            ("maxima_kernel",),
+        )
+
+
+def _from_lse(
+    q: Tensor, k: Tensor, cu_seqlens: Tensor, block_size: int, sinks: Tensor | None, softcap: float | None
+) -> None:
+    """What `gate_kl` does when the log-sum-exp is known: an example."""
+    side = teacher.Teacher(q, k, None, block_size, 1.0, sinks, softcap)
+    pieces = [packs.Piece(start, 0, start, end, 1.0) for start, end in packs.segments(cu_seqlens, len(q))]
+    (tiles,) = packs.to_device([packs.row_tiles(pieces, side.launch().rows, packed=True)], q.device)
+    lse = q.new_empty(q.shape[:2], dtype=torch.float32)
+    width = -(-q.shape[0] // block_size)
+    side.log_targets(tiles, lse.new_empty(q.shape[0], side.kv_heads, width), lse, known=True)
