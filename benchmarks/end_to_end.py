@@ -32,11 +32,11 @@ from transformers.generation.streamers import BaseStreamer
 
 import seergate
 from seergate import GateBank, GateConfig, methods
+from seergate.cache.call import PROMPT, Call
 from seergate.cache.layer import GatedLayer
 from seergate.cache.offload import Offload
 from seergate.cache.ordinary import show
 from seergate.decode.step import make_step
-from seergate.hf.call import Arrival
 
 SHORTER = (1.0, 0.875, 0.75, 0.5)
 """Rows of a batch are these shares of its length, in turn."""
@@ -190,10 +190,9 @@ def announce(layer: GatedLayer, k_pre: Tensor, keys: Tensor, values: Tensor, mas
         valid = mask[:, some].bool()
         queries = keys.new_zeros(()).expand(len(keys), heads, valid.shape[1], keys.shape[3])  # prompts' are not used
         parts = (queries, k_pre[:, :, some])
-        layer.arrival = Arrival(None if valid.all() else valid, lambda parts=parts: parts)
+        layer.call = call = Call(PROMPT, lambda parts=parts: parts, None if valid.all() else valid)
         layer.update(keys[:, :, some], values[:, :, some])
-        appended, layer.appended = layer.appended, None
-        show(layer.state, make_step(layer, appended, queries, {}))
+        show(layer.state, make_step(layer, call, queries, {}))
 
 
 def turn(model: PreTrainedModel, name: str, way: Way, mask: Tensor, tokens: int) -> None:

@@ -16,7 +16,7 @@ from seergate.version import __version__ as __version__
 if TYPE_CHECKING:
     from seergate import methods, ops
     from seergate.cache.offload import Offload
-    from seergate.config import DecodeConfig, GateConfig
+    from seergate.config import DecodeConfig, GateConfig, Lossless, Rectify
     from seergate.errors import SeergateError
     from seergate.hf.attach import Handle, attach, attached, handle_of
     from seergate.hf.bank import GateBank
@@ -27,6 +27,8 @@ _HOMES = {
     "GateConfig": "seergate.config",
     "DecodeConfig": "seergate.config",
     "GateBank": "seergate.hf.bank",
+    "Lossless": "seergate.config",
+    "Rectify": "seergate.config",
     "SeergateError": "seergate.errors",
     "Handle": "seergate.hf.attach",
     "attach": "seergate.hf.attach",
@@ -43,8 +45,10 @@ __all__ = [
     "GateBank",
     "GateConfig",
     "Handle",
+    "Lossless",
     "Offload",
     "Paging",
+    "Rectify",
     "SeergateError",
     "attach",
     "attached",

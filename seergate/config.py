@@ -1,4 +1,6 @@
-"""What a gate is (`GateConfig`, saved with it) and how to decode with it (`DecodeConfig`, chosen at run time)."""
+"""What a gate is (`GateConfig`, saved with it), how to decode with it (`DecodeConfig`, chosen at run time), and what
+corrects the errors of sparse steps (`Lossless`, `Rectify`).
+"""
 
 from __future__ import annotations
 
@@ -91,15 +93,7 @@ class DecodeConfig:
         sink_blocks: this many first blocks are always read; they count in the budget.
         dense_layers: indices of layers that stay dense (the paper's hybrid models, section 5.2).
         dense_below: a row reads everything while it has no more than this many tokens, current one included. Below the
-            break-even length of a machine (``benchmarks/end_to_end.py``) reading everything is faster than choosing.
-            ``"auto"`` has `attach` time both on this machine, once; what is read, and with it what is said, then
-            depends on the machine. It needs a token budget.
-        rectify_every: after this many sparse steps one dense pass computes the keys and values of their tokens anew
-            (ReSA; 32 in its code). ``None`` for never.
-        lossless: ``generate`` gives what the dense model gives. The sparse model drafts tokens, and one dense pass
-            verifies them; whatever is not drafted is dense.
-        draft_tokens: with ``lossless``, how many tokens are drafted before each dense pass; chosen from the share that
-            is accepted if ``None``.
+            break-even length of a machine (``seergate break-even``) reading everything is faster than choosing.
         compat: ``"published"`` reproduces the published checkpoints' code where it differs from the paper: a block
             that closes while decoding is rotated at its last position, the current block takes part in the softmax
             with logit 0, and first and last block are read on top of the budget. ``None`` follows the paper, and
@@ -114,10 +108,7 @@ class DecodeConfig:
     top_p: float | None = None
     sink_blocks: int = 0
     dense_layers: tuple[int, ...] = ()
-    dense_below: int | Literal["auto"] = 0
-    rectify_every: int | None = None
-    lossless: bool = False
-    draft_tokens: int | None = None
+    dense_below: int = 0
     compat: Literal["published", "gates"] | None = "gates"
 
     def __post_init__(self) -> None:
@@ -140,8 +131,8 @@ class DecodeConfig:
         object.__setattr__(self, "dense_layers", tuple(self.dense_layers))
         if not all(is_int(layer) and layer >= 0 for layer in self.dense_layers):
             raise ValueError(f"dense_layers is {self.dense_layers!r}; it must hold layer indices, 0 or greater")
-        self._check_dense_below()
-        self._check_corrections()
+        if not is_int(self.dense_below) or self.dense_below < 0:
+            raise ValueError(f"dense_below is {self.dense_below!r}; it must be 0 or a positive number of tokens")
         if self.compat not in (None, "published", "gates"):
             raise ValueError(f'compat is {self.compat!r}; it must be None, "published" or "gates"')
         if self.compat == "published" and (self.top_p is not None or self.sink_blocks or self.dense_below):
@@ -150,52 +141,51 @@ class DecodeConfig:
                 "or pass compat=None"
             )
 
-    @property
-    def dense_up_to(self) -> int:
-        """`dense_below` as a number of tokens; 0 while it is ``"auto"`` and nothing has been timed."""
-        return 0 if self.dense_below == "auto" else self.dense_below
-
-    def _check_dense_below(self) -> None:
-        if self.dense_below == "auto":
-            if self.token_budget is None:
-                raise ValueError(
-                    'dense_below is "auto" without a token budget; how much a threshold or top_p reads depends on the '
-                    "text, so there is nothing to time: give a number of tokens, or token_budget"
-                )
-        elif not is_int(self.dense_below) or self.dense_below < 0:
-            raise ValueError(
-                f'dense_below is {self.dense_below!r}; it must be 0 or a positive number of tokens, or "auto"'
-            )
-
-    def _check_corrections(self) -> None:
-        """What undoes the errors of sparse steps: rectification and lossless decoding."""
-        if self.rectify_every is not None and (not is_int(self.rectify_every) or self.rectify_every < 1):
-            raise ValueError(
-                f"rectify_every is {self.rectify_every!r}; it must be a positive number of tokens, or None"
-            )
-        if not isinstance(self.lossless, bool):
-            raise ValueError(f"lossless is {self.lossless!r}; it must be True or False")
-        if self.lossless and self.rectify_every is not None:
-            raise ValueError(
-                f"rectify_every is {self.rectify_every} beside lossless, which leaves nothing to rectify; drop one"
-            )
-        if self.draft_tokens is not None:
-            if not is_int(self.draft_tokens) or self.draft_tokens < 1:
-                raise ValueError(
-                    f"draft_tokens is {self.draft_tokens!r}; it must be a positive number of tokens, or None"
-                )
-            if not self.lossless:
-                raise ValueError(f"draft_tokens is {self.draft_tokens} without lossless=True, the mode that drafts")
-
     def check_block_size(self, block_size: int) -> None:
-        """Refuse a budget that cannot hold the current block and the sinks, and drafts longer than a block."""
-        if self.draft_tokens is not None and self.draft_tokens > block_size:
-            raise ValueError(
-                f"draft_tokens is {self.draft_tokens}; with block_size {block_size} it must be at most that"
-            )
+        """Refuse a budget that cannot hold the current block and the sinks."""
         needed = (1 + self.sink_blocks) * block_size
         if self.token_budget is not None and self.token_budget < needed:
             raise ValueError(
                 f"token_budget is {self.token_budget}; with block_size {block_size} and {self.sink_blocks} sink "
                 f"blocks it must be at least {needed}"
             )
+
+
+@dataclass(frozen=True)
+class Lossless:
+    """``generate`` returns what the dense model returns: the sparse model drafts tokens, one dense pass verifies them.
+
+    Attributes:
+        draft_tokens: how many tokens are drafted before each dense pass, at most a block; ``None`` chooses by the
+            share of drafted tokens that is accepted.
+
+    Raises:
+        ValueError: naming the field, what it is and what it must be.
+    """
+
+    draft_tokens: int | None = None
+
+    def __post_init__(self) -> None:
+        if self.draft_tokens is not None and (not is_int(self.draft_tokens) or self.draft_tokens < 1):
+            raise ValueError(f"draft_tokens is {self.draft_tokens!r}; it must be a positive number of tokens, or None")
+
+
+@dataclass(frozen=True)
+class Rectify:
+    """After every few sparse steps one dense pass computes the keys and values of their tokens anew (ReSA).
+
+    Attributes:
+        every: sparse steps of a row between two dense passes; 32 in ReSA's code.
+
+    Raises:
+        ValueError: naming the field, what it is and what it must be.
+    """
+
+    every: int = 32
+
+    def __post_init__(self) -> None:
+        if not is_int(self.every) or self.every < 1:
+            raise ValueError(f"every is {self.every!r}; it must be a positive number of steps")
+
+
+Correction = Lossless | Rectify

@@ -19,10 +19,10 @@ from torch.nn.functional import pad
 from transformers.cache_utils import CacheLayerMixin
 
 from seergate import ops
+from seergate.cache.call import PROMPT, Call
 from seergate.cache.ordinary import ordinary_tensors
 from seergate.decode.stats import token_bytes
 from seergate.errors import SeergateError
-from seergate.hf.call import Appended, Arrival
 from seergate.methods.base import LayerSpec, LayerState, Method, Rotary, Step
 from seergate.methods.evicting import CompressingMethod, CompressingState, Eviction, compact, trimmed
 
@@ -48,6 +48,7 @@ class GatedLayer(CacheLayerMixin):
     is_compileable = False
     is_sliding = False
     is_croppable = True
+    shortens_rows = True  # whether a single row can be shortened
 
     def __init__(
         self,
@@ -71,13 +72,10 @@ class GatedLayer(CacheLayerMixin):
         self.row_lengths: list[int] = []  # the same as `lengths`, known without a device read
         self.row_seen: list[int] = []  # real tokens seen, evicted ones included
         self.row_offsets: list[int] = []  # the position that the model gave to each row's first token
-        self.decoding = False  # whether tokens have been decoded since the prompt
-        self.decoded = 0  # how many of those that came last, from the end
         self.slots = 0  # tokens seen per row, padding included: the length that transformers counts in
         self.valid: Tensor | None = None  # bool [B, <= slots]; slots beyond it are all real; None: none was padding
         self.state: LayerState | None = None
-        self.arrival: Arrival | None = None
-        self.appended: Appended | None = None
+        self.call: Call | None = None  # put here by the attention module's pre-hook, taken by `update`
         self.is_initialized = False
 
     def __deepcopy__(self, memo: dict[int, Any]) -> GatedLayer:
@@ -126,26 +124,25 @@ class GatedLayer(CacheLayerMixin):
             )
         if self.static_length is not None and self.slots + new > self.static_length:
             self.raise_full(new)
-        arrival, self.arrival = self.arrival, None
-        if arrival is None:  # the model runs without its gates: keep the tokens, but the method has not seen them
+        call, self.call = self.call, None
+        if call is None:  # the model runs without its gates: keep the tokens, but the method has not seen them
             if isinstance(self.method, CompressingMethod) and self.slots:
                 raise SeergateError(
                     f"this cache was filled under {self.method.name!r}, which evicted from it; start a new one"
                 )
-            self.state, arrival = None, Arrival(None, None)
+            self.state, call = None, Call(PROMPT, None)
         fresh = self.slots == 0
         if fresh:
-            self.row_offsets = arrival.first_positions(batch)
+            self.row_offsets = call.first_positions(batch)
         starts = list(self.row_lengths)
-        counts = arrival.counts if arrival.counts is not None else [new] * batch
-        keys = arrival.compact(key_states)
-        if arrival.taps is not None:
-            q_pre, k_pre = (arrival.compact(x) for x in arrival.taps())
-            self.appended = Appended(arrival, q_pre, k_pre, keys, starts, counts)
+        counts = [new] * batch if call.valid is None else call.valid.sum(1).tolist()
+        keys = call.compact(key_states)
+        if call.taps is not None:
+            call.take(keys, starts, counts)
             if self.method.stores_pre_rope:
-                keys = k_pre
-        self._store(keys, arrival.compact(value_states), starts, counts)
-        self._remember_padding(arrival.valid, new)
+                keys = call.k_pre
+        self._store(call, keys, call.compact(value_states), starts, counts)
+        self._remember_padding(call.valid, new)
         self.slots += new
         self.row_seen = [seen + count for seen, count in zip(self.row_seen, counts, strict=True)]
         if isinstance(self.method, CompressingMethod) and self.static_length is not None:
@@ -153,7 +150,7 @@ class GatedLayer(CacheLayerMixin):
             return pad(key_states, beyond), pad(value_states, beyond)
         if isinstance(self.method, CompressingMethod) or (fresh and self.static_length is None):
             return key_states, value_states
-        if new == 1 and self.appended is not None and not self.shared:
+        if new == 1 and call.taps is not None and not self.shared:
             return key_states, value_states  # the attention function reads the buffers themselves
         return self.slot_view()
 
@@ -186,7 +183,7 @@ class GatedLayer(CacheLayerMixin):
         known = none if self.valid is None else self.valid
         return pad(known, (0, self.slots - known.shape[1]), value=True)
 
-    def _store(self, keys: Tensor, values: Tensor, starts: list[int], counts: list[int]) -> None:
+    def _store(self, call: Call, keys: Tensor, values: Tensor, starts: list[int], counts: list[int]) -> None:
         new, ends = keys.shape[2], [start + count for start, count in zip(starts, counts, strict=True)]
         self._reserve(max(ends))
         assert self.keys is not None and self.values is not None
@@ -310,7 +307,7 @@ class GatedLayer(CacheLayerMixin):
             prefix = self.valid[:, :kept]
             after = [count + kept - prefix.shape[1] for count in prefix.sum(1).tolist()]
             self.valid = prefix
-        self.slots, self.decoding = kept, True  # whoever takes tokens back is drafting
+        self.slots = kept
         self.shorten(after)
 
     def shorten(self, lengths: list[int]) -> None:

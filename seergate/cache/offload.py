@@ -24,11 +24,12 @@ import torch
 from torch import Tensor
 
 from seergate import ops
+from seergate.cache.call import Call
 from seergate.cache.layer import GatedLayer
 from seergate.cache.ordinary import ordinary_tensors
 from seergate.config import is_int
 from seergate.errors import SeergateError
-from seergate.methods.base import Method, Step
+from seergate.methods.base import Step
 from seergate.methods.selecting import SelectingMethod
 
 
@@ -62,21 +63,6 @@ class Offload:
             raise ValueError(f'store is {self.store!r}; it must be "disk" or "host"')
         if self.folder is not None and not Path(self.folder).is_dir():
             raise ValueError(f"folder is {str(self.folder)!r}; it must be a folder that exists")
-
-    def check(self, method: Method) -> None:
-        """Refuse a method that an offloaded cache is of no use to.
-
-        Raises:
-            SeergateError: if it is not one that selects, or corrects earlier tokens with dense passes.
-        """
-        if not isinstance(method, SelectingMethod):
-            raise SeergateError(
-                f"{method.name!r} cannot be offloaded: only a method that selects blocks leaves some of them unread"
-            )
-        if method.rule.lossless or method.rule.rectify_every is not None:
-            raise SeergateError(
-                "lossless decoding and rectification read the whole cache in dense passes; do without offload"
-            )
 
     def buffer(self, shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> Tensor:
         """Zeros in slow memory."""
@@ -306,9 +292,9 @@ class OffloadedLayer(GatedLayer):
     def _room_for(self, tokens: int) -> int:
         return 2 * tokens  # a file that is not written to yet takes no room, and copying one takes time
 
-    def _store(self, keys: Tensor, values: Tensor, starts: list[int], counts: list[int]) -> None:
+    def _store(self, call: Call, keys: Tensor, values: Tensor, starts: list[int], counts: list[int]) -> None:
         assert self.pool is not None
-        super()._store(keys, values, starts, counts)
+        super()._store(call, keys, values, starts, counts)
         if keys.shape[2] == 1 and set(counts) == {1}:
             newest = (x[:, :, 0].detach().to(self.dtype).flatten(0, 1) for x in (keys, values))
             self.pool.put(torch.tensor(starts), *newest)

@@ -35,6 +35,12 @@ def join_rows(cache: Cache, arriving: Cache) -> None:
         layer.append_rows(other)
 
 
+def layers_without_return(cache: Cache | None) -> list[str]:
+    """The kinds of a cache's layers that cannot take tokens back, such as a static one with a window."""
+    layers = [] if cache is None else cache.layers
+    return sorted({type(layer).__name__ for layer in layers if not hasattr(layer, "crop")})
+
+
 def keep_rows(cache: Cache, rows: list[int]) -> None:
     """Drop all rows but these, in that order."""
     cache.batch_select_indices(torch.tensor(rows, dtype=torch.int64))

@@ -16,7 +16,6 @@ from torch import Tensor
 from seergate.cache.layer import GatedLayer
 from seergate.cache.ordinary import ordinary_tensors
 from seergate.decode.stats import DecodeStats, FixedCounts
-from seergate.hf.call import Appended
 from seergate.methods.base import FixedStep, Step
 
 
@@ -111,21 +110,20 @@ class FixedLayer(GatedLayer):
 
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
         """See `GatedLayer`."""
-        arrival = self.arrival
-        if arrival is None or not self.takes(key_states.shape[2]):
+        call = self.call
+        if call is None or not self.takes(key_states.shape[2]):
             self.counts = None
             return super().update(key_states, value_states, *args, **kwargs)
         assert self.keys is not None and self.values is not None
         if self.device.type == "cpu" and not torch.compiler.is_compiling() and self.slots == self.static_length:
             self.raise_full(1)
-        self.arrival, self.decoding = None, True
-        q_pre, k_pre = arrival.taps()
+        self.call = None
         rows = torch.arange(len(key_states), device=self.device)
         self.keys[rows, :, self.lengths] = key_states[:, :, 0].detach().to(self.dtype)
         self.values[rows, :, self.lengths] = value_states[:, :, 0].detach().to(self.dtype)
         self.lengths.add_(1)
         self._slots.add_(1)
-        self.appended = Appended(arrival, q_pre, k_pre, key_states, [], [])
+        call.take(key_states, [], [])
         return key_states, value_states
 
     def step(self, **facts: Any) -> Step:

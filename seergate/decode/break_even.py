@@ -1,35 +1,30 @@
-"""From which length on choosing blocks pays on this machine: what ``dense_below="auto"`` becomes when it is attached.
+"""From which length on choosing blocks pays on a machine: what ``dense_below`` should be there.
 
-Both kinds of step are timed once per machine and shape (`step_times`). The outcome is kept in a small file in the
-user's cache directory.
+A dense and a sparse step of one layer are timed on random keys and values, each length twice the one before.
 """
 
 from __future__ import annotations
 
-import hashlib
-import json
-import os
-import platform
-import tempfile
+import statistics
+import time
 from collections.abc import Callable, Sequence
-from contextlib import suppress
-from dataclasses import replace
-from functools import partial
-from pathlib import Path
 from typing import Any
 
 import torch
-from torch import nn
-from transformers import PreTrainedModel
+from torch import Tensor
 
-from seergate.config import is_int
-from seergate.decode.step_times import Times, step_times
-from seergate.errors import SeergateError
-from seergate.hf import families
-from seergate.hf.rope import Rotary
-from seergate.methods.base import LayerSpec, Method
+from seergate import ops
+from seergate.cache.ordinary import show
+from seergate.methods.base import LayerSpec, Step
 from seergate.methods.selecting import SelectingMethod, SelectingState
-from seergate.ops.backend import choose
+
+MOST_BYTES = {"cpu": 256 << 20, "cuda": 1 << 30}
+"""What keys and values take. They are read in turn, so that short ones lie in no cache of the processor either."""
+SECONDS, ROUNDS = 0.2, 25
+"""At one length no round begins after so many seconds, or so many rounds; there are at least three."""
+
+Times = Sequence[tuple[int, float, float]]
+"""Ascending lengths in tokens, each with the seconds of a dense and of a sparse step."""
 
 
 def break_even(times: Times) -> int:
@@ -47,104 +42,73 @@ def break_even(times: Times) -> int:
     return length + int((longer - length) * loss / (loss + gain))
 
 
-def resolved(
-    method: Method, model: PreTrainedModel, modules: Sequence[tuple[int, nn.Module]], ordinary_cache: bool
-) -> Method:
-    """The method, with a number in the place of ``dense_below="auto"``; the same object for the same number.
+@torch.no_grad()
+def step_times(method: SelectingMethod, spec: LayerSpec, extras: dict[str, Any], longest: int) -> Times:
+    """Steps of one row, from just above the budget to ``longest`` tokens or `MOST_BYTES`, each length twice the one
+    before. A sparse step is the method's scores, its choice and the attention; what both do is left out.
 
     Args:
-        method: any.
-        model: what it is being attached to.
-        modules: its layers that can be gated.
-        ordinary_cache: whether the cache is neither paged nor offloaded: those are not timed.
-
-    Raises:
-        SeergateError: for another cache.
+        method: with a token budget.
+        spec: of a layer in which it selects.
+        extras: ``sinks`` and ``softcap`` of the layer.
+        longest: tokens that the model has positions for.
     """
-    if not isinstance(method, SelectingMethod) or method.dense_below != "auto":
-        return method
-    if not ordinary_cache:
-        raise SeergateError(
-            'dense_below is "auto", which times ordinary caches; give a number of tokens with a paged or offloaded one'
-        )
-    number = _resolve(replace(method, dense_below=0), model, modules)
-    known: dict[int, Method] = vars(method).setdefault("_resolved", {})  # a cache goes on with the same object only
-    return known.setdefault(number, replace(method, dense_below=number))
+    size, heads, dim, device = method.block_size, spec.num_kv_heads, spec.head_dim, spec.device
+    first = (method.covered_tokens * 5 // 4 // size + 1) * size
+    room = MOST_BYTES["cuda" if device.type == "cuda" else "cpu"] // (2 * heads * dim * spec.dtype.itemsize)
+    most = min(longest, max(room, 2 * first)) // size * size
+    if most < first:
+        return []
+    lengths = [first << i for i in range(40) if first << i < most]
+    chance = torch.Generator(device).manual_seed(0)  # not what the caller's tokens are drawn with
+    some = torch.randn(2, 1 << 16, generator=chance, device=device).to(spec.dtype)
+    pool = some.repeat(1, -(-most * heads * dim // some.shape[1]))
+    q = torch.randn(1, spec.num_heads, 1, dim, generator=chance, device=device).to(spec.dtype)
+    times = []
+    for length in [*lengths, most]:
+        copies = most // length
+        keys, values = pool[:, : copies * heads * length * dim].view(2, copies, 1, heads, length, dim)
+        times.append((length, *_medians(method, spec, q, keys, values, {"sm_scale": dim**-0.5, **extras})))
+    return times
 
 
-def _resolve(method: SelectingMethod, model: PreTrainedModel, modules: Sequence[tuple[int, nn.Module]]) -> int:
-    """By the first layer that selects; 0 if none does."""
-    config = families.text_config(model)
-    for layer, attention in modules:
-        module: Any = attention
-        device = next((w.device for w in module.parameters() if w.device.type != "meta"), model.device)
-        heads, kind = int(config.num_attention_heads), families.rope_kind(config, attention)
-        rotary = Rotary(families.decoder_of(model), attention, families.layer_type(config, layer), kind)
-        kv_heads = heads // int(module.num_key_value_groups)
-        spec = LayerSpec(layer, 1, heads, kv_heads, int(module.head_dim), model.dtype, device, rotary)
-        if layer in method.rule.dense_layers or not isinstance(method.new_state(spec), SelectingState):
-            continue
-        extras = {"sinks": getattr(module, "sinks", None), "softcap": getattr(module, "attn_logit_softcapping", None)}
-        longest = int(getattr(config, "max_position_embeddings", 1 << 20))
-        about = facts(method, spec, extras, longest)
-        return remembered(about, partial(step_times, method, spec, extras, longest))
-    return 0
+def _medians(
+    method: SelectingMethod, spec: LayerSpec, q: Tensor, keys: Tensor, values: Tensor, options: dict[str, Any]
+) -> tuple[float, float]:
+    """Seconds of both on one copy after another of keys and values ``[copies, 1, K, S, D]``, in turns."""
+    copies, length, state = len(keys), keys.shape[3], method.new_state(spec)
+    assert isinstance(state, SelectingState)
+    for start, end in ((0, length - 1), (length - 1, length)):
+        queries, new, ends = q.expand(-1, -1, end - start, -1), keys[0][:, :, start:end], torch.tensor([end])
+        facts = queries, new, queries, new, [start], [end - start], keys[0], values[0], ends.to(spec.device)
+        step = Step(*facts, **options)
+        show(state, step)
+
+    def dense(copy: int) -> None:
+        ops.dense_decode(q[:, :, 0], keys[copy], values[copy], **options)
+
+    def sparse(copy: int) -> None:
+        chosen = method.select(state, step)
+        assert chosen is not None
+        at = chosen.indices, step.lengths, method.block_size
+        ops.sparse_decode(q[:, :, 0], keys[copy], values[copy], *at, **options)
+
+    spent: tuple[list[float], list[float]] = [], []
+    dense(0)
+    sparse(0)
+    began = time.perf_counter()
+    for turn in range(ROUNDS):
+        if turn >= 3 and time.perf_counter() - began > SECONDS:
+            break
+        spent[0].append(_seconds(dense, turn % copies, spec.device))
+        spent[1].append(_seconds(sparse, (turn + copies // 2) % copies, spec.device))
+    return statistics.median(spent[0]), statistics.median(spent[1])
 
 
-def facts(method: SelectingMethod, spec: LayerSpec, extras: dict[str, Any], longest: int) -> dict[str, Any]:
-    """All that the outcome depends on, as plain JSON types: machine, versions, shape and options."""
-    from seergate import __version__
-
-    device, bank = spec.device, getattr(method, "bank", None)
-    return {
-        "machine": [platform.node(), platform.machine(), os.cpu_count()],
-        "device": torch.cuda.get_device_name(device) if device.type == "cuda" else device.type,
-        "threads": torch.get_num_threads(),
-        "versions": [__version__, torch.__version__],
-        "backend": choose(device),
-        "shape": [spec.num_heads, spec.num_kv_heads, spec.head_dim, str(spec.dtype), longest],
-        "extras": sorted(name for name, value in extras.items() if value is not None),
-        "method": repr(method),
-        "gate": None if bank is None else [bank.config.to_dict(), str(next(bank.parameters()).dtype)],
-    }
-
-
-def remembered(about: dict[str, Any], measured: Callable[[], Times]) -> int:
-    """The break-even length that was measured under these `facts`, now or by an earlier process. A file that cannot be
-    read, or written, only costs another measurement.
-    """
-    path = _place(about)
-    found = _kept(path, about)
-    if found is None:
-        times = measured()
-        found = _kept(path, about)  # another process may have been quicker: then both go by the same
-    if found is None:
-        found = break_even(times)
-        _keep(path, {"dense_below": found, "about": about, "tokens_dense_sparse_seconds": times})
-    return found
-
-
-def _place(about: dict[str, Any]) -> Path:
-    name = hashlib.sha256(json.dumps(about, sort_keys=True).encode()).hexdigest()[:24]
-    try:
-        cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
-    except RuntimeError:  # whoever runs this has no home
-        cache = Path(tempfile.gettempdir())
-    return cache / "seergate" / "break_even" / f"{name}.json"
-
-
-def _kept(path: Path, about: dict[str, Any]) -> int | None:
-    try:
-        record = json.loads(path.read_text())
-        number = record["dense_below"]
-        return number if record["about"] == about and is_int(number) and number >= 0 else None
-    except (OSError, ValueError, LookupError, TypeError):
-        return None
-
-
-def _keep(path: Path, record: dict[str, Any]) -> None:
-    with suppress(OSError):
-        path.parent.mkdir(parents=True, exist_ok=True)
-        draft = path.with_name(f"{path.name}.{os.getpid()}")
-        draft.write_text(json.dumps(record, indent=1))
-        os.replace(draft, path)
+def _seconds(run: Callable[[int], None], copy: int, device: torch.device) -> float:
+    wait = torch.cuda.synchronize if device.type == "cuda" else int
+    wait()
+    start = time.perf_counter()
+    run(copy)
+    wait()
+    return time.perf_counter() - start

@@ -13,8 +13,7 @@ from __future__ import annotations
 
 import copy
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -33,17 +32,17 @@ from transformers.generation import (
 )
 from transformers.generation.utils import GENERATION_MODES_MAPPING
 
+from seergate.cache.call import Passes
 from seergate.cache.layer import GatedLayer
-from seergate.decode.rollback import layers_without_return, refuse_changing_angles, refuse_layers_without_return
+from seergate.cache.rows import layers_without_return
+from seergate.config import Lossless
 from seergate.decode.speculation import VERIFYING_COST, DraftLength, accept_greedy, accept_sampled, cycle_cost
 from seergate.decode.stats import token_bytes
+from seergate.methods.base import Method
 from seergate.methods.selecting import SelectingMethod
 
 if TYPE_CHECKING:
     from transformers.generation.streamers import BaseStreamer
-
-    from seergate.hf.attach import Handle
-
 
 NOT_OURS = (
     "custom_generate",
@@ -60,42 +59,47 @@ GUESSED_SHARE = 0.1
 """What a threshold or top-p is expected to read before it was seen."""
 
 
-class Lossless:
-    """Lossless decoding of one handle: its switch between sparse and dense passes, and its counters.
+class LosslessDecoding:
+    """Lossless decoding of one attached model: its switch between sparse and dense passes, and its counters.
 
     Args:
-        handle: its method selects; the model's ``generate`` is replaced until `remove`.
+        options: what the user asked for.
+        model: whose ``generate`` is replaced until `remove`.
+        method: attached to it; it selects.
+        passes: made dense by default.
+        tokens_read: returns the sums so far of tokens that decode steps have read, and of those that they have seen.
 
     Raises:
-        SeergateError: if a layer of the model cannot take tokens back.
+        ValueError: if drafts are longer than a block.
     """
 
-    def __init__(self, handle: Handle) -> None:
-        assert isinstance(handle.method, SelectingMethod)
-        refuse_layers_without_return(handle.model, "lossless decoding")
-        refuse_changing_angles(handle.model)
-        self.handle, self.method = handle, handle.method
-        self.weight_bytes = weights_read(handle.model)
+    def __init__(
+        self,
+        options: Lossless,
+        model: PreTrainedModel,
+        method: Method,
+        passes: Passes,
+        tokens_read: Callable[[], tuple[float, float]],
+    ) -> None:
+        assert isinstance(method, SelectingMethod)
+        if options.draft_tokens is not None and options.draft_tokens > method.block_size:
+            raise ValueError(
+                f"draft_tokens is {options.draft_tokens}; with block_size {method.block_size} it must be at most that"
+            )
+        self.options, self.model, self.method, self.passes = options, model, method, passes
+        self.tokens_read = tokens_read
+        self.weight_bytes = weights_read(model)
         self.reset()
-        handle.dense_pass = True
-        self.theirs = vars(handle.model).get("generate")  # somebody else's, in place of the class's
-        handle.model.generate = LosslessGenerate(self)  # type: ignore[method-assign,assignment]
+        passes.default = "dense"
+        self.theirs = vars(model).get("generate")  # somebody else's, in place of the class's
+        model.generate = LosslessGenerate(self)  # type: ignore[method-assign,assignment]
 
     def remove(self) -> None:
         """Give the model its own ``generate`` back."""
-        vars(self.handle.model).pop("generate", None)
+        vars(self.model).pop("generate", None)
         if self.theirs is not None:
-            self.handle.model.generate = self.theirs  # type: ignore[method-assign]
-        self.handle.dense_pass = False
-
-    @contextmanager
-    def drafting(self) -> Iterator[None]:
-        """While it lasts the method selects."""
-        self.handle.dense_pass = False
-        try:
-            yield
-        finally:
-            self.handle.dense_pass = True
+            self.model.generate = self.theirs  # type: ignore[method-assign]
+        self.passes.default = None
 
     def reset(self) -> None:
         """Start counting anew."""
@@ -138,15 +142,15 @@ class LosslessGenerate:
     """`generate` of a model in lossless mode.
 
     Args:
-        lossless: of its handle.
+        lossless: of the model.
     """
 
-    def __init__(self, lossless: Lossless) -> None:
+    def __init__(self, lossless: LosslessDecoding) -> None:
         self.lossless = lossless
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """The stock `generate`, with our loop for greedy decoding and sampling."""
-        model = self.lossless.handle.model
+        model = self.lossless.model
         if all(kwargs.get(name) in (None, 1) for name in NOT_OURS):  # one group of beams is none
             kwargs["custom_generate"] = DraftingLoop(self.lossless, kwargs.get("streamer"), kwargs.get("synced_gpus"))
             _take_stop_strings(model, kwargs)
@@ -182,7 +186,7 @@ class DraftingLoop:
         streamer, synced_gpus: those of the call; `generate` hands a loop of somebody else neither.
     """
 
-    def __init__(self, lossless: Lossless, streamer: BaseStreamer | None, synced_gpus: bool | None) -> None:
+    def __init__(self, lossless: LosslessDecoding, streamer: BaseStreamer | None, synced_gpus: bool | None) -> None:
         self.lossless, self.streamer, self.synced_gpus = lossless, streamer, bool(synced_gpus)
 
     def __call__(
@@ -217,7 +221,7 @@ class _Run:
 
     def __init__(
         self,
-        lossless: Lossless,
+        lossless: LosslessDecoding,
         model: Any,
         processor: LogitsProcessorList,
         stopping: StoppingCriteriaList,
@@ -230,9 +234,8 @@ class _Run:
         self.pad = config._pad_token_tensor
         self.scores: list[Tensor] | None = [] if config.return_dict_in_generate and config.output_scores else None
         self.logits: list[Tensor] | None = [] if config.return_dict_in_generate and config.output_logits else None
-        method = lossless.method
         per_token = VERIFYING_COST.get(model.device.type, 0.0)
-        self.length = DraftLength(method.draft_tokens, method.block_size, per_token)
+        self.length = DraftLength(lossless.options.draft_tokens, lossless.method.block_size, per_token)
         self.more_read = 1.0  # by the last drafts, than was expected of them
 
     def __call__(self, ids: Tensor, model_kwargs: dict[str, Any]) -> GenerateDecoderOnlyOutput | Tensor:
@@ -333,9 +336,8 @@ class _Run:
             that each was drawn from, if any was; and which share of keys and values a drafting pass read.
         """
         ids, kwargs, probabilities = self.ids, dict(self.kwargs), list[Tensor]()
-        stats = self.lossless.handle.stats_
-        read, seen = stats.kv_totals() if length else (0.0, 0.0)
-        with self.lossless.drafting():
+        before = self.lossless.tokens_read() if length else (0.0, 0.0)
+        with self.lossless.passes.forced("decode"):
             for _ in range(length):
                 inputs = self.model.prepare_inputs_for_generation(ids, next_sequence_length=1, **kwargs)
                 outputs = self.model(**inputs, return_dict=True)
@@ -348,7 +350,7 @@ class _Run:
         share = 1.0
         if length:
             self._crop(length)
-            read, seen = (now - before for now, before in zip(stats.kv_totals(), (read, seen), strict=True))
+            read, seen = (now - then for now, then in zip(self.lossless.tokens_read(), before, strict=True))
             share = read / seen
         return ids, kwargs, torch.stack(probabilities, 1) if probabilities else None, share
 

@@ -8,23 +8,22 @@ dense prefill of the same tokens would have left. Tokens that were said stay sai
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from transformers.cache_utils import Cache
 
+from seergate.cache.call import PROMPT, VERIFIED_TOKENS, Passes
 from seergate.cache.layer import GatedLayer
 from seergate.cache.ordinary import ordinary_tensors
-from seergate.cache.rows import only_rows, rows_are_independent
-from seergate.decode.rollback import layers_without_return, refuse_layers_without_return
-from seergate.decode.step import VERIFIED_TOKENS
+from seergate.cache.rows import layers_without_return, only_rows, rows_are_independent
+from seergate.config import Rectify
+from seergate.decode.compatibility import refuse
 from seergate.errors import SeergateError
-from seergate.hf import families
+from seergate.methods.base import Method
 from seergate.methods.selecting import SelectingMethod
-
-if TYPE_CHECKING:
-    from seergate.hf.attach import Handle
 
 IDS, POSITIONS, DENSE = "rectify_ids", "rectify_positions", "rectify_dense"
 """What is remembered in the state of a cache's first gated layer, where it follows its rows: ids and positions of a
@@ -32,23 +31,25 @@ row's newest tokens, those of token ``i`` at slot ``i % R``, ``[B, R]``; and how
 ``[B]``."""
 
 
-class Rectifier:
-    """Rectifies the caches of one handle's model.
+class Rectification:
+    """Rectifies the caches of one model.
 
     Args:
-        handle: its method selects.
-        every: sparse steps of a row between two dense passes over it.
-
-    Raises:
-        SeergateError: if a layer of the model cannot take tokens back.
+        options: what the user asked for.
+        decoder: the model's stack of layers.
+        method: attached to it; it selects.
+        layers: that can be gated.
+        passes: tells what a pass is; the passes over earlier tokens are made dense.
     """
 
-    def __init__(self, handle: Handle, every: int) -> None:
-        assert isinstance(handle.method, SelectingMethod)
-        refuse_layers_without_return(handle.model, "rectification")
-        self.handle, self.method, self.every = handle, handle.method, every
-        self.first = handle.bindings[0].layer
-        self.decoder = families.decoder_of(handle.model)
+    def __init__(
+        self, options: Rectify, decoder: nn.Module, method: Method, layers: Sequence[int], passes: Passes
+    ) -> None:
+        assert isinstance(method, SelectingMethod)
+        self.every, self.decoder, self.method = options.every, decoder, method
+        self.layers, self.passes = layers, passes
+        self.mode = PROMPT  # of the pass that is under way
+        self.busy = False  # with a dense pass of its own
         self.reset()
         self._hooks = [
             self.decoder.register_forward_pre_hook(self._before_forward, with_kwargs=True),
@@ -62,33 +63,31 @@ class Rectifier:
 
     def reset(self) -> None:
         """Start counting anew."""
-        self.passes = self.tokens = 0
+        self.dense_passes = self.tokens = 0
 
     def stats(self) -> dict[str, Any]:
         """Under ``"rectification"``: how many dense passes there were, and tokens computed anew."""
-        return {"rectification": {"every": self.every, "passes": self.passes, "tokens": self.tokens}}
+        return {"rectification": {"every": self.every, "passes": self.dense_passes, "tokens": self.tokens}}
 
     def _before_forward(self, module: nn.Module, args: Any, kwargs: dict[str, Any]) -> None:
         """Rectify what is due before new tokens come."""
+        if self.busy:
+            return
         cache, layer = self._cache_of(kwargs.get("past_key_values"))
+        arriving = kwargs.get("input_ids", args[0] if args else None)
+        new = (kwargs["inputs_embeds"] if arriving is None else arriving).shape[1]
+        self.mode = self.passes.mode(cache, 0 if layer is None else layer.slots, new)
         if cache is None or layer is None or layer.state is None or layer.slots == 0:
             return
         if DENSE not in layer.state.rows:
             raise SeergateError("this cache was filled without rectification; start a new one")
         if stuck := layers_without_return(cache):
-            raise SeergateError(
-                f"rectification takes tokens back, which a {', '.join(stuck)} cannot do; use a dynamic cache"
-            )
+            refuse({"rectified": "rectification", "one-way cache": f"a {', '.join(stuck)}"})
         dense = [min(pair) for pair in zip(layer.state.rows[DENSE].tolist(), layer.row_lengths, strict=True)]
         layer.state.rows[DENSE] = torch.tensor(dense)  # tokens may have been taken back
         sparse = [length - done for length, done in zip(layer.row_lengths, dense, strict=True)]
-        new = _ids_of(args, kwargs).shape[1]
         # A chunk that attends densely must not build on sparse tokens.
-        drafted = self.handle.prompts.drafted(cache, layer.slots, new)
-        if drafted is None:
-            drafted = new if layer.decoding else 0
-        verified = drafted == new and new <= VERIFIED_TOKENS
-        arrives_dense = self.handle.prompts.holds(new) or (new > 1 and not verified)
+        arrives_dense = self.mode.decoded < new
         due = 1 if arrives_dense else self.every
         if not rows_are_independent(cache):
             _record_past(cache, nothing_pending=not any(sparse))
@@ -99,6 +98,8 @@ class Rectifier:
     @ordinary_tensors
     def _after_forward(self, module: nn.Module, args: Any, kwargs: dict[str, Any], output: Any) -> None:
         """Remember the new tokens."""
+        if self.busy:
+            return
         cache = kwargs.get("past_key_values")
         if cache is None:  # then the model has made one
             cache = getattr(output, "past_key_values", None)
@@ -111,11 +112,11 @@ class Rectifier:
             rows[IDS] = torch.zeros(batch, slots, dtype=torch.int64, device=layer.device)
             rows[POSITIONS] = torch.zeros_like(rows[IDS])
             rows[DENSE] = torch.zeros(batch, dtype=torch.int64)
-        if not layer.decoding:  # a prompt, or a chunk of one
+        new = self.mode.decoded
+        if not new:  # a prompt, or a chunk of one
             rows[DENSE] = torch.tensor(layer.row_lengths)
             return
         ids = _ids_of(args, kwargs).to(layer.device)
-        new = layer.decoded
         if new < ids.shape[1]:  # drafts that came along with the prompt
             ids, rows[DENSE] = ids[:, -new:], torch.tensor(layer.row_lengths) - new
         positions = kwargs.get("position_ids")
@@ -135,14 +136,14 @@ class Rectifier:
     def _reads_all(self, length: int) -> bool:
         """Whether a step of a row of so many tokens is dense in every layer."""
         rule = self.method.rule
-        if length <= rule.dense_up_to or (rule.compat is None and self.method.covers(length)):
+        if length <= rule.dense_below or (rule.compat is None and self.method.covers(length)):
             return True
-        return all(binding.layer in rule.dense_layers for binding in self.handle.bindings)
+        return all(layer in rule.dense_layers for layer in self.layers)
 
     def _cache_of(self, cache: Any) -> tuple[Cache | None, GatedLayer | None]:
-        if self.handle.dense_pass or not isinstance(cache, Cache) or len(cache.layers) <= self.first:
+        if not isinstance(cache, Cache) or len(cache.layers) <= self.layers[0]:
             return None, None
-        layer = cache.layers[self.first]
+        layer = cache.layers[self.layers[0]]
         return cache, layer if isinstance(layer, GatedLayer) else None
 
     @torch.no_grad()
@@ -167,29 +168,28 @@ class Rectifier:
         if mask is not None:
             later = torch.ones(len(ends), layer.slots + count - mask.shape[1], dtype=torch.bool, device=mask.device)
             mask = torch.cat((mask, later), 1).long()
-        device = self.decoder.get_input_embeddings().weight.device  # type: ignore[operator]
+        device = self.decoder.get_input_embeddings().weight.device  # type: ignore[operator,union-attr]
         if device.type == "meta":  # accelerate brings such weights when they are needed
             device = layer.device
-        self.handle.dense_pass = True
+        self.busy = True
         try:
-            self.decoder(
-                input_ids=ids.to(device),
-                position_ids=positions.to(device),
-                attention_mask=None if mask is None else mask.to(device),
-                past_key_values=cache,
-                use_cache=True,
-            )
+            with self.passes.forced("dense"):
+                self.decoder(
+                    input_ids=ids.to(device),
+                    position_ids=positions.to(device),
+                    attention_mask=None if mask is None else mask.to(device),
+                    past_key_values=cache,
+                    use_cache=True,
+                )
         finally:
-            self.handle.dense_pass = False
+            self.busy = False
         known[DENSE] = torch.tensor(ends)
-        self.passes += 1
+        self.dense_passes += 1
         self.tokens += count * len(ends)
 
 
 def _ids_of(args: Any, kwargs: dict[str, Any]) -> Tensor:
     ids = kwargs.get("input_ids", args[0] if args else None)
-    if ids is None and (embeddings := kwargs.get("inputs_embeds")) is not None and embeddings.shape[1] > 1:
-        return torch.empty(embeddings.shape[:2])  # a prompt; only its length is asked for
     if ids is None:
         raise SeergateError("rectification needs the decoded tokens as input_ids, and they came as embeddings")
     return ids

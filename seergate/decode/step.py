@@ -1,6 +1,6 @@
-"""The registered attention function, and what it does in a gated layer: dense prefill, method-driven decode.
+"""Attention in a gated layer: dense for prompts, driven by the method where tokens are decoded.
 
-Shape suffixes: B batch, S query tokens, T key tokens, H query heads, K KV heads, G = H / K, D head dimension.
+Shape suffixes: B batch, S new tokens, T key tokens, H query heads, K KV heads, G = H / K, R = G * S, D head dimension.
 """
 
 from __future__ import annotations
@@ -11,140 +11,153 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS, AttentionInterface
+from torch.nn.functional import scaled_dot_product_attention
 
 from seergate import ops
+from seergate.cache.call import Call
 from seergate.cache.layer import GatedLayer
 from seergate.cache.ordinary import ordinary_tensors, show
 from seergate.decode.stats import DecodeStats
 from seergate.errors import SeergateError
-from seergate.hf.call import Appended, pick_up
-from seergate.hf.rope import modeling_module
 from seergate.methods.base import FixedStep, Step
 from seergate.methods.evicting import CompressingState
 from seergate.methods.scoring import log_probabilities
 from seergate.methods.selecting import SelectingMethod, SelectingState
 from seergate.ops import Selection
 
-ATTENTION_NAME = "seergate"
-CALL_KEYWORD = "seergate_call"
-VERIFIED_TOKENS = 32
-"""At most so many drafted tokens are verified at once (assisted decoding), each decoded as if it had come alone; more
-are read densely. Outside of `generate`, a chunk of at most this many tokens is taken for drafted ones once decoding
-has begun, or the cache has been cropped; a longer one is a new prompt, and dense."""
+MOST_FOLDED = 64
+"""A chunk of at most this many tokens is attended to with `newest_tokens_attention` in dense passes; a longer one is a
+prompt, and the model's own attention is made for those."""
 
 DenseAttention = Callable[..., tuple[Tensor, Tensor | None]]
 
 
-def seergate_attention(
-    module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, **kwargs: Any
-) -> tuple[Tensor, Tensor | None]:
-    """What transformers calls in a module whose configuration names ``"seergate"``.
-
-    The module's pre-hook has put a callable into the keyword arguments that knows the cache layer, the method and the
-    dense implementation; all the work is there.
+class GatedAttention:
+    """Attention of one call, after its new tokens joined the cache.
 
     Args:
-        query: ``[B, H, S, D]``. key, value: ``[B, K, T, D]``.
-
-    Returns:
-        Output ``[B, S, H, D]`` and attention weights or ``None``.
-    """
-    call: Callable[..., tuple[Tensor, Tensor | None]] = kwargs.pop(CALL_KEYWORD)
-    return call(module, query, key, value, attention_mask, **kwargs)
-
-
-def register() -> None:
-    """Make the name known to transformers; done when something is first attached, never at import."""
-    if ATTENTION_NAME not in ALL_ATTENTION_FUNCTIONS:
-        AttentionInterface.register(ATTENTION_NAME, seergate_attention)
-
-
-def dense_function(implementation: str) -> DenseAttention:
-    """The attention that the model would have used, as a function of the module and its inputs.
-
-    Some implementations look their own name up in the module's configuration, so they are shown it while they run.
+        call: what the pass is.
+        layer: the cache.
+        dense: the attention that the model would have used.
+        stats: where decode steps are counted.
+        measure_recall: also compute how much of dense attention's probability was read.
     """
 
-    def dense(module: nn.Module, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor | None]:
-        eager = getattr(modeling_module(module), "eager_attention_forward", None)
-        own: Any = module.config  # this module's private copy
-        named, own._attn_implementation_internal = own._attn_implementation_internal, implementation
-        try:
-            return ALL_ATTENTION_FUNCTIONS.get_interface(implementation, eager)(module, *args, **kwargs)
-        finally:
-            own._attn_implementation_internal = named
+    def __init__(
+        self, call: Call, layer: GatedLayer, dense: DenseAttention, stats: DecodeStats, measure_recall: bool
+    ) -> None:
+        self.call, self.layer, self.dense, self.stats = call, layer, dense, stats
+        self.measure_recall = measure_recall
 
-    return dense
+    def __call__(
+        self,
+        module: nn.Module,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        attention_mask: Tensor | None,
+        **kwargs: Any,
+    ) -> tuple[Tensor, Tensor | None]:
+        """Output ``[B, S, H, D]`` and attention weights or ``None``; arguments as of `hf.call.seergate_attention`.
 
-
-def attend(
-    layer: GatedLayer,
-    stats: DecodeStats,
-    measure_recall: bool,
-    dense: DenseAttention,
-    module: nn.Module,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    attention_mask: Tensor | None,
-    **kwargs: Any,
-) -> tuple[Tensor, Tensor | None]:
-    """Attention in a gated layer, after its new tokens joined the cache.
-
-    Several query tokens (a prompt, or a chunk of one) attend densely and exactly as in the plain model; a query token
-    that is being decoded attends to what the method selects.
-    """
-    appended, state = pick_up(layer), layer.state
-    assert state is not None
-    step = make_step(layer, appended, query, kwargs)
-    if isinstance(step, FixedStep):
-        state.append(step)
-        return _decode_fixed(layer, state, step, stats)[:, None].to(value.dtype), None
-    show(state, step)
-    layer.settle(stats)
-    new = query.shape[2]
-    layer.decoded = _to_decode(layer, appended, new)
-    if layer.decoded < new:
-        layer.decoding = layer.decoded > 0
-        stats.saw_prompt(layer.layer, layer.nbytes, layer.row_bytes)
+        Raises:
+            SeergateError: if the layer's method has not seen all of its tokens.
+        """
+        layer, state = self.layer, self.layer.state
+        if state is None:
+            raise SeergateError(
+                "this cache was used by the plain model in between, so the method has not seen all of its tokens; "
+                "start a new one"
+            )
+        step = make_step(layer, self.call, query, kwargs)
+        new, decoded = query.shape[2], self.call.mode.decoded
+        if self.call.mode.dense:
+            show(state, step)
+            if new > 1 and not (new <= MOST_FOLDED and self.call.valid is None and _foldable(step)):
+                return self.dense(module, query, key, value, attention_mask, **kwargs)
+            with torch.no_grad(), torch.autocast(query.device.type, enabled=False):
+                output = attend_to_all(step)[:, None] if new == 1 else newest_tokens_attention(step)
+                return output.to(value.dtype), None
+        if isinstance(step, FixedStep):
+            state.append(step)
+            return self._decode_fixed(state, step)[:, None].to(value.dtype), None
+        show(state, step)
+        layer.settle(self.stats)
+        if decoded == new:
+            return self._decode_each(state, step, new).to(value.dtype), None
+        self.stats.saw_prompt(layer.layer, layer.nbytes, layer.row_bytes)
         if isinstance(state, CompressingState) and any(start != 0 for start in step.starts):
             raise SeergateError(
                 f"the evicting method {layer.method.name!r} takes a prompt in one piece, then token by token; "
                 "pass the whole conversation with a new cache"
             )
-        output, weights = dense(module, query, key, value, attention_mask, **kwargs)
+        output, weights = self.dense(module, query, key, value, attention_mask, **kwargs)
         if isinstance(state, CompressingState):
-            _evict(layer, state, step, stats)
-        if not layer.decoded:
+            self._evict(state, step)
+        if not decoded:
             return output, weights
         # The first drafts of assisted decoding come along with the prompt.
-        drafts = _decode_each(layer, state, step, layer.decoded, stats, measure_recall)
-        return torch.cat((output[:, : new - layer.decoded], drafts.to(output.dtype)), dim=1), weights
-    layer.decoding = True
-    return _decode_each(layer, state, step, new, stats, measure_recall).to(value.dtype), None
+        drafts = self._decode_each(state, step, decoded)
+        return torch.cat((output[:, : new - decoded], drafts.to(output.dtype)), dim=1), weights
 
+    @ordinary_tensors
+    def _decode_each(self, state: Any, step: Step, count: int) -> Tensor:
+        """Decode the newest ``count`` tokens one after another: ``[B, count, H, D]``."""
+        with torch.no_grad(), torch.autocast(step.q_BHSD.device.type, enabled=False):
+            return torch.stack([self._decode(state, part) for part in _tokens(step, count)], dim=1)
 
-def _to_decode(layer: GatedLayer, appended: Appended, new: int) -> int:
-    """How many of the new tokens, the last ones, are decoded; those before them are (part of) a prompt."""
-    if new == 1:
-        return 1
-    if isinstance(layer.state, CompressingState):
-        return 0
-    if appended.drafted is None:
-        return new if layer.decoding and new <= VERIFIED_TOKENS and appended.aligned else 0
-    same = len(set(appended.counts)) == 1 and appended.counts[0] >= appended.drafted
-    return appended.drafted if same and appended.drafted <= VERIFIED_TOKENS else 0
+    def _decode(self, state: Any, step: Step) -> Tensor:
+        layer, stats, method = self.layer, self.stats, self.layer.method
+        selection: Selection | None = None
+        score_bytes = [0] * len(step.starts)
+        output: Tensor | None = None
+        if isinstance(method, SelectingMethod):
+            selection = method.select(state, step)
+            if selection is not None and isinstance(state, SelectingState):
+                # A row that reads all its blocks is scored only beside longer ones, and its figures must not depend on
+                # them.
+                score_bytes = [
+                    0 if method.covers(end) or end <= method.rule.dense_below else count
+                    for count, end in zip(state.score_bytes(step), step.ends, strict=True)
+                ]
+                output = layer.attend_to(step, selection.indices)
+            if self.measure_recall:
+                stats.record_recall(layer.layer, _recall(step, selection, layer.block_size))
+        elif isinstance(state, CompressingState):
+            output, score_bytes = state.attend(step), state.score_bytes(step)
+        if output is None:
+            output = attend_to_all(step)
+        fetched = layer.take_fetched(step, everything=selection is None)
+        if fetched is not None:
+            stats.record_fetched(layer.layer, fetched)
+        read = state.tokens_read(step) if isinstance(state, CompressingState) else step.ends
+        seen = [
+            total - held + end for total, held, end in zip(layer.row_seen, layer.row_lengths, step.ends, strict=True)
+        ]
+        held = layer.nbytes, layer.row_bytes
+        stats.record(layer.layer, step, seen, read, selection, layer.block_size, score_bytes, *held)
+        stats.remembers(layer.layer, state.nbytes)
+        if isinstance(state, CompressingState):
+            self._evict(state, step)
+        return output
 
+    def _decode_fixed(self, state: Any, step: FixedStep) -> Tensor:
+        """A decode step that is the same operations whatever the rows' lengths."""
+        with torch.no_grad(), torch.autocast(step.q_BHSD.device.type, enabled=False):
+            layer, method, selection, score_bytes = self.layer, self.layer.method, None, None
+            if isinstance(method, SelectingMethod):
+                selection = method.select(state, step)
+                if selection is not None:  # as in `_decode`, of the rows' own lengths
+                    score_bytes = state.bytes_to_score(step.lengths) * (step.lengths > method.covered_tokens)
+            self.stats.record_fixed(layer.layer, step, selection, score_bytes)
+            return attend_to_all(step) if selection is None else layer.attend_to(step, selection.indices)
 
-@ordinary_tensors
-def _decode_each(
-    layer: GatedLayer, state: Any, step: Step, count: int, stats: DecodeStats, measure_recall: bool
-) -> Tensor:
-    """Decode the newest ``count`` tokens one after another: ``[B, count, H, D]``."""
-    with torch.no_grad(), torch.autocast(step.q_BHSD.device.type, enabled=False):
-        outputs = [_decode(layer, state, part, stats, measure_recall) for part in _tokens(step, count)]
-    return torch.stack(outputs, dim=1)
+    @ordinary_tensors
+    def _evict(self, state: CompressingState, step: Step) -> None:
+        eviction = state.keep(step)
+        if eviction is not None:
+            self.stats.evicted(self.layer.layer, step, eviction)
+            self.layer.evict(eviction)
 
 
 def _tokens(step: Step, count: int) -> Iterator[Step]:
@@ -167,68 +180,23 @@ def _tokens(step: Step, count: int) -> Iterator[Step]:
         )
 
 
-def _decode(layer: GatedLayer, state: Any, step: Step, stats: DecodeStats, measure_recall: bool) -> Tensor:
-    method = layer.method
-    selection: Selection | None = None
-    score_bytes = [0] * len(step.starts)
-    output: Tensor | None = None
-    if isinstance(method, SelectingMethod):
-        selection = method.select(state, step)
-        if selection is not None and isinstance(state, SelectingState):
-            # A row that reads all its blocks is scored only beside longer ones; what it counts must not depend on it.
-            score_bytes = [
-                0 if method.covers(end) or end <= method.rule.dense_up_to else count
-                for count, end in zip(state.score_bytes(step), step.ends, strict=True)
-            ]
-            output = layer.attend_to(step, selection.indices)
-        if measure_recall:
-            stats.record_recall(layer.layer, _recall(step, selection, layer.block_size))
-    elif isinstance(state, CompressingState):
-        output, score_bytes = state.attend(step), state.score_bytes(step)
-    if output is None:
-        output = attend_to_all(step)
-    fetched = layer.take_fetched(step, everything=selection is None)
-    if fetched is not None:
-        stats.record_fetched(layer.layer, fetched)
-    read = state.tokens_read(step) if isinstance(state, CompressingState) else step.ends
-    seen = [total - held + end for total, held, end in zip(layer.row_seen, layer.row_lengths, step.ends, strict=True)]
-    held = layer.nbytes, layer.row_bytes
-    stats.record(layer.layer, step, seen, read, selection, layer.block_size, score_bytes, *held)
-    stats.remembers(layer.layer, state.nbytes)
-    if isinstance(state, CompressingState):
-        _evict(layer, state, step, stats)
-    return output
-
-
-def _decode_fixed(layer: GatedLayer, state: Any, step: FixedStep, stats: DecodeStats) -> Tensor:
-    """A decode step that is the same operations whatever the rows' lengths."""
-    with torch.no_grad(), torch.autocast(step.q_BHSD.device.type, enabled=False):
-        method, selection, score_bytes = layer.method, None, None
-        if isinstance(method, SelectingMethod):
-            selection = method.select(state, step)
-            if selection is not None:  # as in `_decode`, of the rows' own lengths
-                score_bytes = state.bytes_to_score(step.lengths) * (step.lengths > method.covered_tokens)
-        stats.record_fixed(layer.layer, step, selection, score_bytes)
-        return attend_to_all(step) if selection is None else layer.attend_to(step, selection.indices)
-
-
-def make_step(layer: GatedLayer, appended: Appended, query: Tensor, kwargs: dict[str, Any]) -> Step:
+def make_step(layer: GatedLayer, call: Call, query: Tensor, kwargs: dict[str, Any]) -> Step:
     """What a method gets to see of the tokens that have just joined the cache.
 
     Args:
         layer: the cache.
-        appended: the tokens.
+        call: that brought them.
         query: ``[B, H, S, D]``, after RoPE.
         kwargs: what the model gave its attention function.
     """
     scaling = kwargs.get("scaling")
     return layer.step(
-        q_pre_BHSD=appended.q_pre.to(layer.dtype),
-        k_pre_BKSD=appended.k_pre.to(layer.dtype),
-        q_BHSD=appended.compact(query).to(layer.dtype),
-        k_BKSD=appended.k,
-        starts=appended.starts,
-        counts=appended.counts,
+        q_pre_BHSD=call.q_pre.to(layer.dtype),
+        k_pre_BKSD=call.k_pre.to(layer.dtype),
+        q_BHSD=call.compact(query).to(layer.dtype),
+        k_BKSD=call.k,
+        starts=call.starts,
+        counts=call.counts,
         lengths=layer.lengths.clamp(min=1),  # a row without a real token yet reads a zero; nothing reads its output
         sm_scale=query.shape[-1] ** -0.5 if scaling is None else float(scaling),
         sinks=kwargs.get("s_aux"),
@@ -253,12 +221,38 @@ def attend_to_all(step: Step) -> Tensor:
     ).to(step.q_BHSD.device)
 
 
-@ordinary_tensors
-def _evict(layer: GatedLayer, state: CompressingState, step: Step, stats: DecodeStats) -> None:
-    eviction = state.keep(step)
-    if eviction is not None:
-        stats.evicted(layer.layer, step, eviction)
-        layer.evict(eviction)
+def _foldable(step: Step) -> bool:
+    """Whether `newest_tokens_attention` can compute a step."""
+    in_one_place = step.stored[2] is None and step.keys_BKCD.device == step.q_BHSD.device
+    return in_one_place and step.sinks is None and step.softcap is None
+
+
+def newest_tokens_attention(step: Step) -> Tensor:
+    """Dense causal attention of the newest tokens of each row, none of them padding: ``[B, S, H, D]``.
+
+    The query heads of a group and the new tokens become rows of one matrix per KV head, so that keys and values are
+    read once and never repeated. (The stock implementations repeat them for each query head, which on a CPU takes ten
+    times as long as the attention.)
+
+    Args:
+        step: without attention sinks and cap on the scores.
+    """
+    keys, values = step.keys_BKCD[:, :, : step.max_length], step.values_BKCD[:, :, : step.max_length]
+    new, group = step.q_BHSD.shape[2], step.q_BHSD.shape[1] // keys.shape[1]
+    rows_BKGSD = step.q_BHSD.unflatten(1, (-1, group))
+    places = torch.arange(keys.shape[2], device=keys.device)
+    ends_BS = step.lengths[:, None] - new + 1 + torch.arange(new, device=keys.device)
+    if len(set(step.ends)) == 1:
+        ends_BS = ends_BS[:1]
+    visible_BST = places < ends_BS[..., None]
+    output_BKRD = scaled_dot_product_attention(
+        rows_BKGSD.flatten(2, 3),
+        keys,
+        values,
+        attn_mask=visible_BST.repeat(1, group, 1)[:, None],
+        scale=step.sm_scale,
+    )
+    return output_BKRD.unflatten(2, (group, new)).flatten(1, 2).transpose(1, 2)
 
 
 def _recall(step: Step, selection: Selection | None, block_size: int) -> Tensor:

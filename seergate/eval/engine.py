@@ -233,7 +233,7 @@ class Engine:
     ) -> None:
         if batch_size < 1:
             raise ValueError(f"batch_size is {batch_size}; it must be a positive number")
-        if handle is not None and handle.dense_pass:
+        if handle is not None and handle.passes.default == "dense":
             raise SeergateError(
                 f"lossless {handle.method.name!r} says what the dense model says, and drafts within generate only; "
                 "evaluate 'dense'"

@@ -106,7 +106,7 @@ def attached_model(options: argparse.Namespace) -> tuple[Any, Any, GateBank | No
     method = spec.method(bank)
     tokenizer = AutoTokenizer.from_pretrained(resolve_model(options.model))
     model = load_base(options.model)
-    attach(model, method)
+    attach(model, method, correction=spec.correction)
     return model, tokenizer, bank
 
 

@@ -18,6 +18,7 @@ from typing import Any
 import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+from seergate.config import Correction
 from seergate.errors import SeergateError
 from seergate.eval import store
 from seergate.eval.costs import RowStats
@@ -78,11 +79,11 @@ class Replay:
         return len(self.prompt) + len(self.answer)
 
     @torch.inference_mode()
-    def bytes(self, method: Method) -> float:
+    def bytes(self, method: Method, correction: Correction | None = None) -> float:
         """What a method is measured to hold, or to read per step, while it decodes the answer."""
-        key = repr(method)
+        key = repr((method, correction))
         if key not in self.known:
-            with warnings.catch_warnings(), attached(self.model, method) as handle:
+            with warnings.catch_warnings(), attached(self.model, method, correction=correction) as handle:
                 warnings.simplefilter("ignore", LongPromptWarning)  # budgets that are only tried; the run itself warns
                 stats = handle.count_with(RowStats)
                 batch = Batch(self.model)
@@ -175,7 +176,7 @@ def match(
         if knob_of(spec) is None:
             chosen.append(spec)
             if spec.name != Dense.name:
-                targets[spec.label] = replay.bytes(prepare(spec).method(bank(spec)))
+                targets[spec.label] = replay.bytes(prepare(spec).method(bank(spec)), spec.correction)
     for spec in specs:
         knob = knob_of(spec)
         if knob is None:
@@ -183,7 +184,7 @@ def match(
         values = _values(spec, knob, replay.length, prepare, bank)
 
         def measure(value: int, spec: MethodSpec = spec, knob: str = knob) -> float:
-            return replay.bytes(prepare(turned(spec, knob, value)).method(bank(spec)))
+            return replay.bytes(prepare(turned(spec, knob, value)).method(bank(spec)), spec.correction)
 
         said = []
         for name, target in targets.items():

@@ -11,8 +11,9 @@ from __future__ import annotations
 
 from typing import Any
 
+from seergate.config import Correction, Lossless, Rectify
 from seergate.errors import SeergateError
-from seergate.methods import option_names
+from seergate.methods import SelectingMethod, method_class, option_names
 
 WORDS: dict[str, Any] = {"true": True, "false": False, "none": None}
 LISTS = ("dense_layers",)
@@ -28,7 +29,7 @@ def read_method(text: str) -> tuple[str, dict[str, Any]]:
         SeergateError: for an unknown method or option, an option given twice, or one without a value.
     """
     name, *parts = text.split(":")
-    known, options = option_names(name), dict[str, Any]()
+    known, options = option_names(name) | correction_names(name), dict[str, Any]()
     for part in parts:
         key, equals, value = part.partition("=")
         if not equals or not value:
@@ -42,6 +43,33 @@ def read_method(text: str) -> tuple[str, dict[str, Any]]:
             raise SeergateError(f"the method {text!r} has the option {key!r} twice")
         options[key] = _list(key, value) if key in LISTS else _value(value)
     return name, options
+
+
+def correction_names(name: str) -> set[str]:
+    """The options beside a method's own that ask for a correction; see `correction_of`."""
+    selects = issubclass(method_class(name), SelectingMethod)
+    return {"lossless", "draft_tokens", "rectify_every"} - option_names(name) if selects else set()
+
+
+def correction_of(
+    *, lossless: bool = False, draft_tokens: int | None = None, rectify_every: int | None = None
+) -> Correction | None:
+    """The correction that options of a method's text ask for.
+
+    Raises:
+        ValueError: if they do not go together, or for a value out of range.
+    """
+    if not isinstance(lossless, bool):
+        raise ValueError(f"lossless is {lossless!r}; it must be true or false")
+    if lossless and rectify_every is not None:
+        raise ValueError(
+            f"rectify_every is {rectify_every} beside lossless, which leaves nothing to rectify; drop one"
+        )
+    if draft_tokens is not None and not lossless:
+        raise ValueError(f"draft_tokens is {draft_tokens} without lossless=true, the mode that drafts")
+    if lossless:
+        return Lossless(draft_tokens)
+    return None if rectify_every is None else Rectify(rectify_every)
 
 
 def _value(text: str) -> Any:

@@ -275,7 +275,7 @@ def evaluate(
         unmeasured = options.measure_recall and not _measured(out_dir, tokenizer, reference)
         if missing or unmeasured:
             golds, progress = {p.problem_id: p.gold for p in problems}, options.on_progress
-            with attached(model, spec.method(bank)) as handle:
+            with attached(model, spec.method(bank), correction=spec.correction) as handle:
                 if missing:
                     kept = {store.key_of(s): s for s in store.read_samples(out_dir, store.UNGRADED)}
                     unmade = {key: problem for key, problem in missing.items() if key not in kept}

@@ -6,8 +6,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from seergate.config import Correction
 from seergate.errors import SeergateError
-from seergate.eval.method_text import read_method, value_text
+from seergate.eval.method_text import correction_names, correction_of, read_method, value_text
 from seergate.hf.bank import GateBank
 from seergate.methods import (
     Dense,
@@ -40,7 +41,7 @@ class MethodSpec:
         dense_layers: layers that stay dense, for the methods that select blocks. If ``None``, those that gates ask for
             themselves, and none for other methods, as in the comparison of the SeerAttention-R paper; Quest's own
             default would leave the first two layers dense.
-        options: further options of the method; they overrule the fields above.
+        options: further options of the method, which overrule the fields above, and of its correction.
         named_block_size: whether the label shall name the block size, as in a sweep over several.
         calibrated: what the options that are ``"auto"`` have turned out to be.
         own_budget: whether the token budget was given with the method, so that it is nobody else's to choose.
@@ -66,6 +67,7 @@ class MethodSpec:
             raise SeergateError(f"the method {self.name!r} needs a token budget")
         if not known & {"block_size"} and not self.has_gates:
             object.__setattr__(self, "block_size", None)
+        self.correction  # noqa: B018  (checks what was asked for)
 
     @property
     def has_gates(self) -> bool:
@@ -115,7 +117,13 @@ class MethodSpec:
             fields["asynchronous"] = False
         given = {key: value for key, value in fields.items() if key in known and value is not None}
         options = {**given, **self.options, **self.calibrated}
+        options = {key: value for key, value in options.items() if key not in correction_names(self.name)}
         return make_method(self.name, bank=bank if self.has_gates else None, **options)
+
+    @property
+    def correction(self) -> Correction | None:
+        """The correction that the options ask for; ``None`` leaves it to the method."""
+        return correction_of(**{key: self.options[key] for key in correction_names(self.name) & set(self.options)})
 
     def describe(self, bank: GateBank | None) -> dict[str, Any]:
         """Everything that decides what the method does, defaults included, as plain YAML types; and ``nominal``, in
@@ -127,7 +135,8 @@ class MethodSpec:
         values |= _plain(method.evictor if isinstance(method, GateOnEvictor) else method)
         if gate is not None:
             values |= {f"gate.{key}": value for key, value in _plain(gate).items()}
-        return {"name": self.name, "nominal": method.nominal, **values}
+        asked = {key: self.options[key] for key in sorted(correction_names(self.name) & set(self.options))}
+        return {"name": self.name, "nominal": method.nominal, **values, **asked}
 
 
 def _plain(method: Method) -> dict[str, Any]:

@@ -217,7 +217,7 @@ def _do(job: Job, loaded: Loaded, connection: Connection) -> None:
                 return
             yield request
 
-    with attached(model, job.spec.method(bank)) as handle:
+    with attached(model, job.spec.method(bank), correction=job.spec.correction) as handle:
         Engine(
             model,
             tokenizer,

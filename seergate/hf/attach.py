@@ -1,215 +1,46 @@
 """attach / detach: turns the gated layers of a live model over to a method, and back, leaving everything else alone.
 
 Per gated attention module: its own copy of the configuration names our attention function (the model's configuration,
-which decides how masks are made, stays as it is), taps catch pre-RoPE q and k, and a pre-hook passes the cache layer
-along.
+which decides how masks are made, stays as it is), taps catch pre-RoPE q and k, and a pre-hook makes the call
+(`seergate.hf.call`).
 """
 
 from __future__ import annotations
 
-import copy
 import os
-import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
-from threading import get_ident
 from typing import Any, TypeVar
-from weakref import ref
 
-import torch
-from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.cache_utils import Cache, DynamicLayer, StaticLayer
 
+from seergate.cache.call import Passes
 from seergate.cache.layer import GatedLayer
 from seergate.cache.offload import Offload, OffloadedLayer
 from seergate.cache.static import FixedLayer
-from seergate.config import DecodeConfig
-from seergate.decode.break_even import resolved
-from seergate.decode.dense_pass import attend_densely
-from seergate.decode.lossless import Lossless
-from seergate.decode.rectify import Rectifier
+from seergate.config import Correction, DecodeConfig, Lossless, Rectify
+from seergate.decode.compatibility import refuse
+from seergate.decode.lossless import LosslessDecoding
+from seergate.decode.rectify import Rectification
 from seergate.decode.stats import DecodeStats
-from seergate.decode.step import ATTENTION_NAME, CALL_KEYWORD, attend, dense_function, register
 from seergate.decode.trace import Trace, TracedStats
 from seergate.errors import SeergateError
 from seergate.hf import families
 from seergate.hf.bank import GateBank
-from seergate.hf.call import Arrival, refuse_masked, valid_tokens
-from seergate.hf.hiding import hide_what_is_masked
+from seergate.hf.call import LayerBinding, OneThread
 from seergate.hf.prompts import PromptReader
 from seergate.hf.resolving import check_calibration, check_dense_layers, check_gates, resolve_method
-from seergate.hf.rope import Rotary
 from seergate.methods import Gate, GateOnEvictor, Method, SelectingMethod
+from seergate.methods.evicting import CompressingMethod
 from seergate.reason.method import ReasonCache
-from seergate.reason.paged_layer import CachePages, PagedLayer, Paging
+from seergate.reason.paged_layer import PagedLayer, Paging
 from seergate.reason.pager import Pager
 from seergate.reason.sharing import give_up
 
 _HANDLE = "_seergate_handle"
 Counts = TypeVar("Counts", bound=DecodeStats)
-TRANSFORMERS_PAGES = (
-    'transformers\' own paged cache (generate_batch, cache_implementation="paged") is read densely: the attached '
-    "method knows nothing of it; use generate, with attach(paging=...) for pages"
-)
-
-
-class AttentionSwap:
-    """Puts one attention module's own configuration on our attention function, with a pre-hook; `undo` restores both.
-
-    Args:
-        attention: the module.
-        pre_hook: ``(module, args, kwargs) -> (args, kwargs)``.
-    """
-
-    def __init__(self, attention: nn.Module, pre_hook: Any) -> None:
-        register()
-        self._attention, self._config = attention, attention.config
-        own: Any = copy.copy(attention.config)
-        own._attn_implementation_internal = ATTENTION_NAME
-        attention.config = own
-        self._handle = attention.register_forward_pre_hook(pre_hook, with_kwargs=True)
-
-    def undo(self) -> None:
-        """Take everything back."""
-        self._handle.remove()
-        self._attention.config = self._config
-
-
-class DecodeBinding:
-    """One gated layer under a handle."""
-
-    def __init__(self, handle: Handle, layer: int, attention: nn.Module) -> None:
-        model = handle.model
-        config = families.text_config(model)
-        self.handle, self.layer, self.attention = handle, layer, attention
-        self.num_heads = int(config.num_attention_heads)
-        kind = families.rope_kind(config, attention)
-        self.rotary = Rotary(families.decoder_of(model), attention, families.layer_type(config, layer), kind)
-        if kind == "other" and handle.method.stores_pre_rope:
-            raise SeergateError(
-                f"the method {handle.method.name!r} re-positions keys, which {config.model_type} models do not allow: "
-                "their RoPE has a form of its own"
-            )
-        self.tap = families.tap(model, attention)
-        self.swap = AttentionSwap(attention, self.before_forward)
-        self._running: tuple[int, Any] | None = None  # the thread that runs the module; weakly, what it has come with
-
-    def remove(self) -> None:
-        """Take everything back."""
-        self.swap.undo()
-        self.tap.remove()
-
-    def _enter(self, hidden: Tensor) -> None:
-        """Refuse a second thread: what is caught on the way through the module would be mixed up.
-
-        Args:
-            hidden: what the module is called with. Where it is gone, an error has ended the call.
-
-        Raises:
-            SeergateError: saying so.
-        """
-        if self._running is not None:
-            thread, others = self._running
-            if thread != get_ident() and others() is not None:
-                raise SeergateError(
-                    "two threads run this model at once, and the attached method can serve one request at a time; "
-                    "hold a lock around generate, or put the requests into one batch"
-                )
-        self._running = get_ident(), ref(hidden)
-
-    def _leaving(self, call: Any, *args: Any, **kwargs: Any) -> Any:
-        try:
-            return call(*args, **kwargs)
-        finally:
-            self._running = None
-
-    def before_forward(self, module: nn.Module, args: Any, kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
-        """Announce the new tokens to the cache layer and pass the call along to the attention function."""
-        hidden = kwargs["hidden_states"] if "hidden_states" in kwargs else args[0]
-        alone = torch.compiler.is_compiling()  # a graph is one call
-        if not alone:
-            self._enter(hidden)
-        call = self._announce(hidden.shape[1], kwargs)
-        return args, {**kwargs, CALL_KEYWORD: call if alone else partial(self._leaving, call)}
-
-    def _announce(self, new: int, kwargs: dict[str, Any]) -> Any:
-        """What the attention function is to call for so many new tokens."""
-        implementation = families.text_config(self.handle.model)._attn_implementation
-        dense = dense_function(implementation)
-        cache = kwargs.get("past_key_values")
-        if cache is None:
-            if kwargs.get("cache") is not None:
-                warnings.warn(TRANSFORMERS_PAGES, stacklevel=2)
-            return partial(_without_cache, self.tap, dense)
-        layer = self.cache_layer(cache)
-        valid = drafted = None
-        if not layer.takes(new):  # else no number may be asked for that a compiled step does not know
-            hide_what_is_masked(layer, kwargs.get("attention_mask"), new)
-            valid = valid_tokens(kwargs.get("attention_mask"), new, layer.slots)
-            refuse_masked(layer, valid, new)
-            drafted = self.handle.prompts.drafted(cache, layer.slots, new)
-        layer.arrival = Arrival(valid, self.tap.take, kwargs.get("position_ids"), drafted)
-        prompt = self.handle.prompts.holds(new)
-        if prompt:
-            layer.decoding = False
-        left_over = prompt and new == 1 and isinstance(layer.method, SelectingMethod)
-        if self.handle.dense_pass or left_over:
-            return partial(attend_densely, layer, dense)
-        return partial(attend, layer, self.handle.recorder, self.handle.measure_recall, dense)
-
-    def cache_layer(self, cache: Cache) -> GatedLayer:
-        """This layer of the cache, put into our form if it is still empty."""
-        if getattr(cache, "offloading", False):
-            raise SeergateError("this cache offloads its layers, which seergate does not support; use a plain cache")
-        layers = cache.layers
-        while len(layers) <= self.layer:  # a cache without a configuration makes its layers as they are needed
-            layers.append(cache.layer_class_to_replicate())
-        found = layers[self.layer]
-        method = self.handle.method
-        if isinstance(found, FixedLayer):
-            found.plain = self.handle.plain and found.counted_by(self.handle.stats_)
-            if found.takes(1) and found.method is method:
-                return found
-        if isinstance(found, GatedLayer) and found.slots > 0:
-            if found.method is not method:
-                raise SeergateError(
-                    f"this cache was filled under the method {found.method.name!r}; start a new one for "
-                    f"{method.name!r}"
-                )
-            if isinstance(found, PagedLayer):
-                self.handle.go_on_with(found.pages)
-            return found
-        if isinstance(found, GatedLayer):
-            static_length = found.static_length
-        elif type(found) is DynamicLayer:
-            static_length = None
-        elif type(found) is StaticLayer:
-            static_length = found.max_cache_len
-        else:
-            raise SeergateError(
-                f"layer {self.layer} of the cache is a {type(found).__name__}; seergate replaces DynamicLayer and "
-                "StaticLayer"
-            )
-        filled = found.get_seq_length()
-        if int(filled) > 0:
-            raise SeergateError(
-                "this cache was filled by the plain model, so the method has not seen its tokens; start a new one"
-            )
-        shared = bool(getattr(self.attention, "store_full_length_kv", False))
-        make: Any = GatedLayer
-        if self.handle.pager is not None:
-            first = self.handle.bindings[0]
-            make = self.handle.pager.layer_class(None if first is self else layers[first.layer])
-        elif self.handle.offload is not None:
-            assert isinstance(method, SelectingMethod)  # `Offload.check` made sure
-            sharers = [binding for binding in self.handle.bindings if method.selects_in(binding.layer)]
-            make = partial(OffloadedLayer, self.handle.offload, len(sharers))
-        elif static_length is not None and method.fixed_shapes and self.handle.correction is None and not shared:
-            make = FixedLayer
-        layers[self.layer] = make(method, self.layer, self.num_heads, self.rotary, static_length, shared)
-        return layers[self.layer]
 
 
 class Handle:
@@ -218,6 +49,7 @@ class Handle:
     Args:
         model: a causal language model of a supported family.
         method: what to decode with.
+        correction: what undoes the errors of sparse steps (`Lossless`, `Rectify`); the method's own if ``None``.
         measure_recall: also compute, at each decode step, how much of dense attention's probability was read (slow).
         paging: keep keys and values in pages (`Paging`). ``reason_cache`` does so by itself.
         offload: keep keys and values in slow memory (`Offload`).
@@ -228,18 +60,27 @@ class Handle:
         model: PreTrainedModel,
         method: Method,
         *,
+        correction: Correction | None = None,
         measure_recall: bool = False,
         paging: Paging | None = None,
         offload: Offload | None = None,
     ) -> None:
         modules = families.full_attention_modules(model)
-        if getattr(model, _HANDLE, None) is not None:
+        decoder = families.decoder_of(model)
+        if getattr(decoder, _HANDLE, None) is not None:
             raise SeergateError("this model has a method attached already; detach it first")
-        for name, given, kind in (("paging", paging, Paging), ("offload", offload, Offload)):
+        for name, given, kind in (
+            ("paging", paging, Paging),
+            ("offload", offload, Offload),
+            ("correction", correction, (Lossless, Rectify)),
+        ):
             if given is not None and not isinstance(given, kind):
-                raise ValueError(f"{name} is {given!r}; it must be a seergate.{kind.__name__} or None")
+                kinds = kind if isinstance(kind, tuple) else (kind,)
+                named = " or ".join(f"a seergate.{each.__name__}" for each in kinds)
+                raise ValueError(f"{name} is {given!r}; it must be {named}, or None")
         paged, attached_method = paging is not None or isinstance(method, ReasonCache), method
         method = method.reading if isinstance(method, ReasonCache) else method
+        correction = method.correction if correction is None else correction
         if isinstance(method, (Gate, GateOnEvictor)):
             check_gates(model, method.bank)
         check_calibration(model, method)
@@ -250,45 +91,89 @@ class Handle:
                 f"the model's attention is {implementation!r}, whose masks do not tell padding; load it with "
                 'attn_implementation "sdpa", "eager" or "flash_attention_2"'
             )
-        method = resolved(method, model, modules, ordinary_cache=not paged and offload is None)
-        self.model, self.method, self.measure_recall = model, method, measure_recall
+        self.tags = {"paged": "a paged"} if paged else {}  # as in `seergate.decode.compatibility`
+        self.tags |= {} if offload is None else {"offloaded": "an offloaded"}
+        refuse(
+            {**self.tags, **tags_of_method(method), **tags_of_correction(correction, method), **tags_of_model(model)}
+        )
+        self.model, self.method, self.measure_recall, self.offload = model, method, measure_recall, offload
         self.stats_: DecodeStats = DecodeStats([layer for layer, _ in modules])
-        self.bindings: list[DecodeBinding] = []
-        self.correction: Lossless | Rectifier | None = None
-        self.dense_pass = False  # whether forward passes leave the method out
+        self.bindings: list[LayerBinding] = []
+        self.correction: LosslessDecoding | Rectification | None = None
+        self.passes = Passes(
+            decodes_drafts=not isinstance(method, CompressingMethod),
+            reads_leftovers=isinstance(method, SelectingMethod),
+        )
         self._trace: Trace | None = None
         self.pager: Pager | None = None
-        if offload is not None and paged:
-            raise SeergateError("a paged cache cannot be offloaded; give either paging or offload")
-        if offload is not None:
-            offload.check(method)
-        self.offload = offload
-        if paged and isinstance(method, SelectingMethod) and (method.rule.lossless or method.rule.rectify_every):
-            raise SeergateError("lossless decoding and rectification need an ordinary cache; leave paging out")
-        self.prompts = PromptReader(model)
+        self._guard, self.prompts = OneThread(decoder), PromptReader(model, self.passes)
         try:
             self.pager = Pager(model, attached_method, paging) if paged else None
             for layer, attention in modules:
-                self.bindings.append(DecodeBinding(self, layer, attention))
-            if isinstance(method, SelectingMethod) and method.rule.lossless:
-                self.correction = Lossless(self)
-            elif isinstance(method, SelectingMethod) and method.rule.rectify_every is not None:
-                self.correction = Rectifier(self, method.rule.rectify_every)
+                self.bindings.append(LayerBinding(self, layer, attention))
+            if isinstance(correction, Lossless):
+                self.correction = LosslessDecoding(correction, model, method, self.passes, self._tokens_read)
+            elif isinstance(correction, Rectify):
+                layers = [layer for layer, _ in modules]
+                self.correction = Rectification(correction, decoder, method, layers, self.passes)
         except BaseException:
             self.detach()
             raise
-        setattr(model, _HANDLE, self)
+        setattr(decoder, _HANDLE, self)
 
-    def go_on_with(self, pages: CachePages) -> None:
-        """Take a paged cache as it was left, perhaps by another handle."""
-        if self.pager is not None and self.pager.sharing is not None:
-            self.pager.sharing.take_over(pages)
+    def new_layer(self, binding: LayerBinding, cache: Cache) -> GatedLayer:
+        """What takes the place of an empty layer of a cache.
+
+        Raises:
+            SeergateError: if it is not empty, of an unknown kind, or static where that cannot be.
+        """
+        found, method = cache.layers[binding.layer], self.method
+        if isinstance(found, GatedLayer):
+            static_length = found.static_length
+        elif type(found) is DynamicLayer:
+            static_length = None
+        elif type(found) is StaticLayer:
+            static_length = found.max_cache_len
         else:
-            give_up(pages)
+            raise SeergateError(
+                f"layer {binding.layer} of the cache is a {type(found).__name__}; seergate replaces DynamicLayer and "
+                "StaticLayer"
+            )
+        if int(found.get_seq_length()) > 0:
+            raise SeergateError(
+                "this cache was filled by the plain model, so the method has not seen its tokens; start a new one"
+            )
+        if static_length is not None:
+            refuse({**self.tags, "static": "a static"})
+        shared = bool(getattr(binding.attention, "store_full_length_kv", False))
+        make: Any = GatedLayer
+        if self.pager is not None:
+            first = self.bindings[0]
+            make = self.pager.layer_class(None if first is binding else cache.layers[first.layer])
+        elif self.offload is not None:
+            assert isinstance(method, SelectingMethod)  # the table of what goes together made sure
+            sharers = [each for each in self.bindings if method.selects_in(each.layer)]
+            make = partial(OffloadedLayer, self.offload, len(sharers))
+        elif static_length is not None and method.fixed_shapes and self.correction is None and not shared:
+            make = FixedLayer
+        layer: GatedLayer = make(method, binding.layer, binding.num_heads, binding.rotary, static_length, shared)
+        return layer
+
+    def resume(self, layer: GatedLayer) -> None:
+        """Go on with a layer that is filled: take a paged cache as it was left, perhaps by another handle."""
+        if not isinstance(layer, PagedLayer):
+            return
+        if self.pager is not None and self.pager.sharing is not None:
+            self.pager.sharing.take_over(layer.pages)
+        else:
+            give_up(layer.pages)
+
+    def _tokens_read(self) -> tuple[float, float]:
+        return self.stats_.kv_totals()
 
     def stats(self) -> dict[str, Any]:
-        """What decoding read and held since the handle was made or reset (`DecodeStats.summary`), and what `Lossless`
-        or `Rectifier` did.
+        """What decoding read and held since the handle was made or reset (`DecodeStats.summary`), and what its
+        correction did.
         """
         corrected = self.correction.stats() if self.correction is not None else {}
         paged = self.pager.stats() if self.pager is not None else {}
@@ -352,8 +237,10 @@ class Handle:
         while self.bindings:
             self.bindings.pop().remove()
         self.prompts.remove()
-        if getattr(self.model, _HANDLE, None) is self:
-            delattr(self.model, _HANDLE)
+        self._guard.remove()
+        decoder = families.decoder_of(self.model)
+        if getattr(decoder, _HANDLE, None) is self:
+            delattr(decoder, _HANDLE)
 
 
 def attach(
@@ -361,6 +248,7 @@ def attach(
     method: GateBank | Method | str | os.PathLike[str],
     config: DecodeConfig | None = None,
     *,
+    correction: Correction | None = None,
     measure_recall: bool = False,
     paging: Paging | None = None,
     offload: Offload | None = None,
@@ -374,7 +262,7 @@ def attach(
             with its options as keywords.
         config: how to decode with gates. Its fields may be given as keywords instead; what is not given is as the
             gates ask for (``compat="published"`` of imported ones); of a ``config``, its ``compat`` is.
-        measure_recall, paging, offload: see `Handle`.
+        correction, measure_recall, paging, offload: see `Handle`.
         **options: for a method given by name, or fields of `DecodeConfig` for gates.
 
     Returns:
@@ -385,7 +273,12 @@ def attach(
         ValueError: for a value out of range.
     """
     return Handle(
-        model, resolve_method(method, config, **options), measure_recall=measure_recall, paging=paging, offload=offload
+        model,
+        resolve_method(method, config, **options),
+        correction=correction,
+        measure_recall=measure_recall,
+        paging=paging,
+        offload=offload,
     )
 
 
@@ -395,13 +288,15 @@ def attached(
     method: GateBank | Method | str | os.PathLike[str],
     config: DecodeConfig | None = None,
     *,
+    correction: Correction | None = None,
     measure_recall: bool = False,
     paging: Paging | None = None,
     offload: Offload | None = None,
     **options: Any,
 ) -> Iterator[Handle]:
     """`attach` for the duration of a ``with`` block."""
-    handle = attach(model, method, config, measure_recall=measure_recall, paging=paging, offload=offload, **options)
+    places: dict[str, Any] = {"paging": paging, "offload": offload}
+    handle = attach(model, method, config, correction=correction, measure_recall=measure_recall, **places, **options)
     try:
         yield handle
     finally:
@@ -414,13 +309,39 @@ def handle_of(model: PreTrainedModel) -> Handle:
     Raises:
         SeergateError: if none is.
     """
-    handle = getattr(model, _HANDLE, None)
+    handle = getattr(families.decoder_of(model), _HANDLE, None)
     if handle is None:
         raise SeergateError("no method is attached to this model; seergate.attach attaches one")
     return handle
 
 
-def _without_cache(tap: families.Tap, dense: Any, module: nn.Module, *args: Any, **kwargs: Any) -> Any:
-    """A forward without a cache has nothing to decode from: plain dense attention."""
-    tap.take()
-    return dense(module, *args, **kwargs)
+def tags_of_method(method: Method) -> dict[str, str]:
+    """What `seergate.decode.compatibility` calls a method."""
+    kinds = {"selecting": SelectingMethod, "evicting": CompressingMethod}
+    tags = {next((tag for tag, kind in kinds.items() if isinstance(method, kind)), "dense"): repr(method.name)}
+    return {**tags, "moves keys": repr(method.name)} if method.stores_pre_rope else tags
+
+
+def tags_of_correction(correction: Correction | None, method: Method) -> dict[str, str]:
+    """The same of a correction. Gates remember the raw keys of two blocks, enough to take one block back."""
+    if isinstance(correction, Lossless):
+        return {"lossless": "lossless decoding"}
+    tags = {} if correction is None else {"rectified": "rectification"}
+    if correction is not None and isinstance(method, Gate) and correction.every > method.block_size:
+        tags["rectified past a block"] = f"rectification of {correction.every} tokens"
+    return tags
+
+
+def tags_of_model(model: PreTrainedModel) -> dict[str, str]:
+    """The same of a model."""
+    config, tags = families.text_config(model), dict[str, str]()
+    kinds = {families.layer_type(config, layer) for layer in range(config.num_hidden_layers)}
+    if stuck := sorted(kinds - {"full_attention", "sliding_attention", "chunked_attention"}):
+        tags["one-way layers"] = f"layers of kind {', '.join(stuck)}"
+    rope = getattr(config, "rope_parameters", None) or {}
+    forms = {str(part.get("rope_type")) for part in (rope, *rope.values()) if isinstance(part, dict)}
+    if changing := sorted(forms & {"dynamic", "longrope"}):
+        tags["changing angles"] = f"{changing[0]} RoPE"
+    if any(families.rope_kind(config, each) == "other" for _, each in families.full_attention_modules(model)):
+        tags["own rope"] = config.model_type
+    return tags

@@ -1,80 +1,300 @@
-"""How tokens reach a cache layer: announced before the attention module runs, picked up by the attention function.
+"""How a forward pass of the model reaches a gated layer: an attention module's pre-hook makes the `Call`.
+
+The pre-hook finds the cache layer, tells which tokens are real and what the pass is, puts the call into the layer for
+`GatedLayer.update`, and gives the registered attention function what it is to run.
 
 Shape suffixes: B batch, S new tokens, H query heads, K KV heads, D head dimension.
 """
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+import copy
+import warnings
+from collections.abc import Callable
+from functools import partial
+from threading import get_ident
+from typing import Any, Protocol
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+from transformers.cache_utils import Cache
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS, AttentionInterface
 
+from seergate.cache.call import Call, Passes
+from seergate.cache.layer import GatedLayer
+from seergate.cache.static import FixedLayer
+from seergate.decode.stats import DecodeStats
+from seergate.decode.step import DenseAttention, GatedAttention
 from seergate.errors import SeergateError
+from seergate.hf import families
+from seergate.hf.rope import Rotary, modeling_module
+from seergate.methods.base import Method
 from seergate.methods.evicting import CompressingMethod
 
-if TYPE_CHECKING:
-    from seergate.cache.layer import GatedLayer
+ATTENTION_NAME = "seergate"
+CALL_KEYWORD = "seergate_call"
+TRANSFORMERS_PAGES = (
+    'transformers\' own paged cache (generate_batch, cache_implementation="paged") is read densely: the attached '
+    "method knows nothing of it; use generate, with attach(paging=...) for pages"
+)
 
 
-class Arrival:
-    """What the attention module's pre-hook announces about the tokens that are about to reach the cache.
+def seergate_attention(
+    module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, **kwargs: Any
+) -> tuple[Tensor, Tensor | None]:
+    """What transformers calls in a module whose configuration names ``"seergate"``.
 
-    Attributes:
-        valid: bool ``[B, S]``, which new tokens are real; ``None`` if all are.
-        taps: callable that returns ``q_pre [B, H, S, D]`` and ``k_pre [B, K, S, D]``.
-        position_ids: ``[B, S]`` or ``[1, S]``, where the model puts the new tokens; ``None`` if it did not say.
-        drafted: how many of them, the last ones, are to be decoded; ``None`` if that is not known.
+    The module's pre-hook has put what is to run into the keyword arguments: a `GatedAttention`.
+
+    Args:
+        query: ``[B, H, S, D]``. key, value: ``[B, K, T, D]``.
+
+    Returns:
+        Output ``[B, S, H, D]`` and attention weights or ``None``.
+    """
+    call: Callable[..., tuple[Tensor, Tensor | None]] = kwargs.pop(CALL_KEYWORD)
+    return call(module, query, key, value, attention_mask, **kwargs)
+
+
+def register() -> None:
+    """Make the name known to transformers; done when something is first attached, never at import."""
+    if ATTENTION_NAME not in ALL_ATTENTION_FUNCTIONS:
+        AttentionInterface.register(ATTENTION_NAME, seergate_attention)
+
+
+def dense_function(implementation: str) -> DenseAttention:
+    """The attention that the model would have used, as a function of the module and its inputs.
+
+    Some implementations look their own name up in the module's configuration, so they are shown it while they run.
     """
 
-    def __init__(
-        self, valid: Tensor | None, taps: Any, position_ids: Tensor | None = None, drafted: int | None = None
-    ) -> None:
-        self.valid, self.position_ids, self.drafted = valid, position_ids, drafted
-        self.order = None if valid is None else torch.argsort((~valid).int(), dim=1, stable=True)
-        self.counts = None if valid is None else valid.sum(1).tolist()
-        self.taps = taps
+    def dense(module: nn.Module, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor | None]:
+        eager = getattr(modeling_module(module), "eager_attention_forward", None)
+        own: Any = module.config  # this module's private copy
+        named, own._attn_implementation_internal = own._attn_implementation_internal, implementation
+        try:
+            return ALL_ATTENTION_FUNCTIONS.get_interface(implementation, eager)(module, *args, **kwargs)
+        finally:
+            own._attn_implementation_internal = named
 
-    def first_positions(self, batch: int) -> list[int]:
-        """Where the model puts each row's first real token."""
-        if self.position_ids is None:
-            return [0] * batch
-        positions = self.position_ids.expand(batch, -1)
-        if self.order is not None:
-            positions = positions.gather(1, self.order)
-        return positions[:, 0].tolist()
-
-    def compact(self, x_BhSD: Tensor) -> Tensor:
-        """Move each row's real tokens to the front."""
-        if self.order is None:
-            return x_BhSD
-        index = self.order[:, None, :, None].expand(-1, x_BhSD.shape[1], -1, x_BhSD.shape[3])
-        return x_BhSD.gather(2, index)
+    return dense
 
 
-class Appended:
-    """The tokens that the last `update` stored, for the attention function to pick up."""
+class Tap:
+    """Catches the RoPE inputs of one attention module as they pass, as ``[B, heads, S, D]`` views without a copy.
 
-    def __init__(
-        self, arrival: Arrival, q_pre: Tensor, k_pre: Tensor, k: Tensor, starts: list[int], counts: list[int]
-    ) -> None:
-        self.compact, self.aligned, self.drafted = arrival.compact, arrival.valid is None, arrival.drafted
-        self.q_pre, self.k_pre, self.k, self.starts, self.counts = q_pre, k_pre, k, starts, counts
-
-
-def pick_up(layer: GatedLayer) -> Appended:
-    """The tokens that a layer's `update` has just stored. They can be picked up once.
-
-    Raises:
-        SeergateError: if the layer's method has not seen all of its tokens.
+    Args:
+        model: a supported one.
+        attention: its module.
     """
-    appended, layer.appended = layer.appended, None
-    if layer.state is None or appended is None:
-        raise SeergateError(
-            "this cache was used by the plain model in between, so the method has not seen all of its tokens; start a "
-            "new one"
-        )
-    return appended
+
+    def __init__(self, model: PreTrainedModel, attention: nn.Module) -> None:
+        module: Any = attention
+        config = families.text_config(model)
+        family, heads = families.family_of(config), int(config.num_attention_heads)
+        self._heads = {"q": heads, "k": heads // int(module.num_key_value_groups)}
+        self._head_dim, self._layout = int(module.head_dim), family.layout
+        self._caught: dict[str, Tensor] = {}
+        if family.tap == "fused":
+            self._handles = [attention.get_submodule("qkv_proj").register_forward_hook(self._catch_fused)]
+        else:
+            self._handles = [
+                attention.get_submodule(f"{name}_{family.tap}").register_forward_hook(partial(self._catch, name))
+                for name in self._heads
+            ]
+
+    def take(self) -> tuple[Tensor, Tensor]:
+        """The queries ``[B, H, S, D]`` and keys ``[B, K, S, D]`` of the current call; they are released."""
+        caught, self._caught = self._caught, {}
+        return caught["q"], caught["k"]
+
+    def remove(self) -> None:
+        """Stop catching."""
+        for handle in self._handles:
+            handle.remove()
+
+    def _catch(self, name: str, module: nn.Module, args: Any, output: Tensor) -> None:
+        self._caught[name] = self._heads_first(output, self._heads[name])
+
+    def _catch_fused(self, module: nn.Module, args: Any, output: Tensor) -> None:
+        q_width, k_width = (heads * self._head_dim for heads in self._heads.values())
+        self._caught["q"] = self._heads_first(output[..., :q_width], self._heads["q"])
+        self._caught["k"] = self._heads_first(output[..., q_width : q_width + k_width], self._heads["k"])
+
+    def _heads_first(self, x: Tensor, heads: int) -> Tensor:
+        if self._layout == "BHSD":
+            return x.detach()
+        return x.detach().view(*x.shape[:2], heads, self._head_dim).transpose(1, 2)
+
+
+class AttentionSwap:
+    """Puts one attention module's own configuration on our attention function, with a pre-hook; `undo` restores both.
+
+    Args:
+        attention: the module.
+        pre_hook: ``(module, args, kwargs) -> (args, kwargs)``.
+    """
+
+    def __init__(self, attention: nn.Module, pre_hook: Any) -> None:
+        register()
+        self._attention, self._config = attention, attention.config
+        own: Any = copy.copy(attention.config)
+        own._attn_implementation_internal = ATTENTION_NAME
+        attention.config = own
+        self._handle = attention.register_forward_pre_hook(pre_hook, with_kwargs=True)
+
+    @property
+    def implementation(self) -> str:
+        """The attention that the model would have used."""
+        config: Any = self._config
+        return str(config._attn_implementation)
+
+    def undo(self) -> None:
+        """Take everything back."""
+        self._handle.remove()
+        self._attention.config = self._config
+
+
+class OneThread:
+    """Refuses a second thread while a forward pass of a decoder runs: what taps catch would be mixed up.
+
+    Args:
+        decoder: the stack of layers.
+    """
+
+    def __init__(self, decoder: nn.Module) -> None:
+        self._thread, self._depth = 0, 0  # a correction runs the decoder from within its own hooks
+        self._hooks = [
+            decoder.register_forward_pre_hook(self._enter),
+            decoder.register_forward_hook(self._leave, always_call=True),
+        ]
+
+    def remove(self) -> None:
+        """Guard no more."""
+        while self._hooks:
+            self._hooks.pop().remove()
+
+    def _enter(self, module: nn.Module, args: Any) -> None:
+        if torch.compiler.is_compiling():  # a graph is one call
+            return
+        if self._depth and self._thread != get_ident():
+            raise SeergateError(
+                "two threads run this model at once, and the attached method can serve one request at a time; "
+                "hold a lock around generate, or put the requests into one batch"
+            )
+        self._thread, self._depth = get_ident(), self._depth + 1
+
+    def _leave(self, module: nn.Module, args: Any, output: Any) -> None:
+        if not torch.compiler.is_compiling() and self._thread == get_ident():
+            self._depth = max(0, self._depth - 1)
+
+
+class Attached(Protocol):
+    """What a gated layer asks of the handle that it belongs to."""
+
+    model: PreTrainedModel
+    method: Method
+    passes: Passes
+    measure_recall: bool
+    stats_: DecodeStats
+
+    @property
+    def recorder(self) -> Any:
+        """Where decode steps are counted."""
+        ...
+
+    @property
+    def plain(self) -> bool:
+        """Whether steps of fixed shapes will do."""
+        ...
+
+    def new_layer(self, binding: LayerBinding, cache: Cache) -> GatedLayer:
+        """What takes the place of an empty layer of a cache."""
+        ...
+
+    def resume(self, layer: GatedLayer) -> None:
+        """Go on with a layer that is filled."""
+        ...
+
+
+class LayerBinding:
+    """One gated layer of an attached model.
+
+    Args:
+        handle: it belongs to.
+        layer: its index.
+        attention: its module.
+    """
+
+    def __init__(self, handle: Attached, layer: int, attention: nn.Module) -> None:
+        model = handle.model
+        config = families.text_config(model)
+        self.handle, self.layer, self.attention = handle, layer, attention
+        self.num_heads = int(config.num_attention_heads)
+        kind = families.rope_kind(config, attention)
+        self.rotary = Rotary(families.decoder_of(model), attention, families.layer_type(config, layer), kind)
+        self.tap = Tap(model, attention)
+        self.swap = AttentionSwap(attention, self.before_forward)
+
+    def remove(self) -> None:
+        """Take everything back."""
+        self.swap.undo()
+        self.tap.remove()
+
+    def before_forward(self, module: nn.Module, args: Any, kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
+        """Make the call: for the cache layer, which stores the new tokens, and for the attention function."""
+        cache, dense = kwargs.get("past_key_values"), dense_function(self.swap.implementation)
+        if cache is None:
+            if kwargs.get("cache") is not None:
+                warnings.warn(TRANSFORMERS_PAGES, stacklevel=2)
+            return args, {**kwargs, CALL_KEYWORD: partial(_without_cache, self.tap, dense)}
+        new = (kwargs["hidden_states"] if "hidden_states" in kwargs else args[0]).shape[1]
+        layer, mask, valid = self.cache_layer(cache), kwargs.get("attention_mask"), None
+        fixed = layer.takes(new)  # then no number may be asked for that a compiled step does not know
+        if not fixed:
+            hide_what_is_masked(layer, mask, new)
+            valid = valid_tokens(mask, new, layer.slots)
+            refuse_masked(layer, valid, new)
+        handle = self.handle
+        mode = handle.passes.mode(cache, None if fixed else layer.slots, new)
+        if valid is not None and new > 1 and not valid[:, new - mode.decoded :].all():
+            raise SeergateError(
+                "the attention_mask hides tokens that are to be decoded; only a prompt may have padding"
+            )
+        layer.call = call = Call(mode, self.tap.take, valid, kwargs.get("position_ids"))
+        attention = GatedAttention(call, layer, dense, handle.recorder, handle.measure_recall)
+        return args, {**kwargs, CALL_KEYWORD: attention}
+
+    def cache_layer(self, cache: Cache) -> GatedLayer:
+        """This layer of the cache, put into our form if it is still empty.
+
+        Raises:
+            SeergateError: for a cache that was filled without the method, or that offloads its layers by itself.
+        """
+        if getattr(cache, "offloading", False):
+            raise SeergateError("this cache offloads its layers, which seergate does not support; use a plain cache")
+        layers, method = cache.layers, self.handle.method
+        while len(layers) <= self.layer:  # a cache without a configuration makes its layers as they are needed
+            layers.append(cache.layer_class_to_replicate())
+        found = layers[self.layer]
+        if isinstance(found, FixedLayer):
+            found.plain = self.handle.plain and found.counted_by(self.handle.stats_)
+            if found.takes(1) and found.method is method:
+                return found
+        if not isinstance(found, GatedLayer) or found.slots == 0:
+            layers[self.layer] = found = self.handle.new_layer(self, cache)
+        elif found.method is not method and found.method != method:
+            raise SeergateError(f"this cache was filled under {found.method!r}; start a new one for {method!r}")
+        else:
+            self.handle.resume(found)
+        return found
+
+
+def _without_cache(tap: Tap, dense: DenseAttention, module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+    """A forward without a cache has nothing to decode from: plain dense attention."""
+    tap.take()
+    return dense(module, *args, **kwargs)
 
 
 def valid_tokens(mask: Tensor | None, new: int, slots: int) -> Tensor | None:
@@ -118,3 +338,42 @@ def refuse_masked(layer: GatedLayer, valid: Tensor | None, new: int) -> None:
                 f"the attention_mask hides the token that row {row} decodes, and {layer.method.name!r} counts every "
                 "one; drop the row from the batch instead (cache.batch_select_indices)"
             )
+
+
+def hide_what_is_masked(layer: GatedLayer, mask: Tensor | None, new: int) -> None:
+    """Forget what a later mask hides.
+
+    Args:
+        layer: the cache.
+        mask: see `valid_tokens`.
+        new: number of new slots; one that is decoded alone hides nothing that was read before.
+
+    Raises:
+        SeergateError: if later tokens of the row stay, or if the layer cannot take back those of one row.
+    """
+    slots = layer.slots if new > 1 and mask is not None else 0
+    if not slots or mask is None or (mask.ndim == 2 and mask.shape[1] < slots + new):  # or it is of the new ones only
+        return
+    known = layer.real_slots()
+    hidden = known & ~visible_slots(mask)[:, :slots].to(layer.device)
+    if bool(hidden.any()):
+        _forget(layer, known, hidden)
+
+
+def _forget(layer: GatedLayer, known: Tensor, hidden: Tensor) -> None:
+    real = known & ~hidden
+    after = real.sum(1)
+    later = (known.cumsum(1) * real).amax(1) > after  # the place of the last one that stays
+    row = int((later if later.any() else hidden.any(1)).int().argmax())
+    held = f"the attention_mask hides tokens of row {row} that the cache holds"
+    if later.any():
+        raise SeergateError(
+            f"{held}, and shows later ones; only the newest tokens of a row can be taken back, so start a new cache"
+        )
+    if isinstance(layer.method, CompressingMethod) or not layer.shortens_rows:
+        raise SeergateError(
+            f"{held}, which a {type(layer).__name__} under {layer.method.name!r} cannot take back; start a new one, "
+            "or leave them visible"
+        )
+    layer.valid = real
+    layer.shorten(after.tolist())

@@ -8,10 +8,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from functools import partial
 from typing import Any, Literal
 
-from torch import Tensor, nn
+from torch import nn
 from transformers import PreTrainedModel
 
 from seergate.config import GateConfig
@@ -243,55 +242,3 @@ def gate_geometry(model: PreTrainedModel, config: GateConfig) -> ModelGeometry:
         base_model=model.config.name_or_path or None,
         base_revision=base_commit(model.config),
     )
-
-
-class Tap:
-    """Catches the RoPE inputs of one attention module as they pass, as ``[B, heads, S, D]`` views without a copy.
-
-    Args:
-        attention: the module.
-        family: its row in the table.
-        num_heads, num_kv_heads, head_dim: of this layer.
-    """
-
-    def __init__(self, attention: nn.Module, family: Family, num_heads: int, num_kv_heads: int, head_dim: int) -> None:
-        self._heads = {"q": num_heads, "k": num_kv_heads}
-        self._head_dim, self._layout = head_dim, family.layout
-        self._caught: dict[str, Tensor] = {}
-        if family.tap == "fused":
-            self._handles = [attention.get_submodule("qkv_proj").register_forward_hook(self._catch_fused)]
-        else:
-            self._handles = [
-                attention.get_submodule(f"{name}_{family.tap}").register_forward_hook(partial(self._catch, name))
-                for name in self._heads
-            ]
-
-    def take(self) -> tuple[Tensor, Tensor]:
-        """The queries ``[B, H, S, D]`` and keys ``[B, K, S, D]`` of the current call; they are let go of."""
-        caught, self._caught = self._caught, {}
-        return caught["q"], caught["k"]
-
-    def remove(self) -> None:
-        """Stop catching."""
-        for handle in self._handles:
-            handle.remove()
-
-    def _catch(self, name: str, module: nn.Module, args: Any, output: Tensor) -> None:
-        self._caught[name] = self._heads_first(output, self._heads[name])
-
-    def _catch_fused(self, module: nn.Module, args: Any, output: Tensor) -> None:
-        q_width, k_width = (heads * self._head_dim for heads in self._heads.values())
-        self._caught["q"] = self._heads_first(output[..., :q_width], self._heads["q"])
-        self._caught["k"] = self._heads_first(output[..., q_width : q_width + k_width], self._heads["k"])
-
-    def _heads_first(self, x: Tensor, heads: int) -> Tensor:
-        if self._layout == "BHSD":
-            return x.detach()
-        return x.detach().view(*x.shape[:2], heads, self._head_dim).transpose(1, 2)
-
-
-def tap(model: PreTrainedModel, attention: nn.Module) -> Tap:
-    """Start catching the RoPE inputs of one attention module of a supported model."""
-    config = text_config(model)
-    heads, group = config.num_attention_heads, int(attention.num_key_value_groups)  # type: ignore[arg-type]
-    return Tap(attention, family_of(config), heads, heads // group, int(attention.head_dim))  # type: ignore[arg-type]

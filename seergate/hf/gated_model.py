@@ -6,7 +6,7 @@ import os
 from dataclasses import fields, replace
 from typing import TYPE_CHECKING, Any
 
-from seergate.config import DecodeConfig
+from seergate.config import Correction, DecodeConfig
 from seergate.errors import SeergateError
 from seergate.hf.attach import attach
 from seergate.hf.bank import GateBank
@@ -44,6 +44,7 @@ def load(
     cache_dir: str | os.PathLike[str] | None = None,
     local_files_only: bool = False,
     force_download: bool = False,
+    correction: Correction | None = None,
     paging: Paging | None = None,
     offload: Offload | None = None,
     **options: Any,
@@ -58,7 +59,7 @@ def load(
         revision, subfolder: of the adapter.
         token, cache_dir, local_files_only: for both, as in `huggingface_hub`.
         force_download: the adapter, even if it was downloaded before.
-        paging, offload: where keys and values are kept (see `seergate.attach`).
+        correction, paging, offload: see `seergate.attach`.
         **options: fields of `DecodeConfig`, and ``device_map``, ``dtype``, ``quantization_config``, ... for
             `AutoModelForCausalLM.from_pretrained`.
 
@@ -92,7 +93,7 @@ def load(
     check_decode_options(options, {*MODEL_OPTIONS, *base_config(base, revision=pinned, **hub).to_dict()})
     check_base(base, bank, revision=pinned, **hub)
     model = load_base(base, revision=pinned, **hub, **options)
-    attach(model, method, paging=paging, offload=offload)
+    attach(model, method, correction=correction, paging=paging, offload=offload)
     return model
 
 

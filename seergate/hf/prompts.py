@@ -1,19 +1,18 @@
-"""Tells `generate`'s prompts from drafted tokens that are being verified.
+"""Watches `generate`: when it reads a prompt, and where the prompt of assisted decoding ends.
 
-Both reach a cache as several tokens at once. Within `generate` it is known which they are, however short, and in
-however many chunks they come: prompts are read densely. Elsewhere the attention function goes by their number.
-Assisted decoding passes the first drafted tokens along with the prompt.
+Prompts and drafted tokens both reach a cache as several tokens at once, and a prompt may come in chunks. Assisted
+decoding passes the first drafted tokens along with the prompt.
 """
 
 from __future__ import annotations
 
 import warnings
-from threading import get_ident
 from typing import Any
-from weakref import ref
 
 from torch import Tensor
 from transformers import PreTrainedModel
+
+from seergate.cache.call import Passes
 
 NO_CACHE = (
     "generate runs with use_cache=False, so the attached method has nothing to choose from: every step is dense; "
@@ -24,24 +23,22 @@ _DRAFTER = "_get_candidate_generator"  # makes what drafts during one assisted `
 
 
 class PromptReader:
-    """Stands in for a model's `_prefill`, which reads a prompt, and says whether it is being run; and for what makes
-    the drafter of assisted decoding, to know where its prompt ends.
+    """Stands in for a model's `_prefill`, which reads a prompt, and for what makes the drafter of assisted decoding.
 
     Args:
         model: to which a method is being attached.
+        passes: to be told.
     """
 
-    def __init__(self, model: PreTrainedModel) -> None:
-        self.model = generating(model)
-        self._reading: dict[int, bool] = {}  # threads that read a prompt, and whether it was cut into chunks
-        self._assisted: tuple[Any, Any, int] | None = None  # weakly, drafter and cache; slots that the prompt takes
+    def __init__(self, model: PreTrainedModel, passes: Passes) -> None:
+        self.model, self.passes = generating(model), passes
         if hasattr(self.model, _METHOD):
             setattr(self.model, _METHOD, self)
         if hasattr(self.model, _DRAFTER):
             setattr(self.model, _DRAFTER, self._make_drafter)
 
     def remove(self) -> None:
-        """Give the model its own method back. May be called again without effect."""
+        """Give the model its own methods back. May be called again without effect."""
         if vars(self.model).get(_METHOD) is self:
             delattr(self.model, _METHOD)
         if vars(self.model).get(_DRAFTER) == self._make_drafter:
@@ -54,48 +51,16 @@ class PromptReader:
             warnings.warn(NO_CACHE, stacklevel=2)
         known = 0 if cache is None else int(cache.get_seq_length())
         one_token = input_ids.shape[1] in (1, known + 1)  # with or without those that the cache has
-        self._reading[get_ident()] = generation_config.prefill_chunk_size is not None and not one_token
-        try:
+        with self.passes.reading(in_chunks=generation_config.prefill_chunk_size is not None and not one_token):
             read = getattr(type(self.model), _METHOD)
             return read(self.model, input_ids, generation_config, model_kwargs, *args, **kwargs)
-        finally:
-            self._reading.pop(get_ident(), None)
-
-    def holds(self, tokens: int) -> bool:
-        """Whether tokens that arrive together are part of a prompt: several at once, or a chunk of a single one. (One
-        that comes alone goes on with a text.)
-        """
-        if not self._reading:  # a compiled step does not ask further
-            return False
-        in_chunks = self._reading.get(get_ident())
-        return in_chunks is not None and (tokens > 1 or in_chunks)
-
-    def drafted(self, cache: Any, slots: int, new: int) -> int | None:
-        """How many of the tokens that arrive together assisted decoding has drafted, or accepted after the prompt.
-
-        Args:
-            cache: where they arrive.
-            slots: tokens that it has, padding included.
-            new: how many arrive.
-
-        Returns:
-            The number of the last ones that are no part of the prompt; ``None`` if no assisted decoding is under way
-            on this cache.
-        """
-        if self._assisted is None:
-            return None
-        drafter, filled, prompt = self._assisted
-        if drafter() is None or filled() is not cache:
-            return None
-        return max(0, min(new, slots + new - prompt))
 
     def _make_drafter(self, *args: Any, **kwargs: Any) -> Any:
         drafter = getattr(type(self.model), _DRAFTER)(self.model, *args, **kwargs)
         cache = kwargs["model_kwargs"].get("past_key_values")
         if cache is not None:
             # Of a cache that is filled, assisted decoding passes all ids again.
-            prompt = int(cache.get_seq_length()) + kwargs["input_ids"].shape[1]
-            self._assisted = ref(drafter), ref(cache), prompt
+            self.passes.drafting(drafter, cache, int(cache.get_seq_length()) + kwargs["input_ids"].shape[1])
         return drafter
 
 

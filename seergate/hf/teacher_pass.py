@@ -14,8 +14,8 @@ from typing import Any
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from seergate.decode.step import ATTENTION_NAME, CALL_KEYWORD, register
 from seergate.hf import families
+from seergate.hf.call import ATTENTION_NAME, CALL_KEYWORD, Tap, register
 
 
 @dataclass
@@ -51,7 +51,7 @@ def teaching(
     """Hand all attention layers of ``model`` to ``attend``, which returns ``[1, S, H, D]``; taps the given layers."""
     register()
     config = families.text_config(model)
-    taps = {layer: families.tap(model, attention) for layer, attention in tapped.items()}
+    taps = {layer: Tap(model, attention) for layer, attention in tapped.items()}
     hooks = []
     swapped = {id(config): (config, config._attn_implementation_internal)}
     try:
@@ -69,11 +69,11 @@ def teaching(
             own._attn_implementation_internal = implementation
         for hook in hooks:
             hook.remove()
-        for tap in taps.values():
-            tap.remove()
+        for each in taps.values():
+            each.remove()
 
 
-def _pre_hook(layer: int, tap: families.Tap | None, attend: Callable[[TeacherCall], Tensor]) -> Any:
+def _pre_hook(layer: int, tap: Tap | None, attend: Callable[[TeacherCall], Tensor]) -> Any:
     def call(module: nn.Module, query: Tensor, key: Tensor, value: Tensor, mask: Any, **kwargs: Any) -> Any:
         q_pre, k_pre = tap.take() if tap is not None else (None, None)
         scaling = kwargs.get("scaling")

@@ -18,7 +18,7 @@ from typing import Any, ClassVar, Protocol
 import torch
 from torch import Tensor, nn
 
-from seergate.config import is_int
+from seergate.config import Correction, is_int
 
 
 class Rotary(Protocol):
@@ -242,6 +242,11 @@ class Method(ABC):
             if value is not None:
                 return f"{sign}{value}"
         return "all"
+
+    @property
+    def correction(self) -> Correction | None:
+        """The correction that is part of the method; one given to `seergate.attach` takes its place."""
+        return None
 
     @property
     def calibrated_on(self) -> str | None:

@@ -57,8 +57,8 @@ class GateOnEvictor(EvictingMethod):
             raise ValueError(f"{named} with prompt_budget, which selects from the prompt already; drop one of them")
         if self.gate.compat is not None:
             raise ValueError(f'{named} with compat="published", whose code has no eviction; give compat=None')
-        if self.gate.dense_below or self.gate.rectify_every is not None or self.gate.lossless:
-            raise ValueError(f"{named} with dense_below, rectify_every or lossless, which need all tokens; drop them")
+        if self.gate.dense_below:
+            raise ValueError(f"{named} with dense_below, which needs all tokens; drop it")
 
     @property
     def bank(self) -> Gates:

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from seergate import ops
+from seergate.config import Correction, Rectify
 from seergate.methods.base import KeysOf, LayerSpec, LayerState, Step, check_choice, check_counts, check_share
 from seergate.methods.selecting import SelectingMethod, SelectingState, with_all_blocks
 from seergate.ops import Selection
@@ -166,6 +167,11 @@ class ReSA(SelectingMethod):
             raise ValueError("resa reads a share of the blocks and at least token_budget tokens; it has no other rule")
         super().__post_init__()
         check_share(self, "share")
+        self.correction  # noqa: B018  (checks `rectify_every`)
+
+    @property
+    def correction(self) -> Correction | None:
+        return None if self.rectify_every is None else Rectify(self.rectify_every)
 
     @property
     def nominal(self) -> str:
@@ -182,7 +188,7 @@ class ReSA(SelectingMethod):
         blocks, least = [-(-end // self.block_size) for end in step.ends], self.token_budget // self.block_size
         counts = [min(count, max(least, math.ceil(count * self.share))) for count in blocks]
         selection = best_blocks(state.scores(step), blocks, counts, self.rule.sink_blocks)
-        return with_all_blocks(selection, step.ends, self.block_size, self.rule.dense_up_to)
+        return with_all_blocks(selection, step.ends, self.block_size, self.rule.dense_below)
 
 
 def best_blocks(scores_BKN: Tensor, blocks: list[int], counts: list[int], sinks: int = 0) -> Selection:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -23,8 +23,7 @@ class SelectingMethod(Method):
     """Keeps the whole cache and reads some of its blocks at each step.
 
     Attributes:
-        token_budget, threshold, top_p, sink_blocks, dense_layers, dense_below, rectify_every, lossless, draft_tokens:
-            see `DecodeConfig`.
+        token_budget, threshold, top_p, sink_blocks, dense_layers, dense_below: see `DecodeConfig`.
         block_size: tokens per block.
     """
 
@@ -33,10 +32,7 @@ class SelectingMethod(Method):
     top_p: float | None = None
     sink_blocks: int = 0
     dense_layers: tuple[int, ...] = ()
-    dense_below: int | Literal["auto"] = 0
-    rectify_every: int | None = None
-    lossless: bool = False
-    draft_tokens: int | None = None
+    dense_below: int = 0
     block_size: int = 64
 
     def __post_init__(self) -> None:
@@ -47,9 +43,6 @@ class SelectingMethod(Method):
             sink_blocks=self.sink_blocks,
             dense_layers=self.dense_layers,
             dense_below=self.dense_below,
-            rectify_every=self.rectify_every,
-            lossless=self.lossless,
-            draft_tokens=self.draft_tokens,
             compat=None,
         )
         if not is_int(self.block_size) or self.block_size < 1:
@@ -63,7 +56,7 @@ class SelectingMethod(Method):
 
     def select(self, state: SelectingState, step: Step) -> Selection | None:
         """The blocks to read at a decode step, or ``None`` for all of them."""
-        short = self.rule.dense_up_to
+        short = self.rule.dense_below
         if state.spec.layer in self.rule.dense_layers or step.max_length <= max(self.covered_tokens, short):
             return None
         selection = self.choose(state.scores(step), step.lengths)

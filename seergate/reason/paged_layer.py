@@ -17,6 +17,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from seergate.cache.call import Call
 from seergate.cache.layer import GatedLayer
 from seergate.cache.ordinary import ordinary_tensors
 from seergate.errors import SeergateError
@@ -182,6 +183,8 @@ class PagedLayer(GatedLayer):
         SeergateError: for a static cache.
     """
 
+    shortens_rows = False
+
     def __init__(self, pages: CachePages, *args: Any, **kwargs: Any) -> None:
         self.pages, self.turn = pages, 0
         super().__init__(*args, **kwargs)
@@ -239,16 +242,15 @@ class PagedLayer(GatedLayer):
         self.key_pages = key_states.new_zeros(0, heads, size, key_states.shape[3])
         self.value_pages = value_states.new_zeros(0, heads, size, value_states.shape[3])
 
-    def _store(self, keys: Tensor, values: Tensor, starts: list[int], counts: list[int]) -> None:
+    def _store(self, call: Call, keys: Tensor, values: Tensor, starts: list[int], counts: list[int]) -> None:
         keys, values = keys.detach().to(self.dtype), values.detach().to(self.dtype)
-        appended = self.appended
 
         def ids() -> Tensor:
-            assert appended is not None and self.pages.sharing is not None
+            assert self.pages.sharing is not None
             found = self.pages.sharing.ids()
-            return appended.compact(found.to(self.device)[:, None, :, None])[:, 0, :, 0]
+            return call.compact(found.to(self.device)[:, None, :, None])[:, 0, :, 0]
 
-        known = None if appended is None else ids
+        known = None if call.taps is None else ids
         copies = self.pages.once(self, lambda: self.pages.advance(len(counts), counts, known))
         self._fit()
         assert self.key_pages is not None and self.value_pages is not None

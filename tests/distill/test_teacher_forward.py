@@ -10,6 +10,7 @@ import torch
 
 from seergate import GateBank, GateConfig, SeergateError, ops
 from seergate.hf import families, packed_attention
+from seergate.hf.call import Tap
 from seergate.hf.teacher_forward import distill_step
 from seergate.hf.teacher_pass import TeacherCall
 from seergate.ops import reference
@@ -23,7 +24,7 @@ def expected(bank, model, segments, row_start, reduction):
     size, group = bank.config.block_size, bank.geometry.num_heads // bank.geometry.num_kv_heads
     widest = max(-(-len(ids) // size) for ids in segments)
     per_layer = []
-    taps = {layer: families.tap(model, attention) for layer, attention in families.full_attention_modules(model)}
+    taps = {layer: Tap(model, attention) for layer, attention in families.full_attention_modules(model)}
     kl, rows = {layer: [] for layer in taps}, 0
     for ids in segments:
         if len(ids) == 0:

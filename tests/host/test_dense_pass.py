@@ -7,7 +7,7 @@ import math
 import pytest
 import torch
 
-from seergate.decode.dense_pass import newest_tokens_attention
+from seergate.decode.step import newest_tokens_attention
 from seergate.methods.base import Step
 
 

@@ -10,6 +10,7 @@ import torch
 import seergate
 from seergate import GateBank, GateConfig, SeergateError
 from seergate.hf import families
+from seergate.hf.call import Tap
 from seergate.hf.rope import modeling_module
 from tests.models import FAMILIES, prompt, tiny_model
 
@@ -61,7 +62,7 @@ def test_taps_of_layers_that_do_not_rotate_are_what_attention_gets(family):
     model = tiny_model(family, attn_implementation="eager")
     layer, attention = families.full_attention_modules(model)[0]
     assert families.rope_kind(model.config, attention) == "none"
-    tap = families.tap(model, attention)
+    tap = Tap(model, attention)
     ids = prompt(model.config.num_attention_heads)
     expected_q, expected_k = attention_inputs(model, attention, ids)
     q, k = tap.take()
@@ -69,7 +70,7 @@ def test_taps_of_layers_that_do_not_rotate_are_what_attention_gets(family):
     assert torch.equal(q, expected_q) and torch.equal(k, expected_k)
     rotated = model.get_decoder().layers[0].self_attn
     assert layer == 1 and families.rope_kind(model.config, rotated) == "plain"
-    tap = families.tap(model, rotated)
+    tap = Tap(model, rotated)
     after_q, after_k = attention_inputs(model, rotated, ids)
     q, k = tap.take()
     tap.remove()
@@ -80,7 +81,7 @@ def test_taps_of_layers_that_do_not_rotate_are_what_attention_gets(family):
 def test_taps_are_the_rope_inputs(family):
     model = tiny_model(family)
     _, attention = families.full_attention_modules(model)[0]
-    tap = families.tap(model, attention)
+    tap = Tap(model, attention)
     # as many tokens as heads: a layout guessed from sizes would pass anything else and fail here
     ids = prompt(model.config.get_text_config().num_attention_heads)
     calls = rope_inputs(model, attention, ids)

@@ -1,0 +1,68 @@
+"""Which storage, method, correction and model go together, and why others do not. Nothing else refuses a combination.
+
+What is being put together is described by tags, each with the name that an error gives it. Any pair in `REFUSED` that
+meets is an error.
+
+| axis | tags |
+|---|---|
+| storage | `paged`, `offloaded`, `static`; none of them for a cache that grows |
+| method | `selecting`, `evicting`, `dense` (reads all it keeps); `moves keys` where it gives them new positions |
+| correction | `lossless`, `rectified`; `rectified past a block` |
+| model | `one-way layers` (cannot take tokens back), `own rope`, `changing angles` |
+"""
+
+from __future__ import annotations
+
+from seergate.errors import SeergateError
+
+_GROWS = "{0} cache grows by itself; use a dynamic cache, not a static one"
+_READS_ALL = "lossless decoding and rectification read the whole cache in dense passes; do without offload"
+_NEEDS_ORDINARY = "lossless decoding and rectification need an ordinary cache; leave paging out"
+_NOTHING_LEFT = "{0} evicts, and {1} needs all tokens; leave the correction out"
+_NOTHING_TO_CORRECT = "{0} reads everything it keeps, so there is nothing that {1} could correct; leave it out"
+_ONE_WAY = "{0} takes tokens back, which {1} cannot do; decode this model without it"
+
+REFUSED: dict[tuple[str, str], str] = {
+    ("paged", "offloaded"): "a paged cache cannot be offloaded; give either paging or offload",
+    ("paged", "static"): _GROWS,
+    ("offloaded", "static"): _GROWS,
+    ("paged", "evicting"): "{1} evicts tokens one by one and pages hold several; leave paging out",
+    ("offloaded", "evicting"): "{1} cannot be offloaded: only a method that selects blocks leaves some of them unread",
+    ("offloaded", "dense"): "{1} cannot be offloaded: only a method that selects blocks leaves some of them unread",
+    ("offloaded", "lossless"): _READS_ALL,
+    ("offloaded", "rectified"): _READS_ALL,
+    ("paged", "lossless"): _NEEDS_ORDINARY,
+    ("paged", "rectified"): _NEEDS_ORDINARY,
+    ("evicting", "lossless"): _NOTHING_LEFT,
+    ("evicting", "rectified"): _NOTHING_LEFT,
+    ("dense", "lossless"): _NOTHING_TO_CORRECT,
+    ("dense", "rectified"): _NOTHING_TO_CORRECT,
+    ("lossless", "one-way layers"): _ONE_WAY,
+    ("rectified", "one-way layers"): _ONE_WAY,
+    ("rectified", "one-way cache"): "{0} takes tokens back, which {1} cannot do; use a dynamic cache",
+    ("lossless", "changing angles"): (
+        "{0} verifies several tokens in one pass, and {1} turns a token by how far a pass reaches; decode this model "
+        "without it"
+    ),
+    ("moves keys", "own rope"): (
+        "the method {0} re-positions keys, which {1} models do not allow: their RoPE has a form of its own"
+    ),
+    ("rectified past a block", "own rope"): (
+        "{0} has to recover keys before RoPE, which {1} models do not allow: their RoPE has a form of its own; "
+        "rectify at least once a block"
+    ),
+}
+
+
+def refuse(tags: dict[str, str]) -> None:
+    """Refuse what does not go together.
+
+    Args:
+        tags: of what is being put together, each with its name.
+
+    Raises:
+        SeergateError: for the first pair of the table, saying why.
+    """
+    for (one, other), why in REFUSED.items():
+        if one in tags and other in tags:
+            raise SeergateError(why.format(tags[one], tags[other]))
