@@ -54,7 +54,7 @@ def kept_share(options: argparse.Namespace) -> list[dict[str, Any]]:
     dense = [model.generate(ids, **new) for ids in prompts]
     rows = []
     for budget in options.tiny_budgets:
-        shared = {"token_budget": budget, "lossless": True, "draft_tokens": options.tiny_draft}
+        shared = {"token_budget": budget}
         plain = {"block_size": bank.config.block_size, **shared}
         for method in (
             methods.Gate(bank=bank, **shared),
@@ -62,7 +62,7 @@ def kept_share(options: argparse.Namespace) -> list[dict[str, Any]]:
             methods.Oracle(**plain),
             methods.Random(**plain),
         ):
-            with seergate.attached(model, method) as handle:
+            with seergate.attached(model, method, correction=seergate.Lossless(options.tiny_draft)) as handle:
                 for ids, expected in zip(prompts, dense, strict=True):
                     if not torch.equal(model.generate(ids, **new), expected):
                         sys.exit(f"{method.name} with a budget of {budget} says something else than the dense model")
@@ -103,7 +103,7 @@ def filled(model: PreTrainedModel, method: methods.Method | None, length: int, r
 def pass_times(model: PreTrainedModel, length: int, draft: int, options: argparse.Namespace) -> dict[str, Any]:
     """Part two: one row."""
     bank = GateBank.for_model(model, GateConfig(options.block_size)).to(model.dtype)
-    gate = methods.Gate(bank=bank, token_budget=options.budget, lossless=True, draft_tokens=draft)
+    gate = methods.Gate(bank=bank, token_budget=options.budget)
     ways = {"lossless": gate, "dense": methods.Dense(), "hf_static": None}
     room = (options.rounds + 2) * options.tokens
     caches = {name: filled(model, method, length, room) for name, method in ways.items()}
@@ -115,7 +115,8 @@ def pass_times(model: PreTrainedModel, length: int, draft: int, options: argpars
             if method is None:
                 ids[name], times = generate(model, text, torch.ones_like(text), options.tokens, caches[name])
             else:
-                with seergate.attached(model, method) as handle:
+                correction = seergate.Lossless(draft) if name == "lossless" else None
+                with seergate.attached(model, method, correction=correction) as handle:
                     ids[name], times = generate(model, text, torch.ones_like(text), options.tokens, caches[name])
                     counted = handle.stats().get("lossless")
             if number == 0:

@@ -228,16 +228,11 @@ class OffloadedLayer(GatedLayer):
         offload: what the user asked for.
         sharers: layers that share the fast memory, those that the method leaves dense not counted.
         method, layer, num_heads, rotary, static_length, shared: see `GatedLayer`.
-
-    Raises:
-        SeergateError: for a static cache.
     """
 
     def __init__(self, offload: Offload, sharers: int, *args: Any, **kwargs: Any) -> None:
         self.offload, self.sharers = offload, sharers
         super().__init__(*args, **kwargs)
-        if self.static_length is not None:
-            raise SeergateError("an offloaded cache grows by itself; use a dynamic cache, not a static one")
 
     def _clear(self) -> None:
         super()._clear()

@@ -17,6 +17,7 @@ from typing import NoReturn
 
 from seergate.cli import (
     ablate,
+    break_even,
     calibrate,
     demo,
     doctor,
@@ -49,6 +50,7 @@ COMMANDS: dict[str, ModuleType] = {
     "figure": figure,
     "regrade": regrade,
     "calibrate": calibrate,
+    "break-even": break_even,
     "doctor": doctor,
     "info": info,
     "push": push,

@@ -26,7 +26,7 @@ REFUSED: dict[tuple[str, str], str] = {
     ("paged", "offloaded"): "a paged cache cannot be offloaded; give either paging or offload",
     ("paged", "static"): _GROWS,
     ("offloaded", "static"): _GROWS,
-    ("paged", "evicting"): "{1} evicts tokens one by one and pages hold several; leave paging out",
+    ("paged", "evicting"): "{1} evicts tokens, and a paged cache keeps all; leave paging out",
     ("offloaded", "evicting"): "{1} cannot be offloaded: only a method that selects blocks leaves some of them unread",
     ("offloaded", "dense"): "{1} cannot be offloaded: only a method that selects blocks leaves some of them unread",
     ("offloaded", "lossless"): _READS_ALL,

@@ -76,8 +76,8 @@ class Handle:
         ):
             if given is not None and not isinstance(given, kind):
                 kinds = kind if isinstance(kind, tuple) else (kind,)
-                named = " or ".join(f"a seergate.{each.__name__}" for each in kinds)
-                raise ValueError(f"{name} is {given!r}; it must be {named}, or None")
+                named = " or ".join([*(f"a seergate.{each.__name__}" for each in kinds), "None"])
+                raise ValueError(f"{name} is {given!r}; it must be {named}")
         paged, attached_method = paging is not None or isinstance(method, ReasonCache), method
         method = method.reading if isinstance(method, ReasonCache) else method
         correction = method.correction if correction is None else correction

@@ -178,9 +178,6 @@ class PagedLayer(GatedLayer):
     Args:
         pages: of the cache.
         method, layer, num_heads, rotary, static_length, shared: see `GatedLayer`.
-
-    Raises:
-        SeergateError: for a static cache.
     """
 
     shortens_rows = False
@@ -188,8 +185,6 @@ class PagedLayer(GatedLayer):
     def __init__(self, pages: CachePages, *args: Any, **kwargs: Any) -> None:
         self.pages, self.turn = pages, 0
         super().__init__(*args, **kwargs)
-        if self.static_length is not None:
-            raise SeergateError("a paged cache grows by itself; use a dynamic cache, not a static one")
         pages.join(self)
 
     def _clear(self) -> None:

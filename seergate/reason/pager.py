@@ -11,7 +11,6 @@ from transformers import PreTrainedModel
 from seergate.cache.layer import GatedLayer
 from seergate.errors import SeergateError
 from seergate.methods.base import Method
-from seergate.methods.evicting import CompressingMethod
 from seergate.reason.method import ReasonCache
 from seergate.reason.paged import BlockStore
 from seergate.reason.paged_layer import CachePages, PagedLayer, Paging
@@ -42,8 +41,6 @@ class Pager:
             if paging.block_size is not None or paging.max_blocks is not None:
                 raise SeergateError(f"give block_size and max_blocks to {reason.name!r} itself, not to its paging")
             paging = Paging(reason.block_size, reason.max_blocks, paging.share_prefixes)
-        if isinstance(self.method, CompressingMethod):
-            raise SeergateError(f"{self.method.name!r} evicts tokens, and a paged cache keeps all; leave paging out")
         self._paging, self._page = paging, paging.page_of(self.method)
         self._numbers = count()
         self.sharing: Sharing | None = None

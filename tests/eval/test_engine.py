@@ -178,7 +178,6 @@ OTHERS = {
     **{name: row.method for name, row in EVICTORS.items()},
     "snapkv and gate that covers some": with_gate(partial(methods.SnapKV, token_budget=24, window=6, interval=8), 64),
     "resa": lambda m: methods.ReSA(token_budget=16, block_size=4, rectify_every=5),
-    "quest, rectified": lambda m: methods.Quest(token_budget=32, block_size=8, rectify_every=7),
 }
 
 

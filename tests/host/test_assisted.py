@@ -71,7 +71,7 @@ def test_assisted_decoding_beside_padding_and_rectification():
         "input_ids": torch.cat((torch.zeros(1, 3, dtype=torch.long), ids), 1),
         "attention_mask": (torch.arange(51) >= 3).long()[None],
     }
-    for options in ({}, {"rectify_every": 64}):
+    for options in ({}, {"correction": seergate.Rectify(64)}):
         with seergate.attached(model, bank, token_budget=2 * BLOCK, **options):
             text = model.generate(**padded, max_new_tokens=24, prompt_lookup_num_tokens=4)
         assert text[0, 51:].tolist() == slow_text(model, bank, ids, 24)

@@ -6,6 +6,7 @@ Both compute in float64, and every logit is compared, so that one block chosen w
 from __future__ import annotations
 
 import random
+from contextlib import nullcontext
 
 import pytest
 import torch
@@ -13,8 +14,8 @@ from transformers import DynamicCache
 
 import seergate
 from seergate import methods
+from seergate.cache.call import VERIFIED_TOKENS
 from seergate.cache.rows import join_rows
-from seergate.decode.step import VERIFIED_TOKENS
 from tests.host.reference_decoder import ReferenceRow, Rule
 from tests.host.test_decode import gates
 from tests.models import VOCABULARY, left_padded, tiny_model
@@ -54,7 +55,7 @@ class Request:
 
     def __init__(self, model, reference: ReferenceRow, draw: random.Random) -> None:
         self.model, self.draw, self.empty = model, draw, reference
-        self.cache, self.decoding = DynamicCache(), False
+        self.cache = DynamicCache()
         self.lengths = [draw.randint(1, 60) for _ in range(draw.choice((1, 1, 2, 3)))]
         self.rows = [reference.twin() for _ in self.lengths]
         self.slots, self.mask = 0, torch.zeros(len(self.rows), 0, dtype=torch.long)
@@ -90,18 +91,17 @@ class Request:
             cuts = []  # a chunk of one token would count as decoded
         for a, b in zip([0, *cuts], [*cuts, width], strict=True):
             logits = self.forward(batch["input_ids"][:, a:b], batch["attention_mask"][:, a:b])
-        self.decoding = width == 1
         last = [
             (row.decode if width == 1 else row.read)(text)[-1:] for row, text in zip(self.rows, texts, strict=True)
         ]
         self.compare(logits, last, "prompt")
 
-    def chunk(self, width: int) -> None:
-        """New tokens for all rows: decoded, drafted tokens that are verified, or a further turn."""
+    def chunk(self, width: int, drafted: bool = False) -> None:
+        """New tokens for all rows: one that is decoded, drafted tokens that are verified, or a further turn."""
         texts = [self.tokens(width) for _ in self.rows]
-        logits = self.forward(torch.tensor(texts), torch.ones(len(texts), width, dtype=torch.long))
-        sparse = width == 1 or (self.decoding and width <= VERIFIED_TOKENS)
-        self.decoding = sparse
+        with seergate.handle_of(self.model).passes.forced("decode") if drafted else nullcontext():
+            logits = self.forward(torch.tensor(texts), torch.ones(len(texts), width, dtype=torch.long))
+        sparse = width == 1 or (drafted and width <= VERIFIED_TOKENS)
         expected = [(row.decode if sparse else row.read)(text) for row, text in zip(self.rows, texts, strict=True)]
         self.compare(logits, expected, f"chunk of {width}")
 
@@ -113,7 +113,7 @@ class Request:
         self.cache.crop(-count)
         for row in self.rows:
             row.crop(count)
-        self.slots, self.mask, self.decoding = self.slots - count, self.mask[:, :-count], True
+        self.slots, self.mask = self.slots - count, self.mask[:, :-count]
 
     def choose_rows(self) -> None:
         """Beams reorder, finished rows leave."""
@@ -142,7 +142,7 @@ class Request:
         self.cache.reset()
         self.lengths = [self.draw.randint(1, 40) for _ in range(self.draw.choice((1, 2)))]
         self.rows = [self.empty.twin() for _ in self.lengths]
-        self.slots, self.mask, self.decoding = 0, torch.zeros(len(self.rows), 0, dtype=torch.long), False
+        self.slots, self.mask = 0, torch.zeros(len(self.rows), 0, dtype=torch.long)
         self.prompt()
 
     def live(self) -> None:
@@ -153,7 +153,7 @@ class Request:
                 for _ in range(self.draw.randint(1, 6)):
                     self.chunk(1)
             elif event in ("verify", "turn"):
-                self.chunk(self.draw.randint(2, 6) if event == "verify" else VERIFIED_TOKENS + self.draw.randint(1, 9))
+                self.chunk(self.draw.randint(2, VERIFIED_TOKENS + 9), drafted=event == "verify")
             else:
                 {"crop": self.crop, "rows": self.choose_rows, "join": self.join, "anew": self.start_anew}[event]()
         self.chunk(1)

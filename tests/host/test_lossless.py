@@ -11,7 +11,7 @@ from transformers import DynamicCache, StoppingCriteria, StoppingCriteriaList
 from transformers.generation.streamers import BaseStreamer
 
 import seergate
-from seergate import DecodeConfig, GateBank, SeergateError, methods
+from seergate import DecodeConfig, GateBank, Lossless, SeergateError, methods
 from seergate.chain_sum import make_problem
 from seergate.eval.engine import Engine, Limit
 from seergate.eval.sampling import Sampling
@@ -44,11 +44,10 @@ def test_200_greedy_requests_say_what_the_dense_model_says():
             draw.choice(("gate", "quest", "oracle", "random")),
             block_size * draw.choice((1, 2, 4, 6)),
             block_size,
-            lossless=True,
-            draft_tokens=draw.choice((1, 2, 3, 5, 8)),
         )
+        correction = Lossless(draw.choice((1, 2, 3, 5, 8)))
         expected = model.generate(**batch, max_new_tokens=new)
-        with seergate.attached(model, method) as handle:
+        with seergate.attached(model, method, correction=correction) as handle:
             assert torch.equal(model.generate(**batch, max_new_tokens=new), expected), (method, len(rows), new)
             lossless = handle.correction
             accepted, tried = accepted + lossless.accepted, tried + lossless.tried
@@ -63,8 +62,8 @@ def test_families_whose_layers_differ(family):
     for batch in ({"input_ids": prompt(45)}, left_padded([prompt(50, 1), prompt(28, 2)])):
         expected = model.generate(**batch, max_new_tokens=24)
         for draft in (1, BLOCK):
-            method = selector(model, "oracle", 2 * BLOCK, lossless=True, draft_tokens=draft)
-            with seergate.attached(model, method) as handle:
+            method = selector(model, "oracle", 2 * BLOCK)
+            with seergate.attached(model, method, correction=Lossless(draft)) as handle:
                 assert torch.equal(model.generate(**batch, max_new_tokens=24), expected)
                 assert handle.stats()["lossless"]["cycles"] > 2
 
@@ -73,7 +72,7 @@ def test_a_cache_that_cannot_take_tokens_back_decodes_densely():
     """A static window drops what leaves it: nothing is drafted, and the text is the dense model's all the same."""
     model = tiny_model("gemma3_text")
     expected = model.generate(input_ids=prompt(45), max_new_tokens=8)
-    with seergate.attached(model, selector(model, "oracle", 16, lossless=True, draft_tokens=3)) as handle:
+    with seergate.attached(model, selector(model, "oracle", 16), correction=Lossless(3)) as handle:
         found = model.generate(input_ids=prompt(45), max_new_tokens=8, cache_implementation="static")
         assert handle.stats()["lossless"]["cycles"] == 0
     assert torch.equal(found, expected)
@@ -124,7 +123,7 @@ def test_everything_that_generate_offers():
     whole = model.generate(**batch, max_new_tokens=15, **details)
     states = model.generate(**alone, max_new_tokens=3, return_dict_in_generate=True, output_hidden_states=True)
     texts = _Texts()
-    with seergate.attached(model, selector(model, "gate", 3 * BLOCK, lossless=True, draft_tokens=3)) as handle:
+    with seergate.attached(model, selector(model, "gate", 3 * BLOCK), correction=Lossless(3)) as handle:
         for options, expected in zip(asked, plain, strict=True):
             assert torch.equal(model.generate(**batch, **options), expected), options
         assert torch.equal(model.generate(**alone, max_new_tokens=20, prompt_lookup_num_tokens=3), looked_up)
@@ -151,10 +150,10 @@ def test_everything_that_generate_offers():
 def test_cache_and_method_are_left_as_a_dense_run_leaves_them(name):
     """Keys, values and what the method remembers are those of a dense prefill; a further turn goes on from them."""
     model = tiny_model("qwen3")
-    method = selector(model, name, 2 * BLOCK, lossless=True, draft_tokens=5)
+    method = selector(model, name, 2 * BLOCK)
     question, more = prompt(37, 1), prompt(11, 2)
     plain, cache, straight = DynamicCache(), DynamicCache(), DynamicCache()
-    with seergate.attached(model, method):
+    with seergate.attached(model, method, correction=Lossless(5)):
         first = model.generate(input_ids=question, max_new_tokens=23, past_key_values=cache)
         model(input_ids=first[:, :-1], past_key_values=straight)
         for ours, dense in zip(cache.layers, straight.layers, strict=True):
@@ -179,7 +178,7 @@ def test_forward_passes_outside_of_generate_are_dense():
     ids, logits = prompt(60), []
     for attach in (False, True):
         cache = DynamicCache()
-        handle = seergate.attach(model, gates(model), token_budget=BLOCK, lossless=True) if attach else None
+        handle = seergate.attach(model, gates(model), token_budget=BLOCK, correction=Lossless()) if attach else None
         model(input_ids=ids[:, :40], past_key_values=cache)
         logits.append([model(input_ids=ids[:, i : i + 1], past_key_values=cache).logits for i in range(40, 50)])
         logits[-1].append(model(input_ids=ids[:, 50:], past_key_values=cache).logits)
@@ -192,7 +191,7 @@ def test_forward_passes_outside_of_generate_are_dense():
 def test_counts_of_a_drafter_that_is_always_right():
     """A budget that covers everything drafts the dense model's own tokens: every cycle yields ``k + 1``."""
     model = tiny_model("qwen3")
-    with seergate.attached(model, gates(model), token_budget=4096, lossless=True, draft_tokens=4) as handle:
+    with seergate.attached(model, gates(model), token_budget=4096, correction=Lossless(4)) as handle:
         model.generate(input_ids=prompt(30), max_new_tokens=21)  # one from the prompt, then four cycles of five
         counted = handle.stats()["lossless"]
         assert (counted["cycles"], counted["plain_steps"], counted["acceptance"]) == (4, 0, 1.0)
@@ -211,7 +210,7 @@ def test_drafts_are_dropped_where_they_do_not_pay():
     """A tiny model reads its weights, hardly any keys: the cost model says to decode densely."""
     model = tiny_model("qwen3")
     expected = model.generate(input_ids=prompt(30), max_new_tokens=20)
-    with seergate.attached(model, gates(model), DecodeConfig(token_budget=2 * BLOCK, lossless=True)) as handle:
+    with seergate.attached(model, gates(model), DecodeConfig(token_budget=2 * BLOCK), correction=Lossless()) as handle:
         assert torch.equal(model.generate(input_ids=prompt(30), max_new_tokens=20), expected)
         counted = handle.stats()["lossless"]
     assert counted["plain_steps"] > counted["cycles"]
@@ -229,7 +228,7 @@ def test_the_length_of_drafts_is_chosen(rule):
     inputs = tokenizer(text, return_tensors="pt", add_special_tokens=False)
     expected = model.generate(**inputs, max_new_tokens=60)
     bank, runs = GateBank.from_pretrained(shipped("checkpoints/tiny-reasoner/gates")), []
-    with seergate.attached(model, bank, lossless=True, **rule) as handle:
+    with seergate.attached(model, bank, correction=Lossless(), **rule) as handle:
         for weights in (0, 10**12):
             handle.reset_stats()
             handle.correction.weight_bytes = weights
@@ -241,11 +240,11 @@ def test_the_length_of_drafts_is_chosen(rule):
     assert heavy["plain_steps"] >= 58 and heavy["expected_speedup"] > 0.95
 
 
-def sampled_counts(model, method, ids, calls, rows, new):
+def sampled_counts(model, method, correction, ids, calls, rows, new):
     """How often each sequence of new tokens was drawn."""
     size = model.config.vocab_size
     counts = torch.zeros(size**new)
-    with seergate.attached(model, method) as handle:
+    with seergate.attached(model, method, correction=correction) as handle:
         for _ in range(calls):
             text = model.generate(
                 input_ids=ids, max_new_tokens=new, do_sample=True, num_return_sequences=rows, top_k=0, temperature=2.0
@@ -271,8 +270,7 @@ def test_20_000_draws_of_the_next_token_are_dense_draws(name):
     """The second token of each pair is drafted sparsely and verified densely."""
     model = tiny_model("qwen3", vocab_size=12, pad_token_id=None, bos_token_id=None)
     ids = prompt(20) % 12
-    method = selector(model, name, BLOCK, lossless=True, draft_tokens=1)
-    counts, stats = sampled_counts(model, method, ids, calls=20, rows=1000, new=3)
+    counts, stats = sampled_counts(model, selector(model, name, BLOCK), Lossless(1), ids, calls=20, rows=1000, new=3)
     assert counts.sum() == 20_000 and stats["acceptance"] < 0.97
     wanted = dense_probabilities(model, ids, 3)
     assert looks_like(counts.view(144, 12).sum(1), wanted.view(144, 12).sum(1)), "the first two tokens"
@@ -290,15 +288,16 @@ def test_longer_drafts_of_few_rows_are_dense_draws():
     """Few rows keep several drafted tokens at once."""
     model = tiny_model("qwen3", vocab_size=4, pad_token_id=None, bos_token_id=None)
     ids = prompt(30) % 4
-    method = selector(model, "oracle", 2 * BLOCK, lossless=True, draft_tokens=3)
-    counts, stats = sampled_counts(model, method, ids, calls=600, rows=2, new=4)
+    counts, stats = sampled_counts(
+        model, selector(model, "oracle", 2 * BLOCK), Lossless(3), ids, calls=600, rows=2, new=4
+    )
     assert stats["tokens_per_dense_pass"] > 1.5
     assert looks_like(counts, dense_probabilities(model, ids, 4))
 
 
 def test_the_same_seed_says_the_same():
     model = tiny_model("qwen3")
-    with seergate.attached(model, gates(model), token_budget=2 * BLOCK, lossless=True, draft_tokens=3):
+    with seergate.attached(model, gates(model), token_budget=2 * BLOCK, correction=Lossless(3)):
         texts = []
         for _ in range(2):
             torch.manual_seed(5)
@@ -311,14 +310,11 @@ def test_refusals():
     model, hybrid = tiny_model("qwen3"), tiny_model("qwen3_5_text")
     bank = gates(model)
     cases = [
-        (lambda: seergate.attach(model, bank, lossless=1), "lossless is 1; it must be True or False"),
-        (lambda: seergate.attach(model, bank, draft_tokens=4), "draft_tokens is 4 without lossless=True"),
-        (lambda: seergate.attach(model, bank, lossless=True, draft_tokens=0), "draft_tokens is 0"),
-        (lambda: seergate.attach(model, bank, lossless=True, draft_tokens=9), "with block_size 8 it must be at most"),
-        (lambda: seergate.attach(model, bank, lossless=True, rectify_every=8), "beside lossless"),
-        (lambda: seergate.attach(model, "h2o", lossless=True), "'h2o' has no option 'lossless'"),
+        (lambda: seergate.attach(model, bank, correction=1), "correction is 1; it must be a seergate.Lossless or a"),
+        (lambda: Lossless(0), "draft_tokens is 0"),
+        (lambda: seergate.attach(model, bank, correction=Lossless(9)), "with block_size 8 it must be at most"),
         (
-            lambda: seergate.attach(hybrid, "oracle", block_size=8, lossless=True),
+            lambda: seergate.attach(hybrid, "oracle", block_size=8, correction=Lossless()),
             "lossless decoding takes tokens back, which layers of kind linear_attention cannot do",
         ),
     ]
@@ -329,7 +325,7 @@ def test_refusals():
         assert "generate" not in vars(clean)
         seergate.attach(clean, "dense").detach()
     with (
-        seergate.attached(model, "oracle", block_size=8, lossless=True) as handle,
+        seergate.attached(model, "oracle", block_size=8, correction=Lossless()) as handle,
         pytest.raises(SeergateError, match="lossless 'oracle' says what the dense model says.*evaluate 'dense'"),
     ):
         Engine(
@@ -343,7 +339,7 @@ def test_refusals():
         )
     with pytest.raises(SeergateError, match="plain model in between"):
         cache = DynamicCache()
-        with seergate.attached(model, methods.Oracle(block_size=8, lossless=True)) as handle:
+        with seergate.attached(model, methods.Oracle(block_size=8), correction=Lossless()) as handle:
             model(input_ids=prompt(9), past_key_values=cache)
             handle.detach()
             model(input_ids=prompt(1), past_key_values=cache)

@@ -100,7 +100,6 @@ def test_a_further_turn_is_read_densely_however_short(length):
         model(input_ids=prompt(40), past_key_values=by_hand)
         for i in range(40, 48):
             model(input_ids=first[:, i : i + 1], past_key_values=by_hand)
-        handle.dense_pass = True
         logits = model(input_ids=torch.cat((first[:, 48:], more), 1), past_key_values=by_hand).logits
     assert int(logits[0, -1].argmax()) == int(second[0, -1])
     for ours, theirs in zip(cache.layers, by_hand.layers, strict=True):
@@ -171,7 +170,7 @@ def test_refusals():
         (lambda: seergate.attach(model, bank, dense_below=-1), "dense_below is -1; it must be 0 or a positive"),
         (lambda: seergate.attach(model, bank, dense_below=8, compat="published"), "nor dense_below"),
         (
-            lambda: seergate.attach(model, bank, lossless=True, paging=seergate.hf.attach.Paging()),
+            lambda: seergate.attach(model, bank, correction=seergate.Lossless(), paging=seergate.Paging()),
             "need an ordinary cache; leave paging out",
         ),
     ):

@@ -17,7 +17,7 @@ from seergate import GateBank, GateConfig, methods
 from seergate.errors import SeergateError
 from tests.models import left_padded, prompt, tiny_model
 
-LOSSLESS = {"token_budget": 32, "lossless": True, "draft_tokens": 4}
+LOSSLESS = {"token_budget": 32, "correction": seergate.Lossless(4)}
 
 
 @pytest.fixture(scope="module")
@@ -114,8 +114,8 @@ def test_inference_mode_may_end_between_two_calls(model, method):
 
 EVERYWHERE = {
     "plain": {},
-    "lossless": {"lossless": True, "draft_tokens": 4},
-    "rectified": {"rectify_every": 4},
+    "lossless": {"correction": seergate.Lossless(4)},
+    "rectified": {"correction": seergate.Rectify(4)},
     "offloaded": {"offload": seergate.Offload(1 << 20)},
     "paged": {"paging": seergate.Paging()},
     "static": {"cache_implementation": "static"},

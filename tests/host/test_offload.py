@@ -322,7 +322,7 @@ def test_refusals():
     with pytest.raises(SeergateError, match="'h2o' cannot be offloaded"):
         seergate.attach(model, "h2o", offload=Offload(10**6))
     with pytest.raises(SeergateError, match="do without offload"):
-        seergate.attach(model, bank, lossless=True, offload=Offload(10**6))
+        seergate.attach(model, bank, correction=seergate.Lossless(), offload=Offload(10**6))
     with seergate.attached(model, bank, token_budget=4 * BLOCK, offload=Offload(room_for(HEADS))):
         needed = room_for(HEADS * 4)
         with pytest.raises(

@@ -189,8 +189,8 @@ def test_a_limit_is_kept():
 def test_what_pages_do_not_go_with():
     model = tiny_model("qwen3")
     for method, options, paging, message in (
-        ("oracle", {"token_budget": 32, "block_size": 8, "rectify_every": 4}, Paging(), "rectification"),
         ("tova", {}, Paging(), "evicts tokens, and a paged cache keeps all"),
+        ("oracle", {"token_budget": 32, "correction": seergate.Rectify(4)}, Paging(), "rectification"),
         ("quest", {"block_size": 16}, Paging(8), "pages of 8 tokens would cut the blocks of 16"),
     ):
         with pytest.raises(SeergateError, match=message):

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import copy
+from contextlib import nullcontext
 
 import pytest
 import torch
 from transformers import DynamicCache
 
 import seergate
-from seergate import DecodeConfig, SeergateError, methods
+from seergate import DecodeConfig, Rectify, SeergateError, methods
 from seergate.cache.rows import only_rows
 from seergate.eval.engine import Batch
 from tests.host.test_decode import BLOCK, gates
@@ -52,8 +53,8 @@ def test_a_rectified_cache_is_a_dense_one(name):
     ids, length, new = prompt(60), 40, 12
     runs = {}
     for every in (EVERY, None):
-        method, cache = selector(model, name, rectify_every=every), DynamicCache()
-        with seergate.attached(model, method) as handle:
+        correction, cache = None if every is None else Rectify(every), DynamicCache()
+        with seergate.attached(model, selector(model, name), correction=correction) as handle:
             model(input_ids=ids[:, :length], past_key_values=cache)
             for i in range(length, length + new):
                 model(input_ids=ids[:, i : i + 1], past_key_values=cache)
@@ -72,7 +73,7 @@ def test_every_token_that_is_said_follows_from_the_rectified_cache():
     """`generate` against a loop that takes tokens back and reads them again by hand."""
     model = tiny_model("qwen3")
     batch = left_padded([prompt(40, 1), prompt(29, 2)])
-    with seergate.attached(model, selector(model, "oracle", rectify_every=EVERY)) as handle:
+    with seergate.attached(model, selector(model, "oracle"), correction=Rectify(EVERY)) as handle:
         found = model.generate(**batch, max_new_tokens=18)
         assert handle.stats()["rectification"]["passes"] == 3
     ids, mask, cache = batch["input_ids"], batch["attention_mask"], DynamicCache()
@@ -87,15 +88,15 @@ def test_every_token_that_is_said_follows_from_the_rectified_cache():
             for chunk in (EVERY, 1) if sparse == EVERY else (1,):
                 if chunk > 1:
                     cache.crop(-chunk)
-                    handle.dense_pass, sparse = True, 0
+                    sparse = 0
                 end = cache.get_seq_length() + chunk
-                logits = model(
-                    input_ids=ids[:, end - chunk : end],
-                    attention_mask=mask[:, :end],
-                    position_ids=positions[:, end - chunk : end],
-                    past_key_values=cache,
-                ).logits
-                handle.dense_pass = False
+                with handle.passes.forced("dense") if chunk > 1 else nullcontext():
+                    logits = model(
+                        input_ids=ids[:, end - chunk : end],
+                        attention_mask=mask[:, :end],
+                        position_ids=positions[:, end - chunk : end],
+                        past_key_values=cache,
+                    ).logits
             sparse += 1
     assert torch.equal(found, ids)
 
@@ -105,7 +106,7 @@ def test_families_with_windows_sinks_and_other_groups(family):
     """A rectification after every step leaves no sparse token behind: only the newest one can differ from dense."""
     model = tiny_model(family)
     ids = prompt(70)
-    with seergate.attached(model, selector(model, "oracle", rectify_every=1)) as handle:
+    with seergate.attached(model, selector(model, "oracle"), correction=Rectify(1)) as handle:
         cache = DynamicCache(config=model.config)
         model(input_ids=ids[:, :45], past_key_values=cache)
         for i in range(45, 69):
@@ -129,7 +130,7 @@ def test_rows_that_come_later_are_rectified_in_their_own_time(name):
     prompts = [prompt(length, seed)[0].tolist() for seed, length in enumerate((40, 30, 37))]
 
     def alone(ids, new):
-        with seergate.attached(model, method):
+        with seergate.attached(model, method, correction=Rectify(EVERY)):
             batch, said = Batch(model), []
             logits = batch.add([ids])
             for _ in range(new):
@@ -137,9 +138,9 @@ def test_rows_that_come_later_are_rectified_in_their_own_time(name):
                 logits = batch.step(said[-1:])
         return said, batch.cache
 
-    method = selector(model, name, rectify_every=EVERY)
+    method = selector(model, name)
     expected = [alone(ids, new) for ids, new in zip(prompts, (19, 16, 12), strict=True)]
-    with seergate.attached(model, method) as handle:
+    with seergate.attached(model, method, correction=Rectify(EVERY)) as handle:
         batch, said, last = Batch(model), [[], [], []], []
         for step in range(19):
             if step in (0, 3, 7):
@@ -163,9 +164,8 @@ def test_rows_that_come_later_are_rectified_in_their_own_time(name):
 
 def test_beams_drafts_and_further_turns():
     model = tiny_model("qwen3")
-    method = selector(model, "gate", rectify_every=EVERY)
     question = prompt(40)
-    with seergate.attached(model, method) as handle:
+    with seergate.attached(model, selector(model, "gate"), correction=Rectify(EVERY)) as handle:
         assert model.generate(input_ids=question, max_new_tokens=14, num_beams=3).shape == (1, 54)
         assert handle.stats()["rectification"]["passes"] == 2
         greedy = model.generate(input_ids=question, max_new_tokens=17)
@@ -183,13 +183,13 @@ def test_beams_drafts_and_further_turns():
 
 def test_steps_that_read_everything_are_not_rectified():
     model = tiny_model("qwen3")
-    with seergate.attached(model, gates(model), DecodeConfig(token_budget=6 * BLOCK, rectify_every=4)) as handle:
+    with seergate.attached(model, gates(model), DecodeConfig(token_budget=6 * BLOCK), correction=Rectify(4)) as handle:
         model.generate(input_ids=prompt(30), max_new_tokens=18)  # 47 tokens, which the budget covers
         assert handle.stats()["rectification"]["passes"] == 0
         model.generate(input_ids=prompt(30), max_new_tokens=26)  # 54 tokens: sparse from the 49th on
         assert handle.stats()["rectification"] == {"every": 4, "passes": 1, "tokens": 4}
     for dense in ({"dense_below": 200}, {"dense_layers": (0, 1)}):
-        with seergate.attached(model, gates(model), DecodeConfig(2 * BLOCK, rectify_every=4, **dense)) as handle:
+        with seergate.attached(model, gates(model), DecodeConfig(2 * BLOCK, **dense), correction=Rectify(4)) as handle:
             model.generate(input_ids=prompt(40), max_new_tokens=30)
             assert handle.stats()["density"] == 1 and handle.stats()["rectification"]["passes"] == 0
 
@@ -197,7 +197,7 @@ def test_steps_that_read_everything_are_not_rectified():
 def test_static_caches_are_rectified_too():
     model = tiny_model("qwen3")
     batch = left_padded([prompt(40, 1), prompt(29, 2)])
-    with seergate.attached(model, gates(model), token_budget=2 * BLOCK, rectify_every=4):
+    with seergate.attached(model, gates(model), token_budget=2 * BLOCK, correction=Rectify(4)):
         dynamic = model.generate(**batch, max_new_tokens=15)
         static = model.generate(**batch, max_new_tokens=15, cache_implementation="static")
     assert torch.equal(dynamic, static)
@@ -206,7 +206,7 @@ def test_static_caches_are_rectified_too():
 def test_copies_of_a_rectified_model():
     """A copy has hooks, counters and caches of its own."""
     model = tiny_model("qwen3")
-    with seergate.attached(model, selector(model, "oracle", rectify_every=4)) as handle:
+    with seergate.attached(model, selector(model, "oracle"), correction=Rectify(4)) as handle:
         twin = copy.deepcopy(model)
         texts = [each.generate(input_ids=prompt(45), max_new_tokens=14) for each in (model, twin)]
         counted = [handle.stats()["rectification"], seergate.handle_of(twin).stats()["rectification"]]
@@ -235,18 +235,18 @@ def test_a_cache_narrowed_to_some_rows():
 def test_refusals():
     model, hybrid = tiny_model("qwen3"), tiny_model("qwen3_5_text")
     with pytest.raises(SeergateError, match="rectification takes tokens back, which layers of kind linear_attention"):
-        seergate.attach(hybrid, "oracle", block_size=8, rectify_every=4)
-    with pytest.raises(ValueError, match="rectify_every is 0; it must be a positive number of tokens, or None"):
-        seergate.attach(model, "oracle", block_size=8, rectify_every=0)
+        seergate.attach(hybrid, "oracle", block_size=8, correction=Rectify(4))
+    with pytest.raises(ValueError, match="every is 0; it must be a positive number of steps"):
+        Rectify(0)
     windowed = tiny_model("gemma3_text")
     with (
-        seergate.attached(windowed, selector(windowed, "oracle", rectify_every=4)),
+        seergate.attached(windowed, selector(windowed, "oracle"), correction=Rectify(4)),
         pytest.raises(SeergateError, match="a StaticSlidingWindowLayer cannot do; use a dynamic cache"),
     ):
         windowed.generate(input_ids=prompt(45), max_new_tokens=8, cache_implementation="static")
     hooks = len(model.model._forward_hooks) + len(model.model._forward_pre_hooks)
     cache = DynamicCache()
-    with seergate.attached(model, selector(model, "oracle", rectify_every=4)):
+    with seergate.attached(model, selector(model, "oracle"), correction=Rectify(4)):
         model(input_ids=prompt(30), past_key_values=cache)
         model(input_ids=prompt(1), past_key_values=cache)
         with pytest.raises(SeergateError, match="input_ids"):

@@ -12,9 +12,12 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from transformers import PreTrainedModel
 
 from seergate import ops
 from seergate.cache.ordinary import show
+from seergate.hf import families
+from seergate.hf.rope import Rotary
 from seergate.methods.base import LayerSpec, Step
 from seergate.methods.selecting import SelectingMethod, SelectingState
 
@@ -40,6 +43,26 @@ def break_even(times: Times) -> int:
     longer, its_dense, its_sparse = times[lost[-1] + 1]
     loss, gain = sparse - dense, its_dense - its_sparse
     return length + int((longer - length) * loss / (loss + gain))
+
+
+def layer_times(model: PreTrainedModel, method: SelectingMethod) -> Times:
+    """`step_times` of the first layer in which the method selects, up to the model's longest context; empty if it
+    selects in none.
+    """
+    config = families.text_config(model)
+    for layer, attention in families.full_attention_modules(model):
+        module: Any = attention
+        heads, kind = int(config.num_attention_heads), families.rope_kind(config, attention)
+        rotary = Rotary(families.decoder_of(model), attention, families.layer_type(config, layer), kind)
+        kv_heads = heads // int(module.num_key_value_groups)
+        spec = LayerSpec(layer, 1, heads, kv_heads, int(module.head_dim), model.dtype, model.device, rotary)
+        if method.selects_in(layer) and isinstance(method.new_state(spec), SelectingState):
+            extras = {
+                "sinks": getattr(module, "sinks", None),
+                "softcap": getattr(module, "attn_logit_softcapping", None),
+            }
+            return step_times(method, spec, extras, int(getattr(config, "max_position_embeddings", 1 << 20)))
+    return []
 
 
 @torch.no_grad()

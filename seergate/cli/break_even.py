@@ -1,0 +1,43 @@
+"""``seergate break-even``: from which length on choosing blocks is faster than reading everything."""
+
+from __future__ import annotations
+
+import argparse
+
+PARSES_ITS_ARGUMENTS = True
+HELP = (
+    "the number that dense_below should be on this machine",
+    "Time a dense and a sparse step of one layer on random keys and values: one row, the method's own scores, from just\n"
+    "above the budget up to 256 MiB of them (1 GiB on a GPU) or the model's longest context. Prints the times, and the\n"
+    "length up to which reading everything was faster; the longest one that was timed if it always was.",
+    [
+        "seergate break-even --model tiny-reasoner --budget 256",
+        "seergate break-even --model Qwen3-8B --gates org/Qwen3-8B-gates --budget 2048",
+    ],
+)
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare the options."""
+    parser.add_argument("--model", default="tiny-reasoner", help="preset, directory or Hub id [%(default)s]")
+    parser.add_argument("--gates", metavar="ADAPTER", help="directory or Hub id; without gates Quest is timed")
+    parser.add_argument("--budget", type=int, default=4096, metavar="N", help="token budget [%(default)s]")
+    parser.add_argument("--dtype", default="auto", choices=("auto", "float32", "bfloat16", "float16"))
+    parser.add_argument("--device", default="auto", help="auto, cpu, cuda or cuda:N [%(default)s]")
+
+
+def run(options: argparse.Namespace) -> int:
+    """Load, time, print."""
+    from seergate.cli.models import gates_for, load_gates, load_model, model_path
+    from seergate.hf.break_even import break_even, layer_times
+    from seergate.methods import Gate, Quest
+
+    gates = gates_for(options.model, options.gates)
+    bank = None if gates is None else load_gates(gates)
+    model, _ = load_model(model_path(options.model), options.dtype, options.device)
+    method = Quest(token_budget=options.budget) if bank is None else Gate(bank=bank, token_budget=options.budget)
+    times = layer_times(model, method)
+    for length, dense, sparse in times:
+        print(f"{length:>8} tokens   dense {1e3 * dense:8.3f} ms   sparse {1e3 * sparse:8.3f} ms")
+    print(f"dense_below={break_even(times)}")
+    return 0
