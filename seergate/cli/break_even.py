@@ -7,9 +7,9 @@ import argparse
 PARSES_ITS_ARGUMENTS = True
 HELP = (
     "the number that dense_below should be on this machine",
-    "Time a dense and a sparse step of one layer on random keys and values: one row, the method's own scores, from just\n"
-    "above the budget up to 256 MiB of them (1 GiB on a GPU) or the model's longest context. Prints the times, and the\n"
-    "length up to which reading everything was faster; the longest one that was timed if it always was.",
+    "Time a dense and a sparse step of one layer on random keys and values: one row, the method's own scores, from\n"
+    "just above the budget up to 256 MiB of them (1 GiB on a GPU) or the model's longest context. Prints the times,\n"
+    "and the length up to which reading everything was faster: the longest that was timed if it always was.",
     [
         "seergate break-even --model tiny-reasoner --budget 256",
         "seergate break-even --model Qwen3-8B --gates org/Qwen3-8B-gates --budget 2048",

@@ -190,7 +190,7 @@ def test_what_pages_do_not_go_with():
     model = tiny_model("qwen3")
     for method, options, paging, message in (
         ("tova", {}, Paging(), "evicts tokens, and a paged cache keeps all"),
-        ("oracle", {"token_budget": 32, "correction": seergate.Rectify(4)}, Paging(), "rectification"),
+        ("oracle", {"token_budget": 64, "correction": seergate.Rectify(4)}, Paging(), "rectification"),
         ("quest", {"block_size": 16}, Paging(8), "pages of 8 tokens would cut the blocks of 16"),
     ):
         with pytest.raises(SeergateError, match=message):
