@@ -16,9 +16,15 @@ import pyarrow
 import pyarrow.parquet
 import pytest
 
+from seergate import SeergateError
 from seergate.chain_sum import make_problems
+from seergate.distill import load_train_config
+from seergate.distill.base_model import check_model
 from tests.hub.server import File, Hub
+from tests.hub.test_hub import hub as reached
 from tests.models import tiny_model
+
+__all__ = ["reached"]
 
 ROOT = Path(__file__).resolve().parents[2]
 CARD = b"""---
@@ -34,11 +40,12 @@ configs:
 # Rows
 """
 READ = """
-import json, sys
+import json, os, sys
 from seergate import SeergateError
 from seergate.distill import load_train_config
 from seergate.distill.sources import open_source
 for options in json.loads(sys.argv[1]):
+    os.environ.update(options.pop("environment", {}))
     try:
         source = open_source(load_train_config("tiny-reasoner", options))
         rows = list(source.rows)
@@ -86,7 +93,10 @@ def read(hub: Hub, tmp_path: Path, *cases: dict, **settings: str) -> list:
 
 
 def test_streaming_and_downloading_give_the_same_rows(hub, rows, tmp_path):
+    """Over a connection that breaks off once, and a server that is once not well."""
     sha = hub.repos["datasets/org/rows"].refs["main"]
+    hub.cut("GET", "/lfs/", after=3000)
+    hub.fail("GET", "/lfs/", status=503)
     streamed, downloaded, rest, other = read(
         hub,
         tmp_path,
@@ -95,29 +105,24 @@ def test_streaming_and_downloading_give_the_same_rows(hub, rows, tmp_path):
         {"streaming": True, "data_split": "rest"},
         {"streaming": True, "data_config": "long", "data_revision": sha},
     )
+    assert not any(fault.times for fault in hub.faults)
     assert streamed == [60, rows[0], rows[59], f"hub/org/rows/None/train/{sha}", None, sha]
     assert downloaded[:3] == streamed[:3] and downloaded[4:] == [60, sha]
     assert rest[:3] == [20, rows[60], rows[79]] and other[:3] == [80, rows[0], rows[79]]
     assert len({case[3] for case in (streamed, downloaded, rest, other)}) == 4
 
 
-def test_a_connection_that_breaks_off_is_taken_up_again(hub, rows, tmp_path):
-    hub.cut("GET", "/lfs/", after=3000)
-    hub.fail("GET", "/lfs/", status=503)
-    ((count, first, last, *_),) = read(hub, tmp_path, {"streaming": True})
-    assert (count, first, last) == (60, rows[0], rows[59])
-    assert not any(fault.times for fault in hub.faults)
-
-
 def test_what_cannot_be_loaded_is_one_sentence_that_says_why(hub, tmp_path):
-    messages = read(
-        hub,
-        tmp_path,
-        *({"streaming": streaming} | case for streaming in (True, False) for case in (
-            {"data": "org/none"}, {"data": "org/secret"}, {"data_config": "middle"}, {"data_split": "test"},
-            {"data_revision": "v9"},
-        )),
-    )  # fmt: skip
+    wrong = (
+        {"data": "org/none"},
+        {"data": "org/secret"},
+        {"data_config": "middle"},
+        {"data_split": "test"},
+        {"data_revision": "v9"},
+    )
+    cases = [{"streaming": streaming} | case for streaming in (True, False) for case in wrong]
+    cases.append({"data": "org/secret", "streaming": True, "environment": {"HF_TOKEN": "writer"}})
+    *messages, (count, *_) = read(hub, tmp_path, *cases)
     streaming, downloading = messages[:5], messages[5:]
     for part in (streaming, downloading):
         none, secret, config, split, revision = part
@@ -127,8 +132,7 @@ def test_what_cannot_be_loaded_is_one_sentence_that_says_why(hub, tmp_path):
         assert "test" in split and "train" in split
         assert "v9" in revision
     assert not any("\n" in message for message in messages)
-    ((count, *_),) = read(hub, tmp_path, {"data": "org/secret", "streaming": True}, HF_TOKEN="writer")
-    assert count == 60
+    assert count == 60, "with a token"
 
 
 def test_without_the_hub_the_data_are_of_the_commit_that_is_said(hub, rows, tmp_path):
@@ -160,27 +164,20 @@ def test_a_hub_that_is_down_is_no_answer_and_one_that_refuses_is(hub, tmp_path):
     hub.fail("GET", "^/api/datasets/org/rows(/revision/main)?$", status=503)
     down, up = read(hub, tmp_path, {}, {})
     assert down == up and down[5] == sha and not any(fault.times for fault in hub.faults)
-    hub.repos["datasets/org/rows"].private = True
-    (refused,) = read(hub, tmp_path, {})
-    assert "cannot be loaded from the Hub: there is none of this name, or it is private" in refused
 
 
-def test_a_model_of_the_hub_is_known_by_its_commit(hub, tmp_path):
+def test_a_model_of_the_hub_is_known_by_its_commit(reached, tmp_path):
     """A run that is continued compares it, so it must change when the repository does."""
-    config = tiny_model("qwen3").config
+    hub, options = reached, {"block_size": 8, "gate_dim": 16}
     for step in range(2):
-        hub.hold("org/base", {"config.json": File(config.to_json_string().encode()), "x": File(b"x" * step)})
-        code = (
-            "from seergate.distill import load_train_config as c; from seergate.distill.base_model import check_model"
-        )
-        code += "; print(check_model('org/base', c('org/base', {'block_size': 8, 'gate_dim': 16})))"
-        done = run(hub, tmp_path, "-c", code)
-        assert done.stdout.strip() == hub.repos["org/base"].refs["main"], done.stderr[-2000:]
-    code = code.replace("'gate_dim': 16", "'gate_dim': 16, 'revision': 'gone'")
-    assert "SeergateError" in run(hub, tmp_path, "-c", code).stderr
+        config = File(tiny_model("qwen3").config.to_json_string().encode())
+        hub.hold("org/base", {"config.json": config, "x": File(b"x" * step)})
+        assert check_model("org/base", load_train_config("org/base", options)) == hub.repos["org/base"].refs["main"]
+    with pytest.raises(SeergateError):
+        check_model("org/base", load_train_config("org/base", options | {"revision": "gone"}))
 
 
-@pytest.mark.slow
+@pytest.mark.soak
 def test_training_reads_no_more_than_it_needs(hub, tmp_path):
     """`train.py --data org/rows --streaming`: two steps, then again with another seed from the same token cache."""
     options = "--model tiny-reasoner --data org/rows --streaming --data-limit 20 --steps 2 --packs-per-step 1"
