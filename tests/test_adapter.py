@@ -260,9 +260,7 @@ def test_a_shipped_base_keeps_its_short_name(tmp_path):
     ("family", "options", "message"),
     [
         ("qwen2", {"num_attention_heads": 4}, "model_type is 'qwen2' in the model and 'qwen3' in the gates"),
-        ("qwen3", {"num_attention_heads": 8}, "num_heads is 8 in the model and 4 in the gates"),
         ("qwen3", {"num_key_value_heads": 1}, "num_kv_heads is 1 in the model and 2 in the gates"),
-        ("qwen3", {"head_dim": 32}, "head_dim is 32 in the model and 16 in the gates"),
         ("qwen3", {"hidden_size": 32}, "hidden_size is 32 in the model and 64 in the gates"),
         ("qwen3", {"num_hidden_layers": 3}, "num_layers is 3 in the model and 2 in the gates"),
         ("qwen3", {"rope_parameters": {"rope_type": "default", "rope_theta": 5e5}}, "the model's RoPE frequencies"),

@@ -101,8 +101,9 @@ def save_adapter(adapter: Adapter, directory: str | os.PathLike[str], *, card_so
                 flush(path)
                 os.replace(path, out / path.name)
         flush(out)
-    except OSError as error:
-        raise SeergateError(f"the adapter cannot be written to {out}: {error.strerror or error}") from error
+    except (OSError, SafetensorError) as error:  # a full disk is the latter
+        reason = getattr(error, "strerror", None) or error
+        raise SeergateError(f"the adapter cannot be written to {out}: {reason}") from error
     return out
 
 
