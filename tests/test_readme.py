@@ -28,7 +28,6 @@ def test_there_are_snippets() -> None:
     assert len(BLOCKS) >= 3
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("block", BLOCKS, ids=[f"snippet{i}" for i in range(len(BLOCKS))])
 def test_snippets_run(block: str, checkout: Path) -> None:
     exec(compile(block, "README.md", "exec"), {"__name__": "readme"})

@@ -87,9 +87,11 @@ def files(root: Path) -> dict[Path, tuple[int, bytes]]:
     return {path: (path.stat().st_mtime_ns, path.read_bytes()) for path in root.rglob("*") if path.is_file()}
 
 
-@pytest.mark.slow
 @pytest.mark.timeout(1200)
-@pytest.mark.parametrize("block", BLOCKS)
+@pytest.mark.parametrize(
+    "block",
+    [block if block.startswith("README") else pytest.param(block, marks=pytest.mark.soak) for block in BLOCKS],
+)
 def test_documented_commands_run(block: str, checkout: Path, capsys: pytest.CaptureFixture[str]) -> None:
     for line in BLOCKS[block]:
         if line in LEFT_OUT:
