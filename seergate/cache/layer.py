@@ -419,11 +419,7 @@ class GatedLayer(CacheLayerMixin):
         return self.keys.nbytes + self.values.nbytes + (self.state.nbytes if self.state is not None else 0)
 
     def row_bytes(self) -> np.ndarray:
-        """Per row, the bytes of its tokens and of what the method remembers of it: as if alone, no room to grow."""
+        """Per row, the bytes of its tokens, without room to grow."""
         assert self.keys is not None and self.values is not None
         each = self.keys.shape[1] * token_bytes(self.keys, self.values)
-        return np.array(self.row_lengths) * each + self._own_state()
-
-    def _own_state(self) -> np.ndarray | int:
-        held, seen = np.array(self.row_lengths), np.array(self.row_seen)
-        return 0 if self.state is None else self.state.own_bytes(held, seen, self.block_size)
+        return np.array(self.row_lengths) * each

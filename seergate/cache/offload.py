@@ -380,4 +380,4 @@ class OffloadedLayer(GatedLayer):
     def row_bytes(self) -> np.ndarray:
         """See `GatedLayer`. The pool has a size of its own, which is divided equally."""
         held = self.pool.nbytes if self.pool is not None else 0
-        return np.full(len(self.row_lengths), held / len(self.row_lengths)) + self._own_state()
+        return np.full(len(self.row_lengths), held / len(self.row_lengths))

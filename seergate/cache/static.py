@@ -99,9 +99,8 @@ class FixedLayer(GatedLayer):
         """After a step of another kind: give every tensor its final size, so that fixed steps can follow."""
         assert self.keys is not None and self.values is not None and self.state is not None
         capacity = self.keys.shape[2]
-        for name in self.state.per_block:
-            blocks = capacity // self.block_size
-            self.state.grown(name, blocks, limit=blocks)
+        for name, size in self.state.growing.items():
+            self.state.grown(name, capacity // size, limit=capacity // size)
         self.counts = stats.expect_fixed(self.layer, self.keys, self.values, self.block_size, self.state)
         if self.device.type == "cuda":
             own = (self.keys, self.values, self.lengths, self._slots, *self.state.rows.values())

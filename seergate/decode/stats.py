@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -11,7 +13,8 @@ from torch import Tensor
 
 from seergate.cache.ordinary import ordinary_tensors
 from seergate.methods.base import LayerState, Step
-from seergate.methods.evicting import Eviction
+from seergate.methods.evicting import Attended, Eviction
+from seergate.methods.selecting import SelectingState
 from seergate.ops import Selection
 
 _FIXED = 6
@@ -23,6 +26,96 @@ RowBytes = Callable[[], Any]
 def token_bytes(keys: Tensor, values: Tensor) -> int:
     """What a token takes in one KV head of a cache ``[..., D]``."""
     return keys.shape[-1] * keys.element_size() + values.shape[-1] * values.element_size()
+
+
+def own_bytes(state: LayerState, held: Any, seen: Any) -> Any:
+    """Of what a method remembers, the bytes that a row would occupy alone: without other rows, without room to grow.
+
+    Args:
+        state: the method's.
+        held: tokens that the row has in the cache: a number, or an array of one per row.
+        seen: the same with those that have left it.
+    """
+    about = {"seen": seen, "held": held, "gone": seen - held}[state.about]
+    total = sum((own_bytes(part, held, seen) for part in state.parts), 0 * held)
+    for name, tensor in state.rows.items():
+        if name in state.growing:
+            total = total + -(-about // state.growing[name]) * _entry_bytes(tensor)
+        else:
+            total = total + math.prod(tensor.shape[1:]) * tensor.element_size()
+    return total
+
+
+def _entry_bytes(tensor: Tensor) -> int:
+    """Of one entry along the third axis of a tensor ``[B, K, N, ...]``, all heads together."""
+    return tensor.shape[1] * math.prod(tensor.shape[3:]) * tensor.element_size()
+
+
+def bytes_to_decide(state: LayerState, tokens: Any) -> Any:
+    """Bytes of its growing tensors that a state about so many tokens reads at a decode step, all heads together.
+
+    Args:
+        state: the method's.
+        tokens: a number of 1 or more, or a tensor of such numbers.
+    """
+    still_open = 0 if state.reads_open else 1
+    entries = {name: -(-tokens // state.growing[name]) - still_open for name in state.reads}
+    return sum((count * _entry_bytes(state.rows[name]) for name, count in entries.items()), 0 * tokens)
+
+
+@dataclass
+class Reading:
+    """What a decode step of one layer read and held.
+
+    Attributes:
+        layer: its index.
+        step: the step.
+        state: what the method remembers.
+        seen: tokens that each row has seen, including those that have left the cache.
+        selection: the blocks read, if a method selected some.
+        attended: what an attention of the method's own gave and read, if it had one.
+        block_size: tokens per block.
+        resident_bytes: held by the layer.
+        row_bytes: says what each row would hold alone. Only what counts rows asks.
+    """
+
+    layer: int
+    step: Step
+    state: LayerState
+    seen: list[int]
+    selection: Selection | None
+    attended: Attended | None
+    block_size: int
+    resident_bytes: int
+    row_bytes: RowBytes
+
+    @property
+    def read(self) -> Sequence[float]:
+        """Tokens that each row read, mean over KV heads, if nothing was selected."""
+        return self.step.ends if self.attended is None else self.attended.read
+
+    @cached_property
+    def scored(self) -> list[int]:
+        """Bytes that each row read beside keys and values of the tokens that it read, all heads together."""
+        return [self._scored(row) for row in range(len(self.seen))]
+
+    def _scored(self, row: int) -> int:
+        (keys, values, _), held, seen = self.step.stored, self.step.ends[row], self.seen[row]
+        states = self.state.parts or (self.state,)
+        # A row that reads all of its blocks is scored only beside longer ones, which must not change its count.
+        chose = (self.selection is not None or self.attended is not None) and not any(
+            state.method.reads_all(seen) for state in states if isinstance(state, SelectingState)
+        )
+        total = 0
+        for state in states:
+            about = {"seen": seen, "held": held, "gone": seen - held}[state.about]
+            if about and (chose or not isinstance(state, SelectingState)):
+                total += bytes_to_decide(state, about)
+            if chose and state.weighs:  # ordinary attention to all tokens reads their keys anyway
+                total += held * keys.shape[1] * keys.shape[3] * keys.element_size()
+        if self.attended is not None:  # tokens beyond those in the cache were read from the state, counted above
+            total -= max(0, int(self.attended.read[row]) - held) * keys.shape[1] * token_bytes(keys, values)
+        return total
 
 
 @dataclass
@@ -80,52 +173,30 @@ class DecodeStats:
         return fresh
 
     def saw_prompt(self, layer: int, resident_bytes: int, row_bytes: RowBytes) -> None:
-        """Count what a layer held right after a prompt. ``row_bytes`` as in `record`."""
+        """Count what a layer held right after a prompt. ``row_bytes`` as in `Reading`."""
         stats = self.layers[layer]
         stats.resident_peak = max(stats.resident_peak, resident_bytes)
 
-    def record(
-        self,
-        layer: int,
-        step: Step,
-        seen: list[int],
-        read: Sequence[float],
-        selection: Selection | None,
-        block_size: int,
-        score_bytes: Sequence[int],
-        resident_bytes: int,
-        row_bytes: RowBytes,
-    ) -> None:
-        """Count one decode step.
-
-        Args:
-            layer: its index.
-            step: the step.
-            seen: tokens each row has seen, evicted ones included.
-            read: tokens each row reads if nothing was selected.
-            selection: the blocks read, or ``None`` if nothing was selected.
-            block_size: tokens per block.
-            score_bytes: per row, read to decide.
-            resident_bytes: held by the layer.
-            row_bytes: says what each row would hold alone. Only what counts rows asks.
-        """
-        stats = self.layers[layer]
+    def record(self, reading: Reading) -> None:
+        """Count one decode step."""
+        stats, step, selection = self.layers[reading.layer], reading.step, reading.selection
         keys, values, _ = step.stored
-        self.block_size, self.heads[layer] = block_size, keys.shape[1]
-        self.bytes_per_token[layer] = token_bytes(keys, values)
+        self.block_size, self.heads[reading.layer] = reading.block_size, keys.shape[1]
+        self.bytes_per_token[reading.layer] = token_bytes(keys, values)
         stats.steps += 1
-        stats.rows += len(seen)
-        stats.tokens_seen += sum(seen)
+        stats.rows += len(reading.seen)
+        stats.tokens_seen += sum(reading.seen)
         stats.tokens_held += sum(step.ends)
-        stats.bytes_scored += sum(score_bytes)
+        stats.bytes_scored += sum(reading.scored)
         if selection is None:
-            stats.tokens_read += sum(read)
-            stats.dense_blocks += sum(-(-tokens // block_size) for tokens in read)
+            stats.tokens_read += sum(reading.read)
+            stats.dense_blocks += sum(-(-tokens // reading.block_size) for tokens in reading.read)
         else:  # it holds the current block, which may not be full
             stats.selected_blocks = stats.selected_blocks + selection.counts.sum(0)
-            stats.missing_tokens += sum(-end % block_size for end in step.ends)
-        stats.resident_sum += resident_bytes
-        stats.resident_peak = max(stats.resident_peak, resident_bytes)
+            stats.missing_tokens += sum(-end % reading.block_size for end in step.ends)
+        stats.resident_sum += reading.resident_bytes
+        stats.resident_peak = max(stats.resident_peak, reading.resident_bytes)
+        stats.state_bytes = max(stats.state_bytes, reading.state.nbytes)
 
     @ordinary_tensors
     def expect_fixed(
@@ -149,9 +220,7 @@ class DecodeStats:
         return stats.fixed
 
     def record_fixed(self, layer: int, step: Step, selection: Selection | None, score_bytes_B: Tensor | None) -> None:
-        """Count one decode step of fixed shapes, without the host. ``score_bytes_B`` as in `record`, if there is a
-        selection.
-        """
+        """Count one decode step of fixed shapes, without the host. ``score_bytes_B``: `bytes_to_decide`, if it did."""
         lengths, sums = step.lengths, self.layers[layer].fixed.sums
         sums[0] += 1
         sums[1] += lengths.sum()
@@ -184,10 +253,6 @@ class DecodeStats:
         stats.resident_peak = max(stats.resident_peak, fixed.resident_bytes)
         stats.state_bytes = max(stats.state_bytes, fixed.state_bytes)
         stats.selected_blocks = stats.selected_blocks + torch.tensor(selected, device=fixed.sums.device)
-
-    def remembers(self, layer: int, state_bytes: int) -> None:
-        """Take note of how many bytes a layer's method remembers beside keys and values."""
-        self.layers[layer].state_bytes = max(self.layers[layer].state_bytes, state_bytes)
 
     def record_fetched(self, layer: int, count: int) -> None:
         """Count the bytes that a step of an offloaded cache brought from slow memory."""

@@ -7,8 +7,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.nn.functional import scaled_dot_product_attention
@@ -17,12 +19,12 @@ from seergate import ops
 from seergate.cache.call import Call
 from seergate.cache.layer import GatedLayer
 from seergate.cache.ordinary import ordinary_tensors, show
-from seergate.decode.stats import DecodeStats
+from seergate.decode.stats import DecodeStats, Reading, bytes_to_decide, own_bytes
 from seergate.errors import SeergateError
 from seergate.methods.base import FixedStep, Step
-from seergate.methods.evicting import CompressingState
-from seergate.methods.scoring import log_probabilities
-from seergate.methods.selecting import SelectingMethod, SelectingState
+from seergate.methods.evicting import Attended, CompressingState
+from seergate.methods.scoring import attend_and_weigh, log_probabilities
+from seergate.methods.selecting import SelectingMethod
 from seergate.ops import Selection
 
 MOST_FOLDED = 64
@@ -85,7 +87,7 @@ class GatedAttention:
         layer.settle(self.stats)
         if decoded == new:
             return self._decode_each(state, step, new).to(value.dtype), None
-        self.stats.saw_prompt(layer.layer, layer.nbytes, layer.row_bytes)
+        self.stats.saw_prompt(layer.layer, layer.nbytes, partial(row_bytes, layer))
         if isinstance(state, CompressingState) and any(start != 0 for start in step.starts):
             raise SeergateError(
                 f"the evicting method {layer.method.name!r} takes a prompt in one piece, then token by token; "
@@ -109,34 +111,30 @@ class GatedAttention:
     def _decode(self, state: Any, step: Step) -> Tensor:
         layer, stats, method = self.layer, self.stats, self.layer.method
         selection: Selection | None = None
-        score_bytes = [0] * len(step.starts)
+        attended: Attended | None = None
         output: Tensor | None = None
         if isinstance(method, SelectingMethod):
             selection = method.select(state, step)
-            if selection is not None and isinstance(state, SelectingState):
-                # A row that reads all its blocks is scored only beside longer ones, and its figures must not depend on
-                # them.
-                score_bytes = [
-                    0 if method.covers(end) or end <= method.rule.dense_below else count
-                    for count, end in zip(state.score_bytes(step), step.ends, strict=True)
-                ]
+            if selection is not None:
                 output = layer.attend_to(step, selection.indices)
             if self.measure_recall:
                 stats.record_recall(layer.layer, _recall(step, selection, layer.block_size))
         elif isinstance(state, CompressingState):
-            output, score_bytes = state.attend(step), state.score_bytes(step)
+            output, p_BKGT = attend_and_weigh(step) if state.weighs else (None, None)
+            state.watch(step, p_BKGT)
+            attended = state.attend(step)
+            if attended is not None:
+                output = attended.output
         if output is None:
             output = attend_to_all(step)
         fetched = layer.take_fetched(step, everything=selection is None)
         if fetched is not None:
             stats.record_fetched(layer.layer, fetched)
-        read = state.tokens_read(step) if isinstance(state, CompressingState) else step.ends
         seen = [
             total - held + end for total, held, end in zip(layer.row_seen, layer.row_lengths, step.ends, strict=True)
         ]
-        held = layer.nbytes, layer.row_bytes
-        stats.record(layer.layer, step, seen, read, selection, layer.block_size, score_bytes, *held)
-        stats.remembers(layer.layer, state.nbytes)
+        held = layer.nbytes, partial(row_bytes, layer)
+        stats.record(Reading(layer.layer, step, state, seen, selection, attended, layer.block_size, *held))
         if isinstance(state, CompressingState):
             self._evict(state, step)
         return output
@@ -148,7 +146,7 @@ class GatedAttention:
             if isinstance(method, SelectingMethod):
                 selection = method.select(state, step)
                 if selection is not None:  # as in `_decode`, of the rows' own lengths
-                    score_bytes = state.bytes_to_score(step.lengths) * (step.lengths > method.covered_tokens)
+                    score_bytes = bytes_to_decide(state, step.lengths) * (step.lengths > method.covered_tokens)
             self.stats.record_fixed(layer.layer, step, selection, score_bytes)
             return attend_to_all(step) if selection is None else layer.attend_to(step, selection.indices)
 
@@ -158,6 +156,12 @@ class GatedAttention:
         if eviction is not None:
             self.stats.evicted(self.layer.layer, step, eviction)
             self.layer.evict(eviction)
+
+
+def row_bytes(layer: GatedLayer) -> Any:
+    """Per row, the bytes of its tokens and of what the method remembers of it: as if alone, no room to grow."""
+    state, held, seen = layer.state, np.array(layer.row_lengths), np.array(layer.row_seen)
+    return layer.row_bytes() + (0 if state is None else own_bytes(state, held, seen))
 
 
 def _tokens(step: Step, count: int) -> Iterator[Step]:

@@ -18,7 +18,6 @@ from __future__ import annotations
 import json
 import os
 from collections import defaultdict
-from collections.abc import Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -26,10 +25,8 @@ from typing import Any
 import numpy as np
 
 from seergate.config import is_int
-from seergate.decode.stats import DecodeStats, RowBytes
+from seergate.decode.stats import DecodeStats, Reading
 from seergate.errors import SeergateError
-from seergate.methods.base import Step
-from seergate.ops import Selection
 
 METADATA_KEY = b"seergate"
 LINES_AT_ONCE = 1 << 16
@@ -67,33 +64,19 @@ class Trace:
         self._waiting: list[Any] = []
         self._lines = 0
 
-    def record(
-        self,
-        layer: int,
-        step: Step,
-        seen: Sequence[int],
-        read: Sequence[float],
-        selection: Selection | None,
-        size: int,
-        heads: int,
-    ) -> None:
-        """Write down one decode step of one layer.
-
-        Args:
-            layer, step, seen, read, selection: as of `DecodeStats.record`.
-            size: tokens per block.
-            heads: KV heads.
-        """
+    def record(self, reading: Reading) -> None:
+        """Write down one decode step of one layer."""
         import pyarrow as pa
 
+        layer, step, selection, size = reading.layer, reading.step, reading.selection, reading.block_size
         number = self.steps[layer]
         self.steps[layer] += 1
         if number % self.every:
             return
-        rows = len(seen)
+        rows, heads = len(reading.seen), step.stored[0].shape[1]
         lines = rows * heads
         if selection is None:
-            tokens = np.repeat(np.asarray(read, dtype=np.float32), heads)
+            tokens = np.repeat(np.asarray(reading.read, dtype=np.float32), heads)
             blocks = pa.nulls(lines, self.schema.field("blocks").type)
         else:
             indices = selection.indices.cpu().numpy().reshape(lines, -1)
@@ -108,7 +91,7 @@ class Trace:
             "layer": np.full(lines, layer),
             "row": np.repeat(np.arange(rows), heads),
             "head": np.tile(np.arange(heads), rows),
-            "position": np.repeat(np.asarray(seen) - 1, heads),
+            "position": np.repeat(np.asarray(reading.seen) - 1, heads),
         }
         columns = [pa.array(values.astype(np.int32)) for values in numbers.values()]
         self._waiting.append(pa.record_batch([*columns, pa.array(tokens), blocks], schema=self.schema))
@@ -151,18 +134,7 @@ class TracedStats:
     def __getattr__(self, name: str) -> Any:
         return getattr(self._inner, name)
 
-    def record(
-        self,
-        layer: int,
-        step: Step,
-        seen: list[int],
-        read: Sequence[float],
-        selection: Selection | None,
-        block_size: int,
-        score_bytes: Sequence[int],
-        resident_bytes: int,
-        row_bytes: RowBytes,
-    ) -> None:
-        """See `DecodeStats`."""
-        self._inner.record(layer, step, seen, read, selection, block_size, score_bytes, resident_bytes, row_bytes)
-        self._trace.record(layer, step, seen, read, selection, block_size, self._inner.heads[layer])
+    def record(self, reading: Reading) -> None:
+        """Count and write down one decode step."""
+        self._inner.record(reading)
+        self._trace.record(reading)

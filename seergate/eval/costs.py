@@ -13,9 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from seergate.decode.stats import DecodeStats, RowBytes
-from seergate.methods.base import Step
-from seergate.ops import Selection
+from seergate.decode.stats import DecodeStats, Reading, RowBytes
 
 _SUMS = 8
 
@@ -55,7 +53,7 @@ class _LayerRows:
 
 
 class RowStats(DecodeStats):
-    """`DecodeStats` that also count per row; for `Handle.count_with`.
+    """`DecodeStats` that also counts per row. Put it in the place of a handle's own.
 
     Args:
         layers: indices of the gated layers.
@@ -70,7 +68,7 @@ class RowStats(DecodeStats):
         self.curves: list[list[tuple[int, float]]] = []  # per row: (tokens of context, tokens read so far)
 
     def saw_prompt(self, layer: int, resident_bytes: int, row_bytes: RowBytes) -> None:
-        """Count what prompts take. `add_rows` is called for the same rows next."""
+        """See `DecodeStats`. These are the rows that `add_rows` is called for next."""
         super().saw_prompt(layer, resident_bytes, row_bytes)
         self.by_layer[layer].arriving = float(resident_bytes), row_bytes()
 
@@ -90,33 +88,23 @@ class RowStats(DecodeStats):
         for counters in self.by_layer.values():
             counters.keep(rows)
 
-    def record(
-        self,
-        layer: int,
-        step: Step,
-        seen: list[int],
-        read: Sequence[float],
-        selection: Selection | None,
-        block_size: int,
-        score_bytes: Sequence[int],
-        resident_bytes: int,
-        row_bytes: RowBytes,
-    ) -> None:
-        """Count a decode step of one layer, in all and per row."""
-        super().record(layer, step, seen, read, selection, block_size, score_bytes, resident_bytes, row_bytes)
+    def record(self, reading: Reading) -> None:
+        """Count one decode step, row by row too."""
+        super().record(reading)
+        layer, seen, selection, block_size = reading.layer, reading.seen, reading.selection, reading.block_size
         counters = self.by_layer[layer]
         counters.heads, counters.bytes_per_token = self.heads[layer], self.bytes_per_token[layer]
         counters.block_size = block_size
-        ends = np.array(step.ends)
+        ends = np.array(reading.step.ends)
         seen_, read_, cached, scored, allocated, allocated_peak, own, own_peak = counters.sums
         seen_ += seen
         missing = -(-ends % block_size)  # the current block may not be full
-        read_ += np.array(read, dtype=float) if selection is None else missing
+        read_ += np.array(reading.read, dtype=float) if selection is None else missing
         cached += ends
-        scored += score_bytes
-        allocated += resident_bytes / len(seen)
-        np.maximum(allocated_peak, resident_bytes / len(seen), out=allocated_peak)
-        held = row_bytes()
+        scored += reading.scored
+        allocated += reading.resident_bytes / len(seen)
+        np.maximum(allocated_peak, reading.resident_bytes / len(seen), out=allocated_peak)
+        held = reading.row_bytes()
         own += held
         np.maximum(own_peak, held, out=own_peak)
         if selection is not None:

@@ -9,11 +9,10 @@ Shape suffixes: B batch, S new tokens, C capacity of the cache, N blocks, H quer
 from __future__ import annotations
 
 import copy
-import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, ClassVar, Protocol
+from typing import Any, ClassVar, Literal, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -124,21 +123,35 @@ KeysOf = Callable[[int, int, int], Tensor]
 """``(row, first, end)`` -> the keys ``[1, K, end - first, D]`` of these tokens in the cache."""
 
 
+About = Literal["seen", "held", "gone"]
+
+
 class LayerState:
     """What a method remembers of one layer during one request.
 
     Every tensor lives in ``self.rows`` with the batch axis first, so that the cache can reorder, repeat and select
-    rows without knowing the method.
+    rows without knowing the method. What the statistics count of it (`seergate.decode.stats`) is declared:
 
     Attributes:
-        per_block: names of the tensors ``rows[name] [B, K, N, ...]`` that say something about the keys of a block.
+        growing: the tensors ``rows[name] [B, K, N, ...]`` that grow: name -> how many tokens an entry is about.
+        about: which tokens those are: all that were ``"seen"``, or of those the ones that the cache ``"held"`` or that
+            are ``"gone"`` from it.
+        reads: growing tensors that each decode step reads in whole, beside keys and values.
+        reads_open: whether that includes the entry of the block that the current token is in.
+        weighs: whether each decode step reads the keys of all tokens to decide.
+        parts: states of other methods that this one is made of.
     """
 
-    per_block: tuple[str, ...] = ()
+    about: ClassVar[About] = "seen"
+    reads: tuple[str, ...] = ()
+    reads_open: ClassVar[bool] = True
+    weighs: bool = False
+    parts: tuple[LayerState, ...] = ()
 
     def __init__(self, spec: LayerSpec) -> None:
         self.spec = spec
         self.rows: dict[str, Tensor] = {}
+        self.growing: dict[str, int] = {}
 
     def __deepcopy__(self, memo: dict[int, Any]) -> LayerState:
         """Copies what is known of the rows. The method and its gates are shared, unless they are copied as well."""
@@ -163,12 +176,14 @@ class LayerState:
 
     def block_shared(self, row: int, newer: slice, older: slice) -> None:
         """Blocks of a row have been replaced by older ones of it: what is known of these holds for both now."""
-        for name in self.per_block:
+        for name in self.growing:
             self.rows[name][row, :, newer] = self.rows[name][row, :, older]
 
     def select_rows(self, index: Tensor) -> None:
         """Keep the rows ``index`` (int64), in that order; a row may be repeated."""
         self.rows = {name: tensor.index_select(0, index.to(tensor.device)) for name, tensor in self.rows.items()}
+        for part in self.parts:
+            part.select_rows(index)
 
     def append_rows(self, other: LayerState) -> None:
         """Put another state's rows after this one's. Where their tensors differ in size, zeros fill what is unused."""
@@ -176,33 +191,17 @@ class LayerState:
             theirs = other.rows[name]
             size = [max(a, b) for a, b in zip(ours.shape[1:], theirs.shape[1:], strict=True)]
             joined = ours.new_zeros(ours.shape[0] + theirs.shape[0], *size)
-            for part, tensor in zip(joined.split([ours.shape[0], theirs.shape[0]]), (ours, theirs), strict=True):
-                part[(slice(None), *(slice(n) for n in tensor.shape[1:]))] = tensor
+            for place, tensor in zip(joined.split([ours.shape[0], theirs.shape[0]]), (ours, theirs), strict=True):
+                place[(slice(None), *(slice(n) for n in tensor.shape[1:]))] = tensor
             self.rows[name] = joined
+        for part, others in zip(self.parts, other.parts, strict=True):
+            part.append_rows(others)
 
     @property
     def nbytes(self) -> int:
         """Bytes that this state occupies."""
-        return sum(tensor.nbytes for tensor in self.rows.values())
-
-    def own_bytes(self, held: Any, seen: Any, block_size: int) -> Any:
-        """Of this state, the bytes that a row would occupy alone: those of its own tokens, without room to grow.
-
-        Args:
-            held: tokens that the row has in the cache: a number, or an array of one per row.
-            seen: the same with those that have been evicted.
-            block_size: tokens per block.
-        """
-        total = 0 * held
-        for name, tensor in self.rows.items():
-            used = self.entries(name, held, seen, block_size)
-            shape = tensor.shape[1:] if used is None else (tensor.shape[1], *tensor.shape[3:])
-            total = total + (1 if used is None else used) * (math.prod(shape) * tensor.element_size())
-        return total
-
-    def entries(self, name: str, held: Any, seen: Any, block_size: int) -> Any:
-        """How many entries along the third axis of ``rows[name]`` a row uses, see `own_bytes`; ``None`` for all."""
-        return -(-held // block_size) if name in self.per_block else None
+        own = sum(tensor.nbytes for tensor in self.rows.values())
+        return own + sum(part.nbytes for part in self.parts)
 
     def grown(self, name: str, blocks: int, fill: float = 0.0, limit: int | None = None) -> Tensor:
         """The tensor ``rows[name] [B, K, N, ...]``, enlarged along its block axis if need be; beyond ``limit`` only as

@@ -44,15 +44,15 @@ class Random(SelectingMethod):
             raise ValueError(f"seed is {self.seed!r}; it must be an integer")
 
     def new_state(self, spec: LayerSpec) -> LayerState:
-        return RandomState(spec, self.block_size, self.seed)
+        return RandomState(spec, self)
 
 
 class RandomState(SelectingState):
     """Remembers nothing."""
 
-    def __init__(self, spec: LayerSpec, block_size: int, seed: int) -> None:
-        super().__init__(spec)
-        self.block_size, self.seed = block_size, seed
+    def __init__(self, spec: LayerSpec, method: Random) -> None:
+        super().__init__(spec, method)
+        self.seed = method.seed
 
     def scores(self, step: Step) -> Tensor:
         device = step.lengths.device
@@ -116,12 +116,10 @@ class RandomEvict(BudgetedMethod):
 class RandomEvictState(BudgetedState):
     """``index [B, K, T]``, int32: which token of its row a resident is."""
 
-    per_token = ("index",)
-
     def __init__(self, spec: LayerSpec, method: RandomEvict) -> None:
         super().__init__(spec, method)
         self.method = method
-        self.rows["index"] = torch.zeros(spec.batch, spec.num_kv_heads, 0, dtype=torch.int32, device=spec.device)
+        self.add_per_token("index", torch.int32)
 
     def append(self, step: Step) -> None:
         super().append(step)

@@ -8,13 +8,13 @@ from __future__ import annotations
 import warnings
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Any, ClassVar
+from dataclasses import dataclass, replace
+from typing import ClassVar, NamedTuple
 
 import torch
 from torch import Tensor
 
-from seergate.methods.base import LayerSpec, LayerState, Method, Step, check_choice, check_counts
+from seergate.methods.base import About, LayerSpec, LayerState, Method, Step, check_choice, check_counts
 
 
 class LongPromptWarning(UserWarning):
@@ -33,6 +33,11 @@ class EvictingMethod(CompressingMethod):
     """
 
     _has_warned = False  # without an annotation, so that it is no option
+
+    @property
+    def own_attention(self) -> bool:
+        """Whether the state's `attend` replaces ordinary attention to all residents at some steps."""
+        return False
 
     def warn_of_prompt(self, tokens: int, budget: int, done: str) -> None:
         """Warn, once per method object, that a prompt of so many tokens meets a smaller budget, and what is done."""
@@ -57,6 +62,18 @@ class Eviction:
     lengths: list[int]
 
 
+class Attended(NamedTuple):
+    """What an attention of a method's own gave and read.
+
+    Attributes:
+        output: ``[B, H, D]``.
+        read: tokens that each row read, mean over KV heads.
+    """
+
+    output: Tensor
+    read: Sequence[float]
+
+
 class CompressingState(LayerState, ABC):
     """State of a `CompressingMethod`. What the cache still holds are the residents.
 
@@ -64,6 +81,8 @@ class CompressingState(LayerState, ABC):
         prompts: per row, tokens of the prompt.
         decoded: per row, tokens since then, the current one included.
     """
+
+    about: ClassVar[About] = "held"
 
     def __init__(self, spec: LayerSpec) -> None:
         super().__init__(spec)
@@ -85,19 +104,17 @@ class CompressingState(LayerState, ABC):
         """Tokens of a row so far, evicted ones included."""
         return self.prompts[row] + self.decoded[row]
 
-    def tokens_read(self, step: Step) -> Sequence[float]:
-        """Per row, how many residents `attend` reads, mean over KV heads."""
-        return step.ends
+    def watch(self, step: Step, p_BKGT: Tensor | None) -> None:
+        """See a decode step before its attention, so as to know later what may go.
 
-    def score_bytes(self, step: Step) -> list[int]:
-        """Per row, bytes that a decode step reads beside the keys and values of `tokens_read` tokens, all heads
-        together; less than none where it keeps some of these in fewer bytes than the cache would. What an eviction
-        reads now and then is not counted.
+        Args:
+            step: the step.
+            p_BKGT: the attention probabilities of all residents, 0 beyond a row's length; ``None`` unless the state
+                ``weighs`` them.
         """
-        return [0] * len(step.starts)
 
-    def attend(self, step: Step) -> Tensor | None:
-        """The attention output ``[B, H, D]`` of a decode step, or ``None`` for ordinary attention to all residents."""
+    def attend(self, step: Step) -> Attended | None:
+        """Attention of a decode step, if it is not ordinary attention to all residents."""
         return None
 
     @abstractmethod
@@ -126,21 +143,17 @@ class CompressingState(LayerState, ABC):
 
 
 class EvictingState(CompressingState):
-    """State of an `EvictingMethod`.
-
-    Attributes:
-        per_token: names of the tensors ``rows[name] [B, K, T, ...]`` that have one entry per resident.
-    """
-
-    per_token: tuple[str, ...] = ()
+    """State of an `EvictingMethod`. Entries of its growing tensors leave with the residents that they are about."""
 
     def moved(self, eviction: Eviction, capacity: int) -> None:
-        for name in self.per_token:
-            compact(self.rows[name], eviction)
-            self.rows[name] = trimmed(self.rows[name], capacity)
+        for name, size in self.growing.items():
+            compact(self.rows[name], replace(eviction, index=eviction.index[..., ::size] // size))
+            self.rows[name] = trimmed(self.rows[name], -(-capacity // size))
 
-    def entries(self, name: str, held: Any, seen: Any, block_size: int) -> Any:
-        return held if name in self.per_token else super().entries(name, held, seen, block_size)
+    def add_per_token(self, name: str, dtype: torch.dtype) -> None:
+        """Remember a number per resident and KV head: ``rows[name] [B, K, T]``. `room` makes room for new ones."""
+        spec, self.growing[name] = self.spec, 1
+        self.rows[name] = torch.zeros(spec.batch, spec.num_kv_heads, 0, dtype=dtype, device=spec.device)
 
     def room(self, name: str, tokens: int) -> Tensor:
         """The per-token tensor ``rows[name]``, with at least this many entries; new ones are zero."""

@@ -70,7 +70,7 @@ class Gate(SelectingMethod):
         """A layer that has no gate stays dense."""
         if str(spec.layer) not in self.bank.layers:
             return LayerState(spec)
-        return GateState(spec, self._gate_on(spec), rotate_at_last=self.compat == "published")
+        return GateState(spec, self, self._gate_on(spec))
 
     def _gate_on(self, spec: LayerSpec) -> AttnGate:
         """A layer's gate on the layer's device. The bank stays where it is: on another device there is a copy, which
@@ -120,12 +120,13 @@ class GateState(SelectingState):
     slot ``p % (2 * block_size)``: ``[B, K, 2 * block_size, D]``.
     """
 
-    per_block = ("kg",)
+    reads = ("kg",)
+    reads_open = False
 
-    def __init__(self, spec: LayerSpec, gate: AttnGate, rotate_at_last: bool = False) -> None:
-        super().__init__(spec)
-        self.gate, self.block_size = gate, gate.config.block_size
-        self.decode_offset = self.block_size - 1 if rotate_at_last else 0
+    def __init__(self, spec: LayerSpec, method: Gate, gate: AttnGate) -> None:
+        super().__init__(spec, method)
+        self.gate, self.growing = gate, {"kg": self.block_size}
+        self.decode_offset = self.block_size - 1 if method.compat == "published" else 0
         heads = (spec.batch, spec.num_kv_heads)
         weight = gate.k_proj.weight
         self.rows = {
@@ -182,10 +183,6 @@ class GateState(SelectingState):
     def scores(self, step: Step) -> Tensor:
         qg_BK1E = self.gate.queries(step.q_pre_BHSD, (step.lengths - 1)[:, None])
         return self.gate.scores(qg_BK1E, self.rows["kg"])[:, :, 0]
-
-    def bytes_to_score(self, tokens: Any) -> Any:
-        kg = self.rows["kg"]
-        return (tokens - 1) // self.block_size * (kg.shape[1] * kg.shape[3] * kg.element_size())
 
     def crop(self, before: list[int], after: list[int], keys: KeysOf, offsets: list[int]) -> None:
         """Raw keys of a reopened block that are gone are recovered from the rotated ones."""

@@ -2,25 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, ClassVar
 
 import torch
 from torch import Tensor
 
 from seergate import ops
+from seergate.errors import SeergateError
 from seergate.methods.base import LayerSpec, LayerState, Step
-from seergate.methods.evicting import EvictingMethod, EvictingState, Eviction
+from seergate.methods.evicting import Attended, EvictingMethod, EvictingState, Eviction
 from seergate.methods.gate import Gate, GateState
-from seergate.methods.raas import RaaS
-from seergate.methods.streaming_llm import StreamingLLM
 
 if TYPE_CHECKING:
     from seergate.gates.bank import Gates
 
 SUFFIX = "+gate"
 """``snapkv+gate`` is SnapKV with the gate on what remains."""
+OWN_ATTENTION = "the gate's attention would take the place of that method's own"
 
 
 @dataclass(kw_only=True)
@@ -49,12 +48,8 @@ class GateOnEvictor(EvictingMethod):
             raise ValueError(f"{named}: that method evicts nothing")
         if isinstance(self.evictor, GateOnEvictor):
             raise ValueError(f"{named}: it is one gate on another; give the evictor itself")
-        if isinstance(self.evictor, StreamingLLM) and not self.evictor.stores_pre_rope:
-            raise ValueError(f"{named}: that method holds tokens that it no longer reads")
-        if self.evictor.stores_pre_rope:
-            raise ValueError(f"{named}: that method gives its tokens new positions at every step")
-        if isinstance(self.evictor, RaaS) and self.evictor.prompt_budget is not None:
-            raise ValueError(f"{named} with prompt_budget, which selects from the prompt already; drop one of them")
+        if self.evictor.own_attention:
+            raise ValueError(f"{named}: it does not attend to all that it holds, or not where it was; {OWN_ATTENTION}")
         if self.gate.compat is not None:
             raise ValueError(f'{named} with compat="published", whose code has no eviction; give compat=None')
         if self.gate.dense_below:
@@ -64,6 +59,10 @@ class GateOnEvictor(EvictingMethod):
     def bank(self) -> Gates:
         """The gates."""
         return self.gate.bank
+
+    @property
+    def own_attention(self) -> bool:
+        return True
 
     @property
     def nominal(self) -> str:
@@ -80,16 +79,14 @@ class GateOnEvictor(EvictingMethod):
 class GateOnEvictorState(EvictingState):
     """Both states, and ``index [B, K, T]``, int32: which token of its row a resident is."""
 
-    per_token = ("index",)
-
     def __init__(self, spec: LayerSpec, method: GateOnEvictor) -> None:
         super().__init__(spec)
         self.method = method
         evicting = method.evictor.new_state(spec)
         assert isinstance(evicting, EvictingState)
         self.evicting, self.gating = evicting, method.gate.new_state(spec)
-        self.rows["index"] = torch.zeros(spec.batch, spec.num_kv_heads, 0, dtype=torch.int32, device=spec.device)
-        self.read: Sequence[float] | None = None  # of the current step, if the gate picked
+        self.parts, self.weighs = (self.evicting, self.gating), self.evicting.weighs
+        self.add_per_token("index", torch.int32)
 
     def _whole(self, step: Step) -> Step:
         """The step as it would be had nothing been evicted."""
@@ -108,13 +105,18 @@ class GateOnEvictorState(EvictingState):
             index[row, :, at : at + count] = torch.arange(first, first + count, device=index.device)
         self.gating.append(whole)
 
+    def watch(self, step: Step, p_BKGT: Tensor | None) -> None:
+        self.evicting.watch(step, p_BKGT)
+
     @torch.no_grad()
-    def attend(self, step: Step) -> Tensor | None:
-        output, self.read = self.evicting.attend(step), None
+    def attend(self, step: Step) -> Attended | None:
+        if self.evicting.attend(step) is not None:
+            name = self.method.evictor.name
+            raise SeergateError(f"the gate cannot work on what {name!r} leaves: {OWN_ATTENTION}")
         gate, whole, held = self.method.gate, self._whole(step), step.max_length
         layer = self.spec.layer
         if not isinstance(self.gating, GateState) or layer in gate.rule.dense_layers or gate.covers(whole.max_length):
-            return output
+            return None
         blocks_BKT = self.rows["index"][:, :, :held].long() // gate.block_size
         real_B1T = torch.arange(held, device=blocks_BKT.device) < step.lengths[:, None, None]
         scores_BKN = self.gating.scores(whole)
@@ -128,10 +130,9 @@ class GateOnEvictorState(EvictingState):
         wanted_BKN.scatter_(2, picked.indices.long() % wanted_BKN.shape[2], True)  # padding, -1, falls on the last
         read_BKT = wanted_BKN[..., :-1].gather(2, blocks_BKT) & real_B1T
         counts_BK = read_BKT.sum(2)
-        self.read = counts_BK.double().mean(1).tolist()
         slots = torch.arange(held, device=read_BKT.device)
         index = torch.where(read_BKT, slots, held).sort(-1).values[..., : int(counts_BK.max())]
-        return ops.sparse_decode(
+        output = ops.sparse_decode(
             step.q_BHSD[:, :, 0],
             step.keys_BKCD,
             step.values_BKCD,
@@ -142,22 +143,7 @@ class GateOnEvictorState(EvictingState):
             sinks=step.sinks,
             softcap=step.softcap,
         )
-
-    def tokens_read(self, step: Step) -> Sequence[float]:
-        return self.evicting.tokens_read(step) if self.read is None else self.read
-
-    def score_bytes(self, step: Step) -> list[int]:
-        """What both read to decide, the keys that an evictor weighs all residents by included."""
-        found = self.evicting.score_bytes(step)
-        if self.read is None or not isinstance(self.gating, GateState):
-            return found
-        weighs = type(self.evicting).attend is not EvictingState.attend and not isinstance(self.method.evictor, RaaS)
-        key = step.keys_BKCD.shape[1] * step.keys_BKCD.shape[3] * step.keys_BKCD.element_size() if weighs else 0
-        whole = self._whole(step)
-        scored = [bytes_ + end * key for bytes_, end in zip(self.gating.score_bytes(whole), step.ends, strict=True)]
-        # A row that the budget covers is scored only beside longer ones; what it counts must not depend on that.
-        needed = [not self.method.gate.covers(seen) for seen in whole.ends]
-        return [a + b * need for a, b, need in zip(found, scored, needed, strict=True)]
+        return Attended(output, counts_BK.double().mean(1).tolist())
 
     def most_resident(self) -> int:
         return self.evicting.most_resident()
@@ -168,27 +154,3 @@ class GateOnEvictorState(EvictingState):
     def moved(self, eviction: Eviction, capacity: int) -> None:
         super().moved(eviction, capacity)
         self.evicting.moved(eviction, capacity)
-
-    def select_rows(self, index: Tensor) -> None:
-        super().select_rows(index)
-        self.evicting.select_rows(index)
-        self.gating.select_rows(index)
-
-    def append_rows(self, other: LayerState) -> None:
-        assert isinstance(other, GateOnEvictorState)
-        super().append_rows(other)
-        self.evicting.append_rows(other.evicting)
-        self.gating.append_rows(other.gating)
-
-    @property
-    def nbytes(self) -> int:
-        return super().nbytes + self.evicting.nbytes + self.gating.nbytes
-
-    def own_bytes(self, held: Any, seen: Any, block_size: int) -> Any:
-        """The gate's blocks are those of the whole text."""
-        pages = int(getattr(self.method.evictor, "block_size", 1))
-        return (
-            super().own_bytes(held, seen, block_size)
-            + self.evicting.own_bytes(held, seen, pages)
-            + self.gating.own_bytes(seen, seen, self.method.gate.block_size)
-        )

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from seergate.methods.base import LayerSpec, LayerState, Step, check_choice, check_counts
 from seergate.methods.evicting import BudgetedMethod, BudgetedState
-from seergate.methods.scoring import attend_and_weigh, prompt_probabilities, reduced
+from seergate.methods.scoring import prompt_probabilities, reduced
 
 
 @dataclass(kw_only=True)
@@ -52,21 +52,22 @@ class H2O(BudgetedMethod):
 class H2OState(BudgetedState):
     """``mass [B, K, T]``: probability that each resident has received; ``queries``: from how many, for the mean."""
 
+    weighs = True
+
     def __init__(self, spec: LayerSpec, method: H2O) -> None:
         super().__init__(spec, method)
         self.method = method
-        self.per_token = ("mass", "queries") if method.normalise == "mean" else ("mass",)
-        wide = torch.promote_types(spec.dtype, torch.float32)  # half precision would lose small increments
-        for name in self.per_token:
-            self.rows[name] = torch.zeros(spec.batch, spec.num_kv_heads, 0, dtype=wide, device=spec.device)
+        for name in ("mass", "queries") if method.normalise == "mean" else ("mass",):
+            # half precision would lose small increments
+            self.add_per_token(name, torch.promote_types(spec.dtype, torch.float32))
 
     @torch.no_grad()
     def append(self, step: Step) -> None:
         super().append(step)
-        for name in self.per_token:
+        for name in self.growing:
             self.room(name, step.max_length)
         if step.q_BHSD.shape[2] == 1:
-            return  # `attend` counts it
+            return  # `watch` counts it
         for row, count in enumerate(step.counts):
             for p_KGWT in prompt_probabilities(step, row):
                 given = reduced(p_KGWT, self.method.group_reduction, 1).sum(1)
@@ -74,15 +75,14 @@ class H2OState(BudgetedState):
             if "queries" in self.rows:
                 self.rows["queries"][row, :, :count] = torch.arange(count, 0, -1, device=given.device)
 
-    @torch.no_grad()
-    def attend(self, step: Step) -> Tensor:
-        output, p_BKGT = attend_and_weigh(step)
-        held, new = step.max_length, torch.tensor(step.starts, device=output.device)[:, None, None]
-        fresh = torch.arange(held, device=output.device) >= new  # such a slot may hold what an evicted token left
+    def watch(self, step: Step, p_BKGT: Tensor | None) -> None:
+        assert p_BKGT is not None
+        held, new = step.max_length, torch.tensor(step.starts, device=p_BKGT.device)[:, None, None]
+        fresh = torch.arange(held, device=p_BKGT.device) >= new  # such a slot may hold what an evicted token left
         given = reduced(p_BKGT, self.method.group_reduction, 2)
-        for name, added in zip(self.per_token, (given, torch.ones_like(given)), strict=False):
-            self.rows[name][:, :, :held].masked_fill_(fresh, 0).add_(added)
-        return output
+        for name, added in (("mass", given), ("queries", torch.ones_like(given))):
+            if name in self.rows:
+                self.rows[name][:, :, :held].masked_fill_(fresh, 0).add_(added)
 
     def importance(self, step: Step, row: int) -> Tensor:
         mass = self.rows["mass"][row, :, : step.ends[row]]

@@ -6,16 +6,15 @@ newest tokens is rounded.
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import torch
 from torch import Tensor
 
 from seergate import ops
 from seergate.methods.base import LayerSpec, LayerState, Step, check_choice, check_counts
-from seergate.methods.evicting import CompressingMethod, CompressingState, Eviction
+from seergate.methods.evicting import Attended, CompressingMethod, CompressingState, Eviction
 
 LEVELS = 15
 """The highest of the codes 0..15."""
@@ -63,6 +62,9 @@ class KV4BitState(CompressingState):
     ``seen(b) - residents(b)`` tokens are in here.
     """
 
+    about = "gone"
+    reads = ("keys", "values", "key_range", "value_range")
+
     def __init__(self, spec: LayerSpec, method: KV4Bit) -> None:
         super().__init__(spec)
         self.method = method
@@ -74,22 +76,20 @@ class KV4BitState(CompressingState):
             return torch.zeros(spec.batch, spec.num_kv_heads, 0, *shape, dtype=dtype, device=spec.device)
 
         key_ranges = (width,) if method.key_groups == "channel" else per_token
+        self.growing = dict.fromkeys(self.reads, method.group)
         self.rows = {
             "keys": empty((method.group, -(-width // 2)), torch.uint8),
             "values": empty((method.group, -(-width // 2)), torch.uint8),
             "key_range": empty((2, *key_ranges), torch.float16),
             "value_range": empty((2, *per_token), torch.float16),
         }
-        packed = sum(math.prod(part.shape[3:]) * part.element_size() for part in self.rows.values())
-        plain = 2 * method.group * width * spec.dtype.itemsize
-        self.saved_per_token = spec.num_kv_heads * (plain - packed) // method.group
 
     def stored(self, step: Step) -> list[int]:
         """Per row, how many tokens are rounded."""
         return [self.seen(row) - end for row, end in enumerate(step.ends)]
 
     @torch.no_grad()
-    def attend(self, step: Step) -> Tensor | None:
+    def attend(self, step: Step) -> Attended | None:
         """To the rounded tokens and to the others."""
         stored = self.stored(step)
         if not any(stored):
@@ -108,9 +108,10 @@ class KV4BitState(CompressingState):
             for name, cache in (("key", step.keys_BKCD), ("value", step.values_BKCD))
         )
         ragged = torch.tensor(lengths, device=slots.device) if len(set(lengths)) > 1 else None
-        return ops.dense_decode(
+        output = ops.dense_decode(
             step.q_BHSD[:, :, 0], keys, values, ragged, sm_scale=step.sm_scale, sinks=step.sinks, softcap=step.softcap
         )
+        return Attended(output, lengths)
 
     def _widened(self, kind: str, groups: int) -> Tensor:
         """The rounded keys or values ``[B, K, groups * group, D]`` in the cache's dtype."""
@@ -121,17 +122,6 @@ class KV4BitState(CompressingState):
     def _channels(self, kind: str) -> int | None:
         """Channels per group of a token; ``None`` if a group is one channel of several tokens."""
         return None if kind == "key" and self.method.key_groups == "channel" else self.channels
-
-    def tokens_read(self, step: Step) -> list[float]:
-        """All."""
-        return [self.seen(row) for row in range(len(step.ends))]
-
-    def score_bytes(self, step: Step) -> list[int]:
-        return [-old * self.saved_per_token for old in self.stored(step)]
-
-    def entries(self, name: str, held: Any, seen: Any, block_size: int) -> Any:
-        """Every tensor is in units of a group of rounded tokens."""
-        return (seen - held) // self.method.group
 
     def most_resident(self) -> int:
         return self.method.residual + self.method.group

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from seergate.methods.base import LayerSpec, LayerState, Step, check_choice, check_counts, check_flags, check_share
 from seergate.methods.evicting import BudgetedMethod, BudgetedState
-from seergate.methods.scoring import attend_and_weigh, reduced
+from seergate.methods.scoring import reduced
 
 
 @dataclass(kw_only=True)
@@ -75,13 +75,13 @@ class LazyState(BudgetedState):
     int32 ``[B, K, T]``.
     """
 
-    per_token = ("active", "mri")
+    weighs = True
 
     def __init__(self, spec: LayerSpec, method: LazyEviction) -> None:
         super().__init__(spec, method)
         self.method = method
-        empty = torch.zeros(spec.batch, spec.num_kv_heads, 0, dtype=torch.int32, device=spec.device)
-        self.rows = {"active": empty, "mri": empty.clone()}
+        for name in ("active", "mri"):
+            self.add_per_token(name, torch.int32)
 
     def due(self, row: int, held: int) -> bool:
         return self.decoded[row] > 0 and super().due(row, held)
@@ -89,15 +89,14 @@ class LazyState(BudgetedState):
     @torch.no_grad()
     def append(self, step: Step) -> None:
         super().append(step)
-        for name in self.per_token:
+        for name in self.growing:
             self.room(name, step.max_length)
 
-    @torch.no_grad()
-    def attend(self, step: Step) -> Tensor:
+    def watch(self, step: Step, p_BKGT: Tensor | None) -> None:
         """Updates the recurrence intervals (equation 1)."""
-        output, p_BKGT = attend_and_weigh(step)
-        held, device = step.max_length, output.device
-        active, mri = (self.rows[name][:, :, :held] for name in self.per_token)
+        assert p_BKGT is not None
+        held, device = step.max_length, p_BKGT.device
+        active, mri = (self.rows[name][:, :, :held] for name in ("active", "mri"))
         now = torch.tensor(self.decoded, dtype=torch.int32, device=device)[:, None, None]
         slots = torch.arange(held, device=device)
         new = slots == torch.tensor(step.starts, device=device)[:, None, None]
@@ -106,10 +105,9 @@ class LazyState(BudgetedState):
         hit = (reduced(p_BKGT, self.method.group_reduction, 2) >= self.method.alpha) & (now > 0)
         mri.copy_(torch.where(hit, torch.maximum(mri, now - active), mri))
         active.copy_(torch.where(hit, now, active))
-        return output
 
     def importance(self, step: Step, row: int) -> Tensor:
-        active, mri = (self.rows[name][row, :, : step.ends[row]].double() for name in self.per_token)
+        active, mri = (self.rows[name][row, :, : step.ends[row]].double() for name in ("active", "mri"))
         return recurrence_score(self.decoded[row] - active, mri, self.method.use_h2, self.method.h1)
 
 

@@ -28,15 +28,13 @@ class Oracle(SelectingMethod):
     name: ClassVar[str] = "oracle"
 
     def new_state(self, spec: LayerSpec) -> LayerState:
-        return OracleState(spec, self.block_size)
+        return OracleState(spec, self)
 
 
 class OracleState(SelectingState):
     """Remembers nothing; reads the cache's keys."""
 
-    def __init__(self, spec: LayerSpec, block_size: int) -> None:
-        super().__init__(spec)
-        self.block_size = block_size
+    weighs = True
 
     @torch.no_grad()
     def scores(self, step: Step) -> Tensor:
@@ -44,8 +42,3 @@ class OracleState(SelectingState):
         missing = -logp_BKGT.shape[-1] % self.block_size
         blocks = F.pad(logp_BKGT, (0, missing), value=-torch.inf).unflatten(-1, (-1, self.block_size))
         return blocks.amax(-1).amax(2)
-
-    def score_bytes(self, step: Step) -> list[int]:
-        """All keys."""
-        keys = step.keys_BKCD
-        return [end * keys.shape[1] * keys.shape[3] * keys.element_size() for end in step.ends]

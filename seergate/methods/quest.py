@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, replace
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -56,7 +56,7 @@ class Quest(SelectingMethod):
         return self.dense_below == 0
 
     def new_state(self, spec: LayerSpec) -> LayerState:
-        return QuestState(spec, self.block_size, self.group_reduction)
+        return QuestState(spec, self, self.group_reduction)
 
 
 class PageBounds:
@@ -71,6 +71,7 @@ class PageBounds:
         self.state, self.block_size, spec = state, block_size, state.spec
         empty = torch.empty(spec.batch, spec.num_kv_heads, 0, spec.head_dim, dtype=spec.dtype, device=spec.device)
         state.rows |= {"high": empty, "low": empty.clone()}
+        state.growing |= {"high": block_size, "low": block_size}
 
     @torch.no_grad()
     def append(self, step: Step) -> None:
@@ -115,29 +116,21 @@ class PageBounds:
         bound_BKGN = q_BKGD.clamp(min=0) @ high.transpose(-1, -2) + q_BKGD.clamp(max=0) @ low.transpose(-1, -2)
         return bound_BKGN.mean(2) if group_reduction == "mean" else bound_BKGN.amax(2)
 
-    def nbytes(self, tokens: Any) -> Any:
-        """Bytes that `bounds` reads for a row of so many tokens, a number or a tensor: two vectors per page."""
-        high = self.state.rows["high"]
-        return -(-tokens // self.block_size) * (2 * high.shape[1] * high.shape[3] * high.element_size())
-
 
 class QuestState(SelectingState):
     """The bounds of every page."""
 
-    per_block = ("high", "low")
+    reads = ("high", "low")
 
-    def __init__(self, spec: LayerSpec, block_size: int, group_reduction: str = "max") -> None:
-        super().__init__(spec)
-        self.pages, self.group_reduction = PageBounds(self, block_size), group_reduction
+    def __init__(self, spec: LayerSpec, method: SelectingMethod, group_reduction: str) -> None:
+        super().__init__(spec, method)
+        self.pages, self.group_reduction = PageBounds(self, method.block_size), group_reduction
 
     def append(self, step: Step) -> None:
         self.pages.append(step)
 
     def scores(self, step: Step) -> Tensor:
         return self.pages.bounds(step, self.group_reduction)
-
-    def bytes_to_score(self, tokens: Any) -> Any:
-        return self.pages.nbytes(tokens)
 
     def crop(self, before: list[int], after: list[int], keys: KeysOf, offsets: list[int]) -> None:
         for row, length in enumerate(after):
@@ -178,7 +171,7 @@ class ReSA(SelectingMethod):
         return f"{self.token_budget} or {100 * self.share:g} %"
 
     def new_state(self, spec: LayerSpec) -> LayerState:
-        return QuestState(spec, self.block_size, "mean_query")
+        return QuestState(spec, self, "mean_query")
 
     def select(self, state: SelectingState, step: Step) -> Selection | None:
         """How many blocks a row reads depends on its own length only."""

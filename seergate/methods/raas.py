@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -11,7 +11,7 @@ from torch import Tensor
 from seergate import ops
 from seergate.errors import SeergateError
 from seergate.methods.base import LayerSpec, LayerState, Step, check_choice, check_counts, check_share
-from seergate.methods.evicting import EvictingMethod, EvictingState, Eviction, best, compact, trimmed
+from seergate.methods.evicting import Attended, EvictingMethod, EvictingState, Eviction, best
 from seergate.methods.quest import PageBounds
 
 
@@ -72,6 +72,10 @@ class RaaS(EvictingMethod):
                     "be read in part, so prompt must be 'extra' or 'pinned'"
                 )
 
+    @property
+    def own_attention(self) -> bool:
+        return self.prompt_budget is not None
+
     def new_state(self, spec: LayerSpec) -> LayerState:
         return RaaSState(spec, self)
 
@@ -79,12 +83,13 @@ class RaaS(EvictingMethod):
 class RaaSState(EvictingState):
     """Quest's bounds of every page, and ``used [B, K, N]``, int32: the decode step that last used it."""
 
-    per_page = ("high", "low", "used")
+    reads = ("high", "low")
 
     def __init__(self, spec: LayerSpec, method: RaaS) -> None:
         super().__init__(spec)
         self.method, self.pages = method, PageBounds(self, method.block_size)
-        self.rows["used"] = torch.zeros(spec.batch, spec.num_kv_heads, 0, dtype=torch.int32, device=spec.device)
+        self.add_per_token("used", torch.int32)
+        self.growing["used"] = method.block_size
         self.bounds = torch.zeros(0)  # of the current step
 
     def _pinned(self, row: int) -> int:
@@ -128,9 +133,8 @@ class RaaSState(EvictingState):
         self.pages.append(step)
         self.grown("used", self.rows["high"].shape[2])
 
-    @torch.no_grad()
-    def attend(self, step: Step) -> Tensor | None:
-        """Notes which pages are used; reads part of the prompt if so asked."""
+    def watch(self, step: Step, p_BKGT: Tensor | None) -> None:
+        """Notes which pages are used."""
         size, ends, used = self.method.block_size, step.ends, self.rows["used"]
         pages = [-(-end // size) for end in ends]
         total, device = max(pages), used.device
@@ -145,31 +149,42 @@ class RaaSState(EvictingState):
             hit = (self.bounds * step.sm_scale).softmax(-1) >= self.method.threshold
             used[:, :, :total] = torch.where(hit, now, used[:, :, :total])
         used[torch.arange(len(pages), device=device), :, torch.tensor(pages, device=device) - 1] = now[:, 0]
+
+    def attend(self, step: Step) -> Attended | None:
+        """Reads part of the prompt if so asked."""
         if self.method.prompt_budget is None:
             return None
-        return ops.sparse_decode(
-            step.q_BHSD[:, :, 0],
-            step.keys_BKCD,
-            step.values_BKCD,
-            self._read(pages),
-            step.lengths,
-            size,
-            step.sm_scale,
-            sinks=step.sinks,
-            softcap=step.softcap,
+        size, pages = self.method.block_size, [-(-end // self.method.block_size) for end in step.ends]
+        skipped = [self._closed(row, n) - self._prompt_pages_read(row, n) for row, n in enumerate(pages)]
+        return Attended(
+            ops.sparse_decode(
+                step.q_BHSD[:, :, 0],
+                step.keys_BKCD,
+                step.values_BKCD,
+                self._read(pages),
+                step.lengths,
+                size,
+                step.sm_scale,
+                sinks=step.sinks,
+                softcap=step.softcap,
+            ),
+            [end - size * n for end, n in zip(step.ends, skipped, strict=True)],
         )
 
+    def _closed(self, row: int, pages: int) -> int:
+        """How many of the prompt's pages are full; one that is still open is read in any case."""
+        return min(self._pinned(row), pages - 1)
+
     def _prompt_pages_read(self, row: int, pages: int) -> int:
-        """How many of the prompt's pages are read; one that is still open is read in any case."""
-        limit = self.method.prompt_budget
-        closed = min(self._pinned(row), pages - 1)
+        """How many of the prompt's full pages are read."""
+        limit, closed = self.method.prompt_budget, self._closed(row, pages)
         return closed if limit is None else min(closed, limit // self.method.block_size)
 
     def _read(self, pages: list[int]) -> Tensor:
         """The pages to read, ``[B, K, N]``, padded with -1."""
         scores, counts = self.bounds.clone(), []
         for row, count in enumerate(pages):
-            closed = min(self._pinned(row), count - 1)
+            closed = self._closed(row, count)
             scores[row, :, closed:count] = torch.inf
             counts.append(count - closed + self._prompt_pages_read(row, count))
         index = best(scores, counts)
@@ -177,20 +192,6 @@ class RaaSState(EvictingState):
             torch.arange(index.shape[2], device=index.device) >= torch.tensor(counts, device=index.device)[:, None]
         )
         return index.masked_fill(padding[:, None], -1)
-
-    def tokens_read(self, step: Step) -> list[int]:
-        size = self.method.block_size
-        skipped = []
-        for row, end in enumerate(step.ends):
-            pages = -(-end // size)
-            skipped.append(min(self._pinned(row), pages - 1) - self._prompt_pages_read(row, pages))
-        return [end - size * pages for end, pages in zip(step.ends, skipped, strict=True)]
-
-    def score_bytes(self, step: Step) -> list[int]:
-        return [self.pages.nbytes(end) for end in step.ends]
-
-    def entries(self, name: str, held: Any, seen: Any, block_size: int) -> Any:
-        return -(-held // block_size) if name in self.per_page else super().entries(name, held, seen, block_size)
 
     @torch.no_grad()
     def keep(self, step: Step) -> Eviction | None:
@@ -209,13 +210,6 @@ class RaaSState(EvictingState):
         tokens = (index[..., None] * size + torch.arange(size, device=index.device)).flatten(2)
         lengths = [ends[row] - (pages[row] - kept[row]) * size for row in rows]
         return Eviction(rows, tokens[..., : max(lengths)].clamp(max=max(ends) - 1), lengths)
-
-    def moved(self, eviction: Eviction, capacity: int) -> None:
-        size = self.method.block_size
-        pages = Eviction(eviction.rows, eviction.index[..., ::size] // size, eviction.lengths)
-        for name in self.per_page:
-            compact(self.rows[name], pages)
-            self.rows[name] = trimmed(self.rows[name], -(-capacity // size))
 
 
 def recency(used_RKN: Tensor, bounds_RKN: Tensor) -> Tensor:

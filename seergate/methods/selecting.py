@@ -7,14 +7,13 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from seergate import ops
 from seergate.config import DecodeConfig, is_int
-from seergate.methods.base import LayerState, Method, Step
+from seergate.methods.base import LayerSpec, LayerState, Method, Step
 from seergate.ops import Selection
 
 
@@ -89,23 +88,23 @@ class SelectingMethod(Method):
         """Whether the budget has room for every block of ``length`` tokens."""
         return length <= self.covered_tokens
 
+    def reads_all(self, length: int) -> bool:
+        """Whether a row of so many tokens reads all of its blocks, even beside longer rows that select."""
+        return length <= max(self.covered_tokens, self.rule.dense_below)
+
 
 class SelectingState(LayerState, ABC):
     """State of a `SelectingMethod`."""
+
+    def __init__(self, spec: LayerSpec, method: SelectingMethod) -> None:
+        super().__init__(spec)
+        self.method, self.block_size = method, method.block_size
 
     @abstractmethod
     def scores(self, step: Step) -> Tensor:
         """Score every block for the newest token of each row: ``[B, K, N]``, higher is better. Entries of the current
         block and beyond are ignored.
         """
-
-    def score_bytes(self, step: Step) -> list[int]:
-        """Per row, bytes that `scores` reads, all heads together."""
-        return [self.bytes_to_score(end) for end in step.ends]
-
-    def bytes_to_score(self, tokens: Any) -> Any:
-        """The same of a row of so many tokens: a number, or a tensor of numbers."""
-        return 0 * tokens
 
 
 def with_all_blocks(selection: Selection, ends: list[int], block_size: int, short: int) -> Selection:

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from seergate import ops
 from seergate.methods.base import LayerSpec, LayerState, Step, check_choice, check_counts
-from seergate.methods.evicting import EvictingMethod, EvictingState, Eviction
+from seergate.methods.evicting import Attended, EvictingMethod, EvictingState, Eviction
 
 
 @dataclass(kw_only=True)
@@ -41,6 +41,10 @@ class StreamingLLM(EvictingMethod):
         """Whether keys get other positions from step to step."""
         return self.positions == "cache"
 
+    @property
+    def own_attention(self) -> bool:
+        return True
+
     def __post_init__(self) -> None:
         check_counts(self, token_budget=1, sink_tokens=0, interval=1)
         check_choice(self, positions=("cache", "original"))
@@ -67,7 +71,7 @@ class StreamingState(EvictingState):
             self.method.warn_of_prompt(tokens, budget, done)
 
     @torch.no_grad()
-    def attend(self, step: Step) -> Tensor:
+    def attend(self, step: Step) -> Attended:
         visible, held = self._visible(step.ends, step.lengths.device)
         index = visible[:, None, :, None].expand(-1, step.keys_BKCD.shape[1], -1, step.keys_BKCD.shape[3])
         keys, values, q_BH1D = step.keys_BKCD.gather(2, index), step.values_BKCD.gather(2, index), step.q_BHSD
@@ -75,13 +79,10 @@ class StreamingState(EvictingState):
             positions = torch.arange(visible.shape[1], device=visible.device)[None]  # the same in every row
             keys = self.spec.rotary.rotate(keys, positions)
             q_BH1D = self.spec.rotary.rotate(step.q_pre_BHSD, (held - 1)[:, None])
-        return ops.dense_decode(
+        output = ops.dense_decode(
             q_BH1D[:, :, 0], keys, values, held, sm_scale=step.sm_scale, sinks=step.sinks, softcap=step.softcap
         )
-
-    def tokens_read(self, step: Step) -> list[int]:
-        """What is evicted but still resident is not read."""
-        return [min(end, self.method.token_budget) for end in step.ends]
+        return Attended(output, [min(end, self.method.token_budget) for end in step.ends])
 
     def most_resident(self) -> int:
         return self.method.token_budget + self.method.interval

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from seergate.methods.base import LayerSpec, LayerState, Step, check_choice, check_flags
 from seergate.methods.evicting import BudgetedMethod, BudgetedState
-from seergate.methods.scoring import attend_and_weigh, causal_softmax
+from seergate.methods.scoring import causal_softmax
 
 
 @dataclass(kw_only=True)
@@ -45,15 +45,16 @@ class TOVA(BudgetedMethod):
 class TOVAState(BudgetedState):
     """Remembers nothing beyond the cache but the current step's probabilities."""
 
+    weighs = True
+
     def __init__(self, spec: LayerSpec, method: TOVA) -> None:
         super().__init__(spec, method)
         self.scope = method.scope
         self.p_BKGT = torch.zeros(0)
 
-    @torch.no_grad()
-    def attend(self, step: Step) -> Tensor:
-        output, self.p_BKGT = attend_and_weigh(step)
-        return output
+    def watch(self, step: Step, p_BKGT: Tensor | None) -> None:
+        assert p_BKGT is not None
+        self.p_BKGT = p_BKGT
 
     def importance(self, step: Step, row: int) -> Tensor:
         held = step.ends[row]

@@ -340,7 +340,7 @@ class PagedLayer(GatedLayer):
     def row_bytes(self) -> np.ndarray:
         """See `GatedLayer`. A block that a row has several times counts once, one that it shares with others whole."""
         used = np.array([len(row.table) - row.repeats for row in self.pages.store.rows])
-        return used * self._page_bytes() + self._own_state()
+        return used * self._page_bytes()
 
     def _page_bytes(self) -> int:
         assert self.key_pages is not None and self.value_pages is not None

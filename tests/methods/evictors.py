@@ -12,6 +12,7 @@ import torch
 import seergate
 from seergate import methods
 from seergate.methods.evicting import CompressingMethod
+from seergate.methods.scoring import attend_and_weigh
 from seergate.methods.tri_attention import Centres, QueryCentres
 from tests.methods import naive, naive_views
 from tests.models import prompt, tiny_model
@@ -30,6 +31,12 @@ def centres(model: Any) -> Centres:
     with seergate.attached(model, recorder):
         model.generate(input_ids=prompt(200, 77), max_new_tokens=2)
     return recorder.centres()
+
+
+def attention(state: Any, step: Any) -> Any:
+    """What a decode step does with a state before anything leaves: `watch`, then `attend`."""
+    state.watch(step, attend_and_weigh(step)[1] if state.weighs else None)
+    return state.attend(step)
 
 
 def _tri(model: Any, **options: Any) -> CompressingMethod:

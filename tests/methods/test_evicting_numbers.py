@@ -15,7 +15,7 @@ from seergate.methods.evicting import BudgetedMethod, best
 from seergate.methods.lazy_eviction import recurrence_score
 from seergate.methods.raas import RaaSState, recency
 from seergate.methods.scoring import pooled
-from tests.methods.evictors import model_of
+from tests.methods.evictors import attention, model_of
 from tests.methods.test_methods import spec, step
 from tests.models import prompt, tiny_model
 
@@ -133,7 +133,7 @@ def test_recurrence_intervals_by_hand():
         last = step(q, part)
         last.starts = [t]
         state.append(last)
-        state.attend(last)
+        attention(state, last)
         history[t] = state.rows["mri"][0, 0, 0].item(), state.rows["active"][0, 0, 0].item()
         if t == 7:
             assert (state.rows["active"][0, 0, 7].item(), state.rows["mri"][0, 0, 7].item()) == (7, 1)
@@ -196,7 +196,7 @@ def test_raas_by_hand():
         state.append(last)
         if t == 0:
             state.prompts, state.decoded = [0], [1]
-        state.attend(last)
+        attention(state, last)
         stamps.append(state.rows["used"][0, 0, : t + 1].tolist())
         evictions.append(state.keep(last))
     assert stamps == [[1], [2, 2], [2, 2, 3], [4, 2, 3, 4]]
@@ -228,12 +228,12 @@ def test_how_many_pages_raas_stamps(share, monkeypatch):
     """At each step max(1, floor(r pages)) of the pages, the ones with the highest bounds, and the open one get the
     step's number; no page's stamp falls.
     """
-    plain, checked = RaaSState.attend, 0
+    plain, checked = RaaSState.watch, 0
 
-    def spied(self, step):
+    def spied(self, step, p_BKGT):
         nonlocal checked
         before, pages, now = self.rows["used"].clone(), -(-step.ends[0] // 4), self.decoded[0]
-        output = plain(self, step)
+        plain(self, step, p_BKGT)
         used = self.rows["used"][:, :, :pages]
         for head in range(2):
             bounds = self.bounds[0, head].tolist()
@@ -241,9 +241,8 @@ def test_how_many_pages_raas_stamps(share, monkeypatch):
             assert (used[0, head] == now).nonzero()[:, 0].tolist() == sorted({*fresh, pages - 1})
         assert (used >= before[:, :, :pages]).all()
         checked += 1
-        return output
 
-    monkeypatch.setattr(RaaSState, "attend", spied)
+    monkeypatch.setattr(RaaSState, "watch", spied)
     with seergate.attached(model_of(4), methods.RaaS(token_budget=16, block_size=4, share=share)) as handle:
         handle.model.generate(input_ids=prompt(6), max_new_tokens=40)
     assert checked == 2 * 39

@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import copy
+
 import numpy as np
 import pytest
 import torch
+from transformers import DynamicCache
 
 import seergate
-from seergate import methods
+from seergate import SeergateError, methods
+from seergate.methods.evicting import Attended
+from seergate.methods.h2o import H2OState
 from seergate.methods.kv4bit import packed_pairs, rounded, unpacked, widened
 from tests.methods import naive_views
 from tests.methods.evictors import model_of
@@ -87,10 +92,10 @@ def test_what_the_gate_cannot_work_on():
     bank = naive_views.gate_for(model_of(4))
     gate = methods.Gate(bank=bank, token_budget=16)
     for evictor, said in (
-        (methods.StreamingLLM(), "gives its tokens new positions"),
-        (methods.StreamingLLM(positions="original"), "holds tokens that it no longer reads"),
+        (methods.StreamingLLM(), "the place of that method's own"),
+        (methods.StreamingLLM(positions="original"), "the place of that method's own"),
         (methods.KV4Bit(), "evicts nothing"),
-        (methods.RaaS(prompt_budget=32), "selects from the prompt already"),
+        (methods.RaaS(prompt_budget=32), "the place of that method's own"),
         (methods.GateOnEvictor(evictor=methods.H2O(), gate=gate), "one gate on another"),
     ):
         with pytest.raises(ValueError, match=said):
@@ -152,3 +157,36 @@ def test_tokens_in_the_cache_are_counted():
         found = [stats.of(row)["cached_tokens"] for row in range(2)]
     # 25, 26, 27, 28 in turn after an eviction; the second row grows from 21 to 28 first
     assert found == [26.5, (sum(range(21, 25)) + 36 * 26.5) / 40]
+
+
+def test_the_gate_never_drops_an_attention_of_the_evictors_own():
+    """Even of a method that does not say that it has one."""
+
+    class Newest(methods.H2O):
+        def new_state(self, spec):
+            return NewestState(spec, self)
+
+    class NewestState(H2OState):
+        def attend(self, step):
+            return Attended(torch.zeros_like(step.q_BHSD[:, :, 0]), [1.0] * len(step.ends))
+
+    model, gate = model_of(4), methods.Gate(bank=naive_views.gate_for(model_of(4)), token_budget=16)
+    with (
+        seergate.attached(model, methods.GateOnEvictor(evictor=Newest(), gate=gate)),
+        pytest.raises(SeergateError, match="the gate's attention would take the place of that method's own"),
+    ):
+        model.generate(input_ids=prompt(30), max_new_tokens=3)
+
+
+def test_a_copy_of_a_cache_shares_the_gates():
+    model, gate = model_of(4), methods.Gate(bank=naive_views.gate_for(model_of(4)), token_budget=16)
+    cache = DynamicCache()
+    with seergate.attached(model, methods.GateOnEvictor(evictor=methods.H2O(token_budget=24), gate=gate)):
+        model(input_ids=prompt(30), past_key_values=cache)
+        twin = copy.deepcopy(cache)
+        for layer, other in zip(cache.layers, twin.layers, strict=True):
+            assert layer.state.gating.gate is other.state.gating.gate and layer.method is other.method
+            assert other.state.parts == (other.state.evicting, other.state.gating)
+            assert layer.state.gating.rows["kg"].data_ptr() != other.state.gating.rows["kg"].data_ptr()
+        both = [model(input_ids=prompt(1, 7), past_key_values=each).logits for each in (cache, twin)]
+    assert torch.equal(*both)

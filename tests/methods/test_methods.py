@@ -165,7 +165,7 @@ def test_streaming_llm_keeps_sinks_and_recent_tokens_at_cache_positions():
     keys, values, q = torch.randn(1, 2, 7, 16), torch.randn(1, 2, 7, 16), torch.randn(1, 4, 16)
     method = methods.StreamingLLM(token_budget=5, sink_tokens=2)
     state = method.new_state(LayerSpec(0, 1, 4, 2, 16, torch.float32, torch.device("cpu"), rotary))
-    found = state.attend(step(q, keys, values))
+    found = state.attend(step(q, keys, values)).output
     kept = [0, 1, 4, 5, 6]
     rotated_k = rotary.rotate(keys[:, :, kept], torch.arange(5)[None])
     rotated_q = rotary.rotate(q[:, :, None], torch.tensor([[4]]))

@@ -12,7 +12,7 @@ from seergate import methods
 from seergate.eval.method_text import read_method
 from seergate.methods.lazy_eviction import recurrence_score
 from tests.methods import naive
-from tests.methods.evictors import EVICTORS, C, Evictor, model_of
+from tests.methods.evictors import EVICTORS, C, Evictor, attention, model_of
 from tests.methods.test_evicting import PROMPTS, against_simulation, forced_run
 from tests.methods.test_methods import fed, spec, step
 from tests.models import prompt
@@ -67,7 +67,7 @@ def test_sinks_and_a_window_at_original_positions():
     kept = [0, 1, 4, 5, 6]
     weights = (q[:, :, None].unflatten(1, (2, 2)) @ keys[:, :, None, kept].transpose(-1, -2)).softmax(-1)
     expected = (weights @ values[:, :, None, kept])[..., 0, :].flatten(1, 2)
-    torch.testing.assert_close(method.new_state(spec(keys, 4)).attend(last), expected)
+    torch.testing.assert_close(method.new_state(spec(keys, 4)).attend(last).output, expected)
 
 
 # -------------------------------------------------------------------------------------------------------- LazyEviction
@@ -121,7 +121,7 @@ def raas_step(method, prompt_tokens, given):
     assert state.keep(first) is None
     last = step(torch.tensor(given)[None, None], keys)
     state.append(last)
-    state.attend(last)
+    attention(state, last)
     return state, last
 
 

@@ -9,7 +9,7 @@ from seergate import methods
 from seergate.hf import families
 from seergate.hf.rope import Rotary
 from seergate.methods.base import LayerSpec, Step
-from tests.methods.evictors import EVICTORS, model_of
+from tests.methods.evictors import EVICTORS, attention, model_of
 
 UNSCORED = ("streaming_llm", "random_evict", "kv4bit")
 """Kinds that go by age or by chance."""
@@ -31,7 +31,7 @@ def evicting(method, q_BHSD, k_BKSD, prompt, rotary=None):
         step = Step(*new, *new, [held], [last - first], keys, keys, lengths, sm_scale=width**-0.5)
         state.append(step)
         if last - first == 1:
-            state.attend(step)
+            attention(state, step)
         eviction = state.keep(step)
         if eviction is not None:
             index_KT = eviction.index[0, :, : eviction.lengths[0]]
