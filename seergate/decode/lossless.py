@@ -55,6 +55,9 @@ NOT_OURS = (
 )
 """Arguments of `generate` that name a loop that is not transformers' own, and is left to it."""
 
+EXPERTS = ("num_experts", "num_local_experts")
+"""How configurations name the experts that a layer has."""
+
 GUESSED_SHARE = 0.1
 """What a threshold or top-p is expected to read before it was seen."""
 
@@ -278,11 +281,39 @@ class _Run:
         length = self.length.choose(dense_bytes, fixed + selectable * min(1.0, expected * self.more_read))
         room = self.config.max_length - self.ids.shape[1] - 1
         length = max(0, min(length, room))
-        began = time.perf_counter()
-        ids, kwargs, drafter, share = self._draft(length)
+        held, said, began = int(self.cache.get_seq_length()), self.ids.shape[1], time.perf_counter()
+        try:
+            outputs, per_row, drafted, share = self._draft_and_verify(length, held)
+        finally:  # whatever ends it, the cache is to hold no token that was not emitted
+            emitted = self.ids.shape[1] - said
+            self._crop_to(held + emitted)
+        self._advance(outputs, emitted)
         self.more_read = share / expected if length else self.more_read
-        drafted = time.perf_counter()
 
+        counted.draft_seconds += drafted - began
+        counted.verify_seconds += time.perf_counter() - drafted
+        counted.cycles += length > 0
+        counted.plain_steps += length == 0
+        counted.steps += emitted
+        draft_bytes = fixed + selectable * share
+        counted.bytes_read += length * draft_bytes + dense_bytes
+        counted.cost += cycle_cost(length, dense_bytes, draft_bytes, self.length.per_token)
+        counted.bytes_dense += emitted * dense_bytes
+        if length:
+            counted.drafted += length
+            counted.accepted += sum(per_row)
+            counted.tried += sum(min(length, found + 1) for found in per_row)
+            self.length.verified(length, min(per_row))
+
+    def _draft_and_verify(self, length: int, held: int) -> tuple[Any, list[int], float, float]:
+        """Draft ``length`` tokens on a cache of ``held``, and emit those that are right, with the one after them.
+
+        Returns:
+            What the dense pass returned; per row, how many drafted tokens are right; when drafting ended; and the
+            share of keys and values that it read.
+        """
+        ids, kwargs, drafter, share = self._draft(length, held)
+        drafted = time.perf_counter()
         inputs = self.model.prepare_inputs_for_generation(ids, next_sequence_length=length + 1, **kwargs)
         if "logits_to_keep" in inputs:
             inputs["logits_to_keep"] = length + 1
@@ -298,29 +329,8 @@ class _Run:
         # All rows go on from the same slot: the one that got least decides. What the others lose is drawn anew.
         # Rows that have ended say padding; without an end token they go on, as they do in the stock loop.
         per_row = (accepted[self.unfinished] if self.has_end else accepted).tolist()
-        kept = min(per_row)
-        said = self.ids.shape[1]
-        try:
-            self._emit(tokens, kept + 1, raw, scores)
-        finally:  # a streamer or a criterion may end it all: the cache is to hold no token that was not said
-            emitted = self.ids.shape[1] - said
-            self._crop(length + 1 - emitted)
-        self._advance(outputs, emitted)
-
-        counted.draft_seconds += drafted - began
-        counted.verify_seconds += time.perf_counter() - drafted
-        counted.cycles += length > 0
-        counted.plain_steps += length == 0
-        counted.steps += emitted
-        draft_bytes = fixed + selectable * share
-        counted.bytes_read += length * draft_bytes + dense_bytes
-        counted.cost += cycle_cost(length, dense_bytes, draft_bytes, self.length.per_token)
-        counted.bytes_dense += emitted * dense_bytes
-        if length:
-            counted.drafted += length
-            counted.accepted += sum(per_row)
-            counted.tried += sum(min(length, found + 1) for found in per_row)
-            self.length.verified(length, kept)
+        self._emit(tokens, min(per_row) + 1, raw, scores)
+        return outputs, per_row, drafted, share
 
     def _expected_share(self) -> float:
         """Which share of keys and values a draft should read: what the budget says, or a guess."""
@@ -328,7 +338,7 @@ class _Run:
         budget, longest = self.lossless.method.rule.token_budget, max(lengths, default=1)
         return GUESSED_SHARE if budget is None else min(1.0, budget / longest)
 
-    def _draft(self, length: int) -> tuple[Tensor, dict[str, Any], Tensor | None, float]:
+    def _draft(self, length: int, held: int) -> tuple[Tensor, dict[str, Any], Tensor | None, float]:
         """Let the sparse model go on for ``length`` tokens, and take its keys and values back.
 
         Returns:
@@ -349,7 +359,7 @@ class _Run:
                 ids = torch.cat((ids, self._or_pad(self._draw(scores))[:, None]), 1)
         share = 1.0
         if length:
-            self._crop(length)
+            self._crop_to(held)
             read, seen = (now - then for now, then in zip(self.lossless.tokens_read(), before, strict=True))
             share = read / seen
         return ids, kwargs, torch.stack(probabilities, 1) if probabilities else None, share
@@ -389,15 +399,29 @@ class _Run:
     def _advance(self, outputs: Any, tokens: int) -> None:
         self.kwargs = self.model._update_model_kwargs_for_generation(outputs, self.kwargs, num_new_tokens=tokens)
 
-    def _crop(self, tokens: int) -> None:
-        if tokens or self.records_past:  # layers that record what they drop let go of it when they are cropped
-            self.cache.crop(-tokens)
+    def _crop_to(self, slots: int) -> None:
+        """Take back what the cache holds beyond so many slots. After an error that may differ between layers."""
+        for layer in self.cache.layers:
+            beyond = max(0, int(layer.get_seq_length()) - slots)
+            if beyond or self.records_past:  # layers that record what they drop release it when they are cropped
+                layer.crop(-beyond)
 
 
 def weights_read(model: PreTrainedModel) -> int:
-    """Bytes of the weights that a pass reads: all but the input embeddings, unless the head uses them too."""
-    embeddings, head = model.get_input_embeddings(), model.get_output_embeddings()
-    everything = sum(parameter.nbytes for parameter in model.parameters())
+    """Bytes of the weights that a pass over one token reads: all but the input embeddings, unless the head uses them
+    too, and of the experts as many as a token is sent to.
+    """
+    config, embeddings, head = (
+        model.config.get_text_config(),
+        model.get_input_embeddings(),
+        model.get_output_embeddings(),
+    )
+    experts = next((count for name in EXPERTS if (count := getattr(config, name, None))), 1)
+    read = getattr(config, "num_experts_per_tok", None) or experts
+    everything = sum(
+        parameter.nbytes * read // experts if ".experts." in name else parameter.nbytes
+        for name, parameter in model.named_parameters()
+    )
     tied = head is not None and head.weight is embeddings.weight
     return everything - (0 if tied else sum(parameter.nbytes for parameter in embeddings.parameters()))
 

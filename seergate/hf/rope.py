@@ -73,13 +73,10 @@ class Rotary:
         """The inverse of `rotate`, up to rounding."""
         if self.kind == "none":
             return x
-        cos, sin = self._angles(x, positions)
-        square = (cos.float().square() + sin.float().square()).amax().item()  # attention factor squared
-        turned = self._turn(x.float(), cos.float(), -sin.float())
-        if square != 1.0:
-            width = 2 * self.frequencies().numel()  # of the rotated part; some families hand out cosines half as wide
-            turned = torch.cat((turned[..., :width] / square, turned[..., width:]), -1)
-        return turned.to(x.dtype)
+        cos, sin = (angles.float() for angles in self._angles(x, positions))
+        # There and back stretches each pair by cos^2 + sin^2: the attention factor squared, and rounding in bf16.
+        stretch = self._turn(self._turn(torch.ones_like(x[:, :1], dtype=torch.float32), cos, sin), cos, -sin)
+        return (self._turn(x.float(), cos, -sin) / stretch).to(x.dtype)
 
     def frequencies(self) -> Tensor:
         """Radians per position of each pair that is rotated."""

@@ -7,12 +7,19 @@ import random
 
 import pytest
 import torch
-from transformers import DynamicCache, StoppingCriteria, StoppingCriteriaList
+from transformers import (
+    DynamicCache,
+    LogitsProcessor,
+    LogitsProcessorList,
+    StoppingCriteria,
+    StoppingCriteriaList,
+)
 from transformers.generation.streamers import BaseStreamer
 
 import seergate
 from seergate import DecodeConfig, GateBank, Lossless, SeergateError, methods
 from seergate.chain_sum import make_problem
+from seergate.decode.lossless import weights_read
 from seergate.eval.engine import Engine, Limit
 from seergate.eval.sampling import Sampling
 from seergate.hf.loading import load_base, load_tokenizer
@@ -304,6 +311,54 @@ def test_the_same_seed_says_the_same():
             texts.append(model.generate(input_ids=prompt(30), max_new_tokens=20, do_sample=True))
     assert torch.equal(*texts)
     assert int(texts[0].max()) < VOCABULARY
+
+
+class _Failing(LogitsProcessor):
+    """Fails at its n-th call."""
+
+    def __init__(self, calls):
+        self.left = calls
+
+    def __call__(self, input_ids, scores):
+        self.left -= 1
+        if self.left < 0:
+            raise ArithmeticError
+        return scores
+
+
+@pytest.mark.parametrize("family", ["qwen3", "gemma3_text"])
+@pytest.mark.parametrize("place", ["processor", "model"])
+def test_an_error_leaves_no_token_that_was_not_emitted(family, place):
+    """While drafting or verifying, between layers too: the cache can be gone on with, as after a dense run."""
+    model, question = tiny_model(family), prompt(40)
+    whole, lengths = model.generate(question, max_new_tokens=24), set()
+    for failing in range(3, 24, 2):
+        texts, cache, options = _Texts(), DynamicCache(config=model.config), {}
+        with seergate.attached(model, selector(model, "oracle", 2 * BLOCK), correction=Lossless(3)):
+            if place == "processor":
+                options["logits_processor"] = LogitsProcessorList([_Failing(failing)])
+            else:
+                hook = model.model.layers[1].mlp.register_forward_pre_hook(_Failing(failing))
+            with pytest.raises(ArithmeticError):
+                model.generate(question, max_new_tokens=24, past_key_values=cache, streamer=texts, **options)
+            if place == "model":
+                hook.remove()
+            emitted = torch.cat([piece.flatten() for piece in texts.pieces])
+            assert torch.equal(emitted, whole[0, : len(emitted)])
+            assert {int(layer.get_seq_length()) for layer in cache.layers} == {len(emitted) - 1}
+            rest = 64 - len(emitted)
+            assert torch.equal(model.generate(emitted[None], max_new_tokens=rest, past_key_values=cache), whole)
+        lengths.add(len(emitted))
+    assert len(lengths) > 3
+
+
+def test_the_weights_of_experts_that_are_not_asked_are_not_read():
+    model = tiny_model("qwen3_moe")
+    config, sizes = model.config, {name: p.nbytes for name, p in model.named_parameters()}
+    experts = sum(size for name, size in sizes.items() if ".experts." in name)
+    assert experts > 0 and config.num_experts_per_tok < config.num_experts
+    rest = sum(sizes.values()) - experts - model.get_input_embeddings().weight.nbytes
+    assert weights_read(model) == rest + experts * config.num_experts_per_tok // config.num_experts
 
 
 def test_refusals():

@@ -33,7 +33,8 @@ def gates(model):
     return bank
 
 
-def test_a_second_thread_is_refused_and_the_first_goes_on(model):
+@pytest.mark.parametrize("place", ["self_attn.q_proj", "mlp"])
+def test_a_second_thread_is_refused_and_the_first_goes_on(model, place):
     """What a module catches on the way would be mixed up. One that comes later, or after an error, is welcome."""
     own, arrived, go, found = copy.deepcopy(model), threading.Event(), threading.Event(), {}
 
@@ -50,7 +51,7 @@ def test_a_second_thread_is_refused_and_the_first_goes_on(model):
 
     with seergate.attached(own, gates(model), token_budget=32):
         want = own.generate(prompt(50, 1), max_new_tokens=4)
-        hook = own.model.layers[0].self_attn.q_proj.register_forward_pre_hook(wait)
+        hook = own.model.layers[0].get_submodule(place).register_forward_pre_hook(wait)
         first = threading.Thread(target=run, args=(1,))
         first.start()
         assert arrived.wait(60)

@@ -1,0 +1,204 @@
+"""What a pass is, which thread may run one, and what goes together: what `attach` accepts, and what it refuses."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from transformers import DynamicCache, StaticCache
+
+import seergate
+from seergate import Lossless, Offload, Paging, Rectify, SeergateError, methods
+from seergate.decode.compatibility import REFUSED, refuse
+from seergate.hf import families
+from seergate.hf.rope import Rotary
+from tests.host.test_decode import BLOCK, gates
+from tests.models import left_padded, prompt, tiny_model
+
+
+@pytest.fixture(scope="module")
+def model():
+    return tiny_model("qwen3")
+
+
+def after_decoding(model, handle, read):
+    """Logits of a chunk that ``read`` reads on a cache that has decoded already."""
+    ids, cache = prompt(70), DynamicCache()
+    model(input_ids=ids[:, :40], past_key_values=cache)
+    for i in range(40, 50):
+        model(input_ids=ids[:, i : i + 1], past_key_values=cache)
+    return read(cache, ids[:, 50:56])
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("name", ["quest", "oracle"])
+def test_a_chunk_outside_of_generate_is_a_prompt(model, name):
+    """However short, and after a crop too; unless it is said that its tokens were drafted."""
+    options = {"token_budget": 2 * BLOCK, "block_size": BLOCK, "dense_layers": ()}
+    with seergate.attached(model, name, **options) as handle:
+        passes = handle.passes
+
+        def chunk(cache, ids):
+            return model(input_ids=ids, past_key_values=cache).logits
+
+        def cropped(cache, ids):
+            chunk(cache, ids[:, :3])
+            cache.crop(-3)
+            return chunk(cache, ids)
+
+        def forced(mode):
+            def read(cache, ids):
+                with passes.forced(mode):
+                    return chunk(cache, ids)
+
+            return read
+
+        def one_by_one(cache, ids):
+            return torch.cat([chunk(cache, ids[:, i : i + 1]) for i in range(ids.shape[1])], 1)
+
+        dense = after_decoding(model, handle, forced("dense"))
+        sparse = after_decoding(model, handle, one_by_one)
+        for read in (chunk, cropped):
+            torch.testing.assert_close(after_decoding(model, handle, read), dense, rtol=1e-4, atol=1e-5)
+        torch.testing.assert_close(after_decoding(model, handle, forced("decode")), sparse, rtol=1e-4, atol=1e-5)
+        assert (dense - sparse).abs().max() > 1e-2
+        mask = torch.ones(1, 56)
+        mask[0, 53] = 0
+        with (
+            pytest.raises(SeergateError, match="attention_mask hides tokens that are to be decoded"),
+            passes.forced("decode"),
+        ):
+            after_decoding(model, handle, lambda cache, ids: model(ids, attention_mask=mask, past_key_values=cache))
+
+
+def test_a_chat_attaches_an_equal_method_for_each_turn(model):
+    """A cache goes on under any method that is equal to its own, and under no other."""
+    options = {"token_budget": 32, "block_size": BLOCK}
+    texts = []
+    for turns in (1, 2):
+        cache, ids = DynamicCache(), prompt(40)
+        for turn in range(2):
+            if turn == 0 or turns == 2:
+                handle = seergate.attach(model, "quest", **options)
+            ids = model.generate(ids, past_key_values=cache, max_new_tokens=5)
+            if turn or turns == 2:
+                handle.detach()
+        texts.append(ids)
+    assert torch.equal(*texts)
+    with (
+        seergate.attached(model, "quest", **{**options, "token_budget": 16}),
+        pytest.raises(SeergateError, match="filled under Quest.*token_budget=32.*a new one for .*token_budget=16"),
+    ):
+        model.generate(ids, past_key_values=cache, max_new_tokens=5)
+
+
+@pytest.mark.filterwarnings("ignore:.*is_gradient_checkpointing:FutureWarning")
+def test_a_model_and_its_peft_wrapper_are_one(model):
+    peft = pytest.importorskip("peft")
+    base = tiny_model("qwen3")
+    wrapped = peft.get_peft_model(base, peft.LoraConfig(r=4, target_modules=["q_proj"])).eval()
+    for one, other in ((wrapped, base), (base, wrapped)):
+        with seergate.attached(one, "quest") as handle:
+            assert seergate.handle_of(other) is handle
+            with pytest.raises(SeergateError, match="has a method attached already"):
+                seergate.attach(other, "quest")
+        with pytest.raises(SeergateError, match="no method is attached"):
+            seergate.handle_of(one)
+
+
+# --------------------------------------------------------------------------------------------- what goes together
+
+
+def attempts():
+    """Tags -> what is attached, to what, and the cache that is used."""
+    small = {"block_size": BLOCK, "token_budget": 2 * BLOCK}
+    paged, offloaded = {"paging": Paging()}, {"offload": Offload(1 << 20)}
+    lossless, rectified = {"correction": Lossless()}, {"correction": Rectify(4)}
+    return {
+        ("paged", "offloaded"): ("qwen3", "quest", {**small, **paged, **offloaded}),
+        ("paged", "static"): ("qwen3", "quest", {**small, **paged}),
+        ("offloaded", "static"): ("qwen3", "quest", {**small, **offloaded}),
+        ("paged", "evicting"): ("qwen3", "h2o", paged),
+        ("offloaded", "evicting"): ("qwen3", "h2o", offloaded),
+        ("offloaded", "dense"): ("qwen3", "dense", offloaded),
+        ("offloaded", "lossless"): ("qwen3", "oracle", {**small, **offloaded, **lossless}),
+        ("offloaded", "rectified"): ("qwen3", "oracle", {**small, **offloaded, **rectified}),
+        ("paged", "lossless"): ("qwen3", "oracle", {**small, **paged, **lossless}),
+        ("paged", "rectified"): ("qwen3", "oracle", {**small, **paged, **rectified}),
+        ("evicting", "lossless"): ("qwen3", "snapkv", lossless),
+        ("evicting", "rectified"): ("qwen3", "snapkv", rectified),
+        ("dense", "lossless"): ("qwen3", "dense", lossless),
+        ("dense", "rectified"): ("qwen3", "dense", rectified),
+        ("lossless", "one-way layers"): ("qwen3_5_text", "oracle", {**small, **lossless}),
+        ("rectified", "one-way layers"): ("qwen3_5_text", "oracle", {**small, **rectified}),
+        ("rectified", "one-way cache"): ("gemma3_text", "oracle", {**small, **rectified}),
+        ("lossless", "changing angles"): ("qwen3, dynamic", "oracle", {**small, **lossless}),
+        ("moves keys", "own rope"): ("hunyuan_v1_dense", "streaming_llm", {}),
+        ("rectified past a block", "own rope"): ("hunyuan_v1_dense", "gate", {"correction": Rectify(BLOCK + 1)}),
+    }
+
+
+def test_every_row_of_the_table_is_reached():
+    assert attempts().keys() == REFUSED.keys()
+
+
+@pytest.mark.parametrize("pair", REFUSED, ids=" and ".join)
+def test_what_does_not_go_together(pair):
+    """Refused for the reason that the table gives, and the model is left as it was."""
+    family, method, options = attempts()[pair]
+    changes = {}
+    if family.endswith("dynamic"):
+        changes = {"rope_parameters": {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 4.0}}
+    model = tiny_model(family.removesuffix(", dynamic"), **changes)
+    if method == "gate":
+        method, options = gates(model), {**options, "token_budget": 2 * BLOCK}
+    start = REFUSED[pair].split("{")[0] or REFUSED[pair].split("}")[1].split("{")[0]
+    with pytest.raises(SeergateError) as refused, seergate.attached(model, method, **options):
+        if pair[1] == "static":
+            model(input_ids=prompt(20), past_key_values=StaticCache(model.config, max_cache_len=32))
+        model.generate(prompt(45), max_new_tokens=8, cache_implementation="static")
+    assert start in str(refused.value)
+    assert not {"generate", "_prefill"} & vars(model).keys()
+    seergate.attach(model, "dense").detach()
+
+
+def test_what_is_in_no_row_goes_together():
+    refuse({"selecting": "quest", "static": "a static", "lossless": "lossless decoding"})
+
+
+def test_rectification_within_a_block_needs_no_keys_before_rope():
+    """Of the models whose RoPE has a form of its own: as often as this, what gates remember is enough."""
+    model = tiny_model("hunyuan_v1_dense")
+    with seergate.attached(model, gates(model), token_budget=2 * BLOCK, correction=Rectify(BLOCK)) as handle:
+        model.generate(**left_padded([prompt(40, 1), prompt(29, 2)]), max_new_tokens=50)
+        assert handle.stats()["rectification"]["passes"] >= 5
+
+
+@pytest.mark.parametrize("family", ["qwen3", "gpt_oss", "phi3", "ernie4_5"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_unrotating_has_no_bias(family, dtype):
+    """Cosines and sines of bfloat16 stretch each pair by another factor."""
+    model = tiny_model(family)
+    config, (layer, attention) = families.text_config(model), families.full_attention_modules(model)[0]
+    kind = families.rope_kind(config, attention)
+    rotary = Rotary(families.decoder_of(model), attention, families.layer_type(config, layer), kind)
+    x, positions = torch.randn(1, 1, 4000, attention.head_dim).to(dtype), torch.arange(4000)[None]
+    back = rotary.unrotate(rotary.rotate(x, positions), positions).double()
+    ratio = (back * x.double()).sum(2) / x.double().square().sum(2)
+    assert (ratio - 1).abs().max() < 1e-3
+    torch.testing.assert_close(back, x.double(), rtol=0, atol=3e-2 if dtype == torch.bfloat16 else 1e-5)
+
+
+def test_methods_with_a_correction_of_their_own(model):
+    """ReSA brings its dense passes; what is given to `attach` takes their place."""
+    options = {"token_budget": 32, "block_size": BLOCK}
+    for method, given, every in (
+        (methods.ReSA(**options), None, 32),
+        (methods.ReSA(**options, rectify_every=6), None, 6),
+        (methods.ReSA(**options), Rectify(7), 7),
+    ):
+        with seergate.attached(model, method, correction=given) as handle:
+            assert handle.stats()["rectification"]["every"] == every
+    with seergate.attached(model, methods.ReSA(**options, rectify_every=None)) as handle:
+        assert "rectification" not in handle.stats()
+    with pytest.raises(ValueError, match="every is 0"):
+        methods.ReSA(**options, rectify_every=0)
