@@ -1,4 +1,4 @@
-"""The README's Python runs as it is printed, on the shipped model."""
+"""The Python of the README and of the page on gates runs as it is printed, on the shipped model."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from seergate import GateBank, GateConfig
 from seergate.hf.loading import load_base
 from tests.test_house import ROOT, code_blocks
 
-BLOCKS = code_blocks(ROOT / "README.md", "python")
+BLOCKS = [block for page in ("README.md", "docs/gates.md") for block in code_blocks(ROOT / page, "python")]
 
 
 @pytest.fixture

@@ -8,15 +8,17 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from torch import nn
-from transformers import PreTrainedModel
 
 from seergate.config import GateConfig
 from seergate.errors import SeergateError
 from seergate.geometry import ModelGeometry
 from seergate.hf.rope import RopeKind, gate_frequencies
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
 
 
 @dataclass(frozen=True)
