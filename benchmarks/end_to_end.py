@@ -70,7 +70,7 @@ class Way:
 
     def attached(self, model: PreTrainedModel) -> Any:
         """The method on the model for a while."""
-        return nullcontext() if self.method is None else seergate.attached(model, self.method, offload=self.offload)
+        return nullcontext() if self.method is None else seergate.attached(model, self.method, storage=self.offload)
 
 
 class Clock(BaseStreamer):

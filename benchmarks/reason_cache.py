@@ -30,7 +30,7 @@ from transformers import DynamicCache
 from seergate.hf.attach import attached
 from seergate.methods import Dense, Method, ReasonCache
 from seergate.reason.paged import OutOfBlocks
-from seergate.reason.paged_layer import Paging
+from seergate.reason.paging import Paging
 
 BLANK_LINE = 1
 
@@ -67,7 +67,7 @@ def say(model: Any, method: Method, paging: Paging | None, texts: list[list[int]
         Seconds of the decode steps, and what the handle has counted.
     """
     ids, cache = torch.tensor(texts), DynamicCache()
-    with attached(model, method, paging=paging) as handle:
+    with attached(model, method, storage=paging) as handle:
         model(input_ids=ids[:, :prompt], past_key_values=cache)
         began = time.perf_counter()
         for at in range(prompt, ids.shape[1]):

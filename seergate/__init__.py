@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from seergate.hf.attach import Handle, attach, attached, handle_of
     from seergate.hf.bank import GateBank
     from seergate.hf.gated_model import load
-    from seergate.reason.paged_layer import Paging
+    from seergate.reason.paging import Paging
 
 _HOMES = {
     "GateConfig": "seergate.config",
@@ -35,7 +35,7 @@ _HOMES = {
     "attached": "seergate.hf.attach",
     "handle_of": "seergate.hf.attach",
     "Offload": "seergate.cache.offload",
-    "Paging": "seergate.reason.paged_layer",
+    "Paging": "seergate.reason.paging",
     "load": "seergate.hf.gated_model",
 }
 _SUBMODULES = ("distill", "eval", "methods", "ops", "report")

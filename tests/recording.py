@@ -161,9 +161,9 @@ def on_the_reasoner() -> Iterator[Case | Lesson]:
         if name != "resa":
             static = {"cache_implementation": "static"}
             yield case(f"{name} static", name, options, inputs=one, generate=static, traced=False)
-            yield case(f"{name} paged", name, options, how={"paging": seergate.Paging(block_size=16)})
+            yield case(f"{name} paged", name, options, how={"storage": seergate.Paging(block_size=16)})
         if name not in ("resa", "dense"):
-            yield case(f"{name} offloaded", name, options, how={"offload": seergate.Offload(3_000_000)})
+            yield case(f"{name} offloaded", name, options, how={"storage": seergate.Offload(3_000_000)})
             corrections = {"lossless": seergate.Lossless(draft_tokens=3), "rectify": seergate.Rectify(8)}
             for kind, correction in corrections.items():
                 yield case(f"{name} {kind}", name, options, how={"correction": correction}, traced=False)

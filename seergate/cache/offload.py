@@ -17,24 +17,25 @@ import tempfile
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 import numpy as np
 import torch
 from torch import Tensor
+from transformers import PreTrainedModel
 
 from seergate import ops
 from seergate.cache.call import Call
-from seergate.cache.layer import GatedLayer
-from seergate.cache.ordinary import ordinary_tensors
+from seergate.cache.rows import Rows
+from seergate.cache.storage import Growing, Placement, Storage, StorageMaker
 from seergate.config import is_int
 from seergate.errors import SeergateError
-from seergate.methods.base import Step
+from seergate.methods.base import LayerState, Method, Step
 from seergate.methods.selecting import SelectingMethod
 
 
 @dataclass(frozen=True)
-class Offload:
+class Offload(Placement):
     """Keep keys and values in slow memory.
 
     A prompt needs one layer's keys and values at a time in fast memory while it is read; the cap is on what stays.
@@ -52,6 +53,8 @@ class Offload:
         ValueError: naming the field, what it is and what it must be.
     """
 
+    tag: ClassVar[str] = "offloaded"
+    called: ClassVar[str] = "an offloaded"
     memory_bytes: int
     store: Literal["disk", "host"] = "disk"
     folder: str | Path | None = None
@@ -63,6 +66,10 @@ class Offload:
             raise ValueError(f'store is {self.store!r}; it must be "disk" or "host"')
         if self.folder is not None and not Path(self.folder).is_dir():
             raise ValueError(f"folder is {str(self.folder)!r}; it must be a folder that exists")
+
+    def maker(self, model: PreTrainedModel, method: Method, layers: Sequence[int]) -> StorageMaker:
+        assert isinstance(method, SelectingMethod)  # the table of what goes together made sure
+        return OffloadedMaker(self, method, layers)
 
     def buffer(self, shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> Tensor:
         """Zeros in slow memory."""
@@ -221,25 +228,22 @@ class BlockPool:
         self._slot_of = wide
 
 
-class OffloadedLayer(GatedLayer):
-    """A `GatedLayer` whose buffers lie in slow memory, and which reads selected blocks through a `BlockPool`.
+class Offloaded(Growing):
+    """Buffers in slow memory, whose selected blocks are read through a `BlockPool`.
 
     Args:
         offload: what the user asked for.
-        sharers: layers that share the fast memory, those that the method leaves dense not counted.
-        method, layer, num_heads, rotary, static_length, shared: see `GatedLayer`.
+        layer: index of the layer.
+        method: it selects.
+        sharers: how many layers share the fast memory, those that the method leaves dense not counted.
     """
 
-    def __init__(self, offload: Offload, sharers: int, *args: Any, **kwargs: Any) -> None:
-        self.offload, self.sharers = offload, sharers
-        super().__init__(*args, **kwargs)
+    def __init__(self, offload: Offload, layer: int, method: SelectingMethod, sharers: int) -> None:
+        self.offload, self.layer, self.method, self.sharers = offload, layer, method, sharers
+        super().__init__()
 
-    def _clear(self) -> None:
-        super()._clear()
-        self.pool: BlockPool | None = None
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> GatedLayer:
-        """Refused: another text would need as much memory again.
+    def __deepcopy__(self, memo: dict[int, Any]) -> Offloaded:
+        """Refused: a copy would take as much slow memory again.
 
         Raises:
             SeergateError: always.
@@ -248,9 +252,13 @@ class OffloadedLayer(GatedLayer):
 
     # ---------------------------------------------------------------------------------------------------- storing
 
-    def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
-        """See `GatedLayer`."""
-        super().lazy_initialization(key_states, value_states)
+    def clear(self) -> None:
+        super().clear()
+        self.pool: BlockPool | None = None
+
+    def allocate(self, keys: Tensor, values: Tensor, block_size: int, state: LayerState) -> None:
+        self.device = keys.device
+        super().allocate(keys, values, block_size, state)
         self._new_pool()
 
     def _slots_for(self, rows: int) -> int:
@@ -260,13 +268,12 @@ class OffloadedLayer(GatedLayer):
             SeergateError: if these are fewer than one step of so many rows reads. Dense layers, which come first in
                 most models and read past the pool, say so too, so that no layer is changed by what another refuses.
         """
-        assert self.keys is not None and self.values is not None and isinstance(self.method, SelectingMethod)
-        heads, dims = self.keys.shape[1], (self.keys.shape[3], self.values.shape[3])
-        each, rule = self.block_size * sum(dims) * self.dtype.itemsize, self.method.rule
+        heads, width = self.keys.shape[1], self.keys.shape[3] + self.values.shape[3]
+        each, budget = self.block_size * width * self.dtype.itemsize, self.method.rule.token_budget
         if not self.sharers:
             return 0
         slots = self.offload.memory_bytes // (each * self.sharers)
-        needed = rows * heads * (rule.token_budget // self.block_size if rule.token_budget is not None else 1)
+        needed = rows * heads * (1 if budget is None else budget // self.block_size)
         if slots < needed:
             raise SeergateError(
                 f"memory_bytes is {self.offload.memory_bytes}, which is {slots} blocks in each of {self.sharers} "
@@ -274,70 +281,52 @@ class OffloadedLayer(GatedLayer):
             )
         return slots if self.method.selects_in(self.layer) else 0
 
-    @ordinary_tensors
     def _new_pool(self) -> None:
         """An empty pool for the rows that there are."""
-        assert self.keys is not None and self.values is not None
         (rows, heads), dims = self.keys.shape[:2], (self.keys.shape[3], self.values.shape[3])
         self.pool = BlockPool(self._slots_for(rows), rows, heads, self.block_size, *dims, self.dtype, self.device)
 
-    def _zeros(self, like: Tensor, *shape: int) -> Tensor:
+    def buffer(self, like: Tensor, *shape: int) -> Tensor:
         return self.offload.buffer(shape, like.dtype, self.device)
 
-    def _room_for(self, tokens: int) -> int:
+    def room_for(self, tokens: int) -> int:
         return 2 * tokens  # a file that is not written to yet takes no room, and copying one takes time
 
-    def _store(self, call: Call, keys: Tensor, values: Tensor, starts: list[int], counts: list[int]) -> None:
+    def write(self, call: Call, rows: Rows, keys: Tensor, values: Tensor, counts: list[int], most: int | None) -> None:
         assert self.pool is not None
-        super()._store(call, keys, values, starts, counts)
+        super().write(call, rows, keys, values, counts, most)
         if keys.shape[2] == 1 and set(counts) == {1}:
             newest = (x[:, :, 0].detach().to(self.dtype).flatten(0, 1) for x in (keys, values))
-            self.pool.put(torch.tensor(starts), *newest)
+            self.pool.put(torch.tensor(rows.held), *newest)
             return
-        for row, (start, count) in enumerate(zip(starts, counts, strict=True)):
+        for row, (start, count) in enumerate(zip(rows.held, counts, strict=True)):
             self.pool.forget(row, start, start + count)
 
-    def _select_buffers(self, index: Tensor) -> None:
-        assert self.keys is not None and self.values is not None and self.pool is not None
+    def select(self, index: Tensor) -> None:
         rows = index.tolist()
         self._slots_for(len(rows))  # before anything is changed
-        selected = [self._zeros(old, len(rows), *old.shape[1:]) for old in (self.keys, self.values)]
-        for new, old in zip(selected, (self.keys, self.values), strict=True):
+        selected = [self.buffer(old, len(rows), *old.shape[1:]) for old in (self._keys, self._values)]
+        for new, old in zip(selected, (self._keys, self._values), strict=True):
             for i, row in enumerate(rows):
                 new[i] = old[row]
-        self.keys, self.values = selected
+        self._keys, self._values = selected
         self._new_pool()
 
-    def _append_buffers(self, other: GatedLayer) -> None:
-        assert self.pool is not None
-        self._slots_for(len(self.row_lengths) + len(other.row_lengths))  # before anything is changed
-        self._reserve(max(other.row_lengths))
-        assert self.keys is not None and self.values is not None
-        assert other.keys is not None and other.values is not None
-        pairs = ((self.keys, other.keys), (self.values, other.values))
-        joined = [self._zeros(ours, len(ours) + len(theirs), *ours.shape[1:]) for ours, theirs in pairs]
-        for new, (ours, theirs) in zip(joined, pairs, strict=True):
-            shared = min(ours.shape[2], theirs.shape[2])
-            new[: len(ours)], new[len(ours) :, :, :shared] = ours, theirs[:, :, :shared]
-        self.keys, self.values = joined
+    def append(self, other: Storage, longest: int, most: int | None) -> None:
+        self._slots_for(len(self.keys) + len(other.keys))  # before anything is changed
+        super().append(other, longest, most)
         self._new_pool()
 
     # ---------------------------------------------------------------------------------------------------- reading
 
-    def slot_view(self) -> tuple[Tensor, Tensor]:
-        """See `GatedLayer`."""
-        keys, values = super().slot_view()
-        return keys.to(self.device), values.to(self.device)
-
-    def attend_to(self, step: Step, indices: Tensor) -> Tensor:
-        """See `GatedLayer`."""
-        assert self.pool is not None and self.keys is not None and self.values is not None
+    def attend(self, step: Step, indices: Tensor, block_size: int) -> Tensor:
+        assert self.pool is not None
         size, (batch, heads) = self.block_size, self.keys.shape[:2]
         keys, values = (x.view(batch * heads, -1, size * x.shape[3]) for x in (self.keys, self.values))
         found_PX = self.pool.locate(indices.flatten(0, 1).long().cpu(), keys, values)
         if found_PX is None:  # more than there is room for: straight from slow memory
             self.pool.fetched += int((indices >= 0).sum())
-            return super().attend_to(step, indices)
+            return super().attend(step, indices, block_size)
         # Every pair is a row of a paged cache that holds its selected blocks only, one after the other.
         slots_PX = found_PX.to(self.device)
         starts_BKX = indices.long() * size
@@ -364,8 +353,8 @@ class OffloadedLayer(GatedLayer):
         return torch.cat(outputs, dim=1).flatten(1, 2)
 
     def take_fetched(self, step: Step, everything: bool) -> int:
-        """Bytes, as in `GatedLayer`. A step that reads all tokens reads them past the pool."""
-        assert self.pool is not None and self.keys is not None
+        """A step that reads all tokens reads them past the pool."""
+        assert self.pool is not None
         blocks, self.pool.fetched = self.pool.fetched, 0
         if everything:
             blocks += sum(-(-end // self.block_size) for end in step.ends) * self.keys.shape[1]
@@ -373,11 +362,26 @@ class OffloadedLayer(GatedLayer):
 
     @property
     def nbytes(self) -> int:
-        """Bytes of fast memory: the pool and the method's state."""
-        held = self.pool.nbytes if self.pool is not None else 0
-        return held + (self.state.nbytes if self.state is not None else 0)
+        """Bytes of fast memory: the pool."""
+        return self.pool.nbytes if self.pool is not None else 0
 
-    def row_bytes(self) -> np.ndarray:
-        """See `GatedLayer`. The pool has a size of its own, which is divided equally."""
-        held = self.pool.nbytes if self.pool is not None else 0
-        return np.full(len(self.row_lengths), held / len(self.row_lengths))
+    def row_bytes(self, held: list[int]) -> np.ndarray:
+        """The pool has a size of its own, which is divided equally."""
+        return np.full(len(held), self.nbytes / len(held))
+
+
+class OffloadedMaker(StorageMaker):
+    """Makes the storages of offloaded caches.
+
+    Args:
+        offload: what the user asked for.
+        method: it selects.
+        layers: that can be gated.
+    """
+
+    def __init__(self, offload: Offload, method: SelectingMethod, layers: Sequence[int]) -> None:
+        self.offload, self.method = offload, method
+        self.sharers = sum(method.selects_in(layer) for layer in layers)
+
+    def new(self, layer: int, layers: Sequence[Any], static_length: int | None) -> Storage:
+        return Offloaded(self.offload, layer, self.method, self.sharers)

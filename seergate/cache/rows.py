@@ -1,78 +1,111 @@
-"""Rows that come and go: what continuous batching needs from a cache of `GatedLayer`s.
+"""Rows: how many tokens each row of a batch holds, and where the batch was padded. No keys or values in here.
 
-Rows lie left-compacted in a `GatedLayer`, each with its own length, so a row of one cache can continue beside rows of
-another. Other layers (sliding windows, linear attention) keep all rows at one common slot and cannot.
+Rows are left-compacted: index 0 is a row's first real token, so that blocks, and with them every selection, do not
+depend on padding or on the rest of the batch. Towards transformers a cache speaks in *slots*, the columns of the
+padded batch.
+
+Shape suffixes: B batch, T slots.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
-
 import torch
-from transformers.cache_utils import Cache
-
-from seergate.cache.layer import GatedLayer
-from seergate.errors import SeergateError
+from torch import Tensor
+from torch.nn.functional import pad
 
 
-def rows_are_independent(cache: Cache) -> bool:
-    """Whether every layer keeps its rows apart, so that `join_rows` works."""
-    return bool(cache.layers) and all(isinstance(layer, GatedLayer) for layer in cache.layers)
+class Rows:
+    """The rows of one layer.
 
+    Args:
+        batch: how many; all are empty.
+        device: of the tensors.
 
-def join_rows(cache: Cache, arriving: Cache) -> None:
-    """Put the rows of ``arriving`` after those of ``cache``, which may have seen more or fewer tokens.
-
-    Afterwards the batch counts as left-padded to its longest row. ``arriving`` must not be used any more.
-
-    Raises:
-        SeergateError: if one of them has layers of another kind.
+    Attributes:
+        lengths: int64 ``[B]``, tokens that a row holds.
+        held: the same as a list, known without a device read.
+        seen: per row, tokens that have come, evicted ones included.
+        offsets: per row, the position that the model gave to its first token.
+        slots: columns of the padded batch so far, which transformers calls the sequence length.
+        valid: bool ``[B, <= slots]``, which slots hold real tokens; later ones all do. ``None`` if none was padding.
     """
-    if not (rows_are_independent(cache) and rows_are_independent(arriving)):
-        raise SeergateError("only caches whose layers are all gated can be joined")
-    for layer, other in zip(cache.layers, arriving.layers, strict=True):
-        layer.append_rows(other)
 
+    def __init__(self, batch: int = 0, device: torch.device | None = None) -> None:
+        self.lengths = torch.zeros(batch, dtype=torch.int64, device=device)
+        self.held, self.seen, self.offsets = [0] * batch, [0] * batch, [0] * batch
+        self.slots = 0
+        self.valid: Tensor | None = None
 
-def layers_without_return(cache: Cache | None) -> list[str]:
-    """The kinds of a cache's layers that cannot take tokens back, such as a static one with a window."""
-    layers = [] if cache is None else cache.layers
-    return sorted({type(layer).__name__ for layer in layers if not hasattr(layer, "crop")})
+    def __len__(self) -> int:
+        return len(self.lengths)
 
+    def real_slots(self) -> Tensor:
+        """Which slots hold real tokens: bool ``[B, slots]``."""
+        none = torch.ones(len(self), 0, dtype=torch.bool, device=self.lengths.device)
+        known = none if self.valid is None else self.valid
+        return pad(known, (0, self.slots - known.shape[1]), value=True)
 
-def keep_rows(cache: Cache, rows: list[int]) -> None:
-    """Drop all rows but these, in that order."""
-    cache.batch_select_indices(torch.tensor(rows, dtype=torch.int64))
+    def slot_index(self) -> Tensor | None:
+        """Where in its row the token of each slot lies: int64 ``[B, slots]``; ``None`` if slots are places."""
+        if self.valid is None:
+            return None
+        index = (self.valid.cumsum(1) - 1).clamp(min=0)
+        extra = torch.arange(1, self.slots - index.shape[1] + 1, device=index.device)
+        return torch.cat((index, self.valid.sum(1, keepdim=True) - 1 + extra), dim=1)
 
+    def hold(self, lengths: list[int]) -> None:
+        """Set how many tokens each row holds."""
+        if lengths == [length + 1 for length in self.held]:
+            self.lengths = self.lengths + 1  # no transfer to the device at a decode step
+        else:
+            self.lengths = torch.tensor(lengths, dtype=torch.int64, device=self.lengths.device)
+        self.held = lengths
 
-@contextmanager
-def only_rows(cache: Cache, rows: list[int]) -> Iterator[None]:
-    """While it lasts the cache has only these rows. What is stored in the place of their newest tokens stays stored.
+    def add(self, counts: list[int], slots: int, valid: Tensor | None) -> None:
+        """Count new tokens.
 
-    They must have their old lengths again at the end.
+        Args:
+            counts: per row.
+            slots: new columns.
+            valid: bool ``[B, slots]``, which of them hold real tokens; ``None`` if all do.
+        """
+        if valid is not None or (self.valid is not None and slots > 1):
+            known = self.real_slots()
+            self.valid = pad(known, (0, slots), value=True) if valid is None else torch.cat((known, valid), dim=1)
+        self.slots += slots
+        self.seen = [seen + count for seen, count in zip(self.seen, counts, strict=True)]
+        self.hold([held + count for held, count in zip(self.held, counts, strict=True)])
 
-    Raises:
-        SeergateError: if a layer is not gated.
-    """
-    if not rows_are_independent(cache):
-        raise SeergateError("only a cache whose layers are all gated can be narrowed to some of its rows")
-    index = torch.tensor(rows, dtype=torch.int64)
-    whole = [(dict(vars(layer)), layer.state and layer.state.rows) for layer in cache.layers]
-    cache.batch_select_indices(index)
-    try:
-        yield
-    finally:
-        for layer, (before, tensors) in zip(cache.layers, whole, strict=True):
-            lengths = [before["row_lengths"][row] for row in rows]
-            if layer.row_lengths != lengths:
-                raise SeergateError(f"rows of {lengths} tokens were narrowed to, and now have {layer.row_lengths}")
-            part = {"keys": layer.keys, "values": layer.values}
-            changed = layer.state.rows if layer.state is not None else {}
-            vars(layer).update(before)
-            if layer.state is not None:
-                layer.state.rows = tensors
-            for name, tensor in part.items():
-                before[name][index.to(tensor.device)] = tensor
-            for name, tensor in changed.items():
-                tensors[name][index.to(tensor.device)] = tensor
+    def crop(self, slots: int) -> list[int]:
+        """Forget all but the first slots; the tokens that each row had before."""
+        if self.valid is None:
+            after = [slots] * len(self)
+        else:
+            self.valid = self.valid[:, :slots]
+            after = [count + slots - self.valid.shape[1] for count in self.valid.sum(1).tolist()]
+        self.slots = slots
+        return self.shorten(after)
+
+    def shorten(self, lengths: list[int]) -> list[int]:
+        """Forget the newest tokens of each row, and not their slots; the tokens that each row had before."""
+        before, self.seen = list(self.held), list(lengths)
+        self.hold(lengths)
+        return before
+
+    def select(self, index: Tensor) -> None:
+        """Take the rows ``index`` (int64), in that order; a row may be repeated."""
+        rows = index.tolist()
+        self.held, self.seen, self.offsets = ([x[row] for row in rows] for x in (self.held, self.seen, self.offsets))
+        self.lengths = self.lengths.index_select(0, index)
+        if self.valid is not None:
+            self.valid = self.valid.index_select(0, index)
+
+    def append(self, other: Rows) -> None:
+        """Put other rows after these. All count as left-padded to the longest of them."""
+        self.lengths = torch.cat((self.lengths, other.lengths))
+        self.held, self.seen = self.held + other.held, self.seen + other.seen
+        self.offsets = self.offsets + other.offsets
+        self.slots = max(self.seen)
+        device = self.lengths.device
+        begins = torch.tensor([self.slots - seen for seen in self.seen], device=device)
+        self.valid = torch.arange(self.slots, device=device) >= begins[:, None] if begins.any() else None

@@ -15,12 +15,62 @@ from torch import Tensor
 
 from seergate.cache.layer import GatedLayer
 from seergate.cache.ordinary import ordinary_tensors
+from seergate.cache.rows import Rows
 from seergate.decode.stats import DecodeStats, FixedCounts
 from seergate.methods.base import FixedStep, Step
 
 
+class FixedRows(Rows):
+    """Rows whose lengths are known in tensors only; where a list or a number is asked for, it is read from these.
+
+    No token is ever evicted here, so `seen` is `held`.
+
+    Attributes:
+        width: int64 scalar, the number of slots.
+    """
+
+    def __init__(self, batch: int = 0, device: torch.device | None = None) -> None:
+        self.width = torch.zeros((), dtype=torch.int64, device=device)
+        super().__init__(batch, device)
+
+    @property
+    def slots(self) -> int:  # type: ignore[override]
+        """Columns of the padded batch so far."""
+        return int(self.width)
+
+    @slots.setter
+    def slots(self, value: int) -> None:
+        self.width.fill_(value)
+
+    @property
+    def held(self) -> list[int]:  # type: ignore[override]
+        """Tokens of each row."""
+        return self.lengths.tolist()
+
+    @held.setter
+    def held(self, value: list[int]) -> None:
+        pass
+
+    @property
+    def seen(self) -> list[int]:  # type: ignore[override]
+        """Tokens of each row."""
+        return self.lengths.tolist()
+
+    @seen.setter
+    def seen(self, value: list[int]) -> None:
+        pass
+
+    def hold(self, lengths: list[int]) -> None:
+        self.lengths.copy_(torch.tensor(lengths, dtype=torch.int64))
+
+    def add_one(self) -> None:
+        """Count one new token per row."""
+        self.lengths.add_(1)
+        self.width.add_(1)
+
+
 class FixedLayer(GatedLayer):
-    """See the module's docstring. The method's ``fixed_shapes`` must be true, and ``static_length`` must be given.
+    """See the module's docstring. The method's ``fixed_shapes`` must be true, and the storage that of a static cache.
 
     Attributes:
         plain: whether only the usual figures are wanted of a step; others (a trace, recall) need the host.
@@ -29,62 +79,23 @@ class FixedLayer(GatedLayer):
 
     is_compileable = True
     plain = True
+    rows: FixedRows
+    new_rows = FixedRows
 
-    @ordinary_tensors
     def _clear(self) -> None:
-        self._slots = torch.zeros((), dtype=torch.int64)
         self.counts: FixedCounts | None = None
         super()._clear()
 
-    # What the host usually keeps in lists is read back from the tensors where somebody asks for it.
-    @property
-    def slots(self) -> int:  # type: ignore[override]
-        """Tokens seen per row, padding included."""
-        return int(self._slots)
-
-    @slots.setter
-    def slots(self, value: int) -> None:
-        self._slots.fill_(value)
-
-    @property
-    def row_lengths(self) -> list[int]:  # type: ignore[override]
-        """Tokens of each row."""
-        return self.lengths.tolist()
-
-    @row_lengths.setter
-    def row_lengths(self, value: list[int]) -> None:
-        pass
-
-    @property
-    def row_seen(self) -> list[int]:  # type: ignore[override]
-        """Tokens of each row: none is ever evicted here."""
-        return self.lengths.tolist()
-
-    @row_seen.setter
-    def row_seen(self, value: list[int]) -> None:
-        pass
-
-    def _set_lengths(self, lengths: list[int]) -> None:
-        self.lengths.copy_(torch.tensor(lengths, dtype=torch.int64))
-
     def get_seq_length(self) -> Any:
         """Slots seen so far: a tensor, as in transformers' own static layer."""
-        return self._slots if self.is_initialized else 0
-
-    # ------------------------------------------------------------------------------------------------ fixed steps
-
-    @ordinary_tensors
-    def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
-        """See `GatedLayer`."""
-        super().lazy_initialization(key_states, value_states)
-        self._slots = self._slots.to(self.device)
+        return self.rows.width if self.is_initialized else 0
 
     def takes(self, new: int) -> bool:
         """Whether so many new tokens will be a fixed step."""
         return new == 1 and self.counts is not None and self.plain
 
     def _select_rows(self, index: Tensor) -> None:
-        if self.is_initialized and len(index) != len(self.lengths):
+        if self.is_initialized and len(index) != len(self.rows):
             self.counts = None  # they are of as many rows as there were; an ordinary step comes next and settles anew
         super()._select_rows(index)
 
@@ -97,37 +108,34 @@ class FixedLayer(GatedLayer):
     @ordinary_tensors
     def settle(self, stats: DecodeStats) -> None:
         """After a step of another kind: give every tensor its final size, so that fixed steps can follow."""
-        assert self.keys is not None and self.values is not None and self.state is not None
-        capacity = self.keys.shape[2]
+        assert self.state is not None
+        keys, values = self.storage.keys, self.storage.values
         for name, size in self.state.growing.items():
-            self.state.grown(name, capacity // size, limit=capacity // size)
-        self.counts = stats.expect_fixed(self.layer, self.keys, self.values, self.block_size, self.state)
+            self.state.grown(name, keys.shape[2] // size, limit=keys.shape[2] // size)
+        self.counts = stats.expect_fixed(self.layer, keys, values, self.block_size, self.state)
         if self.device.type == "cuda":
-            own = (self.keys, self.values, self.lengths, self._slots, *self.state.rows.values())
+            own = (keys, values, self.rows.lengths, self.rows.width, *self.state.rows.values())
             for tensor in (*own, self.counts.sums):
                 torch._dynamo.mark_static_address(tensor)
 
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
-        """See `GatedLayer`."""
+        """Store the new tokens: one per row in a fixed step, or any number as in `GatedLayer`."""
         call = self.call
         if call is None or not self.takes(key_states.shape[2]):
             self.counts = None
             return super().update(key_states, value_states, *args, **kwargs)
-        assert self.keys is not None and self.values is not None
-        if self.device.type == "cpu" and not torch.compiler.is_compiling() and self.slots == self.static_length:
+        if self.device.type == "cpu" and not torch.compiler.is_compiling() and self.rows.slots == self.static_length:
             self.raise_full(1)
         self.call = None
-        rows = torch.arange(len(key_states), device=self.device)
-        self.keys[rows, :, self.lengths] = key_states[:, :, 0].detach().to(self.dtype)
-        self.values[rows, :, self.lengths] = value_states[:, :, 0].detach().to(self.dtype)
-        self.lengths.add_(1)
-        self._slots.add_(1)
+        batch = torch.arange(len(key_states), device=self.device)
+        for buffer, new in ((self.storage.keys, key_states), (self.storage.values, value_states)):
+            buffer[batch, :, self.rows.lengths] = new[:, :, 0].detach().to(self.dtype)
+        self.rows.add_one()
         call.take(key_states, [], [])
         return key_states, value_states
 
     def step(self, **facts: Any) -> Step:
-        """See `GatedLayer`."""
+        """What a method gets to see: in a fixed step no number that the host would have to know."""
         if facts["starts"]:
             return super().step(**facts)
-        assert self.keys is not None and self.values is not None
-        return FixedStep(keys_BKCD=self.keys, values_BKCD=self.values, **{**facts, "offsets": None})
+        return FixedStep(keys_BKCD=self.storage.keys, values_BKCD=self.storage.values, **{**facts, "offsets": None})

@@ -16,17 +16,16 @@ from __future__ import annotations
 from seergate.errors import SeergateError
 
 _GROWS = "{0} cache grows by itself; use a dynamic cache, not a static one"
-_READS_ALL = "lossless decoding and rectification read the whole cache in dense passes; do without offload"
-_NEEDS_ORDINARY = "lossless decoding and rectification need an ordinary cache; leave paging out"
+_READS_ALL = "lossless decoding and rectification read the whole cache in dense passes; leave storage= out"
+_NEEDS_ORDINARY = "lossless decoding and rectification need an ordinary cache; leave storage= out"
 _NOTHING_LEFT = "{0} evicts, and {1} needs all tokens; leave the correction out"
 _NOTHING_TO_CORRECT = "{0} reads everything it keeps, so there is nothing that {1} could correct; leave it out"
 _ONE_WAY = "{0} takes tokens back, which {1} cannot do; decode this model without it"
 
 REFUSED: dict[tuple[str, str], str] = {
-    ("paged", "offloaded"): "a paged cache cannot be offloaded; give either paging or offload",
     ("paged", "static"): _GROWS,
     ("offloaded", "static"): _GROWS,
-    ("paged", "evicting"): "{1} evicts tokens, and a paged cache keeps all; leave paging out",
+    ("paged", "evicting"): "{1} evicts tokens, and a paged cache keeps all; leave storage= out",
     ("offloaded", "evicting"): "{1} cannot be offloaded: only a method that selects blocks leaves some of them unread",
     ("offloaded", "dense"): "{1} cannot be offloaded: only a method that selects blocks leaves some of them unread",
     ("offloaded", "lossless"): _READS_ALL,

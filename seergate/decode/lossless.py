@@ -32,9 +32,9 @@ from transformers.generation import (
 )
 from transformers.generation.utils import GENERATION_MODES_MAPPING
 
+from seergate.cache.batching import layers_without_return
 from seergate.cache.call import Passes
 from seergate.cache.layer import GatedLayer
-from seergate.cache.rows import layers_without_return
 from seergate.config import Lossless
 from seergate.decode.speculation import VERIFYING_COST, DraftLength, accept_greedy, accept_sampled, cycle_cost
 from seergate.decode.stats import token_bytes
@@ -334,7 +334,7 @@ class _Run:
 
     def _expected_share(self) -> float:
         """Which share of keys and values a draft should read: what the budget says, or a guess."""
-        lengths = [max(layer.row_lengths) for layer in self.cache.layers if isinstance(layer, GatedLayer)]
+        lengths = [max(layer.rows.held) for layer in self.cache.layers if isinstance(layer, GatedLayer)]
         budget, longest = self.lossless.method.rule.token_budget, max(lengths, default=1)
         return GUESSED_SHARE if budget is None else min(1.0, budget / longest)
 
@@ -436,7 +436,7 @@ def cache_bytes(cache: Cache) -> tuple[int, int]:
         if keys is None or values is None:
             continue
         if isinstance(layer, GatedLayer):
-            selectable += sum(layer.row_lengths) * keys.shape[1] * token_bytes(keys, values)
+            selectable += sum(layer.rows.held) * keys.shape[1] * token_bytes(keys, values)
         else:
             fixed += keys.nbytes + values.nbytes
     return selectable, fixed

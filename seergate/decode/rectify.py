@@ -15,10 +15,10 @@ import torch
 from torch import Tensor, nn
 from transformers.cache_utils import Cache
 
+from seergate.cache.batching import layers_without_return, only_rows, rows_are_independent
 from seergate.cache.call import PROMPT, VERIFIED_TOKENS, Passes
 from seergate.cache.layer import GatedLayer
 from seergate.cache.ordinary import ordinary_tensors
-from seergate.cache.rows import layers_without_return, only_rows, rows_are_independent
 from seergate.config import Rectify
 from seergate.decode.compatibility import refuse
 from seergate.errors import SeergateError
@@ -76,16 +76,16 @@ class Rectification:
         cache, layer = self._cache_of(kwargs.get("past_key_values"))
         arriving = kwargs.get("input_ids", args[0] if args else None)
         new = (kwargs["inputs_embeds"] if arriving is None else arriving).shape[1]
-        self.mode = self.passes.mode(cache, 0 if layer is None else layer.slots, new)
-        if cache is None or layer is None or layer.state is None or layer.slots == 0:
+        self.mode = self.passes.mode(cache, 0 if layer is None else layer.rows.slots, new)
+        if cache is None or layer is None or layer.state is None or layer.rows.slots == 0:
             return
         if DENSE not in layer.state.rows:
             raise SeergateError("this cache was filled without rectification; start a new one")
         if stuck := layers_without_return(cache):
             refuse({"rectified": "rectification", "one-way cache": f"a {', '.join(stuck)}"})
-        dense = [min(pair) for pair in zip(layer.state.rows[DENSE].tolist(), layer.row_lengths, strict=True)]
+        dense = [min(pair) for pair in zip(layer.state.rows[DENSE].tolist(), layer.rows.held, strict=True)]
         layer.state.rows[DENSE] = torch.tensor(dense)  # tokens may have been taken back
-        sparse = [length - done for length, done in zip(layer.row_lengths, dense, strict=True)]
+        sparse = [length - done for length, done in zip(layer.rows.held, dense, strict=True)]
         # A chunk that attends densely must not build on sparse tokens.
         arrives_dense = self.mode.decoded < new
         due = 1 if arrives_dense else self.every
@@ -107,30 +107,30 @@ class Rectification:
         if cache is None or layer is None or layer.state is None:
             return
         rows = layer.state.rows
-        batch, slots = len(layer.row_lengths), self.every + VERIFIED_TOKENS
+        batch, slots = len(layer.rows), self.every + VERIFIED_TOKENS
         if DENSE not in rows:
             rows[IDS] = torch.zeros(batch, slots, dtype=torch.int64, device=layer.device)
             rows[POSITIONS] = torch.zeros_like(rows[IDS])
             rows[DENSE] = torch.zeros(batch, dtype=torch.int64)
         new = self.mode.decoded
         if not new:  # a prompt, or a chunk of one
-            rows[DENSE] = torch.tensor(layer.row_lengths)
+            rows[DENSE] = torch.tensor(layer.rows.held)
             return
         ids = _ids_of(args, kwargs).to(layer.device)
         if new < ids.shape[1]:  # drafts that came along with the prompt
-            ids, rows[DENSE] = ids[:, -new:], torch.tensor(layer.row_lengths) - new
+            ids, rows[DENSE] = ids[:, -new:], torch.tensor(layer.rows.held) - new
         positions = kwargs.get("position_ids")
         if positions is None:
-            positions = torch.arange(layer.slots - new, layer.slots)[None]
+            positions = torch.arange(layer.rows.slots - new, layer.rows.slots)[None]
         elif positions.ndim == 3:  # one of time, height and width, which are the same for text
             positions = positions[0]
         positions = positions[:, -new:]
-        at = layer.lengths[:, None] - new + torch.arange(new, device=layer.device)
+        at = layer.rows.lengths[:, None] - new + torch.arange(new, device=layer.device)
         rows[IDS].scatter_(1, at % slots, ids.expand(batch, -1))
         rows[POSITIONS].scatter_(1, at % slots, positions.to(rows[POSITIONS]).expand(batch, -1))
         # A row whose steps so far read everything is dense already.
-        whole = [self._reads_all(length) for length in layer.row_lengths]
-        known = zip(rows[DENSE].tolist(), layer.row_lengths, whole, strict=True)
+        whole = [self._reads_all(length) for length in layer.rows.held]
+        known = zip(rows[DENSE].tolist(), layer.rows.held, whole, strict=True)
         rows[DENSE] = torch.tensor([end if all_read and done == end - new else done for done, end, all_read in known])
 
     def _reads_all(self, length: int) -> bool:
@@ -149,24 +149,26 @@ class Rectification:
     @torch.no_grad()
     def _rectify(self, cache: Cache, layer: GatedLayer, rows: list[int], count: int) -> None:
         """Compute the newest ``count`` tokens of some rows anew."""
-        if len(rows) < len(layer.row_lengths):
+        if len(rows) < len(layer.rows):
             with only_rows(cache, rows):
                 self._rectify(cache, layer, list(range(len(rows))), count)
-            state, lengths = layer.state, [layer.row_lengths[row] for row in rows]
+            state, lengths = layer.state, [layer.rows.held[row] for row in rows]
             assert state is not None
             state.rows[DENSE][torch.tensor(rows)] = torch.tensor(lengths)
             return
         assert layer.state is not None
         known = layer.state.rows
-        at = (layer.lengths[:, None] - count + torch.arange(count, device=layer.device)) % known[IDS].shape[1]
+        at = (layer.rows.lengths[:, None] - count + torch.arange(count, device=layer.device)) % known[IDS].shape[1]
         ids, positions = known[IDS].gather(1, at), known[POSITIONS].gather(1, at)
-        ends = list(layer.row_lengths)
+        ends = list(layer.rows.held)
         cache.crop(-count)
-        if any(end - length != count for end, length in zip(ends, layer.row_lengths, strict=True)):
+        if any(end - length != count for end, length in zip(ends, layer.rows.held, strict=True)):
             raise SeergateError("rectification needs every row to take every decoded token, and some were masked")
-        mask = layer.valid
+        mask = layer.rows.valid
         if mask is not None:
-            later = torch.ones(len(ends), layer.slots + count - mask.shape[1], dtype=torch.bool, device=mask.device)
+            later = torch.ones(
+                len(ends), layer.rows.slots + count - mask.shape[1], dtype=torch.bool, device=mask.device
+            )
             mask = torch.cat((mask, later), 1).long()
         device = self.decoder.get_input_embeddings().weight.device  # type: ignore[operator,union-attr]
         if device.type == "meta":  # accelerate brings such weights when they are needed

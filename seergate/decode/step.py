@@ -116,7 +116,7 @@ class GatedAttention:
         if isinstance(method, SelectingMethod):
             selection = method.select(state, step)
             if selection is not None:
-                output = layer.attend_to(step, selection.indices)
+                output = layer.storage.attend(step, selection.indices, layer.block_size)
             if self.measure_recall:
                 stats.record_recall(layer.layer, _recall(step, selection, layer.block_size))
         elif isinstance(state, CompressingState):
@@ -127,11 +127,11 @@ class GatedAttention:
                 output = attended.output
         if output is None:
             output = attend_to_all(step)
-        fetched = layer.take_fetched(step, everything=selection is None)
+        fetched = layer.storage.take_fetched(step, everything=selection is None)
         if fetched is not None:
             stats.record_fetched(layer.layer, fetched)
         seen = [
-            total - held + end for total, held, end in zip(layer.row_seen, layer.row_lengths, step.ends, strict=True)
+            total - held + end for total, held, end in zip(layer.rows.seen, layer.rows.held, step.ends, strict=True)
         ]
         held = layer.nbytes, partial(row_bytes, layer)
         stats.record(Reading(layer.layer, step, state, seen, selection, attended, layer.block_size, *held))
@@ -148,7 +148,9 @@ class GatedAttention:
                 if selection is not None:  # as in `_decode`, of the rows' own lengths
                     score_bytes = bytes_to_decide(state, step.lengths) * (step.lengths > method.covered_tokens)
             self.stats.record_fixed(layer.layer, step, selection, score_bytes)
-            return attend_to_all(step) if selection is None else layer.attend_to(step, selection.indices)
+            if selection is None:
+                return attend_to_all(step)
+            return layer.storage.attend(step, selection.indices, layer.block_size)
 
     @ordinary_tensors
     def _evict(self, state: CompressingState, step: Step) -> None:
@@ -160,8 +162,8 @@ class GatedAttention:
 
 def row_bytes(layer: GatedLayer) -> Any:
     """Per row, the bytes of its tokens and of what the method remembers of it: as if alone, no room to grow."""
-    state, held, seen = layer.state, np.array(layer.row_lengths), np.array(layer.row_seen)
-    return layer.row_bytes() + (0 if state is None else own_bytes(state, held, seen))
+    state, held, seen = layer.state, np.array(layer.rows.held), np.array(layer.rows.seen)
+    return layer.storage.row_bytes(layer.rows.held) + (0 if state is None else own_bytes(state, held, seen))
 
 
 def _tokens(step: Step, count: int) -> Iterator[Step]:
@@ -201,11 +203,13 @@ def make_step(layer: GatedLayer, call: Call, query: Tensor, kwargs: dict[str, An
         k_BKSD=call.k,
         starts=call.starts,
         counts=call.counts,
-        lengths=layer.lengths.clamp(min=1),  # a row without a real token yet reads a zero; nothing reads its output
+        lengths=layer.rows.lengths.clamp(
+            min=1
+        ),  # a row without a real token yet reads a zero; nothing reads its output
         sm_scale=query.shape[-1] ** -0.5 if scaling is None else float(scaling),
         sinks=kwargs.get("s_aux"),
         softcap=kwargs.get("softcap"),
-        offsets=layer.row_offsets,
+        offsets=layer.rows.offsets,
     )
 
 

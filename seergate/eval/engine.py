@@ -24,7 +24,7 @@ from torch import Tensor
 from transformers import DynamicCache, PreTrainedModel, PreTrainedTokenizerBase
 from transformers.cache_utils import Cache
 
-from seergate.cache.rows import join_rows, keep_rows, rows_are_independent
+from seergate.cache.batching import join_rows, keep_rows, rows_are_independent
 from seergate.errors import SeergateError
 from seergate.eval.costs import RowStats
 from seergate.eval.memory import is_out_of_memory

@@ -120,9 +120,7 @@ def measure_proxies(
     windows = windows_of(tokenizer, reference)
     if not windows:
         return None
-    sharing = None if handle.pager is None else handle.pager.sharing
-    shares = sharing is not None and sharing.reason is not None
-    replayed = REPLAYED_TOKENS if shares or isinstance(handle.method, CompressingMethod) else 0
+    replayed = REPLAYED_TOKENS if handle.storage.lossy or isinstance(handle.method, CompressingMethod) else 0
     weighed = isinstance(handle.method, SelectingMethod)
     before, handle.measure_recall = handle.measure_recall, weighed
     handle.reset_stats()

@@ -111,7 +111,7 @@ def measure_recurrence(
                 state = getattr(layer, "state", None)
                 if not isinstance(state, LazyState) or not state.decoded[0]:
                     continue
-                held = layer.row_lengths[0]
+                held = layer.rows.held[0]
                 mri_KT, active_KT = (state.rows[name][0, :, :held].cpu().numpy() for name in ("mri", "active"))
                 mri.append(mri_KT.reshape(-1))
                 elapsed.append((state.decoded[0] - active_KT).reshape(-1))

@@ -23,7 +23,7 @@ from seergate.methods import (
     method_class,
     option_names,
 )
-from seergate.reason.paged_layer import Paging
+from seergate.reason.paging import Paging
 
 AUTO = "auto"
 """The value of an option that is to be calibrated on the model and the task (`seergate.eval.calibration`)."""

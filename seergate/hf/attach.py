@@ -10,7 +10,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from functools import partial
+from importlib import import_module
 from typing import Any, TypeVar
 
 from transformers import PreTrainedModel
@@ -18,8 +18,8 @@ from transformers.cache_utils import Cache, DynamicLayer, StaticLayer
 
 from seergate.cache.call import Passes
 from seergate.cache.layer import GatedLayer
-from seergate.cache.offload import Offload, OffloadedLayer
 from seergate.cache.static import FixedLayer
+from seergate.cache.storage import Placement, StorageMaker
 from seergate.config import Correction, DecodeConfig, Lossless, Rectify
 from seergate.decode.compatibility import refuse
 from seergate.decode.lossless import LosslessDecoding
@@ -34,10 +34,6 @@ from seergate.hf.prompts import PromptReader
 from seergate.hf.resolving import check_calibration, check_dense_layers, check_gates, resolve_method
 from seergate.methods import Gate, GateOnEvictor, Method, SelectingMethod
 from seergate.methods.evicting import CompressingMethod
-from seergate.reason.method import ReasonCache
-from seergate.reason.paged_layer import PagedLayer, Paging
-from seergate.reason.pager import Pager
-from seergate.reason.sharing import give_up
 
 _HANDLE = "_seergate_handle"
 Counts = TypeVar("Counts", bound=DecodeStats)
@@ -51,8 +47,8 @@ class Handle:
         method: what to decode with.
         correction: what undoes the errors of sparse steps (`Lossless`, `Rectify`); the method's own if ``None``.
         measure_recall: also compute, at each decode step, how much of dense attention's probability was read (slow).
-        paging: keep keys and values in pages (`Paging`). ``reason_cache`` does so by itself.
-        offload: keep keys and values in slow memory (`Offload`).
+        storage: where keys and values are kept: in pages (`Paging`; ``reason_cache`` does so by itself) or in slow
+            memory (`Offload`); in buffers where the model computes if ``None``.
     """
 
     def __init__(
@@ -62,24 +58,22 @@ class Handle:
         *,
         correction: Correction | None = None,
         measure_recall: bool = False,
-        paging: Paging | None = None,
-        offload: Offload | None = None,
+        storage: Placement | None = None,
     ) -> None:
         modules = families.full_attention_modules(model)
         decoder = families.decoder_of(model)
         if getattr(decoder, _HANDLE, None) is not None:
             raise SeergateError("this model has a method attached already; detach it first")
-        for name, given, kind in (
-            ("paging", paging, Paging),
-            ("offload", offload, Offload),
-            ("correction", correction, (Lossless, Rectify)),
+        for name, given, kinds, named in (
+            ("storage", storage, Placement, "a seergate.Offload, a seergate.Paging"),
+            ("correction", correction, (Lossless, Rectify), "a seergate.Lossless or a seergate.Rectify"),
         ):
-            if given is not None and not isinstance(given, kind):
-                kinds = kind if isinstance(kind, tuple) else (kind,)
-                named = " or ".join([*(f"a seergate.{each.__name__}" for each in kinds), "None"])
-                raise ValueError(f"{name} is {given!r}; it must be {named}")
-        paged, attached_method = paging is not None or isinstance(method, ReasonCache), method
-        method = method.reading if isinstance(method, ReasonCache) else method
+            if given is not None and not isinstance(given, kinds):
+                raise ValueError(f"{name} is {given!r}; it must be {named}, or None")
+        if method.placement is not None:
+            module, _, function = method.placement.partition(":")
+            storage = getattr(import_module(module), function)(method, storage)
+        method = method.reading
         correction = method.correction if correction is None else correction
         if isinstance(method, (Gate, GateOnEvictor)):
             check_gates(model, method.bank)
@@ -91,12 +85,11 @@ class Handle:
                 f"the model's attention is {implementation!r}, whose masks do not tell padding; load it with "
                 'attn_implementation "sdpa", "eager" or "flash_attention_2"'
             )
-        self.tags = {"paged": "a paged"} if paged else {}  # as in `seergate.decode.compatibility`
-        self.tags |= {} if offload is None else {"offloaded": "an offloaded"}
+        self.tags = {} if storage is None else {storage.tag: storage.called}  # as in `seergate.decode.compatibility`
         refuse(
             {**self.tags, **tags_of_method(method), **tags_of_correction(correction, method), **tags_of_model(model)}
         )
-        self.model, self.method, self.measure_recall, self.offload = model, method, measure_recall, offload
+        self.model, self.method, self.measure_recall = model, method, measure_recall
         self.stats_: DecodeStats = DecodeStats([layer for layer, _ in modules])
         self.bindings: list[LayerBinding] = []
         self.correction: LosslessDecoding | Rectification | None = None
@@ -105,10 +98,11 @@ class Handle:
             reads_leftovers=isinstance(method, SelectingMethod),
         )
         self._trace: Trace | None = None
-        self.pager: Pager | None = None
+        self.storage = StorageMaker()
         self._guard, self.prompts = OneThread(decoder), PromptReader(model, self.passes)
         try:
-            self.pager = Pager(model, attached_method, paging) if paged else None
+            if storage is not None:
+                self.storage = storage.maker(model, method, [layer for layer, _ in modules])
             for layer, attention in modules:
                 self.bindings.append(LayerBinding(self, layer, attention))
             if isinstance(correction, Lossless):
@@ -146,27 +140,10 @@ class Handle:
         if static_length is not None:
             refuse({**self.tags, "static": "a static"})
         shared = bool(getattr(binding.attention, "store_full_length_kv", False))
-        make: Any = GatedLayer
-        if self.pager is not None:
-            first = self.bindings[0]
-            make = self.pager.layer_class(None if first is binding else cache.layers[first.layer])
-        elif self.offload is not None:
-            assert isinstance(method, SelectingMethod)  # the table of what goes together made sure
-            sharers = [each for each in self.bindings if method.selects_in(each.layer)]
-            make = partial(OffloadedLayer, self.offload, len(sharers))
-        elif static_length is not None and method.fixed_shapes and self.correction is None and not shared:
-            make = FixedLayer
-        layer: GatedLayer = make(method, binding.layer, binding.num_heads, binding.rotary, static_length, shared)
-        return layer
-
-    def resume(self, layer: GatedLayer) -> None:
-        """Go on with a layer that is filled: take a paged cache as it was left, perhaps by another handle."""
-        if not isinstance(layer, PagedLayer):
-            return
-        if self.pager is not None and self.pager.sharing is not None:
-            self.pager.sharing.take_over(layer.pages)
-        else:
-            give_up(layer.pages)
+        fixed = static_length is not None and method.fixed_shapes and self.correction is None and not shared
+        storage = self.storage.new(binding.layer, cache.layers, static_length)
+        kind = FixedLayer if fixed else GatedLayer
+        return kind(storage, method, binding.layer, binding.num_heads, binding.rotary, shared)
 
     def _tokens_read(self) -> tuple[float, float]:
         return self.stats_.kv_totals()
@@ -176,8 +153,7 @@ class Handle:
         correction did.
         """
         corrected = self.correction.stats() if self.correction is not None else {}
-        paged = self.pager.stats() if self.pager is not None else {}
-        return {"method": self.method.name, **self.stats_.summary(), **corrected, **paged}
+        return {"method": self.method.name, **self.stats_.summary(), **corrected, **self.storage.stats()}
 
     @property
     def plain(self) -> bool:
@@ -223,17 +199,14 @@ class Handle:
         self.stats_ = self.stats_.anew()
         if self.correction is not None:
             self.correction.reset()
-        if self.pager is not None:
-            self.pager.reset()
+        self.storage.reset()
 
     def detach(self) -> None:
         """Give the model back as it was. May be called again without effect."""
         if self.correction is not None:
             self.correction.remove()
             self.correction = None
-        if self.pager is not None:
-            self.pager.remove()
-            self.pager = None
+        self.storage.remove()
         while self.bindings:
             self.bindings.pop().remove()
         self.prompts.remove()
@@ -250,8 +223,7 @@ def attach(
     *,
     correction: Correction | None = None,
     measure_recall: bool = False,
-    paging: Paging | None = None,
-    offload: Offload | None = None,
+    storage: Placement | None = None,
     **options: Any,
 ) -> Handle:
     """Let a method decide what the model's decode steps attend to; ``generate`` itself stays the stock one.
@@ -262,7 +234,7 @@ def attach(
             with its options as keywords.
         config: how to decode with gates. Its fields may be given as keywords instead; what is not given is as the
             gates ask for (``compat="published"`` of imported ones); of a ``config``, its ``compat`` is.
-        correction, measure_recall, paging, offload: see `Handle`.
+        correction, measure_recall, storage: see `Handle`.
         **options: for a method given by name, or fields of `DecodeConfig` for gates.
 
     Returns:
@@ -277,8 +249,7 @@ def attach(
         resolve_method(method, config, **options),
         correction=correction,
         measure_recall=measure_recall,
-        paging=paging,
-        offload=offload,
+        storage=storage,
     )
 
 
@@ -290,13 +261,12 @@ def attached(
     *,
     correction: Correction | None = None,
     measure_recall: bool = False,
-    paging: Paging | None = None,
-    offload: Offload | None = None,
+    storage: Placement | None = None,
     **options: Any,
 ) -> Iterator[Handle]:
     """`attach` for the duration of a ``with`` block."""
-    places: dict[str, Any] = {"paging": paging, "offload": offload}
-    handle = attach(model, method, config, correction=correction, measure_recall=measure_recall, **places, **options)
+    kept: dict[str, Any] = {"correction": correction, "measure_recall": measure_recall, "storage": storage}
+    handle = attach(model, method, config, **kept, **options)
     try:
         yield handle
     finally:

@@ -24,6 +24,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS, AttentionInterf
 from seergate.cache.call import Call, Passes
 from seergate.cache.layer import GatedLayer
 from seergate.cache.static import FixedLayer
+from seergate.cache.storage import StorageMaker
 from seergate.decode.stats import DecodeStats
 from seergate.decode.step import DenseAttention, GatedAttention
 from seergate.errors import SeergateError
@@ -36,7 +37,7 @@ ATTENTION_NAME = "seergate"
 CALL_KEYWORD = "seergate_call"
 TRANSFORMERS_PAGES = (
     'transformers\' own paged cache (generate_batch, cache_implementation="paged") is read densely: the attached '
-    "method knows nothing of it; use generate, with attach(paging=...) for pages"
+    "method knows nothing of it; use generate, with attach(storage=seergate.Paging()) for pages"
 )
 
 
@@ -198,6 +199,7 @@ class Attached(Protocol):
     passes: Passes
     measure_recall: bool
     stats_: DecodeStats
+    storage: StorageMaker
 
     @property
     def recorder(self) -> Any:
@@ -211,10 +213,6 @@ class Attached(Protocol):
 
     def new_layer(self, binding: LayerBinding, cache: Cache) -> GatedLayer:
         """What takes the place of an empty layer of a cache."""
-        ...
-
-    def resume(self, layer: GatedLayer) -> None:
-        """Go on with a layer that is filled."""
         ...
 
 
@@ -254,10 +252,10 @@ class LayerBinding:
         fixed = layer.takes(new)  # then no number may be asked for that a compiled step does not know
         if not fixed:
             hide_what_is_masked(layer, mask, new)
-            valid = valid_tokens(mask, new, layer.slots)
+            valid = valid_tokens(mask, new, layer.rows.slots)
             refuse_masked(layer, valid, new)
         handle = self.handle
-        mode = handle.passes.mode(cache, None if fixed else layer.slots, new)
+        mode = handle.passes.mode(cache, None if fixed else layer.rows.slots, new)
         if valid is not None and new > 1 and not valid[:, new - mode.decoded :].all():
             raise SeergateError(
                 "the attention_mask hides tokens that are to be decoded; only a prompt may have padding"
@@ -282,12 +280,12 @@ class LayerBinding:
             found.plain = self.handle.plain and found.counted_by(self.handle.stats_)
             if found.takes(1) and found.method is method:
                 return found
-        if not isinstance(found, GatedLayer) or found.slots == 0:
+        if not isinstance(found, GatedLayer) or found.rows.slots == 0:
             layers[self.layer] = found = self.handle.new_layer(self, cache)
         elif found.method is not method and found.method != method:
             raise SeergateError(f"this cache was filled under {found.method!r}; start a new one for {method!r}")
         else:
-            self.handle.resume(found)
+            found.storage.resume(self.handle.storage)
         return found
 
 
@@ -333,7 +331,7 @@ def refuse_masked(layer: GatedLayer, valid: Tensor | None, new: int) -> None:
     if valid is None or new > 1 or not isinstance(layer.method, CompressingMethod):
         return
     for row, real in enumerate(valid[:, 0].tolist()):
-        if not real and layer.row_seen[row] > 0:
+        if not real and layer.rows.seen[row] > 0:
             raise SeergateError(
                 f"the attention_mask hides the token that row {row} decodes, and {layer.method.name!r} counts every "
                 "one; drop the row from the batch instead (cache.batch_select_indices)"
@@ -351,10 +349,10 @@ def hide_what_is_masked(layer: GatedLayer, mask: Tensor | None, new: int) -> Non
     Raises:
         SeergateError: if later tokens of the row stay, or if the layer cannot take back those of one row.
     """
-    slots = layer.slots if new > 1 and mask is not None else 0
+    slots = layer.rows.slots if new > 1 and mask is not None else 0
     if not slots or mask is None or (mask.ndim == 2 and mask.shape[1] < slots + new):  # or it is of the new ones only
         return
-    known = layer.real_slots()
+    known = layer.rows.real_slots()
     hidden = known & ~visible_slots(mask)[:, :slots].to(layer.device)
     if bool(hidden.any()):
         _forget(layer, known, hidden)
@@ -370,10 +368,9 @@ def _forget(layer: GatedLayer, known: Tensor, hidden: Tensor) -> None:
         raise SeergateError(
             f"{held}, and shows later ones; only the newest tokens of a row can be taken back, so start a new cache"
         )
-    if isinstance(layer.method, CompressingMethod) or not layer.shortens_rows:
+    if isinstance(layer.method, CompressingMethod) or not layer.storage.shortens_rows:
         raise SeergateError(
             f"{held}, which a {type(layer).__name__} under {layer.method.name!r} cannot take back; start a new one, "
             "or leave them visible"
         )
-    layer.valid = real
-    layer.shorten(after.tolist())
+    layer.hide(real)

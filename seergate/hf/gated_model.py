@@ -19,8 +19,7 @@ from seergate.paths import directory_here, is_hub_id
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-    from seergate.cache.offload import Offload
-    from seergate.reason.paged_layer import Paging
+    from seergate.cache.storage import Placement
 
 MODEL_OPTIONS = {
     *("attn_implementation", "code_revision", "device_map", "device_mesh", "disable_mmap", "distributed_config"),
@@ -45,8 +44,7 @@ def load(
     local_files_only: bool = False,
     force_download: bool = False,
     correction: Correction | None = None,
-    paging: Paging | None = None,
-    offload: Offload | None = None,
+    storage: Placement | None = None,
     **options: Any,
 ) -> PreTrainedModel:
     """Load the gates, the base model they name at the revision they were trained for, and put them together.
@@ -59,7 +57,7 @@ def load(
         revision, subfolder: of the adapter.
         token, cache_dir, local_files_only: for both, as in `huggingface_hub`.
         force_download: the adapter, even if it was downloaded before.
-        correction, paging, offload: see `seergate.attach`.
+        correction, storage: see `seergate.attach`.
         **options: fields of `DecodeConfig`, and ``device_map``, ``dtype``, ``quantization_config``, ... for
             `AutoModelForCausalLM.from_pretrained`.
 
@@ -93,7 +91,7 @@ def load(
     check_decode_options(options, {*MODEL_OPTIONS, *base_config(base, revision=pinned, **hub).to_dict()})
     check_base(base, bank, revision=pinned, **hub)
     model = load_base(base, revision=pinned, **hub, **options)
-    attach(model, method, correction=correction, paging=paging, offload=offload)
+    attach(model, method, correction=correction, storage=storage)
     return model
 
 

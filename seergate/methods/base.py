@@ -222,6 +222,9 @@ class Method(ABC):
     """Base of all methods. A subclass is a dataclass; its ``repr`` is its configuration."""
 
     name: ClassVar[str]
+    placement: ClassVar[str | None] = None
+    """``"module:function"`` of a method that needs a storage of its own. The function gets the method and the user's
+    `seergate.cache.storage.Placement` or ``None``, and returns the placement."""
 
     @property
     def stores_pre_rope(self) -> bool:
@@ -251,6 +254,11 @@ class Method(ABC):
     def calibrated_on(self) -> str | None:
         """`fingerprint` of the model that the method was calibrated on, if it is for no other."""
         return None
+
+    @property
+    def reading(self) -> Method:
+        """The method that chooses what is read: this one, unless it only decides where keys and values lie."""
+        return self
 
     @abstractmethod
     def new_state(self, spec: LayerSpec) -> LayerState:

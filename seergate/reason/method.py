@@ -52,6 +52,7 @@ class ReasonCache(Method):
     """
 
     name: ClassVar[str] = "reason_cache"
+    placement: ClassVar[str | None] = "seergate.reason.paging:paging_of"
     reads: Method | None = None
     block_size: int | None = None
     max_blocks: int | None = None

@@ -1,17 +1,34 @@
-"""BlockStore: which physical block of a paged cache holds which tokens of which row. Bookkeeping only, no tensors.
+"""Paged caches: keys and values in pages that several rows, or several places of a row, may share.
 
-A block is allocated empty, filled by its one user, and sealed when it is full. A sealed block is never written again
-until it has been freed, so it may have several users: forks of a row (beam search), rows with the same prompt, and
-later blocks of the same row whose contents are alike (ReasonCache). It is freed when its last user lets go.
+`BlockStore` says which page holds which tokens; it has no tensors. A page is allocated empty, filled by its one user,
+and sealed when it is full. A sealed page is not written again until it has been freed, so several may use it:
+forks of a row (beam search), rows with the same prompt, and later pages of a row whose contents are alike
+(ReasonCache). It is freed when its last user releases it. `CachePages` are the pages of a cache, `Paged` is the
+storage of one layer.
+
+Shape suffixes: B batch, S new tokens, K KV heads, D head dimension, P pages of a row.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+import weakref
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from itertools import count
+from typing import Any, Protocol, cast
 
+import numpy as np
+import torch
+from torch import Tensor
+
+from seergate.cache.call import Call
+from seergate.cache.ordinary import ordinary_tensors
+from seergate.cache.rows import Rows
+from seergate.cache.storage import Storage, StorageMaker
 from seergate.errors import SeergateError
+from seergate.methods.base import LayerState, Step
+from seergate.ops.paging import unpaged
 
 Copies = list[tuple[int, int]]
 """Physical blocks to be copied, (from, to), all at once and before anything is written."""
@@ -44,7 +61,7 @@ class Row:
 
 
 class BlockStore:
-    """See the module's docstring.
+    """Which physical block, or page, of a paged cache holds which tokens of which row.
 
     Args:
         block_size: tokens per block.
@@ -272,3 +289,326 @@ class BlockStore:
         if self.references[block] == 0:
             self.sealed[block] = False
             self._free.append(block)
+
+
+class _Gathered:
+    """A field of `Step` that is given as pages and read as the contiguous tensor that they stand for."""
+
+    def __set_name__(self, owner: type, name: str) -> None:
+        self.name = name
+
+    def __get__(self, step: Any, owner: type) -> Any:
+        if step is None:
+            return self
+        if self.name not in step.gathered:
+            step.gathered[self.name] = unpaged(step.paged[self.name], step.page_table)
+        return step.gathered[self.name]
+
+    def __set__(self, step: Any, value: Tensor) -> None:
+        (step.gathered if step.page_table is None else step.paged)[self.name] = value
+
+
+class PagedStep(Step):
+    """A step whose cache lies in pages. Ops read the pages; a method that asks for all keys gets a copy of them.
+
+    Args:
+        page_table: int32 ``[B, P]``, each row's pages; then ``keys_BKCD`` and ``values_BKCD`` are given as pages
+            ``[pages, K, page, D]``. ``None``: they are given as they are, as in any step.
+        **facts: the fields of `Step`.
+    """
+
+    keys_BKCD = _Gathered()  # type: ignore[assignment]
+    values_BKCD = _Gathered()  # type: ignore[assignment]
+
+    def __init__(self, page_table: Tensor | None = None, **facts: Any) -> None:
+        self.page_table = page_table
+        self.paged: dict[str, Tensor] = {}
+        self.gathered: dict[str, Tensor] = {}
+        super().__init__(**facts)
+
+    @property
+    def stored(self) -> tuple[Tensor, Tensor, Tensor | None]:
+        if self.page_table is None:
+            return super().stored
+        return self.paged["keys_BKCD"], self.paged["values_BKCD"], self.page_table
+
+
+class Listener(Protocol):
+    """Is told what happens to the pages of a cache, and may remap them between two forward passes."""
+
+    def between_passes(self) -> None:
+        """All tokens so far are written in every layer, and full pages are sealed."""
+        ...
+
+    def tokens_come(self, counts: Sequence[int], call: Call) -> None:
+        """Row b gets ``counts[b]`` new tokens."""
+        ...
+
+    def rows_cropped(self, lengths: Sequence[int]) -> None:
+        """Rows have only their first tokens now."""
+        ...
+
+    def rows_forked(self, forks: dict[int, int]) -> None:
+        """Rows were reordered, some of them forked (fork -> row, by uid), others dropped."""
+        ...
+
+    def adopting(self, other: Any) -> AbstractContextManager[None]:
+        """While it lasts, the rows of the cache that ``other`` listens to move here."""
+        ...
+
+    def resumed(self, maker: StorageMaker) -> None:
+        """The cache goes on under a handle with this maker."""
+        ...
+
+
+class CachePages:
+    """The pages of one cache, and the order in which its layers operate on them.
+
+    All layers have the same tables. The first layer that comes to an operation (new tokens, rows reordered, ...)
+    carries it out in the store; the others find it done and only touch their own tensors (`once`).
+
+    Args:
+        store: the bookkeeping.
+
+    Attributes:
+        listener: is told what happens; ``None`` for nobody.
+    """
+
+    @ordinary_tensors
+    def __init__(self, store: BlockStore) -> None:
+        self.store = store
+        self.listener: Listener | None = None
+        self._layers: list[weakref.ref[Paged]] = []
+        self._turn, self._done = 0, cast(Any, None)
+        self._tables = torch.zeros(0, 0, dtype=torch.int32)
+        self._on_device: dict[torch.device, Tensor] = {}
+        self._newest: dict[torch.device, tuple[Tensor, Tensor]] = {}
+
+    def join(self, layer: Paged) -> None:
+        """A layer takes part from now on."""
+        self._layers.append(weakref.ref(layer))
+
+    @property
+    def layers(self) -> list[Paged]:
+        """Those that still exist, in order."""
+        return [layer for reference in self._layers if (layer := reference()) is not None]
+
+    def once(self, layer: Paged, operation: Callable[[], Any]) -> Any:
+        """Carry out the layer's next operation, unless another layer has already done so; its result."""
+        if layer.turn == self._turn:
+            self._newest = {}
+            self._done = operation()
+            self._turn += 1
+        elif layer.turn != self._turn - 1:
+            raise SeergateError(
+                "the layers of this paged cache are not in step any more (a forward pass was interrupted, or only "
+                "some layers were changed); start a new cache"
+            )
+        layer.turn += 1
+        return self._done
+
+    def advance(self, counts: Sequence[int], call: Call) -> Copies:
+        """Between two forward passes: seal what is full, and make room for new tokens.
+
+        Args:
+            counts: new tokens per row.
+            call: that brings them.
+        """
+        if not self.store.rows:
+            self.store.add_rows(len(counts))
+        self.store.seal()
+        if self.listener is not None:
+            self.listener.between_passes()
+        copies = self.store.extend(counts)
+        if self.listener is not None and call.taps is not None:  # else the plain model runs
+            self.listener.tokens_come(counts, call)
+        return copies
+
+    def crop(self, lengths: list[int]) -> None:
+        """Keep the first tokens of each row."""
+        self.store.crop(lengths)
+        if self.listener is not None:
+            self.listener.rows_cropped(lengths)
+
+    def select(self, rows: list[int]) -> None:
+        """Take these rows, in this order; one that comes again is a fork."""
+        forks = self.store.select(rows)
+        if self.listener is not None:
+            self.listener.rows_forked(forks)
+
+    def adopt(self, other: CachePages) -> Copies:
+        """Put another cache's rows after these; which of its pages must be copied where."""
+        other.store.seal()
+        with nullcontext() if self.listener is None else self.listener.adopting(other.listener):
+            return self.store.adopt(other.store)
+
+    @ordinary_tensors
+    def table(self, device: torch.device) -> Tensor:
+        """Int32 ``[B, P]`` on a device: the physical block of each logical one; 0 beyond a row's last."""
+        rows, stale = self.store.rows, self.store.stale
+        width = max((len(row.table) for row in rows), default=0)
+        if len(rows) != len(self._tables) or width > self._tables.shape[1]:
+            self._tables = torch.zeros(len(rows), width + width // 8 + 8, dtype=torch.int32)
+            stale = set(range(len(rows)))
+        if stale:
+            for position in stale:
+                line = self._tables[position]
+                line.zero_()
+                line[: len(rows[position].table)] = torch.tensor(rows[position].table, dtype=torch.int32)
+            self.store.stale, self._on_device = set(), {}
+        if device not in self._on_device:
+            self._on_device[device] = self._tables.to(device, copy=True)
+        return self._on_device[device][:, :width]
+
+    def newest(self, device: torch.device, lengths: Tensor) -> tuple[Tensor, Tensor]:
+        """Where the token after the first ``lengths [B]`` of each row lies: blocks and places in them, ``[B]``."""
+        if device not in self._newest:  # the same in all layers of a forward pass
+            rows, size = torch.arange(len(lengths), device=device), self.store.block_size
+            self._newest[device] = self.table(device)[rows, lengths // size].long(), lengths % size
+        return self._newest[device]
+
+    def remap(self, position: int, block: int, physical: int, like: int | None) -> None:
+        """Let a row's block be another physical one, and let the methods know.
+
+        Args:
+            position: of the row.
+            block: logical.
+            physical: what it shall be.
+            like: which logical block of the same row it is now; ``None`` if its contents have not changed.
+        """
+        self.store.remap(position, block, physical)
+        if like is None:
+            return
+        for layer in self.layers:
+            parts = self.store.block_size // layer.block_size
+            newer, older = (slice(i * parts, (i + 1) * parts) for i in (block, like))
+            layer.state.block_shared(position, newer, older)
+
+
+class Paged(Storage):
+    """The keys and values of one layer, in pages.
+
+    Args:
+        pages: of the cache.
+    """
+
+    shortens_rows = False  # the first layer would take back what later layers still read
+
+    def __init__(self, pages: CachePages) -> None:
+        self.pages, self.turn, self.is_allocated = pages, 0, False
+        pages.join(self)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Paged:
+        """Refused: a page belongs to one cache.
+
+        Raises:
+            SeergateError: always.
+        """
+        raise SeergateError("a paged cache cannot be copied; repeat its rows instead (cache.batch_repeat_interleave)")
+
+    # ---------------------------------------------------------------------------------------------------- storing
+
+    def allocate(self, keys: Tensor, values: Tensor, block_size: int, state: LayerState) -> None:
+        self.block_size, self.state, self.dtype, self.device = block_size, state, keys.dtype, keys.device
+        size, heads = self.pages.store.block_size, keys.shape[1]
+        self.key_pages = keys.new_zeros(0, heads, size, keys.shape[3])
+        self.value_pages = values.new_zeros(0, heads, size, values.shape[3])
+        self.is_allocated = True
+
+    def write(self, call: Call, rows: Rows, keys: Tensor, values: Tensor, counts: list[int], most: int | None) -> None:
+        copies = self.pages.once(self, lambda: self.pages.advance(counts, call))
+        self._fit()
+        _copy(self.key_pages, self.key_pages, copies)
+        _copy(self.value_pages, self.value_pages, copies)
+        pairs = [(self.key_pages, keys.detach().to(self.dtype)), (self.value_pages, values.detach().to(self.dtype))]
+        if keys.shape[2] == 1 and set(counts) == {1}:
+            homes, places = self.pages.newest(self.device, rows.lengths)
+            for pages, x in pairs:
+                pages[homes, :, places] = x[:, :, 0]
+            return
+        size = self.pages.store.block_size
+        for row, (start, number) in enumerate(zip(rows.held, counts, strict=True)):
+            tokens = torch.arange(start, start + number, device=self.device)
+            homes, places = self.pages.table(self.device)[row].long()[tokens // size], tokens % size
+            for pages, x in pairs:
+                pages[homes, :, places] = x[row, :, :number].transpose(0, 1)
+
+    def _fit(self) -> None:
+        """Have as many pages as the store has blocks."""
+        for name in ("key_pages", "value_pages"):
+            pages: Tensor = getattr(self, name)
+            capacity = self.pages.store.capacity
+            if len(pages) < capacity:
+                grown = pages.new_zeros(capacity, *pages.shape[1:])
+                grown[: len(pages)] = pages
+                setattr(self, name, grown)
+
+    # ---------------------------------------------------------------------------------------------------- reading
+
+    @property
+    def keys(self) -> Tensor:
+        """A copy."""
+        return unpaged(self.key_pages, self.pages.table(self.device))
+
+    @property
+    def values(self) -> Tensor:
+        """A copy."""
+        return unpaged(self.value_pages, self.pages.table(self.device))
+
+    def some_keys(self, row: int, first: int, end: int) -> Tensor:
+        """Gathers only the pages that hold these tokens."""
+        size = self.pages.store.block_size
+        begin, stop = first // size, -(-end // size)
+        table = self.pages.table(self.device)[row : row + 1, begin:stop]
+        return unpaged(self.key_pages, table)[:, :, first - begin * size : end - begin * size]
+
+    def step(self, **facts: Any) -> Step:
+        table = self.pages.table(self.device)
+        return PagedStep(table, keys_BKCD=self.key_pages, values_BKCD=self.value_pages, **facts)
+
+    # ------------------------------------------------------------------------------------------------------- rows
+
+    def crop(self, lengths: list[int]) -> None:
+        self.pages.once(self, lambda: self.pages.crop(lengths))
+
+    def select(self, index: Tensor) -> None:
+        rows = index.tolist()
+        self.pages.once(self, lambda: self.pages.select(rows))
+
+    def append(self, other: Storage, longest: int, most: int | None) -> None:
+        if not isinstance(other, Paged):
+            raise SeergateError("only the rows of a paged cache can join a paged cache")
+        copies = self.pages.once(self, lambda: self.pages.adopt(other.pages))
+        self._fit()
+        for name in ("key_pages", "value_pages"):
+            _copy(getattr(other, name), getattr(self, name), copies)
+
+    def clear(self) -> None:
+        if self.is_allocated:
+            self.pages.once(self, self.pages.store.clear)
+            self.is_allocated = False
+
+    def resume(self, maker: StorageMaker) -> None:
+        if self.pages.listener is not None:
+            self.pages.listener.resumed(maker)
+
+    # ---------------------------------------------------------------------------------------------------- figures
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the pages in use. Free ones do not count: any row may take them."""
+        return self.pages.store.physical * self._page_bytes() if self.is_allocated else 0
+
+    def row_bytes(self, held: list[int]) -> np.ndarray:
+        """A page that a row has several times counts once, one that it shares with others whole."""
+        used = np.array([len(row.table) - row.repeats for row in self.pages.store.rows])
+        return used * self._page_bytes()
+
+    def _page_bytes(self) -> int:
+        return sum(x.shape[1:].numel() * x.element_size() for x in (self.key_pages, self.value_pages))
+
+
+def _copy(source: Tensor, target: Tensor, copies: Copies) -> None:
+    if copies:
+        old, new = torch.tensor(copies, device=source.device).unbind(1)
+        target[new] = source[old]

@@ -9,14 +9,17 @@ import time
 import warnings
 import weakref
 from collections import Counter, deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from transformers import AutoTokenizer, PreTrainedModel
 from transformers.cache_utils import Cache
 
+from seergate.cache.call import Call
+from seergate.cache.storage import StorageMaker
 from seergate.errors import SeergateError, first_line
 from seergate.reason.evaluator import (
     BlocksSealed,
@@ -30,9 +33,11 @@ from seergate.reason.evaluator import (
     TokensCame,
 )
 from seergate.reason.method import ReasonCache
-from seergate.reason.paged_layer import CachePages, PagedLayer
-from seergate.reason.prefixes import share_prefixes
+from seergate.reason.paged import CachePages, Paged
 from seergate.reason.worker import InlineWorker, ThreadWorker, give_way
+
+Prompt = tuple[tuple[int, ...], Tensor, tuple[int, ...]]
+"""Numbers of the rows, ids ``[B, S]`` (each row's first), and how many of them are the row's."""
 
 
 class Sharing:
@@ -80,20 +85,9 @@ class Sharing:
 
     def follow(self, pages: CachePages) -> None:
         """Share blocks of this cache too."""
-        pages.sharing = CacheSharing(self, pages)
+        pages.listener = listener = CacheSharing(self, pages)
         if self.worker is not None:
-            weakref.finalize(pages, self.gone.extend, pages.sharing.rows)
-
-    def take_over(self, pages: CachePages) -> None:
-        """Go on with a cache that another handle has begun, if it is not in here already.
-
-        Raises:
-            SeergateError: if similar blocks were shared there: what they were compared with is not known here.
-        """
-        if pages.sharing is None or pages.sharing.handle is self:
-            return
-        give_up(pages)
-        self.follow(pages)
+            weakref.finalize(pages, self.gone.extend, listener.rows)
 
     def put(self, events: list[Event]) -> None:
         """Hand events to the worker, and say once if it has failed."""
@@ -169,8 +163,7 @@ class CacheSharing:
         self.decisions: deque[Decision] = deque()
         self._events: list[Event] = []  # of the forward pass that is going on, and what followed it
         self._reported: dict[int, int] = {}  # row -> how many of its first blocks the evaluator knows to be sealed
-        self._prompts: list[tuple[tuple[int, ...], Tensor, tuple[int, ...]]] = []
-        self.ids = handle.take_ids
+        self._prompts: list[Prompt] = []
 
     @property
     def pages(self) -> CachePages:
@@ -182,21 +175,18 @@ class CacheSharing:
     # ------------------------------------------------------------------------------------- what the evaluator sees
 
     def layers(self) -> list[tuple[Tensor, Tensor]] | None:
-        """See `Source`."""
         pages = self._pages()
         if pages is None:
             return None
-        found = [(layer.key_pages, layer.value_pages) for layer in pages.layers]
-        return [(keys, values) for keys, values in found if keys is not None and values is not None]
+        return [(layer.key_pages, layer.value_pages) for layer in pages.layers if layer.is_allocated]
 
     def decide(self, decision: Decision) -> None:
-        """See `Source`."""
         self.decisions.append(decision)
 
     # --------------------------------------------------------------------------------------------- what the cache does
 
     def between_passes(self) -> None:
-        """Tell what has come, carry out what was decided, count."""
+        """Tell the worker what has come, carry out what was decided, count."""
         began = time.perf_counter()
         pages, store = self.pages, self.pages.store
         if self._prompts:
@@ -213,20 +203,17 @@ class CacheSharing:
             handle.physical_peak = max(handle.physical_peak, store.physical)
         handle.apply_seconds += time.perf_counter() - began
 
-    def note_tokens(self, counts: Sequence[int], ids: Callable[[], Tensor] | None) -> None:
-        """Tokens are about to be written."""
-        if ids is None:
-            return  # the plain model runs
+    def tokens_come(self, counts: Sequence[int], call: Call) -> None:
         rows = tuple(row.uid for row in self.pages.store.rows)
-        found = ids()
+        ids = self.handle.take_ids().to(self.pages.layers[0].device)
+        found = call.compact(ids[:, None, :, None])[:, 0, :, 0]
         if self.handle.prefixes and found.shape[1] > 1 and all(row.sealed == 0 for row in self.pages.store.rows):
             self._prompts = [(rows, found, tuple(counts))]
         if self.handle.worker is not None:
             self.rows[:] = rows
             self._events.append(TokensCame(rows, found, tuple(counts)))
 
-    def note_crop(self, lengths: Sequence[int]) -> None:
-        """Rows were cropped."""
+    def rows_cropped(self, lengths: Sequence[int]) -> None:
         store = self.pages.store
         self._prompts = []
         if self.handle.worker is None:
@@ -235,8 +222,7 @@ class CacheSharing:
             self._reported[row.uid] = min(self._reported.get(row.uid, 0), length // store.block_size)
             self._events.append(RowCropped(row.uid, length))
 
-    def note_forks(self, forks: dict[int, int]) -> None:
-        """Rows were reordered, some of them forked (fork -> row), others dropped."""
+    def rows_forked(self, forks: dict[int, int]) -> None:
         self._prompts = []
         if self.handle.worker is None:
             return
@@ -252,8 +238,10 @@ class CacheSharing:
         self.rows[:] = there
 
     @contextmanager
-    def adopting(self, other: CacheSharing) -> Iterator[None]:
-        """While it lasts the other cache's rows move here."""
+    def adopting(self, other: Any) -> Iterator[None]:
+        if not isinstance(other, CacheSharing):
+            yield
+            return
         if other._prompts:
             self.handle.prefix_blocks += share_prefixes(other.pages, other._prompts.pop())
         other._tell(at_once=True)
@@ -265,6 +253,24 @@ class CacheSharing:
             self._report(row.uid, 0, row.table[: row.sealed])
         other.rows[:] = []
         self.rows[:] = [row.uid for row in self.pages.store.rows]
+
+    def resumed(self, maker: StorageMaker) -> None:
+        """Leave the cache to another handle.
+
+        Raises:
+            SeergateError: if similar blocks were shared: what they were compared with is known here only.
+        """
+        sharing = getattr(maker, "sharing", None)
+        if sharing is self.handle:
+            return
+        if self.handle.reason is not None:
+            raise SeergateError(
+                f"another handle of {self.handle.reason.name!r} has shared blocks of this cache, and knows what they "
+                "were compared with; start a new cache"
+            )
+        self.pages.listener = None
+        if sharing is not None:
+            sharing.follow(self.pages)
 
     def _report(self, uid: int, first: int, blocks: Sequence[int]) -> None:
         serials = self.pages.store.serials
@@ -306,18 +312,42 @@ class CacheSharing:
         self.handle.shared[decision.kind] += 1
 
 
-def give_up(pages: CachePages) -> None:
-    """Share no more blocks of a cache whose handle was detached.
+def share_prefixes(pages: CachePages, prompt: Prompt) -> int:
+    """Let each full page be that of the first row that begins with the same tokens up to its end.
 
-    Raises:
-        SeergateError: if similar blocks were shared: rows would go on, and their accounts would be wrong.
+    `num_return_sequences` and repeated sampling put the same prompt into several rows. Pages are shared only if they
+    are equal to the last bit, so no output changes: the same row computed at another place of the batch may round
+    differently.
+
+    Returns:
+        How many pages were given back.
     """
-    if pages.sharing is not None and pages.sharing.handle.reason is not None:
-        raise SeergateError(
-            f"another handle of {pages.sharing.handle.reason.name!r} has shared blocks of this cache, and knows what "
-            "they were compared with; start a new cache"
-        )
-    pages.sharing = None
+    (uids, ids, counts), store, size = prompt, pages.store, pages.store.block_size
+    if tuple(row.uid for row in store.rows) != uids:
+        return 0
+    known: dict[tuple[int, ...], int] = {}
+    shared = 0
+    for position, (tokens, count) in enumerate(zip(ids.tolist(), counts, strict=True)):
+        row = store.rows[position]
+        for block in range(min(count // size, row.sealed)):
+            begins, own = tuple(tokens[: (block + 1) * size]), row.table[block]
+            physical = known.setdefault(begins, own)
+            if physical == own:
+                continue
+            if not _equal(pages, own, physical):
+                break
+            pages.remap(position, block, physical, like=None)
+            shared += 1
+    return shared
+
+
+def _equal(pages: CachePages, a: int, b: int) -> bool:
+    return all(
+        torch.equal(buffer[a], buffer[b])
+        for layer in pages.layers
+        if layer.is_allocated
+        for buffer in (layer.key_pages, layer.value_pages)
+    )
 
 
 def saving_ratios(cache: Cache) -> list[float] | None:
@@ -325,10 +355,11 @@ def saving_ratios(cache: Cache) -> list[float] | None:
 
     Blocks that are shared with other rows do not count. ``None`` unless a `ReasonCache` is attached.
     """
-    layer = next((layer for layer in cache.layers if isinstance(layer, PagedLayer)), None)
-    if layer is None or layer.pages.sharing is None or layer.pages.sharing.handle.reason is None:
+    storages = (getattr(layer, "storage", None) for layer in cache.layers)
+    pages = next((storage.pages for storage in storages if isinstance(storage, Paged)), None)
+    if pages is None or not isinstance(pages.listener, CacheSharing) or pages.listener.handle.reason is None:
         return None
-    return [row.repeats / max(1, len(row.table)) for row in layer.pages.store.rows]
+    return [row.repeats / max(1, len(row.table)) for row in pages.store.rows]
 
 
 def _no_pause() -> None:

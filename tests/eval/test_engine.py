@@ -15,7 +15,7 @@ from seergate.eval.engine import Batch, Engine, Limit, Request, render
 from seergate.eval.sampling import GENERATE_TOP_K, SampledRow, Sampling, TokenChooser, sample_seed
 from seergate.hf.attach import attached
 from seergate.hf.bank import GateBank
-from seergate.reason.paged_layer import Paging
+from seergate.reason.paging import Paging
 from tests.eval import support
 from tests.methods.evictors import EVICTORS
 from tests.methods.evictors import _with_gate as with_gate
@@ -161,7 +161,7 @@ def test_what_a_row_of_a_method_that_selects_holds():
             batch.step([7, 7])
             assert stats.of(0)["own_bytes_mean"] == tokens * token + state, method
     options = {"token_budget": 32, "block_size": 8}
-    for where in ({"paging": Paging(block_size=8)}, {"offload": Offload(memory_bytes=2**20, store="host")}):
+    for where in ({"storage": Paging(block_size=8)}, {"storage": Offload(memory_bytes=2**20, store="host")}):
         with attached(model, "oracle", **options, **where) as handle:
             stats = handle.count_with(RowStats)
             batch = Batch(model)
@@ -169,7 +169,7 @@ def test_what_a_row_of_a_method_that_selects_holds():
             stats.add_rows(2)
             batch.step([7, 7])
             short, long, peak = stats.of(0), stats.of(1), handle.stats()["resident_bytes_peak"]
-        if "paging" in where:  # whole pages: 22 and 91 tokens take 3 and 12
+        if isinstance(where["storage"], Paging):  # whole pages: 22 and 91 tokens take 3 and 12
             assert (short["own_bytes_mean"], long["own_bytes_mean"]) == (24 * token, 96 * token)
         assert short["own_bytes_peak"] + long["own_bytes_peak"] == peak
 

@@ -50,7 +50,7 @@ def test_an_answer_does_not_depend_on_its_batch():
 
     def watch(module, inputs, kwargs, output):
         if kwargs["input_ids"].shape[1] == 1:
-            row = kwargs["past_key_values"].layers[0].pages.store.rows[0].table
+            row = kwargs["past_key_values"].layers[0].storage.pages.store.rows[0].table
             watched[-1].append(1 - len(set(row)) / len(row))
         else:
             watched.append([])

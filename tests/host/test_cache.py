@@ -15,7 +15,7 @@ from tests.host.test_offload import room_for
 from tests.models import prompt, tiny_model
 
 
-@pytest.mark.parametrize("attaching", [{}, {"offload": seergate.Offload(room_for(64))}], ids=["growing", "offloaded"])
+@pytest.mark.parametrize("attaching", [{}, {"storage": seergate.Offload(room_for(64))}], ids=["growing", "offloaded"])
 def test_a_cache_that_finds_no_memory_to_grow_is_left_as_it_was(monkeypatch, attaching):
     """Keys find room and values do not; later there is memory again."""
     model, found = tiny_model("qwen3"), []
@@ -86,7 +86,7 @@ def test_a_copied_static_cache_goes_on():
 
 
 @pytest.mark.parametrize(
-    "attaching", [{"offload": seergate.Offload(room_for(64))}, {"paging": seergate.Paging()}], ids=str
+    "attaching", [{"storage": seergate.Offload(room_for(64))}, {"storage": seergate.Paging()}], ids=str
 )
 def test_caches_that_cannot_be_copied_say_so_at_once(attaching):
     model = tiny_model("qwen3")

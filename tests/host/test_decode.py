@@ -352,7 +352,7 @@ def test_evicting_methods_hold_little():
     with seergate.attached(model, "streaming_llm", token_budget=20, interval=8) as handle:
         cache = DynamicCache()
         model.generate(input_ids=prompt(300), max_new_tokens=200, past_key_values=cache)
-        assert max(cache.layers[0].row_lengths) <= 28
+        assert max(cache.layers[0].rows.held) <= 28
         assert cache.layers[0].keys.shape[2] == 28, "the prompt's room is given back"
         assert handle.stats()["density"] < 0.08
         with pytest.raises(SeergateError, match="takes a prompt in one piece"):

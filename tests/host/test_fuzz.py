@@ -14,8 +14,8 @@ from transformers import DynamicCache
 
 import seergate
 from seergate import methods
+from seergate.cache.batching import join_rows
 from seergate.cache.call import VERIFIED_TOKENS
-from seergate.cache.rows import join_rows
 from tests.host.reference_decoder import ReferenceRow, Rule
 from tests.host.test_decode import gates
 from tests.models import VOCABULARY, left_padded, tiny_model

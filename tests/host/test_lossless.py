@@ -164,7 +164,7 @@ def test_cache_and_method_are_left_as_a_dense_run_leaves_them(name):
         first = model.generate(input_ids=question, max_new_tokens=23, past_key_values=cache)
         model(input_ids=first[:, :-1], past_key_values=straight)
         for ours, dense in zip(cache.layers, straight.layers, strict=True):
-            assert ours.row_lengths == dense.row_lengths == [59]
+            assert ours.rows.held == dense.rows.held == [59]
             for mine, theirs in ((ours.keys, dense.keys), (ours.values, dense.values)):
                 torch.testing.assert_close(mine[:, :, :59], theirs[:, :, :59], rtol=1e-4, atol=1e-4)
             for key in {"kg", "high", "low"} & set(ours.state.rows):

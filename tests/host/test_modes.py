@@ -170,8 +170,8 @@ def test_refusals():
         (lambda: seergate.attach(model, bank, dense_below=-1), "dense_below is -1; it must be 0 or a positive"),
         (lambda: seergate.attach(model, bank, dense_below=8, compat="published"), "nor dense_below"),
         (
-            lambda: seergate.attach(model, bank, correction=seergate.Lossless(), paging=seergate.Paging()),
-            "need an ordinary cache; leave paging out",
+            lambda: seergate.attach(model, bank, correction=seergate.Lossless(), storage=seergate.Paging()),
+            "need an ordinary cache; leave storage= out",
         ),
     ):
         with pytest.raises((ValueError, SeergateError), match=message):

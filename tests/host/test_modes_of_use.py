@@ -117,8 +117,8 @@ EVERYWHERE = {
     "plain": {},
     "lossless": {"correction": seergate.Lossless(4)},
     "rectified": {"correction": seergate.Rectify(4)},
-    "offloaded": {"offload": seergate.Offload(1 << 20)},
-    "paged": {"paging": seergate.Paging()},
+    "offloaded": {"storage": seergate.Offload(1 << 20)},
+    "paged": {"storage": seergate.Paging()},
     "static": {"cache_implementation": "static"},
     "assisted": {"prompt_lookup_num_tokens": 3},
     "beams": {"num_beams": 2},
@@ -303,7 +303,7 @@ def test_memory_is_shared_by_layers_that_have_gates(model):
     dense = methods.Gate(bank=gates(model), token_budget=32, dense_layers=(0,))
     least = {}
     for name, method in {"gate": methods.Gate(bank=bank, token_budget=32), "dense layer": dense}.items():
-        with seergate.attached(model, method, offload=seergate.Offload(1)), pytest.raises(SeergateError) as refused:
+        with seergate.attached(model, method, storage=seergate.Offload(1)), pytest.raises(SeergateError) as refused:
             model.generate(prompt(60), max_new_tokens=4)
         least[name] = str(refused.value)
     assert least["gate"] == least["dense layer"]
@@ -317,7 +317,7 @@ def test_a_full_disk_is_told_before_anything_is_written(model, monkeypatch):
 
     monkeypatch.setattr("os.posix_fallocate", full, raising=False)
     with (
-        seergate.attached(model, gates(model), token_budget=32, offload=seergate.Offload(1 << 20)),
+        seergate.attached(model, gates(model), token_budget=32, storage=seergate.Offload(1 << 20)),
         pytest.raises(SeergateError, match="has no room for .* bytes of keys and values"),
     ):
         model.generate(prompt(60), max_new_tokens=4)

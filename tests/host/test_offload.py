@@ -10,8 +10,8 @@ from transformers import DynamicCache, StaticCache
 
 import seergate
 from seergate import SeergateError, methods
-from seergate.cache.offload import BlockPool, Offload, OffloadedLayer
-from seergate.cache.rows import join_rows, keep_rows
+from seergate.cache.batching import join_rows, keep_rows
+from seergate.cache.offload import BlockPool, Offload, Offloaded
 from seergate.paths import shipped
 from tests.host.test_decode import BLOCK, gates
 from tests.models import left_padded, prompt, tiny_model
@@ -27,8 +27,8 @@ def room_for(blocks: int) -> int:
     return LAYERS * blocks * BLOCK_BYTES
 
 
-def run(model, method, inputs, new=20, offload=None, **options):
-    with seergate.attached(model, method, offload=offload) as handle:
+def run(model, method, inputs, new=20, storage=None, **options):
+    with seergate.attached(model, method, storage=storage) as handle:
         out = model.generate(**inputs, max_new_tokens=new, return_dict_in_generate=True, output_logits=True, **options)
         return out.sequences, torch.stack(out.logits), handle.stats(), out.past_key_values
 
@@ -52,7 +52,7 @@ def test_outputs_are_those_of_a_cache_in_memory(family, store):
             want, logits, _, _ = run(model, method, inputs)
             offload = Offload(room_for(rows * heads * 4), store)  # a step reads 3 blocks
             for _ in range(2):  # the second run must find no trace of the first
-                found, offloaded, _, _ = run(model, method, inputs, offload=offload)
+                found, offloaded, _, _ = run(model, method, inputs, storage=offload)
                 assert torch.equal(found, want) and torch.equal(offloaded, logits)
 
 
@@ -62,7 +62,7 @@ def test_the_open_block_of_a_short_row_is_kept_up_when_the_cache_grows():
     inputs = left_padded([prompt(20, 1), prompt(7, 2)])
     method = selecting(model, token_budget=2 * BLOCK)[0]
     want, logits, _, _ = run(model, method, inputs, new=90)
-    found, offloaded, _, _ = run(model, method, inputs, new=90, offload=Offload(room_for(40)))
+    found, offloaded, _, _ = run(model, method, inputs, new=90, storage=Offload(room_for(40)))
     assert torch.equal(found, want) and torch.equal(offloaded, logits)
 
 
@@ -73,7 +73,7 @@ def test_steps_that_read_more_than_the_pool_holds(options):
     for method in selecting(model, **options):
         want, logits, _, _ = run(model, method, inputs, new=12)
         for blocks in (2 * HEADS, 600):
-            found, offloaded, _, _ = run(model, method, inputs, new=12, offload=Offload(room_for(blocks)))
+            found, offloaded, _, _ = run(model, method, inputs, new=12, storage=Offload(room_for(blocks)))
             assert torch.equal(found, want) and torch.equal(offloaded, logits)
 
 
@@ -82,7 +82,7 @@ def test_a_covering_budget_is_the_plain_model():
     inputs = {"input_ids": prompt(40)}
     plain = model.generate(**inputs, max_new_tokens=20)
     bank = gates(model)
-    with seergate.attached(model, bank, token_budget=128, offload=Offload(room_for(HEADS * 16))):
+    with seergate.attached(model, bank, token_budget=128, storage=Offload(room_for(HEADS * 16))):
         assert torch.equal(model.generate(**inputs, max_new_tokens=20), plain)
 
 
@@ -110,15 +110,15 @@ def test_bytes_fetched_are_those_of_blocks_that_the_steps_before_did_not_read():
     model = tiny_model("qwen3")
     method = methods.Gate(bank=gates(model), token_budget=3 * BLOCK)
     chosen: dict[int, list[set[tuple[int, int]]]] = {0: [], 1: []}
-    original = OffloadedLayer.attend_to
+    original = Offloaded.attend
 
-    def spying(layer, step, indices):
+    def spying(layer, step, indices, block_size):
         chosen[layer.layer].append({(p, int(b)) for p, row in enumerate(indices[0]) for b in row if b >= 0})
-        return original(layer, step, indices)
+        return original(layer, step, indices, block_size)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(OffloadedLayer, "attend_to", spying)
-        _, _, stats, _ = run(model, method, {"input_ids": prompt(80)}, 50, offload=Offload(room_for(HEADS * 3)))
+        patch.setattr(Offloaded, "attend", spying)
+        _, _, stats, _ = run(model, method, {"input_ids": prompt(80)}, 50, storage=Offload(room_for(HEADS * 3)))
     fetched = 0
     for steps in chosen.values():
         here: set[tuple[int, int]] = set()
@@ -135,7 +135,7 @@ def test_cache_operations():
     method = methods.Gate(bank=gates(model), token_budget=2 * BLOCK)
     results = []
     for offload in (None, Offload(room_for(HEADS * 8))):
-        with seergate.attached(model, method, offload=offload):
+        with seergate.attached(model, method, storage=offload):
             cache, mask, at, logits = DynamicCache(), batch["attention_mask"], 0, []
             model(**batch, past_key_values=cache)
             for size, crop, reorder in (
@@ -164,7 +164,7 @@ def test_rows_that_join_and_leave():
     method = methods.Gate(bank=gates(model), token_budget=2 * BLOCK)
     results = []
     for offload in (None, Offload(room_for(2 * HEADS * 4))):
-        with seergate.attached(model, method, offload=offload):
+        with seergate.attached(model, method, storage=offload):
             cache, arriving = DynamicCache(), DynamicCache()
             model(input_ids=prompt(30, 1), past_key_values=cache)
             model(input_ids=prompt(41, 2), past_key_values=arriving)
@@ -193,7 +193,7 @@ def test_rows_that_find_no_room_change_nothing():
     method = methods.Gate(bank=gates(model), token_budget=2 * BLOCK, dense_layers=(0,))
     logits = []
     for refused in (False, True):
-        with seergate.attached(model, method, offload=Offload(BLOCK_BYTES * HEADS * 2)), torch.no_grad():
+        with seergate.attached(model, method, storage=Offload(BLOCK_BYTES * HEADS * 2)), torch.no_grad():
             cache, arriving = DynamicCache(), DynamicCache()
             model(input_ids=prompt(30, 1), past_key_values=cache)
             model(input_ids=prompt(41, 2), past_key_values=arriving)
@@ -210,7 +210,7 @@ def test_rows_that_find_no_room_change_nothing():
 def check_pools(cache):
     """What a pool says it holds is what slow memory holds, to the last bit; where it holds nothing, it is poisoned."""
     for layer in cache.layers:
-        pool = layer.pool
+        pool = layer.storage.pool
         stored = [x.flatten(0, 1).unflatten(1, (-1, BLOCK)) for x in (layer.keys, layer.values)]
         held = 0
         for slot, owner in enumerate(pool._owner.tolist()):
@@ -233,7 +233,7 @@ def live(model, draw):
         positions = (mask.cumsum(1) - 1).clamp(min=0)[:, -ids.shape[1] :]
         out = model(input_ids=ids, attention_mask=mask, position_ids=positions, past_key_values=cache)
         logits.append(out.logits[:, -1])
-        if isinstance(cache.layers[0], OffloadedLayer):
+        if isinstance(cache.layers[0].storage, Offloaded):
             check_pools(cache)
 
     def tokens(rows, count):
@@ -269,7 +269,7 @@ def test_random_requests(seed):
     for method in selecting(model, **options)[:2]:
         runs, script = [], draw.randrange(10**6)
         for offload in (None, Offload(room_for(4 * HEADS * 2 + 3))):
-            with torch.no_grad(), seergate.attached(model, method, offload=offload):
+            with torch.no_grad(), seergate.attached(model, method, storage=offload):
                 runs.append(live(model, random.Random(script)))
         assert all(torch.equal(*pair) for pair in zip(*runs, strict=True))
 
@@ -287,7 +287,7 @@ def test_a_model_is_loaded_with_its_cache_offloaded():
     ids = torch.randint(3, 30, (1, 150))
     options = {"token_budget": 64, "dtype": torch.float32}
     want = seergate.load(shipped("checkpoints/tiny-reasoner/gates"), **options).generate(ids, max_new_tokens=8)
-    model = seergate.load(shipped("checkpoints/tiny-reasoner/gates"), offload=Offload(1 << 20), **options)
+    model = seergate.load(shipped("checkpoints/tiny-reasoner/gates"), storage=Offload(1 << 20), **options)
     assert torch.equal(model.generate(ids, max_new_tokens=8), want)
     assert seergate.handle_of(model).stats()["bytes_fetched_per_step"] > 0
 
@@ -297,7 +297,7 @@ def test_a_dense_layer_has_no_share_of_the_memory():
     inputs, method = {"input_ids": prompt(61)}, selecting(model, token_budget=3 * BLOCK, dense_layers=(0,))[0]
     want, logits, _, _ = run(model, method, inputs)
     room = HEADS * 3 * BLOCK_BYTES  # for a step of one layer
-    found, offloaded, stats, _ = run(model, method, inputs, offload=Offload(room))
+    found, offloaded, stats, _ = run(model, method, inputs, storage=Offload(room))
     assert torch.equal(found, want) and torch.equal(offloaded, logits)
     assert stats["bytes_fetched_per_step"] > 0
 
@@ -311,25 +311,25 @@ def test_refusals():
         Offload(1, "tape")
     with pytest.raises(ValueError, match="folder is '/nowhere'; it must be a folder that exists"):
         Offload(1, folder="/nowhere")
-    for name, given in (("offload", "disk"), ("offload", 10**9), ("paging", True)):
-        with pytest.raises(ValueError, match=f"{name} is {given!r}; it must be a seergate.{name.title()} or None"):
-            seergate.attach(model, bank, **{name: given})
+    for given in ("disk", 10**9, True):
+        with pytest.raises(ValueError, match=f"storage is {given!r}; it must be a seergate.Offload, "):
+            seergate.attach(model, bank, storage=given)
     with (
-        seergate.attached(model, bank, token_budget=4 * BLOCK, offload=Offload(1)),
+        seergate.attached(model, bank, token_budget=4 * BLOCK, storage=Offload(1)),
         pytest.raises(SeergateError, match="memory_bytes is 1, which is 0 blocks in each of 2 layers"),
     ):
         model.generate(prompt(20), max_new_tokens=2)
     with pytest.raises(SeergateError, match="'h2o' cannot be offloaded"):
-        seergate.attach(model, "h2o", offload=Offload(10**6))
-    with pytest.raises(SeergateError, match="do without offload"):
-        seergate.attach(model, bank, correction=seergate.Lossless(), offload=Offload(10**6))
-    with seergate.attached(model, bank, token_budget=4 * BLOCK, offload=Offload(room_for(HEADS))):
+        seergate.attach(model, "h2o", storage=Offload(10**6))
+    with pytest.raises(SeergateError, match="leave storage= out"):
+        seergate.attach(model, bank, correction=seergate.Lossless(), storage=Offload(10**6))
+    with seergate.attached(model, bank, token_budget=4 * BLOCK, storage=Offload(room_for(HEADS))):
         needed = room_for(HEADS * 4)
         with pytest.raises(
             SeergateError, match=f"a step of 1 rows reads {HEADS * 4}, so it must be at least {needed}"
         ):
             model.generate(input_ids=prompt(20), max_new_tokens=2)
-    with seergate.attached(model, bank, token_budget=4 * BLOCK, offload=Offload(room_for(HEADS * 4))):
+    with seergate.attached(model, bank, token_budget=4 * BLOCK, storage=Offload(room_for(HEADS * 4))):
         model.generate(input_ids=prompt(20), max_new_tokens=2)  # what the message says is enough
         with pytest.raises(SeergateError, match="use a dynamic cache, not a static one"):
             model(input_ids=prompt(20), past_key_values=StaticCache(model.config, max_cache_len=64))

@@ -235,7 +235,7 @@ def test_refusals():
 
 
 def test_pages_hold_whole_blocks_of_the_method():
-    from seergate.reason.paged_layer import Paging
+    from seergate.reason.paging import Paging
 
     gate = Gate(bank=gates(tiny_model("qwen3")), token_budget=64)
     assert Paging().page_of(gate) == 8 and Paging(24).page_of(gate) == 24 and Paging().page_of(Dense()) == 16

@@ -13,9 +13,9 @@ from seergate import SeergateError
 from seergate.eval.engine import Engine, Limit
 from seergate.eval.sampling import Sampling
 from seergate.ops.paging import unpaged
-from seergate.reason import paged_layer
-from seergate.reason.paged import OutOfBlocks
-from seergate.reason.paged_layer import PagedLayer, Paging
+from seergate.reason import paged
+from seergate.reason.paged import OutOfBlocks, Paged
+from seergate.reason.paging import Paging
 from tests.eval import support
 from tests.eval.test_engine import LONG, requests_for
 from tests.host.reasoning import forced_run
@@ -34,12 +34,12 @@ def test_selecting_methods(name, family):
     method = pick(model, name, 2 * BLOCK)
     plain, _, before = forced_run(model, method, ROWS, FORCED)
     for page in (None, 2 * BLOCK):
-        paged, cache, after = forced_run(model, method, ROWS, FORCED, paging=Paging(page))
+        paged, cache, after = forced_run(model, method, ROWS, FORCED, storage=Paging(page))
         layer = cache.layers[-1]
-        assert isinstance(layer, PagedLayer)
+        assert isinstance(layer.storage, Paged)
         assert torch.equal(plain, paged)
         assert before["density"] == after["density"] and before["bytes_read_per_step"] == after["bytes_read_per_step"]
-    store = layer.pages.store
+    store = layer.storage.pages.store
     assert store.physical == store.logical == sum(-(-(len(p[0]) + 20) // (2 * BLOCK)) for p in ROWS)
 
 
@@ -54,7 +54,7 @@ def test_a_cache_goes_on_under_another_handle():
     ):
         cache, ids = DynamicCache(), prompt(30)
         for paging in (first, second):
-            with seergate.attached(model, method, paging=paging):
+            with seergate.attached(model, method, storage=paging):
                 ids = model.generate(ids, max_new_tokens=8, do_sample=False, past_key_values=cache)
         found.append(ids)
     assert torch.equal(found[0], found[1]) and torch.equal(found[0], found[2])
@@ -68,14 +68,14 @@ def test_a_cache_goes_on_under_another_handle():
 
 def test_sharing_of_prefixes_remembers_no_steps():
     model = tiny_model("qwen3")
-    with seergate.attached(model, "dense", paging=Paging(8, share_prefixes=True)) as handle:
+    with seergate.attached(model, "dense", storage=Paging(8, share_prefixes=True)) as handle:
         cache = DynamicCache()
         model.generate(prompt(30), max_new_tokens=20, num_beams=3, do_sample=False, past_key_values=cache)
-        sharing = cache.layers[0].pages.sharing
+        sharing = cache.layers[0].storage.pages.listener
         assert not sharing._events and not sharing._reported
         del cache, sharing
         gc.collect()
-        assert not handle.pager.sharing.gone
+        assert not handle.storage.sharing.gone
 
 
 @pytest.mark.parametrize("name", ["gate", "quest", "dense"])
@@ -85,7 +85,7 @@ def test_cropping_on_pages(name):
     for kept, wandered in ((24, 1), (25, 30), (31, 9), (40, 26)):
         found = []
         for paging in (None, Paging()):
-            with seergate.attached(model, method, paging=paging), torch.inference_mode():
+            with seergate.attached(model, method, storage=paging), torch.inference_mode():
                 cache = DynamicCache()
                 model(input_ids=ids[:, :kept], past_key_values=cache)
                 for i in range(wandered):
@@ -101,12 +101,12 @@ def test_a_crop_reads_few_pages(monkeypatch, name):
     """Assisted decoding crops at every rejected draft."""
     model, gathered = tiny_model("qwen3"), []
     original = unpaged
-    with seergate.attached(model, pick(model, name, 2 * BLOCK), paging=Paging()), torch.inference_mode():
+    with seergate.attached(model, pick(model, name, 2 * BLOCK), storage=Paging()), torch.inference_mode():
         cache = DynamicCache()
         model(input_ids=prompt(40 * BLOCK), past_key_values=cache)
         model(input_ids=prompt(5), past_key_values=cache)
         monkeypatch.setattr(
-            paged_layer, "unpaged", lambda pages, table: gathered.append(table.numel()) or original(pages, table)
+            paged, "unpaged", lambda pages, table: gathered.append(table.numel()) or original(pages, table)
         )
         cache.crop(-3)
     assert sum(gathered) <= 2 * len(cache.layers)
@@ -123,7 +123,7 @@ def test_stock_ways_of_generating():
     ):
         found = []
         for paging in (None, Paging()):
-            with seergate.attached(model, method, paging=paging):
+            with seergate.attached(model, method, storage=paging):
                 found.append(model.generate(**inputs, max_new_tokens=20, do_sample=False, pad_token_id=0, **options))
         assert torch.equal(*found)
 
@@ -133,9 +133,9 @@ def test_rows_with_the_same_prompt_share_it():
     rows = [prompt(50, 1), prompt(50, 1), torch.cat((prompt(50, 1)[:, :35], prompt(15, 2)), 1), prompt(20, 3)]
     forced = torch.cat([prompt(20, 100 + seed) for seed in range(4)])
     plain, _, _ = forced_run(model, "dense", rows, forced)
-    shared, cache, stats = forced_run(model, "dense", rows, forced, paging=Paging(8, share_prefixes=True))
+    shared, cache, stats = forced_run(model, "dense", rows, forced, storage=Paging(8, share_prefixes=True))
     assert torch.equal(plain, shared)
-    store = cache.layers[0].pages.store
+    store = cache.layers[0].storage.pages.store
     same = stats["sharing"]["prefix_blocks"]
     assert 6 <= same <= 6 + 4, "six full blocks of 8 in 50 tokens, four in 35; fewer only if rows round differently"
     assert store.logical - store.physical == same
@@ -169,20 +169,20 @@ def test_rows_that_come_and_go(name):
     options = {"token_budget": 32, "block_size": 8, "dense_layers": ()} if name == "quest" else {}
     plain, _ = generations(model, name, **options)
     for paging in (Paging(8), Paging(8, share_prefixes=True)):
-        assert generations(model, name, paging=paging, **options) == (plain, 3)
+        assert generations(model, name, storage=paging, **options) == (plain, 3)
 
 
 def test_a_limit_is_kept():
     """Reaching it is running out of memory: `generate` ends with one sentence, the engine goes on with fewer rows."""
     model = tiny_model("qwen3")
     with (
-        seergate.attached(model, "dense", paging=Paging(8, max_blocks=5)),
+        seergate.attached(model, "dense", storage=Paging(8, max_blocks=5)),
         pytest.raises(OutOfBlocks, match="1 more blocks of 8 tokens are needed and 0 of the 5"),
     ):
         model.generate(input_ids=prompt(30), max_new_tokens=20)
     model = support.model()
     plain, _ = generations(model, "dense", rows=4)
-    limited, rows = generations(model, "dense", rows=4, paging=Paging(8, max_blocks=40))
+    limited, rows = generations(model, "dense", rows=4, storage=Paging(8, max_blocks=40))
     assert limited == plain and rows < 4
 
 
@@ -194,8 +194,8 @@ def test_what_pages_do_not_go_with():
         ("quest", {"block_size": 16}, Paging(8), "pages of 8 tokens would cut the blocks of 16"),
     ):
         with pytest.raises(SeergateError, match=message):
-            seergate.attach(model, method, paging=paging, **options)
-    with seergate.attached(model, "dense", paging=Paging()):
+            seergate.attach(model, method, storage=paging, **options)
+    with seergate.attached(model, "dense", storage=Paging()):
         with pytest.raises(SeergateError, match="use a dynamic cache"):
             model(input_ids=prompt(5), past_key_values=StaticCache(model.config, max_cache_len=32))
         cache = DynamicCache()
@@ -207,7 +207,7 @@ def test_what_pages_do_not_go_with():
         cache = DynamicCache()
         for _ in range(2):  # and a cache that was reset is as good as new
             model(input_ids=prompt(20), past_key_values=cache)
-            assert cache.layers[0].pages.store.logical == 2
+            assert cache.layers[0].storage.pages.store.logical == 2
             cache.reset()
             assert cache.get_seq_length() == 0
     assert model.generate(input_ids=prompt(4), max_new_tokens=2).shape == (1, 6)

@@ -11,7 +11,7 @@ from transformers import DynamicCache
 
 import seergate
 from seergate import DecodeConfig, Rectify, SeergateError, methods
-from seergate.cache.rows import only_rows
+from seergate.cache.batching import only_rows
 from seergate.eval.engine import Batch
 from tests.host.test_decode import BLOCK, gates
 from tests.models import left_padded, prompt, tiny_model
@@ -158,7 +158,7 @@ def test_rows_that_come_later_are_rectified_in_their_own_time(name):
         assert handle.stats()["rectification"]["passes"] > 6
     for row, (texts, cache) in enumerate(expected):
         assert said[row] == texts[: len(said[row])], row
-        tokens = min(cache.layers[0].row_lengths[0], batch.cache.layers[0].row_lengths[row])
+        tokens = min(cache.layers[0].rows.held[0], batch.cache.layers[0].rows.held[row])
         same_tokens(batch.cache, cache, tokens - tokens % EVERY - EVERY, row)
 
 
@@ -221,10 +221,10 @@ def test_a_cache_narrowed_to_some_rows():
         layer = cache.layers[0]
         before = layer.keys.clone()
         with only_rows(cache, [2, 0]):
-            assert layer.row_lengths == [25, 30]
+            assert layer.rows.held == [25, 30]
             layer.keys[0, :, 3] = 7.0
             layer.state.rows["high"][1, :, 0] = 9.0
-        assert layer.row_lengths == [30, 20, 25]
+        assert layer.rows.held == [30, 20, 25]
         assert (layer.keys[2, :, 3] == 7).all() and (layer.state.rows["high"][0, :, 0] == 9).all()
         before[2, :, 3] = 7.0
         assert torch.equal(layer.keys, before)

@@ -19,10 +19,10 @@ class SealedBlocks:
         self.held, self.places, self.compared = {}, {}, 0
 
     def look(self, cache):
-        store, layers = cache.layers[0].pages.store, cache.layers
+        store, kept = cache.layers[0].storage.pages.store, [layer.storage for layer in cache.layers]
         for block in [i for i, sealed in enumerate(store.sealed) if sealed]:
             serial = store.serials[block]
-            now = torch.cat([pages[block].flatten() for x in layers for pages in (x.key_pages, x.value_pages)])
+            now = torch.cat([pages[block].flatten() for x in kept for pages in (x.key_pages, x.value_pages)])
             if serial in self.held:
                 self.compared += 1
                 assert torch.equal(now, self.held[serial]), f"block {block} was written after it had been sealed"
@@ -52,7 +52,7 @@ def test_sealed_blocks_are_never_written(reads):
             say(text[:, i : i + 1])
         for rows, cropped in (([0, 0, 1], 0), ([0, 1, 2], 7), ([1, 1, 0, 2], 0), ([2, 0], 18)):
             cache.reorder_cache(torch.tensor(rows))
-            store = cache.layers[0].pages.store
+            store = cache.layers[0].storage.pages.store
             shared.append(max(store.references) > 1)
             if cropped:
                 cache.crop(-cropped)

@@ -16,10 +16,10 @@ from transformers import DynamicCache
 
 import seergate
 from seergate import SeergateError, methods
-from seergate.cache.rows import join_rows, keep_rows
+from seergate.cache.batching import join_rows, keep_rows
 from seergate.reason.evaluator import Evaluator
 from seergate.reason.paged import OutOfBlocks
-from seergate.reason.paged_layer import Paging
+from seergate.reason.paging import Paging
 from tests.host.reasoning import Words, forced_run, repeating
 from tests.host.test_decode import gates
 from tests.models import left_padded, prompt, tiny_model
@@ -59,10 +59,10 @@ def test_repeats_share_blocks_and_other_rows_do_not_notice():
     tables = []
 
     def watch(at, cache, handle):
-        tables.append([list(row.table) for row in cache.layers[0].pages.store.rows])
+        tables.append([list(row.table) for row in cache.layers[0].storage.pages.store.rows])
 
     shared, cache, stats = forced_run(model, reason(), PROMPTS, looping(), each=watch)
-    counts, store = stats["sharing"], cache.layers[0].pages.store
+    counts, store = stats["sharing"], cache.layers[0].storage.pages.store
     assert counts["error"] is None and counts["dropped"] == 0
     assert torch.equal(plain[1], shared[1]), "the row that never repeats itself is as it would be alone, to the bit"
     first = next(i for i, pair in enumerate(zip(plain[0], shared[0], strict=True)) if not torch.equal(*pair))
@@ -97,7 +97,7 @@ def test_what_is_known_of_a_block_follows_it():
         (methods.Quest(token_budget=32, block_size=8, dense_layers=()), ["high", "low"]),
     ):
         _, cache, stats = forced_run(model, reason(reads=reads, block_size=16, warm_up=0), PROMPTS[:1], text)
-        table = cache.layers[0].pages.store.rows[0].table
+        table = cache.layers[0].storage.pages.store.rows[0].table
         copies = [(i, table.index(block)) for i, block in enumerate(table) if table.index(block) != i]
         assert len(copies) == sum(stats["sharing"]["shared_blocks"].values()) >= 2
         assert stats["method"] == f"reason_cache+{reads.name}" and stats["density"] < 0.6
@@ -179,7 +179,7 @@ def test_a_cache_that_is_dropped_leaves_nothing(asynchronous):
     gc.disable()
     try:
         with seergate.attached(model, reason(asynchronous=asynchronous)) as handle, torch.inference_mode():
-            worker = handle.pager.sharing.worker
+            worker = handle.storage.sharing.worker
             for _ in range(3):
                 cache = DynamicCache()
                 for i in range(20):
@@ -209,7 +209,7 @@ def spoilt(monkeypatch, after, how):
 
 
 def worker_done(handle):
-    return handle.pager.sharing.worker.wait(60)
+    return handle.storage.sharing.worker.wait(60)
 
 
 def raising():
@@ -228,7 +228,7 @@ def test_a_worker_that_raises(monkeypatch, asynchronous):
             reason(asynchronous=asynchronous),
             PROMPTS,
             looping(),
-            each=lambda at, cache, handle: handle.pager.sharing.worker.wait(60),
+            each=lambda at, cache, handle: handle.storage.sharing.worker.wait(60),
         )
     assert len(said) == 1 and torch.equal(plain, found)
     assert stats["sharing"]["error"] == "out of its mind" and not stats["sharing"]["shared_blocks"]
@@ -269,7 +269,7 @@ def test_decisions_that_come_too_late(monkeypatch):
     spoilt(monkeypatch, 10, lambda: gate.wait(120))
     method = reason(asynchronous=True, warm_up=0, percentile=100)
     with seergate.attached(model, method) as handle, torch.inference_mode():
-        cache, sharing = DynamicCache(), handle.pager.sharing
+        cache, sharing = DynamicCache(), handle.storage.sharing
         model(input_ids=PROMPTS[0], past_key_values=cache)
         for i in range(40):
             model(input_ids=text[:, i : i + 1], past_key_values=cache)
@@ -279,7 +279,7 @@ def test_decisions_that_come_too_late(monkeypatch):
         gate.set()
         assert worker_done(handle) and sharing.worker.evaluator.tally.counts["decisions"] > 0
         model(input_ids=prompt(1, 9), past_key_values=cache)
-        counts, store = handle.stats()["sharing"], cache.layers[0].pages.store
+        counts, store = handle.stats()["sharing"], cache.layers[0].storage.pages.store
     assert counts["error"] is None and counts["dropped"] == counts["decisions"]
     assert not counts["shared_blocks"] and store.physical == store.logical
 
@@ -293,23 +293,23 @@ def test_a_thread_decides_what_is_decided_in_between():
         reason(asynchronous=True),
         PROMPTS,
         looping(),
-        each=lambda at, cache, handle: handle.pager.sharing.worker.wait(60),
+        each=lambda at, cache, handle: handle.storage.sharing.worker.wait(60),
     )
     assert threaded["sharing"]["error"] is None
     assert threaded["sharing"]["steps"] == inline["sharing"]["steps"]
-    assert there.layers[0].pages.store.physical <= here.layers[0].pages.store.logical - 4
+    assert there.layers[0].storage.pages.store.physical <= here.layers[0].storage.pages.store.logical - 4
     assert threading.active_count() == before, "detaching ends the thread"
 
 
 # ---------------------------------------------------------------------------------------------------- memory, control
 
 
-def rows_that_fit(model, method, blocks, forced, paging=None):
+def rows_that_fit(model, method, blocks, forced, storage=None):
     """How many rows of the same text can be decoded side by side in so many blocks."""
     for rows in range(1, 12):
         try:
-            limited = Paging(PAGE, max_blocks=blocks) if paging else None
-            forced_run(model, method, [PROMPTS[0]] * rows, forced.expand(rows, -1), paging=limited)
+            limited = Paging(PAGE, max_blocks=blocks) if storage else None
+            forced_run(model, method, [PROMPTS[0]] * rows, forced.expand(rows, -1), storage=limited)
         except OutOfBlocks:
             return rows - 1
     return None
@@ -318,7 +318,7 @@ def rows_that_fit(model, method, blocks, forced, paging=None):
 def test_more_rows_fit_under_a_cap():
     model, text = tiny_model("qwen3"), repeating(7, 12)[:, :72]
     blocks = 3 * -(-(11 + 72) // PAGE)
-    assert rows_that_fit(model, "dense", blocks, text, paging=True) == 3
+    assert rows_that_fit(model, "dense", blocks, text, storage=True) == 3
     assert rows_that_fit(model, reason(max_blocks=blocks, percentile=100, warm_up=0), blocks, text) >= 4
 
 
@@ -329,7 +329,7 @@ def test_the_control_saves_as_much():
     shared = sum(informed["sharing"]["shared_blocks"].values())
     assert control["sharing"]["shared_blocks"].keys() == {"random"}
     assert control["sharing"]["shared_blocks"]["random"] == pytest.approx(shared, rel=0.35)
-    store = cache.layers[0].pages.store
+    store = cache.layers[0].storage.pages.store
     assert store.logical - store.physical == control["sharing"]["shared_blocks"]["random"]
 
 
@@ -377,7 +377,7 @@ def test_refusals():
         (reason(reads=methods.Quest(token_budget=64)), None, "pages of 4 tokens would cut the blocks of 16"),
     ):
         with pytest.raises(SeergateError, match=message):
-            seergate.attach(model, method, paging=paging)
+            seergate.attach(model, method, storage=paging)
     with seergate.attached(model, reason()), pytest.raises(SeergateError, match="give the model input_ids"):
         model(inputs_embeds=torch.randn(1, 4, 64), use_cache=True)
     assert model.generate(**left_padded(PROMPTS), max_new_tokens=2).shape == (2, 13)

@@ -9,8 +9,8 @@ from transformers import CompileConfig, DynamicCache, StaticCache
 
 import seergate
 from seergate import methods
-from seergate.cache.layer import GatedLayer
 from seergate.cache.static import FixedLayer
+from seergate.cache.storage import Growing
 from seergate.methods.base import FixedStep
 from tests.host.test_decode import BLOCK, gates
 from tests.models import left_padded, prompt, tiny_model
@@ -69,10 +69,8 @@ def test_steps_of_fixed_shapes_are_ordinary_steps(family):
 def test_single_tokens_are_really_decoded_in_fixed_steps(monkeypatch):
     model = tiny_model("qwen3")
     seen = []
-    original = GatedLayer.attend_to
-    monkeypatch.setattr(
-        GatedLayer, "attend_to", lambda layer, step, indices: seen.append(type(step)) or original(layer, step, indices)
-    )
+    original = Growing.attend
+    monkeypatch.setattr(Growing, "attend", lambda own, step, *to: seen.append(type(step)) or original(own, step, *to))
     with seergate.attached(model, gates(model), token_budget=2 * BLOCK):
         model.generate(input_ids=prompt(30), max_new_tokens=5, cache_implementation="static")
     assert seen == [FixedStep] * 8
@@ -87,7 +85,7 @@ def test_a_covering_budget_is_the_plain_model_on_every_kind_of_cache():
         ({}, {}),
         ({}, {"cache_implementation": "static"}),
         ({}, {"cache_implementation": "static", "compile_config": compiled("eager")}),
-        ({"offload": seergate.Offload(1 << 22)}, {}),
+        ({"storage": seergate.Offload(1 << 22)}, {}),
     ]
     banks = [gates(model), gates(other)]
     for attaching, options in kinds:
@@ -145,10 +143,8 @@ def test_counters_that_change_under_a_static_cache(name):
 
 def test_steps_stay_fixed_when_figures_are_reset(monkeypatch):
     model, seen = tiny_model("qwen3"), []
-    original = GatedLayer.attend_to
-    monkeypatch.setattr(
-        GatedLayer, "attend_to", lambda layer, step, indices: seen.append(type(step)) or original(layer, step, indices)
-    )
+    original = Growing.attend
+    monkeypatch.setattr(Growing, "attend", lambda own, step, *to: seen.append(type(step)) or original(own, step, *to))
     cache = StaticCache(model.config, max_cache_len=40)
     with torch.no_grad(), seergate.attached(model, choices(model)["gate"]) as handle:
         model(input_ids=prompt(29), past_key_values=cache)

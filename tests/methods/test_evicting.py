@@ -8,7 +8,7 @@ from transformers import DynamicCache
 
 import seergate
 from seergate import SeergateError
-from seergate.cache.rows import join_rows, keep_rows
+from seergate.cache.batching import join_rows, keep_rows
 from seergate.methods.evicting import BudgetedState
 from seergate.methods.kv4bit import KV4BitState
 from seergate.methods.raas import RaaSState
@@ -57,7 +57,7 @@ def against_simulation(name, group, steps, lengths=PROMPTS, **options):
         torch.testing.assert_close(found[row], expected, rtol=1e-4, atol=1e-4)
         for index, past in simulation.layers.items():
             layer = cache.layers[index]
-            assert past.alive.sum(1).tolist() == [layer.row_lengths[row]] * len(past.alive)
+            assert past.alive.sum(1).tolist() == [layer.rows.held[row]] * len(past.alive)
             for head, alive in enumerate(past.alive):
                 kept = torch.from_numpy(stored(past, head) if stored else past.keys[alive, head])
                 torch.testing.assert_close(layer.keys[row, head, : len(kept)], kept, rtol=1e-5, atol=1e-5)
@@ -110,7 +110,7 @@ def test_a_budget_for_everything_is_the_plain_model(name, group):
         for _ in range(2):
             found, cache = forced_run(model, method, rows, forced)
             torch.testing.assert_close(found, plain, rtol=2e-4, atol=2e-4)
-        assert cache.layers[0].row_lengths == [row.shape[1] + 30 for row in rows]
+        assert cache.layers[0].rows.held == [row.shape[1] + 30 for row in rows]
 
 
 def places_in_order(kept, came):
@@ -148,7 +148,7 @@ def test_what_is_resident(name, group, steps_seen):
                 assert start + count <= evictor.bound(PROMPTS[row], decoded)
     for (index, row), keys in came.items():
         layer, keys = cache.layers[index], torch.stack(keys, 1)
-        length = layer.row_lengths[row]
+        length = layer.rows.held[row]
         assert length < len(keys[0]), "something must have been evicted"
         for head in range(len(keys)):
             places = places_in_order(layer.keys[row, head, :length], keys[head])
@@ -173,7 +173,7 @@ def test_a_row_is_the_same_alone_and_in_a_batch(name, group):
             alone = model.generate(input_ids=row, max_new_tokens=40, past_key_values=own)
             assert torch.equal(alone[0, row.shape[1] :], together[i, max(PROMPTS) :])
             for layer, together_layer in zip(own.layers, cache.layers, strict=True):
-                assert layer.row_lengths == [together_layer.row_lengths[i]], "of its own accord"
+                assert layer.rows.held == [together_layer.rows.held[i]], "of its own accord"
 
 
 @pytest.mark.parametrize("length", [1, 2, 5, 24, 25, 31, 100])
@@ -335,4 +335,4 @@ def test_a_decoded_token_that_is_masked_is_refused():
                     model(**step)
             else:
                 model(**step)
-                assert cache.layers[0].row_lengths == [21, 13]
+                assert cache.layers[0].rows.held == [21, 13]

@@ -151,8 +151,8 @@ def test_without_a_threshold_lazy_eviction_is_a_sliding_window():
         came = []
         for t in range(1, 41):
             model(input_ids=prompt(1, t), past_key_values=cache)
-            came.append(cache.layers[0].values[0, :, cache.layers[0].row_lengths[0] - 1].clone())
-    assert cache.layers[0].row_lengths == [16]
+            came.append(cache.layers[0].values[0, :, cache.layers[0].rows.held[0] - 1].clone())
+    assert cache.layers[0].rows.held == [16]
     assert torch.equal(cache.layers[0].values[0, :, :16], torch.stack(came[-16:], 1))
 
 
@@ -175,7 +175,7 @@ def test_rpc_sizes_by_hand(scope):
         model(input_ids=prompt(5), past_key_values=cache)
         for t in range(1, 27):
             model(input_ids=prompt(1, t), past_key_values=cache)
-            sizes[t] = cache.layers[0].row_lengths[0]
+            sizes[t] = cache.layers[0].rows.held[0]
     assert [sizes[t] for t in (9, 10, 17, 18, 25, 26)] == [14, 9, 16, 11, 18, 13]
 
 
@@ -309,7 +309,7 @@ def test_a_reservoir_is_even_over_the_past_and_redrawing_is_not():
             with seergate.attached(model, "random_evict", token_budget=72, interval=8, law=law, seed=seed):
                 model.generate(input_ids=prompt(8), max_new_tokens=401, past_key_values=cache)
             layer = cache.layers[0]
-            places.append(layer.state.rows["index"][0, :, 8 : layer.row_lengths[0] - 8].float().mean().item())
+            places.append(layer.state.rows["index"][0, :, 8 : layer.rows.held[0] - 8].float().mean().item())
         middle[law] = sum(places) / 4
     assert middle["reservoir"] == pytest.approx(204, abs=30)
     assert middle["redraw"] > 300

@@ -169,7 +169,7 @@ def test_snapkv_of_the_prompt_only(group, monkeypatch):
     forced = torch.cat([prompt(40, 100), prompt(40, 101)])
     rows = [prompt(400), prompt(9)]
     _, cache = forced_run(model, row.method(model), rows, forced, lambda _, cache: held.append(cache.layers[0].keys))
-    assert cache.layers[0].row_lengths == [C + 40, 9 + 40]
+    assert cache.layers[0].rows.held == [C + 40, 9 + 40]
     assert held[0].shape[2] < 400, "the room for the prompt is given back"
 
 

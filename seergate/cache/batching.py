@@ -1,0 +1,80 @@
+"""Rows that come and go: what continuous batching needs from a cache of `GatedLayer`s.
+
+Every row of a `GatedLayer` has its own length, so a row of one cache can go on beside rows of another. Layers of
+transformers (sliding windows, linear attention) keep all rows at one common slot, and cannot do that.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+from transformers.cache_utils import Cache
+
+from seergate.cache.layer import GatedLayer
+from seergate.errors import SeergateError
+
+
+def rows_are_independent(cache: Cache) -> bool:
+    """Whether every layer keeps its rows apart, so that `join_rows` works."""
+    return bool(cache.layers) and all(isinstance(layer, GatedLayer) for layer in cache.layers)
+
+
+def join_rows(cache: Cache, arriving: Cache) -> None:
+    """Put the rows of ``arriving`` after those of ``cache``, which may have seen more or fewer tokens.
+
+    Afterwards the batch counts as left-padded to its longest row. ``arriving`` must not be used any more.
+
+    Raises:
+        SeergateError: if one of them has layers of another kind.
+    """
+    if not (rows_are_independent(cache) and rows_are_independent(arriving)):
+        raise SeergateError("only caches whose layers are all gated can be joined")
+    for layer, other in zip(cache.layers, arriving.layers, strict=True):
+        layer.append_rows(other)
+
+
+def layers_without_return(cache: Cache | None) -> list[str]:
+    """The kinds of a cache's layers that cannot take tokens back, such as a static one with a window."""
+    layers = [] if cache is None else cache.layers
+    return sorted({type(layer).__name__ for layer in layers if not hasattr(layer, "crop")})
+
+
+def keep_rows(cache: Cache, rows: list[int]) -> None:
+    """Drop all rows but these, in that order."""
+    cache.batch_select_indices(torch.tensor(rows, dtype=torch.int64))
+
+
+@contextmanager
+def only_rows(cache: Cache, rows: list[int]) -> Iterator[None]:
+    """While it lasts the cache has only these rows. What is stored in the place of their newest tokens stays stored.
+
+    They must have their old lengths again at the end. After an exception all rows are as they were before.
+
+    Raises:
+        SeergateError: if a layer is not gated, or if rows have other lengths at the end.
+    """
+    if not rows_are_independent(cache):
+        raise SeergateError("only a cache whose layers are all gated can be narrowed to some of its rows")
+    index = torch.tensor(rows, dtype=torch.int64)
+    whole = [(layer.rows, layer.storage, layer.state and layer.state.rows) for layer in cache.layers]
+    for layer in cache.layers:  # selecting replaces what these refer to
+        layer.rows, layer.storage = copy.copy(layer.rows), copy.copy(layer.storage)
+    try:
+        cache.batch_select_indices(index)
+        yield
+        for layer, (before, _, _) in zip(cache.layers, whole, strict=True):
+            lengths = [before.held[row] for row in rows]
+            if layer.rows.held != lengths:
+                raise SeergateError(f"rows of {lengths} tokens were narrowed to, and now have {layer.rows.held}")
+        for layer, (_, storage, tensors) in zip(cache.layers, whole, strict=True):
+            storage.write_back(layer.storage, index)
+            for name, tensor in (layer.state.rows if layer.state is not None else {}).items():
+                tensors[name][index.to(tensor.device)] = tensor
+    finally:
+        for layer, (before, storage, tensors) in zip(cache.layers, whole, strict=True):
+            layer.rows, layer.storage = before, storage
+            if layer.state is not None:
+                layer.state.rows = tensors

@@ -1,0 +1,305 @@
+"""Where the keys and values of a cache lie. A `Storage` holds those of one layer; `Growing` is the ordinary one.
+
+To keep them somewhere else, subclass `Storage` (or `Growing`), `StorageMaker` and `Placement`, and give the placement
+to `seergate.attach(storage=...)`. docs/decode-engine.md has an example. A storage knows nothing of padding: row b's
+tokens are numbered from its first real one, and `Rows` says how many it has.
+
+Shape suffixes: B batch, S new tokens, C capacity, K KV heads, D head dimension.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from typing import Any, ClassVar
+
+import numpy as np
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from seergate import ops
+from seergate.cache.call import Call
+from seergate.cache.rows import Rows
+from seergate.methods.base import LayerState, Method, Step
+from seergate.methods.evicting import Eviction, compact, trimmed
+
+GROWTH_TOKENS, GROWTH_SHARE = 256, 1 / 8
+"""Buffers grow by whichever is larger, this many tokens or this share of what they hold."""
+
+
+class Storage(ABC):
+    """The keys and values of one layer.
+
+    Calls come in the order of a cache's life: `allocate`, then `write` once per forward pass, and in between whatever
+    happens to the rows. What a failed call raises must leave everything as it was.
+
+    Attributes:
+        static_length: slots of a static cache; ``None`` if there is room for any number.
+        shortens_rows: whether tokens of single rows can be taken back within a forward pass.
+    """
+
+    static_length: int | None = None
+    shortens_rows = True
+
+    @abstractmethod
+    def allocate(self, keys: Tensor, values: Tensor, block_size: int, state: LayerState) -> None:
+        """Get ready for a batch.
+
+        Args:
+            keys, values: the first ones to come, ``[B, K, S, D]``; they are written later.
+            block_size: tokens per block of the method.
+            state: what the method remembers.
+        """
+
+    @abstractmethod
+    def write(self, call: Call, rows: Rows, keys: Tensor, values: Tensor, counts: list[int], most: int | None) -> None:
+        """Store new tokens after those that the rows hold.
+
+        Args:
+            call: of the attention module.
+            rows: before these tokens.
+            keys, values: ``[B, K, S, D]``; row b's first ``counts[b]`` are stored.
+            counts: new tokens per row.
+            most: how many tokens a row may hold in the long run; ``None`` if it is not known.
+        """
+
+    @property
+    @abstractmethod
+    def keys(self) -> Tensor:
+        """All keys ``[B, K, C, D]``; row b's lie at its first places. Perhaps a copy."""
+
+    @property
+    @abstractmethod
+    def values(self) -> Tensor:
+        """All values, likewise."""
+
+    def some_keys(self, row: int, first: int, end: int) -> Tensor:
+        """The keys ``[1, K, end - first, D]`` of some tokens of a row."""
+        return self.keys[row : row + 1, :, first:end]
+
+    def step(self, **facts: Any) -> Step:
+        """What a method gets to see of a forward pass: these facts, and the stored keys and values."""
+        return Step(keys_BKCD=self.keys, values_BKCD=self.values, **facts)
+
+    def attend(self, step: Step, indices: Tensor, block_size: int) -> Tensor:
+        """Attention of a decode step to the blocks that each KV head selected: ``[B, H, D]``.
+
+        Args:
+            step: the step.
+            indices: see `seergate.ops.sparse_decode`.
+            block_size: tokens per block.
+        """
+        keys, values, page_table = step.stored
+        home = keys.device  # not the model's if the cache is offloaded
+        return ops.sparse_decode(
+            step.q_BHSD[:, :, 0].to(home),
+            keys,
+            values,
+            indices.to(home),
+            step.lengths.to(home),
+            block_size,
+            step.sm_scale,
+            sinks=None if step.sinks is None else step.sinks.to(home),
+            softcap=step.softcap,
+            page_table=page_table,
+        ).to(step.q_BHSD.device)
+
+    def take_fetched(self, step: Step, everything: bool) -> int | None:
+        """Bytes that the last decode step, of all tokens or of some, took from slow memory; ``None`` without one."""
+        return None
+
+    @abstractmethod
+    def crop(self, lengths: list[int]) -> None:
+        """Keep the first tokens of each row."""
+
+    @abstractmethod
+    def select(self, index: Tensor) -> None:
+        """Keep the rows ``index`` (int64), in that order; a row may be repeated."""
+
+    @abstractmethod
+    def append(self, other: Storage, longest: int, most: int | None) -> None:
+        """Put the rows of another storage of this kind after these.
+
+        Args:
+            other: it is not used afterwards.
+            longest: tokens of its longest row.
+            most: as in `write`.
+        """
+
+    @abstractmethod
+    def clear(self) -> None:
+        """Release all rows, before the next `allocate`."""
+
+    def resume(self, maker: StorageMaker) -> None:  # noqa: B027 (most have nothing to do)
+        """The cache goes on under a handle with this maker, which may not be the one that made this storage."""
+
+    @property
+    @abstractmethod
+    def nbytes(self) -> int:
+        """Bytes that are held where the model computes."""
+
+    @abstractmethod
+    def row_bytes(self, held: list[int]) -> np.ndarray:
+        """Per row, the bytes of the tokens that it holds: as if alone, without room to grow."""
+
+
+class StorageMaker:
+    """Makes the storages of all caches under one handle; this one of buffers that grow, or are static."""
+
+    lossy = False
+    """Whether what is read of a cache can differ from what was written to it."""
+
+    def new(self, layer: int, layers: Sequence[Any], static_length: int | None) -> Storage:
+        """The storage of one layer of a cache.
+
+        Args:
+            layer: its index.
+            layers: all layers of the cache; those before this one have their storage already.
+            static_length: slots if the user's cache is static.
+        """
+        return Growing(static_length)
+
+    def stats(self) -> dict[str, Any]:
+        """What `Handle.stats` says of the storage."""
+        return {}
+
+    def reset(self) -> None:
+        """Start counting anew."""
+
+    def remove(self) -> None:
+        """The handle is detached."""
+
+
+class Placement(ABC):
+    """What the user asks for with ``attach(storage=...)``.
+
+    Attributes:
+        tag: the kind of storage, in the table of what goes together (`seergate.decode.compatibility`).
+        called: what errors call a cache of this kind: ``"a paged"``.
+    """
+
+    tag: ClassVar[str]
+    called: ClassVar[str]
+
+    @abstractmethod
+    def maker(self, model: PreTrainedModel, method: Method, layers: Sequence[int]) -> StorageMaker:
+        """What makes the storages under a handle.
+
+        Args:
+            model: it is attached to.
+            method: what decides what is read.
+            layers: indices of those that can be gated.
+        """
+
+
+class Growing(Storage):
+    """Two buffers that grow as needed, or have the length of a static cache.
+
+    Args:
+        static_length: slots of a static cache; ``None`` to grow.
+    """
+
+    def __init__(self, static_length: int | None = None) -> None:
+        self.static_length = static_length
+        self.clear()
+
+    def clear(self) -> None:
+        self._keys = self._values = torch.empty(0, 0, 0, 0)
+
+    @property
+    def keys(self) -> Tensor:
+        return self._keys
+
+    @property
+    def values(self) -> Tensor:
+        return self._values
+
+    def allocate(self, keys: Tensor, values: Tensor, block_size: int, state: LayerState) -> None:
+        self.block_size, self.dtype, self.device = block_size, keys.dtype, keys.device
+        size = 0 if self.static_length is None else self.in_blocks(self.static_length)
+        self._keys, self._values = (self.buffer(x, *x.shape[:2], size, x.shape[3]) for x in (keys, values))
+
+    def buffer(self, like: Tensor, *shape: int) -> Tensor:
+        """Zeros, of a tensor's type, where this storage has its memory."""
+        return like.new_zeros(shape)
+
+    def room_for(self, tokens: int) -> int:
+        """How long buffers should be that are to hold so many tokens of a row."""
+        return tokens + max(GROWTH_TOKENS, int(tokens * GROWTH_SHARE))
+
+    def in_blocks(self, tokens: int) -> int:
+        """So many tokens rounded up to whole blocks: a block is one contiguous piece of a buffer."""
+        return -(-tokens // self.block_size) * self.block_size
+
+    def reserve(self, tokens: int, most: int | None = None) -> None:
+        """Make room for so many tokens in every row; ``most`` as in `write`."""
+        capacity = self._keys.shape[2]
+        if tokens <= capacity:
+            return
+        roomy = self.room_for(tokens)
+        if most is not None and tokens <= most:
+            roomy = min(roomy, most)  # a row is longer only before its prompt has been compressed
+        size = self.in_blocks(roomy)
+        # Both are allocated before either is replaced: running out of memory must leave the cache as it was.
+        grown = [self.buffer(old, *old.shape[:2], size, old.shape[3]) for old in (self._keys, self._values)]
+        for new, old in zip(grown, (self._keys, self._values), strict=True):
+            new[:, :, :capacity] = old
+        self._keys, self._values = grown
+
+    def write(self, call: Call, rows: Rows, keys: Tensor, values: Tensor, counts: list[int], most: int | None) -> None:
+        new, starts = keys.shape[2], rows.held
+        ends = [start + count for start, count in zip(starts, counts, strict=True)]
+        self.reserve(max(ends), most)
+        home = self._keys.device
+        pairs = [(self._keys, keys.detach()), (self._values, values.detach())]
+        pairs = [(buffer, x.to(home, self.dtype)) for buffer, x in pairs]  # autocast mixes dtypes
+        if len(set(starts)) == 1 and set(counts) == {new}:
+            for buffer, x in pairs:
+                buffer[:, :, starts[0] : ends[0]] = x
+        elif new == 1 and set(counts) == {1}:
+            batch, places = torch.arange(len(ends), device=home), rows.lengths.to(home)
+            for buffer, x in pairs:
+                buffer[batch, :, places] = x[:, :, 0]
+        else:
+            for row, (start, count) in enumerate(zip(starts, counts, strict=True)):
+                for buffer, x in pairs:
+                    buffer[row, :, start : start + count] = x[row, :, :count]
+
+    def evict(self, eviction: Eviction, most: int) -> int:
+        """Keep the residents that stay, and release the room for more than ``most`` tokens; the room that is left."""
+        for buffer in (self._keys, self._values):
+            compact(buffer, eviction)
+        if self.static_length is None:
+            size = self.in_blocks(most)
+            self._keys, self._values = trimmed(self._keys, size), trimmed(self._values, size)
+        return self._keys.shape[2]
+
+    def crop(self, lengths: list[int]) -> None:
+        pass  # later tokens are written over those that are left
+
+    def select(self, index: Tensor) -> None:
+        self._keys, self._values = self._keys.index_select(0, index), self._values.index_select(0, index)
+
+    def append(self, other: Storage, longest: int, most: int | None) -> None:
+        self.reserve(longest, most)
+        pairs = ((self._keys, other.keys), (self._values, other.values))
+        joined = [self.buffer(ours, len(ours) + len(theirs), *ours.shape[1:]) for ours, theirs in pairs]
+        for new, (ours, theirs) in zip(joined, pairs, strict=True):
+            shared = min(ours.shape[2], theirs.shape[2])
+            new[: len(ours)], new[len(ours) :, :, :shared] = ours, theirs[:, :, :shared]
+        self._keys, self._values = joined
+
+    def write_back(self, part: Growing, index: Tensor) -> None:
+        """Copy the rows of another storage of the same capacity into the rows ``index`` of this one."""
+        for whole, rows in ((self._keys, part.keys), (self._values, part.values)):
+            whole[index.to(whole.device)] = rows
+
+    @property
+    def nbytes(self) -> int:
+        return self._keys.nbytes + self._values.nbytes
+
+    def row_bytes(self, held: list[int]) -> np.ndarray:
+        keys, values = self._keys, self._values
+        each = keys.shape[1] * (keys.shape[3] * keys.element_size() + values.shape[3] * values.element_size())
+        return np.array(held) * each

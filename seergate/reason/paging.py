@@ -1,0 +1,133 @@
+"""Paging: the user's side of paged caches, and what makes their storages under a handle."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import count
+from typing import Any, ClassVar
+
+from transformers import PreTrainedModel
+
+from seergate.cache.storage import Placement, Storage, StorageMaker
+from seergate.errors import SeergateError
+from seergate.methods.base import Method
+from seergate.methods.selecting import SelectingMethod
+from seergate.reason.method import ReasonCache
+from seergate.reason.paged import BlockStore, CachePages, Paged
+from seergate.reason.sharing import Sharing
+
+PAGE_TOKENS = 16
+"""Tokens per block where neither the user nor the method says how many (vLLM's default)."""
+
+
+@dataclass(frozen=True)
+class Paging(Placement):
+    """Keep keys and values in pages instead of one buffer per layer.
+
+    Attributes:
+        block_size: tokens per page, a multiple of the method's block size; the method's own, or 16, if ``None``.
+        max_blocks: how many pages a cache may have, all rows together; ``None`` for no limit. Reaching it raises
+            `OutOfBlocks`.
+        share_prefixes: let rows whose prompts begin with the same tokens share the pages of that beginning, once the
+            prompt has been read; only pages that are equal to the last bit.
+    """
+
+    tag: ClassVar[str] = "paged"
+    called: ClassVar[str] = "a paged"
+    block_size: int | None = None
+    max_blocks: int | None = None
+    share_prefixes: bool = False
+
+    def maker(self, model: PreTrainedModel, method: Method, layers: Sequence[int]) -> StorageMaker:
+        return Pager(self, model, method)
+
+    def page_of(self, method: Method) -> int:
+        """Tokens per page under a method.
+
+        Raises:
+            SeergateError: if pages would cut a block.
+        """
+        own = int(getattr(method, "block_size", PAGE_TOKENS))
+        size = own if self.block_size is None else self.block_size
+        if isinstance(method, SelectingMethod) and isinstance(size, int) and size % own:
+            raise SeergateError(
+                f"pages of {size} tokens would cut the blocks of {own} that {method.name!r} selects; their size must "
+                "be a multiple of it"
+            )
+        BlockStore(size, self.max_blocks)  # complains about other nonsense
+        return size
+
+
+@dataclass(frozen=True)
+class SimilarPaging(Paging):
+    """Paging under `ReasonCache`, which lets similar pages of a row share memory."""
+
+    reason: ReasonCache | None = None
+
+    def maker(self, model: PreTrainedModel, method: Method, layers: Sequence[int]) -> StorageMaker:
+        return Pager(self, model, method, self.reason)
+
+
+def paging_of(reason: ReasonCache, given: Placement | None) -> Paging:
+    """The paging that `ReasonCache` brings.
+
+    Args:
+        reason: the method.
+        given: what the user asked for besides.
+
+    Raises:
+        SeergateError: if that is something else, or paging with sizes of its own.
+    """
+    if given is not None and not isinstance(given, Paging):
+        raise SeergateError(f"{reason.name!r} shares pages; leave storage={given!r} out")
+    if given is not None and (given.block_size is not None or given.max_blocks is not None):
+        raise SeergateError(f"give block_size and max_blocks to {reason.name!r} itself, not to its paging")
+    prefixes = given is not None and given.share_prefixes
+    return SimilarPaging(reason.block_size, reason.max_blocks, prefixes, reason)
+
+
+class Pager(StorageMaker):
+    """Makes the storages of paged caches.
+
+    Args:
+        paging: what the user asked for.
+        model: it is attached to.
+        method: what decides what is read.
+        reason: the method that shares similar pages, if one does.
+
+    Attributes:
+        sharing: what shares pages, if anything does.
+
+    Raises:
+        SeergateError: if pages would cut blocks of the method.
+    """
+
+    def __init__(
+        self, paging: Paging, model: PreTrainedModel, method: Method, reason: ReasonCache | None = None
+    ) -> None:
+        self.lossy = reason is not None
+        self._limit, self._page, self._numbers = paging.max_blocks, paging.page_of(method), count()
+        shares = reason is not None or paging.share_prefixes
+        self.sharing = Sharing(model, reason, paging.share_prefixes) if shares else None
+
+    def new(self, layer: int, layers: Sequence[Any], static_length: int | None) -> Storage:
+        """The layers of a cache share its pages; the first one makes them."""
+        for other in layers[:layer]:
+            if isinstance(getattr(other, "storage", None), Paged):
+                return Paged(other.storage.pages)
+        pages = CachePages(BlockStore(self._page, self._limit, self._numbers))
+        if self.sharing is not None:
+            self.sharing.follow(pages)
+        return Paged(pages)
+
+    def stats(self) -> dict[str, Any]:
+        return {} if self.sharing is None else self.sharing.stats()
+
+    def reset(self) -> None:
+        if self.sharing is not None:
+            self.sharing.reset()
+
+    def remove(self) -> None:
+        if self.sharing is not None:
+            self.sharing.remove()
