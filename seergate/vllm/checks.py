@@ -1,0 +1,140 @@
+"""What is checked before vLLM loads any weights, and what of its configuration follows from the gates."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import warnings
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+from seergate.errors import SeergateError
+from seergate.fingerprint import fingerprint
+from seergate.gates.bank import Gates
+from seergate.hf.families import full_attention_modules, gate_geometry, rope_kind, text_config
+from seergate.hf.loading import skeleton
+from seergate.hf.rope import RopeKind
+from seergate.vllm.settings import Settings
+
+SUPPORTED = ("0.32", "0.33")
+"""Minor versions of vLLM that this was written for. The tests run with 0.32."""
+
+WORKERS = {
+    "vllm.v1.worker.cpu_worker.CPUWorker": "seergate.vllm.worker.CPUWorker",
+    "vllm.v1.worker.gpu_worker.Worker": "seergate.vllm.worker.GPUWorker",
+}
+SEED = "PYTHONHASHSEED"
+"""vLLM derives the hashes of its prefix cache from this variable (`vllm.v1.core.kv_cache_utils`)."""
+
+
+def configured(settings: Settings, engine_args: Any, create: Callable[[], Any]) -> Any:
+    """The configuration for an engine with gates.
+
+    Args:
+        settings: what the user asked for.
+        engine_args: vLLM's; its block size is set here unless the user did.
+        create: makes the configuration of them.
+
+    Raises:
+        SeergateError: naming what does not fit.
+    """
+    import vllm
+
+    if ".".join(vllm.__version__.split(".")[:2]) not in SUPPORTED:
+        warnings.warn(
+            f"this is vLLM {vllm.__version__}; seergate's plugin was written for {' and '.join(SUPPORTED)} and may "
+            "fail with another",
+            stacklevel=3,
+        )
+    bank = settings.bank()
+    if bank is not None and engine_args.block_size is None:
+        engine_args.block_size = bank.config.block_size
+    check_page(bank, engine_args.block_size)
+    config = create()
+    page = config.cache_config.block_size
+    check_page(bank, page)
+    selector = settings.selector(bank, page)
+    check_engine(config)
+    check_model(config.model_config.hf_config, bank, selector.dense_layers)
+    worker = config.parallel_config.worker_cls
+    if worker not in WORKERS:
+        raise SeergateError(f"worker_cls is {worker!r}; with seergate it must be left out, on a CPU or a CUDA GPU")
+    config.parallel_config.worker_cls = WORKERS[worker]
+    seed = f"{os.environ.get(SEED, '')} {settings} {fingerprint(bank) if bank is not None else ''}"
+    os.environ[SEED] = str(int.from_bytes(hashlib.sha256(seed.encode()).digest()[:4]))
+    return config
+
+
+def check_page(bank: Gates | None, page: int | None) -> None:
+    """Refuse gates whose block is not one page of the cache, or several."""
+    from vllm.platforms import current_platform
+
+    unit = 32 if current_platform.is_cpu() else 16
+    if bank is not None and bank.config.block_size % unit:
+        raise SeergateError(
+            f"these gates are for blocks of {bank.config.block_size} tokens; inside vLLM a block is one page of its "
+            f"cache or several, and on this platform a page has a multiple of {unit} tokens: train gates with "
+            f"--block-size {unit}, {2 * unit} or {4 * unit}"
+        )
+    if page is not None and (page % unit or (bank is not None and bank.config.block_size % page)):
+        fits = f" that divides the gates' block of {bank.config.block_size}" if bank is not None else ""
+        raise SeergateError(f"block_size is {page}; with seergate it must be a multiple of {unit}{fits}")
+
+
+def check_engine(config: Any) -> None:
+    """Refuse what would change the cache behind the gates' back."""
+    model, parallel = config.model_config, config.parallel_config
+    dtype = config.cache_config.cache_dtype
+    context = max(parallel.decode_context_parallel_size, parallel.prefill_context_parallel_size)
+    refusals = {
+        f"its runner is {model.runner_type!r}": model.runner_type != "generate",
+        "kv_transfer_config is given, and blocks from elsewhere have no summaries": config.kv_transfer_config
+        is not None,
+        f"kv_cache_dtype is {dtype!r}, and cached keys must be readable": dtype
+        not in ("auto", "float32", "float16", "bfloat16"),
+        "context parallelism spreads the tokens of a block over ranks": context > 1,
+        "its model has state-space layers, whose cache sets the page size": model.is_hybrid,
+        "its model has positions with several axes": model.uses_mrope,
+    }
+    for reason, holds in refusals.items():
+        if holds:
+            raise SeergateError(f"seergate cannot run inside this engine: {reason}")
+
+
+def check_model(hf_config: Any, bank: Gates | None, dense_layers: tuple[int, ...]) -> None:
+    """Refuse gates of another model, and a model whose attention cannot be made sparse."""
+    kinds = rope_kinds(hf_config)
+    layers = hf_config.get_text_config().num_hidden_layers
+    if bank is not None:
+        needed = bank.geometry
+        found = gate_geometry(skeleton(hf_config), bank.config)
+        # a skeleton has no buffers to read the frequencies from
+        found = replace(found, inv_freq=needed.inv_freq, attention_scaling=needed.attention_scaling)
+        problems = needed.mismatches(found)
+        if problems:
+            raise SeergateError(f"these gates are for another model: {'; '.join(problems)}")
+    absent = [layer for layer in dense_layers if not (isinstance(layer, int) and 0 <= layer < layers)]
+    if bank is not None and absent:
+        raise SeergateError(f"seergate.dense_layers holds {absent}; the model has the layers 0..{layers - 1}")
+    if "other" in kinds.values():
+        raise SeergateError(
+            f"models of type {hf_config.get_text_config().model_type!r} are not supported inside vLLM: their cached "
+            "keys are not simply rotated ones, so the keys before RoPE cannot be computed from them"
+        )
+
+
+def rope_kinds(hf_config: Any) -> dict[int, RopeKind]:
+    """Layer with full attention -> how its cached keys come from those before RoPE.
+
+    Raises:
+        SeergateError: if the family is not supported, no layer has full attention, or there are attention sinks.
+    """
+    model = skeleton(hf_config)
+    modules = full_attention_modules(model)
+    if any(getattr(attention, "sinks", None) is not None for _, attention in modules):
+        raise SeergateError(
+            f"models of type {text_config(model).model_type!r} are not supported inside vLLM: its paged kernels take "
+            "attention sinks for all heads together, and each KV head is a sequence of its own here"
+        )
+    return {layer: rope_kind(text_config(model), attention) for layer, attention in modules}

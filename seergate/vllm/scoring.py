@@ -1,0 +1,99 @@
+"""What each method keeps per block of the cache, and how it scores blocks with it.
+
+Shape suffixes: R rows (decoding requests), N blocks, H query heads, K KV heads, G query heads per KV head, S tokens of
+a block, D head dimension, W width of a block's summary.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from seergate import ops
+from seergate.gates.gate import AttnGate
+from seergate.vllm.rope import Unrotation
+
+Keys = Callable[[], Tensor]
+"""Reads the cached keys of all blocks of all rows, ``[R, K, N * S, D]``: what a method needs that has no summaries."""
+
+
+class GateScores:
+    """The learned gate: a block's summary is its compressed key.
+
+    Args:
+        gate: of this layer, with this rank's heads.
+        unrotate: of this layer.
+    """
+
+    def __init__(self, gate: AttnGate, unrotate: Unrotation) -> None:
+        self.gate, self.unrotate = gate, unrotate
+        self.width, self.dtype = gate.config.gate_dim, gate.k_proj.weight.dtype
+
+    def summary(self, keys_NKSD: Tensor, starts_N: Tensor) -> Tensor:
+        """The summaries ``[N, K, W]`` of blocks that begin at positions ``starts_N``, from their cached keys."""
+        size = keys_NKSD.shape[2]
+        positions_N1S = starts_N[:, None, None] + torch.arange(size, device=starts_N.device)
+        pooled = ops.pool_keys(self.unrotate(keys_NKSD, positions_N1S), size, self.gate.config.k_pooling)
+        return self.gate.keys(pooled, starts_N[:, None])[:, :, 0]
+
+    def scores(self, query_RHD: Tensor, last_R: Tensor, summary_RNKW: Tensor, read: Keys) -> Tensor:
+        """Scores ``[R, K, N]`` of the blocks for queries at positions ``last_R``."""
+        plain = self.unrotate(query_RHD, last_R[:, None])
+        qg_RK1W = self.gate.queries(plain[:, :, None], last_R[:, None])
+        return self.gate.scores(qg_RK1W, summary_RNKW.transpose(1, 2))[:, :, 0]
+
+
+class QuestScores:
+    """Quest's upper bound: a block's summary is the largest and the smallest key per channel.
+
+    Args:
+        head_dim: D.
+        dtype: of the cache.
+        group_reduction: ``"max"`` or ``"mean"`` over the query heads of a group.
+    """
+
+    def __init__(self, head_dim: int, dtype: torch.dtype, group_reduction: str) -> None:
+        self.width, self.dtype, self.group_reduction = 2 * head_dim, dtype, group_reduction
+
+    def summary(self, keys_NKSD: Tensor, starts_N: Tensor) -> Tensor:
+        """The largest and the smallest keys of blocks, ``[N, K, 2 * D]``."""
+        return torch.cat((keys_NKSD.amax(2), keys_NKSD.amin(2)), -1)
+
+    def scores(self, query_RHD: Tensor, last_R: Tensor, summary_RNKW: Tensor, read: Keys) -> Tensor:
+        """The bounds ``[R, K, N]`` of the blocks."""
+        high_RKDN, low_RKDN = summary_RNKW.permute(0, 2, 3, 1).float().chunk(2, 2)
+        query_RKGD = query_RHD.unflatten(1, (high_RKDN.shape[1], -1)).float()
+        bound_RKGN = query_RKGD.clamp(min=0) @ high_RKDN + query_RKGD.clamp(max=0) @ low_RKDN
+        return bound_RKGN.mean(2) if self.group_reduction == "mean" else bound_RKGN.amax(2)
+
+
+class OracleScores:
+    """The blocks that dense attention weighs most: it reads all keys, so it measures and does not save.
+
+    Args:
+        size: tokens per block.
+        scale, softcap: of the layer's attention; 0 for no cap.
+    """
+
+    width, dtype = 0, torch.float32
+
+    def __init__(self, size: int, scale: float, softcap: float) -> None:
+        self.size, self.scale, self.softcap = size, scale, softcap
+
+    def summary(self, keys_NKSD: Tensor, starts_N: Tensor) -> Tensor:
+        """Nothing is kept of a block."""
+        return keys_NKSD.new_empty(*keys_NKSD.shape[:2], 0)
+
+    def scores(self, query_RHD: Tensor, last_R: Tensor, summary_RNKW: Tensor, read: Keys) -> Tensor:
+        """The largest log-probability that a query head of the group gives to a key of the block, ``[R, K, N]``."""
+        keys_RKTD = read().float()
+        query_RKGD = query_RHD.unflatten(1, (keys_RKTD.shape[1], -1)).float()
+        logits = (query_RKGD * self.scale) @ keys_RKTD.transpose(-1, -2)
+        if self.softcap:
+            logits = self.softcap * torch.tanh(logits / self.softcap)
+        held_RT = torch.arange(keys_RKTD.shape[2], device=last_R.device) <= last_R[:, None]
+        logp_RKGT = F.log_softmax(logits.masked_fill(~held_RT[:, None, None], -torch.inf), -1)
+        return logp_RKGT.unflatten(-1, (-1, self.size)).amax(-1).amax(2)

@@ -1,0 +1,102 @@
+"""What stands under "seergate" in vLLM's `additional_config`."""
+
+from __future__ import annotations
+
+import difflib
+from dataclasses import dataclass, fields
+from typing import Any
+
+from seergate.errors import SeergateError
+from seergate.gates.bank import Gates
+from seergate.methods import SelectingMethod, make_method
+
+KEY = "seergate"
+SERVED = ("gate", "quest", "oracle")
+"""The methods that run inside vLLM."""
+
+
+@dataclass(frozen=True)
+class Settings:
+    """Which blocks are read, and what chooses them.
+
+    Attributes:
+        gates: adapter directory or Hub repository; for ``method="gate"`` and nothing else.
+        revision: of the repository.
+        method: ``"gate"``, ``"quest"`` or ``"oracle"``.
+        token_budget, threshold, top_p: at most one of them, see `DecodeConfig`; by default what the gates ask for.
+        dense_layers: layers that read everything; by default the method's own.
+
+    Raises:
+        SeergateError: naming the key, what it is and what it must be.
+    """
+
+    gates: str | None = None
+    revision: str | None = None
+    method: str = "gate"
+    token_budget: int | None = None
+    threshold: float | None = None
+    top_p: float | None = None
+    dense_layers: tuple[int, ...] | None = None
+
+    def __post_init__(self) -> None:
+        if self.method not in SERVED:
+            raise SeergateError(f"seergate.method is {self.method!r}; inside vLLM it must be one of {SERVED}")
+        if (self.gates is not None) != (self.method == "gate"):
+            rule = "a directory or a Hub repository" if self.gates is None else 'left out, unless method is "gate"'
+            raise SeergateError(f"seergate.gates is {self.gates!r}; it must be {rule}")
+        for name in ("gates", "revision"):
+            value = getattr(self, name)
+            if value is not None and not isinstance(value, str):
+                raise SeergateError(f"seergate.{name} is {value!r}; it must be a text")
+        if self.revision is not None and self.gates is None:
+            raise SeergateError(f"seergate.revision is {self.revision!r} without gates; leave it out")
+        if self.dense_layers is not None:
+            if not isinstance(self.dense_layers, (list, tuple)):
+                raise SeergateError(f"seergate.dense_layers is {self.dense_layers!r}; it must be a list of layers")
+            object.__setattr__(self, "dense_layers", tuple(self.dense_layers))
+
+    @classmethod
+    def read(cls, additional_config: Any) -> Settings | None:
+        """The settings in vLLM's `additional_config`; ``None`` if it has none.
+
+        Raises:
+            SeergateError: for a key that does not exist, with the nearest one that does, or a value out of range.
+        """
+        if not isinstance(additional_config, dict) or KEY not in additional_config:
+            return None
+        values = additional_config[KEY]
+        if not isinstance(values, dict):
+            raise SeergateError(f"seergate is {values!r}; it must be an object such as {{'gates': 'org/name'}}")
+        known = [field.name for field in fields(cls)]
+        for name in values:
+            if name not in known:
+                near = difflib.get_close_matches(str(name), known, n=1)
+                hint = f"; did you mean {near[0]!r}?" if near else f"; it has {', '.join(known)}"
+                raise SeergateError(f"there is no key {name!r} under seergate{hint}")
+        return cls(**values)
+
+    def bank(self) -> Gates | None:
+        """The gates, on the CPU; ``None`` for a method without any."""
+        if self.gates is None:
+            return None
+        from seergate.hf.bank import GateBank
+
+        return GateBank.from_pretrained(self.gates, revision=self.revision)
+
+    def selector(self, bank: Gates | None, page: int) -> SelectingMethod:
+        """The method, whose rule turns scores into blocks.
+
+        Args:
+            bank: as `bank` gave it.
+            page: tokens per page of vLLM's cache: the block of a method without gates.
+
+        Raises:
+            ValueError: for a rule that is out of range.
+        """
+        names = ("token_budget", "threshold", "top_p", "dense_layers")
+        given = {name: getattr(self, name) for name in names if getattr(self, name) is not None}
+        if bank is None:
+            given["block_size"] = page
+        method = make_method(self.method, bank=bank, **given)
+        assert isinstance(method, SelectingMethod)
+        return method

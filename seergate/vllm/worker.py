@@ -1,0 +1,161 @@
+"""vLLM's workers, with gates in the model that they load. vLLM finds these classes by name (`parallel_config`)."""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+from torch import nn
+
+from seergate.errors import SeergateError
+from seergate.gates.gate import AttnGate
+from seergate.methods import Quest, SelectingMethod
+from seergate.vllm.attention import Scores, SparseAttention, SparseBuilder
+from seergate.vllm.checks import rope_kinds
+from seergate.vllm.rope import Unrotation
+from seergate.vllm.scoring import GateScores, OracleScores, QuestScores
+from seergate.vllm.settings import Settings
+
+
+class Gated:
+    """Mixed into a worker."""
+
+    gated: dict[int, SparseAttention]
+    logged = 0.0, 0, 0  # when the last line was written, and what had been read and held by then
+
+    def load_model(self, *args: Any, **kwargs: Any) -> None:
+        """Load the model as vLLM does, then make its layers sparse."""
+        super().load_model(*args, **kwargs)  # type: ignore[misc]
+        self.gated = attach(self.model_runner.model, self.vllm_config)  # type: ignore[attr-defined]
+
+    def execute_model(self, *args: Any, **kwargs: Any) -> Any:
+        """Run a step; now and then, write what decoding reads to vLLM's log, as often as vLLM its own statistics."""
+        from vllm import envs
+        from vllm.logger import init_logger
+
+        output = super().execute_model(*args, **kwargs)  # type: ignore[misc]
+        then, read, held = self.logged
+        if (now := time.monotonic()) - then >= envs.VLLM_LOG_STATS_INTERVAL:
+            total = [sum(getattr(impl, name) for impl in self.gated.values()) for name in ("read", "held")]
+            if total[1] > held:
+                share = (total[0] - read) / (total[1] - held)
+                init_logger("vllm.seergate").info("seergate: decoding reads %.1f%% of the cached tokens", 100 * share)
+            self.logged = now, total[0], total[1]
+        return output
+
+    def seergate_stats(self) -> dict[str, Any]:
+        """What decoding has read since the start: ``llm.collective_rpc("seergate_stats")``, one answer per rank.
+
+        Returns:
+            ``layers``: for each sparse layer, ``tokens_read`` and ``tokens_held`` of all KV heads of this rank and all
+            steps, and ``density``, their quotient. ``summary_bytes``: memory beside the cache.
+        """
+        layers = {
+            layer: {
+                "tokens_read": impl.read,
+                "tokens_held": impl.held,
+                "density": impl.read / impl.held if impl.held else 1.0,
+            }
+            for layer, impl in self.gated.items()
+        }
+        nbytes = sum(impl.summaries.nbytes for impl in self.gated.values() if impl.pages is not None)
+        return {"layers": layers, "summary_bytes": nbytes}
+
+
+def attach(model: nn.Module, vllm_config: Any) -> dict[int, SparseAttention]:
+    """Make the layers of a model sparse.
+
+    Args:
+        model: vLLM's, of this rank.
+        vllm_config: has the key "seergate".
+
+    Returns:
+        Layer -> its attention.
+    """
+    settings = Settings.read(vllm_config.additional_config)
+    assert settings is not None
+    bank = settings.bank()
+    method = settings.selector(bank, vllm_config.cache_config.block_size)
+    kinds = rope_kinds(vllm_config.model_config.hf_config)
+    found = {}
+    for layer, parent, attention in attention_layers(model):
+        if layer not in kinds or not method.selects_in(layer):
+            continue
+        scoring: Scores
+        if bank is not None:
+            unrotate = Unrotation(parent.rotary_emb if kinds[layer] == "plain" else None)
+            scoring = GateScores(rank_gate(bank.gate(layer), attention.num_kv_heads), unrotate)
+        elif isinstance(method, Quest):
+            scoring = QuestScores(attention.head_size, attention.kv_cache_torch_dtype, method.group_reduction)
+        else:
+            scoring = OracleScores(method.block_size, attention.impl.scale, attention.impl.logits_soft_cap)
+        found[layer] = make_sparse(attention, method, scoring)
+    return found
+
+
+def attention_layers(model: nn.Module) -> list[tuple[int, Any, Any]]:
+    """Layer, module that has RoPE, and vLLM's attention in it, of every decoder layer on this rank."""
+    from vllm.model_executor.layers.attention import Attention
+    from vllm.model_executor.models.utils import extract_layer_index
+
+    return [
+        (extract_layer_index(child.layer_name), parent, child)
+        for parent in model.modules()
+        for child in parent.children()
+        if isinstance(child, Attention)
+    ]
+
+
+def make_sparse(attention: Any, method: SelectingMethod, scoring: Scores) -> SparseAttention:
+    """Put `SparseAttention` and `SparseBuilder` around what vLLM chose for a layer."""
+    backend = attention.attn_backend
+    if backend.get_name() != "CPU_ATTN":
+        raise SeergateError(f"vLLM's attention backend is {backend.get_name()}; with seergate it must be CPU_ATTN")
+    sparse_builder = type("SparseMetadataBuilder", (SparseBuilder, backend.get_builder_cls()), {"method": method})
+    attention.attn_backend = type(
+        "SparseBackend", (backend,), {"get_builder_cls": staticmethod(lambda: sparse_builder)}
+    )
+    return SparseAttention(attention.impl, method, scoring)
+
+
+def rank_gate(gate: AttnGate, kv_heads: int) -> AttnGate:
+    """The part of a gate that belongs to this rank's KV heads.
+
+    Args:
+        gate: of the whole layer.
+        kv_heads: of this rank; vLLM repeats them where there are fewer than ranks.
+    """
+    from vllm.distributed import get_tensor_model_parallel_rank, get_tensor_model_parallel_world_size
+
+    rank, ranks = get_tensor_model_parallel_rank(), get_tensor_model_parallel_world_size()
+    first = rank * gate.num_kv_heads // ranks
+    part = AttnGate(
+        gate.config,
+        num_heads=kv_heads * gate.group_size,
+        num_kv_heads=kv_heads,
+        head_dim=gate.head_dim,
+        inv_freq=gate.inv_freq,
+        attention_scaling=gate.attention_scaling,
+    ).to(gate.k_proj.weight.dtype)
+    part.load_state_dict(
+        {
+            name: tensor[first : first + kv_heads] if name in ("q_proj.weight", "k_proj.weight") else tensor
+            for name, tensor in gate.state_dict().items()
+        }
+    )
+    return part.requires_grad_(False)
+
+
+def __getattr__(name: str) -> Any:
+    """`CPUWorker` and `GPUWorker`, made when vLLM asks for one: the other's module may not be importable here."""
+    from importlib import import_module
+
+    bases = {
+        "CPUWorker": ("vllm.v1.worker.cpu_worker", "CPUWorker"),
+        "GPUWorker": ("vllm.v1.worker.gpu_worker", "Worker"),
+    }
+    if name not in bases:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    module, stock = bases[name]
+    globals()[name] = made = type(name, (Gated, getattr(import_module(module), stock)), {"__module__": __name__})
+    return made

@@ -1,0 +1,111 @@
+"""What is refused, before any weights are read; and that nothing happens without the key."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from typing import Any
+
+import pytest
+
+from seergate import GateBank, GateConfig, SeergateError
+from seergate.vllm.checks import check_model
+from seergate.vllm.settings import Settings
+from tests.models import tiny_model
+from tests.vllm.conftest import GATES, REASONER
+
+
+@pytest.fixture(autouse=True)
+def _hash_seed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PYTHONHASHSEED", "0")  # so that it is put back
+
+
+def configured(seergate: Any, model: Any = REASONER, **options: Any) -> Any:
+    from vllm.engine.arg_utils import EngineArgs
+
+    extra = {} if seergate is None else {"additional_config": {"seergate": seergate}}
+    return EngineArgs(model=str(model), dtype="float32", max_model_len=2048, **options, **extra).create_engine_config()
+
+
+@pytest.mark.parametrize(
+    ("values", "sentence"),
+    [
+        ("gates", "seergate is 'gates'; it must be an object"),
+        ({"gate": GATES}, "no key 'gate' under seergate; did you mean 'gates'?"),
+        ({"gates": GATES, "lossless": True}, "no key 'lossless' under seergate; it has gates, revision"),
+        ({"gates": GATES, "method": "h2o"}, "seergate.method is 'h2o'; inside vLLM it must be one of"),
+        ({}, "seergate.gates is None; it must be a directory or a Hub repository"),
+        ({"method": "quest", "gates": GATES}, "must be left out, unless method is"),
+        ({"method": "quest", "revision": "main"}, "seergate.revision is 'main' without gates"),
+        ({"gates": GATES, "dense_layers": 1}, "seergate.dense_layers is 1; it must be a list of layers"),
+    ],
+)
+def test_settings_that_make_no_sense(values: Any, sentence: str) -> None:
+    with pytest.raises(SeergateError, match=sentence):
+        Settings.read({"seergate": values})
+
+
+@pytest.mark.parametrize("additional_config", [None, {}, {"other": 1}])
+def test_no_key_no_settings(additional_config: Any) -> None:
+    assert Settings.read(additional_config) is None
+
+
+def test_without_the_key_vllm_is_as_it_was() -> None:
+    config = configured(None)
+    assert config.parallel_config.worker_cls == "vllm.v1.worker.cpu_worker.CPUWorker"
+    assert config.cache_config.block_size == 128
+    assert os.environ["PYTHONHASHSEED"] == "0"
+
+
+def test_gates_set_the_page_the_worker_and_the_hash_of_the_prefix_cache(monkeypatch: pytest.MonkeyPatch) -> None:
+    seeds = {"0"}
+    for budget in (128, 256):
+        monkeypatch.setenv("PYTHONHASHSEED", "0")
+        config = configured({"gates": GATES, "token_budget": budget})
+        assert config.parallel_config.worker_cls == "seergate.vllm.worker.CPUWorker"
+        assert config.cache_config.block_size == 32
+        seeds.add(os.environ["PYTHONHASHSEED"])
+    assert len(seeds) == 3
+    for seed in seeds:  # Python itself reads the variable when the engine's processes start
+        subprocess.run([sys.executable, "-c", ""], env={"PYTHONHASHSEED": seed}, check=True)
+
+
+@pytest.mark.parametrize(
+    ("values", "options", "sentence"),
+    [
+        ({"gates": f"{REASONER}/gates"}, {}, "blocks of 8 tokens; .* a page has a multiple of 32 tokens"),
+        ({"gates": GATES}, {"block_size": 64}, "block_size is 64; .* divides the gates' block of 32"),
+        ({"gates": GATES, "token_budget": 31}, {}, "token_budget is 31; .* it must be at least 32"),
+        ({"gates": GATES, "token_budget": 64, "top_p": 0.5}, {}, "token_budget and top_p are both given"),
+        ({"gates": GATES, "dense_layers": [7]}, {}, r"dense_layers holds \[7\]; the model has the layers 0..3"),
+        ({"gates": GATES}, {"kv_cache_dtype": "fp8"}, "kv_cache_dtype is 'fp8'"),
+        ({"gates": GATES}, {"worker_cls": "some.Worker"}, "worker_cls is 'some.Worker'; with seergate"),
+        ({"gates": "nowhere"}, {}, "nowhere"),
+    ],
+)
+def test_engines_that_do_not_fit(values: Any, options: Any, sentence: str) -> None:
+    with pytest.raises((SeergateError, ValueError), match=sentence):
+        configured(values, **options)
+
+
+def test_gates_of_another_model(tmp_path: Any) -> None:
+    model = tiny_model("qwen3", head_dim=32)
+    GateBank.for_model(model, GateConfig(block_size=32, gate_dim=32)).save_pretrained(tmp_path)
+    with pytest.raises(
+        SeergateError, match="these gates are for another model: hidden_size is 128 in the model and 64"
+    ):
+        configured({"gates": str(tmp_path)})
+
+
+@pytest.mark.parametrize(
+    ("family", "options", "sentence"),
+    [
+        ("mistral", {"sliding_window": 64}, "no layer of this mistral model has full attention"),
+        ("gpt_oss", {}, "attention sinks for all heads together"),
+        ("hunyuan_v1_dense", {}, "cached keys are not simply rotated"),
+    ],
+)
+def test_models_that_cannot_be_sparse(family: str, options: Any, sentence: str) -> None:
+    with pytest.raises(SeergateError, match=sentence):
+        check_model(tiny_model(family, **options).config, None, ())

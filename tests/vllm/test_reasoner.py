@@ -1,0 +1,76 @@
+"""The tiny reasoner inside vLLM against the same gates inside transformers."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+import seergate
+from seergate import DecodeConfig, GateBank
+from seergate.chain_sum import make_problem
+from tests.vllm.conftest import GATES, REASONER, answers, engine, gated_layers
+
+BUDGET = 160
+
+
+def questions(variables: int, count: int, seed: int = 0) -> list[list[int]]:
+    """Prompts, as token ids."""
+    tokenizer = AutoTokenizer.from_pretrained(REASONER)
+    draw = random.Random(seed)
+    return [
+        tokenizer.apply_chat_template(
+            [{"role": "user", "content": make_problem(variables, draw).question}],
+            add_generation_prompt=True,
+            return_dict=False,
+        )
+        for _ in range(count)
+    ]
+
+
+@pytest.fixture(scope="module")
+def llm() -> Iterator[Any]:
+    with engine(seergate={"gates": GATES, "token_budget": BUDGET}) as llm:
+        yield llm
+
+
+def test_blocks_and_tokens_are_those_of_transformers(llm: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    chosen: list[torch.Tensor] = []
+    kind = type(gated_layers(llm)[0].method)
+    plain = kind.choose
+
+    def choose(self: Any, scores: torch.Tensor, lengths: torch.Tensor) -> Any:
+        selection = plain(self, scores, lengths)
+        chosen.append(selection.indices)
+        return selection
+
+    monkeypatch.setattr(kind, "choose", choose)
+    model = AutoModelForCausalLM.from_pretrained(REASONER, dtype=torch.float32)
+    for ids in questions(variables=20, count=3):
+        chosen.clear()
+        (served,) = answers(llm, [ids], 600)
+        blocks = list(chosen)
+        chosen.clear()
+        with seergate.attached(model, GateBank.from_pretrained(GATES), DecodeConfig(token_budget=BUDGET)):
+            said = model.generate(torch.tensor([ids]), max_new_tokens=600, do_sample=False)[0, len(ids) :].tolist()
+        assert served == said
+        assert len(blocks) == len(chosen) == 4 * (len(said) - 1)
+        assert all(torch.equal(a, b) for a, b in zip(blocks, chosen, strict=True))
+
+
+def test_statistics_are_counts_of_tokens(llm: Any) -> None:
+    (before,) = llm.collective_rpc("seergate_stats")
+    (ids,) = questions(variables=20, count=1)
+    (said,) = answers(llm, [ids], 40)
+    (after,) = llm.collective_rpc("seergate_stats")
+    lengths = [len(ids) + step for step in range(1, len(said))]  # of the rows that decode; the first token is read off
+    for layer in range(4):
+        held, read = (after["layers"][layer][n] - before["layers"][layer][n] for n in ("tokens_held", "tokens_read"))
+        assert held == 2 * sum(lengths)
+        assert read == 2 * sum(BUDGET - 32 + (length - 1) % 32 + 1 for length in lengths)
+    pages = gated_layers(llm)[0].pages
+    assert after["summary_bytes"] == 4 * pages.pages * 2 * 128 * 4
