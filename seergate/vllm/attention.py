@@ -10,6 +10,7 @@ block, K KV heads, X blocks read, others as in `seergate.vllm.scoring`.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -18,7 +19,7 @@ import torch
 from torch import Tensor
 
 from seergate.methods import SelectingMethod
-from seergate.vllm.pages import CPUPages
+from seergate.vllm.pages import Pages
 from seergate.vllm.scoring import Keys
 
 
@@ -72,29 +73,33 @@ def plan_of(metadata: Any, common: Any, method: SelectingMethod, page: int) -> P
         page: tokens per page.
     """
     size, run = method.block_size, method.block_size // page
-    lengths = common.seq_lens[: common.num_reqs].numpy().astype(np.int64)
+    on_host = common.seq_lens if common.seq_lens.is_cpu else common.seq_lens_cpu_upper_bound
+    lengths = on_host[: common.num_reqs].numpy().astype(np.int64)
     starts = common.query_start_loc_cpu[: common.num_reqs + 1].numpy().astype(np.int64)
     queries = np.diff(starts)
     table = metadata.block_table.long()
 
+    def here(array: np.ndarray) -> Tensor:
+        return torch.from_numpy(array).to(table.device, non_blocking=True)
+
     before, after = (lengths - queries) // size, lengths // size
     closed = np.repeat(np.arange(len(lengths)), after - before)
     blocks = np.arange(len(closed)) - np.repeat(np.cumsum(after - before) - after, after - before)
-    closed_Cr = table[torch.from_numpy(closed)[:, None], torch.from_numpy(blocks)[:, None] * run + torch.arange(run)]
+    closed_Cr = table[here(closed)[:, None], here(blocks[:, None] * run + np.arange(run))]
 
     decodes = (queries == 1) & ~common.is_prefilling[: common.num_reqs].numpy()
     rows = np.flatnonzero(decodes & (lengths > max(method.covered_tokens, method.rule.dense_below)))
     longest = int(lengths[rows].max(initial=0))
-    columns = torch.arange(-(-longest // size) * run).clamp(max=table.shape[1] - 1)
-    rows_R = torch.from_numpy(rows)
+    columns = np.arange(-(-longest // size) * run).clip(max=table.shape[1] - 1)
+    rows_R = here(rows)
     held = int(lengths[decodes].sum())
     return Plan(
         closed_Cr=closed_Cr,
-        starts_C=torch.from_numpy(blocks * size),
+        starts_C=here(blocks * size),
         rows_R=rows_R,
-        tokens_R=torch.from_numpy(starts[rows]),
-        lengths_R=torch.from_numpy(lengths[rows]),
-        table_RNr=table[rows_R[:, None], columns].unflatten(1, (-1, run)),
+        tokens_R=here(starts[rows]),
+        lengths_R=here(lengths[rows]),
+        table_RNr=table[rows_R[:, None], here(columns)].unflatten(1, (-1, run)),
         dense=metadata,
         held=held,
         read_all=held - int(lengths[rows].sum()),
@@ -114,7 +119,7 @@ class SparseBuilder:
             plan.dense = None
         elif len(plan.rows_R):
             lengths = common.seq_lens.index_fill(0, plan.rows_R, 1)
-            plan.dense = super().build(common_prefix_len, common.replace(seq_lens=lengths), fast_build)  # type: ignore[misc]
+            plan.dense = super().build(0, common.replace(seq_lens=lengths), fast_build)  # type: ignore[misc]
         return metadata
 
 
@@ -125,6 +130,7 @@ class SparseAttention:
         impl: the attention that vLLM chose for the layer.
         method: turns scores into blocks.
         scoring: makes summaries of blocks, and scores them.
+        kind: makes `Pages` of the layer's cache.
 
     Attributes:
         read: tokens read by rows that decode, all KV heads together, so far; ``held`` those that there were to read.
@@ -133,10 +139,11 @@ class SparseAttention:
 
     summaries: Tensor
 
-    def __init__(self, impl: Any, method: SelectingMethod, scoring: Scores) -> None:
-        self.impl, self.method, self.scoring = impl, method, scoring
-        self.pages: CPUPages | None = None
-        self.read = self.held = 0
+    def __init__(self, impl: Any, method: SelectingMethod, scoring: Scores, kind: Callable[..., Pages]) -> None:
+        self.impl, self.method, self.scoring, self.kind = impl, method, scoring, kind
+        self.pages: Pages | None = None
+        self.read: int | Tensor = 0
+        self.held = 0
         self.dense, impl.forward = impl.forward, self.forward
 
     def forward(
@@ -175,19 +182,19 @@ class SparseAttention:
             output[plan.tokens_R] = attended
         return output
 
-    def _bind(self, layer: Any, cache: Tensor) -> CPUPages:
-        if self.pages is None or self.pages.cache.data_ptr() != cache.data_ptr():
-            self.pages = CPUPages(self.impl, layer, cache)
+    def _bind(self, layer: Any, cache: Tensor) -> Pages:
+        if self.pages is None or self.pages.cache.data_ptr() != cache.data_ptr():  # vLLM may profile with another one
+            self.pages = self.kind(self.impl, layer, cache)
             shape = (self.pages.pages, self.pages.heads, self.scoring.width)
             self.summaries = torch.zeros(shape, dtype=self.scoring.dtype, device=cache.device)
         return self.pages
 
-    def _keys(self, pages: CPUPages, table_Nr: Tensor) -> Tensor:
+    def _keys(self, pages: Pages, table_Nr: Tensor) -> Tensor:
         """Cached keys ``[N, K, tokens, D]`` of runs of pages."""
         keys = pages.read(table_Nr.flatten()).unflatten(0, table_Nr.shape)  # [N, r, K, S, D]
         return keys.transpose(1, 2).flatten(2, 3)
 
-    def _attend(self, pages: CPUPages, plan: Plan, query_RHD: Tensor) -> Tensor:
+    def _attend(self, pages: Pages, plan: Plan, query_RHD: Tensor) -> Tensor:
         size, run = self.method.block_size, plan.table_RNr.shape[2]
         scores_RKN = self.scoring.scores(
             query_RHD,
@@ -205,9 +212,10 @@ class SparseAttention:
         else:
             shared = plan.shared
         lengths_Q, schedule = shared
-        self.read += int(lengths_Q.sum())
-        rows_R11 = torch.arange(len(query_RHD))[:, None, None]
-        table_RKXr = plan.table_RNr[rows_R11, indices_RKX.clamp(min=0).long()] * pages.heads
-        table_RKXr += torch.arange(pages.heads)[:, None, None]
+        self.read = self.read + lengths_Q.sum()  # on a GPU a tensor: nothing waits for it
+        device = query_RHD.device
+        rows_R11 = torch.arange(len(query_RHD), device=device)[:, None, None]
+        table_RKXr = plan.table_RNr[rows_R11, indices_RKX.clamp(min=0).long()] * pages.step
+        table_RKXr += torch.arange(pages.heads, device=device)[:, None, None]
         table_QX = table_RKXr.view(len(lengths_Q), indices_RKX.shape[2] * run).int()
         return pages.attend(query_RHD, table_QX, lengths_Q, schedule)

@@ -1,7 +1,7 @@
 """vLLM's paged caches: how a page's keys are read, and how each KV head attends to pages of its own.
 
-Every KV head is a sequence of its own for the stock kernel, with a block table of its own: in a cache whose pages hold
-one head after the other, page ``p`` of head ``k`` is page ``p * K + k`` of a cache with one head. Keys carry their
+Every KV head is a sequence of its own for the stock kernel, with a block table of its own: the same memory seen as a
+cache with one head has page ``p`` of head ``k`` at place ``p * step + k``. Keys carry their
 RoPE already, so the order of pages does not matter; the current one comes last, because it is not full.
 
 Shape suffixes: P pages, K KV heads, S tokens per page, D head dimension, R rows, Q sequences (R * K), X pages read.
@@ -9,10 +9,37 @@ Shape suffixes: P pages, K KV heads, S tokens per page, D head dimension, R rows
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
+
+
+class Pages(Protocol):
+    """The cache of a layer.
+
+    Attributes:
+        pages, heads, dim: how many pages and KV heads there are, and D.
+        step: see above.
+    """
+
+    cache: Tensor
+    pages: int
+    heads: int
+    dim: int
+    step: int
+
+    def read(self, pages_N: Tensor) -> Tensor:
+        """The keys ``[N, K, S, D]`` of some pages."""
+        ...
+
+    def schedule(self, lengths_Q: Tensor, dtype: torch.dtype) -> Any:
+        """What the kernel wants to know of sequences with one query each; the same for all layers."""
+        ...
+
+    def attend(self, query_RHD: Tensor, table_QX: Tensor, lengths_Q: Tensor, schedule: Any) -> Tensor:
+        """Attention of each row's newest query to the pages in its heads' tables: ``[R, H, D]``."""
+        ...
 
 
 class CPUPages:
@@ -27,17 +54,17 @@ class CPUPages:
     def __init__(self, impl: Any, layer: Any, cache: Tensor) -> None:
         self.impl, self.layer, self.cache = impl, layer, cache
         self.pages, self.heads, self.size, twice = cache.shape
-        self.dim = twice // 2
+        self.dim, self.step = twice // 2, self.heads
         self.keys, self.values = cache.view(self.pages * self.heads, 1, 2 * self.size, self.dim).chunk(2, dim=2)
         self.order = self._order()
 
     def read(self, pages_N: Tensor) -> Tensor:
-        """The keys ``[N, K, S, D]`` of some pages."""
+        """Unpack the keys of some pages."""
         packed = self.cache[pages_N].flatten(2)[..., : self.size * self.dim]
         return packed[..., self.order].unflatten(-1, (self.size, self.dim))
 
     def schedule(self, lengths_Q: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-        """What the kernel wants to know of sequences with one query each; the same for all layers."""
+        """Divide the work among threads."""
         from vllm import _custom_ops as ops
 
         starts = torch.arange(len(lengths_Q) + 1, dtype=torch.int32)
@@ -60,7 +87,7 @@ class CPUPages:
     def attend(
         self, query_RHD: Tensor, table_QX: Tensor, lengths_Q: Tensor, schedule: tuple[Tensor, Tensor]
     ) -> Tensor:
-        """Attention of each row's newest query to the pages in its heads' tables: ``[R, H, D]``."""
+        """Attend with the kernel that reads packed pages."""
         from vllm import _custom_ops as ops
 
         query = query_RHD.contiguous().view(len(lengths_Q), -1, self.dim)
@@ -106,3 +133,57 @@ class CPUPages:
         order = found.argsort()
         assert torch.equal(found[order], index), "the keys of a page are not a permutation of what was written"
         return order
+
+
+class FlashPages:
+    """The cache of vLLM's FlashAttention backend, ``[P, K, S, 2 * D]`` in whatever order in memory. Not run on a GPU.
+
+    Args:
+        impl: the stock attention of the layer.
+        layer: vLLM's module around it.
+        cache: the layer's.
+    """
+
+    def __init__(self, impl: Any, layer: Any, cache: Tensor) -> None:
+        self.impl, self.cache = impl, cache
+        self.pages, self.heads, self.size, twice = cache.shape
+        self.dim, self.step = twice // 2, cache.stride(0) // cache.stride(1)
+        strides = (cache.stride(1), cache.stride(2), self.dim, 1)
+        shape = ((self.pages - 1) * self.step + self.heads, self.size, 1, self.dim)
+        offset = cache.storage_offset()
+        self.keys, self.values = (cache.as_strided(shape, strides, offset + part) for part in (0, self.dim))
+
+    def read(self, pages_N: Tensor) -> Tensor:
+        """The first half of each page."""
+        return self.cache[pages_N][..., : self.dim]
+
+    def schedule(self, lengths_Q: Tensor, dtype: torch.dtype) -> Tensor:
+        """Where each sequence's query is."""
+        return torch.arange(len(lengths_Q) + 1, dtype=torch.int32, device=lengths_Q.device)
+
+    def attend(self, query_RHD: Tensor, table_QX: Tensor, lengths_Q: Tensor, schedule: Tensor) -> Tensor:
+        """Attend with FlashAttention."""
+        from vllm.v1.attention.backends.fa_utils import flash_attn_varlen_func
+
+        query = query_RHD.contiguous().view(len(lengths_Q), -1, self.dim)
+        output = torch.empty_like(query)
+        flash_attn_varlen_func(
+            q=query,
+            k=self.keys,
+            v=self.values,
+            out=output,
+            cu_seqlens_q=schedule,
+            max_seqlen_q=1,
+            seqused_k=lengths_Q,
+            max_seqlen_k=table_QX.shape[1] * self.size,
+            softmax_scale=self.impl.scale,
+            causal=True,
+            block_table=table_QX,
+            softcap=self.impl.logits_soft_cap,
+            fa_version=self.impl.vllm_flash_attn_version,
+        )
+        return output.view_as(query_RHD)
+
+
+PAGES: dict[str, type[CPUPages] | type[FlashPages]] = {"CPU_ATTN": CPUPages, "FLASH_ATTN": FlashPages}
+"""Attention backend of vLLM -> its cache."""

@@ -12,6 +12,7 @@ from seergate.gates.gate import AttnGate
 from seergate.methods import Quest, SelectingMethod
 from seergate.vllm.attention import Scores, SparseAttention, SparseBuilder
 from seergate.vllm.checks import rope_kinds
+from seergate.vllm.pages import PAGES
 from seergate.vllm.rope import Unrotation
 from seergate.vllm.scoring import GateScores, OracleScores, QuestScores
 from seergate.vllm.settings import Settings
@@ -36,7 +37,7 @@ class Gated:
         output = super().execute_model(*args, **kwargs)  # type: ignore[misc]
         then, read, held = self.logged
         if (now := time.monotonic()) - then >= envs.VLLM_LOG_STATS_INTERVAL:
-            total = [sum(getattr(impl, name) for impl in self.gated.values()) for name in ("read", "held")]
+            total = [sum(int(getattr(impl, name)) for impl in self.gated.values()) for name in ("read", "held")]
             if total[1] > held:
                 share = (total[0] - read) / (total[1] - held)
                 init_logger("vllm.seergate").info("seergate: decoding reads %.1f%% of the cached tokens", 100 * share)
@@ -52,9 +53,9 @@ class Gated:
         """
         layers = {
             layer: {
-                "tokens_read": impl.read,
+                "tokens_read": int(impl.read),
                 "tokens_held": impl.held,
-                "density": impl.read / impl.held if impl.held else 1.0,
+                "density": int(impl.read) / impl.held if impl.held else 1.0,
             }
             for layer, impl in self.gated.items()
         }
@@ -108,14 +109,27 @@ def attention_layers(model: nn.Module) -> list[tuple[int, Any, Any]]:
 
 def make_sparse(attention: Any, method: SelectingMethod, scoring: Scores) -> SparseAttention:
     """Put `SparseAttention` and `SparseBuilder` around what vLLM chose for a layer."""
+    from vllm.v1.attention.backend import AttentionCGSupport
+
     backend = attention.attn_backend
-    if backend.get_name() != "CPU_ATTN":
-        raise SeergateError(f"vLLM's attention backend is {backend.get_name()}; with seergate it must be CPU_ATTN")
-    sparse_builder = type("SparseMetadataBuilder", (SparseBuilder, backend.get_builder_cls()), {"method": method})
+    if backend.get_name() not in PAGES:
+        raise SeergateError(
+            f"vLLM's attention backend is {backend.get_name()}; with seergate it must be one of {', '.join(PAGES)}"
+        )
+    builder = backend.get_builder_cls()
+    sparse_builder = type(
+        "SparseMetadataBuilder",
+        (SparseBuilder, builder),
+        {
+            "method": method,
+            "_cudagraph_support": AttentionCGSupport.NEVER,  # a plan is made on the host: graphs hold what is between
+            "supports_update_block_table": False,  # a plan holds pages
+        },
+    )
     attention.attn_backend = type(
         "SparseBackend", (backend,), {"get_builder_cls": staticmethod(lambda: sparse_builder)}
     )
-    return SparseAttention(attention.impl, method, scoring)
+    return SparseAttention(attention.impl, method, scoring, PAGES[backend.get_name()])
 
 
 def rank_gate(gate: AttnGate, kv_heads: int) -> AttnGate:

