@@ -20,7 +20,8 @@ HELP = (
         "seergate eval --model tiny-reasoner --method dense,gate,quest --budget 64,128,256",
         "seergate eval --model Qwen3-8B --gates org/Qwen3-8B-gates --task aime24 --method dense,gate --budget 4096",
         "seergate eval --method dense,kv4bit,h2o:interval=8,lazy_eviction:window=auto --budget 128 --match resident",
-        "seergate eval --model tiny-reasoner --workers 1 --problems 100",
+        "seergate eval --model tiny-reasoner --workers 2 --problems 100",
+        "seergate eval --model Qwen3-8B --task aime24 --ray-address auto",
         "seergate eval show runs/eval-tiny-reasoner-chain_sum/gate-128 40-0-3",
     ],
 )
@@ -111,7 +112,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         default=None,
         help="also the cheap proxies: recall of attention mass, next-token KL to dense, perplexity",
     )
-    how.add_argument("--workers", type=int, metavar="N", help="processes that generate beside this one [0]")
+    how.add_argument("--workers", type=int, metavar="N", help="generate in N workers, by Ray [in this process]")
+    how.add_argument("--ray-address", metavar="ADDRESS", help="a running Ray cluster, or auto [start one here]")
     how.add_argument("--dtype", choices=["auto", "float32", "bfloat16", "float16"], help="[as saved]")
     how.add_argument("--device", help="cpu, cuda, cuda:1, ... [cuda if there is one]")
     how.add_argument("--threads", type=int, metavar="N", help="CPU threads of each process [all cores, divided]")

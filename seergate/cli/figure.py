@@ -93,7 +93,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         type=float,
         help="probability of an active token [1e-4; for the tiny reasoner's short contexts 0.01]",
     )
-    parser.add_argument("--workers", type=int, default=0, metavar="N", help="further processes [%(default)s]")
+    parser.add_argument("--workers", type=int, default=0, metavar="N", help="that generate, by Ray [in this process]")
     parser.add_argument("--out", type=Path, metavar="DIR", help="[runs/figure-NAME-MODEL]")
 
 

@@ -22,12 +22,12 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class ModelLoader:
-    """Makes the model of a worker process. Picklable.
+    """Makes the model of a worker. Picklable.
 
     Attributes:
-        path, dtype, device: see `seergate.cli.models.load_model`; on ``cuda`` each process has a GPU of its own.
+        path, dtype, device: see `seergate.cli.models.load_model`; of several GPUs Ray shows each worker its own.
         gates: adapter; or block size -> adapter; or ``None``.
-        threads: CPU threads of each process.
+        threads: CPU threads of each worker.
     """
 
     path: str
@@ -36,17 +36,14 @@ class ModelLoader:
     gates: str | dict[int, str] | None
     threads: int
 
-    def __call__(self, number: int) -> Any:
-        """Model, tokenizer and gates of the process ``number``."""
+    def __call__(self) -> Any:
+        """Model, tokenizer and gates."""
         import torch
 
         from seergate.cli.models import load_gates, load_model
 
         torch.set_num_threads(self.threads)
-        device = self.device
-        if torch.cuda.is_available() and device in ("auto", "cuda"):
-            device = f"cuda:{number % torch.cuda.device_count()}"
-        model, tokenizer = load_model(self.path, self.dtype, device)
+        model, tokenizer = load_model(self.path, self.dtype, self.device)
         if isinstance(self.gates, dict):
             return model, tokenizer, {size: load_gates(source) for size, source in self.gates.items()}
         return model, tokenizer, None if self.gates is None else load_gates(self.gates)
@@ -107,7 +104,7 @@ def run_plan(plan: SweepPlan) -> Path:
 
     from seergate.cli.console import EvalProgress
 
-    threads = plan.threads or max(1, torch.get_num_threads() // (1 + plan.workers))
+    threads = plan.threads or max(1, torch.get_num_threads() // max(1, plan.workers))
     torch.set_num_threads(threads)
     loader = ModelLoader(path, plan.dtype, plan.device, several or named, threads)
     model, tokenizer = load_model(path, plan.dtype, plan.device)
@@ -137,6 +134,7 @@ def run_plan(plan: SweepPlan) -> Path:
                 banks=banks or None,
                 loader=loader,
                 workers=plan.workers,
+                ray_address=plan.ray_address,
             )
 
         if plan.match != MATCHES[0]:

@@ -242,16 +242,15 @@ class Engine:
         self.on_finished, self.handle = on_finished, handle
         self.choose = TokenChooser(sampling)
         self.ends = end_ids(model, tokenizer)
-        self.batch, self.rows = Batch(model), list[_Row]()
         self.again = deque[_Row]()  # samples that ran out of memory and start anew
         self.stats: RowStats | None = None
+        self._start_anew()
 
-    @torch.inference_mode()
     def run(self, requests: Iterable[Request]) -> None:
         """Generate all samples.
 
         Args:
-            requests: taken one by one as there is room, so they may come from a queue that others take from too.
+            requests: taken one by one as there is room.
 
         Raises:
             SeergateError: if a prompt is empty or leaves no room for an answer, or not even one sample fits into
@@ -261,19 +260,35 @@ class Engine:
         self.again.clear()
         self._start_anew()
         try:
-            while (arriving := self._arriving(source)) or self.rows:
-                together = len(self.rows) + len(arriving)
-                try:
-                    self._advance(arriving)
-                    continue
-                except Exception as error:
-                    if not is_out_of_memory(error):
-                        raise
-                # Out here nothing holds on to the frames of the failed forward pass and their tensors.
-                self._back_off(together)
+            while self.step(source):
+                pass
         finally:
             if self.handle is not None:
                 self.handle.reset_stats()
+
+    @torch.inference_mode()
+    def step(self, source: Iterator[Request]) -> bool:
+        """Let new samples read their prompts if there is room for some, or else all samples take one token.
+
+        Args:
+            source: of new samples. It may run dry and be another one at the next step.
+
+        Returns:
+            Whether there was anything to do.
+        """
+        arriving = self._arriving(source)
+        together = len(self.rows) + len(arriving)
+        if not together:
+            return False
+        try:
+            self._advance(arriving)
+            return True
+        except Exception as error:
+            if not is_out_of_memory(error):
+                raise
+        # Out here nothing holds on to the frames of the failed forward pass and their tensors.
+        self._back_off(together)
+        return True
 
     def _arriving(self, source: Iterator[Request]) -> list[_Row]:
         """The rows that there is room for, those that were interrupted first."""
@@ -307,7 +322,7 @@ class Engine:
         return _Row(request, prompt, limit)
 
     def _start_anew(self) -> None:
-        self.batch, self.rows = Batch(self.model), []
+        self.batch, self.rows = Batch(self.model), list[_Row]()
         if self.handle is not None:
             self.handle.reset_stats()
             self.stats = self.handle.count_with(RowStats)

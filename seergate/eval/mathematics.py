@@ -121,7 +121,7 @@ def _without_unit(text: str) -> tuple[str, list[str]]:
     found = _LAST_WORDS.search(text)
     if found is None or not re.search(r"\d", text[: found.start()]):
         return text, []
-    unit = _unit(found[1] or found[2], found[3])
+    unit = _unit(found[1] or found[2] or "", found[3])
     if unit is None:
         return text, []
     return re.sub(rf"(?:{SPACE}|\\q?quad)+\Z", "", text[: found.start()]), unit

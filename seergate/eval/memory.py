@@ -39,14 +39,7 @@ def free_bytes(device: torch.device) -> int:
     return free if limit == "max" else min(free, int(limit) - int(used))
 
 
-def sharing(device: torch.device, processes: int) -> int:
-    """How many of so many processes, this one among them, work on its device: all of them on the CPU; of several GPUs
-    each has its share. (If all were sent to one GPU of several, the estimate is too large, and the engine halves it.)
-    """
-    return processes if device.type != "cuda" else -(-processes // max(1, torch.cuda.device_count()))
-
-
-def estimated_batch(model: PreTrainedModel, longest: int, sharing: int = 1, copies: int = 0) -> int:
+def estimated_batch(model: PreTrainedModel, longest: int, sharing: int = 1) -> int:
     """How many samples of this many tokens fit, prompt included; at least 1, at most `LARGEST_BATCH`.
 
     It assumes that all of them grow to the limit, so it is rarely too large; where it is, the engine halves it.
@@ -54,11 +47,9 @@ def estimated_batch(model: PreTrainedModel, longest: int, sharing: int = 1, copi
     Args:
         model: loaded.
         longest: tokens of a sample.
-        sharing: processes that divide the device's free memory equally.
-        copies: of the model, that these are still to load.
+        sharing: processes that divide the device's free memory equally, all of which have loaded their models.
     """
-    weights = sum(tensor.nbytes for tensor in (*model.parameters(), *model.buffers()))
-    room = USABLE * (free_bytes(model.device) - copies * weights) / sharing
+    room = USABLE * free_bytes(model.device) / sharing
     return max(1, min(LARGEST_BATCH, int(room / (GROWTH * longest * bytes_per_token(model)))))
 
 

@@ -56,7 +56,8 @@ class SweepPlan:
         task_options: of the task, such as ``problems``.
         samples, max_new_tokens, max_total_tokens, seed, batch_size, measure_recall: see `RunOptions`.
         temperature, top_p, top_k, min_p: the sampling; without a temperature, the task's or the model's own.
-        workers: processes that generate beside the main one.
+        workers: that generate, by Ray; 0 generates in this process.
+        ray_address: of a running Ray cluster; see `seergate.eval.sweep`.
         dtype, device, threads: how the model is loaded and run.
         out: directory of the runs.
     """
@@ -82,6 +83,7 @@ class SweepPlan:
     batch_size: int | None = None
     measure_recall: bool = False
     workers: int = 0
+    ray_address: str | None = None
     dtype: str = "auto"
     device: str = "auto"
     threads: int | None = None

@@ -18,19 +18,19 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from seergate.errors import SeergateError
 from seergate.eval import store
+from seergate.eval.cluster import Cluster, Job, Loader
 from seergate.eval.collector import Collector
 from seergate.eval.collector import Progress as Progress
 from seergate.eval.engine import Engine, Limit, Request, encode, prompt_text
 from seergate.eval.grading import check_grader
 from seergate.eval.judge import GradingPool, check_installed
-from seergate.eval.memory import estimated_batch, sharing
+from seergate.eval.memory import estimated_batch
 from seergate.eval.metrics import derive
 from seergate.eval.proxies import Reference, contexts_hash, measure_proxies, windows_of
 from seergate.eval.run_config import prompts_of, run_config
 from seergate.eval.sampling import Sampling, sample_seed
 from seergate.eval.settings import MethodSpec
 from seergate.eval.task import Problem, Task, contents_hash
-from seergate.eval.workers import Job, Loader, Source, WorkerPool
 from seergate.fingerprint import fingerprint, rope_of
 from seergate.hf.attach import Handle, attached
 from seergate.hf.bank import GateBank
@@ -122,6 +122,7 @@ def sweep(
     banks: dict[int, GateBank] | None = None,
     loader: Loader | None = None,
     workers: int = 0,
+    ray_address: str | None = None,
 ) -> dict[str, dict[str, Any]]:
     """Evaluate several settings, each in its own sub-directory.
 
@@ -135,8 +136,10 @@ def sweep(
         options: how.
         bank: gates, for the method ``gate``.
         banks: block size -> gates, where there are several; they take precedence over ``bank``.
-        loader: makes the model of a worker process, and the gates that ``bank`` and ``banks`` are here.
-        workers: how many processes generate beside this one.
+        loader: makes the model of a worker, and the gates that ``bank`` and ``banks`` are here.
+        workers: how many workers generate, by Ray; 0 generates in this process.
+        ray_address: of a running Ray cluster, ``"auto"`` for the one of this machine; ``workers`` 0 is then one per
+            GPU. Ray is started here if ``None``.
 
     Returns:
         Label -> metrics.
@@ -150,8 +153,8 @@ def sweep(
         raise SeergateError(f"the setting {min(twice)!r} is given twice")
     if workers < 0:
         raise ValueError(f"workers is {workers}; it must be 0 or a positive number")
-    if workers and loader is None:
-        raise SeergateError("worker processes need a loader, which makes their models")
+    if (workers or ray_address) and loader is None:
+        raise SeergateError("workers need a loader, which makes their models")
 
     def gates(spec: MethodSpec) -> GateBank | None:
         return (banks or {}).get(spec.block_size or 0, bank)
@@ -159,7 +162,8 @@ def sweep(
     _check_distinct(specs, gates)
     reference = reference_in(out_dir, model, tokenizer, task) if options.measure_recall else None
     results = {}
-    with WorkerPool(loader, workers) if loader is not None and workers else nullcontext() as pool:
+    several = loader is not None and (workers or ray_address)
+    with Cluster(loader, workers, ray_address) if loader is not None and several else nullcontext() as cluster:
         for spec in specs:
             directory = out_dir / spec.label
             # an earlier call's dense run may be finished by this one, and then it is its own reference
@@ -173,7 +177,7 @@ def sweep(
                 options,
                 bank=gates(spec),
                 reference=None if own else reference,
-                pool=pool,
+                cluster=cluster,
             )
             if reference is None or own:
                 reference = Reference(spec.label, _in_order(directory))
@@ -221,7 +225,7 @@ def evaluate(
     *,
     bank: GateBank | None = None,
     reference: Reference | None = None,
-    pool: WorkerPool | None = None,
+    cluster: Cluster | None = None,
 ) -> dict[str, Any]:
     """Evaluate one setting, continuing whatever ``out_dir`` holds.
 
@@ -235,7 +239,7 @@ def evaluate(
         bank: gates, for the method ``gate``.
         reference: whose contexts proxies are measured on; the setting's own if ``None``. What has been measured on
             others is measured anew.
-        pool: processes that generate beside this one.
+        cluster: generates; this process does if ``None``.
 
     Returns:
         The metrics, also written to ``metrics.json``.
@@ -249,7 +253,7 @@ def evaluate(
     options.check(task)
     options.check_sampling(task, sampling)
     problems = task.problems()
-    processes = 1 + (len(pool.processes) if pool else 0)
+    processes = cluster.workers if cluster else 1
     config = run_config(
         model,
         tokenizer,
@@ -288,8 +292,12 @@ def evaluate(
                         if unmade:
                             requests = _requests(tokenizer, unmade, limit, options.seed)
                             longest = max(len(ids) + limit.of(len(ids)) for _, ids in requests)
-                            job = Job(spec, options.batch_size or _fitting(model, longest, pool), limit, sampling)
-                            _generate(model, tokenizer, [request for request, _ in requests], job, handle, pool, sink)
+                            job = Job(spec, options.batch_size, longest, limit, sampling)
+                            asked = [request for request, _ in requests]
+                            if cluster is not None:
+                                cluster.generate(job, fingerprint(model), asked, sink.take)
+                            else:
+                                _generate(model, tokenizer, asked, job, handle, sink)
                 if unmeasured:
                     reference = reference or Reference(spec.label, _in_order(out_dir))
                     proxies = measure_proxies(model, tokenizer, handle, reference.samples)
@@ -356,35 +364,21 @@ def _requests(
     return sorted(requests, key=lambda pair: -len(pair[1]))
 
 
-def _fitting(model: PreTrainedModel, longest: int, pool: WorkerPool | None) -> int:
-    """How many samples of this many tokens each process may make together."""
-    on_device = sharing(model.device, 1 + (len(pool.processes) if pool else 0))
-    copies = on_device - 1 if pool and not pool.began else 0  # those who have worked have loaded theirs
-    return estimated_batch(model, longest, on_device, copies)
-
-
 def _generate(
     model: PreTrainedModel,
     tokenizer: PreTrainedTokenizerBase,
     requests: list[Request],
     job: Job,
     handle: Handle,
-    pool: WorkerPool | None,
     sink: Collector,
 ) -> None:
-    """Make samples, here and in the other processes."""
-    source = Source(requests)
-    engine = Engine(
+    """Make samples in this process."""
+    Engine(
         model,
         tokenizer,
-        batch_size=job.batch_size,
+        batch_size=job.batch_size or estimated_batch(model, job.longest),
         limit=job.limit,
         sampling=job.sampling,
         on_finished=sink.take,
         handle=handle,
-    )
-    running = pool.begin(job, source, sink.take) if pool is not None else None
-    engine.run(source)
-    if running is not None:
-        running.join()
-        engine.run(source)  # what processes that died gave back
+    ).run(requests)

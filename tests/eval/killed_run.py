@@ -1,7 +1,6 @@
 """Kills an evaluation at random moments, starts it again, and compares what comes out with an undisturbed one.
 
     python -m tests.eval.killed_run --kills 50 --record FILE
-    python -m tests.eval.killed_run --kills 50 --workers 1 --record FILE
 
 Each start is a process of its own, which dies by SIGKILL anywhere from its first import to its last sample. Its grades
 take as long as samples do, so that kills also fall between a sample's end and its grade.
@@ -18,8 +17,6 @@ import subprocess
 import sys
 import tempfile
 import time
-from contextlib import nullcontext
-from functools import partial
 from pathlib import Path
 from unittest import mock
 
@@ -29,7 +26,6 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from seergate.eval import MethodSpec, RunOptions, Sampling, environment, evaluate, make_task, store
 from seergate.eval.grading import Grade
 from seergate.eval.judge import GradingPool
-from seergate.eval.workers import WorkerPool
 from tests.eval import support
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -44,34 +40,13 @@ NOT_COMPARED = ("seconds", "tokens_per_second", "resident_bytes_mean", "resident
 """Of samples and metrics: how long it took, and the share of buffers, which depends on what was made together."""
 
 
-def load(model: str, mark: str, number: int):
-    """The model of the process beside; the mark says that it is ready to work."""
+def run(model: str, out: str) -> dict:
+    """Evaluate, continuing whatever is there."""
     torch.set_num_threads(1)
-    loaded = AutoModelForCausalLM.from_pretrained(model).eval(), AutoTokenizer.from_pretrained(model), None
-    Path(mark).touch()
-    return loaded
-
-
-def run(model: str, out: str, workers: int = 0) -> dict:
-    """Evaluate, continuing whatever is there. With workers this process waits for them, and then goes slowly."""
-    torch.set_num_threads(1)
-    loaded, mark = AutoModelForCausalLM.from_pretrained(model).eval(), Path(f"{out}-working")
-    mark.unlink(missing_ok=True)
-
-    def wait(*_: object) -> None:
-        while not mark.exists():
-            time.sleep(0.005)
-        time.sleep(0.02)
-
-    if workers:
-        loaded.register_forward_pre_hook(wait)
-    arguments = loaded, AutoTokenizer.from_pretrained(model), make_task("chain_sum", **TASK), SPEC, Path(out), OPTIONS
+    loaded = AutoModelForCausalLM.from_pretrained(model).eval(), AutoTokenizer.from_pretrained(model)
     # A run is refused once the code it began with has changed, and somebody may commit while fifty are killed.
-    with (
-        mock.patch.object(environment, "git_revision", return_value=None),
-        WorkerPool(partial(load, model, str(mark)), workers) if workers else nullcontext() as pool,
-    ):
-        return evaluate(*arguments, pool=pool)
+    with mock.patch.object(environment, "git_revision", return_value=None):
+        return evaluate(*loaded, make_task("chain_sum", **TASK), SPEC, Path(out), OPTIONS)
 
 
 def grade_slowly() -> None:
@@ -85,14 +60,13 @@ def grade_slowly() -> None:
     GradingPool.grade = slow
 
 
-def storm(model: str, root: Path, kills: int, workers: int = 0, seed: int = 0) -> dict:
+def storm(model: str, root: Path, kills: int, seed: int = 0) -> dict:
     """Run once undisturbed, in one process, and once with so many kills; then compare.
 
     Args:
         model: directory of a small model.
         root: where both runs go.
         kills: how many.
-        workers: processes beside the main one, which is the one that is killed.
         seed: of the moments.
 
     Returns:
@@ -107,7 +81,7 @@ def storm(model: str, root: Path, kills: int, workers: int = 0, seed: int = 0) -
     """
     whole = run(model, str(root / "whole"))
     out, moments = root / "killed", random.Random(seed)
-    command = [sys.executable, "-m", "tests.eval.killed_run", "--child", model, str(out), "--workers", str(workers)]
+    command = [sys.executable, "-m", "tests.eval.killed_run", "--child", model, str(out)]
     path = out / store.SAMPLES
     met = dict.fromkeys(("before", "between", "half_written", "ungraded", "set_back"), 0)
 
@@ -142,7 +116,7 @@ def storm(model: str, root: Path, kills: int, workers: int = 0, seed: int = 0) -
             lines = path.read_bytes().splitlines(keepends=True)
             path.write_bytes(b"".join(lines[: moments.randrange(1, SAMPLES // 2)]))
             met["set_back"] += 1
-    resumed = run(model, str(out), workers)
+    resumed = run(model, str(out))
     assert compared(resumed) == compared(whole), "the metrics differ"
     assert samples(out) == samples(root / "whole"), "the samples differ"
     assert not (out / store.UNGRADED).exists(), "something waits for its grade"
@@ -167,14 +141,13 @@ def main() -> None:
     """Parse the command line and report."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--kills", type=int, default=50)
-    parser.add_argument("--workers", type=int, default=0)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--record", type=Path, metavar="FILE", help="write what came out as JSON")
     parser.add_argument("--child", nargs=2, metavar=("MODEL", "OUT"), help="be the run that is killed")
     options = parser.parse_args()
     if options.child:
         grade_slowly()
-        run(*options.child, options.workers)
+        run(*options.child)
         return
     from benchmarks.common import provenance  # not needed by the runs, and slow to import
 
@@ -182,14 +155,14 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as scratch:
         model = str(support.save(Path(scratch) / "model"))
         try:
-            met = storm(model, Path(scratch), options.kills, options.workers, options.seed)
+            met = storm(model, Path(scratch), options.kills, options.seed)
         except AssertionError as error:
             differs = str(error)
     seconds = round(time.monotonic() - started)
     if options.record:
-        row = {"processes": 1 + options.workers, "kills": options.kills, "met": met, "seconds": seconds}
+        row = {"kills": options.kills, "met": met, "seconds": seconds}
         row |= {"identical": not differs, "not_compared": list(NOT_COMPARED)}
-        described = {"kills": options.kills, "workers": options.workers, "seed": options.seed}
+        described = {"kills": options.kills, "seed": options.seed}
         record = {"machine": provenance(torch.device("cpu")), "options": described, "rows": [row]}
         options.record.parent.mkdir(parents=True, exist_ok=True)
         options.record.write_text(json.dumps(record, indent=2) + "\n")

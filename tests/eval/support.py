@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import pytest
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
@@ -15,6 +16,11 @@ TEMPLATE = (
     "{%- if add_generation_prompt -%}<s> assistant {% endif -%}"
 )
 PAD, START, END = 0, 1, 2
+
+
+def mostly_soak(names, *short):
+    """Parameters of a test, all but some of which only `make soak` runs."""
+    return [pytest.param(name, marks=() if name in short else pytest.mark.soak) for name in names]
 
 
 def tokenizer() -> PreTrainedTokenizerFast:

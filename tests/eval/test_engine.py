@@ -61,6 +61,7 @@ def test_lengths_and_reasons():
 
 
 LONG = [" ".join(f"a{i} {i % 10}" for i in range(1, n)) for n in (30, 3, 55, 12, 41, 8, 20)]
+SAMPLED = Sampling(temperature=1.5, top_p=0.95, top_k=50)
 METHODS = {
     "dense": {},
     "oracle": {"token_budget": 32, "block_size": 8},
@@ -79,8 +80,8 @@ def arguments_of(method, model):
     return {"method": bank, "token_budget": 32}
 
 
-@pytest.mark.parametrize("sampling", [Sampling(), Sampling(temperature=1.5, top_p=0.95, top_k=50)], ids=str)
-@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("sampling", support.mostly_soak([Sampling(), SAMPLED], SAMPLED))
+@pytest.mark.parametrize("method", support.mostly_soak(METHODS, "dense", "h2o", "gate"))
 def test_an_answer_does_not_depend_on_its_batch(method, sampling):
     """Rows of different length that come and go at different times, in batches of one, three and all."""
     model = support.model()
@@ -182,7 +183,7 @@ OTHERS = {
 
 
 @pytest.mark.filterwarnings("ignore:.*a prompt has .* tokens and token_budget")
-@pytest.mark.parametrize("name", OTHERS)
+@pytest.mark.parametrize("name", support.mostly_soak(OTHERS, "snapkv and gate that covers some", "resa"))
 def test_an_answer_does_not_depend_on_its_batch_whatever_is_evicted_or_rectified(name):
     """Greedy, every evictor, alone and with the gate, four bits, and dense passes in between."""
     model, prompts = support.model(), [LONG[i] for i in (3, 1, 2, 5)]

@@ -2,7 +2,6 @@ from __future__ import annotations
 
 import json
 import math
-import os
 from dataclasses import replace
 
 import pytest
@@ -28,11 +27,6 @@ FIELDS = {
     "correct",
     "density",
 }
-
-
-@pytest.fixture(scope="module")
-def saved(tmp_path_factory):
-    return support.save(tmp_path_factory.mktemp("model"))
 
 
 def small(out, spec=None, **options):
@@ -74,16 +68,12 @@ COMPARED = (
 )
 
 
-@pytest.mark.slow
-@pytest.mark.timeout(3000)
-@pytest.mark.parametrize("workers", [0, 1])
-def test_killed_at_random_moments_a_run_ends_as_if_it_had_not_been(tmp_path, saved, workers):
-    """SIGKILL again and again, from before the first import to the last sample; then to the end.
-
-    SEERGATE_TEST_KILLS sets how often: 50 is what was promised, 4 is what every test run can afford.
-    """
-    kills = int(os.environ.get("SEERGATE_TEST_KILLS", "4"))
-    met = killed_run.storm(str(saved), tmp_path, kills, workers)
+@pytest.mark.parametrize(
+    "kills", [2, pytest.param(50, marks=[pytest.mark.soak, pytest.mark.timeout(3000)])], ids=["short", "storm"]
+)
+def test_killed_at_random_moments_a_run_ends_as_if_it_had_not_been(tmp_path, kills):
+    """SIGKILL again and again, from before the first import to the last sample; then to the end."""
+    met = killed_run.storm(str(support.save(tmp_path / "model")), tmp_path, kills)
     assert met["before"] + met["between"] == kills
 
 

@@ -1,0 +1,202 @@
+"""Generation on several devices or machines, by Ray: one actor per device holds the model and an engine.
+
+The driver hands out samples and takes them in; it alone grades and writes. A sample is handed to one actor. Where an
+actor or its node is lost, its samples are handed to the others: they draw from generators of their own, so they come
+out the same.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections import Counter, deque
+from collections.abc import Callable, Iterable
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from seergate.errors import SeergateError, how_to_install
+from seergate.eval.engine import Engine, Generation, Limit, Request
+from seergate.eval.memory import estimated_batch
+from seergate.eval.sampling import Sampling
+from seergate.eval.settings import MethodSpec
+from seergate.fingerprint import fingerprint
+from seergate.hf.attach import attached
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+    from seergate.hf.bank import GateBank
+
+    Gates = GateBank | dict[int, GateBank] | None
+    Loaded = tuple[PreTrainedModel, PreTrainedTokenizerBase, Gates]
+
+Loader = Callable[[], "Loaded"]
+"""``() -> (model, tokenizer, gates)``, called in each actor; must be picklable. Several sets of gates are a dictionary
+by block size."""
+
+
+@dataclass(frozen=True)
+class Job:
+    """One setting.
+
+    Attributes:
+        spec: the method.
+        batch_size: samples that an actor makes together; as many as fit into its memory if ``None``.
+        longest: tokens of the longest sample, prompt included, for that.
+        limit, sampling: of the samples.
+    """
+
+    spec: MethodSpec
+    batch_size: int | None
+    longest: int
+    limit: Limit
+    sampling: Sampling
+
+
+class Generator:
+    """The actor: makes the samples that it is given, with one model.
+
+    Args:
+        loader: makes the model.
+    """
+
+    def __init__(self, loader: Loader) -> None:
+        self.model, self.tokenizer, self.gates = loader()
+        self.job: Job | None = None
+        self.method: AbstractContextManager[Any] | None = None
+        self.waiting, self.finished = deque[Request](), list[Generation]()
+
+    def describe(self) -> tuple[str, str]:
+        """The weights' fingerprint, and the node that this runs on."""
+        import ray
+
+        return fingerprint(self.model), ray.get_runtime_context().get_node_id()
+
+    def work(self, job: Job, neighbours: int, requests: list[Request]) -> tuple[list[Generation], int]:
+        """Take more requests and go on until a sample is finished.
+
+        Args:
+            job: if it is another than before, the method is exchanged.
+            neighbours: actors that share this device's memory, itself included.
+            requests: added to those that it has.
+
+        Returns:
+            What has been finished, nothing if there is nothing to do; and how many samples are made together.
+        """
+        if job != self.job:
+            self._begin(job, neighbours)
+        self.waiting.extend(requests)
+        self.finished = []
+        while not self.finished and self.engine.step(
+            iter(lambda: self.waiting.popleft() if self.waiting else None, None)
+        ):
+            pass
+        return self.finished, self.engine.batch_size
+
+    def _begin(self, job: Job, neighbours: int) -> None:
+        if self.method is not None:
+            self.method.__exit__(None, None, None)
+        bank = self.gates.get(job.spec.block_size or 0) if isinstance(self.gates, dict) else self.gates
+        self.method = attached(self.model, job.spec.method(bank))
+        self.engine = Engine(
+            self.model,
+            self.tokenizer,
+            batch_size=job.batch_size or estimated_batch(self.model, job.longest, neighbours),
+            limit=job.limit,
+            sampling=job.sampling,
+            on_finished=lambda generation: self.finished.append(generation),
+            handle=self.method.__enter__(),
+        )
+        self.job = job
+
+
+class Cluster:
+    """The actors, which stay for all settings of a sweep. A context manager: leaving it ends them.
+
+    Args:
+        loader: makes an actor's model.
+        workers: how many actors; 0 for one per GPU of the cluster, or per node where there is none.
+        address: of a running Ray cluster, ``"auto"`` for the one of this machine; ``None`` starts Ray here.
+
+    Raises:
+        SeergateError: if Ray is not installed, or there is no cluster at the address.
+    """
+
+    def __init__(self, loader: Loader, workers: int, address: str | None = None) -> None:
+        try:
+            import ray
+        except ImportError:
+            raise SeergateError(f"several workers need Ray; {how_to_install('ray')}") from None
+        os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+        given: dict[str, Any] = {"num_cpus": workers, "include_dashboard": False} if address is None else {}
+        try:
+            ray.init(address=address, log_to_driver=False, logging_level=logging.WARNING, **given)
+        except ConnectionError as error:
+            raise SeergateError(f"there is no Ray cluster at {address!r}: {error}") from error
+        gpus = int(ray.cluster_resources().get("GPU", 0))
+        self.workers = workers or gpus or len(ray.nodes())
+        how = {"num_cpus": 1, "num_gpus": int(gpus > 0), "max_restarts": 0, "max_task_retries": 0}
+        actor: Any = ray.remote(Generator).options(scheduling_strategy="SPREAD", **how)
+        self.actors: list[Any] = [actor.remote(loader) for _ in range(self.workers)]
+        self.nodes = dict[Any, str]()
+
+    def generate(
+        self, job: Job, weights: str, requests: Iterable[Request], on_finished: Callable[[Generation], None]
+    ) -> None:
+        """Make samples.
+
+        Args:
+            job: how.
+            weights: fingerprint of the model that the actors must have.
+            requests: what is to be made.
+            on_finished: called for each sample, in this thread.
+
+        Raises:
+            SeergateError: what went wrong in an actor, or if all of them are lost.
+        """
+        import ray
+
+        waiting, lent = deque(requests), dict[Any, dict[Any, Request]]()
+        if not self.nodes:
+            found = ray.get([actor.describe.remote() for actor in self.actors])
+            if wrong := [theirs for theirs, _ in found if theirs != weights]:
+                raise SeergateError(f"a worker has loaded other weights ({wrong[0]}) than this process ({weights})")
+            self.nodes = {actor: node for actor, (_, node) in zip(self.actors, found, strict=True)}
+        share = -(-len(waiting) // len(self.actors))  # or one actor might take all
+        room, idle, running = dict.fromkeys(self.actors, 0), list(self.actors), dict[Any, Any]()
+        beside = Counter(self.nodes.values()) if not ray.cluster_resources().get("GPU") else Counter[str]()
+        while waiting or any(lent.values()) or running:
+            for actor in idle:
+                held = lent.setdefault(actor, {})
+                more = [waiting.popleft() for _ in range(min(len(waiting), min(share, room[actor]) - len(held)))]
+                held |= {request.key: request for request in more}
+                if held or not room[actor]:  # the first call only asks for the room
+                    running[actor.work.remote(job, beside[self.nodes[actor]] or 1, more)] = actor
+            idle = [actor for actor in idle if actor not in running.values()]
+            (done, *_), _ = ray.wait(list(running))
+            actor = running.pop(done)
+            try:
+                finished, room[actor] = ray.get(done)
+            except ray.exceptions.RayTaskError as error:
+                raise SeergateError(f"a worker failed: {type(error.cause).__name__}: {error.cause}") from error
+            except ray.exceptions.RayError as error:  # the actor is lost, or its node
+                waiting.extendleft(lent.pop(actor, {}).values())
+                self.actors.remove(actor)
+                if not self.actors:
+                    raise SeergateError("all workers are lost; the same command makes what is missing") from error
+                continue
+            for generation in finished:
+                on_finished(generation)
+                del lent[actor][generation.request.key]
+            idle.append(actor)
+
+    def __enter__(self) -> Cluster:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        import ray
+
+        for actor in self.actors:
+            ray.kill(actor)
+        ray.shutdown()

@@ -1,0 +1,127 @@
+"""Several workers by Ray: each sample is made once, whoever makes it, and whatever is lost meanwhile."""
+
+from __future__ import annotations
+
+import json
+import random
+import sys
+import threading
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from seergate import GateConfig
+from seergate.errors import SeergateError
+from seergate.eval import MethodSpec, RunOptions, Sampling, make_task, store, sweep
+from seergate.hf.bank import GateBank
+from tests.eval import support
+from tests.eval.killed_run import compared
+
+OPTIONS = RunOptions(samples=2, max_new_tokens=60, batch_size=2, sampling=Sampling(temperature=1.0))
+SPECS = [MethodSpec("dense"), *(MethodSpec("gate", 32, size, named_block_size=True) for size in (8, 16))]
+
+
+def load(directory: str):
+    """With untrained gates for two block sizes, the same at every call."""
+    torch.set_num_threads(1)
+    model = AutoModelForCausalLM.from_pretrained(directory).eval()
+    torch.manual_seed(0)
+    banks = {size: GateBank.for_model(model, GateConfig(block_size=size, gate_dim=16)) for size in (8, 16)}
+    return model, AutoTokenizer.from_pretrained(directory), banks
+
+
+def load_nothing():
+    raise OSError("there is no model here")
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory):
+    return str(support.save(tmp_path_factory.mktemp("model")))
+
+
+def run(out, saved, *, specs=SPECS, options=OPTIONS, loader=None, **given):
+    """What a sweep's directories hold that must be the same however it was made."""
+    model, tokenizer, banks = load(saved)
+    task = make_task("chain_sum", problems=8, variables=6)
+    metrics = sweep(
+        model, tokenizer, task, specs, out, options, banks=banks, loader=loader or partial(load, saved), **given
+    )
+    rows = {spec.label: store.read_samples(out / spec.label) for spec in specs}
+    assert all(len(found) == 16 for found in rows.values())
+    return {
+        label: (sorted(json.dumps(compared(row)) for row in found), compared(metrics[label]))
+        for label, found in rows.items()
+    }
+
+
+@pytest.fixture(scope="module")
+def alone(tmp_path_factory, saved):
+    return run(tmp_path_factory.mktemp("alone"), saved)
+
+
+@pytest.mark.slow
+def test_workers_make_what_one_process_makes(tmp_path, saved, alone):
+    """Several settings, and gates of several block sizes, which every worker loads."""
+    assert run(tmp_path, saved, workers=2) == alone
+    assert json.dumps(alone["gate-32-b8"]) != json.dumps(alone["gate-32-b16"])
+
+
+def with_a_node_lost(out: Path, saved: str, after: int, delay: float):
+    """A run on two nodes, of which one is removed when so many samples are there; and how many there were."""
+    from ray.cluster_utils import Cluster
+
+    cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 1, "include_dashboard": False})
+    try:
+        second, lost, seen = cluster.add_node(num_cpus=1), threading.Event(), []
+
+        def remove(now):
+            seen.append(now.done)
+            if now.done >= after and not lost.is_set():
+                lost.set()
+                threading.Timer(delay, cluster.remove_node, (second,), {"allow_graceful": False}).start()
+
+        options = replace(OPTIONS, on_progress=remove, max_new_tokens=400)
+        found = run(out, saved, specs=SPECS[:1], options=options, workers=2, ray_address=cluster.address)
+        assert lost.is_set() and len(cluster.list_all_nodes()) == 1
+        return found
+    finally:
+        cluster.shutdown()
+
+
+@pytest.mark.slow
+def test_the_samples_of_a_lost_node_are_made_by_another(tmp_path, saved):
+    options = replace(OPTIONS, max_new_tokens=400)
+    whole = run(tmp_path / "whole", saved, specs=SPECS[:1], options=options)
+    assert with_a_node_lost(tmp_path / "lost", saved, after=1, delay=0) == whole
+
+
+@pytest.mark.soak
+@pytest.mark.timeout(3000)
+def test_a_node_is_lost_at_ten_moments(tmp_path, saved):
+    options, moments = replace(OPTIONS, max_new_tokens=400), random.Random(0)
+    whole = run(tmp_path / "whole", saved, specs=SPECS[:1], options=options)
+    for number in range(10):
+        found = with_a_node_lost(tmp_path / str(number), saved, moments.randrange(8), moments.uniform(0, 1))
+        assert found == whole
+
+
+@pytest.mark.slow
+def test_what_goes_wrong_in_a_worker_is_told(tmp_path, saved):
+    with pytest.raises(SeergateError, match="there is no model here"):
+        run(tmp_path, saved, loader=load_nothing, workers=1)
+
+
+def test_workers_need_a_loader_and_ray(tmp_path, saved, monkeypatch):
+    task = make_task("chain_sum", problems=2, variables=6)
+    arguments = (support.model(), support.tokenizer(), task, SPECS[:1], tmp_path, OPTIONS)
+    with pytest.raises(SeergateError, match="need a loader"):
+        sweep(*arguments, workers=1)
+    with pytest.raises(ValueError, match="workers is -1"):
+        sweep(*arguments, workers=-1)
+    monkeypatch.setitem(sys.modules, "ray", None)
+    with pytest.raises(SeergateError, match=r"several workers need Ray; run: pip install .*\[ray\]"):
+        sweep(*arguments, loader=partial(load, saved), workers=1)
