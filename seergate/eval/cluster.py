@@ -98,7 +98,7 @@ class Generator:
         if self.method is not None:
             self.method.__exit__(None, None, None)
         bank = self.gates.get(job.spec.block_size or 0) if isinstance(self.gates, dict) else self.gates
-        self.method = attached(self.model, job.spec.method(bank))
+        self.method = attached(self.model, job.spec.method(bank), correction=job.spec.correction)
         self.engine = Engine(
             self.model,
             self.tokenizer,
