@@ -159,7 +159,10 @@ class Cluster:
 
         waiting, lent = deque(requests), dict[Any, dict[Any, Request]]()
         if not self.nodes:
-            found = ray.get([actor.describe.remote() for actor in self.actors])
+            try:
+                found = ray.get([actor.describe.remote() for actor in self.actors])
+            except ray.exceptions.RayError as error:  # in whose last line stands what the loader raised
+                raise SeergateError(f"a worker did not start: {str(error).strip().splitlines()[-1]}") from error
             if wrong := [theirs for theirs, _ in found if theirs != weights]:
                 raise SeergateError(f"a worker has loaded other weights ({wrong[0]}) than this process ({weights})")
             self.nodes = {actor: node for actor, (_, node) in zip(self.actors, found, strict=True)}

@@ -113,7 +113,7 @@ def _unit(words: str, power: str | None) -> list[str] | None:
             raised = ""
     if factors and power and not factors[-1][-1].isdigit():
         factors[-1] += power
-    return sorted(factors) if factors and not raised else None
+    return sorted(factors) if 0 < len(factors) <= 4 and not raised else None
 
 
 def _without_unit(text: str) -> tuple[str, list[str]]:
