@@ -77,7 +77,8 @@ def test_round_trip(saved, dtype):
 
 def test_load_puts_base_and_gates_together(saved):
     bank, path = saved
-    model = seergate.load(path, token_budget=16)
+    model = seergate.load(path, token_budget=16, use_cache=True, max_position_embeddings=4000)
+    assert model.config.max_position_embeddings == 4000, "fields of the model's configuration are options, too"
     assert seergate.handle_of(model).stats()["method"] == "gate"
     direct = tiny_model("qwen3")
     with seergate.attached(direct, bank, token_budget=16):
@@ -315,14 +316,9 @@ def test_records_that_cannot_be(saved, changes, message):
 def test_what_is_not_json_is_not_saved(saved):
     bank, path = saved
     before = (path / "gate_config.json").read_bytes()
-    for name, value, message in (
-        ("training_record", {"model": torch.nn.Linear(1, 1)}, "not JSON"),
-        ("results", ({"accuracy": "high"},), "accuracy of a result"),
-    ):
-        other = GateBank.from_adapter(bank.to_adapter())
-        setattr(other, name, value)
-        with pytest.raises(SeergateError, match=message):
-            other.save_pretrained(path)
+    bank.training_record = {"model": torch.nn.Linear(1, 1)}
+    with pytest.raises(SeergateError, match="not JSON"):
+        bank.save_pretrained(path)
     assert (path / "gate_config.json").read_bytes() == before
 
 

@@ -19,6 +19,7 @@ from seergate.methods import Gate
 from seergate.methods.base import LayerSpec, Step
 from tests.models import prompt, tiny_model
 from tests.published import RELEASES, PublishedGate, Release
+from tests.test_adapter_safety import Bomb
 
 SMALL = Release("small", "qwen3", 2, 4, 2, 64, 96, 128, 0.0, head_dim=128)
 
@@ -230,16 +231,6 @@ def edit_weights(path, change):
 Q0 = "model.layers.0.self_attn.attn_gate.attngate_linear_q.weight"
 K1 = "model.layers.1.self_attn.attn_gate.attngate_linear_k.weight"
 NORM0 = "model.layers.0.self_attn.attn_gate.attngate_qnorm.weight"
-
-
-class Bomb:
-    """Unpickled by an ordinary unpickler it would leave a file behind."""
-
-    def __init__(self, target):
-        self.target = str(target)
-
-    def __reduce__(self):
-        return open, (self.target, "w")
 
 
 def compressed(path):

@@ -146,7 +146,7 @@ class Gates(nn.Module):
 
     @classmethod
     def average(cls, banks: Sequence[Gates], weights: Sequence[float] | None = None) -> Self:
-        """The weighted mean of gates for the same model; what was measured of the parts does not hold for the mean."""
+        """The weighted mean of gates for the same model; results measured with the parts do not hold for the mean."""
         return cls.from_adapter(average([bank.to_adapter() for bank in banks], weights), "the average")
 
     def subset(self, layers: Iterable[int]) -> Self:

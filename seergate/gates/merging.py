@@ -57,7 +57,7 @@ def average(adapters: Sequence[Adapter], weights: Sequence[float] | None = None)
         weights: one number each; divided by their sum. Equal by default.
 
     Returns:
-        An adapter in the dtypes of the first one; what was measured of the parts is not said of the mean.
+        An adapter in the dtypes of the first one; results measured with the parts do not hold for the mean.
 
     Raises:
         SeergateError: if they do not belong together, naming each field that differs.

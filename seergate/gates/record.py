@@ -187,7 +187,7 @@ def expected_shapes(adapter: Adapter, source: str) -> dict[str, tuple[int, ...]]
 
 
 def _warn_of_unknown(values: dict[str, Any], known: set[str], where: str) -> None:
-    """A newer seergate may have written more; what it is, is said."""
+    """Warn about entries that only a newer seergate knows."""
     if unknown := sorted(values.keys() - known):
         warnings.warn(f"{where}: ignoring unknown {', '.join(unknown)}", stacklevel=3)
 

@@ -288,18 +288,6 @@ class Handler(BaseHTTPRequestHandler):
     def log_message(self, *args: object) -> None:
         """Quiet."""
 
-    def do_GET(self) -> None:
-        self.answer()
-
-    def do_HEAD(self) -> None:
-        self.answer()
-
-    def do_POST(self) -> None:
-        self.answer()
-
-    def do_PUT(self) -> None:
-        self.answer()
-
     def body(self) -> bytes:
         if "chunked" in self.headers.get("Transfer-Encoding", ""):
             parts = []
@@ -324,6 +312,8 @@ class Handler(BaseHTTPRequestHandler):
             headers = {"X-Error-Code": refusal.code} if refusal.code else {}
             headers["X-Error-Message"] = refusal.message
             self.send_json({"error": refusal.message, **refusal.body}, refusal.status, headers)
+
+    do_GET = do_HEAD = do_POST = do_PUT = answer
 
     def route(self, path: str, query: dict[str, list[str]], body: bytes, fault: Fault | None) -> None:
         hub, user = self.hub, self.hub.user_of(self.headers)

@@ -294,57 +294,6 @@ def test_a_failed_push_leaves_the_old_adapter(hub, bank):
     assert same(GateBank.from_pretrained(REPO), bank)
 
 
-def test_an_upload_that_is_refused_once_is_tried_again(hub, bank):
-    hub.fail("PUT", "/lfs/", 503, times=1)
-    bank.push_to_hub(REPO, token="writer")
-    assert len(hub.seen("PUT", "/lfs/")) == 2 and same(GateBank.from_pretrained(REPO), bank)
-
-
-def test_a_dropped_connection_is_resumed(hub, bank, monkeypatch):
-    from huggingface_hub import constants
-
-    monkeypatch.setattr(constants, "DOWNLOAD_CHUNK_SIZE", 1000)  # what it writes at once
-    bank.push_to_hub(REPO, token="writer")
-    hub.cut("GET", "/lfs/", after=5000, times=1)
-    assert same(GateBank.from_pretrained(REPO), bank)
-    ranges = [headers.get("Range") for headers in hub.seen("GET", "/lfs/")]
-    assert ranges[0] is None and re.fullmatch(r"bytes=[1-9]\d*-", ranges[1])
-
-
-def test_a_download_that_was_killed_is_made_up_for_later(hub, bank, monkeypatch):
-    """A client that dies in the middle of a file leaves nothing that could be taken for an adapter."""
-    from huggingface_hub import file_download
-
-    class Killed(BaseException):
-        pass
-
-    def die(seconds):  # where it would wait before its next attempt
-        raise Killed
-
-    bank.push_to_hub(REPO, token="writer")
-    hub.cut("GET", "/lfs/", after=100)
-    with monkeypatch.context() as patch, pytest.raises(Killed):
-        patch.setattr(file_download.time, "sleep", die)
-        GateBank.from_pretrained(REPO)
-    with pytest.raises(SeergateError):
-        GateBank.from_pretrained(REPO, local_files_only=True)
-    assert same(GateBank.from_pretrained(REPO), bank)
-    assert len(hub.seen("GET", "/lfs/")) == 2
-    assert same(GateBank.from_pretrained(REPO, local_files_only=True), bank)
-
-
-def test_a_damaged_file_on_the_hub_is_refused(hub, bank):
-    bank.push_to_hub(REPO, token="writer")
-    repo = hub.repos[REPO]
-    data = bytearray(repo.tree()["gate_model.safetensors"].data)
-    data[-3] ^= 4
-    damaged = File(bytes(data), lfs=True)
-    hub.lfs[damaged.sha256] = damaged.data
-    repo.commit("main", {**repo.tree(), "gate_model.safetensors": damaged})
-    with pytest.raises(SeergateError, match="SHA-256"):
-        GateBank.from_pretrained(REPO)
-
-
 def test_other_kinds_of_repository(hub, bank):
     hub.create({"name": "gates", "organization": "org"}, "writer")
     repo = hub.repos[REPO]
