@@ -7,7 +7,7 @@ torchrun --nproc-per-node 8 train.py --model Qwen3-8B
 
 import sys
 
-from seergate.distill import main
+from seergate.cli.train import main
 
 if __name__ == "__main__":
     sys.exit(main())

@@ -95,10 +95,10 @@ class Resident:
         return 1024 * next(int(line.split()[1]) for line in lines if line.startswith(f"{field}:"))
 
 
-class Materialising(teacher_forward.Lesson):
+class Materialising(teacher_forward.PackDistillation):
     """The published lesson: no gradient in the forward, and a graph over all layers."""
 
-    def _teach(self, gate: AttnGate, call: TeacherCall, lse_TH: Tensor | None) -> None:
+    def _distill(self, gate: AttnGate, call: TeacherCall, lse_TH: Tensor | None) -> None:
         assert call.q_pre_BHSD is not None and call.k_pre_BKSD is not None
         query, key = (x[0].transpose(0, 1) for x in (call.query_BHSD, call.key_BKSD))
         begin = int(len(query) * self.options["row_start"])
@@ -114,8 +114,8 @@ class Materialising(teacher_forward.Lesson):
 @contextmanager
 def lessons_watched(resident: Resident, sizes: list[int]) -> Iterator[None]:
     """Note what each layer's lesson adds to what is held when it begins."""
-    kind = teacher_forward.Lesson
-    teach = kind._teach
+    kind = teacher_forward.PackDistillation
+    teach = kind._distill
 
     def watched(self: Any, *args: Any) -> None:
         before = resident.restart()
@@ -123,11 +123,11 @@ def lessons_watched(resident: Resident, sizes: list[int]) -> Iterator[None]:
         sizes.append(resident.peak() - before)
         resident.restart()
 
-    kind._teach = watched  # type: ignore[method-assign]
+    kind._distill = watched  # type: ignore[method-assign]
     try:
         yield
     finally:
-        kind._teach = teach  # type: ignore[method-assign]
+        kind._distill = teach  # type: ignore[method-assign]
 
 
 def cores_used() -> tuple[float, float]:
@@ -169,7 +169,7 @@ def make_step(run: TrainConfig, way: str) -> Callable[[PackedBatch], float | Non
     bank = GateBank.for_model(model, gate_config(run, model))
     if way == "materialised":
         bank = bank.to(getattr(torch, run.dtype))  # as published
-        teacher_forward.Lesson = Materialising  # type: ignore[misc]  # of this process only
+        teacher_forward.PackDistillation = Materialising  # type: ignore[misc]  # of this process only
     engine = PlainEngine(DistillModule(bank, model, run), run, world)
 
     def step(pack: PackedBatch) -> float:

@@ -14,11 +14,26 @@ HELP = (
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """None here: the options are those of training and a few of its own, parsed by the command itself."""
+    """Add none: the options are those of training and a few of its own, parsed by the command itself."""
 
 
 def run_argv(argv: Sequence[str]) -> int:
-    """Pass everything on."""
-    from seergate.distill.command import plan_main
+    """Print the plan; returns the exit code."""
+    from seergate.cli.train import resolve, train_parser
 
-    return plan_main(list(argv), prog="seergate plan", examples=HELP[2])
+    parser = train_parser("seergate plan", HELP[1], HELP[2])
+    group = parser.add_argument_group("plan")
+    group.add_argument("--processes", type=int, default=1, help="processes that share the work [1]")
+    group.add_argument("--memory-gb", type=float, help="memory of the GPU that will do it [this machine's]")
+    group.add_argument("--device", choices=("cpu", "cuda"), help="plan for this kind of device [what is here]")
+    group.add_argument("--sample-tokens", type=int, help="typical length of a sample, for the time [max_length]")
+    group.add_argument("--tflops", type=float, help="what one device sustains, in TFLOP/s; instead of measuring")
+    group.add_argument("--measure", action=argparse.BooleanOptionalAction, default=True, help="time one layer here")
+    options = vars(parser.parse_args(argv))
+    names = ("processes", "memory_gb", "device", "sample_tokens", "tflops", "measure")
+    own = {name: options.pop(name) for name in names}
+    config = resolve(options)
+    from seergate.distill.plan import make_plan
+
+    print(make_plan(config, **own).text())
+    return 0

@@ -1,9 +1,23 @@
-"""``seergate train``: the same as ``train.py``."""
+"""``seergate train``, which is also `train.py`: alone, or as one of several processes that a launcher has started."""
 
 from __future__ import annotations
 
 import argparse
-from collections.abc import Sequence
+import os
+import sys
+import textwrap
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from seergate.distill.config import Parser, TrainConfig, load_train_config, option_parser, presets, read_yaml
+from seergate.errors import sentence
+from seergate.openmp import bound_spinning
+from seergate.paths import shipped
 
 PARSES_ITS_ARGUMENTS = False
 HELP = (
@@ -18,13 +32,147 @@ HELP = (
     ],
 )
 
+USER_ERROR, INTERRUPTED, SIGNALLED = 2, 130, 128
+
+SILENT_SECONDS = 5.0
+"""A launcher ends all processes as soon as one has ended. So one that leaves the reporting to another ends later."""
+
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """None here: the options are made from `TrainConfig`'s fields, by the command itself."""
+    """Add none: the options are made from `TrainConfig`'s fields, by the command itself."""
 
 
 def run_argv(argv: Sequence[str]) -> int:
-    """Pass everything on."""
-    from seergate.distill.command import main
+    """Run the command; returns the exit code."""
+    return main(argv, "seergate train")
 
-    return main(list(argv), prog="seergate train", examples=HELP[2])
+
+def train_parser(prog: str | None, description: str, examples: Sequence[str]) -> Parser:
+    """The options of training, with what only a command line has.
+
+    Args:
+        prog: the command's name in its help.
+        description: what the command does.
+        examples: command lines for the end of the help.
+    """
+    known = textwrap.fill("presets: " + ", ".join(presets()), 100, subsequent_indent="  ", break_on_hyphens=False)
+    epilog = "\n".join(("examples:", *(f"  {line}" for line in examples), "", known))
+    parser = option_parser(prog=prog, description=description, epilog=epilog)
+    parser.add_argument("--config", metavar="FILE", help="YAML file of options; the command line wins over it")
+    parser.add_argument(
+        "--dry-run", action="store_true", help="print the resolved options and what the run will need, and stop"
+    )
+    parser.add_argument("--local_rank", "--local-rank", type=int, help=argparse.SUPPRESS)  # the deepspeed launcher's
+    return parser
+
+
+def given_options(options: dict[str, Any]) -> dict[str, Any]:
+    """What ``--config`` and the command line say, without the defaults.
+
+    Args:
+        options: what the command line says. What is not an option of training is taken out.
+    """
+    file, launched = options.pop("config", None), options.pop("local_rank", None) is not None
+    options.pop("dry_run", None)
+    values = {**(read_yaml(Path(file)) if file else {}), **options}
+    # The deepspeed launcher's marks. A null in a file is "nothing said"; `--deepspeed none` is a choice.
+    if values.get("deepspeed") is None and (launched or "CROSS_SIZE" in os.environ):
+        values["deepspeed"] = ""
+    if values.get("deepspeed") == "":
+        values["deepspeed"] = str(shipped("ds_configs/zero2.json"))
+    return values | ({"deepspeed": None} if values.get("deepspeed") == "none" else {})
+
+
+def resolve(options: dict[str, Any]) -> TrainConfig:
+    """Defaults < preset < ``--config`` < command line.
+
+    Raises:
+        ValueError: for anything the user can mend.
+    """
+    values = given_options(options)
+    return load_train_config(values.get("model"), values)
+
+
+def main(argv: Sequence[str] | None = None, prog: str | None = None) -> int:
+    """Run the command.
+
+    Args:
+        argv: the arguments; those of the process if ``None``.
+        prog: the command's name in its help.
+
+    Returns:
+        0; 2 for a mistake of the user's; 130 when interrupted; 128 and the signal's number when stopped by one.
+    """
+    found: list[tuple[TrainConfig, bool]] = []
+
+    def parse() -> None:
+        description = "Distil attention gates for a frozen model. The defaults are the SeerAttention-R paper's recipe."
+        options = vars(train_parser(prog, description, HELP[2]).parse_args(argv))
+        dry_run = bool(options.get("dry_run"))
+        found.append((resolve(options), dry_run))
+
+    # The processes of a machine find the same fault in the options, before they know of each other.
+    return _guarded(parse, tells=_number("LOCAL_RANK") == 0) or _guarded(lambda: _train(*found[0]))
+
+
+def _train(config: TrainConfig, dry_run: bool) -> None:
+    is_main = _number("RANK") == 0
+    if dry_run:
+        if is_main:
+            _dry_run(replace(config, output_dir=str(config.run_dir)))
+        return
+    bound_spinning()
+    from seergate.distill.trainer import run_distillation
+
+    adapter = run_distillation(config)
+    if is_main:
+        print(f"adapter: {adapter}")
+
+
+def _dry_run(config: TrainConfig) -> None:
+    """Print the options as a YAML file that ``--config`` takes, and the plan as its comments."""
+    from seergate.distill.plan import make_plan
+
+    plan = make_plan(config, processes=int(os.environ.get("WORLD_SIZE", "1")))
+    print(yaml.safe_dump(config.to_dict(), sort_keys=False, allow_unicode=True), end="")
+    print("\n".join(f"# {line}" for line in plan.text().splitlines()))
+
+
+def _guarded(run: Callable[[], None], *, tells: bool = True) -> int:
+    """Run, and turn what goes wrong into a sentence and an exit code.
+
+    Args:
+        run: what to do.
+        tells: whether this process reports it. What all processes have found together, the main one reports.
+    """
+    try:
+        run()
+    except (ValueError, OSError) as error:
+        # Of the system's errors, only those about a file are the user's.
+        foreign = isinstance(error, OSError) and not isinstance(error, FileNotFoundError) and error.filename is None
+        if foreign or os.environ.get("SEERGATE_TRACEBACK"):
+            raise
+        common = getattr(error, "is_common", False)
+        number = getattr(error, "signal", None)
+        text = sentence(error) if number else f"error: {sentence(error)}"
+        _tell(text, tells and not (common and _number("RANK")))
+        return SIGNALLED + number if number else USER_ERROR
+    except KeyboardInterrupt:
+        if _number("RANK") == 0:
+            print("interrupted; the same command continues from the last checkpoint", file=sys.stderr)
+        return INTERRUPTED
+    return 0
+
+
+def _tell(text: str, tells: bool) -> None:
+    """Print an error with the number of its process, if that is not the main one; or give another time to do so."""
+    rank = _number("RANK")
+    if tells:
+        print(f"[rank {rank}] {text}" if rank else text, file=sys.stderr, flush=True)
+    else:
+        time.sleep(SILENT_SECONDS)
+
+
+def _number(variable: str) -> int:
+    """What the launcher says about this process."""
+    return int(os.environ.get(variable) or 0)

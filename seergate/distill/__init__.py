@@ -9,7 +9,7 @@ The package can be called, which is the shortest way to a run:
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from pathlib import Path
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
@@ -19,11 +19,15 @@ from seergate.distill.config import TrainConfig, load_train_config
 if TYPE_CHECKING:
     from seergate.distill.callbacks import Callback
 
-__all__ = ["TrainConfig", "load_train_config", "main", "run_distillation"]
+__all__ = ["TrainConfig", "load_train_config", "run_distillation"]
 
 
 def run_distillation(config: TrainConfig, callbacks: Iterable[Callback] = ()) -> Path:
-    """Distil gates, or continue an interrupted run; see `seergate.distill.trainer.run_distillation`.
+    """Distil gates, or continue an interrupted run.
+
+    Args:
+        config: the run.
+        callbacks: listeners (`seergate.distill.callbacks`).
 
     Returns:
         The adapter's directory.
@@ -31,13 +35,6 @@ def run_distillation(config: TrainConfig, callbacks: Iterable[Callback] = ()) ->
     from seergate.distill.trainer import run_distillation as run
 
     return run(config, callbacks)
-
-
-def main(argv: Sequence[str] | None = None, prog: str | None = None) -> int:
-    """The command line of `train.py`; returns the exit code."""
-    from seergate.distill.command import main as command
-
-    return command(argv, prog)
 
 
 class _CallablePackage(ModuleType):

@@ -7,6 +7,7 @@ all variants share. Each variant is an ordinary run in a directory of its own, s
 from __future__ import annotations
 
 import json
+import math
 import os
 import re
 from collections.abc import Mapping
@@ -14,12 +15,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from seergate.distill.base_model import check_model
 from seergate.distill.callbacks import EvalLog, StepLog
-from seergate.distill.checkpoint import REVISIONS, at_its_commits, begun, note_commits
-from seergate.distill.config import TrainConfig, load_train_config, locate_model, nearest, read_yaml
-from seergate.distill.sources import COMMIT, data_commit
-from seergate.distill.trainer import run_distillation
+from seergate.distill.config import TrainConfig, load_train_config, nearest, read_yaml
 from seergate.errors import SeergateError
 from seergate.paths import shipped
 
@@ -116,7 +113,7 @@ def variant_configs(study: Study, model: str | None, options: Mapping[str, Any])
 
 
 def run_study(study: Study, configs: Mapping[str, TrainConfig]) -> list[Outcome]:
-    """Train what is not yet trained, one variant after the other, all at the commits that the first one began with.
+    """Train what is not yet trained, one variant after the other, all at the commits that the study began with.
 
     Returns:
         The outcomes, in the order of the study.
@@ -124,66 +121,24 @@ def run_study(study: Study, configs: Mapping[str, TrainConfig]) -> list[Outcome]
     Raises:
         SeergateError: if a variant was trained with another commit of a model or dataset, or without an evaluation.
     """
-    outcomes, commits = [], _commits(configs)
-    for number, (variant, config) in enumerate(configs.items(), start=1):
+    from seergate.distill import commits
+    from seergate.distill.trainer import run_distillation
+
+    outcomes = []
+    for number, (variant, asked) in enumerate(configs.items(), start=1):
         print(f"{study.name} {number}/{len(configs)}: {variant}", flush=True)
+        # Of several variants at once, only the first may look up the newest commits.
+        config, entries = commits.pin(replace(asked, resume=asked.resume or number > 1), asked.run_dir.parent)
+        commits.keep(entries, asked.run_dir.parent)
+        config = replace(config, resume=asked.resume)
         done = _read(config)
         if done is None:
-            run_distillation(_at_commits(config, commits), [_Watch(config)])
+            run_distillation(config, [_Watch(config)])
             done = _read(config)
         if done is None:
             raise SeergateError(f"{config.run_dir} holds no evaluation; delete it to train the variant again")
-        _add(commits, config, done.pop("commits"))
         outcomes.append(Outcome(variant, **done))
     return outcomes
-
-
-def _commits(configs: Mapping[str, TrainConfig]) -> dict[str, str | None]:
-    """What every place on the Hub is at: what it was for the first variant that has begun, or is now."""
-    commits: dict[str, str | None] = {}
-    for config in configs.values():
-        if done := _read(config):
-            known = done["commits"]
-        else:
-            began, _ = at_its_commits(config, begun(config.run_dir) if config.resume else None)
-            known = {name: getattr(began, name) for name in REVISIONS}
-        _add(commits, config, {name: at for name, at in known.items() if at and COMMIT.fullmatch(at)})
-    for config in configs.values():
-        for name, ask in (("revision", _model_commit), ("data_revision", data_commit)):
-            if (place := _place(config, name)) not in commits and (commit := ask(config)):
-                commits[place] = commit
-    return commits
-
-
-def _add(commits: dict[str, str | None], config: TrainConfig, found: Mapping[str, str | None]) -> None:
-    """Note what a variant is trained with, which must be what the others are."""
-    for name, commit in found.items():
-        expected = commits.setdefault(_place(config, name), commit)
-        if commit != expected:
-            raise SeergateError(
-                f"{config.run_dir} is trained with {name}={commit!r} and the study has {expected!r}; delete it to "
-                "train the variant again"
-            )
-
-
-def _at_commits(config: TrainConfig, commits: Mapping[str, str | None]) -> TrainConfig:
-    """The run that trains with these commits."""
-    at = replace(config, **{name: commits.get(_place(config, name), getattr(config, name)) for name in REVISIONS})
-    if not config.resume:
-        return at
-    if at_its_commits(config, begun(config.run_dir))[0] != at:  # as if it had begun when the study did
-        note_commits(config.run_dir, at, {name: getattr(config, name) for name in REVISIONS})
-    return config
-
-
-def _place(config: TrainConfig, name: str) -> str:
-    """What one of `REVISIONS` names, before it is a commit."""
-    return f"{REVISIONS[name]} {getattr(config, REVISIONS[name])}@{getattr(config, name)}"
-
-
-def _model_commit(config: TrainConfig) -> str | None:
-    path = locate_model(config).model
-    return None if Path(path).is_dir() else check_model(path, config)
 
 
 def table(study: Study, outcomes: list[Outcome]) -> str:
@@ -217,25 +172,24 @@ class _Watch:
         self._config, self._seconds = config, [0.0]
 
     def on_message(self, text: str) -> None:
-        """Nothing to keep."""
+        """Keep nothing."""
 
     def on_step(self, log: StepLog) -> None:
-        """How long it took."""
+        """Keep how long it took."""
         self._seconds.append(log.seconds)
 
     def on_eval(self, log: EvalLog) -> None:
-        """The last evaluation is the result; it comes before the run is over, so it is on disk when that is."""
+        """Write the last evaluation, the result, to the disk before the run is over."""
         if log.step < self._config.steps:
             return
         steps = sorted(self._seconds[1:]) or [0.0]
         outcome = {"kl": log.kl, "recall": log.mean_recall(), "seconds": steps[len(steps) // 2]}
-        commits = _trained_with(self._config)
         draft = self._config.run_dir / f".{RESULT}"
-        draft.write_text(json.dumps({"config": self._config.to_dict(), "commits": commits, "outcome": outcome}))
+        draft.write_text(json.dumps({"config": self._config.to_dict(), "outcome": outcome}))
         os.replace(draft, self._config.run_dir / RESULT)
 
     def close(self) -> None:
-        """Nothing to close."""
+        """Close nothing."""
 
 
 def _read(config: TrainConfig) -> dict[str, Any] | None:
@@ -245,24 +199,10 @@ def _read(config: TrainConfig) -> dict[str, Any] | None:
     try:
         found = json.loads((config.run_dir / RESULT).read_text())
         with safe_open(config.run_dir / "gate_model.safetensors", "pt") as gates:
-            parameters = sum(_count(gates.get_slice(name).get_shape()) for name in gates.keys())  # noqa: SIM118
+            parameters = sum(math.prod(gates.get_slice(name).get_shape()) for name in gates.keys())  # noqa: SIM118
     except (OSError, ValueError):
         return None
     if found["config"] != json.loads(json.dumps(config.to_dict())):
         return None
-    outcome, commits = found["outcome"], found.get("commits") or _trained_with(config)
-    recall = {int(k): v for k, v in outcome["recall"].items()}
-    return {**outcome, "recall": recall, "parameters": parameters, "commits": commits}
-
-
-def _trained_with(config: TrainConfig) -> dict[str, str | None]:
-    """`REVISIONS` as the run has found them."""
-    options = read_yaml(config.run_dir / "train_config.yaml")
-    return {name: options.get(name) for name in REVISIONS}
-
-
-def _count(shape: list[int]) -> int:
-    total = 1
-    for size in shape:
-        total *= size
-    return total
+    recall = {int(budget): share for budget, share in found["outcome"]["recall"].items()}
+    return {**found["outcome"], "recall": recall, "parameters": parameters}

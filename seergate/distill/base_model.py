@@ -14,15 +14,13 @@ from torch import nn
 from seergate.config import GateConfig
 from seergate.distill.config import TrainConfig
 from seergate.distill.distributed import World
-from seergate.distill.weight_files import check_weight_files
 from seergate.errors import SeergateError, how_to_install
-from seergate.gates import cached_commit, is_hub_id
 from seergate.hf.bank import GateBank
-from seergate.hf.families import base_commit, head_dim_of
+from seergate.hf.families import head_dim_of
 from seergate.hf.loading import base_config, load_base, skeleton
 
 if TYPE_CHECKING:
-    from transformers import PretrainedConfig, PreTrainedModel
+    from transformers import PreTrainedModel
 
 _PACKAGES = {"bnb-4bit": "bitsandbytes", "bnb-8bit": "bitsandbytes", "torchao-int8": "torchao"}
 
@@ -39,15 +37,6 @@ def gate_config(config: TrainConfig, model: PreTrainedModel) -> GateConfig:
     )
 
 
-def read_base_config(path: str, config: TrainConfig) -> PretrainedConfig:
-    """The model's configuration, from a directory or the Hub.
-
-    Raises:
-        SeergateError: if there is none that can be read.
-    """
-    return base_config(path, revision=config.revision)
-
-
 def check_model(path: str, config: TrainConfig) -> str | None:
     """Find out whether gates fit the model before any data or weight is read.
 
@@ -56,24 +45,19 @@ def check_model(path: str, config: TrainConfig) -> str | None:
         config: the run.
 
     Returns:
-        A fingerprint of the weights: of the files of a directory, the commit of a Hub model.
+        A fingerprint of the weights: of the files of a directory, the revision of a Hub model.
 
     Raises:
-        SeergateError: if there is no such model, gates do not fit it, it cannot be quantised as asked, or a file of
-            its weights is missing or damaged.
+        SeergateError: if there is no such model, gates do not fit it, or it cannot be quantised as asked.
     """
     package = _PACKAGES.get(config.quantize)
     if package is not None and importlib.util.find_spec(package) is None:
         raise SeergateError(
             f"quantize is {config.quantize!r}, which needs {package}; {how_to_install('quant')}, or use none"
         )
-    found = read_base_config(path, config)
-    bare = skeleton(found)
+    bare = skeleton(base_config(path, revision=config.revision))
     GateBank.for_model(bare, gate_config(config, bare))
-    if Path(path).is_dir():
-        check_weight_files(Path(path), getattr(found, "transformers_weights", None))
-    commit = cached_commit(path, config.revision) if is_hub_id(path) else None  # newer releases of transformers
-    return _fingerprint(Path(path)) or commit or base_commit(found)
+    return _fingerprint(Path(path)) or config.revision
 
 
 def load_frozen(path: str, config: TrainConfig, world: World) -> PreTrainedModel:

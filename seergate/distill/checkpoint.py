@@ -11,7 +11,7 @@ import os
 import re
 import shutil
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -20,19 +20,13 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from seergate.distill.config import TrainConfig
+from seergate.distill.commits import REVISIONS
 from seergate.distill.engines import MOMENTS, OptimizerState
-from seergate.distill.token_store import FORMAT as TOKENS
+from seergate.distill.sources import COMMIT
 from seergate.durable import flush
 from seergate.errors import SeergateError
 
 FORMAT = 1
-REVISIONS = {"revision": "model", "data_revision": "data"}
-"""The options that name a place in the Hub's history, and of what. A branch moves on; the commit it was at stays."""
-
-BEGUN = "commits.json"
-"""The file in a run's directory that holds its commits before there is a checkpoint."""
-
 _NAME = re.compile(r"step-(\d{8})")
 _DRAFT = ".draft-"
 
@@ -44,17 +38,15 @@ class Checkpoint:
     Attributes:
         optimizer: gates, moments and the number of steps taken.
         run: the options that shape the result and the fingerprints of model and data; a run continues only if its own
-            are equal. Of `REVISIONS`, the commits that were found.
+            are equal. Revisions are the commits that they meant.
         random: random states by device name, uint8.
         progress: what the loop wants back (best evaluation so far, tokens seen), JSON.
-        asked: `REVISIONS` as the user first gave them.
     """
 
     optimizer: OptimizerState
     run: dict[str, Any]
     random: dict[str, Tensor] = field(default_factory=dict)
     progress: dict[str, Any] = field(default_factory=dict)
-    asked: dict[str, str | None] = field(default_factory=dict)
 
 
 def random_states() -> dict[str, Tensor]:
@@ -88,10 +80,8 @@ def save_checkpoint(root: Path, checkpoint: Checkpoint, keep: int) -> Path:
     )
     record = {
         "format": FORMAT,
-        "tokens": TOKENS,
         "step": checkpoint.optimizer.step,
         "run": checkpoint.run,
-        "asked": checkpoint.asked,
         "progress": checkpoint.progress,
     }
     (draft / "state.json").write_text(json.dumps(record, indent=1))
@@ -117,8 +107,7 @@ def read_record(path: Path) -> dict[str, Any]:
     """A checkpoint's JSON part.
 
     Raises:
-        SeergateError: if it is damaged or of another format, or the data was tokenised in another format: it would be
-            found to differ, but only once all of it is tokenised again.
+        SeergateError: if it is damaged or of another format.
     """
     try:
         record: dict[str, Any] = json.loads((path / "state.json").read_text())
@@ -126,47 +115,6 @@ def read_record(path: Path) -> dict[str, Any]:
         raise SeergateError(f"the checkpoint {path} is damaged; delete it to continue from the one before") from error
     if record.get("format") != FORMAT:
         raise SeergateError(f"the checkpoint {path} has format {record.get('format')}; this version reads {FORMAT}")
-    tokens = record.get("tokens", 3 if "asked" in record else 2)  # the formats that were not written down
-    if tokens != TOKENS:
-        raise SeergateError(
-            f"the checkpoint {path} was made with tokens of format {tokens} and this version makes format {TOKENS}; "
-            "use another output_dir, or --no-resume to start over"
-        )
-    return record
-
-
-def note_commits(run_dir: Path, config: TrainConfig, asked: Mapping[str, str | None]) -> None:
-    """Write down what a run's commits are: the first checkpoint may be hours away.
-
-    Args:
-        run_dir: the run's directory.
-        config: the run, at its commits.
-        asked: `REVISIONS` as the user first gave them.
-    """
-    run_dir.mkdir(parents=True, exist_ok=True)
-    names = [name for pair in REVISIONS.items() for name in pair]
-    record = {"run": {name: getattr(config, name) for name in names}, "asked": dict(asked)}
-    draft = run_dir / f".{BEGUN}"
-    draft.write_text(json.dumps(record, indent=1))
-    flush(draft)
-    draft.replace(run_dir / BEGUN)
-
-
-def begun(run_dir: Path) -> dict[str, Any] | None:
-    """What `at_its_commits` needs of a run that has begun: its newest checkpoint's record, or what it has noted.
-
-    Raises:
-        SeergateError: if that is damaged or of another format.
-    """
-    if newest := newest_checkpoint(run_dir / "checkpoints"):
-        return read_record(newest)
-    path = run_dir / BEGUN
-    if not path.is_file():
-        return None
-    try:
-        record: dict[str, Any] = json.loads(path.read_text())
-    except (OSError, ValueError) as error:
-        raise SeergateError(f"{path} is damaged; delete it to begin with the newest commits") from error
     return record
 
 
@@ -186,43 +134,23 @@ def load_checkpoint(path: Path) -> Checkpoint:
         return {name.removeprefix(f"{prefix}."): x for name, x in tensors.items() if name.startswith(f"{prefix}.")}
 
     state = OptimizerState(part("gates"), {moment: part(moment) for moment in MOMENTS}, record["step"])
-    return Checkpoint(state, record["run"], part("random"), record["progress"], record.get("asked", {}))
+    return Checkpoint(state, record["run"], part("random"), record["progress"])
 
 
-def at_its_commits(config: TrainConfig, record: Mapping[str, Any] | None) -> tuple[TrainConfig, dict[str, str | None]]:
-    """The run with the commits that it began with, so that a newer one on the Hub does not end it.
-
-    Args:
-        config: the run as the user asks for it. A revision that it names is kept, if it named another before.
-        record: see `begun`.
-
-    Returns:
-        The run, and `REVISIONS` as the user first gave them.
-    """
-    run, before = (record["run"], record.get("asked", {})) if record else ({}, {})
-    asked = {name: getattr(config, name) for name in REVISIONS}
-    same = [n for n, of in REVISIONS.items() if n in before and run.get(of) in (None, getattr(config, of))]
-    kept = [n for n in same if asked[n] in (None, before[n], run[n])]
-    return replace(config, **{n: run[n] for n in kept}), asked | {n: before[n] for n in kept}
-
-
-def check_same_run(
-    path: Path, found: Mapping[str, Any], wanted: Mapping[str, Any], asked: Mapping[str, str | None]
-) -> None:
+def check_same_run(path: Path, found: Mapping[str, Any], wanted: Mapping[str, Any]) -> None:
     """Refuse to continue a run with options that would make it another.
 
     Args:
         path: the checkpoint.
         found: what it was made with.
         wanted: the same of this run.
-        asked: `REVISIONS` as the user first gave them.
 
     Raises:
         SeergateError: naming the first option that differs, before a fingerprint that follows from it.
     """
     for name in sorted(found.keys() | wanted.keys(), key=lambda name: (name.endswith("_fingerprint"), name)):
-        if name in REVISIONS and found.get(name) in (None, asked.get(name)):
-            continue  # nothing of the Hub's, or nobody could say which commit it was: the fingerprint tells
+        if name in REVISIONS and not COMMIT.fullmatch(str(found.get(name))):
+            continue  # the Hub did not say which commit it was: the fingerprint tells
         if found.get(name) != wanted.get(name):
             raise SeergateError(
                 f"{path} was made with {name}={found.get(name)!r} and this run has {wanted.get(name)!r}; use the "

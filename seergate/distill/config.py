@@ -1,19 +1,19 @@
 """What a distillation run is: `TrainConfig`, its presets, and the ways to override them.
 
-The command line, its help, the YAML files and the validation are all made from the one dataclass.
+The command line is made from the dataclasses by `transformers.HfArgumentParser`, and the values of presets, other YAML
+files and Python callers go through the same parser.
 """
 
 from __future__ import annotations
 
+import argparse
 import difflib
 import math
 import re
-import types
-import typing
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import MISSING, asdict, dataclass, field, fields, replace
 from pathlib import Path
-from typing import Any, Literal, get_args, get_origin, get_type_hints
+from typing import Any, Literal, NoReturn, get_args, get_origin
 
 import yaml
 
@@ -31,24 +31,40 @@ CHAIN_SUM = "chain_sum"
 _ORG_NAME = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+")
 
 
-def _option(default: Any, help: str, *, shapes_result: bool = True) -> Any:
-    """A field with its help; ``shapes_result`` marks those that a resumed run must not change."""
-    return field(default=default, metadata={"help": help, "shapes_result": shapes_result})
+def _option(default: Any, help: str, **argparse_options: Any) -> Any:
+    """A field with its help."""
+    return field(default=default, metadata={"help": help.replace("%", "%%"), **argparse_options})
 
 
-@dataclass(frozen=True)
-class TrainConfig:
-    """One distillation run. The defaults are the paper's recipe (SeerAttention-R, section 4.1, and its launch script).
+@dataclass(frozen=True, kw_only=True)
+class ModelOptions:
+    """Which model is frozen and how it is kept."""
 
-    Every field's meaning is its ``metadata["help"]``, which is also the command line's help.
+    _argument_group_name = "model"
 
-    Raises:
-        ValueError: naming the field, what it is and what it must be.
-    """
-
-    model: str = _option(MISSING, "preset of configs/, Hub id (org/name) or directory of the frozen model")
+    model: str = _option(
+        MISSING, f"preset of configs/, directory or Hub id (org/name) of the frozen model [{DEFAULT_PRESET}]"
+    )
     revision: str | None = _option(None, "revision of the model on the Hub")
-    output_dir: str | None = _option(None, "where the run goes [runs/<model>-gates]", shapes_result=False)
+    output_dir: str | None = _option(None, "where the run goes [runs/<model>-gates]")
+    dtype: Literal["auto", "bfloat16", "float16", "float32"] = _option(
+        "auto", "the frozen model's precision [bfloat16 on a GPU, float32 on a CPU]; gates train in float32"
+    )
+    quantize: Literal["none", "bnb-8bit", "bnb-4bit", "torchao-int8"] = _option(
+        "none", "keep the frozen model's linear layers in 8 or 4 bits (needs bitsandbytes or torchao)"
+    )
+    base_memory_gb: float | None = _option(
+        None,
+        "gigabytes of this process's device that the frozen model may fill; its other layers wait in host memory, "
+        "then on disk, and are fetched for each pack [all of it on the device]",
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class GateOptions:
+    """The gates' architecture."""
+
+    _argument_group_name = "gate"
 
     block_size: int = _option(64, "tokens per block, 8..256")
     gate_dim: int | None = _option(None, "width of the gate [the model's head dimension]")
@@ -56,6 +72,13 @@ class TrainConfig:
     q_pooling: str = _option("proj", "how a group's query heads become one: proj, avgproj or avg")
     qk_norm: bool = _option(True, "RMSNorm on the gate's queries and keys")
     rope: bool = _option(True, "rotary position embedding on the gate's queries and keys")
+
+
+@dataclass(frozen=True, kw_only=True)
+class DataOptions:
+    """What is trained on."""
+
+    _argument_group_name = "data"
 
     data: str = _option(
         "open-r1/OpenR1-Math-220k",
@@ -73,9 +96,14 @@ class TrainConfig:
     chat_template: str | None = _option(None, "a .jinja file to use instead of the model's own chat template")
     max_length: int = _option(32768, "tokens per pack; no sample may be longer")
     over_length: Literal["truncate", "drop"] = _option("truncate", "what happens to samples longer than max_length")
-    token_cache: str | None = _option(
-        None, "directory for tokenised data [~/.cache/seergate/tokens]", shapes_result=False
-    )
+    token_cache: str | None = _option(None, "directory for tokenised data [~/.cache/seergate/tokens]")
+
+
+@dataclass(frozen=True, kw_only=True)
+class RecipeOptions:
+    """How it is trained."""
+
+    _argument_group_name = "recipe"
 
     steps: int = _option(800, "optimizer steps")
     packs_per_step: int = _option(16, "packs per optimizer step, over all processes together")
@@ -84,47 +112,51 @@ class TrainConfig:
     warmup_steps: int = _option(20, "steps of linear warm-up")
     weight_decay: float = _option(0.0, "AdamW's weight decay")
     grad_clip: float = _option(1.0, "largest norm of the gradient; 0 switches clipping off")
-    row_start: float = _option(0.5, "only rows from this fraction of each sample on teach the gates, in [0, 1)")
+    row_start: float = _option(0.5, "only rows from this fraction of each sample on count in the loss, in [0, 1)")
     reduction: Literal["row_mean", "published"] = _option(
         "row_mean", "row_mean: true KL in nats per row; published: the weighting of the published code"
     )
     seed: int = _option(0, "seed of the gates' initial values and of the order of the packs")
-    dtype: Literal["auto", "bfloat16", "float16", "float32"] = _option(
-        "auto", "the frozen model's precision [bfloat16 on a GPU, float32 on a CPU]; gates train in float32"
-    )
 
-    quantize: Literal["none", "bnb-8bit", "bnb-4bit", "torchao-int8"] = _option(
-        "none", "keep the frozen model's linear layers in 8 or 4 bits (needs bitsandbytes or torchao)"
-    )
-    base_memory_gb: float | None = _option(
-        None,
-        "gigabytes of this process's device that the frozen model may fill; its other layers wait in host memory, "
-        "then on disk, and are fetched for each pack [all of it on the device]",
-        shapes_result=False,
-    )
 
-    save_every: int = _option(100, "steps between checkpoints; 0 keeps only the last", shapes_result=False)
-    save_total_limit: int = _option(2, "checkpoints to keep", shapes_result=False)
-    resume: bool = _option(True, "continue from the newest checkpoint in output_dir", shapes_result=False)
-    eval_every: int = _option(
-        100, "steps between evaluations on held-out packs; 0 switches them off", shapes_result=False
-    )
+@dataclass(frozen=True, kw_only=True)
+class RunOptions:
+    """Checkpoints, evaluation, logging and the engine: what may change when a run continues."""
+
+    _argument_group_name = "checkpoints, evaluation, logging and engine"
+
+    save_every: int = _option(100, "steps between checkpoints; 0 keeps only the last")
+    save_total_limit: int = _option(2, "checkpoints to keep")
+    resume: bool = _option(True, "continue from the newest checkpoint in output_dir")
+    eval_every: int = _option(100, "steps between evaluations on held-out packs; 0 switches them off")
     eval_packs: int = _option(16, "packs held out for evaluation, at most a tenth of all")
     eval_row_start: float | None = _option(
-        None, "rows from this fraction of each sample on count in evaluations [row_start]", shapes_result=False
+        None, "rows from this fraction of each sample on count in evaluations [row_start]"
     )
-    log_every: int = _option(10, "steps between plain log lines where there is no terminal", shapes_result=False)
+    log_every: int = _option(10, "steps between plain log lines where there is no terminal")
     recall_budgets: tuple[int, ...] = _option(
-        (1024, 2048, 4096), "token budgets at which the recall of teacher mass is logged", shapes_result=False
+        (1024, 2048, 4096), "token budgets at which the recall of teacher mass is logged"
     )
-    push_to_hub: str | None = _option(None, "Hub repository (org/name) for the finished adapter", shapes_result=False)
+    push_to_hub: str | None = _option(None, "Hub repository (org/name) for the finished adapter")
     deepspeed: str | None = _option(
-        None, "DeepSpeed configuration file; the deepspeed launcher implies ds_configs/zero2.json", shapes_result=False
+        None,
+        "DeepSpeed configuration file, or none; the deepspeed launcher implies ds_configs/zero2.json",
+        nargs="?",
+        const="",
     )
 
+
+@dataclass(frozen=True, kw_only=True)
+class TrainConfig(RunOptions, RecipeOptions, DataOptions, GateOptions, ModelOptions):
+    """One distillation run. The defaults are the paper's recipe (SeerAttention-R, section 4.1, and its launch script).
+
+    Every field's meaning is its ``metadata["help"]``, which is also the command line's help.
+
+    Raises:
+        ValueError: naming the field, what it is and what it must be.
+    """
+
     def __post_init__(self) -> None:
-        for item in fields(self):
-            object.__setattr__(self, item.name, coerce(item.name, getattr(self, item.name)))
         GateConfig(
             block_size=self.block_size,
             gate_dim=128 if self.gate_dim is None else self.gate_dim,
@@ -181,8 +213,9 @@ class TrainConfig:
 
     def result_shaping(self) -> dict[str, Any]:
         """The fields that change the finished gates: a checkpoint can only be continued with the same ones."""
-        names = {f.name for f in fields(self) if f.metadata["shapes_result"]}
-        return {k: v for k, v in self.to_dict().items() if k in names}
+        free = {item.name for item in fields(RunOptions)} - {"eval_packs"}  # held-out packs are not trained on
+        free |= {"output_dir", "base_memory_gb", "token_cache"}
+        return {name: value for name, value in self.to_dict().items() if name not in free}
 
     def save(self, path: Path) -> None:
         """Write all fields as YAML."""
@@ -190,69 +223,68 @@ class TrainConfig:
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> TrainConfig:
-        """Inverse of `to_dict`.
+        """Inverse of `to_dict`; takes numbers, lists and truth values as text too, as YAML reads ``1e-3``.
 
         Raises:
-            SeergateError: for a field that does not exist, with the nearest one that does.
+            SeergateError: for a field that does not exist, with the nearest one that does, or of another type.
         """
-        known = [f.name for f in fields(cls)]
-        for name in values:
-            if name not in known:
-                raise SeergateError(f"{name!r} is not a training option{nearest(str(name), known)}")
-        return cls(**values)
+        given = {name: value for name, value in values.items() if value is not None}  # None is always the default
+        options = [f"--{name}={_text(value)}" for name, value in given.items()]
+        return cls(**vars(option_parser(prog="").parse_args(options)))
 
 
-def field_types() -> dict[str, Any]:
-    """The resolved type of every field of `TrainConfig`."""
-    return get_type_hints(TrainConfig)
+def _text(value: Any) -> str:
+    return ",".join(map(str, value)) if isinstance(value, (list, tuple)) else str(value)
 
 
-def coerce(name: str, value: Any) -> Any:
-    """Turn a YAML or command-line value into the type of field ``name``.
+class Parser(argparse.ArgumentParser):
+    """Raises what is wrong with the arguments, in one sentence."""
 
-    YAML reads ``1e-3`` as a string and has no tuples; the command line has only strings.
+    def error(self, message: str) -> NoReturn:
+        """Raise it."""
+        raise SeergateError(f"{message} (see {self.prog} --help)" if self.prog else message)
 
-    Raises:
-        ValueError: naming the field, what it is and what it must be.
+    def parse_args(self, args: Any = None, namespace: Any = None) -> Any:
+        """Refuse an option that does not exist, with the nearest one that does."""
+        found, unknown = self.parse_known_args(args, namespace)
+        for text in unknown:
+            name = text.partition("=")[0]
+            known = [option for action in self._actions for option in action.option_strings]
+            self.error(f"{name!r} is not an option{nearest(name, known) if name.startswith('-') else ''}")
+        return found
+
+
+def option_parser(**arguments: Any) -> Parser:
+    """The parser of all options; its result holds only what is given.
+
+    Args:
+        **arguments: see `argparse.ArgumentParser`.
     """
-    kind = field_types()[name]
-    if get_origin(kind) in (typing.Union, types.UnionType):
-        if value is None or value in ("none", "null"):
-            return None
-        kind = next(t for t in get_args(kind) if t is not type(None))
-    try:
-        if get_origin(kind) is tuple:
-            items = [v for v in value.split(",") if v] if isinstance(value, str) else list(value)
-            return tuple(_scalar(get_args(kind)[0], v.strip() if isinstance(v, str) else v) for v in items)
-        return _scalar(kind, value)
-    except (TypeError, ValueError, KeyError) as error:
-        raise ValueError(f"{name} is {value!r}; it must be {_kind_name(kind)}") from error
+    from transformers import HfArgumentParser
+
+    class OptionParser(Parser, HfArgumentParser):
+        pass
+
+    groups = TrainConfig.__bases__[::-1]
+    defaults = {item.name: item.default for item in fields(TrainConfig)}
+    layout = argparse.RawDescriptionHelpFormatter
+    parser: Any = OptionParser(groups, formatter_class=layout, allow_abbrev=False, **arguments)  # type: ignore[arg-type]
+    for action in parser._actions:
+        default = defaults.get(action.dest)
+        if default not in (None, MISSING):
+            action.help = f"{action.help} [{_text(default)}]"
+        if get_origin(action.type) is tuple:
+            action.type = _comma_separated(get_args(action.type)[0])
+        action.default, action.required = argparse.SUPPRESS, False
+    return parser
 
 
-def _scalar(kind: Any, value: Any) -> Any:
-    if get_origin(kind) is Literal:
-        if value not in get_args(kind):
-            raise ValueError(value)
-        return value
-    if kind is bool:
-        if isinstance(value, bool):
-            return value
-        return {"true": True, "yes": True, "1": True, "false": False, "no": False, "0": False}[str(value).lower()]
-    if kind is str:
-        if not isinstance(value, (str, Path)):
-            raise TypeError(value)
-        return str(value)
-    if isinstance(value, bool) or (kind is int and isinstance(value, float) and not value.is_integer()):
-        raise TypeError(value)
-    return kind(value)
+def _comma_separated(kind: Callable[[str], Any]) -> Callable[[str], tuple[Any, ...]]:
+    def read(text: str) -> tuple[Any, ...]:
+        return tuple(kind(item.strip()) for item in text.split(",") if item.strip())
 
-
-def _kind_name(kind: Any) -> str:
-    if get_origin(kind) is Literal:
-        return " or ".join(map(repr, get_args(kind)))
-    if get_origin(kind) is tuple:
-        return f"a comma-separated list of {'integers' if get_args(kind)[0] is int else 'words'}"
-    return {int: "an integer", float: "a number", bool: "true or false", str: "text"}[kind]
+    read.__name__ = f"comma-separated {kind.__name__}"
+    return read
 
 
 def nearest(name: str, known: list[str]) -> str:
@@ -287,7 +319,7 @@ def load_train_config(model: str | None = None, overrides: Mapping[str, Any] | N
     """Defaults, then the preset, then ``overrides``.
 
     Args:
-        model: a preset of ``configs/`` in any case (``"Qwen3-8B"``), a directory that holds a model, or a Hub id.
+        model: a directory that holds a model, a preset of ``configs/`` in any case (``"Qwen3-8B"``), or a Hub id.
             A preset's own Hub id names it too: ``"Qwen/Qwen3-8B"`` gets the preset's settings.
         overrides: options that win over the preset's.
 
@@ -298,13 +330,12 @@ def load_train_config(model: str | None = None, overrides: Mapping[str, Any] | N
     overrides = dict(overrides or {})
     model = model or overrides.get("model") or DEFAULT_PRESET
     known = presets()
-    values: dict[str, Any]
-    if model.lower() in known:
+    values: dict[str, Any] = {"model": model}
+    if Path(model).is_dir():
+        pass
+    elif model.lower() in known:
         values = read_yaml(known[model.lower()])
-    elif Path(model).is_dir():
-        values = {"model": model}
     elif _ORG_NAME.fullmatch(model):
-        values = {"model": model}
         for path in known.values():
             preset = read_yaml(path)
             if preset.get("model", "").lower() == model.lower():

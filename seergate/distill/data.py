@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
 import random
-from collections.abc import Callable
+from collections import Counter
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -13,14 +14,20 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from seergate.distill.config import TrainConfig
-from seergate.distill.formatting import TEMPLATES, Formatter
+from seergate.distill.formatting import NOTES, TEMPLATES, Formatter, MalformedRow, TrainingText
 from seergate.distill.packing import PackedBatch, efficiency, pack
-from seergate.distill.sources import open_source
-from seergate.distill.token_store import TokenStore, default_cache, store_key
+from seergate.distill.sources import RAW, no_rows, open_source
 from seergate.errors import SeergateError
 
 if TYPE_CHECKING:
+    from datasets import Dataset
     from transformers import PreTrainedTokenizerBase
+
+FORMAT = 1
+"""Changes with what tokenising leaves in the cache for the same rows."""
+
+ROWS_PER_PROCESS = 2000
+"""Fewer are tokenised by this process sooner than another one has started."""
 
 
 @dataclass(frozen=True)
@@ -89,86 +96,94 @@ class DataReport:
         return asdict(self)
 
 
+class Samples:
+    """The tokens of the samples of a dataset, read from its file when they are asked for.
+
+    Args:
+        tokens: what `tokenised` returns.
+        rows: those of its rows that are samples.
+        lengths: tokens of each sample to use.
+
+    Attributes:
+        lengths: int64.
+    """
+
+    def __init__(self, tokens: Dataset, rows: list[int], lengths: list[int]) -> None:
+        self._tokens, self._rows = tokens.select_columns("ids").with_format("numpy"), rows
+        self.lengths = np.array(lengths, dtype=np.int64)
+
+    def __len__(self) -> int:
+        return len(self._rows)
+
+    def __getitem__(self, sample: int) -> np.ndarray:
+        """The tokens of a sample, int32."""
+        ids = self._tokens[self._rows[sample]]["ids"][: self.lengths[sample]]
+        return np.asarray(ids, dtype=np.int32)
+
+
 @dataclass(frozen=True)
 class TrainingData:
     """The packs of a run.
 
     Attributes:
-        store: the tokenised samples.
+        samples: the tokenised samples.
         train: per pack to train on, its samples.
         held_out: per pack to evaluate on, its samples.
         report: what became of the rows.
-        fingerprint: changes whenever the packs would.
-        commit: of a dataset on the Hub, the one that the rows are of.
+        fingerprint: changes whenever the packs would; the same on every machine.
     """
 
-    store: TokenStore
+    samples: Samples
     train: list[list[int]]
     held_out: list[list[int]]
     report: DataReport
     fingerprint: str
-    commit: str | None = None
 
     def batch(self, samples: list[int]) -> PackedBatch:
         """The tensors of a pack."""
-        return PackedBatch.of([self.store[i] for i in samples])
+        return PackedBatch.of([self.samples[i] for i in samples])
 
 
-def prepare_data(
-    config: TrainConfig,
-    tokenizer: PreTrainedTokenizerBase,
-    progress: Callable[[int, int | None], None] = lambda rows, expected: None,
-) -> TrainingData:
+def prepare_data(config: TrainConfig, tokenizer: PreTrainedTokenizerBase) -> TrainingData:
     """Read, tokenise (or find tokenised) and pack a run's data. Every process gets the same result.
-
-    Args:
-        config: the run.
-        tokenizer: of the frozen model.
-        progress: called with the number of rows read so far, and how many are expected if that is known. If it goes
-            on where an earlier build was killed, the first call says where.
 
     Raises:
         SeergateError: if there is no data, or nothing in it can be used, with the reasons counted.
     """
-    source = open_source(config)
-    formatter = Formatter(tokenizer, config.data_column, config.chat_template)
-    key = store_key(
-        source.identity,
-        config.data_limit,
-        config.data_column,
-        config.max_length,
-        config.over_length,
-        _tokenizer_identity(tokenizer),
-        Path(config.chat_template).read_text()
-        if config.chat_template and Path(config.chat_template).is_file()
-        else None,
-        [file.read_text() for file in sorted(TEMPLATES.glob("*.jinja"))],
-    )
-    expected = min((n for n in (source.expected, config.data_limit) if n is not None), default=None)
-    directory = (Path(config.token_cache) if config.token_cache else default_cache()) / key
-    store = TokenStore.build(
-        directory,
-        source,
-        formatter,
-        max_length=config.max_length,
-        drop_over_length=config.over_length == "drop",
-        limit=config.data_limit,
-        progress=lambda rows: progress(rows, expected),
-    )
+    tokens = tokenised(config, tokenizer)
+    counts: dict[str, Any] = {"rows": len(tokens), "truncated": 0, "dropped": 0, "duplicates": 0}
+    malformed: Counter[str] = Counter()
+    notes: Counter[str] = Counter()
+    first: dict[str, tuple[int, int]] = {}  # digest of the tokens -> row and length of the first sample that has them
+    about = tokens.select_columns(["length", "digest", "problem", "notes"])[:]
+    for row, (length, digest, problem, noted) in enumerate(zip(*about.values(), strict=True)):
+        notes.update(noted)
+        if problem:
+            malformed[problem] += 1
+        elif digest in first:
+            counts["duplicates"] += 1
+        else:
+            first[digest] = row, length
+            if length > config.max_length:
+                counts["truncated" if config.over_length == "truncate" else "dropped"] += 1
+    counts |= {"malformed": dict(malformed), **{note: notes[note] for note in NOTES}}
+    long = config.max_length if config.over_length == "drop" else float("inf")
+    kept = {digest: place for digest, place in first.items() if place[1] <= long}
+    samples = Samples(tokens, [r for r, _ in kept.values()], [min(n, config.max_length) for _, n in kept.values()])
     # The gate distributes a row over its past blocks: until there are two, every gate is right and none learns.
-    usable = np.flatnonzero(store.lengths > 2 * config.block_size)
-    too_short = len(store) - len(usable)
+    usable = np.flatnonzero(samples.lengths > 2 * config.block_size)
+    too_short = len(samples) - len(usable)
     if not len(usable):
         raise SeergateError(
-            f"the dataset {config.data!r} has nothing to train on: {_why_empty(store.counts, too_short, config)}"
+            f"the dataset {config.data!r} has nothing to train on: {_why_empty(counts, too_short, config)}"
         )
-    lengths = store.lengths[usable]
-    packs = [usable[samples].tolist() for samples in pack(lengths, config.max_length)]
+    lengths = samples.lengths[usable]
+    packs = [usable[chosen].tolist() for chosen in pack(lengths, config.max_length)]
     # A dataset of a few packs still trains: at most a tenth of them is held out.
     held = set(
         random.Random(f"held-out/{config.seed}").sample(range(len(packs)), min(config.eval_packs, len(packs) // 10))
     )
-    train = [samples for i, samples in enumerate(packs) if i not in held]
+    train = [chosen for i, chosen in enumerate(packs) if i not in held]
     report = DataReport(
         samples=len(usable),
         tokens=int(lengths.sum()),
@@ -177,23 +192,98 @@ def prepare_data(
         packs=len(train),
         held_out=len(held),
         efficiency=efficiency(lengths, packs, config.max_length),
-        **store.counts,
+        **counts,
     )
-    contents = hashlib.sha256(f"{key}/{config.seed}/{len(held)}".encode() + np.ascontiguousarray(lengths).tobytes())
-    evaluated = [packs[i] for i in sorted(held)]
-    return TrainingData(store, train, evaluated, report, contents.hexdigest()[:16], source.commit)
+    contents = hashlib.sha256(f"{config.seed}/{len(held)}/{''.join(kept)}".encode() + lengths.tobytes())
+    return TrainingData(samples, train, [packs[i] for i in sorted(held)], report, contents.hexdigest()[:16])
+
+
+def tokenised(config: TrainConfig, tokenizer: PreTrainedTokenizerBase) -> Dataset:
+    """The rows of a run as tokens, a row for a row, from `datasets`' Arrow cache if they are there.
+
+    Returns:
+        The columns ``ids``, their number as ``length``, a ``digest`` of them, the ``problem`` of a row without tokens,
+        and its ``notes`` (`TrainingText`).
+    """
+    from datasets import Features, Sequence, Value
+
+    cache = Path(config.token_cache) if config.token_cache else default_cache()
+    rows = open_source(config, cache)
+    if not len(rows):
+        raise SeergateError(no_rows(config.data))
+    formatter = Formatter(tokenizer, config.data_column, config.chat_template)
+    templates = [*sorted(TEMPLATES.glob("*.jinja")), *filter(Path.is_file, [Path(config.chat_template or "")])]
+    key = json.dumps(
+        [FORMAT, rows._fingerprint, config.data_column, _identity(tokenizer), [file.read_text() for file in templates]]
+    )
+    name = hashlib.sha256(key.encode()).hexdigest()[:24]
+    cache.mkdir(parents=True, exist_ok=True)
+    text = Value("string")
+    return rows.map(
+        tokenise,
+        fn_kwargs={"formatter": formatter},
+        batched=True,
+        remove_columns=rows.column_names,
+        features=Features(
+            {"ids": Sequence(Value("int32")), "length": Value("int64"), "digest": text, "problem": text}
+            | {"notes": Sequence(text)}
+        ),
+        num_proc=min(os.cpu_count() or 1, len(rows) // ROWS_PER_PROCESS) or None,
+        cache_file_name=str(cache / f"{name}.arrow"),
+        new_fingerprint=name,  # `datasets` would hash the tokenizer, whose state changes with its use
+        desc="tokenising",
+    )
+
+
+def tokenise(columns: dict[str, list[Any]], formatter: Formatter) -> dict[str, list[Any]]:
+    """A batch of rows as the columns that `tokenised` returns."""
+    rows = [dict(zip(columns, values, strict=True)) for values in zip(*columns.values(), strict=True)]
+    texts: dict[int, TrainingText] = {}
+    problems = [""] * len(rows)
+    for number, row in enumerate(rows):
+        try:
+            texts[number] = formatter.text(_parsed(row) if tuple(columns) == RAW else row)
+        except MalformedRow as reason:
+            problems[number] = str(reason)
+    ids: list[list[int]] = [[] for _ in rows]
+    for is_chat in (True, False):
+        some = {number: made.text for number, made in texts.items() if made.is_chat is is_chat}
+        if some:
+            encoded = formatter.tokenizer(list(some.values()), add_special_tokens=not is_chat, verbose=False)
+            for number, found in zip(some, encoded["input_ids"], strict=True):
+                ids[number] = found
+                problems[number] = "" if found else "no tokens"
+    return {
+        "ids": ids,
+        "length": [len(some) for some in ids],
+        "digest": [hashlib.blake2b(np.asarray(x, np.int32).tobytes(), digest_size=16).hexdigest() for x in ids],
+        "problem": problems,
+        "notes": [texts[number].notes if number in texts else [] for number in range(len(rows))],
+    }
+
+
+def _parsed(row: dict[str, str]) -> Any:
+    if row["problem"]:
+        raise MalformedRow(row["problem"])
+    try:
+        return json.loads(row["json"])
+    except (ValueError, RecursionError) as error:
+        raise MalformedRow("not JSON") from error
+
+
+def default_cache() -> Path:
+    """Where tokens go unless told otherwise."""
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "seergate" / "tokens"
 
 
 def _why_empty(counts: dict[str, Any], too_short: int, config: TrainConfig) -> str:
-    if not counts["rows"]:
-        return "it has no rows"
     reasons = [f"{n:,} malformed ({reason})" for reason, n in counts["malformed"].items()]
     reasons += [f"{counts['dropped']:,} longer than max_length"] if counts["dropped"] else []
     reasons += [f"{too_short:,} that fit in two blocks of {config.block_size} tokens"] if too_short else []
     return f"of {counts['rows']:,} rows, " + ", ".join(reasons)
 
 
-def _tokenizer_identity(tokenizer: PreTrainedTokenizerBase) -> str:
+def _identity(tokenizer: PreTrainedTokenizerBase) -> str:
     """A digest of all that decides what a text's tokens are."""
     backend = getattr(tokenizer, "backend_tokenizer", None)
     words = backend.to_str() if backend is not None else json.dumps(tokenizer.get_vocab(), sort_keys=True)

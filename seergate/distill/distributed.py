@@ -14,12 +14,14 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
 
-from seergate.distill.failures import CommonError
 from seergate.errors import SeergateError, first_line, sentence
+
+T = TypeVar("T")
 
 PATIENCE_HOURS = 24.0
 """How long a process waits for the others; while one tokenises a large dataset, that is long. The libraries' own 10 to
@@ -30,6 +32,15 @@ PATIENCE_VARIABLE = "SEERGATE_TIMEOUT_HOURS"
 
 _MISTAKES = (ValueError, OSError, torch.OutOfMemoryError)
 """What a user can mend; anything else is a fault of ours and keeps its traceback."""
+
+
+class CommonError(SeergateError):
+    """Every process of a run raises it with the same text: the main process reports it, the others are silent.
+
+    Any other error is of one process, which reports it with its number.
+    """
+
+    is_common = True
 
 
 def patience() -> timedelta:
@@ -80,12 +91,36 @@ class World:
             _connected(lambda: dist.all_reduce(x))
         return x
 
-    def from_main(self, text: str | None) -> str | None:
-        """What the main process gives, whatever the others do."""
-        shared = [text]
+    def from_main(self, make: Callable[[], T]) -> T:
+        """What the main process makes, in every process.
+
+        Raises:
+            CommonError: if it fails.
+        """
+        made: list[Any] = [None]
+        with self.together():
+            if self.is_main:
+                made = [make()]
         if self.size > 1:
-            _connected(lambda: dist.broadcast_object_list(shared, src=0))
-        return shared[0]
+            _connected(lambda: dist.broadcast_object_list(made, src=0))
+        result: T = made[0]
+        return result
+
+    def in_turn(self, make: Callable[[], T]) -> T:
+        """What every process makes: the main one first, then one of every other machine, then the rest.
+
+        So what the first ones download or compute is in the cache of the others.
+
+        Raises:
+            CommonError: if one fails.
+        """
+        turns = (self.is_main, self.local_rank == 0 and not self.is_main, self.local_rank != 0 and not self.is_main)
+        made: list[T] = []
+        for mine in turns:
+            with self.together():
+                if mine:
+                    made.append(make())
+        return made[0]
 
     @contextmanager
     def together(self) -> Iterator[None]:

@@ -11,6 +11,7 @@ from __future__ import annotations
 import importlib.util
 import json
 import os
+import time
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
@@ -22,7 +23,7 @@ from seergate.distill.config import TrainConfig
 from seergate.distill.distributed import World, be_patient
 from seergate.distill.packing import PackedBatch
 from seergate.errors import SeergateError, how_to_install
-from seergate.hf.teacher_forward import distill_step
+from seergate.hf.teacher_forward import StoredGradients, distill_step
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -63,9 +64,18 @@ class DistillModule(nn.Module):
         self.config = config
 
     def forward(
-        self, input_ids: Tensor, cu_seqlens: Tensor, row_start: float | None = None
+        self, input_ids: Tensor | None, cu_seqlens: Tensor | None = None, row_start: float | None = None
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Loss, KL per layer ``[L]`` and recall ``[budgets, L, K]`` of one pack; by default of the rows that teach."""
+        """Loss, KL per layer ``[L]`` and recall ``[budgets, L, K]`` of one pack; by default of the rows to train on.
+
+        Without ids, a loss of zero whose gradients are zero.
+        """
+        if input_ids is None:
+            # By the same function as a pack: DeepSpeed sums in the order in which the gradients come.
+            parameters = [p for p in self.bank.parameters() if p.requires_grad]
+            zeros = [torch.zeros_like(p) for p in parameters]
+            nothing = StoredGradients.apply(zeros[0].new_zeros(()), len(zeros), *zeros, *parameters)
+            return nothing, nothing, nothing
         out = distill_step(
             self.bank,
             self.base,
@@ -99,6 +109,9 @@ class Engine(Protocol):
     def accumulate(self, batch: PackedBatch) -> Losses:
         """Add one pack's gradient."""
 
+    def even_out(self) -> None:
+        """Take part in what other processes do with their last packs, if they have more; after this one's last."""
+
     def update(self, lr: float) -> float:
         """Take the step; returns the gradient's norm before clipping."""
 
@@ -113,13 +126,8 @@ def check_engine(config: TrainConfig, world_size: int) -> None:
     """Refuse an engine that could not be made, before long work.
 
     Raises:
-        SeergateError: if the batch cannot be divided among the processes, DeepSpeed is not installed, or its
-            configuration does not fit.
+        SeergateError: if DeepSpeed is not installed, or its configuration does not fit.
     """
-    if config.packs_per_step % world_size:
-        raise SeergateError(
-            f"packs_per_step is {config.packs_per_step}; it must be a multiple of the {world_size} processes"
-        )
     if config.deepspeed:
         if importlib.util.find_spec("deepspeed") is None:
             raise SeergateError(f"DeepSpeed is not installed; {how_to_install('train')}, or use torchrun")
@@ -127,8 +135,16 @@ def check_engine(config: TrainConfig, world_size: int) -> None:
 
 
 def make_engine(module: DistillModule, config: TrainConfig, world: World) -> Engine:
-    """The engine a run asks for; see `check_engine`."""
-    return DeepSpeedEngine(module, config, world) if config.deepspeed else PlainEngine(module, config, world)
+    """The engine a run asks for, which `check_engine` has accepted.
+
+    Raises:
+        SeergateError: if DeepSpeed would wait for ever for a build that is dead.
+    """
+    if not config.deepspeed:
+        return PlainEngine(module, config, world)
+    with world.together():
+        wait_for_builds()
+    return DeepSpeedEngine(module, config, world)
 
 
 def make_optimizer(parameters: list[nn.Parameter], config: TrainConfig) -> torch.optim.AdamW:
@@ -150,6 +166,9 @@ class PlainEngine:
         loss, kl, recall = self._module(batch.input_ids, batch.cu_seqlens)
         (loss / self._config.packs_per_step).backward()
         return Losses(loss.detach(), kl, recall)
+
+    def even_out(self) -> None:
+        """Do nothing: processes meet in `update` only."""
 
     def update(self, lr: float) -> float:
         """Take the step; returns the gradient's norm before clipping."""
@@ -198,23 +217,32 @@ class DeepSpeedEngine:
         import deepspeed
 
         self._named = dict(module.bank.named_parameters())
-        self._micro_batches = config.packs_per_step // world.size
+        values = deepspeed_config(config, world.size)
         self._engine, *_ = deepspeed.initialize(
-            model=module,
-            optimizer=make_optimizer(list(self._named.values()), config),
-            config=deepspeed_config(config, world.size),
+            model=module, optimizer=make_optimizer(list(self._named.values()), config), config=values
         )
         be_patient(self._engine.data_parallel_group)  # DeepSpeed makes it with the short default
-        self._step = 0
+        self._micro_batches = values["gradient_accumulation_steps"]
+        # DeepSpeed divides by all micro-batches, of which some processes may have one without a pack.
+        self._scale = values["train_batch_size"] / config.packs_per_step
+        self._pending = self._step = 0
 
     def accumulate(self, batch: PackedBatch) -> Losses:
         """Add one pack's gradient."""
         loss, kl, recall = self._engine(batch.input_ids, batch.cu_seqlens)
-        self._engine.backward(loss)  # divides by the number of micro-batches
-        self._pending = getattr(self, "_pending", 0) + 1
+        self._backward(loss)
+        return Losses(loss.detach(), kl.detach(), recall.detach())
+
+    def even_out(self) -> None:
+        """Add zeros until this process has had as many packs as any: DeepSpeed sums at each of them."""
+        while self._pending < self._micro_batches:
+            self._backward(self._engine(None)[0])
+
+    def _backward(self, loss: Tensor) -> None:
+        self._engine.backward(loss * self._scale)  # divides by the number of micro-batches
+        self._pending += 1
         if self._pending < self._micro_batches:
             self._engine.step()  # only counts; the last micro-batch's step is `update`
-        return Losses(loss.detach(), kl.detach(), recall.detach())
 
     def update(self, lr: float) -> float:
         """Take the step; returns the gradient's norm before clipping."""
@@ -284,10 +312,11 @@ def deepspeed_config(config: TrainConfig, world_size: int) -> dict[str, Any]:
             raise SeergateError(
                 f"{config.deepspeed} sets the {name}; that is the run's (lr, min_lr, warmup_steps, ...)"
             )
+    most = -(-config.packs_per_step // world_size)  # packs of one process
     implied = {
         "train_micro_batch_size_per_gpu": 1,
-        "gradient_accumulation_steps": config.packs_per_step // world_size,
-        "train_batch_size": config.packs_per_step,
+        "gradient_accumulation_steps": most,
+        "train_batch_size": most * world_size,
         "gradient_clipping": config.grad_clip,
     }
     for name, value in implied.items():
@@ -303,6 +332,43 @@ def prepare_deepspeed() -> None:
     """Choose DeepSpeed's accelerator before it is imported: it takes CUDA for granted."""
     if not torch.cuda.is_available():
         os.environ.setdefault("DS_ACCELERATOR", "cpu")
+
+
+BUILD_SECONDS = 600.0
+"""A build of a C++ extension of which no file has changed for so long was killed."""
+
+
+def wait_for_builds() -> None:
+    """Wait until no other process compiles one of DeepSpeed's extensions, as it does when it starts.
+
+    A process that is killed while it compiles leaves its lock, and PyTorch would wait for it for ever.
+
+    Raises:
+        SeergateError: naming the lock, if its build has been dead for `BUILD_SECONDS`.
+    """
+    from deepspeed.ops.op_builder.all_ops import ALL_OPS
+    from torch.utils.cpp_extension import get_default_build_root
+
+    root, told = Path(os.environ.get("TORCH_EXTENSIONS_DIR") or get_default_build_root()), False
+    while locks := [lock for lock in root.glob("**/lock") if lock.parent.name in ALL_OPS]:
+        for lock in locks:
+            age = time.time() - max((_changed(file) for file in lock.parent.iterdir()), default=0.0)
+            if lock.exists() and age > BUILD_SECONDS:
+                raise SeergateError(
+                    f"DeepSpeed cannot start: {lock} is there and nothing has changed beside it for {age / 60:.0f} "
+                    "minutes, so the process that compiled an extension was killed; delete that file and start again"
+                )
+        if not told:
+            print(f"waiting for a process that compiles an extension (it holds {locks[0]})", flush=True)
+        told = True
+        time.sleep(1.0)
+
+
+def _changed(file: Path) -> float:
+    try:
+        return file.stat().st_mtime
+    except FileNotFoundError:
+        return 0.0
 
 
 def _portable(x: Tensor | None) -> Tensor:

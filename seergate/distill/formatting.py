@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from seergate.errors import SeergateError
 
@@ -31,6 +31,26 @@ _PROBE = [
 
 class MalformedRow(ValueError):
     """A row that cannot be trained on; the message is the reason it is counted under."""
+
+
+class TrainingText(NamedTuple):
+    """The text of a row.
+
+    Attributes:
+        text: what is tokenised.
+        is_chat: whether a chat template made it, which writes all special tokens itself.
+        notes: what had to be mended or left out. ``think_added``: it had the end of a reasoning without its beginning,
+            and got an opening tag. ``no_reasoning``: it has none. ``earlier_reasoning``: it lost the reasoning of its
+            earlier assistant turns, which no template keeps. ``unanswered``: it lost its last turns, which no
+            assistant turn follows.
+    """
+
+    text: str
+    is_chat: bool
+    notes: list[str]
+
+
+NOTES = ("think_added", "no_reasoning", "earlier_reasoning", "unanswered")
 
 
 def training_template(tokenizer: PreTrainedTokenizerBase, override: str | None = None) -> str:
@@ -96,18 +116,12 @@ def _render(tokenizer: PreTrainedTokenizerBase, messages: list[dict[str, str]], 
 
 
 class Formatter:
-    """Rows to texts, counting what it had to mend.
+    """Turns rows into texts.
 
     Args:
         tokenizer: of the frozen model.
         column: the column to read; by default ``messages``, or ``prompt`` and ``completion``, or ``text``.
         chat_template: path of a `.jinja` file instead of the tokenizer's own template.
-
-    Attributes:
-        counts: numbers of rows, by what happened to them. ``think_added``: they had the end of a reasoning without its
-            beginning, and got an opening tag. ``no_reasoning``: they have none. ``earlier_reasoning``: they lost the
-            reasoning of their earlier assistant turns, which no template keeps. ``unanswered``: they lost their last
-            turns, which no assistant turn follows.
     """
 
     def __init__(
@@ -115,7 +129,6 @@ class Formatter:
     ) -> None:
         self.tokenizer, self.column, self._override = tokenizer, column, chat_template
         self._template: str | None = None
-        self.counts = dict.fromkeys(("think_added", "no_reasoning", "earlier_reasoning", "unanswered"), 0)
 
     @property
     def template(self) -> str:
@@ -124,8 +137,8 @@ class Formatter:
             self._template = training_template(self.tokenizer, self._override)
         return self._template
 
-    def text(self, row: Any) -> tuple[str, bool]:
-        """The training text of a row, and whether it is a chat (whose template writes all special tokens itself).
+    def text(self, row: Any) -> TrainingText:
+        """The training text of a row.
 
         Raises:
             MalformedRow: with the reason, for a row that cannot be used.
@@ -134,14 +147,14 @@ class Formatter:
         if isinstance(content, str):
             if not content.strip():
                 raise MalformedRow("empty text")
-            text = content
+            made = TrainingText(content, False, [])
         else:
-            text = self._chat(content)
+            made = self._chat(content)
         try:
-            text.encode()
+            made.text.encode()
         except UnicodeEncodeError as error:  # half of a surrogate pair: JSON can say it, no tokenizer can read it
             raise MalformedRow("invalid unicode") from error
-        return text, not isinstance(content, str)
+        return made
 
     def _content(self, row: Any) -> str | list[Any]:
         if not isinstance(row, Mapping):
@@ -160,11 +173,11 @@ class Formatter:
             raise MalformedRow(f"no {self.column}" if content is None else "neither messages nor text")
         return content
 
-    def _chat(self, turns: list[Any]) -> str:
+    def _chat(self, turns: list[Any]) -> TrainingText:
         messages = [_message(turn) for turn in turns]
         given = len(messages)
         while messages and messages[-1]["role"] != "assistant":
-            messages.pop()  # a question nobody answered teaches nothing about reasoning
+            messages.pop()  # an unanswered question holds no reasoning
         if not messages:
             raise MalformedRow("no assistant turn")
         unanswered = len(messages) < given
@@ -190,11 +203,8 @@ class Formatter:
             raise MalformedRow("reasoning that the chat template does not keep")
         if tags > 1:
             raise MalformedRow("several think tags")
-        self.counts["think_added"] += added
-        self.counts["no_reasoning"] += not reasoning
-        self.counts["earlier_reasoning"] += earlier_reasoning
-        self.counts["unanswered"] += unanswered
-        return text
+        found = (added, not reasoning, earlier_reasoning, unanswered)
+        return TrainingText(text, True, [note for note, holds in zip(NOTES, found, strict=True) if holds])
 
 
 def _turns(value: Any, role: str) -> list[Any]:

@@ -105,7 +105,7 @@ def estimate_memory(
 
 
 def activation_bytes(model: PreTrainedModel, bank: GateBank, config: TrainConfig, device: torch.device) -> int:
-    """The most that the forward holds at once, beside weights: in the gate's lesson, attention or MLP of a layer."""
+    """The most that the forward holds at once, beside weights: in the gate's loss, attention or MLP of a layer."""
     base, geometry, u = text_config(model), bank.geometry, base_dtype(config, device).itemsize
     h, tokens, tile = base.hidden_size, config.max_length, min(TILE, config.max_length)
     queries, keys = geometry.num_heads * geometry.head_dim, geometry.num_kv_heads * geometry.head_dim
@@ -116,14 +116,14 @@ def activation_bytes(model: PreTrainedModel, bank: GateBank, config: TrainConfig
     inputs = tokens * ((streams * h + 2 * queries + 3 * keys) * u + rope)
     # the gate's queries and their gradient; at one time a tile of the query branch, at another a chunk of scores
     chunk = CHUNK_BYTES_CPU if device.type == "cpu" else CHUNK_BYTES_DEVICE
-    # on a processor also what attention returned: the output, and what the lesson needs of it
+    # on a processor also what attention returned: the output, and what the loss needs of it
     held = tokens * (queries * u + geometry.num_heads * FLOAT32) if device.type == "cpu" else 0
-    lesson = inputs + held + 2 * tokens * gate + max(int(tile * (queries * FLOAT32 + TILE_COPIES * gate)), chunk)
+    gate_loss = inputs + held + 2 * tokens * gate + max(int(tile * (queries * FLOAT32 + TILE_COPIES * gate)), chunk)
     # what attention returns, and where the pack's sequences are put together
     attention = inputs + 2 * tokens * queries * u
     # the two inputs of the MLP's product and the product itself
     mlp = tokens * (((streams + 1) * h + 3 * _mlp_width(base)) * u + rope)
-    return max(lesson, attention, mlp)
+    return max(gate_loss, attention, mlp)
 
 
 def _bucket_bytes(config: TrainConfig, processes: int) -> int:

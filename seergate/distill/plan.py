@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from seergate.distill.base_model import base_dtype, gate_config, read_base_config
+from seergate.distill.base_model import base_dtype, gate_config
 from seergate.distill.config import TrainConfig, locate_model, presets, read_yaml
 from seergate.distill.engines import check_engine
 from seergate.distill.memory import Memory, estimate_memory
@@ -20,7 +20,7 @@ from seergate.distill.speed import measure_speed, pack_flop
 from seergate.errors import SeergateError
 from seergate.hf.bank import GateBank
 from seergate.hf.families import gate_geometry, text_config
-from seergate.hf.loading import skeleton
+from seergate.hf.loading import base_config, skeleton
 from seergate.paths import shipped
 
 if TYPE_CHECKING:
@@ -274,7 +274,7 @@ def architecture(config: TrainConfig) -> PretrainedConfig:
         shape = shipped("configs") / "architectures" / f"{name}.json"
         if shape.is_file() and not Path(located.model).is_dir() and _model_of(path) == config.model.lower():
             return AutoConfig.for_model(**json.loads(shape.read_text()))
-    return read_base_config(located.model, config)
+    return base_config(located.model, revision=config.revision)
 
 
 def _model_of(preset: Path) -> str:

@@ -1,25 +1,27 @@
 """Where training rows come from: generated problems, local files, or the Hub.
 
-JSON is read line by line here rather than by `datasets`, which refuses a whole file for one row of another shape; one
-bad line must cost one line.
+All become a `datasets.Dataset`, which keeps them in an Arrow file. JSON is read line by line here rather than by
+`datasets`, which refuses a whole file for one row of another shape; one bad line must cost one line. Such rows, and
+those of tables and streams, are kept as JSON text in the columns of `RAW`.
 """
 
 from __future__ import annotations
 
 import codecs
-import hashlib
 import itertools
 import json
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from seergate.chain_sum import make_problems
 from seergate.distill.config import CHAIN_SUM, TrainConfig
 from seergate.errors import SeergateError, first_line
+
+if TYPE_CHECKING:
+    from datasets import Dataset
 
 TRAINING_SEEDS = 1_000_000
 """Training problems are drawn with seeds from here on, evaluation problems with smaller ones."""
@@ -35,56 +37,23 @@ HELD_OUT_NAMES = re.compile(r"(?i)(^|[^a-z])(test|valid|validation|val|dev|eval)
 COMMIT = re.compile(r"[0-9a-f]{40}")
 """A place in the Hub's history that does not move."""
 
-_TRANSPORTS = ("httpx", "httpx2", "httpcore", "httpcore2", "requests", "urllib3")
+RAW = ("json", "problem")
+"""Columns of rows that are kept as JSON text: the text, or why there is none."""
 
 
-@dataclass(frozen=True)
-class BadLine:
-    """Stands for a line that could not be read.
+def open_source(config: TrainConfig, cache: Path) -> Dataset:
+    """Find the data that a run asks for; a dataset on the Hub at ``data_revision``.
 
-    Attributes:
-        reason: for the report.
-    """
-
-    reason: str
-
-
-@dataclass(frozen=True)
-class Source:
-    """A dataset that can be iterated once.
-
-    Attributes:
-        rows: the rows; a `BadLine` in place of an unreadable one.
-        identity: changes whenever the rows would.
-        expected: the number of rows, if known, for progress.
-        commit: of a dataset on the Hub, the one that the rows are of.
-    """
-
-    rows: Iterable[Any]
-    identity: str
-    expected: int | None = None
-    commit: str | None = None
-
-    def after(self, count: int) -> Iterable[Any]:
-        """The rows without the first ``count``, which are passed over by the quickest way there is."""
-        if count == self.expected:  # a dataset refuses to skip all of its rows
-            return ()
-        skip = getattr(self.rows, "skip", None)
-        return skip(count) if skip else itertools.islice(self.rows, count, None)
-
-
-def open_source(config: TrainConfig) -> Source:
-    """Find the data that a run asks for.
+    Args:
+        config: the run.
+        cache: directory for rows that have to be copied; those that are there already are found again.
 
     Raises:
         SeergateError: if it does not exist or cannot be read.
     """
     if config.data == CHAIN_SUM:
-        count = config.data_limit or CHAIN_SUM_PROBLEMS
-        low, high = config.chain_sum_variables
-        problems = make_problems(count, (low, high), TRAINING_SEEDS + config.seed)
-        identity = f"{CHAIN_SUM}/{low}-{high}/{count}/{config.seed}"
-        return Source(({"messages": problem.messages} for problem in problems), identity, count)
+        count, (low, high) = config.data_limit or CHAIN_SUM_PROBLEMS, config.chain_sum_variables
+        return _copied(CHAIN_SUM, _problems, cache, count=count, low=low, high=high, seed=TRAINING_SEEDS + config.seed)
     path = Path(config.data).expanduser()
     if path.exists():
         for name in ("data_config", "data_revision"):
@@ -93,31 +62,69 @@ def open_source(config: TrainConfig) -> Source:
                     f"{name} is {getattr(config, name)!r}, but {config.data!r} lies on this machine, where there is "
                     f"nothing to choose; name the files themselves and leave out {name}"
                 )
-        return _local(path, config.data_split)
-    if not _may_be_on_hub(config):
+        return _local(path, config, cache)
+    if not may_be_on_hub(config):
         raise SeergateError(f"the data file {config.data!r} does not exist")
-    return _hub(config)
+    return _hub(config, cache)
 
 
-def data_commit(config: TrainConfig) -> str | None:
-    """The commit that a run's dataset is at; ``None`` if it is not on the Hub, or the Hub does not answer.
-
-    Raises:
-        SeergateError: if the Hub has no such dataset or revision.
-    """
-    if not _may_be_on_hub(config):
-        return None
-    with _hub_sentences(config):
-        return _commit(config)
-
-
-def _may_be_on_hub(config: TrainConfig) -> bool:
+def may_be_on_hub(config: TrainConfig) -> bool:
+    """Whether ``data`` does not name generated problems or a file."""
     path = Path(config.data).expanduser()
     names_a_file = path.suffix in (*JSON_SUFFIXES, *TABLE_SUFFIXES) or config.data.startswith((".", "/", "~"))
     return not (config.data == CHAIN_SUM or names_a_file or path.exists())
 
 
-def _local(path: Path, split: str) -> Source:
+def _copied(source: str, read: Callable[..., Iterator[dict[str, str]]], cache: Path, **arguments: Any) -> Dataset:
+    """The rows that a generator reads, in an Arrow file that is named by its name and arguments.
+
+    Args:
+        source: the data's name, for people.
+        read: yields the columns of `RAW`.
+        cache: where the file lies.
+        **arguments: of the generator.
+    """
+    from datasets import Dataset, Features, Value
+    from datasets.exceptions import DatasetGenerationError
+
+    columns = Features(dict.fromkeys(RAW, Value("string")))
+    made = {"source": source, "read": read, "arguments": arguments}
+    try:
+        return Dataset.from_generator(_not_empty, features=columns, cache_dir=str(cache), gen_kwargs=made)
+    except DatasetGenerationError as error:
+        raise error.__cause__ or error from None
+
+
+def _not_empty(
+    source: str, read: Callable[..., Iterator[dict[str, str]]], arguments: dict[str, Any]
+) -> Iterator[dict[str, str]]:
+    number = 0
+    for number, row in enumerate(read(**arguments), start=1):  # noqa: B007 (looked at below)
+        yield row
+    if not number:
+        raise SeergateError(no_rows(source))
+
+
+def no_rows(source: str) -> str:
+    """What is wrong with an empty dataset."""
+    return f"the dataset {source!r} has nothing to train on: it has no rows"
+
+
+def _as_json(row: Any) -> dict[str, str]:
+    return {"json": json.dumps(row, default=str), "problem": ""}
+
+
+def _limited(rows: Dataset, limit: int | None) -> Dataset:
+    return rows if limit is None or limit >= len(rows) else rows.select(range(limit))
+
+
+def _problems(count: int, low: int, high: int, seed: int) -> Iterator[dict[str, str]]:
+    for problem in make_problems(count, (low, high), seed):
+        yield _as_json({"messages": problem.messages})
+
+
+def _local(path: Path, config: TrainConfig, cache: Path) -> Dataset:
+    split = config.data_split
     if (path / "dataset_dict.json").is_file():  # a folder per split
         splits = sorted(folder.parent.name for folder in path.glob("*/dataset_info.json"))
         if split not in splits:
@@ -128,8 +135,7 @@ def _local(path: Path, split: str) -> Source:
     if path.is_dir() and (path / "dataset_info.json").is_file():
         from datasets import load_from_disk
 
-        stored = load_from_disk(str(path))
-        return Source(stored, f"disk/{stored._fingerprint}", len(stored))
+        return _limited(load_from_disk(str(path)), config.data_limit)
     known = (*JSON_SUFFIXES, *TABLE_SUFFIXES)
     files = sorted(p for p in path.rglob("*") if p.suffix in known) if path.is_dir() else [path]
     if not files or files[0].suffix not in known:
@@ -140,19 +146,17 @@ def _local(path: Path, split: str) -> Source:
             f"{path} holds {aside[0].relative_to(path)}, which by its name is not to be trained on; name the files, "
             "or a folder of them, that are"
         )
-    digest = hashlib.blake2b()
-    for file in files:
-        with file.open("rb") as stream:
-            digest.update(hashlib.file_digest(stream, "blake2b").digest())
-    return Source(_rows_of_files(files), f"files/{digest.hexdigest()}")
+    stamps = tuple((str(file.resolve()), file.stat().st_size, file.stat().st_mtime_ns) for file in files)
+    return _copied(config.data, _file_rows, cache, files=stamps, limit=config.data_limit)
 
 
-def _rows_of_files(files: list[Path]) -> Iterator[Any]:
-    for file in files:
-        yield from _json_rows(file) if file.suffix in JSON_SUFFIXES else _table_rows(file)
+def _file_rows(files: tuple[tuple[str, int, int], ...], limit: int | None) -> Iterator[dict[str, str]]:
+    paths = [Path(name) for name, *_ in files]  # size and time only tell the copy of a changed file from this one
+    read = (_json_rows(path) if path.suffix in JSON_SUFFIXES else _table_rows(path) for path in paths)
+    return itertools.islice(itertools.chain.from_iterable(read), limit)
 
 
-def _json_rows(file: Path) -> Iterator[Any]:
+def _json_rows(file: Path) -> Iterator[dict[str, str]]:
     with file.open("rb") as stream:
         mark = len(codecs.BOM_UTF8) if stream.read(3) == codecs.BOM_UTF8 else 0
         stream.seek(mark)
@@ -161,53 +165,78 @@ def _json_rows(file: Path) -> Iterator[Any]:
         stream.seek(mark)
         if first == b"[":
             try:
-                yield from json.loads(stream.read().decode())
+                rows = json.loads(stream.read().decode())
             except ValueError as error:
                 raise SeergateError(f"{file} begins like a JSON list but is none: {error}") from error
+            yield from map(_as_json, rows)
             return
         for line in stream:
             if line.strip():
                 try:
-                    yield json.loads(line.decode())
+                    yield {"json": line.decode(), "problem": ""}
                 except UnicodeDecodeError:
-                    yield BadLine("not UTF-8")
-                except (ValueError, RecursionError):
-                    yield BadLine("not JSON")
+                    yield {"json": "", "problem": "not UTF-8"}
 
 
-def _table_rows(file: Path) -> Iterator[Any]:
+def _table_rows(file: Path) -> Iterator[dict[str, str]]:
     import pyarrow
     from datasets import load_dataset
     from datasets.exceptions import DatasetGenerationError
 
     try:
         # Streaming reads the file in place; the default would copy it into a cache first.
-        yield from load_dataset(TABLE_SUFFIXES[file.suffix], data_files=str(file), split="train", streaming=True)
+        rows = load_dataset(TABLE_SUFFIXES[file.suffix], data_files=str(file), split="train", streaming=True)
+        yield from map(_as_json, rows)
     except (pyarrow.ArrowException, DatasetGenerationError, OSError) as error:
         raise SeergateError(f"{file} cannot be read: {first_line(error)}") from error
 
 
-def _hub(config: TrainConfig) -> Source:
+def _hub(config: TrainConfig, cache: Path) -> Dataset:
     from datasets import load_dataset_builder
 
-    name = f"hub/{config.data}/{config.data_config}/{config.data_split}"
-    with _hub_sentences(config):
-        commit = _commit(config)
-        builder = load_dataset_builder(config.data, config.data_config, revision=commit or config.data_revision)
-        found = str(builder.hash)
-        _check_commit(config, commit, found)
-        known = found if COMMIT.fullmatch(found) else None
+    with hub_sentences(config):
+        builder = load_dataset_builder(config.data, config.data_config, revision=config.data_revision)
+        found, wanted = str(builder.hash), config.data_revision
+        if wanted is not None and COMMIT.fullmatch(wanted) and found != wanted:
+            # Where the Hub fails, `datasets` takes what it downloaded last, whatever it is.
+            raise SeergateError(
+                f"the dataset {config.data!r} cannot be loaded at {wanted}: the Hub does not give it, and what was "
+                f"downloaded last is {found}; try again when it does, or set data_revision to that"
+            )
         if not config.streaming:
             builder.download_and_prepare()
-            rows = builder.as_dataset(split=config.data_split)
-            return Source(rows, f"{name}/{rows._fingerprint}", len(rows), known)
-        rows = builder.as_streaming_dataset(split=config.data_split)
-    return Source(Streamed(rows, config.data), f"{name}/{found}", commit=known)
+            return _limited(builder.as_dataset(split=config.data_split), config.data_limit)
+        place = {"name": config.data, "part": config.data_config, "split": config.data_split, "revision": found}
+        return _copied(config.data, _streamed_rows, cache, **place, limit=config.data_limit)
+
+
+def _streamed_rows(
+    name: str, part: str | None, split: str, revision: str, limit: int | None
+) -> Iterator[dict[str, str]]:
+    from datasets import load_dataset_builder
+
+    known = revision if COMMIT.fullmatch(revision) else None
+    rows = load_dataset_builder(name, part, revision=known).as_streaming_dataset(split=split)
+    return itertools.islice(streamed(rows, name), limit)
+
+
+def streamed(rows: Any, name: str) -> Iterator[dict[str, str]]:
+    """Rows over the network, whose failures are many.
+
+    Raises:
+        SeergateError: in the middle of an iteration, with the number of rows that could be read.
+    """
+    read = 0
+    try:
+        for read, row in enumerate(rows, start=1):  # noqa: B007 (counted for the message)
+            yield _as_json(row)
+    except Exception as error:
+        raise SeergateError(f"the dataset {name!r} broke off after {read:,} rows: {first_line(error)}") from error
 
 
 @contextmanager
-def _hub_sentences(config: TrainConfig) -> Iterator[None]:
-    """Whatever goes wrong with a dataset of the Hub, in one sentence."""
+def hub_sentences(config: TrainConfig) -> Iterator[None]:
+    """Report whatever goes wrong with a dataset of the Hub in one sentence."""
     from huggingface_hub.errors import RepositoryNotFoundError, RevisionNotFoundError
 
     try:
@@ -221,82 +250,3 @@ def _hub_sentences(config: TrainConfig) -> Iterator[None]:
         elif isinstance(error, RepositoryNotFoundError):
             why = "there is none of this name, or it is private and HF_TOKEN must hold a token that may read it"
         raise SeergateError(f"the dataset {config.data!r} cannot be loaded from the Hub: {why}") from error
-
-
-def _check_commit(config: TrainConfig, commit: str | None, found: str) -> None:
-    """Refuse other data than asked for: where the Hub fails, `datasets` takes what it downloaded last, whatever it is.
-
-    Args:
-        config: the run.
-        commit: what its revision is, if that is known.
-        found: what can be loaded.
-    """
-    dataset, revision = f"the dataset {config.data!r}", config.data_revision
-    if commit is None and revision is not None:
-        raise SeergateError(
-            f"the Hub does not answer, so nobody can say what the revision {revision!r} of {dataset} is; the one "
-            f"downloaded last is {found}: if you mean that, set data_revision to it"
-        )
-    if commit not in (None, found):
-        raise SeergateError(
-            f"{dataset} cannot be loaded at {commit}: the Hub does not give it, and what was downloaded last is "
-            f"{found}; try again when it does, or set data_revision to that"
-        )
-
-
-def _commit(config: TrainConfig) -> str | None:
-    """What a dataset's revision is at this moment, or was when the Hub last answered."""
-    from huggingface_hub import constants, dataset_info
-
-    revision = config.data_revision
-    if revision is not None and COMMIT.fullmatch(revision):
-        return revision
-    try:
-        return str(dataset_info(config.data, revision=revision).sha)
-    except Exception as error:
-        if not _unanswered(error):
-            raise
-    if revision is None:
-        return None
-    ref = Path(constants.HF_HUB_CACHE) / f"datasets--{config.data.replace('/', '--')}" / "refs" / revision
-    return ref.read_text().strip() if ref.is_file() else None
-
-
-def _unanswered(error: Exception) -> bool:
-    """Whether the Hub could not be reached, rather than said no."""
-    status = getattr(getattr(error, "response", None), "status_code", None)
-    if status is not None:
-        return bool(status >= 500)
-    return isinstance(error, (ConnectionError, TimeoutError)) or type(error).__module__.split(".")[0] in _TRANSPORTS
-
-
-@dataclass(frozen=True)
-class Streamed:
-    """Rows over the network, whose failures are many.
-
-    Attributes:
-        rows: a streaming dataset.
-        name: it has for the user.
-        skipped: rows that are left out at its beginning.
-
-    Raises:
-        SeergateError: in the middle of an iteration, with the number of rows that could be read.
-    """
-
-    rows: Any
-    name: str
-    skipped: int = 0
-
-    def skip(self, count: int) -> Streamed:
-        """The rows without the first ``count``; they are still read over the network, but not decoded one by one."""
-        return Streamed(self.rows.skip(count), self.name, self.skipped + count)
-
-    def __iter__(self) -> Iterator[Any]:
-        read = self.skipped
-        try:
-            for read, row in enumerate(self.rows, start=self.skipped + 1):  # noqa: B007 (counted for the message)
-                yield row
-        except Exception as error:
-            raise SeergateError(
-                f"the dataset {self.name!r} broke off after {read:,} rows: {first_line(error)}"
-            ) from error

@@ -1,8 +1,8 @@
 """How fast a model can be distilled on this machine, measured on one layer with random weights.
 
 The cost of a layer has three parts: one per token (projections, MLP, norms, the gate's branches), one per pair of a
-query and a key it sees (attention), and one per such pair of the rows that teach (the teacher's targets and the
-gate's loss). Each is measured by itself, on the code that trains; a run's time is then a sum over its samples.
+query and a key it sees (attention), and one per such pair of the rows that count in the loss (the teacher's targets
+and the gate's loss). Each is measured by itself, on the code that trains; a run's time is then a sum over its samples.
 """
 
 from __future__ import annotations
@@ -44,21 +44,21 @@ class Speed:
     Attributes:
         per_token: what does not depend on the length.
         per_pair: attention of all heads, per query and key.
-        per_taught_pair: targets and loss of all KV heads, per query that teaches and key.
+        per_loss_pair: targets and loss of all KV heads, per key and query that counts in the loss.
         block_size: of the gates; a row needs one past block.
-        row_start: where the rows that teach begin.
+        row_start: where the rows that count in the loss begin.
     """
 
     per_token: float
     per_pair: float
-    per_taught_pair: float
+    per_loss_pair: float
     block_size: int
     row_start: float
 
     def layer_seconds(self, samples: list[int], *, gated: bool = True) -> float:
         """Time of one layer for a pack of samples of these lengths."""
-        taught = sum(taught_pairs(n, self.block_size, self.row_start) for n in samples) if gated else 0.0
-        return self.per_token * sum(samples) + self.per_pair * sum(map(pairs, samples)) + self.per_taught_pair * taught
+        counted = sum(loss_pairs(n, self.block_size, self.row_start) for n in samples) if gated else 0.0
+        return self.per_token * sum(samples) + self.per_pair * sum(map(pairs, samples)) + self.per_loss_pair * counted
 
 
 def pairs(length: int) -> float:
@@ -66,7 +66,7 @@ def pairs(length: int) -> float:
     return length * (length + 1) / 2
 
 
-def taught_pairs(length: int, block_size: int, row_start: float) -> float:
+def loss_pairs(length: int, block_size: int, row_start: float) -> float:
     """The same, of the rows that are compared with the teacher."""
     return pairs(length) - pairs(min(length, max(int(length * row_start), block_size)))
 
@@ -86,8 +86,8 @@ def pack_flop(model: PreTrainedModel, bank: GateBank, config: TrainConfig, sampl
     queries = geometry.num_heads * geometry.head_dim
     gate = geometry.num_kv_heads * bank.config.gate_dim / config.block_size
     seen = sum(map(pairs, samples)) * 4 * queries * len(layers)
-    taught = sum(taught_pairs(n, config.block_size, config.row_start) for n in samples)
-    return 2.0 * weights * sum(samples) + seen + taught * (2 * queries + 6 * gate) * len(bank)
+    counted = sum(loss_pairs(n, config.block_size, config.row_start) for n in samples)
+    return 2.0 * weights * sum(samples) + seen + counted * (2 * queries + 6 * gate) * len(bank)
 
 
 def measure_speed(model: PreTrainedModel, config: TrainConfig, device: torch.device) -> Speed:
@@ -109,10 +109,10 @@ def measure_speed(model: PreTrainedModel, config: TrainConfig, device: torch.dev
 
     whole = _seconds(step, device)
     per_pair = _attention(bank, config, device)
-    per_taught = _teaching(bank, config, device)
-    taught = taught_pairs(length, config.block_size, config.row_start)
-    rest = max(0.0, whole - per_pair * pairs(length) - per_taught * taught)
-    return Speed(rest / length, per_pair, per_taught, config.block_size, config.row_start)
+    per_loss = _gate_loss(bank, config, device)
+    counted = loss_pairs(length, config.block_size, config.row_start)
+    rest = max(0.0, whole - per_pair * pairs(length) - per_loss * counted)
+    return Speed(rest / length, per_pair, per_loss, config.block_size, config.row_start)
 
 
 def _one_layer(config: PretrainedConfig, dtype: torch.dtype, device: torch.device) -> PreTrainedModel:
@@ -148,10 +148,10 @@ def _attention(bank: GateBank, config: TrainConfig, device: torch.device) -> flo
     return _seconds(run, device) * (bank.geometry.num_kv_heads // kv_heads) / pairs(length)
 
 
-def _teaching(bank: GateBank, config: TrainConfig, device: torch.device) -> float:
+def _gate_loss(bank: GateBank, config: TrainConfig, device: torch.device) -> float:
     heads, kv_heads = _heads(bank, device)
     length, size = min(PAIR_TOKENS.get(device.type, 16384), config.max_length), config.block_size
-    taught = taught_pairs(length, size, config.row_start)
+    counted = loss_pairs(length, size, config.row_start)
     q, k = (
         torch.randn(length, n, bank.geometry.head_dim, dtype=base_dtype(config, device), device=device)
         for n in (heads, kv_heads)
@@ -168,7 +168,7 @@ def _teaching(bank: GateBank, config: TrainConfig, device: torch.device) -> floa
         loss, _ = ops.gate_kl(q, k, qg, kg, cu_seqlens, size, **rules)
         torch.autograd.grad(loss, (qg, kg))
 
-    return _seconds(run, device) * (bank.geometry.num_kv_heads // kv_heads) / taught
+    return _seconds(run, device) * (bank.geometry.num_kv_heads // kv_heads) / counted
 
 
 def _seconds(run: Callable[[], Any], device: torch.device, repeats: int = 3) -> float:

@@ -6,7 +6,7 @@ What a run leaves in its output directory:
 * ``best/``: the adapter with the lowest KL on the held-out packs
 * ``train_config.yaml``, ``data.json``: what was asked for, with the Hub's commits that this meant, and what the data
   turned out to be
-* ``commits.json``: those commits before there is a checkpoint
+* ``commits.json``: those commits, looked up once
 * ``checkpoints/step-00000100/``: to continue from
 * ``tensorboard/``
 """
@@ -17,24 +17,25 @@ import json
 import math
 import os
 import shutil
+import signal
+import threading
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
 
+from seergate.distill import commits
 from seergate.distill.base_model import base_dtype, check_model, gate_config, load_frozen, offload_folder
-from seergate.distill.callbacks import Callback, Console, EvalLog, RowProgress, StepLog, TensorBoard, memory_gb
+from seergate.distill.callbacks import Callback, Console, EvalLog, StepLog, TensorBoard, memory_gb
 from seergate.distill.checkpoint import (
     Checkpoint,
-    at_its_commits,
-    begun,
     check_same_run,
     clear_drafts,
     load_checkpoint,
     newest_checkpoint,
-    note_commits,
     random_states,
     read_record,
     remove_checkpoints,
@@ -43,16 +44,31 @@ from seergate.distill.checkpoint import (
 )
 from seergate.distill.config import TrainConfig, locate_model
 from seergate.distill.data import TrainingData, prepare_data
-from seergate.distill.distributed import World, join_world
+from seergate.distill.distributed import CommonError, World, join_world
 from seergate.distill.engines import DistillModule, Losses, check_engine, make_engine, prepare_deepspeed
-from seergate.distill.failures import CommonError
 from seergate.distill.packing import PackOrder
-from seergate.distill.sources import data_commit
-from seergate.distill.tally import Tally
 from seergate.errors import SeergateError, first_line
 from seergate.gates import save_adapter
 from seergate.hf.bank import GateBank
 from seergate.hf.loading import load_tokenizer
+
+STOP_SIGNALS = ("SIGTERM", "SIGUSR1")
+"""A cluster sends one of them before it kills: the run saves a checkpoint and ends."""
+
+NON_FINITE_LIMIT = 20
+"""Packs without a finite loss and gradient that a run leaves out; with one more, something is wrong with the run."""
+
+
+class Stopped(CommonError):
+    """The run was asked to end and has saved a checkpoint.
+
+    Attributes:
+        signal: the number of the signal that asked.
+    """
+
+    def __init__(self, text: str, signal: int) -> None:
+        super().__init__(text)
+        self.signal = signal
 
 
 def learning_rate(config: TrainConfig, step: int) -> float:
@@ -77,7 +93,7 @@ def run_distillation(config: TrainConfig, callbacks: Iterable[Callback] = ()) ->
 
     Raises:
         SeergateError: for whatever the user can mend: model, data, checkpoint of another run. In a run of several
-            processes a `CommonError`, where all of them fail together.
+            processes a `CommonError`, where all of them fail together. `Stopped` after one of `STOP_SIGNALS`.
     """
     config = replace(config, output_dir=str(config.run_dir))
     if config.deepspeed:
@@ -85,9 +101,11 @@ def run_distillation(config: TrainConfig, callbacks: Iterable[Callback] = ()) ->
     world = join_world(deepspeed=bool(config.deepspeed))
     _share_cores(world)
     if not world.is_main:
+        import datasets
         from transformers.utils import logging
 
         logging.disable_progress_bar()
+        datasets.disable_progress_bars()
     try:
         with world.together():
             located = locate_model(config)
@@ -106,6 +124,60 @@ class _Progress:
     best_kl: float | None = None
     best_step: int | None = None
     final_kl: float | None = None
+    non_finite: int = 0
+
+
+@dataclass(frozen=True)
+class Means:
+    """Averages over packs.
+
+    Attributes:
+        loss: of the reduction that is optimised.
+        tokens: in all packs together, not an average.
+        non_finite: packs that are left out of all averages.
+        kl_per_layer: nats per row.
+        recall: budget in tokens -> per layer, per KV head, the share of the teacher's mass in the gate's best blocks.
+    """
+
+    loss: float
+    tokens: int
+    non_finite: int
+    kl_per_layer: list[float]
+    recall: dict[int, list[list[float]]]
+
+
+class Tally:
+    """Sums over packs, in float64, as one vector: one collective per step.
+
+    Args:
+        layers, kv_heads: of the gates.
+        budgets: at which recall is measured.
+        device: where the packs are computed.
+    """
+
+    def __init__(self, layers: int, kv_heads: int, budgets: tuple[int, ...], device: torch.device) -> None:
+        self._layers, self._heads, self._budgets = layers, kv_heads, budgets
+        numbers = 4 + layers * (1 + len(budgets) * kv_heads)
+        self._sums = torch.zeros(numbers, dtype=torch.float64, device=device)
+
+    def add(self, losses: Losses, tokens: int) -> None:
+        """Add one pack."""
+        parts = (torch.tensor([0, 0]), losses.loss, torch.tensor(tokens), losses.kl_per_layer, losses.recall)
+        pack = torch.cat([x.detach().to(self._sums).reshape(-1) for x in parts])
+        finite = losses.loss.isfinite()
+        pack = torch.where(finite, pack, torch.zeros_like(pack))
+        pack[1] = ~finite
+        self._sums += pack
+
+    def sum(self, world: World, packs: int, stop: int = 0) -> tuple[Means, int]:
+        """The averages over the ``packs`` of all processes, and the sum of their ``stop``; collective."""
+        self._sums[0] = stop
+        stops, non_finite, loss, tokens, *rest = world.sum(self._sums).tolist()
+        finite = max(1, packs - int(non_finite))
+        values = torch.tensor(rest, dtype=torch.float64) / finite
+        kl, recall = values[: self._layers], values[self._layers :].view(-1, self._layers, self._heads)
+        by_budget = dict(zip(self._budgets, recall.tolist(), strict=True))
+        return Means(loss / finite, int(tokens), int(non_finite), kl.tolist(), by_budget), int(stops)
 
 
 class _Run:
@@ -120,19 +192,15 @@ class _Run:
         world = self.world
         with world.together():
             check_engine(self.config, world.size)
-            self._check_model()
+        self.config, entries = world.from_main(lambda: commits.pin(self.config, self.dir))
+        self.model_fingerprint = world.in_turn(lambda: check_model(self.model_path, self.config))
         world.must_agree(
             str(self.model_fingerprint),
             "the processes see different weights; model must be the same on every machine",
         )
-        with world.together():
-            commit = data_commit(self.config) if world.is_main else None
-        self._read_data_at(commit)
         self._look_for_checkpoint()
-        with world.together():
-            if world.is_main:
-                note_commits(self.dir, self.config, self.asked)
-            self.tokenizer = load_tokenizer(self.model_path, revision=self.config.revision)
+        world.from_main(lambda: commits.keep(entries, self.dir))
+        self.tokenizer = world.in_turn(lambda: load_tokenizer(self.model_path, revision=self.config.revision))
         self.data = self._prepare_data()
         config = self.config
         self.identity = {
@@ -167,18 +235,6 @@ class _Run:
             shutil.rmtree(offload_folder(config, world), ignore_errors=True)
         return self.dir
 
-    def _check_model(self) -> None:
-        """From here on the model on the Hub is one commit: the one that the run began with, or the newest."""
-        self.config, self.asked = at_its_commits(self.config, begun(self.dir) if self.config.resume else None)
-        self.model_fingerprint = check_model(self.model_path, self.config)
-        if self.model_fingerprint and not Path(self.model_path).is_dir():
-            self.config = replace(self.config, revision=self.model_fingerprint)
-
-    def _read_data_at(self, commit: str | None) -> None:
-        """From here on the dataset on the Hub is the commit that the main process found, in every process."""
-        if commit := self.world.from_main(commit):
-            self.config = replace(self.config, data_revision=commit)
-
     def _look_for_checkpoint(self) -> None:
         """Refuse a run that contradicts the checkpoint it would continue, before long work."""
         root = self.dir / "checkpoints"
@@ -198,18 +254,11 @@ class _Run:
                 wanted = {**self.config.result_shaping(), "model_fingerprint": self.model_fingerprint}
                 # Whether the data changed is only known once it is prepared; `_resume` compares that too.
                 wanted["data_fingerprint"] = found.get("data_fingerprint")
-                check_same_run(newest, found, wanted, self.asked)
+                check_same_run(newest, found, wanted)
 
     def _prepare_data(self) -> TrainingData:
-        """One process of each machine tokenises; the others then find it done."""
-        world, data = self.world, None
-        with world.together():
-            if world.local_rank == 0:
-                with RowProgress(shown=world.is_main) as progress:
-                    data = prepare_data(self.config, self.tokenizer, progress)
-        self._read_data_at(data.commit if data else None)  # without the Hub, it is known only now
-        with world.together():
-            data = data or prepare_data(self.config, self.tokenizer)
+        world = self.world
+        data = world.in_turn(lambda: prepare_data(self.config, self.tokenizer))
         world.must_agree(data.fingerprint, "the processes see different data; data must be the same on every machine")
         with world.together():
             if world.is_main:
@@ -224,7 +273,7 @@ class _Run:
             return 0
         with self.world.together():
             checkpoint = load_checkpoint(newest)
-            check_same_run(newest, checkpoint.run, json.loads(json.dumps(self.identity)), self.asked)
+            check_same_run(newest, checkpoint.run, json.loads(json.dumps(self.identity)))
         self.engine.load(checkpoint.optimizer)
         set_random_states(checkpoint.random)
         self.progress = _Progress(**checkpoint.progress)
@@ -257,40 +306,65 @@ class _Run:
     def _train(self, done: int) -> None:
         config, world = self.config, self.world
         order = PackOrder(len(self.data.train), config.seed)
-        for step in range(done, config.steps):
-            started, tally = time.monotonic(), self._tally()
-            for pack in order.batch(step, config.packs_per_step, world.rank, world.size):
-                batch = self.data.batch(self.data.train[pack]).to(world.device)
-                tally.add(self.engine.accumulate(batch), batch.tokens)
-            lr = learning_rate(config, step)
-            norm = self.engine.update(lr)
-            means = tally.means(world, config.packs_per_step)
-            if not (math.isfinite(means.loss) and math.isfinite(norm)):
-                raise CommonError(
-                    f"step {step + 1} gave a loss of {means.loss} and a gradient norm of {norm}; "
-                    "the checkpoint before it is intact"
+        with _stop_requests() as requested:
+            for step in range(done, config.steps):
+                started, tally = time.monotonic(), self._tally()
+                for pack in order.batch(step, config.packs_per_step, world.rank, world.size):
+                    batch = self.data.batch(self.data.train[pack]).to(world.device)
+                    tally.add(self.engine.accumulate(batch), batch.tokens)
+                self.engine.even_out()
+                means, stop = tally.sum(world, config.packs_per_step, max(requested, default=0))
+                self._count_non_finite(step, means)
+                # A step without any gradient would still move the gates, by momentum.
+                lr = learning_rate(config, step) if means.non_finite < config.packs_per_step else 0.0
+                norm = self.engine.update(lr)
+                if not math.isfinite(norm):
+                    raise CommonError(
+                        f"step {step + 1} gave a gradient norm of {norm}; the checkpoint before it is intact"
+                    )
+                self.progress.tokens += means.tokens
+                self.progress.final_kl = sum(means.kl_per_layer) / len(self.bank)
+                log = StepLog(
+                    step=step + 1,
+                    loss=means.loss,
+                    kl_per_layer=means.kl_per_layer,
+                    recall={
+                        budget: [sum(heads) / len(heads) for heads in rows] for budget, rows in means.recall.items()
+                    },
+                    layers=self.bank.geometry.layers,
+                    grad_norm=norm,
+                    lr=lr,
+                    tokens=means.tokens,
+                    seconds=time.monotonic() - started,
+                    memory_gb=memory_gb(world.device),
                 )
-            self.progress.tokens += means.tokens
-            self.progress.final_kl = sum(means.kl_per_layer) / len(self.bank)
-            log = StepLog(
-                step=step + 1,
-                loss=means.loss,
-                kl_per_layer=means.kl_per_layer,
-                recall={budget: [sum(heads) / len(heads) for heads in rows] for budget, rows in means.recall.items()},
-                layers=self.bank.geometry.layers,
-                grad_norm=norm,
-                lr=lr,
-                tokens=means.tokens,
-                seconds=time.monotonic() - started,
-                memory_gb=memory_gb(world.device),
-            )
-            for callback in self.callbacks:
-                callback.on_step(log)
-            last = step + 1 == config.steps
-            if self.data.held_out and config.eval_every and (last or (step + 1) % config.eval_every == 0):
-                self._evaluate(step + 1)
-            if last or (config.save_every and (step + 1) % config.save_every == 0):
-                self._checkpoint()
+                for callback in self.callbacks:
+                    callback.on_step(log)
+                last = step + 1 == config.steps
+                if self.data.held_out and config.eval_every and (last or (step + 1) % config.eval_every == 0):
+                    self._evaluate(step + 1)
+                if last or stop or (config.save_every and (step + 1) % config.save_every == 0):
+                    self._checkpoint()
+                if stop and not last:
+                    number = int(world.from_main(lambda: max(requested, default=0)) or signal.SIGTERM)
+                    raise Stopped(
+                        f"stopped by {signal.Signals(number).name} after step {step + 1} of {config.steps}, which is "
+                        "saved; the same command continues",
+                        number,
+                    )
+
+    def _count_non_finite(self, step: int, means: Means) -> None:
+        """Report packs that were left out, and give up beyond `NON_FINITE_LIMIT`."""
+        if not means.non_finite:
+            return
+        self.progress.non_finite += means.non_finite
+        text = (
+            f"step {step + 1}: {means.non_finite} of {self.config.packs_per_step} packs gave no finite loss and "
+            f"gradient and were left out ({self.progress.non_finite} in this run)"
+        )
+        if self.progress.non_finite > NON_FINITE_LIMIT:
+            raise CommonError(f"{text}; more than {NON_FINITE_LIMIT} is too many. The last checkpoint is intact")
+        self._say(text)
 
     def _tally(self) -> Tally:
         geometry = self.bank.geometry
@@ -304,7 +378,7 @@ class _Run:
                 tally.add(
                     Losses(*self.module(batch.input_ids, batch.cu_seqlens, self.config.eval_row_start)), batch.tokens
                 )
-        means = tally.means(world, len(self.data.held_out))
+        means, _ = tally.sum(world, len(self.data.held_out))
         log = EvalLog(step, means.kl_per_layer, means.recall, self.bank.geometry.layers)
         for callback in self.callbacks:
             callback.on_eval(log)
@@ -317,7 +391,7 @@ class _Run:
         with self.world.together():
             if self.world.is_main:
                 progress = vars(self.progress).copy()
-                checkpoint = Checkpoint(state, self.identity, random_states(), progress, self.asked)
+                checkpoint = Checkpoint(state, self.identity, random_states(), progress)
                 save_checkpoint(self.dir / "checkpoints", checkpoint, self.config.save_total_limit)
 
     def _export(self, directory: Path) -> None:
@@ -354,6 +428,22 @@ class _Run:
     def _say(self, text: str) -> None:
         for callback in self.callbacks:
             callback.on_message(text)
+
+
+@contextmanager
+def _stop_requests() -> Iterator[set[int]]:
+    """The numbers of those of `STOP_SIGNALS` that this process has received meanwhile."""
+    received: set[int] = set()
+    if threading.current_thread() is not threading.main_thread():  # no other may set handlers
+        yield received
+        return
+    numbers = [getattr(signal, name) for name in STOP_SIGNALS if hasattr(signal, name)]
+    before = {number: signal.signal(number, lambda number, _: received.add(number)) for number in numbers}
+    try:
+        yield received
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
 
 
 def _share_cores(world: World) -> None:

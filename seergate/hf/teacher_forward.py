@@ -10,8 +10,6 @@ blocks.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -24,7 +22,7 @@ from seergate.gates.bank import Gates
 from seergate.gates.gate import AttnGate
 from seergate.hf import families
 from seergate.hf.packed_attention import gives_lse, packed_causal_attention
-from seergate.hf.teacher_pass import TeacherCall, teaching
+from seergate.hf.teacher_pass import TeacherCall, intercepted_attention
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -40,7 +38,8 @@ class DistillOutput:
     """What one pack says about the gates.
 
     Attributes:
-        loss: scalar; ``.backward()`` adds the gates' gradients.
+        loss: scalar; ``.backward()`` adds the gates' gradients. NaN if it or a gradient is not finite; then it adds
+            zeros.
         kl_per_layer: ``[layers]``, mean KL in nats per row and KV head, whatever the reduction.
         recall: ``[budgets, layers, KV heads]``, mean share of the teacher's mass on past blocks that the gate's best
             blocks hold.
@@ -98,18 +97,17 @@ def distill_step(
     ):
         raise ValueError(f"cu_seqlens is {borders}; it must ascend from 0 to the {total} tokens of the pack")
 
-    lesson = Lesson(bank, model, borders, row_start, reduction, recall_budgets)
+    distillation = PackDistillation(bank, model, borders, row_start, reduction, recall_budgets)
     # A model whose first layers wait on disk is nowhere until they are fetched to where the gates are.
     device = next(bank.parameters()).device if model.device.type == "meta" else model.device
-    with lesson.in_session(), torch.no_grad():
-        families.decoder_of(model)(
-            input_ids=input_ids.to(device), position_ids=lesson.positions[None].to(device), use_cache=False
-        )
-    return lesson.result()
+    positions = distillation.positions[None].to(device)
+    with intercepted_attention(model, distillation.gated, distillation.attend), torch.no_grad():
+        families.decoder_of(model)(input_ids=input_ids.to(device), position_ids=positions, use_cache=False)
+    return distillation.result()
 
 
-class Lesson:
-    """Everything that one pack's forward shares between layers."""
+class PackDistillation:
+    """What one pack's forward shares between layers, and what it has computed so far."""
 
     def __init__(
         self,
@@ -145,23 +143,17 @@ class Lesson:
         self.stats: list[ops.GateKLStats] = []
         self.gradients: dict[nn.Parameter, Tensor] = {}
 
-    @contextmanager
-    def in_session(self) -> Iterator[None]:
-        """Take over the model's attention for one forward."""
-        with teaching(self.model, self.gated, self.attend):
-            yield
-
     def attend(self, call: TeacherCall) -> Tensor:
-        """Attention of one layer over the pack; in a gated layer, the gate's lesson too. ``[1, T, H, D]``."""
+        """Compute a layer's attention over the pack, ``[1, T, H, D]``, and the loss of its gate if it has one."""
         gated = call.layer in self.gated
         if gated and not gives_lse(call):  # before there is an output to hold
-            self._teach(self.bank.gate(call.layer), call, None)
+            self._distill(self.bank.gate(call.layer), call, None)
         output, lse_TH = packed_causal_attention(call, self.borders)
-        if gated and lse_TH is not None:  # computed for the output already: saves the lesson a pass over the scores
-            self._teach(self.bank.gate(call.layer), call, lse_TH)
+        if gated and lse_TH is not None:  # computed for the output already: saves a pass over the scores
+            self._distill(self.bank.gate(call.layer), call, lse_TH)
         return output
 
-    def _teach(self, gate: AttnGate, call: TeacherCall, lse_TH: Tensor | None) -> None:
+    def _distill(self, gate: AttnGate, call: TeacherCall, lse_TH: Tensor | None) -> None:
         assert call.q_pre_BHSD is not None and call.k_pre_BKSD is not None
         parameters = [p for p in gate.parameters() if p.requires_grad]
         wants_gradient = self.wants_gradients and bool(parameters)
@@ -217,12 +209,14 @@ class Lesson:
         kl_per_layer = torch.stack([stats.kl_per_head.float().mean().to(home) for stats in self.stats])
         total = torch.stack([loss.float().to(home) for loss in self.losses]).sum()
         share = 1.0 / len(self.losses) if self.options["reduction"] == "row_mean" else 1.0
-        if self.gradients:
-            parameters = list(self.gradients)
-            stored = [self.gradients[p] * share for p in parameters]
-            total = StoredGradients.apply(total * share, len(stored), *stored, *parameters)
-        else:
-            total = total * share
+        total, parameters = total * share, list(self.gradients)
+        stored = [self.gradients[p] * share for p in parameters]
+        finite = torch.stack([total.isfinite(), *(x.isfinite().all().to(home) for x in stored)]).all()
+        total = torch.where(finite, total, torch.nan)
+        if parameters:
+            # Decided on the device: nobody waits for it.
+            stored = [torch.where(finite.to(x.device), x, torch.zeros_like(x)) for x in stored]
+            total = StoredGradients.apply(total, len(stored), *stored, *parameters)
         recall = torch.stack([stats.recall.float().to(home) for stats in self.stats], dim=1)
         return DistillOutput(total, kl_per_layer, recall, self.stats[0].rows)
 

@@ -1,6 +1,6 @@
-"""Runs a frozen model with every attention layer handed over to a callback, over packed sequences.
+"""Runs a frozen model whose attention layers are all computed by a callback, over packed sequences.
 
-While it lasts the decoder's configuration names our attention function, so that transformers makes no mask (one for a
+Meanwhile the decoder's configuration names our attention function, so that transformers makes no mask (one for a
 32k pack would take a gigabyte) and all layers come to us, gated or not.
 """
 
@@ -45,7 +45,7 @@ class TeacherCall:
 
 
 @contextmanager
-def teaching(
+def intercepted_attention(
     model: PreTrainedModel, tapped: dict[int, nn.Module], attend: Callable[[TeacherCall], Tensor]
 ) -> Iterator[None]:
     """Hand all attention layers of ``model`` to ``attend``, which returns ``[1, S, H, D]``; taps the given layers."""

@@ -33,7 +33,7 @@ import torch.utils.tensorboard
 from safetensors.torch import load_file
 
 from benchmarks.common import provenance
-from seergate.distill import TrainConfig, engines, load_train_config, token_store, trainer
+from seergate.distill import TrainConfig, engines, load_train_config, trainer
 from seergate.distill.checkpoint import newest_checkpoint
 
 PHASES = ("data", "step", "update", "evaluation", "export", "save")
@@ -79,8 +79,7 @@ def start(config: TrainConfig, board: Board) -> int:
             contextlib.redirect_stdout(nowhere),
             contextlib.redirect_stderr(nowhere),
         ):
-            token_store.BATCH_ROWS = 4  # so that a killed preparation leaves something to go on with
-            token_store.TokenStore.build = board.watched("data", token_store.TokenStore.build)
+            trainer.prepare_data = board.watched("data", trainer.prepare_data)
             engines.PlainEngine.accumulate = board.watched("step", engines.PlainEngine.accumulate)
             engines.PlainEngine.update = board.watched("update", engines.PlainEngine.update)
             trainer._Run._evaluate = board.watched("evaluation", trainer._Run._evaluate)
@@ -150,7 +149,7 @@ def both(config: TrainConfig, kills: int, seed: int) -> tuple[TrainConfig, Train
     fell: collections.Counter[str] = collections.Counter()
     for _ in range(kills):
         phase = rng.choice(PHASES)
-        if phase == "data":  # there is something to interrupt only without tokens; the next run goes on with them
+        if phase == "data":  # there is something to interrupt only without tokens
             shutil.rmtree(str(killed.token_cache), ignore_errors=True)
         occurrence = rng.randint(1, 2) if phase in ("evaluation", "save") else 1
         kill_once(killed, board, phase, occurrence, rng.uniform(0, seconds[phase]))
@@ -160,7 +159,7 @@ def both(config: TrainConfig, kills: int, seed: int) -> tuple[TrainConfig, Train
 
 
 def compare(killed_run: TrainConfig, whole_run: TrainConfig) -> None:
-    """Gates, best gates, optimizer, curves and tokens are the same to the last bit, and nothing half-done is left."""
+    """Gates, best gates, optimizer and curves are the same to the last bit, and nothing half-done is left."""
     killed, whole = killed_run.run_dir, whole_run.run_dir
     for name in ("gate_model.safetensors", "best/gate_model.safetensors"):
         same(load_file(killed / name), load_file(whole / name))
@@ -170,13 +169,6 @@ def compare(killed_run: TrainConfig, whole_run: TrainConfig) -> None:
     left = [p.name for p in killed.rglob(".*") if not p.name.startswith(".saving-") and p.parent.name[0] != "."]
     assert not left, left
     assert curve(killed) == curve(whole), "the curves differ"
-    assert stored(killed_run) == stored(whole_run), "the tokens differ"
-
-
-def stored(config: TrainConfig) -> dict[str, bytes]:
-    """All files of a run's token cache, by their names in it."""
-    cache = Path(str(config.token_cache))
-    return {str(path.relative_to(cache)): path.read_bytes() for path in cache.rglob("*") if path.is_file()}
 
 
 def same(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> None:

@@ -62,7 +62,7 @@ def test_a_quantised_model_teaches_almost_the_same(
 
 def test_quantised_and_offloaded_is_refused(config: TrainConfig) -> None:  # noqa: F811
     with pytest.raises(ValueError, match=r"base_memory_gb is 1\.0; it must be left out when quantize is bnb-4bit"):
-        replace(config, quantize="bnb-4bit", base_memory_gb=1)
+        replace(config, quantize="bnb-4bit", base_memory_gb=1.0)
 
 
 def test_an_upload_that_fails_loses_nothing(config: TrainConfig) -> None:  # noqa: F811

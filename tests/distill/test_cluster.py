@@ -6,17 +6,14 @@ import argparse
 import re
 import shutil
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
+from seergate.cli.train import train_parser
+
 ROOT = Path(__file__).resolve().parents[2]
 CLUSTER = ROOT / "train/cluster"
-
-
-def help_of(*command: str) -> str:
-    return subprocess.run([*command, "--help"], cwd=ROOT, capture_output=True, text=True, check=True).stdout
 
 
 def test_the_slurm_script_is_a_bash_script():
@@ -40,7 +37,7 @@ def test_options_of_train_py_in_the_recipes():
     texts = [path.read_text() for path in (ROOT / "train/README.md", *sorted(CLUSTER.iterdir()))]
     lines = [line.split(" train.py --")[1] for text in texts for line in text.splitlines() if " train.py --" in line]
     named = {option for line in lines for option in re.findall(r"--[a-z-]+", f"--{re.split('[#`]', line)[0]}")}
-    known = set(re.findall(r"--[a-z-]+", help_of(sys.executable, "train.py")))
+    known = set(re.findall(r"--[a-z-]+", train_parser("train.py", "", ()).format_help()))
     assert len(named) >= 5 and named <= known
 
 

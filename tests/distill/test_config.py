@@ -12,8 +12,8 @@ import pytest
 import yaml
 
 from seergate.chain_sum import make_problems
+from seergate.cli.train import main, resolve, train_parser
 from seergate.distill import TrainConfig, load_train_config
-from seergate.distill.command import build_parser, resolve
 from seergate.distill.config import locate_model, presets, read_yaml
 from seergate.errors import SeergateError
 
@@ -55,12 +55,12 @@ def test_an_unknown_model_gets_a_suggestion(model: str, suggestion: str) -> None
 
 
 def test_an_unknown_option_gets_a_suggestion() -> None:
-    with pytest.raises(SeergateError, match="'blocksize' is not a training option; did you mean 'block_size'"):
+    with pytest.raises(SeergateError, match="'--blocksize' is not an option; did you mean '--block_size'"):
         load_train_config("qwen3-8b", {"blocksize": 32})
 
 
 def test_command_line_strings_become_the_fields_types() -> None:
-    given = {"lr": "2e-4", "steps": "5", "k_pooling": "max,avg", "rope": "false", "gate_dim": "none"}
+    given = {"lr": "2e-4", "steps": "5", "k_pooling": "max,avg", "rope": "false", "gate_dim": None}
     config = load_train_config("qwen3-8b", {**given, "recall_budgets": "64, 128"})
     assert (config.lr, config.steps, config.rope, config.gate_dim) == (2e-4, 5, False, None)
     assert config.k_pooling == ("max", "avg") and config.recall_budgets == (64, 128)
@@ -75,11 +75,11 @@ def test_command_line_strings_become_the_fields_types() -> None:
         ("row_start", 1.0), ("row_start", -0.1), ("reduction", "mean"), ("dtype", "int8"), ("over_length", "split"),
         ("recall_budgets", "0"), ("recall_budgets", "a,b"), ("chain_sum_variables", "5"),
         ("chain_sum_variables", "9,5"), ("chain_sum_variables", "3,5"), ("chain_sum_variables", "8,81"),
-        ("data_limit", 0), ("data", ""), ("resume", "perhaps"), ("save_every", -1), ("output_dir", 3),
+        ("data_limit", 0), ("data", ""), ("resume", "perhaps"), ("save_every", -1),
     ],
 )  # fmt: skip
 def test_a_bad_value_is_refused_by_name(option: str, value: object) -> None:
-    with pytest.raises(ValueError, match=rf"^{option} is .*; it must be ") as caught:
+    with pytest.raises(ValueError, match=rf"^({option} is .*; it must be |argument --{option}\b.*: )") as caught:
         load_train_config("qwen3-8b", {option: value})
     assert "\n" not in str(caught.value)
 
@@ -108,34 +108,60 @@ def test_a_broken_configuration_file_is_refused(tmp_path: Path, text: str) -> No
         read_yaml(tmp_path / "none.yaml")
 
 
+def parsed(*argv: str) -> TrainConfig:
+    return resolve(vars(train_parser(None, "", ()).parse_args(argv)))
+
+
 def test_precedence_preset_file_command_line(tmp_path: Path) -> None:
     file = tmp_path / "c.yaml"
     file.write_text(yaml.safe_dump({"steps": 7, "lr": "1e-4"}))
     argv = ["--model", "tiny-reasoner", "--config", str(file), "--steps", "9", "--no-rope", "--block_size", "32"]
-    config = resolve(vars(build_parser().parse_args(argv)))
+    config = parsed(*argv)
     assert (config.steps, config.lr, config.rope, config.block_size) == (9, 1e-4, False, 32)
     assert config.data == "chain_sum"  # from the preset
 
 
 def test_every_option_is_on_the_command_line_with_help() -> None:
-    parser = build_parser()
+    parser = train_parser(None, "", ())
     helps = {action.dest: action.help for action in parser._actions}
     for item in fields(TrainConfig):
-        assert item.metadata["help"][:20] in (helps[item.name] or "").replace("%%", "%")
+        assert item.metadata["help"] in (helps[item.name] or "")
     parser.format_help()  # a stray percent sign would fail here
 
 
 def test_the_launcher_chooses_deepspeed(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.delenv("CROSS_SIZE", raising=False)
-    parser = build_parser()
-    assert resolve(vars(parser.parse_args([]))).deepspeed is None
-    for argv in (["--local_rank=0"], ["--deepspeed"]):
-        assert (resolve(vars(parser.parse_args(argv))).deepspeed or "").endswith("zero2.json")
-    assert (resolve(vars(parser.parse_args(["--deepspeed", "my.json"]))).deepspeed) == "my.json"
-    assert resolve(vars(parser.parse_args(["--local_rank=0", "--deepspeed", "none"]))).deepspeed is None
+    assert parsed().deepspeed is None
+    for argument in ("--local_rank=0", "--deepspeed"):
+        assert (parsed(argument).deepspeed or "").endswith("zero2.json")
+    assert parsed("--deepspeed", "my.json").deepspeed == "my.json"
+    assert parsed("--local_rank=0", "--deepspeed", "none").deepspeed is None
     load_train_config().save(tmp_path / "of-a-plain-run.yaml")
-    argv = ["--config", str(tmp_path / "of-a-plain-run.yaml"), "--local_rank=0"]
-    assert (resolve(vars(parser.parse_args(argv))).deepspeed or "").endswith("zero2.json")
+    assert (parsed("--config", str(tmp_path / "of-a-plain-run.yaml"), "--local_rank=0").deepspeed or "").endswith(
+        "zero2.json"
+    )
+
+
+def test_a_directory_wins_over_a_preset_of_its_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert load_train_config("Qwen3-8B").model == "Qwen/Qwen3-8B"
+    (tmp_path / "Qwen3-8B").mkdir()
+    assert load_train_config("Qwen3-8B").model == "Qwen3-8B"
+
+
+@pytest.mark.parametrize(
+    ("argv", "why"),
+    [
+        (["--stepps", "5"], "'--stepps' is not an option; did you mean '--steps'? (see train.py --help)"),
+        (["extra"], "'extra' is not an option (see"),
+        (["--reduction", "mean"], "invalid choice: 'mean'"),
+        (["--steps"], "expected one argument"),
+    ],
+)
+def test_a_wrong_argument_is_one_line(argv: list[str], why: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(argv, "train.py") == 2
+    error = capsys.readouterr().err
+    assert error.startswith("error: ") and why in error and error.count("\n") == 1
 
 
 def test_a_missing_model_directory_is_refused() -> None:
@@ -145,8 +171,8 @@ def test_a_missing_model_directory_is_refused() -> None:
 
 def test_a_user_error_is_one_line_and_exit_code_2_before_torch_is_imported() -> None:
     program = (
-        "import sys; from seergate.distill import main; code = main(['--model', 'Qwn3-8B']);"
-        "assert 'torch' not in sys.modules and 'transformers' not in sys.modules; sys.exit(code)"
+        "import sys; from seergate.cli.train import main; code = main(['--model', 'Qwn3-8B']);"
+        "assert 'torch' not in sys.modules; sys.exit(code)"
     )
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, cwd=ROOT)
     assert done.returncode == 2

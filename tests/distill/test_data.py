@@ -14,9 +14,9 @@ from transformers import PreTrainedTokenizerFast
 
 from seergate.chain_sum import make_problems
 from seergate.distill import TrainConfig, load_train_config
-from seergate.distill.data import prepare_data
+from seergate.distill.data import prepare_data, tokenise
 from seergate.distill.formatting import Formatter, MalformedRow, training_template
-from seergate.distill.sources import TRAINING_SEEDS, Streamed
+from seergate.distill.sources import TRAINING_SEEDS, streamed
 from seergate.errors import SeergateError
 from tests.distill.conftest import R1, TEMPLATES, byte_tokenizer
 
@@ -34,8 +34,8 @@ def write(path: str | Path, rows: list[Any]) -> None:
 def only_text(config: TrainConfig, tokenizer: PreTrainedTokenizerFast, row: Any) -> str:
     write(config.data, [row])
     data = prepare_data(config, tokenizer)
-    assert len(data.store) == 1
-    return tokenizer.decode(data.store[0])
+    assert len(data.samples) == 1
+    return tokenizer.decode(data.samples[0])
 
 
 @pytest.mark.parametrize("opening", ["<think>\n", ""], ids=["tagged", "tag in the prompt"])
@@ -54,7 +54,7 @@ def test_the_r1_template_would_have_deleted_the_reasoning() -> None:
     tokenizer = byte_tokenizer(R1)
     messages = chat(f"<think>{REASONING}</think>15")["messages"]
     assert REASONING not in tokenizer.apply_chat_template(messages, tokenize=False)
-    text, _ = Formatter(tokenizer).text({"messages": messages})
+    text = Formatter(tokenizer).text({"messages": messages}).text
     expected = f"<｜User｜>What is 3 * 5?<｜Assistant｜><think>{REASONING}</think>15<｜end▁of▁sentence｜>"
     assert text == tokenizer.bos_token + expected
 
@@ -62,7 +62,7 @@ def test_the_r1_template_would_have_deleted_the_reasoning() -> None:
 def test_chatml_models_that_delete_reasoning_get_a_template_that_keeps_it() -> None:
     turn = "<|im_start|>{{ m.role }}\n{{ m.content.split('</think>')[-1] }}<|im_end|>\n"
     stripping = "{% for m in messages %}" + turn + "{% endfor %}"
-    text, _ = Formatter(byte_tokenizer(stripping)).text(chat(f"<think>{REASONING}</think>15"))
+    text = Formatter(byte_tokenizer(stripping)).text(chat(f"<think>{REASONING}</think>15")).text
     question, answer = text.split("<|im_start|>assistant\n")
     assert question == "<|im_start|>user\nWhat is 3 * 5?<|im_end|>\n"
     assert answer == f"<think>{REASONING}</think>15<|im_end|>\n"
@@ -71,13 +71,14 @@ def test_chatml_models_that_delete_reasoning_get_a_template_that_keeps_it() -> N
 def test_the_begin_token_is_written_once(config: TrainConfig) -> None:
     tokenizer = byte_tokenizer(R1)
     write(config.data, [chat("<think>a</think>b")])
-    ids = prepare_data(config, tokenizer).store[0].tolist()
+    ids = prepare_data(config, tokenizer).samples[0].tolist()
     assert ids.count(tokenizer.bos_token_id) == 1 and ids[0] == tokenizer.bos_token_id
 
 
 def test_reasoning_of_earlier_turns_is_left_out_as_at_inference(tokenizer: PreTrainedTokenizerFast) -> None:
     turns = [*chat("<think>old thought</think>old answer")["messages"], *chat("<think>new</think>15")["messages"]]
-    text, is_chat = Formatter(tokenizer).text({"messages": turns})
+    text, is_chat, notes = Formatter(tokenizer).text({"messages": turns})
+    assert notes == ["earlier_reasoning"]
     assert is_chat and "old answer" in text and "old thought" not in text and text.count("<think>") == 1
 
 
@@ -108,7 +109,7 @@ def test_what_is_left_out_of_a_conversation_is_counted(
     report = data.report
     assert (report.samples, report.malformed) == (9, {"no assistant turn": 1})
     assert (report.earlier_reasoning, report.unanswered) == (4, 3)
-    assert not any("unanswered" in tokenizer.decode(data.store[i]) for i in range(9))
+    assert not any("unanswered" in tokenizer.decode(data.samples[i]) for i in range(9))
     summary = report.summary()
     assert (
         "4 without the reasoning of their earlier turns" in summary and "3 cut off after their last answer" in summary
@@ -123,7 +124,7 @@ def test_several_chat_templates_by_name(config: TrainConfig) -> None:
     tokenizer.chat_template = {"tool_use": "{{ 'tools' }}", "default": TEMPLATES["plain"]}
     expected = Formatter(byte_tokenizer(TEMPLATES["plain"])).text(row)
     assert Formatter(tokenizer).text(row) == expected
-    assert only_text(config, tokenizer, row) == expected[0]
+    assert only_text(config, tokenizer, row) == expected.text
     tokenizer.chat_template = {"tool_use": TEMPLATES["plain"], "rag": TEMPLATES["plain"]}
     with pytest.raises(SeergateError, match=r"several chat templates \(tool_use, rag\) and none is called default"):
         Formatter(tokenizer).text(row)
@@ -140,7 +141,7 @@ def test_a_template_that_deletes_reasoning_is_refused_before_training(tmp_path: 
     (tmp_path / "own.jinja").write_text("{% for m in messages %}[{{ m.role }}]{{ m.content }}{% endfor %}")
     mended = replace(config, chat_template=str(tmp_path / "own.jinja"))
     tokenizer = byte_tokenizer(stripping)
-    assert tokenizer.decode(prepare_data(mended, tokenizer).store[0]).endswith("[assistant]<think>a</think>b")
+    assert tokenizer.decode(prepare_data(mended, tokenizer).samples[0]).endswith("[assistant]<think>a</think>b")
     (tmp_path / "own.jinja").write_text(stripping)
     with pytest.raises(SeergateError, match=r"own\.jinja does not keep"):
         prepare_data(mended, tokenizer)
@@ -183,7 +184,7 @@ def test_bad_rows_are_counted_by_reason_and_cost_only_themselves(
 
 def test_reasoning_that_never_ends_is_kept_or_counted_never_emptied(tokenizer: PreTrainedTokenizerFast) -> None:
     try:
-        text, _ = Formatter(tokenizer).text(chat("<think>on and on"))
+        text = Formatter(tokenizer).text(chat("<think>on and on")).text
     except MalformedRow as reason:
         assert tokenizer.chat_template == TEMPLATES["qwen3"]  # it would put an empty reasoning before the real one
         assert str(reason) == "reasoning that the chat template does not keep"
@@ -192,7 +193,8 @@ def test_reasoning_that_never_ends_is_kept_or_counted_never_emptied(tokenizer: P
 
 
 def test_think_tags_in_the_question_are_not_mistaken_for_reasoning(tokenizer: PreTrainedTokenizerFast) -> None:
-    text, _ = Formatter(tokenizer).text(chat("<think>a</think>b", question="Reason between <think> and </think>."))
+    row = chat("<think>a</think>b", question="Reason between <think> and </think>.")
+    text = Formatter(tokenizer).text(row).text
     assert "Reason between <think> and </think>." in text and "<think>" in text.split("</think>.")[-1]
 
 
@@ -206,8 +208,8 @@ def test_long_samples_are_cut_or_left_out_and_counted(
     cut = over_length == "truncate"
     assert data.report.samples == (3 if cut else 1)
     assert (data.report.truncated, data.report.dropped) == ((2, 0) if cut else (0, 2))
-    assert data.store.lengths.max() <= 200 and (not cut or data.store.lengths.max() == 200)
-    assert data.report.longest == data.store.lengths.max()
+    assert data.samples.lengths.max() <= 200 and (not cut or data.samples.lengths.max() == 200)
+    assert data.report.longest == data.samples.lengths.max()
 
 
 def test_prompt_and_completion_text_and_a_named_column(config: TrainConfig) -> None:
@@ -227,20 +229,65 @@ def test_prompt_and_completion_text_and_a_named_column(config: TrainConfig) -> N
     assert only_text(own, tokenizer, {"talk": "left exactly as it is"}) == "left exactly as it is"
 
 
-def test_tokens_are_cached_by_content(config: TrainConfig) -> None:
+def test_tokens_are_cached(config: TrainConfig, monkeypatch: pytest.MonkeyPatch) -> None:
     tokenizer = byte_tokenizer(TEMPLATES["plain"])
     write(config.data, [chat(f"<think>{i}</think>{i}") for i in range(30)])
     first = prepare_data(config, tokenizer)
     read: list[int] = []
-    again = prepare_data(config, tokenizer, lambda rows, _: read.append(rows))
-    assert read == [] and again.fingerprint == first.fingerprint and again.report == first.report
-    assert again.train == first.train
+
+    def counted(columns: dict[str, list[Any]], formatter: Formatter) -> dict[str, list[Any]]:
+        read.append(len(columns["json"]))
+        return tokenise(columns, formatter)
+
+    monkeypatch.setattr("seergate.distill.data.tokenise", counted)
+    again = prepare_data(config, tokenizer)
+    assert again.fingerprint == first.fingerprint and again.report == first.report and again.train == first.train
+    shorter = prepare_data(replace(config, max_length=60), tokenizer)  # the same tokens, of which less is used
+    assert read == [] and shorter.samples.lengths.max() <= 60 and shorter.fingerprint != first.fingerprint
     write(config.data, [chat(f"<think>{i}</think>{i}") for i in range(29)])
-    changed = prepare_data(config, tokenizer, lambda rows, _: read.append(rows))
-    assert read and changed.fingerprint != first.fingerprint
+    changed = prepare_data(config, tokenizer)
+    assert read == [29] and changed.fingerprint != first.fingerprint
     other = prepare_data(config, byte_tokenizer(TEMPLATES["qwen3"]))
-    assert other.fingerprint != changed.fingerprint
-    assert sorted(p.name[0] for p in Path(str(config.token_cache)).iterdir()).count(".") == 0  # no drafts left
+    assert read == [29, 29] and other.fingerprint != changed.fingerprint
+
+
+def test_the_fingerprint_is_that_of_the_tokens_wherever_the_file_lies(config: TrainConfig, tmp_path: Path) -> None:
+    """Several machines compare it, and a copied file has another date."""
+    tokenizer = byte_tokenizer(TEMPLATES["plain"])
+    write(config.data, [chat(f"<think>{i}</think>{i}") for i in range(9)])
+    write(tmp_path / "copy.jsonl", [chat(f"<think>{i}</think>{i}") for i in range(9)])
+    copy = replace(config, data=str(tmp_path / "copy.jsonl"), token_cache=str(tmp_path / "other"))
+    assert prepare_data(copy, tokenizer).fingerprint == prepare_data(config, tokenizer).fingerprint
+
+
+def test_a_killed_build_is_made_again(config: TrainConfig, monkeypatch: pytest.MonkeyPatch) -> None:
+    tokenizer = byte_tokenizer(TEMPLATES["plain"])
+    write(config.data, [chat(f"<think>{i}</think>{i}") for i in range(1200)])  # two batches
+
+    def killed(columns: dict[str, list[Any]], formatter: Formatter) -> dict[str, list[Any]]:
+        if len(columns["json"]) < 500:
+            raise KeyboardInterrupt
+        return tokenise(columns, formatter)
+
+    with monkeypatch.context() as patched:
+        patched.setattr("seergate.distill.data.tokenise", killed)
+        with pytest.raises(KeyboardInterrupt):
+            prepare_data(config, tokenizer)
+    data = prepare_data(config, tokenizer)
+    assert data.report.samples == 1200 and tokenizer.decode(data.samples[1199]).count("1199") == 2
+
+
+def test_several_processes_give_the_same_tokens(config: TrainConfig, monkeypatch: pytest.MonkeyPatch) -> None:
+    tokenizer = byte_tokenizer(TEMPLATES["plain"])
+    rows = [chat(f"<think>{i % 40}</think>{i}") if i % 3 else {"text": f"plain {i // 2}"} for i in range(60)]
+    write(config.data, [*rows, {}, *rows])
+    alone = prepare_data(config, tokenizer)
+    monkeypatch.setattr("seergate.distill.data.ROWS_PER_PROCESS", 40)
+    monkeypatch.setattr("os.cpu_count", lambda: 2)
+    several = prepare_data(replace(config, token_cache=f"{config.token_cache}-2"), tokenizer)
+    assert several.report == alone.report and several.train == alone.train
+    assert several.fingerprint == alone.fingerprint
+    assert len(list(Path(f"{config.token_cache}-2").glob("*_of_00002.arrow"))) == 2
 
 
 def test_held_out_packs_are_not_trained_on(config: TrainConfig) -> None:
@@ -300,7 +347,7 @@ def test_rows_as_they_come(config: TrainConfig) -> None:
     data = prepare_data(whole, tokenizer)
     assert (data.report.rows, data.report.samples, data.report.duplicates, data.report.think_added) == (23, 15, 3, 3)
     assert sum(data.report.malformed.values()) == 5
-    texts = [tokenizer.decode(data.store[i]) for i in range(15)]
+    texts = [tokenizer.decode(data.samples[i]) for i in range(15)]
     assert all(any(thought in text for text in texts) for thought in thoughts)
     assert {text.count("<think>") for text in texts} == {1}
     lengths = sorted(len(text.encode()) for text in texts)
@@ -315,8 +362,8 @@ def test_a_stream_that_breaks_off_says_where() -> None:
         yield from (1, 2)
         raise ConnectionError("the server\nhung up")
 
-    stream = iter(Streamed(rows(), "org/data"))
-    assert [next(stream), next(stream)] == [1, 2]
+    stream = streamed(rows(), "org/data")
+    assert [next(stream)["json"], next(stream)["json"]] == ["1", "2"]
     with pytest.raises(SeergateError, match="'org/data' broke off after 2 rows: the server$"):
         next(stream)
 
@@ -325,7 +372,7 @@ def test_chain_sum_is_deterministic_and_apart_from_evaluation(config: TrainConfi
     tokenizer = byte_tokenizer(TEMPLATES["plain"])
     small = {"data_limit": 12, "chain_sum_variables": (4, 6), "token_cache": config.token_cache}
     data = prepare_data(load_train_config("tiny-reasoner", small), tokenizer)
-    texts = [tokenizer.decode(data.store[i]) for i in range(len(data.store))]
+    texts = [tokenizer.decode(data.samples[i]) for i in range(len(data.samples))]
     assert len(texts) == 12
     expected = [p.question for p in make_problems(12, (4, 6), TRAINING_SEEDS)]
     assert all(question in text for question, text in zip(expected, texts, strict=True))

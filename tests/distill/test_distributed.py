@@ -8,8 +8,7 @@ from datetime import timedelta
 import pytest
 import torch
 
-from seergate.distill.distributed import PATIENCE_VARIABLE, World, patience
-from seergate.distill.failures import CommonError
+from seergate.distill.distributed import PATIENCE_VARIABLE, CommonError, World, patience
 from seergate.errors import SeergateError
 from tests.distill.pairs import pair
 
@@ -99,7 +98,7 @@ def test_a_slow_process_is_waited_for_longer_than_the_library_would():
     assert [(one.returncode, one.stdout) for one in done] == [(0, "together\n")] * 2, done
 
 
-@pytest.mark.slow
+@pytest.mark.soak
 @pytest.mark.timeout(900)  # DeepSpeed may compile first
 def test_a_slow_process_is_waited_for_by_deepspeed_too():
     pytest.importorskip("deepspeed")

@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+import os
+import threading
+import time
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
 
 from seergate.config import GateConfig
 from seergate.distill.distributed import World
-from seergate.distill.engines import BETAS, DistillModule, PlainEngine
+from seergate.distill.engines import BETAS, BUILD_SECONDS, DistillModule, PlainEngine, wait_for_builds
 from seergate.distill.packing import PackedBatch
+from seergate.errors import SeergateError
 from seergate.hf.bank import GateBank
 from tests.models import prompt, tiny_model
 
@@ -38,3 +43,41 @@ def test_gradients_are_clipped_by_their_global_norm(config, clip):
         first, second = ((1 - BETAS[0]) * clipped).float(), ((1 - BETAS[1]) * clipped.square()).float()
         torch.testing.assert_close(moments["exp_avg"][name], first, rtol=2e-3, atol=1e-5 * scale)
         torch.testing.assert_close(moments["exp_avg_sq"][name], second, rtol=4e-3, atol=1e-7 * scale**2)
+
+
+@pytest.fixture
+def lock(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """What PyTorch leaves of one of DeepSpeed's extensions while it is compiled."""
+    pytest.importorskip("deepspeed")
+    monkeypatch.setenv("TORCH_EXTENSIONS_DIR", str(tmp_path))
+    build = tmp_path / "cpu_adam"
+    build.mkdir()
+    for name in ("build.ninja", "lock"):
+        (build / name).write_text("")
+    return build / "lock"
+
+
+def age(build: Path, seconds: float) -> None:
+    then = time.time() - seconds
+    for file in build.iterdir():
+        os.utime(file, (then, then))
+
+
+def test_the_lock_of_a_build_that_was_killed_is_named_instead_of_waited_for(lock: Path) -> None:
+    """PyTorch itself waits for as long as there is a lock."""
+    age(lock.parent, BUILD_SECONDS + 120)
+    with pytest.raises(SeergateError, match=f"{lock} is there and nothing has changed beside it for 12 minutes"):
+        wait_for_builds()
+
+
+def test_a_build_that_goes_on_is_waited_for(lock: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    age(lock.parent, BUILD_SECONDS + 120)
+    (lock.parent / "adam.o").write_text("")  # compiled just now
+    other = lock.parents[1] / "somebodys_extension"
+    other.mkdir()
+    (other / "lock").write_text("")
+    timer = threading.Timer(1.0, lock.unlink)
+    timer.start()
+    started = time.monotonic()
+    wait_for_builds()
+    assert time.monotonic() - started >= 0.9 and str(lock) in capsys.readouterr().out

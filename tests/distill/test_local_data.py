@@ -33,8 +33,8 @@ def test_every_local_format_gives_the_same_samples(config: TrainConfig, tmp_path
     expected = prepare_data(config, tokenizer)
     for name in ("rows.json", "rows.parquet", "disk", "folder", "disk/data-00000-of-00001.arrow"):
         data = prepare_data(replace(config, data=str(tmp_path / name)), tokenizer)
-        assert len(data.store) == 20, name
-        assert all(np.array_equal(data.store[i], expected.store[i]) for i in range(20)), name
+        assert len(data.samples) == 20, name
+        assert all(np.array_equal(data.samples[i], expected.samples[i]) for i in range(20)), name
 
 
 def test_a_saved_dataset_of_several_splits(config: TrainConfig, tmp_path: Path) -> None:

@@ -13,16 +13,16 @@ from torch.utils.flop_counter import FlopCounterMode
 from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig, PretrainedConfig, Qwen3Config
 
 from seergate import GateBank, SeergateError
-from seergate.distill import load_train_config, speed
+from seergate.cli.main import main
+from seergate.distill import TrainConfig, load_train_config, speed
 from seergate.distill.base_model import gate_config
-from seergate.distill.command import main, plan_main
 from seergate.distill.config import presets, read_yaml
 from seergate.distill.distributed import World
 from seergate.distill.engines import DistillModule, PlainEngine
 from seergate.distill.memory import activation_bytes, estimate_memory
 from seergate.distill.packing import PackedBatch
 from seergate.distill.plan import ASSUMED_SHARE, PEAK_TFLOPS, WORKING_BYTES, make_plan
-from seergate.distill.speed import Speed, measure_speed, pack_flop, pairs, taught_pairs
+from seergate.distill.speed import Speed, loss_pairs, measure_speed, pack_flop, pairs
 from seergate.hf.teacher_forward import distill_step
 from tests.distill.test_trainer import Recorder, config, model_dir  # noqa: F401 (fixtures)
 
@@ -67,7 +67,8 @@ def test_what_does_not_fit_gets_options_that_do() -> None:
     assert "does NOT fit in 24.0 GB. What would: --quantize bnb-8bit" in plan.text()
     for option in plan.remedies:
         name, value = option.removeprefix("--").split()
-        assert make_plan(replace(run, **{name.replace("-", "_"): value}), memory_gb=24).fits, option
+        mended = TrainConfig.from_dict(run.to_dict() | {name.replace("-", "_"): value})
+        assert make_plan(mended, memory_gb=24).fits, option
     shorter = make_plan(replace(run, max_length=8192), memory_gb=24).memory
     assert plan.memory.activations > 3 * shorter.activations and plan.memory.base == shorter.base
     sharded = make_plan(replace(run, deepspeed="ds_configs/zero2.json"), processes=8, memory_gb=24)
@@ -126,8 +127,9 @@ def random_model(shape: PretrainedConfig, dtype: str = "float32"):
 
 
 @pytest.mark.plain_empty
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-@pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES)
+@pytest.mark.parametrize(
+    ("shape", "dtype"), zip(SHAPES.values(), ["bfloat16", "bfloat16", "float32", "float32"], strict=True), ids=SHAPES
+)
 def test_activations_agree_with_the_allocator(shape: PretrainedConfig, dtype: str) -> None:
     run = load_train_config("qwen3-8b", {"max_length": 6144, "block_size": 64, "dtype": dtype})
     model = random_model(shape, dtype)
@@ -191,8 +193,8 @@ def test_operations_agree_with_a_count_of_them() -> None:
 
 
 def test_pairs() -> None:
-    assert pairs(4) == 10 and taught_pairs(4, 2, 0.0) == 7 and taught_pairs(4, 1, 0.75) == 4
-    assert taught_pairs(100, 8, 0.5) == pairs(100) - pairs(50) and taught_pairs(5, 8, 0.0) == 0
+    assert pairs(4) == 10 and loss_pairs(4, 2, 0.0) == 7 and loss_pairs(4, 1, 0.75) == 4
+    assert loss_pairs(100, 8, 0.5) == pairs(100) - pairs(50) and loss_pairs(5, 8, 0.0) == 0
 
 
 @pytest.mark.parametrize(("whole", "rest"), [(16.0, 4.0), (10.0, 0.0)])
@@ -232,7 +234,7 @@ def test_the_least_of_several_calls_is_taken(monkeypatch) -> None:
 
 def test_a_step_is_the_sum_of_its_layers(config, monkeypatch) -> None:  # noqa: F811
     """How near it comes to a real step is measured in benchmarks/distill_model.py."""
-    measured = Speed(per_token=1e-3, per_pair=1e-6, per_taught_pair=2e-6, block_size=64, row_start=0.5)
+    measured = Speed(per_token=1e-3, per_pair=1e-6, per_loss_pair=2e-6, block_size=64, row_start=0.5)
     monkeypatch.setattr("seergate.distill.plan.measure_speed", lambda *_: measured)
     run = load_train_config("qwen3-8b", {"max_length": 2048})
     for processes in (1, 2):
@@ -242,11 +244,11 @@ def test_a_step_is_the_sum_of_its_layers(config, monkeypatch) -> None:  # noqa: 
 
 
 def test_the_commands(capsys: pytest.CaptureFixture[str]) -> None:
-    assert plan_main(["--model", "qwen3-8b", "--memory-gb", "24", "--no-measure"]) == 0
+    assert main(["plan", "--model", "qwen3-8b", "--memory-gb", "24", "--no-measure"]) == 0
     text = capsys.readouterr().out
     for words in ("ASSUMED time", "A100", "tokens/s", "hours"):
         assert words in text
-    assert plan_main(["--model", "qwen3-8b", "--memory-gb", "24", "--tflops", "300", "--processes", "8"]) == 0
+    assert main(["plan", "--model", "qwen3-8b", "--memory-gb", "24", "--tflops", "300", "--processes", "8"]) == 0
     text = capsys.readouterr().out
     for words in (
         "frozen model (bfloat16, without LM head)",
@@ -256,29 +258,27 @@ def test_the_commands(capsys: pytest.CaptureFixture[str]) -> None:
         "419.4 M",
     ):
         assert words in text
-    assert plan_main(["--model", "qwen3-8b", "--processes", "3"]) == 2
-    assert "must be a multiple of the 3 processes" in capsys.readouterr().err
-    assert plan_main(["--model", "qwen3-8b", "--memory-gb", "-1"]) == 2
+    assert main(["plan", "--model", "qwen3-8b", "--memory-gb", "-1"]) == 2
     assert "memory_gb is -1.0; it must be positive" in capsys.readouterr().err
-    assert plan_main(["--model", "qwen3-8b", "--device", "cpu", "--no-measure"]) == 0
+    assert main(["plan", "--model", "qwen3-8b", "--device", "cpu", "--no-measure"]) == 0
     assert "memory of each process on cpu" in capsys.readouterr().out
-    assert main(["--model", "qwen3-8b", "--deepspeed", "nope.json", "--dry-run"]) == 2
+    assert main(["train", "--model", "qwen3-8b", "--deepspeed", "nope.json", "--dry-run"]) == 2
     assert "nope.json" in capsys.readouterr().err
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="this machine has such a device")
 def test_a_device_that_is_not_here_needs_its_memory(capsys: pytest.CaptureFixture[str]) -> None:
     options = ["--model", "qwen3-8b", "--device", "cuda", "--no-measure"]
-    assert plan_main(options) == 2
+    assert main(["plan", *options]) == 2
     assert "error: device is 'cuda' and this machine has no CUDA device" in capsys.readouterr().err
-    assert plan_main([*options, "--memory-gb", "80"]) == 0
+    assert main(["plan", *options, "--memory-gb", "80"]) == 0
     assert "fits in 80.0 GB" in capsys.readouterr().out
 
 
 def test_a_dry_run_is_a_file_of_options_with_the_plan_as_comments(
     capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
-    assert main(["--model", "tiny-reasoner", "--steps", "7", "--dry-run"]) == 0
+    assert main(["train", "--model", "tiny-reasoner", "--steps", "7", "--dry-run"]) == 0
     (tmp_path / "c.yaml").write_text(capsys.readouterr().out)
     assert read_yaml(tmp_path / "c.yaml")["steps"] == 7
     assert "# memory of each process" in (tmp_path / "c.yaml").read_text()

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import json
 import math
+import os
 import shutil
+import signal
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -23,8 +25,9 @@ from seergate.distill.checkpoint import newest_checkpoint, read_record
 from seergate.distill.config import read_yaml
 from seergate.distill.data import TrainingData, prepare_data
 from seergate.distill.engines import deepspeed_config
-from seergate.distill.trainer import learning_rate
+from seergate.distill.trainer import NON_FINITE_LIMIT, Stopped, learning_rate
 from seergate.errors import SeergateError
+from seergate.hf import teacher_forward
 from seergate.hf.bank import GateBank
 from tests.distill.conftest import PLAIN, byte_tokenizer
 
@@ -173,7 +176,7 @@ def test_the_heat_map_is_dark_where_recall_is_low() -> None:
     assert (picture[0, 0] == picture[1, 1]).all()
 
 
-@pytest.mark.parametrize("stop_after", [1, 3, 4, 7])
+@pytest.mark.parametrize("stop_after", [1, 4])
 def test_an_interrupted_run_ends_bit_identical(config: TrainConfig, tmp_path: Path, stop_after: int) -> None:
     whole = run_distillation(replace(config, output_dir=str(tmp_path / "whole")))
     with pytest.raises(KeyboardInterrupt):
@@ -185,6 +188,63 @@ def test_an_interrupted_run_ends_bit_identical(config: TrainConfig, tmp_path: Pa
     assert_identical(weights(resumed / "best"), weights(whole / "best"))
     ends = [newest_checkpoint(run / "checkpoints") for run in (resumed, whole)]
     assert_identical(*(load_file(Path(str(end)) / "state.safetensors") for end in ends))
+
+
+@pytest.mark.parametrize("name", ["SIGTERM", "SIGUSR1"])
+def test_a_signal_saves_and_ends_the_run(config: TrainConfig, tmp_path: Path, name: str) -> None:
+    class Preempted(Recorder):
+        def on_step(self, log: StepLog) -> None:
+            super().on_step(log)
+            if log.step == 4:
+                os.kill(os.getpid(), getattr(signal, name))
+
+    before = signal.getsignal(getattr(signal, name))
+    whole = run_distillation(replace(config, output_dir=str(tmp_path / "whole")))
+    with pytest.raises(Stopped, match=f"stopped by {name} after step 5 of 8, which is saved") as caught:
+        run_distillation(config, [Preempted()])
+    assert caught.value.signal == getattr(signal, name) and signal.getsignal(caught.value.signal) == before
+    assert not (config.run_dir / "gate_model.safetensors").exists()
+    heard = Recorder()
+    assert_identical(weights(run_distillation(config, [heard])), weights(whole))
+    assert heard.steps[0].step == 6
+
+
+def poisoned(monkeypatch: pytest.MonkeyPatch, packs: set[int]) -> None:
+    """Make the loss of those packs not finite, counted from the first that is trained on."""
+    real, seen = teacher_forward.ops.gate_kl, [0]
+
+    def gate_kl(*args: Any, **options: Any) -> Any:
+        loss, stats = real(*args, **options)
+        seen[0] += 1
+        return (loss * float("nan") if (seen[0] + 1) // 2 in packs else loss), stats  # of two layers
+
+    monkeypatch.setattr(teacher_forward.ops, "gate_kl", gate_kl)
+
+
+def test_a_pack_that_is_not_finite_is_left_out_and_counted(
+    config: TrainConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    poisoned(monkeypatch, {2, 5, 6})  # one pack of the first step, both of the third
+    heard = Recorder()
+    config = replace(config, eval_packs=0, steps=4, save_every=1, save_total_limit=4)
+    out = run_distillation(config, [heard])
+    assert all(math.isfinite(log.loss) and math.isfinite(log.grad_norm) for log in heard.steps)
+    told = [text for text in heard.messages if "no finite loss" in text]
+    assert [text.split(" packs")[0] for text in told] == ["step 1: 1 of 2", "step 3: 2 of 2"]
+    assert "(3 in this run)" in told[1] and [log.lr > 0 for log in heard.steps] == [True, True, False, True]
+    gates = [
+        {name: x for name, x in load_file(path / "state.safetensors").items() if name.startswith("gates.")}
+        for path in sorted((out / "checkpoints").iterdir())
+    ]
+    assert_identical(gates[1], gates[2])  # nothing was learned in the third step
+    assert any(not torch.equal(gates[0][name], gates[1][name]) for name in gates[0])
+
+
+def test_too_many_packs_that_are_not_finite_end_the_run(config: TrainConfig, monkeypatch: pytest.MonkeyPatch) -> None:
+    poisoned(monkeypatch, set(range(1000)))
+    config = replace(config, eval_packs=0, steps=100, packs_per_step=8)
+    with pytest.raises(SeergateError, match=f"more than {NON_FINITE_LIMIT} is too many"):
+        run_distillation(config)
 
 
 def test_a_finished_run_only_writes_its_adapter_again(config: TrainConfig) -> None:
@@ -294,15 +354,11 @@ def test_a_run_goes_on_however_its_revision_is_named(config: TrainConfig, pushes
     for step, revision in enumerate(("main", None, "main", "a" * 40, "main"), start=2):
         record = start(revision, step)
         assert record["step"] == step - 1
-        assert (record["run"]["data_revision"], record["asked"]["data_revision"]) == ("a" * 40, "main")
-    # As if the Hub had not answered when the run began: nobody knows what the name meant, and the data are the same.
-    record["run"]["data_revision"] = "main"
-    path = Path(str(newest_checkpoint(config.run_dir / "checkpoints"))) / "state.json"
-    path.write_text(json.dumps(record))
-    with pytest.raises(SeergateError, match="made with data_revision='main' and this run has 'bbb"):
+        assert record["run"]["data_revision"] == "a" * 40
+    with pytest.raises(SeergateError, match="made with data_revision='aaa.*and this run has 'bbb"):
         run_distillation(replace(config, data_revision="v2"))
     heard = Recorder()
-    run_distillation(config, [heard])
+    run_distillation(config, [heard])  # what was refused has changed nothing
     assert [log.step for log in heard.steps] == [6]
 
 

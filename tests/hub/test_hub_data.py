@@ -19,7 +19,7 @@ import pytest
 from seergate import SeergateError
 from seergate.chain_sum import make_problems
 from seergate.distill import load_train_config
-from seergate.distill.base_model import check_model
+from seergate.distill.commits import model_commit
 from tests.hub.server import File, Hub
 from tests.hub.test_hub import hub as reached
 from tests.models import tiny_model
@@ -41,15 +41,16 @@ configs:
 """
 READ = """
 import json, os, sys
+from pathlib import Path
 from seergate import SeergateError
-from seergate.distill import load_train_config
+from seergate.distill import commits, load_train_config
 from seergate.distill.sources import open_source
-for options in json.loads(sys.argv[1]):
+for options in json.loads(sys.argv[2]):
     os.environ.update(options.pop("environment", {}))
     try:
-        source = open_source(load_train_config("tiny-reasoner", options))
-        rows = list(source.rows)
-        print(json.dumps([len(rows), rows[0], rows[-1], source.identity, source.expected, source.commit]))
+        config, _ = commits.pin(load_train_config("tiny-reasoner", options | {"data_limit": None}), Path("nowhere"))
+        rows = [json.loads(row["json"]) if "json" in row else row for row in open_source(config, Path(sys.argv[1]))]
+        print(json.dumps([len(rows), rows[0], rows[-1], config.data_revision]))
     except SeergateError as error:
         print(json.dumps(str(error)))
 """
@@ -87,7 +88,8 @@ def run(hub: Hub, tmp_path: Path, *arguments: str, **settings: str) -> subproces
 
 
 def read(hub: Hub, tmp_path: Path, *cases: dict, **settings: str) -> list:
-    done = run(hub, tmp_path, "-c", READ, json.dumps([{"data": "org/rows"} | case for case in cases]), **settings)
+    options = json.dumps([{"data": "org/rows"} | case for case in cases])
+    done = run(hub, tmp_path, "-c", READ, str(tmp_path / "tokens"), options, **settings)
     assert done.returncode == 0, done.stderr[-3000:]
     return [json.loads(line) for line in done.stdout.splitlines()]
 
@@ -106,10 +108,8 @@ def test_streaming_and_downloading_give_the_same_rows(hub, rows, tmp_path):
         {"streaming": True, "data_config": "long", "data_revision": sha},
     )
     assert not any(fault.times for fault in hub.faults)
-    assert streamed == [60, rows[0], rows[59], f"hub/org/rows/None/train/{sha}", None, sha]
-    assert downloaded[:3] == streamed[:3] and downloaded[4:] == [60, sha]
-    assert rest[:3] == [20, rows[60], rows[79]] and other[:3] == [80, rows[0], rows[79]]
-    assert len({case[3] for case in (streamed, downloaded, rest, other)}) == 4
+    assert streamed == downloaded == [60, rows[0], rows[59], sha]
+    assert rest == [20, rows[60], rows[79], sha] and other == [80, rows[0], rows[79], sha]
 
 
 def test_what_cannot_be_loaded_is_one_sentence_that_says_why(hub, tmp_path):
@@ -143,7 +143,7 @@ def test_without_the_hub_the_data_are_of_the_commit_that_is_said(hub, rows, tmp_
     hub.lfs[others.sha256] = others.data
     new = repo.commit("main", repo.tree() | {"data/train-0.parquet": others})
     first, second = read(hub, tmp_path, {"data_revision": "v1"}, {})
-    assert (first[0], first[5], second[0], second[5]) == (60, old, 37, new)
+    assert (first[0], first[3], second[0], second[3]) == (60, old, 37, new)
     refs = tmp_path / "home" / "hub" / "datasets--org--rows" / "refs"
     refs.mkdir(exist_ok=True)
     (refs / "old").write_text(old)
@@ -152,7 +152,7 @@ def test_without_the_hub_the_data_are_of_the_commit_that_is_said(hub, rows, tmp_
     cases += [case | {"streaming": True} for case in cases]
     answers = read(hub, tmp_path, *cases, HF_HUB_OFFLINE="1")
     assert answers[:3] == [second] * 3
-    assert [[*answer[:3], answer[5]] for answer in answers[7:10]] == [[*second[:3], new]] * 3
+    assert answers[7:10] == [second] * 3
     for refused in (answers[3:7], answers[10:]):
         for commit, message in zip((old, "0" * 40, old), refused, strict=False):
             assert f"'org/rows' cannot be loaded at {commit}: the Hub does not give it" in message and new in message
@@ -163,7 +163,7 @@ def test_a_hub_that_is_down_is_no_answer_and_one_that_refuses_is(hub, tmp_path):
     sha = hub.repos["datasets/org/rows"].refs["main"]
     hub.fail("GET", "^/api/datasets/org/rows(/revision/main)?$", status=503)
     down, up = read(hub, tmp_path, {}, {})
-    assert down == up and down[5] == sha and not any(fault.times for fault in hub.faults)
+    assert down == up and down[3] == sha and not any(fault.times for fault in hub.faults)
 
 
 def test_a_model_of_the_hub_is_known_by_its_commit(reached):
@@ -172,9 +172,9 @@ def test_a_model_of_the_hub_is_known_by_its_commit(reached):
     config = File(tiny_model("qwen3").config.to_json_string().encode())
     for name in ("org/first-model", "org/second-model"):
         hub.hold(name, {"config.json": config, "x": File(name.encode())})
-        assert check_model(name, load_train_config(name, options)) == hub.repos[name].refs["main"]
+        assert model_commit(name, load_train_config(name, options)) == hub.repos[name].refs["main"]
     with pytest.raises(SeergateError):
-        check_model(name, load_train_config(name, options | {"revision": "gone"}))
+        model_commit(name, load_train_config(name, options | {"revision": "gone"}))
 
 
 @pytest.mark.soak

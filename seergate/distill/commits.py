@@ -1,0 +1,122 @@
+"""Which commits of the Hub a run reads. A branch moves on; a run stays at the commits that it began with.
+
+They are looked up once, by the main process, and kept in ``commits.json``: place -> the revision that was asked for,
+and the commit that it meant.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from seergate.distill.config import TrainConfig, locate_model
+from seergate.distill.sources import COMMIT, hub_sentences, may_be_on_hub
+from seergate.errors import SeergateError
+from seergate.gates import cached_commit
+from seergate.hf.families import base_commit
+from seergate.hf.loading import base_config
+
+FILE = "commits.json"
+REVISIONS = ("revision", "data_revision")
+"""The options of a run that name a place in the Hub's history."""
+
+_TRANSPORTS = ("httpx", "httpx2", "httpcore", "httpcore2", "requests", "urllib3")
+
+
+def pin(config: TrainConfig, directory: Path) -> tuple[TrainConfig, dict[str, Any]]:
+    """Find out which commits a run reads.
+
+    Args:
+        config: the run as the user asks for it. A commit that is kept already is used again if the revision is the one
+            that was asked for then, or none. With ``resume`` off, the newest commits are looked up.
+        directory: where they are kept.
+
+    Returns:
+        The run with commits as its revisions, as far as they are known, and what to keep (`keep`).
+
+    Raises:
+        SeergateError: if the Hub has no such model, dataset or revision, or what is kept is damaged.
+    """
+    kept = _read(directory / FILE) if config.resume else {}
+    found: dict[str, Any] = {}
+    for option, kind, look_up in zip(REVISIONS, ("model", "data"), (model_commit, data_commit), strict=True):
+        place, asked = f"{kind} {getattr(config, kind)}", getattr(config, option)
+        entry = kept.get(place, {})
+        if not entry.get("commit") or asked not in (None, entry["asked"], entry["commit"]):
+            entry = {"asked": asked, "commit": look_up(config)}
+        if entry["commit"]:
+            found[place] = entry
+            config = replace(config, **{option: entry["commit"]})
+    return config, kept | found
+
+
+def keep(entries: dict[str, Any], directory: Path) -> None:
+    """Write down what `pin` has found."""
+    directory.mkdir(parents=True, exist_ok=True)
+    draft = directory / f".{FILE}"
+    draft.write_text(json.dumps(entries, indent=1))
+    draft.replace(directory / FILE)
+
+
+def _read(path: Path) -> dict[str, Any]:
+    try:
+        entries: dict[str, Any] = json.loads(path.read_text())
+    except FileNotFoundError:
+        return {}
+    except ValueError as error:
+        raise SeergateError(f"{path} is damaged; delete it to begin with the newest commits") from error
+    return entries
+
+
+def model_commit(config: TrainConfig) -> str | None:
+    """The commit of a run's model; ``None`` for a directory, or if the library does not tell."""
+    path = locate_model(config).model
+    if Path(path).is_dir():
+        return None
+    found = base_config(path, revision=config.revision)
+    return cached_commit(path, config.revision) or base_commit(found)  # newer releases of transformers
+
+
+def data_commit(config: TrainConfig) -> str | None:
+    """The commit of a run's dataset; ``None`` if it is not on the Hub.
+
+    If the Hub does not answer, the commit of what was downloaded last.
+    """
+    if not may_be_on_hub(config):
+        return None
+    with hub_sentences(config):
+        return _dataset_commit(config)
+
+
+def _dataset_commit(config: TrainConfig) -> str | None:
+    from datasets import load_dataset_builder
+    from huggingface_hub import constants, dataset_info
+
+    revision = config.data_revision
+    if revision is not None and COMMIT.fullmatch(revision):
+        return revision
+    try:
+        return str(dataset_info(config.data, revision=revision).sha)
+    except Exception as error:
+        if not _unanswered(error):
+            raise
+    last = str(load_dataset_builder(config.data, config.data_config).hash)
+    if revision is None:
+        return last if COMMIT.fullmatch(last) else None
+    ref = Path(constants.HF_HUB_CACHE) / f"datasets--{config.data.replace('/', '--')}" / "refs" / revision
+    if ref.is_file():
+        return ref.read_text().strip()
+    raise SeergateError(
+        f"the Hub does not answer, so it is not known what the revision {revision!r} of the dataset {config.data!r} "
+        f"is; the one downloaded last is {last}: if you mean that, set data_revision to it"
+    )
+
+
+def _unanswered(error: Exception) -> bool:
+    """Whether the Hub could not be reached, rather than said no."""
+    status = getattr(getattr(error, "response", None), "status_code", None)
+    if status is not None:
+        return bool(status >= 500)
+    return isinstance(error, (ConnectionError, TimeoutError)) or type(error).__module__.split(".")[0] in _TRANSPORTS
