@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from seergate.errors import SeergateError, how_to_install
-from seergate.eval.engine import Engine, Generation, Limit, Request
+from seergate.eval.engine import Engine, Generation, Limit, Request, encode, sample_bytes
 from seergate.eval.memory import estimated_batch
 from seergate.eval.sampling import Sampling
 from seergate.eval.settings import MethodSpec
@@ -43,15 +43,24 @@ class Job:
     Attributes:
         spec: the method.
         batch_size: samples that an actor makes together; as many as fit into its memory if ``None``.
-        longest: tokens of the longest sample, prompt included, for that.
+        prompt: the longest one, for that.
+        longest: tokens of the longest sample, prompt included, likewise.
         limit, sampling: of the samples.
     """
 
     spec: MethodSpec
     batch_size: int | None
+    prompt: str
     longest: int
     limit: Limit
     sampling: Sampling
+
+    def fitting(self, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, sharing: int = 1) -> int:
+        """How many samples are made together by one of several processes that share a device's memory."""
+        if self.batch_size is not None:
+            return self.batch_size
+        each = sample_bytes(model, encode(tokenizer, self.prompt), self.longest)
+        return estimated_batch(model.device, each, sharing)
 
 
 class Generator:
@@ -99,14 +108,15 @@ class Generator:
             self.method.__exit__(None, None, None)
         bank = self.gates.get(job.spec.block_size or 0) if isinstance(self.gates, dict) else self.gates
         self.method = attached(self.model, job.spec.method(bank), correction=job.spec.correction)
+        handle = self.method.__enter__()
         self.engine = Engine(
             self.model,
             self.tokenizer,
-            batch_size=job.batch_size or estimated_batch(self.model, job.longest, neighbours),
+            batch_size=job.fitting(self.model, self.tokenizer, neighbours),
             limit=job.limit,
             sampling=job.sampling,
             on_finished=lambda generation: self.finished.append(generation),
-            handle=self.method.__enter__(),
+            handle=handle,
         )
         self.job = job
 

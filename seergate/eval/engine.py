@@ -25,12 +25,16 @@ from transformers import DynamicCache, PreTrainedModel, PreTrainedTokenizerBase
 from transformers.cache_utils import Cache
 
 from seergate.cache.batching import join_rows, keep_rows, rows_are_independent
+from seergate.cache.layer import GatedLayer
+from seergate.decode.stats import own_bytes
 from seergate.errors import SeergateError
 from seergate.eval.costs import RowStats
 from seergate.eval.memory import is_out_of_memory
 from seergate.eval.sampling import SampledRow, Sampling, TokenChooser
 from seergate.eval.task import Problem
 from seergate.hf.attach import Handle
+from seergate.methods.evicting import CompressingState
+from seergate.methods.snapkv import SnapKVState
 from seergate.reason.sharing import saving_ratios
 
 
@@ -192,6 +196,33 @@ class Batch:
             logits_to_keep=1,
         )
         return output.logits[:, -1]
+
+
+@torch.inference_mode()
+def sample_bytes(model: PreTrainedModel, prompt: Sequence[int], longest: int) -> float:
+    """Bytes that a sample holds at its peak under the attached method: its keys and values, and what the method
+    remembers of it.
+
+    Args:
+        model: in eval mode, a method attached.
+        prompt: token ids; they are read to find out.
+        longest: tokens of prompt and answer.
+    """
+    batch, total = Batch(model), 0.0
+    batch.add([prompt])
+    for layer in batch.cache.layers:
+        if not isinstance(layer, GatedLayer) or layer.state is None:
+            total += (layer.keys.nbytes + layer.values.nbytes) * longest / len(prompt)
+            continue
+        state, held = layer.state, longest
+        once = isinstance(state, SnapKVState) and state.method.compress != "repeatedly"
+        if isinstance(state, CompressingState) and not once:
+            for part in (state, *state.parts):
+                if isinstance(part, CompressingState):
+                    part.decoded = [longest - len(prompt)]  # as at the end: some hold more and more
+            held = max(len(prompt), min(longest, state.most_resident()))
+        total += float(layer.storage.row_bytes([held])[0] + own_bytes(state, held, longest))
+    return total
 
 
 class _Row(SampledRow):

@@ -6,7 +6,6 @@ from pathlib import Path
 
 import psutil
 import torch
-from transformers import PreTrainedModel
 
 LARGEST_BATCH = 256
 USABLE = 0.8
@@ -14,14 +13,6 @@ USABLE = 0.8
 
 GROWTH = 1.25
 """Buffers are allocated ahead of what they hold."""
-
-
-def bytes_per_token(model: PreTrainedModel) -> int:
-    """Bytes of keys and values that one token of context takes, all layers."""
-    config = model.config.get_text_config()
-    heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
-    width = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-    return int(2 * config.num_hidden_layers * heads * width * torch.empty(0, dtype=model.dtype).element_size())
 
 
 def free_bytes(device: torch.device) -> int:
@@ -39,18 +30,16 @@ def free_bytes(device: torch.device) -> int:
     return free if limit == "max" else min(free, int(limit) - int(used))
 
 
-def estimated_batch(model: PreTrainedModel, longest: int, sharing: int = 1) -> int:
-    """How many samples of this many tokens fit, prompt included; at least 1, at most `LARGEST_BATCH`.
-
-    It assumes that all of them grow to the limit, so it is rarely too large; where it is, the engine halves it.
+def estimated_batch(device: torch.device, sample_bytes: float, sharing: int = 1) -> int:
+    """How many samples that hold so much fit; at least 1, at most `LARGEST_BATCH`.
 
     Args:
-        model: loaded.
-        longest: tokens of a sample.
+        device: that they are made on.
+        sample_bytes: `seergate.eval.engine.sample_bytes`. All samples are assumed to grow to the limit, so the
+            estimate is rarely too large; where it is, the engine halves it.
         sharing: processes that divide the device's free memory equally, all of which have loaded their models.
     """
-    room = USABLE * free_bytes(model.device) / sharing
-    return max(1, min(LARGEST_BATCH, int(room / (GROWTH * longest * bytes_per_token(model)))))
+    return max(1, min(LARGEST_BATCH, int(USABLE * free_bytes(device) / sharing / (GROWTH * sample_bytes))))
 
 
 def is_out_of_memory(error: BaseException) -> bool:

@@ -24,7 +24,6 @@ from seergate.eval.collector import Progress as Progress
 from seergate.eval.engine import Engine, Limit, Request, encode, prompt_text
 from seergate.eval.grading import check_grader
 from seergate.eval.judge import GradingPool, check_installed
-from seergate.eval.memory import estimated_batch
 from seergate.eval.metrics import derive
 from seergate.eval.proxies import Reference, contexts_hash, measure_proxies, windows_of
 from seergate.eval.run_config import prompts_of, run_config
@@ -292,8 +291,8 @@ def evaluate(
                         if unmade:
                             requests = _requests(tokenizer, unmade, limit, options.seed)
                             longest = max(len(ids) + limit.of(len(ids)) for _, ids in requests)
-                            job = Job(spec, options.batch_size, longest, limit, sampling)
                             asked = [request for request, _ in requests]
+                            job = Job(spec, options.batch_size, asked[0].prompt, longest, limit, sampling)
                             if cluster is not None:
                                 cluster.generate(job, fingerprint(model), asked, sink.take)
                             else:
@@ -376,7 +375,7 @@ def _generate(
     Engine(
         model,
         tokenizer,
-        batch_size=job.batch_size or estimated_batch(model, job.longest),
+        batch_size=job.fitting(model, tokenizer),
         limit=job.limit,
         sampling=job.sampling,
         on_finished=sink.take,

@@ -7,9 +7,10 @@ import torch
 
 from seergate.errors import SeergateError
 from seergate.eval import engine, memory
-from seergate.eval.engine import Batch, Engine, Limit
-from seergate.eval.memory import bytes_per_token, estimated_batch, is_out_of_memory
+from seergate.eval.engine import Batch, Engine, Limit, encode, sample_bytes
+from seergate.eval.memory import estimated_batch, is_out_of_memory
 from seergate.eval.sampling import Sampling
+from seergate.hf.attach import attached
 from tests.eval import support
 from tests.eval.test_engine import LONG, PROMPTS, requests_for, run, tokens
 
@@ -111,19 +112,46 @@ def test_out_of_memory_is_recognised():
 
 
 def test_the_estimate_by_hand(monkeypatch):
-    """Of 10 MB, 8 may be used; the buffers take 1.25 times the tokens, and a token 512 bytes: keys and values of 2
-    layers, of 2 heads of 16 numbers of 4 bytes.
-    """
-    model = support.model()
+    """Of 10 MB, 8 may be used; buffers take 1.25 times what samples hold. Three processes have a third each."""
     monkeypatch.setattr(memory, "free_bytes", lambda device: 10_000_000)
-    assert bytes_per_token(model) == 2 * 2 * 2 * 16 * 4 == 512
-    for longest, expected in ((1000, 12), (4000, 3), (10**6, 1), (10**12, 1)):
-        assert estimated_batch(model, longest) == expected
-    monkeypatch.setattr(memory, "free_bytes", lambda device: 10**12)
-    assert estimated_batch(model, 100) == memory.LARGEST_BATCH
+    device = torch.device("cpu")
+    for each, expected in ((512_000, 12), (2_048_000, 3), (10**9, 1), (100, memory.LARGEST_BATCH)):
+        assert estimated_batch(device, each) == expected
+    assert estimated_batch(device, 512_000, sharing=3) == 4  # 12.5 / 3
 
 
-def test_processes_on_one_device_divide_its_memory(monkeypatch):
-    """Of 10 MB, three processes have 3.33 each."""
+HELD = {
+    "dense": ("dense", {}),
+    "quest": ("quest", {"token_budget": 32, "block_size": 8}),
+    "h2o": ("h2o", {"token_budget": 32, "interval": 8}),
+    "rpc": ("rpc", {"interval": 16, "window": 4}),
+    "kv4bit": ("kv4bit", {"residual": 16}),
+    "snapkv": ("snapkv", {"token_budget": 16, "window": 4, "interval": 4}),
+    "streaming_llm": ("streaming_llm", {"token_budget": 24, "interval": 4}),
+    "raas": ("raas", {"token_budget": 32, "block_size": 8}),
+}
+
+
+@pytest.mark.filterwarnings("ignore:.*a prompt has .* tokens and token_budget")
+@pytest.mark.parametrize("name", HELD)
+def test_a_sample_holds_what_its_method_lets_it(name):
+    """As much as is then measured at the peak of the longest answer, within what an eviction may free at the end."""
+    model, (method, options) = support.model(), HELD[name]
+    found = run(model, LONG[:1], batch_size=1, max_new_tokens=200, method=method, **options)[0]
+    prompt = encode(support.tokenizer(), LONG[0])
+    with attached(model, method, **options):
+        held = sample_bytes(model, prompt, len(prompt) + 200)
+    assert found.n_tokens == 200
+    assert 1 <= held / found.costs["own_bytes_peak"] < 1.35, held / found.costs["own_bytes_peak"]
+
+
+def test_methods_that_evict_get_the_rows_that_they_have_room_for(monkeypatch):
+    """And those that keep everything fewer: with equal memory."""
+    model, prompt = support.model(), [5] * 20
     monkeypatch.setattr(memory, "free_bytes", lambda device: 10_000_000)
-    assert estimated_batch(support.model(), 1000, sharing=3) == 4  # 12.5 / 3
+    sizes = []
+    for method, options in (("dense", {}), ("h2o", {"token_budget": 64, "interval": 16})):
+        with attached(model, method, **options):
+            sizes.append(estimated_batch(model.device, sample_bytes(model, prompt, 2000)))
+    # 6.4 MB; dense: 2000 tokens of 512 bytes. h2o: 80 tokens of 512 and 2 layers of 2 heads of 4 bytes: 42240
+    assert sizes == [6, 151]
