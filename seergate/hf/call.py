@@ -14,6 +14,7 @@ from collections.abc import Callable
 from functools import partial
 from threading import get_ident
 from typing import Any, Protocol
+from weakref import ref
 
 import torch
 from torch import Tensor, nn
@@ -165,10 +166,11 @@ class OneThread:
     """
 
     def __init__(self, decoder: nn.Module) -> None:
-        self._thread, self._depth = 0, 0  # a correction runs the decoder from within its own hooks
+        # Thread, and weakly its input: gone once an error has ended the pass. A correction nests passes in its hooks.
+        self._running: list[tuple[int, ref[Tensor]]] = []
         self._hooks = [
-            decoder.register_forward_pre_hook(self._enter),
-            decoder.register_forward_hook(self._leave, always_call=True),
+            decoder.register_forward_pre_hook(self._enter, with_kwargs=True),
+            decoder.register_forward_hook(self._leave),
         ]
 
     def remove(self) -> None:
@@ -176,19 +178,28 @@ class OneThread:
         while self._hooks:
             self._hooks.pop().remove()
 
-    def _enter(self, module: nn.Module, args: Any) -> None:
+    def _enter(self, module: nn.Module, args: Any, kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]] | None:
         if torch.compiler.is_compiling():  # a graph is one call
-            return
-        if self._depth and self._thread != get_ident():
+            return None
+        self._running = [(thread, mark) for thread, mark in self._running if mark() is not None]
+        if any(thread != get_ident() for thread, _ in self._running):
             raise SeergateError(
                 "two threads run this model at once, and the attached method can serve one request at a time; "
                 "hold a lock around generate, or put the requests into one batch"
             )
-        self._thread, self._depth = get_ident(), self._depth + 1
+        if args:
+            args = (args[0].view_as(args[0]), *args[1:])  # an object that lives as long as the call
+            mark = args[0]
+        else:
+            name = "inputs_embeds" if kwargs.get("input_ids") is None else "input_ids"
+            mark = kwargs[name].view_as(kwargs[name])
+            kwargs = {**kwargs, name: mark}
+        self._running.append((get_ident(), ref(mark)))
+        return args, kwargs
 
     def _leave(self, module: nn.Module, args: Any, output: Any) -> None:
-        if not torch.compiler.is_compiling() and self._thread == get_ident():
-            self._depth = max(0, self._depth - 1)
+        if not torch.compiler.is_compiling():
+            del self._running[-1:]
 
 
 class Attached(Protocol):

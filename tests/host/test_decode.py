@@ -246,7 +246,8 @@ def test_drafted_tokens_are_verified_with_the_methods_own_attention(name):
                 mask = torch.cat((mask, torch.ones(2, size, dtype=mask.dtype)), 1)
                 positions = (mask.cumsum(1) - 1)[:, -size:]
                 ids = drafts[:, at : at + size]
-                out = model(input_ids=ids, attention_mask=mask, position_ids=positions, past_key_values=cache)
+                with handle.passes.forced("decode"):
+                    out = model(input_ids=ids, attention_mask=mask, position_ids=positions, past_key_values=cache)
                 logits.append(out.logits)
                 at += size
             results.append((torch.cat(logits, 1), handle.stats()["density"]))
@@ -393,7 +394,7 @@ def test_bad_requests():
         (lambda: seergate.attach(model, "qest"), "did you mean 'quest'"),
         (lambda: seergate.attach(model, "gate", token_budget=64), "needs gates"),
         (lambda: seergate.attach(model, "quest", budget=64), "no option 'budget'"),
-        (lambda: seergate.attach(model, bank, budget=64), "no decode option budget"),
+        (lambda: seergate.attach(model, bank, budget=64), "no decode option 'budget'"),
         (lambda: seergate.attach(model, bank, token_budget=BLOCK - 1), "token_budget is 7.*at least 8"),
         (lambda: seergate.attach(model, bank, threshold=1.0), "threshold is 1.0.*between 0 and 1"),
         (lambda: seergate.attach(model, bank, token_budget=64, top_p=0.9), "token_budget and top_p are both given"),
