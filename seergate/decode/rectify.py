@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 from transformers.cache_utils import Cache
 
-from seergate.cache.batching import layers_without_return, only_rows, rows_are_independent
+from seergate.cache.batching import layers_without_return, only_rows, restored_on_error, rows_are_independent
 from seergate.cache.call import PROMPT, VERIFIED_TOKENS, Passes
 from seergate.cache.layer import GatedLayer
 from seergate.cache.ordinary import ordinary_tensors
@@ -161,6 +161,15 @@ class Rectification:
         at = (layer.rows.lengths[:, None] - count + torch.arange(count, device=layer.device)) % known[IDS].shape[1]
         ids, positions = known[IDS].gather(1, at), known[POSITIONS].gather(1, at)
         ends = list(layer.rows.held)
+        with restored_on_error(cache, count):
+            self._compute_anew(cache, layer, ids, positions)
+        layer.state.rows[DENSE] = torch.tensor(ends)
+        self.dense_passes += 1
+        self.tokens += count * len(ends)
+
+    def _compute_anew(self, cache: Cache, layer: GatedLayer, ids: Tensor, positions: Tensor) -> None:
+        """Take the newest tokens of all rows back, and let them come again in a dense pass."""
+        ends, count = list(layer.rows.held), ids.shape[1]
         cache.crop(-count)
         if any(end - length != count for end, length in zip(ends, layer.rows.held, strict=True)):
             raise SeergateError("rectification needs every row to take every decoded token, and some were masked")
@@ -185,9 +194,6 @@ class Rectification:
                 )
         finally:
             self.busy = False
-        known[DENSE] = torch.tensor(ends)
-        self.dense_passes += 1
-        self.tokens += count * len(ends)
 
 
 def _ids_of(args: Any, kwargs: dict[str, Any]) -> Tensor:
@@ -203,4 +209,4 @@ def _record_past(cache: Cache, nothing_pending: bool) -> None:
         if hasattr(layer, "activate_past_recording"):
             layer.activate_past_recording()
             if nothing_pending:
-                layer.crop(0)  # lets go of what is outside of the window
+                layer.crop(0)  # releases what is outside of the window

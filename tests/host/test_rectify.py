@@ -12,6 +12,7 @@ from transformers import DynamicCache
 import seergate
 from seergate import DecodeConfig, Rectify, SeergateError, methods
 from seergate.cache.batching import only_rows
+from seergate.cache.layer import GatedLayer
 from seergate.eval.engine import Batch
 from tests.host.test_decode import BLOCK, gates
 from tests.models import left_padded, prompt, tiny_model
@@ -211,6 +212,53 @@ def test_copies_of_a_rectified_model():
         texts = [each.generate(input_ids=prompt(45), max_new_tokens=14) for each in (model, twin)]
         counted = [handle.stats()["rectification"], seergate.handle_of(twin).stats()["rectification"]]
     assert torch.equal(*texts) and counted[0] == counted[1] == {"every": 4, "passes": 3, "tokens": 12}
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("family", ["qwen3", "gemma3_text"])
+@pytest.mark.parametrize("lengths", [(40,), (40, 29)], ids=["one row", "rows in their own time"])
+def test_a_rectification_that_fails_leaves_the_cache_as_it_was(family, lengths):
+    """Between two layers of the dense pass; the step can be taken again, and gives what it would have given."""
+    model = tiny_model(family)
+    batch, failing = left_padded([prompt(length, length) for length in lengths]), False
+
+    def fail(module, args):
+        if failing and handle.correction.busy:
+            raise ArithmeticError
+
+    def contents(cache):
+        found = []
+        for layer in copy.deepcopy(cache).layers:
+            if isinstance(layer, GatedLayer):
+                rows = layer.rows
+                found += [rows.held, rows.seen, rows.slots, rows.lengths, layer.state.rows]
+                found += [x[row, :, :held] for x in (layer.keys, layer.values) for row, held in enumerate(rows.held)]
+            else:
+                found += [layer.keys, layer.values, layer.get_seq_length()]
+        return found
+
+    model.model.layers[1].mlp.register_forward_pre_hook(fail)
+    runs = []
+    for fails in (False, True):
+        with seergate.attached(model, selector(model, "gate"), correction=Rectify(EVERY)) as handle:
+            cache, mask, logits = DynamicCache(config=model.config), batch["attention_mask"], []
+            out = model(**batch, past_key_values=cache)
+            for _ in range(18):
+                mask = torch.cat((mask, torch.ones(len(mask), 1, dtype=mask.dtype)), 1)
+                step = {"attention_mask": mask, "position_ids": (mask.cumsum(1) - 1)[:, -1:], "past_key_values": cache}
+                ids = out.logits[:, -1:].argmax(-1)
+                before, failing = contents(cache), fails
+                try:
+                    out = model(input_ids=ids, **step)
+                except ArithmeticError:
+                    torch.testing.assert_close(contents(cache), before, rtol=0, atol=0)
+                    failing = False
+                    out = model(input_ids=ids, **step)
+                    logits.append("failed")
+                logits.append(out.logits)
+            runs.append((torch.stack([x for x in logits if x != "failed"]), logits.count("failed")))
+    assert runs[0][1] == 0 and runs[1][1] == 3
+    assert torch.equal(runs[0][0], runs[1][0])
 
 
 def test_a_cache_narrowed_to_some_rows():
