@@ -112,43 +112,54 @@ class DecodeConfig:
     compat: Literal["published", "gates"] | None = "gates"
 
     def __post_init__(self) -> None:
-        rules = {name: getattr(self, name) for name in ("token_budget", "threshold", "top_p")}
-        given = {name: value for name, value in rules.items() if value is not None}
-        if len(given) > 1:
-            raise ValueError(f"{' and '.join(given)} are both given; exactly one of {', '.join(rules)} must be")
-        if not given:
-            object.__setattr__(self, "token_budget", 4096)
-        if self.token_budget is not None and (not is_int(self.token_budget) or self.token_budget < 1):
-            raise ValueError(f"token_budget is {self.token_budget!r}; it must be a positive number of tokens")
-        for name in ("threshold", "top_p"):
-            value = getattr(self, name)
-            if value is not None and not (isinstance(value, (int, float)) and 0 < value < 1):
-                raise ValueError(f"{name} is {value!r}; it must be strictly between 0 and 1")
-        if not is_int(self.sink_blocks) or self.sink_blocks < 0:
-            raise ValueError(f"sink_blocks is {self.sink_blocks!r}; it must be 0 or a positive number of blocks")
-        if not isinstance(self.dense_layers, (tuple, list)):
-            raise ValueError(f"dense_layers is {self.dense_layers!r}; it must be a tuple of layer indices")
-        object.__setattr__(self, "dense_layers", tuple(self.dense_layers))
-        if not all(is_int(layer) and layer >= 0 for layer in self.dense_layers):
-            raise ValueError(f"dense_layers is {self.dense_layers!r}; it must hold layer indices, 0 or greater")
-        if not is_int(self.dense_below) or self.dense_below < 0:
-            raise ValueError(f"dense_below is {self.dense_below!r}; it must be 0 or a positive number of tokens")
-        if self.compat not in (None, "published", "gates"):
-            raise ValueError(f'compat is {self.compat!r}; it must be None, "published" or "gates"')
-        if self.compat == "published" and (self.top_p is not None or self.sink_blocks or self.dense_below):
-            raise ValueError(
-                'compat is "published", whose code has neither top_p nor sink_blocks nor dense_below; leave them out, '
-                "or pass compat=None"
-            )
+        check_rule(self)
 
-    def check_block_size(self, block_size: int) -> None:
-        """Refuse a budget that cannot hold the current block and the sinks."""
-        needed = (1 + self.sink_blocks) * block_size
-        if self.token_budget is not None and self.token_budget < needed:
-            raise ValueError(
-                f"token_budget is {self.token_budget}; with block_size {block_size} and {self.sink_blocks} sink "
-                f"blocks it must be at least {needed}"
-            )
+
+def check_rule(options: Any, block_size: int | None = None) -> None:
+    """Check and complete the options of a `DecodeConfig`, or the same ones of a method.
+
+    Args:
+        options: has them as attributes.
+        block_size: tokens per block, if known: a budget must hold the current block and the sinks.
+
+    Raises:
+        ValueError: naming the field, what it is and what it must be.
+    """
+    rules = {name: getattr(options, name) for name in ("token_budget", "threshold", "top_p")}
+    given = {name: value for name, value in rules.items() if value is not None}
+    if len(given) > 1:
+        raise ValueError(f"{' and '.join(given)} are both given; exactly one of {', '.join(rules)} must be")
+    if not given:
+        object.__setattr__(options, "token_budget", 4096)
+    if options.token_budget is not None and (not is_int(options.token_budget) or options.token_budget < 1):
+        raise ValueError(f"token_budget is {options.token_budget!r}; it must be a positive number of tokens")
+    for name in ("threshold", "top_p"):
+        value = getattr(options, name)
+        if value is not None and not (isinstance(value, (int, float)) and 0 < value < 1):
+            raise ValueError(f"{name} is {value!r}; it must be strictly between 0 and 1")
+    if not is_int(options.sink_blocks) or options.sink_blocks < 0:
+        raise ValueError(f"sink_blocks is {options.sink_blocks!r}; it must be 0 or a positive number of blocks")
+    if not isinstance(options.dense_layers, (tuple, list)):
+        raise ValueError(f"dense_layers is {options.dense_layers!r}; it must be a tuple of layer indices")
+    object.__setattr__(options, "dense_layers", tuple(options.dense_layers))
+    if not all(is_int(layer) and layer >= 0 for layer in options.dense_layers):
+        raise ValueError(f"dense_layers is {options.dense_layers!r}; it must hold layer indices, 0 or greater")
+    if not is_int(options.dense_below) or options.dense_below < 0:
+        raise ValueError(f"dense_below is {options.dense_below!r}; it must be 0 or a positive number of tokens")
+    compat = getattr(options, "compat", None)  # of gates only
+    if compat not in (None, "published", "gates"):
+        raise ValueError(f'compat is {compat!r}; it must be None, "published" or "gates"')
+    if compat == "published" and (options.top_p is not None or options.sink_blocks or options.dense_below):
+        raise ValueError(
+            'compat is "published", whose code has neither top_p nor sink_blocks nor dense_below; leave them out, '
+            "or pass compat=None"
+        )
+    needed = (1 + options.sink_blocks) * (block_size or 0)
+    if options.token_budget is not None and options.token_budget < needed:
+        raise ValueError(
+            f"token_budget is {options.token_budget}; with block_size {block_size} and {options.sink_blocks} sink "
+            f"blocks it must be at least {needed}"
+        )
 
 
 @dataclass(frozen=True)

@@ -284,7 +284,7 @@ def test_decode_defaults(saved):
     again = GateBank.from_pretrained(path)
     assert again.decode_config().threshold == 0.1 and again.decode_config().dense_layers == (0,)
     assert again.decode_config(token_budget=16).threshold is None
-    assert seergate.handle_of(seergate.load(path)).method.rule.threshold == 0.1
+    assert seergate.handle_of(seergate.load(path)).method.threshold == 0.1
     edit(path, lambda record: record["decode_defaults"].update(sparkle=1))
     with pytest.warns(UserWarning, match="ignoring unknown sparkle"):
         GateBank.from_pretrained(path)

@@ -76,7 +76,7 @@ def test_example_for_gates_without_a_base(tmp_path):
 def test_example_for_gates_with_a_rule_of_their_own(bank, tmp_path):
     bank.decode_defaults = {"threshold": 0.2}
     bank.save_pretrained(tmp_path / "gates")
-    assert seergate.handle_of(run(tmp_path / "gates")["model"]).method.rule.threshold == 0.2
+    assert seergate.handle_of(run(tmp_path / "gates")["model"]).method.threshold == 0.2
 
 
 @pytest.mark.slow

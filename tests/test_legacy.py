@@ -144,7 +144,7 @@ def test_it_decodes_as_published_unless_told_otherwise(tmp_path):
         ((methods.Gate(bank=bank, token_budget=128),), {}),
     ):
         with seergate.attached(model, *arguments, **options) as handle:
-            assert handle.method.compat == handle.method.rule.compat == "published"
+            assert handle.method.compat == "published"
     with seergate.attached(model, bank, DecodeConfig(token_budget=128, compat=None)) as handle:
         assert handle.method.compat is None
     bank.decode_defaults = {"threshold": 0.25}

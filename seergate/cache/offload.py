@@ -269,7 +269,7 @@ class Offloaded(Growing):
                 most models and read past the pool, say so too, so that no layer is changed by what another refuses.
         """
         heads, width = self.keys.shape[1], self.keys.shape[3] + self.values.shape[3]
-        each, budget = self.block_size * width * self.dtype.itemsize, self.method.rule.token_budget
+        each, budget = self.block_size * width * self.dtype.itemsize, self.method.budget
         if not self.sharers:
             return 0
         slots = self.offload.memory_bytes // (each * self.sharers)

@@ -59,6 +59,8 @@ COMMANDS: dict[str, ModuleType] = {
 }
 
 
+TAKING_METHODS = ("eval", "report", "sweep", "figure", "calibrate")
+"""Commands to which methods are named, be they a plugin's."""
 DRAWING = ("demo", "eval", "report", "sweep", "figure")
 """Commands that end with a report."""
 
@@ -92,7 +94,31 @@ def build_parser() -> argparse.ArgumentParser:
             allow_abbrev=False,
         )
         module.add_arguments(command)
+        if name in TAKING_METHODS:
+            _add_plugin(command, argparse.SUPPRESS)
     return parser
+
+
+def _add_plugin(parser: argparse.ArgumentParser, default: object) -> None:
+    says = "module with methods of your own, which it registers when it is imported; may be given several times"
+    parser.add_argument("--plugin", action="append", default=default, metavar="MODULE", help=says)
+
+
+def _load_plugins(arguments: list[str]) -> list[str]:
+    """Import what ``--plugin`` names, here and, by the environment, in every process that is started from here.
+
+    Returns:
+        The other arguments.
+    """
+    parser = Parser(prog="seergate", add_help=False, allow_abbrev=False)
+    _add_plugin(parser, [])
+    given, others = parser.parse_known_args(arguments)
+    if given.plugin:
+        from seergate.methods.registry import PLUGINS, load_plugins
+
+        load_plugins(*given.plugin)
+        os.environ[PLUGINS] = ",".join(filter(None, [os.environ.get(PLUGINS), *given.plugin]))
+    return others
 
 
 def _parser_of(module: ModuleType, prog: str) -> Parser:
@@ -132,6 +158,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     arguments = list(sys.argv[1:] if argv is None else argv)
     bound_spinning()
     try:
+        if any(argument.split("=")[0] == "--plugin" for argument in arguments):
+            arguments = _load_plugins(arguments)
         if not arguments:
             build_parser().print_help()
             return OK

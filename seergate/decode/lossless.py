@@ -335,7 +335,7 @@ class _Run:
     def _expected_share(self) -> float:
         """Which share of keys and values a draft should read: what the budget says, or a guess."""
         lengths = [max(layer.rows.held) for layer in self.cache.layers if isinstance(layer, GatedLayer)]
-        budget, longest = self.lossless.method.rule.token_budget, max(lengths, default=1)
+        budget, longest = self.lossless.method.budget, max(lengths, default=1)
         return GUESSED_SHARE if budget is None else min(1.0, budget / longest)
 
     def _draft(self, length: int, held: int) -> tuple[Tensor, dict[str, Any], Tensor | None, float]:

@@ -135,10 +135,7 @@ class Rectification:
 
     def _reads_all(self, length: int) -> bool:
         """Whether a step of a row of so many tokens is dense in every layer."""
-        rule = self.method.rule
-        if length <= rule.dense_below or (rule.compat is None and self.method.covers(length)):
-            return True
-        return all(layer in rule.dense_layers for layer in self.layers)
+        return self.method.reads_all(length) or all(layer in self.method.dense_layers for layer in self.layers)
 
     def _cache_of(self, cache: Any) -> tuple[Cache | None, GatedLayer | None]:
         if not isinstance(cache, Cache) or len(cache.layers) <= self.layers[0]:

@@ -71,7 +71,7 @@ def check_dense_layers(method: Method, layers: int) -> None:
     Raises:
         SeergateError: naming them.
     """
-    absent = sorted(set(method.rule.dense_layers) - set(range(layers))) if isinstance(method, SelectingMethod) else []
+    absent = sorted(set(method.dense_layers) - set(range(layers))) if isinstance(method, SelectingMethod) else []
     if absent:
         raise SeergateError(f"dense_layers names {absent}; the model has layers 0..{layers - 1}")
 

@@ -20,6 +20,7 @@ from seergate.methods.base import (
 )
 from seergate.methods.controls import Dense, Random, RandomEvict
 from seergate.methods.evicting import (
+    Attended,
     BudgetedMethod,
     BudgetedState,
     CompressingMethod,
@@ -68,6 +69,7 @@ __all__ = [
     "RKV",
     "RPC",
     "TOVA",
+    "Attended",
     "BudgetedMethod",
     "BudgetedState",
     "CompressingMethod",

@@ -7,7 +7,7 @@ newest blocks, from which a block's entry is made when it closes. Entries made i
 from __future__ import annotations
 
 import copy
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, field, fields
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 import torch
@@ -49,10 +49,9 @@ class Gate(SelectingMethod):
         if self.block_size not in (0, size):
             raise ValueError(f"block_size is {self.block_size!r}; these gates are for blocks of {size} tokens")
         self.block_size = size
-        super().__post_init__()
         if self.compat == "gates":
             self.compat = "published" if self.bank.decode_defaults.get("compat") == "published" else None
-        self.rule = replace(self.rule, compat=self.compat)
+        super().__post_init__()
 
     def __eq__(self, other: object) -> bool:
         """The same options and the same gates, be they one bank or two with equal weights."""
@@ -95,9 +94,14 @@ class Gate(SelectingMethod):
     def select(self, state: LayerState, step: Step) -> Selection | None:
         return super().select(state, step) if isinstance(state, GateState) else None
 
+    @property
+    def covered_tokens(self) -> int:
+        """As of any method; -1 where the published code is followed, which selects all the same."""
+        return -1 if self.compat == "published" else super().covered_tokens
+
     def choose(self, scores_BKN: Tensor, lengths: Tensor) -> Selection:
         if self.compat == "published":
-            return published_selection(scores_BKN, lengths, self.block_size, self.rule)
+            return published_selection(scores_BKN, lengths, self.block_size, self)
         return super().choose(scores_BKN, lengths)
 
 
@@ -200,7 +204,7 @@ class GateState(SelectingState):
             oldest[row] = held_from
 
 
-def published_selection(scores_BKN: Tensor, lengths: Tensor, block_size: int, rule: DecodeConfig) -> Selection:
+def published_selection(scores_BKN: Tensor, lengths: Tensor, block_size: int, rule: DecodeConfig | Gate) -> Selection:
     """Select as the published decode loop does.
 
     The block that the newest token belongs to takes part in softmax and top-k: with logit 0 while it is open, with its

@@ -115,7 +115,7 @@ class GateOnEvictorState(EvictingState):
             raise SeergateError(f"the gate cannot work on what {name!r} leaves: {OWN_ATTENTION}")
         gate, whole, held = self.method.gate, self._whole(step), step.max_length
         layer = self.spec.layer
-        if not isinstance(self.gating, GateState) or layer in gate.rule.dense_layers or gate.covers(whole.max_length):
+        if not isinstance(self.gating, GateState) or layer in gate.dense_layers or gate.covers(whole.max_length):
             return None
         blocks_BKT = self.rows["index"][:, :, :held].long() // gate.block_size
         real_B1T = torch.arange(held, device=blocks_BKT.device) < step.lengths[:, None, None]

@@ -7,7 +7,7 @@ every selecting method can do. Here is how ReSA's own code selects.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import ClassVar
 
 import torch
@@ -46,10 +46,12 @@ class Quest(SelectingMethod):
         super().__post_init__()
         check_choice(self, group_reduction=("max", "mean"))
         check_counts(self, min_pages=1)
-        if self.token_budget is not None:
-            self.rule = replace(self.rule, token_budget=max(self.token_budget, self.min_pages * self.block_size))
-        elif self.min_pages > 1:
+        if self.token_budget is None and self.min_pages > 1:
             raise ValueError(f"min_pages is {self.min_pages} without a token budget; give token_budget, or drop it")
+
+    @property
+    def budget(self) -> int | None:
+        return None if self.token_budget is None else max(self.token_budget, self.min_pages * self.block_size)
 
     @property
     def fixed_shapes(self) -> bool:
@@ -175,13 +177,13 @@ class ReSA(SelectingMethod):
 
     def select(self, state: SelectingState, step: Step) -> Selection | None:
         """How many blocks a row reads depends on its own length only."""
-        if state.spec.layer in self.rule.dense_layers or self.covers(step.max_length):
+        if state.spec.layer in self.dense_layers or self.covers(step.max_length):
             return None
         assert self.token_budget is not None
         blocks, least = [-(-end // self.block_size) for end in step.ends], self.token_budget // self.block_size
         counts = [min(count, max(least, math.ceil(count * self.share))) for count in blocks]
-        selection = best_blocks(state.scores(step), blocks, counts, self.rule.sink_blocks)
-        return with_all_blocks(selection, step.ends, self.block_size, self.rule.dense_below)
+        selection = best_blocks(state.scores(step), blocks, counts, self.sink_blocks)
+        return with_all_blocks(selection, step.ends, self.block_size, self.dense_below)
 
 
 def best_blocks(scores_BKN: Tensor, blocks: list[int], counts: list[int], sinks: int = 0) -> Selection:

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from seergate import ops
-from seergate.config import DecodeConfig, is_int
+from seergate.config import check_rule, is_int
 from seergate.methods.base import LayerSpec, LayerState, Method, Step
 from seergate.ops import Selection
 
@@ -35,28 +35,23 @@ class SelectingMethod(Method):
     block_size: int = 64
 
     def __post_init__(self) -> None:
-        self.rule = DecodeConfig(
-            token_budget=self.token_budget,
-            threshold=self.threshold,
-            top_p=self.top_p,
-            sink_blocks=self.sink_blocks,
-            dense_layers=self.dense_layers,
-            dense_below=self.dense_below,
-            compat=None,
-        )
         if not is_int(self.block_size) or self.block_size < 1:
             raise ValueError(f"block_size is {self.block_size!r}; it must be a positive number of tokens")
-        self.rule.check_block_size(self.block_size)
-        self.token_budget = self.rule.token_budget
+        check_rule(self, self.block_size)
+
+    @property
+    def budget(self) -> int | None:
+        """Tokens that each KV head may read at a step; ``None`` if a threshold or top-p decides."""
+        return self.token_budget
 
     def selects_in(self, layer: int) -> bool:
         """Whether steps of this layer may read less than everything."""
-        return layer not in self.rule.dense_layers
+        return layer not in self.dense_layers
 
     def select(self, state: SelectingState, step: Step) -> Selection | None:
         """The blocks to read at a decode step, or ``None`` for all of them."""
-        short = self.rule.dense_below
-        if state.spec.layer in self.rule.dense_layers or step.max_length <= max(self.covered_tokens, short):
+        short = self.dense_below
+        if state.spec.layer in self.dense_layers or step.max_length <= max(self.covered_tokens, short):
             return None
         selection = self.choose(state.scores(step), step.lengths)
         if short:
@@ -69,20 +64,18 @@ class SelectingMethod(Method):
             scores_BKN,
             lengths,
             block_size=self.block_size,
-            token_budget=self.rule.token_budget,
-            threshold=self.rule.threshold,
-            top_p=self.rule.top_p,
-            sink_blocks=self.rule.sink_blocks,
+            token_budget=self.budget,
+            threshold=self.threshold,
+            top_p=self.top_p,
+            sink_blocks=self.sink_blocks,
         )
 
     @property
     def covered_tokens(self) -> int:
-        """The longest row that the budget has room for, in tokens; -1 without one, and where the published code is
-        followed, which selects all the same.
-        """
-        if self.rule.token_budget is None or self.rule.compat == "published":
+        """The longest row that the budget has room for, in tokens; -1 without one."""
+        if self.budget is None:
             return -1
-        return self.rule.token_budget // self.block_size * self.block_size
+        return self.budget // self.block_size * self.block_size
 
     def covers(self, length: int) -> bool:
         """Whether the budget has room for every block of ``length`` tokens."""
@@ -90,7 +83,7 @@ class SelectingMethod(Method):
 
     def reads_all(self, length: int) -> bool:
         """Whether a row of so many tokens reads all of its blocks, even beside longer rows that select."""
-        return length <= max(self.covered_tokens, self.rule.dense_below)
+        return length <= max(self.covered_tokens, self.dense_below)
 
 
 class SelectingState(LayerState, ABC):

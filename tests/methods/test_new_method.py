@@ -1,9 +1,11 @@
-"""The recipe of CONTRIBUTING.md for a method, followed: a class, a line in the registry, a row and a simulation."""
+"""The methods of docs/write_a_method.md: code and command as they stand, held to what all methods are held to."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import ClassVar
+import json
+import shlex
+import sys
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -11,64 +13,75 @@ import torch
 
 import seergate
 from seergate import methods
-from seergate.eval import MethodSpec, RunOptions, evaluate, make_task
-from seergate.methods import BudgetedMethod, BudgetedState
-from tests.eval import support
+from seergate.cli.main import main
+from seergate.methods import registry
 from tests.methods import naive
 from tests.methods.evictors import EVICTORS, C, Evictor, model_of
 from tests.methods.test_evicting import against_simulation
 from tests.models import left_padded, prompt
+from tests.test_house import ROOT, code_blocks, shell_lines
+
+PAGE = ROOT / "docs" / "write_a_method.md"
 
 
-@dataclass(kw_only=True)
-class KeepLarge(BudgetedMethod):
-    """Keeps the tokens with the longest keys."""
-
-    name: ClassVar[str] = "keep_large"
-
-    def new_state(self, spec):
-        return KeepLargeState(spec, self)
-
-
-class KeepLargeState(BudgetedState):
-    def importance(self, step, row):
-        return step.keys_BKCD[row, :, : step.ends[row]].norm(dim=-1)
-
-
-class NaiveKeepLarge(naive.Budgeted):
+class NaiveShortKeys(naive.Budgeted):
     def scores(self, past, head):
-        return np.sqrt((past.keys[:, head] ** 2).sum(-1))
+        return -np.sqrt((past.keys[:, head] ** 2).sum(-1))
 
 
 @pytest.fixture
-def registered(monkeypatch):
-    monkeypatch.setitem(methods.METHODS, KeepLarge.name, KeepLarge)
-    row = Evictor(lambda m: KeepLarge(token_budget=C), lambda m: NaiveKeepLarge(C), lambda n, t: C + 1)
-    monkeypatch.setitem(EVICTORS, KeepLarge.name, row)
+def written(tmp_path, monkeypatch):
+    """The page's module, where a reader would have saved it."""
+    (tmp_path / "my_methods.py").write_text("\n\n".join(code_blocks(PAGE, "python")))
+    (tmp_path / "checkpoints").symlink_to(ROOT / "checkpoints")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    monkeypatch.setattr(methods.METHODS, "data", dict(methods.METHODS.data))
+    monkeypatch.setenv(registry.PLUGINS, "")
+    yield tmp_path
+    sys.modules.pop("my_methods", None)
 
 
-@pytest.mark.usefixtures("registered")
-@pytest.mark.parametrize("group", [1, 5])
-def test_it_is_held_to_its_simulation(group):
-    against_simulation(KeepLarge.name, group, 30)
+@pytest.fixture
+def theirs(written):
+    methods.load_plugins("my_methods")
+    return SimpleNamespace(**vars(sys.modules["my_methods"]))
 
 
-@pytest.mark.usefixtures("registered")
-def test_it_decodes_by_name_and_as_an_object():
+def test_the_documented_command(written, capsys):
+    (line,) = (line for block in code_blocks(PAGE, "bash") for line in shell_lines(block) if line)
+    small = ["--problems", "2", "--variables", "5", "--max-new-tokens", "24", "--out", "runs"]
+    assert main([*shlex.split(line)[1:], *small, "--no-report"]) == 0
+    metrics = {path.parent.name: json.loads(path.read_text()) for path in written.glob("runs/*/metrics.json")}
+    assert set(metrics) == {"dense", "mean_key-64", "short_keys-64-interval=8"}
+    for name, found in metrics.items():
+        assert found["density"] == 1 if name == "dense" else found["density"] < 1
+    assert main(["eval", "--plugin", "my_method", "--method", "dense"]) == 2
+    assert "there is no module 'my_method' to load as a plugin" in capsys.readouterr().err
+
+
+def test_the_evictor_is_held_to_its_simulation(theirs, monkeypatch):
+    row = Evictor(
+        lambda m: theirs.ShortKeys(token_budget=C, recent_tokens=4),
+        lambda m: NaiveShortKeys(C, recent=4),
+        lambda n, t: C + 1,
+    )
+    monkeypatch.setitem(EVICTORS, "short_keys", row)
+    against_simulation("short_keys", 4, 30)
+
+
+def test_the_selecting_one_knows_its_blocks_however_tokens_came_and_went(theirs):
+    """After chunks, steps and a crop the sums are those of the keys; a covering budget is the plain model."""
     model, batch = model_of(4), left_padded([prompt(20, 1), prompt(9, 2)])
-    outputs = []
-    for method, options in ((KeepLarge.name, {"token_budget": C, "interval": 4}), (KeepLarge(token_budget=C), {})):
-        with seergate.attached(model, method, **options) as handle:
-            outputs.append(model.generate(**batch, max_new_tokens=40))
-            assert handle.stats()["method"] == KeepLarge.name
-            assert handle.stats()["density"] < 1
-    assert not torch.equal(*outputs), "its options reach it"
-
-
-@pytest.mark.usefixtures("registered")
-def test_it_is_evaluated(tmp_path):
-    task, options = make_task("chain_sum", problems=2, variables=5), RunOptions(max_new_tokens=12, batch_size=2)
-    spec = MethodSpec(KeepLarge.name, 8)
-    assert spec.label == "keep_large-8" and spec.describe(None)["prompt"] == "evictable"
-    metrics = evaluate(support.model(), support.tokenizer(), task, spec, tmp_path, options)
-    assert metrics["mean_tokens"] == 12 and metrics["density"] < 1
+    plain = model.generate(**batch, max_new_tokens=12)
+    with seergate.attached(model, "mean_key", token_budget=4096):
+        assert torch.equal(model.generate(**batch, max_new_tokens=12), plain)
+    with seergate.attached(model, "mean_key", token_budget=16, block_size=8, dense_layers=(0,)) as handle:
+        helped = model.generate(input_ids=prompt(30), max_new_tokens=24, prompt_lookup_num_tokens=4)
+        assert torch.equal(helped, model.generate(input_ids=prompt(30), max_new_tokens=24))
+        cache = model.generate(input_ids=prompt(30), max_new_tokens=12, return_dict_in_generate=True).past_key_values
+        cache.crop(-5)
+        assert 0 < handle.stats()["density"] < 1
+    for layer in cache.layers:
+        blocks = torch.nn.functional.pad(layer.keys[:, :, :36], (0, 0, 0, 4)).unflatten(2, (5, 8)).sum(3)
+        torch.testing.assert_close(layer.state.rows["sums"][:, :, :5], blocks)

@@ -136,3 +136,20 @@ def test_plugins(tmp_path, monkeypatch):
     (package / "entry_points.txt").write_text("[seergate.methods]\nmine = tests.methods.test_registry:Mine\n")
     sys.path.append(str(tmp_path))
     assert methods.method_class("mine") is Mine
+
+
+def test_a_method_has_one_set_of_options():
+    """What the rule has made of an option is what the method says of itself; at least so many pages are a bound that
+    is derived, and everything goes by it.
+    """
+    quest = methods.Quest(token_budget=32, min_pages=3, dense_layers=[0, 1])
+    assert (quest.token_budget, quest.nominal, quest.budget, quest.covered_tokens) == (32, "32", 48, 48)
+    assert quest.dense_layers == (0, 1) and quest == methods.Quest(token_budget=32, min_pages=3)
+    quest.token_budget = 64
+    assert quest.budget == quest.covered_tokens == 64
+    assert methods.Quest().token_budget == 4096 and methods.Oracle(top_p=0.5).budget is None
+    bank = GateBank.for_model(tiny_model("qwen3"), GateConfig(8, 16))
+    bank.decode_defaults = {"compat": "published"}
+    with pytest.raises(ValueError, match='compat is "published", whose code has neither top_p'):
+        methods.Gate(bank=bank, top_p=0.5)
+    assert methods.Gate(bank=bank, token_budget=64).covered_tokens == -1
