@@ -88,7 +88,7 @@ def plan_of(metadata: Any, common: Any, method: SelectingMethod, page: int) -> P
     closed_Cr = table[here(closed)[:, None], here(blocks[:, None] * run + np.arange(run))]
 
     decodes = (queries == 1) & ~common.is_prefilling[: common.num_reqs].numpy()
-    rows = np.flatnonzero(decodes & (lengths > max(method.covered_tokens, method.rule.dense_below)))
+    rows = np.flatnonzero(decodes & (lengths > max(method.covered_tokens, method.dense_below)))
     longest = int(lengths[rows].max(initial=0))
     columns = np.arange(-(-longest // size) * run).clip(max=table.shape[1] - 1)
     rows_R = here(rows)
@@ -207,7 +207,7 @@ class SparseAttention:
             current_R = (plan.lengths_R - 1) % size + 1  # tokens of the block that is still open, or just closed
             lengths_Q = ((counts_RK - 1) * size + current_R[:, None]).flatten().int()
             shared = lengths_Q, pages.schedule(lengths_Q, query_RHD.dtype)
-            if self.method.rule.token_budget is not None and self.method.rule.compat is None:
+            if self.method.covered_tokens >= 0:
                 plan.shared = shared  # such a rule picks equally many blocks in every layer and head
         else:
             shared = plan.shared
