@@ -56,8 +56,8 @@ def test_the_documented_command(written, capsys):
     assert set(metrics) == {"dense", "mean_key-64", "short_keys-64-interval=8"}
     for name, found in metrics.items():
         assert found["density"] == 1 if name == "dense" else found["density"] < 1
-    assert main(["eval", "--plugin", "my_method", "--method", "dense"]) == 2
-    assert "there is no module 'my_method' to load as a plugin" in capsys.readouterr().err
+    assert main(["eval", "--plugin", "not_there", "--method", "dense"]) == 2
+    assert "there is no module 'not_there' to load as a plugin" in capsys.readouterr().err
 
 
 def test_the_evictor_is_held_to_its_simulation(theirs, monkeypatch):
