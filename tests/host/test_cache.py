@@ -13,6 +13,7 @@ from seergate import SeergateError, methods
 from tests.host.test_decode import BLOCK, gates
 from tests.host.test_offload import room_for
 from tests.models import prompt, tiny_model
+from tests.test_house import ROOT, code_blocks
 
 
 @pytest.mark.parametrize("attaching", [{}, {"storage": seergate.Offload(room_for(64))}], ids=["growing", "offloaded"])
@@ -95,3 +96,17 @@ def test_caches_that_cannot_be_copied_say_so_at_once(attaching):
         model(input_ids=prompt(40), past_key_values=cache)
         with pytest.raises(SeergateError, match="cache cannot be copied"):
             copy.deepcopy(cache)
+
+
+def test_the_storage_of_the_documents():
+    """It works as it is printed, and is really used."""
+    names: dict = {}
+    exec(next(block for block in code_blocks(ROOT / "docs/decode-engine.md", "python") if "Rounding" in block), names)
+    model, kept = tiny_model("qwen3"), []
+    assert names["rounded"](model, gates(model), prompt(40)).shape == (1, 48)
+    for storage in (None, names["Rounding"]()):
+        with seergate.attached(model, gates(model), token_budget=2 * BLOCK, storage=storage), torch.no_grad():
+            cache = DynamicCache()
+            model(input_ids=prompt(40), past_key_values=cache)
+            kept.append(cache.layers[0].keys[:, :, :40])
+    assert torch.equal(kept[1], kept[0].bfloat16().float()) and not torch.equal(*kept)
