@@ -1,7 +1,10 @@
 """Compile every Triton kernel, in every configuration that ships, for every architecture. Needs no GPU.
 
-    python benchmarks/kernel_resources.py            # what has changed since the saved table, which is kept
+    python benchmarks/kernel_resources.py            # what has changed since the saved table, with the Triton here
     python benchmarks/kernel_resources.py --again    # everything
+
+The table has rows of several releases: CUDA builds of PyTorch 2.11 bring Triton 3.6.0, those of 2.13 bring 3.7.1. With
+another one than is installed (``pip install --target DIR --no-deps triton==3.6.0``), put DIR first in PYTHONPATH.
 
 For each: registers, spills, shared memory, instructions for tensor cores, 16-byte loads, and the time it is expected
 to take at least: the longest of reading its bytes at the memory's bandwidth, of its matrix products at the tensor
@@ -19,13 +22,15 @@ import sys
 import time
 from typing import Any
 
-import torch
 import triton
-from common import RESULTS, save
+from common import RESULTS, commit
 from kernels.ahead_of_time import Launch, compiled, fingerprint, launches, shipped
 from kernels.data_sheets import GPUS, KnownGpu
 from kernels.examples import Example, Work
 from kernels.machine_code import Resources, faults, resources
+
+TABLE = RESULTS / "kernel_resources.json"
+NAMES = [gpu.name for gpu in GPUS]
 
 
 def expected(work: Work, share: float, launch: Launch, used: Resources, gpu: KnownGpu) -> dict[str, float | str]:
@@ -56,22 +61,36 @@ def share_of(example: Example, launch: Launch, gpu: KnownGpu) -> float:
     return math.prod(launch.grid) / sum(math.prod(other.grid) for other in all_of_it)
 
 
+def saved() -> list[dict[str, Any]]:
+    """Rows of the saved table."""
+    return json.loads(TABLE.read_text())["rows"] if TABLE.exists() else []
+
+
 def known() -> dict[tuple[str, str], Resources]:
-    """(GPU, fingerprint) -> resources, of the saved table if this Triton made it: the fingerprint covers the rest."""
-    path = RESULTS / "kernel_resources.json"
-    record = json.loads(path.read_text()) if path.exists() else {"options": {}, "rows": []}
-    rows = record["rows"] if record["options"].get("triton") == triton.__version__ else []
+    """(GPU, fingerprint) -> resources, of what this Triton has compiled before."""
     return {
         (row["gpu"], row["fingerprint"]): Resources(**{field: row[field] for field in Resources._fields})
-        for row in rows
+        for row in saved()
+        if row["triton"] == triton.__version__
     }
 
 
-def row(example: Example, launch: Launch, gpu: KnownGpu, saved: dict[tuple[str, str], Resources]) -> dict[str, Any]:
+def write(rows: list[dict[str, Any]]) -> None:
+    """Rows of some GPUs and this Triton into the table, in place of those it has of them; a line each."""
+    done = {(row["triton"], row["gpu"]) for row in rows}
+    rows = rows + [row for row in saved() if (row["triton"], row["gpu"]) not in done]
+    rows.sort(key=lambda row: (row["triton"], NAMES.index(row["gpu"])))
+    lines = ",\n".join(json.dumps(row) for row in rows)
+    note = json.dumps("compiled ahead of time, not run on a GPU")
+    TABLE.write_text(f'{{"note": {note}, "commit": {json.dumps(commit())}, "rows": [\n{lines}\n]}}\n')
+
+
+def row(example: Example, launch: Launch, gpu: KnownGpu, done: dict[tuple[str, str], Resources]) -> dict[str, Any]:
     """One kernel of one example on one GPU."""
     name = launch.kernel.__name__
-    used = saved.get((gpu.name, fingerprint(launch))) or resources(compiled(launch, gpu), gpu)
+    used = done.get((gpu.name, fingerprint(launch))) or resources(compiled(launch, gpu), gpu)
     return {
+        "triton": triton.__version__,
         "gpu": gpu.name,
         "target": gpu.target,
         "example": example.name,
@@ -88,32 +107,33 @@ def row(example: Example, launch: Launch, gpu: KnownGpu, saved: dict[tuple[str, 
 def main() -> None:
     """Compile, print, save."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--gpus", nargs="+", choices=[gpu.name for gpu in GPUS], default=[gpu.name for gpu in GPUS])
+    parser.add_argument("--gpus", nargs="+", choices=NAMES, default=NAMES)
     parser.add_argument("--again", action="store_true", help="compile also what the saved table has already")
     parser.add_argument("--only", default="", help="compile examples whose name contains this, and save nothing")
     options = parser.parse_args()
-    rows, start = [], time.perf_counter()
-    saved = {} if options.again else known()
+    bad, count, start = 0, 0, time.perf_counter()
+    done = {} if options.again else known()
     for gpu in (gpu for gpu in GPUS if gpu.name in options.gpus):
-        print(f"\n{gpu.name} ({gpu.target})")
-        print("regs spill   smem matrix wide/loads ahead instr  loop expected us by            kernel")
+        print(f"\n{gpu.name} ({gpu.target}), Triton {triton.__version__}")
+        print("regs spill   smem matrix wide/loads ahead waits instr  loop expected us by            kernel")
+        rows = []
         for example, launch in shipped(gpu):
             if options.only not in example.name:
                 continue
-            found = row(example, launch, gpu, saved)
+            found = row(example, launch, gpu, done)
             rows.append(found)
             print(
-                "{registers:4} {spills:5} {shared:6} {matrix:6} {wide_loads:4}/{loads:<5} {ahead:5} "
+                "{registers:4} {spills:5} {shared:6} {matrix:6} {wide_loads:4}/{loads:<5} {ahead:5} {waits:5} "
                 "{instructions:5} {loop:5} ".format(**found)
                 + "{expected_us:11} {bound:12} {kernel}: {example} ".format(**found)
                 + "; ".join(found["faults"]),
                 flush=True,
             )
-    bad = sum(bool(found["faults"]) for found in rows)
-    print(f"\n{len(rows)} kernels, {bad} with faults, {time.perf_counter() - start:.0f} s")
-    if not options.only and len(options.gpus) == len(GPUS):
-        facts = {"triton": triton.__version__, "note": "compiled ahead of time, not run on a GPU"}
-        print("saved", save("kernel_resources", torch.device("cpu"), facts, rows))
+        if not options.only:
+            write(rows)
+        bad += sum(bool(found["faults"]) for found in rows)
+        count += len(rows)
+    print(f"\n{count} kernels, {bad} with faults, {time.perf_counter() - start:.0f} s")
     sys.exit(bool(bad))
 
 

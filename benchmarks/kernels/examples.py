@@ -56,6 +56,10 @@ def meta(*shape: int, dtype: torch.dtype) -> Tensor:
     return torch.empty(shape, dtype=dtype, device="meta")
 
 
+DTYPES = (torch.bfloat16, torch.float32)
+"""The machine code for float16 differs from that for bfloat16 in the name of the products only."""
+
+
 def examples() -> Iterator[Example]:
     """Of all ops."""
     for of_op in (compressions, dense_decodes, lessons, poolings, selections, sparse_decodes, teachers):
@@ -64,7 +68,7 @@ def examples() -> Iterator[Example]:
 
 def compressions() -> Iterator[Example]:
     """Dtypes, head dimensions and block sizes; 8 rows, 8 KV heads, a gate as wide as a head."""
-    for dtype in compression.DTYPES:
+    for dtype in DTYPES:
         for dim in (64, 128, 256):
             yield update_example(dtype, dim, 64)
     for block_size in (16, 32, 128, 256):
@@ -106,7 +110,7 @@ def update_example(
 
 def dense_decodes() -> Iterator[Example]:
     """Head dimensions and dtypes, and a paged cache."""
-    for dtype in sparse_decode.DTYPES:
+    for dtype in DTYPES:
         for dim in (64, 96, 128, 256):
             if dim * dtype.itemsize <= sparse_decode.MAX_ROW_BYTES:
                 yield dense_example(dtype, dim)
@@ -126,7 +130,7 @@ def dense_example(dtype: torch.dtype, dim: int, page: int = 0) -> Example:
     lengths = meta(batch, dtype=torch.int64)
     return Example(
         f"dense_decode {str(dtype).removeprefix('torch.')} d{dim}" + f" page {page}" * bool(page),
-        lambda: sparse_decode.attend(q, cache, cache, None, lengths, 1, dim**-0.5, None, None, table),
+        lambda: sparse_decode.attend(q, cache, cache, None, None, lengths, 1, dim**-0.5, None, None, table),
         decode_work(q, kv_heads, capacity),
         products=("decode_kernel",) if dtype != torch.float32 else (),
         wide=("decode_kernel",),
@@ -232,7 +236,7 @@ def gate_kl_example(
 
 def poolings() -> Iterator[Example]:
     """Head dimensions, dtypes and block sizes; 8 KV heads, 32k tokens."""
-    for dtype in pooling.DTYPES:
+    for dtype in DTYPES:
         for dim in (64, 96, 128, 256):
             yield pool_example(dtype, dim, 64)
     for block_size in (16, 32, 128, 256):
@@ -261,8 +265,7 @@ def selections() -> Iterator[Example]:
     for blocks in (128, 512, 2048, 8192):
         for rule in ({"token_budget": 4096}, {"threshold": 4e-3}, {"top_p": 0.95}):
             yield select_example(torch.float32, blocks, rule)
-    for dtype in (torch.float16, torch.bfloat16):
-        yield select_example(dtype, 512, {"token_budget": 4096})
+    yield select_example(torch.bfloat16, 512, {"token_budget": 4096})
     for blocks in (128, 512, 2048):  # as decoding does by default
         yield select_example(torch.float32, blocks, {"token_budget": 4096}, sink_blocks=0)
 
@@ -282,7 +285,7 @@ def select_example(dtype: torch.dtype, blocks: int, rule: dict[str, Any], sink_b
 
 def sparse_decodes() -> Iterator[Example]:
     """Head dimensions, dtypes, blocks in and across tiles, groups, pages, sinks and softcap; one split and several."""
-    for dtype in sparse_decode.DTYPES:
+    for dtype in DTYPES:
         for dim in (64, 96, 128, 256):
             if dim * dtype.itemsize <= sparse_decode.MAX_ROW_BYTES:
                 yield sparse_example(dtype, dim, 64)
@@ -291,6 +294,7 @@ def sparse_decodes() -> Iterator[Example]:
         yield sparse_example(torch.bfloat16, 128, block_size)
     for dim in (64, 128, 256):
         yield sparse_example(torch.bfloat16, dim, 64, batch=1)
+    yield sparse_example(torch.bfloat16, 128, 64, counted=False)
     for group in (1, 4, 5, 7, 17):
         yield sparse_example(torch.bfloat16, 128, 64, group=group)
     for block_size in (16, 64):
@@ -308,6 +312,7 @@ def sparse_example(
     group: int = 8,
     page: int = 0,
     extras: bool = False,
+    counted: bool = True,
 ) -> Example:
     """A tenth of 32k tokens, 8 KV heads: a cell of the paper's Figure 6 if the group is 8 and the blocks are of 64."""
     kv_heads, capacity = 8, 32768
@@ -319,13 +324,17 @@ def sparse_example(
         cache = meta(batch * capacity // page, kv_heads, page, dim, dtype=dtype)
         table = meta(batch, capacity // page, dtype=torch.int32)
     indices = meta(batch, kv_heads, selected, dtype=torch.int32)
+    counts = meta(batch, kv_heads, dtype=torch.int32) if counted else None
     lengths = meta(batch, dtype=torch.int64)
     sinks, softcap = (meta(kv_heads * group, dtype=dtype), 50.0) if extras else (None, None)
     name = f"{str(dtype).removeprefix('torch.')} d{dim} block {block_size} group {group} batch {batch}"
-    name += f" page {page}" * bool(page) + " sinks softcap" * extras
+    name += f" page {page}" * bool(page) + " sinks softcap" * extras + " uncounted" * (not counted)
     return Example(
         f"sparse_decode {name}",
-        lambda: sparse_decode.attend(q, cache, cache, indices, lengths, block_size, dim**-0.5, sinks, softcap, table),
+        partial(
+            *(sparse_decode.attend, q, cache, cache, indices, counts, lengths, block_size),
+            *(dim**-0.5, sinks, softcap, table),
+        ),
         decode_work(q, kv_heads, selected * block_size),
         products=("decode_kernel",) if dtype != torch.float32 else (),
         wide=("decode_kernel",),

@@ -24,6 +24,9 @@ MATRIX = re.compile(r"HMMA|HGMMA|UTCHMMA|v_mfma")
 LOAD = re.compile(r"(?:LDG|LDGSTS)\b|(?:global|buffer)_load")
 WIDE = re.compile(r"(?:LDG|LDGSTS)\.\S*128|(?:global|buffer)_load_(?:dwordx4|b128)")
 AHEAD = re.compile(r"LDGSTS|UBLKCP|UTMALDG")
+WGMMA = re.compile(r"HGMMA")
+ARRIVAL = re.compile(r"WARPGROUP\.ARRIVE")
+WAIT = re.compile(r"DEPBAR\.LE SB0, (0x[0-9a-f]+)")
 
 
 class Resources(NamedTuple):
@@ -38,7 +41,10 @@ class Resources(NamedTuple):
         loads, wide_loads: of device memory; those of 16 bytes per thread.
         ahead: those that go to shared memory while the program runs on.
         instructions: all.
-        loop: those of its longest loop that holds no other.
+        loop: those of its main loop.
+        waits: how many groups of loads may still be on their way where the main loop waits for them; -1 if it never
+            waits so, as on AMD.
+        serialised: products of a whole warp group that wait for each other, one by one (ptxas says C7515).
     """
 
     registers: int
@@ -51,6 +57,8 @@ class Resources(NamedTuple):
     ahead: int
     instructions: int
     loop: int
+    waits: int
+    serialised: int
 
 
 def resources(kernel: Any, gpu: KnownGpu) -> Resources:
@@ -66,6 +74,8 @@ def resources(kernel: Any, gpu: KnownGpu) -> Resources:
         stack = _number(r"\.private_segment_fixed_size:\s+(\d+)", text)
         lines, spills = _instructions(text, GCN_LINE), _number(r"\.vgpr_spill_count:\s+(\d+)", text)
     code = [line for line in lines if not LABEL.match(line)]
+    loop = _main_loop(lines)
+    waits = [int(match[1], 16) for line in loop if (match := WAIT.match(line))]
 
     def count(pattern: re.Pattern[str]) -> int:
         return sum(bool(pattern.match(line)) for line in code)
@@ -80,7 +90,9 @@ def resources(kernel: Any, gpu: KnownGpu) -> Resources:
         count(WIDE),
         count(AHEAD),
         len(code),
-        _main_loop(lines),
+        len(loop),
+        min(waits, default=-1),
+        count(WGMMA) if 2 < count(WGMMA) <= count(ARRIVAL) else 0,
     )
 
 
@@ -116,11 +128,12 @@ def _instructions(text: str, line: re.Pattern[str]) -> list[str]:
     return found
 
 
-def _main_loop(lines: list[str]) -> int:
-    """Instructions of the longest loop that holds no other; 0 without any.
+def _main_loop(lines: list[str]) -> list[str]:
+    """Instructions of the innermost loop with the most products; the shortest of several such.
 
-    A jump back out of a rarely taken path, which stands after everything else, makes no loop: it starts inside of one
-    and ends outside.
+    One that holds the same products in more instructions is the one with masks, which turns seldom. Without products,
+    the longest loop. A jump back out of a rarely taken path, which stands after everything else, makes no loop: it
+    starts inside of one and ends outside.
     """
     labels = {match[1]: i for i, line in enumerate(lines) if (match := LABEL.match(line))}
     loops = []
@@ -130,7 +143,12 @@ def _main_loop(lines: list[str]) -> int:
             loops.append((start, i))
     proper = [(a, b) for a, b in loops if not any(c < a < d < b for c, d in loops)]
     innermost = [(a, b) for a, b in proper if not any(a < c and d < b for c, d in proper)]
-    return max((sum(not LABEL.match(line) for line in lines[a : b + 1]) for a, b in innermost), default=0)
+    bodies = [[line for line in lines[a : b + 1] if not LABEL.match(line)] for a, b in innermost]
+    products = [sum(bool(MATRIX.match(line)) for line in body) for body in bodies]
+    most = max(products, default=0)
+    if not most:
+        return max(bodies, key=len, default=[])
+    return min((body for body, count in zip(bodies, products, strict=True) if count == most), key=len)
 
 
 def faults(used: Resources, gpu: KnownGpu, *, products: bool, wide: bool) -> list[str]:
@@ -151,4 +169,8 @@ def faults(used: Resources, gpu: KnownGpu, *, products: bool, wide: bool) -> lis
         found.append("no instruction for tensor cores")
     if wide and not used.wide_loads:
         found.append("no 16-byte loads")
+    if used.ahead and used.waits == 0:
+        found.append("the main loop waits for all loads, also those of its next turn")
+    if used.serialised:
+        found.append(f"{used.serialised} products of warp groups wait for each other")
     return found

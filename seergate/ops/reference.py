@@ -266,6 +266,7 @@ def sparse_decode(
     sinks: Tensor | None = None,
     softcap: float | None = None,
     page_table: Tensor | None = None,
+    counts: Tensor | None = None,
 ) -> Tensor:
     """The selected tokens of each row and query head as an index."""
     if page_table is not None:

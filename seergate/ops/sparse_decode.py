@@ -16,6 +16,7 @@ from seergate.ops.checks import (
     check_lengths,
     check_same,
     check_scale,
+    check_shape,
     readable,
 )
 
@@ -32,6 +33,7 @@ def sparse_decode(
     sinks: Tensor | None = None,
     softcap: float | None = None,
     page_table: Tensor | None = None,
+    counts: Tensor | None = None,
 ) -> Tensor:
     """Attention of one token per row over the selected blocks; all query heads of a group read the same blocks.
 
@@ -53,6 +55,8 @@ def sparse_decode(
         page_table: int ``[B, P]``: k and v are pages ``[pages, Hkv, page, d]``, and page ``i // page`` of row ``b``
             holds its token ``i``, so that ``S = P * page``; ``page`` is a multiple of ``block_size``. Only the
             selected blocks are read, in place.
+        counts: int32 ``[B, Hkv]``, what `select_blocks` gives beside the indices: how many of them are blocks, the
+            last of which is the row's current one. It saves the Triton backend a pass over the indices.
 
     Returns:
         ``[B, H, dv]`` in the dtype of ``q``; zero where a row and head have no block at all.
@@ -69,14 +73,28 @@ def sparse_decode(
     if indices.ndim != 3 or indices.shape[:2] != (batch, kv_heads):
         raise ValueError(f"indices has shape {list(indices.shape)}; it must be [{batch}, {kv_heads}, K]")
     check_same("indices", indices, "q", q, dtype=False)
-    _check_ascending(indices)
     check_lengths(lengths, batch, capacity, "S")
     check_same("lengths", lengths, "q", q, dtype=False)
+    _check_ascending(indices)
+    if counts is not None:
+        _check_counts(counts, indices, lengths, block_size)
     check_scale("sm_scale", sm_scale)
     check_extras(sinks, softcap, heads, q)
     scale = 1.0 / math.sqrt(dim) if sm_scale is None else sm_scale
     run = implementation("sparse_decode", q.device)
-    return run(q, k, v, indices, lengths, block_size, scale, sinks=sinks, softcap=softcap, page_table=page_table)
+    return run(
+        q,
+        k,
+        v,
+        indices,
+        lengths,
+        block_size,
+        scale,
+        sinks=sinks,
+        softcap=softcap,
+        page_table=page_table,
+        counts=counts,
+    )
 
 
 def _check_ascending(indices: Tensor) -> None:
@@ -90,4 +108,23 @@ def _check_ascending(indices: Tensor) -> None:
         raise ValueError(
             f"indices of row {row} and KV head {head} are {brief(indices[row, head].tolist())}; they must ascend, "
             "each block once, and be padded with -1 on the right"
+        )
+
+
+def _check_counts(counts: Tensor, indices: Tensor, lengths: Tensor, block_size: int) -> None:
+    """Integers ``[B, Hkv]``; in host memory also that they count the blocks and the last one is the current one."""
+    if not isinstance(counts, Tensor) or counts.dtype not in (torch.int32, torch.int64):
+        got = counts.dtype if isinstance(counts, Tensor) else type(counts).__name__
+        raise ValueError(f"counts is {got}; it must be an int32 tensor [B, Hkv]")
+    check_shape("counts", counts, indices.shape[:2])
+    check_same("counts", counts, "indices", indices, dtype=False)
+    if not readable(indices):
+        return
+    current = torch.div(lengths - 1, block_size, rounding_mode="floor")[:, None]
+    right = (counts == (indices >= 0).sum(-1)) & ((counts == 0) | (indices.amax(-1) == current))
+    if not right.all():
+        row, head = (int(i) for i in (~right).nonzero()[0])
+        raise ValueError(
+            f"counts of row {row} and KV head {head} is {int(counts[row, head])}; it must be how many of indices, "
+            f"{brief(indices[row, head].tolist())}, are blocks, and the last one the current, {int(current[row])}"
         )

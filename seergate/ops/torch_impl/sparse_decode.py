@@ -31,8 +31,9 @@ def sparse_decode(
     sinks: Tensor | None,
     softcap: float | None,
     page_table: Tensor | None,
+    counts: Tensor | None,
 ) -> Tensor:
-    """The public op, once its arguments are checked."""
+    """The public op, once its arguments are checked; ``counts`` is not needed."""
     (batch, heads, dim), kv_heads = q.shape, k.shape[1]
     pairs, group, seen = batch * kv_heads, heads // kv_heads, readable(q)
     # Readable tokens of each block; those of a pair are the first ones of its blocks, which ascend.

@@ -5,13 +5,15 @@ ascend and only the last one read can be partly filled, so the sequence has no h
 are cut into tiles, and the tiles into splits. Every tile but the last needs no mask, and no tile needs a branch, which
 would stop the compiler from loading the next tiles while it computes this one.
 
-Scores are in base 2: ``exp2`` is what the hardware has.
+Scores are in base 2: ``exp2`` is what the hardware has. ``scale`` holds the factor, but where a cap comes first.
 """
 
 from __future__ import annotations
 
 import triton
 import triton.language as tl
+
+from seergate.ops.triton_impl.kernel_math import capped
 
 
 @triton.jit
@@ -114,7 +116,7 @@ def _attend_tile(
     )
     scores = tl.dot(q, tl.trans(k), input_precision=PRECISION) * scale
     if HAS_CAP:
-        scores = cap - 2.0 * cap / (tl.exp2(scores) + 1.0)  # cap * tanh
+        scores = capped(scores, cap) * 1.4426950408889634
     if MASKED:
         scores = tl.where(held[None, :], scores, -float("inf"))
     new_top = tl.maximum(top, tl.max(scores, 1))
@@ -131,6 +133,7 @@ def decode_kernel(
     k_ptr: tl.tensor,
     v_ptr: tl.tensor,
     indices_ptr: tl.tensor,
+    counts_ptr: tl.tensor,
     lengths_ptr: tl.tensor,
     pages_ptr: tl.tensor,
     sinks_ptr: tl.tensor,
@@ -174,9 +177,10 @@ def decode_kernel(
     """One split of one row and KV head. Grid: batch, KV heads, splits.
 
     ``q [B, H, d]``; ``k``, ``v [B, Hkv, S, d]``, or ``[pages, Hkv, page, d]`` with ``pages [B, P]``;
-    ``indices [B, Hkv, X]`` or None for all tokens; ``lengths [B]`` or None for ``capacity``. If it is ``ALONE``, the
-    only split, ``out [B, H, dv]`` is the result. If not, it is each split's own mean of the values, ``[B, H, splits,
-    dv]`` in fp32, and ``lse [B, H, splits]`` its log total (base 2; -inf for a split without tokens).
+    ``indices [B, Hkv, X]`` or None for all tokens, with ``counts [B, Hkv]`` or None; ``lengths [B]`` or None for
+    ``capacity``. If it is ``ALONE``, the only split, ``out [B, H, dv]`` is the result. If not, it is each split's own
+    mean of the values, ``[B, H, splits, dv]`` in fp32, and ``lse [B, H, splits]`` its log total (base 2; -inf for a
+    split without tokens).
     """
     b = tl.program_id(0).to(tl.int64)
     h = tl.program_id(1).to(tl.int64)
@@ -192,12 +196,16 @@ def decode_kernel(
     tokens = length
     if indices_ptr is not None:
         indices_ptr += b * stride_ib + h * stride_ih
-        tokens = 0
-        for low in range(0, selected, CHUNK):
-            slots = low + tl.arange(0, CHUNK)
-            blocks = tl.load(indices_ptr + slots * stride_ix, mask=slots < selected, other=-1).to(tl.int32)
-            filled = tl.minimum(tl.maximum(length - blocks * BLOCK_SIZE, 0), BLOCK_SIZE)
-            tokens += tl.sum(tl.where(blocks >= 0, filled, 0))
+        if counts_ptr is not None:  # the last block is the row's own: nothing has to be read and summed first
+            count = tl.load(counts_ptr + b * kv_heads + h)
+            tokens = tl.where(count > 0, (count - 1) * BLOCK_SIZE + (length - 1) % BLOCK_SIZE + 1, 0)
+        else:
+            tokens = 0
+            for low in range(0, selected, CHUNK):
+                slots = low + tl.arange(0, CHUNK)
+                blocks = tl.load(indices_ptr + slots * stride_ix, mask=slots < selected, other=-1).to(tl.int32)
+                filled = tl.minimum(tl.maximum(length - blocks * BLOCK_SIZE, 0), BLOCK_SIZE)
+                tokens += tl.sum(tl.where(blocks >= 0, filled, 0))
     k_ptr += h * stride_kh
     v_ptr += h * stride_vh
     if pages_ptr is not None:

@@ -24,4 +24,4 @@ def dense_decode(
     """The public op, once its arguments are checked; wide or float64 heads are left to the torch backend."""
     if not supports(q, v):
         return in_torch(q, k, v, lengths, sm_scale, sinks=sinks, softcap=softcap, page_table=page_table)
-    return attend(q, k, v, None, lengths, 1, sm_scale, sinks, softcap, page_table)
+    return attend(q, k, v, None, None, lengths, 1, sm_scale, sinks, softcap, page_table)

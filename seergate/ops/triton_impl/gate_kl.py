@@ -210,7 +210,7 @@ class Gate:
         gate_kl_kernels.recall_kernel[(len(tiles) * (self.launch.rows // turn) * self.kv_heads,)](
             targets, logits, tiles.table, self.recall[index], len(tiles), self.tokens, *targets.stride()[:2], wanted,
             BLOCK_SIZE=self.constants["BLOCK_SIZE"], ROWS=self.launch.rows, TURN=turn, WIDTH=width,
-            BITS=width.bit_length(), num_warps=num_warps,
+            num_warps=num_warps,
         )  # fmt: skip
 
 

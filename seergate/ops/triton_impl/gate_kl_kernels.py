@@ -12,6 +12,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from seergate.ops.triton_impl.kernel_math import best, ordered
 from seergate.ops.triton_impl.teacher_kernels import TILE_FIELDS
 
 MASKED = tl.constexpr(-1e30)
@@ -221,12 +222,10 @@ def recall_kernel(
     ROWS: tl.constexpr,
     TURN: tl.constexpr,
     WIDTH: tl.constexpr,
-    BITS: tl.constexpr,
 ) -> None:
     """Teacher's share in the gate's ``wanted`` best past blocks, ``recall [kv_heads, tokens]``, of ``TURN`` rows.
 
-    The lowest among the best is found bit by bit, on integers that are ordered like the logits; of equal ones the
-    earlier blocks are the better. ``WIDTH`` is ``2 ** (BITS - 1)``.
+    Of blocks with equal logits the earlier are the better.
     """
     TURNS: tl.constexpr = ROWS // TURN
     head = (tl.program_id(0) // (tile_count * TURNS)).to(tl.int64)
@@ -241,26 +240,10 @@ def recall_kernel(
     where = (buffer_row + rows)[:, None] * stride_ut + head * stride_uh + blocks[None, :]
     # Whole words of 16 numbers, which the buffer has (see `packs.WIDTH_MULTIPLE`); what was never written is dropped.
     held = blocks[None, :] < ((past + 15) // 16 * 16)[:, None]
-    bits = tl.load(logits + where, mask=held, other=0.0).to(tl.int32, bitcast=True)
-    # Positive floats order like their bits, negative ones the other way round; what is not seen comes last.
-    order = tl.where(seen, bits ^ ((bits >> 31) & 0x7FFFFFFF), -2147483648)
-    count = tl.minimum(wanted, past)
-    lowest = tl.where(tl.sum((order >= 0).to(tl.int32), 1) >= count, 0, -2147483648)
-    for bit in range(31):  # raise the bound as long as enough are not below it
-        higher = lowest + (1 << (30 - bit))
-        enough = tl.sum((order >= higher[:, None]).to(tl.int32), 1) >= count
-        lowest = tl.where(enough, higher, lowest)
-    # Of those that equal the lowest, the first so many: again a bound, on their place, that is raised.
-    place = tl.where(seen & (order == lowest[:, None]), blocks[None, :], 4 * WIDTH)
-    spare = count - tl.sum((order > lowest[:, None]).to(tl.int32), 1)
-    bound = tl.zeros((TURN,), tl.int32)
-    for bit in range(BITS):
-        higher = bound + (WIDTH >> bit)
-        few = tl.sum((place < higher[:, None]).to(tl.int32), 1) <= spare
-        bound = tl.where(few, higher, bound)
-    best = (order > lowest[:, None]) | (place < bound[:, None])
+    _, keys = ordered(tl.load(logits + where, mask=held, other=0.0))
+    taken = best(keys, seen, tl.minimum(wanted, past))
 
     u = tl.where(seen, tl.load(log_targets + where, mask=held, other=0.0), MASKED)
     p = tl.exp(u - tl.max(u, 1)[:, None])
-    share = tl.sum(tl.where(best, p, 0.0), 1) / tl.sum(p, 1)
+    share = tl.sum(tl.where(taken, p, 0.0), 1) / tl.sum(p, 1)
     tl.store(recall + head * tokens + first + rows, share, mask=exists)

@@ -145,9 +145,11 @@ def teacher_launch(group: int, dim: int, v_dim: int, dtype: torch.dtype, gpu: Gp
     if dtype == torch.float32:
         tile, keys, num_warps, num_stages = 16, 32 if v_dim else 64, 4, 1
     elif widest <= 128:
-        tile, keys, num_warps, num_stages = 128, 64, 8, 2
-        # The A100 and its relatives run out of registers, and so does sm_120.
-        two_loops = gpu.backend == "hip" or 90 <= int(gpu.arch) < 120
+        # With three stages a tile is loaded while the one before it is computed; with two, the loop waits for its own.
+        tile, keys, num_warps, num_stages = 128, 64, 8, 2 if gpu.backend == "hip" else 3
+        # The A100 and its relatives run out of registers, and so does sm_120. With the output's products in two loops,
+        # NVIDIA's compiler gives up overlapping them (warning C7515).
+        two_loops = gpu.backend == "hip" or (not v_dim and 90 <= int(gpu.arch) < 120)
     else:  # with 32 keys, sm_90 runs out of registers
         tile, keys, num_warps, num_stages = 64, 16, 8, 3
     if gpu.backend == "hip":
@@ -159,10 +161,12 @@ def gate_launch(gate_dim: int, dtype: torch.dtype, gpu: Gpu) -> GateLaunch:
     """For `rows_kernel` and `columns_kernel`."""
     if dtype == torch.float32:
         rows, columns, num_warps, num_stages = 16, 32, 4, 1
-    elif padded(gate_dim) <= 128:
-        rows, columns, num_warps, num_stages = 64, 32, 8, 2
-    else:
+    elif padded(gate_dim) > 128:
         rows, columns, num_warps, num_stages = 32, 32, 4, 1
+    elif gpu.backend == "hip":
+        rows, columns, num_warps, num_stages = 64, 32, 8, 2
+    else:  # of 64 rows, products of warp groups would wait for each other
+        rows, columns, num_warps, num_stages = 32, 32, 4, 3
     if gpu.backend == "hip":
         num_warps //= 2  # of 64 threads
     return GateLaunch(rows, columns, num_warps, num_stages)

@@ -1,8 +1,7 @@
 """`select_blocks` in Triton: exact, without sorting, one program per row and KV head, one launch.
 
-A score becomes an unsigned integer of the same order. The key of the last block to be picked is found bit by bit, from
-the highest: 32 sums over the blocks, whatever their number. Blocks above it are in; of those equal to it the first
-ones are. A running count of what is in then gives each its place, so the result ascends by itself.
+The key of the last block to be picked is found bit by bit (`kernel_math`). Blocks above it are in; of those equal to
+it the first ones are. A running count of what is in then gives each its place, so the result ascends by itself.
 """
 
 from __future__ import annotations
@@ -15,27 +14,18 @@ from torch import Tensor
 from seergate.ops.one_node import one_node
 from seergate.ops.selection import Selection
 from seergate.ops.torch_impl.selection import select_blocks as in_torch
+from seergate.ops.triton_impl.kernel_math import best, last_needed, ordered
 from seergate.ops.triton_impl.launch import padded, select_warps
 
 MAX_BLOCKS = 16384
 
 
 @triton.jit
-def _ordered(scores: tl.tensor) -> tl.tensor:
-    """uint32 in the order of fp32 ``scores``; NaN lowest, infinities as the extremes, negative zero equal to zero."""
-    largest: tl.constexpr = 3.4028234663852886e38
-    bounded = tl.where(scores == scores, tl.minimum(tl.maximum(scores, -largest), largest), -largest)  # NaN differs
-    bounded = tl.where(bounded == 0, 0.0, bounded)
-    bits = bounded.to(tl.int32, bitcast=True)
-    return bounded, tl.where(bits < 0, ~bits, bits ^ -2147483648).to(tl.uint32, bitcast=True)
-
-
-@triton.jit
 def _softmax(scores: tl.tensor, past: tl.tensor) -> tl.tensor:
     """Over the past blocks; zero elsewhere, also where there is none."""
-    top = tl.max(tl.where(past, scores, -3.4028234663852886e38), 0)
+    top = tl.max(tl.where(past, scores, -3.4028234663852886e38), 1)[:, None]
     weight = tl.where(past, tl.exp(tl.minimum(scores - top, 0.0)), 0.0)
-    return weight / tl.maximum(tl.sum(weight, 0), 1.0)
+    return weight / tl.maximum(tl.sum(weight, 1), 1.0)[:, None]
 
 
 @triton.jit
@@ -63,51 +53,33 @@ def select_kernel(
     b = tl.program_id(0).to(tl.int64)
     h = tl.program_id(1).to(tl.int64)
     pair = b * tl.num_programs(1) + h
-    block = tl.arange(0, WIDTH)
+    block = tl.arange(0, WIDTH)[None, :]  # one row: what picks the best works on rows
     current = (tl.load(lengths_ptr + b).to(tl.int32) - 1) // BLOCK_SIZE
     past = block < current
     places = scores_ptr + b * stride_sb + h * stride_sh + block * stride_sn
-    scores, key = _ordered(tl.load(places, mask=past, other=0.0).to(tl.float32))
+    scores, keys = ordered(tl.load(places, mask=past, other=0.0).to(tl.float32))
     always = (block == current) | (past & (block < sink_blocks))
 
-    if RULE == "threshold":
+    if RULE == "token_budget":
+        picked = best(keys, past & ~always, budget - tl.sum(always.to(tl.int32), 1))
+    elif RULE == "threshold":
         picked = past & (_softmax(scores, past) > LIMIT)
     else:
-        # The largest key such that the blocks from it upwards suffice.
-        last = tl.full([], 0, tl.uint32)
-        bit = tl.full([], 1, tl.uint32) << 31
-        if RULE == "token_budget":
-            candidate = past & ~always
-            free = budget - tl.sum(always.to(tl.int32), 0)
-            for _ in range(32):
-                tried = last | bit
-                enough = tl.sum((candidate & (key >= tried)).to(tl.int32), 0) >= free
-                last = tl.where(enough, tried, last)
-                bit = bit >> 1
-            above = candidate & (key > last)
-            equal = candidate & (key == last)
-            wanted = free - tl.sum(above.to(tl.int32), 0)
-            picked = above | (equal & (tl.cumsum(equal.to(tl.int32), 0) <= wanted))
-        else:
-            share = _softmax(scores, past).to(tl.float64)  # the order of summation does not matter in fp64
-            for _ in range(32):
-                tried = last | bit
-                enough = tl.sum(tl.where(past & (key >= tried), share, 0.0), 0) >= LIMIT
-                last = tl.where(enough, tried, last)
-                bit = bit >> 1
-            above = past & (key > last)
-            equal = past & (key == last)
-            mass = tl.sum(tl.where(above, share, 0.0), 0)
-            each = tl.max(tl.where(equal, share, 0.0), 0)
-            better = tl.cumsum(equal.to(tl.int32), 0) - 1
-            picked = above | (equal & (mass + better * each < LIMIT))
+        share = _softmax(scores, past).to(tl.float64)  # the order of summation does not matter in fp64
+        last = last_needed(keys, tl.where(past, share, 0.0), LIMIT)[:, None]
+        above = past & (keys > last)
+        equal = past & (keys == last)
+        mass = tl.sum(tl.where(above, share, 0.0), 1)[:, None]
+        each = tl.max(tl.where(equal, share, 0.0), 1)[:, None]
+        better = tl.cumsum(equal.to(tl.int32), 1) - 1
+        picked = above | (equal & (mass + better * each < LIMIT))
 
     chosen = (picked | always).to(tl.int32)
-    count = tl.sum(chosen, 0)
-    tl.store(counts_ptr + pair, count)
-    tl.store(indices_ptr + pair * kept + tl.cumsum(chosen, 0) - 1, block, mask=chosen > 0)
-    slot = tl.arange(0, KEPT_WIDTH)
-    tl.store(indices_ptr + pair * kept + slot, -1, mask=(slot >= count) & (slot < kept))
+    count = tl.sum(chosen, 1)
+    tl.store(counts_ptr + pair + tl.arange(0, 1), count)
+    tl.store(indices_ptr + pair * kept + tl.cumsum(chosen, 1) - 1, block, mask=chosen > 0)
+    slot = tl.arange(0, KEPT_WIDTH)[None, :]
+    tl.store(indices_ptr + pair * kept + slot, -1, mask=(slot >= count[:, None]) & (slot < kept))
 
 
 @torch.no_grad()

@@ -37,17 +37,28 @@ def sparse_decode(
     sinks: Tensor | None,
     softcap: float | None,
     page_table: Tensor | None,
+    counts: Tensor | None,
 ) -> Tensor:
     """The public op, once its arguments are checked; wide or float64 heads are left to the torch backend."""
     if not supports(q, v):
         return in_torch(
-            q, k, v, indices, lengths, block_size, sm_scale, sinks=sinks, softcap=softcap, page_table=page_table
+            q,
+            k,
+            v,
+            indices,
+            lengths,
+            block_size,
+            sm_scale,
+            sinks=sinks,
+            softcap=softcap,
+            page_table=page_table,
+            counts=counts,
         )
-    return attend(q, k, v, indices, lengths, block_size, sm_scale, sinks, softcap, page_table)
+    return attend(q, k, v, indices, counts, lengths, block_size, sm_scale, sinks, softcap, page_table)
 
 
 @one_node(
-    "decode_attention(Tensor q, Tensor k, Tensor v, Tensor? indices, Tensor? lengths, int block_size, "
+    "decode_attention(Tensor q, Tensor k, Tensor v, Tensor? indices, Tensor? counts, Tensor? lengths, int block_size, "
     "float sm_scale, Tensor? sinks, float? softcap, Tensor? page_table) -> Tensor",
     lambda q, k, v, *_: q.new_empty(*q.shape[:2], v.shape[-1]),
 )
@@ -56,6 +67,7 @@ def attend(
     k: Tensor,
     v: Tensor,
     indices: Tensor | None,
+    counts: Tensor | None,
     lengths: Tensor | None,
     block_size: int,
     sm_scale: float,
@@ -79,16 +91,18 @@ def attend(
     tile, splits, num_warps, num_stages = decode_launch(
         batch * kv_heads, limit, dim, value_dim, q.element_size(), gpu_of(q.device)
     )
-    lengths, sinks, page_table = (None if x is None else x.contiguous() for x in (lengths, sinks, page_table))
+    lengths, sinks, page_table, counts = (
+        None if x is None else x.contiguous() for x in (lengths, sinks, page_table, counts)
+    )
     alone = splits == 1
     partial = out if alone else q.new_empty(batch, heads, splits, value_dim, dtype=torch.float32)
     lse = None if alone else q.new_empty(batch, heads, splits, dtype=torch.float32)
     aligned = (indices is None or block_size % tile == 0) and (page_table is None or cached % tile == 0)
     decode_kernel[(batch, kv_heads, splits)](
-        q, k, v, indices, lengths, page_table, sinks, partial, lse,
+        q, k, v, indices, counts, lengths, page_table, sinks, partial, lse,
         *q.stride(), *k.stride(), *v.stride(), *((0, 0, 0) if indices is None else indices.stride()),
         0 if page_table is None else page_table.stride(0), selected, capacity, splits,
-        sm_scale * LOG2_E * (1.0 if softcap is None else 2.0 / softcap), LOG2_E * (softcap or 1.0),
+        sm_scale * (LOG2_E if softcap is None else 1.0), softcap or 1.0,
         HAS_CAP=softcap is not None, GROUP=group, ROWS=padded(group), DIM=dim, PADDED_DIM=padded(dim),
         VALUE_DIM=value_dim, PADDED_VALUE_DIM=padded(value_dim), BLOCK_SIZE=block_size,
         PAGE_SIZE=0 if page_table is None else cached, TILE=tile, ALONE=alone, ALIGNED=aligned,

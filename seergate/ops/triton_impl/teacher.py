@@ -19,11 +19,9 @@ BLOCK_SIZES = (8, 16, 32, 64, 128, 256)
 MAX_HEAD_DIM = {torch.float16: 256, torch.bfloat16: 256, torch.float32: 128}
 """By dtype. What else there is runs in the torch backend."""
 
-SCRATCH_BYTES = 64 * 2**20
-"""What `attention_kernel` may use of device memory at a time, if that is enough to fill the device: about a cache."""
-
-MAX_SCRATCH_BYTES = 256 * 2**20
-"""Filling the device may take more than `SCRATCH_BYTES`; beyond this, targets take two passes, without scratch."""
+SCRATCH_BYTES = 256 * 2**20
+"""What `attention_kernel` may use of device memory at a time: two programs per processor at 32k tokens in blocks of
+16. Where not even one per processor fits, targets take two passes, without scratch."""
 
 
 class Teacher:
@@ -103,7 +101,7 @@ class Teacher:
         """
         if not known:
             launch = self.launch()
-            if targets.shape[-1] * launch.rows * launch.pack * 4 * self.gpu.processors <= MAX_SCRATCH_BYTES:
+            if targets.shape[-1] * launch.rows * launch.pack * 4 * self.gpu.processors <= SCRATCH_BYTES:
                 self.attend(tiles, None, lse, targets)
                 return
             self.attend(tiles, None, lse, None)

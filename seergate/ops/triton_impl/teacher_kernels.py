@@ -14,22 +14,13 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from seergate.ops.triton_impl.kernel_math import capped
+
 LOG2E = tl.constexpr(1.4426950408889634)
 LN2 = tl.constexpr(0.6931471805599453)
 
 TILE_FIELDS = tl.constexpr(6)
 """Numbers per entry of a tile table; `packs.tile_table` says which."""
-
-
-@triton.jit
-def capped(
-    scores: tl.tensor,
-    softcap: tl.tensor,
-) -> tl.tensor:
-    """``softcap * tanh(scores / softcap)``, from an exponential that cannot overflow."""
-    small = tl.exp(tl.abs(scores) * (-2.0 / softcap))
-    size = softcap * (1.0 - small) / (1.0 + small)
-    return tl.where(scores < 0, -size, size)
 
 
 @triton.jit

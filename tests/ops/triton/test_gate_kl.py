@@ -147,7 +147,7 @@ def test_a_known_log_sum_exp_gives_the_same(device):
 
 def test_targets_in_two_passes(device, monkeypatch):
     """Without room for scratch."""
-    monkeypatch.setattr(teacher, "MAX_SCRATCH_BYTES", 0)
+    monkeypatch.setattr(teacher, "SCRATCH_BYTES", 0)
     monkeypatch.setattr(teacher.Teacher, "attend", without_targets(teacher.Teacher.attend))
     check(Pack.random([61, 30], group=3, dtype=torch.float32), device)
 
