@@ -39,8 +39,7 @@ $(VENV)/.torch: constraints.txt
 	@touch $@
 
 # PyTorch comes first, by itself: the second command finds it installed and does not replace it. So does Triton where this
-# PyTorch brings none (CPU builds), as the one that made benchmarks/results/kernel_resources.json: with another, the tests
-# do not compare fingerprints. (PyPI's CUDA builds demand a Triton of their own, so constraints.txt must not name one.)
+# PyTorch brings none (CPU builds). (PyPI's CUDA builds demand a Triton of their own, so constraints.txt must not name one.)
 $(VENV)/.installed: $(VENV)/.torch pyproject.toml
 	$(BIN)/python -m pip install -e '.[dev]'
 	@touch $@

@@ -319,14 +319,14 @@ class Offloaded(Growing):
 
     # ---------------------------------------------------------------------------------------------------- reading
 
-    def attend(self, step: Step, indices: Tensor, block_size: int) -> Tensor:
+    def attend(self, step: Step, selection: ops.Selection, block_size: int) -> Tensor:
         assert self.pool is not None
-        size, (batch, heads) = self.block_size, self.keys.shape[:2]
+        size, (batch, heads), indices = self.block_size, self.keys.shape[:2], selection.indices
         keys, values = (x.view(batch * heads, -1, size * x.shape[3]) for x in (self.keys, self.values))
         found_PX = self.pool.locate(indices.flatten(0, 1).long().cpu(), keys, values)
         if found_PX is None:  # more than there is room for: straight from slow memory
             self.pool.fetched += int((indices >= 0).sum())
-            return super().attend(step, indices, block_size)
+            return super().attend(step, selection, block_size)
         # Every pair is a row of a paged cache that holds its selected blocks only, one after the other.
         slots_PX = found_PX.to(self.device)
         starts_BKX = indices.long() * size

@@ -75,6 +75,7 @@ class FixedLayer(GatedLayer):
     Attributes:
         plain: whether only the usual figures are wanted of a step; others (a trace, recall) need the host.
         counts: where fixed steps are counted; ``None`` if the next single token is not taken in one.
+        room: how many slots are known to be free.
     """
 
     is_compileable = True
@@ -84,6 +85,7 @@ class FixedLayer(GatedLayer):
 
     def _clear(self) -> None:
         self.counts: FixedCounts | None = None
+        self.room = 0
         super()._clear()
 
     def get_seq_length(self) -> Any:
@@ -122,10 +124,12 @@ class FixedLayer(GatedLayer):
         """Store the new tokens: one per row in a fixed step, or any number as in `GatedLayer`."""
         call = self.call
         if call is None or not self.takes(key_states.shape[2]):
-            self.counts = None
+            self.counts, self.room = None, 0
             return super().update(key_states, value_states, *args, **kwargs)
-        if self.device.type == "cpu" and not torch.compiler.is_compiling() and self.rows.slots == self.static_length:
-            self.raise_full(1)
+        if torch.compiler.is_compiling():
+            self.room = 0  # compiled steps are not counted
+        else:
+            self._take_room()
         self.call = None
         batch = torch.arange(len(key_states), device=self.device)
         for buffer, new in ((self.storage.keys, key_states), (self.storage.values, value_states)):
@@ -133,6 +137,19 @@ class FixedLayer(GatedLayer):
         self.rows.add_one()
         call.take(key_states, [], [])
         return key_states, value_states
+
+    def _take_room(self) -> None:
+        """Raise before a token is written that has no room: on a GPU the write itself would end the process's CUDA.
+
+        The length lies on the device, and asking for it waits: so what is known to be free is counted down, and asked
+        for again when it is used up.
+        """
+        if not self.room:
+            assert self.static_length is not None
+            self.room = self.static_length - self.rows.slots
+            if not self.room:
+                self.raise_full(1)
+        self.room -= 1
 
     def step(self, **facts: Any) -> Step:
         """What a method gets to see: in a fixed step no number that the host would have to know."""

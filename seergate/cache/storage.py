@@ -82,12 +82,12 @@ class Storage(ABC):
         """What a method gets to see of a forward pass: these facts, and the stored keys and values."""
         return Step(keys_BKCD=self.keys, values_BKCD=self.values, **facts)
 
-    def attend(self, step: Step, indices: Tensor, block_size: int) -> Tensor:
+    def attend(self, step: Step, selection: ops.Selection, block_size: int) -> Tensor:
         """Attention of a decode step to the blocks that each KV head selected: ``[B, H, D]``.
 
         Args:
             step: the step.
-            indices: see `seergate.ops.sparse_decode`.
+            selection: what its method chose.
             block_size: tokens per block.
         """
         keys, values, page_table = step.stored
@@ -96,13 +96,14 @@ class Storage(ABC):
             step.q_BHSD[:, :, 0].to(home),
             keys,
             values,
-            indices.to(home),
+            selection.indices.to(home),
             step.lengths.to(home),
             block_size,
             step.sm_scale,
             sinks=None if step.sinks is None else step.sinks.to(home),
             softcap=step.softcap,
             page_table=page_table,
+            counts=selection.counts.to(home),
         ).to(step.q_BHSD.device)
 
     def take_fetched(self, step: Step, everything: bool) -> int | None:

@@ -116,7 +116,7 @@ class GatedAttention:
         if isinstance(method, SelectingMethod):
             selection = method.select(state, step)
             if selection is not None:
-                output = layer.storage.attend(step, selection.indices, layer.block_size)
+                output = layer.storage.attend(step, selection, layer.block_size)
             if self.measure_recall:
                 stats.record_recall(layer.layer, _recall(step, selection, layer.block_size))
         elif isinstance(state, CompressingState):
@@ -150,7 +150,7 @@ class GatedAttention:
             self.stats.record_fixed(layer.layer, step, selection, score_bytes)
             if selection is None:
                 return attend_to_all(step)
-            return layer.storage.attend(step, selection.indices, layer.block_size)
+            return layer.storage.attend(step, selection, layer.block_size)
 
     @ordinary_tensors
     def _evict(self, state: CompressingState, step: Step) -> None:

@@ -9,8 +9,9 @@ from transformers import CompileConfig, DynamicCache, StaticCache
 
 import seergate
 from seergate import methods
-from seergate.cache.static import FixedLayer
+from seergate.cache.static import FixedLayer, FixedRows
 from seergate.cache.storage import Growing
+from seergate.errors import SeergateError
 from seergate.methods.base import FixedStep
 from tests.host.test_decode import BLOCK, gates
 from tests.models import left_padded, prompt, tiny_model
@@ -74,6 +75,32 @@ def test_single_tokens_are_really_decoded_in_fixed_steps(monkeypatch):
     with seergate.attached(model, gates(model), token_budget=2 * BLOCK):
         model.generate(input_ids=prompt(30), max_new_tokens=5, cache_implementation="static")
     assert seen == [FixedStep] * 8
+
+
+def test_overflow_is_refused_before_the_write(monkeypatch):
+    """The device is asked for the length when what was known to be free is used up, not at every step."""
+    model, asked = tiny_model("qwen3"), []
+    slots = FixedRows.slots
+    counting = property(lambda rows: asked.append(rows) or slots.fget(rows), slots.fset)
+    with seergate.attached(model, gates(model), token_budget=2 * BLOCK):
+        cache = StaticCache(model.config, max_cache_len=20)
+        model(prompt(10), past_key_values=cache)
+        model(prompt(1), past_key_values=cache)
+        first = cache.layers[0]
+        with monkeypatch.context() as patch:
+            patch.setattr(FixedRows, "slots", counting)
+            for _ in range(9):
+                model(prompt(1), past_key_values=cache)
+            assert not asked
+        kept = first.storage.keys.clone()
+        with pytest.raises(SeergateError, match="room for 20 tokens; 20 are there and 1 more"):
+            model(prompt(1), past_key_values=cache)
+        assert torch.equal(first.storage.keys, kept)
+        for layer in cache.layers:
+            layer.crop(-2)
+        model(prompt(2), past_key_values=cache)
+        with pytest.raises(SeergateError, match="room for 20 tokens"):
+            model(prompt(1), past_key_values=cache)
 
 
 def test_a_covering_budget_is_the_plain_model_on_every_kind_of_cache():

@@ -151,6 +151,13 @@ DECODE = [
     ({"lengths": torch.tensor([20, 49])}, r"lengths is \[20, 49\]; each must be in 1..48 \(S\)"),
     ({"lengths": torch.tensor([0, 1])}, r"lengths is \[0, 1\]; each must be in 1..48"),
     ({"lengths": torch.tensor([20.0, 48.0])}, "lengths is torch.float32"),
+    ({"counts": torch.zeros(2, K)}, r"counts is torch.float32; it must be an int32 tensor \[B, Hkv\]"),
+    ({"counts": torch.zeros(2, H).int()}, r"counts has shape \[2, 4\]; it must be \[2, 2\]"),
+    (
+        {"counts": torch.full((2, K), 3)},
+        r"counts of row 0 and KV head 0 is 3; it must be how many of indices, \[0, 2, -1\]",
+    ),
+    ({"counts": torch.full((2, K), 2)}, "row 1 and KV head 0 is 2; .* are blocks, and the last one the current, 5"),
     ({"block_size": 0}, "block_size is 0"),
     ({"sm_scale": math.inf}, "sm_scale is inf"),
     ({"sinks": torch.zeros(2)}, r"sinks has shape \[2\]; it must be \[4\]"),

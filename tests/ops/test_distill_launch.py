@@ -51,7 +51,16 @@ def test_a_relative_of_the_a100_is_launched_like_it():
         (replace(A100, arch=89), False),
         (H200, True),
     ):
-        assert launch.teacher_launch(4, 128, 128, torch.bfloat16, gpu).two_loops is two_loops
+        assert launch.teacher_launch(4, 128, 0, torch.bfloat16, gpu).two_loops is two_loops
+
+
+def test_loads_and_products_overlap():
+    """With two stages the loop waits for what it has just asked for; in two loops the output's products are serial."""
+    for dim in (64, 128):
+        for gpu in (A100, H200):
+            assert launch.teacher_launch(4, dim, 0, torch.bfloat16, gpu).num_stages == 3
+            with_output = launch.teacher_launch(4, dim, dim, torch.bfloat16, gpu)
+            assert with_output.num_stages == 3 and not with_output.two_loops
 
 
 @given(width=st.integers(4, 13).map(lambda bits: 2**bits), rows=st.sampled_from([16, 32, 64]))

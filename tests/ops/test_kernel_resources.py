@@ -30,46 +30,59 @@ GPU = pytest.mark.parametrize("gpu", GPUS, ids=lambda gpu: gpu.target)
 
 
 @cache
-def saved(gpu):
-    """The table's rows for a GPU, each with the example and the launch that it is of, and the Triton that made it."""
-    record = json.loads(TABLE.read_text())
-    rows, now = [row for row in record["rows"] if row["gpu"] == gpu.name], list(shipped(gpu))
-    names = [(example.name, launch.kernel.__name__) for example, launch in now]
-    assert [(row["example"], row["kernel"]) for row in rows] == names, RENEW
-    return list(zip(rows, now, strict=True)), record["options"]["triton"]
+def table():
+    """(Triton, GPU) -> rows."""
+    found = {}
+    for row in json.loads(TABLE.read_text())["rows"]:
+        found.setdefault((row["triton"], row["gpu"]), []).append(row)
+    return found
 
 
-@GPU
-def test_the_table_has_every_kernel_as_it_is_now(gpu):
-    rows, version = saved(gpu)
-    if version == triton.__version__:  # the fingerprint covers the parts of Triton that are written in Triton
-        assert not [example.name for row, (example, now) in rows if row["fingerprint"] != fingerprint(now)], RENEW
+@cache
+def now(gpu):
+    """What ships for a GPU: examples and launches, as the table has them."""
+    return list(shipped(gpu))
 
 
-def test_installing_brings_the_triton_that_made_the_table():
-    assert f"triton=={json.loads(TABLE.read_text())['options']['triton']};" in (ROOT / "Makefile").read_text()
+COLUMNS = [(release, gpu) for release, name in table() for gpu in GPUS if gpu.name == name]
+COLUMN = pytest.mark.parametrize(("release", "gpu"), COLUMNS, ids=lambda x: getattr(x, "target", x))
 
 
-@GPU
-def test_no_kernel_of_the_table_has_a_fault(gpu):
-    for row, (example, launch) in saved(gpu)[0]:
+def saved(release, gpu):
+    """The table's rows, each with the example and the launch that it is of."""
+    return list(zip(table()[release, gpu.name], now(gpu), strict=True))
+
+
+def test_the_table_has_what_pytorch_ships_and_every_gpu():
+    assert {("3.6.0", "H200"), ("3.7.1", "H200")} <= set(table())
+    assert {name for _, name in table()} == {gpu.name for gpu in GPUS}
+
+
+@COLUMN
+def test_the_table_has_every_kernel_as_it_is_now(release, gpu):
+    rows = [(row["example"], row["kernel"], row["fingerprint"]) for row in table()[release, gpu.name]]
+    assert rows == [(example.name, launch.kernel.__name__, fingerprint(launch)) for example, launch in now(gpu)], RENEW
+
+
+@COLUMN
+def test_no_kernel_of_the_table_has_a_fault(release, gpu):
+    for row, (example, launch) in saved(release, gpu):
         kernel, used = launch.kernel.__name__, Resources(**{field: row[field] for field in Resources._fields})
-        assert not faults(used, gpu, products=kernel in example.products, wide=kernel in example.wide), (
-            example,
-            kernel,
-        )
+        wrong = faults(used, gpu, products=kernel in example.products, wide=kernel in example.wide)
+        assert not wrong, (example.name, kernel, wrong)
 
 
-@GPU
-def test_every_kernel_of_the_table_has_an_expected_time(gpu):
-    for row, _ in saved(gpu)[0]:
+@COLUMN
+def test_every_kernel_of_the_table_has_an_expected_time(release, gpu):
+    for row in table()[release, gpu.name]:
         times = {name: row[f"{name}_us"] for name in ("memory", "products", "instructions")}
         assert row["expected_us"] == max(times.values()) == times[row["bound"]] > 0, (row["example"], row["kernel"])
 
 
+@cache
 def of_table(gpu):
     """What Triton tells the table's launches apart by."""
-    return {specialisation(launch) for _, (_, launch) in saved(gpu)[0]}
+    return {specialisation(launch) for _, launch in now(gpu)}
 
 
 def lesson(architecture, gpu, lengths, block_size=64, *, gradients=True):
@@ -173,10 +186,10 @@ def test_one_configuration_of_each_kernel_compiled_anew(gpu):
         )
 
 
-@pytest.mark.parametrize("gpu", [gpu for gpu in GPUS if gpu.backend == "cuda"], ids=lambda gpu: gpu.target)
-def test_decode_loads_ahead(gpu):
+@pytest.mark.parametrize(("release", "gpu"), [column for column in COLUMNS if column[1].backend == "cuda"])
+def test_decode_loads_ahead(release, gpu):
     """All buffers of the pipeline exist: an index that the loop must wait for, or a branch, would leave fewer."""
-    found = [item for item in saved(gpu)[0] if item[0]["kernel"] == "decode_kernel"]
+    found = [item for item in saved(release, gpu) if item[0]["kernel"] == "decode_kernel"]
     assert found
     for row, (example, launch) in found:
         given = launch.arguments
@@ -185,9 +198,17 @@ def test_decode_loads_ahead(gpu):
 
 
 def test_faults_are_found():
-    clean = Resources(100, 0, 0, 1024, 8, 10, 8, 8, 500, 100)
+    clean = Resources(100, 0, 0, 1024, 8, 10, 8, 8, 500, 100, 1, 0)
     assert not faults(clean, H200, products=True, wide=True)
-    for change in ({"spills": 1}, {"stack": 8}, {"shared": 228 << 10}, {"matrix": 0}, {"wide_loads": 0}):
+    for change in (
+        {"spills": 1},
+        {"stack": 8},
+        {"shared": 228 << 10},
+        {"matrix": 0},
+        {"wide_loads": 0},
+        {"waits": 0},
+        {"serialised": 12},
+    ):
         assert faults(clean._replace(**change), H200, products=True, wide=True)
     assert not faults(clean._replace(matrix=0, wide_loads=0), H200, products=False, wide=False)
 

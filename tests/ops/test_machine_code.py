@@ -46,11 +46,36 @@ def test_sass():
     lines = _instructions(SASS, SASS_LINE)
     assert len([line for line in lines if not line.startswith(".L")]) == 10
     assert lines[1] == "BRA `(.L_x_0) ;"  # without its predicate
-    assert _main_loop(lines) == 4  # neither the jump out of the rare path nor the trap at the end
+    assert len(_main_loop(lines)) == 4  # neither the jump out of the rare path nor the trap at the end
 
 
 def test_gcn():
     lines = _instructions(GCN, GCN_LINE)
     assert [line for line in lines if line.startswith(".L")] == [".LBB0_2:", ".LBB0_1:"]
     assert len(lines) == 8
-    assert _main_loop(lines) == 2  # the inner of two
+    assert len(_main_loop(lines)) == 2  # the inner of two
+
+
+TWO_LOOPS = """
+.L_x_1:
+        /*0010*/                   DEPBAR.LE SB0, 0x1 ;
+        /*0020*/                   HGMMA.64x64x16.F32.BF16 R4, gdesc[UR4], R4 ;
+        /*0030*/              @!P1 BRA `(.L_x_1) ;
+.L_x_2:
+        /*0040*/                   DEPBAR.LE SB0, 0x0 ;
+        /*0050*/                   FSEL R4, R4, -INF , !P0 ;
+        /*0060*/                   HGMMA.64x64x16.F32.BF16 R4, gdesc[UR4], R4 ;
+        /*0070*/              @!P1 BRA `(.L_x_2) ;
+.L_x_3:
+        /*0080*/                   IADD3 R1, R1, 0x1, RZ ;
+        /*0090*/                   IADD3 R1, R1, 0x1, RZ ;
+        /*00a0*/                   IADD3 R1, R1, 0x1, RZ ;
+        /*00b0*/                   IADD3 R1, R1, 0x1, RZ ;
+        /*00c0*/              @!P1 BRA `(.L_x_3) ;
+"""
+
+
+def test_the_main_loop_has_products_and_no_masks():
+    """The one with masks is longer and turns once per tile of rows; a loop without products is none of it."""
+    loop = _main_loop(_instructions(TWO_LOOPS, SASS_LINE))
+    assert len(loop) == 3 and loop[0] == "DEPBAR.LE SB0, 0x1 ;"

@@ -16,6 +16,13 @@ if not INTERPRETING and not torch.cuda.is_available():
     collect_ignore_glob = ["test_*.py"]
 
 
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Outside of the interpreter these are tests of a GPU: ``pytest -m gpu``."""
+    for item in items:
+        if not INTERPRETING and "tests/ops/triton" in item.path.as_posix():
+            item.add_marker(pytest.mark.gpu)
+
+
 @pytest.fixture
 def device() -> torch.device:
     return torch.device("cpu" if INTERPRETING else "cuda")

@@ -126,6 +126,15 @@ def test_counts_of_none_one_and_all(block_size, dtype, splits, device):
     assert not ops.sparse_decode(*args[:3], args[3][..., :0], args[4], block_size).any()
 
 
+def test_the_counts_of_a_selection_change_nothing(splits, device):
+    q, k, v = (x.to(device) for x in cache(2, 2, 4, 150, dtype=F16))
+    lengths = torch.tensor([150, 17], device=device)
+    for rule in ({"token_budget": 64}, {"threshold": 0.1}):
+        chosen = ops.select_blocks(torch.randn(2, 2, 10, device=device), lengths, block_size=16, **rule)
+        want = ops.sparse_decode(q, k, v, chosen.indices, lengths, 16)
+        assert torch.equal(ops.sparse_decode(q, k, v, chosen.indices, lengths, 16, counts=chosen.counts), want)
+
+
 def test_blocks_beyond_the_length_are_passed_over(splits, device):
     q, k, v = cache(1, 2, 2, 96)
     lengths, honest = torch.tensor([40]), torch.tensor([[[0, 1], [2, -1]]])

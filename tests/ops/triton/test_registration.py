@@ -41,9 +41,9 @@ def arguments(step, op):
     return {
         "select_blocks": [(step["scores"], lengths, 16, *rule, 1) for rule in ((48, None, None), (None, 0.1, None))],
         "decode_attention": [
-            (q, k, v, indices, lengths, 16, 0.2, sinks, 3.0, None),
-            (q, k[..., :48, :], v[..., :48, :], indices, lengths, 16, 0.2, None, None, table),
-            (q, k, v, None, None, 1, 0.2, None, None, None),
+            (q, k, v, indices, None, lengths, 16, 0.2, sinks, 3.0, None),
+            (q, k[..., :48, :], v[..., :48, :], indices, None, lengths, 16, 0.2, None, None, table),
+            (q, k, v, None, None, None, 1, 0.2, None, None, None),
         ],
         "pool_keys": [(k, 16, KINDS, None), (k, 17, ["avg"], lengths)],
         "update_compressed_keys": [
@@ -70,7 +70,7 @@ def decode(step):
         step["scores"] + step["compressed"].sum(-1), step["lengths"], block_size=16, token_budget=48
     )
     q, k, v, lengths = (step[name] for name in ("q", "k", "v", "lengths"))
-    sparse = ops.sparse_decode(2 * q, k, v, chosen.indices, lengths, 16)
+    sparse = ops.sparse_decode(2 * q, k, v, chosen.indices, lengths, 16, counts=chosen.counts)
     return chosen, sparse + ops.dense_decode(q, k, v, lengths), pooled.sum()
 
 

@@ -1,0 +1,532 @@
+"""Is every kernel right on this GPU, and how near to what the GPU can do? One command, at most ten minutes on an H100.
+
+    python benchmarks/gpu_check.py                       # everything; needs torch, triton and transformers only
+    python benchmarks/gpu_check.py --only right large    # some steps
+    python benchmarks/gpu_check.py --list
+
+The cheapest steps come first. Each runs in a process of its own with a deadline, so that neither a kernel that hangs
+nor one that breaks the device keeps the others from running. The JSON is saved after each step, and the verdict at
+the end has a line per kernel: right or wrong, its share of the roofline, and how it compares with its best peer.
+
+Without a GPU the same plan runs with tiny shapes in Triton's interpreter: that tests this script, and the times say
+nothing. Exits with 1 if a kernel is wrong or a step did not end.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+import traceback
+from collections.abc import Callable, Iterator
+from functools import partial
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from common import RESULTS, provenance, read_bandwidth, timed, timed_rotated
+from torch import Tensor
+
+from seergate import ops
+from seergate.ops import reference
+
+ON_GPU = torch.cuda.is_available()
+DEVICE = torch.device("cuda" if ON_GPU else "cpu")
+# The interpreter multiplies matrices of bfloat16 wrongly.
+NARROW, NARROW_LIMIT = (torch.bfloat16, 2e-2) if ON_GPU else (torch.float16, 4e-3)
+Row = dict[str, Any]
+
+
+def sizes(full: Any, tiny: Any) -> Any:
+    """What a GPU gets, and what the interpreter does."""
+    return full if ON_GPU else tiny
+
+
+def randn(*shape: int, dtype: torch.dtype = NARROW) -> Tensor:
+    return torch.randn(shape, device=DEVICE, dtype=torch.float32).to(dtype)
+
+
+def compared(kernel: str, case: str, got: Tensor, want: Tensor, limit: float) -> Row:
+    """Relative error of a result. 0 as the limit asks for equality."""
+    got, want = got.detach().double().cpu(), want.detach().double().cpu()
+    error = float((got - want).norm() / want.norm().clamp(min=1e-30))
+    right = torch.equal(got, want) if limit == 0 else error < limit  # NaN is not
+    return {"kernel": kernel, "case": case, "error": error, "limit": limit, "right": right}
+
+
+def exact_decode(q: Tensor, k: Tensor, v: Tensor, indices: Tensor | None, lengths: Tensor, block: int) -> Tensor:
+    """Attention of one token per row in float64, a row at a time."""
+    rows = []
+    for b in range(len(q)):
+        token = torch.arange(k.shape[2], device=k.device)
+        read = (token < lengths[b]).expand(k.shape[1], -1)
+        if indices is not None:
+            chosen = torch.zeros(k.shape[1], k.shape[2] // block + 2, dtype=torch.bool, device=k.device)
+            chosen.scatter_(1, indices[b].long() % chosen.shape[1], True)  # padding falls on the last one
+            chosen[:, -1] = False
+            read = read & chosen.gather(1, (token // block).expand(k.shape[1], -1))
+        k64, v64 = (x[b].double().masked_fill(~read[..., None], 0) for x in (k, v))
+        scores = q[b].double().unflatten(0, (k.shape[1], -1)) @ k64.transpose(1, 2) / math.sqrt(q.shape[-1])
+        rows.append((scores.masked_fill(~read[:, None], -math.inf).softmax(-1) @ v64).flatten(0, 1))
+    return torch.stack(rows)
+
+
+# ------------------------------------------------------------------------------------------------------- the steps
+
+
+def machine() -> Iterator[Row]:
+    """What the GPU reads, copies and multiplies at best: the roofline of the later steps."""
+    if ON_GPU:
+        yield {"gpu": torch.cuda.get_device_name(), "read_bytes_per_second": read_bandwidth(DEVICE, 10)}
+    else:
+        yield {"gpu": None, "read_bytes_per_second": None}
+    side = sizes(8192, 64)
+    a, b = randn(side, side), randn(side, side)
+    ms = timed_rotated([lambda: a @ b], 10, DEVICE)["min"]
+    yield {"flops_per_second": 2 * side**3 / ms * 1e3}
+    x = torch.empty(sizes(2**30, 2**16), dtype=torch.uint8, device=DEVICE)
+    y = torch.empty_like(x)
+    yield {"copy_bytes_per_second": 2 * x.numel() / timed_rotated([lambda: y.copy_(x)], 10, DEVICE)["min"] * 1e3}
+
+
+def right() -> Iterator[Row]:
+    """Every op against float64, with NaN wherever nothing may be read."""
+    yield from right_decode()
+    yield from right_select()
+    yield from right_keys()
+    yield from right_teacher()
+
+
+def right_decode() -> Iterator[Row]:
+    cases = sizes(
+        [
+            (dim, block, group, length)
+            for dim, block in ((64, 64), (128, 16), (128, 64), (128, 128), (256, 64))
+            for group, length in ((1, 500), (4, 32768), (5, 3001), (8, 131072))
+        ],
+        [(64, 16, 5, 77)],
+    )
+    for dim, block, group, length in cases:
+        lengths = torch.tensor([length, max(1, length // 3)], device=DEVICE)
+        capacity = -(-(length + 9) // block) * block
+        q, k, v = randn(2, 2 * group, dim), randn(2, 2, capacity, dim), randn(2, 2, capacity, dim)
+        scores = randn(2, 2, capacity // block, dtype=torch.float32)
+        chosen = ops.select_blocks(scores, lengths, block_size=block, token_budget=max(block, length // 10))
+        beyond = torch.arange(capacity, device=DEVICE) >= lengths[:, None]
+        k, v = (x.masked_fill(beyond[:, None, :, None], math.nan) for x in (k, v))
+        name = f"d{dim} block {block} group {group} length {length}"
+        want = exact_decode(q, k, v, chosen.indices, lengths, block)
+        for counts in (None, chosen.counts):
+            got = ops.sparse_decode(q, k, v, chosen.indices, lengths, block, counts=counts)
+            yield compared("sparse_decode", name, got, want, NARROW_LIMIT)
+        want = exact_decode(q, k, v, None, lengths, block)
+        yield compared("dense_decode", name, ops.dense_decode(q, k, v, lengths), want, NARROW_LIMIT)
+        pages = [x.unflatten(2, (-1, block)).transpose(1, 2).flatten(0, 1) for x in (k, v)]
+        table = torch.arange(len(pages[0]), device=DEVICE).view(2, -1)
+        got = ops.sparse_decode(q, *pages, chosen.indices, lengths, block, page_table=table)
+        want = exact_decode(q, k, v, chosen.indices, lengths, block)
+        yield compared("sparse_decode", f"{name}, pages", got, want, NARROW_LIMIT)
+
+
+def right_select() -> Iterator[Row]:
+    for blocks in sizes((512, 2048, 8192), (40,)):
+        scores = randn(2, 2, blocks, dtype=torch.float32).mul(4).round()  # many ties
+        scores[0, :, ::7], scores[1, :, 3] = math.nan, math.inf
+        lengths = torch.tensor([16 * blocks, 16 * blocks // 3], device=DEVICE)
+        for rule in ({"token_budget": 16 * max(4, blocks // 10)}, {"threshold": 1e-3}, {"top_p": 0.9}):
+            got = ops.select_blocks(scores, lengths, block_size=16, **rule)
+            want = reference.select_blocks(scores.cpu(), lengths.cpu(), block_size=16, **rule)
+            width = want.indices.shape[-1]
+            name = f"{blocks} blocks, {next(iter(rule))}"
+            yield compared("select_blocks", name, got.indices[..., :width], want.indices, 0)
+            yield compared("select_blocks", name, got.counts, want.counts, 0)
+
+
+def right_keys() -> Iterator[Row]:
+    block, dim = sizes((64, 128), (16, 32))
+    k, lengths = randn(2, 2, 5 * block, dim), torch.tensor([5 * block, block + 3])
+    for kind, limit in (("max", 0), ("min", 0), ("avg", float(torch.finfo(NARROW).eps))):
+        want = reference.pool_keys(k.cpu(), block, (kind,), lengths)
+        yield compared("pool_keys", kind, ops.pool_keys(k, block, (kind,), lengths.to(DEVICE)), want, limit)
+    for dtype, limit in ((NARROW, 3e-2), (torch.float32, 2e-5)):
+        new, recent = randn(2, 2, dim, dtype=dtype), randn(2, 2, 2 * block, dim, dtype=dtype)
+        weight, norm = randn(2, 3 * dim, dim, dtype=dtype) / math.sqrt(dim), randn(dim, dtype=dtype)
+        compressed, freq = randn(2, 2, 5, dim, dtype=dtype), torch.rand(dim // 2, device=DEVICE)
+        ends = torch.tensor([4 * block, block + 3])
+        exact = [x.double().cpu() for x in (new, recent, compressed, weight, norm, freq)]
+        extras = {"norm_weight": exact[4], "inv_freq": exact[5]}
+        reference.update_compressed_keys(exact[0], ends, *exact[1:4], block_size=block, **extras)
+        extras = {"norm_weight": norm, "inv_freq": freq}
+        ops.update_compressed_keys(new, ends.to(DEVICE), recent, compressed, weight, block, **extras)
+        yield compared("update_compressed_keys", str(dtype), compressed, exact[2], limit)
+        yield compared("update_compressed_keys", f"{dtype}, ring", recent, exact[1], 0)
+
+
+def right_teacher() -> Iterator[Row]:
+    lengths = sizes([300, 0, 1, 63, 64, 257], [21, 0, 1, 16])
+    cu, tokens = torch.tensor([0, *lengths]).cumsum(0).int(), sum(lengths)
+    for block, group, gate_dtype in sizes(
+        [(b, g, torch.float32) for b, g in ((8, 5), (16, 4), (32, 7), (64, 4), (128, 8), (256, 1))]
+        + [(64, 4, NARROW), (64, 8, NARROW)],
+        [(8, 5, torch.float32)],
+    ):
+        dim = sizes(128, 16)
+        blocks = sum(-(-length // block) for length in lengths)
+        q, k, v = randn(tokens, 2 * group, dim), randn(tokens, 2, dim), randn(tokens, 2, dim)
+        qg, kg = randn(tokens, 2, dim, dtype=gate_dtype), randn(blocks, 2, dim, dtype=gate_dtype)
+        name = f"block {block} group {group} gates {str(gate_dtype).removeprefix('torch.')}"
+        exact = [x.double().cpu() for x in (q, k, v)]
+        want = reference.attention_with_block_targets(*exact, cu, block)
+        got = ops.attention_with_block_targets(q, k, v, cu, block)
+        past = want.log_targets > -math.inf
+        yield compared("attention_with_block_targets", f"{name}, output", got.output, want.output, NARROW_LIMIT)
+        yield compared("attention_with_block_targets", f"{name}, lse", got.lse, want.lse, 1e-5)
+        found = got.log_targets.cpu()[past]
+        yield compared("attention_with_block_targets", f"{name}, targets", found, want.log_targets[past], 2e-5)
+        sides = [x.double().cpu().requires_grad_() for x in (qg, kg)]
+        options: dict[str, Any] = {"row_start": 0.25, "recall_budgets": (2 * block,)}
+        want_loss, want_stats = reference.gate_kl(*exact[:2], *sides, cu, block, **options)
+        wanted = torch.autograd.grad(want_loss, sides)
+        limit = 1e-4 if gate_dtype == torch.float32 else 2e-2
+        for lse in (None, got.lse):
+            here = [qg.requires_grad_(), kg.requires_grad_()]
+            loss, stats = ops.gate_kl(q, k, *here, cu, block, lse=lse, **options)
+            case = name + ", lse known" * (lse is not None)
+            yield compared("gate_kl", f"{case}, loss", loss, want_loss, 1e-5 if gate_dtype == torch.float32 else limit)
+            yield compared("gate_kl", f"{case}, recall", stats.recall, want_stats.recall, 1e-3)
+            for which, a, b in zip(("dqg", "dkg"), torch.autograd.grad(loss, here), wanted, strict=True):
+                yield compared("gate_kl", f"{case}, {which}", a, b, limit)
+
+
+def large() -> Iterator[Row]:
+    """Long packs: their last rows in float64, two runs to the last bit; and offsets beyond 2^31."""
+    import distill
+
+    for length, block in sizes(((32768, 64), (131072, 16)), ((96, 16),)):
+        shape = {"kv_heads": 8, "group": 4, "head_dim": 128, "gate_dim": 128}
+        if not ON_GPU:
+            shape = {"kv_heads": 1, "group": 2, "head_dim": 16, "gate_dim": 16}
+        case = distill.Case(length, block, argparse.Namespace(device=str(DEVICE), dtype=NARROW, **shape))
+        case.qg, case.kg = (x.detach().float().requires_grad_() for x in (case.qg, case.kg))
+        for name, error in case.errors().items():
+            fact = {"case": f"{length} tokens, block {block}, {name}", "error": error, "limit": 1e-4}
+            yield {"kernel": "gate_kl", **fact, "right": error < 1e-4}
+        first, second = case.gate_kl(), case.gate_kl()
+        for name, a, b in zip(("loss", "dqg", "dkg"), first, second, strict=True):
+            yield compared("gate_kl", f"{length} tokens, block {block}, {name} again", a, b, 0)
+    far = 2**31 + 64
+    buffer = torch.empty(2 * far if ON_GPU else 4096, dtype=NARROW, device=DEVICE)
+    k = buffer.as_strided((2, 1, 64, 16), (far if ON_GPU else 2048, 1024, 16, 1))
+    k.copy_(randn(2, 1, 64, 16))
+    q, lengths, indices = randn(2, 2, 16), torch.full((2,), 64, device=DEVICE), torch.zeros(2, 1, 1).int().to(DEVICE)
+    want = exact_decode(q, k, k, indices, lengths, 64)
+    got = ops.sparse_decode(q, k, k, indices, lengths, 64)
+    yield compared("sparse_decode", "offsets beyond 2^31", got, want, NARROW_LIMIT)
+
+
+def sanitizer() -> Iterator[Row]:
+    """NVIDIA's compute-sanitizer on the small cases of `right`."""
+    tool = shutil.which("compute-sanitizer")
+    if not ON_GPU or tool is None:
+        yield {"skipped": "no compute-sanitizer here"}
+        return
+    for check in ("memcheck", "racecheck"):
+        command = [tool, "--tool", check, "--error-exitcode", "9", sys.executable, __file__, "--step", "tiny"]
+        done = subprocess.run(command, capture_output=True, text=True, check=False)
+        summary = [line for line in done.stdout.splitlines() if "ERROR SUMMARY" in line or "RACECHECK SUMMARY" in line]
+        yield {
+            "kernel": "all",
+            "case": check,
+            "right": done.returncode == 0,
+            "said": summary[-1:] or done.stderr[-500:],
+        }
+
+
+def tiny() -> Iterator[Row]:
+    """Every kernel once, small: what the sanitizer runs, which makes everything some hundred times as slow."""
+    global sizes
+    sizes = lambda full, tiny: tiny  # noqa: E731
+    yield from right()
+
+
+def generation() -> Iterator[Row]:
+    """`generate`: a budget that covers everything gives the plain model's tokens, on every kind of cache."""
+    import seergate
+
+    model = small_model(layers=2)
+    bank = seergate.GateBank.for_model(model, seergate.GateConfig(block_size=16, gate_dim=16)).to(DEVICE)
+    ids = torch.randint(1, 100, (2, 50), device=DEVICE)
+    new = sizes(200, 5)
+    want = model.generate(input_ids=ids, max_new_tokens=new)
+    ways: dict[str, Row] = {"dynamic": {}, "static": {"cache_implementation": "static", "disable_compile": True}}
+    if ON_GPU:
+        ways["static, compiled"] = {"cache_implementation": "static"}
+    for name, options in ways.items():
+        with seergate.attached(model, bank, token_budget=16 * 64):
+            got = model.generate(input_ids=ids, max_new_tokens=new, **options)
+        yield {"kernel": "generate", "case": f"{name} cache", "right": torch.equal(got, want)}
+    sparse = {}
+    for name, options in ways.items():
+        with seergate.attached(model, bank, token_budget=48):
+            sparse[name] = model.generate(input_ids=ids, max_new_tokens=new, **options)
+    for name, tokens in sparse.items():
+        same = torch.equal(tokens, sparse["dynamic"])
+        yield {"kernel": "generate", "case": f"{name} cache, 48 tokens read", "right": same}
+
+
+def small_model(**changes: int) -> Any:
+    """A model of Qwen3's kind with random weights in fp32."""
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    shape = {"hidden_size": 64, "intermediate_size": 96, "heads": 4, "kv_heads": 2, "head_dim": 16, "layers": 2}
+    shape |= {"vocabulary": 128} | changes
+    config = AutoConfig.for_model(
+        "qwen3",
+        vocab_size=shape["vocabulary"],
+        hidden_size=shape["hidden_size"],
+        intermediate_size=shape["intermediate_size"],
+        num_hidden_layers=shape["layers"],
+        num_attention_heads=shape["heads"],
+        num_key_value_heads=shape["kv_heads"],
+        head_dim=shape["head_dim"],
+        initializer_range=0.2 if shape["layers"] < 10 else 0.02,
+        max_position_embeddings=1 << 18,
+        eos_token_id=None,
+    )
+    dtype = torch.float32 if shape["layers"] < 10 else NARROW
+    with DEVICE:  # weights are drawn where they will be: eight billion of them on a CPU take minutes
+        return AutoModelForCausalLM.from_config(config, dtype=dtype).eval()
+
+
+def decode_times() -> Iterator[Row]:
+    """Attention of one token, and the gate's selection, against the best dense kernel here."""
+    import decode
+    from dense_baselines import available
+
+    shape: Row = {"kv_heads": 8, "group": 4, "head_dim": 128, "gate_dim": 128, "block_size": 64, "max_gib": 24.0}
+    if not ON_GPU:
+        shape |= {"kv_heads": 2, "group": 2, "head_dim": 16, "gate_dim": 8, "block_size": 16, "max_gib": 0.1}
+    options = argparse.Namespace(device=str(DEVICE), dtype=NARROW, repeats=sizes(15, 1), seconds=1.0, **shape)
+    with torch.inference_mode():
+        q, k, v = randn(2, 4, 64), randn(2, 2, 512, 64), randn(2, 2, 512, 64)
+        dense, left_out = available(q, k, v, NARROW_LIMIT)
+        dense = {name: build for name, build in dense.items() if name != "flex"}  # compiles for each cell
+        yield {"peers": list(dense), "left_out": left_out}
+        bandwidth = read_bandwidth(DEVICE, 5) if ON_GPU else 1e9
+        for batch in sizes((1, 4, 16), (1,)):
+            for length in sizes((8192, 32768, 131072), (64,)):
+                budgets = {f"sparsity {s}": math.ceil(length * (1 - s) / 64) * 64 for s in (0.5, 0.9)}
+                for cell in decode.cells(batch, length, budgets, dense, bandwidth, options):
+                    fact = {"case": f"batch {batch}, {length} tokens, {cell['series']}", **cell}
+                    yield {"kernel": "sparse_decode", "peer": cell.get("best_dense"), **fact}
+
+
+def teacher_times() -> Iterator[Row]:
+    """The teacher's kernels at 32k tokens: stages, loops and scratch, beside PyTorch's own attention."""
+    from torch.nn.attention import SDPBackend, sdpa_kernel
+
+    from seergate.ops.triton_impl import packs, teacher
+
+    tokens, heads, kv_heads, dim, block = sizes((32768, 32, 8, 128, 64), (64, 4, 2, 16, 16))
+    q, k, v = randn(tokens, heads, dim), randn(tokens, kv_heads, dim), randn(tokens, kv_heads, dim)
+    cu, shipped, scratch = torch.tensor([0, tokens]).int(), teacher.teacher_launch, teacher.SCRATCH_BYTES
+    flops = tokens * tokens * heads * dim
+
+    def row(kernel: str, case: str, run: Callable[[], Any], work: float) -> Row:
+        ms = timed(run, sizes(5, 1), DEVICE)["min"]
+        return {"kernel": kernel, "case": case, "ms": ms, "tflops": work / ms / 1e9}
+
+    lse = ops.attention_with_block_targets(q, k, v, cu, block).lse
+    for stages in (2, 3):
+        for loops in (False, True):
+            for room in (64, 256):
+                teacher.SCRATCH_BYTES = room << 20
+                teacher.teacher_launch = lambda *shape, changed=(stages, loops): shipped(*shape)._replace(
+                    num_stages=changed[0], two_loops=changed[1]
+                )
+                case = f"stages {stages}, {'two loops' if loops else 'one loop'}, {room} MiB of scratch"
+                run = partial(ops.attention_with_block_targets, q, k, v, cu, block)
+                yield row("attention_with_block_targets", case, run, 2 * flops)
+                side = teacher.Teacher(q, k, None, block, dim**-0.5, None, None)
+                pieces = [packs.Piece(0, 0, 0, tokens, 1.0)]
+                (tiles,) = packs.to_device([packs.row_tiles(pieces, side.launch().rows, packed=True)], DEVICE)
+                targets = torch.empty(tokens, kv_heads, -(-tokens // block), device=DEVICE)
+                out = torch.empty_like(lse)
+                yield row("block targets", case, partial(side.attend, tiles, None, out, targets), flops)
+                if room == 64 and not loops:
+                    known = partial(side.log_targets, tiles, targets, lse, known=True)
+                    yield row("block targets, lse known", case, known, flops)
+    teacher.teacher_launch, teacher.SCRATCH_BYTES = shipped, scratch
+    q, k, v = (x.transpose(0, 1)[None] for x in (q, k, v))
+    for backend in sizes((SDPBackend.FLASH_ATTENTION, SDPBackend.CUDNN_ATTENTION), (SDPBackend.MATH,)):
+        attention = torch.nn.functional.scaled_dot_product_attention
+        with sdpa_kernel(backend):
+            run = partial(attention, q, k, v, is_causal=True, enable_gqa=True)
+            yield row(f"peer: {backend.name.lower()}", "output only", run, 2 * flops)
+
+
+def lesson_times() -> Iterator[Row]:
+    """One layer's loss and gradients in a model of Qwen3-8B's shape, gates in fp32: milliseconds and memory."""
+    import distill
+
+    length, block = sizes((32768, 64), (64, 16))
+    shape = {"kv_heads": 8, "group": 4, "head_dim": 128, "gate_dim": 128}
+    if not ON_GPU:
+        shape = {"kv_heads": 2, "group": 2, "head_dim": 16, "gate_dim": 16}
+    case = distill.Case(length, block, argparse.Namespace(device=str(DEVICE), dtype=NARROW, **shape))
+    case.qg, case.kg = (x.detach().float().requires_grad_() for x in (case.qg, case.kg))
+    budgets = sizes((1024, 2048, 4096), (32,))
+    for name, options in {"": {}, ", recall": {"recall_budgets": budgets}}.items():
+        run = partial(case.gate_kl, row_start=0.5, **options)
+        fact = {"ms": timed(run, sizes(5, 1), DEVICE)["min"], "peak_bytes": distill.peak_bytes(run, DEVICE)}
+        yield {"kernel": "gate_kl", "case": f"a layer of {length} tokens, rows from .5{name}", **fact}
+
+
+def model_times() -> Iterator[Row]:
+    """36 layers of Qwen3-8B's shape, random weights, static cache, compiled: time per token, dense and gate."""
+    import seergate
+    from seergate import methods
+
+    full = {"hidden_size": 4096, "intermediate_size": 12288, "heads": 32, "kv_heads": 8, "head_dim": 128, "layers": 36}
+    model = small_model(**sizes(full | {"vocabulary": 32768}, {}))
+    bank = seergate.GateBank.for_model(model, seergate.GateConfig(block_size=sizes(64, 16), gate_dim=sizes(128, 16)))
+    bank = bank.to(DEVICE, model.dtype)
+    new = sizes(24, 3)
+    for batch, length in sizes(((1, 32768), (8, 32768), (1, 131072)), ((1, 40),)):
+        ids, per_token = torch.randint(1, 100, (batch, length), device=DEVICE), {}
+        for name, method in {"dense": methods.Dense(), "gate": methods.Gate(bank=bank, token_budget=4096)}.items():
+            with seergate.attached(model, method):
+                run = partial(model.generate, ids, cache_implementation="static")
+                prefill, whole = (
+                    timed(partial(run, max_new_tokens=tokens), 1, DEVICE)["min"] for tokens in (1, 1 + new)
+                )
+            per_token[name] = (whole - prefill) / new
+            fact = {"case": f"batch {batch}, {length} tokens, {name}", "ms": per_token[name]}
+            yield {"kernel": "generate", **fact, "prefill_ms": prefill}
+        yield {"kernel": "generate", "case": f"batch {batch}, {length} tokens", "peer": "dense",
+               "speedup": per_token["dense"] / per_token["gate"]}  # fmt: skip
+
+
+# ------------------------------------------------------------------------------------------------- running the steps
+
+
+class Step(NamedTuple):
+    """What runs, and after how many seconds it is stopped."""
+
+    run: Callable[[], Iterator[Row]]
+    seconds: int
+
+
+STEPS = {
+    "machine": Step(machine, 60),
+    "right": Step(right, 150),
+    "large": Step(large, 90),
+    "sanitizer": Step(sanitizer, 120),
+    "generation": Step(generation, 120),
+    "decode_times": Step(decode_times, 180),
+    "teacher_times": Step(teacher_times, 90),
+    "lesson_times": Step(lesson_times, 60),
+    "model_times": Step(model_times, 180),
+}
+
+
+def child(name: str, path: Path) -> None:
+    """Run one step here; a line of JSON for each row as it comes, so that nothing is lost when the step is stopped."""
+    step = tiny if name == "tiny" else STEPS[name].run
+    torch.manual_seed(0)
+    with path.open("w") as file:
+        try:
+            for row in step():
+                file.write(json.dumps(row, default=str) + "\n")
+                file.flush()
+        except BaseException as problem:
+            said = traceback.format_exception(problem)[-3:]
+            file.write(json.dumps({"failed": f"{type(problem).__name__}: {problem}", "where": "".join(said)}) + "\n")
+            raise
+
+
+def perform(name: str, seconds: float, folder: Path) -> Row:
+    """One step in a process of its own: its rows, how long it took, and how it ended."""
+    path, start = folder / f"{name}.jsonl", time.perf_counter()
+    environment = os.environ | ({} if ON_GPU else {"TRITON_INTERPRET": "1", "SEERGATE_BACKEND": "triton"})
+    command = [sys.executable, __file__, "--step", name, "--rows", str(path)]
+    process = subprocess.Popen(command, env=environment, start_new_session=True)
+    try:
+        ended = {0: "well"}.get(process.wait(seconds), "with an error")
+    except subprocess.TimeoutExpired:
+        os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
+        ended = f"stopped after {seconds:.0f} s"
+    lines = path.read_text().splitlines() if path.exists() else []
+    path.unlink(missing_ok=True)
+    return {"ended": ended, "seconds": time.perf_counter() - start, "rows": [json.loads(line) for line in lines]}
+
+
+def verdict(steps: dict[str, Row]) -> dict[str, str]:
+    """A line per kernel: right or wrong, share of the roofline, against which peer."""
+    rows = [row for step in steps.values() for row in step["rows"]]
+    lines = {}
+    for kernel in dict.fromkeys(row["kernel"] for row in rows if "kernel" in row):
+        own = [row for row in rows if row.get("kernel") == kernel]
+        checks = [row["right"] for row in own if "right" in row]
+        wrong = [row["case"] for row in own if row.get("right") is False]
+        said = [f"WRONG in {len(wrong)} of {len(checks)}: {wrong[0]}" if wrong else f"right in {len(checks)} checks"]
+        if shares := sorted(row["roofline_fraction"] for row in own if row.get("roofline_fraction") and ON_GPU):
+            said.append(f"roofline {shares[len(shares) // 2]:.2f} (median of {len(shares)})")
+        if best := max((row["tflops"] for row in own if row.get("tflops") and ON_GPU), default=0):
+            said.append(f"{best:.0f} TFLOP/s at best")
+        for row in own:
+            if row.get("speedup") and ON_GPU:
+                said.append(f"{row['speedup']:.2f}x {row['peer']} ({row['case']})")
+        lines[kernel] = "; ".join(said)
+    for name, step in steps.items():
+        failed = [row["failed"] for row in step["rows"] if isinstance(row.get("failed"), str)]
+        if step["ended"] != "well":
+            lines[f"step {name}"] = f"{step['ended']}: {failed[0] if failed else 'no error was said'}"
+    return lines
+
+
+def main() -> None:
+    """Run the steps in order, save after each, print the verdict."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--only", nargs="+", choices=STEPS, default=list(STEPS))
+    parser.add_argument("--minutes", type=float, default=10.0, help="no step begins after these")
+    parser.add_argument("--output", type=Path, default=RESULTS)
+    parser.add_argument("--list", action="store_true", help="name the steps and their deadlines")
+    parser.add_argument("--step", choices=[*STEPS, "tiny"], help=argparse.SUPPRESS)
+    parser.add_argument("--rows", type=Path, default=Path(os.devnull), help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    if options.list:
+        print("\n".join(f"{name:15} {step.seconds:4} s  {step.run.__doc__}" for name, step in STEPS.items()))
+        return
+    if options.step:
+        child(options.step, options.rows)
+        return
+    options.output.mkdir(parents=True, exist_ok=True)
+    start, steps = time.perf_counter(), dict[str, Row]()
+    path = options.output / f"gpu_check-{'gpu' if ON_GPU else 'interpreter'}.json"
+    for name in options.only:
+        left = 60 * options.minutes - (time.perf_counter() - start)
+        if left <= 0:
+            steps[name] = {"ended": "not begun", "seconds": 0.0, "rows": []}
+            continue
+        # In the interpreter a step takes as long as it takes: the deadlines are those of a GPU.
+        steps[name] = perform(name, min(left, STEPS[name].seconds) if ON_GPU else left, options.output)
+        record = {"machine": provenance(DEVICE), "interpreted": not ON_GPU, "steps": steps, "verdict": verdict(steps)}
+        path.write_text(json.dumps(record, indent=1) + "\n")
+        print(f"{name}: ended {steps[name]['ended']}, {steps[name]['seconds']:.0f} s", flush=True)
+    for kernel, line in verdict(steps).items():
+        print(f"{kernel}: {line}")
+    print("saved", path, "" if ON_GPU else "(in the interpreter: no time in it means anything)")
+    bad = any(row.get("right") is False for step in steps.values() for row in step["rows"])
+    sys.exit(bad or any(step["ended"] != "well" for step in steps.values()))
+
+
+if __name__ == "__main__":
+    main()
