@@ -53,9 +53,9 @@ def saved(release, gpu):
     return list(zip(table()[release, gpu.name], now(gpu), strict=True))
 
 
-def test_the_table_has_what_pytorch_ships_and_every_gpu():
+def test_the_table_is_made_with_what_pytorch_ships():
+    """CUDA builds of PyTorch 2.11 bring Triton 3.6.0, those of 2.13 bring 3.7.1."""
     assert {("3.6.0", "H200"), ("3.7.1", "H200")} <= set(table())
-    assert {name for _, name in table()} == {gpu.name for gpu in GPUS}
 
 
 @COLUMN
