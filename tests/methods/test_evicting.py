@@ -26,6 +26,16 @@ PROMPTS = (40, 9, 23)
 """Longer than the budget of 24, shorter, and one that the first tokens fill up."""
 
 
+def spread(values):
+    """Every method with one of the values in turn; with all others in `make soak`."""
+    values = list(values)
+    return [
+        pytest.param(name, value, marks=() if number % len(values) == i else pytest.mark.soak)
+        for number, name in enumerate(NAMES)
+        for i, value in enumerate(values)
+    ]
+
+
 def forced_run(model, method, rows, forced, each=None):
     """Logits ``[B, 1 + n, V]`` after the prompts and after each of the forced tokens ``[B, n]``."""
     batch, cache, found = left_padded(rows), DynamicCache(), []
@@ -63,8 +73,7 @@ def against_simulation(name, group, steps, lengths=PROMPTS, **options):
                 torch.testing.assert_close(layer.keys[row, head, : len(kept)], kept, rtol=1e-5, atol=1e-5)
 
 
-@pytest.mark.parametrize("group", GROUPS)
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize(("name", "group"), spread(GROUPS))
 def test_against_a_simulation_that_keeps_everything(name, group):
     """In a ragged batch of three, logits at every step and at the end the very keys that are kept."""
     against_simulation(name, group, 50)
@@ -76,7 +85,7 @@ def test_a_prompt_of_several_tiles_against_a_simulation(name):
     against_simulation(name, 4, 6, (2 * TILE + 44, TILE, TILE + 1))
 
 
-@pytest.mark.slow
+@pytest.mark.soak
 @pytest.mark.timeout(1800)
 @pytest.mark.parametrize("name", NAMES)
 def test_against_a_simulation_for_500_steps(name):
@@ -98,8 +107,7 @@ def steps_seen(monkeypatch):
     return seen
 
 
-@pytest.mark.parametrize("group", GROUPS)
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize(("name", "group"), spread(GROUPS))
 def test_a_budget_for_everything_is_the_plain_model(name, group):
     """Invariants 1 and 6: equal to dense attention at every step, alone and in a batch, twice."""
     model = model_of(group)
@@ -126,8 +134,7 @@ def places_in_order(kept, came):
     return places
 
 
-@pytest.mark.parametrize("group", GROUPS)
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize(("name", "group"), spread(GROUPS))
 def test_what_is_resident(name, group, steps_seen):
     """Invariants 2, 3 and 4: the newest key is there when its query attends, never more than the stated bound is
     resident, and whatever stays is bit for bit what came, in the order in which it came.
@@ -157,8 +164,7 @@ def test_what_is_resident(name, group, steps_seen):
                 assert places[: PROMPTS[row]] == list(range(PROMPTS[row]))
 
 
-@pytest.mark.parametrize("group", GROUPS)
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize(("name", "group"), spread(GROUPS))
 def test_a_row_is_the_same_alone_and_in_a_batch(name, group):
     """Invariants 5 and 6: whatever else is in the batch, and however often it is run."""
     model = model_of(group)
@@ -176,8 +182,7 @@ def test_a_row_is_the_same_alone_and_in_a_batch(name, group):
                 assert layer.rows.held == [together_layer.rows.held[i]], "of its own accord"
 
 
-@pytest.mark.parametrize("length", [1, 2, 5, 24, 25, 31, 100])
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize(("name", "length"), spread([1, 2, 5, 24, 25, 31, 100]))
 def test_prompts_of_any_length(name, length):
     """Invariant 7, in half precision."""
     model = model_of(4, torch.bfloat16)
@@ -186,8 +191,7 @@ def test_prompts_of_any_length(name, length):
         assert 0 < handle.stats()["density"] <= 1
 
 
-@pytest.mark.parametrize("family", ["gpt_oss", "gemma2"])
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize(("name", "family"), spread(["gpt_oss", "gemma2"]))
 def test_attention_sinks_and_capped_scores(name, family):
     """Models with sinks in the softmax or a cap on the scores: the plain model if nothing is evicted, and a row is the
     same alone and in a batch if something is.
@@ -292,7 +296,7 @@ def test_memory_is_flat_and_stays_where_it_is(name):
     assert held[0] >= layer.keys[..., :100, :].nbytes * 2
 
 
-@pytest.mark.slow
+@pytest.mark.soak
 @pytest.mark.timeout(1800)
 @pytest.mark.plain_empty
 @pytest.mark.parametrize("name", sorted({kind: name for name, kind in reversed(KINDS.items())}.values()))

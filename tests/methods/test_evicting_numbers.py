@@ -297,6 +297,7 @@ def test_random_eviction_is_uniform_and_repeats(law):
     assert both / 4000 == pytest.approx(2.5, abs=0.1)
 
 
+@pytest.mark.soak
 def test_a_reservoir_is_even_over_the_past_and_redrawing_is_not():
     from transformers import DynamicCache
 
