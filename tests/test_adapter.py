@@ -89,10 +89,11 @@ def test_load_puts_base_and_gates_together(saved):
         seergate.handle_of(model)
 
 
-def test_attach_takes_the_place_of_gates(saved):
+def test_attach_takes_the_place_of_gates(saved, monkeypatch):
     bank, path = saved
     model = tiny_model("qwen3")
-    for place in (path, str(path)):
+    monkeypatch.chdir(path.parent)
+    for place in (path, str(path), "gates"):
         with seergate.attached(model, place, token_budget=16) as handle:
             assert handle.method.token_budget == 16 and isinstance(handle.method.bank, GateBank)
             assert handle.method.bank.geometry == bank.geometry

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 import pickle
 import zipfile
@@ -242,6 +243,16 @@ def compressed(path):
             archive.writestr(name, data)
 
 
+def overlapping(path):
+    """Ten more entries, all of them the same bytes."""
+    with zipfile.ZipFile(path / "attn_gate_weights.pth", "a") as archive:
+        largest = max(archive.filelist, key=lambda entry: entry.file_size)
+        for number in range(10):
+            archive.filelist.append(copy.copy(largest))
+            archive.filelist[-1].filename = f"archive/data/x{number}"
+        archive._didModify = True
+
+
 @pytest.mark.parametrize(
     ("harm", "message"),
     [
@@ -290,6 +301,7 @@ def compressed(path):
         ),
         (lambda p: (p / "attn_gate_weights.pth").write_bytes(b""), "not a readable file of PyTorch tensors"),
         (compressed, "it is compressed"),
+        (overlapping, "its entries are larger than the file"),
     ],
 )
 def test_damage_is_named(harm, message, tmp_path):

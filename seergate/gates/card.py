@@ -328,15 +328,12 @@ def results_plot(results: Sequence[dict[str, Any]], path: Path) -> bool:
         return False
     figure = Figure(figsize=(6.4, 4.0), layout="constrained")  # no pyplot: its state would be the process's
     axes = figure.add_subplot()
-    several = len({task for task, _ in lines}) > 1
     for (task, method), points in lines.items():
         budgets, means, errors = zip(*sorted(points), strict=True)
-        axes.errorbar(
-            budgets, means, yerr=errors, marker="o", capsize=3, label=f"{method}, {task}" if several else method
-        )
+        axes.errorbar(budgets, means, yerr=errors, marker="o", capsize=3, label=f"{method}, {task}")
     for result in results:
         if result.get("method") == "dense" and result.get("accuracy") is not None:
-            label = f"dense, {result.get('task', '')}" if several else "dense"
+            label = f"dense, {result.get('task', '')}"
             axes.axhline(100 * result["accuracy"], color="black", linestyle="--", linewidth=1, label=label)
     axes.set_xscale("log", base=2)
     axes.set_xticks(sorted({budget for points in lines.values() for budget, _, _ in points}))

@@ -58,8 +58,8 @@ def read_adapter(directory: Path) -> Adapter:
 def save_adapter(adapter: Adapter, directory: str | os.PathLike[str], *, card_source: Source | None = None) -> Path:
     """Write an adapter.
 
-    Files are replaced one by one, the configuration last. It holds the SHA-256 of the weights, so that what a killed
-    process left half replaced is refused when it is read, and never taken for gates.
+    Files are replaced one by one. The configuration holds the SHA-256 of the weights, so that what a killed process
+    left half replaced is refused when it is read, and never taken for gates.
 
     Args:
         adapter: what to write.
@@ -97,7 +97,7 @@ def save_adapter(adapter: Adapter, directory: str | os.PathLike[str], *, card_so
             write_json(scratch / CONFIG_FILE, record)
             if not plotted:
                 (out / PLOT_FILE).unlink(missing_ok=True)
-            for path in sorted(scratch.iterdir(), key=lambda path: path.name == CONFIG_FILE):
+            for path in sorted(scratch.iterdir()):
                 flush(path)
                 os.replace(path, out / path.name)
         flush(out)

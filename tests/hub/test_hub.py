@@ -175,6 +175,9 @@ def test_what_an_owner_wrote_on_the_card_stays(hub, bank):
     assert "I like them." in text and text.rstrip().endswith("## Thanks") and "notes.txt" in repo.tree()
     assert metadata(text)["language"] == "en" and metadata(text)["license"] == "mit"
     assert "0.25" in text and "0.5 " not in text and text.count("# Attention gates for") == 1
+    generated = text[text.index("<!-- seergate: what") : text.index("## Thanks")]
+    bank.push_to_hub(REPO, token="writer", card=generated)
+    assert "I like them." in card(hub), "a card without own text does not replace one that has some"
 
 
 def test_a_new_branch_has_the_owners_text_too(hub, bank):
@@ -226,6 +229,8 @@ def test_base_at_its_pinned_revision_and_licence(hub, bank, tmp_path):
     with seergate.attached(expected, gates, token_budget=16):
         tokens = expected.generate(input_ids=prompt(60), max_new_tokens=12)
     assert torch.equal(model.generate(input_ids=prompt(60), max_new_tokens=12), tokens)
+    named = seergate.load(REPO, token_budget=16, base_model="org/base")
+    assert torch.equal(named.get_input_embeddings().weight, model.get_input_embeddings().weight)
     newest = seergate.load(REPO, token_budget=16, base_model=str(tmp_path / "changed"))
     assert not torch.equal(newest.get_input_embeddings().weight, model.get_input_embeddings().weight)
 
