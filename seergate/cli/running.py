@@ -88,6 +88,8 @@ def run_plan(plan: SweepPlan) -> Path:
     known = sorted(banks) if banks else [bank.config.block_size] if bank is not None else []
     specs = plan.specs(task, known)
     check_auto(specs)
+    if plan.engine == "vllm":
+        _check_served(plan, specs)
     if plan.match != MATCHES[0]:
         specs = distinct(specs)  # their budgets are found once there is a model
 
@@ -97,7 +99,8 @@ def run_plan(plan: SweepPlan) -> Path:
     methods = [spec.method(gates_of(spec)) for spec in specs if not spec.uncalibrated]
     check_model(path, methods, [gates for spec in specs if spec.has_gates and (gates := gates_of(spec)) is not None])
     encoded_prompts(load_tokenizer(path), problems, plan.options().limit(task))
-    out = Path(plan.out) if plan.out else Path("runs") / f"eval-{Path(path).name}-{task.name}"
+    engine = "" if plan.engine == "transformers" else f"-{plan.engine}"
+    out = Path(plan.out) if plan.out else Path("runs") / f"eval-{Path(path).name}-{task.name}{engine}"
     check_writable(out)
 
     import torch
@@ -143,6 +146,22 @@ def run_plan(plan: SweepPlan) -> Path:
             progress.settings = len(specs)
         evaluated(calibrated(specs))
     return out
+
+
+def _check_served(plan: SweepPlan, specs: list[MethodSpec]) -> None:
+    """Refuse what the evaluation cannot do with vLLM.
+
+    Raises:
+        SeergateError: naming it.
+    """
+    from seergate.eval.vllm_engine import check_served, engine_version
+
+    engine_version()
+    for name, default in (("workers", 0), ("match", "budget")):
+        if (value := getattr(plan, name)) != default:
+            raise SeergateError(f"{name} is {value!r}; with --engine vllm it must be left out")
+    for spec in specs:
+        check_served(spec)
 
 
 def check_model(path: str, methods: list[Method], banks: list[GateBank]) -> None:

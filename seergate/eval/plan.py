@@ -56,6 +56,7 @@ class SweepPlan:
         task_options: of the task, such as ``problems``.
         samples, max_new_tokens, max_total_tokens, seed, batch_size, measure_recall: see `RunOptions`.
         temperature, top_p, top_k, min_p: the sampling; without a temperature, the task's or the model's own.
+        engine: what generates: ``transformers``, or ``vllm`` (docs/serving.md).
         workers: that generate, by Ray; 0 generates in this process.
         ray_address: of a running Ray cluster; see `seergate.eval.sweep`.
         dtype, device, threads: how the model is loaded and run.
@@ -82,6 +83,7 @@ class SweepPlan:
     seed: int = 0
     batch_size: int | None = None
     measure_recall: bool = False
+    engine: str = "transformers"
     workers: int = 0
     ray_address: str | None = None
     dtype: str = "auto"
@@ -197,5 +199,6 @@ class SweepPlan:
             seed=self.seed,
             batch_size=self.batch_size,
             measure_recall=self.measure_recall,
+            engine=self.engine,
             **more,
         )

@@ -31,6 +31,7 @@ def run_config(
     seed: int,
     model_name: str = "",
     gates_name: str = "",
+    engine: str | None = None,
     execution: dict[str, Any] | None = None,
 ) -> dict[str, Any]:
     """The contents of `config.yaml`.
@@ -40,6 +41,7 @@ def run_config(
         samples: per problem.
         limit, sampling, seed: how answers are generated.
         model_name, gates_name: paths or Hub ids.
+        engine: what generates, with its version; ``None`` for transformers.
         execution: how it was run, as far as that does not shape results.
     """
     gates = None
@@ -72,6 +74,7 @@ def run_config(
             **asdict(sampling),
             "seed": seed,
             "ends": sorted(end_ids(model, tokenizer)),
+            **({"engine": engine} if engine is not None else {}),
         },
         "environment": environment(model.device) | grader_version(task.grader),
         "execution": {"threads": torch.get_num_threads(), **(execution or {})},

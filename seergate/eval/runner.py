@@ -30,10 +30,13 @@ from seergate.eval.run_config import prompts_of, run_config
 from seergate.eval.sampling import Sampling, sample_seed
 from seergate.eval.settings import MethodSpec
 from seergate.eval.task import Problem, Task, contents_hash
+from seergate.eval.vllm_engine import engine_version, generate_by_vllm
 from seergate.fingerprint import fingerprint, rope_of
 from seergate.hf.attach import Handle, attached
 from seergate.hf.bank import GateBank
 from seergate.methods import Dense
+
+ENGINES = ("transformers", "vllm")
 
 
 @dataclass(frozen=True)
@@ -49,6 +52,7 @@ class RunOptions:
         batch_size: samples that run together; does not shape results. ``None`` estimates what fits into memory.
         measure_recall: also measure the cheap proxies (`seergate.eval.proxies`), recall of teacher mass among them.
         model_name, gates_name: what to call them in the records; paths or Hub ids.
+        engine: what generates: ``"transformers"``, or ``"vllm"`` (`seergate.eval.vllm_engine`); it shapes results.
         on_progress: called after every sample that has been graded, one call at a time, from a thread that grades.
     """
 
@@ -61,6 +65,7 @@ class RunOptions:
     measure_recall: bool = False
     model_name: str = ""
     gates_name: str = ""
+    engine: str = ENGINES[0]
     on_progress: Callable[[Progress], None] | None = None
 
     def limit(self, task: Task) -> Limit:
@@ -84,6 +89,8 @@ class RunOptions:
         for name, value in (("samples", self.samples), ("batch_size", self.batch_size)):
             if value is not None and value < 1:
                 raise ValueError(f"{name} is {value}; it must be a positive number")
+        if self.engine not in ENGINES:
+            raise ValueError(f"engine is {self.engine!r}; it must be one of {', '.join(ENGINES)}")
         check_grader(task.grader)
         if task.grader == "math":
             check_installed()
@@ -266,6 +273,7 @@ def evaluate(
         seed=options.seed,
         model_name=options.model_name,
         gates_name=options.gates_name,
+        engine=None if options.engine == ENGINES[0] else engine_version(),
         execution={"batch_size": options.batch_size or "auto", "processes": processes},
     )
     out_dir.mkdir(parents=True, exist_ok=True)
@@ -295,6 +303,8 @@ def evaluate(
                             job = Job(spec, options.batch_size, asked[0].prompt, longest, limit, sampling)
                             if cluster is not None:
                                 cluster.generate(job, fingerprint(model), asked, sink.take)
+                            elif options.engine == "vllm":
+                                generate_by_vllm(model, tokenizer, asked, job, bank, options.gates_name, sink.take)
                             else:
                                 _generate(model, tokenizer, asked, job, handle, sink)
                 if unmeasured:

@@ -33,7 +33,7 @@ class Scores(Protocol):
         """The summaries ``[N, K, W]`` of blocks that begin at positions ``starts_N``, from their cached keys."""
         ...
 
-    def scores(self, query_RHD: Tensor, last_R: Tensor, summary_RNKW: Tensor, read: Keys) -> Tensor:
+    def scores(self, query_RHD: Tensor, last_R: Tensor, summary_KRNW: Tensor, read: Keys) -> Tensor:
         """Scores ``[R, K, N]`` of the blocks for queries at positions ``last_R``."""
         ...
 
@@ -134,7 +134,7 @@ class SparseAttention:
 
     Attributes:
         read: tokens read by rows that decode, all KV heads together, so far; ``held`` those that there were to read.
-        summaries: ``[pages, K, W]``; that of a block is at its last page, which it shares with no other block.
+        summaries: ``[K, pages, W]``; that of a block is at its last page, which it shares with no other block.
     """
 
     summaries: Tensor
@@ -165,7 +165,8 @@ class SparseAttention:
         pages = self._bind(layer, cache)
         if len(plan.starts_C):
             keys_CKSD = self._keys(pages, plan.closed_Cr)
-            self.summaries[plan.closed_Cr[:, -1]] = self.scoring.summary(keys_CKSD, plan.starts_C)
+            summary_CKW = self.scoring.summary(keys_CKSD, plan.starts_C)
+            self.summaries[:, plan.closed_Cr[:, -1]] = summary_CKW.transpose(0, 1)
         if plan.dense is not None:
             self.dense(layer, query, key, value, cache, plan.dense, output, *scales, **named)
         self.read += plan.read_all * pages.heads
@@ -185,7 +186,7 @@ class SparseAttention:
     def _bind(self, layer: Any, cache: Tensor) -> Pages:
         if self.pages is None or self.pages.cache.data_ptr() != cache.data_ptr():  # vLLM may profile with another one
             self.pages = self.kind(self.impl, layer, cache)
-            shape = (self.pages.pages, self.pages.heads, self.scoring.width)
+            shape = (self.pages.heads, self.pages.pages, self.scoring.width)
             self.summaries = torch.zeros(shape, dtype=self.scoring.dtype, device=cache.device)
         return self.pages
 
@@ -196,10 +197,11 @@ class SparseAttention:
 
     def _attend(self, pages: Pages, plan: Plan, query_RHD: Tensor) -> Tensor:
         size, run = self.method.block_size, plan.table_RNr.shape[2]
+        last_RN = plan.table_RNr[..., -1]
         scores_RKN = self.scoring.scores(
             query_RHD,
             plan.lengths_R - 1,
-            self.summaries[plan.table_RNr[..., -1]],
+            self.summaries.index_select(1, last_RN.flatten()).unflatten(1, last_RN.shape),
             lambda: self._keys(pages, plan.table_RNr.flatten(1)),
         )
         indices_RKX, counts_RK = self.method.choose(scores_RKN, plan.lengths_R)

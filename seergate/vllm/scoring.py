@@ -39,11 +39,12 @@ class GateScores:
         pooled = ops.pool_keys(self.unrotate(keys_NKSD, positions_N1S), size, self.gate.config.k_pooling)
         return self.gate.keys(pooled, starts_N[:, None])[:, :, 0]
 
-    def scores(self, query_RHD: Tensor, last_R: Tensor, summary_RNKW: Tensor, read: Keys) -> Tensor:
+    def scores(self, query_RHD: Tensor, last_R: Tensor, summary_KRNW: Tensor, read: Keys) -> Tensor:
         """Scores ``[R, K, N]`` of the blocks for queries at positions ``last_R``."""
         plain = self.unrotate(query_RHD, last_R[:, None])
         qg_RK1W = self.gate.queries(plain[:, :, None], last_R[:, None])
-        return self.gate.scores(qg_RK1W, summary_RNKW.transpose(1, 2))[:, :, 0]
+        # heads first, as the summaries lie: the product reads them where they are
+        return self.gate.scores(qg_RK1W.transpose(0, 1), summary_KRNW)[:, :, 0].transpose(0, 1)
 
 
 class QuestScores:
@@ -62,12 +63,13 @@ class QuestScores:
         """The largest and the smallest keys of blocks, ``[N, K, 2 * D]``."""
         return torch.cat((keys_NKSD.amax(2), keys_NKSD.amin(2)), -1)
 
-    def scores(self, query_RHD: Tensor, last_R: Tensor, summary_RNKW: Tensor, read: Keys) -> Tensor:
+    def scores(self, query_RHD: Tensor, last_R: Tensor, summary_KRNW: Tensor, read: Keys) -> Tensor:
         """The bounds ``[R, K, N]`` of the blocks."""
-        high_RKDN, low_RKDN = summary_RNKW.permute(0, 2, 3, 1).float().chunk(2, 2)
-        query_RKGD = query_RHD.unflatten(1, (high_RKDN.shape[1], -1)).float()
-        bound_RKGN = query_RKGD.clamp(min=0) @ high_RKDN + query_RKGD.clamp(max=0) @ low_RKDN
-        return bound_RKGN.mean(2) if self.group_reduction == "mean" else bound_RKGN.amax(2)
+        high_KRDN, low_KRDN = summary_KRNW.float().transpose(-1, -2).chunk(2, 2)
+        query_KRGD = query_RHD.unflatten(1, (len(high_KRDN), -1)).float().transpose(0, 1)
+        bound_KRGN = query_KRGD.clamp(min=0) @ high_KRDN + query_KRGD.clamp(max=0) @ low_KRDN
+        bound_KRN = bound_KRGN.mean(2) if self.group_reduction == "mean" else bound_KRGN.amax(2)
+        return bound_KRN.transpose(0, 1)
 
 
 class OracleScores:
@@ -87,7 +89,7 @@ class OracleScores:
         """Nothing is kept of a block."""
         return keys_NKSD.new_empty(*keys_NKSD.shape[:2], 0)
 
-    def scores(self, query_RHD: Tensor, last_R: Tensor, summary_RNKW: Tensor, read: Keys) -> Tensor:
+    def scores(self, query_RHD: Tensor, last_R: Tensor, summary_KRNW: Tensor, read: Keys) -> Tensor:
         """The largest log-probability that a query head of the group gives to a key of the block, ``[R, K, N]``."""
         keys_RKTD = read().float()
         query_RKGD = query_RHD.unflatten(1, (keys_RKTD.shape[1], -1)).float()

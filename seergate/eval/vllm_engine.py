@@ -1,0 +1,140 @@
+"""Generation by vLLM instead of transformers: the same samples, asked of an engine of its own (docs/serving.md)."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+from seergate.errors import SeergateError
+from seergate.eval.cluster import Job
+from seergate.eval.engine import Generation, Request, encode, end_ids
+from seergate.eval.settings import MethodSpec
+from seergate.gates.bank import Gates
+from seergate.methods import Dense
+from seergate.vllm.settings import SERVED
+
+RULES = ("token_budget", "threshold", "top_p", "dense_layers")
+"""What can be said of a method inside vLLM."""
+
+
+def check_served(spec: MethodSpec) -> None:
+    """Refuse what vLLM cannot run.
+
+    Raises:
+        SeergateError: naming the method or its option.
+    """
+    if spec.name not in (Dense.name, *SERVED):
+        raise SeergateError(
+            f"the method {spec.name!r} does not run inside vLLM; with --engine vllm it must be one of "
+            f"{', '.join((Dense.name, *SERVED))}"
+        )
+    other = sorted(spec.options.keys() - {*RULES, "block_size"})
+    if other:
+        raise SeergateError(f"the option {other[0]!r} of {spec.name!r} does not exist inside vLLM; leave it out")
+
+
+def engine_version() -> str:
+    """What stands in a run's configuration.
+
+    Raises:
+        SeergateError: if vLLM is not installed.
+    """
+    try:
+        import vllm
+    except ImportError as error:
+        raise SeergateError(
+            f"--engine vllm needs vLLM, which cannot be imported ({error}); see docs/serving.md"
+        ) from error
+    return f"vllm {vllm.__version__}"
+
+
+def generate_by_vllm(
+    model: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase,
+    requests: Sequence[Request],
+    job: Job,
+    bank: Gates | None,
+    gates: str,
+    on_finished: Callable[[Generation], None],
+) -> None:
+    """Generate samples, all asked at once; each step's time is divided among the rows that took it.
+
+    Args:
+        model: says what vLLM loads, in which dtype, and which tokens end an answer.
+        tokenizer: the model's.
+        requests: the samples.
+        job: the method, the limits and the sampling.
+        bank: the gates; ``gates`` is where vLLM reads them.
+        gates: adapter directory or Hub repository.
+        on_finished: gets every sample in the step in which it ends.
+    """
+    from vllm import LLM
+    from vllm.distributed import cleanup_dist_env_and_memory
+
+    spec, ends = job.spec, sorted(end_ids(model, tokenizer))
+    llm = LLM(
+        str(model.config.name_or_path),
+        dtype=str(model.dtype).removeprefix("torch."),
+        max_model_len=job.longest,
+        max_num_seqs=job.batch_size,
+        block_size=bank.config.block_size if spec.has_gates and bank is not None else spec.block_size,
+        additional_config=additional_config(spec, gates),
+    )
+    try:
+        engine, seconds = llm.llm_engine, dict.fromkeys(map(str, range(len(requests))), 0.0)
+        for number, request in enumerate(requests):
+            ids = encode(tokenizer, request.prompt)
+            engine.add_request(str(number), {"prompt_token_ids": ids}, _parameters(job, request, len(ids), ends))
+        while engine.has_unfinished_requests():
+            began = time.perf_counter()
+            outputs = engine.step()
+            spent = (time.perf_counter() - began) / max(1, len(outputs))
+            for output in outputs:
+                seconds[output.request_id] += spent
+                if not output.finished:
+                    continue
+                tokens = tuple(output.outputs[0].token_ids)
+                stopped = tokens[-1] in ends
+                on_finished(
+                    Generation(
+                        request=requests[int(output.request_id)],
+                        completion=str(tokenizer.decode(tokens[:-1] if stopped else tokens)),
+                        token_ids=tokens,
+                        n_prompt_tokens=len(output.prompt_token_ids),
+                        finish_reason="stop" if stopped else "length",
+                        seconds=seconds[output.request_id],
+                        costs={},
+                    )
+                )
+    finally:
+        del llm
+        cleanup_dist_env_and_memory()
+
+
+def additional_config(spec: MethodSpec, gates: str) -> dict[str, Any]:
+    """What the plugin is told (`seergate.vllm.settings`); nothing for ``dense``."""
+    if spec.name == Dense.name:
+        return {}
+    layers = () if spec.dense_layers is None and not spec.has_gates else spec.dense_layers
+    rules = {"token_budget": spec.token_budget, "dense_layers": layers, **spec.options}
+    settings = {name: rules[name] for name in RULES if rules.get(name) is not None}
+    return {"seergate": {"method": spec.name, **settings, **({"gates": gates} if spec.has_gates else {})}}
+
+
+def _parameters(job: Job, request: Request, prompt_tokens: int, ends: list[int]) -> Any:
+    from vllm import SamplingParams
+
+    return SamplingParams(
+        temperature=job.sampling.temperature,
+        top_k=job.sampling.top_k,
+        top_p=job.sampling.top_p,
+        min_p=job.sampling.min_p,
+        repetition_penalty=job.sampling.repetition_penalty,
+        seed=request.seed,
+        max_tokens=job.limit.of(prompt_tokens),
+        stop_token_ids=ends,
+        detokenize=False,
+    )
