@@ -50,8 +50,9 @@ from seergate.distill.engines import DistillModule, PlainEngine
 from seergate.distill.packing import PackedBatch
 from seergate.distill.plan import WORKING_BYTES, make_plan
 from seergate.gates.gate import AttnGate
-from seergate.hf import families, teacher_forward
+from seergate.hf import teacher_forward
 from seergate.hf.teacher_pass import TeacherCall
+from seergate.models import families
 from seergate.ops import GateKLStats
 from seergate.paths import shipped
 

@@ -35,8 +35,8 @@ from seergate import GateBank, GateConfig, methods
 from seergate.cache.call import PROMPT, Call
 from seergate.cache.layer import GatedLayer
 from seergate.cache.offload import Offload
-from seergate.cache.ordinary import show
 from seergate.decode.step import make_step
+from seergate.inference_mode import show
 
 SHORTER = (1.0, 0.875, 0.75, 0.5)
 """Rows of a batch are these shares of its length, in turn."""

@@ -11,8 +11,8 @@ from transformers import Qwen3Config
 from seergate import SeergateError
 from seergate.config import GateConfig
 from seergate.distill import command
-from seergate.hf.families import gate_geometry
 from seergate.hf.loading import base_config, load_base, load_tokenizer, skeleton
+from seergate.models.families import gate_geometry
 from seergate.paths import shipped
 
 TINY = "checkpoints/tiny-reasoner"

@@ -17,13 +17,13 @@ from torch.nn.functional import pad
 from transformers.cache_utils import CacheLayerMixin
 
 from seergate.cache.call import PROMPT, Call
-from seergate.cache.ordinary import ordinary_tensors
 from seergate.cache.rows import Rows
 from seergate.cache.storage import Growing, Storage
-from seergate.decode.stats import DecodeStats
 from seergate.errors import SeergateError
+from seergate.inference_mode import ordinary_tensors
 from seergate.methods.base import LayerSpec, LayerState, Method, Rotary, Step
 from seergate.methods.evicting import CompressingMethod, CompressingState, Eviction
+from seergate.stats import DecodeStats
 
 
 class GatedLayer(CacheLayerMixin):

@@ -14,10 +14,10 @@ import torch
 from torch import Tensor
 
 from seergate.cache.layer import GatedLayer
-from seergate.cache.ordinary import ordinary_tensors
 from seergate.cache.rows import Rows
-from seergate.decode.stats import DecodeStats, FixedCounts
+from seergate.inference_mode import ordinary_tensors
 from seergate.methods.base import FixedStep, Step
+from seergate.stats import DecodeStats, FixedCounts
 
 
 class FixedRows(Rows):

@@ -34,9 +34,9 @@ def kept(options: argparse.Namespace, task: Task, out: Path, tiny: bool) -> Path
     from seergate.eval.kept import kept_tokens, seen_layer
     from seergate.eval.settings import grid
     from seergate.eval.store import write_text
-    from seergate.hf.families import kv_heads
     from seergate.hf.loading import base_config, skeleton
     from seergate.methods import EvictingMethod
+    from seergate.models.families import kv_heads
     from seergate.report.attention_plots import kept_plot
     from seergate.report.tables import markdown
 

@@ -117,7 +117,7 @@ def _judge(name: str) -> int:
     from seergate.distill.config import load_train_config
     from seergate.distill.plan import architecture
     from seergate.errors import SeergateError
-    from seergate.hf.families import family_of, layer_type
+    from seergate.models.families import family_of, layer_type
 
     path = model_path(name)
     config = architecture(load_train_config(name))

@@ -171,10 +171,10 @@ def check_model(path: str, methods: list[Method], banks: list[GateBank]) -> None
     Raises:
         SeergateError: naming what does not fit.
     """
-    from seergate.hf.families import family_of
     from seergate.hf.gated_model import check_base
     from seergate.hf.loading import base_config
     from seergate.hf.resolving import check_dense_layers
+    from seergate.models.families import family_of
 
     config = base_config(path)
     family_of(config)

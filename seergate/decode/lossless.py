@@ -37,9 +37,9 @@ from seergate.cache.call import Passes
 from seergate.cache.layer import GatedLayer
 from seergate.config import Lossless
 from seergate.decode.speculation import VERIFYING_COST, DraftLength, accept_greedy, accept_sampled, cycle_cost
-from seergate.decode.stats import token_bytes
 from seergate.methods.base import Method
 from seergate.methods.selecting import SelectingMethod
+from seergate.stats import token_bytes
 
 if TYPE_CHECKING:
     from transformers.generation.streamers import BaseStreamer

@@ -18,10 +18,10 @@ from transformers.cache_utils import Cache
 from seergate.cache.batching import layers_without_return, only_rows, restored_on_error, rows_are_independent
 from seergate.cache.call import PROMPT, VERIFIED_TOKENS, Passes
 from seergate.cache.layer import GatedLayer
-from seergate.cache.ordinary import ordinary_tensors
 from seergate.config import Rectify
 from seergate.decode.compatibility import refuse
 from seergate.errors import SeergateError
+from seergate.inference_mode import ordinary_tensors
 from seergate.methods.base import Method
 from seergate.methods.selecting import SelectingMethod
 

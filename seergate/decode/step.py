@@ -18,14 +18,14 @@ from torch.nn.functional import scaled_dot_product_attention
 from seergate import ops
 from seergate.cache.call import Call
 from seergate.cache.layer import GatedLayer
-from seergate.cache.ordinary import ordinary_tensors, show
-from seergate.decode.stats import DecodeStats, Reading, bytes_to_decide, own_bytes
 from seergate.errors import SeergateError
+from seergate.inference_mode import ordinary_tensors, show
 from seergate.methods.base import FixedStep, Step
 from seergate.methods.evicting import Attended, CompressingState
 from seergate.methods.scoring import attend_and_weigh, log_probabilities
 from seergate.methods.selecting import SelectingMethod
 from seergate.ops import Selection
+from seergate.stats import DecodeStats, Reading, bytes_to_decide, own_bytes
 
 MOST_FOLDED = 64
 """A chunk of at most this many tokens is attended to with `newest_tokens_attention` in dense passes; a longer one is a

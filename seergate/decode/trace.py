@@ -25,8 +25,8 @@ from typing import Any
 import numpy as np
 
 from seergate.config import is_int
-from seergate.decode.stats import DecodeStats, Reading
 from seergate.errors import SeergateError
+from seergate.stats import DecodeStats, Reading
 
 METADATA_KEY = b"seergate"
 LINES_AT_ONCE = 1 << 16

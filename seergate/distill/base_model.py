@@ -16,8 +16,8 @@ from seergate.distill.config import TrainConfig
 from seergate.distill.distributed import World
 from seergate.errors import SeergateError, how_to_install
 from seergate.hf.bank import GateBank
-from seergate.hf.families import head_dim_of
 from seergate.hf.loading import base_config, load_base, skeleton
+from seergate.models.families import head_dim_of
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel

@@ -15,8 +15,8 @@ from seergate.distill.config import TrainConfig, locate_model
 from seergate.distill.sources import COMMIT, hub_sentences, may_be_on_hub
 from seergate.errors import SeergateError
 from seergate.gates import cached_commit
-from seergate.hf.families import base_commit
 from seergate.hf.loading import base_config
+from seergate.models.families import base_commit
 
 FILE = "commits.json"
 REVISIONS = ("revision", "data_revision")

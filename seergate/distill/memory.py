@@ -16,8 +16,8 @@ from seergate.distill.base_model import base_dtype
 from seergate.distill.config import TrainConfig
 from seergate.distill.engines import deepspeed_config
 from seergate.hf.bank import GateBank
-from seergate.hf.families import decoder_of, text_config
 from seergate.hf.teacher_forward import TILE
+from seergate.models.families import decoder_of, text_config
 from seergate.ops.torch_impl.teacher import CHUNK_BYTES_CPU, CHUNK_BYTES_DEVICE
 
 if TYPE_CHECKING:

@@ -19,8 +19,8 @@ from seergate.distill.memory import Memory, estimate_memory
 from seergate.distill.speed import measure_speed, pack_flop
 from seergate.errors import SeergateError
 from seergate.hf.bank import GateBank
-from seergate.hf.families import gate_geometry, text_config
 from seergate.hf.loading import base_config, skeleton
+from seergate.models.families import gate_geometry, text_config
 from seergate.paths import shipped
 
 if TYPE_CHECKING:

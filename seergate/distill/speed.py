@@ -21,8 +21,8 @@ from seergate import ops
 from seergate.distill.base_model import base_dtype, gate_config
 from seergate.distill.config import TrainConfig
 from seergate.hf.bank import GateBank
-from seergate.hf.families import decoder_of
 from seergate.hf.teacher_forward import distill_step
+from seergate.models.families import decoder_of
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig, PreTrainedModel

@@ -13,7 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from seergate.decode.stats import DecodeStats, Reading, RowBytes
+from seergate.stats import DecodeStats, Reading, RowBytes
 
 _SUMS = 8
 

@@ -8,21 +8,21 @@ import numpy as np
 import torch
 from transformers import PreTrainedModel
 
-from seergate.decode.stats import DecodeStats
 from seergate.eval.recurrence import answers
 from seergate.eval.sampling import Sampling
-from seergate.hf import families
 from seergate.hf.attach import attached
 from seergate.methods import EvictingMethod
 from seergate.methods.base import Step
 from seergate.methods.evicting import Eviction
+from seergate.models import families
+from seergate.stats import DecodeStats
 
 
 def seen_layer(kv_heads: Mapping[int, int], layer: int | None, head: int) -> int:
     """The layer to look at: the one that was asked for; else the first from layer 1 on, or layer 0 if that is all.
 
     Args:
-        kv_heads: of the model (`seergate.hf.families.kv_heads`).
+        kv_heads: of the model (`seergate.models.families.kv_heads`).
         layer: or ``None``.
         head: KV head to look at.
 

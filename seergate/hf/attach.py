@@ -24,16 +24,16 @@ from seergate.config import Correction, DecodeConfig, Lossless, Rectify
 from seergate.decode.compatibility import refuse
 from seergate.decode.lossless import LosslessDecoding
 from seergate.decode.rectify import Rectification
-from seergate.decode.stats import DecodeStats
 from seergate.decode.trace import Trace, TracedStats
 from seergate.errors import SeergateError
-from seergate.hf import families
 from seergate.hf.bank import GateBank
 from seergate.hf.call import LayerBinding, OneThread
 from seergate.hf.prompts import PromptReader
 from seergate.hf.resolving import check_calibration, check_dense_layers, check_gates, resolve_method
 from seergate.methods import Gate, GateOnEvictor, Method, SelectingMethod
 from seergate.methods.evicting import CompressingMethod
+from seergate.models import families
+from seergate.stats import DecodeStats
 
 _HANDLE = "_seergate_handle"
 Counts = TypeVar("Counts", bound=DecodeStats)

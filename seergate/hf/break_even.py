@@ -15,11 +15,11 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from seergate import ops
-from seergate.cache.ordinary import show
-from seergate.hf import families
-from seergate.hf.rope import Rotary
+from seergate.inference_mode import show
 from seergate.methods.base import LayerSpec, Step
 from seergate.methods.selecting import SelectingMethod, SelectingState
+from seergate.models import families
+from seergate.models.rope import Rotary
 
 MOST_BYTES = {"cpu": 256 << 20, "cuda": 1 << 30}
 """What keys and values take. They are read in turn, so that short ones lie in no cache of the processor either."""

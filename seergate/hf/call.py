@@ -26,13 +26,13 @@ from seergate.cache.call import Call, Passes
 from seergate.cache.layer import GatedLayer
 from seergate.cache.static import FixedLayer
 from seergate.cache.storage import StorageMaker
-from seergate.decode.stats import DecodeStats
 from seergate.decode.step import DenseAttention, GatedAttention
 from seergate.errors import SeergateError
-from seergate.hf import families
-from seergate.hf.rope import Rotary, modeling_module
 from seergate.methods.base import Method
 from seergate.methods.evicting import CompressingMethod
+from seergate.models import families
+from seergate.models.rope import Rotary, modeling_module
+from seergate.stats import DecodeStats
 
 ATTENTION_NAME = "seergate"
 CALL_KEYWORD = "seergate_call"

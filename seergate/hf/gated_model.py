@@ -10,10 +10,10 @@ from seergate.config import Correction, DecodeConfig
 from seergate.errors import SeergateError
 from seergate.hf.attach import attach
 from seergate.hf.bank import GateBank
-from seergate.hf.families import gate_geometry
 from seergate.hf.loading import base_config, load_base, skeleton
 from seergate.hf.resolving import check_decode_options
 from seergate.methods import Gate
+from seergate.models.families import gate_geometry
 from seergate.paths import directory_here, is_hub_id
 
 if TYPE_CHECKING:

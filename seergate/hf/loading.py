@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from seergate.errors import SeergateError, first_line
 from seergate.gates import cached_commit, is_hub_id
-from seergate.hf.families import base_commit, family_of, note_base_commit
+from seergate.models.families import base_commit, family_of, note_base_commit
 from seergate.paths import directory_here, resolve_model
 
 if TYPE_CHECKING:

@@ -22,8 +22,8 @@ from seergate.errors import SeergateError, first_line
 from seergate.gates import Adapter, check_adapter, fetch, is_hub_id
 from seergate.gates import files as adapter_files
 from seergate.gates.files import read_json, write_json
-from seergate.hf.families import gate_geometry, text_config
 from seergate.hf.loading import base_config, skeleton
+from seergate.models.families import gate_geometry, text_config
 
 CONFIG_FILE, WEIGHTS_FILE = "config.json", "attn_gate_weights.pth"
 

@@ -14,9 +14,9 @@ from seergate.config import DecodeConfig
 from seergate.errors import SeergateError
 from seergate.fingerprint import fingerprint
 from seergate.gates.bank import Gates
-from seergate.hf import families
 from seergate.hf.bank import GateBank
 from seergate.methods import METHODS, Gate, Method, SelectingMethod, make_method
+from seergate.models import families
 from seergate.paths import is_directory
 
 

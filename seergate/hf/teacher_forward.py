@@ -20,9 +20,9 @@ from seergate import ops
 from seergate.errors import SeergateError
 from seergate.gates.bank import Gates
 from seergate.gates.gate import AttnGate
-from seergate.hf import families
 from seergate.hf.packed_attention import gives_lse, packed_causal_attention
 from seergate.hf.teacher_pass import TeacherCall, intercepted_attention
+from seergate.models import families
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel

@@ -14,8 +14,8 @@ from typing import Any
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from seergate.hf import families
 from seergate.hf.call import ATTENTION_NAME, CALL_KEYWORD, Tap, register
+from seergate.models import families
 
 
 @dataclass

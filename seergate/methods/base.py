@@ -130,7 +130,7 @@ class LayerState:
     """What a method remembers of one layer during one request.
 
     Every tensor lives in ``self.rows`` with the batch axis first, so that the cache can reorder, repeat and select
-    rows without knowing the method. What the statistics count of it (`seergate.decode.stats`) is declared:
+    rows without knowing the method. What the statistics count of it (`seergate.stats`) is declared:
 
     Attributes:
         growing: the tensors ``rows[name] [B, K, N, ...]`` that grow: name -> how many tokens an entry is about.

@@ -23,10 +23,10 @@ import torch
 from torch import Tensor
 
 from seergate.cache.call import Call
-from seergate.cache.ordinary import ordinary_tensors
 from seergate.cache.rows import Rows
 from seergate.cache.storage import Storage, StorageMaker
 from seergate.errors import SeergateError
+from seergate.inference_mode import ordinary_tensors
 from seergate.methods.base import LayerState, Step
 from seergate.ops.paging import unpaged
 

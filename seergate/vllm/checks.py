@@ -12,9 +12,9 @@ from typing import Any
 from seergate.errors import SeergateError
 from seergate.fingerprint import fingerprint
 from seergate.gates.bank import Gates
-from seergate.hf.families import full_attention_modules, gate_geometry, rope_kind, text_config
 from seergate.hf.loading import skeleton
-from seergate.hf.rope import RopeKind
+from seergate.models.families import full_attention_modules, gate_geometry, rope_kind, text_config
+from seergate.models.rope import RopeKind
 from seergate.vllm.settings import Settings
 
 SUPPORTED = ("0.32", "0.33")

@@ -9,10 +9,11 @@ import pytest
 import torch
 
 from seergate import GateBank, GateConfig, SeergateError, ops
-from seergate.hf import families, packed_attention
+from seergate.hf import packed_attention
 from seergate.hf.call import Tap
 from seergate.hf.teacher_forward import distill_step
 from seergate.hf.teacher_pass import TeacherCall
+from seergate.models import families
 from seergate.ops import reference
 from seergate.ops.torch_impl.teacher import Teacher
 from tests.models import prompt, tiny_model

@@ -9,9 +9,9 @@ import torch
 
 import seergate
 from seergate import GateBank, GateConfig, SeergateError
-from seergate.hf import families
 from seergate.hf.call import Tap
-from seergate.hf.rope import modeling_module
+from seergate.models import families
+from seergate.models.rope import modeling_module
 from tests.models import FAMILIES, prompt, tiny_model
 
 UNROTATED = ("cohere2", "exaone4")

@@ -9,8 +9,8 @@ from transformers import DynamicCache, StaticCache
 import seergate
 from seergate import Lossless, Offload, Paging, Rectify, SeergateError, methods
 from seergate.decode.compatibility import REFUSED, refuse
-from seergate.hf import families
-from seergate.hf.rope import Rotary
+from seergate.models import families
+from seergate.models.rope import Rotary
 from tests.host.test_decode import BLOCK, gates
 from tests.models import left_padded, prompt, tiny_model
 

@@ -11,8 +11,8 @@ from transformers import DynamicCache
 
 import seergate
 from seergate import DecodeConfig, GateBank, GateConfig, SeergateError, methods
-from seergate.hf import families
 from seergate.hf.call import ATTENTION_NAME
+from seergate.models import families
 from tests.host.test_decode import BLOCK, all_methods, gates
 from tests.models import FAMILIES, left_padded, prompt, tiny_model
 

@@ -7,10 +7,10 @@ import torch
 
 import seergate
 from seergate import DecodeConfig, GateBank, GateConfig, methods
-from seergate.hf import families
-from seergate.hf.rope import Rotary
 from seergate.methods.base import LayerSpec, Step
 from seergate.methods.gate import published_selection
+from seergate.models import families
+from seergate.models.rope import Rotary
 from tests.models import prompt, tiny_model
 
 

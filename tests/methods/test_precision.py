@@ -6,9 +6,9 @@ import pytest
 import torch
 
 from seergate import methods
-from seergate.hf import families
-from seergate.hf.rope import Rotary
 from seergate.methods.base import LayerSpec, Step
+from seergate.models import families
+from seergate.models.rope import Rotary
 from tests.methods.evictors import EVICTORS, attention, model_of
 
 UNSCORED = ("streaming_llm", "random_evict", "kv4bit")

@@ -91,8 +91,8 @@ def test_a_constant_query_is_predicted_exactly(family):
     """The mean modulus of a constant query is that of its mean, and the score is the future logit, whatever the layout
     of RoPE (halves, interleaved, partial, with a factor, none).
     """
-    from seergate.hf import families
-    from seergate.hf.rope import Rotary
+    from seergate.models import families
+    from seergate.models.rope import Rotary
 
     model = tiny_model(family)
     layer, attention = families.full_attention_modules(model)[0]

@@ -15,7 +15,7 @@ from torch import nn
 from seergate.config import GateConfig
 from seergate.errors import SeergateError
 from seergate.geometry import ModelGeometry
-from seergate.hf.rope import RopeKind, gate_frequencies
+from seergate.models.rope import RopeKind, gate_frequencies
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -120,7 +120,7 @@ def family_of(config: Any) -> Family:
     model_type = config.get_text_config().model_type
     if model_type in FAMILIES:
         return FAMILIES[model_type]
-    reason = REFUSED.get(model_type, "its attention is not in the table of families in seergate/hf/families.py")
+    reason = REFUSED.get(model_type, "its attention is not in the table of families in seergate/models/families.py")
     raise SeergateError(
         f"models of type {model_type!r} are not supported: {reason}; supported are {', '.join(sorted(FAMILIES))}"
     )

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from seergate.cache.ordinary import ordinary_tensors
+from seergate.inference_mode import ordinary_tensors
 from seergate.methods.base import LayerState, Step
 from seergate.methods.evicting import Attended, Eviction
 from seergate.methods.selecting import SelectingState
