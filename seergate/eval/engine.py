@@ -26,7 +26,6 @@ from transformers.cache_utils import Cache
 
 from seergate.cache.batching import join_rows, keep_rows, rows_are_independent
 from seergate.cache.layer import GatedLayer
-from seergate.decode.stats import own_bytes
 from seergate.errors import SeergateError
 from seergate.eval.costs import RowStats
 from seergate.eval.memory import is_out_of_memory
@@ -36,6 +35,7 @@ from seergate.hf.attach import Handle
 from seergate.methods.evicting import CompressingState
 from seergate.methods.snapkv import SnapKVState
 from seergate.reason.sharing import saving_ratios
+from seergate.stats import own_bytes
 
 
 @dataclass(frozen=True)
