@@ -36,6 +36,13 @@ def spread(values):
     ]
 
 
+EACH = [
+    pytest.param(name, marks=() if list(KINDS.values()).index(KINDS[name]) == number else pytest.mark.soak)
+    for number, name in enumerate(NAMES)
+]
+"""The first row of each method; its variants, which keep the same tensors, in `make soak`."""
+
+
 def forced_run(model, method, rows, forced, each=None):
     """Logits ``[B, 1 + n, V]`` after the prompts and after each of the forced tokens ``[B, n]``."""
     batch, cache, found = left_padded(rows), DynamicCache(), []
@@ -207,7 +214,7 @@ def test_attention_sinks_and_capped_scores(name, family):
             assert torch.equal(alone[0, row.shape[1] :], together[i, 30:])
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", EACH)
 def test_on_a_static_cache(name):
     model, batch = model_of(4), left_padded([prompt(30, 1), prompt(7, 2)])
     with seergate.attached(model, EVICTORS[name].method(model)):
@@ -215,7 +222,7 @@ def test_on_a_static_cache(name):
         assert torch.equal(model.generate(**batch, max_new_tokens=30, cache_implementation="static"), dynamic)
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", EACH)
 def test_reordering_and_selecting_rows(name):
     model = model_of(4)
     rows = [prompt(length, seed) for seed, length in enumerate(PROMPTS)]
@@ -239,7 +246,7 @@ def test_reordering_and_selecting_rows(name):
                 mask = torch.cat((mask, torch.ones_like(ids)), 1)
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", EACH)
 def test_rows_that_come_and_go(name):
     """A row that joins others after some steps, and goes on when they have left, gives what it gives alone."""
     model = model_of(4)
@@ -272,7 +279,7 @@ def test_rows_that_come_and_go(name):
                 torch.testing.assert_close(out[i], alone[row][place + 1], rtol=1e-4, atol=1e-4)
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", EACH)
 def test_memory_is_flat_and_stays_where_it_is(name):
     """Once the budget is reached neither the cache nor a state grows, and the cache's buffers are not replaced."""
     model, held = model_of(4), []
