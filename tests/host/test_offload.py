@@ -112,9 +112,10 @@ def test_bytes_fetched_are_those_of_blocks_that_the_steps_before_did_not_read():
     chosen: dict[int, list[set[tuple[int, int]]]] = {0: [], 1: []}
     original = Offloaded.attend
 
-    def spying(layer, step, indices, block_size):
-        chosen[layer.layer].append({(p, int(b)) for p, row in enumerate(indices[0]) for b in row if b >= 0})
-        return original(layer, step, indices, block_size)
+    def spying(layer, step, selection, block_size):
+        blocks = enumerate(selection.indices[0])
+        chosen[layer.layer].append({(p, int(b)) for p, row in blocks for b in row if b >= 0})
+        return original(layer, step, selection, block_size)
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(Offloaded, "attend", spying)
