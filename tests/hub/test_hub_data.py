@@ -172,9 +172,9 @@ def test_a_model_of_the_hub_is_known_by_its_commit(reached):
     config = File(tiny_model("qwen3").config.to_json_string().encode())
     for name in ("org/first-model", "org/second-model"):
         hub.hold(name, {"config.json": config, "x": File(name.encode())})
-        assert model_commit(name, load_train_config(name, options)) == hub.repos[name].refs["main"]
+        assert model_commit(load_train_config(name, options)) == hub.repos[name].refs["main"]
     with pytest.raises(SeergateError):
-        model_commit(name, load_train_config(name, options | {"revision": "gone"}))
+        model_commit(load_train_config(name, options | {"revision": "gone"}))
 
 
 @pytest.mark.soak
