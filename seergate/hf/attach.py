@@ -24,7 +24,7 @@ from seergate.config import Correction, DecodeConfig, Lossless, Rectify
 from seergate.decode.compatibility import refuse
 from seergate.decode.lossless import LosslessDecoding
 from seergate.decode.rectify import Rectification
-from seergate.decode.trace import Trace, TracedStats
+from seergate.decode.trace import Trace
 from seergate.errors import SeergateError
 from seergate.hf.bank import GateBank
 from seergate.hf.call import LayerBinding, OneThread
@@ -97,7 +97,7 @@ class Handle:
             decodes_drafts=not isinstance(method, CompressingMethod),
             reads_leftovers=isinstance(method, SelectingMethod),
         )
-        self._trace: Trace | None = None
+        self.trace: Trace | None = None
         self.storage = StorageMaker()
         self._guard, self.prompts = OneThread(decoder), PromptReader(model, self.passes)
         try:
@@ -158,13 +158,8 @@ class Handle:
     @property
     def plain(self) -> bool:
         """Whether nothing but the usual figures is wanted of a decode step, and nobody takes it back."""
-        asked = self._trace is not None or self.measure_recall or type(self.stats_) is not DecodeStats
+        asked = self.trace is not None or self.measure_recall or type(self.stats_) is not DecodeStats
         return not asked and self.correction is None
-
-    @property
-    def recorder(self) -> Any:
-        """Where decode steps are counted, and traced if they are."""
-        return self.stats_ if self._trace is None else TracedStats(self.stats_, self._trace)
 
     @contextmanager
     def traced(self, path: str | os.PathLike[str], every: int = 1) -> Iterator[None]:
@@ -174,16 +169,16 @@ class Handle:
             path: of the file.
             every: write every so many steps of each layer.
         """
-        if self._trace is not None:
+        if self.trace is not None:
             raise SeergateError("this handle writes a trace already")
         config = families.text_config(self.model)
         about = {"method": repr(self.method), "model": config.name_or_path or config.model_type}
         about["block_size"] = int(getattr(self.method, "block_size", 1))
-        with Trace(path, about, every) as self._trace:
+        with Trace(path, about, every) as self.trace:
             try:
                 yield
             finally:
-                self._trace = None
+                self.trace = None
 
     def count_with(self, make: Callable[[list[int]], Counts]) -> Counts:
         """Count decode steps with statistics of another kind from now on.

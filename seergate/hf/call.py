@@ -27,6 +27,7 @@ from seergate.cache.layer import GatedLayer
 from seergate.cache.static import FixedLayer
 from seergate.cache.storage import StorageMaker
 from seergate.decode.step import DenseAttention, GatedAttention
+from seergate.decode.trace import Trace, TracedStats
 from seergate.errors import SeergateError
 from seergate.methods.base import Method
 from seergate.methods.evicting import CompressingMethod
@@ -210,12 +211,8 @@ class Attached(Protocol):
     passes: Passes
     measure_recall: bool
     stats_: DecodeStats
+    trace: Trace | None
     storage: StorageMaker
-
-    @property
-    def recorder(self) -> Any:
-        """Where decode steps are counted."""
-        ...
 
     @property
     def plain(self) -> bool:
@@ -272,7 +269,8 @@ class LayerBinding:
                 "the attention_mask hides tokens that are to be decoded; only a prompt may have padding"
             )
         layer.call = call = Call(mode, self.tap.take, valid, kwargs.get("position_ids"))
-        attention = GatedAttention(call, layer, dense, handle.recorder, handle.measure_recall)
+        stats: Any = handle.stats_ if handle.trace is None else TracedStats(handle.stats_, handle.trace)
+        attention = GatedAttention(call, layer, dense, stats, handle.measure_recall)
         return args, {**kwargs, CALL_KEYWORD: attention}
 
     def cache_layer(self, cache: Cache) -> GatedLayer:

@@ -224,7 +224,7 @@ def test_drafts_are_dropped_where_they_do_not_pay():
     assert counted["expected_speedup"] > 0.9
 
 
-@pytest.mark.parametrize("rule", [{"token_budget": 64}, pytest.param({"threshold": 0.05}, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("rule", [{"token_budget": 64}, pytest.param({"threshold": 0.05}, marks=pytest.mark.soak)])
 def test_the_length_of_drafts_is_chosen(rule):
     """A trained model and its gates. With weights that cost nothing, as beside many long rows, it pays to draft, and
     the figures say so; with weights that cost everything, it does not."""
@@ -272,7 +272,7 @@ def dense_probabilities(model, ids, new):
     return probabilities
 
 
-@pytest.mark.parametrize("name", ["random", pytest.param("oracle", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("name", ["random", pytest.param("oracle", marks=pytest.mark.soak)])
 def test_20_000_draws_of_the_next_token_are_dense_draws(name):
     """The second token of each pair is drafted sparsely and verified densely."""
     model = tiny_model("qwen3", vocab_size=12, pad_token_id=None, bos_token_id=None)
@@ -290,7 +290,7 @@ def test_20_000_draws_of_the_next_token_are_dense_draws(name):
     assert not looks_like(pairs, wanted.view(144, 12).sum(1))
 
 
-@pytest.mark.slow
+@pytest.mark.soak
 def test_longer_drafts_of_few_rows_are_dense_draws():
     """Few rows keep several drafted tokens at once."""
     model = tiny_model("qwen3", vocab_size=4, pad_token_id=None, bos_token_id=None)

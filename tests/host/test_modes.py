@@ -69,7 +69,7 @@ def test_beams(name):
     assert torch.equal(together[2:, 14:], alone) and not torch.equal(together, plain)
 
 
-@pytest.mark.parametrize("chunk", [1, 3, 7, 9, 20, 39])
+@pytest.mark.parametrize("chunk", [1, 7, 39])
 def test_a_prompt_in_chunks_is_the_prompt(chunk):
     """Chunks of any length, a last one of a single token among them; in the first turn and in a further one."""
     model = tiny_model("qwen3")
@@ -88,7 +88,7 @@ def test_a_prompt_in_chunks_is_the_prompt(chunk):
         torch.testing.assert_close(results[0][1], results[1][1], rtol=1e-4, atol=1e-4)
 
 
-@pytest.mark.parametrize("length", [2, 5, 30, 40])
+@pytest.mark.parametrize("length", [2, 40])
 def test_a_further_turn_is_read_densely_however_short(length):
     """A chat on one cache: the new question is a prompt, not a draft that is being verified."""
     model = tiny_model("qwen3")

@@ -96,7 +96,7 @@ def test_a_copied_model_has_its_own_method(model):
     assert torch.equal(copied.generate(prompt(60), max_new_tokens=8), attached.generate(prompt(60), max_new_tokens=8))
 
 
-@pytest.mark.parametrize("method", ["gates", "quest", "h2o", "kv4bit", "dense", "resa"])
+@pytest.mark.parametrize("method", ["gates", "quest", "h2o", "kv4bit"])
 def test_inference_mode_may_end_between_two_calls(model, method):
     ids, options = prompt(60), {} if method in ("dense", "kv4bit") else {"token_budget": 32}
     with seergate.attached(model, gates(model) if method == "gates" else method, **options):
@@ -125,8 +125,9 @@ EVERYWHERE = {
 }
 
 
-@pytest.mark.parametrize("method", ["gates", "quest", "oracle"])
-@pytest.mark.parametrize("way", EVERYWHERE)
+@pytest.mark.parametrize(
+    ("way", "method"), [*((way, "gates") for way in EVERYWHERE), ("paged", "quest"), ("static", "quest")]
+)
 def test_the_whole_of_generate_in_inference_mode(model, method, way):
     options = dict(EVERYWHERE[way])
     asked = {name: options.pop(name) for name in list(options) if name in ("cache_implementation", "num_beams")}
@@ -291,6 +292,14 @@ def test_prompts_are_known_through_peft(model):
     assert "_prefill" not in vars(base)
 
 
+def test_a_cache_that_is_no_list_of_layers_is_said_to_be_dense(model):
+    """What transformers' continuous batching passes to the layers in the place of a cache."""
+    with seergate.attached(model, gates(model), token_budget=32) as handle, pytest.warns(match="own paged cache"):
+        model(prompt(60), use_cache=False, cache=object())
+    assert handle.stats()["steps"] == 0
+
+
+@pytest.mark.soak
 def test_pages_of_transformers_are_said_to_be_dense(model):
     with seergate.attached(model, gates(model), token_budget=32), pytest.warns(match="own paged cache"):
         model.generate(prompt(60), max_new_tokens=4, cache_implementation="paged", eos_token_id=-1)

@@ -100,7 +100,7 @@ def test_only_some_steps_and_only_while_it_lasts(tmp_path):
         for every in (0, 1.5, True):
             with pytest.raises(ValueError, match=f"every is {every}; it must be a positive whole number of steps"):
                 handle.traced(path, every=every).__enter__()
-        assert handle.recorder is handle.stats_
+        assert handle.trace is None
 
 
 def test_activated_tokens_against_position(tmp_path):
