@@ -18,8 +18,6 @@ from tests.models import prompt
 ROOT = Path(seergate.__file__).parent
 CONTRIBUTING = (ROOT.parent / "CONTRIBUTING.md").read_text()
 DRAWING = CONTRIBUTING.partition("## The walk of a decode step")[2].partition("\n## ")[0]
-    (ROOT.parent / "CONTRIBUTING.md").read_text().partition("## The walk of a decode step")[2].partition("\n## ")[0]
-)
 
 
 def drawn() -> list[tuple[str, str]]:
