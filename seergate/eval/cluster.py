@@ -71,15 +71,20 @@ class Generator:
     """
 
     def __init__(self, loader: Loader) -> None:
-        self.model, self.tokenizer, self.gates = loader()
+        self.loader = loader
         self.job: Job | None = None
         self.method: AbstractContextManager[Any] | None = None
         self.waiting, self.finished = deque[Request](), list[Generation]()
 
-    def describe(self) -> tuple[str, str]:
-        """The weights' fingerprint, and the node that this runs on."""
+    def load(self) -> tuple[str, str]:
+        """Load the model.
+
+        Returns:
+            The weights' fingerprint, and the node that this runs on.
+        """
         import ray
 
+        self.model, self.tokenizer, self.gates = self.loader()
         return fingerprint(self.model), ray.get_runtime_context().get_node_id()
 
     def work(self, job: Job, neighbours: int, requests: list[Request]) -> tuple[list[Generation], int]:
@@ -169,13 +174,10 @@ class Cluster:
 
         waiting, lent = deque(requests), dict[Any, dict[Any, Request]]()
         if not self.nodes:
-            try:
-                found = ray.get([actor.describe.remote() for actor in self.actors])
-            except ray.exceptions.RayError as error:  # in whose last line stands what the loader raised
-                raise SeergateError(f"a worker did not start: {str(error).strip().splitlines()[-1]}") from error
-            if wrong := [theirs for theirs, _ in found if theirs != weights]:
-                raise SeergateError(f"a worker has loaded other weights ({wrong[0]}) than this process ({weights})")
-            self.nodes = {actor: node for actor, (_, node) in zip(self.actors, found, strict=True)}
+            for actor, loaded in [(actor, actor.load.remote()) for actor in self.actors]:
+                theirs, self.nodes[actor] = self._result(actor, loaded) or (weights, "")
+                if theirs != weights:
+                    raise SeergateError(f"a worker has loaded other weights ({theirs}) than this process ({weights})")
         share = -(-len(waiting) // len(self.actors))  # or one actor might take all
         room, idle, running = dict.fromkeys(self.actors, 0), list(self.actors), dict[Any, Any]()
         beside = Counter(self.nodes.values()) if not ray.cluster_resources().get("GPU") else Counter[str]()
@@ -189,20 +191,29 @@ class Cluster:
             idle = [actor for actor in idle if actor not in running.values()]
             (done, *_), _ = ray.wait(list(running))
             actor = running.pop(done)
-            try:
-                finished, room[actor] = ray.get(done)
-            except ray.exceptions.RayTaskError as error:
-                raise SeergateError(f"a worker failed: {type(error.cause).__name__}: {error.cause}") from error
-            except ray.exceptions.RayError as error:  # the actor is lost, or its node
-                waiting.extendleft(lent.pop(actor, {}).values())
-                self.actors.remove(actor)
-                if not self.actors:
-                    raise SeergateError("all workers are lost; the same command makes what is missing") from error
+            result = self._result(actor, done)
+            if result is None:
+                waiting.extendleft(lent.pop(actor).values())
                 continue
+            finished, room[actor] = result
             for generation in finished:
                 on_finished(generation)
                 del lent[actor][generation.request.key]
             idle.append(actor)
+
+    def _result(self, actor: Any, task: Any) -> Any:
+        """What an actor's task gave; ``None`` if the actor is lost, or its node."""
+        import ray
+
+        try:
+            return ray.get(task)
+        except ray.exceptions.RayTaskError as error:
+            raise SeergateError(f"a worker failed: {type(error.cause).__name__}: {error.cause}") from error
+        except ray.exceptions.RayError as error:
+            self.actors.remove(actor)
+            if not self.actors:
+                raise SeergateError("all workers are lost; the same command makes what is missing") from error
+            return None
 
     def __enter__(self) -> Cluster:
         return self
