@@ -17,7 +17,9 @@ HELP = (
     "--model on a real model and the paper's task, block sizes and budgets. Gates that are missing for the tiny\n"
     "reasoner are distilled first; for other models give them with --gates DIR, or --gates 16=DIR,64=DIR by block\n"
     "size. What is there already is kept, so an interrupted figure continues.\n\n"
-    "4, 5, 7, 8, 9, table1, table2: of the paper.\n"
+    "4, 5, 7, 8, 9, table1, table2: of SeerAttention-R.\n"
+    "raas5, raas7, raas8, rpc8, rpc-table2, lazy5, lazy-table4, reasoncache-table1, reasoncache-table4: of RaaS,\n"
+    "RPC, LazyEviction and ReasonCache.\n"
     "proxies: how well recall, KL and perplexity, measured in minutes, predict accuracy.\n"
     "kept: which tokens evicting methods keep over one answer (as Figure 5 of RPC and Figure 3 of RaaS).\n"
     "recurrence: when attention comes back to tokens (as Figure 3c of LazyEviction); milestone and phoenix tokens.",
@@ -28,7 +30,6 @@ HELP = (
         "seergate figure 4 --model Qwen3-14B --task math500",
     ],
 )
-NAMES = ("4", "5", "7", "8", "9", "table1", "table2", "proxies", "kept", "recurrence")
 
 ATTENTION = {
     "kept": ("method", "budget", "layer", "head"),
@@ -56,6 +57,30 @@ TINY_RUNS: dict[str, dict[str, Any]] = {
         "budget": [32, 64, 128, 256],
         "measure_recall": True,
     },
+    "raas5": {
+        "method": ["dense", "quest", "streaming_llm:interval=8", "h2o:interval=8", "raas"],
+        "budget": [32, 64, 128],
+    },
+    "raas7": {
+        "method": ["dense", "quest", "streaming_llm:interval=8", "h2o:interval=8", "raas"],
+        "budget": [32, 64, 128],
+    },
+    "raas8": {"method": ["dense", *(f"raas:share={r}" for r in (0.1, 0.3, 0.5, 0.7, 0.9))], "budget": [32, 64, 128]},
+    "rpc8": {"method": ["dense", *(f"rpc:interval={n}:window=8" for n in (4, 16, 64, 128))]},
+    "rpc-table2": {"method": ["dense", *(f"rpc:interval=64:window={n}" for n in (1, 8, 32))]},
+    "lazy5": {
+        "method": [
+            *("dense", "tova:interval=8", "h2o:interval=8", "r_kv:interval=8:window=8", "raas"),
+            "lazy_eviction:window=8:alpha=0.01",
+        ],
+        "budget": [32, 64, 128],
+    },
+    "lazy-table4": {
+        "method": ["dense", *(f"lazy_eviction:window=8:alpha=0.01:use_h2={flag}" for flag in ("true", "false"))],
+        "budget": [32, 64, 128],
+    },
+    "reasoncache-table1": {"method": ["dense", "reason_cache"]},
+    "reasoncache-table4": {"method": ["dense", *(f"reason_cache:percentile={p}" for p in (20, 50, 80, 100))]},
 }
 """What is compared on the tiny reasoner, whose contexts are some twenty times shorter than the paper's."""
 
@@ -67,7 +92,26 @@ REAL_RUNS: dict[str, dict[str, Any]] = {
     "9": {"method": ["dense", "gate"], "budget": [2048, 4096, 6144, 8192], "threshold": [0.001, 0.002, 0.004, 0.008]},
     "table1": {"method": ["dense", "gate", "quest"], "budget": [2048, 4096, 6144, 8192]},
     "proxies": {"method": ["dense", "gate", "quest", "random"], "budget": [1024, 2048, 4096], "measure_recall": True},
+    "raas5": {"method": ["dense", "quest", "streaming_llm", "h2o", "raas"], "budget": [64, 128, 256, 512, 1024]},
+    "raas7": {"method": ["dense", "quest", "streaming_llm", "h2o", "raas"], "budget": [128, 256, 512, 1024]},
+    "raas8": {
+        "method": ["dense", *(f"raas:share={r}" for r in (0.1, 0.3, 0.5, 0.7, 0.9))],
+        "budget": [128, 512, 1024],
+    },
+    "rpc8": {"method": ["dense", *(f"rpc:interval={4**n}" for n in range(1, 8))]},
+    "rpc-table2": {"method": ["dense", *(f"rpc:window={n}" for n in (1, 8, 32, 128))]},
+    "lazy5": {
+        "method": ["dense", "tova", "h2o", "r_kv", "raas", "lazy_eviction:window=auto"],
+        "budget": [512, 1024, 2048, 4096],
+    },
+    "lazy-table4": {
+        "method": ["dense", *(f"lazy_eviction:window=auto:use_h2={flag}" for flag in ("true", "false"))],
+        "budget": [1024, 2048],
+    },
+    "reasoncache-table1": {"method": ["dense", "reason_cache"]},
+    "reasoncache-table4": {"method": ["dense", *(f"reason_cache:percentile={p}" for p in (20, 50, 80, 100))]},
 }
+NAMES = (*TINY_RUNS, "table2", "kept", "recurrence")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -229,9 +273,7 @@ def _write(name: str, out: Path, label: str) -> Path:
             + "; ".join(f"{name} is {one[name]!r} and {other[name]!r}" for name in one)
             + f"): grade them alike with `seergate regrade {out / 'eval'} --grader NAME`, or use another --out"
         )
-    title = f"Figure {name}" if name.isdigit() else f"Table {name[-1]}"
-    ours = f"# {figure.title}" if name == "proxies" else f"# {title} of SeerAttention-R on our runs: {figure.title}"
-    parts = [ours]
+    parts = [f"# {figure.source} on our runs: {figure.title}" if figure.source else f"# {figure.title}"]
     if figure.draw is not None:
         parts.append(f"![{figure.title}]({figure.draw(sweep, out / f'{label}.png').name})")
     said = figure.read(sweep)

@@ -1,7 +1,7 @@
-"""The paper's figures and tables on our own runs: how each one is drawn, and what ours shows.
+"""The papers' figures and tables on our own runs: how each one is drawn, and what ours shows.
 
-Numbers are those of SeerAttention-R (arXiv 2506.08889). They are drawn from run directories alone, so a figure can be
-made again from results that somebody else has computed.
+Plain numbers are those of SeerAttention-R (arXiv 2506.08889). They are drawn from run directories alone, so a figure
+can be made again from results that somebody else has computed.
 """
 
 from __future__ import annotations
@@ -17,10 +17,10 @@ from seergate.errors import SeergateError
 from seergate.eval.stats import correlation
 from seergate.report.findings import findings
 from seergate.report.load import Setting, Sweep
-from seergate.report.plots import accuracy_plot, conditions, draw_published, pyplot, save
+from seergate.report.plots import accuracy_plot, conditions, draw_published, length_plot, pyplot, save
 from seergate.report.published import deviations, table_1
 from seergate.report.styles import line_style, style
-from seergate.report.tables import NONE, accuracy_table, limit_of, markdown, proxy_table
+from seergate.report.tables import NONE, accuracy_table, cost_table, limit_of, markdown, proxy_table
 
 Points = dict[str, list[tuple[float, Setting]]]
 """Series -> (place on the x axis, setting)."""
@@ -30,19 +30,21 @@ _LEGEND: dict[str, Any] = {"frameon": False, "fontsize": 8, "loc": "center left"
 
 @dataclass(frozen=True)
 class Figure:
-    """One figure or table of the paper.
+    """One figure or table of a paper.
 
     Attributes:
         title: what it compares.
         draw: ``(sweep, path of the image) -> image``, or ``None`` for a table.
         table: the numbers, in Markdown.
         read: what they show, one sentence each, computed from them.
+        source: the figure and its paper, such as ``"Figure 5 of RaaS"``; empty for one of our own.
     """
 
     title: str
     draw: Callable[[Sweep, Path], Path] | None
     table: Callable[[Sweep], str]
     read: Callable[[Sweep], list[str]]
+    source: str = ""
 
 
 def _draw_lines(points: Points, sweep: Sweep, path: Path, xlabel: str, title: str, log: bool = True) -> Path:
@@ -274,12 +276,40 @@ def _read_proxies(sweep: Sweep) -> list[str]:
     return lines
 
 
+def _cost_and_accuracy(sweep: Sweep) -> str:
+    return f"{accuracy_table(sweep)}\n\n{cost_table(sweep)}"
+
+
+SEER = "SeerAttention-R"
 FIGURES: dict[str, Figure] = {
-    "4": Figure("Oracle selection by block size and budget", accuracy_plot, accuracy_table, _read_spread),
-    "5": Figure("Accuracy against token budget", accuracy_plot, accuracy_table, findings),
-    "7": Figure("Accuracy against block size", _block_sizes, accuracy_table, _read_spread),
-    "8": Figure("First layers dense, or all sparse", accuracy_plot, accuracy_table, _read_spread),
-    "9": Figure("Threshold against token budget", _threshold_and_budget, accuracy_table, _read_thresholds),
+    "4": Figure(
+        "Oracle selection by block size and budget", accuracy_plot, accuracy_table, _read_spread, f"Figure 4 of {SEER}"
+    ),
+    "5": Figure("Accuracy against token budget", accuracy_plot, accuracy_table, findings, f"Figure 5 of {SEER}"),
+    "7": Figure("Accuracy against block size", _block_sizes, accuracy_table, _read_spread, f"Figure 7 of {SEER}"),
+    "8": Figure(
+        "First layers dense, or all sparse", accuracy_plot, accuracy_table, _read_spread, f"Figure 8 of {SEER}"
+    ),
+    "9": Figure(
+        "Threshold against token budget",
+        _threshold_and_budget,
+        accuracy_table,
+        _read_thresholds,
+        f"Figure 9 of {SEER}",
+    ),
     "proxies": Figure("Cheap proxies against accuracy", _proxies, _proxies_table, _read_proxies),
-    "table1": Figure("Accuracy and length of the reasoning", None, length_table, _read_lengths),
+    "table1": Figure("Accuracy and length of the reasoning", None, length_table, _read_lengths, f"Table 1 of {SEER}"),
+    "raas5": Figure("Accuracy against cache budget", accuracy_plot, accuracy_table, findings, "Figure 5 of RaaS"),
+    "raas7": Figure("Lengths of answers by method", length_plot, length_table, _read_lengths, "Figure 7 of RaaS"),
+    "raas8": Figure("Share of pages that are used, r", accuracy_plot, accuracy_table, findings, "Figure 8 of RaaS"),
+    "rpc8": Figure("Compression interval", None, _cost_and_accuracy, findings, "Figure 8 of RPC"),
+    "rpc-table2": Figure("Size of the selector window", None, _cost_and_accuracy, findings, "Table 2 of RPC"),
+    "lazy5": Figure("Accuracy against budget", accuracy_plot, accuracy_table, findings, "Figure 5 of LazyEviction"),
+    "lazy-table4": Figure("With and without H2", accuracy_plot, accuracy_table, findings, "Table 4 of LazyEviction"),
+    "reasoncache-table1": Figure(
+        "Accuracy and throughput", None, _cost_and_accuracy, findings, "Table I of ReasonCache"
+    ),
+    "reasoncache-table4": Figure(
+        "Percentile of the threshold, p", None, _cost_and_accuracy, findings, "Table IV of ReasonCache"
+    ),
 }

@@ -9,10 +9,11 @@ import pytest
 import yaml
 
 from seergate import GateBank, GateConfig
-from seergate.cli.figure import _write
+from seergate.cli.figure import NAMES, REAL_RUNS, TINY_RUNS, _write
 from seergate.cli.main import main
 from seergate.eval.plan import SweepPlan
 from seergate.eval.settings import grid
+from seergate.report.figures import FIGURES
 from tests.eval import support
 from tests.models import tiny_model
 from tests.report.made import write_run
@@ -198,6 +199,39 @@ def test_what_methods_do_to_one_answer_is_drawn(tmp_path, capsys):
     assert "'kv4bit' evicts nothing" in capsys.readouterr().err
     assert call("figure", "kept", "--method", "quest", *problem) == 2
     assert call("figure", "recurrence", "--alpha", "2", *problem) == 2
+
+
+OF_OTHERS = [
+    "raas5",
+    "raas7",
+    "raas8",
+    "rpc8",
+    "rpc-table2",
+    "lazy5",
+    "lazy-table4",
+    "reasoncache-table1",
+    "reasoncache-table4",
+]
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=() if name == "rpc8" else pytest.mark.soak) for name in OF_OTHERS]
+)
+def test_figures_of_the_other_papers(name, tmp_path, capsys):
+    assert call("figure", name, "--problems", 2, "--variables", 8, "--out", tmp_path) == 0, capsys.readouterr().err
+    (page,) = tmp_path.glob(f"*{name}.md")
+    assert page.read_text().startswith(f"# {FIGURES[name].source} on our runs: ")
+    assert (FIGURES[name].draw is None) == (not (tmp_path / f"figure-{name}.png").exists())
+
+
+def test_every_figure_has_runs_on_tiny_and_real_models_and_a_way_to_be_drawn():
+    assert set(TINY_RUNS) == set(REAL_RUNS) == set(FIGURES) < set(NAMES)
+    for runs, size in ((TINY_RUNS, 16), (REAL_RUNS, 64)):
+        for name, values in runs.items():
+            plan = SweepPlan.of(values)
+            specs = plan.specs(plan.make_task(), plan.block_size or [size])
+            made = [spec.method(None) for spec in specs if not spec.has_gates and not spec.uncalibrated]
+            assert len(made) > 0 and specs[0].name == "dense", name
 
 
 @pytest.mark.parametrize(
