@@ -183,7 +183,7 @@ def main() -> None:
             context.Process(target=work, args=(name, directory, options, theirs), daemon=True).start()
             if pipes[name].recv() != "ready":
                 sys.exit(f"{name} did not start")
-        text = [torch.randint(1, VOCABULARY, (1500,)).tolist()]
+        text = [torch.randint(1, VOCABULARY, (min(1500, *options.lengths),)).tolist()]
         if ask(pipes["vllm_dense"], "said", text, 16) != ask(pipes["vllm_covering"], "said", text, 16):
             sys.exit("a budget for everything gives other tokens than vLLM without seergate")
         rows = []
