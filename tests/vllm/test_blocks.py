@@ -67,3 +67,13 @@ def test_methods_without_gates(method: str) -> None:
     with engine(seergate={"method": method, **rule}) as llm:
         assert sorted(gated_layers(llm)) == [1, 2, 3]
         assert answers(llm, prompts, NEW, stop=True) == expected
+
+
+def test_a_chunk_of_one_token_is_still_the_prompt(model: PreTrainedModel, directory: Path, tmp_path: Path) -> None:
+    """The last chunk of the prompt looks like a row that decodes; prompts are read densely."""
+    bank = gates(model, 32, tmp_path)
+    prompts = [prompt(7 * 64 + 1, seed=seed)[0].tolist() for seed in range(3)]
+    expected = said(model, bank, prompts, token_budget=32)
+    options = {"skip_tokenizer_init": True, "max_model_len": 1024, "max_num_batched_tokens": 64, "max_num_seqs": 4}
+    with engine(directory, {"gates": str(tmp_path), "token_budget": 32}, **options) as llm:
+        assert [answers(llm, [ids], NEW, stop=False)[0] for ids in prompts] == expected
