@@ -63,7 +63,6 @@ def test_shipped_gates_have_the_projects_licence(elsewhere, capsys):
     assert yaml.safe_load(card.split("---")[1])["license"] == licence
 
 
-@pytest.mark.slow
 def test_the_shipped_cards_example_answers_and_skips(elsewhere, capsys):
     text = (shipped(GATES) / "README.md").read_text()
     names: dict = {}

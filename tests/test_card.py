@@ -79,7 +79,6 @@ def test_example_for_gates_with_a_rule_of_their_own(bank, tmp_path):
     assert seergate.handle_of(run(tmp_path / "gates")["model"]).method.threshold == 0.2
 
 
-@pytest.mark.slow
 def test_example_for_the_shipped_model_generates(tmp_path, capsys, monkeypatch):
     model = load_base(ROOT / "checkpoints" / "tiny-reasoner")
     GateBank.for_model(model, GateConfig(16, 32)).save_pretrained(tmp_path / "gates")
@@ -200,7 +199,6 @@ def test_text_is_utf8_whatever_the_locale(bank, tmp_path, monkeypatch):
     assert "Löwe 狮" in text and "56.6 ± 6.0" in text
 
 
-@pytest.mark.slow
 def test_results_of_an_evaluation(bank, tmp_path, capsys):
     """From `seergate eval` to the card."""
     gates = tmp_path / "gates"

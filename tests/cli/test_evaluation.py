@@ -51,7 +51,6 @@ def runs(tmp_path_factory) -> Path:
     return root / "runs"
 
 
-@pytest.mark.slow
 def test_a_sweep_makes_every_setting_once_and_goes_on(runs, capsys):
     sparse = {
         f"oracle-{limit}b{size}{dense}" for limit in ("32-", "64-") for size in (8, 16) for dense in ("", "-dense0")
@@ -71,7 +70,6 @@ def test_a_sweep_makes_every_setting_once_and_goes_on(runs, capsys):
     assert (runs / "accuracy.svg").read_text().lstrip().startswith("<?xml")
 
 
-@pytest.mark.slow
 def test_every_grade_can_be_explained(runs, capsys):
     rows = [json.loads(line) for line in (runs / "dense" / "samples.jsonl").read_text().splitlines()]
     row = rows[0]
@@ -88,7 +86,6 @@ def test_every_grade_can_be_explained(runs, capsys):
     assert call("eval", "show", runs, row["problem_id"]) == 2
 
 
-@pytest.mark.slow
 def test_regrade_tells_what_changes(runs, capsys):
     path = runs / "streaming_llm-32" / "samples.jsonl"
     rows = [json.loads(line) for line in path.read_text().splitlines()]
@@ -104,7 +101,6 @@ def test_regrade_tells_what_changes(runs, capsys):
     assert call("regrade", runs / "nowhere") == 2
 
 
-@pytest.mark.slow
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize("name", ["4", "5", "7", "8", "9", "table1", "table2", "proxies"])
 def test_figures_are_drawn(name, tmp_path):
@@ -132,7 +128,6 @@ def test_figures_are_drawn(name, tmp_path):
         ]
 
 
-@pytest.mark.slow
 def test_gates_of_several_block_sizes_and_several_processes(tmp_path, capfd):
     """What `seergate figure 7 --workers 1` runs; gates come from files, by block size."""
     model, gates = support.model(), {}
@@ -167,7 +162,6 @@ def test_layers_and_heads_that_are_not_there(option, said, tmp_path, capsys):
     assert found.err.strip() == f"error: {said}" and not found.out, "before anything is answered"
 
 
-@pytest.mark.slow
 def test_the_layer_that_is_drawn_is_one_that_methods_have(tmp_path):
     """Of a model whose layer 1 has a sliding window, and of one where only layer 0 has none."""
     for types, layer in ((["full_attention", "sliding_attention", "full_attention"], 2), (["full_attention"], 0)):
@@ -181,7 +175,6 @@ def test_the_layer_that_is_drawn_is_one_that_methods_have(tmp_path):
         assert f"layer {layer}, KV head 0" in (place / "figure-kept.md").read_text()
 
 
-@pytest.mark.slow
 def test_what_methods_do_to_one_answer_is_drawn(tmp_path, capsys):
     problem = ["--problems", 1, "--variables", 8, "--max-new-tokens", 60, "--out", tmp_path]
     methods = "raas,raas:block_size=8,h2o:interval=8,lazy_eviction:window=auto:alpha=0.01,rpc:interval=16:window=8"

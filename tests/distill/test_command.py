@@ -61,7 +61,6 @@ def test_what_all_have_found_together_is_told_by_the_main_process(rank, capsys):
         assert capsys.readouterr().err == text
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     ("broken", "text"),
     [

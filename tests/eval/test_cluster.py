@@ -63,7 +63,6 @@ def alone(tmp_path_factory, saved):
     return run(tmp_path_factory.mktemp("alone"), saved)
 
 
-@pytest.mark.slow
 def test_workers_make_what_one_process_makes(tmp_path, saved, alone):
     """Several settings, and gates of several block sizes, which every worker loads."""
     assert run(tmp_path, saved, workers=2) == alone
@@ -92,7 +91,6 @@ def with_a_node_lost(out: Path, saved: str, after: int, delay: float):
         cluster.shutdown()
 
 
-@pytest.mark.slow
 def test_the_samples_of_a_lost_node_are_made_by_another(tmp_path, saved):
     options = replace(OPTIONS, max_new_tokens=400)
     whole = run(tmp_path / "whole", saved, specs=SPECS[:1], options=options)
@@ -109,7 +107,6 @@ def test_a_node_is_lost_at_ten_moments(tmp_path, saved):
         assert found == whole
 
 
-@pytest.mark.slow
 def test_what_goes_wrong_in_a_worker_is_told(tmp_path, saved):
     with pytest.raises(SeergateError, match="there is no model here"):
         run(tmp_path, saved, loader=load_nothing, workers=1)

@@ -101,7 +101,6 @@ def misjudged(judges, grader, golds, change, right):
     return [(gold, change(gold), g.reason) for gold, g in zip(golds, grades, strict=True) if g.correct is not right]
 
 
-@pytest.mark.slow
 @pytest.mark.hub
 @pytest.mark.timeout(1800)
 @pytest.mark.parametrize("name", [name for name in HUB_TASKS if name != "gpqa_diamond"])  # which needs a login

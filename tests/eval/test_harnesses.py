@@ -80,7 +80,6 @@ def test_the_example_of_lm_eval_grades_the_last_box():
         assert module.process_results({"answer": "3"}, [text]) == {"accuracy": right}
 
 
-@pytest.mark.slow
 def test_the_example_of_lm_eval_runs(tmp_path, monkeypatch, capsys):
     pytest.importorskip("lm_eval")
     monkeypatch.chdir(ROOT)
@@ -129,7 +128,6 @@ def forgotten_tasks(monkeypatch):
     monkeypatch.setattr(os.path, "isfile", lambda path: DOWNLOADED not in str(path) and exists(path))
 
 
-@pytest.mark.slow
 def test_without_a_network_lighteval_says_what_it_lacks(tmp_path, monkeypatch, forgotten_tasks):
     import requests
 
@@ -141,7 +139,6 @@ def test_without_a_network_lighteval_says_what_it_lacks(tmp_path, monkeypatch, f
         run_lighteval(tmp_path, monkeypatch)
 
 
-@pytest.mark.slow
 def test_the_example_of_lighteval_runs(tmp_path, monkeypatch, capsys, forgotten_tasks):
     """The file that it downloads (nothing comes here) is of no use to the example."""
     import requests

@@ -78,7 +78,6 @@ def held(directory):
     return sample[MEASURES["resident"]]
 
 
-@pytest.mark.slow
 def test_what_is_matched_holds_so_many_bytes(tmp_path):
     texts = ["gate", "h2o:interval=4", "snapkv:window=6:interval=8", "rpc:interval=16:window=4", "kv4bit:residual=32"]
     results, chosen, records = run(tmp_path, "resident", texts, [64, 150])
@@ -99,7 +98,6 @@ def test_what_is_matched_holds_so_many_bytes(tmp_path):
     assert len(set(labels)) == len(labels) and "gate" not in {spec.name for spec in chosen}
 
 
-@pytest.mark.slow
 def test_what_is_matched_reads_so_many_bytes(tmp_path):
     results, _, records = run(tmp_path, "read", ["gate", "quest", "tova", "snapkv+gate:read_budget=32:window=6"], [96])
     found = {r["method"]: results[r["label"]]["bytes_read_per_step"] for r in records if r["matched"]}
@@ -110,7 +108,6 @@ def test_what_is_matched_reads_so_many_bytes(tmp_path):
     assert budgets["gate"] < 96 and budgets["quest"] < budgets["gate"], "what is read to decide is paid for"
 
 
-@pytest.mark.slow
 def test_a_matched_sweep_by_command_goes_on_where_it_was(tmp_path, capsys):
     support.save(tmp_path / "model")
     command = ["eval", "--model", str(tmp_path / "model"), "--problems", "2", "--variables", "8", "--max-new-tokens"]
@@ -127,7 +124,6 @@ def test_a_matched_sweep_by_command_goes_on_where_it_was(tmp_path, capsys):
     assert {path: path.read_bytes() for path in (tmp_path / "runs").glob("*/samples.jsonl")} == before
 
 
-@pytest.mark.slow
 def test_a_matched_sweep_with_other_blocks_or_layers_is_matched_anew(tmp_path, capsys):
     """Though the setting may have the name of one that is there, and is refused then."""
     support.save(tmp_path / "model")
@@ -162,7 +158,6 @@ def test_a_budget_that_is_given_with_a_method_is_its_own():
     assert knob_of(grid(["rpc"], [64], 8)[0]) == "ratio"
 
 
-@pytest.mark.slow
 def test_what_has_a_budget_of_its_own_is_run_and_matched_to(tmp_path):
     """The same setting, come by twice, is run once."""
     _, chosen, records = run(tmp_path, "read", ["quest:token_budget=56", "quest", "tova"], [96])
@@ -176,7 +171,6 @@ def test_what_has_a_budget_of_its_own_is_run_and_matched_to(tmp_path):
     assert len(re.findall(r"^\| quest-56 +\| quest ", text, re.MULTILINE)) == 1
 
 
-@pytest.mark.slow
 def test_a_matched_sweep_with_another_budget_of_its_own_is_matched_anew(tmp_path, capsys):
     support.save(tmp_path / "model")
     command = ["eval", "--model", str(tmp_path / "model"), "--problems", "2", "--variables", "8", "--max-new-tokens"]

@@ -344,7 +344,6 @@ def benchmark(name, tmp_path, *options):
     return json.loads((tmp_path / f"{name}.json").read_text())
 
 
-@pytest.mark.slow
 def test_the_tiny_reasoner_recalls_what_it_said(tmp_path):
     """It goes through its first steps again and again. ReasonCache keeps every value that a later step needs; random
     sharing of as many blocks loses some.
@@ -358,7 +357,6 @@ def test_the_tiny_reasoner_recalls_what_it_said(tmp_path):
     assert control["recalled"] < informed["recalled"] - 0.03
 
 
-@pytest.mark.slow
 def test_benchmark_of_admission(tmp_path):
     small = "--rows 3 --requests 4 --length 160 --prompt 8 --step 20 --repeats 0.8 --page 4 --warm-up 0 --width 32"
     record = benchmark("reason_cache", tmp_path, *small.split(), "--layers", "1", "--rounds", "1")

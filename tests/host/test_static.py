@@ -238,7 +238,6 @@ def test_generate_compiles_a_step_as_one_graph_without_breaks():
         assert torch.equal(model.generate(**inputs, max_new_tokens=14, **options), want)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("name", ["gate", "quest", "dense"])
 def test_compiled_code_gives_the_eager_tokens(name):
     model = tiny_model("qwen3")

@@ -73,7 +73,6 @@ def interrupted(run_dir: Path) -> dict[str, torch.Tensor]:
     return gates
 
 
-@pytest.mark.slow
 @pytest.mark.timeout(900)  # processes that import everything
 @pytest.mark.parametrize("streaming", [[], pytest.param(["--streaming"], marks=pytest.mark.soak)], ids=str)
 def test_what_others_commit_does_not_end_a_run(hub, model_dir, tmp_path, streaming):  # noqa: F811

@@ -168,7 +168,6 @@ def test_a_single_kv_head_makes_other_kernels():
     assert [specialisation(launch) for launch in few[1:]] == [specialisation(launch) for launch in many[1:]]
 
 
-@pytest.mark.slow
 @pytest.mark.timeout(1200)
 @pytest.mark.parametrize(
     "gpu",
@@ -213,7 +212,6 @@ def test_faults_are_found():
     assert not faults(clean._replace(matrix=0, wide_loads=0), H200, products=False, wide=False)
 
 
-@pytest.mark.slow
 def test_spills_are_seen_in_machine_code():
     """A tile that no processor can hold: the reader of machine code must notice."""
     launch = launches(sparse_example(torch.float32, 128, 64).call, H200)[0]
