@@ -102,7 +102,14 @@ def test_regrade_tells_what_changes(runs, capsys):
 
 
 @pytest.mark.timeout(900)
-@pytest.mark.parametrize("name", ["4", "5", "7", "8", "9", "table1", "table2", "proxies"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        "5",
+        "table2",
+        *(pytest.param(name, marks=pytest.mark.soak) for name in ("4", "7", "8", "9", "table1", "proxies")),
+    ],
+)
 def test_figures_are_drawn(name, tmp_path):
     """On the model that ships, far too small to show anything but that every step works."""
     extra = [] if name == "table2" else ["--problems", 2, "--variables", 8, "--max-new-tokens", 40]
@@ -128,6 +135,7 @@ def test_figures_are_drawn(name, tmp_path):
         ]
 
 
+@pytest.mark.soak
 def test_gates_of_several_block_sizes_and_several_processes(tmp_path, capfd):
     """What `seergate figure 7 --workers 1` runs; gates come from files, by block size."""
     model, gates = support.model(), {}

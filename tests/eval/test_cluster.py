@@ -107,6 +107,7 @@ def test_a_node_is_lost_at_ten_moments(tmp_path, saved):
         assert found == whole
 
 
+@pytest.mark.soak
 def test_what_goes_wrong_in_a_worker_is_told(tmp_path, saved):
     with pytest.raises(SeergateError, match="there is no model here"):
         run(tmp_path, saved, loader=load_nothing, workers=1)
