@@ -325,7 +325,7 @@ def main() -> None:
     name = f"distill-{device.type}-{str(options.dtype).removeprefix('torch.')}"
     name += f"-{options.threads}t" * (device.type == "cpu")
     described = {key: value for key, value in vars(options).items() if key not in ("output", "only_prove")}
-    described |= {"dtype": str(options.dtype), "backend": choose("gate_kl", device)}
+    described |= {"dtype": str(options.dtype), "backend": choose(device)}
     path = save(name, device, described, rows, options.output)
     plot(rows, path.with_suffix(".png"))
     print("saved", path, "and", path.with_suffix(".png"))

@@ -9,8 +9,8 @@ import pytest
 from transformers import Qwen3Config
 
 from seergate import SeergateError
+from seergate.cli.train import main
 from seergate.config import GateConfig
-from seergate.distill import command
 from seergate.hf.loading import base_config, load_base, load_tokenizer, skeleton
 from seergate.models.families import gate_geometry
 from seergate.paths import shipped
@@ -32,7 +32,7 @@ def test_a_tokenizer_that_is_none(model: Path, text: str, capsys: pytest.Capture
         load_tokenizer(model)
     assert "\n" not in str(caught.value)
     argv = ["--model", str(model), "--data", "/does/not/exist.jsonl", "--output-dir", str(model / "run")]
-    assert command.main(argv) == 2
+    assert main(argv) == 2
     assert capsys.readouterr().err == f"error: {' '.join(str(caught.value).split())}\n"
 
 
@@ -43,7 +43,7 @@ def test_a_configuration_that_is_none(model: Path, text: str, capsys: pytest.Cap
         with pytest.raises(SeergateError, match=rf"^the base model {model} could not be loaded: ") as caught:
             load(model)
         assert "\n" not in str(caught.value)
-    assert command.main(["--model", str(model), "--output-dir", str(model / "run")]) == 2
+    assert main(["--model", str(model), "--output-dir", str(model / "run")]) == 2
     assert capsys.readouterr().err.startswith(f"error: the base model {model} could not be loaded: ")
 
 

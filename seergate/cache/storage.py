@@ -219,7 +219,7 @@ class Growing(Storage):
     def allocate(self, keys: Tensor, values: Tensor, block_size: int, state: LayerState) -> None:
         self.block_size, self.dtype, self.device = block_size, keys.dtype, keys.device
         size = 0 if self.static_length is None else self.in_blocks(self.static_length)
-        self._keys, self._values = (self.buffer(x, *x.shape[:2], size, x.shape[3]) for x in (keys, values))
+        self._keys, self._values = (self.buffer(keys, *x.shape[:2], size, x.shape[3]) for x in (keys, values))
 
     def buffer(self, like: Tensor, *shape: int) -> Tensor:
         """Zeros, of a tensor's type, where this storage has its memory."""

@@ -95,9 +95,9 @@ class Gate(SelectingMethod):
         return super().select(state, step) if isinstance(state, GateState) else None
 
     @property
-    def covered_tokens(self) -> int:
-        """As of any method; -1 where the published code is followed, which selects all the same."""
-        return -1 if self.compat == "published" else super().covered_tokens
+    def always_selects(self) -> bool:
+        """As the published code does."""
+        return self.compat == "published"
 
     def choose(self, scores_BKN: Tensor, lengths: Tensor) -> Selection:
         if self.compat == "published":

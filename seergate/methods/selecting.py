@@ -71,9 +71,14 @@ class SelectingMethod(Method):
         )
 
     @property
+    def always_selects(self) -> bool:
+        """Whether blocks are selected even where the budget has room for all of them."""
+        return False
+
+    @property
     def covered_tokens(self) -> int:
-        """The longest row that the budget has room for, in tokens; -1 without one."""
-        if self.budget is None:
+        """The longest row that the budget has room for, in tokens; -1 without one, and if the method always selects."""
+        if self.budget is None or self.always_selects:
             return -1
         return self.budget // self.block_size * self.block_size
 

@@ -512,7 +512,7 @@ class Paged(Storage):
         self.block_size, self.state, self.dtype, self.device = block_size, state, keys.dtype, keys.device
         size, heads = self.pages.store.block_size, keys.shape[1]
         self.key_pages = keys.new_zeros(0, heads, size, keys.shape[3])
-        self.value_pages = values.new_zeros(0, heads, size, values.shape[3])
+        self.value_pages = keys.new_zeros(0, heads, size, values.shape[3])
         self.is_allocated = True
 
     def write(self, call: Call, rows: Rows, keys: Tensor, values: Tensor, counts: list[int], most: int | None) -> None:

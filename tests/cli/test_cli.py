@@ -110,7 +110,7 @@ def test_no_command_shows_the_help(seergate):
         (["eval", "foo"], "unrecognized arguments: foo (see seergate eval --help)"),
         (["doctor", "foo"], "unrecognized arguments: foo (see seergate doctor --help)"),
         (["report"], "the following arguments are required: RUN_DIR (see seergate report --help)"),
-        (["train", "--stepz", "3"], "unrecognized arguments: --stepz 3 (see seergate train --help)"),
+        (["train", "--stepz", "3"], "'--stepz' is not an option; did you mean '--steps'? (see seergate train --help)"),
         (["plan", "--processes", "many"], "(see seergate plan --help)"),
         (["ablate"], "the following arguments are required: STUDY (see seergate ablate --help)"),
     ],

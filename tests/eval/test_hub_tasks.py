@@ -163,7 +163,7 @@ def test_a_run_on_a_local_copy(tmp_path):
     out = tmp_path / "run"
     for name in ("one.jsonl", "two.jsonl"):
         task = make_task("gpqa_diamond_published", source=write(tmp_path / name, records), problems=2)
-        options = RunOptions(samples=2, max_total_tokens=40)
+        options = RunOptions(samples=2, sampling=Sampling(temperature=0.6), max_total_tokens=40)
         metrics = evaluate(support.model(), support.tokenizer(), task, MethodSpec("dense"), out, options)
     assert (metrics["n_problems"], metrics["n_samples"]) == (2, 4)
     assert metrics["pass_at_k"] == {"1": 0.0, "2": 0.0}

@@ -111,10 +111,9 @@ def test_a_model_and_its_peft_wrapper_are_one(model):
 def attempts():
     """Tags -> what is attached, to what, and the cache that is used."""
     small = {"block_size": BLOCK, "token_budget": 2 * BLOCK}
-    paged, offloaded = {"paging": Paging()}, {"offload": Offload(1 << 20)}
+    paged, offloaded = {"storage": Paging()}, {"storage": Offload(1 << 20)}
     lossless, rectified = {"correction": Lossless()}, {"correction": Rectify(4)}
     return {
-        ("paged", "offloaded"): ("qwen3", "quest", {**small, **paged, **offloaded}),
         ("paged", "static"): ("qwen3", "quest", {**small, **paged}),
         ("offloaded", "static"): ("qwen3", "quest", {**small, **offloaded}),
         ("paged", "evicting"): ("qwen3", "h2o", paged),
