@@ -73,9 +73,9 @@ def _read(path: Path) -> dict[str, Any]:
 def model_commit(config: TrainConfig) -> str | None:
     """The commit of a run's model; ``None`` for a directory, or if the library does not tell."""
     path = locate_model(config).model
+    found = base_config(path, revision=config.revision)  # a damaged model is told before the Hub is asked for data
     if Path(path).is_dir():
         return None
-    found = base_config(path, revision=config.revision)
     return cached_commit(path, config.revision) or base_commit(found)  # newer releases of transformers
 
 

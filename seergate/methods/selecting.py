@@ -77,7 +77,7 @@ class SelectingMethod(Method):
 
     @property
     def covered_tokens(self) -> int:
-        """The longest row that the budget has room for, in tokens; -1 without one, and if the method always selects."""
+        """The longest row that the budget has room for, in tokens; -1 without one or if always selecting."""
         if self.budget is None or self.always_selects:
             return -1
         return self.budget // self.block_size * self.block_size

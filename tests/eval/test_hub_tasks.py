@@ -13,6 +13,7 @@ import yaml
 from seergate.errors import SeergateError
 from seergate.eval import MethodSpec, RunOptions, evaluate
 from seergate.eval.hub_tasks import HUB_TASKS
+from seergate.eval.sampling import Sampling
 from seergate.eval.task import contents_hash
 from seergate.eval.tasks import make_task
 from tests.eval import support
