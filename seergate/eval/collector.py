@@ -48,7 +48,7 @@ class Progress:
 
 
 class Collector:
-    """Takes samples in. Whoever generates them does not wait for their grades, which may take seconds each.
+    """Takes samples in. The generating thread does not wait for their grades, which may take seconds each.
 
     A sample is on the disk when `take` returns: ungraded at first (`SampleLog.keep`), then graded in `samples.jsonl`.
     A context manager: leaving it waits for all grades. After an error it waits only for those that have been begun,
@@ -129,7 +129,7 @@ class Collector:
             self.threads.submit(self._grade, sample)
 
     def report(self) -> None:
-        """Tell whoever listens."""
+        """Call the progress listener."""
         if self.on_progress is None:
             return
         done, correct = (sum(map(count, self.outcomes.values())) for count in (len, sum))
@@ -180,7 +180,7 @@ class Collector:
     ) -> None:
         try:
             self.threads.shutdown(cancel_futures=kind is not None)
-        except BaseException:  # an interrupt: whoever sent it does not want to wait
+        except BaseException:  # an interrupt: the user does not want to wait
             self.abandoned = True
             self.threads.shutdown(wait=False, cancel_futures=True)
             raise

@@ -101,8 +101,8 @@ class RKV(SnapKV):
     """SnapKV with ``importance_weight * I - (1 - importance_weight) * R`` as the score.
 
     I is the window's attention, max-pooled. R is high for keys that others resemble: the softmax of each key's mean
-    cosine similarity to all residents, where every resident lets go of its ``spared`` newest look-alikes (similarity
-    above ``similarity_threshold``), so that of equal tokens the newest survives.
+    cosine similarity to all residents, in which the similarity of each resident to its ``spared`` newest look-alikes
+    (above ``similarity_threshold``) counts as zero, so that of equal tokens the newest survives.
 
     Where paper and code differ: the paper weighs I with 0.1, the code's class default is 0.07; the code spares one
     look-alike, and index 0 if there is none (here: none then; ``spare_first`` does as the code). Indices are sorted,
@@ -114,8 +114,8 @@ class RKV(SnapKV):
         importance_weight: the paper's lambda.
         similarity_threshold: see above.
         spared: the paper's beta.
-        spare_first: as in the authors' code, a resident that has no look-alike lets go of the very first resident,
-            whose redundancy is thereby too low.
+        spare_first: as in the authors' code, for a resident without a look-alike the similarity to the very first
+            resident counts as zero; the redundancy of that one is too low then.
     """
 
     name: ClassVar[str] = "r_kv"

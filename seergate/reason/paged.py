@@ -73,7 +73,7 @@ class BlockStore:
         references: per physical block, how many table entries name it.
         sealed: per physical block, whether it must not be written any more.
         serials: per physical block, the number of its present allocation: it tells a block from what it held before.
-        stale: positions of rows whose tables have changed since whoever mirrors them emptied this set.
+        stale: positions of rows whose tables have changed since the copy on the device was updated.
     """
 
     def __init__(self, block_size: int, limit: int | None = None, numbers: Iterator[int] | None = None) -> None:

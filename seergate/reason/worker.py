@@ -1,4 +1,4 @@
-"""Who runs the `Evaluator`: a thread of its own, or whoever hands over the events. Neither can make decoding fail."""
+"""Who runs the `Evaluator`: a thread of its own, or the one that emits the events. Neither can make decoding fail."""
 
 from __future__ import annotations
 

@@ -86,7 +86,7 @@ class Setting:
 
     @property
     def evicts(self) -> bool:
-        """Whether its method lets go of tokens, or keeps them in another form, instead of reading some of all."""
+        """Whether its method drops tokens, or keeps them in another form, instead of reading some of all."""
         return self._is(CompressingMethod)
 
     @property
