@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import importlib.util
 import os
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -17,7 +18,7 @@ from seergate.distill.distributed import World
 from seergate.errors import SeergateError, how_to_install
 from seergate.hf.bank import GateBank
 from seergate.hf.loading import base_config, load_base, skeleton
-from seergate.models.families import head_dim_of
+from seergate.models.families import head_dim_of, text_config, why_one_sequence
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -37,15 +38,25 @@ def gate_config(config: TrainConfig, model: PreTrainedModel) -> GateConfig:
     )
 
 
-def check_model(path: str, config: TrainConfig) -> str | None:
+@dataclass(frozen=True)
+class CheckedModel:
+    """What a run has to know of the frozen model before it reads data.
+
+    Attributes:
+        fingerprint: of the weights: of the files of a directory, the revision of a Hub model.
+        why_one_sample: why a pack holds one sample only; ``None`` if it holds as many as fit.
+    """
+
+    fingerprint: str | None
+    why_one_sample: str | None
+
+
+def check_model(path: str, config: TrainConfig) -> CheckedModel:
     """Find out whether gates fit the model before any data or weight is read.
 
     Args:
         path: directory or Hub id.
         config: the run.
-
-    Returns:
-        A fingerprint of the weights: of the files of a directory, the revision of a Hub model.
 
     Raises:
         SeergateError: if there is no such model, gates do not fit it, or it cannot be quantised as asked.
@@ -57,7 +68,7 @@ def check_model(path: str, config: TrainConfig) -> str | None:
         )
     bare = skeleton(base_config(path, revision=config.revision))
     GateBank.for_model(bare, gate_config(config, bare))
-    return _fingerprint(Path(path)) or config.revision
+    return CheckedModel(_fingerprint(Path(path)) or config.revision, why_one_sequence(text_config(bare)))
 
 
 def load_frozen(path: str, config: TrainConfig, world: World) -> PreTrainedModel:

@@ -144,8 +144,13 @@ class TrainingData:
         return PackedBatch.of([self.samples[i] for i in samples])
 
 
-def prepare_data(config: TrainConfig, tokenizer: PreTrainedTokenizerBase) -> TrainingData:
+def prepare_data(config: TrainConfig, tokenizer: PreTrainedTokenizerBase, *, one_sample: bool = False) -> TrainingData:
     """Read, tokenise (or find tokenised) and pack a run's data. Every process gets the same result.
+
+    Args:
+        config: the run.
+        tokenizer: of the frozen model.
+        one_sample: put one sample in each pack instead of as many as fit.
 
     Raises:
         SeergateError: if there is no data, or nothing in it can be used, with the reasons counted.
@@ -178,7 +183,8 @@ def prepare_data(config: TrainConfig, tokenizer: PreTrainedTokenizerBase) -> Tra
             f"the dataset {config.data!r} has nothing to train on: {_why_empty(counts, too_short, config)}"
         )
     lengths = samples.lengths[usable]
-    packs = [usable[chosen].tolist() for chosen in pack(lengths, config.max_length)]
+    chosen_together = [[i] for i in range(len(usable))] if one_sample else pack(lengths, config.max_length)
+    packs = [usable[chosen].tolist() for chosen in chosen_together]
     # A dataset of a few packs still trains: at most a tenth of them is held out.
     held = set(
         random.Random(f"held-out/{config.seed}").sample(range(len(packs)), min(config.eval_packs, len(packs) // 10))

@@ -20,7 +20,7 @@ from seergate.distill.speed import measure_speed, pack_flop
 from seergate.errors import SeergateError
 from seergate.hf.bank import GateBank
 from seergate.hf.loading import base_config, skeleton
-from seergate.models.families import gate_geometry, text_config
+from seergate.models.families import gate_geometry, text_config, why_one_sequence
 from seergate.paths import shipped
 
 if TYPE_CHECKING:
@@ -57,6 +57,8 @@ class Plan:
         step_seconds: time of an optimizer step; ``None`` if nothing was measured or given.
         timing: where that time comes from.
         sample_tokens: length of the samples that the time is for.
+        pack_tokens: tokens of a pack of such samples.
+        why_one_sample: why a pack holds one of them only; ``None`` if it holds as many as fit.
         checkpoint: bytes of one checkpoint.
     """
 
@@ -72,6 +74,8 @@ class Plan:
     step_seconds: float | None
     timing: str
     sample_tokens: int
+    pack_tokens: int
+    why_one_sample: str | None
     checkpoint: int
 
     @property
@@ -87,8 +91,12 @@ class Plan:
     @property
     def tokens_per_second(self) -> float | None:
         """Over all processes."""
-        step = self.config.packs_per_step * self.config.max_length
-        return None if self.step_seconds is None else step / self.step_seconds
+        return None if self.step_seconds is None else self.step_tokens / self.step_seconds
+
+    @property
+    def step_tokens(self) -> int:
+        """Of an optimizer step, all processes together."""
+        return self.config.packs_per_step * self.pack_tokens
 
     @property
     def assumed_seconds(self) -> dict[str, float]:
@@ -124,11 +132,11 @@ class Plan:
         rows["most at once"] = self.total
         if m.base_elsewhere:
             rows["in host memory or on disk: frozen model"] = m.base_elsewhere
-        tokens = c.packs_per_step * c.max_length
         lines = [
             f"model: {c.model}; {self.shape}",
-            f"run: {c.steps:,} steps of {c.packs_per_step} packs, {tokens:,} tokens a step, "
-            f"{c.steps * tokens / 1e6:,.1f} M tokens in all; processes: {self.processes}",
+            f"run: {c.steps:,} steps of {c.packs_per_step} packs, {self.step_tokens:,} tokens a step, "
+            f"{c.steps * self.step_tokens / 1e6:,.1f} M tokens in all; processes: {self.processes}",
+            *([f"a pack holds one sample: {self.why_one_sample}"] if self.why_one_sample else []),
             f"memory of each process on {where}, GB:",
             *(f"  {name:<52}{size / GB:>9.2f}" for name, size in rows.items()),
             self._verdict(),
@@ -160,7 +168,7 @@ class Plan:
 
     def _pace(self, step_seconds: float) -> str:
         """What a time per step means for the whole run."""
-        speed = self.config.packs_per_step * self.config.max_length / step_seconds
+        speed = self.step_tokens / step_seconds
         hours = self.config.steps * step_seconds / 3600
         device_hours = hours * self.processes
         pace = f"{speed:,.0f} tokens/s, {step_seconds:,.2f} s a step, {hours:,.2f} hours"
@@ -218,8 +226,9 @@ def make_plan(
                 remedies[option] = size
     gated, layers = len(bank), int(text_config(model).num_hidden_layers)
     tokens = min(sample_tokens or config.max_length, config.max_length)
-    samples = [tokens] * (config.max_length // tokens)
-    samples += [left] if (left := config.max_length - sum(samples)) else []
+    why_one_sample = why_one_sequence(text_config(model))
+    samples = [tokens] * (1 if why_one_sample else config.max_length // tokens)
+    samples += [left] if (left := config.max_length - sum(samples)) and not why_one_sample else []
     step_flop = config.packs_per_step * pack_flop(model, bank, config, samples)
     step_seconds, timing = None, "not measured, as this machine has no such device (--tflops sets what yours sustains)"
     if tflops is not None:
@@ -247,6 +256,8 @@ def make_plan(
         step_seconds=step_seconds,
         timing=timing,
         sample_tokens=tokens,
+        pack_tokens=sum(samples),
+        why_one_sample=why_one_sample,
         checkpoint=3 * memory.gates,
     )
 

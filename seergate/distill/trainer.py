@@ -193,9 +193,9 @@ class _Run:
         with world.together():
             check_engine(self.config, world.size)
         self.config, entries = world.from_main(lambda: commits.pin(self.config, self.dir))
-        self.model_fingerprint = world.in_turn(lambda: check_model(self.model_path, self.config))
+        self.model = world.in_turn(lambda: check_model(self.model_path, self.config))
         world.must_agree(
-            str(self.model_fingerprint),
+            str(self.model.fingerprint),
             "the processes see different weights; model must be the same on every machine",
         )
         self._look_for_checkpoint()
@@ -205,7 +205,7 @@ class _Run:
         config = self.config
         self.identity = {
             **config.result_shaping(),
-            "model_fingerprint": self.model_fingerprint,
+            "model_fingerprint": self.model.fingerprint,
             "data_fingerprint": self.data.fingerprint,
         }
         with world.together():
@@ -251,14 +251,14 @@ class _Run:
         with self.world.together():
             if newest:
                 found = read_record(newest)["run"]
-                wanted = {**self.config.result_shaping(), "model_fingerprint": self.model_fingerprint}
+                wanted = {**self.config.result_shaping(), "model_fingerprint": self.model.fingerprint}
                 # Whether the data changed is only known once it is prepared; `_resume` compares that too.
                 wanted["data_fingerprint"] = found.get("data_fingerprint")
                 check_same_run(newest, found, wanted)
 
     def _prepare_data(self) -> TrainingData:
-        world = self.world
-        data = world.in_turn(lambda: prepare_data(self.config, self.tokenizer))
+        world, one_sample = self.world, self.model.why_one_sample is not None
+        data = world.in_turn(lambda: prepare_data(self.config, self.tokenizer, one_sample=one_sample))
         world.must_agree(data.fingerprint, "the processes see different data; data must be the same on every machine")
         with world.together():
             if world.is_main:
@@ -291,6 +291,8 @@ class _Run:
         processes = "" if self.world.size == 1 else f" in {self.world.size} processes"
         engine = "DeepSpeed ZeRO" if config.deepspeed else "PyTorch"
         self._say(self.data.report.summary())
+        if self.model.why_one_sample:
+            self._say(f"a pack holds one sample: {self.model.why_one_sample}")
         self._say(
             f"gates: {len(self.bank)} layers, {parameters:,} parameters, for {config.model}; {engine} on "
             f"{self.world.device.type}{processes}"

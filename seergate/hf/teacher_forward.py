@@ -122,13 +122,8 @@ class PackDistillation:
         problems = bank.geometry.mismatches(families.gate_geometry(model, bank.config))
         if problems:
             raise SeergateError(f"these gates are for another model: {'; '.join(problems)}")
-        config = families.text_config(model)
-        kinds = {families.layer_type(config, i) for i in range(config.num_hidden_layers)}
-        if len(borders) > 2 and not kinds <= {"full_attention", "sliding_attention"}:
-            raise SeergateError(
-                f"this {config.model_type} model has {', '.join(sorted(kinds))} layers; its packs must hold "
-                "one sequence each"
-            )
+        if len(borders) > 2 and (reason := families.why_one_sequence(families.text_config(model))):
+            raise SeergateError(f"{reason}; its packs must hold one sequence each")
         self.bank, self.model, self.borders = bank, model, borders
         self.cu_seqlens = torch.tensor(borders, dtype=torch.int32)  # on the CPU, where the op can read it for free
         self.options: dict[str, Any] = {

@@ -144,6 +144,19 @@ def layer_type(config: Any, layer: int) -> str:
     return "sliding_attention" if getattr(config, "sliding_window", None) is not None else "full_attention"
 
 
+def why_one_sequence(config: Any) -> str | None:
+    """Why sequences of a model cannot be packed one after the other; ``None`` if they can.
+
+    Args:
+        config: of the language part.
+    """
+    layers = {layer_type(config, layer) for layer in range(config.num_hidden_layers)}
+    stateful = sorted(layers - {"full_attention", "sliding_attention"})
+    if not stateful:
+        return None
+    return f"the {', '.join(stateful)} layers of this {config.model_type} model carry a state from token to token"
+
+
 def attention_modules(model: PreTrainedModel) -> Iterator[tuple[int, nn.Module]]:
     """Pairs of layer index and attention module, of every layer that has softmax attention."""
     for layer, block in enumerate(decoder_of(model).layers):  # type: ignore[arg-type]

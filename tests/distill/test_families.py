@@ -1,0 +1,80 @@
+"""`seergate train` with a tiny random model of every supported family: two steps, and gates that load again."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+
+from seergate import GateBank
+from seergate.distill import load_train_config
+from seergate.distill.plan import make_plan
+from seergate.models import families
+from tests.distill.conftest import PLAIN, byte_tokenizer
+from tests.models import FAMILIES, tiny_model
+from tests.running import run_seergate
+
+LENGTHS = (60, 40, 70, 30, 90)
+"""Tokens of the samples, one per byte. As many as fit share a pack of 96."""
+HYBRIDS = {"qwen3_next", "qwen3_5_text"}
+
+
+@pytest.fixture(scope="module")
+def shared(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The samples, and the cache of their tokens: all models here have the same tokenizer."""
+    directory = tmp_path_factory.mktemp("shared")
+    rows = [{"text": "".join(chr(97 + (i * i + n) % 26) for i in range(n))} for n in LENGTHS]
+    (directory / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return directory
+
+
+def save(family: str, directory: Path) -> Path:
+    tokenizer = byte_tokenizer(PLAIN)
+    tiny_model(family, vocab_size=len(tokenizer)).save_pretrained(directory)
+    tokenizer.save_pretrained(directory)
+    return directory
+
+
+def test_the_table_here_is_the_table_of_supported_families() -> None:
+    assert FAMILIES.keys() == families.FAMILIES.keys()
+
+
+@pytest.mark.parametrize("family", sorted(FAMILIES))
+def test_a_family_trains_from_the_command_line(family: str, shared: Path, tmp_path: Path) -> None:
+    options = {
+        "model": save(family, tmp_path / "model"),
+        "output_dir": tmp_path / "run",
+        "data": shared / "rows.jsonl",
+        "token_cache": shared / "tokens",
+        "max_length": 96,
+        "block_size": 8,
+        "recall_budgets": 16,
+        "steps": 2,
+        "packs_per_step": 2,
+    }
+    done = run_seergate("train", *(f"--{name.replace('_', '-')}={value}" for name, value in options.items()))
+    assert done.returncode == 0, done.stderr
+    assert "step 2/2" in done.stdout
+    packs = json.loads((tmp_path / "run" / "data.json").read_text())["packs"]
+    alone = family in HYBRIDS
+    assert packs == (len(LENGTHS) if alone else 4)
+    assert ("a pack holds one sample: the linear_attention layers of this " in done.stdout) == alone
+    bank = GateBank.from_pretrained(tmp_path / "run")
+    assert bank.geometry.model_type == family and len(bank) >= 1
+    assert all(torch.isfinite(parameter).all() for parameter in bank.parameters())
+    bank.distill_loss(tiny_model(family, vocab_size=300), input_ids=torch.arange(60)[None])
+
+
+def test_the_plan_says_that_a_pack_holds_one_sample(tmp_path: Path) -> None:
+    plans = {}
+    for family in ("qwen3", "qwen3_next"):
+        run = load_train_config(str(save(family, tmp_path / family)), {"max_length": 1024, "block_size": 8})
+        plans[family] = make_plan(run, device="cpu", sample_tokens=400, measure=False)
+    packed, alone = plans["qwen3"], plans["qwen3_next"]
+    assert (packed.pack_tokens, alone.pack_tokens) == (1024, 400)
+    assert packed.step_tokens == 16 * 1024 and "16,384 tokens a step" in packed.text()
+    assert alone.step_tokens == 16 * 400 and "6,400 tokens a step" in alone.text()
+    assert "a pack holds one sample: the linear_attention layers of this qwen3_next model carry" in alone.text()
+    assert "one sample" not in packed.text()
