@@ -1,4 +1,4 @@
-# make demo | test | test-vllm | soak | lint | format | install | clean. Everything is installed into .venv, once; a second call is instant.
+# make demo | test | test-vllm | soak | docs | lint | format | install | clean. Everything is installed into .venv, once; a second call is instant.
 #
 #   make PYTHON=python3.12 install      another interpreter
 #   make JOBS=8 test                    more test processes (default 2)
@@ -9,13 +9,14 @@ VENV := .venv
 BIN := $(VENV)/bin
 
 .DEFAULT_GOAL := help
-.PHONY: help install demo test test-vllm soak lint format clean
+.PHONY: help install demo test test-vllm soak docs lint format clean
 
 help:
 	@echo "make demo     install, then train, decode and evaluate the tiny model, and write a report"
 	@echo "make test     install, then ruff, import-linter, mypy and the tests"
 	@echo "make test-vllm  .venv-vllm with vLLM for CPUs, then the tests of the plugin, which 'make test' leaves out"
 	@echo "make soak     install, then storms and long runs (hours); writes benchmarks/results/soak.json"
+	@echo "make docs     install, then build the documentation's site into build/site"
 	@echo "make lint     install, then ruff, import-linter and mypy"
 	@echo "make format   install, then format the code"
 	@echo "make install  create .venv with everything that development needs"
@@ -73,6 +74,9 @@ test: lint
 # What takes too long for every day: kills by the dozen, fuzzing, thousands of steps, every documented command.
 soak: install
 	$(BIN)/python -m tests.soak -n $(JOBS)
+
+docs: install
+	$(BIN)/mkdocs build --strict
 
 format: install
 	$(BIN)/ruff check --fix .

@@ -15,7 +15,7 @@ def how_to_install(extra: str) -> str:
     Args:
         extra: a key of ``optional-dependencies`` in `pyproject.toml`.
     """
-    return f'run: pip install -e ".[{extra}]" in the checkout of seergate'
+    return f'run: pip install "seergate[{extra}]"'
 
 
 def first_line(error: BaseException) -> str:

@@ -1,3 +1,3 @@
 """The version, for those below the front door."""
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"

@@ -40,6 +40,7 @@ ELSEWHERE = {
     "kernel_resources": "tests/ops",
     "serving": "make test-vllm",
     "tiny_reasoner": "tests/eval",
+    "trade_off": "tests/test_documents.py",
 }
 PARTS = {"collect", "common", "dense_baselines", "small_model"}
 """Files that the benchmarks share."""

@@ -1,33 +1,88 @@
-"""The Python of the README and of the page on gates runs as it is printed, on the shipped model."""
+"""The Python of the README and of the documents runs as it is printed, on the shipped model."""
 
 from __future__ import annotations
 
+import re
+import tomllib
 from pathlib import Path
+from typing import Any
 
 import pytest
+from transformers import AutoTokenizer
 
-from seergate import GateBank, GateConfig
+from seergate import GateBank
 from seergate.hf.loading import load_base
-from tests.test_house import ROOT, code_blocks
+from seergate.methods import METHODS
+from seergate.models.families import FAMILIES
+from tests.test_house import ROOT, code_blocks, named
 
-BLOCKS = [block for page in ("README.md", "docs/gates.md") for block in code_blocks(ROOT / page, "python")]
+ELSEWHERE = {
+    "docs/evaluation.md": "runs inside LiveCodeBench",
+    "docs/serving.md": "needs vLLM: tests/vllm",
+    "docs/write_a_method.md": "tests/methods/test_new_method.py",
+}
+CALLS = {
+    "docs/decoding.md": "seergate.handle_of(model).detach(); read_blocks(model, bank, prompt, Path('.'))",
+    "docs/decode-engine.md": "rounded(model, bank, prompt); offloaded(model, bank, prompt)",
+}
+"""Page -> what is run after its blocks, which define functions."""
+PAGES = [
+    page
+    for page in map(named, (ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))))
+    if code_blocks(ROOT / page, "python") and page not in ELSEWHERE
+]
+
+
+def on_the_shipped_model(block: str) -> str:
+    """The block with a small model for a large one, and answers that end."""
+    block = block.replace("Qwen/Qwen3-0.6B", "checkpoints/tiny-reasoner")
+    return re.sub(r"max_new_tokens=(\d+)", lambda n: n[0] if int(n[1]) <= 500 else "max_new_tokens=40", block)
 
 
 @pytest.fixture
-def checkout(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Where a reader stands who has run `python train.py --model tiny-reasoner`; the gates are untrained, though."""
+def names(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
+    """What a reader has who reads on: a checkout, a model with gates for it, and a prompt."""
     (tmp_path / "checkpoints").symlink_to(ROOT / "checkpoints")
-    model = load_base(ROOT / "checkpoints" / "tiny-reasoner")
-    bank = GateBank.for_model(model, GateConfig(block_size=16, gate_dim=32))
-    bank.save_pretrained(tmp_path / "runs" / "tiny-reasoner-gates")
     monkeypatch.chdir(tmp_path)
-    return tmp_path
+    inputs = AutoTokenizer.from_pretrained("checkpoints/tiny-reasoner")("[a1] 3", return_tensors="pt")
+    return {
+        "__name__": "page",
+        "Path": Path,
+        "bank": GateBank.from_pretrained("checkpoints/tiny-reasoner/gates"),
+        "model": load_base("checkpoints/tiny-reasoner"),
+        "inputs": {"input_ids": inputs.input_ids},
+        "prompt": inputs.input_ids,
+    }
 
 
-def test_there_are_snippets() -> None:
-    assert len(BLOCKS) >= 3
+@pytest.mark.parametrize("page", PAGES)
+def test_python_of_a_page_runs(page: str, names: dict[str, Any], capsys: pytest.CaptureFixture[str]) -> None:
+    for block in (*code_blocks(ROOT / page, "python"), CALLS.get(page, "")):
+        exec(compile(on_the_shipped_model(block), page, "exec"), names)
+    for line in capsys.readouterr().out.splitlines():
+        if " expected " in line:
+            assert re.search(rf"{line[-1]} \}}.* expected .$", line), line
 
 
-@pytest.mark.parametrize("block", BLOCKS, ids=[f"snippet{i}" for i in range(len(BLOCKS))])
-def test_snippets_run(block: str, checkout: Path) -> None:
-    exec(compile(block, "README.md", "exec"), {"__name__": "readme"})
+def test_pages_are_run() -> None:
+    assert {"README.md", "docs/quickstart.md", "docs/gates.md", *CALLS} <= set(PAGES)
+    for page, where in ELSEWHERE.items():
+        assert code_blocks(ROOT / page, "python"), page
+        assert not where.endswith(".py") or (ROOT / where).exists()
+
+
+def test_readme_is_short_and_counts_right() -> None:
+    text = (ROOT / "README.md").read_text()
+    assert len(text.split()) <= 900
+    assert f"[{len(FAMILIES)} families]" in text and f"| {len(FAMILIES)} families |" in text
+    others = {18: "Eighteen"}[len(METHODS) - 1]
+    assert f"{others} other methods" in text and f"gates and {len(METHODS) - 1} methods" in text
+    for extra in re.findall(r"seergate\[(\w+)\]", text):
+        assert extra in tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
+
+
+def test_contents_of_the_readme() -> None:
+    """Its anchors are its headings."""
+    text = (ROOT / "README.md").read_text()
+    headings = {heading.lower().replace(" ", "-") for heading in re.findall(r"^## (.+)$", text, re.M)}
+    assert set(re.findall(r"\]\(#([\w-]+)\)", text)) == headings - {"try-it"}

@@ -1,7 +1,7 @@
 r"""lighteval (Hugging Face's harness) on a model that decodes with a method of seergate.
 
-Install the extra in an environment of its own (``pip install -e ".[lighteval]"``). Any task of the harness works; in
-a checkout::
+Install the extra in an environment of its own (``pip install "seergate[lighteval]"``). Any task of the harness works;
+in a checkout::
 
     python -m seergate.eval.lighteval_adapter --model checkpoints/tiny-reasoner --method h2o:interval=16 --budget 256 \
         --tasks "seergate_chain_sum|0" --custom-tasks docs/examples/lighteval/chain_sum.py

@@ -1,7 +1,7 @@
 r"""lm-eval (EleutherAI's harness) on a model that decodes with a method of seergate.
 
-Install the extra in an environment of its own (``pip install -e ".[lm-eval]"``). Any task of the harness works; in a
-checkout::
+Install the extra in an environment of its own (``pip install "seergate[lm-eval]"``). Any task of the harness works; in
+a checkout::
 
     python -m seergate.eval.lm_eval_adapter --model checkpoints/tiny-reasoner --method h2o:interval=16 --budget 256 \
         --tasks seergate_chain_sum --include-path docs/examples/lm_eval

@@ -33,6 +33,9 @@ class Random(SelectingMethod):
     """Read the current block and a uniformly random choice of past ones, anew at each step, per layer and KV head.
 
     The choice is a hash of (seed, layer, head, position, block): it repeats, and does not depend on the batch.
+
+    Attributes:
+        seed: of the hash.
     """
 
     name: ClassVar[str] = "random"

@@ -111,9 +111,9 @@ class RKV(SnapKV):
 
     Attributes:
         window, interval, kernel, pooling, group_reduction: see `SnapKV`.
-        importance_weight: the paper's lambda.
-        similarity_threshold: see above.
-        spared: the paper's beta.
+        importance_weight: weight of the attention against redundancy, the paper's lambda.
+        similarity_threshold: cosine from which two keys are look-alikes.
+        spared: how many of its newest look-alikes a key does not count as similar to, the paper's beta.
         spare_first: as in the authors' code, for a resident without a look-alike the similarity to the very first
             resident counts as zero; the redundancy of that one is too low then.
     """

@@ -185,7 +185,7 @@ def test_a_report_that_could_not_be_drawn_is_told_before_the_model_is_loaded(see
     evaluation = ("eval", "--model", str(model), "--method", "dense", "--out", str(out))
     for arguments in (evaluation, ("sweep", str(sweep))):
         said = refusal(seergate(*arguments))
-        assert 'the report needs matplotlib; run: pip install -e ".[eval]"' in said and "--no-report" in said
+        assert 'the report needs matplotlib; run: pip install "seergate[eval]"' in said and "--no-report" in said
         assert not out.exists()
         assert "could not be loaded" in refusal(seergate(*arguments, "--no-report"))
         out.rmdir()

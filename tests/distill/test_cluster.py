@@ -34,7 +34,7 @@ def test_options_of_torchrun_in_the_slurm_script():
 
 def test_options_of_train_py_in_the_recipes():
     """Those that follow ``train.py`` on a line of the recipes and of the comments in the cluster's files."""
-    texts = [path.read_text() for path in (ROOT / "train/README.md", *sorted(CLUSTER.iterdir()))]
+    texts = [path.read_text() for path in (ROOT / "docs/train.md", *sorted(CLUSTER.iterdir()))]
     lines = [line.split(" train.py --")[1] for text in texts for line in text.splitlines() if " train.py --" in line]
     named = {option for line in lines for option in re.findall(r"--[a-z-]+", f"--{re.split('[#`]', line)[0]}")}
     known = set(re.findall(r"--[a-z-]+", train_parser("train.py", "", ()).format_help()))

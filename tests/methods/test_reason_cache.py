@@ -377,7 +377,7 @@ def test_refusals(monkeypatch):
     with pytest.raises(ValueError, match="seed is 'x'"):
         methods.RandomSharing(seed="x")
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
-    with pytest.raises(SeergateError, match=r'needs pylatexenc and apted; run: pip install -e "\.\[reason\]" in'):
+    with pytest.raises(SeergateError, match=r'needs pylatexenc and apted; run: pip install "seergate\[reason\]"'):
         methods.ReasonCache(max_edit_distance=2)
     with pytest.raises(SeergateError, match="needs pylatexenc;"):
         methods.ReasonCache()

@@ -1,0 +1,75 @@
+"""The documents' site: its contents, the generated table of options, the figure; in `make soak` the strict build."""
+
+from __future__ import annotations
+
+import json
+import runpy
+import subprocess
+import sys
+import zlib
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+import seergate
+from tests.test_house import ROOT
+
+DOCS = ROOT / "docs"
+
+
+def leaves(tree: Any) -> Iterator[str]:
+    """The pages of a nav."""
+    for value in tree if isinstance(tree, list) else tree.values():
+        yield from [value] if isinstance(value, str) else leaves(value)
+
+
+def test_every_page_is_in_the_contents() -> None:
+    config = yaml.load((ROOT / "mkdocs.yml").read_text(), yaml.BaseLoader)
+    pages = list(leaves(config["nav"]))
+    assert len(pages) == len(set(pages))
+    written = {path.relative_to(DOCS).as_posix() for path in DOCS.rglob("*.md") if "examples" not in path.parts}
+    assert set(pages) == written
+    index = (DOCS / "index.md").read_text()
+    assert not {page for page in pages if not page.startswith(("index", "api/")) and f"({page})" not in index}
+
+
+def test_the_table_of_options_is_true() -> None:
+    options = runpy.run_path(str(DOCS / "options.py"))
+    assert (DOCS / "options.md").read_text() == options["page"](), "run: python docs/options.py"
+
+
+def test_the_figure_of_the_readme_draws_the_results(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("matplotlib")
+    monkeypatch.syspath_prepend(ROOT / "benchmarks")
+    trade_off = runpy.run_path(str(ROOT / "benchmarks/trade_off.py"))
+    left, right = trade_off["draw"](ROOT / "benchmarks/results").axes
+    (gate,) = (line for line in left.containers if line.get_label() == "gate")
+    assert list(gate.lines[0].get_ydata()) == pytest.approx([3.515625, 82.421875, 97.265625, 98.828125])
+    for line in right.lines:
+        assert len(line.get_xdata()) >= 3 and min(line.get_ydata()) > 0
+    # Where vLLM has been measured, its figures are drawn
+    row = {"batch": 1, "length": 4096, "tokens_per_second": {"vllm_dense": 3.0, "vllm_gate": 5.0}}
+    record = {"rows": [row, row | {"batch": 4}], "options": {"threads": 2, "layers": 2, "budget": 2048}}
+    (tmp_path / "serving-cpu.json").write_text(json.dumps(record))
+    assert trade_off["speeds"](tmp_path)[0] == {"vLLM, dense": {4096: 3.0}, "with gates": {4096: 5.0}}
+
+
+def public_names() -> set[str]:
+    """What the reference has to describe; a submodule is described by its own names."""
+    modules = (seergate, seergate.methods, seergate.ops, seergate.distill, seergate.eval, seergate.report)
+    names = {f"{module.__name__}.{name}" for module in modules for name in module.__all__}
+    return names - {f"seergate.{name}" for name in ("distill", "methods", "ops")}
+
+
+@pytest.mark.soak
+def test_the_site_builds_and_describes_every_public_name(tmp_path: Path) -> None:
+    pytest.importorskip("mkdocstrings")
+    command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--site-dir", str(tmp_path)]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    inventory = (tmp_path / "objects.inv").read_bytes().split(b"\n", 4)[4]
+    described = {line.split()[0] for line in zlib.decompress(inventory).decode().splitlines()}
+    assert not public_names() - described
