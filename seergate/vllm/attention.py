@@ -1,8 +1,8 @@
 """Attention of a gated layer inside vLLM: dense for prompts, block-sparse for rows that decode.
 
-A step's `Plan` is made once, with vLLM's own metadata, and shared by the layers. In each layer, blocks that the step
-completed get their summaries; then the rows that decode read the blocks that the method picks, and all others what
-they would read without seergate.
+A step's `Plan` is made once and shared by the layers: on the host, with vLLM's own metadata, or, where all rows decode
+and a CUDA graph is to hold the step, on the device. In each layer, blocks that the step completed get their summaries;
+then the rows that decode read the blocks that the method picks, and all others what they would read without seergate.
 
 Shape suffixes: R rows that decode sparsely, C blocks that are completed, N blocks of the longest row, r pages of a
 block, K KV heads, X blocks read, others as in `seergate.vllm.scoring`.
@@ -58,8 +58,8 @@ class Plan:
     lengths_R: Tensor
     table_RNr: Tensor
     dense: Any
-    held: int
-    read_all: int
+    held: int | Tensor
+    read_all: int | Tensor
     shared: tuple[Tensor, tuple[Tensor, Tensor]] | None = None
 
 
@@ -90,7 +90,6 @@ def plan_of(metadata: Any, common: Any, method: SelectingMethod, page: int) -> P
     decodes = (queries == 1) & ~common.is_prefilling[: common.num_reqs].numpy()
     rows = np.flatnonzero(decodes & (lengths > max(method.covered_tokens, method.dense_below)))
     longest = int(lengths[rows].max(initial=0))
-    columns = np.arange(-(-longest // size) * run).clip(max=table.shape[1] - 1)
     rows_R = here(rows)
     held = int(lengths[decodes].sum())
     return Plan(
@@ -99,21 +98,67 @@ def plan_of(metadata: Any, common: Any, method: SelectingMethod, page: int) -> P
         rows_R=rows_R,
         tokens_R=here(starts[rows]),
         lengths_R=here(lengths[rows]),
-        table_RNr=table[rows_R[:, None], here(columns)].unflatten(1, (-1, run)),
+        table_RNr=by_block(table[rows_R], -(-longest // size), run),
         dense=metadata,
         held=held,
         read_all=held - int(lengths[rows].sum()),
     )
 
 
+def plan_of_decodes(metadata: Any, method: SelectingMethod, page: int) -> Plan:
+    """What a step is to do in which every row decodes. Shapes follow from the number of rows, and nothing is read back
+    by the host, so a CUDA graph can hold it.
+
+    Rows that the budget covers select all of their blocks. The newest block gets a summary at each step, which is not
+    read before the step that completes the block has replaced it. Rows of no tokens are a graph's padding; vLLM's
+    first page is nobody's, and they use it.
+
+    Args:
+        metadata: vLLM's for the layers' kernel.
+        method: with a token budget.
+        page: tokens per page.
+    """
+    size = method.block_size
+    lengths_R = metadata.seq_lens.long()
+    padding = (lengths_R == 0).sum()
+    table = metadata.block_table.long()
+    table_RNr = by_block(table, -(-table.shape[1] * page // size), size // page)
+    rows_R = torch.arange(len(lengths_R), device=table.device)
+    held, lengths_R = lengths_R.sum(), lengths_R.clamp(min=1)
+    newest_R = (lengths_R - 1) // size
+    return Plan(
+        closed_Cr=table_RNr[rows_R, newest_R],
+        starts_C=newest_R * size,
+        rows_R=rows_R,
+        tokens_R=rows_R,
+        lengths_R=lengths_R,
+        table_RNr=table_RNr,
+        dense=None,
+        held=held,
+        read_all=-padding,  # their one token each is counted as read
+    )
+
+
+def by_block(table_RP: Tensor, blocks: int, run: int) -> Tensor:
+    """The first ``blocks`` blocks ``[R, N, r]`` of rows' tables of pages; pages beyond the table are its last one."""
+    columns = torch.arange(blocks * run, device=table_RP.device).clamp(max=table_RP.shape[1] - 1)
+    return table_RP[:, columns].unflatten(1, (-1, run))
+
+
 class SparseBuilder:
-    """Mixed into the builder of vLLM's metadata: puts a `Plan` beside it."""
+    """Mixed into the builder of vLLM's metadata: puts a `Plan` beside it; ``None`` where the first layer makes it, so
+    that a graph holds it.
+    """
 
     method: SelectingMethod
+    graphs: bool
 
     def build(self, common_prefix_len: int, common: Any, fast_build: bool = False) -> Any:
         """The metadata of a step, with its plan."""
         metadata = super().build(common_prefix_len, common, fast_build)  # type: ignore[misc]
+        if self.graphs and common.max_query_len == 1:
+            metadata.plan = None
+            return metadata
         plan = metadata.plan = plan_of(metadata, common, self.method, self.kv_cache_spec.block_size)  # type: ignore[attr-defined]
         if len(plan.rows_R) == common.num_reqs:
             plan.dense = None
@@ -134,6 +179,7 @@ class SparseAttention:
 
     Attributes:
         read: tokens read by rows that decode, all KV heads together, so far; ``held`` those that there were to read.
+            They are on the layer's device, where graphs count too.
         summaries: ``[K, pages, W]``; that of a block is at its last page, which it shares with no other block.
     """
 
@@ -142,8 +188,7 @@ class SparseAttention:
     def __init__(self, impl: Any, method: SelectingMethod, scoring: Scores, kind: Callable[..., Pages]) -> None:
         self.impl, self.method, self.scoring, self.kind = impl, method, scoring, kind
         self.pages: Pages | None = None
-        self.read: int | Tensor = 0
-        self.held = 0
+        self.read, self.held = (torch.zeros((), dtype=torch.long) for _ in range(2))
         self.dense, impl.forward = impl.forward, self.forward
 
     def forward(
@@ -161,8 +206,10 @@ class SparseAttention:
         """Attend, as `AttentionImpl.forward` of vLLM; the new keys and values are in the cache already."""
         if metadata is None:
             return self.dense(layer, query, key, value, cache, metadata, output, *scales, **named)
-        plan = metadata.plan
         pages = self._bind(layer, cache)
+        if metadata.plan is None:
+            metadata.plan = plan_of_decodes(metadata, self.method, pages.size)
+        plan = metadata.plan
         if len(plan.starts_C):
             keys_CKSD = self._keys(pages, plan.closed_Cr)
             summary_CKW = self.scoring.summary(keys_CKSD, plan.starts_C)
@@ -188,6 +235,7 @@ class SparseAttention:
             self.pages = self.kind(self.impl, layer, cache)
             shape = (self.pages.heads, self.pages.pages, self.scoring.width)
             self.summaries = torch.zeros(shape, dtype=self.scoring.dtype, device=cache.device)
+            self.read, self.held = self.read.to(cache.device), self.held.to(cache.device)
         return self.pages
 
     def _keys(self, pages: Pages, table_Nr: Tensor) -> Tensor:
@@ -214,7 +262,7 @@ class SparseAttention:
         else:
             shared = plan.shared
         lengths_Q, schedule = shared
-        self.read = self.read + lengths_Q.sum()  # on a GPU a tensor: nothing waits for it
+        self.read += lengths_Q.sum()
         device = query_RHD.device
         rows_R11 = torch.arange(len(query_RHD), device=device)[:, None, None]
         table_RKXr = plan.table_RNr[rows_R11, indices_RKX.clamp(min=0).long()] * pages.step

@@ -19,13 +19,14 @@ class Pages(Protocol):
     """The cache of a layer.
 
     Attributes:
-        pages, heads, dim: how many pages and KV heads there are, and D.
+        pages, heads, size, dim: how many pages and KV heads there are, S and D.
         step: see above.
     """
 
     cache: Tensor
     pages: int
     heads: int
+    size: int
     dim: int
     step: int
 

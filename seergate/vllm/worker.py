@@ -9,7 +9,7 @@ from torch import nn
 
 from seergate.errors import SeergateError
 from seergate.gates.gate import AttnGate
-from seergate.methods import Quest, SelectingMethod
+from seergate.methods import Oracle, Quest, SelectingMethod
 from seergate.vllm.attention import Scores, SparseAttention, SparseBuilder
 from seergate.vllm.checks import rope_kinds
 from seergate.vllm.pages import PAGES
@@ -53,9 +53,9 @@ class Gated:
         """
         layers = {
             layer: {
-                "tokens_read": int(impl.read),
-                "tokens_held": impl.held,
-                "density": int(impl.read) / impl.held if impl.held else 1.0,
+                "tokens_read": (read := int(impl.read)),
+                "tokens_held": (held := int(impl.held)),
+                "density": read / held if held else 1.0,
             }
             for layer, impl in self.gated.items()
         }
@@ -111,7 +111,7 @@ def make_sparse(attention: Any, method: SelectingMethod, scoring: Scores) -> Spa
     """Put `SparseAttention` and `SparseBuilder` around what vLLM chose for a layer."""
     from vllm.v1.attention.backend import AttentionCGSupport
 
-    backend = attention.attn_backend
+    backend, graphs = attention.attn_backend, fits_graphs(method)
     if backend.get_name() not in PAGES:
         raise SeergateError(
             f"vLLM's attention backend is {backend.get_name()}; with seergate it must be one of {', '.join(PAGES)}"
@@ -122,7 +122,10 @@ def make_sparse(attention: Any, method: SelectingMethod, scoring: Scores) -> Spa
         (SparseBuilder, builder),
         {
             "method": method,
-            "_cudagraph_support": AttentionCGSupport.NEVER,  # a plan is made on the host: graphs hold what is between
+            "graphs": graphs,
+            "_cudagraph_support": AttentionCGSupport.UNIFORM_SINGLE_TOKEN_DECODE
+            if graphs
+            else AttentionCGSupport.NEVER,  # then graphs hold what is between attention layers
             "supports_update_block_table": False,  # a plan holds pages
         },
     )
@@ -130,6 +133,15 @@ def make_sparse(attention: Any, method: SelectingMethod, scoring: Scores) -> Spa
         "SparseBackend", (backend,), {"get_builder_cls": staticmethod(lambda: sparse_builder)}
     )
     return SparseAttention(attention.impl, method, scoring, PAGES[backend.get_name()])
+
+
+def fits_graphs(method: SelectingMethod) -> bool:
+    """Whether CUDA graphs may hold the decode steps of a method. CPUs have none, and shapes that do not depend on
+    lengths would cost them time.
+    """
+    from vllm.platforms import current_platform
+
+    return current_platform.is_cuda() and not isinstance(method, Oracle) and method.covered_tokens >= 0
 
 
 def rank_gate(gate: AttnGate, kv_heads: int) -> AttnGate:

@@ -8,10 +8,14 @@ from __future__ import annotations
 
 import random
 from collections.abc import Iterator
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 
+from seergate.methods import make_method
+from seergate.vllm import attention
 from tests.vllm.conftest import GATES, answers, engine, questions
 
 GATE = {"gates": GATES, "token_budget": 256}
@@ -60,6 +64,39 @@ def test_cached_prefixes(llm: Any, prompts: list[list[int]], together: list[list
 def test_chunks_and_no_cached_prefixes(prompts: list[list[int]], together: list[list[int]]) -> None:
     with engine(seergate=GATE, max_num_seqs=16, enable_prefix_caching=False, max_num_batched_tokens=64) as llm:
         assert answers(llm, prompts[:16], NEW) == together[:16]
+
+
+def test_steps_of_fixed_shapes(
+    prompts: list[list[int]], together: list[list[int]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What a CUDA graph would hold, run as it is."""
+    monkeypatch.setattr("seergate.vllm.worker.fits_graphs", lambda method: True)
+    planned: list[Any] = []
+    plan_of_decodes = attention.plan_of_decodes
+
+    def noted(metadata: Any, *rest: Any) -> attention.Plan:
+        planned.append(metadata)
+        return plan_of_decodes(metadata, *rest)
+
+    monkeypatch.setattr(attention, "plan_of_decodes", noted)
+    with engine(seergate=GATE, max_num_seqs=16) as llm:
+        (said,) = answers(llm, prompts[:1], NEW)
+        (stats,) = llm.collective_rpc("seergate_stats")
+        assert answers(llm, prompts[:16], NEW) == together[:16]
+    assert planned
+    lengths = [len(prompts[0]) + step for step in range(1, len(said))]
+    for layer in stats["layers"].values():  # of two KV heads
+        assert layer["tokens_held"] == 2 * sum(lengths)
+        assert layer["tokens_read"] == 2 * sum(min(length, 256 - 32 + (length - 1) % 32 + 1) for length in lengths)
+
+
+def test_rows_that_pad_a_graph_are_not_counted() -> None:
+    table = torch.tensor([[3, 4, 5], [0, 0, 0]], dtype=torch.int32)
+    metadata = SimpleNamespace(seq_lens=torch.tensor([70, 0], dtype=torch.int32), block_table=table)
+    plan = attention.plan_of_decodes(metadata, make_method("quest", token_budget=64, block_size=64), page=32)
+    assert plan.table_RNr.tolist() == [[[3, 4], [5, 5]], [[0, 0], [0, 0]]]
+    assert plan.closed_Cr.tolist() == [[5, 5], [0, 0]] and plan.starts_C.tolist() == [64, 0]
+    assert plan.lengths_R.tolist() == [70, 1] and plan.held == 70 and plan.read_all == -1
 
 
 def test_preemption(prompts: list[list[int]], together: list[list[int]]) -> None:
