@@ -1,4 +1,4 @@
-"""``seergate figure``: regenerates a figure or table of the SeerAttention-R paper."""
+"""``seergate figure``: regenerates a figure or table of one of five papers."""
 
 from __future__ import annotations
 
@@ -8,26 +8,27 @@ from pathlib import Path
 from typing import Any
 
 from seergate.cli.eval import words
+from seergate.cli.papers import FIGURES
 from seergate.errors import SeergateError
 
 PARSES_ITS_ARGUMENTS = True
 HELP = (
-    "regenerate a figure or table of the SeerAttention-R paper, or see what methods do to one answer",
+    "regenerate a figure or table of one of five papers, or see what methods do to one answer",
     "Run what a figure of the paper compares and draw it: by default on the tiny reasoner, in minutes on a CPU; with\n"
     "--model on a real model and the paper's task, block sizes and budgets. Gates that are missing for the tiny\n"
     "reasoner are distilled first; for other models give them with --gates DIR, or --gates 16=DIR,64=DIR by block\n"
     "size. What is there already is kept, so an interrupted figure continues.\n\n"
-    "4, 5, 7, 8, 9, table1, table2: of SeerAttention-R.\n"
-    "raas5, raas7, raas8, rpc8, rpc-table2, lazy5, lazy-table4, reasoncache-table1, reasoncache-table4: of RaaS,\n"
-    "RPC, LazyEviction and ReasonCache.\n"
+    "4, 5, 7, 8, 9, table1, table2: of SeerAttention-R. raas..., rpc..., lazy..., reasoncache...: of RaaS, RPC,\n"
+    "LazyEviction and ReasonCache; docs/reproduce.md lists them, and what is not made again and why.\n"
     "proxies: how well recall, KL and perplexity, measured in minutes, predict accuracy.\n"
-    "kept: which tokens evicting methods keep over one answer (as Figure 5 of RPC and Figure 3 of RaaS).\n"
-    "recurrence: when attention comes back to tokens (as Figure 3c of LazyEviction); milestone and phoenix tokens.",
+    "kept, rpc5: which tokens evicting methods keep over one answer (as Figure 5 of RPC and Figure 3 of RaaS).\n"
+    "recurrence, lazy3: when attention comes back to tokens (as Figure 3c of LazyEviction); milestones and phoenixes.",
     [
         "seergate figure kept --method raas,h2o:interval=8 --budget 128",
         "seergate figure 5",
         "seergate figure 7 --out runs/fig7",
         "seergate figure 4 --model Qwen3-14B --task math500",
+        "seergate figure rpc-table1 --model deepseek-ai/DeepSeek-R1-Distill-Qwen-7B",
     ],
 )
 
@@ -37,81 +38,13 @@ ATTENTION = {
 }
 """What shapes a figure of attention. No other takes these options: what it runs is the paper's."""
 
-TINY_RUNS: dict[str, dict[str, Any]] = {
-    "4": {"method": ["dense", "oracle"], "block_size": [8, 16, 32], "budget": [32, 64, 128]},
-    "5": {"method": ["dense", "gate", "quest"], "budget": [32, 64, 128, 256]},
-    "7": {"method": ["dense", "gate", "quest"], "block_size": [8, 16, 32], "budget": [64, 128]},
-    "8": {"method": ["dense", "gate", "quest"], "budget": [32, 64, 128], "dense_layers": [[], [0]]},
-    "9": {"method": ["dense", "gate"], "budget": [32, 64, 128], "threshold": [0.003, 0.01, 0.03, 0.1]},
-    "table1": {"method": ["dense", "gate", "quest"], "budget": [32, 64, 128]},
-    "proxies": {
-        "method": [
-            "dense",
-            "oracle",
-            "gate",
-            "quest",
-            "random",
-            "streaming_llm:interval=8",
-            "random_evict:interval=16",
-        ],
-        "budget": [32, 64, 128, 256],
-        "measure_recall": True,
-    },
-    "raas5": {
-        "method": ["dense", "quest", "streaming_llm:interval=8", "h2o:interval=8", "raas"],
-        "budget": [32, 64, 128],
-    },
-    "raas7": {
-        "method": ["dense", "quest", "streaming_llm:interval=8", "h2o:interval=8", "raas"],
-        "budget": [32, 64, 128],
-    },
-    "raas8": {"method": ["dense", *(f"raas:share={r}" for r in (0.1, 0.3, 0.5, 0.7, 0.9))], "budget": [32, 64, 128]},
-    "rpc8": {"method": ["dense", *(f"rpc:interval={n}:window=8" for n in (4, 16, 64, 128))]},
-    "rpc-table2": {"method": ["dense", *(f"rpc:interval=64:window={n}" for n in (1, 8, 32))]},
-    "lazy5": {
-        "method": [
-            *("dense", "tova:interval=8", "h2o:interval=8", "r_kv:interval=8:window=8", "raas"),
-            "lazy_eviction:window=8:alpha=0.01",
-        ],
-        "budget": [32, 64, 128],
-    },
-    "lazy-table4": {
-        "method": ["dense", *(f"lazy_eviction:window=8:alpha=0.01:use_h2={flag}" for flag in ("true", "false"))],
-        "budget": [32, 64, 128],
-    },
-    "reasoncache-table1": {"method": ["dense", "reason_cache"]},
-    "reasoncache-table4": {"method": ["dense", *(f"reason_cache:percentile={p}" for p in (20, 50, 80, 100))]},
-}
-"""What is compared on the tiny reasoner, whose contexts are some twenty times shorter than the paper's."""
+ALIASES = {"rpc5": "kept", "lazy3": "recurrence"}
+"""Figures of papers that have a name of our own."""
 
-REAL_RUNS: dict[str, dict[str, Any]] = {
-    "4": {"method": ["dense", "oracle"], "block_size": [32, 64, 128], "budget": [1024, 2048, 4096, 8192]},
-    "5": {"method": ["dense", "gate", "quest"]},
-    "7": {"method": ["dense", "gate", "quest"], "block_size": [16, 32, 64, 128], "budget": [4096]},
-    "8": {"method": ["dense", "gate", "quest"], "budget": [2048, 4096, 6144, 8192], "dense_layers": [[], [0, 1]]},
-    "9": {"method": ["dense", "gate"], "budget": [2048, 4096, 6144, 8192], "threshold": [0.001, 0.002, 0.004, 0.008]},
-    "table1": {"method": ["dense", "gate", "quest"], "budget": [2048, 4096, 6144, 8192]},
-    "proxies": {"method": ["dense", "gate", "quest", "random"], "budget": [1024, 2048, 4096], "measure_recall": True},
-    "raas5": {"method": ["dense", "quest", "streaming_llm", "h2o", "raas"], "budget": [64, 128, 256, 512, 1024]},
-    "raas7": {"method": ["dense", "quest", "streaming_llm", "h2o", "raas"], "budget": [128, 256, 512, 1024]},
-    "raas8": {
-        "method": ["dense", *(f"raas:share={r}" for r in (0.1, 0.3, 0.5, 0.7, 0.9))],
-        "budget": [128, 512, 1024],
-    },
-    "rpc8": {"method": ["dense", *(f"rpc:interval={4**n}" for n in range(1, 8))]},
-    "rpc-table2": {"method": ["dense", *(f"rpc:window={n}" for n in (1, 8, 32, 128))]},
-    "lazy5": {
-        "method": ["dense", "tova", "h2o", "r_kv", "raas", "lazy_eviction:window=auto"],
-        "budget": [512, 1024, 2048, 4096],
-    },
-    "lazy-table4": {
-        "method": ["dense", *(f"lazy_eviction:window=auto:use_h2={flag}" for flag in ("true", "false"))],
-        "budget": [1024, 2048],
-    },
-    "reasoncache-table1": {"method": ["dense", "reason_cache"]},
-    "reasoncache-table4": {"method": ["dense", *(f"reason_cache:percentile={p}" for p in (20, 50, 80, 100))]},
-}
-NAMES = (*TINY_RUNS, "table2", "kept", "recurrence")
+APART = ("table2", *ATTENTION)
+"""What is no sweep: the others are in `seergate.cli.papers`."""
+
+NAMES = (*FIGURES, *APART, *ALIASES)
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -119,9 +52,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("name", choices=NAMES, metavar="NAME", help=", ".join(NAMES))
     parser.add_argument("--model", default="tiny-reasoner", help="preset, directory or Hub id [%(default)s]")
     parser.add_argument("--gates", metavar="DIR", help="adapter; or BLOCK_SIZE=DIR, several separated by commas")
-    parser.add_argument("--task", help="[chain_sum for the tiny reasoner, else aime24]")
+    parser.add_argument("--task", help="[chain_sum for the tiny reasoner, else the figure's, or aime24]")
     parser.add_argument("--task-source", metavar="FILE", help="a local copy of the task's problems")
-    parser.add_argument("--problems", type=int, metavar="N", help="[32 of chain_sum, all of others]")
+    parser.add_argument("--problems", type=int, metavar="N", help="[32 of chain_sum, of others as in the paper]")
     parser.add_argument("--variables", type=int, metavar="N", help="size of a chain_sum problem [30]")
     parser.add_argument("--samples", type=int, metavar="N", help="answers per problem [the paper's]")
     parser.add_argument("--max-new-tokens", type=int, metavar="N", help="longest answer [what the task allows]")
@@ -145,27 +78,32 @@ def run(options: argparse.Namespace) -> int:
     """Make what is missing, draw, and say what is seen."""
     from seergate.cli.models import TINY, check_writable
 
+    options.name = ALIASES.get(options.name, options.name)
     _check_options(options)
     tiny = options.model.lower() == TINY
-    label = options.name if options.name.startswith("table") else f"figure-{options.name}"
+    label = options.name if "table" in options.name else f"figure-{options.name}"
     out = options.out or Path("runs") / f"{label}-{Path(options.model).name}"
     if options.name == "table2":
         check_writable(out)
         return _table2(options, out)
-    task = options.task or ("chain_sum" if tiny else "aime24")
+    run: dict[str, Any] = {}
+    if options.name in FIGURES:
+        run = FIGURES[options.name].tiny if tiny else FIGURES[options.name].real
+    task = options.task or ("chain_sum" if tiny else run.get("task", "aime24"))
     given = {"problems": options.problems, "variables": options.variables, "source": options.task_source}
     defaults = {"problems": 32, "variables": 30} if task == "chain_sum" else {}
+    if task == run.get("task"):
+        defaults = run.get("task_options", {})
     task_options = defaults | {name: value for name, value in given.items() if value is not None}
-    if options.name in ("kept", "recurrence"):
+    if options.name in ATTENTION:
         return _attention(options, task, task_options, out, tiny)
+    asked = {name: getattr(options, name) for name in ("samples", "max_new_tokens", "batch_size")}
     values: dict[str, Any] = {
-        **(TINY_RUNS if tiny else REAL_RUNS)[options.name],
+        **run,
+        **{name: value for name, value in asked.items() if value is not None},
         "model": options.model,
         "task": task,
         "task_options": task_options,
-        "samples": options.samples,
-        "max_new_tokens": options.max_new_tokens,
-        "batch_size": options.batch_size,
         "workers": options.workers,
         "out": str(out / "eval"),
     }
@@ -261,10 +199,11 @@ def _distilled(options: argparse.Namespace, block_size: int | None, out: Path) -
 def _write(name: str, out: Path, label: str) -> Path:
     from seergate.eval.store import write_text
     from seergate.report import load_sweeps, write_report
-    from seergate.report.figures import FIGURES
+    from seergate.report.figures import LOOKS, beside
     from seergate.report.load import apart
 
     figure = FIGURES[name]
+    draw, table, read = LOOKS[figure.look]
     sweep, *others = sweeps = load_sweeps(out / "eval")
     if others:
         one, other, *_ = apart(sweeps)
@@ -274,10 +213,12 @@ def _write(name: str, out: Path, label: str) -> Path:
             + f"): grade them alike with `seergate regrade {out / 'eval'} --grader NAME`, or use another --out"
         )
     parts = [f"# {figure.source} on our runs: {figure.title}" if figure.source else f"# {figure.title}"]
-    if figure.draw is not None:
-        parts.append(f"![{figure.title}]({figure.draw(sweep, out / f'{label}.png').name})")
-    said = figure.read(sweep)
-    parts += ["\n".join(f"- {line}" for line in said), figure.table(sweep)]
+    if draw is not None:
+        parts.append(f"![{figure.title}]({draw(sweep, out / f'{label}.png').name})")
+    said = read(sweep)
+    parts += ["\n".join(f"- {line}" for line in said), table(sweep)]
+    if compared := beside(sweep, figure.published, figure.real):
+        parts += ["## Beside the paper's numbers", compared, *([figure.caution] if figure.caution else [])]
     parts.append("Everything else about these runs, and what to bear in mind: `report.md`.")
     write_text(out / f"{label}.md", "\n\n".join(parts) + "\n")
     write_report(out / "eval", out)

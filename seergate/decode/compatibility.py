@@ -6,7 +6,8 @@ meets is an error.
 | axis | tags |
 |---|---|
 | storage | `paged`, `offloaded`, `static`; none of them for a cache that grows |
-| method | `selecting`, `evicting`, `dense` (reads all it keeps); `moves keys` where it gives them new positions |
+| method | `selecting`, `evicting`, `dense` (reads all it keeps); `moves keys` where it gives them new positions; |
+| | `query heads apart` where those of a group do not read the same |
 | correction | `lossless`, `rectified`; `rectified past a block` |
 | model | `one-way layers` (cannot take tokens back), `own rope`, `changing angles` |
 """
@@ -30,6 +31,7 @@ REFUSED: dict[tuple[str, str], str] = {
     ("offloaded", "dense"): "{1} cannot be offloaded: only a method that selects blocks leaves some of them unread",
     ("offloaded", "lossless"): _READS_ALL,
     ("offloaded", "rectified"): _READS_ALL,
+    ("offloaded", "query heads apart"): "{1} cannot be offloaded: blocks are fetched for each KV head",
     ("paged", "lossless"): _NEEDS_ORDINARY,
     ("paged", "rectified"): _NEEDS_ORDINARY,
     ("evicting", "lossless"): _NOTHING_LEFT,

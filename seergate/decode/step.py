@@ -116,9 +116,12 @@ class GatedAttention:
         if isinstance(method, SelectingMethod):
             selection = method.select(state, step)
             if selection is not None:
-                output = layer.storage.attend(step, selection, layer.block_size)
+                output = state.attend(step)
+                if output is None:
+                    output = layer.storage.attend(step, selection, layer.block_size)
             if self.measure_recall:
-                stats.record_recall(layer.layer, _recall(step, selection, layer.block_size))
+                each = selection if selection is None else state.per_head or selection
+                stats.record_recall(layer.layer, _recall(step, each, layer.block_size))
         elif isinstance(state, CompressingState):
             output, p_BKGT = attend_and_weigh(step) if state.weighs else (None, None)
             state.watch(step, p_BKGT)
@@ -271,6 +274,6 @@ def _recall(step: Step, selection: Selection | None, block_size: int) -> Tensor:
     probabilities = probabilities / probabilities.sum(-1, keepdim=True)  # an attention sink's share is not a token's
     missing = -probabilities.shape[-1] % block_size
     blocks_BKGN = nn.functional.pad(probabilities, (0, missing)).unflatten(-1, (-1, block_size)).sum(-1)
-    taken = selection.indices.clamp(min=0).long()[:, :, None].expand(-1, -1, blocks_BKGN.shape[2], -1)
-    read = blocks_BKGN.gather(-1, taken) * (selection.indices >= 0)[:, :, None]
+    chosen = selection.indices.unflatten(1, (blocks_BKGN.shape[1], -1)).expand(-1, -1, blocks_BKGN.shape[2], -1)
+    read = blocks_BKGN.gather(-1, chosen.clamp(min=0).long()) * (chosen >= 0)
     return read.sum(-1).flatten(1).mean(1)

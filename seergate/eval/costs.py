@@ -31,6 +31,7 @@ class _LayerRows:
         self.arriving: tuple[float, Any] = 0.0, 0.0  # bytes allocated, and own, of rows that have only read a prompt
         self.blocks: Tensor | None = None  # selected, summed over KV heads; stays on the device until it is asked for
         self.heads, self.bytes_per_token, self.block_size = 1, 0, 1
+        self.held = np.zeros(0)  # by the rows, at the last step
 
     def add(self, rows: int) -> None:
         """Rows that have read their prompts: so much they hold at least at their peak."""
@@ -65,7 +66,7 @@ class RowStats(DecodeStats):
         self.decode_steps = np.zeros(0)
         self.savings = np.zeros(0)  # of memory, by sharing blocks: ratios, summed over steps
         self.shares = False
-        self.curves: list[list[tuple[int, float]]] = []  # per row: (tokens of context, tokens read so far)
+        self.curves: list[list[tuple[int, float, float]]] = []  # per row: tokens of context, read so far; bytes held
 
     def saw_prompt(self, layer: int, resident_bytes: int, row_bytes: RowBytes) -> None:
         """See `DecodeStats`. These are the rows that `add_rows` is called for next."""
@@ -104,7 +105,7 @@ class RowStats(DecodeStats):
         scored += reading.scored
         allocated += reading.resident_bytes / len(seen)
         np.maximum(allocated_peak, reading.resident_bytes / len(seen), out=allocated_peak)
-        held = reading.row_bytes()
+        counters.held = held = reading.row_bytes()
         own += held
         np.maximum(own_peak, held, out=own_peak)
         if selection is not None:
@@ -114,7 +115,8 @@ class RowStats(DecodeStats):
             self.decode_steps += 1
             for row in np.flatnonzero(self.decode_steps % CURVE_STEPS == 0).tolist():
                 read_so_far = sum([each.tokens_read(row) for each in self.by_layer.values()]) / len(self.by_layer)
-                self.curves[row].append((seen[row], read_so_far))
+                held_now = sum([float(each.held[row]) for each in self.by_layer.values()])
+                self.curves[row].append((seen[row], read_so_far, held_now))
 
     def note_savings(self, ratios: Sequence[float]) -> None:
         """All rows have taken a step under a method that shares blocks.
@@ -133,9 +135,10 @@ class RowStats(DecodeStats):
             mean over steps and layers; every head of a layer holds as many), ``bytes_read_per_step``,
             ``own_bytes_mean``, ``own_bytes_peak`` (what the row would hold alone, all layers),
             ``resident_bytes_mean``, ``resident_bytes_peak`` (its share of what was allocated), and ``read_curve``: for
-            every `CURVE_STEPS` steps, the context's length at their end and the tokens read per step, mean over layers
-            and KV heads. Under a method that shares blocks also ``amsr``, the row's memory saving ratio, mean over its
-            decode steps. Means are over decode steps; the prompt counts in the peaks. Empty if nothing was decoded.
+            every `CURVE_STEPS` steps, the context's length at their end, the tokens read per step, mean over layers
+            and KV heads, and the bytes that the row would then hold alone. Under a method that shares blocks also
+            ``amsr``, the row's memory saving ratio, mean over its decode steps. Means are over decode steps; the
+            prompt counts in the peaks. Empty if nothing was decoded.
         """
         steps = float(self.decode_steps[row])
         ran = [counters for counters in self.by_layer.values() if counters.sums[0, row] > 0]
@@ -162,7 +165,9 @@ class RowStats(DecodeStats):
             "resident_bytes_mean": resident,
             "resident_bytes_peak": resident_peak,
             "read_curve": [
-                [length, round((read - before) / CURVE_STEPS, 2)]
-                for (length, read), (_, before) in zip(self.curves[row], [(0, 0.0), *self.curves[row]], strict=False)
+                [length, round((read - before) / CURVE_STEPS, 2), held]
+                for (length, read, held), (_, before, _) in zip(
+                    self.curves[row], [(0, 0.0, 0.0), *self.curves[row]], strict=False
+                )
             ],
         }

@@ -284,6 +284,8 @@ def tags_of_method(method: Method) -> dict[str, str]:
     """What `seergate.decode.compatibility` calls a method."""
     kinds = {"selecting": SelectingMethod, "evicting": CompressingMethod}
     tags = {next((tag for tag, kind in kinds.items() if isinstance(method, kind)), "dense"): repr(method.name)}
+    if getattr(method, "group_reduction", None) == "separate":
+        tags["query heads apart"] = f"{method.name!r} with group_reduction='separate'"
     return {**tags, "moves keys": repr(method.name)} if method.stores_pre_rope else tags
 
 

@@ -253,12 +253,16 @@ class BudgetedState(EvictingState):
     def most_resident(self) -> int:
         return max(self.budget.kept(prompt) for prompt in self.prompts) + self.budget.interval
 
+    def clock(self, row: int) -> int:
+        """The steps of a row, at whose multiples of ``interval`` a periodic method evicts."""
+        return self.decoded[row]
+
     def due(self, row: int, held: int) -> bool:
         """Whether a row that holds so many tokens evicts now."""
         method, decoded = self.budget, self.decoded[row]
         kept = method.kept(self.prompts[row])
         if method.periodic and decoded:
-            return decoded % method.interval == 0 and held > kept
+            return self.clock(row) % method.interval == 0 and held > kept
         return held > kept and (decoded == 0 or held >= kept + method.interval)
 
     @torch.no_grad()

@@ -25,13 +25,16 @@ class Quest(SelectingMethod):
     """Score a page by ``sum_d max(q_d * min_d, q_d * max_d)``, which no key of the page can exceed.
 
     The budget includes the current page, which is always read, as in Quest's own kernels; the code that its accuracy
-    was measured with lets that page compete with the others. The decision is per KV head: the bound is taken per query
-    head and reduced over the group.
+    was measured with lets that page compete with the others. Bounds are taken per query head. Quest itself, made for
+    models without groups, lets each query head choose; here the heads of a group decide together unless told otherwise
+    (``group_reduction``), so that a KV head reads no more than the budget.
 
     Attributes:
         block_size: Quest's page; 16 in its paper.
         dense_layers: Quest keeps the first two layers dense; pass ``()`` to compare on equal terms.
-        group_reduction: ``"max"`` or ``"mean"`` over the query heads of a group.
+        group_reduction: ``"max"`` or ``"mean"`` of the bounds of a group's query heads; ``"separate"``, as in the
+            authors' code: each query head reads the pages of its own choice. Keys and values are held once per KV head
+            all the same, and what is read of them is the union of the group's choices.
         min_pages: at least so many pages are read, however small the token budget; 3 in the accuracy code, 1 in the
             kernels.
     """
@@ -44,7 +47,7 @@ class Quest(SelectingMethod):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        check_choice(self, group_reduction=("max", "mean"))
+        check_choice(self, group_reduction=("max", "mean", "separate"))
         check_counts(self, min_pages=1)
         if self.token_budget is None and self.min_pages > 1:
             raise ValueError(f"min_pages is {self.min_pages} without a token budget; give token_budget, or drop it")
@@ -55,10 +58,17 @@ class Quest(SelectingMethod):
 
     @property
     def fixed_shapes(self) -> bool:
-        return self.dense_below == 0
+        return self.dense_below == 0 and self.group_reduction != "separate"
 
     def new_state(self, spec: LayerSpec) -> LayerState:
         return QuestState(spec, self, self.group_reduction)
+
+    def select(self, state: SelectingState, step: Step) -> Selection | None:
+        selection = super().select(state, step)
+        if selection is None or self.group_reduction != "separate":
+            return selection
+        state.per_head = selection
+        return union(selection, state.spec.num_kv_heads)
 
 
 class PageBounds:
@@ -101,12 +111,12 @@ class PageBounds:
 
     @torch.no_grad()
     def bounds(self, step: Step, group_reduction: str) -> Tensor:
-        """The bound of every page for the newest query: ``[B, K, N]``.
+        """The bound of every page for the newest query: ``[B, K, N]``, or ``[B, H, N]`` if ``"separate"``.
 
         Args:
             step: the decode step.
-            group_reduction: ``"max"`` or ``"mean"`` of the bounds of a group's queries, or the bound of their mean
-                (``"mean_query"``).
+            group_reduction: ``"max"`` or ``"mean"`` of the bounds of a group's queries, the bound of their mean
+                (``"mean_query"``), or each of them (``"separate"``).
         """
         pages = -(-step.max_length // self.block_size)
         wide = torch.promote_types(step.q_BHSD.dtype, torch.float32)
@@ -116,6 +126,8 @@ class PageBounds:
             q_BKGD = q_BKGD.mean(2, keepdim=True)
         # max(q * low, q * high) is q * high where q > 0, else q * low: two products, no [.., N, D] tensor
         bound_BKGN = q_BKGD.clamp(min=0) @ high.transpose(-1, -2) + q_BKGD.clamp(max=0) @ low.transpose(-1, -2)
+        if group_reduction == "separate":
+            return bound_BKGN.flatten(1, 2)
         return bound_BKGN.mean(2) if group_reduction == "mean" else bound_BKGN.amax(2)
 
 
@@ -184,6 +196,18 @@ class ReSA(SelectingMethod):
         counts = [min(count, max(least, math.ceil(count * self.share))) for count in blocks]
         selection = best_blocks(state.scores(step), blocks, counts, self.sink_blocks)
         return with_all_blocks(selection, step.ends, self.block_size, self.dense_below)
+
+
+def union(selection: Selection, kv_heads: int) -> Selection:
+    """The blocks that any query head of a group chose: ``[B, H, N]`` -> ``[B, K, N']``."""
+    indices_BKM = selection.indices.unflatten(1, (kv_heads, -1)).flatten(2)
+    # ascending, each once, padding last: what equals its neighbour on the left counts as padding
+    last = torch.iinfo(indices_BKM.dtype).max
+    ranked = indices_BKM.masked_fill(indices_BKM < 0, last).sort(-1).values
+    ranked[..., 1:] = torch.where(ranked[..., 1:] == ranked[..., :-1], last, ranked[..., 1:])
+    ranked = ranked.sort(-1).values
+    counts = (ranked < last).sum(-1, dtype=torch.int32)
+    return Selection(ranked.masked_fill(ranked == last, -1)[..., : int(counts.max())], counts)
 
 
 def best_blocks(scores_BKN: Tensor, blocks: list[int], counts: list[int], sinks: int = 0) -> Selection:

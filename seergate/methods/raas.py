@@ -9,7 +9,6 @@ import torch
 from torch import Tensor
 
 from seergate import ops
-from seergate.errors import SeergateError
 from seergate.methods.base import LayerSpec, LayerState, Step, check_choice, check_counts, check_share
 from seergate.methods.evicting import Attended, EvictingMethod, EvictingState, Eviction, best
 from seergate.methods.quest import PageBounds
@@ -19,27 +18,29 @@ from seergate.methods.quest import PageBounds
 class RaaS(EvictingMethod):
     """At each step the half of the pages with the highest Quest bounds are used; the least recently used one leaves.
 
-    The prompt is never evicted; a page that it shares with generated tokens counts as its own. A page leaves when the
-    generated tokens open one more than the budget has room for: at most ``token_budget + 1`` tokens beside the
-    prompt's pages. Of pages last used at the same step the one with the lowest bound leaves, of equal ones the oldest;
-    the current page stays.
+    The prompt is never evicted, and its pages count in the budget; a page that it shares with generated tokens counts
+    as its own. A page leaves when one more opens than the budget has room for, so at most ``token_budget + 1`` tokens
+    are resident. Where the prompt fills the budget, generated tokens have the page that is being filled and no other:
+    the paper's collapse at small budgets (section 4.2, Figure 5). Of pages last used at the same step the one with the
+    lowest bound leaves, of equal ones the oldest; the current page stays.
 
     The authors' accuracy code keeps everything under a mask, per query head; here stamps are per KV head, and memory
     is given back. That code does not protect the prompt, and counts half of the *budget's* pages as used:
     ``prompt="evictable"`` and ``share_of="budget"``.
 
     Attributes:
-        token_budget: for generated tokens (or for all, see ``prompt``); the paper studies 64 to 1024 and finds the
-            latter enough.
+        token_budget: for all tokens (or for generated ones, see ``prompt``); the paper studies 64 to 1024 and finds
+            the latter enough.
         block_size: tokens per page.
         share: the paper's r: which part of the resident pages counts as used at a step, rounded down, at least one.
         share_of: ``"resident"``: of the resident pages, the prompt's included; ``"budget"``: of as many as the budget
             has.
         threshold: use instead the pages whose softmax over all bounds is at least this, as an earlier version of the
             paper does with attention probabilities.
-        prompt: ``"extra"``: its pages stay beside the budget, as in the paper; ``"pinned"``: they count in it.
-            ``"evictable"``: they count in it and leave like all others; at the first generated token those that it
-            does not use were never used. One longer than the budget stays whole until then.
+        prompt: ``"pinned"``: its pages stay and count in the budget, as in the paper; ``"extra"``: they stay beside
+            it, so that the whole budget is for generated tokens. ``"evictable"``: they count in it and leave like all
+            others; at the first generated token those that it does not use were never used. One longer than the budget
+            stays whole until then.
         prompt_budget: read only so many tokens of the prompt at a step, the pages with the highest bounds: Quest for
             the prompt, RaaS for the rest, which the paper advises for long prompts. ``None`` reads all of it. It takes
             a prompt that stays.
@@ -52,7 +53,7 @@ class RaaS(EvictingMethod):
     share: float = 0.5
     share_of: str = "resident"
     threshold: float | None = None
-    prompt: str = "extra"
+    prompt: str = "pinned"
     prompt_budget: int | None = None
     group_reduction: str = "max"
 
@@ -60,7 +61,7 @@ class RaaS(EvictingMethod):
         check_counts(self, block_size=1)
         check_counts(self, token_budget=self.block_size)
         check_share(self, "share")
-        check_choice(self, prompt=("extra", "pinned", "evictable"), share_of=("resident", "budget"))
+        check_choice(self, prompt=("pinned", "extra", "evictable"), share_of=("resident", "budget"))
         check_choice(self, group_reduction=("max", "mean"))
         if self.threshold is not None:
             check_share(self, "threshold")
@@ -69,7 +70,7 @@ class RaaS(EvictingMethod):
             if self.prompt == "evictable":
                 raise ValueError(
                     f"prompt is 'evictable' and prompt_budget is {self.prompt_budget}; only a prompt that stays can "
-                    "be read in part, so prompt must be 'extra' or 'pinned'"
+                    "be read in part, so prompt must be 'pinned' or 'extra'"
                 )
 
     @property
@@ -99,7 +100,7 @@ class RaaSState(EvictingState):
     def _room(self, row: int) -> int:
         """Pages that may leave: those that generated tokens fill, and those of a prompt that does not stay."""
         pages = self.method.token_budget // self.method.block_size
-        return pages if self.method.prompt == "extra" else pages - self._pinned(row)
+        return pages if self.method.prompt == "extra" else max(1, pages - self._pinned(row))
 
     def _used(self, pages: int) -> int:
         """How many of so many pages count as used at a step."""
@@ -112,24 +113,18 @@ class RaaSState(EvictingState):
         return max(self._pinned(row) + self._room(row) for row in rows) * self.method.block_size + 1
 
     def saw_prompt(self, tokens: int) -> None:
-        budget = self.method.token_budget
-        if tokens <= budget:
-            return
-        if self.method.prompt == "extra":
-            done = f"it stays beside the budget, {tokens + budget} tokens in all"
-            self.method.warn_of_prompt(tokens, budget, done)
-        elif self.method.prompt == "evictable":
-            done = f"it stays until a token is generated, and then at most {budget} of all tokens stay"
-            self.method.warn_of_prompt(tokens, budget, done)
+        budget, size = self.method.token_budget, self.method.block_size
+        done = {
+            "extra": f"it stays beside the budget, {tokens + budget} tokens in all",
+            "pinned": f"it stays, and the page of {size} generated tokens that is being filled beside it",
+            "evictable": f"it stays until a token is generated, and then at most {budget} of all tokens stay",
+        }
+        pages = -(-tokens // size)
+        if pages >= budget // size if self.method.prompt == "pinned" else tokens > budget:
+            self.method.warn_of_prompt(tokens, budget, done[self.method.prompt])
 
     def append(self, step: Step) -> None:
         super().append(step)
-        for row in range(len(step.counts)):
-            if self._room(row) < 1:
-                raise SeergateError(
-                    f"token_budget is {self.method.token_budget} and the prompt alone fills {self._pinned(row)} pages "
-                    f"of {self.method.block_size}; a prompt that counts in the budget must leave room for a page"
-                )
         self.pages.append(step)
         self.grown("used", self.rows["high"].shape[2])
 

@@ -92,7 +92,13 @@ class SelectingMethod(Method):
 
 
 class SelectingState(LayerState, ABC):
-    """State of a `SelectingMethod`."""
+    """State of a `SelectingMethod`.
+
+    Attributes:
+        per_head: what each query head chose at the last step, ``[B, H, N]``, where those of a group choose apart.
+    """
+
+    per_head: Selection | None = None
 
     def __init__(self, spec: LayerSpec, method: SelectingMethod) -> None:
         super().__init__(spec)
@@ -103,6 +109,29 @@ class SelectingState(LayerState, ABC):
         """Score every block for the newest token of each row: ``[B, K, N]``, higher is better. Entries of the current
         block and beyond are ignored.
         """
+
+    def attend(self, step: Step) -> Tensor | None:
+        """Attention ``[B, H, D]`` of query heads that choose apart; ``None`` if those of a group read the same."""
+        if self.per_head is None:
+            return None
+        keys, values, page_table = step.stored
+        home, group = keys.device, step.q_BHSD.shape[1] // self.spec.num_kv_heads
+        heads = [
+            ops.sparse_decode(
+                step.q_BHSD[:, member::group, 0].to(home),
+                keys,
+                values,
+                self.per_head.indices[:, member::group].to(home),
+                step.lengths.to(home),
+                self.block_size,
+                step.sm_scale,
+                sinks=None if step.sinks is None else step.sinks[member::group].to(home),
+                softcap=step.softcap,
+                page_table=page_table,
+            )
+            for member in range(group)
+        ]
+        return torch.stack(heads, 2).flatten(1, 2).to(step.q_BHSD.device)
 
 
 def with_all_blocks(selection: Selection, ends: list[int], block_size: int, short: int) -> Selection:

@@ -32,7 +32,10 @@ class SnapKV(BudgetedMethod):
         kernel: odd width of the pooling over neighbouring tokens; 7 in the authors' long-context settings.
         pooling: ``"max"`` or ``"avg"``.
         group_reduction: ``"mean"`` or ``"max"`` of the probabilities of a group; or ``"max_logits"``, as in R-KV: the
-            largest logit of the group goes into a softmax over the tokens before the window.
+            largest logit of the group goes into a softmax over the tokens before the window. The authors' code stores
+            keys per query head, and each keeps its own tokens.
+        pooled_by: ``"query_head"``: each query head's probabilities are pooled, as in the authors' code, then the
+            group is reduced; ``"group"``: the other way round. One and the same but for ``"max"`` of a ``"mean"``.
     """
 
     name: ClassVar[str] = "snapkv"
@@ -44,6 +47,7 @@ class SnapKV(BudgetedMethod):
     kernel: int = 7
     pooling: str = "max"
     group_reduction: str = "mean"
+    pooled_by: str = "query_head"
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -51,7 +55,7 @@ class SnapKV(BudgetedMethod):
         if self.kernel % 2 == 0:
             raise ValueError(f"kernel is {self.kernel}; it must be odd")
         check_choice(self, pooling=("max", "avg"), group_reduction=("mean", "max", "max_logits"))
-        check_choice(self, compress=("repeatedly", "prompt"))
+        check_choice(self, compress=("repeatedly", "prompt"), pooled_by=("query_head", "group"))
         if self.compress == "prompt" and self.prompt != "evictable":
             raise ValueError(f"prompt is {self.prompt!r} and compress is 'prompt'; then it must be 'evictable'")
         self.check_recent("window")
@@ -82,18 +86,21 @@ class SnapKVState(BudgetedState):
     def importance(self, step: Step, row: int) -> Tensor:
         held, method = step.ends[row], self.method
         keys, q = step.keys_BKCD[row : row + 1, :, :held], self.window.of(row)
-        scores = window_scores(q, keys, step, method.group_reduction)
-        scores = pooled(scores, method.kernel, method.pooling)[0]
-        return F.pad(scores, (0, method.window))  # the window stays in any case
+        scores_KGT = window_scores(q, keys, step, by_logits=method.group_reduction == "max_logits")
+        if method.pooled_by == "group":
+            scores_KGT = reduced(scores_KGT, method.group_reduction, 1)[:, None]
+        scores_KT = reduced(pooled(scores_KGT, method.kernel, method.pooling), method.group_reduction, 1)
+        return F.pad(scores_KT, (0, method.window))  # the window stays in any case
 
 
-def window_scores(q_1HWD: Tensor, keys_1KTD: Tensor, step: Step, group_reduction: str) -> Tensor:
-    """Attention of the window's queries to the tokens before it, mean over the queries: ``[1, K, T - W]``."""
-    window, held = q_1HWD.shape[2], keys_1KTD.shape[2]
-    if group_reduction == "max_logits":
-        return logits(q_1HWD, keys_1KTD[:, :, : held - window], step).amax(2).softmax(-1).mean(2)
-    p_1KGWT = causal_softmax(q_1HWD, keys_1KTD, held - window, step)
-    return reduced(p_1KGWT.mean(3), group_reduction, 2)[..., : held - window]
+def window_scores(q_1HWD: Tensor, keys_1KTD: Tensor, step: Step, by_logits: bool = False) -> Tensor:
+    """Attention of the window's queries to the tokens before it, mean over the queries: ``[K, G, T - W]``; if by the
+    largest logits of a group, ``[K, 1, T - W]``.
+    """
+    before = keys_1KTD.shape[2] - q_1HWD.shape[2]
+    if by_logits:
+        return logits(q_1HWD, keys_1KTD[:, :, :before], step)[0].amax(1, keepdim=True).softmax(-1).mean(2)
+    return causal_softmax(q_1HWD, keys_1KTD, before, step)[0].mean(2)[..., :before]
 
 
 @dataclass(kw_only=True)
@@ -107,10 +114,13 @@ class RKV(SnapKV):
     Where paper and code differ: the paper weighs I with 0.1, the code's class default is 0.07; the code spares one
     look-alike, and index 0 if there is none (here: none then; ``spare_first`` does as the code). Indices are sorted,
     which the code's first version does not do; without it neighbours and "newest" lose their meaning after the first
-    eviction.
+    eviction. The paper evicts whenever ``interval`` tokens have been generated, the code by the length of the whole
+    text (``trigger``).
 
     Attributes:
-        window, interval, kernel, pooling, group_reduction: see `SnapKV`.
+        window, interval, kernel, pooling, group_reduction, pooled_by: see `SnapKV`.
+        trigger: ``"generated"``: at every multiple of ``interval`` generated tokens; ``"length"``, as in the authors'
+            code: with the token after every multiple of ``interval`` tokens, the prompt's included.
         importance_weight: weight of the attention against redundancy, the paper's lambda.
         similarity_threshold: cosine from which two keys are look-alikes.
         spared: how many of its newest look-alikes a key does not count as similar to, the paper's beta.
@@ -125,12 +135,14 @@ class RKV(SnapKV):
     similarity_threshold: float = 0.5
     spared: int = 1
     spare_first: bool = False
+    trigger: str = "generated"
 
     def __post_init__(self) -> None:
         super().__post_init__()
         check_share(self, "importance_weight", "similarity_threshold")
         check_counts(self, spared=0)
         check_flags(self, "spare_first")
+        check_choice(self, trigger=("generated", "length"))
 
     def new_state(self, spec: LayerSpec) -> LayerState:
         return RKVState(spec, self)
@@ -143,12 +155,13 @@ class RKVState(SnapKVState):
         super().__init__(spec, method)
         self.rkv = method
 
+    def clock(self, row: int) -> int:
+        return super().clock(row) if self.rkv.trigger == "generated" else self.seen(row) - 1
+
     def importance(self, step: Step, row: int) -> Tensor:
-        held, method = step.ends[row], self.rkv
-        keys = step.keys_BKCD[row : row + 1, :, :held]
-        attention = window_scores(self.window.of(row), keys, step, method.group_reduction)
-        attention = F.pad(pooled(attention, method.kernel, method.pooling)[0], (0, method.window))
-        repeated = redundancy(keys[0], method.similarity_threshold, method.spared, method.spare_first)
+        method, attention = self.rkv, super().importance(step, row)
+        keys_KTD = step.keys_BKCD[row, :, : step.ends[row]]
+        repeated = redundancy(keys_KTD, method.similarity_threshold, method.spared, method.spare_first)
         return method.importance_weight * attention - (1 - method.importance_weight) * repeated
 
 

@@ -7,18 +7,19 @@ can be made again from results that somebody else has computed.
 from __future__ import annotations
 
 import math
-from collections import defaultdict
-from collections.abc import Callable
-from dataclasses import dataclass
+import re
+from collections import Counter, defaultdict
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from seergate.errors import SeergateError
 from seergate.eval.stats import correlation
+from seergate.reason.steps import BLANK_LINE
 from seergate.report.findings import findings
 from seergate.report.load import Setting, Sweep
 from seergate.report.plots import accuracy_plot, conditions, draw_published, length_plot, pyplot, save
-from seergate.report.published import deviations, table_1
+from seergate.report.published import PROBLEMS, deviations, model_key, table_1
 from seergate.report.styles import line_style, style
 from seergate.report.tables import NONE, accuracy_table, cost_table, limit_of, markdown, proxy_table
 
@@ -28,23 +29,18 @@ Points = dict[str, list[tuple[float, Setting]]]
 _LEGEND: dict[str, Any] = {"frameon": False, "fontsize": 8, "loc": "center left", "bbox_to_anchor": (1.0, 0.5)}
 
 
-@dataclass(frozen=True)
-class Figure:
-    """One figure or table of a paper.
+class Look(NamedTuple):
+    """How a figure or table is shown.
 
     Attributes:
-        title: what it compares.
         draw: ``(sweep, path of the image) -> image``, or ``None`` for a table.
         table: the numbers, in Markdown.
         read: what they show, one sentence each, computed from them.
-        source: the figure and its paper, such as ``"Figure 5 of RaaS"``; empty for one of our own.
     """
 
-    title: str
     draw: Callable[[Sweep, Path], Path] | None
     table: Callable[[Sweep], str]
     read: Callable[[Sweep], list[str]]
-    source: str = ""
 
 
 def _draw_lines(points: Points, sweep: Sweep, path: Path, xlabel: str, title: str, log: bool = True) -> Path:
@@ -117,16 +113,141 @@ def _threshold_and_budget(sweep: Sweep, path: Path) -> Path:
     return save(figure, path)
 
 
-def read_curve(setting: Setting, bins: int = 40) -> dict[float, float]:
-    """Length of the context -> tokens read per step, mean over the samples that got there."""
-    points = [(length, read) for s in setting.samples for length, read in s.get("read_curve") or []]
+def read_curve(setting: Setting, column: int = 1, bins: int = 40) -> dict[float, float]:
+    """Length of the context -> tokens read per step (of column 2, bytes held), mean over samples that got there."""
+    points = [point for s in setting.samples for point in s.get("read_curve") or [] if len(point) > column]
     if not points:
         return {}
-    width = max(1, max(length for length, _ in points) // bins)
+    width = max(1, max(point[0] for point in points) // bins)
     groups: dict[int, list[float]] = defaultdict(list)
-    for length, read in points:
-        groups[int(length) // width].append(float(read))
-    return {(key + 0.5) * width: sum(reads) / len(reads) for key, reads in sorted(groups.items())}
+    for point in points:
+        groups[int(point[0]) // width].append(float(point[column]))
+    return {(key + 0.5) * width: sum(values) / len(values) for key, values in sorted(groups.items())}
+
+
+def _held(sweep: Sweep, path: Path) -> Path:
+    """What a sequence holds while it grows, one line per setting."""
+    plt = pyplot()
+    figure, axis = plt.subplots(figsize=(6.8, 4.4))
+    for i, s in enumerate(sweep.settings):
+        curve = read_curve(s, column=2)
+        colour = "k" if s is sweep.dense else plt.get_cmap("viridis")(i / len(sweep.settings))
+        axis.plot(list(curve), [held / 1e6 for held in curve.values()], color=colour, label=s.label)
+    axis.set(xlabel="tokens of context", ylabel="held by a sequence (MB)", ylim=(0, None))
+    axis.set_title(f"Memory while an answer grows\n{conditions(sweep)}", fontsize=10)
+    axis.legend(**_LEGEND)
+    axis.spines[["top", "right"]].set_visible(False)
+    return save(figure, path)
+
+
+def _read_held(sweep: Sweep) -> list[str]:
+    lines = []
+    for s in sweep.settings:
+        curve = list(read_curve(s, column=2).items())
+        if curve:
+            length, held = curve[-1]
+            speed = s.metrics["tokens_per_second"]
+            lines.append(
+                f"{s.label}: {held / 1e6:.2f} MB near a context of {length:.0f}; {speed:.0f} tokens per second."
+            )
+    return lines or ["no answer is long enough: bytes are recorded every 32 steps."]
+
+
+def _texts(sweep: Sweep) -> list[str]:
+    """The answers of the first setting, dense attention's where there is one."""
+    return [str(sample["completion"]) for sample in (sweep.dense or sweep.settings[0]).samples]
+
+
+def ngram_entropy(words: Sequence[str], n: int = 3) -> float:
+    """Shannon entropy of the n-grams of a text, in bits (RPC, equation 1)."""
+    counts = Counter(zip(*(words[i:] for i in range(n)), strict=False))
+    total = counts.total()
+    return -sum(count / total * math.log2(count / total) for count in counts.values())
+
+
+def entropies(sweep: Sweep) -> dict[int, tuple[int, float]]:
+    """First so many words of each answer -> how many answers are that long, and their mean 3-gram entropy."""
+    texts, found = [text.split() for text in _texts(sweep)], {}
+    for length in (2**k for k in range(5, 16)):
+        long = [ngram_entropy(words[:length]) for words in texts if len(words) >= length]
+        if long:
+            found[length] = len(long), sum(long) / len(long)
+    if not found:
+        raise SeergateError("no answer has 32 words, so there is no entropy to compare; let answers be longer")
+    return found
+
+
+def _entropy(sweep: Sweep, path: Path) -> Path:
+    figure, axis = pyplot().subplots(figsize=(6.8, 4.4))
+    found = entropies(sweep)
+    axis.plot(list(found), [entropy for _, entropy in found.values()], marker="o", label="answers")
+    most = [math.log2(length - 2) for length in found]
+    axis.plot(list(found), most, color="#7F7F7F", linestyle=":", label="no 3-gram twice")
+    axis.set_xscale("log", base=2)
+    axis.set_xticks(list(found), [str(length) for length in found])
+    axis.set(xlabel="first words of an answer", ylabel="3-gram entropy (bits)")
+    axis.set_title(f"How much answers repeat themselves\n{conditions(sweep)}", fontsize=10)
+    axis.legend(frameon=False, fontsize=9)
+    axis.spines[["top", "right"]].set_visible(False)
+    return save(figure, path)
+
+
+def _entropy_table(sweep: Sweep) -> str:
+    rows = [
+        [str(length), str(count), f"{entropy:.2f}", f"{math.log2(length - 2):.2f}"]
+        for length, (count, entropy) in entropies(sweep).items()
+    ]
+    return markdown(["words", "answers", "3-gram entropy", "no 3-gram twice"], rows)
+
+
+def _read_entropy(sweep: Sweep) -> list[str]:
+    *_, (length, (count, entropy)) = entropies(sweep).items()
+    most = math.log2(length - 2)
+    return [
+        f"in {length} words, which {count} answers have, the 3-gram entropy is {entropy:.2f} bits on average, of "
+        f"{most:.2f} if no 3-gram came twice; words are what white space separates."
+    ]
+
+
+ALIKE = 0.8
+"""Cosine from which on a step repeats an earlier one (ReasonCache, Figure 2)."""
+
+
+def repeated_steps(text: str) -> tuple[int, int]:
+    """How many steps of a text are alike to an earlier one, by the cosine of their counts of words, and how many there
+    are. Steps are what blank lines separate; full stops do in a text without any.
+    """
+    parts = re.split(BLANK_LINE, text) if re.search(BLANK_LINE, text) else re.split(r"\.(?:\s|$)", text)
+    counts = [Counter(part.split()) for part in parts if part.strip()]
+    alike = [any(_cosine(new, old) > ALIKE for old in counts[:i]) for i, new in enumerate(counts)]
+    return sum(alike), len(alike)
+
+
+def _cosine(a: Counter[str], b: Counter[str]) -> float:
+    norms = math.prod(math.sqrt(sum(n * n for n in counts.values())) for counts in (a, b))
+    return sum(n * b[word] for word, n in a.items()) / norms
+
+
+def _repeats_table(sweep: Sweep) -> str:
+    repeated, steps = map(sum, zip(*map(repeated_steps, _texts(sweep)), strict=True))
+    header = ["model", "task", "answers", "steps", "alike to an earlier one %"]
+    share = f"{100 * repeated / steps:.1f}" if steps else NONE
+    model, task = Path(str(sweep.config["model"]["path"])).name, str(sweep.config["task"]["name"])
+    return markdown(header, [[model, task, str(len(_texts(sweep))), str(steps), share]])
+
+
+def _read_repeats(sweep: Sweep) -> list[str]:
+    return [f"a step is alike to an earlier one if the cosine of their counts of words is more than {ALIKE}."]
+
+
+def _lengths_table(sweep: Sweep) -> str:
+    rows = []
+    for s in sweep.settings:
+        lengths = [sample["n_tokens"] for sample in s.samples]
+        mean = sum(lengths) / len(lengths)
+        spread = math.sqrt(sum((length - mean) ** 2 for length in lengths) / len(lengths))
+        rows.append([s.marked, f"{mean:.1f}", str(min(lengths)), str(max(lengths)), f"{spread:.1f}"])
+    return markdown(["method", "mean length", "shortest", "longest", "standard deviation"], rows)
 
 
 def length_table(sweep: Sweep) -> str:
@@ -280,36 +401,48 @@ def _cost_and_accuracy(sweep: Sweep) -> str:
     return f"{accuracy_table(sweep)}\n\n{cost_table(sweep)}"
 
 
-SEER = "SeerAttention-R"
-FIGURES: dict[str, Figure] = {
-    "4": Figure(
-        "Oracle selection by block size and budget", accuracy_plot, accuracy_table, _read_spread, f"Figure 4 of {SEER}"
-    ),
-    "5": Figure("Accuracy against token budget", accuracy_plot, accuracy_table, findings, f"Figure 5 of {SEER}"),
-    "7": Figure("Accuracy against block size", _block_sizes, accuracy_table, _read_spread, f"Figure 7 of {SEER}"),
-    "8": Figure(
-        "First layers dense, or all sparse", accuracy_plot, accuracy_table, _read_spread, f"Figure 8 of {SEER}"
-    ),
-    "9": Figure(
-        "Threshold against token budget",
-        _threshold_and_budget,
-        accuracy_table,
-        _read_thresholds,
-        f"Figure 9 of {SEER}",
-    ),
-    "proxies": Figure("Cheap proxies against accuracy", _proxies, _proxies_table, _read_proxies),
-    "table1": Figure("Accuracy and length of the reasoning", None, length_table, _read_lengths, f"Table 1 of {SEER}"),
-    "raas5": Figure("Accuracy against cache budget", accuracy_plot, accuracy_table, findings, "Figure 5 of RaaS"),
-    "raas7": Figure("Lengths of answers by method", length_plot, length_table, _read_lengths, "Figure 7 of RaaS"),
-    "raas8": Figure("Share of pages that are used, r", accuracy_plot, accuracy_table, findings, "Figure 8 of RaaS"),
-    "rpc8": Figure("Compression interval", None, _cost_and_accuracy, findings, "Figure 8 of RPC"),
-    "rpc-table2": Figure("Size of the selector window", None, _cost_and_accuracy, findings, "Table 2 of RPC"),
-    "lazy5": Figure("Accuracy against budget", accuracy_plot, accuracy_table, findings, "Figure 5 of LazyEviction"),
-    "lazy-table4": Figure("With and without H2", accuracy_plot, accuracy_table, findings, "Table 4 of LazyEviction"),
-    "reasoncache-table1": Figure(
-        "Accuracy and throughput", None, _cost_and_accuracy, findings, "Table I of ReasonCache"
-    ),
-    "reasoncache-table4": Figure(
-        "Percentile of the threshold, p", None, _cost_and_accuracy, findings, "Table IV of ReasonCache"
-    ),
+LOOKS = {
+    "by_budget": Look(accuracy_plot, accuracy_table, findings),
+    "spread": Look(accuracy_plot, accuracy_table, _read_spread),
+    "by_block_size": Look(_block_sizes, accuracy_table, _read_spread),
+    "by_threshold": Look(_threshold_and_budget, accuracy_table, _read_thresholds),
+    "costs": Look(None, _cost_and_accuracy, findings),
+    "lengths": Look(length_plot, length_table, _read_lengths),
+    "length_table": Look(None, length_table, _read_lengths),
+    "length_statistics": Look(None, _lengths_table, _read_lengths),
+    "held": Look(_held, cost_table, _read_held),
+    "entropy": Look(_entropy, _entropy_table, _read_entropy),
+    "repeats": Look(None, _repeats_table, _read_repeats),
+    "proxies": Look(_proxies, _proxies_table, _read_proxies),
 }
+
+COMPLETE = {**PROBLEMS, "gpqa_diamond": 198, "gsm8k": 1319}
+"""How many problems a task has."""
+
+
+def beside(sweep: Sweep, published: Mapping[tuple[str, str], Mapping[str, float]], asked: Mapping[str, Any]) -> str:
+    """Ours beside a paper's, in Markdown, for finished runs of what the paper ran; empty if there is none of it.
+
+    A run counts if it has the paper's model, all problems of its task, and the method with the options under which the
+    paper's number is known. What else the paper says of the run, and was otherwise, is named.
+
+    Args:
+        sweep: the runs.
+        published: (model, task) -> directory of a run -> right answers in percent.
+        asked: how the paper ran it; fields of the generation's record count.
+    """
+    task = sweep.config["task"]
+    numbers = published.get((model_key(sweep.config), str(task["name"])), {})
+    if task.get("problems") is not None or task.get("n_problems") != COMPLETE.get(task["name"]):
+        return ""
+    rows = []
+    for s in sweep.settings:
+        if s.directory.name not in numbers or not s.complete:
+            continue
+        ours, theirs, se = 100 * s.accuracy.mean, numbers[s.directory.name], 100 * s.accuracy.se
+        made = {name: s.config["generation"].get(name) for name in asked if name in s.config["generation"]}
+        unlike = [f"{name} {value} instead of {asked[name]}" for name, value in made.items() if value != asked[name]]
+        cells = [f"{ours:.1f}{'' if math.isnan(se) else f' ± {se:.1f}'}", f"{theirs:.1f}", f"{ours - theirs:+.1f}"]
+        rows.append([s.series, limit_of(s), *cells, "; ".join(unlike).replace("_", "-") or NONE])
+    header = ["method", "budget", "ours %", "published %", "difference", "unlike the paper"]
+    return markdown(header, rows) if rows else ""

@@ -124,6 +124,8 @@ def deviations(config: dict[str, Any]) -> list[str]:
     """In words, what a run that has a published number did otherwise and a reader has to weigh."""
     generation, samples = config["generation"], HUB_TASKS[config["task"]["name"]].samples
     found = [] if generation["samples"] == samples else [f"samples {generation['samples']} instead of {samples}"]
+    if config["method"]["name"] == Quest.name and config["method"]["group_reduction"] != "separate":
+        found.insert(0, "pages chosen per KV head, not query head")
     for name, theirs in _SAMPLING.items():
         ours = generation.get(name, theirs)
         if ours != theirs:
@@ -155,5 +157,7 @@ def _as_published(config: dict[str, Any]) -> bool:
     if name == Dense.name or method.get("token_budget") is None:
         return bool(name == Dense.name)
     defaults = {f.name: f.default for f in fields(method_class(name))}
+    if name == Quest.name and method.get("group_reduction") == "separate":  # as the paper's; `deviations` says so else
+        defaults["group_reduction"] = "separate"
     plain = all(key in _EITHER_WAY or (key in defaults and value == defaults[key]) for key, value in method.items())
     return plain and method.get("block_size") == BLOCK_SIZE and not method.get("dense_layers")

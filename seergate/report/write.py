@@ -129,11 +129,10 @@ _COST_NOTE = (
 
 _PUBLISHED_NOTE = (
     "Percent, pass@1, for what SeerAttention-R ran: dense, and gates and Quest on blocks of 64 tokens in all layers. "
-    "*published* is its repository, of Quest its Table 1; that Quest chooses for each query head, ours for each KV "
-    "head. The repository's loop samples with temperature and top-p only, while a model's generation_config may add "
-    "top-k, and its length limit counts the prompt; *unlike the paper* names what a row had otherwise. A difference "
-    "of less than two of our standard errors is no difference; the published numbers have an error of their own, not "
-    "known."
+    "*published* is its repository, of Quest its Table 1. The repository's loop samples with temperature and top-p "
+    "only, while a model's generation_config may add top-k, and its length limit counts the prompt; *unlike the "
+    "paper* names what a row had otherwise. A difference of less than two of our standard errors is no difference; "
+    "the published numbers have an error of their own, not known."
 )
 _PASS_NOTE = "Chance that at least one of k samples is right, unbiased from all samples, mean over problems."
 

@@ -9,14 +9,16 @@ import pytest
 import yaml
 
 from seergate import GateBank, GateConfig
-from seergate.cli.figure import NAMES, REAL_RUNS, TINY_RUNS, _write
+from seergate.cli.figure import ALIASES, NAMES, _write
 from seergate.cli.main import main
+from seergate.cli.papers import FIGURES, SEER
 from seergate.eval.plan import SweepPlan
 from seergate.eval.settings import grid
-from seergate.report.figures import FIGURES
+from seergate.report.figures import LOOKS
 from tests.eval import support
 from tests.models import tiny_model
 from tests.report.made import write_run
+from tests.running import ROOT
 
 
 def call(*arguments: object) -> int:
@@ -202,37 +204,54 @@ def test_what_methods_do_to_one_answer_is_drawn(tmp_path, capsys):
     assert call("figure", "recurrence", "--alpha", "2", *problem) == 2
 
 
-OF_OTHERS = [
-    "raas5",
-    "raas7",
-    "raas8",
-    "rpc8",
-    "rpc-table2",
-    "lazy5",
-    "lazy-table4",
-    "reasoncache-table1",
-    "reasoncache-table4",
-]
+OF_OTHERS = [name for name, figure in FIGURES.items() if figure.source and SEER not in figure.source]
 
 
+@pytest.mark.timeout(900)
 @pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=() if name == "rpc8" else pytest.mark.soak) for name in OF_OTHERS]
+    "name", [pytest.param(name, marks=() if name in ("rpc3", "rpc7") else pytest.mark.soak) for name in OF_OTHERS]
 )
 def test_figures_of_the_other_papers(name, tmp_path, capsys):
+    """With their own settings for the tiny reasoner, on two small problems."""
     assert call("figure", name, "--problems", 2, "--variables", 8, "--out", tmp_path) == 0, capsys.readouterr().err
     (page,) = tmp_path.glob(f"*{name}.md")
-    assert page.read_text().startswith(f"# {FIGURES[name].source} on our runs: ")
-    assert (FIGURES[name].draw is None) == (not (tmp_path / f"figure-{name}.png").exists())
+    text, look = page.read_text(), LOOKS[FIGURES[name].look]
+    assert text.startswith(f"# {FIGURES[name].source} on our runs: ") and "\n| " in text
+    assert "Beside the paper's" not in text, "no paper has the tiny reasoner"
+    assert (look.draw is None) == (not (tmp_path / f"figure-{name}.png").exists())
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize(("name", "own"), ALIASES.items())
+def test_figures_that_have_two_names(name, own, tmp_path):
+    small = ("--problems", 1, "--variables", 8, "--max-new-tokens", 60)
+    assert call("figure", name, *small, "--out", tmp_path) == 0
+    assert (tmp_path / f"figure-{own}.md").is_file()
+
+
+def specs_of(values, sizes=(64,)):
+    plan = SweepPlan.of(values)
+    return plan.specs(plan.make_task(), plan.block_size or list(sizes))
 
 
 def test_every_figure_has_runs_on_tiny_and_real_models_and_a_way_to_be_drawn():
-    assert set(TINY_RUNS) == set(REAL_RUNS) == set(FIGURES) < set(NAMES)
-    for runs, size in ((TINY_RUNS, 16), (REAL_RUNS, 64)):
-        for name, values in runs.items():
-            plan = SweepPlan.of(values)
-            specs = plan.specs(plan.make_task(), plan.block_size or [size])
+    assert set(FIGURES) < set(NAMES) and {figure.look for figure in FIGURES.values()} == set(LOOKS)
+    for name, figure in FIGURES.items():
+        for values, size in ((figure.tiny, 16), (figure.real, 64)):
+            specs = specs_of(values, [size])
             made = [spec.method(None) for spec in specs if not spec.has_gates and not spec.uncalibrated]
             assert len(made) > 0 and specs[0].name == "dense", name
+
+
+def test_every_number_of_a_paper_belongs_to_a_run():
+    labels = {spec.label for figure in FIGURES.values() for spec in specs_of(figure.real)}
+    numbers = {label for figure in FIGURES.values() for found in figure.published.values() for label in found}
+    assert len(numbers) > 30 and numbers <= labels
+
+
+def test_the_document_lists_every_figure():
+    document = (ROOT / "docs" / "reproduce.md").read_text()
+    assert [name for name in NAMES if f"| `{name}` |" not in document] == []
 
 
 @pytest.mark.parametrize(

@@ -75,7 +75,7 @@ class Budgeted:
             if past.decoded == 0:
                 due = self.at_prompt and held > kept
             elif self.periodic:
-                due = past.decoded % self.interval == 0 and held > kept
+                due = self.clock(past) % self.interval == 0 and held > kept
             else:
                 due = held >= kept + self.interval
             if due:
@@ -83,6 +83,9 @@ class Budgeted:
                 if self.pinned:
                     always |= set(range(past.prompt))
                 keep_best(past, head, self.scores(past, head), kept, always)
+
+    def clock(self, past):
+        return past.decoded
 
 
 class H2O(Budgeted):
@@ -106,7 +109,7 @@ class TOVA(Budgeted):
 
 
 class Lazy(Budgeted):
-    alpha, shift = 0.04, 1
+    alpha, shift, use_h1 = 0.04, 1, True
 
     def scores(self, past, head):
         scores = np.zeros(past.seen)
@@ -116,24 +119,25 @@ class Lazy(Budgeted):
                 if past.given[past.prompt + t - 1][past.group(head), j].max() >= self.alpha:
                     mri, last = max(mri, t - last), t
             elapsed = (past.decoded - last) / (mri + 1e-5)
-            scores[j] = 2 / (1 + np.exp(self.shift + elapsed)) if elapsed < 600 else 0.0
+            scores[j] = 2 / (1 + np.exp(self.shift + elapsed)) if self.use_h1 and elapsed < 600 else 0.0
             scores[j] += 0 if mri == 0 else 2 / (1 + np.exp(mri - 1))
         return scores
 
 
 class SnapKV(Budgeted):
-    kernel = 5
+    kernel, by_group = 5, False
 
     def scores(self, past, head):
         living, window = past.living(head), self.recent
         before = living[: len(living) - window]
-        received = np.zeros(len(before))
-        for of in past.group(head):
+        received = np.zeros((len(past.group(head)), len(before)))
+        for given, of in zip(received, past.group(head), strict=True):
             for query in range(past.seen - window, past.seen):
                 visible = living[living <= query]
-                p = softmax(past.logits(query, of, head)[visible])
-                received += p[: len(before)]
-        return self.spread(past, before, received / (window * len(past.group(head))))
+                given += softmax(past.logits(query, of, head)[visible])[: len(before)] / window
+        if self.by_group:
+            return self.spread(past, before, received.mean(0))
+        return np.mean([self.spread(past, before, given) for given in received], 0)
 
     def spread(self, past, before, received):
         """Max-pool over neighbours among the candidates."""
@@ -144,7 +148,10 @@ class SnapKV(Budgeted):
 
 
 class RKV(SnapKV):
-    weight = 0.1
+    weight, by_length = 0.1, False
+
+    def clock(self, past):
+        return past.seen - 1 if self.by_length else past.decoded
 
     def scores(self, past, head):
         living, window = past.living(head), self.recent
@@ -255,9 +262,9 @@ class RPC:
 
 
 class RaaS:
-    def __init__(self, budget, page, share=0.5, threshold=None, pinned=True, of_budget=False):
+    def __init__(self, budget, page, share=0.5, threshold=None, prompt="pinned", of_budget=False):
         self.pages, self.page, self.share, self.threshold = budget // page, page, share, threshold
-        self.pinned, self.of_budget, self.used = pinned, of_budget, {}
+        self.prompt, self.of_budget, self.used = prompt, of_budget, {}
 
     def bounded(self, past, head):
         """The pages of a head, and of each, by its first token, what no logit of the newest query exceeds."""
@@ -282,10 +289,15 @@ class RaaS:
                 fresh = [n for n, weight in zip(names, weights, strict=True) if weight >= self.threshold]
             for n in [*fresh, names[-1]]:
                 self.used[past.layer, head, n] = past.decoded
-            counted = [n for n in names if n >= past.prompt or not self.pinned]
-            evictable = [n for n in counted if n != names[-1]]
+            of_prompt = [n for n in names if n < past.prompt]
+            evictable = [n for n in names[:-1] if self.prompt == "evictable" or n not in of_prompt]
+            room = {
+                "pinned": max(self.pages, len(of_prompt) + 1),
+                "extra": len(of_prompt) + self.pages,
+                "evictable": self.pages,
+            }
             evictable.sort(key=lambda n: (self.used.get((past.layer, head, n), 0), bounds[n], n))
-            for worst in evictable[: max(0, len(counted) - self.pages)]:
+            for worst in evictable[: max(0, len(names) - room[self.prompt])]:
                 past.alive[head, pages[names.index(worst)]] = False
 
 
@@ -329,8 +341,9 @@ class Simulation:
                 if view is not None:
                     which, keys, values = view(past, head, k[: past.seen, head], v[: past.seen, head])
                     for of in past.group(head):
-                        weights = softmax(past.scale * keys[which] @ placed(past, q[i, of]))
-                        output[i, of] = weights @ values[which]
+                        mine = which[of] if isinstance(which, dict) else which
+                        weights = softmax(past.scale * keys[mine] @ placed(past, q[i, of]))
+                        output[i, of] = weights @ values[mine]
             past.given.append(p)
         self.policy(past)
         return torch.from_numpy(output).to(query.dtype)[None], None

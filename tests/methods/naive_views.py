@@ -177,6 +177,27 @@ class RaaSAndQuest(naive.RaaS):
         return np.concatenate([page for page in pages if page[0] not in unseen]), keys, values
 
 
+class Quest:
+    """Each query head reads the newest page and those of the whole text whose bounds for its query are highest."""
+
+    def __init__(self, budget, page):
+        self.pages, self.page = budget // page, page
+
+    def __call__(self, past):
+        pass
+
+    def view(self, past, head, keys, values):
+        if past.seen <= max(past.prompt, self.pages * self.page):
+            return np.arange(past.seen), keys, values
+        pages, which = [range(i, min(i + self.page, past.seen)) for i in range(0, past.seen, self.page)], {}
+        for of in past.group(head):
+            q = past.queries[past.seen - 1][of]
+            bounds = [sum(max(q[d] * keys[p, d].max(), q[d] * keys[p, d].min()) for d in range(len(q))) for p in pages]
+            best = sorted(range(len(pages) - 1), key=lambda n, bounds=bounds: -bounds[n])[: self.pages - 1]
+            which[of] = np.concatenate([np.array(pages[n]) for n in [*sorted(best), len(pages) - 1]])
+        return which, keys, values
+
+
 def gate_for(model):
     """Gates with random weights, wide enough apart that their choices differ from chance and from recency."""
     torch.manual_seed(3)

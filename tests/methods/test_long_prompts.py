@@ -34,7 +34,12 @@ CASES = {
         f"it stays until a token is generated, and then at most {C} of all tokens stay",
         {0: 40, 1: C - 3, 4: C, 5: C - 3},
     ),
-    "raas": (40, f"it stays beside the budget, {40 + C} tokens in all", {0: 40, 24: 64, 25: 61}),
+    "raas extra": (40, f"it stays beside the budget, {40 + C} tokens in all", {0: 40, 24: 64, 25: 61}),
+    "raas": (
+        40,
+        "it stays, and the page of 4 generated tokens that is being filled beside it",
+        {0: 40, 4: 44, 5: 41, 8: 44, 9: 41},
+    ),
 }
 
 

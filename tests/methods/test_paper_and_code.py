@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import re
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
 
-from seergate import methods
+import seergate
+from seergate import SeergateError, methods
 from seergate.eval.method_text import read_method
 from seergate.methods.lazy_eviction import recurrence_score
-from tests.methods import naive
+from seergate.methods.quest import union
+from seergate.ops import Selection
+from tests.methods import naive, naive_views
 from tests.methods.evictors import EVICTORS, C, Evictor, attention, model_of
 from tests.methods.test_evicting import PROMPTS, against_simulation, forced_run
 from tests.methods.test_methods import fed, spec, step
@@ -23,7 +27,10 @@ from tests.models import prompt
     [
         ("streaming_llm original", "streaming_llm"),
         ("lazy_eviction full", "lazy_eviction"),
-        ("raas of the budget", "raas"),
+        ("lazy_eviction without H1", "lazy_eviction"),
+        ("snapkv by group", "snapkv"),
+        ("raas extra", "raas"),
+        ("raas of the budget", "raas extra"),
         ("raas evictable", "raas"),
         ("rpc newest twice", "rpc"),
     ],
@@ -54,6 +61,42 @@ def test_quest_reads_a_minimum_of_pages(budget, least, read):
     assert method.covers(8 * max(budget // 8, least)) and not method.covers(8 * max(budget // 8, least) + 1)
 
 
+@pytest.mark.parametrize("group", [1, 4, 5])
+def test_query_heads_that_choose_pages_apart_against_a_simulation(group):
+    """In a ragged batch, and with what is read counted as the union of a group's pages."""
+    model, rows = model_of(group, torch.float64), [prompt(length, length) for length in PROMPTS]
+    forced = torch.cat([prompt(30, 100 + seed) for seed in range(3)])
+    method = methods.Quest(token_budget=C, block_size=4, dense_layers=(), group_reduction="separate")
+    found, _ = forced_run(model, method, rows, forced)
+    together, _ = forced_run(model, replace(method, group_reduction="max"), rows, forced)
+    for row, ids in enumerate(rows):
+        with naive.Simulation(model, naive_views.Quest(C, 4)) as simulation, torch.inference_mode():
+            torch.testing.assert_close(found[row], simulation.logits(ids, forced[row]), rtol=1e-4, atol=1e-4)
+        assert torch.equal(found[row], together[row]) if group == 1 else not torch.allclose(found[row], together[row])
+
+
+def test_what_query_heads_that_choose_apart_read():
+    """Two heads of a group choose pages 0 and 2 of four and the current one: three pages are read, and each head's
+    recall is of its own two.
+    """
+    chosen = union(Selection(torch.tensor([[[0, 4], [2, 4], [1, 4], [1, 4]]]).int(), torch.full((1, 4), 2).int()), 2)
+    assert chosen.indices.tolist() == [[[0, 2, 4], [1, 4, -1]]] and chosen.counts.tolist() == [[3, 2]]
+    density, recall = {}, {}
+    for how in ("max", "separate"):
+        method = methods.Quest(token_budget=16, block_size=8, dense_layers=(), group_reduction=how)
+        with seergate.attached(model_of(4), method, measure_recall=True) as handle:
+            handle.model.generate(input_ids=prompt(100), max_new_tokens=20)
+            density[how], recall[how] = handle.stats()["density"], handle.stats()["recall_per_layer"]
+    assert density["max"] < density["separate"] < 4 * density["max"]
+    assert sum(recall["separate"]) > sum(recall["max"]), "each head reads what it rates highest"
+
+
+def test_pages_are_not_fetched_for_query_heads_apart():
+    method = methods.Quest(token_budget=16, block_size=8, group_reduction="separate")
+    with pytest.raises(SeergateError, match="group_reduction='separate' cannot be offloaded"):
+        seergate.attach(model_of(4), method, storage=seergate.Offload(memory_bytes=2**20, store="host"))
+
+
 # -------------------------------------------------------------------------------------------------------- StreamingLLM
 
 
@@ -80,6 +123,7 @@ def test_the_full_range_of_h1_by_hand():
     h2 = torch.tensor([0.0, 0.238406, 0.001822, 1.0, 0.001822]).double()
     torch.testing.assert_close(recurrence_score(elapsed, mri, True, "full"), h1 + h2, rtol=0, atol=5e-6)
     torch.testing.assert_close(recurrence_score(elapsed, mri, False, "full"), h1, rtol=0, atol=5e-6)
+    torch.testing.assert_close(recurrence_score(elapsed, mri, True, None), h2, rtol=0, atol=5e-6)
     # A token that is not due yet (1 of 8 steps), and one that is late by as long again but comes often (4 of 2 steps):
     # .4901 + .0018 and .0949 + .5379, or without the cap .9376 + .0018 and .2384 + .5379.
     elapsed, mri = torch.tensor([1.0, 4.0]).double(), torch.tensor([8.0, 2.0]).double()
@@ -131,7 +175,7 @@ def raas_step(method, prompt_tokens, given):
 )
 def test_which_share_raas_stamps_by_hand(share_of, used):
     """Five pages of a prompt and the open one, a budget of two: half of six is three, half of two is one."""
-    method = methods.RaaS(token_budget=2, block_size=1, share_of=share_of)
+    method = methods.RaaS(token_budget=2, block_size=1, share_of=share_of, prompt="extra")
     state, _ = raas_step(method, 5, [0.1, 0.9, 0.5, 0.3, 0.4, 0.2])
     assert state.rows["used"][0, 0, :6].tolist() == used
 
@@ -144,8 +188,8 @@ def test_a_prompt_that_raas_may_evict_by_hand():
     state, last = raas_step(method, 3, [0.1, 0.5, 0.3, 0.0])
     assert state.rows["used"][0, 0, :4].tolist() == [0, 1, 1, 1]
     assert state.keep(last).index.tolist() == [[[1, 2, 3]]]
-    state, last = raas_step(methods.RaaS(token_budget=3, block_size=1), 3, [0.1, 0.5, 0.3, 0.0])
-    assert state.keep(last) is None, "as in the paper it stays"
+    state, last = raas_step(methods.RaaS(token_budget=3, block_size=1, prompt="extra"), 3, [0.1, 0.5, 0.3, 0.0])
+    assert state.keep(last) is None, "beside the budget it stays"
     with pytest.warns(methods.LongPromptWarning, match="it stays until a token is generated, and then at most 3 of"):
         state, last = raas_step(method, 5, [0.1, 0.7, 0.3, 0.5, 0.6, 0.0])
     assert state.rows["used"][0, 0, :6].tolist() == [0, 1, 0, 1, 1, 1]
@@ -183,11 +227,15 @@ def test_snapkv_of_the_prompt_only(group, monkeypatch):
         (lambda: methods.Quest(min_pages=3, threshold=0.1), "min_pages is 3 without a token budget"),
         (lambda: methods.StreamingLLM(positions="true"), "positions is 'true'; it must be 'cache' or 'original'"),
         (lambda: methods.LazyEviction(h1="paper"), "h1 is 'paper'; it must be 'capped' or 'full'"),
+        (lambda: methods.LazyEviction(use_h1=False, use_h2=False), "use_h1 and use_h2 are both False"),
+        (lambda: methods.SnapKV(pooled_by="layer"), "pooled_by is 'layer'; it must be 'query_head' or 'group'"),
+        (lambda: methods.RKV(trigger="always"), "trigger is 'always'; it must be 'generated' or 'length'"),
+        (lambda: methods.Quest(group_reduction="all"), "group_reduction is 'all'; it must be 'max' or 'mean' or 's"),
         (lambda: methods.RPC(selector="all"), "selector is 'all'; it must be 'distinct' or 'newest_twice'"),
         (lambda: methods.RaaS(share_of="all"), "share_of is 'all'; it must be 'resident' or 'budget'"),
         (
             lambda: methods.RaaS(prompt="evictable", prompt_budget=64),
-            "prompt is 'evictable' and prompt_budget is 64; .* prompt must be 'extra' or 'pinned'",
+            "prompt is 'evictable' and prompt_budget is 64; .* prompt must be 'pinned' or 'extra'",
         ),
         (lambda: methods.SnapKV(compress="once"), "compress is 'once'; it must be 'repeatedly' or 'prompt'"),
         (
@@ -211,6 +259,10 @@ def test_the_document_names_every_variant():
         ("quest", "min_pages"),
         ("streaming_llm", "positions"),
         ("lazy_eviction", "h1"),
+        ("lazy_eviction", "use_h1"),
+        ("quest", "group_reduction"),
+        ("snapkv", "pooled_by"),
+        ("r_kv", "trigger"),
         ("rpc", "selector"),
         ("raas", "share_of"),
         ("raas", "prompt"),

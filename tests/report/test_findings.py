@@ -7,7 +7,7 @@ import yaml
 
 from seergate.errors import SeergateError
 from seergate.report import load_sweeps, write_report
-from seergate.report.figures import FIGURES
+from seergate.report.figures import LOOKS
 from seergate.report.plots import conditions
 from tests.report.made import write_run
 
@@ -111,9 +111,9 @@ def test_a_correlation_that_does_not_exist_is_not_printed(tmp_path):
     for budget in (16, 32, 64):
         write_run(tmp_path, "gate", budget, lambda i: i < 9, recall=[0.5, budget / 64])
     (sweep,) = load_sweeps(tmp_path)
-    said = " ".join(FIGURES["proxies"].read(sweep))
+    said = " ".join(LOOKS["proxies"].read(sweep))
     assert "nan" not in said and "the same in all 3 settings (gate)" in said
-    assert "nan" not in FIGURES["proxies"].draw(sweep, tmp_path / "x.png").with_suffix(".svg").read_text()
+    assert "nan" not in LOOKS["proxies"].draw(sweep, tmp_path / "x.png").with_suffix(".svg").read_text()
 
 
 def test_level_with_dense_needs_enough_problems(tmp_path):

@@ -12,7 +12,7 @@ from seergate.errors import SeergateError
 from seergate.eval import RunOptions, make_task, sweep
 from seergate.eval.settings import grid
 from seergate.report import load_sweeps, write_report
-from seergate.report.figures import FIGURES
+from seergate.report.figures import LOOKS
 from seergate.report.findings import cautions
 from seergate.report.tables import markdown
 from tests.eval import support
@@ -181,10 +181,10 @@ def test_variants_without_a_common_problem_are_not_compared(tmp_path):
         path.write_text(yaml.safe_dump(config))
     parted(tmp_path / "a", "quest-64")
     (found,) = load_sweeps(tmp_path / "a", tmp_path / "b")
-    assert len(FIGURES["8"].read(found)) == 1
+    assert len(LOOKS["spread"].read(found)) == 1
     parted(tmp_path / "b")
     (found,) = load_sweeps(tmp_path / "a", tmp_path / "b")
-    assert FIGURES["8"].read(found) == []
+    assert LOOKS["spread"].read(found) == []
 
 
 def test_settings_are_compared_with_those_that_were_asked_the_same_way(runs):
@@ -282,5 +282,5 @@ def test_figures_of_different_contexts_are_not_compared(runs, contexts):
     assert text.count("not known to be the same for all settings") == 2
     assert not [line for line in report.findings if line.startswith("recall")]
     (sweep,) = load_sweeps(runs)
-    assert "rank correlation" not in " ".join(FIGURES["proxies"].read(sweep))
-    assert "rank correlation" not in FIGURES["proxies"].draw(sweep, runs / "x.png").with_suffix(".svg").read_text()
+    assert "rank correlation" not in " ".join(LOOKS["proxies"].read(sweep))
+    assert "rank correlation" not in LOOKS["proxies"].draw(sweep, runs / "x.png").with_suffix(".svg").read_text()
