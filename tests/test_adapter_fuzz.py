@@ -147,7 +147,10 @@ def victims(directory, rng):
 def places(banks, tmp_path):
     """Two originals, the first one also without the SHA-256 of its weights, and their banks."""
     for bank, name in zip(banks, ("original", "other"), strict=True):
-        bank.training_record = {"config": {"data": "org/data", "lr": 0.001, "max_length": 64}, "kl_last_step": 0.5}
+        bank.training_record = {
+            "config": {"data": "org/data", "learning_rate": 0.001, "max_length": 64},
+            "kl_last_step": 0.5,
+        }
         bank.results = ({"task": "t", "method": "dense", "accuracy": 0.5, "standard_error": 0.1, "samples": 8},)
         bank.licence = {"license": "mit"}
         bank.save_pretrained(tmp_path / name)

@@ -106,7 +106,7 @@ def test_results(bank, tmp_path):
     pytest.importorskip("matplotlib")
     bank.results, bank.training_record = (
         RESULTS,
-        {"kl_held_out_best": 0.125, "config": {"data": "org/data", "steps": 800}},
+        {"kl_held_out_best": 0.125, "config": {"data": "org/data", "max_steps": 800}},
     )
     bank.licence = {"license": "apache-2.0"}
     bank.save_pretrained(tmp_path / "gates")

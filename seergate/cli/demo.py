@@ -33,7 +33,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="N",
         help="size of a problem; prompt and answer take about 27 tokens per variable [%(default)s]",
     )
-    parser.add_argument("--steps", type=int, metavar="N", help="steps of distillation [those of the preset]")
+    parser.add_argument("--max-steps", type=int, metavar="N", help="steps of distillation [those of the preset]")
 
 
 def run(options: argparse.Namespace) -> int:
@@ -53,9 +53,11 @@ def run(options: argparse.Namespace) -> int:
     from seergate.distill import load_train_config, run_distillation
 
     logging.disable_progress_bar()  # loading the tiny reasoner takes no time
-    overrides = {"output_dir": str(out / "gates"), "steps": options.steps}
+    overrides = {"output_dir": str(out / "gates"), "max_steps": options.max_steps}
     config = load_train_config(TINY, {name: value for name, value in overrides.items() if value is not None})
-    print(f"1. Distilling gates from the attention of the frozen model in {base} ({config.steps} steps)", flush=True)
+    print(
+        f"1. Distilling gates from the attention of the frozen model in {base} ({config.max_steps} steps)", flush=True
+    )
     adapter = run_distillation(config)
 
     size = sum(file.stat().st_size for file in adapter.glob("*.safetensors"))

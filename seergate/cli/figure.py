@@ -58,7 +58,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--variables", type=int, metavar="N", help="size of a chain_sum problem [30]")
     parser.add_argument("--samples", type=int, metavar="N", help="answers per problem [the paper's]")
     parser.add_argument("--max-new-tokens", type=int, metavar="N", help="longest answer [what the task allows]")
-    parser.add_argument("--steps", type=int, metavar="N", help="of distillation, where gates are made [the preset's]")
+    parser.add_argument(
+        "--max-steps", type=int, metavar="N", help="of distillation, where it is needed [the preset's]"
+    )
     parser.add_argument("--batch-size", type=int, metavar="N", help="[what fits into memory]")
     kept = parser.add_argument_group("kept and recurrence")
     kept.add_argument("--method", type=words, metavar="A,B", help="evicting methods, NAME:OPTION=VALUE [six of them]")
@@ -190,9 +192,9 @@ def _distilled(options: argparse.Namespace, block_size: int | None, out: Path) -
     directory = out / ("gates" if block_size is None else f"gates-b{block_size}")
     if (directory / CONFIG_FILE).is_file():
         return directory
-    overrides = {"output_dir": str(directory), "steps": options.steps, "block_size": block_size}
+    overrides = {"output_dir": str(directory), "max_steps": options.max_steps, "block_size": block_size}
     config = load_train_config(options.model, {name: value for name, value in overrides.items() if value is not None})
-    print(f"distilling gates for blocks of {config.block_size} tokens ({config.steps} steps)", flush=True)
+    print(f"distilling gates for blocks of {config.block_size} tokens ({config.max_steps} steps)", flush=True)
     return run_distillation(config)
 
 
@@ -238,7 +240,7 @@ def _table2(options: argparse.Namespace, out: Path) -> int:
     from seergate.report.published import GPU_HOURS, STEPS, TOKENS
     from seergate.report.tables import markdown
 
-    overrides = {"output_dir": str(out / time.strftime("gates-%Y%m%d-%H%M%S")), "steps": options.steps}
+    overrides = {"output_dir": str(out / time.strftime("gates-%Y%m%d-%H%M%S")), "max_steps": options.max_steps}
     config = load_train_config(options.model, {name: value for name, value in overrides.items() if value is not None})
     began = time.monotonic()
     gates = run_distillation(config)
@@ -250,7 +252,7 @@ def _table2(options: argparse.Namespace, out: Path) -> int:
         else f"{processor()}, {torch.get_num_threads()} threads"
     )
     rows = [
-        [options.model, f"{tokens:,}", str(config.steps), where, f"{hours:.3f}"],
+        [options.model, f"{tokens:,}", str(config.max_steps), where, f"{hours:.3f}"],
         *([f"{model}, published", TOKENS, str(STEPS), "MI300X", f"{spent:.1f}"] for model, spent in GPU_HOURS.items()),
     ]
     table = markdown(["model", "training tokens", "steps", "device", "device-hours"], rows)

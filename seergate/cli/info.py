@@ -92,7 +92,11 @@ def say(facts: dict[str, Any]) -> None:
     options = training.pop("config", None)
     flat = {**{key: value for key, value in training.items() if not isinstance(value, (dict, list))}}
     if isinstance(options, dict):
-        flat |= {key: options[key] for key in ("data", "steps", "packs_per_step", "lr", "seed") if key in options}
+        flat |= {
+            key: options[key]
+            for key in ("data", "max_steps", "packs_per_step", "learning_rate", "seed")
+            if key in options
+        }
     print("training" if flat else "training: not recorded")
     _table(flat)
     print("results" if facts["results"] else "results: none recorded")

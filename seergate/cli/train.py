@@ -26,7 +26,7 @@ HELP = (
     [
         "seergate train --model tiny-reasoner",
         "seergate train --model Qwen3-8B --dry-run",
-        "seergate train --model Qwen3-8B --block-size 32 --steps 400 --output-dir runs/qwen3-8b-b32",
+        "seergate train --model Qwen3-8B --block-size 32 --max-steps 400 --output-dir runs/qwen3-8b-b32",
         "deepspeed train.py --model Qwen3-8B",
         "torchrun --nproc-per-node 8 train.py --model Qwen3-8B",
     ],

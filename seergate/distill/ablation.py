@@ -101,8 +101,8 @@ def variant_configs(study: Study, model: str | None, options: Mapping[str, Any])
             config = load_train_config(model, {**common, **given})
         except ValueError as error:
             raise SeergateError(f"the variant {variant!r} of {study.name} cannot run: {error}") from error
-        if not (config.eval_packs and config.eval_every):
-            raise SeergateError("an ablation compares held-out packs; eval_packs and eval_every must not be 0")
+        if not (config.eval_packs and config.eval_steps):
+            raise SeergateError("an ablation compares held-out packs; eval_packs and eval_steps must not be 0")
         name = Path(config.model).name.lower()
         home = Path(root) if root else Path("runs") / f"ablation-{study.name}-{name}"
         directory = re.sub(r"[^a-z0-9]+", "-", variant.lower()).strip("-")
@@ -180,7 +180,7 @@ class _Watch:
 
     def on_eval(self, log: EvalLog) -> None:
         """Write the last evaluation, the result, to the disk before the run is over."""
-        if log.step < self._config.steps:
+        if log.step < self._config.max_steps:
             return
         steps = sorted(self._seconds[1:]) or [0.0]
         outcome = {"kl": log.kl, "recall": log.mean_recall(), "seconds": steps[len(steps) // 2]}

@@ -1,11 +1,10 @@
-"""What a run shows while it runs: TensorBoard scalars every step, and a progress bar or plain lines on the console."""
+"""What listens to a run while it runs, and what the console shows: a progress bar or plain lines."""
 
 from __future__ import annotations
 
 import sys
 import time
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, Protocol
 
 import numpy as np
@@ -23,7 +22,7 @@ class StepLog:
         recall: budget in tokens -> per layer, the share of the teacher's mass that the gate's best blocks hold.
         layers: the layers' indices in the model.
         grad_norm: before clipping.
-        lr: learning rate of this step.
+        learning_rate: of this step.
         tokens: tokens of this step.
         seconds: wall-clock time of this step.
         memory_gb: most memory this process has held (GPU if there is one, else resident).
@@ -35,7 +34,7 @@ class StepLog:
     recall: dict[int, list[float]]
     layers: tuple[int, ...]
     grad_norm: float
-    lr: float
+    learning_rate: float
     tokens: int
     seconds: float
     memory_gb: float
@@ -51,12 +50,12 @@ class StepLog:
         return self.tokens / self.seconds
 
     def scalars(self) -> dict[str, float]:
-        """TensorBoard names and values."""
+        """What trackers keep, by name."""
         values = {
             "kl/mean": self.kl,
             "loss": self.loss,
             "grad_norm": self.grad_norm,
-            "lr": self.lr,
+            "learning_rate": self.learning_rate,
             "speed/tokens_per_second": self.tokens_per_second,
             "speed/memory_gb": self.memory_gb,
         }
@@ -86,7 +85,7 @@ class EvalLog:
         return {budget: float(np.mean(values)) for budget, values in self.recall.items()}
 
     def scalars(self) -> dict[str, float]:
-        """TensorBoard names and values."""
+        """What trackers keep, by name."""
         values = {"held_out/kl": self.kl}
         values |= {f"held_out/kl_layer_{i}": v for i, v in zip(self.layers, self.kl_per_layer, strict=True)}
         values |= {f"held_out/recall_at_{budget}": v for budget, v in self.mean_recall().items()}
@@ -107,53 +106,6 @@ class Callback(Protocol):
 
     def close(self) -> None:
         """The run is over."""
-
-
-class TensorBoard:
-    """Every scalar of every step; a resumed run overwrites the steps it repeats."""
-
-    def __init__(self, directory: Path, first_step: int) -> None:
-        from torch.utils.tensorboard import SummaryWriter
-
-        self._writer = SummaryWriter(str(directory), purge_step=first_step)
-
-    def on_message(self, text: str) -> None:
-        """Text is for people; nothing to do."""
-
-    def on_step(self, log: StepLog) -> None:
-        """An optimizer step has been taken."""
-        for name, value in log.scalars().items():
-            self._writer.add_scalar(name, value, log.step)
-        self._writer.flush()  # a run that is killed continues from its checkpoint, and must not lack the steps before
-
-    def on_eval(self, log: EvalLog) -> None:
-        """The held-out packs have been evaluated."""
-        for name, value in log.scalars().items():
-            self._writer.add_scalar(name, value, log.step)
-        for budget, values in log.recall.items():
-            by_head = np.asarray(values)
-            self._writer.add_histogram(f"held_out/recall_at_{budget}_by_head", by_head, log.step)
-            self._writer.add_image(f"held_out/recall_at_{budget}_map", heat_map(by_head), log.step, dataformats="HWC")
-        self._writer.flush()
-
-    def close(self) -> None:
-        """The run is over."""
-        self._writer.close()
-
-
-def heat_map(values: np.ndarray, cell: int = 16) -> np.ndarray:
-    """A picture of a table of shares: a square per value, from dark blue at 0 to light yellow at 1.
-
-    Args:
-        values: ``[rows, columns]`` in 0..1; layers downwards, KV heads to the right.
-        cell: pixels per side of a square.
-
-    Returns:
-        ``[rows * cell, columns * cell, 3]`` uint8.
-    """
-    stops = np.array([[13, 8, 91], [180, 50, 120], [253, 250, 170]], dtype=float)
-    shades = [np.interp(values, [0.0, 0.5, 1.0], channel) for channel in stops.T]
-    return np.stack(shades, -1).round().astype(np.uint8).repeat(cell, 0).repeat(cell, 1)
 
 
 class RowProgress:
@@ -194,12 +146,12 @@ class RowProgress:
 
 
 class Console:
-    """A progress bar on a terminal; otherwise a line every ``log_every`` steps."""
+    """A progress bar on a terminal; otherwise a line every ``logging_steps`` steps."""
 
-    def __init__(self, steps: int, done: int, log_every: int) -> None:
+    def __init__(self, steps: int, done: int, logging_steps: int) -> None:
         from rich.console import Console as RichConsole
 
-        self._steps, self._every = steps, log_every
+        self._steps, self._every = steps, logging_steps
         self._seconds, self._measured = 0.0, 0
         self._console = RichConsole(file=sys.stdout, highlight=False)
         self._bar: Any = None
@@ -233,7 +185,7 @@ class Console:
         elif log.step % self._every == 0 or log.step in (1, self._steps):
             left = (self._steps - log.step) * self._seconds / self._measured
             eta = time.strftime("%H:%M:%S", time.gmtime(left)) if left < 86400 else f"{left / 3600:.1f} h"
-            self.on_message(f"step {log.step}/{self._steps}  {note}  lr {log.lr:.2e}  ETA {eta}")
+            self.on_message(f"step {log.step}/{self._steps}  {note}  lr {log.learning_rate:.2e}  ETA {eta}")
 
     def on_eval(self, log: EvalLog) -> None:
         """The held-out packs have been evaluated."""

@@ -28,6 +28,9 @@ DEFAULT_PRESET = "tiny-reasoner"
 CHAIN_SUM = "chain_sum"
 """The built-in source of training data: generated problems of the tiny reasoner's task."""
 
+TRACKERS = ("tensorboard", "wandb", "trackio")
+"""What can follow a run, by the names that Hugging Face's trainers have for them."""
+
 _ORG_NAME = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+")
 
 
@@ -105,13 +108,16 @@ class RecipeOptions:
 
     _argument_group_name = "recipe"
 
-    steps: int = _option(800, "optimizer steps")
+    max_steps: int = _option(800, "optimizer steps")
     packs_per_step: int = _option(16, "packs per optimizer step, over all processes together")
-    lr: float = _option(1e-3, "peak learning rate of AdamW")
+    gradient_accumulation_steps: int | None = _option(
+        None, "packs per optimizer step of each process; sets packs_per_step to this times the number of processes"
+    )
+    learning_rate: float = _option(1e-3, "peak learning rate of AdamW")
     min_lr: float = _option(1e-5, "learning rate that the cosine ends at")
     warmup_steps: int = _option(20, "steps of linear warm-up")
     weight_decay: float = _option(0.0, "AdamW's weight decay")
-    grad_clip: float = _option(1.0, "largest norm of the gradient; 0 switches clipping off")
+    max_grad_norm: float = _option(1.0, "largest norm of the gradient; 0 switches clipping off")
     row_start: float = _option(0.5, "only rows from this fraction of each sample on count in the loss, in [0, 1)")
     reduction: Literal["row_mean", "published"] = _option(
         "row_mean", "row_mean: true KL in nats per row; published: the weighting of the published code"
@@ -125,17 +131,20 @@ class RunOptions:
 
     _argument_group_name = "checkpoints, evaluation, logging and engine"
 
-    save_every: int = _option(100, "steps between checkpoints; 0 keeps only the last")
+    save_steps: int = _option(100, "steps between checkpoints; 0 keeps only the last")
     save_total_limit: int = _option(2, "checkpoints to keep")
     resume: bool = _option(True, "continue from the newest checkpoint in output_dir")
-    eval_every: int = _option(100, "steps between evaluations on held-out packs; 0 switches them off")
+    eval_steps: int = _option(100, "steps between evaluations on held-out packs; 0 switches them off")
     eval_packs: int = _option(16, "packs held out for evaluation, at most a tenth of all")
     eval_row_start: float | None = _option(
         None, "rows from this fraction of each sample on count in evaluations [row_start]"
     )
-    log_every: int = _option(10, "steps between plain log lines where there is no terminal")
+    logging_steps: int = _option(10, "steps between plain log lines where there is no terminal")
     recall_budgets: tuple[int, ...] = _option(
         (1024, 2048, 4096), "token budgets at which the recall of teacher mass is logged"
+    )
+    report_to: tuple[str, ...] = _option(
+        ("tensorboard",), f"where every step's numbers go: some of {','.join(TRACKERS)}, or none"
     )
     push_to_hub: str | None = _option(None, "Hub repository (org/name) for the finished adapter")
     deepspeed: str | None = _option(
@@ -165,16 +174,20 @@ class TrainConfig(RunOptions, RecipeOptions, DataOptions, GateOptions, ModelOpti
             qk_norm=self.qk_norm,
             rope=self.rope,
         )
-        for name in ("steps", "packs_per_step", "max_length", "save_total_limit", "log_every"):
+        for name in ("max_steps", "packs_per_step", "max_length", "save_total_limit", "logging_steps"):
             self._must(name, getattr(self, name) >= 1, "a positive integer")
-        for name in ("warmup_steps", "save_every", "eval_every", "eval_packs"):
+        for name in ("warmup_steps", "save_steps", "eval_steps", "eval_packs"):
             self._must(name, getattr(self, name) >= 0, "0 or a positive integer")
+        packs = self.gradient_accumulation_steps
+        self._must("gradient_accumulation_steps", packs is None or packs >= 1, "a positive integer")
         self._must("data_limit", self.data_limit is None or self.data_limit >= 1, "a positive integer")
         self._must("max_length", self.max_length > self.block_size, f"larger than block_size ({self.block_size})")
-        self._must("lr", 0 < self.lr < math.inf, "a positive number")
-        self._must("min_lr", 0 <= self.min_lr <= self.lr, f"between 0 and lr ({self.lr})")
+        self._must("learning_rate", 0 < self.learning_rate < math.inf, "a positive number")
+        self._must(
+            "min_lr", 0 <= self.min_lr <= self.learning_rate, f"between 0 and learning_rate ({self.learning_rate})"
+        )
         self._must("weight_decay", 0 <= self.weight_decay < math.inf, "0 or a positive number")
-        self._must("grad_clip", 0 <= self.grad_clip < math.inf, "0 (off) or a positive number")
+        self._must("max_grad_norm", 0 <= self.max_grad_norm < math.inf, "0 (off) or a positive number")
         self._must("row_start", 0 <= self.row_start < 1, "at least 0 and below 1")
         start = self.eval_row_start
         self._must("eval_row_start", start is None or 0 <= start < 1, "at least 0 and below 1")
@@ -183,6 +196,8 @@ class TrainConfig(RunOptions, RecipeOptions, DataOptions, GateOptions, ModelOpti
         if memory is not None and self.quantize != "none":
             raise ValueError(f"base_memory_gb is {memory}; it must be left out when quantize is {self.quantize}")
         self._must("model", bool(self.model), "a preset, a Hub id (org/name) or a directory")
+        known = self.report_to == ("none",) or set(self.report_to) <= set(TRACKERS)
+        self._must("report_to", known, f"some of {', '.join(TRACKERS)}, or none alone")
         repo = self.push_to_hub
         self._must("push_to_hub", repo is None or bool(_ORG_NAME.fullmatch(repo)), "a Hub repository (org/name)")
         self._must("data", bool(self.data), "a Hub id, a local path or chain_sum")
@@ -206,6 +221,13 @@ class TrainConfig(RunOptions, RecipeOptions, DataOptions, GateOptions, ModelOpti
     def run_dir(self) -> Path:
         """Where the adapter, checkpoints and logs go."""
         return Path(self.output_dir) if self.output_dir else Path("runs") / f"{Path(self.model).name.lower()}-gates"
+
+    def in_processes(self, number: int) -> TrainConfig:
+        """The same run, in a ``number`` of processes, with ``packs_per_step`` for ``gradient_accumulation_steps``."""
+        if self.gradient_accumulation_steps is None:
+            return self
+        packs = self.gradient_accumulation_steps * number
+        return replace(self, packs_per_step=packs, gradient_accumulation_steps=None)
 
     def to_dict(self) -> dict[str, Any]:
         """Plain YAML types."""

@@ -149,7 +149,9 @@ def make_engine(module: DistillModule, config: TrainConfig, world: World) -> Eng
 
 def make_optimizer(parameters: list[nn.Parameter], config: TrainConfig) -> torch.optim.AdamW:
     """AdamW as in the paper."""
-    return torch.optim.AdamW(parameters, lr=config.lr, betas=BETAS, eps=EPS, weight_decay=config.weight_decay)
+    return torch.optim.AdamW(
+        parameters, lr=config.learning_rate, betas=BETAS, eps=EPS, weight_decay=config.weight_decay
+    )
 
 
 class PlainEngine:
@@ -179,7 +181,7 @@ class PlainEngine:
             gradients = [piece.view_as(g) for piece, g in zip(pieces, gradients, strict=True)]
         for parameter, gradient in zip(self._named.values(), gradients, strict=True):
             parameter.grad = gradient
-        norm = nn.utils.clip_grad_norm_(self._named.values(), self._config.grad_clip or float("inf"))
+        norm = nn.utils.clip_grad_norm_(self._named.values(), self._config.max_grad_norm or float("inf"))
         for group in self._optimizer.param_groups:
             group["lr"] = lr
         self._optimizer.step()
@@ -310,14 +312,14 @@ def deepspeed_config(config: TrainConfig, world_size: int) -> dict[str, Any]:
     for name in ("optimizer", "scheduler"):
         if name in values:
             raise SeergateError(
-                f"{config.deepspeed} sets the {name}; that is the run's (lr, min_lr, warmup_steps, ...)"
+                f"{config.deepspeed} sets the {name}; that is the run's (learning_rate, min_lr, warmup_steps, ...)"
             )
     most = -(-config.packs_per_step // world_size)  # packs of one process
     implied = {
         "train_micro_batch_size_per_gpu": 1,
         "gradient_accumulation_steps": most,
         "train_batch_size": most * world_size,
-        "gradient_clipping": config.grad_clip,
+        "gradient_clipping": config.max_grad_norm,
     }
     for name, value in implied.items():
         if values.setdefault(name, value) not in (value, "auto"):

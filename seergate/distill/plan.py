@@ -134,8 +134,8 @@ class Plan:
             rows["in host memory or on disk: frozen model"] = m.base_elsewhere
         lines = [
             f"model: {c.model}; {self.shape}",
-            f"run: {c.steps:,} steps of {c.packs_per_step} packs, {self.step_tokens:,} tokens a step, "
-            f"{c.steps * self.step_tokens / 1e6:,.1f} M tokens in all; processes: {self.processes}",
+            f"run: {c.max_steps:,} steps of {c.packs_per_step} packs, {self.step_tokens:,} tokens a step, "
+            f"{c.max_steps * self.step_tokens / 1e6:,.1f} M tokens in all; processes: {self.processes}",
             *([f"a pack holds one sample: {self.why_one_sample}"] if self.why_one_sample else []),
             f"memory of each process on {where}, GB:",
             *(f"  {name:<52}{size / GB:>9.2f}" for name, size in rows.items()),
@@ -169,7 +169,7 @@ class Plan:
     def _pace(self, step_seconds: float) -> str:
         """What a time per step means for the whole run."""
         speed = self.step_tokens / step_seconds
-        hours = self.config.steps * step_seconds / 3600
+        hours = self.config.max_steps * step_seconds / 3600
         device_hours = hours * self.processes
         pace = f"{speed:,.0f} tokens/s, {step_seconds:,.2f} s a step, {hours:,.2f} hours"
         return f"{pace} ({device_hours:,.2f} device-hours)"
@@ -205,6 +205,7 @@ def make_plan(
     for name, value in numbers.items():
         if value is not None and not value > 0:
             raise ValueError(f"{name} is {value}; it must be positive")
+    config = config.in_processes(processes)
     check_engine(config, processes)
     here = "cuda" if torch.cuda.is_available() else "cpu"
     place = torch.device(device or ("cuda" if memory_gb is not None else here))

@@ -8,7 +8,7 @@ What a run leaves in its output directory:
   turned out to be
 * ``commits.json``: those commits, looked up once
 * ``checkpoints/step-00000100/``: to continue from
-* ``tensorboard/``
+* ``tensorboard/``, where ``report_to`` names it
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ import torch
 
 from seergate.distill import commits
 from seergate.distill.base_model import base_dtype, check_model, gate_config, load_frozen, offload_folder
-from seergate.distill.callbacks import Callback, Console, EvalLog, StepLog, TensorBoard, memory_gb
+from seergate.distill.callbacks import Callback, Console, EvalLog, StepLog, memory_gb
 from seergate.distill.checkpoint import (
     Checkpoint,
     check_same_run,
@@ -47,6 +47,7 @@ from seergate.distill.data import TrainingData, prepare_data
 from seergate.distill.distributed import CommonError, World, join_world
 from seergate.distill.engines import DistillModule, Losses, check_engine, make_engine, prepare_deepspeed
 from seergate.distill.packing import PackOrder
+from seergate.distill.tracking import Tracking, check_trackers
 from seergate.errors import SeergateError, first_line
 from seergate.gates import save_adapter
 from seergate.hf.bank import GateBank
@@ -71,12 +72,12 @@ class Stopped(CommonError):
         self.signal = signal
 
 
-def learning_rate(config: TrainConfig, step: int) -> float:
-    """Linear warm-up to ``lr``, then a cosine that reaches ``min_lr`` at the last step; ``step`` counts from 0."""
+def scheduled_rate(config: TrainConfig, step: int) -> float:
+    """Linear warm-up to ``learning_rate``, then a cosine down to ``min_lr`` at the last step; steps count from 0."""
     if step < config.warmup_steps:
-        return config.lr * (step + 1) / config.warmup_steps
-    progress = (step - config.warmup_steps) / max(1, config.steps - 1 - config.warmup_steps)
-    return config.min_lr + (config.lr - config.min_lr) * 0.5 * (1 + math.cos(math.pi * min(1.0, progress)))
+        return config.learning_rate * (step + 1) / config.warmup_steps
+    progress = (step - config.warmup_steps) / max(1, config.max_steps - 1 - config.warmup_steps)
+    return config.min_lr + (config.learning_rate - config.min_lr) * 0.5 * (1 + math.cos(math.pi * min(1.0, progress)))
 
 
 def run_distillation(config: TrainConfig, callbacks: Iterable[Callback] = ()) -> Path:
@@ -86,7 +87,7 @@ def run_distillation(config: TrainConfig, callbacks: Iterable[Callback] = ()) ->
 
     Args:
         config: the run. ``config.deepspeed`` chooses DeepSpeed's engine.
-        callbacks: listeners beside the console and TensorBoard; called in the main process only.
+        callbacks: listeners beside the console and ``config.report_to``; called in the main process only.
 
     Returns:
         The adapter's directory.
@@ -99,6 +100,7 @@ def run_distillation(config: TrainConfig, callbacks: Iterable[Callback] = ()) ->
     if config.deepspeed:
         prepare_deepspeed()
     world = join_world(deepspeed=bool(config.deepspeed))
+    config = config.in_processes(world.size)
     _share_cores(world)
     if not world.is_main:
         import datasets
@@ -192,6 +194,7 @@ class _Run:
         world = self.world
         with world.together():
             check_engine(self.config, world.size)
+            check_trackers(self.config)
         self.config, entries = world.from_main(lambda: commits.pin(self.config, self.dir))
         self.model = world.in_turn(lambda: check_model(self.model_path, self.config))
         world.must_agree(
@@ -283,10 +286,7 @@ class _Run:
         if not self.world.is_main:
             return
         config = self.config
-        self.callbacks += [
-            Console(config.steps, done, config.log_every),
-            TensorBoard(self.dir / "tensorboard", done + 1),
-        ]
+        self.callbacks += [Console(config.max_steps, done, config.logging_steps), Tracking(config, done + 1)]
         parameters = sum(p.numel() for p in self.bank.parameters())
         processes = "" if self.world.size == 1 else f" in {self.world.size} processes"
         engine = "DeepSpeed ZeRO" if config.deepspeed else "PyTorch"
@@ -297,19 +297,19 @@ class _Run:
             f"gates: {len(self.bank)} layers, {parameters:,} parameters, for {config.model}; {engine} on "
             f"{self.world.device.type}{processes}"
         )
-        if config.eval_every and config.eval_packs and not self.data.held_out:
+        if config.eval_steps and config.eval_packs and not self.data.held_out:
             self._say(
                 f"no evaluations and no best/: of {len(self.data.train)} packs none is held out, as that is for a "
                 "tenth of them at most"
             )
         if done:
-            self._say(f"continuing after step {done} of {config.steps}")
+            self._say(f"continuing after step {done} of {config.max_steps}")
 
     def _train(self, done: int) -> None:
         config, world = self.config, self.world
         order = PackOrder(len(self.data.train), config.seed)
         with _stop_requests() as requested:
-            for step in range(done, config.steps):
+            for step in range(done, config.max_steps):
                 started, tally = time.monotonic(), self._tally()
                 for pack in order.batch(step, config.packs_per_step, world.rank, world.size):
                     batch = self.data.batch(self.data.train[pack]).to(world.device)
@@ -318,7 +318,7 @@ class _Run:
                 means, stop = tally.sum(world, config.packs_per_step, max(requested, default=0))
                 self._count_non_finite(step, means)
                 # A step without any gradient would still move the gates, by momentum.
-                lr = learning_rate(config, step) if means.non_finite < config.packs_per_step else 0.0
+                lr = scheduled_rate(config, step) if means.non_finite < config.packs_per_step else 0.0
                 norm = self.engine.update(lr)
                 if not math.isfinite(norm):
                     raise CommonError(
@@ -335,23 +335,23 @@ class _Run:
                     },
                     layers=self.bank.geometry.layers,
                     grad_norm=norm,
-                    lr=lr,
+                    learning_rate=lr,
                     tokens=means.tokens,
                     seconds=time.monotonic() - started,
                     memory_gb=memory_gb(world.device),
                 )
                 for callback in self.callbacks:
                     callback.on_step(log)
-                last = step + 1 == config.steps
-                if self.data.held_out and config.eval_every and (last or (step + 1) % config.eval_every == 0):
+                last = step + 1 == config.max_steps
+                if self.data.held_out and config.eval_steps and (last or (step + 1) % config.eval_steps == 0):
                     self._evaluate(step + 1)
-                if last or stop or (config.save_every and (step + 1) % config.save_every == 0):
+                if last or stop or (config.save_steps and (step + 1) % config.save_steps == 0):
                     self._checkpoint()
                 if stop and not last:
                     number = int(world.from_main(lambda: max(requested, default=0)) or signal.SIGTERM)
                     raise Stopped(
-                        f"stopped by {signal.Signals(number).name} after step {step + 1} of {config.steps}, which is "
-                        "saved; the same command continues",
+                        f"stopped by {signal.Signals(number).name} after step {step + 1} of {config.max_steps}, which "
+                        "is saved; the same command continues",
                         number,
                     )
 

@@ -235,7 +235,9 @@ def _training(adapter: Adapter) -> list[str]:
         return ["## Training", "", "Not recorded.", ""]
     options = _options(adapter)
     rows = [
-        (name.replace("_", " "), options[name]) for name in ("data", "steps", "lr", "max_length") if name in options
+        (name.replace("_", " "), options[name])
+        for name in ("data", "max_steps", "learning_rate", "max_length")
+        if name in options
     ]
     named = {
         "tokens_seen": "tokens seen",

@@ -110,7 +110,10 @@ def test_no_command_shows_the_help(seergate):
         (["eval", "foo"], "unrecognized arguments: foo (see seergate eval --help)"),
         (["doctor", "foo"], "unrecognized arguments: foo (see seergate doctor --help)"),
         (["report"], "the following arguments are required: RUN_DIR (see seergate report --help)"),
-        (["train", "--stepz", "3"], "'--stepz' is not an option; did you mean '--steps'? (see seergate train --help)"),
+        (
+            ["train", "--max-stepz", "3"],
+            "'--max-stepz' is not an option; did you mean '--max-steps'? (see seergate train --help)",
+        ),
         (["plan", "--processes", "many"], "(see seergate plan --help)"),
         (["ablate"], "the following arguments are required: STUDY (see seergate ablate --help)"),
     ],
@@ -276,7 +279,7 @@ def test_doctor_refuses_what_is_not_supported(seergate, tmp_path):
 
 
 def test_train_is_passed_on(seergate):
-    done = seergate("train", "--model", "tiny-reasoner", "--steps", "7", "--dry-run")
+    done = seergate("train", "--model", "tiny-reasoner", "--max-steps", "7", "--dry-run")
     assert done.returncode == 0, done.stderr
     assert "steps: 7" in done.stdout
     assert "did you mean" in refusal(seergate("train", "--model", "tiny-reasoners", "--dry-run"))

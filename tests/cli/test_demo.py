@@ -12,7 +12,7 @@ from tests.running import run_seergate
 def test_the_demo_distils_evaluates_and_reports(tmp_path):
     """Far too small to show anything but that every step works and what is promised is there."""
     out = tmp_path / "demo"
-    done = run_seergate("demo", "--steps", "2", "--problems", "2", "--variables", "6", "--out", str(out))
+    done = run_seergate("demo", "--max-steps", "2", "--problems", "2", "--variables", "6", "--out", str(out))
     assert done.returncode == 0, done.stderr
     lines = done.stdout.splitlines()
     assert re.fullmatch(r"the demo took \d+ seconds", lines[-1])

@@ -115,7 +115,7 @@ def test_regrade_tells_what_changes(runs, capsys):
 def test_figures_are_drawn(name, tmp_path):
     """On the model that ships, far too small to show anything but that every step works."""
     extra = [] if name == "table2" else ["--problems", 2, "--variables", 8, "--max-new-tokens", 40]
-    assert call("figure", name, "--steps", 2, *extra, "--out", tmp_path) == 0
+    assert call("figure", name, "--max-steps", 2, *extra, "--out", tmp_path) == 0
     label = name if name.startswith("table") else f"figure-{name}"
     text = (tmp_path / f"{label}.md").read_text()
     assert "| " in text

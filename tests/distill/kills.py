@@ -140,7 +140,7 @@ def both(config: TrainConfig, kills: int, seed: int) -> tuple[TrainConfig, Train
     Raises:
         AssertionError: if a run fails.
     """
-    config = replace(config, steps=2 * kills + 6, save_every=1, eval_every=1, save_total_limit=2)
+    config = replace(config, max_steps=2 * kills + 6, save_steps=1, eval_steps=1, save_total_limit=2)
     root, board, rng = config.run_dir, Board(), random.Random(seed)
     whole = replace(config, output_dir=str(root / "whole"), token_cache=str(root / "whole-cache"))
     finish(start(whole, board))

@@ -20,7 +20,7 @@ ASKED_FOR = {"block-size", "k-pooling", "q-pooling", "rope", "qk-norm", "loss-ro
 
 
 def options_of(config: TrainConfig, **changes: Any) -> dict[str, Any]:  # noqa: F811
-    return {**config.to_dict(), "steps": 3, "recall_budgets": (64,), **changes}
+    return {**config.to_dict(), "max_steps": 3, "recall_budgets": (64,), **changes}
 
 
 @pytest.mark.parametrize("name", sorted(studies()))
@@ -43,7 +43,9 @@ def test_the_studies_of_the_paper_ship() -> None:
 
 
 def test_a_study_ends_in_a_table_and_goes_on_where_it_stopped(config: TrainConfig) -> None:  # noqa: F811
-    study = Study("pooling", {"lr": 5e-3}, {"max": {"k_pooling": "max"}, "all three": {"k_pooling": "max,min,avg"}})
+    study = Study(
+        "pooling", {"learning_rate": 5e-3}, {"max": {"k_pooling": "max"}, "all three": {"k_pooling": "max,min,avg"}}
+    )
     configs = variant_configs(study, config.model, options_of(config))
     first = run_study(study, configs)
     assert [o.variant for o in first] == ["max", "all three"] and first[0].parameters < first[1].parameters
@@ -57,8 +59,10 @@ def test_a_study_ends_in_a_table_and_goes_on_where_it_stopped(config: TrainConfi
     stamps = {p: p.stat().st_mtime_ns for c in configs.values() for p in c.run_dir.rglob("*")}
     assert run_study(study, configs) == first
     assert stamps == {p: p.stat().st_mtime_ns for c in configs.values() for p in c.run_dir.rglob("*")}
-    with pytest.raises(SeergateError, match="lr=0.01 and this run has 0.02"):  # the user's option won over the study's
-        run_study(study, variant_configs(study, config.model, options_of(config, lr=2e-2)))
+    with pytest.raises(
+        SeergateError, match="learning_rate=0.01 and this run has 0.02"
+    ):  # the user's option won over the study's
+        run_study(study, variant_configs(study, config.model, options_of(config, learning_rate=2e-2)))
 
 
 def test_the_variants_of_a_study_share_their_commits(
@@ -66,7 +70,7 @@ def test_the_variants_of_a_study_share_their_commits(
     pushes: list[TrainConfig],  # noqa: F811
 ) -> None:
     study = Study("pooling", {}, {"max": {"k_pooling": "max"}, "min": {"k_pooling": "min"}})
-    options = options_of(config, data="org/rows", data_revision="main", steps=1)
+    options = options_of(config, data="org/rows", data_revision="main", max_steps=1)
     configs = variant_configs(study, config.model, options)
 
     def commits(directory: Path) -> list[str]:
@@ -89,7 +93,7 @@ def test_the_variants_of_a_study_share_their_commits(
 
 def test_rows_that_teach_are_compared_on_the_same_rows(config: TrainConfig) -> None:  # noqa: F811
     study = load_study("loss-rows")
-    options = options_of(config, lr=1e-30, min_lr=0.0)
+    options = options_of(config, learning_rate=1e-30, min_lr=0.0)
     del options["row_start"], options["eval_row_start"]
     outcomes = run_study(study, variant_configs(study, config.model, options))
     assert max(o.kl for o in outcomes) == pytest.approx(min(o.kl for o in outcomes), rel=1e-6)  # nothing was learned
@@ -106,8 +110,8 @@ def test_rows_that_teach_are_compared_on_the_same_rows(config: TrainConfig) -> N
         ("variants: [a, b]", "is no study"),
         ("variants: {a: {}}", "is no study"),
         ("other: 1", "is no study"),
-        ("variants: {a-b: {lr: 0.1}, a_b: {lr: 0.2}}", "differ in punctuation only"),
-        ("options: {eval_packs: 0}\nvariants: {a: {lr: 0.1}}", "eval_packs and eval_every must not be 0"),
+        ("variants: {a-b: {learning_rate: 0.1}, a_b: {learning_rate: 0.2}}", "differ in punctuation only"),
+        ("options: {eval_packs: 0}\nvariants: {a: {learning_rate: 0.1}}", "eval_packs and eval_steps must not be 0"),
     ],
 )
 def test_a_study_that_cannot_run_is_refused_before_training(

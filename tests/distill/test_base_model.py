@@ -47,7 +47,7 @@ def test_a_quantised_model_teaches_almost_the_same(
     shape = {"hidden_size": 128, "intermediate_size": 128, "head_dim": 32, "initializer_range": 0.1}
     Qwen3ForCausalLM(Qwen3Config.from_pretrained(model_dir, **shape)).save_pretrained(wide)
     AutoTokenizer.from_pretrained(model_dir).save_pretrained(wide)
-    config = replace(config, model=str(wide), quantize=kind, steps=4)
+    config = replace(config, model=str(wide), quantize=kind, max_steps=4)
     if importlib.util.find_spec(package) is None:
         with pytest.raises(SeergateError, match=rf"quantize is '{kind}', which needs {package}"):
             run_distillation(replace(config, data="/does/not/exist.jsonl"))
@@ -66,7 +66,7 @@ def test_quantised_and_offloaded_is_refused(config: TrainConfig) -> None:  # noq
 
 
 def test_an_upload_that_fails_loses_nothing(config: TrainConfig) -> None:  # noqa: F811
-    config = replace(config, push_to_hub="nobody/gates", steps=2)  # the tests have no network
+    config = replace(config, push_to_hub="nobody/gates", max_steps=2)  # the tests have no network
     with pytest.raises(SeergateError, match=r"saved in .*run, but not uploaded to nobody/gates") as caught:
         run_distillation(config)
     assert "\n" not in str(caught.value)

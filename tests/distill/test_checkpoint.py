@@ -26,7 +26,9 @@ from seergate.errors import SeergateError
 def make(step: int) -> Checkpoint:
     gates = {"layers.0.q_proj.weight": torch.full((2, 3), float(step)), "layers.0.q_norm.weight": torch.ones(3)}
     moments = {m: {name: torch.randn_like(x) for name, x in gates.items()} for m in MOMENTS}
-    return Checkpoint(OptimizerState(gates, moments, step), {"lr": 0.1}, random_states(), {"best_kl": 0.1 + step})
+    return Checkpoint(
+        OptimizerState(gates, moments, step), {"learning_rate": 0.1}, random_states(), {"best_kl": 0.1 + step}
+    )
 
 
 def names(root: Path) -> list[str]:

@@ -30,7 +30,7 @@ def rank(monkeypatch):
     return be
 
 
-@pytest.mark.parametrize("argv", [["--model", "Qwn3-8B"], ["--steps", "many"], ["--stepps", "5"]])
+@pytest.mark.parametrize("argv", [["--model", "Qwn3-8B"], ["--max-steps", "many"], ["--max-stepps", "5"]])
 def test_a_bad_option_is_told_once_by_each_machine(rank, capsys, argv):
     texts = []
     for number in (0, 3, 8, 15):
@@ -85,7 +85,7 @@ def test_what_fails_on_the_second_machine_only_is_told_by_the_main_process(
     else:
         (places[1] / broken).unlink()
     file = tmp_path / "run.yaml"
-    replace(config, model="model", data="rows.jsonl", steps=2).save(file)
+    replace(config, model="model", data="rows.jsonl", max_steps=2).save(file)
     main, other = pair([str(ROOT / "train.py"), "--model", "model", "--config", str(file)], places=places, machines=2)
     assert (main.returncode, other.returncode) == (2, 2), (main, other)
     assert text in main.stderr and main.stderr.count("error:") == 1 and "Traceback" not in main.stderr

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
-from dataclasses import fields
+from dataclasses import fields, replace
 from pathlib import Path
 
 import pytest
@@ -31,8 +31,8 @@ def test_every_preset_loads_and_names_an_existing_kind_of_model() -> None:
 def test_the_defaults_are_the_papers_recipe() -> None:
     config = load_train_config("Qwen3-8B")
     assert config.model == "Qwen/Qwen3-8B" and config.data == "open-r1/OpenR1-Math-220k"
-    assert (config.steps, config.packs_per_step, config.max_length) == (800, 16, 32768)
-    assert (config.lr, config.min_lr, config.warmup_steps, config.weight_decay) == (1e-3, 1e-5, 20, 0.0)
+    assert (config.max_steps, config.packs_per_step, config.max_length) == (800, 16, 32768)
+    assert (config.learning_rate, config.min_lr, config.warmup_steps, config.weight_decay) == (1e-3, 1e-5, 20, 0.0)
     assert (config.block_size, config.gate_dim, config.row_start) == (64, None, 0.5)
 
 
@@ -60,22 +60,25 @@ def test_an_unknown_option_gets_a_suggestion() -> None:
 
 
 def test_command_line_strings_become_the_fields_types() -> None:
-    given = {"lr": "2e-4", "steps": "5", "k_pooling": "max,avg", "rope": "false", "gate_dim": None}
+    given = {"learning_rate": "2e-4", "max_steps": "5", "k_pooling": "max,avg", "rope": "false", "gate_dim": None}
     config = load_train_config("qwen3-8b", {**given, "recall_budgets": "64, 128"})
-    assert (config.lr, config.steps, config.rope, config.gate_dim) == (2e-4, 5, False, None)
+    assert (config.learning_rate, config.max_steps, config.rope, config.gate_dim) == (2e-4, 5, False, None)
     assert config.k_pooling == ("max", "avg") and config.recall_budgets == (64, 128)
 
 
 @pytest.mark.parametrize(
     ("option", "value"),
     [
-        ("steps", 0), ("steps", "many"), ("steps", 2.5), ("steps", True), ("packs_per_step", -1), ("max_length", 64),
-        ("block_size", 0), ("block_size", 512), ("gate_dim", 7), ("k_pooling", "median"), ("q_pooling", "sum"),
-        ("lr", 0), ("lr", "nan"), ("lr", "inf"), ("min_lr", 1.0), ("weight_decay", -0.1), ("grad_clip", "nan"),
+        ("max_steps", 0), ("max_steps", "many"), ("max_steps", 2.5), ("max_steps", True), ("packs_per_step", -1),
+        ("max_length", 64), ("block_size", 0), ("block_size", 512), ("gate_dim", 7), ("k_pooling", "median"),
+        ("q_pooling", "sum"),
+        ("learning_rate", 0), ("learning_rate", "nan"), ("learning_rate", "inf"), ("min_lr", 1.0),
+        ("weight_decay", -0.1), ("max_grad_norm", "nan"),
         ("row_start", 1.0), ("row_start", -0.1), ("reduction", "mean"), ("dtype", "int8"), ("over_length", "split"),
         ("recall_budgets", "0"), ("recall_budgets", "a,b"), ("chain_sum_variables", "5"),
         ("chain_sum_variables", "9,5"), ("chain_sum_variables", "3,5"), ("chain_sum_variables", "8,81"),
-        ("data_limit", 0), ("data", ""), ("resume", "perhaps"), ("save_every", -1),
+        ("gradient_accumulation_steps", 0), ("report_to", "tensorbored"), ("report_to", "none,wandb"),
+        ("data_limit", 0), ("data", ""), ("resume", "perhaps"), ("save_steps", -1),
     ],
 )  # fmt: skip
 def test_a_bad_value_is_refused_by_name(option: str, value: object) -> None:
@@ -90,6 +93,13 @@ def test_the_problems_of_chain_sum_are_as_large_as_its_names_allow() -> None:
     for size in (4, 80):  # what is accepted can be drawn
         config = load_train_config("tiny-reasoner", {"chain_sum_variables": (size, size)})
         assert len(list(make_problems(1, config.chain_sum_variables, 0))) == 1
+
+
+def test_accumulated_packs_are_each_processes() -> None:
+    config = load_train_config("tiny-reasoner", {"gradient_accumulation_steps": 3})
+    assert config.in_processes(4) == replace(config, packs_per_step=12, gradient_accumulation_steps=None)
+    plain = load_train_config("tiny-reasoner")
+    assert plain.in_processes(4) is plain
 
 
 def test_yaml_round_trip(tmp_path: Path) -> None:
@@ -114,10 +124,10 @@ def parsed(*argv: str) -> TrainConfig:
 
 def test_precedence_preset_file_command_line(tmp_path: Path) -> None:
     file = tmp_path / "c.yaml"
-    file.write_text(yaml.safe_dump({"steps": 7, "lr": "1e-4"}))
-    argv = ["--model", "tiny-reasoner", "--config", str(file), "--steps", "9", "--no-rope", "--block_size", "32"]
+    file.write_text(yaml.safe_dump({"max_steps": 7, "learning_rate": "1e-4"}))
+    argv = ["--model", "tiny-reasoner", "--config", str(file), "--max-steps", "9", "--no-rope", "--block_size", "32"]
     config = parsed(*argv)
-    assert (config.steps, config.lr, config.rope, config.block_size) == (9, 1e-4, False, 32)
+    assert (config.max_steps, config.learning_rate, config.rope, config.block_size) == (9, 1e-4, False, 32)
     assert config.data == "chain_sum"  # from the preset
 
 
@@ -152,10 +162,10 @@ def test_a_directory_wins_over_a_preset_of_its_name(tmp_path: Path, monkeypatch:
 @pytest.mark.parametrize(
     ("argv", "why"),
     [
-        (["--stepps", "5"], "'--stepps' is not an option; did you mean '--steps'? (see train.py --help)"),
+        (["--max-stepps", "5"], "'--max-stepps' is not an option; did you mean '--max-steps'? (see train.py --help)"),
         (["extra"], "'extra' is not an option (see"),
         (["--reduction", "mean"], "invalid choice: 'mean'"),
-        (["--steps"], "expected one argument"),
+        (["--max-steps"], "expected one argument"),
     ],
 )
 def test_a_wrong_argument_is_one_line(argv: list[str], why: str, capsys: pytest.CaptureFixture[str]) -> None:

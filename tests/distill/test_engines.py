@@ -27,7 +27,7 @@ def test_gradients_are_clipped_by_their_global_norm(config, clip):
     bank = GateBank.for_model(model, GateConfig(8, 16))
     ids = prompt(60)
     pack = PackedBatch(ids, torch.tensor([0, 60], dtype=torch.int32))
-    config = replace(config, grad_clip=clip, packs_per_step=1)
+    config = replace(config, max_grad_norm=clip, packs_per_step=1)
     bank.distill_loss(model, input_ids=ids, row_start=config.row_start, reduction=config.reduction).backward()
     gradients = {name: parameter.grad.double() for name, parameter in bank.named_parameters()}
     norm = sum(float(gradient.square().sum()) for gradient in gradients.values()) ** 0.5

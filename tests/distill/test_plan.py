@@ -278,7 +278,7 @@ def test_a_device_that_is_not_here_needs_its_memory(capsys: pytest.CaptureFixtur
 def test_a_dry_run_is_a_file_of_options_with_the_plan_as_comments(
     capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
-    assert main(["train", "--model", "tiny-reasoner", "--steps", "7", "--dry-run"]) == 0
+    assert main(["train", "--model", "tiny-reasoner", "--max-steps", "7", "--dry-run"]) == 0
     (tmp_path / "c.yaml").write_text(capsys.readouterr().out)
     assert read_yaml(tmp_path / "c.yaml")["steps"] == 7
     assert "# memory of each process" in (tmp_path / "c.yaml").read_text()

@@ -92,7 +92,7 @@ def agree(run: Path, other: Path) -> None:
 @pytest.fixture
 def alone(config: TrainConfig, tmp_path: Path) -> tuple[TrainConfig, Path]:  # noqa: F811
     """A run in one process that nothing has disturbed. Its three packs a step cannot be shared evenly by two."""
-    config = replace(config, packs_per_step=3, steps=STEPS, save_every=2, save_total_limit=3)
+    config = replace(config, packs_per_step=3, max_steps=STEPS, save_steps=2, save_total_limit=3)
     return config, run_distillation(replace(config, output_dir=str(tmp_path / "alone")))
 
 
@@ -156,7 +156,7 @@ def test_a_run_goes_on_with_deepspeed_and_without_it(alone: tuple[TrainConfig, P
 
 def test_more_processes_than_packs(config: TrainConfig, tmp_path: Path) -> None:  # noqa: F811
     """The second of two processes has nothing to do, and neither waits."""
-    config = replace(config, packs_per_step=1, steps=2, eval_packs=0)
+    config = replace(config, packs_per_step=1, max_steps=2, eval_packs=0)
     alone = run_distillation(replace(config, output_dir=str(tmp_path / "alone")))
     finish([*launch("torchrun"), *arguments(config, tmp_path)])
     assert_close(weights(config.run_dir), weights(alone), 1e-6)
@@ -166,7 +166,7 @@ def test_more_processes_than_packs(config: TrainConfig, tmp_path: Path) -> None:
 def test_killed_at_random_moments_it_ends_bit_identical(config: TrainConfig, tmp_path: Path) -> None:  # noqa: F811
     # A step, a checkpoint and every other time an evaluation with an export take milliseconds each, so that a random
     # moment may fall into any of them.
-    config = replace(config, steps=60, save_every=1, eval_every=2, log_every=1)
+    config = replace(config, max_steps=60, save_steps=1, eval_steps=2, logging_steps=1)
     command = [sys.executable, *arguments(config, tmp_path)]
     whole = run_distillation(replace(config, output_dir=str(tmp_path / "whole")))
     rng = random.Random(0)
@@ -198,7 +198,9 @@ def steps_of(process: subprocess.Popen[str], count: int) -> list[int]:
 
 @pytest.mark.soak
 def test_with_one_of_two_deepspeed_processes_killed_it_ends_bit_identical(config: TrainConfig, tmp_path: Path) -> None:  # noqa: F811
-    config = replace(config, steps=40, save_every=3, eval_every=4, log_every=1)  # far from its end when it is killed
+    config = replace(
+        config, max_steps=40, save_steps=3, eval_steps=4, logging_steps=1
+    )  # far from its end when it is killed
     whole = replace(config, output_dir=str(tmp_path / "whole"))
     finish([*launch("deepspeed"), *arguments(whole, tmp_path)])
     process = start([*launch("deepspeed"), *arguments(config, tmp_path)])

@@ -13,19 +13,18 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, GPT2Config, GPT2LMHeadModel, Qwen3Config, Qwen3ForCausalLM
 
 from seergate.distill import TrainConfig, load_train_config, run_distillation, trainer
-from seergate.distill.callbacks import EvalLog, StepLog, heat_map
+from seergate.distill.callbacks import EvalLog, StepLog
 from seergate.distill.checkpoint import newest_checkpoint, read_record
 from seergate.distill.config import read_yaml
 from seergate.distill.data import TrainingData, prepare_data
 from seergate.distill.engines import deepspeed_config
-from seergate.distill.trainer import NON_FINITE_LIMIT, Stopped, learning_rate
+from seergate.distill.trainer import NON_FINITE_LIMIT, Stopped, scheduled_rate
 from seergate.errors import SeergateError
 from seergate.hf import teacher_forward
 from seergate.hf.bank import GateBank
@@ -90,12 +89,12 @@ def config(model_dir: Path, tmp_path: Path, tmp_path_factory: pytest.TempPathFac
             "chain_sum_variables": (5, 12),
             "max_length": 768,
             "block_size": 16,
-            "steps": 8,
+            "max_steps": 8,
             "packs_per_step": 2,
-            "lr": 1e-2,
+            "learning_rate": 1e-2,
             "warmup_steps": 2,
-            "save_every": 3,
-            "eval_every": 4,
+            "save_steps": 3,
+            "eval_steps": 4,
             "eval_packs": 2,
             "recall_budgets": (32, 128),
         },
@@ -114,7 +113,7 @@ def assert_identical(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> 
 
 def test_it_learns_and_leaves_an_adapter_that_loads(config: TrainConfig, model_dir: Path) -> None:
     heard = Recorder()
-    config = replace(config, steps=30, eval_every=10)
+    config = replace(config, max_steps=30, eval_steps=10)
     out = run_distillation(config, [heard])
     assert out == Path(config.output_dir or "")
     first, last = heard.steps[0], heard.steps[-1]
@@ -144,36 +143,23 @@ def test_tensorboard_holds_every_scalar_of_every_step(config: TrainConfig) -> No
 
     heard = Recorder()
     out = run_distillation(config, [heard])
-    events = EventAccumulator(str(out / "tensorboard"), size_guidance={"histograms": 0, "images": 0})
+    events = EventAccumulator(str(out / "tensorboard"), size_guidance={"images": 0})
     events.Reload()
     for name in (
-        "kl/mean", "kl/layer_0", "kl/layer_1", "loss", "recall_at_32/mean", "recall_at_128/layer_1", "grad_norm", "lr",
-        "speed/tokens_per_second", "speed/memory_gb",
+        "kl/mean", "kl/layer_0", "kl/layer_1", "loss", "recall_at_32/mean", "recall_at_128/layer_1", "grad_norm",
+        "learning_rate", "speed/tokens_per_second", "speed/memory_gb",
     ):  # fmt: skip
         assert [e.step for e in events.Scalars(name)] == list(range(1, 9)), name
     assert [e.value for e in events.Scalars("kl/mean")] == pytest.approx([s.kl for s in heard.steps], rel=1e-5)
-    assert [e.value for e in events.Scalars("lr")] == pytest.approx(
-        [learning_rate(config, s) for s in range(8)], rel=1e-5
+    assert [e.value for e in events.Scalars("learning_rate")] == pytest.approx(
+        [scheduled_rate(config, s) for s in range(8)], rel=1e-5
     )
     assert [e.step for e in events.Scalars("held_out/kl")] == [4, 8]
     assert events.Scalars("held_out/recall_at_32")[-1].value == pytest.approx(
         heard.evals[-1].mean_recall()[32], rel=1e-5
     )
-    by_head = events.Histograms("held_out/recall_at_32_by_head")
-    assert [e.step for e in by_head] == [4, 8]
-    assert by_head[-1].histogram_value.num == 4  # two layers of two KV heads
-    assert by_head[-1].histogram_value.sum / 4 == pytest.approx(heard.evals[-1].mean_recall()[32], rel=1e-5)
     pictures = events.Images("held_out/recall_at_128_map")
     assert [e.step for e in pictures] == [4, 8]
-    assert (pictures[-1].height, pictures[-1].width) == (2 * 16, 2 * 16)
-
-
-def test_the_heat_map_is_dark_where_recall_is_low() -> None:
-    picture = heat_map(np.array([[0.0, 0.5, 1.0], [0.25, 0.25, 0.75]]), cell=2)
-    assert picture.shape == (4, 6, 3) and picture.dtype == np.uint8
-    brightness = picture.sum(-1)[::2, ::2]
-    assert brightness[0, 0] < brightness[1, 0] < brightness[0, 1] < brightness[1, 2] < brightness[0, 2]
-    assert (picture[0, 0] == picture[1, 1]).all()
 
 
 @pytest.mark.parametrize("stop_after", [1, 4])
@@ -226,12 +212,12 @@ def test_a_pack_that_is_not_finite_is_left_out_and_counted(
 ) -> None:
     poisoned(monkeypatch, {2, 5, 6})  # one pack of the first step, both of the third
     heard = Recorder()
-    config = replace(config, eval_packs=0, steps=4, save_every=1, save_total_limit=4)
+    config = replace(config, eval_packs=0, max_steps=4, save_steps=1, save_total_limit=4)
     out = run_distillation(config, [heard])
     assert all(math.isfinite(log.loss) and math.isfinite(log.grad_norm) for log in heard.steps)
     told = [text for text in heard.messages if "no finite loss" in text]
     assert [text.split(" packs")[0] for text in told] == ["step 1: 1 of 2", "step 3: 2 of 2"]
-    assert "(3 in this run)" in told[1] and [log.lr > 0 for log in heard.steps] == [True, True, False, True]
+    assert "(3 in this run)" in told[1] and [log.learning_rate > 0 for log in heard.steps] == [True, True, False, True]
     gates = [
         {name: x for name, x in load_file(path / "state.safetensors").items() if name.startswith("gates.")}
         for path in sorted((out / "checkpoints").iterdir())
@@ -242,7 +228,7 @@ def test_a_pack_that_is_not_finite_is_left_out_and_counted(
 
 def test_too_many_packs_that_are_not_finite_end_the_run(config: TrainConfig, monkeypatch: pytest.MonkeyPatch) -> None:
     poisoned(monkeypatch, set(range(1000)))
-    config = replace(config, eval_packs=0, steps=100, packs_per_step=8)
+    config = replace(config, eval_packs=0, max_steps=100, packs_per_step=8)
     with pytest.raises(SeergateError, match=f"more than {NON_FINITE_LIMIT} is too many"):
         run_distillation(config)
 
@@ -260,12 +246,12 @@ def test_a_finished_run_only_writes_its_adapter_again(config: TrainConfig) -> No
 
 def test_a_checkpoint_of_another_run_is_refused_before_long_work(config: TrainConfig) -> None:
     run_distillation(config)
-    with pytest.raises(SeergateError, match=r"lr=0\.01 and this run has 0\.02.*--no-resume"):
-        run_distillation(replace(config, lr=2e-2))
+    with pytest.raises(SeergateError, match=r"learning_rate=0\.01 and this run has 0\.02.*--no-resume"):
+        run_distillation(replace(config, learning_rate=2e-2))
     with pytest.raises(SeergateError, match="data_limit=80"):
         run_distillation(replace(config, data_limit=70))
     heard = Recorder()
-    run_distillation(replace(config, lr=2e-2, steps=2, resume=False), [heard])
+    run_distillation(replace(config, learning_rate=2e-2, max_steps=2, resume=False), [heard])
     assert [s.step for s in heard.steps] == [1, 2]
     assert [p.name for p in (config.run_dir / "checkpoints").iterdir()] == ["step-00000002"]
 
@@ -273,7 +259,7 @@ def test_a_checkpoint_of_another_run_is_refused_before_long_work(config: TrainCo
 def test_changed_data_is_noticed(config: TrainConfig, tmp_path: Path) -> None:
     rows = [{"text": "some text to learn from " * 20 + str(i)} for i in range(30)]
     file = tmp_path / "rows.jsonl"
-    config = replace(config, data=str(file), steps=2, eval_packs=0)
+    config = replace(config, data=str(file), max_steps=2, eval_packs=0)
     file.write_text("".join(json.dumps(row) + "\n" for row in rows))
     run_distillation(config)
     file.write_text("".join(json.dumps(row) + "\n" for row in rows[:-1]))
@@ -284,7 +270,7 @@ def test_changed_data_is_noticed(config: TrainConfig, tmp_path: Path) -> None:
 def test_a_retrained_model_is_noticed(config: TrainConfig, model_dir: Path, tmp_path: Path) -> None:
     copy = tmp_path / "model"
     shutil.copytree(model_dir, copy)
-    config = replace(config, model=str(copy), steps=2)
+    config = replace(config, model=str(copy), max_steps=2)
     run_distillation(config)
     model = AutoModelForCausalLM.from_pretrained(copy)
     with torch.no_grad():
@@ -344,7 +330,7 @@ def test_a_run_killed_while_it_tokenises_keeps_to_its_commit(
 
 
 def test_a_run_goes_on_however_its_revision_is_named(config: TrainConfig, pushes: list[TrainConfig]) -> None:
-    config = replace(config, data="org/rows", data_revision="main", steps=6, save_every=1, eval_packs=0)
+    config = replace(config, data="org/rows", data_revision="main", max_steps=6, save_steps=1, eval_packs=0)
 
     def start(revision: str | None, stop_after: int) -> dict[str, Any]:
         with pytest.raises(KeyboardInterrupt):
@@ -365,12 +351,12 @@ def test_a_run_goes_on_however_its_revision_is_named(config: TrainConfig, pushes
 @pytest.mark.parametrize("asked", [True, False])
 def test_too_few_packs_to_hold_any_out_are_said_to_have_no_evaluation(config: TrainConfig, asked: bool) -> None:
     heard = Recorder()
-    few = replace(config, data_limit=9, eval_packs=2 if asked else 0, steps=2)
+    few = replace(config, data_limit=9, eval_packs=2 if asked else 0, max_steps=2)
     out = run_distillation(few, [heard])
     assert heard.evals == [] and not (out / "best").exists()
     assert sum(text.startswith("no evaluations and no best/: of ") for text in heard.messages) == asked
     many = Recorder()
-    out = run_distillation(replace(config, steps=2, output_dir=str(config.run_dir) + "-many"), [many])
+    out = run_distillation(replace(config, max_steps=2, output_dir=str(config.run_dir) + "-many"), [many])
     assert len(many.evals) == 1 and (out / "best").is_dir()
     assert not any("no evaluations" in text for text in many.messages)
 
@@ -383,7 +369,7 @@ def test_an_output_directory_that_is_a_file_is_refused(config: TrainConfig, tmp_
 
 def test_a_bfloat16_model_gets_gates_trained_in_float32_and_saved_in_bfloat16(config: TrainConfig) -> None:
     heard = Recorder()
-    out = run_distillation(replace(config, dtype="bfloat16", steps=12), [heard])
+    out = run_distillation(replace(config, dtype="bfloat16", max_steps=12), [heard])
     assert {x.dtype for x in weights(out).values()} == {torch.bfloat16}
     state = load_file(Path(str(newest_checkpoint(out / "checkpoints"))) / "state.safetensors")
     assert {x.dtype for name, x in state.items() if not name.startswith("random")} == {torch.float32}
@@ -396,7 +382,7 @@ def test_the_weighting_changes_the_loss_and_not_what_is_reported(config: TrainCo
     for reduction in ("row_mean", "published"):
         heard = Recorder()
         out = str(config.run_dir) + reduction
-        run_distillation(replace(config, steps=1, eval_packs=0, reduction=reduction, output_dir=out), [heard])
+        run_distillation(replace(config, max_steps=1, eval_packs=0, reduction=reduction, output_dir=out), [heard])
         logs.append(heard.steps[0])
     mean, published = logs
     assert mean.loss == pytest.approx(mean.kl, rel=1e-5)
@@ -406,11 +392,13 @@ def test_the_weighting_changes_the_loss_and_not_what_is_reported(config: TrainCo
 
 def test_schedule() -> None:
     config = load_train_config("qwen3-8b")
-    rates = [learning_rate(config, step) for step in range(800)]
+    rates = [scheduled_rate(config, step) for step in range(800)]
     assert rates[0] == pytest.approx(5e-5) and rates[19] == rates[20] == 1e-3
     assert rates[799] == pytest.approx(1e-5) and rates == sorted(rates[:20]) + sorted(rates[20:], reverse=True)
     assert rates[410] == pytest.approx((1e-3 + 1e-5) / 2, rel=0.01)  # half-way
-    assert all(math.isfinite(learning_rate(replace(config, steps=n), s)) for n in (1, 5, 20, 21, 22) for s in range(n))
+    assert all(
+        math.isfinite(scheduled_rate(replace(config, max_steps=n), s)) for n in (1, 5, 20, 21, 22) for s in range(n)
+    )
 
 
 @pytest.mark.parametrize(

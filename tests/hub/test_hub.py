@@ -44,7 +44,7 @@ def bank(tmp_path):
     model = tiny_model("qwen3")
     model.save_pretrained(tmp_path / "base")
     bank = GateBank.for_model(type(model).from_pretrained(tmp_path / "base"), GateConfig(8, 16))
-    bank.training_record = {"config": {"data": "open-r1/OpenR1-Math-220k", "steps": 3}, "kl_held_out_best": 0.5}
+    bank.training_record = {"config": {"data": "open-r1/OpenR1-Math-220k", "max_steps": 3}, "kl_held_out_best": 0.5}
     return bank
 
 

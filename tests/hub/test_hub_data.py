@@ -180,8 +180,8 @@ def test_a_model_of_the_hub_is_known_by_its_commit(reached):
 @pytest.mark.soak
 def test_training_reads_no_more_than_it_needs(hub, tmp_path):
     """`train.py --data org/rows --streaming`: two steps, then again with another seed from the same token cache."""
-    options = "--model tiny-reasoner --data org/rows --streaming --data-limit 20 --steps 2 --packs-per-step 1"
-    options += " --max-length 512 --eval-packs 0 --save-every 0"
+    options = "--model tiny-reasoner --data org/rows --streaming --data-limit 20 --max-steps 2 --packs-per-step 1"
+    options += " --max-length 512 --eval-packs 0 --save-steps 0"
     options += f" --token-cache {tmp_path / 'tokens'} --output-dir {tmp_path}"
     done = run(hub, tmp_path, "train.py", *f"{options}/one".split())
     assert done.returncode == 0, done.stderr[-3000:]

@@ -21,7 +21,9 @@ from tests.distill.test_trainer import assert_identical, model_dir, weights  # n
 from tests.hub.server import File, Hub
 from tests.hub.test_hub_data import parquet, run
 
-OPTIONS = "--block-size 16 --max-length 768 --steps 4 --packs-per-step 1 --save-every 2 --eval-packs 0 --dtype float32"
+OPTIONS = (
+    "--block-size 16 --max-length 768 --max-steps 4 --packs-per-step 1 --save-steps 2 --eval-packs 0 --dtype float32"
+)
 
 
 def files_of(model: Path) -> dict[str, File]:

@@ -1,0 +1,164 @@
+"""Where the numbers and pictures of a run go while it runs: TensorBoard, Weights & Biases, Trackio."""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import zlib
+from typing import TYPE_CHECKING, Any, Protocol
+
+import numpy as np
+
+from seergate.distill.callbacks import EvalLog, StepLog
+from seergate.distill.config import TrainConfig
+from seergate.errors import SeergateError
+
+if TYPE_CHECKING:
+    from PIL.Image import Image
+
+
+class Tracker(Protocol):
+    """A place that keeps what it is given by step."""
+
+    def numbers(self, values: dict[str, float], step: int) -> None:
+        """Keep numbers, by name."""
+
+    def picture(self, name: str, image: Image, step: int) -> None:
+        """Keep a picture."""
+
+    def close(self) -> None:
+        """The run is over."""
+
+
+class TensorBoard:
+    """Files in the run's directory; a run that continues overwrites the steps that it repeats."""
+
+    def __init__(self, config: TrainConfig, first_step: int) -> None:
+        from torch.utils.tensorboard import SummaryWriter
+
+        self._writer = SummaryWriter(str(config.run_dir / "tensorboard"), purge_step=first_step)
+
+    def numbers(self, values: dict[str, float], step: int) -> None:
+        """Keep numbers, by name."""
+        for name, value in values.items():
+            self._writer.add_scalar(name, value, step)
+        self._writer.flush()  # a run that is killed continues from its checkpoint, and must not lack the steps before
+
+    def picture(self, name: str, image: Image, step: int) -> None:
+        """Keep a picture."""
+        self._writer.add_image(name, np.asarray(image), step, dataformats="HWC")
+
+    def close(self) -> None:
+        """The run is over."""
+        self._writer.close()
+
+
+class WandbLike:
+    """A service with the interface of Weights & Biases, which Trackio has too; a run that continues appends.
+
+    Args:
+        service: the name of its Python package.
+        config: the run, by whose directory the service knows it again.
+    """
+
+    def __init__(self, service: str, config: TrainConfig) -> None:
+        self._service: Any = importlib.import_module(service)
+        place = str(config.run_dir.resolve())
+        options: dict[str, Any] = {"name": f"{config.run_dir.name}-{zlib.crc32(place.encode()):08x}"}
+        if service == "wandb":
+            options |= {"id": options["name"], "dir": place}
+        self._run = self._service.init(project="seergate", config=config.to_dict(), resume="allow", **options)
+
+    def numbers(self, values: dict[str, float], step: int) -> None:
+        """Keep numbers, by name."""
+        self._run.log(values, step=step)
+
+    def picture(self, name: str, image: Image, step: int) -> None:
+        """Keep a picture."""
+        self._run.log({name: self._service.Image(image)}, step=step)
+
+    def close(self) -> None:
+        """The run is over."""
+        self._run.finish()
+
+
+def check_trackers(config: TrainConfig) -> None:
+    """Refuse a run whose numbers could not be kept, before long work.
+
+    Raises:
+        SeergateError: if what ``config.report_to`` names is not installed.
+    """
+    for name in config.report_to:
+        if name != "none" and importlib.util.find_spec(name) is None:
+            raise SeergateError(f"report_to names {name}, which is not installed; run: pip install {name}")
+
+
+class Tracking:
+    """Gives every step and evaluation to the trackers that ``config.report_to`` names.
+
+    Args:
+        config: the run.
+        first_step: the first that will be taken, from 1.
+    """
+
+    def __init__(self, config: TrainConfig, first_step: int) -> None:
+        self._trackers: list[Tracker] = [
+            TensorBoard(config, first_step) if name == "tensorboard" else WandbLike(name, config)
+            for name in config.report_to
+            if name != "none"
+        ]
+
+    def on_message(self, text: str) -> None:
+        """Text is for people; nothing to do."""
+
+    def on_step(self, log: StepLog) -> None:
+        """An optimizer step has been taken."""
+        for tracker in self._trackers:
+            tracker.numbers(log.scalars(), log.step)
+
+    def on_eval(self, log: EvalLog) -> None:
+        """The held-out packs have been evaluated."""
+        for tracker in self._trackers:
+            for budget, values in log.recall.items():
+                title = f"% of the teacher's mass in the gate's best {budget} tokens; held out, step {log.step}"
+                image = heat_map(np.asarray(values), log.layers, title)
+                tracker.picture(f"held_out/recall_at_{budget}_map", image, log.step)
+            tracker.numbers(log.scalars(), log.step)
+
+    def close(self) -> None:
+        """The run is over."""
+        for tracker in self._trackers:
+            tracker.close()
+
+
+def heat_map(shares: np.ndarray, layers: tuple[int, ...], title: str) -> Image:
+    """A table of shares as a picture, shaded from the smallest to the largest: layers downwards, KV heads across.
+
+    Args:
+        shares: ``[layers, KV heads]`` in 0..1.
+        layers: their numbers in the model.
+        title: written above.
+    """
+    from PIL import Image, ImageDraw
+
+    left, top, wide, high = 60, 36, 34, 16
+    rows, columns = shares.shape
+    low, spread = shares.min(), np.ptp(shares) or 1.0
+    image = Image.new("RGB", (max(left + columns * wide, 6 * len(title)) + 8, top + rows * high + 4), "white")
+    draw = ImageDraw.Draw(image)
+    draw.text((4, 2), title, "black")
+    for j in range(columns):
+        draw.text((left + j * wide + 2, top - 14), f"KV {j}", "black")
+    for i, layer in enumerate(layers):
+        draw.text((4, top + i * high + 2), f"layer {layer}", "black")
+        for j, share in enumerate(shares[i]):
+            shade = (share - low) / spread
+            red, green, blue = (np.interp(shade, [0, 0.5, 1], stops) for stops in _DARK_TO_LIGHT)
+            x, y = left + j * wide, top + i * high
+            draw.rectangle((x, y, x + wide - 2, y + high - 2), (round(red), round(green), round(blue)))
+            draw.text((x + 4, y + 2), f"{100 * share:.1f}", "black" if shade > 0.6 else "white")
+    return image
+
+
+_DARK_TO_LIGHT = ((13, 180, 253), (8, 50, 250), (91, 120, 170))
+"""Red, green and blue at the smallest, the middle and the largest share."""
