@@ -51,7 +51,7 @@ def test_a_family_trains_from_the_command_line(family: str, shared: Path, tmp_pa
         "max_length": 96,
         "block_size": 8,
         "recall_budgets": 16,
-        "steps": 2,
+        "max_steps": 2,
         "packs_per_step": 2,
     }
     done = run_seergate("train", *(f"--{name.replace('_', '-')}={value}" for name, value in options.items()))
