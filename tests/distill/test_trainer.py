@@ -123,7 +123,7 @@ def test_it_learns_and_leaves_an_adapter_that_loads(config: TrainConfig, model_d
 
     bank = GateBank.from_pretrained(out)
     assert (bank.config.block_size, bank.config.gate_dim) == (16, 16)  # as wide as the model's heads
-    assert bank.geometry.base_model == str(model_dir) and bank.training_record["config"]["steps"] == 30
+    assert bank.geometry.base_model == str(model_dir) and bank.training_record["config"]["max_steps"] == 30
     base = AutoModelForCausalLM.from_pretrained(model_dir)
     ids = torch.randint(0, 256, (1, 200))
     trained, fresh = (
