@@ -280,7 +280,7 @@ def test_a_dry_run_is_a_file_of_options_with_the_plan_as_comments(
 ) -> None:
     assert main(["train", "--model", "tiny-reasoner", "--max-steps", "7", "--dry-run"]) == 0
     (tmp_path / "c.yaml").write_text(capsys.readouterr().out)
-    assert read_yaml(tmp_path / "c.yaml")["steps"] == 7
+    assert read_yaml(tmp_path / "c.yaml")["max_steps"] == 7
     assert "# memory of each process" in (tmp_path / "c.yaml").read_text()
 
 
