@@ -308,7 +308,7 @@ def pushes(monkeypatch: pytest.MonkeyPatch) -> list[TrainConfig]:
 def test_a_run_killed_while_it_tokenises_keeps_to_its_commit(
     config: TrainConfig, pushes: list[TrainConfig], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def killed(config: TrainConfig, *_: Any) -> None:
+    def killed(config: TrainConfig, *_: Any, **__: Any) -> None:
         pushes.append(config)
         raise KeyboardInterrupt
 
