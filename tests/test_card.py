@@ -115,7 +115,7 @@ def test_results(bank, tmp_path):
         "| aime24 | gate | 2048 | 56.6 ± 6.0 | 64 |  |" in text
         and "| aime24 | gate | 4096 | 72.3 |  | 16312 |" in text
     )
-    assert "| aime24 | dense | all | 74.5 ± 5.0 | 64 |  |" in text and "| steps | 800 |" in text
+    assert "| aime24 | dense | all | 74.5 ± 5.0 | 64 |  |" in text and "| max steps | 800 |" in text
     assert metadata["license"] == "apache-2.0" and metadata["datasets"] == ["org/data"]
     entries = metadata["model-index"][0]["results"]
     values = {m["name"]: m["value"] for entry in entries for m in entry["metrics"]}
