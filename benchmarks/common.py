@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import json
 import math
 import platform
@@ -14,8 +15,17 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
 
 RESULTS = Path(__file__).parent / "results"
+
+
+def arguments(text: str | None) -> argparse.ArgumentParser:
+    """A command line with what every benchmark asks for; ``text`` is its module's docstring."""
+    parser = argparse.ArgumentParser(description=(text or "").splitlines()[0])
+    parser.add_argument("--threads", type=int, default=torch.get_num_threads())
+    parser.add_argument("--output", type=Path, default=RESULTS, help="folder of the table [%(default)s]")
+    return parser
 
 
 def timed(
@@ -97,6 +107,39 @@ def read_bandwidth(device: torch.device, repeats: int) -> float:
     out = torch.empty((), device=device)
     milliseconds = timed_rotated([lambda: torch.sum(numbers, dim=0, out=out)], repeats, device)["min"]
     return numbers.numel() * numbers.element_size() / (milliseconds * 1e-3)
+
+
+def resident(reset_peak: bool = False) -> int:
+    """Bytes of this process in memory, mapped files included: now, or the most since the peak was reset. On a GPU, of
+    its memory.
+    """
+    if torch.cuda.is_available():
+        if reset_peak:
+            torch.cuda.reset_peak_memory_stats()
+        return torch.cuda.memory_allocated() if reset_peak else torch.cuda.max_memory_allocated()
+    if not Path("/proc/self/clear_refs").exists():
+        return 0
+    if reset_peak:
+        Path("/proc/self/clear_refs").write_text("5")
+    lines = dict(line.split(":", 1) for line in Path("/proc/self/status").read_text().splitlines())
+    return 1024 * int(lines["VmRSS" if reset_peak else "VmHWM"].split()[0])
+
+
+def exact_decode(q: Tensor, k: Tensor, v: Tensor, indices: Tensor | None, lengths: Tensor, block: int) -> Tensor:
+    """Attention of one token per row to the selected blocks, or to all tokens, in float64, a row at a time."""
+    rows = []
+    for b in range(len(q)):
+        token = torch.arange(k.shape[2], device=k.device)
+        read = (token < lengths[b]).expand(k.shape[1], -1)
+        if indices is not None:
+            chosen = torch.zeros(k.shape[1], k.shape[2] // block + 2, dtype=torch.bool, device=k.device)
+            chosen.scatter_(1, indices[b].long() % chosen.shape[1], True)  # padding falls on the last one
+            chosen[:, -1] = False
+            read = read & chosen.gather(1, (token // block).expand(k.shape[1], -1))
+        k64, v64 = (x[b].double().masked_fill(~read[..., None], 0) for x in (k, v))
+        scores = q[b].double().unflatten(0, (k.shape[1], -1)) @ k64.transpose(1, 2) / math.sqrt(q.shape[-1])
+        rows.append((scores.masked_fill(~read[:, None], -math.inf).softmax(-1) @ v64).flatten(0, 1))
+    return torch.stack(rows)
 
 
 def version(package: str) -> str | None:

@@ -23,11 +23,10 @@ import math
 import sys
 from collections.abc import Iterator
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import torch
-from common import RESULTS, read_bandwidth, save, timed_rotated
+from common import arguments, exact_decode, read_bandwidth, save, timed_rotated
 from dense_baselines import Attention, available, said
 from torch import Tensor
 
@@ -104,21 +103,11 @@ class Case:
         return ops.select_blocks(self.caches.scores(which), self.caches.lengths, **self.rule)
 
     def error(self) -> float:
-        """Of the sparse kernel on the very tensors that are timed, against float64, row by row."""
+        """Of the sparse kernel on the very tensors that are timed, against float64: of the row where it is largest."""
         q, (k, v), lengths = self.caches.q, self.caches.copies[0], self.caches.lengths
-        got, worst = self.sparse(k, v), 0.0
-        for b in range(len(q)):
-            some = [x[b : b + 1] for x in (q, k, v)]
-            place = self.indices[b : b + 1].long()
-            token = (place * self.block_size).unsqueeze(-1) + torch.arange(self.block_size, device=place.device)
-            used = ((place >= 0).unsqueeze(-1) & (token < lengths[b])).flatten(2)
-            token = token.flatten(2).clamp(0, k.shape[2] - 1)
-            k64, v64 = (x.gather(2, token[..., None].expand(-1, -1, -1, x.shape[-1])).double() for x in some[1:])
-            q64 = some[0].double().unflatten(1, (k.shape[1], -1))
-            weights = q64 @ k64.transpose(2, 3) / math.sqrt(q64.shape[-1])
-            want = (weights.masked_fill(~used[:, :, None], -math.inf).softmax(-1) @ v64).flatten(1, 2)
-            worst = max(worst, float((got[b : b + 1].double() - want).norm() / want.norm()))
-        return worst
+        want = exact_decode(q, k, v, self.indices, lengths, self.block_size)
+        off = (self.sparse(k, v).double() - want).flatten(1).norm(dim=1)
+        return float((off / want.flatten(1).norm(dim=1)).max())
 
 
 def gate(options: argparse.Namespace) -> None:
@@ -221,33 +210,9 @@ def measure(
     }
 
 
-def plot(rows: list[dict[str, Any]], path: Path) -> None:
-    """Speedup over the best dense kernel against length, a panel per batch size, as in the paper's Figure 6."""
-    from matplotlib.figure import Figure
-
-    batches = sorted({row["batch"] for row in rows})
-    figure = Figure(figsize=(3.4 * len(batches), 3.2), layout="constrained")
-    panels = figure.subplots(1, len(batches), sharey=True, squeeze=False)[0]
-    for panel, batch in zip(panels, batches, strict=True):
-        lengths = sorted({row["length"] for row in rows if row["batch"] == batch})
-        for series in dict.fromkeys(row["series"] for row in rows):
-            cells = [row for row in rows if row["batch"] == batch and row["series"] == series]
-            cells.sort(key=lambda row: row["length"])
-            x = [lengths.index(row["length"]) for row in cells]
-            (line,) = panel.plot(x, [row["speedup"] for row in cells], marker="o", label=series)
-            panel.plot(x, [row["speedup_with_select"] for row in cells], linestyle=":", color=line.get_color())
-        panel.axhline(1, color="black", linewidth=0.8)
-        panel.set_xticks(range(len(lengths)), [f"{length // 1024}k" for length in lengths])
-        panel.set_title(f"batch {batch}")
-        panel.set_xlabel("context length")
-    panels[0].set_ylabel("speedup over the best dense kernel\n(dotted: with gate and selection)")
-    panels[0].legend(fontsize="small")
-    figure.savefig(path, dpi=150)
-
-
 def command_line() -> argparse.Namespace:
     """Options; the grid's defaults depend on the device."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = arguments(__doc__)
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--batches", type=int, nargs="+", help="default: 1 4 8 16, on a CPU 1")
     parser.add_argument("--lengths", type=int, nargs="+", help="default: 8k 32k 64k 128k, on a CPU 8k 16k 32k")
@@ -261,11 +226,9 @@ def command_line() -> argparse.Namespace:
     parser.add_argument(
         "--dtype", choices=["float32", "bfloat16", "float16"], help="default: bfloat16, on a CPU float32"
     )
-    parser.add_argument("--threads", type=int, default=torch.get_num_threads())
     parser.add_argument("--repeats", type=int, default=15, help="at most, of each measurement")
     parser.add_argument("--seconds", type=float, default=1.5, help="on a CPU, a measurement stops after these")
     parser.add_argument("--max-gib", type=float, help="for the caches of one cell; default: 32, on a CPU 4")
-    parser.add_argument("--output", type=Path, default=RESULTS)
     options = parser.parse_args()
     on_gpu = torch.device(options.device).type == "cuda"
     options.batches = options.batches or ([1, 4, 8, 16] if on_gpu else [1])
@@ -347,9 +310,6 @@ def main() -> None:
                 path = save(name, device, facts, rows, options.output)
             freed(device)
     print("saved", path)
-    if timed := [row for row in rows if "speedup" in row]:
-        plot(timed, path.with_suffix(".png"))
-        print("saved", path.with_suffix(".png"))
 
 
 if __name__ == "__main__":

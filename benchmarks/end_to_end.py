@@ -21,11 +21,10 @@ import sys
 import time
 from contextlib import nullcontext
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 import torch
-from common import RESULTS, save, version
+from common import arguments, resident, save, version
 from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM, Cache, DynamicCache, PreTrainedModel, StaticCache
 from transformers.generation.streamers import BaseStreamer
@@ -207,22 +206,6 @@ def turn(model: PreTrainedModel, name: str, way: Way, mask: Tensor, tokens: int)
     way.milliseconds.append(times[1:])  # the first one has the set-up of `generate` in it
 
 
-def resident(reset_peak: bool = False) -> int:
-    """Bytes of this process in memory, mapped files included: now, or the most since the peak was reset. On a GPU, of
-    its memory.
-    """
-    if torch.cuda.is_available():
-        if reset_peak:
-            torch.cuda.reset_peak_memory_stats()
-        return torch.cuda.memory_allocated() if reset_peak else torch.cuda.max_memory_allocated()
-    if not Path("/proc/self/clear_refs").exists():
-        return 0
-    if reset_peak:
-        Path("/proc/self/clear_refs").write_text("5")
-    lines = dict(line.split(":", 1) for line in Path("/proc/self/status").read_text().splitlines())
-    return 1024 * int(lines["VmRSS" if reset_peak else "VmHWM"].split()[0])
-
-
 def held(way: Way) -> dict[str, float]:
     """Bytes of the cache (mean and peak) and bytes read per step."""
     if way.stats:
@@ -309,7 +292,7 @@ def add_model_options(parser: argparse.ArgumentParser) -> None:
 
 def command_line() -> argparse.Namespace:
     """Options."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = arguments(__doc__)
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--dtype", choices=["float32", "bfloat16"], help="default: bfloat16 on a GPU, else float32")
     parser.add_argument("--lengths", type=int, nargs="+", default=[3072, 8192, 16384, 32768], help="at batch 1")
@@ -319,10 +302,8 @@ def command_line() -> argparse.Namespace:
     parser.add_argument(
         "--memory-share", type=float, default=0.25, help="of keys and values, where they are offloaded"
     )
-    parser.add_argument("--threads", type=int, default=torch.get_num_threads())
     parser.add_argument("--rounds", type=int, default=6)
     parser.add_argument("--tokens", type=int, default=8, help="of each way per round")
-    parser.add_argument("--output", type=Path, default=RESULTS)
     options = parser.parse_args()
     on_gpu = torch.device(options.device).type == "cuda"
     options.dtype = getattr(torch, options.dtype or ("bfloat16" if on_gpu else "float32"))

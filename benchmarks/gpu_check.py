@@ -30,7 +30,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
-from common import RESULTS, provenance, read_bandwidth, timed, timed_rotated
+from common import RESULTS, exact_decode, provenance, read_bandwidth, timed, timed_rotated
 from torch import Tensor
 
 from seergate import ops
@@ -58,23 +58,6 @@ def compared(kernel: str, case: str, got: Tensor, want: Tensor, limit: float) ->
     error = float((got - want).norm() / want.norm().clamp(min=1e-30))
     right = torch.equal(got, want) if limit == 0 else error < limit  # NaN is not
     return {"kernel": kernel, "case": case, "error": error, "limit": limit, "right": right}
-
-
-def exact_decode(q: Tensor, k: Tensor, v: Tensor, indices: Tensor | None, lengths: Tensor, block: int) -> Tensor:
-    """Attention of one token per row in float64, a row at a time."""
-    rows = []
-    for b in range(len(q)):
-        token = torch.arange(k.shape[2], device=k.device)
-        read = (token < lengths[b]).expand(k.shape[1], -1)
-        if indices is not None:
-            chosen = torch.zeros(k.shape[1], k.shape[2] // block + 2, dtype=torch.bool, device=k.device)
-            chosen.scatter_(1, indices[b].long() % chosen.shape[1], True)  # padding falls on the last one
-            chosen[:, -1] = False
-            read = read & chosen.gather(1, (token // block).expand(k.shape[1], -1))
-        k64, v64 = (x[b].double().masked_fill(~read[..., None], 0) for x in (k, v))
-        scores = q[b].double().unflatten(0, (k.shape[1], -1)) @ k64.transpose(1, 2) / math.sqrt(q.shape[-1])
-        rows.append((scores.masked_fill(~read[:, None], -math.inf).softmax(-1) @ v64).flatten(0, 1))
-    return torch.stack(rows)
 
 
 # ------------------------------------------------------------------------------------------------------- the steps

@@ -6,11 +6,8 @@
 The table has rows of several releases: CUDA builds of PyTorch 2.11 bring Triton 3.6.0, those of 2.13 bring 3.7.1. With
 another one than is installed (``pip install --target DIR --no-deps triton==3.6.0``), put DIR first in PYTHONPATH.
 
-For each: registers, spills, shared memory, instructions for tensor cores, 16-byte loads, and the time it is expected
-to take at least: the longest of reading its bytes at the memory's bandwidth, of its matrix products at the tensor
-cores' rate (lower for fp32), and of issuing its instructions (the main loop's as often as it turns), the latter two on
-as many processors as it has programs. The GPUs' rates are those of their data sheets; no time here was measured.
-Exits with 1 if a kernel has a fault; the tests hold the saved table to the same rules.
+For each: registers, spills, shared memory, instructions for tensor cores, 16-byte loads. Exits with 1 if a kernel has
+a fault; the tests hold the saved table to the same rules.
 """
 
 from __future__ import annotations
@@ -24,41 +21,13 @@ from typing import Any
 
 import triton
 from common import RESULTS, commit
-from kernels.ahead_of_time import Launch, compiled, fingerprint, launches, shipped
+from kernels.ahead_of_time import Launch, compiled, fingerprint, shipped
 from kernels.data_sheets import GPUS, KnownGpu
-from kernels.examples import Example, Work
+from kernels.examples import Example
 from kernels.machine_code import Resources, faults, resources
 
 TABLE = RESULTS / "kernel_resources.json"
 NAMES = [gpu.name for gpu in GPUS]
-
-
-def expected(work: Work, share: float, launch: Launch, used: Resources, gpu: KnownGpu) -> dict[str, float | str]:
-    """Microseconds of one launch, and what they are spent on. ``share``: of the kernel's ``work``, what it does.
-
-    A processor without a program helps neither with products nor with instructions.
-    """
-    programs = math.prod(launch.grid)
-    busy = min(programs, gpu.processors)
-    rounds = used.instructions + used.loop * (work.turns - 1)
-    issued = programs * launch.options["num_warps"] * rounds
-    rate = (gpu.flops_fp32 if work.fp32 else gpu.flops) * busy / gpu.processors
-    times = {
-        "memory": share * work.bytes / gpu.bandwidth,
-        "products": share * work.flops / rate if used.matrix else 0.0,
-        "instructions": issued / (busy * gpu.issued * gpu.clock),
-    }
-    bound = max(times, key=lambda name: times[name])
-    return {f"{name}_us": round(1e6 * seconds, 2) for name, seconds in times.items()} | {
-        "expected_us": round(1e6 * times[bound], 2),
-        "bound": bound,
-    }
-
-
-def share_of(example: Example, launch: Launch, gpu: KnownGpu) -> float:
-    """What part of its kernel's programs in the call this launch has: a group or a pack may take several launches."""
-    all_of_it = [other for other in launches(example.call, gpu) if other.kernel is launch.kernel]
-    return math.prod(launch.grid) / sum(math.prod(other.grid) for other in all_of_it)
 
 
 def saved() -> list[dict[str, Any]]:
@@ -99,7 +68,6 @@ def row(example: Example, launch: Launch, gpu: KnownGpu, done: dict[tuple[str, s
         "programs": math.prod(launch.grid),
         **launch.options,
         **used._asdict(),
-        **expected(example.work[name], share_of(example, launch, gpu), launch, used, gpu),
         "faults": faults(used, gpu, products=name in example.products, wide=name in example.wide),
     }
 
@@ -115,7 +83,7 @@ def main() -> None:
     done = {} if options.again else known()
     for gpu in (gpu for gpu in GPUS if gpu.name in options.gpus):
         print(f"\n{gpu.name} ({gpu.target}), Triton {triton.__version__}")
-        print("regs spill   smem matrix wide/loads ahead waits instr  loop expected us by            kernel")
+        print("regs spill   smem matrix wide/loads ahead waits instr  loop kernel")
         rows = []
         for example, launch in shipped(gpu):
             if options.only not in example.name:
@@ -125,7 +93,7 @@ def main() -> None:
             print(
                 "{registers:4} {spills:5} {shared:6} {matrix:6} {wide_loads:4}/{loads:<5} {ahead:5} {waits:5} "
                 "{instructions:5} {loop:5} ".format(**found)
-                + "{expected_us:11} {bound:12} {kernel}: {example} ".format(**found)
+                + "{kernel}: {example} ".format(**found)
                 + "; ".join(found["faults"]),
                 flush=True,
             )

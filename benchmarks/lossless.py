@@ -19,11 +19,10 @@ import argparse
 import random
 import statistics
 import sys
-from pathlib import Path
 from typing import Any
 
 import torch
-from common import RESULTS, save
+from common import arguments, save
 from end_to_end import add_model_options, announce, build, generate
 from torch import Tensor
 from transformers import Cache, DynamicCache, PreTrainedModel, StaticCache
@@ -147,7 +146,7 @@ def pass_times(model: PreTrainedModel, length: int, draft: int, options: argpars
 
 def command_line() -> argparse.Namespace:
     """Options."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = arguments(__doc__)
     parser.add_argument("--problems", type=int, default=2, help="chain-sum problems")
     parser.add_argument("--variables", type=int, default=40, help="size of a problem")
     parser.add_argument("--new-tokens", type=int, default=160, help="of each answer")
@@ -156,10 +155,8 @@ def command_line() -> argparse.Namespace:
     parser.add_argument("--lengths", type=int, nargs="*", default=[8192, 16384])
     parser.add_argument("--drafts", type=int, nargs="+", default=[4, 8])
     add_model_options(parser)
-    parser.add_argument("--threads", type=int, default=torch.get_num_threads())
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--tokens", type=int, default=12, help="of each way per round")
-    parser.add_argument("--output", type=Path, default=RESULTS)
     options = parser.parse_args()
     options.device, options.dtype = "cpu", torch.float32
     return options

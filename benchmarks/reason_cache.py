@@ -19,13 +19,11 @@ import argparse
 import random
 import time
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import torch
-from common import RESULTS, save
-from small_model import VOCABULARY, make_model
-from transformers import DynamicCache
+from common import arguments, save
+from transformers import DynamicCache, Qwen3Config, Qwen3ForCausalLM
 
 from seergate.hf.attach import attached
 from seergate.methods import Dense, Method, ReasonCache
@@ -33,6 +31,25 @@ from seergate.reason.paged import OutOfBlocks
 from seergate.reason.paging import Paging
 
 BLANK_LINE = 1
+VOCABULARY = 512
+
+
+def make_model(width: int, layers: int) -> Qwen3ForCausalLM:
+    """A random model of some width, so that a step costs something."""
+    config = Qwen3Config(
+        vocab_size=VOCABULARY,
+        hidden_size=width,
+        intermediate_size=3 * width,
+        num_hidden_layers=layers,
+        num_attention_heads=8,
+        num_key_value_heads=2,
+        head_dim=width // 8,
+        max_position_embeddings=65536,
+        eos_token_id=None,
+        bos_token_id=None,
+        pad_token_id=0,
+    )
+    return Qwen3ForCausalLM(config).eval()
 
 
 class Words:
@@ -88,7 +105,7 @@ def most_rows(run: Callable[[int], Any], least: int) -> int:
 
 def main() -> None:
     """Parse the command line, measure, print, save."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = arguments(__doc__)
     parser.add_argument("--rows", type=int, default=5, help="that the cap holds without sharing")
     parser.add_argument("--requests", type=int, default=12)
     parser.add_argument("--length", type=int, default=768, help="tokens of a text")
@@ -100,8 +117,6 @@ def main() -> None:
     parser.add_argument("--width", type=int, default=256)
     parser.add_argument("--layers", type=int, default=2)
     parser.add_argument("--rounds", type=int, default=2, help="of the measurement of a step")
-    parser.add_argument("--threads", type=int, default=torch.get_num_threads())
-    parser.add_argument("--output", type=Path, default=RESULTS)
     options = parser.parse_args()
     torch.set_num_threads(options.threads)
     torch.manual_seed(0)

@@ -11,14 +11,12 @@ gates, alone and of a cache that is shared; gates have blocks of eight tokens, a
 
 from __future__ import annotations
 
-import argparse
 import math
 import random
-from pathlib import Path
 from typing import Any
 
 import torch
-from common import RESULTS, save
+from common import arguments, save
 from transformers import AutoTokenizer, DynamicCache
 
 from seergate.chain_sum import make_problem
@@ -96,7 +94,7 @@ def say_along(model: Any, method: Method, texts: list[tuple[list[int], list[int]
 
 def main() -> None:
     """Parse the command line, measure, print, save."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = arguments(__doc__)
     parser.add_argument("--problems", type=int, default=6)
     parser.add_argument("--variables", type=int, default=20)
     parser.add_argument("--every", type=int, default=4, help="new steps between two loops; each is over as many")
@@ -104,8 +102,6 @@ def main() -> None:
     parser.add_argument("--page", type=int, default=4)
     parser.add_argument("--warm-up", type=int, default=8)
     parser.add_argument("--budget", type=int, default=128, help="tokens that the gates read")
-    parser.add_argument("--threads", type=int, default=torch.get_num_threads())
-    parser.add_argument("--output", type=Path, default=RESULTS)
     options = parser.parse_args()
     torch.set_num_threads(options.threads)
     path = shipped("checkpoints/tiny-reasoner")

@@ -20,7 +20,7 @@ from typing import Any
 
 import torch
 from collect import rows_of
-from common import RESULTS, save
+from common import arguments, save
 
 from seergate.cli.models import TINY, gates_for, load_gates, load_model, model_path
 from seergate.eval import RunOptions, make_task, sweep
@@ -49,7 +49,7 @@ def measure(
 
 def main() -> None:
     """Parse the command line, measure, print, save."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = arguments(__doc__)
     parser.add_argument(
         "--lengths", type=int, nargs="*", default=[5, 10, 20, 40, 60, 75], help="variables, dense only"
     )
@@ -61,9 +61,7 @@ def main() -> None:
     parser.add_argument("--largest-problems", type=int, default=48)
     parser.add_argument("--largest-budgets", type=int, nargs="*", default=[])
     parser.add_argument("--batch-size", type=int, default=32)
-    parser.add_argument("--threads", type=int, default=torch.get_num_threads())
     parser.add_argument("--runs", type=Path, default=Path("runs/tiny-reasoner-results"), help="folder of the answers")
-    parser.add_argument("--output", type=Path, default=RESULTS)
     options = parser.parse_args()
     torch.set_num_threads(options.threads)
     rows = []

@@ -15,21 +15,17 @@ from seergate import ops
 from seergate.decode.speculation import expected_tokens
 from tests.running import ROOT, Done, run_script
 
-pytest.importorskip("matplotlib")
-
 # What is made smaller is the width of the model, the number of repetitions and the number of problems. Lengths of
 # contexts stay as they are: how a cache grows depends on them.
 HEADS = "--threads 1 --kv-heads 2 --head-dim 16"
 SMALL = {
     "decode": f"{HEADS} --group 2 --gate-dim 8 --repeats 1 --seconds 0.01",
-    "distill": f"{HEADS} --group 3 --gate-dim 8 --block-sizes 16 --rounds 1 --lengths 100 256 --baseline-up-to 128",
+    "distill": f"{HEADS} --group 3 --gate-dim 8 --block-sizes 16 --rounds 1 --lengths 100 256",
     "end_to_end": f"{HEADS} --heads 4 --hidden-size 32 --rounds 1 --tokens 3",
     "lossless": f"{HEADS} --heads 4 --hidden-size 32 --problems 1 --variables 6 --new-tokens 12 --rounds 1 --tokens 5",
-    "scheduler": "--threads 1 --width 32 --layers 1 --samples 4 --rows 2 --median 8 --longest 16 --repeats 1",
 }
 LONG = {
-    "distill_model": "--threads 1 --lengths 512 --layers 1 --frozen-up-to 512 --materialised-up-to 512",
-    "flex_decode": f"{HEADS} --group 2 --repeats 1 --lengths 256 --budgets 64 --block-size 16",
+    "distill_model": "--threads 1 --lengths 512 --layers 1",
     "reason_cache": "--threads 1 --width 32 --requests 4 --length 192 --rounds 1",
     "reason_cache_accuracy": "--threads 1 --problems 1 --variables 6 --rounds 1",
 }
@@ -42,14 +38,13 @@ ELSEWHERE = {
     "tiny_reasoner": "tests/eval",
     "trade_off": "tests/test_documents.py",
 }
-PARTS = {"collect", "common", "dense_baselines", "small_model"}
+PARTS = {"collect", "common", "dense_baselines"}
 """Files that the benchmarks share."""
 
 
 def run(name: str, output: Path, *arguments: str) -> Done:
     """A benchmark on little."""
-    where = ("--out" if name == "scheduler" else "--output", str(output))
-    return run_script(f"benchmarks/{name}.py", *(SMALL | LONG)[name].split(), *where, *arguments)
+    return run_script(f"benchmarks/{name}.py", *(SMALL | LONG)[name].split(), "--output", str(output), *arguments)
 
 
 def record_of(output: Path) -> dict:
@@ -75,12 +70,6 @@ def test_long_ones_run_and_record(name: str, tmp_path: Path) -> None:
     assert record_of(tmp_path)["rows"]
 
 
-def test_scheduler(tmp_path: Path) -> None:
-    done = run("scheduler", tmp_path)
-    assert done.returncode == 0, done.stderr
-    assert record_of(tmp_path)["rows"]
-
-
 def test_decode(tmp_path: Path) -> None:
     done = run("decode", tmp_path)
     assert done.returncode == 0, done.stderr
@@ -91,8 +80,6 @@ def test_decode(tmp_path: Path) -> None:
         dense = row[f"{row['best_dense']}_median_ms"]
         assert row["speedup"] == pytest.approx(dense / row["sparse_median_ms"], abs=0.02)
         assert row["roofline_fraction"] > 0 and row["relative_error"] < 1e-4
-    (picture,) = tmp_path.glob("*.png")
-    assert picture.stat().st_size > 10_000
 
 
 @pytest.fixture
@@ -203,10 +190,6 @@ def test_distill(tmp_path: Path) -> None:
         assert max(row[f"{name}_error"] for name in ("loss", "dqg", "dkg")) < 1e-4
         for name in ("gate_kl", "gate_kl_given_lse", "attention_with_block_targets", "plain_attention"):
             assert row[f"{name}_median_ms"] > 0 and row[f"{name}_peak_mb"] >= 0
-    assert small["materialised_loss_error"] < 1e-5  # the baseline computes the same
-    ratio = small["gate_kl_median_ms"] / small["materialised_median_ms"]
-    assert small["time_ratio"] == pytest.approx(ratio, rel=0.1, abs=0.02)
-    assert "materialised_peak_mb" not in large
 
 
 def _wrong_loss(right, *a, **o):

@@ -1,35 +1,17 @@
-"""Calls of the ops on meta tensors that together launch every configuration that ships, and what they have to do."""
+"""Calls of the ops on meta tensors that together launch every configuration that ships."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from seergate.ops.triton_impl import compression, gate_kl, packs, pooling, selection, sparse_decode, teacher
-from seergate.ops.triton_impl.gpus import gpu_of
-from seergate.ops.triton_impl.launch import decode_launch, gate_launch, teacher_launch
-
-
-class Work(NamedTuple):
-    """What a kernel has to do at least in one call of the op, in all its launches together.
-
-    Attributes:
-        bytes: of device memory.
-        flops: of matrix products.
-        turns: of the main loop, per program.
-        fp32: the products are of fp32 numbers, which is slower.
-    """
-
-    bytes: float
-    flops: float = 0.0
-    turns: float = 1.0
-    fp32: bool = False
 
 
 @dataclass(frozen=True)
@@ -39,14 +21,12 @@ class Example:
     Attributes:
         name: unique, such as ``"sparse_decode bfloat16 d128 b64 g8"``.
         call: runs the op.
-        work: kernel name -> what it has to do in this call, for the expected time.
         products: names of its kernels that must use tensor cores (matrix products of 16-bit numbers).
         wide: names of its kernels that must load 16 bytes per thread at a time.
     """
 
     name: str
     call: Callable[[], Any]
-    work: dict[str, Work] = field(default_factory=dict)
     products: tuple[str, ...] = ()
     wide: tuple[str, ...] = ()
 
@@ -92,8 +72,6 @@ def update_example(
     compressed = meta(batch, kv_heads, 32768 // block_size, dim, dtype=gate_dtype)
     weight, norm_weight = meta(kv_heads, 3 * dim, dim, dtype=gate_dtype), meta(dim, dtype=gate_dtype)
     inv_freq, lengths = meta(dim // 2, dtype=torch.float32), meta(batch, dtype=torch.int64)
-    # The rows share the weights.
-    read = batch * kv_heads * block_size * dim * dtype.itemsize + weight.numel() * gate_dtype.itemsize
     name = f"{str(dtype).removeprefix('torch.')} d{dim} block {block_size}"
     name += f" gate {str(gate_dtype).removeprefix('torch.')}" * (gate_dtype != dtype)
     name += f" offset {position_offset}" * (position_offset > 0)
@@ -103,7 +81,6 @@ def update_example(
             k, lengths, recent, compressed, weight, block_size, ("max", "min", "avg"), norm_weight, inv_freq, 1.0,
             position_offset,
         ),
-        {"update_kernel": Work(float(read), turns=dim // compression.CHUNK)},
         wide=("update_kernel",),
     )  # fmt: skip
 
@@ -131,7 +108,6 @@ def dense_example(dtype: torch.dtype, dim: int, page: int = 0) -> Example:
     return Example(
         f"dense_decode {str(dtype).removeprefix('torch.')} d{dim}" + f" page {page}" * bool(page),
         lambda: sparse_decode.attend(q, cache, cache, None, None, lengths, 1, dim**-0.5, None, None, table),
-        decode_work(q, kv_heads, capacity),
         products=("decode_kernel",) if dtype != torch.float32 else (),
         wide=("decode_kernel",),
     )
@@ -192,21 +168,7 @@ def gate_kl_example(
     qg, kg = meta(tokens, kv_heads, dim, dtype=gate_dtype), meta(blocks, kv_heads, dim, dtype=gate_dtype)
     lse = meta(tokens, group * kv_heads, dtype=torch.float32) if known else None
     row_start = 1 - rows / tokens
-    gate, side = (
-        gate_launch(dim, gate_dtype, gpu_of(q.device)),
-        teacher.Teacher(q, k, None, block_size, 1.0, None, None),
-    )
-    tile = side.launch()
-    passes = -(-group // tile.pack)  # launches that share a group
-    cells = kv_heads * rows * blocks * (1 + row_start) / 2  # of a (row, KV head) and a block
-    once = kv_heads * rows * dim * gate_dtype.itemsize
-    product = 2 * cells * dim
-    # Queries of these rows once, all keys in every pass; the targets are written, and raised by the later passes.
-    read = (rows * group + tokens * passes) * kv_heads * dim * dtype.itemsize + 4 * cells * (2 * passes - 1)
-    turns = cells / kv_heads / rows * block_size / tile.keys
-    taught = Work(read, product * block_size * group, turns, fp32=dtype == torch.float32)
-    fp32 = gate_dtype == torch.float32
-    gate_products = () if fp32 else ("rows_kernel", "columns_kernel")
+    gate_products = () if gate_dtype == torch.float32 else ("rows_kernel", "columns_kernel")
     teacher_kernel = "maxima_kernel" if known else "attention_kernel"
     kernels = ("rows_kernel", "columns_kernel", teacher_kernel)
     short, gate_short = (str(x).removeprefix("torch.") for x in (dtype, gate_dtype))
@@ -217,18 +179,6 @@ def gate_kl_example(
             gate_kl.evaluate, q, k, qg, kg, torch.tensor([0, tokens], dtype=torch.int32), block_size, row_start, 0.1,
             0.1, "row_mean", [4096], None, None, lse, gradients, gradients,
         ),
-        {
-            "attention_kernel": taught,
-            "maxima_kernel": taught,
-            "rows_kernel": Work(
-                (1 + gradients) * once + cells * (8 + gradients * gate_dtype.itemsize),
-                (2 + gradients) * product,
-                cells / kv_heads / rows / gate.columns,
-                fp32,
-            ),
-            "columns_kernel": Work(once + cells * gate_dtype.itemsize, product, rows / gate.rows, fp32),
-            "recall_kernel": Work(cells * 8, turns=32),
-        },
         gate_products + ((teacher_kernel,) if dtype != torch.float32 else ()),
         kernels,
     )  # fmt: skip
@@ -247,15 +197,9 @@ def pool_example(dtype: torch.dtype, dim: int, block_size: int) -> Example:
     """Max, min and mean of one row's keys."""
     k = meta(1, 8, 32768, dim, dtype=dtype)
     lengths = meta(1, dtype=torch.int64)
-    written = 3 * -(-32768 // block_size) * 8 * dim
     return Example(
         f"pool_keys {str(dtype).removeprefix('torch.')} d{dim} block {block_size}",
         lambda: pooling.pool(k, block_size, ("max", "min", "avg"), lengths),
-        {
-            "pool_kernel": Work(
-                float((k.numel() + written) * k.element_size()), turns=block_size // pooling.turn_rows(block_size, dim)
-            )
-        },
         wide=("pool_kernel",),
     )
 
@@ -279,7 +223,6 @@ def select_example(dtype: torch.dtype, blocks: int, rule: dict[str, Any], sink_b
         lambda: selection.select(
             scores, lengths, 64, rule.get("token_budget"), rule.get("threshold"), rule.get("top_p"), sink_blocks
         ),
-        {"select_kernel": Work(float(scores.numel() * scores.element_size()), turns=32)},
     )
 
 
@@ -335,26 +278,9 @@ def sparse_example(
             *(sparse_decode.attend, q, cache, cache, indices, counts, lengths, block_size),
             *(dim**-0.5, sinks, softcap, table),
         ),
-        decode_work(q, kv_heads, selected * block_size),
         products=("decode_kernel",) if dtype != torch.float32 else (),
         wide=("decode_kernel",),
     )
-
-
-def decode_work(q: Tensor, kv_heads: int, tokens: int) -> dict[str, Work]:
-    """Keys and values are read once; scores and weighted values are a product each. Partial results stay in the L2."""
-    batch, heads, dim = q.shape
-    launch = decode_launch(batch * kv_heads, tokens, dim, dim, q.element_size(), gpu_of(q.device))
-    read = 2.0 * batch * kv_heads * tokens * dim * q.element_size()
-    return {
-        "decode_kernel": Work(
-            read,
-            4.0 * batch * heads * tokens * dim,
-            turns=math.ceil(tokens / launch.tile / launch.splits),
-            fp32=q.dtype == torch.float32,
-        ),
-        "merge_kernel": Work(float(q.numel() * q.element_size())),
-    }
 
 
 TEACHERS: tuple[tuple[torch.dtype, int, int, int, dict[str, Any]], ...] = (
@@ -385,11 +311,7 @@ def teachers() -> Iterator[Example]:
         sinks = meta(heads, dtype=dtype) if "sinks" in extras else None
         softcap = extras.get("softcap")
         name = f"{str(dtype).removeprefix('torch.')} d{dim} b{block_size} g{group}"
-        product = tokens * tokens * heads * dim  # half of the square, two operations
-        inputs = (heads + kv_heads) * tokens * dim * dtype.itemsize
-        targets = tokens * kv_heads * tokens / block_size * 2  # bytes: half of the cells, four each
         products = ("attention_kernel", "maxima_kernel") if dtype != torch.float32 else ()
-        turns = tokens / 2 / teacher_launch(group, dim, dim, dtype, gpu_of(q.device)).keys
         yield Example(
             f"attention_with_block_targets {name}",
             partial(
@@ -403,14 +325,12 @@ def teachers() -> Iterator[Example]:
                 sinks=sinks,
                 softcap=softcap,
             ),
-            {"attention_kernel": Work(2 * inputs + targets, 2 * product, turns, dtype == torch.float32)},
             products[:1],
             ("attention_kernel",),
         )
         yield Example(
             f"block targets from lse {name}",
             partial(_from_lse, q, k, cu_seqlens, block_size, sinks, softcap),
-            {"maxima_kernel": Work(inputs + targets, product, turns, dtype == torch.float32)},
             products[1:],
             ("maxima_kernel",),
         )

@@ -72,13 +72,6 @@ def test_no_kernel_of_the_table_has_a_fault(release, gpu):
         assert not wrong, (example.name, kernel, wrong)
 
 
-@COLUMN
-def test_every_kernel_of_the_table_has_an_expected_time(release, gpu):
-    for row in table()[release, gpu.name]:
-        times = {name: row[f"{name}_us"] for name in ("memory", "products", "instructions")}
-        assert row["expected_us"] == max(times.values()) == times[row["bound"]] > 0, (row["example"], row["kernel"])
-
-
 @cache
 def of_table(gpu):
     """What Triton tells the table's launches apart by."""
