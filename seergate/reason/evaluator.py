@@ -1,6 +1,6 @@
-"""What `ReasonCache` decides: events of the cache go in, decisions to share come out. No threads, no cache in here.
+"""What `ReasonCache` decides: what happens in a cache goes in, decisions to share come out. No threads, no cache here.
 
-A row is followed under the number that the cache gave it. What is known of it is replayed from events, so that the
+A row is followed under the number that the cache gave it. What is known of it is what the calls have said, so that the
 evaluator may lag behind the cache; each decision names the blocks it is about by serial number, and the cache drops
 those that are about blocks it does not have any more.
 """
@@ -10,7 +10,7 @@ from __future__ import annotations
 import random
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, Protocol
@@ -20,7 +20,7 @@ from torch import Tensor
 from seergate.reason.distance import Block, BlockDistances, PercentileThreshold
 from seergate.reason.method import RandomSharing, ReasonCache
 from seergate.reason.steps import ReasoningStep, Segmenter, adaptive_threshold, kind_of_repeat, similarity
-from seergate.reason.structure import formal_content, same_structure
+from seergate.reason.structure import formal_content
 
 
 class Source(Protocol):
@@ -51,51 +51,6 @@ class Decision:
     newer_serial: int
     older_serial: int
     kind: str
-
-
-@dataclass(frozen=True)
-class TokensCame:
-    """New tokens of some rows: ``ids [B, S]``, of which the first ``counts[b]`` are row b's."""
-
-    rows: tuple[int, ...]
-    ids: Tensor
-    counts: tuple[int, ...]
-
-
-@dataclass(frozen=True)
-class BlocksSealed:
-    """Blocks of a row that are full and written in every layer: ``blocks`` are its logical ones from ``first`` on."""
-
-    row: int
-    source: Source
-    first: int
-    blocks: tuple[Block, ...]
-
-
-@dataclass(frozen=True)
-class RowForked:
-    """A row goes on twice."""
-
-    row: int
-    fork: int
-
-
-@dataclass(frozen=True)
-class RowCropped:
-    """A row has only its first ``length`` tokens now."""
-
-    row: int
-    length: int
-
-
-@dataclass(frozen=True)
-class RowsGone:
-    """Rows that will not go on."""
-
-    rows: tuple[int, ...]
-
-
-Event = TokensCame | BlocksSealed | RowForked | RowCropped | RowsGone
 
 
 @dataclass
@@ -138,46 +93,59 @@ class _Row:
 
 
 class Evaluator:
-    """See the module's docstring.
+    """See the module's docstring. It is told what happens to rows, and sends decisions to a row's source.
 
     Args:
         method: the options.
         decode: token ids -> text.
-        pause: called between two small pieces of work; a thread lets others go first there.
     """
 
-    def __init__(
-        self, method: ReasonCache, decode: Callable[[list[int]], str], pause: Callable[[], None] = lambda: None
-    ) -> None:
-        self.method, self._decode, self._pause = method, decode, pause
+    def __init__(self, method: ReasonCache, decode: Callable[[list[int]], str]) -> None:
+        self.method, self._decode = method, decode
         self.tally = Tally()
         self._rows: dict[int, _Row] = {}
         self._distances = BlockDistances()
         self._common = PercentileThreshold(method.percentile, method.warm_up)
 
-    def handle(self, event: Event) -> None:
-        """Take note of an event; decisions go to the row's source."""
-        if isinstance(event, TokensCame):
-            self._tokens_came(event)
-        elif isinstance(event, BlocksSealed):
-            row = self._row(event.row)
-            row.source = event.source
-            row.blocks[event.first :] = event.blocks
-        elif isinstance(event, RowForked):
-            row = self._row(event.row)
-            own = row.threshold is not self._common
-            self._rows[event.fork] = row.copy(row.threshold.copy() if own else self._common)
-        elif isinstance(event, RowCropped):
-            row = self._row(event.row)
-            if row.segmenter is not None:
-                row.segmenter.crop(event.length)
-            row.formal = {start: tree for start, tree in row.formal.items() if start < event.length}
-            size = self._block_size(row)
-            if size:
-                del row.blocks[event.length // size :]
-        else:
-            for uid in event.rows:
-                self._rows.pop(uid, None)
+    def tokens_came(self, rows: Sequence[int], ids: Tensor, counts: Sequence[int]) -> None:
+        """New tokens of some rows: ``ids [B, S]``, of which the first ``counts[b]`` are row b's."""
+        for uid, tokens, count in zip(rows, ids.tolist(), counts, strict=True):
+            row, first = self._row(uid), 0
+            if row.segmenter is None:
+                first = 0 if self.method.include_prompt else count
+                row.segmenter = Segmenter(self._decode, self.method.border, first)
+            with self.tally.timed("text"):
+                ended = row.segmenter.feed(tokens[first:count])
+            for index in range(len(row.segmenter.steps) - len(ended), len(row.segmenter.steps)):
+                self._look_back(uid, row, row.segmenter.steps, index)
+                self._give_way()
+
+    def blocks_sealed(self, uid: int, source: Source, first: int, blocks: Sequence[Block]) -> None:
+        """Blocks of a row are full and written in every layer: its logical ones from ``first`` on."""
+        row = self._row(uid)
+        row.source = source
+        row.blocks[first:] = blocks
+
+    def row_forked(self, uid: int, fork: int) -> None:
+        """A row goes on twice."""
+        row = self._row(uid)
+        own = row.threshold is not self._common
+        self._rows[fork] = row.copy(row.threshold.copy() if own else self._common)
+
+    def row_cropped(self, uid: int, length: int) -> None:
+        """A row has only its first ``length`` tokens now."""
+        row = self._row(uid)
+        if row.segmenter is not None:
+            row.segmenter.crop(length)
+        row.formal = {start: tree for start, tree in row.formal.items() if start < length}
+        layers = row.source.layers() if row.source is not None else None
+        if layers:
+            del row.blocks[length // layers[0][0].shape[2] :]
+
+    def rows_gone(self, rows: Sequence[int]) -> None:
+        """Rows that will not go on."""
+        for uid in rows:
+            self._rows.pop(uid, None)
 
     def _row(self, uid: int) -> _Row:
         if uid not in self._rows:
@@ -186,22 +154,10 @@ class Evaluator:
             self._rows[uid] = _Row(None, threshold)
         return self._rows[uid]
 
-    def _tokens_came(self, event: TokensCame) -> None:
-        for uid, ids, count in zip(event.rows, event.ids.tolist(), event.counts, strict=True):
-            row, first = self._row(uid), 0
-            if row.segmenter is None:
-                first = 0 if self.method.include_prompt else count
-                row.segmenter = Segmenter(self._decode, self.method.border, first)
-            with self.tally.timed("text"):
-                ended = row.segmenter.feed(ids[first:count])
-            for index in range(len(row.segmenter.steps) - len(ended), len(row.segmenter.steps)):
-                self._look_back(uid, row, row.segmenter.steps, index)
-                self._pause()
-
-    @staticmethod
-    def _block_size(row: _Row) -> int | None:
-        layers = row.source.layers() if row.source is not None else None
-        return layers[0][0].shape[2] if layers else None
+    def _give_way(self) -> None:
+        """Let decoding go first: Python runs one thread at a time."""
+        if self.method.asynchronous:
+            time.sleep(0)
 
     # ---------------------------------------------------------------------------------------------------- deciding
 
@@ -236,12 +192,11 @@ class Evaluator:
             threshold = adaptive_threshold(found, self.method.strict, self.method.soft)
             similar = sorted((i for i in range(index) if found[i] > threshold), key=lambda i: (-found[i], -i))
         self.tally.counts["similar_steps"] += len(similar)
-        self._pause()
+        self._give_way()
         if self.method.structural_check and similar:
             with self.tally.timed("structural"):
-                most = self.method.max_edit_distance
                 own = self._formal(row, step)
-                similar = [i for i in similar if same_structure(own, self._formal(row, steps[i]), most)]
+                similar = [i for i in similar if self._formal(row, steps[i]) == own]
         self.tally.counts["same_structure"] += len(similar)
         return similar[: self.method.max_candidates]
 

@@ -1,7 +1,7 @@
 """ReasonCache: similar reasoning blocks of a request share one physical block (Chen et al., arXiv 2507.21433).
 
 There is no public implementation. docs/reason_cache.md lists what the paper leaves open and what was chosen. What the
-method is, and its options, stand here; `reason_evaluator` decides, `seergate.reason.sharing` carries out.
+method is, and its options, stand here; `seergate.reason.evaluator` decides, `seergate.reason.sharing` carries out.
 """
 
 from __future__ import annotations
@@ -33,7 +33,6 @@ class ReasonCache(Method):
         max_blocks: how many blocks a cache may have, all rows together.
         strict, soft: ends of the adaptive threshold on the similarity of steps.
         structural_check: whether formulas and code of two steps must be the same.
-        max_edit_distance: by how many nodes they may differ; the paper's rule is 0.
         percentile: of the distances seen so far, up to which blocks are near enough; at 0 nothing is shared.
         percentile_of: ``"request"``: the distances of the row itself; ``"all"``: of all rows so far.
         warm_up: distances that are collected before anything is shared.
@@ -59,7 +58,6 @@ class ReasonCache(Method):
     strict: float = 0.9
     soft: float = 0.7
     structural_check: bool = True
-    max_edit_distance: int = 0
     percentile: float = 80.0
     percentile_of: str = "request"
     warm_up: int = 16
@@ -71,7 +69,7 @@ class ReasonCache(Method):
     tokenizer: Any = field(default=None, repr=False)
 
     def __post_init__(self) -> None:
-        check_counts(self, warm_up=0, max_candidates=1, max_edit_distance=0)
+        check_counts(self, warm_up=0, max_candidates=1)
         for name in ("block_size", "max_blocks"):
             if getattr(self, name) is not None:
                 check_counts(self, **{name: 1})
@@ -95,7 +93,7 @@ class ReasonCache(Method):
                 "quest and dense do"
             )
         if self.structural_check:
-            check_installed(edit_distance=self.max_edit_distance > 0)
+            check_installed()
 
     @property
     def reading(self) -> Method:

@@ -9,8 +9,9 @@ import time
 import warnings
 import weakref
 from collections import Counter, deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import torch
@@ -21,20 +22,10 @@ from transformers.cache_utils import Cache
 from seergate.cache.call import Call
 from seergate.cache.storage import StorageMaker
 from seergate.errors import SeergateError, first_line
-from seergate.reason.evaluator import (
-    BlocksSealed,
-    Decision,
-    Evaluator,
-    Event,
-    RowCropped,
-    RowForked,
-    RowsGone,
-    Tally,
-    TokensCame,
-)
+from seergate.reason.evaluator import Decision, Evaluator, Tally
 from seergate.reason.method import ReasonCache
-from seergate.reason.paged import CachePages, Paged
-from seergate.reason.worker import InlineWorker, ThreadWorker, give_way
+from seergate.reason.paged import CachePages, Paged, Row
+from seergate.reason.worker import Worker
 
 Prompt = tuple[tuple[int, ...], Tensor, tuple[int, ...]]
 """Numbers of the rows, ids ``[B, S]`` (each row's first), and how many of them are the row's."""
@@ -49,7 +40,7 @@ class Sharing:
         prefixes: whether rows share the pages of equal beginnings.
 
     Attributes:
-        worker: what decides; ``None`` without ``reason``.
+        evaluator, worker: what decides, and who lets it; ``None`` without ``reason``.
 
     Raises:
         SeergateError: if there is no tokenizer.
@@ -57,13 +48,11 @@ class Sharing:
 
     def __init__(self, model: PreTrainedModel, reason: ReasonCache | None, prefixes: bool) -> None:
         self.reason, self.prefixes, self.gone = reason, prefixes, deque[int]()
-        self.threaded = reason is not None and reason.asynchronous
-        self.worker: InlineWorker | None = None
+        self.evaluator: Evaluator | None = None
+        self.worker = Worker(reason is not None and reason.asynchronous)
         if reason is not None:
             tokenizer = _tokenizer(model, reason)
-            pause = give_way if reason.asynchronous else _no_pause
-            evaluator = Evaluator(reason, lambda ids: str(tokenizer.decode(ids)), pause)
-            self.worker = (ThreadWorker if reason.asynchronous else InlineWorker)(evaluator)
+            self.evaluator = Evaluator(reason, lambda ids: str(tokenizer.decode(ids)))
         self._ids: Tensor | None = None
         self._warned = False
         self._hook = model.get_input_embeddings().register_forward_pre_hook(self._see, with_kwargs=True)
@@ -86,18 +75,18 @@ class Sharing:
     def follow(self, pages: CachePages) -> None:
         """Share blocks of this cache too."""
         pages.listener = listener = CacheSharing(self, pages)
-        if self.worker is not None:
+        if self.evaluator is not None:
             weakref.finalize(pages, self.gone.extend, listener.rows)
 
-    def put(self, events: list[Event]) -> None:
-        """Hand events to the worker, and say once if it has failed."""
-        if self.worker is None:
+    def put(self, calls: list[Callable[[], None]]) -> None:
+        """Hand calls of the evaluator to the worker, and say once if it has failed."""
+        if self.evaluator is None:
             return
         gone = [self.gone.popleft() for _ in range(len(self.gone))]
         if gone:
-            events = [RowsGone(tuple(gone)), *events]
-        if events:
-            self.worker.put(events)
+            calls = [partial(self.evaluator.rows_gone, gone), *calls]
+        if calls:
+            self.worker.put(calls)
         if self.worker.error is not None and not self._warned:
             self._warned = True
             warnings.warn(
@@ -109,8 +98,8 @@ class Sharing:
         self.passes, self.savings, self.apply_seconds, self.dropped = 0, 0.0, 0.0, 0
         self.shared, self.prefix_blocks = Counter[str](), 0
         self.physical_peak = self.logical_peak = 0
-        if self.worker is not None:
-            self.worker.evaluator.tally = Tally()
+        if self.evaluator is not None:
+            self.evaluator.tally = Tally()
 
     def stats(self) -> dict[str, Any]:
         """Accounts so far.
@@ -123,7 +112,6 @@ class Sharing:
             evaluator counted; ``seconds`` by stage, ``apply`` being the only one that holds decoding up while the
             worker has a thread of its own; ``error`` of the worker.
         """
-        worker = self.worker
         found = {
             "amsr": self.savings / self.passes if self.passes else 0.0,
             "physical_peak": self.physical_peak,
@@ -133,20 +121,19 @@ class Sharing:
             "dropped": self.dropped,
             "seconds": {"apply": self.apply_seconds},
         }
-        if self.reason is None or worker is None:
+        if self.reason is None or self.evaluator is None:
             return {"sharing": found}
-        tally = worker.evaluator.tally
+        tally, error = self.evaluator.tally, self.worker.error
         found |= dict(tally.counts)
         found["seconds"] = {**tally.seconds, "apply": self.apply_seconds}
-        found["error"] = None if worker.error is None else first_line(worker.error)
+        found["error"] = None if error is None else first_line(error)
         reads = f"+{self.reason.reads.name}" if self.reason.reads is not None else ""
         return {"method": self.reason.name + reads, "sharing": found}
 
     def remove(self) -> None:
         """End the worker and look at no more ids."""
         self._hook.remove()
-        if self.worker is not None:
-            self.worker.stop()
+        self.worker.stop()
 
 
 class CacheSharing:
@@ -161,7 +148,7 @@ class CacheSharing:
         self.handle, self._pages = handle, weakref.ref(pages)
         self.rows: list[int] = []  # numbers of the rows that the evaluator follows here
         self.decisions: deque[Decision] = deque()
-        self._events: list[Event] = []  # of the forward pass that is going on, and what followed it
+        self._calls: list[Callable[[], None]] = []  # of the forward pass that is going on, and what followed it
         self._reported: dict[int, int] = {}  # row -> how many of its first blocks the evaluator knows to be sealed
         self._prompts: list[Prompt] = []
 
@@ -209,30 +196,30 @@ class CacheSharing:
         found = call.compact(ids[:, None, :, None])[:, 0, :, 0]
         if self.handle.prefixes and found.shape[1] > 1 and all(row.sealed == 0 for row in self.pages.store.rows):
             self._prompts = [(rows, found, tuple(counts))]
-        if self.handle.worker is not None:
+        if self.handle.evaluator is not None:
             self.rows[:] = rows
-            self._events.append(TokensCame(rows, found, tuple(counts)))
+            self._calls.append(partial(self.handle.evaluator.tokens_came, rows, found, tuple(counts)))
 
     def rows_cropped(self, lengths: Sequence[int]) -> None:
-        store = self.pages.store
+        store, evaluator = self.pages.store, self.handle.evaluator
         self._prompts = []
-        if self.handle.worker is None:
+        if evaluator is None:
             return
         for row, length in zip(store.rows, lengths, strict=True):
             self._reported[row.uid] = min(self._reported.get(row.uid, 0), length // store.block_size)
-            self._events.append(RowCropped(row.uid, length))
+            self._calls.append(partial(evaluator.row_cropped, row.uid, length))
 
     def rows_forked(self, forks: dict[int, int]) -> None:
-        self._prompts = []
-        if self.handle.worker is None:
+        self._prompts, evaluator = [], self.handle.evaluator
+        if evaluator is None:
             return
         for fork, row in forks.items():
             self._reported[fork] = self._reported.get(row, 0)
-            self._events.append(RowForked(row, fork))
+            self._calls.append(partial(evaluator.row_forked, row, fork))
         there = [row.uid for row in self.pages.store.rows]
         gone = tuple(set(self.rows) - set(there))
         if gone:
-            self._events.append(RowsGone(gone))
+            self._calls.append(partial(evaluator.rows_gone, gone))
         for row in gone:
             self._reported.pop(row, None)
         self.rows[:] = there
@@ -247,10 +234,10 @@ class CacheSharing:
         other._tell(at_once=True)
         first = len(self.pages.store.rows)
         yield
-        if self.handle.worker is None:
+        if self.handle.evaluator is None:
             return
         for row in self.pages.store.rows[first:]:
-            self._report(row.uid, 0, row.table[: row.sealed])
+            self._calls.append(self._report(self.handle.evaluator, row, 0))
         other.rows[:] = []
         self.rows[:] = [row.uid for row in self.pages.store.rows]
 
@@ -272,28 +259,27 @@ class CacheSharing:
         if sharing is not None:
             sharing.follow(self.pages)
 
-    def _report(self, uid: int, first: int, blocks: Sequence[int]) -> None:
+    def _report(self, evaluator: Evaluator, row: Row, first: int) -> Callable[[], None]:
+        """Tells the evaluator which blocks of a row are sealed, from ``first`` on."""
         serials = self.pages.store.serials
-        known = tuple((block, serials[block]) for block in blocks)
-        self._events.append(BlocksSealed(uid, self, first, known))
-        self._reported[uid] = first + len(blocks)
+        known = tuple((block, serials[block]) for block in row.table[first : row.sealed])
+        self._reported[row.uid] = first + len(known)
+        return partial(evaluator.blocks_sealed, row.uid, self, first, known)
 
     def _tell(self, at_once: bool = False) -> None:
         """Report what was sealed, then what happened: a step is looked at when the blocks within it are known.
 
         A thread is told when a block has been sealed, and not at every pass: waking it takes time from decoding.
         """
-        if self.handle.worker is None:
+        evaluator = self.handle.evaluator
+        if evaluator is None:
             return
         sealed = [row for row in self.pages.store.rows if row.sealed > self._reported.get(row.uid, 0)]
-        if self.handle.threaded and not sealed and not at_once:
+        if self.handle.worker.threaded and not sealed and not at_once:
             return
-        happened, self._events = self._events, []
-        for row in sealed:
-            first = self._reported.get(row.uid, 0)
-            self._report(row.uid, first, row.table[first : row.sealed])
-        self.handle.put([*self._events, *happened])
-        self._events = []
+        reports = [self._report(evaluator, row, self._reported.get(row.uid, 0)) for row in sealed]
+        happened, self._calls = self._calls, []
+        self.handle.put([*reports, *happened])
 
     def _carry_out(self, decision: Decision, positions: dict[int, int]) -> None:
         store = self.pages.store
@@ -360,10 +346,6 @@ def saving_ratios(cache: Cache) -> list[float] | None:
     if pages is None or not isinstance(pages.listener, CacheSharing) or pages.listener.handle.reason is None:
         return None
     return [row.repeats / max(1, len(row.table)) for row in pages.store.rows]
-
-
-def _no_pause() -> None:
-    pass
 
 
 def _tokenizer(model: PreTrainedModel, reason: ReasonCache) -> Any:

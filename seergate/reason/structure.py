@@ -1,4 +1,4 @@
-"""The structural check of ReasonCache: formulas and code of two steps as trees, which must not differ (IV-A1).
+"""The structural check of ReasonCache: formulas and code of two steps as trees, which must be equal (IV-A1).
 
 LaTeX is parsed by pylatexenc, Python by `ast`. What neither can read (other languages, half a formula) is compared
 token by token, which is stricter. The paper does not say how formal content is told from prose: here it is what stands
@@ -38,21 +38,16 @@ characters)."""
 TOKEN = re.compile(r"\d+(?:\.\d+)?|[^\W\d_]+|\S")
 
 
-def check_installed(edit_distance: bool) -> None:
-    """Complain early if a library is missing.
-
-    Args:
-        edit_distance: whether distances above 0 are asked for.
+def check_installed() -> None:
+    """Complain early if the library is missing.
 
     Raises:
         SeergateError: naming it and what to do.
     """
-    needed = ["pylatexenc", "apted"] if edit_distance else ["pylatexenc"]
-    missing = [name for name in needed if importlib.util.find_spec(name) is None]
-    if missing:
+    if importlib.util.find_spec("pylatexenc") is None:
         raise SeergateError(
-            f"the structural check of reason_cache needs {' and '.join(missing)}; {how_to_install('reason')}, or "
-            "leave the check out (structural_check=False)"
+            f"the structural check of reason_cache needs pylatexenc; {how_to_install('reason')}, or leave the check "
+            "out (structural_check=False)"
         )
 
 
@@ -138,35 +133,3 @@ def _python_tree(node: ast.AST) -> Tree:
         elif value is not None:
             facts.append(f"{name}={value!r}")
     return " ".join(facts), tuple(children)
-
-
-def edit_distance(a: Tree | None, b: Tree | None) -> int:
-    """How many nodes must be inserted, deleted or renamed to turn one tree into the other (Zhang and Shasha).
-
-    A step without formal content has distance 0 to another such one, and the other's size to one that has some.
-    """
-    if a == b:
-        return 0
-    if a is None or b is None:
-        return _size(a or b or ("", ()))
-    from apted import APTED, Config
-
-    class Pairs(Config):  # type: ignore[misc]
-        def rename(self, one: Tree, other: Tree) -> int:
-            return int(one[0] != other[0])
-
-        def children(self, node: Tree) -> tuple[Tree, ...]:
-            return node[1]
-
-    return int(APTED(a, b, Pairs()).compute_edit_distance())
-
-
-def _size(tree: Tree) -> int:
-    return 1 + sum(_size(child) for child in tree[1])
-
-
-def same_structure(a: Tree | None, b: Tree | None, most: int) -> bool:
-    """Whether the edit distance is at most ``most``. For 0, the paper's rule, no distance needs to be computed: it is
-    0 between equal trees and no others.
-    """
-    return a == b or (most > 0 and edit_distance(a, b) <= most)

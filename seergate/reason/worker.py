@@ -1,126 +1,78 @@
-"""Who runs the `Evaluator`: a thread of its own, or the one that emits the events. Neither can make decoding fail."""
+"""Who makes the calls of the `Evaluator`: a thread of its own, or the cache's. Neither can make decoding fail."""
 
 from __future__ import annotations
 
-import queue
-import threading
-import time
-from collections.abc import Sequence
+import os
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor, wait
+from typing import Any
 
 import torch
-
-from seergate.reason.evaluator import Evaluator, Event
 
 START_SECONDS = 10.0
 """How long decoding waits, once, for the thread to start; without one nothing is shared."""
 
+Calls = Sequence[Callable[[], Any]]
 
-class InlineWorker:
-    """Handles events at once, in the caller's thread.
+
+class Worker:
+    """Makes calls in the order in which they come: at once, or on a thread, which starts with the first of them.
+
+    `put` never waits for a thread. It computes on one core, without helpers that would take the cores from decoding.
 
     Args:
-        evaluator: what handles them.
+        threaded: whether there is a thread.
 
     Attributes:
-        error: what the evaluator raised, if it did; from then on events are ignored and nothing is decided any more.
+        error: what a call raised, or why there is no thread (any more); from then on calls are dropped.
     """
 
-    def __init__(self, evaluator: Evaluator) -> None:
-        self.evaluator = evaluator
+    def __init__(self, threaded: bool) -> None:
+        self.threaded, self._process = threaded, os.getpid()
         self.error: BaseException | None = None
+        self._pool: ThreadPoolExecutor | None = None
 
-    def put(self, events: Sequence[Event]) -> None:
-        """Hand events over, in the order in which they happened."""
-        self._handle(events)
+    def put(self, calls: Calls) -> None:
+        """Hand calls over."""
+        if not self.threaded:
+            self._make(calls)
+        elif self.error is None:
+            try:
+                self._running().submit(self._make, calls)
+            except Exception as error:  # the system has no more threads to give, say
+                self.error = error
 
-    def _handle(self, events: Sequence[Event]) -> None:
+    def _make(self, calls: Calls) -> None:
         if self.error is None:
             try:
-                for event in events:
-                    self.evaluator.handle(event)
-            except Exception as error:  # sharing saves memory; it must not cost a generation
+                for call in calls:
+                    call()
+            except BaseException as error:  # sharing saves memory; it must not cost a generation
+                if not self.threaded and not isinstance(error, Exception):
+                    raise  # an interrupt of the caller
                 self.error = error
 
-    def wait(self, timeout: float) -> bool:
-        """Wait until all events have been handled; whether they have."""
-        return True
+    def _running(self) -> ThreadPoolExecutor:
+        if self._process != os.getpid():
+            raise RuntimeError("its thread has ended")  # a fork of the process has none of its threads
+        if self._pool is None:
+            self._pool, cores = ThreadPoolExecutor(1, "seergate reason_cache"), torch.get_num_threads()
+            started = wait([self._pool.submit(self._begin)], START_SECONDS).done
+            torch.set_num_threads(cores)  # what threads to come get; those that are there have numbers of their own
+            if not started:
+                raise TimeoutError(f"its thread did not start within {START_SECONDS:g} seconds")
+        return self._pool
 
-    def stop(self) -> None:
-        """End it. May be called again."""
-
-
-class ThreadWorker(InlineWorker):
-    """Handles events on a thread, which starts with the first of them. `put` never waits for one of them.
-
-    The thread computes on one core, without helpers that would take the cores from decoding. It gives way between two
-    small pieces of work: Python runs one thread at a time, and decoding goes first. A thread that cannot be started,
-    or that is no more (as in a forked process), is an `error` like any other.
-    """
-
-    def __init__(self, evaluator: Evaluator) -> None:
-        super().__init__(evaluator)
-        self._events: queue.SimpleQueue[Sequence[Event] | threading.Event | None] = queue.SimpleQueue()
-        self._thread: threading.Thread | None = None
-
-    def put(self, events: Sequence[Event]) -> None:
-        """See `InlineWorker`."""
-        if self._thread is None and self.error is None:
-            self._start()
-        if self._running():
-            self._events.put(events)  # otherwise nobody would take them
-
-    def _start(self) -> None:
-        cores, started = torch.get_num_threads(), threading.Event()
-        thread = threading.Thread(target=self._run, args=(started,), name="seergate reason_cache", daemon=True)
-        try:
-            thread.start()
-        except Exception as error:  # the system has no more threads to give
-            self.error = error
-            return
-        self._thread = thread
-        if not started.wait(START_SECONDS):
-            self.error = TimeoutError(f"its thread did not start within {START_SECONDS:g} seconds")
-        torch.set_num_threads(cores)  # what threads to come get; those that are there have numbers of their own
-
-    def _running(self) -> bool:
-        """Whether events will be taken. If the thread has ended, that is noted."""
-        if self.error is None and self._thread is not None and not self._thread.is_alive():
-            self.error = RuntimeError("its thread has ended")
-        return self.error is None
-
-    def _run(self, started: threading.Event) -> None:
-        try:
-            torch.get_num_threads()  # a thread takes the common number when it is first asked
-            if self.error is None:  # it has been waited for
-                torch.set_num_threads(1)
-        except BaseException as error:
-            self.error = error
-        started.set()
-        while (work := self._events.get()) is not None:
-            if isinstance(work, threading.Event):
-                work.set()
-                continue
-            try:
-                self._handle(work)
-            except BaseException as error:  # SystemExit would end a thread without a word
-                self.error = error
+    def _begin(self) -> None:
+        torch.get_num_threads()  # a thread takes the common number when it is first asked
+        if self.error is None:  # it has been waited for
+            torch.set_num_threads(1)
 
     def wait(self, timeout: float) -> bool:
-        """See `InlineWorker`."""
-        if self._thread is None or not self._thread.is_alive():
-            return self._events.empty()
-        done = threading.Event()
-        self._events.put(done)
-        return done.wait(timeout)
+        """Wait until all calls have been made; whether they have."""
+        return self._pool is None or self.error is not None or bool(wait([self._pool.submit(int)], timeout).done)
 
     def stop(self) -> None:
-        """See `InlineWorker`."""
-        thread, self._thread = self._thread, None
-        if thread is not None:
-            self._events.put(None)
-            thread.join(timeout=5)
-
-
-def give_way() -> None:
-    """Let other threads run."""
-    time.sleep(0)
+        """End the thread; calls that wait are dropped. May be called again."""
+        if self._pool is not None and self._process == os.getpid():
+            self._pool.shutdown(cancel_futures=True)

@@ -17,9 +17,9 @@ from transformers import DynamicCache
 import seergate
 from seergate import SeergateError, methods
 from seergate.cache.batching import join_rows, keep_rows
-from seergate.reason.evaluator import Evaluator
 from seergate.reason.paged import OutOfBlocks
 from seergate.reason.paging import Paging
+from seergate.reason.worker import Worker
 from tests.host.reasoning import Words, forced_run, repeating
 from tests.host.test_decode import gates
 from tests.models import left_padded, prompt, tiny_model
@@ -187,7 +187,7 @@ def test_a_cache_that_is_dropped_leaves_nothing(asynchronous):
                 cache = DynamicCache()
                 for i in range(20):
                     model(input_ids=looping(1)[:, i : i + 1], past_key_values=cache)
-                assert worker.wait(60) and len(worker.evaluator._rows) == 1
+                assert worker.wait(60) and len(handle.storage.sharing.evaluator._rows) == 1
                 layer = weakref.ref(cache.layers[0])
                 del cache
                 assert layer() is None
@@ -199,16 +199,18 @@ def test_a_cache_that_is_dropped_leaves_nothing(asynchronous):
 
 
 def spoilt(monkeypatch, after, how):
-    """Let the evaluator fail at its ``after``-th event."""
-    original, events = Evaluator.handle, []
+    """Let the worker fail at the ``after``-th call of the evaluator."""
+    original, made = Worker._make, []
 
-    def handle(self, event):
-        events.append(event)
-        if len(events) > after:
-            how()
-        original(self, event)
+    def make(self, calls):
+        def spoil():
+            made.append(1)
+            if len(made) > after:
+                how()
 
-    monkeypatch.setattr(Evaluator, "handle", handle)
+        original(self, [each for call in calls for each in (spoil, call)])
+
+    monkeypatch.setattr(Worker, "_make", make)
 
 
 def worker_done(handle):
@@ -280,7 +282,7 @@ def test_decisions_that_come_too_late(monkeypatch):
         for i in range(40):
             model(input_ids=prompt(40, 9)[:, i : i + 1], past_key_values=cache)
         gate.set()
-        assert worker_done(handle) and sharing.worker.evaluator.tally.counts["decisions"] > 0
+        assert worker_done(handle) and sharing.evaluator.tally.counts["decisions"] > 0
         model(input_ids=prompt(1, 9), past_key_values=cache)
         counts, store = handle.stats()["sharing"], cache.layers[0].storage.pages.store
     assert counts["error"] is None and counts["dropped"] == counts["decisions"]

@@ -12,14 +12,7 @@ from hypothesis import given, strategies
 
 from seergate import SeergateError, methods
 from seergate.reason.distance import BlockDistances, PercentileThreshold
-from seergate.reason.evaluator import (
-    BlocksSealed,
-    Evaluator,
-    RowCropped,
-    RowForked,
-    RowsGone,
-    TokensCame,
-)
+from seergate.reason.evaluator import Evaluator
 from seergate.reason.steps import (
     ReasoningStep,
     Segmenter,
@@ -27,7 +20,7 @@ from seergate.reason.steps import (
     kind_of_repeat,
     similarity,
 )
-from seergate.reason.structure import OPERAND, PLAIN, edit_distance, formal_content, same_structure
+from seergate.reason.structure import OPERAND, PLAIN, formal_content
 
 # ---------------------------------------------------------------------------------------------------- lexical stage
 
@@ -148,9 +141,7 @@ def test_kinds_of_repeats():
 )
 def test_structure(one, other, same):
     a, b = formal_content(one), formal_content(other)
-    assert same_structure(a, b, 0) is same
-    assert (edit_distance(a, b) == 0) is same, "what the distance says and what equality says"
-    assert same_structure(a, b, 1000)
+    assert (a == b) is same
 
 
 @given(strategies.text("a.(\\7 \t+=\n,", max_size=30))
@@ -172,27 +163,8 @@ def test_long_runs_are_read_once(text):
 
 
 def test_code_that_goes_on_over_a_blank_line():
-    assert same_structure(formal_content("x = 1\n\n", True), formal_content("x = 1", True), 0)
-    assert not same_structure(formal_content("x = 1", True), formal_content("x = 3", True), 0)
+    assert formal_content("x = 1\n\n", True) == formal_content("x = 1", True) != formal_content("x = 3", True)
     assert formal_content("x is one", False) is None
-
-
-trees = strategies.recursive(
-    strategies.sampled_from("abc").map(lambda label: (label, ())),
-    lambda child: strategies.tuples(strategies.sampled_from("abc"), strategies.lists(child, max_size=3).map(tuple)),
-    max_leaves=8,
-)
-
-
-@given(trees, trees)
-def test_equal_trees_are_those_at_distance_0(a, b):
-    assert (edit_distance(a, b) == 0) == (a == b) == same_structure(a, b, 0)
-
-
-def test_edit_distance_by_hand():
-    assert edit_distance(("f", (("a", ()), ("b", ()))), ("f", (("a", ()), ("c", ())))) == 1
-    assert edit_distance(("f", (("a", ()),)), ("f", (("g", (("a", ()),)),))) == 1
-    assert edit_distance(None, ("f", (("a", ()),))) == 2
 
 
 # ----------------------------------------------------------------------------------------------------- block distances
@@ -260,8 +232,8 @@ class Cache:
     def decide(self, decision):
         self.decisions.append(decision)
 
-    def sealed(self, row, first, last):
-        return BlocksSealed(row, self, first, tuple((self.offset + i, 1000 * row + i) for i in range(first, last)))
+    def seal(self, run, row, first, last):
+        run.blocks_sealed(row, self, first, [(self.offset + i, 1000 * row + i) for i in range(first, last)])
 
 
 WORDS = [*"abcdefgh", "\n\n"]
@@ -275,11 +247,11 @@ def evaluator(**options):
 
 def feed(run, cache, row, ids, start, prompt=()):
     if prompt:
-        run.handle(cache.sealed(row, 0, len(prompt) // 2))
-        run.handle(TokensCame((row,), torch.tensor([list(prompt)]), (len(prompt),)))
+        cache.seal(run, row, 0, len(prompt) // 2)
+        run.tokens_came([row], torch.tensor([list(prompt)]), [len(prompt)])
     for at in range(len(ids)):
-        run.handle(cache.sealed(row, (start + at) // 2, (start + at + 1) // 2))
-        run.handle(TokensCame((row,), torch.tensor([ids[at : at + 1]]), (1,)))
+        cache.seal(run, row, (start + at) // 2, (start + at + 1) // 2)
+        run.tokens_came([row], torch.tensor([ids[at : at + 1]]), [1])
 
 
 def test_the_evaluator_pairs_whole_blocks_of_similar_steps():
@@ -310,14 +282,14 @@ def test_forks_crops_and_rows_that_go():
     ids = [*STEP, *OTHER]
     run, cache = evaluator(include_prompt=True), Cache([*ids, *STEP])
     feed(run, cache, 1, ids, 0)
-    run.handle(RowForked(1, 2))
-    run.handle(RowCropped(1, 7))
+    run.row_forked(1, 2)
+    run.row_cropped(1, 7)
     feed(run, cache, 2, STEP, 12)
     assert [(d.row, d.newer, d.older) for d in cache.decisions] == [(2, 6, 0), (2, 7, 1), (2, 8, 2)]
     cache.decisions.clear()
     feed(run, cache, 1, [*STEP[1:], *STEP], 7)
     assert {d.row for d in cache.decisions} <= {1}
-    run.handle(RowsGone((1, 2)))
+    run.rows_gone([1, 2])
     assert not run._rows
 
 
@@ -377,9 +349,7 @@ def test_refusals(monkeypatch):
     with pytest.raises(ValueError, match="seed is 'x'"):
         methods.RandomSharing(seed="x")
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
-    with pytest.raises(SeergateError, match=r'needs pylatexenc and apted; run: pip install "seergate\[reason\]"'):
-        methods.ReasonCache(max_edit_distance=2)
-    with pytest.raises(SeergateError, match="needs pylatexenc;"):
+    with pytest.raises(SeergateError, match=r'needs pylatexenc; run: pip install "seergate\[reason\]"'):
         methods.ReasonCache()
     methods.ReasonCache(structural_check=False)
     assert math.isclose(methods.ReasonCache(structural_check=False).percentile, 80)
