@@ -9,27 +9,3 @@ from seergate.gates.hub import cached_commit, check_repo_id, fetch, only_commit,
 from seergate.gates.merging import AdapterDiff, average, cast, diff, subset
 from seergate.gates.record import SCHEMA_VERSION, Adapter, check_adapter
 from seergate.paths import is_hub_id
-
-__all__ = [
-    "CARD_FILE",
-    "CONFIG_FILE",
-    "SCHEMA_VERSION",
-    "WEIGHTS_FILE",
-    "Adapter",
-    "AdapterDiff",
-    "Gates",
-    "Source",
-    "average",
-    "cached_commit",
-    "cast",
-    "check_adapter",
-    "check_repo_id",
-    "diff",
-    "fetch",
-    "is_hub_id",
-    "only_commit",
-    "push_adapter",
-    "read_card",
-    "save_adapter",
-    "subset",
-]

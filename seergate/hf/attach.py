@@ -253,15 +253,10 @@ def attached(
     model: PreTrainedModel,
     method: GateBank | Method | str | os.PathLike[str],
     config: DecodeConfig | None = None,
-    *,
-    correction: Correction | None = None,
-    measure_recall: bool = False,
-    storage: Placement | None = None,
     **options: Any,
 ) -> Iterator[Handle]:
     """`attach` for the duration of a ``with`` block."""
-    kept: dict[str, Any] = {"correction": correction, "measure_recall": measure_recall, "storage": storage}
-    handle = attach(model, method, config, **kept, **options)
+    handle = attach(model, method, config, **options)
     try:
         yield handle
     finally:

@@ -78,13 +78,7 @@ def load(
         DecodeConfig(**given)  # a mistake shows before anything is downloaded
     hub: dict[str, Any] = {"token": token, "cache_dir": cache_dir, "local_files_only": local_files_only or None}
     bank = GateBank.from_pretrained(
-        gates,
-        revision=revision,
-        subfolder=subfolder,
-        token=token,
-        cache_dir=cache_dir,
-        local_files_only=local_files_only,
-        force_download=force_download,
+        gates, revision=revision, subfolder=subfolder, force_download=force_download, **hub
     )
     method = Gate.from_config(bank, config or bank.decode_config(**given))
     base, pinned = _base_of(bank, gates, base_model)

@@ -23,6 +23,7 @@ from seergate.gates.gate import AttnGate
 from seergate.hf.packed_attention import gives_lse, packed_causal_attention
 from seergate.hf.teacher_pass import TeacherCall, intercepted_attention
 from seergate.models import families
+from seergate.ops.checks import check_cu_seqlens
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -85,17 +86,9 @@ def distill_step(
     total = input_ids.shape[1]
     if cu_seqlens is None:
         cu_seqlens = torch.tensor([0, total], dtype=torch.int32)
-    if not isinstance(cu_seqlens, Tensor) or cu_seqlens.dtype not in (torch.int32, torch.int64):
-        found = cu_seqlens.dtype if isinstance(cu_seqlens, Tensor) else type(cu_seqlens).__name__
-        raise ValueError(f"cu_seqlens is {found}; it must be an int32 tensor [n + 1]")
-    borders = cu_seqlens.flatten().tolist()
-    if (
-        len(borders) < 2
-        or borders[0] != 0
-        or borders[-1] != total
-        or any(a > b for a, b in zip(borders, borders[1:], strict=False))
-    ):
-        raise ValueError(f"cu_seqlens is {borders}; it must ascend from 0 to the {total} tokens of the pack")
+    cu_seqlens = cu_seqlens.cpu() if isinstance(cu_seqlens, Tensor) else cu_seqlens
+    check_cu_seqlens(cu_seqlens, total)
+    borders = cu_seqlens.tolist()
 
     distillation = PackDistillation(bank, model, borders, row_start, reduction, recall_budgets)
     # A model whose first layers wait on disk is nowhere until they are fetched to where the gates are.

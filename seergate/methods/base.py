@@ -266,48 +266,32 @@ class Method(ABC):
 
 
 def check_counts(method: object, **least: int) -> None:
-    """Refuse options that are not whole numbers of at least ``least[name]``.
-
-    Raises:
-        ValueError: naming the option, what it is and what it must be.
-    """
+    """Refuse options (a `ValueError` names them) that are not whole numbers of at least ``least[name]``."""
     for name, lowest in least.items():
-        value = getattr(method, name)
-        if not is_int(value) or value < lowest:
-            raise ValueError(f"{name} is {value!r}; it must be a whole number, {lowest} or greater")
+        right = is_int(getattr(method, name)) and getattr(method, name) >= lowest
+        _check(method, name, right, f"a whole number, {lowest} or greater")
 
 
 def check_choice(method: object, **choices: tuple[str, ...]) -> None:
-    """Refuse options that are none of ``choices[name]``.
-
-    Raises:
-        ValueError: naming the option, what it is and what it must be.
-    """
+    """Refuse options that are none of ``choices[name]``."""
     for name, known in choices.items():
-        value = getattr(method, name)
-        if value not in known:
-            raise ValueError(f"{name} is {value!r}; it must be {' or '.join(map(repr, known))}")
+        _check(method, name, getattr(method, name) in known, " or ".join(map(repr, known)))
 
 
 def check_flags(method: object, *names: str) -> None:
-    """Refuse options that are neither true nor false.
-
-    Raises:
-        ValueError: naming the option, what it is and what it must be.
-    """
+    """Refuse options that are neither true nor false."""
     for name in names:
-        value = getattr(method, name)
-        if not isinstance(value, bool):
-            raise ValueError(f"{name} is {value!r}; it must be True or False")
+        _check(method, name, isinstance(getattr(method, name), bool), "True or False")
 
 
 def check_share(method: object, *names: str) -> None:
-    """Refuse options that are not numbers in 0..1.
-
-    Raises:
-        ValueError: naming the option, what it is and what it must be.
-    """
+    """Refuse options that are not numbers in 0..1."""
     for name in names:
         value = getattr(method, name)
-        if not isinstance(value, (int, float)) or isinstance(value, bool) or not 0 <= value <= 1:
-            raise ValueError(f"{name} is {value!r}; it must be a number in 0..1")
+        right = isinstance(value, (int, float)) and not isinstance(value, bool) and 0 <= value <= 1
+        _check(method, name, right, "a number in 0..1")
+
+
+def _check(method: object, name: str, right: bool, must_be: str) -> None:
+    if not right:
+        raise ValueError(f"{name} is {getattr(method, name)!r}; it must be {must_be}")

@@ -22,7 +22,6 @@ ENV_VAR = "SEERGATE_BACKEND"
 
 FILES = {
     "attention_with_block_targets": "teacher",
-    "block_targets": "teacher",
     "dense_decode": "dense_decode",
     "gate_kl": "gate_kl",
     "pool_keys": "pooling",

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from typing import NamedTuple
 
+import torch
 from torch import Tensor
 
 from seergate.ops.backend import implementation
@@ -51,10 +52,10 @@ def block_targets(
     Raises:
         ValueError: naming the argument, what it is and what it must be.
     """
-    check_teacher(q, k, cu_seqlens, block_size, sm_scale, sinks, softcap)
-    run = implementation("block_targets", q.device)
-    scale = 1.0 / math.sqrt(q.shape[-1]) if sm_scale is None else sm_scale
-    return run(q, k, cu_seqlens, block_size, scale, sinks=sinks, softcap=softcap)
+    found = attention_with_block_targets(q, k, k, cu_seqlens, block_size, sm_scale, sinks=sinks, softcap=softcap)
+    log_targets = found.log_targets
+    has_past = (log_targets > -torch.inf).any(-1, keepdim=True)
+    return torch.where(has_past, log_targets.softmax(-1), 0.0)
 
 
 class AttentionWithTargets(NamedTuple):

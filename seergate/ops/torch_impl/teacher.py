@@ -1,4 +1,4 @@
-"""`block_targets` and `attention_with_block_targets` in torch, and the chunk of them that `gate_kl` shares.
+"""`attention_with_block_targets` in torch, and the chunk of it that `gate_kl` shares.
 
 Shape suffixes: T packed tokens, H query heads, K KV heads, G query heads per KV head, D head dimension, R rows of a
 chunk, S keys of a segment up to the chunk's end, N candidate blocks. Chunks are laid out keys first (``[S, G * R]``):
@@ -146,34 +146,6 @@ class Teacher:
         device = self.q_THD.device
         own_R = torch.arange(first, end, device=device) // self.block_size
         return torch.arange((end - 1) // self.block_size, device=device)[:, None] >= own_R
-
-
-@torch.no_grad()
-def block_targets(
-    q: Tensor,
-    k: Tensor,
-    cu_seqlens: Tensor,
-    block_size: int,
-    sm_scale: float,
-    *,
-    sinks: Tensor | None,
-    softcap: float | None,
-) -> Tensor:
-    """The public op, once its arguments are checked."""
-    dtype = wide_dtype(q, k)
-    teacher = Teacher(q, k, block_size, sm_scale, sinks, softcap, dtype)
-    spans = segments(cu_seqlens)
-    plans = [teacher.chunks(0, end - start) for start, end in spans]
-    widest = max(-(-(end - start) // block_size) for start, end in spans)
-    targets_TKN = q.new_zeros(q.shape[0], teacher.kv_heads, widest, dtype=dtype)
-    scratch = teacher.scratch(plans)
-    for (start, stop), plan in zip(spans, plans, strict=True):
-        for head in range(teacher.kv_heads if plan else 0):
-            keys_SD = teacher.head_keys(start, stop, head)
-            for first, end in plan:
-                u_NR = teacher.log_targets(keys_SD, start, first, end, head, scratch)
-                targets_TKN[start + first : start + end, head, : len(u_NR)] = u_NR.softmax(0).T
-    return targets_TKN
 
 
 @torch.no_grad()

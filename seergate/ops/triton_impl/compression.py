@@ -24,7 +24,7 @@ THREADS = 256
 
 
 @triton.jit
-def _cos_sin(angle: tl.tensor) -> tl.tensor:
+def _cos_sin(angle):  # type: ignore[no-untyped-def]
     """Cosine and sine of an fp32 angle of any size, to within 1e-7.
 
     The library's functions hold a table for large angles in local memory. Here the angle is taken, in fp64, to within
@@ -44,16 +44,11 @@ def _cos_sin(angle: tl.tensor) -> tl.tensor:
 
 
 @triton.jit
-def _add_product(
-    x_low: tl.tensor,
-    x_high: tl.tensor,
-    pooled: tl.tensor,
-    weights: tl.tensor,
-    held: tl.tensor,
-    stride_we: tl.tensor,
-    HALF: tl.constexpr,
-    WIDTH: tl.constexpr,
-) -> tl.tensor:
+def _add_product(  # type: ignore[no-untyped-def]
+    x_low, x_high, pooled, weights, held,
+    stride_we,
+    HALF: tl.constexpr, WIDTH: tl.constexpr,
+):  # fmt: skip
     """Adds ``pooled [CHUNK]`` times its lines of the linear map to both halves of the result, in fp32."""
     low = tl.arange(0, x_low.shape[0])[None, :]
     high = low + HALF
@@ -64,45 +59,15 @@ def _add_product(
 
 
 @triton.jit
-def update_kernel(
-    k_ptr: tl.tensor,
-    lengths_ptr: tl.tensor,
-    recent_ptr: tl.tensor,
-    compressed_ptr: tl.tensor,
-    weight_ptr: tl.tensor,
-    norm_ptr: tl.tensor,
-    freq_ptr: tl.tensor,
-    stride_kb: tl.tensor,
-    stride_kh: tl.tensor,
-    stride_kd: tl.tensor,
-    stride_rb: tl.tensor,
-    stride_rh: tl.tensor,
-    stride_rs: tl.tensor,
-    stride_rd: tl.tensor,
-    stride_cb: tl.tensor,
-    stride_ch: tl.tensor,
-    stride_cn: tl.tensor,
-    stride_ce: tl.tensor,
-    stride_wh: tl.tensor,
-    stride_wp: tl.tensor,
-    stride_we: tl.tensor,
-    slots: tl.tensor,
-    blocks: tl.tensor,
-    scaling: tl.tensor,
-    offset: tl.tensor,
-    MAX_AT: tl.constexpr,
-    MIN_AT: tl.constexpr,
-    AVG_AT: tl.constexpr,
-    BLOCK_SIZE: tl.constexpr,
-    ROWS: tl.constexpr,
-    DIM: tl.constexpr,
-    PADDED_DIM: tl.constexpr,
-    CHUNK: tl.constexpr,
-    WIDTH: tl.constexpr,
-    HALF: tl.constexpr,
-    PADDED_HALF: tl.constexpr,
-    EPS: tl.constexpr,
-) -> None:
+def update_kernel(  # type: ignore[no-untyped-def]
+    k_ptr, lengths_ptr, recent_ptr, compressed_ptr, weight_ptr, norm_ptr, freq_ptr,
+    stride_kb, stride_kh, stride_kd, stride_rb, stride_rh, stride_rs, stride_rd,
+    stride_cb, stride_ch, stride_cn, stride_ce, stride_wh, stride_wp, stride_we,
+    slots, blocks, scaling, offset,
+    MAX_AT: tl.constexpr, MIN_AT: tl.constexpr, AVG_AT: tl.constexpr, BLOCK_SIZE: tl.constexpr, ROWS: tl.constexpr,
+    DIM: tl.constexpr, PADDED_DIM: tl.constexpr, CHUNK: tl.constexpr, WIDTH: tl.constexpr, HALF: tl.constexpr,
+    PADDED_HALF: tl.constexpr, EPS: tl.constexpr,
+):  # fmt: skip
     """One row and KV head. Grid: KV heads, batch.
 
     ``k [B, Hkv, d]``, ``lengths [B]``, ``recent [B, Hkv, slots, d]``, ``compressed [B, Hkv, blocks, E]``,

@@ -17,17 +17,11 @@ from seergate.ops.triton_impl.kernel_math import capped
 
 
 @triton.jit
-def _tile_rows(
-    start: tl.tensor,
-    tokens: tl.tensor,
-    indices_ptr: tl.tensor,
-    pages_ptr: tl.tensor,
-    stride_ix: tl.tensor,
-    BLOCK_SIZE: tl.constexpr,
-    PAGE_SIZE: tl.constexpr,
-    TILE: tl.constexpr,
-    ALIGNED: tl.constexpr,
-) -> tl.tensor:
+def _tile_rows(  # type: ignore[no-untyped-def]
+    start, tokens, indices_ptr, pages_ptr,
+    stride_ix,
+    BLOCK_SIZE: tl.constexpr, PAGE_SIZE: tl.constexpr, TILE: tl.constexpr, ALIGNED: tl.constexpr,
+):  # fmt: skip
     """Where the tile at ``start`` of the virtual sequence lies: row or page of the cache, and token in it, int64.
 
     ``ALIGNED``: the tile lies in one block and one page; scalars, of its first token. Otherwise one of each per token.
@@ -50,20 +44,12 @@ def _tile_rows(
 
 
 @triton.jit
-def _load_tile(
-    ptr: tl.tensor,
-    page: tl.tensor,
-    token: tl.tensor,
-    stride_b: tl.tensor,
-    stride_s: tl.tensor,
-    stride_d: tl.tensor,
-    held: tl.tensor,
-    DIM: tl.constexpr,
-    PADDED: tl.constexpr,
-    TILE: tl.constexpr,
-    ALIGNED: tl.constexpr,
-    MASKED: tl.constexpr,
-) -> tl.tensor:
+def _load_tile(  # type: ignore[no-untyped-def]
+    ptr, page, token,
+    stride_b, stride_s, stride_d,
+    held,
+    DIM: tl.constexpr, PADDED: tl.constexpr, TILE: tl.constexpr, ALIGNED: tl.constexpr, MASKED: tl.constexpr,
+):  # fmt: skip
     """Keys or values of a tile, ``[TILE, PADDED]``; zero where the tile is not ``held`` and beyond ``DIM``."""
     dims = tl.arange(0, PADDED)
     first = ptr + page * stride_b + token * stride_s
@@ -79,35 +65,14 @@ def _load_tile(
 
 
 @triton.jit
-def _attend_tile(
-    q: tl.tensor,
-    acc: tl.tensor,
-    top: tl.tensor,
-    total: tl.tensor,
-    page: tl.tensor,
-    token: tl.tensor,
-    start: tl.tensor,
-    tokens: tl.tensor,
-    k_ptr: tl.tensor,
-    v_ptr: tl.tensor,
-    stride_kb: tl.tensor,
-    stride_ks: tl.tensor,
-    stride_kd: tl.tensor,
-    stride_vb: tl.tensor,
-    stride_vs: tl.tensor,
-    stride_vd: tl.tensor,
-    scale: tl.tensor,
-    cap: tl.tensor,
-    HAS_CAP: tl.constexpr,
-    DIM: tl.constexpr,
-    PADDED_DIM: tl.constexpr,
-    VALUE_DIM: tl.constexpr,
-    PADDED_VALUE_DIM: tl.constexpr,
-    TILE: tl.constexpr,
-    ALIGNED: tl.constexpr,
-    MASKED: tl.constexpr,
+def _attend_tile(  # type: ignore[no-untyped-def]
+    q, acc, top, total, page, token, start, tokens, k_ptr, v_ptr,
+    stride_kb, stride_ks, stride_kd, stride_vb, stride_vs, stride_vd,
+    scale, cap,
+    HAS_CAP: tl.constexpr, DIM: tl.constexpr, PADDED_DIM: tl.constexpr, VALUE_DIM: tl.constexpr,
+    PADDED_VALUE_DIM: tl.constexpr, TILE: tl.constexpr, ALIGNED: tl.constexpr, MASKED: tl.constexpr,
     PRECISION: tl.constexpr,
-) -> tl.tensor:
+):  # fmt: skip
     """One step of the online softmax: weighted values, running maximum and running total of each row of ``q``."""
     held = start + tl.arange(0, TILE) < tokens
     k = _load_tile(k_ptr, page, token, stride_kb, stride_ks, stride_kd, held, DIM, PADDED_DIM, TILE, ALIGNED, MASKED)
@@ -128,52 +93,15 @@ def _attend_tile(
 
 
 @triton.jit
-def decode_kernel(
-    q_ptr: tl.tensor,
-    k_ptr: tl.tensor,
-    v_ptr: tl.tensor,
-    indices_ptr: tl.tensor,
-    counts_ptr: tl.tensor,
-    lengths_ptr: tl.tensor,
-    pages_ptr: tl.tensor,
-    sinks_ptr: tl.tensor,
-    out_ptr: tl.tensor,
-    lse_ptr: tl.tensor,
-    stride_qb: tl.tensor,
-    stride_qh: tl.tensor,
-    stride_qd: tl.tensor,
-    stride_kb: tl.tensor,
-    stride_kh: tl.tensor,
-    stride_ks: tl.tensor,
-    stride_kd: tl.tensor,
-    stride_vb: tl.tensor,
-    stride_vh: tl.tensor,
-    stride_vs: tl.tensor,
-    stride_vd: tl.tensor,
-    stride_ib: tl.tensor,
-    stride_ih: tl.tensor,
-    stride_ix: tl.tensor,
-    stride_pb: tl.tensor,
-    selected: tl.tensor,
-    capacity: tl.tensor,
-    splits: tl.tensor,
-    scale: tl.tensor,
-    cap: tl.tensor,
-    HAS_CAP: tl.constexpr,
-    GROUP: tl.constexpr,
-    ROWS: tl.constexpr,
-    DIM: tl.constexpr,
-    PADDED_DIM: tl.constexpr,
-    VALUE_DIM: tl.constexpr,
-    PADDED_VALUE_DIM: tl.constexpr,
-    BLOCK_SIZE: tl.constexpr,
-    PAGE_SIZE: tl.constexpr,
-    TILE: tl.constexpr,
-    ALONE: tl.constexpr,
-    ALIGNED: tl.constexpr,
-    CHUNK: tl.constexpr,
-    PRECISION: tl.constexpr,
-) -> None:
+def decode_kernel(  # type: ignore[no-untyped-def]
+    q_ptr, k_ptr, v_ptr, indices_ptr, counts_ptr, lengths_ptr, pages_ptr, sinks_ptr, out_ptr, lse_ptr,
+    stride_qb, stride_qh, stride_qd, stride_kb, stride_kh, stride_ks, stride_kd,
+    stride_vb, stride_vh, stride_vs, stride_vd, stride_ib, stride_ih, stride_ix, stride_pb,
+    selected, capacity, splits, scale, cap,
+    HAS_CAP: tl.constexpr, GROUP: tl.constexpr, ROWS: tl.constexpr, DIM: tl.constexpr, PADDED_DIM: tl.constexpr,
+    VALUE_DIM: tl.constexpr, PADDED_VALUE_DIM: tl.constexpr, BLOCK_SIZE: tl.constexpr, PAGE_SIZE: tl.constexpr,
+    TILE: tl.constexpr, ALONE: tl.constexpr, ALIGNED: tl.constexpr, CHUNK: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
     """One split of one row and KV head. Grid: batch, KV heads, splits.
 
     ``q [B, H, d]``; ``k``, ``v [B, Hkv, S, d]``, or ``[pages, Hkv, page, d]`` with ``pages [B, P]``;
@@ -265,17 +193,10 @@ def decode_kernel(
 
 
 @triton.jit
-def merge_kernel(
-    partial_ptr: tl.tensor,
-    lse_ptr: tl.tensor,
-    sinks_ptr: tl.tensor,
-    out_ptr: tl.tensor,
-    heads: tl.tensor,
-    splits: tl.tensor,
-    VALUE_DIM: tl.constexpr,
-    PADDED_VALUE_DIM: tl.constexpr,
-    PADDED_SPLITS: tl.constexpr,
-) -> None:
+def merge_kernel(  # type: ignore[no-untyped-def]
+    partial_ptr, lse_ptr, sinks_ptr, out_ptr, heads, splits,
+    VALUE_DIM: tl.constexpr, PADDED_VALUE_DIM: tl.constexpr, PADDED_SPLITS: tl.constexpr,
+):  # fmt: skip
     """The result of one row and query head from its splits. Grid: batch x query heads.
 
     ``partial [B, H, splits, dv]`` and ``lse [B, H, splits]`` as `decode_kernel` leaves them, ``out [B, H, dv]``.

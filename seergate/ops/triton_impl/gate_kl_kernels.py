@@ -20,19 +20,12 @@ MASKED = tl.constexpr(-1e30)
 
 
 @triton.jit
-def logit_tile(
-    qg_tile: tl.tensor,
-    kg_base: tl.tensor,
-    column: tl.tensor,
-    candidates: tl.tensor,
-    stride_kg: tl.tensor,
-    gate_scale: tl.tensor,
-    COLUMNS: tl.constexpr,
-    DIM: tl.constexpr,
-    PADDED_DIM: tl.constexpr,
-    COMPUTE: tl.constexpr,
-    PRECISION: tl.constexpr,
-) -> tuple[tl.tensor, tl.tensor]:
+def logit_tile(  # type: ignore[no-untyped-def]
+    qg_tile, kg_base, column, candidates,
+    stride_kg,
+    gate_scale,
+    COLUMNS: tl.constexpr, DIM: tl.constexpr, PADDED_DIM: tl.constexpr, COMPUTE: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
     """The gate's logits ``[ROWS, COLUMNS]`` and its keys ``[COLUMNS, PADDED_DIM]`` from block ``column`` on."""
     blocks = column + tl.arange(0, COLUMNS)
     dims = tl.arange(0, PADDED_DIM)
@@ -42,38 +35,14 @@ def logit_tile(
 
 
 @triton.jit(do_not_specialize=["tile_count", "tokens"], do_not_specialize_on_alignment=["weights"])
-def rows_kernel(
-    log_targets: tl.tensor,
-    qg: tl.tensor,
-    kg: tl.tensor,
-    tiles: tl.tensor,
-    weights: tl.tensor,
-    kl: tl.tensor,
-    dqg: tl.tensor,
-    delta: tl.tensor,
-    logits: tl.tensor,
-    tile_count: tl.tensor,
-    tokens: tl.tensor,
-    stride_ut: tl.tensor,
-    stride_uh: tl.tensor,
-    stride_qt: tl.tensor,
-    stride_qh: tl.tensor,
-    stride_kt: tl.tensor,
-    stride_kh: tl.tensor,
-    stride_dt: tl.tensor,
-    stride_dh: tl.tensor,
-    gate_scale: tl.tensor,
-    BLOCK_SIZE: tl.constexpr,
-    ROWS: tl.constexpr,
-    COLUMNS: tl.constexpr,
-    DIM: tl.constexpr,
-    PADDED_DIM: tl.constexpr,
-    COMPUTE: tl.constexpr,
-    WANT_DQG: tl.constexpr,
-    WANT_DELTA: tl.constexpr,
-    WANT_LOGITS: tl.constexpr,
+def rows_kernel(  # type: ignore[no-untyped-def]
+    log_targets, qg, kg, tiles, weights, kl, dqg, delta, logits, tile_count, tokens,
+    stride_ut, stride_uh, stride_qt, stride_qh, stride_kt, stride_kh, stride_dt, stride_dh,
+    gate_scale,
+    BLOCK_SIZE: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, DIM: tl.constexpr, PADDED_DIM: tl.constexpr,
+    COMPUTE: tl.constexpr, WANT_DQG: tl.constexpr, WANT_DELTA: tl.constexpr, WANT_LOGITS: tl.constexpr,
     PRECISION: tl.constexpr,
-) -> None:
+):  # fmt: skip
     """KL of a tile of rows and one KV head; the gradient of ``qg``; ``pi - p`` for `columns_kernel`.
 
     Two sweeps over the past blocks: the normalisers, then everything that needs them. Logits are computed in both,
@@ -153,28 +122,13 @@ def rows_kernel(
 
 
 @triton.jit(do_not_specialize=["tile_count"], do_not_specialize_on_alignment=["weights"])
-def columns_kernel(
-    delta: tl.tensor,
-    qg: tl.tensor,
-    tiles: tl.tensor,
-    weights: tl.tensor,
-    dkg: tl.tensor,
-    tile_count: tl.tensor,
-    stride_ut: tl.tensor,
-    stride_uh: tl.tensor,
-    stride_qt: tl.tensor,
-    stride_qh: tl.tensor,
-    stride_kt: tl.tensor,
-    stride_kh: tl.tensor,
-    gate_scale: tl.tensor,
-    BLOCK_SIZE: tl.constexpr,
-    ROWS: tl.constexpr,
-    COLUMNS: tl.constexpr,
-    DIM: tl.constexpr,
-    PADDED_DIM: tl.constexpr,
-    COMPUTE: tl.constexpr,
-    PRECISION: tl.constexpr,
-) -> None:
+def columns_kernel(  # type: ignore[no-untyped-def]
+    delta, qg, tiles, weights, dkg, tile_count,
+    stride_ut, stride_uh, stride_qt, stride_qh, stride_kt, stride_kh,
+    gate_scale,
+    BLOCK_SIZE: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, DIM: tl.constexpr, PADDED_DIM: tl.constexpr,
+    COMPUTE: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
     """Add a chunk's part to the gradient of some of the gate's keys, ``dkg [., kv_heads, DIM]`` in fp32.
 
     No two programs of a launch have a key in common, and launches follow each other: no atomics, always the same sum.
@@ -208,21 +162,12 @@ def columns_kernel(
 
 
 @triton.jit(do_not_specialize=["tile_count", "tokens", "wanted"], do_not_specialize_on_alignment=["recall"])
-def recall_kernel(
-    log_targets: tl.tensor,
-    logits: tl.tensor,
-    tiles: tl.tensor,
-    recall: tl.tensor,
-    tile_count: tl.tensor,
-    tokens: tl.tensor,
-    stride_ut: tl.tensor,
-    stride_uh: tl.tensor,
-    wanted: tl.tensor,
-    BLOCK_SIZE: tl.constexpr,
-    ROWS: tl.constexpr,
-    TURN: tl.constexpr,
-    WIDTH: tl.constexpr,
-) -> None:
+def recall_kernel(  # type: ignore[no-untyped-def]
+    log_targets, logits, tiles, recall, tile_count, tokens,
+    stride_ut, stride_uh,
+    wanted,
+    BLOCK_SIZE: tl.constexpr, ROWS: tl.constexpr, TURN: tl.constexpr, WIDTH: tl.constexpr,
+):  # fmt: skip
     """Teacher's share in the gate's ``wanted`` best past blocks, ``recall [kv_heads, tokens]``, of ``TURN`` rows.
 
     Of blocks with equal logits the earlier are the better.

@@ -7,10 +7,7 @@ import triton.language as tl
 
 
 @triton.jit
-def capped(
-    scores: tl.tensor,
-    softcap: tl.tensor,
-) -> tl.tensor:
+def capped(scores, softcap):  # type: ignore[no-untyped-def]
     """``softcap * tanh(scores / softcap)``, from an exponential that cannot overflow."""
     small = tl.exp(tl.abs(scores) * (-2.0 / softcap))
     size = softcap * (1.0 - small) / (1.0 + small)
@@ -18,7 +15,7 @@ def capped(
 
 
 @triton.jit
-def ordered(scores: tl.tensor) -> tuple[tl.tensor, tl.tensor]:
+def ordered(scores):  # type: ignore[no-untyped-def]
     """Finite fp32 ``scores``, and uint32 of the same order; NaN is lowest, negative zero equals zero."""
     largest: tl.constexpr = 3.4028234663852886e38
     bounded = tl.where(scores == scores, tl.minimum(tl.maximum(scores, -largest), largest), -largest)  # NaN differs
@@ -28,11 +25,7 @@ def ordered(scores: tl.tensor) -> tuple[tl.tensor, tl.tensor]:
 
 
 @triton.jit
-def last_needed(
-    keys: tl.tensor,
-    weights: tl.tensor,
-    wanted: tl.tensor,
-) -> tl.tensor:
+def last_needed(keys, weights, wanted):  # type: ignore[no-untyped-def]
     """Per row, the largest uint32 such that the weights of ``keys [rows, n]`` from it upwards sum to ``wanted``.
 
     Found bit by bit from the highest: 32 sums, whatever ``n`` is. 0 if all weights together are too few.
@@ -48,11 +41,7 @@ def last_needed(
 
 
 @triton.jit
-def best(
-    keys: tl.tensor,
-    candidates: tl.tensor,
-    wanted: tl.tensor,
-) -> tl.tensor:
+def best(keys, candidates, wanted):  # type: ignore[no-untyped-def]
     """Which of the ``candidates [rows, n]`` are the ``wanted`` with the highest keys; of equal ones the earlier."""
     last = last_needed(keys, candidates.to(tl.int32), wanted)[:, None]
     above = candidates & (keys > last)

@@ -20,24 +20,13 @@ nothing has to be exchanged between warps, which is what would cost most."""
 
 
 @triton.jit
-def pool_kernel(
-    k_ptr: tl.tensor,
-    lengths_ptr: tl.tensor,
-    out_ptr: tl.tensor,
-    stride_kb: tl.tensor,
-    stride_kh: tl.tensor,
-    stride_ks: tl.tensor,
-    stride_kd: tl.tensor,
-    capacity: tl.tensor,
-    MAX_AT: tl.constexpr,
-    MIN_AT: tl.constexpr,
-    AVG_AT: tl.constexpr,
-    KINDS: tl.constexpr,
-    BLOCK_SIZE: tl.constexpr,
-    ROWS: tl.constexpr,
-    DIM: tl.constexpr,
-    PADDED_DIM: tl.constexpr,
-) -> None:
+def pool_kernel(  # type: ignore[no-untyped-def]
+    k_ptr, lengths_ptr, out_ptr,
+    stride_kb, stride_kh, stride_ks, stride_kd,
+    capacity,
+    MAX_AT: tl.constexpr, MIN_AT: tl.constexpr, AVG_AT: tl.constexpr, KINDS: tl.constexpr, BLOCK_SIZE: tl.constexpr,
+    ROWS: tl.constexpr, DIM: tl.constexpr, PADDED_DIM: tl.constexpr,
+):  # fmt: skip
     """One block of one row and KV head. Grid: blocks, KV heads, batch.
 
     ``k [B, Hkv, S, d]``, ``lengths [B]`` or None for ``capacity``, ``out [B, Hkv, NB, KINDS * d]``. A kind's place is

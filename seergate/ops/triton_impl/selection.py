@@ -21,7 +21,7 @@ MAX_BLOCKS = 16384
 
 
 @triton.jit
-def _softmax(scores: tl.tensor, past: tl.tensor) -> tl.tensor:
+def _softmax(scores, past):  # type: ignore[no-untyped-def]
     """Over the past blocks; zero elsewhere, also where there is none."""
     top = tl.max(tl.where(past, scores, -3.4028234663852886e38), 1)[:, None]
     weight = tl.where(past, tl.exp(tl.minimum(scores - top, 0.0)), 0.0)
@@ -29,23 +29,12 @@ def _softmax(scores: tl.tensor, past: tl.tensor) -> tl.tensor:
 
 
 @triton.jit
-def select_kernel(
-    scores_ptr: tl.tensor,
-    lengths_ptr: tl.tensor,
-    indices_ptr: tl.tensor,
-    counts_ptr: tl.tensor,
-    stride_sb: tl.tensor,
-    stride_sh: tl.tensor,
-    stride_sn: tl.tensor,
-    budget: tl.tensor,
-    kept: tl.tensor,
-    sink_blocks: tl.tensor,
-    BLOCK_SIZE: tl.constexpr,
-    RULE: tl.constexpr,
-    LIMIT: tl.constexpr,
-    WIDTH: tl.constexpr,
-    KEPT_WIDTH: tl.constexpr,
-) -> None:
+def select_kernel(  # type: ignore[no-untyped-def]
+    scores_ptr, lengths_ptr, indices_ptr, counts_ptr,
+    stride_sb, stride_sh, stride_sn,
+    budget, kept, sink_blocks,
+    BLOCK_SIZE: tl.constexpr, RULE: tl.constexpr, LIMIT: tl.constexpr, WIDTH: tl.constexpr, KEPT_WIDTH: tl.constexpr,
+):  # fmt: skip
     """The blocks of one row and KV head. Grid: batch, KV heads.
 
     ``scores [B, Hkv, NB]``, ``lengths [B]``; ``indices [B, Hkv, kept]``, ``counts [B, Hkv]``. ``budget`` in blocks.

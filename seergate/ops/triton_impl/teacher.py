@@ -194,42 +194,16 @@ def attention_with_block_targets(
         return torch_impl.attention_with_block_targets(
             q, k, v, cu_seqlens, block_size, sm_scale, sinks=sinks, softcap=softcap
         )
-    out = q.new_empty(*q.shape[:2], v.shape[-1], dtype=v.dtype)
-    lse, targets = _run(Teacher(q, k, v, block_size, sm_scale, sinks, softcap), cu_seqlens, out)
-    return AttentionWithTargets(out, lse, targets)
-
-
-@torch.no_grad()
-def block_targets(
-    q: Tensor,
-    k: Tensor,
-    cu_seqlens: Tensor,
-    block_size: int,
-    sm_scale: float,
-    *,
-    sinks: Tensor | None,
-    softcap: float | None,
-) -> Tensor:
-    """The public op, once its arguments are checked."""
-    if not runs_here(q, block_size):
-        return torch_impl.block_targets(q, k, cu_seqlens, block_size, sm_scale, sinks=sinks, softcap=softcap)
-    _, targets = _run(Teacher(q, k, None, block_size, sm_scale, sinks, softcap), cu_seqlens, None)
-    log_sum = targets.logsumexp(-1, keepdim=True)
-    return targets.sub_(log_sum.masked_fill(log_sum.isneginf(), 0.0)).exp_()  # rows without a past block: exp(-inf)
-
-
-def _run(teacher: Teacher, cu_seqlens: Tensor, out: Tensor | None) -> tuple[Tensor, Tensor]:
-    """Log-sum-exp and log targets of the whole pack; fills ``out``."""
-    q, spans = teacher.q, packs.segments(cu_seqlens, len(teacher.q))
-    widest = max(-(-(end - start) // teacher.block_size) for start, end in spans)
+    teacher = Teacher(q, k, v, block_size, sm_scale, sinks, softcap)
+    spans = packs.segments(cu_seqlens, len(q))
+    widest = max(-(-(end - start) // block_size) for start, end in spans)
     pieces = [packs.Piece(start, 0, start, end, 1.0) for start, end in spans]
-    (tiles,) = packs.to_device(
-        [packs.row_tiles(pieces, teacher.launch(output=out is not None).rows, packed=True)], q.device
-    )
+    (tiles,) = packs.to_device([packs.row_tiles(pieces, teacher.launch(output=True).rows, packed=True)], q.device)
+    out = q.new_empty(*q.shape[:2], v.shape[-1], dtype=v.dtype)
     lse = q.new_empty(q.shape[:2], dtype=torch.float32)
     targets = torch.full((q.shape[0], teacher.kv_heads, widest), -torch.inf, dtype=torch.float32, device=q.device)
     teacher.attend(tiles, out, lse, targets)
-    return lse, targets
+    return AttentionWithTargets(out, lse, targets)
 
 
 def rows_in_one_piece(x: Tensor) -> Tensor:

@@ -24,13 +24,10 @@ TILE_FIELDS = tl.constexpr(6)
 
 
 @triton.jit
-def load_matrix(
-    pointers: tl.tensor,
-    row_mask: tl.tensor,
-    column_mask: tl.tensor,
-    ROWS_MASKED: tl.constexpr,
-    COLUMNS_MASKED: tl.constexpr,
-) -> tl.tensor:
+def load_matrix(  # type: ignore[no-untyped-def]
+    pointers, row_mask, column_mask,
+    ROWS_MASKED: tl.constexpr, COLUMNS_MASKED: tl.constexpr,
+):  # fmt: skip
     """A matrix of which some rows or columns may not exist; they read as zero. No mask where none is needed."""
     if ROWS_MASKED and COLUMNS_MASKED:
         return tl.load(pointers, mask=row_mask & column_mask, other=0.0)
@@ -43,18 +40,11 @@ def load_matrix(
 
 
 @triton.jit
-def raw_scores(
-    q: tl.tensor,
-    k_base: tl.tensor,
-    key: tl.tensor,
-    limit: tl.tensor,
-    stride_kt: tl.tensor,
-    KEYS: tl.constexpr,
-    DIM: tl.constexpr,
-    PADDED_DIM: tl.constexpr,
-    CHECK: tl.constexpr,
-    PRECISION: tl.constexpr,
-) -> tl.tensor:
+def raw_scores(  # type: ignore[no-untyped-def]
+    q, k_base, key, limit,
+    stride_kt,
+    KEYS: tl.constexpr, DIM: tl.constexpr, PADDED_DIM: tl.constexpr, CHECK: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
     """``q . k`` of ``KEYS`` keys from ``key`` on; keys from ``limit`` on count as zero vectors if ``CHECK``."""
     keys = tl.arange(0, KEYS)[None, :]
     dims = tl.arange(0, PADDED_DIM)[:, None]
@@ -64,14 +54,10 @@ def raw_scores(
 
 
 @triton.jit
-def block_maxima(
-    scores: tl.tensor,
-    running: tl.tensor,
-    key: tl.tensor,
-    M: tl.constexpr,
-    KEYS: tl.constexpr,
-    BLOCK_SIZE: tl.constexpr,
-) -> tuple[tl.tensor, tl.tensor]:
+def block_maxima(  # type: ignore[no-untyped-def]
+    scores, running, key,
+    M: tl.constexpr, KEYS: tl.constexpr, BLOCK_SIZE: tl.constexpr,
+):  # fmt: skip
     """Maxima over the blocks of a key tile, ``[M, max(1, KEYS / BLOCK_SIZE)]``.
 
     If a block takes several tiles, the maximum over those seen so far; ``running [M]`` carries it from tile to tile.
@@ -86,36 +72,14 @@ def block_maxima(
 
 
 @triton.jit
-def attention_step(
-    q: tl.tensor,
-    k_base: tl.tensor,
-    v_base: tl.tensor,
-    scratch: tl.tensor,
-    acc: tl.tensor,
-    total: tl.tensor,
-    top: tl.tensor,
-    running: tl.tensor,
-    key: tl.tensor,
-    limit: tl.tensor,
-    positions: tl.tensor,
-    candidates: tl.tensor,
-    stride_kt: tl.tensor,
-    stride_vt: tl.tensor,
-    scale: tl.tensor,
-    softcap: tl.tensor,
-    M: tl.constexpr,
-    KEYS: tl.constexpr,
-    BLOCK_SIZE: tl.constexpr,
-    DIM: tl.constexpr,
-    PADDED_DIM: tl.constexpr,
-    V_DIM: tl.constexpr,
-    PADDED_V_DIM: tl.constexpr,
-    HAS_CAP: tl.constexpr,
-    OUTPUT: tl.constexpr,
-    TARGETS: tl.constexpr,
-    DIAGONAL: tl.constexpr,
-    PRECISION: tl.constexpr,
-) -> tuple[tl.tensor, tl.tensor, tl.tensor, tl.tensor]:
+def attention_step(  # type: ignore[no-untyped-def]
+    q, k_base, v_base, scratch, acc, total, top, running, key, limit, positions, candidates,
+    stride_kt, stride_vt,
+    scale, softcap,
+    M: tl.constexpr, KEYS: tl.constexpr, BLOCK_SIZE: tl.constexpr, DIM: tl.constexpr, PADDED_DIM: tl.constexpr,
+    V_DIM: tl.constexpr, PADDED_V_DIM: tl.constexpr, HAS_CAP: tl.constexpr, OUTPUT: tl.constexpr,
+    TARGETS: tl.constexpr, DIAGONAL: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
     """One key tile of the online softmax. ``DIAGONAL`` if not every row sees every key of it."""
     scores = raw_scores(q, k_base, key, limit, stride_kt, KEYS, DIM, PADDED_DIM, DIAGONAL, PRECISION)
     if HAS_CAP:
@@ -146,50 +110,15 @@ def attention_step(
 
 
 @triton.jit(do_not_specialize=["tile_count", "turn"])
-def attention_kernel(
-    q: tl.tensor,
-    k: tl.tensor,
-    v: tl.tensor,
-    sinks: tl.tensor,
-    tiles: tl.tensor,
-    out: tl.tensor,
-    lse: tl.tensor,
-    log_targets: tl.tensor,
-    scratch: tl.tensor,
-    tile_count: tl.tensor,
-    kv_heads: tl.tensor,
-    scratch_width: tl.tensor,
-    stride_qt: tl.tensor,
-    stride_qh: tl.tensor,
-    stride_kt: tl.tensor,
-    stride_kh: tl.tensor,
-    stride_vt: tl.tensor,
-    stride_vh: tl.tensor,
-    stride_ot: tl.tensor,
-    stride_oh: tl.tensor,
-    stride_ut: tl.tensor,
-    stride_uh: tl.tensor,
-    scale: tl.tensor,
-    softcap: tl.tensor,
-    turn: tl.tensor,
-    LATER_TURN: tl.constexpr,
-    GROUP: tl.constexpr,
-    PACK: tl.constexpr,
-    ROWS: tl.constexpr,
-    KEYS: tl.constexpr,
-    COLUMNS: tl.constexpr,
-    BLOCK_SIZE: tl.constexpr,
-    DIM: tl.constexpr,
-    PADDED_DIM: tl.constexpr,
-    V_DIM: tl.constexpr,
-    PADDED_V_DIM: tl.constexpr,
-    HAS_SINKS: tl.constexpr,
-    HAS_CAP: tl.constexpr,
-    TWO_LOOPS: tl.constexpr,
-    OUTPUT: tl.constexpr,
-    TARGETS: tl.constexpr,
-    PRECISION: tl.constexpr,
-) -> None:
+def attention_kernel(  # type: ignore[no-untyped-def]
+    q, k, v, sinks, tiles, out, lse, log_targets, scratch, tile_count, kv_heads, scratch_width,
+    stride_qt, stride_qh, stride_kt, stride_kh, stride_vt, stride_vh, stride_ot, stride_oh, stride_ut, stride_uh,
+    scale, softcap, turn,
+    LATER_TURN: tl.constexpr, GROUP: tl.constexpr, PACK: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr,
+    COLUMNS: tl.constexpr, BLOCK_SIZE: tl.constexpr, DIM: tl.constexpr, PADDED_DIM: tl.constexpr, V_DIM: tl.constexpr,
+    PADDED_V_DIM: tl.constexpr, HAS_SINKS: tl.constexpr, HAS_CAP: tl.constexpr, TWO_LOOPS: tl.constexpr,
+    OUTPUT: tl.constexpr, TARGETS: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
     """Causal attention over packed segments; with ``TARGETS`` also the block targets, with ``OUTPUT`` the output.
 
     FlashAttention-2's forward. The highest score of each block goes to the program's own part of ``scratch``,
@@ -269,34 +198,14 @@ def attention_kernel(
 
 
 @triton.jit(do_not_specialize=["tile_count", "turn"])
-def maxima_kernel(
-    q: tl.tensor,
-    k: tl.tensor,
-    lse: tl.tensor,
-    tiles: tl.tensor,
-    log_targets: tl.tensor,
-    tile_count: tl.tensor,
-    kv_heads: tl.tensor,
-    stride_qt: tl.tensor,
-    stride_qh: tl.tensor,
-    stride_kt: tl.tensor,
-    stride_kh: tl.tensor,
-    stride_ut: tl.tensor,
-    stride_uh: tl.tensor,
-    scale: tl.tensor,
-    softcap: tl.tensor,
-    turn: tl.tensor,
-    LATER_TURN: tl.constexpr,
-    GROUP: tl.constexpr,
-    PACK: tl.constexpr,
-    ROWS: tl.constexpr,
-    KEYS: tl.constexpr,
-    BLOCK_SIZE: tl.constexpr,
-    DIM: tl.constexpr,
-    PADDED_DIM: tl.constexpr,
-    HAS_CAP: tl.constexpr,
+def maxima_kernel(  # type: ignore[no-untyped-def]
+    q, k, lse, tiles, log_targets, tile_count, kv_heads,
+    stride_qt, stride_qh, stride_kt, stride_kh, stride_ut, stride_uh,
+    scale, softcap, turn,
+    LATER_TURN: tl.constexpr, GROUP: tl.constexpr, PACK: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr, DIM: tl.constexpr, PADDED_DIM: tl.constexpr, HAS_CAP: tl.constexpr,
     PRECISION: tl.constexpr,
-) -> None:
+):  # fmt: skip
     """Block targets of rows whose ``lse [T, H]`` is known. No exponential per score: a product and a maximum.
 
     Scale, cap and the log-sum-exp are monotonic and per row, so they are applied to the maxima. Blocks strictly in
