@@ -72,7 +72,7 @@ def test_sharing_of_prefixes_remembers_no_steps():
         cache = DynamicCache()
         model.generate(prompt(30), max_new_tokens=20, num_beams=3, do_sample=False, past_key_values=cache)
         sharing = cache.layers[0].storage.pages.listener
-        assert not sharing._events and not sharing._reported
+        assert not sharing._calls and not sharing._reported
         del cache, sharing
         gc.collect()
         assert not handle.storage.sharing.gone
