@@ -109,6 +109,27 @@ def read_bandwidth(device: torch.device, repeats: int) -> float:
     return numbers.numel() * numbers.element_size() / (milliseconds * 1e-3)
 
 
+def random_model(vocabulary: int = 1024, **shape: Any) -> Any:
+    """A model of Qwen3's kind with random weights.
+
+    Args:
+        vocabulary: words.
+        **shape: ``hidden_size``, ``layers``, ``heads``, ``kv_heads``, ``head_dim``, and other fields of its
+            configuration.
+    """
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    names = {"layers": "num_hidden_layers", "heads": "num_attention_heads", "kv_heads": "num_key_value_heads"}
+    given = {"intermediate_size": 3 * shape["hidden_size"]} | {names.get(key, key): x for key, x in shape.items()}
+    config = AutoConfig.for_model(
+        "qwen3", vocab_size=vocabulary, max_position_embeddings=1 << 18, eos_token_id=None, pad_token_id=0, **given
+    )
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(config, dtype=config.dtype or torch.float32).eval()
+    model.generation_config.do_sample = False
+    return model.requires_grad_(False)
+
+
 def resident(reset_peak: bool = False) -> int:
     """Bytes of this process in memory, mapped files included: now, or the most since the peak was reset. On a GPU, of
     its memory.

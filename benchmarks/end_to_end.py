@@ -24,9 +24,9 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from common import arguments, resident, save, version
+from common import arguments, random_model, resident, save, version
 from torch import Tensor
-from transformers import AutoConfig, AutoModelForCausalLM, Cache, DynamicCache, PreTrainedModel, StaticCache
+from transformers import Cache, DynamicCache, PreTrainedModel, StaticCache
 from transformers.generation.streamers import BaseStreamer
 
 import seergate
@@ -67,9 +67,11 @@ class Way:
     growth: int = 0
     stats: dict[str, Any] = field(default_factory=dict)
 
-    def attached(self, model: PreTrainedModel) -> Any:
+    def attached(self, model: PreTrainedModel, **options: Any) -> Any:
         """The method on the model for a while."""
-        return nullcontext() if self.method is None else seergate.attached(model, self.method, storage=self.offload)
+        if self.method is None:
+            return nullcontext()
+        return seergate.attached(model, self.method, storage=self.offload, **options)
 
 
 class Clock(BaseStreamer):
@@ -90,23 +92,8 @@ class Clock(BaseStreamer):
 
 def build(options: argparse.Namespace) -> PreTrainedModel:
     """The model, with random weights."""
-    config = AutoConfig.for_model(
-        "qwen3",
-        vocab_size=1024,
-        hidden_size=options.hidden_size,
-        intermediate_size=3 * options.hidden_size,
-        num_hidden_layers=options.layers,
-        num_attention_heads=options.heads,
-        num_key_value_heads=options.kv_heads,
-        head_dim=options.head_dim,
-        max_position_embeddings=1 << 18,
-        eos_token_id=None,
-        pad_token_id=0,
-    )
-    torch.manual_seed(0)
-    model = AutoModelForCausalLM.from_config(config, dtype=options.dtype).to(options.device).eval()
-    model.generation_config.do_sample = False
-    return model.requires_grad_(False)
+    names = ("hidden_size", "layers", "heads", "kv_heads", "head_dim", "dtype")
+    return random_model(**{name: getattr(options, name) for name in names}).to(options.device)
 
 
 def ways(model: PreTrainedModel, options: argparse.Namespace, budget: int) -> dict[str, Way]:

@@ -30,7 +30,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
-from common import RESULTS, exact_decode, provenance, read_bandwidth, timed, timed_rotated
+from common import RESULTS, exact_decode, provenance, random_model, read_bandwidth, timed, timed_rotated
 from torch import Tensor
 
 from seergate import ops
@@ -263,28 +263,12 @@ def generation() -> Iterator[Row]:
         yield {"kernel": "generate", "case": f"{name} cache, 48 tokens read", "right": same}
 
 
-def small_model(**changes: int) -> Any:
-    """A model of Qwen3's kind with random weights in fp32."""
-    from transformers import AutoConfig, AutoModelForCausalLM
-
-    shape = {"hidden_size": 64, "intermediate_size": 96, "heads": 4, "kv_heads": 2, "head_dim": 16, "layers": 2}
-    shape |= {"vocabulary": 128} | changes
-    config = AutoConfig.for_model(
-        "qwen3",
-        vocab_size=shape["vocabulary"],
-        hidden_size=shape["hidden_size"],
-        intermediate_size=shape["intermediate_size"],
-        num_hidden_layers=shape["layers"],
-        num_attention_heads=shape["heads"],
-        num_key_value_heads=shape["kv_heads"],
-        head_dim=shape["head_dim"],
-        initializer_range=0.2 if shape["layers"] < 10 else 0.02,
-        max_position_embeddings=1 << 18,
-        eos_token_id=None,
-    )
-    dtype = torch.float32 if shape["layers"] < 10 else NARROW
+def small_model(**changes: Any) -> Any:
+    """A model of Qwen3's kind with random weights, in fp32 if it is small."""
+    shape: Row = {"hidden_size": 64, "intermediate_size": 96, "heads": 4, "kv_heads": 2, "head_dim": 16, "layers": 2}
+    shape |= {"vocabulary": 128, "initializer_range": 0.2, "dtype": torch.float32} | changes
     with DEVICE:  # weights are drawn where they will be: eight billion of them on a CPU take minutes
-        return AutoModelForCausalLM.from_config(config, dtype=dtype).eval()
+        return random_model(**shape)
 
 
 def decode_times() -> Iterator[Row]:
@@ -377,7 +361,8 @@ def model_times() -> Iterator[Row]:
     from seergate import methods
 
     full = {"hidden_size": 4096, "intermediate_size": 12288, "heads": 32, "kv_heads": 8, "head_dim": 128, "layers": 36}
-    model = small_model(**sizes(full | {"vocabulary": 32768}, {}))
+    full |= {"vocabulary": 32768, "initializer_range": 0.02, "dtype": NARROW}
+    model = small_model(**sizes(full, {}))
     bank = seergate.GateBank.for_model(model, seergate.GateConfig(block_size=sizes(64, 16), gate_dim=sizes(128, 16)))
     bank = bank.to(DEVICE, model.dtype)
     new = sizes(24, 3)

@@ -23,9 +23,8 @@ from typing import Any
 
 import torch
 from common import arguments, save
-from end_to_end import add_model_options, announce, build, generate
-from torch import Tensor
-from transformers import Cache, DynamicCache, PreTrainedModel, StaticCache
+from end_to_end import Way, add_model_options, build, fill, generate
+from transformers import PreTrainedModel
 
 import seergate
 from seergate import GateBank, GateConfig, methods
@@ -80,47 +79,24 @@ def kept_share(options: argparse.Namespace) -> list[dict[str, Any]]:
     return rows
 
 
-def filled(model: PreTrainedModel, method: methods.Method | None, length: int, room: int) -> Cache:
-    """A cache of random keys and values, the same for every method; transformers' static one for none."""
-    config = model.config
-    shape = (1, config.num_key_value_heads, length, config.head_dim)
-    cache = DynamicCache() if method is not None else StaticCache(config, max_cache_len=length + room)
-    mask = torch.ones(1, length, dtype=torch.long)
-    torch.manual_seed(0)
-    for layer in range(config.num_hidden_layers):
-        k_pre, values = torch.randn(shape, dtype=model.dtype), torch.randn(shape, dtype=model.dtype)
-        with seergate.attached(model, "dense") as handle:
-            keys = handle.bindings[layer].rotary.rotate(k_pre, torch.arange(length)[None])
-        if method is None:
-            cache.update(keys, values, layer)
-            continue
-        with seergate.attached(model, method) as handle:
-            announce(handle.bindings[layer].cache_layer(cache), k_pre, keys, values, mask)
-    return cache
-
-
 def pass_times(model: PreTrainedModel, length: int, draft: int, options: argparse.Namespace) -> dict[str, Any]:
     """Part two: one row."""
     bank = GateBank.for_model(model, GateConfig(options.block_size)).to(model.dtype)
     gate = methods.Gate(bank=bank, token_budget=options.budget)
-    ways = {"lossless": gate, "dense": methods.Dense(), "hf_static": None}
-    room = (options.rounds + 2) * options.tokens
-    caches = {name: filled(model, method, length, room) for name, method in ways.items()}
-    ids = dict.fromkeys(ways, torch.ones(1, length + 1, dtype=torch.long))
+    ways = {"lossless": Way(gate), "dense": Way(methods.Dense()), "hf_static": Way(static=True)}
+    fill(model, ways, torch.ones(1, length, dtype=torch.long), (options.rounds + 2) * options.tokens, options.budget)
     drafting, verifying, steps = list[float](), list[float](), {"dense": list[float](), "hf_static": list[float]()}
     for number in range(options.rounds + 1):
-        for name, method in ways.items():
-            text: Tensor = ids[name]
-            if method is None:
-                ids[name], times = generate(model, text, torch.ones_like(text), options.tokens, caches[name])
-            else:
-                correction = seergate.Lossless(draft) if name == "lossless" else None
-                with seergate.attached(model, method, correction=correction) as handle:
-                    ids[name], times = generate(model, text, torch.ones_like(text), options.tokens, caches[name])
-                    counted = handle.stats().get("lossless")
+        for name, way in ways.items():
+            correction = seergate.Lossless(draft) if name == "lossless" else None
+            with way.attached(model, correction=correction) as handle:
+                mask = torch.ones_like(way.ids)
+                way.ids, times = generate(model, way.ids, mask, options.tokens, way.cache)
+                counted = handle.stats() if handle is not None else {}
             if number == 0:
                 continue  # warms up
             if name == "lossless":
+                counted = counted["lossless"]
                 drafted = counted["draft_tokens"] * counted["cycles"]
                 drafting.append(1e3 * counted["draft_seconds"] / drafted)
                 verifying.append(1e3 * counted["verify_seconds"] / (counted["cycles"] + counted["plain_steps"]))

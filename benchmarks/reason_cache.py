@@ -22,8 +22,8 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from common import arguments, save
-from transformers import DynamicCache, Qwen3Config, Qwen3ForCausalLM
+from common import arguments, random_model, save
+from transformers import DynamicCache
 
 from seergate.hf.attach import attached
 from seergate.methods import Dense, Method, ReasonCache
@@ -32,24 +32,6 @@ from seergate.reason.paging import Paging
 
 BLANK_LINE = 1
 VOCABULARY = 512
-
-
-def make_model(width: int, layers: int) -> Qwen3ForCausalLM:
-    """A random model of some width, so that a step costs something."""
-    config = Qwen3Config(
-        vocab_size=VOCABULARY,
-        hidden_size=width,
-        intermediate_size=3 * width,
-        num_hidden_layers=layers,
-        num_attention_heads=8,
-        num_key_value_heads=2,
-        head_dim=width // 8,
-        max_position_embeddings=65536,
-        eos_token_id=None,
-        bos_token_id=None,
-        pad_token_id=0,
-    )
-    return Qwen3ForCausalLM(config).eval()
 
 
 class Words:
@@ -119,8 +101,9 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=2, help="of the measurement of a step")
     options = parser.parse_args()
     torch.set_num_threads(options.threads)
-    torch.manual_seed(0)
-    model, device = make_model(options.width, options.layers), torch.device("cpu")
+    shape = {"hidden_size": options.width, "layers": options.layers, "heads": 8, "kv_heads": 2}
+    shape["head_dim"] = options.width // 8
+    model, device = random_model(VOCABULARY, **shape), torch.device("cpu")
     texts = [make_text(options, seed) for seed in range(options.requests)]
     cap = options.rows * -(-options.length // options.page)
 

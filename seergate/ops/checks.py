@@ -32,6 +32,14 @@ def check_shape(name: str, x: Tensor, shape: Sequence[int | str]) -> None:
         raise ValueError(f"{name} has shape {list(x.shape)}; it must be [{', '.join(map(str, shape))}]")
 
 
+def check_integers(name: str, x: Tensor, shape: Sequence[int | str]) -> None:
+    """An int32 or int64 tensor of this shape."""
+    if not isinstance(x, Tensor) or x.dtype not in INDEX_DTYPES:
+        got = x.dtype if isinstance(x, Tensor) else type(x).__name__
+        raise ValueError(f"{name} is {got}; it must be an int32 tensor [{', '.join(map(str, shape))}]")
+    check_shape(name, x, shape)
+
+
 def check_same(name: str, x: Tensor, other_name: str, other: Tensor, *, dtype: bool = True) -> None:
     """Same device, and same dtype if asked."""
     if x.device != other.device:
@@ -68,10 +76,7 @@ def check_decode_tensors(q: Tensor, k: Tensor, v: Tensor, page_table: Tensor | N
 
 def check_page_table(page_table: Tensor, batch: int, pages: int, page_size: int, block_size: int) -> None:
     """Integers ``[B, P]``, each in ``0..pages - 1`` (values only in host memory); pages hold whole blocks."""
-    if not isinstance(page_table, Tensor) or page_table.dtype not in INDEX_DTYPES:
-        got = page_table.dtype if isinstance(page_table, Tensor) else type(page_table).__name__
-        raise ValueError(f"page_table is {got}; it must be an int32 tensor [B, P]")
-    check_shape("page_table", page_table, (batch, "P"))
+    check_integers("page_table", page_table, (batch, "P"))
     if page_size % block_size:
         raise ValueError(f"k has pages of {page_size} tokens; it must have a multiple of block_size, {block_size}")
     if readable(page_table) and page_table.numel():
@@ -114,10 +119,8 @@ def readable(x: Tensor) -> bool:
 
 def check_cu_seqlens(cu_seqlens: Tensor, tokens: int) -> None:
     """int32 or int64 ``[n + 1]``, from 0 to ``tokens``, never falling (values only in host memory)."""
-    if not isinstance(cu_seqlens, Tensor) or cu_seqlens.dtype not in INDEX_DTYPES:
-        got = cu_seqlens.dtype if isinstance(cu_seqlens, Tensor) else type(cu_seqlens).__name__
-        raise ValueError(f"cu_seqlens is {got}; it must be an int32 tensor")
-    if cu_seqlens.ndim != 1 or len(cu_seqlens) < 2:
+    check_integers("cu_seqlens", cu_seqlens, ("n + 1",))
+    if len(cu_seqlens) < 2:
         raise ValueError(f"cu_seqlens has shape {list(cu_seqlens.shape)}; it must be [n + 1] for n >= 1 segments")
     if not readable(cu_seqlens):
         return
@@ -128,10 +131,7 @@ def check_cu_seqlens(cu_seqlens: Tensor, tokens: int) -> None:
 
 def check_lengths(lengths: Tensor, batch: int, limit: int, limit_name: str, *, least: int = 1) -> None:
     """int32 or int64 ``[B]`` in ``least..limit`` (values only in host memory)."""
-    if not isinstance(lengths, Tensor) or lengths.dtype not in INDEX_DTYPES:
-        got = lengths.dtype if isinstance(lengths, Tensor) else type(lengths).__name__
-        raise ValueError(f"lengths is {got}; it must be an int32 or int64 tensor")
-    check_shape("lengths", lengths, (batch,))
+    check_integers("lengths", lengths, (batch,))
     if readable(lengths) and batch:
         low, high = (int(x) for x in lengths.aminmax())
         if low < least or high > limit:

@@ -13,10 +13,10 @@ from seergate.ops.checks import (
     check_block_size,
     check_decode_tensors,
     check_extras,
+    check_integers,
     check_lengths,
     check_same,
     check_scale,
-    check_shape,
     readable,
 )
 
@@ -67,11 +67,7 @@ def sparse_decode(
     check_block_size(block_size)
     capacity = check_decode_tensors(q, k, v, page_table, block_size)
     (batch, heads, dim), kv_heads = q.shape, k.shape[1]
-    if not isinstance(indices, Tensor) or indices.dtype not in (torch.int32, torch.int64):
-        got = indices.dtype if isinstance(indices, Tensor) else type(indices).__name__
-        raise ValueError(f"indices is {got}; it must be an int32 tensor [B, Hkv, K]")
-    if indices.ndim != 3 or indices.shape[:2] != (batch, kv_heads):
-        raise ValueError(f"indices has shape {list(indices.shape)}; it must be [{batch}, {kv_heads}, K]")
+    check_integers("indices", indices, (batch, kv_heads, "K"))
     check_same("indices", indices, "q", q, dtype=False)
     check_lengths(lengths, batch, capacity, "S")
     check_same("lengths", lengths, "q", q, dtype=False)
@@ -113,10 +109,7 @@ def _check_ascending(indices: Tensor) -> None:
 
 def _check_counts(counts: Tensor, indices: Tensor, lengths: Tensor, block_size: int) -> None:
     """Integers ``[B, Hkv]``; in host memory also that they count the blocks and the last one is the current one."""
-    if not isinstance(counts, Tensor) or counts.dtype not in (torch.int32, torch.int64):
-        got = counts.dtype if isinstance(counts, Tensor) else type(counts).__name__
-        raise ValueError(f"counts is {got}; it must be an int32 tensor [B, Hkv]")
-    check_shape("counts", counts, indices.shape[:2])
+    check_integers("counts", counts, indices.shape[:2])
     check_same("counts", counts, "indices", indices, dtype=False)
     if not readable(indices):
         return

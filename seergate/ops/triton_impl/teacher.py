@@ -60,6 +60,15 @@ class Teacher:
         v_dim = self.v.shape[-1] if output and self.v is not None else 0
         return teacher_launch(self.group, self.dim, v_dim, self.q.dtype, self.gpu)
 
+    def constants(self, launch: TeacherLaunch) -> dict[str, int | bool | str]:
+        """Compile-time arguments and options that both kernels have."""
+        return {
+            "GROUP": self.group, "PACK": launch.pack, "ROWS": launch.rows, "KEYS": launch.keys,
+            "BLOCK_SIZE": self.block_size, "DIM": self.dim, "PADDED_DIM": padded(self.dim),
+            "HAS_CAP": self.softcap is not None, "PRECISION": precision(self.q.dtype, self.gpu),
+            "num_warps": launch.num_warps, "num_stages": launch.num_stages,
+        }  # fmt: skip
+
     def attend(self, tiles: packs.Tiles, out: Tensor | None, lse: Tensor, targets: Tensor | None) -> None:
         """Fill ``lse [T, H]`` and, where given, ``out`` and the past cells of ``targets [rows, Hkv, width]``.
 
@@ -76,11 +85,6 @@ class Teacher:
         table = tiles.table.split(max(1, at_once)) if width else [tiles.table]
         scratch = lse.new_empty(width * tile * min(len(tiles), max(1, at_once)) * self.kv_heads)
         v = self.k if self.v is None else self.v
-        constants = attention_constants(
-            launch, self.group, self.block_size, self.dim, v.shape[-1],
-            sinks=self.sinks is not None, softcap=self.softcap is not None, output=out is not None,
-            targets=targets is not None, precision=precision(self.q.dtype, self.gpu),
-        )  # fmt: skip
         for part in table:
             for turn in range(0, self.group if len(part) else 0, launch.pack):
                 teacher_kernels.attention_kernel[(len(part) * self.kv_heads,)](
@@ -90,8 +94,10 @@ class Teacher:
                     *self.q.stride()[:2], *self.k.stride()[:2], *v.stride()[:2],
                     *((0, 0) if out is None else out.stride()[:2]),
                     *((0, 0) if targets is None else targets.stride()[:2]),
-                    self.scale, self.softcap or 1.0, turn,
-                    LATER_TURN=turn > 0, **constants, num_warps=launch.num_warps, num_stages=launch.num_stages,
+                    self.scale, self.softcap or 1.0, turn, LATER_TURN=turn > 0, COLUMNS=16,
+                    V_DIM=v.shape[-1], PADDED_V_DIM=padded(v.shape[-1]), HAS_SINKS=self.sinks is not None,
+                    TWO_LOOPS=launch.two_loops, OUTPUT=out is not None, TARGETS=targets is not None,
+                    **self.constants(launch),
                 )  # fmt: skip
 
     def log_targets(self, tiles: packs.Tiles, targets: Tensor, lse: Tensor, *, known: bool) -> None:
@@ -110,49 +116,12 @@ class Teacher:
     def maxima(self, tiles: packs.Tiles, lse: Tensor, targets: Tensor) -> None:
         """Fill the past cells of ``targets [rows, Hkv, width]`` for these tiles, given ``lse [T, H]``."""
         launch = self.launch()
-        constants = maxima_constants(
-            launch, self.group, self.block_size, self.dim,
-            softcap=self.softcap is not None, precision=precision(self.q.dtype, self.gpu),
-        )  # fmt: skip
         for turn in range(0, self.group if len(tiles) else 0, launch.pack):
             teacher_kernels.maxima_kernel[(len(tiles) * self.kv_heads,)](
                 self.q, self.k, lse, tiles.table, targets, len(tiles), self.kv_heads,
                 *self.q.stride()[:2], *self.k.stride()[:2], *targets.stride()[:2],
-                self.scale, self.softcap or 1.0, turn,
-                LATER_TURN=turn > 0, **constants, num_warps=launch.num_warps, num_stages=launch.num_stages,
+                self.scale, self.softcap or 1.0, turn, LATER_TURN=turn > 0, **self.constants(launch),
             )  # fmt: skip
-
-
-def attention_constants(
-    launch: TeacherLaunch,
-    group: int,
-    block_size: int,
-    dim: int,
-    v_dim: int,
-    *,
-    sinks: bool,
-    softcap: bool,
-    output: bool,
-    targets: bool,
-    precision: str,
-) -> dict[str, int | bool | str]:
-    """Compile-time arguments of `attention_kernel`."""
-    return {
-        "GROUP": group, "PACK": launch.pack, "ROWS": launch.rows, "KEYS": launch.keys, "COLUMNS": 16,
-        "BLOCK_SIZE": block_size, "DIM": dim, "PADDED_DIM": padded(dim), "V_DIM": v_dim, "PADDED_V_DIM": padded(v_dim),
-        "HAS_SINKS": sinks, "HAS_CAP": softcap, "TWO_LOOPS": launch.two_loops, "OUTPUT": output, "TARGETS": targets,
-        "PRECISION": precision,
-    }  # fmt: skip
-
-
-def maxima_constants(
-    launch: TeacherLaunch, group: int, block_size: int, dim: int, *, softcap: bool, precision: str
-) -> dict[str, int | bool | str]:
-    """Compile-time arguments of `maxima_kernel`."""
-    return {
-        "GROUP": group, "PACK": launch.pack, "ROWS": launch.rows, "KEYS": launch.keys, "BLOCK_SIZE": block_size,
-        "DIM": dim, "PADDED_DIM": padded(dim), "HAS_CAP": softcap, "PRECISION": precision,
-    }  # fmt: skip
 
 
 def runs_here(q: Tensor, block_size: int, *others: Tensor) -> bool:
