@@ -28,9 +28,6 @@ def join_rows(cache: Cache, arriving: Cache) -> None:
     """Put the rows of ``arriving`` after those of ``cache``, which may have seen more or fewer tokens.
 
     Afterwards the batch counts as left-padded to its longest row. ``arriving`` must not be used any more.
-
-    Raises:
-        SeergateError: if one of them has layers of another kind.
     """
     if not (rows_are_independent(cache) and rows_are_independent(arriving)):
         raise SeergateError("only caches whose layers are all gated can be joined")

@@ -243,11 +243,7 @@ class Offloaded(Growing):
         super().__init__()
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Offloaded:
-        """Refused: a copy would take as much slow memory again.
-
-        Raises:
-            SeergateError: always.
-        """
+        """Refused: a copy would take as much slow memory again."""
         raise SeergateError("an offloaded cache cannot be copied; read the prompt again into a new cache")
 
     # ---------------------------------------------------------------------------------------------------- storing
@@ -371,13 +367,7 @@ class Offloaded(Growing):
 
 
 class OffloadedMaker(StorageMaker):
-    """Makes the storages of offloaded caches.
-
-    Args:
-        offload: what the user asked for.
-        method: it selects.
-        layers: that can be gated.
-    """
+    """Makes the storages of offloaded caches."""
 
     def __init__(self, offload: Offload, method: SelectingMethod, layers: Sequence[int]) -> None:
         self.offload, self.method = offload, method

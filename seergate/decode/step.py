@@ -60,11 +60,7 @@ class GatedAttention:
         attention_mask: Tensor | None,
         **kwargs: Any,
     ) -> tuple[Tensor, Tensor | None]:
-        """Output ``[B, S, H, D]`` and attention weights or ``None``; arguments as of `hf.call.seergate_attention`.
-
-        Raises:
-            SeergateError: if the layer's method has not seen all of its tokens.
-        """
+        """Output ``[B, S, H, D]`` and attention weights or ``None``; arguments as of `hf.call.seergate_attention`."""
         layer, state = self.layer, self.layer.state
         if state is None:
             raise SeergateError(

@@ -121,12 +121,7 @@ class Trace:
 
 
 class TracedStats:
-    """Counters that also write a trace. Stands in for `DecodeStats`.
-
-    Args:
-        inner: the counters.
-        trace: the trace.
-    """
+    """Counters that also write a trace. Stands in for `DecodeStats`."""
 
     def __init__(self, inner: DecodeStats, trace: Trace) -> None:
         self._inner, self._trace = inner, trace

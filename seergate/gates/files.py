@@ -114,11 +114,7 @@ def read_card(directory: Path) -> str | None:
 
 
 def read_json(path: Path) -> Any:
-    """Read a JSON file that anybody may have written.
-
-    Raises:
-        SeergateError: if it cannot be read.
-    """
+    """Read a JSON file that anybody may have written."""
     try:
         if path.stat().st_size > MAX_JSON:
             raise ValueError(f"it has {path.stat().st_size} bytes")

@@ -164,11 +164,7 @@ def check_adapter(adapter: Adapter, source: str) -> None:
 
 
 def expected_shapes(adapter: Adapter, source: str) -> dict[str, tuple[int, ...]]:
-    """The tensors that the configuration of an adapter describes: name -> shape.
-
-    Raises:
-        SeergateError: if there can be no such gate.
-    """
+    """The tensors that the configuration of an adapter describes: name -> shape."""
     geometry = adapter.geometry
     try:
         with torch.device("meta"):

@@ -116,11 +116,7 @@ class Handle:
         setattr(decoder, _HANDLE, self)
 
     def new_layer(self, binding: LayerBinding, cache: Cache) -> GatedLayer:
-        """What takes the place of an empty layer of a cache.
-
-        Raises:
-            SeergateError: if it is not empty, of an unknown kind, or static where that cannot be.
-        """
+        """What takes the place of an empty layer of a cache."""
         found, method = cache.layers[binding.layer], self.method
         if isinstance(found, GatedLayer):
             static_length = found.static_length

@@ -85,12 +85,7 @@ def dense_function(implementation: str) -> DenseAttention:
 
 
 class Tap:
-    """Catches the RoPE inputs of one attention module as they pass, as ``[B, heads, S, D]`` views without a copy.
-
-    Args:
-        model: a supported one.
-        attention: its module.
-    """
+    """Catches the RoPE inputs of one attention module as they pass, as ``[B, heads, S, D]`` views without a copy."""
 
     def __init__(self, model: PreTrainedModel, attention: nn.Module) -> None:
         module: Any = attention
@@ -160,11 +155,7 @@ class AttentionSwap:
 
 
 class OneThread:
-    """Refuses a second thread while a forward pass of a decoder runs: what taps catch would be mixed up.
-
-    Args:
-        decoder: the stack of layers.
-    """
+    """Refuses a second thread while a forward pass of a decoder runs: what taps catch would be mixed up."""
 
     def __init__(self, decoder: nn.Module) -> None:
         # Thread, and weakly its input: gone once an error has ended the pass. A correction nests passes in its hooks.
@@ -225,13 +216,7 @@ class Attached(Protocol):
 
 
 class LayerBinding:
-    """One gated layer of an attached model.
-
-    Args:
-        handle: it belongs to.
-        layer: its index.
-        attention: its module.
-    """
+    """One gated layer of an attached model."""
 
     def __init__(self, handle: Attached, layer: int, attention: nn.Module) -> None:
         model = handle.model
@@ -274,11 +259,7 @@ class LayerBinding:
         return args, {**kwargs, CALL_KEYWORD: attention}
 
     def cache_layer(self, cache: Cache) -> GatedLayer:
-        """This layer of the cache, put into our form if it is still empty.
-
-        Raises:
-            SeergateError: for a cache that was filled without the method, or that offloads its layers by itself.
-        """
+        """This layer of the cache, put into our form if it is still empty."""
         if getattr(cache, "offloading", False):
             raise SeergateError("this cache offloads its layers, which seergate does not support; use a plain cache")
         layers, method = cache.layers, self.handle.method
@@ -332,11 +313,7 @@ def visible_slots(mask: Tensor) -> Tensor:
 
 
 def refuse_masked(layer: GatedLayer, valid: Tensor | None, new: int) -> None:
-    """Refuse a decoded token that is masked, if the method evicts: it learns from every one's query.
-
-    Raises:
-        SeergateError: naming the row.
-    """
+    """Refuse a decoded token that is masked, if the method evicts: it learns from every one's query."""
     if valid is None or new > 1 or not isinstance(layer.method, CompressingMethod):
         return
     for row, real in enumerate(valid[:, 0].tolist()):

@@ -90,11 +90,7 @@ def load(
 
 
 def check_base(name: str | os.PathLike[str], bank: GateBank, **options: Any) -> None:
-    """Compare the gates with the base model's configuration, before its weights are read.
-
-    Raises:
-        SeergateError: naming each field that differs.
-    """
+    """Compare the gates with the base model's configuration, before its weights are read."""
     needed = bank.geometry
     found = gate_geometry(skeleton(base_config(name, **options)), bank.config)
     # Frequencies are compared when the gates are attached: a skeleton has no buffers to read them from.

@@ -23,12 +23,7 @@ _DRAFTER = "_get_candidate_generator"  # makes what drafts during one assisted `
 
 
 class PromptReader:
-    """Stands in for a model's `_prefill`, which reads a prompt, and for what makes the drafter of assisted decoding.
-
-    Args:
-        model: to which a method is being attached.
-        passes: to be told.
-    """
+    """Stands in for a model's `_prefill`, which reads a prompt, and for what makes the drafter of assisted decoding."""
 
     def __init__(self, model: PreTrainedModel, passes: Passes) -> None:
         self.model, self.passes = generating(model), passes

@@ -53,11 +53,7 @@ def names_gates(method: Any) -> TypeGuard[str | os.PathLike[str]]:
 
 
 def check_decode_options(names: Iterable[str], others: Iterable[str] = ()) -> None:
-    """Refuse options that neither `DecodeConfig` nor ``others`` has.
-
-    Raises:
-        SeergateError: naming the first one, and the known one that is most like it.
-    """
+    """Refuse options that neither `DecodeConfig` nor ``others`` has."""
     known = [field.name for field in fields(DecodeConfig)]
     for name in sorted({*names} - {*known, *others}):
         near = difflib.get_close_matches(name, known, n=1)
@@ -66,33 +62,21 @@ def check_decode_options(names: Iterable[str], others: Iterable[str] = ()) -> No
 
 
 def check_dense_layers(method: Method, layers: int) -> None:
-    """Refuse dense layers that a model of so many layers does not have.
-
-    Raises:
-        SeergateError: naming them.
-    """
+    """Refuse dense layers that a model of so many layers does not have."""
     absent = sorted(set(method.dense_layers) - set(range(layers))) if isinstance(method, SelectingMethod) else []
     if absent:
         raise SeergateError(f"dense_layers names {absent}; the model has layers 0..{layers - 1}")
 
 
 def check_gates(model: PreTrainedModel, bank: Gates) -> None:
-    """Refuse gates that were made for another model.
-
-    Raises:
-        SeergateError: naming what differs.
-    """
+    """Refuse gates that were made for another model."""
     problems = bank.geometry.mismatches(families.gate_geometry(model, bank.config))
     if problems:
         raise SeergateError(f"these gates are for another model: {'; '.join(problems)}")
 
 
 def check_calibration(model: PreTrainedModel, method: Method) -> None:
-    """Refuse what was calibrated on other weights.
-
-    Raises:
-        SeergateError: saying so.
-    """
+    """Refuse what was calibrated on other weights."""
     if method.calibrated_on is not None and method.calibrated_on != fingerprint(model):
         raise SeergateError(
             f"{method.name!r} was calibrated on a model with other weights than this one, or in another dtype; run "

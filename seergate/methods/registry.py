@@ -74,11 +74,7 @@ def register(kind: AnyMethod) -> AnyMethod:
 
 
 def load_plugins(*modules: str) -> None:
-    """Import these modules, which register methods, and offer the methods of installed packages.
-
-    Raises:
-        SeergateError: if there is no such module.
-    """
+    """Import these modules, which register methods, and offer the methods of installed packages."""
     if modules and os.getcwd() not in sys.path:
         sys.path.append(os.getcwd())
     for module in modules:
@@ -128,11 +124,7 @@ def has_gates(name: str) -> bool:
 
 
 def option_names(name: str) -> set[str]:
-    """The options that `make_method` takes for a method, ``bank`` left out.
-
-    Raises:
-        SeergateError: for an unknown name.
-    """
+    """The options that `make_method` takes for a method, ``bank`` left out."""
     kind = method_class(name)
     if name.endswith(SUFFIX):
         own = option_names(name.removesuffix(SUFFIX))

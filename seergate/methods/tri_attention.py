@@ -158,11 +158,7 @@ class TriAttention(BudgetedMethod):
         return self.found.made.get("model")
 
     def new_state(self, spec: LayerSpec) -> LayerState:
-        """A fresh state.
-
-        Raises:
-            SeergateError: if the centres are another model's, or its RoPE was another one.
-        """
+        """A fresh state."""
         mean, pairs = self.found.mean.get(spec.layer), Pairs(spec.rotary, spec.head_dim, spec.device)
         modulus = self.found.modulus.get(spec.layer)
         shapes = ((spec.num_heads, spec.head_dim), (spec.num_heads, pairs.count))

@@ -87,11 +87,7 @@ REFUSED: dict[str, str] = {
 
 
 def text_config(model: PreTrainedModel) -> Any:
-    """The configuration of the language part.
-
-    Raises:
-        SeergateError: if this is no model of transformers.
-    """
+    """The configuration of the language part."""
     config: Any = getattr(model, "config", None)
     if not isinstance(model, nn.Module) or not hasattr(config, "get_text_config"):
         raise SeergateError(f"model is a {type(model).__name__}; it must be a causal language model of transformers")

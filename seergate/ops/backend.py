@@ -33,11 +33,7 @@ FILES = {
 
 
 def forced_backend() -> str | None:
-    """The backend that the environment asks for, or ``None``.
-
-    Raises:
-        ValueError: if it is not one of `BACKENDS`.
-    """
+    """The backend that the environment asks for, or ``None``."""
     name = os.environ.get(ENV_VAR) or None
     if name is not None and name not in BACKENDS:
         raise ValueError(f"{ENV_VAR} is {name!r}; it must be one of {', '.join(BACKENDS)}, or unset")
@@ -79,11 +75,7 @@ def _new_enough(device: torch.device) -> bool:
 
 
 def implementation(op: str, device: torch.device) -> Callable[..., Any]:
-    """The function that computes ``op`` for tensors of ``device``. Its arguments have been checked already.
-
-    Raises:
-        ValueError: see `choose`.
-    """
+    """The function that computes ``op`` for tensors of ``device``. Its arguments have been checked already."""
     run = getattr(sys.modules[_loaded(op, device)], op)
     if device.type in ("cpu", "cuda") and torch.is_autocast_enabled(device.type):
         run = _as_given(run, device.type)

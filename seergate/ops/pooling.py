@@ -40,11 +40,7 @@ def pool_keys(k: Tensor, block_size: int, kinds: Sequence[str] = KINDS, lengths:
 
 
 def check_kinds(kinds: Sequence[str]) -> tuple[str, ...]:
-    """The poolings as a tuple.
-
-    Raises:
-        ValueError: if they are not some of `KINDS`, each at most once.
-    """
+    """The poolings as a tuple; refused unless they are some of `KINDS`, each at most once."""
     if isinstance(kinds, str):
         raise ValueError(f"kinds is {kinds!r}; it must be a sequence such as ({kinds!r},)")
     if not isinstance(kinds, Sequence) or not all(isinstance(kind, str) for kind in kinds):

@@ -486,11 +486,7 @@ class CachePages:
 
 
 class Paged(Storage):
-    """The keys and values of one layer, in pages.
-
-    Args:
-        pages: of the cache.
-    """
+    """The keys and values of one layer, in pages."""
 
     shortens_rows = False  # the first layer would take back what later layers still read
 
@@ -499,11 +495,7 @@ class Paged(Storage):
         pages.join(self)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Paged:
-        """Refused: a page belongs to one cache.
-
-        Raises:
-            SeergateError: always.
-        """
+        """Refused: a page belongs to one cache."""
         raise SeergateError("a paged cache cannot be copied; repeat its rows instead (cache.batch_repeat_interleave)")
 
     # ---------------------------------------------------------------------------------------------------- storing

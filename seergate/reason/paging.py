@@ -75,9 +75,6 @@ def paging_of(reason: ReasonCache, given: Placement | None) -> Paging:
     Args:
         reason: the method.
         given: what the user asked for besides.
-
-    Raises:
-        SeergateError: if that is something else, or paging with sizes of its own.
     """
     if given is not None and not isinstance(given, Paging):
         raise SeergateError(f"{reason.name!r} shares pages; leave storage={given!r} out")
@@ -90,17 +87,8 @@ def paging_of(reason: ReasonCache, given: Placement | None) -> Paging:
 class Pager(StorageMaker):
     """Makes the storages of paged caches.
 
-    Args:
-        paging: what the user asked for.
-        model: it is attached to.
-        method: what decides what is read.
-        reason: the method that shares similar pages, if one does.
-
     Attributes:
         sharing: what shares pages, if anything does.
-
-    Raises:
-        SeergateError: if pages would cut blocks of the method.
     """
 
     def __init__(

@@ -34,16 +34,8 @@ Prompt = tuple[tuple[int, ...], Tensor, tuple[int, ...]]
 class Sharing:
     """What the caches of one handle have in common: the token ids of the forward pass, the worker, the accounts.
 
-    Args:
-        model: whose ids are read where they are embedded.
-        reason: the method that shares similar blocks, if one does.
-        prefixes: whether rows share the pages of equal beginnings.
-
     Attributes:
         evaluator, worker: what decides, and who lets it; ``None`` without ``reason``.
-
-    Raises:
-        SeergateError: if there is no tokenizer.
     """
 
     def __init__(self, model: PreTrainedModel, reason: ReasonCache | None, prefixes: bool) -> None:
@@ -62,11 +54,7 @@ class Sharing:
         self._ids = args[0] if args else kwargs.get("input")
 
     def take_ids(self) -> Tensor:
-        """The ids ``[B, S]`` of the forward pass that is going on.
-
-        Raises:
-            SeergateError: if the model was given embeddings.
-        """
+        """The ids ``[B, S]`` of the forward pass that is going on."""
         ids, self._ids = self._ids, None
         if ids is None:
             raise SeergateError("sharing of blocks compares token ids; give the model input_ids, not inputs_embeds")
@@ -137,12 +125,7 @@ class Sharing:
 
 
 class CacheSharing:
-    """Between a cache and the worker; for the evaluator it is the `Source` of its rows.
-
-    Args:
-        handle: of the model.
-        pages: of the cache.
-    """
+    """Between a cache and the worker; for the evaluator it is the `Source` of its rows."""
 
     def __init__(self, handle: Sharing, pages: CachePages) -> None:
         self.handle, self._pages = handle, weakref.ref(pages)
