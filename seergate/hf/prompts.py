@@ -23,7 +23,7 @@ _DRAFTER = "_get_candidate_generator"  # makes what drafts during one assisted `
 
 
 class PromptReader:
-    """Stands in for a model's `_prefill`, which reads a prompt, and for what makes the drafter of assisted decoding."""
+    """Stands in for a model's `_prefill`, which reads a prompt, and for what makes drafters of assisted decoding."""
 
     def __init__(self, model: PreTrainedModel, passes: Passes) -> None:
         self.model, self.passes = generating(model), passes
