@@ -1,4 +1,4 @@
-"""The gate's loss with gradients, and attention with block targets, beside PyTorch's plain attention: time and memory.
+"""The gate's loss with gradients, and attention with block targets, against the data flow that materialises both.
 
     python benchmarks/distill.py                                 # 8k to 128k on a GPU, 4k to 16k on a CPU
     python benchmarks/distill.py --threads 1 --block-sizes 16
@@ -6,8 +6,11 @@
 Nothing is timed before it is proven: odd packs against the reference in float64 first, then, on the very tensors that
 are timed, the last rows of the pack against float64. A wrong result ends the run.
 
-Extra memory is counted by torch's allocator, during a first call that is not timed. Then all take turns, and times are
-medians over the rounds.
+The baseline keeps what the published training code keeps: attention pooled to blocks for every query head ``[H, T,
+NB]``, its maximum over each group, the gate's logits and their log-softmax, with the loss by autograd. (There a kernel
+pools the attention; here a chunk of rows at a time does, so that scores do not count in its peak.) Its memory is what
+to compare; its time is that of PyTorch's eager operations. Extra memory is counted by torch's allocator, during a
+first call that is not timed. Then all take turns, and times are medians over the rounds.
 """
 
 from __future__ import annotations
@@ -29,6 +32,8 @@ from seergate.ops import reference
 from seergate.ops.backend import choose
 
 TOLERANCE = {torch.float32: 1e-4, torch.float16: 4e-3, torch.bfloat16: 2e-2}
+CHUNK_CPU, CHUNK_DEVICE = 2**20, 2**25
+"""Scores that the baseline holds at a time: few beside what it keeps, enough to fill the device."""
 PROVEN_ROWS = 16
 """The last rows, which see everything, that are computed in float64."""
 
@@ -152,6 +157,43 @@ def prove(block: int, options: argparse.Namespace) -> None:
             sys.exit(f"{name} has a relative error of {error:.1e} on {device}: nothing is timed")
 
 
+def materialised(case: Case) -> tuple[Tensor, Tensor, Tensor]:
+    """Loss and gradients of one segment by `materialised_loss`."""
+    loss = materialised_loss(case.q, case.k, case.qg, case.kg, case.block_size)
+    return loss.detach(), *torch.autograd.grad(loss, (case.qg, case.kg))
+
+
+def materialised_loss(q: Tensor, k: Tensor, qg: Tensor, kg: Tensor, size: int, begin: int = 0) -> Tensor:
+    """Loss of one segment, with pooled attention and logits as whole tensors in the inputs' dtype.
+
+    Args:
+        q: ``[length, heads, dim]``.
+        k: ``[length, KV heads, dim]``.
+        qg, kg: the gate's queries ``[length, KV heads, E]`` and keys ``[blocks, KV heads, E]``.
+        size: tokens per block.
+        begin: first row that counts.
+    """
+    (length, heads, dim), kv_heads, blocks = q.shape, k.shape[1], len(kg)
+    with torch.no_grad():
+        pooled = torch.empty(heads, length, blocks, device=q.device, dtype=q.dtype)
+        rows = max(1, (CHUNK_CPU if q.device.type == "cpu" else CHUNK_DEVICE) // length)
+        for head in range(heads):
+            keys = k[:, head * kv_heads // heads]
+            for first in range(0, length, rows):
+                end = min(length, first + rows)
+                scores = (q[first:end, head] @ keys[:end].T).float() / math.sqrt(dim)
+                scores.masked_fill_(torch.ones_like(scores, dtype=torch.bool).triu(first + 1), -math.inf)
+                probs = F.pad(scores.softmax(-1), (0, blocks * size - end))
+                pooled[head, first:end] = probs.view(end - first, blocks, size).amax(-1)
+        targets = pooled.view(kv_heads, -1, length, blocks).amax(1)
+        past = torch.arange(blocks, device=q.device) < torch.arange(length, device=q.device)[:, None] // size
+        targets = targets.masked_fill(~past, 0)
+        targets = (targets / (targets.sum(-1, keepdim=True) + 1e-9))[:, begin:]
+    logits = qg[begin:].transpose(0, 1) @ kg.permute(1, 2, 0) / math.sqrt(qg.shape[-1])
+    log_pi = logits.masked_fill(~past[begin:], -1e4 if q.dtype == torch.float16 else -1e20).log_softmax(-1)
+    return F.kl_div(log_pi.float(), targets.float(), reduction="sum") / (kv_heads * (length - max(begin, size)))
+
+
 def peak_bytes(run: Callable[[], Any], device: torch.device) -> int:
     """Most bytes allocated at once during ``run()``, beyond what was there before."""
     if device.type == "cuda":
@@ -188,16 +230,24 @@ def measure(length: int, block_size: int, options: argparse.Namespace) -> dict[s
         "gate_kl_given_lse": lambda: case.gate_kl(lse),
         "plain_attention": case.plain_attention,
     }
+    if length <= options.baseline_up_to:
+        runs["materialised"] = lambda: materialised(case)
+    losses = {}
     for name, run in runs.items():
         results: list[Any] = []
         peak = peak_bytes(lambda: results.append(run()), device)  # noqa: B023 (called at once)
         row[f"{name}_peak_mb"] = round(peak / 1e6, 1)
         if name == "attention_with_block_targets":
             lse.copy_(results[0].lse)
+        losses[name] = results.pop()[0].clone()
     for name, ms in timed_in_turns(runs, options.rounds, device).items():
         row |= {f"{name}_{which}_ms": round(value, 2) for which, value in ms.items()}
     row["gate_kl_tflops"] = round(case.flops / row["gate_kl_median_ms"] / 1e9, 3)
     row["given_lse_ratio"] = round(row["gate_kl_given_lse_median_ms"] / row["gate_kl_median_ms"], 3)
+    if "materialised" in runs:
+        row["materialised_loss_error"] = relative(losses["materialised"], losses["gate_kl"])
+        row["time_ratio"] = round(row["gate_kl_median_ms"] / row["materialised_median_ms"], 3)
+        row["memory_ratio"] = round(row["gate_kl_peak_mb"] / row["materialised_peak_mb"], 4)
     return row
 
 
@@ -206,6 +256,7 @@ def command_line() -> argparse.Namespace:
     parser = arguments(__doc__)
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--lengths", type=int, nargs="+", help="default: 8k 32k 64k 128k, on a CPU 4k 8k 16k")
+    parser.add_argument("--baseline-up-to", type=int, help="longest length to materialise; default: 32k, on a CPU 16k")
     parser.add_argument("--kv-heads", type=int, help="default: 8, on a CPU, which takes them one by one, 2")
     parser.add_argument("--group", type=int, default=4)
     parser.add_argument("--head-dim", type=int, default=128)
@@ -219,6 +270,7 @@ def command_line() -> argparse.Namespace:
     options = parser.parse_args()
     gpu = torch.device(options.device).type == "cuda"
     options.lengths = options.lengths or ([8192, 32768, 65536, 131072] if gpu else [4096, 8192, 16384])
+    options.baseline_up_to = options.baseline_up_to or (32768 if gpu else 16384)
     options.dtype = getattr(torch, options.dtype or ("bfloat16" if gpu else "float32"))
     options.rounds = options.rounds or (10 if gpu else 3)
     options.kv_heads = options.kv_heads or (8 if gpu else 2)

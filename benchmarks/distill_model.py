@@ -1,17 +1,23 @@
-"""A training step of a model with Qwen3-8B's geometry, cut to one and to two layers: is it as `seergate plan` says?
+"""A training step of a model with Qwen3-8B's geometry, cut to one and to two layers: memory and time, and as planned.
 
     python benchmarks/distill_model.py
     python benchmarks/distill_model.py --lengths 8192 32768 --sample-tokens 8192    # less attention, so much faster
 
 Real widths, random weights, a tiny vocabulary; by default one sequence fills the pack, which is slowest. Each cell of
 the table is a process of its own. It loads the model from a directory as a run does and takes one step of a short
-pack, so that weights, libraries and the optimizer's state are in memory; then the step that counts, which is
-`PlainEngine.accumulate` and `.update`, what `seergate train` repeats.
+pack, so that weights, libraries and the optimizer's state are in memory; then the step that counts. The ways are
+
+* `seergate`: `PlainEngine.accumulate` and `.update`, which is what `seergate train` repeats;
+* `frozen`: the model's own forward without gates, by transformers. What is above it, distillation costs;
+* `materialised`: the published data flow in the same model. In each layer attention pooled to blocks, targets, logits
+  and their log-softmax are whole tensors, and autograd keeps what it needs until all layers are through.
 
 Memory is what the kernel counts as resident (Linux only), so it holds libraries' buffers and what the allocator does
-not give back. ``peak`` is the most of the step above what was held before it; ``process`` is everything. Both, and the
-seconds, stand beside what `seergate plan` had predicted from the configuration alone. ``others_cpu`` is how many cores
-other programs used meanwhile: times of a row that is ``loaded`` are too long, its memory is right.
+not give back. ``peak`` is the most of the step above what was held before it; ``lesson`` the most that targets, loss
+and gradients of one gate need above what is there when they begin; ``process`` is everything. The last rows compare:
+what a second layer adds, what distillation adds to the frozen model's forward, and what `seergate plan` had predicted
+from the configuration alone. ``others_cpu`` is how many cores other programs used meanwhile: times of a row that is
+``loaded`` are too long, its memory is right.
 """
 
 from __future__ import annotations
@@ -21,16 +27,20 @@ import json
 import multiprocessing
 import os
 import resource
+import sys
 import tempfile
 import time
+from collections.abc import Callable, Iterator
 from concurrent.futures import ProcessPoolExecutor
+from contextlib import contextmanager
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import torch
-from common import arguments, resident, save
-from distill import prove
+from common import arguments, save
+from distill import TOLERANCE, materialised_loss, prove
+from torch import Tensor
 
 from seergate import GateBank
 from seergate.distill import TrainConfig, load_train_config
@@ -39,15 +49,86 @@ from seergate.distill.distributed import World
 from seergate.distill.engines import DistillModule, PlainEngine
 from seergate.distill.packing import PackedBatch
 from seergate.distill.plan import WORKING_BYTES, make_plan
+from seergate.gates.gate import AttnGate
+from seergate.hf import teacher_forward
+from seergate.hf.teacher_pass import TeacherCall
+from seergate.models import families
+from seergate.ops import GateKLStats
 from seergate.paths import shipped
 
+WAYS = ("seergate", "frozen", "materialised")
 VOCABULARY = 256
 SHORT = 256
 """Tokens of the pack that comes before the one that is measured."""
+TARGET_GB = 0.6
+"""Of extra memory per layer at 32k tokens and blocks of 64."""
 BUSY = 0.1
 """Cores used by other programs from which on a row counts as loaded."""
 GB = 1e9
 CPU = torch.device("cpu")
+
+
+class Resident:
+    """The process's memory as the kernel counts it, and the most of it since the last `restart`, in bytes."""
+
+    def __init__(self) -> None:
+        self.most = 0
+
+    def now(self) -> int:
+        """At this moment."""
+        return self._read("VmRSS")
+
+    def peak(self) -> int:
+        """The most since the last `restart`; also kept in ``most``, which no restart forgets."""
+        peak = self._read("VmHWM")
+        self.most = max(self.most, peak)
+        return peak
+
+    def restart(self) -> int:
+        """Begin a new peak; returns where it begins."""
+        self.peak()
+        Path("/proc/self/clear_refs").write_text("5")
+        return self.now()
+
+    @staticmethod
+    def _read(field: str) -> int:
+        lines = Path("/proc/self/status").read_text().splitlines()
+        return 1024 * next(int(line.split()[1]) for line in lines if line.startswith(f"{field}:"))
+
+
+class Materialising(teacher_forward.PackDistillation):
+    """The published lesson: no gradient in the forward, and a graph over all layers."""
+
+    def _distill(self, gate: AttnGate, call: TeacherCall, lse_TH: Tensor | None) -> None:
+        assert call.q_pre_BHSD is not None and call.k_pre_BKSD is not None
+        query, key = (x[0].transpose(0, 1) for x in (call.query_BHSD, call.key_BKSD))
+        begin = int(len(query) * self.options["row_start"])
+        with torch.enable_grad():
+            queries = gate.queries(call.q_pre_BHSD, self.positions)[0].transpose(0, 1)
+            keys = self._compressed_keys(gate, call.k_pre_BKSD)
+            self.losses.append(materialised_loss(query, key, queries, keys, self.bank.config.block_size, begin))
+        heads = key.shape[1]
+        nothing = torch.zeros(len(self.options["recall_budgets"]), heads)  # the published code does not report it
+        self.stats.append(GateKLStats(torch.zeros(heads), torch.tensor(len(query) - begin), nothing))
+
+
+@contextmanager
+def lessons_watched(resident: Resident, sizes: list[int]) -> Iterator[None]:
+    """Note what each layer's lesson adds to what is held when it begins."""
+    kind = teacher_forward.PackDistillation
+    teach = kind._distill
+
+    def watched(self: Any, *args: Any) -> None:
+        before = resident.restart()
+        teach(self, *args)
+        sizes.append(resident.peak() - before)
+        resident.restart()
+
+    kind._distill = watched  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        kind._distill = teach  # type: ignore[method-assign]
 
 
 def cores_used() -> tuple[float, float]:
@@ -74,88 +155,147 @@ def make_run(folder: Path, length: int, options: argparse.Namespace) -> TrainCon
     return load_train_config(str(folder), values)
 
 
-def make_engine(run: TrainConfig) -> PlainEngine:
-    """Load the model, and make what takes its steps."""
+def make_step(run: TrainConfig, way: str) -> Callable[[PackedBatch], float | None]:
+    """Load the model, and return what takes a step of a pack and gives its loss (none without gates)."""
     world = World(0, 1, 0, CPU)
     model = load_frozen(run.model, run, world)
+    if way == "frozen":
+
+        def forward(pack: PackedBatch) -> None:
+            with torch.no_grad():  # one sequence, whatever the samples
+                families.decoder_of(model)(input_ids=pack.input_ids, use_cache=False)
+
+        return forward
     torch.manual_seed(1)
     bank = GateBank.for_model(model, gate_config(run, model))
-    return PlainEngine(DistillModule(bank, model, run), run, world)
+    if way == "materialised":
+        bank = bank.to(getattr(torch, run.dtype))  # as published
+        teacher_forward.PackDistillation = Materialising  # type: ignore[misc]  # of this process only
+    engine = PlainEngine(DistillModule(bank, model, run), run, world)
+
+    def step(pack: PackedBatch) -> float:
+        loss = engine.accumulate(pack).loss
+        engine.update(lr=0.0)  # the whole step, but the gates of every cell stay alike
+        return float(loss)
+
+    return step
 
 
-def take_step(engine: PlainEngine, pack: PackedBatch) -> float:
-    """A whole step; its loss. Nothing is learnt, so that the gates of every cell stay alike."""
-    loss = engine.accumulate(pack).loss
-    engine.update(lr=0.0)
-    return float(loss)
-
-
-def measure(layers: int, length: int, folder: Path, options: argparse.Namespace) -> dict[str, Any]:
-    """One cell: a step, what the process held, and what the plan says of it."""
+def measure(way: str, layers: int, length: int, folder: Path, options: argparse.Namespace) -> dict[str, Any]:
+    """One cell: a step, what the process held, and for our way what the plan says of it."""
     torch.set_num_threads(options.threads)
     run = make_run(folder, length, options)
     plan = make_plan(run, device="cpu", measure=False)  # before the weights, as a user would
-    engine = make_engine(run)
+    step = make_step(run, way)
     random = torch.Generator().manual_seed(2)
     ids = torch.randint(0, VOCABULARY, (1, length), generator=random)
     borders = torch.tensor([*range(0, length, options.sample_tokens or length), length], dtype=torch.int32)
-    take_step(engine, PackedBatch(ids[:, :SHORT], torch.tensor([0, SHORT], dtype=torch.int32)))
-    before = resident(reset_peak=True)
+    step(PackedBatch(ids[:, :SHORT], torch.tensor([0, SHORT], dtype=torch.int32)))
+    resident, lessons = Resident(), []
+    before = resident.restart()
+    resident.most = 0
     (busy, own), started = cores_used(), time.perf_counter()
-    loss = take_step(engine, PackedBatch(ids, borders))
+    with lessons_watched(resident, lessons):
+        loss = step(PackedBatch(ids, borders))
     seconds = time.perf_counter() - started
     busy_after, own_after = cores_used()
-    most = resident()
+    resident.peak()
     others = max(0.0, (busy_after - busy - (own_after - own)) / seconds)
-    planned = make_plan(run, device="cpu", sample_tokens=options.sample_tokens).step_seconds
-    assert planned is not None
-    planned_peak = plan.memory.activations + WORKING_BYTES
-    return {
-        "layers": layers,
-        "length": length,
-        "sample_tokens": options.sample_tokens or length,
-        "seconds": round(seconds, 2),
-        "others_cpu": round(others, 2),
-        "loaded": others > BUSY,
-        "peak_gb": round((most - before) / GB, 3),
-        "process_gb": round(most / GB, 3),
-        "loss": loss,
-        "planned_peak_gb": round(planned_peak / GB, 3),
-        "planned_process_gb": round(plan.total / GB, 3),
-        "planned_seconds": round(planned, 2),
-        "peak_ratio": round(planned_peak / (most - before), 3),
-        "process_ratio": round(plan.total / most, 3),
-        "seconds_ratio": round(planned / seconds, 3),
-    }
+    row: dict[str, Any] = {"way": way, "layers": layers, "length": length}
+    row |= {"sample_tokens": options.sample_tokens or length}
+    row |= {"seconds": round(seconds, 2), "others_cpu": round(others, 2), "loaded": others > BUSY}
+    row |= {"peak_gb": round((resident.most - before) / GB, 3), "process_gb": round(resident.most / GB, 3)}
+    if loss is not None:
+        row |= {"loss": loss, "lesson_gb": round(max(lessons) / GB, 3)}
+    if way == "seergate":
+        planned = make_plan(run, device="cpu", sample_tokens=options.sample_tokens).step_seconds
+        assert planned is not None
+        planned_peak = plan.memory.activations + WORKING_BYTES
+        row |= {
+            "planned_peak_gb": round(planned_peak / GB, 3),
+            "planned_process_gb": round(plan.total / GB, 3),
+            "planned_seconds": round(planned, 2),
+            "peak_ratio": round(planned_peak / (resident.most - before), 3),
+            "process_ratio": round(plan.total / resident.most, 3),
+            "seconds_ratio": round(planned / seconds, 3),
+        }
+    return row
+
+
+def compare(rows: list[dict[str, Any]], options: argparse.Namespace) -> list[dict[str, Any]]:
+    """For each kind of pack, what distillation adds for a layer; and how the published data flow compares.
+
+    Raises:
+        SystemExit: if the two do not agree on the loss.
+    """
+    cells = {(row["length"], row["sample_tokens"], row["layers"], row["way"]): row for row in rows}
+    table = []
+    for length, sample in sorted({key[:2] for key in cells}):
+        for layers in (1, 2):
+            ours, frozen, theirs = (cells.get((length, sample, layers, way)) for way in WAYS)
+            if ours is None:
+                continue
+            out: dict[str, Any] = {"length": length, "sample_tokens": sample, "layers": layers}
+            out["lesson_gb"] = ours["lesson_gb"]
+            for way in WAYS:
+                one, two = (cells.get((length, sample, n, way)) for n in (1, 2))
+                if layers == 2 and one and two:
+                    out[f"{way}_second_layer_gb"] = round(two["peak_gb"] - one["peak_gb"], 3)
+            if frozen:
+                out["above_frozen_gb"] = round(ours["peak_gb"] - frozen["peak_gb"], 3)
+            if theirs:
+                error = abs(theirs["loss"] - ours["loss"]) / ours["loss"]
+                if not error < TOLERANCE[getattr(torch, options.dtype)]:
+                    sys.exit(f"at {length} tokens the two losses differ by {error:.1e}: nothing is compared")
+                out["materialised_loss_error"] = error
+                out["peak_ratio_to_materialised"] = round(ours["peak_gb"] / theirs["peak_gb"], 3)
+                out["lesson_ratio_to_materialised"] = round(ours["lesson_gb"] / theirs["lesson_gb"], 3)
+                out["time_ratio_to_materialised"] = round(ours["seconds"] / theirs["seconds"], 3)
+                out["times_loaded"] = ours["loaded"] or theirs["loaded"]
+            if length == 32768 and options.block_size == 64:
+                extra = [out[name] for name in ("lesson_gb", "seergate_second_layer_gb") if name in out]
+                out |= {"target_gb": TARGET_GB, "within_target": max(extra) <= TARGET_GB}
+            table.append(out)
+    return table
 
 
 def command_line() -> argparse.Namespace:
     """Options."""
     parser = arguments(__doc__)
     parser.add_argument("--lengths", type=int, nargs="+", default=[8192, 16384, 32768], help="tokens of a pack")
+    parser.add_argument("--ways", choices=WAYS, nargs="+", default=list(WAYS))
     parser.add_argument("--two-layers-up-to", type=int, default=32768, help="longest pack through two layers too")
+    parser.add_argument("--frozen-up-to", type=int, default=16384, help="longest pack without gates")
+    parser.add_argument("--materialised-up-to", type=int, default=8192, help="longest pack of the published data flow")
     parser.add_argument("--sample-tokens", type=int, help="tokens of each sequence in a pack [the whole pack]")
     parser.add_argument("--block-size", type=int, default=64)
     parser.add_argument("--dtype", choices=("bfloat16", "float32"), default="bfloat16", help="of the frozen model")
     parser.add_argument("--layers", type=int, choices=(1, 2), nargs="+", default=[1, 2])
+    parser.add_argument("--add", action="store_true", help="keep the cells of an earlier call on the same machine")
     options = parser.parse_args()
     if min(options.lengths) < 2 * options.block_size:
         parser.error(f"--lengths has {min(options.lengths)}; each must be at least two blocks")
+    if options.sample_tokens and "materialised" in options.ways and options.materialised_up_to > options.sample_tokens:
+        parser.error("--materialised-up-to is above --sample-tokens; that way takes one sequence per pack")
     if not Path("/proc/self/clear_refs").exists():
         parser.error("this machine has no /proc/self/clear_refs; memory is measured by it, on Linux")
     return options
 
 
 def main() -> None:
-    """Prove, measure, print, save."""
+    """Prove, measure, compare, print, save."""
     options = command_line()
     torch.set_num_threads(options.threads)
     torch.manual_seed(0)
     shape = {"group": 4, "head_dim": 128, "gate_dim": 128}
     prove(options.block_size, SimpleNamespace(device="cpu", dtype=getattr(torch, options.dtype), **shape))
     print("proven", flush=True)
+    longest = {"frozen": options.frozen_up_to, "materialised": options.materialised_up_to}
     described = {key: value for key, value in vars(options).items() if key != "output"}
-    name, rows = f"distill_model-cpu-{options.dtype}-{options.threads}t", list[dict[str, Any]]()
+    name, rows = f"distill_model-cpu-{options.dtype}-{options.threads}t", []
+    if options.add:
+        table = json.loads((options.output / f"{name}.json").read_text())["rows"]
+        rows = [row for row in table if "way" in row]
     with tempfile.TemporaryDirectory() as scratch:
         # A process per cell, which begins with nothing in memory.
         workers: dict[str, Any] = {"mp_context": multiprocessing.get_context("spawn"), "max_tasks_per_child": 1}
@@ -163,10 +303,15 @@ def main() -> None:
             for layers in options.layers:
                 pool.submit(write_base, Path(scratch) / str(layers), layers, options.dtype).result()
             for length in options.lengths:
-                for layers in (n for n in options.layers if n == 1 or length <= options.two_layers_up_to):
-                    rows.append(pool.submit(measure, layers, length, Path(scratch) / str(layers), options).result())
-                    print("  ".join(f"{field} {value}" for field, value in rows[-1].items()), flush=True)
-                    path = save(name, CPU, described, rows, options.output)
+                for way in (way for way in WAYS if way in options.ways and length <= longest.get(way, length)):
+                    for layers in (n for n in options.layers if n == 1 or length <= options.two_layers_up_to):
+                        folder = Path(scratch) / str(layers)
+                        rows.append(pool.submit(measure, way, layers, length, folder, options).result())
+                        print("  ".join(f"{field} {value}" for field, value in rows[-1].items()), flush=True)
+                        described["loaded"] = any(row["loaded"] for row in rows)
+                        path = save(name, CPU, described, rows + compare(rows, options), options.output)
+    for row in compare(rows, options):
+        print("  ".join(f"{field} {value}" for field, value in row.items()))
     print("saved", path)
 
 

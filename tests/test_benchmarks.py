@@ -20,12 +20,12 @@ from tests.running import ROOT, Done, run_script
 HEADS = "--threads 1 --kv-heads 2 --head-dim 16"
 SMALL = {
     "decode": f"{HEADS} --group 2 --gate-dim 8 --repeats 1 --seconds 0.01",
-    "distill": f"{HEADS} --group 3 --gate-dim 8 --block-sizes 16 --rounds 1 --lengths 100 256",
+    "distill": f"{HEADS} --group 3 --gate-dim 8 --block-sizes 16 --rounds 1 --lengths 100 256 --baseline-up-to 128",
     "end_to_end": f"{HEADS} --heads 4 --hidden-size 32 --rounds 1 --tokens 3",
     "lossless": f"{HEADS} --heads 4 --hidden-size 32 --problems 1 --variables 6 --new-tokens 12 --rounds 1 --tokens 5",
 }
 LONG = {
-    "distill_model": "--threads 1 --lengths 512 --layers 1",
+    "distill_model": "--threads 1 --lengths 512 --layers 1 --frozen-up-to 512 --materialised-up-to 512",
     "reason_cache": "--threads 1 --width 32 --requests 4 --length 192 --rounds 1",
     "reason_cache_accuracy": "--threads 1 --problems 1 --variables 6 --rounds 1",
 }
@@ -190,6 +190,10 @@ def test_distill(tmp_path: Path) -> None:
         assert max(row[f"{name}_error"] for name in ("loss", "dqg", "dkg")) < 1e-4
         for name in ("gate_kl", "gate_kl_given_lse", "attention_with_block_targets", "plain_attention"):
             assert row[f"{name}_median_ms"] > 0 and row[f"{name}_peak_mb"] >= 0
+    assert small["materialised_loss_error"] < 1e-5  # the baseline computes the same
+    ratio = small["gate_kl_median_ms"] / small["materialised_median_ms"]
+    assert small["time_ratio"] == pytest.approx(ratio, rel=0.1, abs=0.02)
+    assert "materialised_peak_mb" not in large
 
 
 def _wrong_loss(right, *a, **o):

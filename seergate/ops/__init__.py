@@ -14,3 +14,17 @@ from seergate.ops.pooling import pool_keys
 from seergate.ops.selection import Selection, select_blocks
 from seergate.ops.sparse_decode import sparse_decode
 from seergate.ops.teacher import AttentionWithTargets, attention_with_block_targets, block_targets
+
+__all__ = [
+    "AttentionWithTargets",
+    "GateKLStats",
+    "Selection",
+    "attention_with_block_targets",
+    "block_targets",
+    "dense_decode",
+    "gate_kl",
+    "pool_keys",
+    "select_blocks",
+    "sparse_decode",
+    "update_compressed_keys",
+]

@@ -167,7 +167,7 @@ def test_the_total_of_a_step_agrees_with_the_allocator() -> None:
 def test_what_was_measured_of_whole_processes_agrees_with_the_plan(tmp_path: Path) -> None:
     """By `benchmarks/distill_model.py`: what a step adds to what the process held, against what is planned today."""
     (table,) = RESULTS.glob("distill_model-cpu-*.json")
-    rows = json.loads(table.read_text())["rows"]
+    rows = [row for row in json.loads(table.read_text())["rows"] if row.get("way") == "seergate"]
     assert {(row["length"], row["layers"]) for row in rows} >= {
         (length, n) for length in (8192, 32768) for n in (1, 2)
     }
