@@ -66,7 +66,19 @@ class RowStats(DecodeStats):
         self.decode_steps = np.zeros(0)
         self.savings = np.zeros(0)  # of memory, by sharing blocks: ratios, summed over steps
         self.shares = False
+        self.before = self.decode_steps, list[int](), dict[int, Any]()
         self.curves: list[list[tuple[int, float, float]]] = []  # per row: tokens of context, read so far; bytes held
+
+    def begin_step(self) -> None:
+        """A step begins, which `take_back` may be asked to undo."""
+        self.before = self.decode_steps.copy(), [len(curve) for curve in self.curves], dict[int, Any]()
+
+    def take_back(self) -> None:
+        """Forget what the step has counted since `begin_step`. Figures of all rows together keep it."""
+        self.decode_steps, lengths, layers = self.before
+        self.curves = [curve[:length] for curve, length in zip(self.curves, lengths, strict=True)]
+        for layer, (sums, blocks) in layers.items():
+            self.by_layer[layer].sums, self.by_layer[layer].blocks = sums, blocks
 
     def saw_prompt(self, layer: int, resident_bytes: int, row_bytes: RowBytes) -> None:
         """See `DecodeStats`. These are the rows that `add_rows` is called for next."""
@@ -94,6 +106,7 @@ class RowStats(DecodeStats):
         super().record(reading)
         layer, seen, selection, block_size = reading.layer, reading.seen, reading.selection, reading.block_size
         counters = self.by_layer[layer]
+        self.before[2][layer] = counters.sums.copy(), counters.blocks
         counters.heads, counters.bytes_per_token = self.heads[layer], self.bytes_per_token[layer]
         counters.block_size = block_size
         ends = np.array(reading.step.ends)

@@ -32,7 +32,8 @@ from seergate.eval.memory import is_out_of_memory
 from seergate.eval.sampling import SampledRow, Sampling, TokenChooser
 from seergate.eval.task import Problem
 from seergate.hf.attach import Handle
-from seergate.methods.evicting import CompressingState
+from seergate.methods import ReasonCache
+from seergate.methods.evicting import CompressingMethod, CompressingState
 from seergate.methods.snapkv import SnapKVState
 from seergate.reason.sharing import saving_ratios
 from seergate.stats import own_bytes
@@ -131,6 +132,7 @@ class Batch:
         self.device = model.get_input_embeddings().weight.device
         self.lengths: list[int] = []  # tokens in the cache
         self.mask: Tensor | None = None  # [rows, slots]; kept only for caches whose rows share their slots
+        self.slots: int | None = None  # of the cache before the forward pass that is under way
 
     def __len__(self) -> int:
         return len(self.lengths)
@@ -186,7 +188,26 @@ class Batch:
             self.mask = None if self.mask is None else self.mask[rows]
         self.lengths = [self.lengths[row] for row in rows]
 
+    def take_back(self) -> bool:
+        """Undo the forward pass that has failed, if one has, so that the rows that were there before can go on.
+
+        A layer that the pass had reached forgets the token. Keys, values and compressed keys of older tokens are as
+        they were, to the last bit. What an evicting method has dropped in such a layer does not come back.
+
+        Returns:
+            Whether that was possible.
+        """
+        if self.slots is None or not self.lengths or not rows_are_independent(self.cache):
+            return False
+        ahead = [layer for layer in self.cache.layers if layer.get_seq_length() > self.slots]
+        if any(isinstance(layer.method, CompressingMethod) for layer in ahead):
+            return False
+        for layer in ahead:
+            layer.crop(self.slots)
+        return True
+
     def _forward(self, ids: Tensor, positions: Tensor, mask: Tensor | None, cache: Cache) -> Tensor:
+        self.slots = self.cache.get_seq_length()
         output = self.model(
             input_ids=ids,
             position_ids=positions,
@@ -195,6 +216,7 @@ class Batch:
             use_cache=True,
             logits_to_keep=1,
         )
+        self.slots = None
         return output.logits[:, -1]
 
 
@@ -243,8 +265,10 @@ class Engine:
     Args:
         model: in eval mode; may have a method attached.
         tokenizer: the model's.
-        batch_size: samples that run together, at most. It is halved whenever memory runs out; the samples that were
-            running then start anew (their random numbers too), the finished ones have been handed over.
+        batch_size: samples that run together, at most. It is halved whenever memory runs out. Where the failed forward
+            pass can be undone (`Batch.take_back`), half of the samples go on where they were, or all of them if it was
+            new ones that did not fit. The others start anew, their random numbers too: read again in one pass, their
+            tokens would have keys and values other than those that sparse steps gave them.
         limit: how long a sample may get.
         sampling: how tokens are chosen.
         on_finished: gets every sample in the step in which it ends.
@@ -332,13 +356,38 @@ class Engine:
         return rows
 
     def _back_off(self, together: int) -> None:
-        """Memory ran out on so many rows: go on with half as many. Those that have not ended start anew."""
+        """Memory ran out on so many rows: go on with half as many. The others start anew."""
         if together == 1 and self.rows:
             tokens = len(self.rows[0].prompt) + len(self.rows[0].tokens)
             raise SeergateError(f"not even one sample fits into memory, which ran out at {tokens} tokens")
         self.batch_size = max(1, together // 2)
-        self.again.extendleft(_Row(row.request, row.prompt, row.limit) for row in reversed(self.rows))
-        self._start_anew()
+        rows, count = self.rows, self._kept_on()
+        self.again.extendleft(_Row(row.request, row.prompt, row.limit) for row in reversed(rows[count:]))
+        self.rows = rows[:count]
+
+    def _kept_on(self) -> int:
+        """Undo what has failed, and drop the rows that there is no room for.
+
+        Returns:
+            How many rows are left, the first ones.
+        """
+        held, sharing = len(self.batch), self.handle is not None and isinstance(self.handle.method, ReasonCache)
+        count = held if held < len(self.rows) else min(held, self.batch_size)  # it was new rows that did not fit
+        correcting = self.handle is not None and self.handle.correction is not None
+        if not count or sharing or correcting or not self.batch.take_back():
+            return self._start_anew()
+        try:
+            if count < held:
+                self.batch.keep(list(range(count)))
+        except Exception as error:
+            if not is_out_of_memory(error):
+                raise
+            return self._start_anew()
+        if self.stats is not None:
+            self.stats.take_back()
+            self.stats.keep_rows(list(range(count)))
+        self._release()
+        return count
 
     def _next(self, source: Iterator[Request]) -> _Row | None:
         request = next(source, None)
@@ -352,11 +401,16 @@ class Engine:
             )
         return _Row(request, prompt, limit)
 
-    def _start_anew(self) -> None:
+    def _start_anew(self) -> int:
+        """Drop all rows: none is left."""
         self.batch, self.rows = Batch(self.model), list[_Row]()
         if self.handle is not None:
             self.handle.reset_stats()
             self.stats = self.handle.count_with(RowStats)
+        self._release()
+        return 0
+
+    def _release(self) -> None:
         gc.collect()
         if self.batch.device.type == "cuda":
             torch.cuda.empty_cache()
@@ -364,6 +418,8 @@ class Engine:
     def _advance(self, arriving: list[_Row]) -> None:
         """Let new rows read their prompts, or all rows take one token; hand over and drop what has ended."""
         began = time.perf_counter()
+        if self.stats is not None:
+            self.stats.begin_step()
         if arriving:
             moved, first = arriving, len(self.rows)
             self.rows = [*self.rows, *arriving]  # at once: they start anew too if there is no room for them

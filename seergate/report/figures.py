@@ -274,7 +274,7 @@ def _read_lengths(sweep: Sweep) -> list[str]:
     if sweep.dense is None:
         return ["without a dense run there is no length to compare with."]
     dense = sweep.dense.metrics["mean_tokens"]
-    longest = max((s for s in sweep.settings if s is not sweep.dense), key=lambda s: s.metrics["mean_tokens"])
+    longest = max(sweep.settings, key=lambda s: (s.metrics["mean_tokens"], s is not sweep.dense))
     ratio = longest.metrics["mean_tokens"] / dense
     lines = [
         f"dense answers take {dense:.0f} tokens on average; the longest, {longest.label}'s, take {ratio:.2f} times as "
