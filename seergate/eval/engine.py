@@ -298,6 +298,7 @@ class Engine:
         self.choose = TokenChooser(sampling)
         self.ends = end_ids(model, tokenizer)
         self.again = deque[_Row]()  # samples that ran out of memory and start anew
+        self.rows = list[_Row]()
         self.stats: RowStats | None = None
         self._start_anew()
 
@@ -403,7 +404,7 @@ class Engine:
 
     def _start_anew(self) -> int:
         """Drop all rows: none is left."""
-        self.batch, self.rows = Batch(self.model), list[_Row]()
+        self.batch, self.rows = Batch(self.model), []
         if self.handle is not None:
             self.handle.reset_stats()
             self.stats = self.handle.count_with(RowStats)

@@ -129,10 +129,11 @@ def _held(sweep: Sweep, path: Path) -> Path:
     """What a sequence holds while it grows, one line per setting."""
     plt = pyplot()
     figure, axis = plt.subplots(figsize=(6.8, 4.4))
-    for i, s in enumerate(sweep.settings):
+    names = [s.series for s in sweep.settings]
+    for s in sweep.settings:
         curve = read_curve(s, column=2)
-        colour = "k" if s is sweep.dense else plt.get_cmap("viridis")(i / len(sweep.settings))
-        axis.plot(list(curve), [held / 1e6 for held in curve.values()], color=colour, label=s.label)
+        how = {"linestyle": line_style(s.series, names), **style(s.series)}
+        axis.plot(list(curve), [held / 1e6 for held in curve.values()], label=s.label, alpha=0.8, **how)
     axis.set(xlabel="tokens of context", ylabel="held by a sequence (MB)", ylim=(0, None))
     axis.set_title(f"Memory while an answer grows\n{conditions(sweep)}", fontsize=10)
     axis.legend(**_LEGEND)
@@ -240,6 +241,13 @@ def _read_repeats(sweep: Sweep) -> list[str]:
     return [f"a step is alike to an earlier one if the cosine of their counts of words is more than {ALIKE}."]
 
 
+def _read_limit(sweep: Sweep) -> list[str]:
+    return [
+        f"{s.label}: {100 * s.metrics['truncation_rate']:.1f} % of the answers hit the length limit and count with it."
+        for s in sweep.settings
+    ]
+
+
 def _lengths_table(sweep: Sweep) -> str:
     rows = []
     for s in sweep.settings:
@@ -274,7 +282,7 @@ def _read_lengths(sweep: Sweep) -> list[str]:
     if sweep.dense is None:
         return ["without a dense run there is no length to compare with."]
     dense = sweep.dense.metrics["mean_tokens"]
-    longest = max(sweep.settings, key=lambda s: (s.metrics["mean_tokens"], s is not sweep.dense))
+    longest = max((s for s in sweep.settings if s is not sweep.dense), key=lambda s: s.metrics["mean_tokens"])
     ratio = longest.metrics["mean_tokens"] / dense
     lines = [
         f"dense answers take {dense:.0f} tokens on average; the longest, {longest.label}'s, take {ratio:.2f} times as "
@@ -409,7 +417,7 @@ LOOKS = {
     "costs": Look(None, _cost_and_accuracy, findings),
     "lengths": Look(length_plot, length_table, _read_lengths),
     "length_table": Look(None, length_table, _read_lengths),
-    "length_statistics": Look(None, _lengths_table, _read_lengths),
+    "length_statistics": Look(None, _lengths_table, _read_limit),
     "held": Look(_held, cost_table, _read_held),
     "entropy": Look(_entropy, _entropy_table, _read_entropy),
     "repeats": Look(None, _repeats_table, _read_repeats),

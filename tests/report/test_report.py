@@ -12,7 +12,7 @@ from seergate.errors import SeergateError
 from seergate.eval import RunOptions, make_task, sweep
 from seergate.eval.settings import grid
 from seergate.report import load_sweeps, write_report
-from seergate.report.figures import LOOKS
+from seergate.report.figures import LOOKS, ngram_entropy, repeated_steps
 from seergate.report.findings import cautions
 from seergate.report.tables import markdown
 from tests.eval import support
@@ -284,3 +284,18 @@ def test_figures_of_different_contexts_are_not_compared(runs, contexts):
     (sweep,) = load_sweeps(runs)
     assert "rank correlation" not in " ".join(LOOKS["proxies"].read(sweep))
     assert "rank correlation" not in LOOKS["proxies"].draw(sweep, runs / "x.png").with_suffix(".svg").read_text()
+
+
+def test_entropy_of_ngrams_by_hand():
+    """Of a b a b a: the 3-grams aba, bab, aba: log2 3 - 2/3 bits. All different: log2 of their number."""
+    assert ngram_entropy(["a", "b", "a", "b", "a"]) == pytest.approx(math.log2(3) - 2 / 3)
+    assert ngram_entropy(["a", "b", "c", "d"]) == 1 and ngram_entropy(["a", "a", "a", "a", "a"]) == 0
+    assert ngram_entropy(["a", "b", "a", "b"], n=1) == 1
+
+
+def test_repeated_steps_by_hand():
+    """(2, 1) and (2, 2) have the cosine 6 / sqrt(5 * 8) = .949; of a and b, or of a b and b c, it is at most .5."""
+    assert repeated_steps("a a b\n\na a b b\n \nb c") == (1, 3)
+    assert repeated_steps("a b. b c. a b. ") == (1, 3)
+    assert repeated_steps("one step. 3.5 apples\n\nand another") == (0, 2), "a blank line, and full stops are none"
+    assert repeated_steps("") == (0, 0)
