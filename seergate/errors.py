@@ -1,4 +1,9 @@
-"""The one error type for a user's mistake that is not about an argument's value, and how it quotes other errors."""
+"""The one error type for a user's mistake that is not about an argument's value, and what such sentences share."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterable
 
 
 class SeergateError(ValueError):
@@ -7,6 +12,24 @@ class SeergateError(ValueError):
     The message is one sentence that names what was wrong and what would be right. The command line prints it without a
     traceback and exits with 2, as it does for every `ValueError`.
     """
+
+
+def did_you_mean(name: str, known: Iterable[str]) -> str:
+    """The end of a sentence about a name that does not exist: the known one that is most like it, or all of them.
+
+    ``evaluate`` is like ``eval``, ``lr`` like ``learning_rate``, ``qest`` like ``quest``.
+    """
+    plain = {_plain(each): each for each in known}
+    word = _plain(name)
+    longer = [each for each in plain if len(word) > 2 and each.startswith(word)]
+    shorter = [each for each in plain if len(each) > 2 and word.startswith(each)]
+    spelled_out = [each for each in plain if word == "".join(part[:1] for part in each.split("_"))]
+    near = longer + shorter + spelled_out + difflib.get_close_matches(word, plain, n=1)
+    return f"did you mean {plain[near[0]]!r}?" if near else f"there are {', '.join(plain.values()) or 'none'}"
+
+
+def _plain(name: str) -> str:
+    return name.lower().lstrip("-").replace("-", "_")
 
 
 def how_to_install(extra: str) -> str:

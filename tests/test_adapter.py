@@ -170,7 +170,7 @@ def test_missing_places(tmp_path):
     (tmp_path / "file").write_text("")
     for source, message in (
         (tmp_path / "nowhere", "there is no directory .*nowhere"),
-        ("runs/none", "there is no directory runs/none, and .* the Hub"),
+        ("runs/none", r"there is no directory runs/none, and .*: the Hub could not be asked \("),
         (tmp_path / "file", "is a file"),
         ("org/does-not-exist", "could not be read from the Hub"),
     ):
@@ -189,6 +189,19 @@ def test_saving_the_base_never_leaks_gates(saved, tmp_path):
     assert plain.keys() <= tiny_model("qwen3").state_dict().keys()
     config = json.loads((tmp_path / "out" / "config.json").read_text())
     assert "seergate" not in json.dumps(config)
+
+
+def test_saving_a_model_with_gates_saves_both(saved, tmp_path):
+    bank, _ = saved
+    model = tiny_model("qwen3")
+    own = model.save_pretrained
+    with seergate.attached(model, bank, token_budget=16):
+        model.save_pretrained(tmp_path / "out")
+    assert model.save_pretrained == own, "detached, it is the model's own again"
+    again = type(model).from_pretrained(tmp_path / "out")
+    with seergate.attached(again, tmp_path / "out" / "gates", token_budget=16) as handle:
+        found, kept = handle.method.bank.state_dict(), bank.state_dict()
+        assert found.keys() == kept.keys() and all(torch.equal(found[name], kept[name]) for name in kept)
 
 
 def test_transformers_says_what_to_do(saved):

@@ -10,7 +10,7 @@ from seergate.errors import SeergateError
 PARSES_ITS_ARGUMENTS = False
 HELP = (
     "train variants of a run and compare them",
-    "Train variants of a run and compare them on held-out packs. Takes all options of seergate train.",
+    "Train variants of a run and compare them on held-out packs. Takes all options of seergate train, and:",
     ["seergate ablate block-size --model tiny-reasoner", "seergate ablate my-study.yaml --model Qwen3-0.6B"],
 )
 
@@ -24,7 +24,7 @@ def run_argv(argv: Sequence[str]) -> int:
     from seergate.cli.train import given_options, train_parser
     from seergate.distill.ablation import load_study, run_study, studies, table, variant_configs
 
-    parser = train_parser("seergate ablate", HELP[1], HELP[2])
+    parser = train_parser("seergate ablate", HELP[1], HELP[2], listed=False)
     known = ", ".join(studies())
     parser.add_argument("study", metavar="STUDY", help=f"one of {known}, all, or a .yaml file of your own")
     options = vars(parser.parse_args(argv))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import sys
 import time
+import warnings
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
@@ -27,6 +28,7 @@ class EvalProgress:
     def __init__(self, settings: int) -> None:
         self.settings, self.started, self.label = settings, 0, ""
         self.began, self.said = time.monotonic(), -math.inf
+        self.caught = warnings.catch_warnings()
         self.bar: Any = None
         self.task: Any = None
         if sys.stdout.isatty():
@@ -41,15 +43,23 @@ class EvalProgress:
             )
 
     def __enter__(self) -> EvalProgress:
+        self.caught.__enter__()
+        warnings.showwarning = self._warn
         if self.bar is not None:
             self.bar.start()
         return self
+
+    def _warn(self, message: Warning | str, *_: object) -> None:
+        """Say it in one line, above the bar; `warnings` says it with the place in the code."""
+        say = print if self.bar is None else self.bar.console.print
+        say(f"note: {' '.join(str(message).split())}")
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         if self.bar is not None:
             self.bar.stop()
+        self.caught.__exit__(kind, error, trace)
 
     def __call__(self, now: Progress) -> None:
         """Take note of a sample."""
@@ -58,14 +68,15 @@ class EvalProgress:
             self.started += 1
             if self.bar is not None:
                 self.task = self.bar.add_task(now.label, total=now.total, note="")
-        note = ""
-        if now.done:
+        notes = []
+        if now.done == now.total:  # before, it would be of those that end early
             error = "" if math.isnan(now.error) else f" ± {100 * now.error:.0f}"
-            note = f"{100 * now.correct / now.done:.0f}{error} % right"
-            if now.tokens:
-                note += f", {now.tokens / max(1e-9, now.seconds):.0f} tokens/s"
-            if now.eta:
-                note += f", {_time(now.eta)} left"
+            notes.append(f"{100 * now.correct / now.done:.0f}{error} % right")
+        if now.tokens:
+            notes.append(f"{now.tokens / max(1e-9, now.seconds):.0f} tokens/s")
+        if now.eta:
+            notes.append(f"{_time(now.eta)} left")
+        note = ", ".join(notes)
         if self.bar is not None:
             self.bar.update(self.task, completed=now.done, note=note)
         elif now.done and (now.done == now.total or time.monotonic() - self.said >= LINE_SECONDS):

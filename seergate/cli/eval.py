@@ -135,8 +135,7 @@ TASK_OPTIONS = {
 def plan_values(options: argparse.Namespace) -> dict[str, Any]:
     """What was given, under the names of `SweepPlan`."""
     given = {name: value for name, value in vars(options).items() if value is not None}
-    for name in ("command", "no_report"):
-        given.pop(name, None)
+    given.pop("no_report", None)
     task = {TASK_OPTIONS[name]: given.pop(name) for name in TASK_OPTIONS if name in given}
     return {**given, **({"task_options": task} if task else {})}
 

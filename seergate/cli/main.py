@@ -7,13 +7,11 @@ shows its traceback.
 from __future__ import annotations
 
 import argparse
-import difflib
 import importlib.util
 import os
 import sys
 from collections.abc import Sequence
 from types import ModuleType
-from typing import NoReturn
 
 from seergate.cli import (
     ablate,
@@ -33,7 +31,8 @@ from seergate.cli import (
     train,
 )
 from seergate.cli import eval as evaluation
-from seergate.errors import SeergateError, how_to_install, sentence
+from seergate.distill.config import Parser
+from seergate.errors import SeergateError, did_you_mean, how_to_install, sentence
 from seergate.openmp import bound_spinning
 from seergate.version import __version__
 
@@ -65,37 +64,17 @@ DRAWING = ("demo", "eval", "report", "sweep", "figure")
 """Commands that end with a report."""
 
 
-class Parser(argparse.ArgumentParser):
-    """Says in one sentence what was wrong with the arguments."""
-
-    def error(self, message: str) -> NoReturn:
-        """Print ``message`` and exit with 2."""
-        self.exit(USER_ERROR, f"error: {message} (see {self.prog} --help)\n")
-
-
-def build_parser() -> argparse.ArgumentParser:
-    """The parser of all commands."""
+def build_parser() -> Parser:
+    """The parser of ``seergate`` itself, which lists the commands; `_parser_of` makes the one of a command."""
     parser = Parser(
         prog="seergate",
         description="Learned sparse attention for frozen reasoning models: distil gates, decode with them, compare.",
         epilog="seergate COMMAND --help explains a command. Start with: seergate demo",
     )
     parser.add_argument("--version", action="version", version=f"seergate {__version__}")
-    commands = parser.add_subparsers(dest="command", metavar="COMMAND", parser_class=Parser)
+    commands = parser.add_subparsers(metavar="COMMAND")
     for name, module in COMMANDS.items():
-        summary, description, examples = module.HELP
-        command = commands.add_parser(
-            name,
-            help=summary,
-            description=description,
-            epilog="examples:\n" + "\n".join(f"  {line}" for line in examples),
-            formatter_class=argparse.RawDescriptionHelpFormatter,
-            add_help=module.PARSES_ITS_ARGUMENTS,
-            allow_abbrev=False,
-        )
-        module.add_arguments(command)
-        if name in TAKING_METHODS:
-            _add_plugin(command, argparse.SUPPRESS)
+        commands.add_parser(name, help=module.HELP[0])
     return parser
 
 
@@ -121,25 +100,27 @@ def _load_plugins(arguments: list[str]) -> list[str]:
     return others
 
 
-def _parser_of(module: ModuleType, prog: str) -> Parser:
-    """The parser of a command below a command."""
+def _parser_of(module: ModuleType, name: str) -> Parser:
+    """The parser of a command, or of one below it (``eval show``)."""
     _, description, examples = module.HELP
     parser = Parser(
-        prog=prog,
+        prog=f"seergate {name}",
         description=description,
         epilog="examples:\n" + "\n".join(f"  {line}" for line in examples),
         formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,
     )
     module.add_arguments(parser)
+    if name in TAKING_METHODS:
+        _add_plugin(parser, argparse.SUPPRESS)
     return parser
 
 
-def _check_plots(options: argparse.Namespace) -> None:
+def _check_plots(command: str, options: argparse.Namespace) -> None:
     """Refuse a report that could not be drawn, before the work that it would be about."""
-    if options.command not in DRAWING or getattr(options, "no_report", False):
+    if command not in DRAWING or getattr(options, "no_report", False):
         return
-    if options.command == "figure" and options.name == "table2":  # a table only
+    if command == "figure" and options.name == "table2":  # a table only
         return
     if importlib.util.find_spec("matplotlib") is None:
         without = ", or leave the report out with --no-report" if hasattr(options, "no_report") else ""
@@ -163,22 +144,19 @@ def main(argv: Sequence[str] | None = None) -> int:
         if not arguments:
             build_parser().print_help()
             return OK
-        name = arguments[0]
-        if not name.startswith("-") and name not in COMMANDS:
-            near = difflib.get_close_matches(name, COMMANDS, n=1)
-            hint = f"did you mean {near[0]!r}?" if near else f"there are {', '.join(COMMANDS)}"
-            print(f"error: there is no command {name!r}; {hint}", file=sys.stderr)
-            return USER_ERROR
-        if name in COMMANDS and not COMMANDS[name].PARSES_ITS_ARGUMENTS:
-            return int(COMMANDS[name].run_argv(arguments[1:]))
-        inner = getattr(COMMANDS.get(name), "SUBCOMMANDS", {}).get(arguments[1]) if len(arguments) > 1 else None
-        if inner is not None:
-            return int(inner.run(_parser_of(inner, f"seergate {name} {arguments[1]}").parse_args(arguments[2:])))
-        options, unknown = build_parser().parse_known_args(arguments)
-        if unknown:
-            Parser(prog=f"seergate {options.command}").error(f"unrecognized arguments: {' '.join(unknown)}")
-        _check_plots(options)
-        return int(COMMANDS[options.command].run(options))
+        name, *others = arguments
+        if name.startswith("-"):
+            build_parser().parse_args(arguments)
+        if name not in COMMANDS:
+            raise SeergateError(f"there is no command {name!r}; {did_you_mean(name, COMMANDS)}")
+        module = COMMANDS[name]
+        if not module.PARSES_ITS_ARGUMENTS:
+            return int(module.run_argv(others))
+        if others and others[0] in getattr(module, "SUBCOMMANDS", {}):
+            name, module, others = f"{name} {others[0]}", module.SUBCOMMANDS[others[0]], others[1:]
+        options = _parser_of(module, name).parse_args(others)
+        _check_plots(name, options)
+        return int(module.run(options))
     except KeyboardInterrupt:
         print("interrupted; what was finished is kept", file=sys.stderr)
         return INTERRUPTED
@@ -192,3 +170,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             raise
         print(f"error: {sentence(error)}", file=sys.stderr)
         return USER_ERROR
+
+
+if __name__ == "__main__":
+    sys.exit(main())

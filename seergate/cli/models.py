@@ -83,7 +83,8 @@ def load_model(
         torch.empty(0, device=place)
     except (RuntimeError, AssertionError) as error:
         raise SeergateError(
-            f"device is {device!r}, which PyTorch cannot use here; it must be cpu, cuda or cuda:N"
+            f"device is {device!r}; this machine has "
+            + ", ".join(["cpu", *(f"cuda:{number}" for number in range(torch.cuda.device_count()))])
         ) from error
     tokenizer = load_tokenizer(path)
     model = load_base(path, device=place, dtype=dtype if dtype == "auto" else getattr(torch, dtype))

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 PARSES_ITS_ARGUMENTS = False
 HELP = (
     "say what a training run needs: memory, time, disk",
-    "Say what a training run needs: memory, time, disk. Takes all options of seergate train.",
+    "Say what a training run needs: memory, time, disk. Takes all options of seergate train, and:",
     ["seergate plan --model Qwen3-8B --memory-gb 24", "seergate plan --model tiny-reasoner"],
 )
 
@@ -21,7 +21,7 @@ def run_argv(argv: Sequence[str]) -> int:
     """Print the plan; returns the exit code."""
     from seergate.cli.train import resolve, train_parser
 
-    parser = train_parser("seergate plan", HELP[1], HELP[2])
+    parser = train_parser("seergate plan", HELP[1], HELP[2], listed=False)
     group = parser.add_argument_group("plan")
     group.add_argument("--processes", type=int, default=1, help="processes that share the work [1]")
     group.add_argument("--memory-gb", type=float, help="memory of the GPU that will do it [this machine's]")

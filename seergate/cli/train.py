@@ -14,7 +14,7 @@ from typing import Any
 
 import yaml
 
-from seergate.distill.config import Parser, TrainConfig, load_train_config, option_parser, presets, read_yaml
+from seergate.distill.config import Parser, TrainConfig, load_train_config, option_parser, presets, read_options
 from seergate.errors import sentence
 from seergate.openmp import bound_spinning
 from seergate.paths import shipped
@@ -47,13 +47,14 @@ def run_argv(argv: Sequence[str]) -> int:
     return main(argv, "seergate train")
 
 
-def train_parser(prog: str | None, description: str, examples: Sequence[str]) -> Parser:
+def train_parser(prog: str | None, description: str, examples: Sequence[str], *, listed: bool = True) -> Parser:
     """The options of training, with what only a command line has.
 
     Args:
         prog: the command's name in its help.
         description: what the command does.
         examples: command lines for the end of the help.
+        listed: whether the help lists the options, which `seergate train --help` does.
     """
     known = textwrap.fill("presets: " + ", ".join(presets()), 100, subsequent_indent="  ", break_on_hyphens=False)
     epilog = "\n".join(("examples:", *(f"  {line}" for line in examples), "", known))
@@ -62,6 +63,9 @@ def train_parser(prog: str | None, description: str, examples: Sequence[str]) ->
     parser.add_argument(
         "--dry-run", action="store_true", help="print the resolved options and what the run will need, and stop"
     )
+    for action in parser._actions:
+        if not listed and action.dest not in ("help", "model"):
+            action.help = argparse.SUPPRESS
     parser.add_argument("--local_rank", "--local-rank", type=int, help=argparse.SUPPRESS)  # the deepspeed launcher's
     return parser
 
@@ -74,7 +78,7 @@ def given_options(options: dict[str, Any]) -> dict[str, Any]:
     """
     file, launched = options.pop("config", None), options.pop("local_rank", None) is not None
     options.pop("dry_run", None)
-    values = {**(read_yaml(Path(file)) if file else {}), **options}
+    values = {**(read_options(Path(file)) if file else {}), **options}
     # The deepspeed launcher's marks. A null in a file is "nothing said"; `--deepspeed none` is a choice.
     if values.get("deepspeed") is None and (launched or "CROSS_SIZE" in os.environ):
         values["deepspeed"] = ""

@@ -16,8 +16,8 @@ from pathlib import Path
 from typing import Any
 
 from seergate.distill.callbacks import EvalLog, StepLog
-from seergate.distill.config import TrainConfig, load_train_config, nearest, read_yaml
-from seergate.errors import SeergateError
+from seergate.distill.config import TrainConfig, load_train_config, read_yaml
+from seergate.errors import SeergateError, did_you_mean
 from seergate.paths import shipped
 
 RESULT = "ablation.json"
@@ -71,8 +71,7 @@ def load_study(name: str) -> Study:
     known = studies()
     path = known.get(name.lower(), Path(name))
     if name.lower() not in known and path.suffix not in (".yaml", ".yml"):
-        hint = nearest(name.lower(), list(known)) or f"; there are {', '.join(known)}, or give a .yaml file"
-        raise SeergateError(f"there is no study {name!r}{hint}")
+        raise SeergateError(f"there is no study {name!r}; {did_you_mean(name, known)} (or give a .yaml file)")
     content = read_yaml(path)
     variants, options = content.get("variants"), content.get("options") or {}
     if (

@@ -7,10 +7,9 @@ files and Python callers go through the same parser.
 from __future__ import annotations
 
 import argparse
-import difflib
 import math
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import MISSING, asdict, dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any, Literal, NoReturn, get_args, get_origin
@@ -19,7 +18,7 @@ import yaml
 
 from seergate.chain_sum import GIVENS, NAMES
 from seergate.config import POOLINGS, GateConfig
-from seergate.errors import SeergateError, first_line
+from seergate.errors import SeergateError, did_you_mean, first_line
 from seergate.paths import shipped
 
 DEFAULT_PRESET = "tiny-reasoner"
@@ -250,6 +249,7 @@ class TrainConfig(RunOptions, RecipeOptions, DataOptions, GateOptions, ModelOpti
         Raises:
             SeergateError: for a field that does not exist, with the nearest one that does, or of another type.
         """
+        _check_names(values)
         given = {name: value for name, value in values.items() if value is not None}  # None is always the default
         options = [f"--{name}={_text(value)}" for name, value in given.items()]
         return cls(**vars(option_parser(prog="").parse_args(options)))
@@ -272,7 +272,7 @@ class Parser(argparse.ArgumentParser):
         for text in unknown:
             name = text.partition("=")[0]
             known = [option for action in self._actions for option in action.option_strings]
-            self.error(f"{name!r} is not an option{nearest(name, known) if name.startswith('-') else ''}")
+            self.error(f"{name!r} is not an option{f'; {did_you_mean(name, known)}' if name.startswith('-') else ''}")
         return found
 
 
@@ -298,6 +298,7 @@ def option_parser(**arguments: Any) -> Parser:
         if get_origin(action.type) is tuple:
             action.type = _comma_separated(get_args(action.type)[0])
         action.default, action.required = argparse.SUPPRESS, False
+        action.option_strings = [text for text in action.option_strings if "_" not in text]  # read, but not listed
     return parser
 
 
@@ -307,12 +308,6 @@ def _comma_separated(kind: Callable[[str], Any]) -> Callable[[str], tuple[Any, .
 
     read.__name__ = f"comma-separated {kind.__name__}"
     return read
-
-
-def nearest(name: str, known: list[str]) -> str:
-    """The end of a sentence that suggests what was meant, or nothing."""
-    close = difflib.get_close_matches(name, known, n=1, cutoff=0.5)
-    return f"; did you mean {close[0]!r}?" if close else ""
 
 
 def presets() -> dict[str, Path]:
@@ -330,11 +325,33 @@ def read_yaml(path: Path) -> dict[str, Any]:
         values = yaml.safe_load(path.read_text())
     except FileNotFoundError:
         raise SeergateError(f"the configuration file {path} does not exist") from None
-    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
+    except (OSError, UnicodeDecodeError) as error:
         raise SeergateError(f"the configuration file {path} cannot be read: {first_line(error)}") from error
+    except yaml.YAMLError as error:
+        mark, problem = getattr(error, "problem_mark", None), getattr(error, "problem", None) or first_line(error)
+        where = "" if mark is None else f", line {mark.line + 1}, column {mark.column + 1}"
+        raise SeergateError(f"the configuration file {path}{where} is not YAML: {problem}") from error
     if not isinstance(values, dict):
         raise SeergateError(f"the configuration file {path} must hold 'option: value' lines")
     return values
+
+
+def read_options(path: Path) -> dict[str, Any]:
+    """The options of training in a YAML file.
+
+    Raises:
+        SeergateError: naming the file, as `read_yaml`, and for an option that does not exist.
+    """
+    values = read_yaml(path)
+    _check_names(values, f"{path}: ")
+    return values
+
+
+def _check_names(names: Iterable[str], where: str = "") -> None:
+    known = [item.name for item in fields(TrainConfig)]
+    for name in names:
+        if name not in known:
+            raise SeergateError(f"{where}{name!r} is not an option of training; {did_you_mean(str(name), known)}")
 
 
 def load_train_config(model: str | None = None, overrides: Mapping[str, Any] | None = None) -> TrainConfig:
@@ -356,15 +373,15 @@ def load_train_config(model: str | None = None, overrides: Mapping[str, Any] | N
     if Path(model).is_dir():
         pass
     elif model.lower() in known:
-        values = read_yaml(known[model.lower()])
+        values = read_options(known[model.lower()])
     elif _ORG_NAME.fullmatch(model):
         for path in known.values():
             preset = read_yaml(path)
             if preset.get("model", "").lower() == model.lower():
                 values = preset
     else:
-        hint = nearest(model.lower(), list(known)) or f"; the presets are {', '.join(known)}"
-        raise SeergateError(f"model {model!r} is neither a preset, nor a directory, nor a Hub id (org/name){hint}")
+        hint = did_you_mean(model, known)
+        raise SeergateError(f"model {model!r} is neither a directory, nor a Hub id (org/name), nor a preset; {hint}")
     overrides.pop("model", None)
     return TrainConfig.from_dict({**values, **overrides})
 

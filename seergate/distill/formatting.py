@@ -170,7 +170,8 @@ class Formatter:
         else:
             raise MalformedRow("no messages, prompt and completion, or text")
         if not isinstance(content, (str, list)):
-            raise MalformedRow(f"no {self.column}" if content is None else "neither messages nor text")
+            there = ", ".join(sorted(map(str, row)))
+            raise MalformedRow(f"no {self.column} among {there}" if content is None else "neither messages nor text")
         return content
 
     def _chat(self, turns: list[Any]) -> TrainingText:

@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any
 from seergate.chain_sum import make_problems
 from seergate.distill.config import CHAIN_SUM, TrainConfig
 from seergate.errors import SeergateError, first_line
+from seergate.gates import datasets_at_once, hub_reason
 
 if TYPE_CHECKING:
     from datasets import Dataset
@@ -240,11 +241,12 @@ def hub_sentences(config: TrainConfig) -> Iterator[None]:
     from huggingface_hub.errors import RepositoryNotFoundError, RevisionNotFoundError
 
     try:
-        yield
+        with datasets_at_once():
+            yield
     except SeergateError:
         raise
     except Exception as error:  # no network, unknown dataset, split or configuration: as many types as libraries
-        why = first_line(error)
+        why = hub_reason(error)
         if isinstance(error, RevisionNotFoundError):
             why = f"it has no revision {config.data_revision!r}"
         elif isinstance(error, RepositoryNotFoundError):

@@ -22,6 +22,7 @@ from typing import Any
 from seergate.errors import SeergateError
 from seergate.eval.grading import check_gold
 from seergate.eval.task import Problem, Task
+from seergate.gates import datasets_at_once, hub_reason
 
 MATH_INSTRUCTION = "\nPlease reason step by step, and put your final answer within \\boxed{}."
 CHOICE_INSTRUCTION = (
@@ -108,18 +109,18 @@ class HubTask:
         try:
             if source is not None:
                 return datasets.load_dataset(_local_format(source), data_files=str(source), split="train")
-            if self.revision is None:
-                return datasets.load_dataset("json", data_files=self.repository, split="train")
-            return datasets.load_dataset(self.repository, self.config, split=self.split, revision=self.revision)
+            with datasets_at_once():
+                if self.revision is None:
+                    return datasets.load_dataset("json", data_files=self.repository, split="train")
+                return datasets.load_dataset(self.repository, self.config, split=self.split, revision=self.revision)
         except StopIteration as error:  # of `datasets`; out of a generator it would come as a RuntimeError
             raise SeergateError(
                 f"the problems of {self.name!r} are missing: {source or self.address} is empty"
             ) from error
         except (OSError, ValueError, RuntimeError, datasets.exceptions.DatasetsError) as error:
-            cause = " ".join(str(error).split())[:300] or type(error).__name__
             raise SeergateError(
-                f"the problems of {self.name!r} cannot be read from {source or self.address}: {cause}; with a copy on "
-                "disk, give its path as --task-source"
+                f"the problems of {self.name!r} cannot be read from {source or self.address}: {hub_reason(error)}; "
+                "with a copy on disk, give its path as --task-source"
             ) from error
 
 

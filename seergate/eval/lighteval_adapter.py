@@ -21,11 +21,12 @@ from __future__ import annotations
 import argparse
 import hashlib
 import json
+import sys
 from pathlib import Path
 from typing import Any
 
-from seergate.errors import SeergateError, how_to_install
-from seergate.eval.lm_eval_adapter import add_model_arguments, attached_model, method_spec
+from seergate.errors import SeergateError, how_to_install, sentence
+from seergate.eval.harness import attached_model, method_spec
 from seergate.eval.settings import MethodSpec
 from seergate.fingerprint import fingerprint
 from seergate.hf.bank import GateBank
@@ -75,7 +76,12 @@ def main(argv: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(
         prog="python -m seergate.eval.lighteval_adapter", description="lighteval on seergate"
     )
-    add_model_arguments(parser)
+    parser.add_argument("--model", required=True, help="directory or Hub id")
+    parser.add_argument("--gates", help="directory or Hub id, for the method gate")
+    parser.add_argument("--method", default="dense", help="as `seergate eval` takes it: h2o:interval=16 [%(default)s]")
+    parser.add_argument("--budget", type=int, help="tokens per KV head and step")
+    parser.add_argument("--block-size", type=int, help="of methods that select blocks")
+    parser.add_argument("--batch-size", type=int, default=1, help="[%(default)s]")
     parser.add_argument("--tasks", required=True, help='lighteval tasks, such as "gsm8k|0"')
     parser.add_argument("--custom-tasks", help="a Python file with tasks of your own")
     parser.add_argument("--limit", type=int, help="only so many problems of each task")
@@ -83,9 +89,10 @@ def main(argv: list[str] | None = None) -> None:
     options = parser.parse_args(argv)
     from seergate.paths import resolve_model
 
-    model, _, bank = attached_model(options)
+    spec = method_spec(options.method, options.budget, options.block_size)
+    model, _, bank = attached_model(options.model, spec, options.gates)
     path = resolve_model(options.model)
-    name = name_of(path, model, method_spec(options), bank)
+    name = name_of(path, model, spec, bank)
     wrapped = harness_model(model, path, name, options.batch_size)
     from lighteval.logging.evaluation_tracker import EvaluationTracker
     from lighteval.pipeline import ParallelismManager, Pipeline, PipelineParameters
@@ -122,4 +129,7 @@ def _without_network() -> str:
 
 
 if __name__ == "__main__":
-    main()
+    try:
+        main()
+    except SeergateError as error:
+        sys.exit(f"error: {sentence(error)}")

@@ -14,6 +14,7 @@ from typing import Any
 from seergate.config import Correction, Lossless, Rectify
 from seergate.errors import SeergateError
 from seergate.methods import SelectingMethod, method_class, option_names
+from seergate.methods.registry import check_options
 
 WORDS: dict[str, Any] = {"true": True, "false": False, "none": None}
 LISTS = ("dense_layers",)
@@ -36,9 +37,7 @@ def read_method(text: str) -> tuple[str, dict[str, Any]]:
             raise SeergateError(
                 f"the method {text!r} has the option {part!r}; it must be OPTION=VALUE, as in {name}:OPTION=VALUE"
             )
-        if key not in known:
-            has = ", ".join(sorted(known)) or "none"
-            raise SeergateError(f"the method {name!r} has no option {key!r}; it has {has}")
+        check_options(name, [key], known)
         if key in options:
             raise SeergateError(f"the method {text!r} has the option {key!r} twice")
         options[key] = _list(key, value) if key in LISTS else _value(value)

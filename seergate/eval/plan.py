@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -11,7 +10,7 @@ from typing import Any, get_origin, get_type_hints
 import yaml
 from huggingface_hub.dataclasses import type_validator
 
-from seergate.errors import SeergateError, first_line
+from seergate.errors import SeergateError, did_you_mean, first_line
 from seergate.eval.matching import MEASURES
 from seergate.eval.runner import RunOptions
 from seergate.eval.sampling import Sampling
@@ -118,9 +117,7 @@ class SweepPlan:
         types, given = get_type_hints(cls), dict[str, Any]()
         for name, value in values.items():
             if name not in types:
-                near = difflib.get_close_matches(str(name), types, n=1)
-                hint = f"did you mean {near[0]!r}?" if near else f"it may have {', '.join(types)}"
-                raise SeergateError(f"{where} has no setting {name!r}; {hint}")
+                raise SeergateError(f"{where} has no setting {name!r}; {did_you_mean(str(name), types)}")
             if name == "dense_layers" and isinstance(value, list):  # [0, 1] is one choice; [[], [0, 1]] are two
                 choices = value if value and isinstance(value[0], list) else [value]
                 value = [tuple(choice) if isinstance(choice, list) else choice for choice in choices]

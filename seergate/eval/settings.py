@@ -104,7 +104,10 @@ class MethodSpec:
             ValueError: for an option out of range.
         """
         if self.has_gates and bank is None:
-            raise SeergateError(f"the method {self.name!r} needs gates: the directory or Hub repository of an adapter")
+            raise SeergateError(
+                f"the method {self.name!r} needs gates: give their directory or Hub id (org/name) with --gates; "
+                "`seergate train` makes gates for a model"
+            )
         known, kind = option_names(self.name), method_class(self.name)
         fields: dict[str, Any] = {
             "token_budget": self.token_budget,

@@ -6,7 +6,6 @@ over, so that naming a task costs nothing.
 
 from __future__ import annotations
 
-import difflib
 import inspect
 import json
 from collections.abc import Callable, Iterator
@@ -16,7 +15,7 @@ from typing import Any
 
 from seergate.chain_sum import GIVENS, NAMES, make_problems
 from seergate.config import is_int
-from seergate.errors import SeergateError
+from seergate.errors import SeergateError, did_you_mean
 from seergate.eval.grading import check_gold
 from seergate.eval.hub_tasks import HUB_TASKS, MATH_INSTRUCTION, PAPER_LENGTH, as_text
 from seergate.eval.sampling import Sampling
@@ -160,13 +159,10 @@ def make_task(name: str, **options: Any) -> Task:
     elif name.endswith((".jsonl", ".ndjson")):
         make, arguments = jsonl, (name,)
     else:
-        near = difflib.get_close_matches(name, TASKS, n=1, cutoff=0.5)
-        hint = f"did you mean {near[0]!r}? " if near else ""
-        raise SeergateError(f"there is no task {name!r}; {hint}known are {', '.join(TASKS)} and any .jsonl file")
+        raise SeergateError(f"there is no task {name!r}; {did_you_mean(name, TASKS)} (or give a .jsonl file)")
     known = list(inspect.signature(make).parameters)[len(arguments) :]
-    unknown = sorted(set(given) - set(known))
-    if unknown:
-        raise SeergateError(f"the task {name!r} has no option {', '.join(unknown)}; it has {', '.join(known)}")
+    for unknown in sorted(set(given) - set(known)):
+        raise SeergateError(f"the task {name!r} has no option {unknown!r}; {did_you_mean(unknown, known)}")
     for option, value in given.items():
         if option in _INTEGERS and not is_int(value):
             raise SeergateError(f"the task's {option} is {value!r}; it must be an integer")

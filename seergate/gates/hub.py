@@ -11,7 +11,7 @@ from dataclasses import replace
 from pathlib import Path, PurePosixPath
 from typing import Any
 
-from seergate.errors import SeergateError
+from seergate.errors import SeergateError, first_line
 from seergate.gates.card import CARD_FILE, PLOT_FILE, Source, has_own_text
 from seergate.gates.files import SIGN_FILE, read_card, save_adapter
 from seergate.gates.record import Adapter
@@ -21,6 +21,8 @@ OWN_NAME = re.compile(r"[\w-][\w.-]*")
 
 # huggingface_hub's own errors, and those of the HTTP library underneath, which is another one in each major version
 _CLIENTS = ("huggingface_hub", "httpx", "httpx2", "httpcore", "httpcore2", "requests", "urllib3")
+_UNREACHABLE = ("TransportError", "RequestException", "ConnectionError", "LocalEntryNotFoundError")
+"""Bases of what these clients raise where no answer comes; by name, as the library is another one."""
 _HINTS = {
     "RepositoryNotFoundError": "there is no such repository, or it is private and the token does not open it",
     "GatedRepoError": "there is no such repository, or it is private and the token does not open it",
@@ -44,11 +46,53 @@ def hub_errors(what: str) -> Iterator[None]:
         kind = type(error)
         if not isinstance(error, (OSError, ValueError)) and kind.__module__.split(".")[0] not in _CLIENTS:
             raise
-        status = getattr(getattr(error, "response", None), "status_code", None)
-        down = "the Hub is not well; try again later" if isinstance(status, int) and status >= 500 else None
-        hint = _HINTS.get(kind.__name__) or down or _HINTS.get(status or "")
-        lines = [line.strip() for line in str(error).splitlines() if line.strip()] or [kind.__name__]
-        raise SeergateError(f"{what}: {lines[0]}{f' ({hint})' if hint else ''}") from error
+        raise SeergateError(f"{what}: {hub_reason(error)}") from error
+
+
+def hub_reason(error: BaseException) -> str:
+    """Why the Hub gave nothing, in a few words: what its client says, or that it could not be asked."""
+    silent, cause = None, error
+    while cause is not None:  # the innermost says most
+        silent = cause if _no_answer(cause) else silent
+        cause = cause.__cause__ or cause.__context__  # type: ignore[assignment]
+    if silent is not None:
+        return f"the Hub could not be asked ({first_line(silent).split('. ')[0]})"
+    status = getattr(getattr(error, "response", None), "status_code", None)
+    down = "the Hub is not well; try again later" if isinstance(status, int) and status >= 500 else None
+    hint = _HINTS.get(type(error).__name__) or down or _HINTS.get(status or "")
+    return f"{first_line(error)}{f' ({hint})' if hint else ''}"
+
+
+def hub_answers() -> bool:
+    """Whether the Hub can be asked, by one short request; the libraries that read from it try for half a minute."""
+    from huggingface_hub import constants, get_session
+
+    if constants.HF_HUB_OFFLINE:
+        return False
+    try:
+        get_session().head(constants.ENDPOINT, timeout=10)
+    except Exception as error:
+        if _no_answer(error):
+            return False
+        raise
+    return True
+
+
+def _no_answer(error: BaseException) -> bool:
+    return any(kind.__name__ in _UNREACHABLE for kind in type(error).__mro__)
+
+
+@contextmanager
+def datasets_at_once() -> Iterator[None]:
+    """Meanwhile `datasets` uses what was downloaded before where the Hub does not answer, without trying again."""
+    import datasets
+
+    before = datasets.config.HF_HUB_OFFLINE
+    datasets.config.HF_HUB_OFFLINE = before or not hub_answers()
+    try:
+        yield
+    finally:
+        datasets.config.HF_HUB_OFFLINE = before
 
 
 def check_repo_id(repo_id: str) -> None:
@@ -92,7 +136,7 @@ def fetch(
     if os.path.exists(source):
         raise SeergateError(f"{source} is a file; gates are a directory or a Hub repository")
     if HUB_ID.fullmatch(source) is None:
-        raise SeergateError(f"there is no directory {source}, and it is no Hub repository of the form org/name")
+        raise SeergateError(f"there is no directory {source}, and it is no Hub id (org/name)")
     from huggingface_hub import snapshot_download
 
     with hub_errors(f"there is no directory {source}, and the repository could not be read from the Hub"):

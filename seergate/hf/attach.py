@@ -63,7 +63,9 @@ class Handle:
         modules = families.full_attention_modules(model)
         decoder = families.decoder_of(model)
         if getattr(decoder, _HANDLE, None) is not None:
-            raise SeergateError("this model has a method attached already; detach it first")
+            raise SeergateError(
+                "this model has a method attached already; seergate.handle_of(model).detach() takes it off"
+            )
         for name, given, kinds, named in (
             ("storage", storage, Placement, "a seergate.Offload, a seergate.Paging"),
             ("correction", correction, (Lossless, Rectify), "a seergate.Lossless or a seergate.Rectify"),
@@ -114,6 +116,8 @@ class Handle:
             self.detach()
             raise
         setattr(decoder, _HANDLE, self)
+        if hasattr(method, "bank"):
+            model.save_pretrained = self.save_pretrained  # type: ignore[method-assign]
 
     def new_layer(self, binding: LayerBinding, cache: Cache) -> GatedLayer:
         """What takes the place of an empty layer of a cache."""
@@ -150,6 +154,17 @@ class Handle:
         """
         corrected = self.correction.stats() if self.correction is not None else {}
         return {"method": self.method.name, **self.stats_.summary(), **corrected, **self.storage.stats()}
+
+    def save_pretrained(self, save_directory: str | os.PathLike[str], *args: Any, **options: Any) -> None:
+        """What ``model.save_pretrained`` is while gates are attached: the model, and in ``gates/`` its gates.
+
+        Args:
+            save_directory: of the model; ``attach(model, save_directory + "/gates")`` takes the gates.
+            *args, **options: of the model's own ``save_pretrained``.
+        """
+        gates: GateBank = self.method.bank  # type: ignore[attr-defined]
+        gates.save_pretrained(os.path.join(save_directory, "gates"))
+        type(self.model).save_pretrained(self.model, save_directory, *args, **options)
 
     @property
     def plain(self) -> bool:
@@ -205,6 +220,7 @@ class Handle:
         decoder = families.decoder_of(self.model)
         if getattr(decoder, _HANDLE, None) is self:
             delattr(decoder, _HANDLE)
+            vars(self.model).pop("save_pretrained", None)
 
 
 def attach(

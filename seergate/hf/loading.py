@@ -7,7 +7,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from seergate.errors import SeergateError, first_line
-from seergate.gates import cached_commit, is_hub_id
+from seergate.gates import cached_commit, hub_answers, hub_reason, is_hub_id
 from seergate.models.families import base_commit, family_of, note_base_commit
 from seergate.paths import directory_here, resolve_model
 
@@ -82,8 +82,10 @@ def _reading(what: str, name: str | os.PathLike[str], read: Callable[..., Any], 
     if here is None and not is_hub_id(str(name)):
         raise SeergateError(f"the {what} {name} could not be loaded: there is no such directory")
     options = {"trust_remote_code": False, **{key: value for key, value in options.items() if value is not None}}
+    if here is None and not options.get("local_files_only"):
+        options["local_files_only"] = not hub_answers()
     try:
         return read(resolve_model(name), **options)
     except Exception as error:  # of as many types as libraries are involved; that of tokenizers is a bare `Exception`
-        missing = "" if here is not None else "there is no such directory, and from the Hub: "
-        raise SeergateError(f"the {what} {name} could not be loaded: {missing}{first_line(error)}") from error
+        why = first_line(error) if here is not None else f"there is no such directory, and {hub_reason(error)}"
+        raise SeergateError(f"the {what} {name} could not be loaded: {why}") from error

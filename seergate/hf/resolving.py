@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import os
 from collections.abc import Iterable
 from dataclasses import fields
@@ -11,7 +10,7 @@ from typing import Any, TypeGuard
 from transformers import PreTrainedModel
 
 from seergate.config import DecodeConfig
-from seergate.errors import SeergateError
+from seergate.errors import SeergateError, did_you_mean
 from seergate.fingerprint import fingerprint
 from seergate.gates.bank import Gates
 from seergate.hf.bank import GateBank
@@ -56,9 +55,7 @@ def check_decode_options(names: Iterable[str], others: Iterable[str] = ()) -> No
     """Refuse options that neither `DecodeConfig` nor ``others`` has."""
     known = [field.name for field in fields(DecodeConfig)]
     for name in sorted({*names} - {*known, *others}):
-        near = difflib.get_close_matches(name, known, n=1)
-        hint = f"did you mean {near[0]!r}?" if near else f"there are {', '.join(known)}"
-        raise SeergateError(f"there is no decode option {name!r}; {hint}")
+        raise SeergateError(f"there is no decode option {name!r}; {did_you_mean(name, known)}")
 
 
 def check_dense_layers(method: Method, layers: int) -> None:

@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
-import difflib
 import importlib
 import os
 import sys
 from collections import UserDict
-from collections.abc import MutableMapping
+from collections.abc import Iterable, MutableMapping
 from dataclasses import MISSING, fields
 from importlib.metadata import entry_points
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from seergate.config import DecodeConfig
-from seergate.errors import SeergateError
+from seergate.errors import SeergateError, did_you_mean
 from seergate.methods.base import Method
 from seergate.methods.evicting import EvictingMethod
 from seergate.methods.gate import Gate
@@ -108,9 +107,7 @@ def method_class(name: str) -> type[Method]:
         load_plugins(*filter(None, os.environ.get(PLUGINS, "").split(",")))
     if name in METHODS:
         return METHODS[name]
-    near = difflib.get_close_matches(name, METHODS, n=1)
-    hint = f"did you mean {near[0]!r}? " if near else ""
-    raise SeergateError(f"there is no method {name!r}; {hint}known are {', '.join(sorted(METHODS))}")
+    raise SeergateError(f"there is no method {name!r}; {did_you_mean(name, sorted(METHODS))}")
 
 
 def _reads(kind: type[Method]) -> bool:
@@ -133,6 +130,18 @@ def option_names(name: str) -> set[str]:
     return own - {"bank", "block_size"} if issubclass(kind, Gate) else own  # gates have their block size
 
 
+def check_options(name: str, given: Iterable[str], known: Iterable[str]) -> None:
+    """Refuse what is no option of a method.
+
+    Raises:
+        SeergateError: naming the first one, and the known one that is most like it.
+    """
+    known = sorted(known)
+    for option in sorted(set(given) - set(known)):
+        hint = did_you_mean(option, known) if known else "it has none"
+        raise SeergateError(f"the method {name!r} has no option {option!r}; {hint}")
+
+
 def make_method(name: str, *, bank: Gates | None = None, **options: Any) -> Method:
     """Build a method by name.
 
@@ -147,14 +156,14 @@ def make_method(name: str, *, bank: Gates | None = None, **options: Any) -> Meth
         SeergateError: for an unknown name, or an option that is unknown or missing.
         ValueError: for an option out of range.
     """
-    kind, known = method_class(name), option_names(name)
-    unknown = sorted(set(options) - known)
-    if unknown:
-        has = ", ".join(sorted(known)) or "none"
-        raise SeergateError(f"the method {name!r} has no option {', '.join(map(repr, unknown))}; it has {has}")
+    kind = method_class(name)
+    check_options(name, options, option_names(name))
     if has_gates(name):
         if bank is None:
-            raise SeergateError(f"the method {name!r} needs gates: pass a GateBank instead of its name, or bank=")
+            raise SeergateError(
+                f"the method {name!r} needs gates: pass a GateBank, its directory or its Hub id instead of the name; "
+                "`seergate train` makes gates for a model, and 'quest' needs none"
+            )
         return _gated(name, kind, bank, options)
     if bank is not None:
         raise SeergateError(f"the method {name!r} has no gates; leave out bank=")

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import difflib
 from dataclasses import dataclass, fields
 from typing import Any
 
-from seergate.errors import SeergateError
+from seergate.errors import SeergateError, did_you_mean
 from seergate.gates.bank import Gates
 from seergate.methods import SelectingMethod, make_method
 
@@ -70,9 +69,7 @@ class Settings:
         known = [field.name for field in fields(cls)]
         for name in values:
             if name not in known:
-                near = difflib.get_close_matches(str(name), known, n=1)
-                hint = f"; did you mean {near[0]!r}?" if near else f"; it has {', '.join(known)}"
-                raise SeergateError(f"there is no key {name!r} under seergate{hint}")
+                raise SeergateError(f"there is no key {name!r} under seergate; {did_you_mean(str(name), known)}")
         return cls(**values)
 
     def bank(self) -> Gates | None:

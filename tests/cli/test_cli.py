@@ -17,7 +17,8 @@ import pytest
 
 from seergate.cli.console import say_report
 from seergate.cli.main import COMMANDS
-from seergate.errors import sentence
+from seergate.cli.models import load_model
+from seergate.errors import SeergateError, sentence
 from seergate.report.write import Report
 from tests.eval import support
 from tests.running import ROOT, Done, run_seergate
@@ -92,8 +93,12 @@ def test_no_command_shows_the_help(seergate):
     ("arguments", "said"),
     [
         (["evl"], "did you mean 'eval'?"),
+        (["evaluate"], "did you mean 'eval'?"),
         (["zzz"], "there are demo, plan, train, "),
-        (["eval", "--methd", "dense"], "unrecognized arguments"),
+        (
+            ["eval", "--methd", "dense"],
+            "'--methd' is not an option; did you mean '--method'? (see seergate eval --help)",
+        ),
         (["eval", "--problems", "many"], "--problems"),
         (["eval", "--budget", "64,x"], "must be integers separated by commas"),
         (["eval", "--method", "qest"], "did you mean 'quest'?"),
@@ -107,13 +112,20 @@ def test_no_command_shows_the_help(seergate):
         (["eval", "--top-p", "0.9"], "without --temperature"),
         (["report", "/nonexistent/run"], "/nonexistent/run does not exist"),
         (["demo", "--problems", "0"], "problems is 0"),
-        (["eval", "foo"], "unrecognized arguments: foo (see seergate eval --help)"),
-        (["doctor", "foo"], "unrecognized arguments: foo (see seergate doctor --help)"),
+        (["eval", "foo"], "'foo' is not an option (see seergate eval --help)"),
+        (["doctor", "foo"], "'foo' is not an option (see seergate doctor --help)"),
         (["report"], "the following arguments are required: RUN_DIR (see seergate report --help)"),
         (
             ["train", "--max-stepz", "3"],
             "'--max-stepz' is not an option; did you mean '--max-steps'? (see seergate train --help)",
         ),
+        (["train", "--lr", "3"], "did you mean '--learning-rate'?"),
+        (
+            ["eval", "--method", "quest:blocksize=3"],
+            "the method 'quest' has no option 'blocksize'; did you mean 'block_",
+        ),
+        (["eval", "--gates", "runs/none"], "there is no directory runs/none, and"),
+        (["eval", "--model", "checkpoints/tiny-reasoner", "--method", "gate"], "with --gates; `seergate train` makes"),
         (["plan", "--processes", "many"], "(see seergate plan --help)"),
         (["ablate"], "the following arguments are required: STUDY (see seergate ablate --help)"),
     ],
@@ -126,6 +138,11 @@ def test_mistakes_are_one_sentence(seergate, arguments, said, tmp_path):
 
 def test_a_mistake_in_a_process_of_its_own():
     assert "did you mean 'eval'?" in refusal(process("evl"))
+
+
+def test_a_device_that_is_missing_is_told_with_those_that_are_there():
+    with pytest.raises(SeergateError, match="device is 'cuda:77'; this machine has cpu"):
+        load_model("checkpoints/tiny-reasoner", device="cuda:77")
 
 
 def test_missing_gates_are_told_before_the_model_is_loaded(seergate, saved, tmp_path):

@@ -8,6 +8,7 @@ import pty
 import re
 import sys
 import threading
+import warnings
 
 import pytest
 
@@ -45,9 +46,7 @@ def test_lines_say_what_is_done_and_how_long_the_rest_takes(capsys, clock):
         assert capsys.readouterr().out == "", "nothing is known yet"
         clock[0] += 7
         progress(at(4))
-        assert capsys.readouterr().out == (
-            "[1/3] gate-128: 4/40 answers, 75 ± 5 % right, 200 tokens/s, 18 s left (7 s)\n"
-        )
+        assert capsys.readouterr().out == ("[1/3] gate-128: 4/40 answers, 200 tokens/s, 18 s left (7 s)\n")
         progress(at(1, label="quest-128"))
     assert progress.started == 2
 
@@ -77,12 +76,22 @@ def test_the_time_that_is_left_in_a_fitting_unit(capsys, clock, seconds, said):
 def test_what_was_there_before_a_resumption_does_not_count_for_the_pace(capsys, clock):
     """30 of 40 answers were there, two came in ten seconds: eight more take forty."""
     EvalProgress(1)(at(32, made=2, seconds=10.0))
-    assert "32/40 answers, 75 ± 5 % right, 20 tokens/s, 40 s left" in capsys.readouterr().out
+    assert "32/40 answers, 20 tokens/s, 40 s left" in capsys.readouterr().out
 
 
-def test_a_first_answer_has_no_error_yet(capsys, clock):
+def test_how_many_are_right_is_told_at_the_end_only(capsys, clock):
+    """Before, it would be how many of those that end early; and a single answer has no error."""
     EvalProgress(1)(at(1))
-    assert "1/40 answers, 0 % right, 200 tokens/s, 20 s left" in capsys.readouterr().out
+    EvalProgress(1)(at(1, total=1))
+    assert "1/40 answers, 200 tokens/s, 20 s left" in (said := capsys.readouterr().out)
+    assert "1/1 answers, 0 % right, 200 tokens/s" in said
+
+
+def test_a_warning_is_one_line(capsys, clock):
+    with EvalProgress(1) as progress:
+        progress(at(4))
+        warnings.warn("the prompt\nis long", stacklevel=1)
+    assert capsys.readouterr().out.splitlines()[1:] == ["note: the prompt is long"]
 
 
 def test_on_a_terminal_it_is_a_bar(monkeypatch):

@@ -55,7 +55,7 @@ def test_an_unknown_model_gets_a_suggestion(model: str, suggestion: str) -> None
 
 
 def test_an_unknown_option_gets_a_suggestion() -> None:
-    with pytest.raises(SeergateError, match="'--blocksize' is not an option; did you mean '--block_size'"):
+    with pytest.raises(SeergateError, match="'blocksize' is not an option of training; did you mean 'block_size'"):
         load_train_config("qwen3-8b", {"blocksize": 32})
 
 
@@ -82,7 +82,9 @@ def test_command_line_strings_become_the_fields_types() -> None:
     ],
 )  # fmt: skip
 def test_a_bad_value_is_refused_by_name(option: str, value: object) -> None:
-    with pytest.raises(ValueError, match=rf"^({option} is .*; it must be |argument --{option}\b.*: )") as caught:
+    with pytest.raises(
+        ValueError, match=rf"^({option} is .*; it must be |argument --{option.replace('_', '-')}\b.*: )"
+    ) as caught:
         load_train_config("qwen3-8b", {option: value})
     assert "\n" not in str(caught.value)
 
@@ -122,6 +124,18 @@ def parsed(*argv: str) -> TrainConfig:
     return resolve(vars(train_parser(None, "", ()).parse_args(argv)))
 
 
+def test_a_mistake_in_a_configuration_file_is_told_with_its_place(tmp_path: Path) -> None:
+    file = tmp_path / "c.yaml"
+    file.write_text("model: tiny-reasoner\nlr: 1\n")
+    with pytest.raises(
+        SeergateError, match=r"c\.yaml: 'lr' is not an option of training; did you mean 'learning_rate'"
+    ):
+        parsed("--config", str(file))
+    file.write_text("model: tiny-reasoner\nmax_steps: [3\nseed: 1\n")
+    with pytest.raises(SeergateError, match=r"c\.yaml, line 3, column 5 is not YAML: expected ',' or ']'"):
+        parsed("--config", str(file))
+
+
 def test_precedence_preset_file_command_line(tmp_path: Path) -> None:
     file = tmp_path / "c.yaml"
     file.write_text(yaml.safe_dump({"max_steps": 7, "learning_rate": "1e-4"}))
@@ -137,6 +151,12 @@ def test_every_option_is_on_the_command_line_with_help() -> None:
     for item in fields(TrainConfig):
         assert item.metadata["help"] in (helps[item.name] or "")
     parser.format_help()  # a stray percent sign would fail here
+
+
+def test_help_names_an_option_once_and_other_commands_leave_it_to_train() -> None:
+    text = train_parser(None, "", ()).format_help()
+    assert "--max-steps" in text and "--max_steps" not in text
+    assert "--max-steps" not in train_parser(None, "", (), listed=False).format_help()
 
 
 def test_the_launcher_chooses_deepspeed(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

@@ -324,8 +324,14 @@ def test_samples_that_cannot_teach_are_left_out_and_a_dataset_of_them_refused(co
         prepare_data(config, tokenizer)
 
 
+def test_a_column_that_is_not_there_is_told_with_those_that_are(config: TrainConfig) -> None:
+    write(config.data, [chat("<think>a</think>b")])
+    with pytest.raises(SeergateError, match=r"1 malformed \(no answer among messages\)"):
+        prepare_data(replace(config, data_column="answer"), byte_tokenizer(TEMPLATES["plain"]))
+
+
 def test_an_unreachable_hub_dataset_is_one_sentence(config: TrainConfig) -> None:
-    with pytest.raises(SeergateError, match=r"'nobody/nothing' cannot be loaded from the Hub") as caught:
+    with pytest.raises(SeergateError, match=r"'nobody/nothing' cannot be loaded .*: the Hub could not be") as caught:
         prepare_data(replace(config, data="nobody/nothing"), byte_tokenizer(TEMPLATES["plain"]))
     assert "\n" not in str(caught.value)
 

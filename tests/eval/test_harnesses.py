@@ -6,6 +6,7 @@ import argparse
 import importlib.util
 import json
 import os
+import runpy
 import sys
 from pathlib import Path
 
@@ -13,9 +14,9 @@ import pytest
 
 from seergate import GateBank, GateConfig
 from seergate.errors import SeergateError
-from seergate.eval import lighteval_adapter, lm_eval_adapter, make_task
+from seergate.eval import lighteval_adapter, make_task
+from seergate.eval.harness import attached_model, method_spec
 from seergate.eval.lighteval_adapter import DOWNLOADED, name_of
-from seergate.eval.lm_eval_adapter import add_model_arguments, attached_model, method_spec
 from seergate.eval.settings import MethodSpec
 from seergate.methods import H2O
 from tests.eval import support
@@ -24,44 +25,43 @@ ROOT = Path(__file__).resolve().parents[2]
 EXAMPLES = ROOT / "docs" / "examples"
 
 
-def options(*arguments: str) -> argparse.Namespace:
-    parser = argparse.ArgumentParser()
-    add_model_arguments(parser)
-    return parser.parse_args(["--model", "somewhere", *arguments])
-
-
 def test_a_method_is_given_as_to_seergate_eval():
-    method = method_spec(options("--method", "h2o:interval=16", "--budget", "64")).method(None)
+    method = method_spec("h2o:interval=16", 64).method(None)
     assert isinstance(method, H2O)
     assert (method.token_budget, method.interval) == (64, 16)
-    spec = method_spec(options("--method", "quest:token_budget=96:dense_layers=0+1", "--block-size", "8"))
+    spec = method_spec("quest:token_budget=96:dense_layers=0+1", block_size=8)
     assert (spec.token_budget, spec.method(None).block_size, spec.method(None).dense_layers) == (96, 8, (0, 1))
-    assert spec.label != method_spec(options("--method", "quest", "--budget", "96")).label
-    assert method_spec(options()).label == "dense"
+    assert spec.label != method_spec("quest", 96).label
+    assert method_spec("dense").label == "dense"
 
 
 @pytest.mark.parametrize(
-    ("arguments", "said"),
+    ("method", "budget", "said"),
     [
-        (("--method", "h2o"), "'h2o' needs a token budget"),
-        (("--method", "h2o:intervall=16", "--budget", "64"), "no option 'intervall'"),
-        (("--method", "h3o", "--budget", "64"), "there is no method 'h3o'"),
-        (("--method", "lazy_eviction:window=auto", "--budget", "64"), "window=auto is calibrated by"),
-        (("--method", "gate", "--budget", "64"), "needs gates"),
+        ("h2o", None, "'h2o' needs a token budget"),
+        ("h2o:intervall=16", 64, "no option 'intervall'; did you mean 'interval'"),
+        ("h3o", 64, "there is no method 'h3o'; did you mean 'h2o'"),
+        ("lazy_eviction:window=auto", 64, "window=auto is calibrated by"),
+        ("gate", 64, "needs gates"),
     ],
 )
-def test_mistakes_are_told_before_anything_is_loaded(arguments, said):
+def test_mistakes_are_told_before_anything_is_loaded(method, budget, said):
     with pytest.raises(SeergateError, match=said):
-        attached_model(options(*arguments))
+        attached_model("somewhere", method_spec(method, budget))
 
 
-@pytest.mark.parametrize("adapter", [lm_eval_adapter, lighteval_adapter])
+def test_a_model_that_cannot_be_read_is_told_in_a_sentence(tmp_path):
+    with pytest.raises(SeergateError, match="the tokenizer of .*nowhere could not be loaded: there is no such dir"):
+        attached_model(str(tmp_path / "nowhere"), method_spec("dense"))
+
+
+@pytest.mark.parametrize("adapter", ["lm_eval_adapter", "lighteval_adapter"])
 def test_the_documented_command_names_files_that_exist(adapter):
-    words = (adapter.__doc__ or "").split()
+    words = (ROOT / "seergate" / "eval" / f"{adapter}.py").read_text().split()
     named = [word for word in words if word.startswith("docs/")]
     assert named and all((ROOT / word).exists() for word in named)
     said = (ROOT / "docs" / "evaluation.md").read_text()
-    assert f"python -m {adapter.__name__}" in said and all(word in said for word in named)
+    assert f"python -m seergate.eval.{adapter}" in said and all(word in said for word in named)
 
 
 def test_the_examples_have_true_answers():
@@ -80,16 +80,28 @@ def test_the_example_of_lm_eval_grades_the_last_box():
         assert module.process_results({"answer": "3"}, [text]) == {"accuracy": right}
 
 
-def test_the_example_of_lm_eval_runs(tmp_path, monkeypatch, capsys):
+def run_lm_eval(monkeypatch, capsys, model, *arguments):
     pytest.importorskip("lm_eval")
     monkeypatch.chdir(ROOT)
-    model = str(support.save(tmp_path / "model"))
-    task = ["--tasks", "seergate_chain_sum", "--include-path", "docs/examples/lm_eval", "--limit", "2"]
-    lm_eval_adapter.main(["--model", model, "--method", "h2o:interval=16", "--budget", "64", *task])
-    text = capsys.readouterr().out
-    found = json.loads(text[text.index("{\n") :])
-    assert found["seergate_chain_sum"]["accuracy,none"] == 0.0  # random weights
-    assert found["seergate_chain_sum"]["sample_len"] == 2
+    given = f"pretrained={model},method=h2o:interval=16,budget=64"
+    command = ["lm-eval", "run", "--model", "seergate", "--model_args", given, "--limit", "2", "--tasks"]
+    command += ["seergate_chain_sum", "--include_path", "docs/examples/lm_eval"]
+    monkeypatch.setattr(sys, "argv", [*command, *arguments])
+    runpy.run_module("seergate.eval.lm_eval_adapter", run_name="__main__")
+    return capsys.readouterr().out
+
+
+def test_the_example_of_lm_eval_runs(tmp_path, monkeypatch, capsys):
+    model, out = support.save(tmp_path / "model"), tmp_path / "out"
+    run_lm_eval(monkeypatch, capsys, model, "--output_path", str(out), "--apply_chat_template")
+    (kept,) = out.rglob("results_*.json")
+    found = json.loads(kept.read_text())["results"]["seergate_chain_sum"]
+    assert found["accuracy,none"] == 0.0 and found["sample_len"] == 2  # random weights
+
+
+def test_lm_eval_is_told_of_a_model_that_is_missing_in_a_sentence(monkeypatch, capsys):
+    with pytest.raises(SystemExit, match="error: the tokenizer of ./nowhere could not be loaded: there is no"):
+        run_lm_eval(monkeypatch, capsys, "./nowhere")
 
 
 def test_samples_are_cached_for_what_made_them():

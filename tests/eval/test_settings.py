@@ -51,7 +51,7 @@ def test_methods_as_text(text, expected):
     ("text", "said"),
     [
         ("lazy:window=3", "there is no method 'lazy'"),
-        ("lazy_eviction:windows=3", "no option 'windows'; it has alpha, group_reduction, h1, prompt"),
+        ("lazy_eviction:windows=3", "no option 'windows'; did you mean 'window'"),
         ("lazy_eviction:window", "must be OPTION=VALUE"),
         ("lazy_eviction:window=", "must be OPTION=VALUE"),
         ("h2o:interval=2:interval=3", "'interval' twice"),

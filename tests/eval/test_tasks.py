@@ -41,7 +41,7 @@ def test_the_limit_leaves_room_for_the_right_answer():
         ("chain_sum", {"variables": 3}, "variables is 3"),
         ("chain_sum", {"problems": 0}, "problems is 0"),
         ("chain_sum", {"seed": CHAIN_SUM_SEEDS}, "seed is 1000000"),
-        ("chain_sum", {"grader": "math"}, "no option grader"),
+        ("chain_sum", {"grader": "math"}, "no option 'grader'; there are problems, variables"),
         ("nowhere.jsonl", {}, "nowhere.jsonl does not exist"),
     ],
 )

@@ -414,6 +414,6 @@ def test_bad_requests():
         "a refusal leaves the model as it was"
     )
     handle = seergate.attach(model, bank)
-    with pytest.raises(SeergateError, match="detach it first"):
+    with pytest.raises(SeergateError, match=r"seergate\.handle_of\(model\)\.detach\(\)"):
         seergate.attach(model, bank)
     handle.detach()

@@ -114,7 +114,7 @@ def test_gate_on_evictor_by_name():
         ("quest+gate", {"bank": bank, "read_budget": 32}, "only one that evicts"),
         ("h2o+gate", {"read_budget": 32}, "needs gates"),
         ("h2o+gate", {"bank": bank}, "needs read_budget="),
-        ("h2o+gate", {"bank": bank, "windows": 3}, "no option 'windows'; it has .*read_budget"),
+        ("h2o+gate", {"bank": bank, "windows": 3}, "no option 'windows'; there are .*read_budget"),
         ("h2", {}, "did you mean 'h2o'"),
         ("h2o", {"bank": bank}, "has no gates"),
     ):

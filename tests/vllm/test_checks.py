@@ -33,7 +33,7 @@ def configured(seergate: Any, model: Any = REASONER, **options: Any) -> Any:
     [
         ("gates", "seergate is 'gates'; it must be an object"),
         ({"gate": GATES}, "no key 'gate' under seergate; did you mean 'gates'?"),
-        ({"gates": GATES, "lossless": True}, "no key 'lossless' under seergate; it has gates, revision"),
+        ({"gates": GATES, "lossless": True}, "no key 'lossless' under seergate; there are gates, revision"),
         ({"gates": GATES, "method": "h2o"}, "seergate.method is 'h2o'; inside vLLM it must be one of"),
         ({}, "seergate.gates is None; it must be a directory or a Hub repository"),
         ({"method": "quest", "gates": GATES}, "must be left out, unless method is"),

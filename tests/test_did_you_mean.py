@@ -1,0 +1,24 @@
+"""What is suggested for a name that does not exist."""
+
+from __future__ import annotations
+
+import pytest
+
+from seergate.errors import did_you_mean
+
+
+@pytest.mark.parametrize(
+    ("name", "known", "said"),
+    [
+        ("evaluate", ["ablate", "eval"], "did you mean 'eval'?"),
+        ("budget", ["threshold", "token_budget"], "did you mean 'token_budget'?"),
+        ("lr", ["min_lr", "learning_rate"], "did you mean 'learning_rate'?"),
+        ("--lr", ["--min-lr", "--learning-rate"], "did you mean '--learning-rate'?"),
+        ("Qest", ["dense", "quest"], "did you mean 'quest'?"),
+        ("max", ["seed", "max_steps"], "did you mean 'max_steps'?"),
+        ("zzz", ["dense", "quest"], "there are dense, quest"),
+        ("zzz", [], "there are none"),
+    ],
+)
+def test_the_known_name_that_is_most_like_it_or_all_of_them(name, known, said):
+    assert did_you_mean(name, known) == said
