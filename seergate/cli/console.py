@@ -44,7 +44,7 @@ class EvalProgress:
 
     def __enter__(self) -> EvalProgress:
         self.caught.__enter__()
-        warnings.showwarning = self._warn
+        warnings.showwarning = self._warn  # type: ignore[assignment]
         if self.bar is not None:
             self.bar.start()
         return self

@@ -72,7 +72,7 @@ def _backends() -> dict[str, str]:
     from seergate import ops
     from seergate.ops.backend import ENV_VAR
 
-    found = {}
+    found = dict[str, str]()
     before = os.environ.get("SEERGATE_BACKEND")
     device = "cuda" if torch.cuda.is_available() else "cpu"
     q, k = torch.randn(1, 2, 16, device=device), torch.randn(1, 1, 64, 16, device=device)

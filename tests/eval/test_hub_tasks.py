@@ -51,14 +51,6 @@ GPQA = [
 
 @pytest.mark.parametrize("suffix", [".jsonl", ".parquet", ".csv"])
 @pytest.mark.parametrize("name", ["aime24", "aime25"])
-def test_without_a_hub_one_line_names_the_option_for_a_copy(monkeypatch, caplog):
-    """At once: the libraries that read from it try again for half a minute, and say so each time."""
-    monkeypatch.setattr(constants, "ENDPOINT", "http://127.0.0.1:9")
-    with pytest.raises(SeergateError, match="the Hub could not be asked .*--task-source"):
-        make_task("aime24").problems()
-    assert "Retrying" not in caplog.text
-
-
 def test_aime(tmp_path, name, suffix):
     task = make_task(name, source=write(tmp_path / f"x{suffix}", AIME))
     first, second = task.problems()
@@ -180,3 +172,11 @@ def test_a_run_on_a_local_copy(tmp_path):
     config = yaml.safe_load((out / "config.yaml").read_text())
     assert config["task"]["source"].endswith("one.jsonl")
     assert config["generation"]["max_total_tokens"] == 40
+
+
+def test_without_a_hub_one_line_names_the_option_for_a_copy(monkeypatch, caplog):
+    """At once: the libraries that read from it try again for half a minute, and say so each time."""
+    monkeypatch.setattr(constants, "ENDPOINT", "http://127.0.0.1:9")
+    with pytest.raises(SeergateError, match="the Hub could not be asked .*--task-source"):
+        make_task("aime24").problems()
+    assert "Retrying" not in caplog.text
