@@ -21,6 +21,7 @@ from seergate.cli import (
     doctor,
     export,
     figure,
+    generate,
     import_legacy,
     info,
     plan,
@@ -44,6 +45,7 @@ COMMANDS: dict[str, ModuleType] = {
     "train": train,
     "ablate": ablate,
     "eval": evaluation,
+    "generate": generate,
     "report": report,
     "sweep": sweep,
     "figure": figure,
@@ -58,7 +60,7 @@ COMMANDS: dict[str, ModuleType] = {
 }
 
 
-TAKING_METHODS = ("eval", "report", "sweep", "figure", "calibrate")
+TAKING_METHODS = ("eval", "generate", "report", "sweep", "figure", "calibrate")
 """Commands to which methods are named, be they a plugin's."""
 DRAWING = ("demo", "eval", "report", "sweep", "figure")
 """Commands that end with a report."""

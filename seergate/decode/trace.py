@@ -9,8 +9,11 @@ One line per decode step, layer, row of the batch and KV head:
 | `position` | int32 | place of the decoded token among its row's real tokens, from 0 |
 | `tokens` | float | tokens read |
 | `blocks` | list of int32 | the blocks read, ascending; null where the method chose no blocks and read all it holds |
+| `scores` | list of float | the method's scores of the past blocks, as logits; null in a layer that has none |
+| `attention` | list of float | each past block's share of dense attention (`ops.block_targets`), of the same query |
 
-The file's metadata has, under `seergate`, JSON with `method`, `model`, `block_size` and `every`.
+The last two are null unless they are asked for. The file's metadata has, under `seergate`, JSON with `method` (its
+configuration), `name`, `nominal` (what it may read), `model`, `block_size` and `every`.
 """
 
 from __future__ import annotations
@@ -23,9 +26,12 @@ from types import TracebackType
 from typing import Any
 
 import numpy as np
+from torch import Tensor
 
 from seergate.config import is_int
 from seergate.errors import SeergateError
+from seergate.methods.scoring import log_block_maxima
+from seergate.methods.selecting import SelectingState
 from seergate.stats import DecodeStats, Reading
 
 METADATA_KEY = b"seergate"
@@ -39,22 +45,26 @@ class Trace:
         path: of the file; its directory must exist.
         about: what the metadata says.
         every: write every so many steps of each layer.
+        attention: also write the scores and the true attention of all past blocks, which costs a dense step each time.
 
     Raises:
         SeergateError: if the file cannot be written.
         ValueError: if ``every`` is not a positive whole number.
     """
 
-    def __init__(self, path: str | os.PathLike[str], about: dict[str, Any], every: int = 1) -> None:
+    def __init__(
+        self, path: str | os.PathLike[str], about: dict[str, Any], every: int = 1, attention: bool = False
+    ) -> None:
         import pyarrow as pa
         import pyarrow.parquet as pq
 
         if not is_int(every) or every < 1:
             raise ValueError(f"every is {every!r}; it must be a positive whole number of steps")
-        self.every, self.steps = every, defaultdict[int, int](int)
+        self.every, self.attention, self.steps = every, attention, defaultdict[int, int](int)
         whole = ("step", "layer", "row", "head", "position")
         fields = [pa.field(name, pa.int32(), nullable=False) for name in whole]
         fields += [pa.field("tokens", pa.float32(), nullable=False), pa.field("blocks", pa.list_(pa.int32()))]
+        fields += [pa.field(name, pa.list_(pa.float32())) for name in ("scores", "attention")]
         described = {METADATA_KEY: json.dumps({**about, "every": every}).encode()}
         self.schema = pa.schema(fields, metadata=described)
         try:
@@ -94,10 +104,26 @@ class Trace:
             "position": np.repeat(np.asarray(reading.seen) - 1, heads),
         }
         columns = [pa.array(values.astype(np.int32)) for values in numbers.values()]
-        self._waiting.append(pa.record_batch([*columns, pa.array(tokens), blocks], schema=self.schema))
+        columns += [pa.array(tokens), blocks, *self._weights(reading, lines)]
+        self._waiting.append(pa.record_batch(columns, schema=self.schema))
         self._lines += lines
         if self._lines >= LINES_AT_ONCE:
             self._flush()
+
+    def _weights(self, reading: Reading, lines: int) -> list[Any]:
+        """The columns ``scores`` and ``attention``."""
+        import pyarrow as pa
+
+        step, state, size = reading.step, reading.state, reading.block_size
+        absent = pa.nulls(lines, self.schema.field("scores").type)
+        if not self.attention:
+            return [absent, absent]
+        past = [(end - 1) // size for end in step.ends]
+        maxima_BKN = log_block_maxima(step, size)
+        shares = [maxima_KN[:, :count].softmax(-1) for maxima_KN, count in zip(maxima_BKN, past, strict=True)]
+        if not isinstance(state, SelectingState):
+            return [absent, _lists(shares)]
+        return [_lists([s_KN[:, :n] for s_KN, n in zip(state.logits(step), past, strict=True)]), _lists(shares)]
 
     def close(self) -> None:
         """Finish the file. May be called again without effect."""
@@ -118,6 +144,16 @@ class Trace:
         if self._waiting:
             self._file.write_table(pa.Table.from_batches(self._waiting, self.schema))
         self._waiting, self._lines = [], 0
+
+
+def _lists(rows: list[Tensor]) -> Any:
+    """One list of numbers for each row and head, of ``[K, n]`` per row."""
+    import pyarrow as pa
+
+    lengths = np.repeat([row.shape[1] for row in rows], [row.shape[0] for row in rows])
+    offsets = np.concatenate(([0], lengths.cumsum())).astype(np.int32)
+    numbers = np.concatenate([row.float().cpu().numpy().ravel() for row in rows])
+    return pa.ListArray.from_arrays(pa.array(offsets), pa.array(numbers))
 
 
 class TracedStats:

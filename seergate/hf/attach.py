@@ -173,19 +173,27 @@ class Handle:
         return not asked and self.correction is None
 
     @contextmanager
-    def traced(self, path: str | os.PathLike[str], every: int = 1) -> Iterator[None]:
+    def traced(self, path: str | os.PathLike[str], every: int = 1, attention: bool = False) -> Iterator[None]:
         """While it lasts, which blocks decode steps read is written to a Parquet file (`seergate.decode.trace`).
 
         Args:
             path: of the file.
             every: write every so many steps of each layer.
+            attention: also write the method's scores and the true attention of all blocks (slow).
+
+        Raises:
+            SeergateError: if the file cannot be written, a trace is being written already, or ``attention`` is asked
+                for of a method that selects no blocks.
         """
         if self.trace is not None:
             raise SeergateError("this handle writes a trace already")
+        if attention and not isinstance(self.method, SelectingMethod):
+            raise SeergateError(f"the method {self.method.name!r} selects no blocks, so there is nothing to weigh")
         config = families.text_config(self.model)
-        about = {"method": repr(self.method), "model": config.name_or_path or config.model_type}
+        about: dict[str, Any] = {"method": repr(self.method), "name": self.method.name, "nominal": self.method.nominal}
+        about["model"] = config.name_or_path or config.model_type
         about["block_size"] = int(getattr(self.method, "block_size", 1))
-        with Trace(path, about, every) as self.trace:
+        with Trace(path, about, every, attention) as self.trace:
             try:
                 yield
             finally:

@@ -10,10 +10,9 @@ from typing import ClassVar
 
 import torch
 from torch import Tensor
-from torch.nn import functional as F
 
 from seergate.methods.base import LayerSpec, LayerState, Step
-from seergate.methods.scoring import log_probabilities
+from seergate.methods.scoring import log_block_maxima
 from seergate.methods.selecting import SelectingMethod, SelectingState
 
 
@@ -38,7 +37,4 @@ class OracleState(SelectingState):
 
     @torch.no_grad()
     def scores(self, step: Step) -> Tensor:
-        logp_BKGT = log_probabilities(step)
-        missing = -logp_BKGT.shape[-1] % self.block_size
-        blocks = F.pad(logp_BKGT, (0, missing), value=-torch.inf).unflatten(-1, (-1, self.block_size))
-        return blocks.amax(-1).amax(2)
+        return log_block_maxima(step, self.block_size)

@@ -146,6 +146,9 @@ class QuestState(SelectingState):
     def scores(self, step: Step) -> Tensor:
         return self.pages.bounds(step, self.group_reduction)
 
+    def logits(self, step: Step) -> Tensor:
+        return self.scores(step).unflatten(1, (self.spec.num_kv_heads, -1)).amax(2) * step.sm_scale
+
     def crop(self, before: list[int], after: list[int], keys: KeysOf, offsets: list[int]) -> None:
         for row, length in enumerate(after):
             first = length // self.pages.block_size

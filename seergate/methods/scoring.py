@@ -43,6 +43,15 @@ def log_probabilities(step: Step) -> Tensor:
     return (logits - normaliser).to(step.lengths.device)
 
 
+def log_block_maxima(step: Step, block_size: int) -> Tensor:
+    """Log of the largest probability that any query head of a group gives to any key of each block ``[B, K, N]``; its
+    softmax over a row's past blocks is the gate's training target (`ops.block_targets`).
+    """
+    logp_BKGT = log_probabilities(step)
+    missing = -logp_BKGT.shape[-1] % block_size
+    return F.pad(logp_BKGT, (0, missing), value=-torch.inf).unflatten(-1, (-1, block_size)).amax(-1).amax(2)
+
+
 def attend_and_weigh(step: Step) -> tuple[Tensor, Tensor]:
     """Ordinary attention of a decode step, with its probabilities: what a fused kernel does not tell.
 

@@ -1,0 +1,152 @@
+"""``seergate generate``."""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import os
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from seergate.errors import SeergateError
+
+if TYPE_CHECKING:
+    from seergate.eval.task import Problem
+
+PARSES_ITS_ARGUMENTS = True
+HELP = (
+    "answer one prompt, and see which blocks each token was written from",
+    "Write the answer to one prompt while it is decoded. With --trace, also a page that shows, for each token of the\n"
+    "answer, which blocks every layer and KV head read, with their text, and the method's scores beside the true\n"
+    "attention. The page is one HTML file that needs no network.",
+    [
+        "seergate generate --trace read.html",
+        "seergate generate --method quest --token-budget 128 --trace quest.html",
+        "seergate generate --model Qwen3-8B --gates org/Qwen3-8B-gates --prompt-file question.txt --trace read.html",
+    ],
+)
+TINY_BUDGET, REAL_BUDGET = 64, 4096
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare the options."""
+    parser.add_argument("--model", default="tiny-reasoner", help="preset, directory or Hub id [%(default)s]")
+    parser.add_argument("--gates", metavar="DIR", help="adapter directory or Hub id [shipped, if any]")
+    parser.add_argument("--method", default="gate", help="a method, as NAME:OPTION=VALUE:... [%(default)s]")
+    parser.add_argument(
+        "--token-budget", type=int, metavar="N", help=f"tokens read per KV head and step [{REAL_BUDGET}; tiny: 64]"
+    )
+    prompt = parser.add_mutually_exclusive_group()
+    prompt.add_argument("--prompt", metavar="TEXT", help="the user's turn [a problem, for the tiny reasoner]")
+    prompt.add_argument("--prompt-file", type=Path, metavar="FILE", help="a file that holds it")
+    parser.add_argument("--max-new-tokens", type=int, default=1024, metavar="N", help="longest answer [%(default)s]")
+    parser.add_argument("--temperature", type=float, help="0 is greedy [the model's own sampling]")
+    parser.add_argument("--seed", type=int, default=0, help="of the sampling [%(default)s]")
+    parser.add_argument("--trace", type=Path, metavar="FILE", help="the page, such as read.html")
+    parser.add_argument("--dtype", default="auto", choices=("auto", "float32", "bfloat16", "float16"))
+    parser.add_argument("--device", default="auto", help="auto, cpu, cuda or cuda:N [%(default)s]")
+
+
+def run(options: argparse.Namespace) -> int:
+    """Check, load, decode, write the page."""
+    from seergate.cli.models import gates_for, load_gates, load_model, model_path
+    from seergate.cli.running import check_model
+    from seergate.eval.calibration import check_auto
+    from seergate.eval.engine import encode, prompt_text
+    from seergate.eval.settings import grid
+    from seergate.hf.loading import load_tokenizer
+    from seergate.methods import SelectingMethod
+
+    tiny = options.model.lower() == "tiny-reasoner"
+    _check(options)
+    budgets = [] if options.token_budget is None else [options.token_budget]
+    spec, *_ = grid([options.method], budgets, None, default_budgets=[TINY_BUDGET if tiny else REAL_BUDGET])
+    check_auto([spec])
+    path = model_path(options.model)
+    gates = gates_for(options.model, options.gates) if spec.has_gates else None
+    bank = None if gates is None else load_gates(gates)
+    method = spec.method(bank)
+    if options.trace is not None and not isinstance(method, SelectingMethod):
+        raise SeergateError(
+            f"--trace shows the blocks that are read, and {spec.name!r} selects none; it takes methods such as gate, "
+            "quest and oracle (what evicting methods keep: seergate figure kept)"
+        )
+    check_model(path, [method], [] if bank is None else [bank])
+    tokenizer = load_tokenizer(path)
+    ids = encode(tokenizer, prompt_text(tokenizer, _problem(options, tiny, bool(tokenizer.chat_template))))
+
+    import torch
+    from transformers import TextStreamer
+
+    from seergate.hf.attach import attached
+    from seergate.report import write_explorer
+
+    model, tokenizer = load_model(path, options.dtype, options.device)
+    sampling: dict[str, Any] = {}
+    if options.temperature is not None:
+        sampling = {"do_sample": options.temperature > 0, "temperature": options.temperature or None}
+    torch.manual_seed(options.seed)
+    with (
+        tempfile.TemporaryDirectory() as folder,
+        attached(model, method, correction=spec.correction) as handle,
+    ):
+        trace = Path(folder) / "trace.parquet"
+        began = time.monotonic()
+        with contextlib.nullcontext() if options.trace is None else handle.traced(trace, attention=True):
+            output = model.generate(
+                torch.tensor([ids], device=model.device),
+                attention_mask=torch.ones(1, len(ids), dtype=torch.long, device=model.device),
+                max_new_tokens=options.max_new_tokens,
+                streamer=TextStreamer(tokenizer, skip_prompt=True, skip_special_tokens=True),
+                **sampling,
+            )[0].tolist()
+        seconds, stats = time.monotonic() - began, handle.stats()
+        said = f"{len(output) - len(ids)} tokens in {seconds:.1f} s"
+        if stats["density"] is not None:
+            said += f"; a step read {100 * stats['density']:.0f} % of the tokens before it"
+        print(said, file=sys.stderr)
+        if options.trace is not None and len(output) > len(ids) + 1:
+            page = write_explorer(trace, tokenizer, output, options.trace)
+            print(f"what was read: {page} ({page.stat().st_size / 1e6:.1f} MB)", file=sys.stderr)
+    return 0
+
+
+def _check(options: argparse.Namespace) -> None:
+    """Refuse values out of range, and a page that could not be written."""
+    if options.max_new_tokens < 1:
+        raise ValueError(f"max_new_tokens is {options.max_new_tokens}; it must be a positive number")
+    if options.temperature is not None and options.temperature < 0:
+        raise ValueError(f"temperature is {options.temperature}; it must be 0 (greedy) or a positive number")
+    if options.trace is None:
+        return
+    if options.max_new_tokens < 2:
+        raise ValueError("max_new_tokens is 1; the first token comes from the prompt, and --trace shows later ones")
+    if options.trace.is_dir():
+        raise SeergateError(f"--trace is {options.trace}, a directory; it must be a file such as read.html")
+    if not options.trace.absolute().parent.is_dir():
+        raise SeergateError(f"--trace is {options.trace}, and there is no directory {options.trace.parent}")
+    if not os.access(options.trace if options.trace.exists() else options.trace.absolute().parent, os.W_OK):
+        raise SeergateError(f"--trace is {options.trace}, which cannot be written to")
+
+
+def _problem(options: argparse.Namespace, tiny: bool, chats: bool) -> Problem:
+    """What is put to the model: a user's turn, or the text as it is for a model without a chat template."""
+    from seergate.eval import make_task
+    from seergate.eval.task import Problem
+
+    text = options.prompt
+    if options.prompt_file is not None:
+        try:
+            text = options.prompt_file.read_text(encoding="utf-8")
+        except (OSError, UnicodeDecodeError) as error:
+            raise SeergateError(f"the prompt {options.prompt_file} cannot be read: {error}") from error
+    if text is None and not tiny:
+        raise SeergateError("there is no prompt; give --prompt TEXT or --prompt-file FILE")
+    if text is None:
+        return make_task("chain_sum", problems=1, variables=16).problems()[0]
+    if not text.strip():
+        raise SeergateError("the prompt is empty; there is nothing to answer")
+    return Problem("prompt", "", messages=({"role": "user", "content": text},)) if chats else Problem("", "", (), text)

@@ -1,0 +1,130 @@
+"""A page that shows, for each token of an answer, which blocks were read to write it, and which should have been.
+
+One HTML file that needs nothing else. Of each step it holds three bytes per block, layer and KV head: whether the
+block was read, and the square roots of the method's score and of the true attention, as shares of all past blocks.
+"""
+
+from __future__ import annotations
+
+import base64
+import json
+import os
+import zlib
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from seergate.errors import SeergateError
+from seergate.report.activation_plot import read_trace
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+TEMPLATE = Path(__file__).with_suffix(".html")
+
+
+def write_explorer(
+    trace: str | os.PathLike[str],
+    tokenizer: PreTrainedTokenizerBase,
+    tokens: Sequence[int],
+    out: str | os.PathLike[str],
+    row: int = 0,
+) -> Path:
+    """Write the page.
+
+    Args:
+        trace: what ``Handle.traced(path, attention=True)`` wrote during one ``generate``.
+        tokenizer: of the model.
+        tokens: prompt and answer, without padding.
+        out: the page.
+        row: which row of the batch.
+
+    Raises:
+        SeergateError: if the trace cannot be read or holds no attention of this row, or the page cannot be written.
+    """
+    data = page_data(trace, row)
+    data["tokens"] = pieces(tokenizer, tokens)
+    data["steps"] = [data["steps"].get(i) for i in range(len(tokens))]
+    text = json.dumps(data, ensure_ascii=False).replace("<", "\\u003c")  # as in HTML, `</script>` would end the data
+    try:
+        Path(out).write_text(TEMPLATE.read_text(encoding="utf-8").replace("{{data}}", text), encoding="utf-8")
+    except OSError as error:
+        raise SeergateError(f"the page {Path(out)} cannot be written: {error}") from error
+    return Path(out)
+
+
+def page_data(trace: str | os.PathLike[str], row: int = 0) -> dict[str, Any]:
+    """What a trace says of one row, as the page wants it.
+
+    Returns:
+        ``prompt``: its tokens. ``cells``: the (layer, KV head) of each line of a step. ``steps``: the index of the
+        token that a step wrote -> three arrays ``[cells, blocks]``, compressed and in base64.
+    """
+    import pyarrow.parquet as pq
+
+    columns, about = read_trace(trace)
+    lists = pq.read_table(os.fspath(trace), columns=["blocks", "scores", "attention"]).combine_chunks()
+    blocks, scores, attention = (
+        (_Lists(lists[name].chunk(0)) for name in lists.column_names) if len(lists) else [None] * 3
+    )
+    # Drafted tokens that were dropped have a step as well: the last one at a position counts.
+    order = np.lexsort([columns[name] for name in ("step", "head", "layer", "position")])
+    order = order[columns["row"][order] == row]
+    key = np.stack([columns[name][order] for name in ("position", "layer", "head")])
+    last = np.append((key[:, 1:] != key[:, :-1]).any(0), True)[: len(order)]
+    order = order[last]
+    if not len(order) or not attention.valid[order].all():
+        raise SeergateError(f"the trace {Path(trace)} has no attention of row {row}; write it with attention=True")
+    positions, first = np.unique(columns["position"][order], return_index=True)
+    cells = order[: first[1] if len(first) > 1 else None]
+    size, steps = about["block_size"], {}
+    for position, lines in zip(positions.tolist(), np.split(order, first[1:]), strict=True):
+        planes = np.zeros((3, len(lines), position // size + 1), np.uint8)
+        for cell, line in enumerate(lines):
+            planes[0, cell, blocks[line] if blocks.valid[line] else slice(None)] = 1
+            if scores.valid[line]:
+                planes[1, cell, :-1] = _byte(_softmax(scores[line]))
+            planes[2, cell, :-1] = _byte(attention[line])
+        steps[position + 1] = base64.b64encode(zlib.compress(planes.tobytes(), 9)).decode()
+    return {
+        **about,
+        "prompt": int(positions[0]),
+        "cells": [[int(columns["layer"][line]), int(columns["head"][line])] for line in cells],
+        "scored": scores.valid[cells].tolist(),
+        "steps": steps,
+    }
+
+
+class _Lists:
+    """A column of lists, by line."""
+
+    def __init__(self, column: Any) -> None:
+        self.valid = np.asarray(column.is_valid())
+        self._offsets, self._values = column.offsets.to_numpy(), column.values.to_numpy()
+
+    def __getitem__(self, line: int) -> np.ndarray:
+        return self._values[self._offsets[line] : self._offsets[line + 1]]
+
+
+def _softmax(scores: np.ndarray) -> np.ndarray:
+    shares = np.exp(scores - scores.max(initial=-np.inf))
+    return shares / shares.sum()
+
+
+def _byte(shares: np.ndarray) -> np.ndarray:
+    """A square root in a byte: small shares keep some digits."""
+    return np.rint(255 * np.sqrt(shares)).astype(np.uint8)
+
+
+def pieces(tokenizer: PreTrainedTokenizerBase, tokens: Sequence[int]) -> list[str]:
+    """The text that each token adds. Of the tokens of one character, the last has it."""
+    found, said, window, group = list[str](), "", 0, 0
+    for i in range(len(tokens)):
+        text = tokenizer.decode(tokens[window : i + 1])
+        whole = not text.endswith("\ufffd") or i == len(tokens) - 1
+        found.append(text[len(said) :] if whole else "")
+        if whole:  # the next token is decoded behind this one, which tells whether a space comes between
+            said, window, group = tokenizer.decode(tokens[group : i + 1]), group, i + 1
+    return found

@@ -1,0 +1,86 @@
+"""`seergate generate`: streams an answer, writes the page, and refuses what cannot be before it reads any weight."""
+
+from __future__ import annotations
+
+import shutil
+
+import pytest
+
+from tests.eval import support
+from tests.report.test_explorer import page_of
+from tests.running import run_seergate
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory):
+    return support.save(tmp_path_factory.mktemp("model"))
+
+
+@pytest.fixture(scope="module")
+def without_weights(model, tmp_path_factory):
+    """A model's directory whose weights are gone: whatever reads them fails."""
+    bare = tmp_path_factory.mktemp("bare") / "model"
+    shutil.copytree(model, bare)
+    (bare / "model.safetensors").unlink()
+    return bare
+
+
+def test_the_tiny_reasoner_answers_and_shows_what_it_read(tmp_path):
+    from seergate.eval import make_task
+
+    done = run_seergate("generate", "--trace", str(tmp_path / "read.html"), "--max-new-tokens", "250")
+    assert done.returncode == 0, done.stderr
+    answer = make_task("chain_sum", problems=1, variables=16).problems()[0].gold
+    assert done.stdout.split()[-3:] == ["\\boxed{", answer, "}"]
+    assert "what was read:" in done.stderr and "% of the tokens before it" in done.stderr
+    page = page_of(tmp_path / "read.html")
+    assert "".join(page["tokens"][page["prompt"] :]).split()[:-1] == done.stdout.split()
+    assert (page["name"], page["nominal"], len(page["cells"])) == ("gate", "64", 8)
+    assert (page["steps"][-1][0].sum(1) == 64 / page["block_size"]).all()
+
+
+def test_a_prompt_a_method_and_a_file(model, tmp_path):
+    (tmp_path / "prompt.txt").write_text("a1 is the sum of a2 plus a3 .")
+    said = []
+    for given in (["--prompt", "a1 is the sum of a2 plus a3 ."], ["--prompt-file", str(tmp_path / "prompt.txt")]):
+        done = run_seergate(
+            "generate", "--model", str(model), "--method", "h2o:interval=2", "--token-budget", "16", *given,
+            "--max-new-tokens", "9", "--temperature", "1",
+        )  # fmt: skip
+        assert done.returncode == 0 and "9 tokens in" in done.stderr, done.stderr
+        said.append(done.stdout)
+    assert said[0] == said[1] != "", "the seed decides what is drawn"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ([], "there is no prompt; give --prompt TEXT or --prompt-file FILE"),
+        (["--prompt", " "], "the prompt is empty"),
+        (["--prompt-file", "nowhere.txt"], "the prompt nowhere.txt cannot be read"),
+        (["--prompt", "a1", "--trace", "nowhere/read.html"], "there is no directory nowhere"),
+        (["--prompt", "a1", "--trace", "."], "a directory; it must be a file"),
+        (["--prompt", "a1", "--trace", "x.html", "--method", "h2o"], "'h2o' selects none"),
+        (["--prompt", "a1", "--trace", "x.html", "--method", "dense"], "'dense' selects none"),
+        (["--prompt", "a1", "--trace", "x.html", "--max-new-tokens", "1"], "--trace shows later ones"),
+        (["--prompt", "a1", "--max-new-tokens", "0"], "max_new_tokens is 0; it must be a positive number"),
+        (["--prompt", "a1", "--temperature", "-1"], "temperature is -1.0; it must be 0"),
+        (["--prompt", "a1", "--method", "quset"], "did you mean 'quest'"),
+        (["--prompt", "a1", "--method", "gate"], "needs gates"),
+        (["--prompt", "a1", "--method", "quest", "--token-budget", "-3"], "token_budget is -3"),
+        (["--prompt", "a1", "--method", "quest:dense_layers=7"], "dense_layers names [7]"),
+    ],
+)
+def test_what_is_refused_before_weights_are_read(arguments, message, without_weights, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    method = [] if "--method" in arguments else ["--method", "quest"]
+    done = run_seergate("generate", "--model", str(without_weights), *method, *arguments)
+    assert done.returncode == 2 and message in done.stderr and done.stderr.count("\n") == 1, done.stderr
+    assert not (tmp_path / "x.html").exists()
+
+
+def test_an_unknown_model_and_missing_weights(without_weights):
+    done = run_seergate("generate", "--model", "no-such-model", "--prompt", "a1")
+    assert done.returncode == 2 and "no-such-model" in done.stderr
+    done = run_seergate("generate", "--model", str(without_weights), "--method", "quest", "--prompt", "a1")
+    assert done.returncode == 2 and "could not be loaded" in done.stderr
