@@ -65,10 +65,8 @@ def page_data(trace: str | os.PathLike[str], row: int = 0) -> dict[str, Any]:
     import pyarrow.parquet as pq
 
     columns, about = read_trace(trace)
-    lists = pq.read_table(os.fspath(trace), columns=["blocks", "scores", "attention"]).combine_chunks()
-    blocks, scores, attention = (
-        (_Lists(lists[name].chunk(0)) for name in lists.column_names) if len(lists) else [None] * 3
-    )
+    lists = pq.read_table(os.fspath(trace), columns=["blocks", "scores", "attention"])
+    blocks, scores, attention = (_Lists(lists[name].combine_chunks()) for name in lists.column_names)
     # Drafted tokens that were dropped have a step as well: the last one at a position counts.
     order = np.lexsort([columns[name] for name in ("step", "head", "layer", "position")])
     order = order[columns["row"][order] == row]
@@ -79,7 +77,7 @@ def page_data(trace: str | os.PathLike[str], row: int = 0) -> dict[str, Any]:
         raise SeergateError(f"the trace {Path(trace)} has no attention of row {row}; write it with attention=True")
     positions, first = np.unique(columns["position"][order], return_index=True)
     cells = order[: first[1] if len(first) > 1 else None]
-    size, steps = about["block_size"], {}
+    size, steps = about["block_size"], dict[int, str]()
     for position, lines in zip(positions.tolist(), np.split(order, first[1:]), strict=True):
         planes = np.zeros((3, len(lines), position // size + 1), np.uint8)
         for cell, line in enumerate(lines):
