@@ -134,8 +134,8 @@ class SelectingState(LayerState, ABC):
         return torch.stack(heads, 2).flatten(1, 2).to(step.q_BHSD.device)
 
     def logits(self, step: Step) -> Tensor:
-        """The same per KV head ``[B, K, N]`` and on the scale of attention's logits, so that a softmax over past blocks
-        can be set beside the true attention.
+        """`scores` per KV head ``[B, K, N]`` and on the scale of attention's logits: a softmax over past blocks can be
+        set beside the true attention.
         """
         return self.scores(step)
 
