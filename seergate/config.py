@@ -4,6 +4,7 @@ corrects the errors of sparse steps (`Lossless`, `Rectify`).
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, fields
 from typing import Any, Literal
 
@@ -15,6 +16,16 @@ MIN_BLOCK_SIZE, MAX_BLOCK_SIZE = 8, 256
 def is_int(value: object) -> bool:
     """Whether a value is an integer; ``True`` and ``False`` are not."""
     return isinstance(value, int) and not isinstance(value, bool)
+
+
+def check_poolings(name: str, kinds: Any) -> tuple[str, ...]:
+    """The poolings as a tuple; refused unless they are some of `POOLINGS`, each at most once."""
+    if isinstance(kinds, str):
+        raise ValueError(f"{name} is {kinds!r}; it must be a sequence such as ({kinds!r},)")
+    listed = isinstance(kinds, Sequence) and all(isinstance(kind, str) for kind in kinds)
+    if not (listed and kinds and len(set(kinds)) == len(kinds) and set(kinds) <= set(POOLINGS)):
+        raise ValueError(f"{name} is {kinds!r}; it must be one or more of {POOLINGS}, each at most once")
+    return tuple(kinds)
 
 
 @dataclass(frozen=True)
@@ -52,17 +63,7 @@ class GateConfig:
             raise ValueError(f"gate_dim is {self.gate_dim!r}; it must be a positive integer")
         if self.rope and self.gate_dim % 2:
             raise ValueError(f"gate_dim is {self.gate_dim}; it must be even when rope is on")
-        if isinstance(self.k_pooling, str) or not isinstance(self.k_pooling, (tuple, list)):
-            raise ValueError(f"k_pooling is {self.k_pooling!r}; it must be a tuple such as {POOLINGS}")
-        object.__setattr__(self, "k_pooling", tuple(self.k_pooling))
-        kinds = self.k_pooling
-        if (
-            not kinds
-            or not all(isinstance(kind, str) for kind in kinds)
-            or len(set(kinds)) != len(kinds)
-            or not set(kinds) <= set(POOLINGS)
-        ):
-            raise ValueError(f"k_pooling is {kinds!r}; it must be one or more of {POOLINGS}, each at most once")
+        object.__setattr__(self, "k_pooling", check_poolings("k_pooling", self.k_pooling))
         for name in ("qk_norm", "rope"):
             if not isinstance(getattr(self, name), bool):
                 raise ValueError(f"{name} is {getattr(self, name)!r}; it must be True or False")

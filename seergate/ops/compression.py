@@ -6,9 +6,9 @@ from collections.abc import Sequence
 
 from torch import Tensor
 
+from seergate.config import POOLINGS, check_poolings
 from seergate.ops.backend import implementation
 from seergate.ops.checks import brief, check_block_size, check_lengths, check_same, check_tensor, readable
-from seergate.ops.pooling import KINDS, check_kinds
 
 
 def update_compressed_keys(
@@ -18,7 +18,7 @@ def update_compressed_keys(
     compressed: Tensor,
     weight: Tensor,
     block_size: int,
-    kinds: Sequence[str] = KINDS,
+    kinds: Sequence[str] = POOLINGS,
     *,
     norm_weight: Tensor | None = None,
     inv_freq: Tensor | None = None,
@@ -56,7 +56,7 @@ def update_compressed_keys(
     check_tensor("k", k, ("B", "Hkv", "d"))
     batch, kv_heads, dim = k.shape
     check_block_size(block_size)
-    kinds = check_kinds(kinds)
+    kinds = check_poolings("kinds", kinds)
     check_tensor("recent", recent, (batch, kv_heads, "R", dim))
     if recent.shape[2] < 1 or recent.shape[2] % block_size:
         raise ValueError(f"recent has {recent.shape[2]} slots; it must have a multiple of block_size, {block_size}")

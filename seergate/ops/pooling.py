@@ -6,13 +6,12 @@ from collections.abc import Sequence
 
 from torch import Tensor
 
+from seergate.config import POOLINGS, check_poolings
 from seergate.ops.backend import implementation
 from seergate.ops.checks import check_block_size, check_lengths, check_same, check_tensor
 
-KINDS = ("max", "min", "avg")
 
-
-def pool_keys(k: Tensor, block_size: int, kinds: Sequence[str] = KINDS, lengths: Tensor | None = None) -> Tensor:
+def pool_keys(k: Tensor, block_size: int, kinds: Sequence[str] = POOLINGS, lengths: Tensor | None = None) -> Tensor:
     """Pool non-overlapping blocks of keys.
 
     Args:
@@ -32,20 +31,8 @@ def pool_keys(k: Tensor, block_size: int, kinds: Sequence[str] = KINDS, lengths:
     """
     check_tensor("k", k, ("B", "Hkv", "S", "d"))
     check_block_size(block_size)
-    kinds = check_kinds(kinds)
+    kinds = check_poolings("kinds", kinds)
     if lengths is not None:
         check_lengths(lengths, k.shape[0], k.shape[2], "S", least=0)
         check_same("lengths", lengths, "k", k, dtype=False)
     return implementation("pool_keys", k.device)(k, block_size, kinds, lengths)
-
-
-def check_kinds(kinds: Sequence[str]) -> tuple[str, ...]:
-    """The poolings as a tuple; refused unless they are some of `KINDS`, each at most once."""
-    if isinstance(kinds, str):
-        raise ValueError(f"kinds is {kinds!r}; it must be a sequence such as ({kinds!r},)")
-    if not isinstance(kinds, Sequence) or not all(isinstance(kind, str) for kind in kinds):
-        raise ValueError(f"kinds is {kinds!r}; it must be one or more of {KINDS}, each at most once")
-    kinds = tuple(kinds)
-    if not kinds or len(set(kinds)) != len(kinds) or not set(kinds) <= set(KINDS):
-        raise ValueError(f"kinds is {kinds!r}; it must be one or more of {KINDS}, each at most once")
-    return kinds
