@@ -36,6 +36,19 @@ def meta(*shape: int, dtype: torch.dtype) -> Tensor:
     return torch.empty(shape, dtype=dtype, device="meta")
 
 
+def short(dtype: torch.dtype) -> str:
+    """Its name in tables."""
+    return str(dtype).removeprefix("torch.")
+
+
+def cache_of(batch: int, kv_heads: int, capacity: int, dim: int, page: int, dtype: torch.dtype) -> tuple[Tensor, Any]:
+    """Keys or values ``[B, Hkv, S, d]``, or pages of so many tokens and their table."""
+    if not page:
+        return meta(batch, kv_heads, capacity, dim, dtype=dtype), None
+    pages = meta(batch * capacity // page, kv_heads, page, dim, dtype=dtype)
+    return pages, meta(batch, capacity // page, dtype=torch.int32)
+
+
 DTYPES = (torch.bfloat16, torch.float32)
 """The machine code for float16 differs from that for bfloat16 in the name of the products only."""
 
@@ -72,8 +85,8 @@ def update_example(
     compressed = meta(batch, kv_heads, 32768 // block_size, dim, dtype=gate_dtype)
     weight, norm_weight = meta(kv_heads, 3 * dim, dim, dtype=gate_dtype), meta(dim, dtype=gate_dtype)
     inv_freq, lengths = meta(dim // 2, dtype=torch.float32), meta(batch, dtype=torch.int64)
-    name = f"{str(dtype).removeprefix('torch.')} d{dim} block {block_size}"
-    name += f" gate {str(gate_dtype).removeprefix('torch.')}" * (gate_dtype != dtype)
+    name = f"{short(dtype)} d{dim} block {block_size}"
+    name += f" gate {short(gate_dtype)}" * (gate_dtype != dtype)
     name += f" offset {position_offset}" * (position_offset > 0)
     return Example(
         f"update_compressed_keys {name}",
@@ -99,14 +112,10 @@ def dense_example(dtype: torch.dtype, dim: int, page: int = 0) -> Example:
     """32k tokens, 8 rows, 64 query and 8 KV heads."""
     batch, kv_heads, capacity = 8, 8, 32768
     q = meta(batch, 8 * kv_heads, dim, dtype=dtype)
-    cache = meta(batch, kv_heads, capacity, dim, dtype=dtype)
-    table = None
-    if page:
-        cache = meta(batch * capacity // page, kv_heads, page, dim, dtype=dtype)
-        table = meta(batch, capacity // page, dtype=torch.int32)
+    cache, table = cache_of(batch, kv_heads, capacity, dim, page, dtype)
     lengths = meta(batch, dtype=torch.int64)
     return Example(
-        f"dense_decode {str(dtype).removeprefix('torch.')} d{dim}" + f" page {page}" * bool(page),
+        f"dense_decode {short(dtype)} d{dim}" + f" page {page}" * bool(page),
         lambda: sparse_decode.attend(q, cache, cache, None, None, lengths, 1, dim**-0.5, None, None, table),
         products=("decode_kernel",) if dtype != torch.float32 else (),
         wide=("decode_kernel",),
@@ -171,9 +180,8 @@ def gate_kl_example(
     gate_products = () if gate_dtype == torch.float32 else ("rows_kernel", "columns_kernel")
     teacher_kernel = "maxima_kernel" if known else "attention_kernel"
     kernels = ("rows_kernel", "columns_kernel", teacher_kernel)
-    short, gate_short = (str(x).removeprefix("torch.") for x in (dtype, gate_dtype))
     return Example(
-        f"gate_kl {short} gate {gate_short} d{dim} g{group} b{block_size} t{tokens}"
+        f"gate_kl {short(dtype)} gate {short(gate_dtype)} d{dim} g{group} b{block_size} t{tokens}"
         + " evaluation" * (not gradients),
         partial(
             gate_kl.evaluate, q, k, qg, kg, torch.tensor([0, tokens], dtype=torch.int32), block_size, row_start, 0.1,
@@ -198,7 +206,7 @@ def pool_example(dtype: torch.dtype, dim: int, block_size: int) -> Example:
     k = meta(1, 8, 32768, dim, dtype=dtype)
     lengths = meta(1, dtype=torch.int64)
     return Example(
-        f"pool_keys {str(dtype).removeprefix('torch.')} d{dim} block {block_size}",
+        f"pool_keys {short(dtype)} d{dim} block {block_size}",
         lambda: pooling.pool(k, block_size, ("max", "min", "avg"), lengths),
         wide=("pool_kernel",),
     )
@@ -218,8 +226,7 @@ def select_example(dtype: torch.dtype, blocks: int, rule: dict[str, Any], sink_b
     """8 rows, 8 KV heads, blocks of 64 tokens."""
     scores, lengths = meta(8, 8, blocks, dtype=dtype), meta(8, dtype=torch.int64)
     return Example(
-        f"select_blocks {next(iter(rule))} of {blocks} {str(dtype).removeprefix('torch.')}"
-        + " without sinks" * (sink_blocks == 0),
+        f"select_blocks {next(iter(rule))} of {blocks} {short(dtype)}" + " without sinks" * (sink_blocks == 0),
         lambda: selection.select(
             scores, lengths, 64, rule.get("token_budget"), rule.get("threshold"), rule.get("top_p"), sink_blocks
         ),
@@ -261,16 +268,12 @@ def sparse_example(
     kv_heads, capacity = 8, 32768
     selected = math.ceil(capacity / 10 / block_size)
     q = meta(batch, kv_heads * group, dim, dtype=dtype)
-    cache = meta(batch, kv_heads, capacity, dim, dtype=dtype)
-    table = None
-    if page:
-        cache = meta(batch * capacity // page, kv_heads, page, dim, dtype=dtype)
-        table = meta(batch, capacity // page, dtype=torch.int32)
+    cache, table = cache_of(batch, kv_heads, capacity, dim, page, dtype)
     indices = meta(batch, kv_heads, selected, dtype=torch.int32)
     counts = meta(batch, kv_heads, dtype=torch.int32) if counted else None
     lengths = meta(batch, dtype=torch.int64)
     sinks, softcap = (meta(kv_heads * group, dtype=dtype), 50.0) if extras else (None, None)
-    name = f"{str(dtype).removeprefix('torch.')} d{dim} block {block_size} group {group} batch {batch}"
+    name = f"{short(dtype)} d{dim} block {block_size} group {group} batch {batch}"
     name += f" page {page}" * bool(page) + " sinks softcap" * extras + " uncounted" * (not counted)
     return Example(
         f"sparse_decode {name}",
@@ -310,7 +313,7 @@ def teachers() -> Iterator[Example]:
         k = meta(tokens, kv_heads, dim, dtype=dtype)
         sinks = meta(heads, dtype=dtype) if "sinks" in extras else None
         softcap = extras.get("softcap")
-        name = f"{str(dtype).removeprefix('torch.')} d{dim} b{block_size} g{group}"
+        name = f"{short(dtype)} d{dim} b{block_size} g{group}"
         products = ("attention_kernel", "maxima_kernel") if dtype != torch.float32 else ()
         yield Example(
             f"attention_with_block_targets {name}",

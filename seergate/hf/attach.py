@@ -275,7 +275,7 @@ def attached(
     config: DecodeConfig | None = None,
     **options: Any,
 ) -> Iterator[Handle]:
-    """`attach` for the duration of a ``with`` block."""
+    """`attach`, with the same arguments, for the duration of a ``with`` block."""
     handle = attach(model, method, config, **options)
     try:
         yield handle
