@@ -136,7 +136,7 @@ def test_frequencies_survive_a_change_of_dtype():
         ({"gate_dim": 7}, "gate_dim is 7; it must be even"),
         ({"k_pooling": ()}, "k_pooling is ()"),
         ({"k_pooling": ("max", "max")}, "at most once"),
-        ({"k_pooling": "max"}, "must be a tuple"),
+        ({"k_pooling": "max"}, "must be a sequence such as ('max',)"),
         ({"k_pooling": ("mean",)}, "k_pooling is"),
         ({"q_pooling": "sum"}, "q_pooling is 'sum'"),
         ({"qk_norm": "yes"}, "qk_norm is 'yes'"),
