@@ -109,7 +109,7 @@ def run(options: argparse.Namespace) -> int:
             said += f"; a step read {100 * stats['density']:.0f} % of the tokens before it"
         print(said, file=sys.stderr)
         if options.trace is not None and len(output) > len(ids) + 1:
-            page = write_explorer(trace, tokenizer, output, options.trace)
+            page = write_explorer(trace, tokenizer, output, options.trace).path
             print(f"what was read: {page} ({page.stat().st_size / 1e6:.1f} MB)", file=sys.stderr)
     return 0
 

@@ -93,9 +93,13 @@ class LosslessDecoding:
         self.tokens_read = tokens_read
         self.weight_bytes = weights_read(model)
         self.reset()
-        passes.default = "dense"
-        self.theirs = vars(model).get("generate")  # somebody else's, in place of the class's
-        model.generate = LosslessGenerate(self)  # type: ignore[method-assign,assignment]
+        self.install()
+
+    def install(self) -> None:
+        """Take the place of the model's ``generate``."""
+        self.passes.default = "dense"
+        self.theirs = vars(self.model).get("generate")  # somebody else's, in place of the class's
+        self.model.generate = LosslessGenerate(self)  # type: ignore[method-assign,assignment]
 
     def remove(self) -> None:
         """Give the model its own ``generate`` back."""

@@ -51,6 +51,10 @@ class Rectification:
         self.mode = PROMPT  # of the pass that is under way
         self.busy = False  # with a dense pass of its own
         self.reset()
+        self.install()
+
+    def install(self) -> None:
+        """Rectify from now on."""
         self._hooks = [
             self.decoder.register_forward_pre_hook(self._before_forward, with_kwargs=True),
             self.decoder.register_forward_hook(self._after_forward, with_kwargs=True),

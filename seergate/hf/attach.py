@@ -100,6 +100,7 @@ class Handle:
             reads_leftovers=isinstance(method, SelectingMethod),
         )
         self.trace: Trace | None = None
+        self.disabled = False
         self.storage = StorageMaker()
         self._guard, self.prompts = OneThread(decoder), PromptReader(model, self.passes)
         try:
@@ -147,6 +148,42 @@ class Handle:
 
     def _tokens_read(self) -> tuple[float, float]:
         return self.stats_.kv_totals()
+
+    def __repr__(self) -> str:
+        state = "disabled" if self.disabled else "attached" if self.bindings else "detached"
+        return f"<Handle: {self.method!r}, {state}, {len(self.stats_.layers)} layers of {type(self.model).__name__}>"
+
+    def summary(self) -> str:
+        """What is attached, and what it has read and held so far, in a few lines for people."""
+        found, lines = self.stats(), [repr(self)]
+        if found["steps"]:
+            layers = zip(found["layers"], found["density_per_layer"], strict=True)
+            lines.append(
+                f"{found['steps']} decode steps read {100 * found['density']:.1f} % of the tokens before them"
+            )
+            lines.append("  " + ", ".join(f"layer {layer}: {100 * share:.1f} %" for layer, share in layers))
+            read, dense = found["bytes_read_per_step"], found["bytes_dense_per_step"]
+            lines.append(f"{read / 1e6:.3g} MB read per step, of the {dense / 1e6:.3g} MB that dense attention reads")
+            lines.append(f"{found['resident_bytes_peak'] / 1e6:.3g} MB held at most")
+        return "\n".join(lines)
+
+    @contextmanager
+    def disable(self) -> Iterator[None]:
+        """While it lasts, the model is the plain one, and nothing is counted. A cache goes with the one or the other:
+        what was filled meanwhile is refused afterwards, and what an evicting method filled is refused meanwhile.
+        """
+        if self.disabled:
+            yield
+            return
+        self.disabled = True
+        if self.correction is not None:
+            self.correction.remove()
+        try:
+            yield
+        finally:
+            self.disabled = False
+            if self.correction is not None:
+                self.correction.install()
 
     def stats(self) -> dict[str, Any]:
         """What decoding read and held since the handle was made or reset (`DecodeStats.summary`), and what its

@@ -204,6 +204,7 @@ class Attached(Protocol):
     stats_: DecodeStats
     trace: Trace | None
     storage: StorageMaker
+    disabled: bool
 
     @property
     def plain(self) -> bool:
@@ -236,7 +237,7 @@ class LayerBinding:
     def before_forward(self, module: nn.Module, args: Any, kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
         """Make the call: for the cache layer, which stores the new tokens, and for the attention function."""
         cache, dense = kwargs.get("past_key_values"), dense_function(self.swap.implementation)
-        if cache is None:
+        if cache is None or self.handle.disabled:
             if kwargs.get("cache") is not None:
                 warnings.warn(TRANSFORMERS_PAGES, stacklevel=2)
             return args, {**kwargs, CALL_KEYWORD: partial(_without_cache, self.tap, dense)}

@@ -7,10 +7,12 @@ block was read, and the square roots of the method's score and of the true atten
 from __future__ import annotations
 
 import base64
+import html
 import json
 import os
 import zlib
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -25,13 +27,24 @@ if TYPE_CHECKING:
 TEMPLATE = Path(__file__).with_suffix(".html")
 
 
+@dataclass(frozen=True)
+class Page:
+    """A page that was written. A notebook shows it in place."""
+
+    path: Path
+
+    def _repr_html_(self) -> str:
+        text = html.escape(self.path.read_text(encoding="utf-8"))
+        return f'<iframe srcdoc="{text}" style="width: 100%; height: 46rem; border: 0"></iframe>'
+
+
 def write_explorer(
     trace: str | os.PathLike[str],
     tokenizer: PreTrainedTokenizerBase,
     tokens: Sequence[int],
     out: str | os.PathLike[str],
     row: int = 0,
-) -> Path:
+) -> Page:
     """Write the page.
 
     Args:
@@ -52,7 +65,7 @@ def write_explorer(
         Path(out).write_text(TEMPLATE.read_text(encoding="utf-8").replace("{{data}}", text), encoding="utf-8")
     except OSError as error:
         raise SeergateError(f"the page {Path(out)} cannot be written: {error}") from error
-    return Path(out)
+    return Page(Path(out))
 
 
 def page_data(trace: str | os.PathLike[str], row: int = 0) -> dict[str, Any]:

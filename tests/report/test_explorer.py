@@ -76,7 +76,7 @@ def test_the_page_is_what_the_slow_decoder_reads(name, tmp_path):
     how = {"block_size": BLOCK, **({"dense_layers": ()} if name == "quest" else {})}
     method, how = (bank, {}) if name == "gate" else (name, how)
     answer = answered(model, tmp_path / "trace", method, {"input_ids": prompt(PROMPT)}, NEW, **how)[0].tolist()
-    page = page_of(write_explorer(tmp_path / "trace", tokenizer(), answer, tmp_path / "page.html"))
+    page = page_of(write_explorer(tmp_path / "trace", tokenizer(), answer, tmp_path / "page.html").path)
     twin = Watched(model, Rule(name, BLOCK, 2 * BLOCK), {layer: bank.gate(layer) for layer in range(2)})
     with torch.no_grad():
         twin.read(answer[:PROMPT])
@@ -118,7 +118,7 @@ def test_drafts_that_were_dropped_leave_nothing(tmp_path):
     model = tiny_model("qwen3")
     inputs, how = {"input_ids": prompt(45)}, {"correction": Lossless(4)}
     answer = answered(model, tmp_path / "trace", gates(model), inputs, 20, **how)[0].tolist()
-    page = page_of(write_explorer(tmp_path / "trace", tokenizer(), answer, tmp_path / "page.html"))
+    page = page_of(write_explorer(tmp_path / "trace", tokenizer(), answer, tmp_path / "page.html").path)
     there = [i for i, step in enumerate(page["steps"]) if step is not None]
     assert there and len(page["steps"]) == len(answer) == 65
     assert all(page["steps"][i].shape == (3, 4, (i - 1) // BLOCK + 1) for i in there)
@@ -167,6 +167,6 @@ def test_a_page_stands_alone(tmp_path):
     model, text = tiny_model("qwen3", vocab_size=256), "</script><script>alert(1)</script>" * 2
     inputs = {"input_ids": torch.tensor([bytes_tokenizer()(text)["input_ids"]])}
     answer = answered(model, tmp_path / "trace", "oracle", inputs, 3, block_size=BLOCK)[0].tolist()
-    page = write_explorer(tmp_path / "trace", bytes_tokenizer(), answer, tmp_path / "page.html")
+    page = write_explorer(tmp_path / "trace", bytes_tokenizer(), answer, tmp_path / "page.html").path
     assert page.read_text().count("</script>") == 2
     assert "".join(page_of(page)["tokens"][: len(text)]) == text

@@ -101,7 +101,7 @@ def written(folder: Path, prompt: int, new: int) -> Path:
     model = tiny_model("qwen3", vocab_size=len(tokenizer()))
     ids = torch.randint(6, len(tokenizer()), (1, prompt), generator=torch.Generator().manual_seed(1))
     answer = answered(model, folder / "trace", gates(model), {"input_ids": ids}, new, token_budget=4 * BLOCK)
-    return write_explorer(folder / "trace", tokenizer(), answer[0].tolist(), folder / "page.html")
+    return write_explorer(folder / "trace", tokenizer(), answer[0].tolist(), folder / "page.html").path
 
 
 def test_what_is_pointed_at_is_shown(tmp_path):
