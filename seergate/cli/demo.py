@@ -84,8 +84,11 @@ def run(options: argparse.Namespace) -> int:
         )
         sweep(model, tokenizer, task, specs, out / "eval", run_options, bank=bank)
 
+    from seergate.cli.adapters import results_of
     from seergate.report import write_report
 
+    bank.results = tuple(results_of(out / "eval"))
+    bank.save_pretrained(adapter)  # its card has the results now
     print("\n4. Writing the report", flush=True)
     report = write_report(out / "eval", out)
     say_report(report)

@@ -7,6 +7,7 @@ import json
 from typing import TYPE_CHECKING, Any
 
 from seergate.cli.adapters import add_source_options, read_adapter
+from seergate.gates.card import HALF
 
 if TYPE_CHECKING:
     from seergate.gates import Adapter
@@ -103,7 +104,7 @@ def say(facts: dict[str, Any]) -> None:
     for result in facts["results"]:
         budget = "dense" if result.get("token_budget") is None else f"{result['token_budget']} tokens"
         accuracy, error = result.get("accuracy"), result.get("standard_error") or 0.0
-        score = "" if accuracy is None else f"{100 * accuracy:.1f} % ± {100 * error:.1f}"
+        score = "" if accuracy is None else f"{100 * accuracy:.1f} % ± {HALF * error:.1f}"
         print(f"  {result.get('task')}, {result.get('method')}, {budget}: {score}")
     if "difference" in facts:
         _say_difference(facts["difference"])

@@ -18,6 +18,7 @@ from __future__ import annotations
 import sys
 from typing import Any
 
+import torch
 from lm_eval.api.registry import register_model
 from lm_eval.models.huggingface import HFLM
 
@@ -35,7 +36,7 @@ class SeergateLM(HFLM):
         method: as `seergate eval` takes it; by default ``gate`` where there are gates, else ``dense``.
         budget: tokens per KV head and step.
         block_size: of methods that select blocks.
-        device, dtype: of the base model; as in `seergate.hf.loading.load_base`.
+        device, dtype: of the base model; the harness asks for a GPU wherever it runs, so without one it is the CPU.
         **options: of ``HFLM``.
     """
 
@@ -51,6 +52,8 @@ class SeergateLM(HFLM):
         **options: Any,
     ) -> None:
         spec = method_spec(method or ("gate" if gates else "dense"), budget, block_size)
+        if not torch.cuda.is_available():
+            device = None
         model, tokenizer, _ = attached_model(pretrained, spec, gates, device=device, dtype=dtype)
         super().__init__(pretrained=model, tokenizer=tokenizer, **options)
 

@@ -21,6 +21,8 @@ CARD_FILE, PLOT_FILE = "README.md", "accuracy.png"
 BEGIN, END = "<!-- seergate: what follows is generated -->", "<!-- seergate: end of what is generated -->"
 TAGS = ["seergate", "sparse-attention", "block-sparse", "attention-gate"]
 PAPER = "[SeerAttention-R](https://arxiv.org/abs/2506.08889)"
+HALF = 196.0
+"""Standard errors are shares; times this they are half a 95 % interval, in percent."""
 
 
 @dataclass(frozen=True)
@@ -172,7 +174,7 @@ def _body(adapter: Adapter, source: Source, plotted: bool) -> list[str]:
     total = f" of {geometry.num_layers}" if geometry.num_layers else ""
     kind = "several dtypes" if adapter.dtype is None else str(adapter.dtype).removeprefix("torch.")
     lines = [
-        f"# Attention gates for {_plain(base or geometry.model_type)}",
+        f"# Attention gates for {_plain((base or geometry.model_type).rpartition('/')[2])}",
         "",
         f"Learned gates ({PAPER}) that let a frozen model decode with block-sparse attention. The base model is not "
         "part of this repository and is not changed by it.",
@@ -220,12 +222,12 @@ def _results(adapter: Adapter, plotted: bool) -> list[str]:
             result.get("task", ""),
             result.get("method", ""),
             result.get("token_budget") or "all",
-            "" if accuracy is None else f"{100 * accuracy:.1f}" + (f" ± {100 * error:.1f}" if error else ""),
+            "" if accuracy is None else f"{100 * accuracy:.1f}" + (f" ± {HALF * error:.1f}" if error else ""),
             result.get("samples", ""),
             "" if tokens is None else f"{tokens:.0f}",
         ]
         lines.append(f"| {' | '.join(_plain(str(cell)) for cell in cells)} |")
-    return [*lines, "", "± is the standard error, clustered by problem.", ""]
+    return [*lines, "", "± is half a 95 % interval, clustered by problem.", ""]
 
 
 def _training(adapter: Adapter) -> list[str]:
@@ -306,7 +308,7 @@ def _plain(text: str | None) -> str:
 
 
 def results_plot(results: Sequence[dict[str, Any]], path: Path) -> bool:
-    """Draw accuracy against budget, a line per task and method, with standard errors; dense is a horizontal line.
+    """Draw accuracy against budget, a line per task and method, with 95 % intervals; dense is a horizontal line.
 
     Args:
         results: see `Adapter.results`.
@@ -320,7 +322,7 @@ def results_plot(results: Sequence[dict[str, Any]], path: Path) -> bool:
         budget, accuracy = result.get("token_budget"), result.get("accuracy")
         if budget is not None and accuracy is not None:
             key = str(result.get("task", "")), str(result.get("method", ""))
-            lines.setdefault(key, []).append((budget, 100 * accuracy, 100 * (result.get("standard_error") or 0.0)))
+            lines.setdefault(key, []).append((budget, 100 * accuracy, HALF * (result.get("standard_error") or 0.0)))
     if not lines:
         return False
     try:

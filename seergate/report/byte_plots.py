@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from seergate.report.load import Setting, Sweep
-from seergate.report.plots import conditions, pyplot, save
+from seergate.report.plots import CONVENTIONS, CROWD, LEGEND, WIDTH, conditions, hollow, pyplot, save
 from seergate.report.styles import line_style, style
 
 if TYPE_CHECKING:
@@ -22,32 +22,44 @@ FIGURES = {"own_bytes_mean": "kB held per sequence, mean", "bytes_read_per_step"
 def bytes_plot(sweep: Sweep, path: Path) -> Path | None:
     """Two panels: against mean resident bytes, and against bytes read per step. ``None`` with fewer than two points.
 
-    Error bars are one standard error; dense and what has no budget to vary are single points.
+    What no setting beats in both, bytes and accuracy, is joined by a grey line, the Pareto front; series without a
+    setting on either front are grey where there are more than `CROWD` of them.
     """
-    plt = pyplot()
-    from matplotlib.ticker import LogLocator
-
     measured = [s for s in sweep.settings if all(s.metrics[figure] for figure in FIGURES)]
     if len(measured) < 2:
         return None
     lines = _series(measured)
-    height = max(4.4, 0.22 * len(lines) + 1.2)
-    figure, axes = plt.subplots(1, 2, figsize=(12.5, height), sharey=True)
+    fronts = {metric: pareto(measured, metric) for metric in FIGURES}
+    ahead = {s.directory for front in fronts.values() for s in front}
+    grey = {n for n, own in lines.items() if len(lines) > CROWD and not ahead & {s.directory for s in own}}
+    figure, axes = pyplot().subplots(2, 1, figsize=(WIDTH, 8.4), sharey=True, layout="constrained")
     for axis, (metric, label) in zip(axes, FIGURES.items(), strict=True):
         for name, settings in lines.items():
-            _line(axis, name, sorted(settings, key=lambda s: float(s.metrics[metric])), metric, list(lines))
+            points = sorted(settings, key=lambda s: float(s.metrics[metric]))
+            _line(axis, name, points, metric, list(lines), name in grey)
+        front = [(s.metrics[metric] / 1e3, 100 * s.accuracy.mean) for s in fronts[metric]]
+        axis.step(*zip(*front, strict=True), where="post", color="0.8", linewidth=5, zorder=0, label="Pareto front")
+        if grey:
+            axis.plot([], [], color="#CCCCCC", linewidth=0.8, label=f"{len(grey)} others")
         axis.set_xscale("log", base=2)
-        axis.xaxis.set_major_locator(LogLocator(2, subs=(1, 1.5)))
         axis.minorticks_off()
         axis.xaxis.set_major_formatter(lambda value, _: f"{value:g}")
-        axis.set_xlabel(label)
+        axis.set(xlabel=f"{label} (fewer is better: left)", ylabel="accuracy (%)", ylim=(-2, 104))
         axis.grid(axis="y", color="#DDDDDD", linewidth=0.8)
         axis.set_axisbelow(True)
         axis.spines[["top", "right"]].set_visible(False)
-    axes[0].set(ylabel="accuracy (%)", ylim=(-2, 104))
-    axes[1].legend(frameon=False, fontsize=8, loc="center left", bbox_to_anchor=(1.0, 0.5))
-    figure.suptitle(f"Accuracy against bytes\n{conditions(sweep)}; bars: one standard error", fontsize=10)
+        axis.legend(**LEGEND)
+    figure.suptitle(f"Accuracy against bytes\n{conditions(sweep)}; {CONVENTIONS}", fontsize=10)
     return save(figure, path)
+
+
+def pareto(settings: list[Setting], metric: str) -> list[Setting]:
+    """Settings that none with as few bytes is more accurate than, by bytes."""
+    front: list[Setting] = []
+    for s in sorted(settings, key=lambda s: (float(s.metrics[metric]), -s.accuracy.mean)):
+        if not front or s.accuracy.mean > front[-1].accuracy.mean:
+            front.append(s)
+    return front
 
 
 def _series(settings: list[Setting]) -> dict[str, list[Setting]]:
@@ -59,19 +71,17 @@ def _series(settings: list[Setting]) -> dict[str, list[Setting]]:
     return lines
 
 
-def _line(axis: Axes, name: str, settings: list[Setting], metric: str, names: list[str]) -> None:
-    errors = [0.0 if s.metrics["accuracy_se"] is None else 100 * s.metrics["accuracy_se"] for s in settings]
+def _line(axis: Axes, name: str, settings: list[Setting], metric: str, names: list[str], grey: bool) -> None:
+    x, y = [s.metrics[metric] / 1e3 for s in settings], [100 * s.accuracy.mean for s in settings]
     how = {**style(name), "linestyle": line_style(name, names)}
     if name == "dense":
         how["marker"] = "o"
-        axis.axhline(100 * settings[0].accuracy.mean, color=how["color"], linestyle="--", linewidth=0.8, zorder=1)
-    axis.errorbar(
-        [s.metrics[metric] / 1e3 for s in settings],
-        [100 * s.accuracy.mean for s in settings],
-        yerr=errors,
-        capsize=2,
-        elinewidth=0.8,
-        label=name,
-        zorder=3 if name.startswith("gate") else 2,
-        **how,
-    )
+    if grey:
+        axis.plot(x, y, **{**how, "color": "#CCCCCC", "linewidth": 0.8, "markersize": 3, "zorder": 1})
+        return
+    ends = [s.interval for s in settings]
+    errors = [[max(0.0, m - 100 * low) for m, (low, _) in zip(y, ends, strict=True)]]
+    errors.append([max(0.0, 100 * high - m) for m, (_, high) in zip(y, ends, strict=True)])
+    zorder = 3 if name.startswith("gate") else 2
+    axis.errorbar(x, y, yerr=errors, capsize=3, elinewidth=1, label=name, zorder=zorder, **how)
+    hollow(axis, list(zip(x, y, settings, strict=True)))

@@ -48,14 +48,14 @@ def _section(sweep: Sweep, root: Path, matches: list[dict[str, Any]], metric: st
         if missed:
             said = ", ".join(f"{method} ({percent:+.0f} %)" for method, percent in missed.items())
             impossible.append(f"- not possible at {target}: {said}")
-    header = ["target", "method", "setting", "kB", "off by %", "accuracy %", "std. error", "minus dense"]
+    header = ["target", "method", "setting", "kB", "off by %", "accuracy %", "95 % interval", "minus dense"]
     table = markdown(header, rows, left=3)
     return "\n\n".join(part for part in (NOTE, table, "\n".join(impossible)) if part)
 
 
 def _row(sweep: Sweep, target: str, s: Setting, knob: str, wanted: float, metric: str) -> list[str]:
     measured = s.metrics[metric]
-    se = s.metrics["accuracy_se"]
+    low, high = s.interval
     return [
         target,
         s.marked,
@@ -63,6 +63,6 @@ def _row(sweep: Sweep, target: str, s: Setting, knob: str, wanted: float, metric
         NONE if measured is None else f"{measured / 1e3:.1f}",
         NONE if measured is None else f"{100 * (measured / wanted - 1):+.0f}",
         f"{100 * s.accuracy.mean:.1f}",
-        NONE if se is None else f"{100 * se:.1f}",
+        f"{100 * low:.1f} to {100 * high:.1f}",
         minus_dense(sweep, s),
     ]

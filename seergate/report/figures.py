@@ -447,10 +447,10 @@ def beside(sweep: Sweep, published: Mapping[tuple[str, str], Mapping[str, float]
     for s in sweep.settings:
         if s.directory.name not in numbers or not s.complete:
             continue
-        ours, theirs, se = 100 * s.accuracy.mean, numbers[s.directory.name], 100 * s.accuracy.se
+        ours, theirs, ends = 100 * s.accuracy.mean, numbers[s.directory.name], s.interval
         made = {name: s.config["generation"].get(name) for name in asked if name in s.config["generation"]}
         unlike = [f"{name} {value} instead of {asked[name]}" for name, value in made.items() if value != asked[name]]
-        cells = [f"{ours:.1f}{'' if math.isnan(se) else f' ± {se:.1f}'}", f"{theirs:.1f}", f"{ours - theirs:+.1f}"]
+        cells = [f"{ours:.1f} ({100 * ends[0]:.1f} to {100 * ends[1]:.1f})", f"{theirs:.1f}", f"{ours - theirs:+.1f}"]
         rows.append([s.series, limit_of(s), *cells, "; ".join(unlike).replace("_", "-") or NONE])
     header = ["method", "budget", "ours %", "published %", "difference", "unlike the paper"]
     return markdown(header, rows) if rows else ""

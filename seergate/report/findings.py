@@ -10,6 +10,9 @@ from seergate.report.load import Setting, Sweep
 CLOSE = 0.02
 """Two points: how near to dense counts as matching it."""
 
+TRUNCATED = 0.05
+"""Above this share, answers that hit the limit are told of, and drawn hollow."""
+
 SOFTWARE = ("seergate", "git", "torch", "transformers")
 """What a run's environment records of what shapes results."""
 
@@ -48,8 +51,8 @@ def _without_budget(sweep: Sweep, setting: Setting, dense: Setting) -> str | Non
     if setting.threshold is not None:
         density = setting.metrics["density"]
         read = "" if density is None else f", and reads {_percent(density)} of the context"
-        return f"{setting.label} is {_gap(difference)} dense{read}."
-    start = f"{setting.label} ({setting.nominal}) is {_gap(difference)} dense"
+        return f"{setting.label} is {in_points(difference)} points from dense{read}."
+    start = f"{setting.label} ({setting.nominal}) is {in_points(difference)} points from dense"
     held, everything = (s.metrics["own_bytes_mean"] for s in (setting, dense))
     if not held or not everything:
         return f"{start}."
@@ -81,6 +84,23 @@ def _dense(sweep: Sweep, dense: Setting) -> str:
     )
 
 
+def verdict(sweep: Sweep) -> str:
+    """One sentence: what each method needs to be as good as dense."""
+    if sweep.dense is None:
+        return "No dense run is among these, so nothing says what sparsity costs."
+    enough, short = list[str](), list[str]()
+    for method in sweep.methods:
+        compared = [(s, d) for s in sweep.of(method) if (d := sweep.difference(s, sweep.dense)).n]
+        found = next((s for i, (s, _) in enumerate(compared) if all(_not_worse(d) for _, d in compared[i:])), None)
+        if found is not None:
+            enough.append(f"{method} {found.budget} tokens ({100 * (found.budget or 0) / sweep.context:.0f} %)")
+        elif compared:
+            short.append(method)
+    start = f"Dense answers {_percent(sweep.dense.accuracy.mean)} right, with {sweep.context:.0f} tokens of context. "
+    needs = f"No loss against it could be shown from these budgets on: {', '.join(enough)}. " if enough else ""
+    return (start + needs + (f"No tested budget was enough for {', '.join(short)}." if short else "")).strip()
+
+
 def _against_dense(sweep: Sweep, method: str, dense: Setting) -> str | None:
     """``None`` where no setting of the method has a problem in common with dense yet."""
     compared = [(s, d) for s in sweep.of(method) if (d := sweep.difference(s, dense)).n]
@@ -89,10 +109,10 @@ def _against_dense(sweep: Sweep, method: str, dense: Setting) -> str | None:
     level = next((i for i in range(len(compared)) if all(_not_worse(d) for _, d in compared[i:])), None)
     if level is None:
         setting, difference = compared[-1]
-        return f"{setting.label} tokens is still {_gap(difference)} dense; no tested budget was enough."
+        return f"{setting.label} tokens is {in_points(difference)} points from dense; no tested budget was enough."
     setting, difference = compared[level]
     share = 100 * (setting.budget or 0) / sweep.context
-    start = f"{setting.label} tokens ({share:.0f} % of the full context) is {_gap(difference)} dense"
+    start = f"{setting.label} tokens ({share:.0f} % of the full context) is {in_points(difference)} points from dense"
     if _equivalent(difference):
         return f"{start}: level with dense."
     if difference.positive:
@@ -110,7 +130,7 @@ def _gate_against(sweep: Sweep, gate: str, other: str) -> str:
         if not difference.n:
             continue
         wins += difference.positive
-        parts.append(f"{_signed(difference)} at {budget}")
+        parts.append(f"{in_points(difference)} at {budget}")
     if not parts:
         return f"{gate} and {other} answered no problem at the same budget, so they cannot be compared."
     verdict = f"ahead beyond the 95 % interval at {wins} of {len(parts)} budgets"
@@ -141,13 +161,10 @@ def cautions(sweep: Sweep) -> list[str]:
     elif most > 1:
         compared = [sweep.difference(s, sweep.dense) for s in sweep.settings if s.method != "dense"]
         if known := [d for d in compared if not math.isnan(d.se)]:
-            worst, least = max(d.se for d in known), max(d.margin for d in known)
-            lines.append(
-                f"with {sweep.problems}, differences to dense have standard errors of up to {100 * worst:.1f} points; "
-                f"those below {100 * least:.0f} points may be chance."
-            )
+            least = max(d.margin for d in known)
+            lines.append(f"with {sweep.problems}, differences to dense below {100 * least:.0f} points may be chance.")
     if most == 1:
-        lines.append("a single problem gives no standard error; no difference here can be told from chance.")
+        lines.append("a single problem gives no interval; no difference here can be told from chance.")
     greedy = sweep.config["generation"]["temperature"] == 0
     if greedy:
         lines.append("decoding was greedy, one chain per problem; sampled chains would vary more.")
@@ -155,7 +172,7 @@ def cautions(sweep: Sweep) -> list[str]:
     for setting in sweep.settings:
         if not setting.complete:
             lines.append(f"{setting.label} is unfinished: {setting.metrics['n_samples']} samples so far.")
-        if setting.metrics["truncation_rate"] > 0.05:
+        if setting.metrics["truncation_rate"] > TRUNCATED:
             truncated.append(f"{setting.label} ({_percent(setting.metrics['truncation_rate'])})")
     if truncated:
         generation = sweep.config["generation"]
@@ -215,19 +232,10 @@ def _reach(difference: Difference) -> str:
     return f"{-100 * difference.low if difference.n > 1 else 100:.0f} points"
 
 
-def _gap(difference: Difference) -> str:
-    points = 100 * difference.mean
-    if abs(points) < 0.05:
-        return f"0.0 ± {_se(difference)} points from"
-    return f"{abs(points):.1f} ± {_se(difference)} points {'above' if points > 0 else 'below'}"
-
-
-def _signed(difference: Difference) -> str:
-    return f"{100 * difference.mean:+.1f} ± {_se(difference)}"
-
-
-def _se(difference: Difference) -> str:
-    return "?" if math.isnan(difference.se) else f"{100 * difference.se:.1f}"
+def in_points(difference: Difference) -> str:
+    """With its 95 % interval, if there is one."""
+    interval = f" ({100 * difference.low:+.0f} to {100 * difference.high:+.0f})"
+    return f"{100 * difference.mean:+.1f}{'' if math.isnan(difference.low) else interval}"
 
 
 def _percent(value: float) -> str:

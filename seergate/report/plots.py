@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from seergate.errors import SeergateError, how_to_install
 from seergate.eval.stats import t95
+from seergate.report.findings import TRUNCATED
 from seergate.report.load import Setting, Sweep
 from seergate.report.published import published
 from seergate.report.styles import STYLES, line_style, style
@@ -17,6 +19,10 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 DPI = 150
+WIDTH = 9.0
+"""Inches of every figure, so that all have letters of one size on a page."""
+LEGEND: dict[str, Any] = {"frameon": False, "fontsize": 9, "loc": "center left", "bbox_to_anchor": (1.0, 0.5)}
+CONVENTIONS = "bars and band: 95 % intervals; hollow: over 5 % of answers hit the limit"
 
 
 def accuracy_plot(sweep: Sweep, path: Path) -> Path:
@@ -49,11 +55,15 @@ def recall_plot(sweep: Sweep, path: Path) -> Path | None:
         return None
     plt = pyplot()
     layers = len(next(s for s in sweep.of(methods[0]) if s.metrics["recall"] is not None).metrics["recall_per_layer"])
-    height = max(3.6, 0.16 * layers + 1.6)
-    figure, axes = plt.subplots(
-        1, len(methods) + 1, figsize=(4.4 + 2.2 * len(methods), height), width_ratios=[2.2] + [1] * len(methods)
-    )
-    lines: Axes = axes[0]
+    columns = min(4, len(methods))
+    rows = -(-len(methods) // columns)
+    height = 3.4 + rows * max(2.0, 0.16 * layers + 1.0)
+    figure = plt.figure(figsize=(WIDTH, height), layout="constrained")
+    upper, lower = figure.subfigures(2, 1, height_ratios=[3.4, height - 3.4])
+    lines: Axes = upper.subplots()
+    maps = lower.subplots(rows, columns, squeeze=False).ravel()
+    least = min(min(s.metrics["recall_per_layer"]) for s in sweep.settings if s.metrics["recall"] is not None)
+    low = math.floor(20 * least) * 5.0
     for i, method in enumerate(methods):
         points = [s for s in sweep.of(method) if s.metrics["recall"] is not None]
         budgets = [s.budget or 0 for s in points]
@@ -64,32 +74,35 @@ def recall_plot(sweep: Sweep, path: Path) -> Path | None:
             linestyle=line_style(method, sweep.methods),
             **style(method),
         )
-        image = _heat_map(axes[i + 1], method, points, first=i == 0)
+        image = _heat_map(maps[i], method, points, low, first=i % columns == 0)
     budget_axis(lines, sweep.budgets)
-    lines.set(ylim=(0, 104), ylabel="attention mass recalled (%)")
-    lines.set_title("Recall, mean over layers", fontsize=10)
-    lines.legend(frameon=False, fontsize=9)
-    figure.colorbar(image, ax=list(axes[1:]), label="recall (%)", fraction=0.04, pad=0.02)
+    for unused in maps[len(methods) :]:
+        unused.set_visible(False)
+    lines.set(ylabel="attention mass recalled (%)")
+    lines.set_title("Recall: mean over layers, and by layer", fontsize=10)
+    lines.legend(**LEGEND)
+    lower.colorbar(image, ax=list(maps), label="recall (%)", fraction=0.04, pad=0.02)
     return save(figure, path)
 
 
-def _heat_map(axis: Axes, method: str, points: list[Setting], first: bool) -> Any:
+def _heat_map(axis: Axes, method: str, points: list[Setting], low: float, first: bool) -> Any:
     grid = [
         [100 * s.metrics["recall_per_layer"][layer] for s in points]
         for layer in range(len(points[0].metrics["recall_per_layer"]))
     ]
-    image = axis.imshow(grid, vmin=0, vmax=100, cmap="viridis", aspect="auto", origin="lower")
+    image = axis.imshow(grid, vmin=low, vmax=100, cmap="viridis", aspect="auto")
     names = points[0].proxies["layers"] if points[0].proxies else range(len(grid))
     if len(grid) <= 12:
         for y, row in enumerate(grid):
             for x, value in enumerate(row):
-                axis.text(x, y, f"{value:.0f}", ha="center", va="center", fontsize=8, color="w" if value < 60 else "k")
+                colour = "w" if value < (low + 200) / 3 else "k"
+                axis.text(x, y, f"{value:.0f}", ha="center", va="center", fontsize=9, color=colour)
         axis.set_yticks(range(len(grid)), [str(n) for n in names])
-    axis.set_xticks(range(len(points)), [str(s.budget) for s in points], fontsize=8)
+    axis.set_xticks(range(len(points)), [str(s.budget) for s in points])
     axis.set_title(method, fontsize=10)
-    axis.set_xlabel("budget (tokens)", fontsize=9)
+    axis.set_xlabel("budget (tokens)")
     if first:
-        axis.set_ylabel("layer", fontsize=9)
+        axis.set_ylabel("layer")
     return image
 
 
@@ -102,8 +115,9 @@ def _against_budget(
     zero_to: float | None = None,
 ) -> Path:
     groups = panels(sweep)
-    figure, axes = pyplot().subplots(1, len(groups), figsize=(6.8 * len(groups), 4.4), squeeze=False, sharey=True)
-    for axis, (name, methods) in zip(axes[0], groups.items(), strict=True):
+    size = (WIDTH, 4.2 * len(groups))
+    figure, axes = pyplot().subplots(len(groups), 1, figsize=size, squeeze=False, sharey=True, layout="constrained")
+    for axis, (name, methods) in zip(axes[:, 0], groups.items(), strict=True):
         _lines(axis, sweep, methods, interval)
         if sweep.dense is not None:
             mean, low, high = interval(sweep.dense)
@@ -116,21 +130,16 @@ def _against_budget(
             draw_published(axis, sweep, [(s.budget or 0, s) for method in methods for s in sweep.of(method)])
         budget_axis(axis, sweep.budgets)
         axis.set_title(name, fontsize=10)
-        axis.legend(frameon=False, fontsize=9, loc="center left", bbox_to_anchor=(1.0, 0.5))
+        axis.set_ylabel(ylabel)
+        axis.legend(**LEGEND)
     top = zero_to if zero_to is not None else axes[0, 0].get_ylim()[1] * 1.05
     axes[0, 0].set_ylim(-0.02 * top, top)  # a marker at zero is drawn whole
-    axes[0, 0].set_ylabel(ylabel)
-    heading = f"{title}\n{conditions(sweep)}; bars and band: 95 % intervals"
-    if len(groups) == 1:
-        axes[0, 0].set_title(heading, fontsize=10)
-    else:
-        figure.suptitle(heading, fontsize=10, y=1.02)
-        figure.subplots_adjust(wspace=0.55)
+    figure.suptitle(f"{title}\n{conditions(sweep)}; {CONVENTIONS}", fontsize=10)
     return save(figure, path)
 
 
 CROWD = 7
-"""More lines than this are drawn in two panels: methods that read a part, and methods that keep a part."""
+"""More lines than this are not drawn in one panel."""
 
 
 def panels(sweep: Sweep) -> dict[str, list[str]]:
@@ -142,7 +151,11 @@ def panels(sweep: Sweep) -> dict[str, list[str]]:
         "keep everything, read a part": [m for m in sweep.methods if m not in evicting],
         "keep a part": [m for m in sweep.methods if m in evicting],
     }
-    return {title: methods for title, methods in parts.items() if methods}
+    return {
+        title + (", continued" if first else ""): methods[first : first + CROWD]
+        for title, methods in parts.items()
+        for first in range(0, len(methods), CROWD)
+    }
 
 
 def conditions(sweep: Sweep) -> str:
@@ -171,6 +184,19 @@ def _lines(
             linestyle=line_style(method, methods),
             **style(method),
         )
+        hollow(axis, [(x, m, s) for x, (m, _, _), s in zip(budgets, values, sweep.of(method), strict=True)])
+
+
+def hollow(axis: Axes, points: Sequence[tuple[float, float, Setting]]) -> None:
+    """Empty the markers of settings whose answers hit the limit often.
+
+    Args:
+        axis: where they are drawn.
+        points: (x, y, setting).
+    """
+    for x, y, s in points:
+        if s.metrics["truncation_rate"] > TRUNCATED:
+            axis.plot(x, y, **{**style(s.series), "linestyle": "", "markerfacecolor": "white", "zorder": 4})
 
 
 def draw_published(axis: Axes, sweep: Sweep, points: Sequence[tuple[float, Setting]]) -> None:
@@ -224,7 +250,8 @@ def pyplot() -> Any:
 
 def save(figure: Figure, path: Path) -> Path:
     """Write a figure as PNG and, beside it, as SVG."""
-    figure.savefig(path, dpi=DPI, bbox_inches="tight", facecolor="white")
-    figure.savefig(path.with_suffix(".svg"), bbox_inches="tight", facecolor="white")
+    box: dict[str, Any] = {} if figure.get_layout_engine() else {"bbox_inches": "tight"}
+    for name in (path, path.with_suffix(".svg")):
+        figure.savefig(name, dpi=DPI, facecolor="white", **box)
     pyplot().close(figure)
     return path

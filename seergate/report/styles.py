@@ -37,11 +37,11 @@ def name_of(series: str) -> str:
 
 
 def style(series: str) -> dict[str, Any]:
-    """Colour and marker of a method. With a gate on what it keeps its marker is hollow."""
+    """Colour and marker of a method. With a gate on what it keeps its marker is filled by half."""
     name = name_of(series)
     colour, marker = STYLES.get(name) or SPARE[sum(map(ord, name)) % len(SPARE)]
     how = {"color": colour, "marker": marker, "markersize": 6, "linewidth": 2.4 if name == "gate" else 1.6}
-    return {**how, "markerfacecolor": "white"} if "+" in series.split(",")[0] else how
+    return {**how, "fillstyle": "bottom"} if "+" in series.split(",")[0] else how
 
 
 def line_style(series: str, all_series: list[str]) -> str:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-import math
+import csv
+import io
 from collections.abc import Sequence
 
+from seergate.report.findings import in_points
 from seergate.report.load import Setting, Sweep
 from seergate.report.published import deviations, published
 
@@ -24,16 +26,57 @@ def markdown(header: Sequence[str], rows: Sequence[Sequence[str]], left: int = 1
     return "\n".join([line(cells[0]), f"| {' | '.join(rule)} |", *map(line, cells[1:])])
 
 
+def core_table(sweep: Sweep) -> str:
+    """What is looked at first: accuracy, and what it cost."""
+    header = [
+        "method",
+        "budget",
+        "accuracy %",
+        "minus dense",
+        "truncated %",
+        "density %",
+        "kB read per step",
+        "kB held",
+    ]
+    rows = []
+    for s in sweep.settings:
+        m = s.metrics
+        low, high = s.interval
+        rows.append(
+            [
+                s.marked,
+                limit_of(s),
+                f"{100 * m['accuracy']:.1f} ({100 * low:.0f} to {100 * high:.0f})",
+                minus_dense(sweep, s),
+                f"{100 * m['truncation_rate']:.1f}",
+                _scaled(m["density"], 100, 1),
+                _scaled(m["bytes_read_per_step"], 1e-3, 1),
+                _scaled(m["own_bytes_mean"], 1e-3, 1),
+            ]
+        )
+    return markdown(header, rows)
+
+
+def csv_text(sweep: Sweep) -> str:
+    """All figures of all settings, for programs: a row for each."""
+    names = [name for name, value in sweep.settings[0].metrics.items() if not isinstance(value, dict | list)]
+    text = io.StringIO()
+    writer = csv.writer(text)
+    writer.writerow(["method", "budget", "threshold", "block_size", "accuracy_low", "accuracy_high", *names])
+    for s in sweep.settings:
+        given = [s.series, s.budget, s.threshold, s.block_size, *s.interval]
+        writer.writerow([*given, *(s.metrics[name] for name in names)])
+    return text.getvalue()
+
+
 def accuracy_table(sweep: Sweep) -> str:
     """Accuracy and length."""
     header = [
         "method",
         "budget",
         "accuracy %",
-        "std. error",
         "95 % interval",
         "minus dense",
-        "95 % of that",
         "problems",
         "samples",
         "mean tokens",
@@ -47,20 +90,13 @@ def accuracy_table(sweep: Sweep) -> str:
 
 def _accuracy_row(sweep: Sweep, s: Setting) -> list[str]:
     m = s.metrics
-    between = NONE
-    if sweep.dense is not None and s is not sweep.dense:
-        d = sweep.difference(s, sweep.dense)
-        if not math.isnan(d.se):
-            between = f"{100 * d.low:+.1f} to {100 * d.high:+.1f}"
     low, high = s.interval
     return [
         s.marked,
         limit_of(s),
         f"{100 * m['accuracy']:.1f}",
-        NONE if m["accuracy_se"] is None else f"{100 * m['accuracy_se']:.1f}",
         f"{100 * low:.1f} to {100 * high:.1f}",
         minus_dense(sweep, s),
-        between,
         str(m["n_problems"]),
         str(m["n_samples"]),
         f"{m['mean_tokens']:.1f}",
@@ -72,12 +108,11 @@ def _accuracy_row(sweep: Sweep, s: Setting) -> list[str]:
 
 
 def minus_dense(sweep: Sweep, s: Setting) -> str:
-    """The difference to dense in points, with its standard error if there is one."""
+    """The difference to dense in points, with its 95 % interval if there is one."""
     if sweep.dense is None or s is sweep.dense:
         return NONE
     d = sweep.difference(s, sweep.dense)
-    error = "" if math.isnan(d.se) else f" ± {100 * d.se:.1f}"
-    return f"{100 * d.mean:+.1f}{error}" if d.n else NONE
+    return in_points(d) if d.n else NONE
 
 
 def cost_table(sweep: Sweep) -> str:
@@ -192,8 +227,8 @@ def published_table(sweep: Sweep) -> str | None:
         theirs = published(s.config)
         if theirs is None or not s.complete:
             continue
-        ours, se = 100 * s.accuracy.mean, s.accuracy.se
-        error = "" if math.isnan(se) else f" ± {100 * se:.1f}"
+        ours, (low, high) = 100 * s.accuracy.mean, s.interval
+        error = f" ({100 * low:.1f} to {100 * high:.1f})"
         unlike = "; ".join(deviations(s.config)) or NONE
         rows.append([s.series, limit_of(s), f"{ours:.1f}{error}", f"{theirs:.1f}", f"{ours - theirs:+.1f}", unlike])
     header = ["method", "budget", "ours %", "published %", "difference", "unlike the paper"]

@@ -10,16 +10,29 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from markdown import Markdown
+from markdown.extensions.toc import slugify
+
 from seergate.eval.engine import Limit
 from seergate.eval.environment import GRADES_WITH
 from seergate.eval.stats import correlation
 from seergate.eval.store import flatten, write_text
 from seergate.report.byte_plots import bytes_plot
 from seergate.report.equal_bytes import equal_bytes
-from seergate.report.findings import cautions, findings
+from seergate.report.findings import cautions, findings, verdict
 from seergate.report.load import Sweep, apart, load_sweeps
 from seergate.report.plots import accuracy_plot, length_plot, recall_plot
-from seergate.report.tables import accuracy_table, cost_table, pass_table, proxy_table, published_table, recall_table
+from seergate.report.samples import sample_answers
+from seergate.report.tables import (
+    accuracy_table,
+    core_table,
+    cost_table,
+    csv_text,
+    pass_table,
+    proxy_table,
+    published_table,
+    recall_table,
+)
 
 
 @dataclass(frozen=True)
@@ -73,47 +86,75 @@ def _name(sweep: Sweep) -> str:
 def _section(sweep: Sweep, out: Path, suffix: str, why: dict[str, Any]) -> tuple[str, list[Path]]:
     """Markdown and plots of one sweep; ``why`` it is not compared with the others (`apart`)."""
     plots = []
+
+    def plot(drawn: Path | None, what: str) -> list[str]:
+        plots.extend([drawn] if drawn else [])
+        return [f"![{what}]({drawn.name})"] if drawn else []
+
+    table = out / f"results{suffix}.csv"
+    write_text(table, csv_text(sweep))
     blocks = [
-        f"## What {_name(sweep)} shows",
         *([f"A section of its own, as not all runs have: {_pairs(why)}."] if why else []),
+        f"**{verdict(sweep)}**",
+        "CONTENTS",
+        *(
+            plot(accuracy_plot(sweep, out / f"accuracy{suffix}.png"), "Accuracy against token budget")
+            if sweep.budgets
+            else []
+        ),
+        "## What this shows",
         _bullets(findings(sweep)),
         "Before quoting a number:",
         _bullets(cautions(sweep)),
+        "## Results",
+        core_table(sweep),
+        _CORE_NOTE + f" All figures: [{table.name}]({table.name}).",
+        *folded("Accuracy and length, all columns", accuracy_table(sweep), _ACCURACY_NOTE),
+        *folded("Cost, all columns", cost_table(sweep), _COST_NOTE),
     ]
-    if sweep.budgets:
-        plots.append(accuracy_plot(sweep, out / f"accuracy{suffix}.png"))
-        blocks.append(f"![Accuracy against token budget]({plots[-1].name})")
-    beyond_budgets = any(s.evicts or s.threshold is not None for s in sweep.settings)
-    if beyond_budgets and (against_bytes := bytes_plot(sweep, out / f"bytes{suffix}.png")):
-        plots.append(against_bytes)
-        blocks.append(f"![Accuracy against bytes held and bytes read]({against_bytes.name})")
+    if any(s.evicts or s.threshold is not None for s in sweep.settings) and (
+        drawn := plot(bytes_plot(sweep, out / f"bytes{suffix}.png"), "Accuracy against bytes held and bytes read")
+    ):
+        blocks += ["## Accuracy against bytes", *drawn]
     for heading, text in equal_bytes(sweep):
         blocks += [f"## {heading}", text]
-    blocks += ["## Accuracy", accuracy_table(sweep), _ACCURACY_NOTE]
     if beside := published_table(sweep):
         blocks += ["## Beside the published numbers", beside, _PUBLISHED_NOTE]
     if passed := pass_table(sweep):
         blocks += ["## pass@k", passed, _PASS_NOTE]
     if sweep.budgets:
-        plots.append(length_plot(sweep, out / f"length{suffix}.png"))
-        blocks.append(f"![Generation length against token budget]({plots[-1].name})")
-    blocks += ["## Cost", cost_table(sweep), _COST_NOTE]
+        blocks += ["## Generation length", *plot(length_plot(sweep, out / f"length{suffix}.png"), "Generation length")]
     if proxies := proxy_table(sweep):
         blocks += ["## Cheap proxies", _proxy_note(sweep), proxies]
-    recall = recall_plot(sweep, out / f"recall{suffix}.png")
-    table = recall_table(sweep)
-    if recall is not None and table is not None:
-        plots.append(recall)
-        blocks += ["## Recall of attention mass", _recall_note(sweep), f"![Recall]({recall.name})", table]
+    by_layer = recall_table(sweep)
+    if by_layer is not None:
+        drawn = plot(recall_plot(sweep, out / f"recall{suffix}.png"), "Recall")
+        blocks += ["## Recall of attention mass", _recall_note(sweep), *drawn, *folded("Recall by layer", by_layer)]
+    blocks += ["## Sample answers", *sample_answers(sweep)]
     blocks += ["## How it was run", _conditions(sweep)]
-    return "\n\n".join(blocks) + "\n", plots
+    headings = [block[3:] for block in blocks if block.startswith("## ")]
+    links = " · ".join(f"[{each}](#{slugify(each + suffix, '-')})" for each in headings)
+    if suffix:  # one heading per section of each name
+        blocks = [f"{block} {suffix[1:]}" if block.startswith("## ") else block for block in blocks]
+        blocks.insert(0, f"# {_name(sweep)}")
+    return "\n\n".join(blocks).replace("CONTENTS", links) + "\n", plots
 
 
+def folded(title: str, *blocks: str) -> list[str]:
+    """Blocks that are shown when their title is clicked."""
+    return [f"<details><summary>{title}</summary>", *blocks, "</details>"]
+
+
+_CORE_NOTE = (
+    "What stands in brackets, bars and bands are 95 % intervals. *minus dense*: points, on the same problems. "
+    "*truncated*: the answer hit the length limit. *density*: tokens read per token of context. *held*: per sequence, "
+    "mean over steps."
+)
 _ACCURACY_NOTE = (
-    "Accuracy is the mean over problems of the mean over a problem's samples. Standard errors are clustered by "
-    "problem; the interval is Wilson's at the effective number of samples. *minus dense* is the paired difference on "
-    "the same problems, in points, ± its standard error; its interval is that of Bonett and Price with Student's t: "
-    "two more problems are added, one won and one lost. *truncated*: the answer hit the length limit. *no answer*: "
+    "Accuracy is the mean over problems of the mean over a problem's samples; its interval is Wilson's at the "
+    "effective number of samples, clustered by problem. *minus dense* is the paired difference on the same problems, "
+    "in points; its interval is that of Bonett and Price with Student's t: two more problems are added, one won and "
+    "one lost. *truncated*: the answer hit the length limit. *no answer*: "
     "nothing was boxed."
 )
 _COST_NOTE = (
@@ -131,7 +172,7 @@ _PUBLISHED_NOTE = (
     "Percent, pass@1, for what SeerAttention-R ran: dense, and gates and Quest on blocks of 64 tokens in all layers. "
     "*published* is its repository, of Quest its Table 1. The repository's loop samples with temperature and top-p "
     "only, while a model's generation_config may add top-k, and its length limit counts the prompt; *unlike the "
-    "paper* names what a row had otherwise. A difference of less than two of our standard errors is no difference; "
+    "paper* names what a row had otherwise. A difference inside our interval is no difference; "
     "the published numbers have an error of their own, not known."
 )
 _PASS_NOTE = "Chance that at least one of k samples is right, unbiased from all samples, mean over problems."
@@ -224,41 +265,30 @@ _CSS = """
 body { font: 16px/1.5 system-ui, sans-serif; max-width: 62rem; margin: 2rem auto; padding: 0 1rem; color: #1a1a1a; }
 table { border-collapse: collapse; font-size: 0.85rem; display: block; overflow-x: auto; }
 th, td { padding: 0.3rem 0.6rem; border-bottom: 1px solid #ddd; text-align: right; white-space: nowrap; }
-th:first-child, td:first-child { text-align: left; }
-img { max-width: 100%; }
+th:first-child, td:first-child { text-align: left; position: sticky; left: 0; background: white; }
+img { width: 100%; }
+summary { cursor: pointer; color: #0b5cad; margin: 0.6rem 0; }
+pre { white-space: pre-wrap; overflow-wrap: anywhere; background: #f6f6f6; padding: 0.6rem; font-size: 0.8rem; }
 code { background: #f3f3f3; padding: 0 0.2rem; }
+h2 { border-top: 1px solid #ddd; padding-top: 1rem; }
 """
 
 
-def to_html(markdown: str, folder: Path) -> str:
-    """The report's own Markdown (headings, lists, tables, images, paragraphs) as one page with the images inside."""
-    body = [_block(block, folder) for block in re.split(r"\n{2,}|\n(?=#)", markdown.strip())]
-    title = html.escape(markdown.splitlines()[0].lstrip("# "))
-    return (
-        f'<!doctype html>\n<html lang="en"><head><meta charset="utf-8"><title>{title}</title>'
-        f"<style>{_CSS}</style></head>\n<body>\n" + "\n".join(body) + "\n</body></html>\n"
-    )
+def to_html(text: str, folder: Path) -> str:
+    """The report's Markdown as one page with everything inside. Of HTML it may hold the tags of `folded` only."""
+    reader = Markdown(extensions=["tables", "toc", "fenced_code", "sane_lists"])
+    reader.preprocessors.deregister("html_block")
+    reader.inlinePatterns.deregister("html")  # what users have named is text
+    text = re.sub(r"^<details><summary>(.*)</summary>$", "\ue000\\1", text, flags=re.M)
+    body = reader.convert(text.replace("\n</details>\n", "\n\ue001\n"))
+    body = re.sub("<p>\ue000(.*?)</p>", r"<details><summary>\1</summary>", body).replace("<p>\ue001</p>", "</details>")
+    body = re.sub(r'(src|href)="([\w.-]+\.(png|csv))"', lambda found: _inside(folder, *found.groups()), body)
+    title = html.escape(text.splitlines()[0].lstrip("# "))
+    head = f'<meta charset="utf-8"><title>{title}</title><style>{_CSS}</style>'
+    return f'<!doctype html>\n<html lang="en"><head>{head}</head>\n<body>\n{body}\n</body></html>\n'
 
 
-def _block(block: str, folder: Path) -> str:
-    block = block.strip()
-    if heading := re.match(r"(#+) (.*)", block):
-        level = len(heading[1])
-        return f"<h{level}>{_inline(heading[2])}</h{level}>"
-    if block.startswith("- "):
-        return "<ul>" + "".join(f"<li>{_inline(line[2:])}</li>" for line in block.splitlines()) + "</ul>"
-    if block.startswith("|"):
-        rows = [[cell.strip() for cell in line.strip("|").split("|")] for line in block.splitlines()]
-        head = "".join(f"<th>{_inline(c)}</th>" for c in rows[0])
-        body = "".join("<tr>" + "".join(f"<td>{_inline(c)}</td>" for c in row) + "</tr>" for row in rows[2:])
-        return f"<table><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table>"
-    if image := re.fullmatch(r"!\[(.*)\]\((.*)\)", block):
-        data = base64.b64encode((folder / image[2]).read_bytes()).decode()
-        return f'<img alt="{html.escape(image[1])}" src="data:image/png;base64,{data}">'
-    return f"<p>{_inline(block)}</p>"
-
-
-def _inline(text: str) -> str:
-    text = html.escape(text)
-    text = re.sub(r"`([^`]*)`", r"<code>\1</code>", text)
-    return re.sub(r"\*([^*]+)\*", r"<em>\1</em>", text)
+def _inside(folder: Path, attribute: str, name: str, kind: str) -> str:
+    data = base64.b64encode((folder / name).read_bytes()).decode()
+    start = 'src="data:image/png' if kind == "png" else f'download="{name}" href="data:text/csv'
+    return f'{start};base64,{data}"'

@@ -22,7 +22,7 @@ def test_the_demo_distils_evaluates_and_reports(tmp_path):
     assert findings and all(line.startswith("- ") for line in findings)
     report = (out / "report.md").read_text()
     assert all(line.removeprefix("- ") in report for line in findings)
-    assert (out / "gates" / "gate_config.json").is_file()
+    assert "## Results" in (out / "gates" / "README.md").read_text()
     settings = {"dense", *(f"{name}-{budget}" for name in demo.METHODS if name != "dense" for budget in demo.BUDGETS)}
     assert {path.parent.name for path in (out / "eval").glob("*/metrics.json")} == settings
     for name in settings:

@@ -51,10 +51,10 @@ def test_a_tracker_that_is_not_installed_is_told_of() -> None:
 def test_services_keep_a_run_that_continues_as_one(
     service: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    pytest.importorskip(service)
     monkeypatch.setenv("WANDB_MODE", "offline")
     monkeypatch.setenv("TRACKIO_DIR", str(tmp_path / "trackio"))
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    pytest.importorskip(service)
     config = load_train_config("tiny-reasoner", {"output_dir": str(tmp_path / "run"), "report_to": service})
     config.run_dir.mkdir()
     for first in (1, 2):

@@ -99,11 +99,6 @@ def test_the_example_of_lm_eval_runs(tmp_path, monkeypatch, capsys):
     assert found["accuracy,none"] == 0.0 and found["sample_len"] == 2  # random weights
 
 
-def test_lm_eval_is_told_of_a_model_that_is_missing_in_a_sentence(monkeypatch, capsys):
-    with pytest.raises(SystemExit, match="error: the tokenizer of ./nowhere could not be loaded: there is no"):
-        run_lm_eval(monkeypatch, capsys, "./nowhere")
-
-
 def test_samples_are_cached_for_what_made_them():
     """Other weights, gates or options under the same names are something else."""
     model, other = support.model(), support.model()

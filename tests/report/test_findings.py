@@ -15,10 +15,14 @@ from tests.report.made import write_run
 def test_findings_follow_from_the_numbers(runs):
     dense, gate, quest, against, recall = write_report(runs).findings
     assert dense.startswith("dense answers 90 % of 20 problems right")
-    assert gate.startswith("gate at 64 tokens (63 % of the full context) is 0.0 ± 0.0 points from dense")
+    assert gate.startswith("gate at 64 tokens (63 % of the full context) is +0.0 (-14 to +14) points from dense")
     assert "up to 14 points could go unseen" in gate  # of twenty, all alike: t(21) sqrt(2 / (22 * 21)) = 13.7
-    assert quest == "quest at 64 tokens is still 45.0 ± 11.4 points below dense; no tested budget was enough."
-    assert "+50.0 ± 11.5 at 32, +45.0 ± 11.4 at 64 (ahead beyond the 95 % interval at 2 of 2 budgets)" in against
+    # nine of twenty lost, one more lost and one won: -40.9 ± t(21) sqrt((11 - 22 * .409 ** 2) / 21 / 22) = 26.2
+    assert quest == "quest at 64 tokens is -45.0 (-67 to -15) points from dense; no tested budget was enough."
+    assert (
+        "+50.0 (+19 to +72) at 32, +45.0 (+15 to +67) at 64 (ahead beyond the 95 % interval at 2 of 2 budgets)"
+        in against
+    )
     assert recall == "recall of dense attention's mass at 32 tokens: gate 60 %, quest 35 %."
 
 
@@ -34,12 +38,12 @@ def test_thresholds_are_compared_with_dense_and_drawn_against_bytes(tmp_path):
     config = write_run(tmp_path, "gate", None, lambda i: i < 12) / "config.yaml"
     config.write_text(config.read_text().replace("name: gate", "name: gate\n  threshold: 0.01"))
     report = write_report(tmp_path)
-    # six of twenty lost: sqrt(.3 * .7 / 19) = 10.5; one more of each: -27.3 + 2.080 * 11.7 = -2.9, 27.1 from -30
+    # six of twenty lost, one more lost and one won: -27.3 ± 2.080 * 11.74, of which -2.9 is 27.1 from -30
     assert report.findings[1] == (
-        "gate, threshold 0.01 is 30.0 ± 10.5 points below dense, and reads 100 % of the context."
+        "gate, threshold 0.01 is -30.0 (-52 to -3) points from dense, and reads 100 % of the context."
     )
     assert [plot.name for plot in report.plots] == ["bytes.png"]
-    assert "errors of up to 10.5 points; those below 27 points may be chance" in report.markdown.read_text()
+    assert "differences to dense below 27 points may be chance" in report.markdown.read_text()
 
 
 def test_few_problems_prove_little(tmp_path):
@@ -50,7 +54,7 @@ def test_few_problems_prove_little(tmp_path):
     write_run(tmp_path, "quest", 64, lambda i: False, n=3)
     text = write_report(tmp_path).markdown.read_text()
     rows = [[c.strip() for c in line.strip("|").split("|")] for line in text.splitlines() if line.startswith("| gate")]
-    assert [row[5:7] for row in rows[:2]] == [["-66.7 ± 33.3", "-100.0 to +71.1"], ["+0.0 ± 0.0", "-87.8 to +87.8"]]
+    assert [row[3] for row in rows[:2]] == ["-66.7 (-100 to +71)", "+0.0 (-88 to +88)"]
     assert "ahead beyond the 95 % interval at 0 of 1 budgets" in text
 
 
@@ -70,7 +74,7 @@ def test_unfinished_runs_are_marked_and_problems_are_a_range(runs):
     (sweep,) = load_sweeps(runs)
     assert conditions(sweep) == "m on chain_sum, 7 to 20 problems, some runs unfinished"
     text = write_report(runs).markdown.read_text()
-    assert text.count("| gate (unfinished) ") == 4, "in each table"
+    assert text.count("| gate (unfinished) ") == 5, "in each table"
     assert "with 7 to 20 problems, differences to dense" in text
 
 

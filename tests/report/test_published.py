@@ -148,9 +148,10 @@ def test_the_table_of_a_report(tmp_path, bank):
         write(tmp_path / name, MethodSpec("dense"), None, task, right=22)
         write(tmp_path / name, MethodSpec("gate", 4096), bank(size), task)
         text = write_report(tmp_path / name).markdown.read_text()
-        # 21 of 30: 70 ± sqrt(.7 * .3 / 29) = 8.5; published 71.35
+        # 21 of 30: Wilson (.7 + .064 ± 1.96 sqrt(.7 * .3 / 30 + .00107)) / 1.128; published 71.35
         row = re.search(
-            r"\| gate +\| +4096 \| +70\.0 ± 8\.5 \| +71\.[34] \| +-1\.[34] \| +samples 1 instead of 64 \|", text
+            r"\| gate +\| +4096 \| +70\.0 \(52\.1 to 83\.3\) \| +71\.[34] \| +-1\.[34] \| +samples 1 instead of 64 \|",
+            text,
         )
         assert bool(row) == (name == "same")
         assert ("## Beside the published numbers" in text) == (name in ("same", "blocks")), "dense is dense"
@@ -191,14 +192,14 @@ def test_numbers_of_the_other_papers_stand_beside_what_they_ran(tmp_path, bank):
         if name in ("half", "unfinished"):
             assert found == []
             continue
-        # 9 of 30: 30 ± sqrt(.3 * .7 / 29) = 8.5
+        # 9 of 30: Wilson (.3 + .064 ± 1.96 sqrt(.3 * .7 / 30 + .00107)) / 1.128
         unlike = "–" if name == "same" else "max-new-tokens 8192 instead of 32768"
         assert found == [
-            ["dense", "–", "30.0 ± 8.5", "55.5", "-25.5", unlike],
-            ["h2o", "3417", "30.0 ± 8.5", "42.5", "-12.5", unlike],
-            ["tova", "3417", "30.0 ± 8.5", "42.5", "-12.5", unlike],
-            ["rpc, interval=1024", "1/4 of the answer", "30.0 ± 8.5", "50.4", "-20.4", unlike],
-            ["rpc, interval=4096", "1/4 of the answer", "30.0 ± 8.5", "52.9", "-22.9", unlike],
+            ["dense", "–", "30.0 (16.7 to 47.9)", "55.5", "-25.5", unlike],
+            ["h2o", "3417", "30.0 (16.7 to 47.9)", "42.5", "-12.5", unlike],
+            ["tova", "3417", "30.0 (16.7 to 47.9)", "42.5", "-12.5", unlike],
+            ["rpc, interval=1024", "1/4 of the answer", "30.0 (16.7 to 47.9)", "50.4", "-20.4", unlike],
+            ["rpc, interval=4096", "1/4 of the answer", "30.0 (16.7 to 47.9)", "52.9", "-22.9", unlike],
         ]
 
 
