@@ -28,7 +28,7 @@ STYLES: dict[str, tuple[str, str]] = {
 """Colours are of Okabe and Ito's and of Tol's palettes, which colour-blind readers can tell apart; markers help."""
 
 SPARE = (("#6699CC", "H"), ("#888888", "4"), ("#F0E442", "3"))
-LINES = ("-", "--", ":", "-.")
+LINES: tuple[Any, ...] = ("-", "--", ":", "-.", (0, (8, 2, 1, 2, 1, 2)), (0, (1, 4)))
 
 
 def name_of(series: str) -> str:
@@ -44,7 +44,7 @@ def style(series: str) -> dict[str, Any]:
     return {**how, "fillstyle": "bottom"} if "+" in series.split(",")[0] else how
 
 
-def line_style(series: str, all_series: list[str]) -> str:
+def line_style(series: str, all_series: list[str]) -> Any:
     """Variants of one method share its colour and differ in their line."""
     same = [s for s in all_series if name_of(s) == name_of(series)]
     return LINES[same.index(series) % len(LINES)]
