@@ -20,7 +20,7 @@ from seergate.report.plots import DPI, pyplot
 from seergate.report.styles import style
 
 PICTURE = Path(__file__).resolve().parent.parent / "docs" / "images" / "trade-off.png"
-VLLM = {"vLLM, dense": "vllm_dense", "with gates": "vllm_gate"}
+VLLM = {"vLLM, dense": "vllm_dense", "vLLM with gates": "vllm_gate"}
 TRANSFORMERS = {"transformers, dense": "hf_static", "with gates": "gate"}
 """Label of a line -> its name in the results."""
 
