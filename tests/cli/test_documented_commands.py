@@ -23,6 +23,7 @@ LEFT_OUT = {
     "--budget 64": "the module on that page; tests/methods/test_new_method.py runs the line with it",
     "seergate eval livecodebench runs/eval-Qwen3-8B-livecodebench/gate-4096 --out gate-4096.json": "the line before; "
     "tests/eval/test_livecodebench.py hands over other answers",
+    "seergate plan --model qwen3-8b": "minutes for one layer; tests/distill/test_plan.py plans for smaller ones",
 }
 """Line -> what it needs that a test does not have. All others are run."""
 
@@ -32,6 +33,7 @@ SMALL = {
     "generate": ["--max-new-tokens", "24"],
     "sweep": ["--problems", "1"],
     "calibrate": ["--problems", "1", "--max-new-tokens", "24"],
+    "ablate": ["--max-steps", "2"],
 }
 """Command -> what is appended."""
 
@@ -105,7 +107,7 @@ def test_documented_commands_run(block: str, checkout: Path, capsys: pytest.Capt
         assert code == 0, f"{line}\n{said.err}"
         assert said.out.strip(), f"{line} says nothing"
         after = files(checkout)
-        if " show " in line or "--dry-run" in line:
+        if any(word in line for word in (" show ", " plan ", "--dry-run")):
             kept = {path: text for path, (_, text) in before.items()}
             assert {path: text for path, (_, text) in after.items()} == kept, f"{line} changed something"
         else:
