@@ -63,9 +63,8 @@ def train_parser(prog: str | None, description: str, examples: Sequence[str], *,
     parser.add_argument(
         "--dry-run", action="store_true", help="print the resolved options and what the run will need, and stop"
     )
-    for action in parser._actions:
-        if not listed and action.dest not in ("help", "model"):
-            action.help = argparse.SUPPRESS
+    if not listed:
+        parser.list_only("help", "model")
     parser.add_argument("--local_rank", "--local-rank", type=int, help=argparse.SUPPRESS)  # the deepspeed launcher's
     return parser
 

@@ -275,6 +275,12 @@ class Parser(argparse.ArgumentParser):
             self.error(f"{name!r} is not an option{f'; {did_you_mean(name, known)}' if name.startswith('-') else ''}")
         return found
 
+    def list_only(self, *names: str) -> None:
+        """Leave all other options out of the help."""
+        for action in self._actions:
+            if action.dest not in names:
+                action.help = argparse.SUPPRESS
+
 
 def option_parser(**arguments: Any) -> Parser:
     """The parser of all options; its result holds only what is given.
