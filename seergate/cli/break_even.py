@@ -20,7 +20,7 @@ HELP = (
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the options."""
     parser.add_argument("--model", default="tiny-reasoner", help="preset, directory or Hub id [%(default)s]")
-    parser.add_argument("--gates", metavar="ADAPTER", help="directory or Hub id; without gates Quest is timed")
+    parser.add_argument("--gates", metavar="DIR", help="directory or Hub id; without gates Quest is timed")
     parser.add_argument("--budget", type=int, default=4096, metavar="N", help="token budget [%(default)s]")
     parser.add_argument("--dtype", default="auto", choices=("auto", "float32", "bfloat16", "float16"))
     parser.add_argument("--device", default="auto", help="auto, cpu, cuda or cuda:N [%(default)s]")

@@ -10,7 +10,7 @@ PARSES_ITS_ARGUMENTS = True
 HELP = (
     "gates for a small reasoning model, distilled, evaluated and reported, in minutes",
     "Take the frozen tiny reasoner that ships with seergate, distil gates for it from its own attention, save them\n"
-    "as an adapter, load them back, let it answer fresh problems at several token budgets with dense attention, an\n"
+    "to a directory, load them back, let it answer fresh problems at several token budgets with dense attention, an\n"
     "oracle, the gates, Quest and a recency window, and write a report. Needs no network and no GPU.",
     ["seergate demo", "seergate demo --problems 128 --out runs/bigger-demo"],
 )
@@ -61,7 +61,7 @@ def run(options: argparse.Namespace) -> int:
     adapter = run_distillation(config)
 
     size = sum(file.stat().st_size for file in adapter.glob("*.safetensors"))
-    print(f"\n2. The adapter is in {adapter} ({size / 1e3:.0f} kB); loading it back", flush=True)
+    print(f"\n2. The gates are in {adapter} ({size / 1e3:.0f} kB); loading them back", flush=True)
     bank = load_gates(str(adapter))
     specs = grid(METHODS, BUDGETS, bank.config.block_size)
 

@@ -66,9 +66,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.set_defaults(no_report=False)
     what = parser.add_argument_group("what is compared")
     what.add_argument("--model", help="preset, directory or Hub id (org/name) [tiny-reasoner]")
-    what.add_argument(
-        "--gates", metavar="DIR", help="adapter directory or Hub id, for the method gate [shipped, if any]"
-    )
+    what.add_argument("--gates", metavar="DIR", help="directory or Hub id (org/name) of gates [those shipped, if any]")
     what.add_argument(
         "--method", type=words, metavar="A,B", help="methods, with options as NAME:OPTION=VALUE:... [dense,gate]"
     )

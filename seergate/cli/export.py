@@ -10,7 +10,7 @@ from seergate.cli.adapters import add_card_options, add_source_options, describe
 PARSES_ITS_ARGUMENTS = True
 HELP = (
     "copy gates to a directory: other precision, fewer layers, published format, average",
-    "Write an adapter to a new directory, changed as you say. With several sources their average is written. With\n"
+    "Write gates to a new directory, changed as you say. With several sources their average is written. With\n"
     "--format published the result is what the published SeerAttention-R code loads.",
     [
         "seergate export org/Qwen3-8B-gates my-gates --dtype bfloat16",
@@ -43,7 +43,7 @@ def numbers(text: str) -> list[float]:
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the options."""
-    parser.add_argument("sources", metavar="SRC", help="adapter directory or Hub id; with commas, an average")
+    parser.add_argument("sources", metavar="SRC", help="directory or Hub id of gates; with commas, an average")
     parser.add_argument("out", type=Path, metavar="DST", help="new directory")
     parser.add_argument("--format", choices=["seergate", "published"], default="seergate", help="[%(default)s]")
     parser.add_argument("--dtype", choices=["bfloat16", "float16", "float32"], help="[as they are]")

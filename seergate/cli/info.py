@@ -14,8 +14,8 @@ if TYPE_CHECKING:
 
 PARSES_ITS_ARGUMENTS = True
 HELP = (
-    "what an adapter is, what it is for, how it was trained, how good it is",
-    "Describe an adapter without loading its base model. With --diff, compare it with another one.",
+    "what gates are for, how they were trained, how good they are",
+    "Describe gates without loading their base model. With --diff, compare them with others.",
     [
         "seergate info org/Qwen3-8B-gates",
         "seergate info runs/tiny-reasoner-gates --json",
@@ -26,8 +26,8 @@ HELP = (
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the options."""
-    parser.add_argument("source", metavar="ADAPTER", help="directory or Hub id")
-    parser.add_argument("--diff", metavar="OTHER", help="also what another adapter has that differs")
+    parser.add_argument("source", metavar="GATES", help="directory or Hub id")
+    parser.add_argument("--diff", metavar="OTHER", help="also what other gates have that differs")
     parser.add_argument("--json", action="store_true", help="for programs")
     add_source_options(parser)
 

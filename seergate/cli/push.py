@@ -12,8 +12,8 @@ from seergate.paths import is_directory
 PARSES_ITS_ARGUMENTS = True
 HELP = (
     "upload gates to the Hugging Face Hub",
-    "Upload an adapter in one commit, with a model card that says what it is for, how to use it, how it was made and\n"
-    "how good it is. What you wrote around the generated part of an existing card stays.",
+    "Upload gates in one commit, with a model card that says what they are for, how to use them, how they were made\n"
+    "and how good they are. What you wrote around the generated part of an existing card stays.",
     [
         "seergate push runs/qwen3-8b-gates org/Qwen3-8B-gates --private",
         "seergate push runs/qwen3-8b-gates org/Qwen3-8B-gates --results runs/eval-Qwen3-8B-aime24",
@@ -24,7 +24,7 @@ HELP = (
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the options."""
-    parser.add_argument("directory", metavar="DIR", help="adapter directory")
+    parser.add_argument("directory", metavar="DIR", help="directory of gates")
     parser.add_argument("repo_id", metavar="ORG/NAME", help="repository, made if need be; NAME alone is your own")
     parser.add_argument("--private", action="store_true", default=None, help="make a new repository private")
     parser.add_argument("--revision", metavar="BRANCH", help="commit to this branch; made if need be [main]")
@@ -43,7 +43,7 @@ def run(options: argparse.Namespace) -> int:
 
     directory = Path(options.directory)
     if not directory.is_dir():
-        raise SeergateError(f"{directory} is not a directory; push uploads an adapter directory")
+        raise SeergateError(f"{directory} is not a directory; push uploads a directory of gates")
     adapter = described(load_adapter(directory), options)
     base = adapter.geometry.base_model
     if base is not None and is_directory(base):

@@ -129,7 +129,7 @@ def _train(config: TrainConfig, dry_run: bool) -> None:
 
     adapter = run_distillation(config)
     if is_main:
-        print(f"adapter: {adapter}")
+        print(f"the gates are in {adapter}")
 
 
 def _dry_run(config: TrainConfig) -> None:

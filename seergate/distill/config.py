@@ -145,7 +145,7 @@ class RunOptions:
     report_to: tuple[str, ...] = _option(
         ("tensorboard",), f"where every step's numbers go: some of {','.join(TRACKERS)}, or none"
     )
-    push_to_hub: str | None = _option(None, "Hub repository (org/name) for the finished adapter")
+    push_to_hub: str | None = _option(None, "Hub repository (org/name) for the finished gates")
     deepspeed: str | None = _option(
         None,
         "DeepSpeed configuration file, or none; the deepspeed launcher implies ds_configs/zero2.json",
