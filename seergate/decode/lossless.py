@@ -14,6 +14,7 @@ from __future__ import annotations
 import copy
 import time
 from collections.abc import Callable
+from inspect import signature
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -158,12 +159,13 @@ class LosslessGenerate:
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """The stock `generate`, with our loop for greedy decoding and sampling."""
         model = self.lossless.model
+        kwargs |= zip(list(signature(type(model).generate).parameters)[1:], args, strict=False)
         if all(kwargs.get(name) in (None, 1) for name in NOT_OURS):  # one group of beams is none
             kwargs["custom_generate"] = DraftingLoop(self.lossless, kwargs.get("streamer"), kwargs.get("synced_gpus"))
             _take_stop_strings(model, kwargs)
         if self.lossless.theirs is not None:
-            return self.lossless.theirs(*args, **kwargs)
-        return type(model).generate(model, *args, **kwargs)
+            return self.lossless.theirs(**kwargs)
+        return type(model).generate(model, **kwargs)
 
 
 ONCE_A_TOKEN = (UnbatchedClassifierFreeGuidanceLogitsProcessor, SynthIDTextWatermarkLogitsProcessor)

@@ -179,6 +179,8 @@ class OneThread:
                 "two threads run this model at once, and the attached method can serve one request at a time; "
                 "hold a lock around generate, or put the requests into one batch"
             )
+        if not args and kwargs.get("input_ids") is None and kwargs.get("inputs_embeds") is None:
+            return None  # the model says what is missing
         if args:
             args = (args[0].view_as(args[0]), *args[1:])  # an object that lives as long as the call
             mark = args[0]

@@ -6,14 +6,13 @@ import hashlib
 import os
 import warnings
 from collections.abc import Callable
-from dataclasses import replace
 from typing import Any
 
 from seergate.errors import SeergateError
 from seergate.fingerprint import fingerprint
 from seergate.gates.bank import Gates
 from seergate.hf.loading import skeleton
-from seergate.models.families import full_attention_modules, gate_geometry, rope_kind, text_config
+from seergate.models.families import decoder_of, full_attention_modules, gate_geometry, rope_kind, text_config
 from seergate.models.rope import RopeKind
 from seergate.vllm.settings import Settings
 
@@ -24,6 +23,8 @@ WORKERS = {
     "vllm.v1.worker.cpu_worker.CPUWorker": "seergate.vllm.worker.CPUWorker",
     "vllm.v1.worker.gpu_worker.Worker": "seergate.vllm.worker.GPUWorker",
 }
+READABLE = ("auto", "float32", "float16", "bfloat16")
+"""Types of the cache whose numbers are the keys."""
 SEED = "PYTHONHASHSEED"
 """vLLM derives the hashes of its prefix cache from this variable (`vllm.v1.core.kv_cache_utils`)."""
 
@@ -91,9 +92,14 @@ def check_engine(config: Any) -> None:
         f"its runner is {model.runner_type!r}": model.runner_type != "generate",
         "kv_transfer_config is given, and blocks from elsewhere have no summaries": config.kv_transfer_config
         is not None,
-        f"kv_cache_dtype is {dtype!r}, and cached keys must be readable": dtype
-        not in ("auto", "float32", "float16", "bfloat16"),
+        f"kv_cache_dtype is {dtype!r}, and cached keys must be readable": dtype not in READABLE,
         "context parallelism spreads the tokens of a block over ranks": context > 1,
+        "tensor_parallel_size exceeds the number of KV heads, which would divide groups of query heads": (
+            parallel.tensor_parallel_size > model.get_total_num_kv_heads()
+        ),
+        "drafts are verified asynchronously (async_scheduling), and only a GPU knows which tokens of a row count": (
+            config.speculative_config is not None and config.scheduler_config.async_scheduling
+        ),
         "its model has state-space layers, whose cache sets the page size": model.is_hybrid,
         "its model has positions with several axes": model.uses_mrope,
     }
@@ -107,16 +113,20 @@ def check_model(hf_config: Any, bank: Gates | None, dense_layers: tuple[int, ...
     kinds = rope_kinds(hf_config)
     layers = hf_config.get_text_config().num_hidden_layers
     if bank is not None:
-        needed = bank.geometry
-        found = gate_geometry(skeleton(hf_config), bank.config)
-        # a skeleton has no buffers to read the frequencies from
-        found = replace(found, inv_freq=needed.inv_freq, attention_scaling=needed.attention_scaling)
-        problems = needed.mismatches(found)
+        model = skeleton(hf_config)
+        decoder = decoder_of(model)
+        decoder.rotary_emb = type(decoder.rotary_emb)(config=text_config(model))  # a skeleton has no frequencies
+        problems = bank.geometry.mismatches(gate_geometry(model, bank.config))
         if problems:
             raise SeergateError(f"these gates are for another model: {'; '.join(problems)}")
     absent = [layer for layer in dense_layers if not (isinstance(layer, int) and 0 <= layer < layers)]
-    if bank is not None and absent:
+    if absent:
         raise SeergateError(f"seergate.dense_layers holds {absent}; the model has the layers 0..{layers - 1}")
+    if not set(kinds) - set(dense_layers):
+        raise SeergateError(f"seergate.dense_layers holds {list(dense_layers)}; that leaves no layer to make sparse")
+    rope = getattr(hf_config.get_text_config(), "rope_parameters", None) or {}
+    if rope.get("rope_type") == "longrope":
+        raise SeergateError("models with longrope are not supported inside vLLM: its table of angles has another form")
     if "other" in kinds.values():
         raise SeergateError(
             f"models of type {hf_config.get_text_config().model_type!r} are not supported inside vLLM: their cached "

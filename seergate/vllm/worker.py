@@ -5,13 +5,14 @@ from __future__ import annotations
 import time
 from typing import Any
 
+import torch
 from torch import nn
 
 from seergate.errors import SeergateError
 from seergate.gates.gate import AttnGate
 from seergate.methods import Oracle, Quest, SelectingMethod
 from seergate.vllm.attention import Scores, SparseAttention, SparseBuilder
-from seergate.vllm.checks import rope_kinds
+from seergate.vllm.checks import READABLE, rope_kinds
 from seergate.vllm.pages import PAGES
 from seergate.vllm.rope import Unrotation
 from seergate.vllm.scoring import GateScores, OracleScores, QuestScores
@@ -75,7 +76,7 @@ def attach(model: nn.Module, vllm_config: Any) -> dict[int, SparseAttention]:
     """
     settings = Settings.read(vllm_config.additional_config)
     assert settings is not None
-    bank = settings.bank()
+    bank, device = settings.bank(), next(model.parameters()).device
     method = settings.selector(bank, vllm_config.cache_config.block_size)
     kinds = rope_kinds(vllm_config.model_config.hf_config)
     found = {}
@@ -85,7 +86,7 @@ def attach(model: nn.Module, vllm_config: Any) -> dict[int, SparseAttention]:
         scoring: Scores
         if bank is not None:
             unrotate = Unrotation(parent.rotary_emb if kinds[layer] == "plain" else None)
-            scoring = GateScores(rank_gate(bank.gate(layer), attention.num_kv_heads), unrotate)
+            scoring = GateScores(rank_gate(bank.gate(layer), attention.num_kv_heads, device), unrotate)
         elif isinstance(method, Quest):
             scoring = QuestScores(attention.head_size, attention.kv_cache_torch_dtype, method.group_reduction)
         else:
@@ -116,6 +117,8 @@ def make_sparse(attention: Any, method: SelectingMethod, scoring: Scores) -> Spa
         raise SeergateError(
             f"vLLM's attention backend is {backend.get_name()}; with seergate it must be one of {', '.join(PAGES)}"
         )
+    if attention.kv_cache_dtype not in READABLE:  # a checkpoint may ask for it, which no configuration tells
+        raise SeergateError(f"the model's kv_cache_dtype is {attention.kv_cache_dtype}; it must be one of {READABLE}")
     builder = backend.get_builder_cls()
     sparse_builder = type(
         "SparseMetadataBuilder",
@@ -136,20 +139,22 @@ def make_sparse(attention: Any, method: SelectingMethod, scoring: Scores) -> Spa
 
 
 def fits_graphs(method: SelectingMethod) -> bool:
-    """Whether CUDA graphs may hold the decode steps of a method. CPUs have none, and shapes that do not depend on
-    lengths would cost them time.
+    """Whether CUDA graphs may hold the decode steps of a method: a budget alone decides what is read. CPUs have none,
+    and shapes that do not depend on lengths would cost them time.
     """
     from vllm.platforms import current_platform
 
-    return current_platform.is_cuda() and not isinstance(method, Oracle) and method.covered_tokens >= 0
+    budget_alone = method.covered_tokens >= 0 and not method.dense_below
+    return current_platform.is_cuda() and budget_alone and not isinstance(method, Oracle)
 
 
-def rank_gate(gate: AttnGate, kv_heads: int) -> AttnGate:
+def rank_gate(gate: AttnGate, kv_heads: int, device: torch.device) -> AttnGate:
     """The part of a gate that belongs to this rank's KV heads.
 
     Args:
         gate: of the whole layer.
-        kv_heads: of this rank; vLLM repeats them where there are fewer than ranks.
+        kv_heads: of this rank.
+        device: where this rank computes.
     """
     from vllm.distributed import get_tensor_model_parallel_rank, get_tensor_model_parallel_world_size
 
@@ -162,7 +167,7 @@ def rank_gate(gate: AttnGate, kv_heads: int) -> AttnGate:
         head_dim=gate.head_dim,
         inv_freq=gate.inv_freq,
         attention_scaling=gate.attention_scaling,
-    ).to(gate.k_proj.weight.dtype)
+    ).to(device, gate.k_proj.weight.dtype)
     part.load_state_dict(
         {
             name: tensor[first : first + kv_heads] if name in ("q_proj.weight", "k_proj.weight") else tensor

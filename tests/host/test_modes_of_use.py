@@ -342,11 +342,15 @@ def test_lossless_stops_at_strings_and_needs_no_more_than_others_for_it():
     word = next(letter for letter in said if letter.isascii() and letter.isprintable())
     kept = GenerationConfig.from_model_config(model.config)
     kept.update(stop_strings=[word], max_new_tokens=30, do_sample=False)
-    for asked in ({"stop_strings": [word], "max_new_tokens": 30}, {"generation_config": kept}):
-        want = model.generate(prompt(60), tokenizer=tokenizer, **asked)
+    for positional, asked in (
+        ((), {"stop_strings": [word], "max_new_tokens": 30}),
+        ((), {"generation_config": kept}),
+        ((kept,), {}),
+    ):
+        want = model.generate(prompt(60), *positional, tokenizer=tokenizer, **asked)
         assert want.shape[1] < 90
         with seergate.attached(model, gates(model), **LOSSLESS):
-            assert torch.equal(model.generate(prompt(60), tokenizer=tokenizer, **asked), want)
+            assert torch.equal(model.generate(prompt(60), *positional, tokenizer=tokenizer, **asked), want)
             with pytest.raises(ValueError, match="tokenizer"):
-                model.generate(prompt(60), **asked)
+                model.generate(prompt(60), *positional, **asked)
     assert kept.stop_strings == [word]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import os
 import subprocess
 import sys
@@ -79,6 +80,9 @@ def test_gates_set_the_page_the_worker_and_the_hash_of_the_prefix_cache(monkeypa
         ({"gates": GATES, "token_budget": 31}, {}, "token_budget is 31; .* it must be at least 32"),
         ({"gates": GATES, "token_budget": 64, "top_p": 0.5}, {}, "token_budget and top_p are both given"),
         ({"gates": GATES, "dense_layers": [7]}, {}, r"dense_layers holds \[7\]; the model has the layers 0..3"),
+        ({"method": "quest", "dense_layers": [7]}, {}, r"dense_layers holds \[7\]; the model has the layers 0..3"),
+        ({"gates": GATES, "dense_layers": [0, 1, 2, 3]}, {}, "that leaves no layer to make sparse"),
+        ({"gates": GATES}, {"tensor_parallel_size": 4}, "tensor_parallel_size exceeds the number of KV heads"),
         ({"gates": GATES}, {"kv_cache_dtype": "fp8"}, "kv_cache_dtype is 'fp8'"),
         ({"gates": GATES}, {"worker_cls": "some.Worker"}, "worker_cls is 'some.Worker'; with seergate"),
         ({"gates": "nowhere"}, {}, "nowhere"),
@@ -96,6 +100,18 @@ def test_gates_of_another_model(tmp_path: Any) -> None:
         SeergateError, match="these gates are for another model: hidden_size is 128 in the model and 64"
     ):
         configured({"gates": str(tmp_path)})
+
+
+@pytest.mark.parametrize("rope", [{"rope_theta": 5e3}, {"rope_type": "yarn", "factor": 4.0, "rope_theta": 1e6}])
+def test_gates_of_a_model_with_another_rope(rope: dict[str, Any]) -> None:
+    """As by ``--hf-overrides``."""
+    model = tiny_model("qwen3", head_dim=32)
+    bank = GateBank.for_model(model, GateConfig(block_size=32, gate_dim=32))
+    config = copy.deepcopy(model.config)
+    check_model(config, bank, ())
+    config.rope_parameters = {**config.rope_parameters, "original_max_position_embeddings": 64, **rope}
+    with pytest.raises(SeergateError, match="gates are for another model: the model's RoPE frequencies"):
+        check_model(config, bank, ())
 
 
 @pytest.mark.parametrize(

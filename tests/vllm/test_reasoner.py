@@ -11,6 +11,8 @@ from transformers import AutoModelForCausalLM
 
 import seergate
 from seergate import DecodeConfig, GateBank
+from seergate.methods import make_method
+from seergate.vllm.worker import fits_graphs, rank_gate
 from tests.vllm.conftest import GATES, REASONER, answers, engine, gated_layers, questions
 
 BUDGET = 160
@@ -44,6 +46,20 @@ def test_blocks_and_tokens_are_those_of_transformers(llm: Any, monkeypatch: pyte
         assert served == said
         assert len(blocks) == len(chosen) == 4 * (len(said) - 1)
         assert all(torch.equal(a, b) for a, b in zip(blocks, chosen, strict=True))
+
+
+def test_gates_follow_the_model_to_its_device(llm: Any) -> None:
+    part = rank_gate(GateBank.from_pretrained(GATES).gate(0), 2, torch.device("meta"))
+    assert {tensor.device.type for tensor in (*part.parameters(), *part.buffers())} == {"meta"}
+
+
+def test_graphs_hold_what_a_budget_alone_decides(monkeypatch: pytest.MonkeyPatch) -> None:
+    from vllm.platforms import current_platform
+
+    monkeypatch.setattr(type(current_platform), "is_cuda", lambda self: True)
+    assert fits_graphs(make_method("quest", token_budget=64))
+    for name, rule in (("quest", {"dense_below": 512}), ("quest", {"top_p": 0.9}), ("oracle", {"token_budget": 64})):
+        assert not fits_graphs(make_method(name, **rule))
 
 
 def test_statistics_are_counts_of_tokens(llm: Any) -> None:
