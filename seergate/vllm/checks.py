@@ -114,7 +114,7 @@ def check_model(hf_config: Any, bank: Gates | None, dense_layers: tuple[int, ...
     layers = hf_config.get_text_config().num_hidden_layers
     if bank is not None:
         model = skeleton(hf_config)
-        decoder = decoder_of(model)
+        decoder: Any = decoder_of(model)
         decoder.rotary_emb = type(decoder.rotary_emb)(config=text_config(model))  # a skeleton has no frequencies
         problems = bank.geometry.mismatches(gate_geometry(model, bank.config))
         if problems:
