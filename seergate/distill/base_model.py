@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
+from torch.distributed.fsdp import fully_shard
 
 from seergate.config import GateConfig
 from seergate.distill.config import TrainConfig
@@ -18,7 +19,7 @@ from seergate.distill.distributed import World
 from seergate.errors import SeergateError, how_to_install
 from seergate.hf.bank import GateBank
 from seergate.hf.loading import base_config, load_base, skeleton
-from seergate.models.families import head_dim_of, text_config, why_one_sequence
+from seergate.models.families import decoder_of, head_dim_of, text_config, why_one_sequence
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -76,14 +77,21 @@ def load_frozen(path: str, config: TrainConfig, world: World) -> PreTrainedModel
 
     Args:
         path: directory or Hub id.
-        config: the run; ``dtype``, ``quantize`` and ``base_memory_gb`` decide how it is kept.
+        config: the run; ``dtype``, ``quantize``, ``base_memory_gb`` and ``shard_base`` decide how it is kept.
         world: this process.
 
     Raises:
         SeergateError: if it cannot be loaded.
     """
-    model = load_base(path, revision=config.revision, **_load_options(config, world))
+    options = _load_options(config, world)
+    if config.shard_base:
+        options |= _sharding(path, config, world)
+    model = load_base(path, revision=config.revision, **options)
     model.requires_grad_(False)
+    decoder = decoder_of(model)
+    if config.shard_base:
+        # What runs becomes the root of all layers, so that the next one can arrive while one computes.
+        fully_shard(decoder, mesh=next(decoder.parameters()).device_mesh)  # type: ignore[arg-type]
     if not model.config.tie_word_embeddings:  # the head is never run; a large vocabulary's takes a gigabyte
         model.set_output_embeddings(nn.Identity())
     return model
@@ -108,9 +116,21 @@ def _load_options(config: TrainConfig, world: World) -> dict[str, Any]:
         options |= {"quantization_config": _quantization(config.quantize, dtype), "device_map": {"": world.device}}
     elif config.base_memory_gb is not None:
         options |= _offloading(config, world)
-    elif world.device.type != "cpu":
+    elif world.device.type != "cpu" and not config.shard_base:
         options["device_map"] = {"": world.device}  # straight to the device, without a copy in host memory
     return options
+
+
+def _sharding(path: str, config: TrainConfig, world: World) -> dict[str, Any]:
+    """FSDP2 by transformers: each process reads its share of every tensor, and nothing else, from the files."""
+    from transformers.distributed import DistributedConfig
+
+    shape = base_config(path, revision=config.revision)
+    # As usual, but for the last norm: with it, the LM head would be put together too, which is never run.
+    plan = dict.fromkeys(("embed_tokens", "layers.*", "norm"), "free_full_weight")
+    for part in (shape, shape.get_text_config()):
+        part.base_model_fsdp_plan = plan
+    return {"config": shape, "distributed_config": DistributedConfig(fsdp_size=world.size)}
 
 
 def _quantization(kind: str, dtype: torch.dtype) -> Any:

@@ -60,6 +60,11 @@ class ModelOptions:
         "gigabytes of this process's device that the frozen model may fill; its other layers wait in host memory, "
         "then on disk, and are fetched for each pack [all of it on the device]",
     )
+    shard_base: bool | None = _option(
+        None,
+        "divide the frozen model among the processes, which put its layers together one at a time "
+        "[where a copy for each does not fit]",
+    )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -194,6 +199,8 @@ class TrainConfig(RunOptions, RecipeOptions, DataOptions, GateOptions, ModelOpti
         self._must("base_memory_gb", memory is None or 0 < memory < math.inf, "a positive number of gigabytes")
         if memory is not None and self.quantize != "none":
             raise ValueError(f"base_memory_gb is {memory}; it must be left out when quantize is {self.quantize}")
+        if self.shard_base and (memory is not None or self.quantize != "none"):
+            raise ValueError("shard_base is true; it must be left out with base_memory_gb or quantize")
         self._must("model", bool(self.model), "a preset, a Hub id (org/name) or a directory")
         known = self.report_to == ("none",) or set(self.report_to) <= set(TRACKERS)
         self._must("report_to", known, f"some of {', '.join(TRACKERS)}, or none alone")
@@ -235,7 +242,7 @@ class TrainConfig(RunOptions, RecipeOptions, DataOptions, GateOptions, ModelOpti
     def result_shaping(self) -> dict[str, Any]:
         """The fields that change the finished gates: a checkpoint can only be continued with the same ones."""
         free = {item.name for item in fields(RunOptions)} - {"eval_packs"}  # held-out packs are not trained on
-        free |= {"output_dir", "base_memory_gb", "token_cache"}
+        free |= {"output_dir", "base_memory_gb", "shard_base", "token_cache"}
         return {name: value for name, value in self.to_dict().items() if name not in free}
 
     def save(self, path: Path) -> None:

@@ -18,12 +18,14 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
 
 from seergate.distill.config import TrainConfig
 from seergate.distill.distributed import World, be_patient
 from seergate.distill.packing import PackedBatch
 from seergate.errors import SeergateError, how_to_install
 from seergate.hf.teacher_forward import StoredGradients, distill_step
+from seergate.models.families import decoder_of
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -63,6 +65,13 @@ class DistillModule(nn.Module):
         object.__setattr__(self, "base", base)
         self.config = config
 
+    def accompany(self) -> None:
+        """Run one token through a sharded frozen model, while other processes run a pack: all put it together."""
+        decoder = decoder_of(self.base)
+        if isinstance(decoder, FSDPModule):
+            with torch.no_grad():
+                decoder(input_ids=torch.zeros(1, 1, dtype=torch.long, device=self.base.device), use_cache=False)
+
     def forward(
         self, input_ids: Tensor | None, cu_seqlens: Tensor | None = None, row_start: float | None = None
     ) -> tuple[Tensor, Tensor, Tensor]:
@@ -71,6 +80,7 @@ class DistillModule(nn.Module):
         Without ids, a loss of zero whose gradients are zero.
         """
         if input_ids is None:
+            self.accompany()
             # By the same function as a pack: DeepSpeed sums in the order in which the gradients come.
             parameters = [p for p in self.bank.parameters() if p.requires_grad]
             zeros = [torch.zeros_like(p) for p in parameters]
@@ -126,8 +136,16 @@ def check_engine(config: TrainConfig, world_size: int) -> None:
     """Refuse an engine that could not be made, before long work.
 
     Raises:
-        SeergateError: if DeepSpeed is not installed, or its configuration does not fit.
+        SeergateError: if DeepSpeed is not installed, or its configuration does not fit; if one process alone, or a
+            transformers that cannot load shards, is to divide the frozen model.
     """
+    if config.shard_base:
+        if world_size == 1:
+            raise SeergateError("shard_base is true; it needs several processes, as torchrun or deepspeed start them")
+        import transformers.distributed
+
+        if not hasattr(transformers.distributed.DistributedConfig, "fsdp_size"):
+            raise SeergateError("shard_base is true; it needs a transformers that loads shards, such as 5.17")
     if config.deepspeed:
         if importlib.util.find_spec("deepspeed") is None:
             raise SeergateError(f"DeepSpeed is not installed; {how_to_install('train')}, or use torchrun")
@@ -161,16 +179,20 @@ class PlainEngine:
         self._module, self._config, self._world = module, config, world
         self._named = dict(module.bank.named_parameters())
         self._optimizer = make_optimizer(list(self._named.values()), config)
-        self._step = 0
+        self._pending = self._step = 0
 
     def accumulate(self, batch: PackedBatch) -> Losses:
         """Add one pack's gradient."""
         loss, kl, recall = self._module(batch.input_ids, batch.cu_seqlens)
         (loss / self._config.packs_per_step).backward()
+        self._pending += 1
         return Losses(loss.detach(), kl, recall)
 
     def even_out(self) -> None:
-        """Do nothing: processes meet in `update` only."""
+        """Accompany the others' last packs: but for a sharded frozen model, processes meet in `update` only."""
+        for _ in range(self._pending, -(-self._config.packs_per_step // self._world.size)):
+            self._module.accompany()
+        self._pending = 0
 
     def update(self, lr: float) -> float:
         """Take the step; returns the gradient's norm before clipping."""

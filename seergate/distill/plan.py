@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
-import resource
-import sys
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -15,7 +12,7 @@ import torch
 from seergate.distill.base_model import base_dtype, gate_config
 from seergate.distill.config import TrainConfig, locate_model, presets, read_yaml
 from seergate.distill.engines import check_engine
-from seergate.distill.memory import Memory, estimate_memory
+from seergate.distill.memory import Memory, capacity, decide_sharding, estimate_memory, overhead
 from seergate.distill.speed import measure_speed, pack_flop
 from seergate.errors import SeergateError
 from seergate.hf.bank import GateBank
@@ -28,12 +25,11 @@ if TYPE_CHECKING:
 
 GB = 1e9
 
-WORKING_BYTES = 150_000_000
-"""On a processor, resident memory above the tensors: what the allocator keeps, and libraries while they compute. In a
-step of one or two layers of Qwen3-8B's width 0.12 to 0.18 GB, from 2k to 32k tokens (two threads)."""
-
 PEAK_TFLOPS = {"RTX 4090 (24 GB)": 165, "A100 (80 GB)": 312, "H100 SXM (80 GB)": 989}
 """What their maker states for dense bf16 matrix products with float32 sums, in 1e12 operations per second."""
+
+MOST_PROCESSES = 128
+"""No more are proposed to divide a frozen model among."""
 
 ASSUMED_SHARE = 0.3
 """Of that peak, where nothing was measured. An assumption, and printed as one."""
@@ -117,12 +113,15 @@ class Plan:
         c, m, where = self.config, self.memory, self.device.type
         kept = base_dtype(c, self.device) if c.quantize == "none" else c.quantize
         rows = {
-            f"frozen model ({str(kept).removeprefix('torch.')}, without LM head)": m.base,
+            f"frozen model ({str(kept).removeprefix('torch.')}, without LM head)"
+            + (f", 1/{self.processes}" if c.shard_base else ""): m.base,
             "gates (float32)": m.gates,
             "gradients": m.gradients,
             "AdamW" + (", ZeRO share" if c.deepspeed else ""): m.moments,
             f"activations, pack of {c.max_length:,} tokens": m.activations,
         }
+        if m.gathered:
+            rows["two layers put together, or the embedding"] = m.gathered
         if m.buckets:
             rows["DeepSpeed's buffer for gradients"] = m.buckets
         if m.loading:
@@ -131,7 +130,8 @@ class Plan:
             rows["Python and libraries"] = self.libraries
         rows["most at once"] = self.total
         if m.base_elsewhere:
-            rows["in host memory or on disk: frozen model"] = m.base_elsewhere
+            place = "in the other processes" if c.shard_base else "in host memory or on disk"
+            rows[f"{place}: frozen model"] = m.base_elsewhere
         lines = [
             f"model: {c.model}; {self.shape}",
             f"run: {c.max_steps:,} steps of {c.packs_per_step} packs, {self.step_tokens:,} tokens a step, "
@@ -216,15 +216,23 @@ def make_plan(
     geometry = gate_geometry(model, gates)
     with torch.device("meta"):
         bank = GateBank(gates, geometry)
+    libraries = overhead(place)
+    room = (int(memory_gb * GB) if memory_gb is not None else capacity(place, processes)) - libraries
+    config = decide_sharding(model, bank, config, place, processes, room)
     memory = estimate_memory(model, bank, config, place, processes)
-    libraries = _resident() + WORKING_BYTES if place.type == "cpu" else 0
-    capacity = int(memory_gb * GB) if memory_gb is not None else _capacity(place, processes)
     remedies: dict[str, int] = {}
-    if memory.total + libraries > capacity:
-        for option, other in _remedies(config, memory, capacity - libraries):
-            size = estimate_memory(model, bank, other, place, processes).total + libraries
-            if size <= capacity:
-                remedies[option] = size
+    if memory.total > room:
+        for option, other in _remedies(config, memory, room):
+            size = estimate_memory(model, bank, other, place, processes).total
+            if size <= room:
+                remedies[option] = size + libraries
+        enough = 2 * processes
+        while enough <= MOST_PROCESSES and config.quantize == "none" and config.base_memory_gb is None:
+            size = estimate_memory(model, bank, replace(config, shard_base=True), place, enough).total
+            if size <= room:
+                remedies[f"--processes {enough}"] = size + libraries
+                break
+            enough *= 2
     gated, layers = len(bank), int(text_config(model).num_hidden_layers)
     tokens = min(sample_tokens or config.max_length, config.max_length)
     why_one_sample = why_one_sequence(text_config(model))
@@ -251,7 +259,7 @@ def make_plan(
         processes=processes,
         memory=memory,
         libraries=libraries,
-        capacity=capacity,
+        capacity=room + libraries,
         remedies=remedies,
         step_flop=step_flop,
         step_seconds=step_seconds,
@@ -266,7 +274,7 @@ def make_plan(
 def _remedies(config: TrainConfig, memory: Memory, room: int) -> list[tuple[str, TrainConfig]]:
     """Changes worth trying, the least costly first."""
     tries: list[tuple[str, TrainConfig]] = []
-    if config.quantize == "none" and config.base_memory_gb is None:
+    if config.quantize == "none" and config.base_memory_gb is None and not config.shard_base:
         tries += [(f"--quantize {kind}", replace(config, quantize=kind)) for kind in ("bnb-8bit", "bnb-4bit")]
         spare = int(10 * (room - (memory.total - memory.base) * 1.25) / GB) / 10
         if spare > 0:
@@ -291,20 +299,3 @@ def architecture(config: TrainConfig) -> PretrainedConfig:
 
 def _model_of(preset: Path) -> str:
     return str(read_yaml(preset).get("model", "")).lower()
-
-
-def _capacity(device: torch.device, processes: int) -> int:
-    """Bytes for each process; those on a processor share its memory."""
-    if device.type == "cuda":
-        return int(torch.cuda.get_device_properties(0).total_memory)
-    return int(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")) // processes
-
-
-def _resident() -> int:
-    """The most that this process has held so far, which is little more than the libraries that training uses."""
-    import datasets
-    import torch.utils.tensorboard  # noqa: F401
-
-    assert datasets
-    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    return peak if sys.platform == "darwin" else peak * 1024

@@ -22,7 +22,7 @@ from seergate.distill.base_model import base_dtype, gate_config
 from seergate.distill.config import TrainConfig
 from seergate.hf.bank import GateBank
 from seergate.hf.teacher_forward import distill_step
-from seergate.models.families import decoder_of
+from seergate.models.families import attention_modules, decoder_of, text_config
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig, PreTrainedModel
@@ -82,10 +82,13 @@ def pack_flop(model: PreTrainedModel, bank: GateBank, config: TrainConfig, sampl
     geometry = bank.geometry
     layers: Any = decoder_of(model).layers
     weights = sum(int(m.weight.numel()) for m in layers.modules() if isinstance(m, nn.Linear))
+    chosen = getattr(text_config(model), "num_experts_per_tok", None) or 0
+    experts = [p for m in layers.modules() if hasattr(m, "num_experts") for p in m.parameters(recurse=False)]
+    weights += sum(chosen * p[0].numel() for p in experts if p.ndim == 3)  # one tensor for all: [experts, in, out]
     weights += 3 * sum(p.numel() for p in bank.parameters())  # forward, again for its gradient, and the gradient
     queries = geometry.num_heads * geometry.head_dim
     gate = geometry.num_kv_heads * bank.config.gate_dim / config.block_size
-    seen = sum(map(pairs, samples)) * 4 * queries * len(layers)
+    seen = sum(map(pairs, samples)) * 4 * queries * len(list(attention_modules(model)))
     counted = sum(loss_pairs(n, config.block_size, config.row_start) for n in samples)
     return 2.0 * weights * sum(samples) + seen + counted * (2 * queries + 6 * gate) * len(bank)
 

@@ -46,12 +46,13 @@ from seergate.distill.config import TrainConfig, locate_model
 from seergate.distill.data import TrainingData, prepare_data
 from seergate.distill.distributed import CommonError, World, join_world
 from seergate.distill.engines import DistillModule, Losses, check_engine, make_engine, prepare_deepspeed
+from seergate.distill.memory import capacity, decide_sharding, overhead
 from seergate.distill.packing import PackOrder
 from seergate.distill.tracking import Tracking, check_trackers
 from seergate.errors import SeergateError, first_line
 from seergate.gates import save_adapter
 from seergate.hf.bank import GateBank
-from seergate.hf.loading import load_tokenizer
+from seergate.hf.loading import base_config, load_tokenizer, skeleton
 
 STOP_SIGNALS = ("SIGTERM", "SIGUSR1")
 """A cluster sends one of them before it kills: the run saves a checkpoint and ends."""
@@ -197,6 +198,7 @@ class _Run:
             check_trackers(self.config)
         self.config, entries = world.from_main(lambda: commits.pin(self.config, self.dir))
         self.model = world.in_turn(lambda: check_model(self.model_path, self.config))
+        self.config = world.from_main(lambda: self._divided())
         world.must_agree(
             str(self.model.fingerprint),
             "the processes see different weights; model must be the same on every machine",
@@ -237,6 +239,13 @@ class _Run:
                 callback.close()
             shutil.rmtree(offload_folder(config, world), ignore_errors=True)
         return self.dir
+
+    def _divided(self) -> TrainConfig:
+        """The run with ``shard_base`` decided."""
+        bare = skeleton(base_config(self.model_path, revision=self.config.revision))
+        bank = GateBank.for_model(bare, gate_config(self.config, bare))
+        device, size = self.world.device, self.world.size
+        return decide_sharding(bare, bank, self.config, device, size, capacity(device, size) - overhead(device))
 
     def _look_for_checkpoint(self) -> None:
         """Refuse a run that contradicts the checkpoint it would continue, before long work."""
@@ -291,6 +300,8 @@ class _Run:
         processes = "" if self.world.size == 1 else f" in {self.world.size} processes"
         engine = "DeepSpeed ZeRO" if config.deepspeed else "PyTorch"
         self._say(self.data.report.summary())
+        if config.shard_base:
+            self._say(f"the frozen model is divided among {self.world.size} processes")
         if self.model.why_one_sample:
             self._say(f"a pack holds one sample: {self.model.why_one_sample}")
         self._say(
@@ -374,12 +385,15 @@ class _Run:
 
     def _evaluate(self, step: int) -> None:
         world, tally = self.world, self._tally()
+        mine = self.data.held_out[world.rank :: world.size]
         with torch.no_grad():
-            for samples in self.data.held_out[world.rank :: world.size]:
+            for samples in mine:
                 batch = self.data.batch(samples).to(world.device)
                 tally.add(
                     Losses(*self.module(batch.input_ids, batch.cu_seqlens, self.config.eval_row_start)), batch.tokens
                 )
+        for _ in range(len(mine), -(-len(self.data.held_out) // world.size)):
+            self.module.accompany()
         means, _ = tally.sum(world, len(self.data.held_out))
         log = EvalLog(step, means.kl_per_layer, means.recall, self.bank.geometry.layers)
         for callback in self.callbacks:

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
-from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig, PretrainedConfig, Qwen3Config
+from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig, PretrainedConfig, Qwen3Config, Qwen3MoeConfig
 
 from seergate import GateBank, SeergateError
 from seergate.cli.main import main
@@ -29,7 +29,11 @@ from tests.distill.test_trainer import Recorder, config, model_dir  # noqa: F401
 CPU = torch.device("cpu")
 ROOT = Path(__file__).parents[2]
 RESULTS = ROOT / "benchmarks" / "results"
-PARAMETERS = {"qwen3-0.6b": 0.596, "qwen3-8b": 8.19, "qwen3-14b": 14.77, "r1-distill-llama-8b": 8.03, "qwq-32b": 32.76}
+PARAMETERS = {
+    "qwen3-0.6b": 0.596, "qwen3-8b": 8.19, "qwen3-14b": 14.77, "r1-distill-llama-8b": 8.03, "qwq-32b": 32.76,
+    "qwen3-30b-a3b": 30.53, "qwen3-235b-a22b": 235.09, "llama-3.3-70b": 70.55, "gpt-oss-20b": 20.91,
+    "gpt-oss-120b": 116.83,
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("name", sorted(presets()))
@@ -63,10 +67,18 @@ def test_the_shape_of_every_preset_ships() -> None:
 def test_what_does_not_fit_gets_options_that_do() -> None:
     run = load_train_config("qwen3-14b")
     plan = make_plan(run, memory_gb=24)
-    assert not plan.fits and list(plan.remedies)[:2] == ["--quantize bnb-8bit", "--quantize bnb-4bit"]
+    assert (
+        not plan.fits
+        and "--processes 2" in plan.remedies
+        and list(plan.remedies)[:2] == ["--quantize bnb-8bit", "--quantize bnb-4bit"]
+    )
     assert "does NOT fit in 24.0 GB. What would: --quantize bnb-8bit" in plan.text()
     for option in plan.remedies:
         name, value = option.removeprefix("--").split()
+        if name == "processes":
+            divided = make_plan(run, memory_gb=24, processes=int(value))
+            assert divided.fits and divided.config.shard_base and divided.total == plan.remedies[option]
+            continue
         mended = TrainConfig.from_dict(run.to_dict() | {name.replace("-", "_"): value})
         assert make_plan(mended, memory_gb=24).fits, option
     shorter = make_plan(replace(run, max_length=8192), memory_gb=24).memory
@@ -106,6 +118,9 @@ SHAPES = {
     ),
     "wide MLP": Qwen3Config(**SMALL, intermediate_size=640, num_key_value_heads=2, head_dim=16),
     "llama": LlamaConfig(**SMALL, intermediate_size=192, num_key_value_heads=1, eos_token_id=None),
+    "experts": Qwen3MoeConfig(
+        **SMALL, moe_intermediate_size=96, num_experts=8, num_experts_per_tok=2, num_key_value_heads=1, head_dim=16
+    ),
 }
 
 
@@ -128,7 +143,9 @@ def random_model(shape: PretrainedConfig, dtype: str = "float32"):
 
 @pytest.mark.plain_empty
 @pytest.mark.parametrize(
-    ("shape", "dtype"), zip(SHAPES.values(), ["bfloat16", "bfloat16", "float32", "float32"], strict=True), ids=SHAPES
+    ("shape", "dtype"),
+    zip(SHAPES.values(), ["bfloat16", "bfloat16", "float32", "float32", "float32"], strict=True),
+    ids=SHAPES,
 )
 def test_activations_agree_with_the_allocator(shape: PretrainedConfig, dtype: str) -> None:
     run = load_train_config("qwen3-8b", {"max_length": 6144, "block_size": 64, "dtype": dtype})
@@ -181,9 +198,10 @@ def test_what_was_measured_of_whole_processes_agrees_with_the_plan(tmp_path: Pat
         assert row["process_ratio"] == pytest.approx(1, abs=0.15)
 
 
-def test_operations_agree_with_a_count_of_them() -> None:
+@pytest.mark.parametrize("shape", ["llama", "experts"])
+def test_operations_agree_with_a_count_of_them(shape: str) -> None:
     run = load_train_config("qwen3-8b", {"max_length": 1024, "block_size": 64, "row_start": 0.0})
-    model = random_model(SHAPES["llama"])
+    model = random_model(SHAPES[shape])
     bank = GateBank.for_model(model, gate_config(run, model))
     with FlopCounterMode(display=False) as counter, sdpa_kernel(SDPBackend.MATH):
         distill_step(bank, model, torch.randint(0, 32, (1, 1024)), row_start=0.0)
