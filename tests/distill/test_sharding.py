@@ -118,6 +118,7 @@ def test_a_divided_model_under_zero_2(reasoner: TrainConfig, tmp_path: Path) -> 
     assert_same_run(runs[0].run_dir, runs[1].run_dir)
 
 
+@pytest.mark.soak
 def test_each_process_reads_and_holds_its_half(config: TrainConfig, tmp_path: Path) -> None:  # noqa: F811
     """150 MB of weights in float32; before that, neither has anything of the size."""
     shape = Qwen3Config(
