@@ -88,10 +88,10 @@ def load_frozen(path: str, config: TrainConfig, world: World) -> PreTrainedModel
         options |= _sharding(path, config, world)
     model = load_base(path, revision=config.revision, **options)
     model.requires_grad_(False)
-    decoder = decoder_of(model)
+    decoder: Any = decoder_of(model)
     if config.shard_base:
         # What runs becomes the root of all layers, so that the next one can arrive while one computes.
-        fully_shard(decoder, mesh=next(decoder.parameters()).device_mesh)  # type: ignore[arg-type]
+        fully_shard(decoder, mesh=next(decoder.parameters()).device_mesh)
     if not model.config.tie_word_embeddings:  # the head is never run; a large vocabulary's takes a gigabyte
         model.set_output_embeddings(nn.Identity())
     return model
