@@ -47,8 +47,9 @@ from seergate.distill import TrainConfig, load_train_config
 from seergate.distill.base_model import gate_config, load_frozen
 from seergate.distill.distributed import World
 from seergate.distill.engines import DistillModule, PlainEngine
+from seergate.distill.memory import WORKING_BYTES
 from seergate.distill.packing import PackedBatch
-from seergate.distill.plan import WORKING_BYTES, make_plan
+from seergate.distill.plan import make_plan
 from seergate.gates.gate import AttnGate
 from seergate.hf import teacher_forward
 from seergate.hf.teacher_pass import TeacherCall

@@ -144,7 +144,7 @@ class TrainingData:
         return PackedBatch.of([self.samples[i] for i in samples])
 
 
-def prepare_data(config: TrainConfig, tokenizer: PreTrainedTokenizerBase, *, one_sample: bool = False) -> TrainingData:
+def prepare_data(config: TrainConfig, tokenizer: PreTrainedTokenizerBase, one_sample: bool = False) -> TrainingData:
     """Read, tokenise (or find tokenised) and pack a run's data. Every process gets the same result.
 
     Args:

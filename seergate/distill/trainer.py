@@ -198,7 +198,7 @@ class _Run:
             check_trackers(self.config)
         self.config, entries = world.from_main(lambda: commits.pin(self.config, self.dir))
         self.model = world.in_turn(lambda: check_model(self.model_path, self.config))
-        self.config = world.from_main(lambda: self._divided())
+        self.divided = world.from_main(self._divided)
         world.must_agree(
             str(self.model.fingerprint),
             "the processes see different weights; model must be the same on every machine",
@@ -214,7 +214,7 @@ class _Run:
             "data_fingerprint": self.data.fingerprint,
         }
         with world.together():
-            base = load_frozen(self.model_path, config, world)
+            base = load_frozen(self.model_path, replace(config, shard_base=self.divided), world)
             torch.manual_seed(config.seed)
             bank = GateBank.for_model(base, gate_config(config, base)).to(world.device, torch.float32)
         # The name the user gave, not where it was found: the adapter must load on other machines.
@@ -240,12 +240,13 @@ class _Run:
             shutil.rmtree(offload_folder(config, world), ignore_errors=True)
         return self.dir
 
-    def _divided(self) -> TrainConfig:
-        """The run with ``shard_base`` decided."""
+    def _divided(self) -> bool:
+        """Whether the processes divide the frozen model among themselves."""
         bare = skeleton(base_config(self.model_path, revision=self.config.revision))
         bank = GateBank.for_model(bare, gate_config(self.config, bare))
         device, size = self.world.device, self.world.size
-        return decide_sharding(bare, bank, self.config, device, size, capacity(device, size) - overhead(device))
+        room = capacity(device, size) - overhead(device)
+        return bool(decide_sharding(bare, bank, self.config, device, size, room).shard_base)
 
     def _look_for_checkpoint(self) -> None:
         """Refuse a run that contradicts the checkpoint it would continue, before long work."""
@@ -270,7 +271,7 @@ class _Run:
 
     def _prepare_data(self) -> TrainingData:
         world, one_sample = self.world, self.model.why_one_sample is not None
-        data = world.in_turn(lambda: prepare_data(self.config, self.tokenizer, one_sample=one_sample))
+        data = world.in_turn(lambda: prepare_data(self.config, self.tokenizer, one_sample))
         world.must_agree(data.fingerprint, "the processes see different data; data must be the same on every machine")
         with world.together():
             if world.is_main:
@@ -300,7 +301,7 @@ class _Run:
         processes = "" if self.world.size == 1 else f" in {self.world.size} processes"
         engine = "DeepSpeed ZeRO" if config.deepspeed else "PyTorch"
         self._say(self.data.report.summary())
-        if config.shard_base:
+        if self.divided:
             self._say(f"the frozen model is divided among {self.world.size} processes")
         if self.model.why_one_sample:
             self._say(f"a pack holds one sample: {self.model.why_one_sample}")

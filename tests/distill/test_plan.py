@@ -19,9 +19,9 @@ from seergate.distill.base_model import gate_config
 from seergate.distill.config import presets, read_yaml
 from seergate.distill.distributed import World
 from seergate.distill.engines import DistillModule, PlainEngine
-from seergate.distill.memory import activation_bytes, estimate_memory
+from seergate.distill.memory import WORKING_BYTES, activation_bytes, estimate_memory
 from seergate.distill.packing import PackedBatch
-from seergate.distill.plan import ASSUMED_SHARE, PEAK_TFLOPS, WORKING_BYTES, make_plan
+from seergate.distill.plan import ASSUMED_SHARE, PEAK_TFLOPS, make_plan
 from seergate.distill.speed import Speed, loss_pairs, measure_speed, pack_flop, pairs
 from seergate.hf.teacher_forward import distill_step
 from tests.distill.test_trainer import Recorder, config, model_dir  # noqa: F401 (fixtures)

@@ -63,8 +63,8 @@ def reasoner(tmp_path: Path) -> TrainConfig:
         "data_limit": 60,
         "chain_sum_variables": (8, 14),
         "max_length": 640,
-        "steps": 2,
-        "eval_every": 1,
+        "max_steps": 2,
+        "eval_steps": 1,
         "eval_packs": 1,
     }
     return load_train_config("tiny-reasoner", options)
