@@ -178,8 +178,11 @@ def activation_bytes(model: PreTrainedModel, bank: GateBank, config: TrainConfig
     gate_loss = inputs + held + 2 * tokens * gate + max(int(tile * (queries * FLOAT32 + TILE_COPIES * gate)), chunk)
     # what attention returns, and where the pack's sequences are put together
     attention = inputs + 2 * tokens * queries * u
-    # the two inputs of the MLP's product and the product itself
-    mlp = tokens * (((streams + 1) * h + 3 * _mlp_width(base)) * u + rope)
+    # the two inputs of the MLP's product and the product itself; in a mixture, those of each chosen expert, and what
+    # goes into it and comes out of it
+    chosen = getattr(base, "num_experts_per_tok", None) or 0
+    width = (getattr(base, "moe_intermediate_size", None) or base.intermediate_size) * max(1, chosen)
+    mlp = tokens * (((streams + 1 + 2 * chosen) * h + 3 * width) * u + rope)
     return max(gate_loss, attention, mlp)
 
 
@@ -188,13 +191,6 @@ def _bucket_bytes(config: TrainConfig, processes: int) -> int:
         return 0
     zero = deepspeed_config(config, processes)["zero_optimization"]
     return FLOAT32 * int(zero.get("reduce_bucket_size", 500_000_000)) if zero.get("contiguous_gradients", True) else 0
-
-
-def _mlp_width(base: object) -> int:
-    """Numbers per token inside an MLP; in a mixture of experts, of the experts that a token visits."""
-    config: Any = base
-    width = getattr(config, "moe_intermediate_size", None) or config.intermediate_size
-    return int(width * (getattr(config, "num_experts_per_tok", None) or 1))
 
 
 def _numbers(module: nn.Module) -> int:
