@@ -104,7 +104,7 @@ def test_rows_that_teach_are_compared_on_the_same_rows(config: TrainConfig) -> N
     [
         (
             "variants: {a: {block_siz: 8}}",
-            "variant 'a' of own cannot run: '--block_siz' is not an option; did",
+            "variant 'a' of own cannot run: 'block_siz' is not an option of training; did",
         ),
         ("variants: {a: {block_size: 7}}", "variant 'a' of own cannot run: block_size is 7"),
         ("variants: [a, b]", "is no study"),
