@@ -106,16 +106,28 @@ def main(argv: Sequence[str] | None = None, prog: str | None = None) -> int:
     Returns:
         0; 2 for a mistake of the user's; 130 when interrupted; 128 and the signal's number when stopped by one.
     """
-    found: list[tuple[TrainConfig, bool]] = []
+    work: list[Callable[[], None]] = []
 
     def parse() -> None:
         description = "Distil attention gates for a frozen model. The defaults are the SeerAttention-R paper's recipe."
-        options = vars(train_parser(prog, description, HELP[2]).parse_args(argv))
-        dry_run = bool(options.get("dry_run"))
-        found.append((resolve(options), dry_run))
+        parser = train_parser(prog, description, HELP[2])
+        parser.add_argument(
+            "--variants",
+            nargs="+",
+            metavar="STUDY",
+            help="train the variants of these studies at once (seergate ablate)",
+        )
+        options = vars(parser.parse_args(argv))
+        variants, dry_run = options.pop("variants", None), bool(options.get("dry_run"))
+        if variants:
+            values = given_options(options)
+            work.append(lambda: _compare(variants, values, dry_run))
+        else:
+            config = resolve(options)
+            work.append(lambda: _train(config, dry_run))
 
     # The processes of a machine find the same fault in the options, before they know of each other.
-    return _guarded(parse, tells=_number("LOCAL_RANK") == 0) or _guarded(lambda: _train(*found[0]))
+    return _guarded(parse, tells=_number("LOCAL_RANK") == 0) or _guarded(lambda: work[0]())
 
 
 def _train(config: TrainConfig, dry_run: bool) -> None:
@@ -130,6 +142,20 @@ def _train(config: TrainConfig, dry_run: bool) -> None:
     adapter = run_distillation(config)
     if is_main:
         print(f"the gates are in {adapter}")
+
+
+def _compare(variants: list[str], values: dict[str, Any], dry_run: bool) -> None:
+    from seergate.distill.ablation import compare, prepared
+
+    if dry_run:
+        for _, configs in prepared(variants, values):
+            for config in configs.values():
+                _train(config, dry_run)
+        return
+    bound_spinning()
+    tables = compare(variants, values)
+    if _number("RANK") == 0:
+        print("\n" + tables, end="")
 
 
 def _dry_run(config: TrainConfig) -> None:

@@ -2,6 +2,7 @@
 
 A study is a YAML file: ``variants`` maps the name of a variant to the options that make it, ``options`` are those that
 all variants share. Each variant is an ordinary run in a directory of its own, so that a study continues like a run.
+The frozen model computes each pack once for all variants.
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ import json
 import math
 import os
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -47,7 +48,7 @@ class Outcome:
         parameters: of all gates.
         kl: nats per row on the held-out packs, at the last step.
         recall: budget in tokens -> mean share of the teacher's mass on the held-out packs.
-        seconds: time of a training step, the median.
+        seconds: time of a training step of all variants that trained together, the median.
     """
 
     variant: str
@@ -111,33 +112,81 @@ def variant_configs(study: Study, model: str | None, options: Mapping[str, Any])
     return configs
 
 
-def run_study(study: Study, configs: Mapping[str, TrainConfig]) -> list[Outcome]:
-    """Train what is not yet trained, one variant after the other, all at the commits that the study began with.
+def run_studies(chosen: Sequence[tuple[Study, Mapping[str, TrainConfig]]]) -> list[list[Outcome]]:
+    """Train what is not yet trained, all at once as far as runs can share a frozen model.
+
+    Those of a study read model and dataset at the commits that it began with.
 
     Returns:
-        The outcomes, in the order of the study.
+        The outcomes of each study, in its order.
 
     Raises:
         SeergateError: if a variant was trained with another commit of a model or dataset, or without an evaluation.
     """
-    from seergate.distill import commits
-    from seergate.distill.trainer import run_distillation
+    from seergate.distill.base_model import FROZEN
+    from seergate.distill.trainer import run_together
 
-    outcomes = []
-    for number, (variant, asked) in enumerate(configs.items(), start=1):
-        print(f"{study.name} {number}/{len(configs)}: {variant}", flush=True)
+    configs: list[dict[str, TrainConfig]] = []
+    missing: dict[tuple[Any, ...], dict[str, TrainConfig]] = {}
+    for study, variants in chosen:
+        configs.append(_pinned(variants))
+        for variant, config in configs[-1].items():
+            if _read(config) is None:
+                name = variant if len(chosen) == 1 else f"{study.name}, {variant}"
+                missing.setdefault(tuple(getattr(config, option) for option in FROZEN), {})[name] = config
+    for runs in missing.values():
+        run_together({name: (config, [_Watch(config)]) for name, config in runs.items()})
+    return [[_outcome(variant, config) for variant, config in each.items()] for each in configs]
+
+
+def _pinned(configs: Mapping[str, TrainConfig]) -> dict[str, TrainConfig]:
+    """The runs of a study at one commit of what they read; several processes leave that to each run."""
+    from seergate.distill import commits
+
+    if int(os.environ.get("WORLD_SIZE", "1")) > 1:
+        return dict(configs)
+    pinned = {}
+    for number, (variant, asked) in enumerate(configs.items()):
         # Of several variants at once, only the first may look up the newest commits.
-        config, entries = commits.pin(replace(asked, resume=asked.resume or number > 1), asked.run_dir.parent)
+        config, entries = commits.pin(replace(asked, resume=asked.resume or number > 0), asked.run_dir.parent)
         commits.keep(entries, asked.run_dir.parent)
-        config = replace(config, resume=asked.resume)
-        done = _read(config)
-        if done is None:
-            run_distillation(config, [_Watch(config)])
-            done = _read(config)
-        if done is None:
-            raise SeergateError(f"{config.run_dir} holds no evaluation; delete it to train the variant again")
-        outcomes.append(Outcome(variant, **done))
-    return outcomes
+        pinned[variant] = replace(config, resume=asked.resume)
+    return pinned
+
+
+def _outcome(variant: str, config: TrainConfig) -> Outcome:
+    done = _read(config)
+    if done is None:
+        raise SeergateError(f"{config.run_dir} holds no evaluation; delete it to train the variant again")
+    return Outcome(variant, **done)
+
+
+def compare(names: Sequence[str], options: Mapping[str, Any]) -> str:
+    """Run studies, leave the table of each as ``ablation.md`` in its directory, and return all tables.
+
+    Args:
+        names: of shipped studies, or files of one's own; ``["all"]``.
+        options: training options of the user.
+
+    Raises:
+        SeergateError: if a study cannot run.
+    """
+    chosen = prepared(names, options)
+    tables = []
+    for (study, configs), outcomes in zip(chosen, run_studies(chosen), strict=True):
+        tables.append(f"{study.name}\n\n{table(study, outcomes)}\n")
+        (next(iter(configs.values())).run_dir.parent / "ablation.md").write_text(tables[-1], encoding="utf-8")
+    return "\n".join(tables)
+
+
+def prepared(names: Sequence[str], options: Mapping[str, Any]) -> list[tuple[Study, dict[str, TrainConfig]]]:
+    """The studies of these names with the runs of their variants; arguments as in `compare`."""
+    chosen = [load_study(one) for one in (studies() if list(names) == ["all"] else names)]
+    if len(chosen) > 1 and "output_dir" in options:
+        raise SeergateError(
+            f"output_dir is {options['output_dir']!r}; it must be left out for several studies at once"
+        )
+    return [(study, variant_configs(study, options.get("model"), options)) for study in chosen]
 
 
 def table(study: Study, outcomes: list[Outcome]) -> str:
@@ -159,6 +208,10 @@ def table(study: Study, outcomes: list[Outcome]) -> str:
     text = "\n".join([line(heads), line(["-" * w for w in widths]), *map(line, rows)])
     if any("block_size" in given for given in study.variants.values()):
         text += "\n\nThe KL of different block sizes is over different blocks: compare the recall."
+    if len(outcomes) > 1:
+        text += (
+            "\n\nThe time is that of a step of all variants that trained together: they share the frozen model's work."
+        )
     if any(share == 0 for outcome in outcomes for share in outcome.recall.values()):
         text += "\n\nA budget of one block is the current block, which is always read: nothing is left to recall with."
     return text

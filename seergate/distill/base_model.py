@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
-from torch.distributed.fsdp import fully_shard
+from torch.distributed.fsdp import FSDPModule, fully_shard
 
 from seergate.config import GateConfig
 from seergate.distill.config import TrainConfig
@@ -23,6 +23,9 @@ from seergate.models.families import decoder_of, head_dim_of, text_config, why_o
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
+
+FROZEN = ("model", "revision", "dtype", "quantize", "base_memory_gb", "shard_base", "deepspeed")
+"""The options in which runs must agree to share a frozen model: which it is, how it is kept, how processes work."""
 
 _PACKAGES = {"bnb-4bit": "bitsandbytes", "bnb-8bit": "bitsandbytes", "torchao-int8": "torchao"}
 
@@ -95,6 +98,14 @@ def load_frozen(path: str, config: TrainConfig, world: World) -> PreTrainedModel
     if not model.config.tie_word_embeddings:  # the head is never run; a large vocabulary's takes a gigabyte
         model.set_output_embeddings(nn.Identity())
     return model
+
+
+def accompany(model: PreTrainedModel) -> None:
+    """Run one token through a sharded model while other processes run a pack: all put it together. Else do nothing."""
+    decoder = decoder_of(model)
+    if isinstance(decoder, FSDPModule):
+        with torch.no_grad():
+            decoder(input_ids=torch.zeros(1, 1, dtype=torch.long, device=model.device), use_cache=False)
 
 
 def offload_folder(config: TrainConfig, world: World) -> Path:

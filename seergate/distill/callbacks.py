@@ -146,16 +146,25 @@ class RowProgress:
 
 
 class Console:
-    """A progress bar on a terminal; otherwise a line every ``logging_steps`` steps."""
+    """A progress bar on a terminal; otherwise a line every ``logging_steps`` steps.
 
-    def __init__(self, steps: int, done: int, logging_steps: int) -> None:
+    Args:
+        steps: of the run.
+        done: of them, before it went on.
+        logging_steps: steps between lines.
+        name: of the run, before each line, where there are several.
+        shows_steps: whether to say anything of steps.
+    """
+
+    def __init__(self, steps: int, done: int, logging_steps: int, name: str = "", shows_steps: bool = True) -> None:
         from rich.console import Console as RichConsole
 
         self._steps, self._every = steps, logging_steps
         self._seconds, self._measured = 0.0, 0
         self._console = RichConsole(file=sys.stdout, highlight=False)
         self._bar: Any = None
-        if self._console.is_terminal:
+        self._prefix, self._shows_steps = f"{name}: " if name else "", shows_steps
+        if self._console.is_terminal and shows_steps:
             from rich import progress
 
             self._bar = progress.Progress(
@@ -173,7 +182,7 @@ class Console:
 
     def on_message(self, text: str) -> None:
         """A line of text for people."""
-        self._console.print(text, markup=False, soft_wrap=True)
+        self._console.print(f"{self._prefix}{text}", markup=False, soft_wrap=True)
 
     def on_step(self, log: StepLog) -> None:
         """An optimizer step has been taken."""
@@ -182,7 +191,7 @@ class Console:
         self._seconds, self._measured = self._seconds + log.seconds, self._measured + 1
         if self._bar is not None:
             self._bar.update(self._task, completed=log.step, note=note)
-        elif log.step % self._every == 0 or log.step in (1, self._steps):
+        elif self._shows_steps and (log.step % self._every == 0 or log.step in (1, self._steps)):
             left = (self._steps - log.step) * self._seconds / self._measured
             eta = time.strftime("%H:%M:%S", time.gmtime(left)) if left < 86400 else f"{left / 3600:.1f} h"
             self.on_message(f"step {log.step}/{self._steps}  {note}  lr {log.learning_rate:.2e}  ETA {eta}")

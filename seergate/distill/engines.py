@@ -18,14 +18,12 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.fsdp import FSDPModule
 
 from seergate.distill.config import TrainConfig
 from seergate.distill.distributed import World, be_patient
 from seergate.distill.packing import PackedBatch
 from seergate.errors import SeergateError, how_to_install
-from seergate.hf.teacher_forward import StoredGradients, distill_step
-from seergate.models.families import decoder_of
+from seergate.hf.teacher_forward import DistillOutput, Lesson, StoredGradients, distill_steps
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -64,13 +62,14 @@ class DistillModule(nn.Module):
         self.bank = bank
         object.__setattr__(self, "base", base)
         self.config = config
+        self.ready: DistillOutput | None = None
+        """The outcome of the next pack, where several modules have had it computed together."""
 
-    def accompany(self) -> None:
-        """Run one token through a sharded frozen model, while other processes run a pack: all put it together."""
-        decoder = decoder_of(self.base)
-        if isinstance(decoder, FSDPModule):
-            with torch.no_grad():
-                decoder(input_ids=torch.zeros(1, 1, dtype=torch.long, device=self.base.device), use_cache=False)
+    def lesson(self, row_start: float | None = None) -> Lesson:
+        """What the gates learn from a pack; by default from the rows to train on."""
+        config = self.config
+        start = config.row_start if row_start is None else row_start
+        return Lesson(self.bank, start, config.reduction, config.recall_budgets)
 
     def forward(
         self, input_ids: Tensor | None, cu_seqlens: Tensor | None = None, row_start: float | None = None
@@ -80,21 +79,14 @@ class DistillModule(nn.Module):
         Without ids, a loss of zero whose gradients are zero.
         """
         if input_ids is None:
-            self.accompany()
             # By the same function as a pack: DeepSpeed sums in the order in which the gradients come.
             parameters = [p for p in self.bank.parameters() if p.requires_grad]
             zeros = [torch.zeros_like(p) for p in parameters]
             nothing = StoredGradients.apply(zeros[0].new_zeros(()), len(zeros), *zeros, *parameters)
             return nothing, nothing, nothing
-        out = distill_step(
-            self.bank,
-            self.base,
-            input_ids,
-            cu_seqlens,
-            row_start=self.config.row_start if row_start is None else row_start,
-            reduction=self.config.reduction,
-            recall_budgets=self.config.recall_budgets,
-        )
+        out, self.ready = self.ready, None
+        if out is None:
+            (out,) = distill_steps([self.lesson(row_start)], self.base, input_ids, cu_seqlens)
         return out.loss, out.kl_per_layer, out.recall
 
 
@@ -179,20 +171,16 @@ class PlainEngine:
         self._module, self._config, self._world = module, config, world
         self._named = dict(module.bank.named_parameters())
         self._optimizer = make_optimizer(list(self._named.values()), config)
-        self._pending = self._step = 0
+        self._step = 0
 
     def accumulate(self, batch: PackedBatch) -> Losses:
         """Add one pack's gradient."""
         loss, kl, recall = self._module(batch.input_ids, batch.cu_seqlens)
         (loss / self._config.packs_per_step).backward()
-        self._pending += 1
         return Losses(loss.detach(), kl, recall)
 
     def even_out(self) -> None:
-        """Accompany the others' last packs: but for a sharded frozen model, processes meet in `update` only."""
-        for _ in range(self._pending, -(-self._config.packs_per_step // self._world.size)):
-            self._module.accompany()
-        self._pending = 0
+        """Do nothing: processes meet in `update` only."""
 
     def update(self, lr: float) -> float:
         """Take the step; returns the gradient's norm before clipping."""

@@ -20,15 +20,24 @@ import shutil
 import signal
 import threading
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import torch
 
 from seergate.distill import commits
-from seergate.distill.base_model import base_dtype, check_model, gate_config, load_frozen, offload_folder
+from seergate.distill.base_model import (
+    FROZEN,
+    accompany,
+    base_dtype,
+    check_model,
+    gate_config,
+    load_frozen,
+    offload_folder,
+)
 from seergate.distill.callbacks import Callback, Console, EvalLog, StepLog, memory_gb
 from seergate.distill.checkpoint import (
     Checkpoint,
@@ -47,12 +56,16 @@ from seergate.distill.data import TrainingData, prepare_data
 from seergate.distill.distributed import CommonError, World, join_world
 from seergate.distill.engines import DistillModule, Losses, check_engine, make_engine, prepare_deepspeed
 from seergate.distill.memory import capacity, decide_sharding, overhead
-from seergate.distill.packing import PackOrder
+from seergate.distill.packing import PackedBatch, PackOrder
 from seergate.distill.tracking import Tracking, check_trackers
 from seergate.errors import SeergateError, first_line
 from seergate.gates import save_adapter
 from seergate.hf.bank import GateBank
 from seergate.hf.loading import base_config, load_tokenizer, skeleton
+from seergate.hf.teacher_forward import distill_steps
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
 
 STOP_SIGNALS = ("SIGTERM", "SIGUSR1")
 """A cluster sends one of them before it kills: the run saves a checkpoint and ends."""
@@ -97,11 +110,31 @@ def run_distillation(config: TrainConfig, callbacks: Iterable[Callback] = ()) ->
         SeergateError: for whatever the user can mend: model, data, checkpoint of another run. In a run of several
             processes a `CommonError`, where all of them fail together. `Stopped` after one of `STOP_SIGNALS`.
     """
-    config = replace(config, output_dir=str(config.run_dir))
-    if config.deepspeed:
+    return run_together({"": (config, callbacks)})[0]
+
+
+def run_together(runs: Mapping[str, tuple[TrainConfig, Iterable[Callback]]]) -> list[Path]:
+    """`run_distillation` of several runs that learn from one frozen model, which computes a pack once for all of them.
+
+    Each ends with what it would have ended with alone.
+
+    Args:
+        runs: name -> the run and its listeners. Only the first one says where its steps are; what the others have to
+            say begins with their names.
+
+    Returns:
+        The adapters' directories.
+
+    Raises:
+        SeergateError: see `run_distillation`; also if the runs do not keep the same model in the same way.
+    """
+    configs = [config for config, _ in runs.values()]
+    for name in FROZEN:
+        if len({getattr(config, name) for config in configs}) > 1:
+            raise SeergateError(f"runs that share a frozen model must have the same {name}")
+    if configs[0].deepspeed:
         prepare_deepspeed()
-    world = join_world(deepspeed=bool(config.deepspeed))
-    config = config.in_processes(world.size)
+    world = join_world(deepspeed=bool(configs[0].deepspeed))
     _share_cores(world)
     if not world.is_main:
         import datasets
@@ -109,14 +142,92 @@ def run_distillation(config: TrainConfig, callbacks: Iterable[Callback] = ()) ->
 
         logging.disable_progress_bar()
         datasets.disable_progress_bars()
+    members: list[_Run] = []
     try:
-        with world.together():
-            located = locate_model(config)
-            if config.run_dir.exists() and not config.run_dir.is_dir():
-                raise SeergateError(f"output_dir is {str(config.run_dir)!r}, which is a file; it must be a directory")
-        return _Run(config, located.model, world, callbacks).run()
+        base = None
+        for name, (config, callbacks) in runs.items():
+            with world.together():
+                located = locate_model(config)
+                if config.run_dir.exists() and not config.run_dir.is_dir():
+                    raise SeergateError(
+                        f"output_dir is {str(config.run_dir)!r}, which is a file; it must be a directory"
+                    )
+            config = replace(config, output_dir=str(config.run_dir)).in_processes(world.size)
+            members.append(_Run(name, config, located.model, world, callbacks, talks=not members))
+            base = members[-1].prepare(base)
+        with _stop_requests() as requested:
+            _in_step(members, requested)
+        for run in members:
+            run.finish()
+        return [run.dir for run in members]
+    except torch.OutOfMemoryError as error:
+        raise SeergateError(
+            f"a pack of {configs[0].max_length} tokens does not fit in the memory that {world.device} has left; "
+            "`seergate plan` with the same options says what would (max_length, quantize, base_memory_gb)"
+        ) from error
     finally:
+        for run in members:
+            run.close()
         world.leave()
+
+
+@dataclass(frozen=True)
+class _Pass:
+    """A run is about to compute a pack, and waits for its outcome.
+
+    Attributes:
+        place: step, 0 to train or 1 to evaluate, and number of the pack in it: what comes first.
+        batch: the pack; ``None`` where other processes have one more than this one.
+        row_start: rows from this fraction of each sample on count; that of training if ``None``.
+    """
+
+    place: tuple[int, int, int]
+    batch: PackedBatch | None
+    row_start: float | None = None
+
+
+def _in_step(runs: list[_Run], requested: set[int]) -> None:
+    """Train the runs to their ends. Those at the same place of the same data share the frozen model's work."""
+    steps = {run: run.train(requested) for run in runs}
+    waiting: dict[_Run, _Pass] = {}
+    stopped: list[Stopped] = []
+
+    def proceed(run: _Run) -> None:
+        set_random_states(run.random)
+        try:
+            waiting[run] = next(steps[run])
+        except StopIteration:
+            waiting.pop(run, None)
+        except Stopped as reason:  # the others have to save, too
+            waiting.pop(run, None)
+            stopped.append(reason)
+        run.random = random_states()
+
+    for run in runs:
+        proceed(run)
+    while waiting:
+        first = min(each.place for each in waiting.values())
+        here = [run for run in runs if run in waiting and waiting[run].place == first]
+        for data in dict.fromkeys(run.data.fingerprint for run in here):
+            together = [run for run in here if run.data.fingerprint == data]
+            _compute([(run.module, waiting[run]) for run in together])
+            for run in together:
+                proceed(run)
+    if stopped:
+        raise stopped[0]
+
+
+def _compute(passes: list[tuple[DistillModule, _Pass]]) -> None:
+    """Run one pack through the frozen model, and leave the outcomes with those who wait for them."""
+    (module, first), *_ = passes
+    if first.batch is None:
+        accompany(module.base)
+        return
+    with torch.set_grad_enabled(first.place[1] == 0):
+        lessons = [each.lesson(wanted.row_start) for each, wanted in passes]
+        outcomes = distill_steps(lessons, module.base, first.batch.input_ids, first.batch.cu_seqlens)
+    for (each, _), outcome in zip(passes, outcomes, strict=True):
+        each.ready = outcome
 
 
 @dataclass
@@ -184,14 +295,16 @@ class Tally:
 
 
 class _Run:
-    def __init__(self, config: TrainConfig, model_path: str, world: World, callbacks: Iterable[Callback]) -> None:
-        self.config, self.model_path, self.world = config, model_path, world
+    def __init__(
+        self, name: str, config: TrainConfig, model_path: str, world: World, callbacks: Iterable[Callback], talks: bool
+    ) -> None:
+        self.name, self.config, self.model_path, self.world, self.talks = name, config, model_path, world, talks
         self.dir = config.run_dir
         self.callbacks: list[Callback] = list(callbacks) if world.is_main else []
         self.progress = _Progress()
 
-    def run(self) -> Path:
-        """All of it; returns the adapter's directory."""
+    def prepare(self, base: PreTrainedModel | None) -> PreTrainedModel:
+        """All that comes before the first step; returns the frozen model, which is loaded if it is not given."""
         world = self.world
         with world.together():
             check_engine(self.config, world.size)
@@ -214,31 +327,30 @@ class _Run:
             "data_fingerprint": self.data.fingerprint,
         }
         with world.together():
-            base = load_frozen(self.model_path, replace(config, shard_base=self.divided), world)
+            base = base or load_frozen(self.model_path, replace(config, shard_base=self.divided), world)
             torch.manual_seed(config.seed)
             bank = GateBank.for_model(base, gate_config(config, base)).to(world.device, torch.float32)
         # The name the user gave, not where it was found: the adapter must load on other machines.
         bank.geometry = replace(bank.geometry, base_model=config.model)
         self.bank, self.module = bank, DistillModule(bank, base, config)
         self.engine = make_engine(self.module, config, world)
-        done = self._resume()
+        self.done = self._resume()
+        self.random = random_states()
         with world.together():
-            self._open_callbacks(done)
-        try:
-            self._train(done)
-            self._export(self.dir)
-            world.barrier()
-            self._publish()
-        except torch.OutOfMemoryError as error:
-            raise SeergateError(
-                f"a pack of {config.max_length} tokens does not fit in the memory that {world.device} has left; "
-                "`seergate plan` with the same options says what would (max_length, quantize, base_memory_gb)"
-            ) from error
-        finally:
-            for callback in self.callbacks:
-                callback.close()
-            shutil.rmtree(offload_folder(config, world), ignore_errors=True)
-        return self.dir
+            self._open_callbacks(self.done)
+        return base
+
+    def finish(self) -> None:
+        """Write the adapter, and upload it if asked to."""
+        self._export(self.dir)
+        self.world.barrier()
+        self._publish()
+
+    def close(self) -> None:
+        """Close the listeners, and delete what is of no use after the run."""
+        for callback in self.callbacks:
+            callback.close()
+        shutil.rmtree(offload_folder(self.config, self.world), ignore_errors=True)
 
     def _divided(self) -> bool:
         """Whether the processes divide the frozen model among themselves."""
@@ -296,7 +408,10 @@ class _Run:
         if not self.world.is_main:
             return
         config = self.config
-        self.callbacks += [Console(config.max_steps, done, config.logging_steps), Tracking(config, done + 1)]
+        self.callbacks += [
+            Console(config.max_steps, done, config.logging_steps, self.name, self.talks),
+            Tracking(config, done + 1),
+        ]
         parameters = sum(p.numel() for p in self.bank.parameters())
         processes = "" if self.world.size == 1 else f" in {self.world.size} processes"
         engine = "DeepSpeed ZeRO" if config.deepspeed else "PyTorch"
@@ -317,55 +432,60 @@ class _Run:
         if done:
             self._say(f"continuing after step {done} of {config.max_steps}")
 
-    def _train(self, done: int) -> None:
+    def train(self, requested: set[int]) -> Iterator[_Pass]:
+        """The loop. It stops before each pack until its outcome is `DistillModule.ready`.
+
+        Args:
+            requested: numbers of the signals that ask the run to end, as they come.
+        """
         config, world = self.config, self.world
         order = PackOrder(len(self.data.train), config.seed)
-        with _stop_requests() as requested:
-            for step in range(done, config.max_steps):
-                started, tally = time.monotonic(), self._tally()
-                for pack in order.batch(step, config.packs_per_step, world.rank, world.size):
-                    batch = self.data.batch(self.data.train[pack]).to(world.device)
+        for step in range(self.done, config.max_steps):
+            started, tally = time.monotonic(), self._tally()
+            mine = order.batch(step, config.packs_per_step, world.rank, world.size)
+            for number in range(-(-config.packs_per_step // world.size)):
+                batch = self._batch(self.data.train, mine, number)
+                yield _Pass((step, 0, number), batch)
+                if batch is not None:
                     tally.add(self.engine.accumulate(batch), batch.tokens)
-                self.engine.even_out()
-                means, stop = tally.sum(world, config.packs_per_step, max(requested, default=0))
-                self._count_non_finite(step, means)
-                # A step without any gradient would still move the gates, by momentum.
-                lr = scheduled_rate(config, step) if means.non_finite < config.packs_per_step else 0.0
-                norm = self.engine.update(lr)
-                if not math.isfinite(norm):
-                    raise CommonError(
-                        f"step {step + 1} gave a gradient norm of {norm}; the checkpoint before it is intact"
-                    )
-                self.progress.tokens += means.tokens
-                self.progress.final_kl = sum(means.kl_per_layer) / len(self.bank)
-                log = StepLog(
-                    step=step + 1,
-                    loss=means.loss,
-                    kl_per_layer=means.kl_per_layer,
-                    recall={
-                        budget: [sum(heads) / len(heads) for heads in rows] for budget, rows in means.recall.items()
-                    },
-                    layers=self.bank.geometry.layers,
-                    grad_norm=norm,
-                    learning_rate=lr,
-                    tokens=means.tokens,
-                    seconds=time.monotonic() - started,
-                    memory_gb=memory_gb(world.device),
+            self.engine.even_out()
+            means, stop = tally.sum(world, config.packs_per_step, max(requested, default=0))
+            self._count_non_finite(step, means)
+            # A step without any gradient would still move the gates, by momentum.
+            lr = scheduled_rate(config, step) if means.non_finite < config.packs_per_step else 0.0
+            norm = self.engine.update(lr)
+            if not math.isfinite(norm):
+                raise CommonError(
+                    f"step {step + 1} gave a gradient norm of {norm}; the checkpoint before it is intact"
                 )
-                for callback in self.callbacks:
-                    callback.on_step(log)
-                last = step + 1 == config.max_steps
-                if self.data.held_out and config.eval_steps and (last or (step + 1) % config.eval_steps == 0):
-                    self._evaluate(step + 1)
-                if last or stop or (config.save_steps and (step + 1) % config.save_steps == 0):
-                    self._checkpoint()
-                if stop and not last:
-                    number = int(world.from_main(lambda: max(requested, default=0)) or signal.SIGTERM)
-                    raise Stopped(
-                        f"stopped by {signal.Signals(number).name} after step {step + 1} of {config.max_steps}, which "
-                        "is saved; the same command continues",
-                        number,
-                    )
+            self.progress.tokens += means.tokens
+            self.progress.final_kl = sum(means.kl_per_layer) / len(self.bank)
+            log = StepLog(
+                step=step + 1,
+                loss=means.loss,
+                kl_per_layer=means.kl_per_layer,
+                recall={budget: [sum(heads) / len(heads) for heads in rows] for budget, rows in means.recall.items()},
+                layers=self.bank.geometry.layers,
+                grad_norm=norm,
+                learning_rate=lr,
+                tokens=means.tokens,
+                seconds=time.monotonic() - started,
+                memory_gb=memory_gb(world.device),
+            )
+            for callback in self.callbacks:
+                callback.on_step(log)
+            last = step + 1 == config.max_steps
+            if self.data.held_out and config.eval_steps and (last or (step + 1) % config.eval_steps == 0):
+                yield from self._evaluate(step + 1)
+            if last or stop or (config.save_steps and (step + 1) % config.save_steps == 0):
+                self._checkpoint()
+            if stop and not last:
+                number = int(world.from_main(lambda: max(requested, default=0)) or signal.SIGTERM)
+                raise Stopped(
+                    f"stopped by {signal.Signals(number).name} after step {step + 1} of {config.max_steps}, which is "
+                    "saved; the same command continues",
+                    number,
+                )
 
     def _count_non_finite(self, step: int, means: Means) -> None:
         """Report packs that were left out, and give up beyond `NON_FINITE_LIMIT`."""
@@ -384,17 +504,22 @@ class _Run:
         geometry = self.bank.geometry
         return Tally(len(self.bank), geometry.num_kv_heads, self.config.recall_budgets, self.world.device)
 
-    def _evaluate(self, step: int) -> None:
-        world, tally = self.world, self._tally()
-        mine = self.data.held_out[world.rank :: world.size]
-        with torch.no_grad():
-            for samples in mine:
-                batch = self.data.batch(samples).to(world.device)
-                tally.add(
-                    Losses(*self.module(batch.input_ids, batch.cu_seqlens, self.config.eval_row_start)), batch.tokens
-                )
-        for _ in range(len(mine), -(-len(self.data.held_out) // world.size)):
-            self.module.accompany()
+    def _batch(self, packs: list[list[int]], chosen: Sequence[int], number: int) -> PackedBatch | None:
+        """The pack at a place among those chosen for this process, if there are so many."""
+        return self.data.batch(packs[chosen[number]]).to(self.world.device) if number < len(chosen) else None
+
+    def _evaluate(self, step: int) -> Iterator[_Pass]:
+        world, tally, packs = self.world, self._tally(), self.data.held_out
+        mine = range(world.rank, len(packs), world.size)
+        for number in range(-(-len(packs) // world.size)):
+            batch = self._batch(packs, mine, number)
+            yield _Pass((step - 1, 1, number), batch, self.config.eval_row_start)
+            if batch is not None:
+                tally.add(Losses(*self.module(batch.input_ids, batch.cu_seqlens)), batch.tokens)
+        self._evaluated(step, tally)
+
+    def _evaluated(self, step: int, tally: Tally) -> None:
+        world = self.world
         means, _ = tally.sum(world, len(self.data.held_out))
         log = EvalLog(step, means.kl_per_layer, means.recall, self.bank.geometry.layers)
         for callback in self.callbacks:

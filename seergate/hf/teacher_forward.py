@@ -10,6 +10,7 @@ blocks.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -53,6 +54,22 @@ class DistillOutput:
     rows: Tensor
 
 
+@dataclass(frozen=True)
+class Lesson:
+    """Gates, and what of a pack they learn from.
+
+    Attributes:
+        bank: the gates; on the model's device.
+        row_start, reduction: see `ops.gate_kl`. ``"row_mean"`` is averaged over layers, ``"published"`` summed.
+        recall_budgets: token budgets to report recall at.
+    """
+
+    bank: Gates
+    row_start: float = 0.5
+    reduction: str = "row_mean"
+    recall_budgets: tuple[int, ...] = ()
+
+
 def distill_step(
     bank: Gates,
     model: PreTrainedModel,
@@ -66,17 +83,22 @@ def distill_step(
     """Run the frozen model over one pack and compare its attention with the gates'.
 
     Args:
-        bank: the gates; on the model's device.
+        bank, row_start, reduction, recall_budgets: see `Lesson`.
         model: the frozen model. Dropout must be off (``model.eval()``).
         input_ids: ``[1, T]`` or ``[T]``.
         cu_seqlens: int32 ``[n + 1]``; one sequence if ``None``.
-        row_start, reduction: see `ops.gate_kl`. ``"row_mean"`` is averaged over layers, ``"published"`` summed.
-        recall_budgets: token budgets to report recall at.
 
     Raises:
         SeergateError: if the gates do not fit the model.
         ValueError: for malformed packs.
     """
+    return distill_steps([Lesson(bank, row_start, reduction, recall_budgets)], model, input_ids, cu_seqlens)[0]
+
+
+def distill_steps(
+    lessons: Sequence[Lesson], model: PreTrainedModel, input_ids: Tensor, cu_seqlens: Tensor | None = None
+) -> list[DistillOutput]:
+    """`distill_step` of several gates in one forward of the frozen model; each result is that of the gates alone."""
     if input_ids.ndim == 1:
         input_ids = input_ids[None]
     if input_ids.ndim != 2 or input_ids.shape[0] != 1:
@@ -90,27 +112,34 @@ def distill_step(
     check_cu_seqlens(cu_seqlens, total)
     borders = cu_seqlens.tolist()
 
-    distillation = PackDistillation(bank, model, borders, row_start, reduction, recall_budgets)
+    learning = [PackDistillation(lesson, model, borders) for lesson in lessons]
+    gated = {layer: attention for each in learning for layer, attention in each.gated.items()}
+
+    def attend(call: TeacherCall) -> Tensor:
+        """Compute a layer's attention over the pack, ``[1, T, H, D]``, and the losses of its gates if it has any."""
+        learners = [each for each in learning if call.layer in each.gated]
+        if not gives_lse(call):  # before there is an output to hold
+            for each in learners:
+                each.learn(call, None)
+        output, lse_TH = packed_causal_attention(call, borders)
+        if lse_TH is not None:  # computed for the output already: saves a pass over the scores
+            for each in learners:
+                each.learn(call, lse_TH)
+        return output
+
     # A model whose first layers wait on disk is nowhere until they are fetched to where the gates are.
-    device = next(bank.parameters()).device if model.device.type == "meta" else model.device
-    positions = distillation.positions[None].to(device)
-    with intercepted_attention(model, distillation.gated, distillation.attend), torch.no_grad():
+    device = next(lessons[0].bank.parameters()).device if model.device.type == "meta" else model.device
+    positions = learning[0].positions[None].to(device)
+    with intercepted_attention(model, gated, attend), torch.no_grad():
         families.decoder_of(model)(input_ids=input_ids.to(device), position_ids=positions, use_cache=False)
-    return distillation.result()
+    return [each.result() for each in learning]
 
 
 class PackDistillation:
-    """What one pack's forward shares between layers, and what it has computed so far."""
+    """What a lesson shares between the layers of one pack's forward, and what it has computed so far."""
 
-    def __init__(
-        self,
-        bank: Gates,
-        model: PreTrainedModel,
-        borders: list[int],
-        row_start: float,
-        reduction: str,
-        recall_budgets: tuple[int, ...],
-    ) -> None:
+    def __init__(self, lesson: Lesson, model: PreTrainedModel, borders: list[int]) -> None:
+        bank = lesson.bank
         modules = families.full_attention_modules(model)
         problems = bank.geometry.mismatches(families.gate_geometry(model, bank.config))
         if problems:
@@ -120,9 +149,9 @@ class PackDistillation:
         self.bank, self.model, self.borders = bank, model, borders
         self.cu_seqlens = torch.tensor(borders, dtype=torch.int32)  # on the CPU, where the op can read it for free
         self.options: dict[str, Any] = {
-            "row_start": row_start,
-            "reduction": reduction,
-            "recall_budgets": recall_budgets,
+            "row_start": lesson.row_start,
+            "reduction": lesson.reduction,
+            "recall_budgets": lesson.recall_budgets,
         }
         self.gated = {layer: attention for layer, attention in modules if str(layer) in bank.layers}
         self.wants_gradients = torch.is_grad_enabled()  # the caller's wish; the model itself runs without a graph
@@ -131,17 +160,9 @@ class PackDistillation:
         self.stats: list[ops.GateKLStats] = []
         self.gradients: dict[nn.Parameter, Tensor] = {}
 
-    def attend(self, call: TeacherCall) -> Tensor:
-        """Compute a layer's attention over the pack, ``[1, T, H, D]``, and the loss of its gate if it has one."""
-        gated = call.layer in self.gated
-        if gated and not gives_lse(call):  # before there is an output to hold
-            self._distill(self.bank.gate(call.layer), call, None)
-        output, lse_TH = packed_causal_attention(call, self.borders)
-        if gated and lse_TH is not None:  # computed for the output already: saves a pass over the scores
-            self._distill(self.bank.gate(call.layer), call, lse_TH)
-        return output
-
-    def _distill(self, gate: AttnGate, call: TeacherCall, lse_TH: Tensor | None) -> None:
+    def learn(self, call: TeacherCall, lse_TH: Tensor | None) -> None:
+        """Compute the loss of a layer's gate, and its gradients if they are wanted."""
+        gate = self.bank.gate(call.layer)
         assert call.q_pre_BHSD is not None and call.k_pre_BKSD is not None
         parameters = [p for p in gate.parameters() if p.requires_grad]
         wants_gradient = self.wants_gradients and bool(parameters)

@@ -82,7 +82,7 @@ def start(config: TrainConfig, board: Board) -> int:
             trainer.prepare_data = board.watched("data", trainer.prepare_data)
             engines.PlainEngine.accumulate = board.watched("step", engines.PlainEngine.accumulate)
             engines.PlainEngine.update = board.watched("update", engines.PlainEngine.update)
-            trainer._Run._evaluate = board.watched("evaluation", trainer._Run._evaluate)
+            trainer._Run._evaluated = board.watched("evaluation", trainer._Run._evaluated)
             trainer.save_adapter = board.watched("export", trainer.save_adapter)
             trainer.save_checkpoint = board.watched("save", trainer.save_checkpoint)
             trainer.run_distillation(config)

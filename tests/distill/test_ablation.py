@@ -2,21 +2,39 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
+import os
 import shutil
+import signal
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
+from safetensors.torch import load_file
 
 from seergate.cli.main import main
-from seergate.distill import TrainConfig
-from seergate.distill.ablation import Study, load_study, run_study, studies, table, variant_configs
+from seergate.distill import TrainConfig, run_distillation, trainer
+from seergate.distill.ablation import Outcome, Study, load_study, run_studies, studies, table, variant_configs
+from seergate.distill.callbacks import StepLog
+from seergate.distill.trainer import Stopped, run_together
 from seergate.errors import SeergateError
-from tests.distill.test_trainer import config, model_dir, pushes  # noqa: F401 (fixtures)
+from tests.distill.test_trainer import (  # noqa: F401 (fixtures)
+    Recorder,
+    assert_identical,
+    config,
+    model_dir,
+    pushes,
+    weights,
+)
+from tests.running import run_seergate
 
 ASKED_FOR = {"block-size", "k-pooling", "q-pooling", "rope", "qk-norm", "loss-rows"}
+
+
+def run_study(study: Study, configs: dict[str, TrainConfig]) -> list[Outcome]:
+    return run_studies([(study, configs)])[0]
 
 
 def options_of(config: TrainConfig, **changes: Any) -> dict[str, Any]:  # noqa: F811
@@ -63,6 +81,110 @@ def test_a_study_ends_in_a_table_and_goes_on_where_it_stopped(config: TrainConfi
         SeergateError, match="learning_rate=0.01 and this run has 0.02"
     ):  # the user's option won over the study's
         run_study(study, variant_configs(study, config.model, options_of(config, learning_rate=2e-2)))
+
+
+VARIANTS: dict[str, dict[str, Any]] = {
+    "narrow": {"gate_dim": 8, "k_pooling": "max", "seed": 3},
+    "plain": {},
+    "all rows": {"row_start": 0.0, "reduction": "published", "learning_rate": 2e-3},
+    "wide blocks": {"block_size": 32, "rope": False, "max_steps": 3},
+}
+"""The second and third share their packs; the first has an order of its own, and the last one is over sooner."""
+
+
+def forwards(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """How many gates learned from each forward of the frozen model, as they come."""
+    real, seen = trainer.distill_steps, []
+
+    def distill_steps(lessons: Any, *rest: Any) -> Any:
+        seen.append(len(lessons))
+        return real(lessons, *rest)
+
+    monkeypatch.setattr(trainer, "distill_steps", distill_steps)
+    return seen
+
+
+def assert_alone(config: TrainConfig, alone: Path) -> None:  # noqa: F811
+    for part in (".", "best"):
+        assert_identical(weights(config.run_dir / part), weights(alone / part))
+    assert_identical(
+        *(load_file(next((run / "checkpoints").iterdir()) / "state.safetensors") for run in (config.run_dir, alone))
+    )
+
+
+def test_runs_in_one_forward_end_as_each_does_alone(
+    config: TrainConfig,  # noqa: F811
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    config = replace(config, max_steps=4, eval_steps=2, save_steps=1, save_total_limit=1, recall_budgets=(64,))
+    runs = {
+        name: TrainConfig.from_dict({**config.to_dict(), **given, "output_dir": str(tmp_path / name)})
+        for name, given in VARIANTS.items()
+    }
+    alone = {
+        name: run_distillation(replace(run, output_dir=str(tmp_path / f"{name} alone"))) for name, run in runs.items()
+    }
+    seen, heard = forwards(monkeypatch), Recorder()
+    assert run_together({name: (run, [heard] if name == "plain" else []) for name, run in runs.items()}) == [
+        run.run_dir for run in runs.values()
+    ]
+    for name, run in runs.items():
+        assert_alone(run, alone[name])
+    packs = 4 * 2 + 2 * 2  # to train and to evaluate, but for the last one, which has three steps
+    assert [log.step for log in heard.steps] == [1, 2, 3, 4]
+    assert sum(seen) == 3 * packs + (3 * 2 + 2 * 2) and len(seen) < 2.5 * packs
+
+
+def test_runs_in_one_forward_go_on_from_where_each_stopped(config: TrainConfig, tmp_path: Path) -> None:  # noqa: F811
+    config = replace(config, max_steps=6, save_steps=2, save_total_limit=1, eval_packs=0)
+    first = replace(config, output_dir=str(tmp_path / "first"))
+    second = replace(config, output_dir=str(tmp_path / "second"), k_pooling=("max",))
+    alone = {run: run_distillation(replace(run, output_dir=f"{run.output_dir} alone")) for run in (first, second)}
+    with pytest.raises(KeyboardInterrupt):
+        run_distillation(first, [Recorder(5)])  # four steps are saved
+    with pytest.raises(KeyboardInterrupt):
+        run_distillation(second, [Recorder(3)])  # two are
+    run_together({"first": (first, []), "second": (second, [])})
+    for run, path in alone.items():
+        assert_identical(weights(run.run_dir), weights(path))
+
+
+def test_runs_of_several_models_do_not_share_one(config: TrainConfig) -> None:  # noqa: F811
+    with pytest.raises(SeergateError, match="must have the same dtype"):
+        run_together({"a": (config, []), "b": (replace(config, dtype="bfloat16"), [])})
+
+
+def test_a_signal_saves_all_runs(config: TrainConfig, tmp_path: Path) -> None:  # noqa: F811
+    class Preempted(Recorder):
+        def on_step(self, log: StepLog) -> None:
+            super().on_step(log)
+            if log.step == 2:
+                os.kill(os.getpid(), signal.SIGTERM)
+
+    runs = [replace(config, output_dir=str(tmp_path / name), save_steps=0) for name in ("first", "second")]
+    with pytest.raises(Stopped):
+        run_together({"first": (runs[0], [Preempted()]), "second": (runs[1], [])})
+    saved = [[path.name for path in (run.run_dir / "checkpoints").iterdir()] for run in runs]
+    assert saved == [["step-00000003"], ["step-00000002"]]  # the second heard of it before its step was over
+
+
+def test_the_command_trains_several_studies_at_once(config: TrainConfig, tmp_path: Path) -> None:  # noqa: F811
+    for name, variants in {"one": "{a: {rope: true}, b: {rope: false}}", "two": "{c: {qk_norm: false}}"}.items():
+        (tmp_path / f"{name}.yaml").write_text(f"variants: {variants}")
+    config.save(tmp_path / "run.yaml")
+    text = (tmp_path / "run.yaml").read_text().replace("output_dir", "# output_dir")
+    (tmp_path / "run.yaml").write_text(text)
+    studies = [str(tmp_path / f"{name}.yaml") for name in ("one", "two")]
+    with contextlib.chdir(tmp_path):
+        done = run_seergate("train", "--config", "run.yaml", "--max-steps", "2", "--variants", *studies)
+    assert done.returncode == 0, done.stderr
+    assert (
+        "one\n\n| variant" in done.stdout and "two\n\n| variant" in done.stdout and "one, b: held out" in done.stdout
+    )
+    assert {path.parent.parent.name for path in tmp_path.glob("runs/*/*/gate_config.json")} == {
+        f"ablation-{name}-{config.run_dir.name and Path(config.model).name.lower()}" for name in ("one", "two")
+    }
 
 
 def test_the_variants_of_a_study_share_their_commits(

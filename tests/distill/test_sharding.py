@@ -28,7 +28,7 @@ os._exit(0)
 """
 
 LOADS = """
-import gc, json, os, resource, sys
+import gc, json, os, re, sys
 from dataclasses import replace
 from seergate.cli.train import resolve
 from seergate.distill.base_model import load_frozen
@@ -38,13 +38,18 @@ from transformers.utils import logging
 logging.disable_progress_bar()
 config, world = resolve({"config": sys.argv[1]}), join_world(deepspeed=False)
 found = {}
+
+def memory(name):
+    return int(re.search(name + r":\\s+(\\d+) kB", open("/proc/self/status").read())[1]) * 1024
+
 for shard in (True, False):
-    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+    open("/proc/self/clear_refs", "w").write("5")  # the peak begins anew
+    before = memory("VmRSS")
     model = load_frozen(config.model, replace(config, shard_base=shard), world)
     tensors = [getattr(x, "_local_tensor", x) for x in model.parameters()]
     found[str(shard)] = {
         "held": sum(x.nbytes for x in tensors),
-        "peak": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 - before,
+        "peak": memory("VmHWM") - before,
     }
     del model, tensors
     gc.collect()
@@ -119,6 +124,7 @@ def test_a_divided_model_under_zero_2(reasoner: TrainConfig, tmp_path: Path) -> 
 
 
 @pytest.mark.soak
+@pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason="the peak is read from Linux's files")
 def test_each_process_reads_and_holds_its_half(config: TrainConfig, tmp_path: Path) -> None:  # noqa: F811
     """150 MB of weights in float32; before that, neither has anything of the size."""
     shape = Qwen3Config(
@@ -135,7 +141,7 @@ def test_each_process_reads_and_holds_its_half(config: TrainConfig, tmp_path: Pa
         divided, whole = found["True"], found["False"]
         assert divided["held"] == pytest.approx(plan.base, rel=1e-3)
         assert whole["held"] == pytest.approx(plan.base + plan.base_elsewhere, rel=1e-3)
-        assert divided["peak"] < 1.5 * divided["held"], found
+        assert divided["peak"] < 0.75 * whole["peak"], found
 
 
 def test_who_cannot_divide_is_told(config: TrainConfig) -> None:  # noqa: F811
