@@ -132,6 +132,12 @@ def run_together(runs: Mapping[str, tuple[TrainConfig, Iterable[Callback]]]) -> 
     for name in FROZEN:
         if len({getattr(config, name) for config in configs}) > 1:
             raise SeergateError(f"runs that share a frozen model must have the same {name}")
+    if len(runs) > 1 and (
+        services := {name for config in configs for name in config.report_to} - {"tensorboard", "none"}
+    ):
+        raise SeergateError(
+            f"report_to names {', '.join(sorted(services))}, which keeps one run at a time; use tensorboard"
+        )
     if configs[0].deepspeed:
         prepare_deepspeed()
     world = join_world(deepspeed=bool(configs[0].deepspeed))
