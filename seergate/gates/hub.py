@@ -51,12 +51,11 @@ def hub_errors(what: str) -> Iterator[None]:
 
 def hub_reason(error: BaseException) -> str:
     """Why the Hub gave nothing, in a few words: what its client says, or that it could not be asked."""
-    silent, cause = None, error
-    while cause is not None:  # the innermost says most
-        silent = cause if _no_answer(cause) else silent
-        cause = cause.__cause__ or cause.__context__  # type: ignore[assignment]
-    if silent is not None:
-        return f"the Hub could not be asked ({first_line(silent).split('. ')[0]})"
+    causes: list[BaseException] = [error]
+    while (cause := causes[-1].__cause__ or causes[-1].__context__) and cause not in causes:  # there are circles
+        causes.append(cause)
+    if silent := [cause for cause in causes if _no_answer(cause)]:  # the innermost says most
+        return f"the Hub could not be asked ({first_line(silent[-1]).split('. ')[0]})"
     status = getattr(getattr(error, "response", None), "status_code", None)
     down = "the Hub is not well; try again later" if isinstance(status, int) and status >= 500 else None
     hint = _HINTS.get(type(error).__name__) or down or _HINTS.get(status or "")
