@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from seergate.inference_mode import ordinary_tensors
+from seergate.inference_mode import outside_inference_mode
 from seergate.methods.base import LayerState, Step
 from seergate.methods.evicting import Attended, Eviction
 from seergate.methods.selecting import SelectingState
@@ -198,7 +198,7 @@ class DecodeStats:
         stats.resident_peak = max(stats.resident_peak, reading.resident_bytes)
         stats.state_bytes = max(stats.state_bytes, reading.state.nbytes)
 
-    @ordinary_tensors
+    @outside_inference_mode
     def expect_fixed(
         self, layer: int, keys: Tensor, values: Tensor, block_size: int, state: LayerState
     ) -> FixedCounts:

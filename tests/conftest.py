@@ -19,6 +19,9 @@ import hypothesis
 import numpy as np
 import pytest
 import torch
+from transformers import PreTrainedModel
+
+from tests.models import tiny_model
 
 if not torch.cuda.is_available():
     os.environ.setdefault("DS_ACCELERATOR", "cpu")
@@ -35,7 +38,7 @@ hypothesis.settings.register_profile("local", deadline=None)
 hypothesis.settings.register_profile("ci", deadline=None, derandomize=True, print_blob=True)
 hypothesis.settings.load_profile("ci" if os.environ.get("CI") else "local")
 if os.environ.get("TRITON_INTERPRET") == "1":  # slow: kernels run in Python
-    hypothesis.settings.register_profile("interpreted", hypothesis.settings(), max_examples=25)
+    hypothesis.settings.register_profile("interpreted", hypothesis.settings(), max_examples=10)
     hypothesis.settings.load_profile("interpreted")
 
 
@@ -61,6 +64,12 @@ def _seeded() -> None:
     random.seed(0)
     np.random.seed(0)
     torch.manual_seed(0)
+
+
+@pytest.fixture
+def model() -> PreTrainedModel:
+    """A tiny Qwen3 of random weights, for the test alone."""
+    return tiny_model("qwen3")
 
 
 def _poisoned(allocate):

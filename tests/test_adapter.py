@@ -1,4 +1,4 @@
-"""Adapters: a round trip changes nothing, and whatever is wrong with one is said in a sentence."""
+"""Adapters: a round trip changes nothing, and every fault is named in one sentence."""
 
 from __future__ import annotations
 
@@ -90,9 +90,8 @@ def test_load_puts_base_and_gates_together(saved):
         seergate.handle_of(model)
 
 
-def test_attach_takes_the_place_of_gates(saved, monkeypatch):
+def test_attach_takes_the_place_of_gates(model, saved, monkeypatch):
     bank, path = saved
-    model = tiny_model("qwen3")
     monkeypatch.chdir(path.parent)
     for place in (path, str(path), "gates"):
         with seergate.attached(model, place, token_budget=16) as handle:
@@ -181,9 +180,8 @@ def test_missing_places(tmp_path):
         GateBank.for_model(tiny_model("qwen3"), GateConfig(8, 16)).save_pretrained(tmp_path / "file")
 
 
-def test_saving_the_base_never_leaks_gates(saved, tmp_path):
+def test_saving_the_base_never_leaks_gates(model, saved, tmp_path):
     bank, _ = saved
-    model = tiny_model("qwen3")
     with seergate.attached(model, bank, token_budget=16):
         model.save_pretrained(tmp_path / "out")
     plain = load_file(tmp_path / "out" / "model.safetensors")
@@ -337,12 +335,11 @@ def test_what_is_not_json_is_not_saved(saved):
     assert (path / "gate_config.json").read_bytes() == before
 
 
-def test_arguments_that_cannot_be(saved, tmp_path):
+def test_arguments_that_cannot_be(model, saved, tmp_path):
     bank, path = saved
-    for model in (None, "Qwen/Qwen3-8B", torch.nn.Linear(2, 2)):
+    for wrong in (None, "Qwen/Qwen3-8B", torch.nn.Linear(2, 2)):
         with pytest.raises(SeergateError, match="it must be a causal language model of transformers"):
-            GateBank.for_model(model)
-    model = tiny_model("qwen3")
+            GateBank.for_model(wrong)
     for ids, message in (
         (torch.full((1, 40), 128), r"input_ids holds 128; the model has the ids 0\.\.127"),
         (torch.full((1, 40), -1), "input_ids holds -1"),

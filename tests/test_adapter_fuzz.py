@@ -134,7 +134,7 @@ HARMS = [
 
 
 def victims(directory, rng):
-    """One file, now and then two: mostly those that say what the gates are, else any."""
+    """One file, now and then two: mostly the configuration or the weights, else any."""
     everything = sorted(directory.iterdir())
     vital = [path for path in everything if path.name == "gate_config.json" or path.suffix == ".safetensors"]
     count = 2 if rng.random() < 0.2 else 1

@@ -21,7 +21,7 @@ def places(tmp_path):
 
 
 def scores(model) -> torch.Tensor:
-    """What a sparse decode of twelve tokens says about each next token."""
+    """Logits of each next token, of a sparse decode of twelve tokens."""
     options = {"max_new_tokens": 12, "output_logits": True, "return_dict_in_generate": True}
     return torch.stack(model.generate(input_ids=prompt(60), **options).logits)
 

@@ -1,4 +1,4 @@
-"""The adapter that ships with seergate: found by its name from anywhere, and its card's example does what it says."""
+"""The adapter that ships with seergate: found by its name from anywhere; the example of its card runs."""
 
 from __future__ import annotations
 

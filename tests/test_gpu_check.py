@@ -34,7 +34,7 @@ def check_everything(folder: Path, *steps: str) -> None:
 @pytest.mark.skipif(torch.cuda.is_available(), reason="on a GPU the whole plan runs")
 @pytest.mark.timeout(600)
 def test_the_plan_without_a_gpu(tmp_path):
-    check_everything(tmp_path, "right", "large", "teacher_times")
+    check_everything(tmp_path, "right", "teacher_times")
 
 
 @pytest.mark.soak

@@ -209,7 +209,7 @@ def test_other_families_and_directories_are_refused(tmp_path):
 
 @pytest.mark.parametrize(("method", "written"), [("token_budget", "threshold"), ("nz_ratio", "nz_ratio")])
 def test_a_sparsity_method_that_the_published_constructor_refuses_is_not_written(method, written, tmp_path):
-    """It takes threshold and nz_ratio only; some files say token_budget, which is set after construction."""
+    """It takes threshold and nz_ratio only; some files have token_budget, which is set after construction."""
     SMALL.save(tmp_path / "published")
     edit_config(tmp_path / "published", seerattn_sparsity_method=method)
     adapter = load_adapter(tmp_path / "published")

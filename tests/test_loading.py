@@ -8,12 +8,13 @@ from pathlib import Path
 import pytest
 from transformers import Qwen3Config
 
-from seergate import SeergateError
+import seergate
+from seergate import DecodeConfig, GateBank, GateConfig, SeergateError
 from seergate.cli.train import main
-from seergate.config import GateConfig
 from seergate.hf.loading import base_config, load_base, load_tokenizer, skeleton
 from seergate.models.families import gate_geometry
 from seergate.paths import shipped
+from tests.models import tiny_model
 
 TINY = "checkpoints/tiny-reasoner"
 
@@ -57,3 +58,21 @@ def test_query_heads_that_cannot_be_divided_among_kv_heads() -> None:
     with pytest.raises(SeergateError, match=r"num_attention_heads is 4 and num_key_value_heads is 8; .* a multiple"):
         geometry(4, 8)
     assert (geometry(6, 3).num_kv_heads, geometry(6, 6).num_kv_heads, geometry(6, 1).num_kv_heads) == (3, 6, 1)
+
+
+def test_load_takes_every_decode_option(tmp_path):
+    model = tiny_model("qwen3")
+    model.save_pretrained(tmp_path / "base")
+    base = type(model).from_pretrained(tmp_path / "base")
+    GateBank.for_model(base, GateConfig(8, 16)).save_pretrained(tmp_path / "gates")
+    loaded = seergate.load(tmp_path / "gates", token_budget=16, dense_layers=(0,), compat="published")
+    method = seergate.handle_of(loaded).method
+    assert (method.token_budget, method.dense_layers, method.compat) == (16, (0,), "published")
+    for options, message in (
+        ({"base_model": tmp_path / "nowhere"}, "could not be loaded"),
+        ({"base_model": "checkpoints/nope"}, "could not be loaded"),
+        ({"config": DecodeConfig(), "top_p": 0.5}, "config is given beside top_p"),
+        ({"token_budget": 7}, "token_budget is 7"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            seergate.load(tmp_path / "gates", **options)

@@ -20,7 +20,7 @@ from seergate.cache.call import PROMPT, Call
 from seergate.cache.rows import Rows
 from seergate.cache.storage import Growing, Storage
 from seergate.errors import SeergateError
-from seergate.inference_mode import ordinary_tensors
+from seergate.inference_mode import outside_inference_mode
 from seergate.methods.base import LayerSpec, LayerState, Method, Rotary, Step
 from seergate.methods.evicting import CompressingMethod, CompressingState, Eviction
 from seergate.stats import DecodeStats
@@ -51,7 +51,7 @@ class GatedLayer(CacheLayerMixin):
         self.block_size = int(getattr(method, "block_size", 1))
         self._clear()
 
-    @ordinary_tensors
+    @outside_inference_mode
     def _clear(self) -> None:
         self.rows = self.new_rows()
         self.state: LayerState | None = None
@@ -80,7 +80,7 @@ class GatedLayer(CacheLayerMixin):
 
     # ------------------------------------------------------------------------------------------------ storing
 
-    @ordinary_tensors
+    @outside_inference_mode
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
         """Allocate the storage and the method's state for this batch."""
         batch, heads, _, head_dim = key_states.shape
@@ -137,7 +137,7 @@ class GatedLayer(CacheLayerMixin):
             return key_states, value_states  # the attention function reads the storage itself
         return self.slot_view()
 
-    @ordinary_tensors
+    @outside_inference_mode
     def _write(self, *tokens: Any) -> None:
         self.storage.write(*tokens)
 
@@ -158,7 +158,7 @@ class GatedLayer(CacheLayerMixin):
     def settle(self, stats: DecodeStats) -> None:
         """After a step that is not of fixed shapes: get ready for those that are, in a layer that has them."""
 
-    @ordinary_tensors
+    @outside_inference_mode
     def evict(self, eviction: Eviction) -> None:
         """Release residents, and the room for more than the method may hold (after a long prompt)."""
         assert isinstance(self.storage, Growing) and isinstance(self.state, CompressingState)
@@ -251,7 +251,7 @@ class GatedLayer(CacheLayerMixin):
         indices = torch.as_tensor(indices).cpu()
         self._select_rows(torch.arange(len(self.rows))[indices])
 
-    @ordinary_tensors
+    @outside_inference_mode
     def _select_rows(self, index: Tensor) -> None:
         if not self.is_initialized:
             return
@@ -261,7 +261,7 @@ class GatedLayer(CacheLayerMixin):
         if self.state is not None:
             self.state.select_rows(index)
 
-    @ordinary_tensors
+    @outside_inference_mode
     def append_rows(self, other: GatedLayer) -> None:
         """Put the rows of another cache, of the same method and not static, after this one's; all count as left-padded
         to the longest of them. The other must not be used afterwards.

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from seergate.cache.layer import GatedLayer
 from seergate.cache.rows import Rows
-from seergate.inference_mode import ordinary_tensors
+from seergate.inference_mode import outside_inference_mode
 from seergate.methods.base import FixedStep, Step
 from seergate.stats import DecodeStats, FixedCounts
 
@@ -107,7 +107,7 @@ class FixedLayer(GatedLayer):
         """
         return stats.layers[self.layer].fixed is self.counts
 
-    @ordinary_tensors
+    @outside_inference_mode
     def settle(self, stats: DecodeStats) -> None:
         """After a step of another kind: give every tensor its final size, so that fixed steps can follow."""
         assert self.state is not None

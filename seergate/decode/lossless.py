@@ -1,12 +1,11 @@
 """Lossless decoding: the sparse model drafts, one dense pass verifies (self-speculation, as in SparseSpec).
 
-`generate` of an attached model stays the stock one; greedy decoding and sampling get a decoding loop of their own. Any
-other forward pass, and any other way of generating, is simply dense. So nothing that the model says depends on the
-method.
+`generate` of an attached model remains the stock one, but greedy decoding and sampling use the loop of this module.
+Any other forward pass, and any other way of generating, is dense. So no emitted token depends on the method.
 
-Drafts and the dense model share one cache. A draft's keys and values come from sparse hidden states; they are taken
-back before the verification, which stores dense ones in their place and shows them to the method. After every cycle
-cache and method are as if the accepted tokens had been decoded densely.
+Drafts and the dense model share one cache. The keys and values of drafted tokens come from sparse hidden states. They
+are cropped before the verification, which stores dense ones in their place and passes them to the method. After every
+cycle, cache and method are as if the accepted tokens had been decoded densely.
 """
 
 from __future__ import annotations
@@ -54,7 +53,7 @@ NOT_OURS = (
     "force_words_ids",
     "num_beam_groups",
 )
-"""Arguments of `generate` that name a loop that is not transformers' own, and is left to it."""
+"""Arguments of `generate` that select another decoding loop. Such calls are passed on unchanged."""
 
 EXPERTS = ("num_experts", "num_local_experts")
 """How configurations name the experts that a layer has."""
@@ -99,18 +98,18 @@ class LosslessDecoding:
     def install(self) -> None:
         """Take the place of the model's ``generate``."""
         self.passes.default = "dense"
-        self.theirs = vars(self.model).get("generate")  # somebody else's, in place of the class's
+        self.theirs = vars(self.model).get("generate")  # set on the instance by other code, in place of the class's
         self.model.generate = LosslessGenerate(self)  # type: ignore[method-assign,assignment]
 
     def remove(self) -> None:
-        """Give the model its own ``generate`` back."""
+        """Restore the model's own ``generate``."""
         vars(self.model).pop("generate", None)
         if self.theirs is not None:
             self.model.generate = self.theirs  # type: ignore[method-assign]
         self.passes.default = None
 
     def reset(self) -> None:
-        """Start counting anew."""
+        """Set all counters to zero."""
         self.cycles = self.plain_steps = 0
         self.drafted = 0  # tokens, of each row
         self.tried = self.accepted = 0  # of them, all rows together
@@ -177,7 +176,7 @@ def _take_stop_strings(model: PreTrainedModel, kwargs: dict[str, Any]) -> None:
     tokenizer, config = kwargs.get("tokenizer"), kwargs.get("generation_config") or model.generation_config
     strings = kwargs.get("stop_strings") or getattr(config, "stop_strings", None)
     if tokenizer is None or strings is None:
-        return  # `generate` says what is missing
+        return  # `generate` raises an error that names what is missing
     del kwargs["tokenizer"]
     kwargs.pop("stop_strings", None)
     if getattr(config, "stop_strings", None) is not None:
@@ -191,8 +190,8 @@ class DraftingLoop:
     """What `generate` calls in place of its own decoding loop.
 
     Args:
-        lossless: see `LosslessGenerate`.
-        streamer, synced_gpus: those of the call; `generate` hands a loop of somebody else neither.
+        lossless: lossless decoding of the model.
+        streamer, synced_gpus: those of the call; `generate` passes neither to a custom loop.
     """
 
     def __init__(self, lossless: LosslessDecoding, streamer: BaseStreamer | None, synced_gpus: bool | None) -> None:
@@ -287,11 +286,11 @@ class _Run:
         length = self.length.choose(dense_bytes, fixed + selectable * min(1.0, expected * self.more_read))
         room = self.config.max_length - self.ids.shape[1] - 1
         length = max(0, min(length, room))
-        held, said, began = int(self.cache.get_seq_length()), self.ids.shape[1], time.perf_counter()
+        held, before, began = int(self.cache.get_seq_length()), self.ids.shape[1], time.perf_counter()
         try:
             outputs, per_row, drafted, share = self._draft_and_verify(length, held)
-        finally:  # whatever ends it, the cache is to hold no token that was not emitted
-            emitted = self.ids.shape[1] - said
+        finally:  # after an error too, the cache must hold emitted tokens only
+            emitted = self.ids.shape[1] - before
             self._crop_to(held + emitted)
         self._advance(outputs, emitted)
         self.more_read = share / expected if length else self.more_read
@@ -332,20 +331,21 @@ class _Run:
             tokens, accepted = accept_sampled(guesses, target[:, :0] if drafter is None else drafter, target)
         else:
             tokens, accepted = accept_greedy(guesses, scores.argmax(-1))
-        # All rows go on from the same slot: the one that got least decides. What the others lose is drawn anew.
-        # Rows that have ended say padding; without an end token they go on, as they do in the stock loop.
+        # All rows continue from the same slot, so the row with the fewest accepted tokens decides. Accepted tokens of
+        # other rows beyond it are dropped and drawn again. Finished rows emit padding; without an end token they
+        # continue, as they do in the stock loop.
         per_row = (accepted[self.unfinished] if self.has_end else accepted).tolist()
         self._emit(tokens, min(per_row) + 1, raw, scores)
         return outputs, per_row, drafted, share
 
     def _expected_share(self) -> float:
-        """Which share of keys and values a draft should read: what the budget says, or a guess."""
+        """The share of keys and values that a draft is expected to read: from the budget, or a guess."""
         lengths = [max(layer.rows.held) for layer in self.cache.layers if isinstance(layer, GatedLayer)]
         budget, longest = self.lossless.method.budget, max(lengths, default=1)
         return GUESSED_SHARE if budget is None else min(1.0, budget / longest)
 
     def _draft(self, length: int, held: int) -> tuple[Tensor, dict[str, Any], Tensor | None, float]:
-        """Let the sparse model go on for ``length`` tokens, and take its keys and values back.
+        """Decode ``length`` tokens sparsely, and crop their keys and values from the cache.
 
         Returns:
             The tokens so far with the drafted ones; the forward's arguments for them; the probabilities ``[B, N, V]``
@@ -371,7 +371,7 @@ class _Run:
         return ids, kwargs, torch.stack(probabilities, 1) if probabilities else None, share
 
     def _processed(self, ids: Tensor, raw_BMV: Tensor) -> Tensor:
-        """What the logits processors make of each place's logits, given the tokens before it: ``[B, M, V]``."""
+        """Each position's logits after the logits processors, given the tokens before it: ``[B, M, V]``."""
         first = ids.shape[1] - raw_BMV.shape[1] + 1
         return torch.stack(
             [self.processor(ids[:, : first + i], raw_BMV[:, i].clone()) for i in range(raw_BMV.shape[1])], 1
@@ -387,7 +387,7 @@ class _Run:
         return torch.where(self.unfinished, tokens_B, self.pad) if self.has_end else tokens_B
 
     def _emit(self, tokens_BM: Tensor, count: int, raw_BMV: Tensor, scores_BMV: Tensor) -> None:
-        """Say the first ``count`` tokens, one by one, until all rows have ended."""
+        """Emit the first ``count`` tokens, one by one, until all rows have ended."""
         for i in range(count):
             token = self._or_pad(tokens_BM[:, i])
             self.ids = torch.cat((self.ids, token[:, None]), 1)
@@ -406,7 +406,7 @@ class _Run:
         self.kwargs = self.model._update_model_kwargs_for_generation(outputs, self.kwargs, num_new_tokens=tokens)
 
     def _crop_to(self, slots: int) -> None:
-        """Take back what the cache holds beyond so many slots. After an error that may differ between layers."""
+        """Crop every layer to so many slots. After an error, layers may differ in length."""
         for layer in self.cache.layers:
             beyond = max(0, int(layer.get_seq_length()) - slots)
             if beyond or self.records_past:  # layers that record what they drop release it when they are cropped

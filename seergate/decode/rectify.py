@@ -3,7 +3,7 @@
 A sparse step leaves keys and values that come from sparse hidden states, and later steps build on them. ReSA (Sun et
 al. 2025, arXiv 2506.04108; section 5.4 of SeerAttention-R) bounds what accumulates: after ``n`` sparse steps the last
 ``n`` tokens go through the model once more, densely, all at once. What the cache and the method then hold is what a
-dense prefill of the same tokens would have left. Tokens that were said stay said.
+dense prefill of the same tokens would have left. Emitted tokens are never changed.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from seergate.cache.layer import GatedLayer
 from seergate.config import Rectify
 from seergate.decode.compatibility import refuse
 from seergate.errors import SeergateError
-from seergate.inference_mode import ordinary_tensors
+from seergate.inference_mode import outside_inference_mode
 from seergate.methods.base import Method
 from seergate.methods.selecting import SelectingMethod
 
@@ -99,7 +99,7 @@ class Rectification:
         for count in sorted({count for count in sparse if count >= due}):
             self._rectify(cache, layer, [row for row, pending in enumerate(sparse) if pending == count], count)
 
-    @ordinary_tensors
+    @outside_inference_mode
     def _after_forward(self, module: nn.Module, args: Any, kwargs: dict[str, Any], output: Any) -> None:
         """Remember the new tokens."""
         if self.busy:

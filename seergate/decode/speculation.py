@@ -1,7 +1,7 @@
 """Speculative decoding: which drafted tokens stay, and how many to draft (Leviathan et al. 2023; SparseSpec).
 
-Tokens are drafted one by one by a cheap model and verified together by the real one. What comes out has the real
-model's distribution, whatever the cheap one is; a bad one only makes it slow.
+A drafter proposes tokens one by one, and the target model verifies them together. Emitted tokens follow the target's
+distribution, whatever the drafter is; a bad drafter only costs time.
 
 Shape suffixes: B batch, N drafted tokens, M = N + 1, V vocabulary.
 """
@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 PRIOR_ACCEPTANCE, PRIOR_WEIGHT = 0.8, 4.0
-"""What is believed of a draft before any was verified, and how many verified tokens that belief is worth."""
+"""The assumed acceptance before any draft was verified, and the number of verified tokens that it counts as."""
 
 MEMORY = 0.9
 """Weight of the tokens verified before, at each new verification: the last ten or so count."""
@@ -23,15 +23,15 @@ memory; a CPU core is kept busy by the arithmetic of a few tokens (`benchmarks/r
 
 LONGEST_DRAFT = 16
 PROBE_EVERY = 64
-"""Where drafting does not seem to pay, it is tried again after this many tokens: acceptance and contexts change."""
+"""While drafting does not pay, it is tried again after this many tokens: acceptance and contexts change."""
 
 
 def accept_greedy(drafted_BN: Tensor, targets_BM: Tensor) -> tuple[Tensor, Tensor]:
-    """Keep drafted tokens as long as they are what the real model would have said.
+    """Accept drafted tokens up to the first that differs from the target's choice.
 
     Args:
         drafted_BN: the drafted tokens.
-        targets_BM: the real model's choice at each of their places, and at the one after them.
+        targets_BM: the target's choice at each of their positions, and at the one after them.
 
     Returns:
         Tokens ``[B, M]``, of which the first ``accepted + 1`` count, and how many drafted ones were accepted ``[B]``.
@@ -41,13 +41,13 @@ def accept_greedy(drafted_BN: Tensor, targets_BM: Tensor) -> tuple[Tensor, Tenso
 
 
 def accept_sampled(drafted_BN: Tensor, drafter_BNV: Tensor, target_BMV: Tensor) -> tuple[Tensor, Tensor]:
-    """Keep drafted tokens with probability ``min(1, p / q)``; replace the first that is not kept by a draw from what
-    ``p`` has more than ``q``. The tokens that count are draws from ``p``.
+    """Accept drafted tokens with probability ``min(1, p / q)``; replace the first rejected one by a draw from the
+    normalised ``max(0, p - q)``. The emitted tokens are draws from ``p``.
 
     Args:
         drafted_BN: drawn from ``drafter_BNV``.
-        drafter_BNV: probabilities q that the drafter gave to each token at each place.
-        target_BMV: probabilities p of the real model at the same places, and at the one after them.
+        drafter_BNV: the drafter's probabilities q at each position.
+        target_BMV: the target's probabilities p at the same positions, and at the one after them.
 
     Returns:
         As `accept_greedy`.
@@ -59,7 +59,7 @@ def accept_sampled(drafted_BN: Tensor, drafter_BNV: Tensor, target_BMV: Tensor) 
     accepted_B = (torch.rand_like(q_BN) * q_BN < p_BN).long().cumprod(1).sum(1)
     rows = torch.arange(batch, device=drafted_BN.device)
     p_BV = target_BMV[rows, accepted_B]
-    # Where all were accepted there is nothing to take off.
+    # Where all were accepted, q is zero and the draw is from p.
     q_BV = torch.cat((drafter_BNV, torch.zeros_like(target_BMV[:, :1])), 1)[rows, accepted_B]
     surplus_BV = (p_BV - q_BV).clamp(min=0)
     # p and q agree to the last bit only where nothing can be rejected; rounding must not make the draw impossible
@@ -84,7 +84,7 @@ def cycle_cost(length: int, dense_bytes: float, draft_bytes: float, per_token: f
 def expected_speedup(
     acceptance: float, length: int, dense_bytes: float, draft_bytes: float, per_token: float = 0.0
 ) -> float:
-    """How much less a token costs than by decoding densely. Decoding is bound by what it reads.
+    """The cost of a token decoded densely, divided by its cost with drafts. Decoding is assumed to be bound by memory.
 
     Args:
         acceptance: probability that a drafted token is accepted.
@@ -109,14 +109,14 @@ def best_length(
 
 
 class DraftLength:
-    """Decides how many tokens to draft, from the share that was accepted and from what passes read.
+    """Chooses how many tokens to draft, from the acceptance rate and the bytes that passes read.
 
-    It looks at counts of bytes and tokens only, never at a clock, so that a run repeats.
+    It uses counts of bytes and tokens only, never a clock, so that runs are reproducible.
 
     Args:
         fixed: always this many; ``None`` to choose.
         longest: never more than this.
-        per_token: see `expected_speedup`.
+        per_token: what each further token of a dense pass adds to its cost, as a share.
     """
 
     def __init__(self, fixed: int | None, longest: int, per_token: float = 0.0) -> None:
@@ -141,7 +141,7 @@ class DraftLength:
         return length
 
     def verified(self, length: int, accepted: int) -> None:
-        """Learn from a draft of ``length`` tokens, of which the first ``accepted`` were accepted."""
+        """Update the estimate with a draft of ``length`` tokens, the first ``accepted`` of which were accepted."""
         tried = min(length, accepted + 1)
         self._accepted = MEMORY * self._accepted + accepted
         self._tried = MEMORY * self._tried + tried

@@ -19,7 +19,7 @@ from seergate import ops
 from seergate.cache.call import Call
 from seergate.cache.layer import GatedLayer
 from seergate.errors import SeergateError
-from seergate.inference_mode import ordinary_tensors, show
+from seergate.inference_mode import outside_inference_mode
 from seergate.methods.base import FixedStep, Step
 from seergate.methods.evicting import Attended, CompressingState
 from seergate.methods.scoring import attend_and_weigh, log_probabilities
@@ -70,7 +70,7 @@ class GatedAttention:
         step = make_step(layer, self.call, query, kwargs)
         new, decoded = query.shape[2], self.call.mode.decoded
         if self.call.mode.dense:
-            show(state, step)
+            state.observe(step)
             if new > 1 and not (new <= MOST_FOLDED and self.call.valid is None and _foldable(step)):
                 return self.dense(module, query, key, value, attention_mask, **kwargs)
             with torch.no_grad(), torch.autocast(query.device.type, enabled=False):
@@ -79,7 +79,7 @@ class GatedAttention:
         if isinstance(step, FixedStep):
             state.append(step)
             return self._decode_fixed(state, step)[:, None].to(value.dtype), None
-        show(state, step)
+        state.observe(step)
         layer.settle(self.stats)
         if decoded == new:
             return self._decode_each(state, step, new).to(value.dtype), None
@@ -98,7 +98,7 @@ class GatedAttention:
         drafts = self._decode_each(state, step, decoded)
         return torch.cat((output[:, : new - decoded], drafts.to(output.dtype)), dim=1), weights
 
-    @ordinary_tensors
+    @outside_inference_mode
     def _decode_each(self, state: Any, step: Step, count: int) -> Tensor:
         """Decode the newest ``count`` tokens one after another: ``[B, count, H, D]``."""
         with torch.no_grad(), torch.autocast(step.q_BHSD.device.type, enabled=False):
@@ -151,7 +151,7 @@ class GatedAttention:
                 return attend_to_all(step)
             return layer.storage.attend(step, selection, layer.block_size)
 
-    @ordinary_tensors
+    @outside_inference_mode
     def _evict(self, state: CompressingState, step: Step) -> None:
         eviction = state.keep(step)
         if eviction is not None:

@@ -43,6 +43,7 @@ class _LayerRows:
             self.blocks = torch.cat((self.blocks, self.blocks.new_zeros(rows)))
 
     def keep(self, rows: list[int]) -> None:
+        """Drop all rows but these."""
         self.sums = self.sums[:, rows]
         if self.blocks is not None:
             self.blocks = self.blocks[torch.tensor(rows, dtype=torch.int64, device=self.blocks.device)]
@@ -81,7 +82,7 @@ class RowStats(DecodeStats):
             self.by_layer[layer].sums, self.by_layer[layer].blocks = sums, blocks
 
     def saw_prompt(self, layer: int, resident_bytes: int, row_bytes: RowBytes) -> None:
-        """See `DecodeStats`. These are the rows that `add_rows` is called for next."""
+        """Count a prompt that was read. Its rows are those that `add_rows` is called for next."""
         super().saw_prompt(layer, resident_bytes, row_bytes)
         self.by_layer[layer].arriving = float(resident_bytes), row_bytes()
 

@@ -256,6 +256,7 @@ class _Row(SampledRow):
 
     @property
     def full(self) -> bool:
+        """Whether the answer is as long as it may get."""
         return len(self.tokens) >= self.limit
 
 

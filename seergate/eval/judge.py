@@ -47,6 +47,11 @@ class _Judge:
         self.closed = False
 
     def compare(self, gold: str, answer: str) -> tuple[bool, str]:
+        """Whether the answer equals the gold answer, and the reason in words.
+
+        Raises:
+            SeergateError: if the process was killed from outside, or the judge was closed meanwhile.
+        """
         if self.process is not None and self.process.poll() is not None:  # killed while it was idle
             self._end()
         try:

@@ -15,7 +15,6 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from seergate import ops
-from seergate.inference_mode import show
 from seergate.methods.base import LayerSpec, Step
 from seergate.methods.selecting import SelectingMethod, SelectingState
 from seergate.models import families
@@ -105,7 +104,7 @@ def _medians(
         queries, new, ends = q.expand(-1, -1, end - start, -1), keys[0][:, :, start:end], torch.tensor([end])
         facts = queries, new, queries, new, [start], [end - start], keys[0], values[0], ends.to(spec.device)
         step = Step(*facts, **options)
-        show(state, step)
+        state.observe(step)
 
     def dense(copy: int) -> None:
         ops.dense_decode(q[:, :, 0], keys[copy], values[copy], **options)

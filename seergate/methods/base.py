@@ -18,6 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from seergate.config import Correction, is_int
+from seergate.inference_mode import outside_inference_mode
 
 
 class Rotary(Protocol):
@@ -164,6 +165,11 @@ class LayerState:
 
     def append(self, step: Step) -> None:
         """See the new tokens. Called once per forward, after they joined the cache and before attention."""
+
+    @outside_inference_mode
+    def observe(self, step: Step) -> None:
+        """`append`, of tensors that later calls may write to, in or out of inference mode."""
+        self.append(step)
 
     def crop(self, before: list[int], after: list[int], keys: KeysOf, offsets: list[int]) -> None:
         """Forget the newest tokens.

@@ -87,6 +87,7 @@ class _Row:
         self.formal: dict[int, Any] = {}  # start of a step -> its formal content
 
     def copy(self, threshold: PercentileThreshold) -> _Row:
+        """What is known of the row so far, for a fork of it that goes on with a threshold of its own."""
         twin = _Row(None if self.segmenter is None else self.segmenter.copy(), threshold)
         twin.source, twin.blocks, twin.formal = self.source, list(self.blocks), dict(self.formal)
         return twin

@@ -102,11 +102,11 @@ class ReasonCache(Method):
 
     @property
     def nominal(self) -> str:
-        """See `Method`: what the reading method is given."""
+        """What the reading method is given, for people."""
         return self.reading.nominal
 
     def new_state(self, spec: LayerSpec) -> LayerState:
-        """See `Method`. The state is the reading method's: sharing needs none per layer."""
+        """A fresh state of the reading method; sharing needs none per layer."""
         return self.reading.new_state(spec)
 
 

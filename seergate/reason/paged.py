@@ -1,6 +1,6 @@
 """Paged caches: keys and values in pages that several rows, or several places of a row, may share.
 
-`BlockStore` says which page holds which tokens; it has no tensors. A page is allocated empty, filled by its one user,
+`BlockStore` keeps which page holds which tokens; it has no tensors. A page is allocated empty, filled by its one user,
 and sealed when it is full. A sealed page is not written again until it has been freed, so several may use it:
 forks of a row (beam search), rows with the same prompt, and later pages of a row whose contents are alike
 (ReasonCache). It is freed when its last user releases it. `CachePages` are the pages of a cache, `Paged` is the
@@ -26,7 +26,7 @@ from seergate.cache.call import Call
 from seergate.cache.rows import Rows
 from seergate.cache.storage import Storage, StorageMaker
 from seergate.errors import SeergateError
-from seergate.inference_mode import ordinary_tensors
+from seergate.inference_mode import outside_inference_mode
 from seergate.methods.base import LayerState, Step
 from seergate.ops.paging import unpaged
 
@@ -205,7 +205,7 @@ class BlockStore:
         return forks
 
     def clear(self) -> None:
-        """Let go of all rows."""
+        """Drop all rows."""
         self.select([])
 
     def adopt(self, other: BlockStore) -> Copies:
@@ -334,7 +334,7 @@ class PagedStep(Step):
 
 
 class Listener(Protocol):
-    """Is told what happens to the pages of a cache, and may remap them between two forward passes."""
+    """Receives the events of a cache's pages, and may remap pages between two forward passes."""
 
     def between_passes(self) -> None:
         """All tokens so far are written in every layer, and full pages are sealed."""
@@ -371,10 +371,10 @@ class CachePages:
         store: the bookkeeping.
 
     Attributes:
-        listener: is told what happens; ``None`` for nobody.
+        listener: receives the events; ``None`` for none.
     """
 
-    @ordinary_tensors
+    @outside_inference_mode
     def __init__(self, store: BlockStore) -> None:
         self.store = store
         self.listener: Listener | None = None
@@ -442,7 +442,7 @@ class CachePages:
         with nullcontext() if self.listener is None else self.listener.adopting(other.listener):
             return self.store.adopt(other.store)
 
-    @ordinary_tensors
+    @outside_inference_mode
     def table(self, device: torch.device) -> Tensor:
         """Int32 ``[B, P]`` on a device: the physical block of each logical one; 0 beyond a row's last."""
         rows, stale = self.store.rows, self.store.stale

@@ -18,7 +18,7 @@ from seergate.reason.paged import BlockStore, CachePages, Paged
 from seergate.reason.sharing import Sharing
 
 PAGE_TOKENS = 16
-"""Tokens per block where neither the user nor the method says how many (vLLM's default)."""
+"""Tokens per block where neither the user nor the method gives a number (vLLM's default)."""
 
 
 @dataclass(frozen=True)

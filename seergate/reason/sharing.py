@@ -145,12 +145,14 @@ class CacheSharing:
     # ------------------------------------------------------------------------------------- what the evaluator sees
 
     def layers(self) -> list[tuple[Tensor, Tensor]] | None:
+        """Keys and values ``[pages, K, P, D]`` of every layer; ``None`` once the cache is gone."""
         pages = self._pages()
         if pages is None:
             return None
         return [(layer.key_pages, layer.value_pages) for layer in pages.layers if layer.is_allocated]
 
     def decide(self, decision: Decision) -> None:
+        """Queue a decision; `between_passes` carries it out. Called from any thread."""
         self.decisions.append(decision)
 
     # --------------------------------------------------------------------------------------------- what the cache does
@@ -174,6 +176,7 @@ class CacheSharing:
         handle.apply_seconds += time.perf_counter() - began
 
     def tokens_come(self, counts: Sequence[int], call: Call) -> None:
+        """Note the ids of the new tokens, for the evaluator."""
         rows = tuple(row.uid for row in self.pages.store.rows)
         ids = self.handle.take_ids().to(self.pages.layers[0].device)
         found = call.compact(ids[:, None, :, None])[:, 0, :, 0]
@@ -184,6 +187,7 @@ class CacheSharing:
             self._calls.append(partial(self.handle.evaluator.tokens_came, rows, found, tuple(counts)))
 
     def rows_cropped(self, lengths: Sequence[int]) -> None:
+        """Note that rows have only their first tokens now."""
         store, evaluator = self.pages.store, self.handle.evaluator
         self._prompts = []
         if evaluator is None:
@@ -193,6 +197,7 @@ class CacheSharing:
             self._calls.append(partial(evaluator.row_cropped, row.uid, length))
 
     def rows_forked(self, forks: dict[int, int]) -> None:
+        """Note forks (fork -> row, by uid)."""
         self._prompts, evaluator = [], self.handle.evaluator
         if evaluator is None:
             return
@@ -209,6 +214,7 @@ class CacheSharing:
 
     @contextmanager
     def adopting(self, other: Any) -> Iterator[None]:
+        """Take over the rows of another cache, with what is known of them, while their pages move here."""
         if not isinstance(other, CacheSharing):
             yield
             return

@@ -15,7 +15,7 @@ TAIL = 64
 VERIFYING = re.compile(
     r"\b(wait|check|verif\w*|confirm\w*|double|again|sure|hold on|re-?\w*(check|examin)\w*)\b", re.IGNORECASE
 )
-"""Words that announce that something said before is gone through again."""
+"""Words that introduce a check of an earlier step."""
 
 LOOP_STEPS = 3
 """So many steps in a row that each repeat the step at the same distance before them are a loop."""
@@ -28,7 +28,7 @@ class ReasoningStep:
     Attributes:
         start: its first token, counted from the row's first.
         ids: its tokens.
-        text: what it says.
+        text: decoded from the tokens.
         in_code: whether it begins inside a code fence that an earlier step opened.
         repeats: index of the earlier step that it was found to be alike, if any.
         counts: how often it has each token id.

@@ -1,8 +1,9 @@
 """The structural check of ReasonCache: formulas and code of two steps as trees, which must be equal (IV-A1).
 
 LaTeX is parsed by pylatexenc, Python by `ast`. What neither can read (other languages, half a formula) is compared
-token by token, which is stricter. The paper does not say how formal content is told from prose: here it is what stands
-between LaTeX's math delimiters or in a code fence, and runs of operands and operators with a digit or an equals sign.
+token by token, which is stricter. The paper does not define formal content. Here it is what
+stands between LaTeX's math delimiters or in a code fence, and runs of operands and operators with a digit or an equals
+sign.
 """
 
 from __future__ import annotations

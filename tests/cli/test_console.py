@@ -1,4 +1,4 @@
-"""What evaluations say while they run: lines where nobody watches, a bar on a terminal, and the time that is left."""
+"""Progress of evaluations: lines in a log, a bar on a terminal, and the remaining time."""
 
 from __future__ import annotations
 

@@ -64,7 +64,7 @@ def test_what_all_have_found_together_is_told_by_the_main_process(rank, capsys):
 @pytest.mark.parametrize(
     ("broken", "text"),
     [
-        ("rows.jsonl", "[rank 1] the data file 'rows.jsonl' does not exist"),
+        pytest.param("rows.jsonl", "[rank 1] the data file 'rows.jsonl' does not exist", marks=pytest.mark.soak),
         ("half", "error: the processes see different data"),
     ],
 )

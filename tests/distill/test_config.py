@@ -28,14 +28,6 @@ def test_every_preset_loads_and_names_an_existing_kind_of_model() -> None:
         assert config == load_train_config(name)
 
 
-def test_the_defaults_are_the_papers_recipe() -> None:
-    config = load_train_config("Qwen3-8B")
-    assert config.model == "Qwen/Qwen3-8B" and config.data == "open-r1/OpenR1-Math-220k"
-    assert (config.max_steps, config.packs_per_step, config.max_length) == (800, 16, 32768)
-    assert (config.learning_rate, config.min_lr, config.warmup_steps, config.weight_decay) == (1e-3, 1e-5, 20, 0.0)
-    assert (config.block_size, config.gate_dim, config.row_start) == (64, None, 0.5)
-
-
 def test_a_hub_id_gets_its_preset_or_the_defaults() -> None:
     assert load_train_config("qwen/qwen3-4b") == load_train_config("qwen3-4b")
     assert load_train_config("someone/some-model").model == "someone/some-model"

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import random
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -334,33 +333,6 @@ def test_an_unreachable_hub_dataset_is_one_sentence(config: TrainConfig) -> None
     with pytest.raises(SeergateError, match=r"'nobody/nothing' cannot be loaded .*: the Hub could not be") as caught:
         prepare_data(replace(config, data="nobody/nothing"), byte_tokenizer(TEMPLATES["plain"]))
     assert "\n" not in str(caught.value)
-
-
-def test_rows_as_they_come(config: TrainConfig) -> None:
-    """Lengths from nothing to far beyond a pack, and every fault at once: all counted, none lost, none fatal."""
-    tokenizer = byte_tokenizer(R1)
-    rng = random.Random(0)
-    thoughts = ["🙂 naïve 步骤 ∑ " * rng.randint(150, 3000) for _ in range(12)]  # 5k to 100k bytes
-    rows: list[Any] = [chat(f"<think>{t}{i}</think>It is {i}.") for i, t in enumerate(thoughts)]
-    rows += [
-        chat(f"{t}{i}</think>It is {i}.", "Again?") for i, t in enumerate(thoughts[:3])
-    ]  # the tag was in the prompt
-    rows += [rows[0], rows[5], rows[5]]
-    rows += [chat(""), "{broken\n", None, {"messages": []}, {"text": "\ud800" * 50}]
-    rng.shuffle(rows)
-    write(config.data, rows)
-    whole = replace(config, max_length=200_000)
-    data = prepare_data(whole, tokenizer)
-    assert (data.report.rows, data.report.samples, data.report.duplicates, data.report.think_added) == (23, 15, 3, 3)
-    assert sum(data.report.malformed.values()) == 5
-    texts = [tokenizer.decode(data.samples[i]) for i in range(15)]
-    assert all(any(thought in text for text in texts) for thought in thoughts)
-    assert {text.count("<think>") for text in texts} == {1}
-    lengths = sorted(len(text.encode()) for text in texts)
-    assert lengths[0] > 3000 and lengths[-1] > 50_000
-    cut = prepare_data(replace(config, max_length=10_000), tokenizer).report
-    dropped = prepare_data(replace(config, max_length=10_000, over_length="drop"), tokenizer).report
-    assert cut.truncated == dropped.dropped > 0 and cut.samples == 15 and dropped.samples == 15 - dropped.dropped
 
 
 def test_a_stream_that_breaks_off_says_where() -> None:

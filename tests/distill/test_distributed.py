@@ -106,6 +106,7 @@ def test_a_slow_process_is_waited_for_by_deepspeed_too():
     assert [one.returncode for one in done] == [0, 0] and all("norm True" in one.stdout for one in done), done
 
 
+@pytest.mark.soak
 def test_the_patience_has_an_end_that_can_be_set():
     slow, waiting = pair(["-c", SLOW, "0.0005"])
     assert slow.returncode == waiting.returncode == 1 and "together" not in slow.stdout + waiting.stdout

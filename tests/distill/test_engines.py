@@ -17,13 +17,12 @@ from seergate.distill.engines import BETAS, BUILD_SECONDS, DistillModule, PlainE
 from seergate.distill.packing import PackedBatch
 from seergate.errors import SeergateError
 from seergate.hf.bank import GateBank
-from tests.models import prompt, tiny_model
+from tests.models import prompt
 
 
 @pytest.mark.parametrize("clip", [1e-3, 1e3, 0.0])
-def test_gradients_are_clipped_by_their_global_norm(config, clip):
+def test_gradients_are_clipped_by_their_global_norm(model, config, clip):
     """The first step's moments are (1 - beta1) times the clipped gradient, and (1 - beta2) times its square."""
-    model = tiny_model("qwen3")
     bank = GateBank.for_model(model, GateConfig(8, 16))
     ids = prompt(60)
     pack = PackedBatch(ids, torch.tensor([0, 60], dtype=torch.int32))

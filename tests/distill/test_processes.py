@@ -107,7 +107,9 @@ def copied_back(run: Path, name: str) -> Path:
     return copy
 
 
-@pytest.mark.parametrize("launcher", ["torchrun", "deepspeed", pytest.param("accelerate", marks=pytest.mark.soak)])
+@pytest.mark.parametrize(
+    "launcher", ["torchrun", *(pytest.param(name, marks=pytest.mark.soak) for name in ("deepspeed", "accelerate"))]
+)
 def test_two_processes_agree_with_one_and_go_on_in_one(alone: tuple[TrainConfig, Path], launcher: str) -> None:
     options, run = alone
     both = run.parent / "both"
@@ -154,6 +156,7 @@ def test_a_run_goes_on_with_deepspeed_and_without_it(alone: tuple[TrainConfig, P
     agree(run_distillation(replace(options, output_dir=str(copied_back(zero, "plain")))), run)
 
 
+@pytest.mark.soak
 def test_more_processes_than_packs(config: TrainConfig, tmp_path: Path) -> None:  # noqa: F811
     """The second of two processes has nothing to do, and neither waits."""
     config = replace(config, packs_per_step=1, max_steps=2, eval_packs=0)

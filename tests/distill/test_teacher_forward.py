@@ -126,8 +126,7 @@ def test_the_model_is_left_as_it_was():
     assert torch.equal(model(input_ids=prompt(30)).logits, before)
 
 
-def test_recall_is_one_for_a_budget_of_everything_and_grows_with_it():
-    model = tiny_model("qwen3")
+def test_recall_is_one_for_a_budget_of_everything_and_grows_with_it(model):
     bank = GateBank.for_model(model, GateConfig(8, 16))
     out = distill_step(bank, model, prompt(100), recall_budgets=(16, 32, 64, 104))
     assert out.recall.shape == (4, 2, 2)
@@ -178,8 +177,7 @@ def test_attention_of_a_pack_and_its_log_sum_exp(group, dtype):
     assert packed_attention.packed_causal_attention(softcapped, pack.cu.tolist())[1] is None
 
 
-def test_no_gradients_are_made_where_none_are_wanted():
-    model = tiny_model("qwen3")
+def test_no_gradients_are_made_where_none_are_wanted(model):
     bank = GateBank.for_model(model, GateConfig(8, 16)).requires_grad_(False)
     frozen = bank.distill_loss(model, input_ids=prompt(40))
     bank.requires_grad_(True)

@@ -33,7 +33,7 @@ def tokenizer() -> PreTrainedTokenizerFast:
 
 
 def model(eos: int | None = None):
-    """Random weights; it never says the right thing, and without ``eos`` it talks until the limit."""
+    """Random weights; its answers are never right, and without ``eos`` they end at the limit."""
     made = tiny_model("qwen3", vocab_size=len(tokenizer()))
     made.generation_config.eos_token_id = eos
     return made

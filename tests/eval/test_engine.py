@@ -54,12 +54,6 @@ def tokens(found):
     return {key: generation.token_ids for key, generation in sorted(found.items())}
 
 
-def test_lengths_and_reasons():
-    found = run(support.model(), PROMPTS, batch_size=2)
-    assert [found[i].n_prompt_tokens for i in range(4)] == [4, 12, 1, 5]
-    assert all(g.n_tokens == 12 and g.finish_reason == "length" for g in found.values())
-
-
 LONG = [" ".join(f"a{i} {i % 10}" for i in range(1, n)) for n in (30, 3, 55, 12, 41, 8, 20)]
 SAMPLED = Sampling(temperature=1.5, top_p=0.95, top_k=50)
 METHODS = {

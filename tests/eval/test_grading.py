@@ -281,12 +281,6 @@ def test_no_answer_hangs_or_crashes(judges, name):
     assert judges.grade("math", r"so \boxed{\frac{14}{2}}", "7").correct  # the next one is graded as usual
 
 
-def test_a_comparison_that_takes_too_long_is_stopped():
-    with GradingPool(seconds=1) as pool:
-        assert "was stopped" in pool.grade("math", r"\boxed{9^{9^{9^{9}}}}", "7").reason
-        assert pool.grade("math", r"\boxed{14/2}", "7").correct
-
-
 ENDLESS = r"\boxed{9^{9^{9^{9}}}}"
 
 

@@ -30,7 +30,7 @@ OPTIONS = {
 
 
 def babbling():
-    """A random model that says ten words only, one of which ends a step, and now and then stops."""
+    """A random model that emits ten words only, one of which ends a step, and sometimes the end token."""
     model, tokenizer = support.model(support.END), support.tokenizer()
     change = torch.full((len(tokenizer),), -1e4)
     change[tokenizer.convert_tokens_to_ids(WORDS)] = 0
@@ -45,7 +45,7 @@ def sharing(name="reason_cache", **options):
 
 
 def test_an_answer_does_not_depend_on_its_batch():
-    """Decisions are made between forward passes, of what its row alone has said; so is what is counted of them."""
+    """Decisions are made between forward passes, from the tokens of one row; so are their counts."""
     model, watched = babbling(), []
 
     def watch(module, inputs, kwargs, output):
@@ -107,7 +107,7 @@ def test_a_thread_is_used_if_it_is_asked_for():
 
 
 def test_proxies_see_what_was_shared():
-    """The context is said again, token by token: read at once as a prompt, nothing of it would be shared.
+    """The context is decoded again, token by token: read at once as a prompt, nothing of it would be shared.
 
     A window of 32 tokens alone has fewer pairs of blocks than the warm-up takes.
     """

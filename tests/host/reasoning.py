@@ -1,4 +1,4 @@
-"""Texts that repeat themselves, and models that are made to say them."""
+"""Texts that repeat themselves, and models that are forced to emit them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Assisted decoding, whoever drafts: its text is that of the slow decoder, to the last token."""
+"""Assisted decoding with any drafter: the tokens of the slow decoder."""
 
 from __future__ import annotations
 

@@ -41,15 +41,13 @@ def test_steps_are_timed_from_the_budget_to_the_longest_context(family):
     assert [length for length, *seconds in times if min(seconds) > 0] == [24, 48, 96, 192, 200]
 
 
-def test_where_no_layer_selects_there_is_nothing_to_time():
-    model = tiny_model("qwen3")
+def test_where_no_layer_selects_there_is_nothing_to_time(model):
     assert layer_times(model, methods.Oracle(token_budget=64, dense_layers=(0, 1))) == []
 
 
-def test_the_command_prints_a_number_that_dense_below_takes(capsys):
+def test_the_command_prints_a_number_that_dense_below_takes(model, capsys):
     assert main(["break-even", "--model", "tiny-reasoner", "--budget", "512"]) == 0
     number = int(capsys.readouterr().out.splitlines()[-1].removeprefix("dense_below="))
-    model = tiny_model("qwen3")
     with seergate.attached(model, "quest", token_budget=32, dense_below=number):
         model.generate(prompt(40), max_new_tokens=2)
 

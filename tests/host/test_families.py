@@ -143,9 +143,8 @@ def test_a_model_of_sliding_windows_only_is_refused():
         GateBank.for_model(tiny_model("mistral", sliding_window=16))
 
 
-def test_a_tensor_parallel_model_is_refused():
+def test_a_tensor_parallel_model_is_refused(model):
     """`_tp_size` is what transformers' loader sets when it splits the projections."""
-    model = tiny_model("qwen3")
     bank = GateBank.for_model(model)
     for size, refused in ((None, False), (1, False), (2, True)):
         model._tp_size = size

@@ -22,7 +22,7 @@ from tests.models import VOCABULARY, left_padded, tiny_model
 
 REQUESTS = 20
 GROUPS = {1: {"num_key_value_heads": 4}, 2: {}, 4: {"num_key_value_heads": 1}}
-"""Query heads per KV head -> what the model's configuration says."""
+"""Query heads per KV head -> fields of the model's configuration."""
 
 
 def a_rule(draw: random.Random) -> Rule:

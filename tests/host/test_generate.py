@@ -6,10 +6,9 @@ import warnings
 
 import pytest
 import torch
-from transformers import AutoTokenizer, DynamicCache, StaticCache, TextStreamer, pipeline
+from transformers import AutoTokenizer, pipeline
 
 import seergate
-from seergate import SeergateError
 from seergate.paths import shipped
 from tests.host.test_decode import BLOCK, gates
 from tests.models import left_padded, prompt, tiny_model
@@ -29,20 +28,6 @@ def speaker(tokenizer):
     torch.manual_seed(0)
     model = tiny_model("qwen3", vocab_size=len(tokenizer), eos_token_id=None)
     return model, gates(model)
-
-
-def test_static_cache_is_the_dynamic_one():
-    model = tiny_model("qwen3")
-    bank = gates(model)
-    inputs = left_padded([prompt(13, 1), prompt(29, 2)])
-    with seergate.attached(model, bank, token_budget=LITTLE):
-        dynamic = model.generate(**inputs, max_new_tokens=20)
-        static = model.generate(**inputs, max_new_tokens=20, cache_implementation="static")
-    assert torch.equal(dynamic, static)
-    with seergate.attached(model, bank, token_budget=LITTLE):
-        cache = StaticCache(model.config, max_cache_len=16)
-        with pytest.raises(SeergateError, match="room for 16 tokens"):
-            model.generate(input_ids=prompt(10), past_key_values=cache, max_new_tokens=20)
 
 
 @pytest.mark.parametrize(
@@ -73,36 +58,6 @@ def test_what_is_drawn_is_what_the_plain_model_draws(speaker, options):
         assert handle.stats()["density"] < 0.6
     if options.get("num_return_sequences") == 3:
         assert len({tuple(row.tolist()) for row in plain[:3]}) == 3, "the samples of a prompt differ"
-
-
-def test_sampled_tokens_come_from_the_sparse_models_own_distribution(speaker):
-    """What is drawn has, under the same attention and fed token by token, the scores that it was drawn by."""
-    model, bank = speaker
-    with seergate.attached(model, bank, token_budget=LITTLE):
-        out = model.generate(
-            input_ids=prompt(30),
-            **{"do_sample": True, "num_return_sequences": 3, "max_new_tokens": 12, "pad_token_id": 0},
-            **{"return_dict_in_generate": True, "output_logits": True},
-        )
-        cache = DynamicCache()
-        logits = [model(input_ids=out.sequences[:, :30], past_key_values=cache).logits[:, -1]]
-        for at in range(30, 41):
-            logits.append(model(input_ids=out.sequences[:, at : at + 1], past_key_values=cache).logits[:, -1])
-    torch.testing.assert_close(torch.stack(out.logits), torch.stack(logits), rtol=2e-4, atol=2e-4)
-    assert len({tuple(row.tolist()) for row in out.sequences}) == 3
-
-
-@pytest.mark.parametrize("budget", [EVERYTHING, LITTLE])
-def test_a_streamer_prints_what_is_returned(speaker, tokenizer, budget, capsys):
-    model, bank = speaker
-    plain = model.generate(input_ids=prompt(30), max_new_tokens=12)
-    with seergate.attached(model, bank, token_budget=budget):
-        capsys.readouterr()
-        out = model.generate(
-            input_ids=prompt(30), max_new_tokens=12, streamer=TextStreamer(tokenizer, skip_prompt=True)
-        )
-    assert capsys.readouterr().out.rstrip("\n") == tokenizer.decode(out[0, 30:]).rstrip("\n") != ""
-    assert torch.equal(out, plain) == (budget == EVERYTHING)
 
 
 def test_a_pipeline_says_what_generate_says(speaker, tokenizer):

@@ -7,12 +7,12 @@ import torch
 from transformers import DynamicCache
 
 import seergate
-from seergate import DecodeConfig, SeergateError, methods
+from seergate import DecodeConfig, methods
 from seergate.methods.selecting import with_all_blocks
 from seergate.ops import Selection
 from tests.host.test_decode import BLOCK, gates, tokens
 from tests.host.test_lossless import selector
-from tests.models import left_padded, prompt, tiny_model
+from tests.models import left_padded, prompt
 
 
 def test_short_rows_read_everything_worked_out_by_hand():
@@ -32,9 +32,8 @@ def test_short_rows_read_everything_worked_out_by_hand():
 
 
 @pytest.mark.parametrize("name", ["gate", "quest", "oracle"])
-def test_dense_below_a_length(name):
-    """A row's own length decides: it says the same alone and beside longer rows, and the dense model's words below."""
-    model = tiny_model("qwen3")
+def test_dense_below_a_length(model, name):
+    """A row's own length decides: same tokens alone and beside longer rows, and the dense model's below the limit."""
     rows = [prompt(length, seed) for seed, length in enumerate((20, 44, 60))]
     method = selector(model, name, BLOCK, dense_below=50)
     together, logits = tokens(model, method, left_padded(rows), new=16)
@@ -50,9 +49,8 @@ def test_dense_below_a_length(name):
 
 
 @pytest.mark.parametrize("name", ["gate", "quest", "streaming_llm"])
-def test_beams(name):
+def test_beams(model, name):
     """With a budget for everything they are the plain model's; sparse ones do not depend on the batch."""
-    model = tiny_model("qwen3")
     batch = left_padded([prompt(40, 1), prompt(26, 2)])
     options = {"max_new_tokens": 14, "num_beams": 3, "num_return_sequences": 2, "length_penalty": 0.5}
 
@@ -70,9 +68,8 @@ def test_beams(name):
 
 
 @pytest.mark.parametrize("chunk", [1, 7, 39])
-def test_a_prompt_in_chunks_is_the_prompt(chunk):
+def test_a_prompt_in_chunks_is_the_prompt(model, chunk):
     """Chunks of any length, a last one of a single token among them; in the first turn and in a further one."""
-    model = tiny_model("qwen3")
     question, more = left_padded([prompt(40, 1), prompt(31, 2)]), prompt(22, 3).expand(2, -1)
     for name in ("gate", "quest"):
         with seergate.attached(model, selector(model, name, 2 * BLOCK)):
@@ -89,9 +86,8 @@ def test_a_prompt_in_chunks_is_the_prompt(chunk):
 
 
 @pytest.mark.parametrize("length", [2, 40])
-def test_a_further_turn_is_read_densely_however_short(length):
+def test_a_further_turn_is_read_densely_however_short(model, length):
     """A chat on one cache: the new question is a prompt, not a draft that is being verified."""
-    model = tiny_model("qwen3")
     method, more = selector(model, "oracle", 2 * BLOCK), prompt(length, 3)
     cache, by_hand = DynamicCache(), DynamicCache()
     with seergate.attached(model, method) as handle:
@@ -110,9 +106,8 @@ def test_a_further_turn_is_read_densely_however_short(length):
         assert "_prefill" in vars(model)
 
 
-def test_going_on_with_a_text_is_never_having_stopped():
+def test_going_on_with_a_text_is_never_having_stopped(model):
     """The last token alone is decoded, not read as a prompt."""
-    model = tiny_model("qwen3")
     cache = DynamicCache()
     with seergate.attached(model, selector(model, "gate", 2 * BLOCK)):
         whole = model.generate(input_ids=prompt(40), max_new_tokens=20)
@@ -121,21 +116,8 @@ def test_going_on_with_a_text_is_never_having_stopped():
     assert torch.equal(rest, whole)
 
 
-def test_drafts_that_are_looked_up():
-    """Assisted decoding verifies drafts with the method's own attention: its text is that of plain sparse decoding."""
-    model = tiny_model("qwen3")
-    with seergate.attached(model, selector(model, "gate", 2 * BLOCK)) as handle:
-        text = prompt(12, 5).repeat(1, 4)
-        alone = model.generate(input_ids=text, max_new_tokens=20)
-        handle.reset_stats()
-        looked_up = model.generate(input_ids=text, max_new_tokens=20, prompt_lookup_num_tokens=4)
-        assert handle.stats()["density"] < 0.6
-    assert torch.equal(alone, looked_up)
-
-
-def test_figures_per_head():
+def test_figures_per_head(model):
     """Heads that read differently are counted apart; dense layers read everything."""
-    model = tiny_model("qwen3")
     config = DecodeConfig(threshold=0.2, dense_layers=(0,))
     with seergate.attached(model, gates(model), config) as handle:
         model.generate(input_ids=prompt(60), max_new_tokens=12)
@@ -153,27 +135,10 @@ def test_figures_per_head():
 
 
 @pytest.mark.parametrize("name", ["gate", "quest"])
-def test_bytes_that_are_read_to_choose(name):
+def test_bytes_that_are_read_to_choose(model, name):
     """One key per past block and head; two bounds per page and head, the current page's among them."""
-    model = tiny_model("qwen3")
     with seergate.attached(model, selector(model, name, 2 * BLOCK)) as handle:
         model.generate(input_ids=prompt(40), max_new_tokens=12)
         found = handle.stats()["bytes_scored_per_step"]
     vectors = [(end - 1) // 8 if name == "gate" else 2 * -(-end // 8) for end in range(41, 52)]
     assert found == pytest.approx(2 * 2 * 16 * 4 * sum(vectors) / 11)  # layers, heads, width, bytes
-
-
-def test_refusals():
-    model = tiny_model("qwen3")
-    bank = gates(model)
-    for attempt, message in (
-        (lambda: seergate.attach(model, bank, dense_below=-1), "dense_below is -1; it must be 0 or a positive"),
-        (lambda: seergate.attach(model, bank, dense_below=8, compat="published"), "nor dense_below"),
-        (
-            lambda: seergate.attach(model, bank, correction=seergate.Lossless(), storage=seergate.Paging()),
-            "need an ordinary cache; leave storage= out",
-        ),
-    ):
-        with pytest.raises((ValueError, SeergateError), match=message):
-            attempt()
-    assert not {"_prefill", "generate"} & set(vars(model))

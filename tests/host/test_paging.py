@@ -66,8 +66,7 @@ def test_a_cache_goes_on_under_another_handle():
         model.generate(ids, max_new_tokens=8, do_sample=False, past_key_values=cache)
 
 
-def test_sharing_of_prefixes_remembers_no_steps():
-    model = tiny_model("qwen3")
+def test_sharing_of_prefixes_remembers_no_steps(model):
     with seergate.attached(model, "dense", storage=Paging(8, share_prefixes=True)) as handle:
         cache = DynamicCache()
         model.generate(prompt(30), max_new_tokens=20, num_beams=3, do_sample=False, past_key_values=cache)
@@ -79,8 +78,7 @@ def test_sharing_of_prefixes_remembers_no_steps():
 
 
 @pytest.mark.parametrize("name", ["gate", "quest", "dense"])
-def test_cropping_on_pages(name):
-    model = tiny_model("qwen3")
+def test_cropping_on_pages(model, name):
     method, ids, astray = pick(model, name, 2 * BLOCK), prompt(60, 1), prompt(30, 2)
     for kept, wandered in ((24, 1), (25, 30), (31, 9), (40, 26)):
         found = []
@@ -112,9 +110,8 @@ def test_a_crop_reads_few_pages(monkeypatch, name):
     assert sum(gathered) <= 2 * len(cache.layers)
 
 
-def test_stock_ways_of_generating():
+def test_stock_ways_of_generating(model):
     """Beams fork and drop rows at every step, drafts are cropped, samples repeat their prompt."""
-    model = tiny_model("qwen3")
     method = pick(model, "gate", 2 * BLOCK)
     for inputs, options in (
         ({"input_ids": prompt(30)}, {"num_beams": 3}),
@@ -128,8 +125,7 @@ def test_stock_ways_of_generating():
         assert torch.equal(*found)
 
 
-def test_rows_with_the_same_prompt_share_it():
-    model = tiny_model("qwen3")
+def test_rows_with_the_same_prompt_share_it(model):
     rows = [prompt(50, 1), prompt(50, 1), torch.cat((prompt(50, 1)[:, :35], prompt(15, 2)), 1), prompt(20, 3)]
     forced = torch.cat([prompt(20, 100 + seed) for seed in range(4)])
     plain, _, _ = forced_run(model, "dense", rows, forced)
@@ -171,9 +167,8 @@ def test_rows_that_come_and_go(name):
     assert generations(model, name, storage=Paging(8, share_prefixes=True), **options) == (plain, 3)
 
 
-def test_a_limit_is_kept():
+def test_a_limit_is_kept(model):
     """Reaching it is running out of memory: `generate` ends with one sentence, the engine goes on with fewer rows."""
-    model = tiny_model("qwen3")
     with (
         seergate.attached(model, "dense", storage=Paging(8, max_blocks=5)),
         pytest.raises(OutOfBlocks, match="1 more blocks of 8 tokens are needed and 0 of the 5"),
@@ -185,8 +180,7 @@ def test_a_limit_is_kept():
     assert limited == plain and rows < 4
 
 
-def test_what_pages_do_not_go_with():
-    model = tiny_model("qwen3")
+def test_what_pages_do_not_go_with(model):
     for method, options, paging, message in (
         ("tova", {}, Paging(), "evicts tokens, and a paged cache keeps all"),
         ("oracle", {"token_budget": 64, "correction": seergate.Rectify(4)}, Paging(), "rectification"),

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import copy
+import threading
+
 import pytest
 import torch
 from transformers import DynamicCache, StaticCache
@@ -9,15 +12,11 @@ from transformers import DynamicCache, StaticCache
 import seergate
 from seergate import Lossless, Offload, Paging, Rectify, SeergateError, methods
 from seergate.decode.compatibility import REFUSED, refuse
+from seergate.hf.call import ATTENTION_NAME
 from seergate.models import families
 from seergate.models.rope import Rotary
 from tests.host.test_decode import BLOCK, gates
 from tests.models import left_padded, prompt, tiny_model
-
-
-@pytest.fixture(scope="module")
-def model():
-    return tiny_model("qwen3")
 
 
 def after_decoding(model, handle, read):
@@ -32,7 +31,7 @@ def after_decoding(model, handle, read):
 @torch.no_grad()
 @pytest.mark.parametrize("name", ["quest", "oracle"])
 def test_a_chunk_outside_of_generate_is_a_prompt(model, name):
-    """However short, and after a crop too; unless it is said that its tokens were drafted."""
+    """However short, and after a crop too; unless its tokens are declared as drafted."""
     options = {"token_budget": 2 * BLOCK, "block_size": BLOCK, "dense_layers": ()}
     with seergate.attached(model, name, **options) as handle:
         passes = handle.passes
@@ -99,10 +98,13 @@ def test_a_model_and_its_peft_wrapper_are_one(model):
     for one, other in ((wrapped, base), (base, wrapped)):
         with seergate.attached(one, "quest") as handle:
             assert seergate.handle_of(other) is handle
+            wrapped.generate(input_ids=prompt(60), max_new_tokens=6, prefill_chunk_size=1)
+            assert handle.stats()["steps"] == 5, "prompts are known as prompts"
             with pytest.raises(SeergateError, match="has a method attached already"):
                 seergate.attach(other, "quest")
         with pytest.raises(SeergateError, match="no method is attached"):
             seergate.handle_of(one)
+    assert "_prefill" not in vars(base)
 
 
 # --------------------------------------------------------------------------------------------- what goes together
@@ -152,6 +154,7 @@ def test_what_does_not_go_together(pair):
         method, options = gates(model), {**options, "token_budget": 2 * BLOCK}
     start = REFUSED[pair].split("{")[0] or REFUSED[pair].split("}")[1].split("{")[0]
     with pytest.raises(SeergateError) as refused, seergate.attached(model, method, **options):
+        assert pair[1] in ("static", "one-way cache"), "what is known of the model is refused by attach"
         if pair[1] == "static":
             model(input_ids=prompt(20), past_key_values=StaticCache(model.config, max_cache_len=32))
         model.generate(prompt(45), max_new_tokens=8, cache_implementation="static")
@@ -172,7 +175,7 @@ def test_rectification_within_a_block_needs_no_keys_before_rope():
         assert handle.stats()["rectification"]["passes"] >= 5
 
 
-@pytest.mark.parametrize("family", ["qwen3", "gpt_oss", "phi3", "ernie4_5"])
+@pytest.mark.parametrize("family", ["qwen3", "gpt_oss", "phi3", "ernie4_5", "glm4", "gemma3_text"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_unrotating_has_no_bias(family, dtype):
     """Cosines and sines of bfloat16 stretch each pair by another factor."""
@@ -201,3 +204,69 @@ def test_methods_with_a_correction_of_their_own(model):
         assert "rectification" not in handle.stats()
     with pytest.raises(ValueError, match="every is 0"):
         methods.ReSA(**options, rectify_every=0)
+
+
+def test_the_dense_implementation_sees_its_own_name(model):
+    """transformers' FlashAttention wrapper looks up which version to run in the module's configuration."""
+    from transformers import AttentionInterface
+    from transformers.integrations.sdpa_attention import sdpa_attention_forward
+
+    seen = []
+
+    def spy(module, *args, **kwargs):
+        seen.append(module.config._attn_implementation)
+        return sdpa_attention_forward(module, *args, **kwargs)
+
+    AttentionInterface.register("spy", spy)
+    model.config._attn_implementation_internal = "spy"
+    with seergate.attached(model, gates(model), token_budget=16):
+        model.generate(input_ids=prompt(20), max_new_tokens=2)
+        assert families.full_attention_modules(model)[0][1].config._attn_implementation == ATTENTION_NAME
+    assert set(seen) == {"spy"}
+
+
+@pytest.mark.parametrize("place", ["self_attn.q_proj", "mlp"])
+def test_a_second_thread_is_refused_and_the_first_goes_on(model, place):
+    """What a module catches on the way would be mixed up. One that comes later, or after an error, is welcome."""
+    own, arrived, go, found = copy.deepcopy(model), threading.Event(), threading.Event(), {}
+
+    def wait(*_):
+        if threading.current_thread() is not threading.main_thread():
+            arrived.set()
+            go.wait(60)
+
+    def run(number):
+        try:
+            found[number] = own.generate(prompt(50, number), max_new_tokens=4)
+        except SeergateError as error:
+            found[number] = error
+
+    with seergate.attached(own, gates(model), token_budget=32):
+        want = own.generate(prompt(50, 1), max_new_tokens=4)
+        hook = own.model.layers[0].get_submodule(place).register_forward_pre_hook(wait)
+        first = threading.Thread(target=run, args=(1,))
+        first.start()
+        assert arrived.wait(60)
+        run(2)
+        hook.remove()
+        go.set()
+        first.join()
+        assert "two threads run this model at once" in str(found[2])
+        assert torch.equal(found[1], want)
+        later = threading.Thread(target=run, args=(1,))
+        later.start()
+        later.join()
+        assert torch.equal(found[1], want)
+
+
+def test_a_cache_that_is_no_list_of_layers_is_said_to_be_dense(model):
+    """What transformers' continuous batching passes to the layers in the place of a cache."""
+    with seergate.attached(model, gates(model), token_budget=32) as handle, pytest.warns(match="own paged cache"):
+        model(prompt(60), use_cache=False, cache=object())
+    assert handle.stats()["steps"] == 0
+
+
+@pytest.mark.soak
+def test_pages_of_transformers_are_said_to_be_dense(model):
+    with seergate.attached(model, gates(model), token_budget=32), pytest.warns(match="own paged cache"):
+        model.generate(prompt(60), max_new_tokens=4, cache_implementation="paged", eos_token_id=-1)

@@ -48,9 +48,8 @@ def same_tokens(ours, dense, tokens, row=0, dense_row=0):
 
 
 @pytest.mark.parametrize("name", ["gate", "quest", "oracle", "random"])
-def test_a_rectified_cache_is_a_dense_one(name):
+def test_a_rectified_cache_is_a_dense_one(model, name):
     """After every fifth sparse step, before the sixth; and it is not, without rectification."""
-    model = tiny_model("qwen3")
     ids, length, new = prompt(60), 40, 12
     runs = {}
     for every in (EVERY, None):
@@ -70,9 +69,8 @@ def test_a_rectified_cache_is_a_dense_one(name):
         same_tokens(runs[None][0], dense, length + 2)
 
 
-def test_every_token_that_is_said_follows_from_the_rectified_cache():
+def test_every_token_that_is_said_follows_from_the_rectified_cache(model):
     """`generate` against a loop that takes tokens back and reads them again by hand."""
-    model = tiny_model("qwen3")
     batch = left_padded([prompt(40, 1), prompt(29, 2)])
     with seergate.attached(model, selector(model, "oracle"), correction=Rectify(EVERY)) as handle:
         found = model.generate(**batch, max_new_tokens=18)
@@ -125,9 +123,8 @@ def test_families_with_windows_sinks_and_other_groups(family):
 
 
 @pytest.mark.parametrize("name", ["gate", "oracle"])
-def test_rows_that_come_later_are_rectified_in_their_own_time(name):
-    """Continuous batching: a row says the same alone and beside rows that began earlier."""
-    model = tiny_model("qwen3")
+def test_rows_that_come_later_are_rectified_in_their_own_time(model, name):
+    """Continuous batching: a row has the same tokens alone and beside rows that began earlier."""
     prompts = [prompt(length, seed)[0].tolist() for seed, length in enumerate((40, 30, 37))]
 
     def alone(ids, new):
@@ -163,8 +160,7 @@ def test_rows_that_come_later_are_rectified_in_their_own_time(name):
         same_tokens(batch.cache, cache, tokens - tokens % EVERY - EVERY, row)
 
 
-def test_beams_drafts_and_further_turns():
-    model = tiny_model("qwen3")
+def test_beams_drafts_and_further_turns(model):
     question = prompt(40)
     with seergate.attached(model, selector(model, "gate"), correction=Rectify(EVERY)) as handle:
         assert model.generate(input_ids=question, max_new_tokens=14, num_beams=3).shape == (1, 54)
@@ -182,8 +178,7 @@ def test_beams_drafts_and_further_turns():
     same_tokens(cache, dense_cache(model, selector(model, "gate"), input_ids=turn), turn.shape[1])
 
 
-def test_steps_that_read_everything_are_not_rectified():
-    model = tiny_model("qwen3")
+def test_steps_that_read_everything_are_not_rectified(model):
     with seergate.attached(model, gates(model), DecodeConfig(token_budget=6 * BLOCK), correction=Rectify(4)) as handle:
         model.generate(input_ids=prompt(30), max_new_tokens=18)  # 47 tokens, which the budget covers
         assert handle.stats()["rectification"]["passes"] == 0
@@ -195,8 +190,7 @@ def test_steps_that_read_everything_are_not_rectified():
             assert handle.stats()["density"] == 1 and handle.stats()["rectification"]["passes"] == 0
 
 
-def test_static_caches_are_rectified_too():
-    model = tiny_model("qwen3")
+def test_static_caches_are_rectified_too(model):
     batch = left_padded([prompt(40, 1), prompt(29, 2)])
     with seergate.attached(model, gates(model), token_budget=2 * BLOCK, correction=Rectify(4)):
         dynamic = model.generate(**batch, max_new_tokens=15)
@@ -204,9 +198,8 @@ def test_static_caches_are_rectified_too():
     assert torch.equal(dynamic, static)
 
 
-def test_copies_of_a_rectified_model():
+def test_copies_of_a_rectified_model(model):
     """A copy has hooks, counters and caches of its own."""
-    model = tiny_model("qwen3")
     with seergate.attached(model, selector(model, "oracle"), correction=Rectify(4)) as handle:
         twin = copy.deepcopy(model)
         texts = [each.generate(input_ids=prompt(45), max_new_tokens=14) for each in (model, twin)]
@@ -261,8 +254,7 @@ def test_a_rectification_that_fails_leaves_the_cache_as_it_was(family, lengths):
     assert torch.equal(runs[0][0], runs[1][0])
 
 
-def test_a_cache_narrowed_to_some_rows():
-    model = tiny_model("qwen3")
+def test_a_cache_narrowed_to_some_rows(model):
     with seergate.attached(model, selector(model, "quest")):
         cache = DynamicCache()
         model(**left_padded([prompt(30, 1), prompt(20, 2), prompt(25, 3)]), past_key_values=cache)
@@ -280,18 +272,9 @@ def test_a_cache_narrowed_to_some_rows():
             cache.crop(-3)
 
 
-def test_refusals():
-    model, hybrid = tiny_model("qwen3"), tiny_model("qwen3_5_text")
-    with pytest.raises(SeergateError, match="rectification takes tokens back, which layers of kind linear_attention"):
-        seergate.attach(hybrid, "oracle", block_size=8, correction=Rectify(4))
+def test_refusals(model):
     with pytest.raises(ValueError, match="every is 0; it must be a positive number of steps"):
         Rectify(0)
-    windowed = tiny_model("gemma3_text")
-    with (
-        seergate.attached(windowed, selector(windowed, "oracle"), correction=Rectify(4)),
-        pytest.raises(SeergateError, match="a StaticSlidingWindowLayer cannot do; use a dynamic cache"),
-    ):
-        windowed.generate(input_ids=prompt(45), max_new_tokens=8, cache_implementation="static")
     hooks = len(model.model._forward_hooks) + len(model.model._forward_pre_hooks)
     cache = DynamicCache()
     with seergate.attached(model, selector(model, "oracle"), correction=Rectify(4)):
@@ -300,3 +283,17 @@ def test_refusals():
         with pytest.raises(SeergateError, match="input_ids"):
             model(inputs_embeds=model.get_input_embeddings()(prompt(1)), past_key_values=cache)
     assert len(model.model._forward_hooks) + len(model.model._forward_pre_hooks) == hooks
+
+
+def test_rectification_where_the_model_makes_the_cache(model):
+    def said(**cache):
+        out = model(prompt(60), **cache)
+        steps = []
+        for step in range(12):
+            out = model(prompt(1, step), past_key_values=out.past_key_values)
+            steps.append(out.logits)
+        return torch.stack(steps)
+
+    with seergate.attached(model, "resa", token_budget=32, rectify_every=4) as handle, torch.no_grad():
+        assert torch.equal(said(), said(past_key_values=DynamicCache()))
+        assert handle.stats()["rectification"]["passes"] > 0

@@ -1,11 +1,9 @@
-"""ReasonCache while decoding: what it saves, what it leaves alone, and that its worker cannot do harm."""
+"""ReasonCache while decoding: what it saves, what it leaves alone, and a worker that fails."""
 
 from __future__ import annotations
 
 import gc
 import json
-import subprocess
-import sys
 import threading
 import warnings
 import weakref
@@ -23,7 +21,7 @@ from seergate.reason.worker import Worker
 from tests.host.reasoning import Words, forced_run, repeating
 from tests.host.test_decode import gates
 from tests.models import left_padded, prompt, tiny_model
-from tests.test_house import ROOT
+from tests.running import run_script
 
 PROMPTS = [prompt(11, 1), prompt(5, 2)]
 PAGE = 4
@@ -35,7 +33,7 @@ def reason(kind=methods.ReasonCache, **options):
 
 
 def looping(rows=2, length=12):
-    """The first row says the same step seven times, the others never repeat one."""
+    """The first row repeats one step seven times, the others never repeat one."""
     texts = [repeating(7, length), *(repeating(7, length, seed, fresh=range(7)) for seed in range(1, rows))]
     return torch.cat(texts)
 
@@ -44,9 +42,8 @@ def looping(rows=2, length=12):
     ("options", "selects"),
     [({"percentile": 0}, True), ({"warm_up": 10**6}, False), ({"strict": 1.0, "soft": 1.0}, False)],
 )
-def test_where_nothing_is_shared_nothing_changes(options, selects):
+def test_where_nothing_is_shared_nothing_changes(model, options, selects):
     """To the last bit the plain cache; dense, and under a method that selects."""
-    model = tiny_model("qwen3")
     quest = {"token_budget": 16, "block_size": PAGE, "dense_layers": ()}
     reads = methods.Quest(**quest) if selects else None
     plain, _, _ = forced_run(model, reads or methods.Dense(), PROMPTS, looping())
@@ -56,8 +53,7 @@ def test_where_nothing_is_shared_nothing_changes(options, selects):
     assert stats["sharing"]["steps"] == 12, "the last tokens are told of when the next ones come"
 
 
-def test_repeats_share_blocks_and_other_rows_do_not_notice():
-    model = tiny_model("qwen3")
+def test_repeats_share_blocks_and_other_rows_do_not_notice(model):
     plain, contiguous, _ = forced_run(model, "dense", PROMPTS, looping())
     tables = []
 
@@ -111,8 +107,7 @@ def test_what_is_known_of_a_block_follows_it():
                     assert torch.equal(rows[:, 2 * newer : 2 * newer + 2], rows[:, 2 * older : 2 * older + 2])
 
 
-def test_selecting_everything_of_shared_blocks_is_reading_all_of_them():
-    model = tiny_model("qwen3")
+def test_selecting_everything_of_shared_blocks_is_reading_all_of_them(model):
     gate, text = methods.Gate(bank=gates(model, 8), threshold=1e-30), looping(2, 20)
     selecting, _, stats = forced_run(model, reason(reads=gate, block_size=8), PROMPTS, text)
     dense, _, _ = forced_run(model, reason(block_size=8), PROMPTS, text)
@@ -120,9 +115,8 @@ def test_selecting_everything_of_shared_blocks_is_reading_all_of_them():
     torch.testing.assert_close(selecting, dense, rtol=1e-4, atol=1e-4)
 
 
-def test_stock_ways_of_generating():
+def test_stock_ways_of_generating(model):
     """Beams, drafts that are taken back, and several samples of a prompt, all of them while blocks are shared."""
-    model = tiny_model("qwen3")
     text = torch.cat((prompt(5, 2), repeating(4, 12)), 1)
     for options in (
         {"num_beams": 3, "do_sample": False},
@@ -137,9 +131,8 @@ def test_stock_ways_of_generating():
 
 
 @pytest.mark.parametrize("reads", [None, "quest"])
-def test_rows_that_come_and_go(reads):
+def test_rows_that_come_and_go(model, reads):
     """A row that joins another, and stays when that one leaves, shares what it shares alone; so does the other."""
-    model = tiny_model("qwen3")
     if reads:
         reads = methods.Quest(token_budget=8 * PAGE, block_size=PAGE, dense_layers=())
     texts = [repeating(7, 12), repeating(7, 12, 5)]
@@ -176,9 +169,8 @@ def test_rows_that_come_and_go(reads):
 
 
 @pytest.mark.parametrize("asynchronous", [False, True])
-def test_a_cache_that_is_dropped_leaves_nothing(asynchronous):
+def test_a_cache_that_is_dropped_leaves_nothing(model, asynchronous):
     """Its memory is free at once, without the garbage collector; its rows are forgotten when the next one is used."""
-    model = tiny_model("qwen3")
     gc.disable()
     try:
         with seergate.attached(model, reason(asynchronous=asynchronous)) as handle, torch.inference_mode():
@@ -222,9 +214,8 @@ def raising():
 
 
 @pytest.mark.parametrize("asynchronous", [False, True])
-def test_a_worker_that_raises(monkeypatch, asynchronous):
-    """Said once; decoding goes on, and is the plain one if nothing had been decided."""
-    model = tiny_model("qwen3")
+def test_a_worker_that_raises(model, monkeypatch, asynchronous):
+    """One warning; decoding goes on, and is the plain one if nothing had been decided."""
     plain, _, _ = forced_run(model, "dense", PROMPTS, looping())
     spoilt(monkeypatch, 5, raising)
     with pytest.warns(RuntimeWarning, match="reason_cache shares no more blocks: out of its mind") as said:
@@ -239,8 +230,7 @@ def test_a_worker_that_raises(monkeypatch, asynchronous):
     assert stats["sharing"]["error"] == "out of its mind" and not stats["sharing"]["shared_blocks"]
 
 
-def test_a_worker_that_fails_late_leaves_what_it_decided(monkeypatch):
-    model = tiny_model("qwen3")
+def test_a_worker_that_fails_late_leaves_what_it_decided(model, monkeypatch):
     whole, _, _ = forced_run(model, reason(), PROMPTS, looping())
     spoilt(monkeypatch, 80, raising)
     with warnings.catch_warnings():
@@ -327,8 +317,7 @@ def test_more_rows_fit_under_a_cap():
     assert rows_that_fit(model, reason(max_blocks=blocks, percentile=100, warm_up=0), blocks, text) >= 4
 
 
-def test_the_control_saves_as_much():
-    model = tiny_model("qwen3")
+def test_the_control_saves_as_much(model):
     _, _, informed = forced_run(model, reason(), PROMPTS, looping())
     _, cache, control = forced_run(model, reason(methods.RandomSharing), PROMPTS, looping())
     shared = sum(informed["sharing"]["shared_blocks"].values())
@@ -340,13 +329,13 @@ def test_the_control_saves_as_much():
 
 def benchmark(name, tmp_path, *options):
     """The record of a benchmark that is run with one thread."""
-    command = [sys.executable, f"benchmarks/{name}.py", "--threads", "1", "--output", str(tmp_path), *options]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+    done = run_script(f"benchmarks/{name}.py", "--threads", "1", "--output", str(tmp_path), *options)
     assert done.returncode == 0, done.stderr
     return json.loads((tmp_path / f"{name}.json").read_text())
 
 
-def test_the_tiny_reasoner_recalls_what_it_said(tmp_path):
+@pytest.mark.soak
+def test_the_tiny_reasoner_recalls_its_values(tmp_path):
     """It goes through its first steps again and again. ReasonCache keeps every value that a later step needs; random
     sharing of as many blocks loses some.
     """
@@ -372,8 +361,7 @@ def test_benchmark_of_admission(tmp_path):
 # ------------------------------------------------------------------------------------------------------------ refusals
 
 
-def test_refusals():
-    model = tiny_model("qwen3")
+def test_refusals(model):
     for method, paging, message in (
         (methods.ReasonCache(), None, "needs the model's tokenizer, and none could be loaded from ''"),
         (reason(), Paging(8), "give block_size and max_blocks to 'reason_cache' itself"),

@@ -1,4 +1,4 @@
-"""The trace says what was read: line by line what the method selected, and in sum what the counters say."""
+"""The trace holds what was read: line by line what the method selected, in sum what the counters have."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from seergate import DecodeConfig, SeergateError, methods
 from seergate.methods.gate import Gate
 from seergate.report.activation_plot import activation, activation_plot, read_trace
 from tests.host.test_decode import BLOCK, gates
-from tests.models import left_padded, prompt, tiny_model
+from tests.models import left_padded, prompt
 
 
 def lines_of(path):
@@ -21,8 +21,7 @@ def lines_of(path):
 
 
 @pytest.mark.parametrize("options", [{"token_budget": 2 * BLOCK}, {"threshold": 0.05}, {"top_p": 0.7}])
-def test_the_trace_is_what_was_selected(options, tmp_path, monkeypatch):
-    model = tiny_model("qwen3")
+def test_the_trace_is_what_was_selected(model, options, tmp_path, monkeypatch):
     method, seen = Gate.from_config(gates(model), DecodeConfig(**options)), []
     select = Gate.select
 
@@ -60,9 +59,8 @@ def test_the_trace_is_what_was_selected(options, tmp_path, monkeypatch):
             assert columns["tokens"][mine].sum() / context == pytest.approx(stats["density_per_head"][index][head])
 
 
-def test_what_is_read_without_a_choice(tmp_path):
+def test_what_is_read_without_a_choice(model, tmp_path):
     """Dense layers, covering budgets and evicting methods read what they hold."""
-    model = tiny_model("qwen3")
     path = tmp_path / "trace.parquet"
     bank = gates(model)
     with seergate.attached(model, bank, token_budget=BLOCK, dense_layers=(0,)) as handle, handle.traced(path):
@@ -79,8 +77,7 @@ def test_what_is_read_without_a_choice(tmp_path):
     assert stats["tokens_per_head"] == [[20, 20], [20, 20]]
 
 
-def test_only_some_steps_and_only_while_it_lasts(tmp_path):
-    model = tiny_model("qwen3")
+def test_only_some_steps_and_only_while_it_lasts(model, tmp_path):
     path = tmp_path / "trace.parquet"
     with seergate.attached(model, "oracle", token_budget=BLOCK, block_size=BLOCK) as handle:
         with handle.traced(path, every=3):
@@ -103,10 +100,9 @@ def test_only_some_steps_and_only_while_it_lasts(tmp_path):
         assert handle.trace is None
 
 
-def test_activated_tokens_against_position(tmp_path):
+def test_activated_tokens_against_position(model, tmp_path):
     """A budget reads a saw tooth: whole blocks and what the open one holds."""
     pytest.importorskip("matplotlib")
-    model = tiny_model("qwen3")
     paths = {}
     for name, options in {"budget 24": {"token_budget": 24}, "threshold": {"threshold": 0.2}}.items():
         paths[name] = tmp_path / f"{name}.parquet"
@@ -127,12 +123,11 @@ def test_activated_tokens_against_position(tmp_path):
     assert picture.stat().st_size > 5000 and picture.with_suffix(".svg").exists()
 
 
-def test_traces_that_cannot_be_drawn(tmp_path):
+def test_traces_that_cannot_be_drawn(model, tmp_path):
     import pyarrow as pa
 
     other = tmp_path / "other.parquet"
     pq.write_table(pa.table({"a": [1]}), other)
-    model = tiny_model("qwen3")
     empty = tmp_path / "empty.parquet"
     with seergate.attached(model, "dense") as handle, handle.traced(empty):
         model(input_ids=prompt(8), past_key_values=DynamicCache())

@@ -1,4 +1,4 @@
-"""Evicting methods, simulated: nothing is ever thrown away, masks say what attention may see. Float64, loops, numpy.
+"""Evicting methods, simulated: nothing is dropped, masks hide what has been evicted. Float64, loops, numpy.
 
 It shares no code with seergate: the model runs as transformers has it, over its own full cache, with an attention
 function that computes ``softmax(q k) v`` over the tokens that a `policy` has let live, from the papers' equations. A

@@ -216,7 +216,7 @@ def test_attention_sinks_and_capped_scores(name, family):
 
 @pytest.mark.parametrize("name", EACH)
 def test_on_a_static_cache(name):
-    model, batch = model_of(4), left_padded([prompt(30, 1), prompt(7, 2)])
+    model, batch = model_of(4, attn_implementation="eager"), left_padded([prompt(30, 1), prompt(7, 2)])
     with seergate.attached(model, EVICTORS[name].method(model)):
         dynamic = model.generate(**batch, max_new_tokens=30)
         assert torch.equal(model.generate(**batch, max_new_tokens=30, cache_implementation="static"), dynamic)

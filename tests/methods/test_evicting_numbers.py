@@ -141,21 +141,6 @@ def test_recurrence_intervals_by_hand():
     assert history[2099] == (2076, 2090)
 
 
-def test_without_a_threshold_lazy_eviction_is_a_sliding_window():
-    """alpha 0: all are active at every step, all intervals are 1, all scores tie, and the newest stay."""
-    from transformers import DynamicCache
-
-    model, cache = tiny_model("qwen3"), DynamicCache()
-    with seergate.attached(model, methods.LazyEviction(token_budget=16, window=4, alpha=0)):
-        model(input_ids=prompt(5), past_key_values=cache)
-        came = []
-        for t in range(1, 41):
-            model(input_ids=prompt(1, t), past_key_values=cache)
-            came.append(cache.layers[0].values[0, :, cache.layers[0].rows.held[0] - 1].clone())
-    assert cache.layers[0].rows.held == [16]
-    assert torch.equal(cache.layers[0].values[0, :, :16], torch.stack(came[-16:], 1))
-
-
 # ---------------------------------------------------------------------------------------------------------------- RPC
 
 
@@ -209,20 +194,6 @@ def test_recency_orders_by_use_then_score_then_age():
     assert recency(used, bounds).argsort(-1).tolist() == [[[1, 4, 2, 3, 0]]]
 
 
-@pytest.mark.parametrize(("share", "kept"), [(1.0, "lowest"), (0.0, "newest")])
-def test_raas_at_the_ends_of_its_share(share, kept):
-    """r -> 0 stamps one page and the new one: nearly a sliding window. r = 1 stamps all: the lowest bound leaves."""
-    from transformers import DynamicCache
-
-    model, cache = tiny_model("qwen3"), DynamicCache()
-    with seergate.attached(model, methods.RaaS(token_budget=16, block_size=4, prompt="extra", share=share)):
-        model(input_ids=prompt(4), past_key_values=cache)
-        for t in range(40):
-            model(input_ids=prompt(1, t), past_key_values=cache)
-    used = cache.layers[0].state.rows["used"][0, :, 1:5]
-    assert (used == 40).all() if kept == "lowest" else (used == 40).sum(-1).max() <= 2
-
-
 @pytest.mark.parametrize("share", [0.0, 0.3, 0.5, 1.0])
 def test_how_many_pages_raas_stamps(share, monkeypatch):
     """At each step max(1, floor(r pages)) of the pages, the ones with the highest bounds, and the open one get the
@@ -250,7 +221,9 @@ def test_how_many_pages_raas_stamps(share, monkeypatch):
     assert checked == 2 * 39
 
 
-@pytest.mark.parametrize("group", [1, 4, 5])
+@pytest.mark.parametrize(
+    "group", [pytest.param(1, marks=pytest.mark.soak), 4, pytest.param(5, marks=pytest.mark.soak)]
+)
 def test_raas_reads_part_of_a_long_prompt(group):
     """With room for all of the prompt nothing changes; with less, less is read, and the same alone and in a batch."""
     from tests.models import left_padded
@@ -288,15 +261,15 @@ def test_random_eviction_is_uniform_and_repeats(law):
     index = torch.arange(40).expand(2, -1)
     kept = torch.zeros(2, 40)
     both = 0
-    for seed in range(4000):
+    for seed in range(1000):
         numbers = random_numbers(index, seed, 3, 17 if law == "redraw" else 0)
         chosen = best(numbers[None], [10])[0]
         assert torch.equal(random_numbers(index, seed, 3, 17 if law == "redraw" else 0), numbers)
         kept.scatter_add_(1, chosen, torch.ones(2, 10))
         both += len(set(chosen[0].tolist()) & set(chosen[1].tolist()))
-    deviation = math.sqrt(0.25 * 0.75 / 4000)
-    assert (kept / 4000 - 0.25).abs().max() < 4.5 * deviation
-    assert both / 4000 == pytest.approx(2.5, abs=0.1)
+    deviation = math.sqrt(0.25 * 0.75 / 1000)
+    assert (kept / 1000 - 0.25).abs().max() < 4.5 * deviation
+    assert both / 1000 == pytest.approx(2.5, abs=0.15)
 
 
 @pytest.mark.soak

@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-import copy
-
 import numpy as np
 import pytest
 import torch
-from transformers import DynamicCache
 
 import seergate
 from seergate import SeergateError, methods
@@ -160,7 +157,7 @@ def test_tokens_in_the_cache_are_counted():
 
 
 def test_the_gate_never_drops_an_attention_of_the_evictors_own():
-    """Even of a method that does not say that it has one."""
+    """Even of a method that does not declare one."""
 
     class Newest(methods.H2O):
         def new_state(self, spec):
@@ -176,17 +173,3 @@ def test_the_gate_never_drops_an_attention_of_the_evictors_own():
         pytest.raises(SeergateError, match="the gate's attention would take the place of that method's own"),
     ):
         model.generate(input_ids=prompt(30), max_new_tokens=3)
-
-
-def test_a_copy_of_a_cache_shares_the_gates():
-    model, gate = model_of(4), methods.Gate(bank=naive_views.gate_for(model_of(4)), token_budget=16)
-    cache = DynamicCache()
-    with seergate.attached(model, methods.GateOnEvictor(evictor=methods.H2O(token_budget=24), gate=gate)):
-        model(input_ids=prompt(30), past_key_values=cache)
-        twin = copy.deepcopy(cache)
-        for layer, other in zip(cache.layers, twin.layers, strict=True):
-            assert layer.state.gating.gate is other.state.gating.gate and layer.method is other.method
-            assert other.state.parts == (other.state.evicting, other.state.gating)
-            assert layer.state.gating.rows["kg"].data_ptr() != other.state.gating.rows["kg"].data_ptr()
-        both = [model(input_ids=prompt(1, 7), past_key_values=each).logits for each in (cache, twin)]
-    assert torch.equal(*both)

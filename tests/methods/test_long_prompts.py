@@ -1,4 +1,4 @@
-"""A prompt that the budget has no room for: one warning that says what is done with it, and that this is done."""
+"""A prompt that the budget has no room for: one warning that describes what happens to it, and the same happens."""
 
 from __future__ import annotations
 

@@ -76,22 +76,6 @@ def test_quest_bounds_every_key_however_it_came(group, chunks):
     torch.testing.assert_close(single.scores(last)[..., :50], dots, msg="the bound of a page of one key is tight")
 
 
-def test_quest_knows_no_order_within_a_page_and_mirrors_a_negated_query():
-    """A page's keys in any order have one bound; of a query without negative entries it is that with the maxima, and
-    of its negative that with the minima.
-    """
-    keys, q = torch.randn(1, 2, 24, 6), torch.randn(1, 4, 6)
-    shuffled = torch.cat([page[:, :, torch.randperm(8)] for page in keys.split(8, dim=2)], dim=2)
-    found = [fed(methods.Quest(token_budget=64, block_size=8), q, given, [24]) for given in (keys, shuffled)]
-    scores = [state.scores(last) for state, last in found]
-    assert not torch.equal(keys, shuffled) and torch.equal(*scores)
-    state, last = found[0]
-    for sign, name in ((1, "high"), (-1, "low")):
-        last.q_BHSD = sign * q.abs()[:, :, None]
-        bounds = last.q_BHSD.unflatten(1, (2, 2))[..., 0, :] @ state.rows[name][:, :, :3].transpose(-1, -2)
-        torch.testing.assert_close(state.scores(last)[..., :3], bounds.amax(2))
-
-
 def test_quest_group_reduction():
     keys, q = torch.randn(1, 1, 16, 4), torch.randn(1, 3, 4)
     bounds = []
@@ -173,16 +157,6 @@ def test_streaming_llm_keeps_sinks_and_recent_tokens_at_cache_positions():
     torch.testing.assert_close(found, (weights @ values[:, :, None, kept])[..., 0, :].flatten(1, 2))
 
 
-@pytest.mark.parametrize("family", ["qwen3", "glm4", "phi3", "gpt_oss", "gemma3_text"])
-def test_rotation_is_undone(family):
-    options = {"partial_rotary_factor": 0.5} if family == "phi3" else {}
-    model = tiny_model(family, **options)
-    _, attention = families.full_attention_modules(model)[0]
-    rotary = Rotary(families.decoder_of(model), attention, "full_attention")
-    x, positions = torch.randn(2, 3, 5, 16), torch.randint(0, 500, (2, 5))
-    torch.testing.assert_close(rotary.unrotate(rotary.rotate(x, positions), positions), x, rtol=1e-4, atol=1e-5)
-
-
 def test_rotation_with_an_attention_factor_is_undone():
     scaling = {"rope_type": "yarn", "factor": 8.0, "rope_theta": 1e4, "original_max_position_embeddings": 256}
     model = tiny_model("qwen3", rope_parameters=scaling)
@@ -209,8 +183,15 @@ def test_published_selection_by_hand():
     assert complete.indices.tolist() == [[[0, 4]]], "a block that has just closed competes with its own score"
 
 
-def test_published_gates_rotate_a_block_that_closes_in_decode_at_its_last_position():
-    model = tiny_model("qwen3")
+def test_published_selection_breaks_ties_alike_in_any_batch():
+    rule = DecodeConfig(token_budget=16, compat="published")
+    alone = published_selection(torch.zeros(1, 1, 4), torch.tensor([30]), 8, rule)
+    padded = torch.zeros(2, 1, 9)
+    together = published_selection(padded, torch.tensor([30, 70]), 8, rule)
+    assert alone.indices[0, 0].tolist() == [i for i in together.indices[0, 0].tolist() if i >= 0] == [0, 1, 3]
+
+
+def test_published_gates_rotate_a_block_that_closes_in_decode_at_its_last_position(model):
     bank = GateBank.for_model(model, GateConfig(8, 16))
     kg = {}
     for compat in (None, "published"):
@@ -232,18 +213,8 @@ def test_published_gates_rotate_a_block_that_closes_in_decode_at_its_last_positi
 # ---------------------------------------------------------------------------------------------------------------- gate
 
 
-def test_a_key_of_the_current_block_changes_no_score_of_another():
-    bank = GateBank.for_model(tiny_model("qwen3"), GateConfig(8, 16))
-    method = methods.Gate(bank=bank, token_budget=64)
-    keys, q = torch.randn(1, 2, 30, 16), torch.randn(1, 4, 16)
-    state, last = fed(method, q, keys, [30])
-    before = state.scores(last)[..., :3].clone()
-    keys[:, :, 24:] += 10
-    state, last = fed(method, q, keys, [30])
-    torch.testing.assert_close(state.scores(last)[..., :3], before)
-
-
 def test_refusals():
+    bank = GateBank.for_model(tiny_model("qwen3"), GateConfig(8, 16))
     for attempt, message in (
         (lambda: methods.Quest(token_budget=15, block_size=16), "token_budget is 15; with block_size 16"),
         (lambda: methods.Quest(block_size=0), "block_size is 0"),
@@ -253,6 +224,21 @@ def test_refusals():
         (lambda: methods.StreamingLLM(token_budget=4), "token_budget is 4; it must be greater than sink_tokens"),
         (lambda: methods.StreamingLLM(sink_tokens=-1), "sink_tokens is -1"),
         (lambda: methods.make_method("snap_kv"), "there is no method 'snap_kv'"),
+        (lambda: methods.StreamingLLM(token_budget=20.5), "token_budget is 20.5"),
+        (lambda: methods.StreamingLLM(token_budget="x"), "token_budget is 'x'"),
+        (lambda: methods.Oracle(block_size=True), "block_size is True"),
+        (lambda: methods.Gate(bank=None), "bank is a NoneType; it must be a GateBank"),
+        (lambda: methods.Gate(bank=bank, block_size=64), "block_size is 64.*blocks of 8"),
+        (lambda: methods.Random(seed="a"), "seed is 'a'"),
+        (lambda: DecodeConfig(dense_layers=3), "dense_layers is 3"),
+        (lambda: DecodeConfig(top_p=0.9, compat="published"), "neither top_p.*or pass compat=None"),
+        (lambda: DecodeConfig(compat="publishd"), "compat is 'publishd'"),
+        (lambda: GateConfig(k_pooling=None), "k_pooling is None"),
+        (lambda: GateConfig(k_pooling=[["max"]]), "k_pooling is"),
+        (lambda: seergate.attach(tiny_model("qwen3"), "oracle", dense_layers=(99,)), r"dense_layers names \[99\]"),
+        (lambda: seergate.attach(tiny_model("qwen3"), "quest", DecodeConfig()), "goes with gates"),
+        (lambda: DecodeConfig(dense_below=-1), "dense_below is -1; it must be 0 or a positive"),
+        (lambda: DecodeConfig(dense_below=8, compat="published"), "nor dense_below"),
     ):
         with pytest.raises(ValueError, match=message):
             attempt()

@@ -253,24 +253,6 @@ DOCUMENT = Path(__file__).parents[2] / "docs" / "methods.md"
 WRITTEN = sorted(set(re.findall(r"`([a-z0-9_]+:[a-z0-9_:=+.]+)`", DOCUMENT.read_text())))
 
 
-def test_the_document_names_every_variant():
-    named = {(name, option) for name, options in map(read_method, WRITTEN) for option in options}
-    assert named >= {
-        ("quest", "min_pages"),
-        ("streaming_llm", "positions"),
-        ("lazy_eviction", "h1"),
-        ("lazy_eviction", "use_h1"),
-        ("quest", "group_reduction"),
-        ("snapkv", "pooled_by"),
-        ("r_kv", "trigger"),
-        ("rpc", "selector"),
-        ("raas", "share_of"),
-        ("raas", "prompt"),
-        ("snapkv", "compress"),
-        ("r_kv", "spare_first"),
-    }
-
-
 @pytest.mark.parametrize("text", WRITTEN)
 def test_what_the_document_writes_is_no_default(text):
     """Every option there exists, may have that value, and has another one by default."""

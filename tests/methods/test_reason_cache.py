@@ -36,17 +36,6 @@ def test_similarity_by_hand():
     assert similarity(one, ReasoningStep(3, [1, 2], "x" * 10)) == similarity(one, ReasoningStep(3, [], "")) == 0
 
 
-@given(
-    strategies.lists(strategies.integers(0, 9), min_size=1, max_size=40),
-    strategies.lists(strategies.integers(0, 9), min_size=1, max_size=40),
-)
-def test_similarity_is_the_cosine_of_vectors(a, b):
-    u, v = (torch.bincount(torch.tensor(ids), minlength=10).double() for ids in (a, b))
-    want = torch.dot(u, v) / (u.norm() * v.norm()) * min(len(a), len(b)) / max(len(a), len(b))
-    found = similarity(ReasoningStep(0, a, "x" * len(a)), ReasoningStep(0, b, "x" * len(b)))
-    assert found == pytest.approx(float(want))
-
-
 # ------------------------------------------------------------------------------------------------------ segmentation
 
 PIECES = ["\n", "\n\n", ".\n\n", " ", "a", "b ", "```", "c\n"]

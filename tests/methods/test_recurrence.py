@@ -13,7 +13,6 @@ from seergate import SeergateError, methods
 from seergate.cli.main import main
 from seergate.eval.kept import kept_tokens, seen_layer
 from seergate.eval.recurrence import Recurrence, measure_recurrence, query_centres
-from seergate.report.attention_plots import kept_plot, recurrence_plot
 from tests.methods.evictors import EVICTORS, model_of
 from tests.methods.naive import Lazy, RaaS, Simulation
 from tests.models import prompt
@@ -107,21 +106,6 @@ def test_the_record_agrees_with_the_simulation():
     for layer, past in simulation.layers.items():
         for head in range(2):
             assert ((kept.lifetimes(layer, head) > kept.tokens) == past.alive[head]).all()
-
-
-def test_pictures(tmp_path):
-    pytest.importorskip("matplotlib")
-    model, ids = model_of(4), prompt(30, 5)[0].tolist()
-    both = {name: kept_tokens(model, EVICTORS[name].method(model), ids, max_new_tokens=40) for name in ("raas", "h2o")}
-    found = measure_recurrence(model, [ids], max_new_tokens=30, alpha=0.01)
-    for path in (
-        kept_plot(both, tmp_path / "kept.png", layer=1, head=0),
-        recurrence_plot({"a": found}, tmp_path / "mri.png"),
-    ):
-        assert path.read_bytes().startswith(b"\x89PNG") and path.stat().st_size > 5000
-    for draw in (lambda: kept_plot({}, tmp_path / "x.png", layer=0, head=0), lambda: recurrence_plot({}, tmp_path)):
-        with pytest.raises(SeergateError):
-            draw()
 
 
 @pytest.mark.parametrize("method", ["lazy_eviction", "tri_attention"])

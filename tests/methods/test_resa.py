@@ -11,7 +11,7 @@ import seergate
 from seergate import methods
 from seergate.methods.quest import best_blocks
 from tests.methods.test_methods import fed
-from tests.models import left_padded, prompt, tiny_model
+from tests.models import left_padded, prompt
 
 
 def test_the_bound_for_the_mean_query_by_hand():
@@ -60,8 +60,7 @@ def test_best_blocks_by_hand():
     assert best_blocks(scores, [4, 3], [3, 3], sinks=2).indices.tolist() == [[[0, 1, 3]], [[0, 1, 2]]]
 
 
-def test_resa_decodes_and_rectifies():
-    model = tiny_model("qwen3")
+def test_resa_decodes_and_rectifies(model):
     rows = [prompt(40, 1), prompt(70, 2)]
     with seergate.attached(model, "resa", token_budget=16, block_size=8, rectify_every=6) as handle:
         together = model.generate(**left_padded(rows), max_new_tokens=20)

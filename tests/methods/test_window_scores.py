@@ -6,14 +6,11 @@ import pytest
 import torch
 from torch.nn.functional import pad
 
-import seergate
 from seergate import methods
 from seergate.methods.scoring import reduced
 from seergate.methods.snapkv import redundancy, window_scores
-from tests.methods.evictors import model_of
 from tests.methods.test_evicting_numbers import prompted
 from tests.methods.test_methods import step
-from tests.models import prompt
 
 
 def unseen_window(keys, queries):
@@ -38,34 +35,6 @@ def test_the_two_ways_to_reduce_a_group_by_hand():
     for reduction, numbers in expected.items():
         found = of_group(q, keys, reduction)
         torch.testing.assert_close(found, torch.tensor([numbers]), rtol=0, atol=6e-4)
-
-
-@pytest.mark.parametrize("group", [1, 4, 5])
-@pytest.mark.parametrize("reduction", ["mean", "max", "max_logits"])
-def test_the_order_of_the_windows_queries_does_not_matter(group, reduction):
-    """Of queries that see the same: in "mean" and "max" each sees some of the window, which here has no weight."""
-    keys, q = unseen_window(torch.randn(1, 2, 23, 6), torch.randn(1, 2 * group, 5, 6))
-    found, turned = of_group(q, keys, reduction), of_group(q[:, :, [3, 0, 4, 2, 1]], keys, reduction)
-    assert found.shape == (2, 18) and found.std() > 0.01
-    torch.testing.assert_close(found, turned, rtol=1e-4, atol=1e-6)
-
-
-@pytest.mark.parametrize("group", [1, 4, 5])
-@pytest.mark.parametrize("window", [1, 4])
-def test_without_pooling_the_most_attended_stay(group, window):
-    """A kernel of 1 is plain top-k of the attention summed (the same choice as its mean) over window and group."""
-    torch.manual_seed(group)
-    keys, q = torch.randn(1, 2, 21, 6), torch.randn(1, 2 * group, 21, 6)
-    state, last = prompted(methods.SnapKV(token_budget=9, window=window, kernel=1, interval=1), q, keys)
-    kept = state.keep(last).index[0]
-    for head in range(2):
-        total = torch.zeros(21)
-        for query in range(21 - window, 21):
-            for of in range(head * group, (head + 1) * group):
-                seen = keys[0, head, : query + 1]
-                total[: query + 1] += (seen @ q[0, of, query]).softmax(0)
-        best = total[: 21 - window].topk(9 - window).indices.tolist()
-        assert kept[head].tolist() == sorted(best) + list(range(21 - window, 21))
 
 
 @pytest.mark.parametrize("method", [methods.SnapKV, methods.RKV])
@@ -119,15 +88,3 @@ def test_redundancy_against_loops(spared, spare_first):
             similarity[i, 0] = 0
     assert 10 < alone < 140
     torch.testing.assert_close(redundancy(keys, 0.8, spared, spare_first)[0], similarity.mean(0).softmax(0))
-
-
-def test_r_kv_with_all_weight_on_attention_is_snapkv():
-    model = model_of(4)
-    results = []
-    for method in (
-        methods.RKV(token_budget=24, interval=8, window=4, importance_weight=1.0),
-        methods.SnapKV(token_budget=24, interval=8, window=4, group_reduction="max_logits"),
-    ):
-        with seergate.attached(model, method):
-            results.append(model.generate(input_ids=prompt(30), max_new_tokens=60))
-    assert torch.equal(*results)

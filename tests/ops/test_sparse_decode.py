@@ -162,17 +162,6 @@ def test_budget_that_covers_everything_is_dense_attention():
         torch.testing.assert_close(ops.sparse_decode(q, k, v, indices, lengths, 8), dense)
 
 
-def test_a_row_is_attended_alike_alone_and_in_a_batch():
-    q, k, v = cache(batch=3, capacity=44, dtype=torch.float32)
-    lengths = torch.tensor([44, 3, 30])
-    indices = choose(lengths, 2, 8, 24, 44)
-    together = ops.sparse_decode(q, k, v, indices, lengths, 8)
-    for row in range(3):
-        some = slice(row, row + 1)
-        alone = ops.sparse_decode(q[some], k[some], v[some], indices[some], lengths[some], 8)
-        torch.testing.assert_close(alone, together[some])
-
-
 @BOTH
 @pytest.mark.parametrize("extras", [{}, {"sinks": torch.zeros(4)}], ids=["plain", "sinks"])
 def test_a_head_without_blocks_gives_zero(sparse_decode, extras):

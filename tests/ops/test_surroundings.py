@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from seergate import GateBank, GateConfig, ops
-from tests.models import prompt, tiny_model
+from tests.models import prompt
 
 CU = torch.tensor([0, 37, 37, 96], dtype=torch.int32)
 
@@ -49,8 +49,7 @@ def test_autocast_changes_nothing(op, dtype):
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
-def test_the_whole_lesson_under_autocast(dtype):
-    model = tiny_model("qwen3")
+def test_the_whole_lesson_under_autocast(model, dtype):
     bank = GateBank.for_model(model, GateConfig(block_size=8, gate_dim=16))
     plain = bank.distill_loss(model, input_ids=prompt(80))
     with torch.autocast("cpu", dtype):
@@ -60,10 +59,9 @@ def test_the_whole_lesson_under_autocast(dtype):
     assert all(torch.isfinite(parameter.grad).all() for parameter in bank.parameters())
 
 
-def test_gates_without_a_norm_decode_under_autocast():
+def test_gates_without_a_norm_decode_under_autocast(model):
     import seergate
 
-    model = tiny_model("qwen3")
     bank = GateBank.for_model(model, GateConfig(block_size=8, gate_dim=16, qk_norm=False))
     with seergate.attached(model, bank, token_budget=32), torch.autocast("cpu", torch.bfloat16):
         assert model.generate(prompt(60), max_new_tokens=20).shape[1] == 80

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 from seergate import ops
 from seergate.ops import reference
@@ -138,18 +136,6 @@ class TestAttentionWithBlockTargets:
         pack = Pack.random([30])
         q, k = pack.q.requires_grad_(), pack.k.requires_grad_()
         assert not any(x.requires_grad for x in ops.attention_with_block_targets(q, k, k, pack.cu, 8))
-
-
-@settings(max_examples=25)
-@given(st.lists(st.integers(0, 40), min_size=1, max_size=5), st.integers(1, 17), st.integers(0, 100))
-def test_rows_sum_to_one_or_to_zero(lengths, block_size, seed):
-    pack = Pack.random(lengths, block_size=block_size, dtype=torch.float32, seed=seed)
-    targets = ops.block_targets(pack.q, pack.k, pack.cu, block_size)
-    assert targets.shape == (sum(lengths), 2, max(-(-length // block_size) for length in lengths))
-    rows = torch.cat([torch.arange(length) for length in lengths])
-    torch.testing.assert_close(targets.sum(-1), (rows >= block_size).float()[:, None].expand(-1, 2))
-    blocks = torch.arange(targets.shape[-1])
-    assert not targets.masked_select((blocks >= rows[:, None] // block_size)[:, None]).any()
 
 
 def test_targets_survive_probabilities_that_underflow():

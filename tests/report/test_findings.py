@@ -1,4 +1,4 @@
-"""What a report says in words."""
+"""The findings of a report, as text."""
 
 from __future__ import annotations
 

@@ -188,7 +188,7 @@ def test_paged(sizes, dtype, splits, device):
     check(ops.dense_decode(*moved, page_table=table.to(device)), want, dtype)
 
 
-@settings(max_examples=15)
+@settings(max_examples=8)
 @given(
     batch=st.integers(1, 3),
     kv_heads=st.integers(1, 3),

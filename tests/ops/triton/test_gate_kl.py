@@ -118,7 +118,7 @@ def test_sinks_softcap_and_scales(device):
     check(pack, device, sinks=torch.randn(6), softcap=4.0, sm_scale=0.6, gate_scale=-0.9)
 
 
-@settings(max_examples=8)
+@settings(max_examples=5)
 @given(
     lengths=st.lists(st.integers(0, 60), min_size=1, max_size=4),
     block_size=st.sampled_from([8, 16, 32]),

@@ -124,7 +124,7 @@ def test_packs_without_a_past_block(lengths, device):
     check(pack, values_of(pack), device)
 
 
-@settings(max_examples=8)
+@settings(max_examples=5)
 @given(
     lengths=st.lists(st.integers(0, 70), min_size=1, max_size=4),
     block_size=st.sampled_from([8, 16, 32, 64]),
