@@ -121,6 +121,7 @@ def attempts():
         ("paged", "evicting"): ("qwen3", "h2o", paged),
         ("offloaded", "evicting"): ("qwen3", "h2o", offloaded),
         ("offloaded", "dense"): ("qwen3", "dense", offloaded),
+        ("offloaded", "query heads apart"): ("qwen3", "quest", {**small, **offloaded, "group_reduction": "separate"}),
         ("offloaded", "lossless"): ("qwen3", "oracle", {**small, **offloaded, **lossless}),
         ("offloaded", "rectified"): ("qwen3", "oracle", {**small, **offloaded, **rectified}),
         ("paged", "lossless"): ("qwen3", "oracle", {**small, **paged, **lossless}),
