@@ -35,7 +35,6 @@ from seergate.cache.call import PROMPT, Call
 from seergate.cache.layer import GatedLayer
 from seergate.cache.offload import Offload
 from seergate.decode.step import make_step
-from seergate.inference_mode import show
 
 SHORTER = (1.0, 0.875, 0.75, 0.5)
 """Rows of a batch are these shares of its length, in turn."""
@@ -178,7 +177,7 @@ def announce(layer: GatedLayer, k_pre: Tensor, keys: Tensor, values: Tensor, mas
         parts = (queries, k_pre[:, :, some])
         layer.call = call = Call(PROMPT, lambda parts=parts: parts, None if valid.all() else valid)
         layer.update(keys[:, :, some], values[:, :, some])
-        show(layer.state, make_step(layer, call, queries, {}))
+        layer.state.observe(make_step(layer, call, queries, {}))
 
 
 def turn(model: PreTrainedModel, name: str, way: Way, mask: Tensor, tokens: int) -> None:

@@ -126,6 +126,11 @@ LESSONS: tuple[tuple[torch.dtype, torch.dtype, int, int, int, int, int, bool], .
     # dtype of teacher and of gate, head dimension of both, group, block size, tokens, rows, is the log-sum-exp known
     # What `seergate train` launches: gates in fp32 beside a model in bf16, every group of the shipped configurations.
     *((torch.bfloat16, torch.float32, 128, group, 64, 32768, 4096, False) for group in (4, 2, 5, 6, 7, 8)),
+    # The other presets: GPT-OSS, Qwen3-235B, both Qwen3.5.
+    *(
+        (torch.bfloat16, torch.bfloat16, dim, group, 64, 32768, 4096, False)
+        for dim, group in ((64, 8), (128, 16), (256, 4), (256, 6))
+    ),
     # The block sizes of the ablation.
     (torch.bfloat16, torch.float32, 128, 4, 16, 32768, 1024, False),
     (torch.bfloat16, torch.float32, 128, 4, 32, 32768, 2048, False),
