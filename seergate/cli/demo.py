@@ -15,7 +15,7 @@ HELP = (
     ["seergate demo", "seergate demo --problems 128 --out runs/bigger-demo"],
 )
 
-METHODS = ["dense", "oracle", "gate", "quest", "streaming_llm"]
+METHODS = ["dense", "oracle", "gate", "quest"]
 BUDGETS = [32, 64, 128]
 VARIABLES, PROBLEMS = 12, 32
 
