@@ -10,7 +10,9 @@ text's. Time to first token is that of a real, shorter prompt.
 
 Nothing is timed before every way has decoded the plain model's tokens with a budget for everything. The
 configurations take turns, a few tokens each, so that a busy machine slows all of them down; times are medians over
-tokens, ``ratios`` those of medians. ``best_dense`` is the faster of transformers' two caches.
+tokens, ``ratios`` those of medians. ``best_dense`` is the faster of transformers' two caches. At batch 1, ``ceiling``
+is its time over what it takes at a context as long as the budget, where there is nothing to leave out: no way that
+reads the budget can gain more.
 """
 
 from __future__ import annotations
@@ -235,6 +237,14 @@ def measure(model: PreTrainedModel, batch: int, length: int, options: argparse.N
     return row
 
 
+def add_ceilings(rows: list[dict[str, Any]], budget: int) -> None:
+    """What reading no more than the budget could gain at batch 1, if a context of just that length was measured."""
+    dense = {row["lengths"][0]: row["ways"][row["best_dense"]]["token_median_ms"] for row in rows if row["batch"] == 1}
+    for row in rows:
+        if row["batch"] == 1 and budget in dense:
+            row["ceiling"] = dense[row["lengths"][0]] / dense[budget]
+
+
 def first_token(model: PreTrainedModel, options: argparse.Namespace) -> dict[str, float]:
     """Seconds from a prompt to its first token, the median of three, each way."""
     ids = torch.randint(1, 1024, (1, options.prompt), device=options.device)
@@ -281,7 +291,7 @@ def command_line() -> argparse.Namespace:
     parser = arguments(__doc__)
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--dtype", choices=["float32", "bfloat16"], help="default: bfloat16 on a GPU, else float32")
-    parser.add_argument("--lengths", type=int, nargs="+", default=[3072, 8192, 16384, 32768], help="at batch 1")
+    parser.add_argument("--lengths", type=int, nargs="+", default=[2048, 3072, 8192, 16384, 32768], help="at batch 1")
     parser.add_argument("--batch-lengths", type=int, nargs="*", default=[16384], help="at batch 4, ragged")
     add_model_options(parser)
     parser.add_argument("--prompt", type=int, default=512, help="tokens of the prompt whose first token is timed")
@@ -313,6 +323,8 @@ def main() -> None:
             faster = ", ".join(f"{name} {ratio:.2f}x" for name, ratio in row["speedup"].items())
             print(f"    over {row['best_dense']}: {faster}", flush=True)
         seconds = first_token(model, options)
+    add_ceilings(rows, options.budget)
+    print("at most, at batch 1:", {row["lengths"][0]: round(row["ceiling"], 2) for row in rows if "ceiling" in row})
     print("first token after", options.prompt, "tokens:", {name: round(value, 3) for name, value in seconds.items()})
     even = {name: break_even(rows, name) for name in ("gate", "quest", "gate_offloaded")}
     print("break-even length:", {name: length and round(length) for name, length in even.items()})

@@ -136,9 +136,12 @@ def test_end_to_end(tmp_path: Path) -> None:
     assert done.returncode == 0, done.stderr
     record = record_of(tmp_path)
     assert set(record["options"]["first_token_seconds"]) == set(record["rows"][0]["ways"])
-    assert [row["batch"] for row in record["rows"]] == [1, 1, 1, 1, 4]
+    assert [row["batch"] for row in record["rows"]] == [1, 1, 1, 1, 1, 4]
+    floor, *longer = record["rows"]
+    assert floor["lengths"] == [record["options"]["budget"]] and floor["ceiling"] == 1
+    assert ["ceiling" in row for row in longer] == [True] * 4 + [False]
     per_token = 2 * 2 * 2 * 16 * 4  # keys and values, two layers, two heads of 16 float32
-    for row in record["rows"]:
+    for row in longer:
         ways, dense, tokens = row["ways"], row["ways"][row["best_dense"]], sum(row["lengths"])
         assert dense["token_median_ms"] == min(ways[f"hf_{kind}"]["token_median_ms"] for kind in ("static", "dynamic"))
         for name, speedup in row["speedup"].items():

@@ -8,6 +8,8 @@ import warnings
 from collections.abc import Callable
 from typing import Any
 
+from transformers import PreTrainedModel
+
 from seergate.errors import SeergateError
 from seergate.fingerprint import fingerprint
 from seergate.gates.bank import Gates
@@ -110,10 +112,10 @@ def check_engine(config: Any) -> None:
 
 def check_model(hf_config: Any, bank: Gates | None, dense_layers: tuple[int, ...]) -> None:
     """Refuse gates of another model, and a model whose attention cannot be made sparse."""
-    kinds = rope_kinds(hf_config)
+    model = skeleton(hf_config)
+    kinds = rope_kinds(model)
     layers = hf_config.get_text_config().num_hidden_layers
     if bank is not None:
-        model = skeleton(hf_config)
         decoder: Any = decoder_of(model)
         decoder.rotary_emb = type(decoder.rotary_emb)(config=text_config(model))  # a skeleton has no frequencies
         problems = bank.geometry.mismatches(gate_geometry(model, bank.config))
@@ -134,13 +136,15 @@ def check_model(hf_config: Any, bank: Gates | None, dense_layers: tuple[int, ...
         )
 
 
-def rope_kinds(hf_config: Any) -> dict[int, RopeKind]:
+def rope_kinds(model: PreTrainedModel) -> dict[int, RopeKind]:
     """Layer with full attention -> how its cached keys come from those before RoPE.
+
+    Args:
+        model: without weights.
 
     Raises:
         SeergateError: if the family is not supported, no layer has full attention, or there are attention sinks.
     """
-    model = skeleton(hf_config)
     modules = full_attention_modules(model)
     if any(getattr(attention, "sinks", None) is not None for _, attention in modules):
         raise SeergateError(

@@ -10,7 +10,8 @@ from torch import nn
 
 from seergate.errors import SeergateError
 from seergate.gates.gate import AttnGate
-from seergate.methods import Oracle, Quest, SelectingMethod
+from seergate.hf.loading import skeleton
+from seergate.methods import Quest, SelectingMethod
 from seergate.vllm.attention import Scores, SparseAttention, SparseBuilder
 from seergate.vllm.checks import READABLE, rope_kinds
 from seergate.vllm.pages import PAGES
@@ -78,7 +79,7 @@ def attach(model: nn.Module, vllm_config: Any) -> dict[int, SparseAttention]:
     assert settings is not None
     bank, device = settings.bank(), next(model.parameters()).device
     method = settings.selector(bank, vllm_config.cache_config.block_size)
-    kinds = rope_kinds(vllm_config.model_config.hf_config)
+    kinds = rope_kinds(skeleton(vllm_config.model_config.hf_config))
     found = {}
     for layer, parent, attention in attention_layers(model):
         if layer not in kinds or not method.selects_in(layer):
@@ -144,8 +145,7 @@ def fits_graphs(method: SelectingMethod) -> bool:
     """
     from vllm.platforms import current_platform
 
-    budget_alone = method.covered_tokens >= 0 and not method.dense_below
-    return current_platform.is_cuda() and budget_alone and not isinstance(method, Oracle)
+    return current_platform.is_cuda() and method.fixed_shapes and method.covered_tokens >= 0
 
 
 def rank_gate(gate: AttnGate, kv_heads: int, device: torch.device) -> AttnGate:
