@@ -6,14 +6,14 @@ D head dimension of the model, E gate dimension, P number of poolings.
 
 from __future__ import annotations
 
-import math
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from seergate.config import GateConfig
-from seergate.ops.gate_math import compressed_keys, rms_norm, rotate
+from seergate.ops.gate_math import block_scores, compressed_keys, projected_queries, rms_norm, rotate
+from seergate.ops.scoring import score_blocks
 
 INIT_STD = 0.02
 
@@ -105,11 +105,6 @@ class AttnGate(nn.Module):
             self.inv_freq = exact.to(self.inv_freq.device)
         return self
 
-    @property
-    def scale(self) -> float:
-        """Factor on ``queries . keys``: 1 / sqrt(E)."""
-        return 1.0 / math.sqrt(self.config.gate_dim)
-
     def queries(self, q_BHSD: Tensor, positions: Tensor) -> Tensor:
         """The query branch (equation 1a): one vector per token and KV head.
 
@@ -120,13 +115,10 @@ class AttnGate(nn.Module):
         Returns:
             ``[B, K, S, E]``.
         """
-        weight = self.k_proj.weight
-        q_BKGSD = q_BHSD.to(weight.dtype).unflatten(1, (self.num_kv_heads, self.group_size))
         if self.config.q_pooling == "proj":
-            q_KTP = q_BKGSD.permute(1, 0, 3, 2, 4).reshape(self.num_kv_heads, -1, self.group_size * self.head_dim)
-            qg_KTE = q_KTP @ self.q_proj.weight.flatten(1, 2)  # one product per KV head: a step reads its weight once
-            qg_BKSE = qg_KTE.unflatten(1, (len(q_BHSD), -1)).transpose(0, 1)
+            qg_BKSE = projected_queries(q_BHSD, self.q_proj.weight)
         else:
+            q_BKGSD = q_BHSD.to(self.k_proj.weight.dtype).unflatten(1, (self.num_kv_heads, self.group_size))
             qg_BKSE = q_BKGSD.mean(2)
             if self.config.q_pooling == "avgproj":
                 qg_BKSE = qg_BKSE @ self.q_proj.weight
@@ -152,8 +144,28 @@ class AttnGate(nn.Module):
 
     def scores(self, qg_BKSE: Tensor, kg_BKNE: Tensor) -> Tensor:
         """The logits of equation 1c, ``[B, K, S, N]``, in fp32 or wider."""
-        wide = torch.promote_types(qg_BKSE.dtype, torch.float32)
-        return (qg_BKSE.to(wide) * self.scale) @ kg_BKNE.to(wide).transpose(-1, -2)
+        return block_scores(qg_BKSE, kg_BKNE)
+
+    def step_scores(self, q_BHD: Tensor, lengths: Tensor, kg_BKNE: Tensor) -> Tensor:
+        """A decode step's logits ``[B, K, N]`` for blocks that are complete; those of others mean nothing.
+
+        Args:
+            q_BHD: each row's newest query before RoPE.
+            lengths: ``[B]``, tokens of each row, this one included.
+            kg_BKNE: its blocks' compressed keys.
+        """
+        if self.config.q_pooling != "proj":
+            return self.scores(self.queries(q_BHD[:, :, None], (lengths - 1)[:, None]), kg_BKNE)[:, :, 0]
+        return score_blocks(
+            q_BHD,
+            lengths,
+            kg_BKNE,
+            self.q_proj.weight,
+            self.config.block_size,
+            norm_weight=self.q_norm.weight if self.config.qk_norm else None,
+            inv_freq=self.inv_freq,
+            attention_scaling=self.attention_scaling,
+        )
 
     def _rotate(self, x: Tensor, positions: Tensor) -> Tensor:
         if self.inv_freq is None:

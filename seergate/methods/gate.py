@@ -185,8 +185,7 @@ class GateState(SelectingState):
 
     @torch.no_grad()
     def scores(self, step: Step) -> Tensor:
-        qg_BK1E = self.gate.queries(step.q_pre_BHSD, (step.lengths - 1)[:, None])
-        return self.gate.scores(qg_BK1E, self.rows["kg"])[:, :, 0]
+        return self.gate.step_scores(step.q_pre_BHSD[:, :, 0], step.lengths, self.rows["kg"])
 
     def crop(self, before: list[int], after: list[int], keys: KeysOf, offsets: list[int]) -> None:
         """Raw keys of a reopened block that are gone are recovered from the rotated ones."""

@@ -11,6 +11,7 @@ from seergate.ops.compression import update_compressed_keys
 from seergate.ops.dense_decode import dense_decode
 from seergate.ops.gate_kl import GateKLStats, gate_kl
 from seergate.ops.pooling import pool_keys
+from seergate.ops.scoring import score_blocks
 from seergate.ops.selection import Selection, select_blocks
 from seergate.ops.sparse_decode import sparse_decode
 from seergate.ops.teacher import AttentionWithTargets, attention_with_block_targets, block_targets
@@ -24,6 +25,7 @@ __all__ = [
     "dense_decode",
     "gate_kl",
     "pool_keys",
+    "score_blocks",
     "select_blocks",
     "sparse_decode",
     "update_compressed_keys",

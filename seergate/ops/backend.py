@@ -25,6 +25,7 @@ FILES = {
     "dense_decode": "dense_decode",
     "gate_kl": "gate_kl",
     "pool_keys": "pooling",
+    "score_blocks": "scoring",
     "select_blocks": "selection",
     "sparse_decode": "sparse_decode",
     "update_compressed_keys": "compression",

@@ -6,6 +6,8 @@ poolings.
 
 from __future__ import annotations
 
+import math
+
 import torch
 from torch import Tensor
 
@@ -38,6 +40,26 @@ def rotate(x: Tensor, positions: Tensor, inv_freq: Tensor, attention_scaling: fl
         cos, sin = cos[:, None], sin[:, None]
     first, second = wide.chunk(2, dim=-1)
     return torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1).to(x.dtype)
+
+
+def projected_queries(q_BHSD: Tensor, weight_KGDE: Tensor) -> Tensor:
+    """The linear map of the query branch (equation 1a): one vector per token and KV head, ``[B, K, S, E]``.
+
+    Args:
+        q_BHSD: queries before RoPE; query head h belongs to KV head ``h // G``.
+        weight_KGDE: its dtype is that of the computation and of the result.
+    """
+    kv_heads, group, dim, _ = weight_KGDE.shape
+    q_BKGSD = q_BHSD.to(weight_KGDE.dtype).unflatten(1, (kv_heads, group))
+    q_KTP = q_BKGSD.permute(1, 0, 3, 2, 4).reshape(kv_heads, -1, group * dim)
+    qg_KTE = q_KTP @ weight_KGDE.flatten(1, 2)  # one product per KV head: a step reads its weight once
+    return qg_KTE.unflatten(1, (len(q_BHSD), -1)).transpose(0, 1)
+
+
+def block_scores(qg_BKSE: Tensor, kg_BKNE: Tensor) -> Tensor:
+    """The logits of equation 1c, ``[B, K, S, N]``, in fp32 or wider."""
+    wide = torch.promote_types(qg_BKSE.dtype, torch.float32)
+    return (qg_BKSE.to(wide) * (1.0 / math.sqrt(qg_BKSE.shape[-1]))) @ kg_BKNE.to(wide).transpose(-1, -2)
 
 
 def compressed_keys(

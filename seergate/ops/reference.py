@@ -186,9 +186,9 @@ def update_compressed_keys(
     position_offset: int = 0,
     host_lengths: Sequence[int] | None = None,
 ) -> None:
-    """One row and KV head after the other; trigonometry in Python's floats."""
+    """One row and KV head after the other."""
     dtype = _wide(k, weight)
-    slots, width = recent.shape[2], weight.shape[2]
+    slots = recent.shape[2]
     for b, length in enumerate(lengths.tolist()):
         recent[b, :, (length - 1) % slots] = k[b]
         if length % block_size:
@@ -197,16 +197,48 @@ def update_compressed_keys(
         for h in range(k.shape[1]):
             keys = torch.stack([recent[b, h, position % slots] for position in range(start, length)])
             x = pool_keys(keys[None, None], block_size, kinds)[0, 0, 0].to(dtype) @ weight[h].to(dtype)
-            if norm_weight is not None:
-                x = x / (x.square().mean() + 1e-6).sqrt() * norm_weight.to(dtype)
-            if inv_freq is not None:
-                rotated = x.clone()
-                for i, frequency in enumerate(inv_freq.tolist()):
-                    angle, j = (start + position_offset) * frequency, i + width // 2
-                    cos, sin = (attention_scaling * f(angle) for f in (math.cos, math.sin))
-                    rotated[i], rotated[j] = x[i] * cos - x[j] * sin, x[j] * cos + x[i] * sin
-                x = rotated
+            x = _branch_end(x, norm_weight, inv_freq, attention_scaling, start + position_offset)
             compressed[b, h, length // block_size - 1] = x.to(compressed.dtype)
+
+
+def score_blocks(
+    q: Tensor,
+    lengths: Tensor,
+    compressed: Tensor,
+    weight: Tensor,
+    block_size: int,
+    *,
+    norm_weight: Tensor | None = None,
+    inv_freq: Tensor | None = None,
+    attention_scaling: float = 1.0,
+) -> Tensor:
+    """One row, KV head and block after the other; 0 for blocks that are not complete."""
+    dtype = _wide(q, weight)
+    kv_heads, group, _, width = weight.shape
+    scores = torch.zeros(len(q), kv_heads, compressed.shape[2], dtype=dtype, device=q.device)
+    for b, length in enumerate(lengths.tolist()):
+        for h in range(kv_heads):
+            x = q[b, h * group : (h + 1) * group].to(dtype).flatten() @ weight[h].to(dtype).flatten(0, 1)
+            x = _branch_end(x, norm_weight, inv_freq, attention_scaling, length - 1)
+            for block in range(length // block_size):
+                scores[b, h, block] = x @ compressed[b, h, block].to(dtype) / math.sqrt(width)
+    return scores
+
+
+def _branch_end(
+    x: Tensor, norm_weight: Tensor | None, inv_freq: Tensor | None, attention_scaling: float, position: int
+) -> Tensor:
+    """RMSNorm and RoPE of one vector ``[E]``; trigonometry in Python's floats."""
+    if norm_weight is not None:
+        x = x / (x.square().mean() + 1e-6).sqrt() * norm_weight.to(x.dtype)
+    if inv_freq is None:
+        return x
+    rotated = x.clone()
+    for i, frequency in enumerate(inv_freq.tolist()):
+        angle, j = position * frequency, i + len(x) // 2
+        cos, sin = (attention_scaling * f(angle) for f in (math.cos, math.sin))
+        rotated[i], rotated[j] = x[i] * cos - x[j] * sin, x[j] * cos + x[i] * sin
+    return rotated
 
 
 def select_blocks(

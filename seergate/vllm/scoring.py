@@ -42,9 +42,7 @@ class GateScores:
     def scores(self, query_RHD: Tensor, last_R: Tensor, summary_KRNW: Tensor, read: Keys) -> Tensor:
         """Scores ``[R, K, N]`` of the blocks for queries at positions ``last_R``."""
         plain = self.unrotate(query_RHD, last_R[:, None])
-        qg_RK1W = self.gate.queries(plain[:, :, None], last_R[:, None])
-        # heads first, as the summaries lie: the product reads them where they are
-        return self.gate.scores(qg_RK1W.transpose(0, 1), summary_KRNW)[:, :, 0].transpose(0, 1)
+        return self.gate.step_scores(plain, last_R + 1, summary_KRNW.transpose(0, 1))
 
 
 class QuestScores:

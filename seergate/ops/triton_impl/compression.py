@@ -13,6 +13,7 @@ from seergate.ops.gate_math import NORM_EPS
 from seergate.ops.one_node import one_node
 from seergate.ops.torch_impl.compression import update_compressed_keys as in_torch
 from seergate.ops.triton_impl.gpus import gpu_of
+from seergate.ops.triton_impl.kernel_math import add_product, branch_end
 from seergate.ops.triton_impl.launch import padded
 
 DTYPES = (torch.float16, torch.bfloat16, torch.float32)
@@ -21,41 +22,6 @@ CHUNK = 32
 
 THREADS = 256
 """Of a program: with half as many, registers spill on a B200; with twice as many, none loads 16 bytes at a time."""
-
-
-@triton.jit
-def _cos_sin(angle):  # type: ignore[no-untyped-def]
-    """Cosine and sine of an fp32 angle of any size, to within 1e-7.
-
-    The library's functions hold a table for large angles in local memory. Here the angle is taken, in fp64, to within
-    an eighth of a turn of the nearest quarter, where the first terms of both series are exact enough.
-    """
-    quarters = angle.to(tl.float64) * 0.6366197723675814
-    nearest = tl.floor(quarters + 0.5)
-    x = ((quarters - nearest) * 1.5707963267948966).to(tl.float32)
-    y = x * x
-    cos = 1.0 - y * (1 / 2 - y * (1 / 24 - y * (1 / 720 - y / 40320)))
-    sin = x * (1.0 - y * (1 / 6 - y * (1 / 120 - y * (1 / 5040 - y / 362880))))
-    quarter = nearest.to(tl.int32) & 3
-    odd = (quarter & 1) == 1
-    turned_cos, turned_sin = tl.where(odd, sin, cos), tl.where(odd, cos, sin)
-    turned_cos = tl.where((quarter == 1) | (quarter == 2), -turned_cos, turned_cos)
-    return turned_cos, tl.where(quarter >= 2, -turned_sin, turned_sin)
-
-
-@triton.jit
-def _add_product(  # type: ignore[no-untyped-def]
-    x_low, x_high, pooled, weights, held,
-    stride_we,
-    HALF: tl.constexpr, WIDTH: tl.constexpr,
-):  # fmt: skip
-    """Adds ``pooled [CHUNK]`` times its lines of the linear map to both halves of the result, in fp32."""
-    low = tl.arange(0, x_low.shape[0])[None, :]
-    high = low + HALF
-    w_low = tl.load(weights + low * stride_we, mask=held[:, None] & (low < HALF), other=0.0)
-    w_high = tl.load(weights + high * stride_we, mask=held[:, None] & (high < WIDTH), other=0.0)
-    factor = pooled.to(w_low.dtype).to(tl.float32)[:, None]  # rounded as where pooling and product are two steps
-    return x_low + tl.sum(factor * w_low.to(tl.float32), 0), x_high + tl.sum(factor * w_high.to(tl.float32), 0)
 
 
 @triton.jit
@@ -106,33 +72,23 @@ def update_kernel(  # type: ignore[no-untyped-def]
             line = weight_ptr + dims[:, None] * stride_wp
             if MAX_AT >= 0:
                 pooled = tl.maximum(tl.max(tl.where(older, keys, -float("inf")), 0), newest)
-                x_low, x_high = _add_product(
+                x_low, x_high = add_product(
                     x_low, x_high, pooled.to(kind), line + MAX_AT * DIM * stride_wp, held, stride_we, HALF, WIDTH
                 )
             if MIN_AT >= 0:
                 pooled = tl.minimum(tl.min(tl.where(older, keys, float("inf")), 0), newest)
-                x_low, x_high = _add_product(
+                x_low, x_high = add_product(
                     x_low, x_high, pooled.to(kind), line + MIN_AT * DIM * stride_wp, held, stride_we, HALF, WIDTH
                 )
             if AVG_AT >= 0:
                 pooled = (tl.sum(keys, 0) + newest) / BLOCK_SIZE
-                x_low, x_high = _add_product(
+                x_low, x_high = add_product(
                     x_low, x_high, pooled.to(kind), line + AVG_AT * DIM * stride_wp, held, stride_we, HALF, WIDTH
                 )
-        x_low = x_low.to(result).to(tl.float32)
-        x_high = x_high.to(result).to(tl.float32)
-        if norm_ptr is not None:
-            square = tl.sum(x_low * x_low, 0) + tl.sum(x_high * x_high, 0)
-            factor = tl.rsqrt(square / WIDTH + EPS)
-            n_low = tl.load(norm_ptr + low, mask=in_low, other=0.0).to(tl.float32)
-            n_high = tl.load(norm_ptr + high, mask=in_high, other=0.0).to(tl.float32)
-            x_low = ((x_low * factor).to(result).to(tl.float32) * n_low).to(result).to(tl.float32)
-            x_high = ((x_high * factor).to(result).to(tl.float32) * n_high).to(result).to(tl.float32)
-        if freq_ptr is not None:
-            position = (block * BLOCK_SIZE + offset).to(tl.float32)
-            cos, sin = _cos_sin(position * tl.load(freq_ptr + low, mask=in_low, other=0.0).to(tl.float32))
-            cos, sin = cos * scaling, sin * scaling
-            x_low, x_high = x_low * cos - x_high * sin, x_high * cos + x_low * sin
+        position = (block * BLOCK_SIZE + offset).to(tl.float32)
+        x_low, x_high = branch_end(
+            x_low, x_high, compressed_ptr, norm_ptr, freq_ptr, position, scaling, HALF, WIDTH, EPS
+        )
         out = compressed_ptr + b * stride_cb + h * stride_ch + block * stride_cn
         tl.store(out + low * stride_ce, x_low.to(result), mask=in_low)
         tl.store(out + high * stride_ce, x_high.to(result), mask=in_high)
