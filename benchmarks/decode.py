@@ -60,7 +60,6 @@ class Caches:
             for _ in range(copies)
         ]
         self.lengths = torch.full((batch,), length, device=device)
-        self.positions = (self.lengths - 1)[:, None]
         width, blocks = options.gate_dim, -(-length // options.block_size)
         shape = {"num_heads": self.q.shape[1], "num_kv_heads": kv_heads, "head_dim": dim}
         shape["inv_freq"] = 1e6 ** -(torch.arange(0, width, 2) / width)
@@ -77,8 +76,7 @@ class Caches:
 
     def scores(self, which: int) -> Tensor:
         """A gate's scores, ``[B, Hkv, NB]``, from the model's queries on."""
-        gate = self.gates[which]
-        return gate.scores(gate.queries(self.q[:, :, None], self.positions), self.kg[which])[:, :, 0]
+        return self.gates[which].step_scores(self.q, self.lengths, self.kg[which])
 
 
 class Case:

@@ -81,6 +81,7 @@ def machine() -> Iterator[Row]:
 def right() -> Iterator[Row]:
     """Every op against float64, with NaN wherever nothing may be read."""
     yield from right_decode()
+    yield from right_scores()
     yield from right_select()
     yield from right_keys()
     yield from right_teacher()
@@ -115,6 +116,25 @@ def right_decode() -> Iterator[Row]:
         got = ops.sparse_decode(q, *pages, chosen.indices, lengths, block, page_table=table)
         want = exact_decode(q, k, v, chosen.indices, lengths, block)
         yield compared("sparse_decode", f"{name}, pages", got, want, NARROW_LIMIT)
+
+
+def right_scores() -> Iterator[Row]:
+    blocks, dim = sizes((2048, 128), (40, 32))
+    lengths = torch.tensor([16 * blocks, 16 * blocks // 3])
+    complete = torch.arange(blocks, device=DEVICE) < (lengths // 16)[:, None].to(DEVICE)
+    for dtype, limit in ((NARROW, NARROW_LIMIT), (torch.float32, 2e-5)):
+        for group in sizes((1, 4, 5, 8), (5,)):
+            q, norm = randn(2, 2 * group, dim, dtype=dtype), randn(dim, dtype=dtype)
+            weight = randn(2, group, dim, dim, dtype=dtype) / math.sqrt(group * dim)
+            compressed = randn(2, 2, blocks, dim, dtype=dtype).masked_fill(~complete[:, None, :, None], math.nan)
+            freq = torch.rand(dim // 2, device=DEVICE) / 16
+            exact = [x.double().cpu() for x in (q, compressed, weight, norm, freq)]
+            extras = {"norm_weight": exact[3], "inv_freq": exact[4]}
+            want = reference.score_blocks(exact[0], lengths, *exact[1:3], block_size=16, **extras)
+            extras = {"norm_weight": norm, "inv_freq": freq}
+            got = ops.score_blocks(q, lengths.to(DEVICE), compressed, weight, 16, **extras)
+            got = got.where(complete[:, None], 0.0)
+            yield compared("score_blocks", f"group {group} {dtype}", got, want, limit)
 
 
 def right_select() -> Iterator[Row]:

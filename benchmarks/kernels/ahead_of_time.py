@@ -122,6 +122,7 @@ def _source(launch: Launch) -> ASTSource:
     for i, (name, parameter) in enumerate(zip(launch.kernel.arg_names, launch.kernel.params, strict=True)):
         value = launch.arguments[name]
         signature[name], divisible = _specialised(value, parameter.is_constexpr)
+        signature[name] = parameter.annotation_type or signature[name]
         if signature[name] == "constexpr":
             constants[(i,)] = value
         elif divisible:

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from seergate.ops.triton_impl import compression, gate_kl, packs, pooling, selection, sparse_decode, teacher
+from seergate.ops.triton_impl import compression, gate_kl, packs, pooling, scoring, selection, sparse_decode, teacher
 
 
 @dataclass(frozen=True)
@@ -55,7 +55,7 @@ DTYPES = (torch.bfloat16, torch.float32)
 
 def examples() -> Iterator[Example]:
     """Of all ops."""
-    for of_op in (compressions, dense_decodes, lessons, poolings, selections, sparse_decodes, teachers):
+    for of_op in (compressions, dense_decodes, lessons, poolings, scorings, selections, sparse_decodes, teachers):
         yield from of_op()
 
 
@@ -214,6 +214,37 @@ def pool_example(dtype: torch.dtype, dim: int, block_size: int) -> Example:
         f"pool_keys {short(dtype)} d{dim} block {block_size}",
         lambda: pooling.pool(k, block_size, ("max", "min", "avg"), lengths),
         wide=("pool_kernel",),
+    )
+
+
+def scorings() -> Iterator[Example]:
+    """Dtypes, head dimensions, groups and block sizes; 8 KV heads, 32k tokens, a gate as wide as a head."""
+    for dtype in DTYPES:
+        for dim in (64, 128, 256):
+            yield score_example(dtype, dim)
+    for group in (5, 7, 8, 16):
+        yield score_example(torch.bfloat16, 128, group)
+    for block_size in (16, 32, 128):
+        yield score_example(torch.bfloat16, 128, block_size=block_size)
+    yield score_example(torch.bfloat16, 128, gate_dtype=torch.float32)  # gates as they are trained
+
+
+def score_example(
+    dtype: torch.dtype, dim: int, group: int = 4, block_size: int = 64, gate_dtype: torch.dtype | None = None
+) -> Example:
+    """8 rows, a static cache of 32k tokens."""
+    gate_dtype = gate_dtype or dtype
+    batch, kv_heads = 8, 8
+    q, weight = meta(batch, kv_heads * group, dim, dtype=dtype), meta(kv_heads, group, dim, dim, dtype=gate_dtype)
+    compressed = meta(batch, kv_heads, 32768 // block_size, dim, dtype=gate_dtype)
+    norm_weight, inv_freq = meta(dim, dtype=gate_dtype), meta(dim // 2, dtype=torch.float32)
+    lengths = meta(batch, dtype=torch.int64)
+    name = f"{short(dtype)} d{dim} group {group} block {block_size}"
+    name += f" gate {short(gate_dtype)}" * (gate_dtype != dtype)
+    return Example(
+        f"score_blocks {name}",
+        lambda: scoring.score(q, lengths, compressed, weight, block_size, norm_weight, inv_freq, 1.0),
+        wide=("score_kernel",),
     )
 
 

@@ -12,22 +12,18 @@ import torch
 from torch import Tensor, nn
 
 from seergate.config import GateConfig
-from seergate.ops.gate_math import block_scores, compressed_keys, projected_queries, rms_norm, rotate
+from seergate.ops.gate_math import block_scores, branch_end, compressed_keys, projected_queries
 from seergate.ops.scoring import score_blocks
 
 INIT_STD = 0.02
 
 
 class GateRMSNorm(nn.Module):
-    """RMSNorm over the last dimension, one weight vector for all heads; statistics in fp32 or wider."""
+    """The weight of `seergate.ops.gate_math.rms_norm`: one vector for all heads."""
 
     def __init__(self, dim: int) -> None:
         super().__init__()
         self.weight = nn.Parameter(torch.ones(dim, dtype=torch.float32))
-
-    def forward(self, x: Tensor) -> Tensor:
-        """Normalise ``x [..., dim]``; same shape and dtype back."""
-        return rms_norm(x, self.weight)
 
 
 class HeadwiseLinear(nn.Module):
@@ -122,9 +118,8 @@ class AttnGate(nn.Module):
             qg_BKSE = q_BKGSD.mean(2)
             if self.config.q_pooling == "avgproj":
                 qg_BKSE = qg_BKSE @ self.q_proj.weight
-        if self.config.qk_norm:
-            qg_BKSE = self.q_norm(qg_BKSE)
-        return self._rotate(qg_BKSE, positions)
+        norm_weight = self.q_norm.weight if self.config.qk_norm else None
+        return branch_end(qg_BKSE, norm_weight, positions, self.inv_freq, self.attention_scaling)
 
     def keys(self, pooled_BKNP: Tensor, positions: Tensor) -> Tensor:
         """The key branch (equation 1b): one vector per block and KV head.
@@ -166,8 +161,3 @@ class AttnGate(nn.Module):
             inv_freq=self.inv_freq,
             attention_scaling=self.attention_scaling,
         )
-
-    def _rotate(self, x: Tensor, positions: Tensor) -> Tensor:
-        if self.inv_freq is None:
-            return x
-        return rotate(x, positions, self.inv_freq, self.attention_scaling)

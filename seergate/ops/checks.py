@@ -106,6 +106,19 @@ def check_extras(sinks: Tensor | None, softcap: float | None, heads: int, q: Ten
         raise ValueError(f"softcap is {softcap!r}; it must be a positive number or None")
 
 
+def check_branch_end(weight: Tensor, norm_weight: Tensor | None, inv_freq: Tensor | None) -> None:
+    """What follows a gate's linear map ``weight [..., E]``: ``norm_weight [E]``, ``inv_freq [E / 2]``, or ``None``."""
+    width = weight.shape[-1]
+    if norm_weight is not None:
+        check_tensor("norm_weight", norm_weight, (width,))
+        check_same("norm_weight", norm_weight, "weight", weight)
+    if inv_freq is not None:
+        if width % 2:
+            raise ValueError(f"weight has {width} columns; with inv_freq it must have an even number")
+        check_tensor("inv_freq", inv_freq, (width // 2,))
+        check_same("inv_freq", inv_freq, "weight", weight, dtype=False)
+
+
 def check_fraction(name: str, value: object) -> None:
     """A number strictly between 0 and 1."""
     if not (_is_number(value) and 0 < value < 1):  # type: ignore[operator]

@@ -8,7 +8,15 @@ from torch import Tensor
 
 from seergate.config import POOLINGS, check_poolings
 from seergate.ops.backend import implementation
-from seergate.ops.checks import brief, check_block_size, check_lengths, check_same, check_tensor, readable
+from seergate.ops.checks import (
+    brief,
+    check_block_size,
+    check_branch_end,
+    check_lengths,
+    check_same,
+    check_tensor,
+    readable,
+)
 
 
 def update_compressed_keys(
@@ -68,14 +76,7 @@ def update_compressed_keys(
     check_same("weight", weight, "k", k, dtype=False)
     check_lengths(lengths, batch, (compressed.shape[2] + 1) * block_size - 1, "(NB + 1) * block_size - 1")
     check_same("lengths", lengths, "k", k, dtype=False)
-    if norm_weight is not None:
-        check_tensor("norm_weight", norm_weight, (width,))
-        check_same("norm_weight", norm_weight, "weight", weight)
-    if inv_freq is not None:
-        if width % 2:
-            raise ValueError(f"weight has {width} columns; with inv_freq it must have an even number")
-        check_tensor("inv_freq", inv_freq, (width // 2,))
-        check_same("inv_freq", inv_freq, "weight", weight, dtype=False)
+    check_branch_end(weight, norm_weight, inv_freq)
     if host_lengths is not None and len(host_lengths) != batch:
         raise ValueError(f"host_lengths has {len(host_lengths)} numbers; it must have {batch}, those of lengths")
     if host_lengths is not None and readable(lengths) and list(host_lengths) != lengths.tolist():

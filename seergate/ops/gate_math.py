@@ -42,6 +42,15 @@ def rotate(x: Tensor, positions: Tensor, inv_freq: Tensor, attention_scaling: fl
     return torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1).to(x.dtype)
 
 
+def branch_end(
+    x_BKSE: Tensor, norm_weight: Tensor | None, positions: Tensor, inv_freq: Tensor | None, attention_scaling: float
+) -> Tensor:
+    """What follows the linear map in both branches: RMSNorm, where there is one, and RoPE, where there is."""
+    if norm_weight is not None:
+        x_BKSE = rms_norm(x_BKSE, norm_weight)
+    return x_BKSE if inv_freq is None else rotate(x_BKSE, positions, inv_freq, attention_scaling)
+
+
 def projected_queries(q_BHSD: Tensor, weight_KGDE: Tensor) -> Tensor:
     """The linear map of the query branch (equation 1a): one vector per token and KV head, ``[B, K, S, E]``.
 
@@ -80,6 +89,4 @@ def compressed_keys(
         inv_freq, attention_scaling: see `rotate`; ``None`` without RoPE.
     """
     kg_BKNE = pooled_BKNP.to(weight_KPE.dtype) @ weight_KPE
-    if norm_weight is not None:
-        kg_BKNE = rms_norm(kg_BKNE, norm_weight)
-    return kg_BKNE if inv_freq is None else rotate(kg_BKNE, positions, inv_freq, attention_scaling)
+    return branch_end(kg_BKNE, norm_weight, positions, inv_freq, attention_scaling)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from torch import Tensor
 
 from seergate.ops.backend import implementation
-from seergate.ops.checks import check_block_size, check_lengths, check_same, check_tensor
+from seergate.ops.checks import check_block_size, check_branch_end, check_lengths, check_same, check_tensor
 
 
 def score_blocks(
@@ -48,14 +48,7 @@ def score_blocks(
     check_same("weight", weight, "q", q, dtype=False)
     check_lengths(lengths, len(q), (compressed.shape[2] + 1) * block_size - 1, "(NB + 1) * block_size - 1")
     check_same("lengths", lengths, "q", q, dtype=False)
-    if norm_weight is not None:
-        check_tensor("norm_weight", norm_weight, (width,))
-        check_same("norm_weight", norm_weight, "weight", weight)
-    if inv_freq is not None:
-        if width % 2:
-            raise ValueError(f"weight has {width} columns; with inv_freq it must have an even number")
-        check_tensor("inv_freq", inv_freq, (width // 2,))
-        check_same("inv_freq", inv_freq, "weight", weight, dtype=False)
+    check_branch_end(weight, norm_weight, inv_freq)
     return implementation("score_blocks", q.device)(
         q,
         lengths,

@@ -50,6 +50,11 @@ def compression(**changes):
     return base | {"block_size": B} | changes
 
 
+def scoring(**changes):
+    base = {"q": torch.zeros(2, H, D), "lengths": torch.tensor([20, 48]), "compressed": torch.zeros(2, K, 6, E)}
+    return base | {"weight": torch.zeros(K, H // K, D, E), "block_size": B} | changes
+
+
 MAKERS = {
     ops.block_targets: teacher,
     ops.attention_with_block_targets: lambda **changes: teacher(v=torch.zeros(T, K, D)) | changes,
@@ -58,6 +63,7 @@ MAKERS = {
     ops.sparse_decode: decode,
     ops.pool_keys: pooling,
     ops.update_compressed_keys: compression,
+    ops.score_blocks: scoring,
 }
 
 
@@ -196,6 +202,16 @@ COMPRESSION = [
     ({"host_lengths": [20]}, "host_lengths has 1 numbers; it must have 2, those of lengths"),
     ({"block_size": 0}, "block_size is 0"),
 ]
+SCORING = [
+    ({"q": torch.zeros(2, H, 1, D)}, r"q has shape \[2, 4, 1, 8\]; it must be \[B, 4, 8\]"),
+    ({"weight": torch.zeros(K, D, E)}, r"weight has shape \[2, 8, 6\]; it must be \[Hkv, G, d, E\]"),
+    ({"lengths": torch.tensor([20, 56])}, r"lengths is \[20, 56\]; each must be in 1..55 \(\(NB \+ 1\) \* block_size"),
+    ({"compressed": torch.zeros(2, K, 6, E + 1)}, r"compressed has shape \[2, 2, 6, 7\]; it must be \[2, 2, NB, 6\]"),
+    ({"compressed": torch.zeros(2, K, 6, E).half()}, "compressed has dtype torch.float16; it must have weight's"),
+    ({"norm_weight": torch.zeros(D)}, r"norm_weight has shape \[8\]; it must be \[6\]"),
+    ({"inv_freq": torch.zeros(E)}, r"inv_freq has shape \[6\]; it must be \[3\]"),
+    ({"block_size": 0}, "block_size is 0"),
+]
 CASES = [
     (op, changes, message)
     for op, cases in (
@@ -206,6 +222,7 @@ CASES = [
         (ops.sparse_decode, DECODE),
         (ops.pool_keys, POOLING),
         (ops.update_compressed_keys, COMPRESSION),
+        (ops.score_blocks, SCORING),
     )
     for changes, message in cases
 ]
@@ -240,6 +257,11 @@ def test_pooling_reads_no_value_from_a_device():
 def test_the_update_of_compressed_keys_reads_no_value_from_a_device():
     extras = {"norm_weight": torch.zeros(E), "inv_freq": torch.zeros(E // 2)}
     assert ops.update_compressed_keys(**on_meta(compression(**extras))) is None
+
+
+def test_scoring_reads_no_value_from_a_device():
+    extras = {"norm_weight": torch.zeros(E), "inv_freq": torch.zeros(E // 2)}
+    assert ops.score_blocks(**on_meta(scoring(**extras))).shape == (2, K, 6)
 
 
 def test_gate_kl_reads_no_value_from_a_device_when_the_borders_are_in_host_memory():

@@ -16,7 +16,9 @@ triton = pytest.importorskip("triton")
 ROOT = Path(__file__).resolve().parents[2]
 
 PARTS = {
-    "shared": [f"tests/ops/test_{name}.py" for name in ("selection", "pooling", "sparse_decode", "compression")]
+    "shared": [
+        f"tests/ops/test_{name}.py" for name in ("selection", "pooling", "scoring", "sparse_decode", "compression")
+    ]
     + ["tests/ops/triton/test_registration.py"],
     "decode": ["tests/ops/triton/test_decode.py"],
     "distillation": ["tests/ops/triton/test_teacher.py", "tests/ops/triton/test_gate_kl.py"],

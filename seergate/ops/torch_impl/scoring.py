@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from seergate.ops.gate_math import block_scores, projected_queries, rms_norm, rotate
+from seergate.ops.gate_math import block_scores, branch_end, projected_queries
 
 
 @torch.no_grad()
@@ -22,10 +22,7 @@ def score_blocks(
 ) -> Tensor:
     """The public op, once its arguments are checked: of all blocks, complete or not."""
     qg_BK1E = projected_queries(q[:, :, None], weight)
-    if norm_weight is not None:
-        qg_BK1E = rms_norm(qg_BK1E, norm_weight)
-    if inv_freq is not None:
-        qg_BK1E = rotate(qg_BK1E, (lengths - 1)[:, None], inv_freq, attention_scaling)
+    qg_BK1E = branch_end(qg_BK1E, norm_weight, (lengths - 1)[:, None], inv_freq, attention_scaling)
     if compressed.stride(1) > compressed.stride(0):  # heads first, as in vLLM: the product reads keys where they are
         return block_scores(qg_BK1E.transpose(0, 1), compressed.transpose(0, 1))[:, :, 0].transpose(0, 1)
     return block_scores(qg_BK1E, compressed)[:, :, 0]

@@ -71,7 +71,7 @@ def decode_launch(pairs: int, tokens: int, head_dim: int, value_dim: int, elemen
 
 
 def decode_splits(pairs: int, tiles: int, processors: int) -> int:
-    """Programs that share the tokens of one pair: the fewest that occupy (nearly) every processor.
+    """Programs that share the tokens, or blocks, of one pair: the fewest that occupy (nearly) every processor.
 
     Never so many that a program has fewer than `MIN_TILES` tiles, if all of a pair's ``tiles`` are used.
     """

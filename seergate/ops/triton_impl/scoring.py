@@ -12,14 +12,10 @@ from seergate.ops.one_node import one_node
 from seergate.ops.torch_impl.scoring import score_blocks as in_torch
 from seergate.ops.triton_impl.gpus import gpu_of
 from seergate.ops.triton_impl.kernel_math import add_product, branch_end
-from seergate.ops.triton_impl.launch import padded
+from seergate.ops.triton_impl.launch import decode_splits, padded
 
 DTYPES = (torch.float16, torch.bfloat16, torch.float32)
-SPAN = 256
-"""Blocks per program. Each projects its query anew, 128 to 256 KB of weights from the second-level cache, which is as
-much as its compressed keys; a launch of its own for that would take longer."""
-
-CHUNK = 32
+CHUNK = 64
 """Numbers of the query, and blocks, per turn of the loops."""
 
 THREADS = 256
@@ -30,16 +26,20 @@ def score_kernel(  # type: ignore[no-untyped-def]
     q_ptr, lengths_ptr, compressed_ptr, weight_ptr, norm_ptr, freq_ptr, scores_ptr,
     stride_qb, stride_qh, stride_qd, stride_cb, stride_ch, stride_cn, stride_ce,
     stride_wh, stride_wg, stride_wd, stride_we,
-    blocks, scaling, scale,
+    blocks, span, scaling, scale,
     BLOCK_SIZE: tl.constexpr, GROUP: tl.constexpr, DIM: tl.constexpr, WIDTH: tl.constexpr, HALF: tl.constexpr,
-    PADDED_HALF: tl.constexpr, SPAN: tl.constexpr, CHUNK: tl.constexpr, EPS: tl.constexpr,
+    PADDED_HALF: tl.constexpr, CHUNK: tl.constexpr, EPS: tl.constexpr,
 ):  # fmt: skip
-    """``SPAN`` blocks of one row and KV head. Grid: spans, KV heads, batch.
+    """``span`` blocks of one row and KV head. Grid: spans, KV heads, batch.
+
+    Each program projects the query anew: what others have read of the weights lies in the second-level cache, and a
+    launch of its own for the query would add to every layer of a step. Rows shorter than the capacity cost programs
+    that read nothing.
 
     ``q [B, Hkv * GROUP, d]``, ``lengths [B]``, ``compressed [B, Hkv, blocks, E]``, ``weight [Hkv, GROUP, d, E]``,
     ``norm [E]`` or None, ``freq [E / 2]`` or None; ``scores [B, Hkv, blocks]``, 0 for blocks that are not complete.
     """
-    first = tl.program_id(0) * SPAN
+    first = tl.program_id(0) * span
     h = tl.program_id(1).to(tl.int64)
     b = tl.program_id(2).to(tl.int64)
     length = tl.load(lengths_ptr + b).to(tl.int32)
@@ -64,7 +64,7 @@ def score_kernel(  # type: ignore[no-untyped-def]
         )
         x_low, x_high = x_low * scale, x_high * scale
     compressed_ptr += b * stride_cb + h * stride_ch
-    for begin in range(first, tl.minimum(first + SPAN, blocks), CHUNK):
+    for begin in range(first, tl.minimum(first + span, blocks), CHUNK):
         block = begin + tl.arange(0, CHUNK)
         known = block < complete
         keys = compressed_ptr + block[:, None] * stride_cn
@@ -118,12 +118,13 @@ def score(
     scores = torch.empty(batch, kv_heads, blocks, dtype=torch.float32, device=q.device)
     if not scores.numel():
         return scores
-    half = -(-width // 2)
+    gpu, half, tiles = gpu_of(q.device), -(-width // 2), -(-blocks // CHUNK)
+    span = CHUNK * -(-tiles // decode_splits(batch * kv_heads, tiles, gpu.processors))
     norm_weight, inv_freq = (None if x is None else x.contiguous() for x in (norm_weight, inv_freq))
-    score_kernel[(-(-blocks // SPAN), kv_heads, batch)](
+    score_kernel[(-(-blocks // span), kv_heads, batch)](
         q, lengths.contiguous(), compressed, weight, norm_weight, inv_freq, scores,
-        *q.stride(), *compressed.stride(), *weight.stride(), blocks, attention_scaling, width**-0.5,
-        BLOCK_SIZE=block_size, GROUP=group, DIM=dim, WIDTH=width, HALF=half, PADDED_HALF=padded(half), SPAN=SPAN,
-        CHUNK=CHUNK, EPS=NORM_EPS, num_warps=THREADS // gpu_of(q.device).warp_size,
+        *q.stride(), *compressed.stride(), *weight.stride(), blocks, span, attention_scaling, width**-0.5,
+        BLOCK_SIZE=block_size, GROUP=group, DIM=dim, WIDTH=width, HALF=half, PADDED_HALF=padded(half),
+        CHUNK=CHUNK, EPS=NORM_EPS, num_warps=THREADS // gpu.warp_size,
     )  # fmt: skip
     return scores

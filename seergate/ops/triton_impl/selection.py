@@ -32,12 +32,13 @@ def _softmax(scores, past):  # type: ignore[no-untyped-def]
 def select_kernel(  # type: ignore[no-untyped-def]
     scores_ptr, lengths_ptr, indices_ptr, counts_ptr,
     stride_sb, stride_sh, stride_sn,
-    budget, kept, sink_blocks,
-    BLOCK_SIZE: tl.constexpr, RULE: tl.constexpr, LIMIT: tl.constexpr, WIDTH: tl.constexpr, KEPT_WIDTH: tl.constexpr,
+    budget, kept, sink_blocks, limit: tl.float64,
+    BLOCK_SIZE: tl.constexpr, RULE: tl.constexpr, WIDTH: tl.constexpr, KEPT_WIDTH: tl.constexpr,
 ):  # fmt: skip
     """The blocks of one row and KV head. Grid: batch, KV heads.
 
-    ``scores [B, Hkv, NB]``, ``lengths [B]``; ``indices [B, Hkv, kept]``, ``counts [B, Hkv]``. ``budget`` in blocks.
+    ``scores [B, Hkv, NB]``, ``lengths [B]``; ``indices [B, Hkv, kept]``, ``counts [B, Hkv]``. ``budget`` in blocks,
+    ``limit`` the threshold or top-p.
     """
     b = tl.program_id(0).to(tl.int64)
     h = tl.program_id(1).to(tl.int64)
@@ -52,16 +53,16 @@ def select_kernel(  # type: ignore[no-untyped-def]
     if RULE == "token_budget":
         picked = best(keys, past & ~always, budget - tl.sum(always.to(tl.int32), 1))
     elif RULE == "threshold":
-        picked = past & (_softmax(scores, past) > LIMIT)
+        picked = past & (_softmax(scores, past) > tl.cast(limit, tl.float32))
     else:
         share = _softmax(scores, past).to(tl.float64)  # the order of summation does not matter in fp64
-        last = last_needed(keys, tl.where(past, share, 0.0), LIMIT)[:, None]
+        last = last_needed(keys, tl.where(past, share, 0.0), limit)[:, None]
         above = past & (keys > last)
         equal = past & (keys == last)
         mass = tl.sum(tl.where(above, share, 0.0), 1)[:, None]
         each = tl.max(tl.where(equal, share, 0.0), 1)[:, None]
         better = tl.cumsum(equal.to(tl.int32), 1) - 1
-        picked = above | (equal & (mass + better * each < LIMIT))
+        picked = above | (equal & (mass + better * each < limit))
 
     chosen = (picked | always).to(tl.int32)
     count = tl.sum(chosen, 1)
@@ -123,14 +124,11 @@ def select(
     indices = torch.empty(batch, kv_heads, kept, dtype=torch.int32, device=scores.device)
     counts = torch.empty(batch, kv_heads, dtype=torch.int32, device=scores.device)
     if counts.numel():
-        if token_budget is not None:
-            rule, limit = "token_budget", None
-        else:
-            rule, limit = ("threshold", threshold) if threshold is not None else ("top_p", top_p)
+        rule = "token_budget" if token_budget is not None else "threshold" if threshold is not None else "top_p"
         width = padded(blocks)
         select_kernel[(batch, kv_heads)](
             scores, lengths.contiguous(), indices, counts, *scores.stride(), kept, kept, sink_blocks,
-            BLOCK_SIZE=block_size, RULE=rule, LIMIT=limit, WIDTH=width, KEPT_WIDTH=padded(kept),
+            threshold or top_p or 0.0, BLOCK_SIZE=block_size, RULE=rule, WIDTH=width, KEPT_WIDTH=padded(kept),
             num_warps=select_warps(width),
         )  # fmt: skip
     return indices, counts

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from seergate import ops
-from seergate.ops.triton_impl import compression, pooling, selection, sparse_decode  # noqa: F401  (registers)
+from seergate.ops.triton_impl import compression, pooling, scoring, selection, sparse_decode  # noqa: F401  (registers)
 
 KINDS = ["max", "min", "avg"]
 
@@ -29,6 +29,7 @@ def step(device):
         "recent": tensor(2, 2, 32, 32),
         "compressed": tensor(2, 2, 5, 12),
         "weight": tensor(2, 96, 12),
+        "query_weight": tensor(2, 2, 32, 12),
         "norm": tensor(12),
         "freq": tensor(6),
     }
@@ -45,6 +46,10 @@ def arguments(step, op):
             (q, k[..., :48, :], v[..., :48, :], indices, None, lengths, 16, 0.2, None, None, table),
             (q, k, v, None, None, None, 1, 0.2, None, None, None),
         ],
+        "score_blocks": [
+            (q, lengths, step["compressed"], step["query_weight"], 16, *extras, 1.0)
+            for extras in ((step["norm"], step["freq"]), (None, None))
+        ],
         "pool_keys": [(k, 16, KINDS, None), (k, 17, ["avg"], lengths)],
         "update_compressed_keys": [
             (step["new"], lengths, step["recent"], step["compressed"], step["weight"], 16, KINDS, *extras, 1.0, 0)
@@ -53,7 +58,9 @@ def arguments(step, op):
     }[op]
 
 
-@pytest.mark.parametrize("op", ["select_blocks", "decode_attention", "pool_keys", "update_compressed_keys"])
+@pytest.mark.parametrize(
+    "op", ["score_blocks", "select_blocks", "decode_attention", "pool_keys", "update_compressed_keys"]
+)
 def test_the_registration_is_sound(op, step):
     for given in arguments(step, op):
         torch.library.opcheck(getattr(torch.ops.seergate, op).default, given)
@@ -66,10 +73,11 @@ def decode(step):
         norm_weight=step["norm"], inv_freq=step["freq"],
     )  # fmt: skip
     pooled = ops.pool_keys(step["k"], 16, KINDS, step["lengths"])
-    chosen = ops.select_blocks(
-        step["scores"] + step["compressed"].sum(-1), step["lengths"], block_size=16, token_budget=48
-    )
     q, k, v, lengths = (step[name] for name in ("q", "k", "v", "lengths"))
+    scores = ops.score_blocks(
+        q, lengths, step["compressed"], step["query_weight"], 16, norm_weight=step["norm"], inv_freq=step["freq"]
+    )
+    chosen = ops.select_blocks(scores + step["scores"], lengths, block_size=16, token_budget=48)
     sparse = ops.sparse_decode(2 * q, k, v, chosen.indices, lengths, 16, counts=chosen.counts)
     return chosen, sparse + ops.dense_decode(q, k, v, lengths), pooled.sum()
 
@@ -96,6 +104,7 @@ def test_the_graph_has_one_node_per_op(step):
         "seergate.decode_attention",  # the sparse one and the dense one
         "seergate.decode_attention",
         "seergate.pool_keys",
+        "seergate.score_blocks",
         "seergate.select_blocks",
         "seergate.update_compressed_keys",
     ]
