@@ -15,7 +15,7 @@ from seergate.ops.triton_impl.kernel_math import add_product, branch_end
 from seergate.ops.triton_impl.launch import decode_splits, padded
 
 DTYPES = (torch.float16, torch.bfloat16, torch.float32)
-CHUNK = 64
+CHUNK = 128
 """Numbers of the query, and blocks, per turn of the loops."""
 
 THREADS = 256
