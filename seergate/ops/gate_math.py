@@ -62,7 +62,7 @@ def projected_queries(q_BHSD: Tensor, weight_KGDE: Tensor) -> Tensor:
     q_BKGSD = q_BHSD.to(weight_KGDE.dtype).unflatten(1, (kv_heads, group))
     q_KTP = q_BKGSD.permute(1, 0, 3, 2, 4).reshape(kv_heads, -1, group * dim)
     qg_KTE = q_KTP @ weight_KGDE.flatten(1, 2)  # one product per KV head: a step reads its weight once
-    return qg_KTE.unflatten(1, (len(q_BHSD), -1)).transpose(0, 1)
+    return qg_KTE.unflatten(1, (len(q_BHSD), q_BHSD.shape[2])).transpose(0, 1)
 
 
 def block_scores(qg_BKSE: Tensor, kg_BKNE: Tensor) -> Tensor:
