@@ -2,7 +2,8 @@
 
 A row is followed under the number that the cache gave it. What is known of it is what the calls have said, so that the
 evaluator may lag behind the cache; each decision names the blocks it is about by serial number, and the cache drops
-those that are about blocks it does not have any more.
+those that are about blocks it does not have any more. Until the cache reports what became of a decision, it counts as
+carried out.
 """
 
 from __future__ import annotations

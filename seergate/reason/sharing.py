@@ -201,9 +201,7 @@ class CacheSharing:
         self._prompts, evaluator = [], self.handle.evaluator
         if evaluator is None:
             return
-        for fork, row in forks.items():
-            self._reported[fork] = self._reported.get(row, 0)
-            self._calls.append(partial(evaluator.row_forked, row, fork))
+        self._calls += [partial(evaluator.row_forked, row, fork) for fork, row in forks.items()]
         there = [row.uid for row in self.pages.store.rows]
         gone = tuple(set(self.rows) - set(there))
         if gone:
@@ -256,7 +254,8 @@ class CacheSharing:
         return partial(evaluator.blocks_sealed, row.uid, self, first, known)
 
     def _tell(self, at_once: bool = False) -> None:
-        """Report what was sealed, then what happened: a step is looked at when the blocks within it are known.
+        """Report what was sealed, then what happened: a step is looked at when the blocks within it are known. The
+        report again, as it says what the cache has after all that.
 
         A thread is told when a block has been sealed, and not at every pass: waking it takes time from decoding.
         """
@@ -268,16 +267,19 @@ class CacheSharing:
             return
         reports = [self._report(evaluator, row, self._reported.get(row.uid, 0)) for row in sealed]
         happened, self._calls = self._calls, []
-        self.handle.put([*reports, *happened])
+        self.handle.put([*reports, *happened, *reports])
 
     def _carry_out(self, decision: Decision, positions: dict[int, int]) -> None:
         store = self.pages.store
         position = positions.get(decision.row)
-        row = None if position is None else store.rows[position]
+        if position is None:
+            self.handle.dropped += 1
+            return
+        row = store.rows[position]
+        # what becomes of the decision is reported: the evaluator takes it for carried out
+        self._reported[row.uid] = min(self._reported.get(row.uid, 0), decision.newer)
         if (
-            position is None
-            or row is None
-            or max(decision.newer, decision.older) >= row.sealed
+            max(decision.newer, decision.older) >= row.sealed
             or store.serials[row.table[decision.newer]] != decision.newer_serial
             or store.serials[row.table[decision.older]] != decision.older_serial
         ):

@@ -168,6 +168,32 @@ def test_rows_that_come_and_go(model, reads):
     assert counts["dropped"] == 2, "about the last step of the row that left when it had been said"
 
 
+def assert_known(cache, sharing):
+    """The evaluator has each row's blocks as the cache has them."""
+    store, rows = cache.layers[0].storage.pages.store, sharing.evaluator._rows
+    known = {uid: row.blocks for uid, row in rows.items()}
+    assert known == {
+        row.uid: [(block, store.serials[block]) for block in row.table[: row.sealed]] for row in store.rows
+    }
+
+
+def test_a_fork_of_a_row_about_which_something_has_been_decided(model):
+    """The decision is about the row that was there: the fork keeps its blocks, and the evaluator knows that. A third
+    repetition of the step is then like the second one in both, and no decision about it is dropped.
+    """
+    text, other = repeating(3, 12), prompt(12, 9)
+    with seergate.attached(model, reason(warm_up=0, percentile=100)) as handle, torch.inference_mode():
+        cache = DynamicCache()
+        for ids in (PROMPTS[0], text[:, :24]):
+            model(input_ids=ids, past_key_values=cache)
+        cache.reorder_cache(torch.tensor([0, 0]))
+        for ids in torch.cat((text[:, 24:], other), 1).expand(2, -1).split(1, 1):
+            model(input_ids=ids, past_key_values=cache)
+        counts = handle.stats()["sharing"]
+        assert counts["decisions"] == sum(counts["shared_blocks"].values()) >= 3 and counts["dropped"] == 0
+        assert_known(cache, handle.storage.sharing)
+
+
 @pytest.mark.parametrize("asynchronous", [False, True])
 def test_a_cache_that_is_dropped_leaves_nothing(model, asynchronous):
     """Its memory is free at once, without the garbage collector; its rows are forgotten when the next one is used."""
@@ -275,6 +301,9 @@ def test_decisions_that_come_too_late(monkeypatch):
         assert worker_done(handle) and sharing.evaluator.tally.counts["decisions"] > 0
         model(input_ids=prompt(1, 9), past_key_values=cache)
         counts, store = handle.stats()["sharing"], cache.layers[0].storage.pages.store
+        model(input_ids=prompt(1, 9), past_key_values=cache)
+        assert worker_done(handle)
+        assert_known(cache, sharing)
     assert counts["error"] is None and counts["dropped"] == counts["decisions"]
     assert not counts["shared_blocks"] and store.physical == store.logical
 
