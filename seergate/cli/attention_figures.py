@@ -30,7 +30,7 @@ BUDGETS = (1 / 16, 1 / 8, 1 / 4, 1 / 2)
 def kept(options: argparse.Namespace, task: Task, out: Path, tiny: bool) -> Path:
     """Which tokens each method keeps while it answers one problem (Figure 5 of RPC, Figure 3 of RaaS)."""
     from seergate.cli.models import model_path
-    from seergate.eval.calibration import calibrate, check_auto, evenly_chosen_prompts
+    from seergate.eval.calibration import Calibrator, check_auto, evenly_chosen_prompts
     from seergate.eval.kept import kept_tokens, seen_layer
     from seergate.eval.settings import grid
     from seergate.eval.store import write_text
@@ -50,7 +50,7 @@ def kept(options: argparse.Namespace, task: Task, out: Path, tiny: bool) -> Path
     layer, head = seen_layer(heads, options.layer, options.head), options.head
     model, tokenizer, how = _loaded(options, task)
     limits = {"limit": how["limit"], "sampling": how["sampling"]}
-    specs = calibrate(model, tokenizer, task, specs, out / "calibration", **limits)
+    specs = Calibrator(model, tokenizer, task, out / "calibration", **limits)(specs)
     prompt = evenly_chosen_prompts(tokenizer, task, 1)[0]
     run = {"max_new_tokens": how["limit"].of(len(prompt)), "sampling": how["sampling"], "ends": how["ends"]}
     found, rows = {}, []

@@ -156,17 +156,3 @@ class Calibrator:
         if not path.exists() or Centres.load(path).made != self._made:
             query_centres(self.model, self._prompts, made=self._made, **self._how).save(path)
         return path
-
-
-def calibrate(
-    model: PreTrainedModel,
-    tokenizer: PreTrainedTokenizerBase,
-    task: Task,
-    specs: Sequence[MethodSpec],
-    directory: Path,
-    *,
-    limit: Limit,
-    sampling: Sampling,
-) -> list[MethodSpec]:
-    """The settings, with every option that is ``"auto"`` measured; see `Calibrator`."""
-    return Calibrator(model, tokenizer, task, directory, limit=limit, sampling=sampling)(specs)

@@ -21,7 +21,7 @@ from seergate.eval.memory import estimated_batch
 from seergate.eval.sampling import Sampling
 from seergate.eval.settings import MethodSpec
 from seergate.fingerprint import fingerprint
-from seergate.hf.attach import attached
+from seergate.hf.attach import Handle, attached
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -55,12 +55,28 @@ class Job:
     limit: Limit
     sampling: Sampling
 
-    def fitting(self, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, sharing: int = 1) -> int:
-        """How many samples are made together by one of several processes that share a device's memory."""
-        if self.batch_size is not None:
-            return self.batch_size
-        each = sample_bytes(model, encode(tokenizer, self.prompt), self.longest)
-        return estimated_batch(model.device, each, sharing)
+    def engine(
+        self,
+        model: PreTrainedModel,
+        tokenizer: PreTrainedTokenizerBase,
+        on_finished: Callable[[Generation], None],
+        handle: Handle,
+        sharing: int = 1,
+    ) -> Engine:
+        """What makes the samples, in one of several processes that share a device's memory."""
+        batch_size = self.batch_size
+        if batch_size is None:
+            each = sample_bytes(model, encode(tokenizer, self.prompt), self.longest)
+            batch_size = estimated_batch(model.device, each, sharing)
+        return Engine(
+            model,
+            tokenizer,
+            batch_size=batch_size,
+            limit=self.limit,
+            sampling=self.sampling,
+            on_finished=on_finished,
+            handle=handle,
+        )
 
 
 class Generator:
@@ -114,14 +130,8 @@ class Generator:
         bank = self.gates.get(job.spec.block_size or 0) if isinstance(self.gates, dict) else self.gates
         self.method = attached(self.model, job.spec.method(bank), correction=job.spec.correction)
         handle = self.method.__enter__()
-        self.engine = Engine(
-            self.model,
-            self.tokenizer,
-            batch_size=job.fitting(self.model, self.tokenizer, neighbours),
-            limit=job.limit,
-            sampling=job.sampling,
-            on_finished=lambda generation: self.finished.append(generation),
-            handle=handle,
+        self.engine = job.engine(
+            self.model, self.tokenizer, lambda generation: self.finished.append(generation), handle, neighbours
         )
         self.job = job
 

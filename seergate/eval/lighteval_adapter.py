@@ -31,9 +31,6 @@ from seergate.eval.settings import MethodSpec
 from seergate.fingerprint import fingerprint
 from seergate.hf.bank import GateBank
 
-DOWNLOADED = "tinyBenchmarks.pkl"
-"""By lighteval, when it lists its tasks."""
-
 
 def harness_model(model: Any, path: str, name: str, batch_size: int = 1) -> Any:
     """A lighteval model around one that seergate is attached to.
@@ -97,35 +94,19 @@ def main(argv: list[str] | None = None) -> None:
     from lighteval.logging.evaluation_tracker import EvaluationTracker
     from lighteval.pipeline import ParallelismManager, Pipeline, PipelineParameters
 
-    try:
-        pipeline = Pipeline(
-            tasks=options.tasks,
-            pipeline_parameters=PipelineParameters(
-                launcher_type=ParallelismManager.NONE,
-                custom_tasks_directory=options.custom_tasks,
-                max_samples=options.limit,
-            ),
-            evaluation_tracker=EvaluationTracker(output_dir=options.out),
-            model=wrapped,
-        )
-    except OSError as error:  # those of requests are
-        if DOWNLOADED in str(error):
-            raise SeergateError(_without_network()) from error
-        raise
+    pipeline = Pipeline(
+        tasks=options.tasks,
+        pipeline_parameters=PipelineParameters(
+            launcher_type=ParallelismManager.NONE,
+            custom_tasks_directory=options.custom_tasks,
+            max_samples=options.limit,
+        ),
+        evaluation_tracker=EvaluationTracker(output_dir=options.out),
+        model=wrapped,
+    )
     pipeline.evaluate()
     pipeline.save_and_push_results()  # into the directory; nothing is pushed unless the tracker is told to
     print(json.dumps(pipeline.get_results()["results"], indent=2, default=str))
-
-
-def _without_network() -> str:
-    """What to do where lighteval cannot download what it wants before any task."""
-    import lighteval.tasks.tasks
-
-    place = Path(next(iter(lighteval.tasks.tasks.__path__))) / DOWNLOADED
-    return (
-        f"lighteval could not download {DOWNLOADED}, which it asks for whatever the task; without a network, make an "
-        f"empty file {place}"
-    )
 
 
 if __name__ == "__main__":

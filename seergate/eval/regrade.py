@@ -8,8 +8,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import yaml
-
 from seergate.errors import SeergateError
 from seergate.eval import store
 from seergate.eval.environment import GRADES_WITH, grader_version
@@ -86,11 +84,13 @@ def regrade(directory: Path, *, grader: str | None = None, dry_run: bool = False
             now = _graded_by(name, config)
             if changed:
                 if now != config:
-                    _write(directory, {**now, "task": {**now["task"], UNFINISHED: "cut short, to be done again"}})
+                    store.write_config(
+                        directory, {**now, "task": {**now["task"], UNFINISHED: "cut short, to be done again"}}
+                    )
                 lines = "".join(json.dumps(sample, ensure_ascii=False) + "\n" for sample in samples)
                 store.write_text(directory / store.SAMPLES, lines)
             if now != config:
-                _write(directory, now)
+                store.write_config(directory, now)
     if not dry_run:
         write_metrics(directory)
     return Regraded(len(samples), before, after, changed)
@@ -108,10 +108,6 @@ def _graded_by(name: str, config: dict[str, Any]) -> dict[str, Any]:
     task = {key: value for key, value in config["task"].items() if key != UNFINISHED}
     known = {key: value for key, value in config.get("environment", {}).items() if key not in GRADES_WITH.values()}
     return {**config, "task": {**task, "grader": name}, "environment": known | grader_version(name)}
-
-
-def _write(directory: Path, config: dict[str, Any]) -> None:
-    store.write_text(directory / store.CONFIG, yaml.safe_dump(config, sort_keys=False, allow_unicode=True))
 
 
 def _verdict(correct: bool, pred: str | None, reason: str | None) -> str:

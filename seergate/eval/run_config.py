@@ -1,20 +1,108 @@
-"""The resolved configuration of a run: everything that shapes its results, as plain YAML types."""
+"""How a run is asked for, and its resolved configuration."""
 
 from __future__ import annotations
 
-from dataclasses import asdict
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
 from typing import Any
 
 import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+from seergate.eval.collector import Progress
 from seergate.eval.engine import Limit, encode, end_ids, prompt_text
 from seergate.eval.environment import environment, grader_version
+from seergate.eval.grading import check_grader
+from seergate.eval.judge import check_installed
 from seergate.eval.sampling import Sampling
 from seergate.eval.settings import MethodSpec
 from seergate.eval.task import Problem, Task, contents_hash, prompts_hash
+from seergate.eval.vllm_engine import engine_version
 from seergate.fingerprint import fingerprint, rope_of
 from seergate.hf.bank import GateBank
+
+ENGINES = ("transformers", "vllm")
+
+
+@dataclass(frozen=True)
+class RunOptions:
+    """How a task is run; ``None`` takes the task's own value.
+
+    Attributes:
+        samples: answers per problem.
+        max_new_tokens: limit for each. Given without ``max_total_tokens``, it replaces the task's limits.
+        max_total_tokens: limit for prompt and answer together; likewise.
+        sampling: how tokens are chosen; if neither this nor the task says, the model's generation configuration does.
+        seed: of the samples' random numbers.
+        batch_size: samples that run together; does not shape results. ``None`` estimates what fits into memory.
+        measure_recall: also measure the cheap proxies (`seergate.eval.proxies`), recall of teacher mass among them.
+        model_name, gates_name: what to call them in the records; paths or Hub ids.
+        engine: what generates: ``"transformers"``, or ``"vllm"`` (`seergate.eval.vllm_engine`); it shapes results.
+        on_progress: called after every sample that has been graded, one call at a time, from a thread that grades.
+    """
+
+    samples: int | None = None
+    max_new_tokens: int | None = None
+    max_total_tokens: int | None = None
+    sampling: Sampling | None = None
+    seed: int = 0
+    batch_size: int | None = 16
+    measure_recall: bool = False
+    model_name: str = ""
+    gates_name: str = ""
+    engine: str = ENGINES[0]
+    on_progress: Callable[[Progress], None] | None = None
+
+    def samples_of(self, task: Task) -> int:
+        """Answers per problem."""
+        return task.samples if self.samples is None else self.samples
+
+    def limit(self, task: Task) -> Limit:
+        """How long an answer may be.
+
+        Raises:
+            ValueError: naming the field, what it is and what it must be.
+        """
+        if self.max_new_tokens is None and self.max_total_tokens is None:
+            return Limit(task.max_new_tokens, task.max_total_tokens)
+        return Limit(self.max_new_tokens, self.max_total_tokens)
+
+    def check(self, task: Task) -> None:
+        """Refuse, before long work, what the task cannot be run with.
+
+        Raises:
+            ValueError: naming the field, what it is and what it must be.
+            SeergateError: for a grader that is unknown or not installed.
+        """
+        self.limit(task)
+        for name, value in (("samples", self.samples), ("batch_size", self.batch_size)):
+            if value is not None and value < 1:
+                raise ValueError(f"{name} is {value}; it must be a positive number")
+        if self.engine not in ENGINES:
+            raise ValueError(f"engine is {self.engine!r}; it must be one of {', '.join(ENGINES)}")
+        check_grader(task.grader)
+        if task.grader == "math":
+            check_installed()
+        sampling = self.sampling or task.sampling
+        if sampling is not None:
+            self.check_sampling(task, sampling)
+
+    def check_sampling(self, task: Task, sampling: Sampling) -> None:
+        """Refuse several samples per problem that cannot differ.
+
+        Raises:
+            ValueError: naming the field, what it is and what it must be.
+        """
+        samples = self.samples_of(task)
+        if sampling.greedy and samples > 1:
+            raise ValueError(
+                f"samples is {samples}; with greedy decoding, which gives the same answer every time, it must be 1 "
+                "(--samples 1); or give a --temperature above 0"
+            )
+
+    def resolved_sampling(self, task: Task, model: PreTrainedModel) -> Sampling:
+        """How tokens are chosen."""
+        return self.sampling or task.sampling or Sampling.of_model(model)
 
 
 def run_config(
@@ -24,29 +112,20 @@ def run_config(
     problems: list[Problem],
     spec: MethodSpec,
     bank: GateBank | None,
-    *,
-    samples: int,
-    limit: Limit,
-    sampling: Sampling,
-    seed: int,
-    model_name: str = "",
-    gates_name: str = "",
-    engine: str | None = None,
-    execution: dict[str, Any] | None = None,
+    options: RunOptions,
+    processes: int,
 ) -> dict[str, Any]:
-    """The contents of `config.yaml`.
+    """The contents of `config.yaml`: everything that shapes a run's results, as plain YAML types; and how it was run.
 
     Args:
         model, tokenizer, task, problems, spec, bank: what is evaluated.
-        samples: per problem.
-        limit, sampling, seed: how answers are generated.
-        model_name, gates_name: paths or Hub ids.
-        engine: what generates, with its version; ``None`` for transformers.
-        execution: how it was run, as far as that does not shape results.
+        options: how.
+        processes: that generate.
     """
+    limit = options.limit(task)
     gates = None
     if spec.has_gates and bank is not None:
-        gates = {"path": gates_name, "fingerprint": fingerprint(bank)}
+        gates = {"path": options.gates_name, "fingerprint": fingerprint(bank)}
     return {
         "task": {
             "name": task.name,
@@ -59,7 +138,7 @@ def run_config(
         },
         "method": spec.describe(bank),
         "model": {
-            "path": model_name or str(model.config.name_or_path),
+            "path": options.model_name or str(model.config.name_or_path),
             "type": model.config.model_type,
             "parameters": sum(p.numel() for p in model.parameters()),
             "dtype": str(model.dtype).removeprefix("torch."),
@@ -68,16 +147,20 @@ def run_config(
         },
         "gates": gates,
         "generation": {
-            "samples": samples,
+            "samples": options.samples_of(task),
             "max_new_tokens": limit.new_tokens,
             "max_total_tokens": limit.total_tokens,
-            **asdict(sampling),
-            "seed": seed,
+            **asdict(options.resolved_sampling(task, model)),
+            "seed": options.seed,
             "ends": sorted(end_ids(model, tokenizer)),
-            **({"engine": engine} if engine is not None else {}),
+            **({"engine": engine_version()} if options.engine == "vllm" else {}),
         },
         "environment": environment(model.device) | grader_version(task.grader),
-        "execution": {"threads": torch.get_num_threads(), **(execution or {})},
+        "execution": {
+            "threads": torch.get_num_threads(),
+            "batch_size": options.batch_size or "auto",
+            "processes": processes,
+        },
     }
 
 

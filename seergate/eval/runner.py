@@ -10,7 +10,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from contextlib import nullcontext
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -21,99 +20,19 @@ from seergate.eval import store
 from seergate.eval.cluster import Cluster, Job, Loader
 from seergate.eval.collector import Collector
 from seergate.eval.collector import Progress as Progress
-from seergate.eval.engine import Engine, Limit, Request, encode, prompt_text
-from seergate.eval.grading import check_grader
-from seergate.eval.judge import GradingPool, check_installed
+from seergate.eval.engine import Limit, Request, encode, prompt_text
+from seergate.eval.judge import GradingPool
 from seergate.eval.metrics import derive
 from seergate.eval.proxies import Reference, contexts_hash, measure_proxies, windows_of
-from seergate.eval.run_config import prompts_of, run_config
-from seergate.eval.sampling import Sampling, sample_seed
+from seergate.eval.run_config import RunOptions, prompts_of, run_config
+from seergate.eval.sampling import sample_seed
 from seergate.eval.settings import MethodSpec
 from seergate.eval.task import Problem, Task, contents_hash
-from seergate.eval.vllm_engine import engine_version, generate_by_vllm
+from seergate.eval.vllm_engine import generate_by_vllm
 from seergate.fingerprint import fingerprint, rope_of
-from seergate.hf.attach import Handle, attached
+from seergate.hf.attach import attached
 from seergate.hf.bank import GateBank
 from seergate.methods import Dense
-
-ENGINES = ("transformers", "vllm")
-
-
-@dataclass(frozen=True)
-class RunOptions:
-    """How a task is run; ``None`` takes the task's own value.
-
-    Attributes:
-        samples: answers per problem.
-        max_new_tokens: limit for each. Given without ``max_total_tokens``, it replaces the task's limits.
-        max_total_tokens: limit for prompt and answer together; likewise.
-        sampling: how tokens are chosen; if neither this nor the task says, the model's generation configuration does.
-        seed: of the samples' random numbers.
-        batch_size: samples that run together; does not shape results. ``None`` estimates what fits into memory.
-        measure_recall: also measure the cheap proxies (`seergate.eval.proxies`), recall of teacher mass among them.
-        model_name, gates_name: what to call them in the records; paths or Hub ids.
-        engine: what generates: ``"transformers"``, or ``"vllm"`` (`seergate.eval.vllm_engine`); it shapes results.
-        on_progress: called after every sample that has been graded, one call at a time, from a thread that grades.
-    """
-
-    samples: int | None = None
-    max_new_tokens: int | None = None
-    max_total_tokens: int | None = None
-    sampling: Sampling | None = None
-    seed: int = 0
-    batch_size: int | None = 16
-    measure_recall: bool = False
-    model_name: str = ""
-    gates_name: str = ""
-    engine: str = ENGINES[0]
-    on_progress: Callable[[Progress], None] | None = None
-
-    def limit(self, task: Task) -> Limit:
-        """How long an answer may be.
-
-        Raises:
-            ValueError: naming the field, what it is and what it must be.
-        """
-        if self.max_new_tokens is None and self.max_total_tokens is None:
-            return Limit(task.max_new_tokens, task.max_total_tokens)
-        return Limit(self.max_new_tokens, self.max_total_tokens)
-
-    def check(self, task: Task) -> None:
-        """Refuse, before long work, what the task cannot be run with.
-
-        Raises:
-            ValueError: naming the field, what it is and what it must be.
-            SeergateError: for a grader that is unknown or not installed.
-        """
-        self.limit(task)
-        for name, value in (("samples", self.samples), ("batch_size", self.batch_size)):
-            if value is not None and value < 1:
-                raise ValueError(f"{name} is {value}; it must be a positive number")
-        if self.engine not in ENGINES:
-            raise ValueError(f"engine is {self.engine!r}; it must be one of {', '.join(ENGINES)}")
-        check_grader(task.grader)
-        if task.grader == "math":
-            check_installed()
-        sampling = self.sampling or task.sampling
-        if sampling is not None:
-            self.check_sampling(task, sampling)
-
-    def check_sampling(self, task: Task, sampling: Sampling) -> None:
-        """Refuse several samples per problem that cannot differ.
-
-        Raises:
-            ValueError: naming the field, what it is and what it must be.
-        """
-        samples = task.samples if self.samples is None else self.samples
-        if sampling.greedy and samples > 1:
-            raise ValueError(
-                f"samples is {samples}; with greedy decoding, which gives the same answer every time, it must be 1 "
-                "(--samples 1); or give a --temperature above 0"
-            )
-
-    def resolved_sampling(self, task: Task, model: PreTrainedModel) -> Sampling:
-        """How tokens are chosen."""
-        return self.sampling or task.sampling or Sampling.of_model(model)
 
 
 def sweep(
@@ -255,29 +174,13 @@ def evaluate(
     """
     options = options or RunOptions()
     limit, sampling = options.limit(task), options.resolved_sampling(task, model)
-    samples_each = task.samples if options.samples is None else options.samples
     options.check(task)
     options.check_sampling(task, sampling)
     problems = task.problems()
     processes = cluster.workers if cluster else 1
-    config = run_config(
-        model,
-        tokenizer,
-        task,
-        problems,
-        spec,
-        bank,
-        samples=samples_each,
-        limit=limit,
-        sampling=sampling,
-        seed=options.seed,
-        model_name=options.model_name,
-        gates_name=options.gates_name,
-        engine=None if options.engine == ENGINES[0] else engine_version(),
-        execution={"batch_size": options.batch_size or "auto", "processes": processes},
-    )
+    config = run_config(model, tokenizer, task, problems, spec, bank, options, processes)
     out_dir.mkdir(parents=True, exist_ok=True)
-    wanted = {(task.name, p.problem_id, i): p for p in problems for i in range(samples_each)}
+    wanted = {(task.name, p.problem_id, i): p for p in problems for i in range(options.samples_of(task))}
     with store.SampleLog(out_dir) as log:
         samples = store.read_samples(out_dir)
         made = {store.key_of(s) for s in samples}
@@ -306,7 +209,7 @@ def evaluate(
                             elif options.engine == "vllm":
                                 generate_by_vllm(model, tokenizer, asked, job, bank, options.gates_name, sink.take)
                             else:
-                                _generate(model, tokenizer, asked, job, handle, sink)
+                                job.engine(model, tokenizer, sink.take, handle).run(asked)
                 if unmeasured:
                     reference = reference or Reference(spec.label, _in_order(out_dir))
                     proxies = measure_proxies(model, tokenizer, handle, reference.samples)
@@ -371,23 +274,3 @@ def _requests(
         text, ids = encoded[problem.problem_id]
         requests.append((Request(key, text, sample_seed(seed, problem.problem_id, key[2])), ids))
     return sorted(requests, key=lambda pair: -len(pair[1]))
-
-
-def _generate(
-    model: PreTrainedModel,
-    tokenizer: PreTrainedTokenizerBase,
-    requests: list[Request],
-    job: Job,
-    handle: Handle,
-    sink: Collector,
-) -> None:
-    """Make samples in this process."""
-    Engine(
-        model,
-        tokenizer,
-        batch_size=job.fitting(model, tokenizer),
-        limit=job.limit,
-        sampling=job.sampling,
-        on_finished=sink.take,
-        handle=handle,
-    ).run(requests)

@@ -180,7 +180,7 @@ def pin(directory: Path, config: dict[str, Any], *, finished: bool) -> None:
     """
     path = directory / CONFIG
     if not path.exists():
-        write_text(path, yaml.safe_dump(config, sort_keys=False, allow_unicode=True))
+        write_config(directory, config)
         return
     before, now = flatten(read_config(directory)), flatten(config)
     skipped = (*NOT_COMPARED, "environment") if finished else NOT_COMPARED
@@ -195,6 +195,11 @@ def pin(directory: Path, config: dict[str, Any], *, finished: bool) -> None:
         raise SeergateError(
             f"{directory} holds a run with other settings: {what}{more}; use the same ones or another directory"
         )
+
+
+def write_config(directory: Path, config: dict[str, Any]) -> None:
+    """Replace `config.yaml`."""
+    write_text(directory / CONFIG, yaml.safe_dump(config, sort_keys=False, allow_unicode=True))
 
 
 def read_config(directory: Path) -> dict[str, Any]:

@@ -7,12 +7,13 @@ from __future__ import annotations
 
 import warnings
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import ClassVar, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
 from seergate.methods.base import About, LayerSpec, LayerState, Method, Step, check_choice, check_counts
 
@@ -159,6 +160,21 @@ class EvictingState(CompressingState):
         """The per-token tensor ``rows[name]``, with at least this many entries; new ones are zero."""
         return self.grown(name, tokens, limit=self.most_resident())
 
+    def keep_best(self, ends: list[int], kept: dict[int, int], scores: Callable[[int], Tensor]) -> Eviction | None:
+        """In some rows only the residents that score best stay.
+
+        Args:
+            ends: residents of each row.
+            kept: row -> how many of them stay; ``None`` is returned if there is no such row.
+            scores: row -> scores of its residents, ``[K, T]`` or, for one decision for all heads, ``[1, T]``.
+        """
+        if not kept:
+            return None
+        longest = max(ends[row] for row in kept)
+        ranked = [pad(scores(row), (0, longest - ends[row]), value=-torch.inf) for row in kept]
+        stacked = torch.stack([scores_KT.expand(self.spec.num_kv_heads, -1) for scores_KT in ranked])
+        return Eviction(list(kept), best(stacked, list(kept.values())), list(kept.values()))
+
 
 def trimmed(buffer: Tensor, capacity: int) -> Tensor:
     """``buffer [B, K, T, ...]`` with at most ``capacity`` entries, the memory of the others given back."""
@@ -268,20 +284,15 @@ class BudgetedState(EvictingState):
     @torch.no_grad()
     def keep(self, step: Step) -> Eviction | None:
         ends, method = step.ends, self.budget
-        rows = [row for row, end in enumerate(ends) if self.due(row, end)]
-        if not rows:
-            return None
-        longest = max(ends[row] for row in rows)
-        heads, kept = self.spec.num_kv_heads, [method.kept(self.prompts[row]) for row in rows]
-        ranked = []
-        for row in rows:
-            scores = self.importance(step, row).clone()
-            pinned = 0 if method.prompt == "evictable" else self.prompts[row]
-            scores[:, :pinned] = torch.inf
-            scores[:, ends[row] - method.recent :] = torch.inf
-            padding = scores.new_full((len(scores), longest - ends[row]), -torch.inf)
-            ranked.append(torch.cat((scores, padding), dim=1).expand(heads, -1))
-        return Eviction(rows, best(torch.stack(ranked), kept), kept)
+
+        def scores(row: int) -> Tensor:
+            found = self.importance(step, row).clone()
+            found[:, : 0 if method.prompt == "evictable" else self.prompts[row]] = torch.inf
+            found[:, ends[row] - method.recent :] = torch.inf
+            return found
+
+        due = {row: method.kept(self.prompts[row]) for row, end in enumerate(ends) if self.due(row, end)}
+        return self.keep_best(ends, due, scores)
 
 
 def best(scores_RKT: Tensor, kept: list[int]) -> Tensor:

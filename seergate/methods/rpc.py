@@ -7,9 +7,10 @@ from typing import ClassVar
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
 from seergate.methods.base import LayerSpec, LayerState, Step, check_choice, check_counts
-from seergate.methods.evicting import EvictingMethod, EvictingState, Eviction, best
+from seergate.methods.evicting import EvictingMethod, EvictingState, Eviction
 from seergate.methods.scoring import QueryWindow, logits, pooled
 
 
@@ -89,20 +90,12 @@ class RPCState(EvictingState):
     def keep(self, step: Step) -> Eviction | None:
         method, ends = self.method, step.ends
         passed = [decoded - method.window for decoded in self.decoded]
-        rows = [row for row, n in enumerate(passed) if n > 0 and n % method.interval == 0]
-        rows = [row for row in rows if ends[row] > self.kept(row)]
-        if not rows:
-            return None
-        longest = max(ends[row] for row in rows)
-        ranked = []
-        for row in rows:
-            scores = self._importance(step, row)
-            stays = scores.new_full((len(scores), 1), torch.inf)
-            parts = [stays.expand(-1, self.prompts[row]), scores, stays.expand(-1, method.window)]
-            parts.append(-stays.expand(-1, longest - ends[row]))
-            ranked.append(torch.cat(parts, dim=1).expand(self.spec.num_kv_heads, -1))
-        kept = [self.kept(row) for row in rows]
-        return Eviction(rows, best(torch.stack(ranked), kept), kept)
+        due = {row: self.kept(row) for row, n in enumerate(passed) if n > 0 and n % method.interval == 0}
+        return self.keep_best(
+            ends,
+            {row: kept for row, kept in due.items() if ends[row] > kept},
+            lambda row: pad(self._importance(step, row), (self.prompts[row], method.window), value=torch.inf),
+        )
 
     def _importance(self, step: Step, row: int) -> Tensor:
         """Of the tokens between prompt and window; the softmax is over these alone (Algorithm 1)."""
