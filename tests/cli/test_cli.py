@@ -1,4 +1,4 @@
-"""The command as a user meets it: real processes, their exit codes and what they say."""
+"""The command as a user meets it: exit codes and output."""
 
 from __future__ import annotations
 
@@ -229,7 +229,7 @@ def test_eval_writes_runs_and_a_report_and_resumes(seergate, saved, tmp_path):
         *("eval", "--model", saved, "--method", "dense,oracle", "--budget", "32", "--block-size", "16"),
         *("--problems", "3", "--variables", "5", "--max-new-tokens", "40", "--measure-recall", "--out", str(tmp_path)),
     )
-    done = process(*command)
+    done = seergate(*command)
     assert done.returncode == 0, done.stderr
     assert "[1/2] dense: 3/3 answers" in done.stdout
     assert "What the report shows:" in done.stdout

@@ -12,7 +12,7 @@ from tests.running import run_seergate
 def test_the_demo_distils_evaluates_and_reports(tmp_path):
     """Far too small to show anything but that every step works and what is promised is there."""
     out = tmp_path / "demo"
-    done = run_seergate("demo", "--max-steps", "2", "--problems", "2", "--variables", "6", "--out", str(out))
+    done = run_seergate("demo", "--max-steps", "2", "--problems", "1", "--variables", "4", "--out", str(out))
     assert done.returncode == 0, done.stderr
     lines = done.stdout.splitlines()
     assert re.fullmatch(r"the demo took \d+ seconds", lines[-1])
@@ -26,8 +26,8 @@ def test_the_demo_distils_evaluates_and_reports(tmp_path):
     settings = {"dense", *(f"{name}-{budget}" for name in demo.METHODS if name != "dense" for budget in demo.BUDGETS)}
     assert {path.parent.name for path in (out / "eval").glob("*/metrics.json")} == settings
     for name in settings:
-        assert json.loads((out / "eval" / name / "metrics.json").read_text())["n_problems"] == 2
-        assert f"{name}: 2/2 answers" in done.stdout
+        assert json.loads((out / "eval" / name / "metrics.json").read_text())["n_problems"] == 1
+        assert f"{name}: 1/1 answers" in done.stdout
     pictures = sorted(out.glob("*.png"))
     assert {"accuracy.png", "length.png"} <= {path.name for path in pictures}
     for path in pictures:

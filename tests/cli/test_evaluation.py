@@ -37,12 +37,12 @@ def runs(tmp_path_factory) -> Path:
     values = {
         "model": str(root / "model"),
         "method": ["dense", "oracle", "streaming_llm"],
-        "budget": [32, 64],
+        "budget": 32,
         "threshold": 0.05,
         "block_size": [8, 16],
         "dense_layers": [[], [0]],
         "task_options": {"problems": 3, "variables": 6},
-        "max_new_tokens": 70,
+        "max_new_tokens": 40,
         "samples": 2,
         "temperature": 1.0,
         "measure_recall": True,
@@ -54,14 +54,14 @@ def runs(tmp_path_factory) -> Path:
 
 
 def test_a_sweep_makes_every_setting_once_and_goes_on(runs, capsys):
-    sparse = {
-        f"oracle-{limit}b{size}{dense}" for limit in ("32-", "64-") for size in (8, 16) for dense in ("", "-dense0")
-    } | {f"oracle-b{size}{dense}-threshold=0.05" for size in (8, 16) for dense in ("", "-dense0")}
+    sparse = {f"oracle-32-b{size}{dense}" for size in (8, 16) for dense in ("", "-dense0")} | {
+        f"oracle-b{size}{dense}-threshold=0.05" for size in (8, 16) for dense in ("", "-dense0")
+    }
     made = {path.name for path in runs.iterdir() if path.is_dir()}
-    assert made == {"dense", "streaming_llm-32", "streaming_llm-64", *sparse}
+    assert made == {"dense", "streaming_llm-32", *sparse}
     before = {path: path.read_bytes() for path in runs.glob("*/samples.jsonl")}
     file = runs.parent / "sweep.yaml"
-    values = yaml.safe_load(file.read_text()) | {"budget": [32, 48, 64], "method": ["dense", "streaming_llm"]}
+    values = yaml.safe_load(file.read_text()) | {"budget": [32, 48], "method": ["dense", "streaming_llm"]}
     file.write_text(yaml.safe_dump(values))
     assert call("sweep", file, "--no-report") == 0
     assert {path: path.read_bytes() for path in before} == before
@@ -108,8 +108,7 @@ OURS_AND_SEER = [name for name, figure in FIGURES.items() if not figure.source o
 
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize(
-    "name",
-    ["5", "table2", *(pytest.param(name, marks=pytest.mark.soak) for name in OURS_AND_SEER if name != "5")],
+    "name", ["table2", *(pytest.param(name, marks=pytest.mark.soak) for name in OURS_AND_SEER if name != "table2")]
 )
 def test_figures_are_drawn(name, tmp_path):
     """On the model that ships, far too small to show anything but that every step works."""

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import re
 import signal
 import subprocess
 import sys
@@ -187,57 +188,29 @@ def test_other_ways_of_writing_what_is_right(judges, gold, answers):
 
 
 HALF_READ = {
-    "5": [
-        *(r"n \equiv 3 \pmod 5", r"5\bmod 7", r"5 \pmod{7}", r"5 \text{ (mod } 7)", r"5\mid n", r"\sim 5"),
-        *(r"5 \text{ or more}", "5 or more", r"5 \text{ at most}", "at least 5", r"\text{at least } 5", "5+", "5?"),
-        *(
-            r"E_{1}=3, E_{2}=5",
-            "a=3;b=5",
-            r"a=3 \text{ and } b=5",
-            r"a=3\\b=5",
-            r"a = 3 \quad b = 5",
-            r"5\text{ or }6",
-        ),
-        *(
-            r"\text{no solution for } n=5",
-            r"\text{not }5",
-            r"\text{undefined at } x=5",
-            r"n\ne 5",
-            r"\neg 5",
-            r"x\not=5",
-        ),
-        *(r"5\text{ if }x>0", "5, x>0", r"5 \quad (x>0)", r"\begin{cases}5&x>0\\6&x<0\end{cases}", "5 for x>0"),
-        *(r"5 \text{ when } n \text{ is even}", r"\text{between }4\text{ and }5", "approximately 5 or 6"),
-        *(r"5 \text{ hours } 20 \text{ minutes}", r"5\text{ ft }6\text{ in}", r"5\text{ hr }30\text{ min}"),
-        *(
-            r"5\text{ million}",
-            "5 million",
-            r"5\text{k}",
-            r"5\text{ dozen}",
-            r"5\text{ hundred}",
-            r"5\text{ times } 10",
-        ),
-        *(
-            r"5\text{ squared}",
-            r"5\text{ factorial}",
-            r"5\text{i}",
-            r"5\text{ j}",
-            r"5 \text{ percent of } x",
-            "5x",
-            "5'",
-        ),
-        *("6=5", "x=6=5", r"5\vee 6", r"5\to 6", r"5\cup\{6\}", r"\pm 5", "5...", r"5,\ldots", r"1,2,\dots,5", "f'=5"),
-    ],
-    r"\frac{2}{3}": [r"\frac13E_1+\frac23E_2"],
-    ".0000672": [".0000673"],
-    r"5\text{ inches}^2": [r"5\text{ inches}^3", r"5\text{ cm}^2", r"5\text{ inches}"],
-    r"5\text{ cm}": [r"5\text{ m}", r"5\text{ cm}^2"],
+    "5": r"""
+        n \equiv 3 \pmod 5 || 5\bmod 7 || 5 \pmod{7} || 5 \text{ (mod } 7) || 5\mid n || \sim 5 || 5 \text{ or more}
+        5 or more || 5 \text{ at most} || at least 5 || \text{at least } 5 || 5+ || 5? || E_{1}=3, E_{2}=5
+        a=3;b=5 || a=3 \text{ and } b=5 || a=3\\b=5 || a = 3 \quad b = 5 || 5\text{ or }6
+        \text{no solution for } n=5 || \text{not }5 || \text{undefined at } x=5 || n\ne 5 || \neg 5 || x\not=5
+        5\text{ if }x>0 || 5, x>0 || 5 \quad (x>0) || \begin{cases}5&x>0\\6&x<0\end{cases} || 5 for x>0
+        5 \text{ when } n \text{ is even} || \text{between }4\text{ and }5 || approximately 5 or 6
+        5 \text{ hours } 20 \text{ minutes} || 5\text{ ft }6\text{ in} || 5\text{ hr }30\text{ min}
+        5\text{ million} || 5 million || 5\text{k} || 5\text{ dozen} || 5\text{ hundred} || 5\text{ times } 10
+        5\text{ squared} || 5\text{ factorial} || 5\text{i} || 5\text{ j} || 5 \text{ percent of } x || 5x || 5'
+        6=5 || x=6=5 || 5\vee 6 || 5\to 6 || 5\cup\{6\} || \pm 5 || 5... || 5,\ldots || 1,2,\dots,5 || f'=5
+    """,
+    r"\frac{2}{3}": r"\frac13E_1+\frac23E_2",
+    ".0000672": ".0000673",
+    r"5\text{ inches}^2": r"5\text{ inches}^3 || 5\text{ cm}^2 || 5\text{ inches}",
+    r"5\text{ cm}": r"5\text{ m} || 5\text{ cm}^2",
 }
+"""Gold answer -> others."""
 
 
 @pytest.mark.parametrize("gold", HALF_READ)
 def test_no_part_of_an_answer_is_left_unread(judges, gold):
-    for answer in HALF_READ[gold]:
+    for answer in re.split(r" \|\| |\n +", HALF_READ[gold].strip()):
         assert not judges.grade("math", f"so \\boxed{{{answer}}}", gold).correct, answer
 
 

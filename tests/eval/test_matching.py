@@ -59,7 +59,7 @@ def run(tmp_path, measure, texts, budgets):
     model, tokenizer = support.model(), support.tokenizer()
     bank = GateBank.for_model(model, GateConfig(8, 16))
     task = make_task("chain_sum", problems=2, variables=8)
-    options = RunOptions(max_new_tokens=120, batch_size=2)  # matching itself replays alone
+    options = RunOptions(max_new_tokens=80, batch_size=2)  # matching itself replays alone
     specs = distinct(grid(["dense", *texts], budgets, 8))
     arguments = (model, tokenizer, task)
     sweep(*arguments, specs[:1], tmp_path, options, bank=bank)

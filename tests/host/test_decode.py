@@ -10,6 +10,7 @@ import seergate
 from seergate import DecodeConfig, GateBank, GateConfig, SeergateError, methods
 from seergate.cache.layer import GatedLayer
 from seergate.models import families
+from tests.decoding import Decoding
 from tests.host.reasoning import Words
 from tests.methods.evictors import GROUPS, model_of
 from tests.models import FAMILIES, left_padded, prompt, tiny_model
@@ -149,28 +150,14 @@ def test_cropping_then_going_on_is_never_having_gone_astray(model, name):
 
 @pytest.mark.parametrize("name", METHODS)
 def test_reordering_and_selecting_rows(model, name):
-    method = pick(model, name, 2 * BLOCK)
-    rows = [prompt(length, seed) for seed, length in enumerate((40, 23, 31))]
-    order = torch.tensor([2, 0, 2])
-    step = prompt(1, 9).expand(3, 1)
-    with seergate.attached(model, method):
-        caches = []
-        for chosen in (rows, [rows[i] for i in order]):
-            cache, batch = DynamicCache(), left_padded(chosen)
-            model(**batch, past_key_values=cache)
-            caches.append(cache)
-        caches[0].reorder_cache(order)
-        masks = [left_padded([rows[i] for i in order])["attention_mask"]] * 2
-        # the first batch was as wide as its longest row, which the new order keeps
+    rows, order = [prompt(length, seed) for seed, length in enumerate((40, 23, 31))], [2, 0, 2]
+    with seergate.attached(model, pick(model, name, 2 * BLOCK)):
+        one, other = (Decoding(model, **left_padded(chosen)) for chosen in (rows, [rows[i] for i in order]))
+        one.take(order)  # the first batch was as wide as its longest row, which the new order keeps
+        step = prompt(1, 9).expand(3, 1)
         for _ in range(12):
-            masks = [torch.cat((mask, torch.ones(3, 1, dtype=mask.dtype)), 1) for mask in masks]
-            positions = masks[0].sum(1, keepdim=True) - 1
-            a, b = (
-                model(input_ids=step, attention_mask=mask, position_ids=positions, past_key_values=cache).logits
-                for mask, cache in zip(masks, caches, strict=True)
-            )
-            torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-4)
-            step = a[:, -1:].argmax(-1)
+            torch.testing.assert_close(one.read(step), other.read(step), rtol=1e-4, atol=1e-4)
+            step = one.logits.argmax(-1)
 
 
 def test_gates_accept_a_model_that_was_converted(model):
@@ -190,17 +177,13 @@ def test_autocast(name):
 def test_padding_that_arrives_token_by_token(model, name):
     """The first slots of a left-padded batch as a prompt, the rest one by one: a row may have no real token yet."""
     batch = left_padded([prompt(40, 1), prompt(9, 2)])
-    method = next(m for m in all_methods(model, 4096) if m.name == name)
-    positions = (batch["attention_mask"].cumsum(1) - 1).clamp(min=0)
+    ids, mask = batch["input_ids"], batch["attention_mask"]
+    method, positions = pick(model, name, 4096), (mask.cumsum(1) - 1).clamp(min=0)
     with seergate.attached(model, method):
-        cache = DynamicCache()
-        for start, end in [(0, 20), *((i, i + 1) for i in range(20, 40))]:
-            out = model(
-                input_ids=batch["input_ids"][:, start:end],
-                attention_mask=batch["attention_mask"][:, :end],
-                position_ids=positions[:, start:end],
-                past_key_values=cache,
-            ).logits[:, -1]
+        rows = Decoding(model, ids[:, :20], mask[:, :20])
+        for i in range(20, 40):
+            out = rows.read(ids[:, i, None], mask[:, i, None])[:, -1]
+        cache = rows.cache
     whole = model(**batch, position_ids=positions).logits[:, -1]
     torch.testing.assert_close(out, whole, rtol=2e-4, atol=2e-4)
     if name == "gate":
@@ -213,21 +196,16 @@ def test_padding_that_arrives_token_by_token(model, name):
 
 
 def test_a_masked_token_in_the_middle_of_decoding_is_not_stored(model):
-    ids, mask = prompt(20, 1).expand(2, -1), torch.ones(2, 20, dtype=torch.long)
-    results = []
-    for attach in (True, False):
-        cache = DynamicCache()
-        handle = seergate.attach(model, "dense") if attach else None
-        for i in range(18, 20):
-            if i == 18:
-                model(input_ids=ids[:, :18], attention_mask=mask[:, :18], past_key_values=cache)
-            paused = mask[:, : i + 1].clone()
-            paused[1, 18] = 0
-            out = model(input_ids=ids[:, i : i + 1], attention_mask=paused, past_key_values=cache).logits
-        results.append(out)
-        if handle is not None:
-            handle.detach()
-    torch.testing.assert_close(*results, rtol=1e-4, atol=1e-4)
+    ids, paused = prompt(20, 1).expand(2, -1), torch.tensor([[1], [0]])
+
+    def said():
+        rows = Decoding(model, ids[:, :18])
+        rows.read(ids[:, 18:19], paused)
+        return rows.read(ids[:, 19:])
+
+    plain = said()
+    with seergate.attached(model, "dense"):
+        torch.testing.assert_close(said(), plain, rtol=1e-4, atol=1e-4)
 
 
 def test_detaching_leaves_no_trace():

@@ -13,6 +13,7 @@ from seergate import SeergateError, methods
 from seergate.cache.batching import join_rows, keep_rows
 from seergate.cache.offload import BlockPool, Offload, Offloaded
 from seergate.paths import shipped
+from tests.decoding import Decoding
 from tests.host.test_decode import BLOCK, gates
 from tests.models import left_padded, prompt, tiny_model
 
@@ -122,24 +123,14 @@ def test_rows_that_join_and_leave(model):
     results = []
     for offload in (None, Offload(room_for(2 * HEADS * 4))):
         with seergate.attached(model, method, storage=offload):
-            cache, arriving = DynamicCache(), DynamicCache()
-            model(input_ids=prompt(30, 1), past_key_values=cache)
-            model(input_ids=prompt(41, 2), past_key_values=arriving)
-            join_rows(cache, arriving)
-            mask = (torch.arange(41) >= torch.tensor([[11], [0]])).long()
-            logits = []
+            rows, arriving, logits = Decoding(model, prompt(30, 1)), Decoding(model, prompt(41, 2)), []
+            join_rows(rows.cache, arriving.cache)
+            rows.mask = (torch.arange(41) >= torch.tensor([[11], [0]])).long()
             for i in range(12):
                 if i == 8:
-                    keep_rows(cache, [1])
-                    mask = mask[1:]
-                mask = torch.cat((mask, mask[:, -1:]), 1)
-                out = model(
-                    input_ids=prompt(1, i).expand(len(mask), 1),
-                    attention_mask=mask,
-                    position_ids=mask.sum(1, keepdim=True) - 1,
-                    past_key_values=cache,
-                )
-                logits.append(out.logits[-1:])
+                    keep_rows(rows.cache, [1])
+                    rows.mask = rows.mask[1:]
+                logits.append(rows.read(prompt(1, i).expand(len(rows.mask), 1))[-1:])
             results.append(torch.cat(logits, 1))
     assert torch.equal(*results)
 
@@ -183,36 +174,30 @@ def check_pools(cache):
 
 def live(model, draw):
     """One to four rows, to which everything may happen that happens to a cache; the logits."""
-    cache, logits = DynamicCache(), []
-
-    def forward(ids, mask):
-        positions = (mask.cumsum(1) - 1).clamp(min=0)[:, -ids.shape[1] :]
-        out = model(input_ids=ids, attention_mask=mask, position_ids=positions, past_key_values=cache)
-        logits.append(out.logits[:, -1])
-        if isinstance(cache.layers[0].storage, Offloaded):
-            check_pools(cache)
 
     def tokens(rows, count):
         return torch.tensor([[draw.randrange(3, 128) for _ in range(count)] for _ in range(rows)])
 
-    batch = left_padded([tokens(1, draw.randint(1, 110)) for _ in range(draw.choice((1, 1, 2, 4)))])
-    mask = batch["attention_mask"]
-    forward(batch["input_ids"], mask)
+    def seen():
+        logits.append(rows.logits[:, -1])
+        if isinstance(rows.cache.layers[0].storage, Offloaded):
+            check_pools(rows.cache)
+
+    texts = [tokens(1, draw.randint(1, 110)) for _ in range(draw.choice((1, 1, 2, 4)))]
+    rows, logits = Decoding(model, **left_padded(texts)), []
+    seen()
     for _ in range(9):
         event = draw.choice(("decode", "decode", "decode", "verify", "crop", "rows"))
         if event in ("decode", "verify"):
             for width in [1] * draw.randint(1, 7) if event == "decode" else [draw.randint(2, 6)]:
-                mask = torch.cat((mask, mask.new_ones(len(mask), width)), 1)
-                forward(tokens(len(mask), width), mask)
+                rows.read(tokens(len(rows.mask), width))
+                seen()
         elif event == "crop":
-            count = min(draw.choice((1, 3, 9, 20, 40)), int(mask.sum(1).min()) - 1)
+            count = min(draw.choice((1, 3, 9, 20, 40)), int(rows.mask.sum(1).min()) - 1)
             if count > 0:
-                cache.crop(-count)
-                mask = mask[:, :-count]
+                rows.crop(count)
         else:
-            index = [draw.randrange(len(mask)) for _ in range(draw.randint(1, 4))]
-            cache.reorder_cache(torch.tensor(index))
-            mask = mask[index]
+            rows.take([draw.randrange(len(rows.mask)) for _ in range(draw.randint(1, 4))])
     return logits
 
 

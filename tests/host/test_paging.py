@@ -16,9 +16,9 @@ from seergate.ops.paging import unpaged
 from seergate.reason import paged
 from seergate.reason.paged import OutOfBlocks, Paged
 from seergate.reason.paging import Paging
+from tests.decoding import forced_run
 from tests.eval import support
 from tests.eval.test_engine import LONG, requests_for
-from tests.host.reasoning import forced_run
 from tests.host.test_decode import BLOCK, SELECTING, pick
 from tests.models import left_padded, prompt, tiny_model
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-from contextlib import nullcontext
 
 import pytest
 import torch
@@ -14,6 +13,7 @@ from seergate import DecodeConfig, Rectify, SeergateError, methods
 from seergate.cache.batching import only_rows
 from seergate.cache.layer import GatedLayer
 from seergate.eval.engine import Batch
+from tests.decoding import Decoding
 from tests.host.test_decode import BLOCK, gates
 from tests.models import left_padded, prompt, tiny_model
 
@@ -75,27 +75,16 @@ def test_every_token_that_is_said_follows_from_the_rectified_cache(model):
     with seergate.attached(model, selector(model, "oracle"), correction=Rectify(EVERY)) as handle:
         found = model.generate(**batch, max_new_tokens=18)
         assert handle.stats()["rectification"]["passes"] == 3
-    ids, mask, cache = batch["input_ids"], batch["attention_mask"], DynamicCache()
     with seergate.attached(model, selector(model, "oracle")) as handle:
-        positions = (mask.cumsum(1) - 1).clamp(min=0)
-        prompted = {"attention_mask": mask, "position_ids": positions, "past_key_values": cache}
-        logits, sparse = model(input_ids=ids, **prompted).logits, 0
+        rows, ids, sparse = Decoding(model, **batch), batch["input_ids"], 0
         for _ in range(18):
-            ids = torch.cat((ids, logits[:, -1:].argmax(-1)), 1)
-            mask = torch.cat((mask, torch.ones(2, 1, dtype=mask.dtype)), 1)
-            positions = mask.cumsum(1) - 1
-            for chunk in (EVERY, 1) if sparse == EVERY else (1,):
-                if chunk > 1:
-                    cache.crop(-chunk)
-                    sparse = 0
-                end = cache.get_seq_length() + chunk
-                with handle.passes.forced("dense") if chunk > 1 else nullcontext():
-                    logits = model(
-                        input_ids=ids[:, end - chunk : end],
-                        attention_mask=mask[:, :end],
-                        position_ids=positions[:, end - chunk : end],
-                        past_key_values=cache,
-                    ).logits
+            ids = torch.cat((ids, rows.logits[:, -1:].argmax(-1)), 1)
+            if sparse == EVERY:
+                rows.crop(EVERY)
+                sparse = 0
+                with handle.passes.forced("dense"):
+                    rows.read(ids[:, -EVERY - 1 : -1])
+            rows.read(ids[:, -1:])
             sparse += 1
     assert torch.equal(found, ids)
 
@@ -234,21 +223,18 @@ def test_a_rectification_that_fails_leaves_the_cache_as_it_was(family, lengths):
     runs = []
     for fails in (False, True):
         with seergate.attached(model, selector(model, "gate"), correction=Rectify(EVERY)) as handle:
-            cache, mask, logits = DynamicCache(config=model.config), batch["attention_mask"], []
-            out = model(**batch, past_key_values=cache)
+            rows, logits = Decoding(model, **batch, cache=DynamicCache(config=model.config)), []
             for _ in range(18):
-                mask = torch.cat((mask, torch.ones(len(mask), 1, dtype=mask.dtype)), 1)
-                step = {"attention_mask": mask, "position_ids": (mask.cumsum(1) - 1)[:, -1:], "past_key_values": cache}
-                ids = out.logits[:, -1:].argmax(-1)
-                before, failing = contents(cache), fails
+                ids, mask = rows.logits[:, -1:].argmax(-1), rows.mask
+                before, failing = contents(rows.cache), fails
                 try:
-                    out = model(input_ids=ids, **step)
+                    rows.read(ids)
                 except ArithmeticError:
-                    torch.testing.assert_close(contents(cache), before, rtol=0, atol=0)
-                    failing = False
-                    out = model(input_ids=ids, **step)
+                    torch.testing.assert_close(contents(rows.cache), before, rtol=0, atol=0)
+                    failing, rows.mask = False, mask
+                    rows.read(ids)
                     logits.append("failed")
-                logits.append(out.logits)
+                logits.append(rows.logits)
             runs.append((torch.stack([x for x in logits if x != "failed"]), logits.count("failed")))
     assert runs[0][1] == 0 and runs[1][1] == 3
     assert torch.equal(runs[0][0], runs[1][0])

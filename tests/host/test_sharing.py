@@ -18,7 +18,8 @@ from seergate.cache.batching import join_rows, keep_rows
 from seergate.reason.paged import OutOfBlocks
 from seergate.reason.paging import Paging
 from seergate.reason.worker import Worker
-from tests.host.reasoning import Words, forced_run, repeating
+from tests.decoding import forced_run
+from tests.host.reasoning import Words, repeating
 from tests.host.test_decode import gates
 from tests.models import left_padded, prompt, tiny_model
 from tests.running import run_script

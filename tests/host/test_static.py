@@ -13,6 +13,7 @@ from seergate.cache.static import FixedLayer, FixedRows
 from seergate.cache.storage import Growing
 from seergate.errors import SeergateError
 from seergate.methods.base import FixedStep
+from tests.decoding import Decoding
 from tests.host.test_decode import BLOCK, gates
 from tests.models import left_padded, prompt, tiny_model
 
@@ -215,36 +216,23 @@ def test_compiled_code_gives_the_eager_tokens(name):
 
 def test_cache_operations(model):
     """Crop, reorder, further prompts and reset, between fixed steps: as on a dynamic cache."""
-    batch, ids = left_padded([prompt(40, 1), prompt(23, 2)]), prompt(60, 3).expand(2, -1)
-    results = []
+    ids, results = prompt(60, 3).expand(2, -1), []
     with seergate.attached(model, choices(model)["gate"]):
         static = StaticCache(model.config, max_cache_len=120)
         for cache in (DynamicCache(), static, static):
             if cache is static:
                 cache.reset()
-            mask, at, logits = batch["attention_mask"], 0, []
-            model(**batch, past_key_values=cache)
+            rows, at, logits = Decoding(model, **left_padded([prompt(40, 1), prompt(23, 2)]), cache=cache), 0, []
             for size, crop, reorder in (
                 *((1, 0, False), (1, 0, False), (1, 2, False), (1, 0, True), (1, 0, False)),
                 *((40, 0, False), (1, 0, False), (3, 0, False), (1, 1, False), (1, 0, False)),
             ):
-                mask = torch.cat((mask, torch.ones(2, size, dtype=mask.dtype)), 1)
-                positions = (mask.cumsum(1) - 1)[:, -size:]
-                out = model(
-                    input_ids=ids[:, at : at + size],
-                    attention_mask=mask,
-                    position_ids=positions,
-                    past_key_values=cache,
-                )
-                logits.append(out.logits)
+                logits.append(rows.read(ids[:, at : at + size]))
                 at += size
                 if crop:
-                    for layer in cache.layers:
-                        layer.crop(-crop)
-                    mask = mask[:, :-crop]
+                    rows.crop(crop)
                 if reorder:
-                    cache.reorder_cache(torch.tensor([1, 0]))
-                    mask = mask[[1, 0]]
+                    rows.take([1, 0])
             results.append(torch.cat(logits, 1))
     assert all(isinstance(layer, FixedLayer) for layer in static.layers)
     for got in results[1:]:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+
 import pytest
 import torch
 from transformers import DynamicCache
@@ -15,6 +17,7 @@ from seergate.methods.raas import RaaSState
 from seergate.methods.rpc import RPCState
 from seergate.methods.scoring import TILE
 from seergate.methods.streaming_llm import StreamingState
+from tests.decoding import Decoding, forced_run
 from tests.methods.evictors import EVICTORS, GROUPS, model_of
 from tests.methods.naive import Simulation
 from tests.models import left_padded, prompt, tiny_model
@@ -26,45 +29,20 @@ PROMPTS = (40, 9, 23)
 """Longer than the budget of 24, shorter, and one that the first tokens fill up."""
 
 
+EACH = list({kind: name for name, kind in reversed(KINDS.items())}.values())
+"""The first row of each method; its variants keep the same tensors."""
+
+
 def spread(values):
-    """Every method with one of the values in turn; with all others in `make soak`."""
-    values = list(values)
-    return [
-        pytest.param(name, value, marks=() if number % len(values) == i else pytest.mark.soak)
-        for number, name in enumerate(NAMES)
-        for i, value in enumerate(values)
-    ]
-
-
-EACH = [
-    pytest.param(name, marks=() if list(KINDS.values()).index(KINDS[name]) == number else pytest.mark.soak)
-    for number, name in enumerate(NAMES)
-]
-"""The first row of each method; its variants, which keep the same tensors, in `make soak`."""
-
-
-def forced_run(model, method, rows, forced, each=None):
-    """Logits ``[B, 1 + n, V]`` after the prompts and after each of the forced tokens ``[B, n]``."""
-    batch, cache, found = left_padded(rows), DynamicCache(), []
-    mask, ids = batch["attention_mask"], batch["input_ids"]
-    with seergate.attached(model, method), torch.inference_mode():
-        for step in range(forced.shape[1] + 1):
-            positions = (mask.cumsum(1) - 1).clamp(min=0)[:, -ids.shape[1] :]
-            out = model(input_ids=ids, attention_mask=mask, position_ids=positions, past_key_values=cache)
-            found.append(out.logits[:, -1])
-            if each is not None:
-                each(step, cache)
-            if step < forced.shape[1]:
-                ids = forced[:, step : step + 1]
-                mask = torch.cat((mask, torch.ones_like(ids)), 1)
-    return torch.stack(found, 1), cache
+    """Every row with one of the values in turn, so that each value meets many methods."""
+    return list(zip(NAMES, itertools.cycle(values), strict=False))
 
 
 def against_simulation(name, group, steps, lengths=PROMPTS, **options):
     model = model_of(group, torch.float64, **options)
     rows = [prompt(length, seed) for seed, length in enumerate(lengths)]
     forced = torch.cat([prompt(steps, 100 + seed) for seed in range(len(rows))])
-    found, cache = forced_run(model, EVICTORS[name].method(model), rows, forced)
+    found, cache, _ = forced_run(model, EVICTORS[name].method(model), rows, forced)
     for row, ids in enumerate(rows):
         policy = EVICTORS[name].policy(model)
         stored = getattr(policy, "stored", None)  # of policies whose cache holds something else than keys after RoPE
@@ -120,10 +98,10 @@ def test_a_budget_for_everything_is_the_plain_model(name, group):
     model = model_of(group)
     for rows in ([prompt(21, 4)], [prompt(length, seed) for seed, length in enumerate(PROMPTS)]):
         forced = torch.cat([prompt(30, 100 + seed) for seed in range(len(rows))])
-        plain, _ = forced_run(model, "dense", rows, forced)
+        plain, _, _ = forced_run(model, "dense", rows, forced)
         method = EVICTORS[name].covers(model)
         for _ in range(2):
-            found, cache = forced_run(model, method, rows, forced)
+            found, cache, _ = forced_run(model, method, rows, forced)
             torch.testing.assert_close(found, plain, rtol=2e-4, atol=2e-4)
         assert cache.layers[0].rows.held == [row.shape[1] + 30 for row in rows]
 
@@ -151,7 +129,7 @@ def test_what_is_resident(name, group, steps_seen):
     forced = torch.cat([prompt(40, 100 + seed) for seed in range(3)])
     came = {(layer, row): [] for layer in range(2) for row in range(3)}
     method = evictor.method(model)
-    _, cache = forced_run(model, method, rows, forced)
+    _, cache, _ = forced_run(model, method, rows, forced)
     assert len(steps_seen) == 2 * 41
     for state, step in steps_seen:
         for row, (start, count) in enumerate(zip(step.starts, step.counts, strict=True)):
@@ -226,24 +204,20 @@ def test_on_a_static_cache(name):
 def test_reordering_and_selecting_rows(name):
     model = model_of(4)
     rows = [prompt(length, seed) for seed, length in enumerate(PROMPTS)]
-    order = torch.tensor([2, 0, 2])
+    order = [2, 0, 2]
     forced = torch.cat([prompt(40, 100 + seed) for seed in range(3)])
-    whole, _ = forced_run(model, EVICTORS[name].method(model), rows, forced)
+    whole, _, _ = forced_run(model, EVICTORS[name].method(model), rows, forced)
 
-    batch, cache = left_padded(rows), DynamicCache()
-    mask, ids = batch["attention_mask"], batch["input_ids"]
     with seergate.attached(model, EVICTORS[name].method(model)), torch.inference_mode():
+        running = Decoding(model, **left_padded(rows))
         for step in range(41):
-            positions = (mask.cumsum(1) - 1).clamp(min=0)[:, -ids.shape[1] :]
-            out = model(input_ids=ids, attention_mask=mask, position_ids=positions, past_key_values=cache)
             expected = whole[:, step] if step <= 15 else whole[order, step]
-            torch.testing.assert_close(out.logits[:, -1], expected, rtol=1e-4, atol=1e-4)
+            torch.testing.assert_close(running.logits[:, -1], expected, rtol=1e-4, atol=1e-4)
             if step == 15:
-                cache.reorder_cache(order)
-                mask, forced = mask[order], forced[order]
+                running.take(order)
+                forced = forced[order]
             if step < 40:
-                ids = forced[:, step : step + 1]
-                mask = torch.cat((mask, torch.ones_like(ids)), 1)
+                running.read(forced[:, step : step + 1])
 
 
 @pytest.mark.parametrize("name", EACH)
@@ -285,14 +259,14 @@ def test_memory_is_flat_and_stays_where_it_is(name):
     model, held = model_of(4), []
     places = set()
 
-    def note(step, cache):
+    def note(step, cache, handle):
         layer = cache.layers[1]
         held.append(layer.nbytes)
         if step > 60:
             places.add(layer.keys.data_ptr())
 
     forced = prompt(160, 9)
-    _, cache = forced_run(model, EVICTORS[name].method(model), [prompt(100)], forced, note)
+    _, cache, _ = forced_run(model, EVICTORS[name].method(model), [prompt(100)], forced, each=note)
     layer, bound = cache.layers[1], EVICTORS[name].bound(100, 160)
     if name.startswith("rpc"):
         assert layer.keys.shape[2] == 100 + 12 * 3 + 4 + 12, "until the 13th compression, which was just now"
@@ -306,7 +280,7 @@ def test_memory_is_flat_and_stays_where_it_is(name):
 @pytest.mark.soak
 @pytest.mark.timeout(1800)
 @pytest.mark.plain_empty
-@pytest.mark.parametrize("name", sorted({kind: name for name, kind in reversed(KINDS.items())}.values()))
+@pytest.mark.parametrize("name", EACH)
 def test_memory_is_flat_for_8192_tokens(name):
     """The first row of each method: its variants hold the same tensors, which the test above compares."""
     model = model_of(1, num_hidden_layers=1, hidden_size=16, intermediate_size=16, max_position_embeddings=16384)

@@ -75,16 +75,6 @@ def test_bytes_held_and_read_are_those_of_the_tensors():
     assert ours["resident_bytes_mean"] < 0.45 * theirs["resident_bytes_mean"]
 
 
-def test_what_is_refused():
-    for options, said in (
-        ({"group": 1}, "group is 1; it must be a whole number, 2 or greater"),
-        ({"residual": 0}, "residual is 0"),
-        ({"key_groups": "head"}, "key_groups is 'head'; it must be 'channel' or 'token'"),
-    ):
-        with pytest.raises(ValueError, match=said):
-            methods.KV4Bit(**options)
-
-
 def test_what_the_gate_cannot_work_on():
     bank = naive_views.gate_for(model_of(4))
     gate = methods.Gate(bank=bank, token_budget=16)

@@ -15,9 +15,10 @@ from seergate.eval.method_text import read_method
 from seergate.methods.lazy_eviction import recurrence_score
 from seergate.methods.quest import union
 from seergate.ops import Selection
+from tests.decoding import forced_run
 from tests.methods import naive, naive_views
 from tests.methods.evictors import EVICTORS, C, Evictor, attention, model_of
-from tests.methods.test_evicting import PROMPTS, against_simulation, forced_run
+from tests.methods.test_evicting import PROMPTS, against_simulation
 from tests.methods.test_methods import fed, spec, step
 from tests.models import prompt
 
@@ -67,8 +68,8 @@ def test_query_heads_that_choose_pages_apart_against_a_simulation(group):
     model, rows = model_of(group, torch.float64), [prompt(length, length) for length in PROMPTS]
     forced = torch.cat([prompt(30, 100 + seed) for seed in range(3)])
     method = methods.Quest(token_budget=C, block_size=4, dense_layers=(), group_reduction="separate")
-    found, _ = forced_run(model, method, rows, forced)
-    together, _ = forced_run(model, replace(method, group_reduction="max"), rows, forced)
+    found, _, _ = forced_run(model, method, rows, forced)
+    together, _, _ = forced_run(model, replace(method, group_reduction="max"), rows, forced)
     for row, ids in enumerate(rows):
         with naive.Simulation(model, naive_views.Quest(C, 4)) as simulation, torch.inference_mode():
             torch.testing.assert_close(found[row], simulation.logits(ids, forced[row]), rtol=1e-4, atol=1e-4)
@@ -212,7 +213,9 @@ def test_snapkv_of_the_prompt_only(group, monkeypatch):
     model, held = model_of(group), []
     forced = torch.cat([prompt(40, 100), prompt(40, 101)])
     rows = [prompt(400), prompt(9)]
-    _, cache = forced_run(model, row.method(model), rows, forced, lambda _, cache: held.append(cache.layers[0].keys))
+    _, cache, _ = forced_run(
+        model, row.method(model), rows, forced, each=lambda _, cache, handle: held.append(cache.layers[0].keys)
+    )
     assert cache.layers[0].rows.held == [C + 40, 9 + 40]
     assert held[0].shape[2] < 400, "the room for the prompt is given back"
 
@@ -223,21 +226,13 @@ def test_snapkv_of_the_prompt_only(group, monkeypatch):
 @pytest.mark.parametrize(
     ("attempt", "message"),
     [
-        (lambda: methods.Quest(min_pages=0), "min_pages is 0; it must be a whole number, 1 or greater"),
         (lambda: methods.Quest(min_pages=3, threshold=0.1), "min_pages is 3 without a token budget"),
-        (lambda: methods.StreamingLLM(positions="true"), "positions is 'true'; it must be 'cache' or 'original'"),
-        (lambda: methods.LazyEviction(h1="paper"), "h1 is 'paper'; it must be 'capped' or 'full'"),
         (lambda: methods.LazyEviction(use_h1=False, use_h2=False), "use_h1 and use_h2 are both False"),
-        (lambda: methods.SnapKV(pooled_by="layer"), "pooled_by is 'layer'; it must be 'query_head' or 'group'"),
-        (lambda: methods.RKV(trigger="always"), "trigger is 'always'; it must be 'generated' or 'length'"),
         (lambda: methods.Quest(group_reduction="all"), "group_reduction is 'all'; it must be 'max' or 'mean' or 's"),
-        (lambda: methods.RPC(selector="all"), "selector is 'all'; it must be 'distinct' or 'newest_twice'"),
-        (lambda: methods.RaaS(share_of="all"), "share_of is 'all'; it must be 'resident' or 'budget'"),
         (
             lambda: methods.RaaS(prompt="evictable", prompt_budget=64),
             "prompt is 'evictable' and prompt_budget is 64; .* prompt must be 'pinned' or 'extra'",
         ),
-        (lambda: methods.SnapKV(compress="once"), "compress is 'once'; it must be 'repeatedly' or 'prompt'"),
         (
             lambda: methods.SnapKV(compress="prompt", prompt="pinned"),
             "prompt is 'pinned' and compress is 'prompt'; then it must be 'evictable'",

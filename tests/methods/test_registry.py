@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import sys
 import warnings
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from typing import ClassVar
 
 import pytest
@@ -39,6 +39,26 @@ def test_methods_with_the_same_options_are_equal(model):
         if "token_budget" in {f.name for f in fields(one)}:
             two.token_budget = 5000
             assert one != two, name
+
+
+WRONG = {"bool": ("yes", 1), "int": (-1, 0.5, True, "x"), "float": (-0.1, "x", True), "str": ("nonsense", 3)}
+"""Type of an option -> values that it must not have."""
+RIGHT = {("seed", -1), ("border", "nonsense")}
+"""Options of which one of these is a good value."""
+
+
+def test_every_option_is_checked(model):
+    """A number out of range, a word that nobody knows, another type: the error names the option and the value."""
+    bank = GateBank.for_model(model, GateConfig(8, 16))
+    for name in methods.METHODS:
+        method = made(name, model, bank)
+        for option in fields(method):
+            other = {"token_budget": None} if option.name in ("threshold", "top_p") and name != "raas" else {}
+            for value in WRONG.get(str(option.type).split(" ")[0], ()):
+                if option.init and (option.name, value) not in RIGHT:
+                    said = f"{option.name.removeprefix('rectify_')} is {value!r}|resa reads a share"
+                    with pytest.raises(ValueError, match=said):
+                        replace(method, **{**other, option.name: value})
 
 
 def test_gates_are_equal_if_their_weights_are(model):
