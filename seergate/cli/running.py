@@ -194,42 +194,31 @@ def _matched(
     calibrated: Callable[[list[MethodSpec]], list[MethodSpec]],
     gates_of: Callable[[MethodSpec], GateBank | None],
 ) -> list[MethodSpec]:
-    """The settings under which the plan's methods are equal in bytes."""
+    """The settings under which the plan's methods are equal in bytes. What has been measured is kept beside them."""
     from seergate.eval import store
-    from seergate.eval.matching import MEASURES, Replay, match, matched_specs, replayed
+    from seergate.eval.matching import MEASURES, Replay, match, record_path, replayed
     from seergate.fingerprint import fingerprint, rope_of
 
-    budgets = plan.budget or list(task.budgets)
     dense = sorted(store.read_samples(out / specs[0].label), key=lambda s: (str(s["problem_id"]), s["sample_idx"]))
-    chosen = replayed(dense)
-    request = {
-        "methods": [
-            {
-                "name": spec.name,
-                "token_budget": spec.token_budget if spec.own_budget else None,
-                "block_size": spec.block_size,
-                "dense_layers": None if spec.dense_layers is None else list(spec.dense_layers),
-                "options": {name: repr(value) for name, value in spec.options.items()},
-            }
-            for spec in specs
-        ],
-        "budgets": budgets,
-        "answer": {name: chosen[name] for name in ("task", "problem_id", "sample_idx", "prompt", "completion")},
+    answer = replayed(dense)
+    made = {
+        "answer": {name: answer[name] for name in ("task", "problem_id", "sample_idx", "prompt", "completion")},
         "model": fingerprint(model),
         "rope": rope_of(model),
         "gates": {str(spec.block_size): fingerprint(gates) for spec in specs if (gates := gates_of(spec)) is not None},
     }
-
-    def make() -> tuple[list[MethodSpec], list[Any]]:
-        print(f"finding budgets that are equal in bytes {'read' if plan.match == 'read' else 'resident'}", flush=True)
-        replay = Replay(model, tokenizer, dense, MEASURES[plan.match])
-        return match(
-            replay,
-            specs,
-            budgets,
-            prepare=lambda spec: calibrated([spec])[0],
-            bank=gates_of,
-            say=lambda line: print(line, flush=True),
-        )
-
-    return matched_specs(out, plan.match, request, make)
+    path = record_path(out, plan.match)
+    before = store.read_json(path) or {}
+    known = before["bytes"] if before.get("made") == made else {}
+    print(f"finding budgets that are equal in bytes {'read' if plan.match == 'read' else 'resident'}", flush=True)
+    replay = Replay(model, tokenizer, dense, MEASURES[plan.match], known)
+    chosen, records = match(
+        replay,
+        specs,
+        plan.budget or list(task.budgets),
+        prepare=lambda spec: calibrated([spec])[0],
+        bank=gates_of,
+        say=lambda line: print(line, flush=True),
+    )
+    store.write_json(path, {"measure": plan.match, "made": made, "bytes": replay.known, "matches": records})
+    return chosen

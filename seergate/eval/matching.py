@@ -20,7 +20,6 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from seergate.config import Correction
 from seergate.errors import SeergateError
-from seergate.eval import store
 from seergate.eval.costs import RowStats
 from seergate.eval.engine import Batch, encode
 from seergate.eval.settings import MethodSpec, limits_of
@@ -34,12 +33,15 @@ MEASURES = {"resident": "own_bytes_mean", "read": "bytes_read_per_step"}
 EVERYTHING = 2**30
 """A token budget that stands for none in particular."""
 
+TOKEN = "a token of the dense cache"
+"""What is known of no method."""
+
 CLOSE, FAR = 0.01, 0.10
 """The search ends when so near; a setting that cannot come nearer than this to a target is not run for it."""
 
 
 def record_path(directory: Path, measure: str) -> Path:
-    """Where it is kept what was matched to what."""
+    """Where a sweep keeps what was measured, and what was matched to what."""
     return directory / f"matching-{measure}.json"
 
 
@@ -58,6 +60,7 @@ class Replay:
         tokenizer: the model's.
         samples: of the dense run; one of them is taken (`replayed`).
         figure: what is measured, a value of `MEASURES`.
+        known: what has been measured already, on the same answer, model and gates; it grows.
     """
 
     model: PreTrainedModel
@@ -96,12 +99,14 @@ class Replay:
 
     def bytes_per_token(self) -> float:
         """What one token of the dense cache takes, keys and values of all layers."""
-        with attached(self.model, Dense()) as handle, torch.inference_mode():
-            batch = Batch(self.model)
-            batch.add([self.prompt])
-            batch.step(self.answer[:1])
-            stats = handle.stats_
-            return float(sum(stats.bytes_per_token[layer] * heads for layer, heads in stats.heads.items()))
+        if TOKEN not in self.known:
+            with attached(self.model, Dense()) as handle, torch.inference_mode():
+                batch = Batch(self.model)
+                batch.add([self.prompt])
+                batch.step(self.answer[:1])
+                widths = handle.stats_.bytes_per_token
+                self.known[TOKEN] = float(sum(widths[layer] * heads for layer, heads in handle.stats_.heads.items()))
+        return self.known[TOKEN]
 
 
 def distinct(specs: Sequence[MethodSpec]) -> list[MethodSpec]:
@@ -242,32 +247,3 @@ def _values(
             f"the method {spec.name!r} takes no token budget of up to {most} with these options; make them smaller"
         )
     return list(range(first, most + 1, step))
-
-
-def matched_specs(
-    directory: Path, measure: str, request: dict[str, Any], make: Callable[[], tuple[list[MethodSpec], list[Any]]]
-) -> list[MethodSpec]:
-    """What `match` finds, kept in ``directory``: an interrupted sweep goes on with the same settings.
-
-    Args:
-        directory: of the runs.
-        measure: a key of `MEASURES`.
-        request: what the result depends on; if it is another than before, matching starts anew.
-        make: calls `match`.
-    """
-    path = record_path(directory, measure)
-    before = store.read_json(path)
-    if before is not None and before.get("request") == request:
-        return [MethodSpec(**{**_tuples(spec), "options": _tuples(spec["options"])}) for spec in before["specs"]]
-    specs, records = make()
-    plain = [{name: getattr(spec, name) for name in _STORED} for spec in specs]
-    store.write_json(path, {"measure": measure, "request": request, "specs": plain, "matches": records})
-    return specs
-
-
-_STORED = ("name", "token_budget", "block_size", "dense_layers", "options", "named_block_size")
-
-
-def _tuples(values: dict[str, Any]) -> dict[str, Any]:
-    """JSON has lists only."""
-    return {name: tuple(value) if isinstance(value, list) else value for name, value in values.items()}

@@ -110,10 +110,6 @@ class BlockStore:
         """Blocks that so many tokens take."""
         return -(-tokens // self.block_size)
 
-    def available(self) -> int | None:
-        """Blocks that can still be handed out; ``None`` for no limit."""
-        return None if self.limit is None else self.limit - self.physical
-
     # ------------------------------------------------------------------------------------------------- rows and tokens
 
     def add_rows(self, number: int) -> None:

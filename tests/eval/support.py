@@ -9,6 +9,8 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 from seergate.chain_sum import vocabulary
+from seergate.eval.engine import Engine, Limit
+from seergate.eval.sampling import Sampling
 from tests.models import tiny_model
 
 TEMPLATE = (
@@ -37,6 +39,12 @@ def model(eos: int | None = None):
     made = tiny_model("qwen3", vocab_size=len(tokenizer()))
     made.generation_config.eos_token_id = eos
     return made
+
+
+def engine(model, on_finished, *, batch_size=2, limit=None, sampling=None, handle=None) -> Engine:
+    """Greedy answers of 12 tokens, unless told otherwise."""
+    how = {"limit": limit or Limit(12), "sampling": sampling or Sampling()}
+    return Engine(model, tokenizer(), batch_size=batch_size, on_finished=on_finished, handle=handle, **how)
 
 
 def save(directory: Path) -> Path:

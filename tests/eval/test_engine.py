@@ -11,7 +11,7 @@ from seergate.cache.offload import Offload
 from seergate.config import GateConfig
 from seergate.errors import SeergateError
 from seergate.eval.costs import RowStats
-from seergate.eval.engine import Batch, Engine, Limit, Request, render
+from seergate.eval.engine import Batch, Limit, Request, render
 from seergate.eval.sampling import GENERATE_TOP_K, SampledRow, Sampling, TokenChooser, sample_seed
 from seergate.hf.attach import attached
 from seergate.hf.bank import GateBank
@@ -35,15 +35,8 @@ def run(model, prompts, *, batch_size, max_new_tokens=12, sampling=None, method=
         found[generation.request.key] = generation
 
     with attached(model, method, **options) as handle:
-        Engine(
-            model,
-            support.tokenizer(),
-            batch_size=batch_size,
-            limit=Limit(max_new_tokens),
-            sampling=sampling or Sampling(),
-            on_finished=keep,
-            handle=handle,
-        ).run(requests_for(prompts))
+        how = {"batch_size": batch_size, "limit": Limit(max_new_tokens), "sampling": sampling, "handle": handle}
+        support.engine(model, keep, **how).run(requests_for(prompts))
     return found
 
 
@@ -108,15 +101,7 @@ def test_the_peak_of_a_sample_is_that_of_its_handle():
             def keep(generation, found=found, handle=handle):
                 found.append((generation.costs, handle.stats()["resident_bytes_peak"]))
 
-            Engine(
-                model,
-                support.tokenizer(),
-                batch_size=1,
-                limit=Limit(40),
-                sampling=Sampling(),
-                on_finished=keep,
-                handle=handle,
-            ).run(requests_for([prompt]))
+            support.engine(model, keep, limit=Limit(40), handle=handle).run(requests_for([prompt]))
         ((costs, peak),) = found
         assert costs["resident_bytes_peak"] == peak
         assert costs["own_bytes_peak"] <= peak
@@ -241,14 +226,7 @@ def test_limits(limit, prompt, room):
 
 def test_the_limit_may_count_the_prompt():
     found: dict = {}
-    engine = Engine(
-        support.model(),
-        support.tokenizer(),
-        batch_size=2,
-        limit=Limit(None, 16),
-        sampling=Sampling(),
-        on_finished=lambda g: found.update({g.request.key: g}),
-    )
+    engine = support.engine(support.model(), lambda g: found.update({g.request.key: g}), limit=Limit(None, 16))
     engine.run(requests_for(PROMPTS))
     assert {key: g.n_tokens + g.n_prompt_tokens for key, g in found.items()} == dict.fromkeys(range(4), 16)
     with pytest.raises(SeergateError, match="leaves no room for an answer"):

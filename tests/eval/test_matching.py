@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from seergate import GateBank, GateConfig
 from seergate.cli.main import main
 from seergate.errors import SeergateError
-from seergate.eval import RunOptions, make_task, store, sweep
+from seergate.eval import RunOptions, make_task, matching, store, sweep
 from seergate.eval.matching import (
     CLOSE,
     EVERYTHING,
@@ -108,38 +108,49 @@ def test_what_is_matched_reads_so_many_bytes(tmp_path):
     assert budgets["gate"] < 96 and budgets["quest"] < budgets["gate"], "what is read to decide is paid for"
 
 
-def test_a_matched_sweep_by_command_goes_on_where_it_was(tmp_path, capsys):
-    support.save(tmp_path / "model")
-    command = ["eval", "--model", str(tmp_path / "model"), "--problems", "2", "--variables", "8", "--max-new-tokens"]
-    command += ["60", "--budget", "48", "--match", "resident", "--out", str(tmp_path / "runs"), "--method"]
-    command += ["dense,streaming_llm:interval=4,lazy_eviction:window=auto:alpha=0.04"]
-    assert main(command) == 0
+@pytest.fixture
+def command(tmp_path):
+    """A matched evaluation but for what it compares."""
+    model = str(support.save(tmp_path / "model"))
+    small = ["--problems", "2", "--variables", "8", "--max-new-tokens", "60", "--out", str(tmp_path / "runs")]
+    return ["eval", "--model", model, *small]
+
+
+def test_a_matched_sweep_by_command_goes_on_where_it_was(command, tmp_path, capsys, monkeypatch):
+    """Nothing is measured again; for another budget, or blocks of another size, only what is new."""
+    command += ["--match", "resident", "--method"]
+    command += ["dense,streaming_llm:interval=4,lazy_eviction:window=auto:alpha=0.04", "--budget"]
+    assert main([*command, "48"]) == 0
     said = capsys.readouterr().out
     assert "streaming_llm, token_budget for 48 tokens: 4" in said
     assert "## At equal resident bytes" in (tmp_path / "runs" / "report.md").read_text()
     before = {path: path.read_bytes() for path in (tmp_path / "runs").glob("*/samples.jsonl")}
     assert len(before) == 3
-    assert main(command) == 0
-    assert "finding budgets" not in capsys.readouterr().out
+    with monkeypatch.context() as patch:
+        patch.setattr(matching, "Batch", None)
+        assert main([*command, "48"]) == 0
     assert {path: path.read_bytes() for path in (tmp_path / "runs").glob("*/samples.jsonl")} == before
+    kept = json.loads((tmp_path / "runs" / "matching-resident.json").read_text())["bytes"]
+    assert main([*command, "64"]) == 0
+    more = json.loads((tmp_path / "runs" / "matching-resident.json").read_text())["bytes"]
+    assert kept.items() < more.items()
 
 
-def test_a_matched_sweep_with_other_blocks_or_layers_is_matched_anew(tmp_path, capsys):
+def test_a_matched_sweep_with_other_blocks_or_layers_is_matched_anew(command, tmp_path, capsys):
     """Though the setting may have the name of one that is there, and is refused then."""
-    support.save(tmp_path / "model")
-    command = ["eval", "--model", str(tmp_path / "model"), "--problems", "2", "--variables", "8", "--max-new-tokens"]
-    command += ["60", "--budget", "100", "--match", "read", "--out", str(tmp_path / "runs"), "--method", "dense,quest"]
-    for more, sizes, layers in ((["8"], 8, None), (["16"], 16, None), (["16", "--dense-layers", "0"], 16, [0])):
-        code = main([*command, "--block-size", *more])
-        said = capsys.readouterr()
-        assert "finding budgets" in said.out
-        assert code == 0 or "holds a run with other settings: method.block_size was 8 and is 16" in said.err
+    known, command = set(), [*command, "--budget", "100", "--match", "read", "--method", "dense,quest", "--block-size"]
+    for more, what in (
+        (["8"], "dense_layers=(), dense_below=0, block_size=8"),
+        (["16"], "dense_layers=(), dense_below=0, block_size=16"),
+        (["16", "--dense-layers", "0"], "dense_layers=(0,), dense_below=0, block_size=16"),
+    ):
+        code = main([*command, *more])
+        assert code == 0 or "with other settings: method.block_size was 8 and is 16" in capsys.readouterr().err
         matched = json.loads((tmp_path / "runs" / "matching-read.json").read_text())
-        chosen = [(spec["block_size"], spec["dense_layers"]) for spec in matched["specs"] if spec["name"] == "quest"]
-        assert chosen == [(sizes, layers)]
-        assert matched["request"]["answer"]["completion"]
-        main([*command, "--block-size", *more])
-        assert "finding budgets" not in capsys.readouterr().out
+        new = matched["bytes"].keys() - known
+        known |= new
+        assert new and all(what in method for method in new if method.startswith("(Quest"))
+        assert matched["made"]["answer"]["completion"]
 
 
 GIVEN = ["quest:token_budget=56", "gate:threshold=0.01", "h2o:interval=4:token_budget=24", "quest", "rpc:ratio=3"]
@@ -171,17 +182,11 @@ def test_what_has_a_budget_of_its_own_is_run_and_matched_to(tmp_path):
     assert len(re.findall(r"^\| quest-56 +\| quest ", text, re.MULTILINE)) == 1
 
 
-def test_a_matched_sweep_with_another_budget_of_its_own_is_matched_anew(tmp_path, capsys):
-    support.save(tmp_path / "model")
-    command = ["eval", "--model", str(tmp_path / "model"), "--problems", "2", "--variables", "8", "--max-new-tokens"]
-    command += ["60", "--budget", "100", "--match", "read", "--out", str(tmp_path / "runs"), "--block-size", "8"]
-    command += ["--method"]
+def test_a_matched_sweep_with_another_budget_of_its_own_is_matched_anew(command, tmp_path):
+    command += ["--budget", "100", "--match", "read", "--block-size", "8", "--method"]
     for budget in (48, 64):
         assert main([*command, f"dense,quest:token_budget={budget}"]) == 0
-        assert "finding budgets" in capsys.readouterr().out
         assert (tmp_path / "runs" / f"quest-{budget}" / "metrics.json").exists()
-    assert main([*command, "dense,quest:token_budget=64"]) == 0
-    assert "finding budgets" not in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(

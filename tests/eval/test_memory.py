@@ -8,7 +8,7 @@ import torch
 from seergate.config import GateConfig
 from seergate.errors import SeergateError
 from seergate.eval import engine, memory
-from seergate.eval.engine import Batch, Engine, Limit, encode, sample_bytes
+from seergate.eval.engine import Batch, Limit, encode, sample_bytes
 from seergate.eval.memory import estimated_batch, is_out_of_memory
 from seergate.eval.sampling import Sampling
 from seergate.hf.attach import attached
@@ -174,14 +174,7 @@ def test_memory_that_runs_out_where_samples_are_taken_in_loses_none():
         taken.append(generation.request.key)
         raise MemoryError("no room to write")
 
-    made = Engine(
-        support.model(),
-        support.tokenizer(),
-        batch_size=2,
-        limit=Limit(4),
-        sampling=Sampling(),
-        on_finished=refuse,
-    )
+    made = support.engine(support.model(), refuse, limit=Limit(4))
     with pytest.raises(SeergateError, match="while a finished sample was taken in: no room to write"):
         made.run(requests_for(PROMPTS))
     assert taken == [0]

@@ -26,10 +26,9 @@ import seergate
 from seergate import GateBank, Lossless, SeergateError, methods
 from seergate.chain_sum import make_problem
 from seergate.decode.lossless import weights_read
-from seergate.eval.engine import Engine, Limit
-from seergate.eval.sampling import Sampling
 from seergate.hf.loading import load_base, load_tokenizer
 from seergate.paths import shipped
+from tests.eval import support
 from tests.host.chi_square import looks_like
 from tests.host.test_decode import BLOCK, gates
 from tests.models import left_padded, prompt, tiny_model
@@ -450,15 +449,7 @@ def test_refusals(model):
         seergate.attached(model, "oracle", block_size=8, correction=Lossless()) as handle,
         pytest.raises(SeergateError, match="lossless 'oracle' says what the dense model says.*evaluate 'dense'"),
     ):
-        Engine(
-            model,
-            tokenizer=None,
-            batch_size=1,
-            limit=Limit(new_tokens=4),
-            sampling=Sampling(),
-            on_finished=print,
-            handle=handle,
-        )
+        support.engine(model, print, handle=handle)
     with pytest.raises(SeergateError, match="plain model in between"):
         cache = DynamicCache()
         with seergate.attached(model, methods.Oracle(block_size=8), correction=Lossless()) as handle:

@@ -130,7 +130,7 @@ class Contents(RuleBasedStateMachine):
         assert self.store.references == [used[block] for block in range(self.store.capacity)]
         assert self.store.logical == sum(used.values()) and self.store.physical == len(used)
         assert sorted(self.store._free) == [block for block in range(self.store.capacity) if not used[block]]
-        assert self.store.available() == 60 - len(used) and self.store.capacity <= 60
+        assert self.store.capacity <= 60
         assert [row.repeats for row in self.store.rows] == [
             len(row.table) - len(set(row.table)) for row in self.store.rows
         ]

@@ -10,15 +10,14 @@ from transformers import DynamicCache, StaticCache
 
 import seergate
 from seergate import SeergateError
-from seergate.eval.engine import Engine, Limit
-from seergate.eval.sampling import Sampling
+from seergate.eval.engine import Limit
 from seergate.ops.paging import unpaged
 from seergate.reason import paged
 from seergate.reason.paged import OutOfBlocks, Paged
 from seergate.reason.paging import Paging
 from tests.decoding import forced_run
 from tests.eval import support
-from tests.eval.test_engine import LONG, requests_for
+from tests.eval.test_engine import LONG, SAMPLED, requests_for
 from tests.host.test_decode import BLOCK, SELECTING, pick
 from tests.models import left_padded, prompt, tiny_model
 
@@ -145,14 +144,10 @@ def test_rows_with_the_same_prompt_share_it(model):
 def generations(model, method, limit=None, rows=3, **options):
     found: dict = {}
     with seergate.attached(model, method, **options) as handle:
-        engine = Engine(
+        engine = support.engine(
             model,
-            support.tokenizer(),
-            batch_size=rows,
-            limit=Limit(30),
-            sampling=Sampling(temperature=1.5, top_p=0.95, top_k=50),
-            on_finished=lambda generation: found.setdefault(generation.request.key, generation.token_ids),
-            handle=handle,
+            lambda generation: found.setdefault(generation.request.key, generation.token_ids),
+            **{"batch_size": rows, "limit": Limit(30), "sampling": SAMPLED, "handle": handle},
         )
         engine.run(requests_for(LONG))
     return dict(sorted(found.items())), engine.batch_size
