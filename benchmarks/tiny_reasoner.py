@@ -25,6 +25,7 @@ from common import arguments, save
 from seergate.cli.models import TINY, gates_for, load_gates, load_model, model_path
 from seergate.eval import RunOptions, make_task, sweep
 from seergate.eval.settings import grid
+from seergate.hf.loading import load_tokenizer
 from seergate.report.load import load_sweeps
 
 METHODS = ["dense", "oracle", "gate", "quest", "streaming_llm"]
@@ -35,7 +36,8 @@ def measure(
 ) -> list[dict[str, Any]]:
     """One size of problems under some methods."""
     bank = load_gates(gates_for(TINY, None) or "")
-    model, tokenizer = load_model(model_path(TINY))
+    path = model_path(TINY)
+    model, tokenizer = load_model(path), load_tokenizer(path)
     task = make_task("chain_sum", problems=problems, variables=variables)
     specs = grid(methods, budgets, bank.config.block_size)
     out = options.runs / f"{part}-{variables}"

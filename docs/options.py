@@ -8,6 +8,7 @@ from __future__ import annotations
 import inspect
 import re
 from dataclasses import MISSING, Field, fields
+from itertools import groupby
 from pathlib import Path
 
 from seergate.config import DecodeConfig
@@ -64,9 +65,17 @@ def default(field: Field) -> str:
     return "must be given" if field.default is MISSING else f"`{field.default!r}`"
 
 
-def table(kind: type[Method], names: list[str]) -> str:
-    """One row per option."""
-    rows = [f"| `{name}` | {default(options(kind)[name])} | {meaning(kind, name)} |" for name in names]
+def table(kind: type[Method], names: list[str], base: type[Method] | None = None) -> str:
+    """One row per option, or for several of which the same is said; what the base says already is not said again."""
+    told = options(base) if base else {}
+    means = {name: meaning(kind, name) for name in names}
+    rows = []
+    for text, group in groupby(names, key=means.__getitem__):
+        own = list(group)
+        values = ", ".join(dict.fromkeys(default(options(kind)[name]) for name in own))
+        if base and own[0] in told and text == meaning(base, own[0]):
+            text = "as there"
+        rows.append(f"| {', '.join(f'`{name}`' for name in own)} | {values} | {text} |")
     return "\n".join(["| option | default | meaning |", "|---|---|---|", *rows])
 
 
@@ -78,7 +87,7 @@ def section(kind: type[Method]) -> str:
     if base:
         title = SHARED[base][0] if base in SHARED else base.name
         summary += f" With the options of [{title.lower()}](#{title.lower().replace(' ', '-')})."
-    return f"## `{kind.name}`\n\n{summary}\n" + (f"\n{table(kind, own)}\n" if own else "")
+    return f"## `{kind.name}`\n\n{summary}\n" + (f"\n{table(kind, own, base)}\n" if own else "")
 
 
 def page() -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import runpy
 import subprocess
 import sys
@@ -77,3 +78,7 @@ def test_the_site_builds_and_describes_every_public_name(tmp_path: Path) -> None
     described = {line.split()[0] for line in zlib.decompress(inventory).decode().splitlines()}
     missing = {name for name, home in public_names().items() if not {name, home} & described}
     assert not missing
+    for page in tmp_path.glob("*/index.html"):
+        text = page.read_text()
+        assert "arithmatex" not in text and not re.search(r"<script[^>]* src=.https?:", text), page
+    assert (tmp_path / "concepts/index.html").read_text().count('display="block"') == 5

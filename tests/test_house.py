@@ -93,6 +93,18 @@ def test_a_private_name_is_noticed(text: str, found: set[str]) -> None:
     assert private_names_of_others(ast.parse(text)) == found
 
 
+def test_entry_points_name_what_there_is() -> None:
+    """What other programs look up when they run: the command, vLLM, lm-eval after 0.4.13."""
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    groups = [project["scripts"], *project["entry-points"].values()]
+    for target in (target for group in groups for target in group.values()):
+        module, _, name = target.partition(":")
+        path = ROOT / module.replace(".", "/")
+        tree = ast.parse((path / "__init__.py" if path.is_dir() else path.with_suffix(".py")).read_text())
+        defined = {node.name for node in tree.body if isinstance(node, ast.ClassDef | ast.FunctionDef)}
+        assert name in defined, target
+
+
 def test_importing_seergate_does_nothing_else() -> None:
     """No heavy library is loaded and no setting of the process changes, until a name is used."""
     code = """

@@ -121,8 +121,10 @@ def _loaded(
     from seergate.cli.models import load_model, model_path
     from seergate.eval import RunOptions
     from seergate.eval.engine import end_ids
+    from seergate.hf.loading import load_tokenizer
 
-    model, tokenizer = load_model(model_path(options.model))
+    path = model_path(options.model)
+    model, tokenizer = load_model(path), load_tokenizer(path)
     run = RunOptions(max_new_tokens=options.max_new_tokens)
     sampling = run.resolved_sampling(task, model)
     return model, tokenizer, {"limit": run.limit(task), "sampling": sampling, "ends": end_ids(model, tokenizer)}

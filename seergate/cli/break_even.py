@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 
-PARSES_ITS_ARGUMENTS = True
 HELP = (
     "the number that dense_below should be on this machine",
     "Time a dense and a sparse step of one layer on random keys and values: one row, the method's own scores, from\n"
@@ -34,7 +33,7 @@ def run(options: argparse.Namespace) -> int:
 
     gates = gates_for(options.model, options.gates)
     bank = None if gates is None else load_gates(gates)
-    model, _ = load_model(model_path(options.model), options.dtype, options.device)
+    model = load_model(model_path(options.model), options.dtype, options.device)
     method = Quest(token_budget=options.budget) if bank is None else Gate(bank=bank, token_budget=options.budget)
     times = layer_times(model, method)
     for length, dense, sparse in times:

@@ -7,7 +7,6 @@ import json
 import os
 from pathlib import Path
 
-PARSES_ITS_ARGUMENTS = True
 HELP = (
     "find out what LazyEviction or TriAttention need to know about a model",
     "lazy_eviction: answers some problems of a task and notes when attention comes back to each token. The window is\n"
@@ -44,6 +43,7 @@ def run(options: argparse.Namespace) -> int:
     from seergate.eval.calibration import evenly_chosen_prompts, made_on
     from seergate.eval.engine import end_ids
     from seergate.eval.recurrence import measure_recurrence, query_centres
+    from seergate.hf.loading import load_tokenizer
 
     _check(options)
     task = make_task(options.task)
@@ -55,7 +55,7 @@ def run(options: argparse.Namespace) -> int:
     _check_target(target, options.method)
     check_writable(target.parent)
     draft = target.with_name(f".{target.name}.draft")  # beside it, so that it takes its place in one step
-    model, tokenizer = load_model(path, options.dtype, options.device)
+    model, tokenizer = load_model(path, options.dtype, options.device), load_tokenizer(path)
     prompts = evenly_chosen_prompts(tokenizer, task, options.problems)
     limit = RunOptions(max_new_tokens=options.max_new_tokens).limit(task).of(max(map(len, prompts)))
     if limit < 1:

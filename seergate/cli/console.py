@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 import sys
 import time
 import warnings
+from collections.abc import Callable, Iterator
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
@@ -18,6 +20,18 @@ LINE_SECONDS = 5.0
 """Where there is no terminal, progress is a line at most this often."""
 
 
+@contextlib.contextmanager
+def notes(say: Callable[[str], object]) -> Iterator[None]:
+    """Tell warnings in one line each; `warnings` tells them with the place in the code."""
+
+    def show(message: Warning | str, *_: object) -> None:
+        say(f"note: {' '.join(str(message).split())}")
+
+    with warnings.catch_warnings():
+        warnings.showwarning = show  # type: ignore[assignment]
+        yield
+
+
 class EvalProgress:
     """Shows how far the settings of a sweep are.
 
@@ -28,7 +42,7 @@ class EvalProgress:
     def __init__(self, settings: int) -> None:
         self.settings, self.started, self.label = settings, 0, ""
         self.began, self.said = time.monotonic(), -math.inf
-        self.caught = warnings.catch_warnings()
+        self.notes = notes(self._say)
         self.bar: Any = None
         self.task: Any = None
         if sys.stdout.isatty():
@@ -43,23 +57,20 @@ class EvalProgress:
             )
 
     def __enter__(self) -> EvalProgress:
-        self.caught.__enter__()
-        warnings.showwarning = self._warn  # type: ignore[assignment]
+        self.notes.__enter__()
         if self.bar is not None:
             self.bar.start()
         return self
 
-    def _warn(self, message: Warning | str, *_: object) -> None:
-        """Say it in one line, above the bar; `warnings` says it with the place in the code."""
-        say = print if self.bar is None else self.bar.console.print
-        say(f"note: {' '.join(str(message).split())}")
+    def _say(self, line: str) -> None:
+        (print if self.bar is None else self.bar.console.print)(line)
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         if self.bar is not None:
             self.bar.stop()
-        self.caught.__exit__(kind, error, trace)
+        self.notes.__exit__(kind, error, trace)
 
     def __call__(self, now: Progress) -> None:
         """Take note of a sample."""
@@ -68,15 +79,14 @@ class EvalProgress:
             self.started += 1
             if self.bar is not None:
                 self.task = self.bar.add_task(now.label, total=now.total, note="")
-        notes = []
+        parts = []
         if now.done == now.total:  # before, it would be of those that end early
-            error = "" if math.isnan(now.error) else f" ± {100 * now.error:.0f}"
-            notes.append(f"{100 * now.correct / now.done:.0f}{error} % right")
+            parts.append(f"{100 * now.correct / now.done:.0f} % right")
         if now.tokens:
-            notes.append(f"{now.tokens / max(1e-9, now.seconds):.0f} tokens/s")
+            parts.append(f"{now.tokens / max(1e-9, now.seconds):.0f} tokens/s")
         if now.eta:
-            notes.append(f"{_time(now.eta)} left")
-        note = ", ".join(notes)
+            parts.append(f"{_time(now.eta)} left")
+        note = ", ".join(parts)
         if self.bar is not None:
             self.bar.update(self.task, completed=now.done, note=note)
         elif now.done and (now.done == now.total or time.monotonic() - self.said >= LINE_SECONDS):

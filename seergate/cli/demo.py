@@ -6,12 +6,11 @@ import argparse
 import time
 from pathlib import Path
 
-PARSES_ITS_ARGUMENTS = True
 HELP = (
     "gates for a small reasoning model, distilled, evaluated and reported, in minutes",
     "Take the frozen tiny reasoner that ships with seergate, distil gates for it from its own attention, save them\n"
-    "to a directory, load them back, let it answer fresh problems at several token budgets with dense attention, an\n"
-    "oracle, the gates, Quest and a recency window, and write a report. Needs no network and no GPU.",
+    "to a directory, load them back, let it answer fresh problems with dense attention, and at several token\n"
+    "budgets with an oracle, the gates and Quest, and write a report. Needs no network and no GPU.",
     ["seergate demo", "seergate demo --problems 128 --out runs/bigger-demo"],
 )
 
@@ -72,8 +71,8 @@ def run(options: argparse.Namespace) -> int:
         flush=True,
     )
     from seergate.cli.console import EvalProgress, say_report
+    from seergate.hf.loading import load_tokenizer
 
-    model, tokenizer = load_model(base)
     with EvalProgress(len(specs)) as progress:
         run_options = RunOptions(
             batch_size=options.problems,
@@ -82,7 +81,7 @@ def run(options: argparse.Namespace) -> int:
             gates_name=str(adapter),
             on_progress=progress,
         )
-        sweep(model, tokenizer, task, specs, out / "eval", run_options, bank=bank)
+        sweep(load_model(base), load_tokenizer(base), task, specs, out / "eval", run_options, bank=bank)
 
     from seergate.cli.adapters import results_of
     from seergate.report import write_report

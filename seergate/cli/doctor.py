@@ -7,7 +7,6 @@ import importlib.util
 import os
 import platform
 
-PARSES_ITS_ARGUMENTS = True
 HELP = (
     "what is installed and what works on this machine",
     "Print versions, devices, usable backends and shipped checkpoints; with --model, whether a model can be gated\n"

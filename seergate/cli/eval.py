@@ -7,7 +7,6 @@ from typing import Any, TypeVar
 
 from seergate.cli import eval_livecodebench, eval_show
 
-PARSES_ITS_ARGUMENTS = True
 HELP = (
     "accuracy, length and cost of decoding methods on a task",
     "Generate answers with every method at every budget, grade them, and write one run directory per setting. What\n"

@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
-PARSES_ITS_ARGUMENTS = True
 HELP = (
     "a run's programs, for LiveCodeBench's own evaluator",
     "Take the program out of each answer of a run (the last fenced block that is closed) and write the file that\n"

@@ -7,7 +7,6 @@ from pathlib import Path
 
 from seergate.errors import SeergateError
 
-PARSES_ITS_ARGUMENTS = True
 HELP = (
     "a problem's answers in a run, with the reason for each grade",
     "Print what was asked, what every sample answered, and why it was graded as it was.",
@@ -29,6 +28,9 @@ def run(options: argparse.Namespace) -> int:
     """Print it."""
     from seergate.eval import store
 
+    if not (options.run_dir / store.CONFIG).is_file():
+        runs = ", ".join(path.name for path in store.run_directories(options.run_dir))
+        raise SeergateError(f"{options.run_dir} holds several runs; name one of them: {runs}")
     config = store.read_config(options.run_dir)
     samples = store.read_samples(options.run_dir)
     found = [s for s in samples if str(s["problem_id"]) == options.problem]

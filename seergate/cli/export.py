@@ -7,7 +7,6 @@ from pathlib import Path
 
 from seergate.cli.adapters import add_card_options, add_source_options, described, read_adapter
 
-PARSES_ITS_ARGUMENTS = True
 HELP = (
     "copy gates to a directory: other precision, fewer layers, published format, average",
     "Write gates to a new directory, changed as you say. With several sources their average is written. With\n"

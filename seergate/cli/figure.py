@@ -9,9 +9,8 @@ from typing import Any
 
 from seergate.cli.eval import words
 from seergate.cli.papers import FIGURES
-from seergate.errors import SeergateError
+from seergate.errors import SeergateError, did_you_mean
 
-PARSES_ITS_ARGUMENTS = True
 HELP = (
     "regenerate a figure or table of one of five papers, or see what methods do to one answer",
     "Run what a figure of the paper compares and draw it: by default on the tiny reasoner, in minutes on a CPU; with\n"
@@ -49,7 +48,7 @@ NAMES = (*FIGURES, *APART, *ALIASES)
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the options."""
-    parser.add_argument("name", choices=NAMES, metavar="NAME", help=", ".join(NAMES))
+    parser.add_argument("name", metavar="NAME", help=", ".join(NAMES))
     parser.add_argument("--model", default="tiny-reasoner", help="preset, directory or Hub id [%(default)s]")
     parser.add_argument("--gates", metavar="DIR", help="adapter; or BLOCK_SIZE=DIR, several separated by commas")
     parser.add_argument("--task", help="[chain_sum for the tiny reasoner, else the figure's, or aime24]")
@@ -78,11 +77,16 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(options: argparse.Namespace) -> int:
     """Make what is missing, draw, and say what is seen."""
-    from seergate.cli.models import TINY, check_writable
+    from seergate.cli.models import check_writable, is_tiny
 
+    if options.name not in NAMES:
+        raise SeergateError(
+            f"there is no figure {options.name!r}; {did_you_mean(options.name, NAMES)} (docs/reproduce.md says "
+            "what is not made again, and why)"
+        )
     options.name = ALIASES.get(options.name, options.name)
     _check_options(options)
-    tiny = options.model.lower() == TINY
+    tiny = is_tiny(options.model)
     label = options.name if "table" in options.name else f"figure-{options.name}"
     out = options.out or Path("runs") / f"{label}-{Path(options.model).name}"
     if options.name == "table2":

@@ -16,7 +16,6 @@ from seergate.errors import SeergateError
 if TYPE_CHECKING:
     from seergate.eval.task import Problem
 
-PARSES_ITS_ARGUMENTS = True
 HELP = (
     "answer one prompt, and see which blocks each token was written from",
     "Write the answer to one prompt while it is decoded. With --trace, also a page that shows, for each token of the\n"
@@ -24,7 +23,7 @@ HELP = (
     "attention. The page is one HTML file that needs no network.",
     [
         "seergate generate --trace read.html",
-        "seergate generate --method quest --token-budget 128 --trace quest.html",
+        "seergate generate --method quest --budget 128 --trace quest.html",
         "seergate generate --model Qwen3-8B --gates org/Qwen3-8B-gates --prompt-file question.txt --trace read.html",
     ],
 )
@@ -37,10 +36,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--gates", metavar="DIR", help="adapter directory or Hub id [shipped, if any]")
     parser.add_argument("--method", default="gate", help="a method, as NAME:OPTION=VALUE:... [%(default)s]")
     parser.add_argument(
-        "--token-budget", type=int, metavar="N", help=f"tokens read per KV head and step [{REAL_BUDGET}; tiny: 64]"
+        "--budget", "--token-budget", type=int, metavar="N", help=f"tokens read per step [{REAL_BUDGET}; tiny: 64]"
     )
     prompt = parser.add_mutually_exclusive_group()
-    prompt.add_argument("--prompt", metavar="TEXT", help="the user's turn [a problem, for the tiny reasoner]")
+    prompt.add_argument("--prompt", metavar="TEXT", help="the user's turn [tiny: a problem, as it solves]")
     prompt.add_argument("--prompt-file", type=Path, metavar="FILE", help="a file that holds it")
     parser.add_argument("--max-new-tokens", type=int, default=1024, metavar="N", help="longest answer [%(default)s]")
     parser.add_argument("--temperature", type=float, help="0 is greedy [the model's own sampling]")
@@ -52,7 +51,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(options: argparse.Namespace) -> int:
     """Check, load, decode, write the page."""
-    from seergate.cli.models import gates_for, load_gates, load_model, model_path
+    from seergate.cli.console import notes
+    from seergate.cli.models import gates_for, is_tiny, load_gates, load_model, model_path
     from seergate.cli.running import check_model
     from seergate.eval.calibration import check_auto
     from seergate.eval.engine import encode, prompt_text
@@ -60,9 +60,9 @@ def run(options: argparse.Namespace) -> int:
     from seergate.hf.loading import load_tokenizer
     from seergate.methods import SelectingMethod
 
-    tiny = options.model.lower() == "tiny-reasoner"
     _check(options)
-    budgets = [] if options.token_budget is None else [options.token_budget]
+    tiny = is_tiny(options.model)
+    budgets = [] if options.budget is None else [options.budget]
     spec, *_ = grid([options.method], budgets, None, default_budgets=[TINY_BUDGET if tiny else REAL_BUDGET])
     check_auto([spec])
     path = model_path(options.model)
@@ -76,7 +76,8 @@ def run(options: argparse.Namespace) -> int:
         )
     check_model(path, [method], [] if bank is None else [bank])
     tokenizer = load_tokenizer(path)
-    ids = encode(tokenizer, prompt_text(tokenizer, _problem(options, tiny, bool(tokenizer.chat_template))))
+    problem = _problem(options, tiny, bool(tokenizer.chat_template))
+    ids = encode(tokenizer, prompt_text(tokenizer, problem))
 
     import torch
     from transformers import TextStreamer
@@ -84,12 +85,15 @@ def run(options: argparse.Namespace) -> int:
     from seergate.hf.attach import attached
     from seergate.report import write_explorer
 
-    model, tokenizer = load_model(path, options.dtype, options.device)
+    model = load_model(path, options.dtype, options.device)
     sampling: dict[str, Any] = {}
     if options.temperature is not None:
         sampling = {"do_sample": options.temperature > 0, "temperature": options.temperature or None}
     torch.manual_seed(options.seed)
+    if problem.gold:
+        print(problem.messages[-1]["content"] + "\n", file=sys.stderr)
     with (
+        notes(lambda line: print(line, file=sys.stderr)),
         tempfile.TemporaryDirectory() as folder,
         attached(model, method, correction=spec.correction) as handle,
     ):
@@ -107,6 +111,8 @@ def run(options: argparse.Namespace) -> int:
         said = f"{len(output) - len(ids)} tokens in {seconds:.1f} s"
         if stats["density"] is not None:
             said += f"; a step read {100 * stats['density']:.0f} % of the tokens before it"
+        if problem.gold:
+            said += f"; the right answer is {problem.gold}"
         print(said, file=sys.stderr)
         if options.trace is not None and len(output) > len(ids) + 1:
             page = write_explorer(trace, tokenizer, output, options.trace).path

@@ -7,7 +7,6 @@ from pathlib import Path
 
 from seergate.cli.adapters import add_source_options, for_base, read_adapter
 
-PARSES_ITS_ARGUMENTS = True
 HELP = (
     "convert gates in the published SeerAttention-R format",
     "Read gates as the SeerAttention-R authors published them (config.json and attn_gate_weights.pth) and write an\n"

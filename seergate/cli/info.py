@@ -7,12 +7,11 @@ import json
 from typing import TYPE_CHECKING, Any
 
 from seergate.cli.adapters import add_source_options, read_adapter
-from seergate.gates.card import HALF
+from seergate.gates.card import percent_right
 
 if TYPE_CHECKING:
     from seergate.gates import Adapter
 
-PARSES_ITS_ARGUMENTS = True
 HELP = (
     "what gates are for, how they were trained, how good they are",
     "Describe gates without loading their base model. With --diff, compare them with others.",
@@ -102,10 +101,8 @@ def say(facts: dict[str, Any]) -> None:
     _table(flat)
     print("results" if facts["results"] else "results: none recorded")
     for result in facts["results"]:
-        budget = "dense" if result.get("token_budget") is None else f"{result['token_budget']} tokens"
-        accuracy, error = result.get("accuracy"), result.get("standard_error") or 0.0
-        score = "" if accuracy is None else f"{100 * accuracy:.1f} % ± {HALF * error:.1f}"
-        print(f"  {result.get('task')}, {result.get('method')}, {budget}: {score}")
+        budget = f", {result['token_budget']} tokens" if result.get("token_budget") else ""
+        print(f"  {result.get('task')}, {result.get('method')}{budget}: {percent_right(result) or '?'} %")
     if "difference" in facts:
         _say_difference(facts["difference"])
 
@@ -113,7 +110,8 @@ def say(facts: dict[str, Any]) -> None:
 def _table(values: dict[str, Any]) -> None:
     for name, value in values.items():
         if value is not None:
-            print(f"  {name.replace('_', ' '):20} {value}")
+            shown = f"{value:.5g}" if isinstance(value, float) else f"{value:,}" if type(value) is int else value
+            print(f"  {name.replace('_', ' '):20} {shown}")
 
 
 def _say_difference(found: dict[str, Any]) -> None:

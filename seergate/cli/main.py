@@ -152,7 +152,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         if name not in COMMANDS:
             raise SeergateError(f"there is no command {name!r}; {did_you_mean(name, COMMANDS)}")
         module = COMMANDS[name]
-        if not module.PARSES_ITS_ARGUMENTS:
+        if hasattr(module, "run_argv"):  # its options are those of training
             return int(module.run_argv(others))
         if others and others[0] in getattr(module, "SUBCOMMANDS", {}):
             name, module, others = f"{name} {others[0]}", module.SUBCOMMANDS[others[0]], others[1:]

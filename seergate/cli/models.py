@@ -10,13 +10,13 @@ from seergate.errors import SeergateError, sentence
 from seergate.paths import shipped
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedModel, PreTrainedTokenizerBase
+    from transformers import PreTrainedModel
 
     from seergate.hf.bank import GateBank
 
 TINY = "tiny-reasoner"
 TINY_MODEL = "checkpoints/tiny-reasoner"
-TINY_GATES = ("checkpoints/tiny-reasoner/gates", "checkpoints/tiny-reasoner-gates")
+TINY_GATES = "checkpoints/tiny-reasoner/gates"
 
 
 def model_path(name: str) -> str:
@@ -32,19 +32,25 @@ def model_path(name: str) -> str:
 
 def shipped_gates() -> Path | None:
     """The gates of the tiny reasoner that ship with seergate, if this installation has them."""
-    for place in TINY_GATES:
-        try:
-            return shipped(place)
-        except FileNotFoundError:
-            continue
-    return None
+    try:
+        return shipped(TINY_GATES)
+    except FileNotFoundError:
+        return None
+
+
+def is_tiny(model: str) -> bool:
+    """Whether a model, by its preset or its directory, is the one that ships with seergate."""
+    try:
+        return os.path.samefile(model_path(model), shipped(TINY_MODEL))
+    except FileNotFoundError:  # on the Hub
+        return False
 
 
 def gates_for(model: str, gates: str | None) -> str | None:
     """The adapter to use: the one that was named, or for the tiny reasoner the one that ships with it."""
     if gates is not None:
         return gates
-    found = shipped_gates() if model.lower() == TINY else None
+    found = shipped_gates() if is_tiny(model) else None
     return None if found is None else str(found)
 
 
@@ -59,10 +65,8 @@ def load_gates(source: str) -> GateBank:
     return GateBank.from_pretrained(source)
 
 
-def load_model(
-    path: str, dtype: str = "auto", device: str = "auto"
-) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
-    """Load a model and its tokenizer for generation.
+def load_model(path: str, dtype: str = "auto", device: str = "auto") -> PreTrainedModel:
+    """Load a model for generation.
 
     Args:
         path: directory or Hub id.
@@ -70,12 +74,12 @@ def load_model(
         device: ``auto`` is the GPU if there is one.
 
     Raises:
-        SeergateError: if they cannot be loaded.
+        SeergateError: if it cannot be loaded, or there is no such device.
     """
     import torch
     from transformers.utils import logging
 
-    from seergate.hf.loading import load_base, load_tokenizer
+    from seergate.hf.loading import load_base
 
     logging.disable_progress_bar()
     place = ("cuda" if torch.cuda.is_available() else "cpu") if device == "auto" else device
@@ -86,9 +90,7 @@ def load_model(
             f"device is {device!r}; this machine has "
             + ", ".join(["cpu", *(f"cuda:{number}" for number in range(torch.cuda.device_count()))])
         ) from error
-    tokenizer = load_tokenizer(path)
-    model = load_base(path, device=place, dtype=dtype if dtype == "auto" else getattr(torch, dtype))
-    return model, tokenizer
+    return load_base(path, device=place, dtype=dtype if dtype == "auto" else getattr(torch, dtype))
 
 
 def check_writable(out: Path) -> None:

@@ -9,7 +9,6 @@ from seergate.cli.adapters import add_card_options, described
 from seergate.errors import SeergateError
 from seergate.paths import is_directory
 
-PARSES_ITS_ARGUMENTS = True
 HELP = (
     "upload gates to the Hugging Face Hub",
     "Upload gates in one commit, with a model card that says what they are for, how to use them, how they were made\n"

@@ -6,7 +6,6 @@ import argparse
 import os
 from pathlib import Path
 
-PARSES_ITS_ARGUMENTS = True
 HELP = (
     "grade stored samples again",
     "Grade the samples of one run directory, or of all run directories in a directory, with the present graders, and\n"

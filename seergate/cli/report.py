@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
-PARSES_ITS_ARGUMENTS = True
 HELP = (
     "tables, plots and findings of finished runs",
     "Write report.md, report.html and plots about a run directory, or about all runs in a directory: accuracy and\n"

@@ -41,9 +41,10 @@ class ModelLoader:
         import torch
 
         from seergate.cli.models import load_gates, load_model
+        from seergate.hf.loading import load_tokenizer
 
         torch.set_num_threads(self.threads)
-        model, tokenizer = load_model(self.path, self.dtype, self.device)
+        model, tokenizer = load_model(self.path, self.dtype, self.device), load_tokenizer(self.path)
         if isinstance(self.gates, dict):
             return model, tokenizer, {size: load_gates(source) for size, source in self.gates.items()}
         return model, tokenizer, None if self.gates is None else load_gates(self.gates)
@@ -98,7 +99,8 @@ def run_plan(plan: SweepPlan) -> Path:
 
     methods = [spec.method(gates_of(spec)) for spec in specs if not spec.uncalibrated]
     check_model(path, methods, [gates for spec in specs if spec.has_gates and (gates := gates_of(spec)) is not None])
-    encoded_prompts(load_tokenizer(path), problems, plan.options().limit(task))
+    tokenizer = load_tokenizer(path)
+    encoded_prompts(tokenizer, problems, plan.options().limit(task))
     engine = "" if plan.engine == "transformers" else f"-{plan.engine}"
     out = Path(plan.out) if plan.out else Path("runs") / f"eval-{Path(path).name}-{task.name}{engine}"
     check_writable(out)
@@ -110,7 +112,7 @@ def run_plan(plan: SweepPlan) -> Path:
     threads = plan.threads or max(1, torch.get_num_threads() // max(1, plan.workers))
     torch.set_num_threads(threads)
     loader = ModelLoader(path, plan.dtype, plan.device, several or named, threads)
-    model, tokenizer = load_model(path, plan.dtype, plan.device)
+    model = load_model(path, plan.dtype, plan.device)
     with EvalProgress(len(specs)) as progress:
         options = plan.options(model_name=plan.model, gates_name=named or "", on_progress=progress)
         chosen = plan.sampling() or task.sampling

@@ -6,7 +6,6 @@ import argparse
 from dataclasses import replace
 from pathlib import Path
 
-PARSES_ITS_ARGUMENTS = True
 HELP = (
     "a grid of settings from one YAML file",
     "Evaluate a grid over methods, budgets, thresholds, block sizes and dense layers. What is there already is kept,\n"

@@ -19,7 +19,6 @@ from seergate.errors import sentence
 from seergate.openmp import bound_spinning
 from seergate.paths import shipped
 
-PARSES_ITS_ARGUMENTS = False
 HELP = (
     "distil gates for a frozen model",
     "Distil gates for a frozen model.",
@@ -36,10 +35,6 @@ USER_ERROR, INTERRUPTED, SIGNALLED = 2, 130, 128
 
 SILENT_SECONDS = 5.0
 """A launcher ends all processes as soon as one has ended. So one that leaves the reporting to another ends later."""
-
-
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add none: the options are made from `TrainConfig`'s fields, by the command itself."""
 
 
 def run_argv(argv: Sequence[str]) -> int:

@@ -15,7 +15,6 @@ from seergate.errors import SeergateError
 from seergate.eval import store
 from seergate.eval.engine import Generation
 from seergate.eval.judge import GradingPool
-from seergate.eval.stats import mean_and_error
 
 
 @dataclass(frozen=True)
@@ -26,7 +25,6 @@ class Progress:
         label: of the setting.
         done, total: samples; done are those that have been graded.
         correct: how many of them are right.
-        error: standard error of the accuracy so far, clustered by problem; ``nan`` before the second problem.
         made: samples generated since the run was started or resumed.
         tokens: generated since then.
         seconds: since then.
@@ -36,15 +34,17 @@ class Progress:
     done: int
     total: int
     correct: int
-    error: float
     made: int
     tokens: int
     seconds: float
 
     @property
     def eta(self) -> float | None:
-        """Seconds until the setting is done at the pace so far; ``None`` before the first sample."""
-        return self.seconds * (self.total - self.done) / self.made if self.made else None
+        """Seconds until the setting is done at the pace so far; ``None`` before a tenth of what was missing is made:
+        samples that run side by side end together.
+        """
+        left = self.total - self.done
+        return self.seconds * left / self.made if self.made and 10 * self.made >= self.made + left else None
 
 
 class Collector:
@@ -133,10 +133,8 @@ class Collector:
         if self.on_progress is None:
             return
         done, correct = (sum(map(count, self.outcomes.values())) for count in (len, sum))
-        means = [sum(values) / len(values) for values in self.outcomes.values()]
-        error = mean_and_error(means).se if means else float("nan")
         spent = time.monotonic() - self.began
-        self.on_progress(Progress(self.label, done, self.total, correct, error, self.made, self.tokens, spent))
+        self.on_progress(Progress(self.label, done, self.total, correct, self.made, self.tokens, spent))
 
     def _ungraded(self, generation: Generation) -> dict[str, Any]:
         """A line of `samples.jsonl` but for its grade."""

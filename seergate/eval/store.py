@@ -193,7 +193,7 @@ def pin(directory: Path, config: dict[str, Any], *, finished: bool) -> None:
         what = "; ".join(f"{name} was {before.get(name)!r} and is {now.get(name)!r}" for name in different[:3])
         more = f" (and {len(different) - 3} more)" if len(different) > 3 else ""
         raise SeergateError(
-            f"{directory} holds a run with other settings: {what}{more}; use the same ones or another directory"
+            f"{directory} holds a run with other settings: {what}{more}; use the same ones or another --out"
         )
 
 

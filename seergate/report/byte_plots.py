@@ -22,23 +22,26 @@ FIGURES = {"own_bytes_mean": "kB held per sequence, mean", "bytes_read_per_step"
 def bytes_plot(sweep: Sweep, path: Path) -> Path | None:
     """Two panels: against mean resident bytes, and against bytes read per step. ``None`` with fewer than two points.
 
-    What no setting beats in both, bytes and accuracy, is joined by a grey line, the Pareto front; series without a
-    setting on either front are grey where there are more than `CROWD` of them.
+    What no setting beats in both, bytes and accuracy, is joined by a grey line, the Pareto front, above guessing;
+    series without a setting on either front, but for dense, are grey where there are more than `CROWD` of them.
     """
     measured = [s for s in sweep.settings if all(s.metrics[figure] for figure in FIGURES)]
     if len(measured) < 2:
         return None
     lines = _series(measured)
-    fronts = {metric: pareto(measured, metric) for metric in FIGURES}
+    chance = sweep.config["task"].get("chance") or 0.0
+    fronts = {metric: pareto(measured, metric, chance) for metric in FIGURES}
     ahead = {s.directory for front in fronts.values() for s in front}
-    grey = {n for n, own in lines.items() if len(lines) > CROWD and not ahead & {s.directory for s in own}}
+    behind = {n for n, own in lines.items() if n != "dense" and not ahead & {s.directory for s in own}}
+    grey = behind if len(lines) > CROWD else set()
     figure, axes = pyplot().subplots(2, 1, figsize=(WIDTH, 8.4), sharey=True, layout="constrained")
     for axis, (metric, label) in zip(axes, FIGURES.items(), strict=True):
         for name, settings in lines.items():
             points = sorted(settings, key=lambda s: float(s.metrics[metric]))
             _line(axis, name, points, metric, list(lines), name in grey)
         front = [(s.metrics[metric] / 1e3, 100 * s.accuracy.mean) for s in fronts[metric]]
-        axis.step(*zip(*front, strict=True), where="post", color="0.8", linewidth=5, zorder=0, label="Pareto front")
+        x, y = [x for x, _ in front], [y for _, y in front]
+        axis.step(x, y, where="post", color="0.8", linewidth=5, zorder=0, label="Pareto front")
         if grey:
             axis.plot([], [], color="#CCCCCC", linewidth=0.8, label=f"{len(grey)} others")
         axis.set_xscale("log", base=2)
@@ -53,11 +56,11 @@ def bytes_plot(sweep: Sweep, path: Path) -> Path | None:
     return save(figure, path)
 
 
-def pareto(settings: list[Setting], metric: str) -> list[Setting]:
-    """Settings that none with as few bytes is more accurate than, by bytes."""
+def pareto(settings: list[Setting], metric: str, chance: float) -> list[Setting]:
+    """Settings that neither guessing nor one with as few bytes is as accurate as, by bytes."""
     front: list[Setting] = []
     for s in sorted(settings, key=lambda s: (float(s.metrics[metric]), -s.accuracy.mean)):
-        if not front or s.accuracy.mean > front[-1].accuracy.mean:
+        if s.accuracy.mean > (front[-1].accuracy.mean if front else chance):
             front.append(s)
     return front
 

@@ -27,7 +27,8 @@ STYLES: dict[str, tuple[str, str]] = {
 }
 """Colours are of Okabe and Ito's and of Tol's palettes, which colour-blind readers can tell apart; markers help."""
 
-SPARE = (("#6699CC", "H"), ("#888888", "4"), ("#F0E442", "3"))
+SPARE = (("#6699CC", "H"), ("#EE3377", "4"), ("#F0E442", "3"))
+"""Of methods of the user's own."""
 LINES: tuple[Any, ...] = ("-", "--", ":", "-.", (0, (8, 2, 1, 2, 1, 2)), (0, (1, 4)))
 
 
@@ -45,6 +46,6 @@ def style(series: str) -> dict[str, Any]:
 
 
 def line_style(series: str, all_series: list[str]) -> Any:
-    """Variants of one method share its colour and differ in their line."""
-    same = [s for s in all_series if name_of(s) == name_of(series)]
+    """Variants of one method, and methods of the user's own, may share a colour; then they differ in their line."""
+    same = [s for s in all_series if style(s)["color"] == style(series)["color"]]
     return LINES[same.index(series) % len(LINES)]

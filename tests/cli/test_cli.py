@@ -17,7 +17,7 @@ import pytest
 
 from seergate.cli.console import say_report
 from seergate.cli.main import COMMANDS
-from seergate.cli.models import load_model
+from seergate.cli.models import gates_for, load_model
 from seergate.errors import SeergateError, sentence
 from seergate.report.write import Report
 from tests.eval import support
@@ -125,7 +125,8 @@ def test_no_command_shows_the_help(seergate):
             "the method 'quest' has no option 'blocksize'; did you mean 'block_",
         ),
         (["eval", "--gates", "runs/none"], "there is no directory runs/none, and"),
-        (["eval", "--model", "checkpoints/tiny-reasoner", "--method", "gate"], "with --gates; `seergate train` makes"),
+        (["figure", "6"], "there is no figure '6'; there are 4, 5, 7,"),
+        (["figure", "raas-5"], "did you mean 'raas5'? (docs/reproduce.md says what is not made again, and why)"),
         (["plan", "--processes", "many"], "(see seergate plan --help)"),
         (["ablate"], "the following arguments are required: STUDY (see seergate ablate --help)"),
     ],
@@ -145,9 +146,15 @@ def test_a_device_that_is_missing_is_told_with_those_that_are_there():
         load_model("checkpoints/tiny-reasoner", device="cuda:77")
 
 
+def test_the_shipped_model_has_its_gates_by_name_and_by_directory(saved):
+    assert gates_for("tiny-reasoner", None) == gates_for("checkpoints/tiny-reasoner", None) is not None
+    assert gates_for(saved, None) is gates_for("Qwen/Qwen3-8B", None) is None
+    assert gates_for("tiny-reasoner", "mine") == "mine"
+
+
 def test_missing_gates_are_told_before_the_model_is_loaded(seergate, saved, tmp_path):
     out = str(tmp_path / "out")
-    assert "needs gates" in refusal(
+    assert "with --gates; `seergate train` makes" in refusal(
         seergate("eval", "--model", saved, "--method", "gate", "--budget", "64", "--out", out)
     )
     said = refusal(seergate("eval", "--model", saved, "--gates", str(tmp_path), "--method", "gate", "--out", out))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import os
 import pty
 import re
@@ -17,7 +16,7 @@ from seergate.cli.console import EvalProgress
 from seergate.eval.runner import Progress
 
 
-def at(done, *, total=40, label="gate-128", seconds=None, made=None, error=0.05):
+def at(done, *, total=40, label="gate-128", seconds=None, made=None):
     """A run of which a sample takes half a second and 100 tokens; three of four are right."""
     made = done if made is None else made
     return Progress(
@@ -25,7 +24,6 @@ def at(done, *, total=40, label="gate-128", seconds=None, made=None, error=0.05)
         done=done,
         total=total,
         correct=3 * done // 4,
-        error=math.nan if done < 2 else error,
         made=made,
         tokens=100 * made,
         seconds=0.5 * made if seconds is None else seconds,
@@ -79,11 +77,18 @@ def test_what_was_there_before_a_resumption_does_not_count_for_the_pace(capsys, 
     assert "32/40 answers, 20 tokens/s, 40 s left" in capsys.readouterr().out
 
 
+def test_no_time_is_estimated_from_the_first_of_a_batch(capsys, clock):
+    """Samples that run side by side end together: 40 in 20 s, of which the first says nothing."""
+    for done, left in ((1, ""), (3, ""), (4, ", 180 s left")):
+        EvalProgress(1)(at(done, seconds=20.0))
+        assert f"tokens/s{left.replace('180 s', '3 min')} (" in capsys.readouterr().out
+
+
 def test_how_many_are_right_is_told_at_the_end_only(capsys, clock):
-    """Before, it would be how many of those that end early; and a single answer has no error."""
+    """Before, it would be how many of those that end early."""
     EvalProgress(1)(at(1))
     EvalProgress(1)(at(1, total=1))
-    assert "1/40 answers, 200 tokens/s, 20 s left" in (said := capsys.readouterr().out)
+    assert "1/40 answers, 200 tokens/s (" in (said := capsys.readouterr().out)
     assert "1/1 answers, 0 % right, 200 tokens/s" in said
 
 
@@ -122,6 +127,6 @@ def test_on_a_terminal_it_is_a_bar(monkeypatch):
     os.close(master)
     text = re.sub(r"\x1b\[[0-9;?]*[a-zA-Z]", "", shown.decode())
     last = text[text.rindex("gate-128") :]
-    assert "40/40" in last and "75 ± 5 % right, 200 tokens/s" in last
+    assert "40/40" in last and "75 % right, 200 tokens/s" in last
     assert "quest-128" in last and "10/40" in last and "15 s left" in last
     assert "answers" not in text, "no plain lines beside it"

@@ -86,6 +86,7 @@ def test_every_grade_can_be_explained(runs, capsys):
     assert "problem 'nowhere'; it has 6-0-0, 6-0-1, 6-0-2" in capsys.readouterr().err
     assert call("eval", "show", runs / "dense", row["problem_id"], "--sample", 7) == 2
     assert call("eval", "show", runs, row["problem_id"]) == 2
+    assert "holds several runs; name one of them: dense, oracle-32-b16" in capsys.readouterr().err
 
 
 def test_regrade_tells_what_changes(runs, capsys):

@@ -32,7 +32,8 @@ def test_the_tiny_reasoner_answers_and_shows_what_it_read(tmp_path):
     assert done.returncode == 0, done.stderr
     answer = make_task("chain_sum", problems=1, variables=16).problems()[0].gold
     assert done.stdout.split()[-3:] == ["\\boxed{", answer, "}"]
-    assert "what was read:" in done.stderr and "% of the tokens before it" in done.stderr
+    assert f"% of the tokens before it; the right answer is {answer}\nwhat was read:" in done.stderr
+    assert done.stderr.startswith("[a26] is just the digit 5 ,"), "what was asked"
     page = page_of(tmp_path / "read.html")
     assert "".join(page["tokens"][page["prompt"] :]).split()[:-1] == done.stdout.split()
     assert (page["name"], page["nominal"], len(page["cells"])) == ("gate", "64", 8)
@@ -44,12 +45,14 @@ def test_a_prompt_a_method_and_a_file(model, tmp_path):
     said = []
     for given in (["--prompt", "a1 is the sum of a2 plus a3 ."], ["--prompt-file", str(tmp_path / "prompt.txt")]):
         done = run_seergate(
-            "generate", "--model", str(model), "--method", "h2o:interval=2", "--token-budget", "16", *given,
+            "generate", "--model", str(model), "--method", "h2o:interval=2", "--budget", "4", *given,
             "--max-new-tokens", "9", "--temperature", "1",
         )  # fmt: skip
         assert done.returncode == 0 and "9 tokens in" in done.stderr, done.stderr
+        assert done.stderr.startswith("note: h2o: a prompt has"), "a warning is a line of its own"
         said.append(done.stdout)
     assert said[0] == said[1] != "", "the seed decides what is drawn"
+    assert "the right answer" not in done.stderr
 
 
 @pytest.mark.parametrize(

@@ -60,7 +60,7 @@ def test_the_documented_command_names_files_that_exist(adapter):
     words = (ROOT / "seergate" / "eval" / f"{adapter}.py").read_text().split()
     named = [word for word in words if word.startswith("docs/")]
     assert named and all((ROOT / word).exists() for word in named)
-    said = (ROOT / "docs" / "evaluation.md").read_text()
+    said = (ROOT / "docs" / "harnesses.md").read_text()
     assert f"python -m seergate.eval.{adapter}" in said and all(word in said for word in named)
 
 

@@ -93,7 +93,7 @@ def test_an_unfinished_run_is_refused(run_dir, tmp_path, capsys):
 
 
 def test_the_recipe_in_the_documents_is_python():
-    text = (ROOT / "docs" / "evaluation.md").read_text()
+    text = (ROOT / "docs" / "harnesses.md").read_text()
     (recipe,) = re.findall(r"```python\n(.*?)```", text[text.index("## LiveCodeBench") :], re.S)[:1]
-    compile(recipe, "evaluation.md", "exec")
+    compile(recipe, "harnesses.md", "exec")
     assert all(name in recipe for name in ('"id"', '"messages"', '"answer"'))

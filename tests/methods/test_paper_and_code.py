@@ -244,7 +244,7 @@ def test_refusals(attempt, message):
         attempt()
 
 
-DOCUMENT = Path(__file__).parents[2] / "docs" / "methods.md"
+DOCUMENT = Path(__file__).parents[2] / "docs" / "reproduce.md"
 WRITTEN = sorted(set(re.findall(r"`([a-z0-9_]+:[a-z0-9_:=+.]+)`", DOCUMENT.read_text())))
 
 

@@ -37,7 +37,8 @@ def test_every_method_has_a_look_and_a_place_of_its_own():
     assert style("h2o+gate, interval=8")["color"] == style("h2o")["color"]
     assert style("h2o+gate")["fillstyle"] == "bottom" and "fillstyle" not in style("h2o, x=a+b")
     assert line_style("h2o+gate", ["h2o", "tova", "h2o+gate"]) != line_style("h2o", ["h2o", "tova", "h2o+gate"])
-    assert {"color", "marker"} <= set(style("somebodys_own")), "a new method is drawn, in a colour that is spare"
+    assert style("mean_key") == style("short_keys"), "one's own methods may share a spare colour"
+    assert line_style("mean_key", both := ["gate", "mean_key", "short_keys"]) != line_style("short_keys", both)
 
 
 def test_options_tell_series_apart_only_where_they_must(tmp_path):

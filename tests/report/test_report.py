@@ -111,7 +111,10 @@ def test_the_pareto_front_holds_what_none_beats(tmp_path):
         rows = [json.loads(line) | {"own_bytes_mean": 1000.0 * held} for line in path.read_text().splitlines()]
         path.write_text("".join(json.dumps(row) + "\n" for row in rows))
     (sweep,) = load_sweeps(tmp_path)
-    assert [s.method for s in pareto(sweep.settings, "own_bytes_mean")] == ["rpc", "h2o", "dense"]
+    assert [s.method for s in pareto(sweep.settings, "own_bytes_mean", 0.0)] == ["rpc", "h2o", "dense"]
+    assert [s.method for s in pareto(sweep.settings, "own_bytes_mean", 0.1)] == ["h2o", "dense"], (
+        "guessing is no merit"
+    )
 
 
 def test_html_escapes_what_users_named(tmp_path):
