@@ -113,7 +113,7 @@ def test_the_pareto_front_holds_what_none_beats(tmp_path):
     (sweep,) = load_sweeps(tmp_path)
     assert [s.method for s in pareto(sweep.settings, "own_bytes_mean", 0.0)] == ["rpc", "h2o", "dense"]
     assert [s.method for s in pareto(sweep.settings, "own_bytes_mean", 0.1)] == ["h2o", "dense"], (
-        "guessing is no merit"
+        "guesses do not count"
     )
 
 
