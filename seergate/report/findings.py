@@ -88,17 +88,18 @@ def verdict(sweep: Sweep) -> str:
     """One sentence: what each method needs to be as good as dense."""
     if sweep.dense is None:
         return "No dense run is among these, so nothing says what sparsity costs."
-    enough, short = list[str](), list[str]()
+    enough, short, open_ = list[str](), list[str](), list[str]()
     for method in sweep.methods:
         compared = [(s, d) for s in sweep.of(method) if (d := sweep.difference(s, sweep.dense)).n]
         found = next((s for i, (s, _) in enumerate(compared) if all(_not_worse(d) for _, d in compared[i:])), None)
         if found is not None:
             enough.append(f"{method} {found.budget} tokens ({100 * (found.budget or 0) / sweep.context:.0f} %)")
         elif compared:
-            short.append(method)
+            (short if (-compared[-1][1]).positive else open_).append(method)
     start = f"Dense answers {_percent(sweep.dense.accuracy.mean)} right, with {sweep.context:.0f} tokens of context. "
     needs = f"No loss against it could be shown from these budgets on: {', '.join(enough)}. " if enough else ""
-    return (start + needs + (f"No tested budget was enough for {', '.join(short)}." if short else "")).strip()
+    lost = f"No tested budget was enough for {', '.join(short)}. " if short else ""
+    return (start + needs + lost + (f"Too few problems to tell for {', '.join(open_)}." if open_ else "")).strip()
 
 
 def _against_dense(sweep: Sweep, method: str, dense: Setting) -> str | None:
@@ -109,7 +110,10 @@ def _against_dense(sweep: Sweep, method: str, dense: Setting) -> str | None:
     level = next((i for i in range(len(compared)) if all(_not_worse(d) for _, d in compared[i:])), None)
     if level is None:
         setting, difference = compared[-1]
-        return f"{setting.label} tokens is {in_points(difference)} points from dense; no tested budget was enough."
+        told = (
+            "no tested budget was enough" if (-difference).positive else "too few problems to tell if that is a loss"
+        )
+        return f"{setting.label} tokens is {in_points(difference)} points from dense; {told}."
     setting, difference = compared[level]
     share = 100 * (setting.budget or 0) / sweep.context
     start = f"{setting.label} tokens ({share:.0f} % of the full context) is {in_points(difference)} points from dense"

@@ -40,6 +40,7 @@ def test_the_tiny_reasoner_answers_and_shows_what_it_read(tmp_path):
     assert (page["steps"][-1][0].sum(1) == 64 / page["block_size"]).all()
 
 
+@pytest.mark.filterwarnings("always:h2o. a prompt has:UserWarning")
 def test_a_prompt_a_method_and_a_file(model, tmp_path):
     (tmp_path / "prompt.txt").write_text("a1 is the sum of a2 plus a3 .")
     said = []

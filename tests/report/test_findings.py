@@ -26,6 +26,18 @@ def test_findings_follow_from_the_numbers(runs):
     assert recall == "recall of dense attention's mass at 32 tokens: gate 60 %, quest 35 %."
 
 
+def test_what_may_be_chance_is_not_called_a_loss(tmp_path):
+    """Two of twenty lost, one more lost and one won: -9.1 ± t(21) sqrt((4 - 22 * .0909 ** 2) / 21 / 22) = 18.9."""
+    write_run(tmp_path, "dense", None, lambda i: True)
+    write_run(tmp_path, "gate", 64, lambda i: i < 18)
+    write_run(tmp_path, "quest", 64, lambda i: i < 2)
+    report = write_report(tmp_path)
+    said = "gate at 64 tokens is -10.0 (-28 to +10) points from dense; too few problems to tell if that is a loss."
+    assert report.findings[1] == said
+    verdict = "No tested budget was enough for quest. Too few problems to tell for gate.**"
+    assert verdict in report.markdown.read_text()
+
+
 def test_recall_is_told_of_thresholds_too(tmp_path):
     write_run(tmp_path, "dense", None, lambda i: i < 18)
     config = write_run(tmp_path, "gate", None, lambda i: i < 12, recall=[0.5, 0.7]) / "config.yaml"
