@@ -25,6 +25,7 @@ from seergate.cli import (
     import_legacy,
     info,
     plan,
+    prepare,
     push,
     regrade,
     report,
@@ -42,6 +43,7 @@ OK, USER_ERROR, INTERRUPTED = 0, 2, 130
 COMMANDS: dict[str, ModuleType] = {
     "demo": demo,
     "plan": plan,
+    "prepare": prepare,
     "train": train,
     "ablate": ablate,
     "eval": evaluation,

@@ -16,15 +16,15 @@ from torch.distributed.fsdp import FSDPModule, fully_shard
 from seergate.config import GateConfig
 from seergate.distill.config import TrainConfig
 from seergate.distill.distributed import World
-from seergate.errors import SeergateError, how_to_install
+from seergate.errors import SeergateError, first_line, how_to_install
 from seergate.hf.bank import GateBank
 from seergate.hf.loading import base_config, load_base, skeleton
-from seergate.models.families import decoder_of, head_dim_of, text_config, why_one_sequence
+from seergate.models.families import decoder_of, family_of, head_dim_of, text_config, why_one_sequence
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-FROZEN = ("model", "revision", "dtype", "quantize", "base_memory_gb", "shard_base", "deepspeed")
+FROZEN = ("model", "revision", "rope_scaling", "dtype", "quantize", "base_memory_gb", "shard_base", "deepspeed")
 """The options in which runs must agree to share a frozen model: which it is, how it is kept, how processes work."""
 
 _PACKAGES = {"bnb-4bit": "bitsandbytes", "bnb-8bit": "bitsandbytes", "torchao-int8": "torchao"}
@@ -40,6 +40,54 @@ def gate_config(config: TrainConfig, model: PreTrainedModel) -> GateConfig:
         qk_norm=config.qk_norm,
         rope=config.rope,
     )
+
+
+def frozen_config(path: str, config: TrainConfig) -> Any:
+    """The frozen model's configuration, as the run asks for it.
+
+    Args:
+        path: directory or Hub id.
+        config: the run.
+
+    Raises:
+        SeergateError: see `as_asked`; if there is no such model.
+    """
+    return as_asked(base_config(path, revision=config.revision), config)
+
+
+def as_asked(shape: Any, config: TrainConfig) -> Any:
+    """A model's configuration with the RoPE of the run.
+
+    Raises:
+        SeergateError: if it is of no supported family, has no such RoPE, or has fewer positions than a pack.
+    """
+    family_of(shape)
+    text = shape.get_text_config()
+    if config.rope_scaling is not None:
+        own = getattr(text, "rope_parameters", None) or {}
+        if "rope_theta" not in own:
+            raise SeergateError(f"rope_scaling is given, but the layers of a {text.model_type} have no RoPE in common")
+        text.rope_parameters = {"rope_theta": own["rope_theta"], **config.rope_parameters}
+        try:
+            text.standardize_rope_params()
+            text.validate_rope()
+        except (KeyError, TypeError, ValueError) as error:
+            raise SeergateError(f"rope_scaling is {config.rope_scaling}: {first_line(error)}") from error
+    positions = model_positions(text)
+    if positions is not None and config.max_length > positions:
+        raise SeergateError(
+            f"max_length is {config.max_length}, but the model has {positions} positions; set it to that at most, or "
+            "stretch them with rope_scaling"
+        )
+    return shape
+
+
+def model_positions(text: Any) -> int | None:
+    """Positions that a language model is made for, stretched RoPE included; ``None`` if it does not say."""
+    own, rope = getattr(text, "max_position_embeddings", None), getattr(text, "rope_parameters", None) or {}
+    if own is None:
+        return None
+    return max(int(own), int(rope.get("factor", 1) * rope.get("original_max_position_embeddings", own)))
 
 
 @dataclass(frozen=True)
@@ -70,7 +118,7 @@ def check_model(path: str, config: TrainConfig) -> CheckedModel:
         raise SeergateError(
             f"quantize is {config.quantize!r}, which needs {package}; {how_to_install('quant')}, or use none"
         )
-    bare = skeleton(base_config(path, revision=config.revision))
+    bare = skeleton(frozen_config(path, config))
     GateBank.for_model(bare, gate_config(config, bare))
     return CheckedModel(_fingerprint(Path(path)) or config.revision, why_one_sequence(text_config(bare)))
 
@@ -87,8 +135,10 @@ def load_frozen(path: str, config: TrainConfig, world: World) -> PreTrainedModel
         SeergateError: if it cannot be loaded.
     """
     options = _load_options(config, world)
+    if config.shard_base or config.rope_scaling:
+        options["config"] = frozen_config(path, config)
     if config.shard_base:
-        options |= _sharding(path, config, world)
+        options |= _sharding(options["config"], world)
     model = load_base(path, revision=config.revision, **options)
     model.requires_grad_(False)
     decoder: Any = decoder_of(model)
@@ -132,16 +182,15 @@ def _load_options(config: TrainConfig, world: World) -> dict[str, Any]:
     return options
 
 
-def _sharding(path: str, config: TrainConfig, world: World) -> dict[str, Any]:
+def _sharding(shape: Any, world: World) -> dict[str, Any]:
     """FSDP2 by transformers: each process reads its share of every tensor, and nothing else, from the files."""
     from transformers.distributed import DistributedConfig
 
-    shape = base_config(path, revision=config.revision)
     # As usual, but for the last norm: with it, the LM head would be put together too, which is never run.
     plan = dict.fromkeys(("embed_tokens", "layers.*", "norm"), "free_full_weight")
     for part in (shape, shape.get_text_config()):
         part.base_model_fsdp_plan = plan
-    return {"config": shape, "distributed_config": DistributedConfig(fsdp_size=world.size)}
+    return {"distributed_config": DistributedConfig(fsdp_size=world.size)}
 
 
 def _quantization(kind: str, dtype: torch.dtype) -> Any:

@@ -7,6 +7,7 @@ and the commit that it meant.
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -41,15 +42,20 @@ def pin(config: TrainConfig, directory: Path) -> tuple[TrainConfig, dict[str, An
     """
     kept = _read(directory / FILE) if config.resume else {}
     found: dict[str, Any] = {}
-    for option, kind, look_up in zip(REVISIONS, ("model", "data"), (model_commit, data_commit), strict=True):
-        place, asked = f"{kind} {getattr(config, kind)}", getattr(config, option)
+
+    def commit(place: str, asked: str | None, look_up: Callable[[], str | None]) -> str | None:
         entry = kept.get(place, {})
         if not entry.get("commit") or asked not in (None, entry["asked"], entry["commit"]):
-            entry = {"asked": asked, "commit": look_up(config)}
+            entry = {"asked": asked, "commit": look_up()}
         if entry["commit"]:
             found[place] = entry
-            config = replace(config, **{option: entry["commit"]})
-    return config, kept | found
+        return entry["commit"] or asked
+
+    config = replace(config, revision=commit(f"model {config.model}", config.revision, lambda: model_commit(config)))
+    revisions = [
+        commit(f"data {one.data}", one.data_revision, lambda one=one: data_commit(one)) for one, _ in config.sources
+    ]
+    return config.with_data_revisions(revisions), kept | found
 
 
 def keep(entries: dict[str, Any], directory: Path) -> None:

@@ -7,9 +7,10 @@ files and Python callers go through the same parser.
 from __future__ import annotations
 
 import argparse
+import json
 import math
 import re
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import MISSING, asdict, dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any, Literal, NoReturn, get_args, get_origin
@@ -30,12 +31,22 @@ CHAIN_SUM = "chain_sum"
 TRACKERS = ("tensorboard", "wandb", "trackio")
 """What can follow a run, by the names that Hugging Face's trainers have for them."""
 
+_SHARE = re.compile(r"(?P<name>[^@]+?)(@(?P<revision>[^@:]+))?:(?P<share>\d*\.?\d+)")
+"""A source of a mixture."""
+
 _ORG_NAME = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+")
 
 
 def _option(default: Any, help: str, **argparse_options: Any) -> Any:
     """A field with its help."""
     return field(default=default, metadata={"help": help.replace("%", "%%"), **argparse_options})
+
+
+class _Joined(argparse.Action):
+    """Several words as one text, with commas between them."""
+
+    def __call__(self, parser: Any, namespace: argparse.Namespace, values: Any, option: str | None = None) -> None:
+        setattr(namespace, self.dest, ",".join(values))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -48,6 +59,11 @@ class ModelOptions:
         MISSING, f"preset of configs/, directory or Hub id (org/name) of the frozen model [{DEFAULT_PRESET}]"
     )
     revision: str | None = _option(None, "revision of the model on the Hub")
+    rope_scaling: str | None = _option(
+        None,
+        "RoPE instead of the model's own, as a JSON object of transformers' form: "
+        '\'{"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32768}\'',
+    )
     output_dir: str | None = _option(None, "where the run goes [runs/<model>-gates]")
     dtype: Literal["auto", "bfloat16", "float16", "float32"] = _option(
         "auto", "the frozen model's precision [bfloat16 on a GPU, float32 on a CPU]; gates train in float32"
@@ -89,7 +105,10 @@ class DataOptions:
 
     data: str = _option(
         "open-r1/OpenR1-Math-220k",
-        "dataset: Hub id, a local file or directory (JSONL, JSON, Parquet, Arrow) or chain_sum",
+        "dataset: Hub id, a local file or directory (JSONL, JSON, Parquet, Arrow) or chain_sum; or several of them, "
+        "each with its share of the rows (org/a:0.7 b.jsonl:0.3), a Hub id with its revision (org/a@main:0.7)",
+        nargs="+",
+        action=_Joined,
     )
     data_config: str | None = _option(None, "configuration of a Hub dataset [its default]")
     data_revision: str | None = _option(None, "revision of a Hub dataset [its newest]")
@@ -207,6 +226,17 @@ class TrainConfig(RunOptions, RecipeOptions, DataOptions, GateOptions, ModelOpti
         repo = self.push_to_hub
         self._must("push_to_hub", repo is None or bool(_ORG_NAME.fullmatch(repo)), "a Hub repository (org/name)")
         self._must("data", bool(self.data), "a Hub id, a local path or chain_sum")
+        shares = [float(found["share"]) if found else 0.0 for found in self._shares()]
+        self._must(
+            "data", not any(shares) or all(shares), "one source, or some with a positive share each (a:0.7 b:0.3)"
+        )
+        if any(shares) and self.data_revision is not None:
+            raise ValueError(
+                f"data_revision is {self.data_revision!r}; it must be left out where data names several sources, "
+                "which have their own (org/a@REVISION:0.7)"
+            )
+        if self.rope_scaling is not None:
+            self._must("rope_scaling", "rope_type" in self.rope_parameters, 'a JSON object with "rope_type"')
         low_high = self.chain_sum_variables
         self._must(
             "chain_sum_variables",
@@ -227,6 +257,36 @@ class TrainConfig(RunOptions, RecipeOptions, DataOptions, GateOptions, ModelOpti
     def run_dir(self) -> Path:
         """Where the adapter, checkpoints and logs go."""
         return Path(self.output_dir) if self.output_dir else Path("runs") / f"{Path(self.model).name.lower()}-gates"
+
+    def _shares(self) -> list[re.Match[str] | None]:
+        return [_SHARE.fullmatch(source) for source in self.data.split(",")]
+
+    @property
+    def sources(self) -> list[tuple[TrainConfig, float]]:
+        """The run on each of the sources that `data` mixes, and the share of each; itself, if it mixes none."""
+        return [
+            (replace(self, data=found["name"], data_revision=found["revision"]), float(found["share"]))
+            for found in self._shares()
+            if found
+        ] or [(self, 1.0)]
+
+    def with_data_revisions(self, revisions: Sequence[str | None]) -> TrainConfig:
+        """The same run with each of its `sources` at a revision."""
+        if not any(self._shares()):
+            return replace(self, data_revision=revisions[0])
+        places = zip(self.sources, revisions, strict=True)
+        return replace(
+            self, data=",".join(f"{one.data}{f'@{at}' if at else ''}:{share}" for (one, share), at in places)
+        )
+
+    @property
+    def rope_parameters(self) -> dict[str, Any]:
+        """``rope_scaling`` as a mapping; empty if it is none, or not given."""
+        try:
+            found = json.loads(self.rope_scaling or "{}")
+        except ValueError:
+            return {}
+        return found if isinstance(found, dict) else {}
 
     def in_processes(self, number: int) -> TrainConfig:
         """The same run, in a ``number`` of processes, with ``packs_per_step`` for ``gradient_accumulation_steps``."""
@@ -263,6 +323,8 @@ class TrainConfig(RunOptions, RecipeOptions, DataOptions, GateOptions, ModelOpti
 
 
 def _text(value: Any) -> str:
+    if isinstance(value, dict):
+        return json.dumps(value)
     return ",".join(map(str, value)) if isinstance(value, (list, tuple)) else str(value)
 
 

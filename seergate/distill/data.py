@@ -7,7 +7,7 @@ import json
 import os
 import random
 from collections import Counter
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -52,6 +52,7 @@ class DataReport:
         packs: packs to train on.
         held_out: packs kept for evaluation.
         efficiency: share of the packs' capacity that holds tokens.
+        mixed: source -> rows of it, where several are mixed.
     """
 
     rows: int
@@ -70,6 +71,7 @@ class DataReport:
     packs: int
     held_out: int
     efficiency: float
+    mixed: dict[str, int] = field(default_factory=dict)
 
     def summary(self) -> str:
         """Two or three lines for the console."""
@@ -77,6 +79,8 @@ class DataReport:
             f"data: {self.samples:,} samples of {self.rows:,} rows, {self.tokens:,} tokens, longest {self.longest:,}",
             f"packs: {self.packs:,} to train on, {self.held_out:,} held out, {self.efficiency:.1%} full",
         ]
+        if self.mixed:
+            lines.append("mixed: " + ", ".join(f"{rows:,} rows of {name}" for name, rows in self.mixed.items()))
         left_out = {
             "truncated": self.truncated,
             "dropped as too long": self.dropped,
@@ -100,7 +104,7 @@ class Samples:
     """The tokens of the samples of a dataset, read from its file when they are asked for.
 
     Args:
-        tokens: what `tokenised` returns.
+        tokens: as `tokenised` returns them.
         rows: those of its rows that are samples.
         lengths: tokens of each sample to use.
 
@@ -144,18 +148,26 @@ class TrainingData:
         return PackedBatch.of([self.samples[i] for i in samples])
 
 
-def prepare_data(config: TrainConfig, tokenizer: PreTrainedTokenizerBase, one_sample: bool = False) -> TrainingData:
+def prepare_data(
+    config: TrainConfig,
+    tokenizer: PreTrainedTokenizerBase,
+    one_sample: bool = False,
+    files: list[list[str]] | None = None,
+) -> TrainingData:
     """Read, tokenise (or find tokenised) and pack a run's data. Every process gets the same result.
 
     Args:
         config: the run.
         tokenizer: of the frozen model.
         one_sample: put one sample in each pack instead of as many as fit.
+        files: what `token_files` has said in another process; used if this one sees them.
 
     Raises:
         SeergateError: if there is no data, or nothing in it can be used, with the reasons counted.
     """
-    tokens = tokenised(config, tokenizer)
+    if files is None or not all(Path(file).is_file() for part in files for file in part):
+        files = token_files(config, tokenizer)
+    tokens, mixed = _mixed(config, files)
     counts: dict[str, Any] = {"rows": len(tokens), "truncated": 0, "dropped": 0, "duplicates": 0}
     malformed: Counter[str] = Counter()
     notes: Counter[str] = Counter()
@@ -198,14 +210,34 @@ def prepare_data(config: TrainConfig, tokenizer: PreTrainedTokenizerBase, one_sa
         packs=len(train),
         held_out=len(held),
         efficiency=efficiency(lengths, packs, config.max_length),
+        mixed=mixed,
         **counts,
     )
     contents = hashlib.sha256(f"{config.seed}/{len(held)}/{''.join(kept)}".encode() + lengths.tobytes())
     return TrainingData(samples, train, [packs[i] for i in sorted(held)], report, contents.hexdigest()[:16])
 
 
+def token_files(config: TrainConfig, tokenizer: PreTrainedTokenizerBase) -> list[list[str]]:
+    """The Arrow files of the tokens of each source, which are made unless they are there (`tokenised`)."""
+    return [[file["filename"] for file in tokenised(one, tokenizer).cache_files] for one, _ in config.sources]
+
+
+def _mixed(config: TrainConfig, files: list[list[str]]) -> tuple[Dataset, dict[str, int]]:
+    """The rows of all sources in the order in which they are drawn, until one is used up; how many are of which."""
+    from datasets import Dataset, concatenate_datasets, interleave_datasets
+
+    parts = [concatenate_datasets([Dataset.from_file(file) for file in part]) for part in files]
+    if len(parts) == 1:
+        return parts[0], {}
+    names, shares = zip(*((one.data, share) for one, share in config.sources), strict=True)
+    named = [part.add_column("source", [name] * len(part)) for part, name in zip(parts, names, strict=True)]
+    chances = [share / sum(shares) for share in shares]
+    rows = interleave_datasets(named, probabilities=chances, seed=config.seed)
+    return rows.remove_columns("source"), dict(Counter(rows["source"]))
+
+
 def tokenised(config: TrainConfig, tokenizer: PreTrainedTokenizerBase) -> Dataset:
-    """The rows of a run as tokens, a row for a row, from `datasets`' Arrow cache if they are there.
+    """The rows of a source as tokens, a row for a row, from `datasets`' Arrow cache if they are there.
 
     Returns:
         The columns ``ids``, their number as ``length``, a ``digest`` of them, the ``problem`` of a row without tokens,

@@ -24,11 +24,15 @@ from seergate.errors import SeergateError, first_line, sentence
 T = TypeVar("T")
 
 PATIENCE_HOURS = 24.0
-"""How long a process waits for the others; while one tokenises a large dataset, that is long. The libraries' own 10 to
-30 minutes would end such a run. A process that has died is not waited for: the launchers then end all."""
+"""How long a process waits for the others before the first step; while one tokenises a large dataset, that is long.
+The libraries' own 10 to 30 minutes would end such a run. A process that has died is not waited for: the launchers then
+end all."""
+
+STEP_HOURS = 0.5
+"""How long it waits in a step, where the others are late by a pack at most: a link that hangs must end the run."""
 
 PATIENCE_VARIABLE = "SEERGATE_TIMEOUT_HOURS"
-"""The environment variable that sets another number of hours."""
+"""The environment variable that sets another number of hours for both."""
 
 _MISTAKES = (ValueError, OSError, torch.OutOfMemoryError)
 """What a user can mend; anything else is a fault of ours and keeps its traceback."""
@@ -43,13 +47,13 @@ class CommonError(SeergateError):
     is_common = True
 
 
-def patience() -> timedelta:
+def patience(default_hours: float = PATIENCE_HOURS) -> timedelta:
     """How long a process waits for the others.
 
     Raises:
         SeergateError: if the environment variable holds no positive number.
     """
-    given = os.environ.get(PATIENCE_VARIABLE) or str(PATIENCE_HOURS)
+    given = os.environ.get(PATIENCE_VARIABLE) or str(default_hours)
     try:
         hours = float(given)
     except ValueError:
@@ -200,9 +204,10 @@ def join_world(*, deepspeed: bool) -> World:
     return World(rank, size, local_rank, device)
 
 
-def be_patient(group: dist.ProcessGroup) -> None:
-    """Give a group of processes that a library has made the same time as the others."""
-    dist.distributed_c10d._set_pg_timeout(patience(), group)
+def expect_steps(group: dist.ProcessGroup | None = None) -> None:
+    """From now on a process waits for the others of a group, by default all, as long as a step may take."""
+    if dist.is_initialized():
+        dist.distributed_c10d._set_pg_timeout(patience(STEP_HOURS), group)
 
 
 def _connected(talk: Callable[[], object]) -> None:
@@ -216,7 +221,7 @@ def _connected(talk: Callable[[], object]) -> None:
     except RuntimeError as error:  # what all backends raise
         raise SeergateError(
             "the connection to the other processes is lost; one of them has failed, and says why, or has not "
-            f"answered within {patience().total_seconds() / 3600:g} hours ({first_line(error)})"
+            f"answered in time, which {PATIENCE_VARIABLE} sets ({first_line(error)})"
         ) from error
 
 

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor, nn
 
 from seergate.distill.config import TrainConfig
-from seergate.distill.distributed import World, be_patient
+from seergate.distill.distributed import World, expect_steps
 from seergate.distill.packing import PackedBatch
 from seergate.errors import SeergateError, how_to_install
 from seergate.hf.teacher_forward import DistillOutput, Lesson, StoredGradients, distill_steps
@@ -233,7 +233,7 @@ class DeepSpeedEngine:
         self._engine, *_ = deepspeed.initialize(
             model=module, optimizer=make_optimizer(list(self._named.values()), config), config=values
         )
-        be_patient(self._engine.data_parallel_group)  # DeepSpeed makes it with the short default
+        expect_steps(self._engine.data_parallel_group)  # DeepSpeed makes it with a default of its own
         self._micro_batches = values["gradient_accumulation_steps"]
         # DeepSpeed divides by all micro-batches, of which some processes may have one without a pack.
         self._scale = values["train_batch_size"] / config.packs_per_step

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from seergate.distill.base_model import base_dtype, gate_config
+from seergate.distill.base_model import as_asked, base_dtype, gate_config
 from seergate.distill.config import TrainConfig, locate_model, presets, read_yaml
 from seergate.distill.engines import check_engine
 from seergate.distill.memory import Memory, capacity, decide_sharding, estimate_memory, overhead
@@ -211,7 +211,7 @@ def make_plan(
     place = torch.device(device or ("cuda" if memory_gb is not None else here))
     if place.type == "cuda" and here != "cuda" and memory_gb is None:
         raise SeergateError("device is 'cuda' and this machine has no CUDA device; give --memory-gb")
-    model = skeleton(architecture(config))
+    model = skeleton(as_asked(architecture(config), config))
     gates = gate_config(config, model)
     geometry = gate_geometry(model, gates)
     with torch.device("meta"):

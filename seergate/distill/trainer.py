@@ -34,6 +34,7 @@ from seergate.distill.base_model import (
     accompany,
     base_dtype,
     check_model,
+    frozen_config,
     gate_config,
     load_frozen,
     offload_folder,
@@ -52,16 +53,16 @@ from seergate.distill.checkpoint import (
     set_random_states,
 )
 from seergate.distill.config import TrainConfig, locate_model
-from seergate.distill.data import TrainingData, prepare_data
-from seergate.distill.distributed import CommonError, World, join_world
+from seergate.distill.data import DataReport, prepare_data, token_files
+from seergate.distill.distributed import CommonError, World, expect_steps, join_world
 from seergate.distill.engines import DistillModule, Losses, check_engine, make_engine, prepare_deepspeed
 from seergate.distill.memory import capacity, decide_sharding, overhead
 from seergate.distill.packing import PackedBatch, PackOrder
 from seergate.distill.tracking import Tracking, check_trackers
 from seergate.errors import SeergateError, first_line
-from seergate.gates import save_adapter
+from seergate.gates import asking_nothing, save_adapter
 from seergate.hf.bank import GateBank
-from seergate.hf.loading import base_config, load_tokenizer, skeleton
+from seergate.hf.loading import download_weights, load_tokenizer, skeleton
 from seergate.hf.teacher_forward import distill_steps
 
 if TYPE_CHECKING:
@@ -113,6 +114,23 @@ def run_distillation(config: TrainConfig, callbacks: Iterable[Callback] = ()) ->
     return run_together({"": (config, callbacks)})[0]
 
 
+def prepare_run(config: TrainConfig) -> DataReport:
+    """What a run does before it needs a GPU: look up commits, download model and data, tokenise and pack.
+
+    The run itself then finds all of it, offline too, on every machine that shares the Hub's cache and ``token_cache``.
+
+    Raises:
+        SeergateError: see `run_distillation`.
+    """
+    config = replace(config, output_dir=str(config.run_dir))
+    alone = World(rank=0, size=1, local_rank=0, device=torch.device("cpu"))
+    run = _Run("", config, locate_model(config).model, alone, (), talks=False)
+    run.check()
+    run.gather()
+    download_weights(run.model_path, run.config.revision)
+    return run.data.report
+
+
 def run_together(runs: Mapping[str, tuple[TrainConfig, Iterable[Callback]]]) -> list[Path]:
     """`run_distillation` of several runs that learn from one frozen model, which computes a pack once for all of them.
 
@@ -151,16 +169,14 @@ def run_together(runs: Mapping[str, tuple[TrainConfig, Iterable[Callback]]]) -> 
     members: list[_Run] = []
     try:
         base = None
-        for name, (config, callbacks) in runs.items():
-            with world.together():
-                located = locate_model(config)
-                if config.run_dir.exists() and not config.run_dir.is_dir():
-                    raise SeergateError(
-                        f"output_dir is {str(config.run_dir)!r}, which is a file; it must be a directory"
-                    )
-            config = replace(config, output_dir=str(config.run_dir)).in_processes(world.size)
-            members.append(_Run(name, config, located.model, world, callbacks, talks=not members))
-            base = members[-1].prepare(base)
+        with asking_nothing(world.local_rank != 0):  # the first process of the machine has asked, `World.in_turn`
+            for name, (config, callbacks) in runs.items():
+                with world.together():
+                    located = locate_model(config)
+                config = replace(config, output_dir=str(config.run_dir)).in_processes(world.size)
+                members.append(_Run(name, config, located.model, world, callbacks, talks=not members))
+                base = members[-1].prepare(base)
+        expect_steps()
         with _stop_requests() as requested:
             _in_step(members, requested)
         for run in members:
@@ -315,18 +331,12 @@ class _Run:
         with world.together():
             check_engine(self.config, world.size)
             check_trackers(self.config)
-        self.config, entries = world.from_main(lambda: commits.pin(self.config, self.dir))
-        self.model = world.in_turn(lambda: check_model(self.model_path, self.config))
+        self.check()
         self.divided = world.from_main(self._divided)
-        world.must_agree(
-            str(self.model.fingerprint),
-            "the processes see different weights; model must be the same on every machine",
-        )
-        self._look_for_checkpoint()
-        world.from_main(lambda: commits.keep(entries, self.dir))
-        self.tokenizer = world.in_turn(lambda: load_tokenizer(self.model_path, revision=self.config.revision))
-        self.data = self._prepare_data()
+        self.gather()
         config = self.config
+        if base is None:
+            world.in_turn(lambda: download_weights(self.model_path, config.revision))
         self.identity = {
             **config.result_shaping(),
             "model_fingerprint": self.model.fingerprint,
@@ -346,6 +356,37 @@ class _Run:
             self._open_callbacks(self.done)
         return base
 
+    def check(self) -> None:
+        """Find out what the run reads, and whether it can, before long work."""
+        world = self.world
+        with world.together():
+            if self.dir.exists() and not self.dir.is_dir():
+                raise SeergateError(f"output_dir is {str(self.dir)!r}, which is a file; it must be a directory")
+        self.config, entries = world.from_main(lambda: commits.pin(self.config, self.dir))
+        self.model = world.in_turn(lambda: check_model(self.model_path, self.config))
+        world.must_agree(
+            str(self.model.fingerprint),
+            "the processes see different weights; model must be the same on every machine",
+        )
+        self._look_for_checkpoint()
+        world.from_main(lambda: commits.keep(entries, self.dir))
+
+    def gather(self) -> None:
+        """Read, tokenise and pack the data."""
+        world, config = self.world, self.config
+        tokenizer = world.in_turn(lambda: load_tokenizer(self.model_path, revision=config.revision))
+        one_sample = self.model.why_one_sample is not None
+        files = world.from_main(lambda: token_files(config, tokenizer))
+        self.data = world.in_turn(lambda: prepare_data(config, tokenizer, one_sample, files))
+        world.must_agree(
+            self.data.fingerprint, "the processes see different data; data must be the same on every machine"
+        )
+        with world.together():
+            if world.is_main:
+                self.dir.mkdir(parents=True, exist_ok=True)
+                config.save(self.dir / "train_config.yaml")
+                (self.dir / "data.json").write_text(json.dumps(self.data.report.to_dict(), indent=1))
+
     def finish(self) -> None:
         """Write the adapter, and upload it if asked to."""
         self._export(self.dir)
@@ -360,7 +401,7 @@ class _Run:
 
     def _divided(self) -> bool:
         """Whether the processes divide the frozen model among themselves."""
-        bare = skeleton(base_config(self.model_path, revision=self.config.revision))
+        bare = skeleton(frozen_config(self.model_path, self.config))
         bank = GateBank.for_model(bare, gate_config(self.config, bare))
         device, size = self.world.device, self.world.size
         room = capacity(device, size) - overhead(device)
@@ -386,17 +427,6 @@ class _Run:
                 # Whether the data changed is only known once it is prepared; `_resume` compares that too.
                 wanted["data_fingerprint"] = found.get("data_fingerprint")
                 check_same_run(newest, found, wanted)
-
-    def _prepare_data(self) -> TrainingData:
-        world, one_sample = self.world, self.model.why_one_sample is not None
-        data = world.in_turn(lambda: prepare_data(self.config, self.tokenizer, one_sample))
-        world.must_agree(data.fingerprint, "the processes see different data; data must be the same on every machine")
-        with world.together():
-            if world.is_main:
-                self.dir.mkdir(parents=True, exist_ok=True)
-                self.config.save(self.dir / "train_config.yaml")
-                (self.dir / "data.json").write_text(json.dumps(data.report.to_dict(), indent=1))
-        return data
 
     def _resume(self) -> int:
         newest = newest_checkpoint(self.dir / "checkpoints")

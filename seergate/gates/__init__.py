@@ -6,11 +6,13 @@ from seergate.gates.bank import Gates
 from seergate.gates.card import CARD_FILE, Source
 from seergate.gates.files import CONFIG_FILE, WEIGHTS_FILE, read_card, save_adapter
 from seergate.gates.hub import (
+    asking_nothing,
     cached_commit,
     check_repo_id,
     datasets_at_once,
     fetch,
     hub_answers,
+    hub_errors,
     hub_reason,
     only_commit,
     push_adapter,

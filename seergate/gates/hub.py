@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import os
 import re
 import tempfile
@@ -64,17 +65,24 @@ def hub_reason(error: BaseException) -> str:
 
 def hub_answers() -> bool:
     """Whether the Hub can be asked, by one short request; the libraries that read from it try for half a minute."""
-    from huggingface_hub import constants, get_session
+    from huggingface_hub import constants
 
     if constants.HF_HUB_OFFLINE:
         return False
     try:
-        get_session().head(constants.ENDPOINT, timeout=10)
+        _reach(constants.ENDPOINT)
     except Exception as error:
         if _no_answer(error):
             return False
         raise
     return True
+
+
+@functools.cache  # an answer is enough for the life of a process; a failure is an exception, which is not kept
+def _reach(endpoint: str) -> None:
+    from huggingface_hub import get_session
+
+    get_session().head(endpoint, timeout=10)
 
 
 def _no_answer(error: BaseException) -> bool:
@@ -92,6 +100,23 @@ def datasets_at_once() -> Iterator[None]:
         yield
     finally:
         datasets.config.HF_HUB_OFFLINE = before
+
+
+@contextmanager
+def asking_nothing(holds: bool = True) -> Iterator[None]:
+    """Meanwhile, if ``holds``, what was downloaded before is all there is: nobody asks the Hub."""
+    import datasets
+    from huggingface_hub import constants
+
+    libraries: tuple[Any, ...] = (constants, datasets.config)
+    before = [library.HF_HUB_OFFLINE for library in libraries]
+    try:
+        for library, was in zip(libraries, before, strict=True):
+            library.HF_HUB_OFFLINE = was or holds
+        yield
+    finally:
+        for library, was in zip(libraries, before, strict=True):
+            library.HF_HUB_OFFLINE = was
 
 
 def check_repo_id(repo_id: str) -> None:

@@ -94,7 +94,7 @@ class GateBank(Gates):
             cu_seqlens: int32 ``[n + 1]``, where each sequence begins and the last one ends; one sequence if ``None``.
             row_start: rows of each sequence before ``int(length * row_start)`` do not count.
             reduction: ``"row_mean"``, the mean over layers of the mean KL in nats per row and KV head, or
-                ``"published"``, the published weighting summed over layers (`ops.gate_kl`).
+                ``"published"``, the published weighting summed over layers (`ops.gate_kl`), times 10 as there.
 
         Returns:
             A scalar.

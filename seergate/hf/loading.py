@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from seergate.errors import SeergateError, first_line
-from seergate.gates import cached_commit, hub_answers, hub_reason, is_hub_id
+from seergate.gates import cached_commit, hub_answers, hub_errors, hub_reason, is_hub_id
 from seergate.models.families import base_commit, family_of, note_base_commit
 from seergate.paths import directory_here, resolve_model
 
 if TYPE_CHECKING:
     import torch
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+_SAFETENSORS = re.compile(r"model(-\d+-of-\d+)?\.safetensors(\.index\.json)?")
 
 
 def base_config(name: str | os.PathLike[str], **options: Any) -> Any:
@@ -66,6 +69,22 @@ def load_base(
         return model.to(device)  # type: ignore[arg-type]
     except RuntimeError as error:  # most often, it does not fit
         raise SeergateError(f"the base model {name} cannot be put on {device}: {first_line(error)}") from error
+
+
+def download_weights(name: str, revision: str | None = None) -> None:
+    """Download the files that `load_base` will read, if they are on the Hub and it answers.
+
+    Raises:
+        SeergateError: if it does not give them.
+    """
+    if not is_hub_id(name) or not hub_answers():
+        return
+    from huggingface_hub import HfApi, snapshot_download
+
+    with hub_errors(f"the weights of {name} could not be downloaded"):
+        files = HfApi().list_repo_files(name, revision=revision)
+        weights = [file for file in files if _SAFETENSORS.fullmatch(file)]
+        snapshot_download(name, revision=revision, allow_patterns=weights or ["pytorch_model*"])
 
 
 def load_tokenizer(name: str | os.PathLike[str], **options: Any) -> PreTrainedTokenizerBase:

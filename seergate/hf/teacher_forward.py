@@ -34,6 +34,9 @@ TILE = 2048
 """Tokens of the query branch at a time. Its intermediate results are several times its output; they are made again for
 the gradients instead of being kept for the whole pack."""
 
+PUBLISHED_SCALE = 10.0
+"""The published code multiplies its loss by it (``gate_loss_scale``): clipping begins at gradients so much smaller."""
+
 
 @dataclass(frozen=True)
 class DistillOutput:
@@ -60,7 +63,8 @@ class Lesson:
 
     Attributes:
         bank: the gates; on the model's device.
-        row_start, reduction: see `ops.gate_kl`. ``"row_mean"`` is averaged over layers, ``"published"`` summed.
+        row_start, reduction: see `ops.gate_kl`. ``"row_mean"`` is averaged over layers, ``"published"`` summed and
+            multiplied by `PUBLISHED_SCALE`.
         recall_budgets: token budgets to report recall at.
     """
 
@@ -217,7 +221,7 @@ class PackDistillation:
         home = self.losses[0].device  # the layers of a split model report from several devices
         kl_per_layer = torch.stack([stats.kl_per_head.float().mean().to(home) for stats in self.stats])
         total = torch.stack([loss.float().to(home) for loss in self.losses]).sum()
-        share = 1.0 / len(self.losses) if self.options["reduction"] == "row_mean" else 1.0
+        share = 1.0 / len(self.losses) if self.options["reduction"] == "row_mean" else PUBLISHED_SCALE
         total, parameters = total * share, list(self.gradients)
         stored = [self.gradients[p] * share for p in parameters]
         finite = torch.stack([total.isfinite(), *(x.isfinite().all().to(home) for x in stored)]).all()

@@ -94,7 +94,7 @@ def test_no_command_shows_the_help(seergate):
     [
         (["evl"], "did you mean 'eval'?"),
         (["evaluate"], "did you mean 'eval'?"),
-        (["zzz"], "there are demo, plan, train, "),
+        (["zzz"], "there are demo, plan, prepare, train, "),
         (
             ["eval", "--methd", "dense"],
             "'--methd' is not an option; did you mean '--method'? (see seergate eval --help)",

@@ -3,17 +3,24 @@
 from __future__ import annotations
 
 import importlib.util
+import json
+import math
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from transformers import AutoTokenizer, Qwen3Config, Qwen3ForCausalLM
 
-from seergate.distill import TrainConfig, run_distillation
+import seergate
+from seergate.distill import TrainConfig, load_train_config, run_distillation
 from seergate.distill.base_model import load_frozen
 from seergate.distill.distributed import World
+from seergate.distill.plan import make_plan
 from seergate.errors import SeergateError
+from seergate.hf.bank import GateBank
+from seergate.hf.loading import base_config, load_base
 from tests.distill.test_trainer import Recorder, assert_identical, config, model_dir, weights  # noqa: F401 (fixtures)
 
 ALONE = World(0, 1, 0, torch.device("cpu"))
@@ -23,6 +30,50 @@ def test_the_head_of_the_model_is_let_go(config: TrainConfig) -> None:  # noqa: 
     model = load_frozen(config.model, config, ALONE)
     assert not any(p.requires_grad for p in model.parameters()) and not model.training
     assert "lm_head.weight" not in model.state_dict() and "model.embed_tokens.weight" in model.state_dict()
+
+
+YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 2048}
+
+
+def test_gates_learn_from_stretched_rope_and_fit_no_other(config: TrainConfig) -> None:  # noqa: F811
+    config = replace(config, max_steps=1, eval_packs=0)
+    plain = GateBank.from_pretrained(run_distillation(config))
+    stretched = replace(config, output_dir=f"{config.output_dir}-yarn", rope_scaling=json.dumps(YARN))
+    bank = GateBank.from_pretrained(run_distillation(stretched))
+    assert bank.geometry.attention_scaling == pytest.approx(0.1 * math.log(4) + 1)
+    own, yarn = plain.geometry.inv_freq, bank.geometry.inv_freq
+    assert yarn[0] == pytest.approx(own[0]) and yarn[-1] == pytest.approx(own[-1] / 4)
+    with pytest.raises(SeergateError, match="RoPE frequencies are not those that the gates were trained with"):
+        seergate.attach(load_base(config.model), bank, token_budget=64)
+    theta = base_config(config.model).rope_parameters["rope_theta"]
+    seergate.attach(load_base(config.model, rope_parameters={"rope_theta": theta, **YARN}), bank, token_budget=64)
+    read = load_train_config(config.model, {"rope_scaling": YARN})  # as a YAML file says it
+    assert read.rope_parameters == YARN
+
+
+@pytest.mark.parametrize(
+    ("options", "why"),
+    [
+        ({"max_length": 2049}, "max_length is 2049, but the model has 2048 positions; set it to that at most, or"),
+        ({"max_length": 8193, "rope_scaling": json.dumps(YARN)}, "max_length is 8193, but the model has 8192 pos"),
+        ({"rope_scaling": '{"rope_type": "yarn"}'}, r"rope_scaling is {.*}: .*Missing required keys"),
+    ],
+)
+def test_positions_that_the_model_has_not_are_refused_before_data(
+    config: TrainConfig,  # noqa: F811
+    options: dict[str, Any],
+    why: str,
+) -> None:
+    config = replace(config, data="/does/not/exist.jsonl", **options)
+    for start in (run_distillation, make_plan):
+        with pytest.raises(SeergateError, match=why):
+            start(config)
+
+
+@pytest.mark.parametrize("text", ["{", "4.0", '{"factor": 4.0}'])
+def test_rope_that_is_no_mapping_is_refused(config: TrainConfig, text: str) -> None:  # noqa: F811
+    with pytest.raises(ValueError, match='rope_scaling is .*; it must be a JSON object with "rope_type"'):
+        replace(config, rope_scaling=text)
 
 
 def test_layers_on_disk_train_the_same_gates(config: TrainConfig, tmp_path: Path) -> None:  # noqa: F811

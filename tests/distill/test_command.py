@@ -85,7 +85,9 @@ def test_what_fails_on_the_second_machine_only_is_told_by_the_main_process(
     else:
         (places[1] / broken).unlink()
     file = tmp_path / "run.yaml"
-    replace(config, model="model", data="rows.jsonl", max_steps=2).save(file)
+    replace(config, model="model", data="rows.jsonl", token_cache="tokens", max_steps=2).save(
+        file
+    )  # disks of their own
     main, other = pair([str(ROOT / "train.py"), "--model", "model", "--config", str(file)], places=places, machines=2)
     assert (main.returncode, other.returncode) == (2, 2), (main, other)
     assert text in main.stderr and main.stderr.count("error:") == 1 and "Traceback" not in main.stderr

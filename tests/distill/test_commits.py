@@ -39,6 +39,26 @@ def test_the_first_answer_is_kept_however_the_revision_is_named(config: TrainCon
     assert pinned(replace(config, data_revision=None, resume=False), tmp_path) == C
 
 
+def test_each_source_of_a_mixture_has_its_own(config: TrainConfig, tmp_path: Path, monkeypatch) -> None:
+    asked = {"org/a": (None, A), "org/b": ("v2", B), "c.jsonl": (None, None)}
+
+    def look_up(one: TrainConfig) -> str | None:
+        revision, commit = asked[one.data]
+        assert one.data_revision == revision
+        return commit
+
+    monkeypatch.setattr(commits, "data_commit", look_up)
+    config = replace(config, data="org/a:2,org/b@v2:.5,c.jsonl:1", data_revision=None)
+    at, entries = commits.pin(config, tmp_path)
+    assert at.data == f"org/a@{A}:2.0,org/b@{B}:0.5,c.jsonl:1.0"
+    assert [(one.data, one.data_revision, share) for one, share in at.sources] == [
+        ("org/a", A, 2.0), ("org/b", B, 0.5), ("c.jsonl", None, 1.0)
+    ]  # fmt: skip
+    commits.keep(entries, tmp_path)
+    monkeypatch.setattr(commits, "data_commit", lambda one: None if one.data == "c.jsonl" else C)
+    assert commits.pin(config, tmp_path)[0] == at == commits.pin(at, tmp_path)[0]
+
+
 def test_another_dataset_has_another_commit(config: TrainConfig, tmp_path: Path) -> None:
     assert pinned(config, tmp_path) == A
     assert pinned(replace(config, data="org/others"), tmp_path) == B

@@ -51,6 +51,22 @@ def test_an_unknown_option_gets_a_suggestion() -> None:
         load_train_config("qwen3-8b", {"blocksize": 32})
 
 
+def test_several_sources_are_a_mixture() -> None:
+    options = vars(train_parser(None, "", ()).parse_args(["--data", "org/a:0.7", "b.jsonl:0.3", "--seed", "1"]))
+    config = resolve(options)
+    assert config.data == "org/a:0.7,b.jsonl:0.3" and config.seed == 1
+    assert load_train_config("tiny-reasoner", {"data": ["org/a:0.7", "b.jsonl:0.3"], "seed": 1}) == resolve(options)
+    assert [(one.data, share) for one, share in config.sources] == [("org/a", 0.7), ("b.jsonl", 0.3)]
+    for one in ("a, b.jsonl", "org/a"):
+        config = load_train_config("tiny-reasoner", {"data": one})
+        assert config.sources == [(config, 1.0)]
+    for wrong in ("org/a:0.7,org/b", "org/a:0,org/b:1"):
+        with pytest.raises(ValueError, match="data is .*; it must be one source, or some with a positive share each"):
+            load_train_config("tiny-reasoner", {"data": wrong})
+    with pytest.raises(ValueError, match="data_revision is 'v1'; it must be left out where data names several"):
+        load_train_config("tiny-reasoner", {"data": "org/a:1,org/b:1", "data_revision": "v1"})
+
+
 def test_command_line_strings_become_the_fields_types() -> None:
     given = {"learning_rate": "2e-4", "max_steps": "5", "k_pooling": "max,avg", "rope": "false", "gate_dim": None}
     config = load_train_config("qwen3-8b", {**given, "recall_budgets": "64, 128"})

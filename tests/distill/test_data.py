@@ -13,7 +13,7 @@ from transformers import PreTrainedTokenizerFast
 
 from seergate.chain_sum import make_problems
 from seergate.distill import TrainConfig, load_train_config
-from seergate.distill.data import prepare_data, tokenise
+from seergate.distill.data import prepare_data, token_files, tokenise
 from seergate.distill.formatting import Formatter, MalformedRow, training_template
 from seergate.distill.sources import TRAINING_SEEDS, streamed
 from seergate.errors import SeergateError
@@ -248,6 +248,36 @@ def test_tokens_are_cached(config: TrainConfig, monkeypatch: pytest.MonkeyPatch)
     assert read == [29] and changed.fingerprint != first.fingerprint
     other = prepare_data(config, byte_tokenizer(TEMPLATES["qwen3"]))
     assert read == [29, 29] and other.fingerprint != changed.fingerprint
+
+
+def test_a_mixture_has_its_shares_until_a_source_is_used_up(config: TrainConfig, tmp_path: Path) -> None:
+    tokenizer = byte_tokenizer(TEMPLATES["plain"])
+    for name, count in (("a", 300), ("b", 60)):
+        write(tmp_path / f"{name}.jsonl", [chat(f"<think>{name} {i}</think>{i}") for i in range(count)])
+    a, b = (str(tmp_path / f"{name}.jsonl") for name in "ab")
+    config = replace(config, data=f"{a}:3,{b}:1")
+    data = prepare_data(config, tokenizer)
+    mixed = data.report.mixed
+    assert mixed[b] == 60 and 130 < mixed[a] < 230 and data.report.rows == sum(mixed.values())
+    assert f"mixed: {mixed[a]} rows of {a}, 60 rows of {b}" in data.report.summary()
+    texts = [tokenizer.decode(sample) for sample in data.samples]
+    assert sum("<think>b " in text for text in texts) == 60
+    again = prepare_data(config, tokenizer)
+    assert again.fingerprint == data.fingerprint and again.train == data.train
+    assert prepare_data(replace(config, seed=1), tokenizer).report.mixed != mixed
+    alone = prepare_data(replace(config, data=a), tokenizer).report
+    assert alone.rows == 300 and alone.mixed == {} and "mixed" not in alone.summary()
+
+
+def test_tokens_that_another_process_has_made_need_no_source(config: TrainConfig) -> None:
+    tokenizer = byte_tokenizer(TEMPLATES["plain"])
+    write(config.data, [chat(f"<think>{i}</think>{i}") for i in range(30)])
+    files = token_files(config, tokenizer)
+    made = prepare_data(config, tokenizer)
+    Path(config.data).unlink()
+    assert prepare_data(config, tokenizer, False, files).fingerprint == made.fingerprint
+    with pytest.raises(SeergateError, match="does not exist"):  # a machine that does not see the files makes its own
+        prepare_data(config, tokenizer, False, [["elsewhere.arrow"]])
 
 
 def test_the_fingerprint_is_that_of_the_tokens_wherever_the_file_lies(config: TrainConfig, tmp_path: Path) -> None:

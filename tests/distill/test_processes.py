@@ -12,6 +12,7 @@ import sys
 import time
 from collections.abc import Iterator
 from dataclasses import replace
+from datetime import timedelta
 from pathlib import Path
 
 import psutil
@@ -21,8 +22,10 @@ from safetensors.torch import load_file
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from seergate.distill import TrainConfig, run_distillation
+from seergate.distill.callbacks import StepLog
 from seergate.distill.checkpoint import newest_checkpoint
-from tests.distill.test_trainer import assert_identical, config, model_dir, weights  # noqa: F401 (fixtures)
+from seergate.distill.distributed import STEP_HOURS
+from tests.distill.test_trainer import Recorder, assert_identical, config, model_dir, weights  # noqa: F401 (fixtures)
 
 ROOT = Path(__file__).parents[2]
 SCRIPTS = Path(sys.executable).parent
@@ -151,7 +154,16 @@ def test_a_run_goes_on_with_deepspeed_and_without_it(alone: tuple[TrainConfig, P
     """With the optimizer in host memory; `test_two_processes_agree_with_one` has the other file."""
     options, run = alone
     offload = str(ROOT / "ds_configs/zero2-offload.json")
-    zero = run_distillation(replace(options, output_dir=str(copied_back(run, "zero")), deepspeed=offload))
+    waits: list[timedelta] = []
+
+    class Clock(Recorder):
+        def on_step(self, log: StepLog) -> None:
+            gloo = torch.distributed.distributed_c10d._get_default_group()._get_backend(torch.device("cpu"))
+            waits.append(gloo.options._timeout)
+
+    zero_options = replace(options, output_dir=str(copied_back(run, "zero")), deepspeed=offload)
+    zero = run_distillation(zero_options, [Clock()])
+    assert set(waits) == {timedelta(hours=STEP_HOURS)}  # a process that hangs ends the run in minutes
     agree(zero, run)
     agree(run_distillation(replace(options, output_dir=str(copied_back(zero, "plain")))), run)
 

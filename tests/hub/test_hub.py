@@ -12,6 +12,9 @@ import yaml
 import seergate
 from seergate import GateBank, GateConfig, SeergateError
 from seergate.cli.main import main
+from seergate.gates import asking_nothing, hub_answers
+from seergate.hf.loading import base_config, download_weights, load_base, load_tokenizer
+from tests.distill.conftest import PLAIN, byte_tokenizer
 from tests.hub.server import File, Hub
 from tests.models import prompt, tiny_model
 from tests.test_legacy import SMALL
@@ -281,6 +284,39 @@ def test_hub_that_is_not_there(hub, bank, monkeypatch):
         bank.push_to_hub(REPO, token="writer")
     with pytest.raises(SeergateError, match="could not be read from the Hub"):
         GateBank.from_pretrained(REPO)
+
+
+def test_a_model_is_asked_for_once_and_in_the_cache_not_at_all(hub, bank, tmp_path, monkeypatch):
+    """(A name of its own: transformers remembers the commit of a name.)"""
+    from huggingface_hub import constants
+
+    tiny_model("qwen3").save_pretrained(tmp_path / "model")
+    byte_tokenizer(PLAIN).save_pretrained(tmp_path / "model")
+    hub.hold(
+        "org/asked",
+        {file.name: File(file.read_bytes(), file.suffix == ".safetensors") for file in (tmp_path / "model").iterdir()}
+        | {"model.fp16.safetensors": File(b"of no use", lfs=True)},
+    )
+    here = constants.ENDPOINT
+    monkeypatch.setattr(constants, "ENDPOINT", "http://127.0.0.1:9")
+    assert not hub_answers()
+    monkeypatch.setattr(constants, "ENDPOINT", here)
+    revision = hub.repos["org/asked"].refs["main"]
+    base_config("org/asked", revision=revision)
+    load_tokenizer("org/asked", revision=revision)
+    download_weights("org/asked", revision)
+    assert len(hub.seen("HEAD", "^/$")) == 1
+    (weights,) = (tmp_path / "cache").rglob("*.safetensors")
+    assert weights.name == "model.safetensors"
+    with asking_nothing(False):
+        assert hub_answers()
+    before = len(hub.requests)
+    with asking_nothing():
+        base_config("org/asked", revision=revision)
+        load_tokenizer("org/asked", revision=revision)
+        download_weights("org/asked", revision)
+        assert load_base("org/asked", revision=revision).num_parameters()
+    assert len(hub.requests) == before and hub_answers()
 
 
 @pytest.mark.parametrize("status", [401, 404, 503])

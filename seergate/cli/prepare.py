@@ -1,0 +1,29 @@
+"""``seergate prepare``: the part of a training run that needs no GPU, ahead of it."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Sequence
+
+PARSES_ITS_ARGUMENTS = False
+HELP = (
+    "download and tokenise what a training run needs, without a GPU",
+    "Look up commits, download model and data, tokenise and pack, so that the run begins at once, offline too.\n"
+    "Takes all options of seergate train; give the run the same ones.",
+    ["seergate prepare --model Qwen3-8B"],
+)
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add none: the options are those of training, parsed by the command itself."""
+
+
+def run_argv(argv: Sequence[str]) -> int:
+    """Prepare the run; returns the exit code."""
+    from seergate.cli.train import resolve, train_parser
+
+    config = resolve(vars(train_parser("seergate prepare", HELP[1], HELP[2], listed=False).parse_args(argv)))
+    from seergate.distill.trainer import prepare_run
+
+    print(prepare_run(config).summary())
+    return 0
