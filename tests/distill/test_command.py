@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import shutil
 from dataclasses import replace
 from pathlib import Path
@@ -64,8 +63,8 @@ def test_what_all_have_found_together_is_told_by_the_main_process(rank, capsys):
 @pytest.mark.parametrize(
     ("broken", "text"),
     [
-        pytest.param("rows.jsonl", "[rank 1] the data file 'rows.jsonl' does not exist", marks=pytest.mark.soak),
-        ("half", "error: the processes see different data"),
+        pytest.param("config.json", "[rank 1] the base model model could not be loaded", marks=pytest.mark.soak),
+        ("model.safetensors", "error: the processes see different weights"),
     ],
 )
 def test_what_fails_on_the_second_machine_only_is_told_by_the_main_process(
@@ -76,19 +75,15 @@ def test_what_fails_on_the_second_machine_only_is_told_by_the_main_process(
     text: str,
 ) -> None:
     places = tmp_path / "first", tmp_path / "second"
-    rows = [json.dumps({"text": "some text to learn from " * 20 + str(i)}) + "\n" for i in range(30)]
     for place in places:
         shutil.copytree(model_dir, place / "model")
-        (place / "rows.jsonl").write_text("".join(rows))
-    if broken == "half":
-        (places[1] / "rows.jsonl").write_text("".join(rows[:15]))
-    else:
-        (places[1] / broken).unlink()
-    file = tmp_path / "run.yaml"
-    replace(config, model="model", data="rows.jsonl", token_cache="tokens", max_steps=2).save(
-        file
-    )  # disks of their own
-    main, other = pair([str(ROOT / "train.py"), "--model", "model", "--config", str(file)], places=places, machines=2)
+    file = places[1] / "model" / broken
+    file.write_bytes(file.read_bytes()[:-1])
+    options = tmp_path / "run.yaml"
+    replace(config, model="model", max_steps=2).save(options)
+    main, other = pair(
+        [str(ROOT / "train.py"), "--model", "model", "--config", str(options)], places=places, machines=2
+    )
     assert (main.returncode, other.returncode) == (2, 2), (main, other)
     assert text in main.stderr and main.stderr.count("error:") == 1 and "Traceback" not in main.stderr
     assert "error:" not in other.stderr and "Traceback" not in other.stderr
