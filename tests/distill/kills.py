@@ -79,7 +79,7 @@ def start(config: TrainConfig, board: Board) -> int:
             contextlib.redirect_stdout(nowhere),
             contextlib.redirect_stderr(nowhere),
         ):
-            trainer.prepare_data = board.watched("data", trainer.prepare_data)
+            trainer.token_files = board.watched("data", trainer.token_files)
             engines.PlainEngine.accumulate = board.watched("step", engines.PlainEngine.accumulate)
             engines.PlainEngine.update = board.watched("update", engines.PlainEngine.update)
             trainer._Run._evaluated = board.watched("evaluation", trainer._Run._evaluated)
