@@ -43,18 +43,19 @@ def pin(config: TrainConfig, directory: Path) -> tuple[TrainConfig, dict[str, An
     kept = _read(directory / FILE) if config.resume else {}
     found: dict[str, Any] = {}
 
-    def commit(place: str, asked: str | None, look_up: Callable[[], str | None]) -> str | None:
+    def commit(
+        kind: str, run: TrainConfig, asked: str | None, look_up: Callable[[TrainConfig], str | None]
+    ) -> str | None:
+        place = f"{kind} {getattr(run, kind)}"
         entry = kept.get(place, {})
         if not entry.get("commit") or asked not in (None, entry["asked"], entry["commit"]):
-            entry = {"asked": asked, "commit": look_up()}
+            entry = {"asked": asked, "commit": look_up(run)}
         if entry["commit"]:
             found[place] = entry
         return entry["commit"] or asked
 
-    config = replace(config, revision=commit(f"model {config.model}", config.revision, lambda: model_commit(config)))
-    revisions = [
-        commit(f"data {one.data}", one.data_revision, lambda one=one: data_commit(one)) for one, _ in config.sources
-    ]
+    config = replace(config, revision=commit("model", config, config.revision, model_commit))
+    revisions = [commit("data", one, one.data_revision, data_commit) for one, _ in config.sources]
     return config.with_data_revisions(revisions), kept | found
 
 
