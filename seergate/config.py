@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass, fields
 from typing import Any, Literal
 
+SCORERS = ("attn_gate", "msa", "indexer")
 POOLINGS = ("max", "min", "avg")
 Q_POOLINGS = ("proj", "avgproj", "avg")
 MIN_BLOCK_SIZE, MAX_BLOCK_SIZE = 8, 256
@@ -30,18 +31,22 @@ def check_poolings(name: str, kinds: Any) -> tuple[str, ...]:
 
 @dataclass(frozen=True)
 class GateConfig:
-    """The architecture of an AttnGate (SeerAttention-R, section 2.2).
+    """The architecture of gates.
 
     Attributes:
         block_size: tokens per block, 8..256.
         gate_dim: width of the gate's query and key vectors; even when ``rope`` is on.
         k_pooling: non-empty ordered choice out of ``"max", "min", "avg"``; the pooled keys are concatenated in this
-            order.
+            order. Of ``attn_gate`` only.
         q_pooling: how the query heads of a group become one: ``"proj"`` (sum of a linear map per head, the paper's),
             ``"avgproj"`` (mean, then a linear map), ``"avg"`` (mean only; needs ``gate_dim`` equal to the head
-            dimension).
-        qk_norm: RMSNorm over ``gate_dim`` on both branches, between the linear map and RoPE.
-        rope: rotate queries at their own position and compressed keys at their block's first position.
+            dimension). Of ``attn_gate`` only.
+        qk_norm: RMSNorm over ``gate_dim`` on both branches, between the linear map and RoPE; for the ``indexer``
+            LayerNorm on keys alone, as DeepSeek has it.
+        rope: rotate queries at their own position, compressed keys at their block's first position and index keys at
+            their own.
+        scorer: what scores blocks: ``"attn_gate"`` (SeerAttention-R, section 2.2), one key per block; ``"msa"``
+            (MiniMax Sparse Attention) and ``"indexer"`` (DeepSeek Sparse Attention), one key per token.
 
     Raises:
         ValueError: naming the field, what it is and what it must be.
@@ -53,6 +58,7 @@ class GateConfig:
     q_pooling: str = "proj"
     qk_norm: bool = True
     rope: bool = True
+    scorer: str = "attn_gate"
 
     def __post_init__(self) -> None:
         if not is_int(self.block_size) or not MIN_BLOCK_SIZE <= self.block_size <= MAX_BLOCK_SIZE:
@@ -69,10 +75,17 @@ class GateConfig:
                 raise ValueError(f"{name} is {getattr(self, name)!r}; it must be True or False")
         if self.q_pooling not in Q_POOLINGS:
             raise ValueError(f"q_pooling is {self.q_pooling!r}; it must be one of {Q_POOLINGS}")
+        if self.scorer not in SCORERS:
+            raise ValueError(f"scorer is {self.scorer!r}; it must be one of {SCORERS}")
+        for name, default in (("k_pooling", POOLINGS), ("q_pooling", "proj")):
+            if self.scorer != "attn_gate" and getattr(self, name) != default:
+                raise ValueError(f"{name} is {getattr(self, name)!r}; with scorer {self.scorer!r} it must be left out")
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain JSON types."""
-        return {**asdict(self), "k_pooling": list(self.k_pooling)}
+        """Plain JSON types: the fields that the scorer has, and its name unless it is ``attn_gate``."""
+        values = {**asdict(self), "k_pooling": list(self.k_pooling)}
+        unused = ("scorer",) if self.scorer == "attn_gate" else ("k_pooling", "q_pooling")
+        return {name: value for name, value in values.items() if name not in unused}
 
     @classmethod
     def from_dict(cls, values: dict[str, Any]) -> GateConfig:

@@ -7,7 +7,7 @@ import json
 from typing import TYPE_CHECKING, Any
 
 from seergate.cli.adapters import add_source_options, read_adapter
-from seergate.gates.card import percent_right
+from seergate.gates.card import percent_right, scoring
 
 if TYPE_CHECKING:
     from seergate.gates import Adapter
@@ -60,8 +60,7 @@ def describe(adapter: Adapter) -> dict[str, Any]:
         "gates": {
             "block size": gate.block_size,
             "gate width": gate.gate_dim,
-            "key pooling": ", ".join(gate.k_pooling),
-            "query pooling": gate.q_pooling,
+            **scoring(gate),
             "q/k norm": gate.qk_norm,
             "RoPE": gate.rope,
             "gated layers": len(geometry.layers),

@@ -32,14 +32,7 @@ _PACKAGES = {"bnb-4bit": "bitsandbytes", "bnb-8bit": "bitsandbytes", "torchao-in
 
 def gate_config(config: TrainConfig, model: PreTrainedModel) -> GateConfig:
     """The gates' architecture, with the width of the model's heads where the run names none."""
-    return GateConfig(
-        block_size=config.block_size,
-        gate_dim=config.gate_dim or head_dim_of(model),
-        k_pooling=config.k_pooling,
-        q_pooling=config.q_pooling,
-        qk_norm=config.qk_norm,
-        rope=config.rope,
-    )
+    return config.gates(head_dim_of(model))
 
 
 def frozen_config(path: str, config: TrainConfig) -> Any:

@@ -20,6 +20,7 @@ import yaml
 from seergate.chain_sum import GIVENS, NAMES
 from seergate.config import POOLINGS, GateConfig
 from seergate.errors import SeergateError, did_you_mean, first_line
+from seergate.ops.scorer_kl import check_target
 from seergate.paths import shipped
 
 DEFAULT_PRESET = "tiny-reasoner"
@@ -95,6 +96,11 @@ class GateOptions:
     q_pooling: str = _option("proj", "how a group's query heads become one: proj, avgproj or avg")
     qk_norm: bool = _option(True, "RMSNorm on the gate's queries and keys")
     rope: bool = _option(True, "rotary position embedding on the gate's queries and keys")
+    scorer: Literal["attn_gate", "msa", "indexer"] = _option(
+        "attn_gate",
+        "what scores blocks: SeerAttention-R's gate, the index branch of MiniMax Sparse Attention or the indexer of "
+        "DeepSeek Sparse Attention",
+    )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -145,6 +151,12 @@ class RecipeOptions:
     reduction: Literal["row_mean", "published"] = _option(
         "row_mean", "row_mean: true KL in nats per row; published: the weighting of the published code"
     )
+    target: Literal["max", "sum", "selected"] = _option(
+        "max",
+        "what of the model's attention is learned: the largest probability in a block, their sum, or the sum in the "
+        "blocks that the gate picks",
+    )
+    target_budget: int = _option(2048, "tokens that the gate may pick, for the target selected")
     seed: int = _option(0, "seed of the gates' initial values and of the order of the packs")
 
 
@@ -189,14 +201,8 @@ class TrainConfig(RunOptions, RecipeOptions, DataOptions, GateOptions, ModelOpti
     """
 
     def __post_init__(self) -> None:
-        GateConfig(
-            block_size=self.block_size,
-            gate_dim=128 if self.gate_dim is None else self.gate_dim,
-            k_pooling=self.k_pooling,
-            q_pooling=self.q_pooling,
-            qk_norm=self.qk_norm,
-            rope=self.rope,
-        )
+        self.gates(128)
+        check_target(self.target, self.target_budget, self.block_size)
         for name in ("max_steps", "packs_per_step", "max_length", "save_total_limit", "logging_steps"):
             self._must(name, getattr(self, name) >= 1, "a positive integer")
         for name in ("warmup_steps", "save_steps", "eval_steps", "eval_packs"):
@@ -252,6 +258,18 @@ class TrainConfig(RunOptions, RecipeOptions, DataOptions, GateOptions, ModelOpti
     def _must(self, name: str, holds: bool, rule: str) -> None:
         if not holds:
             raise ValueError(f"{name} is {getattr(self, name)!r}; it must be {rule}")
+
+    def gates(self, head_dim: int) -> GateConfig:
+        """The gates' architecture, as wide as the model's heads where the run names no width."""
+        return GateConfig(
+            block_size=self.block_size,
+            gate_dim=head_dim if self.gate_dim is None else self.gate_dim,
+            k_pooling=self.k_pooling,
+            q_pooling=self.q_pooling,
+            qk_norm=self.qk_norm,
+            rope=self.rope,
+            scorer=self.scorer,
+        )
 
     @property
     def run_dir(self) -> Path:

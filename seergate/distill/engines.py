@@ -69,7 +69,7 @@ class DistillModule(nn.Module):
         """What the gates learn from a pack; by default from the rows to train on."""
         config = self.config
         start = config.row_start if row_start is None else row_start
-        return Lesson(self.bank, start, config.reduction, config.recall_budgets)
+        return Lesson(self.bank, start, config.reduction, config.recall_budgets, config.target, config.target_budget)
 
     def forward(
         self, input_ids: Tensor | None, cu_seqlens: Tensor | None = None, row_start: float | None = None

@@ -13,17 +13,18 @@ from torch import nn
 from seergate.config import DecodeConfig, GateConfig
 from seergate.errors import SeergateError
 from seergate.gates.files import save_adapter
-from seergate.gates.gate import AttnGate
 from seergate.gates.hub import check_repo_id, push_adapter
 from seergate.gates.merging import AdapterDiff, average, diff, subset
 from seergate.gates.record import Adapter, check_adapter
+from seergate.gates.scorer import Scorer
+from seergate.gates.scorers import make_scorer
 from seergate.geometry import ModelGeometry
 
 
 class Gates(nn.Module):
     """The gates of one model, without anything that needs the model itself; users have its subclass `GateBank`.
 
-    The state dict is the adapter: ``layers.{i}.{q_proj,k_proj,q_norm,k_norm}.weight``.
+    The state dict is the adapter: ``layers.{i}.`` and the names of the scorer, such as ``q_proj.weight``.
 
     Args:
         config: the architecture, the same for all layers.
@@ -41,28 +42,15 @@ class Gates(nn.Module):
         self.decode_defaults: dict[str, Any] = {}
         self.results: tuple[dict[str, Any], ...] = ()
         self.licence: dict[str, str] = {}
-        inv_freq = torch.tensor(geometry.inv_freq, dtype=torch.float32) if config.rope else None
-        self.layers = nn.ModuleDict(
-            {
-                str(layer): AttnGate(
-                    config,
-                    num_heads=geometry.num_heads,
-                    num_kv_heads=geometry.num_kv_heads,
-                    head_dim=geometry.head_dim,
-                    inv_freq=inv_freq,
-                    attention_scaling=geometry.attention_scaling,
-                )
-                for layer in geometry.layers
-            }
-        )
+        self.layers = nn.ModuleDict({str(layer): make_scorer(config, geometry) for layer in geometry.layers})
 
-    def gate(self, layer: int) -> AttnGate:
+    def gate(self, layer: int) -> Scorer:
         """The gate of one layer of the model."""
         gate = self.layers[str(layer)]
-        assert isinstance(gate, AttnGate)
+        assert isinstance(gate, Scorer)
         return gate
 
-    def __iter__(self) -> Iterator[tuple[int, AttnGate]]:
+    def __iter__(self) -> Iterator[tuple[int, Scorer]]:
         """Pairs of layer index and gate, ascending."""
         return ((layer, self.gate(layer)) for layer in self.geometry.layers)
 

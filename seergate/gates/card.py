@@ -14,6 +14,7 @@ from typing import Any
 
 import yaml
 
+from seergate.config import GateConfig
 from seergate.gates.record import Adapter, portable_base
 from seergate.paths import directory_here, is_hub_id
 
@@ -193,8 +194,7 @@ def _body(adapter: Adapter, source: Source, plotted: bool) -> list[str]:
         "|---|---|",
         f"| block size | {gate.block_size} tokens |",
         f"| gate width | {gate.gate_dim} |",
-        f"| key pooling | {', '.join(gate.k_pooling)} |",
-        f"| query pooling | {gate.q_pooling} |",
+        *(f"| {name} | {value} |" for name, value in scoring(gate).items()),
         f"| q/k norm, RoPE | {'yes' if gate.qk_norm else 'no'}, {'yes' if gate.rope else 'no'} |",
         f"| gated layers | {layers}{total} |",
         f"| query and KV heads, their width | {geometry.num_heads} and {geometry.num_kv_heads}, {geometry.head_dim} |",
@@ -302,6 +302,13 @@ def _own_text(text: str) -> tuple[str, str]:
     if not begin and text.strip():
         before = text.rstrip() + "\n\n"
     return before, rest.partition(END)[2]
+
+
+def scoring(gate: GateConfig) -> dict[str, str]:
+    """How blocks are scored, name -> value."""
+    if gate.scorer != "attn_gate":
+        return {"scorer": gate.scorer}
+    return {"key pooling": ", ".join(gate.k_pooling), "query pooling": gate.q_pooling}
 
 
 def _texts(value: Any) -> list[str]:

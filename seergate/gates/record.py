@@ -13,7 +13,7 @@ from torch import Tensor
 
 from seergate.config import DecodeConfig, GateConfig, is_int
 from seergate.errors import SeergateError, first_line
-from seergate.gates.gate import AttnGate
+from seergate.gates.scorers import make_scorer
 from seergate.geometry import ModelGeometry
 from seergate.paths import is_directory, shipped_name
 
@@ -33,7 +33,7 @@ class Adapter:
     Attributes:
         gate: the gates' architecture.
         geometry: what they fit.
-        tensors: ``layers.{i}.{q_proj,k_proj,q_norm,k_norm}.weight``.
+        tensors: ``layers.{i}.`` and the names of the scorer, such as ``q_proj.weight``.
         training: how they were trained; free-form JSON.
         decode: fields of `DecodeConfig` that `seergate.load` starts from, such as ``{"compat": "published"}``.
         results: measured results, one mapping each: ``task``, ``method``, ``token_budget``, ``accuracy`` (0..1),
@@ -168,14 +168,7 @@ def expected_shapes(adapter: Adapter, source: str) -> dict[str, tuple[int, ...]]
     geometry = adapter.geometry
     try:
         with torch.device("meta"):
-            one = AttnGate(
-                adapter.gate,
-                num_heads=geometry.num_heads,
-                num_kv_heads=geometry.num_kv_heads,
-                head_dim=geometry.head_dim,
-                inv_freq=torch.empty(len(geometry.inv_freq)) if adapter.gate.rope else None,
-                attention_scaling=geometry.attention_scaling,
-            )
+            one = make_scorer(adapter.gate, geometry)
     except (ValueError, TypeError, RuntimeError, OverflowError) as error:  # torch's own for absurd sizes
         raise SeergateError(f"{source}: {first_line(error)}") from error
     shapes = {name: tuple(tensor.shape) for name, tensor in one.state_dict().items()}

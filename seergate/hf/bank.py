@@ -83,6 +83,8 @@ class GateBank(Gates):
         cu_seqlens: Tensor | None = None,
         row_start: float = 0.5,
         reduction: str = "row_mean",
+        target: str = "max",
+        target_budget: int | None = None,
     ) -> Tensor:
         """How far the gates are from the model's own attention; ``.backward()`` gives the gates' gradients.
 
@@ -95,6 +97,9 @@ class GateBank(Gates):
             row_start: rows of each sequence before ``int(length * row_start)`` do not count.
             reduction: ``"row_mean"``, the mean over layers of the mean KL in nats per row and KV head, or
                 ``"published"``, the published weighting summed over layers (`ops.gate_kl`), times 10 as there.
+            target: the distribution over blocks that is learned: ``"max"``, ``"sum"`` or ``"selected"``
+                (`ops.scorer_kl`).
+            target_budget: for ``"selected"``, the tokens that the gates may pick.
 
         Returns:
             A scalar.
@@ -118,4 +123,6 @@ class GateBank(Gates):
         if lowest < 0 or highest >= vocabulary:
             wrong = lowest if lowest < 0 else highest
             raise ValueError(f"input_ids holds {wrong}; the model has the ids 0..{vocabulary - 1}")
-        return distill_step(self, model, input_ids, cu_seqlens, row_start=row_start, reduction=reduction).loss
+        options: dict[str, Any] = {"row_start": row_start, "reduction": reduction}
+        options |= {"target": target, "target_budget": target_budget}
+        return distill_step(self, model, input_ids, cu_seqlens, **options).loss

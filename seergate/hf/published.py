@@ -277,6 +277,8 @@ def _skeleton(config: dict[str, Any], where: str) -> Any:
 def _check_exportable(adapter: Adapter) -> None:
     gate, geometry = adapter.gate, adapter.geometry
     problems = []
+    if gate.scorer != "attn_gate":
+        problems.append(f"scorer is {gate.scorer!r} (they have attn_gate)")
     if geometry.model_type not in ("qwen2", "qwen3"):
         problems.append(f"model_type is {geometry.model_type!r} (they have qwen2 and qwen3)")
     if gate.block_size not in (16, 32, 64):

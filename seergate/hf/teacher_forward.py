@@ -10,8 +10,9 @@ blocks.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -20,11 +21,12 @@ from torch import Tensor, nn
 from seergate import ops
 from seergate.errors import SeergateError
 from seergate.gates.bank import Gates
-from seergate.gates.gate import AttnGate
+from seergate.gates.scorer import Scorer
 from seergate.hf.packed_attention import gives_lse, packed_causal_attention
 from seergate.hf.teacher_pass import TeacherCall, intercepted_attention
 from seergate.models import families
 from seergate.ops.checks import check_cu_seqlens
+from seergate.ops.scorer_kl import check_target
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -66,12 +68,15 @@ class Lesson:
         row_start, reduction: see `ops.gate_kl`. ``"row_mean"`` is averaged over layers, ``"published"`` summed and
             multiplied by `PUBLISHED_SCALE`.
         recall_budgets: token budgets to report recall at.
+        target, target_budget: see `ops.scorer_kl`.
     """
 
     bank: Gates
     row_start: float = 0.5
     reduction: str = "row_mean"
     recall_budgets: tuple[int, ...] = ()
+    target: str = "max"
+    target_budget: int | None = None
 
 
 def distill_step(
@@ -83,11 +88,13 @@ def distill_step(
     row_start: float = 0.5,
     reduction: str = "row_mean",
     recall_budgets: tuple[int, ...] = (),
+    target: str = "max",
+    target_budget: int | None = None,
 ) -> DistillOutput:
     """Run the frozen model over one pack and compare its attention with the gates'.
 
     Args:
-        bank, row_start, reduction, recall_budgets: see `Lesson`.
+        bank, row_start, reduction, recall_budgets, target, target_budget: see `Lesson`.
         model: the frozen model. Dropout must be off (``model.eval()``).
         input_ids: ``[1, T]`` or ``[T]``.
         cu_seqlens: int32 ``[n + 1]``; one sequence if ``None``.
@@ -96,7 +103,8 @@ def distill_step(
         SeergateError: if the gates do not fit the model.
         ValueError: for malformed packs.
     """
-    return distill_steps([Lesson(bank, row_start, reduction, recall_budgets)], model, input_ids, cu_seqlens)[0]
+    lesson = Lesson(bank, row_start, reduction, recall_budgets, target, target_budget)
+    return distill_steps([lesson], model, input_ids, cu_seqlens)[0]
 
 
 def distill_steps(
@@ -150,7 +158,9 @@ class PackDistillation:
             raise SeergateError(f"these gates are for another model: {'; '.join(problems)}")
         if len(borders) > 2 and (reason := families.why_one_sequence(families.text_config(model))):
             raise SeergateError(f"{reason}; its packs must hold one sequence each")
+        check_target(lesson.target, lesson.target_budget, bank.config.block_size)
         self.bank, self.model, self.borders = bank, model, borders
+        self.target, self.target_budget = lesson.target, lesson.target_budget
         self.cu_seqlens = torch.tensor(borders, dtype=torch.int32)  # on the CPU, where the op can read it for free
         self.options: dict[str, Any] = {
             "row_start": lesson.row_start,
@@ -176,8 +186,8 @@ class PackDistillation:
             qg_TKE = torch.cat([_queries(gate, call.q_pre_BHSD, positions, tile) for tile in tiles])
         with torch.set_grad_enabled(wants_gradient):
             qg_TKE.requires_grad_(wants_gradient)
-            kg_NKE = self._compressed_keys(gate, call.k_pre_BKSD)
-            loss, stats = ops.gate_kl(
+            kg_NKE = self._keys(gate, call.k_pre_BKSD)
+            loss, stats = loss_of(gate, self.target, self.target_budget)(
                 call.query_BHSD[0].transpose(0, 1),
                 call.key_BKSD[0].transpose(0, 1),
                 qg_TKE,
@@ -209,11 +219,10 @@ class PackDistillation:
             if part is not None:
                 self.gradients[parameter] += part
 
-    def _compressed_keys(self, gate: AttnGate, k_pre_BKSD: Tensor) -> Tensor:
-        size, kinds = self.bank.config.block_size, self.bank.config.k_pooling
+    def _keys(self, gate: Scorer, k_pre_BKSD: Tensor) -> Tensor:
         segments = [(a, b) for a, b in zip(self.borders, self.borders[1:], strict=False) if b > a]
-        pooled = torch.cat([ops.pool_keys(k_pre_BKSD[:, :, a:b], size, kinds) for a, b in segments], dim=2)
-        starts = torch.cat([torch.arange(0, b - a, size) for a, b in segments]).to(k_pre_BKSD.device)
+        pooled = torch.cat([gate.pool(k_pre_BKSD[:, :, a:b]) for a, b in segments], dim=2)
+        starts = torch.cat([torch.arange(0, b - a, gate.entry_tokens) for a, b in segments]).to(k_pre_BKSD.device)
         return gate.keys(pooled, starts)[0].transpose(0, 1)
 
     def result(self) -> DistillOutput:
@@ -234,7 +243,15 @@ class PackDistillation:
         return DistillOutput(total, kl_per_layer, recall, self.stats[0].rows)
 
 
-def _queries(gate: AttnGate, q_BHSD: Tensor, positions: Tensor, tile: slice) -> Tensor:
+def loss_of(gate: Scorer, target: str, target_budget: int | None) -> Callable[..., tuple[Tensor, ops.GateKLStats]]:
+    """`ops.gate_kl` where it computes this gate's loss, else `ops.scorer_kl` with the same arguments."""
+    if gate.fused and target == "max":
+        return ops.gate_kl
+    options: dict[str, Any] = {"target": target, "target_budget": target_budget, "entry_tokens": gate.entry_tokens}
+    return partial(ops.scorer_kl, scores=gate.scores, **options)
+
+
+def _queries(gate: Scorer, q_BHSD: Tensor, positions: Tensor, tile: slice) -> Tensor:
     """The gate's queries of some of the pack's tokens, ``[S, K, E]``."""
     return gate.queries(q_BHSD[:, :, tile], positions[tile])[0].transpose(0, 1)
 

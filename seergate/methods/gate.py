@@ -1,7 +1,8 @@
 """The learned gate (SeerAttention-R, sections 3.1 and 3.2).
 
-Keeps, beside the KV cache, one compressed key per block (the K-compression cache) and the raw pre-RoPE keys of the two
-newest blocks, from which a block's entry is made when it closes. Entries made in prefill and in decode are the same.
+Keeps, beside the KV cache, the scorer's entries (the K-compression cache), of a block or of a token each, and the raw
+pre-RoPE keys of the two newest entries, from which one is made when it is complete. Entries made in prefill and in
+decode are the same.
 """
 
 from __future__ import annotations
@@ -13,7 +14,6 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal
 import torch
 from torch import Tensor
 
-from seergate import ops
 from seergate.config import DecodeConfig
 from seergate.errors import SeergateError
 from seergate.methods.base import KeysOf, LayerSpec, LayerState, Step
@@ -22,7 +22,7 @@ from seergate.ops import Selection
 
 if TYPE_CHECKING:
     from seergate.gates.bank import Gates
-    from seergate.gates.gate import AttnGate
+    from seergate.gates.scorer import Scorer
 
 
 @dataclass(kw_only=True)
@@ -42,7 +42,7 @@ class Gate(SelectingMethod):
     block_size: int = 0
 
     def __post_init__(self) -> None:
-        self._copies: dict[tuple[int, torch.device], AttnGate] = {}
+        self._copies: dict[tuple[int, torch.device], Scorer] = {}
         size = getattr(getattr(self.bank, "config", None), "block_size", None)
         if size is None:
             raise SeergateError(f"bank is a {type(self.bank).__name__}; it must be a GateBank")
@@ -71,7 +71,7 @@ class Gate(SelectingMethod):
             return LayerState(spec)
         return GateState(spec, self, self._gate_on(spec))
 
-    def _gate_on(self, spec: LayerSpec) -> AttnGate:
+    def _gate_on(self, spec: LayerSpec) -> Scorer:
         """A layer's gate on the layer's device. The bank stays where it is: on another device there is a copy, which
         takes over the bank's weights for every new cache but keeps its address.
         """
@@ -120,63 +120,45 @@ def _same(one: Gates, other: Gates) -> bool:
 
 
 class GateState(SelectingState):
-    """``kg`` the K-compression cache ``[B, K, N, E]``; ``recent`` the raw keys of the newest positions, position p at
-    slot ``p % (2 * block_size)``: ``[B, K, 2 * block_size, D]``.
+    """``kg`` the K-compression cache ``[B, J, M, E]``, entries of ``size`` tokens each; ``recent`` the raw keys of the
+    newest positions, position p at slot ``p % (2 * size)``: ``[B, K, 2 * size, D]``.
     """
 
     reads = ("kg",)
     reads_open = False
 
-    def __init__(self, spec: LayerSpec, method: Gate, gate: AttnGate) -> None:
+    def __init__(self, spec: LayerSpec, method: Gate, gate: Scorer) -> None:
         super().__init__(spec, method)
-        self.gate, self.growing = gate, {"kg": self.block_size}
+        self.gate, self.size = gate, gate.entry_tokens
+        self.growing = {"kg": self.size}
         self.decode_offset = self.block_size - 1 if method.compat == "published" else 0
-        heads = (spec.batch, spec.num_kv_heads)
-        weight = gate.k_proj.weight
+        rows, dtype, device = spec.batch, gate.k_proj.weight.dtype, spec.device
+        recent = (rows, spec.num_kv_heads, 2 * self.size, spec.head_dim)
         self.rows = {
-            "kg": torch.zeros(*heads, 0, gate.config.gate_dim, dtype=weight.dtype, device=spec.device),
-            "recent": torch.zeros(*heads, 2 * self.block_size, spec.head_dim, dtype=spec.dtype, device=spec.device),
+            "kg": torch.zeros(rows, gate.key_heads, 0, gate.config.gate_dim, dtype=dtype, device=device),
+            "recent": torch.zeros(recent, dtype=spec.dtype, device=device),
             "oldest": torch.zeros(spec.batch, dtype=torch.int64),  # lowest position whose raw key `recent` may hold
         }
 
     @torch.no_grad()
     def append(self, step: Step) -> None:
-        self.grown("kg", -(-step.max_length // self.block_size))
+        entries = self.grown("kg", -(-step.max_length // self.size))
         if step.k_pre_BKSD.shape[2] == 1 and all(step.counts):
-            self._append_one(step)
+            newest, recent = step.k_pre_BKSD[:, :, 0], self.rows["recent"]
+            self.gate.remember(newest, step.lengths, recent, entries, self.decode_offset, step.host_lengths)
         else:
             self._append_many(step)
 
-    def _append_one(self, step: Step) -> None:
-        """The decode path: store the key, and make the entry of each row whose block has just closed."""
-        gate = self.gate
-        ops.update_compressed_keys(
-            step.k_pre_BKSD[:, :, 0],
-            step.lengths,
-            self.rows["recent"],
-            self.rows["kg"],
-            gate.k_proj.weight,
-            self.block_size,
-            gate.config.k_pooling,
-            norm_weight=gate.k_norm.weight if gate.config.qk_norm else None,
-            inv_freq=gate.inv_freq,
-            attention_scaling=gate.attention_scaling,
-            position_offset=self.decode_offset,
-            host_lengths=step.host_lengths,
-        )
-
     def _append_many(self, step: Step) -> None:
-        """The prefill path, one row at a time: pool all blocks that the new tokens complete."""
-        size, recent, kg = self.block_size, self.rows["recent"], self.rows["kg"]
+        """The prefill path, one row at a time: make all entries that the new tokens complete."""
+        size, recent, kg = self.size, self.rows["recent"], self.rows["kg"]
         for row, (start, count) in enumerate(zip(step.starts, step.counts, strict=True)):
-            opened = start - start % size  # first token of the block that was open
+            opened = start - start % size  # first token of the entry that was open
             ring = torch.arange(opened, start, device=recent.device) % (2 * size)
             keys_KSD = torch.cat((recent[row][:, ring], step.k_pre_BKSD[row, :, :count].to(recent.dtype)), dim=1)
             first, complete = opened // size, (start + count) // size
             if complete > first:
-                pooled = ops.pool_keys(
-                    keys_KSD[None, :, : (complete - first) * size], size, self.gate.config.k_pooling
-                )
+                pooled = self.gate.pool(keys_KSD[None, :, : (complete - first) * size])
                 positions = torch.arange(first, complete, device=recent.device) * size
                 kg[row, :, first:complete] = self.gate.keys(pooled, positions)[0]
             kept = min(keys_KSD.shape[1], 2 * size)
@@ -187,9 +169,13 @@ class GateState(SelectingState):
     def scores(self, step: Step) -> Tensor:
         return self.gate.step_scores(step.q_pre_BHSD[:, :, 0], step.lengths, self.rows["kg"])
 
+    def block_shared(self, row: int, newer: slice, older: slice) -> None:
+        each = self.block_size // self.size  # entries of a block
+        super().block_shared(row, *(slice(part.start * each, part.stop * each) for part in (newer, older)))
+
     def crop(self, before: list[int], after: list[int], keys: KeysOf, offsets: list[int]) -> None:
-        """Raw keys of a reopened block that are gone are recovered from the rotated ones."""
-        size, recent, oldest = self.block_size, self.rows["recent"], self.rows["oldest"]
+        """Raw keys of a reopened entry that are gone are recovered from the rotated ones."""
+        size, recent, oldest = self.size, self.rows["recent"], self.rows["oldest"]
         for row, (old, new) in enumerate(zip(before, after, strict=True)):
             held_from = max(int(oldest[row]), old - 2 * size)
             opened = new - new % size

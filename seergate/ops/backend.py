@@ -26,6 +26,7 @@ FILES = {
     "gate_kl": "gate_kl",
     "pool_keys": "pooling",
     "score_blocks": "scoring",
+    "scorer_kl": "scorer_kl",
     "select_blocks": "selection",
     "sparse_decode": "sparse_decode",
     "update_compressed_keys": "compression",

@@ -98,18 +98,7 @@ def gate_kl(
     check_tensor("kg", kg, (blocks, kv_heads, qg.shape[-1]))
     check_same("kg", kg, "q", q, dtype=False)
     check_scale("gate_scale", gate_scale)
-    if lse is not None:
-        check_tensor("lse", lse, q.shape[:2])
-        check_same("lse", lse, "q", q, dtype=False)
-    if not (isinstance(row_start, (int, float)) and 0 <= row_start < 1):
-        raise ValueError(f"row_start is {row_start!r}; it must be at least 0 and less than 1")
-    if reduction not in REDUCTIONS:
-        raise ValueError(f"reduction is {reduction!r}; it must be one of {', '.join(REDUCTIONS)}")
-    budgets = tuple(recall_budgets) if isinstance(recall_budgets, Sequence) else (0,)
-    if not all(isinstance(budget, int) and budget >= block_size for budget in budgets):
-        raise ValueError(
-            f"recall_budgets is {recall_budgets!r}; each must be an integer of at least block_size ({block_size})"
-        )
+    budgets = check_loss(q, block_size, row_start, reduction, recall_budgets, lse)
     run = implementation("gate_kl", q.device)
     return run(
         q,
@@ -127,6 +116,30 @@ def gate_kl(
         softcap=softcap,
         lse=lse,
     )
+
+
+def check_loss(
+    q: Tensor,
+    block_size: int,
+    row_start: float,
+    reduction: str,
+    recall_budgets: Sequence[int],
+    lse: Tensor | None,
+) -> tuple[int, ...]:
+    """The checks of what the losses share beside the teacher; returns the budgets as a tuple."""
+    if lse is not None:
+        check_tensor("lse", lse, q.shape[:2])
+        check_same("lse", lse, "q", q, dtype=False)
+    if not (isinstance(row_start, (int, float)) and 0 <= row_start < 1):
+        raise ValueError(f"row_start is {row_start!r}; it must be at least 0 and less than 1")
+    if reduction not in REDUCTIONS:
+        raise ValueError(f"reduction is {reduction!r}; it must be one of {', '.join(REDUCTIONS)}")
+    budgets = tuple(recall_budgets) if isinstance(recall_budgets, Sequence) else (0,)
+    if not all(isinstance(budget, int) and budget >= block_size for budget in budgets):
+        raise ValueError(
+            f"recall_budgets is {recall_budgets!r}; each must be an integer of at least block_size ({block_size})"
+        )
+    return budgets
 
 
 def refuse_second_order() -> None:

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from seergate.ops.gate_kl import GateKLStats
 from seergate.ops.paging import unpaged
+from seergate.ops.scorer_kl import Scores
 from seergate.ops.selection import Selection
 from seergate.ops.teacher import AttentionWithTargets
 
@@ -147,6 +148,96 @@ def gate_kl(
     loss = total / (rows * kv_heads) if reduction == "row_mean" else total / max(filled, 1)
     count = torch.tensor(counted, device=q.device)
     return loss, GateKLStats(kl_per_head / rows, count, recall / rows)
+
+
+def block_masses(
+    q: Tensor,
+    k: Tensor,
+    cu_seqlens: Tensor,
+    block_size: int,
+    sm_scale: float | None = None,
+    *,
+    sinks: Tensor | None = None,
+    softcap: float | None = None,
+) -> Tensor:
+    """`block_targets` with sums in place of maxima: each past block's share of the group's probability."""
+    (tokens, heads, dim), kv_heads = q.shape, k.shape[1]
+    dtype, group = _wide(q, k), heads // kv_heads
+    scale = 1.0 / math.sqrt(dim) if sm_scale is None else sm_scale
+    segments = _segments(cu_seqlens)
+    widest = max(math.ceil((end - start) / block_size) for start, end in segments)
+    targets = torch.zeros(tokens, kv_heads, widest, dtype=dtype, device=q.device)
+    for start, end in segments:
+        for row in range(block_size, end - start):
+            past = row // block_size
+            for h in range(heads):
+                keys = k[start : start + row + 1, h // group].to(dtype)
+                scores = _capped(keys @ q[start + row, h].to(dtype) * scale, softcap)
+                if sinks is not None:
+                    scores = torch.cat((scores, sinks[h].to(dtype)[None]))
+                mass = scores.softmax(0)[: past * block_size].view(past, block_size).sum(1)
+                targets[start + row, h // group, :past] += mass
+            targets[start + row] /= targets[start + row].sum(-1, keepdim=True)
+    return targets
+
+
+def scorer_kl(
+    q: Tensor,
+    k: Tensor,
+    qs: Tensor,
+    ks: Tensor,
+    cu_seqlens: Tensor,
+    block_size: int,
+    *,
+    scores: Scores,
+    entry_tokens: int,
+    target: str = "max",
+    target_budget: int | None = None,
+    row_start: float = 0.0,
+    sm_scale: float | None = None,
+    reduction: str = "row_mean",
+    recall_budgets: tuple[int, ...] = (),
+    sinks: Tensor | None = None,
+    softcap: float | None = None,
+    lse: Tensor | None = None,
+) -> tuple[Tensor, GateKLStats]:
+    """One row and KV head after the other, targets materialised, gradients by plain autograd. Ignores ``lse``."""
+    dtype = _wide(q, k, qs, ks)
+    kv_heads = k.shape[1]
+    definition = block_targets if target == "max" else block_masses
+    targets = definition(q.to(dtype), k.to(dtype), cu_seqlens, block_size, sm_scale, sinks=sinks, softcap=softcap)
+    segments = _segments(cu_seqlens)
+    total = (qs[:0].sum() + ks[:0].sum()).to(dtype)  # 0, with a graph even when no row counts
+    kl_per_head = torch.zeros(kv_heads, dtype=dtype, device=q.device)
+    recall = torch.zeros(len(recall_budgets), kv_heads, dtype=dtype, device=q.device)
+    counted, filled, first_entry = 0, 0, 0
+    for start, end in segments:
+        length = end - start
+        begin = int(length * row_start)
+        filled += length > 0
+        for row in range(max(begin, block_size), length):
+            past = row // block_size
+            counted += 1
+            queries = qs[start + row].to(dtype)[None, :, None]
+            keys = ks[first_entry : first_entry + past * block_size // entry_tokens].to(dtype).transpose(0, 1)[None]
+            found = scores(queries, keys)[0, :, 0]
+            for g in range(kv_heads):
+                p, logits = targets[start + row, g, :past], found[g].to(dtype)
+                ranked = logits.detach().sort(descending=True, stable=True).indices  # ties: lower index first
+                for i, budget in enumerate(recall_budgets):
+                    recall[i, g] += p[ranked[: budget // block_size - 1]].sum()
+                if target == "selected":
+                    assert target_budget is not None
+                    chosen = ranked[: target_budget // block_size - 1]
+                    p, logits = p[chosen] / p[chosen].sum(), logits[chosen]
+                kl = (torch.special.xlogy(p, p) - p * logits.log_softmax(0)).sum()
+                kl_per_head[g] += kl.detach()
+                weight = 1.0 if reduction == "row_mean" else 1.0 / (kv_heads * (length - begin) * targets.shape[-1])
+                total = total + weight * kl
+        first_entry += math.ceil(length / entry_tokens)
+    rows = max(counted, 1)
+    loss = total / (rows * kv_heads) if reduction == "row_mean" else total / max(filled, 1)
+    return loss, GateKLStats(kl_per_head / rows, torch.tensor(counted, device=q.device), recall / rows)
 
 
 def pool_keys(

@@ -12,8 +12,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from seergate import ops
-from seergate.gates.gate import AttnGate
+from seergate.gates.scorer import Scorer
 from seergate.vllm.rope import Unrotation
 
 Keys = Callable[[], Tensor]
@@ -28,7 +27,7 @@ class GateScores:
         unrotate: of this layer.
     """
 
-    def __init__(self, gate: AttnGate, unrotate: Unrotation) -> None:
+    def __init__(self, gate: Scorer, unrotate: Unrotation) -> None:
         self.gate, self.unrotate = gate, unrotate
         self.width, self.dtype = gate.config.gate_dim, gate.k_proj.weight.dtype
 
@@ -36,7 +35,7 @@ class GateScores:
         """The summaries ``[N, K, W]`` of blocks that begin at positions ``starts_N``, from their cached keys."""
         size = keys_NKSD.shape[2]
         positions_N1S = starts_N[:, None, None] + torch.arange(size, device=starts_N.device)
-        pooled = ops.pool_keys(self.unrotate(keys_NKSD, positions_N1S), size, self.gate.config.k_pooling)
+        pooled = self.gate.pool(self.unrotate(keys_NKSD, positions_N1S))
         return self.gate.keys(pooled, starts_N[:, None])[:, :, 0]
 
     def scores(self, query_RHD: Tensor, last_R: Tensor, summary_KRNW: Tensor, read: Keys) -> Tensor:

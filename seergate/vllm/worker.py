@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from seergate.errors import SeergateError
-from seergate.gates.gate import AttnGate
+from seergate.gates.scorer import Scorer
 from seergate.hf.loading import skeleton
 from seergate.methods import Quest, SelectingMethod
 from seergate.vllm.attention import Scores, SparseAttention, SparseBuilder
@@ -148,7 +148,7 @@ def fits_graphs(method: SelectingMethod) -> bool:
     return current_platform.is_cuda() and method.fixed_shapes and method.covered_tokens >= 0
 
 
-def rank_gate(gate: AttnGate, kv_heads: int, device: torch.device) -> AttnGate:
+def rank_gate(gate: Scorer, kv_heads: int, device: torch.device) -> Scorer:
     """The part of a gate that belongs to this rank's KV heads.
 
     Args:
@@ -160,7 +160,7 @@ def rank_gate(gate: AttnGate, kv_heads: int, device: torch.device) -> AttnGate:
 
     rank, ranks = get_tensor_model_parallel_rank(), get_tensor_model_parallel_world_size()
     first = rank * gate.num_kv_heads // ranks
-    part = AttnGate(
+    part = type(gate)(
         gate.config,
         num_heads=kv_heads * gate.group_size,
         num_kv_heads=kv_heads,

@@ -8,6 +8,7 @@ Shape suffixes: see `seergate.ops.torch_impl.teacher`; E gate dimension.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -39,7 +40,7 @@ def gate_kl(
     teacher = Teacher(q, k, block_size, sm_scale, sinks, softcap, dtype, lse)
     run = _Run(teacher, qg, kg, segments(cu_seqlens), row_start, gate_scale, reduction, recall_budgets)
     wanted = torch.is_grad_enabled()
-    loss, *stats = _GateKL.apply(qg, kg, run, wanted and qg.requires_grad, wanted and kg.requires_grad)
+    loss, *stats = GradientsInForward.apply(qg, kg, run, wanted and qg.requires_grad, wanted and kg.requires_grad)
     return loss, GateKLStats(*stats)
 
 
@@ -58,12 +59,16 @@ def row_weights(
     ]
 
 
-class _GateKL(torch.autograd.Function):
+Outcome = tuple[Tensor, tuple[Tensor, Tensor, Tensor], Tensor | None, Tensor | None]
+"""Loss, the three tensors of `GateKLStats`, gradients of queries and keys where they are wanted."""
+
+
+class GradientsInForward(torch.autograd.Function):
     """Computes the gradients along with the loss; the backward scales them."""
 
     @staticmethod
     def forward(
-        ctx: Any, qg: Tensor, kg: Tensor, run: _Run, want_dqg: bool, want_dkg: bool
+        ctx: Any, qg: Tensor, kg: Tensor, run: Callable[[bool, bool], Outcome], want_dqg: bool, want_dkg: bool
     ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         loss, stats, dqg, dkg = run(want_dqg, want_dkg)
         ctx.save_for_backward(dqg, dkg)
@@ -106,9 +111,7 @@ class _Run:
         self.plans = [teacher.chunks(begin, length) for begin, length in zip(begins, lengths, strict=True)]
         self.rows, self.weights = row_weights(lengths, begins, size, kv_heads, reduction)
 
-    def __call__(
-        self, want_dqg: bool, want_dkg: bool
-    ) -> tuple[Tensor, tuple[Tensor, Tensor, Tensor], Tensor | None, Tensor | None]:
+    def __call__(self, want_dqg: bool, want_dkg: bool) -> Outcome:
         teacher, kv_heads = self.teacher, self.teacher.kv_heads
         dtype, device = teacher.dtype, self.qg_TKE.device
         self.dqg_TKE = torch.zeros_like(self.qg_TKE, memory_format=torch.contiguous_format) if want_dqg else None

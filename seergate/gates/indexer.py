@@ -1,0 +1,59 @@
+"""The lightning indexer of DeepSeek Sparse Attention (DSA; DeepSeek-V3.2, equation 1), on a frozen GQA model.
+
+Equation 1 is ``I[t, s] = sum over heads i of w_i(t) * ReLU(q_i(t) . k(s))``. Not in the equation but in DeepSeek's
+code: the factors ``E^-1/2`` and ``I^-1/2``, LayerNorm on the index key and none on the queries, RoPE on both, half as
+many index heads as the model has query heads. Left out are FP8 and the Hadamard rotation before it, which changes no
+product.
+
+What is different here: DeepSeek makes queries of MLA's latent query and keys and weights of the hidden state, this all
+of the layer's queries and keys before RoPE, which is what a frozen model's taps give; DeepSeek rotates half of the
+width, this all of it. DeepSeek selects tokens; here a block has the highest score of its tokens. One choice holds for
+all KV heads, as in DeepSeek's.
+
+Shape suffixes: see `seergate.gates.token_scorer`.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from seergate.config import GateConfig
+from seergate.gates.scorer import HeadwiseLinear
+from seergate.gates.token_scorer import TokenScorer
+from seergate.ops.gate_math import block_scores, branch_end
+
+NORM_EPS = 1e-6
+
+
+class Indexer(TokenScorer):
+    """``score[t, n] = max over j in n of sum over i of w_i(t) ReLU(query_i(t) . key(j) / sqrt(E)) / sqrt(I)``."""
+
+    def __init__(self, config: GateConfig, **sizes: Any) -> None:
+        super().__init__(config, **sizes)
+        self.index_heads = max(1, self.num_heads // 2)
+        inputs = self.num_heads * self.head_dim
+        self.q_proj = HeadwiseLinear(1, inputs, self.index_heads * config.gate_dim)
+        self.weights_proj = HeadwiseLinear(1, inputs, self.index_heads)
+        if config.qk_norm:
+            self.k_norm = nn.LayerNorm(config.gate_dim, NORM_EPS, dtype=torch.float32)
+
+    def queries(self, q_BHSD: Tensor, positions: Tensor) -> Tensor:
+        """The index queries of each token, and after each its head's weight: ``[B, I, S, E + 1]``."""
+        q_BSP = q_BHSD.to(self.k_proj.weight.dtype).transpose(1, 2).flatten(2)
+        queries_BISE = (q_BSP @ self.q_proj.weight[0]).unflatten(2, (self.index_heads, -1)).transpose(1, 2)
+        weights_BIS = (q_BSP @ self.weights_proj.weight[0]).transpose(1, 2) / math.sqrt(self.index_heads)
+        queries_BISE = branch_end(queries_BISE, None, positions, self.inv_freq, self.attention_scaling)
+        return torch.cat((queries_BISE, weights_BIS[..., None]), -1)
+
+    def key_end(self, keys_B1TE: Tensor, positions: Tensor) -> Tensor:
+        normed = self.k_norm(keys_B1TE) if self.config.qk_norm else keys_B1TE
+        return branch_end(normed, None, positions, self.inv_freq, self.attention_scaling)
+
+    def token_scores(self, queries_BISE: Tensor, keys_B1TE: Tensor) -> Tensor:
+        queries_BISE, weights_BIS1 = queries_BISE.split((self.config.gate_dim, 1), -1)
+        products_BIST = block_scores(queries_BISE, keys_B1TE)
+        return (products_BIST.relu() * weights_BIS1).sum(1, keepdim=True)

@@ -1,0 +1,165 @@
+"""What every scorer is: queries of tokens, keys of entries, and scores of blocks made of both.
+
+An entry is what the scorer remembers of one token, or of one block of tokens (`Scorer.entry_tokens`).
+
+Shape suffixes: B batch, S tokens, M entries, N blocks, H query heads, K KV heads, G query heads per KV head
+(H = G * K), I query heads of the scorer, J key heads of the scorer, D head dimension of the model, E gate dimension, P
+numbers that an entry is made of.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from typing import Any, ClassVar, Self
+
+import torch
+from torch import Tensor, nn
+
+from seergate.config import GateConfig
+
+INIT_STD = 0.02
+
+
+class GateRMSNorm(nn.Module):
+    """The weight of `seergate.ops.gate_math.rms_norm`: one vector for all heads."""
+
+    def __init__(self, dim: int) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(dim, dtype=torch.float32))
+
+
+class HeadwiseLinear(nn.Module):
+    """A bias-free linear map per head: ``weight`` has the head axes first and ``[in, out]`` last."""
+
+    def __init__(self, *shape: int) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(shape, dtype=torch.float32))
+        nn.init.normal_(self.weight, std=INIT_STD)
+
+
+class Scorer(nn.Module, ABC):
+    """Scores every key block for every query token, once per KV head.
+
+    All inputs are the model's **pre-RoPE** vectors, after its q/k norm where it has one. Scorers compute in the dtype
+    of their own weights.
+
+    Args:
+        config: the architecture.
+        num_heads: H, query heads of the model's layer.
+        num_kv_heads: K, KV heads; divides H.
+        head_dim: D.
+        inv_freq: ``[E / 2]`` RoPE frequencies of the base model in gate width; required when ``config.rope``.
+        attention_scaling: the base model's RoPE attention factor.
+
+    Attributes:
+        entry_tokens: tokens that an entry is about.
+        key_heads: J, of an entry.
+        fused: whether the score of a block is ``scale * query . key`` of the one query and the one key that each KV
+            head has, which `ops.gate_kl` fuses into the loss.
+
+    Raises:
+        ValueError: if the head counts do not divide, or the number of frequencies is not E / 2.
+    """
+
+    inv_freq: Tensor | None
+    k_proj: HeadwiseLinear
+    entry_tokens: int
+    key_heads: int
+    fused: ClassVar[bool] = False
+
+    def __init__(
+        self,
+        config: GateConfig,
+        *,
+        num_heads: int,
+        num_kv_heads: int,
+        head_dim: int,
+        inv_freq: Tensor | None = None,
+        attention_scaling: float = 1.0,
+    ) -> None:
+        super().__init__()
+        if num_kv_heads < 1 or num_heads < 1 or num_heads % num_kv_heads:
+            raise ValueError(
+                f"num_heads is {num_heads}; it must be a positive multiple of num_kv_heads ({num_kv_heads})"
+            )
+        if config.rope and (inv_freq is None or inv_freq.shape != (config.gate_dim // 2,)):
+            got = None if inv_freq is None else tuple(inv_freq.shape)
+            raise ValueError(f"inv_freq has shape {got}; with rope on it must be ({config.gate_dim // 2},)")
+        self.config = config
+        self.num_heads, self.num_kv_heads, self.head_dim = num_heads, num_kv_heads, head_dim
+        self.group_size = num_heads // num_kv_heads
+        self.attention_scaling = attention_scaling
+        self.register_buffer("inv_freq", inv_freq.float() if config.rope and inv_freq is not None else None, False)
+
+    def _apply(self, fn: Any, recurse: bool = True) -> Self:
+        # Frequencies follow the gate to its device but never to a narrower dtype: bf16 ones would turn far positions.
+        exact = self.inv_freq
+        super()._apply(fn, recurse)
+        if exact is not None and self.inv_freq is not None:
+            self.inv_freq = exact.to(self.inv_freq.device)
+        return self
+
+    @abstractmethod
+    def queries(self, q_BHSD: Tensor, positions: Tensor) -> Tensor:
+        """What scores are made of on the side of the query: ``[B, I, S, E']``.
+
+        Args:
+            q_BHSD: the model's queries before RoPE, ``[B, H, S, D]``; query head h belongs to KV head ``h // G``.
+            positions: ``[B, S]`` or ``[S]``, each token's position.
+        """
+
+    @abstractmethod
+    def pool(self, k_BKSD: Tensor) -> Tensor:
+        """What entries are made of, ``[B, J, M, P]``, from the model's keys before RoPE ``[B, K, S, D]``, of which the
+        first one begins an entry.
+        """
+
+    @abstractmethod
+    def keys(self, pooled_BJMP: Tensor, positions: Tensor) -> Tensor:
+        """Entries ``[B, J, M, E]``.
+
+        Args:
+            pooled_BJMP: from `pool`.
+            positions: ``[B, M]`` or ``[M]``, the position of each entry's first token.
+        """
+
+    @abstractmethod
+    def scores(self, queries_BISE: Tensor, keys_BJME: Tensor) -> Tensor:
+        """The logits ``[B, K, S, N]`` of all blocks of which there is an entry, in fp32 or wider."""
+
+    def step_scores(self, q_BHD: Tensor, lengths: Tensor, keys_BJME: Tensor) -> Tensor:
+        """A decode step's logits ``[B, K, N]`` for blocks that are complete; those of others mean nothing.
+
+        Args:
+            q_BHD: each row's newest query before RoPE.
+            lengths: ``[B]``, tokens of each row, this one included.
+            keys_BJME: its entries.
+        """
+        return self.scores(self.queries(q_BHD[:, :, None], (lengths - 1)[:, None]), keys_BJME)[:, :, 0]
+
+    @abstractmethod
+    def remember(
+        self,
+        k_BKD: Tensor,
+        lengths: Tensor,
+        recent: Tensor,
+        entries: Tensor,
+        position_offset: int,
+        host_lengths: Sequence[int] | None,
+    ) -> None:
+        """See the newest key of each row at a decode step, before RoPE: complete the entry that it completes.
+
+        Args:
+            k_BKD: the keys.
+            lengths: ``[B]``, tokens of each row, this one included.
+            recent: ``[B, K, 2 * entry_tokens, D]``, raw keys; position ``p`` lies at slot ``p % (2 * entry_tokens)``.
+                Changed in place.
+            entries: ``[B, J, M, E]``, changed in place.
+            position_offset: what is added to the position of a block.
+            host_lengths: ``lengths`` where the host has them.
+        """
+
+    def _weight_of(self, norm: str) -> Tensor | None:
+        """The weight of the norm of this name; ``None`` without norms."""
+        return getattr(self, norm).weight if self.config.qk_norm else None

@@ -1,0 +1,120 @@
+"""`scorer_kl`: the distillation loss of any scorer, against any of the targets."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+
+from torch import Tensor
+
+from seergate.config import is_int
+from seergate.ops.backend import implementation
+from seergate.ops.checks import check_same, check_tensor, readable
+from seergate.ops.gate_kl import GateKLStats, check_loss
+from seergate.ops.teacher import check_teacher
+
+TARGETS = ("max", "sum", "selected")
+"""Names of the distributions over blocks that a scorer can learn, see `scorer_kl`."""
+
+Scores = Callable[[Tensor, Tensor], Tensor]
+"""Queries ``[1, I, R, E']`` and keys ``[1, J, M, E]`` -> scores ``[1, Hkv, R, N]``, with a graph."""
+
+
+def scorer_kl(
+    q: Tensor,
+    k: Tensor,
+    qs: Tensor,
+    ks: Tensor,
+    cu_seqlens: Tensor,
+    block_size: int,
+    *,
+    scores: Scores,
+    entry_tokens: int,
+    target: str = "max",
+    target_budget: int | None = None,
+    row_start: float = 0.0,
+    sm_scale: float | None = None,
+    reduction: str = "row_mean",
+    recall_budgets: tuple[int, ...] = (),
+    sinks: Tensor | None = None,
+    softcap: float | None = None,
+    lse: Tensor | None = None,
+) -> tuple[Tensor, GateKLStats]:
+    """KL divergence from a target to the softmax of a scorer's scores over strictly past blocks.
+
+    `gate_kl` for scores that are not one dot product per block, and for other targets. With ``p_h(t, s)`` the
+    teacher's probability of query head ``h`` of a group, causal over the row's segment, the target of block ``j`` is
+
+    * ``"max"``: ``max over h, max over s in j of p_h(t, s)`` (SeerAttention-R);
+    * ``"sum"``: ``sum over h, sum over s in j of p_h(t, s)`` (the warm-up of DeepSeek-V3.2, there over tokens and all
+      heads; MiniMax's group average);
+    * ``"selected"``: ``"sum"``, with target and scores restricted to the blocks that the scorer itself picks within
+      ``target_budget`` (the second stage of DeepSeek-V3.2). No gradient flows through the choice. DeepSeek's report
+      does not say how the restricted target is normalised. Here it is the sum over heads that is normalised anew, as
+      in MindSpeed's trainer; in Megatron-LM's each head is normalised over what was picked before they are summed;
+
+    normalised to sum 1 over the blocks that count. The gradients with respect to ``qs`` and ``ks`` are computed in the
+    forward, in chunks of rows, by autograd through ``scores``. There is no kernel for GPUs: there it runs in torch.
+
+    Args:
+        q, k: see `gate_kl`.
+        qs: ``[T, I, E']`` what ``scores`` takes as queries.
+        ks: ``[sum M_i, J, E]`` what it takes as keys; segment i of length ``L_i`` has
+            ``M_i = ceil(L_i / entry_tokens)`` of them.
+        cu_seqlens, block_size: see `gate_kl`.
+        scores: of some rows and of the keys of a segment's first blocks; blocks beyond those are cut off.
+        entry_tokens: tokens that one of the keys is about; divides ``block_size``.
+        target: one of `TARGETS`.
+        target_budget: for ``"selected"``, the tokens that the scorer may pick, the current block included: at least
+            two blocks.
+        row_start, sm_scale, reduction, sinks, softcap, lse: see `gate_kl`.
+        recall_budgets: see `gate_kl`; the teacher's share is that of the target, for ``"selected"`` that of ``"sum"``.
+
+    Returns:
+        As `gate_kl`.
+
+    Raises:
+        ValueError: naming the argument, what it is and what it must be.
+    """
+    check_teacher(q, k, cu_seqlens, block_size, sm_scale, sinks, softcap)
+    if not is_int(entry_tokens) or entry_tokens < 1 or block_size % entry_tokens:
+        raise ValueError(f"entry_tokens is {entry_tokens!r}; it must divide block_size ({block_size})")
+    check_tensor("qs", qs, (len(q), "I", "E'"))
+    check_same("qs", qs, "q", q, dtype=False)
+    entries: int | str = "sum M_i"
+    if readable(cu_seqlens):
+        entries = int((cu_seqlens.diff() + entry_tokens - 1).div(entry_tokens, rounding_mode="floor").sum())
+    check_tensor("ks", ks, (entries, "J", "E"))
+    check_same("ks", ks, "q", q, dtype=False)
+    check_target(target, target_budget, block_size)
+    budgets = check_loss(q, block_size, row_start, reduction, recall_budgets, lse)
+    return implementation("scorer_kl", q.device)(
+        q,
+        k,
+        qs,
+        ks,
+        cu_seqlens,
+        block_size,
+        scores=scores,
+        entry_tokens=entry_tokens,
+        target=target,
+        target_budget=target_budget,
+        row_start=row_start,
+        sm_scale=1.0 / math.sqrt(q.shape[-1]) if sm_scale is None else sm_scale,
+        reduction=reduction,
+        recall_budgets=budgets,
+        sinks=sinks,
+        softcap=softcap,
+        lse=lse,
+    )
+
+
+def check_target(target: str, target_budget: int | None, block_size: int) -> None:
+    """Refuse a target that there is not, and one whose budget leaves nothing to learn."""
+    if target not in TARGETS:
+        raise ValueError(f"target is {target!r}; it must be one of {', '.join(TARGETS)}")
+    if target == "selected" and (target_budget is None or not is_int(target_budget) or target_budget < 2 * block_size):
+        raise ValueError(
+            f"target_budget is {target_budget!r}; with target 'selected' it must be a number of tokens, at least two "
+            f"blocks ({2 * block_size})"
+        )

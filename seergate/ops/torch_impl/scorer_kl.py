@@ -1,0 +1,135 @@
+"""`scorer_kl` in torch: chunks of rows, gradients in the forward, autograd through the scores of a chunk.
+
+Shape suffixes: see `seergate.ops.torch_impl.teacher`; I query heads and J key heads of the scorer, E their width, M
+entries.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from seergate.ops.gate_kl import GateKLStats
+from seergate.ops.scorer_kl import Scores
+from seergate.ops.torch_impl.gate_kl import GradientsInForward, Outcome, row_weights
+from seergate.ops.torch_impl.teacher import MASKED, Teacher, segments, wide_dtype
+
+
+def scorer_kl(
+    q: Tensor,
+    k: Tensor,
+    qs: Tensor,
+    ks: Tensor,
+    cu_seqlens: Tensor,
+    block_size: int,
+    *,
+    scores: Scores,
+    entry_tokens: int,
+    target: str,
+    target_budget: int | None,
+    row_start: float,
+    sm_scale: float,
+    reduction: str,
+    recall_budgets: tuple[int, ...],
+    sinks: Tensor | None,
+    softcap: float | None,
+    lse: Tensor | None,
+) -> tuple[Tensor, GateKLStats]:
+    """The public op, once its arguments are checked."""
+    dtype = wide_dtype(q, k, qs, ks)
+    teacher = Teacher(q, k, block_size, sm_scale, sinks, softcap, dtype, lse)
+    picked = target_budget // block_size - 1 if target == "selected" and target_budget is not None else None
+    spans = segments(cu_seqlens)
+    lengths = [end - start for start, end in spans]
+    begins = [int(length * row_start) for length in lengths]
+    plans = [teacher.chunks(begin, length) for begin, length in zip(begins, lengths, strict=True)]
+    rows, weights = row_weights(lengths, begins, block_size, teacher.kv_heads, reduction)
+    past_blocks = [budget // block_size - 1 for budget in recall_budgets]
+    log_targets = Teacher.log_targets if target == "max" else log_masses
+
+    def run(want_dqs: bool, want_dks: bool) -> Outcome:
+        device, kv_heads = q.device, teacher.kv_heads
+        dqs_TIE = torch.zeros_like(qs, memory_format=torch.contiguous_format) if want_dqs else None
+        dks_MJE = torch.zeros(ks.shape, dtype=dtype, device=device) if want_dks else None
+        loss = torch.zeros((), dtype=torch.float64, device=device)
+        kl_K = torch.zeros(kv_heads, dtype=torch.float64, device=device)
+        recall_IK = torch.zeros(len(past_blocks), kv_heads, dtype=torch.float64, device=device)
+        scratch, entry = teacher.scratch(plans), 0
+        for (start, stop), plan, weight in zip(spans, plans, weights, strict=True):
+            keys_KSD = [teacher.head_keys(start, stop, head) for head in range(kv_heads if plan else 0)]
+            for first, end in plan:
+                blocks = (end - 1) // block_size  # candidates of the chunk's last row
+                some = slice(entry, entry + blocks * block_size // entry_tokens)
+                rows_of = slice(start + first, start + end)
+                qs_RIE = qs[rows_of].detach().to(dtype).requires_grad_(want_dqs)
+                ks_MJE = ks[some].detach().to(dtype).requires_grad_(want_dks)
+                with torch.set_grad_enabled(want_dqs or want_dks):
+                    logits_KRN = scores(qs_RIE.transpose(0, 1)[None], ks_MJE.transpose(0, 1)[None])[0, ..., :blocks]
+                    logits_KRN = logits_KRN.masked_fill(teacher.not_past(first, end).T, MASKED)
+                delta_KRN = torch.empty_like(logits_KRN)
+                for head, a_RN in enumerate(logits_KRN.detach().to(dtype)):
+                    u_RN = log_targets(teacher, keys_KSD[head], start, first, end, head, scratch).T
+                    for i, count in enumerate(past_blocks):
+                        recall_IK[i, head] += _recall(a_RN, u_RN, count)
+                    kl, delta_RN = _compared(a_RN, u_RN, picked)
+                    kl_K[head] += kl
+                    loss += weight * kl
+                    delta_KRN[head] = delta_RN * weight
+                sides = [x for x in (qs_RIE, ks_MJE) if x.requires_grad]
+                if sides:
+                    found = iter(torch.autograd.grad(logits_KRN, sides, delta_KRN))
+                    if dqs_TIE is not None:
+                        dqs_TIE[rows_of] = next(found).to(dqs_TIE.dtype)
+                    if dks_MJE is not None:
+                        dks_MJE[some] += next(found)
+            entry += -(-(stop - start) // entry_tokens)
+        counted = max(rows, 1)
+        stats = (kl_K / counted).to(dtype), torch.tensor(rows, device=device), (recall_IK / counted).to(dtype)
+        return loss.to(dtype), stats, dqs_TIE, None if dks_MJE is None else dks_MJE.to(ks.dtype)
+
+    wanted = torch.is_grad_enabled()
+    loss, *stats = GradientsInForward.apply(qs, ks, run, wanted and qs.requires_grad, wanted and ks.requires_grad)
+    return loss, GateKLStats(*stats)
+
+
+def log_masses(
+    teacher: Teacher, keys_SD: Tensor, start: int, first: int, end: int, head: int, scratch: Tensor
+) -> Tensor:
+    """``u [N, R]``: log of the probability of each past block, summed over the group's heads; `MASKED` where not past.
+
+    Arguments as of `Teacher.log_targets`.
+    """
+    scores_SX, block_max_NX = teacher.scores(keys_SD, start, first, end, head, scratch)
+    in_blocks = scores_SX[: len(block_max_NX) * teacher.block_size].view(-1, teacher.block_size, scores_SX.shape[1])
+    block_lse_NX = in_blocks.logsumexp(1)
+    if teacher.lse_TH is None:
+        lse_X, _ = teacher.normaliser(scores_SX, block_max_NX, head)
+    else:
+        group = slice(head * teacher.group, (head + 1) * teacher.group)
+        lse_X = teacher.lse_TH[start + first : start + end, group].T.reshape(-1).to(teacher.dtype)
+    u_NR = (block_lse_NX - lse_X).view(-1, teacher.group, end - first).logsumexp(1)
+    return u_NR.masked_fill_(teacher.not_past(first, end), MASKED)
+
+
+def _compared(a_RN: Tensor, u_RN: Tensor, picked: int | None) -> tuple[Tensor, Tensor]:
+    """KL of rows, summed (float64), and its derivative with respect to the scores; of the best blocks only if so many
+    are ``picked``.
+    """
+    if picked is not None and picked < a_RN.shape[1]:
+        left_out = torch.ones_like(a_RN, dtype=torch.bool).scatter_(1, _best(a_RN, picked), False)
+        u_RN, a_RN = u_RN.masked_fill(left_out, MASKED), a_RN.masked_fill(left_out, MASKED)
+    log_p_RN, log_pi_RN = u_RN.log_softmax(1), a_RN.log_softmax(1)
+    p_RN = log_p_RN.exp()
+    return ((log_p_RN - log_pi_RN) * p_RN).sum(dtype=torch.float64), log_pi_RN.exp() - p_RN
+
+
+def _recall(a_RN: Tensor, u_RN: Tensor, wanted: int) -> Tensor:
+    """The target's share in the best blocks of each row, summed over rows."""
+    return u_RN.softmax(1).gather(1, _best(a_RN, wanted)).sum(dtype=torch.float64)
+
+
+def _best(a_RN: Tensor, count: int) -> Tensor:
+    """The ``count`` best blocks of each row, all if there are fewer; of equal scores, which a rectified sum often has,
+    the lower blocks, as in decoding.
+    """
+    return a_RN.sort(dim=1, descending=True, stable=True).indices[:, :count]

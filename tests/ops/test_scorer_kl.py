@@ -1,0 +1,146 @@
+"""The loss of any scorer against any target: the torch backend against the reference, and both against numbers."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+
+from seergate import ops
+from seergate.ops import reference
+from tests.ops.helpers import Pack, cu_seqlens, relative
+from tests.ops.test_teacher import two_heads_with_these_probabilities
+
+BOTH = pytest.mark.parametrize("scorer_kl", [reference.scorer_kl, ops.scorer_kl], ids=["reference", "torch"])
+SIZE = 8
+
+
+def per_block(queries, keys):
+    """One dot product per block and KV head, as `gate_kl` has it."""
+    return queries @ keys.transpose(-1, -2) / math.sqrt(keys.shape[-1])
+
+
+def per_token(queries, keys):
+    """Two heads on shared keys of tokens, rectified and summed; the same for both KV heads. No block is alike."""
+    products = (queries @ keys.transpose(-1, -2)).relu().sum(1, keepdim=True) / math.sqrt(keys.shape[-1])
+    return products.unflatten(-1, (-1, SIZE)).amax(-1).expand(-1, 2, -1, -1)
+
+
+SCORES = {"per_block": (per_block, SIZE), "per_token": (per_token, 1)}
+
+
+def packed(lengths, group, kind):
+    """A random pack; keys of tokens in place of those of blocks for a scorer that wants them."""
+    pack = Pack.random(lengths, block_size=SIZE, group=group, dim=8, gate_dim=6)
+    if kind == "per_token":
+        pack.kg = torch.randn(sum(lengths), 1, 6, dtype=torch.float64, generator=torch.Generator().manual_seed(2))
+    return pack, dict(zip(("scores", "entry_tokens"), SCORES[kind], strict=True))
+
+
+@pytest.mark.parametrize("kind", SCORES)
+@pytest.mark.parametrize("target", ops.TARGETS)
+@pytest.mark.parametrize(("lengths", "group"), [([1, 63, 0, 40], 1), ([45], 4), ([1], 5), ([33, 17], 7), ([25], 8)])
+def test_against_the_reference(kind, target, lengths, group):
+    pack, options = packed(lengths, group, kind)
+    options |= {"target": target, "target_budget": 3 * SIZE, "row_start": 0.3, "recall_budgets": (8, 16, 1000)}
+    for reduction in ("row_mean", "published"):
+        want = pack.run(reference.scorer_kl, **options, reduction=reduction)
+        got = pack.run(ops.scorer_kl, **options, reduction=reduction)
+        for a, b in zip((got[0], *got[1], *got[2:]), (want[0], *want[1], *want[2:]), strict=True):
+            assert relative(a, b) < 1e-10
+    narrow = pack.to(torch.float32).run(ops.scorer_kl, **options, reduction=reduction)
+    for a, b in zip((narrow[0], *narrow[2:]), (want[0], *want[2:]), strict=True):
+        assert relative(a, b) < 1e-5
+
+
+@pytest.mark.parametrize("target", ops.TARGETS)
+def test_sinks_softcap_and_a_known_normaliser(target):
+    pack, options = packed([45, 9], 2, "per_token")
+    more = {"sinks": torch.randn(4).double(), "softcap": 5.0, "sm_scale": 0.7}
+    options |= {"target": target, "target_budget": 2 * SIZE, **more}
+    want = pack.run(reference.scorer_kl, **options)
+    lse = reference.attention_with_block_targets(pack.q, pack.k, pack.k, pack.cu, SIZE, **more).lse
+    for known in ({}, {"lse": lse}):
+        got = pack.run(ops.scorer_kl, **options, **known)
+        assert relative(got[0], want[0]) < 1e-10 and relative(got[2], want[2]) < 1e-10
+
+
+def test_many_chunks_are_as_one(monkeypatch):
+    pack, options = packed([100, 30], 2, "per_token")
+    whole = pack.run(ops.scorer_kl, **options, target="selected", target_budget=3 * SIZE)
+    monkeypatch.setattr("seergate.ops.torch_impl.teacher.CHUNK_BYTES_CPU", 1)
+    parts = pack.run(ops.scorer_kl, **options, target="selected", target_budget=3 * SIZE)
+    for a, b in zip((parts[0], *parts[2:]), (whole[0], *whole[2:]), strict=True):
+        assert relative(a, b) < 1e-10
+
+
+def test_one_dot_product_per_block_and_the_largest_probability_are_gate_kl():
+    pack, options = packed([63, 1, 40], 2, "per_block")
+    shared = {"row_start": 0.5, "recall_budgets": (16,)}
+    want, got = pack.run(ops.gate_kl, **shared), pack.run(ops.scorer_kl, **options, **shared)
+    for a, b in zip((got[0], *got[1], *got[2:]), (want[0], *want[1], *want[2:]), strict=True):
+        assert relative(a, b) < 1e-10
+
+
+@BOTH
+def test_targets_by_hand(scorer_kl):
+    q, k, cu = two_heads_with_these_probabilities()
+    probabilities = (q[5, :, None] * k[:, 0]).sum(-1).softmax(-1)  # [heads, tokens] of the last row, one KV head
+    mass = probabilities.unflatten(-1, (3, 2))[:, :2].sum((0, 2))
+    p = (mass / mass.sum()).tolist()
+    options = {"scores": per_block, "entry_tokens": 2, "row_start": 5 / 6, "sm_scale": 1.0}
+    for logits in ((1.0, 3.0), (0.5, -2.0)):
+        qs = torch.ones(6, 1, 1).double().requires_grad_()
+        ks = torch.tensor([*logits, math.nan]).double()[:, None, None].requires_grad_()
+        loss, stats = scorer_kl(q, k, qs, ks, cu, 2, **options, target="sum", recall_budgets=(4,))
+        pi = torch.tensor(logits).double().softmax(0).tolist()
+        assert loss.item() == pytest.approx(sum(a * math.log(a / b) for a, b in zip(p, pi, strict=True)))
+        assert stats.recall.item() == pytest.approx(p[logits.index(max(logits))])
+        loss.backward()
+        assert ks.grad[:2, 0, 0].tolist() == pytest.approx([b - a for a, b in zip(p, pi, strict=True)])
+        # two blocks may be read, so one past block may be picked: nothing is left to tell apart
+        loss, _ = scorer_kl(q, k, qs, ks, cu, 2, **options, target="selected", target_budget=4)
+        assert loss.item() == 0
+        whole, _ = scorer_kl(q, k, qs, ks, cu, 2, **options, target="selected", target_budget=6)
+        assert whole.item() == pytest.approx(sum(a * math.log(a / b) for a, b in zip(p, pi, strict=True)))
+
+
+@BOTH
+def test_what_is_not_picked_does_not_count(scorer_kl):
+    """Three past blocks, two of which are picked: moving the third one's score or probability changes nothing."""
+    q, k = torch.ones(8, 1, 1).double(), torch.zeros(8, 1, 1).double()
+    qs = torch.ones(8, 1, 1).double()
+    found = []
+    for third, probability in ((-5.0, 0.0), (-9.0, 3.0)):
+        ks = torch.tensor([1.0, 2.0, third, 0.0]).double()[:, None, None].requires_grad_()
+        k[4:6] = probability
+        loss, _ = scorer_kl(
+            q, k, qs, ks, cu_seqlens([8]), 2, scores=per_block, entry_tokens=2, row_start=7 / 8, target="selected",
+            target_budget=6,
+        )  # fmt: skip
+        loss.backward()
+        assert ks.grad[2].item() == 0
+        found.append(loss.item())
+    assert found[0] == pytest.approx(found[1])
+    pi = 1 / (1 + math.e)
+    assert found[0] == pytest.approx(0.5 * math.log(0.5 / pi) + 0.5 * math.log(0.5 / (1 - pi)))
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"target": "mean"}, "target is 'mean'; it must be one of max, sum, selected"),
+        ({"target": "selected"}, "target_budget is None; with target 'selected' it must be"),
+        ({"target": "selected", "target_budget": 15}, "target_budget is 15"),
+        ({"entry_tokens": 3}, r"entry_tokens is 3; it must divide block_size \(8\)"),
+        ({"entry_tokens": 4}, "ks has shape"),
+        ({"row_start": 1.0}, "row_start is 1.0"),
+        ({"reduction": "sum"}, "reduction is 'sum'"),
+        ({"recall_budgets": (4,)}, "recall_budgets is"),
+    ],
+)
+def test_refusals(change, message):
+    pack, options = packed([20], 2, "per_block")
+    with pytest.raises(ValueError, match=message):
+        pack.run(ops.scorer_kl, **(options | change))
