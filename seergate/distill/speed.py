@@ -10,18 +10,18 @@ from __future__ import annotations
 import copy
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
 from torch.nn import functional as F
 
-from seergate import ops
 from seergate.distill.base_model import base_dtype, gate_config
 from seergate.distill.config import TrainConfig
+from seergate.gates.scorers import make_scorer
 from seergate.hf.bank import GateBank
-from seergate.hf.teacher_forward import distill_step
+from seergate.hf.teacher_forward import distill_step, loss_of
 from seergate.models.families import attention_modules, decoder_of, text_config
 
 if TYPE_CHECKING:
@@ -159,8 +159,13 @@ def _gate_loss(bank: GateBank, config: TrainConfig, device: torch.device) -> flo
         torch.randn(length, n, bank.geometry.head_dim, dtype=base_dtype(config, device), device=device)
         for n in (heads, kv_heads)
     )
-    qg = torch.randn(length, kv_heads, bank.config.gate_dim, device=device, requires_grad=True)
-    kg = torch.randn(-(-length // size), kv_heads, bank.config.gate_dim, device=device, requires_grad=True)
+    gate = make_scorer(bank.config, replace(bank.geometry, num_heads=heads, num_kv_heads=kv_heads)).to(device)
+    positions = torch.arange(length, device=device)
+    with torch.no_grad():
+        qg = gate.queries(q.transpose(0, 1)[None], positions)[0].transpose(0, 1)
+        kg = gate.keys(gate.pool(k.transpose(0, 1)[None]), positions[:: gate.entry_tokens])[0].transpose(0, 1)
+    qg.requires_grad_(), kg.requires_grad_()
+    loss_op = loss_of(gate, config.target, config.target_budget)
     cu_seqlens = torch.tensor([0, length], dtype=torch.int32)
     budgets = tuple(budget for budget in config.recall_budgets if budget >= size)
     # On a processor it comes with the attention's output, see `packed_causal_attention`; its values cost nothing.
@@ -168,7 +173,7 @@ def _gate_loss(bank: GateBank, config: TrainConfig, device: torch.device) -> flo
     rules: dict[str, Any] = {"row_start": config.row_start, "recall_budgets": budgets, "lse": lse}
 
     def run() -> None:
-        loss, _ = ops.gate_kl(q, k, qg, kg, cu_seqlens, size, **rules)
+        loss, _ = loss_op(q, k, qg, kg, cu_seqlens, size, **rules)
         torch.autograd.grad(loss, (qg, kg))
 
     return _seconds(run, device) * (bank.geometry.num_kv_heads // kv_heads) / counted

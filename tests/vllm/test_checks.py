@@ -102,6 +102,14 @@ def test_gates_of_another_model(tmp_path: Any) -> None:
         configured({"gates": str(tmp_path)})
 
 
+@pytest.mark.parametrize("scorer", ["msa", "indexer"])
+def test_gates_with_a_key_per_token(scorer: str, tmp_path: Any) -> None:
+    config = GateConfig(block_size=32, gate_dim=32, scorer=scorer)
+    GateBank.for_model(tiny_model("qwen3", head_dim=32), config).save_pretrained(tmp_path)
+    with pytest.raises(SeergateError, match=f"these gates have the scorer '{scorer}', which keeps a key per token"):
+        configured({"gates": str(tmp_path)})
+
+
 @pytest.mark.parametrize("rope", [{"rope_theta": 5e3}, {"rope_type": "yarn", "factor": 4.0, "rope_theta": 1e6}])
 def test_gates_of_a_model_with_another_rope(rope: dict[str, Any]) -> None:
     """As by ``--hf-overrides``."""
