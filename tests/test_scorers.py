@@ -117,6 +117,9 @@ def test_decoding(model, scorer):
         assert torch.equal(run(ids, cache_implementation="static"), sparse)
         assert torch.equal(run(ids, prompt_lookup_num_tokens=3), sparse)
     assert not torch.equal(sparse, dense) and stats["density"] < 0.6
+    on_evictor = seergate.methods.make_method("h2o+gate", bank=bank, token_budget=32, read_budget=2 * SIZE)
+    with seergate.attached(model, on_evictor) as handle:
+        assert run(ids).shape == dense.shape and handle.stats()["density"] < 0.6
     with seergate.attached(model, bank, token_budget=2 * SIZE, storage=seergate.Paging(block_size=2 * SIZE)):
         assert torch.equal(run(ids), sparse)
     with seergate.attached(model, bank, token_budget=2 * SIZE, correction=seergate.Lossless(draft_tokens=3)):
