@@ -9,6 +9,7 @@ from dataclasses import asdict, dataclass, fields
 from typing import Any, Literal
 
 SCORERS = ("attn_gate", "msa", "indexer")
+TARGETS = ("max", "sum", "selected")
 POOLINGS = ("max", "min", "avg")
 Q_POOLINGS = ("proj", "avgproj", "avg")
 MIN_BLOCK_SIZE, MAX_BLOCK_SIZE = 8, 256
@@ -27,6 +28,17 @@ def check_poolings(name: str, kinds: Any) -> tuple[str, ...]:
     if not (listed and kinds and len(set(kinds)) == len(kinds) and set(kinds) <= set(POOLINGS)):
         raise ValueError(f"{name} is {kinds!r}; it must be one or more of {POOLINGS}, each at most once")
     return tuple(kinds)
+
+
+def check_target(target: str, target_budget: int | None, block_size: int) -> None:
+    """Refuse a target that there is not, and one whose budget leaves nothing to learn."""
+    if target not in TARGETS:
+        raise ValueError(f"target is {target!r}; it must be one of {', '.join(TARGETS)}")
+    if target == "selected" and (target_budget is None or not is_int(target_budget) or target_budget < 2 * block_size):
+        raise ValueError(
+            f"target_budget is {target_budget!r}; with target 'selected' it must be a number of tokens, at least two "
+            f"blocks ({2 * block_size})"
+        )
 
 
 @dataclass(frozen=True)

@@ -18,9 +18,8 @@ from typing import Any, Literal, NoReturn, get_args, get_origin
 import yaml
 
 from seergate.chain_sum import GIVENS, NAMES
-from seergate.config import POOLINGS, GateConfig
+from seergate.config import POOLINGS, GateConfig, check_target
 from seergate.errors import SeergateError, did_you_mean, first_line
-from seergate.ops.scorer_kl import check_target
 from seergate.paths import shipped
 
 DEFAULT_PRESET = "tiny-reasoner"

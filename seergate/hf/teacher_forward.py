@@ -19,6 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from seergate import ops
+from seergate.config import check_target
 from seergate.errors import SeergateError
 from seergate.gates.bank import Gates
 from seergate.gates.scorer import Scorer
@@ -26,7 +27,6 @@ from seergate.hf.packed_attention import gives_lse, packed_causal_attention
 from seergate.hf.teacher_pass import TeacherCall, intercepted_attention
 from seergate.models import families
 from seergate.ops.checks import check_cu_seqlens
-from seergate.ops.scorer_kl import check_target
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel

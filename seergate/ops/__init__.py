@@ -11,14 +11,13 @@ from seergate.ops.compression import update_compressed_keys
 from seergate.ops.dense_decode import dense_decode
 from seergate.ops.gate_kl import GateKLStats, gate_kl
 from seergate.ops.pooling import pool_keys
-from seergate.ops.scorer_kl import TARGETS, scorer_kl
+from seergate.ops.scorer_kl import scorer_kl
 from seergate.ops.scoring import score_blocks
 from seergate.ops.selection import Selection, select_blocks
 from seergate.ops.sparse_decode import sparse_decode
 from seergate.ops.teacher import AttentionWithTargets, attention_with_block_targets, block_targets
 
 __all__ = [
-    "TARGETS",
     "AttentionWithTargets",
     "GateKLStats",
     "Selection",

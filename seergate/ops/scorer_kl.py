@@ -7,14 +7,11 @@ from collections.abc import Callable
 
 from torch import Tensor
 
-from seergate.config import is_int
+from seergate.config import check_target, is_int
 from seergate.ops.backend import implementation
 from seergate.ops.checks import check_same, check_tensor, readable
 from seergate.ops.gate_kl import GateKLStats, check_loss
 from seergate.ops.teacher import check_teacher
-
-TARGETS = ("max", "sum", "selected")
-"""Names of the distributions over blocks that a scorer can learn, see `scorer_kl`."""
 
 Scores = Callable[[Tensor, Tensor], Tensor]
 """Queries ``[1, I, R, E']`` and keys ``[1, J, M, E]`` -> scores ``[1, Hkv, R, N]``, with a graph."""
@@ -64,7 +61,7 @@ def scorer_kl(
         cu_seqlens, block_size: see `gate_kl`.
         scores: of some rows and of the keys of a segment's first blocks; blocks beyond those are cut off.
         entry_tokens: tokens that one of the keys is about; divides ``block_size``.
-        target: one of `TARGETS`.
+        target: ``"max"``, ``"sum"`` or ``"selected"``.
         target_budget: for ``"selected"``, the tokens that the scorer may pick, the current block included: at least
             two blocks.
         row_start, sm_scale, reduction, sinks, softcap, lse: see `gate_kl`.
@@ -107,14 +104,3 @@ def scorer_kl(
         softcap=softcap,
         lse=lse,
     )
-
-
-def check_target(target: str, target_budget: int | None, block_size: int) -> None:
-    """Refuse a target that there is not, and one whose budget leaves nothing to learn."""
-    if target not in TARGETS:
-        raise ValueError(f"target is {target!r}; it must be one of {', '.join(TARGETS)}")
-    if target == "selected" and (target_budget is None or not is_int(target_budget) or target_budget < 2 * block_size):
-        raise ValueError(
-            f"target_budget is {target_budget!r}; with target 'selected' it must be a number of tokens, at least two "
-            f"blocks ({2 * block_size})"
-        )

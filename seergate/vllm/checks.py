@@ -71,14 +71,14 @@ def configured(settings: Settings, engine_args: Any, create: Callable[[], Any]) 
 
 def check_page(bank: Gates | None, page: int | None) -> None:
     """Refuse gates that keep more than a key per block, or whose block is not one page of the cache, or several."""
-    from vllm.platforms import current_platform
-
-    unit = 32 if current_platform.is_cpu() else 16
     if bank is not None and next(iter(bank))[1].entry_tokens != bank.config.block_size:
         raise SeergateError(
             f"these gates have the scorer {bank.config.scorer!r}, which keeps a key per token, made of all KV heads; "
             "inside vLLM there is room for one per block and KV head: train gates with --scorer attn_gate"
         )
+    from vllm.platforms import current_platform
+
+    unit = 32 if current_platform.is_cpu() else 16
     if bank is not None and bank.config.block_size % unit:
         raise SeergateError(
             f"these gates are for blocks of {bank.config.block_size} tokens; inside vLLM a block is one page of its "

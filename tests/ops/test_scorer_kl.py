@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from seergate import ops
+from seergate.config import TARGETS
 from seergate.ops import reference
 from tests.ops.helpers import Pack, cu_seqlens, relative
 from tests.ops.test_teacher import two_heads_with_these_probabilities
@@ -39,7 +40,7 @@ def packed(lengths, group, kind):
 
 
 @pytest.mark.parametrize("kind", SCORES)
-@pytest.mark.parametrize("target", ops.TARGETS)
+@pytest.mark.parametrize("target", TARGETS)
 @pytest.mark.parametrize(("lengths", "group"), [([1, 63, 0, 40], 1), ([45], 4), ([1], 5), ([33, 17], 7), ([25], 8)])
 def test_against_the_reference(kind, target, lengths, group):
     pack, options = packed(lengths, group, kind)
@@ -54,7 +55,7 @@ def test_against_the_reference(kind, target, lengths, group):
         assert relative(a, b) < 1e-5
 
 
-@pytest.mark.parametrize("target", ops.TARGETS)
+@pytest.mark.parametrize("target", TARGETS)
 def test_sinks_softcap_and_a_known_normaliser(target):
     pack, options = packed([45, 9], 2, "per_token")
     more = {"sinks": torch.randn(4).double(), "softcap": 5.0, "sm_scale": 0.7}

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from seergate import GateBank, GateConfig, SeergateError
-from seergate.vllm.checks import check_model
+from seergate.vllm.checks import check_model, check_page
 from seergate.vllm.settings import Settings
 from tests.models import tiny_model
 from tests.vllm.conftest import GATES, REASONER
@@ -103,11 +103,10 @@ def test_gates_of_another_model(tmp_path: Any) -> None:
 
 
 @pytest.mark.parametrize("scorer", ["msa", "indexer"])
-def test_gates_with_a_key_per_token(scorer: str, tmp_path: Any) -> None:
-    config = GateConfig(block_size=32, gate_dim=32, scorer=scorer)
-    GateBank.for_model(tiny_model("qwen3", head_dim=32), config).save_pretrained(tmp_path)
+def test_gates_with_a_key_per_token(scorer: str) -> None:
+    bank = GateBank.for_model(tiny_model("qwen3"), GateConfig(block_size=32, gate_dim=16, scorer=scorer))
     with pytest.raises(SeergateError, match=f"these gates have the scorer '{scorer}', which keeps a key per token"):
-        configured({"gates": str(tmp_path)})
+        check_page(bank, 32)
 
 
 @pytest.mark.parametrize("rope", [{"rope_theta": 5e3}, {"rope_type": "yarn", "factor": 4.0, "rope_theta": 1e6}])
