@@ -10,20 +10,18 @@ from contextlib import contextmanager
 import pytest
 
 from seergate.errors import SeergateError
-from seergate.eval import MethodSpec, RunOptions, evaluate, make_task
 from seergate.eval.collector import Collector
 from seergate.eval.engine import Generation, Request
 from seergate.eval.judge import GradingPool
 from seergate.eval.store import SAMPLES, UNGRADED, SampleLog, key_of, read_samples
 from tests.eval import support
+from tests.eval.test_runner import small
 
 WAIT = 60.0
 
 
 def run(out, model=None, **options):
-    task = make_task("chain_sum", problems=4, variables=5)
-    given = RunOptions(**{"max_new_tokens": 24, "batch_size": 1, **options})
-    return evaluate(model or support.model(), support.tokenizer(), task, MethodSpec("dense"), out, given)
+    return small(out, model=model, **{"max_new_tokens": 24, "batch_size": 1, **options})
 
 
 def test_decoding_goes_on_while_an_answer_is_graded(tmp_path, monkeypatch):

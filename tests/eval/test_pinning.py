@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from seergate.errors import SeergateError
-from seergate.eval import MethodSpec, RunOptions, Sampling, environment, evaluate, make_task
+from seergate.eval import MethodSpec, RunOptions, Sampling, environment, make_task
 from seergate.eval.runner import reference_in
 from tests.eval import support
 from tests.eval.test_runner import small
@@ -31,9 +31,8 @@ def test_other_weights_are_refused(tmp_path):
     small(tmp_path)
     model = support.model()
     model.lm_head.weight.data[3, 3] += 1
-    task = make_task("chain_sum", problems=4, variables=5)
     with pytest.raises(SeergateError, match=r"model\.fingerprint"):
-        evaluate(model, support.tokenizer(), task, MethodSpec("dense"), tmp_path, RunOptions(max_new_tokens=36))
+        small(tmp_path, model=model)
 
 
 def with_yarn(model):
@@ -60,9 +59,8 @@ def test_what_no_weight_or_problem_shows_is_refused_too(tmp_path, model, tokeniz
     small(tmp_path)
     path = tmp_path / "samples.jsonl"
     path.write_text("".join(path.read_text().splitlines(keepends=True)[:2]))
-    task = make_task("chain_sum", problems=4, variables=5)
     with pytest.raises(SeergateError, match=f"holds a run with other settings: {field}"):
-        evaluate(model(), tokenizer(), task, MethodSpec("dense"), tmp_path, RunOptions(max_new_tokens=36))
+        small(tmp_path, model=model(), tokenizer=tokenizer())
 
 
 def test_the_version_that_mathematics_was_graded_with_may_not_change(tmp_path, monkeypatch):
@@ -70,9 +68,8 @@ def test_the_version_that_mathematics_was_graded_with_may_not_change(tmp_path, m
     path.write_text('{"prompt": "a1 1 a2 2", "answer": "3"}\n{"prompt": "a1 1 a2 3", "answer": "4"}\n')
 
     def run(grader):
-        task, out = make_task(str(path), grader=grader), tmp_path / grader
-        evaluate(support.model(), support.tokenizer(), task, MethodSpec("dense"), out, RunOptions(max_new_tokens=4))
-        return out / "samples.jsonl"
+        small(tmp_path / grader, task=make_task(str(path), grader=grader), max_new_tokens=4)
+        return tmp_path / grader / "samples.jsonl"
 
     for grader in ("math", "exact"):
         lines = run(grader).read_text().splitlines(keepends=True)
@@ -113,8 +110,8 @@ def test_several_greedy_samples_are_refused(tmp_path):
         small(tmp_path, samples=2)
     path = tmp_path / "mine.jsonl"
     path.write_text('{"prompt": "a1 1 a2 2", "answer": "3"}\n')
-    task, options = make_task(str(path), grader="exact"), RunOptions(samples=2, max_new_tokens=4)
-    options.check(task)
+    task = make_task(str(path), grader="exact")
+    RunOptions(samples=2).check(task)
     with pytest.raises(ValueError, match="samples is 2; with greedy decoding"):
-        evaluate(support.model(), support.tokenizer(), task, MethodSpec("dense"), tmp_path / "out", options)
+        small(tmp_path / "out", task=task, samples=2, max_new_tokens=4)
     assert not (tmp_path / "out").exists()

@@ -29,10 +29,11 @@ FIELDS = {
 }
 
 
-def small(out, spec=None, **options):
-    task = make_task("chain_sum", problems=4, variables=5)
+def small(out, spec=None, *, model=None, tokenizer=None, task=None, **options):
+    task = task or make_task("chain_sum", problems=4, variables=5)
+    made = model or support.model(), tokenizer or support.tokenizer()
     given = RunOptions(**{"max_new_tokens": 36, "batch_size": 2, **options})
-    return evaluate(support.model(), support.tokenizer(), task, spec or MethodSpec("dense"), out, given)
+    return evaluate(*made, task, spec or MethodSpec("dense"), out, given)
 
 
 def samples(out):
@@ -112,14 +113,12 @@ def test_the_limits_of_a_task_and_of_the_caller(tmp_path):
     assert str(RunOptions().limit(task)) == "at most 32768 tokens, prompt included"
     assert str(RunOptions(max_new_tokens=7).limit(task)) == "at most 7 new tokens"
     out = tmp_path / "run"
-    options = RunOptions(max_total_tokens=9)
-    metrics = evaluate(support.model(), support.tokenizer(), task, MethodSpec("dense"), out, options)
+    metrics = small(out, task=task, max_new_tokens=None, max_total_tokens=9)
     assert (metrics["mean_prompt_tokens"], metrics["mean_tokens"]) == (4, 5)
     config = yaml.safe_load((out / "config.yaml").read_text())["generation"]
     assert (config["max_new_tokens"], config["max_total_tokens"]) == (None, 9)
     with pytest.raises(SeergateError, match="leaves no room for an answer"):
-        options = RunOptions(max_total_tokens=4)
-        evaluate(support.model(), support.tokenizer(), task, MethodSpec("dense"), tmp_path / "x", options)
+        small(tmp_path / "x", task=task, max_new_tokens=None, max_total_tokens=4)
 
 
 def test_regrading_changes_grades_only(tmp_path):
@@ -210,14 +209,7 @@ def test_regrading_that_is_cut_short_mixes_nothing(tmp_path, monkeypatch, step):
     mine = make_task("chain_sum", problems=4, variables=5)
     for grader in ("digit", "exact"):
         with pytest.raises(SeergateError, match=r"task\.regrading was 'cut short"):
-            evaluate(
-                support.model(),
-                support.tokenizer(),
-                replace(mine, grader=grader),
-                MethodSpec("dense"),
-                tmp_path,
-                RunOptions(max_new_tokens=36),
-            )
+            small(tmp_path, task=replace(mine, grader=grader))
     regrade(tmp_path)
     task = yaml.safe_load((tmp_path / "config.yaml").read_text())["task"]
     assert (task["grader"], "regrading" in task) == ("exact", False)

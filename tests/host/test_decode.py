@@ -25,20 +25,24 @@ def gates(model, block_size=BLOCK, **options):
     return bank
 
 
+def selector(model, name, budget=2 * BLOCK, block_size=BLOCK, **options):
+    """A method that selects, in all layers; each call draws other gates."""
+    if name == "gate":
+        bank = gates(model, block_size, gate_dim=model.get_decoder().layers[-1].self_attn.head_dim)
+        return methods.Gate(bank=bank, token_budget=budget, **options)
+    return methods.make_method(name, token_budget=budget, **{"block_size": block_size, "dense_layers": (), **options})
+
+
 def all_methods(model, budget):
     return [
-        methods.Gate(
-            bank=gates(model, gate_dim=model.get_decoder().layers[-1].self_attn.head_dim), token_budget=budget
-        ),
-        methods.Oracle(token_budget=budget, block_size=BLOCK),
-        methods.Quest(token_budget=budget, block_size=BLOCK, dense_layers=()),
-        methods.ReSA(token_budget=budget, block_size=BLOCK, rectify_every=None),
-        methods.Random(token_budget=budget, block_size=BLOCK),
+        *(selector(model, name, budget) for name in ("gate", "oracle", "quest")),
+        selector(model, "resa", budget, rectify_every=None),
+        selector(model, "random", budget),
         methods.StreamingLLM(token_budget=budget),
         methods.Dense(),
         # on pages, its steps compared while decoding goes on, and nothing near enough to be shared
         methods.ReasonCache(
-            reads=methods.Quest(token_budget=budget, block_size=BLOCK, dense_layers=()),
+            reads=selector(model, "quest", budget),
             **{"tokenizer": Words(), "percentile": 0, "warm_up": 0, "asynchronous": False},
         ),
     ]

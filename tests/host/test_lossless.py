@@ -30,15 +30,8 @@ from seergate.hf.loading import load_base, load_tokenizer
 from seergate.paths import shipped
 from tests.eval import support
 from tests.host.chi_square import looks_like
-from tests.host.test_decode import BLOCK, gates
+from tests.host.test_decode import BLOCK, gates, selector
 from tests.models import left_padded, prompt, tiny_model
-
-
-def selector(model, name, budget, block_size=BLOCK, **options):
-    if name == "gate":
-        return methods.Gate(bank=gates(model, block_size), token_budget=budget, **options)
-    extra = {"dense_layers": ()} if name == "quest" else {}
-    return methods.make_method(name, token_budget=budget, block_size=block_size, **extra, **options)
 
 
 def test_200_greedy_requests_say_what_the_dense_model_says():

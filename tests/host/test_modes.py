@@ -10,8 +10,7 @@ import seergate
 from seergate import DecodeConfig, methods
 from seergate.methods.selecting import with_all_blocks
 from seergate.ops import Selection
-from tests.host.test_decode import BLOCK, gates, tokens
-from tests.host.test_lossless import selector
+from tests.host.test_decode import BLOCK, gates, selector, tokens
 from tests.models import left_padded, prompt
 
 

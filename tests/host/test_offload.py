@@ -14,7 +14,7 @@ from seergate.cache.batching import join_rows, keep_rows
 from seergate.cache.offload import BlockPool, Offload, Offloaded
 from seergate.paths import shipped
 from tests.decoding import Decoding
-from tests.host.test_decode import BLOCK, gates
+from tests.host.test_decode import BLOCK, gates, selector
 from tests.models import left_padded, prompt, tiny_model
 
 STORES = pytest.mark.parametrize("store", ["disk", "host"])
@@ -34,12 +34,8 @@ def run(model, method, inputs, new=20, storage=None, **options):
         return out.sequences, torch.stack(out.logits), handle.stats(), out.past_key_values
 
 
-def selecting(model, **options):
-    return [
-        methods.Gate(bank=gates(model, gate_dim=model.get_decoder().layers[-1].self_attn.head_dim), **options),
-        methods.Quest(block_size=BLOCK, **{"dense_layers": ()} | options),
-        methods.Oracle(block_size=BLOCK, **options),
-    ]
+def selecting(model, budget=None, **options):
+    return [selector(model, name, budget, **options) for name in ("gate", "quest", "oracle")]
 
 
 @pytest.mark.parametrize(("family", "store"), [("qwen3", "disk"), ("qwen3", "host"), ("gpt_oss", "disk")])
@@ -49,7 +45,7 @@ def test_outputs_are_those_of_a_cache_in_memory(family, store):
     heads = model.config.num_key_value_heads
     for inputs in ({"input_ids": prompt(61)}, left_padded([prompt(50, 1), prompt(23, 2), prompt(7, 3)])):
         rows = len(inputs["input_ids"])
-        for method in selecting(model, token_budget=3 * BLOCK)[: 3 if (family, store) == ("qwen3", "disk") else 1]:
+        for method in selecting(model, 3 * BLOCK)[: 3 if (family, store) == ("qwen3", "disk") else 1]:
             want, logits, _, _ = run(model, method, inputs)
             offload = Offload(room_for(rows * heads * 4), store)  # a step reads 3 blocks
             for _ in range(2):  # the second run must find no trace of the first
@@ -60,7 +56,7 @@ def test_outputs_are_those_of_a_cache_in_memory(family, store):
 def test_the_open_block_of_a_short_row_is_kept_up_when_the_cache_grows(model):
     """The longest row then writes to a block that no step has asked for yet, the others to blocks that are here."""
     inputs = left_padded([prompt(20, 1), prompt(7, 2)])
-    method = selecting(model, token_budget=2 * BLOCK)[0]
+    method = selecting(model, 2 * BLOCK)[0]
     want, logits, _, _ = run(model, method, inputs, new=90)
     found, offloaded, _, _ = run(model, method, inputs, new=90, storage=Offload(room_for(40)))
     assert torch.equal(found, want) and torch.equal(offloaded, logits)
@@ -206,7 +202,7 @@ def test_random_requests(seed):
     """Logits are those of a cache in memory, and the pools are consistent."""
     draw = random.Random(seed)
     model = tiny_model("qwen3", seed=seed)
-    options = draw.choice(({"token_budget": 2 * BLOCK}, {"token_budget": 2 * BLOCK}, {"top_p": 0.8}))
+    options = draw.choice(({"budget": 2 * BLOCK}, {"budget": 2 * BLOCK}, {"top_p": 0.8}))
     for method in selecting(model, **options)[:2]:
         runs, script = [], draw.randrange(10**6)
         for offload in (None, Offload(room_for(4 * HEADS * 2 + 3))):
@@ -233,7 +229,7 @@ def test_a_model_is_loaded_with_its_cache_offloaded():
 
 
 def test_a_dense_layer_has_no_share_of_the_memory(model):
-    inputs, method = {"input_ids": prompt(61)}, selecting(model, token_budget=3 * BLOCK, dense_layers=(0,))[0]
+    inputs, method = {"input_ids": prompt(61)}, selecting(model, 3 * BLOCK, dense_layers=(0,))[0]
     want, logits, _, _ = run(model, method, inputs)
     room = HEADS * 3 * BLOCK_BYTES  # for a step of one layer
     found, offloaded, stats, _ = run(model, method, inputs, storage=Offload(room))

@@ -9,24 +9,15 @@ import torch
 from transformers import DynamicCache
 
 import seergate
-from seergate import DecodeConfig, Rectify, SeergateError, methods
+from seergate import DecodeConfig, Rectify, SeergateError
 from seergate.cache.batching import only_rows
 from seergate.cache.layer import GatedLayer
 from seergate.eval.engine import Batch
 from tests.decoding import Decoding
-from tests.host.test_decode import BLOCK, gates
+from tests.host.test_decode import BLOCK, gates, selector
 from tests.models import left_padded, prompt, tiny_model
 
 EVERY = 5
-
-
-def selector(model, name, **options):
-    options = {"token_budget": 2 * BLOCK, **options}
-    if name == "gate":
-        torch.manual_seed(0)  # the same gates every time
-        return methods.Gate(bank=gates(model), **options)
-    extra = {"dense_layers": ()} if name == "quest" else {}
-    return methods.make_method(name, block_size=BLOCK, **extra, **options)
 
 
 def dense_cache(model, method, **inputs):
@@ -51,15 +42,15 @@ def same_tokens(ours, dense, tokens, row=0, dense_row=0):
 def test_a_rectified_cache_is_a_dense_one(model, name):
     """After every fifth sparse step, before the sixth; and it is not, without rectification."""
     ids, length, new = prompt(60), 40, 12
-    runs = {}
+    method, runs = selector(model, name), {}
     for every in (EVERY, None):
         correction, cache = None if every is None else Rectify(every), DynamicCache()
-        with seergate.attached(model, selector(model, name), correction=correction) as handle:
+        with seergate.attached(model, method, correction=correction) as handle:
             model(input_ids=ids[:, :length], past_key_values=cache)
             for i in range(length, length + new):
                 model(input_ids=ids[:, i : i + 1], past_key_values=cache)
             runs[every] = cache, handle.stats().get("rectification")
-    dense = dense_cache(model, selector(model, name), input_ids=ids[:, : length + new])
+    dense = dense_cache(model, method, input_ids=ids[:, : length + new])
     assert runs[EVERY][1] == {"every": EVERY, "passes": 2, "tokens": 10}
     assert runs[None][1] is None
     same_tokens(runs[EVERY][0], dense, length + 10)
@@ -150,8 +141,8 @@ def test_rows_that_come_later_are_rectified_in_their_own_time(model, name):
 
 
 def test_beams_drafts_and_further_turns(model):
-    question = prompt(40)
-    with seergate.attached(model, selector(model, "gate"), correction=Rectify(EVERY)) as handle:
+    question, method = prompt(40), selector(model, "gate")
+    with seergate.attached(model, method, correction=Rectify(EVERY)) as handle:
         assert model.generate(input_ids=question, max_new_tokens=14, num_beams=3).shape == (1, 54)
         assert handle.stats()["rectification"]["passes"] == 2
         greedy = model.generate(input_ids=question, max_new_tokens=17)
@@ -164,7 +155,7 @@ def test_beams_drafts_and_further_turns(model):
         assert torch.equal(first, greedy)
         turn = torch.cat((first, prompt(40, 3)), 1)
         model(input_ids=turn[:, cache.get_seq_length() :], past_key_values=cache)
-    same_tokens(cache, dense_cache(model, selector(model, "gate"), input_ids=turn), turn.shape[1])
+    same_tokens(cache, dense_cache(model, method, input_ids=turn), turn.shape[1])
 
 
 def test_steps_that_read_everything_are_not_rectified(model):
@@ -220,9 +211,9 @@ def test_a_rectification_that_fails_leaves_the_cache_as_it_was(family, lengths):
         return found
 
     model.model.layers[1].mlp.register_forward_pre_hook(fail)
-    runs = []
+    method, runs = selector(model, "gate"), []
     for fails in (False, True):
-        with seergate.attached(model, selector(model, "gate"), correction=Rectify(EVERY)) as handle:
+        with seergate.attached(model, method, correction=Rectify(EVERY)) as handle:
             rows, logits = Decoding(model, **batch, cache=DynamicCache(config=model.config)), []
             for _ in range(18):
                 ids, mask = rows.logits[:, -1:].argmax(-1), rows.mask

@@ -71,3 +71,12 @@ def write_run(root, method, budget, right, *, n=20, recall=None, model="m", **co
         }
         (directory / "proxies.json").write_text(json.dumps(record))
     return directory
+
+
+def reconfigure(directory, **sections):
+    """Change a run's configuration: section -> what is new in it."""
+    path = directory / "config.yaml"
+    config = yaml.safe_load(path.read_text())
+    for name, values in sections.items():
+        config[name] |= values
+    path.write_text(yaml.safe_dump(config))

@@ -5,22 +5,19 @@ from __future__ import annotations
 import json
 
 import pytest
-import yaml
 
 from seergate.methods import METHODS
 from seergate.report import load_sweeps, write_report
 from seergate.report.load import ORDER
 from seergate.report.plots import panels
 from seergate.report.styles import STYLES, line_style, style
-from tests.report.made import write_run
+from tests.report.made import reconfigure, write_run
 
 
 def write_method(root, name, budget, right, **options):
     """As `write_run`, with options in the configuration and in the directory's name; ``nominal`` like the real one."""
     directory = write_run(root, name, budget, right)
-    described = yaml.safe_load((directory / "config.yaml").read_text())
-    described["method"] |= options
-    (directory / "config.yaml").write_text(yaml.safe_dump(described))
+    reconfigure(directory, method=options)
     label = "-".join([directory.name, *(f"{key}={value}" for key, value in options.items() if key != "nominal")])
     return directory.rename(root / label)
 

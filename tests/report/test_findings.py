@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import pytest
-import yaml
 
 from seergate.errors import SeergateError
 from seergate.report import load_sweeps, write_report
 from seergate.report.figures import LOOKS
 from seergate.report.plots import conditions
-from tests.report.made import write_run
+from tests.report.made import reconfigure, write_run
 
 
 def test_findings_follow_from_the_numbers(runs):
@@ -72,10 +71,8 @@ def test_few_problems_prove_little(tmp_path):
 
 def test_variants_are_told_apart_in_the_recall(tmp_path):
     for name, layers in (("a", [0]), ("b", [])):
-        path = write_run(tmp_path / name, "quest", 64, lambda i: True, recall=[0.5, 0.7]) / "config.yaml"
-        config = yaml.safe_load(path.read_text())
-        config["method"]["dense_layers"] = layers
-        path.write_text(yaml.safe_dump(config))
+        run = write_run(tmp_path / name, "quest", 64, lambda i: True, recall=[0.5, 0.7])
+        reconfigure(run, method={"dense_layers": layers})
     last = write_report(tmp_path / "a", None, tmp_path / "b").findings[-1]
     assert last.endswith("at 64 tokens: quest, all sparse 60 %, quest, layers 0 dense 60 %.")
 
@@ -92,10 +89,7 @@ def test_unfinished_runs_are_marked_and_problems_are_a_range(runs):
 
 def test_sections_say_why_they_are_separate(runs):
     for label in ("quest-32", "quest-64"):
-        path = runs / label / "config.yaml"
-        config = yaml.safe_load(path.read_text())
-        config["task"] |= {"grader": "exact", "problems": None}
-        path.write_text(yaml.safe_dump(config))
+        reconfigure(runs / label, task={"grader": "exact", "problems": None})
     report = write_report(runs).markdown.read_text()
     assert "not all runs have: task.grader not recorded." in report
     assert "not all runs have: task.grader exact." in report

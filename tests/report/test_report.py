@@ -18,7 +18,7 @@ from seergate.report.figures import LOOKS, ngram_entropy, repeated_steps
 from seergate.report.findings import cautions
 from seergate.report.tables import markdown
 from tests.eval import support
-from tests.report.made import write_run
+from tests.report.made import reconfigure, write_run
 
 
 def test_report_of_a_real_sweep(tmp_path):
@@ -216,10 +216,7 @@ def test_unfinished_runs_without_a_common_problem_are_reported_on(runs):
 
 def test_variants_without_a_common_problem_are_not_compared(tmp_path):
     for name, layers in (("a", [0]), ("b", [])):
-        path = write_run(tmp_path / name, "quest", 64, lambda i: i < 15) / "config.yaml"
-        config = yaml.safe_load(path.read_text())
-        config["method"]["dense_layers"] = layers
-        path.write_text(yaml.safe_dump(config))
+        reconfigure(write_run(tmp_path / name, "quest", 64, lambda i: i < 15), method={"dense_layers": layers})
     parted(tmp_path / "a", "quest-64")
     (found,) = load_sweeps(tmp_path / "a", tmp_path / "b")
     assert len(LOOKS["spread"].read(found)) == 1
@@ -231,25 +228,18 @@ def test_variants_without_a_common_problem_are_not_compared(tmp_path):
 def test_settings_are_compared_with_those_that_were_asked_the_same_way(runs):
     """By what no weight and no problem shows."""
 
-    def record(name, **parts):
-        path = runs / name / "config.yaml"
-        config = yaml.safe_load(path.read_text())
-        for key, value in parts.items():
-            section, _, field = key.partition("_")
-            config[section][field.replace("_", "-")] = value
-        path.write_text(yaml.safe_dump(config))
-
     names = ["dense", "gate-32", "gate-64", "quest-32", "quest-64"]
     plain, yarn = {"rope_type": "default"}, {"rope_type": "yarn", "factor": 4.0}
+    alike = {"model": {"rope": plain}, "task": {"prompts": "a"}, "generation": {"ends": [1]}}
     for other in (
-        {"model_rope": yarn},
-        {"task_prompts": "b"},
-        {"generation_ends": [1, 2]},
-        {"environment_math_verify": "2"},
+        {"model": {"rope": yarn}},
+        {"task": {"prompts": "b"}},
+        {"generation": {"ends": [1, 2]}},
+        {"environment": {"math-verify": "2"}},
     ):
         for name in names:
-            record(name, model_rope=plain, task_prompts="a", generation_ends=[1], environment_math_verify="1")
-        record("quest-64", **other)
+            reconfigure(runs / name, **alike, environment={"math-verify": "1"})
+        reconfigure(runs / "quest-64", **other)
         apart = [{s.directory.name for s in found.settings} for found in load_sweeps(runs)]
         assert sorted(map(len, apart)) == [1, 4] and {"quest-64"} in apart
         assert "rotary embedding: rope_type default" in write_report(runs).markdown.read_text()
