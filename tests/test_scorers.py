@@ -99,6 +99,10 @@ def test_entries_of_a_prompt_are_those_of_single_tokens(model, scorer):
         found.append(cache.layers[0].state.rows["kg"][:, :, : ids.shape[1]])
     for entries in found[:-1]:
         torch.testing.assert_close(entries, found[-1], rtol=1e-4, atol=1e-4)
+    state = cache.layers[0].state
+    state.block_shared(0, slice(2, 3), slice(0, 1))
+    kg = state.rows["kg"][0, 0]
+    assert torch.equal(kg[2 * SIZE : 3 * SIZE], kg[:SIZE]) and torch.equal(kg[: 2 * SIZE], found[-1][0, 0, : 2 * SIZE])
 
 
 @BY_TOKEN
