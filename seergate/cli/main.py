@@ -30,6 +30,7 @@ from seergate.cli import (
     regrade,
     report,
     sweep,
+    traces,
     train,
 )
 from seergate.cli import eval as evaluation
@@ -46,6 +47,7 @@ COMMANDS: dict[str, ModuleType] = {
     "prepare": prepare,
     "train": train,
     "ablate": ablate,
+    "traces": traces,
     "eval": evaluation,
     "generate": generate,
     "report": report,
@@ -62,7 +64,7 @@ COMMANDS: dict[str, ModuleType] = {
 }
 
 
-TAKING_METHODS = ("eval", "generate", "report", "sweep", "figure", "calibrate")
+TAKING_METHODS = ("eval", "generate", "report", "sweep", "figure", "calibrate", "traces")
 """Commands to which methods are named, be they a plugin's."""
 DRAWING = ("demo", "eval", "report", "sweep", "figure")
 """Commands that end with a report."""

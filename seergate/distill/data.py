@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from seergate.distill.config import TrainConfig
-from seergate.distill.formatting import NOTES, TEMPLATES, Formatter, MalformedRow, TrainingText
+from seergate.distill.formatting import NOTES, TEMPLATES, Formatter, MalformedRow, TrainingText, question
 from seergate.distill.packing import PackedBatch, efficiency, pack
 from seergate.distill.sources import RAW, no_rows, open_source
 from seergate.errors import SeergateError
@@ -298,6 +298,26 @@ def tokenise(columns: dict[str, list[Any]], formatter: Formatter) -> dict[str, l
         "problem": problems,
         "notes": [texts[number].notes if number in texts else [] for number in range(len(rows))],
     }
+
+
+def questions(config: TrainConfig) -> tuple[dict[int, list[dict[str, str]]], Counter[str]]:
+    """What the rows of a dataset ask a model.
+
+    Returns:
+        Number of the row -> the turns before its last answer; and reason -> rows that ask nothing.
+
+    Raises:
+        SeergateError: if there is no such data.
+    """
+    rows = open_source(config, Path(config.token_cache) if config.token_cache else default_cache())
+    asked: dict[int, list[dict[str, str]]] = {}
+    reasons: Counter[str] = Counter()
+    for number, row in enumerate(rows):
+        try:
+            asked[number] = question(_parsed(row) if tuple(row) == RAW else row)
+        except MalformedRow as reason:
+            reasons[f"malformed ({reason})"] += 1
+    return asked, reasons
 
 
 def _parsed(row: dict[str, str]) -> Any:

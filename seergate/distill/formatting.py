@@ -208,6 +208,25 @@ class Formatter:
         return TrainingText(text, True, [note for note, holds in zip(NOTES, found, strict=True) if holds])
 
 
+def question(row: Any) -> list[dict[str, str]]:
+    """The turns of a row before its last answer, which a model can be asked instead.
+
+    Raises:
+        MalformedRow: if there are none.
+    """
+    if not isinstance(row, Mapping):
+        raise MalformedRow("not a record")
+    turns = row.get("messages")
+    messages = [
+        _message(turn) for turn in (_turns(row.get("prompt"), "user") if turns is None else _turns(turns, "user"))
+    ]
+    while messages and messages[-1]["role"] == "assistant":
+        messages.pop()
+    if not messages:
+        raise MalformedRow("no question")
+    return messages
+
+
 def _turns(value: Any, role: str) -> list[Any]:
     return (
         [{"role": role, "content": value}] if isinstance(value, str) else value if isinstance(value, list) else [None]

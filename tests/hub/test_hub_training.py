@@ -126,5 +126,6 @@ def test_all_processes_read_the_same_commit(hub, model_dir, tmp_path, monkeypatc
     done = pair(["train.py", *options, *places], env=env)
     assert [one.returncode for one in done] == [0, 0], done[0].stderr[-3000:]
     assert len(data.commits) == 2, "one process asks"
+    assert len(hub.seen("HEAD", "^/$")) == 1, "whether the Hub is there"
     newest = newest_checkpoint(tmp_path / "run" / "checkpoints")
     assert newest is not None and read_record(newest)["run"]["data_revision"] == began

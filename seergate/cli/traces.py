@@ -1,0 +1,148 @@
+"""``seergate traces``: a model's own answers, to train its gates on."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from pathlib import Path
+from typing import Any
+
+from seergate.errors import SeergateError
+
+PARSES_ITS_ARGUMENTS = True
+HELP = (
+    "a model's own answers, as data for seergate train",
+    "Let a model answer the questions of a dataset, and write its answers as rows for `seergate train --data`. With\n"
+    "--method gate they are decoded sparsely, so that gates learn from contexts to which their own choices have led.\n"
+    "The same command after an interruption makes what is missing. Answers that meet the limit are left out.",
+    [
+        "seergate traces --model tiny-reasoner --prompts chain_sum --limit 100 --out traces.jsonl",
+        "seergate traces --model Qwen3-8B --prompts open-r1/OpenR1-Math-220k --engine vllm --out own.jsonl",
+        "seergate traces --prompts questions.jsonl --method gate --gates DIR --budget 64 --out own.jsonl",
+    ],
+)
+
+
+_BEGINNING = '{"row": '
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare the options."""
+    parser.add_argument("--model", default="tiny-reasoner", help="preset, directory or Hub id [%(default)s]")
+    parser.add_argument(
+        "--prompts",
+        metavar="DATA",
+        required=True,
+        help="what `seergate train --data` takes; of each row, all that comes before the last answer is asked",
+    )
+    parser.add_argument("--out", type=Path, metavar="FILE", required=True, help="the rows, such as traces.jsonl")
+    parser.add_argument("--limit", type=int, metavar="N", help="use the first N rows [all]")
+    parser.add_argument("--method", default="dense", help="a method, as NAME:OPTION=VALUE:... [%(default)s]")
+    parser.add_argument("--gates", metavar="DIR", help="adapter directory or Hub id [shipped, if any]")
+    parser.add_argument("--budget", "--token-budget", type=int, metavar="N", help="tokens read per step")
+    parser.add_argument(
+        "--max-length", type=int, metavar="N", help="tokens of question and answer [the preset's max_length]"
+    )
+    parser.add_argument("--temperature", type=float, help="0 is greedy [the model's own sampling]")
+    parser.add_argument("--seed", type=int, default=0, help="of the sampling [%(default)s]")
+    parser.add_argument("--batch-size", type=int, metavar="N", help="answers made together [what fits into memory]")
+    parser.add_argument("--engine", choices=("transformers", "vllm"), default="transformers", help="[%(default)s]")
+    parser.add_argument("--dtype", default="auto", choices=("auto", "float32", "bfloat16", "float16"))
+    parser.add_argument("--device", default="auto", help="auto, cpu, cuda or cuda:N [%(default)s]")
+
+
+def run(options: argparse.Namespace) -> int:
+    """Check, load, let it answer."""
+    from seergate.cli.models import gates_for, load_gates, load_model, model_path
+    from seergate.cli.running import check_model
+    from seergate.distill.config import load_train_config
+    from seergate.distill.data import questions
+    from seergate.eval import Limit, Problem, Sampling
+    from seergate.eval.calibration import check_auto
+    from seergate.eval.cluster import Job
+    from seergate.eval.engine import Generation, Request, encode, prompt_text
+    from seergate.eval.sampling import sample_seed
+    from seergate.eval.settings import grid
+    from seergate.eval.vllm_engine import check_served, engine_version, generate_by_vllm
+    from seergate.hf.attach import attached
+    from seergate.hf.loading import load_tokenizer
+
+    (spec,) = grid([options.method], [] if options.budget is None else [options.budget], None)
+    check_auto([spec])
+    if options.engine == "vllm":
+        engine_version()
+        check_served(spec)
+    data = {"data": options.prompts, "data_limit": options.limit, "max_length": options.max_length}
+    config = load_train_config(options.model, data)
+    path = model_path(options.model)
+    gates = gates_for(options.model, options.gates) if spec.has_gates else None
+    bank = None if gates is None else load_gates(gates)
+    method = spec.method(bank)
+    check_model(path, [method], [] if bank is None else [bank])
+    tokenizer, limit = load_tokenizer(path), Limit(total_tokens=config.max_length)
+    made = _rows(options.out)
+    asked, unusable = questions(config)
+    prompts = {
+        row: prompt_text(tokenizer, Problem(str(row), "", messages=tuple(turns)))
+        for row, turns in asked.items()
+        if row not in made
+    }
+    lengths = {row: len(encode(tokenizer, text)) for row, text in prompts.items()}
+    fitting = sorted((row for row in prompts if lengths[row] < config.max_length), key=lambda row: -lengths[row])
+    requests = [Request(row, prompts[row], sample_seed(options.seed, str(row), 0)) for row in fitting]
+    notes = [
+        f"{count:,} {what}"
+        for what, count in (*unusable.items(), ("too long to be answered", len(prompts) - len(fitting)))
+        if count
+    ]
+    print(
+        f"{len(requests):,} questions, {len(made):,} answered already" + "".join(f"; {n}" for n in notes), flush=True
+    )
+    cut = 0
+    if requests:
+        model = load_model(path, options.dtype, options.device)
+        chosen = Sampling.of_model(model) if options.temperature is None else Sampling(options.temperature)
+        job = Job(spec, options.batch_size, requests[0].prompt, config.max_length, limit, chosen)
+        with options.out.open("a", encoding="utf-8") as file:
+
+            def take(done: Generation) -> None:
+                nonlocal cut
+                if done.finish_reason != "stop":
+                    cut += 1
+                    return
+                turns = [*asked[done.request.key], {"role": "assistant", "content": done.completion}]
+                file.write(json.dumps({"row": done.request.key, "messages": turns}, ensure_ascii=False) + "\n")
+                file.flush()
+
+            if options.engine == "vllm":
+                generate_by_vllm(model, tokenizer, requests, job, bank, gates or "", take)
+            else:
+                with attached(model, method, correction=spec.correction) as handle:
+                    job.engine(model, tokenizer, take, handle).run(requests)
+    written = len(made) + len(requests) - cut
+    print(f"{written:,} answers in {options.out}; {cut:,} met the limit of {config.max_length:,} tokens")
+    return 0
+
+
+def _rows(path: Path) -> set[int]:
+    """The rows that a file has answers to. A line that a kill cut short is cut off.
+
+    Raises:
+        SeergateError: if it holds anything else.
+    """
+    from seergate.eval.store import write_text
+
+    if not path.exists():
+        path.parent.mkdir(parents=True, exist_ok=True)
+        return set()
+    try:
+        whole, _, rest = path.read_text(encoding="utf-8").rpartition("\n")
+        lines: list[Any] = [json.loads(line) for line in whole.split("\n") if line]
+        found = {int(line["row"]) for line in lines}
+        if not _BEGINNING.startswith(rest[: len(_BEGINNING)]):
+            raise ValueError
+    except (KeyError, TypeError, ValueError) as error:
+        raise SeergateError(f"--out is {path}, which holds something else than traces; name another file") from error
+    if rest:
+        write_text(path, whole + "\n" if whole else "")
+    return found

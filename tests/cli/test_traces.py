@@ -1,0 +1,77 @@
+"""A model's own answers become rows to train on."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from tests.running import run_seergate
+
+PROMPTS = [
+    {"messages": [{"role": "user", "content": "start with"}, {"role": "assistant", "content": "not this"}]},
+    {"prompt": "which gives"},
+    {"text": "asks nothing"},
+    {"messages": [{"role": "user", "content": "and then comes a5:"}]},
+]
+
+
+@pytest.fixture
+def asked(tmp_path: Path) -> list[str]:
+    """Questions of which two end at once and one goes on, to a model that has learned no such thing."""
+    (tmp_path / "asked.jsonl").write_text("".join(json.dumps(row) + "\n" for row in PROMPTS))
+    return ["--prompts", str(tmp_path / "asked.jsonl")]
+
+
+def rows(path: Path) -> list[dict]:
+    return sorted((json.loads(line) for line in path.read_text().splitlines()), key=lambda row: row["row"])
+
+
+@pytest.mark.parametrize("method", [["dense"], ["gate", "--budget", "64"]], ids=lambda method: method[0])
+def test_the_tiny_reasoner_answers_and_what_is_missing_is_made(tmp_path: Path, method: list[str]) -> None:
+    out = tmp_path / "traces.jsonl"
+    # the smallest problems of the training data
+    command = ["traces", "--prompts", "chain_sum", "--limit", "4", "--method", *method, "--out", str(out)]
+    first = run_seergate(*command)
+    assert first.returncode == 0, first.stderr
+    assert "4 questions, 0 answered already" in first.stdout and f"answers in {out}; 0 met the limit" in first.stdout
+    made = rows(out)
+    assert [row["row"] for row in made] == [0, 1, 2, 3]
+    for row in made:
+        question, answer = row["messages"]
+        assert question["role"] == "user" and answer["role"] == "assistant" and "\\boxed{" in answer["content"]
+    lines = out.read_text().splitlines(keepends=True)
+    out.write_text("".join(lines[:2]) + lines[2][:30])  # killed while it wrote
+    again = run_seergate(*command)
+    assert again.returncode == 0 and "2 questions, 2 answered already" in again.stdout, again.stderr
+    assert rows(out) == made
+    if method == ["dense"]:
+        options = [
+            "--data",
+            str(out),
+            "--token-cache",
+            str(tmp_path / "tokens"),
+            "--output-dir",
+            str(tmp_path / "run"),
+        ]
+        prepared = run_seergate("prepare", "--model", "tiny-reasoner", *options)
+        assert prepared.returncode == 0 and "4 samples of 4 rows" in prepared.stdout, prepared.stderr
+
+
+def test_what_asks_nothing_is_counted_and_what_does_not_end_is_left_out(asked: list[str], tmp_path: Path) -> None:
+    out = tmp_path / "traces.jsonl"
+    done = run_seergate("traces", *asked, "--out", str(out), "--max-length", "24")
+    assert done.returncode == 0, done.stderr
+    assert "3 questions, 0 answered already; 1 malformed (no question)" in done.stdout
+    kept = rows(out) if out.exists() else []
+    assert f"{len(kept)} answers in {out}; {3 - len(kept)} met the limit of 24 tokens" in done.stdout
+
+
+@pytest.mark.parametrize("text", ["mine", "mine\n", '{"text": "a row"}\n'])
+def test_a_file_of_something_else_is_not_written_to(asked: list[str], tmp_path: Path, text: str) -> None:
+    out = tmp_path / "notes.txt"
+    out.write_text(text)
+    done = run_seergate("traces", *asked, "--out", str(out))
+    assert done.returncode == 2 and "holds something else than traces" in done.stderr
+    assert out.read_text() == text
