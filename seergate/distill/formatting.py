@@ -216,10 +216,8 @@ def question(row: Any) -> list[dict[str, str]]:
     """
     if not isinstance(row, Mapping):
         raise MalformedRow("not a record")
-    turns = row.get("messages")
-    messages = [
-        _message(turn) for turn in (_turns(row.get("prompt"), "user") if turns is None else _turns(turns, "user"))
-    ]
+    turns = row.get("prompt") if row.get("messages") is None else row["messages"]
+    messages = [] if turns is None else [_message(turn) for turn in _turns(turns, "user")]
     while messages and messages[-1]["role"] == "assistant":
         messages.pop()
     if not messages:

@@ -28,25 +28,24 @@ def rows(path: Path) -> list[dict]:
     return sorted((json.loads(line) for line in path.read_text().splitlines()), key=lambda row: row["row"])
 
 
-@pytest.mark.parametrize("method", [["dense"], ["gate", "--budget", "64"]], ids=lambda method: method[0])
-def test_the_tiny_reasoner_answers_and_what_is_missing_is_made(tmp_path: Path, method: list[str]) -> None:
+@pytest.mark.parametrize("method", ["dense", pytest.param("gate:token_budget=64", marks=pytest.mark.soak)])
+def test_the_tiny_reasoner_answers_and_what_is_missing_is_made(tmp_path: Path, method: str) -> None:
     out = tmp_path / "traces.jsonl"
-    # the smallest problems of the training data
-    command = ["traces", "--prompts", "chain_sum", "--limit", "4", "--method", *method, "--out", str(out)]
+    command = ["traces", "--prompts", "chain_sum", "--limit", "2", "--method", method, "--out", str(out)]
     first = run_seergate(*command)
     assert first.returncode == 0, first.stderr
-    assert "4 questions, 0 answered already" in first.stdout and f"answers in {out}; 0 met the limit" in first.stdout
+    assert "2 questions, 0 answered already" in first.stdout and f"answers in {out}; 0 met the limit" in first.stdout
     made = rows(out)
-    assert [row["row"] for row in made] == [0, 1, 2, 3]
+    assert [row["row"] for row in made] == [0, 1]
     for row in made:
         question, answer = row["messages"]
         assert question["role"] == "user" and answer["role"] == "assistant" and "\\boxed{" in answer["content"]
     lines = out.read_text().splitlines(keepends=True)
-    out.write_text("".join(lines[:2]) + lines[2][:30])  # killed while it wrote
+    out.write_text(lines[0] + lines[1][:30])  # killed while it wrote
     again = run_seergate(*command)
-    assert again.returncode == 0 and "2 questions, 2 answered already" in again.stdout, again.stderr
+    assert again.returncode == 0 and "1 questions, 1 answered already" in again.stdout, again.stderr
     assert rows(out) == made
-    if method == ["dense"]:
+    if method == "dense":
         options = [
             "--data",
             str(out),
@@ -56,7 +55,7 @@ def test_the_tiny_reasoner_answers_and_what_is_missing_is_made(tmp_path: Path, m
             str(tmp_path / "run"),
         ]
         prepared = run_seergate("prepare", "--model", "tiny-reasoner", *options)
-        assert prepared.returncode == 0 and "4 samples of 4 rows" in prepared.stdout, prepared.stderr
+        assert prepared.returncode == 0 and "2 samples of 2 rows" in prepared.stdout, prepared.stderr
 
 
 def test_what_asks_nothing_is_counted_and_what_does_not_end_is_left_out(asked: list[str], tmp_path: Path) -> None:
