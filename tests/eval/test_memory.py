@@ -5,16 +5,14 @@ from __future__ import annotations
 import pytest
 import torch
 
-from seergate.config import GateConfig
 from seergate.errors import SeergateError
 from seergate.eval import engine, memory
 from seergate.eval.engine import Batch, Limit, encode, sample_bytes
 from seergate.eval.memory import estimated_batch, is_out_of_memory
 from seergate.eval.sampling import Sampling
 from seergate.hf.attach import attached
-from seergate.hf.bank import GateBank
 from tests.eval import support
-from tests.eval.test_engine import LONG, PROMPTS, requests_for, run, tokens
+from tests.eval.test_engine import LONG, PROMPTS, arguments_of, requests_for, run, tokens
 
 
 def test_running_out_of_memory_halves_the_batch_and_loses_nothing():
@@ -67,22 +65,14 @@ def as_if_nothing_had_happened(found, expected):
                 assert theirs[name] == (value if name == "read_curve" else pytest.approx(value, rel=1e-9)), name
 
 
-GO_ON = {
-    "dense": ("dense", {}),
-    "quest": ("quest", {"token_budget": 32, "block_size": 8, "dense_layers": ()}),
-    "oracle": ("oracle", {"token_budget": 32, "block_size": 8}),
-    "gate": (None, {"token_budget": 32}),
-}
-
-
-@pytest.mark.parametrize(("name", "layer"), [("dense", 0), *((name, 1) for name in GO_ON)])
+@pytest.mark.parametrize(
+    ("name", "layer"), [("dense", 0), *((name, 1) for name in ("dense", "quest", "oracle", "gate"))]
+)
 def test_half_of_the_samples_go_on_where_they_were(name, layer, failing):
     """A step fails in a layer: those before it hold one token more. Two of four rows lose nothing; two start anew."""
-    model, (method, options) = support.model(), GO_ON[name]
-    if method is None:
-        method = GateBank.for_model(model, GateConfig(block_size=8, gate_dim=16))
+    model = support.model()
     model.generation_config.eos_token_id = []
-    how = {"sampling": Sampling(temperature=1.0), "max_new_tokens": 50, "method": method, **options}
+    how = {"sampling": Sampling(temperature=1.0), "max_new_tokens": 50, **arguments_of(name, model)}
     expected = run(model, LONG[:4], batch_size=4, **how)
     passes = failing(model, layer, when=36)
     as_if_nothing_had_happened(run(model, LONG[:4], batch_size=4, **how), expected)
