@@ -206,7 +206,7 @@ def main() -> None:
             differs = str(error) or "it differs"
     if options.record:
         row = {"engine": "plain", "processes": 1, "kills": fell.total(), "by_phase": {p: fell[p] for p in PHASES}}
-        row |= {"steps": killed.steps, "seconds": round(seconds), "identical": not differs}
+        row |= {"steps": killed.max_steps, "seconds": round(seconds), "identical": not differs}
         described = {"kills": options.kills, "seed": options.seed}
         record = {"machine": provenance(torch.device("cpu")), "options": described, "rows": [row]}
         options.record.parent.mkdir(parents=True, exist_ok=True)

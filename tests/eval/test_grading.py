@@ -238,7 +238,7 @@ ADVERSARIAL = {
     "many letters": "7" + " ab" * 600,
     "many thousands": "1,000" + ",000" * 480,
     "many fractions": r"\frac" * 390,
-    "spaces before a unit": "7" + " " * 1900 + r"\text{cm}",
+    "spaces before a unit": "8" + " " * 1900 + r"\text{cm}",
     "Python": "__import__('os').abort()",
 }
 
