@@ -51,7 +51,7 @@ def test_average_of_bfloat16_is_rounded_once(bank):
 
 def test_average_names_what_differs(bank, model):
     other = GateBank.for_model(model, GateConfig(16, 16))
-    with pytest.raises(SeergateError, match="adapter 2 cannot be averaged .*: block_size is 8 and 16"):
+    with pytest.raises(SeergateError, match="gates 2 cannot be averaged .*: block_size is 8 and 16"):
         GateBank.average([bank, other])
     with pytest.raises(SeergateError, match="model_type is qwen3 and qwen2; num_heads is 4 and 8"):
         GateBank.average([bank, GateBank.for_model(tiny_model("qwen2"), GateConfig(8, 16))])

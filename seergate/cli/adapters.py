@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 def add_source_options(parser: argparse.ArgumentParser) -> None:
     """Options that say which revision of an adapter is read, and from where."""
     parser.add_argument("--revision", metavar="REV", help="branch, tag or commit of a Hub repository [main]")
-    parser.add_argument("--subfolder", metavar="DIR", help="where in it the adapter lies [its root]")
+    parser.add_argument("--subfolder", metavar="DIR", help="where in it the gates lie [its root]")
     parser.add_argument("--token", metavar="TOKEN", help="for the Hub [the one of `hf auth login`]")
     parser.add_argument("--offline", action="store_true", help="use what was downloaded before")
 

@@ -10,7 +10,10 @@ from seergate.errors import SeergateError
 HELP = (
     "a problem's answers in a run, with the reason for each grade",
     "Print what was asked, what every sample answered, and why it was graded as it was.",
-    ["seergate eval show runs/demo/eval/gate-128 12-0-3", "seergate eval show RUN PROBLEM --sample 2 --full"],
+    [
+        "seergate eval show runs/eval-tiny-reasoner-chain_sum/gate-128 40-0-3",
+        "seergate eval show RUN PROBLEM --sample 2 --full",
+    ],
 )
 HEAD, TAIL = 400, 1200
 """Characters of a completion that are shown unless all are asked for; the answer is at the end."""

@@ -6,6 +6,7 @@ import argparse
 from pathlib import Path
 
 from seergate.cli.adapters import add_card_options, add_source_options, described, read_adapter
+from seergate.cli.eval import numbers
 
 HELP = (
     "copy gates to a directory: other precision, fewer layers, published format, average",
@@ -30,14 +31,6 @@ def layer_list(text: str) -> list[int]:
     except ValueError:
         raise argparse.ArgumentTypeError(f"{text!r} must be layers such as 0,2,8-11") from None
     return layers
-
-
-def numbers(text: str) -> list[float]:
-    """Comma-separated numbers."""
-    try:
-        return [float(part) for part in text.split(",")]
-    except ValueError:
-        raise argparse.ArgumentTypeError(f"{text!r} must be numbers separated by commas") from None
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

@@ -50,7 +50,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the options."""
     parser.add_argument("name", metavar="NAME", help=", ".join(NAMES))
     parser.add_argument("--model", default="tiny-reasoner", help="preset, directory or Hub id [%(default)s]")
-    parser.add_argument("--gates", metavar="DIR", help="adapter; or BLOCK_SIZE=DIR, several separated by commas")
+    parser.add_argument("--gates", metavar="DIR", help="of gates; or BLOCK_SIZE=DIR, several separated by commas")
     parser.add_argument("--task", help="[chain_sum for the tiny reasoner, else the figure's, or aime24]")
     parser.add_argument("--task-source", metavar="FILE", help="a local copy of the task's problems")
     parser.add_argument("--problems", type=int, metavar="N", help="[32 of chain_sum, of others as in the paper]")

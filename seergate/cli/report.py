@@ -9,7 +9,10 @@ HELP = (
     "tables, plots and findings of finished runs",
     "Write report.md, report.html and plots about a run directory, or about all runs in a directory: accuracy and\n"
     "generation length against budget, recall by layer, cost, and what can and cannot be concluded.",
-    ["seergate report runs/demo", "seergate report runs/demo/eval --out /tmp/report"],
+    [
+        "seergate report runs/eval-tiny-reasoner-chain_sum",
+        "seergate report runs/methods runs/methods-resident --out runs/both",
+    ],
 )
 
 

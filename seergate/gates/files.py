@@ -74,7 +74,7 @@ def save_adapter(adapter: Adapter, directory: str | os.PathLike[str], *, card_so
     """
     out = Path(directory)
     if out.exists() and not out.is_dir():
-        raise SeergateError(f"{out} is a file; the adapter needs a directory")
+        raise SeergateError(f"{out} is a file; gates need a directory")
     check_adapter(adapter, "these gates")
     record = {**adapter.to_record(), "seergate_version": __version__}
     try:
@@ -103,7 +103,7 @@ def save_adapter(adapter: Adapter, directory: str | os.PathLike[str], *, card_so
         flush(out)
     except (OSError, SafetensorError) as error:  # a full disk is the latter
         reason = getattr(error, "strerror", None) or error
-        raise SeergateError(f"the adapter cannot be written to {out}: {reason}") from error
+        raise SeergateError(f"the gates cannot be written to {out}: {reason}") from error
     return out
 
 
@@ -138,7 +138,7 @@ def _sums(weights: Path) -> dict[str, Any]:
 
 def _what_is_missing(directory: Path, name: str) -> str:
     """A sentence about a file that is not there, and about what the directory seems to be instead."""
-    sentence = f"{directory} holds no {name}; an adapter has {CONFIG_FILE} and {WEIGHTS_FILE}"
+    sentence = f"{directory} holds no {name}; gates are {CONFIG_FILE} and {WEIGHTS_FILE}"
     if name == CONFIG_FILE and (directory / "adapter_config.json").is_file():
         return f"{sentence}; this looks like an adapter of PEFT"
     if name == CONFIG_FILE and (directory / "config.json").is_file():

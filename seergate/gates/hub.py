@@ -219,7 +219,7 @@ def push_adapter(
     api, inside = HfApi(token=token), _inside(subfolder)
     if not adapter.licence:
         adapter = replace(adapter, licence=licence_of_base(adapter, token))
-    with hub_errors(f"the adapter could not be pushed to {repo_id}"), tempfile.TemporaryDirectory() as place:
+    with hub_errors(f"the gates could not be pushed to {repo_id}"), tempfile.TemporaryDirectory() as place:
         repo_id = api.create_repo(repo_id, private=private, exist_ok=True).repo_id  # in full
         if revision not in (None, "main"):
             api.create_branch(repo_id, branch=revision, exist_ok=True)
@@ -289,5 +289,5 @@ def only_commit(repo_id: str) -> str | None:
 def _inside(subfolder: str | None) -> PurePosixPath:
     inside = PurePosixPath(subfolder or "")
     if inside.is_absolute() or ".." in inside.parts:
-        raise SeergateError(f"subfolder is {subfolder!r}; it must be a path inside the adapter's repository")
+        raise SeergateError(f"subfolder is {subfolder!r}; it must be a path inside the repository")
     return inside

@@ -72,7 +72,7 @@ def average(adapters: Sequence[Adapter], weights: Sequence[float] | None = None)
     for number, other in enumerate(adapters[1:], start=2):
         problems = _architecture_fields(first, other)
         if problems:
-            raise SeergateError(f"adapter {number} cannot be averaged with the first: {'; '.join(problems)}")
+            raise SeergateError(f"gates {number} cannot be averaged with the first: {'; '.join(problems)}")
     tensors = {}
     for name, tensor in first.tensors.items():
         wide = torch.promote_types(tensor.dtype, torch.float32)

@@ -139,7 +139,7 @@ def export_published(
     else:
         name = base or geometry.base_model
         if name is None:
-            raise SeergateError("the adapter does not say which model it is for; name the base model")
+            raise SeergateError("the gates do not say which model they are for; name the base model")
         revision = geometry.base_revision if base is None else None
         config = _as_published(base_config(name, revision=revision).get_text_config().to_dict())
     config |= {

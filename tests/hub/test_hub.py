@@ -255,7 +255,7 @@ def test_push_refused(hub, bank, method, path, status, message):
     hub.fail(method, path, status, times=99)
     with pytest.raises(SeergateError, match=message) as caught:
         bank.push_to_hub(REPO, token="writer")
-    assert str(caught.value).startswith(f"the adapter could not be pushed to {REPO}") and "\n" not in str(caught.value)
+    assert str(caught.value).startswith(f"the gates could not be pushed to {REPO}") and "\n" not in str(caught.value)
 
 
 @pytest.mark.parametrize(
@@ -388,7 +388,7 @@ def test_commands(hub, bank, tmp_path, monkeypatch, capsys):
     capsys.readouterr()
     assert main(["push", gates, "elsewhere/gates"]) == 2
     error = capsys.readouterr().err
-    assert error.startswith("error: the adapter could not be pushed") and error.count("\n") == 1
+    assert error.startswith("error: the gates could not be pushed") and error.count("\n") == 1
 
 
 def example(text: str) -> str:
@@ -426,7 +426,7 @@ def test_save_pretrained_pushes_where_it_is_told_to(hub, bank, tmp_path):
     with pytest.raises(SeergateError, match="repo_id is 'my gates'; it must have the form org/name, or name"):
         bank.save_pretrained(tmp_path / "my gates", push_to_hub=True, token="writer")
     assert not (tmp_path / "my gates").exists(), "said before anything is written"
-    with pytest.raises(SeergateError, match="the adapter could not be pushed to new-gates: .*token is needed"):
+    with pytest.raises(SeergateError, match="the gates could not be pushed to new-gates: .*token is needed"):
         bank.save_pretrained(tmp_path / "new-gates", push_to_hub=True, token=False)
     assert [*hub.repos] == [REPO]
 
