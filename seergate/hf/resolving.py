@@ -39,9 +39,7 @@ def resolve_method(
         if config is not None or options:
             raise SeergateError(f"{method!r} has its options already; give none beside it")
         return method
-    raise SeergateError(
-        f"the method is a {type(method).__name__}; it must be a GateBank, its directory, a method or a method's name"
-    )
+    raise SeergateError(f"the method is {method!r}; it must be a GateBank, its directory, a method or a method's name")
 
 
 def names_gates(method: Any) -> TypeGuard[str | os.PathLike[str]]:

@@ -349,7 +349,7 @@ def test_bad_requests():
         (lambda: seergate.attach(model, bank, token_budget=BLOCK - 1), "token_budget is 7.*at least 8"),
         (lambda: seergate.attach(model, bank, threshold=1.0), "threshold is 1.0.*between 0 and 1"),
         (lambda: seergate.attach(model, bank, token_budget=64, top_p=0.9), "token_budget and top_p are both given"),
-        (lambda: seergate.attach(model, 3), "the method is a int"),
+        (lambda: seergate.attach(model, 3), "the method is 3;"),
         (lambda: seergate.attach(model, bank, {"token_budget": 64}), "config is a dict; it must be a DecodeConfig"),
     ]
     for attempt, message in cases:
