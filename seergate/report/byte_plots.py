@@ -39,9 +39,10 @@ def bytes_plot(sweep: Sweep, path: Path) -> Path | None:
         for name, settings in lines.items():
             points = sorted(settings, key=lambda s: float(s.metrics[metric]))
             _line(axis, name, points, metric, list(lines), name in grey)
-        front = [(s.metrics[metric] / 1e3, 100 * s.accuracy.mean) for s in fronts[metric]]
-        x, y = [x for x, _ in front], [y for _, y in front]
-        axis.step(x, y, where="post", color="0.8", linewidth=5, zorder=0, label="Pareto front")
+        if front := [(s.metrics[metric] / 1e3, 100 * s.accuracy.mean) for s in fronts[metric]]:
+            (first, _), (_, best), last = front[0], front[-1], max(s.metrics[metric] / 1e3 for s in measured)
+            x, y = zip((first, 100 * chance), *front, (last, best), strict=True)
+            axis.step(x, y, where="post", color="0.8", linewidth=5, zorder=0, label="Pareto front")
         if grey:
             axis.plot([], [], color="#CCCCCC", linewidth=0.8, label=f"{len(grey)} others")
         axis.set_xscale("log", base=2)
