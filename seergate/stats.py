@@ -17,8 +17,6 @@ from seergate.methods.evicting import Attended, Eviction
 from seergate.methods.selecting import SelectingState
 from seergate.ops import Selection
 
-_FIXED = 6
-
 RowBytes = Callable[[], Any]
 """Bytes per row, as an array."""
 
@@ -123,14 +121,16 @@ class FixedCounts:
     """What steps of fixed shapes count, on the device, and what is the same for all of them.
 
     Attributes:
-        sums: int64: steps; tokens of all rows; tokens by which selections fall short of whole blocks; tokens and
-            blocks read by steps that selected nothing; bytes read to decide; then the blocks selected by each KV head.
-        rows: per step.
+        lengths: int32 ``[2, C + 1]``: how often a row of so many tokens read everything, and how often it selected.
+            The other figures follow from these, so that a step takes as few launches as can be.
+        blocks: int64 ``[B, K]``, selected by each row and KV head.
+        score_bytes: int64 ``[C + 1]``, on the CPU: what a row of so many tokens reads to decide.
         resident_bytes, state_bytes: held by the layer at each step, and what of it the method remembers.
     """
 
-    sums: Tensor
-    rows: int
+    lengths: Tensor
+    blocks: Tensor
+    score_bytes: Tensor
     resident_bytes: int
     state_bytes: int
 
@@ -148,7 +148,8 @@ class LayerStats:
         self.missing_tokens = 0  # by which the last blocks of selections fall short, per head
         self.resident_sum = self.resident_peak = 0
         self.state_bytes = 0
-        self.fixed = FixedCounts(torch.zeros(_FIXED, dtype=torch.int64), 0, 0, 0)
+        nothing = torch.zeros(2, 0, dtype=torch.int64)
+        self.fixed = FixedCounts(nothing, nothing, nothing[0], 0, 0)
         self.fetched: int | None = None  # bytes; None if the cache is not offloaded
         self.recall: Tensor | float = 0.0
         self.recall_rows = 0
@@ -207,52 +208,54 @@ class DecodeStats:
         Returns:
             Where these steps are counted, as long as the layer's ``fixed`` is this very object.
         """
-        stats, heads = self.layers[layer], keys.shape[1]
+        stats, fixed = self.layers[layer], self.layers[layer].fixed
         self._fold(stats)
-        self.block_size, self.heads[layer] = block_size, heads
+        self.block_size, self.heads[layer] = block_size, keys.shape[1]
         self.bytes_per_token[layer] = token_bytes(keys, values)
-        sums = stats.fixed.sums
-        if len(sums) != _FIXED + heads or sums.device != keys.device:
-            sums = torch.zeros(_FIXED + heads, dtype=torch.int64, device=keys.device)
+        shapes, device = ((2, keys.shape[2] + 1), keys.shape[:2]), keys.device
+        lengths, blocks = fixed.lengths, fixed.blocks
+        if (lengths.shape, blocks.shape, lengths.device) != (*shapes, device):
+            lengths = torch.zeros(shapes[0], dtype=torch.int32, device=device)
+            blocks = torch.zeros(shapes[1], dtype=torch.int64, device=device)
+        each = torch.arange(keys.shape[2] + 1)
+        read = bytes_to_decide(state, each)
+        if isinstance(state, SelectingState):
+            read = read * (each > state.method.covered_tokens)
         held = keys.nbytes + values.nbytes + state.nbytes
-        stats.fixed = FixedCounts(sums, len(keys), held, state.nbytes)
+        stats.fixed = FixedCounts(lengths, blocks, read, held, state.nbytes)
         stats.resident_peak, stats.state_bytes = max(stats.resident_peak, held), max(stats.state_bytes, state.nbytes)
         return stats.fixed
 
-    def record_fixed(self, layer: int, step: Step, selection: Selection | None, score_bytes_B: Tensor | None) -> None:
-        """Count one decode step of fixed shapes, without the host. ``score_bytes_B``: `bytes_to_decide`, if it did."""
-        lengths, sums = step.lengths, self.layers[layer].fixed.sums
-        sums[0] += 1
-        sums[1] += lengths.sum()
-        if selection is None:
-            sums[3] += lengths.sum()
-            sums[4] += torch.div(lengths + self.block_size - 1, self.block_size, rounding_mode="floor").sum()
-        else:
-            sums[2] += (-lengths % self.block_size).sum()
-            assert score_bytes_B is not None
-            sums[5] += score_bytes_B.sum()
-            sums[_FIXED:] += selection.counts.sum(0)
+    def record_fixed(self, layer: int, step: Step, selection: Selection | None) -> None:
+        """Count one decode step of fixed shapes, without the host."""
+        fixed, lengths = self.layers[layer].fixed, step.lengths
+        chose = int(selection is not None)
+        fixed.lengths[chose].scatter_add_(0, lengths, torch.ones_like(lengths, dtype=torch.int32))
+        if selection is not None:
+            fixed.blocks.add_(selection.counts)
 
-    @staticmethod
-    def _fold(stats: LayerStats) -> None:
+    def _fold(self, stats: LayerStats) -> None:
         """Add what was counted on the device to the other figures."""
         fixed = stats.fixed
-        steps, tokens, missing, read, blocks, scored, *selected = fixed.sums.tolist()
-        if not steps:
+        everything, selected = fixed.lengths.cpu().long()
+        rows, lengths = everything + selected, torch.arange(len(selected))
+        if not rows.any():
             return
-        fixed.sums.zero_()
+        steps = int(rows.sum()) // len(fixed.blocks)
         stats.steps += steps
-        stats.rows += steps * fixed.rows
-        stats.tokens_seen += tokens
-        stats.tokens_held += tokens
-        stats.missing_tokens += missing
-        stats.tokens_read += read
-        stats.dense_blocks += blocks
-        stats.bytes_scored += scored
+        stats.rows += int(rows.sum())
+        stats.tokens_seen += int(rows @ lengths)
+        stats.tokens_held += int(rows @ lengths)
+        stats.missing_tokens += int(selected @ (-lengths % self.block_size))
+        stats.tokens_read += int(everything @ lengths)
+        stats.dense_blocks += int(everything @ -(-lengths // self.block_size))
+        stats.bytes_scored += int(selected @ fixed.score_bytes)
         stats.resident_sum += steps * fixed.resident_bytes
         stats.resident_peak = max(stats.resident_peak, fixed.resident_bytes)
         stats.state_bytes = max(stats.state_bytes, fixed.state_bytes)
-        stats.selected_blocks = stats.selected_blocks + torch.tensor(selected, device=fixed.sums.device)
+        stats.selected_blocks = stats.selected_blocks + fixed.blocks.sum(0)
+        fixed.lengths.zero_()
+        fixed.blocks.zero_()
 
     def record_fetched(self, layer: int, count: int) -> None:
         """Count the bytes that a step of an offloaded cache brought from slow memory."""

@@ -117,7 +117,7 @@ class FixedLayer(GatedLayer):
         self.counts = stats.expect_fixed(self.layer, keys, values, self.block_size, self.state)
         if self.device.type == "cuda":
             own = (keys, values, self.rows.lengths, self.rows.width, *self.state.rows.values())
-            for tensor in (*own, self.counts.sums):
+            for tensor in (*own, self.counts.lengths, self.counts.blocks):
                 torch._dynamo.mark_static_address(tensor)
 
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:

@@ -25,7 +25,7 @@ from seergate.methods.evicting import Attended, CompressingState
 from seergate.methods.scoring import attend_and_weigh, log_probabilities
 from seergate.methods.selecting import SelectingMethod
 from seergate.ops import Selection
-from seergate.stats import DecodeStats, Reading, bytes_to_decide, own_bytes
+from seergate.stats import DecodeStats, Reading, own_bytes
 
 MOST_FOLDED = 64
 """A chunk of at most this many tokens is attended to with `newest_tokens_attention` in dense passes; a longer one is a
@@ -141,12 +141,9 @@ class GatedAttention:
     def _decode_fixed(self, state: Any, step: FixedStep) -> Tensor:
         """A decode step that is the same operations whatever the rows' lengths."""
         with torch.no_grad(), torch.autocast(step.q_BHSD.device.type, enabled=False):
-            layer, method, selection, score_bytes = self.layer, self.layer.method, None, None
-            if isinstance(method, SelectingMethod):
-                selection = method.select(state, step)
-                if selection is not None:  # as in `_decode`, of the rows' own lengths
-                    score_bytes = bytes_to_decide(state, step.lengths) * (step.lengths > method.covered_tokens)
-            self.stats.record_fixed(layer.layer, step, selection, score_bytes)
+            layer, method = self.layer, self.layer.method
+            selection = method.select(state, step) if isinstance(method, SelectingMethod) else None
+            self.stats.record_fixed(layer.layer, step, selection)
             if selection is None:
                 return attend_to_all(step)
             return layer.storage.attend(step, selection, layer.block_size)
