@@ -231,6 +231,11 @@ def large() -> Iterator[Row]:
     want = exact_decode(q, k, k, indices, lengths, 64)
     got = ops.sparse_decode(q, k, k, indices, lengths, 64)
     yield compared("sparse_decode", "offsets beyond 2^31", got, want, NARROW_LIMIT)
+    q = buffer.as_strided((64, 4, 16), (16, 2**30 if ON_GPU else 1024, 1))  # heads first in memory
+    q.copy_(randn(64, 4, 16))
+    k, cu = randn(64, 2, 16), torch.tensor([0, 64]).int()
+    got, want = (ops.block_targets(x, k, cu, 8) for x in (q, q.contiguous()))
+    yield compared("attention_with_block_targets", "offsets beyond 2^31", got, want, 0)
 
 
 def sanitizer() -> Iterator[Row]:

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import pytest
 import torch
 from torch._dynamo.utils import counters
+from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import CompileConfig, DynamicCache, StaticCache
 
 import seergate
@@ -12,7 +15,9 @@ from seergate import methods
 from seergate.cache.static import FixedLayer, FixedRows
 from seergate.cache.storage import Growing
 from seergate.errors import SeergateError
-from seergate.methods.base import FixedStep
+from seergate.methods.base import FixedStep, LayerSpec
+from seergate.ops import backend
+from seergate.stats import DecodeStats
 from tests.decoding import Decoding
 from tests.host.test_decode import BLOCK, gates
 from tests.models import left_padded, prompt, tiny_model
@@ -105,6 +110,56 @@ def test_overflow_is_refused_before_the_write(monkeypatch):
         model(prompt(2), past_key_values=cache)
         with pytest.raises(SeergateError, match="room for 20 tokens"):
             model(prompt(1), past_key_values=cache)
+
+
+class Launches(TorchDispatchMode):
+    """Names of what PyTorch itself would launch on a GPU: what makes a view or takes memory launches nothing."""
+
+    NONE = tuple(
+        f"aten::{kind}"
+        for kind in ("as_strided", "detach", "empty", "new_empty", "select", "slice", "unsqueeze", "view")
+    )
+
+    def __init__(self):
+        super().__init__()
+        self.names = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        name = func.name().split(".")[0]
+        if not name.startswith(self.NONE):
+            self.names.append(name.removeprefix("aten::"))
+        return func(*args, **(kwargs or {}))
+
+
+def test_what_a_step_launches_on_a_gpu(model, monkeypatch):
+    """In each layer, from the new token in the cache to the attention's output; on tensors without memory."""
+    pytest.importorskip("triton")
+    from benchmarks.kernels import ahead_of_time
+    from benchmarks.kernels.data_sheets import H200
+
+    monkeypatch.setattr(backend, "choose", lambda device: "triton")
+    tensor = partial(torch.empty, device="meta")
+    method = methods.Gate(bank=gates(model).to("meta"), token_budget=2 * BLOCK)
+    heads, kv_heads, dim = (
+        getattr(model.config, name) for name in ("num_attention_heads", "num_key_value_heads", "head_dim")
+    )
+    q, k, keys = tensor(1, heads, 1, dim), tensor(1, kv_heads, 1, dim), tensor(1, kv_heads, 4096, dim)
+    state = method.new_state(LayerSpec(0, 1, heads, kv_heads, dim, q.dtype, q.device, None))
+    state.grown("kg", 4096 // BLOCK, limit=4096 // BLOCK)
+    stats = DecodeStats([0])
+    stats.expect_fixed(0, keys, keys, BLOCK, state)
+    step = FixedStep(q, k, q, k, [], [], keys, keys, tensor(1, dtype=torch.int64), 1.0)
+
+    def decode():
+        state.append(step)
+        selection = method.select(state, step)
+        stats.record_fixed(0, step, selection)
+        Growing.attend(None, step, selection, BLOCK)
+
+    with torch.no_grad(), Launches() as others:
+        kernels = [launch.kernel.__name__ for launch in ahead_of_time.launches(decode, H200)]
+    assert kernels == ["update_kernel", "score_kernel", "select_kernel", "decode_kernel"]
+    assert others.names == ["ones_like", "scatter_add_", "add_"]
 
 
 @pytest.mark.parametrize("name", ["gate", "quest", "dense"])

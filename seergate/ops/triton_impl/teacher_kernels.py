@@ -148,7 +148,8 @@ def attention_kernel(  # type: ignore[no-untyped-def]
     exists = (positions < limit) & (member < GROUP)
     q_head = head * GROUP + member
     dims = tl.arange(0, PADDED_DIM)[None, :]
-    q_rows = q + first * stride_qt + (x // PACK * stride_qt + q_head * stride_qh)[:, None] + dims
+    q_rows = q + first * stride_qt + head.to(tl.int64) * GROUP * stride_qh
+    q_rows += (x // PACK * stride_qt + member * stride_qh)[:, None] + dims
     q_tile = load_matrix(q_rows, exists[:, None], dims < DIM, True, DIM != PADDED_DIM)
     acc = tl.zeros((M, PADDED_V_DIM), tl.float32)
     running = tl.full((M,), -float("inf"), tl.float32)
@@ -229,7 +230,8 @@ def maxima_kernel(  # type: ignore[no-untyped-def]
     exists = (begin + x // PACK < end) & (member < GROUP)
     q_head = head * GROUP + member
     dims = tl.arange(0, PADDED_DIM)[None, :]
-    q_rows = q + first * stride_qt + (x // PACK * stride_qt + q_head * stride_qh)[:, None] + dims
+    q_rows = q + first * stride_qt + head.to(tl.int64) * GROUP * stride_qh
+    q_rows += (x // PACK * stride_qt + member * stride_qh)[:, None] + dims
     q_tile = load_matrix(q_rows, exists[:, None], dims < DIM, True, DIM != PADDED_DIM)
     heads = kv_heads * GROUP
     normaliser = tl.load(lse + first * heads + x // PACK * heads + q_head, mask=exists, other=float("inf"))
