@@ -2,7 +2,7 @@
 
 Keeps, beside the KV cache, the scorer's entries (the K-compression cache), of a block or of a token each, and the raw
 pre-RoPE keys of the two newest entries, from which one is made when it is complete. Entries made in prefill and in
-decode are the same.
+decode are the same; on a GPU, where other kernels make them, up to rounding.
 """
 
 from __future__ import annotations
