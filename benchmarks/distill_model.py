@@ -50,7 +50,6 @@ from seergate.distill.engines import DistillModule, PlainEngine
 from seergate.distill.memory import WORKING_BYTES
 from seergate.distill.packing import PackedBatch
 from seergate.distill.plan import make_plan
-from seergate.gates.gate import AttnGate
 from seergate.hf import teacher_forward
 from seergate.hf.teacher_pass import TeacherCall
 from seergate.models import families
@@ -100,13 +99,15 @@ class Resident:
 class Materialising(teacher_forward.PackDistillation):
     """The published lesson: no gradient in the forward, and a graph over all layers."""
 
-    def _distill(self, gate: AttnGate, call: TeacherCall, lse_TH: Tensor | None) -> None:
+    def learn(self, call: TeacherCall, lse_TH: Tensor) -> None:
+        gate = self.bank.gate(call.layer)
         assert call.q_pre_BHSD is not None and call.k_pre_BKSD is not None
         query, key = (x[0].transpose(0, 1) for x in (call.query_BHSD, call.key_BKSD))
         begin = int(len(query) * self.options["row_start"])
         with torch.enable_grad():
-            queries = gate.queries(call.q_pre_BHSD, self.positions)[0].transpose(0, 1)
-            keys = self._compressed_keys(gate, call.k_pre_BKSD)
+            positions, _, entries = self.places(query.device)
+            queries = gate.queries(call.q_pre_BHSD, positions)[0].transpose(0, 1)
+            keys = self._keys(gate, call.k_pre_BKSD, entries)
             self.losses.append(materialised_loss(query, key, queries, keys, self.bank.config.block_size, begin))
         heads = key.shape[1]
         nothing = torch.zeros(len(self.options["recall_budgets"]), heads)  # the published code does not report it
@@ -117,7 +118,7 @@ class Materialising(teacher_forward.PackDistillation):
 def lessons_watched(resident: Resident, sizes: list[int]) -> Iterator[None]:
     """Note what each layer's lesson adds to what is held when it begins."""
     kind = teacher_forward.PackDistillation
-    teach = kind._distill
+    teach = kind.learn
 
     def watched(self: Any, *args: Any) -> None:
         before = resident.restart()
@@ -125,11 +126,11 @@ def lessons_watched(resident: Resident, sizes: list[int]) -> Iterator[None]:
         sizes.append(resident.peak() - before)
         resident.restart()
 
-    kind._distill = watched  # type: ignore[method-assign]
+    kind.learn = watched  # type: ignore[method-assign]
     try:
         yield
     finally:
-        kind._distill = teach  # type: ignore[method-assign]
+        kind.learn = teach  # type: ignore[method-assign]
 
 
 def cores_used() -> tuple[float, float]:

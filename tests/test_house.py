@@ -53,6 +53,8 @@ def private_names_of_others(tree: ast.AST) -> set[str]:
     used, own = set(), set()
     for node in ast.walk(tree):
         if isinstance(node, ast.Attribute):
+            if ast.unparse(node.value).startswith("torch.ops."):
+                continue  # operators of PyTorch
             of_self = isinstance(node.value, ast.Name) and node.value.id in ("self", "cls")
             (own if of_self else used).add(node.attr)
         elif isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)):
@@ -85,6 +87,7 @@ def test_private_transformers_names_live_where_transformers_is_known() -> None:
         ("model.config._commit_hash = 3", {"_commit_hash"}),
         ("x = getattr(model.config, '_commit_hash', None)", {"_commit_hash"}),
         ("x = model._prefill(ids).__class__", {"_prefill"}),
+        ("x = torch.ops.aten._flash_attention_forward(q)", set()),
         ("class A:\n    def _own(self): return self._made\n\ndef f(a): return a._own() + a._made", set()),
         ("def _own(): pass\n\nx = f(_own, getattr(y, name), y.public)", set()),
     ],

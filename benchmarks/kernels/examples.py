@@ -11,7 +11,17 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from seergate.ops.triton_impl import compression, gate_kl, packs, pooling, scoring, selection, sparse_decode, teacher
+from seergate.ops.triton_impl import (
+    compression,
+    gate_kl,
+    packed_attention,
+    packs,
+    pooling,
+    scoring,
+    selection,
+    sparse_decode,
+    teacher,
+)
 
 
 @dataclass(frozen=True)
@@ -55,7 +65,17 @@ DTYPES = (torch.bfloat16, torch.float32)
 
 def examples() -> Iterator[Example]:
     """Of all ops."""
-    for of_op in (compressions, dense_decodes, lessons, poolings, scorings, selections, sparse_decodes, teachers):
+    for of_op in (
+        compressions,
+        dense_decodes,
+        lessons,
+        packed_attentions,
+        poolings,
+        scorings,
+        selections,
+        sparse_decodes,
+        teachers,
+    ):
         yield from of_op()
 
 
@@ -125,22 +145,23 @@ def dense_example(dtype: torch.dtype, dim: int, page: int = 0) -> Example:
 LESSONS: tuple[tuple[torch.dtype, torch.dtype, int, int, int, int, int, bool], ...] = (
     # dtype of teacher and of gate, head dimension of both, group, block size, tokens, rows, is the log-sum-exp known
     # What `seergate train` launches: gates in fp32 beside a model in bf16, every group of the shipped configurations.
-    *((torch.bfloat16, torch.float32, 128, group, 64, 32768, 4096, False) for group in (4, 2, 5, 6, 7, 8)),
-    # The other presets: GPT-OSS, Qwen3-235B, both Qwen3.5.
-    *(
-        (torch.bfloat16, torch.bfloat16, dim, group, 64, 32768, 4096, False)
-        for dim, group in ((64, 8), (128, 16), (256, 4), (256, 6))
-    ),
+    *((torch.bfloat16, torch.float32, 128, group, 64, 32768, 4096, True) for group in (4, 2, 5, 6, 7, 8)),
+    # The other presets: GPT-OSS, Qwen3-235B, both Qwen3.5, whose gates are too wide for fp32.
+    (torch.bfloat16, torch.float32, 64, 8, 64, 32768, 4096, True),
+    (torch.bfloat16, torch.float32, 128, 16, 64, 32768, 4096, True),
+    *((torch.bfloat16, torch.bfloat16, 256, group, 64, 32768, 4096, True) for group in (4, 6)),
     # The block sizes of the ablation.
-    (torch.bfloat16, torch.float32, 128, 4, 16, 32768, 1024, False),
-    (torch.bfloat16, torch.float32, 128, 4, 32, 32768, 2048, False),
-    (torch.bfloat16, torch.float32, 128, 4, 128, 32768, 8192, False),
-    # Shorter samples: recall holds narrower rows, and a GPU of many processors needs no second pass.
-    (torch.bfloat16, torch.float32, 128, 4, 16, 16384, 2048, False),
-    (torch.bfloat16, torch.float32, 128, 4, 64, 16384, 8192, False),
-    (torch.bfloat16, torch.float32, 128, 4, 64, 8192, 8192, False),
-    (torch.bfloat16, torch.float32, 128, 4, 64, 4096, 4096, False),
-    # What else the op takes: the other dtypes and gate dimensions, narrow and very wide rows of blocks.
+    (torch.bfloat16, torch.float32, 128, 4, 16, 32768, 1024, True),
+    (torch.bfloat16, torch.float32, 128, 4, 32, 32768, 2048, True),
+    (torch.bfloat16, torch.float32, 128, 4, 128, 32768, 8192, True),
+    # Shorter samples: recall holds narrower rows.
+    (torch.bfloat16, torch.float32, 128, 4, 16, 16384, 2048, True),
+    (torch.bfloat16, torch.float32, 128, 4, 64, 16384, 8192, True),
+    (torch.bfloat16, torch.float32, 128, 4, 64, 8192, 8192, True),
+    (torch.bfloat16, torch.float32, 128, 4, 64, 4096, 4096, True),
+    *((torch.bfloat16, torch.bfloat16, 256, 4, 64, tokens, 4096, True) for tokens in (16384, 8192, 4096)),
+    # What else the op takes: no log-sum-exp, other dtypes and gate dimensions, narrow and very wide rows of blocks.
+    (torch.bfloat16, torch.float32, 128, 4, 64, 32768, 4096, False),
     (torch.bfloat16, torch.float32, 128, 4, 16, 131072, 512, False),  # in two passes
     (torch.bfloat16, torch.bfloat16, 128, 4, 64, 4096, 4096, False),
     (torch.float16, torch.float16, 128, 4, 16, 4096, 4096, True),
@@ -159,8 +180,11 @@ def lessons() -> Iterator[Example]:
     """Calls on meta tensors, each of one chunk, that launch what ships."""
     for shipped in LESSONS:
         yield gate_kl_example(*shipped)
-    for block_size, rows in ((64, 4096), (16, 1024), (32, 2048), (128, 8192)):  # evaluations of a training run
-        yield gate_kl_example(torch.bfloat16, torch.float32, 128, 4, block_size, 32768, rows, gradients=False)
+    # Evaluations of a training run.
+    for block_size, rows in ((64, 4096), (16, 1024), (32, 2048), (128, 8192)):
+        yield gate_kl_example(torch.bfloat16, torch.float32, 128, 4, block_size, 32768, rows, True, gradients=False)
+    for dim, gate_dtype in ((64, torch.float32), (256, torch.bfloat16)):
+        yield gate_kl_example(torch.bfloat16, gate_dtype, dim, 4, 64, 32768, 4096, True, gradients=False)
 
 
 def gate_kl_example(
@@ -187,6 +211,7 @@ def gate_kl_example(
     kernels = ("rows_kernel", "columns_kernel", teacher_kernel)
     return Example(
         f"gate_kl {short(dtype)} gate {short(gate_dtype)} d{dim} g{group} b{block_size} t{tokens}"
+        + " no lse" * (not known)
         + " evaluation" * (not gradients),
         partial(
             gate_kl.evaluate, q, k, qg, kg, torch.tensor([0, tokens], dtype=torch.int32), block_size, row_start, 0.1,
@@ -195,6 +220,27 @@ def gate_kl_example(
         gate_products + ((teacher_kernel,) if dtype != torch.float32 else ()),
         kernels,
     )  # fmt: skip
+
+
+def packed_attentions() -> Iterator[Example]:
+    """What PyTorch's kernels leave over: soft caps (Gemma 2), and on AMD everything, here with GPT-OSS' window."""
+    for dim, group, window, softcap in (
+        (256, 2, None, 50.0),
+        (256, 2, 4096, 50.0),
+        (128, 4, None, None),
+        (64, 8, 128, None),
+    ):
+        q, k = (meta(32768, n, dim, dtype=torch.bfloat16) for n in (group * KV_HEADS, KV_HEADS))
+        cu_seqlens = torch.tensor([0, len(q)], dtype=torch.int32)
+        options = {"window": window, "sinks": None, "softcap": softcap}
+        yield Example(
+            f"packed_attention bfloat16 d{dim} g{group}"
+            + f" window {window}" * bool(window)
+            + " softcap" * bool(softcap),
+            partial(packed_attention.packed_attention, q, k, k, cu_seqlens, dim**-0.5, **options),
+            ("attention_kernel",),
+            ("attention_kernel",),
+        )
 
 
 def poolings() -> Iterator[Example]:

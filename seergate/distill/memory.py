@@ -173,9 +173,10 @@ def activation_bytes(model: PreTrainedModel, bank: GateBank, config: TrainConfig
     inputs = tokens * ((streams * h + 2 * queries + 3 * keys) * u + rope)
     # the gate's queries and their gradient; at one time a tile of the query branch, at another a chunk of scores
     chunk = CHUNK_BYTES_CPU if device.type == "cpu" else CHUNK_BYTES_DEVICE
-    # on a processor also what attention returned: the output, and what the loss needs of it
-    held = tokens * (queries * u + geometry.num_heads * FLOAT32) if device.type == "cpu" else 0
-    gate_loss = inputs + held + 2 * tokens * gate + max(int(tile * (queries * FLOAT32 + TILE_COPIES * gate)), chunk)
+    # what attention returned: the output, and what the loss needs of it
+    held = tokens * (queries * u + geometry.num_heads * FLOAT32)
+    branch = int(tile * (queries * (u + FLOAT32) + TILE_COPIES * gate))
+    gate_loss = inputs + held + 2 * tokens * gate + max(branch, chunk)
     # what attention returns, and where the pack's sequences are put together
     attention = inputs + 2 * tokens * queries * u
     # the two inputs of the MLP's product and the product itself; in a mixture, those of each chosen expert, and what

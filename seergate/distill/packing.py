@@ -14,6 +14,8 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
+from seergate.ops.host_memory import copied
+
 
 def pack(lengths: Sequence[int] | np.ndarray, capacity: int) -> list[list[int]]:
     """Distribute samples over as few packs as best-fit-decreasing finds.
@@ -93,7 +95,7 @@ class PackedBatch:
 
     Attributes:
         input_ids: ``[1, T]`` int64, the samples one after another.
-        cu_seqlens: ``[n + 1]`` int32, where each sample starts, and ``T``.
+        cu_seqlens: ``[n + 1]`` int32, where each sample starts, and ``T``; always in host memory.
     """
 
     input_ids: torch.Tensor
@@ -112,5 +114,5 @@ class PackedBatch:
         return self.input_ids.shape[1]
 
     def to(self, device: torch.device) -> PackedBatch:
-        """The same pack on a device."""
-        return PackedBatch(self.input_ids.to(device), self.cu_seqlens.to(device))
+        """The same pack with its ids on a device, without a wait."""
+        return PackedBatch(copied(self.input_ids, device), self.cu_seqlens)

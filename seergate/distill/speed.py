@@ -11,12 +11,13 @@ import copy
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
-from torch.nn import functional as F
 
+from seergate import ops
 from seergate.distill.base_model import base_dtype, gate_config
 from seergate.distill.config import TrainConfig
 from seergate.gates.scorers import make_scorer
@@ -144,10 +145,10 @@ def _attention(bank: GateBank, config: TrainConfig, device: torch.device) -> flo
     heads, kv_heads = _heads(bank, device)
     length = min(PAIR_TOKENS.get(device.type, 16384), config.max_length)
     q, k = (
-        torch.randn(1, n, length, bank.geometry.head_dim, dtype=base_dtype(config, device), device=device)
+        torch.randn(length, n, bank.geometry.head_dim, dtype=base_dtype(config, device), device=device)
         for n in (heads, kv_heads)
     )
-    run = lambda: F.scaled_dot_product_attention(q, k, k, is_causal=True, enable_gqa=heads != kv_heads)  # noqa: E731
+    run = partial(ops.packed_attention, q, k, k, torch.tensor([0, length], dtype=torch.int32))
     return _seconds(run, device) * (bank.geometry.num_kv_heads // kv_heads) / pairs(length)
 
 
@@ -168,8 +169,7 @@ def _gate_loss(bank: GateBank, config: TrainConfig, device: torch.device) -> flo
     loss_op = loss_of(gate, config.target, config.target_budget)
     cu_seqlens = torch.tensor([0, length], dtype=torch.int32)
     budgets = tuple(budget for budget in config.recall_budgets if budget >= size)
-    # On a processor it comes with the attention's output, see `packed_causal_attention`; its values cost nothing.
-    lse = torch.zeros(length, heads) if device.type == "cpu" else None
+    lse = torch.zeros(length, heads, device=device)  # comes with the attention's output; its values cost nothing
     rules: dict[str, Any] = {"row_start": config.row_start, "recall_budgets": budgets, "lse": lse}
 
     def run() -> None:

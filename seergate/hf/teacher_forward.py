@@ -13,7 +13,8 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from itertools import pairwise
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -23,17 +24,18 @@ from seergate.config import check_target
 from seergate.errors import SeergateError
 from seergate.gates.bank import Gates
 from seergate.gates.scorer import Scorer
-from seergate.hf.packed_attention import gives_lse, packed_causal_attention
 from seergate.hf.teacher_pass import TeacherCall, intercepted_attention
 from seergate.models import families
 from seergate.ops.checks import check_cu_seqlens
+from seergate.ops.gate_kl import counted_rows
+from seergate.ops.host_memory import copied
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 
 TILE = 2048
-"""Tokens of the query branch at a time. Its intermediate results are several times its output; they are made again for
+"""Rows of the query branch at a time. Its intermediate results are several times its output; they are made again for
 the gradients instead of being kept for the whole pack."""
 
 PUBLISHED_SCALE = 10.0
@@ -122,46 +124,62 @@ def distill_steps(
         cu_seqlens = torch.tensor([0, total], dtype=torch.int32)
     cu_seqlens = cu_seqlens.cpu() if isinstance(cu_seqlens, Tensor) else cu_seqlens
     check_cu_seqlens(cu_seqlens, total)
-    borders = cu_seqlens.tolist()
 
-    learning = [PackDistillation(lesson, model, borders) for lesson in lessons]
+    learning = [PackDistillation(lesson, model, cu_seqlens) for lesson in lessons]
     gated = {layer: attention for each in learning for layer, attention in each.gated.items()}
 
     def attend(call: TeacherCall) -> Tensor:
         """Compute a layer's attention over the pack, ``[1, T, H, D]``, and the losses of its gates if it has any."""
-        learners = [each for each in learning if call.layer in each.gated]
-        if not gives_lse(call):  # before there is an output to hold
-            for each in learners:
-                each.learn(call, None)
-        output, lse_TH = packed_causal_attention(call, borders)
-        if lse_TH is not None:  # computed for the output already: saves a pass over the scores
-            for each in learners:
+        # Autocast leaves normalised queries and keys wider than values, and no kernel is told that it is on.
+        q, k, v = (
+            x[0].transpose(0, 1).to(call.value_BKSD.dtype) for x in (call.query_BHSD, call.key_BKSD, call.value_BKSD)
+        )
+        output_THD, lse_TH = ops.packed_attention(
+            q, k, v, cu_seqlens, call.sm_scale, window=call.window, sinks=call.sinks, softcap=call.softcap
+        )
+        for each in learning:
+            if call.layer in each.gated:
                 each.learn(call, lse_TH)
-        return output
+        return output_THD[None]
 
     # A model whose first layers wait on disk is nowhere until they are fetched to where the gates are.
     device = next(lessons[0].bank.parameters()).device if model.device.type == "meta" else model.device
-    positions = learning[0].positions[None].to(device)
+    positions = learning[0].places(device).positions[None]
     with intercepted_attention(model, gated, attend), torch.no_grad():
-        families.decoder_of(model)(input_ids=input_ids.to(device), position_ids=positions, use_cache=False)
+        families.decoder_of(model)(input_ids=copied(input_ids, device), position_ids=positions, use_cache=False)
     return [each.result() for each in learning]
+
+
+class Places(NamedTuple):
+    """Indices into a pack, on a device.
+
+    Attributes:
+        positions: int64 ``[T]``, of each token in its sequence.
+        rows: the rows that count, at most `TILE` at a time.
+        entries: int64, the position that each of the gate's keys begins at.
+    """
+
+    positions: Tensor
+    rows: tuple[Tensor, ...]
+    entries: Tensor
 
 
 class PackDistillation:
     """What a lesson shares between the layers of one pack's forward, and what it has computed so far."""
 
-    def __init__(self, lesson: Lesson, model: PreTrainedModel, borders: list[int]) -> None:
+    def __init__(self, lesson: Lesson, model: PreTrainedModel, cu_seqlens: Tensor) -> None:
         bank = lesson.bank
         modules = families.full_attention_modules(model)
         problems = bank.geometry.mismatches(families.gate_geometry(model, bank.config))
         if problems:
             raise SeergateError(f"these gates are for another model: {'; '.join(problems)}")
-        if len(borders) > 2 and (reason := families.why_one_sequence(families.text_config(model))):
+        if len(cu_seqlens) > 2 and (reason := families.why_one_sequence(families.text_config(model))):
             raise SeergateError(f"{reason}; its packs must hold one sequence each")
         check_target(lesson.target, lesson.target_budget, bank.config.block_size)
-        self.bank, self.model, self.borders = bank, model, borders
+        self.bank, self.model = bank, model
         self.target, self.target_budget = lesson.target, lesson.target_budget
-        self.cu_seqlens = torch.tensor(borders, dtype=torch.int32)  # on the CPU, where the op can read it for free
+        self.cu_seqlens = cu_seqlens  # in host memory, where ops read it for free
+        self.segments = [(a, b) for a, b in pairwise(cu_seqlens.tolist()) if b > a]
         self.options: dict[str, Any] = {
             "row_start": lesson.row_start,
             "reduction": lesson.reduction,
@@ -169,24 +187,36 @@ class PackDistillation:
         }
         self.gated = {layer: attention for layer, attention in modules if str(layer) in bank.layers}
         self.wants_gradients = torch.is_grad_enabled()  # the caller's wish; the model itself runs without a graph
-        self.positions = torch.cat([torch.arange(b - a) for a, b in zip(borders, borders[1:], strict=False)])
+        self._places: dict[torch.device, Places] = {}  # of each that a split model has layers on
         self.losses: list[Tensor] = []
         self.stats: list[ops.GateKLStats] = []
         self.gradients: dict[nn.Parameter, Tensor] = {}
 
-    def learn(self, call: TeacherCall, lse_TH: Tensor | None) -> None:
+    def places(self, device: torch.device) -> Places:
+        """The pack's indices, copied to the device once."""
+        if device not in self._places:
+            size, step = self.bank.config.block_size, self.bank.gate(next(iter(self.gated))).entry_tokens
+            positions = torch.cat([torch.arange(b - a) for a, b in self.segments])
+            entries = torch.cat([torch.arange(0, b - a, step) for a, b in self.segments])
+            rows = copied(counted_rows(self.cu_seqlens, size, self.options["row_start"]), device)
+            self._places[device] = Places(copied(positions, device), rows.split(TILE), copied(entries, device))
+        return self._places[device]
+
+    def learn(self, call: TeacherCall, lse_TH: Tensor) -> None:
         """Compute the loss of a layer's gate, and its gradients if they are wanted."""
         gate = self.bank.gate(call.layer)
         assert call.q_pre_BHSD is not None and call.k_pre_BKSD is not None
         parameters = [p for p in gate.parameters() if p.requires_grad]
         wants_gradient = self.wants_gradients and bool(parameters)
-        positions = self.positions.to(call.query_BHSD.device)
-        tiles = [slice(first, first + TILE) for first in range(0, len(positions), TILE)]
+        positions, tiles, entries = self.places(call.query_BHSD.device)
         with torch.no_grad():
-            qg_TKE = torch.cat([_queries(gate, call.q_pre_BHSD, positions, tile) for tile in tiles])
+            counted = torch.cat([_queries(gate, call.q_pre_BHSD, positions, rows) for rows in tiles])
+            qg_TKE = counted.new_empty(len(positions), *counted.shape[1:])  # no other row is read
+            qg_TKE[torch.cat(tiles)] = counted
+            del counted
         with torch.set_grad_enabled(wants_gradient):
             qg_TKE.requires_grad_(wants_gradient)
-            kg_NKE = self._keys(gate, call.k_pre_BKSD)
+            kg_NKE = self._keys(gate, call.k_pre_BKSD, entries)
             loss, stats = loss_of(gate, self.target, self.target_budget)(
                 call.query_BHSD[0].transpose(0, 1),
                 call.key_BKSD[0].transpose(0, 1),
@@ -204,8 +234,8 @@ class PackDistillation:
                 self.gradients.update({p: torch.zeros_like(p) for p in parameters})
                 dqg_TKE, dkg_NKE = torch.autograd.grad(loss, (qg_TKE, kg_NKE), materialize_grads=True)
                 self._add_gradients(kg_NKE, dkg_NKE, parameters)
-                for tile in tiles:
-                    self._add_gradients(_queries(gate, call.q_pre_BHSD, positions, tile), dqg_TKE[tile], parameters)
+                for rows in tiles:
+                    self._add_gradients(_queries(gate, call.q_pre_BHSD, positions, rows), dqg_TKE[rows], parameters)
         self.losses.append(loss.detach())
         self.stats.append(stats)
 
@@ -219,11 +249,9 @@ class PackDistillation:
             if part is not None:
                 self.gradients[parameter] += part
 
-    def _keys(self, gate: Scorer, k_pre_BKSD: Tensor) -> Tensor:
-        segments = [(a, b) for a, b in zip(self.borders, self.borders[1:], strict=False) if b > a]
-        pooled = torch.cat([gate.pool(k_pre_BKSD[:, :, a:b]) for a, b in segments], dim=2)
-        starts = torch.cat([torch.arange(0, b - a, gate.entry_tokens) for a, b in segments]).to(k_pre_BKSD.device)
-        return gate.keys(pooled, starts)[0].transpose(0, 1)
+    def _keys(self, gate: Scorer, k_pre_BKSD: Tensor, entries: Tensor) -> Tensor:
+        pooled = torch.cat([gate.pool(k_pre_BKSD[:, :, a:b]) for a, b in self.segments], dim=2)
+        return gate.keys(pooled, entries)[0].transpose(0, 1)
 
     def result(self) -> DistillOutput:
         """The losses of all layers as one, with the gradients tied to it."""
@@ -251,9 +279,9 @@ def loss_of(gate: Scorer, target: str, target_budget: int | None) -> Callable[..
     return partial(ops.scorer_kl, scores=gate.scores, **options)
 
 
-def _queries(gate: Scorer, q_BHSD: Tensor, positions: Tensor, tile: slice) -> Tensor:
+def _queries(gate: Scorer, q_BHSD: Tensor, positions: Tensor, rows: Tensor) -> Tensor:
     """The gate's queries of some of the pack's tokens, ``[S, K, E]``."""
-    return gate.queries(q_BHSD[:, :, tile], positions[tile])[0].transpose(0, 1)
+    return gate.queries(q_BHSD[:, :, rows], positions[rows])[0].transpose(0, 1)
 
 
 class StoredGradients(torch.autograd.Function):

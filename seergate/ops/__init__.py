@@ -10,6 +10,7 @@ from __future__ import annotations
 from seergate.ops.compression import update_compressed_keys
 from seergate.ops.dense_decode import dense_decode
 from seergate.ops.gate_kl import GateKLStats, gate_kl
+from seergate.ops.packed_attention import PackedAttention, packed_attention
 from seergate.ops.pooling import pool_keys
 from seergate.ops.scorer_kl import scorer_kl
 from seergate.ops.scoring import score_blocks
@@ -20,11 +21,13 @@ from seergate.ops.teacher import AttentionWithTargets, attention_with_block_targ
 __all__ = [
     "AttentionWithTargets",
     "GateKLStats",
+    "PackedAttention",
     "Selection",
     "attention_with_block_targets",
     "block_targets",
     "dense_decode",
     "gate_kl",
+    "packed_attention",
     "pool_keys",
     "score_blocks",
     "scorer_kl",

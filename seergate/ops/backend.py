@@ -24,6 +24,7 @@ FILES = {
     "attention_with_block_targets": "teacher",
     "dense_decode": "dense_decode",
     "gate_kl": "gate_kl",
+    "packed_attention": "packed_attention",
     "pool_keys": "pooling",
     "score_blocks": "scoring",
     "scorer_kl": "scorer_kl",

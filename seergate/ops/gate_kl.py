@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from itertools import pairwise
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from seergate.ops.backend import implementation
-from seergate.ops.checks import check_same, check_scale, check_tensor, readable
+from seergate.ops.checks import check_block_size, check_same, check_scale, check_tensor, readable
 from seergate.ops.teacher import check_teacher
 
 REDUCTIONS = ("row_mean", "published")
@@ -59,10 +60,13 @@ def gate_kl(
     scales them. Nothing of size rows x blocks outlives a chunk of rows. No gradient flows to ``q`` and ``k``: the
     teacher is frozen.
 
+    On GPUs, gates in fp32 that are wider than 128 are multiplied in bf16, for which there are registers; sums, the
+    softmax and what is returned are fp32.
+
     Args:
         q: ``[T, H, d]`` packed queries as the attention sees them (after RoPE).
         k: ``[T, Hkv, d]`` packed keys, likewise.
-        qg: ``[T, Hkv, dg]`` the gate's queries.
+        qg: ``[T, Hkv, dg]`` the gate's queries; only those of `counted_rows` are read.
         kg: ``[sum NB_i, Hkv, dg]`` the gate's keys; segment i of length ``L_i`` has ``NB_i = ceil(L_i / block_size)``
             of them. The last one is never a candidate, so its value does not matter.
         cu_seqlens: int32 ``[n + 1]``, segment borders; segments may be empty. In host memory it costs no device
@@ -78,7 +82,7 @@ def gate_kl(
         recall_budgets: token budgets, the current block included, at which to measure recall.
         sinks: ``[H]`` attention-sink logits of the teacher (GPT-OSS).
         softcap: cap on the teacher's scores (Gemma 2).
-        lse: ``[T, H]``, what `attention_with_block_targets` and fused attentions return beside the output: the natural
+        lse: ``[T, H]``, what `packed_attention` returns beside the output: the natural
             log of each softmax's denominator (scale, cap and sink included). Saves computing it.
 
     Returns:
@@ -88,7 +92,8 @@ def gate_kl(
     Raises:
         ValueError: naming the argument, what it is and what it must be.
     """
-    check_teacher(q, k, cu_seqlens, block_size, sm_scale, sinks, softcap)
+    check_teacher(q, k, cu_seqlens, sm_scale, sinks, softcap)
+    check_block_size(block_size)
     tokens, kv_heads = k.shape[:2]
     check_tensor("qg", qg, (tokens, kv_heads, "dg"))
     check_same("qg", qg, "q", q, dtype=False)
@@ -140,6 +145,13 @@ def check_loss(
             f"recall_budgets is {recall_budgets!r}; each must be an integer of at least block_size ({block_size})"
         )
     return budgets
+
+
+def counted_rows(cu_seqlens: Tensor, block_size: int, row_start: float) -> Tensor:
+    """Rows of the pack of which `gate_kl` reads ``qg``: those that count, see `GateKLStats`; int64, in host memory."""
+    ends = cu_seqlens.tolist()
+    firsts = (a + max(int((b - a) * row_start), block_size) for a, b in pairwise(ends))
+    return torch.cat([torch.arange(min(first, b), b) for first, b in zip(firsts, ends[1:], strict=True)])
 
 
 def refuse_second_order() -> None:

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from seergate.ops.gate_kl import GateKLStats
+from seergate.ops.packed_attention import PackedAttention
 from seergate.ops.paging import unpaged
 from seergate.ops.scorer_kl import Scores
 from seergate.ops.selection import Selection
@@ -31,6 +32,45 @@ def _segments(cu_seqlens: Tensor) -> list[tuple[int, int]]:
 
 def _capped(scores: Tensor, softcap: float | None) -> Tensor:
     return scores if softcap is None else softcap * torch.tanh(scores / softcap)
+
+
+def _log_probs(scores: Tensor, sink: Tensor | None) -> tuple[Tensor, Tensor]:
+    """Log of each row's softmax, and of its denominator."""
+    length = len(scores)
+    if sink is not None:  # one more column, which takes its share and is then dropped
+        scores = torch.cat((scores, sink.to(scores.dtype).expand(length, 1)), dim=1)
+    return scores.log_softmax(dim=1)[:, :length], scores.logsumexp(dim=1)
+
+
+@torch.no_grad()
+def packed_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    cu_seqlens: Tensor,
+    sm_scale: float | None = None,
+    *,
+    window: int | None = None,
+    sinks: Tensor | None = None,
+    softcap: float | None = None,
+) -> PackedAttention:
+    """Whole score matrices, one segment and head after the other."""
+    dtype = _wide(q, k)
+    (tokens, heads, dim), kv_heads = q.shape, k.shape[1]
+    scale = 1.0 / math.sqrt(dim) if sm_scale is None else sm_scale
+    out = torch.zeros(tokens, heads, v.shape[-1], dtype=dtype, device=q.device)
+    lse = torch.zeros(tokens, heads, dtype=dtype, device=q.device)
+    for start, end in _segments(cu_seqlens):
+        hidden = torch.ones(end - start, end - start, dtype=torch.bool, device=q.device).triu(1)
+        if window is not None:
+            hidden |= torch.ones_like(hidden).tril(-window)
+        for h in range(heads):
+            kv = h // (heads // kv_heads)
+            scores = _capped(q[start:end, h].to(dtype) @ k[start:end, kv].to(dtype).T * scale, softcap)
+            sink = None if sinks is None else sinks[h]
+            log_probs, lse[start:end, h] = _log_probs(scores.masked_fill(hidden, -torch.inf), sink)
+            out[start:end, h] = log_probs.exp() @ v[start:end, kv].to(dtype)
+    return PackedAttention(out.to(v.dtype), lse)
 
 
 @torch.no_grad()
@@ -64,11 +104,8 @@ def attention_with_block_targets(
         for h in range(heads):
             kv = h // (heads // kv_heads)
             scores = _capped(q[start:end, h].to(dtype) @ k[start:end, kv].to(dtype).T * scale, softcap)
-            scores = scores.masked_fill(future, -torch.inf)
-            if sinks is not None:  # one more column, which takes its share and is then dropped
-                scores = torch.cat((scores, sinks[h].to(dtype).expand(length, 1)), dim=1)
-            lse[start:end, h] = scores.logsumexp(dim=1)
-            log_probs = scores.log_softmax(dim=1)[:, :length]
+            sink = None if sinks is None else sinks[h]
+            log_probs, lse[start:end, h] = _log_probs(scores.masked_fill(future, -torch.inf), sink)
             out[start:end, h] = log_probs.exp() @ v[start:end, kv].to(dtype)
             for j in range(math.ceil(length / block_size)):
                 block_max[h, :, j] = log_probs[:, j * block_size : (j + 1) * block_size].amax(1)

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from seergate.config import check_target, is_int
 from seergate.ops.backend import implementation
-from seergate.ops.checks import check_same, check_tensor, readable
+from seergate.ops.checks import check_block_size, check_same, check_tensor, readable
 from seergate.ops.gate_kl import GateKLStats, check_loss
 from seergate.ops.teacher import check_teacher
 
@@ -73,7 +73,8 @@ def scorer_kl(
     Raises:
         ValueError: naming the argument, what it is and what it must be.
     """
-    check_teacher(q, k, cu_seqlens, block_size, sm_scale, sinks, softcap)
+    check_teacher(q, k, cu_seqlens, sm_scale, sinks, softcap)
+    check_block_size(block_size)
     if not is_int(entry_tokens) or entry_tokens < 1 or block_size % entry_tokens:
         raise ValueError(f"entry_tokens is {entry_tokens!r}; it must divide block_size ({block_size})")
     check_tensor("qs", qs, (len(q), "I", "E'"))

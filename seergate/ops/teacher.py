@@ -98,7 +98,8 @@ def attention_with_block_targets(
     Raises:
         ValueError: naming the argument, what it is and what it must be.
     """
-    check_teacher(q, k, cu_seqlens, block_size, sm_scale, sinks, softcap)
+    check_teacher(q, k, cu_seqlens, sm_scale, sinks, softcap)
+    check_block_size(block_size)
     check_tensor("v", v, (*k.shape[:2], "dv"))
     check_same("v", v, "q", q)
     run = implementation("attention_with_block_targets", q.device)
@@ -110,12 +111,11 @@ def check_teacher(
     q: Tensor,
     k: Tensor,
     cu_seqlens: Tensor,
-    block_size: int,
     sm_scale: float | None,
     sinks: Tensor | None,
     softcap: float | None,
 ) -> None:
-    """The checks of the teacher's side, shared with `gate_kl`."""
+    """The checks of the teacher's side, shared with `gate_kl` and `packed_attention`."""
     check_tensor("q", q, ("T", "H", "d"))
     tokens, heads, dim = q.shape
     if dim < 1:
@@ -124,6 +124,5 @@ def check_teacher(
     check_same("k", k, "q", q)
     check_groups(heads, k.shape[1])
     check_cu_seqlens(cu_seqlens, tokens)
-    check_block_size(block_size)
     check_scale("sm_scale", sm_scale)
     check_extras(sinks, softcap, heads, q)

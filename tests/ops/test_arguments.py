@@ -19,6 +19,11 @@ def teacher(**changes):
     return {"q": pack.q, "k": pack.k, "cu_seqlens": pack.cu, "block_size": B} | changes
 
 
+def attention(**changes):
+    pack = Pack.random([15, 9], dim=D, dtype=torch.float32)
+    return {"q": pack.q, "k": pack.k, "v": torch.zeros(T, K, D), "cu_seqlens": pack.cu} | changes
+
+
 def gate(**changes):
     pack = Pack.random([15, 9], dim=D, gate_dim=E, block_size=B, dtype=torch.float32)
     return teacher() | {"qg": pack.qg, "kg": pack.kg} | changes
@@ -58,6 +63,7 @@ def scoring(**changes):
 MAKERS = {
     ops.block_targets: teacher,
     ops.attention_with_block_targets: lambda **changes: teacher(v=torch.zeros(T, K, D)) | changes,
+    ops.packed_attention: attention,
     ops.gate_kl: gate,
     ops.select_blocks: selection,
     ops.sparse_decode: decode,
@@ -212,11 +218,13 @@ SCORING = [
     ({"inv_freq": torch.zeros(E)}, r"inv_freq has shape \[6\]; it must be \[3\]"),
     ({"block_size": 0}, "block_size is 0"),
 ]
+WINDOWS = [({"window": bad}, f"window is {bad!r}; it must be an integer of at least 1") for bad in (0, 1.5, True)]
 CASES = [
     (op, changes, message)
     for op, cases in (
         (ops.block_targets, TEACHER),
         (ops.attention_with_block_targets, ATTENTION),
+        (ops.packed_attention, [case for case in ATTENTION if "block_size" not in case[0]] + WINDOWS),
         (ops.gate_kl, TEACHER + GATE),
         (ops.select_blocks, SELECTION),
         (ops.sparse_decode, DECODE),
@@ -270,6 +278,13 @@ def test_gate_kl_reads_no_value_from_a_device_when_the_borders_are_in_host_memor
     loss, stats = ops.gate_kl(**on_meta(arguments) | {"qg": qg, "cu_seqlens": arguments["cu_seqlens"]})
     loss.backward()
     assert loss.shape == () and stats.recall.shape == (1, K) and qg.grad.shape == (T, K, E)
+
+
+@pytest.mark.parametrize("extras", [{}, {"sinks": torch.zeros(H), "softcap": 2.0, "window": 4}], ids=["plain", "all"])
+def test_attention_of_a_pack_reads_no_value_from_a_device_when_the_borders_are_in_host_memory(extras):
+    arguments = attention(**extras)
+    found = ops.packed_attention(**on_meta(arguments) | {"cu_seqlens": arguments["cu_seqlens"]})
+    assert found.output.shape == (T, H, D) and found.lse.shape == (T, H)
 
 
 def test_checks_pass_on_shapes_alone_where_values_lie_on_a_device():

@@ -81,7 +81,7 @@ def of_table(gpu):
 def lesson(architecture, gpu, lengths, block_size=64, *, gradients=True):
     """What `gate_kl` launches in one layer of a training run (``gradients``), or of an evaluation in it.
 
-    The model in bf16, the gates in fp32, the log-sum-exp unknown, the tensors laid out as the layer gives them.
+    The model in bf16, the gates in fp32 and as wide as its heads, the tensors laid out as the layer gives them.
     """
     shape = json.loads((ROOT / "configs/architectures" / f"{architecture}.json").read_text())
     heads, kv_heads = shape["num_attention_heads"], shape["num_key_value_heads"]
@@ -90,11 +90,12 @@ def lesson(architecture, gpu, lengths, block_size=64, *, gradients=True):
     q, k = (
         meta(1, tokens, n, dim, dtype=torch.bfloat16).transpose(1, 2)[0].transpose(0, 1) for n in (heads, kv_heads)
     )
-    qg = meta(tokens, kv_heads, 128, dtype=torch.float32)
-    kg = meta(kv_heads, blocks, 128, dtype=torch.float32).transpose(0, 1)
+    qg = meta(tokens, kv_heads, dim, dtype=torch.float32)
+    kg = meta(kv_heads, blocks, dim, dtype=torch.float32).transpose(0, 1)
+    lse = meta(heads, tokens, dtype=torch.float32).T
     call = partial(
-        gate_kl.evaluate, q, k, qg, kg, cu_seqlens(lengths), block_size, 0.5, dim**-0.5, 128**-0.5, "row_mean",
-        [1024, 2048, 4096], None, None, None, gradients, gradients,
+        gate_kl.evaluate, q, k, *gate_kl.in_registers(qg, kg), cu_seqlens(lengths), block_size, 0.5, dim**-0.5,
+        dim**-0.5, "row_mean", [1024, 2048, 4096], None, None, lse, gradients, gradients,
     )  # fmt: skip
     return launches(call, gpu)
 
@@ -111,7 +112,7 @@ def test_a_training_run_of_a_preset_launches_only_what_is_in_the_table(preset, g
         for gradients in (True, False):
             launched = lesson(preset, gpu, lengths, gradients=gradients)
             names = {launch.kernel.__name__ for launch in launched}
-            assert names >= {"attention_kernel", "rows_kernel", "recall_kernel"}
+            assert names >= {"maxima_kernel", "rows_kernel", "recall_kernel"}
             assert ("columns_kernel" in names) == gradients
             missing = [launch for launch in launched if specialisation(launch) not in table]
             assert not missing, (lengths, gradients, missing[0].kernel.__name__, missing[0].arguments)

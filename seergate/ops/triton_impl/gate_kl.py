@@ -5,7 +5,8 @@ loss, the gradient of ``qg`` and ``pi - p``, and a kernel over columns sums the 
 Nothing waits for the device if ``cu_seqlens`` lies in host memory.
 
 What the kernels do not do is left to the torch backend: float64, other block sizes than `BLOCK_SIZES`, heads and gates
-wider than `MAX_HEAD_DIM` (in fp32, 128). Where that is a matter of width, a warning says so, once: it is slower.
+wider than `MAX_HEAD_DIM`; wider gates in fp32 are cast to bf16 before. Where it is a matter of width, a warning says
+so, once: it is slower.
 """
 
 from __future__ import annotations
@@ -19,10 +20,17 @@ from torch import Tensor
 
 from seergate.ops.checks import check_shape
 from seergate.ops.gate_kl import GateKLStats, refuse_second_order
+from seergate.ops.host_memory import copied
 from seergate.ops.torch_impl import gate_kl as torch_impl
 from seergate.ops.triton_impl import gate_kl_kernels, packs
 from seergate.ops.triton_impl.launch import gate_launch, padded, precision, recall_launch
-from seergate.ops.triton_impl.teacher import Teacher, rows_in_one_piece, runs_here, warn_if_too_wide
+from seergate.ops.triton_impl.teacher import (
+    MAX_HEAD_DIM,
+    Teacher,
+    rows_in_one_piece,
+    runs_here,
+    warn_if_too_wide,
+)
 
 CHUNK_BYTES = 64 * 2**20
 """Size of the buffer of log targets: enough rows to fill a GPU several times over at 32k tokens."""
@@ -52,6 +60,7 @@ def gate_kl(
         "row_start": row_start, "sm_scale": sm_scale, "gate_scale": gate_scale, "reduction": reduction,
         "recall_budgets": recall_budgets, "sinks": sinks, "softcap": softcap, "lse": lse,
     }  # fmt: skip
+    qg, kg = in_registers(qg, kg)
     if not runs_here(q, block_size, qg, kg):
         if not torch.compiler.is_compiling():
             warn_if_too_wide("gate_kl", {"q": q, "qg": qg, "kg": kg})
@@ -63,6 +72,12 @@ def gate_kl(
         want_dqg=wanted and qg.requires_grad, want_dkg=wanted and kg.requires_grad,
     )  # fmt: skip
     return loss, GateKLStats(kl_per_head, rows, recall)
+
+
+def in_registers(*sides: Tensor) -> list[Tensor]:
+    """The gate's sides; in bf16 if they are too wide for kernels in fp32. Gradients come back through the cast."""
+    too_wide = any(x.dtype == torch.float32 and x.shape[-1] > MAX_HEAD_DIM[x.dtype] for x in sides)
+    return [x.to(torch.bfloat16) if too_wide and x.dtype == torch.float32 else x for x in sides]
 
 
 def evaluate(
@@ -123,7 +138,7 @@ def evaluate(
     # Sums over up to millions of rows: float64.
     row_weight = torch.tensor(weights, dtype=torch.float64).repeat_interleave(torch.tensor(lengths))
     counted = max(rows, 1)
-    loss = (gate.kl.sum(0, dtype=torch.float64) * packs.copied(row_weight, device)).sum()
+    loss = (gate.kl.sum(0, dtype=torch.float64) * copied(row_weight, device)).sum()
     return (
         loss.float(),
         (gate.kl.sum(1, dtype=torch.float64) / counted).float(),

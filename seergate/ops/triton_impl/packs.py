@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from seergate.ops.checks import check_cu_seqlens
+from seergate.ops.host_memory import copied
 
 FIELDS = 6
 """Numbers per tile: first row (in the pack), end of the piece it belongs to, start of the segment, the segment's first
@@ -154,11 +155,6 @@ def to_device(parts: Sequence[tuple[Tensor, Tensor]], device: torch.device) -> l
     tables = copied(torch.cat([table for table, _ in parts]), device).split(counts)
     weights = copied(torch.cat([weight for _, weight in parts]), device).split(counts)
     return [Tiles(*pair) for pair in zip(tables, weights, strict=True)]
-
-
-def copied(x: Tensor, device: torch.device) -> Tensor:
-    """``x``, which lies in host memory, on the device. A GPU copies from pinned memory only without a wait."""
-    return (x.pin_memory() if device.type == "cuda" else x).to(device, non_blocking=True)
 
 
 def _rounded(width: int) -> int:

@@ -30,6 +30,7 @@ class Teacher:
     Args:
         q, k, block_size, sm_scale, sinks, softcap: as in `seergate.ops.block_targets`.
         v: values, if the attention's output is wanted.
+        window: as in `seergate.ops.packed_attention`; targets are made without one.
     """
 
     def __init__(
@@ -41,13 +42,14 @@ class Teacher:
         sm_scale: float,
         sinks: Tensor | None,
         softcap: float | None,
+        window: int | None = None,
     ) -> None:
         self.gpu = gpu_of(q.device)
         self.q, self.k = rows_in_one_piece(q.detach()), rows_in_one_piece(k.detach())
         self.v = None if v is None else rows_in_one_piece(v.detach())
         self.kv_heads, self.dim = k.shape[1:]
         self.group = q.shape[1] // self.kv_heads
-        self.block_size, self.softcap = block_size, softcap
+        self.block_size, self.softcap, self.window = block_size, softcap, window
         # The kernels want a positive scale: a negative one turns the queries round, and instead of 0 a number that
         # makes every score 0 in fp32.
         if sm_scale < 0:
@@ -96,7 +98,8 @@ class Teacher:
                     *((0, 0) if targets is None else targets.stride()[:2]),
                     self.scale, self.softcap or 1.0, turn, LATER_TURN=turn > 0, COLUMNS=16,
                     V_DIM=v.shape[-1], PADDED_V_DIM=padded(v.shape[-1]), HAS_SINKS=self.sinks is not None,
-                    TWO_LOOPS=launch.two_loops, OUTPUT=out is not None, TARGETS=targets is not None,
+                    TWO_LOOPS=launch.two_loops and not self.window, OUTPUT=out is not None,
+                    TARGETS=targets is not None, WINDOW=self.window or 0,
                     **self.constants(launch),
                 )  # fmt: skip
 

@@ -18,6 +18,8 @@ from seergate.ops.triton_impl.kernel_math import capped
 
 LOG2E = tl.constexpr(1.4426950408889634)
 LN2 = tl.constexpr(0.6931471805599453)
+LOWEST = tl.constexpr(-1e30)
+"""Below any score; finite, so that a tile of which a row sees nothing adds nothing."""
 
 TILE_FIELDS = tl.constexpr(6)
 """Numbers per entry of a tile table; `packs.tile_table` says which."""
@@ -78,7 +80,7 @@ def attention_step(  # type: ignore[no-untyped-def]
     scale, softcap,
     M: tl.constexpr, KEYS: tl.constexpr, BLOCK_SIZE: tl.constexpr, DIM: tl.constexpr, PADDED_DIM: tl.constexpr,
     V_DIM: tl.constexpr, PADDED_V_DIM: tl.constexpr, HAS_CAP: tl.constexpr, OUTPUT: tl.constexpr,
-    TARGETS: tl.constexpr, DIAGONAL: tl.constexpr, PRECISION: tl.constexpr,
+    TARGETS: tl.constexpr, DIAGONAL: tl.constexpr, WINDOW: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """One key tile of the online softmax. ``DIAGONAL`` if not every row sees every key of it."""
     scores = raw_scores(q, k_base, key, limit, stride_kt, KEYS, DIM, PADDED_DIM, DIAGONAL, PRECISION)
@@ -87,7 +89,11 @@ def attention_step(  # type: ignore[no-untyped-def]
         scale = 1.0
     scale = scale * LOG2E
     if DIAGONAL:
-        scores = tl.where((key + tl.arange(0, KEYS))[None, :] <= positions[:, None], scores, -float("inf"))
+        columns = (key + tl.arange(0, KEYS))[None, :]
+        seen = columns <= positions[:, None]
+        if WINDOW:
+            seen &= columns > positions[:, None] - WINDOW
+        scores = tl.where(seen, scores, -float("inf"))
     if TARGETS:
         maxima, running = block_maxima(scores, running, key, M, KEYS, BLOCK_SIZE)
         blocks = key // BLOCK_SIZE + tl.arange(0, (KEYS + BLOCK_SIZE - 1) // BLOCK_SIZE)
@@ -117,7 +123,7 @@ def attention_kernel(  # type: ignore[no-untyped-def]
     LATER_TURN: tl.constexpr, GROUP: tl.constexpr, PACK: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr,
     COLUMNS: tl.constexpr, BLOCK_SIZE: tl.constexpr, DIM: tl.constexpr, PADDED_DIM: tl.constexpr, V_DIM: tl.constexpr,
     PADDED_V_DIM: tl.constexpr, HAS_SINKS: tl.constexpr, HAS_CAP: tl.constexpr, TWO_LOOPS: tl.constexpr,
-    OUTPUT: tl.constexpr, TARGETS: tl.constexpr, PRECISION: tl.constexpr,
+    OUTPUT: tl.constexpr, TARGETS: tl.constexpr, WINDOW: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Causal attention over packed segments; with ``TARGETS`` also the block targets, with ``OUTPUT`` the output.
 
@@ -128,7 +134,8 @@ def attention_kernel(  # type: ignore[no-untyped-def]
     ``q [T, H, DIM]``, ``k [T, kv_heads, DIM]``, ``v [T, kv_heads, V_DIM]``, ``sinks [H]``, ``lse [T, H]``,
     ``log_targets [rows, kv_heads, .]`` by buffer row; only cells of strictly past blocks are written.
     ``scale`` must be positive (the sign is moved into q by the caller). ``TWO_LOOPS``: one without masks, then one for
-    the diagonal; with one loop for both, fewer registers.
+    the diagonal; with one loop for both, fewer registers. ``WINDOW``: tokens that a row sees, in one loop;
+    0 for all.
     """
     M: tl.constexpr = ROWS * PACK
     x = tl.arange(0, M)
@@ -141,6 +148,7 @@ def attention_kernel(  # type: ignore[no-untyped-def]
     limit = tl.minimum(begin + ROWS, (stop - start).to(tl.int32))  # keys that the last row sees
     positions = begin + x // PACK
     seen_by_all = (begin + 1) // KEYS * KEYS if TWO_LOOPS else 0
+    masked_from = tl.maximum(begin + 1 - WINDOW, 0) // KEYS * KEYS if WINDOW else seen_by_all
     candidates = (limit - 1) // BLOCK_SIZE
     k_base = k + start * stride_kt + head.to(tl.int64) * stride_kh
     v_base = v + start * stride_vt + head.to(tl.int64) * stride_vh
@@ -157,19 +165,19 @@ def attention_kernel(  # type: ignore[no-untyped-def]
         top = tl.load(sinks + q_head, mask=exists, other=0.0).to(tl.float32) * LOG2E
         total = tl.full((M,), 1.0, tl.float32)
     else:
-        top = tl.full((M,), -float("inf"), tl.float32)
+        top = tl.full((M,), LOWEST, tl.float32)
         total = tl.zeros((M,), tl.float32)
     for key in range(0, seen_by_all, KEYS):
         acc, total, top, running = attention_step(
             q_tile, k_base, v_base, scratch, acc, total, top, running, key, limit, positions, candidates,
             stride_kt, stride_vt, scale, softcap, M, KEYS, BLOCK_SIZE, DIM, PADDED_DIM, V_DIM, PADDED_V_DIM,
-            HAS_CAP, OUTPUT, TARGETS, False, PRECISION,
+            HAS_CAP, OUTPUT, TARGETS, False, WINDOW, PRECISION,
         )  # fmt: skip
-    for key in range(seen_by_all, limit, KEYS):
+    for key in range(masked_from, limit, KEYS):
         acc, total, top, running = attention_step(
             q_tile, k_base, v_base, scratch, acc, total, top, running, key, limit, positions, candidates,
             stride_kt, stride_vt, scale, softcap, M, KEYS, BLOCK_SIZE, DIM, PADDED_DIM, V_DIM, PADDED_V_DIM,
-            HAS_CAP, OUTPUT, TARGETS, True, PRECISION,
+            HAS_CAP, OUTPUT, TARGETS, True, WINDOW, PRECISION,
         )  # fmt: skip
     lse2 = top + tl.log2(total)
     heads = kv_heads * GROUP

@@ -97,8 +97,8 @@ def test_the_tiles_that_ship(group, gate_dim, gate_dtype, device, monkeypatch):
 
 def test_gates_too_wide_for_the_kernels_are_left_to_torch_and_said_once(device):
     teacher._warn.cache_clear()
-    pack = Pack.random([30], block_size=8, kv_heads=1, gate_dim=130, dtype=torch.float32)
-    with pytest.warns(RuntimeWarning, match="gate_kl: qg is 130 wide in torch.float32; the kernels take 128 at most"):
+    pack = Pack.random([30], block_size=8, kv_heads=1, gate_dim=258, dtype=torch.float16)
+    with pytest.warns(RuntimeWarning, match="gate_kl: qg is 258 wide in torch.float16; the kernels take 256 at most"):
         check(pack, device, tolerance=1e-5)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
@@ -262,3 +262,28 @@ class TestOneNode:
         assert torch.equal(got, want)
         for a, b in zip(torch.autograd.grad(got, tensors[2:]), torch.autograd.grad(want, tensors[2:]), strict=True):
             torch.testing.assert_close(a, b)
+
+
+def test_gates_in_fp32_that_are_too_wide_are_multiplied_in_bfloat16():
+    """Nothing else is: their gradients are fp32, and neither fp16 nor narrower gates are touched."""
+    qg = torch.randn(3, 2, 256, requires_grad=True)
+    ours, theirs = gate_kl.in_registers(qg, torch.randn(1, 2, 256, dtype=torch.float16))
+    assert ours.dtype == torch.bfloat16 and theirs.dtype == torch.float16
+    ours.sum().backward()
+    assert qg.grad.dtype == torch.float32
+    narrow = torch.randn(3, 2, 128)
+    assert gate_kl.in_registers(narrow, narrow) == [narrow, narrow]
+
+
+@pytest.mark.gpu
+def test_wide_gates_in_fp32(device):
+    """Gates of Qwen3-Next, Qwen3.5 and Gemma 3 run in the kernels: no warning that they do not."""
+    pack = Pack.random([300, 77], block_size=16, dim=256, gate_dim=256, dtype=torch.float32)
+    pack = Pack(pack.q.bfloat16(), pack.k.bfloat16(), pack.qg, pack.kg, pack.cu, 16)
+    want_loss, _, *want_grads = pack.to(torch.float64).run(reference.gate_kl)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        loss, _, *grads = run(pack, device)
+    torch.testing.assert_close(loss.double(), want_loss, rtol=2e-2, atol=1e-3)
+    for got, want in zip(grads, want_grads, strict=True):
+        assert got.dtype == torch.float32 and relative(got, want) < 2e-2

@@ -118,6 +118,19 @@ def test_sinks_softcap_and_scale(options, device):
     check(pack, values_of(pack), device, **options)
 
 
+@pytest.mark.usefixtures("small_tiles")
+@pytest.mark.parametrize("window", [1, 17, 64])
+def test_a_window_hides_whole_tiles(window, device):
+    """Of a tile of keys, some rows see nothing; with a cap, since PyTorch's kernels do the rest."""
+    pack = Pack.random([150, 20], group=3, dtype=torch.float32)
+    values, options = values_of(pack), {"window": window, "softcap": 3.0}
+    exact = pack.to(torch.float64)
+    want = reference.packed_attention(exact.q, exact.k, values.double(), pack.cu, **options)
+    got = ops.packed_attention(*on(device, pack), values.to(device), pack.cu, **options)
+    torch.testing.assert_close(got.output.cpu().double(), want.output, rtol=2e-6, atol=2e-6)
+    torch.testing.assert_close(got.lse.cpu().double(), want.lse, rtol=2e-6, atol=2e-6)
+
+
 @pytest.mark.parametrize("lengths", [[0], [0, 0], [1], [5, 0, 3]], ids=str)
 def test_packs_without_a_past_block(lengths, device):
     pack = Pack.random(lengths, block_size=8, dtype=torch.float32)

@@ -1,0 +1,168 @@
+"""`packed_attention` by PyTorch's fused kernels, which give the log-sum-exp beside the output.
+
+A sink needs no kernel: it is one more term of the denominator, so it only scales what the others give. A soft cap, and
+a window where `varlen` does not run, take a chunk of rows at a time.
+
+Shape suffixes: T packed tokens, B = 1, S tokens of a segment, H query heads, K KV heads, D head dimension.
+"""
+
+from __future__ import annotations
+
+from functools import cache, partial
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from seergate.ops.host_memory import copied
+from seergate.ops.packed_attention import PackedAttention
+from seergate.ops.torch_impl.teacher import segments, wide_dtype
+
+CHUNK_BYTES = 64 * 2**20
+"""Size of the scores of a chunk of rows."""
+
+VARLEN_DTYPES = (torch.float16, torch.bfloat16)
+VARLEN_DIM = 256
+"""What PyTorch's FlashAttention takes, from compute capability 8.0 on, in multiples of 8."""
+
+
+@torch.no_grad()
+def packed_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    cu_seqlens: Tensor,
+    sm_scale: float,
+    *,
+    window: int | None,
+    sinks: Tensor | None,
+    softcap: float | None,
+) -> PackedAttention:
+    """The public op, once its arguments are checked."""
+    spans = segments(cu_seqlens)
+    q, k, v = (x if x.stride(-1) == 1 else x.contiguous() for x in (q, k, v))
+    window = in_use(window, spans)
+    kernel = fused_kernel(q.device, q.dtype, q.shape[-1], v.shape[-1], window=window, softcap=softcap)
+    if kernel == "varlen":
+        out_THD, lse_TH = varlen(q, k, v, cu_seqlens, sm_scale, window)
+    else:
+        out_THD = v.new_empty(*q.shape[:2], v.shape[-1])
+        lse_TH = q.new_empty(q.shape[:2], dtype=wide_dtype(q))
+        rest = partial(chunked, window=window, softcap=softcap)
+        attend = {"cpu": flash_on_cpu, "efficient": efficient}.get(kernel or "", rest)
+        for start, end in spans:
+            if end > start:
+                q_BHSD, k_BKSD, v_BKSD = (x[start:end].transpose(0, 1)[None] for x in (q, k, v))
+                out_BHSD, lse_BHS = attend(q_BHSD, k_BKSD, v_BKSD, sm_scale)
+                out_THD[start:end], lse_TH[start:end] = out_BHSD[0].transpose(0, 1), lse_BHS[0].T
+    if sinks is not None:
+        whole_TH = torch.logaddexp(lse_TH, sinks.to(lse_TH.dtype))
+        out_THD.mul_((lse_TH - whole_TH).exp_()[..., None])
+        lse_TH = whole_TH
+    return PackedAttention(out_THD, lse_TH)
+
+
+def in_use(window: int | None, spans: list[tuple[int, int]]) -> int | None:
+    """The window, if any segment is longer."""
+    return window if window is not None and any(end - start > window for start, end in spans) else None
+
+
+def fused_kernel(
+    device: torch.device, dtype: torch.dtype, dim: int, v_dim: int, *, window: int | None, softcap: float | None
+) -> str | None:
+    """Which of PyTorch's kernels does this, with a log-sum-exp: ``"varlen"``, ``"efficient"``, ``"cpu"`` or none.
+
+    None that `torch.nn.attention.sdpa_kernel` has switched off.
+    """
+    flash = torch.backends.cuda.flash_sdp_enabled()  # for processors too
+    if softcap is not None:
+        return None
+    if device.type == "cpu":
+        return "cpu" if window is None and flash and dim == v_dim and _cpu_kernel_gives_lse() else None
+    if device.type != "cuda" or torch.version.hip is not None or dim % 8 or v_dim % 8:
+        return None  # on AMD the log-sum-exp has another layout
+    fits = dtype in VARLEN_DTYPES and dim == v_dim <= VARLEN_DIM
+    if fits and flash and torch.backends.cuda.is_flash_attention_available() and capability(device) >= (8, 0):
+        return "varlen"
+    efficient_too = window is None and torch.backends.cuda.mem_efficient_sdp_enabled()
+    return "efficient" if efficient_too and dtype != torch.float64 else None
+
+
+@cache
+def capability(device: torch.device) -> tuple[int, int]:
+    """Compute capability of a GPU."""
+    return torch.cuda.get_device_capability(device)
+
+
+def varlen(
+    q_THD: Tensor, k_TKD: Tensor, v_TKD: Tensor, cu_seqlens: Tensor, sm_scale: float, window: int | None
+) -> tuple[Tensor, Tensor]:
+    """All segments at once, by the kernel behind `torch.nn.attention.varlen`, whose arguments change by release.
+
+    Returns:
+        ``[T, H, D]`` and ``[T, H]``.
+    """
+    longest = int(cu_seqlens.diff().max())
+    borders = copied(cu_seqlens.int(), q_THD.device)
+    out_THD, lse_HT, *_ = torch.ops.aten._flash_attention_forward(
+        q_THD, k_TKD, v_TKD, borders, borders, longest, longest, 0.0, window is None, False, scale=sm_scale,
+        window_size_left=-1 if window is None else window - 1, window_size_right=0,
+    )  # fmt: skip
+    return out_THD, lse_HT.T
+
+
+def efficient(q_BHSD: Tensor, k_BKSD: Tensor, v_BKSD: Tensor, sm_scale: float) -> tuple[Tensor, Tensor]:
+    """One segment on GPUs and in dtypes that FlashAttention does not know; it pads the log-sum-exp."""
+    group = q_BHSD.shape[1] // k_BKSD.shape[1]
+    k_BHSD, v_BHSD = (x.repeat_interleave(group, dim=1) for x in (k_BKSD, v_BKSD))
+    out_BHSD, lse_BHX, *_ = torch.ops.aten._scaled_dot_product_efficient_attention(
+        q_BHSD, k_BHSD, v_BHSD, None, True, 0.0, True, scale=sm_scale
+    )
+    return out_BHSD, lse_BHX[..., : q_BHSD.shape[2]]
+
+
+def flash_on_cpu(q_BHSD: Tensor, k_BKSD: Tensor, v_BKSD: Tensor, sm_scale: float) -> tuple[Tensor, Tensor]:
+    """One segment by the kernel that `scaled_dot_product_attention` uses on a processor."""
+    return torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(  # type: ignore[no-any-return]
+        q_BHSD, k_BKSD, v_BKSD, 0.0, True, scale=sm_scale
+    )
+
+
+@cache
+def _cpu_kernel_gives_lse() -> bool:
+    """Whether this PyTorch has the kernel under the name and with the arguments known here."""
+    q, k = torch.ones(1, 2, 3, 8), torch.ones(1, 1, 3, 8)
+    try:
+        output, lse = flash_on_cpu(q, k, k, 1.0)
+    except (AttributeError, RuntimeError):
+        return False
+    expected = F.scaled_dot_product_attention(q, k, k, is_causal=True, scale=1.0, enable_gqa=True)
+    return torch.equal(output, expected) and lse.shape == (1, 2, 3)
+
+
+def chunked(
+    q_BHSD: Tensor, k_BKSD: Tensor, v_BKSD: Tensor, sm_scale: float, window: int | None, softcap: float | None
+) -> tuple[Tensor, Tensor]:
+    """One segment, a chunk of rows at a time, in fp32."""
+    heads, length = k_BKSD.shape[1], q_BHSD.shape[2]
+    wide = wide_dtype(q_BHSD)
+    k, v = k_BKSD.to(wide)[:, :, None], v_BKSD.to(wide)[:, :, None]
+    q = q_BHSD.to(wide).unflatten(1, (heads, -1)) * sm_scale
+    rows = max(1, CHUNK_BYTES // (q_BHSD.shape[1] * length * wide.itemsize))
+    outputs, normalisers = [], []
+    for first in range(0, length, rows):
+        last = min(length, first + rows)
+        lowest = 0 if window is None else max(0, first - window + 1)
+        scores = q[:, :, :, first:last] @ k[..., lowest:last, :].transpose(-1, -2)
+        if softcap is not None:
+            scores.div_(softcap).tanh_().mul_(softcap)
+        at = torch.arange(first, last, device=q.device)[:, None]
+        to = torch.arange(lowest, last, device=q.device)
+        hidden = to > at
+        if window is not None:
+            hidden = hidden | (to <= at - window)
+        scores.masked_fill_(hidden, -torch.inf)
+        normalisers.append(scores.logsumexp(-1))
+        outputs.append(scores.sub_(normalisers[-1][..., None]).exp_() @ v[..., lowest:last, :])
+    output, lse = torch.cat(outputs, dim=3), torch.cat(normalisers, dim=3)
+    return output.flatten(1, 2).to(v_BKSD.dtype), lse.flatten(1, 2)

@@ -1,0 +1,42 @@
+"""`packed_attention` on GPUs: PyTorch's kernels where there is one, `attention_kernel` for what they do not do."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from seergate.ops.packed_attention import PackedAttention
+from seergate.ops.torch_impl import packed_attention as torch_impl
+from seergate.ops.triton_impl import packs
+from seergate.ops.triton_impl.teacher import Teacher, runs_here
+
+BLOCK_SIZE = 64
+"""Of no consequence without targets."""
+
+
+@torch.no_grad()
+def packed_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    cu_seqlens: Tensor,
+    sm_scale: float,
+    *,
+    window: int | None,
+    sinks: Tensor | None,
+    softcap: float | None,
+) -> PackedAttention:
+    """The public op, once its arguments are checked."""
+    spans = packs.segments(cu_seqlens, len(q))
+    window = torch_impl.in_use(window, spans)
+    shape = q.device, q.dtype, q.shape[-1], v.shape[-1]
+    fused = torch_impl.fused_kernel(*shape, window=window, softcap=softcap)
+    if fused is not None or not runs_here(q, BLOCK_SIZE, v):
+        return torch_impl.packed_attention(q, k, v, cu_seqlens, sm_scale, window=window, sinks=sinks, softcap=softcap)
+    teacher = Teacher(q, k, v, BLOCK_SIZE, sm_scale, sinks, softcap, window)
+    pieces = [packs.Piece(start, 0, start, end, 1.0) for start, end in spans]
+    (tiles,) = packs.to_device([packs.row_tiles(pieces, teacher.launch(output=True).rows, packed=True)], q.device)
+    out = q.new_empty(*q.shape[:2], v.shape[-1], dtype=v.dtype)
+    lse = q.new_empty(q.shape[:2], dtype=torch.float32)
+    teacher.attend(tiles, out, lse, None)
+    return PackedAttention(out, lse)
