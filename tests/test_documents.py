@@ -17,7 +17,7 @@ import pytest
 import yaml
 
 import seergate
-from tests.test_house import ROOT
+from tests.running import ROOT, run_script
 
 DOCS = ROOT / "docs"
 
@@ -57,6 +57,15 @@ def test_the_figure_of_the_readme_draws_the_results(tmp_path: Path, monkeypatch:
     record = {"rows": [row, row | {"batch": 4}], "options": {"threads": 2, "layers": 2, "budget": 2048}}
     (tmp_path / "serving-cpu.json").write_text(json.dumps(record))
     assert trade_off["speeds"](tmp_path)[0] == {"vLLM, dense": {4096: 3.0}, "vLLM with gates": {4096: 5.0}}
+
+
+def test_the_figures_of_the_methods_page_are_drawn(tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    done = run_script("benchmarks/draw_methods.py", "--output", str(tmp_path))
+    assert done.returncode == 0, done.stderr
+    page = (ROOT / "docs/methods.md").read_text(encoding="utf-8")
+    pictures = [path.name for path in tmp_path.iterdir()]
+    assert len(pictures) == 2 and all(f"images/{name}" in page for name in pictures)
 
 
 def public_names() -> dict[str, str]:
