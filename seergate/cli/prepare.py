@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import argparse
 from collections.abc import Sequence
 
-PARSES_ITS_ARGUMENTS = False
 HELP = (
     "download and tokenise what a training run needs, without a GPU",
     "Look up commits, download model and data, tokenise and pack, so that the run begins at once, offline too.\n"
@@ -14,15 +12,15 @@ HELP = (
 )
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add none: the options are those of training, parsed by the command itself."""
-
-
 def run_argv(argv: Sequence[str]) -> int:
     """Prepare the run; returns the exit code."""
-    from seergate.cli.train import resolve, train_parser
+    from seergate.cli.train import print_plan, resolve, train_parser
 
-    config = resolve(vars(train_parser("seergate prepare", HELP[1], HELP[2], listed=False).parse_args(argv)))
+    options = vars(train_parser("seergate prepare", HELP[1], HELP[2], listed=False).parse_args(argv))
+    dry_run, config = options["dry_run"], resolve(options)
+    if dry_run:
+        print_plan(config)
+        return 0
     from seergate.distill.trainer import prepare_run
 
     print(prepare_run(config).summary())

@@ -9,7 +9,6 @@ from typing import Any
 
 from seergate.errors import SeergateError
 
-PARSES_ITS_ARGUMENTS = True
 HELP = (
     "a model's own answers, as data for seergate train",
     "Let a model answer the questions of a dataset, and write its answers as rows for `seergate train --data`. With\n"
@@ -33,7 +32,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--prompts",
         metavar="DATA",
         required=True,
-        help="what `seergate train --data` takes; of each row, all that comes before the last answer is asked",
+        help="one source, as for `seergate train --data`; of each row, all that comes before the last answer is asked",
     )
     parser.add_argument("--out", type=Path, metavar="FILE", required=True, help="the rows, such as traces.jsonl")
     parser.add_argument("--limit", type=int, metavar="N", help="use the first N rows [all]")

@@ -129,7 +129,7 @@ def _train(config: TrainConfig, dry_run: bool) -> None:
     is_main = _number("RANK") == 0
     if dry_run:
         if is_main:
-            _dry_run(replace(config, output_dir=str(config.run_dir)))
+            print_plan(replace(config, output_dir=str(config.run_dir)))
         return
     bound_spinning()
     from seergate.distill.trainer import run_distillation
@@ -153,7 +153,7 @@ def _compare(variants: list[str], values: dict[str, Any], dry_run: bool) -> None
         print("\n" + tables, end="")
 
 
-def _dry_run(config: TrainConfig) -> None:
+def print_plan(config: TrainConfig) -> None:
     """Print the options as a YAML file that ``--config`` takes, and the plan as its comments."""
     from seergate.distill.plan import make_plan
 

@@ -16,7 +16,7 @@ from torch.distributed.fsdp import FSDPModule, fully_shard
 from seergate.config import GateConfig
 from seergate.distill.config import TrainConfig
 from seergate.distill.distributed import World
-from seergate.errors import SeergateError, first_line, how_to_install
+from seergate.errors import SeergateError, did_you_mean, first_line, how_to_install
 from seergate.hf.bank import GateBank
 from seergate.hf.loading import base_config, load_base, skeleton
 from seergate.models.families import decoder_of, family_of, head_dim_of, text_config, why_one_sequence
@@ -26,6 +26,9 @@ if TYPE_CHECKING:
 
 FROZEN = ("model", "revision", "rope_scaling", "dtype", "quantize", "base_memory_gb", "shard_base", "deepspeed")
 """The options in which runs must agree to share a frozen model: which it is, how it is kept, how processes work."""
+
+NOT_SCALING = ("rope_theta", "partial_rotary_factor", "mrope_section", "mrope_interleaved")
+"""What is a model's own in ``rope_parameters``, however its RoPE is scaled."""
 
 _PACKAGES = {"bnb-4bit": "bitsandbytes", "bnb-8bit": "bitsandbytes", "torchao-int8": "torchao"}
 
@@ -57,11 +60,19 @@ def as_asked(shape: Any, config: TrainConfig) -> Any:
     family_of(shape)
     text = shape.get_text_config()
     if config.rope_scaling is not None:
+        from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+
         own = getattr(text, "rope_parameters", None) or {}
         if "rope_theta" not in own:
             raise SeergateError(f"rope_scaling is given, but the layers of a {text.model_type} have no RoPE in common")
-        text.rope_parameters = {"rope_theta": own["rope_theta"], **config.rope_parameters}
+        kind, factor = config.rope_parameters["rope_type"], config.rope_parameters.get("factor", 1)
+        kept = {name: own[name] for name in NOT_SCALING if name in own}
+        text.rope_parameters = kept | config.rope_parameters
         try:
+            if kind not in ROPE_INIT_FUNCTIONS:
+                raise ValueError(did_you_mean(str(kind), ROPE_INIT_FUNCTIONS))
+            if isinstance(factor, bool) or not isinstance(factor, (int, float)) or factor < 1:
+                raise ValueError("its factor must be a number of at least 1")
             text.standardize_rope_params()
             text.validate_rope()
         except (KeyError, TypeError, ValueError) as error:

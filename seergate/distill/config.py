@@ -232,9 +232,10 @@ class TrainConfig(RunOptions, RecipeOptions, DataOptions, GateOptions, ModelOpti
         self._must("push_to_hub", repo is None or bool(_ORG_NAME.fullmatch(repo)), "a Hub repository (org/name)")
         self._must("data", bool(self.data), "a Hub id, a local path or chain_sum")
         shares = [float(found["share"]) if found else 0.0 for found in self._shares()]
-        self._must(
-            "data", not any(shares) or all(shares), "one source, or some with a positive share each (a:0.7 b:0.3)"
-        )
+        names = [found["name"] for found in self._shares() if found]
+        mixed = all(shares) and len(set(names)) == len(names)
+        one = not any(shares) and ("," not in self.data or Path(self.data).exists())
+        self._must("data", one or mixed, "one source, or different ones with a positive share each (a:0.7 b:0.3)")
         if any(shares) and self.data_revision is not None:
             raise ValueError(
                 f"data_revision is {self.data_revision!r}; it must be left out where data names several sources, "

@@ -332,6 +332,7 @@ class _Run:
             check_engine(self.config, world.size)
             check_trackers(self.config)
         self.check()
+        self._look_for_checkpoint()
         self.divided = world.from_main(self._divided)
         self.gather()
         config = self.config
@@ -362,18 +363,17 @@ class _Run:
         with world.together():
             if self.dir.exists() and not self.dir.is_dir():
                 raise SeergateError(f"output_dir is {str(self.dir)!r}, which is a file; it must be a directory")
-        self.config, entries = world.from_main(lambda: commits.pin(self.config, self.dir))
+        self.config, self.commits = world.from_main(lambda: commits.pin(self.config, self.dir))
         self.model = world.in_turn(lambda: check_model(self.model_path, self.config))
         world.must_agree(
             str(self.model.fingerprint),
             "the processes see different weights; model must be the same on every machine",
         )
-        self._look_for_checkpoint()
-        world.from_main(lambda: commits.keep(entries, self.dir))
 
     def gather(self) -> None:
         """Read, tokenise and pack the data."""
         world, config = self.world, self.config
+        world.from_main(lambda: commits.keep(self.commits, self.dir))
         tokenizer = world.in_turn(lambda: load_tokenizer(self.model_path, revision=config.revision))
         one_sample = self.model.why_one_sample is not None
         files = world.from_main(lambda: token_files(config, tokenizer))

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import os
-import re
 from collections.abc import Callable
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from seergate.errors import SeergateError, first_line
@@ -16,7 +17,7 @@ if TYPE_CHECKING:
     import torch
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-_SAFETENSORS = re.compile(r"model(-\d+-of-\d+)?\.safetensors(\.index\.json)?")
+_WEIGHTS, _INDEX = "model.safetensors", "model.safetensors.index.json"
 
 
 def base_config(name: str | os.PathLike[str], **options: Any) -> Any:
@@ -79,12 +80,15 @@ def download_weights(name: str, revision: str | None = None) -> None:
     """
     if not is_hub_id(name) or not hub_answers():
         return
-    from huggingface_hub import HfApi, snapshot_download
+    from huggingface_hub import HfApi, hf_hub_download, snapshot_download
 
     with hub_errors(f"the weights of {name} could not be downloaded"):
         files = HfApi().list_repo_files(name, revision=revision)
-        weights = [file for file in files if _SAFETENSORS.fullmatch(file)]
-        snapshot_download(name, revision=revision, allow_patterns=weights or ["pytorch_model*"])
+        wanted = [_WEIGHTS] if _WEIGHTS in files else ["pytorch_model*"]
+        if _WEIGHTS not in files and _INDEX in files:  # how shards are named differs between models
+            index = json.loads(Path(hf_hub_download(name, _INDEX, revision=revision)).read_text(encoding="utf-8"))
+            wanted = sorted(set(index["weight_map"].values()))
+        snapshot_download(name, revision=revision, allow_patterns=wanted)
 
 
 def load_tokenizer(name: str | os.PathLike[str], **options: Any) -> PreTrainedTokenizerBase:

@@ -15,13 +15,14 @@ from transformers import AutoTokenizer, Qwen3Config, Qwen3ForCausalLM
 
 import seergate
 from seergate.distill import TrainConfig, load_train_config, run_distillation
-from seergate.distill.base_model import load_frozen
+from seergate.distill.base_model import as_asked, load_frozen
 from seergate.distill.distributed import World
 from seergate.distill.plan import make_plan
 from seergate.errors import SeergateError
 from seergate.hf.bank import GateBank
 from seergate.hf.loading import base_config, load_base
 from tests.distill.test_trainer import Recorder, assert_identical, config, model_dir, weights  # noqa: F401 (fixtures)
+from tests.models import tiny_model
 
 ALONE = World(0, 1, 0, torch.device("cpu"))
 
@@ -57,6 +58,9 @@ def test_gates_learn_from_stretched_rope_and_fit_no_other(config: TrainConfig) -
         ({"max_length": 2049}, "max_length is 2049, but the model has 2048 positions; set it to that at most, or"),
         ({"max_length": 8193, "rope_scaling": json.dumps(YARN)}, "max_length is 8193, but the model has 8192 pos"),
         ({"rope_scaling": '{"rope_type": "yarn"}'}, r"rope_scaling is {.*}: .*Missing required keys"),
+        ({"rope_scaling": '{"rope_type": "yran", "factor": 4}'}, r"rope_scaling is {.*}: did you mean 'yarn'"),
+        ({"rope_scaling": '{"rope_type": "linear", "factor": "4"}'}, "its factor must be a number of at least 1"),
+        ({"rope_scaling": '{"rope_type": "linear", "factor": 0.1}'}, "its factor must be a number of at least 1"),
     ],
 )
 def test_positions_that_the_model_has_not_are_refused_before_data(
@@ -68,6 +72,13 @@ def test_positions_that_the_model_has_not_are_refused_before_data(
     for start in (run_distillation, make_plan):
         with pytest.raises(SeergateError, match=why):
             start(config)
+
+
+def test_scaled_rope_turns_no_more_of_a_head_than_the_models_own(config: TrainConfig) -> None:  # noqa: F811
+    shape = tiny_model("glm4").config
+    own = shape.rope_parameters["partial_rotary_factor"]
+    scaled = as_asked(shape, replace(config, max_length=64, rope_scaling='{"rope_type": "linear", "factor": 2.0}'))
+    assert own < 1 and scaled.rope_parameters["partial_rotary_factor"] == own
 
 
 @pytest.mark.parametrize("text", ["{", "4.0", '{"factor": 4.0}'])

@@ -51,17 +51,20 @@ def test_an_unknown_option_gets_a_suggestion() -> None:
         load_train_config("qwen3-8b", {"blocksize": 32})
 
 
-def test_several_sources_are_a_mixture() -> None:
+def test_several_sources_are_a_mixture(tmp_path: Path) -> None:
     options = vars(train_parser(None, "", ()).parse_args(["--data", "org/a:0.7", "b.jsonl:0.3", "--seed", "1"]))
     config = resolve(options)
     assert config.data == "org/a:0.7,b.jsonl:0.3" and config.seed == 1
     assert load_train_config("tiny-reasoner", {"data": ["org/a:0.7", "b.jsonl:0.3"], "seed": 1}) == resolve(options)
     assert [(one.data, share) for one, share in config.sources] == [("org/a", 0.7), ("b.jsonl", 0.3)]
-    for one in ("a, b.jsonl", "org/a"):
+    (tmp_path / "a, b.jsonl").touch()
+    for one in (str(tmp_path / "a, b.jsonl"), "org/a"):
         config = load_train_config("tiny-reasoner", {"data": one})
         assert config.sources == [(config, 1.0)]
-    for wrong in ("org/a:0.7,org/b", "org/a:0,org/b:1"):
-        with pytest.raises(ValueError, match="data is .*; it must be one source, or some with a positive share each"):
+    for wrong in ("org/a:0.7,org/b", "org/a:0,org/b:1", "a.jsonl,b.jsonl", "org/a:0.5,org/a@v1:0.5"):
+        with pytest.raises(
+            ValueError, match="data is .*; it must be one source, or different ones with a positive sh"
+        ):
             load_train_config("tiny-reasoner", {"data": wrong})
     with pytest.raises(ValueError, match="data_revision is 'v1'; it must be left out where data names several"):
         load_train_config("tiny-reasoner", {"data": "org/a:1,org/b:1", "data_revision": "v1"})

@@ -34,6 +34,7 @@ def hub(monkeypatch, tmp_path):
         monkeypatch.setattr(constants, "ENDPOINT", standing_in.url)
         template = standing_in.url + "/{repo_id}/resolve/{revision}/{filename}"
         monkeypatch.setattr(constants, "HUGGINGFACE_CO_URL_TEMPLATE", template)
+        monkeypatch.setattr("transformers.utils.hub._hf_api", None, raising=False)  # it remembers its endpoint
         monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
         monkeypatch.setattr(constants, "HF_HUB_DISABLE_XET", True)
         monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "cache"))
@@ -284,6 +285,16 @@ def test_hub_that_is_not_there(hub, bank, monkeypatch):
         bank.push_to_hub(REPO, token="writer")
     with pytest.raises(SeergateError, match="could not be read from the Hub"):
         GateBank.from_pretrained(REPO)
+
+
+def test_shards_are_found_by_the_index_however_they_are_named(hub, tmp_path):
+    """Those of Qwen3.5 are no ``model-00001-of-00002.safetensors``."""
+    shards = [f"model.safetensors-0000{i}-of-00002.safetensors" for i in (1, 2)]
+    index = json.dumps({"weight_map": dict(zip("ab", shards, strict=True))}).encode()
+    held = {"model.safetensors.index.json": File(index)} | {name: File(b"x", lfs=True) for name in shards}
+    hub.hold("org/shards", held | {"consolidated.safetensors": File(b"of no use", lfs=True)})
+    download_weights("org/shards")
+    assert sorted(path.name for path in (tmp_path / "cache").rglob("*.safetensors")) == shards
 
 
 def test_a_model_is_asked_for_once_and_in_the_cache_not_at_all(hub, bank, tmp_path, monkeypatch):
