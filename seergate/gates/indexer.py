@@ -24,9 +24,7 @@ from torch import Tensor, nn
 from seergate.config import GateConfig
 from seergate.gates.scorer import HeadwiseLinear
 from seergate.gates.token_scorer import TokenScorer
-from seergate.ops.gate_math import block_scores, branch_end
-
-NORM_EPS = 1e-6
+from seergate.ops.gate_math import NORM_EPS, branch_end
 
 
 class Indexer(TokenScorer):
@@ -55,5 +53,5 @@ class Indexer(TokenScorer):
 
     def token_scores(self, queries_BISE: Tensor, keys_B1TE: Tensor) -> Tensor:
         queries_BISE, weights_BIS1 = queries_BISE.split((self.config.gate_dim, 1), -1)
-        products_BIST = block_scores(queries_BISE, keys_B1TE)
+        products_BIST = self.products(queries_BISE, keys_B1TE)
         return (products_BIST.relu() * weights_BIS1).sum(1, keepdim=True)

@@ -20,7 +20,7 @@ from torch import Tensor
 from seergate.config import GateConfig
 from seergate.gates.scorer import GateRMSNorm, HeadwiseLinear
 from seergate.gates.token_scorer import TokenScorer
-from seergate.ops.gate_math import block_scores, branch_end, projected_queries
+from seergate.ops.gate_math import branch_end, projected_queries
 
 
 class MSA(TokenScorer):
@@ -41,4 +41,4 @@ class MSA(TokenScorer):
         return branch_end(keys_B1TE, self._weight_of("k_norm"), positions, self.inv_freq, self.attention_scaling)
 
     def token_scores(self, queries_BKSE: Tensor, keys_B1TE: Tensor) -> Tensor:
-        return block_scores(queries_BKSE, keys_B1TE)
+        return self.products(queries_BKSE, keys_B1TE)

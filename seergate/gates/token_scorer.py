@@ -15,6 +15,7 @@ from torch.nn import functional as F
 
 from seergate.config import GateConfig
 from seergate.gates.scorer import HeadwiseLinear, Scorer
+from seergate.ops.gate_math import block_scores
 
 
 class TokenScorer(Scorer):
@@ -42,6 +43,11 @@ class TokenScorer(Scorer):
     def token_scores(self, queries_BISE: Tensor, keys_B1TE: Tensor) -> Tensor:
         """Scores of tokens, in fp32 or wider: ``[B, K, S, T]``, or ``[B, 1, S, T]`` if all KV heads have the same."""
 
+    def products(self, queries_BISE: Tensor, keys_B1TE: Tensor) -> Tensor:
+        """``query . key / sqrt(E)``, ``[B, I, S, T]``: one product, which reads the keys once for all heads."""
+        heads = queries_BISE.shape[1:3]
+        return block_scores(queries_BISE.flatten(1, 2)[:, None], keys_B1TE)[:, 0].unflatten(1, heads)
+
     def scores(self, queries_BISE: Tensor, keys_B1TE: Tensor) -> Tensor:
         """The highest score of each block's tokens, ``[B, K, S, N]``, in fp32 or wider."""
         tokens, size = keys_B1TE.shape[2], self.config.block_size
@@ -60,4 +66,5 @@ class TokenScorer(Scorer):
         """Add the index key of each row's newest token."""
         at = lengths - 1
         rows = torch.arange(len(lengths), device=at.device)
-        entries[rows, :, at] = self.keys(self.pool(k_BKD[:, :, None]), at[:, None])[:, :, 0]
+        with torch.autocast(k_BKD.device.type, enabled=False):
+            entries[rows, :, at] = self.keys(self.pool(k_BKD[:, :, None]), at[:, None])[:, :, 0]

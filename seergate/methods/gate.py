@@ -2,7 +2,7 @@
 
 Keeps, beside the KV cache, the scorer's entries (the K-compression cache), of a block or of a token each, and the raw
 pre-RoPE keys of the two newest entries, from which one is made when it is complete. Entries made in prefill and in
-decode are the same; on a GPU, where other kernels make them, up to rounding.
+decode are the same up to rounding.
 """
 
 from __future__ import annotations
@@ -147,7 +147,8 @@ class GateState(SelectingState):
             newest, recent = step.k_pre_BKSD[:, :, 0], self.rows["recent"]
             self.gate.remember(newest, step.lengths, recent, entries, self.decode_offset, step.host_lengths)
         else:
-            self._append_many(step)
+            with torch.autocast(step.k_pre_BKSD.device.type, enabled=False):  # as in the ops of a decode step
+                self._append_many(step)
 
     def _append_many(self, step: Step) -> None:
         """The prefill path, one row at a time: make all entries that the new tokens complete."""

@@ -96,6 +96,7 @@ CUDA, BF16 = torch.device("cuda"), torch.bfloat16
         ("cuda", (9, 0), torch.float32, (128, 128), {"window": 9}, None),
         ("cuda", (7, 5), torch.float16, (128, 128), {}, "efficient"),
         ("cuda", (7, 5), torch.float16, (128, 128), {"window": 9}, None),
+        ("cuda", (7, 5), BF16, (128, 128), {}, None),
         ("meta", None, BF16, (128, 128), {}, None),
     ],
     ids=str,

@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from seergate import GateBank, GateConfig, ops
+from seergate.config import SCORERS
 from tests.models import prompt
 
 CU = torch.tensor([0, 37, 37, 96], dtype=torch.int32)
@@ -59,10 +60,11 @@ def test_the_whole_lesson_under_autocast(model, dtype):
     assert all(torch.isfinite(parameter.grad).all() for parameter in bank.parameters())
 
 
-def test_gates_without_a_norm_decode_under_autocast(model):
+@pytest.mark.parametrize("scorer", SCORERS)
+def test_gates_without_a_norm_decode_under_autocast(model, scorer):
     import seergate
 
-    bank = GateBank.for_model(model, GateConfig(block_size=8, gate_dim=16, qk_norm=False))
+    bank = GateBank.for_model(model, GateConfig(block_size=8, gate_dim=16, qk_norm=False, scorer=scorer))
     with seergate.attached(model, bank, token_budget=32), torch.autocast("cpu", torch.bfloat16):
         assert model.generate(prompt(60), max_new_tokens=20).shape[1] == 80
 

@@ -85,7 +85,8 @@ def fused_kernel(
     if fits and flash and torch.backends.cuda.is_flash_attention_available() and capability(device) >= (8, 0):
         return "varlen"
     efficient_too = window is None and torch.backends.cuda.mem_efficient_sdp_enabled()
-    return "efficient" if efficient_too and dtype != torch.float64 else None
+    knows = dtype in (torch.float16, torch.float32) or (dtype == torch.bfloat16 and capability(device) >= (8, 0))
+    return "efficient" if efficient_too and knows else None
 
 
 @cache
@@ -131,7 +132,7 @@ def flash_on_cpu(q_BHSD: Tensor, k_BKSD: Tensor, v_BKSD: Tensor, sm_scale: float
 @cache
 def _cpu_kernel_gives_lse() -> bool:
     """Whether this PyTorch has the kernel under the name and with the arguments known here."""
-    q, k = torch.ones(1, 2, 3, 8), torch.ones(1, 1, 3, 8)
+    q, k = (torch.ones(1, heads, 3, 8, dtype=torch.float32, device="cpu") for heads in (2, 1))
     try:
         output, lse = flash_on_cpu(q, k, k, 1.0)
     except (AttributeError, RuntimeError):

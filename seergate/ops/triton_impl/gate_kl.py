@@ -60,11 +60,12 @@ def gate_kl(
         "row_start": row_start, "sm_scale": sm_scale, "gate_scale": gate_scale, "reduction": reduction,
         "recall_budgets": recall_budgets, "sinks": sinks, "softcap": softcap, "lse": lse,
     }  # fmt: skip
-    qg, kg = in_registers(qg, kg)
-    if not runs_here(q, block_size, qg, kg):
+    narrow = in_registers(qg, kg)
+    if not runs_here(q, block_size, *narrow):
         if not torch.compiler.is_compiling():
             warn_if_too_wide("gate_kl", {"q": q, "qg": qg, "kg": kg})
         return torch_impl.gate_kl(q, k, qg, kg, cu_seqlens, block_size, **options)
+    qg, kg = narrow
     wanted = torch.is_grad_enabled()
     frozen = {name: x.detach() if isinstance(x, Tensor) else x for name, x in options.items()}
     loss, kl_per_head, rows, recall, _, _ = _gate_kl(
