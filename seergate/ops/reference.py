@@ -150,41 +150,24 @@ def gate_kl(
     softcap: float | None = None,
     lse: Tensor | None = None,
 ) -> tuple[Tensor, GateKLStats]:
-    """One row and KV head after the other, targets materialised, gradients by plain autograd. Ignores ``lse``."""
-    dtype = _wide(q, k, qg, kg)
-    kv_heads = k.shape[1]
+    """`scorer_kl` with ``gate_scale * query . key`` as scores."""
     gate_scale = 1.0 / math.sqrt(qg.shape[-1]) if gate_scale is None else gate_scale
-    targets = block_targets(q.to(dtype), k.to(dtype), cu_seqlens, block_size, sm_scale, sinks=sinks, softcap=softcap)
-    segments = _segments(cu_seqlens)
-    widest = targets.shape[-1]
-    total = (qg[:0].sum() + kg[:0].sum()).to(dtype)  # 0, with a graph even when no row counts
-    kl_per_head = torch.zeros(kv_heads, dtype=dtype, device=q.device)
-    recall = torch.zeros(len(recall_budgets), kv_heads, dtype=dtype, device=q.device)
-    counted, filled, first_block = 0, 0, 0
-    for start, end in segments:
-        length = end - start
-        blocks = math.ceil(length / block_size)
-        begin = int(length * row_start)
-        filled += length > 0
-        for row in range(max(begin, block_size), length):
-            past = row // block_size
-            counted += 1
-            for g in range(kv_heads):
-                keys = kg[first_block : first_block + past, g].to(dtype)
-                log_pi = (gate_scale * keys @ qg[start + row, g].to(dtype)).log_softmax(0)
-                p = targets[start + row, g, :past]
-                kl = (torch.special.xlogy(p, p) - p * log_pi).sum()
-                kl_per_head[g] += kl.detach()
-                weight = 1.0 if reduction == "row_mean" else 1.0 / (kv_heads * (length - begin) * widest)
-                total = total + weight * kl
-                for i, budget in enumerate(recall_budgets):
-                    best = log_pi.detach().topk(min(budget // block_size - 1, past)).indices
-                    recall[i, g] += p[best].sum()
-        first_block += blocks
-    rows = max(counted, 1)
-    loss = total / (rows * kv_heads) if reduction == "row_mean" else total / max(filled, 1)
-    count = torch.tensor(counted, device=q.device)
-    return loss, GateKLStats(kl_per_head / rows, count, recall / rows)
+    return scorer_kl(
+        q,
+        k,
+        qg,
+        kg,
+        cu_seqlens,
+        block_size,
+        scores=lambda queries, keys: gate_scale * queries @ keys.transpose(-1, -2),
+        entry_tokens=block_size,
+        row_start=row_start,
+        sm_scale=sm_scale,
+        reduction=reduction,
+        recall_budgets=recall_budgets,
+        sinks=sinks,
+        softcap=softcap,
+    )
 
 
 def block_masses(
