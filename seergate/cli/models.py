@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from seergate.errors import SeergateError, sentence
+from seergate.gates.files import CONFIG_FILE
 from seergate.paths import shipped
 
 if TYPE_CHECKING:
@@ -47,11 +48,11 @@ def is_tiny(model: str) -> bool:
 
 
 def gates_for(model: str, gates: str | None) -> str | None:
-    """The adapter to use: the one that was named, or for the tiny reasoner the one that ships with it."""
+    """The adapter to use: the one that was named, or the one in ``gates/`` of the model's own directory."""
     if gates is not None:
         return gates
-    found = shipped_gates() if is_tiny(model) else None
-    return None if found is None else str(found)
+    beside = Path(model_path(model)).resolve() / "gates"
+    return str(beside) if (beside / CONFIG_FILE).is_file() else None
 
 
 def load_gates(source: str) -> GateBank:

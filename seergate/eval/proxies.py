@@ -128,7 +128,7 @@ def measure_proxies(
     try:
         for first in range(0, len(windows), ROWS):
             for window, sparse in _decoded(model, windows[first : first + ROWS], replayed):
-                sums += _compare(_dense(model, window), sparse, torch.tensor(window.tokens[1:], device=sparse.device))
+                sums += compare(_dense(model, window), sparse, torch.tensor(window.tokens[1:], device=sparse.device))
         stats = handle.stats()
     finally:
         handle.measure_recall = before
@@ -179,8 +179,16 @@ def _dense(model: PreTrainedModel, window: Window) -> Tensor:
     return model(input_ids=ids, use_cache=False, logits_to_keep=WINDOW_TOKENS).logits[0]
 
 
-def _compare(dense: Tensor, sparse: Tensor, targets: Tensor) -> Tensor:
-    """Sums over a window: KL in nats, the method's loss, dense attention's loss, agreements."""
+def compare(dense: Tensor, sparse: Tensor, targets: Tensor) -> Tensor:
+    """Sums over a window: KL(dense || method) in nats, the method's loss, dense attention's loss, agreements.
+
+    Args:
+        dense, sparse: logits ``[S, V]`` under dense attention and under the method.
+        targets: the tokens that follow, ``[S]``.
+
+    Returns:
+        float64 ``[4]``, on the CPU.
+    """
     p, q = dense.float().log_softmax(-1), sparse.float().log_softmax(-1)
     # clamped per position: KL is not negative, and what is below zero is rounding
     kl = (p.exp() * (p - q)).sum(-1).clamp(min=0).double().sum()

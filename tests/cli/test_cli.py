@@ -15,6 +15,7 @@ from pathlib import Path
 
 import pytest
 
+from seergate import GateBank, GateConfig
 from seergate.cli.console import say_report
 from seergate.cli.main import COMMANDS
 from seergate.cli.models import gates_for, load_model
@@ -150,6 +151,15 @@ def test_the_shipped_model_has_its_gates_by_name_and_by_directory(saved):
     assert gates_for("tiny-reasoner", None) == gates_for("checkpoints/tiny-reasoner", None) is not None
     assert gates_for(saved, None) is gates_for("Qwen/Qwen3-8B", None) is None
     assert gates_for("tiny-reasoner", "mine") == "mine"
+
+
+def test_gates_that_lie_beside_a_model_are_its_own(tmp_path):
+    """As `save_pretrained` of a model with gates leaves them; a directory of that name that holds others is none."""
+    saved = support.save(tmp_path)
+    (tmp_path / "gates").mkdir()
+    assert gates_for(str(saved), None) is None
+    GateBank.for_model(load_model(str(saved)), GateConfig(8, 16)).save_pretrained(tmp_path / "gates")
+    assert gates_for(str(saved), None) == str(tmp_path / "gates")
 
 
 def test_missing_gates_are_told_before_the_model_is_loaded(seergate, saved, tmp_path):

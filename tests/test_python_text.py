@@ -1,0 +1,77 @@
+"""The language model that ships, and how it was made: the split of its corpus, its tokenizer, its pretraining."""
+
+from __future__ import annotations
+
+import importlib
+import itertools
+import json
+import sys
+import sysconfig
+from collections.abc import Iterator
+from pathlib import Path
+from types import ModuleType, SimpleNamespace
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from tests.running import ROOT, run_script
+
+CHECKPOINT = ROOT / "checkpoints" / "python-text"
+MODULES = 40
+
+
+@pytest.fixture
+def library(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A standard library of a few modules, and directories that are no part of the corpus."""
+    library = tmp_path / "lib"
+    text = (ROOT / "train/python_text/pretrain.py").read_text()[:2000]
+    for name in [*(f"module{i}.py" for i in range(MODULES)), "package/test/a.py", "site-packages/b.py", "data.txt"]:
+        (library / name).parent.mkdir(parents=True, exist_ok=True)
+        (library / name).write_text(f"# {name} \N{SNOWMAN}\n{text}")
+    monkeypatch.setattr(sysconfig, "get_path", {"stdlib": str(library)}.__getitem__)
+    return library
+
+
+@pytest.fixture
+def pretrain(library: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[ModuleType]:
+    """The script as a module, for contexts of 64 tokens."""
+    monkeypatch.syspath_prepend(str(ROOT / "train/python_text"))
+    found = importlib.import_module("pretrain")
+    for name, value in {"VOCABULARY": 300, "CONTEXT": 64, "LENGTHS": ((0.0, 32), (0.5, 64))}.items():
+        monkeypatch.setattr(found, name, value)
+    yield found
+    del sys.modules["pretrain"], sys.modules["corpus"]
+
+
+def test_the_split_follows_from_names(library: Path, pretrain: ModuleType) -> None:
+    held_out, others = pretrain.modules(held_out=True), pretrain.modules(held_out=False)
+    assert held_out and len(held_out) < len(others) and not held_out.keys() & others.keys()
+    assert {*held_out, *others} == {f"module{i}.py" for i in range(MODULES)}
+    (library / "module_of_a_later_python.py").write_text("")
+    assert held_out.items() <= pretrain.modules(held_out=True).items()
+
+
+def test_rows_for_training_gates_hold_nothing_that_is_held_out(library: Path, pretrain: ModuleType) -> None:
+    done = run_script("train/python_text/corpus.py", str(library.parent / "runs" / "modules.jsonl"))
+    assert done.returncode == 0, done.stderr
+    lines = (library.parent / "runs" / "modules.jsonl").read_text().splitlines()
+    assert {row["module"]: row["text"] for row in map(json.loads, lines)} == pretrain.modules(held_out=False)
+
+
+def test_two_steps_of_pretraining(pretrain: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By a clock that goes on by a second whenever it is read. What is saved is an ordinary directory, whose tokenizer
+    gives every text back.
+    """
+    out, seconds = tmp_path / "model", itertools.count()
+    monkeypatch.setattr(pretrain, "time", SimpleNamespace(monotonic=lambda: next(seconds)))
+    monkeypatch.setattr(sys, "argv", ["pretrain.py", "--out", str(out), "--minutes", "0.05", "--tokens", "64"])
+    threads = torch.get_num_threads()
+    pretrain.main()
+    torch.set_num_threads(threads)
+    *_, last = map(json.loads, (out / "pretraining.jsonl").read_text().splitlines())
+    assert (last["step"], last["tokens"]) == (2, 128) and 5 < last["held_out"] < 6.5  # log(300) is 5.7
+    model, tokenizer = AutoModelForCausalLM.from_pretrained(out), AutoTokenizer.from_pretrained(out)
+    assert model.dtype == torch.bfloat16 and len(tokenizer) == model.config.vocab_size == 300
+    text = "def f(x):\n\treturn 'naïve \N{SNOWMAN}'  # \\ \x00\n"
+    assert tokenizer.decode(tokenizer(text).input_ids) == text

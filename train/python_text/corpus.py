@@ -1,0 +1,55 @@
+"""Python's standard library as a corpus: it is in every installation.
+
+    python train/python_text/corpus.py runs/python-text/modules.jsonl
+
+writes the modules to train on as rows for `seergate train`. Which modules are held out follows from their names, so
+the split is the same in every version of Python, though the texts are not.
+"""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import json
+import sysconfig
+from pathlib import Path
+
+LEFT_OUT = {"site-packages", "dist-packages", "test", "tests", "idle_test", "lib2to3", "pydoc_data", "encodings"}
+"""Directories: other people's packages, tests, tables of data."""
+HELD_OUT_OF = 16
+"""One module of so many is held out."""
+
+
+def modules(held_out: bool) -> dict[str, str]:
+    """Path inside the library -> text, in the order of the paths.
+
+    Args:
+        held_out: those that no model was trained on, or the others.
+    """
+    root = Path(sysconfig.get_path("stdlib"))
+    found = {}
+    for path in sorted(root.rglob("*.py")):
+        name = path.relative_to(root)
+        if LEFT_OUT.isdisjoint(name.parts[:-1]) and is_held_out(name.as_posix()) == held_out:
+            found[name.as_posix()] = path.read_text(encoding="utf-8", errors="replace")
+    return found
+
+
+def is_held_out(name: str) -> bool:
+    """Whether a module is not to be trained on."""
+    return hashlib.sha256(name.encode()).digest()[0] % HELD_OUT_OF == 0
+
+
+def main() -> None:
+    """Write one row per module to train on."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("output", type=Path, help="file of rows, such as runs/python-text/modules.jsonl")
+    output = parser.parse_args().output
+    output.parent.mkdir(parents=True, exist_ok=True)
+    rows = [json.dumps({"module": name, "text": text}) for name, text in modules(held_out=False).items()]
+    output.write_text("".join(f"{row}\n" for row in rows))
+    print(f"{len(rows)} modules written to {output}")
+
+
+if __name__ == "__main__":
+    main()
