@@ -13,7 +13,7 @@ import numpy as np
 
 from seergate.decode.trace import METADATA_KEY
 from seergate.errors import SeergateError
-from seergate.report.plots import pyplot, save
+from seergate.report.plots import pyplot, save, tidy
 
 LOW, HIGH = 10, 90
 """Percentiles over layers, heads and steps that the band spans."""
@@ -107,7 +107,6 @@ def activation_plot(traces: Mapping[str, str | os.PathLike[str]], path: Path, bi
     axis.set(xlabel="tokens of context", ylabel="tokens read per KV head and step")
     axis.set_ylim(0, 1.3 * max(line.high.max() for line in lines.values()))
     axis.set_title(f"Activated tokens; bands: {LOW} % to {HIGH} % of layers, heads and steps", fontsize=10)
-    axis.grid(axis="y", color="#DDDDDD", linewidth=0.8)
-    axis.spines[["top", "right"]].set_visible(False)
+    tidy(axis)
     axis.legend(frameon=False, fontsize=8)
     return save(figure, path)

@@ -9,12 +9,11 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from seergate.errors import SeergateError
+from seergate.report.plots import pyplot, save
 
 if TYPE_CHECKING:
     from seergate.eval.kept import KeptTokens
     from seergate.eval.recurrence import Recurrence
-
-DPI = 150
 
 
 def kept_plot(kept: dict[str, KeptTokens], path: Path, *, layer: int, head: int) -> Path:
@@ -25,12 +24,11 @@ def kept_plot(kept: dict[str, KeptTokens], path: Path, *, layer: int, head: int)
         path: of the picture.
         layer, head: of which layer and KV head.
     """
-    from matplotlib.figure import Figure
-
     if not kept:
         raise SeergateError("there is no method to draw")
-    figure = Figure(figsize=(3.2 * len(kept), 3.4), layout="constrained")
-    for axes, (name, tokens) in zip(figure.subplots(1, len(kept), squeeze=False)[0], kept.items(), strict=True):
+    size = (3.2 * len(kept), 3.4)
+    figure, panels = pyplot().subplots(1, len(kept), squeeze=False, figsize=size, layout="constrained")
+    for axes, (name, tokens) in zip(panels[0], kept.items(), strict=True):
         resident = tokens.resident(layer, head)
         axes.imshow(resident, aspect="auto", cmap="Greys", interpolation="none", vmin=0, vmax=1)
         axes.axvline(tokens.prompt - 0.5, color="#D55E00", linewidth=1)
@@ -40,8 +38,7 @@ def kept_plot(kept: dict[str, KeptTokens], path: Path, *, layer: int, head: int)
         axes.set_xlabel("token; the prompt ends at the line", fontsize=8)
     figure.axes[0].set_ylabel("decode step")
     figure.suptitle(f"What stays, layer {layer}, KV head {head}", fontsize=10)
-    figure.savefig(path, dpi=DPI)
-    return path
+    return save(figure, path)
 
 
 def recurrence_plot(measured: dict[str, Recurrence], path: Path, *, share: float = 0.8) -> Path:
@@ -52,12 +49,9 @@ def recurrence_plot(measured: dict[str, Recurrence], path: Path, *, share: float
         path: of the picture.
         share: of tokens inside the window.
     """
-    from matplotlib.figure import Figure
-
     if not measured:
         raise SeergateError("there is nothing to draw")
-    figure = Figure(figsize=(5.5, 3.6), layout="constrained")
-    axes = figure.subplots()
+    figure, axes = pyplot().subplots(figsize=(5.5, 3.6), layout="constrained")
     for name, found in measured.items():
         intervals, counts = (np.array(part) for part in zip(*sorted(found.histogram().items()), strict=True))
         window = found.window(share)
@@ -71,8 +65,7 @@ def recurrence_plot(measured: dict[str, Recurrence], path: Path, *, share: float
     axes.set_xlabel("maximum recurrence interval (decode steps)")
     axes.set_ylabel("share of tokens (%)")
     axes.legend(title=f"window at {100 * share:g} %", fontsize=8)
-    figure.savefig(path, dpi=DPI)
-    return path
+    return save(figure, path)
 
 
 KINDS = {"lasting": "#009E73", "milestone": "#56B4E9", "phoenix": "#D55E00", "idle": "#DDDDDD"}
@@ -90,13 +83,11 @@ def kinds_plot(found: Recurrence, budgets: Sequence[int], path: Path) -> Path:
         budgets: sizes of the cache, in tokens.
         path: of the picture.
     """
-    from matplotlib.figure import Figure
-
     if not budgets:
         raise SeergateError("there is no cache size to draw")
-    figure = Figure(figsize=(8.0, 3.4), layout="constrained")
+    figure, panels = pyplot().subplots(1, 2, sharey=True, figsize=(8.0, 3.4), layout="constrained")
     kinds = {budget: found.kinds(budget) for budget in budgets}
-    for axes, part in zip(figure.subplots(1, 2, sharey=True), ("prompt", "generated"), strict=True):
+    for axes, part in zip(panels, ("prompt", "generated"), strict=True):
         bottom = np.zeros(len(budgets))
         for kind, colour in KINDS.items():
             shares = np.array([100 * kinds[budget][part][kind] for budget in budgets])
@@ -106,5 +97,4 @@ def kinds_plot(found: Recurrence, budgets: Sequence[int], path: Path) -> Path:
         axes.set_xlabel("cache size (tokens)")
     figure.axes[0].set_ylabel("share (%)")
     figure.legend(*figure.axes[0].get_legend_handles_labels(), loc="outside right upper", fontsize=8, frameon=False)
-    figure.savefig(path, dpi=DPI)
-    return path
+    return save(figure, path)

@@ -6,14 +6,10 @@ A token budget means something else for every method, and some have none; bytes 
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from seergate.report.load import Setting, Sweep
-from seergate.report.plots import CONVENTIONS, CROWD, LEGEND, WIDTH, conditions, hollow, pyplot, save
-from seergate.report.styles import line_style, style
-
-if TYPE_CHECKING:
-    from matplotlib.axes import Axes
+from seergate.report.plots import CONVENTIONS, CROWD, LEGEND, WIDTH, conditions, error_bars, pyplot, save, tidy
+from seergate.report.styles import style
 
 FIGURES = {"own_bytes_mean": "kB held per sequence, mean", "bytes_read_per_step": "kB read per step"}
 """Metric -> label of its axis."""
@@ -37,8 +33,12 @@ def bytes_plot(sweep: Sweep, path: Path) -> Path | None:
     figure, axes = pyplot().subplots(2, 1, figsize=(WIDTH, 8.4), sharey=True, layout="constrained")
     for axis, (metric, label) in zip(axes, FIGURES.items(), strict=True):
         for name, settings in lines.items():
-            points = sorted(settings, key=lambda s: float(s.metrics[metric]))
-            _line(axis, name, points, metric, list(lines), name in grey)
+            points = sorted(((s.metrics[metric] / 1e3, s) for s in settings), key=lambda point: point[0])
+            if name not in grey:
+                error_bars(axis, name, list(lines), points)
+                continue
+            how = {**style(name), "color": "#CCCCCC", "linewidth": 0.8, "markersize": 3, "zorder": 1}
+            axis.plot([x for x, _ in points], [100 * s.accuracy.mean for _, s in points], **how)
         if front := [(s.metrics[metric] / 1e3, 100 * s.accuracy.mean) for s in fronts[metric]]:
             (first, _), (_, best), last = front[0], front[-1], max(s.metrics[metric] / 1e3 for s in measured)
             x, y = zip((first, 100 * chance), *front, (last, best), strict=True)
@@ -49,9 +49,7 @@ def bytes_plot(sweep: Sweep, path: Path) -> Path | None:
         axis.minorticks_off()
         axis.xaxis.set_major_formatter(lambda value, _: f"{value:g}")
         axis.set(xlabel=f"{label} (fewer is better: left)", ylabel="accuracy (%)", ylim=(-2, 104))
-        axis.grid(axis="y", color="#DDDDDD", linewidth=0.8)
-        axis.set_axisbelow(True)
-        axis.spines[["top", "right"]].set_visible(False)
+        tidy(axis)
         axis.legend(**LEGEND)
     figure.suptitle(f"Accuracy against bytes\n{conditions(sweep)}; {CONVENTIONS}", fontsize=10)
     return save(figure, path)
@@ -73,19 +71,3 @@ def _series(settings: list[Setting]) -> dict[str, list[Setting]]:
         by_threshold = s.method if s.threshold is None else f"{s.series}, thresholds"
         lines.setdefault(by_threshold if s.budget is None else s.series, []).append(s)
     return lines
-
-
-def _line(axis: Axes, name: str, settings: list[Setting], metric: str, names: list[str], grey: bool) -> None:
-    x, y = [s.metrics[metric] / 1e3 for s in settings], [100 * s.accuracy.mean for s in settings]
-    how = {**style(name), "linestyle": line_style(name, names)}
-    if name == "dense":
-        how["marker"] = "o"
-    if grey:
-        axis.plot(x, y, **{**how, "color": "#CCCCCC", "linewidth": 0.8, "markersize": 3, "zorder": 1})
-        return
-    ends = [s.interval for s in settings]
-    errors = [[max(0.0, m - 100 * low) for m, (low, _) in zip(y, ends, strict=True)]]
-    errors.append([max(0.0, 100 * high - m) for m, (_, high) in zip(y, ends, strict=True)])
-    zorder = 3 if name.startswith("gate") else 2
-    axis.errorbar(x, y, yerr=errors, capsize=3, elinewidth=1, label=name, zorder=zorder, **how)
-    hollow(axis, list(zip(x, y, settings, strict=True)))

@@ -8,7 +8,7 @@ from typing import Any
 from seergate.eval import store
 from seergate.eval.matching import MEASURES, record_path
 from seergate.report.load import Setting, Sweep
-from seergate.report.tables import NONE, markdown, minus_dense
+from seergate.report.tables import NONE, interval_of, markdown, minus_dense, scaled
 
 WORDS = {"resident": "resident bytes", "read": "bytes read per step"}
 
@@ -55,14 +55,13 @@ def _section(sweep: Sweep, root: Path, matches: list[dict[str, Any]], metric: st
 
 def _row(sweep: Sweep, target: str, s: Setting, knob: str, wanted: float, metric: str) -> list[str]:
     measured = s.metrics[metric]
-    low, high = s.interval
     return [
         target,
         s.marked,
         knob,
-        NONE if measured is None else f"{measured / 1e3:.1f}",
+        scaled(measured, 1e-3, 1),
         NONE if measured is None else f"{100 * (measured / wanted - 1):+.0f}",
         f"{100 * s.accuracy.mean:.1f}",
-        f"{100 * low:.1f} to {100 * high:.1f}",
+        interval_of(s),
         minus_dense(sweep, s),
     ]

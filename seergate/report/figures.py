@@ -18,15 +18,36 @@ from seergate.eval.stats import correlation
 from seergate.reason.steps import BLANK_LINE
 from seergate.report.findings import findings
 from seergate.report.load import Setting, Sweep
-from seergate.report.plots import accuracy_plot, conditions, draw_published, length_plot, pyplot, save
+from seergate.report.plots import (
+    CONVENTIONS,
+    LEGEND,
+    accuracy_plot,
+    conditions,
+    draw_published,
+    error_bars,
+    length_plot,
+    powers_of_two,
+    pyplot,
+    save,
+    tidy,
+)
 from seergate.report.published import PROBLEMS, deviations, model_key, table_1
 from seergate.report.styles import line_style, style
-from seergate.report.tables import NONE, accuracy_table, cost_table, limit_of, markdown, proxy_table
+from seergate.report.tables import (
+    NONE,
+    SETTING,
+    Columns,
+    accuracy_table,
+    cost_table,
+    figure_of,
+    markdown,
+    proxy_table,
+    table,
+    table_beside,
+)
 
 Points = dict[str, list[tuple[float, Setting]]]
 """Series -> (place on the x axis, setting)."""
-
-_LEGEND: dict[str, Any] = {"frameon": False, "fontsize": 8, "loc": "center left", "bbox_to_anchor": (1.0, 0.5)}
 
 
 class Look(NamedTuple):
@@ -43,38 +64,14 @@ class Look(NamedTuple):
     read: Callable[[Sweep], list[str]]
 
 
-def _draw_lines(points: Points, sweep: Sweep, path: Path, xlabel: str, title: str, log: bool = True) -> Path:
+def _lines(axis: Any, points: Points, sweep: Sweep, xlabel: str) -> None:
     """Accuracy with 95 % intervals against something; dense as a horizontal line."""
-    plt = pyplot()
-    figure, axis = plt.subplots(figsize=(6.8, 4.4))
-    _lines(axis, points, sweep, xlabel, log)
-    draw_published(axis, sweep, [point for line in points.values() for point in line])
-    axis.legend(**_LEGEND)
-    axis.set_title(f"{title}\n{conditions(sweep)}; bars: 95 % intervals", fontsize=10)
-    return save(figure, path)
-
-
-def _lines(axis: Any, points: Points, sweep: Sweep, xlabel: str, log: bool) -> None:
-    names = list(points)
     for name, line in points.items():
-        line = sorted(line, key=lambda p: p[0])
-        means = [100 * s.accuracy.mean for _, s in line]
-        bars = [
-            [max(0.0, m - 100 * s.interval[0]) for m, (_, s) in zip(means, line, strict=True)],
-            [max(0.0, 100 * s.interval[1] - m) for m, (_, s) in zip(means, line, strict=True)],
-        ]
-        how = {"capsize": 3, "elinewidth": 1, "label": name, "linestyle": line_style(name, names), **style(name)}
-        axis.errorbar([x for x, _ in line], means, yerr=bars, **how)
+        error_bars(axis, name, list(points), sorted(line, key=lambda point: point[0]))
     if sweep.dense is not None:
         axis.axhline(100 * sweep.dense.accuracy.mean, color="k", linestyle="--", linewidth=1.3, label="dense")
-    places = sorted({x for line in points.values() for x, _ in line})
-    if log:
-        axis.set_xscale("log", base=2)
-        axis.set_xticks(places, [f"{x:g}" for x in places])
-        axis.minorticks_off()
     axis.set(xlabel=xlabel, ylabel="accuracy (%)", ylim=(-2, 104))
-    axis.grid(axis="y", color="#DDDDDD", linewidth=0.8)
-    axis.spines[["top", "right"]].set_visible(False)
+    tidy(axis)
 
 
 def _block_sizes(sweep: Sweep, path: Path) -> Path:
@@ -83,7 +80,20 @@ def _block_sizes(sweep: Sweep, path: Path) -> Path:
     for s in sweep.settings:
         if s.budget is not None and s.block_size is not None:
             points[f"{s.method} {s.budget} tokens"].append((s.block_size, s))
-    return _draw_lines(points, sweep, path, "block size (tokens)", "Accuracy against block size")
+    figure, axis = _panel(f"Accuracy against block size\n{conditions(sweep)}; {CONVENTIONS}")
+    _lines(axis, points, sweep, "block size (tokens)")
+    places = [place for line in points.values() for place in line]
+    powers_of_two(axis, sorted({int(x) for x, _ in places}))
+    draw_published(axis, sweep, places)
+    axis.legend(**LEGEND)
+    return save(figure, path)
+
+
+def _panel(title: str) -> tuple[Any, Any]:
+    """A figure with one panel."""
+    figure, axis = pyplot().subplots(figsize=(6.8, 4.4))
+    axis.set_title(title, fontsize=10)
+    return figure, axis
 
 
 def _threshold_and_budget(sweep: Sweep, path: Path) -> Path:
@@ -99,16 +109,16 @@ def _threshold_and_budget(sweep: Sweep, path: Path) -> Path:
             left.plot(list(curve), list(curve.values()), line, marker=".", color=colour, label=s.label)
     left.set(xlabel="tokens of context", ylabel="tokens read per KV head and step")
     left.set_title("(a) activated tokens; full lines: budget, dashed: threshold", fontsize=10)
-    left.legend(frameon=False, fontsize=8, ncol=3, loc="upper center", bbox_to_anchor=(0.5, -0.14))
-    left.spines[["top", "right"]].set_visible(False)
+    left.legend(**{**LEGEND, "ncol": 3, "loc": "upper center", "bbox_to_anchor": (0.5, -0.14)})
+    tidy(left)
     points: Points = {
         name: [(100 * s.metrics["density"], s) for s in group if s.metrics["density"] is not None]
         for name, group in (("gate, budget", budgets), ("gate, threshold", thresholds))
         if group
     }
-    _lines(right, points, sweep, "density: tokens read per token of context (%)", log=False)
+    _lines(right, points, sweep, "density: tokens read per token of context (%)")
     draw_published(right, sweep, [])  # of what its gates read, the paper has no numbers
-    right.legend(**_LEGEND)
+    right.legend(**LEGEND)
     right.set_title("(b) accuracy against density", fontsize=10)
     return save(figure, path)
 
@@ -127,17 +137,15 @@ def read_curve(setting: Setting, column: int = 1, bins: int = 40) -> dict[float,
 
 def _held(sweep: Sweep, path: Path) -> Path:
     """What a sequence holds while it grows, one line per setting."""
-    plt = pyplot()
-    figure, axis = plt.subplots(figsize=(6.8, 4.4))
+    figure, axis = _panel(f"Memory while an answer grows\n{conditions(sweep)}")
     names = [s.series for s in sweep.settings]
     for s in sweep.settings:
         curve = read_curve(s, column=2)
         how = {"linestyle": line_style(s.series, names), **style(s.series)}
         axis.plot(list(curve), [held / 1e6 for held in curve.values()], label=s.label, alpha=0.8, **how)
     axis.set(xlabel="tokens of context", ylabel="held by a sequence (MB)", ylim=(0, None))
-    axis.set_title(f"Memory while an answer grows\n{conditions(sweep)}", fontsize=10)
-    axis.legend(**_LEGEND)
-    axis.spines[["top", "right"]].set_visible(False)
+    axis.legend(**LEGEND)
+    tidy(axis)
     return save(figure, path)
 
 
@@ -179,17 +187,15 @@ def entropies(sweep: Sweep) -> dict[int, tuple[int, float]]:
 
 
 def _entropy(sweep: Sweep, path: Path) -> Path:
-    figure, axis = pyplot().subplots(figsize=(6.8, 4.4))
+    figure, axis = _panel(f"How much answers repeat themselves\n{conditions(sweep)}")
     found = entropies(sweep)
     axis.plot(list(found), [entropy for _, entropy in found.values()], marker="o", label="answers")
     most = [math.log2(length - 2) for length in found]
     axis.plot(list(found), most, color="#7F7F7F", linestyle=":", label="no 3-gram twice")
-    axis.set_xscale("log", base=2)
-    axis.set_xticks(list(found), [str(length) for length in found])
+    powers_of_two(axis, list(found))
     axis.set(xlabel="first words of an answer", ylabel="3-gram entropy (bits)")
-    axis.set_title(f"How much answers repeat themselves\n{conditions(sweep)}", fontsize=10)
     axis.legend(frameon=False, fontsize=9)
-    axis.spines[["top", "right"]].set_visible(False)
+    tidy(axis)
     return save(figure, path)
 
 
@@ -260,22 +266,16 @@ def _lengths_table(sweep: Sweep) -> str:
 
 def length_table(sweep: Sweep) -> str:
     """Table 1: accuracy and mean generation length; beside the paper's where it ran the same."""
-    rows = []
-    for s in sweep.settings:
-        published = table_1(s.config) if s.complete else None
-        rows.append(
-            [
-                s.marked,
-                limit_of(s),
-                f"{100 * s.accuracy.mean:.1f}",
-                f"{s.metrics['mean_tokens']:.1f}",
-                NONE if published is None else f"{published[0]:.1f}",
-                NONE if published is None else f"{published[1]:.1f}k",
-                NONE if published is None else "; ".join(deviations(s.config)) or NONE,
-            ]
-        )
-    header = ["method", "budget", "accuracy %", "mean length", "published %", "published length", "unlike the paper"]
-    return markdown(header, rows)
+    found = {s.directory: table_1(s.config) if s.complete else None for s in sweep.settings}
+    columns: Columns = {
+        **SETTING,
+        "accuracy %": figure_of("accuracy", 100),
+        "mean length": figure_of("mean_tokens"),
+        "published %": lambda _, s: f"{theirs[0]:.1f}" if (theirs := found[s.directory]) else NONE,
+        "published length": lambda _, s: f"{theirs[1]:.1f}k" if (theirs := found[s.directory]) else NONE,
+        "unlike the paper": lambda _, s: "; ".join(deviations(s.config) if found[s.directory] else ()) or NONE,
+    }
+    return table(sweep, columns)
 
 
 def _read_lengths(sweep: Sweep) -> list[str]:
@@ -370,10 +370,9 @@ def _proxies(sweep: Sweep, path: Path) -> Path:
         axis.set(xlabel=PREDICTORS[proxy][0], ylim=(-2, 104))
         if sweep.proxies_on is not None and not math.isnan(rank := _rank_correlation(sweep, proxy)):
             axis.set_title(f"rank correlation {rank:.2f}", fontsize=10)
-        axis.grid(axis="y", color="#DDDDDD", linewidth=0.8)
-        axis.spines[["top", "right"]].set_visible(False)
+        tidy(axis)
     axes[0, 0].set_ylabel("accuracy (%)")
-    axes[0, -1].legend(frameon=False, fontsize=8, loc="center left", bbox_to_anchor=(1.0, 0.5))
+    axes[0, -1].legend(**LEGEND)
     figure.suptitle(f"Do cheap figures predict accuracy?\n{conditions(sweep)}", fontsize=10, y=1.04)
     return save(figure, path)
 
@@ -443,14 +442,13 @@ def beside(sweep: Sweep, published: Mapping[tuple[str, str], Mapping[str, float]
     numbers = published.get((model_key(sweep.config), str(task["name"])), {})
     if task.get("problems") is not None or task.get("n_problems") != COMPLETE.get(task["name"]):
         return ""
-    rows = []
-    for s in sweep.settings:
-        if s.directory.name not in numbers or not s.complete:
-            continue
-        ours, theirs, ends = 100 * s.accuracy.mean, numbers[s.directory.name], s.interval
+
+    def unlike(s: Setting) -> list[str]:
         made = {name: s.config["generation"].get(name) for name in asked if name in s.config["generation"]}
-        unlike = [f"{name} {value} instead of {asked[name]}" for name, value in made.items() if value != asked[name]]
-        cells = [f"{ours:.1f} ({100 * ends[0]:.1f} to {100 * ends[1]:.1f})", f"{theirs:.1f}", f"{ours - theirs:+.1f}"]
-        rows.append([s.series, limit_of(s), *cells, "; ".join(unlike).replace("_", "-") or NONE])
-    header = ["method", "budget", "ours %", "published %", "difference", "unlike the paper"]
-    return markdown(header, rows) if rows else ""
+        return [
+            f"{name.replace('_', '-')} {value} instead of {asked[name]}"
+            for name, value in made.items()
+            if value != asked[name]
+        ]
+
+    return table_beside(sweep, lambda s: numbers.get(s.directory.name), unlike) or ""

@@ -25,20 +25,25 @@ LEGEND: dict[str, Any] = {"frameon": False, "fontsize": 9, "loc": "center left",
 CONVENTIONS = "bars and band: 95 % intervals; hollow: over 5 % of answers hit the limit"
 
 
+Interval = tuple[float, float, float]
+"""A mean and the ends of its 95 % interval."""
+
+
 def accuracy_plot(sweep: Sweep, path: Path) -> Path:
     """Accuracy against budget with 95 % intervals; dense as a horizontal line (Figure 5 of SeerAttention-R)."""
+    return _against_budget(sweep, path, accuracy_of, "accuracy (%)", "Accuracy against token budget", zero_to=104)
 
-    def interval(s: Setting) -> tuple[float, float, float]:
-        low, high = s.interval
-        return 100 * s.accuracy.mean, 100 * low, 100 * high
 
-    return _against_budget(sweep, path, interval, "accuracy (%)", "Accuracy against token budget", zero_to=104)
+def accuracy_of(s: Setting) -> Interval:
+    """In percent."""
+    low, high = s.interval
+    return 100 * s.accuracy.mean, 100 * low, 100 * high
 
 
 def length_plot(sweep: Sweep, path: Path) -> Path:
     """Mean generation length against budget with 95 % intervals."""
 
-    def interval(s: Setting) -> tuple[float, float, float]:
+    def interval(s: Setting) -> Interval:
         mean, se = s.metrics["mean_tokens"], s.metrics["mean_tokens_se"]
         half = 0.0 if se is None else t95(s.accuracy.n - 1) * se
         return mean, max(0.0, mean - half), mean + half
@@ -109,7 +114,7 @@ def _heat_map(axis: Axes, method: str, points: list[Setting], low: float, first:
 def _against_budget(
     sweep: Sweep,
     path: Path,
-    interval: Callable[[Setting], tuple[float, float, float]],
+    interval: Callable[[Setting], Interval],
     ylabel: str,
     title: str,
     zero_to: float | None = None,
@@ -118,7 +123,10 @@ def _against_budget(
     size = (WIDTH, 4.2 * len(groups))
     figure, axes = pyplot().subplots(len(groups), 1, figsize=size, squeeze=False, sharey=True, layout="constrained")
     for axis, (name, methods) in zip(axes[:, 0], groups.items(), strict=True):
-        _lines(axis, sweep, methods, interval)
+        for i, method in enumerate(methods):
+            shift = 2 ** (0.035 * (i - (len(methods) - 1) / 2))  # side by side, so that no error bar hides another
+            places = [(s.budget or 0) * shift for s in sweep.of(method)]
+            error_bars(axis, method, methods, list(zip(places, sweep.of(method), strict=True)), interval)
         if sweep.dense is not None:
             mean, low, high = interval(sweep.dense)
             axis.axhline(mean, color=STYLES["dense"][0], linestyle="--", linewidth=1.4, label="dense", zorder=1)
@@ -165,38 +173,29 @@ def conditions(sweep: Sweep) -> str:
     return f"{model} on {sweep.config['task']['name']}, {sweep.problems}{unfinished}"
 
 
-def _lines(
-    axis: Axes, sweep: Sweep, methods: list[str], interval: Callable[[Setting], tuple[float, float, float]]
+def error_bars(
+    axis: Axes,
+    name: str,
+    names: list[str],
+    points: Sequence[tuple[float, Setting]],
+    interval: Callable[[Setting], Interval] = accuracy_of,
 ) -> None:
-    for i, method in enumerate(methods):
-        shift = 2 ** (0.035 * (i - (len(methods) - 1) / 2))  # side by side, so that no error bar hides another
-        values = [interval(s) for s in sweep.of(method)]
-        budgets = [(s.budget or 0) * shift for s in sweep.of(method)]
-        errors = [[max(0.0, m - low) for m, low, _ in values], [max(0.0, high - m) for m, _, high in values]]
-        axis.errorbar(
-            budgets,
-            [m for m, _, _ in values],
-            yerr=errors,
-            capsize=3,
-            elinewidth=1,
-            label=method,
-            zorder=3 if method.startswith("gate") else 2,
-            linestyle=line_style(method, methods),
-            **style(method),
-        )
-        hollow(axis, [(x, m, s) for x, (m, _, _), s in zip(budgets, values, sweep.of(method), strict=True)])
-
-
-def hollow(axis: Axes, points: Sequence[tuple[float, float, Setting]]) -> None:
-    """Empty the markers of settings whose answers hit the limit often.
+    """Draw a series with its 95 % intervals. Markers of settings whose answers hit the limit often are hollow.
 
     Args:
-        axis: where they are drawn.
-        points: (x, y, setting).
+        axis: where.
+        name: of the series, one of ``names``, all that are drawn there.
+        points: (place on the x axis, setting).
+        interval: what is drawn of a setting.
     """
-    for x, y, s in points:
+    x, values = [place for place, _ in points], [interval(s) for _, s in points]
+    errors = [[max(0.0, m - low) for m, low, _ in values], [max(0.0, high - m) for m, _, high in values]]
+    how = {**style(name), "linestyle": line_style(name, names)}
+    zorder = 3 if name.startswith("gate") else 2
+    axis.errorbar(x, [m for m, _, _ in values], errors, capsize=3, elinewidth=1, label=name, zorder=zorder, **how)
+    for (place, s), (mean, _, _) in zip(points, values, strict=True):
         if s.metrics["truncation_rate"] > TRUNCATED:
-            axis.plot(x, y, **{**style(s.series), "linestyle": "", "markerfacecolor": "white", "zorder": 4})
+            axis.plot(place, mean, **{**how, "linestyle": "", "markerfacecolor": "white", "zorder": 4})
 
 
 def draw_published(axis: Axes, sweep: Sweep, points: Sequence[tuple[float, Setting]]) -> None:
@@ -223,10 +222,20 @@ def budget_axis(axis: Axes, budgets: list[int]) -> None:
     """An axis of token budgets, in powers of two."""
     axis.set_xlabel("token budget per KV head (tokens)")
     if budgets:
-        axis.set_xscale("log", base=2)
-        axis.set_xticks(budgets, [str(b) for b in budgets])
-        axis.minorticks_off()
+        powers_of_two(axis, budgets)
         axis.set_xlim(budgets[0] / 1.25, budgets[-1] * 1.25)
+    tidy(axis)
+
+
+def powers_of_two(axis: Axes, places: Sequence[int]) -> None:
+    """Make the x axis logarithmic, with these ticks."""
+    axis.set_xscale("log", base=2)
+    axis.set_xticks(places, list(map(str, places)))
+    axis.minorticks_off()
+
+
+def tidy(axis: Axes) -> None:
+    """Faint lines across, no frame above and on the right."""
     axis.grid(axis="y", color="#DDDDDD", linewidth=0.8)
     axis.set_axisbelow(True)
     axis.spines[["top", "right"]].set_visible(False)

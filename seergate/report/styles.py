@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 STYLES: dict[str, tuple[str, str]] = {
-    "dense": ("#000000", ""),
+    "dense": ("#000000", "o"),
     "oracle": ("#0072B2", "s"),
     "gate": ("#D55E00", "o"),
     "quest": ("#009E73", "^"),

@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import csv
 import io
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from seergate.report.findings import in_points
 from seergate.report.load import Setting, Sweep
 from seergate.report.published import deviations, published
 
 NONE = "–"
+
+Columns = dict[str, Callable[[Sweep, Setting], str]]
+"""Heading -> a setting's cell."""
 
 
 def markdown(header: Sequence[str], rows: Sequence[Sequence[str]], left: int = 1) -> str:
@@ -26,35 +29,159 @@ def markdown(header: Sequence[str], rows: Sequence[Sequence[str]], left: int = 1
     return "\n".join([line(cells[0]), f"| {' | '.join(rule)} |", *map(line, cells[1:])])
 
 
-def core_table(sweep: Sweep) -> str:
-    """What is looked at first: accuracy, and what it cost."""
-    header = [
-        "method",
-        "budget",
-        "accuracy %",
-        "minus dense",
-        "truncated %",
-        "density %",
-        "kB read per step",
-        "kB held",
+def table(sweep: Sweep, columns: Columns, settings: Sequence[Setting] | None = None) -> str:
+    """A row for each setting; all of a sweep's if ``None``."""
+    chosen = sweep.settings if settings is None else settings
+    return markdown(list(columns), [[cell(sweep, s) for cell in columns.values()] for s in chosen])
+
+
+def figure_of(name: str, factor: float = 1, digits: int = 1) -> Callable[[Sweep, Setting], str]:
+    """The column of a metric."""
+    return lambda _, s: scaled(s.metrics[name], factor, digits)
+
+
+def scaled(value: float | None, factor: float, digits: int) -> str:
+    """A number in other units; a dash where there is none."""
+    return NONE if value is None else f"{factor * value:.{digits}f}"
+
+
+def interval_of(s: Setting, digits: int = 1) -> str:
+    """The 95 % interval of the accuracy, in percent."""
+    low, high = s.interval
+    return f"{100 * low:.{digits}f} to {100 * high:.{digits}f}"
+
+
+def limit_of(s: Setting) -> str:
+    """What it is given to read or to hold: a budget, a threshold, or words."""
+    return NONE if s.method == "dense" else s.nominal
+
+
+def minus_dense(sweep: Sweep, s: Setting) -> str:
+    """The difference to dense in points, with its 95 % interval if there is one."""
+    if sweep.dense is None or s is sweep.dense:
+        return NONE
+    d = sweep.difference(s, sweep.dense)
+    return in_points(d) if d.n else NONE
+
+
+SETTING: Columns = {"method": lambda _, s: s.marked, "budget": lambda _, s: limit_of(s)}
+
+CORE: Columns = {
+    **SETTING,
+    "accuracy %": lambda _, s: f"{100 * s.accuracy.mean:.1f} ({interval_of(s, 0)})",
+    "minus dense": minus_dense,
+    "truncated %": figure_of("truncation_rate", 100),
+    "density %": figure_of("density", 100),
+    "kB read per step": figure_of("bytes_read_per_step", 1e-3),
+    "kB held": figure_of("own_bytes_mean", 1e-3),
+}
+"""What is looked at first: accuracy, and what it cost."""
+
+ACCURACY: Columns = {
+    **SETTING,
+    "accuracy %": figure_of("accuracy", 100),
+    "95 % interval": lambda _, s: interval_of(s),
+    "minus dense": minus_dense,
+    "problems": figure_of("n_problems", digits=0),
+    "samples": figure_of("n_samples", digits=0),
+    "mean tokens": figure_of("mean_tokens"),
+    "10/50/90 %": lambda _, s: "/".join(str(s.metrics["token_quantiles"][q]) for q in ("0.1", "0.5", "0.9")),
+    "max tokens": figure_of("max_tokens", digits=0),
+    "truncated %": figure_of("truncation_rate", 100),
+    "no answer %": figure_of("unanswered_rate", 100),
+}
+"""Accuracy and length."""
+
+COST: Columns = {
+    **SETTING,
+    "block size": lambda _, s: scaled(s.config["method"].get("block_size"), 1, 0),
+    "density %": figure_of("density", 100),
+    "tokens cached": figure_of("cached_tokens", digits=0),
+    "kB read per step": figure_of("bytes_read_per_step", 1e-3),
+    "kB held, mean": figure_of("own_bytes_mean", 1e-3),
+    "kB held, peak": figure_of("own_bytes_peak", 1e-3),
+    "kB allocated, mean": figure_of("resident_bytes_mean", 1e-3),
+    "tokens/s": figure_of("tokens_per_second"),
+    "recall %": figure_of("recall", 100),
+}
+"""What decoding read, held and took."""
+
+PROXIES: Columns = {
+    **SETTING,
+    "accuracy %": figure_of("accuracy", 100),
+    "recall %": figure_of("recall", 100),
+    "KL to dense, nats": figure_of("next_token_kl", digits=4),
+    "same next token %": figure_of("agreement", 100),
+    "perplexity": figure_of("perplexity", digits=3),
+    "dense": figure_of("dense_perplexity", digits=3),
+}
+"""The cheap proxies beside the accuracy."""
+
+
+def accuracy_table(sweep: Sweep) -> str:
+    """Accuracy and length."""
+    return table(sweep, ACCURACY)
+
+
+def cost_table(sweep: Sweep) -> str:
+    """What decoding read, held and took, and what sharing blocks saved where methods do."""
+    shares = any(s.metrics["amsr"] is not None for s in sweep.settings)
+    return table(sweep, COST | ({"memory saved by sharing %": figure_of("amsr", 100)} if shares else {}))
+
+
+def proxy_table(sweep: Sweep) -> str | None:
+    """The cheap proxies, or ``None`` if they were not measured."""
+    measured = [s for s in sweep.settings if s.metrics["next_token_kl"] is not None]
+    return table(sweep, PROXIES, measured) if measured else None
+
+
+def recall_table(sweep: Sweep) -> str | None:
+    """Recall by layer, or ``None`` if it was not measured."""
+    measured = [s for s in sweep.settings if s.metrics["recall"] is not None]
+    if not measured:
+        return None
+    layers = measured[0].proxies["layers"] if measured[0].proxies else []
+    columns: Columns = {**SETTING, "mean %": figure_of("recall", 100)}
+    for i, layer in enumerate(layers):
+        columns[f"layer {layer}"] = lambda _, s, i=i: scaled(s.metrics["recall_per_layer"][i], 100, 1)
+    return table(sweep, columns, measured)
+
+
+def pass_table(sweep: Sweep) -> str | None:
+    """pass@k for every k that all settings have; ``None`` with one sample per problem."""
+    ks = [
+        k for k in sweep.settings[0].metrics["pass_at_k"] if all(k in s.metrics["pass_at_k"] for s in sweep.settings)
     ]
-    rows = []
-    for s in sweep.settings:
-        m = s.metrics
-        low, high = s.interval
-        rows.append(
-            [
-                s.marked,
-                limit_of(s),
-                f"{100 * m['accuracy']:.1f} ({100 * low:.0f} to {100 * high:.0f})",
-                minus_dense(sweep, s),
-                f"{100 * m['truncation_rate']:.1f}",
-                _scaled(m["density"], 100, 1),
-                _scaled(m["bytes_read_per_step"], 1e-3, 1),
-                _scaled(m["own_bytes_mean"], 1e-3, 1),
-            ]
-        )
-    return markdown(header, rows)
+    columns: Columns = dict(SETTING)
+    for k in ks:
+        columns[f"pass@{k} %"] = lambda _, s, k=k: scaled(s.metrics["pass_at_k"][k], 100, 1)
+    return table(sweep, columns) if len(ks) > 1 else None
+
+
+def table_beside(
+    sweep: Sweep, theirs: Callable[[Setting], float | None], unlike: Callable[[Setting], Sequence[str]]
+) -> str | None:
+    """Ours beside a paper's, for what the paper ran and has been finished here; ``None`` if there is none of it.
+
+    Args:
+        sweep: the runs.
+        theirs: a setting's published accuracy in percent, if it has one.
+        unlike: in words, what a setting did otherwise than the paper.
+    """
+    numbers = {s.directory: number for s in sweep.settings if s.complete and (number := theirs(s)) is not None}
+    columns: Columns = {
+        **SETTING,
+        "ours %": lambda _, s: f"{100 * s.accuracy.mean:.1f} ({interval_of(s)})",
+        "published %": lambda _, s: f"{numbers[s.directory]:.1f}",
+        "difference": lambda _, s: f"{100 * s.accuracy.mean - numbers[s.directory]:+.1f}",
+        "unlike the paper": lambda _, s: "; ".join(unlike(s)) or NONE,
+    }
+    return table(sweep, columns, [s for s in sweep.settings if s.directory in numbers]) if numbers else None
+
+
+def published_table(sweep: Sweep) -> str | None:
+    """Ours beside SeerAttention-R's."""
+    return table_beside(sweep, lambda s: published(s.config), lambda s: deviations(s.config))
 
 
 def csv_text(sweep: Sweep) -> str:
@@ -67,177 +194,3 @@ def csv_text(sweep: Sweep) -> str:
         given = [s.series, s.budget, s.threshold, s.block_size, *s.interval]
         writer.writerow([*given, *(s.metrics[name] for name in names)])
     return text.getvalue()
-
-
-def accuracy_table(sweep: Sweep) -> str:
-    """Accuracy and length."""
-    header = [
-        "method",
-        "budget",
-        "accuracy %",
-        "95 % interval",
-        "minus dense",
-        "problems",
-        "samples",
-        "mean tokens",
-        "10/50/90 %",
-        "max tokens",
-        "truncated %",
-        "no answer %",
-    ]
-    return markdown(header, [_accuracy_row(sweep, s) for s in sweep.settings])
-
-
-def _accuracy_row(sweep: Sweep, s: Setting) -> list[str]:
-    m = s.metrics
-    low, high = s.interval
-    return [
-        s.marked,
-        limit_of(s),
-        f"{100 * m['accuracy']:.1f}",
-        f"{100 * low:.1f} to {100 * high:.1f}",
-        minus_dense(sweep, s),
-        str(m["n_problems"]),
-        str(m["n_samples"]),
-        f"{m['mean_tokens']:.1f}",
-        "/".join(str(m["token_quantiles"][q]) for q in ("0.1", "0.5", "0.9")),
-        str(m["max_tokens"]),
-        f"{100 * m['truncation_rate']:.1f}",
-        f"{100 * m['unanswered_rate']:.1f}",
-    ]
-
-
-def minus_dense(sweep: Sweep, s: Setting) -> str:
-    """The difference to dense in points, with its 95 % interval if there is one."""
-    if sweep.dense is None or s is sweep.dense:
-        return NONE
-    d = sweep.difference(s, sweep.dense)
-    return in_points(d) if d.n else NONE
-
-
-def cost_table(sweep: Sweep) -> str:
-    """What decoding read, held and took."""
-    header = [
-        "method",
-        "budget",
-        "block size",
-        "density %",
-        "tokens cached",
-        "kB read per step",
-        "kB held, mean",
-        "kB held, peak",
-        "kB allocated, mean",
-        "tokens/s",
-        "recall %",
-    ]
-    shares = any(s.metrics["amsr"] is not None for s in sweep.settings)
-    header += ["memory saved by sharing %"] if shares else []
-    rows = []
-    for s in sweep.settings:
-        m = s.metrics
-        rows.append(
-            [
-                s.marked,
-                limit_of(s),
-                _plain(s.config["method"].get("block_size")),
-                _scaled(m["density"], 100, 1),
-                _scaled(m["cached_tokens"], 1, 0),
-                _scaled(m["bytes_read_per_step"], 1e-3, 1),
-                _scaled(m["own_bytes_mean"], 1e-3, 1),
-                _scaled(m["own_bytes_peak"], 1e-3, 1),
-                _scaled(m["resident_bytes_mean"], 1e-3, 1),
-                _scaled(m["tokens_per_second"], 1, 1),
-                _scaled(m["recall"], 100, 1),
-                *([_scaled(m["amsr"], 100, 1)] if shares else []),
-            ]
-        )
-    return markdown(header, rows)
-
-
-def recall_table(sweep: Sweep) -> str | None:
-    """Recall by layer, or ``None`` if it was not measured."""
-    measured = [s for s in sweep.settings if s.metrics["recall"] is not None]
-    if not measured:
-        return None
-    layers = measured[0].proxies["layers"] if measured[0].proxies else []
-    header = ["method", "budget", "mean %", *(f"layer {layer}" for layer in layers)]
-    rows = [
-        [
-            s.marked,
-            limit_of(s),
-            _scaled(s.metrics["recall"], 100, 1),
-            *(_scaled(value, 100, 1) for value in s.metrics["recall_per_layer"]),
-        ]
-        for s in measured
-    ]
-    return markdown(header, rows)
-
-
-def limit_of(s: Setting) -> str:
-    """What it is given to read or to hold: a budget, a threshold, or words."""
-    return NONE if s.method == "dense" else s.nominal
-
-
-def pass_table(sweep: Sweep) -> str | None:
-    """pass@k for every k that all settings have; ``None`` with one sample per problem."""
-    ks = [
-        k for k in sweep.settings[0].metrics["pass_at_k"] if all(k in s.metrics["pass_at_k"] for s in sweep.settings)
-    ]
-    if len(ks) < 2:
-        return None
-    rows = [[s.marked, limit_of(s), *(f"{100 * s.metrics['pass_at_k'][k]:.1f}" for k in ks)] for s in sweep.settings]
-    return markdown(["method", "budget", *(f"pass@{k} %" for k in ks)], rows)
-
-
-def proxy_table(sweep: Sweep) -> str | None:
-    """The cheap proxies beside the accuracy, or ``None`` if they were not measured."""
-    measured = [s for s in sweep.settings if s.metrics["next_token_kl"] is not None]
-    if not measured:
-        return None
-    header = [
-        "method",
-        "budget",
-        "accuracy %",
-        "recall %",
-        "KL to dense, nats",
-        "same next token %",
-        "perplexity",
-        "dense",
-    ]
-    rows = [
-        [
-            s.marked,
-            limit_of(s),
-            f"{100 * s.metrics['accuracy']:.1f}",
-            _scaled(s.metrics["recall"], 100, 1),
-            f"{s.metrics['next_token_kl']:.4f}",
-            _scaled(s.metrics["agreement"], 100, 1),
-            _scaled(s.metrics["perplexity"], 1, 3),
-            _scaled(s.metrics["dense_perplexity"], 1, 3),
-        ]
-        for s in measured
-    ]
-    return markdown(header, rows)
-
-
-def published_table(sweep: Sweep) -> str | None:
-    """Ours beside the paper's, for what the paper ran and has been finished here; ``None`` if there is none of it."""
-    rows = []
-    for s in sweep.settings:
-        theirs = published(s.config)
-        if theirs is None or not s.complete:
-            continue
-        ours, (low, high) = 100 * s.accuracy.mean, s.interval
-        error = f" ({100 * low:.1f} to {100 * high:.1f})"
-        unlike = "; ".join(deviations(s.config)) or NONE
-        rows.append([s.series, limit_of(s), f"{ours:.1f}{error}", f"{theirs:.1f}", f"{ours - theirs:+.1f}", unlike])
-    header = ["method", "budget", "ours %", "published %", "difference", "unlike the paper"]
-    return markdown(header, rows) if rows else None
-
-
-def _plain(value: object) -> str:
-    return NONE if value is None else str(value)
-
-
-def _scaled(value: float | None, factor: float, digits: int) -> str:
-    return NONE if value is None else f"{factor * value:.{digits}f}"

@@ -24,14 +24,15 @@ from seergate.report.load import Sweep, apart, load_sweeps
 from seergate.report.plots import accuracy_plot, length_plot, recall_plot
 from seergate.report.samples import sample_answers
 from seergate.report.tables import (
+    CORE,
     accuracy_table,
-    core_table,
     cost_table,
     csv_text,
     pass_table,
     proxy_table,
     published_table,
     recall_table,
+    table,
 )
 
 
@@ -91,8 +92,8 @@ def _section(sweep: Sweep, out: Path, suffix: str, why: dict[str, Any]) -> tuple
         plots.extend([drawn] if drawn else [])
         return [f"![{what}]({drawn.name})"] if drawn else []
 
-    table = out / f"results{suffix}.csv"
-    write_text(table, csv_text(sweep))
+    figures = out / f"results{suffix}.csv"
+    write_text(figures, csv_text(sweep))
     blocks = [
         *([f"A section of its own, as not all runs have: {_pairs(why)}."] if why else []),
         f"**{verdict(sweep)}**",
@@ -107,8 +108,8 @@ def _section(sweep: Sweep, out: Path, suffix: str, why: dict[str, Any]) -> tuple
         "Before quoting a number:",
         _bullets(cautions(sweep)),
         "## Results",
-        core_table(sweep),
-        _CORE_NOTE + f" All figures: [{table.name}]({table.name}).",
+        table(sweep, CORE),
+        _CORE_NOTE + f" All figures: [{figures.name}]({figures.name}).",
         *folded("Accuracy and length, all columns", accuracy_table(sweep), _ACCURACY_NOTE),
         *folded("Cost, all columns", cost_table(sweep), _COST_NOTE),
     ]
