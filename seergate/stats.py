@@ -75,6 +75,8 @@ class Reading:
         block_size: tokens per block.
         resident_bytes: held by the layer.
         row_bytes: says what each row would hold alone. Only what counts rows asks.
+        recall: ``[B]``, the share of dense attention's probability that fell on what was read; ``None``: not measured.
+        fetched: bytes that came from slow memory; ``None`` if the cache is not offloaded.
     """
 
     layer: int
@@ -86,6 +88,8 @@ class Reading:
     block_size: int
     resident_bytes: int
     row_bytes: RowBytes
+    recall: Tensor | None = None
+    fetched: int | None = None
 
     @property
     def read(self) -> Sequence[float]:
@@ -198,6 +202,11 @@ class DecodeStats:
         stats.resident_sum += reading.resident_bytes
         stats.resident_peak = max(stats.resident_peak, reading.resident_bytes)
         stats.state_bytes = max(stats.state_bytes, reading.state.nbytes)
+        if reading.fetched is not None:
+            stats.fetched = (stats.fetched or 0) + reading.fetched
+        if reading.recall is not None:
+            stats.recall = stats.recall + reading.recall.double().sum()
+            stats.recall_rows += len(reading.recall)
 
     @outside_inference_mode
     def expect_fixed(
@@ -257,19 +266,8 @@ class DecodeStats:
         fixed.lengths.zero_()
         fixed.blocks.zero_()
 
-    def record_fetched(self, layer: int, count: int) -> None:
-        """Count the bytes that a step of an offloaded cache brought from slow memory."""
-        stats = self.layers[layer]
-        stats.fetched = (stats.fetched or 0) + count
-
     def evicted(self, layer: int, step: Step, eviction: Eviction) -> None:
         """Take note of what leaves after a step. Nothing is counted here; a subclass may want to know."""
-
-    def record_recall(self, layer: int, recall_B: Tensor) -> None:
-        """Count the share of dense attention's probability that fell on what was read."""
-        stats = self.layers[layer]
-        stats.recall = stats.recall + recall_B.double().sum()
-        stats.recall_rows += len(recall_B)
 
     def kv_totals(self) -> tuple[float, float]:
         """Bytes that all steps so far read of keys and values and to decide, and that dense attention would have."""

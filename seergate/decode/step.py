@@ -18,6 +18,7 @@ from torch.nn.functional import scaled_dot_product_attention
 from seergate import ops
 from seergate.cache.call import Call
 from seergate.cache.layer import GatedLayer
+from seergate.decode.trace import Trace
 from seergate.errors import SeergateError
 from seergate.inference_mode import outside_inference_mode
 from seergate.methods.base import FixedStep, Step
@@ -43,13 +44,20 @@ class GatedAttention:
         dense: the attention that the model would have used.
         stats: where decode steps are counted.
         measure_recall: also compute how much of dense attention's probability was read.
+        trace: where decode steps are written down, if anywhere.
     """
 
     def __init__(
-        self, call: Call, layer: GatedLayer, dense: DenseAttention, stats: DecodeStats, measure_recall: bool
+        self,
+        call: Call,
+        layer: GatedLayer,
+        dense: DenseAttention,
+        stats: DecodeStats,
+        measure_recall: bool,
+        trace: Trace | None,
     ) -> None:
         self.call, self.layer, self.dense, self.stats = call, layer, dense, stats
-        self.measure_recall = measure_recall
+        self.measure_recall, self.trace = measure_recall, trace
 
     def __call__(
         self,
@@ -105,10 +113,11 @@ class GatedAttention:
             return torch.stack([self._decode(state, part) for part in _tokens(step, count)], dim=1)
 
     def _decode(self, state: Any, step: Step) -> Tensor:
-        layer, stats, method = self.layer, self.stats, self.layer.method
+        layer, method = self.layer, self.layer.method
         selection: Selection | None = None
         attended: Attended | None = None
         output: Tensor | None = None
+        recall: Tensor | None = None
         if isinstance(method, SelectingMethod):
             selection = method.select(state, step)
             if selection is not None:
@@ -117,7 +126,7 @@ class GatedAttention:
                     output = layer.storage.attend(step, selection, layer.block_size)
             if self.measure_recall:
                 each = selection if selection is None else state.per_head or selection
-                stats.record_recall(layer.layer, _recall(step, each, layer.block_size))
+                recall = _recall(step, each, layer.block_size)
         elif isinstance(state, CompressingState):
             output, p_BKGT = attend_and_weigh(step) if state.weighs else (None, None)
             state.watch(step, p_BKGT)
@@ -127,13 +136,15 @@ class GatedAttention:
         if output is None:
             output = attend_to_all(step)
         fetched = layer.storage.take_fetched(step, everything=selection is None)
-        if fetched is not None:
-            stats.record_fetched(layer.layer, fetched)
         seen = [
             total - held + end for total, held, end in zip(layer.rows.seen, layer.rows.held, step.ends, strict=True)
         ]
         held = layer.nbytes, partial(row_bytes, layer)
-        stats.record(Reading(layer.layer, step, state, seen, selection, attended, layer.block_size, *held))
+        size = layer.block_size
+        reading = Reading(layer.layer, step, state, seen, selection, attended, size, *held, recall, fetched)
+        self.stats.record(reading)
+        if self.trace is not None:
+            self.trace.record(reading)
         if isinstance(state, CompressingState):
             self._evict(state, step)
         return output

@@ -32,7 +32,7 @@ from seergate.config import is_int
 from seergate.errors import SeergateError
 from seergate.methods.scoring import log_block_maxima
 from seergate.methods.selecting import SelectingState
-from seergate.stats import DecodeStats, Reading
+from seergate.stats import Reading
 
 METADATA_KEY = b"seergate"
 LINES_AT_ONCE = 1 << 16
@@ -154,18 +154,3 @@ def _lists(rows: list[Tensor]) -> Any:
     offsets = np.concatenate(([0], lengths.cumsum())).astype(np.int32)
     numbers = np.concatenate([row.float().cpu().numpy().ravel() for row in rows])
     return pa.ListArray.from_arrays(pa.array(offsets), pa.array(numbers))
-
-
-class TracedStats:
-    """Counters that also write a trace. Stands in for `DecodeStats`."""
-
-    def __init__(self, inner: DecodeStats, trace: Trace) -> None:
-        self._inner, self._trace = inner, trace
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._inner, name)
-
-    def record(self, reading: Reading) -> None:
-        """Count and write down one decode step."""
-        self._inner.record(reading)
-        self._trace.record(reading)

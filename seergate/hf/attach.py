@@ -29,7 +29,7 @@ from seergate.errors import SeergateError
 from seergate.hf.bank import GateBank
 from seergate.hf.call import LayerBinding, OneThread
 from seergate.hf.prompts import PromptReader
-from seergate.hf.resolving import check_calibration, check_dense_layers, check_gates, resolve_method
+from seergate.hf.resolving import check_calibration, check_dense_layers, resolve_method
 from seergate.methods import Gate, GateOnEvictor, Method, SelectingMethod
 from seergate.methods.evicting import CompressingMethod
 from seergate.models import families
@@ -78,7 +78,7 @@ class Handle:
         method = method.reading
         correction = method.correction if correction is None else correction
         if isinstance(method, (Gate, GateOnEvictor)):
-            check_gates(model, method.bank)
+            families.check_gates(model, method.bank)
         check_calibration(model, method)
         check_dense_layers(method, families.text_config(model).num_hidden_layers)
         implementation = families.text_config(model)._attn_implementation

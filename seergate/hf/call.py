@@ -27,7 +27,7 @@ from seergate.cache.layer import GatedLayer
 from seergate.cache.static import FixedLayer
 from seergate.cache.storage import StorageMaker
 from seergate.decode.step import DenseAttention, GatedAttention
-from seergate.decode.trace import Trace, TracedStats
+from seergate.decode.trace import Trace
 from seergate.errors import SeergateError
 from seergate.methods.base import Method
 from seergate.methods.evicting import CompressingMethod
@@ -257,8 +257,7 @@ class LayerBinding:
                 "the attention_mask hides tokens that are to be decoded; only a prompt may have padding"
             )
         layer.call = call = Call(mode, self.tap.take, valid, kwargs.get("position_ids"))
-        stats: Any = handle.stats_ if handle.trace is None else TracedStats(handle.stats_, handle.trace)
-        attention = GatedAttention(call, layer, dense, stats, handle.measure_recall)
+        attention = GatedAttention(call, layer, dense, handle.stats_, handle.measure_recall, handle.trace)
         return args, {**kwargs, CALL_KEYWORD: attention}
 
     def cache_layer(self, cache: Cache) -> GatedLayer:

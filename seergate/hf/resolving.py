@@ -15,7 +15,6 @@ from seergate.fingerprint import fingerprint
 from seergate.gates.bank import Gates
 from seergate.hf.bank import GateBank
 from seergate.methods import METHODS, Gate, Method, SelectingMethod, make_method
-from seergate.models import families
 from seergate.paths import is_directory
 
 
@@ -61,13 +60,6 @@ def check_dense_layers(method: Method, layers: int) -> None:
     absent = sorted(set(method.dense_layers) - set(range(layers))) if isinstance(method, SelectingMethod) else []
     if absent:
         raise SeergateError(f"dense_layers names {absent}; the model has layers 0..{layers - 1}")
-
-
-def check_gates(model: PreTrainedModel, bank: Gates) -> None:
-    """Refuse gates that were made for another model."""
-    problems = bank.geometry.mismatches(families.gate_geometry(model, bank.config))
-    if problems:
-        raise SeergateError(f"these gates are for another model: {'; '.join(problems)}")
 
 
 def check_calibration(model: PreTrainedModel, method: Method) -> None:

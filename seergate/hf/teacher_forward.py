@@ -170,9 +170,7 @@ class PackDistillation:
     def __init__(self, lesson: Lesson, model: PreTrainedModel, cu_seqlens: Tensor) -> None:
         bank = lesson.bank
         modules = families.full_attention_modules(model)
-        problems = bank.geometry.mismatches(families.gate_geometry(model, bank.config))
-        if problems:
-            raise SeergateError(f"these gates are for another model: {'; '.join(problems)}")
+        families.check_gates(model, bank)
         if len(cu_seqlens) > 2 and (reason := families.why_one_sequence(families.text_config(model))):
             raise SeergateError(f"{reason}; its packs must hold one sequence each")
         check_target(lesson.target, lesson.target_budget, bank.config.block_size)

@@ -14,6 +14,7 @@ from torch import nn
 
 from seergate.config import GateConfig
 from seergate.errors import SeergateError
+from seergate.gates.bank import Gates
 from seergate.geometry import ModelGeometry
 from seergate.models.rope import RopeKind, gate_frequencies
 
@@ -253,3 +254,10 @@ def gate_geometry(model: PreTrainedModel, config: GateConfig) -> ModelGeometry:
         base_model=model.config.name_or_path or None,
         base_revision=base_commit(model.config),
     )
+
+
+def check_gates(model: PreTrainedModel, bank: Gates) -> None:
+    """Refuse gates that were made for another model."""
+    problems = bank.geometry.mismatches(gate_geometry(model, bank.config))
+    if problems:
+        raise SeergateError(f"these gates are for another model: {'; '.join(problems)}")

@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from itertools import count
-from typing import Any, Protocol, cast
+from typing import Any, cast
 
 import numpy as np
 import torch
@@ -329,32 +329,27 @@ class PagedStep(Step):
         return self.paged["keys_BKCD"], self.paged["values_BKCD"], self.page_table
 
 
-class Listener(Protocol):
-    """Receives the events of a cache's pages, and may remap pages between two forward passes."""
+class Listener:
+    """Receives the events of a cache's pages, and may remap pages between two forward passes. This ignores them."""
 
     def between_passes(self) -> None:
         """All tokens so far are written in every layer, and full pages are sealed."""
-        ...
 
     def tokens_come(self, counts: Sequence[int], call: Call) -> None:
         """Row b gets ``counts[b]`` new tokens."""
-        ...
 
     def rows_cropped(self, lengths: Sequence[int]) -> None:
         """Rows have only their first tokens now."""
-        ...
 
     def rows_forked(self, forks: dict[int, int]) -> None:
         """Rows were reordered, some of them forked (fork -> row, by uid), others dropped."""
-        ...
 
-    def adopting(self, other: Any) -> AbstractContextManager[None]:
+    def adopting(self, other: Listener) -> AbstractContextManager[None]:
         """While it lasts, the rows of the cache that ``other`` listens to move here."""
-        ...
+        return nullcontext()
 
     def resumed(self, maker: StorageMaker) -> None:
         """The cache goes on under a handle with this maker."""
-        ...
 
 
 class CachePages:
@@ -367,13 +362,13 @@ class CachePages:
         store: the bookkeeping.
 
     Attributes:
-        listener: receives the events; ``None`` for none.
+        listener: receives the events.
     """
 
     @outside_inference_mode
     def __init__(self, store: BlockStore) -> None:
         self.store = store
-        self.listener: Listener | None = None
+        self.listener = Listener()
         self._layers: list[weakref.ref[Paged]] = []
         self._turn, self._done = 0, cast(Any, None)
         self._tables = torch.zeros(0, 0, dtype=torch.int32)
@@ -413,29 +408,25 @@ class CachePages:
         if not self.store.rows:
             self.store.add_rows(len(counts))
         self.store.seal()
-        if self.listener is not None:
-            self.listener.between_passes()
+        self.listener.between_passes()
         copies = self.store.extend(counts)
-        if self.listener is not None and call.taps is not None:  # else the plain model runs
+        if call.taps is not None:  # else the plain model runs
             self.listener.tokens_come(counts, call)
         return copies
 
     def crop(self, lengths: list[int]) -> None:
         """Keep the first tokens of each row."""
         self.store.crop(lengths)
-        if self.listener is not None:
-            self.listener.rows_cropped(lengths)
+        self.listener.rows_cropped(lengths)
 
     def select(self, rows: list[int]) -> None:
         """Take these rows, in this order; one that comes again is a fork."""
-        forks = self.store.select(rows)
-        if self.listener is not None:
-            self.listener.rows_forked(forks)
+        self.listener.rows_forked(self.store.select(rows))
 
     def adopt(self, other: CachePages) -> Copies:
         """Put another cache's rows after these; which of its pages must be copied where."""
         other.store.seal()
-        with nullcontext() if self.listener is None else self.listener.adopting(other.listener):
+        with self.listener.adopting(other.listener):
             return self.store.adopt(other.store)
 
     @outside_inference_mode
@@ -577,8 +568,7 @@ class Paged(Storage):
             self.is_allocated = False
 
     def resume(self, maker: StorageMaker) -> None:
-        if self.pages.listener is not None:
-            self.pages.listener.resumed(maker)
+        self.pages.listener.resumed(maker)
 
     # ---------------------------------------------------------------------------------------------------- figures
 

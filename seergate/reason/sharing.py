@@ -24,7 +24,7 @@ from seergate.cache.storage import StorageMaker
 from seergate.errors import SeergateError, first_line
 from seergate.reason.evaluator import Decision, Evaluator, Tally
 from seergate.reason.method import ReasonCache
-from seergate.reason.paged import CachePages, Paged, Row
+from seergate.reason.paged import CachePages, Listener, Paged, Row
 from seergate.reason.worker import Worker
 
 Prompt = tuple[tuple[int, ...], Tensor, tuple[int, ...]]
@@ -124,7 +124,7 @@ class Sharing:
         self.worker.stop()
 
 
-class CacheSharing:
+class CacheSharing(Listener):
     """Between a cache and the worker; for the evaluator it is the `Source` of its rows."""
 
     def __init__(self, handle: Sharing, pages: CachePages) -> None:
@@ -211,7 +211,7 @@ class CacheSharing:
         self.rows[:] = there
 
     @contextmanager
-    def adopting(self, other: Any) -> Iterator[None]:
+    def adopting(self, other: Listener) -> Iterator[None]:
         """Take over the rows of another cache, with what is known of them, while their pages move here."""
         if not isinstance(other, CacheSharing):
             yield
@@ -242,7 +242,7 @@ class CacheSharing:
                 f"another handle of {self.handle.reason.name!r} has shared blocks of this cache, and knows what they "
                 "were compared with; start a new cache"
             )
-        self.pages.listener = None
+        self.pages.listener = Listener()
         if sharing is not None:
             sharing.follow(self.pages)
 

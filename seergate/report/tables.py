@@ -5,6 +5,7 @@ from __future__ import annotations
 import csv
 import io
 from collections.abc import Callable, Sequence
+from typing import Any
 
 from seergate.report.findings import in_points
 from seergate.report.load import Setting, Sweep
@@ -141,10 +142,8 @@ def recall_table(sweep: Sweep) -> str | None:
     if not measured:
         return None
     layers = measured[0].proxies["layers"] if measured[0].proxies else []
-    columns: Columns = {**SETTING, "mean %": figure_of("recall", 100)}
-    for i, layer in enumerate(layers):
-        columns[f"layer {layer}"] = lambda _, s, i=i: scaled(s.metrics["recall_per_layer"][i], 100, 1)
-    return table(sweep, columns, measured)
+    by_layer = {f"layer {layer}": _percent_of("recall_per_layer", i) for i, layer in enumerate(layers)}
+    return table(sweep, {**SETTING, "mean %": figure_of("recall", 100), **by_layer}, measured)
 
 
 def pass_table(sweep: Sweep) -> str | None:
@@ -152,10 +151,12 @@ def pass_table(sweep: Sweep) -> str | None:
     ks = [
         k for k in sweep.settings[0].metrics["pass_at_k"] if all(k in s.metrics["pass_at_k"] for s in sweep.settings)
     ]
-    columns: Columns = dict(SETTING)
-    for k in ks:
-        columns[f"pass@{k} %"] = lambda _, s, k=k: scaled(s.metrics["pass_at_k"][k], 100, 1)
-    return table(sweep, columns) if len(ks) > 1 else None
+    by_k = {f"pass@{k} %": _percent_of("pass_at_k", k) for k in ks}
+    return table(sweep, SETTING | by_k) if len(ks) > 1 else None
+
+
+def _percent_of(name: str, key: Any) -> Callable[[Sweep, Setting], str]:
+    return lambda _, s: scaled(s.metrics[name][key], 100, 1)
 
 
 def table_beside(

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 import torch
@@ -20,22 +20,7 @@ from torch import Tensor
 
 from seergate.methods import SelectingMethod
 from seergate.vllm.pages import Pages
-from seergate.vllm.scoring import Keys
-
-
-class Scores(Protocol):
-    """A method's part in one layer (`seergate.vllm.scoring`)."""
-
-    width: int
-    dtype: torch.dtype
-
-    def summary(self, keys_NKSD: Tensor, starts_N: Tensor) -> Tensor:
-        """The summaries ``[N, K, W]`` of blocks that begin at positions ``starts_N``, from their cached keys."""
-        ...
-
-    def scores(self, query_RHD: Tensor, last_R: Tensor, summary_KRNW: Tensor, read: Keys) -> Tensor:
-        """Scores ``[R, K, N]`` of the blocks for queries at positions ``last_R``."""
-        ...
+from seergate.vllm.scoring import Scores
 
 
 @dataclass

@@ -14,7 +14,7 @@ from seergate.errors import SeergateError
 from seergate.fingerprint import fingerprint
 from seergate.gates.bank import Gates
 from seergate.hf.loading import skeleton
-from seergate.models.families import decoder_of, full_attention_modules, gate_geometry, rope_kind, text_config
+from seergate.models.families import check_gates, decoder_of, full_attention_modules, rope_kind, text_config
 from seergate.models.rope import RopeKind
 from seergate.vllm.settings import Settings
 
@@ -123,9 +123,7 @@ def check_model(hf_config: Any, bank: Gates | None, dense_layers: tuple[int, ...
     if bank is not None:
         decoder: Any = decoder_of(model)
         decoder.rotary_emb = type(decoder.rotary_emb)(config=text_config(model))  # a skeleton has no frequencies
-        problems = bank.geometry.mismatches(gate_geometry(model, bank.config))
-        if problems:
-            raise SeergateError(f"these gates are for another model: {'; '.join(problems)}")
+        check_gates(model, bank)
     absent = [layer for layer in dense_layers if not (isinstance(layer, int) and 0 <= layer < layers)]
     if absent:
         raise SeergateError(f"seergate.dense_layers holds {absent}; the model has the layers 0..{layers - 1}")

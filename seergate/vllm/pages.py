@@ -9,63 +9,60 @@ Shape suffixes: P pages, K KV heads, S tokens per page, D head dimension, R rows
 
 from __future__ import annotations
 
-from typing import Any, Protocol
+from abc import ABC, abstractmethod
+from typing import Any
 
 import torch
 from torch import Tensor
 
 
-class Pages(Protocol):
-    """The cache of a layer.
+class Pages(ABC):
+    """The cache of a layer, ``[P, K, S, 2 * D]``.
+
+    Args:
+        impl: the stock attention of the layer.
+        layer: vLLM's module around it.
+        cache: the layer's.
 
     Attributes:
         pages, heads, size, dim: how many pages and KV heads there are, S and D.
         step: see above.
     """
 
-    cache: Tensor
-    pages: int
-    heads: int
-    size: int
-    dim: int
     step: int
-
-    def read(self, pages_N: Tensor) -> Tensor:
-        """The keys ``[N, K, S, D]`` of some pages."""
-        ...
-
-    def schedule(self, lengths_Q: Tensor, dtype: torch.dtype) -> Any:
-        """What the kernel wants to know of sequences with one query each; the same for all layers."""
-        ...
-
-    def attend(self, query_RHD: Tensor, table_QX: Tensor, lengths_Q: Tensor, schedule: Any) -> Tensor:
-        """Attention of each row's newest query to the pages in its heads' tables: ``[R, H, D]``."""
-        ...
-
-
-class CPUPages:
-    """The cache of vLLM's CPU backend, ``[P, K, S, 2 * D]``; within a page, keys are packed for the processor.
-
-    Args:
-        impl: the stock attention of the layer.
-        layer: vLLM's module around it.
-        cache: the layer's.
-    """
 
     def __init__(self, impl: Any, layer: Any, cache: Tensor) -> None:
         self.impl, self.layer, self.cache = impl, layer, cache
         self.pages, self.heads, self.size, twice = cache.shape
-        self.dim, self.step = twice // 2, self.heads
+        self.dim = twice // 2
+
+    @abstractmethod
+    def read(self, pages_N: Tensor) -> Tensor:
+        """The keys ``[N, K, S, D]`` of some pages."""
+
+    @abstractmethod
+    def schedule(self, lengths_Q: Tensor, dtype: torch.dtype) -> Any:
+        """What the kernel wants to know of sequences with one query each; the same for all layers."""
+
+    @abstractmethod
+    def attend(self, query_RHD: Tensor, table_QX: Tensor, lengths_Q: Tensor, schedule: Any) -> Tensor:
+        """Attention of each row's newest query to the pages in its heads' tables: ``[R, H, D]``."""
+
+
+class CPUPages(Pages):
+    """The cache of vLLM's CPU backend: within a page, keys are packed for the processor."""
+
+    def __init__(self, impl: Any, layer: Any, cache: Tensor) -> None:
+        super().__init__(impl, layer, cache)
+        self.step = self.heads
         self.keys, self.values = cache.view(self.pages * self.heads, 1, 2 * self.size, self.dim).chunk(2, dim=2)
         self.order = self._order()
 
     def read(self, pages_N: Tensor) -> Tensor:
-        """Unpack the keys of some pages."""
         packed = self.cache[pages_N].flatten(2)[..., : self.size * self.dim]
         return packed[..., self.order].unflatten(-1, (self.size, self.dim))
 
     def schedule(self, lengths_Q: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-        """Divide the work among threads."""
         from vllm import _custom_ops as ops
 
         starts = torch.arange(len(lengths_Q) + 1, dtype=torch.int32)
@@ -88,7 +85,6 @@ class CPUPages:
     def attend(
         self, query_RHD: Tensor, table_QX: Tensor, lengths_Q: Tensor, schedule: tuple[Tensor, Tensor]
     ) -> Tensor:
-        """Attend with the kernel that reads packed pages."""
         from vllm import _custom_ops as ops
 
         query = query_RHD.contiguous().view(len(lengths_Q), -1, self.dim)
@@ -136,34 +132,24 @@ class CPUPages:
         return order
 
 
-class FlashPages:
-    """The cache of vLLM's FlashAttention backend, ``[P, K, S, 2 * D]`` in whatever order in memory. Not run on a GPU.
-
-    Args:
-        impl: the stock attention of the layer.
-        layer: vLLM's module around it.
-        cache: the layer's.
-    """
+class FlashPages(Pages):
+    """The cache of vLLM's FlashAttention backend, in whatever order in memory. Not run on a GPU."""
 
     def __init__(self, impl: Any, layer: Any, cache: Tensor) -> None:
-        self.impl, self.cache = impl, cache
-        self.pages, self.heads, self.size, twice = cache.shape
-        self.dim, self.step = twice // 2, cache.stride(0) // cache.stride(1)
+        super().__init__(impl, layer, cache)
+        self.step = cache.stride(0) // cache.stride(1)
         strides = (cache.stride(1), cache.stride(2), self.dim, 1)
         shape = ((self.pages - 1) * self.step + self.heads, self.size, 1, self.dim)
         offset = cache.storage_offset()
         self.keys, self.values = (cache.as_strided(shape, strides, offset + part) for part in (0, self.dim))
 
     def read(self, pages_N: Tensor) -> Tensor:
-        """The first half of each page."""
         return self.cache[pages_N][..., : self.dim]
 
     def schedule(self, lengths_Q: Tensor, dtype: torch.dtype) -> Tensor:
-        """Where each sequence's query is."""
         return torch.arange(len(lengths_Q) + 1, dtype=torch.int32, device=lengths_Q.device)
 
     def attend(self, query_RHD: Tensor, table_QX: Tensor, lengths_Q: Tensor, schedule: Tensor) -> Tensor:
-        """Attend with FlashAttention."""
         from vllm.v1.attention.backends.fa_utils import flash_attn_varlen_func
 
         query = query_RHD.contiguous().view(len(lengths_Q), -1, self.dim)
@@ -186,5 +172,5 @@ class FlashPages:
         return output.view_as(query_RHD)
 
 
-PAGES: dict[str, type[CPUPages] | type[FlashPages]] = {"CPU_ATTN": CPUPages, "FLASH_ATTN": FlashPages}
+PAGES: dict[str, type[Pages]] = {"CPU_ATTN": CPUPages, "FLASH_ATTN": FlashPages}
 """Attention backend of vLLM -> its cache."""

@@ -6,6 +6,7 @@ a block, D head dimension, W width of a block's summary.
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable
 
 import torch
@@ -19,7 +20,26 @@ Keys = Callable[[], Tensor]
 """Reads the cached keys of all blocks of all rows, ``[R, K, N * S, D]``: what a method needs that has no summaries."""
 
 
-class GateScores:
+class Scores(ABC):
+    """A method's part in one layer.
+
+    Attributes:
+        width, dtype: of a block's summary.
+    """
+
+    width: int
+    dtype: torch.dtype
+
+    @abstractmethod
+    def summary(self, keys_NKSD: Tensor, starts_N: Tensor) -> Tensor:
+        """The summaries ``[N, K, W]`` of blocks that begin at positions ``starts_N``, from their cached keys."""
+
+    @abstractmethod
+    def scores(self, query_RHD: Tensor, last_R: Tensor, summary_KRNW: Tensor, read: Keys) -> Tensor:
+        """Scores ``[R, K, N]`` of the blocks for queries at positions ``last_R``."""
+
+
+class GateScores(Scores):
     """The learned gate: a block's summary is its compressed key.
 
     Args:
@@ -32,19 +52,17 @@ class GateScores:
         self.width, self.dtype = gate.config.gate_dim, gate.k_proj.weight.dtype
 
     def summary(self, keys_NKSD: Tensor, starts_N: Tensor) -> Tensor:
-        """The summaries ``[N, K, W]`` of blocks that begin at positions ``starts_N``, from their cached keys."""
         size = keys_NKSD.shape[2]
         positions_N1S = starts_N[:, None, None] + torch.arange(size, device=starts_N.device)
         pooled = self.gate.pool(self.unrotate(keys_NKSD, positions_N1S))
         return self.gate.keys(pooled, starts_N[:, None])[:, :, 0]
 
     def scores(self, query_RHD: Tensor, last_R: Tensor, summary_KRNW: Tensor, read: Keys) -> Tensor:
-        """Scores ``[R, K, N]`` of the blocks for queries at positions ``last_R``."""
         plain = self.unrotate(query_RHD, last_R[:, None])
         return self.gate.step_scores(plain, last_R + 1, summary_KRNW.transpose(0, 1))
 
 
-class QuestScores:
+class QuestScores(Scores):
     """Quest's upper bound: a block's summary is the largest and the smallest key per channel.
 
     Args:
@@ -57,11 +75,9 @@ class QuestScores:
         self.width, self.dtype, self.group_reduction = 2 * head_dim, dtype, group_reduction
 
     def summary(self, keys_NKSD: Tensor, starts_N: Tensor) -> Tensor:
-        """The largest and the smallest keys of blocks, ``[N, K, 2 * D]``."""
         return torch.cat((keys_NKSD.amax(2), keys_NKSD.amin(2)), -1)
 
     def scores(self, query_RHD: Tensor, last_R: Tensor, summary_KRNW: Tensor, read: Keys) -> Tensor:
-        """The bounds ``[R, K, N]`` of the blocks."""
         high_KRDN, low_KRDN = summary_KRNW.float().transpose(-1, -2).chunk(2, 2)
         query_KRGD = query_RHD.unflatten(1, (len(high_KRDN), -1)).float().transpose(0, 1)
         bound_KRGN = query_KRGD.clamp(min=0) @ high_KRDN + query_KRGD.clamp(max=0) @ low_KRDN
@@ -69,8 +85,9 @@ class QuestScores:
         return bound_KRN.transpose(0, 1)
 
 
-class OracleScores:
-    """The blocks that dense attention weighs most: it reads all keys, so it measures and does not save.
+class OracleScores(Scores):
+    """The blocks that dense attention weighs most: the largest log-probability that a query head of the group gives to
+    a key of the block. It reads all keys, so it measures and does not save.
 
     Args:
         size: tokens per block.
@@ -83,11 +100,9 @@ class OracleScores:
         self.size, self.scale, self.softcap = size, scale, softcap
 
     def summary(self, keys_NKSD: Tensor, starts_N: Tensor) -> Tensor:
-        """Nothing is kept of a block."""
         return keys_NKSD.new_empty(*keys_NKSD.shape[:2], 0)
 
     def scores(self, query_RHD: Tensor, last_R: Tensor, summary_KRNW: Tensor, read: Keys) -> Tensor:
-        """The largest log-probability that a query head of the group gives to a key of the block, ``[R, K, N]``."""
         keys_RKTD = read().float()
         query_RKGD = query_RHD.unflatten(1, (keys_RKTD.shape[1], -1)).float()
         logits = (query_RKGD * self.scale) @ keys_RKTD.transpose(-1, -2)

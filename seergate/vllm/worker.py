@@ -12,11 +12,11 @@ from seergate.errors import SeergateError
 from seergate.gates.scorer import Scorer
 from seergate.hf.loading import skeleton
 from seergate.methods import Quest, SelectingMethod
-from seergate.vllm.attention import Scores, SparseAttention, SparseBuilder
+from seergate.vllm.attention import SparseAttention, SparseBuilder
 from seergate.vllm.checks import READABLE, rope_kinds
 from seergate.vllm.pages import PAGES
 from seergate.vllm.rope import Unrotation
-from seergate.vllm.scoring import GateScores, OracleScores, QuestScores
+from seergate.vllm.scoring import GateScores, OracleScores, QuestScores, Scores
 from seergate.vllm.settings import Settings
 
 
