@@ -116,7 +116,6 @@ class Call:
     """One call of one gated attention module: made before it runs, completed when its tokens join the cache.
 
     Args:
-        mode: what the pass is.
         taps: returns ``q_pre [B, H, S, D]`` and ``k_pre [B, K, S, D]``, before RoPE; ``None`` if the plain model runs.
         valid: bool ``[B, S]``, which new tokens are real; ``None`` if all are.
         position_ids: ``[B, S]`` or ``[1, S]``, where the model puts the new tokens; ``None`` if it did not say.

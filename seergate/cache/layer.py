@@ -30,11 +30,6 @@ class GatedLayer(CacheLayerMixin):
     """See the module's docstring.
 
     Args:
-        storage: where keys and values lie.
-        method: decides what is stored and remembered.
-        layer: index of the layer.
-        num_heads: query heads.
-        rotary: the model's RoPE.
         shared: whether later layers read what `update` returns (Gemma 4's KV sharing).
     """
 

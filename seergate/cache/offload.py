@@ -109,12 +109,6 @@ class BlockPool:
     stay for the next one; when room is needed, those that were not read for longest are dropped. The bookkeeping lies
     in host memory, since that is where blocks are fetched from.
 
-    Args:
-        slots: how many.
-        rows, kv_heads: of the cache.
-        block_size: tokens per block.
-        key_dim, value_dim, dtype, device: of what is held.
-
     Attributes:
         keys, values: ``[slots, 1, C, D]``, as pages for `seergate.ops.sparse_decode`.
         fetched: how many blocks were fetched since the caller last set this to 0.
@@ -232,9 +226,6 @@ class Offloaded(Growing):
     """Buffers in slow memory, whose selected blocks are read through a `BlockPool`.
 
     Args:
-        offload: what the user asked for.
-        layer: index of the layer.
-        method: it selects.
         sharers: how many layers share the fast memory, those that the method leaves dense not counted.
     """
 

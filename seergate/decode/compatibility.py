@@ -58,9 +58,6 @@ REFUSED: dict[tuple[str, str], str] = {
 def refuse(tags: dict[str, str]) -> None:
     """Refuse what does not go together.
 
-    Args:
-        tags: of what is being put together, each with its name.
-
     Raises:
         SeergateError: for the first pair of the table, saying why.
     """

@@ -66,9 +66,7 @@ class LosslessDecoding:
     """Lossless decoding of one attached model: its switch between sparse and dense passes, and its counters.
 
     Args:
-        options: what the user asked for.
         model: whose ``generate`` is replaced until `remove`.
-        method: attached to it; it selects.
         passes: made dense by default.
         tokens_read: returns the sums so far of tokens that decode steps have read, and of those that they have seen.
 
@@ -146,11 +144,7 @@ class LosslessDecoding:
 
 
 class LosslessGenerate:
-    """`generate` of a model in lossless mode.
-
-    Args:
-        lossless: of the model.
-    """
+    """`generate` of a model in lossless mode."""
 
     def __init__(self, lossless: LosslessDecoding) -> None:
         self.lossless = lossless
@@ -190,7 +184,6 @@ class DraftingLoop:
     """What `generate` calls in place of its own decoding loop.
 
     Args:
-        lossless: lossless decoding of the model.
         streamer, synced_gpus: those of the call; `generate` passes neither to a custom loop.
     """
 

@@ -35,9 +35,6 @@ class Rectification:
     """Rectifies the caches of one model.
 
     Args:
-        options: what the user asked for.
-        decoder: the model's stack of layers.
-        method: attached to it; it selects.
         layers: that can be gated.
         passes: tells what a pass is; the passes over earlier tokens are made dense.
     """

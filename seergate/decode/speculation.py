@@ -30,7 +30,6 @@ def accept_greedy(drafted_BN: Tensor, targets_BM: Tensor) -> tuple[Tensor, Tenso
     """Accept drafted tokens up to the first that differs from the target's choice.
 
     Args:
-        drafted_BN: the drafted tokens.
         targets_BM: the target's choice at each of their positions, and at the one after them.
 
     Returns:
@@ -88,7 +87,6 @@ def expected_speedup(
 
     Args:
         acceptance: probability that a drafted token is accepted.
-        length: tokens drafted per cycle.
         dense_bytes: weights, keys and values that a dense pass reads, once, be it for one token or for several.
         draft_bytes: the same for a drafting pass.
         per_token: what each further token of a dense pass adds to its cost, as a share (`VERIFYING_COST`).

@@ -39,8 +39,6 @@ class GatedAttention:
     """Attention of one call, after its new tokens joined the cache.
 
     Args:
-        call: what the pass is.
-        layer: the cache.
         dense: the attention that the model would have used.
         stats: where decode steps are counted.
         measure_recall: also compute how much of dense attention's probability was read.
@@ -197,8 +195,6 @@ def make_step(layer: GatedLayer, call: Call, query: Tensor, kwargs: dict[str, An
     """What a method gets to see of the tokens that have just joined the cache.
 
     Args:
-        layer: the cache.
-        call: that brought them.
         query: ``[B, H, S, D]``, after RoPE.
         kwargs: what the model gave its attention function.
     """

@@ -154,3 +154,23 @@ def _lists(rows: list[Tensor]) -> Any:
     offsets = np.concatenate(([0], lengths.cumsum())).astype(np.int32)
     numbers = np.concatenate([row.float().cpu().numpy().ravel() for row in rows])
     return pa.ListArray.from_arrays(pa.array(offsets), pa.array(numbers))
+
+
+def read_trace(path: str | os.PathLike[str]) -> tuple[dict[str, np.ndarray], dict[str, Any]]:
+    """The numbers of a trace, by column (all but ``blocks``), and what its metadata says.
+
+    Raises:
+        SeergateError: if the file is missing or no trace.
+    """
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    try:
+        described = pq.read_schema(os.fspath(path)).metadata or {}
+        if METADATA_KEY not in described:
+            raise SeergateError(f"{Path(path)} is a Parquet file, and not a trace of decoding")
+        table = pq.read_table(os.fspath(path), columns=["step", "layer", "row", "head", "position", "tokens"])
+    except (OSError, pa.ArrowInvalid) as error:
+        raise SeergateError(f"the trace {Path(path)} cannot be read: {error}") from error
+    columns = {name: table[name].to_numpy() for name in table.column_names}
+    return columns, json.loads(described[METADATA_KEY])

@@ -90,7 +90,6 @@ class Calibrator:
 
     Args:
         model: in eval mode, nothing attached.
-        tokenizer: the model's.
         task: that the settings will be evaluated on.
         directory: where what has been measured is kept. Found there, made on the same, it is not measured again.
         limit, sampling: of the answers.

@@ -80,11 +80,7 @@ class Job:
 
 
 class Generator:
-    """The actor: makes the samples that it is given, with one model.
-
-    Args:
-        loader: makes the model.
-    """
+    """The actor: makes the samples that it is given, with one model."""
 
     def __init__(self, loader: Loader) -> None:
         self.loader = loader
@@ -140,7 +136,6 @@ class Cluster:
     """The actors, which stay for all settings of a sweep. A context manager: leaving it ends them.
 
     Args:
-        loader: makes an actor's model.
         workers: how many actors; 0 for one per GPU of the cluster, or per node where there is none.
         address: of a running Ray cluster, ``"auto"`` for the one of this machine; ``None`` starts Ray here.
 
@@ -172,9 +167,7 @@ class Cluster:
         """Make samples.
 
         Args:
-            job: how.
             weights: fingerprint of the model that the actors must have.
-            requests: what is to be made.
             on_finished: called for each sample, in this thread.
 
         Raises:

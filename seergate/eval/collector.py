@@ -55,11 +55,8 @@ class Collector:
     and the others are left to the next run.
 
     Args:
-        label: of the setting.
-        total: samples that it will have.
         grader: a key of `seergate.eval.grading.GRADERS`.
         golds: problem id -> right answer.
-        log: where samples are written.
         samples: those that are there already.
         judges: grade; as many samples at once as there are processes.
         on_progress: called after every grade, from a thread that grades; one call at a time.

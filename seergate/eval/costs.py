@@ -55,11 +55,7 @@ class _LayerRows:
 
 
 class RowStats(DecodeStats):
-    """`DecodeStats` that also counts per row. Put it in the place of a handle's own.
-
-    Args:
-        layers: indices of the gated layers.
-    """
+    """`DecodeStats` that also counts per row. Put it in the place of a handle's own."""
 
     def __init__(self, layers: list[int]) -> None:
         super().__init__(layers)

@@ -265,13 +265,10 @@ class Engine:
 
     Args:
         model: in eval mode; may have a method attached.
-        tokenizer: the model's.
         batch_size: samples that run together, at most. It is halved whenever memory runs out. Where the failed forward
             pass can be undone (`Batch.take_back`), half of the samples go on where they were, or all of them if it was
             new ones that did not fit. The others start anew, their random numbers too: read again in one pass, their
             tokens would have keys and values other than those that sparse steps gave them.
-        limit: how long a sample may get.
-        sampling: how tokens are chosen.
         on_finished: gets every sample in the step in which it ends.
         handle: of the attached method, for the samples' costs.
     """
@@ -305,9 +302,6 @@ class Engine:
 
     def run(self, requests: Iterable[Request]) -> None:
         """Generate all samples.
-
-        Args:
-            requests: taken one by one as there is room.
 
         Raises:
             SeergateError: if a prompt is empty or leaves no room for an answer, or not even one sample fits into

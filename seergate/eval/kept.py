@@ -44,9 +44,6 @@ def seen_layer(kv_heads: Mapping[int, int], layer: int | None, head: int) -> int
 class KeptTokens(DecodeStats):
     """`DecodeStats` of one sample that also remember when each token was evicted; for `Handle.count_with`.
 
-    Args:
-        kv_heads: of each layer.
-
     Attributes:
         prompt: tokens of the prompt.
         tokens: tokens seen in all, the prompt's included.
@@ -108,8 +105,6 @@ def kept_tokens(
 
     Args:
         model: in eval mode, nothing attached.
-        method: an evicting method.
-        prompt: token ids.
         max_new_tokens: limit for the answer.
         sampling: how tokens are chosen; greedy if ``None``.
         ends: ids of the tokens that end an answer.

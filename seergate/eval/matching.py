@@ -57,7 +57,6 @@ class Replay:
 
     Args:
         model: in eval mode, nothing attached.
-        tokenizer: the model's.
         samples: of the dense run; one of them is taken (`replayed`).
         figure: what is measured, a value of `MEASURES`.
         known: what has been measured already, on the same answer, model and gates; it grows.
@@ -167,7 +166,6 @@ def match(
         specs: one per method; the budgets of those that have one do not count.
         budgets: in tokens of the dense cache.
         prepare: calibrates a setting.
-        bank: the gates of a setting.
         say: called with one line per method.
 
     Returns:

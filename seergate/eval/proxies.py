@@ -82,7 +82,6 @@ def windows_of(tokenizer: PreTrainedTokenizerBase, reference: Sequence[dict[str,
     Window ``i`` of ``n`` begins a fraction ``(i + 1/2) / n`` into the ``i``-th reference.
 
     Args:
-        tokenizer: the model's.
         reference: samples (``prompt``, ``completion``); the first ones that are longer than a window are used.
     """
     traces = []
@@ -107,8 +106,6 @@ def measure_proxies(
 
     Args:
         model: with the method attached.
-        tokenizer: the model's.
-        handle: of the method.
         reference: see `windows_of`.
 
     Returns:

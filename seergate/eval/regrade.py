@@ -47,10 +47,8 @@ def regrade(directory: Path, *, grader: str | None = None, dry_run: bool = False
     grader from then on, so that it is not continued with another one.
 
     Args:
-        directory: the run directory.
         grader: a key of `seergate.eval.grading.GRADERS`; the run's own if ``None``.
         dry_run: write nothing.
-        processes: for the comparisons.
 
     Raises:
         SeergateError: if the directory is not a run, the grader is unknown, or, unless nothing is to be written, it is

@@ -115,13 +115,7 @@ def run_config(
     options: RunOptions,
     processes: int,
 ) -> dict[str, Any]:
-    """The contents of `config.yaml`: everything that shapes a run's results, as plain YAML types; and how it was run.
-
-    Args:
-        model, tokenizer, task, problems, spec, bank: what is evaluated.
-        options: how.
-        processes: that generate.
-    """
+    """The contents of `config.yaml`: all that shapes a run's results, as plain YAML types; and how it was run."""
     limit = options.limit(task)
     gates = None
     if spec.has_gates and bank is not None:

@@ -149,11 +149,7 @@ def sample_seed(seed: int, problem_id: str, sample_idx: int) -> int:
 
 
 class TokenChooser:
-    """Chooses the next token of every row of a batch.
-
-    Args:
-        sampling: the rule.
-    """
+    """Chooses the next token of every row of a batch."""
 
     def __init__(self, sampling: Sampling) -> None:
         self.sampling = sampling
@@ -185,10 +181,6 @@ class TokenChooser:
 
 class SampledRow:
     """One sample in the making.
-
-    Args:
-        prompt: its token ids.
-        seed: of its random numbers.
 
     Attributes:
         tokens: generated so far.

@@ -187,7 +187,6 @@ def grid(
 
     Args:
         methods: as `read_method` reads them.
-        budgets: token budgets.
         block_size: one, or several, for methods that select blocks or have gates. Others run once for all of them,
             with blocks or pages of their own size if they have some: RaaS, ReasonCache.
         dense_layers: one choice of layers that stay dense, or several (a list of tuples).

@@ -57,9 +57,6 @@ class Difference(Estimate):
 def t95(freedom: float) -> float:
     """The value that a variable with Student's t distribution exceeds, on either side, in 5 % of cases.
 
-    Args:
-        freedom: degrees of freedom.
-
     Raises:
         SeergateError: if SciPy is not installed.
     """
@@ -162,7 +159,6 @@ def wilson(estimate: Estimate, samples: int | None = None) -> tuple[float, float
     t, at the number of problems and at the number of samples (Korn and Graubard, 1998).
 
     Args:
-        estimate: of the proportion.
         samples: how many there are, which the effective number cannot exceed; as many as problems if ``None``.
     """
     p, n, z = estimate.mean, float(estimate.n), t95(math.inf)

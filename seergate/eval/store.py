@@ -52,7 +52,6 @@ def read_samples(directory: Path, name: str = SAMPLES) -> list[dict[str, Any]]:
     """All whole samples of a run; what a killed process left of a last line is passed over.
 
     Args:
-        directory: of the run.
         name: of the file; `UNGRADED` for those without a grade.
 
     Raises:
@@ -83,9 +82,6 @@ def read_samples(directory: Path, name: str = SAMPLES) -> list[dict[str, Any]]:
 class SampleLog:
     """Appends samples; whatever `append` and `keep` have returned from survives a kill, and where they raise they
     leave nothing behind. One process at a time may hold it.
-
-    Args:
-        directory: of the run.
 
     Raises:
         SeergateError: if another process holds it.
@@ -171,7 +167,6 @@ def pin(directory: Path, config: dict[str, Any], *, finished: bool) -> None:
     """Write `config.yaml`, or compare with the one that is there.
 
     Args:
-        directory: of the run.
         config: the resolved configuration, of plain YAML types.
         finished: whether no sample is missing; then a difference in the environment does not matter.
 

@@ -64,9 +64,6 @@ def generate_by_vllm(
 
     Args:
         model: says what vLLM loads, in which dtype, and which tokens end an answer.
-        tokenizer: the model's.
-        requests: the samples.
-        job: the method, the limits and the sampling.
         bank: the gates; ``gates`` is where vLLM reads them.
         gates: adapter directory or Hub repository.
         on_finished: gets every sample in the step in which it ends.

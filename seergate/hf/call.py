@@ -130,7 +130,6 @@ class AttentionSwap:
     """Puts one attention module's own configuration on our attention function, with a pre-hook; `undo` restores both.
 
     Args:
-        attention: the module.
         pre_hook: ``(module, args, kwargs) -> (args, kwargs)``.
     """
 
@@ -330,7 +329,6 @@ def hide_what_is_masked(layer: GatedLayer, mask: Tensor | None, new: int) -> Non
     """Forget what a later mask hides.
 
     Args:
-        layer: the cache.
         mask: see `valid_tokens`.
         new: number of new slots; one that is decoded alone hides nothing that was read before.
 

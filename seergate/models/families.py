@@ -108,9 +108,6 @@ def note_base_commit(config: Any, commit: str | None) -> None:
 def family_of(config: Any) -> Family:
     """The row of an architecture.
 
-    Args:
-        config: a transformers configuration.
-
     Raises:
         SeergateError: if it is not supported, with the reason.
     """

@@ -98,7 +98,6 @@ class Evaluator:
     """See the module's docstring. It is told what happens to rows, and sends decisions to a row's source.
 
     Args:
-        method: the options.
         decode: token ids -> text.
     """
 

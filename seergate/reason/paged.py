@@ -64,7 +64,6 @@ class BlockStore:
     """Which physical block, or page, of a paged cache holds which tokens of which row.
 
     Args:
-        block_size: tokens per block.
         limit: how many blocks there may be; ``None`` for as many as are asked for.
         numbers: where serial numbers of blocks and rows come from; stores whose rows may meet share one.
 
@@ -120,9 +119,6 @@ class BlockStore:
     def extend(self, counts: Sequence[int]) -> Copies:
         """Make room for new tokens in every row. A row's last block, if it is not full and may not be written, is
         replaced by a copy.
-
-        Args:
-            counts: new tokens per row.
 
         Raises:
             OutOfBlocks: and then nothing has changed.
@@ -358,9 +354,6 @@ class CachePages:
     All layers have the same tables. The first layer that comes to an operation (new tokens, rows reordered, ...)
     carries it out in the store; the others find it done and only touch their own tensors (`once`).
 
-    Args:
-        store: the bookkeeping.
-
     Attributes:
         listener: receives the events.
     """
@@ -399,12 +392,7 @@ class CachePages:
         return self._done
 
     def advance(self, counts: Sequence[int], call: Call) -> Copies:
-        """Between two forward passes: seal what is full, and make room for new tokens.
-
-        Args:
-            counts: new tokens per row.
-            call: that brings them.
-        """
+        """Between two forward passes: seal what is full, and make room for new tokens."""
         if not self.store.rows:
             self.store.add_rows(len(counts))
         self.store.seal()

@@ -70,12 +70,7 @@ class SimilarPaging(Paging):
 
 
 def paging_of(reason: ReasonCache, given: Placement | None) -> Paging:
-    """The paging that `ReasonCache` brings.
-
-    Args:
-        reason: the method.
-        given: what the user asked for besides.
-    """
+    """The paging that `ReasonCache` brings."""
     if given is not None and not isinstance(given, Paging):
         raise SeergateError(f"{reason.name!r} shares pages; leave storage={given!r} out")
     if given is not None and (given.block_size is not None or given.max_blocks is not None):

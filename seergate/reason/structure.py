@@ -52,7 +52,6 @@ def formal_content(text: str, in_code: bool = False) -> Tree | None:
     """The formulas and the code of a step as one tree, in order; ``None`` if it is prose.
 
     Args:
-        text: of the step.
         in_code: whether it begins inside a code fence.
     """
     parts: list[Tree] = []

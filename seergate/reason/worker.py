@@ -20,9 +20,6 @@ class Worker:
 
     `put` never waits for a thread. It computes on one core, without helpers that would take the cores from decoding.
 
-    Args:
-        threaded: whether there is a thread.
-
     Attributes:
         error: what a call raised, or why there is no thread (any more); from then on calls are dropped.
     """

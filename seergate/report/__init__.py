@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from seergate.report.activation_plot import activation_plot
 from seergate.report.explorer import write_explorer
 from seergate.report.load import Sweep, load_sweeps
 from seergate.report.write import write_report
 
-__all__ = ["Sweep", "activation_plot", "load_sweeps", "write_explorer", "write_report"]
+__all__ = ["Sweep", "load_sweeps", "write_explorer", "write_report"]

@@ -18,8 +18,8 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from seergate.decode.trace import read_trace
 from seergate.errors import SeergateError
-from seergate.report.activation_plot import read_trace
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

@@ -1,21 +1,17 @@
 """Kills an evaluation at random moments, starts it again, and compares what comes out with an undisturbed one.
 
-    python -m tests.eval.killed_run --kills 50 --record FILE
-
 Each start is a process of its own, which dies by SIGKILL anywhere from its first import to its last sample. Its grades
 take as long as samples do, so that kills also fall between a sample's end and its grade.
 """
 
 from __future__ import annotations
 
-import argparse
 import json
 import os
 import random
 import signal
 import subprocess
 import sys
-import tempfile
 import time
 from pathlib import Path
 from unittest import mock
@@ -26,7 +22,6 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from seergate.eval import MethodSpec, RunOptions, Sampling, environment, evaluate, make_task, store
 from seergate.eval.grading import Grade
 from seergate.eval.judge import GradingPool
-from tests.eval import support
 
 ROOT = Path(__file__).resolve().parents[2]
 TASK = {"problems": 12, "variables": 6, "seed": 3}
@@ -81,7 +76,7 @@ def storm(model: str, root: Path, kills: int, seed: int = 0) -> dict:
     """
     whole = run(model, str(root / "whole"))
     out, moments = root / "killed", random.Random(seed)
-    command = [sys.executable, "-m", "tests.eval.killed_run", "--child", model, str(out)]
+    command = [sys.executable, "-m", "tests.eval.killed_run", model, str(out)]
     path = out / store.SAMPLES
     met = dict.fromkeys(("before", "between", "half_written", "ungraded", "set_back"), 0)
 
@@ -137,39 +132,6 @@ def compared(values: dict) -> dict:
     return {name: value for name, value in values.items() if name not in NOT_COMPARED}
 
 
-def main() -> None:
-    """Parse the command line and report."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--kills", type=int, default=50)
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--record", type=Path, metavar="FILE", help="write what came out as JSON")
-    parser.add_argument("--child", nargs=2, metavar=("MODEL", "OUT"), help="be the run that is killed")
-    options = parser.parse_args()
-    if options.child:
-        grade_slowly()
-        run(*options.child)
-        return
-    from benchmarks.common import provenance  # not needed by the runs, and slow to import
-
-    met, differs, started = dict[str, int](), "", time.monotonic()
-    with tempfile.TemporaryDirectory() as scratch:
-        model = str(support.save(Path(scratch) / "model"))
-        try:
-            met = storm(model, Path(scratch), options.kills, options.seed)
-        except AssertionError as error:
-            differs = str(error)
-    seconds = round(time.monotonic() - started)
-    if options.record:
-        row = {"kills": options.kills, "met": met, "seconds": seconds}
-        row |= {"identical": not differs, "not_compared": list(NOT_COMPARED)}
-        described = {"kills": options.kills, "seed": options.seed}
-        record = {"machine": provenance(torch.device("cpu")), "options": described, "rows": [row]}
-        options.record.parent.mkdir(parents=True, exist_ok=True)
-        options.record.write_text(json.dumps(record, indent=2) + "\n")
-    told = ", ".join(f"{count} {name.replace('_', ' ')}" for name, count in met.items())
-    print(f"{options.kills} kills ({told}), {differs or 'samples and metrics identical'}, {seconds} s")
-    sys.exit(bool(differs))
-
-
 if __name__ == "__main__":
-    main()
+    grade_slowly()
+    run(*sys.argv[1:])

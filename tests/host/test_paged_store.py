@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import random
 from collections import Counter
 
 import pytest
@@ -149,45 +148,14 @@ class Contents(RuleBasedStateMachine):
                 assert self.store.sealed[block] and self.written[block] == contents
 
 
-@pytest.mark.timeout(600)
-@pytest.mark.parametrize("operations", [600, pytest.param(10_000, marks=pytest.mark.soak)])
-def test_random_operations(operations: int) -> None:
-    """As `Contents` says, driven by a plain random generator: hypothesis takes a while for so many."""
-    draw = random.Random(0)
-    rules = ("allocate", "append", "append", "seal_full", "share", "share", "share", "fork", "crop", "adopt")
-    machine, done = Contents(), Counter()
-    for _ in range(operations):
-        name = draw.choice(rules)
-        numbers = [draw.randrange(2**16) for _ in range(11)]
-        if name == "allocate":
-            if len(machine.rows) < 8:
-                machine.store.add_rows(1)
-                machine.rows.append([])
-        elif not machine.rows:
-            continue
-        elif name == "append":
-            machine.append([n % 8 for n in numbers])
-        elif name == "seal_full":
-            machine.seal_full()
-        elif name == "share":
-            machine.share(*numbers[:3])
-        elif name == "fork":
-            machine.fork_free_reorder(numbers[: draw.randrange(1, 8)])
-        elif name == "crop":
-            machine.crop(numbers)
-        elif len(machine.rows) < 8:
-            machine.adopt([n % 8 for n in numbers[:2]])
-        done[name] += 1
-        machine.references_are_conserved()
-        machine.rows_are_what_was_written()
-        machine.sealed_blocks_never_change()
-        if len(machine.kept) > 500:
-            machine.kept = {key: kept for key, kept in machine.kept.items() if machine.store.references[key[0]]}
-    assert min(done.values()) > operations // 33 and done.keys() == set(rules)
-
-
 TestContents = Contents.TestCase
-TestContents.settings = settings(max_examples=10, stateful_step_count=30, deadline=None)
+TestContents.settings = settings(max_examples=10, stateful_step_count=50, deadline=None)
+
+
+@pytest.mark.soak
+@pytest.mark.timeout(600)
+class TestContentsForLong(Contents.TestCase):
+    settings = settings(max_examples=50, stateful_step_count=200, deadline=None)
 
 
 def test_sharing_a_prefix_and_parting_ways():

@@ -15,7 +15,6 @@ from transformers import DynamicCache
 import seergate
 from seergate import SeergateError, methods
 from seergate.cache.batching import join_rows, keep_rows
-from seergate.reason.paged import OutOfBlocks
 from seergate.reason.paging import Paging
 from seergate.reason.worker import Worker
 from tests.decoding import forced_run
@@ -327,24 +326,6 @@ def test_a_thread_decides_what_is_decided_in_between():
 
 
 # ---------------------------------------------------------------------------------------------------- memory, control
-
-
-def rows_that_fit(model, method, blocks, forced, storage=None):
-    """How many rows of the same text can be decoded side by side in so many blocks."""
-    for rows in range(1, 12):
-        try:
-            limited = Paging(PAGE, max_blocks=blocks) if storage else None
-            forced_run(model, method, [PROMPTS[0]] * rows, forced.expand(rows, -1), storage=limited)
-        except OutOfBlocks:
-            return rows - 1
-    return None
-
-
-def test_more_rows_fit_under_a_cap():
-    model, text = tiny_model("qwen3"), repeating(7, 12)[:, :72]
-    blocks = 3 * -(-(11 + 72) // PAGE)
-    assert rows_that_fit(model, "dense", blocks, text, storage=True) == 3
-    assert rows_that_fit(model, reason(max_blocks=blocks, percentile=100, warm_up=0), blocks, text) >= 4
 
 
 def test_the_control_saves_as_much(model):

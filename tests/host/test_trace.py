@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 import numpy as np
+import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-import torch
 from transformers import DynamicCache
 
 import seergate
-from seergate import DecodeConfig, SeergateError, methods
+from seergate import DecodeConfig, SeergateError
+from seergate.decode.trace import read_trace
 from seergate.methods.gate import Gate
-from seergate.report.activation_plot import activation, activation_plot, read_trace
 from tests.host.test_decode import BLOCK, gates
 from tests.models import left_padded, prompt
+from tests.test_house import ROOT, code_blocks
 
 
 def lines_of(path):
@@ -100,43 +101,22 @@ def test_only_some_steps_and_only_while_it_lasts(model, tmp_path):
         assert handle.trace is None
 
 
-def test_activated_tokens_against_position(model, tmp_path):
-    """A budget reads a saw tooth: whole blocks and what the open one holds."""
-    pytest.importorskip("matplotlib")
-    paths = {}
-    for name, options in {"budget 24": {"token_budget": 24}, "threshold": {"threshold": 0.2}}.items():
-        paths[name] = tmp_path / f"{name}.parquet"
-        method = methods.Oracle(block_size=BLOCK, **options)
-        with seergate.attached(model, method) as handle, handle.traced(paths[name]):
-            model.generate(input_ids=prompt(40), max_new_tokens=25)
-    line = activation(paths["budget 24"])
-    assert line.context.tolist() == list(range(41, 65))
-    expected = [16 + (context - 1) % BLOCK + 1 for context in range(41, 65)]
-    assert line.mean.tolist() == line.low.tolist() == line.high.tolist() == expected
-    coarse = activation(paths["budget 24"], bins=3)
-    assert coarse.context.tolist() == [44.5, 52.5, 60.5] and coarse.mean.tolist() == [20.5] * 3
-    varied = activation(paths["threshold"], bins=1)
-    assert varied.low < varied.mean < varied.high
-    columns, _ = read_trace(paths["threshold"])
-    assert varied.mean[0] == pytest.approx(np.mean(columns["tokens"]))
-    picture = activation_plot(paths, tmp_path / "picture.png")
-    assert picture.stat().st_size > 5000 and picture.with_suffix(".svg").exists()
+def test_a_trace_by_position(model, tmp_path):
+    """As in the documents: a budget reads a saw tooth, whole blocks and what the open one holds."""
+    path, documented = tmp_path / "trace.parquet", {}
+    exec(
+        next(block for block in code_blocks(ROOT / "docs/decoding.md", "python") if "by_position" in block), documented
+    )
+    found = documented["tokens_by_position"](model, gates(model), prompt(40), path)
+    assert found["position"].to_pylist()[:3] == [40, 41, 42] and max(found["tokens_stddev"].to_pylist()) > 0
+    with seergate.attached(model, "oracle", token_budget=24, block_size=BLOCK) as handle, handle.traced(path):
+        model.generate(input_ids=prompt(40), max_new_tokens=25)
+    columns, _ = read_trace(path)
+    assert np.array_equal(columns["tokens"], 16 + columns["position"] % BLOCK + 1)
 
 
-def test_traces_that_cannot_be_drawn(model, tmp_path):
-    import pyarrow as pa
-
-    other = tmp_path / "other.parquet"
-    pq.write_table(pa.table({"a": [1]}), other)
-    empty = tmp_path / "empty.parquet"
-    with seergate.attached(model, "dense") as handle, handle.traced(empty):
-        model(input_ids=prompt(8), past_key_values=DynamicCache())
-    with torch.no_grad():
-        for attempt, message in (
-            (lambda: activation_plot({}, tmp_path / "x.png"), "no trace to draw"),
-            (lambda: activation(other), "not a trace of decoding"),
-            (lambda: activation(tmp_path / "absent"), "cannot be read"),
-            (lambda: activation(empty), "nothing was decoded"),
-        ):
-            with pytest.raises(SeergateError, match=message):
-                attempt()
+def test_what_is_no_trace(tmp_path):
+    pq.write_table(pa.table({"a": [1]}), tmp_path / "other.parquet")
+    for name, message in (("other.parquet", "not a trace of decoding"), ("absent", "cannot be read")):
+        with pytest.raises(SeergateError, match=message):
+            read_trace(tmp_path / name)
