@@ -13,6 +13,7 @@ from __future__ import annotations
 import copy
 import time
 from collections.abc import Callable
+from functools import partial
 from inspect import signature
 from typing import TYPE_CHECKING, Any
 
@@ -97,7 +98,7 @@ class LosslessDecoding:
         """Take the place of the model's ``generate``."""
         self.passes.default = "dense"
         self.theirs = vars(self.model).get("generate")  # set on the instance by other code, in place of the class's
-        self.model.generate = LosslessGenerate(self)  # type: ignore[method-assign,assignment]
+        self.model.generate = self  # type: ignore[method-assign,assignment]
 
     def remove(self) -> None:
         """Restore the model's own ``generate``."""
@@ -142,23 +143,47 @@ class LosslessDecoding:
             }
         }
 
-
-class LosslessGenerate:
-    """`generate` of a model in lossless mode."""
-
-    def __init__(self, lossless: LosslessDecoding) -> None:
-        self.lossless = lossless
-
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """The stock `generate`, with our loop for greedy decoding and sampling."""
-        model = self.lossless.model
+        """The model's ``generate``: the stock one, with our loop for greedy decoding and sampling."""
+        model = self.model
         kwargs |= zip(list(signature(type(model).generate).parameters)[1:], args, strict=False)
         if all(kwargs.get(name) in (None, 1) for name in NOT_OURS):  # one group of beams is none
-            kwargs["custom_generate"] = DraftingLoop(self.lossless, kwargs.get("streamer"), kwargs.get("synced_gpus"))
+            # of these two `generate` tells no custom loop
+            told = {"streamer": kwargs.get("streamer"), "synced_gpus": bool(kwargs.get("synced_gpus"))}
+            kwargs["custom_generate"] = partial(self.decode, **told)
             _take_stop_strings(model, kwargs)
-        if self.lossless.theirs is not None:
-            return self.lossless.theirs(**kwargs)
+        if self.theirs is not None:
+            return self.theirs(**kwargs)
         return type(model).generate(model, **kwargs)
+
+    def decode(
+        self,
+        model: PreTrainedModel,
+        input_ids: Tensor,
+        logits_processor: LogitsProcessorList,
+        stopping_criteria: StoppingCriteriaList,
+        generation_config: GenerationConfig,
+        *,
+        streamer: BaseStreamer | None,
+        synced_gpus: bool,
+        **model_kwargs: Any,
+    ) -> GenerateDecoderOnlyOutput | Tensor:
+        """What `generate` calls in place of its own decoding loop; arguments and result as of transformers' own."""
+        mode = generation_config.get_generation_mode()
+        can_draft = (
+            mode in (GenerationMode.GREEDY_SEARCH, GenerationMode.SAMPLE)
+            and model_kwargs.get("use_cache")
+            and not layers_without_return(model_kwargs.get("past_key_values"))
+            and not synced_gpus  # processes would need different numbers of forward passes
+            and not (generation_config.output_attentions or generation_config.output_hidden_states)
+            and not any(isinstance(p, ONCE_A_TOKEN) for p in logits_processor)
+        )
+        if not can_draft:
+            stock = getattr(type(model), GENERATION_MODES_MAPPING[mode])
+            rest = {"synced_gpus": synced_gpus, "streamer": streamer, **model_kwargs}
+            return stock(model, input_ids, logits_processor, stopping_criteria, generation_config, **rest)
+        run = _Run(self, model, logits_processor, stopping_criteria, generation_config, streamer)
+        return run(input_ids, model_kwargs)
 
 
 ONCE_A_TOKEN = (UnbatchedClassifierFreeGuidanceLogitsProcessor, SynthIDTextWatermarkLogitsProcessor)
@@ -178,43 +203,6 @@ def _take_stop_strings(model: PreTrainedModel, kwargs: dict[str, Any]) -> None:
         config.stop_strings = None
     criterion = StopStringCriteria(tokenizer=tokenizer, stop_strings=strings)
     kwargs["stopping_criteria"] = StoppingCriteriaList([*(kwargs.get("stopping_criteria") or []), criterion])
-
-
-class DraftingLoop:
-    """What `generate` calls in place of its own decoding loop.
-
-    Args:
-        streamer, synced_gpus: those of the call; `generate` passes neither to a custom loop.
-    """
-
-    def __init__(self, lossless: LosslessDecoding, streamer: BaseStreamer | None, synced_gpus: bool | None) -> None:
-        self.lossless, self.streamer, self.synced_gpus = lossless, streamer, bool(synced_gpus)
-
-    def __call__(
-        self,
-        model: PreTrainedModel,
-        input_ids: Tensor,
-        logits_processor: LogitsProcessorList,
-        stopping_criteria: StoppingCriteriaList,
-        generation_config: GenerationConfig,
-        **model_kwargs: Any,
-    ) -> GenerateDecoderOnlyOutput | Tensor:
-        """Decode; arguments and result as of transformers' own loops."""
-        mode = generation_config.get_generation_mode()
-        can_draft = (
-            mode in (GenerationMode.GREEDY_SEARCH, GenerationMode.SAMPLE)
-            and model_kwargs.get("use_cache")
-            and not layers_without_return(model_kwargs.get("past_key_values"))
-            and not self.synced_gpus  # processes would need different numbers of forward passes
-            and not (generation_config.output_attentions or generation_config.output_hidden_states)
-            and not any(isinstance(p, ONCE_A_TOKEN) for p in logits_processor)
-        )
-        if not can_draft:
-            stock = getattr(type(model), GENERATION_MODES_MAPPING[mode])
-            rest = {"synced_gpus": self.synced_gpus, "streamer": self.streamer, **model_kwargs}
-            return stock(model, input_ids, logits_processor, stopping_criteria, generation_config, **rest)
-        run = _Run(self.lossless, model, logits_processor, stopping_criteria, generation_config, self.streamer)
-        return run(input_ids, model_kwargs)
 
 
 class _Run:

@@ -33,7 +33,10 @@ PAPER_LENGTH = 32768
 PAPER_SEED = 0
 SUFFIXES = {".json": "json", ".jsonl": "json", ".ndjson": "json", ".parquet": "parquet", ".csv": "csv"}
 
-PUBLISHED_CODE = "https://raw.githubusercontent.com/microsoft/SeerAttention/aba03e3f2caefd0ccd21e576670aa830b748c84e"
+PUBLISHED_GPQA = (
+    "https://raw.githubusercontent.com/microsoft/SeerAttention/aba03e3f2caefd0ccd21e576670aa830b748c84e"
+    "/eval/reasoning_tasks/data/gpqa/test.jsonl"
+)
 
 
 @dataclass(frozen=True)
@@ -195,61 +198,21 @@ def _gpqa_published(record: dict[str, Any], number: int, seed: int) -> Problem:
     return Problem(str(record.get("id", number)), gold, messages=({"role": "user", "content": text},))
 
 
-AIME_BUDGETS = (2048, 4096, 6144, 8192)
+_AIME: dict[str, Any] = {"samples": 64, "budgets": (2048, 4096, 6144, 8192)}
+_MATH: dict[str, Any] = {"samples": 8, "split": "test"}
+_CHOICE: dict[str, Any] = {"samples": 16, "grader": "letter", "chance": 1 / len(LETTERS)}
+_GPQA: dict[str, Any] = {"config": "gpqa_diamond", **_CHOICE}
 
 HUB_TASKS: dict[str, HubTask] = {
     task.name: task
     for task in (
+        HubTask("aime24", "HuggingFaceH4/aime_2024", "2fe88a2f1091d5048c0f36abc874fb997b3dd99a", _aime, **_AIME),
+        HubTask("aime25", "yentinglin/aime_2025", "6f71d77b0b89b9dabe07ab466c51df33f514df7f", _aime, **_AIME),
+        HubTask("math500", "HuggingFaceH4/MATH-500", "6e4ed1a2a79af7d8630a6b768ec859cb5af4d3be", _math500, **_MATH),
+        HubTask("gpqa_diamond", "Idavidrein/gpqa", "633f5ee89ab8ad4522a9f850766b73f62147ffdd", _gpqa, **_GPQA),
+        HubTask("gpqa_diamond_published", PUBLISHED_GPQA, None, _gpqa_published, **_CHOICE),
         HubTask(
-            "aime24",
-            "HuggingFaceH4/aime_2024",
-            "2fe88a2f1091d5048c0f36abc874fb997b3dd99a",
-            _aime,
-            samples=64,
-            budgets=AIME_BUDGETS,
-        ),
-        HubTask(
-            "aime25",
-            "yentinglin/aime_2025",
-            "6f71d77b0b89b9dabe07ab466c51df33f514df7f",
-            _aime,
-            samples=64,
-            budgets=AIME_BUDGETS,
-        ),
-        HubTask(
-            "math500",
-            "HuggingFaceH4/MATH-500",
-            "6e4ed1a2a79af7d8630a6b768ec859cb5af4d3be",
-            _math500,
-            split="test",
-            samples=8,
-        ),
-        HubTask(
-            "gpqa_diamond",
-            "Idavidrein/gpqa",
-            "633f5ee89ab8ad4522a9f850766b73f62147ffdd",
-            _gpqa,
-            config="gpqa_diamond",
-            grader="letter",
-            samples=16,
-            chance=0.25,
-        ),
-        HubTask(
-            "gpqa_diamond_published",
-            f"{PUBLISHED_CODE}/eval/reasoning_tasks/data/gpqa/test.jsonl",
-            None,
-            _gpqa_published,
-            grader="letter",
-            samples=16,
-            chance=0.25,
-        ),
-        HubTask(
-            "gsm8k",
-            "openai/gsm8k",
-            "cc7b047b6e5bb11b4f1af84efc572db110a51b3c",
-            _gsm8k,
-            config="main",
-            split="test",
+            "gsm8k", "openai/gsm8k", "cc7b047b6e5bb11b4f1af84efc572db110a51b3c", _gsm8k, config="main", split="test"
         ),
     )
 }

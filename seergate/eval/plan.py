@@ -188,14 +188,5 @@ class SweepPlan:
 
     def options(self, **more: Any) -> RunOptions:
         """How each setting is run."""
-        return RunOptions(
-            samples=self.samples,
-            max_new_tokens=self.max_new_tokens,
-            max_total_tokens=self.max_total_tokens,
-            sampling=self.sampling(),
-            seed=self.seed,
-            batch_size=self.batch_size,
-            measure_recall=self.measure_recall,
-            engine=self.engine,
-            **more,
-        )
+        same = ("samples", "max_new_tokens", "max_total_tokens", "seed", "batch_size", "measure_recall", "engine")
+        return RunOptions(sampling=self.sampling(), **{name: getattr(self, name) for name in same}, **more)

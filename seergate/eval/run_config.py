@@ -67,8 +67,12 @@ class RunOptions:
             return Limit(task.max_new_tokens, task.max_total_tokens)
         return Limit(self.max_new_tokens, self.max_total_tokens)
 
-    def check(self, task: Task) -> None:
+    def check(self, task: Task, sampling: Sampling | None = None) -> None:
         """Refuse, before long work, what the task cannot be run with.
+
+        Args:
+            task: what to solve.
+            sampling: `resolved_sampling`, where the model is known.
 
         Raises:
             ValueError: naming the field, what it is and what it must be.
@@ -83,18 +87,8 @@ class RunOptions:
         check_grader(task.grader)
         if task.grader == "math":
             check_installed()
-        sampling = self.sampling or task.sampling
-        if sampling is not None:
-            self.check_sampling(task, sampling)
-
-    def check_sampling(self, task: Task, sampling: Sampling) -> None:
-        """Refuse several samples per problem that cannot differ.
-
-        Raises:
-            ValueError: naming the field, what it is and what it must be.
-        """
-        samples = self.samples_of(task)
-        if sampling.greedy and samples > 1:
+        sampling, samples = sampling or self.sampling or task.sampling, self.samples_of(task)
+        if sampling is not None and sampling.greedy and samples > 1:
             raise ValueError(
                 f"samples is {samples}; with greedy decoding, which gives the same answer every time, it must be 1 "
                 "(--samples 1); or give a --temperature above 0"

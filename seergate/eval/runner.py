@@ -174,8 +174,7 @@ def evaluate(
     """
     options = options or RunOptions()
     limit, sampling = options.limit(task), options.resolved_sampling(task, model)
-    options.check(task)
-    options.check_sampling(task, sampling)
+    options.check(task, sampling)
     problems = task.problems()
     processes = cluster.workers if cluster else 1
     config = run_config(model, tokenizer, task, problems, spec, bank, options, processes)

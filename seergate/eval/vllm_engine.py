@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import asdict
 from typing import Any
 
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -125,11 +126,7 @@ def _parameters(job: Job, request: Request, prompt_tokens: int, ends: list[int])
     from vllm import SamplingParams
 
     return SamplingParams(
-        temperature=job.sampling.temperature,
-        top_k=job.sampling.top_k,
-        top_p=job.sampling.top_p,
-        min_p=job.sampling.min_p,
-        repetition_penalty=job.sampling.repetition_penalty,
+        **asdict(job.sampling),
         seed=request.seed,
         max_tokens=job.limit.of(prompt_tokens),
         stop_token_ids=ends,

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from seergate.errors import SeergateError, first_line
 from seergate.gates import cached_commit, hub_answers, hub_errors, hub_reason, is_hub_id
-from seergate.models.families import base_commit, family_of, note_base_commit
+from seergate.models.families import base_commit, decoder_of, family_of, note_base_commit, text_config
 from seergate.paths import directory_here, resolve_model
 
 if TYPE_CHECKING:
@@ -28,7 +28,8 @@ def base_config(name: str | os.PathLike[str], **options: Any) -> Any:
 
 
 def skeleton(config: Any) -> PreTrainedModel:
-    """The model that a configuration describes, without memory for its weights.
+    """The model that a configuration describes, without memory for its weights. RoPE's frequencies are real: they are
+    computed, not loaded.
 
     Raises:
         SeergateError: if it is no causal language model of a supported family.
@@ -39,9 +40,12 @@ def skeleton(config: Any) -> PreTrainedModel:
     family_of(config)
     try:
         with torch.device("meta"):
-            return AutoModelForCausalLM.from_config(config)
+            model: PreTrainedModel = AutoModelForCausalLM.from_config(config)
     except ValueError as error:
         raise SeergateError(f"no model can be built from its configuration: {first_line(error)}") from error
+    decoder: Any = decoder_of(model)
+    decoder.rotary_emb = type(decoder.rotary_emb)(config=text_config(model))
+    return model
 
 
 def load_base(

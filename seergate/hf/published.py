@@ -23,7 +23,7 @@ from seergate.gates import Adapter, check_adapter, fetch, is_hub_id
 from seergate.gates import files as adapter_files
 from seergate.gates.files import read_json, write_json
 from seergate.hf.loading import base_config, skeleton
-from seergate.models.families import gate_geometry, text_config
+from seergate.models.families import gate_geometry
 
 CONFIG_FILE, WEIGHTS_FILE = "config.json", "attn_gate_weights.pth"
 
@@ -263,15 +263,11 @@ def _skeleton(config: dict[str, Any], where: str) -> Any:
     if theta is not None:  # as transformers 5 has it
         kept["rope_parameters"] = {"rope_type": "default", **scaling, "rope_theta": theta}
     try:
-        model = skeleton(AutoConfig.for_model(config.get("model_type"), **kept))
-        decoder = model.get_decoder()
-        # its frequencies are needed, and they are computed, not loaded
-        decoder.rotary_emb = type(decoder.rotary_emb)(config=text_config(model))
+        return skeleton(AutoConfig.for_model(config.get("model_type"), **kept))
     except SeergateError as error:
         raise SeergateError(f"{where}: {error}") from error
     except (ValueError, TypeError, KeyError, AttributeError, RuntimeError, ArithmeticError) as error:
         raise SeergateError(f"{where}: no model can be built from it: {first_line(error)}") from error
-    return model
 
 
 def _check_exportable(adapter: Adapter) -> None:

@@ -86,27 +86,22 @@ def distill_step(
     model: PreTrainedModel,
     input_ids: Tensor,
     cu_seqlens: Tensor | None = None,
-    *,
-    row_start: float = 0.5,
-    reduction: str = "row_mean",
-    recall_budgets: tuple[int, ...] = (),
-    target: str = "max",
-    target_budget: int | None = None,
+    **options: Any,
 ) -> DistillOutput:
     """Run the frozen model over one pack and compare its attention with the gates'.
 
     Args:
-        bank, row_start, reduction, recall_budgets, target, target_budget: see `Lesson`.
+        bank: the gates.
         model: the frozen model. Dropout must be off (``model.eval()``).
         input_ids: ``[1, T]`` or ``[T]``.
         cu_seqlens: int32 ``[n + 1]``; one sequence if ``None``.
+        **options: the other fields of `Lesson`.
 
     Raises:
         SeergateError: if the gates do not fit the model.
         ValueError: for malformed packs.
     """
-    lesson = Lesson(bank, row_start, reduction, recall_budgets, target, target_budget)
-    return distill_steps([lesson], model, input_ids, cu_seqlens)[0]
+    return distill_steps([Lesson(bank, **options)], model, input_ids, cu_seqlens)[0]
 
 
 def distill_steps(

@@ -14,7 +14,7 @@ from seergate.errors import SeergateError
 from seergate.fingerprint import fingerprint
 from seergate.gates.bank import Gates
 from seergate.hf.loading import skeleton
-from seergate.models.families import check_gates, decoder_of, full_attention_modules, rope_kind, text_config
+from seergate.models.families import check_gates, full_attention_modules, rope_kind, text_config
 from seergate.models.rope import RopeKind
 from seergate.vllm.settings import Settings
 
@@ -121,8 +121,6 @@ def check_model(hf_config: Any, bank: Gates | None, dense_layers: tuple[int, ...
     kinds = rope_kinds(model)
     layers = hf_config.get_text_config().num_hidden_layers
     if bank is not None:
-        decoder: Any = decoder_of(model)
-        decoder.rotary_emb = type(decoder.rotary_emb)(config=text_config(model))  # a skeleton has no frequencies
         check_gates(model, bank)
     absent = [layer for layer in dense_layers if not (isinstance(layer, int) and 0 <= layer < layers)]
     if absent:

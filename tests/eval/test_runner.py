@@ -317,9 +317,5 @@ def test_settings_are_checked_before_work(tmp_path):
         with pytest.raises(ValueError, match=said):
             sweep(*arguments, specs, tmp_path / "out", RunOptions())
     assert not (tmp_path / "out").exists()
-    with pytest.raises(SeergateError, match="needs a token budget"):
-        MethodSpec("oracle")
-    with pytest.raises(SeergateError, match="did you mean 'quest'"):
-        MethodSpec("qest", 64)
     with pytest.raises(ValueError, match="batch_size is 0"):
         evaluate(*arguments, MethodSpec("dense"), tmp_path / "out", replace(RunOptions(), batch_size=0))

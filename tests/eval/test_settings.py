@@ -165,17 +165,14 @@ def test_methods_that_select_no_blocks_have_pages_of_their_own_size():
     """RaaS has 16 in its paper, ReasonCache its engine's 16; gates on them have theirs."""
     bank = GateBank.for_model(support.model(), GateConfig(8, 16))
     unchecked = ":structural_check=false"
-    texts = ["quest", "raas", "raas:block_size=4", "raas+gate:read_budget=32", "random_sharing" + unchecked]
-    texts += ["reason_cache" + unchecked, "reason_cache+gate" + unchecked]
+    texts = ["quest", "raas", "raas:block_size=4", "raas+gate:read_budget=32", "reason_cache" + unchecked]
     found = [spec.describe(bank) for spec in grid(texts, [64], 8)]
     assert [(each["name"], each["block_size"]) for each in found] == [
         ("quest", 8),
         ("raas", 16),
         ("raas", 4),
         ("raas+gate", 16),
-        ("random_sharing", 16),
         ("reason_cache", 16),
-        ("reason_cache+gate", 8),
     ]
     assert found[3]["gate.block_size"] == 8
     (several, other) = grid(["raas+gate:read_budget=32"], [64], 8) + grid(["raas+gate:read_budget=32"], [64], 16)

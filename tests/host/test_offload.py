@@ -34,6 +34,15 @@ def run(model, method, inputs, new=20, storage=None, **options):
         return out.sequences, torch.stack(out.logits), handle.stats(), out.past_key_values
 
 
+def offloaded_is_in_memory(model, method, inputs, *storages, new=20, **options):
+    """Tokens and logits to the last bit; the figures of the last run."""
+    want, logits, _, _ = run(model, method, inputs, new, **options)
+    for storage in storages:
+        found, offloaded, stats, _ = run(model, method, inputs, new, storage, **options)
+        assert torch.equal(found, want) and torch.equal(offloaded, logits)
+    return stats
+
+
 def selecting(model, budget=None, **options):
     return [selector(model, name, budget, **options) for name in ("gate", "quest", "oracle")]
 
@@ -46,30 +55,22 @@ def test_outputs_are_those_of_a_cache_in_memory(family, store):
     for inputs in ({"input_ids": prompt(61)}, left_padded([prompt(50, 1), prompt(23, 2), prompt(7, 3)])):
         rows = len(inputs["input_ids"])
         for method in selecting(model, 3 * BLOCK)[: 3 if (family, store) == ("qwen3", "disk") else 1]:
-            want, logits, _, _ = run(model, method, inputs)
             offload = Offload(room_for(rows * heads * 4), store)  # a step reads 3 blocks
-            for _ in range(2):  # the second run must find no trace of the first
-                found, offloaded, _, _ = run(model, method, inputs, storage=offload)
-                assert torch.equal(found, want) and torch.equal(offloaded, logits)
+            offloaded_is_in_memory(model, method, inputs, offload, offload)  # the second finds no trace of the first
 
 
 def test_the_open_block_of_a_short_row_is_kept_up_when_the_cache_grows(model):
     """The longest row then writes to a block that no step has asked for yet, the others to blocks that are here."""
     inputs = left_padded([prompt(20, 1), prompt(7, 2)])
-    method = selecting(model, 2 * BLOCK)[0]
-    want, logits, _, _ = run(model, method, inputs, new=90)
-    found, offloaded, _, _ = run(model, method, inputs, new=90, storage=Offload(room_for(40)))
-    assert torch.equal(found, want) and torch.equal(offloaded, logits)
+    offloaded_is_in_memory(model, selecting(model, 2 * BLOCK)[0], inputs, Offload(room_for(40)), new=90)
 
 
 @pytest.mark.parametrize("options", [{"threshold": 0.02}, {"top_p": 0.9}], ids=str)
 def test_steps_that_read_more_than_the_pool_holds(model, options):
     inputs = left_padded([prompt(90, 1), prompt(23, 2)])
     for method in selecting(model, **options):
-        want, logits, _, _ = run(model, method, inputs, new=12)
-        for blocks in (2 * HEADS, 600):
-            found, offloaded, _, _ = run(model, method, inputs, new=12, storage=Offload(room_for(blocks)))
-            assert torch.equal(found, want) and torch.equal(offloaded, logits)
+        rooms = [Offload(room_for(blocks)) for blocks in (2 * HEADS, 600)]
+        offloaded_is_in_memory(model, method, inputs, *rooms, new=12)
 
 
 @STORES
@@ -213,10 +214,9 @@ def test_random_requests(seed):
 
 def test_beams_and_chunked_prompts(model):
     method = methods.Gate(bank=gates(model), token_budget=2 * BLOCK)
-    offload = Offload(room_for(3 * HEADS * 4))
     for options in ({"num_beams": 3}, {"prefill_chunk_size": 16}):
-        want = run(model, method, {"input_ids": prompt(50)}, 12, **options)[0]
-        assert torch.equal(run(model, method, {"input_ids": prompt(50)}, 12, offload, **options)[0], want)
+        offload = Offload(room_for(3 * HEADS * 4))
+        offloaded_is_in_memory(model, method, {"input_ids": prompt(50)}, offload, new=12, **options)
 
 
 def test_a_model_is_loaded_with_its_cache_offloaded():
@@ -230,10 +230,8 @@ def test_a_model_is_loaded_with_its_cache_offloaded():
 
 def test_a_dense_layer_has_no_share_of_the_memory(model):
     inputs, method = {"input_ids": prompt(61)}, selecting(model, 3 * BLOCK, dense_layers=(0,))[0]
-    want, logits, _, _ = run(model, method, inputs)
     room = HEADS * 3 * BLOCK_BYTES  # for a step of one layer
-    found, offloaded, stats, _ = run(model, method, inputs, storage=Offload(room))
-    assert torch.equal(found, want) and torch.equal(offloaded, logits)
+    stats = offloaded_is_in_memory(model, method, inputs, Offload(room))
     assert stats["bytes_fetched_per_step"] > 0
 
 
