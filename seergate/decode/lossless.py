@@ -148,9 +148,8 @@ class LosslessDecoding:
         model = self.model
         kwargs |= zip(list(signature(type(model).generate).parameters)[1:], args, strict=False)
         if all(kwargs.get(name) in (None, 1) for name in NOT_OURS):  # one group of beams is none
-            # of these two `generate` tells no custom loop
-            told = {"streamer": kwargs.get("streamer"), "synced_gpus": bool(kwargs.get("synced_gpus"))}
-            kwargs["custom_generate"] = partial(self.decode, **told)
+            streamer, synced = kwargs.get("streamer"), bool(kwargs.get("synced_gpus"))  # told to no custom loop
+            kwargs["custom_generate"] = partial(self.decode, streamer=streamer, synced_gpus=synced)
             _take_stop_strings(model, kwargs)
         if self.theirs is not None:
             return self.theirs(**kwargs)
