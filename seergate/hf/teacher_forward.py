@@ -125,10 +125,7 @@ def distill_steps(
 
     def attend(call: TeacherCall) -> Tensor:
         """Compute a layer's attention over the pack, ``[1, T, H, D]``, and the losses of its gates if it has any."""
-        # Autocast leaves normalised queries and keys wider than values, and no kernel is told that it is on.
-        q, k, v = (
-            x[0].transpose(0, 1).to(call.value_BKSD.dtype) for x in (call.query_BHSD, call.key_BKSD, call.value_BKSD)
-        )
+        q, k, v = (x[0].transpose(0, 1) for x in (call.query_BHSD, call.key_BKSD, call.value_BKSD))
         output_THD, lse_TH = ops.packed_attention(
             q, k, v, cu_seqlens, call.sm_scale, window=call.window, sinks=call.sinks, softcap=call.softcap
         )

@@ -24,7 +24,7 @@ class TeacherCall:
 
     Attributes:
         layer: its index.
-        query_BHSD, key_BKSD, value_BKSD: after RoPE; B is 1 and S the pack's tokens.
+        query_BHSD, key_BKSD, value_BKSD: after RoPE, in one dtype; B is 1 and S the pack's tokens.
         q_pre_BHSD, k_pre_BKSD: before RoPE; ``None`` in layers that are not tapped.
         sm_scale: factor on query . key.
         window: sliding window in tokens, or ``None``.
@@ -81,8 +81,9 @@ def _pre_hook(layer: int, tap: Tap | None, attend: Callable[[TeacherCall], Tenso
             attend(
                 TeacherCall(
                     layer=layer,
-                    query_BHSD=query,
-                    key_BKSD=key,
+                    # Autocast leaves normalised ones wider than values, and no kernel is told that it is on.
+                    query_BHSD=query.to(value.dtype),
+                    key_BKSD=key.to(value.dtype),
                     value_BKSD=value,
                     q_pre_BHSD=q_pre,
                     k_pre_BKSD=k_pre,

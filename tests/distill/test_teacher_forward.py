@@ -146,6 +146,24 @@ def test_the_teacher_is_computed_once(family, monkeypatch):
     assert distill_step(bank, model, prompt(61), torch.tensor([0, 40, 40, 61])).loss > 0
 
 
+def test_under_autocast_the_loss_gets_what_its_normaliser_was_made_of(model, monkeypatch):
+    """Normalised queries and keys come wider than values."""
+    real, given = ops.gate_kl, []
+
+    def gate_kl(q, k, *args, lse, **options):
+        given.append((q, k, lse))
+        return real(q, k, *args, lse=lse, **options)
+
+    monkeypatch.setattr(ops, "gate_kl", gate_kl)
+    bank, borders = GateBank.for_model(model, GateConfig(8, 16)), torch.tensor([0, 40], dtype=torch.int32)
+    with torch.autocast("cpu", torch.bfloat16):
+        distill_step(bank, model, prompt(40), borders)
+    assert len(given) == 2
+    for q, k, lse in given:
+        assert q.dtype == k.dtype == torch.bfloat16
+        assert torch.equal(ops.packed_attention(q, k, k, borders, 16**-0.5).lse, lse)
+
+
 def test_queries_are_made_of_rows_that_count(model, monkeypatch):
     real, seen = AttnGate.queries, []
 

@@ -152,6 +152,12 @@ def test_arguments_are_specialised_as_triton_does_it(value):
     assert (kind, divisible) == (want, detail == "D")
 
 
+def test_no_kernel_takes_a_wide_float():
+    """Whatever the annotation says, older releases of Triton make it fp32."""
+    kernels = {launch.kernel for _, launch in now(H200)}
+    assert not [x for kernel in kernels for x in kernel.params if x.annotation_type.startswith(("fp", "bf"))]
+
+
 def test_a_single_kv_head_makes_other_kernels():
     """Triton makes a constant of an argument that is 1, so an example must not have one where a model has several."""
     few, many = (

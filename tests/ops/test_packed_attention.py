@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import pytest
 import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
@@ -29,7 +31,7 @@ def inputs(dtype, group=4, lengths=(97, 0, 1, 17), device="cpu", dim=24, v_dim=N
 
 
 def check(q, k, v, cu, *, sinks=False, **extras):
-    extras["sinks"] = torch.linspace(-2, 3, q.shape[1], device=q.device) if sinks else None
+    extras["sinks"] = torch.tensor([-math.inf, *range(-2, q.shape[1] - 3)], device=q.device) if sinks else None
     got = ops.packed_attention(q, k, v, cu, 0.3, **extras)
     exact = {name: x.double().cpu() if isinstance(x, torch.Tensor) else x for name, x in extras.items()}
     want = reference.packed_attention(*(x.double().cpu() for x in (q, k, v)), cu, 0.3, **exact)
@@ -75,6 +77,22 @@ def test_strides_do_not_matter():
     odd = [x.transpose(0, 2).contiguous().transpose(0, 2) for x in (q, k, v)]
     assert odd[0].stride(-1) != 1
     torch.testing.assert_close(ops.packed_attention(*odd, cu), want)
+
+
+@pytest.mark.parametrize("wrong", ["group", "lse"])
+def test_a_kernel_of_the_processor_that_gives_something_else_is_not_used(wrong, monkeypatch):
+    real = torch_impl.flash_on_cpu
+
+    def another(q, k, v, scale):
+        if wrong == "group":  # query head h belongs to KV head h % 2
+            k, v = (x.repeat(1, q.shape[1] // x.shape[1], 1, 1) for x in (k, v))
+        output, lse = real(q, k, v, scale)
+        return output, lse if wrong == "group" else lse * math.log2(math.e)
+
+    asked = torch_impl._cpu_kernel_gives_lse.__wrapped__
+    assert asked()
+    monkeypatch.setattr(torch_impl, "flash_on_cpu", another)
+    assert not asked()
 
 
 CUDA, BF16 = torch.device("cuda"), torch.bfloat16

@@ -76,6 +76,20 @@ def test_many_chunks_are_as_one(monkeypatch):
         assert relative(a, b) < 1e-10
 
 
+def test_scores_of_many_heads_fit_into_the_buffer_too(monkeypatch):
+    pack, options = packed([200], 2, "per_token")
+    pack.qg = torch.randn(200, 8, 6, dtype=torch.float64)
+    limit, sizes = 8 * 200 * 40 * 8, []  # of 40 rows
+    monkeypatch.setattr("seergate.ops.torch_impl.teacher.CHUNK_BYTES_CPU", limit)
+
+    def scores(queries, keys):
+        sizes.append(queries.shape[1] * queries.shape[2] * keys.shape[2] * 8)
+        return per_token(queries, keys)
+
+    pack.run(ops.scorer_kl, **(options | {"scores": scores}))
+    assert limit / 2 < max(sizes) <= limit
+
+
 def test_one_dot_product_per_block_and_the_largest_probability_are_gate_kl():
     pack, options = packed([63, 1, 40], 2, "per_block")
     shared = {"row_start": 0.5, "recall_budgets": (16,)}

@@ -77,6 +77,8 @@ def test_ties_go_to_the_lower_index(select_blocks):
     assert blocks(select_blocks(scores, length, block_size=1, token_budget=4)) == [[[0, 1, 2, 599]]]
     picked = blocks(select_blocks(scores, length, block_size=1, top_p=0.01))[0][0]
     assert picked == [*range(len(picked) - 1), 599]
+    tenths = torch.zeros(1, 1, 11)  # 0.3 in fp32 is more than three times 0.1
+    assert blocks(select_blocks(tenths, torch.tensor([11]), block_size=1, top_p=0.3)) == [[[0, 1, 2, 10]]]
     quarters = torch.zeros(1, 1, 5)
     assert blocks(select_blocks(quarters, torch.tensor([5]), block_size=1, top_p=0.5)) == [[[0, 1, 4]]]
     assert blocks(select_blocks(quarters, torch.tensor([5]), block_size=1, threshold=0.25)) == [

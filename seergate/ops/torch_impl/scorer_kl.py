@@ -42,7 +42,8 @@ def scorer_kl(
     spans = segments(cu_seqlens)
     lengths = [end - start for start, end in spans]
     begins = [int(length * row_start) for length in lengths]
-    plans = [teacher.chunks(begin, length) for begin, length in zip(begins, lengths, strict=True)]
+    per_token = qs.shape[1] // entry_tokens  # numbers that a row of the scorer has for each token
+    plans = [teacher.chunks(begin, length, per_token) for begin, length in zip(begins, lengths, strict=True)]
     rows, weights = row_weights(lengths, begins, block_size, teacher.kv_heads, reduction)
     past_blocks = [budget // block_size - 1 for budget in recall_budgets]
     log_targets = Teacher.log_targets if target == "max" else log_masses

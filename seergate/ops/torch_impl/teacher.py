@@ -75,9 +75,13 @@ class Teacher:
         limit = CHUNK_BYTES_CPU if q_THD.device.type == "cpu" else CHUNK_BYTES_DEVICE
         self.area = max(1, limit // (self.group * torch.finfo(dtype).bits // 8))
 
-    def chunks(self, first: int, length: int) -> list[tuple[int, int]]:
-        """Row ranges of a segment of this length, from row ``first`` on, without the rows that have no past block."""
-        return list(row_chunks(max(first, self.block_size), length, self.area))
+    def chunks(self, first: int, length: int, heads: int = 0) -> list[tuple[int, int]]:
+        """Row ranges of a segment of this length, from row ``first`` on, without the rows that have no past block.
+
+        The scores of ``heads`` heads fit into the score buffer's size, too.
+        """
+        area = self.area * self.group // max(self.group, heads)
+        return list(row_chunks(max(first, self.block_size), length, area))
 
     def scratch(self, plans: list[list[tuple[int, int]]]) -> Tensor:
         """One score buffer that is large enough for every chunk of these plans."""

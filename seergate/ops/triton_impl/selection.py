@@ -6,6 +6,8 @@ it the first ones are. A running count of what is in then gives each its place, 
 
 from __future__ import annotations
 
+import struct
+
 import torch
 import triton
 import triton.language as tl
@@ -28,18 +30,19 @@ def _softmax(scores, past):  # type: ignore[no-untyped-def]
     return weight / tl.maximum(tl.sum(weight, 1), 1.0)[:, None]
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["limit_bits"])
 def select_kernel(  # type: ignore[no-untyped-def]
     scores_ptr, lengths_ptr, indices_ptr, counts_ptr,
     stride_sb, stride_sh, stride_sn,
-    budget, kept, sink_blocks, limit: tl.float64,
+    budget, kept, sink_blocks, limit_bits: tl.int64,
     BLOCK_SIZE: tl.constexpr, RULE: tl.constexpr, WIDTH: tl.constexpr, KEPT_WIDTH: tl.constexpr,
 ):  # fmt: skip
     """The blocks of one row and KV head. Grid: batch, KV heads.
 
     ``scores [B, Hkv, NB]``, ``lengths [B]``; ``indices [B, Hkv, kept]``, ``counts [B, Hkv]``. ``budget`` in blocks,
-    ``limit`` the threshold or top-p.
+    ``limit_bits`` the threshold or top-p in fp64; as an integer, since older releases of Triton make any float fp32.
     """
+    limit = tl.cast(limit_bits, tl.int64).to(tl.float64, bitcast=True)
     b = tl.program_id(0).to(tl.int64)
     h = tl.program_id(1).to(tl.int64)
     pair = b * tl.num_programs(1) + h
@@ -126,9 +129,9 @@ def select(
     if counts.numel():
         rule = "token_budget" if token_budget is not None else "threshold" if threshold is not None else "top_p"
         width = padded(blocks)
+        (limit_bits,) = struct.unpack("q", struct.pack("d", threshold or top_p or 0.0))
         select_kernel[(batch, kv_heads)](
-            scores, lengths.contiguous(), indices, counts, *scores.stride(), kept, kept, sink_blocks,
-            threshold or top_p or 0.0, BLOCK_SIZE=block_size, RULE=rule, WIDTH=width, KEPT_WIDTH=padded(kept),
-            num_warps=select_warps(width),
+            scores, lengths.contiguous(), indices, counts, *scores.stride(), kept, kept, sink_blocks, limit_bits,
+            BLOCK_SIZE=block_size, RULE=rule, WIDTH=width, KEPT_WIDTH=padded(kept), num_warps=select_warps(width),
         )  # fmt: skip
     return indices, counts

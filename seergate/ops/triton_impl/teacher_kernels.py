@@ -162,7 +162,7 @@ def attention_kernel(  # type: ignore[no-untyped-def]
     acc = tl.zeros((M, PADDED_V_DIM), tl.float32)
     running = tl.full((M,), -float("inf"), tl.float32)
     if HAS_SINKS:  # a key without a value: it only takes its share
-        top = tl.load(sinks + q_head, mask=exists, other=0.0).to(tl.float32) * LOG2E
+        top = tl.maximum(tl.load(sinks + q_head, mask=exists, other=0.0).to(tl.float32) * LOG2E, LOWEST)
         total = tl.full((M,), 1.0, tl.float32)
     else:
         top = tl.full((M,), LOWEST, tl.float32)

@@ -123,9 +123,12 @@ def test_sinks_softcap_and_scale(options, device):
 def test_a_window_hides_whole_tiles(window, device):
     """Of a tile of keys, some rows see nothing; with a cap, since PyTorch's kernels do the rest."""
     pack = Pack.random([150, 20], group=3, dtype=torch.float32)
-    values, options = values_of(pack), {"window": window, "softcap": 3.0}
+    values, sinks = values_of(pack), torch.tensor([-math.inf, -2.0, 0.0, 1.0, -math.inf, 3.0])
+    options = {"window": window, "softcap": 3.0, "sinks": sinks.to(device)}
     exact = pack.to(torch.float64)
-    want = reference.packed_attention(exact.q, exact.k, values.double(), pack.cu, **options)
+    want = reference.packed_attention(
+        exact.q, exact.k, values.double(), pack.cu, **options | {"sinks": sinks.double()}
+    )
     got = ops.packed_attention(*on(device, pack), values.to(device), pack.cu, **options)
     torch.testing.assert_close(got.output.cpu().double(), want.output, rtol=2e-6, atol=2e-6)
     torch.testing.assert_close(got.lse.cpu().double(), want.lse, rtol=2e-6, atol=2e-6)
