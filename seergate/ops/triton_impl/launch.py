@@ -85,9 +85,9 @@ def select_warps(width: int) -> int:
     """Warps of `select_kernel` for this padded number of blocks.
 
     Its 32 sums are short and follow on each other. Within one warp they need no barrier: up to 512 blocks, 16 a
-    thread, one is enough. With 16 warps, registers would spill.
+    thread, one is enough.
     """
-    return max(1, min(8, width // 512))
+    return max(1, min(16, width // 512))
 
 
 TURN_COST = 0.1

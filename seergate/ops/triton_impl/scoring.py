@@ -16,7 +16,7 @@ from seergate.ops.triton_impl.launch import decode_splits, padded
 
 DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 CHUNK = 128
-"""Numbers of the query, and blocks, per turn of the loops."""
+"""Numbers of the query, and blocks, per turn of the loops; half as many where a gate is wider than 128."""
 
 THREADS = 256
 
@@ -125,6 +125,6 @@ def score(
         q, lengths.contiguous(), compressed, weight, norm_weight, inv_freq, scores,
         *q.stride(), *compressed.stride(), *weight.stride(), blocks, span, attention_scaling, width**-0.5,
         BLOCK_SIZE=block_size, GROUP=group, DIM=dim, WIDTH=width, HALF=half, PADDED_HALF=padded(half),
-        CHUNK=CHUNK, EPS=NORM_EPS, num_warps=THREADS // gpu.warp_size,
+        CHUNK=CHUNK // 2 if width > 128 else CHUNK, EPS=NORM_EPS, num_warps=THREADS // gpu.warp_size,
     )  # fmt: skip
     return scores
