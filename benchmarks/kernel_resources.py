@@ -4,7 +4,8 @@
     python benchmarks/kernel_resources.py --again    # everything
 
 The table has rows of several releases: CUDA builds of PyTorch 2.11 bring Triton 3.6.0, those of 2.13 bring 3.7.1, and
-3.9.0 is what may come with the next. With another one than is installed (``pip install --target DIR --no-deps triton==3.6.0``), put DIR first in PYTHONPATH.
+3.9.0 is what may come with the next. With another one than is installed (``pip install --target DIR --no-deps
+triton==3.6.0``), put DIR first in PYTHONPATH.
 
 For each: registers, spills, shared memory, instructions for tensor cores, 16-byte loads. Exits with 1 if a kernel has
 a fault; the tests hold the saved table to the same rules.

@@ -4,8 +4,12 @@ from __future__ import annotations
 
 import argparse
 import json
+from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
+
+import yaml
 
 from seergate.errors import SeergateError
 
@@ -13,7 +17,8 @@ HELP = (
     "a model's own answers, as data for seergate train",
     "Let a model answer the questions of a dataset, and write its answers as rows for `seergate train --data`. With\n"
     "--method gate they are decoded sparsely, so that gates learn from contexts to which their own choices have led.\n"
-    "The same command after an interruption makes what is missing. Answers that meet the limit are left out.",
+    "The same command after an interruption makes what is missing; FILE.yaml tells if it is the same. Answers that\n"
+    "meet the limit are left out.",
     [
         "seergate traces --model tiny-reasoner --prompts chain_sum --limit 100 --out traces.jsonl",
         "seergate traces --model Qwen3-8B --prompts open-r1/OpenR1-Math-220k --engine vllm --out own.jsonl",
@@ -54,6 +59,7 @@ def run(options: argparse.Namespace) -> int:
     """Check, load, let it answer."""
     from seergate.cli.models import gates_for, load_gates, load_model, model_path
     from seergate.cli.running import check_model
+    from seergate.distill.commits import data_commit
     from seergate.distill.config import load_train_config
     from seergate.distill.data import questions
     from seergate.eval import Limit, Problem, Sampling
@@ -72,7 +78,9 @@ def run(options: argparse.Namespace) -> int:
         engine_version()
         check_served(spec)
     data = {"data": options.prompts, "data_limit": options.limit, "max_length": options.max_length}
-    config = load_train_config(options.model, data)
+    ((config, _), *others) = load_train_config(options.model, data).sources
+    if others:
+        raise SeergateError(f"--prompts is {options.prompts!r}; it must be one source")
     path = model_path(options.model)
     gates = gates_for(options.model, options.gates) if spec.has_gates else None
     bank = None if gates is None else load_gates(gates)
@@ -80,7 +88,19 @@ def run(options: argparse.Namespace) -> int:
     check_model(path, [method], [] if bank is None else [bank])
     tokenizer, limit = load_tokenizer(path), Limit(total_tokens=config.max_length)
     made = _rows(options.out)
-    asked, unusable = questions(config)
+    made_with = {
+        "model": config.model,
+        "gates": gates,
+        "method": spec.describe(bank),
+        "temperature": options.temperature,
+        "seed": options.seed,
+        "prompts": config.data,
+        "revision": config.data_revision,
+    }
+    commit = _pin(options.out, bool(made), made_with, lambda: data_commit(config))
+    asked, unusable = questions(replace(config, data_revision=commit or config.data_revision))
+    if any(row in asked and turns[:-1] != asked[row] for row, turns in made.items()):
+        raise SeergateError(f"{options.out} has answers to other questions than {config.data} asks; name another file")
     prompts = {
         row: prompt_text(tokenizer, Problem(str(row), "", messages=tuple(turns)))
         for row, turns in asked.items()
@@ -123,8 +143,42 @@ def run(options: argparse.Namespace) -> int:
     return 0
 
 
-def _rows(path: Path) -> set[int]:
-    """The rows that a file has answers to. A line that a kill cut short is cut off.
+def _pin(path: Path, begun: bool, made_with: dict[str, Any], look_up: Callable[[], str | None]) -> str | None:
+    """Write down beside a file of rows how they are made, or compare with what stands there.
+
+    Args:
+        path: the rows.
+        begun: whether there are any.
+        made_with: of plain YAML types.
+        look_up: finds the commit of the prompts, at which later calls stay.
+
+    Returns:
+        The commit; ``None`` if they are not on the Hub.
+
+    Raises:
+        SeergateError: if the rows that are there were made otherwise.
+    """
+    from seergate.distill.config import read_yaml
+    from seergate.eval.store import flatten, write_text
+
+    beside = path.with_name(f"{path.name}.yaml")
+    if not begun:
+        commit = look_up()
+        write_text(beside, yaml.safe_dump(made_with | {"commit": commit}, sort_keys=False, allow_unicode=True))
+        return commit
+    found = read_yaml(beside)
+    before, now = flatten(found), flatten(made_with)
+    for name in {**now, **before}:
+        if name != "commit" and before.get(name) != now.get(name):
+            raise SeergateError(
+                f"{path} was made with {name}={before.get(name)!r} and this is {now.get(name)!r}; use the same, or "
+                "another --out"
+            )
+    return found.get("commit")
+
+
+def _rows(path: Path) -> dict[int, list[dict[str, str]]]:
+    """The rows that a file has, by their numbers: question and answer. A line that a kill cut short is cut off.
 
     Raises:
         SeergateError: if it holds anything else.
@@ -133,11 +187,11 @@ def _rows(path: Path) -> set[int]:
 
     if not path.exists():
         path.parent.mkdir(parents=True, exist_ok=True)
-        return set()
+        return {}
     try:
         whole, _, rest = path.read_text(encoding="utf-8").rpartition("\n")
         lines: list[Any] = [json.loads(line) for line in whole.split("\n") if line]
-        found = {int(line["row"]) for line in lines}
+        found = {int(line["row"]): line["messages"] for line in lines}
         if not _BEGINNING.startswith(rest[: len(_BEGINNING)]):
             raise ValueError
     except (KeyError, TypeError, ValueError) as error:

@@ -11,7 +11,7 @@ import os
 import re
 import shutil
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
@@ -21,12 +21,19 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from seergate.distill.commits import REVISIONS
+from seergate.distill.config import TrainConfig
 from seergate.distill.engines import MOMENTS, OptimizerState
 from seergate.distill.sources import COMMIT
 from seergate.durable import flush
 from seergate.errors import SeergateError
 
 FORMAT = 1
+UNSAID = {
+    **{item.name: list(x) if isinstance(x := item.default, tuple) else x for item in fields(TrainConfig)},
+    "loss_scale": 1.0,
+}
+"""What a run has that does not say so: options are as they were before there was a choice."""
+
 _NAME = re.compile(r"step-(\d{8})")
 _DRAFT = ".draft-"
 
@@ -151,10 +158,11 @@ def check_same_run(path: Path, found: Mapping[str, Any], wanted: Mapping[str, An
     for name in sorted(found.keys() | wanted.keys(), key=lambda name: (name.endswith("_fingerprint"), name)):
         if name in REVISIONS and not COMMIT.fullmatch(str(found.get(name))):
             continue  # the Hub did not say which commit it was: the fingerprint tells
-        if found.get(name) != wanted.get(name):
+        made_with, asked = (run.get(name, UNSAID.get(name)) for run in (found, wanted))
+        if made_with != asked:
             raise SeergateError(
-                f"{path} was made with {name}={found.get(name)!r} and this run has {wanted.get(name)!r}; use the "
-                "same, another output_dir, or --no-resume to start over"
+                f"{path} was made with {name}={made_with!r} and this run has {asked!r}; use the same, another "
+                "output_dir, or --no-resume to start over"
             )
 
 

@@ -13,7 +13,7 @@ import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import MISSING, asdict, dataclass, field, fields, replace
 from pathlib import Path
-from typing import Any, Literal, NoReturn, get_args, get_origin
+from typing import Any, Literal, NamedTuple, NoReturn, get_args, get_origin
 
 import yaml
 
@@ -31,8 +31,7 @@ CHAIN_SUM = "chain_sum"
 TRACKERS = ("tensorboard", "wandb", "trackio")
 """What can follow a run, by the names that Hugging Face's trainers have for them."""
 
-_SHARE = re.compile(r"(?P<name>[^@]+?)(@(?P<revision>[^@:]+))?:(?P<share>\d*\.?\d+)")
-"""A source of a mixture."""
+_SHARE = re.compile(r"\d*\.?\d+(e[+-]?\d+)?")
 
 _ORG_NAME = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+")
 
@@ -189,6 +188,25 @@ class RunOptions:
     )
 
 
+class _Share(NamedTuple):
+    """A source of a mixture."""
+
+    name: str
+    revision: str | None
+    share: float
+
+
+def _share(source: str) -> _Share | None:
+    """``NAME:SHARE``, or ``NAME@REVISION:SHARE`` on the Hub; ``None`` for a source without a share."""
+    place, _, share = source.rpartition(":")
+    if not place or not _SHARE.fullmatch(share):
+        return None
+    if place.startswith(("/", ".", "~")) or Path(place).exists():
+        return _Share(place, None, float(share))
+    name, _, revision = place.partition("@")
+    return _Share(name, revision or None, float(share))
+
+
 @dataclass(frozen=True, kw_only=True)
 class TrainConfig(RunOptions, RecipeOptions, DataOptions, GateOptions, ModelOptions):
     """One distillation run. The defaults are the paper's recipe (SeerAttention-R, section 4.1, and its launch script).
@@ -231,8 +249,8 @@ class TrainConfig(RunOptions, RecipeOptions, DataOptions, GateOptions, ModelOpti
         repo = self.push_to_hub
         self._must("push_to_hub", repo is None or bool(_ORG_NAME.fullmatch(repo)), "a Hub repository (org/name)")
         self._must("data", bool(self.data), "a Hub id, a local path or chain_sum")
-        shares = [float(found["share"]) if found else 0.0 for found in self._shares()]
-        names = [found["name"] for found in self._shares() if found]
+        shares = [found.share if found else 0.0 for found in self._shares()]
+        names = [found.name for found in self._shares() if found]
         mixed = all(shares) and len(set(names)) == len(names)
         one = not any(shares) and ("," not in self.data or Path(self.data).exists())
         self._must("data", one or mixed, "one source, or different ones with a positive share each (a:0.7 b:0.3)")
@@ -276,14 +294,14 @@ class TrainConfig(RunOptions, RecipeOptions, DataOptions, GateOptions, ModelOpti
         """Where the adapter, checkpoints and logs go."""
         return Path(self.output_dir) if self.output_dir else Path("runs") / f"{Path(self.model).name.lower()}-gates"
 
-    def _shares(self) -> list[re.Match[str] | None]:
-        return [_SHARE.fullmatch(source) for source in self.data.split(",")]
+    def _shares(self) -> list[_Share | None]:
+        return [_share(source) for source in self.data.split(",")]
 
     @property
     def sources(self) -> list[tuple[TrainConfig, float]]:
         """The run on each of the sources that `data` mixes, and the share of each; itself, if it mixes none."""
         return [
-            (replace(self, data=found["name"], data_revision=found["revision"]), float(found["share"]))
+            (replace(self, data=found.name, data_revision=found.revision), found.share)
             for found in self._shares()
             if found
         ] or [(self, 1.0)]

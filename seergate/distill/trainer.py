@@ -24,7 +24,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -63,7 +63,7 @@ from seergate.errors import SeergateError, first_line
 from seergate.gates import asking_nothing, save_adapter
 from seergate.hf.bank import GateBank
 from seergate.hf.loading import download_weights, load_tokenizer, skeleton
-from seergate.hf.teacher_forward import distill_steps
+from seergate.hf.teacher_forward import PUBLISHED_SCALE, distill_steps
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -117,7 +117,8 @@ def run_distillation(config: TrainConfig, callbacks: Iterable[Callback] = ()) ->
 def prepare_run(config: TrainConfig) -> DataReport:
     """What a run does before it needs a GPU: look up commits, download model and data, tokenise and pack.
 
-    The run itself then finds all of it, offline too, on every machine that shares the Hub's cache and ``token_cache``.
+    The run itself then finds all of it, offline too, on every machine that shares the Hub's cache, ``token_cache`` and
+    ``output_dir``. A run that has begun there goes on as before.
 
     Raises:
         SeergateError: see `run_distillation`.
@@ -126,6 +127,8 @@ def prepare_run(config: TrainConfig) -> DataReport:
     alone = World(rank=0, size=1, local_rank=0, device=torch.device("cpu"))
     run = _Run("", config, locate_model(config).model, alone, (), talks=False)
     run.check()
+    if config.resume:
+        run.check_checkpoint()
     run.gather()
     download_weights(run.model_path, run.config.revision)
     return run.data.report
@@ -336,13 +339,12 @@ class _Run:
         self.divided = world.from_main(self._divided)
         self.gather()
         config = self.config
+        with world.together():
+            if world.is_main:
+                config.save(self.dir / "train_config.yaml")
         if base is None:
             world.in_turn(lambda: download_weights(self.model_path, config.revision))
-        self.identity = {
-            **config.result_shaping(),
-            "model_fingerprint": self.model.fingerprint,
-            "data_fingerprint": self.data.fingerprint,
-        }
+        self.identity = {**self._shaping(), "data_fingerprint": self.data.fingerprint}
         with world.together():
             base = base or load_frozen(self.model_path, replace(config, shard_base=self.divided), world)
             torch.manual_seed(config.seed)
@@ -384,7 +386,6 @@ class _Run:
         with world.together():
             if world.is_main:
                 self.dir.mkdir(parents=True, exist_ok=True)
-                config.save(self.dir / "train_config.yaml")
                 (self.dir / "data.json").write_text(json.dumps(self.data.report.to_dict(), indent=1))
 
     def finish(self) -> None:
@@ -421,12 +422,19 @@ class _Run:
             f"the processes see different checkpoints in {root}; output_dir must be on a file system that all share",
         )
         with self.world.together():
-            if newest:
-                found = read_record(newest)["run"]
-                wanted = {**self.config.result_shaping(), "model_fingerprint": self.model.fingerprint}
-                # Whether the data changed is only known once it is prepared; `_resume` compares that too.
-                wanted["data_fingerprint"] = found.get("data_fingerprint")
-                check_same_run(newest, found, wanted)
+            self.check_checkpoint()
+
+    def check_checkpoint(self) -> None:
+        """Refuse a run that contradicts the newest checkpoint of its directory."""
+        if newest := newest_checkpoint(self.dir / "checkpoints"):
+            found = read_record(newest)["run"]
+            # Whether the data changed is only known once it is prepared; `_resume` compares that too.
+            check_same_run(newest, found, {**self._shaping(), "data_fingerprint": found.get("data_fingerprint")})
+
+    def _shaping(self) -> dict[str, Any]:
+        """What shapes the result beside the data."""
+        scale = {"loss_scale": PUBLISHED_SCALE} if self.config.reduction == "published" else {}
+        return {**self.config.result_shaping(), **scale, "model_fingerprint": self.model.fingerprint}
 
     def _resume(self) -> int:
         newest = newest_checkpoint(self.dir / "checkpoints")

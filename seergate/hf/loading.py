@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 _WEIGHTS, _INDEX = "model.safetensors", "model.safetensors.index.json"
+_OLD_WEIGHTS, _OLD_INDEX = "pytorch_model.bin", "pytorch_model.bin.index.json"
 
 
 def base_config(name: str | os.PathLike[str], **options: Any) -> Any:
@@ -77,22 +78,47 @@ def load_base(
 
 
 def download_weights(name: str, revision: str | None = None) -> None:
-    """Download the files that `load_base` will read, if they are on the Hub and it answers.
+    """Download the files that `load_base` will read, unless they are here. Then the Hub is not asked.
 
     Raises:
-        SeergateError: if it does not give them.
+        SeergateError: if they are not here and the Hub does not give them.
     """
-    if not is_hub_id(name) or not hub_answers():
+    if not is_hub_id(name) or _weights_here(name, revision):
         return
     from huggingface_hub import HfApi, hf_hub_download, snapshot_download
 
+    why = "the Hub could not be asked"
     with hub_errors(f"the weights of {name} could not be downloaded"):
-        files = HfApi().list_repo_files(name, revision=revision)
-        wanted = [_WEIGHTS] if _WEIGHTS in files else ["pytorch_model*"]
-        if _WEIGHTS not in files and _INDEX in files:  # how shards are named differs between models
-            index = json.loads(Path(hf_hub_download(name, _INDEX, revision=revision)).read_text(encoding="utf-8"))
-            wanted = sorted(set(index["weight_map"].values()))
-        snapshot_download(name, revision=revision, allow_patterns=wanted)
+        if hub_answers():
+            why = "the repository has none"
+            files = HfApi().list_repo_files(name, revision=revision)
+            wanted = [_WEIGHTS] if _WEIGHTS in files else ["pytorch_model*"]
+            if _WEIGHTS not in files and _INDEX in files:
+                wanted = _shards(hf_hub_download(name, _INDEX, revision=revision))
+            snapshot_download(name, revision=revision, allow_patterns=wanted)
+    if not _weights_here(name, revision):
+        raise SeergateError(f"the weights of {name} could not be downloaded: {why}")
+
+
+def _weights_here(name: str, revision: str | None) -> bool:
+    """Whether all files of a model's weights were downloaded."""
+    from huggingface_hub import try_to_load_from_cache
+
+    def found(file: str) -> str | None:
+        path = try_to_load_from_cache(name, file, revision=revision)
+        return path if isinstance(path, str) else None  # it also knows what a repository does not have
+
+    for whole, index in ((_WEIGHTS, _INDEX), (_OLD_WEIGHTS, _OLD_INDEX)):
+        if found(whole):
+            return True
+        if listed := found(index):
+            return all(map(found, _shards(listed)))
+    return False
+
+
+def _shards(index: str) -> list[str]:
+    """The files that an index names: how shards are called differs between models."""
+    return sorted(set(json.loads(Path(index).read_text(encoding="utf-8"))["weight_map"].values()))
 
 
 def load_tokenizer(name: str | os.PathLike[str], **options: Any) -> PreTrainedTokenizerBase:

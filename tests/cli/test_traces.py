@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import json
+from functools import partial
 from pathlib import Path
 
 import pytest
 
+from seergate import SeergateError
+from seergate.cli.traces import _pin
 from tests.running import run_seergate
 
 PROMPTS = [
@@ -45,6 +48,18 @@ def test_the_tiny_reasoner_answers_and_what_is_missing_is_made(tmp_path: Path, m
     again = run_seergate(*command)
     assert again.returncode == 0 and "1 questions, 1 answered already" in again.stdout, again.stderr
     assert rows(out) == made
+    for change, difference in (
+        (["--seed", "1"], "seed=0 and this is 1"),
+        (["--temperature", "0.5"], "temperature=None and this is 0.5"),
+        (["--method", "quest", "--budget", "64"], "method.name="),
+        (["--prompts", "other.jsonl"], "prompts='chain_sum' and this is 'other.jsonl'"),
+    ):
+        refused = run_seergate(*command, *change)
+        assert refused.returncode == 2 and difference in refused.stderr, refused.stderr
+    out.write_text(out.read_text().replace('"role": "user", "content": "', '"role": "user", "content": "not ', 1))
+    refused = run_seergate(*command)
+    assert refused.returncode == 2 and "has answers to other questions than chain_sum asks" in refused.stderr
+    out.write_text("".join(json.dumps(row) + "\n" for row in made))
     if method == "dense":
         options = [
             "--data",
@@ -65,6 +80,21 @@ def test_what_asks_nothing_is_counted_and_what_does_not_end_is_left_out(asked: l
     assert "3 questions, 0 answered already; 1 malformed (no question)" in done.stdout
     kept = rows(out) if out.exists() else []
     assert f"{len(kept)} answers in {out}; {3 - len(kept)} met the limit of 24 tokens" in done.stdout
+
+
+def test_the_prompts_stay_at_the_commit_that_they_began_with(tmp_path: Path) -> None:
+    out, made_with = tmp_path / "traces.jsonl", {"prompts": "org/rows", "method": {"name": "dense"}}
+    commits = iter("ab")
+    begin = partial(_pin, out, made_with=made_with, look_up=lambda: next(commits))
+    assert [begin(False), begin(True), begin(True)] == ["a", "a", "a"]
+    with pytest.raises(SeergateError, match=r"made with method\.name='dense' and this is 'gate'"):
+        _pin(out, True, made_with | {"method": {"name": "gate"}}, lambda: None)
+    assert begin(False) == "b"  # no row had been made
+
+
+def test_prompts_are_one_source(tmp_path: Path) -> None:
+    done = run_seergate("traces", "--prompts", "chain_sum:1,b.jsonl:1", "--out", str(tmp_path / "traces.jsonl"))
+    assert done.returncode == 2 and "--prompts is 'chain_sum:1,b.jsonl:1'; it must be one source" in done.stderr
 
 
 @pytest.mark.parametrize("text", ["mine", "mine\n", '{"text": "a row"}\n'])

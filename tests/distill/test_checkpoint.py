@@ -99,6 +99,17 @@ def test_starting_over_removes_everything(tmp_path: Path) -> None:
     assert names(tmp_path) == []
 
 
+def test_what_a_checkpoint_does_not_say_is_as_it_was_before_there_was_a_choice(tmp_path: Path) -> None:
+    found = {"reduction": "published", "learning_rate": 1e-3}
+    check_same_run(
+        tmp_path, found, found | {"scorer": "attn_gate", "target": "max", "k_pooling": ["max", "min", "avg"]}
+    )
+    with pytest.raises(SeergateError, match="made with scorer='attn_gate' and this run has 'msa'"):
+        check_same_run(tmp_path, found, found | {"scorer": "msa"})
+    with pytest.raises(SeergateError, match=r"made with loss_scale=1\.0 and this run has 10\.0"):
+        check_same_run(tmp_path, found, found | {"loss_scale": 10.0})
+
+
 def test_a_revision_is_named_before_the_fingerprint_that_it_changes(tmp_path: Path) -> None:
     a, b, c = (digit * 40 for digit in "abc")
     found = {"revision": a, "model_fingerprint": a, "data_revision": None, "data_fingerprint": "d"}

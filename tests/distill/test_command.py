@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import shutil
 from dataclasses import replace
 from pathlib import Path
@@ -65,6 +66,7 @@ def test_what_all_have_found_together_is_told_by_the_main_process(rank, capsys):
     [
         pytest.param("config.json", "[rank 1] the base model model could not be loaded", marks=pytest.mark.soak),
         ("model.safetensors", "error: the processes see different weights"),
+        pytest.param("rows.jsonl", "error: the processes see different data", marks=pytest.mark.soak),
     ],
 )
 def test_what_fails_on_the_second_machine_only_is_told_by_the_main_process(
@@ -77,10 +79,11 @@ def test_what_fails_on_the_second_machine_only_is_told_by_the_main_process(
     places = tmp_path / "first", tmp_path / "second"
     for place in places:
         shutil.copytree(model_dir, place / "model")
+        (place / "model" / "rows.jsonl").write_text(json.dumps({"text": "some text to learn from " * 20}))
     file = places[1] / "model" / broken
-    file.write_bytes(file.read_bytes()[:-1])
+    file.write_bytes(file.read_bytes()[:-1] if broken != "rows.jsonl" else file.read_bytes().replace(b"some", b"more"))
     options = tmp_path / "run.yaml"
-    replace(config, model="model", max_steps=2).save(options)
+    replace(config, model="model", data="model/rows.jsonl", token_cache="tokens", max_steps=2).save(options)
     main, other = pair(
         [str(ROOT / "train.py"), "--model", "model", "--config", str(options)], places=places, machines=2
     )

@@ -51,7 +51,7 @@ def test_an_unknown_option_gets_a_suggestion() -> None:
         load_train_config("qwen3-8b", {"blocksize": 32})
 
 
-def test_several_sources_are_a_mixture(tmp_path: Path) -> None:
+def test_several_sources_are_a_mixture(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     options = vars(train_parser(None, "", ()).parse_args(["--data", "org/a:0.7", "b.jsonl:0.3", "--seed", "1"]))
     config = resolve(options)
     assert config.data == "org/a:0.7,b.jsonl:0.3" and config.seed == 1
@@ -61,6 +61,19 @@ def test_several_sources_are_a_mixture(tmp_path: Path) -> None:
     for one in (str(tmp_path / "a, b.jsonl"), "org/a"):
         config = load_train_config("tiny-reasoner", {"data": one})
         assert config.sources == [(config, 1.0)]
+    here = tmp_path / "me@host" / "x.jsonl"
+    here.parent.mkdir()
+    here.touch()
+    monkeypatch.chdir(tmp_path)
+    for place in (str(here), "./me@host/x.jsonl", "me@host/x.jsonl", "~/me@host/x.jsonl", "/data/me@host/x.jsonl"):
+        config = load_train_config("tiny-reasoner", {"data": [f"{place}:1e-5", "org/a@refs/pr/1:2"]})
+        assert [(one.data, one.data_revision, share) for one, share in config.sources] == [
+            (place, None, 1e-5), ("org/a", "refs/pr/1", 2.0)
+        ]  # fmt: skip
+        at = config.with_data_revisions([None, "c"])
+        assert [(one.data, one.data_revision, share) for one, share in at.sources] == [
+            (place, None, 1e-5), ("org/a", "c", 2.0)
+        ]  # fmt: skip
     for wrong in ("org/a:0.7,org/b", "org/a:0,org/b:1", "a.jsonl,b.jsonl", "org/a:0.5,org/a@v1:0.5"):
         with pytest.raises(
             ValueError, match="data is .*; it must be one source, or different ones with a positive sh"

@@ -26,7 +26,7 @@ from seergate.distill.checkpoint import newest_checkpoint, read_record
 from seergate.distill.config import read_yaml
 from seergate.distill.engines import deepspeed_config
 from seergate.distill.sources import open_source
-from seergate.distill.trainer import NON_FINITE_LIMIT, Stopped, scheduled_rate
+from seergate.distill.trainer import NON_FINITE_LIMIT, Stopped, prepare_run, scheduled_rate
 from seergate.errors import SeergateError
 from seergate.hf import teacher_forward
 from seergate.hf.bank import GateBank
@@ -405,18 +405,37 @@ def test_a_bfloat16_model_gets_gates_trained_in_float32_and_saved_in_bfloat16(co
     assert heard.steps[-1].kl < heard.steps[0].kl
 
 
-def test_the_weighting_changes_the_loss_and_not_what_is_reported(config: TrainConfig, model_dir: Path) -> None:
-    before = load_file(model_dir / "model.safetensors")
+def test_the_weighting_changes_the_loss_and_not_what_is_reported(
+    config: TrainConfig, model_dir: Path, tmp_path: Path
+) -> None:
+    """A pack of one sample, of which all is known: what its rows say is summed and divided by other numbers."""
+    before, file = load_file(model_dir / "model.safetensors"), tmp_path / "rows.jsonl"
+    file.write_text(json.dumps({"text": "some text to learn from " * 20}) + "\n")
+    config = replace(
+        config, data=str(file), max_length=200, row_start=0.0, packs_per_step=1, max_steps=1, eval_packs=0
+    )
     logs = []
     for reduction in ("row_mean", "published"):
         heard = Recorder()
         out = str(config.run_dir) + reduction
-        run_distillation(replace(config, max_steps=1, eval_packs=0, reduction=reduction, output_dir=out), [heard])
+        run_distillation(replace(config, reduction=reduction, output_dir=out), [heard])
         logs.append(heard.steps[0])
     mean, published = logs
-    assert mean.loss == pytest.approx(mean.kl, rel=1e-5)
-    assert published.kl_per_layer == mean.kl_per_layer and published.loss != mean.loss
+    assert mean.tokens == 200 and published.kl_per_layer == mean.kl_per_layer
+    assert mean.loss == pytest.approx(sum(mean.kl_per_layer) / 2, rel=1e-5)
+    rows, blocks = 200 - 16, 13  # with a past block; begun
+    assert published.loss == pytest.approx(10 * sum(mean.kl_per_layer) * rows / (200 * blocks), rel=1e-5)
     assert_identical(load_file(model_dir / "model.safetensors"), before)  # only gates are trained
+
+
+def test_preparing_leaves_a_run_that_has_begun_as_it_is(config: TrainConfig) -> None:
+    run = run_distillation(replace(config, max_steps=1))
+    before = {path: path.read_text() for path in run.glob("*.[jy][sa]*")}
+    assert {path.name for path in before} >= {"train_config.yaml", "data.json", "commits.json"}
+    prepare_run(replace(config, max_steps=1, save_steps=1))
+    with pytest.raises(SeergateError, match="was made with data_limit="):
+        prepare_run(replace(config, max_steps=1, learning_rate=2e-2, data_limit=70))
+    assert {path: path.read_text() for path in before} == before
 
 
 def test_schedule() -> None:

@@ -12,6 +12,8 @@ import yaml
 import seergate
 from seergate import GateBank, GateConfig, SeergateError
 from seergate.cli.main import main
+from seergate.distill import load_train_config
+from seergate.distill.trainer import prepare_run
 from seergate.gates import asking_nothing, hub_answers
 from seergate.hf.loading import base_config, download_weights, load_base, load_tokenizer
 from tests.distill.conftest import PLAIN, byte_tokenizer
@@ -295,6 +297,26 @@ def test_shards_are_found_by_the_index_however_they_are_named(hub, tmp_path):
     hub.hold("org/shards", held | {"consolidated.safetensors": File(b"of no use", lfs=True)})
     download_weights("org/shards")
     assert sorted(path.name for path in (tmp_path / "cache").rglob("*.safetensors")) == shards
+    before = len(hub.requests)
+    download_weights("org/shards")
+    assert len(hub.requests) == before, "all of it is here"
+    next((tmp_path / "cache").rglob(shards[0])).unlink()
+    with asking_nothing(), pytest.raises(SeergateError, match="org/shards could not be downloaded: the Hub could not"):
+        download_weights("org/shards")
+
+
+def test_a_run_is_not_prepared_without_weights(hub, tmp_path):
+    tiny_model("qwen3").save_pretrained(tmp_path / "model")
+    byte_tokenizer(PLAIN).save_pretrained(tmp_path / "model")
+    files = [file for file in (tmp_path / "model").iterdir() if file.suffix != ".safetensors"]
+    hub.hold("org/weightless", {file.name: File(file.read_bytes()) for file in files})
+    options = {"data": "chain_sum", "data_limit": 2, "chain_sum_variables": (5, 5), "max_length": 128}
+    places = {"output_dir": str(tmp_path / "run"), "token_cache": str(tmp_path / "tokens")}
+    config = load_train_config("org/weightless", options | places | {"block_size": 8, "gate_dim": 16})
+    with pytest.raises(
+        SeergateError, match="weights of org/weightless could not be downloaded: the repository has none"
+    ):
+        prepare_run(config)
 
 
 def test_a_model_is_asked_for_once_and_in_the_cache_not_at_all(hub, bank, tmp_path, monkeypatch):

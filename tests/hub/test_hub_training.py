@@ -59,10 +59,12 @@ def others_commit(hub: Hub, model_dir: Path, tmp_path: Path) -> None:  # noqa: F
 
 
 def train(hub: Hub, tmp_path: Path, *more: str) -> subprocess.CompletedProcess[str]:
+    return run(hub, tmp_path, "train.py", *options(tmp_path), *more)
+
+
+def options(tmp_path: Path) -> list[str]:
     places = ["--output-dir", str(tmp_path / "run"), "--token-cache", str(tmp_path / "tokens")]
-    return run(
-        hub, tmp_path, "train.py", "--model", "org/base", "--data", "org/rows", *OPTIONS.split(), *places, *more
-    )
+    return ["--model", "org/base", "--data", "org/rows", *OPTIONS.split(), *places]
 
 
 def interrupted(run_dir: Path) -> dict[str, torch.Tensor]:
@@ -119,13 +121,24 @@ def test_all_processes_read_the_same_commit(hub, model_dir, tmp_path, monkeypatc
 
     monkeypatch.setattr(Hub, "info", pushed_to)
     began = data.refs["main"]
-    places = ["--output-dir", str(tmp_path / "run"), "--token-cache", str(tmp_path / "tokens")]
     env = {"HF_ENDPOINT": hub.url, "HF_HOME": str(tmp_path / "home"), "HF_HUB_DISABLE_XET": "1"}
     env |= dict.fromkeys(("HF_HUB_OFFLINE", "HF_DATASETS_OFFLINE", "TRANSFORMERS_OFFLINE"), "0")
-    options = ["--model", "org/base", "--data", "org/rows", *OPTIONS.split(), "--packs-per-step", "2"]
-    done = pair(["train.py", *options, *places], env=env)
+    done = pair(["train.py", *options(tmp_path), "--packs-per-step", "2"], env=env)
     assert [one.returncode for one in done] == [0, 0], done[0].stderr[-3000:]
     assert len(data.commits) == 2, "one process asks"
     assert len(hub.seen("HEAD", "^/$")) == 1, "whether the Hub is there"
     newest = newest_checkpoint(tmp_path / "run" / "checkpoints")
     assert newest is not None and read_record(newest)["run"]["data_revision"] == began
+
+
+@pytest.mark.soak
+@pytest.mark.timeout(900)  # processes that import everything
+def test_what_is_prepared_trains_without_the_hub_in_two_processes(hub, tmp_path):
+    prepared = run(hub, tmp_path, "-m", "seergate", "prepare", *options(tmp_path))
+    assert prepared.returncode == 0 and "samples of 30 rows" in prepared.stdout, prepared.stderr[-3000:]
+    before = len(hub.requests)
+    env = {"HF_ENDPOINT": hub.url, "HF_HOME": str(tmp_path / "home")}
+    env |= dict.fromkeys(("HF_HUB_OFFLINE", "HF_DATASETS_OFFLINE", "TRANSFORMERS_OFFLINE"), "1")
+    done = pair(["train.py", *options(tmp_path), "--packs-per-step", "2"], env=env)
+    assert [one.returncode for one in done] == [0, 0], done[0].stderr[-3000:]
+    assert weights(tmp_path / "run") and len(hub.requests) == before
