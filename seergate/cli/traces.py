@@ -106,9 +106,12 @@ def run(options: argparse.Namespace) -> int:
         for row, turns in asked.items()
         if row not in made
     }
-    lengths = {row: len(encode(tokenizer, text)) for row, text in prompts.items()}
-    fitting = sorted((row for row in prompts if lengths[row] < config.max_length), key=lambda row: -lengths[row])
-    requests = [Request(row, prompts[row], sample_seed(options.seed, str(row), 0)) for row in fitting]
+    encoded = [
+        Request(row, text, tuple(encode(tokenizer, text)), sample_seed(options.seed, str(row), 0))
+        for row, text in prompts.items()
+    ]
+    fitting = [request for request in encoded if len(request.ids) < config.max_length]
+    requests = sorted(fitting, key=lambda request: -len(request.ids))
     notes = [
         f"{count:,} {what}"
         for what, count in (*unusable.items(), ("too long to be answered", len(prompts) - len(fitting)))
@@ -121,7 +124,7 @@ def run(options: argparse.Namespace) -> int:
     if requests:
         model = load_model(path, options.dtype, options.device)
         chosen = Sampling.of_model(model) if options.temperature is None else Sampling(options.temperature)
-        job = Job(spec, options.batch_size, requests[0].prompt, config.max_length, limit, chosen)
+        job = Job(spec, options.batch_size, requests[0].ids, config.max_length, limit, chosen)
         with options.out.open("a", encoding="utf-8") as file:
 
             def take(done: Generation) -> None:

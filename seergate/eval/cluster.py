@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from seergate.errors import SeergateError, how_to_install
-from seergate.eval.engine import Engine, Generation, Limit, Request, encode, sample_bytes
+from seergate.eval.engine import Engine, Generation, Limit, Request, sample_bytes
 from seergate.eval.memory import estimated_batch
 from seergate.eval.sampling import Sampling
 from seergate.eval.settings import MethodSpec
@@ -43,14 +43,14 @@ class Job:
     Attributes:
         spec: the method.
         batch_size: samples that an actor makes together; as many as fit into its memory if ``None``.
-        prompt: the longest one, for that.
+        prompt: tokens of the longest one, for that.
         longest: tokens of the longest sample, prompt included, likewise.
         limit, sampling: of the samples.
     """
 
     spec: MethodSpec
     batch_size: int | None
-    prompt: str
+    prompt: tuple[int, ...]
     longest: int
     limit: Limit
     sampling: Sampling
@@ -66,7 +66,7 @@ class Job:
         """What makes the samples, in one of several processes that share a device's memory."""
         batch_size = self.batch_size
         if batch_size is None:
-            each = sample_bytes(model, encode(tokenizer, self.prompt), self.longest)
+            each = sample_bytes(model, self.prompt, self.longest)
             batch_size = estimated_batch(model.device, each, sharing)
         return Engine(
             model,

@@ -46,11 +46,13 @@ class Request:
     Attributes:
         key: whatever identifies it to the caller.
         prompt: text, special tokens included.
+        ids: its tokens.
         seed: of its own random numbers.
     """
 
     key: Any
     prompt: str
+    ids: tuple[int, ...]
     seed: int = 0
 
 
@@ -250,8 +252,8 @@ def sample_bytes(model: PreTrainedModel, prompt: Sequence[int], longest: int) ->
 class _Row(SampledRow):
     """A sample in the making."""
 
-    def __init__(self, request: Request, prompt: list[int], limit: int) -> None:
-        super().__init__(prompt, request.seed)
+    def __init__(self, request: Request, limit: int) -> None:
+        super().__init__(list(request.ids), request.seed)
         self.request, self.limit, self.seconds = request, limit, 0.0
 
     @property
@@ -304,8 +306,7 @@ class Engine:
         """Generate all samples.
 
         Raises:
-            SeergateError: if a prompt is empty or leaves no room for an answer, or not even one sample fits into
-                memory.
+            SeergateError: if not even one sample fits into memory.
         """
         source = iter(requests)
         self.again.clear()
@@ -345,10 +346,12 @@ class Engine:
         """The rows that there is room for, those that were interrupted first."""
         rows: list[_Row] = []
         while self.batch.joinable and len(self.rows) + len(rows) < self.batch_size:
-            row = self.again.popleft() if self.again else self._next(source)
-            if row is None:
+            if self.again:
+                rows.append(self.again.popleft())
+            elif (request := next(source, None)) is not None:
+                rows.append(_Row(request, self.limit.of(len(request.ids))))
+            else:
                 break
-            rows.append(row)
         return rows
 
     def _back_off(self, together: int) -> None:
@@ -358,7 +361,7 @@ class Engine:
             raise SeergateError(f"not even one sample fits into memory, which ran out at {tokens} tokens")
         self.batch_size = max(1, together // 2)
         rows, count = self.rows, self._kept_on()
-        self.again.extendleft(_Row(row.request, row.prompt, row.limit) for row in reversed(rows[count:]))
+        self.again.extendleft(_Row(row.request, row.limit) for row in reversed(rows[count:]))
         self.rows = rows[:count]
 
     def _kept_on(self) -> int:
@@ -384,18 +387,6 @@ class Engine:
             self.stats.keep_rows(list(range(count)))
         self._release()
         return count
-
-    def _next(self, source: Iterator[Request]) -> _Row | None:
-        request = next(source, None)
-        if request is None:
-            return None
-        prompt = encode(self.tokenizer, request.prompt)
-        limit = self.limit.of(len(prompt))
-        if limit < 1:
-            raise SeergateError(
-                f"a prompt has {len(prompt)} tokens, which leaves no room for an answer ({self.limit})"
-            )
-        return _Row(request, prompt, limit)
 
     def _start_anew(self) -> int:
         """Drop all rows: none is left."""

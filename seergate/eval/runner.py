@@ -200,15 +200,14 @@ def evaluate(
                         sink.take_kept([kept[key] for key in missing if key in kept])
                         if unmade:
                             requests = _requests(tokenizer, unmade, limit, options.seed)
-                            longest = max(len(ids) + limit.of(len(ids)) for _, ids in requests)
-                            asked = [request for request, _ in requests]
-                            job = Job(spec, options.batch_size, asked[0].prompt, longest, limit, sampling)
+                            longest = max(len(each.ids) + limit.of(len(each.ids)) for each in requests)
+                            job = Job(spec, options.batch_size, requests[0].ids, longest, limit, sampling)
                             if cluster is not None:
-                                cluster.generate(job, fingerprint(model), asked, sink.take)
+                                cluster.generate(job, fingerprint(model), requests, sink.take)
                             elif options.engine == "vllm":
-                                generate_by_vllm(model, tokenizer, asked, job, bank, options.gates_name, sink.take)
+                                generate_by_vllm(model, tokenizer, requests, job, bank, options.gates_name, sink.take)
                             else:
-                                job.engine(model, tokenizer, sink.take, handle).run(asked)
+                                job.engine(model, tokenizer, sink.take, handle).run(requests)
                 if unmeasured:
                     reference = reference or Reference(spec.label, _in_order(out_dir))
                     proxies = measure_proxies(model, tokenizer, handle, reference.samples)
@@ -239,17 +238,17 @@ def _in_order(out_dir: Path) -> list[dict[str, Any]]:
 
 def encoded_prompts(
     tokenizer: PreTrainedTokenizerBase, problems: Iterable[Problem], limit: Limit
-) -> dict[str, tuple[str, list[int]]]:
+) -> dict[str, tuple[str, tuple[int, ...]]]:
     """Problem id -> what is put to the model, as text and as tokens.
 
     Raises:
         SeergateError: if a prompt leaves no room for an answer.
     """
-    encoded: dict[str, tuple[str, list[int]]] = {}
+    encoded: dict[str, tuple[str, tuple[int, ...]]] = {}
     for problem in problems:
         if problem.problem_id not in encoded:
             text = prompt_text(tokenizer, problem)
-            ids = encode(tokenizer, text)
+            ids = tuple(encode(tokenizer, text))
             if limit.of(len(ids)) < 1:
                 raise SeergateError(
                     f"the prompt of problem {problem.problem_id} has {len(ids)} tokens, which leaves no room for an "
@@ -261,15 +260,15 @@ def encoded_prompts(
 
 def _requests(
     tokenizer: PreTrainedTokenizerBase, missing: dict[store.Key, Problem], limit: Limit, seed: int
-) -> list[tuple[Request, list[int]]]:
-    """What is to be generated, with its tokens, longest prompts first: what needs most memory shows at once.
+) -> list[Request]:
+    """What is to be generated, longest prompts first: what needs most memory shows at once.
 
     Raises:
         SeergateError: if a prompt leaves no room for an answer.
     """
     encoded = encoded_prompts(tokenizer, missing.values(), limit)
-    requests = []
-    for key, problem in missing.items():
-        text, ids = encoded[problem.problem_id]
-        requests.append((Request(key, text, sample_seed(seed, problem.problem_id, key[2])), ids))
-    return sorted(requests, key=lambda pair: -len(pair[1]))
+    requests = [
+        Request(key, *encoded[problem.problem_id], sample_seed(seed, problem.problem_id, key[2]))
+        for key, problem in missing.items()
+    ]
+    return sorted(requests, key=lambda request: -len(request.ids))

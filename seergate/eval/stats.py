@@ -5,6 +5,8 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from importlib import import_module
+from typing import Any
 
 import numpy as np
 
@@ -60,11 +62,14 @@ def t95(freedom: float) -> float:
     Raises:
         SeergateError: if SciPy is not installed.
     """
+    return float(_scipy("special").stdtrit(freedom, 0.975))
+
+
+def _scipy(part: str) -> Any:
     try:
-        from scipy.special import stdtrit
+        return import_module(f"scipy.{part}")
     except ImportError:
-        raise SeergateError(f"intervals need scipy; {how_to_install('eval')}") from None
-    return float(stdtrit(freedom, 0.975))
+        raise SeergateError(f"intervals and correlations need scipy; {how_to_install('eval')}") from None
 
 
 def clustered(outcomes: Mapping[str, Sequence[float]]) -> Estimate:
@@ -132,11 +137,7 @@ def correlation(xs: Sequence[float], ys: Sequence[float]) -> float:
     """Spearman's rank correlation; ties share their mean rank. ``nan`` if one side does not vary."""
     if len(set(xs)) == 1 or len(set(ys)) == 1:
         return math.nan
-    try:
-        from scipy.stats import spearmanr
-    except ImportError:
-        raise SeergateError(f"rank correlations need scipy; {how_to_install('eval')}") from None
-    return float(spearmanr(xs, ys).statistic)
+    return float(_scipy("stats").spearmanr(xs, ys).statistic)
 
 
 def mean_and_error(values: Sequence[float]) -> Estimate:

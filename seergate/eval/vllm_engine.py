@@ -11,7 +11,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from seergate.errors import SeergateError
 from seergate.eval.cluster import Job
-from seergate.eval.engine import Generation, Request, encode, end_ids
+from seergate.eval.engine import Generation, Request, end_ids
 from seergate.eval.settings import MethodSpec
 from seergate.gates.bank import Gates
 from seergate.methods import Dense
@@ -84,8 +84,7 @@ def generate_by_vllm(
     try:
         engine, seconds = llm.llm_engine, dict.fromkeys(map(str, range(len(requests))), 0.0)
         for number, request in enumerate(requests):
-            ids = encode(tokenizer, request.prompt)
-            engine.add_request(str(number), {"prompt_token_ids": ids}, _parameters(job, request, len(ids), ends))
+            engine.add_request(str(number), {"prompt_token_ids": list(request.ids)}, _parameters(job, request, ends))
         while engine.has_unfinished_requests():
             began = time.perf_counter()
             outputs = engine.step()
@@ -122,13 +121,13 @@ def additional_config(spec: MethodSpec, gates: str) -> dict[str, Any]:
     return {"seergate": {"method": spec.name, **settings, **({"gates": gates} if spec.has_gates else {})}}
 
 
-def _parameters(job: Job, request: Request, prompt_tokens: int, ends: list[int]) -> Any:
+def _parameters(job: Job, request: Request, ends: list[int]) -> Any:
     from vllm import SamplingParams
 
     return SamplingParams(
         **asdict(job.sampling),
         seed=request.seed,
-        max_tokens=job.limit.of(prompt_tokens),
+        max_tokens=job.limit.of(len(request.ids)),
         stop_token_ids=ends,
         detokenize=False,
     )

@@ -129,9 +129,9 @@ def test_running_out_of_memory_when_rows_are_dropped_makes_none_of_them_again(mo
         keep(batch, rows)
 
     class Limited(engine._Row):
-        def __init__(self, request, prompt, limit):
+        def __init__(self, request, limit):
             began.append(request.key)
-            super().__init__(request, prompt, min(limit, limits[request.key]))
+            super().__init__(request, min(limit, limits[request.key]))
 
     monkeypatch.setattr(Batch, "keep", full)
     monkeypatch.setattr(engine, "_Row", Limited)
