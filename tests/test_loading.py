@@ -76,3 +76,15 @@ def test_load_takes_every_decode_option(tmp_path):
     ):
         with pytest.raises(ValueError, match=message):
             seergate.load(tmp_path / "gates", **options)
+
+
+def test_gates_of_a_model_whose_rope_was_stretched(tmp_path):
+    """They are loaded with the option that stretches it, and refused without."""
+    tiny_model("qwen3").save_pretrained(tmp_path / "base")
+    yarn = {"rope_type": "yarn", "factor": 4.0, "rope_theta": 10000.0, "original_max_position_embeddings": 1024}
+    bank = GateBank.for_model(load_base(tmp_path / "base", rope_parameters=yarn), GateConfig(8, 16))
+    bank.save_pretrained(tmp_path / "gates")
+    model = seergate.load(tmp_path / "gates", token_budget=64, rope_parameters=yarn)
+    assert model.config.rope_parameters["rope_type"] == "yarn"
+    with pytest.raises(SeergateError, match="these gates are for another model"):
+        seergate.load(tmp_path / "gates", token_budget=64)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from dataclasses import fields
+from dataclasses import fields, replace
 from typing import TYPE_CHECKING, Any
 
 from seergate.config import Correction, DecodeConfig
@@ -91,7 +91,11 @@ def load(
 
 def check_base(name: str | os.PathLike[str], bank: GateBank, **options: Any) -> None:
     """Compare the gates with the base model's configuration, before its weights are read."""
-    problems = bank.geometry.mismatches(gate_geometry(skeleton(base_config(name, **options)), bank.config))
+    needed = bank.geometry
+    found = gate_geometry(skeleton(base_config(name, **options)), bank.config)
+    # Frequencies are compared when the gates are attached: an option of `load` may stretch the model's RoPE.
+    found = replace(found, inv_freq=needed.inv_freq, attention_scaling=needed.attention_scaling)
+    problems = needed.mismatches(found)
     if problems:
         raise SeergateError(f"these gates are for another model than {name}: {'; '.join(problems)}")
 
