@@ -303,7 +303,7 @@ class Engine:
         self._start_anew()
 
     def run(self, requests: Iterable[Request]) -> None:
-        """Generate all samples.
+        """Generate all samples. Requests are taken one by one, as there is room.
 
         Raises:
             SeergateError: if not even one sample fits into memory.

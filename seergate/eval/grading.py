@@ -135,6 +135,7 @@ def grade(grader: str, completion: str, gold: str, equivalent: Equivalence) -> G
     """Grade one completion.
 
     Args:
+        grader: a key of `GRADERS`.
         gold: the right answer; where it is empty (a problem that is graded elsewhere), nothing is right.
         equivalent: decides on mathematical equivalence, for the grader that asks.
     """
@@ -160,7 +161,9 @@ def check_grader(name: str) -> Callable[[str, str, Equivalence], Grade]:
 
 
 def check_gold(name: str, gold: str) -> None:
-    """Refuse a gold answer that no answer can equal. An empty one is accepted where text is compared.
+    """Refuse a gold answer that no answer can equal under the grader of that name.
+
+    An empty one is accepted where text is compared.
 
     Raises:
         SeergateError: saying what it must be.

@@ -57,7 +57,7 @@ class Difference(Estimate):
 
 
 def t95(freedom: float) -> float:
-    """The value that a variable with Student's t distribution exceeds, on either side, in 5 % of cases.
+    """The value that Student's t of so many degrees of freedom exceeds, on either side, in 5 % of cases.
 
     Raises:
         SeergateError: if SciPy is not installed.

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from dataclasses import fields, replace
+from dataclasses import fields
 from typing import TYPE_CHECKING, Any
 
 from seergate.config import Correction, DecodeConfig
@@ -83,19 +83,16 @@ def load(
     method = Gate.from_config(bank, config or bank.decode_config(**given))
     base, pinned = _base_of(bank, gates, base_model)
     check_decode_options(options, {*MODEL_OPTIONS, *base_config(base, revision=pinned, **hub).to_dict()})
-    check_base(base, bank, revision=pinned, **hub)
+    of_config = {name: value for name, value in options.items() if name not in MODEL_OPTIONS}
+    check_base(base, bank, revision=pinned, **hub, **of_config)
     model = load_base(base, revision=pinned, **hub, **options)
     attach(model, method, correction=correction, storage=storage)
     return model
 
 
 def check_base(name: str | os.PathLike[str], bank: GateBank, **options: Any) -> None:
-    """Compare the gates with the base model's configuration, before its weights are read."""
-    needed = bank.geometry
-    found = gate_geometry(skeleton(base_config(name, **options)), bank.config)
-    # Frequencies are compared when the gates are attached: an option of `load` may stretch the model's RoPE.
-    found = replace(found, inv_freq=needed.inv_freq, attention_scaling=needed.attention_scaling)
-    problems = needed.mismatches(found)
+    """Compare the gates with the base model's configuration, ``options`` applied, before its weights are read."""
+    problems = bank.geometry.mismatches(gate_geometry(skeleton(base_config(name, **options)), bank.config))
     if problems:
         raise SeergateError(f"these gates are for another model than {name}: {'; '.join(problems)}")
 

@@ -19,7 +19,6 @@ from seergate.reason.steps import BLANK_LINE
 from seergate.report.findings import findings
 from seergate.report.load import Setting, Sweep
 from seergate.report.plots import (
-    CONVENTIONS,
     LEGEND,
     accuracy_plot,
     conditions,
@@ -80,7 +79,7 @@ def _block_sizes(sweep: Sweep, path: Path) -> Path:
     for s in sweep.settings:
         if s.budget is not None and s.block_size is not None:
             points[f"{s.method} {s.budget} tokens"].append((s.block_size, s))
-    figure, axis = _panel(f"Accuracy against block size\n{conditions(sweep)}; {CONVENTIONS}")
+    figure, axis = _panel(f"Accuracy against block size\n{conditions(sweep)}; bars: 95 % intervals")
     _lines(axis, points, sweep, "block size (tokens)")
     places = [place for line in points.values() for place in line]
     powers_of_two(axis, sorted({int(x) for x, _ in places}))

@@ -47,7 +47,11 @@ def test_gates_learn_from_stretched_rope_and_fit_no_other(config: TrainConfig) -
     with pytest.raises(SeergateError, match="RoPE frequencies are not those that the gates were trained with"):
         seergate.attach(load_base(config.model), bank, token_budget=64)
     theta = base_config(config.model).rope_parameters["rope_theta"]
-    seergate.attach(load_base(config.model, rope_parameters={"rope_theta": theta, **YARN}), bank, token_budget=64)
+    stretch = {"rope_theta": theta, **YARN}
+    seergate.attach(load_base(config.model, rope_parameters=stretch), bank, token_budget=64)
+    with pytest.raises(SeergateError, match="these gates are for another model"):
+        seergate.load(stretched.output_dir)
+    seergate.load(stretched.output_dir, rope_parameters=stretch)
     read = load_train_config(config.model, {"rope_scaling": YARN})  # as a YAML file says it
     assert read.rope_parameters == YARN
 

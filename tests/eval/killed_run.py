@@ -1,7 +1,8 @@
 """Kills an evaluation at random moments, starts it again, and compares what comes out with an undisturbed one.
 
 Each start is a process of its own, which dies by SIGKILL anywhere from its first import to its last sample. Its grades
-take as long as samples do, so that kills also fall between a sample's end and its grade.
+take as long as samples do, so that kills also fall between a sample's end and its grade. Run as a module, with a model
+and an output directory, this is the run that is killed.
 """
 
 from __future__ import annotations

@@ -175,12 +175,14 @@ def test_padding_does_not_make_decoding_copy_the_cache(model, monkeypatch):
 )
 def test_a_copied_cache_goes_on_and_shares_the_gates(model, method, static):
     ids, options = prompt(60), {} if method == "dense" else {"token_budget": 32}
-    longer = torch.cat((ids, prompt(1, 3)), 1)
+    first = prompt(1, 2)
+    longer = torch.cat((ids, first, prompt(1, 3)), 1)
     with seergate.attached(model, gates(model) if method == "gates" else method, **options) as handle:
 
         def begun():
             cache = StaticCache(model.config, max_cache_len=90) if static else DynamicCache()
             model(ids, past_key_values=cache)
+            model(first, past_key_values=cache)  # one fixed step of a static cache
             return cache
 
         want = model.generate(longer, past_key_values=begun(), max_new_tokens=20)
@@ -191,7 +193,7 @@ def test_a_copied_cache_goes_on_and_shares_the_gates(model, method, static):
             if method == "gates":
                 assert copied.layers[0].state.gate is kept.layers[0].state.gate
             assert torch.equal(model.generate(longer, past_key_values=copied, max_new_tokens=20), want)
-        assert kept.get_seq_length() == 60
+        assert kept.get_seq_length() == 61
 
 
 @pytest.mark.parametrize(
