@@ -62,11 +62,12 @@ def token_score(gate, query_HD, keys_KD, t, s, kv_head):
         centred = key - key.mean()
         key = centred / math.sqrt(float(centred.square().mean()) + 1e-6) * weights["k_norm.weight"]
         key = key + weights["k_norm.bias"]
-    total, heads = 0.0, gate.num_heads // 2
-    for i in range(heads):
+    total, heads = 0.0, gate.num_heads // gate.num_kv_heads // 2
+    for i in range(kv_head * heads, (kv_head + 1) * heads):
         query = query_HD.flatten() @ weights["q_proj.weight"][0][:, i * width : (i + 1) * width]
-        weight = float(query_HD.flatten() @ weights["weights_proj.weight"][0][:, i]) / math.sqrt(heads)
-        total += weight * max(0.0, float(rotated(query, t, gate) @ rotated(key, s, gate)) / math.sqrt(width))
+        weight = math.log1p(math.exp(query_HD.flatten() @ weights["weights_proj.weight"][0][:, i]))
+        product = float(rotated(query, t, gate) @ rotated(key, s, gate)) / math.sqrt(width)
+        total += weight * max(0.0, product) / math.sqrt(heads)
     return total
 
 
@@ -83,6 +84,19 @@ def test_against_the_equations(model, scorer, options):
         values = [token_score(gate, q[0, :, 0], k[0, :, s], at, s, g) for s in range(tokens)]
         blocks = [max(values[n : n + SIZE]) for n in range(0, tokens, SIZE)]
         assert found[0, g, 0].tolist() == pytest.approx(blocks, rel=1e-5, abs=1e-7)
+
+
+def test_an_indexer_tells_blocks_apart_for_every_kv_head(model):
+    """With negative weights the highest score of every block was 0, and all KV heads had the same scores."""
+    gate = gates(model, "indexer").double().gate(0)
+    gate.weights_proj.weight.data.fill_(-0.1)
+    gate.k_norm.bias.data.zero_()  # a large one makes all products negative
+    q = torch.rand(1, gate.num_heads, 1, gate.head_dim).double()
+    k = torch.randn(1, gate.num_kv_heads, 4 * SIZE, gate.head_dim).double()
+    scores = gate.scores(gate.queries(q, torch.tensor([40])), gate.keys(gate.pool(k), torch.arange(4 * SIZE)))
+    assert scores.unique().numel() == 4 * gate.num_kv_heads > 4
+    (gradient,) = torch.autograd.grad(scores.max(), gate.weights_proj.weight)
+    assert gradient.any()
 
 
 @BY_TOKEN

@@ -7,8 +7,12 @@ product.
 
 What is different here: DeepSeek makes queries of MLA's latent query and keys and weights of the hidden state, this all
 of the layer's queries and keys before RoPE, which is what a frozen model's taps give; DeepSeek rotates half of the
-width, this all of it. DeepSeek selects tokens; here a block has the highest score of its tokens. One choice holds for
-all KV heads, as in DeepSeek's.
+width, this all of it. Two differences come from the grouped model and from blocks, and without them an indexer hardly
+learns:
+
+* Every KV head has index heads of its own, for KV heads look at different blocks. MLA has one KV head for all.
+* The weights are positive, by softplus. A block has the highest score of its tokens: where all weights of a query are
+  negative, that is 0 for every block, which says nothing and has no gradient. DeepSeek selects tokens.
 
 Shape suffixes: see `seergate.gates.token_scorer`.
 """
@@ -20,6 +24,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional as F
 
 from seergate.config import GateConfig
 from seergate.gates.scorer import HeadwiseLinear
@@ -28,22 +33,24 @@ from seergate.ops.gate_math import NORM_EPS, branch_end
 
 
 class Indexer(TokenScorer):
-    """``score[t, n] = max over j in n of sum over i of w_i(t) ReLU(query_i(t) . key(j) / sqrt(E)) / sqrt(I)``."""
+    """``score_g[t, n] = max over j in n of sum over i in g of w_i(t) ReLU(query_i(t) . key(j) / sqrt(E)) / sqrt(I)``,
+    with I index heads for each KV head g.
+    """
 
     def __init__(self, config: GateConfig, **sizes: Any) -> None:
         super().__init__(config, **sizes)
-        self.index_heads = max(1, self.num_heads // 2)
-        inputs = self.num_heads * self.head_dim
-        self.q_proj = HeadwiseLinear(1, inputs, self.index_heads * config.gate_dim)
-        self.weights_proj = HeadwiseLinear(1, inputs, self.index_heads)
+        self.index_heads = max(1, self.group_size // 2)
+        inputs, heads = self.num_heads * self.head_dim, self.num_kv_heads * self.index_heads
+        self.q_proj = HeadwiseLinear(1, inputs, heads * config.gate_dim)
+        self.weights_proj = HeadwiseLinear(1, inputs, heads)
         if config.qk_norm:
             self.k_norm = nn.LayerNorm(config.gate_dim, NORM_EPS, dtype=torch.float32)
 
     def queries(self, q_BHSD: Tensor, positions: Tensor) -> Tensor:
-        """The index queries of each token, and after each its head's weight: ``[B, I, S, E + 1]``."""
+        """The index queries of each token, and after each its head's weight: ``[B, K * I, S, E + 1]``."""
         q_BSP = q_BHSD.to(self.k_proj.weight.dtype).transpose(1, 2).flatten(2)
-        queries_BISE = (q_BSP @ self.q_proj.weight[0]).unflatten(2, (self.index_heads, -1)).transpose(1, 2)
-        weights_BIS = (q_BSP @ self.weights_proj.weight[0]).transpose(1, 2) / math.sqrt(self.index_heads)
+        queries_BISE = (q_BSP @ self.q_proj.weight[0]).unflatten(2, (-1, self.config.gate_dim)).transpose(1, 2)
+        weights_BIS = F.softplus(q_BSP @ self.weights_proj.weight[0]).transpose(1, 2) / math.sqrt(self.index_heads)
         queries_BISE = branch_end(queries_BISE, None, positions, self.inv_freq, self.attention_scaling)
         return torch.cat((queries_BISE, weights_BIS[..., None]), -1)
 
@@ -54,4 +61,4 @@ class Indexer(TokenScorer):
     def token_scores(self, queries_BISE: Tensor, keys_B1TE: Tensor) -> Tensor:
         queries_BISE, weights_BIS1 = queries_BISE.split((self.config.gate_dim, 1), -1)
         products_BIST = self.products(queries_BISE, keys_B1TE)
-        return (products_BIST.relu() * weights_BIS1).sum(1, keepdim=True)
+        return (products_BIST.relu() * weights_BIS1).unflatten(1, (self.num_kv_heads, -1)).sum(2)

@@ -41,7 +41,7 @@ class TokenScorer(Scorer):
 
     @abstractmethod
     def token_scores(self, queries_BISE: Tensor, keys_B1TE: Tensor) -> Tensor:
-        """Scores of tokens, in fp32 or wider: ``[B, K, S, T]``, or ``[B, 1, S, T]`` if all KV heads have the same."""
+        """Scores of tokens, in fp32 or wider: ``[B, K, S, T]``."""
 
     def products(self, queries_BISE: Tensor, keys_B1TE: Tensor) -> Tensor:
         """``query . key / sqrt(E)``, ``[B, I, S, T]``: one product, which reads the keys once for all heads."""
@@ -52,7 +52,7 @@ class TokenScorer(Scorer):
         """The highest score of each block's tokens, ``[B, K, S, N]``, in fp32 or wider."""
         tokens, size = keys_B1TE.shape[2], self.config.block_size
         padded = F.pad(self.token_scores(queries_BISE, keys_B1TE), (0, -tokens % size), value=-torch.inf)
-        return padded.unflatten(-1, (-1, size)).amax(-1).expand(-1, self.num_kv_heads, -1, -1)
+        return padded.unflatten(-1, (-1, size)).amax(-1)
 
     def remember(
         self,
