@@ -25,6 +25,7 @@ SMALL = {
     "lossless": f"{HEADS} --heads 4 --hidden-size 32 --problems 1 --variables 6 --new-tokens 12 --rounds 1 --tokens 5",
 }
 LONG = {
+    "oracle_gap": "--threads 1 --steps 1 --held-out 1 --only attn_gate indexer",
     "distill_model": "--threads 1 --lengths 512 --layers 1 --frozen-up-to 512 --materialised-up-to 512",
     "reason_cache": "--threads 1 --width 32 --requests 4 --length 192 --rounds 1",
     "reason_cache_accuracy": "--threads 1 --problems 1 --variables 6 --rounds 1",
