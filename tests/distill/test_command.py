@@ -83,7 +83,8 @@ def test_what_fails_on_the_second_machine_only_is_told_by_the_main_process(
     file = places[1] / "model" / broken
     file.write_bytes(file.read_bytes()[:-1] if broken != "rows.jsonl" else file.read_bytes().replace(b"some", b"more"))
     options = tmp_path / "run.yaml"
-    replace(config, model="model", data="model/rows.jsonl", token_cache="tokens", max_steps=2).save(options)
+    own = "/proc/self/cwd/tokens"  # of each process, as on a disk of its machine
+    replace(config, model="model", data="model/rows.jsonl", token_cache=own, max_steps=2).save(options)
     main, other = pair(
         [str(ROOT / "train.py"), "--model", "model", "--config", str(options)], places=places, machines=2
     )
