@@ -12,6 +12,8 @@ from typing import Any
 import torch
 from common import RESULTS, save
 
+from seergate.eval.store import read_json
+from seergate.gates import CONFIG_FILE
 from seergate.report.load import Sweep, load_sweeps
 
 KEPT = (
@@ -24,15 +26,19 @@ KEPT = (
 
 def rows_of(found: Sweep) -> list[dict[str, Any]]:
     """One row per setting. ``gate_minus_this`` is the paired difference of the accuracies, at the same budget or, for
-    settings without one, at each of the gate's.
+    settings without one, at each of the gate's; of several gates, the first by name.
     """
-    gates = {setting.budget: setting for setting in found.settings if setting.series == "gate"}
+    ours = min((setting.series for setting in found.settings if setting.method == "gate"), default=None)
+    gates = {setting.budget: setting for setting in found.settings if setting.series == ours}
     rows: list[dict[str, Any]] = []
     for setting in found.settings:
         row = {"method": setting.series, "budget": setting.budget, "nominal": setting.nominal}
         row |= {key: setting.metrics[key] for key in KEPT if key in setting.metrics}
+        if path := (setting.config.get("gates") or {}).get("path"):
+            training = (read_json(Path(path) / CONFIG_FILE) or {}).get("training", {})
+            row |= {key: training[key] for key in ("tokens_seen", "kl_held_out_best") if key in training}
         for budget, gate in gates.items():
-            if setting.series != "gate" and setting.budget in (None, budget):
+            if setting.series != ours and setting.budget in (None, budget):
                 difference = found.difference(gate, setting)
                 if not difference.n:
                     continue

@@ -78,7 +78,6 @@ def run(options: argparse.Namespace) -> int:
             batch_size=options.problems,
             measure_recall=True,
             model_name=TINY,
-            gates_name=str(adapter),
             on_progress=progress,
         )
         sweep(load_model(base), load_tokenizer(base), task, specs, out / "eval", run_options, bank=bank)

@@ -6,6 +6,7 @@ import argparse
 from typing import Any, TypeVar
 
 from seergate.cli import eval_livecodebench, eval_show
+from seergate.cli.models import named_gates
 
 HELP = (
     "accuracy, length and cost of decoding methods on a task",
@@ -65,7 +66,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.set_defaults(no_report=False)
     what = parser.add_argument_group("what is compared")
     what.add_argument("--model", help="preset, directory or Hub id (org/name) [tiny-reasoner]")
-    what.add_argument("--gates", metavar="DIR", help="directory or Hub id (org/name) of gates [those shipped, if any]")
+    what.add_argument(
+        "--gates",
+        type=named_gates,
+        metavar="DIR",
+        help="directory or Hub id (org/name) of gates; or NAME=DIR,NAME=DIR to compare them [those shipped, if any]",
+    )
     what.add_argument(
         "--method", type=words, metavar="A,B", help="methods, with options as NAME:OPTION=VALUE:... [dense,gate]"
     )

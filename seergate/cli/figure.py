@@ -8,17 +8,19 @@ from pathlib import Path
 from typing import Any
 
 from seergate.cli.eval import words
-from seergate.cli.papers import FIGURES
+from seergate.cli.models import named_gates
+from seergate.cli.papers import FIGURES, TRAINED
 from seergate.errors import SeergateError, did_you_mean
 
 HELP = (
     "regenerate a figure or table of one of five papers, or see what methods do to one answer",
     "Run what a figure of the paper compares and draw it: by default on the tiny reasoner, in minutes on a CPU; with\n"
     "--model on a real model and the paper's task, block sizes and budgets. Gates that are missing for the tiny\n"
-    "reasoner are distilled first; for other models give them with --gates DIR, or --gates 16=DIR,64=DIR by block\n"
-    "size. What is there already is kept, so an interrupted figure continues.\n\n"
+    "reasoner are distilled first; for other models give them with --gates DIR, or --gates NAME=DIR,NAME=DIR where\n"
+    "several are compared. What is there already is kept, so an interrupted figure continues.\n\n"
     "4, 5, 7, 8, 9, table1, table2: of SeerAttention-R. raas..., rpc..., lazy..., reasoncache...: of RaaS, RPC,\n"
     "LazyEviction and ReasonCache; docs/reproduce.md lists them, and what is not made again and why.\n"
+    "trained: gates of every scorer, trained at once, at equal budgets and at equal bytes, with what training took.\n"
     "proxies: how well recall, KL and perplexity, measured in minutes, predict accuracy.\n"
     "kept, rpc5: which tokens evicting methods keep over one answer (as Figure 5 of RPC and Figure 3 of RaaS).\n"
     "recurrence, lazy3: when attention comes back to tokens (as Figure 3c of LazyEviction); milestones and phoenixes.",
@@ -50,7 +52,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the options."""
     parser.add_argument("name", metavar="NAME", help=", ".join(NAMES))
     parser.add_argument("--model", default="tiny-reasoner", help="preset, directory or Hub id [%(default)s]")
-    parser.add_argument("--gates", metavar="DIR", help="of gates; or BLOCK_SIZE=DIR, several separated by commas")
+    parser.add_argument("--gates", type=named_gates, metavar="DIR", help="of gates; or NAME=DIR, several with commas")
     parser.add_argument("--task", help="[chain_sum for the tiny reasoner, else the figure's, or aime24]")
     parser.add_argument("--task-source", metavar="FILE", help="a local copy of the task's problems")
     parser.add_argument("--problems", type=int, metavar="N", help="[32 of chain_sum, of others as in the paper]")
@@ -114,16 +116,19 @@ def run(options: argparse.Namespace) -> int:
         "out": str(out / "eval"),
     }
     from seergate.cli.running import run_plan
-    from seergate.eval.plan import SweepPlan
+    from seergate.eval.plan import MATCHES, SweepPlan
 
     plan = SweepPlan.of(values, "the figure")
     plan.make_task().problems()
     check_writable(out)
-    if "gate" in plan.method:
+    began, trained = time.monotonic(), ""
+    if options.name == TRAINED and tiny and options.gates is None:
+        values["gates"], trained = _each_scorer(options, out)
+    elif "gate" in plan.method:
         values["gates"] = _gates(options, plan.block_size, tiny, out)
-    began = time.monotonic()
-    run_plan(SweepPlan.of(values, "the figure"))
-    page = _write(options.name, out, label)
+    for match in dict.fromkeys((MATCHES[0], plan.match)):
+        run_plan(SweepPlan.of({**values, "match": match}, "the figure"))
+    page = _write(options.name, out, label, trained)
     print(f"\n{page} ({time.monotonic() - began:.0f} seconds)")
     return 0
 
@@ -166,17 +171,10 @@ def _attention(
     return 0
 
 
-def _gates(options: argparse.Namespace, sizes: list[int], tiny: bool, out: Path) -> str | dict[int, str] | None:
+def _gates(options: argparse.Namespace, sizes: list[int], tiny: bool, out: Path) -> str | dict[Any, str] | None:
     """The gates that were named; for the tiny reasoner those that ship, or distilled here where there are none."""
-    if options.gates is not None:
-        if "=" not in options.gates:
-            return str(options.gates)
-        pairs = [part.partition("=") for part in options.gates.split(",")]
-        if not all(size.strip().isdigit() and place for size, _, place in pairs):
-            raise SeergateError(f"--gates is {options.gates!r}; it must be DIR, or SIZE=DIR,SIZE=DIR")
-        return {int(size): place for size, _, place in pairs}
-    if not tiny:
-        return None
+    if options.gates is not None or not tiny:
+        return options.gates  # type: ignore[no-any-return]
     from seergate.cli.models import load_gates, shipped_gates
 
     shipped = shipped_gates()
@@ -186,6 +184,19 @@ def _gates(options: argparse.Namespace, sizes: list[int], tiny: bool, out: Path)
     if not sizes:
         return str(_distilled(options, None, out))
     return {size: str(shipped if size == own else _distilled(options, size, out)) for size in sizes}
+
+
+def _each_scorer(options: argparse.Namespace, out: Path) -> tuple[dict[str, str], str]:
+    """Gates of every scorer, trained in one frozen forward if they are not there yet, and what that took."""
+    from seergate.distill.ablation import Study, load_study, run_studies, studies, table, variant_configs
+
+    shipped = [options for name in studies() for options in load_study(name).variants.values()]
+    study = Study(TRAINED, {}, {options["scorer"]: options for options in shipped if "scorer" in options})
+    given = {"output_dir": str(out / "gates")}
+    steps = {} if options.max_steps is None else {"max_steps": options.max_steps}
+    configs = variant_configs(study, options.model, given | steps)
+    (outcomes,) = run_studies([(study, configs)])
+    return {name: str(config.run_dir) for name, config in configs.items()}, table(study, outcomes)
 
 
 def _distilled(options: argparse.Namespace, block_size: int | None, out: Path) -> Path:
@@ -202,9 +213,11 @@ def _distilled(options: argparse.Namespace, block_size: int | None, out: Path) -
     return run_distillation(config)
 
 
-def _write(name: str, out: Path, label: str) -> Path:
+def _write(name: str, out: Path, label: str, trained: str = "") -> Path:
+    """The page of a figure; ``trained`` is a table of what its gates took to train."""
     from seergate.eval.store import write_text
     from seergate.report import load_sweeps, write_report
+    from seergate.report.equal_bytes import equal_bytes
     from seergate.report.figures import LOOKS, beside
     from seergate.report.load import apart
 
@@ -223,6 +236,8 @@ def _write(name: str, out: Path, label: str) -> Path:
         parts.append(f"![{figure.title}]({draw(sweep, out / f'{label}.png').name})")
     said = read(sweep)
     parts += ["\n".join(f"- {line}" for line in said), table(sweep)]
+    parts += [f"## {heading}\n\n{text}" for heading, text in equal_bytes(sweep)]
+    parts += [f"## What training took\n\n{trained}"] if trained else []
     if compared := beside(sweep, figure.published, figure.real):
         parts += ["## Beside the paper's numbers", compared, *([figure.caution] if figure.caution else [])]
     parts.append("Everything else about these runs, and what to bear in mind: `report.md`.")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import os
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -53,6 +54,17 @@ def gates_for(model: str, gates: str | None) -> str | None:
         return gates
     beside = Path(model_path(model)).resolve() / "gates"
     return str(beside) if (beside / CONFIG_FILE).is_file() else None
+
+
+def named_gates(text: str) -> str | dict[str, str]:
+    """What ``--gates`` says: an adapter; or several, each with its name, as ``NAME=DIR,NAME=DIR``."""
+    if "=" not in text or Path(text).exists():
+        return text
+    pairs = [part.strip().partition("=") for part in text.split(",")]
+    named = {name: place for name, _, place in pairs}
+    if not all(name and place for name, _, place in pairs) or len(named) < len(pairs):
+        raise argparse.ArgumentTypeError(f"{text!r} must be DIR, or NAME=DIR,NAME=DIR with different names")
+    return named
 
 
 def load_gates(source: str) -> GateBank:

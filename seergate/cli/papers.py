@@ -22,7 +22,8 @@ class Figure:
         source: the figure and its paper, such as ``"Figure 5 of RaaS"``; empty for one of our own.
         title: what it compares.
         look: how it is shown: a key of `seergate.report.figures.LOOKS`.
-        tiny, real: settings of the sweep, for the tiny reasoner and for other models.
+        tiny, real: settings of the sweep, for the tiny reasoner and for other models; with ``match`` the methods are
+            compared at equal budgets, too.
         published: (model, task) -> directory of a run -> what the paper found: right answers in percent.
             SeerAttention-R's numbers are in `seergate.report.published`.
         caution: what a reader of the paper's numbers has to know.
@@ -38,6 +39,7 @@ class Figure:
 
 
 SEER = "SeerAttention-R"
+TRAINED = "trained"
 TINY_BUDGETS = [32, 64, 128]
 PROMPT_AND_ANSWER = [128, 256, 512, 768]
 """Of which the prompt of 30 variables, about 420 tokens, fills the first two."""
@@ -124,6 +126,12 @@ FIGURES: dict[str, Figure] = {
                     "random_evict:interval=16"],
          "budget": [32, 64, 128, 256], "measure_recall": True},
         {"method": ["dense", "gate", "quest", "random"], "budget": [1024, 2048, 4096], "measure_recall": True},
+    ),
+    TRAINED: Figure(
+        "", "Trained methods at equal budgets and at equal bytes", "trained",
+        {"method": ["dense", "oracle", "gate"], "budget": [64, 128], "match": "read", "measure_recall": True,
+         "task": "chain_sum", "task_options": {"problems": 32, "variables": 20}},
+        {"method": ["dense", "oracle", "gate"], "budget": [2048, 4096], "match": "read", "measure_recall": True},
     ),
     # ------------------------------------------------------------------------------------------------------ RaaS
     "raas5": Figure(

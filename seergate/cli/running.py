@@ -26,14 +26,14 @@ class ModelLoader:
 
     Attributes:
         path, dtype, device: see `seergate.cli.models.load_model`; of several GPUs Ray shows each worker its own.
-        gates: adapter; or block size -> adapter; or ``None``.
+        gates: adapter; or name -> adapter; or ``None``.
         threads: CPU threads of each worker.
     """
 
     path: str
     dtype: str
     device: str
-    gates: str | dict[int, str] | None
+    gates: str | dict[int | str, str] | None
     threads: int
 
     def __call__(self) -> Any:
@@ -46,7 +46,7 @@ class ModelLoader:
         torch.set_num_threads(self.threads)
         model, tokenizer = load_model(self.path, self.dtype, self.device), load_tokenizer(self.path)
         if isinstance(self.gates, dict):
-            return model, tokenizer, {size: load_gates(source) for size, source in self.gates.items()}
+            return model, tokenizer, {name: load_gates(source) for name, source in self.gates.items()}
         return model, tokenizer, None if self.gates is None else load_gates(self.gates)
 
 
@@ -66,6 +66,7 @@ def run_plan(plan: SweepPlan) -> Path:
     from seergate.eval.method_text import read_method
     from seergate.eval.plan import MATCHES
     from seergate.eval.runner import encoded_prompts, reference_in
+    from seergate.eval.settings import with_each
     from seergate.hf.loading import load_tokenizer
     from seergate.methods import Dense
 
@@ -82,12 +83,9 @@ def run_plan(plan: SweepPlan) -> Path:
     several = plan.gates if isinstance(plan.gates, dict) else {}
     named = None if several else gates_for(plan.model, plan.gates if isinstance(plan.gates, str) else None)
     bank = load_gates(named) if named is not None else None
-    banks = {int(size): load_gates(source) for size, source in several.items()}
-    wrong = [size for size, gates in banks.items() if gates.config.block_size != size]
-    if wrong:
-        raise SeergateError(f"the gates given for block size {wrong[0]} have {banks[wrong[0]].config.block_size}")
-    known = sorted(banks) if banks else [bank.config.block_size] if bank is not None else []
-    specs = plan.specs(task, known)
+    banks = {name: load_gates(source) for name, source in several.items()}
+    known = sorted({gates.config.block_size for gates in (*banks.values(), bank) if gates is not None})
+    specs = with_each(plan.specs(task, known), banks)
     check_auto(specs)
     if plan.engine == "vllm":
         _check_served(plan, specs)
@@ -95,7 +93,7 @@ def run_plan(plan: SweepPlan) -> Path:
         specs = distinct(specs)  # their budgets are found once there is a model
 
     def gates_of(spec: MethodSpec) -> GateBank | None:
-        return banks.get(spec.block_size or 0, bank)
+        return spec.bank(banks, bank)
 
     methods = [spec.method(gates_of(spec)) for spec in specs if not spec.uncalibrated]
     check_model(path, methods, [gates for spec in specs if spec.has_gates and (gates := gates_of(spec)) is not None])
@@ -114,7 +112,7 @@ def run_plan(plan: SweepPlan) -> Path:
     loader = ModelLoader(path, plan.dtype, plan.device, several or named, threads)
     model = load_model(path, plan.dtype, plan.device)
     with EvalProgress(len(specs)) as progress:
-        options = plan.options(model_name=plan.model, gates_name=named or "", on_progress=progress)
+        options = plan.options(model_name=plan.model, on_progress=progress)
         chosen = plan.sampling() or task.sampling
         source = "as asked" if plan.sampling() else "as the task has it" if chosen else "the model's generation_config"
         limit, sampling = options.limit(task), options.resolved_sampling(task, model)
@@ -207,7 +205,7 @@ def _matched(
         "answer": {name: answer[name] for name in ("task", "problem_id", "sample_idx", "prompt", "completion")},
         "model": fingerprint(model),
         "rope": rope_of(model),
-        "gates": {str(spec.block_size): fingerprint(gates) for spec in specs if (gates := gates_of(spec)) is not None},
+        "gates": {spec.gates: fingerprint(gates) for spec in specs if (gates := gates_of(spec)) is not None},
     }
     path = record_path(out, plan.match)
     before = store.read_json(path) or {}

@@ -6,6 +6,8 @@ import argparse
 from dataclasses import replace
 from pathlib import Path
 
+from seergate.cli.models import named_gates
+
 HELP = (
     "a grid of settings from one YAML file",
     "Evaluate a grid over methods, budgets, thresholds, block sizes and dense layers. What is there already is kept,\n"
@@ -31,7 +33,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the options."""
     parser.add_argument("file", type=Path, metavar="FILE", help="the grid, as YAML")
     parser.add_argument("--model", help="instead of the file's")
-    parser.add_argument("--gates", metavar="DIR", help="instead of the file's")
+    parser.add_argument("--gates", type=named_gates, metavar="DIR", help="instead of the file's")
     parser.add_argument("--out", metavar="DIR", help="instead of the file's")
     parser.add_argument("--match", choices=("budget", "resident", "read"), help="instead of the file's")
     parser.add_argument("--problems", type=int, metavar="N", help="how many, instead of the file's")

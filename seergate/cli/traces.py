@@ -77,8 +77,9 @@ def run(options: argparse.Namespace) -> int:
     if options.engine == "vllm":
         engine_version()
         check_served(spec)
-    data = {"data": options.prompts, "data_limit": options.limit, "max_length": options.max_length}
-    ((config, _), *others) = load_train_config(options.model, data).sources
+    data = {"data": options.prompts, "data_limit": options.limit}
+    longest = {} if options.max_length is None else {"max_length": options.max_length}  # the preset's is the default
+    ((config, _), *others) = load_train_config(options.model, data | longest).sources
     if others:
         raise SeergateError(f"--prompts is {options.prompts!r}; it must be one source")
     path = model_path(options.model)
@@ -137,7 +138,7 @@ def run(options: argparse.Namespace) -> int:
                 file.flush()
 
             if options.engine == "vllm":
-                generate_by_vllm(model, tokenizer, requests, job, bank, gates or "", take)
+                generate_by_vllm(model, tokenizer, requests, job, bank, take)
             else:
                 with attached(model, method, correction=spec.correction) as handle:
                     job.engine(model, tokenizer, take, handle).run(requests)

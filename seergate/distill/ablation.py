@@ -19,6 +19,7 @@ from typing import Any
 from seergate.distill.callbacks import EvalLog, StepLog
 from seergate.distill.config import TrainConfig, load_train_config, read_yaml
 from seergate.errors import SeergateError, did_you_mean
+from seergate.gates import CONFIG_FILE
 from seergate.paths import shipped
 
 RESULT = "ablation.json"
@@ -46,6 +47,7 @@ class Outcome:
     Attributes:
         variant: its name.
         parameters: of all gates.
+        tokens: that it trained on.
         kl: nats per row on the held-out packs, at the last step.
         recall: budget in tokens -> mean share of the teacher's mass on the held-out packs.
         seconds: time of a training step of all variants that trained together, the median.
@@ -53,6 +55,7 @@ class Outcome:
 
     variant: str
     parameters: int
+    tokens: int
     kl: float
     recall: dict[int, float]
     seconds: float
@@ -192,11 +195,19 @@ def prepared(names: Sequence[str], options: Mapping[str, Any]) -> list[tuple[Stu
 def table(study: Study, outcomes: list[Outcome]) -> str:
     """The outcomes as Markdown."""
     budgets = sorted({budget for outcome in outcomes for budget in outcome.recall})
-    heads = ["variant", "parameters", "held-out KL", *(f"recall at {budget:,}" for budget in budgets), "s/step"]
+    heads = [
+        "variant",
+        "parameters",
+        "tokens",
+        "held-out KL",
+        *(f"recall at {budget:,}" for budget in budgets),
+        "s/step",
+    ]
     rows = [
         [
             outcome.variant,
             f"{outcome.parameters:,}",
+            f"{outcome.tokens:,}",
             f"{outcome.kl:.4f}",
             *(f"{outcome.recall[b]:.3f}" if b in outcome.recall else "" for b in budgets),
             f"{outcome.seconds:.2f}",
@@ -250,6 +261,7 @@ def _read(config: TrainConfig) -> dict[str, Any] | None:
 
     try:
         found = json.loads((config.run_dir / RESULT).read_text())
+        tokens = json.loads((config.run_dir / CONFIG_FILE).read_text())["training"]["tokens_seen"]
         with safe_open(config.run_dir / "gate_model.safetensors", "pt") as gates:
             parameters = sum(math.prod(gates.get_slice(name).get_shape()) for name in gates.keys())  # noqa: SIM118
     except (OSError, ValueError):
@@ -257,4 +269,4 @@ def _read(config: TrainConfig) -> dict[str, Any] | None:
     if found["config"] != json.loads(json.dumps(config.to_dict())):
         return None
     recall = {int(budget): share for budget, share in found["outcome"]["recall"].items()}
-    return {**found["outcome"], "recall": recall, "parameters": parameters}
+    return {**found["outcome"], "recall": recall, "parameters": parameters, "tokens": tokens}

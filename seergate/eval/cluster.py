@@ -28,12 +28,12 @@ if TYPE_CHECKING:
 
     from seergate.hf.bank import GateBank
 
-    Gates = GateBank | dict[int, GateBank] | None
+    Gates = GateBank | dict[Any, GateBank] | None
     Loaded = tuple[PreTrainedModel, PreTrainedTokenizerBase, Gates]
 
 Loader = Callable[[], "Loaded"]
 """``() -> (model, tokenizer, gates)``, called in each actor; must be picklable. Several sets of gates are a dictionary
-by block size."""
+by name."""
 
 
 @dataclass(frozen=True)
@@ -123,7 +123,7 @@ class Generator:
     def _begin(self, job: Job, neighbours: int) -> None:
         if self.method is not None:
             self.method.__exit__(None, None, None)
-        bank = self.gates.get(job.spec.block_size or 0) if isinstance(self.gates, dict) else self.gates
+        bank = job.spec.bank(self.gates) if isinstance(self.gates, dict) else self.gates
         self.method = attached(self.model, job.spec.method(bank), correction=job.spec.correction)
         handle = self.method.__enter__()
         self.engine = job.engine(

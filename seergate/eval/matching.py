@@ -18,14 +18,13 @@ from typing import Any
 import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from seergate.config import Correction
 from seergate.errors import SeergateError
 from seergate.eval.costs import RowStats
 from seergate.eval.engine import Batch, encode
 from seergate.eval.settings import MethodSpec, limits_of
 from seergate.hf.attach import attached
 from seergate.hf.bank import GateBank
-from seergate.methods import RPC, Dense, LongPromptWarning, Method, method_class
+from seergate.methods import RPC, Dense, LongPromptWarning, method_class
 
 MEASURES = {"resident": "own_bytes_mean", "read": "bytes_read_per_step"}
 """What can be made equal -> the figure of a sample that says it. Neither depends on the batch that it was made in."""
@@ -81,11 +80,12 @@ class Replay:
         return len(self.prompt) + len(self.answer)
 
     @torch.inference_mode()
-    def bytes(self, method: Method, correction: Correction | None = None) -> float:
-        """What a method is measured to hold, or to read per step, while it decodes the answer."""
-        key = repr((method, correction))
+    def bytes(self, spec: MethodSpec, bank: GateBank | None) -> float:
+        """What a setting is measured to hold, or to read per step, while it decodes the answer."""
+        method = spec.method(bank)
+        key = repr((method, spec.correction)) + spec.gates
         if key not in self.known:
-            with warnings.catch_warnings(), attached(self.model, method, correction=correction) as handle:
+            with warnings.catch_warnings(), attached(self.model, method, correction=spec.correction) as handle:
                 warnings.simplefilter("ignore", LongPromptWarning)  # budgets that are only tried; the run itself warns
                 stats = handle.count_with(RowStats)
                 batch = Batch(self.model)
@@ -179,7 +179,7 @@ def match(
         if knob_of(spec) is None:
             chosen.append(spec)
             if spec.name != Dense.name:
-                targets[spec.label] = replay.bytes(prepare(spec).method(bank(spec)), spec.correction)
+                targets[spec.label] = replay.bytes(prepare(spec), bank(spec))
     for spec in specs:
         knob = knob_of(spec)
         if knob is None:
@@ -187,7 +187,7 @@ def match(
         values = _values(spec, knob, replay.length, prepare, bank)
 
         def measure(value: int, spec: MethodSpec = spec, knob: str = knob) -> float:
-            return replay.bytes(prepare(turned(spec, knob, value)).method(bank(spec)), spec.correction)
+            return replay.bytes(prepare(turned(spec, knob, value)), bank(spec))
 
         said = []
         for name, target in targets.items():
@@ -201,15 +201,15 @@ def match(
                 {
                     "target": name,
                     "target_bytes": target,
-                    "method": spec.name,
-                    "label": setting.label if matched else spec.name,
+                    "method": spec.title,
+                    "label": setting.label if matched else spec.title,
                     "knob": knob,
                     "value": value,
                     "bytes": found,
                     "matched": matched,
                 }
             )
-        say(f"{spec.name}, {knob} for {'; '.join(said)}")
+        say(f"{spec.title}, {knob} for {'; '.join(said)}")
     return chosen, records
 
 

@@ -41,7 +41,8 @@ class SweepPlan:
 
     Attributes:
         model: preset, directory or Hub id.
-        gates: adapter directory or Hub id; or block size -> adapter.
+        gates: adapter directory or Hub id; or name -> adapter: methods with gates run with each that has their block
+            size.
         method: methods, with options as ``NAME:OPTION=VALUE`` (`read_method`). ``dense`` runs once, and first.
         budget: token budgets; empty takes the task's.
         match: what is equal between methods at a budget: the ``budget`` itself; ``resident``, bytes held on average;
@@ -63,7 +64,7 @@ class SweepPlan:
     """
 
     model: str = "tiny-reasoner"
-    gates: str | dict[int, str] | None = None
+    gates: str | dict[int | str, str] | None = None
     method: list[str] = field(default_factory=lambda: ["dense", "gate"])
     budget: list[int] = field(default_factory=list)
     match: str = "budget"

@@ -36,7 +36,7 @@ class RunOptions:
         seed: of the samples' random numbers.
         batch_size: samples that run together; does not shape results. ``None`` estimates what fits into memory.
         measure_recall: also measure the cheap proxies (`seergate.eval.proxies`), recall of teacher mass among them.
-        model_name, gates_name: what to call them in the records; paths or Hub ids.
+        model_name: what to call it in the records; a path or Hub id.
         engine: what generates: ``"transformers"``, or ``"vllm"`` (`seergate.eval.vllm_engine`); it shapes results.
         on_progress: called after every sample that has been graded, one call at a time, from a thread that grades.
     """
@@ -49,7 +49,6 @@ class RunOptions:
     batch_size: int | None = 16
     measure_recall: bool = False
     model_name: str = ""
-    gates_name: str = ""
     engine: str = ENGINES[0]
     on_progress: Callable[[Progress], None] | None = None
 
@@ -113,7 +112,8 @@ def run_config(
     limit = options.limit(task)
     gates = None
     if spec.has_gates and bank is not None:
-        gates = {"path": options.gates_name, "fingerprint": fingerprint(bank)}
+        name = {"name": spec.gates} if spec.gates else {}
+        gates = {**name, "path": bank.source, "fingerprint": fingerprint(bank)}
     return {
         "task": {
             "name": task.name,

@@ -8,7 +8,7 @@ a kill makes what is missing, and refuses if anything that shapes results has ch
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
@@ -44,7 +44,7 @@ def sweep(
     options: RunOptions,
     *,
     bank: GateBank | None = None,
-    banks: dict[int, GateBank] | None = None,
+    banks: Mapping[Any, GateBank] | None = None,
     loader: Loader | None = None,
     workers: int = 0,
     ray_address: str | None = None,
@@ -60,7 +60,7 @@ def sweep(
         out_dir: parent of the run directories.
         options: how.
         bank: gates, for the method ``gate``.
-        banks: block size -> gates, where there are several; they take precedence over ``bank``.
+        banks: name -> gates, where there are several (`MethodSpec.bank`); they take precedence over ``bank``.
         loader: makes the model of a worker, and the gates that ``bank`` and ``banks`` are here.
         workers: how many workers generate, by Ray; 0 generates in this process.
         ray_address: of a running Ray cluster, ``"auto"`` for the one of this machine; ``workers`` 0 is then one per
@@ -82,7 +82,7 @@ def sweep(
         raise SeergateError("workers need a loader, which makes their models")
 
     def gates(spec: MethodSpec) -> GateBank | None:
-        return (banks or {}).get(spec.block_size or 0, bank)
+        return spec.bank(banks or {}, bank)
 
     _check_distinct(specs, gates)
     reference = reference_in(out_dir, model, tokenizer, task) if options.measure_recall else None
@@ -116,7 +116,8 @@ def _check_distinct(specs: list[MethodSpec], gates: Callable[[MethodSpec], GateB
     found: dict[str, MethodSpec] = {}
     for spec in specs:
         bank = gates(spec)
-        same = found.setdefault(f"{spec.describe(bank)}, gates {id(bank) if spec.has_gates else None}", spec)
+        weights = fingerprint(bank) if spec.has_gates and bank is not None else None
+        same = found.setdefault(f"{spec.describe(bank)}, gates {weights}", spec)
         if same is not spec:
             raise SeergateError(
                 f"the settings {same.label!r} and {spec.label!r} mean the same, defaults included; give one of them"
@@ -205,7 +206,7 @@ def evaluate(
                             if cluster is not None:
                                 cluster.generate(job, fingerprint(model), requests, sink.take)
                             elif options.engine == "vllm":
-                                generate_by_vllm(model, tokenizer, requests, job, bank, options.gates_name, sink.take)
+                                generate_by_vllm(model, tokenizer, requests, job, bank, sink.take)
                             else:
                                 job.engine(model, tokenizer, sink.take, handle).run(requests)
                 if unmeasured:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from seergate.config import Correction
@@ -45,6 +46,7 @@ class MethodSpec:
         named_block_size: whether the label shall name the block size, as in a sweep over several.
         calibrated: what the options that are ``"auto"`` have turned out to be.
         own_budget: whether the token budget was given with the method, so that it is nobody else's to choose.
+        gates: the name of its gates, where several were given for its block size.
 
     Raises:
         SeergateError: for an unknown method, or a missing budget.
@@ -58,6 +60,7 @@ class MethodSpec:
     named_block_size: bool = False
     calibrated: dict[str, Any] = field(default_factory=dict)
     own_budget: bool = field(default=False, compare=False)
+    gates: str = ""
 
     def __post_init__(self) -> None:
         known = option_names(self.name)
@@ -81,7 +84,9 @@ class MethodSpec:
 
     @property
     def label(self) -> str:
-        """Name of the setting's directory: ``gate-128``; ``quest-2048-b16-dense0,1``; ``h2o-64-interval=8``."""
+        """Name of the setting's directory: ``gate-128``; ``quest-2048-b16-dense0,1``; ``h2o-64-interval=8``;
+        ``gate-128-msa``.
+        """
         parts = [self.name]
         if self.token_budget is not None:
             parts.append(str(self.token_budget))
@@ -90,7 +95,17 @@ class MethodSpec:
         if self.dense_layers:
             parts.append("dense" + ",".join(map(str, self.dense_layers)))
         parts += [f"{key}={value_text(value)}" for key, value in sorted(self.options.items())]
-        return "-".join(parts)
+        return "-".join([*parts, self.gates] if self.gates else parts)
+
+    @property
+    def title(self) -> str:
+        """The method, and its gates where several were given."""
+        return f"{self.name} [{self.gates}]" if self.gates else self.name
+
+    def bank(self, banks: Mapping[Any, GateBank], default: GateBank | None = None) -> GateBank | None:
+        """Its gates among several, by block size and name."""
+        fitting = (gates for name, gates in banks.items() if self.gates in ("", str(name)))
+        return next((gates for gates in fitting if gates.config.block_size == self.block_size), default)
 
     def method(self, bank: GateBank | None) -> Method:
         """The method itself. Gates decode as they ask for (`GateBank.decode_config`), overruled by what is given here.
@@ -152,6 +167,23 @@ def _plain(method: Method) -> dict[str, Any]:
         found["block_size"] = Paging(method.block_size).page_of(method.reading)
     if isinstance(method, TriAttention):
         found["centres"] = f"{method.found.fingerprint}, from {method.found.tokens} tokens"
+    return found
+
+
+def with_each(specs: Sequence[MethodSpec], banks: Mapping[Any, GateBank]) -> list[MethodSpec]:
+    """The settings; of those with gates one for each of the gates that were given for their block size.
+
+    Raises:
+        SeergateError: for a name that no directory could have.
+    """
+    for name in banks:
+        if not re.fullmatch(r"\w[\w.-]*", str(name)):
+            raise SeergateError(f"gates are named {name!r}; a name must be of letters, digits and _ . -")
+    found = list[MethodSpec]()
+    for spec in specs:
+        names = [str(name) for name, gates in banks.items() if gates.config.block_size == spec.block_size]
+        several = spec.has_gates and len(names) > 1
+        found += [replace(spec, gates=name) for name in names] if several else [spec]
     return found
 
 

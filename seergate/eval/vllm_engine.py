@@ -58,15 +58,13 @@ def generate_by_vllm(
     requests: Sequence[Request],
     job: Job,
     bank: Gates | None,
-    gates: str,
     on_finished: Callable[[Generation], None],
 ) -> None:
     """Generate samples, all asked at once; each step's time is divided among the rows that took it.
 
     Args:
         model: says what vLLM loads, in which dtype, and which tokens end an answer.
-        bank: the gates; ``gates`` is where vLLM reads them.
-        gates: adapter directory or Hub repository.
+        bank: the gates; vLLM reads them from where they were loaded.
         on_finished: gets every sample in the step in which it ends.
     """
     from vllm import LLM
@@ -79,7 +77,7 @@ def generate_by_vllm(
         max_model_len=job.longest,
         max_num_seqs=job.batch_size,
         block_size=bank.config.block_size if spec.has_gates and bank is not None else spec.block_size,
-        additional_config=additional_config(spec, gates),
+        additional_config=additional_config(spec, bank.source if bank is not None else ""),
     )
     try:
         engine, seconds = llm.llm_engine, dict.fromkeys(map(str, range(len(requests))), 0.0)

@@ -33,6 +33,7 @@ class Gates(nn.Module):
 
     Attributes:
         decode_defaults, results, licence: see `Adapter`; saved with the gates.
+        source: the directory or Hub id that they were loaded from, or empty.
     """
 
     def __init__(self, config: GateConfig, geometry: ModelGeometry, training: dict[str, Any] | None = None) -> None:
@@ -42,6 +43,7 @@ class Gates(nn.Module):
         self.decode_defaults: dict[str, Any] = {}
         self.results: tuple[dict[str, Any], ...] = ()
         self.licence: dict[str, str] = {}
+        self.source = ""
         self.layers = nn.ModuleDict({str(layer): make_scorer(config, geometry) for layer in geometry.layers})
 
     def gate(self, layer: int) -> Scorer:

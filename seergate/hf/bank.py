@@ -73,7 +73,9 @@ class GateBank(Gates):
             SeergateError: if it is missing, damaged, or a tensor is missing, left over or of the wrong shape.
         """
         source = str(pretrained_model_name_or_path)
-        return cls.from_adapter(load_adapter(source, **hub), source).to(device=device, dtype=dtype)
+        bank = cls.from_adapter(load_adapter(source, **hub), source).to(device=device, dtype=dtype)
+        bank.source = source
+        return bank
 
     def distill_loss(
         self,

@@ -16,11 +16,13 @@ from typing import Any, NamedTuple
 from seergate.errors import SeergateError
 from seergate.eval.stats import correlation
 from seergate.reason.steps import BLANK_LINE
+from seergate.report.byte_plots import FIGURES as PER_BYTE
 from seergate.report.findings import findings
 from seergate.report.load import Setting, Sweep
 from seergate.report.plots import (
     LEGEND,
     accuracy_plot,
+    budget_axis,
     conditions,
     draw_published,
     error_bars,
@@ -33,6 +35,8 @@ from seergate.report.plots import (
 from seergate.report.published import PROBLEMS, deviations, model_key, table_1
 from seergate.report.styles import line_style, style
 from seergate.report.tables import (
+    CORE,
+    COST,
     NONE,
     SETTING,
     Columns,
@@ -403,6 +407,36 @@ def _read_proxies(sweep: Sweep) -> list[str]:
     return lines
 
 
+def _trained(sweep: Sweep, path: Path) -> Path:
+    """Accuracy against tokens, bytes read and bytes held, and recall, one line per trained method."""
+    figure, axes = pyplot().subplots(2, 2, figsize=(11, 7.6), layout="constrained")
+    lines = {name: sweep.of(name) for name in sweep.methods}
+    shared = Counter(s.budget for line in lines.values() for s in line)  # without those that were matched in bytes
+    by_budget: Points = {n: [(s.budget or 0, s) for s in line if shared[s.budget] > 1] for n, line in lines.items()}
+    budgets = sorted({int(budget) for line in by_budget.values() for budget, _ in line})
+    _lines(axes[0, 0], by_budget, sweep, "")
+    for axis, (metric, label) in zip((axes[1, 0], axes[0, 1]), PER_BYTE.items(), strict=True):
+        _lines(
+            axis, {name: [(s.metrics[metric] / 1e3, s) for s in line] for name, line in lines.items()}, sweep, label
+        )
+    for bars in axes[1, 0].containers:
+        bars[0].set_linestyle("none")  # what is held does not grow with the budget of all methods
+    for name, line in by_budget.items():
+        measured = [(budget, 100 * s.metrics["recall"]) for budget, s in line if s.metrics["recall"] is not None]
+        if measured:  # what evicts has no recall
+            axes[1, 1].plot(*zip(*measured, strict=True), linestyle=line_style(name, list(lines)), **style(name))
+    axes[1, 1].set(ylabel="attention mass recalled (%)")
+    for axis in (axes[0, 0], axes[1, 1]):
+        budget_axis(axis, budgets)
+    axes[0, 1].legend(**LEGEND)
+    figure.suptitle(f"Trained methods\n{conditions(sweep)}; {CONVENTIONS}", fontsize=10)
+    return save(figure, path)
+
+
+def _trained_table(sweep: Sweep) -> str:
+    return table(sweep, CORE | {"recall %": COST["recall %"]})
+
+
 def _cost_and_accuracy(sweep: Sweep) -> str:
     return f"{accuracy_table(sweep)}\n\n{cost_table(sweep)}"
 
@@ -419,6 +453,7 @@ LOOKS = {
     "held": Look(_held, cost_table, _read_held),
     "entropy": Look(_entropy, _entropy_table, _read_entropy),
     "repeats": Look(None, _repeats_table, _read_repeats),
+    "trained": Look(_trained, _trained_table, findings),
     "proxies": Look(_proxies, _proxies_table, _read_proxies),
 }
 

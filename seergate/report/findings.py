@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections import Counter
 
 from seergate.eval.stats import Difference
 from seergate.report.load import Setting, Sweep
@@ -145,7 +146,8 @@ def _recall(sweep: Sweep) -> list[str]:
     measured = [s for s in sweep.settings if s.metrics["recall"] is not None]
     if not measured or sweep.proxies_on is None:
         return []
-    smallest = min((s.budget for s in measured if s.budget is not None), default=None)
+    budgets = Counter(s.budget for s in measured if s.budget is not None)
+    smallest = min(budgets, key=lambda budget: (-budgets[budget], budget), default=None)  # of those that most have
     if smallest is None:  # thresholds only
         return [f"recall of dense attention's mass: {'; '.join(f'{s.label} {_recalled(s)}' for s in measured)}."]
     row = [f"{s.series} {_recalled(s)}" for s in measured if s.budget == smallest]

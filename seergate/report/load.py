@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Collection
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -114,6 +115,11 @@ class Setting:
     def gates(self) -> str | None:
         """Fingerprint of the weights of the gates that it decodes with, if it has some."""
         return (self.config.get("gates") or {}).get("fingerprint")
+
+    @property
+    def gates_name(self) -> str:
+        """What its gates were called where several were given, or empty."""
+        return str((self.config.get("gates") or {}).get("name") or "")
 
     def own_options(self) -> dict[str, Any]:
         """What is recorded of its method but is not said otherwise, beside the series or elsewhere in its name."""
@@ -312,9 +318,10 @@ def _named(settings: list[Setting]) -> list[Setting]:
         name = setting.method
         if len({s.block_size for s in same}) > 1 and setting.block_size is not None:
             name += f" b{setting.block_size}"
-        rivals = {s.gates for s in same if s.gates and s.gated_size == setting.gated_size}  # each size has its own
-        if len(rivals) > 1 and setting.gates:
-            name += f" [{setting.gates[: _telling(rivals)]}]"
+        rivals = {s.gates: s.gates_name for s in same if s.gates and s.gated_size == setting.gated_size}
+        if len(rivals) > 1 and setting.gates:  # of one block size; each size has its own
+            named_apart = all(rivals.values()) and len(set(rivals.values())) == len(rivals)
+            name += f" [{setting.gates_name if named_apart else setting.gates[: _telling(rivals)]}]"
         if len({s.dense_layers for s in same}) > 1:
             name += (
                 f", layers {','.join(map(str, setting.dense_layers))} dense"
@@ -335,7 +342,7 @@ def _named(settings: list[Setting]) -> list[Setting]:
     return named
 
 
-def _telling(fingerprints: set[str]) -> int:
+def _telling(fingerprints: Collection[str]) -> int:
     """How many first digits tell fingerprints apart; at least four."""
     return next((n for n in range(4, 64) if len({f[:n] for f in fingerprints}) == len(fingerprints)), 64)
 

@@ -24,6 +24,8 @@ STYLES: dict[str, tuple[str, str]] = {
     "reason_cache": ("#DDCC77", "8"),
     "random_sharing": ("#BBBBBB", "2"),
     "random_evict": ("#A6A6A6", "1"),
+    "msa": ("#AA3377", "^"),
+    "indexer": ("#4477AA", "D"),
 }
 """Colours are of Okabe and Ito's and of Tol's palettes, which colour-blind readers can tell apart; markers help."""
 
@@ -38,9 +40,11 @@ def name_of(series: str) -> str:
 
 
 def style(series: str) -> dict[str, Any]:
-    """Colour and marker of a method. With a gate on what it keeps its marker is filled by half."""
-    name = name_of(series)
-    colour, marker = STYLES.get(name) or SPARE[sum(map(ord, name)) % len(SPARE)]
+    """Colour and marker of a method, or of its gates by their name. With a gate on what it keeps its marker is filled
+    by half.
+    """
+    name, gates = name_of(series), series.partition("[")[2].partition("]")[0]
+    colour, marker = STYLES.get(gates) or STYLES.get(name) or SPARE[sum(map(ord, name)) % len(SPARE)]
     how = {"color": colour, "marker": marker, "markersize": 6, "linewidth": 2.4 if name == "gate" else 1.6}
     return {**how, "fillstyle": "bottom"} if "+" in series.split(",")[0] else how
 

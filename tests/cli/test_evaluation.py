@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -12,8 +13,9 @@ from seergate import GateBank, GateConfig
 from seergate.cli.figure import ALIASES, NAMES, _write
 from seergate.cli.main import main
 from seergate.cli.papers import FIGURES, SEER
+from seergate.config import SCORERS
 from seergate.eval.plan import SweepPlan
-from seergate.eval.settings import grid
+from seergate.eval.settings import grid, with_each
 from seergate.report.figures import LOOKS
 from tests.eval import support
 from tests.models import tiny_model
@@ -134,6 +136,27 @@ def test_figures_are_drawn(name, tmp_path):
             ("Qwen3-8B, published", "0.4B", "12.2"),
             ("Qwen3-14B, published", "0.4B", "18.6"),
         ]
+
+
+def test_trained_methods_are_compared_at_equal_budgets_and_at_equal_bytes(tmp_path, monkeypatch):
+    """With gates that are given; `test_figures_are_drawn` trains them."""
+    figure = FIGURES["trained"]
+    monkeypatch.setitem(FIGURES, "trained", replace(figure, real=figure.real | {"budget": [96]}))
+    model = support.model()
+    support.save(tmp_path / "model")
+    for scorer in SCORERS:
+        GateBank.for_model(model, GateConfig(8, 16, scorer=scorer)).save_pretrained(tmp_path / scorer)
+    gates = ",".join(f"{scorer}={tmp_path / scorer}" for scorer in SCORERS)
+    small = ("--task", "chain_sum", "--problems", 2, "--variables", 8, "--max-new-tokens", 60)
+    assert call("figure", "trained", "--model", tmp_path / "model", "--gates", gates, *small, "--out", tmp_path) == 0
+    results, matched = (tmp_path / "figure-trained.md").read_text().split("\n## ")
+    assert "(figure-trained.png)" in results and (tmp_path / "figure-trained.png").stat().st_size > 20_000
+    for scorer in SCORERS:
+        assert f"| gate [{scorer}]" in results and f"| gate [{scorer}]" in matched
+    matches = json.loads((tmp_path / "eval" / "matching-read.json").read_text())["matches"]
+    budgets = {m["method"]: m["value"] for m in matches}
+    assert budgets.keys() == {"oracle", *(f"gate [{scorer}]" for scorer in SCORERS)}
+    assert budgets["gate [attn_gate]"] > budgets["gate [msa]"], "a key per token leaves less to read"
 
 
 @pytest.mark.soak
@@ -328,6 +351,21 @@ def test_gates_and_block_sizes_must_agree():
         plan.specs(plan.make_task(), [8])
     labels = [spec.label for spec in plan.specs(plan.make_task(), [8, 32])]
     assert labels == ["dense", "gate-64-b8", "gate-64-b32"]
+
+
+def test_methods_with_gates_run_with_each_that_has_their_block_size(capsys):
+    model = support.model()
+    banks = {name: GateBank.for_model(model, GateConfig(size, 16)) for name, size in (("a", 8), ("b", 8), (16, 16))}
+    specs = with_each(grid(["dense", "gate", "h2o:interval=8"], [64], [8, 16]), banks)
+    assert [spec.label for spec in specs] == [
+        "dense", "gate-64-b8-a", "gate-64-b8-b", "gate-64-b16", "h2o-64-interval=8",
+    ]  # fmt: skip
+    assert [spec.bank(banks) for spec in specs[1:4]] == list(banks.values())
+    with pytest.raises(ValueError, match=r"gates are named 'a/b'; a name must be of letters, digits and _ . -"):
+        with_each(specs, {"a/b": banks["a"]})
+    for text in ("a=here,a=there", "a=here,there", "=here"):
+        assert call("eval", "--gates", text) == 2
+        assert f"{text!r} must be DIR, or NAME=DIR,NAME=DIR with different names" in capsys.readouterr().err
 
 
 def test_what_is_given_twice_runs_once():

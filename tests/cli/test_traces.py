@@ -9,7 +9,9 @@ from pathlib import Path
 import pytest
 
 from seergate import SeergateError
+from seergate.chain_sum import make_problems
 from seergate.cli.traces import _pin
+from seergate.distill.sources import TRAINING_SEEDS
 from tests.running import run_seergate
 
 PROMPTS = [
@@ -37,12 +39,18 @@ def test_the_tiny_reasoner_answers_and_what_is_missing_is_made(tmp_path: Path, m
     command = ["traces", "--prompts", "chain_sum", "--limit", "2", "--method", method, "--out", str(out)]
     first = run_seergate(*command)
     assert first.returncode == 0, first.stderr
-    assert "2 questions, 0 answered already" in first.stdout and f"answers in {out}; 0 met the limit" in first.stdout
+    assert (
+        "2 questions, 0 answered already" in first.stdout
+        and f"answers in {out}; 0 met the limit of 2,304 tokens" in first.stdout
+    )
     made = rows(out)
     assert [row["row"] for row in made] == [0, 1]
     for row in made:
         question, answer = row["messages"]
         assert question["role"] == "user" and answer["role"] == "assistant" and "\\boxed{" in answer["content"]
+    if method == "dense":
+        given = make_problems(2, (8, 40), TRAINING_SEEDS)
+        assert [row["messages"] for row in made] == [problem.messages for problem in given], "as docs/train.md says"
     lines = out.read_text().splitlines(keepends=True)
     out.write_text(lines[0] + lines[1][:30])  # killed while it wrote
     again = run_seergate(*command)

@@ -59,10 +59,11 @@ def test_a_study_ends_in_a_table_and_goes_on_where_it_stopped(config: TrainConfi
     configs = variant_configs(study, config.model, options_of(config))
     first = run_study(study, configs)
     assert [o.variant for o in first] == ["max", "all three"] and first[0].parameters < first[1].parameters
+    assert [o.tokens for o in first] == [first[0].tokens] * 2 and first[0].tokens > 0
     assert first[0].kl != first[1].kl and all(0 < o.recall[64] < 1 and o.seconds > 0 for o in first)
     lines = table(study, first).split("\n\n")[0].splitlines()
     assert [cell.strip() for cell in lines[0].split("|")[1:-1]] == [
-        "variant", "parameters", "held-out KL", "recall at 64", "s/step",
+        "variant", "parameters", "tokens", "held-out KL", "recall at 64", "s/step",
     ]  # fmt: skip
     assert len({len(line) for line in lines}) == 1 and f"{first[1].kl:.4f}" in lines[3]
 

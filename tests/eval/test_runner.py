@@ -6,10 +6,11 @@ from dataclasses import replace
 import pytest
 import yaml
 
+from seergate import GateBank, GateConfig
 from seergate.errors import SeergateError
 from seergate.eval import MethodSpec, RunOptions, Sampling, evaluate, make_task, store, sweep
 from seergate.eval.regrade import regrade
-from seergate.eval.settings import grid
+from seergate.eval.settings import grid, with_each
 from tests.eval import killed_run, support
 
 FIELDS = {
@@ -316,6 +317,9 @@ def test_settings_are_checked_before_work(tmp_path):
     ):
         with pytest.raises(ValueError, match=said):
             sweep(*arguments, specs, tmp_path / "out", RunOptions())
+    twins = dict.fromkeys("ab", GateBank.for_model(support.model(), GateConfig(8, 16)))
+    with pytest.raises(SeergateError, match="'gate-32-a' and 'gate-32-b' mean the same"):
+        sweep(*arguments, with_each(grid(["gate"], [32], 8), twins), tmp_path / "out", RunOptions(), banks=twins)
     assert not (tmp_path / "out").exists()
     with pytest.raises(ValueError, match="batch_size is 0"):
         evaluate(*arguments, MethodSpec("dense"), tmp_path / "out", replace(RunOptions(), batch_size=0))

@@ -279,6 +279,15 @@ def test_gates_are_told_apart(tmp_path):
     assert [line.split(" at ")[0] for line in report.findings[1:3]] == ["gate [13af]", "gate [13ae]"]
     for own in gates:
         assert f"gates: `{own['path']}` (weights {own['fingerprint']})" in text
+    for run, name in ((tmp_path / "a" / "gate-64", "msa"), (tmp_path / "a" / "gate-32", "indexer")):
+        reconfigure(run, gates={"name": name})
+    reconfigure(tmp_path / "b" / "gate-64", gates={"name": "indexer"})
+    (sweep,) = load_sweeps(tmp_path / "a", tmp_path / "b")
+    assert [s.label for s in sweep.settings[1:]] == [
+        "gate [indexer] at 32",
+        "gate [msa] at 64",
+        "gate [indexer] at 64",
+    ]
     other = tmp_path / "b" / "gate-64" / "config.yaml"
     other.write_text(other.read_text().replace("block_size: 16", "block_size: 8"))
     (sweep,) = load_sweeps(tmp_path / "a" / "gate-64", tmp_path / "b")

@@ -32,7 +32,7 @@ def test_answers_are_those_of_the_other_engine(tmp_path: Path) -> None:
         runs = {}
         for engine in ("transformers", "vllm"):
             out = tmp_path / engine / spec.label
-            options = RunOptions(engine=engine, batch_size=4, gates_name=GATES)
+            options = RunOptions(engine=engine, batch_size=4)
             metrics = evaluate(model, tokenizer, task, spec, out, options, bank=bank)
             assert metrics["tokens_per_second"] > 0
             runs[engine] = samples(out)
@@ -43,7 +43,18 @@ def test_answers_are_those_of_the_other_engine(tmp_path: Path) -> None:
     config = yaml.safe_load((out / "config.yaml").read_text())
     assert config["generation"]["engine"].startswith("vllm 0.")
     with pytest.raises(SeergateError, match="engine"):  # what vLLM has begun, transformers does not continue
-        evaluate(model, tokenizer, task, spec, out, RunOptions(batch_size=4, gates_name=GATES), bank=bank)
+        evaluate(model, tokenizer, task, spec, out, RunOptions(batch_size=4), bank=bank)
+
+
+@pytest.mark.parametrize("method", ["dense", "gate:token_budget=160"])
+def test_traces_are_those_of_the_other_engine(method: str, tmp_path: Path) -> None:
+    asked = ["traces", "--prompts", "chain_sum", "--limit", "3", "--gates", GATES, "--method", method]
+    made = {}
+    for engine in ("transformers", "vllm"):
+        out = tmp_path / f"{engine}.jsonl"
+        assert main([*asked, "--engine", engine, "--out", str(out)]) == 0
+        made[engine] = sorted(out.read_text().splitlines())
+    assert len(made["vllm"]) == 3 and made["vllm"] == made["transformers"]
 
 
 @pytest.mark.parametrize(
