@@ -20,6 +20,7 @@ from seergate.report.byte_plots import FIGURES as PER_BYTE
 from seergate.report.findings import findings
 from seergate.report.load import Setting, Sweep
 from seergate.report.plots import (
+    CONVENTIONS,
     LEGEND,
     accuracy_plot,
     budget_axis,
