@@ -9,6 +9,9 @@ from dataclasses import asdict, dataclass, fields
 from typing import Any, Literal
 
 SCORERS = ("attn_gate", "msa", "indexer")
+"""What scores blocks, for the method `gate` to read."""
+RETENTION = {"fast_kvzip": 16, "trim_kv": 512}
+"""What scores tokens, for an evicting method of the same name to keep: name -> the width of its authors' gates."""
 TARGETS = ("max", "sum", "selected")
 POOLINGS = ("max", "min", "avg")
 Q_POOLINGS = ("proj", "avgproj", "avg")
@@ -30,6 +33,20 @@ def check_poolings(name: str, kinds: Any) -> tuple[str, ...]:
     return tuple(kinds)
 
 
+def check_recipe(scorer: str, target: str, reduction: str, target_budget: int | None, block_size: int) -> None:
+    """Refuse what retention gates cannot learn by, and for others a target as `check_target`."""
+    if scorer not in RETENTION:
+        return check_target(target, target_budget, block_size)
+    for name, value, default in (("target", target, "max"), ("reduction", reduction, "row_mean")):
+        if value != default:
+            raise ValueError(f"{name} is {value!r}; with scorer {scorer!r} it must be left out")
+    if scorer == "trim_kv" and (target_budget is None or not is_int(target_budget) or target_budget < 1):
+        raise ValueError(
+            f"target_budget is {target_budget!r}; with scorer 'trim_kv' it must be the number of tokens that each KV "
+            "head learns to do with"
+        )
+
+
 def check_target(target: str, target_budget: int | None, block_size: int) -> None:
     """Refuse a target that there is not, and one whose budget leaves nothing to learn."""
     if target not in TARGETS:
@@ -46,8 +63,9 @@ class GateConfig:
     """The architecture of gates.
 
     Attributes:
-        block_size: tokens per block, 8..256.
-        gate_dim: width of the gate's query and key vectors; even when ``rope`` is on.
+        block_size: tokens per block, 8..256; of ``fast_kvzip``, the newest tokens, which always stay.
+        gate_dim: width of the gate's query and key vectors; even when ``rope`` is on. 128 by default; of retention
+            gates, their authors' 16 (``fast_kvzip``) and 512 (``trim_kv``, the width of the hidden layer).
         k_pooling: non-empty ordered choice out of ``"max", "min", "avg"``; the pooled keys are concatenated in this
             order. Of ``attn_gate`` only.
         q_pooling: how the query heads of a group become one: ``"proj"`` (sum of a linear map per head, the paper's),
@@ -58,14 +76,15 @@ class GateConfig:
         rope: rotate queries at their own position, compressed keys at their block's first position and index keys at
             their own.
         scorer: what scores blocks: ``"attn_gate"`` (SeerAttention-R, section 2.2), one key per block; ``"msa"``
-            (MiniMax Sparse Attention) and ``"indexer"`` (DeepSeek Sparse Attention), one key per token.
+            (MiniMax Sparse Attention) and ``"indexer"`` (DeepSeek Sparse Attention), one key per token. Or what scores
+            tokens for eviction: the retention gates ``"fast_kvzip"`` and ``"trim_kv"``, which have no RoPE.
 
     Raises:
         ValueError: naming the field, what it is and what it must be.
     """
 
     block_size: int = 64
-    gate_dim: int = 128
+    gate_dim: int = None  # type: ignore[assignment]  # depends on the scorer
     k_pooling: tuple[str, ...] = POOLINGS
     q_pooling: str = "proj"
     qk_norm: bool = True
@@ -73,6 +92,12 @@ class GateConfig:
     scorer: str = "attn_gate"
 
     def __post_init__(self) -> None:
+        if self.scorer not in (*SCORERS, *RETENTION):
+            raise ValueError(f"scorer is {self.scorer!r}; it must be one of {(*SCORERS, *RETENTION)}")
+        if self.gate_dim is None:
+            object.__setattr__(self, "gate_dim", RETENTION.get(self.scorer, 128))
+        if self.retention:
+            object.__setattr__(self, "rope", False)
         if not is_int(self.block_size) or not MIN_BLOCK_SIZE <= self.block_size <= MAX_BLOCK_SIZE:
             raise ValueError(
                 f"block_size is {self.block_size!r}; it must be an integer in {MIN_BLOCK_SIZE}..{MAX_BLOCK_SIZE}"
@@ -87,16 +112,20 @@ class GateConfig:
                 raise ValueError(f"{name} is {getattr(self, name)!r}; it must be True or False")
         if self.q_pooling not in Q_POOLINGS:
             raise ValueError(f"q_pooling is {self.q_pooling!r}; it must be one of {Q_POOLINGS}")
-        if self.scorer not in SCORERS:
-            raise ValueError(f"scorer is {self.scorer!r}; it must be one of {SCORERS}")
-        for name, default in (("k_pooling", POOLINGS), ("q_pooling", "proj")):
-            if self.scorer != "attn_gate" and getattr(self, name) != default:
+        for name, default in (("k_pooling", POOLINGS), ("q_pooling", "proj"), ("qk_norm", True)):
+            if self.scorer != "attn_gate" and (name != "qk_norm" or self.retention) and getattr(self, name) != default:
                 raise ValueError(f"{name} is {getattr(self, name)!r}; with scorer {self.scorer!r} it must be left out")
+
+    @property
+    def retention(self) -> bool:
+        """Whether the gates score tokens for eviction, and not blocks for selection."""
+        return self.scorer in RETENTION
 
     def to_dict(self) -> dict[str, Any]:
         """Plain JSON types: the fields that the scorer has, and its name unless it is ``attn_gate``."""
         values = {**asdict(self), "k_pooling": list(self.k_pooling)}
-        unused = ("scorer",) if self.scorer == "attn_gate" else ("k_pooling", "q_pooling")
+        unused: tuple[str, ...] = ("scorer",) if self.scorer == "attn_gate" else ("k_pooling", "q_pooling")
+        unused += ("qk_norm", "rope") if self.retention else ()
         return {name: value for name, value in values.items() if name not in unused}
 
     @classmethod

@@ -119,6 +119,7 @@ class Call:
         taps: returns ``q_pre [B, H, S, D]`` and ``k_pre [B, K, S, D]``, before RoPE; ``None`` if the plain model runs.
         valid: bool ``[B, S]``, which new tokens are real; ``None`` if all are.
         position_ids: ``[B, S]`` or ``[1, S]``, where the model puts the new tokens; ``None`` if it did not say.
+        hidden: ``[B, S, W]``, what the attention module got; ``None`` if the plain model runs.
 
     Attributes:
         q_pre, k_pre, k, starts, counts: set when the tokens are stored (`take`); as in `Step`.
@@ -136,8 +137,9 @@ class Call:
         taps: Callable[[], tuple[Tensor, Tensor]] | None,
         valid: Tensor | None = None,
         position_ids: Tensor | None = None,
+        hidden: Tensor | None = None,
     ) -> None:
-        self.mode, self.taps, self.valid, self.position_ids = mode, taps, valid, position_ids
+        self.mode, self.taps, self.valid, self.position_ids, self.hidden = mode, taps, valid, position_ids, hidden
         self.order = None if valid is None else torch.argsort((~valid).int(), dim=1, stable=True)
 
     def take(self, k: Tensor, starts: list[int], counts: list[int]) -> None:
@@ -154,6 +156,11 @@ class Call:
         if self.order is not None:
             positions = positions.gather(1, self.order)
         return positions[:, 0].tolist()
+
+    def hidden_states(self) -> Tensor:
+        """What the attention module got, ``[B, S, W]``, each row's real tokens first."""
+        assert self.hidden is not None
+        return self.compact(self.hidden[:, None])[:, 0]
 
     def compact(self, x_BhSD: Tensor) -> Tensor:
         """Move each row's real tokens to the front."""

@@ -187,6 +187,7 @@ def _tokens(step: Step, count: int) -> Iterator[Step]:
             k_BKSD=step.k_BKSD[:, :, at],
             starts=[start + i for start in step.starts],
             counts=[1] * len(step.starts),
+            hidden=None,
             lengths=step.lengths - (new - 1 - i),
         )
 
@@ -213,6 +214,7 @@ def make_step(layer: GatedLayer, call: Call, query: Tensor, kwargs: dict[str, An
         sinks=kwargs.get("s_aux"),
         softcap=kwargs.get("softcap"),
         offsets=layer.rows.offsets,
+        hidden=call.hidden_states,
     )
 
 

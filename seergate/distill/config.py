@@ -18,7 +18,7 @@ from typing import Any, Literal, NamedTuple, NoReturn, get_args, get_origin
 import yaml
 
 from seergate.chain_sum import GIVENS, NAMES
-from seergate.config import POOLINGS, GateConfig, check_target
+from seergate.config import POOLINGS, RETENTION, GateConfig, check_recipe
 from seergate.errors import SeergateError, did_you_mean, first_line
 from seergate.paths import shipped
 
@@ -89,15 +89,17 @@ class GateOptions:
     _argument_group_name = "gate"
 
     block_size: int = _option(64, "tokens per block, 8..256")
-    gate_dim: int | None = _option(None, "width of the gate [the model's head dimension]")
+    gate_dim: int | None = _option(
+        None, "width of the gate [the model's head dimension; 16 for fast_kvzip and 512 for trim_kv]"
+    )
     k_pooling: tuple[str, ...] = _option(POOLINGS, "how the keys of a block are pooled: some of max,min,avg")
     q_pooling: str = _option("proj", "how a group's query heads become one: proj, avgproj or avg")
     qk_norm: bool = _option(True, "RMSNorm on the gate's queries and keys")
     rope: bool = _option(True, "rotary position embedding on the gate's queries and keys")
-    scorer: Literal["attn_gate", "msa", "indexer"] = _option(
+    scorer: Literal["attn_gate", "msa", "indexer", "fast_kvzip", "trim_kv"] = _option(
         "attn_gate",
-        "what scores blocks: SeerAttention-R's gate, the index branch of MiniMax Sparse Attention or the indexer of "
-        "DeepSeek Sparse Attention",
+        "what scores blocks to read: SeerAttention-R's gate, the index branch of MiniMax Sparse Attention or the "
+        "indexer of DeepSeek Sparse Attention; or tokens to keep: the gates of Fast KVzip or TRIM-KV",
     )
 
 
@@ -154,7 +156,9 @@ class RecipeOptions:
         "what of the model's attention is learned: the largest probability in a block, their sum, or the sum in the "
         "blocks that the gate picks",
     )
-    target_budget: int = _option(2048, "tokens that the gate may pick, for the target selected")
+    target_budget: int = _option(
+        2048, "tokens that the gate may pick, for the target selected; that a KV head may hold, for the scorer trim_kv"
+    )
     seed: int = _option(0, "seed of the gates' initial values and of the order of the packs")
 
 
@@ -219,7 +223,7 @@ class TrainConfig(RunOptions, RecipeOptions, DataOptions, GateOptions, ModelOpti
 
     def __post_init__(self) -> None:
         self.gates(128)
-        check_target(self.target, self.target_budget, self.block_size)
+        check_recipe(self.scorer, self.target, self.reduction, self.target_budget, self.block_size)
         for name in ("max_steps", "packs_per_step", "max_length", "save_total_limit", "logging_steps"):
             self._must(name, getattr(self, name) >= 1, "a positive integer")
         for name in ("warmup_steps", "save_steps", "eval_steps", "eval_packs"):
@@ -243,6 +247,13 @@ class TrainConfig(RunOptions, RecipeOptions, DataOptions, GateOptions, ModelOpti
             raise ValueError(f"base_memory_gb is {memory}; it must be left out when quantize is {self.quantize}")
         if self.shard_base and (memory is not None or self.quantize != "none"):
             raise ValueError("shard_base is true; it must be left out with base_memory_gb or quantize")
+        if self.scorer == "trim_kv":  # learns from the model's output alone
+            if memory is not None or self.shard_base:
+                name = "shard_base" if self.shard_base else "base_memory_gb"
+                raise ValueError(
+                    f"{name} is given; with scorer 'trim_kv', which trains through the whole model, leave it out"
+                )
+            object.__setattr__(self, "recall_budgets", ())
         self._must("model", bool(self.model), "a preset, a Hub id (org/name) or a directory")
         known = self.report_to == ("none",) or set(self.report_to) <= set(TRACKERS)
         self._must("report_to", known, f"some of {', '.join(TRACKERS)}, or none alone")
@@ -281,7 +292,7 @@ class TrainConfig(RunOptions, RecipeOptions, DataOptions, GateOptions, ModelOpti
         """The gates' architecture, as wide as the model's heads where the run names no width."""
         return GateConfig(
             block_size=self.block_size,
-            gate_dim=head_dim if self.gate_dim is None else self.gate_dim,
+            gate_dim=head_dim if self.gate_dim is None and self.scorer not in RETENTION else self.gate_dim,
             k_pooling=self.k_pooling,
             q_pooling=self.q_pooling,
             qk_norm=self.qk_norm,

@@ -23,7 +23,8 @@ from seergate.distill.config import TrainConfig
 from seergate.distill.distributed import World, expect_steps
 from seergate.distill.packing import PackedBatch
 from seergate.errors import SeergateError, how_to_install
-from seergate.hf.teacher_forward import DistillOutput, Lesson, StoredGradients, distill_steps
+from seergate.hf.learning import DistillOutput, Lesson, StoredGradients
+from seergate.hf.teacher_forward import distill_steps
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel

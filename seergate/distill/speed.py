@@ -20,6 +20,7 @@ from torch import nn
 from seergate import ops
 from seergate.distill.base_model import base_dtype, gate_config
 from seergate.distill.config import TrainConfig
+from seergate.gates.retention import RetentionGate
 from seergate.gates.scorers import make_scorer
 from seergate.hf.bank import GateBank
 from seergate.hf.teacher_forward import distill_step, loss_of
@@ -160,23 +161,27 @@ def _gate_loss(bank: GateBank, config: TrainConfig, device: torch.device) -> flo
         torch.randn(length, n, bank.geometry.head_dim, dtype=base_dtype(config, device), device=device)
         for n in (heads, kv_heads)
     )
+    cu_seqlens = torch.tensor([0, length], dtype=torch.int32)
+    budgets = tuple(budget for budget in config.recall_budgets if budget >= size)
+    lse = torch.zeros(length, heads, device=device)  # comes with the attention's output; its values cost nothing
+    rules: dict[str, Any] = {"row_start": config.row_start, "recall_budgets": budgets, "lse": lse}
+    share = bank.geometry.num_kv_heads // kv_heads / counted
     gate = make_scorer(bank.config, replace(bank.geometry, num_heads=heads, num_kv_heads=kv_heads)).to(device)
+    if isinstance(gate, RetentionGate):
+        scores = torch.rand(length, kv_heads, device=device)
+        return _seconds(lambda: ops.retention_kl(q, k, scores, cu_seqlens, size, **rules), device) * share
     positions = torch.arange(length, device=device)
     with torch.no_grad():
         qg = gate.queries(q.transpose(0, 1)[None], positions)[0].transpose(0, 1)
         kg = gate.keys(gate.pool(k.transpose(0, 1)[None]), positions[:: gate.entry_tokens])[0].transpose(0, 1)
     qg.requires_grad_(), kg.requires_grad_()
     loss_op = loss_of(gate, config.target, config.target_budget)
-    cu_seqlens = torch.tensor([0, length], dtype=torch.int32)
-    budgets = tuple(budget for budget in config.recall_budgets if budget >= size)
-    lse = torch.zeros(length, heads, device=device)  # comes with the attention's output; its values cost nothing
-    rules: dict[str, Any] = {"row_start": config.row_start, "recall_budgets": budgets, "lse": lse}
 
     def run() -> None:
         loss, _ = loss_op(q, k, qg, kg, cu_seqlens, size, **rules)
         torch.autograd.grad(loss, (qg, kg))
 
-    return _seconds(run, device) * (bank.geometry.num_kv_heads // kv_heads) / counted
+    return _seconds(run, device) * share
 
 
 def _seconds(run: Callable[[], Any], device: torch.device, repeats: int = 3) -> float:

@@ -16,6 +16,7 @@ from seergate.gates.files import save_adapter
 from seergate.gates.hub import check_repo_id, push_adapter
 from seergate.gates.merging import AdapterDiff, average, diff, subset
 from seergate.gates.record import Adapter, check_adapter
+from seergate.gates.retention import RetentionGate
 from seergate.gates.scorer import Scorer
 from seergate.gates.scorers import make_scorer
 from seergate.geometry import ModelGeometry
@@ -50,6 +51,12 @@ class Gates(nn.Module):
         """The gate of one layer of the model."""
         gate = self.layers[str(layer)]
         assert isinstance(gate, Scorer)
+        return gate
+
+    def retention_gate(self, layer: int) -> RetentionGate:
+        """The gate of one layer, of gates that score tokens for eviction (``config.retention``)."""
+        gate = self.layers[str(layer)]
+        assert isinstance(gate, RetentionGate)
         return gate
 
     def __iter__(self) -> Iterator[tuple[int, Scorer]]:

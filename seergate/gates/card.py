@@ -22,6 +22,13 @@ CARD_FILE, PLOT_FILE = "README.md", "accuracy.png"
 BEGIN, END = "<!-- seergate: what follows is generated -->", "<!-- seergate: end of what is generated -->"
 TAGS = ["seergate", "sparse-attention", "block-sparse", "attention-gate"]
 PAPER = "[SeerAttention-R](https://arxiv.org/abs/2506.08889)"
+ABOUT = {
+    "fast_kvzip": "Retention gates ([Fast KVzip](https://arxiv.org/abs/2601.17668)) that evict tokens from a frozen "
+    "model's cache.",
+    "trim_kv": "Retention gates ([TRIM-KV](https://arxiv.org/abs/2512.03324)) that evict tokens from a frozen model's "
+    "cache.",
+}
+"""What gates are for, by their scorer, if they do not select blocks."""
 _HALF = 196.0
 """Standard errors are shares; times this they are half a 95 % interval, in percent."""
 
@@ -138,7 +145,9 @@ def _eval_results(adapter: Adapter) -> list[Any]:
 
     found = []
     for result in adapter.results:
-        if result.get("method") != "gate" or not isinstance(result.get("accuracy"), (int, float)):
+        if result.get("method") not in ("gate", adapter.gate.scorer) or not isinstance(
+            result.get("accuracy"), (int, float)
+        ):
             continue
         task = str(result.get("task", "unknown"))
         found.append(
@@ -161,7 +170,7 @@ def _eval_results(adapter: Adapter) -> list[Any]:
                 dataset_name=f"{data}, held out",
                 metric_type="kl_divergence",
                 metric_value=round(kl, 6),
-                metric_name="KL from the model's attention (nats per row)",
+                metric_name="loss" if adapter.gate.retention else "KL from the model's attention (nats per row)",
             )
         )
     return found
@@ -174,11 +183,13 @@ def _body(adapter: Adapter, source: Source, plotted: bool) -> list[str]:
     layers = len(geometry.layers)
     total = f" of {geometry.num_layers}" if geometry.num_layers else ""
     kind = "several dtypes" if adapter.dtype is None else str(adapter.dtype).removeprefix("torch.")
+    yes = {True: "yes", False: "no"}
+    norm_and_rope = [] if gate.retention else [f"| q/k norm, RoPE | {yes[gate.qk_norm]}, {yes[gate.rope]} |"]
     lines = [
         f"# Attention gates for {_plain((base or geometry.model_type).rpartition('/')[2])}",
         "",
-        f"Learned gates ({PAPER}) that let a frozen model decode with block-sparse attention. The base model is not "
-        "part of this repository and is not changed by it.",
+        ABOUT.get(gate.scorer, f"Learned gates ({PAPER}) that let a frozen model decode with block-sparse attention.")
+        + " The base model is not part of this repository and is not changed by it.",
         "",
         f"Base model: {f'`{_plain(base)}`{revision}' if base else 'not recorded'}, {_plain(geometry.model_type)}.",
         "",
@@ -195,7 +206,7 @@ def _body(adapter: Adapter, source: Source, plotted: bool) -> list[str]:
         f"| block size | {gate.block_size} tokens |",
         f"| gate width | {gate.gate_dim} |",
         *(f"| {name} | {value} |" for name, value in scoring(gate).items()),
-        f"| q/k norm, RoPE | {'yes' if gate.qk_norm else 'no'}, {'yes' if gate.rope else 'no'} |",
+        *norm_and_rope,
         f"| gated layers | {layers}{total} |",
         f"| query and KV heads, their width | {geometry.num_heads} and {geometry.num_kv_heads}, {geometry.head_dim} |",
         f"| parameters | {adapter.parameters:,} ({kind}, {adapter.nbytes / 1e6:.1f} MB) |",
@@ -247,10 +258,11 @@ def _training(adapter: Adapter) -> list[str]:
         for name in ("data", "max_steps", "learning_rate", "max_length")
         if name in options
     ]
+    loss, unit = ("loss", "") if adapter.gate.retention else ("KL", " (nats per row)")
     named = {
         "tokens_seen": "tokens seen",
-        "kl_held_out_best": "KL on held-out data (nats per row)",
-        "kl_last_step": "KL at the last step (nats per row)",
+        "kl_held_out_best": f"{loss} on held-out data{unit}",
+        "kl_last_step": f"{loss} at the last step{unit}",
         "imported_from": "imported from",
     }
     rows += [(title, record[key]) for key, title in named.items() if record.get(key) is not None]
@@ -305,7 +317,7 @@ def _own_text(text: str) -> tuple[str, str]:
 
 
 def scoring(gate: GateConfig) -> dict[str, str]:
-    """How blocks are scored, name -> value."""
+    """How blocks or tokens are scored, name -> value."""
     if gate.scorer != "attn_gate":
         return {"scorer": gate.scorer}
     return {"key pooling": ", ".join(gate.k_pooling), "query pooling": gate.q_pooling}

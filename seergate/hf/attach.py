@@ -30,7 +30,7 @@ from seergate.hf.bank import GateBank
 from seergate.hf.call import LayerBinding, OneThread
 from seergate.hf.prompts import PromptReader
 from seergate.hf.resolving import check_calibration, check_dense_layers, resolve_method
-from seergate.methods import Gate, GateOnEvictor, Method, SelectingMethod
+from seergate.methods import Gate, Method, SelectingMethod
 from seergate.methods.evicting import CompressingMethod
 from seergate.models import families
 from seergate.stats import DecodeStats
@@ -77,8 +77,9 @@ class Handle:
             storage = getattr(import_module(module), function)(method, storage)
         method = method.reading
         correction = method.correction if correction is None else correction
-        if isinstance(method, (Gate, GateOnEvictor)):
-            families.check_gates(model, method.bank)
+        for part in (method, getattr(method, "evictor", None)):
+            if (bank := getattr(part, "bank", None)) is not None:
+                families.check_gates(model, bank)
         check_calibration(model, method)
         check_dense_layers(method, families.text_config(model).num_hidden_layers)
         implementation = families.text_config(model)._attn_implementation

@@ -84,6 +84,11 @@ def dense_function(implementation: str) -> DenseAttention:
     return dense
 
 
+def attention_input(args: Any, kwargs: dict[str, Any]) -> Tensor:
+    """The hidden states ``[B, S, W]`` that an attention module is called with."""
+    return kwargs["hidden_states"] if "hidden_states" in kwargs else args[0]
+
+
 class Tap:
     """Catches the RoPE inputs of one attention module as they pass, as ``[B, heads, S, D]`` views without a copy."""
 
@@ -242,7 +247,8 @@ class LayerBinding:
             if kwargs.get("cache") is not None:
                 warnings.warn(TRANSFORMERS_PAGES, stacklevel=2)
             return args, {**kwargs, CALL_KEYWORD: partial(_without_cache, self.tap, dense)}
-        new = (kwargs["hidden_states"] if "hidden_states" in kwargs else args[0]).shape[1]
+        hidden = attention_input(args, kwargs)
+        new = hidden.shape[1]
         layer, mask, valid = self.cache_layer(cache), kwargs.get("attention_mask"), None
         fixed = layer.takes(new)  # then no number may be asked for that a compiled step does not know
         if not fixed:
@@ -255,7 +261,7 @@ class LayerBinding:
             raise SeergateError(
                 "the attention_mask hides tokens that are to be decoded; only a prompt may have padding"
             )
-        layer.call = call = Call(mode, self.tap.take, valid, kwargs.get("position_ids"))
+        layer.call = call = Call(mode, self.tap.take, valid, kwargs.get("position_ids"), hidden)
         attention = GatedAttention(call, layer, dense, handle.stats_, handle.measure_recall, handle.trace)
         return args, {**kwargs, CALL_KEYWORD: attention}
 

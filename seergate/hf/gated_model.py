@@ -11,8 +11,7 @@ from seergate.errors import SeergateError
 from seergate.hf.attach import attach
 from seergate.hf.bank import GateBank
 from seergate.hf.loading import base_config, load_base, skeleton
-from seergate.hf.resolving import check_decode_options
-from seergate.methods import Gate
+from seergate.hf.resolving import check_decode_options, method_of
 from seergate.models.families import gate_geometry
 from seergate.paths import directory_here, is_hub_id
 
@@ -80,7 +79,7 @@ def load(
     bank = GateBank.from_pretrained(
         gates, revision=revision, subfolder=subfolder, force_download=force_download, **hub
     )
-    method = Gate.from_config(bank, config or bank.decode_config(**given))
+    method = method_of(bank, config, **given)
     base, pinned = _base_of(bank, gates, base_model)
     check_decode_options(options, {*MODEL_OPTIONS, *base_config(base, revision=pinned, **hub).to_dict()})
     of_config = {name: value for name, value in options.items() if name not in MODEL_OPTIONS}

@@ -28,8 +28,7 @@ def resolve_method(
         if config is not None and options:
             raise SeergateError(f"both a DecodeConfig and {', '.join(options)} are given; put all of it into one")
         check_decode_options(options)
-        bank = method if isinstance(method, Gates) else GateBank.from_pretrained(method)
-        return Gate.from_config(bank, config or bank.decode_config(**options))
+        return method_of(method if isinstance(method, Gates) else GateBank.from_pretrained(method), config, **options)
     if isinstance(method, str):
         if config is not None:
             raise SeergateError(f"a DecodeConfig goes with gates; give the options of {method!r} as keywords")
@@ -39,6 +38,21 @@ def resolve_method(
             raise SeergateError(f"{method!r} has its options already; give none beside it")
         return method
     raise SeergateError(f"the method is {method!r}; it must be a GateBank, its directory, a method or a method's name")
+
+
+def method_of(bank: Gates, config: DecodeConfig | None = None, **options: Any) -> Method:
+    """The method that gates are for.
+
+    Args:
+        bank: the gates.
+        config: how to decode, for those that select blocks.
+        **options: its fields, or for retention gates the method's options.
+    """
+    if not bank.config.retention:
+        return Gate.from_config(bank, config or bank.decode_config(**options))
+    if config is not None:
+        raise SeergateError(f"these gates are for {bank.config.scorer!r}, which takes no DecodeConfig; give keywords")
+    return make_method(bank.config.scorer, bank=bank, **options)
 
 
 def names_gates(method: Any) -> TypeGuard[str | os.PathLike[str]]:

@@ -2,7 +2,8 @@
 
 In each gated layer the teacher's targets, the gate's loss and the gradients of that gate's parameters are computed on
 the spot, and everything else of the layer is freed: peak memory is one layer's, and linear in the length of the pack.
-The model runs without its LM head and without a graph.
+The model runs without its LM head and without a graph. (Gates that are trained end to end see its output, and run it
+once more with one: `seergate.hf.gated_student`.)
 
 Shape suffixes: T tokens of the pack, B = 1, S = T, H query heads, K KV heads, D head dimension, E gate dimension, N
 blocks.
@@ -11,19 +12,19 @@ blocks.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from functools import partial
-from itertools import pairwise
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
 from seergate import ops
-from seergate.config import check_target
 from seergate.errors import SeergateError
 from seergate.gates.bank import Gates
 from seergate.gates.scorer import Scorer
+from seergate.hf.gated_student import StudentLearning
+from seergate.hf.importance import ImportanceLearning
+from seergate.hf.learning import DistillOutput, LayerwiseLearning, Learning, Lesson
 from seergate.hf.teacher_pass import TeacherCall, intercepted_attention
 from seergate.models import families
 from seergate.ops.checks import check_cu_seqlens
@@ -37,48 +38,6 @@ if TYPE_CHECKING:
 TILE = 2048
 """Rows of the query branch at a time. Its intermediate results are several times its output; they are made again for
 the gradients instead of being kept for the whole pack."""
-
-PUBLISHED_SCALE = 10.0
-"""The published code multiplies its loss by it (``gate_loss_scale``): clipping begins at gradients so much smaller."""
-
-
-@dataclass(frozen=True)
-class DistillOutput:
-    """What one pack says about the gates.
-
-    Attributes:
-        loss: scalar; ``.backward()`` adds the gates' gradients. NaN if it or a gradient is not finite; then it adds
-            zeros.
-        kl_per_layer: ``[layers]``, mean KL in nats per row and KV head, whatever the reduction.
-        recall: ``[budgets, layers, KV heads]``, mean share of the teacher's mass on past blocks that the gate's best
-            blocks hold.
-        rows: how many rows counted in each segment-wise mean, all segments together.
-    """
-
-    loss: Tensor
-    kl_per_layer: Tensor
-    recall: Tensor
-    rows: Tensor
-
-
-@dataclass(frozen=True)
-class Lesson:
-    """Gates, and what of a pack they learn from.
-
-    Attributes:
-        bank: the gates; on the model's device.
-        row_start, reduction: see `ops.gate_kl`. ``"row_mean"`` is averaged over layers, ``"published"`` summed and
-            multiplied by `PUBLISHED_SCALE`.
-        recall_budgets: token budgets to report recall at.
-        target, target_budget: see `ops.scorer_kl`.
-    """
-
-    bank: Gates
-    row_start: float = 0.5
-    reduction: str = "row_mean"
-    recall_budgets: tuple[int, ...] = ()
-    target: str = "max"
-    target_budget: int | None = None
 
 
 def distill_step(
@@ -120,7 +79,8 @@ def distill_steps(
     cu_seqlens = cu_seqlens.cpu() if isinstance(cu_seqlens, Tensor) else cu_seqlens
     check_cu_seqlens(cu_seqlens, total)
 
-    learning = [PackDistillation(lesson, model, cu_seqlens) for lesson in lessons]
+    learning = [learning_of(lesson, model, cu_seqlens) for lesson in lessons]
+    students = [each for each in learning if isinstance(each, StudentLearning)]
     gated = {layer: attention for each in learning for layer, attention in each.gated.items()}
 
     def attend(call: TeacherCall) -> Tensor:
@@ -136,10 +96,24 @@ def distill_steps(
 
     # A model whose first layers wait on disk is nowhere until they are fetched to where the gates are.
     device = next(lessons[0].bank.parameters()).device if model.device.type == "meta" else model.device
-    positions = learning[0].places(device).positions[None]
+    ids, positions = copied(input_ids, device), copied(positions_of(cu_seqlens), device)[None]
     with intercepted_attention(model, gated, attend), torch.no_grad():
-        families.decoder_of(model)(input_ids=copied(input_ids, device), position_ids=positions, use_cache=False)
+        run = model if students else families.decoder_of(model)
+        output = run(input_ids=ids, position_ids=positions, use_cache=False)
+    for each in students:
+        each.compare(ids, positions, output.logits[0])
     return [each.result() for each in learning]
+
+
+def learning_of(lesson: Lesson, model: PreTrainedModel, cu_seqlens: Tensor) -> Learning:
+    """How the gates of a lesson learn from a pack."""
+    kinds: dict[str, type[Learning]] = {"fast_kvzip": ImportanceLearning, "trim_kv": StudentLearning}
+    return kinds.get(lesson.bank.config.scorer, PackDistillation)(lesson, model, cu_seqlens)
+
+
+def positions_of(cu_seqlens: Tensor) -> Tensor:
+    """The position of each token of a pack in its sequence, int64 ``[T]``."""
+    return torch.cat([torch.arange(length) for length in cu_seqlens.diff().tolist()])
 
 
 class Places(NamedTuple):
@@ -156,37 +130,23 @@ class Places(NamedTuple):
     entries: Tensor
 
 
-class PackDistillation:
-    """What a lesson shares between the layers of one pack's forward, and what it has computed so far."""
+class PackDistillation(LayerwiseLearning):
+    """Scorers of blocks learn the attention that each block gets."""
 
     def __init__(self, lesson: Lesson, model: PreTrainedModel, cu_seqlens: Tensor) -> None:
-        bank = lesson.bank
-        modules = families.full_attention_modules(model)
-        families.check_gates(model, bank)
-        if len(cu_seqlens) > 2 and (reason := families.why_one_sequence(families.text_config(model))):
-            raise SeergateError(f"{reason}; its packs must hold one sequence each")
-        check_target(lesson.target, lesson.target_budget, bank.config.block_size)
-        self.bank, self.model = bank, model
-        self.target, self.target_budget = lesson.target, lesson.target_budget
-        self.cu_seqlens = cu_seqlens  # in host memory, where ops read it for free
-        self.segments = [(a, b) for a, b in pairwise(cu_seqlens.tolist()) if b > a]
+        super().__init__(lesson, model, cu_seqlens)
         self.options: dict[str, Any] = {
             "row_start": lesson.row_start,
             "reduction": lesson.reduction,
             "recall_budgets": lesson.recall_budgets,
         }
-        self.gated = {layer: attention for layer, attention in modules if str(layer) in bank.layers}
-        self.wants_gradients = torch.is_grad_enabled()  # the caller's wish; the model itself runs without a graph
         self._places: dict[torch.device, Places] = {}  # of each that a split model has layers on
-        self.losses: list[Tensor] = []
-        self.stats: list[ops.GateKLStats] = []
-        self.gradients: dict[nn.Parameter, Tensor] = {}
 
     def places(self, device: torch.device) -> Places:
         """The pack's indices, copied to the device once."""
         if device not in self._places:
             size, step = self.bank.config.block_size, self.bank.gate(next(iter(self.gated))).entry_tokens
-            positions = torch.cat([torch.arange(b - a) for a, b in self.segments])
+            positions = positions_of(self.cu_seqlens)
             entries = torch.cat([torch.arange(0, b - a, step) for a, b in self.segments])
             rows = copied(counted_rows(self.cu_seqlens, size, self.options["row_start"]), device)
             self._places[device] = Places(copied(positions, device), rows.split(TILE), copied(entries, device))
@@ -207,7 +167,7 @@ class PackDistillation:
         with torch.set_grad_enabled(wants_gradient):
             qg_TKE.requires_grad_(wants_gradient)
             kg_NKE = self._keys(gate, call.k_pre_BKSD, entries)
-            loss, stats = loss_of(gate, self.target, self.target_budget)(
+            loss, stats = loss_of(gate, self.lesson.target, self.lesson.target_budget)(
                 call.query_BHSD[0].transpose(0, 1),
                 call.key_BKSD[0].transpose(0, 1),
                 qg_TKE,
@@ -243,23 +203,6 @@ class PackDistillation:
         pooled = torch.cat([gate.pool(k_pre_BKSD[:, :, a:b]) for a, b in self.segments], dim=2)
         return gate.keys(pooled, entries)[0].transpose(0, 1)
 
-    def result(self) -> DistillOutput:
-        """The losses of all layers as one, with the gradients tied to it."""
-        home = self.losses[0].device  # the layers of a split model report from several devices
-        kl_per_layer = torch.stack([stats.kl_per_head.float().mean().to(home) for stats in self.stats])
-        total = torch.stack([loss.float().to(home) for loss in self.losses]).sum()
-        share = 1.0 / len(self.losses) if self.options["reduction"] == "row_mean" else PUBLISHED_SCALE
-        total, parameters = total * share, list(self.gradients)
-        stored = [self.gradients[p] * share for p in parameters]
-        finite = torch.stack([total.isfinite(), *(x.isfinite().all().to(home) for x in stored)]).all()
-        total = torch.where(finite, total, torch.nan)
-        if parameters:
-            # Decided on the device: nobody waits for it.
-            stored = [torch.where(finite.to(x.device), x, torch.zeros_like(x)) for x in stored]
-            total = StoredGradients.apply(total, len(stored), *stored, *parameters)
-        recall = torch.stack([stats.recall.float().to(home) for stats in self.stats], dim=1)
-        return DistillOutput(total, kl_per_layer, recall, self.stats[0].rows)
-
 
 def loss_of(gate: Scorer, target: str, target_budget: int | None) -> Callable[..., tuple[Tensor, ops.GateKLStats]]:
     """`ops.gate_kl` where it computes this gate's loss, else `ops.scorer_kl` with the same arguments."""
@@ -272,19 +215,3 @@ def loss_of(gate: Scorer, target: str, target_budget: int | None) -> Callable[..
 def _queries(gate: Scorer, q_BHSD: Tensor, positions: Tensor, rows: Tensor) -> Tensor:
     """The gate's queries of some of the pack's tokens, ``[S, K, E]``."""
     return gate.queries(q_BHSD[:, :, rows], positions[rows])[0].transpose(0, 1)
-
-
-class StoredGradients(torch.autograd.Function):
-    """Returns a scalar whose gradients are known already; backward only scales them."""
-
-    @staticmethod
-    def forward(ctx: Any, value: Tensor, count: int, *tensors: Tensor) -> Tensor:
-        """``tensors``: ``count`` gradients, then the parameters they belong to."""
-        ctx.save_for_backward(*tensors[:count])
-        return value.clone()
-
-    @staticmethod
-    def backward(ctx: Any, scale: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
-        """Gradients for the parameters; none for the stored gradients themselves."""
-        stored = ctx.saved_tensors
-        return (None, None, *(None for _ in stored), *(gradient * scale for gradient in stored))

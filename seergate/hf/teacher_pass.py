@@ -9,12 +9,13 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from seergate.hf.call import ATTENTION_NAME, CALL_KEYWORD, Tap, register
+from seergate.hf.call import ATTENTION_NAME, CALL_KEYWORD, Tap, attention_input, register
 from seergate.models import families
 
 
@@ -24,6 +25,7 @@ class TeacherCall:
 
     Attributes:
         layer: its index.
+        hidden_BSW: what the attention module got.
         query_BHSD, key_BKSD, value_BKSD: after RoPE, in one dtype; B is 1 and S the pack's tokens.
         q_pre_BHSD, k_pre_BKSD: before RoPE; ``None`` in layers that are not tapped.
         sm_scale: factor on query . key.
@@ -33,6 +35,7 @@ class TeacherCall:
     """
 
     layer: int
+    hidden_BSW: Tensor
     query_BHSD: Tensor
     key_BKSD: Tensor
     value_BKSD: Tensor
@@ -74,13 +77,16 @@ def intercepted_attention(
 
 
 def _pre_hook(layer: int, tap: Tap | None, attend: Callable[[TeacherCall], Tensor]) -> Any:
-    def call(module: nn.Module, query: Tensor, key: Tensor, value: Tensor, mask: Any, **kwargs: Any) -> Any:
+    def call(
+        hidden: Tensor, module: nn.Module, query: Tensor, key: Tensor, value: Tensor, mask: Any, **kwargs: Any
+    ) -> Any:
         q_pre, k_pre = tap.take() if tap is not None else (None, None)
         scaling = kwargs.get("scaling")
         return (
             attend(
                 TeacherCall(
                     layer=layer,
+                    hidden_BSW=hidden,
                     # Autocast leaves normalised ones wider than values, and no kernel is told that it is on.
                     query_BHSD=query.to(value.dtype),
                     key_BKSD=key.to(value.dtype),
@@ -97,6 +103,6 @@ def _pre_hook(layer: int, tap: Tap | None, attend: Callable[[TeacherCall], Tenso
         )
 
     def hook(module: nn.Module, args: Any, kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
-        return args, {**kwargs, CALL_KEYWORD: call}
+        return args, {**kwargs, CALL_KEYWORD: partial(call, attention_input(args, kwargs))}
 
     return hook

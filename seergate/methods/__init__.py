@@ -30,6 +30,7 @@ from seergate.methods.evicting import (
     Eviction,
     LongPromptWarning,
 )
+from seergate.methods.fast_kvzip import FastKVzip
 from seergate.methods.gate import Gate
 from seergate.methods.gate_on_evictor import GateOnEvictor
 from seergate.methods.h2o import H2O
@@ -47,16 +48,19 @@ from seergate.methods.registry import (
     option_names,
     register,
 )
+from seergate.methods.retention import RetentionMethod, RetentionState
 from seergate.methods.rpc import RPC
 from seergate.methods.selecting import SelectingMethod, SelectingState
 from seergate.methods.snapkv import RKV, SnapKV
 from seergate.methods.streaming_llm import StreamingLLM
 from seergate.methods.tova import TOVA
 from seergate.methods.tri_attention import TriAttention
+from seergate.methods.trim_kv import TrimKV
 
 for _method in (
     *(Gate, Oracle, Quest, ReSA, Dense, Random),
     *(StreamingLLM, H2O, TOVA, SnapKV, RKV, RaaS, RPC, LazyEviction, RandomEvict, TriAttention, KV4Bit),
+    *(FastKVzip, TrimKV),
 ):
     register(_method)
 
@@ -78,6 +82,7 @@ __all__ = [
     "EvictingMethod",
     "EvictingState",
     "Eviction",
+    "FastKVzip",
     "Gate",
     "GateOnEvictor",
     "KV4Bit",
@@ -94,6 +99,8 @@ __all__ = [
     "RandomSharing",
     "ReSA",
     "ReasonCache",
+    "RetentionMethod",
+    "RetentionState",
     "Rotary",
     "SelectingMethod",
     "SelectingState",
@@ -101,6 +108,7 @@ __all__ = [
     "Step",
     "StreamingLLM",
     "TriAttention",
+    "TrimKV",
     "check_choice",
     "check_counts",
     "check_flags",

@@ -66,6 +66,8 @@ class Step:
         sinks: ``[H]`` attention-sink logits, if the model has them.
         softcap: cap on the scores, if the model has one.
         offsets: per row, the position that the model gave to its first token; ``None`` for 0.
+        hidden: gives the hidden states ``[B, S, W]`` that the attention module got, each row's tokens first; of a
+            prompt or of a token that comes alone, where a model calls.
     """
 
     q_pre_BHSD: Tensor
@@ -81,6 +83,7 @@ class Step:
     sinks: Tensor | None = None
     softcap: float | None = None
     offsets: list[int] | None = None
+    hidden: Callable[[], Tensor] | None = None
 
     @property
     def stored(self) -> tuple[Tensor, Tensor, Tensor | None]:

@@ -46,6 +46,9 @@ class Gate(SelectingMethod):
         size = getattr(getattr(self.bank, "config", None), "block_size", None)
         if size is None:
             raise SeergateError(f"bank is a {type(self.bank).__name__}; it must be a GateBank")
+        if self.bank.config.retention:
+            scorer = self.bank.config.scorer
+            raise SeergateError(f"these gates score tokens for eviction; they are for the method {scorer!r}")
         if self.block_size not in (0, size):
             raise ValueError(f"block_size is {self.block_size!r}; these gates are for blocks of {size} tokens")
         self.block_size = size

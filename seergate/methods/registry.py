@@ -17,6 +17,7 @@ from seergate.methods.base import Method
 from seergate.methods.evicting import EvictingMethod
 from seergate.methods.gate import Gate
 from seergate.methods.gate_on_evictor import SUFFIX, GateOnEvictor
+from seergate.methods.retention import RetentionMethod
 
 if TYPE_CHECKING:
     from seergate.gates.bank import Gates
@@ -102,6 +103,8 @@ def method_class(name: str) -> type[Method]:
             raise SeergateError(
                 f"{name!r} is no method: only one that evicts or shares blocks can have the gate on what it keeps"
             )
+        if issubclass(inner, RetentionMethod):
+            raise SeergateError(f"{name!r} takes two kinds of gates; make a GateOnEvictor of both methods in Python")
         return GateOnEvictor
     if name not in METHODS:
         load_plugins(*filter(None, os.environ.get(PLUGINS, "").split(",")))
@@ -117,7 +120,7 @@ def _reads(kind: type[Method]) -> bool:
 
 def has_gates(name: str) -> bool:
     """Whether a method decodes with gates."""
-    return name.endswith(SUFFIX) or issubclass(method_class(name), Gate)
+    return name.endswith(SUFFIX) or issubclass(method_class(name), (Gate, RetentionMethod))
 
 
 def option_names(name: str) -> set[str]:
@@ -127,6 +130,8 @@ def option_names(name: str) -> set[str]:
         own = option_names(name.removesuffix(SUFFIX))
         return own - {"reads"} | option_names(Gate.name) if _reads(kind) else own | {"read_budget"}
     own = {option.name for option in fields(kind) if option.init}
+    if issubclass(kind, RetentionMethod):
+        return own - {"bank"}
     return own - {"bank", "block_size"} if issubclass(kind, Gate) else own  # gates have their block size
 
 
@@ -177,6 +182,8 @@ def _gated(name: str, kind: type[Method], bank: Gates, options: dict[str, Any]) 
     if issubclass(kind, Gate):
         decoding = {key: options.pop(key) for key in DecodeConfig.__dataclass_fields__ if key in options}
         return kind.from_config(bank, bank.decode_config(**decoding), **options)
+    if issubclass(kind, RetentionMethod):
+        return kind(bank=bank, **options)
     if _reads(kind):
         reading = {key: options.pop(key) for key in option_names(Gate.name) & set(options)}
         options["reads"] = make_method(Gate.name, bank=bank, **reading)

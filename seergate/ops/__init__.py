@@ -12,6 +12,8 @@ from seergate.ops.dense_decode import dense_decode
 from seergate.ops.gate_kl import GateKLStats, gate_kl
 from seergate.ops.packed_attention import PackedAttention, packed_attention
 from seergate.ops.pooling import pool_keys
+from seergate.ops.retained_attention import RetainedAttention, retained_attention
+from seergate.ops.retention_kl import retention_kl
 from seergate.ops.scorer_kl import scorer_kl
 from seergate.ops.scoring import score_blocks
 from seergate.ops.selection import Selection, select_blocks
@@ -22,6 +24,7 @@ __all__ = [
     "AttentionWithTargets",
     "GateKLStats",
     "PackedAttention",
+    "RetainedAttention",
     "Selection",
     "attention_with_block_targets",
     "block_targets",
@@ -29,6 +32,8 @@ __all__ = [
     "gate_kl",
     "packed_attention",
     "pool_keys",
+    "retained_attention",
+    "retention_kl",
     "score_blocks",
     "scorer_kl",
     "select_blocks",

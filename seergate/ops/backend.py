@@ -26,6 +26,8 @@ FILES = {
     "gate_kl": "gate_kl",
     "packed_attention": "packed_attention",
     "pool_keys": "pooling",
+    "retained_attention": "retained_attention",
+    "retention_kl": "retention_kl",
     "score_blocks": "scoring",
     "scorer_kl": "scorer_kl",
     "select_blocks": "selection",

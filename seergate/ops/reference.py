@@ -15,6 +15,7 @@ from torch import Tensor
 from seergate.ops.gate_kl import GateKLStats
 from seergate.ops.packed_attention import PackedAttention
 from seergate.ops.paging import unpaged
+from seergate.ops.retained_attention import RetainedAttention
 from seergate.ops.scorer_kl import Scores
 from seergate.ops.selection import Selection
 from seergate.ops.teacher import AttentionWithTargets
@@ -258,6 +259,107 @@ def scorer_kl(
     rows = max(counted, 1)
     loss = total / (rows * kv_heads) if reduction == "row_mean" else total / max(filled, 1)
     return loss, GateKLStats(kl_per_head / rows, torch.tensor(counted, device=q.device), recall / rows)
+
+
+def retained_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    log_beta: Tensor,
+    cu_seqlens: Tensor,
+    sm_scale: float,
+    *,
+    window: int | None = None,
+    sinks: Tensor | None = None,
+    softcap: float | None = None,
+) -> RetainedAttention:
+    """One row and head after the other, gradients by plain autograd."""
+    dtype, group, output, held = _wide(q, k, v, log_beta), q.shape[1] // k.shape[1], [], []
+    for start, end in _segments(cu_seqlens):
+        for row in range(start, end):
+            seen = slice(start if window is None else max(start, row - window + 1), row + 1)
+            ages = torch.arange(row - seen.start, -1, -1, device=q.device)
+            worth = log_beta[seen].to(dtype).exp() ** ages[:, None]
+            held.append(worth.sum(0))
+            for h in range(q.shape[1]):
+                scores = _capped(k[seen, h // group].to(dtype) @ q[row, h].to(dtype) * sm_scale, softcap)
+                faded = scores * worth[:, h // group]
+                if sinks is not None:
+                    faded = torch.cat((faded, sinks[h].to(dtype)[None]))
+                output.append(faded.softmax(0)[: len(ages)] @ v[seen, h // group].to(dtype))
+    found = torch.stack(output).view(*q.shape[:2], v.shape[2])
+    return RetainedAttention(found.to(v.dtype), torch.stack(held))
+
+
+@torch.no_grad()
+def received_attention(
+    q: Tensor,
+    k: Tensor,
+    cu_seqlens: Tensor,
+    distance: int,
+    row_start: float = 0.0,
+    sm_scale: float | None = None,
+    *,
+    sinks: Tensor | None = None,
+    softcap: float | None = None,
+) -> Tensor:
+    """``[T, Hkv]``: the highest probability that a row ``distance`` tokens later or more gives a token; 0 without."""
+    dtype, group = _wide(q, k), q.shape[1] // k.shape[1]
+    scale = 1.0 / math.sqrt(q.shape[2]) if sm_scale is None else sm_scale
+    found = torch.zeros(len(q), k.shape[1], dtype=dtype, device=q.device)
+    for start, end in _segments(cu_seqlens):
+        for row in range(int((end - start) * row_start), end - start):
+            for h in range(q.shape[1]):
+                keys = k[start : start + row + 1, h // group].to(dtype)
+                scores = _capped(keys @ q[start + row, h].to(dtype) * scale, softcap)
+                if sinks is not None:
+                    scores = torch.cat((scores, sinks[h].to(dtype)[None]))
+                p = scores.softmax(0)
+                for token in range(row - distance + 1):
+                    found[start + token, h // group] = torch.maximum(found[start + token, h // group], p[token])
+    return found
+
+
+def retention_kl(
+    q: Tensor,
+    k: Tensor,
+    scores: Tensor,
+    cu_seqlens: Tensor,
+    distance: int,
+    *,
+    row_start: float = 0.0,
+    sm_scale: float | None = None,
+    recall_budgets: tuple[int, ...] = (),
+    sinks: Tensor | None = None,
+    softcap: float | None = None,
+    lse: Tensor | None = None,
+) -> tuple[Tensor, GateKLStats]:
+    """One token and KV head after the other. Ignores ``lse``."""
+    dtype = _wide(q, k, scores)
+    targets = received_attention(
+        q.to(dtype), k.to(dtype), cu_seqlens, distance, row_start, sm_scale, sinks=sinks, softcap=softcap
+    )
+    kv_heads = k.shape[1]
+    total = scores[:0].sum().to(dtype)
+    kl_per_head = torch.zeros(kv_heads, dtype=dtype, device=q.device)
+    recall = torch.zeros(len(recall_budgets), kv_heads, dtype=dtype, device=q.device)
+    counted, full = 0, [(start, end - distance) for start, end in _segments(cu_seqlens) if end - distance > start]
+    for start, end in full:
+        for token in range(start, end):
+            counted += 1
+            for g in range(kv_heads):
+                y, s = targets[token, g], scores[token, g].to(dtype)
+                kl = torch.special.xlogy(y, y / s) + torch.special.xlogy(1 - y, (1 - y) / (1 - s))
+                kl_per_head[g] += kl.detach()
+                total = total + kl
+        for g in range(kv_heads):
+            y = targets[start:end, g]
+            ranked = scores[start:end, g].detach().sort(descending=True, stable=True).indices
+            for i, budget in enumerate(recall_budgets):
+                recall[i, g] += y[ranked[: budget - distance]].sum() / y.sum() / len(full)
+    rows = max(counted, 1)
+    stats = GateKLStats(kl_per_head / rows, torch.tensor(counted, device=q.device), recall)
+    return total / (rows * kv_heads), stats
 
 
 def pool_keys(

@@ -249,6 +249,18 @@ EVICTORS = {
         lambda m: _variant(_naive_tri(m, C, interval=6, recent=2), reduce="max"),
         lambda n, t: C + 6,
     ),
+    "fast_kvzip": Evictor(
+        lambda m: methods.FastKVzip(
+            bank=naive_views.retention_for(m, "fast_kvzip"), token_budget=C, interval=6, window=5, first_tokens=2
+        ),
+        lambda m: naive_views.FastKVzip(C, interval=6, recent=5, bank=naive_views.retention_for(m, "fast_kvzip")),
+        lambda n, t: C + 6,
+    ),
+    "trim_kv": Evictor(
+        lambda m: methods.TrimKV(bank=naive_views.retention_for(m, "trim_kv"), token_budget=C, interval=6),
+        lambda m: naive_views.TrimKV(C, interval=6, bank=naive_views.retention_for(m, "trim_kv")),
+        lambda n, t: C + 6,
+    ),
     "kv4bit": Evictor(
         lambda m: methods.KV4Bit(group=6, residual=5),
         lambda m: naive_views.KV4Bit(6, 5),

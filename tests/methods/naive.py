@@ -28,6 +28,7 @@ class Past:
     scale: float
     prompt: int = 0
     queries: list = field(default_factory=list)  # [H, D] each
+    hidden: list = field(default_factory=list)  # [W] each: what the attention module got
     keys: np.ndarray = None  # [N, K, D], after RoPE
     given: list = field(default_factory=list)  # per query [H, N_i]: the probabilities it gave
     alive: np.ndarray = None  # bool [K, N]
@@ -311,16 +312,25 @@ class Simulation:
         self.usual = self.model.config._attn_implementation
         ALL_ATTENTION_FUNCTIONS["naive_simulation"] = self.attend
         self.model.config._attn_implementation = "naive_simulation"
+        self.hooks = [
+            layer.self_attn.register_forward_pre_hook(self.see, with_kwargs=True) for layer in self.model.model.layers
+        ]
         return self
 
     def __exit__(self, *error):
         self.model.config._attn_implementation = self.usual
         del ALL_ATTENTION_FUNCTIONS["naive_simulation"]
+        for hook in self.hooks:
+            hook.remove()
+
+    def see(self, module, args, kwargs):
+        self.hidden = kwargs["hidden_states"][0].double().numpy()
 
     def attend(self, module, query, key, value, mask, scaling=None, **kwargs):
         q, k, v = (x[0].transpose(0, 1).double().numpy() for x in (query, key, value))
         past = self.layers.setdefault(module.layer_idx, Past(module.layer_idx, scaling))
         new, heads = len(q), k.shape[1]
+        past.hidden += [*self.hidden]
         if past.keys is None:
             past.prompt = new
         alive = np.ones((heads, len(k)), dtype=bool)

@@ -198,6 +198,62 @@ class Quest:
         return which, keys, values
 
 
+class Retained(naive.Budgeted):
+    """What retention gates score best; `weights` are a layer's, in float64."""
+
+    def __init__(self, *args, bank, **options):
+        super().__init__(*args, **options)
+        self.bank = bank
+
+    def weights(self, past):
+        named = self.bank.layers[str(past.layer)].state_dict().items()
+        return {name: tensor.double().numpy() for name, tensor in named}
+
+
+class FastKVzip(Retained):
+    first = 2
+
+    def scores(self, past, head):
+        w, scores = self.weights(past), np.ones(past.seen)
+        heads, group, width = past.keys.shape[1], len(past.group(head)), len(w["q_norm.weight"])
+
+        def normed(x, norm):
+            return x / np.sqrt((x**2).mean() + 1e-6) * w[norm]
+
+        for token in past.living(head):
+            x = past.hidden[token]
+            q = (w["q_proj.weight"] @ x + w["q_proj.bias"]).reshape(heads, group, width)[head]
+            k = normed((w["k_proj.weight"] @ x).reshape(heads, width)[head], "k_norm.weight")
+            shares = []
+            for of in range(group):
+                query = normed(q[of], "q_norm.weight")
+                own = query @ k / np.sqrt(width) + w["bias"][head, of]
+                others = w["base_keys"][head] @ query / np.sqrt(width)
+                shares.append(1 / (1 + np.exp(others - own).sum()))
+            if token >= self.first:
+                scores[token] = np.mean(shares)
+        return scores
+
+
+class TrimKV(Retained):
+    def scores(self, past, head):
+        w, scores = self.weights(past), np.zeros(past.seen)
+        for token in past.living(head):
+            inner = w["linear1.weight"] @ past.hidden[token] + w["linear1.bias"]
+            out = (w["linear2.weight"] @ (inner / (1 + np.exp(-inner))) + w["linear2.bias"])[head]
+            scores[token] = -np.log1p(np.exp(-out)) * (past.seen + 1 - token)
+        return scores
+
+
+def retention_for(model, scorer):
+    """Retention gates with random weights, far enough apart that their choices differ from chance and from recency."""
+    torch.manual_seed(4)
+    bank = GateBank.for_model(model, GateConfig(8, scorer=scorer))
+    for parameter in bank.parameters():
+        parameter.data.normal_(std=0.3)
+    return bank
+
+
 def gate_for(model):
     """Gates with random weights, wide enough apart that their choices differ from chance and from recency."""
     torch.manual_seed(3)

@@ -1,0 +1,77 @@
+"""TRIM-KV's gates, which learn end to end: the frozen model runs once more, and its tokens fade as the gates say.
+
+The loss is ``KL(frozen || gated) + cross-entropy of the next token + capacity``, the first two as means over the rows
+that count. The capacity loss of row t is ``max(0, sum over s of beta(s) ** (t - s) - M)``, M the tokens that a KV head
+may hold; here each row's is divided by the length of its sequence, and the mean taken over rows, layers and KV heads.
+How the paper divides it could not be confirmed. All weigh 1, which is also the weight of the capacity loss in the
+authors' released configuration; the base loss there is the KL alone.
+
+Shape suffixes: T tokens of the pack, B = 1, R rows that count, V vocabulary, K KV heads.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from seergate import ops
+from seergate.hf.learning import DistillOutput, Learning
+from seergate.hf.teacher_pass import TeacherCall, intercepted_attention
+
+
+class StudentLearning(Learning):
+    """Gates that learn from what the whole model makes of their choices."""
+
+    def learn(self, call: TeacherCall, lse_TH: Tensor) -> None:
+        """The frozen model's own layers teach nothing here."""
+
+    def compare(self, ids_1T: Tensor, positions_1T: Tensor, logits_TV: Tensor) -> None:
+        """Compute the loss and its gradients, given what came into the frozen model and what came out of it."""
+        rows = torch.cat([torch.arange(a + int((b - a) * self.lesson.row_start), b) for a, b in self.segments])
+        last = torch.tensor([b - 1 for _, b in self.segments])
+        rows, followed = rows.to(ids_1T.device), ~torch.isin(rows, last).to(ids_1T.device)
+        parameters = [p for p in self.bank.parameters() if p.requires_grad] if self.wants_gradients else []
+        with torch.set_grad_enabled(bool(parameters)):
+            gated_RV, excess = self._gated_logits(ids_1T, positions_1T, rows)
+            log_p_RV, log_q_RV = logits_TV[rows].float().log_softmax(-1), gated_RV.float().log_softmax(-1)
+            loss = F.kl_div(log_q_RV, log_p_RV, log_target=True, reduction="batchmean") + excess
+            if bool(followed.any()):
+                loss = loss + F.nll_loss(log_q_RV[followed], ids_1T[0, rows[followed] + 1])
+        if parameters:
+            self.gradients |= dict(zip(parameters, torch.autograd.grad(loss, parameters), strict=True))
+        self.losses.append(loss.detach())
+        self.rows = torch.tensor(len(rows), device=ids_1T.device)
+
+    def _gated_logits(self, ids_1T: Tensor, positions_1T: Tensor, rows: Tensor) -> tuple[Tensor, Tensor]:
+        """Logits ``[R, V]`` of the model whose tokens fade, and the capacity loss."""
+        room, lengths = self.lesson.target_budget, self.cu_seqlens.diff()
+        share_T1 = (1 / lengths.repeat_interleave(lengths))[:, None].to(ids_1T.device)
+        excess: list[Tensor] = []
+
+        def attend(call: TeacherCall) -> Tensor:
+            q, k, v = (
+                x[0].transpose(0, 1).to(call.value_BKSD.dtype)
+                for x in (call.query_BHSD, call.key_BKSD, call.value_BKSD)
+            )
+            has_gate = call.layer in self.gated
+            log_beta_TK = (
+                self.bank.retention_gate(call.layer)(call.hidden_BSW)[0].T if has_gate else k.new_zeros(k.shape[:2])
+            )
+            found = ops.retained_attention(
+                q, k, v, log_beta_TK, self.cu_seqlens, call.sm_scale,
+                window=call.window, sinks=call.sinks, softcap=call.softcap,
+            )  # fmt: skip
+            if has_gate:
+                excess.append(((found.held - room).clamp(min=0) * share_T1.to(found.held)).mean().to(ids_1T.device))
+            return found.output[None]
+
+        with intercepted_attention(self.model, {}, attend):
+            output = self.model(input_ids=ids_1T, position_ids=positions_1T, use_cache=False, logits_to_keep=rows)
+        return output.logits[0].to(ids_1T.device), torch.stack(excess).mean()
+
+    def result(self) -> DistillOutput:
+        layers, heads = len(self.gated), self.bank.geometry.num_kv_heads
+        (loss,) = self.losses
+        recall = loss.new_zeros(len(self.lesson.recall_budgets), layers, heads)
+        return DistillOutput(self.total(1.0), loss.expand(layers), recall, self.rows)

@@ -1,0 +1,39 @@
+"""Fast KVzip's gates in the frozen model's forward: each layer's learn the attention that its tokens receive.
+
+Shape suffixes: T tokens of the pack, B = 1, S = T, H query heads, K KV heads, D head dimension, W width of the model.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from seergate import ops
+from seergate.hf.learning import LayerwiseLearning
+from seergate.hf.teacher_pass import TeacherCall
+
+
+class ImportanceLearning(LayerwiseLearning):
+    """The loss is `ops.retention_kl`, with the gates' ``block_size`` as the distance."""
+
+    def learn(self, call: TeacherCall, lse_TH: Tensor) -> None:
+        gate, lesson = self.bank.retention_gate(call.layer), self.lesson
+        parameters = [p for p in gate.parameters() if p.requires_grad] if self.wants_gradients else []
+        with torch.set_grad_enabled(bool(parameters)):
+            loss, stats = ops.retention_kl(
+                call.query_BHSD[0].transpose(0, 1),
+                call.key_BKSD[0].transpose(0, 1),
+                gate(call.hidden_BSW)[0].T,
+                self.cu_seqlens,
+                self.bank.config.block_size,
+                row_start=lesson.row_start,
+                sm_scale=call.sm_scale,
+                recall_budgets=lesson.recall_budgets,
+                sinks=call.sinks,
+                softcap=call.softcap,
+                lse=lse_TH,
+            )
+        if parameters:
+            self.gradients |= dict(zip(parameters, torch.autograd.grad(loss, parameters), strict=True))
+        self.losses.append(loss.detach())
+        self.stats.append(stats)

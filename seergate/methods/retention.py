@@ -1,0 +1,81 @@
+"""Retention gates: trained evictors, which score each token once, when it comes.
+
+Shape suffixes: see `seergate.methods.base`; W width of the model.
+"""
+
+from __future__ import annotations
+
+import copy
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, ClassVar
+
+import torch
+from torch import Tensor
+
+from seergate.errors import SeergateError
+from seergate.methods.base import LayerSpec, LayerState, Step
+from seergate.methods.evicting import BudgetedMethod, BudgetedState
+
+if TYPE_CHECKING:
+    from seergate.gates.bank import Gates
+
+
+@dataclass(kw_only=True)
+class RetentionMethod(BudgetedMethod):
+    """Keeps the tokens that trained retention gates score best.
+
+    Attributes:
+        bank: gates whose scorer has the method's name.
+        interval: tokens from one eviction to the next; 128, the buffer of both papers.
+    """
+
+    state: ClassVar[type[RetentionState]]
+    bank: Gates = field(repr=False)
+    interval: int = 128
+
+    def __post_init__(self) -> None:
+        config = getattr(self.bank, "config", None)
+        if config is None:
+            raise SeergateError(f"bank is a {type(self.bank).__name__}; it must be a GateBank")
+        if config.scorer != self.name:
+            raise SeergateError(
+                f"these gates were trained with scorer {config.scorer!r}, for the method "
+                f"{config.scorer if config.retention else 'gate'!r}; {self.name!r} needs gates of seergate train "
+                f"--scorer {self.name}"
+            )
+        super().__post_init__()
+
+    def new_state(self, spec: LayerSpec) -> LayerState:
+        """A layer that has no gate keeps everything."""
+        return self.state(spec, self) if str(spec.layer) in self.bank.layers else LayerState(spec)
+
+
+class RetentionState(BudgetedState):
+    """``score`` of each resident, and which token of its row it is, ``place``: ``[B, K, T]``."""
+
+    def __init__(self, spec: LayerSpec, method: RetentionMethod) -> None:
+        super().__init__(spec, method)
+        self.method = method
+        gate = method.bank.retention_gate(spec.layer)
+        dtype = next(gate.parameters()).dtype
+        if next(gate.parameters()).device != spec.device:  # the bank stays where it is
+            gate = copy.deepcopy(gate).to(spec.device)
+        self.gate = gate
+        self.add_per_token("score", torch.promote_types(torch.promote_types(dtype, spec.dtype), torch.float32))
+        self.add_per_token("place", torch.int32)
+
+    @torch.no_grad()
+    def append(self, step: Step) -> None:
+        super().append(step)
+        assert step.hidden is not None
+        scores_BKS = self.gate(step.hidden())
+        score, place = self.room("score", step.max_length), self.room("place", step.max_length)
+        for row, (at, count) in enumerate(zip(step.starts, step.counts, strict=True)):
+            score[row, :, at : at + count] = scores_BKS[row, :, :count]
+            seen = self.seen(row)
+            place[row, :, at : at + count] = torch.arange(seen - count, seen, device=place.device)
+
+    def known(self, step: Step, row: int) -> tuple[Tensor, Tensor]:
+        """Score and place of a row's residents, ``[K, T]``."""
+        score, place = (self.rows[name][row, :, : step.ends[row]] for name in ("score", "place"))
+        return score, place

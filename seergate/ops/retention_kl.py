@@ -1,0 +1,65 @@
+"""`retention_kl`: how far scores of tokens are from the attention that the tokens receive."""
+
+from __future__ import annotations
+
+import math
+
+from torch import Tensor
+
+from seergate.config import is_int
+from seergate.ops.backend import implementation
+from seergate.ops.checks import check_same, check_tensor
+from seergate.ops.gate_kl import GateKLStats, check_loss
+from seergate.ops.packed_attention import packed_attention
+from seergate.ops.teacher import check_teacher
+
+
+def retention_kl(
+    q: Tensor,
+    k: Tensor,
+    scores: Tensor,
+    cu_seqlens: Tensor,
+    distance: int,
+    *,
+    row_start: float = 0.0,
+    sm_scale: float | None = None,
+    recall_budgets: tuple[int, ...] = (),
+    sinks: Tensor | None = None,
+    softcap: float | None = None,
+    lse: Tensor | None = None,
+) -> tuple[Tensor, GateKLStats]:
+    """KL divergence of a token's score from the highest attention probability that later tokens give it.
+
+    With ``p_h(t, s)`` the teacher's probability, causal over the row's segment, a token's target for a KV head is
+    ``y(s) = max over h of the group, max over rows t of p_h(t, s)``. Rows are those of its segment with an index of at
+    least ``int(length * row_start)`` that come ``distance`` tokens or more after it; a token without such a row does
+    not count. The loss of a token is ``KL(Bernoulli(y) || Bernoulli(score))``: the cross-entropy of Fast KVzip (arXiv
+    2601.17668) less what no score can change. No gradient flows to ``q`` and ``k``.
+
+    Args:
+        q, k, cu_seqlens, sm_scale, sinks, softcap: see `seergate.ops.block_targets`.
+        scores: ``[T, Hkv]``, in [0, 1].
+        distance: tokens from a token to the first row that counts for it, at least 1.
+        row_start: in [0, 1).
+        recall_budgets: tokens, each at least ``distance``.
+        lse: ``[T, H]`` log of the softmax's denominator, from `packed_attention`; computed if ``None``.
+
+    Returns:
+        The mean over tokens and KV heads, and `GateKLStats`, whose rows are the tokens that count. Recall is the share
+        of a segment's targets that its best ``budget - distance`` tokens hold, mean over segments.
+
+    Raises:
+        ValueError: naming the argument, what it is and what it must be.
+    """
+    check_teacher(q, k, cu_seqlens, sm_scale, sinks, softcap)
+    check_tensor("scores", scores, k.shape[:2])
+    check_same("scores", scores, "q", q, dtype=False)
+    if not is_int(distance) or distance < 1:
+        raise ValueError(f"distance is {distance!r}; it must be a positive number of tokens")
+    budgets = check_loss(q, distance, row_start, "row_mean", recall_budgets, lse)
+    sm_scale = 1.0 / math.sqrt(q.shape[-1]) if sm_scale is None else sm_scale
+    if lse is None:
+        lse = packed_attention(q, k, k, cu_seqlens, sm_scale, sinks=sinks, softcap=softcap).lse
+    run = implementation("retention_kl", q.device)
+    options = {"row_start": row_start, "sm_scale": sm_scale, "recall_budgets": budgets}
+    return run(q, k, scores, cu_seqlens, distance, **options, sinks=sinks, softcap=softcap, lse=lse)

@@ -1,0 +1,56 @@
+"""`retained_attention` in torch: chunks of rows, which are computed again for the gradients.
+
+Shape suffixes: see `seergate.ops.torch_impl.teacher`.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+from torch.utils.checkpoint import checkpoint
+
+from seergate.ops.retained_attention import RetainedAttention
+from seergate.ops.torch_impl.teacher import CHUNK_BYTES_CPU, CHUNK_BYTES_DEVICE, row_chunks, segments, wide_dtype
+
+
+def retained_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    log_beta: Tensor,
+    cu_seqlens: Tensor,
+    sm_scale: float,
+    *,
+    window: int | None,
+    sinks: Tensor | None,
+    softcap: float | None,
+) -> RetainedAttention:
+    """The public op, once its arguments are checked."""
+    dtype, heads, kv_heads = wide_dtype(q, k, v, log_beta), q.shape[1], k.shape[1]
+    limit = CHUNK_BYTES_CPU if q.device.type == "cpu" else CHUNK_BYTES_DEVICE
+
+    def rows(q_RHD: Tensor, k_SKD: Tensor, v_SKD: Tensor, log_beta_SK: Tensor, first: int) -> tuple[Tensor, Tensor]:
+        q_KGRD = q_RHD.to(dtype).transpose(0, 1).unflatten(0, (kv_heads, -1)) * sm_scale
+        logits_KGRS = q_KGRD @ k_SKD.to(dtype).permute(1, 2, 0)[:, None]
+        if softcap is not None:
+            logits_KGRS = softcap * torch.tanh(logits_KGRS / softcap)
+        places = torch.arange(len(k_SKD), device=q.device)
+        ages_RS = places[first:, None] - places
+        seen_RS = (ages_RS >= 0) & (ages_RS < (len(places) if window is None else window))
+        worth_KRS = (log_beta_SK.T[:, None] * ages_RS.clamp(min=0)).exp() * seen_RS
+        logits_KGRS = (logits_KGRS * worth_KRS[:, None]).masked_fill(~seen_RS, -torch.inf)
+        if sinks is not None:
+            sinks_KGR1 = sinks.to(dtype).view(kv_heads, -1, 1, 1).expand(*logits_KGRS.shape[:3], 1)
+            logits_KGRS = torch.cat((logits_KGRS, sinks_KGR1), -1)
+        p_KGRS = logits_KGRS.softmax(-1)[..., : len(places)]
+        output_KGRD = p_KGRS @ v_SKD.to(dtype).transpose(0, 1)[:, None]
+        return output_KGRD.flatten(0, 1).transpose(0, 1).to(v.dtype), worth_KRS.sum(-1).T
+
+    found = []
+    for start, stop in segments(cu_seqlens):
+        for first, end in row_chunks(0, stop - start, max(1, limit // (heads * dtype.itemsize))):
+            keys = slice(start, start + end)
+            chunk = q[start + first : start + end], k[keys], v[keys], log_beta[keys].to(dtype), first
+            found.append(checkpoint(rows, *chunk, use_reentrant=False, preserve_rng_state=False))
+    output, held = zip(*found, strict=True)
+    return RetainedAttention(torch.cat(output), torch.cat(held))

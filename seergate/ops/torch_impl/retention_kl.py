@@ -1,0 +1,72 @@
+"""`retention_kl` in torch: targets from chunks of rows against all keys before them.
+
+Shape suffixes: see `seergate.ops.torch_impl.teacher`; X = G * R.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+from torch.nn.functional import binary_cross_entropy
+
+from seergate.ops.gate_kl import GateKLStats
+from seergate.ops.torch_impl.teacher import Teacher, row_chunks, segments, wide_dtype
+
+
+def retention_kl(
+    q: Tensor,
+    k: Tensor,
+    scores: Tensor,
+    cu_seqlens: Tensor,
+    distance: int,
+    *,
+    row_start: float,
+    sm_scale: float,
+    recall_budgets: tuple[int, ...],
+    sinks: Tensor | None,
+    softcap: float | None,
+    lse: Tensor,
+) -> tuple[Tensor, GateKLStats]:
+    """The public op, once its arguments are checked."""
+    dtype = wide_dtype(q, k, scores)
+    teacher = Teacher(q, k, len(q) + 1, sm_scale, sinks, softcap, dtype, lse)  # one block: nothing is made of blocks
+    targets_TK = received_attention(teacher, cu_seqlens, distance, row_start).clamp_(max=1)
+    spans = [(start, max(start, end - distance)) for start, end in segments(cu_seqlens)]
+    counted = torch.cat([torch.arange(*span) for span in spans]).to(q.device)
+    y, s = targets_TK[counted], scores.to(dtype)[counted]
+    kl = binary_cross_entropy(s, y, reduction="none") - binary_cross_entropy(y, y, reduction="none")
+    rows = max(len(counted), 1)
+    recall = torch.zeros(len(recall_budgets), teacher.kv_heads, dtype=dtype, device=q.device)
+    full = [span for span in spans if span[0] < span[1]]
+    for start, end in full:
+        of_segment = targets_TK[start:end]
+        ranked = of_segment.gather(0, scores[start:end].detach().sort(dim=0, descending=True, stable=True).indices)
+        for each, budget in zip(recall, recall_budgets, strict=True):
+            each += ranked[: budget - distance].sum(0) / of_segment.sum(0).clamp(min=1e-30) / len(full)
+    stats = GateKLStats(kl.detach().sum(0) / rows, torch.tensor(len(counted), device=q.device), recall)
+    return kl.sum() / (rows * teacher.kv_heads), stats
+
+
+@torch.no_grad()
+def received_attention(teacher: Teacher, cu_seqlens: Tensor, distance: int, row_start: float) -> Tensor:
+    """The targets, ``[T, K]``; 0 for tokens that do not count."""
+    lse_TH, spans = teacher.lse_TH, segments(cu_seqlens)
+    assert lse_TH is not None
+    firsts = [max(int((end - start) * row_start), distance) for start, end in spans]
+    plans = [list(row_chunks(first, b - a, teacher.area)) for first, (a, b) in zip(firsts, spans, strict=True)]
+    found_TK = teacher.q_THD.new_zeros(len(lse_TH), teacher.kv_heads, dtype=teacher.dtype)
+    scratch = teacher.scratch(plans)
+    for (start, stop), plan in zip(spans, plans, strict=True):
+        for head in range(teacher.kv_heads if plan else 0):
+            keys_SD = teacher.head_keys(start, stop, head)
+            group = slice(head * teacher.group, (head + 1) * teacher.group)
+            for first, end in plan:
+                scores_SX, _ = teacher.scores(keys_SD, start, first, end, head, scratch)
+                far_SX = scores_SX[: end - distance]  # no row of the chunk counts for later tokens
+                rows_X = torch.arange(first, end, device=lse_TH.device).repeat(teacher.group)
+                tokens_S1 = torch.arange(len(far_SX), device=lse_TH.device)[:, None]
+                far_SX.sub_(lse_TH[start + first : start + end, group].T.reshape(-1).to(teacher.dtype))
+                best_S = far_SX.masked_fill_(tokens_S1 > rows_X - distance, -torch.inf).amax(1).exp_()
+                found_S = found_TK[start : start + len(far_SX), head]
+                torch.maximum(found_S, best_S, out=found_S)
+    return found_TK

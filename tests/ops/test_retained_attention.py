@@ -1,0 +1,64 @@
+"""Attention to tokens that fade: the torch backend against the reference, and both against numbers."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from seergate import ops
+from seergate.ops import reference
+
+BOTH = pytest.mark.parametrize(
+    "attend", [reference.retained_attention, ops.retained_attention], ids=["reference", "torch"]
+)
+
+
+def pack(lengths, group=2, kv_heads=2, dtype=torch.float64):
+    random, tokens = torch.Generator().manual_seed(sum(lengths)), sum(lengths)
+
+    def made(heads, *width):
+        return torch.randn(tokens, heads, *width, generator=random, dtype=dtype)
+
+    sides = made(group * kv_heads, 8), made(kv_heads, 8), made(kv_heads, 6), -made(kv_heads).exp() / 10
+    return [x.requires_grad_() for x in sides], torch.tensor([0, *lengths]).cumsum(0).int()
+
+
+@pytest.mark.parametrize("lengths", [[1], [63], [5, 0, 40, 1, 17]])
+@pytest.mark.parametrize("group", [1, 4, 5])
+@pytest.mark.parametrize("options", [{}, {"window": 7}, {"softcap": 3.0}, {"sinks": 1}])
+def test_against_the_reference(lengths, group, options, monkeypatch):
+    monkeypatch.setattr("seergate.ops.torch_impl.retained_attention.CHUNK_BYTES_CPU", 8192)  # several chunks
+    sides, borders = pack(lengths, group)
+    options = options | ({"sinks": torch.linspace(-1, 2, 2 * group).double()} if "sinks" in options else {})
+    found = []
+    for run in (reference.retained_attention, ops.retained_attention):
+        output, held = run(*sides, borders, 0.3, **options)
+        found.append((output, held, *torch.autograd.grad(output.square().sum() + held.square().sum(), sides)))
+    for want, got in zip(*found, strict=True):
+        torch.testing.assert_close(got, want, rtol=1e-9, atol=1e-12)
+    narrow = ops.retained_attention(*(x.float() for x in sides), borders, 0.3, **options)
+    torch.testing.assert_close(narrow.output.double(), found[0][0], rtol=1e-4, atol=1e-5)
+
+
+def test_without_fading_it_is_ordinary_attention():
+    (q, k, v, log_beta), borders = pack([30, 12])
+    output, held = ops.retained_attention(q, k, v, torch.zeros_like(log_beta), borders)
+    torch.testing.assert_close(output, ops.packed_attention(q.detach(), k.detach(), v.detach(), borders).output)
+    assert held[:, 0].tolist() == [*range(1, 31), *range(1, 13)]
+
+
+@BOTH
+def test_by_hand(attend):
+    """Logits 2, -2, 1 of ages 2, 1, 0 and worth 1/4, 9/10, 1: a negative logit rises, as in the paper's product."""
+    q = torch.tensor([[[0.0]], [[0.0]], [[1.0]]])
+    k, v = torch.tensor([[[2.0]], [[-2.0]], [[1.0]]]), torch.eye(3)[:, None]
+    output, held = attend(q, k, v, torch.tensor([[0.5], [0.9], [0.3]]).log(), torch.tensor([0, 3]).int(), 1.0)
+    assert output[2, 0].tolist() == pytest.approx([0.363771, 0.036471, 0.599757], abs=1e-6)
+    assert held[:, 0].tolist() == pytest.approx([1, 1.5, 2.15])
+
+
+@pytest.mark.parametrize("wrong", [torch.zeros(9, 3), torch.zeros(8, 2)])
+def test_what_is_refused(wrong):
+    (q, k, v, _), borders = pack([9])
+    with pytest.raises(ValueError, match="log_beta has shape"):
+        ops.retained_attention(q, k, v, wrong, borders)

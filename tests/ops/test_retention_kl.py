@@ -1,0 +1,80 @@
+"""The loss of Fast KVzip's gates: the torch backend against the reference, and both against numbers."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+
+from seergate import ops
+from seergate.ops import reference
+
+BOTH = pytest.mark.parametrize("retention_kl", [reference.retention_kl, ops.retention_kl], ids=["reference", "torch"])
+
+
+def pack(lengths, group=2, kv_heads=2, dtype=torch.float64):
+    random = torch.Generator().manual_seed(sum(lengths))
+    tokens = sum(lengths)
+    q = torch.randn(tokens, group * kv_heads, 8, generator=random, dtype=dtype)
+    k = torch.randn(tokens, kv_heads, 8, generator=random, dtype=dtype)
+    scores = torch.rand(tokens, kv_heads, generator=random, dtype=dtype).requires_grad_()
+    return q, k, scores, torch.tensor([0, *lengths]).cumsum(0).int()
+
+
+@pytest.mark.parametrize("lengths", [[1], [63], [5, 0, 40, 1, 17]])
+@pytest.mark.parametrize("group", [1, 4, 5])
+@pytest.mark.parametrize(
+    "options", [{}, {"row_start": 0.5}, {"softcap": 3.0, "sm_scale": 0.7}, {"recall_budgets": (4, 9)}, {"sinks": 1}]
+)
+def test_against_the_reference(lengths, group, options):
+    for distance in (1, 4):
+        q, k, scores, borders = pack(lengths, group)
+        options = options | ({"sinks": torch.linspace(-1, 2, q.shape[1]).double()} if "sinks" in options else {})
+        found = []
+        for run in (reference.retention_kl, ops.retention_kl):
+            loss, stats = run(q, k, scores, borders, distance, **options)
+            found.append((loss.detach(), *stats, torch.autograd.grad(loss, scores)[0]))
+        for want, got in zip(*found, strict=True):
+            torch.testing.assert_close(got, want, rtol=1e-9, atol=1e-12)
+        loss, stats = ops.retention_kl(q.float(), k.float(), scores.float(), borders, distance, **options)
+        torch.testing.assert_close(loss.double(), found[0][0], rtol=1e-4, atol=1e-6)
+
+
+def test_a_long_pack_in_chunks(monkeypatch):
+    q, k, scores, borders = pack([300, 41])
+    want = ops.retention_kl(q, k, scores, borders, 3, recall_budgets=(50,))
+    monkeypatch.setattr("seergate.ops.torch_impl.teacher.CHUNK_BYTES_CPU", 4096)
+    got = ops.retention_kl(q, k, scores, borders, 3, recall_budgets=(50,))
+    torch.testing.assert_close(got[0], want[0])
+    torch.testing.assert_close(got[1].recall, want[1].recall)
+
+
+@BOTH
+def test_by_hand(retention_kl):
+    """Three tokens, rows see the scores [0], [0, ln 3] and [ln 2, 0, 0]: of distance 1, token 0 gets at most 1/2."""
+    q = torch.tensor([[[1.0, 0.0, 0.0]], [[0.0, 1.0, 0.0]], [[0.0, 0.0, 1.0]]])
+    k = torch.tensor([[[0.0, 0.0, math.log(2)]], [[0.0, math.log(3), 0.0]], [[0.0, 0.0, 0.0]]])
+    scores, borders = torch.tensor([[0.5], [0.2], [0.9]]), torch.tensor([0, 3], dtype=torch.int32)
+    loss, stats = retention_kl(q, k, scores, borders, 1, sm_scale=1.0, recall_budgets=(2,))
+    # Row 1: 1/4, 3/4. Row 2: 1/2, 1/4, 1/4. So token 0 gets 1/2 and token 1 gets 1/4; nobody follows token 2.
+    second = 0.25 * math.log(0.25 / 0.2) + 0.75 * math.log(0.75 / 0.8)
+    assert loss.item() == pytest.approx(second / 2, rel=1e-5)
+    assert stats.rows.item() == 2 and stats.recall.item() == pytest.approx(2 / 3)
+    loss, stats = retention_kl(q, k, scores, borders, 2, sm_scale=1.0)
+    assert loss.item() == pytest.approx(0, abs=1e-7) and stats.rows.item() == 1
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"distance": 0}, "distance is 0; it must be a positive number of tokens"),
+        ({"recall_budgets": (2,)}, r"each must be an integer of at least block_size \(3\)"),
+        ({"scores": torch.zeros(5, 2)}, "scores has shape"),
+        ({"row_start": 1.0}, "row_start is 1.0"),
+    ],
+)
+def test_what_is_refused(change, message):
+    q, k, scores, borders = pack([9])
+    with pytest.raises(ValueError, match=message):
+        ops.retention_kl(**({"q": q, "k": k, "scores": scores, "cu_seqlens": borders, "distance": 3} | change))

@@ -1,0 +1,244 @@
+"""Retention gates: trained, saved, attached, refused. What they keep is held to simulations in tests/methods."""
+
+from __future__ import annotations
+
+import json
+from functools import partial
+
+import pytest
+import torch
+
+import seergate
+from seergate import GateBank, GateConfig, SeergateError
+from seergate.distill.config import TrainConfig
+from seergate.hf.learning import Lesson
+from seergate.hf.teacher_forward import distill_step, distill_steps
+from seergate.hf.teacher_pass import intercepted_attention
+from seergate.models import families
+from seergate.ops import reference
+from tests.methods.naive_views import retention_for
+from tests.models import prompt, tiny_model
+
+SIZE = 8
+KINDS = ["fast_kvzip", "trim_kv"]
+EACH = pytest.mark.parametrize("scorer", KINDS)
+
+
+def borders_of(*lengths):
+    return torch.tensor([0, *lengths]).cumsum(0).int()
+
+
+def test_fast_kvzip_learns_the_attention_that_tokens_receive(model):
+    """Loss, recall and gradients are those of autograd through the gate and the reference, sequence by sequence."""
+    model, bank = model.double(), retention_for(model, "fast_kvzip").double()
+    lengths, ids = [41, 1, 26], prompt(68, 4)
+    out = distill_step(bank, model, ids, borders_of(*lengths), row_start=0.25, recall_budgets=(16,))
+    out.loss.backward()
+    found = {name: p.grad.clone() for name, p in bank.named_parameters()}
+    bank.zero_grad()
+
+    calls = {layer: [] for layer, _ in families.full_attention_modules(model)}
+
+    def attend(call):
+        calls[call.layer].append(call)
+        q, k, v = (x[0].transpose(0, 1) for x in (call.query_BHSD, call.key_BKSD, call.value_BKSD))
+        return reference.packed_attention(q, k, v, borders_of(len(q)), call.sm_scale)[0][None]
+
+    with intercepted_attention(model, {}, attend), torch.no_grad():
+        for part in ids[0].split(lengths):
+            model(input_ids=part[None], use_cache=False)
+    losses, recall = [], []
+    for layer, parts in calls.items():
+        q, k = (
+            torch.cat([getattr(call, name)[0].transpose(0, 1) for call in parts])
+            for name in ("query_BHSD", "key_BKSD")
+        )
+        scores = torch.cat([bank.retention_gate(layer)(call.hidden_BSW)[0].T for call in parts])
+        loss, stats = reference.retention_kl(
+            q, k, scores, borders_of(*lengths), SIZE, row_start=0.25, recall_budgets=(16,)
+        )
+        losses.append(loss)
+        recall.append(stats.recall)
+    torch.stack(losses).mean().backward()
+    assert out.loss.item() == pytest.approx(torch.stack(losses).mean().item(), rel=1e-6)
+    torch.testing.assert_close(out.kl_per_layer, torch.stack(losses).detach().float())
+    torch.testing.assert_close(out.recall, torch.stack(recall, 1).float())
+    for name, parameter in bank.named_parameters():
+        torch.testing.assert_close(found[name], parameter.grad, rtol=1e-4, atol=1e-9, msg=name)
+        assert found[name].any(), name
+
+
+def test_trim_kv_learns_from_the_whole_model(model):
+    """Loss and gradients are those of autograd through a model whose attention is the reference's."""
+    model, bank = model.double(), retention_for(model, "trim_kv").double()
+    for _, gate in ((layer, bank.retention_gate(layer)) for layer in bank.geometry.layers):
+        gate.linear2.bias.data += 2.0  # ages of up to 40 leave something
+    lengths, ids, room = [41, 1, 26], prompt(68, 4), 6
+    out = distill_step(bank, model, ids, borders_of(*lengths), row_start=0.25, target_budget=room)
+    out.loss.backward()
+    found = {name: p.grad.clone() for name, p in bank.named_parameters()}
+    bank.zero_grad()
+
+    excess = []
+
+    def attend(call):
+        q, k, v = (x[0].transpose(0, 1) for x in (call.query_BHSD, call.key_BKSD, call.value_BKSD))
+        log_beta = bank.retention_gate(call.layer)(call.hidden_BSW)[0].T
+        output, held = reference.retained_attention(q, k, v, log_beta, borders_of(len(q)), call.sm_scale)
+        excess.append((held - room).clamp(min=0).mean())
+        return output[None]
+
+    kl, ce, capacity, rows, followed = 0.0, 0.0, 0.0, 0, 0
+    for part in ids[0].split(lengths):
+        with torch.no_grad():
+            plain = model(input_ids=part[None], use_cache=False).logits[0].log_softmax(-1)
+        excess.clear()
+        with intercepted_attention(model, {}, attend):
+            gated = model(input_ids=part[None], use_cache=False).logits[0].log_softmax(-1)
+        for row in range(int(len(part) * 0.25), len(part)):
+            kl, rows = kl + (plain[row].exp() * (plain[row] - gated[row])).sum(), rows + 1
+            if row + 1 < len(part):
+                ce, followed = ce - gated[row, part[row + 1]], followed + 1
+        capacity = capacity + sum(excess) / len(excess)  # a sequence's rows, each over its length: its mean
+    loss = kl / rows + ce / followed + capacity / len(ids[0])
+    loss.backward()
+    assert out.loss.item() == pytest.approx(loss.item(), rel=1e-6)
+    assert out.kl_per_layer.tolist() == pytest.approx([loss.item()] * 2, rel=1e-6) and out.rows == rows
+    for name, parameter in bank.named_parameters():
+        torch.testing.assert_close(found[name], parameter.grad, rtol=1e-3, atol=1e-8, msg=name)
+        assert found[name].any(), name
+
+
+def test_gates_that_keep_everything_are_the_plain_model(model):
+    """Fresh gates of TRIM-KV begin near it, and with beta of 1 they are it."""
+    bank = GateBank.for_model(model, GateConfig(scorer="trim_kv"))
+    hidden = torch.randn(1, 5, model.config.hidden_size)
+    assert bank.retention_gate(0)(hidden).exp().min() > 0.9999
+    for parameter in bank.parameters():
+        parameter.data.zero_()
+    for layer in bank.geometry.layers:
+        bank.retention_gate(layer).linear2.bias.data.fill_(100.0)
+    ids = prompt(40, 3)
+    labels, logits = ids[0, 21:], model(input_ids=ids).logits[0, 20:-1]
+    expected = torch.nn.functional.cross_entropy(logits, labels).item()
+    assert distill_step(bank, model, ids, target_budget=40).loss.item() == pytest.approx(expected, rel=1e-4)
+    over = (sum(range(1, 41)) - sum(min(n, 10) for n in range(1, 41))) / 40 / 40
+    assert distill_step(bank, model, ids, target_budget=10).loss.item() == pytest.approx(expected + over, rel=1e-4)
+
+
+@EACH
+def test_beside_others_in_one_forward(model, scorer):
+    """In a forward that several gates learn from, each gets what it gets alone."""
+    bank, other = retention_for(model, scorer), GateBank.for_model(model, GateConfig(SIZE, 16))
+    lessons = [Lesson(other), Lesson(bank, target_budget=4)]
+    together = distill_steps(lessons, model, prompt(60, 5), borders_of(40, 20))
+    alone = [distill_steps([lesson], model, prompt(60, 5), borders_of(40, 20))[0] for lesson in lessons]
+    for one, both in zip(alone, together, strict=True):
+        assert torch.equal(one.loss, both.loss) and torch.equal(one.recall, both.recall)
+
+
+@EACH
+def test_sequences_of_a_pack_do_not_mix(model, scorer):
+    bank = retention_for(model, scorer)
+    run = partial(distill_step, bank, model, target_budget=4)
+    ids = prompt(70, 6)
+    whole = run(ids, borders_of(70)).loss
+    ids2 = torch.cat((ids, prompt(70, 7)), 1)
+    first, second, both = run(ids), run(ids2[:, 70:]), run(ids2, borders_of(70, 70))
+    assert whole.item() == pytest.approx(first.loss.item(), rel=1e-5)
+    assert both.loss.item() == pytest.approx((first.loss.item() + second.loss.item()) / 2, rel=1e-4)
+
+
+@EACH
+def test_adapters_are_of_their_own_kind(model, scorer, tmp_path):
+    bank = retention_for(model, scorer)
+    bank.save_pretrained(tmp_path)
+    record = json.loads((tmp_path / "gate_config.json").read_text())
+    width = {"fast_kvzip": 16, "trim_kv": 512}[scorer]
+    assert record["gate"] == {"block_size": SIZE, "gate_dim": width, "scorer": scorer}
+    assert record["model"]["inv_freq"] == []
+    card = (tmp_path / "README.md").read_text()
+    assert f"| scorer | {scorer} |" in card and "RoPE" not in card and "evict" in card
+    again = GateBank.from_pretrained(tmp_path)
+    assert again.config == bank.config and again.diff(bank).same_weights
+    ids = prompt(60, 8)
+    named = {"bank": again, "token_budget": 24}
+    results = []
+    for method, options in ((str(tmp_path), {"token_budget": 24}), (again, {"token_budget": 24}), (scorer, named)):
+        with seergate.attached(model, method, **options) as handle:
+            results.append(model.generate(ids, max_new_tokens=140, do_sample=False))
+            assert handle.method.name == scorer and handle.stats()["method"] == scorer
+    assert torch.equal(results[0], results[1]) and torch.equal(results[1], results[2])
+
+
+@EACH
+def test_the_wrong_kind_is_refused(model, scorer):
+    retains, selects = retention_for(model, scorer), GateBank.for_model(model, GateConfig(SIZE, 16))
+    with pytest.raises(SeergateError, match=f"score tokens for eviction; they are for the method '{scorer}'"):
+        seergate.methods.Gate(bank=retains)
+    with pytest.raises(SeergateError, match=f"scorer 'attn_gate', for the method 'gate'; '{scorer}' needs gates of"):
+        seergate.attach(model, scorer, bank=selects)
+    with pytest.raises(SeergateError, match=f"the method '{scorer}' needs gates"):
+        seergate.attach(model, scorer)
+    with pytest.raises(SeergateError, match="takes no DecodeConfig"):
+        seergate.attach(model, retains, seergate.DecodeConfig(token_budget=64))
+    with pytest.raises(SeergateError, match="has no option 'threshold'"):
+        seergate.attach(model, retains, threshold=0.1)
+    with pytest.raises(SeergateError, match="takes two kinds of gates"):
+        seergate.methods.make_method(f"{scorer}+gate", bank=selects, token_budget=64, read_budget=16)
+    with pytest.raises(SeergateError, match="these gates are for another model"):
+        seergate.attach(tiny_model("qwen3", hidden_size=96), retains)
+    with pytest.raises(SeergateError, match="evicts tokens, and a paged cache keeps all"):
+        seergate.attach(model, retains, storage=seergate.Paging())
+    with pytest.raises(SeergateError, match="evicts, and lossless decoding needs all tokens"):
+        seergate.attach(model, retains, correction=seergate.Lossless())
+
+
+@EACH
+def test_with_the_gate_on_what_they_keep(model, scorer):
+    evictor = seergate.methods.method_class(scorer)(bank=retention_for(model, scorer), token_budget=32, interval=4)
+    gate = seergate.methods.Gate(bank=GateBank.for_model(model, GateConfig(SIZE, 16)), token_budget=16)
+    with seergate.attached(model, seergate.methods.GateOnEvictor(evictor=evictor, gate=gate)) as handle:
+        assert model.generate(prompt(60, 8), max_new_tokens=20, do_sample=False).shape == (1, 80)
+        assert handle.stats()["density"] < 0.4
+
+
+@EACH
+def test_layers_without_gates_keep_everything(model, scorer):
+    method = seergate.methods.make_method(scorer, bank=retention_for(model, scorer).subset([1]), token_budget=24)
+    from transformers import DynamicCache
+
+    cache = DynamicCache()
+    with seergate.attached(model, method):
+        model.generate(prompt(60, 8), past_key_values=cache, max_new_tokens=8, do_sample=False)
+    assert [layer.rows.held for layer in cache.layers] == [[67], [31]]
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"qk_norm": False}, "qk_norm is False; with scorer 'fast_kvzip' it must be left out"),
+        ({"k_pooling": ("max",)}, "k_pooling is .* with scorer 'fast_kvzip' it must be left out"),
+    ],
+)
+def test_refused_configurations(options, message):
+    with pytest.raises(ValueError, match=message):
+        GateConfig(scorer="fast_kvzip", **options)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"target": "sum"}, "target is 'sum'; with scorer 'fast_kvzip' it must be left out"),
+        ({"reduction": "published"}, "reduction is 'published'; with scorer 'fast_kvzip' it must be left out"),
+        ({"scorer": "trim_kv", "target_budget": 0}, "target_budget is 0; with scorer 'trim_kv' it must be the number"),
+        ({"scorer": "trim_kv", "shard_base": True}, "shard_base is given; with scorer 'trim_kv'"),
+        ({"scorer": "trim_kv", "base_memory_gb": 2.0}, "base_memory_gb is given; with scorer 'trim_kv'"),
+    ],
+)
+def test_refused_recipes(model, options, message):
+    with pytest.raises(ValueError, match=message):
+        TrainConfig(model="tiny-reasoner", **({"scorer": "fast_kvzip"} | options))
+    if options.keys() <= {"target", "reduction"}:
+        with pytest.raises(ValueError, match=message):
+            distill_step(retention_for(model, "fast_kvzip"), model, prompt(30, 1), **options)
