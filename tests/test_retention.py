@@ -18,6 +18,7 @@ from seergate.models import families
 from seergate.ops import reference
 from tests.methods.naive_views import retention_for
 from tests.models import prompt, tiny_model
+from tests.running import run_seergate
 
 SIZE = 8
 KINDS = ["fast_kvzip", "trim_kv"]
@@ -140,13 +141,31 @@ def test_beside_others_in_one_forward(model, scorer):
 @EACH
 def test_sequences_of_a_pack_do_not_mix(model, scorer):
     bank = retention_for(model, scorer)
-    run = partial(distill_step, bank, model, target_budget=4)
+    run = partial(distill_step, bank, model, target_budget=4, recall_budgets=(16,))
     ids = prompt(70, 6)
     whole = run(ids, borders_of(70)).loss
     ids2 = torch.cat((ids, prompt(70, 7)), 1)
     first, second, both = run(ids), run(ids2[:, 70:]), run(ids2, borders_of(70, 70))
     assert whole.item() == pytest.approx(first.loss.item(), rel=1e-5)
     assert both.loss.item() == pytest.approx((first.loss.item() + second.loss.item()) / 2, rel=1e-4)
+    torch.testing.assert_close(both.recall, (first.recall + second.recall) / 2)
+
+
+def test_trained_by_the_command(tmp_path):
+    """Both beside each other, on the model that ships; each then decodes with the method of its name."""
+    options = ["--max-steps", "2", "--packs-per-step", "1", "--data-limit", "24", "--chain-sum-variables", "8", "9"]
+    options += ["--max-length", "300", "--eval-packs", "1", "--eval-steps", "2", "--output-dir", str(tmp_path)]
+    done = run_seergate("train", "--variants", "retention", "--report-to", "none", "--target-budget", "40", *options)
+    assert done.returncode == 0, done.stderr
+    for scorer in KINDS:
+        (record,) = [
+            path
+            for path in tmp_path.rglob("gate_config.json")
+            if f'"{scorer}"' in path.read_text() and "best" not in str(path)
+        ]
+        model = seergate.load(record.parent, token_budget=40)
+        assert seergate.handle_of(model).method.name == scorer
+        assert model.generate(torch.tensor([[5, 6, 7]]), max_new_tokens=4).shape == (1, 7)
 
 
 @EACH

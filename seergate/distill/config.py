@@ -247,13 +247,11 @@ class TrainConfig(RunOptions, RecipeOptions, DataOptions, GateOptions, ModelOpti
             raise ValueError(f"base_memory_gb is {memory}; it must be left out when quantize is {self.quantize}")
         if self.shard_base and (memory is not None or self.quantize != "none"):
             raise ValueError("shard_base is true; it must be left out with base_memory_gb or quantize")
-        if self.scorer == "trim_kv":  # learns from the model's output alone
-            if memory is not None or self.shard_base:
-                name = "shard_base" if self.shard_base else "base_memory_gb"
-                raise ValueError(
-                    f"{name} is given; with scorer 'trim_kv', which trains through the whole model, leave it out"
-                )
-            object.__setattr__(self, "recall_budgets", ())
+        if self.scorer == "trim_kv" and (memory is not None or self.shard_base):
+            name = "shard_base" if self.shard_base else "base_memory_gb"
+            raise ValueError(
+                f"{name} is given; with scorer 'trim_kv', which trains through the whole model, leave it out"
+            )
         self._must("model", bool(self.model), "a preset, a Hub id (org/name) or a directory")
         known = self.report_to == ("none",) or set(self.report_to) <= set(TRACKERS)
         self._must("report_to", known, f"some of {', '.join(TRACKERS)}, or none alone")

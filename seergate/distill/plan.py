@@ -206,9 +206,7 @@ def make_plan(
         if value is not None and not value > 0:
             raise ValueError(f"{name} is {value}; it must be positive")
     if config.scorer == "trim_kv":
-        raise SeergateError(
-            "scorer is 'trim_kv', which trains through the whole model; there is no plan for that"
-        )
+        raise SeergateError("scorer is 'trim_kv', which trains through the whole model; there is no plan for that")
     config = config.in_processes(processes)
     check_engine(config, processes)
     here = "cuda" if torch.cuda.is_available() else "cpu"

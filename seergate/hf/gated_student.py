@@ -16,6 +16,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from seergate import ops
+from seergate.hf.importance import compared
 from seergate.hf.learning import DistillOutput, Learning
 from seergate.hf.teacher_pass import TeacherCall, intercepted_attention
 
@@ -24,7 +25,11 @@ class StudentLearning(Learning):
     """Gates that learn from what the whole model makes of their choices."""
 
     def learn(self, call: TeacherCall, lse_TH: Tensor) -> None:
-        """The frozen model's own layers teach nothing here."""
+        """The frozen model's own layers only tell the recall."""
+        if self.lesson.recall_budgets:
+            with torch.no_grad():
+                beta_BKS = self.bank.retention_gate(call.layer)(call.hidden_BSW).exp()
+                self.stats.append(compared(beta_BKS, call, lse_TH, self)[1])
 
     def compare(self, ids_1T: Tensor, positions_1T: Tensor, logits_TV: Tensor) -> None:
         """Compute the loss and its gradients, given what came into the frozen model and what came out of it."""
@@ -73,5 +78,7 @@ class StudentLearning(Learning):
     def result(self) -> DistillOutput:
         layers, heads = len(self.gated), self.bank.geometry.num_kv_heads
         (loss,) = self.losses
-        recall = loss.new_zeros(len(self.lesson.recall_budgets), layers, heads)
+        recall = loss.new_zeros(0, layers, heads)
+        if self.stats:
+            recall = torch.stack([stats.recall.float().to(loss.device) for stats in self.stats], dim=1)
         return DistillOutput(self.total(1.0), loss.expand(layers), recall, self.rows)

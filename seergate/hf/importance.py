@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from seergate import ops
-from seergate.hf.learning import LayerwiseLearning
+from seergate.hf.learning import LayerwiseLearning, Learning
 from seergate.hf.teacher_pass import TeacherCall
 
 
@@ -17,23 +17,30 @@ class ImportanceLearning(LayerwiseLearning):
     """The loss is `ops.retention_kl`, with the gates' ``block_size`` as the distance."""
 
     def learn(self, call: TeacherCall, lse_TH: Tensor) -> None:
-        gate, lesson = self.bank.retention_gate(call.layer), self.lesson
+        gate = self.bank.retention_gate(call.layer)
         parameters = [p for p in gate.parameters() if p.requires_grad] if self.wants_gradients else []
         with torch.set_grad_enabled(bool(parameters)):
-            loss, stats = ops.retention_kl(
-                call.query_BHSD[0].transpose(0, 1),
-                call.key_BKSD[0].transpose(0, 1),
-                gate(call.hidden_BSW)[0].T,
-                self.cu_seqlens,
-                self.bank.config.block_size,
-                row_start=lesson.row_start,
-                sm_scale=call.sm_scale,
-                recall_budgets=lesson.recall_budgets,
-                sinks=call.sinks,
-                softcap=call.softcap,
-                lse=lse_TH,
-            )
+            loss, stats = compared(gate(call.hidden_BSW), call, lse_TH, self)
         if parameters:
             self.gradients |= dict(zip(parameters, torch.autograd.grad(loss, parameters), strict=True))
         self.losses.append(loss.detach())
         self.stats.append(stats)
+
+
+def compared(
+    scores_BKS: Tensor, call: TeacherCall, lse_TH: Tensor, learning: Learning
+) -> tuple[Tensor, ops.GateKLStats]:
+    """`ops.retention_kl` of some scores, in one layer."""
+    return ops.retention_kl(
+        call.query_BHSD[0].transpose(0, 1),
+        call.key_BKSD[0].transpose(0, 1),
+        scores_BKS[0].T,
+        learning.cu_seqlens,
+        learning.bank.config.block_size,
+        row_start=learning.lesson.row_start,
+        sm_scale=call.sm_scale,
+        recall_budgets=learning.lesson.recall_budgets,
+        sinks=call.sinks,
+        softcap=call.softcap,
+        lse=lse_TH,
+    )

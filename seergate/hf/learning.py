@@ -35,7 +35,7 @@ class DistillOutput:
         kl_per_layer: ``[layers]``, mean KL in nats per row and KV head, whatever the reduction; of Fast KVzip's gates
             per token and KV head; of TRIM-KV's, which learn from the model's output, their loss, for all layers.
         recall: ``[budgets, layers, KV heads]``, mean share of the teacher's mass on past blocks that the gate's best
-            blocks hold; of Fast KVzip's gates see `ops.retention_kl`, of TRIM-KV's 0.
+            blocks hold; of retention gates see `ops.retention_kl`.
         rows: how many rows counted in each segment-wise mean, all segments together.
     """
 

@@ -18,6 +18,7 @@ from seergate.methods import CompressingMethod, ReasonCache, method_class
 ORDER = (
     *("dense", "kv4bit", "oracle", "gate", "quest", "resa", "random"),
     *("streaming_llm", "h2o", "tova", "snapkv", "r_kv", "raas", "rpc", "lazy_eviction", "tri_attention"),
+    *("fast_kvzip", "trim_kv"),
     *("reason_cache", "random_sharing", "random_evict"),
 )
 """Methods are listed in this order: those that keep everything, those that evict, the control of each last. Others

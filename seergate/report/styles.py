@@ -21,6 +21,8 @@ STYLES: dict[str, tuple[str, str]] = {
     "rpc": ("#999933", "p"),
     "lazy_eviction": ("#44AA99", "d"),
     "tri_attention": ("#AA4499", "*"),
+    "fast_kvzip": ("#4477AA", "<"),
+    "trim_kv": ("#EE6677", ">"),
     "reason_cache": ("#DDCC77", "8"),
     "random_sharing": ("#BBBBBB", "2"),
     "random_evict": ("#A6A6A6", "1"),

@@ -71,6 +71,8 @@ def configured(settings: Settings, engine_args: Any, create: Callable[[], Any]) 
 
 def check_page(bank: Gates | None, page: int | None) -> None:
     """Refuse gates that keep more than a key per block, or whose block is not one page of the cache, or several."""
+    if bank is not None and bank.config.retention:
+        raise SeergateError(f"these gates are for {bank.config.scorer!r}, which evicts; vLLM's cache keeps all tokens")
     if bank is not None and next(iter(bank))[1].entry_tokens != bank.config.block_size:
         raise SeergateError(
             f"these gates have the scorer {bank.config.scorer!r}, which keeps a key per token, made of all KV heads; "

@@ -11,8 +11,8 @@ from seergate.models import families
 from seergate.models.rope import Rotary
 from tests.methods.evictors import EVICTORS, attention, model_of
 
-UNSCORED = ("streaming_llm", "random_evict", "kv4bit")
-"""Kinds that go by age or by chance."""
+UNSCORED = ("streaming_llm", "random_evict", "kv4bit", "fast_kvzip", "trim_kv")
+"""Kinds that go by age, by chance, or by what is no attention."""
 SCORED = [name for name in EVICTORS if name.split(" ")[0] not in UNSCORED and not name.endswith("and gate")]
 
 

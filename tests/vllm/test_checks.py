@@ -102,6 +102,12 @@ def test_gates_of_another_model(tmp_path: Any) -> None:
         configured({"gates": str(tmp_path)})
 
 
+def test_gates_that_evict() -> None:
+    bank = GateBank.for_model(tiny_model("qwen3"), GateConfig(block_size=32, scorer="fast_kvzip"))
+    with pytest.raises(SeergateError, match="these gates are for 'fast_kvzip', which evicts"):
+        check_page(bank, 32)
+
+
 @pytest.mark.parametrize("scorer", ["msa", "indexer"])
 def test_gates_with_a_key_per_token(scorer: str) -> None:
     bank = GateBank.for_model(tiny_model("qwen3"), GateConfig(block_size=32, gate_dim=16, scorer=scorer))
