@@ -290,7 +290,7 @@ class TrainConfig(RunOptions, RecipeOptions, DataOptions, GateOptions, ModelOpti
         """The gates' architecture, as wide as the model's heads where the run names no width."""
         return GateConfig(
             block_size=self.block_size,
-            gate_dim=head_dim if self.gate_dim is None and self.scorer not in RETENTION else self.gate_dim,
+            gate_dim=RETENTION.get(self.scorer, head_dim) if self.gate_dim is None else self.gate_dim,
             k_pooling=self.k_pooling,
             q_pooling=self.q_pooling,
             qk_norm=self.qk_norm,

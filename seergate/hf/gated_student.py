@@ -53,6 +53,7 @@ class StudentLearning(Learning):
         room, lengths = self.lesson.target_budget, self.cu_seqlens.diff()
         share_T1 = (1 / lengths.repeat_interleave(lengths))[:, None].to(ids_1T.device)
         excess: list[Tensor] = []
+        assert room is not None
 
         def attend(call: TeacherCall) -> Tensor:
             q, k, v = (
