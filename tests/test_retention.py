@@ -165,7 +165,8 @@ def test_trained_by_the_command(tmp_path):
         ]
         model = seergate.load(record.parent, token_budget=40)
         assert seergate.handle_of(model).method.name == scorer
-        assert model.generate(torch.tensor([[5, 6, 7]]), max_new_tokens=4).shape == (1, 7)
+        ids = torch.tensor([[5, 6, 7]])
+        assert model.generate(ids, max_new_tokens=4, min_new_tokens=4).shape == (1, 7)
 
 
 @EACH

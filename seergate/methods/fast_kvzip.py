@@ -21,7 +21,7 @@ class FastKVzipState(RetentionState):
         return torch.where(place < self.method.first_tokens, 1.0, score)
 
 
-@dataclass(kw_only=True)
+@dataclass(kw_only=True, eq=False)
 class FastKVzip(RetentionMethod):
     """Keep the newest tokens and those to which the gates expect most attention.
 

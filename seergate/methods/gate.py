@@ -58,10 +58,7 @@ class Gate(SelectingMethod):
 
     def __eq__(self, other: object) -> bool:
         """The same options and the same gates, be they one bank or two with equal weights."""
-        if type(other) is not type(self):
-            return NotImplemented
-        options = [option.name for option in fields(self) if option.name != "bank"]
-        return all(getattr(self, name) == getattr(other, name) for name in options) and _same(self.bank, other.bank)
+        return equal(self, other)
 
     @classmethod
     def from_config(cls, bank: Gates, decode: DecodeConfig, **options: Any) -> Gate:
@@ -106,6 +103,14 @@ class Gate(SelectingMethod):
         if self.compat == "published":
             return published_selection(scores_BKN, lengths, self.block_size, self)
         return super().choose(scores_BKN, lengths)
+
+
+def equal(one: Any, other: Any) -> bool:
+    """Whether two methods with gates have the same options and the same gates, be these one bank or two."""
+    if type(other) is not type(one):
+        return False
+    options = [option.name for option in fields(one) if option.name != "bank"]
+    return all(getattr(one, name) == getattr(other, name) for name in options) and _same(one.bank, other.bank)
 
 
 def _same(one: Gates, other: Gates) -> bool:

@@ -15,6 +15,7 @@ from torch import Tensor
 from seergate.errors import SeergateError
 from seergate.methods.base import LayerSpec, LayerState, Step
 from seergate.methods.evicting import BudgetedMethod, BudgetedState
+from seergate.methods.gate import equal
 
 if TYPE_CHECKING:
     from seergate.gates.bank import Gates
@@ -44,6 +45,10 @@ class RetentionMethod(BudgetedMethod):
                 f"--scorer {self.name}"
             )
         super().__post_init__()
+
+    def __eq__(self, other: object) -> bool:
+        """As of `Gate`."""
+        return equal(self, other)
 
     def new_state(self, spec: LayerSpec) -> LayerState:
         """A layer that has no gate keeps everything."""

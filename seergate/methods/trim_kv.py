@@ -19,7 +19,7 @@ class TrimKVState(RetentionState):
         return score * (self.seen(row) + 1 - place)
 
 
-@dataclass(kw_only=True)
+@dataclass(kw_only=True, eq=False)
 class TrimKV(RetentionMethod):
     """Keep the tokens with the highest ``beta ** age``. Nothing protects the newest tokens, or the prompt.
 

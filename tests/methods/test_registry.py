@@ -12,8 +12,10 @@ import pytest
 import torch
 
 from seergate import GateBank, GateConfig, SeergateError, methods
+from seergate.config import RETENTION
 from seergate.methods import LayerSpec, registry
 from tests.methods.evictors import centres
+from tests.methods.naive_views import retention_for
 from tests.models import tiny_model
 
 
@@ -26,6 +28,8 @@ def known(monkeypatch):
 def made(name, model, bank):
     options = {"tri_attention": {"centres": centres(model)}, "reason_cache": {"structural_check": False}}
     options["random_sharing"] = options["reason_cache"]
+    if name in RETENTION:
+        bank = retention_for(model, name)
     return methods.make_method(name, bank=bank if methods.has_gates(name) else None, **options.get(name, {}))
 
 
