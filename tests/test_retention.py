@@ -153,7 +153,7 @@ def test_sequences_of_a_pack_do_not_mix(model, scorer):
 
 def test_trained_by_the_command(tmp_path):
     """Both beside each other, on the model that ships; each then decodes with the method of its name."""
-    options = ["--max-steps", "2", "--packs-per-step", "1", "--data-limit", "24", "--chain-sum-variables", "8", "9"]
+    options = ["--max-steps", "2", "--packs-per-step", "1", "--data-limit", "24", "--chain-sum-variables", "8,9"]
     options += ["--max-length", "300", "--eval-packs", "1", "--eval-steps", "2", "--output-dir", str(tmp_path)]
     done = run_seergate("train", "--variants", "retention", "--report-to", "none", "--target-budget", "40", *options)
     assert done.returncode == 0, done.stderr
