@@ -56,10 +56,7 @@ class StudentLearning(Learning):
         assert room is not None
 
         def attend(call: TeacherCall) -> Tensor:
-            q, k, v = (
-                x[0].transpose(0, 1).to(call.value_BKSD.dtype)
-                for x in (call.query_BHSD, call.key_BKSD, call.value_BKSD)
-            )
+            q, k, v = (x[0].transpose(0, 1) for x in (call.query_BHSD, call.key_BKSD, call.value_BKSD))
             has_gate = call.layer in self.gated
             log_beta_TK = (
                 self.bank.retention_gate(call.layer)(call.hidden_BSW)[0].T if has_gate else k.new_zeros(k.shape[:2])
