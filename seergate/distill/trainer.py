@@ -62,8 +62,9 @@ from seergate.distill.tracking import Tracking, check_trackers
 from seergate.errors import SeergateError, first_line
 from seergate.gates import asking_nothing, save_adapter
 from seergate.hf.bank import GateBank
+from seergate.hf.learning import PUBLISHED_SCALE
 from seergate.hf.loading import download_weights, load_tokenizer, skeleton
-from seergate.hf.teacher_forward import PUBLISHED_SCALE, distill_steps
+from seergate.hf.teacher_forward import distill_steps
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
