@@ -26,10 +26,11 @@ STYLES: dict[str, tuple[str, str]] = {
     "reason_cache": ("#DDCC77", "8"),
     "random_sharing": ("#BBBBBB", "2"),
     "random_evict": ("#A6A6A6", "1"),
-    "msa": ("#AA3377", "^"),
-    "indexer": ("#4477AA", "D"),
 }
 """Colours are of Okabe and Ito's and of Tol's palettes, which colour-blind readers can tell apart; markers help."""
+
+GATES = {"msa": ("#AA3377", "^"), "indexer": ("#4477AA", "D")}
+"""Of gates by their scorer's name; those of SeerAttention-R look as the method ``gate``."""
 
 SPARE = (("#6699CC", "H"), ("#EE3377", "4"), ("#F0E442", "3"))
 """Of methods of the user's own."""
@@ -46,7 +47,7 @@ def style(series: str) -> dict[str, Any]:
     by half.
     """
     name, gates = name_of(series), series.partition("[")[2].partition("]")[0]
-    colour, marker = STYLES.get(gates) or STYLES.get(name) or SPARE[sum(map(ord, name)) % len(SPARE)]
+    colour, marker = GATES.get(gates) or STYLES.get(name) or SPARE[sum(map(ord, name)) % len(SPARE)]
     how = {"color": colour, "marker": marker, "markersize": 6, "linewidth": 2.4 if name == "gate" else 1.6}
     return {**how, "fillstyle": "bottom"} if "+" in series.split(",")[0] else how
 
