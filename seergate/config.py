@@ -14,7 +14,7 @@ RETENTION = {"fast_kvzip": 16, "trim_kv": 512}
 """What scores tokens, for an evicting method of the same name to keep: name -> the width of its authors' gates."""
 TARGETS = ("max", "sum", "selected")
 POOLINGS = ("max", "min", "avg")
-Q_POOLINGS = ("proj", "avgproj", "avg")
+Q_POOLINGS = ("proj", "avgproj", "avg", "none")
 MIN_BLOCK_SIZE, MAX_BLOCK_SIZE = 8, 256
 
 
@@ -70,7 +70,8 @@ class GateConfig:
             order. Of ``attn_gate`` only.
         q_pooling: how the query heads of a group become one: ``"proj"`` (sum of a linear map per head, the paper's),
             ``"avgproj"`` (mean, then a linear map), ``"avg"`` (mean only; needs ``gate_dim`` equal to the head
-            dimension). Of ``attn_gate`` only.
+            dimension), or ``"none"`` (a query per head, and a block has the highest of their scores). Of
+            ``attn_gate`` only.
         qk_norm: RMSNorm over ``gate_dim`` on both branches, between the linear map and RoPE; for the ``indexer``
             LayerNorm on keys alone, as DeepSeek has it.
         rope: rotate queries at their own position, compressed keys at their block's first position and index keys at

@@ -64,14 +64,15 @@ def naive(gate: AttnGate, q, k, block_size):
             kg.append(rotated(norm(x, gate.k_norm.weight) if config.qk_norm else x, n * block_size))
         for t in range(length):
             members = [q[g * group + i, t] for i in range(group)]
-            if config.q_pooling == "proj":
-                x = sum(member @ gate.q_proj.weight[g, i] for i, member in enumerate(members))
+            if config.q_pooling in ("proj", "none"):
+                mapped = [member @ gate.q_proj.weight[g, i] for i, member in enumerate(members)]
+                found = mapped if config.q_pooling == "none" else [sum(mapped)]
             else:
                 x = sum(members) / group
-                x = x @ gate.q_proj.weight[g] if config.q_pooling == "avgproj" else x
-            x = rotated(norm(x, gate.q_norm.weight) if config.qk_norm else x, t)
+                found = [x @ gate.q_proj.weight[g] if config.q_pooling == "avgproj" else x]
+            found = [rotated(norm(x, gate.q_norm.weight) if config.qk_norm else x, t) for x in found]
             for n in range(blocks):
-                scores[g, t, n] = x @ kg[n] / math.sqrt(width)
+                scores[g, t, n] = max(x @ kg[n] for x in found) / math.sqrt(width)
     return scores
 
 
@@ -83,6 +84,7 @@ def naive(gate: AttnGate, q, k, block_size):
         ("proj", ("avg",), 4, False, True),
         ("avgproj", ("min", "max"), 8, True, False),
         ("avg", ("avg", "max"), 6, True, True),
+        ("none", ("max", "min", "avg"), 6, True, True),
     ],
 )
 def test_against_naive(group, q_pooling, k_pooling, gate_dim, qk_norm, rope):

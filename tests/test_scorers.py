@@ -11,6 +11,7 @@ import torch
 
 import seergate
 from seergate import GateBank, GateConfig, SeergateError
+from seergate.config import SCORERS
 from seergate.hf.call import Tap
 from seergate.hf.published import export_published
 from seergate.hf.teacher_forward import distill_step
@@ -20,7 +21,6 @@ from tests.models import left_padded, prompt, tiny_model
 
 SIZE = 8
 TOKEN_SCORERS = ("msa", "indexer")
-ALL = pytest.mark.parametrize("scorer", ["attn_gate", *TOKEN_SCORERS])
 BY_TOKEN = pytest.mark.parametrize("scorer", TOKEN_SCORERS)
 
 
@@ -144,11 +144,13 @@ def test_decoding(model, scorer):
         assert torch.equal(run(ids), dense)
 
 
-@ALL
+@pytest.mark.parametrize(
+    "options", [{"scorer": "attn_gate", "q_pooling": "none"}, *({"scorer": name} for name in SCORERS)]
+)
 @pytest.mark.parametrize("target", ["max", "sum", "selected"])
-def test_gradients_of_all_parameters(model, scorer, target):
+def test_gradients_of_all_parameters(model, config, target):
     """The trainer's loss and gradients are those of autograd through the whole scorer and the reference."""
-    bank = gates(model, scorer).requires_grad_(True)
+    bank = gates(model, **config).requires_grad_(True)
     model, bank = model.double(), bank.double()
     lengths, ids = [41, 1, 26], prompt(68, 4)
     borders = torch.tensor([0, *lengths]).cumsum(0).int()
@@ -216,6 +218,22 @@ def test_adapters(model, scorer, tmp_path):
     wrong = "is missing" if scorer == "msa" else "belongs to no gate"  # an indexer's norm has a bias
     with pytest.raises(SeergateError, match=rf"layers\.0\.k_norm\.bias {wrong}"):
         GateBank.from_adapter(seergate.gates.Adapter(other.config, other.geometry, bank.to_adapter().tensors))
+
+
+def test_a_query_per_head(model, tmp_path):
+    bank, ids = gates(model, "attn_gate", q_pooling="none"), prompt(37, 1)
+    run = partial(model.generate, max_new_tokens=24, do_sample=False)
+    dense = run(ids)
+    with seergate.attached(model, bank, token_budget=512):
+        assert torch.equal(run(ids), dense)
+    with seergate.attached(model, bank, token_budget=2 * SIZE) as handle:
+        sparse = run(ids)
+        assert handle.stats()["density"] < 0.6
+        batch = left_padded([ids, prompt(60, 2), prompt(5, 3)])
+        assert torch.equal(run(**batch)[0, -24:], sparse[0, -24:])
+        assert torch.equal(run(ids, cache_implementation="static"), sparse)
+    with pytest.raises(SeergateError, match=r"q_pooling is 'none' \(they have proj, avgproj, avg\)"):
+        export_published(bank.to_adapter(), tmp_path)
 
 
 def test_the_gate_is_recorded_as_before():

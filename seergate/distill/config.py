@@ -93,7 +93,7 @@ class GateOptions:
         None, "width of the gate [the model's head dimension; 16 for fast_kvzip and 512 for trim_kv]"
     )
     k_pooling: tuple[str, ...] = _option(POOLINGS, "how the keys of a block are pooled: some of max,min,avg")
-    q_pooling: str = _option("proj", "how a group's query heads become one: proj, avgproj or avg")
+    q_pooling: str = _option("proj", "how a group's query heads become one: proj, avgproj, avg or none")
     qk_norm: bool = _option(True, "RMSNorm on the gate's queries and keys")
     rope: bool = _option(True, "rotary position embedding on the gate's queries and keys")
     scorer: Literal["attn_gate", "msa", "indexer", "fast_kvzip", "trim_kv"] = _option(

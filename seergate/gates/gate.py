@@ -6,7 +6,7 @@ Shape suffixes: see `seergate.gates.scorer`.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, ClassVar
+from typing import Any
 
 from torch import Tensor
 
@@ -17,7 +17,7 @@ from seergate.ops.gate_math import block_scores, branch_end, compressed_keys, pr
 
 
 class AttnGate(Scorer):
-    """``score[t, n] = queries(t) . keys(n) / sqrt(E)``.
+    """``score[t, n] = queries(t) . keys(n) / sqrt(E)``; with ``q_pooling="none"`` the highest of the group's.
 
     Args:
         config, sizes: see `Scorer`.
@@ -26,17 +26,16 @@ class AttnGate(Scorer):
         ValueError: see `Scorer`; and if ``q_pooling="avg"`` with E different from D.
     """
 
-    fused: ClassVar[bool] = True
-
     def __init__(self, config: GateConfig, **sizes: Any) -> None:
         super().__init__(config, **sizes)
+        self.fused = config.q_pooling != "none"
         width, kv_heads, head_dim = config.gate_dim, self.num_kv_heads, self.head_dim
         if config.q_pooling == "avg" and width != head_dim:
             raise ValueError(
                 f'gate_dim is {width}; with q_pooling="avg" it must equal the head dimension ({head_dim})'
             )
         self.entry_tokens, self.key_heads = config.block_size, kv_heads
-        if config.q_pooling == "proj":
+        if config.q_pooling in ("proj", "none"):
             self.q_proj = HeadwiseLinear(kv_heads, self.group_size, head_dim, width)
         elif config.q_pooling == "avgproj":
             self.q_proj = HeadwiseLinear(kv_heads, head_dim, width)
@@ -45,9 +44,12 @@ class AttnGate(Scorer):
             self.q_norm, self.k_norm = GateRMSNorm(width), GateRMSNorm(width)
 
     def queries(self, q_BHSD: Tensor, positions: Tensor) -> Tensor:
-        """The query branch (equation 1a): one vector per token and KV head, ``[B, K, S, E]``."""
+        """The query branch (equation 1a): one vector per token and KV head, ``[B, K, S, E]``, or per query head."""
         if self.config.q_pooling == "proj":
             qg_BKSE = projected_queries(q_BHSD, self.q_proj.weight)
+        elif self.config.q_pooling == "none":
+            weight_HDE = self.q_proj.weight.flatten(0, 1)
+            qg_BKSE = q_BHSD.to(weight_HDE.dtype) @ weight_HDE
         else:
             q_BKGSD = q_BHSD.to(self.k_proj.weight.dtype).unflatten(1, (self.num_kv_heads, self.group_size))
             qg_BKSE = q_BKGSD.mean(2)
@@ -73,7 +75,9 @@ class AttnGate(Scorer):
 
     def scores(self, qg_BKSE: Tensor, kg_BKNE: Tensor) -> Tensor:
         """The logits of equation 1c, ``[B, K, S, N]``, in fp32 or wider."""
-        return block_scores(qg_BKSE, kg_BKNE)
+        each = qg_BKSE.shape[1] // self.num_kv_heads  # queries of a group
+        grouped = qg_BKSE.unflatten(1, (-1, each)).flatten(2, 3)
+        return block_scores(grouped, kg_BKNE).unflatten(2, (each, -1)).amax(2)
 
     def step_scores(self, q_BHD: Tensor, lengths: Tensor, kg_BKNE: Tensor) -> Tensor:
         if self.config.q_pooling != "proj":

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from typing import Any, ClassVar, Self
+from typing import Any, Self
 
 import torch
 from torch import Tensor, nn
@@ -66,7 +66,7 @@ class Scorer(nn.Module, ABC):
     k_proj: HeadwiseLinear
     entry_tokens: int
     key_heads: int
-    fused: ClassVar[bool] = False
+    fused: bool = False
 
     def __init__(
         self,

@@ -275,6 +275,8 @@ def _check_exportable(adapter: Adapter) -> None:
     problems = []
     if gate.scorer != "attn_gate":
         problems.append(f"scorer is {gate.scorer!r} (they have attn_gate)")
+    if gate.q_pooling not in _Q_POOLINGS.values():
+        problems.append(f"q_pooling is {gate.q_pooling!r} (they have {', '.join(_Q_POOLINGS.values())})")
     if geometry.model_type not in ("qwen2", "qwen3"):
         problems.append(f"model_type is {geometry.model_type!r} (they have qwen2 and qwen3)")
     if gate.block_size not in (16, 32, 64):
