@@ -42,7 +42,7 @@ from seergate.gates.scorer import HeadwiseLinear, Scorer
 from seergate.hf.loading import load_tokenizer
 from seergate.hf.teacher_pass import TeacherCall, intercepted_attention
 from seergate.models import families
-from seergate.ops.gate_math import block_scores, branch_end
+from seergate.ops.gate_math import branch_end
 
 BUDGETS = (32, 64)
 NEVER = -1e9
@@ -137,23 +137,6 @@ class SideBySide(AttnGate):
         return in_blocks(k_BKSD, self.entry_tokens).flatten(3)
 
 
-class QueryPerHead(Pooled):
-    """Every query head keeps its own query; the score of a block is the highest of its group's."""
-
-    def __init__(self, config: GateConfig, **sizes: Any) -> None:
-        super().__init__(config, **sizes)
-        self.q_proj = HeadwiseLinear(self.num_heads, self.head_dim, config.gate_dim)
-
-    def queries(self, q_BHSD: Tensor, positions: Tensor) -> Tensor:
-        queries_BHSE = q_BHSD @ self.q_proj.weight
-        return branch_end(queries_BHSE, self._weight_of("q_norm"), positions, self.inv_freq, 1.0)
-
-    def scores(self, qg_BHSE: Tensor, kg_BKNE: Tensor) -> Tensor:
-        rows = qg_BHSE.shape[2]
-        grouped = qg_BHSE.unflatten(1, (-1, self.group_size)).flatten(2, 3)
-        return block_scores(grouped, kg_BKNE).unflatten(2, (-1, rows)).amax(2)
-
-
 class ModelsOwn(Pooled):
     """Begins as the model's own query times the mean of the block's keys."""
 
@@ -163,14 +146,6 @@ class ModelsOwn(Pooled):
         with torch.no_grad():
             self.q_proj.weight += one
             self.k_proj.weight += one.repeat(kinds, 1) / kinds
-
-
-class ModelsOwnPerHead(ModelsOwn, QueryPerHead):
-    """Both."""
-
-
-class BasisPerHead(QueryPerHead, LearnedBasis):
-    """Both."""
 
 
 class SignedIndexer(Indexer):
@@ -223,9 +198,9 @@ VARIANTS = {
     "target: sum": Variant(Pooled, {}, {"target": "sum"}),
     "learning rate 3e-2": Variant(Pooled, {}, {"learning_rate": 3e-2}),
     "begun as the model's own product": Variant(ModelsOwn),
-    "a query per head": Variant(QueryPerHead),
-    "a query per head, learned basis": Variant(BasisPerHead),
-    "a query per head, begun as the model's own": Variant(ModelsOwnPerHead),
+    "a query per head": Variant(Pooled, {"q_pooling": "none"}),
+    "a query per head, learned basis": Variant(LearnedBasis, {"q_pooling": "none"}),
+    "a query per head, begun as the model's own": Variant(ModelsOwn, {"q_pooling": "none"}),
     "msa": Variant(MSA),
     "msa of width 32": Variant(MSA, {"gate_dim": 32}),
     "indexer": Variant(Indexer),
