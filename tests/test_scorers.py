@@ -145,7 +145,7 @@ def test_decoding(model, scorer):
 
 
 @pytest.mark.parametrize(
-    "options", [{"scorer": "attn_gate", "q_pooling": "none"}, *({"scorer": name} for name in SCORERS)]
+    "config", [{"scorer": "attn_gate", "q_pooling": "none"}, *({"scorer": name} for name in SCORERS)]
 )
 @pytest.mark.parametrize("target", ["max", "sum", "selected"])
 def test_gradients_of_all_parameters(model, config, target):
