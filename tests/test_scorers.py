@@ -11,7 +11,6 @@ import torch
 
 import seergate
 from seergate import GateBank, GateConfig, SeergateError
-from seergate.config import SCORERS
 from seergate.hf.call import Tap
 from seergate.hf.published import export_published
 from seergate.hf.teacher_forward import distill_step
@@ -145,7 +144,8 @@ def test_decoding(model, scorer):
 
 
 @pytest.mark.parametrize(
-    "config", [{"scorer": "attn_gate", "q_pooling": "none"}, *({"scorer": name} for name in SCORERS)]
+    "config",
+    [{"scorer": "attn_gate", "q_pooling": "none"}, *({"scorer": name} for name in ("attn_gate", *TOKEN_SCORERS))],
 )
 @pytest.mark.parametrize("target", ["max", "sum", "selected"])
 def test_gradients_of_all_parameters(model, config, target):
