@@ -13,6 +13,7 @@ import torch
 
 from seergate import ops
 from seergate.decode.speculation import expected_tokens
+from seergate.methods import METHODS
 from tests.running import ROOT, Done, run_script
 
 # What is made smaller is the width of the model, the number of repetitions and the number of problems. Lengths of
@@ -23,6 +24,7 @@ SMALL = {
     "distill": f"{HEADS} --group 3 --gate-dim 8 --block-sizes 16 --rounds 1 --lengths 100 256 --baseline-up-to 128",
     "end_to_end": f"{HEADS} --heads 4 --hidden-size 32 --rounds 1 --tokens 3",
     "lossless": f"{HEADS} --heads 4 --hidden-size 32 --problems 1 --variables 6 --new-tokens 12 --rounds 1 --tokens 5",
+    "python_text": "--threads 1 --modules 2 --prompt 48 --steps 3 --budgets 32 --problems 1",
 }
 LONG = {
     "oracle_gap": "--threads 1 --steps 1 --held-out 1 --only attn_gate indexer",
@@ -243,3 +245,20 @@ def test_lossless(tmp_path: Path) -> None:
             cycle = draft * row["draft_ms"] + row["verify_ms"]
             found = row["speedup_at_acceptance"]["0.9"]
             assert found == pytest.approx(expected_tokens(0.9, draft) * best / cycle)
+
+
+def test_python_text(tmp_path: Path) -> None:
+    done = run("python_text", tmp_path)
+    assert done.returncode == 0, done.stderr
+    *rows, text, tiny = record_of(tmp_path)["rows"]
+    at = {row["method"]: row for row in rows if row["part"] == "budget"}
+    assert at.keys() == {name for name in METHODS if METHODS[name].__module__.startswith("seergate.methods.")}
+    assert at["dense"]["kl"] < 1e-5 and at["dense"]["agreement"] == 1
+    for name, row in at.items():
+        assert row["kl"] > 1e-5 or name == "dense", name
+        if "kl_minus_gate" in row:
+            assert row["kl_minus_gate"] == pytest.approx(row["kl"] - at["gate"]["kl"])
+            assert row["kl_minus_gate_95"][0] < row["kl_minus_gate"] < row["kl_minus_gate_95"][1]
+    for row in (text, tiny):
+        assert 0.05 < row["first_and_newest"]["32"] < row["most_attended"]["32"] <= 1.0001
+        assert 0.05 < row["attended_before"]["32"] <= 1.0001

@@ -65,7 +65,7 @@ def test_the_figures_of_the_methods_page_are_drawn(tmp_path: Path) -> None:
     assert done.returncode == 0, done.stderr
     page = (ROOT / "docs/methods.md").read_text(encoding="utf-8")
     pictures = [path.name for path in tmp_path.iterdir()]
-    assert len(pictures) == 2 and all(f"images/{name}" in page for name in pictures)
+    assert len(pictures) == 3 and all(f"images/{name}" in page for name in pictures)
 
 
 def public_names() -> dict[str, str]:

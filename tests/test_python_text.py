@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import enum
 import importlib
+import inspect
 import itertools
 import json
+import runpy
 import sys
 import sysconfig
 from collections.abc import Iterator
@@ -15,7 +18,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from tests.running import ROOT, run_script
+from tests.running import ROOT, run_script, run_seergate
 
 CHECKPOINT = ROOT / "checkpoints" / "python-text"
 MODULES = 40
@@ -75,3 +78,24 @@ def test_two_steps_of_pretraining(pretrain: ModuleType, tmp_path: Path, monkeypa
     assert model.dtype == torch.bfloat16 and len(tokenizer) == model.config.vocab_size == 300
     text = "def f(x):\n\treturn 'naïve \N{SNOWMAN}'  # \\ \x00\n"
     assert tokenizer.decode(tokenizer(text).input_ids) == text
+
+
+def test_the_shipped_model_knows_python_that_it_has_not_seen() -> None:
+    model, tokenizer = AutoModelForCausalLM.from_pretrained(CHECKPOINT), AutoTokenizer.from_pretrained(CHECKPOINT)
+    assert sum(file.stat().st_size for file in CHECKPOINT.iterdir() if file.is_file()) < 8e6
+    assert runpy.run_path(str(ROOT / "train/python_text/corpus.py"))["is_held_out"]("enum.py")
+    ids = tokenizer(inspect.getsource(enum), return_tensors="pt", verbose=False).input_ids[:, 1000:1512]
+    with torch.inference_mode():
+        loss = model.float()(input_ids=ids, labels=ids).loss.item()
+    *_, last = map(json.loads, (CHECKPOINT / "pretraining.jsonl").read_text().splitlines())
+    assert loss < last["held_out"] + 1 < 6  # a uniform guess is at 7.6
+
+
+def test_the_shipped_gates_decode() -> None:
+    prompt = "import os\n\n\ndef read(path):\n    with open("
+    done = run_seergate(
+        *("generate", "--model", "checkpoints/python-text", "--prompt", prompt),
+        *("--budget", "16", "--max-new-tokens", "40"),
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.strip() and "a step read" in done.stderr

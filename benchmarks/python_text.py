@@ -1,0 +1,255 @@
+"""Every method on natural text: how near dense attention it comes on modules that its model was not trained on.
+
+    python benchmarks/python_text.py
+
+The model of `checkpoints/python-text` reads a piece of a held-out module of Python's standard library as its prompt,
+and is then given the tokens that follow one by one, under each method. Compared with dense attention are its
+predictions: KL, perplexity, and how often the most probable token is the same. The first sixteen do not count: until
+then some methods have dropped nothing. Nothing is generated, so errors do not build up.
+
+1. `budget`: each method at each token budget.
+2. `bytes`: each method with the budget at which it reads a given share of the bytes that dense attention reads.
+3. `attention`: where dense attention falls, in this model and in the tiny reasoner: how much of it as many tokens get
+   as a budget has: the first four and the newest; those that the sixteen tokens before attended to most, and what came
+   since; those that get most.
+
+``kl_minus_gate`` is the paired difference from the gate at the same budget or share, with its 95 % interval over
+modules.
+"""
+
+from __future__ import annotations
+
+import itertools
+import os
+import runpy
+import tempfile
+import warnings
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from common import arguments, save
+from torch import Tensor
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+from seergate.chain_sum import make_problems
+from seergate.cli.models import load_gates, load_model, model_path
+from seergate.eval.costs import RowStats
+from seergate.eval.engine import Batch
+from seergate.eval.matching import FAR, distinct, knob_of, nearest, turned
+from seergate.eval.proxies import compare
+from seergate.eval.recurrence import query_centres
+from seergate.eval.settings import MethodSpec, grid
+from seergate.eval.stats import mean_and_error, t95
+from seergate.hf.attach import attached
+from seergate.hf.bank import GateBank
+from seergate.hf.loading import load_tokenizer
+from seergate.methods import LongPromptWarning
+
+TEXT, TINY = "checkpoints/python-text", "checkpoints/tiny-reasoner"
+CORPUS = Path(__file__).resolve().parent.parent / "train" / "python_text" / "corpus.py"
+METHODS = (
+    *("dense", "kv4bit:residual=32", "oracle", "gate", "quest", "resa:block_size=8", "random"),
+    *("streaming_llm:interval=16", "h2o:interval=16", "tova:interval=16", "snapkv:window=16:interval=16"),
+    *("r_kv:window=8:interval=16", "raas:block_size=8:prompt=evictable", "lazy_eviction:window=16:alpha=0.01"),
+    *("tri_attention:centres=auto:interval=16:prompt=evictable", "random_evict:interval=16:prompt=evictable"),
+    "rpc:interval=16:window=8:ratio=4",
+)
+"""Intervals, windows and alpha are smaller than the papers', as the texts are shorter. Budgets bind the prompt too,
+but for RPC, which never drops it."""
+SINKS, WINDOW = 4, 16
+PLACES = ("first_and_newest", "attended_before", "most_attended")
+CALIBRATED_ON = 16
+"""One module in so many of the training split is what TriAttention's centres are measured on."""
+
+
+def pieces(tokenizer: PreTrainedTokenizerBase, texts: list[str], length: int) -> Tensor:
+    """``[N, length]``: the middle of every text that is long enough."""
+    encoded = [tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"] for text in texts]
+    starts = [(ids, (len(ids) - length) // 2) for ids in encoded if len(ids) >= length]
+    return torch.tensor([ids[start : start + length] for ids, start in starts])
+
+
+class Measure:
+    """What a setting is compared by, on the same pieces for all settings; each is measured once.
+
+    Args:
+        model: in eval mode, nothing attached.
+        bank: its gates.
+        ids: ``[N, S]``, one piece per module.
+        prompt: how many tokens of each are read at once.
+    """
+
+    def __init__(self, model: PreTrainedModel, bank: GateBank, ids: Tensor, prompt: int) -> None:
+        self.model, self.bank, self.ids, self.prompt = model, bank, ids, prompt
+        with torch.inference_mode():
+            each = [model(input_ids=row[None, :-1], use_cache=False).logits[0, prompt + WINDOW :] for row in ids]
+        self.dense, self.known = torch.stack(each), dict[str, Any]()
+        self.steps = self.dense.shape[1]
+
+    @torch.inference_mode()
+    def __call__(self, spec: MethodSpec) -> tuple[Tensor, dict[str, float]]:
+        """``[N, 4]``, means over each piece of what `compare` sums; and bytes, means over pieces and steps."""
+        key = repr(spec)
+        if key not in self.known:
+            with warnings.catch_warnings(), attached(self.model, spec.method(self.bank)) as handle:
+                warnings.simplefilter("ignore", LongPromptWarning)  # that budgets bind the prompt is meant
+                batch = Batch(self.model)
+                batch.add(self.ids[:, : self.prompt].tolist())
+                settling, scored = self.ids[:, self.prompt : -1].T.split((WINDOW, self.steps))
+                for tokens in settling.tolist():
+                    batch.step(tokens)
+                stats = handle.count_with(RowStats)
+                stats.add_rows(len(self.ids))
+                logits = torch.stack([batch.step(tokens) for tokens in scored.tolist()], dim=1)
+                rows = [stats.of(row) for row in range(len(self.ids))]
+            pairs = zip(self.dense, logits, self.ids[:, -self.steps :], strict=True)
+            sums = torch.stack([compare(*pair) for pair in pairs])
+            names = ("bytes_read_per_step", "own_bytes_mean")
+            found = {name: sum(row[name] for row in rows) / len(rows) for name in names}
+            self.known[key] = sums / self.steps, found
+        return self.known[key]
+
+    def bytes_read(self, spec: MethodSpec) -> float:
+        """Per step, mean over pieces."""
+        return self(spec)[1]["bytes_read_per_step"]
+
+
+def row_of(measure: Measure, spec: MethodSpec, gate: MethodSpec | None) -> dict[str, Any]:
+    """The figures of a setting, and its difference from the gate's if one is given."""
+    scores, found = measure(spec)
+    kl, loss, _, agreement = (mean_and_error(values) for values in scores.T.tolist())
+    row = {
+        "method": spec.name,
+        "budget": spec.token_budget,
+        "kl": kl.mean,
+        "kl_se": kl.se,
+        "perplexity": float(torch.tensor(loss.mean).exp()),
+        "agreement": agreement.mean,
+        "agreement_se": agreement.se,
+        **found,
+    }
+    if gate is not None and spec != gate:
+        apart = mean_and_error((scores[:, 0] - measure(gate)[0][:, 0]).tolist())
+        half = t95(apart.n - 1) * apart.se
+        row |= {"kl_minus_gate": apart.mean, "kl_minus_gate_95": [apart.mean - half, apart.mean + half]}
+    return row
+
+
+def at_budgets(measure: Measure, specs: list[MethodSpec]) -> Iterator[dict[str, Any]]:
+    """Part one."""
+    gates = {spec.token_budget: spec for spec in specs if spec.name == "gate"}
+    for spec in specs:
+        yield {"part": "budget", **row_of(measure, spec, gates.get(spec.token_budget))}
+
+
+def at_bytes(measure: Measure, specs: list[MethodSpec], shares: list[float]) -> Iterator[dict[str, Any]]:
+    """Part two: every method with a token budget under which it reads so much, among those of part one and between."""
+    (dense,) = (spec for spec in specs if spec.name == "dense")
+    budgets = sorted({spec.token_budget for spec in specs if spec.token_budget})
+    values = range(budgets[0], budgets[-1] + 1, measure.bank.config.block_size)
+    free = sorted((spec for spec in distinct(specs) if knob_of(spec)), key=lambda spec: spec.name != "gate")
+    for share in shares:
+        target, gate = share * measure.bytes_read(dense), None
+        for spec in free:
+            value = nearest(
+                values, lambda value, spec=spec: measure.bytes_read(turned(spec, "token_budget", value)), target
+            )
+            found = turned(spec, "token_budget", value)
+            if abs(measure.bytes_read(found) - target) <= FAR * target:
+                gate = found if spec.name == "gate" else gate
+                yield {"part": "bytes", "share": share, **row_of(measure, found, gate)}
+
+
+@torch.inference_mode()
+def where_attention_falls(
+    model: PreTrainedModel, texts: list[tuple[list[int], int]], budgets: list[int]
+) -> dict[str, Any]:
+    """Part three, of one model: shares of attention, means over layers, query heads and tokens.
+
+    Args:
+        model: in eval mode.
+        texts: tokens, and from which on they count.
+        budgets: how many tokens the shares are of.
+    """
+    model.set_attn_implementation("eager")
+    shares: dict[str, dict[int, list[float]]] = {name: {budget: [] for budget in budgets} for name in PLACES}
+    for ids, first in texts:
+        key_T = torch.arange(len(ids))
+        for (maps,) in model(input_ids=torch.tensor([ids]), use_cache=False, output_attentions=True).attentions:
+            for start in range(first, len(ids) - WINDOW + 1, WINDOW):
+                p_HQT, before_HT = maps[:, start : start + WINDOW], maps[:, start - WINDOW : start].sum(1)
+                before_HT[:, start - WINDOW : start] = torch.inf  # those that looked stay
+                age_QT = torch.arange(start, start + WINDOW)[:, None] - key_T
+                for budget in budgets:
+                    chosen = before_HT.topk(budget).indices
+                    kept_HT = torch.zeros_like(before_HT, dtype=torch.bool).scatter(1, chosen, True) | (key_T >= start)
+                    for name, part in (
+                        ("first_and_newest", p_HQT * ((key_T < SINKS) | (age_QT < budget - SINKS))),
+                        ("attended_before", p_HQT * kept_HT[:, None]),
+                        ("most_attended", p_HQT.topk(budget).values),
+                    ):
+                        shares[name][budget].append(part.sum(-1).mean().item())
+    return {name: {budget: sum(of) / len(of) for budget, of in found.items()} for name, found in shares.items()}
+
+
+def solutions(tokenizer: PreTrainedTokenizerBase, problems: int) -> list[tuple[list[int], int]]:
+    """Problems of the tiny reasoner's task with their solutions, as tokens, and where the solutions begin."""
+    found = []
+    for problem in make_problems(problems, variables=20, seed=0):
+        prompt = tokenizer.apply_chat_template(problem.messages[:1], tokenize=False, add_generation_prompt=True)
+        whole = tokenizer.apply_chat_template(problem.messages, tokenize=False)
+        found.append((tokenizer(whole)["input_ids"], len(tokenizer(prompt)["input_ids"])))
+    return found
+
+
+def main() -> None:
+    """Parse the command line, measure, print, save."""
+    parser = arguments(__doc__)
+    parser.add_argument("--modules", type=int, default=12, help="that were held out, spread evenly [%(default)s]")
+    parser.add_argument("--prompt", type=int, default=384, help="tokens of each that are read at once [%(default)s]")
+    parser.add_argument("--steps", type=int, default=48, help="tokens of each that are scored [%(default)s]")
+    parser.add_argument("--budgets", type=int, nargs="+", default=[32, 64, 128])
+    parser.add_argument("--shares", type=float, nargs="*", default=[0.25], help="of dense attention's bytes")
+    parser.add_argument(
+        "--problems", type=int, default=16, help="of the tiny reasoner, for its attention [%(default)s]"
+    )
+    options = parser.parse_args()
+    torch.set_num_threads(options.threads)
+    path, modules = model_path(TEXT), runpy.run_path(str(CORPUS))["modules"]
+    model, tokenizer, bank = load_model(path, "float32"), load_tokenizer(path), load_gates(f"{TEXT}/gates")
+    length = options.prompt + WINDOW + options.steps + 1
+    ids = pieces(tokenizer, list(modules(held_out=True).values()), length)
+    ids = ids[torch.linspace(0, len(ids) - 1, min(options.modules, len(ids))).long()]
+    others = pieces(tokenizer, list(modules(held_out=False).values())[::CALIBRATED_ON], options.prompt)
+    rows = []
+
+    def keep(row: dict[str, Any]) -> None:
+        rows.append(row)
+        print("  ".join(f"{k} {v:.4g}" if isinstance(v, float) else f"{k} {v}" for k, v in row.items()), flush=True)
+
+    with tempfile.TemporaryDirectory() as folder:
+        centres = Path(folder) / "centres.safetensors"
+        query_centres(model, others.tolist()).save(centres)
+        specs = [
+            replace(spec, calibrated={"centres": str(centres)}) if spec.uncalibrated else spec
+            for spec in grid(list(METHODS), options.budgets, bank.config.block_size)
+        ]
+        measure = Measure(model, bank, ids, options.prompt)
+        for row in itertools.chain(at_budgets(measure, specs), at_bytes(measure, specs, options.shares)):
+            keep(row)
+    tiny, words = load_model(model_path(TINY)), load_tokenizer(model_path(TINY))
+    for name, of, texts in (
+        (TEXT, model, [(row[:-1], options.prompt) for row in ids.tolist()]),
+        (TINY, tiny, solutions(words, options.problems)),
+    ):
+        keep({"part": "attention", "model": Path(name).name, **where_attention_falls(of, texts, options.budgets)})
+    described = {k: v for k, v in vars(options).items() if k != "output"} | {"modules": len(ids), "methods": METHODS}
+    print("saved to", save("python_text", torch.device("cpu"), described, rows, options.output))
+
+
+if __name__ == "__main__":
+    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+    main()
