@@ -11,7 +11,8 @@ then some methods have dropped nothing. Nothing is generated, so errors do not b
 2. `bytes`: each method with the budget at which it reads a given share of the bytes that dense attention reads.
 3. `attention`: where dense attention falls, in this model and in the tiny reasoner: how much of it as many tokens get
    as a budget has: the first four and the newest; those that the sixteen tokens before attended to most, and what came
-   since; those that get most.
+   since; those that get most. And `look_ups`: how often a head gives more than half to one token that is neither
+   among the first four nor among the newest.
 
 ``kl_minus_gate`` is the paired difference from the gate at the same budget or share, with its 95 % interval over
 modules.
@@ -60,7 +61,7 @@ METHODS = (
 """Intervals, windows and alpha are smaller than the papers', as the texts are shorter. Budgets bind the prompt too,
 but for RPC, which never drops it."""
 SINKS, WINDOW = 4, 16
-PLACES = ("first_and_newest", "attended_before", "most_attended")
+PLACES = ("first_and_newest", "attended_before", "most_attended", "look_ups")
 CALIBRATED_ON = 16
 """One module in so many of the training split is what TriAttention's centres are measured on."""
 
@@ -184,14 +185,16 @@ def where_attention_falls(
                 before_HT[:, start - WINDOW : start] = torch.inf  # those that looked stay
                 age_QT = torch.arange(start, start + WINDOW)[:, None] - key_T
                 for budget in budgets:
+                    seen_QT = (key_T < SINKS) | (age_QT < budget - SINKS)
                     chosen = before_HT.topk(budget).indices
                     kept_HT = torch.zeros_like(before_HT, dtype=torch.bool).scatter(1, chosen, True) | (key_T >= start)
-                    for name, part in (
-                        ("first_and_newest", p_HQT * ((key_T < SINKS) | (age_QT < budget - SINKS))),
-                        ("attended_before", p_HQT * kept_HT[:, None]),
-                        ("most_attended", p_HQT.topk(budget).values),
+                    for name, share_HQ in (
+                        ("first_and_newest", (p_HQT * seen_QT).sum(-1)),
+                        ("attended_before", (p_HQT * kept_HT[:, None]).sum(-1)),
+                        ("most_attended", p_HQT.topk(budget).values.sum(-1)),
+                        ("look_ups", ((p_HQT * ~seen_QT).amax(-1) > 0.5).float()),
                     ):
-                        shares[name][budget].append(part.sum(-1).mean().item())
+                        shares[name][budget].append(share_HQ.mean().item())
     return {name: {budget: sum(of) / len(of) for budget, of in found.items()} for name, found in shares.items()}
 
 
