@@ -256,7 +256,7 @@ def test_python_text(tmp_path: Path) -> None:
     assert at.keys() == {name for name in own if name == "gate" or not has_gates(name)}, "retention gates do not ship"
     assert at["dense"]["kl"] < 1e-5 and at["dense"]["agreement"] == 1
     for name, row in at.items():
-        assert row["kl"] > 1e-5 or name == "dense", name
+        assert row["kl"] > 1e-5 or name in ("dense", "rpc"), name  # RPC has dropped nothing by then
         if "kl_minus_gate" in row:
             assert row["kl_minus_gate"] == pytest.approx(row["kl"] - at["gate"]["kl"])
             assert row["kl_minus_gate_95"][0] < row["kl_minus_gate"] < row["kl_minus_gate_95"][1]
