@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from functools import partial
 
 import pytest
@@ -110,6 +111,31 @@ def test_trim_kv_learns_from_the_whole_model(model):
         assert found[name].any(), name
 
 
+@EACH
+@pytest.mark.parametrize("broken", ["gates", "model"])
+def test_what_is_not_finite_teaches_nothing(model, scorer, broken):
+    """The loss says so, as that of other gates does; a run leaves the pack out."""
+    bank = retention_for(model, scorer)
+    parameters = bank.parameters() if broken == "gates" else model.model.layers[0].self_attn.k_proj.parameters()
+    next(parameters).data.flatten()[0] = torch.nan
+    out = distill_step(bank, model, prompt(40, 3), target_budget=4, recall_budgets=(16,))
+    out.loss.backward()
+    assert out.loss.isnan() and not any(parameter.grad.any() for parameter in bank.parameters())
+
+
+def test_base_keys_stay_equal(model):
+    """They begin as the authors' do, with nothing to tell them apart, and then learn the same."""
+    bank = GateBank.for_model(model, GateConfig(SIZE, scorer="fast_kvzip"))
+    optimizer = torch.optim.AdamW(bank.parameters(), lr=0.01)
+    for seed in range(5):
+        distill_step(bank, model, prompt(40, seed)).loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    keys_KNE = bank.retention_gate(0).base_keys
+    assert keys_KNE.abs().max() > 0.01
+    torch.testing.assert_close(keys_KNE, keys_KNE[:, :1].expand_as(keys_KNE))
+
+
 def test_gates_that_keep_everything_are_the_plain_model(model):
     """Fresh gates of TRIM-KV begin near it, and with beta of 1 they are it."""
     bank = GateBank.for_model(model, GateConfig(scorer="trim_kv"))
@@ -192,6 +218,27 @@ def test_adapters_are_of_their_own_kind(model, scorer, tmp_path):
 
 
 @EACH
+def test_options_beside_an_adapter(model, scorer, tmp_path):
+    """Those of the gates' method are taken, and the adapter's own hold unless others are given."""
+    bank = retention_for(model, scorer)
+    model.save_pretrained(tmp_path / "base")
+    bank.decode_defaults = {"token_budget": 24}
+    bank.save_pretrained(tmp_path / "gates")
+    place, base = str(tmp_path / "gates"), {"base_model": tmp_path / "base"}
+    with seergate.attached(model, place, interval=4) as handle:
+        assert (handle.method.token_budget, handle.method.interval) == (24, 4)
+    method = seergate.handle_of(seergate.load(place, interval=4, token_budget=32, **base)).method
+    assert (method.token_budget, method.interval) == (32, 4)
+    with pytest.raises(SeergateError, match=f"the method '{scorer}' has no option 'threshold'"):
+        seergate.load(place, threshold=0.1, **base)
+    with pytest.raises(SeergateError, match="there is no decode option 'interval'"):
+        seergate.attach(model, GateBank.for_model(model, GateConfig(SIZE, 16)), interval=4)
+    bank.decode_defaults = {"threshold": 0.1}
+    with pytest.raises(SeergateError, match=f"decode_defaults of these gates has threshold, no option of '{scorer}'"):
+        seergate.attach(model, bank)
+
+
+@EACH
 def test_the_wrong_kind_is_refused(model, scorer):
     retains, selects = retention_for(model, scorer), GateBank.for_model(model, GateConfig(SIZE, 16))
     with pytest.raises(SeergateError, match=f"score tokens for eviction; they are for the method '{scorer}'"):
@@ -221,6 +268,12 @@ def test_with_the_gate_on_what_they_keep(model, scorer):
     with seergate.attached(model, seergate.methods.GateOnEvictor(evictor=evictor, gate=gate)) as handle:
         assert model.generate(prompt(60, 8), max_new_tokens=20, do_sample=False).shape == (1, 80)
         assert handle.stats()["density"] < 0.4
+    evictor = replace(evictor, bank=evictor.bank.subset([1]))
+    with (
+        seergate.attached(model, seergate.methods.GateOnEvictor(evictor=evictor, gate=gate)),
+        pytest.raises(SeergateError, match=f"what '{scorer}' leaves: its gates leave out layer 0; give gates for"),
+    ):
+        model.generate(prompt(60, 8), max_new_tokens=2)
 
 
 @EACH

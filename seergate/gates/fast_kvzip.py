@@ -2,7 +2,8 @@
 
 A token attends, with G small queries per KV head, to its own small key and to 16 learned base keys; its score is the
 probability that is left to its own key, mean over the G queries. The authors add the bias twice where they train and
-once where they decode; here it is added once.
+once where they decode; here it is added once. The base keys of a head begin as zeros, as theirs do. They get the same
+gradients then and stay equal: together they are one learned key that counts 16 times.
 
 Shape suffixes: see `seergate.gates.retention`; N base keys.
 """

@@ -11,7 +11,7 @@ from seergate.errors import SeergateError
 from seergate.hf.attach import attach
 from seergate.hf.bank import GateBank
 from seergate.hf.loading import base_config, load_base, skeleton
-from seergate.hf.resolving import check_decode_options, method_of
+from seergate.hf.resolving import check_decode_options, decode_options, method_of
 from seergate.models.families import gate_geometry
 from seergate.paths import directory_here, is_hub_id
 
@@ -57,8 +57,8 @@ def load(
         token, cache_dir, local_files_only: for both, as in `huggingface_hub`.
         force_download: the adapter, even if it was downloaded before.
         correction, storage: see `seergate.attach`.
-        **options: fields of `DecodeConfig`, and ``device_map``, ``dtype``, ``quantization_config``, ... for
-            `AutoModelForCausalLM.from_pretrained`.
+        **options: fields of `DecodeConfig`, for retention gates the options of their method, and ``device_map``,
+            ``dtype``, ``quantization_config``, ... for `AutoModelForCausalLM.from_pretrained`.
 
     Returns:
         An ordinary transformers model whose ``generate`` decodes sparsely. ``seergate.handle_of(model)`` has its
@@ -68,13 +68,14 @@ def load(
         SeergateError: if gates or base model are missing or do not fit.
         ValueError: for a decode option out of range.
     """
-    given = {field.name: options.pop(field.name) for field in fields(DecodeConfig) if field.name in options}
+    given = {name: options.pop(name) for name in sorted(decode_options() & set(options))}
     if config is not None and not isinstance(config, DecodeConfig):
         raise SeergateError(f"config is a {type(config).__name__}; it must be a DecodeConfig")
     if config is not None and given:
         raise SeergateError(f"config is given beside {', '.join(given)}; put all of it into one")
     if config is None:
-        DecodeConfig(**given)  # a mistake shows before anything is downloaded
+        # a mistake shows before anything is downloaded
+        DecodeConfig(**{field.name: given[field.name] for field in fields(DecodeConfig) if field.name in given})
     hub: dict[str, Any] = {"token": token, "cache_dir": cache_dir, "local_files_only": local_files_only or None}
     bank = GateBank.from_pretrained(
         gates, revision=revision, subfolder=subfolder, force_download=force_download, **hub

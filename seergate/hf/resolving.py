@@ -9,12 +9,12 @@ from typing import Any, TypeGuard
 
 from transformers import PreTrainedModel
 
-from seergate.config import DecodeConfig
+from seergate.config import RETENTION, DecodeConfig
 from seergate.errors import SeergateError, did_you_mean
 from seergate.fingerprint import fingerprint
 from seergate.gates.bank import Gates
 from seergate.hf.bank import GateBank
-from seergate.methods import METHODS, Gate, Method, SelectingMethod, make_method
+from seergate.methods import METHODS, Gate, Method, SelectingMethod, make_method, option_names
 from seergate.paths import is_directory
 
 
@@ -27,7 +27,6 @@ def resolve_method(
     if isinstance(method, Gates) or names_gates(method):
         if config is not None and options:
             raise SeergateError(f"both a DecodeConfig and {', '.join(options)} are given; put all of it into one")
-        check_decode_options(options)
         return method_of(method if isinstance(method, Gates) else GateBank.from_pretrained(method), config, **options)
     if isinstance(method, str):
         if config is not None:
@@ -49,6 +48,7 @@ def method_of(bank: Gates, config: DecodeConfig | None = None, **options: Any) -
         **options: its fields, or for retention gates the method's options.
     """
     if not bank.config.retention:
+        check_decode_options(options)
         return Gate.from_config(bank, config or bank.decode_config(**options))
     if config is not None:
         raise SeergateError(f"these gates are for {bank.config.scorer!r}, which takes no DecodeConfig; give keywords")
@@ -60,6 +60,11 @@ def names_gates(method: Any) -> TypeGuard[str | os.PathLike[str]]:
     if isinstance(method, str):
         return method not in METHODS and ("/" in method or is_directory(method))
     return isinstance(method, os.PathLike)
+
+
+def decode_options() -> set[str]:
+    """What gates of one kind or another can be told beside their adapter."""
+    return {field.name for field in fields(DecodeConfig)}.union(*map(option_names, RETENTION))
 
 
 def check_decode_options(names: Iterable[str], others: Iterable[str] = ()) -> None:

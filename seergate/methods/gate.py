@@ -9,10 +9,10 @@ from __future__ import annotations
 
 import copy
 from dataclasses import dataclass, field, fields
-from typing import TYPE_CHECKING, Any, ClassVar, Literal
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, TypeVar
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from seergate.config import DecodeConfig
 from seergate.errors import SeergateError
@@ -23,6 +23,9 @@ from seergate.ops import Selection
 if TYPE_CHECKING:
     from seergate.gates.bank import Gates
     from seergate.gates.scorer import Scorer
+
+
+AnyGate = TypeVar("AnyGate", bound=nn.Module)
 
 
 @dataclass(kw_only=True)
@@ -69,20 +72,7 @@ class Gate(SelectingMethod):
         """A layer that has no gate stays dense."""
         if str(spec.layer) not in self.bank.layers:
             return LayerState(spec)
-        return GateState(spec, self, self._gate_on(spec))
-
-    def _gate_on(self, spec: LayerSpec) -> Scorer:
-        """A layer's gate on the layer's device. The bank stays where it is: on another device there is a copy, which
-        takes over the bank's weights for every new cache but keeps its address.
-        """
-        gate = self.bank.gate(spec.layer)
-        if gate.k_proj.weight.device == spec.device:
-            return gate
-        key = spec.layer, spec.device
-        if key not in self._copies:
-            self._copies[key] = copy.deepcopy(gate).to(spec.device)
-        self._copies[key].load_state_dict(gate.state_dict())
-        return self._copies[key]
+        return GateState(spec, self, gate_on(spec, self.bank.gate(spec.layer), self._copies))
 
     def selects_in(self, layer: int) -> bool:
         return super().selects_in(layer) and str(layer) in self.bank.layers
@@ -103,6 +93,19 @@ class Gate(SelectingMethod):
         if self.compat == "published":
             return published_selection(scores_BKN, lengths, self.block_size, self)
         return super().choose(scores_BKN, lengths)
+
+
+def gate_on(spec: LayerSpec, gate: AnyGate, copies: dict[tuple[int, torch.device], AnyGate]) -> AnyGate:
+    """A layer's gate on the layer's device. The bank stays where it is: on another device there is a copy, one of
+    ``copies``, which takes over the bank's weights for every new cache but keeps its address.
+    """
+    if next(gate.parameters()).device == spec.device:
+        return gate
+    key = spec.layer, spec.device
+    if key not in copies:
+        copies[key] = copy.deepcopy(gate).to(spec.device)
+    copies[key].load_state_dict(gate.state_dict())
+    return copies[key]
 
 
 def equal(one: Any, other: Any) -> bool:

@@ -83,7 +83,11 @@ class GateOnEvictorState(EvictingState):
         super().__init__(spec)
         self.method = method
         evicting = method.evictor.new_state(spec)
-        assert isinstance(evicting, EvictingState)
+        if not isinstance(evicting, EvictingState):
+            raise SeergateError(
+                f"the gate cannot work on what {method.evictor.name!r} leaves: its gates leave out layer "
+                f"{spec.layer}; give gates for every layer"
+            )
         self.evicting, self.gating = evicting, method.gate.new_state(spec)
         self.parts, self.weighs = (self.evicting, self.gating), self.evicting.weighs
         self.add_per_token("index", torch.int32)

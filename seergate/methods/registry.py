@@ -183,7 +183,10 @@ def _gated(name: str, kind: type[Method], bank: Gates, options: dict[str, Any]) 
         decoding = {key: options.pop(key) for key in DecodeConfig.__dataclass_fields__ if key in options}
         return kind.from_config(bank, bank.decode_config(**decoding), **options)
     if issubclass(kind, RetentionMethod):
-        return kind(bank=bank, **options)
+        defaults = bank.decode_defaults
+        if stray := sorted(set(defaults) - option_names(name)):
+            raise SeergateError(f"decode_defaults of these gates has {', '.join(stray)}, no option of {name!r}")
+        return kind(bank=bank, **{**defaults, **options})
     if _reads(kind):
         reading = {key: options.pop(key) for key in option_names(Gate.name) & set(options)}
         options["reads"] = make_method(Gate.name, bank=bank, **reading)

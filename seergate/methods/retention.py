@@ -5,7 +5,6 @@ Shape suffixes: see `seergate.methods.base`; W width of the model.
 
 from __future__ import annotations
 
-import copy
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, ClassVar
 
@@ -15,10 +14,11 @@ from torch import Tensor
 from seergate.errors import SeergateError
 from seergate.methods.base import LayerSpec, LayerState, Step
 from seergate.methods.evicting import BudgetedMethod, BudgetedState
-from seergate.methods.gate import equal
+from seergate.methods.gate import equal, gate_on
 
 if TYPE_CHECKING:
     from seergate.gates.bank import Gates
+    from seergate.gates.retention import RetentionGate
 
 
 @dataclass(kw_only=True)
@@ -35,6 +35,7 @@ class RetentionMethod(BudgetedMethod):
     interval: int = 128
 
     def __post_init__(self) -> None:
+        self._copies: dict[tuple[int, torch.device], RetentionGate] = {}
         config = getattr(self.bank, "config", None)
         if config is None:
             raise SeergateError(f"bank is a {type(self.bank).__name__}; it must be a GateBank")
@@ -52,20 +53,18 @@ class RetentionMethod(BudgetedMethod):
 
     def new_state(self, spec: LayerSpec) -> LayerState:
         """A layer that has no gate keeps everything."""
-        return self.state(spec, self) if str(spec.layer) in self.bank.layers else LayerState(spec)
+        if str(spec.layer) not in self.bank.layers:
+            return LayerState(spec)
+        return self.state(spec, self, gate_on(spec, self.bank.retention_gate(spec.layer), self._copies))
 
 
 class RetentionState(BudgetedState):
     """``score`` of each resident, and which token of its row it is, ``place``: ``[B, K, T]``."""
 
-    def __init__(self, spec: LayerSpec, method: RetentionMethod) -> None:
+    def __init__(self, spec: LayerSpec, method: RetentionMethod, gate: RetentionGate) -> None:
         super().__init__(spec, method)
-        self.method = method
-        gate = method.bank.retention_gate(spec.layer)
+        self.method, self.gate = method, gate
         dtype = next(gate.parameters()).dtype
-        if next(gate.parameters()).device != spec.device:  # the bank stays where it is
-            gate = copy.deepcopy(gate).to(spec.device)
-        self.gate = gate
         self.add_per_token("score", torch.promote_types(torch.promote_types(dtype, spec.dtype), torch.float32))
         self.add_per_token("place", torch.int32)
 

@@ -78,18 +78,19 @@ def test_gates_are_equal_if_their_weights_are(model):
     assert gate != halved
 
 
-def test_a_layer_on_another_device_leaves_the_bank_where_it_is():
+@pytest.mark.parametrize("scorer", ["attn_gate", *RETENTION])
+def test_a_layer_on_another_device_leaves_the_bank_where_it_is(scorer):
     """One bank serves models on two devices: the second takes a copy, and each of its caches the weights of now."""
-    bank = GateBank.for_model(tiny_model("qwen3"), GateConfig(8, 16))
-    method = methods.Gate(bank=bank, token_budget=64)
+    bank = GateBank.for_model(tiny_model("qwen3"), GateConfig(8, 16, scorer=scorer))
+    method = methods.make_method("gate" if scorer == "attn_gate" else scorer, bank=bank, token_budget=64)
     here, there = (LayerSpec(0, 1, 4, 2, 16, torch.float32, torch.device(d), None) for d in ("cpu", "meta"))
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # torch says that nothing can be copied to a meta tensor
         elsewhere = method.new_state(there)
         again = method.new_state(there)
-    assert elsewhere.gate.k_proj.weight.device.type == "meta"
+    assert {parameter.device.type for parameter in elsewhere.gate.parameters()} == {"meta"}
     assert all(parameter.device.type == "cpu" for parameter in bank.parameters())
-    assert method.new_state(here).gate is bank.gate(0)
+    assert method.new_state(here).gate is bank.layers["0"]
     assert again.gate is elsewhere.gate, "its address stays"
 
 

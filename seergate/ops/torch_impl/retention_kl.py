@@ -34,7 +34,10 @@ def retention_kl(
     spans = [(start, max(start, end - distance)) for start, end in segments(cu_seqlens)]
     counted = torch.cat([torch.arange(*span) for span in spans]).to(q.device)
     y, s = targets_TK[counted], scores.to(dtype)[counted]
+    unknown = y.isnan() | s.isnan()  # for which binary_cross_entropy raises
+    y, s = y.masked_fill(unknown, 0.5), s.masked_fill(unknown, 0.5)
     kl = binary_cross_entropy(s, y, reduction="none") - binary_cross_entropy(y, y, reduction="none")
+    kl = kl.masked_fill(unknown, torch.nan)
     rows = max(len(counted), 1)
     recall = torch.zeros(len(recall_budgets), teacher.kv_heads, dtype=dtype, device=q.device)
     full = [span for span in spans if span[0] < span[1]]
