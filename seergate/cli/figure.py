@@ -122,8 +122,9 @@ def run(options: argparse.Namespace) -> int:
     plan.make_task().problems()
     check_writable(out)
     began, trained = time.monotonic(), ""
-    if options.name == TRAINED and tiny and options.gates is None:
-        values["gates"], trained = _each_scorer(options, out)
+    if options.name == TRAINED:
+        values["gates"], trained = (options.gates, "") if options.gates or not tiny else _each_scorer(options, out)
+        values["method"] = [*plan.method, *_methods_with(values["gates"], tiny)]
     elif "gate" in plan.method:
         values["gates"] = _gates(options, plan.block_size, tiny, out)
     for match in dict.fromkeys((MATCHES[0], plan.match)):
@@ -184,6 +185,19 @@ def _gates(options: argparse.Namespace, sizes: list[int], tiny: bool, out: Path)
     if not sizes:
         return str(_distilled(options, None, out))
     return {size: str(shipped if size == own else _distilled(options, size, out)) for size in sizes}
+
+
+def _methods_with(gates: str | dict[str, str] | None, tiny: bool) -> list[str]:
+    """The methods that gates are for."""
+    from seergate.cli.models import load_gates
+
+    configs = [
+        load_gates(source).config for source in (gates.values() if isinstance(gates, dict) else [gates]) if source
+    ]
+    interval = ":interval=16" if tiny else ""  # every 128 tokens, the default, is rarely in answers of 250
+    return list(dict.fromkeys(config.scorer + interval if config.retention else "gate" for config in configs)) or [
+        "gate"
+    ]
 
 
 def _each_scorer(options: argparse.Namespace, out: Path) -> tuple[dict[str, str], str]:

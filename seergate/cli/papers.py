@@ -129,9 +129,9 @@ FIGURES: dict[str, Figure] = {
     ),
     TRAINED: Figure(
         "", "Trained methods at equal budgets and at equal bytes", "trained",
-        {"method": ["dense", "oracle", "gate"], "budget": [64, 128], "match": "read", "measure_recall": True,
+        {"method": ["dense", "oracle"], "budget": [64, 128], "match": "read", "measure_recall": True,
          "task": "chain_sum", "task_options": {"problems": 32, "variables": 20}},
-        {"method": ["dense", "oracle", "gate"], "budget": [2048, 4096], "match": "read", "measure_recall": True},
+        {"method": ["dense", "oracle"], "budget": [2048, 4096], "match": "read", "measure_recall": True},
     ),
     # ------------------------------------------------------------------------------------------------------ RaaS
     "raas5": Figure(

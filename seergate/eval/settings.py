@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from seergate.config import Correction
+from seergate.config import RETENTION, Correction
 from seergate.errors import SeergateError
 from seergate.eval.method_text import correction_names, correction_of, read_method, value_text
 from seergate.hf.bank import GateBank
@@ -103,9 +103,15 @@ class MethodSpec:
         return f"{self.name} [{self.gates}]" if self.gates else self.name
 
     def bank(self, banks: Mapping[Any, GateBank], default: GateBank | None = None) -> GateBank | None:
-        """Its gates among several, by block size and name."""
-        fitting = (gates for name, gates in banks.items() if self.gates in ("", str(name)))
-        return next((gates for gates in fitting if gates.config.block_size == self.block_size), default)
+        """Its gates among several, by kind, block size and name."""
+        named = (gates for name, gates in banks.items() if self.gates in ("", str(name)))
+        return next((gates for gates in named if self.takes(gates)), default)
+
+    def takes(self, gates: GateBank) -> bool:
+        """Whether gates are for this method: retention gates for that of their scorer's name, others by block size."""
+        if gates.config.retention or self.name in RETENTION:
+            return gates.config.scorer == self.name
+        return gates.config.block_size == self.block_size
 
     def method(self, bank: GateBank | None) -> Method:
         """The method itself. Gates decode as they ask for (`GateBank.decode_config`), overruled by what is given here.
@@ -171,7 +177,7 @@ def _plain(method: Method) -> dict[str, Any]:
 
 
 def with_each(specs: Sequence[MethodSpec], banks: Mapping[Any, GateBank]) -> list[MethodSpec]:
-    """The settings; of those with gates one for each of the gates that were given for their block size.
+    """The settings; of those with gates one for each of the gates that they take.
 
     Raises:
         SeergateError: for a name that no directory could have.
@@ -181,7 +187,7 @@ def with_each(specs: Sequence[MethodSpec], banks: Mapping[Any, GateBank]) -> lis
             raise SeergateError(f"gates are named {name!r}; a name must be of letters, digits and _ . -")
     found = list[MethodSpec]()
     for spec in specs:
-        names = [str(name) for name, gates in banks.items() if gates.config.block_size == spec.block_size]
+        names = [str(name) for name, gates in banks.items() if spec.takes(gates)]
         several = spec.has_gates and len(names) > 1
         found += [replace(spec, gates=name) for name in names] if several else [spec]
     return found

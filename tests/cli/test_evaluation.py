@@ -13,7 +13,7 @@ from seergate import GateBank, GateConfig
 from seergate.cli.figure import ALIASES, NAMES, _write
 from seergate.cli.main import main
 from seergate.cli.papers import FIGURES, SEER
-from seergate.config import SCORERS
+from seergate.config import RETENTION, SCORERS
 from seergate.eval.plan import SweepPlan
 from seergate.eval.settings import grid, with_each
 from seergate.report.figures import LOOKS
@@ -144,18 +144,19 @@ def test_trained_methods_are_compared_at_equal_budgets_and_at_equal_bytes(tmp_pa
     monkeypatch.setitem(FIGURES, "trained", replace(figure, real=figure.real | {"budget": [96]}))
     model = support.model()
     support.save(tmp_path / "model")
-    for scorer in SCORERS:
+    for scorer in (*SCORERS, *RETENTION):
         GateBank.for_model(model, GateConfig(8, 16, scorer=scorer)).save_pretrained(tmp_path / scorer)
-    gates = ",".join(f"{scorer}={tmp_path / scorer}" for scorer in SCORERS)
+    gates = ",".join(f"{scorer}={tmp_path / scorer}" for scorer in (*SCORERS, *RETENTION))
     small = ("--task", "chain_sum", "--problems", 2, "--variables", 8, "--max-new-tokens", 60)
     assert call("figure", "trained", "--model", tmp_path / "model", "--gates", gates, *small, "--out", tmp_path) == 0
     results, matched = (tmp_path / "figure-trained.md").read_text().split("\n## ")
     assert "(figure-trained.png)" in results and (tmp_path / "figure-trained.png").stat().st_size > 20_000
-    for scorer in SCORERS:
-        assert f"| gate [{scorer}]" in results and f"| gate [{scorer}]" in matched
+    names = [*(f"gate [{scorer}]" for scorer in SCORERS), *RETENTION]
+    for name in names:
+        assert f"| {name}" in results and f"| {name}" in matched
     matches = json.loads((tmp_path / "eval" / "matching-read.json").read_text())["matches"]
     budgets = {m["method"]: m["value"] for m in matches}
-    assert budgets.keys() == {"oracle", *(f"gate [{scorer}]" for scorer in SCORERS)}
+    assert budgets.keys() == {"oracle", *names}
     assert budgets["gate [attn_gate]"] > budgets["gate [msa]"], "a key per token leaves less to read"
 
 
