@@ -1,7 +1,7 @@
 """Why gates miss blocks that the oracle reads: variants of scorers, trained alike on the tiny reasoner and compared.
 
     python benchmarks/oracle_gap.py --threads 1
-    python benchmarks/oracle_gap.py --threads 1 --only msa "one query per head"
+    python benchmarks/oracle_gap.py --threads 1 --only msa "a query per head"
 
 All variants learn from one forward of the frozen model and from the same targets, by the recipe of
 configs/tiny-reasoner.yaml but for ``--steps`` and one row in ``--stride``. Most of them exist here only. Measured on
@@ -153,7 +153,7 @@ class SignedIndexer(Indexer):
 
     def queries(self, q_BHSD: Tensor, positions: Tensor) -> Tensor:
         queries_BISE = super().queries(q_BHSD, positions)[..., :-1]
-        weights_BSI = q_BHSD.transpose(1, 2).flatten(2) @ self.weights_proj.weight[0]
+        weights_BSI = q_BHSD.transpose(1, 2).flatten(2) @ self.head_weights.weight[0]
         return torch.cat((queries_BISE, weights_BSI.transpose(1, 2)[..., None]), -1)
 
 

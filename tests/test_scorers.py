@@ -64,7 +64,7 @@ def token_score(gate, query_HD, keys_KD, t, s, kv_head):
     total, heads = 0.0, gate.num_heads // gate.num_kv_heads // 2
     for i in range(kv_head * heads, (kv_head + 1) * heads):
         query = query_HD.flatten() @ weights["q_proj.weight"][0][:, i * width : (i + 1) * width]
-        weight = math.log1p(math.exp(query_HD.flatten() @ weights["weights_proj.weight"][0][:, i]))
+        weight = math.log1p(math.exp(query_HD.flatten() @ weights["head_weights.weight"][0][:, i]))
         product = float(rotated(query, t, gate) @ rotated(key, s, gate)) / math.sqrt(width)
         total += weight * max(0.0, product) / math.sqrt(heads)
     return total
@@ -88,13 +88,13 @@ def test_against_the_equations(model, scorer, options):
 def test_an_indexer_tells_blocks_apart_for_every_kv_head(model):
     """With negative weights the highest score of every block was 0, and all KV heads had the same scores."""
     gate = gates(model, "indexer").double().gate(0)
-    gate.weights_proj.weight.data.fill_(-0.1)
+    gate.head_weights.weight.data.fill_(-0.1)
     gate.k_norm.bias.data.zero_()  # a large one makes all products negative
     q = torch.rand(1, gate.num_heads, 1, gate.head_dim).double()
     k = torch.randn(1, gate.num_kv_heads, 4 * SIZE, gate.head_dim).double()
     scores = gate.scores(gate.queries(q, torch.tensor([40])), gate.keys(gate.pool(k), torch.arange(4 * SIZE)))
     assert scores.unique().numel() == 4 * gate.num_kv_heads > 4
-    (gradient,) = torch.autograd.grad(scores.max(), gate.weights_proj.weight)
+    (gradient,) = torch.autograd.grad(scores.max(), gate.head_weights.weight)
     assert gradient.any()
 
 
@@ -215,8 +215,8 @@ def test_adapters(model, scorer, tmp_path):
         GateBank.average([bank, other])
     with pytest.raises(SeergateError, match=r"scorer is .* \(they have attn_gate\)"):
         export_published(bank.to_adapter(), tmp_path / "published")
-    wrong = "is missing" if scorer == "msa" else "belongs to no gate"  # an indexer's norm has a bias
-    with pytest.raises(SeergateError, match=rf"layers\.0\.k_norm\.bias {wrong}"):
+    wrong = "is missing" if scorer == "msa" else "belongs to no gate"
+    with pytest.raises(SeergateError, match=rf"layers\.0\.head_weights\.weight {wrong}"):
         GateBank.from_adapter(seergate.gates.Adapter(other.config, other.geometry, bank.to_adapter().tensors))
 
 

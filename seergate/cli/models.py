@@ -58,7 +58,7 @@ def gates_for(model: str, gates: str | None) -> str | None:
 
 def named_gates(text: str) -> str | dict[str, str]:
     """What ``--gates`` says: an adapter; or several, each with its name, as ``NAME=DIR,NAME=DIR``."""
-    if "=" not in text or Path(text).exists():
+    if os.sep in text.partition("=")[0] or "=" not in text or Path(text).exists():
         return text
     pairs = [part.strip().partition("=") for part in text.split(",")]
     named = {name: place for name, _, place in pairs}

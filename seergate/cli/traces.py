@@ -69,6 +69,7 @@ def run(options: argparse.Namespace) -> int:
     from seergate.eval.sampling import sample_seed
     from seergate.eval.settings import grid
     from seergate.eval.vllm_engine import check_served, engine_version, generate_by_vllm
+    from seergate.fingerprint import fingerprint
     from seergate.hf.attach import attached
     from seergate.hf.loading import load_tokenizer
 
@@ -91,8 +92,9 @@ def run(options: argparse.Namespace) -> int:
     made = _rows(options.out)
     made_with = {
         "model": config.model,
-        "gates": gates,
+        "gates": None if bank is None else {"source": gates, "weights": fingerprint(bank)},
         "method": spec.describe(bank),
+        "max_length": config.max_length,
         "temperature": options.temperature,
         "seed": options.seed,
         "prompts": config.data,

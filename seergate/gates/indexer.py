@@ -7,10 +7,10 @@ product.
 
 What is different here: DeepSeek makes queries of MLA's latent query and keys and weights of the hidden state, this all
 of the layer's queries and keys before RoPE, which is what a frozen model's taps give; DeepSeek rotates half of the
-width, this all of it. Two differences come from the grouped model and from blocks, and without them an indexer hardly
-learns:
+width, this all of it. Two differences come from the grouped model and from blocks, and without them an indexer learned
+worse on the tiny reasoner:
 
-* Every KV head has index heads of its own, for KV heads look at different blocks. MLA has one KV head for all.
+* Every KV head has index heads of its own. MLA has one KV head for all.
 * The weights are positive, by softplus. A block has the highest score of its tokens: where all weights of a query are
   negative, that is 0 for every block, which says nothing and has no gradient. DeepSeek selects tokens.
 
@@ -42,7 +42,7 @@ class Indexer(TokenScorer):
         self.index_heads = max(1, self.group_size // 2)
         inputs, heads = self.num_heads * self.head_dim, self.num_kv_heads * self.index_heads
         self.q_proj = HeadwiseLinear(1, inputs, heads * config.gate_dim)
-        self.weights_proj = HeadwiseLinear(1, inputs, heads)
+        self.head_weights = HeadwiseLinear(1, inputs, heads)
         if config.qk_norm:
             self.k_norm = nn.LayerNorm(config.gate_dim, NORM_EPS, dtype=torch.float32)
 
@@ -50,7 +50,7 @@ class Indexer(TokenScorer):
         """The index queries of each token, and after each its head's weight: ``[B, K * I, S, E + 1]``."""
         q_BSP = q_BHSD.to(self.k_proj.weight.dtype).transpose(1, 2).flatten(2)
         queries_BISE = (q_BSP @ self.q_proj.weight[0]).unflatten(2, (-1, self.config.gate_dim)).transpose(1, 2)
-        weights_BIS = F.softplus(q_BSP @ self.weights_proj.weight[0]).transpose(1, 2) / math.sqrt(self.index_heads)
+        weights_BIS = F.softplus(q_BSP @ self.head_weights.weight[0]).transpose(1, 2) / math.sqrt(self.index_heads)
         queries_BISE = branch_end(queries_BISE, None, positions, self.inv_freq, self.attention_scaling)
         return torch.cat((queries_BISE, weights_BIS[..., None]), -1)
 

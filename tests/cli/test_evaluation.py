@@ -12,6 +12,7 @@ import yaml
 from seergate import GateBank, GateConfig
 from seergate.cli.figure import ALIASES, NAMES, _write
 from seergate.cli.main import main
+from seergate.cli.models import named_gates
 from seergate.cli.papers import FIGURES, SEER
 from seergate.config import RETENTION, SCORERS
 from seergate.eval.plan import SweepPlan
@@ -364,6 +365,7 @@ def test_methods_with_gates_run_with_each_that_has_their_block_size(capsys):
     assert [spec.bank(banks) for spec in specs[1:4]] == list(banks.values())
     with pytest.raises(ValueError, match=r"gates are named 'a/b'; a name must be of letters, digits and _ . -"):
         with_each(specs, {"a/b": banks["a"]})
+    assert named_gates("runs/lr=0.01/gates") == "runs/lr=0.01/gates", "a path, no name"
     for text in ("a=here,a=there", "a=here,there", "=here"):
         assert call("eval", "--gates", text) == 2
         assert f"{text!r} must be DIR, or NAME=DIR,NAME=DIR with different names" in capsys.readouterr().err
