@@ -63,7 +63,8 @@ class GateConfig:
     """The architecture of gates.
 
     Attributes:
-        block_size: tokens per block, 8..256; of ``fast_kvzip``, the newest tokens, which always stay.
+        block_size: tokens per block, 8..256; of ``fast_kvzip``, the newest tokens, which always stay; of ``trim_kv``
+            only the distance from which on the recall that is reported counts attention.
         gate_dim: width of the gate's query and key vectors; even when ``rope`` is on. 128 by default; of retention
             gates, their authors' 16 (``fast_kvzip``) and 512 (``trim_kv``, the width of the hidden layer).
         k_pooling: non-empty ordered choice out of ``"max", "min", "avg"``; the pooled keys are concatenated in this
@@ -75,7 +76,7 @@ class GateConfig:
         qk_norm: RMSNorm over ``gate_dim`` on both branches, between the linear map and RoPE; for the ``indexer``
             LayerNorm on keys alone, as DeepSeek has it.
         rope: rotate queries at their own position, compressed keys at their block's first position and index keys at
-            their own.
+            their own. Of retention gates always ``False``, whatever is given.
         scorer: what scores blocks: ``"attn_gate"`` (SeerAttention-R, section 2.2), one key per block; ``"msa"``
             (MiniMax Sparse Attention) and ``"indexer"`` (DeepSeek Sparse Attention), one key per token. Or what scores
             tokens for eviction: the retention gates ``"fast_kvzip"`` and ``"trim_kv"``, which have no RoPE.

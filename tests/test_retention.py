@@ -15,6 +15,7 @@ from seergate.distill.config import TrainConfig
 from seergate.hf.learning import Lesson
 from seergate.hf.teacher_forward import distill_step, distill_steps
 from seergate.hf.teacher_pass import intercepted_attention
+from seergate.methods import LayerSpec, Step
 from seergate.models import families
 from seergate.ops import reference
 from tests.methods.naive_views import retention_for
@@ -121,6 +122,61 @@ def test_what_is_not_finite_teaches_nothing(model, scorer, broken):
     out = distill_step(bank, model, prompt(40, 3), target_budget=4, recall_budgets=(16,))
     out.loss.backward()
     assert out.loss.isnan() and not any(parameter.grad.any() for parameter in bank.parameters())
+
+
+def fading(model, betas, dtype=torch.float32):
+    """The state of TRIM-KV in which tokens with these betas have come, and the step that brought them."""
+    bank = GateBank.for_model(model, GateConfig(SIZE, scorer="trim_kv"))
+    for parameter in bank.parameters():
+        parameter.data.zero_()
+    gate = bank.retention_gate(0)
+    gate.linear1.weight.data[0, 0] = 1
+    gate.linear2.weight.data[:, 0] = 1
+    gate.linear2.bias.data.fill_(-20)
+    hidden = torch.zeros(1, len(betas), model.config.hidden_size)
+    hidden[0, :, 0] = 20 + torch.tensor(betas).logit()  # so that SiLU leaves it as it is
+    method = seergate.methods.TrimKV(bank=bank, token_budget=2)
+    state = method.new_state(LayerSpec(0, 1, 4, 2, 16, dtype, torch.device("cpu"), None))
+    q, k = torch.zeros(1, 4, len(betas), 16, dtype=dtype), torch.zeros(1, 2, len(betas), 16, dtype=dtype)
+    lengths = torch.tensor([len(betas)])
+    step = Step(q, k, q, k, [0], [len(betas)], k, k, lengths, sm_scale=0.25, hidden=lambda: hidden)
+    with pytest.warns(seergate.methods.LongPromptWarning):
+        state.append(step)
+    return state, step
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_trim_kv_by_hand(model, dtype):
+    """Scores are ``age * log(beta)``, in float32 whatever the cache is in."""
+    state, step = fading(model, [0.9, 0.99, 0.5, 0.999], dtype)
+    scores_KT = state.importance(step, 0)
+    assert scores_KT.dtype == torch.float32
+    expected = torch.tensor([-0.526803, -0.040201, -2.079442, -0.002001]).expand(2, -1)
+    torch.testing.assert_close(scores_KT, expected, rtol=1e-5, atol=1e-6)
+    assert state.keep(step).index.tolist() == [[[1, 3], [1, 3]]]
+
+
+def test_trim_kv_changes_its_mind_as_tokens_age(model):
+    """A token of a short life is worth more than an old one of a long life, for as long as it is new."""
+    betas = [0.99, *[0.5] * 18, 0.9]
+    for later, order in ((0, [19, 0]), (10, [0, 19])):
+        state, step = fading(model, betas + [0.5] * later)
+        scores_T = state.importance(step, 0)[0, [0, 19]]
+        ages = torch.tensor([21.0, 2.0]) + later
+        torch.testing.assert_close(scores_T, ages * torch.tensor([0.99, 0.9]).log(), rtol=1e-5, atol=0)
+        assert [(0, 19)[i] for i in scores_T.argsort(descending=True)] == order
+
+
+def test_logits_are_made_for_the_rows_that_count(model):
+    """By the frozen model too, for all gates that learn together."""
+    bank, made = retention_for(model, "trim_kv"), []
+    model.lm_head.register_forward_hook(lambda module, inputs, output: made.append(output.shape[1]))
+    lessons = [Lesson(bank, start, target_budget=4) for start in (0.5, 0.75)]
+    together = distill_steps(lessons, model, prompt(60, 5), borders_of(40, 20))
+    assert made == [30, 30, 15]
+    for lesson, found in zip(lessons, together, strict=True):
+        (alone,) = distill_steps([lesson], model, prompt(60, 5), borders_of(40, 20))
+        torch.testing.assert_close(found.loss, alone.loss)
 
 
 def test_base_keys_stay_equal(model):

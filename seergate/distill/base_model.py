@@ -127,13 +127,14 @@ def check_model(path: str, config: TrainConfig) -> CheckedModel:
     return CheckedModel(_fingerprint(Path(path)) or config.revision, why_one_sequence(text_config(bare)))
 
 
-def load_frozen(path: str, config: TrainConfig, world: World) -> PreTrainedModel:
-    """Load the frozen model for training gates: no gradients, no LM head.
+def load_frozen(path: str, config: TrainConfig, world: World, headless: bool = True) -> PreTrainedModel:
+    """Load the frozen model for training gates: no gradients.
 
     Args:
         path: directory or Hub id.
         config: the run; ``dtype``, ``quantize``, ``base_memory_gb`` and ``shard_base`` decide how it is kept.
         world: this process.
+        headless: without its LM head, which only gates that learn from the model's output need.
 
     Raises:
         SeergateError: if it cannot be loaded.
@@ -149,7 +150,7 @@ def load_frozen(path: str, config: TrainConfig, world: World) -> PreTrainedModel
     if config.shard_base:
         # What runs becomes the root of all layers, so that the next one can arrive while one computes.
         fully_shard(decoder, mesh=next(decoder.parameters()).device_mesh)
-    if not model.config.tie_word_embeddings:  # the head is never run; a large vocabulary's takes a gigabyte
+    if headless and not model.config.tie_word_embeddings:  # it is never run; a large vocabulary's takes a gigabyte
         model.set_output_embeddings(nn.Identity())
     return model
 

@@ -133,7 +133,7 @@ def decide_sharding(
     if config.shard_base is not None:
         return config
     copies = replace(config, shard_base=False)
-    if processes == 1 or config.base_memory_gb is not None or config.quantize != "none" or config.scorer == "trim_kv":
+    if processes == 1 or config.base_memory_gb is not None or config.quantize != "none":
         return copies
     fits = estimate_memory(model, bank, copies, device, processes).total <= room
     return copies if fits else replace(config, shard_base=True)

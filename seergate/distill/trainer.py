@@ -160,6 +160,7 @@ def run_together(runs: Mapping[str, tuple[TrainConfig, Iterable[Callback]]]) -> 
         raise SeergateError(
             f"report_to names {', '.join(sorted(services))}, which keeps one run at a time; use tensorboard"
         )
+    through_model = any(config.scorer == "trim_kv" for config in configs)
     if configs[0].deepspeed:
         prepare_deepspeed()
     world = join_world(deepspeed=bool(configs[0].deepspeed))
@@ -178,8 +179,10 @@ def run_together(runs: Mapping[str, tuple[TrainConfig, Iterable[Callback]]]) -> 
                 with world.together():
                     located = locate_model(config)
                 config = replace(config, output_dir=str(config.run_dir)).in_processes(world.size)
+                if through_model:  # a model that gates are trained through is whole in every process
+                    config = replace(config, shard_base=False)
                 members.append(_Run(name, config, located.model, world, callbacks, talks=not members))
-                base = members[-1].prepare(base)
+                base = members[-1].prepare(base, headless=not through_model)
         expect_steps()
         with _stop_requests() as requested:
             _in_step(members, requested)
@@ -187,9 +190,12 @@ def run_together(runs: Mapping[str, tuple[TrainConfig, Iterable[Callback]]]) -> 
             run.finish()
         return [run.dir for run in members]
     except torch.OutOfMemoryError as error:
+        advice = "`seergate plan` with the same options says what would (max_length, quantize, base_memory_gb)"
+        if through_model:
+            advice = "scorer 'trim_kv' trains through the whole model; make max_length smaller"
         raise SeergateError(
             f"a pack of {configs[0].max_length} tokens does not fit in the memory that {world.device} has left; "
-            "`seergate plan` with the same options says what would (max_length, quantize, base_memory_gb)"
+            f"{advice}"
         ) from error
     finally:
         for run in members:
@@ -329,7 +335,7 @@ class _Run:
         self.callbacks: list[Callback] = list(callbacks) if world.is_main else []
         self.progress = _Progress()
 
-    def prepare(self, base: PreTrainedModel | None) -> PreTrainedModel:
+    def prepare(self, base: PreTrainedModel | None, headless: bool) -> PreTrainedModel:
         """All that comes before the first step; returns the frozen model, which is loaded if it is not given."""
         world = self.world
         with world.together():
@@ -347,7 +353,7 @@ class _Run:
             world.in_turn(lambda: download_weights(self.model_path, config.revision))
         self.identity = {**self._shaping(), "data_fingerprint": self.data.fingerprint}
         with world.together():
-            base = base or load_frozen(self.model_path, replace(config, shard_base=self.divided), world)
+            base = base or load_frozen(self.model_path, replace(config, shard_base=self.divided), world, headless)
             torch.manual_seed(config.seed)
             bank = GateBank.for_model(base, gate_config(config, base)).to(world.device, torch.float32)
         # The name the user gave, not where it was found: the adapter must load on other machines.

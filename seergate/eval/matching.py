@@ -235,9 +235,9 @@ def _values(
 
     if knob == "ratio":
         return [value for value in range(min(length, 256), 0, -1) if accepted(value)]
-    block = getattr(bank(spec), "config", None)
+    gates = getattr(bank(spec), "config", None) if spec.has_gates else None
     own = spec.options.get("block_size") or spec.block_size or getattr(method_class(spec.name), "block_size", None)
-    step = block.block_size if block is not None and spec.has_gates else own or 1
+    step = own or 1 if gates is None else 1 if gates.retention else gates.block_size
     most = -(-length // step) * step
     first = next((value for value in range(step, most + 1, step) if accepted(value)), None)
     if first is None:

@@ -91,6 +91,8 @@ class GateBank(Gates):
         """How far the gates are from the model's own attention; ``.backward()`` gives the gates' gradients.
 
         The frozen model runs once, without its LM head. The gradients are computed on the way, layer by layer.
+        Gates of ``trim_kv`` learn from the model's output instead (`seergate.hf.gated_student`), with its LM head: it
+        runs once more, with a graph.
 
         Args:
             model: the base model.
@@ -101,7 +103,8 @@ class GateBank(Gates):
                 ``"published"``, the published weighting summed over layers (`ops.gate_kl`), times 10 as there.
             target: the distribution over blocks that is learned: ``"max"``, ``"sum"`` or ``"selected"``
                 (`ops.scorer_kl`).
-            target_budget: for ``"selected"``, the tokens that the gates may pick.
+            target_budget: for ``"selected"``, the tokens that the gates may pick; for ``trim_kv``, which needs it, the
+                tokens that a KV head may hold.
 
         Returns:
             A scalar.

@@ -11,18 +11,31 @@ Shape suffixes: T tokens of the pack, B = 1, R rows that count, V vocabulary, K 
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
 from seergate import ops
 from seergate.hf.importance import compared
-from seergate.hf.learning import DistillOutput, Learning
+from seergate.hf.learning import DistillOutput, Learning, Lesson
 from seergate.hf.teacher_pass import TeacherCall, intercepted_attention
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
 
 
 class StudentLearning(Learning):
-    """Gates that learn from what the whole model makes of their choices."""
+    """Gates that learn from what the whole model makes of their choices.
+
+    Attributes:
+        counted: the rows that count, indices into the pack; in host memory.
+    """
+
+    def __init__(self, lesson: Lesson, model: PreTrainedModel, cu_seqlens: Tensor) -> None:
+        super().__init__(lesson, model, cu_seqlens)
+        self.counted = torch.cat([torch.arange(a + int((b - a) * lesson.row_start), b) for a, b in self.segments])
 
     def learn(self, call: TeacherCall, lse_TH: Tensor) -> None:
         """The frozen model's own layers only tell the recall."""
@@ -31,15 +44,14 @@ class StudentLearning(Learning):
                 beta_BKS = self.bank.retention_gate(call.layer)(call.hidden_BSW).exp()
                 self.stats.append(compared(beta_BKS, call, lse_TH, self)[1])
 
-    def compare(self, ids_1T: Tensor, positions_1T: Tensor, logits_TV: Tensor) -> None:
+    def compare(self, ids_1T: Tensor, positions_1T: Tensor, logits_RV: Tensor) -> None:
         """Compute the loss and its gradients, given what came into the frozen model and what came out of it."""
-        rows = torch.cat([torch.arange(a + int((b - a) * self.lesson.row_start), b) for a, b in self.segments])
         last = torch.tensor([b - 1 for _, b in self.segments])
-        rows, followed = rows.to(ids_1T.device), ~torch.isin(rows, last).to(ids_1T.device)
+        rows, followed = self.counted.to(ids_1T.device), ~torch.isin(self.counted, last).to(ids_1T.device)
         parameters = [p for p in self.bank.parameters() if p.requires_grad] if self.wants_gradients else []
         with torch.set_grad_enabled(bool(parameters)):
             gated_RV, excess = self._gated_logits(ids_1T, positions_1T, rows)
-            log_p_RV, log_q_RV = logits_TV[rows].float().log_softmax(-1), gated_RV.float().log_softmax(-1)
+            log_p_RV, log_q_RV = logits_RV.float().log_softmax(-1), gated_RV.float().log_softmax(-1)
             loss = F.kl_div(log_q_RV, log_p_RV, log_target=True, reduction="batchmean") + excess
             if bool(followed.any()):
                 loss = loss + F.nll_loss(log_q_RV[followed], ids_1T[0, rows[followed] + 1])

@@ -98,10 +98,13 @@ def distill_steps(
     device = next(lessons[0].bank.parameters()).device if model.device.type == "meta" else model.device
     ids, positions = copied(input_ids, device), copied(positions_of(cu_seqlens), device)[None]
     with intercepted_attention(model, gated, attend), torch.no_grad():
-        run = model if students else families.decoder_of(model)
-        output = run(input_ids=ids, position_ids=positions, use_cache=False)
+        if students:
+            rows = torch.cat([each.counted for each in students]).unique()
+            output = model(input_ids=ids, position_ids=positions, use_cache=False, logits_to_keep=copied(rows, device))
+        else:
+            families.decoder_of(model)(input_ids=ids, position_ids=positions, use_cache=False)
     for each in students:
-        each.compare(ids, positions, output.logits[0])
+        each.compare(ids, positions, output.logits[0].to(device)[torch.isin(rows, each.counted).to(device)])
     return [each.result() for each in learning]
 
 

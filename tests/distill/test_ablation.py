@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from safetensors.torch import load_file
 
 from seergate.cli.main import main
@@ -146,6 +147,23 @@ def test_runs_in_one_forward_go_on_from_where_each_stopped(config: TrainConfig, 
 def test_runs_of_several_models_do_not_share_one(config: TrainConfig) -> None:  # noqa: F811
     with pytest.raises(SeergateError, match="must have the same dtype"):
         run_together({"a": (config, []), "b": (replace(config, dtype="bfloat16"), [])})
+
+
+def test_a_model_that_gates_are_trained_through_is_whole(config: TrainConfig, tmp_path: Path) -> None:  # noqa: F811
+    """It keeps its LM head, and the processes do not divide it, whichever run comes first; what helps where memory
+    ends is said.
+    """
+
+    class Full(Recorder):
+        def on_step(self, log: StepLog) -> None:
+            raise torch.OutOfMemoryError
+
+    first = replace(config, max_steps=1, packs_per_step=1, eval_packs=0, output_dir=str(tmp_path / "first"))
+    second = replace(first, scorer="trim_kv", gate_dim=None, output_dir=str(tmp_path / "second"))
+    with pytest.raises(SeergateError, match="trains through the whole model; make max_length smaller"):
+        run_together({"first": (first, [Full()]), "second": (second, [])})
+    for run in (first, second):
+        assert "shard_base: false" in (run.run_dir / "train_config.yaml").read_text()
 
 
 def test_a_signal_saves_all_runs(config: TrainConfig, tmp_path: Path) -> None:  # noqa: F811

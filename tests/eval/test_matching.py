@@ -55,9 +55,9 @@ TOKENS = 2 * 2 * 2 * 16 * 4
 """Bytes of a token in the dense cache of the test model: two layers, two heads, keys and values, float32."""
 
 
-def run(tmp_path, measure, texts, budgets):
+def run(tmp_path, measure, texts, budgets, scorer="attn_gate"):
     model, tokenizer = support.model(), support.tokenizer()
-    bank = GateBank.for_model(model, GateConfig(8, 16))
+    bank = GateBank.for_model(model, GateConfig(8, 16, scorer=scorer))
     task = make_task("chain_sum", problems=2, variables=8)
     options = RunOptions(max_new_tokens=80, batch_size=2)  # matching itself replays alone
     specs = distinct(grid(["dense", *texts], budgets, 8))
@@ -96,6 +96,13 @@ def test_what_is_matched_holds_so_many_bytes(tmp_path):
     assert set(results) == {path.name for path in tmp_path.iterdir()}
     labels = [spec.label for spec in chosen]
     assert len(set(labels)) == len(labels) and "gate" not in {spec.name for spec in chosen}
+
+
+def test_retention_gates_are_matched_by_the_token(tmp_path):
+    """Their blocks are no unit of what they hold."""
+    _, _, records = run(tmp_path, "resident", ["trim_kv:interval=1"], [66], "trim_kv")
+    (record,) = records
+    assert record["value"] % 8 and record["bytes"] == pytest.approx(66 * TOKENS, rel=CLOSE)
 
 
 def test_what_is_matched_reads_so_many_bytes(tmp_path):

@@ -284,4 +284,20 @@ EVICTORS = {
         covering=_with_gate(partial(methods.SnapKV, token_budget=4096), 4096),
         grows=True,
     ),
+    "trim_kv and gate": Evictor(
+        lambda m: _with_gate(
+            partial(methods.TrimKV, bank=naive_views.retention_for(m, "trim_kv"), token_budget=C, interval=6)
+        )(m),
+        lambda m: naive_views.gated(
+            naive_views.TrimKV(C, interval=6, bank=naive_views.retention_for(m, "trim_kv")),
+            m,
+            naive_views.gate_for(m),
+            16,
+        ),
+        lambda n, t: C + 6,
+        covering=lambda m: _with_gate(
+            partial(methods.TrimKV, bank=naive_views.retention_for(m, "trim_kv"), token_budget=4096), 4096
+        )(m),
+        grows=True,
+    ),
 }
