@@ -22,7 +22,7 @@ ELSEWHERE = {
     "docs/write_a_method.md": "tests/methods/test_new_method.py",
 }
 CALLS = {
-    "docs/decoding.md": "seergate.handle_of(model).detach(); read_blocks(model, bank, prompt, Path('.'))",
+    "docs/decoding.md": "seergate.handle_of(model).detach(); tokens_by_position(model, bank, prompt, Path('trace'))",
     "docs/decode-engine.md": "rounded(model, bank, prompt); offloaded(model, bank, prompt)",
 }
 """Page -> what is run after its blocks, which define functions."""

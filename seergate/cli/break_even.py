@@ -19,7 +19,9 @@ HELP = (
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the options."""
     parser.add_argument("--model", default="tiny-reasoner", help="preset, directory or Hub id [%(default)s]")
-    parser.add_argument("--gates", metavar="DIR", help="directory or Hub id; without gates Quest is timed")
+    parser.add_argument(
+        "--gates", metavar="DIR", help="directory or Hub id [those in gates/ of the model, else Quest is timed]"
+    )
     parser.add_argument("--budget", type=int, default=4096, metavar="N", help="token budget [%(default)s]")
     parser.add_argument("--dtype", default="auto", choices=("auto", "float32", "bfloat16", "float16"))
     parser.add_argument("--device", default="auto", help="auto, cpu, cuda or cuda:N [%(default)s]")
@@ -33,6 +35,8 @@ def run(options: argparse.Namespace) -> int:
 
     gates = gates_for(options.model, options.gates)
     bank = None if gates is None else load_gates(gates)
+    if bank is not None and bank.config.retention and options.gates is None:
+        bank = None  # beside the model lie gates that say what to keep: they choose no blocks
     model = load_model(model_path(options.model), options.dtype, options.device)
     method = Quest(token_budget=options.budget) if bank is None else Gate(bank=bank, token_budget=options.budget)
     times = layer_times(model, method)

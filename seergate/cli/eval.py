@@ -70,7 +70,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--gates",
         type=named_gates,
         metavar="DIR",
-        help="directory or Hub id (org/name) of gates; or NAME=DIR,NAME=DIR to compare them [those shipped, if any]",
+        help="directory or Hub id (org/name) of gates; or NAME=DIR,NAME=DIR to compare them [gates/ of the model]",
     )
     what.add_argument(
         "--method", type=words, metavar="A,B", help="methods, with options as NAME:OPTION=VALUE:... [dense,gate]"

@@ -33,7 +33,7 @@ TINY_BUDGET, REAL_BUDGET = 64, 4096
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the options."""
     parser.add_argument("--model", default="tiny-reasoner", help="preset, directory or Hub id [%(default)s]")
-    parser.add_argument("--gates", metavar="DIR", help="directory or Hub id of gates [those shipped, if any]")
+    parser.add_argument("--gates", metavar="DIR", help="directory or Hub id of gates [gates/ of the model]")
     parser.add_argument("--method", default="gate", help="a method, as NAME:OPTION=VALUE:... [%(default)s]")
     parser.add_argument(
         "--budget", "--token-budget", type=int, metavar="N", help=f"tokens read per step [{REAL_BUDGET}; tiny: 64]"

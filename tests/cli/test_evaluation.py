@@ -294,7 +294,7 @@ def test_the_document_lists_every_figure():
         ({"samples": 1.5}, "samples is 1.5; it must be int | None"),
         ({"temperature": "hot"}, "temperature is 'hot'; it must be float | int | None"),
         ({"measure_recall": 1}, "measure_recall is 1; it must be bool"),
-        ({"gates": {"eight": 3}}, "gates is {'eight': 3}; it must be str | dict[int, str] | None"),
+        ({"gates": {"eight": 3}}, "gates is {'eight': 3}; it must be str | dict[int | str, str] | None"),
         ({"method": []}, "method is empty; it must name at least one method"),
         ({"threshold": "1e-2"}, "threshold is ['1e-2']; it must be list[float | int]"),
     ],

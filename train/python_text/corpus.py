@@ -2,8 +2,8 @@
 
     python train/python_text/corpus.py runs/python-text/modules.jsonl
 
-writes the modules to train on as rows for `seergate train`. Which modules are held out follows from their names, so
-the split is the same in every version of Python, though the texts are not.
+writes the modules to train on as rows for `seergate train`. Which modules are held out follows from their paths alone.
+The texts are those of the Python that runs this, and a module that another version has moved may change sides.
 """
 
 from __future__ import annotations
