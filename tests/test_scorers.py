@@ -118,10 +118,12 @@ def test_entries_of_a_prompt_are_those_of_single_tokens(model, scorer):
     assert torch.equal(kg[2 * SIZE : 3 * SIZE], kg[:SIZE]) and torch.equal(kg[: 2 * SIZE], found[-1][0, 0, : 2 * SIZE])
 
 
-@BY_TOKEN
-def test_decoding(model, scorer):
+@pytest.mark.parametrize(
+    "config", [{"scorer": "attn_gate", "q_pooling": "none"}, *({"scorer": s} for s in TOKEN_SCORERS)]
+)
+def test_decoding(model, config):
     """A budget for everything is dense; a small one is the same in a padded batch, static, paged and drafted."""
-    bank, ids = gates(model, scorer), prompt(37, 1)
+    bank, ids = gates(model, **config), prompt(37, 1)
     run = partial(model.generate, max_new_tokens=24, do_sample=False)
     dense = run(ids)
     with seergate.attached(model, bank, token_budget=512):
@@ -220,18 +222,8 @@ def test_adapters(model, scorer, tmp_path):
         GateBank.from_adapter(seergate.gates.Adapter(other.config, other.geometry, bank.to_adapter().tensors))
 
 
-def test_a_query_per_head(model, tmp_path):
-    bank, ids = gates(model, "attn_gate", q_pooling="none"), prompt(37, 1)
-    run = partial(model.generate, max_new_tokens=24, do_sample=False)
-    dense = run(ids)
-    with seergate.attached(model, bank, token_budget=512):
-        assert torch.equal(run(ids), dense)
-    with seergate.attached(model, bank, token_budget=2 * SIZE) as handle:
-        sparse = run(ids)
-        assert handle.stats()["density"] < 0.6
-        batch = left_padded([ids, prompt(60, 2), prompt(5, 3)])
-        assert torch.equal(run(**batch)[0, -24:], sparse[0, -24:])
-        assert torch.equal(run(ids, cache_implementation="static"), sparse)
+def test_a_query_per_head_is_not_published(model, tmp_path):
+    bank = gates(model, "attn_gate", q_pooling="none")
     with pytest.raises(SeergateError, match=r"q_pooling is 'none' \(they have proj, avgproj, avg\)"):
         export_published(bank.to_adapter(), tmp_path)
 

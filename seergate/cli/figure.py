@@ -191,21 +191,19 @@ def _methods_with(gates: str | dict[str, str] | None, tiny: bool) -> list[str]:
     """The methods that gates are for."""
     from seergate.cli.models import load_gates
 
-    configs = [
-        load_gates(source).config for source in (gates.values() if isinstance(gates, dict) else [gates]) if source
-    ]
+    sources = gates.values() if isinstance(gates, dict) else [gates]
+    configs = [load_gates(source).config for source in sources if source]
     interval = ":interval=16" if tiny else ""  # every 128 tokens, the default, is rarely in answers of 250
-    return list(dict.fromkeys(config.scorer + interval if config.retention else "gate" for config in configs)) or [
-        "gate"
-    ]
+    methods = [config.scorer + interval if config.retention else "gate" for config in configs] or ["gate"]
+    return list(dict.fromkeys(methods))
 
 
 def _each_scorer(options: argparse.Namespace, out: Path) -> tuple[dict[str, str], str]:
     """Gates of every scorer, trained in one frozen forward if they are not there yet, and what that took."""
-    from seergate.distill.ablation import Study, load_study, run_studies, studies, table, variant_configs
+    from seergate.config import RETENTION, SCORERS
+    from seergate.distill.ablation import Study, run_studies, table, variant_configs
 
-    shipped = [options for name in studies() for options in load_study(name).variants.values()]
-    study = Study(TRAINED, {}, {options["scorer"]: options for options in shipped if "scorer" in options})
+    study = Study(TRAINED, {}, {scorer: {"scorer": scorer} for scorer in (*RETENTION, *SCORERS)})
     given = {"output_dir": str(out / "gates")}
     steps = {} if options.max_steps is None else {"max_steps": options.max_steps}
     configs = variant_configs(study, options.model, given | steps)
