@@ -84,8 +84,9 @@ def run_plan(plan: SweepPlan) -> Path:
     named = None if several else gates_for(plan.model, plan.gates if isinstance(plan.gates, str) else None)
     bank = load_gates(named) if named is not None else None
     banks = {name: load_gates(source) for name, source in several.items()}
-    known = sorted({gates.config.block_size for gates in (*banks.values(), bank) if gates is not None})
-    specs = with_each(plan.specs(task, known), banks)
+    configs = [gates.config for gates in (*banks.values(), bank) if gates is not None]
+    sizes = sorted({config.block_size for config in configs if not config.retention})
+    specs = with_each(plan.specs(task, sizes), banks)
     check_auto(specs)
     if plan.engine == "vllm":
         _check_served(plan, specs)
@@ -205,7 +206,6 @@ def _matched(
         "answer": {name: answer[name] for name in ("task", "problem_id", "sample_idx", "prompt", "completion")},
         "model": fingerprint(model),
         "rope": rope_of(model),
-        "gates": {spec.gates: fingerprint(gates) for spec in specs if (gates := gates_of(spec)) is not None},
     }
     path = record_path(out, plan.match)
     before = store.read_json(path) or {}

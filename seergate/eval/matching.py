@@ -22,6 +22,7 @@ from seergate.errors import SeergateError
 from seergate.eval.costs import RowStats
 from seergate.eval.engine import Batch, encode
 from seergate.eval.settings import MethodSpec, limits_of
+from seergate.fingerprint import fingerprint
 from seergate.hf.attach import attached
 from seergate.hf.bank import GateBank
 from seergate.methods import RPC, Dense, LongPromptWarning, method_class
@@ -58,7 +59,7 @@ class Replay:
         model: in eval mode, nothing attached.
         samples: of the dense run; one of them is taken (`replayed`).
         figure: what is measured, a value of `MEASURES`.
-        known: what has been measured already, on the same answer, model and gates; it grows.
+        known: what has been measured already, on the same answer and model; it grows.
     """
 
     model: PreTrainedModel
@@ -83,7 +84,7 @@ class Replay:
     def bytes(self, spec: MethodSpec, bank: GateBank | None) -> float:
         """What a setting is measured to hold, or to read per step, while it decodes the answer."""
         method = spec.method(bank)
-        key = repr((method, spec.correction)) + spec.gates
+        key = repr((method, spec.correction, fingerprint(bank) if spec.has_gates and bank is not None else None))
         if key not in self.known:
             with warnings.catch_warnings(), attached(self.model, method, correction=spec.correction) as handle:
                 warnings.simplefilter("ignore", LongPromptWarning)  # budgets that are only tried; the run itself warns

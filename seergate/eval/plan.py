@@ -12,12 +12,13 @@ from huggingface_hub.dataclasses import type_validator
 
 from seergate.errors import SeergateError, did_you_mean, first_line
 from seergate.eval.matching import MEASURES
+from seergate.eval.method_text import read_method
 from seergate.eval.runner import RunOptions
 from seergate.eval.sampling import Sampling
 from seergate.eval.settings import MethodSpec, grid
 from seergate.eval.task import Task
 from seergate.eval.tasks import make_task
-from seergate.methods import Dense
+from seergate.methods import Dense, has_gates
 
 MATCHES = ("budget", *MEASURES)
 
@@ -49,8 +50,8 @@ class SweepPlan:
             or ``read``, bytes read per step. For the last two a budget counts tokens of the dense cache
             (`seergate.eval.matching`).
         threshold: for methods that select blocks, beside the budgets.
-        block_size: tokens per block, for methods that select blocks; empty takes the gates', else 64. Others have a
-            size of their own.
+        block_size: tokens per block, for methods that select blocks; empty takes that of the gates that a method
+            decodes with, else 64. Others have a size of their own.
         dense_layers: choices of layers that stay dense; see `MethodSpec`.
         task: name or file.
         task_options: of the task, such as ``problems``.
@@ -157,19 +158,20 @@ class SweepPlan:
 
         Args:
             task: whose budgets are used if none are given.
-            gate_sizes: block sizes that there are gates for.
+            gate_sizes: block sizes that there are gates for; they do not count if no method decodes with gates.
 
         Raises:
             SeergateError: if gates are asked for at a block size that there are none for.
         """
+        gated = any(has_gates(read_method(text)[0]) for text in self.method)
+        gate_sizes = gate_sizes if gated else []
         sizes: list[int] = self.block_size or gate_sizes or [64]
         specs = grid(self.method, self.budget, list(sizes), self.dense_layers, self.threshold, task.budgets)
         if self.match not in MATCHES:
             raise SeergateError(f"match is {self.match!r}; it must be {', '.join(MATCHES[:-1])} or {MATCHES[-1]}")
         if self.match != MATCHES[0]:
-            self._check_match(specs, self.budget or list(task.budgets))
-        gated = any(spec.has_gates for spec in specs)
-        missing = sorted(set(sizes) - set(gate_sizes)) if gated and gate_sizes else []
+            self._check_match(specs, sizes, self.budget or list(task.budgets))
+        missing = sorted(set(sizes) - set(gate_sizes)) if gate_sizes else []
         if missing:
             raise SeergateError(
                 f"block_size is {missing[0]}, but these gates have {', '.join(map(str, gate_sizes))}; leave it out, "
@@ -177,14 +179,14 @@ class SweepPlan:
             )
         return specs
 
-    def _check_match(self, specs: list[MethodSpec], budgets: list[int]) -> None:
+    def _check_match(self, specs: list[MethodSpec], sizes: list[int], budgets: list[int]) -> None:
         if specs[0].name != Dense.name:
             raise SeergateError(
                 f"match is {self.match!r}, which needs dense among the methods: bytes are compared on its answers"
             )
         if self.threshold or not budgets:
             raise SeergateError(f"match is {self.match!r}, which chooses by budgets; give some, and no thresholds")
-        if len(self.block_size) > 1 or len(self.dense_layers) > 1:
+        if len(sizes) > 1 or len(self.dense_layers) > 1:
             raise SeergateError(f"match is {self.match!r}; give one block size and one choice of dense layers with it")
 
     def options(self, **more: Any) -> RunOptions:

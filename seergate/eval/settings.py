@@ -46,7 +46,7 @@ class MethodSpec:
         named_block_size: whether the label shall name the block size, as in a sweep over several.
         calibrated: what the options that are ``"auto"`` have turned out to be.
         own_budget: whether the token budget was given with the method, so that it is nobody else's to choose.
-        gates: the name of its gates, where several were given for its block size.
+        gates: the name of its gates, where they were given one.
 
     Raises:
         SeergateError: for an unknown method, or a missing budget.
@@ -95,12 +95,17 @@ class MethodSpec:
         if self.dense_layers:
             parts.append("dense" + ",".join(map(str, self.dense_layers)))
         parts += [f"{key}={value_text(value)}" for key, value in sorted(self.options.items())]
-        return "-".join([*parts, self.gates] if self.gates else parts)
+        return "-".join([*parts, self.gates] if self._gates_differ else parts)
 
     @property
     def title(self) -> str:
-        """The method, and its gates where several were given."""
-        return f"{self.name} [{self.gates}]" if self.gates else self.name
+        """The method, and the name of its gates."""
+        return f"{self.name} [{self.gates}]" if self._gates_differ else self.name
+
+    @property
+    def _gates_differ(self) -> bool:
+        """Whether its gates have a name, and not its own."""
+        return self.gates not in ("", self.name)
 
     def bank(self, banks: Mapping[Any, GateBank], default: GateBank | None = None) -> GateBank | None:
         """Its gates among several, by kind, block size and name."""
@@ -177,7 +182,8 @@ def _plain(method: Method) -> dict[str, Any]:
 
 
 def with_each(specs: Sequence[MethodSpec], banks: Mapping[Any, GateBank]) -> list[MethodSpec]:
-    """The settings; of those with gates one for each of the gates that they take.
+    """The settings; of those with gates one for each of the gates that they take, by name. A number is no name but a
+    block size, unless several gates have it.
 
     Raises:
         SeergateError: for a name that no directory could have.
@@ -187,9 +193,9 @@ def with_each(specs: Sequence[MethodSpec], banks: Mapping[Any, GateBank]) -> lis
             raise SeergateError(f"gates are named {name!r}; a name must be of letters, digits and _ . -")
     found = list[MethodSpec]()
     for spec in specs:
-        names = [str(name) for name, gates in banks.items() if spec.takes(gates)]
-        several = spec.has_gates and len(names) > 1
-        found += [replace(spec, gates=name) for name in names] if several else [spec]
+        names = [name for name, gates in banks.items() if spec.has_gates and spec.takes(gates)]
+        named = len(names) > 1 or any(isinstance(name, str) for name in names)
+        found += [replace(spec, gates=str(name)) for name in names] if named else [spec]
     return found
 
 

@@ -21,9 +21,9 @@ UNGRADED = "ungraded.jsonl"
 Key = tuple[str, str, int]
 """(task, problem id, sample index)"""
 
-NOT_COMPARED = ("execution", "model.path", "gates.path", "task.source", "task.file", "method.nominal")
+NOT_COMPARED = ("execution", "model.path", "gates.path", "gates.name", "task.source", "task.file", "method.nominal")
 """Parts of a configuration that do not shape results: how it was run, where the (fingerprinted) weights and problems
-lie, and what merely says other parts in words."""
+lie and what they are called, and what merely says other parts in words."""
 
 
 def run_directories(root: Path) -> list[Path]:

@@ -15,6 +15,7 @@ from seergate.cli.main import main
 from seergate.cli.models import named_gates
 from seergate.cli.papers import FIGURES, SEER
 from seergate.config import RETENTION, SCORERS
+from seergate.eval import make_task
 from seergate.eval.plan import SweepPlan
 from seergate.eval.settings import grid, with_each
 from seergate.report.figures import LOOKS
@@ -363,12 +364,33 @@ def test_methods_with_gates_run_with_each_that_has_their_block_size(capsys):
         "dense", "gate-64-b8-a", "gate-64-b8-b", "gate-64-b16", "h2o-64-interval=8",
     ]  # fmt: skip
     assert [spec.bank(banks) for spec in specs[1:4]] == list(banks.values())
+    assert with_each(grid(["gate"], [64], 8), {"a": banks["a"]})[0] == replace(specs[1], named_block_size=False)
+    assert [spec.title for spec in specs] == ["dense", "gate [a]", "gate [b]", "gate", "h2o"]
+    (_, own) = with_each(grid(["gate"], [64], 8), named := {"b": banks["b"], "gate": banks["a"]})
+    assert (own.label, own.title) == ("gate-64", "gate") and own.bank(named) is banks["a"]
     with pytest.raises(ValueError, match=r"gates are named 'a/b'; a name must be of letters, digits and _ . -"):
         with_each(specs, {"a/b": banks["a"]})
     assert named_gates("runs/lr=0.01/gates") == "runs/lr=0.01/gates", "a path, no name"
     for text in ("a=here,a=there", "a=here,there", "=here"):
         assert call("eval", "--gates", text) == 2
         assert f"{text!r} must be DIR, or NAME=DIR,NAME=DIR with different names" in capsys.readouterr().err
+
+
+def test_gates_that_no_method_decodes_with_decide_no_block_size(tmp_path):
+    task = make_task("chain_sum", problems=1, variables=6)
+
+    def sizes(*methods):
+        return [spec.block_size for spec in SweepPlan(method=["dense", *methods], budget=[64]).specs(task, [8])[1:]]
+
+    assert sizes("quest", "h2o") == [64, None] and sizes("quest", "gate") == [8, 8]
+    support.save(tmp_path / "model")
+    GateBank.for_model(support.model(), GateConfig(16, 16, scorer="trim_kv")).save_pretrained(tmp_path / "gates")
+    GateBank.for_model(support.model(), GateConfig(8, 16)).save_pretrained(tmp_path / "model" / "gates")
+    small = ("--model", tmp_path / "model", "--problems", 1, "--variables", 6, "--max-new-tokens", 8, "--budget", 64)
+    for out, *asked in (("no", "quest"), ("trim", "quest,trim_kv", "--gates", tmp_path / "gates")):
+        assert call("eval", *small, "--method", *asked, "--out", tmp_path / out, "--no-report") == 0
+        found = yaml.safe_load((tmp_path / out / "quest-64" / "config.yaml").read_text())
+        assert found["method"]["block_size"] == 64, "those of trim_kv score tokens"
 
 
 def test_what_is_given_twice_runs_once():

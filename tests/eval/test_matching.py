@@ -6,6 +6,7 @@ import json
 import re
 
 import pytest
+import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -160,6 +161,20 @@ def test_a_matched_sweep_with_other_blocks_or_layers_is_matched_anew(command, tm
         assert matched["made"]["answer"]["completion"]
 
 
+def test_gates_are_told_apart_by_their_weights(tmp_path):
+    """Whatever they are called: what was measured with others of the same name, or none, is not taken for theirs."""
+    model, tokenizer = support.model(), support.tokenizer()
+    answer = {"problem_id": "p", "sample_idx": 0, "n_tokens": 2, "prompt": "a1", "completion": "a1 a2"}
+    replay = Replay(model, tokenizer, [answer], MEASURES["read"])
+    (spec,) = grid(["gate"], [16], 8)
+    for seed in (0, 1):
+        torch.manual_seed(seed)
+        replay.bytes(spec, bank := GateBank.for_model(model, GateConfig(8, 16)))
+    assert len(replay.known) == 2
+    again = Replay(model, tokenizer, [answer], MEASURES["read"], dict(replay.known))
+    assert again.bytes(spec, bank) in replay.known.values() and again.known == replay.known
+
+
 GIVEN = ["quest:token_budget=56", "gate:threshold=0.01", "h2o:interval=4:token_budget=24", "quest", "rpc:ratio=3"]
 
 
@@ -203,12 +218,13 @@ def test_a_matched_sweep_with_another_budget_of_its_own_is_matched_anew(command,
         ({"match": "read", "method": ["gate"]}, "needs dense among the methods"),
         ({"match": "read", "threshold": [0.1]}, "give some, and no thresholds"),
         ({"match": "read", "budget": [64], "block_size": [8, 16]}, "give one block size"),
+        ({"match": "read", "budget": [64], "method": ["dense", "gate"]}, "give one block size"),
     ],
 )
 def test_what_cannot_be_matched_is_refused(values, said):
     plan = SweepPlan.of({"method": ["dense", "oracle"], **values})
     with pytest.raises(SeergateError, match=said):
-        plan.specs(plan.make_task(), [])
+        plan.specs(plan.make_task(), [8, 16])
 
 
 def test_options_that_no_budget_fits_are_told(tmp_path):
