@@ -8,7 +8,7 @@ configs/tiny-reasoner.yaml but for ``--steps`` and one row in ``--stride``. Most
 packs that nobody learned from: KL, recall of the teacher's mass, and ``missed``, the share of rows whose teacher puts
 more than half of its past mass on one block and whose gate leaves that block out. ``numbers`` is what a scorer keeps
 per token and layer; keys and values are 512. The first rows are bounds: the teacher itself, and the best choice that
-all KV heads can share. What is measured already is kept.
+all KV heads can share. What is measured already is kept; ``commit`` is the one that measured it.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from itertools import pairwise
 from typing import Any
 
 import torch
-from common import arguments, save
+from common import arguments, commit, save
 from torch import Tensor, nn
 from torch.nn import functional as F
 
@@ -354,7 +354,7 @@ def main() -> None:
     options = parser.parse_args()
     torch.set_num_threads(options.threads)
     asked = {"max_steps": options.steps, "eval_packs": options.held_out}
-    config = load_train_config("tiny-reasoner", asked)
+    config, here = load_train_config("tiny-reasoner", asked), commit()
     path = locate_model(config).model
     data = prepare_data(config, load_tokenizer(path))
     model = load_frozen(path, config, World(0, 1, 0, torch.device("cpu")))
@@ -372,7 +372,7 @@ def main() -> None:
     for pack in data.held_out:
         run_pack(model, data.batch(pack), members, 1, 0, sums)
     described = {key: value for key, value in vars(options).items() if key not in ("output", "only")}
-    rows = {m.name: measured(m, sums[m.name]) for m in members}
+    rows = {m.name: {**measured(m, sums[m.name]), "commit": here} for m in members}
     file = options.output / "oracle_gap.json"
     if file.exists() and (kept := json.loads(file.read_text()))["options"] == described:
         rows = {row["variant"]: row for row in kept["rows"]} | rows

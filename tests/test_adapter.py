@@ -97,8 +97,11 @@ def test_attach_takes_the_place_of_gates(model, saved, monkeypatch):
         with seergate.attached(model, place, token_budget=16) as handle:
             assert handle.method.token_budget == 16 and isinstance(handle.method.bank, GateBank)
             assert handle.method.bank.geometry == bank.geometry
-    with pytest.raises(SeergateError, match="no decode option 'budget'; did you mean 'token_budget'"):
-        seergate.attach(model, path, budget=16)
+    for wrong in ({"budget": 16}, {"token_budgets": 16}):  # named before the adapter is read
+        with pytest.raises(SeergateError, match="no decode option '.*'; did you mean 'token_budget'"):
+            seergate.attach(model, "runs/none", **wrong)
+    with pytest.raises(ValueError, match="token_budget is -3"):
+        seergate.attach(model, "runs/none", token_budget=-3)
     with pytest.raises(SeergateError, match="runs/none"):
         seergate.attach(model, "runs/none", token_budget=16)
 

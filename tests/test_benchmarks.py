@@ -74,6 +74,20 @@ def test_long_ones_run_and_record(name: str, tmp_path: Path) -> None:
     assert record_of(tmp_path)["rows"]
 
 
+def test_rows_that_are_kept_keep_the_commit_that_measured_them(tmp_path: Path) -> None:
+    how = {"threads": 1, "steps": 1, "stride": 3, "held_out": 1}
+    earlier = {"variant": "msa", "kl": 0.5, "commit": "0ld"}
+    (tmp_path / "oracle_gap.json").write_text(json.dumps({"options": how, "rows": [earlier]}))
+    done = run_script("benchmarks/oracle_gap.py", *["--threads", "1", "--steps", "1", "--held-out", "1", "--output"],
+                      str(tmp_path), "--only", "the teacher")  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    record = record_of(tmp_path)
+    new, kept = record["rows"]
+    assert new["variant"] == "the teacher" and new["commit"] == record["machine"]["commit"] and kept == earlier
+    saved = json.loads((ROOT / "benchmarks/results/oracle_gap.json").read_text())
+    assert all(row["commit"] for row in saved["rows"])
+
+
 def test_decode(tmp_path: Path) -> None:
     done = run("decode", tmp_path)
     assert done.returncode == 0, done.stderr

@@ -287,6 +287,8 @@ def test_options_beside_an_adapter(model, scorer, tmp_path):
     assert (method.token_budget, method.interval) == (32, 4)
     with pytest.raises(SeergateError, match=f"the method '{scorer}' has no option 'threshold'"):
         seergate.load(place, threshold=0.1, **base)
+    with pytest.raises(SeergateError, match="no decode option 'intervall'; did you mean 'interval'"):
+        seergate.load(place, intervall=4, **base)
     with pytest.raises(SeergateError, match="there is no decode option 'interval'"):
         seergate.attach(model, GateBank.for_model(model, GateConfig(SIZE, 16)), interval=4)
     bank.decode_defaults = {"threshold": 0.1}

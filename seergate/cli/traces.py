@@ -59,7 +59,8 @@ def run(options: argparse.Namespace) -> int:
     """Check, load, let it answer."""
     from seergate.cli.models import gates_for, load_gates, load_model, model_path
     from seergate.cli.running import check_model
-    from seergate.distill.commits import data_commit
+    from seergate.distill.base_model import weights_fingerprint
+    from seergate.distill.commits import data_commit, model_commit
     from seergate.distill.config import load_train_config
     from seergate.distill.data import questions
     from seergate.eval import Limit, Problem, Sampling
@@ -75,8 +76,9 @@ def run(options: argparse.Namespace) -> int:
 
     (spec,) = grid([options.method], [] if options.budget is None else [options.budget], None)
     check_auto([spec])
-    if options.engine == "vllm":
-        engine_version()
+    engine = options.engine
+    if engine == "vllm":
+        engine = engine_version()
         check_served(spec)
     data = {"data": options.prompts, "data_limit": options.limit}
     longest = {} if options.max_length is None else {"max_length": options.max_length}  # the preset's is the default
@@ -92,6 +94,9 @@ def run(options: argparse.Namespace) -> int:
     made = _rows(options.out)
     made_with = {
         "model": config.model,
+        "weights": weights_fingerprint(Path(path)) or model_commit(config),
+        "dtype": options.dtype,
+        "engine": engine,
         "gates": None if bank is None else {"source": gates, "weights": fingerprint(bank)},
         "method": spec.describe(bank),
         "max_length": config.max_length,

@@ -247,6 +247,11 @@ class TrainConfig(RunOptions, RecipeOptions, DataOptions, GateOptions, ModelOpti
             raise ValueError(f"base_memory_gb is {memory}; it must be left out when quantize is {self.quantize}")
         if self.shard_base and (memory is not None or self.quantize != "none"):
             raise ValueError("shard_base is true; it must be left out with base_memory_gb or quantize")
+        if self.scorer == "trim_kv" and self.quantize == "bnb-4bit":
+            raise ValueError(
+                "quantize is 'bnb-4bit'; with scorer 'trim_kv', which trains through the whole model, it must be "
+                "torchao-int8 or bnb-8bit: on a processor no gradient goes through bitsandbytes' layers of 4 bits"
+            )
         if self.scorer == "trim_kv" and (memory is not None or self.shard_base):
             name = "shard_base" if self.shard_base else "base_memory_gb"
             raise ValueError(

@@ -173,7 +173,6 @@ def run_together(runs: Mapping[str, tuple[TrainConfig, Iterable[Callback]]]) -> 
         datasets.disable_progress_bars()
     members: list[_Run] = []
     try:
-        base = None
         with asking_nothing(world.local_rank != 0):  # the first process of the machine has asked, `World.in_turn`
             for name, (config, callbacks) in runs.items():
                 with world.together():
@@ -182,7 +181,11 @@ def run_together(runs: Mapping[str, tuple[TrainConfig, Iterable[Callback]]]) -> 
                 if through_model:  # a model that gates are trained through is whole in every process
                     config = replace(config, shard_base=False)
                 members.append(_Run(name, config, located.model, world, callbacks, talks=not members))
-                base = members[-1].prepare(base, headless=not through_model)
+                members[-1].begin()
+            divided = world.from_main(lambda: any(run.divides() for run in members))  # where one needs it, all do
+            base = None
+            for run in members:
+                base = run.prepare(base, divided, headless=not through_model)
         expect_steps()
         with _stop_requests() as requested:
             _in_step(members, requested)
@@ -335,17 +338,19 @@ class _Run:
         self.callbacks: list[Callback] = list(callbacks) if world.is_main else []
         self.progress = _Progress()
 
-    def prepare(self, base: PreTrainedModel | None, headless: bool) -> PreTrainedModel:
-        """All that comes before the first step; returns the frozen model, which is loaded if it is not given."""
-        world = self.world
-        with world.together():
-            check_engine(self.config, world.size)
+    def begin(self) -> None:
+        """Find out whether the run can be made, before long work."""
+        with self.world.together():
+            check_engine(self.config, self.world.size)
             check_trackers(self.config)
         self.check()
         self._look_for_checkpoint()
-        self.divided = world.from_main(self._divided)
+
+    def prepare(self, base: PreTrainedModel | None, divided: bool, headless: bool) -> PreTrainedModel:
+        """All else that comes before the first step; returns the frozen model, which is loaded if it is not given."""
+        self.divided = divided
         self.gather()
-        config = self.config
+        config, world = self.config, self.world
         with world.together():
             if world.is_main:
                 config.save(self.dir / "train_config.yaml")
@@ -353,7 +358,7 @@ class _Run:
             world.in_turn(lambda: download_weights(self.model_path, config.revision))
         self.identity = {**self._shaping(), "data_fingerprint": self.data.fingerprint}
         with world.together():
-            base = base or load_frozen(self.model_path, replace(config, shard_base=self.divided), world, headless)
+            base = base or load_frozen(self.model_path, replace(config, shard_base=divided), world, headless)
             torch.manual_seed(config.seed)
             bank = GateBank.for_model(base, gate_config(config, base)).to(world.device, torch.float32)
         # The name the user gave, not where it was found: the adapter must load on other machines.
@@ -407,8 +412,8 @@ class _Run:
             callback.close()
         shutil.rmtree(offload_folder(self.config, self.world), ignore_errors=True)
 
-    def _divided(self) -> bool:
-        """Whether the processes divide the frozen model among themselves."""
+    def divides(self) -> bool:
+        """Whether the processes divide the frozen model among themselves, as far as this run is concerned."""
         bare = skeleton(frozen_config(self.model_path, self.config))
         bank = GateBank.for_model(bare, gate_config(self.config, bare))
         device, size = self.world.device, self.world.size

@@ -13,7 +13,9 @@ from seergate.errors import SeergateError
 from seergate.eval.cluster import Job
 from seergate.eval.engine import Generation, Request, end_ids
 from seergate.eval.settings import MethodSpec
+from seergate.fingerprint import fingerprint
 from seergate.gates.bank import Gates
+from seergate.hf.bank import GateBank
 from seergate.methods import Dense
 from seergate.vllm.settings import SERVED
 
@@ -35,6 +37,20 @@ def check_served(spec: MethodSpec) -> None:
     other = sorted(spec.options.keys() - {*RULES, "block_size"})
     if other:
         raise SeergateError(f"the option {other[0]!r} of {spec.name!r} does not exist inside vLLM; leave it out")
+
+
+def served_from(bank: Gates) -> str:
+    """The directory or Hub id from which vLLM reads gates.
+
+    Raises:
+        SeergateError: if other gates are there than these.
+    """
+    if not bank.source or fingerprint(GateBank.from_pretrained(bank.source)) != fingerprint(bank):
+        raise SeergateError(
+            "vLLM reads gates from a directory or from the Hub's newest commit, and these are in memory only; save "
+            "them with save_pretrained and load them from there"
+        )
+    return bank.source
 
 
 def engine_version() -> str:
@@ -64,9 +80,11 @@ def generate_by_vllm(
 
     Args:
         model: says what vLLM loads, in which dtype, and which tokens end an answer.
-        bank: the gates; vLLM reads them from where they were loaded.
+        bank: the gates; vLLM reads them from where they were loaded (`served_from`).
         on_finished: gets every sample in the step in which it ends.
     """
+    gates = served_from(bank) if job.spec.has_gates and bank is not None else ""
+
     from vllm import LLM
     from vllm.distributed import cleanup_dist_env_and_memory
 
@@ -77,7 +95,7 @@ def generate_by_vllm(
         max_model_len=job.longest,
         max_num_seqs=job.batch_size,
         block_size=bank.config.block_size if spec.has_gates and bank is not None else spec.block_size,
-        additional_config=additional_config(spec, bank.source if bank is not None else ""),
+        additional_config=additional_config(spec, gates),
     )
     try:
         engine, seconds = llm.llm_engine, dict.fromkeys(map(str, range(len(requests))), 0.0)

@@ -74,7 +74,8 @@ class GateBank(Gates):
         """
         source = str(pretrained_model_name_or_path)
         bank = cls.from_adapter(load_adapter(source, **hub), source).to(device=device, dtype=dtype)
-        bank.source = source
+        if not (hub.get("revision") or hub.get("subfolder")):
+            bank.source = source
         return bank
 
     def distill_loss(

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-from dataclasses import fields
 from typing import TYPE_CHECKING, Any
 
 from seergate.config import Correction, DecodeConfig
@@ -11,7 +10,7 @@ from seergate.errors import SeergateError
 from seergate.hf.attach import attach
 from seergate.hf.bank import GateBank
 from seergate.hf.loading import base_config, load_base, skeleton
-from seergate.hf.resolving import check_decode_options, decode_options, method_of
+from seergate.hf.resolving import check_decode_options, check_given, decode_options, method_of
 from seergate.models.families import gate_geometry
 from seergate.paths import directory_here, is_hub_id
 
@@ -69,20 +68,15 @@ def load(
         ValueError: for a decode option out of range.
     """
     given = {name: options.pop(name) for name in sorted(decode_options() & set(options))}
-    if config is not None and not isinstance(config, DecodeConfig):
-        raise SeergateError(f"config is a {type(config).__name__}; it must be a DecodeConfig")
-    if config is not None and given:
-        raise SeergateError(f"config is given beside {', '.join(given)}; put all of it into one")
-    if config is None:
-        # a mistake shows before anything is downloaded
-        DecodeConfig(**{field.name: given[field.name] for field in fields(DecodeConfig) if field.name in given})
+    check_given(config, given)
     hub: dict[str, Any] = {"token": token, "cache_dir": cache_dir, "local_files_only": local_files_only or None}
     bank = GateBank.from_pretrained(
         gates, revision=revision, subfolder=subfolder, force_download=force_download, **hub
     )
     method = method_of(bank, config, **given)
     base, pinned = _base_of(bank, gates, base_model)
-    check_decode_options(options, {*MODEL_OPTIONS, *base_config(base, revision=pinned, **hub).to_dict()})
+    of_model = {*MODEL_OPTIONS, *base_config(base, revision=pinned, **hub).to_dict()}
+    check_decode_options(options, decode_options(bank), of_model)
     of_config = {name: value for name, value in options.items() if name not in MODEL_OPTIONS}
     check_base(base, bank, revision=pinned, **hub, **of_config)
     model = load_base(base, revision=pinned, **hub, **options)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterable
-from dataclasses import fields
 from typing import Any, TypeGuard
 
 from transformers import PreTrainedModel
@@ -22,12 +21,12 @@ def resolve_method(
     method: Gates | Method | str | os.PathLike[str], config: DecodeConfig | None = None, **options: Any
 ) -> Method:
     """The method that the arguments of `attach` describe."""
-    if config is not None and not isinstance(config, DecodeConfig):
-        raise SeergateError(f"config is a {type(config).__name__}; it must be a DecodeConfig")
-    if isinstance(method, Gates) or names_gates(method):
-        if config is not None and options:
-            raise SeergateError(f"both a DecodeConfig and {', '.join(options)} are given; put all of it into one")
-        return method_of(method if isinstance(method, Gates) else GateBank.from_pretrained(method), config, **options)
+    if isinstance(method, Gates):
+        check_given(config, options, method)
+        return method_of(method, config, **options)
+    if names_gates(method):
+        check_given(config, options)
+        return method_of(GateBank.from_pretrained(method), config, **options)
     if isinstance(method, str):
         if config is not None:
             raise SeergateError(f"a DecodeConfig goes with gates; give the options of {method!r} as keywords")
@@ -48,7 +47,7 @@ def method_of(bank: Gates, config: DecodeConfig | None = None, **options: Any) -
         **options: its fields, or for retention gates the method's options.
     """
     if not bank.config.retention:
-        check_decode_options(options)
+        check_decode_options(options, decode_options(bank))
         return Gate.from_config(bank, config or bank.decode_config(**options))
     if config is not None:
         raise SeergateError(f"these gates are for {bank.config.scorer!r}, which takes no DecodeConfig; give keywords")
@@ -62,16 +61,28 @@ def names_gates(method: Any) -> TypeGuard[str | os.PathLike[str]]:
     return isinstance(method, os.PathLike)
 
 
-def decode_options() -> set[str]:
-    """What gates of one kind or another can be told beside their adapter."""
-    return {field.name for field in fields(DecodeConfig)}.union(*map(option_names, RETENTION))
+def decode_options(bank: Gates | None = None) -> set[str]:
+    """What gates can be told beside their adapter; those of one kind or another if ``None``."""
+    kinds = [Gate.name, *RETENTION]
+    if bank is not None:
+        kinds = [bank.config.scorer if bank.config.retention else Gate.name]
+    return set().union(*map(option_names, kinds))
 
 
-def check_decode_options(names: Iterable[str], others: Iterable[str] = ()) -> None:
-    """Refuse options that neither `DecodeConfig` nor ``others`` has."""
-    known = [field.name for field in fields(DecodeConfig)]
+def check_decode_options(names: Iterable[str], known: Iterable[str], others: Iterable[str] = ()) -> None:
+    """Refuse names that are neither ``known``, of which one is suggested, nor among ``others``."""
     for name in sorted({*names} - {*known, *others}):
-        raise SeergateError(f"there is no decode option {name!r}; {did_you_mean(name, known)}")
+        raise SeergateError(f"there is no decode option {name!r}; {did_you_mean(name, sorted(known))}")
+
+
+def check_given(config: DecodeConfig | None, given: dict[str, Any], bank: Gates | None = None) -> None:
+    """Refuse what gates of no kind can be told, before they are read if there is no ``bank``."""
+    if config is not None and not isinstance(config, DecodeConfig):
+        raise SeergateError(f"config is a {type(config).__name__}; it must be a DecodeConfig")
+    if config is not None and given:
+        raise SeergateError(f"config is given beside {', '.join(given)}; put all of it into one")
+    check_decode_options(given, decode_options(bank), decode_options())
+    DecodeConfig(**{name: given[name] for name in option_names(Gate.name) & set(given)})
 
 
 def check_dense_layers(method: Method, layers: int) -> None:

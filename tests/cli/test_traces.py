@@ -12,6 +12,7 @@ from seergate import SeergateError
 from seergate.chain_sum import make_problems
 from seergate.cli.traces import _pin
 from seergate.distill.sources import TRAINING_SEEDS
+from tests.eval import support
 from tests.running import run_seergate
 
 PROMPTS = [
@@ -98,6 +99,26 @@ def test_the_prompts_stay_at_the_commit_that_they_began_with(tmp_path: Path) -> 
     with pytest.raises(SeergateError, match=r"made with method\.name='dense' and this is 'gate'"):
         _pin(out, True, made_with | {"method": {"name": "gate"}}, lambda: None)
     assert begin(False) == "b"  # no row had been made
+
+
+def test_rows_that_are_made_otherwise_are_not_mixed(
+    asked: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model, out = support.save(tmp_path / "model"), tmp_path / "traces.jsonl"
+    command = ["traces", "--model", str(model), *asked, "--out", str(out), "--max-length", "72"]
+    assert run_seergate(*command).returncode == 0
+    turns = [{"role": "user", "content": "which gives"}, {"role": "assistant", "content": "a1"}]
+    out.write_text(json.dumps({"row": 1, "messages": turns}) + "\n")
+    assert run_seergate(*command).returncode == 0
+    monkeypatch.setattr("seergate.eval.vllm_engine.engine_version", lambda: "vllm 1")  # which is not installed
+    for change in ("dtype", "float16"), ("engine", "vllm"):
+        refused = run_seergate(*command, f"--{change[0]}", change[1])
+        assert refused.returncode == 2 and f"was made with {change[0]}=" in refused.stderr, refused.stderr
+    other = support.model()
+    other.model.norm.weight.data *= 2
+    other.save_pretrained(model)
+    refused = run_seergate(*command)
+    assert refused.returncode == 2 and "was made with weights=" in refused.stderr, refused.stderr
 
 
 def test_prompts_are_one_source(tmp_path: Path) -> None:

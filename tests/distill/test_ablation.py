@@ -166,6 +166,28 @@ def test_a_model_that_gates_are_trained_through_is_whole(config: TrainConfig, tm
         assert "shard_base: false" in (run.run_dir / "train_config.yaml").read_text()
 
 
+def test_the_model_is_divided_where_one_of_the_runs_needs_it(
+    config: TrainConfig,  # noqa: F811
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Whichever comes first. Its gates are larger, as if in two processes with room for those of the other."""
+    decide, asked = trainer.decide_sharding, list[bool | None]()
+
+    def load(path: str, config: TrainConfig, *rest: Any) -> None:
+        asked.append(config.shard_base)
+        raise KeyboardInterrupt
+
+    first = replace(config, output_dir=str(tmp_path / "first"))
+    second = replace(first, gate_dim=4096, output_dir=str(tmp_path / "second"))
+    monkeypatch.setattr(trainer, "decide_sharding", lambda m, b, c, d, _, room: decide(m, b, c, d, 2, 10**8))
+    monkeypatch.setattr(trainer, "load_frozen", load)
+    for runs in ({"first": first}, {"second": second}, {"first": first, "second": second}):
+        with pytest.raises(KeyboardInterrupt):
+            run_together({name: (run, []) for name, run in runs.items()})
+    assert asked == [False, True, True]
+
+
 def test_a_signal_saves_all_runs(config: TrainConfig, tmp_path: Path) -> None:  # noqa: F811
     class Preempted(Recorder):
         def on_step(self, log: StepLog) -> None:

@@ -100,7 +100,14 @@ def test_layers_on_disk_train_the_same_gates(config: TrainConfig, tmp_path: Path
 
 
 @pytest.mark.parametrize(
-    ("kind", "package"), [("bnb-4bit", "bitsandbytes"), ("bnb-8bit", "bitsandbytes"), ("torchao-int8", "torchao")]
+    ("kind", "package", "scorer"),
+    [
+        ("bnb-4bit", "bitsandbytes", "attn_gate"),
+        ("bnb-8bit", "bitsandbytes", "attn_gate"),
+        ("torchao-int8", "torchao", "attn_gate"),
+        ("bnb-8bit", "bitsandbytes", "trim_kv"),
+        ("torchao-int8", "torchao", "trim_kv"),
+    ],
 )
 def test_a_quantised_model_teaches_almost_the_same(
     config: TrainConfig,  # noqa: F811
@@ -108,12 +115,14 @@ def test_a_quantised_model_teaches_almost_the_same(
     tmp_path: Path,
     kind: str,
     package: str,
+    scorer: str,
 ) -> None:
     wide = tmp_path / "wide"  # quantisers take blocks of 64 weights
     shape = {"hidden_size": 128, "intermediate_size": 128, "head_dim": 32, "initializer_range": 0.1}
     Qwen3ForCausalLM(Qwen3Config.from_pretrained(model_dir, **shape)).save_pretrained(wide)
     AutoTokenizer.from_pretrained(model_dir).save_pretrained(wide)
-    config = replace(config, model=str(wide), quantize=kind, max_steps=4)
+    gates: dict[str, Any] = {"scorer": scorer, "gate_dim": None} if scorer == "trim_kv" else {}
+    config = replace(config, model=str(wide), quantize=kind, max_steps=4, **gates)
     if importlib.util.find_spec(package) is None:
         with pytest.raises(SeergateError, match=rf"quantize is '{kind}', which needs {package}"):
             run_distillation(replace(config, data="/does/not/exist.jsonl"))
@@ -123,7 +132,13 @@ def test_a_quantised_model_teaches_almost_the_same(
     out = run_distillation(config, [quantised])
     assert quantised.steps[0].kl != plain.steps[0].kl
     assert quantised.steps[-1].kl == pytest.approx(plain.steps[-1].kl, rel=0.1)
+    assert quantised.steps[0].grad_norm == pytest.approx(plain.steps[0].grad_norm, rel=0.2)
     assert {x.dtype for x in weights(out).values()} == {torch.bfloat16}
+
+
+def test_four_bits_that_gates_are_trained_through_are_refused(config: TrainConfig) -> None:  # noqa: F811
+    with pytest.raises(ValueError, match="quantize is 'bnb-4bit'; with scorer 'trim_kv', .* torchao-int8 or bnb-8bit"):
+        replace(config, quantize="bnb-4bit", scorer="trim_kv", gate_dim=None)
 
 
 def test_quantised_and_offloaded_is_refused(config: TrainConfig) -> None:  # noqa: F811

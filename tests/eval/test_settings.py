@@ -14,11 +14,14 @@ from seergate.config import Lossless, Rectify
 from seergate.errors import SeergateError
 from seergate.eval import MethodSpec, RunOptions, evaluate, make_task
 from seergate.eval.calibration import Calibrator, check_auto, other_problems
+from seergate.eval.cluster import Job
+from seergate.eval.engine import Limit
 from seergate.eval.method_text import read_method, value_text
 from seergate.eval.plan import SweepPlan
 from seergate.eval.sampling import Sampling
 from seergate.eval.settings import grid
 from seergate.eval.store import read_samples
+from seergate.eval.vllm_engine import generate_by_vllm, served_from
 from seergate.hf.attach import attached
 from seergate.report import load_sweeps
 from tests.eval import support
@@ -276,6 +279,19 @@ def test_what_cannot_be_measured_is_refused(text):
     plan = SweepPlan(method=[text], budget=[64])
     with pytest.raises(SeergateError, match="only these can be: lazy_eviction:window, tri_attention:centres"):
         check_auto(plan.specs(plan.make_task(), []))
+
+
+def test_vllm_reads_no_other_gates_than_these(tmp_path):
+    bank = GateBank.for_model(support.model(), GateConfig(8, 16))
+    bank.save_pretrained(tmp_path / "run" / "gates")
+    loaded = GateBank.from_pretrained(tmp_path / "run" / "gates")
+    assert served_from(loaded) == str(tmp_path / "run" / "gates")
+    part = GateBank.from_pretrained(tmp_path / "run", subfolder="gates")
+    next(loaded.parameters()).data += 1
+    job = Job(MethodSpec("gate", 64), 1, (3,), 8, Limit(4), Sampling())
+    for other in (bank, part, loaded):
+        with pytest.raises(SeergateError, match="these are in memory only; save them with save_pretrained"):
+            generate_by_vllm(support.model(), support.tokenizer(), [], job, other, print)
 
 
 def test_corrections_are_options_of_the_text():
