@@ -23,6 +23,8 @@ LEFT_OUT = {
     "--budget 64": "the module on that page; tests/methods/test_new_method.py runs the line with it",
     "seergate eval livecodebench runs/eval-Qwen3-8B-livecodebench/gate-4096 --out gate-4096.json": "the line before; "
     "tests/eval/test_livecodebench.py hands over other answers",
+    "seergate prepare --model qwen3-8b --token-cache /shared/tokens": "a tokenizer from the Hub; "
+    "tests/distill/test_trainer.py prepares for a model of its own",
     "seergate plan --model qwen3-8b": "minutes for one layer; tests/distill/test_plan.py plans for smaller ones",
 }
 """Line -> what it needs that a test does not have. All others are run."""
@@ -34,6 +36,7 @@ SMALL = {
     "sweep": ["--problems", "1"],
     "calibrate": ["--problems", "1", "--max-new-tokens", "24"],
     "ablate": ["--max-steps", "2"],
+    "traces": ["--limit", "1"],
 }
 """Command -> what is appended."""
 
