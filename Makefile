@@ -73,6 +73,7 @@ test: lint
 
 # What takes too long for every day: kills by the dozen, fuzzing, thousands of steps, every documented command.
 soak: install
+	rm -f benchmarks/results/soak.json
 	$(BIN)/python -m tests.soak -n $(JOBS)
 
 docs: install

@@ -1,7 +1,7 @@
 """Runs storms and long runs, and writes down when, where and how they ended: `make soak`.
 
-The record, benchmarks/results/soak.json, has one line per test: outcome and seconds. It is written as tests end, so a
-storm that is stopped leaves what it had.
+The record, benchmarks/results/soak.json, has one line per test: outcome, seconds, commit and date. It is written as
+tests end. `make soak` begins a new one; `python -m tests.soak -k NAME` runs a part again and replaces its lines.
 """
 
 from __future__ import annotations
@@ -26,15 +26,16 @@ class Recorder:
     """A pytest plugin that keeps the record up to date."""
 
     def __init__(self) -> None:
-        self.about = {"date": datetime.date.today().isoformat(), "machine": provenance(torch.device("cpu"))}
-        self.tests: dict[str, dict[str, str | float]] = {}
+        self.machine = provenance(torch.device("cpu"))
+        self.when = {"commit": self.machine.pop("commit"), "date": datetime.date.today().isoformat()}
+        self.tests = json.loads(RECORD.read_text())["tests"] if RECORD.exists() else {}
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
         """One phase of one test has ended."""
         if report.when == "call" or report.outcome != "passed":
-            self.tests[report.nodeid] = {"outcome": report.outcome, "seconds": round(report.duration, 1)}
+            self.tests[report.nodeid] = {"outcome": report.outcome, "seconds": round(report.duration, 1), **self.when}
             lines = ",\n".join(f"  {json.dumps(name)}: {json.dumps(self.tests[name])}" for name in sorted(self.tests))
-            RECORD.write_text(json.dumps(self.about, indent=1)[:-2] + ',\n "tests": {\n' + lines + "\n }\n}\n")
+            RECORD.write_text(f'{{\n "machine": {json.dumps(self.machine)},\n "tests": {{\n{lines}\n }}\n}}\n')
 
 
 if __name__ == "__main__":

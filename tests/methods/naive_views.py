@@ -198,6 +198,10 @@ class Quest:
         return which, keys, values
 
 
+DECIMALS = 9
+"""Of the scores of Fast KVzip."""
+
+
 class Retained(naive.Budgeted):
     """What retention gates score best; `weights` are a layer's, in float64."""
 
@@ -231,7 +235,7 @@ class FastKVzip(Retained):
                 others = w["base_keys"][head] @ query / np.sqrt(width)
                 shares.append(1 / (1 + np.exp(others - own).sum()))
             if token >= self.first:
-                scores[token] = np.mean(shares)
+                scores[token] = np.mean(shares).round(DECIMALS)
         return scores
 
 
@@ -249,6 +253,9 @@ def retention_for(model, scorer):
     """Retention gates with random weights, far enough apart that their choices differ from chance and from recency."""
     torch.manual_seed(4)
     bank = GateBank.for_model(model, GateConfig(8, scorer=scorer))
+    if scorer == "fast_kvzip":  # tokens that are the same are level in the first layer: else the last bit would decide
+        for gate in bank.layers.values():
+            gate.register_forward_hook(lambda gate, x, scores: scores.round(decimals=DECIMALS))
     for parameter in bank.parameters():
         parameter.data.normal_(std=0.3)
     return bank
