@@ -145,15 +145,8 @@ def plan_values(options: argparse.Namespace) -> dict[str, Any]:
 
 def run(options: argparse.Namespace) -> int:
     """Run the plan that the options describe."""
-    from seergate.cli.running import run_plan
+    from seergate.cli.running import run_and_report
     from seergate.eval.plan import SweepPlan
 
-    out = run_plan(SweepPlan.of(plan_values(options), "the command line"))
-    if options.no_report:
-        print(f"runs: {out}")
-        return 0
-    from seergate.cli.console import say_report
-    from seergate.report import write_report
-
-    say_report(write_report(out))
+    run_and_report(SweepPlan.of(plan_values(options), "the command line"), report=not options.no_report)
     return 0

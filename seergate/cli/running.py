@@ -50,6 +50,18 @@ class ModelLoader:
         return model, tokenizer, None if self.gates is None else load_gates(self.gates)
 
 
+def run_and_report(plan: SweepPlan, report: bool) -> None:
+    """`run_plan`, and a report on the directory unless there shall be none."""
+    out = run_plan(plan)
+    if not report:
+        print(f"runs: {out}")
+        return
+    from seergate.cli.console import say_report
+    from seergate.report import write_report
+
+    say_report(write_report(out))
+
+
 def run_plan(plan: SweepPlan) -> Path:
     """Evaluate all settings of a plan, keeping what is there already.
 

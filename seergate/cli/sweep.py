@@ -42,19 +42,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(options: argparse.Namespace) -> int:
     """Run the plan in the file."""
-    from seergate.cli.running import run_plan
+    from seergate.cli.running import run_and_report
     from seergate.eval.plan import SweepPlan
 
     given = {name: getattr(options, name) for name in ("model", "gates", "out", "match")}
     plan = replace(SweepPlan.read(options.file), **{name: value for name, value in given.items() if value is not None})
     if options.problems is not None:
         plan = replace(plan, task_options={**plan.task_options, "problems": options.problems})
-    out = run_plan(plan)
-    if options.no_report:
-        print(f"runs: {out}")
-        return 0
-    from seergate.cli.console import say_report
-    from seergate.report import write_report
-
-    say_report(write_report(out))
+    run_and_report(plan, report=not options.no_report)
     return 0
