@@ -251,7 +251,11 @@ EVICTORS = {
     ),
     "fast_kvzip": Evictor(
         lambda m: methods.FastKVzip(
-            bank=naive_views.retention_for(m, "fast_kvzip"), token_budget=C, interval=6, window=5, first_tokens=2
+            bank=naive_views.level(naive_views.retention_for(m, "fast_kvzip")),
+            token_budget=C,
+            interval=6,
+            window=5,
+            first_tokens=2,
         ),
         lambda m: naive_views.FastKVzip(C, interval=6, recent=5, bank=naive_views.retention_for(m, "fast_kvzip")),
         lambda n, t: C + 6,

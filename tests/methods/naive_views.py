@@ -199,7 +199,7 @@ class Quest:
 
 
 DECIMALS = 9
-"""Of the scores of Fast KVzip."""
+"""Of scores that are rounded."""
 
 
 class Retained(naive.Budgeted):
@@ -253,11 +253,15 @@ def retention_for(model, scorer):
     """Retention gates with random weights, far enough apart that their choices differ from chance and from recency."""
     torch.manual_seed(4)
     bank = GateBank.for_model(model, GateConfig(8, scorer=scorer))
-    if scorer == "fast_kvzip":  # tokens that are the same are level in the first layer: else the last bit would decide
-        for gate in bank.layers.values():
-            gate.register_forward_hook(lambda gate, x, scores: scores.round(decimals=DECIMALS))
     for parameter in bank.parameters():
         parameter.data.normal_(std=0.3)
+    return bank
+
+
+def level(bank):
+    """The gates, whose scores are rounded: tokens that are the same differ in the last bit only in the first layer."""
+    for gate in bank.layers.values():
+        gate.register_forward_hook(lambda gate, x, scores: scores.round(decimals=DECIMALS))
     return bank
 
 
