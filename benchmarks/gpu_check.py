@@ -6,7 +6,8 @@
 
 The cheapest steps come first. Each runs in a process of its own with a deadline, so that neither a kernel that hangs
 nor one that breaks the device keeps the others from running. The JSON is saved after each step, and the verdict at
-the end has a line per kernel: right or wrong, its share of the roofline, and how it compares with its best peer.
+the end has a line per kernel: right or wrong, what it reaches of the roofline as it ships, and how it compares with
+others' kernels where there are such.
 
 Without a GPU the same plan runs with tiny shapes in Triton's interpreter: that tests this script, and the times say
 nothing. Exits with 1 if a kernel is wrong or a step did not end.
@@ -21,6 +22,7 @@ import math
 import os
 import shutil
 import signal
+import statistics
 import subprocess
 import sys
 import time
@@ -49,6 +51,13 @@ def sizes(full: Any, tiny: Any) -> Any:
     return full if ON_GPU else tiny
 
 
+EIGHT_B: Row = {"hidden_size": 4096, "intermediate_size": 12288, "heads": 32, "kv_heads": 8, "head_dim": 128}
+EIGHT_B |= {"vocabulary": 32768, "initializer_range": 0.02, "dtype": NARROW}
+"""Qwen3-8B's shape, with fewer words."""
+LESSON_BYTES = 0.7e9
+"""What one layer's gate may take at 32k tokens while it learns, beside the model."""
+
+
 def randn(*shape: int, dtype: torch.dtype = NARROW) -> Tensor:
     return torch.randn(shape, device=DEVICE, dtype=torch.float32).to(dtype)
 
@@ -64,16 +73,22 @@ def compared(kernel: str, case: str, got: Tensor, want: Tensor, limit: float) ->
 # ------------------------------------------------------------------------------------------------------- the steps
 
 
-def machine() -> Iterator[Row]:
-    """What the GPU reads, copies and multiplies at best: the roofline of the later steps."""
-    if ON_GPU:
-        yield {"gpu": torch.cuda.get_device_name(), "read_bytes_per_second": read_bandwidth(DEVICE, 10)}
-    else:
-        yield {"gpu": None, "read_bytes_per_second": None}
+def read_rate() -> float:
+    """Bytes per second: the roofline of what reads. In the interpreter any number."""
+    return read_bandwidth(DEVICE, 5) if ON_GPU else 1e9
+
+
+def product_rate() -> float:
+    """FLOP/s of PyTorch's product of large matrices: the roofline of what multiplies."""
     side = sizes(8192, 64)
     a, b = randn(side, side), randn(side, side)
-    ms = timed_rotated([lambda: a @ b], 10, DEVICE)["min"]
-    yield {"flops_per_second": 2 * side**3 / ms * 1e3}
+    return 2 * side**3 / timed_rotated([lambda: a @ b], 10, DEVICE)["min"] * 1e3
+
+
+def machine() -> Iterator[Row]:
+    """What the GPU reads, copies and multiplies at best: the roofline of the later steps."""
+    yield {"gpu": torch.cuda.get_device_name() if ON_GPU else None, "read_bytes_per_second": read_rate()}
+    yield {"flops_per_second": product_rate()}
     x = torch.empty(sizes(2**30, 2**16), dtype=torch.uint8, device=DEVICE)
     y = torch.empty_like(x)
     yield {"copy_bytes_per_second": 2 * x.numel() / timed_rotated([lambda: y.copy_(x)], 10, DEVICE)["min"] * 1e3}
@@ -302,6 +317,28 @@ def generation() -> Iterator[Row]:
     for name, tokens in sparse.items():
         same = torch.equal(tokens, sparse["dynamic"])
         yield {"kernel": "generate", "case": f"{name} cache, 48 tokens read", "right": same}
+    if ON_GPU:
+        from torch._dynamo.utils import counters
+
+        breaks, graphs = dict(counters["graph_break"]), counters["stats"]["unique_graphs"]
+        right = graphs > 0 and not breaks
+        yield {"kernel": "generate", "case": "compiled without graph breaks", "right": right, "breaks": breaks}
+    model = small_model(**sizes(EIGHT_B | {"layers": 2}, {"dtype": NARROW}))
+    bank, ids = gates_of(model), torch.randint(1, 100, (2, sizes(300, 50)), device=DEVICE)
+    asked = {"max_new_tokens": 2, "return_dict_in_generate": True, "output_logits": True}
+    want = model.generate(input_ids=ids, **asked).logits[1]
+    for name, options in ways.items():
+        with seergate.attached(model, bank, token_budget=16 * 64):
+            got = model.generate(input_ids=ids, **asked, **options).logits[1]
+        yield compared("generate", f"{name} cache, logits of 8B's shape in 16 bits", got, want, 3e-2)
+
+
+def gates_of(model: Any) -> Any:
+    """New gates, as wide as a model of 8B's shape has them, in its dtype."""
+    import seergate
+
+    config = seergate.GateConfig(block_size=sizes(64, 16), gate_dim=sizes(128, 16))
+    return seergate.GateBank.for_model(model, config).to(DEVICE, model.dtype)
 
 
 def small_model(**changes: Any) -> Any:
@@ -326,7 +363,7 @@ def decode_times() -> Iterator[Row]:
         dense, left_out = available(q, k, v, NARROW_LIMIT)
         dense = {name: build for name, build in dense.items() if name != "flex"}  # compiles for each cell
         yield {"peers": list(dense), "left_out": left_out}
-        bandwidth = read_bandwidth(DEVICE, 5) if ON_GPU else 1e9
+        bandwidth = read_rate()
         for batch in sizes((1, 4, 16), (1,)):
             for length in sizes((8192, 32768, 131072), (64,)):
                 budgets = {f"sparsity {s}": math.ceil(length * (1 - s) / 64) * 64 for s in (0.5, 0.9)}
@@ -335,8 +372,51 @@ def decode_times() -> Iterator[Row]:
                     yield {"kernel": "sparse_decode", "peer": cell.get("best_dense"), **fact}
 
 
+@torch.inference_mode()
+def gate_times() -> Iterator[Row]:
+    """What a gate launches at a step, one kernel at a time, and pooling: bytes in and out against the bandwidth."""
+    import decode
+
+    shape = (8, 8, 4, 128, 64, 32768) if ON_GPU else (1, 2, 2, 16, 16, 64)
+    batch, kv_heads, group, dim, block, length = shape
+    blocks, budget = length // block, max(block, length // 8)
+    whole, one = (torch.full((batch,), tokens, device=DEVICE) for tokens in (length, block))
+    extras = {"norm_weight": randn(dim), "inv_freq": torch.rand(dim // 2, device=DEVICE)}
+
+    def score(q: Tensor, compressed: Tensor, weight: Tensor) -> tuple[Tensor, ...]:
+        return (ops.score_blocks(q, whole, compressed, weight, block, **extras),)
+
+    def select(scores: Tensor) -> tuple[Tensor, ...]:
+        return ops.select_blocks(scores, whole, block_size=block, token_budget=budget)
+
+    def update(new: Tensor, recent: Tensor, compressed: Tensor, weight: Tensor) -> tuple[Tensor, ...]:
+        ops.update_compressed_keys(new, one, recent, compressed, weight, block, **extras)
+        return ()
+
+    def pool(k: Tensor) -> tuple[Tensor, ...]:
+        return (ops.pool_keys(k, block),)
+
+    keys, bandwidth = (batch, kv_heads), read_rate()
+    step = [(batch, kv_heads * group, dim), (*keys, blocks, dim), (kv_heads, group, dim, dim)]
+    last = [(*keys, dim), (*keys, block, dim), (*keys, 1, dim), (kv_heads, 3 * dim, dim)]
+    for kernel, run, shapes in (
+        ("score_blocks", score, step),
+        ("select_blocks", select, [(*keys, blocks)]),
+        ("update_compressed_keys", update, last),
+        ("pool_keys", pool, [(1, kv_heads, length, dim)]),
+    ):
+        dtype = torch.float32 if run is select else NARROW
+        given = [randn(*each, dtype=dtype) for each in shapes]
+        moved = sum(x.nbytes for x in (*given, *run(*given)))
+        many = sizes(min(64, math.ceil(decode.CACHE_BYTES["cuda"] / moved)), 1)  # more than caches hold
+        runs = [partial(run, *(x.clone() for x in given)) for _ in range(many)]
+        ms = timed_rotated(runs, sizes(15, 1), DEVICE)["median"]
+        fact = {"case": f"batch {batch}, {length} tokens", "ms": ms, "bytes": moved}
+        yield {"kernel": kernel, **fact, "roofline_fraction": moved / bandwidth * 1e3 / ms}
+
+
 def teacher_times() -> Iterator[Row]:
-    """The teacher's kernels at 32k tokens: stages, loops and scratch, beside PyTorch's own attention."""
+    """The teacher's kernels at 32k tokens, as they ship and launched otherwise, beside PyTorch's own attention."""
     from torch.nn.attention import SDPBackend, sdpa_kernel
 
     from seergate.ops.triton_impl import packs, teacher
@@ -344,45 +424,59 @@ def teacher_times() -> Iterator[Row]:
     tokens, heads, kv_heads, dim, block = sizes((32768, 32, 8, 128, 64), (64, 4, 2, 16, 16))
     q, k, v = randn(tokens, heads, dim), randn(tokens, kv_heads, dim), randn(tokens, kv_heads, dim)
     cu, shipped, scratch = torch.tensor([0, tokens]).int(), teacher.teacher_launch, teacher.SCRATCH_BYTES
-    flops = tokens * tokens * heads * dim
+    flops, rate = tokens * tokens * heads * dim, product_rate()
+    lse = ops.packed_attention(q, k, v, cu).lse
 
     def row(kernel: str, case: str, run: Callable[[], Any], work: float) -> Row:
         ms = timed(run, sizes(5, 1), DEVICE)["min"]
-        return {"kernel": kernel, "case": case, "ms": ms, "tflops": work / ms / 1e9}
+        return {"kernel": kernel, "case": case, "ms": ms, **speed(work, ms, rate)}
+
+    def rows(case: str) -> Iterator[Row]:
+        run = partial(ops.attention_with_block_targets, q, k, v, cu, block)
+        yield row("attention_with_block_targets", case, run, 2 * flops)
+        side = teacher.Teacher(q, k, None, block, dim**-0.5, None, None)
+        pieces = [packs.Piece(0, 0, 0, tokens, 1.0)]
+        (tiles,) = packs.to_device([packs.row_tiles(pieces, side.launch().rows, packed=True)], DEVICE)
+        targets = torch.empty(tokens, kv_heads, -(-tokens // block), device=DEVICE)
+        out = torch.empty_like(lse)
+        yield row("block targets", case, partial(side.attend, tiles, None, out, targets), flops)
+        known = partial(side.log_targets, tiles, targets, lse, known=True)
+        yield row("block targets, lse known", case, known, flops)
 
     yield row("packed_attention", "output and lse", partial(ops.packed_attention, q, k, v, cu), 2 * flops)
-    lse = ops.packed_attention(q, k, v, cu).lse
-    for stages in (2, 3):
-        for loops in (False, True):
-            for room in (64, 256):
-                teacher.SCRATCH_BYTES = room << 20
-                teacher.teacher_launch = lambda *shape, changed=(stages, loops): shipped(*shape)._replace(
-                    num_stages=changed[0], two_loops=changed[1]
-                )
-                case = f"stages {stages}, {'two loops' if loops else 'one loop'}, {room} MiB of scratch"
-                run = partial(ops.attention_with_block_targets, q, k, v, cu, block)
-                yield row("attention_with_block_targets", case, run, 2 * flops)
-                side = teacher.Teacher(q, k, None, block, dim**-0.5, None, None)
-                pieces = [packs.Piece(0, 0, 0, tokens, 1.0)]
-                (tiles,) = packs.to_device([packs.row_tiles(pieces, side.launch().rows, packed=True)], DEVICE)
-                targets = torch.empty(tokens, kv_heads, -(-tokens // block), device=DEVICE)
-                out = torch.empty_like(lse)
-                yield row("block targets", case, partial(side.attend, tiles, None, out, targets), flops)
-                if room == 64 and not loops:
-                    known = partial(side.log_targets, tiles, targets, lse, known=True)
-                    yield row("block targets, lse known", case, known, flops)
+    as_shipped = list(rows("as shipped"))
+    yield from as_shipped
+    kernel, ours = as_shipped[0]["kernel"], as_shipped[0]["ms"]
+    for stages, loops, room in itertools.product((2, 3), (False, True), (64, 256)):
+        teacher.SCRATCH_BYTES = room << 20
+        teacher.teacher_launch = lambda *shape, changed=(stages, loops): shipped(*shape)._replace(
+            num_stages=changed[0], two_loops=changed[1]
+        )
+        case = f"stages {stages}, {'two loops' if loops else 'one loop'}, {room} MiB of scratch"
+        yield from (fact | {"ablated": True} for fact in rows(case))
     teacher.teacher_launch, teacher.SCRATCH_BYTES = shipped, scratch
     q, k, v = (x.transpose(0, 1)[None] for x in (q, k, v))
     for backend in sizes((SDPBackend.FLASH_ATTENTION, SDPBackend.CUDNN_ATTENTION), (SDPBackend.MATH,)):
         attention = torch.nn.functional.scaled_dot_product_attention
         with sdpa_kernel(backend):
+            peer = f"{backend.name.lower()}, output only"
             run = partial(attention, q, k, v, is_causal=True, enable_gqa=True)
-            yield row(f"peer: {backend.name.lower()}", "output only", run, 2 * flops)
+            ms = timed(run, sizes(5, 1), DEVICE)["min"]
+        yield {"peer": peer, "ms": ms, **speed(2 * flops, ms, rate)}
+        yield {"kernel": kernel, "case": "as shipped", "peer": peer, "speedup": ms / ours}
+
+
+def speed(work: float, ms: float, rate: float) -> Row:
+    """Products done in a time, and their share of what the GPU can do."""
+    return {"tflops": work / ms / 1e9, "roofline_fraction": work / ms * 1e3 / rate}
 
 
 def lesson_times() -> Iterator[Row]:
-    """One layer's loss and gradients in a model of Qwen3-8B's shape, gates in fp32: milliseconds and memory."""
+    """One layer of Qwen3-8B's shape learning, gates in fp32: its loss and gradients, and a whole step of training."""
     import distill
+
+    from seergate.hf.teacher_forward import PackDistillation, distill_step
+    from seergate.models import families
 
     length, block = sizes((32768, 64), (64, 16))
     shape = {"kv_heads": 8, "group": 4, "head_dim": 128, "gate_dim": 128}
@@ -390,35 +484,64 @@ def lesson_times() -> Iterator[Row]:
         shape = {"kv_heads": 2, "group": 2, "head_dim": 16, "gate_dim": 16}
     case = distill.Case(length, block, argparse.Namespace(device=str(DEVICE), dtype=NARROW, **shape))
     case.qg, case.kg = (x.detach().float().requires_grad_() for x in (case.qg, case.kg))
-    budgets = sizes((1024, 2048, 4096), (32,))
-    for name, options in {"": {}, ", recall": {"recall_budgets": budgets}}.items():
+    rate, budgets = product_rate(), sizes((1024, 2048, 4096), (32,))
+    recalls = {"": {}, ", recall": {"recall_budgets": budgets}}
+    for name, options in recalls.items():
         run = partial(case.gate_kl, row_start=0.5, **options)
-        fact = {"ms": timed(run, sizes(5, 1), DEVICE)["min"], "peak_bytes": distill.peak_bytes(run, DEVICE)}
-        yield {"kernel": "gate_kl", "case": f"a layer of {length} tokens, rows from .5{name}", **fact}
+        ms, peak = timed(run, sizes(5, 1), DEVICE)["min"], distill.peak_bytes(run, DEVICE)
+        fact = {"case": f"a layer of {length} tokens, rows from .5{name}", "ms": ms, "peak_bytes": peak}
+        # The later half of the rows has three quarters of the products.
+        yield {"kernel": "gate_kl", **fact, **speed(0.75 * case.flops, ms, rate)}
+    model = small_model(**sizes(EIGHT_B, {}), layers=1)
+    bank, ids = gates_of(model).float(), torch.randint(1, 100, (1, length), device=DEVICE)
+    optimizer, learn = torch.optim.AdamW(bank.parameters(), lr=1e-3), PackDistillation.learn
+    with torch.no_grad():
+        frozen = timed(lambda: families.decoder_of(model)(input_ids=ids, use_cache=False), sizes(3, 1), DEVICE)["min"]
+    peaks: list[int] = []
+
+    def watched(*given: Any) -> None:
+        peaks.append(distill.peak_bytes(partial(learn, *given), DEVICE))
+
+    for name, options in recalls.items():
+
+        def step(options: Row = options) -> None:
+            distill_step(bank, model, ids, **options).loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+
+        ms = timed(step, sizes(3, 1), DEVICE)["min"]
+        PackDistillation.learn = watched  # type: ignore[method-assign]
+        step()
+        PackDistillation.learn = learn  # type: ignore[method-assign]
+        fact = {"case": f"a layer of {length} tokens, with AdamW{name}", "ms": ms, "frozen_ms": frozen}
+        fact |= {"peak_bytes": peaks[-1], "limit": LESSON_BYTES, "right": 0 < peaks[-1] <= LESSON_BYTES}
+        yield {"kernel": "distill_step", **fact}
 
 
 def model_times() -> Iterator[Row]:
-    """36 layers of Qwen3-8B's shape, random weights, static cache, compiled: time per token, dense and gate."""
+    """36 layers of Qwen3-8B's shape, random weights, static cache, compiled: milliseconds and bytes of a token."""
+    from end_to_end import Clock
+
     import seergate
     from seergate import methods
 
-    full = {"hidden_size": 4096, "intermediate_size": 12288, "heads": 32, "kv_heads": 8, "head_dim": 128, "layers": 36}
-    full |= {"vocabulary": 32768, "initializer_range": 0.02, "dtype": NARROW}
-    model = small_model(**sizes(full, {}))
-    bank = seergate.GateBank.for_model(model, seergate.GateConfig(block_size=sizes(64, 16), gate_dim=sizes(128, 16)))
-    bank = bank.to(DEVICE, model.dtype)
-    new = sizes(24, 3)
+    model = small_model(**sizes(EIGHT_B | {"layers": 36}, {}))
+    bank, bandwidth, new = gates_of(model), read_rate(), sizes(24, 3)
+    # Of the embedding a step reads one row per word.
+    weights = sum(p.nbytes for p in model.parameters()) - model.get_input_embeddings().weight.nbytes
     for batch, length in sizes(((1, 32768), (8, 32768), (1, 131072)), ((1, 40),)):
         ids, per_token = torch.randint(1, 100, (batch, length), device=DEVICE), {}
         for name, method in {"dense": methods.Dense(), "gate": methods.Gate(bank=bank, token_budget=4096)}.items():
-            with seergate.attached(model, method):
-                run = partial(model.generate, ids, cache_implementation="static")
-                prefill, whole = (
-                    timed(partial(run, max_new_tokens=tokens), 1, DEVICE)["min"] for tokens in (1, 1 + new)
-                )
-            per_token[name] = (whole - prefill) / new
+            with seergate.attached(model, method) as handle:
+                clock, start = Clock(DEVICE), time.perf_counter()
+                model.generate(ids, max_new_tokens=1 + new, cache_implementation="static", streamer=clock)
+                read = weights + handle.stats()["bytes_read_per_step"]
+            # The first number is that of the prompt; the first steps compile and capture.
+            times = clock.times[1:]
+            per_token[name] = 1e3 * statistics.median(b - a for a, b in itertools.pairwise(times))
             fact = {"case": f"batch {batch}, {length} tokens, {name}", "ms": per_token[name]}
-            yield {"kernel": "generate", **fact, "prefill_ms": prefill}
+            fact |= {"prefill_ms": 1e3 * (times[0] - start), "bytes": read}
+            yield {"kernel": "generate", **fact, "roofline_fraction": read / bandwidth * 1e3 / per_token[name]}
         yield {"kernel": "generate", "case": f"batch {batch}, {length} tokens", "peer": "dense",
                "speedup": per_token["dense"] / per_token["gate"]}  # fmt: skip
 
@@ -439,6 +562,7 @@ STEPS = {
     "large": Step(large, 90),
     "sanitizer": Step(sanitizer, 120),
     "generation": Step(generation, 120),
+    "gate_times": Step(gate_times, 60),
     "decode_times": Step(decode_times, 180),
     "teacher_times": Step(teacher_times, 90),
     "lesson_times": Step(lesson_times, 60),
@@ -480,18 +604,20 @@ def perform(name: str, seconds: float, folder: Path) -> Row:
 
 def verdict(steps: dict[str, Row]) -> dict[str, str]:
     """A line per kernel: right or wrong, share of the roofline, against which peer."""
-    rows = [row for step in steps.values() for row in step["rows"]]
+    rows = [row for step in steps.values() for row in step["rows"] if not row.get("ablated")]
     lines = {}
     for kernel in dict.fromkeys(row["kernel"] for row in rows if "kernel" in row):
         own = [row for row in rows if row.get("kernel") == kernel]
         checks = [row["right"] for row in own if "right" in row]
         wrong = [row["case"] for row in own if row.get("right") is False]
-        said = [f"WRONG in {len(wrong)} of {len(checks)}: {wrong[0]}" if wrong else f"right in {len(checks)} checks"]
+        said = [f"right in {len(checks)} checks" if checks else "timed only"]
+        if wrong:
+            said = [f"WRONG in {len(wrong)} of {len(checks)}: {wrong[0]}"]
         if shares := sorted(row["roofline_fraction"] for row in own if row.get("roofline_fraction") and ON_GPU):
             said.append(f"roofline {shares[len(shares) // 2]:.2f} (median of {len(shares)})")
-        if best := max((row["tflops"] for row in own if row.get("tflops") and ON_GPU), default=0):
-            said.append(f"{best:.0f} TFLOP/s at best")
         for row in own:
+            if row.get("tflops") and ON_GPU:
+                said.append(f"{row['tflops']:.0f} TFLOP/s ({row['case']})")
             if row.get("speedup") and ON_GPU:
                 said.append(f"{row['speedup']:.2f}x {row['peer']} ({row['case']})")
         lines[kernel] = "; ".join(said)

@@ -69,7 +69,7 @@ def row(example: Example, launch: Launch, gpu: KnownGpu, done: dict[tuple[str, s
         "programs": math.prod(launch.grid),
         **launch.options,
         **used._asdict(),
-        "faults": faults(used, gpu, products=name in example.products, wide=name in example.wide),
+        "faults": faults(used, gpu, **example.required(name)),
     }
 
 

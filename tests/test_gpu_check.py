@@ -13,8 +13,8 @@ import torch
 pytest.importorskip("triton")
 
 ROOT = Path(__file__).resolve().parent.parent
-STEPS = ("machine", "right", "large", "sanitizer", "generation", "decode_times", "teacher_times", "lesson_times",
-         "model_times")  # fmt: skip
+STEPS = ("machine", "right", "large", "sanitizer", "generation", "gate_times", "decode_times", "teacher_times",
+         "lesson_times", "model_times")  # fmt: skip
 
 
 def gpu_check(folder: Path, *steps: str) -> tuple[subprocess.CompletedProcess[str], dict]:
@@ -24,17 +24,23 @@ def gpu_check(folder: Path, *steps: str) -> tuple[subprocess.CompletedProcess[st
     return done, json.loads(path.read_text())
 
 
-def check_everything(folder: Path, *steps: str) -> None:
+def check_everything(folder: Path, *steps: str) -> dict:
     done, record = gpu_check(folder, *steps)
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
     assert list(record["steps"]) == list(steps) and all(record["steps"][name]["rows"] for name in steps)
     assert not [line for line in record["verdict"].values() if "WRONG" in line]
+    return {name: step["rows"] for name, step in record["steps"].items()}
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="on a GPU the whole plan runs")
 @pytest.mark.timeout(600)
 def test_the_plan_without_a_gpu(tmp_path):
-    check_everything(tmp_path, "right", "teacher_times")
+    rows = check_everything(tmp_path, "right", "gate_times", "teacher_times")
+    apart = [row["kernel"] for row in rows["gate_times"] if row["bytes"] and row["roofline_fraction"] > 0]
+    assert apart == ["score_blocks", "select_blocks", "update_compressed_keys", "pool_keys"]
+    shipped = [row.get("kernel") for row in rows["teacher_times"] if row.get("tflops") and "ablated" not in row]
+    targets = ["attention_with_block_targets", "block targets", "block targets, lse known"]
+    assert shipped == ["packed_attention", *targets, None]  # and PyTorch's
 
 
 @pytest.mark.soak
@@ -62,6 +68,10 @@ gpu_check.child("right", Path(sys.argv[1], "rows"))
 rows = [json.loads(line) for line in Path(sys.argv[1], "rows").read_text().splitlines()]
 slow = gpu_check.perform("model_times", 0.2, Path(sys.argv[1]))
 print(json.dumps(gpu_check.verdict({"right": {"ended": "well", "rows": rows}, "model_times": slow})))
+gpu_check.ON_GPU = True
+fact = {"kernel": "block targets", "case": "as shipped", "tflops": 300.4, "roofline_fraction": 0.4}
+other = fact | {"case": "stages 2", "tflops": 500.0, "roofline_fraction": 0.7, "ablated": True}
+print(json.dumps(gpu_check.verdict({"teacher_times": {"ended": "well", "rows": [fact, other]}})))
 """
 
 
@@ -69,7 +79,8 @@ def test_a_wrong_kernel_is_called_wrong_and_a_slow_step_is_stopped(tmp_path):
     done = subprocess.run(
         [sys.executable, "-c", WRONG, str(tmp_path)], cwd=ROOT, capture_output=True, text=True, check=True
     )
-    verdict = json.loads(done.stdout.splitlines()[-1])
+    verdict, speed = (json.loads(line) for line in done.stdout.splitlines()[-2:])
     assert verdict["pool_keys"] == "WRONG in 3 of 3: max"
     assert verdict["update_compressed_keys"] == "right in 4 checks"
     assert verdict["step model_times"].startswith("stopped after 0 s")
+    assert speed == {"block targets": "timed only; roofline 0.40 (median of 1); 300 TFLOP/s (as shipped)"}

@@ -33,12 +33,22 @@ class Example:
         call: runs the op.
         products: names of its kernels that must use tensor cores (matrix products of 16-bit numbers).
         wide: names of its kernels that must load 16 bytes per thread at a time.
+        one_stage: of ``products``, those that load nothing ahead: gates wider than 128. Nor does fp32, which is not
+            among the products. `launch` gives both one stage: they take up to 232 of 255 registers as it is. What
+            that costs no GPU has told yet.
     """
 
     name: str
     call: Callable[[], Any]
     products: tuple[str, ...] = ()
     wide: tuple[str, ...] = ()
+    one_stage: tuple[str, ...] = ()
+
+    def required(self, kernel: str) -> dict[str, bool]:
+        """What `machine_code.faults` is to hold one of its kernels to."""
+        products = kernel in self.products
+        ahead = products and kernel not in self.one_stage
+        return {"products": products, "wide": kernel in self.wide, "ahead": ahead}
 
 
 def meta(*shape: int, dtype: torch.dtype) -> Tensor:
@@ -219,6 +229,7 @@ def gate_kl_example(
         ),
         gate_products + ((teacher_kernel,) if dtype != torch.float32 else ()),
         kernels,
+        gate_products if dim > 128 else (),
     )  # fmt: skip
 
 

@@ -151,7 +151,7 @@ def _main_loop(lines: list[str]) -> list[str]:
     return min((body for body, count in zip(bodies, products, strict=True) if count == most), key=len)
 
 
-def faults(used: Resources, gpu: KnownGpu, *, products: bool, wide: bool) -> list[str]:
+def faults(used: Resources, gpu: KnownGpu, *, products: bool, wide: bool, ahead: bool) -> list[str]:
     """What the interpreter hides and a GPU would punish.
 
     Args:
@@ -159,6 +159,7 @@ def faults(used: Resources, gpu: KnownGpu, *, products: bool, wide: bool) -> lis
         gpu: that it was compiled for.
         products: it must use tensor cores.
         wide: it must load 16 bytes at a time.
+        ahead: its main loop must load while it multiplies. (Only NVIDIA's code says so.)
     """
     found = []
     if used.spills or used.stack:
@@ -171,6 +172,8 @@ def faults(used: Resources, gpu: KnownGpu, *, products: bool, wide: bool) -> lis
         found.append("no 16-byte loads")
     if used.ahead and used.waits == 0:
         found.append("the main loop waits for all loads, also those of its next turn")
+    if ahead and gpu.backend == "cuda" and used.waits < 0:
+        found.append("the main loop has products and loads nothing ahead of them")
     if used.serialised:
         found.append(f"{used.serialised} products of warp groups wait for each other")
     return found

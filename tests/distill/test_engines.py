@@ -44,6 +44,28 @@ def test_gradients_are_clipped_by_their_global_norm(model, config, clip):
         torch.testing.assert_close(moments["exp_avg_sq"][name], second, rtol=4e-3, atol=1e-7 * scale**2)
 
 
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+def test_steps_are_those_of_the_definition_on_a_cpu(model, config, device, monkeypatch):
+    """Losses and norms of gradients, each after the updates before it."""
+    config = replace(config, packs_per_step=1)
+
+    def train(backend: str, device: torch.device) -> tuple[list[float], list[float], dict[str, torch.Tensor]]:
+        monkeypatch.setenv("SEERGATE_BACKEND", backend)
+        torch.manual_seed(1)
+        bank = GateBank.for_model(model, GateConfig(8, 16)).to(device)
+        engine = PlainEngine(DistillModule(bank, model.to(device), config), config, World(0, 1, 0, device))
+        pack = PackedBatch.of([prompt(90, 1)[0].numpy(), prompt(41, 2)[0].numpy()]).to(device)
+        steps = [(engine.accumulate(pack).loss.item(), engine.update(1e-2)) for _ in range(4)]
+        return *map(list, zip(*steps, strict=True)), engine.state().gates
+
+    want_losses, want_norms, want_gates = train("reference", torch.device("cpu"))
+    losses, norms, gates = train("triton" if device == "cuda" else "torch", torch.device(device))
+    assert losses[-1] < 0.9 * losses[0]
+    assert losses == pytest.approx(want_losses, rel=1e-3) and norms == pytest.approx(want_norms, rel=1e-2)
+    for name, want in want_gates.items():
+        torch.testing.assert_close(gates[name], want, rtol=0, atol=5e-3)
+
+
 @pytest.fixture
 def lock(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """What PyTorch leaves of one of DeepSpeed's extensions while it is compiled."""

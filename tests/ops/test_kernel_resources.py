@@ -74,7 +74,7 @@ def test_the_table_has_every_kernel_as_it_is_now(release, gpu):
 def test_no_kernel_of_the_table_has_a_fault(release, gpu):
     for row, (example, launch) in saved(release, gpu):
         kernel, used = launch.kernel.__name__, Resources(**{field: row[field] for field in Resources._fields})
-        wrong = faults(used, gpu, products=kernel in example.products, wide=kernel in example.wide)
+        wrong = faults(used, gpu, **example.required(kernel))
         assert not wrong, (example.name, kernel, wrong)
 
 
@@ -185,10 +185,7 @@ def test_one_configuration_of_each_kernel_compiled_anew(gpu):
     assert len(first) >= 4
     for kernel, (example, launch) in first.items():
         used = resources(compiled(launch, gpu), gpu)
-        assert not faults(used, gpu, products=kernel in example.products, wide=kernel in example.wide), (
-            example,
-            kernel,
-        )
+        assert not faults(used, gpu, **example.required(kernel)), (example, kernel)
 
 
 @pytest.mark.parametrize(("release", "gpu"), [column for column in COLUMNS if column[1].backend == "cuda"])
@@ -204,7 +201,7 @@ def test_decode_loads_ahead(release, gpu):
 
 def test_faults_are_found():
     clean = Resources(100, 0, 0, 1024, 8, 10, 8, 8, 500, 100, 1, 0)
-    assert not faults(clean, H200, products=True, wide=True)
+    assert not faults(clean, H200, products=True, wide=True, ahead=True)
     for change in (
         {"spills": 1},
         {"stack": 8},
@@ -212,10 +209,12 @@ def test_faults_are_found():
         {"matrix": 0},
         {"wide_loads": 0},
         {"waits": 0},
+        {"ahead": 0, "waits": -1},
         {"serialised": 12},
     ):
-        assert faults(clean._replace(**change), H200, products=True, wide=True)
-    assert not faults(clean._replace(matrix=0, wide_loads=0), H200, products=False, wide=False)
+        assert faults(clean._replace(**change), H200, products=True, wide=True, ahead=True)
+    nothing = clean._replace(matrix=0, wide_loads=0, ahead=0, waits=-1)
+    assert not faults(nothing, H200, products=False, wide=False, ahead=False)
 
 
 def test_spills_are_seen_in_machine_code():

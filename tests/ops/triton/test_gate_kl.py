@@ -14,7 +14,7 @@ from seergate import ops
 from seergate.ops import reference
 from seergate.ops.triton_impl import gate_kl, launch, teacher
 from seergate.ops.triton_impl.launch import GateLaunch, TeacherLaunch, heads_per_tile
-from tests.ops.helpers import Pack, relative
+from tests.ops.helpers import EXACT, Pack, relative
 
 # The interpreter's products of bfloat16 are wrong.
 NARROW = [torch.float16, torch.bfloat16] if torch.cuda.is_available() else [torch.float16]
@@ -50,7 +50,7 @@ def run(pack, device, **options):
     return loss.cpu(), ops.GateKLStats(*(x.cpu() for x in stats)), dqg.cpu(), dkg.cpu()
 
 
-def check(pack, device, tolerance=2e-6, **options):
+def check(pack, device, tolerance=EXACT, **options):
     wide = {name: x.double() if isinstance(x, torch.Tensor) else x for name, x in options.items()}
     want_loss, want_stats, *want_grads = pack.to(torch.float64).run(reference.gate_kl, **wide)
     loss, stats, *grads = run(pack, device, **options)

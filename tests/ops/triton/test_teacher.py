@@ -13,9 +13,9 @@ from seergate import ops
 from seergate.ops import reference
 from seergate.ops.triton_impl import packs, teacher
 from seergate.ops.triton_impl.launch import TeacherLaunch, heads_per_tile
-from tests.ops.helpers import Pack, cu_seqlens, grid, relative
+from tests.ops.helpers import EXACT, Pack, cu_seqlens, grid, relative
 
-TOLERANCE = {torch.float32: 2e-6, torch.float16: 2e-3, torch.bfloat16: 1e-2}
+TOLERANCE = {torch.float32: EXACT, torch.float16: 2e-3, torch.bfloat16: 1e-2}
 # The interpreter's products of bfloat16 are wrong.
 NARROW = [torch.float16, torch.bfloat16] if torch.cuda.is_available() else [torch.float16]
 LENGTHS = [45, 0, 1, 7, 16, 17]
@@ -53,12 +53,13 @@ def check(pack, values, device, **options):
     past = want.log_targets > -torch.inf
     assert torch.equal(got.log_targets.cpu() > -torch.inf, past)  # and no NaN
     assert relative(got.output.cpu(), want.output) < TOLERANCE[values.dtype]
-    torch.testing.assert_close(got.lse.cpu().double(), want.lse, rtol=2e-6, atol=2e-6)
-    torch.testing.assert_close(got.log_targets.cpu()[past].double(), want.log_targets[past], rtol=2e-6, atol=5e-6)
+    torch.testing.assert_close(got.lse.cpu().double(), want.lse, rtol=EXACT, atol=EXACT)
+    logs = {"rtol": EXACT, "atol": max(EXACT, 5e-6)}
+    torch.testing.assert_close(got.log_targets.cpu()[past].double(), want.log_targets[past], **logs)
 
     shares = ops.block_targets(q, k, pack.cu, pack.block_size, **there).cpu()
     want_shares = reference.block_targets(exact.q, exact.k, pack.cu, pack.block_size, **wide)
-    torch.testing.assert_close(shares.double(), want_shares, rtol=1e-4, atol=2e-6)
+    torch.testing.assert_close(shares.double(), want_shares, rtol=1e-4, atol=EXACT)
 
     scale = 1 / math.sqrt(q.shape[-1]) if options.get("sm_scale") is None else options["sm_scale"]
     side = teacher.Teacher(q, k, None, pack.block_size, scale, there.get("sinks"), options.get("softcap"))
@@ -66,7 +67,7 @@ def check(pack, values, device, **options):
     (table,) = packs.to_device([packs.row_tiles(pieces, side.launch().rows, packed=True)], q.device)
     again = torch.full_like(got.log_targets, -torch.inf)
     side.log_targets(table, again, got.lse, known=True)
-    torch.testing.assert_close(again, got.log_targets, rtol=2e-6, atol=5e-6)
+    torch.testing.assert_close(again, got.log_targets, **logs)
 
 
 def values_of(pack, dim=None):
@@ -130,8 +131,8 @@ def test_a_window_hides_whole_tiles(window, device):
         exact.q, exact.k, values.double(), pack.cu, **options | {"sinks": sinks.double()}
     )
     got = ops.packed_attention(*on(device, pack), values.to(device), pack.cu, **options)
-    torch.testing.assert_close(got.output.cpu().double(), want.output, rtol=2e-6, atol=2e-6)
-    torch.testing.assert_close(got.lse.cpu().double(), want.lse, rtol=2e-6, atol=2e-6)
+    torch.testing.assert_close(got.output.cpu().double(), want.output, rtol=EXACT, atol=EXACT)
+    torch.testing.assert_close(got.lse.cpu().double(), want.lse, rtol=EXACT, atol=EXACT)
 
 
 @pytest.mark.parametrize("lengths", [[0], [0, 0], [1], [5, 0, 3]], ids=str)
