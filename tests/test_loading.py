@@ -6,7 +6,7 @@ import shutil
 from pathlib import Path
 
 import pytest
-from transformers import Qwen3Config
+from transformers import Mistral3Config, Qwen3Config
 
 import seergate
 from seergate import DecodeConfig, GateBank, GateConfig, SeergateError
@@ -88,3 +88,8 @@ def test_gates_of_a_model_whose_rope_was_stretched(tmp_path):
     assert model.config.rope_parameters["rope_type"] == "yarn"
     with pytest.raises(SeergateError, match="these gates are for another model"):
         seergate.load(tmp_path / "gates", token_budget=64)
+
+
+def test_a_published_ministral_3_is_refused_as_the_documents_say() -> None:
+    with pytest.raises(SeergateError, match=r"no model can be built from its configuration: .*Mistral3Config"):
+        skeleton(Mistral3Config(text_config={"model_type": "ministral3"}))

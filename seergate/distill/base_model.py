@@ -191,11 +191,21 @@ def _sharding(shape: Any, world: World) -> dict[str, Any]:
     """FSDP2 by transformers: each process reads its share of every tensor, and nothing else, from the files."""
     from transformers.distributed import DistributedConfig
 
-    # As usual, but for the last norm: with it, the LM head would be put together too, which is never run.
-    plan = dict.fromkeys(("embed_tokens", "layers.*", "norm"), "free_full_weight")
-    for part in (shape, shape.get_text_config()):
-        part.base_model_fsdp_plan = plan
-    return {"distributed_config": DistributedConfig(fsdp_size=world.size)}
+    bare = skeleton(shape)
+    # Only the decoder runs: each of its parts is put together by itself. As usual, but for the last norm: with it, the
+    # LM head would be put together too, which is never run.
+    parts = [name for name, part in decoder_of(bare).named_children() if next(part.parameters(), None) is not None]
+    shape.get_text_config().base_model_fsdp_plan = {
+        "layers.*" if name == "layers" else name: "free_full_weight" for name in parts
+    }
+    if "lm_head" in bare.fsdp_plan:
+        return {"distributed_config": DistributedConfig(fsdp_size=world.size)}
+    # A model that also sees images has no head in its plan; transformers then drops the embedding that it is tied to.
+    if not hasattr(DistributedConfig, "fsdp_plan"):
+        raise SeergateError(
+            f"shard_base is true; for a {type(bare).__name__} it needs a newer transformers, such as 5.23"
+        )
+    return {"distributed_config": DistributedConfig(fsdp_size=world.size, fsdp_plan={"lm_head": "keep_full_weight"})}
 
 
 def _quantization(kind: str, dtype: torch.dtype) -> Any:

@@ -79,6 +79,8 @@ class ModelOptions:
         None,
         "divide the frozen model among the processes, which put its layers together one at a time "
         "[where a copy for each does not fit]",
+        nargs="?",
+        const=True,
     )
 
 

@@ -1,7 +1,8 @@
 """The processes of a run: who launched them, who this one is, and the few collectives they need.
 
 `python`, `torchrun`, `accelerate launch` and the `deepspeed` launcher all describe the processes by the same
-environment variables; only the engine differs.
+environment variables; only the engine differs. accelerate's `PartialState`, which reads them too, is not used: it is a
+singleton that several runs in one process cannot undo, and it replaces none of the checks made here.
 """
 
 from __future__ import annotations

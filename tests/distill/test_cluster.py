@@ -32,6 +32,19 @@ def test_options_of_torchrun_in_the_slurm_script():
     assert len(named) == 5 and set(named) <= known
 
 
+def test_torchrun_kills_no_sooner_than_slurm_ends_the_job(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A step that is longer than torchrun's 30 seconds after SIGTERM is finished and saved."""
+    from torch.distributed.launcher.api import LaunchConfig
+
+    if not hasattr(LaunchConfig, "shutdown_timeout"):
+        pytest.skip("torchrun of this PyTorch always waits 30 seconds")
+    text = (CLUSTER / "slurm.sbatch").read_text()
+    for name, value in re.findall(r"^export (TORCH_\w+)=(\d+)", text, re.MULTILINE):
+        monkeypatch.setenv(name, value)
+    [seconds] = re.findall(r"--signal=TERM@(\d+)", text)
+    assert LaunchConfig(min_nodes=1, max_nodes=1, nproc_per_node=1).shutdown_timeout == int(seconds)
+
+
 def test_options_of_train_py_in_the_recipes(capsys):
     """Those that follow ``train.py`` on a line of the recipes and of the comments in the cluster's files."""
     texts = [path.read_text() for path in (ROOT / "docs/train.md", *sorted(CLUSTER.iterdir()))]

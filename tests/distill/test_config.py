@@ -7,6 +7,7 @@ import subprocess
 import sys
 from dataclasses import fields, replace
 from pathlib import Path
+from typing import get_type_hints
 
 import pytest
 import yaml
@@ -175,6 +176,17 @@ def test_every_option_is_on_the_command_line_with_help() -> None:
     for item in fields(TrainConfig):
         assert item.metadata["help"] in (helps[item.name] or "")
     parser.format_help()  # a stray percent sign would fail here
+
+
+def test_a_truth_value_needs_no_word() -> None:
+    """Nor one that the machine decides where it is left open."""
+    parser = train_parser(None, "", ())
+    names = [name for name, kind in get_type_hints(TrainConfig).items() if kind in (bool, bool | None)]
+    assert "shard_base" in names and "rope" in names
+    for name in names:
+        option = f"--{name.replace('_', '-')}"
+        assert vars(parser.parse_args([option]))[name] is True
+        assert vars(parser.parse_args([f"{option}=false"]))[name] is False
 
 
 def test_help_names_an_option_once_and_other_commands_leave_it_to_train() -> None:

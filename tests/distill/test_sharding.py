@@ -7,15 +7,35 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import torch
+import torch.distributed as dist
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
-from transformers import Qwen3Config, Qwen3ForCausalLM
+from torch.testing._internal.distributed.fake_pg import FakeStore
+from transformers import (
+    Gemma3Config,
+    Gemma3ForConditionalGeneration,
+    Gemma4Config,
+    Gemma4ForConditionalGeneration,
+    Qwen3Config,
+    Qwen3ForCausalLM,
+)
+from transformers.distributed import DistributedConfig
 
 from seergate.distill import TrainConfig, load_train_config, run_distillation
+from seergate.distill.base_model import load_frozen
+from seergate.distill.distributed import World
 from seergate.distill.plan import make_plan
 from seergate.errors import SeergateError
+from seergate.models.families import decoder_of
+from tests.distill.conftest import PLAIN, byte_tokenizer
 from tests.distill.pairs import ROOT, free_port, pair
 from tests.distill.test_processes import state
 from tests.distill.test_trainer import assert_identical, config, model_dir, weights  # noqa: F401 (fixtures)
+from tests.models import tiny_model
+
+heads_are_planned = pytest.mark.skipif(
+    not hasattr(DistributedConfig, "fsdp_plan"), reason="this transformers divides language models only"
+)
 
 RUNS = """
 import os, sys
@@ -57,6 +77,24 @@ print(json.dumps(found), flush=True)
 world.leave()
 os._exit(0)
 """
+
+
+def seeing(kind: str, directory: Path) -> str:
+    """A model as Gemma 3 and Gemma 4 are published: the language model is a part of one that sees images."""
+    tokenizer = byte_tokenizer(PLAIN)
+    vision = {"hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2}
+    own = {} if kind == "gemma3" else {"hidden_size_per_layer_input": 8, "vocab_size_per_layer_input": len(tokenizer)}
+    text = tiny_model(f"{kind}_text", vocab_size=len(tokenizer), **own).config.to_dict()
+    if kind == "gemma3":
+        vision |= {"image_size": 28, "patch_size": 14}
+        shape = Gemma3Config(text_config=text, vision_config=vision, mm_tokens_per_image=4)
+        model = Gemma3ForConditionalGeneration._from_config(shape)
+    else:
+        vision |= {"num_key_value_heads": 2, "head_dim": 16}
+        model = Gemma4ForConditionalGeneration._from_config(Gemma4Config(text_config=text, vision_config=vision))
+    model.save_pretrained(directory)
+    tokenizer.save_pretrained(directory)
+    return str(directory)
 
 
 @pytest.fixture
@@ -110,6 +148,42 @@ def test_a_divided_model_trains_the_same_gates_bit_for_bit(reasoner: TrainConfig
     assert "the frozen model is divided among 2 processes" in train(divided, tmp_path)
     for run, other in zip(divided, alone, strict=True):
         assert_same_run(run.run_dir, other)
+
+
+@heads_are_planned
+@pytest.mark.parametrize("kind", ["gemma3", "gemma4"])
+def test_every_part_of_a_decoder_that_is_part_of_a_model_is_divided(
+    kind: str,
+    config: TrainConfig,  # noqa: F811
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Between processes that are not there: how a model is divided is settled before anything is sent."""
+    run = replace(config, model=seeing(kind, tmp_path / kind), shard_base=True)
+    world = World(0, 2, 0, torch.device("cpu"))
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=2)
+    try:
+        for part in decoder_of(load_frozen(run.model, run, world)).parameters():
+            assert len(part.to_local()) == -(-len(part) // 2)
+        monkeypatch.delattr(DistributedConfig, "fsdp_plan")
+        with pytest.raises(SeergateError, match="shard_base is true; for a Gemma.* it needs a newer transformers"):
+            load_frozen(run.model, run, world)
+    finally:
+        dist.destroy_process_group()
+
+
+@heads_are_planned
+@pytest.mark.soak
+def test_models_that_see_images_are_divided_bit_for_bit(config: TrainConfig, tmp_path: Path) -> None:  # noqa: F811
+    short = replace(config, max_steps=2, eval_steps=1)
+    runs = [
+        replace(short, model=seeing(kind, tmp_path / f"{kind}-model"), output_dir=str(tmp_path / kind))
+        for kind in ("gemma3", "gemma4")
+    ]
+    divided = [replace(run, shard_base=True, output_dir=f"{run.output_dir}-divided") for run in runs]
+    train(divided, tmp_path)
+    for run, other in zip(runs, divided, strict=True):
+        assert_same_run(run_distillation(run), other.run_dir)
 
 
 @pytest.mark.soak
