@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import pytest
 import torch
 
@@ -99,6 +101,10 @@ def test_difference(bank, model):
     assert list(found.tensors) == ["layers.0.k_norm.weight"]
     entry = found.tensors["layers.0.k_norm.weight"]
     assert entry.largest == 0.5 and entry.relative == pytest.approx(0.5) and entry.cosine == pytest.approx(1.0)
+    other.gate(0).k_norm.weight.data.zero_()
+    for first, second, relative in ((bank, other, 1.0), (other, bank, math.inf)):
+        entry = first.diff(second).tensors["layers.0.k_norm.weight"]
+        assert (entry.largest, entry.relative, entry.cosine) == (1.0, relative, 0.0)
     found = bank.diff(GateBank.for_model(model, GateConfig(16, 16, qk_norm=False)))
     assert found.fields[:2] == ["block_size is 8 and 16", "qk_norm is True and False"]
     assert "layers.0.q_norm.weight" in found.only_first and not found.only_second

@@ -6,6 +6,7 @@ import importlib.util
 import json
 import math
 from dataclasses import replace
+from importlib import metadata
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,7 @@ import torch
 from transformers import AutoTokenizer, Qwen3Config, Qwen3ForCausalLM
 
 import seergate
-from seergate.distill import TrainConfig, load_train_config, run_distillation
+from seergate.distill import TrainConfig, base_model, load_train_config, run_distillation
 from seergate.distill.base_model import as_asked, load_frozen
 from seergate.distill.distributed import World
 from seergate.distill.plan import make_plan
@@ -157,3 +158,10 @@ def test_an_upload_that_fails_loses_nothing(config: TrainConfig) -> None:  # noq
         run_distillation(config, [heard])
     assert heard.steps == []  # nothing is trained again
     run_distillation(replace(config, push_to_hub=None), [heard])
+
+
+@pytest.mark.parametrize(("kind", "bits"), [("bnb-8bit", 8), ("bnb-4bit", 4)])
+def test_what_bitsandbytes_is_asked_for(kind, bits, monkeypatch):
+    monkeypatch.setattr(metadata, "version", lambda package: "0.50.2")  # of bitsandbytes, which 4 bits look for
+    asked = base_model._quantization(kind, torch.bfloat16)
+    assert (asked.load_in_8bit, asked.load_in_4bit) == (bits == 8, bits == 4)

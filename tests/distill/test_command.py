@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import shutil
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -59,6 +60,18 @@ def test_what_all_have_found_together_is_told_by_the_main_process(rank, capsys):
         rank(number)
         assert command._guarded(fail) == 2
         assert capsys.readouterr().err == text
+
+
+def test_of_the_systems_errors_those_about_files_are_the_users(rank, capsys):
+    def fail(error: OSError) -> None:
+        raise error
+
+    rank(0)
+    for error in (FileNotFoundError("no such model"), IsADirectoryError(21, "a directory", "rows.jsonl")):
+        assert command._guarded(partial(fail, error)) == 2
+        assert capsys.readouterr().err.startswith("error: ")
+    with pytest.raises(OSError, match="the network is down"):
+        command._guarded(partial(fail, OSError("the network is down")))
 
 
 @pytest.mark.parametrize(

@@ -78,6 +78,8 @@ def test_digit_is_exact():
         ("-204", "204", False),
         (r"3\sqrt{2}", r"\sqrt{18}", True),
         (r"x^2+1", r"1+x^2", True),
+        ("x^2-4=0", "x^2=4", True),
+        ("x^2=4", "x^2=4", True),
         ("10080", r"10,\!080", True),
         (r"\$32,348", r"\$32,\!348", True),
         ("90", r"90^\circ", True),

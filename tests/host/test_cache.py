@@ -84,6 +84,15 @@ def test_caches_that_cannot_be_copied_say_so_at_once(model, attaching):
             copy.deepcopy(cache)
 
 
+@pytest.mark.parametrize("room", [-1, 96])
+def test_how_many_slots_there_are(model, room):
+    """As transformers counts them: -1 for a cache that grows."""
+    cache = DynamicCache() if room < 0 else StaticCache(model.config, max_cache_len=room)
+    with seergate.attached(model, gates(model), token_budget=2 * BLOCK), torch.no_grad():
+        model(input_ids=prompt(40), past_key_values=cache)
+    assert [layer.get_max_length() for layer in cache.layers] == [room] * len(cache.layers)
+
+
 def test_the_storage_of_the_documents():
     """It works as it is printed, and is really used."""
     names: dict = {}

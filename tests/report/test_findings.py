@@ -69,6 +69,15 @@ def test_few_problems_prove_little(tmp_path):
     assert "ahead beyond the 95 % interval at 0 of 1 budgets" in text
 
 
+def test_one_problem_proves_nothing_either_way(tmp_path):
+    write_run(tmp_path, "dense", None, lambda i: True, n=1)
+    write_run(tmp_path, "gate", 64, lambda i: True, n=1)
+    write_run(tmp_path, "quest", 64, lambda i: False, n=1)
+    _, gate, quest, *_ = write_report(tmp_path).findings
+    assert gate.endswith("no loss could be shown, but one of up to 100 points could go unseen here.")
+    assert quest.endswith("too few problems to tell if that is a loss.")
+
+
 def test_variants_are_told_apart_in_the_recall(tmp_path):
     for name, layers in (("a", [0]), ("b", [])):
         run = write_run(tmp_path / name, "quest", 64, lambda i: True, recall=[0.5, 0.7])
