@@ -33,7 +33,6 @@ FOREIGN_PRIVATE_NAMES = {
     "_dynamo_marked_constant",  # torch
     "_exit",  # os
     "_fingerprint",  # datasets
-    "_lazy_init_hp_params_optimizer_state",  # deepspeed
     "_replace",  # named tuples
     "_set_pg_timeout",  # torch.distributed
 }

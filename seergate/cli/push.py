@@ -7,7 +7,6 @@ from pathlib import Path
 
 from seergate.cli.adapters import add_card_options, described
 from seergate.errors import SeergateError
-from seergate.paths import is_directory
 
 HELP = (
     "upload gates to the Hugging Face Hub",
@@ -37,16 +36,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(options: argparse.Namespace) -> int:
     """Read the adapter, describe it, upload it."""
-    from seergate.gates import push_adapter, read_card
+    from seergate.gates import base_note, push_adapter, read_card
     from seergate.hf.published import load_adapter
 
     directory = Path(options.directory)
     if not directory.is_dir():
         raise SeergateError(f"{directory} is not a directory; push uploads a directory of gates")
     adapter = described(load_adapter(directory), options)
-    base = adapter.geometry.base_model
-    if base is not None and is_directory(base):
-        print(f"note: the base model is the directory {base}; --base-model ORG/NAME lets others find it")
+    if note := base_note(adapter.geometry.base_model):
+        print(note)
     address = push_adapter(
         adapter,
         options.repo_id,

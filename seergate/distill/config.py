@@ -347,6 +347,17 @@ class TrainConfig(RunOptions, RecipeOptions, DataOptions, GateOptions, ModelOpti
         packs = self.gradient_accumulation_steps * number
         return replace(self, packs_per_step=packs, gradient_accumulation_steps=None)
 
+    def most_packs(self, processes: int) -> int:
+        """Packs of a step that a process computes, of so many; some have one less where they do not divide."""
+        return -(-self.packs_per_step // processes)
+
+    def uneven(self, processes: int) -> str | None:
+        """What to say where the packs of a step do not divide by so many processes; ``None`` if they do."""
+        most = self.most_packs(processes)
+        fewer = most * processes - self.packs_per_step
+        share = "one less" if most > 1 else "none"
+        return f"{self.packs_per_step} packs a step: {share} for {fewer} of {processes} processes" if fewer else None
+
     def to_dict(self) -> dict[str, Any]:
         """Plain YAML types."""
         return {k: list(v) if isinstance(v, tuple) else v for k, v in asdict(self).items()}

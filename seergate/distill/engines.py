@@ -281,16 +281,12 @@ class DeepSpeedEngine:
         """Inverse of `state`."""
         from deepspeed.utils import safe_set_full_fp32_param, safe_set_full_optimizer_state
 
+        # AdamW and DeepSpeed make their state at the first step: here at one that changes nothing.
+        self.even_out()
+        self.update(lr=0.0)
         self._step = state.step
-        zero = self._engine.optimizer
-        # AdamW makes its state at the first step; a run that continues needs it before.
-        for group in zero.optimizer.param_groups:
-            for shard in group["params"]:
-                zero.optimizer.state[shard] = {
-                    "step": torch.tensor(float(state.step)),
-                    **{m: torch.zeros_like(shard) for m in MOMENTS},
-                }
-        zero._lazy_init_hp_params_optimizer_state()
+        for moments in self._engine.optimizer.optimizer.state.values():
+            moments["step"].fill_(float(state.step))
         for name, parameter in self._named.items():
             parameter.data.copy_(state.gates[name])
             safe_set_full_fp32_param(parameter, state.gates[name].to(parameter.device))
@@ -325,7 +321,7 @@ def deepspeed_config(config: TrainConfig, world_size: int) -> dict[str, Any]:
             raise SeergateError(
                 f"{config.deepspeed} sets the {name}; that is the run's (learning_rate, min_lr, warmup_steps, ...)"
             )
-    most = -(-config.packs_per_step // world_size)  # packs of one process
+    most = config.most_packs(world_size)
     implied = {
         "train_micro_batch_size_per_gpu": 1,
         "gradient_accumulation_steps": most,

@@ -104,9 +104,8 @@ class Plan:
             return {}
         if base_dtype(self.config, self.device).itemsize != 2:
             return {}
-        return {
-            name: self.step_flop / (ASSUMED_SHARE * peak * 1e12 * self.processes) for name, peak in PEAK_TFLOPS.items()
-        }
+        flop = self.step_flop / self.config.packs_per_step * self.config.most_packs(self.processes)
+        return {name: flop / (ASSUMED_SHARE * peak * 1e12) for name, peak in PEAK_TFLOPS.items()}
 
     def text(self) -> str:
         """The plan for people."""
@@ -136,6 +135,7 @@ class Plan:
             f"model: {c.model}; {self.shape}",
             f"run: {c.max_steps:,} steps of {c.packs_per_step} packs, {self.step_tokens:,} tokens a step, "
             f"{c.max_steps * self.step_tokens / 1e6:,.1f} M tokens in all; processes: {self.processes}",
+            *([uneven] if (uneven := c.uneven(self.processes)) else []),
             *([f"a pack holds one sample: {self.why_one_sample}"] if self.why_one_sample else []),
             f"memory of each process on {where}, GB:",
             *(f"  {name:<52}{size / GB:>9.2f}" for name, size in rows.items()),
@@ -240,15 +240,15 @@ def make_plan(
     why_one_sample = why_one_sequence(text_config(model))
     samples = [tokens] * (1 if why_one_sample else config.max_length // tokens)
     samples += [left] if (left := config.max_length - sum(samples)) and not why_one_sample else []
-    step_flop = config.packs_per_step * pack_flop(model, bank, config, samples)
+    flop, most_packs = pack_flop(model, bank, config, samples), config.most_packs(processes)
     step_seconds, timing = None, "not measured, as this machine has no such device (--tflops sets what yours sustains)"
     if tflops is not None:
-        step_seconds = step_flop / (tflops * 1e12 * processes)
+        step_seconds = most_packs * flop / (tflops * 1e12)
         timing = f"at {tflops:g} TFLOP/s a device"
     elif measure and place.type == here:
         speed = measure_speed(model, config, place)
         pack = gated * speed.layer_seconds(samples) + (layers - gated) * speed.layer_seconds(samples, gated=False)
-        step_seconds = pack * config.packs_per_step / processes
+        step_seconds = most_packs * pack
         threads = f", {torch.get_num_threads()} threads" if place.type == "cpu" else ""
         timing = f"from one layer measured on this machine ({place.type}{threads})"
     elif not measure:
@@ -263,7 +263,7 @@ def make_plan(
         libraries=libraries,
         capacity=room + libraries,
         remedies=remedies,
-        step_flop=step_flop,
+        step_flop=config.packs_per_step * flop,
         step_seconds=step_seconds,
         timing=timing,
         sample_tokens=tokens,

@@ -60,7 +60,7 @@ from seergate.distill.memory import capacity, decide_sharding, overhead
 from seergate.distill.packing import PackedBatch, PackOrder
 from seergate.distill.tracking import Tracking, check_trackers
 from seergate.errors import SeergateError, first_line
-from seergate.gates import asking_nothing, save_adapter
+from seergate.gates import asking_nothing, base_note, save_adapter
 from seergate.hf.bank import GateBank
 from seergate.hf.learning import PUBLISHED_SCALE
 from seergate.hf.loading import download_weights, load_tokenizer, skeleton
@@ -472,6 +472,8 @@ class _Run:
         processes = "" if self.world.size == 1 else f" in {self.world.size} processes"
         engine = "DeepSpeed ZeRO" if config.deepspeed else "PyTorch"
         self._say(self.data.report.summary())
+        if uneven := config.uneven(self.world.size):
+            self._say(uneven)
         if self.divided:
             self._say(f"the frozen model is divided among {self.world.size} processes")
         if self.model.why_one_sample:
@@ -499,7 +501,7 @@ class _Run:
         for step in range(self.done, config.max_steps):
             started, tally = time.monotonic(), self._tally()
             mine = order.batch(step, config.packs_per_step, world.rank, world.size)
-            for number in range(-(-config.packs_per_step // world.size)):
+            for number in range(config.most_packs(world.size)):
                 batch = self._batch(self.data.train, mine, number)
                 yield _Pass((step, 0, number), batch)
                 if batch is not None:
@@ -614,6 +616,8 @@ class _Run:
         repo = self.config.push_to_hub
         if repo is None or not self.world.is_main:
             return
+        if note := base_note(self.config.model):
+            self._say(note)
         try:
             address = GateBank.from_pretrained(self.dir).push_to_hub(repo)
         except Exception as error:  # whatever a network or a server can do, the run must end with a sentence

@@ -7,6 +7,7 @@ from seergate.gates.card import CARD_FILE, Source
 from seergate.gates.files import CONFIG_FILE, WEIGHTS_FILE, read_card, save_adapter
 from seergate.gates.hub import (
     asking_nothing,
+    base_note,
     cached_commit,
     check_repo_id,
     datasets_at_once,

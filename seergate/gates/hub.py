@@ -16,7 +16,7 @@ from seergate.errors import SeergateError, first_line
 from seergate.gates.card import CARD_FILE, PLOT_FILE, Source, has_own_text
 from seergate.gates.files import SIGN_FILE, read_card, save_adapter
 from seergate.gates.record import Adapter
-from seergate.paths import HUB_ID, directory_here
+from seergate.paths import HUB_ID, directory_here, is_directory
 
 OWN_NAME = re.compile(r"[\w-][\w.-]*")
 
@@ -174,6 +174,16 @@ def fetch(
             allow_patterns=[str(inside / pattern) for pattern in patterns],
         )
     return Path(snapshot) / inside
+
+
+def base_note(base_model: str | None) -> str | None:
+    """What to say of gates that are pushed and whose base model is a directory here; ``None`` if it is none."""
+    if base_model is None or not is_directory(base_model):
+        return None
+    return (
+        f"note: the base model is the directory {base_model}; `seergate push` with --base-model ORG/NAME lets others "
+        "find it"
+    )
 
 
 def push_adapter(

@@ -157,6 +157,7 @@ def test_an_upload_that_fails_loses_nothing(config: TrainConfig) -> None:  # noq
     with pytest.raises(SeergateError, match="not uploaded"):
         run_distillation(config, [heard])
     assert heard.steps == []  # nothing is trained again
+    assert heard.messages[-1].startswith(f"note: the base model is the directory {config.model}; `seergate push` with")
     run_distillation(replace(config, push_to_hub=None), [heard])
 
 

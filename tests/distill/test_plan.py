@@ -47,6 +47,25 @@ def test_every_preset_can_be_planned_without_network_or_weights(name: str) -> No
     assert twice.step_seconds == pytest.approx(2 * plan.step_seconds)
 
 
+def test_a_step_takes_as_long_as_the_process_with_most_packs() -> None:
+    run = load_train_config("qwen3-8b")
+    one = make_plan(replace(run, packs_per_step=1), memory_gb=80, tflops=300)
+    alone = replace(one, step_seconds=None).assumed_seconds
+    for processes, most, said in (
+        (3, 6, ["16 packs a step: one less for 2 of 3 processes"]),
+        (16, 1, []),
+        (24, 1, ["16 packs a step: none for 8 of 24 processes"]),
+        (64, 1, ["16 packs a step: none for 48 of 64 processes"]),
+    ):
+        plan = make_plan(run, memory_gb=80, tflops=300, processes=processes)
+        assert plan.step_seconds == pytest.approx(most * one.step_seconds)
+        hours = 800 * most * one.step_seconds / 3600
+        assert f"{hours:,.2f} hours ({processes * hours:,.2f} device-hours)" in plan.text()
+        assert [line for line in plan.text().splitlines() if "packs a step: " in line] == said
+        assumed = replace(plan, step_seconds=None).assumed_seconds
+        assert assumed == pytest.approx({name: most * seconds for name, seconds in alone.items()})
+
+
 def test_on_a_processor_weights_are_pages_of_their_file() -> None:
     """Measured on a Qwen3-8B cut to two layers: 1.9 GB at its own precision, 10.2 GB when it had to be converted."""
     own, wider = (
