@@ -105,8 +105,8 @@ def run(options: argparse.Namespace) -> int:
         "prompts": config.data,
         "revision": config.data_revision,
     }
-    commit = _pin(options.out, bool(made), made_with, lambda: data_commit(config))
-    asked, unusable = questions(replace(config, data_revision=commit or config.data_revision))
+    record = _pin(options.out, bool(made), made_with, lambda: data_commit(config))
+    asked, unusable = questions(replace(config, data_revision=record["commit"] or config.data_revision))
     if any(row in asked and turns[:-1] != asked[row] for row, turns in made.items()):
         raise SeergateError(f"{options.out} has answers to other questions than {config.data} asks; name another file")
     prompts = {
@@ -125,6 +125,14 @@ def run(options: argparse.Namespace) -> int:
         for what, count in (*unusable.items(), ("too long to be answered", len(prompts) - len(fitting)))
         if count
     ]
+    if not made:
+        if not requests:
+            raise SeergateError(
+                f"--prompts is {options.prompts!r}, in which nothing can be asked ({', '.join(notes) or 'no rows'}); "
+                "it must have rows with messages or a prompt, of fewer tokens than --max-length "
+                f"({config.max_length:,})"
+            )
+        _begin(options.out, record)
     print(
         f"{len(requests):,} questions, {len(made):,} answered already" + "".join(f"; {n}" for n in notes), flush=True
     )
@@ -154,8 +162,21 @@ def run(options: argparse.Namespace) -> int:
     return 0
 
 
-def _pin(path: Path, begun: bool, made_with: dict[str, Any], look_up: Callable[[], str | None]) -> str | None:
-    """Write down beside a file of rows how they are made, or compare with what stands there.
+def _beside(path: Path) -> Path:
+    """The file that says how rows were made."""
+    return path.with_name(f"{path.name}.yaml")
+
+
+def _begin(path: Path, record: dict[str, Any]) -> None:
+    """Write down beside a file of rows how they will be made."""
+    from seergate.eval.store import write_text
+
+    path.parent.mkdir(parents=True, exist_ok=True)
+    write_text(_beside(path), yaml.safe_dump(record, sort_keys=False, allow_unicode=True))
+
+
+def _pin(path: Path, begun: bool, made_with: dict[str, Any], look_up: Callable[[], str | None]) -> dict[str, Any]:
+    """How rows are made, and from which commit of the prompts: as those that are there, or from the newest.
 
     Args:
         path: the rows.
@@ -164,20 +185,17 @@ def _pin(path: Path, begun: bool, made_with: dict[str, Any], look_up: Callable[[
         look_up: finds the commit of the prompts, at which later calls stay.
 
     Returns:
-        The commit; ``None`` if they are not on the Hub.
+        ``made_with`` and ``"commit"``, which is ``None`` if the prompts are not on the Hub.
 
     Raises:
         SeergateError: if the rows that are there were made otherwise.
     """
     from seergate.distill.config import read_yaml
-    from seergate.eval.store import flatten, write_text
+    from seergate.eval.store import flatten
 
-    beside = path.with_name(f"{path.name}.yaml")
     if not begun:
-        commit = look_up()
-        write_text(beside, yaml.safe_dump(made_with | {"commit": commit}, sort_keys=False, allow_unicode=True))
-        return commit
-    found = read_yaml(beside)
+        return made_with | {"commit": look_up()}
+    found = read_yaml(_beside(path))
     before, now = flatten(found), flatten(made_with)
     for name in {**now, **before}:
         if name != "commit" and before.get(name) != now.get(name):
@@ -185,7 +203,7 @@ def _pin(path: Path, begun: bool, made_with: dict[str, Any], look_up: Callable[[
                 f"{path} was made with {name}={before.get(name)!r} and this is {now.get(name)!r}; use the same, or "
                 "another --out"
             )
-    return found.get("commit")
+    return made_with | {"commit": found.get("commit")}
 
 
 def _rows(path: Path) -> dict[int, list[dict[str, str]]]:
@@ -197,7 +215,6 @@ def _rows(path: Path) -> dict[int, list[dict[str, str]]]:
     from seergate.eval.store import write_text
 
     if not path.exists():
-        path.parent.mkdir(parents=True, exist_ok=True)
         return {}
     try:
         whole, _, rest = path.read_text(encoding="utf-8").rpartition("\n")

@@ -10,7 +10,7 @@ import pytest
 
 from seergate import SeergateError
 from seergate.chain_sum import make_problems
-from seergate.cli.traces import _pin
+from seergate.cli.traces import _begin, _pin
 from seergate.distill.sources import TRAINING_SEEDS
 from tests.eval import support
 from tests.running import run_seergate
@@ -91,14 +91,30 @@ def test_what_asks_nothing_is_counted_and_what_does_not_end_is_left_out(asked: l
     assert f"{len(kept)} answers in {out}; {3 - len(kept)} met the limit of 24 tokens" in done.stdout
 
 
+@pytest.mark.parametrize(
+    ("given", "why"),
+    [
+        ([{"text": "asks nothing"}, {"messages": []}], "(2 malformed (no question))"),
+        ([{"prompt": "which gives " * 99}], "(1 too long to be answered)"),
+    ],
+)
+def test_prompts_of_which_none_can_be_asked_are_refused(tmp_path: Path, given: list[dict], why: str) -> None:
+    (tmp_path / "given.jsonl").write_text("".join(json.dumps(row) + "\n" for row in given))
+    prompts, out = str(tmp_path / "given.jsonl"), tmp_path / "new" / "traces.jsonl"
+    done = run_seergate("traces", "--prompts", prompts, "--out", str(out), "--max-length", "72")
+    assert done.returncode == 2 and f"--prompts is {prompts!r}, in which nothing can be asked {why}" in done.stderr
+    assert "of fewer tokens than --max-length (72)" in done.stderr and not out.parent.exists()
+
+
 def test_the_prompts_stay_at_the_commit_that_they_began_with(tmp_path: Path) -> None:
     out, made_with = tmp_path / "traces.jsonl", {"prompts": "org/rows", "method": {"name": "dense"}}
     commits = iter("ab")
     begin = partial(_pin, out, made_with=made_with, look_up=lambda: next(commits))
-    assert [begin(False), begin(True), begin(True)] == ["a", "a", "a"]
+    _begin(out, begin(False))
+    assert [begin(True), begin(True)] == [made_with | {"commit": "a"}] * 2
     with pytest.raises(SeergateError, match=r"made with method\.name='dense' and this is 'gate'"):
         _pin(out, True, made_with | {"method": {"name": "gate"}}, lambda: None)
-    assert begin(False) == "b"  # no row had been made
+    assert begin(False)["commit"] == "b"  # no row had been made
 
 
 def test_rows_that_are_made_otherwise_are_not_mixed(
