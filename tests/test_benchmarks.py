@@ -5,6 +5,7 @@ wrong.
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
@@ -13,6 +14,7 @@ import torch
 
 from seergate import ops
 from seergate.decode.speculation import expected_tokens
+from seergate.hf import teacher_forward
 from seergate.methods import METHODS, has_gates
 from tests.running import ROOT, Done, run_script
 
@@ -25,6 +27,7 @@ SMALL = {
     "end_to_end": f"{HEADS} --heads 4 --hidden-size 32 --rounds 1 --tokens 3",
     "lossless": f"{HEADS} --heads 4 --hidden-size 32 --problems 1 --variables 6 --new-tokens 12 --rounds 1 --tokens 5",
     "python_text": "--threads 1 --modules 2 --prompt 48 --steps 3 --budgets 32 --problems 1",
+    "variants": f"{HEADS} --heads 4 --hidden-size 32 --length 256 --rounds 1 --variants 1 3",
 }
 LONG = {
     "oracle_gap": "--threads 1 --steps 1 --held-out 1 --only attn_gate indexer",
@@ -244,6 +247,21 @@ def test_distill_refuses_to_time_what_is_wrong(op, wrong, message, tmp_path, mon
     done = run("distill", tmp_path, "--block-sizes", "16", "--lengths", "256")
     assert done.returncode == 1 and message in done.stderr, done.stderr
     assert not list(tmp_path.iterdir())
+
+
+def test_variants(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    done = run("variants", tmp_path)
+    assert done.returncode == 0, done.stderr
+    one, three = record_of(tmp_path)["rows"]
+    assert (one["variants"], one["ratio"], three["variants"]) == (1, 1.0, 3)
+    assert three["ratio"] == pytest.approx(three["seconds"] / one["seconds"], rel=0.1)
+    together = teacher_forward.distill_steps
+
+    def wrong(lessons, *rest):
+        return [replace(out, loss=out.loss * len(lessons)) for out in together(lessons, *rest)]
+
+    monkeypatch.setattr(teacher_forward, "distill_steps", wrong)
+    assert "nothing is measured" in run("variants", tmp_path).stderr
 
 
 def test_lossless(tmp_path: Path) -> None:

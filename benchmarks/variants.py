@@ -1,0 +1,68 @@
+"""What variants cost that learn from one forward of the frozen model: processor time of a pack, against one variant's.
+
+    python benchmarks/variants.py --threads 1
+
+Random weights, one sequence, targets, losses and gradients of all gates; optimizers and files are not counted. The
+numbers of variants take turns, and the least time of each counts: processor time, which other programs disturb least.
+Before, gates must have got the loss and the gradients that they get alone.
+"""
+
+from __future__ import annotations
+
+import sys
+import time
+
+import torch
+from common import arguments, random_model, save
+
+from seergate import GateBank, GateConfig
+from seergate.hf.learning import Lesson
+from seergate.hf.teacher_forward import distill_steps
+
+
+def main() -> None:
+    """Prove, measure, print, save."""
+    parser = arguments(__doc__)
+    parser.add_argument("--length", type=int, default=4096, help="tokens of the pack")
+    parser.add_argument("--variants", type=int, nargs="+", default=[1, 2, 4, 8])
+    parser.add_argument("--rounds", type=int, default=2)
+    for name, size in {"hidden-size": 1024, "layers": 2, "heads": 16, "kv-heads": 8, "head-dim": 128}.items():
+        parser.add_argument(f"--{name}", type=int, default=size, help="of the model [Qwen3-0.6B's; two layers]")
+    options = parser.parse_args()
+    torch.set_num_threads(options.threads)
+    shape = {name: getattr(options, name) for name in ("hidden_size", "layers", "heads", "kv_heads", "head_dim")}
+    model, ids = random_model(**shape), torch.arange(options.length)[None] * 37 % 1024
+    banks = []
+    for seed in range(max(options.variants)):
+        torch.manual_seed(seed)
+        banks.append(GateBank.for_model(model, GateConfig()))
+
+    def losses(some: list[GateBank]) -> list[float]:
+        outcomes = distill_steps([Lesson(bank) for bank in some], model, ids)
+        for outcome in outcomes:
+            outcome.loss.backward()
+        return [float(outcome.loss.detach()) for outcome in outcomes]
+
+    def gradient(bank: GateBank) -> torch.Tensor:
+        return torch.cat([p.grad.flatten() for p in bank.parameters() if p.grad is not None])
+
+    together, last = losses(banks)[-1], gradient(banks[-1])
+    banks[-1].zero_grad()
+    if losses(banks[-1:]) != [together] or not torch.equal(gradient(banks[-1]), last):
+        sys.exit("gates that learn together do not get what they get alone: nothing is measured")
+    seconds: dict[int, list[float]] = {number: [] for number in options.variants}
+    for _ in range(options.rounds):
+        for number, times in seconds.items():
+            begun = time.process_time()
+            losses(banks[:number])
+            times.append(time.process_time() - begun)
+    one = min(seconds[options.variants[0]])
+    rows = [{"variants": n, "seconds": round(min(x), 3), "ratio": round(min(x) / one, 2)} for n, x in seconds.items()]
+    print(*rows, sep="\n")
+    described = {key: value for key, value in vars(options).items() if key != "output"}
+    name = f"variants-cpu-float32-{options.threads}t"
+    print("saved", save(name, torch.device("cpu"), described, rows, options.output))
+
+
+if __name__ == "__main__":
+    main()
