@@ -308,7 +308,7 @@ def test_the_wrong_kind_is_refused(model, scorer):
     with pytest.raises(SeergateError, match="takes no DecodeConfig"):
         seergate.attach(model, retains, seergate.DecodeConfig(token_budget=64))
     with pytest.raises(SeergateError, match="has no option 'threshold'"):
-        seergate.attach(model, retains, threshold=0.1)
+        seergate.attach(model, retains, token_budget=16, threshold=0.1)
     with pytest.raises(SeergateError, match="takes two kinds of gates"):
         seergate.methods.make_method(f"{scorer}+gate", bank=selects, token_budget=64, read_budget=16)
     with pytest.raises(SeergateError, match="these gates are for another model"):

@@ -59,8 +59,7 @@ def run(options: argparse.Namespace) -> int:
     """Check, load, let it answer."""
     from seergate.cli.models import gates_for, load_gates, load_model, model_path
     from seergate.cli.running import check_model
-    from seergate.distill.base_model import weights_fingerprint
-    from seergate.distill.commits import data_commit, model_commit
+    from seergate.distill.commits import data_commit
     from seergate.distill.config import load_train_config
     from seergate.distill.data import questions
     from seergate.eval import Limit, Problem, Sampling
@@ -70,7 +69,7 @@ def run(options: argparse.Namespace) -> int:
     from seergate.eval.sampling import sample_seed
     from seergate.eval.settings import grid
     from seergate.eval.vllm_engine import check_served, engine_version, generate_by_vllm
-    from seergate.fingerprint import fingerprint
+    from seergate.fingerprint import fingerprint, rope_of
     from seergate.hf.attach import attached
     from seergate.hf.loading import load_tokenizer
 
@@ -92,10 +91,12 @@ def run(options: argparse.Namespace) -> int:
     check_model(path, [method], [] if bank is None else [bank])
     tokenizer, limit = load_tokenizer(path), Limit(total_tokens=config.max_length)
     made = _rows(options.out)
+    model = load_model(path, options.dtype, options.device)
     made_with = {
         "model": config.model,
-        "weights": weights_fingerprint(Path(path)) or model_commit(config),
         "dtype": options.dtype,
+        "weights": fingerprint(model),
+        "rope": rope_of(model),
         "engine": engine,
         "gates": None if bank is None else {"source": gates, "weights": fingerprint(bank)},
         "method": spec.describe(bank),
@@ -138,7 +139,6 @@ def run(options: argparse.Namespace) -> int:
     )
     cut = 0
     if requests:
-        model = load_model(path, options.dtype, options.device)
         chosen = Sampling.of_model(model) if options.temperature is None else Sampling(options.temperature)
         job = Job(spec, options.batch_size, requests[0].ids, config.max_length, limit, chosen)
         with options.out.open("a", encoding="utf-8") as file:
@@ -196,6 +196,11 @@ def _pin(path: Path, begun: bool, made_with: dict[str, Any], look_up: Callable[[
     if not begun:
         return made_with | {"commit": look_up()}
     found = read_yaml(_beside(path))
+    unsaid = [name for name in made_with if name not in found]
+    if unsaid:
+        raise SeergateError(
+            f"{_beside(path)} does not say {', '.join(unsaid)}: it was written by an earlier seergate; name another --out"
+        )
     before, now = flatten(found), flatten(made_with)
     for name in {**now, **before}:
         if name != "commit" and before.get(name) != now.get(name):

@@ -124,7 +124,7 @@ def check_model(path: str, config: TrainConfig) -> CheckedModel:
         )
     bare = skeleton(frozen_config(path, config))
     GateBank.for_model(bare, gate_config(config, bare))
-    return CheckedModel(weights_fingerprint(Path(path)) or config.revision, why_one_sequence(text_config(bare)))
+    return CheckedModel(_fingerprint(Path(path)) or config.revision, why_one_sequence(text_config(bare)))
 
 
 def load_frozen(path: str, config: TrainConfig, world: World, headless: bool = True) -> PreTrainedModel:
@@ -234,7 +234,7 @@ def _offloading(config: TrainConfig, world: World) -> dict[str, Any]:
     return {"device_map": "auto", "max_memory": places, "offload_folder": folder}
 
 
-def weights_fingerprint(directory: Path) -> str | None:
+def _fingerprint(directory: Path) -> str | None:
     """Tells the weights of a local model from others: the size of each file and its first and last megabyte.
 
     Reading all of a large model would take minutes; retrained weights differ everywhere. ``None`` for no directory.

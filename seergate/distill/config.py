@@ -252,7 +252,8 @@ class TrainConfig(RunOptions, RecipeOptions, DataOptions, GateOptions, ModelOpti
         if self.scorer == "trim_kv" and self.quantize == "bnb-4bit":
             raise ValueError(
                 "quantize is 'bnb-4bit'; with scorer 'trim_kv', which trains through the whole model, it must be "
-                "torchao-int8 or bnb-8bit: on a processor no gradient goes through bitsandbytes' layers of 4 bits"
+                "torchao-int8 or bnb-8bit: on a CPU no gradient comes back through bitsandbytes' 4-bit layers; on "
+                "GPUs it was not tried and is refused as well"
             )
         if self.scorer == "trim_kv" and (memory is not None or self.shard_base):
             name = "shard_base" if self.shard_base else "base_memory_gb"

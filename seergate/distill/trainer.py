@@ -413,7 +413,9 @@ class _Run:
         shutil.rmtree(offload_folder(self.config, self.world), ignore_errors=True)
 
     def divides(self) -> bool:
-        """Whether the processes divide the frozen model among themselves, as far as this run is concerned."""
+        """Whether the processes would divide the frozen model among themselves for this run's gates alone; those of
+        other runs that share it are not counted.
+        """
         bare = skeleton(frozen_config(self.model_path, self.config))
         bank = GateBank.for_model(bare, gate_config(self.config, bare))
         device, size = self.world.device, self.world.size

@@ -10,6 +10,7 @@ from typing import Any, get_origin, get_type_hints
 import yaml
 from huggingface_hub.dataclasses import type_validator
 
+from seergate.config import RETENTION
 from seergate.errors import SeergateError, did_you_mean, first_line
 from seergate.eval.matching import MEASURES
 from seergate.eval.method_text import read_method
@@ -158,13 +159,13 @@ class SweepPlan:
 
         Args:
             task: whose budgets are used if none are given.
-            gate_sizes: block sizes that there are gates for; they do not count if no method decodes with gates.
+            gate_sizes: block sizes that there are gates for; they do not count if no method decodes with such gates.
 
         Raises:
             SeergateError: if gates are asked for at a block size that there are none for.
         """
-        gated = any(has_gates(read_method(text)[0]) for text in self.method)
-        gate_sizes = gate_sizes if gated else []
+        names = {read_method(text)[0] for text in self.method} - RETENTION.keys()
+        gate_sizes = gate_sizes if any(map(has_gates, names)) else []
         sizes: list[int] = self.block_size or gate_sizes or [64]
         specs = grid(self.method, self.budget, list(sizes), self.dense_layers, self.threshold, task.budgets)
         if self.match not in MATCHES:
@@ -187,7 +188,11 @@ class SweepPlan:
         if self.threshold or not budgets:
             raise SeergateError(f"match is {self.match!r}, which chooses by budgets; give some, and no thresholds")
         if len(sizes) > 1 or len(self.dense_layers) > 1:
-            raise SeergateError(f"match is {self.match!r}; give one block size and one choice of dense layers with it")
+            theirs = len(sizes) > 1 and not self.block_size
+            found = f" (these gates have {', '.join(map(str, sizes))})" if theirs else ""
+            raise SeergateError(
+                f"match is {self.match!r}; give one block size{found} and one choice of dense layers with it"
+            )
 
     def options(self, **more: Any) -> RunOptions:
         """How each setting is run."""

@@ -104,7 +104,7 @@ class MethodSpec:
 
     @property
     def _gates_differ(self) -> bool:
-        """Whether its gates have a name, and not its own."""
+        """Whether its gates have a name other than the method's."""
         return self.gates not in ("", self.name)
 
     def bank(self, banks: Mapping[Any, GateBank], default: GateBank | None = None) -> GateBank | None:
@@ -182,8 +182,8 @@ def _plain(method: Method) -> dict[str, Any]:
 
 
 def with_each(specs: Sequence[MethodSpec], banks: Mapping[Any, GateBank]) -> list[MethodSpec]:
-    """The settings; of those with gates one for each of the gates that they take, by name. A number is no name but a
-    block size, unless several gates have it.
+    """The settings; of those with gates one for each of the gates that they take, by name. An int (a
+    key of YAML) is no name but a block size, unless several gates have it.
 
     Raises:
         SeergateError: for a name that no directory could have.

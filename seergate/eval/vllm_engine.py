@@ -47,8 +47,8 @@ def served_from(bank: Gates) -> str:
     """
     if not bank.source or fingerprint(GateBank.from_pretrained(bank.source)) != fingerprint(bank):
         raise SeergateError(
-            "vLLM reads gates from a directory or from the Hub's newest commit, and these are in memory only; save "
-            "them with save_pretrained and load them from there"
+            "vLLM reads gates anew, from their directory or the Hub's newest commit, and would get others than these; "
+            "save these with save_pretrained and load them from there"
         )
     return bank.source
 
@@ -83,7 +83,8 @@ def generate_by_vllm(
         bank: the gates; vLLM reads them from where they were loaded (`served_from`).
         on_finished: gets every sample in the step in which it ends.
     """
-    gates = served_from(bank) if job.spec.has_gates and bank is not None else ""
+    bank = bank if job.spec.has_gates else None
+    gates = "" if bank is None else served_from(bank)
 
     from vllm import LLM
     from vllm.distributed import cleanup_dist_env_and_memory
@@ -94,7 +95,7 @@ def generate_by_vllm(
         dtype=str(model.dtype).removeprefix("torch."),
         max_model_len=job.longest,
         max_num_seqs=job.batch_size,
-        block_size=bank.config.block_size if spec.has_gates and bank is not None else spec.block_size,
+        block_size=spec.block_size if bank is None else bank.config.block_size,
         additional_config=additional_config(spec, gates),
     )
     try:

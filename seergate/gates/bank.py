@@ -34,7 +34,7 @@ class Gates(nn.Module):
 
     Attributes:
         decode_defaults, results, licence: see `Adapter`; saved with the gates.
-        source: the directory or Hub id that alone says where they were loaded from, or empty.
+        source: the directory or Hub id that they were loaded from, or empty.
     """
 
     def __init__(self, config: GateConfig, geometry: ModelGeometry, training: dict[str, Any] | None = None) -> None:

@@ -74,8 +74,7 @@ class GateBank(Gates):
         """
         source = str(pretrained_model_name_or_path)
         bank = cls.from_adapter(load_adapter(source, **hub), source).to(device=device, dtype=dtype)
-        if not (hub.get("revision") or hub.get("subfolder")):
-            bank.source = source
+        bank.source = source
         return bank
 
     def distill_loss(

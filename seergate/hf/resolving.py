@@ -82,7 +82,8 @@ def check_given(config: DecodeConfig | None, given: dict[str, Any], bank: Gates 
     if config is not None and given:
         raise SeergateError(f"config is given beside {', '.join(given)}; put all of it into one")
     check_decode_options(given, decode_options(bank), decode_options())
-    DecodeConfig(**{name: given[name] for name in option_names(Gate.name) & set(given)})
+    if bank is None:
+        DecodeConfig(**{name: given[name] for name in option_names(Gate.name) & set(given)})
 
 
 def check_dense_layers(method: Method, layers: int) -> None:

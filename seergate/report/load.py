@@ -119,7 +119,7 @@ class Setting:
 
     @property
     def gates_name(self) -> str:
-        """What its gates were called where several were given, or empty."""
+        """What its gates were called where they have a name, or empty."""
         return str((self.config.get("gates") or {}).get("name") or "")
 
     def own_options(self) -> dict[str, Any]:

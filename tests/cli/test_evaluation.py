@@ -383,6 +383,7 @@ def test_gates_that_no_method_decodes_with_decide_no_block_size(tmp_path):
         return [spec.block_size for spec in SweepPlan(method=["dense", *methods], budget=[64]).specs(task, [8])[1:]]
 
     assert sizes("quest", "h2o") == [64, None] and sizes("quest", "gate") == [8, 8]
+    assert sizes("quest", "trim_kv")[0] == 64, "those of trim_kv have no blocks"
     support.save(tmp_path / "model")
     GateBank.for_model(support.model(), GateConfig(16, 16, scorer="trim_kv")).save_pretrained(tmp_path / "gates")
     GateBank.for_model(support.model(), GateConfig(8, 16)).save_pretrained(tmp_path / "model" / "gates")

@@ -114,6 +114,8 @@ def test_the_prompts_stay_at_the_commit_that_they_began_with(tmp_path: Path) -> 
     assert [begin(True), begin(True)] == [made_with | {"commit": "a"}] * 2
     with pytest.raises(SeergateError, match=r"made with method\.name='dense' and this is 'gate'"):
         _pin(out, True, made_with | {"method": {"name": "gate"}}, lambda: None)
+    with pytest.raises(SeergateError, match=r"traces.jsonl.yaml does not say rope: it was written by an earlier"):
+        _pin(out, True, made_with | {"rope": {"rope_theta": 1}}, lambda: None)
     assert begin(False)["commit"] == "b"  # no row had been made
 
 
@@ -131,6 +133,10 @@ def test_rows_that_are_made_otherwise_are_not_mixed(
         refused = run_seergate(*command, f"--{change[0]}", change[1])
         assert refused.returncode == 2 and f"was made with {change[0]}=" in refused.stderr, refused.stderr
     other = support.model()
+    other.config.rope_parameters["rope_theta"] *= 2
+    other.save_pretrained(model)
+    refused = run_seergate(*command)
+    assert refused.returncode == 2 and "was made with rope.rope_theta=" in refused.stderr, refused.stderr
     other.model.norm.weight.data *= 2
     other.save_pretrained(model)
     refused = run_seergate(*command)

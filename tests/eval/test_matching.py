@@ -218,7 +218,7 @@ def test_a_matched_sweep_with_another_budget_of_its_own_is_matched_anew(command,
         ({"match": "read", "method": ["gate"]}, "needs dense among the methods"),
         ({"match": "read", "threshold": [0.1]}, "give some, and no thresholds"),
         ({"match": "read", "budget": [64], "block_size": [8, 16]}, "give one block size"),
-        ({"match": "read", "budget": [64], "method": ["dense", "gate"]}, "give one block size"),
+        ({"match": "read", "budget": [64], "method": ["dense", "gate"]}, r"one block size \(these gates have 8, 16\)"),
     ],
 )
 def test_what_cannot_be_matched_is_refused(values, said):

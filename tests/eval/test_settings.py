@@ -286,11 +286,13 @@ def test_vllm_reads_no_other_gates_than_these(tmp_path):
     bank.save_pretrained(tmp_path / "run" / "gates")
     loaded = GateBank.from_pretrained(tmp_path / "run" / "gates")
     assert served_from(loaded) == str(tmp_path / "run" / "gates")
+    GateBank.for_model(support.model(), GateConfig(8, 16)).save_pretrained(tmp_path / "run")
     part = GateBank.from_pretrained(tmp_path / "run", subfolder="gates")
+    assert part.source == str(tmp_path / "run")
     next(loaded.parameters()).data += 1
     job = Job(MethodSpec("gate", 64), 1, (3,), 8, Limit(4), Sampling())
     for other in (bank, part, loaded):
-        with pytest.raises(SeergateError, match="these are in memory only; save them with save_pretrained"):
+        with pytest.raises(SeergateError, match="would get others than these; save these with save_pretrained"):
             generate_by_vllm(support.model(), support.tokenizer(), [], job, other, print)
 
 
