@@ -15,7 +15,7 @@ help:
 	@echo "make demo     install, then train, decode and evaluate the tiny model, and write a report"
 	@echo "make test     install, then ruff, import-linter, mypy and the tests"
 	@echo "make test-vllm  .venv-vllm with vLLM for CPUs, then the tests of the plugin, which 'make test' leaves out"
-	@echo "make soak     install, then storms and long runs (hours); writes benchmarks/results/soak.json"
+	@echo "make soak     install, then storms and long runs (40 minutes); writes benchmarks/results/soak.json"
 	@echo "make docs     install, then build the documentation's site into build/site"
 	@echo "make lint     install, then ruff, import-linter and mypy"
 	@echo "make format   install, then format the code"
