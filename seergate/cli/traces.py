@@ -199,7 +199,8 @@ def _pin(path: Path, begun: bool, made_with: dict[str, Any], look_up: Callable[[
     unsaid = [name for name in made_with if name not in found]
     if unsaid:
         raise SeergateError(
-            f"{_beside(path)} does not say {', '.join(unsaid)}: it was written by an earlier seergate; name another --out"
+            f"{_beside(path)} does not say {', '.join(unsaid)}: it was written by an earlier seergate; name another "
+            "--out"
         )
     before, now = flatten(found), flatten(made_with)
     for name in {**now, **before}:
