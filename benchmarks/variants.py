@@ -50,14 +50,14 @@ def main() -> None:
     banks[-1].zero_grad()
     if losses(banks[-1:]) != [together] or not torch.equal(gradient(banks[-1]), last):
         sys.exit("gates that learn together do not get what they get alone: nothing is measured")
-    seconds: dict[int, list[float]] = {number: [] for number in options.variants}
+    seconds: dict[int, list[float]] = {number: [] for number in sorted({1, *options.variants})}
     for _ in range(options.rounds):
         for number, times in seconds.items():
             begun = time.process_time()
             losses(banks[:number])
             times.append(time.process_time() - begun)
-    one = min(seconds[options.variants[0]])
-    rows = [{"variants": n, "seconds": round(min(x), 3), "ratio": round(min(x) / one, 2)} for n, x in seconds.items()]
+    one = min(seconds[1])
+    rows = [{"variants": n, "seconds": round(min(x), 6), "ratio": round(min(x) / one, 2)} for n, x in seconds.items()]
     print(*rows, sep="\n")
     described = {key: value for key, value in vars(options).items() if key != "output"}
     name = f"variants-cpu-float32-{options.threads}t"

@@ -134,7 +134,9 @@ def run(mutation: Mutation, tests: list[str], copy: Path) -> None:
             done = subprocess.run(
                 [*command, *some], cwd=copy, env=environment, capture_output=True, text=True, timeout=1800, check=False
             )
-            if done.returncode not in (0, 5):
+            if done.returncode not in (0, 1, 2, 5):
+                raise RuntimeError(f"pytest could not run these tests:\n{done.stdout[-2000:]}{done.stderr[-2000:]}")
+            if done.returncode in (1, 2):
                 failed = [line for line in done.stdout.splitlines() if line.startswith(("FAILED", "ERROR"))]
                 mutation.caught_by = failed[0].split(" - ")[0] if failed else "no test could be collected"
                 break

@@ -7,11 +7,15 @@ import re
 import tomllib
 
 import pytest
+import torch
 import yaml
+from transformers import AutoTokenizer
 
 import seergate
 from seergate import GateBank, GateConfig, SeergateError
 from seergate.cli.main import main
+from seergate.eval import make_task
+from seergate.eval.engine import encode, prompt_text
 from seergate.gates import is_hub_id
 from seergate.gates.card import Source, usage
 from seergate.paths import shipped
@@ -19,6 +23,7 @@ from tests.models import tiny_model
 from tests.test_house import ROOT
 
 GATES = "checkpoints/tiny-reasoner/gates"
+MSA = "checkpoints/tiny-reasoner/gates-msa"
 
 
 @pytest.fixture
@@ -49,9 +54,20 @@ def test_a_directory_here_comes_before_a_shipped_one(elsewhere):
     assert GateBank.from_pretrained(GATES).geometry.hidden_size == own.geometry.hidden_size == 64
 
 
-def test_the_shipped_card_is_what_the_command_writes(elsewhere):
-    assert main(["export", GATES, str(elsewhere / "gates"), "--loaded-as", GATES]) == 0
-    assert (elsewhere / "gates" / "README.md").read_text() == (shipped(GATES) / "README.md").read_text()
+@pytest.mark.parametrize("gates", [GATES, MSA])
+def test_the_shipped_card_is_what_the_command_writes(gates, elsewhere):
+    name = gates.rpartition("/")[2]
+    assert main(["export", gates, str(elsewhere / name), "--loaded-as", gates]) == 0
+    assert (elsewhere / name / "README.md").read_text() == (shipped(gates) / "README.md").read_text()
+
+
+def test_gates_of_msa_answer_with_four_blocks():
+    model = seergate.load(MSA, token_budget=32)
+    tokenizer = AutoTokenizer.from_pretrained(model.name_or_path)
+    for problem in make_task("chain_sum", problems=2, variables=20).problems():
+        ids = torch.tensor([encode(tokenizer, prompt_text(tokenizer, problem))])
+        answer = tokenizer.decode(model.generate(ids, max_new_tokens=300)[0, ids.shape[1] :])
+        assert f"\\boxed{{{problem.gold}}}" in answer.replace(" ", ""), answer
 
 
 def test_shipped_gates_have_the_projects_licence(elsewhere, capsys):

@@ -84,7 +84,7 @@ def sweep(
     def gates(spec: MethodSpec) -> GateBank | None:
         return spec.bank(banks or {}, bank)
 
-    _check_distinct(specs, gates, out_dir)
+    _check_distinct(specs, gates)
     reference = reference_in(out_dir, model, tokenizer, task) if options.measure_recall else None
     results = {}
     several = loader is not None and (workers or ray_address)
@@ -109,28 +109,18 @@ def sweep(
     return results
 
 
-def _check_distinct(specs: list[MethodSpec], gates: Callable[[MethodSpec], GateBank | None], out_dir: Path) -> None:
+def _check_distinct(specs: list[MethodSpec], gates: Callable[[MethodSpec], GateBank | None]) -> None:
     """Refuse what is no method, and two settings that say the same in other words, as a default that is written out:
-    the second would take as long as the first, and no report could tell them apart. Runs in ``out_dir`` count.
+    the second would take as long as the first, and no report could tell them apart.
     """
-
-    def meaning(method: dict[str, Any], weights: str | None) -> str:
-        return f"{ {key: value for key, value in method.items() if key != 'nominal'} }, gates {weights}"
-
-    found = dict[str, str]()
-    for path in sorted(out_dir.glob(f"*/{store.SAMPLES}")):
-        config = store.read_config(path.parent)
-        weights = (config.get("gates") or {}).get("fingerprint")
-        found[meaning(config.get("method") or {}, weights)] = path.parent.name
-    before = set(found.values())
+    found: dict[str, MethodSpec] = {}
     for spec in specs:
         bank = gates(spec)
         weights = fingerprint(bank) if spec.has_gates and bank is not None else None
-        same = found.setdefault(meaning(spec.describe(bank), weights), spec.label)
-        if same != spec.label:
-            known = f", which {out_dir} has," if same in before else ""
+        same = found.setdefault(f"{spec.describe(bank)}, gates {weights}", spec)
+        if same is not spec:
             raise SeergateError(
-                f"the settings {same!r}{known} and {spec.label!r} mean the same, defaults included; give one of them"
+                f"the settings {same.label!r} and {spec.label!r} mean the same, defaults included; give one of them"
             )
 
 
