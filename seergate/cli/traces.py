@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import json
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -91,12 +90,9 @@ def run(options: argparse.Namespace) -> int:
     check_model(path, [method], [] if bank is None else [bank])
     tokenizer, limit = load_tokenizer(path), Limit(total_tokens=config.max_length)
     made = _rows(options.out)
-    model = load_model(path, options.dtype, options.device)
-    made_with = {
+    record: dict[str, Any] = {
         "model": config.model,
         "dtype": options.dtype,
-        "weights": fingerprint(model),
-        "rope": rope_of(model),
         "engine": engine,
         "gates": None if bank is None else {"source": gates, "weights": fingerprint(bank)},
         "method": spec.describe(bank),
@@ -106,7 +102,8 @@ def run(options: argparse.Namespace) -> int:
         "prompts": config.data,
         "revision": config.data_revision,
     }
-    record = _pin(options.out, bool(made), made_with, lambda: data_commit(config))
+    before = _made_with(options.out, record) if made else {}
+    record["commit"] = before["commit"] if made else data_commit(config)
     asked, unusable = questions(replace(config, data_revision=record["commit"] or config.data_revision))
     if any(row in asked and turns[:-1] != asked[row] for row, turns in made.items()):
         raise SeergateError(f"{options.out} has answers to other questions than {config.data} asks; name another file")
@@ -126,19 +123,22 @@ def run(options: argparse.Namespace) -> int:
         for what, count in (*unusable.items(), ("too long to be answered", len(prompts) - len(fitting)))
         if count
     ]
-    if not made:
-        if not requests:
-            raise SeergateError(
-                f"--prompts is {options.prompts!r}, in which nothing can be asked ({', '.join(notes) or 'no rows'}); "
-                "it must have rows with messages or a prompt, of fewer tokens than --max-length "
-                f"({config.max_length:,})"
-            )
-        _begin(options.out, record)
+    if not made and not requests:
+        raise SeergateError(
+            f"--prompts is {options.prompts!r}, in which nothing can be asked ({', '.join(notes) or 'no rows'}); it "
+            f"must have rows with messages or a prompt, of fewer tokens than --max-length ({config.max_length:,})"
+        )
     print(
         f"{len(requests):,} questions, {len(made):,} answered already" + "".join(f"; {n}" for n in notes), flush=True
     )
     cut = 0
     if requests:
+        model = load_model(path, options.dtype, options.device)
+        loaded = {"weights": fingerprint(model), "rope": rope_of(model)}
+        if made:
+            _made_with(options.out, loaded)
+        else:
+            _begin(options.out, record | loaded)
         chosen = Sampling.of_model(model) if options.temperature is None else Sampling(options.temperature)
         job = Job(spec, options.batch_size, requests[0].ids, config.max_length, limit, chosen)
         with options.out.open("a", encoding="utf-8") as file:
@@ -175,41 +175,34 @@ def _begin(path: Path, record: dict[str, Any]) -> None:
     write_text(_beside(path), yaml.safe_dump(record, sort_keys=False, allow_unicode=True))
 
 
-def _pin(path: Path, begun: bool, made_with: dict[str, Any], look_up: Callable[[], str | None]) -> dict[str, Any]:
-    """How rows are made, and from which commit of the prompts: as those that are there, or from the newest.
+def _made_with(path: Path, now: dict[str, Any]) -> dict[str, Any]:
+    """How the rows that are there were made.
 
     Args:
         path: the rows.
-        begun: whether there are any.
-        made_with: of plain YAML types.
-        look_up: finds the commit of the prompts, at which later calls stay.
-
-    Returns:
-        ``made_with`` and ``"commit"``, which is ``None`` if the prompts are not on the Hub.
+        now: how more are to be made, or a part of it; of plain YAML types.
 
     Raises:
-        SeergateError: if the rows that are there were made otherwise.
+        SeergateError: if ``now`` differs from it.
     """
     from seergate.distill.config import read_yaml
     from seergate.eval.store import flatten
 
-    if not begun:
-        return made_with | {"commit": look_up()}
     found = read_yaml(_beside(path))
-    unsaid = [name for name in made_with if name not in found]
+    unsaid = [name for name in (*now, "commit") if name not in found]
     if unsaid:
         raise SeergateError(
             f"{_beside(path)} does not say {', '.join(unsaid)}: it was written by an earlier seergate; name another "
             "--out"
         )
-    before, now = flatten(found), flatten(made_with)
-    for name in {**now, **before}:
-        if name != "commit" and before.get(name) != now.get(name):
+    before, after = flatten({name: found[name] for name in now}), flatten(now)
+    for name in {**after, **before}:
+        if before.get(name) != after.get(name):
             raise SeergateError(
-                f"{path} was made with {name}={before.get(name)!r} and this is {now.get(name)!r}; use the same, or "
+                f"{path} was made with {name}={before.get(name)!r} and this is {after.get(name)!r}; use the same, or "
                 "another --out"
             )
-    return made_with | {"commit": found.get("commit")}
+    return found
 
 
 def _rows(path: Path) -> dict[int, list[dict[str, str]]]:

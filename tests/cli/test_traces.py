@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import json
-from functools import partial
 from pathlib import Path
 
 import pytest
 
 from seergate import SeergateError
 from seergate.chain_sum import make_problems
-from seergate.cli.traces import _begin, _pin
+from seergate.cli.traces import _begin, _made_with
 from seergate.distill.sources import TRAINING_SEEDS
 from tests.eval import support
 from tests.running import run_seergate
@@ -98,7 +97,10 @@ def test_what_asks_nothing_is_counted_and_what_does_not_end_is_left_out(asked: l
         ([{"prompt": "which gives " * 99}], "(1 too long to be answered)"),
     ],
 )
-def test_prompts_of_which_none_can_be_asked_are_refused(tmp_path: Path, given: list[dict], why: str) -> None:
+def test_prompts_of_which_none_can_be_asked_are_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, given: list[dict], why: str
+) -> None:
+    monkeypatch.setattr("seergate.cli.models.load_model", lambda *_: pytest.fail("refused only after the model"))
     (tmp_path / "given.jsonl").write_text("".join(json.dumps(row) + "\n" for row in given))
     prompts, out = str(tmp_path / "given.jsonl"), tmp_path / "new" / "traces.jsonl"
     done = run_seergate("traces", "--prompts", prompts, "--out", str(out), "--max-length", "72")
@@ -106,17 +108,14 @@ def test_prompts_of_which_none_can_be_asked_are_refused(tmp_path: Path, given: l
     assert "of fewer tokens than --max-length (72)" in done.stderr and not out.parent.exists()
 
 
-def test_the_prompts_stay_at_the_commit_that_they_began_with(tmp_path: Path) -> None:
-    out, made_with = tmp_path / "traces.jsonl", {"prompts": "org/rows", "method": {"name": "dense"}}
-    commits = iter("ab")
-    begin = partial(_pin, out, made_with=made_with, look_up=lambda: next(commits))
-    _begin(out, begin(False))
-    assert [begin(True), begin(True)] == [made_with | {"commit": "a"}] * 2
+def test_how_rows_were_made_is_compared_in_parts(tmp_path: Path) -> None:
+    out, made_with = tmp_path / "traces.jsonl", {"prompts": "org/rows", "method": {"name": "dense"}, "commit": "a"}
+    _begin(out, made_with)
+    assert _made_with(out, {"prompts": "org/rows"}) == made_with
     with pytest.raises(SeergateError, match=r"made with method\.name='dense' and this is 'gate'"):
-        _pin(out, True, made_with | {"method": {"name": "gate"}}, lambda: None)
+        _made_with(out, {"method": {"name": "gate"}})
     with pytest.raises(SeergateError, match=r"traces.jsonl.yaml does not say rope: it was written by an earlier"):
-        _pin(out, True, made_with | {"rope": {"rope_theta": 1}}, lambda: None)
-    assert begin(False)["commit"] == "b"  # no row had been made
+        _made_with(out, {"rope": {"rope_theta": 1}})
 
 
 def test_rows_that_are_made_otherwise_are_not_mixed(
@@ -126,12 +125,19 @@ def test_rows_that_are_made_otherwise_are_not_mixed(
     command = ["traces", "--model", str(model), *asked, "--out", str(out), "--max-length", "72"]
     assert run_seergate(*command).returncode == 0
     turns = [{"role": "user", "content": "which gives"}, {"role": "assistant", "content": "a1"}]
-    out.write_text(json.dumps({"row": 1, "messages": turns}) + "\n")
-    assert run_seergate(*command).returncode == 0
-    monkeypatch.setattr("seergate.eval.vllm_engine.engine_version", lambda: "vllm 1")  # which is not installed
-    for change in ("dtype", "float16"), ("engine", "vllm"):
-        refused = run_seergate(*command, f"--{change[0]}", change[1])
-        assert refused.returncode == 2 and f"was made with {change[0]}=" in refused.stderr, refused.stderr
+    one_row = json.dumps({"row": 1, "messages": turns}) + "\n"
+    out.write_text(one_row)
+    with monkeypatch.context() as patch:
+        patch.setattr(
+            "seergate.distill.commits.data_commit", lambda _: pytest.fail("the prompts stay at their commit")
+        )
+        assert run_seergate(*command).returncode == 0
+        patch.setattr("seergate.eval.vllm_engine.engine_version", lambda: "vllm 1")  # which is not installed
+        patch.setattr("seergate.cli.models.load_model", lambda *_: pytest.fail("refused only after the model"))
+        for change in ("dtype", "float16"), ("engine", "vllm"):
+            refused = run_seergate(*command, f"--{change[0]}", change[1])
+            assert refused.returncode == 2 and f"was made with {change[0]}=" in refused.stderr, refused.stderr
+    out.write_text(one_row)
     other = support.model()
     other.config.rope_parameters["rope_theta"] *= 2
     other.save_pretrained(model)
