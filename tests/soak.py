@@ -1,7 +1,8 @@
 """Runs storms and long runs, and writes down when, where and how they ended: `make soak`.
 
-The record, benchmarks/results/soak.json, has one line per test: outcome, seconds, commit and date. It is written as
-tests end. `make soak` begins a new one; `python -m tests.soak -k NAME` runs a part again and replaces its lines.
+The record, benchmarks/results/soak.json, has one line per test: outcome, seconds, commit, date and processor. It is
+written as tests end. `make soak` begins a new one; `python -m tests.soak -k NAME` runs a part again and replaces its
+lines.
 """
 
 from __future__ import annotations
@@ -28,6 +29,7 @@ class Recorder:
     def __init__(self) -> None:
         self.machine = provenance(torch.device("cpu"))
         self.when = {"commit": self.machine.pop("commit"), "date": datetime.date.today().isoformat()}
+        self.when["device"] = self.machine.pop("device")  # a part may be run again on another one
         self.tests = json.loads(RECORD.read_text())["tests"] if RECORD.exists() else {}
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
