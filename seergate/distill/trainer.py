@@ -128,8 +128,7 @@ def prepare_run(config: TrainConfig) -> DataReport:
     alone = World(rank=0, size=1, local_rank=0, device=torch.device("cpu"))
     run = _Run("", config, locate_model(config).model, alone, (), talks=False)
     run.check()
-    if config.resume:
-        run.check_checkpoint()
+    run.check_checkpoint()
     run.gather()
     download_weights(run.model_path, run.config.revision)
     return run.data.report
@@ -182,6 +181,8 @@ def run_together(runs: Mapping[str, tuple[TrainConfig, Iterable[Callback]]]) -> 
                     config = replace(config, shard_base=False)
                 members.append(_Run(name, config, located.model, world, callbacks, talks=not members))
                 members[-1].begin()
+            for run in members:
+                run.gather()
             divided = world.from_main(lambda: any(run.divides() for run in members))  # where one needs it, all do
             base = None
             for run in members:
@@ -349,7 +350,6 @@ class _Run:
     def prepare(self, base: PreTrainedModel | None, divided: bool, headless: bool) -> PreTrainedModel:
         """All else that comes before the first step; returns the frozen model, which is loaded if it is not given."""
         self.divided = divided
-        self.gather()
         config, world = self.config, self.world
         with world.together():
             if world.is_main:
@@ -428,8 +428,6 @@ class _Run:
         with self.world.together():
             if self.world.is_main:
                 clear_drafts(root)
-                if not self.config.resume:
-                    remove_checkpoints(root)
         newest = newest_checkpoint(root)
         self.world.must_agree(
             str(newest and newest.name),
@@ -439,8 +437,8 @@ class _Run:
             self.check_checkpoint()
 
     def check_checkpoint(self) -> None:
-        """Refuse a run that contradicts the newest checkpoint of its directory."""
-        if newest := newest_checkpoint(self.dir / "checkpoints"):
+        """Refuse a run that contradicts the newest checkpoint of its directory, which it would continue."""
+        if self.config.resume and (newest := newest_checkpoint(self.dir / "checkpoints")):
             found = read_record(newest)["run"]
             # Whether the data changed is only known once it is prepared; `_resume` compares that too.
             check_same_run(newest, found, {**self._shaping(), "data_fingerprint": found.get("data_fingerprint")})
@@ -451,7 +449,13 @@ class _Run:
         return {**self.config.result_shaping(), **scale, "model_fingerprint": self.model.fingerprint}
 
     def _resume(self) -> int:
-        newest = newest_checkpoint(self.dir / "checkpoints")
+        root = self.dir / "checkpoints"
+        if not self.config.resume:  # only now that all is read and loaded, so that a refused run loses nothing
+            with self.world.together():
+                if self.world.is_main:
+                    remove_checkpoints(root)
+            return 0
+        newest = newest_checkpoint(root)
         if newest is None:
             return 0
         with self.world.together():

@@ -247,12 +247,17 @@ def test_a_finished_run_only_writes_its_adapter_again(config: TrainConfig) -> No
     assert_identical(weights(out), before)
 
 
-def test_a_checkpoint_of_another_run_is_refused_before_long_work(config: TrainConfig) -> None:
+def test_a_checkpoint_of_another_run_is_refused_before_long_work(config: TrainConfig, tmp_path: Path) -> None:
     run_distillation(config)
     with pytest.raises(SeergateError, match=r"learning_rate=0\.01 and this run has 0\.02.*--no-resume"):
         run_distillation(replace(config, learning_rate=2e-2))
     with pytest.raises(SeergateError, match="data_limit=80"):
         run_distillation(replace(config, data_limit=70))
+    empty = tmp_path / "rows.jsonl"
+    empty.write_text('{"text": "short"}\n')
+    with pytest.raises(SeergateError, match="rows.jsonl"):
+        run_distillation(replace(config, data=str(empty), resume=False))
+    assert (config.run_dir / "checkpoints/step-00000008").exists(), "nothing is lost"
     heard = Recorder()
     run_distillation(replace(config, learning_rate=2e-2, max_steps=2, resume=False), [heard])
     assert [s.step for s in heard.steps] == [1, 2]
