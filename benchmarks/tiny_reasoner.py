@@ -1,4 +1,4 @@
-"""Free-running answers of the tiny reasoner with its shipped gates: the results in README.md.
+"""Free-running answers of the tiny reasoner with its gates: the results in docs/methods.md.
 
     python benchmarks/tiny_reasoner.py
 
@@ -35,13 +35,14 @@ def measure(
     part: str, variables: int, problems: int, methods: list[str], budgets: list[int], options: argparse.Namespace
 ) -> list[dict[str, Any]]:
     """One size of problems under some methods."""
-    bank = load_gates(gates_for(TINY, None) or "")
-    path = model_path(TINY)
+    bank = load_gates(gates_for(options.model, None) or "")
+    path = model_path(options.model)
     model, tokenizer = load_model(path), load_tokenizer(path)
     task = make_task("chain_sum", problems=problems, variables=variables)
     specs = grid(methods, budgets, bank.config.block_size)
     out = options.runs / f"{part}-{variables}"
-    sweep(model, tokenizer, task, specs, out, RunOptions(batch_size=options.batch_size, model_name=TINY), bank=bank)
+    how = RunOptions(batch_size=options.batch_size, model_name=options.model)
+    sweep(model, tokenizer, task, specs, out, how, bank=bank)
     (found,) = load_sweeps(out)
     rows = [{"part": part, "variables": variables, **row} for row in rows_of(found)]
     for row in rows:
@@ -52,6 +53,8 @@ def measure(
 def main() -> None:
     """Parse the command line, measure, print, save."""
     parser = arguments(__doc__)
+    parser.add_argument("--model", default=TINY, help="another one of its kind, with gates/ in its directory")
+    parser.add_argument("--name", default="tiny_reasoner", help="of the file of results")
     parser.add_argument(
         "--lengths", type=int, nargs="*", default=[5, 10, 20, 40, 60, 75], help="variables, dense only"
     )
@@ -73,8 +76,8 @@ def main() -> None:
         size, problems, budgets = (getattr(options, name) for name in (part, f"{part}_problems", f"{part}_budgets"))
         if budgets:
             rows += measure(part, size, problems, METHODS, budgets, options)
-    described = {key: value for key, value in vars(options).items() if key not in ("output", "runs")}
-    print("saved to", save("tiny_reasoner", torch.device("cpu"), described, rows, options.output))
+    described = {key: value for key, value in vars(options).items() if key not in ("output", "runs", "name")}
+    print("saved to", save(options.name, torch.device("cpu"), described, rows, options.output))
 
 
 if __name__ == "__main__":
