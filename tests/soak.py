@@ -1,8 +1,8 @@
 """Runs storms and long runs, and writes down when, where and how they ended: `make soak`.
 
-The record, benchmarks/results/soak.json, has one line per test: outcome, seconds, commit, date and processor. It is
-written as tests end. `make soak` begins a new one; `python -m tests.soak -k NAME` runs a part again and replaces its
-lines.
+The record, benchmarks/results/soak.json, says of each test its outcome, seconds and run; of each run date, commit,
+machine and versions. It is written as tests end. `make soak` begins a new one; `python -m tests.soak -k NAME` runs a
+part again and replaces its lines.
 """
 
 from __future__ import annotations
@@ -27,17 +27,20 @@ class Recorder:
     """A pytest plugin that keeps the record up to date."""
 
     def __init__(self) -> None:
-        self.machine = provenance(torch.device("cpu"))
-        self.when = {"commit": self.machine.pop("commit"), "date": datetime.date.today().isoformat()}
-        self.when["device"] = self.machine.pop("device")  # a part may be run again on another one
-        self.tests = json.loads(RECORD.read_text())["tests"] if RECORD.exists() else {}
+        found = json.loads(RECORD.read_text()) if RECORD.exists() else {"runs": {}, "tests": {}}
+        self.runs, self.tests = found["runs"], found["tests"]
+        machine = provenance(torch.device("cpu"))
+        self.run = f"{datetime.date.today()} {machine.pop('commit')}"
+        self.runs[self.run] = machine
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
         """One phase of one test has ended."""
         if report.when == "call" or report.outcome != "passed":
-            self.tests[report.nodeid] = {"outcome": report.outcome, "seconds": round(report.duration, 1), **self.when}
-            lines = ",\n".join(f"  {json.dumps(name)}: {json.dumps(self.tests[name])}" for name in sorted(self.tests))
-            RECORD.write_text(f'{{\n "machine": {json.dumps(self.machine)},\n "tests": {{\n{lines}\n }}\n}}\n')
+            line = {"outcome": report.outcome, "seconds": round(report.duration, 1), "run": self.run}
+            self.tests[report.nodeid] = line
+            used = {line["run"] for line in self.tests.values()}
+            record = {"runs": {run: facts for run, facts in self.runs.items() if run in used}, "tests": self.tests}
+            RECORD.write_text(json.dumps(record, indent=1, sort_keys=True) + "\n")
 
 
 if __name__ == "__main__":

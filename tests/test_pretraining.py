@@ -1,4 +1,4 @@
-"""The scripts that made the models which ship."""
+"""The scripts that pretrain models like those that ship."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from tests.running import ROOT, run_script
 
 
 def test_a_lookup_finds_the_token_that_is_said_next(monkeypatch: pytest.MonkeyPatch) -> None:
-    """But for digits that are given, which are said three tokens after they were looked up."""
+    """But for digits that are given, which are said three tokens later."""
     monkeypatch.syspath_prepend(ROOT / "train/tiny_reasoner")
     from regularizers import Places
     from tokenizer import build_tokenizer

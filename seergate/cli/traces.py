@@ -28,6 +28,9 @@ HELP = (
 
 _BEGINNING = '{"row": '
 
+LOADED = ("weights", "rope")
+"""What is known of the model only when it is loaded."""
+
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the options."""
@@ -102,8 +105,7 @@ def run(options: argparse.Namespace) -> int:
         "prompts": config.data,
         "revision": config.data_revision,
     }
-    before = _made_with(options.out, record) if made else {}
-    record["commit"] = before["commit"] if made else data_commit(config)
+    record["commit"] = _made_with(options.out, record, unknown=LOADED) if made else data_commit(config)
     asked, unusable = questions(replace(config, data_revision=record["commit"] or config.data_revision))
     if any(row in asked and turns[:-1] != asked[row] for row, turns in made.items()):
         raise SeergateError(f"{options.out} has answers to other questions than {config.data} asks; name another file")
@@ -131,14 +133,14 @@ def run(options: argparse.Namespace) -> int:
     print(
         f"{len(requests):,} questions, {len(made):,} answered already" + "".join(f"; {n}" for n in notes), flush=True
     )
+    model = load_model(path, options.dtype, options.device)
+    record |= {"weights": fingerprint(model), "rope": rope_of(model)}
+    if made:
+        _made_with(options.out, record)
+    else:
+        _begin(options.out, record)
     cut = 0
     if requests:
-        model = load_model(path, options.dtype, options.device)
-        loaded = {"weights": fingerprint(model), "rope": rope_of(model)}
-        if made:
-            _made_with(options.out, loaded)
-        else:
-            _begin(options.out, record | loaded)
         chosen = Sampling.of_model(model) if options.temperature is None else Sampling(options.temperature)
         job = Job(spec, options.batch_size, requests[0].ids, config.max_length, limit, chosen)
         with options.out.open("a", encoding="utf-8") as file:
@@ -175,34 +177,41 @@ def _begin(path: Path, record: dict[str, Any]) -> None:
     write_text(_beside(path), yaml.safe_dump(record, sort_keys=False, allow_unicode=True))
 
 
-def _made_with(path: Path, now: dict[str, Any]) -> dict[str, Any]:
-    """How the rows that are there were made.
+def _made_with(path: Path, now: dict[str, Any], unknown: tuple[str, ...] = ()) -> str | None:
+    """Compare how rows that are there were made with how more are to be made.
 
     Args:
         path: the rows.
-        now: how more are to be made, or a part of it; of plain YAML types.
+        now: how more are to be made, of plain YAML types.
+        unknown: what cannot be compared yet.
+
+    Returns:
+        The commit of the prompts, at which later calls stay; ``None`` if they are not on the Hub.
 
     Raises:
-        SeergateError: if ``now`` differs from it.
+        SeergateError: if they were made otherwise.
     """
     from seergate.distill.config import read_yaml
     from seergate.eval.store import flatten
 
     found = read_yaml(_beside(path))
-    unsaid = [name for name in (*now, "commit") if name not in found]
+    unsaid = [name for name in (*now, *unknown, "commit") if name not in found]
     if unsaid:
         raise SeergateError(
             f"{_beside(path)} does not say {', '.join(unsaid)}: it was written by an earlier seergate; name another "
             "--out"
         )
-    before, after = flatten({name: found[name] for name in now}), flatten(now)
+    before, after = (
+        flatten({name: value for name, value in facts.items() if name not in ("commit", *unknown)})
+        for facts in (found, now)
+    )
     for name in {**after, **before}:
         if before.get(name) != after.get(name):
             raise SeergateError(
                 f"{path} was made with {name}={before.get(name)!r} and this is {after.get(name)!r}; use the same, or "
                 "another --out"
             )
-    return found
+    return found["commit"]
 
 
 def _rows(path: Path) -> dict[int, list[dict[str, str]]]:

@@ -428,7 +428,7 @@ class _Run:
         with self.world.together():
             if self.world.is_main:
                 clear_drafts(root)
-        newest = newest_checkpoint(root)
+        newest = newest_checkpoint(root) if self.config.resume else None
         self.world.must_agree(
             str(newest and newest.name),
             f"the processes see different checkpoints in {root}; output_dir must be on a file system that all share",
@@ -450,11 +450,9 @@ class _Run:
 
     def _resume(self) -> int:
         root = self.dir / "checkpoints"
-        if not self.config.resume:  # only now that all is read and loaded, so that a refused run loses nothing
-            with self.world.together():
-                if self.world.is_main:
-                    remove_checkpoints(root)
-            return 0
+        with self.world.together():
+            if self.world.is_main and not self.config.resume:
+                remove_checkpoints(root)  # only now: had this run been refused, they would still be of use
         newest = newest_checkpoint(root)
         if newest is None:
             return 0

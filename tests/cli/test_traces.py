@@ -108,14 +108,18 @@ def test_prompts_of_which_none_can_be_asked_are_refused(
     assert "of fewer tokens than --max-length (72)" in done.stderr and not out.parent.exists()
 
 
-def test_how_rows_were_made_is_compared_in_parts(tmp_path: Path) -> None:
-    out, made_with = tmp_path / "traces.jsonl", {"prompts": "org/rows", "method": {"name": "dense"}, "commit": "a"}
-    _begin(out, made_with)
-    assert _made_with(out, {"prompts": "org/rows"}) == made_with
+def test_how_rows_were_made_is_compared_in_two_steps(tmp_path: Path) -> None:
+    out, early = tmp_path / "traces.jsonl", {"prompts": "org/rows", "method": {"name": "dense"}}
+    _begin(out, early | {"weights": "w", "commit": "a"})
+    assert _made_with(out, early, unknown=("weights",)) == "a" == _made_with(out, early | {"weights": "w"})
+    with pytest.raises(SeergateError, match=r"made with weights='w' and this is 'v'"):
+        _made_with(out, early | {"weights": "v"})
     with pytest.raises(SeergateError, match=r"made with method\.name='dense' and this is 'gate'"):
-        _made_with(out, {"method": {"name": "gate"}})
+        _made_with(out, early | {"method": {"name": "gate"}}, unknown=("weights",))
+    with pytest.raises(SeergateError, match=r"made with prompts='org/rows' and this is None"):
+        _made_with(out, {"method": {"name": "dense"}}, unknown=("weights",))
     with pytest.raises(SeergateError, match=r"traces.jsonl.yaml does not say rope: it was written by an earlier"):
-        _made_with(out, {"rope": {"rope_theta": 1}})
+        _made_with(out, early, unknown=("weights", "rope"))
 
 
 def test_rows_that_are_made_otherwise_are_not_mixed(
@@ -125,8 +129,7 @@ def test_rows_that_are_made_otherwise_are_not_mixed(
     command = ["traces", "--model", str(model), *asked, "--out", str(out), "--max-length", "72"]
     assert run_seergate(*command).returncode == 0
     turns = [{"role": "user", "content": "which gives"}, {"role": "assistant", "content": "a1"}]
-    one_row = json.dumps({"row": 1, "messages": turns}) + "\n"
-    out.write_text(one_row)
+    out.write_text(json.dumps({"row": 1, "messages": turns}) + "\n")
     with monkeypatch.context() as patch:
         patch.setattr(
             "seergate.distill.commits.data_commit", lambda _: pytest.fail("the prompts stay at their commit")
@@ -137,7 +140,6 @@ def test_rows_that_are_made_otherwise_are_not_mixed(
         for change in ("dtype", "float16"), ("engine", "vllm"):
             refused = run_seergate(*command, f"--{change[0]}", change[1])
             assert refused.returncode == 2 and f"was made with {change[0]}=" in refused.stderr, refused.stderr
-    out.write_text(one_row)
     other = support.model()
     other.config.rope_parameters["rope_theta"] *= 2
     other.save_pretrained(model)

@@ -247,7 +247,9 @@ def test_a_finished_run_only_writes_its_adapter_again(config: TrainConfig) -> No
     assert_identical(weights(out), before)
 
 
-def test_a_checkpoint_of_another_run_is_refused_before_long_work(config: TrainConfig, tmp_path: Path) -> None:
+def test_a_checkpoint_of_another_run_is_refused_before_long_work(
+    config: TrainConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     run_distillation(config)
     with pytest.raises(SeergateError, match=r"learning_rate=0\.01 and this run has 0\.02.*--no-resume"):
         run_distillation(replace(config, learning_rate=2e-2))
@@ -257,6 +259,17 @@ def test_a_checkpoint_of_another_run_is_refused_before_long_work(config: TrainCo
     empty.write_text('{"text": "short"}\n')
     with pytest.raises(SeergateError, match="rows.jsonl"):
         run_distillation(replace(config, data=str(empty), resume=False))
+    with monkeypatch.context() as patch:
+
+        def fail(*_: object) -> None:
+            raise SeergateError("no memory")
+
+        patch.setattr("seergate.distill.trainer.load_frozen", fail)
+        with pytest.raises(SeergateError, match="no memory"):
+            run_distillation(replace(config, resume=False))
+        with pytest.raises(SeergateError, match="rows.jsonl"):
+            both = {"first": config, "other": replace(config, data=str(empty), output_dir=str(tmp_path / "other"))}
+            trainer.run_together({name: (run, []) for name, run in both.items()})
     assert (config.run_dir / "checkpoints/step-00000008").exists(), "nothing is lost"
     heard = Recorder()
     run_distillation(replace(config, learning_rate=2e-2, max_steps=2, resume=False), [heard])

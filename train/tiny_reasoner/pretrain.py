@@ -6,7 +6,7 @@ A stock `Qwen3ForCausalLM` of 1.4 million parameters learns to reason in 2k-toke
 variables is drawn from the whole range up to a cap, and the cap grows by 1.3 whenever the accuracy on the longest
 problems passes 90 %. Muon trains the matrices of the layers, AdamW the rest. The learning rate is held, then decays to
 zero over the last 60 % of the time; the last 20 % run in full precision, which is what brings the last tenth of a
-percent.
+percent. PyTorch 2.9 or newer has Muon.
 """
 
 from __future__ import annotations
@@ -131,7 +131,7 @@ def main() -> None:
     decisions[tokenizer.convert_tokens_to_ids([f"a{n}:" for n in range(NAMES)])] = True
     places = Places(tokenizer)
     spread, focus = KeySpread(model, places), AttentionFocus(model, places)
-    cap = START_CAP
+    cap = min(START_CAP, float(args.variables))
     recent: deque[float] = deque(maxlen=12)  # token accuracy on problems near the cap
     exact: deque[float] = deque(maxlen=60)  # share of whole solutions right, same problems
     history = []

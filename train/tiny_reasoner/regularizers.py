@@ -1,7 +1,7 @@
-"""What large models have and so small a one does not get by itself, rewarded in its pretraining.
+"""Two properties of large models that so small a one does not get by itself, and look-ups: what pretraining rewards.
 
-Gates, and all that selects blocks, rely on two properties: names keep apart when the keys of a block are pooled, and
-a decision rests on few tokens. The third reward, for look-ups that find what they look for, makes training short.
+Gates, and all that selects blocks, rely on both: names keep apart when the keys of a block are pooled, and a decision
+rests on few tokens. The third reward, for look-ups that find what they look for, makes training short.
 
 Shape suffixes: B batch, S tokens, H query heads, K KV heads, D head dimension, N keys (or names, after averaging).
 """
@@ -40,13 +40,14 @@ class Places:
         ids_BS: the batch, set by `watch`.
     """
 
+    ids_BS: Tensor
+
     def __init__(self, tokenizer: PreTrainedTokenizerFast) -> None:
         self.role_ids = [tokenizer.convert_tokens_to_ids([role.format(n) for n in range(NAMES)]) for role in ROLES]
         self.number_of = torch.full((len(ROLES), len(tokenizer)), -1)
         for row, ids in zip(self.number_of, self.role_ids, strict=True):
             row[ids] = torch.arange(NAMES)
         self.plus, self.next, self.think = tokenizer.convert_tokens_to_ids(["plus", "next", "<think>"])
-        self.watch(torch.empty(0, 0, dtype=torch.long))
 
     def watch(self, ids_BS: Tensor) -> None:
         """Say which tokens the next forward will see."""
@@ -161,7 +162,7 @@ class AttentionFocus:
         misses, self.misses = self.misses, []
         return torch.stack(misses).mean()
 
-    def _look(self, query_BHSD: Tensor, key_BSD: Tensor, scaling: float) -> None:
+    def _measure_misses(self, query_BHSD: Tensor, key_BSD: Tensor, scaling: float) -> None:
         """The query heads of one KV head: how much of their attention misses what is looked up."""
         positions = torch.arange(key_BSD.shape[1])
         for row, asks, answers in self.places.lookups():
@@ -188,7 +189,7 @@ class AttentionFocus:
         key_BHSD, value_BHSD = key_BKSD.repeat_interleave(group, 1), value_BKSD.repeat_interleave(group, 1)
         if module.layer_idx == LOOKUP_LAYER:
             with torch.autocast("cpu", enabled=False):
-                self._look(query_BHSD[:, :group], key_BKSD[:, 0], scaling)
+                self._measure_misses(query_BHSD[:, :group], key_BKSD[:, 0], scaling)
         rows = torch.randint(length, (min(self.ROWS, length),))
         scores = (query_BHSD[:, :, rows] @ key_BHSD.transpose(-1, -2)).float() * scaling
         logs = scores.masked_fill(torch.arange(length) > rows[:, None], -1e9).log_softmax(-1)
