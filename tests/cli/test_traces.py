@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -10,6 +11,8 @@ import pytest
 from seergate import SeergateError
 from seergate.chain_sum import make_problems
 from seergate.cli.traces import _begin, _made_with
+from seergate.distill import TrainConfig
+from seergate.distill.data import questions
 from seergate.distill.sources import TRAINING_SEEDS
 from tests.eval import support
 from tests.running import run_seergate
@@ -120,6 +123,26 @@ def test_how_rows_were_made_is_compared_in_two_steps(tmp_path: Path) -> None:
         _made_with(out, {"method": {"name": "dense"}}, unknown=("weights",))
     with pytest.raises(SeergateError, match=r"traces.jsonl.yaml does not say rope: it was written by an earlier"):
         _made_with(out, early, unknown=("weights", "rope"))
+
+
+def test_the_prompts_stay_at_the_commit_that_they_began_with(
+    asked: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model, out, commits, seen = support.save(tmp_path / "model"), tmp_path / "traces.jsonl", iter("ab"), []
+
+    def read(config: TrainConfig) -> object:  # a file has no commits: it is asked for one, and read without
+        seen.append(config.data_revision)
+        return questions(replace(config, data_revision=None))
+
+    monkeypatch.setattr("seergate.distill.commits.data_commit", lambda _: next(commits))
+    monkeypatch.setattr("seergate.distill.data.questions", read)
+    command = ["traces", "--model", str(model), *asked, "--out", str(out), "--max-length", "72"]
+    turns = [{"role": "user", "content": "which gives"}, {"role": "assistant", "content": "a1"}]
+    row = json.dumps({"row": 1, "messages": turns}) + "\n"
+    for left in (row, row, "", ""):  # of what the call made; nothing: no row has been made
+        assert run_seergate(*command).returncode == 0
+        out.write_text(left)
+    assert seen == ["a", "a", "a", "b"]
 
 
 def test_rows_that_are_made_otherwise_are_not_mixed(
