@@ -13,11 +13,10 @@ from typing import Any
 
 from common import RESULTS
 
-from seergate.methods import EvictingMethod, method_class
 from seergate.report.byte_plots import bytes_plot
+from seergate.report.forced import forced_plot
 from seergate.report.load import Setting, Sweep
-from seergate.report.plots import LEGEND, WIDTH, accuracy_plot, pyplot, save
-from seergate.report.styles import line_style, style
+from seergate.report.plots import accuracy_plot
 
 PICTURES = Path(__file__).resolve().parent.parent / "docs" / "images"
 
@@ -36,31 +35,6 @@ def setting_of(row: dict[str, Any], options: dict[str, Any]) -> Setting:
     )
 
 
-def text_plot(rows: list[dict[str, Any]], path: Path) -> None:
-    """KL from dense attention against bytes read, of methods that keep everything and of those that keep a part."""
-    lines: dict[str, list[tuple[float, float]]] = {}
-    for row in rows:
-        if row["part"] == "budget":
-            lines.setdefault(row["method"], []).append((row["bytes_read_per_step"], row["kl"]))
-    ((dense, _),) = lines.pop("dense")
-    figure, axes = pyplot().subplots(2, 1, figsize=(WIDTH, 8.4), sharex=True, sharey=True, layout="constrained")
-    evicting = {name for name in lines if issubclass(method_class(name), EvictingMethod)}
-    for axis, names in zip(axes, (lines.keys() - evicting, evicting | {"gate"}), strict=True):
-        drawn = [name for name in lines if name in names]
-        for name in drawn:
-            read, kl = zip(*lines[name], strict=True)
-            shares = [100 * each / dense for each in read]
-            axis.plot(shares, kl, label=name, linestyle=line_style(name, drawn), **style(name))
-        axis.set(xscale="log", yscale="log", ylabel="KL from dense attention (nats per token)")
-        axis.xaxis.set_major_formatter(lambda value, _: f"{value:g}")
-        axis.grid(color="#DDDDDD", linewidth=0.8)
-        axis.spines[["top", "right"]].set_visible(False)
-        axis.legend(**LEGEND)
-    axes[1].set_xlabel("bytes read per step, % of dense attention's (log scale)")
-    figure.suptitle("Next-token distributions on held-out modules: above, methods that keep everything; below, a part")
-    save(figure, path)
-
-
 def main() -> None:
     """Read, draw."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
@@ -72,7 +46,7 @@ def main() -> None:
     for draw, of, name in (
         (accuracy_plot, found, "methods-accuracy"),
         (bytes_plot, found, "methods-bytes"),
-        (text_plot, text, "methods-text"),
+        (forced_plot, text, "methods-text"),
     ):
         path = folder / f"{name}.png"
         draw(of, path)

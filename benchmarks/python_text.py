@@ -22,35 +22,24 @@ from __future__ import annotations
 
 import itertools
 import os
-import runpy
 import tempfile
-import warnings
-from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import torch
 from common import arguments, save
-from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from seergate.chain_sum import make_problems
 from seergate.cli.models import load_gates, load_model, model_path
-from seergate.eval.costs import RowStats
-from seergate.eval.engine import Batch
-from seergate.eval.matching import FAR, distinct, knob_of, nearest, turned
-from seergate.eval.proxies import compare
+from seergate.eval.forced import SETTLING, Forced, pieces
 from seergate.eval.recurrence import query_centres
-from seergate.eval.settings import MethodSpec, grid
-from seergate.eval.stats import mean_and_error, t95
-from seergate.hf.attach import attached
-from seergate.hf.bank import GateBank
+from seergate.eval.settings import grid
 from seergate.hf.loading import load_tokenizer
-from seergate.methods import LongPromptWarning
+from seergate.python_text import modules
 
 TEXT, TINY = "checkpoints/python-text", "checkpoints/tiny-reasoner"
-CORPUS = Path(__file__).resolve().parent.parent / "train" / "python_text" / "corpus.py"
 METHODS = (
     *("dense", "kv4bit:residual=32", "oracle", "gate", "quest", "resa:block_size=8", "random"),
     *("streaming_llm:interval=16", "h2o:interval=16", "tova:interval=16", "snapkv:window=16:interval=16"),
@@ -64,104 +53,6 @@ SINKS, WINDOW = 4, 16
 PLACES = ("first_and_newest", "attended_before", "most_attended", "look_ups")
 CALIBRATED_ON = 16
 """One module in so many of the training split is what TriAttention's centres are measured on."""
-
-
-def pieces(tokenizer: PreTrainedTokenizerBase, texts: list[str], length: int) -> Tensor:
-    """``[N, length]``: the middle of every text that is long enough."""
-    encoded = [tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"] for text in texts]
-    starts = [(ids, (len(ids) - length) // 2) for ids in encoded if len(ids) >= length]
-    return torch.tensor([ids[start : start + length] for ids, start in starts])
-
-
-class Measure:
-    """What a setting is compared by, on the same pieces for all settings; each is measured once.
-
-    Args:
-        model: in eval mode, nothing attached.
-        bank: its gates.
-        ids: ``[N, S]``, one piece per module.
-        prompt: how many tokens of each are read at once.
-    """
-
-    def __init__(self, model: PreTrainedModel, bank: GateBank, ids: Tensor, prompt: int) -> None:
-        self.model, self.bank, self.ids, self.prompt = model, bank, ids, prompt
-        with torch.inference_mode():
-            each = [model(input_ids=row[None, :-1], use_cache=False).logits[0, prompt + WINDOW :] for row in ids]
-        self.dense, self.known = torch.stack(each), dict[str, Any]()
-        self.steps = self.dense.shape[1]
-
-    @torch.inference_mode()
-    def __call__(self, spec: MethodSpec) -> tuple[Tensor, dict[str, float]]:
-        """``[N, 4]``, means over each piece of what `compare` sums; and bytes, means over pieces and steps."""
-        key = repr(spec)
-        if key not in self.known:
-            with warnings.catch_warnings(), attached(self.model, spec.method(self.bank)) as handle:
-                warnings.simplefilter("ignore", LongPromptWarning)  # that budgets bind the prompt is meant
-                batch = Batch(self.model)
-                batch.add(self.ids[:, : self.prompt].tolist())
-                settling, scored = self.ids[:, self.prompt : -1].T.split((WINDOW, self.steps))
-                for tokens in settling.tolist():
-                    batch.step(tokens)
-                stats = handle.count_with(RowStats)
-                stats.add_rows(len(self.ids))
-                logits = torch.stack([batch.step(tokens) for tokens in scored.tolist()], dim=1)
-                rows = [stats.of(row) for row in range(len(self.ids))]
-            pairs = zip(self.dense, logits, self.ids[:, -self.steps :], strict=True)
-            sums = torch.stack([compare(*pair) for pair in pairs])
-            names = ("bytes_read_per_step", "own_bytes_mean")
-            found = {name: sum(row[name] for row in rows) / len(rows) for name in names}
-            self.known[key] = sums / self.steps, found
-        return self.known[key]
-
-    def bytes_read(self, spec: MethodSpec) -> float:
-        """Per step, mean over pieces."""
-        return self(spec)[1]["bytes_read_per_step"]
-
-
-def row_of(measure: Measure, spec: MethodSpec, gate: MethodSpec | None) -> dict[str, Any]:
-    """The figures of a setting, and its difference from the gate's if one is given."""
-    scores, found = measure(spec)
-    kl, loss, _, agreement = (mean_and_error(values) for values in scores.T.tolist())
-    row = {
-        "method": spec.name,
-        "budget": spec.token_budget,
-        "kl": kl.mean,
-        "kl_se": kl.se,
-        "perplexity": float(torch.tensor(loss.mean).exp()),
-        "agreement": agreement.mean,
-        "agreement_se": agreement.se,
-        **found,
-    }
-    if gate is not None and spec != gate:
-        apart = mean_and_error((scores[:, 0] - measure(gate)[0][:, 0]).tolist())
-        half = t95(apart.n - 1) * apart.se
-        row |= {"kl_minus_gate": apart.mean, "kl_minus_gate_95": [apart.mean - half, apart.mean + half]}
-    return row
-
-
-def at_budgets(measure: Measure, specs: list[MethodSpec]) -> Iterator[dict[str, Any]]:
-    """Part one."""
-    gates = {spec.token_budget: spec for spec in specs if spec.name == "gate"}
-    for spec in specs:
-        yield {"part": "budget", **row_of(measure, spec, gates.get(spec.token_budget))}
-
-
-def at_bytes(measure: Measure, specs: list[MethodSpec], shares: list[float]) -> Iterator[dict[str, Any]]:
-    """Part two: every method with a token budget under which it reads so much, among those of part one and between."""
-    (dense,) = (spec for spec in specs if spec.name == "dense")
-    budgets = sorted({spec.token_budget for spec in specs if spec.token_budget})
-    values = range(budgets[0], budgets[-1] + 1, measure.bank.config.block_size)
-    free = sorted((spec for spec in distinct(specs) if knob_of(spec)), key=lambda spec: spec.name != "gate")
-    for share in shares:
-        target, gate = share * measure.bytes_read(dense), None
-        for spec in free:
-            value = nearest(
-                values, lambda value, spec=spec: measure.bytes_read(turned(spec, "token_budget", value)), target
-            )
-            found = turned(spec, "token_budget", value)
-            if abs(measure.bytes_read(found) - target) <= FAR * target:
-                gate = found if spec.name == "gate" else gate
-                yield {"part": "bytes", "share": share, **row_of(measure, found, gate)}
 
 
 @torch.inference_mode()
@@ -221,11 +112,10 @@ def main() -> None:
     )
     options = parser.parse_args()
     torch.set_num_threads(options.threads)
-    path, modules = model_path(TEXT), runpy.run_path(str(CORPUS))["modules"]
+    path = model_path(TEXT)
     model, tokenizer, bank = load_model(path, "float32"), load_tokenizer(path), load_gates(f"{TEXT}/gates")
-    length = options.prompt + WINDOW + options.steps + 1
-    ids = pieces(tokenizer, list(modules(held_out=True).values()), length)
-    ids = ids[torch.linspace(0, len(ids) - 1, min(options.modules, len(ids))).long()]
+    length = options.prompt + SETTLING + options.steps + 1
+    ids = pieces(tokenizer, list(modules(held_out=True).values()), length, options.modules)
     others = pieces(tokenizer, list(modules(held_out=False).values())[::CALIBRATED_ON], options.prompt)
     rows = []
 
@@ -240,8 +130,9 @@ def main() -> None:
             replace(spec, calibrated={"centres": str(centres)}) if spec.uncalibrated else spec
             for spec in grid(list(METHODS), options.budgets, bank.config.block_size)
         ]
-        measure = Measure(model, bank, ids, options.prompt)
-        for row in itertools.chain(at_budgets(measure, specs), at_bytes(measure, specs, options.shares)):
+        forced = Forced(model, {"gate": bank}, ids, options.prompt)
+        equal = (forced.at_bytes(specs, share, bank.config.block_size) for share in options.shares)
+        for row in itertools.chain(forced.at_budgets(specs), *equal):
             keep(row)
     tiny, words = load_model(model_path(TINY)), load_tokenizer(model_path(TINY))
     for name, of, texts in (

@@ -7,10 +7,10 @@ import importlib
 import inspect
 import itertools
 import json
-import runpy
 import sys
 import sysconfig
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 
@@ -18,7 +18,10 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from tests.running import ROOT, run_script, run_seergate
+from seergate.distill import load_train_config
+from seergate.distill.sources import open_source
+from seergate.python_text import is_held_out, modules
+from tests.running import ROOT, run_seergate
 
 CHECKPOINT = ROOT / "checkpoints" / "python-text"
 MODULES = 40
@@ -44,22 +47,24 @@ def pretrain(library: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[ModuleT
     for name, value in {"VOCABULARY": 300, "CONTEXT": 64, "LENGTHS": ((0.0, 32), (0.5, 64))}.items():
         monkeypatch.setattr(found, name, value)
     yield found
-    del sys.modules["pretrain"], sys.modules["corpus"]
+    del sys.modules["pretrain"]
 
 
-def test_the_split_follows_from_names(library: Path, pretrain: ModuleType) -> None:
-    held_out, others = pretrain.modules(held_out=True), pretrain.modules(held_out=False)
+def test_the_split_follows_from_names(library: Path) -> None:
+    held_out, others = modules(held_out=True), modules(held_out=False)
     assert held_out and len(held_out) < len(others) and not held_out.keys() & others.keys()
     assert {*held_out, *others} == {f"module{i}.py" for i in range(MODULES)}
     (library / "module_of_a_later_python.py").write_text("")
-    assert held_out.items() <= pretrain.modules(held_out=True).items()
+    assert held_out.items() <= modules(held_out=True).items()
 
 
-def test_rows_for_training_gates_hold_nothing_that_is_held_out(library: Path, pretrain: ModuleType) -> None:
-    done = run_script("train/python_text/corpus.py", str(library.parent / "runs" / "modules.jsonl"))
-    assert done.returncode == 0, done.stderr
-    lines = (library.parent / "runs" / "modules.jsonl").read_text().splitlines()
-    assert {row["module"]: row["text"] for row in map(json.loads, lines)} == pretrain.modules(held_out=False)
+def test_gates_train_on_nothing_that_is_held_out(library: Path, tmp_path: Path) -> None:
+    """As the preset has it, and with a limit."""
+    run = load_train_config("python-text")
+    texts = [json.loads(row["json"])["text"] for row in open_source(run, tmp_path)]
+    assert texts == list(modules(held_out=False).values())
+    limited = open_source(replace(run, data_limit=3), tmp_path)
+    assert [json.loads(row["json"])["text"] for row in limited] == texts[:3]
 
 
 def test_two_steps_of_pretraining(pretrain: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -83,7 +88,7 @@ def test_two_steps_of_pretraining(pretrain: ModuleType, tmp_path: Path, monkeypa
 def test_the_shipped_model_knows_python_that_it_has_not_seen() -> None:
     model, tokenizer = AutoModelForCausalLM.from_pretrained(CHECKPOINT), AutoTokenizer.from_pretrained(CHECKPOINT)
     assert sum(file.stat().st_size for file in CHECKPOINT.iterdir() if file.is_file()) < 8e6
-    assert runpy.run_path(str(ROOT / "train/python_text/corpus.py"))["is_held_out"]("enum.py")
+    assert is_held_out("enum.py")
     ids = tokenizer(inspect.getsource(enum), return_tensors="pt", verbose=False).input_ids[:, 1000:1512]
     with torch.inference_mode():
         loss = model.float()(input_ids=ids, labels=ids).loss.item()

@@ -20,7 +20,8 @@ HELP = (
     "several are compared. What is there already is kept, so an interrupted figure continues.\n\n"
     "4, 5, 7, 8, 9, table1, table2: of SeerAttention-R. raas..., rpc..., lazy..., reasoncache...: of RaaS, RPC,\n"
     "LazyEviction and ReasonCache; docs/reproduce.md lists them, and what is not made again and why.\n"
-    "trained: gates of every scorer, trained at once, at equal budgets and at equal bytes, with what training took.\n"
+    "trained: gates of every scorer, trained at once, at equal budgets and at equal bytes, on chain_sum and natural\n"
+    "text, and what training took.\n"
     "proxies: how well recall, KL and perplexity, measured in minutes, predict accuracy.\n"
     "kept, rpc5: which tokens evicting methods keep over one answer (as Figure 5 of RPC and Figure 3 of RaaS).\n"
     "recurrence, lazy3: when attention comes back to tokens (as Figure 3c of LazyEviction); milestones and phoenixes.",
@@ -55,7 +56,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--gates", type=named_gates, metavar="DIR", help="of gates; or NAME=DIR, several with commas")
     parser.add_argument("--task", help="[chain_sum for the tiny reasoner, else the figure's, or aime24]")
     parser.add_argument("--task-source", metavar="FILE", help="a local copy of the task's problems")
-    parser.add_argument("--problems", type=int, metavar="N", help="[32 of chain_sum, of others as in the paper]")
+    parser.add_argument(
+        "--problems", type=int, metavar="N", help="[32 of chain_sum, 12 pieces of text, of others as in the paper]"
+    )
     parser.add_argument("--variables", type=int, metavar="N", help="size of a chain_sum problem [30]")
     parser.add_argument("--samples", type=int, metavar="N", help="answers per problem [the paper's]")
     parser.add_argument("--max-new-tokens", type=int, metavar="N", help="longest answer [what the task allows]")
@@ -121,15 +124,18 @@ def run(options: argparse.Namespace) -> int:
     plan = SweepPlan.of(values, "the figure")
     plan.make_task().problems()
     check_writable(out)
-    began, trained = time.monotonic(), ""
+    began, more = time.monotonic(), list[str]()
     if options.name == TRAINED:
-        values["gates"], trained = (options.gates, "") if options.gates or not tiny else _each_scorer(options, out)
+        values["gates"] = options.gates
+        if tiny and not options.gates:
+            values["gates"], more = _each_scorer(options.model, options.max_steps, out / "gates")
+            more += _trained_on_text(options, out)
         values["method"] = [*plan.method, *_methods_with(values["gates"], tiny)]
     elif "gate" in plan.method:
         values["gates"] = _gates(options, plan.block_size, tiny, out)
     for match in dict.fromkeys((MATCHES[0], plan.match)):
         run_plan(SweepPlan.of({**values, "match": match}, "the figure"))
-    page = _write(options.name, out, label, trained)
+    page = _write(options.name, out, label, more)
     print(f"\n{page} ({time.monotonic() - began:.0f} seconds)")
     return 0
 
@@ -198,17 +204,25 @@ def _methods_with(gates: str | dict[str, str] | None, tiny: bool) -> list[str]:
     return list(dict.fromkeys(methods))
 
 
-def _each_scorer(options: argparse.Namespace, out: Path) -> tuple[dict[str, str], str]:
+def _each_scorer(model: str, max_steps: int | None, out: Path) -> tuple[dict[str, str], list[str]]:
     """Gates of every scorer, trained in one frozen forward if they are not there yet, and what that took."""
     from seergate.config import RETENTION, SCORERS
     from seergate.distill.ablation import Study, run_studies, table, variant_configs
 
     study = Study(TRAINED, {}, {scorer: {"scorer": scorer} for scorer in (*RETENTION, *SCORERS)})
-    given = {"output_dir": str(out / "gates")}
-    steps = {} if options.max_steps is None else {"max_steps": options.max_steps}
-    configs = variant_configs(study, options.model, given | steps)
+    steps = {} if max_steps is None else {"max_steps": max_steps}
+    configs = variant_configs(study, model, {"output_dir": str(out), **steps})
     (outcomes,) = run_studies([(study, configs)])
-    return {name: str(config.run_dir) for name, config in configs.items()}, table(study, outcomes)
+    gates = {name: str(config.run_dir) for name, config in configs.items()}
+    return gates, [f"## What training took on {model}", table(study, outcomes)]
+
+
+def _trained_on_text(options: argparse.Namespace, out: Path) -> list[str]:
+    """The same on natural text: the sections of the page."""
+    from seergate.cli.text_figure import MODULES, TEXT, on_text
+
+    gates, took = _each_scorer(TEXT, options.max_steps, out / "gates-text")
+    return [*on_text(gates, options.problems or MODULES, out), *took]
 
 
 def _distilled(options: argparse.Namespace, block_size: int | None, out: Path) -> Path:
@@ -225,8 +239,8 @@ def _distilled(options: argparse.Namespace, block_size: int | None, out: Path) -
     return run_distillation(config)
 
 
-def _write(name: str, out: Path, label: str, trained: str = "") -> Path:
-    """The page of a figure; ``trained`` is a table of what its gates took to train."""
+def _write(name: str, out: Path, label: str, more: list[str]) -> Path:
+    """The page of a figure; ``more`` is what follows its tables."""
     from seergate.eval.store import write_text
     from seergate.report import load_sweeps, write_report
     from seergate.report.equal_bytes import equal_bytes
@@ -249,7 +263,7 @@ def _write(name: str, out: Path, label: str, trained: str = "") -> Path:
     said = read(sweep)
     parts += ["\n".join(f"- {line}" for line in said), table(sweep)]
     parts += [f"## {heading}\n\n{text}" for heading, text in equal_bytes(sweep)]
-    parts += [f"## What training took\n\n{trained}"] if trained else []
+    parts += more
     if compared := beside(sweep, figure.published, figure.real):
         parts += ["## Beside the paper's numbers", compared, *([figure.caution] if figure.caution else [])]
     parts.append("Everything else about these runs, and what to bear in mind: `report.md`.")

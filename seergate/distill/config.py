@@ -25,8 +25,8 @@ from seergate.paths import shipped
 DEFAULT_PRESET = "tiny-reasoner"
 """What trains when no model is named: the one that ships with seergate and needs no network."""
 
-CHAIN_SUM = "chain_sum"
-"""The built-in source of training data: generated problems of the tiny reasoner's task."""
+CHAIN_SUM, PYTHON_TEXT = "chain_sum", "python_text"
+"""The built-in sources of training data: problems of the tiny reasoner's task, and Python's standard library."""
 
 TRACKERS = ("tensorboard", "wandb", "trackio")
 """What can follow a run, by the names that Hugging Face's trainers have for them."""
@@ -113,8 +113,9 @@ class DataOptions:
 
     data: str = _option(
         "open-r1/OpenR1-Math-220k",
-        "dataset: Hub id, a local file or directory (JSONL, JSON, Parquet, Arrow) or chain_sum; or several of them, "
-        "each with its share of the rows (org/a:0.7 b.jsonl:0.3), a Hub id with its revision (org/a@main:0.7)",
+        "dataset: Hub id, a local file or directory (JSONL, JSON, Parquet, Arrow), chain_sum or python_text; or "
+        "several, each with its share of the rows (org/a:0.7 b.jsonl:0.3), a Hub id with its revision "
+        "(org/a@main:0.7)",
         nargs="+",
         action=_Joined,
     )
@@ -265,7 +266,7 @@ class TrainConfig(RunOptions, RecipeOptions, DataOptions, GateOptions, ModelOpti
         self._must("report_to", known, f"some of {', '.join(TRACKERS)}, or none alone")
         repo = self.push_to_hub
         self._must("push_to_hub", repo is None or bool(_ORG_NAME.fullmatch(repo)), "a Hub repository (org/name)")
-        self._must("data", bool(self.data), "a Hub id, a local path or chain_sum")
+        self._must("data", bool(self.data), "a Hub id, a local path, chain_sum or python_text")
         shares = [found.share if found else 0.0 for found in self._shares()]
         names = [found.name for found in self._shares() if found]
         mixed = all(shares) and len(set(names)) == len(names)

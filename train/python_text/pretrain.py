@@ -18,11 +18,12 @@ import time
 from pathlib import Path
 
 import torch
-from corpus import modules
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from torch import Tensor
 from torch.nn import functional as F
 from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
+
+from seergate.python_text import modules
 
 VOCABULARY, CONTEXT = 2048, 2048
 END = "<|endoftext|>"
@@ -116,6 +117,7 @@ def main() -> None:
     optimizer = torch.optim.AdamW(
         [{"params": decayed, "weight_decay": 0.1}, {"params": plain, "weight_decay": 0.0}], betas=(0.9, 0.95)
     )
+    half = torch.backends.cpu.get_cpu_capability() == "AVX512"  # others compute in bfloat16 slower than in float32
     history = []
     started, step, seen = time.monotonic(), 0, 0
     while (progress := (time.monotonic() - started) / (60 * args.minutes)) < 1:
@@ -124,7 +126,7 @@ def main() -> None:
         decay = min(1.0, (1 - progress) / (1 - DECAY_FROM))
         for group in optimizer.param_groups:
             group["lr"] = args.peak_lr * min(1.0, (step + 1) / WARMUP_STEPS) * decay
-        with torch.autocast("cpu", dtype=torch.bfloat16):
+        with torch.autocast("cpu", dtype=torch.bfloat16, enabled=half):
             logits = model(input_ids=rows[:, :-1], use_cache=False).logits
         loss = F.cross_entropy(logits.flatten(0, 1).float(), rows[:, 1:].flatten())
         optimizer.zero_grad(set_to_none=True)

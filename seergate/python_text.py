@@ -1,16 +1,12 @@
 """Python's standard library as a corpus: it is in every installation.
 
-    python train/python_text/corpus.py runs/python-text/modules.jsonl
-
-writes the modules to train on as rows for `seergate train`. Which modules are held out follows from their paths alone.
-The texts are those of the Python that runs this, and a module that another version has moved may change sides.
+Which modules are held out follows from their paths alone. The texts are those of the Python that runs this, and a
+module that another version has moved may change sides.
 """
 
 from __future__ import annotations
 
-import argparse
 import hashlib
-import json
 import sysconfig
 from pathlib import Path
 
@@ -38,18 +34,3 @@ def modules(held_out: bool) -> dict[str, str]:
 def is_held_out(name: str) -> bool:
     """Whether a module is not to be trained on."""
     return hashlib.sha256(name.encode()).digest()[0] % HELD_OUT_OF == 0
-
-
-def main() -> None:
-    """Write one row per module to train on."""
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("output", type=Path, help="file of rows, such as runs/python-text/modules.jsonl")
-    output = parser.parse_args().output
-    output.parent.mkdir(parents=True, exist_ok=True)
-    rows = [json.dumps({"module": name, "text": text}) for name, text in modules(held_out=False).items()]
-    output.write_text("".join(f"{row}\n" for row in rows))
-    print(f"{len(rows)} modules written to {output}")
-
-
-if __name__ == "__main__":
-    main()
