@@ -26,7 +26,7 @@ KEPT = (
 
 def rows_of(found: Sweep) -> list[dict[str, Any]]:
     """One row per setting. ``gate_minus_this`` is the paired difference of the accuracies, at the same budget or, for
-    settings without one, at each of the gate's; of several gates, the first by name.
+    settings with no budget of the gate's, at each of them; of several gates, the first by name.
     """
     ours = min((setting.series for setting in found.settings if setting.method == "gate"), default=None)
     gates = {setting.budget: setting for setting in found.settings if setting.series == ours}
@@ -38,11 +38,11 @@ def rows_of(found: Sweep) -> list[dict[str, Any]]:
             training = (read_json(Path(path) / CONFIG_FILE) or {}).get("training", {})
             row |= {key: training[key] for key in ("tokens_seen", "kl_held_out_best") if key in training}
         for budget, gate in gates.items():
-            if setting.series != ours and setting.budget in (None, budget):
+            if setting.series != ours and (setting.budget == budget or setting.budget not in gates):
                 difference = found.difference(gate, setting)
                 if not difference.n:
                     continue
-                name = "gate_minus_this" if setting.budget is not None else f"gate_{budget}_minus_this"
+                name = "gate_minus_this" if setting.budget == budget else f"gate_{budget}_minus_this"
                 row |= {name: difference.mean, f"{name}_se": difference.se}
         rows.append(row)
     return rows

@@ -2,6 +2,7 @@
 
     python benchmarks/oracle_gap.py --threads 1
     python benchmarks/oracle_gap.py --threads 1 --only msa "a query per head"
+    python benchmarks/oracle_gap.py --threads 1 --steps 160 --only attn_gate "a query per head" msa --name oracle_gap_steps
 
 All variants learn from one forward of the frozen model and from the same targets, by the recipe of
 configs/tiny-reasoner.yaml but for ``--steps`` and one row in ``--stride``. Most of them exist here only. Measured on
@@ -351,6 +352,7 @@ def main() -> None:
     parser.add_argument("--stride", type=int, default=3, help="one row in so many teaches [%(default)s]")
     parser.add_argument("--held-out", type=int, default=4, help="packs [%(default)s]")
     parser.add_argument("--only", nargs="*", choices=VARIANTS, help="variants [all]")
+    parser.add_argument("--name", default="oracle_gap", help="of the file of results")
     options = parser.parse_args()
     torch.set_num_threads(options.threads)
     asked = {"max_steps": options.steps, "eval_packs": options.held_out}
@@ -371,9 +373,9 @@ def main() -> None:
     sums: dict[str, Any] = {m.name: defaultdict(float) for m in members}
     for pack in data.held_out:
         run_pack(model, data.batch(pack), members, 1, 0, sums)
-    described = {key: value for key, value in vars(options).items() if key not in ("output", "only")}
+    described = {key: value for key, value in vars(options).items() if key not in ("output", "only", "name")}
     rows = {m.name: {**measured(m, sums[m.name]), "commit": here} for m in members}
-    file = options.output / "oracle_gap.json"
+    file = options.output / f"{options.name}.json"
     if file.exists() and (kept := json.loads(file.read_text()))["options"] == described:
         rows = {row["variant"]: row for row in kept["rows"]} | rows
     for row in rows.values():
@@ -381,7 +383,7 @@ def main() -> None:
             "  ".join(f"{key} {value:.4f}" if isinstance(value, float) else f"{value}" for key, value in row.items())
         )
     ordered = [rows[name] for name in VARIANTS if name in rows]
-    print("saved to", save("oracle_gap", torch.device("cpu"), described, ordered, options.output))
+    print("saved to", save(options.name, torch.device("cpu"), described, ordered, options.output))
 
 
 if __name__ == "__main__":

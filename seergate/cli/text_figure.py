@@ -24,7 +24,7 @@ NOTE = (
 
 
 def on_text(gates: Mapping[str, str], modules: int, out: Path) -> list[str]:
-    """Sections of the figure's page, in Markdown; the plot goes into ``out``.
+    """Sections of the figure's page, in Markdown; the plot and ``text.json``, all figures, go into ``out``.
 
     Args:
         gates: name -> adapter, the one that others are compared with first.
@@ -32,6 +32,7 @@ def on_text(gates: Mapping[str, str], modules: int, out: Path) -> list[str]:
     """
     from seergate.eval.forced import SETTLING, Forced, pieces
     from seergate.eval.settings import grid, with_each
+    from seergate.eval.store import write_json
     from seergate.hf.loading import load_tokenizer
     from seergate.python_text import modules as corpus
     from seergate.report.forced import forced_plot, forced_table
@@ -44,6 +45,7 @@ def on_text(gates: Mapping[str, str], modules: int, out: Path) -> list[str]:
     specs = with_each(grid(list(METHODS), list(BUDGETS), step), banks)
     rows = list(forced.at_budgets(specs))
     equal = list(forced.at_bytes(specs, SHARE, step))
+    write_json(out / "text.json", {"rows": [*rows, *equal]})
     plot = forced_plot(rows, out / "text.png")
     return [
         "## On natural text",

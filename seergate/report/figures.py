@@ -412,8 +412,9 @@ def _trained(sweep: Sweep, path: Path) -> Path:
     """Accuracy against tokens, bytes read and bytes held, and recall, one line per trained method."""
     figure, axes = pyplot().subplots(2, 2, figsize=(11, 7.6), layout="constrained")
     lines = {name: sweep.of(name) for name in sweep.methods}
-    shared = Counter(s.budget for line in lines.values() for s in line)  # without those that were matched in bytes
-    by_budget: Points = {n: [(s.budget or 0, s) for s in line if shared[s.budget] > 1] for n, line in lines.items()}
+    having = Counter(s.budget for line in lines.values() for s in line)
+    shared = {budget for budget, count in having.items() if count == max(having.values())}  # not matched in bytes
+    by_budget: Points = {n: [(s.budget or 0, s) for s in line if s.budget in shared] for n, line in lines.items()}
     budgets = sorted({int(budget) for line in by_budget.values() for budget, _ in line})
     _lines(axes[0, 0], by_budget, sweep, "")
     for axis, (metric, label) in zip((axes[1, 0], axes[0, 1]), PER_BYTE.items(), strict=True):

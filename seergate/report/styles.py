@@ -21,7 +21,7 @@ STYLES: dict[str, tuple[str, str]] = {
     "rpc": ("#999933", "p"),
     "lazy_eviction": ("#44AA99", "d"),
     "tri_attention": ("#AA4499", "*"),
-    "fast_kvzip": ("#4477AA", "<"),
+    "fast_kvzip": ("#228833", "<"),
     "trim_kv": ("#EE6677", ">"),
     "reason_cache": ("#DDCC77", "8"),
     "random_sharing": ("#BBBBBB", "2"),
