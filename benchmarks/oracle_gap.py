@@ -2,7 +2,7 @@
 
     python benchmarks/oracle_gap.py --threads 1
     python benchmarks/oracle_gap.py --threads 1 --only msa "a query per head"
-    python benchmarks/oracle_gap.py --threads 1 --steps 160 --only attn_gate "a query per head" msa --name oracle_gap_steps
+    python benchmarks/oracle_gap.py --threads 1 --steps 160 --only attn_gate msa --name oracle_gap_steps
 
 All variants learn from one forward of the frozen model and from the same targets, by the recipe of
 configs/tiny-reasoner.yaml but for ``--steps`` and one row in ``--stride``. Most of them exist here only. Measured on
