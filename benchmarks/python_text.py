@@ -113,7 +113,7 @@ def main() -> None:
     options = parser.parse_args()
     torch.set_num_threads(options.threads)
     path = model_path(TEXT)
-    model, tokenizer, bank = load_model(path, "float32"), load_tokenizer(path), load_gates(f"{TEXT}/gates")
+    model, tokenizer, bank = load_model(path, "float32", "cpu"), load_tokenizer(path), load_gates(f"{TEXT}/gates")
     length = options.prompt + SETTLING + options.steps + 1
     ids = pieces(tokenizer, list(modules(held_out=True).values()), length, options.modules)
     others = pieces(tokenizer, list(modules(held_out=False).values())[::CALIBRATED_ON], options.prompt)
@@ -134,7 +134,7 @@ def main() -> None:
         equal = (forced.at_bytes(specs, share, bank.config.block_size) for share in options.shares)
         for row in itertools.chain(forced.at_budgets(specs), *equal):
             keep(row)
-    tiny, words = load_model(model_path(TINY)), load_tokenizer(model_path(TINY))
+    tiny, words = load_model(model_path(TINY), device="cpu"), load_tokenizer(model_path(TINY))
     for name, of, texts in (
         (TEXT, model, [(row[:-1], options.prompt) for row in ids.tolist()]),
         (TINY, tiny, solutions(words, options.problems)),

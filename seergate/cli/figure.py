@@ -20,8 +20,8 @@ HELP = (
     "several are compared. What is there already is kept, so an interrupted figure continues.\n\n"
     "4, 5, 7, 8, 9, table1, table2: of SeerAttention-R. raas..., rpc..., lazy..., reasoncache...: of RaaS, RPC,\n"
     "LazyEviction and ReasonCache; docs/reproduce.md lists them, and what is not made again and why.\n"
-    "trained: gates of every scorer, trained at once, at equal budgets and at equal bytes, on chain_sum and natural\n"
-    "text, and what training took.\n"
+    "trained: gates of every scorer, trained at once, at equal budgets and at equal bytes, and what training took;\n"
+    "for the tiny reasoner without --gates also on natural text, which is measured anew each time.\n"
     "proxies: how well recall, KL and perplexity, measured in minutes, predict accuracy.\n"
     "kept, rpc5: which tokens evicting methods keep over one answer (as Figure 5 of RPC and Figure 3 of RaaS).\n"
     "recurrence, lazy3: when attention comes back to tokens (as Figure 3c of LazyEviction); milestones and phoenixes.",
@@ -57,7 +57,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--task", help="[chain_sum for the tiny reasoner, else the figure's, or aime24]")
     parser.add_argument("--task-source", metavar="FILE", help="a local copy of the task's problems")
     parser.add_argument(
-        "--problems", type=int, metavar="N", help="[32 of chain_sum, 12 pieces of text, of others as in the paper]"
+        "--problems", type=int, metavar="N", help="[32 of chain_sum, 12 modules of text, of others as in the paper]"
     )
     parser.add_argument("--variables", type=int, metavar="N", help="size of a chain_sum problem [30]")
     parser.add_argument("--samples", type=int, metavar="N", help="answers per problem [the paper's]")
@@ -82,7 +82,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(options: argparse.Namespace) -> int:
     """Make what is missing, draw, and say what is seen."""
-    from seergate.cli.models import check_writable, is_tiny
+    from seergate.cli.models import TINY, check_writable, is_tiny
 
     if options.name not in NAMES:
         raise SeergateError(
@@ -118,23 +118,24 @@ def run(options: argparse.Namespace) -> int:
         "workers": options.workers,
         "out": str(out / "eval"),
     }
-    from seergate.cli.running import run_plan
+    from seergate.cli.running import checked_task, run_plan
     from seergate.eval.plan import MATCHES, SweepPlan
 
     plan = SweepPlan.of(values, "the figure")
-    plan.make_task().problems()
+    checked_task(plan)
     check_writable(out)
     began, more = time.monotonic(), list[str]()
     if options.name == TRAINED:
         values["gates"] = options.gates
         if tiny and not options.gates:
-            values["gates"], more = _each_scorer(options.model, options.max_steps, out / "gates")
-            more += _trained_on_text(options, out)
+            values["gates"], more = _each_scorer(TINY, options.max_steps, out / "gates")
         values["method"] = [*plan.method, *_methods_with(values["gates"], tiny)]
     elif "gate" in plan.method:
         values["gates"] = _gates(options, plan.block_size, tiny, out)
     for match in dict.fromkeys((MATCHES[0], plan.match)):
         run_plan(SweepPlan.of({**values, "match": match}, "the figure"))
+    if options.name == TRAINED and tiny and not options.gates:
+        more += _trained_on_text(options, out)
     page = _write(options.name, out, label, more)
     print(f"\n{page} ({time.monotonic() - began:.0f} seconds)")
     return 0

@@ -62,6 +62,26 @@ def run_and_report(plan: SweepPlan, report: bool) -> None:
     say_report(write_report(out))
 
 
+def checked_task(plan: SweepPlan) -> Task:
+    """The task of a plan, whose values are in range as far as can be told without model and gates.
+
+    Raises:
+        SeergateError, ValueError: if one is not.
+    """
+    from seergate.eval.method_text import read_method
+
+    for text in plan.method:
+        read_method(text)
+    task = plan.make_task()
+    task.problems()
+    plan.options().check(task)
+    if plan.threads is not None and plan.threads < 1:
+        raise ValueError(f"threads is {plan.threads}; it must be a positive number")
+    if plan.workers < 0:
+        raise ValueError(f"workers is {plan.workers}; it must be 0 or a positive number")
+    return task
+
+
 def run_plan(plan: SweepPlan) -> Path:
     """Evaluate all settings of a plan, keeping what is there already.
 
@@ -75,22 +95,14 @@ def run_plan(plan: SweepPlan) -> Path:
     from seergate.eval import sweep
     from seergate.eval.calibration import Calibrator, check_auto
     from seergate.eval.matching import distinct
-    from seergate.eval.method_text import read_method
     from seergate.eval.plan import MATCHES
     from seergate.eval.runner import encoded_prompts, reference_in
     from seergate.eval.settings import with_each
     from seergate.hf.loading import load_tokenizer
     from seergate.methods import Dense
 
-    for text in plan.method:
-        read_method(text)
-    task = plan.make_task()
+    task = checked_task(plan)
     problems = task.problems()
-    plan.options().check(task)
-    if plan.threads is not None and plan.threads < 1:
-        raise ValueError(f"threads is {plan.threads}; it must be a positive number")
-    if plan.workers < 0:
-        raise ValueError(f"workers is {plan.workers}; it must be 0 or a positive number")
     path = model_path(plan.model)
     several = plan.gates if isinstance(plan.gates, dict) else {}
     named = None if several else gates_for(plan.model, plan.gates if isinstance(plan.gates, str) else None)

@@ -19,7 +19,7 @@ NOTE = (
     "model was not trained on; of the tokens that follow, fed one by one, {steps} are scored. KL is to dense "
     "attention's distribution of the next token, in nats per token; beside it the paired difference from the first "
     "gate's at the same budget, or share of bytes, with its 95 % interval over modules. Bytes are in percent of dense "
-    "attention's."
+    "attention's; a method that cannot read the same share has no row there."
 )
 
 

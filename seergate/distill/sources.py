@@ -10,7 +10,6 @@ from __future__ import annotations
 import codecs
 import itertools
 import json
-import platform
 import re
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -58,8 +57,8 @@ def open_source(config: TrainConfig, cache: Path) -> Dataset:
         count, (low, high) = config.data_limit or CHAIN_SUM_PROBLEMS, config.chain_sum_variables
         return _copied(CHAIN_SUM, _problems, cache, count=count, low=low, high=high, seed=TRAINING_SEEDS + config.seed)
     if config.data == PYTHON_TEXT:
-        version = platform.python_version()  # tells the copy of another Python's modules from this one
-        return _copied(PYTHON_TEXT, _modules, cache, limit=config.data_limit, version=version)
+        texts = list(modules(held_out=False).values())[: config.data_limit]
+        return _copied(PYTHON_TEXT, _texts, cache, texts=texts)
     path = Path(config.data).expanduser()
     if path.exists():
         for name in ("data_config", "data_revision"):
@@ -129,8 +128,8 @@ def _problems(count: int, low: int, high: int, seed: int) -> Iterator[dict[str, 
         yield _as_json({"messages": problem.messages})
 
 
-def _modules(limit: int | None, version: str) -> Iterator[dict[str, str]]:
-    for text in itertools.islice(modules(held_out=False).values(), limit):
+def _texts(texts: list[str]) -> Iterator[dict[str, str]]:
+    for text in texts:
         yield _as_json({"text": text})
 
 

@@ -109,23 +109,23 @@ class Forced:
             yield {"part": "budget", **self.row(spec, gates.get(spec.token_budget))}
 
     def at_bytes(self, specs: Sequence[MethodSpec], share: float, step: int) -> Iterator[dict[str, Any]]:
-        """Every method with a token budget at which it reads so much of what dense attention reads, the first of the
-        gates first. Those that cannot come within 10 % of it with a budget among those of ``specs``, or between them
-        in steps of ``step`` tokens, have no row.
+        """Every method with a token budget at which it reads so much of what dense attention reads, compared with the
+        first of the gates, if that has a row. Methods that cannot come within 10 % of it with a budget among those of
+        ``specs``, or between them in steps of ``step`` tokens, have none.
         """
         (dense,) = (spec for spec in specs if spec.name == Dense.name)
         budgets = [spec.token_budget for spec in specs if spec.token_budget]
         values = range(min(budgets), max(budgets) + 1, step)
         target, gate = share * self._read(dense), None
-        for spec in sorted(filter(knob_of, distinct(specs)), key=lambda spec: spec.name != "gate"):
+        free = sorted(filter(knob_of, distinct(specs)), key=lambda spec: spec.name != "gate")
+        for spec in free:
 
             def read(value: int, spec: MethodSpec = spec) -> float:
                 return self._read(turned(spec, "token_budget", value))
 
-            value = nearest(values, read, target)
-            found = turned(spec, "token_budget", value)
+            found = turned(spec, "token_budget", nearest(values, read, target))
             if abs(self._read(found) - target) <= FAR * target:
-                if gate is None and spec.name == "gate":
+                if spec is free[0] and spec.name == "gate":
                     gate = found
                 yield {"part": "bytes", "share": share, **self.row(found, gate)}
 

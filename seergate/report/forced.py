@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -45,14 +46,15 @@ def forced_table(rows: Rows) -> str:
     dense = rows[0]
     cells = []
     for row in rows:
-        low, high = row.get("kl_minus_gate_95", (0.0, 0.0))
+        low, high = row.get("kl_minus_gate_95", (math.nan, math.nan))
+        apart = NONE if "kl_minus_gate" not in row else f"{row['kl_minus_gate']:+.4f}"
         shares = (100 * row[name] / dense[name] for name in ("bytes_read_per_step", "own_bytes_mean"))
         cells.append(
             [
                 row["method"],
                 NONE if row["budget"] is None else str(row["budget"]),
                 f"{row['kl']:.4f}",
-                f"{row['kl_minus_gate']:+.4f} ({low:+.4f} to {high:+.4f})" if "kl_minus_gate" in row else NONE,
+                apart if math.isnan(low) else f"{apart} ({low:+.4f} to {high:+.4f})",
                 f"{row['perplexity']:.1f}",
                 f"{100 * row['agreement']:.1f}",
                 *(f"{share:.0f}" for share in shares),

@@ -6,8 +6,8 @@ A stock `Qwen3ForCausalLM` of 1.4 million parameters learns to reason in 2k-toke
 variables is drawn from the whole range up to a cap, and the cap grows by 1.3 whenever the accuracy on the longest
 problems passes 90 %. Muon trains the matrices of the layers, AdamW the rest. The learning rate is held, then decays to
 zero over the last 60 % of the time; the last 20 % run in full precision, which is what brings the last tenth of a
-percent. On a CPU without AVX-512, which would compute in bfloat16 slower, all of it does. PyTorch 2.9 or newer has
-Muon.
+percent. Without AVX-512 all of it does: CPUs with AVX2 are slower in bfloat16 (others were not tried). PyTorch 2.9 or
+newer has Muon.
 """
 
 from __future__ import annotations
