@@ -32,7 +32,8 @@ def forced_plot(rows: Rows, path: Path) -> Path:
             shares = [100 * each / dense for each in read]
             axis.plot(shares, kl, label=name, linestyle=line_style(name, drawn), **style(name))
         axis.set(xscale="log", yscale="log", ylabel="KL from dense attention (nats per token)")
-        axis.xaxis.set_major_formatter(lambda value, _: f"{value:g}")
+        for ticks in (axis.xaxis.set_major_formatter, axis.xaxis.set_minor_formatter):
+            ticks(lambda value, _: f"{value:g}")
         axis.grid(color="#DDDDDD", linewidth=0.8)
         axis.spines[["top", "right"]].set_visible(False)
         axis.legend(**LEGEND)
