@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -240,7 +241,7 @@ def _distilled(options: argparse.Namespace, block_size: int | None, out: Path) -
     return run_distillation(config)
 
 
-def _write(name: str, out: Path, label: str, more: list[str]) -> Path:
+def _write(name: str, out: Path, label: str, more: Sequence[str] = ()) -> Path:
     """The page of a figure; ``more`` is what follows its tables."""
     from seergate.eval.store import write_text
     from seergate.report import load_sweeps, write_report
