@@ -1,8 +1,9 @@
-"""Why gates miss blocks that the oracle reads: variants of scorers, trained alike on the tiny reasoner and compared.
+r"""Why gates miss blocks that the oracle reads: variants of scorers, trained alike on the tiny reasoner and compared.
 
     python benchmarks/oracle_gap.py --threads 1
     python benchmarks/oracle_gap.py --threads 1 --only msa "a query per head"
-    python benchmarks/oracle_gap.py --threads 1 --steps 160 --only attn_gate msa --name oracle_gap_steps
+    python benchmarks/oracle_gap.py --threads 1 --steps 160 --name oracle_gap_steps \
+        --only attn_gate msa "a query per head"
 
 All variants learn from one forward of the frozen model and from the same targets, by the recipe of
 configs/tiny-reasoner.yaml but for ``--steps`` and one row in ``--stride``. Most of them exist here only. Measured on

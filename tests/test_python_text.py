@@ -66,7 +66,8 @@ def test_gates_train_on_nothing_that_is_held_out(library: Path, tmp_path: Path) 
     limited = open_source(replace(run, data_limit=3), tmp_path)
     assert [json.loads(row["json"])["text"] for row in limited] == texts[:3]
     next(path for path in library.glob("*.py") if not is_held_out(path.name)).write_text("# changed\n")
-    assert "# changed\n" in [json.loads(row["json"])["text"] for row in open_source(run, tmp_path)]
+    changed = [json.loads(row["json"])["text"] for row in open_source(run, tmp_path)]
+    assert changed == list(modules(held_out=False).values()) != texts
 
 
 def test_two_steps_of_pretraining(pretrain: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -207,7 +207,7 @@ def _methods_with(gates: str | dict[str, str] | None, tiny: bool) -> list[str]:
 
 
 def _each_scorer(model: str, max_steps: int | None, out: Path) -> tuple[dict[str, str], list[str]]:
-    """Gates of every scorer, trained in one frozen forward if they are not there yet, and what that took."""
+    """Gates of every scorer, trained at once if they are not there yet, and what that took."""
     from seergate.config import RETENTION, SCORERS
     from seergate.distill.ablation import Study, run_studies, table, variant_configs
 

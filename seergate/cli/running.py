@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
     from seergate.eval.plan import SweepPlan
     from seergate.eval.settings import MethodSpec
-    from seergate.eval.task import Task
+    from seergate.eval.task import Problem, Task
     from seergate.hf.bank import GateBank
     from seergate.methods import Method
 
@@ -62,8 +62,8 @@ def run_and_report(plan: SweepPlan, report: bool) -> None:
     say_report(write_report(out))
 
 
-def checked_task(plan: SweepPlan) -> Task:
-    """The task of a plan, whose values are in range as far as can be told without model and gates.
+def checked_task(plan: SweepPlan) -> tuple[Task, list[Problem]]:
+    """The task of a plan and its problems, if its values are in range, as far as can be told without model and gates.
 
     Raises:
         SeergateError, ValueError: if one is not.
@@ -73,13 +73,13 @@ def checked_task(plan: SweepPlan) -> Task:
     for text in plan.method:
         read_method(text)
     task = plan.make_task()
-    task.problems()
+    problems = task.problems()
     plan.options().check(task)
     if plan.threads is not None and plan.threads < 1:
         raise ValueError(f"threads is {plan.threads}; it must be a positive number")
     if plan.workers < 0:
         raise ValueError(f"workers is {plan.workers}; it must be 0 or a positive number")
-    return task
+    return task, problems
 
 
 def run_plan(plan: SweepPlan) -> Path:
@@ -101,8 +101,7 @@ def run_plan(plan: SweepPlan) -> Path:
     from seergate.hf.loading import load_tokenizer
     from seergate.methods import Dense
 
-    task = checked_task(plan)
-    problems = task.problems()
+    task, problems = checked_task(plan)
     path = model_path(plan.model)
     several = plan.gates if isinstance(plan.gates, dict) else {}
     named = None if several else gates_for(plan.model, plan.gates if isinstance(plan.gates, str) else None)

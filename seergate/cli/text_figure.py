@@ -27,7 +27,7 @@ def on_text(gates: Mapping[str, str], modules: int, out: Path) -> list[str]:
     """Sections of the figure's page, in Markdown; the plot and ``text.json``, all figures, go into ``out``.
 
     Args:
-        gates: name -> adapter, the one that others are compared with first.
+        gates: name -> adapter; the first that chooses blocks is what others are compared with.
         modules: how many held-out modules.
     """
     from seergate.eval.forced import SETTLING, Forced, pieces

@@ -110,12 +110,11 @@ class Forced:
 
     def at_bytes(self, specs: Sequence[MethodSpec], share: float, step: int) -> Iterator[dict[str, Any]]:
         """Every method with a token budget at which it reads so much of what dense attention reads, compared with the
-        first of the gates, if that has a row. Methods that cannot come within 10 % of it with a budget among those of
-        ``specs``, or between them in steps of ``step`` tokens, have none.
+        first of the gates, if that has a row. Budgets go up from the smallest of ``specs`` in steps of ``step``
+        tokens; methods that cannot come within 10 % have no row.
         """
         (dense,) = (spec for spec in specs if spec.name == Dense.name)
-        budgets = [spec.token_budget for spec in specs if spec.token_budget]
-        values = range(min(budgets), max(budgets) + 1, step)
+        values = range(min(spec.token_budget for spec in specs if spec.token_budget), self.ids.shape[1], step)
         target, gate = share * self._read(dense), None
         free = sorted(filter(knob_of, distinct(specs)), key=lambda spec: spec.name != "gate")
         for spec in free:
