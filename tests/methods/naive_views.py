@@ -259,8 +259,10 @@ def retention_for(model, scorer):
 
 
 def level(bank):
-    """The gates, whose scores are rounded: tokens that are the same differ in the last bit only in the first layer."""
-    for gate in bank.layers.values():
+    """The gates in float64, whose scores are rounded: tokens that are the same differ in the last bit, and only in the
+    first layer.
+    """
+    for gate in bank.double().layers.values():
         gate.register_forward_hook(lambda gate, x, scores: scores.round(decimals=DECIMALS))
     return bank
 
