@@ -126,16 +126,17 @@ def run(options: argparse.Namespace) -> int:
     checked_task(plan)
     check_writable(out)
     began, more = time.monotonic(), list[str]()
+    trains = options.name == TRAINED and tiny and not options.gates
     if options.name == TRAINED:
         values["gates"] = options.gates
-        if tiny and not options.gates:
+        if trains:
             values["gates"], more = _each_scorer(TINY, options.max_steps, out / "gates")
         values["method"] = [*plan.method, *_methods_with(values["gates"], tiny)]
     elif "gate" in plan.method:
         values["gates"] = _gates(options, plan.block_size, tiny, out)
     for match in dict.fromkeys((MATCHES[0], plan.match)):
         run_plan(SweepPlan.of({**values, "match": match}, "the figure"))
-    if options.name == TRAINED and tiny and not options.gates:
+    if trains:
         more += _trained_on_text(options, out)
     page = _write(options.name, out, label, more)
     print(f"\n{page} ({time.monotonic() - began:.0f} seconds)")

@@ -162,6 +162,14 @@ def test_trained_methods_are_compared_at_equal_budgets_and_at_equal_bytes(tmp_pa
     assert budgets["gate [attn_gate]"] > budgets["gate [msa]"], "a key per token leaves less to read"
 
 
+@pytest.mark.parametrize(
+    ("option", "said"), [(("--workers", -1), "workers is -1"), (("--samples", 0), "samples is 0")], ids=str
+)
+def test_a_figure_is_refused_before_its_gates_are_trained(option, said, tmp_path, capsys):
+    assert call("figure", "trained", *option, "--max-steps", 1, "--out", tmp_path / "out") == 2
+    assert said in capsys.readouterr().err and not (tmp_path / "out").exists()
+
+
 @pytest.mark.soak
 def test_gates_of_several_block_sizes_and_several_processes(tmp_path, capfd):
     """What `seergate figure 7 --workers 1` runs; gates come from files, by block size."""
