@@ -19,7 +19,7 @@ from seergate.distill.distributed import World
 from seergate.errors import SeergateError, did_you_mean, first_line, how_to_install
 from seergate.hf.bank import GateBank
 from seergate.hf.loading import base_config, load_base, skeleton
-from seergate.models.families import decoder_of, family_of, head_dim_of, text_config, why_one_sequence
+from seergate.models.families import check_gates, decoder_of, family_of, head_dim_of, text_config, why_one_sequence
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -36,6 +36,24 @@ _PACKAGES = {"bnb-4bit": "bitsandbytes", "bnb-8bit": "bitsandbytes", "torchao-in
 def gate_config(config: TrainConfig, model: PreTrainedModel) -> GateConfig:
     """The gates' architecture, with the width of the model's heads where the run names none."""
     return config.gates(head_dim_of(model))
+
+
+def first_gates(config: TrainConfig, model: PreTrainedModel) -> GateBank:
+    """The gates that a run begins with, in fp32 on the CPU: fresh ones, or those of ``init_gates``.
+
+    Raises:
+        SeergateError: if those of ``init_gates`` are missing or damaged, or of another architecture or model.
+    """
+    bank = GateBank.for_model(model, gate_config(config, model))
+    if config.init_gates is not None:
+        known = GateBank.from_pretrained(config.init_gates)
+        here, there = ({**vars(one.config), "layers": one.geometry.layers} for one in (bank, known))
+        for name, value in there.items():
+            if value != here[name]:
+                raise SeergateError(f"init_gates {config.init_gates!r} have {name}={value!r}, this run {here[name]!r}")
+        check_gates(model, known)
+        bank.load_state_dict(known.state_dict())
+    return bank
 
 
 def frozen_config(path: str, config: TrainConfig) -> Any:
@@ -123,7 +141,7 @@ def check_model(path: str, config: TrainConfig) -> CheckedModel:
             f"quantize is {config.quantize!r}, which needs {package}; {how_to_install('quant')}, or use none"
         )
     bare = skeleton(frozen_config(path, config))
-    GateBank.for_model(bare, gate_config(config, bare))
+    first_gates(config, bare)
     return CheckedModel(_fingerprint(Path(path)) or config.revision, why_one_sequence(text_config(bare)))
 
 

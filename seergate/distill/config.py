@@ -103,6 +103,9 @@ class GateOptions:
         "what scores blocks to read: SeerAttention-R's gate, the index branch of MiniMax Sparse Attention or the "
         "indexer of DeepSeek Sparse Attention; or tokens to keep: the gates of Fast KVzip or TRIM-KV",
     )
+    init_gates: str | None = _option(
+        None, "gates to begin with, of the same model and architecture: a directory or Hub id [fresh ones]"
+    )
 
 
 @dataclass(frozen=True, kw_only=True)

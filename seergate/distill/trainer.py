@@ -34,6 +34,7 @@ from seergate.distill.base_model import (
     accompany,
     base_dtype,
     check_model,
+    first_gates,
     frozen_config,
     gate_config,
     load_frozen,
@@ -360,7 +361,7 @@ class _Run:
         with world.together():
             base = base or load_frozen(self.model_path, replace(config, shard_base=divided), world, headless)
             torch.manual_seed(config.seed)
-            bank = GateBank.for_model(base, gate_config(config, base)).to(world.device, torch.float32)
+            bank = first_gates(config, base).to(world.device, torch.float32)
         # The name the user gave, not where it was found: the adapter must load on other machines.
         bank.geometry = replace(bank.geometry, base_model=config.model)
         self.bank, self.module = bank, DistillModule(bank, base, config)

@@ -166,3 +166,32 @@ def test_what_bitsandbytes_is_asked_for(kind, bits, monkeypatch):
     monkeypatch.setattr(metadata, "version", lambda package: "0.50.2")  # of bitsandbytes, which 4 bits look for
     asked = base_model._quantization(kind, torch.bfloat16)
     assert (asked.load_in_8bit, asked.load_in_4bit) == (bits == 8, bits == 4)
+
+
+def test_training_begins_with_the_gates_it_is_given(config: TrainConfig, tmp_path: Path) -> None:  # noqa: F811
+    config = replace(config, max_steps=3, eval_packs=0)
+    given = run_distillation(config)
+    again = replace(config, init_gates=str(given), output_dir=str(tmp_path / "again"))
+    still = replace(again, learning_rate=1e-30, min_lr=0.0, warmup_steps=0)
+    assert_identical(weights(run_distillation(still)), weights(given))
+    heard, fresh = Recorder(), Recorder()
+    bank = GateBank.from_pretrained(run_distillation(replace(again, resume=False), [heard]))
+    run_distillation(replace(config, output_dir=str(tmp_path / "fresh")), [fresh])
+    assert heard.steps[0].kl < fresh.steps[0].kl and not math.isclose(heard.steps[-1].kl, fresh.steps[-1].kl)
+    assert bank.training_record["config"]["init_gates"] == str(given)
+
+
+def test_other_gates_to_begin_with_are_refused_before_data(config: TrainConfig, tmp_path: Path) -> None:  # noqa: F811
+    given = str(run_distillation(replace(config, max_steps=1, eval_packs=0)))
+    other = tmp_path / "other"
+    stranger = tiny_model("qwen3", num_key_value_heads=4, head_dim=16)
+    GateBank.for_model(stranger, config.gates(16)).save_pretrained(other)
+    config = replace(config, output_dir=str(tmp_path / "again"), data="/does/not/exist.jsonl")
+    for options, why in (
+        ({"block_size": 32, "init_gates": given}, f"init_gates '{given}' have block_size=16, this run 32"),
+        ({"scorer": "msa", "init_gates": given}, f"init_gates '{given}' have scorer='attn_gate', this run 'msa'"),
+        ({"init_gates": str(other)}, "these gates are for another model: hidden_size is 32 in the model and 64"),
+        ({"init_gates": str(tmp_path / "none")}, "there is no directory .*none"),
+    ):
+        with pytest.raises(SeergateError, match=why):
+            run_distillation(replace(config, **options))
