@@ -224,7 +224,7 @@ class _Pass:
 
 
 def _in_step(runs: list[_Run], requested: set[int]) -> None:
-    """Train the runs to their ends. Those at the same place of the same data share the frozen model's work."""
+    """Train the runs to their ends. Those at the same place of the same packs share the frozen model's work."""
     steps = {run: run.train(requested) for run in runs}
     waiting: dict[_Run, _Pass] = {}
     stopped: list[Stopped] = []
@@ -245,8 +245,8 @@ def _in_step(runs: list[_Run], requested: set[int]) -> None:
     while waiting:
         first = min(each.place for each in waiting.values())
         here = [run for run in runs if run in waiting and waiting[run].place == first]
-        for data in dict.fromkeys(run.data.fingerprint for run in here):
-            together = [run for run in here if run.data.fingerprint == data]
+        for order in dict.fromkeys(run.order_of_packs() for run in here):
+            together = [run for run in here if run.order_of_packs() == order]
             _compute([(run.module, waiting[run]) for run in together])
             for run in together:
                 proceed(run)
@@ -422,6 +422,10 @@ class _Run:
         device, size = self.world.device, self.world.size
         room = capacity(device, size) - overhead(device)
         return bool(decide_sharding(bare, bank, self.config, device, size, room).shard_base)
+
+    def order_of_packs(self) -> tuple[str, int, int]:
+        """What decides which samples are in the pack at a place; the same in all processes."""
+        return self.data.fingerprint, self.config.max_length, self.config.packs_per_step
 
     def _look_for_checkpoint(self) -> None:
         """Refuse a run that contradicts the checkpoint it would continue, before long work."""

@@ -82,8 +82,12 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "plain": {},
     "all rows": {"row_start": 0.0, "reduction": "published", "learning_rate": 2e-3},
     "wide blocks": {"block_size": 32, "rope": False, "max_steps": 3},
+    "more packs": {"packs_per_step": 3, "max_steps": 2},
+    "longer packs": {"max_length": 2048, "max_steps": 2},
 }
-"""The second and third share their packs; the first has an order of its own, and the last one is over sooner."""
+"""The second and third share their packs and so does the fourth, which is over sooner; the others have packs of their
+own, though the last two from the same samples.
+"""
 
 
 def forwards(monkeypatch: pytest.MonkeyPatch) -> list[int]:
@@ -112,6 +116,7 @@ def test_runs_in_one_forward_end_as_each_does_alone(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     config = replace(config, max_steps=4, eval_steps=2, save_steps=1, save_total_limit=1, recall_budgets=(64,))
+    config = replace(config, max_length=1536)  # no sample is longer
     runs = {
         name: TrainConfig.from_dict({**config.to_dict(), **given, "output_dir": str(tmp_path / name)})
         for name, given in VARIANTS.items()
@@ -125,9 +130,11 @@ def test_runs_in_one_forward_end_as_each_does_alone(
     ]
     for name, run in runs.items():
         assert_alone(run, alone[name])
-    packs = 4 * 2 + 2 * 2  # to train and to evaluate, but for the last one, which has three steps
+    packs = 4 * 2 + 2 * 2  # to train and to evaluate
+    alone_with_theirs = packs + (2 * 3 + 2) + (2 * 2 + 2)
     assert [log.step for log in heard.steps] == [1, 2, 3, 4]
-    assert sum(seen) == 3 * packs + (3 * 2 + 2 * 2) and len(seen) < 2.5 * packs
+    assert sum(seen) == 2 * packs + (3 * 2 + 2 * 2) + alone_with_theirs
+    assert len(seen) == packs + 2 + alone_with_theirs  # the fourth ends with an evaluation of its own
 
 
 def test_runs_in_one_forward_go_on_from_where_each_stopped(config: TrainConfig, tmp_path: Path) -> None:  # noqa: F811
