@@ -14,14 +14,13 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Protocol
 
 from torch import Tensor
 
 from seergate.reason.distance import Block, BlockDistances, PercentileThreshold
 from seergate.reason.method import RandomSharing, ReasonCache
 from seergate.reason.steps import ReasoningStep, Segmenter, adaptive_threshold, kind_of_repeat, similarity
-from seergate.reason.structure import formal_content
 
 
 class Source(Protocol):
@@ -85,12 +84,11 @@ class _Row:
         self.threshold = threshold
         self.source: Source | None = None
         self.blocks: list[Block] = []
-        self.formal: dict[int, Any] = {}  # start of a step -> its formal content
 
     def copy(self, threshold: PercentileThreshold) -> _Row:
         """What is known of the row so far, for a fork of it that goes on with a threshold of its own."""
         twin = _Row(None if self.segmenter is None else self.segmenter.copy(), threshold)
-        twin.source, twin.blocks, twin.formal = self.source, list(self.blocks), dict(self.formal)
+        twin.source, twin.blocks = self.source, list(self.blocks)
         return twin
 
 
@@ -138,7 +136,6 @@ class Evaluator:
         row = self._row(uid)
         if row.segmenter is not None:
             row.segmenter.crop(length)
-        row.formal = {start: tree for start, tree in row.formal.items() if start < length}
         layers = row.source.layers() if row.source is not None else None
         if layers:
             del row.blocks[length // layers[0][0].shape[2] :]
@@ -196,15 +193,9 @@ class Evaluator:
         self._give_way()
         if self.method.structural_check and similar:
             with self.tally.timed("structural"):
-                own = self._formal(row, step)
-                similar = [i for i in similar if self._formal(row, steps[i]) == own]
+                similar = [i for i in similar if steps[i].formal == step.formal]
         self.tally.counts["same_structure"] += len(similar)
         return similar[: self.method.max_candidates]
-
-    def _formal(self, row: _Row, step: ReasoningStep) -> Any:
-        if step.start not in row.formal:
-            row.formal[step.start] = formal_content(step.text, step.in_code)
-        return row.formal[step.start]
 
     def _near_blocks(
         self,

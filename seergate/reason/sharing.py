@@ -302,13 +302,13 @@ def share_prefixes(pages: CachePages, prompt: Prompt) -> int:
     (uids, ids, counts), store, size = prompt, pages.store, pages.store.block_size
     if tuple(row.uid for row in store.rows) != uids:
         return 0
-    known: dict[tuple[int, ...], int] = {}
+    known: dict[tuple[int, ...], int] = {}  # page before it and tokens -> page: a page's is its whole prefix
     shared = 0
     for position, (tokens, count) in enumerate(zip(ids.tolist(), counts, strict=True)):
-        row = store.rows[position]
+        row, physical = store.rows[position], -1
         for block in range(min(count // size, row.sealed)):
-            begins, own = tuple(tokens[: (block + 1) * size]), row.table[block]
-            physical = known.setdefault(begins, own)
+            own = row.table[block]
+            physical = known.setdefault((physical, *tokens[block * size : (block + 1) * size]), own)
             if physical == own:
                 continue
             if not _equal(pages, own, physical):

@@ -7,6 +7,9 @@ import re
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
+
+from seergate.reason.structure import Tree, formal_content
 
 BLANK_LINE = r"\n[ \t\r]*\n"
 TAIL = 64
@@ -46,6 +49,11 @@ class ReasoningStep:
     def __post_init__(self) -> None:
         self.counts = Counter(self.ids)
         self.norm = math.sqrt(sum(n * n for n in self.counts.values()))
+
+    @cached_property
+    def formal(self) -> Tree | None:
+        """Its formal content."""
+        return formal_content(self.text, self.in_code)
 
     @property
     def end(self) -> int:

@@ -293,6 +293,20 @@ def test_formal_content_must_not_differ():
         assert len(cache.decisions) == expected
 
 
+def test_a_step_that_is_written_again_is_compared_by_what_it_is_now():
+    words = [*"abcdefgh", "\n\n", "$x+1=2$", "$x-1=2$"]
+    method = methods.ReasonCache(warm_up=0, percentile=100, asynchronous=False, soft=0.5, strict=0.6)
+    run = Evaluator(method, lambda ids: "".join(words[i] for i in ids))
+    ids = [9, 1, 2, 3, 4, 8, 9, 1, 2, 3, 4, 8]
+    cache = Cache([0, 0, *ids])
+    feed(run, cache, 1, ids, 2, prompt=[0, 0])
+    assert cache.decisions
+    cache.decisions.clear()
+    run.row_cropped(1, 8)
+    feed(run, cache, 1, [10, 1, 2, 3, 4, 8], 8)
+    assert not cache.decisions
+
+
 def test_the_control_shares_as_much_and_anything():
     ids = [*STEP, *OTHER, *STEP, *OTHER, *STEP]
     informed, control = evaluator(), evaluator(kind=methods.RandomSharing)
