@@ -43,6 +43,7 @@ def run(options: argparse.Namespace) -> int:
     from seergate.eval.calibration import evenly_chosen_prompts, made_on
     from seergate.eval.engine import end_ids
     from seergate.eval.recurrence import measure_recurrence, query_centres
+    from seergate.eval.store import write_json
     from seergate.hf.loading import load_tokenizer
 
     _check(options)
@@ -54,7 +55,6 @@ def run(options: argparse.Namespace) -> int:
     target = options.out or Path("runs") / f"{name}.{suffix}"
     _check_target(target, options.method)
     check_writable(target.parent)
-    draft = target.with_name(f".{target.name}.draft")  # beside it, so that it takes its place in one step
     model, tokenizer = load_model(path, options.dtype, options.device), load_tokenizer(path)
     prompts = evenly_chosen_prompts(tokenizer, task, options.problems)
     limit = RunOptions(max_new_tokens=options.max_new_tokens).limit(task).of(max(map(len, prompts)))
@@ -68,8 +68,7 @@ def run(options: argparse.Namespace) -> int:
     made = made_on(model, task, prompts, limit, sampling)
     if options.method == "tri_attention":
         centres = query_centres(model, prompts, max_new_tokens=limit, sampling=sampling, ends=ends, made=made)
-        centres.save(draft)
-        os.replace(draft, target)
+        centres.save(target)
         print(f"centres of {len(centres.mean)} layers from {centres.tokens} tokens: {target}")
         return 0
     found = measure_recurrence(model, prompts, max_new_tokens=limit, alpha=options.alpha, sampling=sampling, ends=ends)
@@ -85,8 +84,7 @@ def run(options: argparse.Namespace) -> int:
         "kinds": found.kinds(options.budget),
         "histogram": found.histogram(),
     }
-    draft.write_text(json.dumps(record, indent=2) + "\n")
-    os.replace(draft, target)
+    write_json(target, record)
     print(
         f"window {record['window']}: attention comes back to {100 * options.share:g} % of tokens within as many steps"
     )

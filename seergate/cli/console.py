@@ -63,7 +63,10 @@ class EvalProgress:
         return self
 
     def _say(self, line: str) -> None:
-        (print if self.bar is None else self.bar.console.print)(line)
+        if self.bar is None:
+            print(line)
+        else:
+            self.bar.console.print(line, markup=False)
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None

@@ -54,7 +54,6 @@ def run(options: argparse.Namespace) -> int:
     from seergate.cli.console import notes
     from seergate.cli.models import gates_for, is_tiny, load_gates, load_model, model_path
     from seergate.cli.running import check_model
-    from seergate.eval.calibration import check_auto
     from seergate.eval.engine import encode, prompt_text
     from seergate.eval.settings import grid
     from seergate.hf.loading import load_tokenizer
@@ -64,7 +63,7 @@ def run(options: argparse.Namespace) -> int:
     tiny = is_tiny(options.model)
     budgets = [] if options.budget is None else [options.budget]
     spec, *_ = grid([options.method], budgets, None, default_budgets=[TINY_BUDGET if tiny else REAL_BUDGET])
-    check_auto([spec])
+    spec.check_calibrated()
     path = model_path(options.model)
     gates = gates_for(options.model, options.gates) if spec.has_gates else None
     bank = None if gates is None else load_gates(gates)

@@ -65,7 +65,6 @@ def run(options: argparse.Namespace) -> int:
     from seergate.distill.config import load_train_config
     from seergate.distill.data import questions
     from seergate.eval import Limit, Problem, Sampling
-    from seergate.eval.calibration import check_auto
     from seergate.eval.cluster import Job
     from seergate.eval.engine import Generation, Request, encode, prompt_text
     from seergate.eval.sampling import sample_seed
@@ -76,7 +75,7 @@ def run(options: argparse.Namespace) -> int:
     from seergate.hf.loading import load_tokenizer
 
     (spec,) = grid([options.method], [] if options.budget is None else [options.budget], None)
-    check_auto([spec])
+    spec.check_calibrated()
     engine = options.engine
     if engine == "vllm":
         engine = engine_version()
@@ -191,8 +190,8 @@ def _made_with(path: Path, now: dict[str, Any], unknown: tuple[str, ...] = ()) -
     Raises:
         SeergateError: if they were made otherwise.
     """
-    from seergate.distill.config import read_yaml
     from seergate.eval.store import flatten
+    from seergate.yaml_file import read_yaml
 
     found = read_yaml(_beside(path))
     unsaid = [name for name in (*now, *unknown, "commit") if name not in found]

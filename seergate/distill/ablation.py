@@ -17,10 +17,11 @@ from pathlib import Path
 from typing import Any
 
 from seergate.distill.callbacks import EvalLog, StepLog
-from seergate.distill.config import TrainConfig, load_train_config, read_yaml
+from seergate.distill.config import TrainConfig, load_train_config
 from seergate.errors import SeergateError, did_you_mean
 from seergate.gates import CONFIG_FILE
 from seergate.paths import shipped
+from seergate.yaml_file import read_yaml
 
 RESULT = "ablation.json"
 
@@ -109,6 +110,10 @@ def variant_configs(study: Study, model: str | None, options: Mapping[str, Any])
         name = Path(config.model).name.lower()
         home = Path(root) if root else Path("runs") / f"ablation-{study.name}-{name}"
         directory = re.sub(r"[^a-z0-9]+", "-", variant.lower()).strip("-")
+        if not directory:
+            raise SeergateError(
+                f"{study.name} has a variant named {variant!r}; its name must hold a letter or digit of ASCII"
+            )
         configs[variant] = replace(config, output_dir=str(home / directory))
     if len({config.run_dir for config in configs.values()}) < len(configs):
         raise SeergateError(f"{study.name} has variants whose names differ in punctuation only")

@@ -19,8 +19,9 @@ import yaml
 
 from seergate.chain_sum import GIVENS, NAMES
 from seergate.config import POOLINGS, RETENTION, GateConfig, check_recipe
-from seergate.errors import SeergateError, did_you_mean, first_line
+from seergate.errors import SeergateError, did_you_mean
 from seergate.paths import shipped
+from seergate.yaml_file import read_yaml
 
 DEFAULT_PRESET = "tiny-reasoner"
 """What trains when no model is named: the one that ships with seergate and needs no network."""
@@ -375,7 +376,7 @@ class TrainConfig(RunOptions, RecipeOptions, DataOptions, GateOptions, ModelOpti
 
     def save(self, path: Path) -> None:
         """Write all fields as YAML."""
-        path.write_text(yaml.safe_dump(self.to_dict(), sort_keys=False, allow_unicode=True))
+        path.write_text(yaml.safe_dump(self.to_dict(), sort_keys=False, allow_unicode=True), encoding="utf-8")
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> TrainConfig:
@@ -456,27 +457,6 @@ def _comma_separated(kind: Callable[[str], Any]) -> Callable[[str], tuple[Any, .
 def presets() -> dict[str, Path]:
     """Preset name (lower case) -> its YAML file."""
     return {path.stem: path for path in sorted(shipped("configs").glob("*.yaml"))}
-
-
-def read_yaml(path: Path) -> dict[str, Any]:
-    """The options of a YAML file.
-
-    Raises:
-        SeergateError: if it is missing or not a mapping.
-    """
-    try:
-        values = yaml.safe_load(path.read_text())
-    except FileNotFoundError:
-        raise SeergateError(f"the configuration file {path} does not exist") from None
-    except (OSError, UnicodeDecodeError) as error:
-        raise SeergateError(f"the configuration file {path} cannot be read: {first_line(error)}") from error
-    except yaml.YAMLError as error:
-        mark, problem = getattr(error, "problem_mark", None), getattr(error, "problem", None) or first_line(error)
-        where = "" if mark is None else f", line {mark.line + 1}, column {mark.column + 1}"
-        raise SeergateError(f"the configuration file {path}{where} is not YAML: {problem}") from error
-    if not isinstance(values, dict):
-        raise SeergateError(f"the configuration file {path} must hold 'option: value' lines")
-    return values
 
 
 def read_options(path: Path) -> dict[str, Any]:

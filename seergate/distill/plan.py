@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from seergate.distill.base_model import as_asked, base_dtype, gate_config
-from seergate.distill.config import TrainConfig, locate_model, presets, read_yaml
+from seergate.distill.config import TrainConfig, locate_model, presets
 from seergate.distill.engines import check_engine
 from seergate.distill.memory import Memory, capacity, decide_sharding, estimate_memory, overhead
 from seergate.distill.speed import measure_speed, pack_flop
@@ -19,6 +19,7 @@ from seergate.hf.bank import GateBank
 from seergate.hf.loading import base_config, skeleton
 from seergate.models.families import gate_geometry, text_config, why_one_sequence
 from seergate.paths import shipped
+from seergate.yaml_file import read_yaml
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig

@@ -129,7 +129,8 @@ def prepare_run(config: TrainConfig) -> DataReport:
     alone = World(rank=0, size=1, local_rank=0, device=torch.device("cpu"))
     run = _Run("", config, locate_model(config).model, alone, (), talks=False)
     run.check()
-    run.check_checkpoint()
+    if config.gradient_accumulation_steps is None:  # else how many packs a step has depends on the processes
+        run.check_checkpoint()
     run.gather()
     download_weights(run.model_path, run.config.revision)
     return run.data.report

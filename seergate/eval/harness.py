@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from seergate.errors import SeergateError
 from seergate.eval.method_text import read_method
 from seergate.eval.settings import MethodSpec
 from seergate.hf.attach import attach
@@ -28,10 +27,7 @@ def method_spec(method: str, budget: int | None = None, block_size: int | None =
     """
     name, options = read_method(method)
     spec = MethodSpec(name, options.pop("token_budget", budget), block_size, options=options)
-    if spec.uncalibrated:
-        raise SeergateError(
-            f"{name}:{spec.uncalibrated[0]}=auto is calibrated by `seergate eval` only; give a value here"
-        )
+    spec.check_calibrated()
     return spec
 
 

@@ -7,11 +7,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, get_origin, get_type_hints
 
-import yaml
 from huggingface_hub.dataclasses import type_validator
 
 from seergate.config import RETENTION
-from seergate.errors import SeergateError, did_you_mean, first_line
+from seergate.errors import SeergateError, did_you_mean
 from seergate.eval.matching import MEASURES
 from seergate.eval.method_text import read_method
 from seergate.eval.runner import RunOptions
@@ -20,21 +19,9 @@ from seergate.eval.settings import MethodSpec, grid
 from seergate.eval.task import Task
 from seergate.eval.tasks import make_task
 from seergate.methods import Dense, has_gates
+from seergate.yaml_file import read_yaml
 
 MATCHES = ("budget", *MEASURES)
-
-
-class _Loader(yaml.SafeLoader):
-    """YAML in which a name that is there twice is a mistake, not the last of the two."""
-
-    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
-        """A dictionary, each of whose keys is given once."""
-        names = list[Any]()
-        for key, _ in node.value:
-            if key.value in names:
-                raise yaml.YAMLError(f"line {key.start_mark.line + 1} gives {key.value!r} again")
-            names.append(key.value)
-        return super().construct_mapping(node, deep)
 
 
 @dataclass(frozen=True)
@@ -100,15 +87,7 @@ class SweepPlan:
         Raises:
             SeergateError: naming what is wrong.
         """
-        try:
-            values = yaml.load(path.read_text(encoding="utf-8"), _Loader)
-        except FileNotFoundError:
-            raise SeergateError(f"the sweep file {path} does not exist") from None
-        except (yaml.YAMLError, UnicodeDecodeError) as error:
-            raise SeergateError(f"{path} is no YAML: {first_line(error)}") from error
-        if not isinstance(values, dict):
-            raise SeergateError(f"{path} does not hold 'name: value' lines")
-        return cls.of(values, str(path))
+        return cls.of(read_yaml(path), str(path))
 
     @classmethod
     def of(cls, values: Mapping[str, Any], where: str = "the sweep") -> SweepPlan:

@@ -82,6 +82,17 @@ class MethodSpec:
         """Options that are still to be calibrated."""
         return [key for key, value in self.options.items() if value == AUTO and key not in self.calibrated]
 
+    def check_calibrated(self) -> None:
+        """Refuse a method of which something is still to be calibrated.
+
+        Raises:
+            SeergateError: naming the option.
+        """
+        if self.uncalibrated:
+            raise SeergateError(
+                f"{self.name}:{self.uncalibrated[0]}=auto is calibrated by `seergate eval` only; give a value here"
+            )
+
     @property
     def label(self) -> str:
         """Name of the setting's directory: ``gate-128``; ``quest-2048-b16-dense0,1``; ``h2o-64-interval=8``;

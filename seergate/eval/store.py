@@ -12,7 +12,8 @@ from typing import Any, TextIO
 
 import yaml
 
-from seergate.errors import SeergateError, first_line
+from seergate.errors import SeergateError
+from seergate.yaml_file import read_yaml
 
 CONFIG, SAMPLES, METRICS, PROXIES = "config.yaml", "samples.jsonl", "metrics.json", "proxies.json"
 UNGRADED = "ungraded.jsonl"
@@ -204,15 +205,9 @@ def read_config(directory: Path) -> dict[str, Any]:
         SeergateError: if it is missing or damaged.
     """
     path = directory / CONFIG
-    try:
-        config = yaml.safe_load(path.read_text(encoding="utf-8"))
-    except FileNotFoundError:
-        raise SeergateError(f"{directory} holds no {CONFIG}; it is not a run directory") from None
-    except (yaml.YAMLError, UnicodeDecodeError) as error:
-        raise SeergateError(f"{path} is damaged: {first_line(error)}") from error
-    if not isinstance(config, dict):
-        raise SeergateError(f"{path} is damaged: it does not hold 'name: value' lines")
-    return config
+    if not path.is_file():
+        raise SeergateError(f"{directory} holds no {CONFIG}; it is not a run directory")
+    return read_yaml(path)
 
 
 def read_json(path: Path) -> dict[str, Any] | None:

@@ -20,7 +20,8 @@ if TYPE_CHECKING:
     from seergate.cache.storage import Placement
 
 MODEL_OPTIONS = {
-    *("attn_implementation", "code_revision", "device_map", "device_mesh", "disable_mmap", "distributed_config"),
+    *("adapter_kwargs", "adapter_name", "allow_all_kernels", "attn_implementation", "code_revision", "fusion_config"),
+    *("device_map", "device_mesh", "disable_mmap", "distributed_config", "tqdm_class"),
     *("dtype", "experts_implementation", "generation_config", "gguf_file", "ignore_mismatched_sizes"),
     *("kernel_config", "key_mapping", "low_cpu_mem_usage", "max_memory", "offload_buffers", "offload_folder"),
     *("proxies", "quantization_config", "state_dict", "torch_dtype", "tp_plan", "tp_size", "trust_remote_code"),

@@ -58,7 +58,7 @@ class Centres:
         return digest.hexdigest()[:16]
 
     def save(self, path: str | os.PathLike[str]) -> None:
-        """Write one safetensors file.
+        """Write one safetensors file, in one step.
 
         Raises:
             SeergateError: if nobody has said of which model they are.
@@ -72,7 +72,9 @@ class Centres:
             for layer, tensor in of.items()
         }
         about = {"tokens": self.tokens, "made": self.made}
-        save_file(tensors, path, metadata={"tri_attention": json.dumps(about)})
+        scratch = Path(path).with_name(f".{Path(path).name}.{os.getpid()}")
+        save_file(tensors, scratch, metadata={"tri_attention": json.dumps(about)})
+        os.replace(scratch, path)
 
     @classmethod
     def load(cls, path: str | os.PathLike[str]) -> Centres:

@@ -28,7 +28,9 @@ def sample_answers(sweep: Sweep) -> list[str]:
     blocks = [f"Problem {some['problem_id']}, whose answer is {some['gold']}: the end of what each wrote."]
     for label, sample in answers.items():
         verdict = "right" if sample["correct"] else "wrong"
-        text = str(sample.get("completion") or "")[-TAIL:].replace("~~~", "~ ~ ~")
+        text = str(sample.get("completion") or "")[-TAIL:]
+        for own in ("~~~", "details>"):  # the report's own marks
+            text = text.replace(own, " ".join(own))
         title = f"{label}: {verdict}, {sample['n_tokens']} tokens, ended by {sample['finish_reason']}"
         blocks += [f"<details><summary>{title}</summary>", f"~~~\n{text}\n~~~", "</details>"]
     return blocks

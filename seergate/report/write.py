@@ -138,7 +138,8 @@ def _section(sweep: Sweep, out: Path, suffix: str, why: dict[str, Any]) -> tuple
     if suffix:  # one heading per section of each name
         blocks = [f"{block} {suffix[1:]}" if block.startswith("## ") else block for block in blocks]
         blocks.insert(0, f"# {_name(sweep)}")
-    return "\n\n".join(blocks).replace("CONTENTS", links) + "\n", plots
+    blocks[blocks.index("CONTENTS")] = links
+    return "\n\n".join(blocks) + "\n", plots
 
 
 def folded(title: str, *blocks: str) -> list[str]:

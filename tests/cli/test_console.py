@@ -121,6 +121,7 @@ def test_on_a_terminal_it_is_a_bar(monkeypatch):
             assert progress.bar is not None
             for done in range(41):
                 progress(at(done))
+            warnings.warn("[eval] files in [/tmp/x] are old", stacklevel=1)
             progress(at(10, label="quest-128"))
         monkeypatch.undo()
     reader.join(30)
@@ -129,4 +130,5 @@ def test_on_a_terminal_it_is_a_bar(monkeypatch):
     last = text[text.rindex("gate-128") :]
     assert "40/40" in last and "75 % right, 200 tokens/s" in last
     assert "quest-128" in last and "10/40" in last and "15 s left" in last
+    assert "note: [eval] files in [/tmp/x] are old" in text
     assert "answers" not in text, "no plain lines beside it"

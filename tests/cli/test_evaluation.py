@@ -322,7 +322,7 @@ def test_a_name_that_is_given_twice_in_a_sweep_is_told(tmp_path, capsys):
     file = tmp_path / "sweep.yaml"
     file.write_text("budget: 32\nmethod: dense\nbudget: 64\n")
     assert call("sweep", file) == 2
-    assert "line 3 gives 'budget' again" in capsys.readouterr().err
+    assert "line 3, column 1 is not YAML: 'budget' is given again" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

@@ -273,6 +273,7 @@ def test_rows_that_teach_are_compared_on_the_same_rows(config: TrainConfig) -> N
         ("variants: {a: {}}", "is no study"),
         ("other: 1", "is no study"),
         ("variants: {a-b: {learning_rate: 0.1}, a_b: {learning_rate: 0.2}}", "differ in punctuation only"),
+        ("variants: {+: {learning_rate: 0.1}, b: {learning_rate: 0.2}}", "a variant named '+'; its name must hold"),
         ("options: {eval_packs: 0}\nvariants: {a: {learning_rate: 0.1}}", "eval_packs and eval_steps must not be 0"),
     ],
 )

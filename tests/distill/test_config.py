@@ -15,8 +15,9 @@ import yaml
 from seergate.chain_sum import make_problems
 from seergate.cli.train import main, resolve, train_parser
 from seergate.distill import TrainConfig, load_train_config
-from seergate.distill.config import locate_model, presets, read_yaml
+from seergate.distill.config import locate_model, presets
 from seergate.errors import SeergateError
+from seergate.yaml_file import read_yaml
 
 ROOT = Path(__file__).parents[2]
 
@@ -136,7 +137,7 @@ def test_yaml_round_trip(tmp_path: Path) -> None:
     assert json.loads(json.dumps(config.to_dict())) == config.to_dict()
 
 
-@pytest.mark.parametrize("text", ["a: [", "- 1", "just words"])
+@pytest.mark.parametrize("text", ["a: [", "- 1", "just words", "a: 1\na: 2"])
 def test_a_broken_configuration_file_is_refused(tmp_path: Path, text: str) -> None:
     (tmp_path / "c.yaml").write_text(text)
     with pytest.raises(SeergateError, match=r"c\.yaml"):

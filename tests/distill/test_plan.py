@@ -16,7 +16,7 @@ from seergate import GateBank, SeergateError
 from seergate.cli.main import main
 from seergate.distill import TrainConfig, load_train_config, speed
 from seergate.distill.base_model import gate_config
-from seergate.distill.config import presets, read_yaml
+from seergate.distill.config import presets
 from seergate.distill.distributed import World
 from seergate.distill.engines import DistillModule, PlainEngine
 from seergate.distill.memory import WORKING_BYTES, activation_bytes, estimate_memory
@@ -24,6 +24,7 @@ from seergate.distill.packing import PackedBatch
 from seergate.distill.plan import ASSUMED_SHARE, PEAK_TFLOPS, make_plan
 from seergate.distill.speed import Speed, loss_pairs, measure_speed, pack_flop, pairs
 from seergate.hf.teacher_forward import distill_step
+from seergate.yaml_file import read_yaml
 from tests.distill.test_trainer import Recorder, config, model_dir  # noqa: F401 (fixtures)
 
 CPU = torch.device("cpu")

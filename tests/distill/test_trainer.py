@@ -23,13 +23,13 @@ from seergate.chain_sum import make_problems
 from seergate.distill import TrainConfig, load_train_config, run_distillation, trainer
 from seergate.distill.callbacks import EvalLog, StepLog
 from seergate.distill.checkpoint import newest_checkpoint, read_record
-from seergate.distill.config import read_yaml
 from seergate.distill.engines import deepspeed_config
 from seergate.distill.sources import open_source
 from seergate.distill.trainer import NON_FINITE_LIMIT, Stopped, prepare_run, scheduled_rate
 from seergate.errors import SeergateError
 from seergate.hf import teacher_forward
 from seergate.hf.bank import GateBank
+from seergate.yaml_file import read_yaml
 from tests.distill.conftest import PLAIN, byte_tokenizer
 from tests.running import run_seergate
 
@@ -451,6 +451,7 @@ def test_preparing_leaves_a_run_that_has_begun_as_it_is(config: TrainConfig) -> 
     before = {path: path.read_text() for path in run.glob("*.[jy][sa]*")}
     assert {path.name for path in before} >= {"train_config.yaml", "data.json", "commits.json"}
     prepare_run(replace(config, max_steps=1, save_steps=1))
+    prepare_run(replace(config, max_steps=1, gradient_accumulation_steps=2))
     with pytest.raises(SeergateError, match="was made with data_limit="):
         prepare_run(replace(config, max_steps=1, learning_rate=2e-2, data_limit=70))
     assert {path: path.read_text() for path in before} == before

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
@@ -158,6 +159,21 @@ def test_centres_are_the_mean_of_what_passed_and_survive_saving(tmp_path):
         with seergate.attached(model, "tri_attention", centres=given, token_budget=24, interval=4):
             results.append(model.generate(input_ids=prompt(10), max_new_tokens=40))
     assert torch.equal(*results)
+
+
+def test_centres_are_there_in_whole_or_as_before(tmp_path, monkeypatch):
+    path = tmp_path / "centres.safetensors"
+    centres = query_centres(model_of(4), [prompt(60, 5)[0].tolist()])
+    centres.save(path)
+
+    def killed(tensors, target, metadata):
+        Path(target).write_bytes(b"half")
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("seergate.methods.tri_attention.save_file", killed)
+    with pytest.raises(KeyboardInterrupt):
+        centres.save(path)
+    assert Centres.load(path).tokens == centres.tokens
 
 
 def test_centres_of_a_model_of_the_same_shape_are_refused(tmp_path):

@@ -40,6 +40,12 @@ def test_against_the_reference(lengths, group, options, monkeypatch):
     torch.testing.assert_close(narrow.output.double(), found[0][0], rtol=1e-4, atol=1e-5)
 
 
+def test_an_empty_pack_is_one_as_for_ordinary_attention():
+    (q, k, v, log_beta), borders = pack([0])
+    output, held = ops.retained_attention(q, k, v, log_beta, borders)
+    assert output.shape == ops.packed_attention(q, k, v, borders).output.shape and held.shape == log_beta.shape
+
+
 def test_without_fading_it_is_ordinary_attention():
     (q, k, v, log_beta), borders = pack([30, 12])
     output, held = ops.retained_attention(q, k, v, torch.zeros_like(log_beta), borders)

@@ -9,7 +9,7 @@ import yaml
 TOKENS = {"dense": 40, "gate": 44, "quest": 60}
 
 
-def write_run(root, method, budget, right, *, n=20, recall=None, model="m", **config):
+def write_run(root, method, budget, right, *, n=20, recall=None, model="m", completion=None, **config):
     """A run directory as `seergate.eval` writes it, with answers that are right where ``right`` says so."""
     directory = root / (method if budget is None else f"{method}-{budget}")
     directory.mkdir(parents=True)
@@ -41,6 +41,7 @@ def write_run(root, method, budget, right, *, n=20, recall=None, model="m", **co
             "n_prompt_tokens": 60,
             "n_tokens": TOKENS.get(method, 50) + i % 3,
             "finish_reason": "stop",
+            "completion": completion,
             "pred": "1",
             "gold": "1",
             "correct": bool(right(i)),

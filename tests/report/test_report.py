@@ -81,6 +81,16 @@ def test_html_stands_alone(runs):
     assert "![" not in page and "\ue000" not in page and "\ue001" not in page
 
 
+def test_an_answer_is_shown_as_it_is(tmp_path):
+    answer = "TABLE OF CONTENTS\n~~~\n</details>\n<details><summary>x</summary>"
+    write_run(tmp_path, "dense", None, lambda i: True, completion=answer)
+    report = write_report(tmp_path)
+    page = report.html.read_text()
+    assert "TABLE OF CONTENTS\n~ ~ ~\n" in report.markdown.read_text() and "TABLE OF CONTENTS" in page
+    assert page.count("<details>") == page.count("</details>") and "\ue000" not in page and "\ue001" not in page
+    assert "\nCONTENTS\n" not in report.markdown.read_text()
+
+
 def test_the_verdict_comes_first(runs):
     """Right are 18 of dense, 12 and 18 of the gate, 2 and 9 of Quest."""
     said = write_report(runs).markdown.read_text().splitlines()[2]
@@ -140,7 +150,7 @@ def test_nothing_to_report_is_told(tmp_path):
         write_report(tmp_path / "nowhere")
     directory = write_run(tmp_path, "dense", None, lambda i: True)
     (directory / "config.yaml").write_text("[")
-    with pytest.raises(SeergateError, match="is damaged"):
+    with pytest.raises(SeergateError, match=r"config\.yaml, line 1, column 2 is not YAML"):
         write_report(tmp_path)
     (directory / "config.yaml").unlink()
     with pytest.raises(SeergateError, match="not a run directory"):

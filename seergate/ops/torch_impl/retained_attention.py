@@ -46,7 +46,8 @@ def retained_attention(
         output_KGRD = p_KGRS @ v_SKD.to(dtype).transpose(0, 1)[:, None]
         return output_KGRD.flatten(0, 1).transpose(0, 1).to(v.dtype), worth_KRS.sum(-1).T
 
-    found = []
+    none = q.new_empty(0, heads, v.shape[-1], dtype=v.dtype), q.new_empty(0, kv_heads, dtype=dtype)
+    found = [none]  # a pack may be empty
     for start, stop in segments(cu_seqlens):
         for first, end in row_chunks(0, stop - start, max(1, limit // (heads * dtype.itemsize))):
             keys = slice(start, start + end)

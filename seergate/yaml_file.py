@@ -1,0 +1,44 @@
+"""YAML files of options."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from seergate.errors import SeergateError, first_line
+
+
+class _Loader(yaml.SafeLoader):
+    """YAML in which a name that is there twice is a mistake, not the last of the two."""
+
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
+        """A dictionary, each of whose keys is given once."""
+        names = list[Any]()
+        for key, _ in node.value:
+            if key.value in names:
+                raise yaml.MarkedYAMLError(problem=f"{key.value!r} is given again", problem_mark=key.start_mark)
+            names.append(key.value)
+        return super().construct_mapping(node, deep)
+
+
+def read_yaml(path: Path) -> dict[str, Any]:
+    """The options of a YAML file, in UTF-8.
+
+    Raises:
+        SeergateError: if it is missing, or not a mapping.
+    """
+    try:
+        values = yaml.load(path.read_text(encoding="utf-8"), _Loader)
+    except FileNotFoundError:
+        raise SeergateError(f"the configuration file {path} does not exist") from None
+    except (OSError, UnicodeDecodeError) as error:
+        raise SeergateError(f"the configuration file {path} cannot be read: {first_line(error)}") from error
+    except yaml.YAMLError as error:
+        mark, problem = getattr(error, "problem_mark", None), getattr(error, "problem", None) or first_line(error)
+        where = "" if mark is None else f", line {mark.line + 1}, column {mark.column + 1}"
+        raise SeergateError(f"the configuration file {path}{where} is not YAML: {problem}") from error
+    if not isinstance(values, dict):
+        raise SeergateError(f"the configuration file {path} must hold 'option: value' lines")
+    return values
