@@ -61,8 +61,9 @@ def kept(options: argparse.Namespace, task: Task, out: Path, tiny: bool) -> Path
         name = spec.label if name in found else name
         found[name] = tokens = kept_tokens(model, method, prompt, **run)
         resident = tokens.resident(layer, head)
+        mean = resident.sum(1).mean() if len(resident) else tokens.prompt
         survivors = resident[-1, : tokens.prompt].mean() if len(resident) and tokens.prompt else 1.0
-        rows.append([spec.label, str(tokens.tokens), f"{resident.sum(1).mean():.0f}", f"{100 * survivors:.0f}"])
+        rows.append([spec.label, str(tokens.tokens), f"{mean:.0f}", f"{100 * survivors:.0f}"])
         print(f"{spec.label}: {tokens.tokens - tokens.prompt} tokens answered", flush=True)
     kept_plot(found, out / "figure-kept.png", layer=layer, head=head)
     table = markdown(["method", "tokens seen", "resident, mean", "of the prompt at the end %"], rows)
@@ -90,7 +91,7 @@ def recurrence(options: argparse.Namespace, task: Task, out: Path) -> Path:
     found = measure_recurrence(model, prompts, alpha=options.alpha, **run)
     context = longest + run["max_new_tokens"]
     budgets = [options.budget] if options.budget else [max(1, int(context * share)) for share in BUDGETS]
-    recurrence_plot({task.name: found}, out / "figure-recurrence.png")
+    recurrence_plot(task.name, found, out / "figure-recurrence.png")
     kinds_plot(found, budgets, out / "figure-kinds.png")
     kinds = {budget: found.kinds(budget) for budget in budgets}
     rows = [

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import importlib.util
 import os
 import platform
 
@@ -93,23 +92,20 @@ def _backends() -> dict[str, str]:
                 os.environ.pop("SEERGATE_BACKEND", None)
             else:
                 os.environ["SEERGATE_BACKEND"] = before
-    if importlib.util.find_spec("flash_attn") is None:
-        found["flash"] = "flash-attn is not installed (optional)"
     return found
 
 
 def _checkpoints() -> dict[str, str]:
     """The shipped model and gates."""
-    from seergate.cli.models import TINY, TINY_MODEL, shipped_gates
+    from seergate.cli.models import TINY, TINY_GATES, TINY_MODEL
     from seergate.paths import shipped
 
     found = {}
-    try:
-        found[TINY] = str(shipped(TINY_MODEL))
-    except FileNotFoundError:
-        found[TINY] = "missing from this installation"
-    gates = shipped_gates()
-    found["its gates"] = str(gates) if gates is not None else "missing from this installation"
+    for name, place in ((TINY, TINY_MODEL), ("its gates", TINY_GATES)):
+        try:
+            found[name] = str(shipped(place))
+        except FileNotFoundError:
+            found[name] = "missing from this installation"
     return found
 
 

@@ -182,18 +182,17 @@ def _attention(
 
 
 def _gates(options: argparse.Namespace, sizes: list[int], tiny: bool, out: Path) -> str | dict[Any, str] | None:
-    """The gates that were named; for the tiny reasoner those that ship, or distilled here where there are none."""
-    if options.gates is not None or not tiny:
+    """The gates that were named, if any; for the tiny reasoner and several sizes, those that ship and those distilled
+    here.
+    """
+    if options.gates is not None or not tiny or not sizes:
         return options.gates  # type: ignore[no-any-return]
-    from seergate.cli.models import load_gates, shipped_gates
+    from seergate.cli.models import TINY_GATES, load_gates
+    from seergate.paths import shipped
 
-    shipped = shipped_gates()
-    own = load_gates(str(shipped)).config.block_size if shipped is not None else None
-    if not sizes and shipped is not None:
-        return str(shipped)
-    if not sizes:
-        return str(_distilled(options, None, out))
-    return {size: str(shipped if size == own else _distilled(options, size, out)) for size in sizes}
+    own = str(shipped(TINY_GATES))
+    known = load_gates(own).config.block_size
+    return {size: own if size == known else str(_distilled(options, size, out)) for size in sizes}
 
 
 def _methods_with(gates: str | dict[str, str] | None, tiny: bool) -> list[str]:
@@ -228,16 +227,16 @@ def _trained_on_text(options: argparse.Namespace, out: Path) -> list[str]:
     return [*on_text(gates, options.problems or MODULES, out), *took]
 
 
-def _distilled(options: argparse.Namespace, block_size: int | None, out: Path) -> Path:
+def _distilled(options: argparse.Namespace, block_size: int, out: Path) -> Path:
     """Gates of this block size, distilled if they are not there yet."""
     from seergate.distill import load_train_config, run_distillation
     from seergate.gates import CONFIG_FILE
 
-    directory = out / ("gates" if block_size is None else f"gates-b{block_size}")
+    directory = out / f"gates-b{block_size}"
     if (directory / CONFIG_FILE).is_file():
         return directory
-    overrides = {"output_dir": str(directory), "max_steps": options.max_steps, "block_size": block_size}
-    config = load_train_config(options.model, {name: value for name, value in overrides.items() if value is not None})
+    steps = {} if options.max_steps is None else {"max_steps": options.max_steps}
+    config = load_train_config(options.model, {"output_dir": str(directory), "block_size": block_size, **steps})
     print(f"distilling gates for blocks of {config.block_size} tokens ({config.max_steps} steps)", flush=True)
     return run_distillation(config)
 

@@ -32,14 +32,6 @@ def model_path(name: str) -> str:
     return locate_model(load_train_config(name)).model
 
 
-def shipped_gates() -> Path | None:
-    """The gates of the tiny reasoner that ship with seergate, if this installation has them."""
-    try:
-        return shipped(TINY_GATES)
-    except FileNotFoundError:
-        return None
-
-
 def is_tiny(model: str) -> bool:
     """Whether a model, by its preset or its directory, is the one that ships with seergate."""
     try:

@@ -108,43 +108,6 @@ class Callback(Protocol):
         """The run is over."""
 
 
-class RowProgress:
-    """Says how many rows have been tokenised: a bar on a terminal, otherwise a line every five seconds.
-
-    Args:
-        shown: whether to say anything.
-    """
-
-    def __init__(self, shown: bool = True) -> None:
-        self._shown = shown
-        self._bar: Any = None
-        self._task: Any = None
-        self._next = time.monotonic() + 5.0
-
-    def __enter__(self) -> RowProgress:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        if self._bar is not None:
-            self._bar.stop()
-
-    def __call__(self, rows: int, expected: int | None) -> None:
-        """``rows`` have been read, out of ``expected`` if that is known."""
-        if not self._shown:
-            return
-        if self._bar is None and sys.stdout.isatty():
-            from rich import progress
-
-            self._bar = progress.Progress(*progress.Progress.get_default_columns(), progress.MofNCompleteColumn())
-            self._task = self._bar.add_task("tokenising", total=expected, completed=rows)  # the start is no speed
-            self._bar.start()
-        if self._bar is not None:
-            self._bar.update(self._task, completed=rows)
-        elif time.monotonic() >= self._next:
-            print(f"tokenising: {rows:,} rows" + (f" of {expected:,}" if expected else ""), flush=True)
-            self._next = time.monotonic() + 5.0
-
-
 class Console:
     """A progress bar on a terminal; otherwise a line every ``logging_steps`` steps.
 

@@ -86,11 +86,6 @@ class Plan:
         return self.total <= self.capacity
 
     @property
-    def tokens_per_second(self) -> float | None:
-        """Over all processes."""
-        return None if self.step_seconds is None else self.step_tokens / self.step_seconds
-
-    @property
     def step_tokens(self) -> int:
         """Of an optimizer step, all processes together."""
         return self.config.packs_per_step * self.pack_tokens

@@ -117,16 +117,12 @@ def read_published(directory: Path, source: str | os.PathLike[str]) -> Adapter:
     return adapter
 
 
-def export_published(
-    adapter: Adapter, directory: str | os.PathLike[str], *, base: str | os.PathLike[str] | None = None
-) -> Path:
+def export_published(adapter: Adapter, directory: str | os.PathLike[str]) -> Path:
     """Write gates in the published format, for the published code.
 
     Args:
         adapter: what to write.
         directory: made if need be; must not hold a model.
-        base: where to read the base model's configuration instead of the model that the adapter names. Not needed for
-            an adapter that was imported from this format.
 
     Raises:
         SeergateError: if the published code could not read these gates, or they cannot be written.
@@ -134,14 +130,13 @@ def export_published(
     gate, geometry = adapter.gate, adapter.geometry
     _check_exportable(adapter)
     recorded = adapter.training.get(_RECORD)
-    if isinstance(recorded, dict) and base is None:
+    if isinstance(recorded, dict):
         config = dict(recorded)
+    elif geometry.base_model is None:
+        raise SeergateError("the gates do not say which model they are for")
     else:
-        name = base or geometry.base_model
-        if name is None:
-            raise SeergateError("the gates do not say which model they are for; name the base model")
-        revision = geometry.base_revision if base is None else None
-        config = _as_published(base_config(name, revision=revision).get_text_config().to_dict())
+        base = base_config(geometry.base_model, revision=geometry.base_revision)
+        config = _as_published(base.get_text_config().to_dict())
     config |= {
         "base_model": geometry.base_model,
         "seerattn_k_seq_pooling_type": "K" + "".join(gate.k_pooling),

@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from seergate.errors import SeergateError
 from seergate.report.plots import pyplot, save
 
 if TYPE_CHECKING:
@@ -24,8 +23,6 @@ def kept_plot(kept: dict[str, KeptTokens], path: Path, *, layer: int, head: int)
         path: of the picture.
         layer, head: of which layer and KV head.
     """
-    if not kept:
-        raise SeergateError("there is no method to draw")
     size = (3.2 * len(kept), 3.4)
     figure, panels = pyplot().subplots(1, len(kept), squeeze=False, figsize=size, layout="constrained")
     for axes, (name, tokens) in zip(panels[0], kept.items(), strict=True):
@@ -41,30 +38,27 @@ def kept_plot(kept: dict[str, KeptTokens], path: Path, *, layer: int, head: int)
     return save(figure, path)
 
 
-def recurrence_plot(measured: dict[str, Recurrence], path: Path, *, share: float = 0.8) -> Path:
-    """Share of tokens whose maximum recurrence interval is at most x (Figure 3c of LazyEviction), and each window.
+def recurrence_plot(name: str, found: Recurrence, path: Path) -> Path:
+    """Share of tokens whose maximum recurrence interval is at most x (Figure 3c of LazyEviction), and the window.
 
     Args:
-        measured: by a name, such as the task's.
+        name: such as the task's.
+        found: what was measured.
         path: of the picture.
-        share: of tokens inside the window.
     """
-    if not measured:
-        raise SeergateError("there is nothing to draw")
     figure, axes = pyplot().subplots(figsize=(5.5, 3.6), layout="constrained")
-    for name, found in measured.items():
-        intervals, counts = (np.array(part) for part in zip(*sorted(found.histogram().items()), strict=True))
-        window = found.window(share)
-        (line,) = axes.step(intervals, 100 * counts.cumsum() / counts.sum(), where="post", label=f"{name}: {window}")
-        axes.axvline(window, color=line.get_color(), linestyle=":", linewidth=1)
-    axes.axhline(100 * share, color="#7F7F7F", linewidth=0.8)
+    intervals, counts = (np.array(part) for part in zip(*sorted(found.histogram().items()), strict=True))
+    window = found.window()
+    (line,) = axes.step(intervals, 100 * counts.cumsum() / counts.sum(), where="post", label=f"{name}: {window}")
+    axes.axvline(window, color=line.get_color(), linestyle=":", linewidth=1)
+    axes.axhline(80, color="#7F7F7F", linewidth=0.8)
     axes.set_xscale("symlog", linthresh=1)
     axes.set_xlim(left=0)
     axes.xaxis.set_major_formatter(lambda value, _: f"{value:g}")
     axes.set_ylim(0, 104)
     axes.set_xlabel("maximum recurrence interval (decode steps)")
     axes.set_ylabel("share of tokens (%)")
-    axes.legend(title=f"window at {100 * share:g} %", fontsize=8)
+    axes.legend(title="window at 80 %", fontsize=8)
     return save(figure, path)
 
 
@@ -83,8 +77,6 @@ def kinds_plot(found: Recurrence, budgets: Sequence[int], path: Path) -> Path:
         budgets: sizes of the cache, in tokens.
         path: of the picture.
     """
-    if not budgets:
-        raise SeergateError("there is no cache size to draw")
     figure, panels = pyplot().subplots(1, 2, sharey=True, figsize=(8.0, 3.4), layout="constrained")
     kinds = {budget: found.kinds(budget) for budget in budgets}
     for axes, part in zip(panels, ("prompt", "generated"), strict=True):

@@ -14,15 +14,7 @@ from seergate.eval.environment import GRADES_WITH
 from seergate.eval.metrics import by_problem, derive
 from seergate.eval.stats import Difference, Estimate, clustered, paired, wilson
 from seergate.methods import CompressingMethod, ReasonCache, method_class
-
-ORDER = (
-    *("dense", "kv4bit", "oracle", "gate", "quest", "resa", "random"),
-    *("streaming_llm", "h2o", "tova", "snapkv", "r_kv", "raas", "rpc", "lazy_eviction", "tri_attention"),
-    *("fast_kvzip", "trim_kv"),
-    *("reason_cache", "random_sharing", "random_evict"),
-)
-"""Methods are listed in this order: those that keep everything, those that evict, the control of each last. Others
-follow by name."""
+from seergate.report.styles import STYLES
 
 SAID_OTHERWISE = ("name", "nominal", "token_budget", "threshold", "block_size", "dense_layers")
 """What a series need not be told apart by: it is said beside it, or elsewhere in its name."""
@@ -177,7 +169,7 @@ class Sweep:
     """Settings that can be compared: one task, one model, one way of generating.
 
     Attributes:
-        settings: in the order of `ORDER`, by budget within a method.
+        settings: in the order of `STYLES`, by budget within a method.
     """
 
     settings: list[Setting] = field(default_factory=list)
@@ -367,6 +359,6 @@ def _brief(value: Any) -> str:
 
 def _rank(setting: Setting) -> tuple[Any, ...]:
     name = setting.method.partition("+")[0]
-    known = ORDER.index(name) if name in ORDER else len(ORDER)
+    known = list(STYLES).index(name) if name in STYLES else len(STYLES)
     kept = setting.block_size or 0, setting.dense_layers, setting.budget or 10**9, setting.threshold or 0.0
     return known, setting.method, *kept, setting.metrics["resident_bytes_mean"] or 0.0

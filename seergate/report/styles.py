@@ -6,12 +6,12 @@ from typing import Any
 
 STYLES: dict[str, tuple[str, str]] = {
     "dense": ("#000000", "o"),
+    "kv4bit": ("#661100", "X"),
     "oracle": ("#0072B2", "s"),
     "gate": ("#D55E00", "o"),
     "quest": ("#009E73", "^"),
     "resa": ("#225555", "p"),
     "random": ("#7F7F7F", "x"),
-    "kv4bit": ("#661100", "X"),
     "streaming_llm": ("#CC79A7", "v"),
     "h2o": ("#E69F00", "D"),
     "tova": ("#56B4E9", "P"),
@@ -27,7 +27,9 @@ STYLES: dict[str, tuple[str, str]] = {
     "random_sharing": ("#BBBBBB", "2"),
     "random_evict": ("#A6A6A6", "1"),
 }
-"""Colours are of Okabe and Ito's and of Tol's palettes, which colour-blind readers can tell apart; markers help."""
+"""In this order methods are listed: those that keep everything, those that evict, the control of each last. Others
+follow by name. Colours are of Okabe and Ito's and of Tol's palettes, which colour-blind readers can tell apart;
+markers help."""
 
 GATES = {"msa": ("#AA3377", "^"), "indexer": ("#4477AA", "D")}
 """Of gates by their scorer's name; those of SeerAttention-R look as the method ``gate``."""

@@ -90,6 +90,9 @@ def test_no_command_shows_the_help(seergate):
     assert "COMMAND" in done.stdout
 
 
+TRACES = ["traces", "--prompts", "chain_sum", "--out", "rows.jsonl"]
+
+
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
@@ -129,10 +132,7 @@ def test_no_command_shows_the_help(seergate):
         (["figure", "6"], "there is no figure '6'; there are 4, 5, 7,"),
         (["figure", "raas-5"], "did you mean 'raas5'? (docs/reproduce.md says what is not made again, and why)"),
         (["generate", "--method", "lazy_eviction:window=auto"], "window=auto is calibrated by `seergate eval`"),
-        (
-            "traces --prompts chain_sum --out rows.jsonl --method tri_attention:centres=auto --budget 64".split(),
-            "centres=auto is calibrated by",
-        ),
+        ([*TRACES, "--method", "tri_attention:centres=auto", "--budget", "64"], "centres=auto is calibrated by"),
         (["plan", "--processes", "many"], "(see seergate plan --help)"),
         (["ablate"], "the following arguments are required: STUDY (see seergate ablate --help)"),
     ],
