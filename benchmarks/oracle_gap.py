@@ -198,6 +198,8 @@ VARIANTS = {
     "blocks of 16": Variant(Pooled, {"block_size": 16}),
     "no RoPE": Variant(Pooled, {"rope": False}),
     "target: sum": Variant(Pooled, {}, {"target": "sum"}),
+    "target: selected, 32 tokens": Variant(Pooled, {}, {"target": "selected", "target_budget": 32}),
+    "target: selected, 64 tokens": Variant(Pooled, {}, {"target": "selected", "target_budget": 64}),
     "learning rate 3e-2": Variant(Pooled, {}, {"learning_rate": 3e-2}),
     "begun as the model's own product": Variant(ModelsOwn),
     "a query per head": Variant(Pooled, {"q_pooling": "none"}),
@@ -287,6 +289,9 @@ def run_pack(model: Any, batch: PackedBatch, members: Sequence[Member], every: i
                 logp = known[key]
                 with torch.set_grad_enabled(sums is None):
                     logpi = predicted(m, call, rows, a, b, logp)
+                    if sums is None and m.config.target == "selected":
+                        picked = logpi.topk(min(m.config.target_budget // m.size - 1, logp.shape[-1]), -1).indices
+                        logp, logpi = (x.gather(-1, picked).log_softmax(-1) for x in (logp, logpi))
                     kl = (logp.exp() * (logp - logpi)).sum() / len(logp)
                     share = kl / (len(m.gates) or 1) / sum(map(len, rows_of[m])) / m.config.packs_per_step
                 if sums is None:
