@@ -10,7 +10,7 @@ configs/tiny-reasoner.yaml but for ``--steps`` and one row in ``--stride``. Most
 packs that nobody learned from: KL, recall of the teacher's mass, and ``missed``, the share of rows whose teacher puts
 more than half of its past mass on one block and whose gate leaves that block out. ``numbers`` is what a scorer keeps
 per token and layer; keys and values are 512. The first rows are bounds: the teacher itself, and the best choice that
-all KV heads can share. What is measured already is kept; ``commit`` is the one that measured it.
+all KV heads can share. What is measured already is kept; ``commit`` and ``device`` are those that measured it.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from itertools import pairwise
 from typing import Any
 
 import torch
-from common import arguments, commit, save
+from common import arguments, commit, provenance, save
 from torch import Tensor, nn
 from torch.nn import functional as F
 
@@ -380,7 +380,8 @@ def main() -> None:
     for pack in data.held_out:
         run_pack(model, data.batch(pack), members, 1, 0, sums)
     described = {key: value for key, value in vars(options).items() if key not in ("output", "only", "name")}
-    rows = {m.name: {**measured(m, sums[m.name]), "commit": here} for m in members}
+    where = {"commit": here, "device": provenance(torch.device("cpu"))["device"]}
+    rows = {m.name: {**measured(m, sums[m.name]), **where} for m in members}
     file = options.output / f"{options.name}.json"
     if file.exists() and (kept := json.loads(file.read_text()))["options"] == described:
         rows = {row["variant"]: row for row in kept["rows"]} | rows

@@ -13,14 +13,15 @@ from seergate.errors import SeergateError, first_line
 class _Loader(yaml.SafeLoader):
     """YAML in which a name that is there twice is a mistake, not the last of the two."""
 
-    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
-        """A dictionary, each of whose keys is given once."""
-        names = list[Any]()
+    def compose_mapping_node(self, anchor: Any) -> yaml.MappingNode:
+        """A mapping as it is written, each of whose keys is given once."""
+        node: yaml.MappingNode = super().compose_mapping_node(anchor)
+        names = list[tuple[str, Any]]()
         for key, _ in node.value:
-            if key.value in names:
+            if (key.tag, key.value) in names:
                 raise yaml.MarkedYAMLError(problem=f"{key.value!r} is given again", problem_mark=key.start_mark)
-            names.append(key.value)
-        return super().construct_mapping(node, deep)
+            names.append((key.tag, key.value))
+        return node
 
 
 def read_yaml(path: Path) -> dict[str, Any]:
@@ -35,7 +36,7 @@ def read_yaml(path: Path) -> dict[str, Any]:
         raise SeergateError(f"the configuration file {path} does not exist") from None
     except (OSError, UnicodeDecodeError) as error:
         raise SeergateError(f"the configuration file {path} cannot be read: {first_line(error)}") from error
-    except yaml.YAMLError as error:
+    except (yaml.YAMLError, ValueError, RecursionError) as error:
         mark, problem = getattr(error, "problem_mark", None), getattr(error, "problem", None) or first_line(error)
         where = "" if mark is None else f", line {mark.line + 1}, column {mark.column + 1}"
         raise SeergateError(f"the configuration file {path}{where} is not YAML: {problem}") from error

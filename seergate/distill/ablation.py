@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from seergate.distill.callbacks import EvalLog, StepLog
+from seergate.distill.checkpoint import UNSAID
 from seergate.distill.config import TrainConfig, load_train_config
 from seergate.errors import SeergateError, did_you_mean
 from seergate.gates import CONFIG_FILE
@@ -271,7 +272,7 @@ def _read(config: TrainConfig) -> dict[str, Any] | None:
             parameters = sum(math.prod(gates.get_slice(name).get_shape()) for name in gates.keys())  # noqa: SIM118
     except (OSError, ValueError):
         return None
-    if found["config"] != json.loads(json.dumps(config.to_dict())):
+    if {**UNSAID, **found["config"]} != {**UNSAID, **json.loads(json.dumps(config.to_dict()))}:
         return None
     recall = {int(budget): share for budget, share in found["outcome"]["recall"].items()}
     return {**found["outcome"], "recall": recall, "parameters": parameters, "tokens": tokens}

@@ -19,7 +19,7 @@ from seergate.distill.distributed import World
 from seergate.errors import SeergateError, did_you_mean, first_line, how_to_install
 from seergate.hf.bank import GateBank
 from seergate.hf.loading import base_config, load_base, skeleton
-from seergate.models.families import check_gates, decoder_of, family_of, head_dim_of, text_config, why_one_sequence
+from seergate.models.families import decoder_of, family_of, head_dim_of, text_config, why_one_sequence
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -38,22 +38,22 @@ def gate_config(config: TrainConfig, model: PreTrainedModel) -> GateConfig:
     return config.gates(head_dim_of(model))
 
 
-def first_gates(config: TrainConfig, model: PreTrainedModel) -> GateBank:
-    """The gates that a run begins with, in fp32 on the CPU: fresh ones, or those of ``init_gates``.
+def given_gates(config: TrainConfig, fresh: GateBank) -> GateBank | None:
+    """The gates of ``init_gates``, in fp32, if a run begins with some; ``fresh`` are those that it would make.
 
     Raises:
-        SeergateError: if those of ``init_gates`` are missing or damaged, or of another architecture or model.
+        SeergateError: if they are missing or damaged, or of another architecture or model.
     """
-    bank = GateBank.for_model(model, gate_config(config, model))
-    if config.init_gates is not None:
-        known = GateBank.from_pretrained(config.init_gates)
-        here, there = ({**vars(one.config), "layers": one.geometry.layers} for one in (bank, known))
-        for name, value in there.items():
-            if value != here[name]:
-                raise SeergateError(f"init_gates {config.init_gates!r} have {name}={value!r}, this run {here[name]!r}")
-        check_gates(model, known)
-        bank.load_state_dict(known.state_dict())
-    return bank
+    if config.init_gates is None:
+        return None
+    known, named = GateBank.from_pretrained(config.init_gates).float(), f"init_gates {config.init_gates!r}"
+    if problems := known.geometry.mismatches(fresh.geometry):
+        raise SeergateError(f"{named} are for another model: {'; '.join(problems)}")
+    here, there = ({**vars(one.config), "layers": one.geometry.layers} for one in (fresh, known))
+    for name, value in there.items():
+        if value != here[name]:
+            raise SeergateError(f"{named} have {name}={value!r}, this run {here[name]!r}")
+    return known
 
 
 def frozen_config(path: str, config: TrainConfig) -> Any:
@@ -119,10 +119,12 @@ class CheckedModel:
     Attributes:
         fingerprint: of the weights: of the files of a directory, the revision of a Hub model.
         why_one_sample: why a pack holds one sample only; ``None`` if it holds as many as fit.
+        gates: that the run begins with, if they are not fresh ones.
     """
 
     fingerprint: str | None
     why_one_sample: str | None
+    gates: GateBank | None
 
 
 def check_model(path: str, config: TrainConfig) -> CheckedModel:
@@ -141,8 +143,8 @@ def check_model(path: str, config: TrainConfig) -> CheckedModel:
             f"quantize is {config.quantize!r}, which needs {package}; {how_to_install('quant')}, or use none"
         )
     bare = skeleton(frozen_config(path, config))
-    first_gates(config, bare)
-    return CheckedModel(_fingerprint(Path(path)) or config.revision, why_one_sequence(text_config(bare)))
+    gates = given_gates(config, GateBank.for_model(bare, gate_config(config, bare)))
+    return CheckedModel(_fingerprint(Path(path)) or config.revision, why_one_sequence(text_config(bare)), gates)
 
 
 def load_frozen(path: str, config: TrainConfig, world: World, headless: bool = True) -> PreTrainedModel:

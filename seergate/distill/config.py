@@ -237,6 +237,7 @@ class TrainConfig(RunOptions, RecipeOptions, DataOptions, GateOptions, ModelOpti
             self._must(name, getattr(self, name) >= 0, "0 or a positive integer")
         packs = self.gradient_accumulation_steps
         self._must("gradient_accumulation_steps", packs is None or packs >= 1, "a positive integer")
+        self._must("init_gates", self.init_gates != "", "a directory or Hub id")
         self._must("data_limit", self.data_limit is None or self.data_limit >= 1, "a positive integer")
         self._must("max_length", self.max_length > self.block_size, f"larger than block_size ({self.block_size})")
         self._must("learning_rate", 0 < self.learning_rate < math.inf, "a positive number")

@@ -34,7 +34,6 @@ from seergate.distill.base_model import (
     accompany,
     base_dtype,
     check_model,
-    first_gates,
     frozen_config,
     gate_config,
     load_frozen,
@@ -61,6 +60,7 @@ from seergate.distill.memory import capacity, decide_sharding, overhead
 from seergate.distill.packing import PackedBatch, PackOrder
 from seergate.distill.tracking import Tracking, check_trackers
 from seergate.errors import SeergateError, first_line
+from seergate.fingerprint import fingerprint
 from seergate.gates import asking_nothing, base_note, save_adapter
 from seergate.hf.bank import GateBank
 from seergate.hf.learning import PUBLISHED_SCALE
@@ -129,8 +129,7 @@ def prepare_run(config: TrainConfig) -> DataReport:
     alone = World(rank=0, size=1, local_rank=0, device=torch.device("cpu"))
     run = _Run("", config, locate_model(config).model, alone, (), talks=False)
     run.check()
-    if config.gradient_accumulation_steps is None:  # else how many packs a step has depends on the processes
-        run.check_checkpoint()
+    run.check_checkpoint()
     run.gather()
     download_weights(run.model_path, run.config.revision)
     return run.data.report
@@ -362,7 +361,10 @@ class _Run:
         with world.together():
             base = base or load_frozen(self.model_path, replace(config, shard_base=divided), world, headless)
             torch.manual_seed(config.seed)
-            bank = first_gates(config, base).to(world.device, torch.float32)
+            bank = GateBank.for_model(base, gate_config(config, base)).to(world.device, torch.float32)
+        if self.model.gates is not None:
+            bank.load_state_dict(self.model.gates.state_dict())
+            bank.licence = dict(self.model.gates.licence)
         # The name the user gave, not where it was found: the adapter must load on other machines.
         bank.geometry = replace(bank.geometry, base_model=config.model)
         self.bank, self.module = bank, DistillModule(bank, base, config)
@@ -382,8 +384,8 @@ class _Run:
         self.config, self.commits = world.from_main(lambda: commits.pin(self.config, self.dir))
         self.model = world.in_turn(lambda: check_model(self.model_path, self.config))
         world.must_agree(
-            str(self.model.fingerprint),
-            "the processes see different weights; model must be the same on every machine",
+            f"{self.model.fingerprint} {self._gates_fingerprint()}",
+            "the processes see different weights; model and init_gates must be the same on every machine",
         )
 
     def gather(self) -> None:
@@ -447,12 +449,19 @@ class _Run:
         if self.config.resume and (newest := newest_checkpoint(self.dir / "checkpoints")):
             found = read_record(newest)["run"]
             # Whether the data changed is only known once it is prepared; `_resume` compares that too.
-            check_same_run(newest, found, {**self._shaping(), "data_fingerprint": found.get("data_fingerprint")})
+            later = {"data_fingerprint"}
+            if self.config.gradient_accumulation_steps is not None:  # the processes, and so the packs, are not known
+                later |= {"packs_per_step", "gradient_accumulation_steps"}
+            check_same_run(newest, found, {**self._shaping(), **{name: found.get(name) for name in later}})
 
     def _shaping(self) -> dict[str, Any]:
         """What shapes the result beside the data."""
         scale = {"loss_scale": PUBLISHED_SCALE} if self.config.reduction == "published" else {}
-        return {**self.config.result_shaping(), **scale, "model_fingerprint": self.model.fingerprint}
+        seen = {"model_fingerprint": self.model.fingerprint, "init_gates_fingerprint": self._gates_fingerprint()}
+        return {**self.config.result_shaping(), **scale, **seen}
+
+    def _gates_fingerprint(self) -> str | None:
+        return None if self.model.gates is None else fingerprint(self.model.gates)
 
     def _resume(self) -> int:
         root = self.dir / "checkpoints"

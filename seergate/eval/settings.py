@@ -90,7 +90,8 @@ class MethodSpec:
         """
         if self.uncalibrated:
             raise SeergateError(
-                f"{self.name}:{self.uncalibrated[0]}=auto is calibrated by `seergate eval` only; give a value here"
+                f"{self.name}:{self.uncalibrated[0]}=auto is not calibrated here, as in `seergate eval`; give a "
+                "value, such as `seergate calibrate` finds"
             )
 
     @property

@@ -255,8 +255,8 @@ def _training(adapter: Adapter) -> list[str]:
     options = _options(adapter)
     rows = [
         (name.replace("_", " "), options[name])
-        for name in ("data", "max_steps", "learning_rate", "max_length")
-        if name in options
+        for name in ("init_gates", "data", "max_steps", "learning_rate", "max_length")
+        if options.get(name) is not None
     ]
     loss, unit = ("loss", "") if adapter.gate.retention else ("KL", " (nats per row)")
     named = {

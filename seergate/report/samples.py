@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections import defaultdict
 
 from seergate.report.load import Setting, Sweep
@@ -29,8 +30,7 @@ def sample_answers(sweep: Sweep) -> list[str]:
     for label, sample in answers.items():
         verdict = "right" if sample["correct"] else "wrong"
         text = str(sample.get("completion") or "")[-TAIL:]
-        for own in ("~~~", "details>"):  # the report's own marks
-            text = text.replace(own, " ".join(own))
+        text = re.sub("^(?=</?details>)", " ", text.replace("~~~", "~ ~ ~"), flags=re.M)  # the report's own marks
         title = f"{label}: {verdict}, {sample['n_tokens']} tokens, ended by {sample['finish_reason']}"
         blocks += [f"<details><summary>{title}</summary>", f"~~~\n{text}\n~~~", "</details>"]
     return blocks

@@ -68,6 +68,10 @@ def test_a_study_ends_in_a_table_and_goes_on_where_it_stopped(config: TrainConfi
     ]  # fmt: skip
     assert len({len(line) for line in lines}) == 1 and f"{first[1].kl:.4f}" in lines[3]
 
+    result = configs["max"].run_dir / "ablation.json"
+    of_before = json.loads(result.read_text())
+    del of_before["config"]["init_gates"]  # an option that there was not yet
+    result.write_text(json.dumps(of_before))
     stamps = {p: p.stat().st_mtime_ns for c in configs.values() for p in c.run_dir.rglob("*")}
     assert run_study(study, configs) == first
     assert stamps == {p: p.stat().st_mtime_ns for c in configs.values() for p in c.run_dir.rglob("*")}

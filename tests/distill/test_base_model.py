@@ -179,6 +179,13 @@ def test_training_begins_with_the_gates_it_is_given(config: TrainConfig, tmp_pat
     run_distillation(replace(config, output_dir=str(tmp_path / "fresh")), [fresh])
     assert heard.steps[0].kl < fresh.steps[0].kl and not math.isclose(heard.steps[-1].kl, fresh.steps[-1].kl)
     assert bank.training_record["config"]["init_gates"] == str(given)
+    assert f"| init gates | {given} |" in (tmp_path / "again" / "README.md").read_text() and not bank.licence
+
+    bank.licence = {"license": "cc-by-nc-4.0"}
+    bank.save_pretrained(given)  # other weights under the name of before
+    with pytest.raises(SeergateError, match="was made with init_gates_fingerprint="):
+        run_distillation(again)
+    assert GateBank.from_pretrained(run_distillation(replace(again, resume=False))).licence == bank.licence
 
 
 def test_other_gates_to_begin_with_are_refused_before_data(config: TrainConfig, tmp_path: Path) -> None:  # noqa: F811
@@ -190,7 +197,7 @@ def test_other_gates_to_begin_with_are_refused_before_data(config: TrainConfig, 
     for options, why in (
         ({"block_size": 32, "init_gates": given}, f"init_gates '{given}' have block_size=16, this run 32"),
         ({"scorer": "msa", "init_gates": given}, f"init_gates '{given}' have scorer='attn_gate', this run 'msa'"),
-        ({"init_gates": str(other)}, "these gates are for another model: hidden_size is 32 in the model and 64"),
+        ({"init_gates": str(other)}, "init_gates '.*other' are for another model: hidden_size is 32 in the model and"),
         ({"init_gates": str(tmp_path / "none")}, "there is no directory .*none"),
     ):
         with pytest.raises(SeergateError, match=why):

@@ -14,6 +14,8 @@ import torch
 from seergate.cli import train as command
 from seergate.distill import TrainConfig
 from seergate.distill.distributed import CommonError
+from seergate.hf.bank import GateBank
+from seergate.hf.loading import load_base
 from tests.distill.pairs import ROOT, pair
 from tests.distill.test_trainer import config, model_dir  # noqa: F401 (fixtures)
 
@@ -78,7 +80,8 @@ def test_of_the_systems_errors_those_about_files_are_the_users(rank, capsys):
     ("broken", "text"),
     [
         pytest.param("config.json", "[rank 1] the base model model could not be loaded", marks=pytest.mark.soak),
-        ("model.safetensors", "error: the processes see different weights"),
+        pytest.param("model.safetensors", "error: the processes see different weights", marks=pytest.mark.soak),
+        ("gates", "error: the processes see different weights; model and init_gates must"),
         pytest.param("rows.jsonl", "error: the processes see different data", marks=pytest.mark.soak),
     ],
 )
@@ -90,15 +93,23 @@ def test_what_fails_on_the_second_machine_only_is_told_by_the_main_process(
     text: str,
 ) -> None:
     places = tmp_path / "first", tmp_path / "second"
+    gates = GateBank.for_model(load_base(str(model_dir)), config.gates(16))
     for place in places:
         shutil.copytree(model_dir, place / "model")
+        gates.save_pretrained(place / "model" / "gates")
         (place / "model" / "rows.jsonl").write_text(json.dumps({"text": "some text to learn from " * 20}))
     file = places[1] / "model" / broken
-    # the last byte of a configuration is a line end, which nothing needs
-    file.write_bytes(file.read_bytes()[:-2] if broken != "rows.jsonl" else file.read_bytes().replace(b"some", b"more"))
+    if broken == "gates":
+        torch.manual_seed(1)
+        GateBank.for_model(load_base(str(model_dir)), config.gates(16)).save_pretrained(file)
+    else:  # the last byte of a configuration is a line end, which nothing needs
+        there = file.read_bytes()
+        file.write_bytes(there[:-2] if broken != "rows.jsonl" else there.replace(b"some", b"more"))
     options = tmp_path / "run.yaml"
     own = "/proc/self/cwd/tokens"  # of each process, as on a disk of its machine
-    replace(config, model="model", data="model/rows.jsonl", token_cache=own, max_steps=2).save(options)
+    replace(
+        config, model="model", data="model/rows.jsonl", token_cache=own, max_steps=2, init_gates="model/gates"
+    ).save(options)
     main, other = pair(
         [str(ROOT / "train.py"), "--model", "model", "--config", str(options)], places=places, machines=2
     )

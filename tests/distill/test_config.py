@@ -104,7 +104,7 @@ def test_command_line_strings_become_the_fields_types() -> None:
         ("recall_budgets", "0"), ("recall_budgets", "a,b"), ("chain_sum_variables", "5"),
         ("chain_sum_variables", "9,5"), ("chain_sum_variables", "3,5"), ("chain_sum_variables", "8,81"),
         ("gradient_accumulation_steps", 0), ("report_to", "tensorbored"), ("report_to", "none,wandb"),
-        ("data_limit", 0), ("data", ""), ("resume", "perhaps"), ("save_steps", -1),
+        ("data_limit", 0), ("data", ""), ("resume", "perhaps"), ("save_steps", -1), ("init_gates", ""),
     ],
 )  # fmt: skip
 def test_a_bad_value_is_refused_by_name(option: str, value: object) -> None:
@@ -137,7 +137,17 @@ def test_yaml_round_trip(tmp_path: Path) -> None:
     assert json.loads(json.dumps(config.to_dict())) == config.to_dict()
 
 
-@pytest.mark.parametrize("text", ["a: [", "- 1", "just words", "a: 1\na: 2"])
+def test_a_configuration_file_may_merge_and_is_utf8(tmp_path: Path) -> None:
+    text = "base: &a {x: 1}\nouter: {b: &b {<<: *a, x: 2}}\nc: {<<: *b}\n1: ö\n'1': ü\n"
+    (tmp_path / "c.yaml").write_text(text, encoding="utf-8")
+    assert read_yaml(tmp_path / "c.yaml") == {
+        **{"base": {"x": 1}, "outer": {"b": {"x": 2}}, "c": {"x": 2}},
+        1: "ö",
+        "1": "ü",
+    }
+
+
+@pytest.mark.parametrize("text", ["a: [", "- 1", "just words", "a: 1\na: 2", "a: 2024-13-45", "[" * 2000])
 def test_a_broken_configuration_file_is_refused(tmp_path: Path, text: str) -> None:
     (tmp_path / "c.yaml").write_text(text)
     with pytest.raises(SeergateError, match=r"c\.yaml"):

@@ -39,7 +39,7 @@ def test_a_method_is_given_as_to_seergate_eval():
     ("method", "budget", "said"),
     [
         ("h2o", None, "'h2o' needs a token budget"),
-        ("lazy_eviction:window=auto", 64, "window=auto is calibrated by"),
+        ("lazy_eviction:window=auto", 64, "window=auto is not calibrated here"),
         ("gate", 64, "needs gates"),
     ],
 )

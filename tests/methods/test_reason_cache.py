@@ -297,13 +297,13 @@ def test_a_step_that_is_written_again_is_compared_by_what_it_is_now():
     words = [*"abcdefgh", "\n\n", "$x+1=2$", "$x-1=2$"]
     method = methods.ReasonCache(warm_up=0, percentile=100, asynchronous=False, soft=0.5, strict=0.6)
     run = Evaluator(method, lambda ids: "".join(words[i] for i in ids))
-    ids = [9, 1, 2, 3, 4, 8, 9, 1, 2, 3, 4, 8]
+    ids = [1, 2, 9, 3, 4, 8, 1, 2, 9, 3, 4, 8]
     cache = Cache([0, 0, *ids])
     feed(run, cache, 1, ids, 2, prompt=[0, 0])
     assert cache.decisions
     cache.decisions.clear()
-    run.row_cropped(1, 8)
-    feed(run, cache, 1, [10, 1, 2, 3, 4, 8], 8)
+    run.row_cropped(1, 10)  # inside the second step, before its formula
+    feed(run, cache, 1, [10, 3, 4, 8], 10)
     assert not cache.decisions
 
 
