@@ -151,7 +151,8 @@ class Cluster:
         os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
         given: dict[str, Any] = {"num_cpus": workers, "include_dashboard": False} if address is None else {}
         try:
-            ray.init(address=address, log_to_driver=False, logging_level=logging.WARNING, **given)
+            # without an address Ray would join whatever cluster it finds on the machine
+            ray.init(address=address or "local", log_to_driver=False, logging_level=logging.WARNING, **given)
         except ConnectionError as error:
             raise SeergateError(f"there is no Ray cluster at {address!r}: {error}") from error
         gpus = int(ray.cluster_resources().get("GPU", 0))

@@ -70,6 +70,7 @@ _UNITS = """
 _CANONICAL = {name: names.split()[0] for names in _UNITS.split(";") for name in names.split()}
 _TEXT = r"\\(?:text[a-z]*|math(?:rm|it|sf|tt)|[mh]box|operatorname\*?)\s*\{([^{}]*)\}"
 _LAST_WORDS = re.compile(rf"(?:{_TEXT}|(?<![A-Za-z\\_^{{])([A-Za-z]{{2,}}))\s*(?:\^\s*\{{?\s*(-?\d)\s*\}}?)?\Z")
+_JOINED = re.compile(r",?\s*(?:\\text\s*\{\s*,?\s*(?:or|and)\s*\}|(?<![A-Za-z\\])(?:or|and)(?![A-Za-z]))")
 _SIGNS = """
     frac dfrac tfrac cfrac over sqrt cdot times div pm mp left right big Big bigg Bigg bigl bigr Bigl Bigr infty
     in cup cap setminus emptyset lbrace rbrace sin cos tan cot sec csc arcsin arccos arctan sinh cosh tanh log
@@ -176,6 +177,8 @@ def readable(gold: str, answer: str) -> tuple[str, str]:
         raise MisreadError("numbers beside each other are no product")
     if {_brackets(gold), _brackets(answer)} == {"{", "("}:
         raise MisreadError("a set and a tuple")
+    if _several(gold):
+        answer = _JOINED.sub(", ", answer)
     (gold, unit), (answer, other) = _without_unit(gold), _without_unit(answer)
     if unit and other and unit != other:
         raise MisreadError(f"another unit: {' '.join(other)} for {' '.join(unit)}")

@@ -63,17 +63,28 @@ def alone(tmp_path_factory, saved):
     return run(tmp_path_factory.mktemp("alone"), saved)
 
 
+def ray_cluster():
+    """A cluster of one node."""
+    from ray.cluster_utils import Cluster
+
+    return Cluster(initialize_head=True, head_node_args={"num_cpus": 1, "include_dashboard": False})
+
+
 def test_workers_make_what_one_process_makes(tmp_path, saved, alone):
-    """Several settings, and gates of several block sizes, which every worker loads."""
-    assert run(tmp_path, saved, workers=2) == alone
+    """Several settings, and gates of several block sizes, which every worker loads. Somebody else's cluster on the
+    machine is left alone.
+    """
+    others = ray_cluster()
+    try:
+        assert run(tmp_path, saved, workers=2) == alone
+    finally:
+        others.shutdown()
     assert json.dumps(alone["gate-32-b8"]) != json.dumps(alone["gate-32-b16"])
 
 
 def with_a_node_lost(out: Path, saved: str, after: int, delay: float):
     """A run on two nodes, of which one is removed when so many samples are there; and how many there were."""
-    from ray.cluster_utils import Cluster
-
-    cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 1, "include_dashboard": False})
+    cluster = ray_cluster()
     try:
         second, lost, seen = cluster.add_node(num_cpus=1), threading.Event(), []
 

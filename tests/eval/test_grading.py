@@ -399,6 +399,24 @@ def test_a_judge_that_was_ended_is_not_started_again():
         assert judge.process is None
 
 
+def test_values_of_a_list_may_be_joined_by_words(judges):
+    for gold, answers in {
+        "5,-5": [r"x=5 \text{ or } x=-5", r"-5 \text{ and } 5", "5 or -5"],
+        "3,4,5": [r"3, 4, \text{ and } 5", "3, 4 and 5"],
+    }.items():
+        for answer in answers:
+            assert judges.grade("math", f"\\boxed{{{answer}}}", gold).correct, answer
+    for gold, answers in {
+        "5": [r"5 \text{ or } 6", r"5 \text{ and } b=3"],
+        "5,6": [r"5 \text{ or } 7", r"5 \text{ or more}, 6", "5 or 6 or 7", r"5 \text{ and not } 6", "5 nor 6"],
+        "(5,6)": [r"5 \text{ or } 6"],
+        "1,000": [r"1 \text{ and } 000"],
+        "a=3,b=4": [r"a=4 \text{ or } b=3"],
+    }.items():
+        for answer in answers:
+            assert not judges.grade("math", f"\\boxed{{{answer}}}", gold).correct, answer
+
+
 def test_many_are_graded_in_their_order():
     items = [("math", rf"\boxed{{\frac{{{2 * i}}}{{2}}}}", str(i % 5)) for i in range(12)]
     with GradingPool(2) as pool:
