@@ -19,6 +19,7 @@ from typing import Any
 from seergate.distill.callbacks import EvalLog, StepLog
 from seergate.distill.checkpoint import UNSAID
 from seergate.distill.config import TrainConfig, load_train_config
+from seergate.durable import replacing
 from seergate.errors import SeergateError, did_you_mean
 from seergate.gates import CONFIG_FILE
 from seergate.paths import shipped
@@ -253,9 +254,8 @@ class _Watch:
             return
         steps = sorted(self._seconds[1:]) or [0.0]
         outcome = {"kl": log.kl, "recall": log.mean_recall(), "seconds": steps[len(steps) // 2]}
-        draft = self._config.run_dir / f".{RESULT}"
-        draft.write_text(json.dumps({"config": self._config.to_dict(), "outcome": outcome}))
-        os.replace(draft, self._config.run_dir / RESULT)
+        with replacing(self._config.run_dir / RESULT) as draft:
+            draft.write_text(json.dumps({"config": self._config.to_dict(), "outcome": outcome}))
 
     def close(self) -> None:
         """Close nothing."""

@@ -14,6 +14,7 @@ from typing import Any
 
 from seergate.distill.config import TrainConfig, locate_model
 from seergate.distill.sources import COMMIT, hub_sentences, may_be_on_hub
+from seergate.durable import replacing
 from seergate.errors import SeergateError
 from seergate.gates import cached_commit
 from seergate.hf.loading import base_config
@@ -62,9 +63,8 @@ def pin(config: TrainConfig, directory: Path) -> tuple[TrainConfig, dict[str, An
 def keep(entries: dict[str, Any], directory: Path) -> None:
     """Write down what `pin` has found."""
     directory.mkdir(parents=True, exist_ok=True)
-    draft = directory / f".{FILE}"
-    draft.write_text(json.dumps(entries, indent=1))
-    draft.replace(directory / FILE)
+    with replacing(directory / FILE) as draft:
+        draft.write_text(json.dumps(entries, indent=1))
 
 
 def _read(path: Path) -> dict[str, Any]:

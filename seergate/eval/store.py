@@ -8,10 +8,11 @@ from collections.abc import Iterable
 from io import FileIO
 from pathlib import Path
 from types import TracebackType
-from typing import Any, TextIO
+from typing import Any
 
 import yaml
 
+from seergate.durable import replacing
 from seergate.errors import SeergateError
 from seergate.yaml_file import read_yaml
 
@@ -225,13 +226,8 @@ def read_json(path: Path) -> dict[str, Any] | None:
 
 def write_text(path: Path, text: str) -> None:
     """Replace a file in one step, so that a reader never sees half of it."""
-    scratch = path.with_name(f".{path.name}.{os.getpid()}")
-    handle: TextIO
-    with scratch.open("w", encoding="utf-8", errors="replace") as handle:
-        handle.write(text)
-        handle.flush()
-        os.fsync(handle.fileno())
-    os.replace(scratch, path)
+    with replacing(path) as draft:
+        draft.write_text(text, encoding="utf-8", errors="replace")
 
 
 def write_json(path: Path, value: dict[str, Any]) -> None:

@@ -15,6 +15,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
+from seergate.durable import replacing
 from seergate.errors import SeergateError
 from seergate.methods.base import LayerSpec, LayerState, Method, Rotary, Step, check_choice, check_counts
 from seergate.methods.evicting import BudgetedMethod, BudgetedState
@@ -72,9 +73,8 @@ class Centres:
             for layer, tensor in of.items()
         }
         about = {"tokens": self.tokens, "made": self.made}
-        scratch = Path(path).with_name(f".{Path(path).name}.{os.getpid()}")
-        save_file(tensors, scratch, metadata={"tri_attention": json.dumps(about)})
-        os.replace(scratch, path)
+        with replacing(Path(path)) as draft:
+            save_file(tensors, draft, metadata={"tri_attention": json.dumps(about)})
 
     @classmethod
     def load(cls, path: str | os.PathLike[str]) -> Centres:
