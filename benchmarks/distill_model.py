@@ -45,7 +45,7 @@ from torch import Tensor
 from seergate import GateBank
 from seergate.distill import TrainConfig, load_train_config
 from seergate.distill.base_model import gate_config, load_frozen
-from seergate.distill.distributed import World
+from seergate.distill.distributed import DistributedState
 from seergate.distill.engines import DistillModule, PlainEngine
 from seergate.distill.memory import WORKING_BYTES
 from seergate.distill.packing import PackedBatch
@@ -96,7 +96,7 @@ class Resident:
         return 1024 * next(int(line.split()[1]) for line in lines if line.startswith(f"{field}:"))
 
 
-class Materialising(teacher_forward.PackDistillation):
+class Materialising(teacher_forward.BlockLoss):
     """The published lesson: no gradient in the forward, and a graph over all layers."""
 
     def learn(self, call: TeacherCall, lse_TH: Tensor) -> None:
@@ -117,7 +117,7 @@ class Materialising(teacher_forward.PackDistillation):
 @contextmanager
 def lessons_watched(resident: Resident, sizes: list[int]) -> Iterator[None]:
     """Note what each layer's lesson adds to what is held when it begins."""
-    kind = teacher_forward.PackDistillation
+    kind = teacher_forward.BlockLoss
     teach = kind.learn
 
     def watched(self: Any, *args: Any) -> None:
@@ -153,13 +153,19 @@ def write_base(folder: Path, layers: int, dtype: str) -> None:
 
 def make_run(folder: Path, length: int, options: argparse.Namespace) -> TrainConfig:
     """The recipe's run on a model, with one pack per step."""
-    values = {"max_length": length, "block_size": options.block_size, "dtype": options.dtype, "packs_per_step": 1}
+    values = {
+        "recipe": "paper",
+        "max_length": length,
+        "block_size": options.block_size,
+        "dtype": options.dtype,
+        "packs_per_step": 1,
+    }
     return load_train_config(str(folder), values)
 
 
 def make_step(run: TrainConfig, way: str) -> Callable[[PackedBatch], float | None]:
     """Load the model, and return what takes a step of a pack and gives its loss (none without gates)."""
-    world = World(0, 1, 0, CPU)
+    world = DistributedState(0, 1, 0, CPU)
     model = load_frozen(run.model, run, world)
     if way == "frozen":
 
@@ -172,7 +178,7 @@ def make_step(run: TrainConfig, way: str) -> Callable[[PackedBatch], float | Non
     bank = GateBank.for_model(model, gate_config(run, model))
     if way == "materialised":
         bank = bank.to(getattr(torch, run.dtype))  # as published
-        teacher_forward.PackDistillation = Materialising  # type: ignore[misc]  # of this process only
+        teacher_forward.BlockLoss = Materialising  # type: ignore[misc]  # of this process only
     engine = PlainEngine(DistillModule(bank, model, run), run, world)
 
     def step(pack: PackedBatch) -> float:

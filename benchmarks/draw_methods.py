@@ -1,5 +1,4 @@
-"""The figures of docs/methods.md: `methods.json` of `benchmarks/results`, drawn as a report draws its runs, and
-`python_text.json`.
+"""The figures of docs/methods.md: `methods.json` of `benchmarks/results`, drawn as a report draws its runs.
 
 python benchmarks/draw_methods.py
 """
@@ -14,7 +13,6 @@ from typing import Any
 from common import RESULTS
 
 from seergate.report.byte_plots import bytes_plot
-from seergate.report.forced import forced_plot
 from seergate.report.load import Setting, Sweep
 from seergate.report.plots import accuracy_plot
 
@@ -42,14 +40,9 @@ def main() -> None:
     folder = parser.parse_args().output
     record = json.loads((RESULTS / "methods.json").read_text())
     found = Sweep([setting_of(row, record["options"]) for row in record["rows"]])
-    text = json.loads((RESULTS / "python_text.json").read_text())["rows"]
-    for draw, of, name in (
-        (accuracy_plot, found, "methods-accuracy"),
-        (bytes_plot, found, "methods-bytes"),
-        (forced_plot, text, "methods-text"),
-    ):
+    for draw, name in ((accuracy_plot, "methods-accuracy"), (bytes_plot, "methods-bytes")):
         path = folder / f"{name}.png"
-        draw(of, path)
+        draw(found, path)
         path.with_suffix(".svg").unlink()
         print(path)
 

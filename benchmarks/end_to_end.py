@@ -33,7 +33,7 @@ from transformers.generation.streamers import BaseStreamer
 
 import seergate
 from seergate import GateBank, GateConfig, methods
-from seergate.cache.call import PROMPT, Call
+from seergate.cache.call import PROMPT, ForwardContext
 from seergate.cache.layer import GatedLayer
 from seergate.cache.offload import Offload
 from seergate.decode.step import make_step
@@ -177,9 +177,9 @@ def announce(layer: GatedLayer, k_pre: Tensor, keys: Tensor, values: Tensor, mas
         valid = mask[:, some].bool()
         queries = keys.new_zeros(()).expand(len(keys), heads, valid.shape[1], keys.shape[3])  # prompts' are not used
         parts = (queries, k_pre[:, :, some])
-        layer.call = call = Call(PROMPT, lambda parts=parts: parts, None if valid.all() else valid)
+        layer.context = context = ForwardContext(PROMPT, lambda parts=parts: parts, None if valid.all() else valid)
         layer.update(keys[:, :, some], values[:, :, some])
-        layer.state.observe(make_step(layer, call, queries, {}))
+        layer.state.observe(make_step(layer, context, queries, {}))
 
 
 def turn(model: PreTrainedModel, name: str, way: Way, mask: Tensor, tokens: int) -> None:

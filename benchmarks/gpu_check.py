@@ -16,6 +16,7 @@ nothing. Exits with 1 if a kernel is wrong or a step did not end.
 from __future__ import annotations
 
 import argparse
+import importlib.util
 import itertools
 import json
 import math
@@ -25,6 +26,7 @@ import signal
 import statistics
 import subprocess
 import sys
+import tempfile
 import time
 import traceback
 from collections.abc import Callable, Iterator
@@ -476,7 +478,7 @@ def lesson_times() -> Iterator[Row]:
     """One layer of Qwen3-8B's shape learning, gates in fp32: its loss and gradients, and a whole step of training."""
     import distill
 
-    from seergate.hf.teacher_forward import PackDistillation, distill_step
+    from seergate.hf.teacher_forward import BlockLoss, distill_step
     from seergate.models import families
 
     length, block = sizes((32768, 64), (64, 16))
@@ -495,7 +497,7 @@ def lesson_times() -> Iterator[Row]:
         yield {"kernel": "gate_kl", **fact, **speed(0.75 * case.flops, ms, rate)}
     model = small_model(**sizes(EIGHT_B, {}), layers=1)
     bank, ids = gates_of(model).float(), torch.randint(1, 100, (1, length), device=DEVICE)
-    optimizer, learn = torch.optim.AdamW(bank.parameters(), lr=1e-3), PackDistillation.learn
+    optimizer, learn = torch.optim.AdamW(bank.parameters(), lr=1e-3), BlockLoss.learn
     with torch.no_grad():
         frozen = timed(lambda: families.decoder_of(model)(input_ids=ids, use_cache=False), sizes(3, 1), DEVICE)["min"]
     peaks: list[int] = []
@@ -511,9 +513,9 @@ def lesson_times() -> Iterator[Row]:
             optimizer.zero_grad()
 
         ms = timed(step, sizes(3, 1), DEVICE)["min"]
-        PackDistillation.learn = watched  # type: ignore[method-assign]
+        BlockLoss.learn = watched  # type: ignore[method-assign]
         step()
-        PackDistillation.learn = learn  # type: ignore[method-assign]
+        BlockLoss.learn = learn  # type: ignore[method-assign]
         fact = {"case": f"a layer of {length} tokens, with AdamW{name}", "ms": ms, "frozen_ms": frozen}
         fact |= {"peak_bytes": peaks[-1], "limit": LESSON_BYTES, "right": 0 < peaks[-1] <= LESSON_BYTES}
         yield {"kernel": "distill_step", **fact}
@@ -545,6 +547,61 @@ def model_times() -> Iterator[Row]:
                "speedup": per_token["dense"] / per_token["gate"]}  # fmt: skip
 
 
+def serving_times() -> Iterator[Row]:
+    """vLLM, where it is installed: starts, dense tokens, milliseconds of a step of four layers of 8B's shape."""
+    os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"  # kernels are counted in this process
+    os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")  # without a GPU
+    if importlib.util.find_spec("vllm") is None:
+        yield {"skipped": "no vLLM here"}
+        return
+    from serving import COVERING, VLLMWay
+    from vllm.distributed import cleanup_dist_env_and_memory
+
+    import seergate
+
+    lengths, batches = sizes(((8192, 32768), (1, 8, 32)), ((256,), (1, 2)))
+    tiny_shape = {"hidden_size": 128, "head_dim": 32, "vocabulary": 1024}
+    options = argparse.Namespace(lengths=lengths, block_size=sizes(64, 32))
+    engine = {"dtype": "bfloat16", "enforce_eager": False, "gpu_memory_utilization": 0.8} if ON_GPU else {}
+    steps: dict[tuple[str, int, int], float] = {}
+    said = {}
+    with tempfile.TemporaryDirectory() as directory:
+        model = small_model(**sizes(EIGHT_B | {"layers": 4}, tiny_shape))
+        config = seergate.GateConfig(block_size=options.block_size, gate_dim=sizes(128, 32))
+        seergate.GateBank.for_model(model, config).save_pretrained(f"{directory}/gates")
+        model.save_pretrained(f"{directory}/model")
+        del model
+        for name, budget in {"dense": 0, "covering": COVERING, "gate": sizes(4096, 64)}.items():
+            start = time.perf_counter()
+            way = VLLMWay(directory, options, budget, **engine)
+            yield {"kernel": "vLLM", "case": f"{name}, start", "ms": 1e3 * (time.perf_counter() - start)}
+            said[name] = way.said(way.prompts(min(lengths), 2), sizes(64, 8))
+            for length, batch in itertools.product(lengths, batches) if name != "covering" else ():
+                way.turn(length, batch, 1)  # reads the prompts
+                steps[name, length, batch] = ms = statistics.median(way.turn(length, batch, sizes(30, 3)))
+                fact = {"case": f"{name}, batch {batch}, {length} tokens", "ms": ms}
+                if ON_GPU:
+                    few, many = (launched(partial(way.turn, length, batch, n)) for n in (10, 20))
+                    fact["launches_per_step"] = (many - few) / 10
+                yield {"kernel": "vLLM", **fact}
+            del way
+            cleanup_dist_env_and_memory()
+    yield {"kernel": "vLLM", "case": "a budget for everything", "right": said["covering"] == said["dense"]}
+    for length, batch in itertools.product(lengths, batches):
+        speedup = steps["dense", length, batch] / steps["gate", length, batch]
+        yield {"kernel": "vLLM", "case": f"batch {batch}, {length} tokens", "peer": "dense", "speedup": speedup}
+
+
+def launched(run: Callable[[], Any]) -> int:
+    """Kernels that run on the GPU, those of graphs included."""
+    from torch.autograd import DeviceType
+    from torch.profiler import ProfilerActivity, profile
+
+    with profile(activities=[ProfilerActivity.CUDA]) as seen:
+        run()
+    return sum(event.device_type == DeviceType.CUDA for event in seen.events())
+
+
 # ------------------------------------------------------------------------------------------------- running the steps
 
 
@@ -566,6 +623,7 @@ STEPS = {
     "teacher_times": Step(teacher_times, 90),
     "lesson_times": Step(lesson_times, 90),
     "model_times": Step(model_times, 180),
+    "serving_times": Step(serving_times, 300),
 }
 
 

@@ -33,7 +33,7 @@ from seergate.config import GateConfig
 from seergate.distill.base_model import load_frozen
 from seergate.distill.config import load_train_config, locate_model
 from seergate.distill.data import prepare_data
-from seergate.distill.distributed import World
+from seergate.distill.distributed import DistributedState
 from seergate.distill.engines import make_optimizer
 from seergate.distill.packing import PackedBatch, PackOrder
 from seergate.distill.trainer import scheduled_rate
@@ -140,14 +140,11 @@ class SideBySide(AttnGate):
 
 
 class ModelsOwn(Pooled):
-    """Begins as the model's own query times the mean of the block's keys."""
+    """Begins as the model's own query times the mean of the block's poolings."""
 
     def __init__(self, config: GateConfig, **sizes: Any) -> None:
         super().__init__(config, **sizes)
-        one, kinds = torch.eye(self.head_dim, config.gate_dim), len(config.k_pooling)
-        with torch.no_grad():
-            self.q_proj.weight += one
-            self.k_proj.weight += one.repeat(kinds, 1) / kinds
+        self.begin_as_model()
 
 
 class SignedIndexer(Indexer):
@@ -365,7 +362,7 @@ def main() -> None:
     config, here = load_train_config("tiny-reasoner", asked), commit()
     path = locate_model(config).model
     data = prepare_data(config, load_tokenizer(path))
-    model = load_frozen(path, config, World(0, 1, 0, torch.device("cpu")))
+    model = load_frozen(path, config, DistributedState(0, 1, 0, torch.device("cpu")))
     members = [Member(name, model, config) for name in options.only or VARIANTS]
     order, began = PackOrder(len(data.train), config.seed), time.monotonic()
     learners = [m for m in members if m.gates]

@@ -51,21 +51,21 @@ class VLLMWay:
         directory: of the model; its gates are beside it.
         options: of the command line.
         budget: 0 for vLLM as it is.
+        engine: options of vLLM in place of those of this benchmark.
     """
 
-    def __init__(self, directory: str, options: argparse.Namespace, budget: int) -> None:
+    def __init__(self, directory: str, options: argparse.Namespace, budget: int, **engine: Any) -> None:
         from vllm import LLM, SamplingParams
 
         gates = {"gates": f"{directory}/gates", "token_budget": budget}
+        settings = {"dtype": "float32", "enforce_eager": True, "max_num_batched_tokens": 2048} | engine
         self.llm = LLM(
             f"{directory}/model",
-            dtype="float32",
             max_model_len=max(options.lengths) + 512,
             block_size=options.block_size,
             skip_tokenizer_init=True,
-            enforce_eager=True,
-            max_num_batched_tokens=2048,
             additional_config={"seergate": gates} if budget else {},
+            **settings,
         )
         self.sampling = SamplingParams
         self.block = options.block_size

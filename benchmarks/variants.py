@@ -16,7 +16,7 @@ import torch
 from common import arguments, random_model, save
 
 from seergate import GateBank, GateConfig
-from seergate.hf.learning import Lesson
+from seergate.hf.distill_loss import DistillSpec
 from seergate.hf.teacher_forward import distill_steps
 
 
@@ -38,7 +38,7 @@ def main() -> None:
         banks.append(GateBank.for_model(model, GateConfig()))
 
     def losses(some: list[GateBank]) -> list[float]:
-        outcomes = distill_steps([Lesson(bank) for bank in some], model, ids)
+        outcomes = distill_steps([DistillSpec(bank) for bank in some], model, ids)
         for outcome in outcomes:
             outcome.loss.backward()
         return [float(outcome.loss.detach()) for outcome in outcomes]

@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from seergate.hf.attach import Handle, attach, attached, handle_of
     from seergate.hf.bank import GateBank
     from seergate.hf.gated_model import load
+    from seergate.hf.score import Scores, score
     from seergate.reason.paging import Paging
 
 _HOMES = {
@@ -37,6 +38,8 @@ _HOMES = {
     "Offload": "seergate.cache.offload",
     "Paging": "seergate.reason.paging",
     "load": "seergate.hf.gated_model",
+    "Scores": "seergate.hf.score",
+    "score": "seergate.hf.score",
 }
 _SUBMODULES = ("distill", "eval", "methods", "ops", "report")
 
@@ -49,11 +52,13 @@ __all__ = [
     "Offload",
     "Paging",
     "Rectify",
+    "Scores",
     "SeergateError",
     "attach",
     "attached",
     "handle_of",
     "load",
+    "score",
 ]
 __all__ += ["distill", "methods", "ops"]
 

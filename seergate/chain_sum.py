@@ -49,7 +49,7 @@ LAST = "answer"
 """Stands in the last variable's definition where others name the next one."""
 
 GIVENS = 3
-"""How many variables are given as digits."""
+"""Number of variables that are given as digits."""
 
 
 @dataclass(frozen=True)

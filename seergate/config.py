@@ -9,9 +9,9 @@ from dataclasses import asdict, dataclass, fields
 from typing import Any, Literal
 
 SCORERS = ("attn_gate", "msa", "indexer")
-"""What scores blocks, for the method `gate` to read."""
+"""Scorers of blocks, for the method `gate`."""
 RETENTION = {"fast_kvzip": 16, "trim_kv": 512}
-"""What scores tokens, for an evicting method of the same name to keep: name -> the width of its authors' gates."""
+"""Scorers of tokens, for the evicting method of the same name: name -> the width of its authors' gates."""
 TARGETS = ("max", "sum", "selected")
 POOLINGS = ("max", "min", "avg")
 Q_POOLINGS = ("proj", "avgproj", "avg", "none")
@@ -19,7 +19,7 @@ MIN_BLOCK_SIZE, MAX_BLOCK_SIZE = 8, 256
 
 
 def is_int(value: object) -> bool:
-    """Whether a value is an integer; ``True`` and ``False`` are not."""
+    """True if a value is an integer; ``True`` and ``False`` are not."""
     return isinstance(value, int) and not isinstance(value, bool)
 
 
@@ -33,11 +33,21 @@ def check_poolings(name: str, kinds: Any) -> tuple[str, ...]:
     return tuple(kinds)
 
 
-def check_recipe(scorer: str, target: str, reduction: str, target_budget: int | None, block_size: int) -> None:
-    """Refuse what retention gates cannot learn by, and for others a target as `check_target`."""
+def check_recipe(
+    scorer: str,
+    target: str,
+    reduction: str,
+    target_budget: int | None,
+    block_size: int,
+    sink_blocks: int,
+    row_stride: int,
+) -> None:
+    """Refuse what retention gates cannot learn by, and for others what `check_target` and `check_rows` refuse."""
     if scorer not in RETENTION:
-        return check_target(target, target_budget, block_size)
-    for name, value, default in (("target", target, "max"), ("reduction", reduction, "row_mean")):
+        check_rows(reduction, sink_blocks, row_stride)
+        return check_target(target, target_budget, block_size, sink_blocks)
+    given = (("target", target, "max"), ("reduction", reduction, "row_mean"), ("row_stride", row_stride, 1))
+    for name, value, default in given:
         if value != default:
             raise ValueError(f"{name} is {value!r}; with scorer {scorer!r} it must be left out")
     if scorer == "trim_kv" and (target_budget is None or not is_int(target_budget) or target_budget < 1):
@@ -47,15 +57,25 @@ def check_recipe(scorer: str, target: str, reduction: str, target_budget: int | 
         )
 
 
-def check_target(target: str, target_budget: int | None, block_size: int) -> None:
+def check_target(target: str, target_budget: int | None, block_size: int, sink_blocks: int) -> None:
     """Refuse a target that there is not, and one whose budget leaves nothing to learn."""
     if target not in TARGETS:
         raise ValueError(f"target is {target!r}; it must be one of {', '.join(TARGETS)}")
-    if target == "selected" and (target_budget is None or not is_int(target_budget) or target_budget < 2 * block_size):
+    least = (2 + sink_blocks) * block_size
+    if target == "selected" and (target_budget is None or not is_int(target_budget) or target_budget < least):
         raise ValueError(
-            f"target_budget is {target_budget!r}; with target 'selected' it must be a number of tokens, at least two "
-            f"blocks ({2 * block_size})"
+            f"target_budget is {target_budget!r}; with target 'selected' it must be a number of tokens, at least "
+            f"{2 + sink_blocks} blocks ({least})"
         )
+
+
+def check_rows(reduction: str, sink_blocks: int, row_stride: int) -> None:
+    """Refuse what is no number of blocks or rows, and both with the published weighting, whose code has neither."""
+    for name, value, least in (("sink_blocks", sink_blocks, 0), ("row_stride", row_stride, 1)):
+        if not is_int(value) or value < least:
+            raise ValueError(f"{name} is {value!r}; it must be an integer of at least {least}")
+        if reduction == "published" and value > least:
+            raise ValueError(f"{name} is {value}; with reduction 'published' it must be left out")
 
 
 @dataclass(frozen=True)
@@ -80,6 +100,8 @@ class GateConfig:
         scorer: what scores blocks: ``"attn_gate"`` (SeerAttention-R, section 2.2), one key per block; ``"msa"``
             (MiniMax Sparse Attention) and ``"indexer"`` (DeepSeek Sparse Attention), one key per token. Or what scores
             tokens for eviction: the retention gates ``"fast_kvzip"`` and ``"trim_kv"``, which have no RoPE.
+        sink_blocks: the gates did not learn to choose among this many first blocks of a text, which hold attention
+            sinks; decoding always reads them. Not of retention gates.
 
     Raises:
         ValueError: naming the field, what it is and what it must be.
@@ -92,6 +114,7 @@ class GateConfig:
     qk_norm: bool = True
     rope: bool = True
     scorer: str = "attn_gate"
+    sink_blocks: int = 0
 
     def __post_init__(self) -> None:
         if self.scorer not in (*SCORERS, *RETENTION):
@@ -104,6 +127,8 @@ class GateConfig:
             raise ValueError(
                 f"block_size is {self.block_size!r}; it must be an integer in {MIN_BLOCK_SIZE}..{MAX_BLOCK_SIZE}"
             )
+        if not is_int(self.sink_blocks) or self.sink_blocks < 0:
+            raise ValueError(f"sink_blocks is {self.sink_blocks!r}; it must be 0 or a positive number of blocks")
         if not is_int(self.gate_dim) or self.gate_dim < 1:
             raise ValueError(f"gate_dim is {self.gate_dim!r}; it must be a positive integer")
         if self.rope and self.gate_dim % 2:
@@ -114,20 +139,23 @@ class GateConfig:
                 raise ValueError(f"{name} is {getattr(self, name)!r}; it must be True or False")
         if self.q_pooling not in Q_POOLINGS:
             raise ValueError(f"q_pooling is {self.q_pooling!r}; it must be one of {Q_POOLINGS}")
-        for name, default in (("k_pooling", POOLINGS), ("q_pooling", "proj"), ("qk_norm", True)):
-            if self.scorer != "attn_gate" and (name != "qk_norm" or self.retention) and getattr(self, name) != default:
+        all_scorers = ("qk_norm", "sink_blocks")
+        for name, default in (("k_pooling", POOLINGS), ("q_pooling", "proj"), ("qk_norm", True), ("sink_blocks", 0)):
+            refused = self.retention or (self.scorer != "attn_gate" and name not in all_scorers)
+            if refused and getattr(self, name) != default:
                 raise ValueError(f"{name} is {getattr(self, name)!r}; with scorer {self.scorer!r} it must be left out")
 
     @property
     def retention(self) -> bool:
-        """Whether the gates score tokens for eviction, and not blocks for selection."""
+        """True if the gates score tokens for eviction, and not blocks for selection."""
         return self.scorer in RETENTION
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain JSON types: the fields that the scorer has, and its name unless it is ``attn_gate``."""
+        """Plain JSON types: the fields that the scorer has, its name unless it is ``attn_gate``, sinks if any."""
         values = {**asdict(self), "k_pooling": list(self.k_pooling)}
         unused: tuple[str, ...] = ("scorer",) if self.scorer == "attn_gate" else ("k_pooling", "q_pooling")
         unused += ("qk_norm", "rope") if self.retention else ()
+        unused += () if self.sink_blocks else ("sink_blocks",)
         return {name: value for name, value in values.items() if name not in unused}
 
     @classmethod
@@ -144,10 +172,13 @@ class DecodeConfig:
     Exactly one of the three rules decides how many blocks each KV head reads; without any, ``token_budget=4096``.
 
     Attributes:
-        token_budget: tokens per KV head and step, the current block included; rounded down to whole blocks.
+        token_budget: tokens per KV head and step, the current block included; rounded down to whole blocks, of which
+            there must be two at least.
         threshold: read the past blocks whose softmax score exceeds this, in (0, 1).
         top_p: read the fewest past blocks whose softmax scores sum to this, in (0, 1).
-        sink_blocks: this many first blocks are always read; they count in the budget.
+        sink_blocks: this many first blocks are always read. They count in the budget, which must hold one block more
+            than them and the current one, and are left out of the softmax. ``None`` for as many as the gates were
+            trained with, and for none with other methods.
         dense_layers: indices of layers that stay dense (the paper's hybrid models, section 5.2).
         dense_below: a row reads everything while it has no more than this many tokens, current one included. Below the
             break-even length of a machine (``seergate break-even``) reading everything is faster than choosing.
@@ -163,7 +194,7 @@ class DecodeConfig:
     token_budget: int | None = None
     threshold: float | None = None
     top_p: float | None = None
-    sink_blocks: int = 0
+    sink_blocks: int | None = None
     dense_layers: tuple[int, ...] = ()
     dense_below: int = 0
     compat: Literal["published", "gates"] | None = "gates"
@@ -177,7 +208,7 @@ def check_rule(options: Any, block_size: int | None = None) -> None:
 
     Args:
         options: has them as attributes.
-        block_size: tokens per block, if known: a budget must hold the current block and the sinks.
+        block_size: tokens per block, if known: a budget must hold the current block, the sinks and a past block.
 
     Raises:
         ValueError: naming the field, what it is and what it must be.
@@ -194,8 +225,11 @@ def check_rule(options: Any, block_size: int | None = None) -> None:
         value = getattr(options, name)
         if value is not None and not (isinstance(value, (int, float)) and 0 < value < 1):
             raise ValueError(f"{name} is {value!r}; it must be strictly between 0 and 1")
-    if not is_int(options.sink_blocks) or options.sink_blocks < 0:
-        raise ValueError(f"sink_blocks is {options.sink_blocks!r}; it must be 0 or a positive number of blocks")
+    if block_size is not None and options.sink_blocks is None:
+        object.__setattr__(options, "sink_blocks", 0)
+    sinks = 0 if options.sink_blocks is None else options.sink_blocks
+    if not is_int(sinks) or sinks < 0:
+        raise ValueError(f"sink_blocks is {sinks!r}; it must be 0 or a positive number of blocks")
     if not isinstance(options.dense_layers, (tuple, list)):
         raise ValueError(f"dense_layers is {options.dense_layers!r}; it must be a tuple of layer indices")
     object.__setattr__(options, "dense_layers", tuple(options.dense_layers))
@@ -206,16 +240,18 @@ def check_rule(options: Any, block_size: int | None = None) -> None:
     compat = getattr(options, "compat", None)  # of gates only
     if compat not in (None, "published", "gates"):
         raise ValueError(f'compat is {compat!r}; it must be None, "published" or "gates"')
-    if compat == "published" and (options.top_p is not None or options.sink_blocks or options.dense_below):
+    if compat == "published" and (options.top_p is not None or sinks or options.dense_below):
         raise ValueError(
             'compat is "published", whose code has neither top_p nor sink_blocks nor dense_below; leave them out, '
             "or pass compat=None"
         )
-    needed = (1 + options.sink_blocks) * (block_size or 0)
-    if options.token_budget is not None and options.token_budget < needed:
+    past = compat == "published" or getattr(options, "min_pages", 1) > 1  # read beside a budget of the current block
+    fewest = 1 if past else 2 + sinks
+    if block_size and options.token_budget is not None and options.token_budget < fewest * block_size:
         raise ValueError(
-            f"token_budget is {options.token_budget}; with block_size {block_size} and {options.sink_blocks} sink "
-            f"blocks it must be at least {needed}"
+            f"token_budget is {options.token_budget}; with block_size {block_size} and {sinks} sink "
+            f"blocks it must be at least {fewest * block_size}, as one block is the current one and others are to be "
+            "read beside it"
         )
 
 

@@ -1,4 +1,4 @@
-"""What must outlive a power cut, or a process that is killed, is seen down to the disk."""
+"""Atomic, fsynced writes."""
 
 from __future__ import annotations
 

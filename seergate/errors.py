@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import os
 from collections.abc import Iterable
 
 
@@ -42,8 +43,17 @@ def how_to_install(extra: str) -> str:
 
 
 def first_line(error: BaseException) -> str:
-    """What another error says, in one line: its first, or the name of its type if it says nothing."""
+    """The first line of another error's message, or the name of its type if the message is empty."""
     return (str(error).strip() or type(error).__name__).splitlines()[0]
+
+
+def is_users(error: ValueError | OSError) -> bool:
+    """True if the command line prints an error as one sentence; false if its traceback is to be shown.
+
+    Of the system's errors, only those about a file are the user's. ``SEERGATE_TRACEBACK`` shows every traceback.
+    """
+    foreign = isinstance(error, OSError) and not isinstance(error, FileNotFoundError) and error.filename is None
+    return not foreign and not os.environ.get("SEERGATE_TRACEBACK")
 
 
 def sentence(error: BaseException) -> str:

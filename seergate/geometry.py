@@ -11,7 +11,7 @@ from seergate.config import is_int
 
 @dataclass(frozen=True)
 class ModelGeometry:
-    """What gates have to fit. Saved in the adapter, and compared field by field when gates meet a model.
+    """Shape and RoPE of a base model. Saved in the adapter, and compared field by field when gates meet a model.
 
     Attributes:
         model_type: the architecture's name in transformers, such as ``"qwen3"``.
@@ -71,7 +71,7 @@ class ModelGeometry:
         return cls(**known)
 
     def mismatches(self, other: ModelGeometry) -> list[str]:
-        """How ``other`` (a model's geometry) differs from what these gates need; empty if they fit."""
+        """Differences between ``other`` (a model's geometry) and the gates' own; empty if they fit."""
         names = ("model_type", "hidden_size", "num_layers", "num_heads", "num_kv_heads", "head_dim")
         found = [
             f"{name} is {getattr(other, name)!r} in the model and {getattr(self, name)!r} in the gates"

@@ -1,4 +1,4 @@
-"""How long idle OpenMP threads wait awake."""
+"""Limit of the time that idle OpenMP threads spin."""
 
 from __future__ import annotations
 

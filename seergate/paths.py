@@ -9,6 +9,7 @@ import re
 from pathlib import Path
 
 HUB_ID = re.compile(r"[\w-][\w.-]*/[\w-][\w.-]*")
+GGUF = ".gguf"
 _PACKAGE = Path(__file__).resolve().parent
 
 
@@ -30,7 +31,7 @@ def shipped(relative: str) -> Path:
 
 
 def is_directory(name: str | os.PathLike[str]) -> bool:
-    """Whether a directory of this name is here; a name that no file can have names none."""
+    """True if a directory of this name is here; a name that no file can have names none."""
     try:
         return Path(name).is_dir()
     except (OSError, ValueError):
@@ -55,9 +56,30 @@ def directory_here(name: str | os.PathLike[str]) -> Path | None:
     return Path(found) if is_directory(found) else None
 
 
+def gguf_file(name: str | os.PathLike[str] | None) -> Path | None:
+    """The GGUF file that a model's name means: the file of this name, or the only one in a directory without a
+    `config.json`; ``None`` if there is none.
+    """
+    path = Path(name or "")
+    try:
+        if path.suffix.lower() == GGUF:
+            return path if path.is_file() else None
+        found = [] if (path / "config.json").exists() else sorted(path.glob(f"*{GGUF}"))
+    except (OSError, ValueError):  # no name that a file can have
+        return None
+    return found[0] if name and len(found) == 1 else None
+
+
+def is_local_model(name: str | os.PathLike[str] | None) -> bool:
+    """Whether a name is a directory or a GGUF file here."""
+    return name is not None and (is_directory(name) or gguf_file(name) is not None)
+
+
 def is_hub_id(name: str | None) -> bool:
-    """Whether a name has the form ``org/name`` and is no directory here."""
-    return name is not None and HUB_ID.fullmatch(name) is not None and directory_here(name) is None
+    """True if a name has the form ``org/name`` and is neither a directory here nor the name of a GGUF file."""
+    if name is None or HUB_ID.fullmatch(name) is None or name.lower().endswith(GGUF):
+        return False
+    return directory_here(name) is None
 
 
 def shipped_name(path: str | os.PathLike[str]) -> str | None:

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from seergate.inference_mode import outside_inference_mode
 from seergate.methods.base import LayerState, Step
-from seergate.methods.evicting import Attended, Eviction
+from seergate.methods.evicting import AttentionOutput, Eviction
 from seergate.methods.selecting import SelectingState
 from seergate.ops import Selection
 
@@ -22,23 +22,23 @@ RowBytes = Callable[[], Any]
 
 
 def token_bytes(keys: Tensor, values: Tensor) -> int:
-    """What a token takes in one KV head of a cache ``[..., D]``."""
+    """Bytes of a token in one KV head of a cache ``[..., D]``."""
     return keys.shape[-1] * keys.element_size() + values.shape[-1] * values.element_size()
 
 
 def own_bytes(state: LayerState, held: Any, seen: Any) -> Any:
-    """Of what a method remembers, the bytes that a row would occupy alone: without other rows, without room to grow.
+    """State bytes of one row, without batch padding or spare capacity.
 
     Args:
         state: the method's.
-        held: tokens that the row has in the cache: a number, or an array of one per row.
-        seen: the same with those that have left it.
+        held: resident tokens of the row: a number, or an array with one per row.
+        seen: its total tokens, evicted ones included, likewise.
     """
-    about = {"seen": seen, "held": held, "gone": seen - held}[state.about]
+    covers = {"all": seen, "resident": held, "evicted": seen - held}[state.covers]
     total = sum((own_bytes(part, held, seen) for part in state.parts), 0 * held)
     for name, tensor in state.rows.items():
-        if name in state.growing:
-            total = total + -(-about // state.growing[name]) * _entry_bytes(tensor)
+        if name in state.tokens_per_entry:
+            total = total + -(-covers // state.tokens_per_entry[name]) * _entry_bytes(tensor)
         else:
             total = total + math.prod(tensor.shape[1:]) * tensor.element_size()
     return total
@@ -56,20 +56,20 @@ def bytes_to_decide(state: LayerState, tokens: Any) -> Any:
         state: the method's.
         tokens: a number of 1 or more, or a tensor of such numbers.
     """
-    still_open = 0 if state.reads_open else 1
-    entries = {name: -(-tokens // state.growing[name]) - still_open for name in state.reads}
+    still_open = 0 if state.reads_open_block else 1
+    entries = {name: -(-tokens // state.tokens_per_entry[name]) - still_open for name in state.reads}
     return sum((count * _entry_bytes(state.rows[name]) for name, count in entries.items()), 0 * tokens)
 
 
 @dataclass
-class Reading:
-    """What a decode step of one layer read and held.
+class StepRecord:
+    """Record of a decode step of one layer: what was read and what is resident.
 
     Attributes:
         layer: its index.
         step: the step.
         state: what the method remembers.
-        seen: tokens that each row has seen, including those that have left the cache.
+        total_tokens: tokens of each row so far, evicted ones included.
         selection: the blocks read, if a method selected some.
         attended: what an attention of the method's own gave and read, if it had one.
         block_size: tokens per block.
@@ -82,9 +82,9 @@ class Reading:
     layer: int
     step: Step
     state: LayerState
-    seen: list[int]
+    total_tokens: list[int]
     selection: Selection | None
-    attended: Attended | None
+    attended: AttentionOutput | None
     block_size: int
     resident_bytes: int
     row_bytes: RowBytes
@@ -99,21 +99,21 @@ class Reading:
     @cached_property
     def scored(self) -> list[int]:
         """Bytes that each row read beside keys and values of the tokens that it read, all heads together."""
-        return [self._scored(row) for row in range(len(self.seen))]
+        return [self._scored(row) for row in range(len(self.total_tokens))]
 
     def _scored(self, row: int) -> int:
-        (keys, values, _), held, seen = self.step.stored, self.step.ends[row], self.seen[row]
+        (keys, values, _), held, seen = self.step.stored, self.step.ends[row], self.total_tokens[row]
         states = self.state.parts or (self.state,)
-        # A row that reads all of its blocks is scored only beside longer ones, which must not change its count.
+        # A row that reads everything is scored only to keep the batch's shape: not counted.
         chose = (self.selection is not None or self.attended is not None) and not any(
             state.method.reads_all(seen) for state in states if isinstance(state, SelectingState)
         )
         total = 0
         for state in states:
-            about = {"seen": seen, "held": held, "gone": seen - held}[state.about]
-            if about and (chose or not isinstance(state, SelectingState)):
-                total += bytes_to_decide(state, about)
-            if chose and state.weighs:  # ordinary attention to all tokens reads their keys anyway
+            covers = {"all": seen, "resident": held, "evicted": seen - held}[state.covers]
+            if covers and (chose or not isinstance(state, SelectingState)):
+                total += bytes_to_decide(state, covers)
+            if chose and state.reads_all_keys:  # ordinary attention to all tokens reads their keys anyway
                 total += held * keys.shape[1] * keys.shape[3] * keys.element_size()
         if self.attended is not None:  # tokens beyond those in the cache were read from the state, counted above
             total -= max(0, int(self.attended.read[row]) - held) * keys.shape[1] * token_bytes(keys, values)
@@ -122,7 +122,7 @@ class Reading:
 
 @dataclass
 class FixedCounts:
-    """What steps of fixed shapes count, on the device, and what is the same for all of them.
+    """Counters of fixed-shape steps, on the device, and the sizes that all of these steps share.
 
     Attributes:
         lengths: int32 ``[2, C + 1]``: how often a row of so many tokens read everything, and how often it selected.
@@ -182,31 +182,31 @@ class DecodeStats:
         stats = self.layers[layer]
         stats.resident_peak = max(stats.resident_peak, resident_bytes)
 
-    def record(self, reading: Reading) -> None:
+    def record(self, record: StepRecord) -> None:
         """Count one decode step."""
-        stats, step, selection = self.layers[reading.layer], reading.step, reading.selection
+        stats, step, selection = self.layers[record.layer], record.step, record.selection
         keys, values, _ = step.stored
-        self.block_size, self.heads[reading.layer] = reading.block_size, keys.shape[1]
-        self.bytes_per_token[reading.layer] = token_bytes(keys, values)
+        self.block_size, self.heads[record.layer] = record.block_size, keys.shape[1]
+        self.bytes_per_token[record.layer] = token_bytes(keys, values)
         stats.steps += 1
-        stats.rows += len(reading.seen)
-        stats.tokens_seen += sum(reading.seen)
+        stats.rows += len(record.total_tokens)
+        stats.tokens_seen += sum(record.total_tokens)
         stats.tokens_held += sum(step.ends)
-        stats.bytes_scored += sum(reading.scored)
+        stats.bytes_scored += sum(record.scored)
         if selection is None:
-            stats.tokens_read += sum(reading.read)
-            stats.dense_blocks += sum(-(-tokens // reading.block_size) for tokens in reading.read)
+            stats.tokens_read += sum(record.read)
+            stats.dense_blocks += sum(-(-tokens // record.block_size) for tokens in record.read)
         else:  # it holds the current block, which may not be full
             stats.selected_blocks = stats.selected_blocks + selection.counts.sum(0)
-            stats.missing_tokens += sum(-end % reading.block_size for end in step.ends)
-        stats.resident_sum += reading.resident_bytes
-        stats.resident_peak = max(stats.resident_peak, reading.resident_bytes)
-        stats.state_bytes = max(stats.state_bytes, reading.state.nbytes)
-        if reading.fetched is not None:
-            stats.fetched = (stats.fetched or 0) + reading.fetched
-        if reading.recall is not None:
-            stats.recall = stats.recall + reading.recall.double().sum()
-            stats.recall_rows += len(reading.recall)
+            stats.missing_tokens += sum(-end % record.block_size for end in step.ends)
+        stats.resident_sum += record.resident_bytes
+        stats.resident_peak = max(stats.resident_peak, record.resident_bytes)
+        stats.state_bytes = max(stats.state_bytes, record.state.nbytes)
+        if record.fetched is not None:
+            stats.fetched = (stats.fetched or 0) + record.fetched
+        if record.recall is not None:
+            stats.recall = stats.recall + record.recall.double().sum()
+            stats.recall_rows += len(record.recall)
 
     @outside_inference_mode
     def expect_fixed(

@@ -108,7 +108,7 @@ class Case:
 
 
 @dataclass
-class Lesson:
+class DistillCase:
     """One distillation loss and the gradients of the gates."""
 
     name: str
@@ -142,7 +142,7 @@ def random_gates(model: Any) -> GateBank:
     return bank
 
 
-def on_the_reasoner() -> Iterator[Case | Lesson]:
+def on_the_reasoner() -> Iterator[Case | DistillCase]:
     """Every method, storage and correction on the shipped model."""
     model = AutoModelForCausalLM.from_pretrained(TINY)
     model.generation_config.do_sample = False
@@ -180,10 +180,10 @@ def on_the_reasoner() -> Iterator[Case | Lesson]:
     ids = tokenizer("".join(texts), return_tensors="pt").input_ids
     for start in (0.0, 0.5):
         gates = GateBank.from_pretrained(f"{TINY}/gates")
-        yield Lesson(f"reasoner distill from {start}", model, gates, ids, {"row_start": start})
+        yield DistillCase(f"reasoner distill from {start}", model, gates, ids, {"row_start": start})
 
 
-def on_random_models() -> Iterator[Case | Lesson]:
+def on_random_models() -> Iterator[Case | DistillCase]:
     """One method of each kind on several families."""
     inputs = left_padded([prompt(37, 1), prompt(60, 2), prompt(5, 3)])
     quest = {"token_budget": 24, "block_size": 8, "dense_layers": ()}
@@ -193,7 +193,7 @@ def on_random_models() -> Iterator[Case | Lesson]:
         model = tiny_model(family)
         for method, options in (("gate", {"token_budget": 24}), ("quest", quest), ("h2o", EVICTORS["h2o"])):
             yield Case(f"{family} {method}", model, inputs, method, options, random_gates(model), new=24)
-        yield Lesson(f"{family} distill", model, random_gates(model), ids, pack)
+        yield DistillCase(f"{family} distill", model, random_gates(model), ids, pack)
 
 
 def main() -> None:

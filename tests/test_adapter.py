@@ -257,7 +257,7 @@ def test_a_base_in_a_relative_directory_is_found_from_elsewhere(saved, tmp_path,
     monkeypatch.chdir(tmp_path / "elsewhere")
     assert seergate.load(path, token_budget=16).config.hidden_size == 64
     (tmp_path / "base").rename(tmp_path / "moved")
-    with pytest.raises(SeergateError, match="a directory that is not here; pass base_model="):
+    with pytest.raises(SeergateError, match="which is not here; pass base_model="):
         seergate.load(path, token_budget=16)
     assert seergate.load(path, token_budget=16, base_model=tmp_path / "moved").config.hidden_size == 64
 

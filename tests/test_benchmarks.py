@@ -15,7 +15,8 @@ import torch
 from seergate import ops
 from seergate.decode.speculation import expected_tokens
 from seergate.hf import teacher_forward
-from seergate.methods import METHODS, has_gates
+from tests.distill.conftest import byte_tokenizer
+from tests.models import tiny_model
 from tests.running import ROOT, Done, run_script
 
 # What is made smaller is the width of the model, the number of repetitions and the number of problems. Lengths of
@@ -25,8 +26,9 @@ SMALL = {
     "decode": f"{HEADS} --group 2 --gate-dim 8 --repeats 1 --seconds 0.01",
     "distill": f"{HEADS} --group 3 --gate-dim 8 --block-sizes 16 --rounds 1 --lengths 100 256 --baseline-up-to 128",
     "end_to_end": f"{HEADS} --heads 4 --hidden-size 32 --rounds 1 --tokens 3",
+    "recipe": "--threads 1 --packs 2 --epochs 2 --length 512 --row-stride 40 --text-length 400 --texts 2 --needles 1 "
+    "--needle-length 500 --budget 96",
     "lossless": f"{HEADS} --heads 4 --hidden-size 32 --problems 1 --variables 6 --new-tokens 12 --rounds 1 --tokens 5",
-    "python_text": "--threads 1 --modules 2 --prompt 48 --steps 3 --budgets 32 --problems 1",
     "variants": f"{HEADS} --heads 4 --hidden-size 32 --length 256 --rounds 1 --variants 1 3",
 }
 LONG = {
@@ -279,19 +281,34 @@ def test_lossless(tmp_path: Path) -> None:
             assert found == pytest.approx(expected_tokens(0.9, draft) * best / cycle)
 
 
-def test_python_text(tmp_path: Path) -> None:
-    done = run("python_text", tmp_path)
+def test_recipe(tmp_path: Path) -> None:
+    """Variants and baselines on a tiny random model: a budget of everything gives what dense attention gives."""
+    tiny_model("qwen3", vocab_size=260).save_pretrained(tmp_path / "model")
+    byte_tokenizer(None).save_pretrained(tmp_path / "model")
+    words = (ROOT / "README.md").read_text()
+    for name, first in (("train", 0), ("held-out", 1200)):
+        rows = [json.dumps({"text": words[first + 600 * i :][:600]}) for i in range(2)]
+        (tmp_path / f"{name}.jsonl").write_text("\n".join(rows))
+    given = ["--model", str(tmp_path / "model"), "--data", str(tmp_path / "train.jsonl")]
+    given += ["--held-out", str(tmp_path / "held-out.jsonl")]
+    variants = ("recommended", "untrained", "the paper's start and target, blocks of 32", "a query per head")
+    baselines = ("oracle, blocks of 16", "Quest, blocks of 32", "window, blocks of 16")
+    done = run("recipe", tmp_path / "out", *given, "--only", *variants, *baselines)
     assert done.returncode == 0, done.stderr
-    *rows, text, tiny = record_of(tmp_path)["rows"]
-    at = {row["method"]: row for row in rows if row["part"] == "budget"}
-    own = {name for name in METHODS if METHODS[name].__module__.startswith("seergate.methods.")}
-    assert at.keys() == {name for name in own if name == "gate" or not has_gates(name)}, "retention gates do not ship"
-    assert at["dense"]["kl"] < 1e-5 and at["dense"]["agreement"] == 1
-    for name, row in at.items():
-        assert row["kl"] > 1e-5 or name in ("dense", "rpc"), name  # RPC has dropped nothing by then
-        if "kl_minus_gate" in row:
-            assert row["kl_minus_gate"] == pytest.approx(row["kl"] - at["gate"]["kl"])
-            assert row["kl_minus_gate_95"][0] < row["kl_minus_gate"] < row["kl_minus_gate_95"][1]
-    for row in (text, tiny):
-        assert 0.05 < row["first_and_newest"]["32"] < row["most_attended"]["32"] <= 1.0001
-        assert 0.05 < row["attended_before"]["32"] <= 1.0001
+    rows = {row["variant"]: row for row in record_of(tmp_path / "out")["rows"]}
+    assert (
+        rows.keys() == {*variants, *baselines, "dense"}
+        and rows["dense"]["kl"] < 1e-3 < rows["window, blocks of 16"]["kl"]
+    )
+    assert rows["oracle, blocks of 16"]["kl"] < rows["window, blocks of 16"]["kl"]
+    assert rows["recommended"]["kl_texts"] != rows["untrained"]["kl_texts"]
+    gate = rows[variants[2]]["gate"]
+    assert gate["block_size"] == 32 and gate["qk_norm"] and "sink_blocks" not in gate
+    done = run("recipe", tmp_path / "all", *given, "--budget", "512", "--only", "recommended")
+    assert done.returncode == 0, done.stderr
+    (recommended, dense) = record_of(tmp_path / "all")["rows"]
+    assert recommended["kl"] < 1e-3 and recommended["needle_logprob"] == pytest.approx(
+        dense["needle_logprob"], abs=0.05
+    )
+    done = run("recipe", tmp_path / "none", *given, "--packs", "3")
+    assert done.returncode == 2 and "has 2 texts of 512 tokens" in done.stderr

@@ -17,6 +17,7 @@ import pytest
 import yaml
 
 import seergate
+from seergate.eval.stats import mean_and_error
 from tests.running import ROOT, run_script
 
 DOCS = ROOT / "docs"
@@ -59,13 +60,30 @@ def test_the_figure_of_the_readme_draws_the_results(tmp_path: Path, monkeypatch:
     assert trade_off["speeds"](tmp_path)[0] == {"vLLM, dense": {4096: 3.0}, "vLLM with gates": {4096: 5.0}}
 
 
+def test_the_figures_of_the_recipe_are_those_of_the_search() -> None:
+    record = json.loads((ROOT / "benchmarks/results/recipe_search.json").read_text())
+    rows = {row["variant"]: row for row in record["rows"]}
+    tables = re.findall(r"(?:^\|.*\n)+", (DOCS / "recipe.md").read_text(encoding="utf-8"), re.M)
+    measured, compared = ([[x.strip() for x in line.split("|")[1:-1]] for line in t.splitlines()[2:]] for t in tables)
+    for name, packs, *figures in measured:
+        keys = ("kl", "kl_median", "kl_p99", "needles", "needle_logprob")
+        assert [float(x) if x else None for x in figures] == [rows[name].get(key) for key in keys], name
+        assert packs in ("", "none") or packs == f"{rows[name]['packs']} x {rows[name]['epochs']}", name
+    for _, ours, theirs, difference, better in compared:
+        pairs = zip(rows[ours]["kl_texts"], rows[theirs]["kl_texts"], strict=True)
+        gains = [other - own for own, other in pairs]
+        found = mean_and_error(gains)
+        assert difference == f"{found.mean:.3f} ± {found.se:.3f}".replace("0.", "."), ours
+        assert int(better.split()[0]) == sum(gain > 1e-9 for gain in gains), ours
+
+
 def test_the_figures_of_the_methods_page_are_drawn(tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
     done = run_script("benchmarks/draw_methods.py", "--output", str(tmp_path))
     assert done.returncode == 0, done.stderr
     page = (ROOT / "docs/methods.md").read_text(encoding="utf-8")
     pictures = [path.name for path in tmp_path.iterdir()]
-    assert len(pictures) == 3 and all(f"images/{name}" in page for name in pictures)
+    assert len(pictures) == 2 and all(f"images/{name}" in page for name in pictures)
 
 
 def public_names() -> dict[str, str]:

@@ -14,7 +14,7 @@ pytest.importorskip("triton")
 
 ROOT = Path(__file__).resolve().parent.parent
 STEPS = ("machine", "right", "large", "sanitizer", "generation", "gate_times", "decode_times", "teacher_times",
-         "lesson_times", "model_times")  # fmt: skip
+         "lesson_times", "model_times", "serving_times")  # fmt: skip
 
 
 def gpu_check(folder: Path, *steps: str) -> tuple[subprocess.CompletedProcess[str], dict]:

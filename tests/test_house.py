@@ -95,6 +95,43 @@ def test_a_private_name_is_noticed(text: str, found: set[str]) -> None:
     assert private_names_of_others(ast.parse(text)) == found
 
 
+KNOWN_LEAKS = {
+    "seergate/eval/engine.py": {"ReasonCache", "SnapKVState"},
+    "seergate/vllm/worker.py": {"Quest"},
+}
+"""What still asks for a single method; nothing may be added."""
+
+
+def methods_asked_for(tree: ast.AST, single: set[str]) -> set[str]:
+    """Single methods, and their states, that ``isinstance`` or ``issubclass`` looks for."""
+    calls = (node for node in ast.walk(tree) if isinstance(node, ast.Call) and len(node.args) == 2)
+    asked = [call.args[1] for call in calls if ast.unparse(call.func) in ("isinstance", "issubclass")]
+    names = {
+        node.attr if isinstance(node, ast.Attribute) else getattr(node, "id", "")
+        for x in asked
+        for node in ast.walk(x)
+    }
+    return {name for name in names if name.removesuffix("State") in single}
+
+
+def test_methods_answer_for_themselves() -> None:
+    """Outside of methods and ReasonCache nobody asks which one it is; a base class may be asked for."""
+    from seergate.methods import METHODS, GateOnEvictor, method_class
+
+    single = {method_class(name).__name__ for name in METHODS} | {GateOnEvictor.__name__}
+    assert methods_asked_for(ast.parse("isinstance(x, (Quest, a.SnapKVState, SelectingMethod))"), single) == {
+        "Quest",
+        "SnapKVState",
+    }
+    found = {
+        named(path): asked
+        for path in sources()
+        if path.relative_to(PACKAGE).parts[0] not in ("methods", "reason")
+        and (asked := methods_asked_for(ast.parse(path.read_text()), single))
+    }
+    assert found == KNOWN_LEAKS
+
+
 def test_entry_points_name_what_there_is() -> None:
     """What other programs look up when they run: the command, vLLM, lm-eval after 0.4.13."""
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]

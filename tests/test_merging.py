@@ -124,6 +124,18 @@ def test_commands(bank, tmp_path, capsys):
     assert main(["info", str(tmp_path / "a"), "--diff", str(tmp_path / "b")]) == 0
     text = capsys.readouterr().out
     assert "block size           8" in text and "layers.0.k_norm.weight: 200 % of its norm, cosine 1.000000" in text
+    names = len(bank.to_adapter().tensors)
+    assert f"  in all: {names} of {names} tensors differ, at most by 200 % of their norm (" in text.splitlines()[-1]
+    assert main(["info", str(tmp_path / "a"), "--diff", str(tmp_path / "a")]) == 0
+    assert capsys.readouterr().out.endswith("difference\n  none\n")
+    (tmp_path / "a" / "README.md").write_text("Mine.\n" + (tmp_path / "a" / "README.md").read_text())
+    before = {path: path.read_bytes() for path in (tmp_path / "a").iterdir()}
+    assert main(["push", str(tmp_path / "a"), "org/gates", "--dry-run", "--base-model", "org/model"]) == 0
+    shown = capsys.readouterr().out
+    assert 'seergate.load("org/gates"' in shown and "base_model: org/model" in shown and "Mine." in shown
+    weights = (tmp_path / "a" / "gate_model.safetensors").stat().st_size
+    assert "not uploaded: README.md (" in shown and f"gate_model.safetensors ({weights:,} bytes)" in shown
+    assert before == {path: path.read_bytes() for path in (tmp_path / "a").iterdir()}
     for arguments, message in (
         (["export", str(tmp_path / "a"), str(tmp_path / "mean")], "is not empty"),
         (["export", str(tmp_path / "a"), str(tmp_path / "c"), "--weights", "1"], "weights are for an average"),
@@ -133,6 +145,7 @@ def test_commands(bank, tmp_path, capsys):
         (["info", str(tmp_path)], "holds no gate_config.json"),
         (["push", "org/name", "org/name"], "is not a directory"),
         (["push", str(tmp_path / "a"), "a/b/c"], "org/name"),
+        (["push", str(tmp_path / "a"), "a/b/c", "--dry-run"], "org/name"),
     ):
         try:
             code = main(arguments)

@@ -35,14 +35,15 @@ PAGES = [
 
 def on_the_shipped_model(block: str) -> str:
     """The block with a small model for a large one, and answers that end."""
-    block = block.replace("Qwen/Qwen3-0.6B", "checkpoints/tiny-reasoner")
+    block = block.replace("HuggingFaceTB/SmolLM2-135M-Instruct", "checkpoints/tiny-reasoner")
     return re.sub(r"max_new_tokens=(\d+)", lambda n: n[0] if int(n[1]) <= 500 else "max_new_tokens=40", block)
 
 
 @pytest.fixture
 def names(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
     """What a reader has who reads on: a checkout, a model with gates for it, and a prompt."""
-    (tmp_path / "checkpoints").symlink_to(ROOT / "checkpoints")
+    for name in ("checkpoints", "README.md"):
+        (tmp_path / name).symlink_to(ROOT / name)
     monkeypatch.chdir(tmp_path)
     inputs = AutoTokenizer.from_pretrained("checkpoints/tiny-reasoner")("[a1] 3", return_tensors="pt")
     return {
@@ -59,7 +60,10 @@ def names(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
 def test_python_of_a_page_runs(page: str, names: dict[str, Any], capsys: pytest.CaptureFixture[str]) -> None:
     for block in (*code_blocks(ROOT / page, "python"), CALLS.get(page, "")):
         exec(compile(on_the_shipped_model(block), page, "exec"), names)
-    for line in capsys.readouterr().out.splitlines():
+    said = capsys.readouterr().out.splitlines()
+    if page == "README.md":
+        assert [line for line in said if re.fullmatch(r"0\.\d+", line)], "the first example prints how little it reads"
+    for line in said:
         if " expected " in line:
             assert re.search(rf"{line[-1]} \}}.* expected .$", line), line
 
@@ -77,6 +81,11 @@ def test_readme_is_short_and_counts_right() -> None:
     assert f"[{len(FAMILIES)} families]" in text and f"| {len(FAMILIES)} families |" in text
     others = {20: "Twenty"}[len(METHODS) - 1]
     assert f"{others} other methods" in text and f"gates and {len(METHODS) - 1} methods" in text
+    assert f"{others.lower()} other methods" in (ROOT / "docs/index.md").read_text()
+    listed = re.findall(
+        r"^\| `(\w+)` \|", (ROOT / "docs/which_method.md").read_text().partition("## Prompts")[0], re.M
+    )
+    assert sorted(listed) == sorted(METHODS)
     for extra in re.findall(r"seergate\[(\w+)\]", text):
         assert extra in tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
 

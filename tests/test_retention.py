@@ -12,7 +12,7 @@ import torch
 import seergate
 from seergate import GateBank, GateConfig, SeergateError
 from seergate.distill.config import TrainConfig
-from seergate.hf.learning import Lesson
+from seergate.hf.distill_loss import DistillSpec
 from seergate.hf.teacher_forward import distill_step, distill_steps
 from seergate.hf.teacher_pass import intercepted_attention
 from seergate.methods import LayerSpec, Step
@@ -153,7 +153,7 @@ def test_trim_kv_by_hand(model, dtype):
     assert scores_KT.dtype == torch.float32
     expected = torch.tensor([-0.526803, -0.040201, -2.079442, -0.002001]).expand(2, -1)
     torch.testing.assert_close(scores_KT, expected, rtol=1e-5, atol=1e-6)
-    assert state.keep(step).index.tolist() == [[[1, 3], [1, 3]]]
+    assert state.select_kept(step).index.tolist() == [[[1, 3], [1, 3]]]
 
 
 def test_trim_kv_changes_its_mind_as_tokens_age(model):
@@ -171,11 +171,11 @@ def test_logits_are_made_for_the_rows_that_count(model):
     """By the frozen model too, for all gates that learn together."""
     bank, made = retention_for(model, "trim_kv"), []
     model.lm_head.register_forward_hook(lambda module, inputs, output: made.append(output.shape[1]))
-    lessons = [Lesson(bank, start, target_budget=4) for start in (0.5, 0.75)]
-    together = distill_steps(lessons, model, prompt(60, 5), borders_of(40, 20))
+    specs = [DistillSpec(bank, start, target_budget=4) for start in (0.5, 0.75)]
+    together = distill_steps(specs, model, prompt(60, 5), borders_of(40, 20))
     assert made == [30, 30, 15]
-    for lesson, found in zip(lessons, together, strict=True):
-        (alone,) = distill_steps([lesson], model, prompt(60, 5), borders_of(40, 20))
+    for spec, found in zip(specs, together, strict=True):
+        (alone,) = distill_steps([spec], model, prompt(60, 5), borders_of(40, 20))
         torch.testing.assert_close(found.loss, alone.loss)
 
 
@@ -213,9 +213,9 @@ def test_gates_that_keep_everything_are_the_plain_model(model):
 def test_beside_others_in_one_forward(model, scorer):
     """In a forward that several gates learn from, each gets what it gets alone."""
     bank, other = retention_for(model, scorer), GateBank.for_model(model, GateConfig(SIZE, 16))
-    lessons = [Lesson(other), Lesson(bank, target_budget=4)]
-    together = distill_steps(lessons, model, prompt(60, 5), borders_of(40, 20))
-    alone = [distill_steps([lesson], model, prompt(60, 5), borders_of(40, 20))[0] for lesson in lessons]
+    specs = [DistillSpec(other), DistillSpec(bank, target_budget=4)]
+    together = distill_steps(specs, model, prompt(60, 5), borders_of(40, 20))
+    alone = [distill_steps([spec], model, prompt(60, 5), borders_of(40, 20))[0] for spec in specs]
     for one, both in zip(alone, together, strict=True):
         assert torch.equal(one.loss, both.loss) and torch.equal(one.recall, both.recall)
 
@@ -342,7 +342,7 @@ def test_layers_without_gates_keep_everything(model, scorer):
     cache = DynamicCache()
     with seergate.attached(model, method):
         model.generate(prompt(60, 8), past_key_values=cache, max_new_tokens=8, do_sample=False)
-    assert [layer.rows.held for layer in cache.layers] == [[67], [31]]
+    assert [layer.rows.resident for layer in cache.layers] == [[67], [31]]
 
 
 @pytest.mark.parametrize(

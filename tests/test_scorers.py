@@ -11,7 +11,7 @@ import torch
 
 import seergate
 from seergate import GateBank, GateConfig, SeergateError
-from seergate.hf.call import Tap
+from seergate.hf.call import QKHook
 from seergate.hf.published import export_published
 from seergate.hf.teacher_forward import distill_step
 from seergate.models import families
@@ -162,12 +162,12 @@ def test_gradients_of_all_parameters(model, config, target):
     found = {name: p.grad.clone() for name, p in bank.named_parameters()}
     bank.zero_grad()
 
-    taps = {layer: Tap(model, module) for layer, module in families.full_attention_modules(model)}
-    pre, post = {layer: [] for layer in taps}, {layer: [] for layer in taps}
+    qk_hooks = {layer: QKHook(model, module) for layer, module in families.full_attention_modules(model)}
+    pre, post = {layer: [] for layer in qk_hooks}, {layer: [] for layer in qk_hooks}
     for part in ids[0].split(lengths):
         cache = model(input_ids=part[None]).past_key_values
-        for layer, tap in taps.items():
-            q, k = tap.take()
+        for layer, qk_hook in qk_hooks.items():
+            q, k = qk_hook.take()
             pre[layer].append((q, k))
             rotary = families.decoder_of(model).rotary_emb(q, torch.arange(len(part))[None])
             post[layer].append((turned(q, *rotary)[0], cache.layers[layer].keys[0]))

@@ -16,6 +16,7 @@ from seergate.ops.triton_impl import (
     gate_kl,
     packed_attention,
     packs,
+    paged,
     pooling,
     scoring,
     selection,
@@ -80,6 +81,7 @@ def examples() -> Iterator[Example]:
         dense_decodes,
         lessons,
         packed_attentions,
+        paged_steps,
         poolings,
         scorings,
         selections,
@@ -252,6 +254,41 @@ def packed_attentions() -> Iterator[Example]:
             ("attention_kernel",),
             ("attention_kernel",),
         )
+
+
+def paged_steps() -> Iterator[Example]:
+    """What a decode step launches inside vLLM before attention: head dimensions, and blocks of one page and of two."""
+    for dtype, dim, block_size, page in (
+        (torch.bfloat16, 128, 64, 64),
+        (torch.bfloat16, 64, 64, 64),
+        (torch.bfloat16, 256, 64, 64),
+        (torch.bfloat16, 128, 16, 16),
+        (torch.bfloat16, 128, 128, 64),
+    ):
+        yield paged_example(dtype, dim, block_size, page)
+
+
+def paged_example(dtype: torch.dtype, dim: int, block_size: int, page: int) -> Example:
+    """8 rows of up to 32k tokens, 32 query and 8 KV heads, a budget of 4,096 tokens, gates in the cache's dtype."""
+    rows, kv_heads, group = 8, 8, 4
+    numbers = kv_heads * (page * 2 * dim + dim)
+    memory = meta(2048 * numbers, dtype=dtype)
+    cache = memory.as_strided((2048, kv_heads, page, 2 * dim), (numbers, page * 2 * dim, 2 * dim, 1))
+    summary = memory.as_strided((2048, kv_heads, dim), (numbers, dim, 1), kv_heads * page * 2 * dim)
+    table, lengths = meta(rows, 32768 // page, dtype=torch.int32), meta(rows, dtype=torch.int32)
+    q = meta(rows, (group + 2) * kv_heads, dim, dtype=dtype)[:, : group * kv_heads]
+    rotation = paged.Rotation(meta(40960, dim, dtype=dtype), True)
+    key_weight, query_weight = meta(kv_heads, 3 * dim, dim, dtype=dtype), meta(kv_heads, group, dim, dim, dtype=dtype)
+    branch = meta(dim, dtype=dtype), meta(dim // 2, dtype=torch.float32), 1.0
+    step = summary, table, lengths, rotation
+
+    def call() -> None:
+        paged.close_blocks(cache, *step, key_weight, block_size, ("max", "min", "avg"), *branch)
+        scores, _ = paged.score_pages(q, *step, query_weight, block_size, page, *branch)
+        paged.chosen_places(scores, table, lengths, block_size, page, 4096, 0, 2 * page + 1, 2 * page)
+
+    name = f"paged step {short(dtype)} d{dim} block {block_size} page {page}"
+    return Example(name, call, wide=("close_kernel", "paged_score_kernel"))
 
 
 def poolings() -> Iterator[Example]:

@@ -1,1 +1,1 @@
-"""Where keys and values live: rows, and the kinds of memory that hold them."""
+"""KV cache: rows, and the kinds of memory that hold their keys and values."""

@@ -14,13 +14,13 @@ from typing import Any
 import torch
 from transformers.cache_utils import Cache
 
-from seergate.cache.call import PROMPT, Call
+from seergate.cache.call import PROMPT, ForwardContext
 from seergate.cache.layer import GatedLayer
 from seergate.errors import SeergateError
 
 
 def rows_are_independent(cache: Cache) -> bool:
-    """Whether every layer keeps its rows apart, so that `join_rows` works."""
+    """True if every layer keeps its rows apart, so that `join_rows` works."""
     return bool(cache.layers) and all(isinstance(layer, GatedLayer) for layer in cache.layers)
 
 
@@ -65,9 +65,9 @@ def only_rows(cache: Cache, rows: list[int]) -> Iterator[None]:
         cache.batch_select_indices(index)
         yield
         for layer, (before, _, _) in zip(cache.layers, whole, strict=True):
-            lengths = [before.held[row] for row in rows]
-            if layer.rows.held != lengths:
-                raise SeergateError(f"rows of {lengths} tokens were narrowed to, and now have {layer.rows.held}")
+            lengths = [before.resident[row] for row in rows]
+            if layer.rows.resident != lengths:
+                raise SeergateError(f"rows of {lengths} tokens were narrowed to, and now have {layer.rows.resident}")
         for layer, (_, storage, tensors) in zip(cache.layers, whole, strict=True):
             storage.write_back(layer.storage, index)
             for name, tensor in (layer.state.rows if layer.state is not None else {}).items():
@@ -98,19 +98,19 @@ def _snapshot(layer: Any, newest: int) -> Callable[[], None]:
         before = dict(vars(layer))  # such layers replace their tensors and never write into them
         return lambda: vars(layer).update(before)
     rows, older = layer.rows, copy.copy(layer.rows)
-    older.shorten([held - newest for held in rows.held])
+    older.shorten([held - newest for held in rows.resident])
     parts = [
-        torch.stack([buffer[row, :, held - newest : held] for row, held in enumerate(rows.held)])
+        torch.stack([buffer[row, :, held - newest : held] for row, held in enumerate(rows.resident)])
         for buffer in (layer.storage.keys, layer.storage.values)
     ]
     tensors = {} if layer.state is None else {name: tensor.clone() for name, tensor in layer.state.rows.items()}
     layer.rows = copy.copy(rows)
 
     def undo() -> None:
-        layer.rows, layer.call = rows, None
+        layer.rows, layer.context = rows, None
         if layer.state is not None:
             layer.state.rows = tensors
-        layer.storage.crop(older.held)
-        layer.storage.write(Call(PROMPT, None), older, parts[0], parts[1], [newest] * len(rows), None)
+        layer.storage.crop(older.resident)
+        layer.storage.write(ForwardContext(PROMPT, None), older, parts[0], parts[1], [newest] * len(rows), None)
 
     return undo

@@ -1,5 +1,5 @@
-"""What a forward pass is: a prompt, tokens that are decoded, or a dense pass. `Passes` decides it, and nothing else; a
-`Call` takes it to one layer.
+"""The mode of a forward pass: prompt, decode or dense. `ForwardModes` decides it; a `ForwardContext` carries it to
+one layer.
 
 Shape suffixes: B batch, S new tokens, H query heads, K KV heads, D head dimension.
 """
@@ -15,14 +15,16 @@ from weakref import ref
 import torch
 from torch import Tensor
 
+from seergate.errors import SeergateError
+
 VERIFIED_TOKENS = 32
 """At most so many drafted tokens are verified at once, each decoded as if it had come alone; more are read densely."""
 
-Forced = Literal["dense", "decode"]
+ForcedMode = Literal["dense", "decode"]
 
 
-class Mode(NamedTuple):
-    """What is done with the new tokens of a pass.
+class ForwardMode(NamedTuple):
+    """Treatment of the new tokens of a forward pass.
 
     Attributes:
         decoded: this many, the newest, are decoded one by one; those before them are (part of) a prompt.
@@ -33,14 +35,14 @@ class Mode(NamedTuple):
     dense: bool = False
 
 
-PROMPT, DENSE = Mode(), Mode(dense=True)
+PROMPT, DENSE = ForwardMode(), ForwardMode(dense=True)
 
 
-class Passes:
+class ForwardModes:
     """Tells prompts, decoded tokens and dense passes of one model apart.
 
-    A token that comes alone is decoded; several at once are a prompt, and read densely, unless they are known to be
-    drafts. Assisted decoding says so (`drafting`), and so does `forced`.
+    A single token is a decode step. Several are a prompt, read densely, unless they are drafts: assisted decoding
+    declares them with `drafting`, a caller's own loop with `forced`.
 
     Args:
         decodes_drafts: whether the method can decode several tokens of one pass; one that evicts cannot.
@@ -52,14 +54,23 @@ class Passes:
 
     def __init__(self, *, decodes_drafts: bool, reads_leftovers: bool) -> None:
         self.decodes_drafts, self.reads_leftovers = decodes_drafts, reads_leftovers
-        self.default: Forced | None = None
-        self._forced: dict[int, Forced] = {}  # by thread, and so are the others
-        self._reading: dict[int, bool] = {}  # whether the prompt that is being read was cut into chunks
+        self.default: ForcedMode | None = None
+        self._forced: dict[int, ForcedMode] = {}  # by thread, and so are the others
+        self._prefilling: dict[int, bool] = {}  # whether the prompt that is being read was cut into chunks
         self._drafting: dict[int, tuple[Any, Any, int]] = {}  # weakly, drafter and cache; slots that the prompt takes
 
     @contextmanager
-    def forced(self, mode: Forced) -> Iterator[None]:
-        """While it lasts, this thread's passes are dense, or all of their tokens are decoded."""
+    def forced(self, mode: ForcedMode) -> Iterator[None]:
+        """While it lasts, this thread's passes are dense, or all of their tokens are decoded, however many they are.
+
+        Raises:
+            SeergateError: for ``"decode"`` under a method that takes one token at a time.
+        """
+        if mode == "decode" and not self.decodes_drafts:
+            raise SeergateError(
+                "a method that evicts decodes one token per pass, so several cannot be forced; pass them one by one, "
+                "or use seergate.score"
+            )
         thread = get_ident()
         before = self._forced.get(thread)
         self._forced[thread] = mode
@@ -72,20 +83,20 @@ class Passes:
                 self._forced[thread] = before
 
     @contextmanager
-    def reading(self, in_chunks: bool) -> Iterator[None]:
+    def prefilling(self, in_chunks: bool) -> Iterator[None]:
         """While it lasts, this thread reads a prompt, perhaps in chunks."""
-        self._reading[get_ident()] = in_chunks
+        self._prefilling[get_ident()] = in_chunks
         try:
             yield
         finally:
-            del self._reading[get_ident()]
+            del self._prefilling[get_ident()]
 
     def drafting(self, drafter: Any, cache: Any, prompt: int) -> None:
         """As long as ``drafter`` exists, this thread's tokens for ``cache`` are drafts, after ``prompt`` slots."""
         self._drafting[get_ident()] = ref(drafter), ref(cache), prompt
 
-    def mode(self, cache: Any, slots: int | None, new: int) -> Mode:
-        """What a pass is.
+    def mode(self, cache: Any, slots: int | None, new: int) -> ForwardMode:
+        """The mode of a forward pass.
 
         Args:
             cache: where its tokens arrive; ``None`` if there is none yet.
@@ -97,26 +108,29 @@ class Passes:
         if forced == "dense":
             return DENSE
         if new == 1:
-            left_over = bool(self._reading) and self._reading.get(get_ident()) and self.reads_leftovers
-            return DENSE if left_over else Mode(decoded=1)
+            left_over = bool(self._prefilling) and self._prefilling.get(get_ident()) and self.reads_leftovers
+            return DENSE if left_over else ForwardMode(decoded=1)
         if not self.decodes_drafts:
             return PROMPT
-        drafted = new if forced == "decode" else self._drafted(cache, slots or 0, new)
-        return Mode(decoded=drafted) if drafted <= VERIFIED_TOKENS else PROMPT
+        if forced == "decode":
+            return ForwardMode(decoded=new)
+        drafted = self._drafted(cache, slots or 0, new)
+        return ForwardMode(decoded=drafted) if drafted <= VERIFIED_TOKENS else PROMPT
 
     def _drafted(self, cache: Any, slots: int, new: int) -> int:
-        """How many of the newest tokens assisted decoding has drafted, or accepted after the prompt."""
+        """Number of the newest tokens that assisted decoding has drafted, or accepted after the prompt."""
         drafter, filled, prompt = self._drafting.get(get_ident(), (None, None, 0))
         if drafter is None or filled is None or drafter() is None or filled() is not cache:
             return 0
         return max(0, min(new, slots + new - prompt))
 
 
-class Call:
+class ForwardContext:
     """One call of one gated attention module: made before it runs, completed when its tokens join the cache.
 
     Args:
-        taps: returns ``q_pre [B, H, S, D]`` and ``k_pre [B, K, S, D]``, before RoPE; ``None`` if the plain model runs.
+        take_qk: returns ``q_pre [B, H, S, D]`` and ``k_pre [B, K, S, D]``, before RoPE; ``None`` if the plain model
+            runs.
         valid: bool ``[B, S]``, which new tokens are real; ``None`` if all are.
         position_ids: ``[B, S]`` or ``[1, S]``, where the model puts the new tokens; ``None`` if it did not say.
         hidden: ``[B, S, W]``, what the attention module got; ``None`` if the plain model runs.
@@ -133,23 +147,24 @@ class Call:
 
     def __init__(
         self,
-        mode: Mode,
-        taps: Callable[[], tuple[Tensor, Tensor]] | None,
+        mode: ForwardMode,
+        take_qk: Callable[[], tuple[Tensor, Tensor]] | None,
         valid: Tensor | None = None,
         position_ids: Tensor | None = None,
         hidden: Tensor | None = None,
     ) -> None:
-        self.mode, self.taps, self.valid, self.position_ids, self.hidden = mode, taps, valid, position_ids, hidden
+        self.mode, self.take_qk, self.valid = mode, take_qk, valid
+        self.position_ids, self.hidden = position_ids, hidden
         self.order = None if valid is None else torch.argsort((~valid).int(), dim=1, stable=True)
 
     def take(self, k: Tensor, starts: list[int], counts: list[int]) -> None:
-        """Take what was tapped, for tokens that are being stored: after RoPE ``k``, each row's real tokens first."""
-        assert self.taps is not None
-        self.q_pre, self.k_pre = (self.compact(x) for x in self.taps())
+        """Take the hooked q and k of the tokens being stored; ``k`` after RoPE; each row's real tokens first."""
+        assert self.take_qk is not None
+        self.q_pre, self.k_pre = (self.compact(x) for x in self.take_qk())
         self.k, self.starts, self.counts = k, starts, counts
 
     def first_positions(self, batch: int) -> list[int]:
-        """Where the model puts each row's first real token."""
+        """Position that the model gives to each row's first real token."""
         if self.position_ids is None:
             return [0] * batch
         positions = self.position_ids.expand(batch, -1)
@@ -158,7 +173,7 @@ class Call:
         return positions[:, 0].tolist()
 
     def hidden_states(self) -> Tensor:
-        """What the attention module got, ``[B, S, W]``, each row's real tokens first."""
+        """Input of the attention module, ``[B, S, W]``, each row's real tokens first."""
         assert self.hidden is not None
         return self.compact(self.hidden[:, None])[:, 0]
 

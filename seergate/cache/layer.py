@@ -16,9 +16,9 @@ from torch import Tensor
 from torch.nn.functional import pad
 from transformers.cache_utils import CacheLayerMixin
 
-from seergate.cache.call import PROMPT, Call
+from seergate.cache.call import PROMPT, ForwardContext
 from seergate.cache.rows import Rows
-from seergate.cache.storage import Growing, Storage
+from seergate.cache.storage import DynamicStorage, Storage
 from seergate.errors import SeergateError
 from seergate.inference_mode import outside_inference_mode
 from seergate.methods.base import LayerSpec, LayerState, Method, Rotary, Step
@@ -50,7 +50,7 @@ class GatedLayer(CacheLayerMixin):
     def _clear(self) -> None:
         self.rows = self.new_rows()
         self.state: LayerState | None = None
-        self.call: Call | None = None  # put here by the attention module's pre-hook, taken by `update`
+        self.context: ForwardContext | None = None  # put here by the attention module's pre-hook, taken by `update`
         self.is_initialized = False
 
     def __deepcopy__(self, memo: dict[int, Any]) -> GatedLayer:
@@ -106,29 +106,29 @@ class GatedLayer(CacheLayerMixin):
         if self.static_length is not None and rows.slots + new > self.static_length:
             self.raise_full(new)
         fresh = rows.slots == 0
-        call, self.call = self.call, None
-        if call is None:  # the model runs without its gates: keep the tokens, but the method has not seen them
+        context, self.context = self.context, None
+        if context is None:  # the model runs without its gates: keep the tokens, but the method has not seen them
             if isinstance(self.method, CompressingMethod) and not fresh:
                 raise SeergateError(
                     f"this cache was filled under {self.method.name!r}, which evicted from it; start a new one"
                 )
-            self.state, call = None, Call(PROMPT, None)
+            self.state, context = None, ForwardContext(PROMPT, None)
         if fresh:
-            rows.offsets = call.first_positions(batch)
-        counts = [new] * batch if call.valid is None else call.valid.sum(1).tolist()
-        keys = call.compact(key_states)
-        if call.taps is not None:
-            call.take(keys, list(rows.held), counts)
+            rows.offsets = context.first_positions(batch)
+        counts = [new] * batch if context.valid is None else context.valid.sum(1).tolist()
+        keys = context.compact(key_states)
+        if context.take_qk is not None:
+            context.take(keys, list(rows.resident), counts)
             if self.method.stores_pre_rope:
-                keys = call.k_pre
-        self._write(call, rows, keys, call.compact(value_states), counts, self._most_resident())
-        rows.add(counts, new, call.valid)
+                keys = context.k_pre
+        self._write(context, rows, keys, context.compact(value_states), counts, self._max_resident())
+        rows.add(counts, new, context.valid)
         if isinstance(self.method, CompressingMethod) and self.static_length is not None:
             beyond = (0, 0, 0, self.static_length - new)  # the mask was made for all slots
             return pad(key_states, beyond), pad(value_states, beyond)
         if isinstance(self.method, CompressingMethod) or (fresh and self.static_length is None):
             return key_states, value_states
-        if new == 1 and call.taps is not None and not self.shared:
+        if new == 1 and context.take_qk is not None and not self.shared:
             return key_states, value_states  # the attention function reads the storage itself
         return self.slot_view()
 
@@ -136,8 +136,8 @@ class GatedLayer(CacheLayerMixin):
     def _write(self, *tokens: Any) -> None:
         self.storage.write(*tokens)
 
-    def _most_resident(self) -> int | None:
-        return self.state.most_resident() if isinstance(self.state, CompressingState) else None
+    def _max_resident(self) -> int | None:
+        return self.state.max_resident() if isinstance(self.state, CompressingState) else None
 
     def raise_full(self, new: int) -> None:
         """There is no room for so many new tokens."""
@@ -146,26 +146,26 @@ class GatedLayer(CacheLayerMixin):
             "arrive"
         )
 
-    def takes(self, new: int) -> bool:
-        """Whether so many new tokens will be a step of fixed shapes (`FixedLayer`)."""
+    def is_fixed_step(self, new: int) -> bool:
+        """True if so many new tokens take the fixed-shape path (`FixedLayer`)."""
         return False
 
-    def settle(self, stats: DecodeStats) -> None:
-        """After a step that is not of fixed shapes: get ready for those that are, in a layer that has them."""
+    def prepare_fixed_steps(self, stats: DecodeStats) -> None:
+        """After a dynamic step: prepare for fixed-shape steps, in a layer that has them."""
 
     @outside_inference_mode
     def evict(self, eviction: Eviction) -> None:
         """Release residents, and the room for more than the method may hold (after a long prompt)."""
-        assert isinstance(self.storage, Growing) and isinstance(self.state, CompressingState)
-        lengths = list(self.rows.held)
+        assert isinstance(self.storage, DynamicStorage) and isinstance(self.state, CompressingState)
+        lengths = list(self.rows.resident)
         for row, length in zip(eviction.rows, eviction.lengths, strict=True):
             lengths[row] = length
-        room = self.storage.evict(eviction, max(*lengths, self.state.most_resident()))
-        self.rows.hold(lengths)
-        self.state.moved(eviction, room)
+        room = self.storage.evict(eviction, max(*lengths, self.state.max_resident()))
+        self.rows.set_resident(lengths)
+        self.state.on_evict(eviction, room)
 
     def step(self, **facts: Any) -> Step:
-        """What a method gets to see: what is stored, and these facts."""
+        """The `Step` that a method sees: the stored keys and values, and these facts."""
         return self.storage.step(**facts)
 
     # ------------------------------------------------------------------------------------- what transformers asks
@@ -225,8 +225,8 @@ class GatedLayer(CacheLayerMixin):
     def _forget(self, before: list[int]) -> None:
         """Let storage and state follow the rows, which held so many tokens ``before``."""
         if self.state is not None:
-            self.state.crop(before, self.rows.held, self.storage.some_keys, self.rows.offsets)
-        self.storage.crop(self.rows.held)
+            self.state.crop(before, self.rows.resident, self.storage.some_keys, self.rows.offsets)
+        self.storage.crop(self.rows.resident)
 
     def reset(self) -> None:
         """Forget everything."""
@@ -262,7 +262,7 @@ class GatedLayer(CacheLayerMixin):
         to the longest of them. The other must not be used afterwards.
         """
         assert self.static_length is None and other.static_length is None
-        self.storage.append(other.storage, max(other.rows.held), self._most_resident())
+        self.storage.append(other.storage, max(other.rows.resident), self._max_resident())
         self.rows.append(other.rows)
         if self.state is None or other.state is None:
             self.state = None  # one of them ran without its method

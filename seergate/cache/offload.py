@@ -25,9 +25,9 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from seergate import ops
-from seergate.cache.call import Call
+from seergate.cache.call import ForwardContext
 from seergate.cache.rows import Rows
-from seergate.cache.storage import Growing, Placement, Storage, StorageMaker
+from seergate.cache.storage import DynamicStorage, KVBackend, Storage, StorageFactory
 from seergate.config import is_int
 from seergate.errors import SeergateError
 from seergate.methods.base import LayerState, Method, Step
@@ -35,7 +35,7 @@ from seergate.methods.selecting import SelectingMethod
 
 
 @dataclass(frozen=True)
-class Offload(Placement):
+class Offload(KVBackend):
     """Keep keys and values in slow memory.
 
     A prompt needs one layer's keys and values at a time in fast memory while it is read; the cap is on what stays.
@@ -67,9 +67,9 @@ class Offload(Placement):
         if self.folder is not None and not Path(self.folder).is_dir():
             raise ValueError(f"folder is {str(self.folder)!r}; it must be a folder that exists")
 
-    def maker(self, model: PreTrainedModel, method: Method, layers: Sequence[int]) -> StorageMaker:
+    def factory(self, model: PreTrainedModel, method: Method, layers: Sequence[int]) -> StorageFactory:
         assert isinstance(method, SelectingMethod)  # the table of what goes together made sure
-        return OffloadedMaker(self, method, layers)
+        return OffloadedStorageFactory(self, method, layers)
 
     def buffer(self, shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> Tensor:
         """Zeros in slow memory."""
@@ -222,7 +222,7 @@ class BlockPool:
         self._slot_of = wide
 
 
-class Offloaded(Growing):
+class Offloaded(DynamicStorage):
     """Buffers in slow memory, whose selected blocks are read through a `BlockPool`.
 
     Args:
@@ -279,14 +279,22 @@ class Offloaded(Growing):
     def room_for(self, tokens: int) -> int:
         return 2 * tokens  # a file that is not written to yet takes no room, and copying one takes time
 
-    def write(self, call: Call, rows: Rows, keys: Tensor, values: Tensor, counts: list[int], most: int | None) -> None:
+    def write(
+        self,
+        context: ForwardContext,
+        rows: Rows,
+        keys: Tensor,
+        values: Tensor,
+        counts: list[int],
+        max_tokens: int | None,
+    ) -> None:
         assert self.pool is not None
-        super().write(call, rows, keys, values, counts, most)
+        super().write(context, rows, keys, values, counts, max_tokens)
         if keys.shape[2] == 1 and set(counts) == {1}:
             newest = (x[:, :, 0].detach().to(self.dtype).flatten(0, 1) for x in (keys, values))
-            self.pool.put(torch.tensor(rows.held), *newest)
+            self.pool.put(torch.tensor(rows.resident), *newest)
             return
-        for row, (start, count) in enumerate(zip(rows.held, counts, strict=True)):
+        for row, (start, count) in enumerate(zip(rows.resident, counts, strict=True)):
             self.pool.forget(row, start, start + count)
 
     def select(self, index: Tensor) -> None:
@@ -299,9 +307,9 @@ class Offloaded(Growing):
         self._keys, self._values = selected
         self._new_pool()
 
-    def append(self, other: Storage, longest: int, most: int | None) -> None:
+    def append(self, other: Storage, longest: int, max_tokens: int | None) -> None:
         self._slots_for(len(self.keys) + len(other.keys))  # before anything is changed
-        super().append(other, longest, most)
+        super().append(other, longest, max_tokens)
         self._new_pool()
 
     # ---------------------------------------------------------------------------------------------------- reading
@@ -357,7 +365,7 @@ class Offloaded(Growing):
         return np.full(len(held), self.nbytes / len(held))
 
 
-class OffloadedMaker(StorageMaker):
+class OffloadedStorageFactory(StorageFactory):
     """Makes the storages of offloaded caches."""
 
     def __init__(self, offload: Offload, method: SelectingMethod, layers: Sequence[int]) -> None:

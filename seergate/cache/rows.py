@@ -23,8 +23,8 @@ class Rows:
 
     Attributes:
         lengths: int64 ``[B]``, tokens that a row holds.
-        held: the same as a list, known without a device read.
-        seen: per row, tokens that have come, evicted ones included.
+        resident: `lengths` as a list, known without a device read.
+        total: tokens of each row so far, evicted ones included.
         offsets: per row, the position that the model gave to its first token.
         slots: columns of the padded batch so far, which transformers calls the sequence length.
         valid: bool ``[B, <= slots]``, which slots hold real tokens; later ones all do. ``None`` if none was padding.
@@ -32,7 +32,7 @@ class Rows:
 
     def __init__(self, batch: int = 0, device: torch.device | None = None) -> None:
         self.lengths = torch.zeros(batch, dtype=torch.int64, device=device)
-        self.held, self.seen, self.offsets = [0] * batch, [0] * batch, [0] * batch
+        self.resident, self.total, self.offsets = [0] * batch, [0] * batch, [0] * batch
         self.slots = 0
         self.valid: Tensor | None = None
 
@@ -40,26 +40,26 @@ class Rows:
         return len(self.lengths)
 
     def real_slots(self) -> Tensor:
-        """Which slots hold real tokens: bool ``[B, slots]``."""
+        """Mask of the slots that hold real tokens: bool ``[B, slots]``."""
         none = torch.ones(len(self), 0, dtype=torch.bool, device=self.lengths.device)
         known = none if self.valid is None else self.valid
         return pad(known, (0, self.slots - known.shape[1]), value=True)
 
     def slot_index(self) -> Tensor | None:
-        """Where in its row the token of each slot lies: int64 ``[B, slots]``; ``None`` if slots are places."""
+        """Index within its row of the token in each slot: int64 ``[B, slots]``; ``None`` if slots are places."""
         if self.valid is None:
             return None
         index = (self.valid.cumsum(1) - 1).clamp(min=0)
         extra = torch.arange(1, self.slots - index.shape[1] + 1, device=index.device)
         return torch.cat((index, self.valid.sum(1, keepdim=True) - 1 + extra), dim=1)
 
-    def hold(self, lengths: list[int]) -> None:
+    def set_resident(self, lengths: list[int]) -> None:
         """Set how many tokens each row holds."""
-        if lengths == [length + 1 for length in self.held]:
+        if lengths == [length + 1 for length in self.resident]:
             self.lengths = self.lengths + 1  # no transfer to the device at a decode step
         else:
             self.lengths = torch.tensor(lengths, dtype=torch.int64, device=self.lengths.device)
-        self.held = lengths
+        self.resident = lengths
 
     def add(self, counts: list[int], slots: int, valid: Tensor | None) -> None:
         """Count new tokens.
@@ -73,8 +73,8 @@ class Rows:
             known = self.real_slots()
             self.valid = pad(known, (0, slots), value=True) if valid is None else torch.cat((known, valid), dim=1)
         self.slots += slots
-        self.seen = [seen + count for seen, count in zip(self.seen, counts, strict=True)]
-        self.hold([held + count for held, count in zip(self.held, counts, strict=True)])
+        self.total = [total + count for total, count in zip(self.total, counts, strict=True)]
+        self.set_resident([resident + count for resident, count in zip(self.resident, counts, strict=True)])
 
     def crop(self, slots: int) -> list[int]:
         """Forget all but the first slots; the tokens that each row had before."""
@@ -88,14 +88,16 @@ class Rows:
 
     def shorten(self, lengths: list[int]) -> list[int]:
         """Forget the newest tokens of each row, and not their slots; the tokens that each row had before."""
-        before, self.seen = list(self.held), list(lengths)
-        self.hold(lengths)
+        before, self.total = list(self.resident), list(lengths)
+        self.set_resident(lengths)
         return before
 
     def select(self, index: Tensor) -> None:
         """Take the rows ``index`` (int64), in that order; a row may be repeated."""
         rows = index.tolist()
-        self.held, self.seen, self.offsets = ([x[row] for row in rows] for x in (self.held, self.seen, self.offsets))
+        self.resident, self.total, self.offsets = (
+            [x[row] for row in rows] for x in (self.resident, self.total, self.offsets)
+        )
         self.lengths = self.lengths.index_select(0, index)
         if self.valid is not None:
             self.valid = self.valid.index_select(0, index)
@@ -103,9 +105,9 @@ class Rows:
     def append(self, other: Rows) -> None:
         """Put other rows after these. All count as left-padded to the longest of them."""
         self.lengths = torch.cat((self.lengths, other.lengths))
-        self.held, self.seen = self.held + other.held, self.seen + other.seen
+        self.resident, self.total = self.resident + other.resident, self.total + other.total
         self.offsets = self.offsets + other.offsets
-        self.slots = max(self.seen)
+        self.slots = max(self.total)
         device = self.lengths.device
-        begins = torch.tensor([self.slots - seen for seen in self.seen], device=device)
+        begins = torch.tensor([self.slots - total for total in self.total], device=device)
         self.valid = torch.arange(self.slots, device=device) >= begins[:, None] if begins.any() else None

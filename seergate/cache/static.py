@@ -23,7 +23,7 @@ from seergate.stats import DecodeStats, FixedCounts
 class FixedRows(Rows):
     """Rows whose lengths are known in tensors only; where a list or a number is asked for, it is read from these.
 
-    No token is ever evicted here, so `seen` is `held`.
+    No token is ever evicted here, so `total` is `resident`.
 
     Attributes:
         width: int64 scalar, the number of slots.
@@ -43,24 +43,24 @@ class FixedRows(Rows):
         self.width.fill_(value)
 
     @property
-    def held(self) -> list[int]:  # type: ignore[override]
+    def resident(self) -> list[int]:  # type: ignore[override]
         """Tokens of each row."""
         return self.lengths.tolist()
 
-    @held.setter
-    def held(self, value: list[int]) -> None:
+    @resident.setter
+    def resident(self, value: list[int]) -> None:
         pass
 
     @property
-    def seen(self) -> list[int]:  # type: ignore[override]
+    def total(self) -> list[int]:  # type: ignore[override]
         """Tokens of each row."""
         return self.lengths.tolist()
 
-    @seen.setter
-    def seen(self, value: list[int]) -> None:
+    @total.setter
+    def total(self, value: list[int]) -> None:
         pass
 
-    def hold(self, lengths: list[int]) -> None:
+    def set_resident(self, lengths: list[int]) -> None:
         self.lengths.copy_(torch.tensor(lengths, dtype=torch.int64))
 
     def add_one(self) -> None:
@@ -73,13 +73,13 @@ class FixedLayer(GatedLayer):
     """See the module's docstring. The method's ``fixed_shapes`` must be true, and the storage that of a static cache.
 
     Attributes:
-        plain: whether only the usual figures are wanted of a step; others (a trace, recall) need the host.
-        counts: where fixed steps are counted; ``None`` if the next single token is not taken in one.
-        room: how many slots are known to be free.
+        allows_fixed_steps: false if a trace or recall is wanted of a step, which need lengths on the host.
+        counts: counters of the fixed-shape steps; ``None`` if the next token takes the dynamic path.
+        room: number of slots known to be free.
     """
 
     is_compileable = True
-    plain = True
+    allows_fixed_steps = True
     rows: FixedRows
     new_rows = FixedRows
 
@@ -92,27 +92,29 @@ class FixedLayer(GatedLayer):
         """Slots seen so far: a tensor, as in transformers' own static layer."""
         return self.rows.width if self.is_initialized else 0
 
-    def takes(self, new: int) -> bool:
-        """Whether so many new tokens will be a fixed step."""
-        return new == 1 and self.counts is not None and self.plain
+    def is_fixed_step(self, new: int) -> bool:
+        """True if so many new tokens take the fixed-shape path."""
+        return new == 1 and self.counts is not None and self.allows_fixed_steps
 
     def _select_rows(self, index: Tensor) -> None:
         if self.is_initialized and len(index) != len(self.rows):
-            self.counts = None  # they are of as many rows as there were; an ordinary step comes next and settles anew
+            self.counts = (
+                None  # they are of as many rows as there were; the next step is dynamic and prepares them anew
+            )
         super()._select_rows(index)
 
-    def counted_by(self, stats: DecodeStats) -> bool:
-        """Whether fixed steps would be counted there. Not where the counters are another handle's, or have been made
-        ready for another cache since: then an ordinary step comes first, which settles again.
+    def counts_into(self, stats: DecodeStats) -> bool:
+        """True if fixed steps would be counted there. Not where the counters are another handle's, or have been made
+        ready for another cache since: then a dynamic step comes first, which prepares them again.
         """
         return stats.layers[self.layer].fixed is self.counts
 
     @outside_inference_mode
-    def settle(self, stats: DecodeStats) -> None:
+    def prepare_fixed_steps(self, stats: DecodeStats) -> None:
         """After a step of another kind: give every tensor its final size, so that fixed steps can follow."""
         assert self.state is not None
         keys, values = self.storage.keys, self.storage.values
-        for name, size in self.state.growing.items():
+        for name, size in self.state.tokens_per_entry.items():
             self.state.grown(name, keys.shape[2] // size, limit=keys.shape[2] // size)
         self.counts = stats.expect_fixed(self.layer, keys, values, self.block_size, self.state)
         if self.device.type == "cuda":
@@ -122,20 +124,20 @@ class FixedLayer(GatedLayer):
 
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
         """Store the new tokens: one per row in a fixed step, or any number as in `GatedLayer`."""
-        call = self.call
-        if call is None or not self.takes(key_states.shape[2]):
+        context = self.context
+        if context is None or not self.is_fixed_step(key_states.shape[2]):
             self.counts, self.room = None, 0
             return super().update(key_states, value_states, *args, **kwargs)
         if torch.compiler.is_compiling():
             self.room = 0  # compiled steps are not counted
         else:
             self._take_room()
-        self.call = None
+        self.context = None
         batch = torch.arange(len(key_states), device=self.device)
         for buffer, new in ((self.storage.keys, key_states), (self.storage.values, value_states)):
             buffer[batch, :, self.rows.lengths] = new[:, :, 0].detach().to(self.dtype)
         self.rows.add_one()
-        call.take(key_states, [], [])
+        context.take(key_states, [], [])
         return key_states, value_states
 
     def _take_room(self) -> None:
@@ -152,7 +154,7 @@ class FixedLayer(GatedLayer):
         self.room -= 1
 
     def step(self, **facts: Any) -> Step:
-        """What a method gets to see: in a fixed step no number that the host would have to know."""
+        """The `Step` that a method sees; a fixed step has no lengths on the host."""
         if facts["starts"]:
             return super().step(**facts)
         return FixedStep(keys_BKCD=self.storage.keys, values_BKCD=self.storage.values, **{**facts, "offsets": None})

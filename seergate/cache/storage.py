@@ -1,8 +1,8 @@
-"""Where the keys and values of a cache lie. A `Storage` holds those of one layer; `Growing` is the ordinary one.
+"""KV storage. A `Storage` holds the keys and values of one layer; `DynamicStorage` is the default.
 
-To keep them somewhere else, subclass `Storage` (or `Growing`), `StorageMaker` and `Placement`, and give the placement
-to `seergate.attach(storage=...)`. docs/decode-engine.md has an example. A storage knows nothing of padding: row b's
-tokens are numbered from its first real one, and `Rows` says how many it has.
+To keep them somewhere else, subclass `Storage` (or `DynamicStorage`), `StorageFactory` and `KVBackend`, and pass the
+backend to `seergate.attach(storage=...)`. docs/decode-engine.md has an example. A storage knows nothing of padding:
+row b's tokens are numbered from its first real one, and `Rows` says how many it has.
 
 Shape suffixes: B batch, S new tokens, C capacity, K KV heads, D head dimension.
 """
@@ -19,7 +19,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from seergate import ops
-from seergate.cache.call import Call
+from seergate.cache.call import ForwardContext
 from seergate.cache.rows import Rows
 from seergate.methods.base import LayerState, Method, Step
 from seergate.methods.evicting import Eviction, compact, trimmed
@@ -53,15 +53,23 @@ class Storage(ABC):
         """
 
     @abstractmethod
-    def write(self, call: Call, rows: Rows, keys: Tensor, values: Tensor, counts: list[int], most: int | None) -> None:
+    def write(
+        self,
+        context: ForwardContext,
+        rows: Rows,
+        keys: Tensor,
+        values: Tensor,
+        counts: list[int],
+        max_tokens: int | None,
+    ) -> None:
         """Store new tokens after those that the rows hold.
 
         Args:
-            call: of the attention module.
+            context: of the forward pass.
             rows: before these tokens.
             keys, values: ``[B, K, S, D]``; row b's first ``counts[b]`` are stored.
             counts: new tokens per row.
-            most: how many tokens a row may hold in the long run; ``None`` if it is not known.
+            max_tokens: maximum tokens per row once its prompt is compressed; ``None`` if it is not known.
         """
 
     @property
@@ -79,7 +87,7 @@ class Storage(ABC):
         return self.keys[row : row + 1, :, first:end]
 
     def step(self, **facts: Any) -> Step:
-        """What a method gets to see of a forward pass: these facts, and the stored keys and values."""
+        """The `Step` that a method sees: these facts, and the stored keys and values."""
         return Step(keys_BKCD=self.keys, values_BKCD=self.values, **facts)
 
     def attend(self, step: Step, selection: ops.Selection, block_size: int) -> Tensor:
@@ -119,21 +127,21 @@ class Storage(ABC):
         """Keep the rows ``index`` (int64), in that order; a row may be repeated."""
 
     @abstractmethod
-    def append(self, other: Storage, longest: int, most: int | None) -> None:
+    def append(self, other: Storage, longest: int, max_tokens: int | None) -> None:
         """Put the rows of another storage of this kind after these.
 
         Args:
             other: it is not used afterwards.
             longest: tokens of its longest row.
-            most: as in `write`.
+            max_tokens: as in `write`.
         """
 
     @abstractmethod
     def clear(self) -> None:
         """Release all rows, before the next `allocate`."""
 
-    def resume(self, maker: StorageMaker) -> None:  # noqa: B027 (most have nothing to do)
-        """The cache goes on under a handle with this maker, which may not be the one that made this storage."""
+    def resume(self, factory: StorageFactory) -> None:  # noqa: B027 (most have nothing to do)
+        """The cache is used under a handle with this factory, which may not be the one that made this storage."""
 
     @property
     @abstractmethod
@@ -145,11 +153,11 @@ class Storage(ABC):
         """Per row, the bytes of the tokens that it holds: as if alone, without room to grow."""
 
 
-class StorageMaker:
+class StorageFactory:
     """Makes the storages of all caches under one handle; this one of buffers that grow, or are static."""
 
     lossy = False
-    """Whether what is read of a cache can differ from what was written to it."""
+    """True if what is read of a cache can differ from what was written to it."""
 
     def new(self, layer: int, layers: Sequence[Any], static_length: int | None) -> Storage:
         """The storage of one layer of a cache.
@@ -159,10 +167,10 @@ class StorageMaker:
             layers: all layers of the cache; those before this one have their storage already.
             static_length: slots if the user's cache is static.
         """
-        return Growing(static_length)
+        return DynamicStorage(static_length)
 
     def stats(self) -> dict[str, Any]:
-        """What `Handle.stats` says of the storage."""
+        """The storage's part of `Handle.stats`."""
         return {}
 
     def reset(self) -> None:
@@ -172,8 +180,8 @@ class StorageMaker:
         """The handle is detached."""
 
 
-class Placement(ABC):
-    """What the user asks for with ``attach(storage=...)``.
+class KVBackend(ABC):
+    """Options of a kind of storage: the argument of ``attach(storage=...)``.
 
     Attributes:
         tag: the kind of storage, in the table of what goes together (`seergate.decode.compatibility`).
@@ -184,8 +192,8 @@ class Placement(ABC):
     called: ClassVar[str]
 
     @abstractmethod
-    def maker(self, model: PreTrainedModel, method: Method, layers: Sequence[int]) -> StorageMaker:
-        """What makes the storages under a handle.
+    def factory(self, model: PreTrainedModel, method: Method, layers: Sequence[int]) -> StorageFactory:
+        """The factory of the storages under a handle.
 
         Args:
             model: it is attached to.
@@ -194,7 +202,7 @@ class Placement(ABC):
         """
 
 
-class Growing(Storage):
+class DynamicStorage(Storage):
     """Two buffers that grow as needed, or have the length of a static cache.
 
     Args:
@@ -226,21 +234,21 @@ class Growing(Storage):
         return like.new_zeros(shape)
 
     def room_for(self, tokens: int) -> int:
-        """How long buffers should be that are to hold so many tokens of a row."""
+        """Buffer length for rows of so many tokens."""
         return tokens + max(GROWTH_TOKENS, int(tokens * GROWTH_SHARE))
 
     def in_blocks(self, tokens: int) -> int:
         """So many tokens rounded up to whole blocks: a block is one contiguous piece of a buffer."""
         return -(-tokens // self.block_size) * self.block_size
 
-    def reserve(self, tokens: int, most: int | None = None) -> None:
-        """Make room for so many tokens in every row; ``most`` as in `write`."""
+    def reserve(self, tokens: int, max_tokens: int | None = None) -> None:
+        """Make room for so many tokens in every row; ``max_tokens`` as in `write`."""
         capacity = self._keys.shape[2]
         if tokens <= capacity:
             return
         roomy = self.room_for(tokens)
-        if most is not None and tokens <= most:
-            roomy = min(roomy, most)  # a row is longer only before its prompt has been compressed
+        if max_tokens is not None and tokens <= max_tokens:
+            roomy = min(roomy, max_tokens)  # a row is longer only before its prompt has been compressed
         size = self.in_blocks(roomy)
         # Both are allocated before either is replaced: running out of memory must leave the cache as it was.
         grown = [self.buffer(old, *old.shape[:2], size, old.shape[3]) for old in (self._keys, self._values)]
@@ -248,10 +256,18 @@ class Growing(Storage):
             new[:, :, :capacity] = old
         self._keys, self._values = grown
 
-    def write(self, call: Call, rows: Rows, keys: Tensor, values: Tensor, counts: list[int], most: int | None) -> None:
-        new, starts = keys.shape[2], rows.held
+    def write(
+        self,
+        context: ForwardContext,
+        rows: Rows,
+        keys: Tensor,
+        values: Tensor,
+        counts: list[int],
+        max_tokens: int | None,
+    ) -> None:
+        new, starts = keys.shape[2], rows.resident
         ends = [start + count for start, count in zip(starts, counts, strict=True)]
-        self.reserve(max(ends), most)
+        self.reserve(max(ends), max_tokens)
         home = self._keys.device
         pairs = [(self._keys, keys.detach()), (self._values, values.detach())]
         pairs = [(buffer, x.to(home, self.dtype)) for buffer, x in pairs]  # autocast mixes dtypes
@@ -267,12 +283,12 @@ class Growing(Storage):
                 for buffer, x in pairs:
                     buffer[row, :, start : start + count] = x[row, :, :count]
 
-    def evict(self, eviction: Eviction, most: int) -> int:
-        """Keep the residents that stay, and release the room for more than ``most`` tokens; the room that is left."""
+    def evict(self, eviction: Eviction, max_tokens: int) -> int:
+        """Keep the residents that stay, and release the room for more than ``max_tokens``; the room that is left."""
         for buffer in (self._keys, self._values):
             compact(buffer, eviction)
         if self.static_length is None:
-            size = self.in_blocks(most)
+            size = self.in_blocks(max_tokens)
             self._keys, self._values = trimmed(self._keys, size), trimmed(self._values, size)
         return self._keys.shape[2]
 
@@ -282,8 +298,8 @@ class Growing(Storage):
     def select(self, index: Tensor) -> None:
         self._keys, self._values = self._keys.index_select(0, index), self._values.index_select(0, index)
 
-    def append(self, other: Storage, longest: int, most: int | None) -> None:
-        self.reserve(longest, most)
+    def append(self, other: Storage, longest: int, max_tokens: int | None) -> None:
+        self.reserve(longest, max_tokens)
         pairs = ((self._keys, other.keys), (self._values, other.values))
         joined = [self.buffer(ours, len(ours) + len(theirs), *ours.shape[1:]) for ours, theirs in pairs]
         for new, (ours, theirs) in zip(joined, pairs, strict=True):
@@ -291,7 +307,7 @@ class Growing(Storage):
             new[: len(ours)], new[len(ours) :, :, :shared] = ours, theirs[:, :, :shared]
         self._keys, self._values = joined
 
-    def write_back(self, part: Growing, index: Tensor) -> None:
+    def write_back(self, part: DynamicStorage, index: Tensor) -> None:
         """Copy the rows of another storage of the same capacity into the rows ``index`` of this one."""
         for whole, rows in ((self._keys, part.keys), (self._values, part.values)):
             whole[index.to(whole.device)] = rows

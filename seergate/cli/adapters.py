@@ -1,4 +1,4 @@
-"""What the commands about adapters share: options for the Hub, reading gates, results of evaluations."""
+"""Shared parts of the commands about adapters: options for the Hub, reading gates, results of evaluations."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from seergate.errors import SeergateError
-from seergate.paths import is_directory, is_hub_id
+from seergate.paths import is_hub_id, is_local_model
 
 if TYPE_CHECKING:
     from seergate.gates import Adapter
@@ -66,13 +66,13 @@ def for_base(adapter: Adapter, name: str) -> Adapter:
     Raises:
         SeergateError: if it can be none.
     """
-    if not is_hub_id(name) and not is_directory(name):
-        raise SeergateError(f"base-model is {name!r}; it must be a Hub id (org/name) or a directory")
+    if not is_hub_id(name) and not is_local_model(name):
+        raise SeergateError(f"base-model is {name!r}; it must be a Hub id (org/name), a directory or a GGUF file")
     return replace(adapter, geometry=replace(adapter.geometry, base_model=name, base_revision=None))
 
 
 def results_of(runs: Path) -> list[dict[str, Any]]:
-    """What evaluations found, as an adapter records it (`Adapter.results`).
+    """Results of evaluations in the format of `Adapter.results`.
 
     Args:
         runs: a run directory, or one that holds several.
@@ -93,5 +93,6 @@ def results_of(runs: Path) -> list[dict[str, Any]]:
             "mean_tokens": setting.metrics["mean_tokens"],
         }
         for sweep in load_sweeps(runs)
+        if not sweep.of_texts
         for setting in sweep.settings
     ]

@@ -18,7 +18,7 @@ HELP = (
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the options."""
-    parser.add_argument("--model", default="tiny-reasoner", help="preset, directory or Hub id [%(default)s]")
+    parser.add_argument("--model", default="tiny-reasoner", help="preset, directory, GGUF or Hub id [%(default)s]")
     parser.add_argument(
         "--gates", metavar="DIR", help="directory or Hub id [those in gates/ of the model, else Quest is timed]"
     )

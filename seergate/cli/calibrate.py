@@ -24,7 +24,7 @@ HELP = (
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the options."""
     parser.add_argument("method", choices=("lazy_eviction", "tri_attention"), help="for which method")
-    parser.add_argument("--model", default="tiny-reasoner", help="preset, directory or Hub id [%(default)s]")
+    parser.add_argument("--model", default="tiny-reasoner", help="preset, directory, GGUF or Hub id [%(default)s]")
     parser.add_argument("--task", default="chain_sum", help="a task's name or a .jsonl file [%(default)s]")
     parser.add_argument("--problems", type=int, metavar="N", help="how many, spread evenly [1 %% of the task's]")
     parser.add_argument("--max-new-tokens", type=int, metavar="N", help="longest answer [what the task allows]")
@@ -47,15 +47,16 @@ def run(options: argparse.Namespace) -> int:
     from seergate.hf.loading import load_tokenizer
 
     _check(options)
-    task = make_task(options.task)
-    problems = task.problems()
     path = model_path(options.model)
+    tokenizer = load_tokenizer(path)
+    task = make_task(options.task).bound(tokenizer)
+    problems = task.problems()
     name = f"calibrate-{Path(options.model).name}-{options.method}"
     suffix = "safetensors" if options.method == "tri_attention" else "json"
     target = options.out or Path("runs") / f"{name}.{suffix}"
     _check_target(target, options.method)
     check_writable(target.parent)
-    model, tokenizer = load_model(path, options.dtype, options.device), load_tokenizer(path)
+    model = load_model(path, options.dtype, options.device)
     prompts = evenly_chosen_prompts(tokenizer, task, options.problems)
     limit = RunOptions(max_new_tokens=options.max_new_tokens).limit(task).of(max(map(len, prompts)))
     if limit < 1:

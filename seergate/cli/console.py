@@ -1,4 +1,4 @@
-"""What the commands print: progress as a bar on a terminal and as plain lines elsewhere, and closing words."""
+"""Output of the commands: progress as a bar on a terminal and as plain lines elsewhere, and closing words."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ LINE_SECONDS = 5.0
 
 @contextlib.contextmanager
 def notes(say: Callable[[str], object]) -> Iterator[None]:
-    """Tell warnings in one line each; `warnings` tells them with the place in the code."""
+    """Print warnings as single lines, without source locations."""
 
     def show(message: Warning | str, *_: object) -> None:
         say(f"note: {' '.join(str(message).split())}")
@@ -83,7 +83,7 @@ class EvalProgress:
             if self.bar is not None:
                 self.task = self.bar.add_task(now.label, total=now.total, note="")
         parts = []
-        if now.done == now.total:  # before, it would be of those that end early
+        if now.done == now.total and now.correct is not None:  # before, it would be of those that end early
             parts.append(f"{100 * now.correct / now.done:.0f} % right")
         if now.tokens:
             parts.append(f"{now.tokens / max(1e-9, now.seconds):.0f} tokens/s")
@@ -113,7 +113,7 @@ def _time(seconds: float) -> str:
 
 
 def say_report(report: Report) -> None:
-    """What the report shows, one line per finding, and where it is."""
+    """Print the report's findings, one per line, and its path."""
     print(
         "\nWhat the report shows:" if report.findings else "\nThere is nothing to compare: no dense run is among them."
     )

@@ -23,13 +23,14 @@ PACKAGES = (
     "flash-attn",
     "math-verify",
     "matplotlib",
+    "gguf",
 )
 WIDTH = 14
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the options."""
-    parser.add_argument("--model", help="preset, directory or Hub id (org/name) to judge")
+    parser.add_argument("--model", help="preset, directory, GGUF file or Hub id (org/name) to judge")
 
 
 def run(options: argparse.Namespace) -> int:

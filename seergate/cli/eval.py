@@ -12,13 +12,15 @@ HELP = (
     "accuracy, length and cost of decoding methods on a task",
     "Generate answers with every method at every budget, grade them, and write one run directory per setting. What\n"
     "is there already is kept: the same command after an interruption makes what is missing.\n\n"
-    "Tasks: chain_sum; aime24, aime25, math500, gpqa_diamond, gpqa_diamond_published, gsm8k (from the Hub, or from\n"
-    "a local copy with --task-source); any .jsonl file. Samples per problem and length limits are the paper's unless\n"
+    "Tasks: needle, variable_tracking, key_value, chain_sum (generated); aime24, aime25, math500, gpqa_diamond,\n"
+    "gpqa_diamond_published, gsm8k (from the Hub, or from a local copy with --task-source); any .jsonl file. Options\n"
+    "are written behind a task (docs/evaluation.md). Samples per problem and length limits are the paper's unless\n"
     "given. `seergate eval show RUN PROBLEM` explains how answers were graded, `seergate eval livecodebench RUN`\n"
     "hands programs to LiveCodeBench's evaluator.",
     [
         "seergate eval --model tiny-reasoner --method dense,gate,quest --budget 64,128,256",
         "seergate eval --model Qwen3-8B --gates org/Qwen3-8B-gates --task aime24 --method dense,gate --budget 4096",
+        "seergate eval --model Qwen3-8B --gates DIR --task needle:length=4096+16384:keys=4 --budget 512,1024",
         "seergate eval --method dense,kv4bit,h2o:interval=8,lazy_eviction:window=auto --budget 128 --match resident",
         "seergate eval --model tiny-reasoner --workers 2 --problems 100",
         "seergate eval --model Qwen3-8B --task aime24 --ray-address auto",
@@ -65,7 +67,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the options. Their names are those of `SweepPlan`; what is not given keeps the plan's default."""
     parser.set_defaults(no_report=False)
     what = parser.add_argument_group("what is compared")
-    what.add_argument("--model", help="preset, directory or Hub id (org/name) [tiny-reasoner]")
+    what.add_argument("--model", help="preset, directory, GGUF file or Hub id (org/name) [tiny-reasoner]")
     what.add_argument(
         "--gates",
         type=named_gates,
@@ -91,14 +93,19 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     what.add_argument("--dense-layers", type=integers, metavar="I,J", help="layers that stay dense [none]")
     task = parser.add_argument_group("task")
-    task.add_argument("--task", help="a task's name, or a .jsonl file of problems [chain_sum]")
-    task.add_argument("--problems", type=int, metavar="N", help="how many problems [64 of chain_sum, all of others]")
+    task.add_argument(
+        "--task", metavar="A,B", help="tasks, with options as NAME:OPTION=VALUE:..., or .jsonl files [chain_sum]"
+    )
+    task.add_argument(
+        "--problems", type=int, metavar="N", help="how many problems [64 of chain_sum, all of data sets]"
+    )
+    task.add_argument("--data", metavar="FILE", help="text of needle and perplexity [Python's own documentation]")
     task.add_argument("--variables", type=int, metavar="N", help="size of a chain_sum problem, ~27 tokens each [40]")
     task.add_argument(
         "--task-seed", type=int, metavar="N", help="chain_sum's problems, the order of GPQA's options [0]"
     )
     task.add_argument("--task-source", metavar="FILE", help="local copy of a Hub task (json, parquet, csv)")
-    task.add_argument("--grader", help="of a file: math, exact, letter or digit [math]")
+    task.add_argument("--grader", help="of a file: math, letter, digit, exact, contains or number [math]")
     how = parser.add_argument_group("generation")
     how.add_argument("--samples", type=int, metavar="N", help="answers per problem [the paper's; 1 of chain_sum]")
     how.add_argument("--max-new-tokens", type=int, metavar="N", help="longest answer [what the task allows]")
@@ -129,6 +136,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 TASK_OPTIONS = {
     "problems": "problems",
     "variables": "variables",
+    "data": "data",
     "grader": "grader",
     "task_seed": "seed",
     "task_source": "source",

@@ -36,6 +36,8 @@ def run(options: argparse.Namespace) -> int:
         raise SeergateError(f"{options.run_dir} holds several runs; name one of them: {runs}")
     config = store.read_config(options.run_dir)
     samples = store.read_samples(options.run_dir)
+    if samples and "completion" not in samples[0]:
+        raise SeergateError(f"{options.run_dir} holds texts that were scored, and no answers; see its report")
     found = [s for s in samples if str(s["problem_id"]) == options.problem]
     if not found:
         ids = sorted({str(s["problem_id"]) for s in samples})
@@ -55,7 +57,7 @@ def run(options: argparse.Namespace) -> int:
     print(f"--- prompt ({found[0]['n_prompt_tokens']} tokens)\n{_shortened(found[0]['prompt'], options.full)}")
     for s in found:
         verdict = "right" if s["correct"] else "wrong"
-        answer = "no boxed answer" if s["pred"] is None else f"answer {s['pred']!r}"
+        answer = "no answer" if s["pred"] is None else f"answer {s['pred']!r}"
         print(f"\n--- sample {s['sample_idx']} (seed {s['seed']}): {verdict}")
         print(f"{answer}; {s['grade_reason']}; {s['n_tokens']} tokens, ended by {s['finish_reason']}")
         print(_shortened(s["completion"], options.full))

@@ -21,8 +21,7 @@ HELP = (
     "several are compared. What is there already is kept, so an interrupted figure continues.\n\n"
     "4, 5, 7, 8, 9, table1, table2: of SeerAttention-R. raas..., rpc..., lazy..., reasoncache...: of RaaS, RPC,\n"
     "LazyEviction and ReasonCache; docs/reproduce.md lists them, and what is not made again and why.\n"
-    "trained: gates of every scorer, trained at once, at equal budgets and at equal bytes, and what training took;\n"
-    "for the tiny reasoner without --gates also on natural text, which is measured anew each time.\n"
+    "trained: gates of every scorer, trained at once, at equal budgets and at equal bytes, and what training took.\n"
     "proxies: how well recall, KL and perplexity, measured in minutes, predict accuracy.\n"
     "kept, rpc5: which tokens evicting methods keep over one answer (as Figure 5 of RPC and Figure 3 of RaaS).\n"
     "recurrence, lazy3: when attention comes back to tokens (as Figure 3c of LazyEviction); milestones and phoenixes.",
@@ -53,13 +52,11 @@ NAMES = (*FIGURES, *APART, *ALIASES)
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the options."""
     parser.add_argument("name", metavar="NAME", help=", ".join(NAMES))
-    parser.add_argument("--model", default="tiny-reasoner", help="preset, directory or Hub id [%(default)s]")
+    parser.add_argument("--model", default="tiny-reasoner", help="preset, directory, GGUF or Hub id [%(default)s]")
     parser.add_argument("--gates", type=named_gates, metavar="DIR", help="of gates; or NAME=DIR, several with commas")
     parser.add_argument("--task", help="[chain_sum for the tiny reasoner, else the figure's, or aime24]")
     parser.add_argument("--task-source", metavar="FILE", help="a local copy of the task's problems")
-    parser.add_argument(
-        "--problems", type=int, metavar="N", help="[32 of chain_sum, 12 modules of text, of others as in the paper]"
-    )
+    parser.add_argument("--problems", type=int, metavar="N", help="[32 of chain_sum, of others as in the paper]")
     parser.add_argument("--variables", type=int, metavar="N", help="size of a chain_sum problem [30]")
     parser.add_argument("--samples", type=int, metavar="N", help="answers per problem [the paper's]")
     parser.add_argument("--max-new-tokens", type=int, metavar="N", help="longest answer [what the task allows]")
@@ -123,21 +120,21 @@ def run(options: argparse.Namespace) -> int:
     from seergate.eval.plan import MATCHES, SweepPlan
 
     plan = SweepPlan.of(values, "the figure")
-    checked_task(plan)
+    if checked_task(plan)[0].scored is not None:
+        raise SeergateError(
+            f"the figure {options.name} compares answers, and {task!r} scores texts; use `seergate eval`"
+        )
     check_writable(out)
     began, more = time.monotonic(), list[str]()
-    trains = options.name == TRAINED and tiny and not options.gates
     if options.name == TRAINED:
         values["gates"] = options.gates
-        if trains:
+        if tiny and not options.gates:
             values["gates"], more = _each_scorer(TINY, options.max_steps, out / "gates")
         values["method"] = [*plan.method, *_methods_with(values["gates"], tiny)]
     elif "gate" in plan.method:
         values["gates"] = _gates(options, plan.block_size, tiny, out)
     for match in dict.fromkeys((MATCHES[0], plan.match)):
         run_plan(SweepPlan.of({**values, "match": match}, "the figure"))
-    if trains:
-        more += _trained_on_text(options, out)
     page = _write(options.name, out, label, more)
     print(f"\n{page} ({time.monotonic() - began:.0f} seconds)")
     return 0
@@ -217,14 +214,6 @@ def _each_scorer(model: str, max_steps: int | None, out: Path) -> tuple[dict[str
     (outcomes,) = run_studies([(study, configs)])
     gates = {name: str(config.run_dir) for name, config in configs.items()}
     return gates, [f"## What training took on {model}", table(study, outcomes)]
-
-
-def _trained_on_text(options: argparse.Namespace, out: Path) -> list[str]:
-    """The same on natural text: the sections of the page."""
-    from seergate.cli.text_figure import MODULES, TEXT, on_text
-
-    gates, took = _each_scorer(TEXT, options.max_steps, out / "gates-text")
-    return [*on_text(gates, options.problems or MODULES, out), *took]
 
 
 def _distilled(options: argparse.Namespace, block_size: int, out: Path) -> Path:

@@ -28,11 +28,13 @@ HELP = (
     ],
 )
 TINY_BUDGET, REAL_BUDGET = 64, 4096
+LONG_PROMPT = 1000
+"""Tokens of a prompt that takes long enough to read for a line to say so."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the options."""
-    parser.add_argument("--model", default="tiny-reasoner", help="preset, directory or Hub id [%(default)s]")
+    parser.add_argument("--model", default="tiny-reasoner", help="preset, directory, GGUF or Hub id [%(default)s]")
     parser.add_argument("--gates", metavar="DIR", help="directory or Hub id of gates [gates/ of the model]")
     parser.add_argument("--method", default="gate", help="a method, as NAME:OPTION=VALUE:... [%(default)s]")
     parser.add_argument(
@@ -44,6 +46,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--max-new-tokens", type=int, default=1024, metavar="N", help="longest answer [%(default)s]")
     parser.add_argument("--temperature", type=float, help="0 is greedy [the model's own sampling]")
     parser.add_argument("--seed", type=int, default=0, help="of the sampling [%(default)s]")
+    parser.add_argument("--threads", type=int, metavar="N", help="CPU threads [all cores]")
     parser.add_argument("--trace", type=Path, metavar="FILE", help="the page, such as read.html")
     parser.add_argument("--dtype", default="auto", choices=("auto", "float32", "bfloat16", "float16"))
     parser.add_argument("--device", default="auto", help="auto, cpu, cuda or cuda:N [%(default)s]")
@@ -58,6 +61,7 @@ def run(options: argparse.Namespace) -> int:
     from seergate.eval.settings import grid
     from seergate.hf.loading import load_tokenizer
     from seergate.methods import SelectingMethod
+    from seergate.models.families import model_positions
 
     _check(options)
     tiny = is_tiny(options.model)
@@ -71,12 +75,16 @@ def run(options: argparse.Namespace) -> int:
     if options.trace is not None and not isinstance(method, SelectingMethod):
         raise SeergateError(
             f"--trace shows the blocks that are read, and {spec.name!r} selects none; it takes methods such as gate, "
-            "quest and oracle (what evicting methods keep: seergate figure kept)"
+            "quest and oracle, which reads what dense attention looks at (what evicting methods keep: seergate figure "
+            "kept)"
         )
-    check_model(path, [method], [] if bank is None else [bank])
+    config = check_model(path, [method], [] if bank is None else [bank])
     tokenizer = load_tokenizer(path)
     problem = _problem(options, tiny, bool(tokenizer.chat_template))
     ids = encode(tokenizer, prompt_text(tokenizer, problem))
+    positions = model_positions(config.get_text_config())
+    if positions is not None and len(ids) > positions:
+        raise SeergateError(f"the prompt has {len(ids):,} tokens; {path} has {positions:,} positions")
 
     import torch
     from transformers import TextStreamer
@@ -84,7 +92,11 @@ def run(options: argparse.Namespace) -> int:
     from seergate.hf.attach import attached
     from seergate.report import write_explorer
 
+    if options.threads is not None:
+        torch.set_num_threads(options.threads)
     model = load_model(path, options.dtype, options.device)
+    if len(ids) > LONG_PROMPT:
+        print(f"reading the prompt of {len(ids):,} tokens", file=sys.stderr, flush=True)
     sampling: dict[str, Any] = {}
     if options.temperature is not None:
         sampling = {"do_sample": options.temperature > 0, "temperature": options.temperature or None}
@@ -123,6 +135,8 @@ def _check(options: argparse.Namespace) -> None:
     """Refuse values out of range, and a page that could not be written."""
     if options.max_new_tokens < 1:
         raise ValueError(f"max_new_tokens is {options.max_new_tokens}; it must be a positive number")
+    if options.threads is not None and options.threads < 1:
+        raise ValueError(f"threads is {options.threads}; it must be a positive number")
     if options.temperature is not None and options.temperature < 0:
         raise ValueError(f"temperature is {options.temperature}; it must be 0 (greedy) or a positive number")
     if options.trace is None:
@@ -138,7 +152,7 @@ def _check(options: argparse.Namespace) -> None:
 
 
 def _problem(options: argparse.Namespace, tiny: bool, chats: bool) -> Problem:
-    """What is put to the model: a user's turn, or the text as it is for a model without a chat template."""
+    """The model's input: a user's turn, or the plain text for a model without a chat template."""
     from seergate.eval import make_task
     from seergate.eval.task import Problem
 

@@ -43,6 +43,7 @@ def run(options: argparse.Namespace) -> int:
         facts["difference"] = {
             "fields": found.fields,
             "tensors": changed,
+            "compared": len(adapter.tensors) - len(found.only_first),
             "only here": found.only_first,
             "only there": found.only_second,
         }
@@ -122,5 +123,11 @@ def _say_difference(found: dict[str, Any]) -> None:
             print(f"  tensors {place}: {', '.join(found[place])}")
     for name, entry in found["tensors"].items():
         print(f"  {name}: {100 * entry['relative']:.3g} % of its norm, cosine {entry['cosine']:.6f}")
-    if not any(found.values()):
+    if found["tensors"]:
+        name, most = max(found["tensors"].items(), key=lambda item: item[1]["relative"])
+        print(
+            f"  in all: {len(found['tensors'])} of {found['compared']} tensors differ, "
+            f"at most by {100 * most['relative']:.3g} % of their norm ({name})"
+        )
+    if not any(found[part] for part in ("fields", "tensors", "only here", "only there")):
         print("  none")

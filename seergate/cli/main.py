@@ -35,7 +35,7 @@ from seergate.cli import (
 )
 from seergate.cli import eval as evaluation
 from seergate.distill.config import Parser
-from seergate.errors import SeergateError, did_you_mean, how_to_install, sentence
+from seergate.errors import SeergateError, did_you_mean, how_to_install, is_users, sentence
 from seergate.openmp import bound_spinning
 from seergate.version import __version__
 
@@ -65,7 +65,7 @@ COMMANDS: dict[str, ModuleType] = {
 
 
 TAKING_METHODS = ("eval", "generate", "report", "sweep", "figure", "calibrate", "traces")
-"""Commands to which methods are named, be they a plugin's."""
+"""Commands that take method names, including plugins'."""
 DRAWING = ("demo", "eval", "report", "sweep", "figure")
 """Commands that end with a report."""
 
@@ -170,9 +170,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return OK
     except (ValueError, OSError) as error:
-        # Of the system's errors, only those about a file are the user's.
-        foreign = isinstance(error, OSError) and not isinstance(error, FileNotFoundError) and error.filename is None
-        if foreign or os.environ.get("SEERGATE_TRACEBACK"):
+        if not is_users(error):
             raise
         print(f"error: {sentence(error)}", file=sys.stderr)
         return USER_ERROR

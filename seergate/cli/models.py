@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 from seergate.errors import SeergateError, sentence
 from seergate.gates.files import CONFIG_FILE
-from seergate.paths import shipped
+from seergate.paths import gguf_file, shipped
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -22,7 +22,7 @@ TINY_GATES = "checkpoints/tiny-reasoner/gates"
 
 
 def model_path(name: str) -> str:
-    """A directory or Hub id for a preset's name, a directory or a Hub id.
+    """A directory, GGUF file or Hub id for what a user calls a model, which may also be a preset.
 
     Raises:
         SeergateError: if it is none of these, with the nearest preset.
@@ -33,7 +33,7 @@ def model_path(name: str) -> str:
 
 
 def is_tiny(model: str) -> bool:
-    """Whether a model, by its preset or its directory, is the one that ships with seergate."""
+    """True if a model, by its preset or its directory, is the one that ships with seergate."""
     try:
         return os.path.samefile(model_path(model), shipped(TINY_MODEL))
     except FileNotFoundError:  # on the Hub
@@ -49,7 +49,7 @@ def gates_for(model: str, gates: str | None) -> str | None:
 
 
 def named_gates(text: str) -> str | dict[str, str]:
-    """What ``--gates`` says: an adapter; or several, each with its name, as ``NAME=DIR,NAME=DIR``."""
+    """Value of ``--gates``: an adapter, or several with names, as ``NAME=DIR,NAME=DIR``."""
     if os.sep in text.partition("=")[0] or "=" not in text or Path(text).exists():
         return text
     pairs = [part.strip().partition("=") for part in text.split(",")]
@@ -74,7 +74,7 @@ def load_model(path: str, dtype: str = "auto", device: str = "auto") -> PreTrain
     """Load a model for generation.
 
     Args:
-        path: directory or Hub id.
+        path: directory, GGUF file or Hub id.
         dtype: ``auto`` is the precision it was saved in.
         device: ``auto`` is the GPU if there is one.
 
@@ -96,6 +96,12 @@ def load_model(path: str, dtype: str = "auto", device: str = "auto") -> PreTrain
             + ", ".join(["cpu", *(f"cuda:{number}" for number in range(torch.cuda.device_count()))])
         ) from error
     return load_base(path, device=place, dtype=dtype if dtype == "auto" else getattr(torch, dtype))
+
+
+def check_file_served(path: str) -> None:
+    """Refuse a GGUF file where vLLM is to generate: its models are read from directories and the Hub."""
+    if (file := gguf_file(path)) is not None:
+        raise SeergateError(f"--model is the GGUF file {file}; with --engine vllm it must be a directory or a Hub id")
 
 
 def check_writable(out: Path) -> None:

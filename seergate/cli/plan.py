@@ -21,7 +21,7 @@ def run_argv(argv: Sequence[str]) -> int:
     group.add_argument("--processes", type=int, default=1, help="processes that share the work [1]")
     group.add_argument("--memory-gb", type=float, help="memory of the GPU that will do it [this machine's]")
     group.add_argument("--device", choices=("cpu", "cuda"), help="plan for this kind of device [what is here]")
-    group.add_argument("--sample-tokens", type=int, help="typical length of a sample, for the time [max_length]")
+    group.add_argument("--sample-tokens", type=int, help="typical length of a sample, for the time [all of a pack]")
     group.add_argument("--tflops", type=float, help="what one device sustains, in TFLOP/s; instead of measuring")
     group.add_argument("--measure", action=argparse.BooleanOptionalAction, default=True, help="time one layer here")
     options = vars(parser.parse_args(argv))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import tempfile
 from pathlib import Path
 
 from seergate.cli.adapters import add_card_options, described
@@ -13,6 +14,7 @@ HELP = (
     "Upload gates in one commit, with a model card that says what they are for, how to use them, how they were made\n"
     "and how good they are. What you wrote around the generated part of an existing card stays.",
     [
+        "seergate push runs/qwen3-8b-gates org/Qwen3-8B-gates --dry-run",
         "seergate push runs/qwen3-8b-gates org/Qwen3-8B-gates --private",
         "seergate push runs/qwen3-8b-gates org/Qwen3-8B-gates --results runs/eval-Qwen3-8B-aime24",
         "seergate push runs/qwen3-8b-gates org/Qwen3-8B-gates --create-pr --message 'Gates after 800 steps'",
@@ -30,19 +32,30 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--message", default="Upload attention gates", help="of the commit [%(default)s]")
     parser.add_argument("--description", help="of the commit or pull request")
     parser.add_argument("--create-pr", action="store_true", help="open a pull request instead of committing")
+    parser.add_argument("--dry-run", action="store_true", help="print the card and what would be uploaded, and stop")
     parser.add_argument("--token", metavar="TOKEN", help="for the Hub [the one of `hf auth login`]")
     add_card_options(parser)
 
 
 def run(options: argparse.Namespace) -> int:
     """Read the adapter, describe it, upload it."""
-    from seergate.gates import base_note, push_adapter, read_card
+    from seergate.gates import CARD_FILE, Source, base_note, check_repo_id, push_adapter, read_card, save_adapter
     from seergate.hf.published import load_adapter
 
     directory = Path(options.directory)
     if not directory.is_dir():
         raise SeergateError(f"{directory} is not a directory; push uploads a directory of gates")
     adapter = described(load_adapter(directory), options)
+    if options.dry_run:
+        check_repo_id(options.repo_id)
+        with tempfile.TemporaryDirectory() as place:
+            if card := read_card(directory):
+                (Path(place) / CARD_FILE).write_text(card, encoding="utf-8")
+            source = Source(options.repo_id, options.revision, options.subfolder)
+            files = sorted(save_adapter(adapter, place, card_source=source).iterdir())
+            print((Path(place) / CARD_FILE).read_text(encoding="utf-8"))
+            print(f"not uploaded: {', '.join(f'{file.name} ({file.stat().st_size:,} bytes)' for file in files)}")
+        return 0
     if note := base_note(adapter.geometry.base_model):
         print(note)
     address = push_adapter(

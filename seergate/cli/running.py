@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -51,15 +51,45 @@ class ModelLoader:
 
 
 def run_and_report(plan: SweepPlan, report: bool) -> None:
-    """`run_plan`, and a report on the directory unless there shall be none."""
-    out = run_plan(plan)
-    if not report:
-        print(f"runs: {out}")
-        return
+    """`run_plan` of each task, and a report on its directory unless there shall be none."""
     from seergate.cli.console import say_report
     from seergate.report import write_report
 
-    say_report(write_report(out))
+    plans = each_task(plan)
+    for each in plans if len(plans) > 1 else ():
+        checked_task(each)
+    for each in plans:
+        out = run_plan(each)
+        if report:
+            say_report(write_report(out))
+        else:
+            print(f"runs: {out}")
+
+
+def each_task(plan: SweepPlan) -> list[SweepPlan]:
+    """A plan for each task that a plan names, separated by commas.
+
+    Raises:
+        SeergateError: if it names none, and the model is not the one that was made for `chain_sum`.
+    """
+    from seergate.cli.models import TINY, is_tiny
+    from seergate.eval.tasks import TASKS
+
+    if not plan.task and not is_tiny(plan.model):
+        raise SeergateError(
+            f"task is missing, and chain_sum, the default, is for {TINY} only; give --task (in a file: task): "
+            f"{', '.join(TASKS)}, or a .jsonl file"
+        )
+    tasks = [plan.task] if Path(plan.task).exists() or not plan.task else plan.task.split(",")
+    return [
+        replace(plan, task=task, out=plan.out and str(Path(plan.out) / directory_of(task)) if tasks[1:] else plan.out)
+        for task in tasks
+    ]
+
+
+def directory_of(task: str) -> str:
+    """What a task's directory of runs is called: its name with the options that are written behind it."""
+    return Path(task).stem if task.endswith((".jsonl", ".ndjson")) else task.replace(":", "-").replace("/", "-")
 
 
 def checked_task(plan: SweepPlan) -> tuple[Task, list[Problem]]:
@@ -68,11 +98,15 @@ def checked_task(plan: SweepPlan) -> tuple[Task, list[Problem]]:
     Raises:
         SeergateError, ValueError: if one is not.
     """
+    from seergate.cli.models import model_path
     from seergate.eval.method_text import read_method
+    from seergate.hf.loading import load_tokenizer
 
     for text in plan.method:
         read_method(text)
     task = plan.make_task()
+    if task.by_tokens:
+        task = task.bound(load_tokenizer(model_path(plan.model)))
     problems = task.problems()
     plan.options().check(task)
     if plan.threads is not None and plan.threads < 1:
@@ -100,6 +134,7 @@ def run_plan(plan: SweepPlan) -> Path:
     from seergate.eval.settings import with_each
     from seergate.hf.loading import load_tokenizer
     from seergate.methods import Dense
+    from seergate.report.findings import UNANSWERED
 
     task, problems = checked_task(plan)
     path = model_path(plan.model)
@@ -122,9 +157,13 @@ def run_plan(plan: SweepPlan) -> Path:
     methods = [spec.method(gates_of(spec)) for spec in specs if not spec.uncalibrated]
     check_model(path, methods, [gates for spec in specs if spec.has_gates and (gates := gates_of(spec)) is not None])
     tokenizer = load_tokenizer(path)
-    encoded_prompts(tokenizer, problems, plan.options().limit(task))
+    if task.scored is None:
+        encoded_prompts(tokenizer, problems, plan.options().limit(task))
+    else:
+        _check_alone(plan, task)
     engine = "" if plan.engine == "transformers" else f"-{plan.engine}"
-    out = Path(plan.out) if plan.out else Path("runs") / f"eval-{Path(path).name}-{task.name}{engine}"
+    name = directory_of(plan.task) or task.name
+    out = Path(plan.out) if plan.out else Path("runs") / f"eval-{Path(path).name}-{name}{engine}"
     check_writable(out)
 
     import torch
@@ -150,7 +189,7 @@ def run_plan(plan: SweepPlan) -> Path:
         calibrated = Calibrator(model, tokenizer, task, out / "calibration", limit=limit, sampling=sampling)
 
         def evaluated(specs: list[MethodSpec]) -> None:
-            sweep(
+            found = sweep(
                 model,
                 tokenizer,
                 task,
@@ -163,6 +202,13 @@ def run_plan(plan: SweepPlan) -> Path:
                 workers=plan.workers,
                 ray_address=plan.ray_address,
             )
+            for label, metrics in found.items():
+                if (share := metrics.get("unanswered_rate", 0.0)) > UNANSWERED:
+                    print(
+                        f"note: the grader {task.grader!r} found no answer in {share * metrics['n_samples']:.0f} of "
+                        f"{metrics['n_samples']} samples of {label}; `seergate eval show` shows them",
+                        flush=True,
+                    )
 
         if plan.match != MATCHES[0]:
             evaluated(specs[:1])  # dense: its answers are what bytes are compared on
@@ -172,15 +218,29 @@ def run_plan(plan: SweepPlan) -> Path:
     return out
 
 
+def _check_alone(plan: SweepPlan, task: Task) -> None:
+    """Refuse what cannot be done with texts that are scored.
+
+    Raises:
+        SeergateError: naming it.
+    """
+    usual = {"engine": "transformers", "workers": 0, "ray_address": None, "match": "budget", "measure_recall": False}
+    for name, default in usual.items():
+        if (value := getattr(plan, name)) != default:
+            raise SeergateError(f"{name} is {value!r}; the task {task.name!r} scores texts, so it must be left out")
+
+
 def _check_served(plan: SweepPlan, specs: list[MethodSpec]) -> None:
     """Refuse what the evaluation cannot do with vLLM.
 
     Raises:
         SeergateError: naming it.
     """
+    from seergate.cli.models import check_file_served, model_path
     from seergate.eval.vllm_engine import check_served, engine_version
 
     engine_version()
+    check_file_served(model_path(plan.model))
     for name, default in (("workers", 0), ("match", "budget")):
         if (value := getattr(plan, name)) != default:
             raise SeergateError(f"{name} is {value!r}; with --engine vllm it must be left out")
@@ -188,9 +248,12 @@ def _check_served(plan: SweepPlan, specs: list[MethodSpec]) -> None:
         check_served(spec)
 
 
-def check_model(path: str, methods: list[Method], banks: list[GateBank]) -> None:
+def check_model(path: str, methods: list[Method], banks: list[GateBank]) -> Any:
     """Refuse a model of no supported family, dense layers that it does not have and gates that are for another one;
     only its configuration is read.
+
+    Returns:
+        The configuration.
 
     Raises:
         SeergateError: naming what does not fit.
@@ -206,6 +269,7 @@ def check_model(path: str, methods: list[Method], banks: list[GateBank]) -> None
         check_dense_layers(method, int(config.get_text_config().num_hidden_layers))
     for bank in {id(bank): bank for bank in banks}.values():
         check_base(path, bank)
+    return config
 
 
 def _matched(

@@ -17,7 +17,7 @@ HELP = (
     "Let a model answer the questions of a dataset, and write its answers as rows for `seergate train --data`. With\n"
     "--method gate they are decoded sparsely, so that gates learn from contexts to which their own choices have led.\n"
     "The same command after an interruption makes what is missing; FILE.yaml tells if it is the same. Answers that\n"
-    "meet the limit are left out.",
+    "are cut at the limit are left out unless --keep-cut is given.",
     [
         "seergate traces --model tiny-reasoner --prompts chain_sum --limit 100 --out traces.jsonl",
         "seergate traces --model Qwen3-8B --prompts open-r1/OpenR1-Math-220k --engine vllm --out own.jsonl",
@@ -34,12 +34,13 @@ LOADED = ("weights", "rope")
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the options."""
-    parser.add_argument("--model", default="tiny-reasoner", help="preset, directory or Hub id [%(default)s]")
+    parser.add_argument("--model", default="tiny-reasoner", help="preset, directory, GGUF or Hub id [%(default)s]")
     parser.add_argument(
         "--prompts",
         metavar="DATA",
         required=True,
-        help="one source, as for `seergate train --data`; of each row, all that comes before the last answer is asked",
+        help="one source, as for `seergate train --data`; of each row, all before the last answer is asked: messages, "
+        "a prompt or a question",
     )
     parser.add_argument("--out", type=Path, metavar="FILE", required=True, help="the rows, such as traces.jsonl")
     parser.add_argument("--limit", type=int, metavar="N", help="use the first N rows [all]")
@@ -47,8 +48,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--gates", metavar="DIR", help="adapter directory or Hub id [shipped, if any]")
     parser.add_argument("--budget", "--token-budget", type=int, metavar="N", help="tokens read per step")
     parser.add_argument(
-        "--max-length", type=int, metavar="N", help="tokens of question and answer [the preset's max_length]"
+        "--max-length", type=int, metavar="N", help="tokens of question and answer [as of `seergate train`]"
     )
+    parser.add_argument("--max-new-tokens", type=int, metavar="N", help="tokens of an answer [what is left]")
+    parser.add_argument("--keep-cut", action="store_true", help="keep answers that are cut at the limit")
     parser.add_argument("--temperature", type=float, help="0 is greedy [the model's own sampling]")
     parser.add_argument("--seed", type=int, default=0, help="of the sampling [%(default)s]")
     parser.add_argument("--batch-size", type=int, metavar="N", help="answers made together [what fits into memory]")
@@ -59,8 +62,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(options: argparse.Namespace) -> int:
     """Check, load, let it answer."""
-    from seergate.cli.models import gates_for, load_gates, load_model, model_path
+    from seergate.cli.models import check_file_served, gates_for, load_gates, load_model, model_path
     from seergate.cli.running import check_model
+    from seergate.distill.base_model import within_positions
     from seergate.distill.commits import data_commit
     from seergate.distill.config import load_train_config
     from seergate.distill.data import questions
@@ -86,11 +90,14 @@ def run(options: argparse.Namespace) -> int:
     if others:
         raise SeergateError(f"--prompts is {options.prompts!r}; it must be one source")
     path = model_path(options.model)
+    if options.engine == "vllm":
+        check_file_served(path)
     gates = gates_for(options.model, options.gates) if spec.has_gates else None
     bank = None if gates is None else load_gates(gates)
     method = spec.method(bank)
-    check_model(path, [method], [] if bank is None else [bank])
-    tokenizer, limit = load_tokenizer(path), Limit(total_tokens=config.max_length)
+    shape = check_model(path, [method], [] if bank is None else [bank])
+    config = within_positions(config, shape)
+    tokenizer, limit = load_tokenizer(path), Limit(options.max_new_tokens, config.max_length)
     made = _rows(options.out)
     record: dict[str, Any] = {
         "model": config.model,
@@ -99,6 +106,7 @@ def run(options: argparse.Namespace) -> int:
         "gates": None if bank is None else {"source": gates, "weights": fingerprint(bank)},
         "method": spec.describe(bank),
         "max_length": config.max_length,
+        "max_new_tokens": options.max_new_tokens,
         "temperature": options.temperature,
         "seed": options.seed,
         "prompts": config.data,
@@ -127,7 +135,8 @@ def run(options: argparse.Namespace) -> int:
     if not made and not requests:
         raise SeergateError(
             f"--prompts is {options.prompts!r}, in which nothing can be asked ({', '.join(notes) or 'no rows'}); it "
-            f"must have rows with messages or a prompt, of fewer tokens than --max-length ({config.max_length:,})"
+            f"must have rows with messages, a prompt or a question, of fewer tokens than --max-length "
+            f"({config.max_length:,})"
         )
     print(
         f"{len(requests):,} questions, {len(made):,} answered already" + "".join(f"; {n}" for n in notes), flush=True
@@ -148,7 +157,8 @@ def run(options: argparse.Namespace) -> int:
                 nonlocal cut
                 if done.finish_reason != "stop":
                     cut += 1
-                    return
+                    if not options.keep_cut:
+                        return
                 turns = [*asked[done.request.key], {"role": "assistant", "content": done.completion}]
                 file.write(json.dumps({"row": done.request.key, "messages": turns}, ensure_ascii=False) + "\n")
                 file.flush()
@@ -158,8 +168,9 @@ def run(options: argparse.Namespace) -> int:
             else:
                 with attached(model, method, correction=spec.correction) as handle:
                     job.engine(model, tokenizer, take, handle).run(requests)
-    written = len(made) + len(requests) - cut
-    print(f"{written:,} answers in {options.out}; {cut:,} met the limit of {config.max_length:,} tokens")
+    written = len(made) + len(requests) - (0 if options.keep_cut else cut)
+    kept = "kept" if options.keep_cut else "left out (--keep-cut keeps them)"
+    print(f"{written:,} answers in {options.out}" + (f"; {cut:,} were cut ({limit}) and {kept}" if cut else ""))
     return 0
 
 

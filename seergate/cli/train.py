@@ -7,6 +7,7 @@ import os
 import sys
 import textwrap
 import time
+import traceback
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -15,7 +16,7 @@ from typing import Any
 import yaml
 
 from seergate.distill.config import Parser, TrainConfig, load_train_config, option_parser, presets, read_options
-from seergate.errors import sentence
+from seergate.errors import is_users, sentence
 from seergate.openmp import bound_spinning
 from seergate.paths import shipped
 
@@ -34,7 +35,7 @@ HELP = (
 USER_ERROR, INTERRUPTED, SIGNALLED = 2, 130, 128
 
 SILENT_SECONDS = 5.0
-"""A launcher ends all processes as soon as one has ended. So one that leaves the reporting to another ends later."""
+"""A launcher ends all processes as soon as one has ended, so a process that leaves the reporting to another waits."""
 
 
 def run_argv(argv: Sequence[str]) -> int:
@@ -65,7 +66,7 @@ def train_parser(prog: str | None, description: str, examples: Sequence[str], *,
 
 
 def given_options(options: dict[str, Any]) -> dict[str, Any]:
-    """What ``--config`` and the command line say, without the defaults.
+    """Options of ``--config`` and the command line, without the defaults.
 
     Args:
         options: what the command line says. What is not an option of training is taken out.
@@ -122,7 +123,7 @@ def main(argv: Sequence[str] | None = None, prog: str | None = None) -> int:
             work.append(lambda: _train(config, dry_run))
 
     # The processes of a machine find the same fault in the options, before they know of each other.
-    return _guarded(parse, tells=_number("LOCAL_RANK") == 0) or _guarded(lambda: work[0]())
+    return _guarded(parse, tells=_number("LOCAL_RANK") == 0) or _worked(lambda: work[0]())
 
 
 def _train(config: TrainConfig, dry_run: bool) -> None:
@@ -131,7 +132,7 @@ def _train(config: TrainConfig, dry_run: bool) -> None:
         if is_main:
             print_plan(replace(config, output_dir=str(config.run_dir)))
         return
-    bound_spinning()
+    prepare_process()
     from seergate.distill.trainer import run_distillation
 
     adapter = run_distillation(config)
@@ -147,10 +148,18 @@ def _compare(variants: list[str], values: dict[str, Any], dry_run: bool) -> None
             for config in configs.values():
                 _train(config, dry_run)
         return
-    bound_spinning()
+    prepare_process()
     tables = compare(variants, values)
     if _number("RANK") == 0:
         print("\n" + tables, end="")
+
+
+def prepare_process() -> None:
+    """Set what libraries read from the environment when they are first used, unless the user has."""
+    bound_spinning()
+    if "PYTORCH_ALLOC_CONF" not in os.environ:
+        # No pack is as long as another, so that no buffer fits where one was before: memory would go to pieces.
+        os.environ.setdefault("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")
 
 
 def print_plan(config: TrainConfig) -> None:
@@ -158,8 +167,25 @@ def print_plan(config: TrainConfig) -> None:
     from seergate.distill.plan import make_plan
 
     plan = make_plan(config, processes=int(os.environ.get("WORLD_SIZE", "1")))
+    config = replace(config, max_length=plan.config.max_length)
     print(yaml.safe_dump(config.to_dict(), sort_keys=False, allow_unicode=True), end="")
     print("\n".join(f"# {line}" for line in plan.text().splitlines()))
+
+
+def _worked(run: Callable[[], None]) -> int:
+    """`_guarded`; a process among others ends once it has said what went wrong."""
+    code = 1
+    try:
+        code = _guarded(run)
+    except Exception:
+        if _number("WORLD_SIZE") <= 1:
+            raise
+        traceback.print_exc()
+    if code:
+        from seergate.distill.distributed import end_in_company  # not before: libraries read what `run` sets
+
+        end_in_company(code)
+    return code
 
 
 def _guarded(run: Callable[[], None], *, tells: bool = True) -> int:
@@ -172,9 +198,7 @@ def _guarded(run: Callable[[], None], *, tells: bool = True) -> int:
     try:
         run()
     except (ValueError, OSError) as error:
-        # Of the system's errors, only those about a file are the user's.
-        foreign = isinstance(error, OSError) and not isinstance(error, FileNotFoundError) and error.filename is None
-        if foreign or os.environ.get("SEERGATE_TRACEBACK"):
+        if not is_users(error):
             raise
         common = getattr(error, "is_common", False)
         number = getattr(error, "signal", None)
@@ -198,5 +222,5 @@ def _tell(text: str, tells: bool) -> None:
 
 
 def _number(variable: str) -> int:
-    """What the launcher says about this process."""
+    """An environment variable of the launcher as a number; 0 if unset."""
     return int(os.environ.get(variable) or 0)

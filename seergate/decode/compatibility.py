@@ -1,4 +1,4 @@
-"""Which storage, method, correction and model go together, and why others do not. Nothing else refuses a combination.
+"""Table of the combinations of storage, method, correction and model that are refused, with reasons.
 
 What is being put together is described by tags, each with the name that an error gives it. Any pair in `REFUSED` that
 meets is an error.

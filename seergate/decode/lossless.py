@@ -34,7 +34,7 @@ from transformers.generation import (
 from transformers.generation.utils import GENERATION_MODES_MAPPING
 
 from seergate.cache.batching import layers_without_return
-from seergate.cache.call import Passes
+from seergate.cache.call import ForwardModes
 from seergate.cache.layer import GatedLayer
 from seergate.config import Lossless
 from seergate.decode.speculation import VERIFYING_COST, DraftLength, accept_greedy, accept_sampled, cycle_cost
@@ -57,10 +57,10 @@ NOT_OURS = (
 """Arguments of `generate` that select another decoding loop. Such calls are passed on unchanged."""
 
 EXPERTS = ("num_experts", "num_local_experts")
-"""How configurations name the experts that a layer has."""
+"""Names of the number of experts of a layer in configurations."""
 
 GUESSED_SHARE = 0.1
-"""What a threshold or top-p is expected to read before it was seen."""
+"""Expected share read by a threshold or top-p before it was measured."""
 
 
 class LosslessDecoding:
@@ -80,7 +80,7 @@ class LosslessDecoding:
         options: Lossless,
         model: PreTrainedModel,
         method: Method,
-        passes: Passes,
+        passes: ForwardModes,
         tokens_read: Callable[[], tuple[float, float]],
     ) -> None:
         assert isinstance(method, SelectingMethod)
@@ -167,7 +167,7 @@ class LosslessDecoding:
         synced_gpus: bool,
         **model_kwargs: Any,
     ) -> GenerateDecoderOnlyOutput | Tensor:
-        """What `generate` calls in place of its own decoding loop; arguments and result as of transformers' own."""
+        """Decoding loop that `generate` calls instead of its own; arguments and result as of transformers' own."""
         mode = generation_config.get_generation_mode()
         can_draft = (
             mode in (GenerationMode.GREEDY_SEARCH, GenerationMode.SAMPLE)
@@ -320,7 +320,7 @@ class _Run:
 
     def _expected_share(self) -> float:
         """The share of keys and values that a draft is expected to read: from the budget, or a guess."""
-        lengths = [max(layer.rows.held) for layer in self.cache.layers if isinstance(layer, GatedLayer)]
+        lengths = [max(layer.rows.resident) for layer in self.cache.layers if isinstance(layer, GatedLayer)]
         budget, longest = self.lossless.method.budget, max(lengths, default=1)
         return GUESSED_SHARE if budget is None else min(1.0, budget / longest)
 
@@ -422,7 +422,7 @@ def cache_bytes(cache: Cache) -> tuple[int, int]:
         if keys is None or values is None:
             continue
         if isinstance(layer, GatedLayer):
-            selectable += sum(layer.rows.held) * keys.shape[1] * token_bytes(keys, values)
+            selectable += sum(layer.rows.resident) * keys.shape[1] * token_bytes(keys, values)
         else:
             fixed += keys.nbytes + values.nbytes
     return selectable, fixed

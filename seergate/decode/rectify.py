@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from transformers.cache_utils import Cache
 
 from seergate.cache.batching import layers_without_return, only_rows, restored_on_error, rows_are_independent
-from seergate.cache.call import PROMPT, VERIFIED_TOKENS, Passes
+from seergate.cache.call import PROMPT, VERIFIED_TOKENS, ForwardModes
 from seergate.cache.layer import GatedLayer
 from seergate.config import Rectify
 from seergate.decode.compatibility import refuse
@@ -40,7 +40,7 @@ class Rectification:
     """
 
     def __init__(
-        self, options: Rectify, decoder: nn.Module, method: Method, layers: Sequence[int], passes: Passes
+        self, options: Rectify, decoder: nn.Module, method: Method, layers: Sequence[int], passes: ForwardModes
     ) -> None:
         assert isinstance(method, SelectingMethod)
         self.every, self.decoder, self.method = options.every, decoder, method
@@ -78,15 +78,20 @@ class Rectification:
         arriving = kwargs.get("input_ids", args[0] if args else None)
         new = (kwargs["inputs_embeds"] if arriving is None else arriving).shape[1]
         self.mode = self.passes.mode(cache, 0 if layer is None else layer.rows.slots, new)
+        if self.mode.decoded > VERIFIED_TOKENS:
+            raise SeergateError(
+                f"{self.mode.decoded} tokens are forced to be decoded in one pass; with rectification they must be "
+                f"{VERIFIED_TOKENS} at most"
+            )
         if cache is None or layer is None or layer.state is None or layer.rows.slots == 0:
             return
         if DENSE not in layer.state.rows:
             raise SeergateError("this cache was filled without rectification; start a new one")
         if stuck := layers_without_return(cache):
             refuse({"rectified": "rectification", "one-way cache": f"a {', '.join(stuck)}"})
-        dense = [min(pair) for pair in zip(layer.state.rows[DENSE].tolist(), layer.rows.held, strict=True)]
+        dense = [min(pair) for pair in zip(layer.state.rows[DENSE].tolist(), layer.rows.resident, strict=True)]
         layer.state.rows[DENSE] = torch.tensor(dense)  # tokens may have been taken back
-        sparse = [length - done for length, done in zip(layer.rows.held, dense, strict=True)]
+        sparse = [length - done for length, done in zip(layer.rows.resident, dense, strict=True)]
         # A chunk that attends densely must not build on sparse tokens.
         arrives_dense = self.mode.decoded < new
         due = 1 if arrives_dense else self.every
@@ -115,11 +120,11 @@ class Rectification:
             rows[DENSE] = torch.zeros(batch, dtype=torch.int64)
         new = self.mode.decoded
         if not new:  # a prompt, or a chunk of one
-            rows[DENSE] = torch.tensor(layer.rows.held)
+            rows[DENSE] = torch.tensor(layer.rows.resident)
             return
         ids = _ids_of(args, kwargs).to(layer.device)
         if new < ids.shape[1]:  # drafts that came along with the prompt
-            ids, rows[DENSE] = ids[:, -new:], torch.tensor(layer.rows.held) - new
+            ids, rows[DENSE] = ids[:, -new:], torch.tensor(layer.rows.resident) - new
         positions = kwargs.get("position_ids")
         if positions is None:
             positions = torch.arange(layer.rows.slots - new, layer.rows.slots)[None]
@@ -130,12 +135,12 @@ class Rectification:
         rows[IDS].scatter_(1, at % slots, ids.expand(batch, -1))
         rows[POSITIONS].scatter_(1, at % slots, positions.to(rows[POSITIONS]).expand(batch, -1))
         # A row whose steps so far read everything is dense already.
-        whole = [self._reads_all(length) for length in layer.rows.held]
-        known = zip(rows[DENSE].tolist(), layer.rows.held, whole, strict=True)
+        whole = [self._reads_all(length) for length in layer.rows.resident]
+        known = zip(rows[DENSE].tolist(), layer.rows.resident, whole, strict=True)
         rows[DENSE] = torch.tensor([end if all_read and done == end - new else done for done, end, all_read in known])
 
     def _reads_all(self, length: int) -> bool:
-        """Whether a step of a row of so many tokens is dense in every layer."""
+        """True if a step of a row of so many tokens is dense in every layer."""
         return self.method.reads_all(length) or all(layer in self.method.dense_layers for layer in self.layers)
 
     def _cache_of(self, cache: Any) -> tuple[Cache | None, GatedLayer | None]:
@@ -150,7 +155,7 @@ class Rectification:
         if len(rows) < len(layer.rows):
             with only_rows(cache, rows):
                 self._rectify(cache, layer, list(range(len(rows))), count)
-            state, lengths = layer.state, [layer.rows.held[row] for row in rows]
+            state, lengths = layer.state, [layer.rows.resident[row] for row in rows]
             assert state is not None
             state.rows[DENSE][torch.tensor(rows)] = torch.tensor(lengths)
             return
@@ -158,7 +163,7 @@ class Rectification:
         known = layer.state.rows
         at = (layer.rows.lengths[:, None] - count + torch.arange(count, device=layer.device)) % known[IDS].shape[1]
         ids, positions = known[IDS].gather(1, at), known[POSITIONS].gather(1, at)
-        ends = list(layer.rows.held)
+        ends = list(layer.rows.resident)
         with restored_on_error(cache, count):
             self._compute_anew(cache, layer, ids, positions)
         layer.state.rows[DENSE] = torch.tensor(ends)
@@ -167,9 +172,9 @@ class Rectification:
 
     def _compute_anew(self, cache: Cache, layer: GatedLayer, ids: Tensor, positions: Tensor) -> None:
         """Take the newest tokens of all rows back, and let them come again in a dense pass."""
-        ends, count = list(layer.rows.held), ids.shape[1]
+        ends, count = list(layer.rows.resident), ids.shape[1]
         cache.crop(-count)
-        if any(end - length != count for end, length in zip(ends, layer.rows.held, strict=True)):
+        if any(end - length != count for end, length in zip(ends, layer.rows.resident, strict=True)):
             raise SeergateError("rectification needs every row to take every decoded token, and some were masked")
         mask = layer.rows.valid
         if mask is not None:

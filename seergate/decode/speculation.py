@@ -76,7 +76,7 @@ def expected_tokens(acceptance: float, length: int) -> float:
 
 
 def cycle_cost(length: int, dense_bytes: float, draft_bytes: float, per_token: float = 0.0) -> float:
-    """What ``length`` drafting passes and the verification cost, in bytes read; arguments as of `expected_speedup`."""
+    """Cost of ``length`` drafting passes and the verification, in bytes read; arguments as of `expected_speedup`."""
     return length * draft_bytes + dense_bytes * (1 + per_token * length)
 
 

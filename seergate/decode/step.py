@@ -16,17 +16,17 @@ from torch import Tensor, nn
 from torch.nn.functional import scaled_dot_product_attention
 
 from seergate import ops
-from seergate.cache.call import Call
+from seergate.cache.call import ForwardContext
 from seergate.cache.layer import GatedLayer
 from seergate.decode.trace import Trace
 from seergate.errors import SeergateError
 from seergate.inference_mode import outside_inference_mode
 from seergate.methods.base import FixedStep, Step
-from seergate.methods.evicting import Attended, CompressingState
+from seergate.methods.evicting import AttentionOutput, CompressingState
 from seergate.methods.scoring import attend_and_weigh, log_probabilities
 from seergate.methods.selecting import SelectingMethod
 from seergate.ops import Selection
-from seergate.stats import DecodeStats, Reading, own_bytes
+from seergate.stats import DecodeStats, StepRecord, own_bytes
 
 MOST_FOLDED = 64
 """A chunk of at most this many tokens is attended to with `newest_tokens_attention` in dense passes; a longer one is a
@@ -47,14 +47,14 @@ class GatedAttention:
 
     def __init__(
         self,
-        call: Call,
+        context: ForwardContext,
         layer: GatedLayer,
         dense: DenseAttention,
         stats: DecodeStats,
         measure_recall: bool,
         trace: Trace | None,
     ) -> None:
-        self.call, self.layer, self.dense, self.stats = call, layer, dense, stats
+        self.context, self.layer, self.dense, self.stats = context, layer, dense, stats
         self.measure_recall, self.trace = measure_recall, trace
 
     def __call__(
@@ -73,11 +73,11 @@ class GatedAttention:
                 "this cache was used by the plain model in between, so the method has not seen all of its tokens; "
                 "start a new one"
             )
-        step = make_step(layer, self.call, query, kwargs)
-        new, decoded = query.shape[2], self.call.mode.decoded
-        if self.call.mode.dense:
+        step = make_step(layer, self.context, query, kwargs)
+        new, decoded = query.shape[2], self.context.mode.decoded
+        if self.context.mode.dense:
             state.observe(step)
-            if new > 1 and not (new <= MOST_FOLDED and self.call.valid is None and _foldable(step)):
+            if new > 1 and not (new <= MOST_FOLDED and self.context.valid is None and _foldable(step)):
                 return self.dense(module, query, key, value, attention_mask, **kwargs)
             with torch.no_grad(), torch.autocast(query.device.type, enabled=False):
                 output = attend_to_all(step)[:, None] if new == 1 else newest_tokens_attention(step)
@@ -86,7 +86,7 @@ class GatedAttention:
             state.append(step)
             return self._decode_fixed(state, step)[:, None].to(value.dtype), None
         state.observe(step)
-        layer.settle(self.stats)
+        layer.prepare_fixed_steps(self.stats)
         if decoded == new:
             return self._decode_each(state, step, new).to(value.dtype), None
         self.stats.saw_prompt(layer.layer, layer.nbytes, partial(row_bytes, layer))
@@ -113,7 +113,7 @@ class GatedAttention:
     def _decode(self, state: Any, step: Step) -> Tensor:
         layer, method = self.layer, self.layer.method
         selection: Selection | None = None
-        attended: Attended | None = None
+        attended: AttentionOutput | None = None
         output: Tensor | None = None
         recall: Tensor | None = None
         if isinstance(method, SelectingMethod):
@@ -126,8 +126,8 @@ class GatedAttention:
                 each = selection if selection is None else state.per_head or selection
                 recall = _recall(step, each, layer.block_size)
         elif isinstance(state, CompressingState):
-            output, p_BKGT = attend_and_weigh(step) if state.weighs else (None, None)
-            state.watch(step, p_BKGT)
+            output, p_BKGT = attend_and_weigh(step) if state.reads_all_keys else (None, None)
+            state.observe_attention(step, p_BKGT)
             attended = state.attend(step)
             if attended is not None:
                 output = attended.output
@@ -135,14 +135,15 @@ class GatedAttention:
             output = attend_to_all(step)
         fetched = layer.storage.take_fetched(step, everything=selection is None)
         seen = [
-            total - held + end for total, held, end in zip(layer.rows.seen, layer.rows.held, step.ends, strict=True)
+            total - held + end
+            for total, held, end in zip(layer.rows.total, layer.rows.resident, step.ends, strict=True)
         ]
         held = layer.nbytes, partial(row_bytes, layer)
         size = layer.block_size
-        reading = Reading(layer.layer, step, state, seen, selection, attended, size, *held, recall, fetched)
-        self.stats.record(reading)
+        record = StepRecord(layer.layer, step, state, seen, selection, attended, size, *held, recall, fetched)
+        self.stats.record(record)
         if self.trace is not None:
-            self.trace.record(reading)
+            self.trace.record(record)
         if isinstance(state, CompressingState):
             self._evict(state, step)
         return output
@@ -159,7 +160,7 @@ class GatedAttention:
 
     @outside_inference_mode
     def _evict(self, state: CompressingState, step: Step) -> None:
-        eviction = state.keep(step)
+        eviction = state.select_kept(step)
         if eviction is not None:
             self.stats.evicted(self.layer.layer, step, eviction)
             self.layer.evict(eviction)
@@ -167,8 +168,8 @@ class GatedAttention:
 
 def row_bytes(layer: GatedLayer) -> Any:
     """Per row, the bytes of its tokens and of what the method remembers of it: as if alone, no room to grow."""
-    state, held, seen = layer.state, np.array(layer.rows.held), np.array(layer.rows.seen)
-    return layer.storage.row_bytes(layer.rows.held) + (0 if state is None else own_bytes(state, held, seen))
+    state, held, seen = layer.state, np.array(layer.rows.resident), np.array(layer.rows.total)
+    return layer.storage.row_bytes(layer.rows.resident) + (0 if state is None else own_bytes(state, held, seen))
 
 
 def _tokens(step: Step, count: int) -> Iterator[Step]:
@@ -192,8 +193,8 @@ def _tokens(step: Step, count: int) -> Iterator[Step]:
         )
 
 
-def make_step(layer: GatedLayer, call: Call, query: Tensor, kwargs: dict[str, Any]) -> Step:
-    """What a method gets to see of the tokens that have just joined the cache.
+def make_step(layer: GatedLayer, context: ForwardContext, query: Tensor, kwargs: dict[str, Any]) -> Step:
+    """The `Step` that a method sees, for the tokens that have just joined the cache.
 
     Args:
         query: ``[B, H, S, D]``, after RoPE.
@@ -201,12 +202,12 @@ def make_step(layer: GatedLayer, call: Call, query: Tensor, kwargs: dict[str, An
     """
     scaling = kwargs.get("scaling")
     return layer.step(
-        q_pre_BHSD=call.q_pre.to(layer.dtype),
-        k_pre_BKSD=call.k_pre.to(layer.dtype),
-        q_BHSD=call.compact(query).to(layer.dtype),
-        k_BKSD=call.k,
-        starts=call.starts,
-        counts=call.counts,
+        q_pre_BHSD=context.q_pre.to(layer.dtype),
+        k_pre_BKSD=context.k_pre.to(layer.dtype),
+        q_BHSD=context.compact(query).to(layer.dtype),
+        k_BKSD=context.k,
+        starts=context.starts,
+        counts=context.counts,
         lengths=layer.rows.lengths.clamp(
             min=1
         ),  # a row without a real token yet reads a zero; nothing reads its output
@@ -214,7 +215,7 @@ def make_step(layer: GatedLayer, call: Call, query: Tensor, kwargs: dict[str, An
         sinks=kwargs.get("s_aux"),
         softcap=kwargs.get("softcap"),
         offsets=layer.rows.offsets,
-        hidden=call.hidden_states,
+        hidden=context.hidden_states,
     )
 
 
@@ -235,7 +236,7 @@ def attend_to_all(step: Step) -> Tensor:
 
 
 def _foldable(step: Step) -> bool:
-    """Whether `newest_tokens_attention` can compute a step."""
+    """True if `newest_tokens_attention` can compute a step."""
     in_one_place = step.stored[2] is None and step.keys_BKCD.device == step.q_BHSD.device
     return in_one_place and step.sinks is None and step.softcap is None
 

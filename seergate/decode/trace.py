@@ -32,7 +32,7 @@ from seergate.config import is_int
 from seergate.errors import SeergateError
 from seergate.methods.scoring import log_block_maxima
 from seergate.methods.selecting import SelectingState
-from seergate.stats import Reading
+from seergate.stats import StepRecord
 
 METADATA_KEY = b"seergate"
 LINES_AT_ONCE = 1 << 16
@@ -74,19 +74,19 @@ class Trace:
         self._waiting: list[Any] = []
         self._lines = 0
 
-    def record(self, reading: Reading) -> None:
+    def record(self, record: StepRecord) -> None:
         """Write down one decode step of one layer."""
         import pyarrow as pa
 
-        layer, step, selection, size = reading.layer, reading.step, reading.selection, reading.block_size
+        layer, step, selection, size = record.layer, record.step, record.selection, record.block_size
         number = self.steps[layer]
         self.steps[layer] += 1
         if number % self.every:
             return
-        rows, heads = len(reading.seen), step.stored[0].shape[1]
+        rows, heads = len(record.total_tokens), step.stored[0].shape[1]
         lines = rows * heads
         if selection is None:
-            tokens = np.repeat(np.asarray(reading.read, dtype=np.float32), heads)
+            tokens = np.repeat(np.asarray(record.read, dtype=np.float32), heads)
             blocks = pa.nulls(lines, self.schema.field("blocks").type)
         else:
             indices = selection.indices.cpu().numpy().reshape(lines, -1)
@@ -101,20 +101,20 @@ class Trace:
             "layer": np.full(lines, layer),
             "row": np.repeat(np.arange(rows), heads),
             "head": np.tile(np.arange(heads), rows),
-            "position": np.repeat(np.asarray(reading.seen) - 1, heads),
+            "position": np.repeat(np.asarray(record.total_tokens) - 1, heads),
         }
         columns = [pa.array(values.astype(np.int32)) for values in numbers.values()]
-        columns += [pa.array(tokens), blocks, *self._weights(reading, lines)]
+        columns += [pa.array(tokens), blocks, *self._weights(record, lines)]
         self._waiting.append(pa.record_batch(columns, schema=self.schema))
         self._lines += lines
         if self._lines >= LINES_AT_ONCE:
             self._flush()
 
-    def _weights(self, reading: Reading, lines: int) -> list[Any]:
+    def _weights(self, record: StepRecord, lines: int) -> list[Any]:
         """The columns ``scores`` and ``attention``."""
         import pyarrow as pa
 
-        step, state, size = reading.step, reading.state, reading.block_size
+        step, state, size = record.step, record.state, record.block_size
         absent = pa.nulls(lines, self.schema.field("scores").type)
         if not self.attention:
             return [absent, absent]

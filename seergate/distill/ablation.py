@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from seergate.distill.callbacks import EvalLog, StepLog
-from seergate.distill.checkpoint import UNSAID
+from seergate.distill.checkpoint import LEGACY_DEFAULTS
 from seergate.distill.config import TrainConfig, load_train_config
 from seergate.durable import replacing
 from seergate.errors import SeergateError, did_you_mean
@@ -30,7 +30,7 @@ RESULT = "ablation.json"
 
 @dataclass(frozen=True)
 class Study:
-    """What varies.
+    """The options of a study that vary.
 
     Attributes:
         name: of the study.
@@ -45,7 +45,7 @@ class Study:
 
 @dataclass(frozen=True)
 class Outcome:
-    """What became of a variant.
+    """Result of a variant.
 
     Attributes:
         variant: its name.
@@ -99,7 +99,7 @@ def variant_configs(study: Study, model: str | None, options: Mapping[str, Any])
         model: preset, directory or Hub id.
         options: training options of the user; ``output_dir`` is the study's directory.
     """
-    common = {**study.options, **options}
+    common = {"recipe": "paper", **study.options, **options}
     root = common.pop("output_dir", None)
     configs = {}
     for variant, given in study.variants.items():
@@ -272,7 +272,7 @@ def _read(config: TrainConfig) -> dict[str, Any] | None:
             parameters = sum(math.prod(gates.get_slice(name).get_shape()) for name in gates.keys())  # noqa: SIM118
     except (OSError, ValueError):
         return None
-    if {**UNSAID, **found["config"]} != {**UNSAID, **json.loads(json.dumps(config.to_dict()))}:
+    if {**LEGACY_DEFAULTS, **found["config"]} != {**LEGACY_DEFAULTS, **json.loads(json.dumps(config.to_dict()))}:
         return None
     recall = {int(budget): share for budget, share in found["outcome"]["recall"].items()}
     return {**found["outcome"], "recall": recall, "parameters": parameters, "tokens": tokens}

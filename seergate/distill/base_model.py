@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import importlib.util
 import os
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -14,28 +14,55 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule, fully_shard
 
 from seergate.config import GateConfig
-from seergate.distill.config import TrainConfig
-from seergate.distill.distributed import World
+from seergate.distill.config import MAX_LENGTH, TrainConfig
+from seergate.distill.distributed import DistributedState
 from seergate.errors import SeergateError, did_you_mean, first_line, how_to_install
 from seergate.hf.bank import GateBank
 from seergate.hf.loading import base_config, load_base, skeleton
-from seergate.models.families import decoder_of, family_of, head_dim_of, text_config, why_one_sequence
+from seergate.models.families import (
+    decoder_of,
+    family_of,
+    head_dim_of,
+    model_positions,
+    text_config,
+    why_one_sequence,
+)
+from seergate.paths import gguf_file, is_local_model
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 FROZEN = ("model", "revision", "rope_scaling", "dtype", "quantize", "base_memory_gb", "shard_base", "deepspeed")
-"""The options in which runs must agree to share a frozen model: which it is, how it is kept, how processes work."""
+"""Options in which runs must agree to share a frozen model: model identity, placement and process layout."""
 
 NOT_SCALING = ("rope_theta", "partial_rotary_factor", "mrope_section", "mrope_interleaved")
-"""What is a model's own in ``rope_parameters``, however its RoPE is scaled."""
+"""Entries of ``rope_parameters`` that no scaling overrides."""
 
 _PACKAGES = {"bnb-4bit": "bitsandbytes", "bnb-8bit": "bitsandbytes", "torchao-int8": "torchao"}
+
+
+def is_gguf(config: TrainConfig) -> bool:
+    """Whether a run's frozen model is a GGUF file: each process reads it whole."""
+    return gguf_file(config.model) is not None
 
 
 def gate_config(config: TrainConfig, model: PreTrainedModel) -> GateConfig:
     """The gates' architecture, with the width of the model's heads where the run names none."""
     return config.gates(head_dim_of(model))
+
+
+def fresh_gates(config: TrainConfig, model: PreTrainedModel) -> GateBank:
+    """The gates that a run begins with unless it is given some.
+
+    Raises:
+        SeergateError: if the family is not supported.
+        ValueError: if the architecture does not fit the model, or cannot begin as the run asks.
+    """
+    bank = GateBank.for_model(model, gate_config(config, model))
+    if config.init == "model":
+        for _, gate in bank:
+            gate.begin_as_model()
+    return bank
 
 
 def given_gates(config: TrainConfig, fresh: GateBank) -> GateBank | None:
@@ -60,7 +87,7 @@ def frozen_config(path: str, config: TrainConfig) -> Any:
     """The frozen model's configuration, as the run asks for it.
 
     Args:
-        path: directory or Hub id.
+        path: directory, GGUF file or Hub id.
         config: the run.
 
     Raises:
@@ -73,8 +100,16 @@ def as_asked(shape: Any, config: TrainConfig) -> Any:
     """A model's configuration with the RoPE of the run.
 
     Raises:
-        SeergateError: if it is of no supported family, has no such RoPE, or has fewer positions than a pack.
+        SeergateError: if it is of no supported family, has no such RoPE, has fewer positions than ``max_length``
+            asks for, or is a GGUF file, which cannot be kept as the run asks.
     """
+    if is_gguf(config):
+        kept = {"quantize": config.quantize != "none", "shard_base": config.shard_base}
+        for name in (name for name, given in {**kept, "base_memory_gb": config.base_memory_gb}.items() if given):
+            raise SeergateError(
+                f"{name} is {getattr(config, name)!r}; it must be left out for {config.model}, as a GGUF file is read "
+                "whole and dequantised; save_pretrained makes a directory of it that can be kept so"
+            )
     family_of(shape)
     text = shape.get_text_config()
     if config.rope_scaling is not None:
@@ -96,42 +131,47 @@ def as_asked(shape: Any, config: TrainConfig) -> Any:
         except (KeyError, TypeError, ValueError) as error:
             raise SeergateError(f"rope_scaling is {config.rope_scaling}: {first_line(error)}") from error
     positions = model_positions(text)
-    if positions is not None and config.max_length > positions:
+    if positions is not None and config.max_length > positions and config.max_length != MAX_LENGTH:
         raise SeergateError(
-            f"max_length is {config.max_length}, but the model has {positions} positions; set it to that at most, or "
-            "stretch them with rope_scaling"
+            f"max_length is {config.max_length}, but the model has {positions} positions; set --max-length to that at "
+            "most, or stretch them with --rope-scaling"
         )
     return shape
 
 
-def model_positions(text: Any) -> int | None:
-    """Positions that a language model is made for, stretched RoPE included; ``None`` if it does not say."""
-    own, rope = getattr(text, "max_position_embeddings", None), getattr(text, "rope_parameters", None) or {}
-    if own is None:
-        return None
-    return max(int(own), int(rope.get("factor", 1) * rope.get("original_max_position_embeddings", own)))
+def within_positions(config: TrainConfig, shape: Any) -> TrainConfig:
+    """The run with packs no longer than its model has positions.
+
+    Args:
+        config: the run.
+        shape: the model's configuration, from `as_asked`.
+    """
+    positions = model_positions(shape.get_text_config())
+    return config if positions is None else replace(config, max_length=min(config.max_length, positions))
 
 
 @dataclass(frozen=True)
 class CheckedModel:
-    """What a run has to know of the frozen model before it reads data.
+    """Facts about the frozen model that a run needs before it reads data.
 
     Attributes:
         fingerprint: of the weights: of the files of a directory, the revision of a Hub model.
         why_one_sample: why a pack holds one sample only; ``None`` if it holds as many as fit.
         gates: that the run begins with, if they are not fresh ones.
+        max_length: tokens per pack.
     """
 
     fingerprint: str | None
     why_one_sample: str | None
     gates: GateBank | None
+    max_length: int
 
 
 def check_model(path: str, config: TrainConfig) -> CheckedModel:
     """Find out whether gates fit the model before any data or weight is read.
 
     Args:
-        path: directory or Hub id.
+        path: directory, GGUF file or Hub id.
         config: the run.
 
     Raises:
@@ -142,16 +182,18 @@ def check_model(path: str, config: TrainConfig) -> CheckedModel:
         raise SeergateError(
             f"quantize is {config.quantize!r}, which needs {package}; {how_to_install('quant')}, or use none"
         )
-    bare = skeleton(frozen_config(path, config))
-    gates = given_gates(config, GateBank.for_model(bare, gate_config(config, bare)))
-    return CheckedModel(_fingerprint(Path(path)) or config.revision, why_one_sequence(text_config(bare)), gates)
+    shape = frozen_config(path, config)
+    bare, length = skeleton(shape), within_positions(config, shape).max_length
+    gates = given_gates(config, fresh_gates(config, bare))
+    weights = _fingerprint(Path(path)) or config.revision
+    return CheckedModel(weights, why_one_sequence(text_config(bare)), gates, length)
 
 
-def load_frozen(path: str, config: TrainConfig, world: World, headless: bool = True) -> PreTrainedModel:
+def load_frozen(path: str, config: TrainConfig, world: DistributedState, headless: bool = True) -> PreTrainedModel:
     """Load the frozen model for training gates: no gradients.
 
     Args:
-        path: directory or Hub id.
+        path: directory, GGUF file or Hub id.
         config: the run; ``dtype``, ``quantize``, ``base_memory_gb`` and ``shard_base`` decide how it is kept.
         world: this process.
         headless: without its LM head, which only gates that learn from the model's output need.
@@ -183,8 +225,8 @@ def accompany(model: PreTrainedModel) -> None:
             decoder(input_ids=torch.zeros(1, 1, dtype=torch.long, device=model.device), use_cache=False)
 
 
-def offload_folder(config: TrainConfig, world: World) -> Path:
-    """Where layers that do not fit in memory wait; of no use after the run."""
+def offload_folder(config: TrainConfig, world: DistributedState) -> Path:
+    """Directory of layers that do not fit in memory; of no use after the run."""
     return config.run_dir / f"offload-{world.rank}"
 
 
@@ -195,7 +237,7 @@ def base_dtype(config: TrainConfig, device: torch.device) -> torch.dtype:
     return torch.bfloat16 if device.type == "cuda" or config.quantize != "none" else torch.float32
 
 
-def _load_options(config: TrainConfig, world: World) -> dict[str, Any]:
+def _load_options(config: TrainConfig, world: DistributedState) -> dict[str, Any]:
     dtype = base_dtype(config, world.device)
     options: dict[str, Any] = {"dtype": dtype}
     if config.quantize != "none":
@@ -207,7 +249,7 @@ def _load_options(config: TrainConfig, world: World) -> dict[str, Any]:
     return options
 
 
-def _sharding(shape: Any, world: World) -> dict[str, Any]:
+def _sharding(shape: Any, world: DistributedState) -> dict[str, Any]:
     """FSDP2 by transformers: each process reads its share of every tensor, and nothing else, from the files."""
     from transformers.distributed import DistributedConfig
 
@@ -240,7 +282,7 @@ def _quantization(kind: str, dtype: torch.dtype) -> Any:
     return BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_compute_dtype=dtype)
 
 
-def _offloading(config: TrainConfig, world: World) -> dict[str, Any]:
+def _offloading(config: TrainConfig, world: DistributedState) -> dict[str, Any]:
     """As many layers as allowed on this process's device; the others in host memory, then on disk."""
     from accelerate.utils import get_max_memory
 
@@ -254,15 +296,17 @@ def _offloading(config: TrainConfig, world: World) -> dict[str, Any]:
     return {"device_map": "auto", "max_memory": places, "offload_folder": folder}
 
 
-def _fingerprint(directory: Path) -> str | None:
+def _fingerprint(path: Path) -> str | None:
     """Tells the weights of a local model from others: the size of each file and its first and last megabyte.
 
-    Reading all of a large model would take minutes; retrained weights differ everywhere. ``None`` for no directory.
+    Reading all of a large model would take minutes; retrained weights differ everywhere. ``None`` for a Hub id.
     """
-    if not directory.is_dir():
+    if not is_local_model(path):
         return None
+    file = gguf_file(path)
+    found = [p for p in path.iterdir() if p.suffix in (".safetensors", ".bin")] if file is None else [file]
     digest = hashlib.blake2b(digest_size=8)
-    for file in sorted(p for p in directory.iterdir() if p.suffix in (".safetensors", ".bin")):
+    for file in sorted(found):
         size = file.stat().st_size
         digest.update(f"{file.name}/{size}/".encode())
         with file.open("rb") as stream:

@@ -1,4 +1,4 @@
-"""What listens to a run while it runs, and what the console shows: a progress bar or plain lines."""
+"""Callbacks of a run, and its console output: a progress bar or plain lines."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ class StepLog:
         return self.tokens / self.seconds
 
     def scalars(self) -> dict[str, float]:
-        """What trackers keep, by name."""
+        """Values for trackers, by name."""
         values = {
             "kl/mean": self.kl,
             "loss": self.loss,
@@ -67,6 +67,31 @@ class StepLog:
 
 
 @dataclass(frozen=True)
+class Far:
+    """What gates find beyond the first block and the newest one, by layer; see `seergate.hf.far`.
+
+    Attributes:
+        kl_per_layer: over these blocks alone, nats per row.
+        recall: budget in tokens -> the part of the teacher's mass there that the gate reads.
+        window: the same of a window that reads the first block and the newest ones.
+    """
+
+    kl_per_layer: list[float]
+    recall: dict[int, list[float]]
+    window: dict[int, list[float]]
+
+    @classmethod
+    def of(cls, sums: list[list[float]], budgets: tuple[int, ...]) -> Far | None:
+        """From the sums of `far_sums`, by layer; ``None`` if no row has such blocks."""
+        if not all(count > 0 and mass > 0 for count, _, mass, *_ in sums):
+            return None
+        shares = [[each / mass for each in parts] for _, _, mass, *parts in sums]
+        by_budget = {budget: [row[i] for row in shares] for i, budget in enumerate(budgets)}
+        window = {budget: [row[len(budgets) + i] for row in shares] for i, budget in enumerate(budgets)}
+        return cls([kl / count for count, kl, *_ in sums], by_budget, window)
+
+
+@dataclass(frozen=True)
 class EvalLog:
     """An evaluation on the held-out packs; fields as in `StepLog`, but recall is per layer **and** KV head."""
 
@@ -74,21 +99,56 @@ class EvalLog:
     kl_per_layer: list[float]
     recall: dict[int, list[list[float]]]
     layers: tuple[int, ...]
+    far: Far | None = None
 
     @property
     def kl(self) -> float:
         """Mean over layers, in nats."""
         return sum(self.kl_per_layer) / len(self.kl_per_layer)
 
+    def far_text(self) -> list[str]:
+        """What there is to say beyond the first block and the newest, at the first budget: a line, and a warning where
+        gates read no more than a window would; nothing where nothing was measured.
+        """
+        far = self.far
+        if far is None or not far.recall:
+            return []
+        budget, shares = next(iter(far.recall.items()))
+        window, count = far.window[budget], len(shares)
+        lines = [
+            f"beyond the first block and the newest: KL {sum(far.kl_per_layer) / count:.4f}  recall@{budget} "
+            f"{sum(shares) / count:.3f}, of a window {sum(window) / count:.3f}"
+        ]
+        no_better = [
+            str(layer)
+            for layer, gate, other in zip(self.layers, shares, window, strict=True)
+            if gate <= other < 1 - 1e-6  # a window that reads everything says nothing
+        ]
+        if no_better:
+            lines.append(
+                f"warning: in layers {', '.join(no_better)} the gate reads no more of what lies there than a window "
+                f"of {budget} tokens would"
+            )
+        return lines
+
+    def worst_layers(self, count: int = 3) -> dict[int, float]:
+        """The layers of the highest KL, highest first, with it."""
+        by_kl = sorted(zip(self.kl_per_layer, self.layers, strict=True), reverse=True)
+        return {layer: kl for kl, layer in by_kl[:count]}
+
     def mean_recall(self) -> dict[int, float]:
         """Budget -> mean over layers and KV heads."""
         return {budget: float(np.mean(values)) for budget, values in self.recall.items()}
 
     def scalars(self) -> dict[str, float]:
-        """What trackers keep, by name."""
+        """Values for trackers, by name."""
         values = {"held_out/kl": self.kl}
         values |= {f"held_out/kl_layer_{i}": v for i, v in zip(self.layers, self.kl_per_layer, strict=True)}
         values |= {f"held_out/recall_at_{budget}": v for budget, v in self.mean_recall().items()}
+        if self.far is not None:
+            values["held_out/far_kl"] = sum(self.far.kl_per_layer) / len(self.layers)
+            for name, shares in (("recall", self.far.recall), ("window", self.far.window)):
+                values |= {f"held_out/far_{name}_at_{b}": sum(v) / len(v) for b, v in shares.items()}
         return values
 
 
@@ -162,7 +222,10 @@ class Console:
     def on_eval(self, log: EvalLog) -> None:
         """The held-out packs have been evaluated."""
         recall = "".join(f"  recall@{budget} {value:.3f}" for budget, value in log.mean_recall().items())
-        self.on_message(f"held out, step {log.step}: KL {log.kl:.4f}{recall}")
+        worst = ", ".join(f"{layer} ({kl:.4f})" for layer, kl in log.worst_layers().items())
+        self.on_message(f"held out, step {log.step}: KL {log.kl:.4f}{recall}  worst layers {worst}")
+        for line in log.far_text():
+            self.on_message(line)
 
     def close(self) -> None:
         """The run is over."""

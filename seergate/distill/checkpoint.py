@@ -28,11 +28,11 @@ from seergate.durable import flush
 from seergate.errors import SeergateError
 
 FORMAT = 1
-UNSAID = {
+LEGACY_DEFAULTS = {
     **{item.name: list(x) if isinstance(x := item.default, tuple) else x for item in fields(TrainConfig)},
     "loss_scale": 1.0,
 }
-"""What a run has that does not say so: options are as they were before there was a choice."""
+"""Defaults for checkpoints written before an option existed."""
 
 _NAME = re.compile(r"step-(\d{8})")
 _DRAFT = ".draft-"
@@ -158,7 +158,7 @@ def check_same_run(path: Path, found: Mapping[str, Any], wanted: Mapping[str, An
     for name in sorted(found.keys() | wanted.keys(), key=lambda name: (name.endswith("_fingerprint"), name)):
         if name in REVISIONS and not COMMIT.fullmatch(str(found.get(name))):
             continue  # the Hub did not say which commit it was: the fingerprint tells
-        made_with, asked = (run.get(name, UNSAID.get(name)) for run in (found, wanted))
+        made_with, asked = (run.get(name, LEGACY_DEFAULTS.get(name)) for run in (found, wanted))
         if made_with != asked:
             raise SeergateError(
                 f"{path} was made with {name}={made_with!r} and this run has {asked!r}; use the same, another "

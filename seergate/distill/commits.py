@@ -1,4 +1,4 @@
-"""Which commits of the Hub a run reads. A branch moves on; a run stays at the commits that it began with.
+"""Pinned Hub commits of a run. A branch moves on; a run stays at the commits that it began with.
 
 They are looked up once, by the main process, and kept in ``commits.json``: place -> the revision that was asked for,
 and the commit that it meant.
@@ -16,15 +16,14 @@ from seergate.distill.config import TrainConfig, locate_model
 from seergate.distill.sources import COMMIT, hub_sentences, may_be_on_hub
 from seergate.durable import replacing
 from seergate.errors import SeergateError
-from seergate.gates import cached_commit
+from seergate.gates import cached_commit, unanswered
 from seergate.hf.loading import base_config
 from seergate.models.families import base_commit
+from seergate.paths import is_local_model
 
 FILE = "commits.json"
 REVISIONS = ("revision", "data_revision")
 """The options of a run that name a place in the Hub's history."""
-
-_TRANSPORTS = ("httpx", "httpx2", "httpcore", "httpcore2", "requests", "urllib3")
 
 
 def pin(config: TrainConfig, directory: Path) -> tuple[TrainConfig, dict[str, Any]]:
@@ -78,10 +77,10 @@ def _read(path: Path) -> dict[str, Any]:
 
 
 def model_commit(config: TrainConfig) -> str | None:
-    """The commit of a run's model; ``None`` for a directory, or if the library does not tell."""
+    """The commit of a run's model; ``None`` if it is on this machine, or if the library does not tell."""
     path = locate_model(config).model
     found = base_config(path, revision=config.revision)  # a damaged model is told before the Hub is asked for data
-    if Path(path).is_dir():
+    if is_local_model(path):
         return None
     return cached_commit(path, config.revision) or base_commit(found)  # newer releases of transformers
 
@@ -107,7 +106,7 @@ def _dataset_commit(config: TrainConfig) -> str | None:
     try:
         return str(dataset_info(config.data, revision=revision).sha)
     except Exception as error:
-        if not _unanswered(error):
+        if not unanswered(error):
             raise
     last = str(load_dataset_builder(config.data, config.data_config).hash)
     if revision is None:
@@ -119,11 +118,3 @@ def _dataset_commit(config: TrainConfig) -> str | None:
         f"the Hub does not answer, so it is not known what the revision {revision!r} of the dataset {config.data!r} "
         f"is; the one downloaded last is {last}: if you mean that, set data_revision to it"
     )
-
-
-def _unanswered(error: Exception) -> bool:
-    """Whether the Hub could not be reached, rather than said no."""
-    status = getattr(getattr(error, "response", None), "status_code", None)
-    if status is not None:
-        return bool(status >= 500)
-    return isinstance(error, (ConnectionError, TimeoutError)) or type(error).__module__.split(".")[0] in _TRANSPORTS

@@ -20,17 +20,23 @@ import yaml
 from seergate.chain_sum import GIVENS, NAMES
 from seergate.config import POOLINGS, RETENTION, GateConfig, check_recipe
 from seergate.errors import SeergateError, did_you_mean
-from seergate.paths import shipped
+from seergate.paths import GGUF, is_local_model, shipped
 from seergate.yaml_file import read_yaml
 
 DEFAULT_PRESET = "tiny-reasoner"
 """What trains when no model is named: the one that ships with seergate and needs no network."""
 
-CHAIN_SUM, PYTHON_TEXT = "chain_sum", "python_text"
-"""The built-in sources of training data: problems of the tiny reasoner's task, and Python's standard library."""
+RECOMMENDED = "configs/recipes/recommended.yaml"
+"""The recipe of models without a preset."""
+
+CHAIN_SUM = "chain_sum"
+"""The built-in source of training data: problems of the tiny reasoner's task."""
 
 TRACKERS = ("tensorboard", "wandb", "trackio")
 """What can follow a run, by the names that Hugging Face's trainers have for them."""
+
+MAX_LENGTH = 32768
+"""Tokens of the paper's packs; models with fewer positions get shorter ones."""
 
 _SHARE = re.compile(r"\d*\.?\d+(e[+-]?\d+)?")
 
@@ -56,7 +62,7 @@ class ModelOptions:
     _argument_group_name = "model"
 
     model: str = _option(
-        MISSING, f"preset of configs/, directory or Hub id (org/name) of the frozen model [{DEFAULT_PRESET}]"
+        MISSING, f"preset of configs/, directory, GGUF or Hub id (org/name) of the frozen model [{DEFAULT_PRESET}]"
     )
     revision: str | None = _option(None, "revision of the model on the Hub")
     rope_scaling: str | None = _option(
@@ -104,6 +110,14 @@ class GateOptions:
         "what scores blocks to read: SeerAttention-R's gate, the index branch of MiniMax Sparse Attention or the "
         "indexer of DeepSeek Sparse Attention; or tokens to keep: the gates of Fast KVzip or TRIM-KV",
     )
+    sink_blocks: int = _option(
+        0, "first blocks of a text that the gates leave out of what they learn; decoding always reads them"
+    )
+    init: Literal["random", "model"] = _option(
+        "random",
+        "how fresh gates begin: with random weights, or with the model's own product of queries and pooled keys plus "
+        "these (attn_gate as wide as the model's heads)",
+    )
     init_gates: str | None = _option(
         None, "gates to begin with, of the same model and architecture: a directory or Hub id [fresh ones]"
     )
@@ -117,7 +131,7 @@ class DataOptions:
 
     data: str = _option(
         "open-r1/OpenR1-Math-220k",
-        "dataset: Hub id, a local file or directory (JSONL, JSON, Parquet, Arrow), chain_sum or python_text; or "
+        "dataset: Hub id, a local file or directory (JSONL, JSON, Parquet, Arrow) or chain_sum; or "
         "several, each with its share of the rows (org/a:0.7 b.jsonl:0.3), a Hub id with its revision "
         "(org/a@main:0.7)",
         nargs="+",
@@ -133,7 +147,9 @@ class DataOptions:
     streaming: bool = _option(False, "read a Hub dataset row by row instead of downloading it (set data_limit too)")
     chain_sum_variables: tuple[int, ...] = _option((8, 75), "smallest and largest problem of chain_sum")
     chat_template: str | None = _option(None, "a .jinja file to use instead of the model's own chat template")
-    max_length: int = _option(32768, "tokens per pack; no sample may be longer")
+    max_length: int = _option(
+        MAX_LENGTH, "tokens per pack; no sample may be longer; the model's positions, if the default is more"
+    )
     over_length: Literal["truncate", "drop"] = _option("truncate", "what happens to samples longer than max_length")
     token_cache: str | None = _option(None, "directory for tokenised data [~/.cache/seergate/tokens]")
 
@@ -144,6 +160,11 @@ class RecipeOptions:
 
     _argument_group_name = "recipe"
 
+    recipe: Literal["paper", "recommended"] = _option(
+        "paper",
+        "the defaults of all other options: paper for those of SeerAttention-R, or recommended for those of "
+        "configs/recipes/recommended.yaml, which is the default of models without a preset",
+    )
     max_steps: int = _option(800, "optimizer steps")
     packs_per_step: int = _option(16, "packs per optimizer step, over all processes together")
     gradient_accumulation_steps: int | None = _option(
@@ -155,6 +176,7 @@ class RecipeOptions:
     weight_decay: float = _option(0.0, "AdamW's weight decay")
     max_grad_norm: float = _option(1.0, "largest norm of the gradient; 0 switches clipping off")
     row_start: float = _option(0.5, "only rows from this fraction of each sample on count in the loss, in [0, 1)")
+    row_stride: int = _option(1, "of these, only every so many-th row counts, others in each pack")
     reduction: Literal["row_mean", "published"] = _option(
         "row_mean", "row_mean: true KL in nats per row; published: the weighting of the published code"
     )
@@ -185,7 +207,7 @@ class RunOptions:
     )
     logging_steps: int = _option(10, "steps between plain log lines where there is no terminal")
     recall_budgets: tuple[int, ...] = _option(
-        (1024, 2048, 4096), "token budgets at which the recall of teacher mass is logged"
+        (1024, 2048, 4096), "token budgets, shorter than packs, at which the recall of teacher mass is logged"
     )
     report_to: tuple[str, ...] = _option(
         ("tensorboard",), f"where every step's numbers go: some of {','.join(TRACKERS)}, or none"
@@ -230,7 +252,15 @@ class TrainConfig(RunOptions, RecipeOptions, DataOptions, GateOptions, ModelOpti
 
     def __post_init__(self) -> None:
         self.gates(128)
-        check_recipe(self.scorer, self.target, self.reduction, self.target_budget, self.block_size)
+        check_recipe(
+            self.scorer,
+            self.target,
+            self.reduction,
+            self.target_budget,
+            self.block_size,
+            self.sink_blocks,
+            self.row_stride,
+        )
         for name in ("max_steps", "packs_per_step", "max_length", "save_total_limit", "logging_steps"):
             self._must(name, getattr(self, name) >= 1, "a positive integer")
         for name in ("warmup_steps", "save_steps", "eval_steps", "eval_packs"):
@@ -238,8 +268,11 @@ class TrainConfig(RunOptions, RecipeOptions, DataOptions, GateOptions, ModelOpti
         packs = self.gradient_accumulation_steps
         self._must("gradient_accumulation_steps", packs is None or packs >= 1, "a positive integer")
         self._must("init_gates", self.init_gates != "", "a directory or Hub id")
+        fresh = self.init_gates is None and self.scorer == "attn_gate"
+        self._must("init", fresh or self.init == "random", "random with init_gates or a scorer other than attn_gate")
         self._must("data_limit", self.data_limit is None or self.data_limit >= 1, "a positive integer")
-        self._must("max_length", self.max_length > self.block_size, f"larger than block_size ({self.block_size})")
+        unread = (1 + self.sink_blocks) * self.block_size
+        self._must("max_length", self.max_length > unread, f"larger than {unread}: the sink blocks and one block more")
         self._must("learning_rate", 0 < self.learning_rate < math.inf, "a positive number")
         self._must(
             "min_lr", 0 <= self.min_lr <= self.learning_rate, f"between 0 and learning_rate ({self.learning_rate})"
@@ -271,7 +304,7 @@ class TrainConfig(RunOptions, RecipeOptions, DataOptions, GateOptions, ModelOpti
         self._must("report_to", known, f"some of {', '.join(TRACKERS)}, or none alone")
         repo = self.push_to_hub
         self._must("push_to_hub", repo is None or bool(_ORG_NAME.fullmatch(repo)), "a Hub repository (org/name)")
-        self._must("data", bool(self.data), "a Hub id, a local path, chain_sum or python_text")
+        self._must("data", bool(self.data), "a Hub id, a local path or chain_sum")
         shares = [found.share if found else 0.0 for found in self._shares()]
         names = [found.name for found in self._shares() if found]
         mixed = all(shares) and len(set(names)) == len(names)
@@ -310,6 +343,7 @@ class TrainConfig(RunOptions, RecipeOptions, DataOptions, GateOptions, ModelOpti
             qk_norm=self.qk_norm,
             rope=self.rope,
             scorer=self.scorer,
+            sink_blocks=self.sink_blocks,
         )
 
     @property
@@ -372,7 +406,7 @@ class TrainConfig(RunOptions, RecipeOptions, DataOptions, GateOptions, ModelOpti
     def result_shaping(self) -> dict[str, Any]:
         """The fields that change the finished gates: a checkpoint can only be continued with the same ones."""
         free = {item.name for item in fields(RunOptions)} - {"eval_packs"}  # held-out packs are not trained on
-        free |= {"output_dir", "base_memory_gb", "shard_base", "token_cache"}
+        free |= {"output_dir", "base_memory_gb", "shard_base", "token_cache", "recipe"}
         return {name: value for name, value in self.to_dict().items() if name not in free}
 
     def save(self, path: Path) -> None:
@@ -479,11 +513,11 @@ def _check_names(names: Iterable[str], where: str = "") -> None:
 
 
 def load_train_config(model: str | None = None, overrides: Mapping[str, Any] | None = None) -> TrainConfig:
-    """Defaults, then the preset, then ``overrides``.
+    """Defaults of the recipe, then the preset, then ``overrides``.
 
     Args:
-        model: a directory that holds a model, a preset of ``configs/`` in any case (``"Qwen3-8B"``), or a Hub id.
-            A preset's own Hub id names it too: ``"Qwen/Qwen3-8B"`` gets the preset's settings.
+        model: a directory that holds a model, a GGUF file, a preset of ``configs/`` in any case (``"Qwen3-8B"``), or a
+            Hub id. A preset's own Hub id names it too: ``"Qwen/Qwen3-8B"`` gets the preset's settings.
         overrides: options that win over the preset's.
 
     Raises:
@@ -494,10 +528,12 @@ def load_train_config(model: str | None = None, overrides: Mapping[str, Any] | N
     model = model or overrides.get("model") or DEFAULT_PRESET
     known = presets()
     values: dict[str, Any] = {"model": model}
-    if Path(model).is_dir():
+    if is_local_model(model):
         pass
     elif model.lower() in known:
         values = read_options(known[model.lower()])
+    elif model.lower().endswith(GGUF):
+        raise SeergateError(f"the model file {model!r} does not exist")
     elif _ORG_NAME.fullmatch(model):
         for path in known.values():
             preset = read_yaml(path)
@@ -505,13 +541,22 @@ def load_train_config(model: str | None = None, overrides: Mapping[str, Any] | N
                 values = preset
     else:
         hint = did_you_mean(model, known)
-        raise SeergateError(f"model {model!r} is neither a directory, nor a Hub id (org/name), nor a preset; {hint}")
+        raise SeergateError(
+            f"model {model!r} is neither a directory, nor a GGUF file, nor a Hub id (org/name), nor a preset; {hint}"
+        )
     overrides.pop("model", None)
-    return TrainConfig.from_dict({**values, **overrides})
+    given = {**values, **overrides}
+    gated = given.get("scorer", "attn_gate") == "attn_gate"  # the recommended recipe is for these gates
+    given.setdefault("recipe", "recommended" if gated and values.keys() == {"model"} else "paper")
+    defaults = read_options(shipped(RECOMMENDED)) if given["recipe"] == "recommended" else {}
+    for name, instead_of in (("init_gates", "init"), ("packs_per_step", "gradient_accumulation_steps")):
+        if given.get(name):
+            defaults.pop(instead_of, None)
+    return TrainConfig.from_dict({**defaults, **given})
 
 
 def locate_model(config: TrainConfig) -> TrainConfig:
-    """The same run with ``model`` as something `from_pretrained` can load: a directory that exists, or a Hub id.
+    """The same run with ``model`` as something `load_base` can load: a directory or a GGUF file here, or a Hub id.
 
     Raises:
         SeergateError: if it names a directory that is not there, or a chat template that is not.
@@ -519,7 +564,7 @@ def locate_model(config: TrainConfig) -> TrainConfig:
     if config.chat_template is not None and not Path(config.chat_template).is_file():
         raise SeergateError(f"chat_template is {config.chat_template!r}; it must be a .jinja file that exists")
     path = Path(config.model)
-    if path.is_dir():
+    if is_local_model(path):
         return config
     try:
         return replace(config, model=str(shipped(config.model)))

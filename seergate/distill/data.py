@@ -32,7 +32,7 @@ ROWS_PER_PROCESS = 2000
 
 @dataclass(frozen=True)
 class DataReport:
-    """What became of a dataset's rows.
+    """Counts of a dataset's rows by outcome.
 
     Attributes:
         rows: rows read.
@@ -330,7 +330,7 @@ def _parsed(row: dict[str, str]) -> Any:
 
 
 def default_cache() -> Path:
-    """Where tokens go unless told otherwise."""
+    """Default directory of tokenised data."""
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "seergate" / "tokens"
 
 

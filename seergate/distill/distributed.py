@@ -11,6 +11,7 @@ import hashlib
 import math
 import os
 import socket
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -36,7 +37,7 @@ PATIENCE_VARIABLE = "SEERGATE_TIMEOUT_HOURS"
 """The environment variable that sets another number of hours for both."""
 
 _MISTAKES = (ValueError, OSError, torch.OutOfMemoryError)
-"""What a user can mend; anything else is a fault of ours and keeps its traceback."""
+"""Errors shown as one sentence; others keep their traceback."""
 
 
 class CommonError(SeergateError):
@@ -49,7 +50,7 @@ class CommonError(SeergateError):
 
 
 def patience(default_hours: float = PATIENCE_HOURS) -> timedelta:
-    """How long a process waits for the others.
+    """Time that a process waits for the others.
 
     Raises:
         SeergateError: if the environment variable holds no positive number.
@@ -65,8 +66,8 @@ def patience(default_hours: float = PATIENCE_HOURS) -> timedelta:
 
 
 @dataclass(frozen=True)
-class World:
-    """This process among the others.
+class DistributedState:
+    """This process's place in the distributed run.
 
     Attributes:
         rank: its number, 0 is the one that writes and prints.
@@ -82,13 +83,13 @@ class World:
 
     @property
     def is_main(self) -> bool:
-        """Whether this process writes and prints."""
+        """True if this process writes and prints."""
         return self.rank == 0
 
     def barrier(self) -> None:
         """Wait for every process."""
         if self.size > 1:
-            _connected(dist.barrier)
+            _connected(lambda: dist.all_reduce(torch.zeros(1)))
 
     def sum(self, x: torch.Tensor) -> torch.Tensor:
         """The sum over all processes, in place."""
@@ -97,13 +98,13 @@ class World:
         return x
 
     def from_main(self, make: Callable[[], T]) -> T:
-        """What the main process makes, in every process.
+        """Broadcast the main process's result to every process.
 
         Raises:
             CommonError: if it fails.
         """
         made: list[Any] = [None]
-        with self.together():
+        with self.fail_together():
             if self.is_main:
                 made = [make()]
         if self.size > 1:
@@ -112,7 +113,7 @@ class World:
         return result
 
     def in_turn(self, make: Callable[[], T]) -> T:
-        """What every process makes: the main one first, then one of every other machine, then the rest.
+        """Run ``make`` in every process: the main one first, then one of every other machine, then the rest.
 
         So what the first ones download or compute is in the cache of the others.
 
@@ -122,14 +123,14 @@ class World:
         turns = (self.is_main, self.local_rank == 0 and not self.is_main, self.local_rank != 0 and not self.is_main)
         made: list[T] = []
         for mine in turns:
-            with self.together():
+            with self.fail_together():
                 if mine:
                     made.append(make())
         return made[0]
 
     @contextmanager
-    def together(self) -> Iterator[None]:
-        """A part of the work that every process must get through: if one fails, all stop and all know why.
+    def fail_together(self) -> Iterator[None]:
+        """Run a part of the work in every process; if it fails in one, raise in all of them.
 
         The part itself must not talk to other processes. A process alone raises what it raised.
 
@@ -161,18 +162,21 @@ class World:
         if self.size == 1:
             return
         digest = int.from_bytes(hashlib.blake2b(value.encode(), digest_size=6).digest())
-        both = torch.tensor([digest, -digest], device=self.device)
+        both = torch.tensor([digest, -digest])
         _connected(lambda: dist.all_reduce(both, op=dist.ReduceOp.MAX))
         if both[0] != -both[1]:
             raise CommonError(complaint)
 
     def leave(self) -> None:
-        """Close the connections."""
+        """Close the connections, all processes at the same time.
+
+        After an error, which may be of one process alone, see `end_in_company` instead.
+        """
         if dist.is_initialized():
             dist.destroy_process_group()
 
 
-def join_world(*, deepspeed: bool) -> World:
+def init_distributed(*, deepspeed: bool) -> DistributedState:
     """Connect to the other processes, if there are any.
 
     Raises:
@@ -197,18 +201,32 @@ def join_world(*, deepspeed: bool) -> World:
         if size == 1:
             os.environ.setdefault("MASTER_PORT", str(_free_port()))
     if (deepspeed or size > 1) and not dist.is_initialized():
-        backend, bound = ("nccl", device) if cuda else ("gloo", None)
+        # Objects, and all that is said before the first step, go through gloo: waiting in NCCL would keep cores and
+        # GPUs busy. Its communicators are made at the first sum over packs, after data was tokenised in forked
+        # processes, which InfiniBand may not survive.
+        backend = "cpu:gloo,cuda:nccl" if cuda else "gloo"
         try:
-            dist.init_process_group(backend, device_id=bound, timeout=patience())
+            dist.init_process_group(backend, timeout=patience())
         except RuntimeError as error:
             raise SeergateError(f"the processes of this run could not be connected: {first_line(error)}") from error
-    return World(rank, size, local_rank, device)
+    return DistributedState(rank, size, local_rank, device)
 
 
 def expect_steps(group: dist.ProcessGroup | None = None) -> None:
     """From now on a process waits for the others of a group, by default all, as long as a step may take."""
     if dist.is_initialized():
         dist.distributed_c10d._set_pg_timeout(patience(STEP_HOURS), group)
+
+
+def end_in_company(code: int) -> None:
+    """End this process at once if it is connected to others, for which the launcher ends them, too.
+
+    They may have gone, or wait for it: to close the connections could take as long as a step may, with NCCL.
+    """
+    if dist.is_initialized() and dist.get_world_size() > 1:
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(code)
 
 
 def _connected(talk: Callable[[], object]) -> None:

@@ -20,11 +20,12 @@ import torch
 from torch import Tensor, nn
 
 from seergate.distill.config import TrainConfig
-from seergate.distill.distributed import World, expect_steps
+from seergate.distill.distributed import DistributedState, expect_steps
 from seergate.distill.packing import PackedBatch
 from seergate.errors import SeergateError, how_to_install
-from seergate.hf.learning import DistillOutput, Lesson, StoredGradients
+from seergate.hf.distill_loss import DistillOutput, DistillSpec, StoredGradients
 from seergate.hf.teacher_forward import distill_steps
+from seergate.models import families
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -37,7 +38,7 @@ MOMENTS = ("exp_avg", "exp_avg_sq")
 
 @dataclass(frozen=True)
 class Losses:
-    """What one pack gave, detached.
+    """Losses of one pack, detached.
 
     Attributes:
         loss: scalar.
@@ -60,17 +61,28 @@ class DistillModule(nn.Module):
 
     def __init__(self, bank: GateBank, base: PreTrainedModel, config: TrainConfig) -> None:
         super().__init__()
+        families.check_gates(base, bank)
         self.bank = bank
         object.__setattr__(self, "base", base)
         self.config = config
         self.ready: DistillOutput | None = None
         """The outcome of the next pack, where several modules have had it computed together."""
 
-    def lesson(self, row_start: float | None = None) -> Lesson:
-        """What the gates learn from a pack; by default from the rows to train on."""
+    def distill_spec(self, row_start: float | None = None, row_shift: int = 0, far: bool = False) -> DistillSpec:
+        """The loss of the gates on a pack; by default on the rows to train on."""
         config = self.config
-        start = config.row_start if row_start is None else row_start
-        return Lesson(self.bank, start, config.reduction, config.recall_budgets, config.target, config.target_budget)
+        return DistillSpec(
+            self.bank,
+            config.row_start if row_start is None else row_start,
+            config.reduction,
+            config.recall_budgets,
+            config.target,
+            config.target_budget,
+            config.row_stride,
+            row_shift,
+            checked=True,
+            far=far,
+        )
 
     def forward(
         self, input_ids: Tensor | None, cu_seqlens: Tensor | None = None, row_start: float | None = None
@@ -87,7 +99,7 @@ class DistillModule(nn.Module):
             return nothing, nothing, nothing
         out, self.ready = self.ready, None
         if out is None:
-            (out,) = distill_steps([self.lesson(row_start)], self.base, input_ids, cu_seqlens)
+            (out,) = distill_steps([self.distill_spec(row_start)], self.base, input_ids, cu_seqlens)
         return out.loss, out.kl_per_layer, out.recall
 
 
@@ -107,12 +119,12 @@ class OptimizerState:
 
 
 class Engine(Protocol):
-    """What the training loop needs."""
+    """Interface of the training loop to an engine."""
 
     def accumulate(self, batch: PackedBatch) -> Losses:
         """Add one pack's gradient."""
 
-    def even_out(self) -> None:
+    def pad_micro_batches(self) -> None:
         """Take part in what other processes do with their last packs, if they have more; after this one's last."""
 
     def update(self, lr: float) -> float:
@@ -145,7 +157,7 @@ def check_engine(config: TrainConfig, world_size: int) -> None:
         deepspeed_config(config, world_size)
 
 
-def make_engine(module: DistillModule, config: TrainConfig, world: World) -> Engine:
+def make_engine(module: DistillModule, config: TrainConfig, world: DistributedState) -> Engine:
     """The engine a run asks for, which `check_engine` has accepted.
 
     Raises:
@@ -153,7 +165,7 @@ def make_engine(module: DistillModule, config: TrainConfig, world: World) -> Eng
     """
     if not config.deepspeed:
         return PlainEngine(module, config, world)
-    with world.together():
+    with world.fail_together():
         wait_for_builds()
     return DeepSpeedEngine(module, config, world)
 
@@ -168,7 +180,7 @@ def make_optimizer(parameters: list[nn.Parameter], config: TrainConfig) -> torch
 class PlainEngine:
     """PyTorch alone; with several processes, gradients are summed in one all-reduce per step."""
 
-    def __init__(self, module: DistillModule, config: TrainConfig, world: World) -> None:
+    def __init__(self, module: DistillModule, config: TrainConfig, world: DistributedState) -> None:
         self._module, self._config, self._world = module, config, world
         self._named = dict(module.bank.named_parameters())
         self._optimizer = make_optimizer(list(self._named.values()), config)
@@ -180,7 +192,7 @@ class PlainEngine:
         (loss / self._config.packs_per_step).backward()
         return Losses(loss.detach(), kl, recall)
 
-    def even_out(self) -> None:
+    def pad_micro_batches(self) -> None:
         """Do nothing: processes meet in `update` only."""
 
     def update(self, lr: float) -> float:
@@ -226,7 +238,7 @@ class PlainEngine:
 class DeepSpeedEngine:
     """DeepSpeed ZeRO stage 1 or 2 over the gates."""
 
-    def __init__(self, module: DistillModule, config: TrainConfig, world: World) -> None:
+    def __init__(self, module: DistillModule, config: TrainConfig, world: DistributedState) -> None:
         import deepspeed
 
         self._named = dict(module.bank.named_parameters())
@@ -246,7 +258,7 @@ class DeepSpeedEngine:
         self._backward(loss)
         return Losses(loss.detach(), kl.detach(), recall.detach())
 
-    def even_out(self) -> None:
+    def pad_micro_batches(self) -> None:
         """Add zeros until this process has had as many packs as any: DeepSpeed sums at each of them."""
         while self._pending < self._micro_batches:
             self._backward(self._engine(None)[0])
@@ -282,7 +294,7 @@ class DeepSpeedEngine:
         from deepspeed.utils import safe_set_full_fp32_param, safe_set_full_optimizer_state
 
         # AdamW and DeepSpeed make their state at the first step: here at one that changes nothing.
-        self.even_out()
+        self.pad_micro_batches()
         self.update(lr=0.0)
         self._step = state.step
         for moments in self._engine.optimizer.optimizer.state.values():
@@ -334,6 +346,8 @@ def deepspeed_config(config: TrainConfig, world_size: int) -> dict[str, Any]:
                 f"{config.deepspeed} sets {name} to {values[name]}; this run needs {value} (or 'auto')"
             )
         values[name] = value
+    # It would wait for the device at each pack, for a speed that nobody reads here.
+    values.setdefault("timers", {}).setdefault("throughput", {}).setdefault("enabled", False)
     return values
 
 

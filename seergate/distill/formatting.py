@@ -216,12 +216,12 @@ def question(row: Any) -> list[dict[str, str]]:
     """
     if not isinstance(row, Mapping):
         raise MalformedRow("not a record")
-    turns = row.get("prompt") if row.get("messages") is None else row["messages"]
+    turns = next((row[name] for name in ("messages", "prompt", "question") if row.get(name) is not None), None)
     messages = [] if turns is None else [_message(turn) for turn in _turns(turns, "user")]
     while messages and messages[-1]["role"] == "assistant":
         messages.pop()
     if not messages:
-        raise MalformedRow("no question")
+        raise MalformedRow("no messages, prompt or question")
     return messages
 
 

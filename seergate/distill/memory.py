@@ -1,4 +1,4 @@
-"""How many bytes a run needs, from shapes alone. The formulas follow the code; a test holds them to its allocations.
+"""Estimated bytes of a run, from shapes alone. The formulas follow the code; a test holds them to its allocations.
 
 Letters: T tokens of a pack, u bytes per number of the frozen model, h its hidden size, I its MLP's width, H query
 heads, K KV heads, D head dimension, E gate dimension.
@@ -15,11 +15,11 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from seergate.distill.base_model import base_dtype
+from seergate.distill.base_model import base_dtype, is_gguf
 from seergate.distill.config import TrainConfig
 from seergate.distill.engines import deepspeed_config
 from seergate.hf.bank import GateBank
-from seergate.hf.teacher_forward import TILE
+from seergate.hf.teacher_forward import tile_rows
 from seergate.models.families import decoder_of, text_config
 from seergate.ops.torch_impl.teacher import CHUNK_BYTES_CPU, CHUNK_BYTES_DEVICE
 
@@ -34,6 +34,10 @@ WORKING_BYTES = 150_000_000
 """On a processor, resident memory above the tensors: what the allocator keeps, and libraries while they compute. In a
 step of one or two layers of Qwen3-8B's width 0.12 to 0.18 GB, from 2k to 32k tokens (two threads)."""
 
+CONTEXT_BYTES, FRAGMENTS = 1_000_000_000, 0.07
+"""Of a GPU's memory, what is left for CUDA's context, NCCL and cuBLAS, and the share that the allocator cannot use for
+the next tensor. Assumed, not measured."""
+
 TILE_COPIES = 7.4
 """Intermediate results of the query branch per output, all in float32: measured, as its autograd graph decides it."""
 
@@ -43,8 +47,8 @@ class Memory:
     """Bytes per process while a pack is in the works.
 
     Attributes:
-        base: the frozen model on the device, without its LM head. On a processor, weights that need no conversion are
-            pages of the file, read when they are used: then without the embedding too.
+        base: the frozen model on the device, without its LM head. On a processor, weights that need no conversion stay
+            memory-mapped (embedding included).
         base_elsewhere: its layers in host memory or on disk, and those of other processes.
         gathered: layers of a sharded frozen model that are put together: one computes, the next one arrives.
         gates: the gates' parameters.
@@ -133,7 +137,7 @@ def decide_sharding(
     if config.shard_base is not None:
         return config
     copies = replace(config, shard_base=False)
-    if processes == 1 or config.base_memory_gb is not None or config.quantize != "none":
+    if processes == 1 or config.base_memory_gb is not None or config.quantize != "none" or is_gguf(config):
         return copies
     fits = estimate_memory(model, bank, copies, device, processes).total <= room
     return copies if fits else replace(config, shard_base=True)
@@ -146,13 +150,17 @@ def capacity(device: torch.device, processes: int) -> int:
     return int(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")) // processes
 
 
-def overhead(device: torch.device) -> int:
-    """Bytes of Python and its libraries, and what they need while they compute, on a processor: they share its memory.
+def overhead(device: torch.device, memory: int) -> int:
+    """Bytes that are not for tensors: on a processor Python and its libraries, on a GPU an assumption.
 
     The most that this process has held so far is little more than the libraries that training uses.
+
+    Args:
+        device: what the process computes on.
+        memory: bytes of the device.
     """
     if device.type != "cpu":
-        return 0
+        return CONTEXT_BYTES + int(FRAGMENTS * memory)
     import datasets
     import torch.utils.tensorboard  # noqa: F401
 
@@ -164,7 +172,9 @@ def overhead(device: torch.device) -> int:
 def activation_bytes(model: PreTrainedModel, bank: GateBank, config: TrainConfig, device: torch.device) -> int:
     """The most that the forward holds at once, beside weights: in the gate's loss, attention or MLP of a layer."""
     base, geometry, u = text_config(model), bank.geometry, base_dtype(config, device).itemsize
-    h, tokens, tile = base.hidden_size, config.max_length, min(TILE, config.max_length)
+    h, tokens = base.hidden_size, config.max_length
+    counted = tokens - int(tokens * config.row_start)
+    tile = min(tile_rows(device), counted)
     queries, keys = geometry.num_heads * geometry.head_dim, geometry.num_kv_heads * geometry.head_dim
     gate = geometry.num_kv_heads * bank.config.gate_dim * FLOAT32
     streams = 3 if base.num_hidden_layers > 1 else 2  # embeddings, the layer's input, what the norm makes of it
@@ -176,7 +186,8 @@ def activation_bytes(model: PreTrainedModel, bank: GateBank, config: TrainConfig
     # what attention returned: the output, and what the loss needs of it
     held = tokens * (queries * u + geometry.num_heads * FLOAT32)
     branch = int(tile * (queries * (u + FLOAT32) + TILE_COPIES * gate))
-    gate_loss = inputs + held + 2 * tokens * gate + max(branch, chunk)
+    # the only tile of the query branch keeps what its gradients need
+    gate_loss = inputs + held + 2 * tokens * gate + (branch + chunk if tile == counted else max(branch, chunk))
     # what attention returns, and where the pack's sequences are put together
     attention = inputs + 2 * tokens * queries * u
     # the two inputs of the MLP's product and the product itself; in a mixture, those of each chosen expert, and what

@@ -1,4 +1,4 @@
-"""What a run will need, before any weight is loaded: bytes per component, whether it fits, tokens per second, time."""
+"""Estimate of a run before any weight is loaded: bytes per component, fit, tokens per second, time."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from seergate.distill.base_model import as_asked, base_dtype, gate_config
+from seergate.distill.base_model import as_asked, base_dtype, gate_config, is_gguf, within_positions
 from seergate.distill.config import TrainConfig, locate_model, presets
 from seergate.distill.engines import check_engine
 from seergate.distill.memory import Memory, capacity, decide_sharding, estimate_memory, overhead
@@ -46,8 +46,7 @@ class Plan:
         device: what each process computes on.
         processes: how many.
         memory: bytes per process.
-        libraries: bytes of Python and its libraries, and what they need while they compute, where they share the
-            device's memory (a processor).
+        libraries: bytes that are not for tensors, see `overhead`.
         capacity: bytes of the device's memory.
         remedies: options that would make it fit, with the bytes they would need; empty if it fits.
         step_flop: floating-point operations of an optimizer step's matrix products, all processes together.
@@ -82,7 +81,7 @@ class Plan:
 
     @property
     def fits(self) -> bool:
-        """Whether that is less than there is."""
+        """True if that is less than there is."""
         return self.total <= self.capacity
 
     @property
@@ -122,7 +121,9 @@ class Plan:
         if m.loading:
             rows["LM head and file (while loading only)"] = m.loading
         if self.libraries:
-            rows["Python and libraries"] = self.libraries
+            rows["Python and libraries" if where == "cpu" else "CUDA, NCCL and what fragments (assumed)"] = (
+                self.libraries
+            )
         rows["most at once"] = self.total
         if m.base_elsewhere:
             place = "in the other processes" if c.shard_base else "in host memory or on disk"
@@ -144,8 +145,7 @@ class Plan:
     def _verdict(self) -> str:
         room = f"{self.capacity / GB:.1f} GB"
         if self.fits:
-            left = f"fits in {room}: {(self.capacity - self.total) / GB:.1f} GB to spare"
-            return left + ("" if self.device.type == "cpu" else "; CUDA itself and fragmentation are not counted")
+            return f"fits in {room}: {(self.capacity - self.total) / GB:.1f} GB to spare"
         if not self.remedies:
             return f"does NOT fit in {room}"
         ways = "; ".join(f"{option} ({size / GB:.1f} GB)" for option, size in self.remedies.items())
@@ -209,13 +209,15 @@ def make_plan(
     place = torch.device(device or ("cuda" if memory_gb is not None else here))
     if place.type == "cuda" and here != "cuda" and memory_gb is None:
         raise SeergateError("device is 'cuda' and this machine has no CUDA device; give --memory-gb")
-    model = skeleton(as_asked(architecture(config), config))
+    shape = as_asked(architecture(config), config)
+    config, model = within_positions(config, shape), skeleton(shape)
     gates = gate_config(config, model)
     geometry = gate_geometry(model, gates)
     with torch.device("meta"):
         bank = GateBank(gates, geometry)
-    libraries = overhead(place)
-    room = (int(memory_gb * GB) if memory_gb is not None else capacity(place, processes)) - libraries
+    whole = int(memory_gb * GB) if memory_gb is not None else capacity(place, processes)
+    libraries = overhead(place, whole)
+    room = whole - libraries
     config = decide_sharding(model, bank, config, place, processes, room)
     memory = estimate_memory(model, bank, config, place, processes)
     remedies: dict[str, int] = {}
@@ -225,7 +227,8 @@ def make_plan(
             if size <= room:
                 remedies[option] = size + libraries
         enough = 2 * processes
-        while enough <= MOST_PROCESSES and config.quantize == "none" and config.base_memory_gb is None:
+        divides = config.quantize == "none" and config.base_memory_gb is None and not is_gguf(config)
+        while enough <= MOST_PROCESSES and divides:
             size = estimate_memory(model, bank, replace(config, shard_base=True), place, enough).total
             if size <= room:
                 remedies[f"--processes {enough}"] = size + libraries
@@ -272,7 +275,7 @@ def make_plan(
 def _remedies(config: TrainConfig, memory: Memory, room: int) -> list[tuple[str, TrainConfig]]:
     """Changes worth trying, the least costly first."""
     tries: list[tuple[str, TrainConfig]] = []
-    if config.quantize == "none" and config.base_memory_gb is None and not config.shard_base:
+    if config.quantize == "none" and config.base_memory_gb is None and not config.shard_base and not is_gguf(config):
         tries += [(f"--quantize {kind}", replace(config, quantize=kind)) for kind in ("bnb-8bit", "bnb-4bit")]
         spare = int(10 * (room - (memory.total - memory.base) * 1.25) / GB) / 10
         if spare > 0:

@@ -1,4 +1,4 @@
-"""Where training rows come from: generated problems, Python's standard library, local files, or the Hub.
+"""Sources of training rows: generated problems, local files, or the Hub.
 
 All become a `datasets.Dataset`, which keeps them in an Arrow file. JSON is read line by line here rather than by
 `datasets`, which refuses a whole file for one row of another shape; one bad line must cost one line. Such rows, and
@@ -17,10 +17,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from seergate.chain_sum import make_problems
-from seergate.distill.config import CHAIN_SUM, PYTHON_TEXT, TrainConfig
+from seergate.distill.config import CHAIN_SUM, TrainConfig
 from seergate.errors import SeergateError, first_line
 from seergate.gates import datasets_at_once, hub_reason
-from seergate.python_text import modules
 
 if TYPE_CHECKING:
     from datasets import Dataset
@@ -56,9 +55,6 @@ def open_source(config: TrainConfig, cache: Path) -> Dataset:
     if config.data == CHAIN_SUM:
         count, (low, high) = config.data_limit or CHAIN_SUM_PROBLEMS, config.chain_sum_variables
         return _copied(CHAIN_SUM, _problems, cache, count=count, low=low, high=high, seed=TRAINING_SEEDS + config.seed)
-    if config.data == PYTHON_TEXT:
-        texts = list(modules(held_out=False).values())[: config.data_limit]
-        return _copied(PYTHON_TEXT, _texts, cache, texts=texts)
     path = Path(config.data).expanduser()
     if path.exists():
         for name in ("data_config", "data_revision"):
@@ -74,10 +70,10 @@ def open_source(config: TrainConfig, cache: Path) -> Dataset:
 
 
 def may_be_on_hub(config: TrainConfig) -> bool:
-    """Whether ``data`` names neither what every installation has nor a file."""
+    """True if ``data`` names neither what every installation has nor a file."""
     path = Path(config.data).expanduser()
     names_a_file = path.suffix in (*JSON_SUFFIXES, *TABLE_SUFFIXES) or config.data.startswith((".", "/", "~"))
-    return not (config.data in (CHAIN_SUM, PYTHON_TEXT) or names_a_file or path.exists())
+    return not (config.data == CHAIN_SUM or names_a_file or path.exists())
 
 
 def _copied(source: str, read: Callable[..., Iterator[dict[str, str]]], cache: Path, **arguments: Any) -> Dataset:
@@ -111,7 +107,7 @@ def _not_empty(
 
 
 def no_rows(source: str) -> str:
-    """What is wrong with an empty dataset."""
+    """Error message of an empty dataset."""
     return f"the dataset {source!r} has nothing to train on: it has no rows"
 
 
@@ -126,11 +122,6 @@ def _limited(rows: Dataset, limit: int | None) -> Dataset:
 def _problems(count: int, low: int, high: int, seed: int) -> Iterator[dict[str, str]]:
     for problem in make_problems(count, (low, high), seed):
         yield _as_json({"messages": problem.messages})
-
-
-def _texts(texts: list[str]) -> Iterator[dict[str, str]]:
-    for text in texts:
-        yield _as_json({"text": text})
 
 
 def _local(path: Path, config: TrainConfig, cache: Path) -> Dataset:

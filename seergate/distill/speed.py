@@ -1,4 +1,4 @@
-"""How fast a model can be distilled on this machine, measured on one layer with random weights.
+"""Measured distillation speed of this machine, on one layer with random weights.
 
 The cost of a layer has three parts: one per token (projections, MLP, norms, the gate's branches), one per pair of a
 query and a key it sees (attention), and one per such pair of the rows that count in the loss (the teacher's targets
@@ -46,7 +46,8 @@ class Speed:
     Attributes:
         per_token: what does not depend on the length.
         per_pair: attention of all heads, per query and key.
-        per_loss_pair: targets and loss of all KV heads, per key and query that counts in the loss.
+        per_loss_pair: targets and loss of all KV heads, per key and query that would count in the loss without a
+            stride.
         block_size: of the gates; a row needs one past block.
         row_start: where the rows that count in the loss begin.
     """
@@ -91,7 +92,7 @@ def pack_flop(model: PreTrainedModel, bank: GateBank, config: TrainConfig, sampl
     queries = geometry.num_heads * geometry.head_dim
     gate = geometry.num_kv_heads * bank.config.gate_dim / config.block_size
     seen = sum(map(pairs, samples)) * 4 * queries * len(list(attention_modules(model)))
-    counted = sum(loss_pairs(n, config.block_size, config.row_start) for n in samples)
+    counted = sum(loss_pairs(n, config.block_size, config.row_start) for n in samples) / config.row_stride
     return 2.0 * weights * sum(samples) + seen + counted * (2 * queries + 6 * gate) * len(bank)
 
 
@@ -110,7 +111,7 @@ def measure_speed(model: PreTrainedModel, config: TrainConfig, device: torch.dev
     ids = torch.randint(0, 16, (1, length), device=device)
 
     def step() -> None:
-        distill_step(bank, layer, ids, row_start=config.row_start).loss.backward()
+        distill_step(bank, layer, ids, row_start=config.row_start, row_stride=config.row_stride).loss.backward()
 
     whole = _seconds(step, device)
     per_pair = _attention(bank, config, device)
@@ -175,6 +176,7 @@ def _gate_loss(bank: GateBank, config: TrainConfig, device: torch.device) -> flo
         qg = gate.queries(q.transpose(0, 1)[None], positions)[0].transpose(0, 1)
         kg = gate.keys(gate.pool(k.transpose(0, 1)[None]), positions[:: gate.entry_tokens])[0].transpose(0, 1)
     qg.requires_grad_(), kg.requires_grad_()
+    rules |= {"sink_blocks": config.sink_blocks, "row_stride": config.row_stride}
     loss_op = loss_of(gate, config.target, config.target_budget)
 
     def run() -> None:

@@ -1,4 +1,4 @@
-"""Where the numbers and pictures of a run go while it runs: TensorBoard, Weights & Biases, Trackio."""
+"""Experiment trackers: TensorBoard, Weights & Biases, Trackio."""
 
 from __future__ import annotations
 

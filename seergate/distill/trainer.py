@@ -27,19 +27,22 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch import Tensor
 
+from seergate.config import RETENTION
 from seergate.distill import commits
 from seergate.distill.base_model import (
     FROZEN,
     accompany,
     base_dtype,
     check_model,
+    fresh_gates,
     frozen_config,
     gate_config,
     load_frozen,
     offload_folder,
 )
-from seergate.distill.callbacks import Callback, Console, EvalLog, StepLog, memory_gb
+from seergate.distill.callbacks import Callback, Console, EvalLog, Far, StepLog, memory_gb
 from seergate.distill.checkpoint import (
     Checkpoint,
     check_same_run,
@@ -54,16 +57,17 @@ from seergate.distill.checkpoint import (
 )
 from seergate.distill.config import TrainConfig, locate_model
 from seergate.distill.data import DataReport, prepare_data, token_files
-from seergate.distill.distributed import CommonError, World, expect_steps, join_world
+from seergate.distill.distributed import CommonError, DistributedState, expect_steps, init_distributed
 from seergate.distill.engines import DistillModule, Losses, check_engine, make_engine, prepare_deepspeed
 from seergate.distill.memory import capacity, decide_sharding, overhead
 from seergate.distill.packing import PackedBatch, PackOrder
+from seergate.distill.speed import loss_pairs
 from seergate.distill.tracking import Tracking, check_trackers
 from seergate.errors import SeergateError, first_line
 from seergate.fingerprint import fingerprint
 from seergate.gates import asking_nothing, base_note, save_adapter
 from seergate.hf.bank import GateBank
-from seergate.hf.learning import PUBLISHED_SCALE
+from seergate.hf.distill_loss import PUBLISHED_SCALE
 from seergate.hf.loading import download_weights, load_tokenizer, skeleton
 from seergate.hf.teacher_forward import distill_steps
 
@@ -72,6 +76,9 @@ if TYPE_CHECKING:
 
 STOP_SIGNALS = ("SIGTERM", "SIGUSR1")
 """A cluster sends one of them before it kills: the run saves a checkpoint and ends."""
+
+RECIPE_TOKENS = 800 * 16 * 32768
+"""What the gates of SeerAttention-R see in training (section 4.1): steps, packs, tokens."""
 
 NON_FINITE_LIMIT = 20
 """Packs without a finite loss and gradient that a run leaves out; with one more, something is wrong with the run."""
@@ -126,7 +133,7 @@ def prepare_run(config: TrainConfig) -> DataReport:
         SeergateError: see `run_distillation`.
     """
     config = replace(config, output_dir=str(config.run_dir))
-    alone = World(rank=0, size=1, local_rank=0, device=torch.device("cpu"))
+    alone = DistributedState(rank=0, size=1, local_rank=0, device=torch.device("cpu"))
     run = _Run("", config, locate_model(config).model, alone, (), talks=False)
     run.check()
     run.check_checkpoint()
@@ -163,7 +170,7 @@ def run_together(runs: Mapping[str, tuple[TrainConfig, Iterable[Callback]]]) -> 
     through_model = any(config.scorer == "trim_kv" for config in configs)
     if configs[0].deepspeed:
         prepare_deepspeed()
-    world = join_world(deepspeed=bool(configs[0].deepspeed))
+    world = init_distributed(deepspeed=bool(configs[0].deepspeed))
     _share_cores(world)
     if not world.is_main:
         import datasets
@@ -173,9 +180,9 @@ def run_together(runs: Mapping[str, tuple[TrainConfig, Iterable[Callback]]]) -> 
         datasets.disable_progress_bars()
     members: list[_Run] = []
     try:
-        with asking_nothing(world.local_rank != 0):  # the first process of the machine has asked, `World.in_turn`
+        with asking_nothing(world.local_rank != 0):  # `in_turn`: the machine's first process has asked
             for name, (config, callbacks) in runs.items():
-                with world.together():
+                with world.fail_together():
                     located = locate_model(config)
                 config = replace(config, output_dir=str(config.run_dir)).in_processes(world.size)
                 if through_model:  # a model that gates are trained through is whole in every process
@@ -193,6 +200,7 @@ def run_together(runs: Mapping[str, tuple[TrainConfig, Iterable[Callback]]]) -> 
             _in_step(members, requested)
         for run in members:
             run.finish()
+        world.leave()
         return [run.dir for run in members]
     except torch.OutOfMemoryError as error:
         advice = "`seergate plan` with the same options says what would (max_length, quantize, base_memory_gb)"
@@ -205,22 +213,25 @@ def run_together(runs: Mapping[str, tuple[TrainConfig, Iterable[Callback]]]) -> 
     finally:
         for run in members:
             run.close()
-        world.leave()
+        if world.size == 1:  # with others never after an error: see `end_in_company`
+            world.leave()
 
 
 @dataclass(frozen=True)
 class _Pass:
-    """A run is about to compute a pack, and waits for its outcome.
+    """Request of a run for the losses of a pack.
 
     Attributes:
         place: step, 0 to train or 1 to evaluate, and number of the pack in it: what comes first.
-        batch: the pack; ``None`` where other processes have one more than this one.
+        batch: the pack; ``None`` if this process has one pack less than others.
         row_start: rows from this fraction of each sample on count; that of training if ``None``.
+        row_shift: which of these rows, where not all of them count: the number of the pack over all processes.
     """
 
     place: tuple[int, int, int]
     batch: PackedBatch | None
     row_start: float | None = None
+    row_shift: int = 0
 
 
 def _in_step(runs: list[_Run], requested: set[int]) -> None:
@@ -261,15 +272,17 @@ def _compute(passes: list[tuple[DistillModule, _Pass]]) -> None:
         accompany(module.base)
         return
     with torch.set_grad_enabled(first.place[1] == 0):
-        lessons = [each.lesson(wanted.row_start) for each, wanted in passes]
-        outcomes = distill_steps(lessons, module.base, first.batch.input_ids, first.batch.cu_seqlens)
+        specs = [
+            each.distill_spec(wanted.row_start, wanted.row_shift, wanted.place[1] == 1) for each, wanted in passes
+        ]
+        outcomes = distill_steps(specs, module.base, first.batch.input_ids, first.batch.cu_seqlens)
     for (each, _), outcome in zip(passes, outcomes, strict=True):
         each.ready = outcome
 
 
 @dataclass
 class _Progress:
-    """What the loop carries from step to step besides the engine's state."""
+    """State of the training loop besides the engine's."""
 
     tokens: int = 0
     best_kl: float | None = None
@@ -313,14 +326,15 @@ class Tally:
 
     def add(self, losses: Losses, tokens: int) -> None:
         """Add one pack."""
-        parts = (torch.tensor([0, 0]), losses.loss, torch.tensor(tokens), losses.kl_per_layer, losses.recall)
+        counted = self._sums.new_full((), tokens)  # filled on the device: a copy from the host would wait for it
+        parts = (self._sums.new_zeros(2), losses.loss, counted, losses.kl_per_layer, losses.recall)
         pack = torch.cat([x.detach().to(self._sums).reshape(-1) for x in parts])
         finite = losses.loss.isfinite()
         pack = torch.where(finite, pack, torch.zeros_like(pack))
         pack[1] = ~finite
         self._sums += pack
 
-    def sum(self, world: World, packs: int, stop: int = 0) -> tuple[Means, int]:
+    def sum(self, world: DistributedState, packs: int, stop: int = 0) -> tuple[Means, int]:
         """The averages over the ``packs`` of all processes, and the sum of their ``stop``; collective."""
         self._sums[0] = stop
         stops, non_finite, loss, tokens, *rest = world.sum(self._sums).tolist()
@@ -333,7 +347,13 @@ class Tally:
 
 class _Run:
     def __init__(
-        self, name: str, config: TrainConfig, model_path: str, world: World, callbacks: Iterable[Callback], talks: bool
+        self,
+        name: str,
+        config: TrainConfig,
+        model_path: str,
+        world: DistributedState,
+        callbacks: Iterable[Callback],
+        talks: bool,
     ) -> None:
         self.name, self.config, self.model_path, self.world, self.talks = name, config, model_path, world, talks
         self.dir = config.run_dir
@@ -342,7 +362,7 @@ class _Run:
 
     def begin(self) -> None:
         """Find out whether the run can be made, before long work."""
-        with self.world.together():
+        with self.world.fail_together():
             check_engine(self.config, self.world.size)
             check_trackers(self.config)
         self.check()
@@ -352,16 +372,16 @@ class _Run:
         """All else that comes before the first step; returns the frozen model, which is loaded if it is not given."""
         self.divided = divided
         config, world = self.config, self.world
-        with world.together():
+        with world.fail_together():
             if world.is_main:
                 config.save(self.dir / "train_config.yaml")
         if base is None:
             world.in_turn(lambda: download_weights(self.model_path, config.revision))
         self.identity = {**self._shaping(), "data_fingerprint": self.data.fingerprint}
-        with world.together():
+        with world.fail_together():
             base = base or load_frozen(self.model_path, replace(config, shard_base=divided), world, headless)
             torch.manual_seed(config.seed)
-            bank = GateBank.for_model(base, gate_config(config, base)).to(world.device, torch.float32)
+            bank = fresh_gates(config, base).to(world.device, torch.float32)
         if self.model.gates is not None:
             bank.load_state_dict(self.model.gates.state_dict())
             bank.licence = dict(self.model.gates.licence)
@@ -371,18 +391,21 @@ class _Run:
         self.engine = make_engine(self.module, config, world)
         self.done = self._resume()
         self.random = random_states()
-        with world.together():
+        with world.fail_together():
             self._open_callbacks(self.done)
         return base
 
     def check(self) -> None:
         """Find out what the run reads, and whether it can, before long work."""
         world = self.world
-        with world.together():
+        with world.fail_together():
             if self.dir.exists() and not self.dir.is_dir():
                 raise SeergateError(f"output_dir is {str(self.dir)!r}, which is a file; it must be a directory")
         self.config, self.commits = world.from_main(lambda: commits.pin(self.config, self.dir))
         self.model = world.in_turn(lambda: check_model(self.model_path, self.config))
+        length = self.model.max_length  # a budget that covers a whole pack has a recall of 1
+        budgets = tuple(budget for budget in self.config.recall_budgets if budget < length)
+        self.config = replace(self.config, max_length=length, recall_budgets=budgets)
         world.must_agree(
             f"{self.model.fingerprint} {self._gates_fingerprint()}",
             "the processes see different weights; model and init_gates must be the same on every machine",
@@ -399,7 +422,7 @@ class _Run:
         world.must_agree(
             self.data.fingerprint, "the processes see different data; data must be the same on every machine"
         )
-        with world.together():
+        with world.fail_together():
             if world.is_main:
                 self.dir.mkdir(parents=True, exist_ok=True)
                 (self.dir / "data.json").write_text(json.dumps(self.data.report.to_dict(), indent=1))
@@ -417,23 +440,24 @@ class _Run:
         shutil.rmtree(offload_folder(self.config, self.world), ignore_errors=True)
 
     def divides(self) -> bool:
-        """Whether the processes would divide the frozen model among themselves for this run's gates alone; those of
+        """True if the processes would divide the frozen model among themselves for this run's gates alone; those of
         other runs that share it are not counted.
         """
         bare = skeleton(frozen_config(self.model_path, self.config))
         bank = GateBank.for_model(bare, gate_config(self.config, bare))
         device, size = self.world.device, self.world.size
-        room = capacity(device, size) - overhead(device)
+        memory = capacity(device, size)
+        room = memory - overhead(device, memory)
         return bool(decide_sharding(bare, bank, self.config, device, size, room).shard_base)
 
     def order_of_packs(self) -> tuple[str, int, int]:
-        """What decides which samples are in the pack at a place; the same in all processes."""
+        """Parameters that decide the samples of each pack; the same in all processes."""
         return self.data.fingerprint, self.config.max_length, self.config.packs_per_step
 
     def _look_for_checkpoint(self) -> None:
         """Refuse a run that contradicts the checkpoint it would continue, before long work."""
         root = self.dir / "checkpoints"
-        with self.world.together():
+        with self.world.fail_together():
             if self.world.is_main:
                 clear_drafts(root)
         newest = newest_checkpoint(root) if self.config.resume else None
@@ -441,7 +465,7 @@ class _Run:
             str(newest and newest.name),
             f"the processes see different checkpoints in {root}; output_dir must be on a file system that all share",
         )
-        with self.world.together():
+        with self.world.fail_together():
             self.check_checkpoint()
 
     def check_checkpoint(self) -> None:
@@ -455,7 +479,7 @@ class _Run:
             check_same_run(newest, found, {**self._shaping(), **{name: found.get(name) for name in later}})
 
     def _shaping(self) -> dict[str, Any]:
-        """What shapes the result beside the data."""
+        """Facts that affect the result besides the data."""
         scale = {"loss_scale": PUBLISHED_SCALE} if self.config.reduction == "published" else {}
         seen = {"model_fingerprint": self.model.fingerprint, "init_gates_fingerprint": self._gates_fingerprint()}
         return {**self.config.result_shaping(), **scale, **seen}
@@ -465,13 +489,13 @@ class _Run:
 
     def _resume(self) -> int:
         root = self.dir / "checkpoints"
-        with self.world.together():
+        with self.world.fail_together():
             if self.world.is_main and not self.config.resume:
                 remove_checkpoints(root)  # only now: had this run been refused, they would still be of use
         newest = newest_checkpoint(root)
         if newest is None:
             return 0
-        with self.world.together():
+        with self.world.fail_together():
             checkpoint = load_checkpoint(newest)
             check_same_run(newest, checkpoint.run, json.loads(json.dumps(self.identity)))
         self.engine.load(checkpoint.optimizer)
@@ -501,6 +525,15 @@ class _Run:
             f"gates: {len(self.bank)} layers, {parameters:,} parameters, for {config.model}; {engine} on "
             f"{self.world.device.type}{processes}"
         )
+        seen = config.max_steps * config.packs_per_step * config.max_length * self.data.report.efficiency
+        if seen < RECIPE_TOKENS / 100:
+            self._say(
+                f"this run sees {seen / 1e6:,.2f} M tokens, less than a hundredth of the paper's "
+                f"{RECIPE_TOKENS / 1e6:,.0f} M: gates for natural text learn little from so few but to read the first "
+                "and the newest tokens"
+            )
+        if self.world.device.type == "cuda" and (slow := without_kernel(self.bank, config)):
+            self._say(slow)
         if config.eval_steps and config.eval_packs and not self.data.held_out:
             self._say(
                 f"no evaluations and no best/: of {len(self.data.train)} packs none is held out, as that is for a "
@@ -522,10 +555,11 @@ class _Run:
             mine = order.batch(step, config.packs_per_step, world.rank, world.size)
             for number in range(config.most_packs(world.size)):
                 batch = self._batch(self.data.train, mine, number)
-                yield _Pass((step, 0, number), batch)
+                shift = step * config.packs_per_step + world.rank + number * world.size
+                yield _Pass((step, 0, number), batch, row_shift=shift)
                 if batch is not None:
                     tally.add(self.engine.accumulate(batch), batch.tokens)
-            self.engine.even_out()
+            self.engine.pad_micro_batches()
             means, stop = tally.sum(world, config.packs_per_step, max(requested, default=0))
             self._count_non_finite(step, means)
             # A step without any gradient would still move the gates, by momentum.
@@ -587,18 +621,26 @@ class _Run:
 
     def _evaluate(self, step: int) -> Iterator[_Pass]:
         world, tally, packs = self.world, self._tally(), self.data.held_out
+        numbers = 3 + 2 * len(self.config.recall_budgets)
+        far = torch.zeros(len(self.bank), numbers, dtype=torch.float64, device=world.device)
         mine = range(world.rank, len(packs), world.size)
         for number in range(-(-len(packs) // world.size)):
             batch = self._batch(packs, mine, number)
-            yield _Pass((step - 1, 1, number), batch, self.config.eval_row_start)
+            shift = world.rank + number * world.size
+            yield _Pass((step - 1, 1, number), batch, self.config.eval_row_start, shift)
             if batch is not None:
-                tally.add(Losses(*self.module(batch.input_ids, batch.cu_seqlens)), batch.tokens)
-        self._evaluated(step, tally)
+                outcome, self.module.ready = self.module.ready, None
+                assert outcome is not None
+                tally.add(Losses(outcome.loss, outcome.kl_per_layer, outcome.recall), batch.tokens)
+                if outcome.far is not None:
+                    far += torch.where(outcome.loss.isfinite(), outcome.far, 0.0)
+        self._evaluated(step, tally, world.sum(far))
 
-    def _evaluated(self, step: int, tally: Tally) -> None:
+    def _evaluated(self, step: int, tally: Tally, far: Tensor) -> None:
         world = self.world
         means, _ = tally.sum(world, len(self.data.held_out))
-        log = EvalLog(step, means.kl_per_layer, means.recall, self.bank.geometry.layers)
+        beyond = Far.of(far.tolist(), self.config.recall_budgets)
+        log = EvalLog(step, means.kl_per_layer, means.recall, self.bank.geometry.layers, beyond)
         for callback in self.callbacks:
             callback.on_eval(log)
         if self.progress.best_kl is None or log.kl < self.progress.best_kl:
@@ -607,7 +649,7 @@ class _Run:
 
     def _checkpoint(self) -> None:
         state = self.engine.state()  # every process takes part
-        with self.world.together():
+        with self.world.fail_together():
             if self.world.is_main:
                 progress = vars(self.progress).copy()
                 checkpoint = Checkpoint(state, self.identity, random_states(), progress)
@@ -651,6 +693,23 @@ class _Run:
             callback.on_message(text)
 
 
+def without_kernel(bank: GateBank, config: TrainConfig) -> str | None:
+    """What a loss costs that has no kernel for GPUs; ``None`` for one that has."""
+    if config.scorer in RETENTION:
+        return None
+    geometry, gate = bank.geometry, bank.gate(bank.geometry.layers[0])
+    sparse_rows = bank.config.sink_blocks or config.row_stride > 1
+    if gate.fused and config.target == "max" and not sparse_rows:
+        return None
+    pairs = loss_pairs(config.max_length, config.block_size, config.row_start) / config.row_stride
+    work = 2.0 * pairs * geometry.num_heads * geometry.head_dim * len(bank)
+    return (
+        f"scorer {config.scorer!r} with q_pooling {config.q_pooling!r}, target {config.target!r}, sink_blocks "
+        f"{bank.config.sink_blocks} and row_stride {config.row_stride} has no kernel for GPUs: PyTorch computes the "
+        f"teacher's scores in float32, {work / 1e12:,.2g} TFLOP for a pack of one sample"
+    )
+
+
 @contextmanager
 def _stop_requests() -> Iterator[set[int]]:
     """The numbers of those of `STOP_SIGNALS` that this process has received meanwhile."""
@@ -667,7 +726,7 @@ def _stop_requests() -> Iterator[set[int]]:
             signal.signal(number, handler)
 
 
-def _share_cores(world: World) -> None:
+def _share_cores(world: DistributedState) -> None:
     """Several processes on one CPU must not each start a thread per core."""
     here = int(os.environ.get("LOCAL_WORLD_SIZE") or os.environ.get("LOCAL_SIZE") or 1)
     if world.device.type == "cpu" and here > 1 and "OMP_NUM_THREADS" not in os.environ:

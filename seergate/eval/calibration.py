@@ -53,7 +53,7 @@ def check_auto(specs: Sequence[MethodSpec]) -> None:
 
 def evenly_chosen_prompts(tokenizer: PreTrainedTokenizerBase, task: Task, wanted: int | None) -> list[list[int]]:
     """Token ids of some of a task's prompts, spread evenly; 1 % of them if ``wanted`` is ``None``."""
-    problems = task.problems()
+    problems = task.bound(tokenizer).problems()
     count = max(1, len(problems) // FRACTION) if wanted is None else min(wanted, len(problems))
     chosen = [problems[i * len(problems) // count] for i in range(count)]
     return [encode(tokenizer, prompt_text(tokenizer, p)) for p in chosen]
@@ -107,7 +107,7 @@ class Calibrator:
     ) -> None:
         self.model, self.tokenizer, self.directory = model, tokenizer, directory
         self.limit, self.sampling = limit, sampling
-        self.task, self.wanted = other_problems(task)
+        self.task, self.wanted = other_problems(task.bound(tokenizer))
 
     def __call__(self, specs: Sequence[MethodSpec]) -> list[MethodSpec]:
         """The settings, with every option that is ``"auto"`` measured.

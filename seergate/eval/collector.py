@@ -19,12 +19,12 @@ from seergate.eval.judge import GradingPool
 
 @dataclass(frozen=True)
 class Progress:
-    """Where a run stands.
+    """Progress of a run.
 
     Attributes:
         label: of the setting.
         done, total: samples; done are those that have been graded.
-        correct: how many of them are right.
+        correct: how many of them are right; ``None`` where nothing is graded.
         made: samples generated since the run was started or resumed.
         tokens: generated since then.
         seconds: since then.
@@ -33,7 +33,7 @@ class Progress:
     label: str
     done: int
     total: int
-    correct: int
+    correct: int | None
     made: int
     tokens: int
     seconds: float

@@ -1,4 +1,4 @@
-"""What each sample's decoding read and held, kept apart by row.
+"""Decode statistics per sample: bytes and tokens read and held, by row.
 
 What a row reads does not depend on its batch, nor does what it holds: its own tokens, and what the method remembers of
 them. The memory that is allocated does, because the longest row decides; it is divided equally.
@@ -13,7 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from seergate.stats import DecodeStats, Reading, RowBytes
+from seergate.stats import DecodeStats, RowBytes, StepRecord
 
 _SUMS = 8
 
@@ -98,24 +98,24 @@ class RowStats(DecodeStats):
         for counters in self.by_layer.values():
             counters.keep(rows)
 
-    def record(self, reading: Reading) -> None:
+    def record(self, record: StepRecord) -> None:
         """Count one decode step, row by row too."""
-        super().record(reading)
-        layer, seen, selection, block_size = reading.layer, reading.seen, reading.selection, reading.block_size
+        super().record(record)
+        layer, seen, selection, block_size = record.layer, record.total_tokens, record.selection, record.block_size
         counters = self.by_layer[layer]
         self.before[2][layer] = counters.sums.copy(), counters.blocks
         counters.heads, counters.bytes_per_token = self.heads[layer], self.bytes_per_token[layer]
         counters.block_size = block_size
-        ends = np.array(reading.step.ends)
+        ends = np.array(record.step.ends)
         seen_, read_, cached, scored, allocated, allocated_peak, own, own_peak = counters.sums
         seen_ += seen
         missing = -(-ends % block_size)  # the current block may not be full
-        read_ += np.array(reading.read, dtype=float) if selection is None else missing
+        read_ += np.array(record.read, dtype=float) if selection is None else missing
         cached += ends
-        scored += reading.scored
-        allocated += reading.resident_bytes / len(seen)
-        np.maximum(allocated_peak, reading.resident_bytes / len(seen), out=allocated_peak)
-        counters.held = held = reading.row_bytes()
+        scored += record.scored
+        allocated += record.resident_bytes / len(seen)
+        np.maximum(allocated_peak, record.resident_bytes / len(seen), out=allocated_peak)
+        counters.held = held = record.row_bytes()
         own += held
         np.maximum(own_peak, held, out=own_peak)
         if selection is not None:

@@ -12,6 +12,7 @@ bit, the choice may differ. That is a property of the linear algebra library.)
 
 from __future__ import annotations
 
+import copy
 import gc
 import time
 from collections import deque
@@ -36,7 +37,7 @@ from seergate.methods import ReasonCache
 from seergate.methods.evicting import CompressingMethod, CompressingState
 from seergate.methods.snapkv import SnapKVState
 from seergate.reason.sharing import saving_ratios
-from seergate.stats import own_bytes
+from seergate.stats import DecodeStats, own_bytes
 
 
 @dataclass(frozen=True)
@@ -48,17 +49,19 @@ class Request:
         prompt: text, special tokens included.
         ids: its tokens.
         seed: of its own random numbers.
+        reply: tokens of a right answer, whose log-probability is measured; none if empty.
     """
 
     key: Any
     prompt: str
     ids: tuple[int, ...]
     seed: int = 0
+    reply: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True)
 class Limit:
-    """How long a sample may get.
+    """Maximum length of a sample.
 
     Attributes:
         new_tokens: of the answer alone; ``None`` for no such limit.
@@ -105,7 +108,8 @@ class Generation:
         n_prompt_tokens: length of the prompt.
         finish_reason: ``"stop"`` (the end token came) or ``"length"`` (the limit came first).
         seconds: its share of the wall-clock time: each step's time is divided among the rows that took it.
-        costs: what decoding it read and held (`RowStats.of`); empty without a handle.
+        costs: what decoding it read and held (`RowStats.of`; nothing without a handle), and ``reply_logprob``, if the
+            request has a reply.
     """
 
     request: Request
@@ -118,7 +122,7 @@ class Generation:
 
     @property
     def n_tokens(self) -> int:
-        """How many tokens were generated."""
+        """Number of generated tokens."""
         return len(self.token_ids)
 
 
@@ -141,11 +145,15 @@ class Batch:
 
     @property
     def joinable(self) -> bool:
-        """Whether rows may join while others are being decoded."""
+        """True if rows may join while others are being decoded."""
         return not self.lengths or rows_are_independent(self.cache)
 
-    def add(self, prompts: Sequence[Sequence[int]]) -> Tensor:
+    def add(self, prompts: Sequence[Sequence[int]], look: Callable[[Batch, Tensor], None] | None = None) -> Tensor:
         """Read prompts; their rows come last.
+
+        Args:
+            prompts: token ids of each.
+            look: gets a batch of its own with a copy of the new rows, and their logits.
 
         Returns:
             Logits ``[len(prompts), V]`` of each row's next token.
@@ -161,11 +169,34 @@ class Batch:
             None if min(map(len, prompts)) == width else mask,
             cache,
         )
+        lengths, shared = [len(ids) for ids in prompts], None if rows_are_independent(cache) else mask
+        if look is not None:
+            twin = Batch(self.model)
+            with torch.inference_mode(False):  # it is written to
+                twin.cache = copy.deepcopy(cache)
+            twin.lengths, twin.mask = list(lengths), shared
+            look(twin, logits)
         if self.lengths:
             join_rows(self.cache, cache)
-        self.mask = None if rows_are_independent(self.cache) else mask
-        self.lengths += [len(ids) for ids in prompts]
+        self.mask = shared
+        self.lengths += lengths
         return logits
+
+    def log_probabilities(self, logits: Tensor, replies: Sequence[Sequence[int]]) -> list[float]:
+        """Decode a given reply after each row, and sum up the log-probabilities of its tokens.
+
+        Args:
+            logits: ``[rows, V]`` of the first token.
+            replies: token ids for each row; 0 is the sum of none.
+        """
+        sums = [0.0] * len(replies)
+        for i in range(longest := max(map(len, replies))):
+            known = logits.float().log_softmax(-1)
+            for row, reply in enumerate(replies):
+                sums[row] += float(known[row, reply[i]]) if i < len(reply) else 0.0
+            if i + 1 < longest:
+                logits = self.step([reply[i] if i < len(reply) else 0 for reply in replies])
+        return sums
 
     def step(self, tokens: Sequence[int]) -> Tensor:
         """Give each row its next token.
@@ -244,7 +275,7 @@ def sample_bytes(model: PreTrainedModel, prompt: Sequence[int], longest: int) ->
             for part in (state, *state.parts):
                 if isinstance(part, CompressingState):
                     part.decoded = [longest - len(prompt)]  # as at the end: some hold more and more
-            held = max(len(prompt), min(longest, state.most_resident()))
+            held = max(len(prompt), min(longest, state.max_resident()))
         total += float(layer.storage.row_bytes([held])[0] + own_bytes(state, held, longest))
     return total
 
@@ -255,10 +286,11 @@ class _Row(SampledRow):
     def __init__(self, request: Request, limit: int) -> None:
         super().__init__(list(request.ids), request.seed)
         self.request, self.limit, self.seconds = request, limit, 0.0
+        self.reply_logprob: float | None = None
 
     @property
     def full(self) -> bool:
-        """Whether the answer is as long as it may get."""
+        """True if the answer is as long as it may get."""
         return len(self.tokens) >= self.limit
 
 
@@ -410,7 +442,8 @@ class Engine:
         if arriving:
             moved, first = arriving, len(self.rows)
             self.rows = [*self.rows, *arriving]  # at once: they start anew too if there is no room for them
-            logits = self.batch.add([row.prompt for row in arriving])
+            look = self._measure_replies if any(row.request.reply for row in arriving) else None
+            logits = self.batch.add([row.prompt for row in arriving], look)
             if self.stats is not None:
                 self.stats.add_rows(len(arriving))
         else:
@@ -424,6 +457,18 @@ class Engine:
         for row in moved:
             row.seconds += spent
         self._retire({first + i for i, row in enumerate(moved) if row.tokens[-1] in self.ends or row.full})
+
+    def _measure_replies(self, batch: Batch, logits: Tensor) -> None:
+        rows, before = self.rows[-len(batch) :], None
+        if self.handle is not None:  # what is read here is no part of the samples' costs
+            before, _ = self.handle.stats_, self.handle.count_with(DecodeStats)
+        try:
+            sums = batch.log_probabilities(logits, [row.request.reply for row in rows])
+        finally:
+            if self.handle is not None and before is not None:
+                self.handle.stats_ = before
+        for row, found in zip(rows, sums, strict=True):
+            row.reply_logprob = found if row.request.reply else None
 
     def _retire(self, ended: set[int]) -> None:
         if not ended:
@@ -451,6 +496,7 @@ class Engine:
         row = self.rows[index]
         stopped = row.tokens[-1] in self.ends
         text = row.tokens[:-1] if stopped else row.tokens
+        costs = {} if self.stats is None else self.stats.of(index)
         return Generation(
             request=row.request,
             completion=str(self.tokenizer.decode(text, skip_special_tokens=False)),
@@ -458,7 +504,7 @@ class Engine:
             n_prompt_tokens=len(row.prompt),
             finish_reason="stop" if stopped else "length",
             seconds=row.seconds,
-            costs={} if self.stats is None else self.stats.of(index),
+            costs=costs | ({} if row.reply_logprob is None else {"reply_logprob": row.reply_logprob}),
         )
 
 
@@ -484,6 +530,13 @@ def encode(tokenizer: PreTrainedTokenizerBase, prompt: str) -> list[int]:
     if not ids:
         raise SeergateError("a prompt is empty; there is nothing to continue")
     return ids
+
+
+def reply_ids(tokenizer: PreTrainedTokenizerBase, prompt: str, reply: str) -> tuple[int, ...]:
+    """Token ids of a reply behind a prompt; none where tokens do not end with the prompt."""
+    ids = encode(tokenizer, prompt)
+    both = encode(tokenizer, prompt + reply)
+    return tuple(both[len(ids) :]) if both[: len(ids)] == ids else ()
 
 
 def end_ids(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> set[int]:

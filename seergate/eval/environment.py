@@ -1,4 +1,4 @@
-"""What a result depends on besides its settings and the weights: versions, revision, hardware."""
+"""Environment of a result: versions, revision, hardware."""
 
 from __future__ import annotations
 

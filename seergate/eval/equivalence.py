@@ -20,7 +20,7 @@ OUT_OF_MEMORY = 77
 
 
 def compare(gold: str, answer: str) -> tuple[bool, str]:
-    """Whether two answers are mathematically equivalent, by math-verify, and why.
+    """Test two answers for mathematical equivalence, by math-verify; the verdict and its reason.
 
     Raises:
         Exception: whatever math-verify and SymPy raise.
@@ -45,7 +45,7 @@ def compare(gold: str, answer: str) -> tuple[bool, str]:
 
 
 def _untrue(answer: Any) -> bool:
-    """Whether an answer equates two different numbers (``205 = 204``), of which math-verify would take the last."""
+    """True if an answer equates two different numbers (``205 = 204``), of which math-verify would take the last."""
     from sympy import And, Eq, Float
 
     for relation in answer.args if isinstance(answer, And) else [answer]:
@@ -66,7 +66,7 @@ def _leading_zeros(gold: Any) -> int:
 
 
 def _unsolved(gold: Any, answer: Any) -> bool:
-    """Whether an answer is an equation in one unknown (``x^2 = 2``), whose right side math-verify would take."""
+    """True if an answer is an equation in one unknown (``x^2 = 2``), whose right side math-verify would take."""
     from math_verify.grader import is_assignment_relation, is_equation, is_relation, take_first_relation
     from sympy import Derivative, Function, Number
 

@@ -1,4 +1,4 @@
-"""How near methods come to dense attention on given texts, whose tokens they are fed one by one.
+"""How near methods come to dense attention on given texts, which they are given (`seergate.score`).
 
 Nothing is generated, so errors do not build up, and a model that can only continue text will do. Each text's beginning
 is its prompt; the next `SETTLING` tokens do not count, as until then some methods have dropped nothing.
@@ -7,127 +7,123 @@ is its prompt; the next `SETTLING` tokens do not count, as until then some metho
 from __future__ import annotations
 
 import math
+import time
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from seergate.eval.costs import RowStats
-from seergate.eval.engine import Batch
-from seergate.eval.matching import FAR, distinct, knob_of, nearest, turned
+from seergate.eval.metrics import COSTS, PEAKS
 from seergate.eval.proxies import compare
+from seergate.eval.retrieval import SETTLING, beginning
 from seergate.eval.settings import MethodSpec
-from seergate.eval.stats import mean_and_error, t95
+from seergate.eval.stats import clustered_quantile, mean_and_error, t95
+from seergate.eval.task import Task
 from seergate.hf.attach import attached
 from seergate.hf.bank import GateBank
-from seergate.methods import Dense, LongPromptWarning
+from seergate.hf.score import score
+from seergate.methods import LongPromptWarning
 
-SETTLING = 16
+KEPT_BYTES = 2**30
+"""Of dense attention's logits, which other settings are compared with too."""
 
 
-def pieces(tokenizer: PreTrainedTokenizerBase, texts: Sequence[str], length: int, most: int | None = None) -> Tensor:
-    """``[N, length]``: tokens from the middle of each text that is long enough; of ``most`` of them, spread evenly."""
+def pieces(tokenizer: PreTrainedTokenizerBase, texts: Sequence[str], length: int) -> Tensor:
+    """``[N, length]``: tokens from the middle of each text that is long enough."""
     encoded = [tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"] for text in texts]
     starts = [(ids, (len(ids) - length) // 2) for ids in encoded if len(ids) >= length]
-    if most is not None and most < len(starts):
-        starts = [starts[i] for i in torch.linspace(0, len(starts) - 1, most).long().tolist()]
     return torch.tensor([ids[start : start + length] for ids, start in starts])
 
 
-class Forced:
-    """What settings are compared by, on the same texts for all of them; each is measured once.
+class TeacherForcing:
+    """The comparison of settings on the same texts.
 
     Args:
         model: in eval mode, nothing attached.
-        banks: name -> gates, for the settings that have some.
         ids: ``[N, S]``, one text per row.
         prompt: how many tokens of each are read at once.
     """
 
-    def __init__(self, model: PreTrainedModel, banks: Mapping[str, GateBank], ids: Tensor, prompt: int) -> None:
-        self.model, self.banks, self.ids, self.prompt = model, banks, ids.to(model.device), prompt
-        first = prompt + SETTLING
-        with torch.inference_mode():
-            each = [model(input_ids=row[None, :-1], use_cache=False).logits[0, first:] for row in self.ids]
-        self.dense, self.known = torch.stack(each), dict[str, tuple[Tensor, dict[str, float]]]()
-        self.steps = self.dense.shape[1]
+    def __init__(self, model: PreTrainedModel, ids: Tensor, prompt: int) -> None:
+        self.model, self.ids, self.prompt = model, ids.to(model.device), prompt
+        self.steps = ids.shape[1] - 1 - prompt - SETTLING
+        self._dense = dict[int, Tensor]()
+
+    @classmethod
+    def of(cls, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, task: Task) -> TeacherForcing:
+        """The texts of a task that scores some."""
+        assert task.max_total_tokens is not None and task.scored is not None
+        ids = pieces(tokenizer, [str(problem.prompt) for problem in task.problems()], task.max_total_tokens)
+        if start := beginning(tokenizer):
+            ids[:, 0] = tokenizer.convert_tokens_to_ids(start)
+        return cls(model, ids, task.max_total_tokens - 1 - SETTLING - task.scored)
 
     @torch.inference_mode()
-    def __call__(self, spec: MethodSpec) -> tuple[Tensor, dict[str, float]]:
-        """``[N, 4]``, means over each text of what `compare` sums; and bytes, means over texts and steps."""
-        key = repr(spec)
-        if key not in self.known:
-            method = spec.method(spec.bank(self.banks))
-            with warnings.catch_warnings(), attached(self.model, method) as handle:
-                warnings.simplefilter("ignore", LongPromptWarning)  # that budgets bind the prompt is meant
-                batch = Batch(self.model)
-                batch.add(self.ids[:, : self.prompt].tolist())
-                settling, scored = self.ids[:, self.prompt : -1].T.split((SETTLING, self.steps))
-                for tokens in settling.tolist():
-                    batch.step(tokens)
-                stats = handle.count_with(RowStats)
-                stats.add_rows(len(self.ids))
-                logits = torch.stack([batch.step(tokens) for tokens in scored.tolist()], dim=1)
-                rows = [stats.of(row) for row in range(len(self.ids))]
-            pairs = zip(self.dense, logits, self.ids[:, -self.steps :], strict=True)
-            sums = torch.stack([compare(*pair) for pair in pairs])
-            names = ("bytes_read_per_step", "own_bytes_mean")
-            found = {name: sum(row[name] for row in rows) / len(rows) for name in names}
-            self.known[key] = sums / self.steps, found
-        return self.known[key]
+    def dense(self, number: int) -> Tensor:
+        """Dense attention's logits ``[steps, V]`` of a text; those of the first texts are kept."""
+        if (found := self._dense.get(number)) is None:
+            found = self.model(
+                input_ids=self.ids[number : number + 1, :-1], use_cache=False, logits_to_keep=self.steps
+            ).logits[0]
+            if (len(self._dense) + 1) * found.nbytes <= KEPT_BYTES:
+                self._dense[number] = found
+        return found
 
-    def row(self, spec: MethodSpec, gate: MethodSpec | None) -> dict[str, Any]:
-        """The figures of a setting; and its difference from the gate's, with its 95 % interval over texts."""
-        scores, found = self(spec)
-        kl, loss, _, agreement = (mean_and_error(values) for values in scores.T.tolist())
-        row: dict[str, Any] = {
-            "method": spec.title,
-            "budget": spec.token_budget,
-            "kl": kl.mean,
-            "kl_se": kl.se,
-            "perplexity": math.exp(loss.mean),
-            "agreement": agreement.mean,
-            "agreement_se": agreement.se,
-            **found,
-        }
-        if gate is not None and spec != gate:
-            apart = mean_and_error((scores[:, 0] - self(gate)[0][:, 0]).tolist())
-            half = t95(apart.n - 1) * apart.se
-            row |= {"kl_minus_gate": apart.mean, "kl_minus_gate_95": [apart.mean - half, apart.mean + half]}
-        return row
+    def measure(self, spec: MethodSpec, bank: GateBank | None, number: int) -> dict[str, Any]:
+        """A setting's figures on one text, as plain numbers.
 
-    def at_budgets(self, specs: Sequence[MethodSpec]) -> Iterator[dict[str, Any]]:
-        """A row for every setting, compared with the first of the gates at the same budget."""
-        gates = dict[int | None, MethodSpec]()
-        for spec in specs:
-            if spec.name == "gate":
-                gates.setdefault(spec.token_budget, spec)
-        for spec in specs:
-            yield {"part": "budget", **self.row(spec, gates.get(spec.token_budget))}
-
-    def at_bytes(self, specs: Sequence[MethodSpec], share: float, step: int) -> Iterator[dict[str, Any]]:
-        """Every method with a token budget at which it reads so much of what dense attention reads, compared with the
-        first of the gates, if that has a row. Budgets go up from the smallest of ``specs`` in steps of ``step``
-        tokens; methods that cannot come within 10 % have no row.
+        Returns:
+            ``kl``, of each token that is scored; ``loss``, ``dense_loss`` and ``agreement``, means over them; and what
+            decoding read and held (`RowStats.of`), `SETTLING` tokens included.
         """
-        (dense,) = (spec for spec in specs if spec.name == Dense.name)
-        values = range(min(spec.token_budget for spec in specs if spec.token_budget), self.ids.shape[1], step)
-        target, gate = share * self._read(dense), None
-        free = sorted(filter(knob_of, distinct(specs)), key=lambda spec: spec.name != "gate")
-        for spec in free:
+        ids, dense, began = self.ids[number : number + 1], self.dense(number), time.monotonic()
+        with warnings.catch_warnings(), attached(self.model, spec.method(bank), correction=spec.correction) as handle:
+            warnings.simplefilter("ignore", LongPromptWarning)  # that budgets bind the prompt is meant
+            stats = handle.count_with(RowStats)
+            stats.add_rows(1)
+            logits = score(self.model, ids, start=self.prompt, logits=True).logits
+            costs = stats.of(0)
+        assert logits is not None
+        kl, *others = compare(dense, logits[0, SETTLING + 1 :], ids[0, -self.steps :])
+        loss, dense_loss, agreement = (float(values.mean()) for values in others)
+        return {
+            **{"kl": [float(f"{value:.6g}") for value in kl.tolist()], "loss": loss, "dense_loss": dense_loss},
+            **{"agreement": agreement, "n_prompt_tokens": self.prompt, "n_tokens": self.steps},
+            **{"seconds": time.monotonic() - began, **costs},
+        }
 
-            def read(value: int, spec: MethodSpec = spec) -> float:
-                return self._read(turned(spec, "token_budget", value))
 
-            found = turned(spec, "token_budget", nearest(values, read, target))
-            if abs(self._read(found) - target) <= FAR * target:
-                if spec is free[0] and spec.name == "gate":
-                    gate = found
-                yield {"part": "bytes", "share": share, **self.row(found, gate)}
+def summary(texts: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """The figures of a setting from those of texts (`TeacherForcing.measure`).
 
-    def _read(self, spec: MethodSpec) -> float:
-        """Bytes per step, mean over texts."""
-        return self(spec)[1]["bytes_read_per_step"]
+    Returns:
+        ``kl``, ``loss``, ``agreement`` (means over texts) and ``kl_p99`` (of all tokens), each with ``_low`` and
+        ``_high``, the ends of its 95 % interval, clustered by text, which are ``None`` for one text; ``kl_se``,
+        ``agreement_se``; ``perplexity`` and ``dense_perplexity``; ``n_problems``; what was read and held.
+    """
+    found: dict[str, Any] = {}
+    for name in ("kl", "loss", "agreement"):
+        mean = mean_and_error([float(np.mean(text[name])) for text in texts])
+        half = t95(mean.n - 1) * mean.se
+        found |= {name: mean.mean, f"{name}_low": mean.mean - half, f"{name}_high": mean.mean + half}
+        found[f"{name}_se"] = mean.se
+    p99, low, high = clustered_quantile([text["kl"] for text in texts], 0.99)
+    found |= {"kl_p99": p99, "kl_p99_low": low, "kl_p99_high": high}
+    found |= {"perplexity": math.exp(found["loss"]), "n_problems": len(texts), "n_samples": len(texts)}
+    found["dense_perplexity"] = math.exp(np.mean([text["dense_loss"] for text in texts]))
+    read = {name: [text[name] for text in texts if name in text] for name in (*COSTS, *PEAKS, "n_tokens", "seconds")}
+    found |= {name: float(np.mean(values)) for name, values in read.items() if values}
+    return {name: None if math.isnan(value) else value for name, value in found.items()}
+
+
+def minus(ours: Sequence[dict[str, Any]], theirs: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """How much further a setting's KL is from dense than another's, with its 95 % interval over texts."""
+    pairs = zip(ours, theirs, strict=True)
+    apart = mean_and_error([float(np.mean(one["kl"]) - np.mean(other["kl"])) for one, other in pairs])
+    half = t95(apart.n - 1) * apart.se
+    return {"kl_minus_gate": apart.mean, "kl_minus_gate_95": [apart.mean - half, apart.mean + half]}

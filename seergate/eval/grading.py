@@ -1,7 +1,7 @@
 r"""Grading: read the answer out of a completion and compare it with the gold answer.
 
-An answer is what stands in the last ``\boxed{...}``, wherever that is. Nothing outside the box counts, so a right
-number in the reasoning earns nothing.
+An answer is the contents of the last ``\boxed{...}``. For the graders in `BOXED` nothing outside the box counts, so a
+right number in the reasoning earns nothing. The others take the text where there is no box.
 
 What decides is written down with every grade. Mathematical equivalence is left to math-verify, which runs in a process
 of its own (`seergate.eval.judge`), because symbolic algebra on what a lost model writes can take for ever.
@@ -11,7 +11,8 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from decimal import Decimal
 
 from seergate.errors import SeergateError
 from seergate.eval.mathematics import INVISIBLE, SPACE, MisreadError, plain, readable
@@ -72,6 +73,33 @@ def grade_exact(answer: str, gold: str, equivalent: Equivalence) -> Grade:
     return Grade(answer, "".join(answer.split()) == "".join(gold.split()), "compared as text")
 
 
+def grade_contains(answer: str, gold: str, equivalent: Equivalence) -> Grade:
+    """Every line of the gold answer must stand in the answer as words of its own, in any case and order."""
+    parts, text = filter(None, map(_lower, gold.splitlines())), _lower(answer)
+    missing = [part for part in parts if not re.search(rf"(?<!\w){re.escape(part)}(?!\w)", text)]
+    return Grade(answer, not missing, f"{missing[0]!r} is missing" if missing else "all of it is there")
+
+
+def _lower(text: str) -> str:
+    return " ".join(text.lower().split())
+
+
+_NUMBER = re.compile(r"(?<![\w.])[-+]?\d+(?:,\d{3})*(?:\.\d+)?(?!\w)")
+
+
+def last_number(text: str) -> str | None:
+    """The last number in a text, without commas between its digits, or ``None``."""
+    found = _NUMBER.findall(text)
+    return found[-1].replace(",", "") if found else None
+
+
+def grade_number(answer: str, gold: str, equivalent: Equivalence) -> Grade:
+    """The last number of the answer must equal the gold one."""
+    found, right = last_number(answer), last_number(gold)
+    equal = None not in (found, right) and Decimal(str(found)) == Decimal(str(right))
+    return Grade(answer, equal, "compared as numbers")
+
+
 _SETTING = re.compile(  # colours, fonts, formulas, markdown, quotation marks
     r"\\(?:text)?color\s*\{[^{}]*\}|\\(?:(?:text|math)[a-z]*|mbox|fbox|boldsymbol|bm|underline|emph|bf|it|rm|sf|tt)"
     r"(?![A-Za-z])|\\[()\[\]]|[${}*`\"]"
@@ -128,7 +156,19 @@ GRADERS: dict[str, Callable[[str, str, Equivalence], Grade]] = {
     "math": grade_math,
     "exact": grade_exact,
     "letter": grade_letter,
+    "contains": grade_contains,
+    "number": grade_number,
 }
+BOXED = ("digit", "math", "letter")
+"""Graders that look for the answer in a box only."""
+
+
+def _answer(grader: str, text: str) -> str | None:
+    """The answer in a completion that has no box, or ``None``."""
+    text = text.rpartition("</think>")[2].strip()
+    if grader == "number":
+        return last_number(text)
+    return (text.splitlines()[0].rstrip(" .") if grader == "exact" and text else text) or None
 
 
 def grade(grader: str, completion: str, gold: str, equivalent: Equivalence) -> Grade:
@@ -140,13 +180,18 @@ def grade(grader: str, completion: str, gold: str, equivalent: Equivalence) -> G
         equivalent: decides on mathematical equivalence, for the grader that asks.
     """
     answer = last_boxed(completion)
+    if boxed := answer is not None or grader in BOXED:
+        what = "boxed answer"
+    else:
+        what, answer = "number" if grader == "number" else "answer", _answer(grader, completion)
     if answer is None:
-        return Grade(None, False, "no boxed answer")
+        return Grade(None, False, f"no {what}")
     if not gold.strip():
         return Grade(answer[:MAX_ANSWER], False, "there is no gold answer")
-    if len(answer) > MAX_ANSWER:
+    if boxed and len(answer) > MAX_ANSWER:
         return Grade(answer[:MAX_ANSWER], False, f"the boxed answer is longer than {MAX_ANSWER} characters")
-    return check_grader(grader)(answer, gold, equivalent)
+    found = check_grader(grader)(answer, gold, equivalent)
+    return replace(found, pred=answer[:MAX_ANSWER])
 
 
 def check_grader(name: str) -> Callable[[str, str, Equivalence], Grade]:
@@ -170,5 +215,7 @@ def check_gold(name: str, gold: str) -> None:
     """
     if name == "letter" and not re.fullmatch("[A-Z]", gold.strip()):
         raise SeergateError(f"the answer {gold!r} must be one capital letter for the grader 'letter'")
+    if name == "number" and last_number(gold) is None:
+        raise SeergateError(f"the answer {gold!r} must be a number for the grader 'number'")
     if name != "exact" and not gold.strip():
         raise SeergateError(f"the answer is empty; for the grader {name!r} it must not be")

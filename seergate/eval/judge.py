@@ -47,7 +47,7 @@ class _Judge:
         self.closed = False
 
     def compare(self, gold: str, answer: str) -> tuple[bool, str]:
-        """Whether the answer equals the gold answer, and the reason in words.
+        """Compare the answer with the gold answer; the verdict and its reason in words.
 
         Raises:
             SeergateError: if the process was killed from outside, or the judge was closed meanwhile.

@@ -1,4 +1,4 @@
-"""Which tokens an evicting method keeps, step by step (as in Figure 5 of RPC and Figure 3 of RaaS)."""
+"""Tokens that an evicting method keeps, step by step (as in Figure 5 of RPC and Figure 3 of RaaS)."""
 
 from __future__ import annotations
 

@@ -34,7 +34,7 @@ EVERYTHING = 2**30
 """A token budget that stands for none in particular."""
 
 TOKEN = "a token of the dense cache"
-"""What is known of no method."""
+"""Placeholder key: bytes of one dense cache token."""
 
 CLOSE, FAR = 0.01, 0.10
 """The search ends when so near; a setting that cannot come nearer than this to a target is not run for it."""
@@ -82,7 +82,7 @@ class Replay:
 
     @torch.inference_mode()
     def bytes(self, spec: MethodSpec, bank: GateBank | None) -> float:
-        """What a setting is measured to hold, or to read per step, while it decodes the answer."""
+        """Measured bytes that a setting holds, or reads per step, while it decodes the answer."""
         method = spec.method(bank)
         key = repr((method, spec.correction, fingerprint(bank) if spec.has_gates and bank is not None else None))
         if key not in self.known:
@@ -98,7 +98,7 @@ class Replay:
         return self.known[key]
 
     def bytes_per_token(self) -> float:
-        """What one token of the dense cache takes, keys and values of all layers."""
+        """Bytes of one token of the dense cache, keys and values of all layers."""
         if TOKEN not in self.known:
             with attached(self.model, Dense()) as handle, torch.inference_mode():
                 batch = Batch(self.model)
@@ -113,12 +113,12 @@ def distinct(specs: Sequence[MethodSpec]) -> list[MethodSpec]:
     """One setting for each method and choice of options, whatever its budget."""
     found: dict[str, MethodSpec] = {}
     for spec in specs:
-        bare = replace(spec, token_budget=EVERYTHING) if knob_of(spec) == "token_budget" else spec
+        bare = replace(spec, token_budget=EVERYTHING) if budget_option_of(spec) == "token_budget" else spec
         found.setdefault(bare.label, bare)
     return list(found.values())
 
 
-def knob_of(spec: MethodSpec) -> str | None:
+def budget_option_of(spec: MethodSpec) -> str | None:
     """The option that decides how many bytes a method takes; ``None`` if it has none, or if it has been given."""
     if spec.name == RPC.name:
         return None if "ratio" in spec.options else "ratio"
@@ -127,11 +127,11 @@ def knob_of(spec: MethodSpec) -> str | None:
     return "token_budget"
 
 
-def turned(spec: MethodSpec, knob: str, value: int) -> MethodSpec:
-    """The setting with its knob at a value."""
-    if knob == "token_budget":
+def with_budget(spec: MethodSpec, budget_option: str, value: int) -> MethodSpec:
+    """The setting with its budget option at a value."""
+    if budget_option == "token_budget":
         return replace(spec, token_budget=value)
-    return replace(spec, options={**spec.options, knob: value})
+    return replace(spec, options={**spec.options, budget_option: value})
 
 
 def nearest(values: Sequence[int], measure: Callable[[int], float], target: float) -> int:
@@ -177,23 +177,23 @@ def match(
     targets = {f"{budget} tokens": budget * per_token for budget in sorted(budgets)}
     chosen, records = list[MethodSpec](), list[dict[str, Any]]()
     for spec in specs:
-        if knob_of(spec) is None:
+        if budget_option_of(spec) is None:
             chosen.append(spec)
             if spec.name != Dense.name:
                 targets[spec.label] = replay.bytes(prepare(spec), bank(spec))
     for spec in specs:
-        knob = knob_of(spec)
-        if knob is None:
+        budget_option = budget_option_of(spec)
+        if budget_option is None:
             continue
-        values = _values(spec, knob, replay.length, prepare, bank)
+        values = _values(spec, budget_option, replay.length, prepare, bank)
 
-        def measure(value: int, spec: MethodSpec = spec, knob: str = knob) -> float:
-            return replay.bytes(prepare(turned(spec, knob, value)), bank(spec))
+        def measure(value: int, spec: MethodSpec = spec, budget_option: str = budget_option) -> float:
+            return replay.bytes(prepare(with_budget(spec, budget_option, value)), bank(spec))
 
         said = []
         for name, target in targets.items():
             value = nearest(values, measure, target)
-            found, setting = measure(value), turned(spec, knob, value)
+            found, setting = measure(value), with_budget(spec, budget_option, value)
             matched = abs(found - target) <= FAR * target
             if matched and setting not in chosen:
                 chosen.append(setting)
@@ -204,24 +204,24 @@ def match(
                     "target_bytes": target,
                     "method": spec.title,
                     "label": setting.label if matched else spec.title,
-                    "knob": knob,
+                    "knob": budget_option,
                     "value": value,
                     "bytes": found,
                     "matched": matched,
                 }
             )
-        say(f"{spec.title}, {knob} for {'; '.join(said)}")
+        say(f"{spec.title}, {budget_option} for {'; '.join(said)}")
     return chosen, records
 
 
 def _values(
     spec: MethodSpec,
-    knob: str,
+    budget_option: str,
     length: int,
     prepare: Callable[[MethodSpec], MethodSpec],
     bank: Callable[[MethodSpec], GateBank | None],
 ) -> list[int]:
-    """What the knob can be turned to, from fewest bytes to most.
+    """Values of the budget option, from fewest bytes to most.
 
     Raises:
         SeergateError: if the method takes none of them.
@@ -229,12 +229,12 @@ def _values(
 
     def accepted(value: int) -> bool:
         try:
-            prepare(turned(spec, knob, value)).method(bank(spec))
+            prepare(with_budget(spec, budget_option, value)).method(bank(spec))
         except ValueError:
             return False
         return True
 
-    if knob == "ratio":
+    if budget_option == "ratio":
         return [value for value in range(min(length, 256), 0, -1) if accepted(value)]
     gates = getattr(bank(spec), "config", None) if spec.has_gates else None
     own = spec.options.get("block_size") or spec.block_size or getattr(method_class(spec.name), "block_size", None)

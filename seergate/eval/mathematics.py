@@ -137,7 +137,7 @@ def _words(text: str, letters: set[str]) -> set[str]:
 
 
 def _several(text: str) -> bool:
-    """Whether values stand beside each other, not within brackets."""
+    """True if values stand beside each other, not within brackets."""
     depth = 0
     text = re.sub(r"(?<![\d.])\d{1,3}(?:,\d{3})+(?!\d)", "0", text)  # a number with separated thousands
     for token in re.findall(r"\\\\|\\q?quad(?![A-Za-z])|\\[{}]|\\[A-Za-z]+|[()\[\]{}]|[,;&\n]", text):

@@ -1,4 +1,4 @@
-"""How many samples fit into memory: an estimate to start from, and how running out of it is recognised."""
+"""Memory estimates for batches of samples, and detection of out-of-memory errors."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def estimated_batch(device: torch.device, sample_bytes: float, sharing: int = 1)
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """Whether an exception means that memory ran out, on a GPU or on the CPU."""
+    """True if an exception means that memory ran out, on a GPU or on the CPU."""
     if isinstance(error, (torch.OutOfMemoryError, MemoryError)):
         return True
     words = str(error).lower()

@@ -9,6 +9,7 @@ It needs no quotes in a shell or in YAML, and holds no comma, so that several me
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 from seergate.config import Correction, Lossless, Rectify
@@ -29,18 +30,33 @@ def read_method(text: str) -> tuple[str, dict[str, Any]]:
     Raises:
         SeergateError: for an unknown method or option, an option given twice, or one without a value.
     """
+    name, options = read_options("method", text, LISTS)
+    check_options(name, options, option_names(name) | correction_names(name))
+    return name, options
+
+
+def read_options(kind: str, text: str, lists: Sequence[str]) -> tuple[str, dict[str, Any]]:
+    """A name and its options, as they are written.
+
+    Args:
+        kind: what it is the name of, for errors.
+        text: ``NAME:OPTION=VALUE:OPTION=VALUE``.
+        lists: options that hold whole numbers, written with ``+`` between them.
+
+    Raises:
+        SeergateError: for an option given twice, or one without a value.
+    """
     name, *parts = text.split(":")
-    known, options = option_names(name) | correction_names(name), dict[str, Any]()
+    options = dict[str, Any]()
     for part in parts:
         key, equals, value = part.partition("=")
         if not equals or not value:
             raise SeergateError(
-                f"the method {text!r} has the option {part!r}; it must be OPTION=VALUE, as in {name}:OPTION=VALUE"
+                f"the {kind} {text!r} has the option {part!r}; it must be OPTION=VALUE, as in {name}:OPTION=VALUE"
             )
-        check_options(name, [key], known)
         if key in options:
-            raise SeergateError(f"the method {text!r} has the option {key!r} twice")
-        options[key] = _list(key, value) if key in LISTS else _value(value)
+            raise SeergateError(f"the {kind} {text!r} has the option {key!r} twice")
+        options[key] = _list(key, value) if key in lists else _value(value)
     return name, options
 
 

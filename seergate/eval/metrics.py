@@ -18,7 +18,13 @@ COSTS = ("density", "cached_tokens", "bytes_read_per_step", "own_bytes_mean", "r
 PEAKS = ("own_bytes_peak", "resident_bytes_peak")
 """The highest of any sample."""
 
-PROXIES = ("recall", "recall_per_layer", "next_token_kl", "perplexity", "dense_perplexity", "agreement")
+REPLY = "reply_logprob"
+"""Log-probability of a right answer, in nats, of tasks that have one to be measured."""
+
+PROXIES = (
+    *("recall", "recall_per_layer", "next_token_kl", "next_token_kl_p99", "perplexity", "dense_perplexity"),
+    "agreement",
+)
 """What `seergate.eval.proxies` measures; ``None`` where it was not."""
 
 
@@ -45,13 +51,16 @@ def derive(samples: list[dict[str, Any]], proxies: dict[str, Any] | None = None)
         context), ``cached_tokens`` (per KV head), ``bytes_read_per_step``, ``own_bytes_mean``, ``own_bytes_peak``
         (what a sequence would hold alone), ``resident_bytes_mean``, ``resident_bytes_peak`` (its share of what was
         allocated; all of them per sequence, all layers), ``amsr`` (the memory saving ratio of methods that share
-        blocks), ``tokens_per_second`` (per process), ``seconds``, and the `PROXIES`.
+        blocks), ``tokens_per_second`` (per process), ``seconds``, ``reply_logprob`` and ``reply_logprob_se``, and the
+        `PROXIES`.
     """
     correct = by_problem(samples, lambda s: s["correct"])
     accuracy = clustered(correct)
     length = clustered(by_problem(samples, lambda s: s["n_tokens"]))
     tokens = sum(s["n_tokens"] for s in samples)
     seconds = math.fsum(s["seconds"] for s in samples)
+    known = [s for s in samples if s.get(REPLY) is not None]
+    reply = clustered(by_problem(known, lambda s: s[REPLY])) if known else None
     return {
         "accuracy": accuracy.mean,
         "accuracy_se": _or_none(accuracy),
@@ -69,6 +78,8 @@ def derive(samples: list[dict[str, Any]], proxies: dict[str, Any] | None = None)
         **{name: max((s[name] for s in samples if s.get(name) is not None), default=None) for name in PEAKS},
         "tokens_per_second": tokens / seconds if seconds else None,
         "seconds": seconds,
+        REPLY: reply and reply.mean,
+        f"{REPLY}_se": reply and _or_none(reply),
         **{name: (proxies or {}).get(name) for name in PROXIES},
     }
 

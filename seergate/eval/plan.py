@@ -41,7 +41,7 @@ class SweepPlan:
         block_size: tokens per block, for methods that select blocks; empty takes that of the gates that a method
             decodes with, else 64. Others have a size of their own.
         dense_layers: choices of layers that stay dense; see `MethodSpec`.
-        task: name or file.
+        task: name, also with options as ``NAME:OPTION=VALUE``, or file (`make_task`); empty is `chain_sum`.
         task_options: of the task, such as ``problems``.
         samples, max_new_tokens, max_total_tokens, seed, batch_size, measure_recall: see `RunOptions`.
         temperature, top_p, top_k, min_p: the sampling; without a temperature, the task's or the model's own.
@@ -60,7 +60,7 @@ class SweepPlan:
     threshold: list[float | int] = field(default_factory=list)
     block_size: list[int] = field(default_factory=list)
     dense_layers: list[tuple[int, ...] | None] = field(default_factory=lambda: [None])
-    task: str = "chain_sum"
+    task: str = ""
     task_options: dict[str, Any] = field(default_factory=dict)
     samples: int | None = None
     max_new_tokens: int | None = None
@@ -117,7 +117,7 @@ class SweepPlan:
 
     def make_task(self) -> Task:
         """The task."""
-        return make_task(self.task, **self.task_options)
+        return make_task(self.task or "chain_sum", **self.task_options)
 
     def sampling(self) -> Sampling | None:
         """How tokens are chosen, or ``None`` for the task's or the model's own way.

@@ -1,7 +1,8 @@
 """Cheap figures that predict the expensive one, measured in minutes on reference reasoning.
 
 * recall of teacher mass: what share of dense attention's probability fell on the tokens that a method read;
-* next-token KL: how far the next-token distribution moves from dense, in nats, KL(dense || method);
+* next-token KL: how far the next-token distribution moves from dense, in nats, KL(dense || method), mean over tokens
+  and 99th percentile;
 * perplexity of the reference's tokens, under the method and under dense attention;
 * agreement: how often the most probable next token is the same.
 
@@ -20,6 +21,7 @@ from __future__ import annotations
 import hashlib
 import json
 import math
+import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -82,13 +84,18 @@ def windows_of(tokenizer: PreTrainedTokenizerBase, reference: Sequence[dict[str,
     Window ``i`` of ``n`` begins a fraction ``(i + 1/2) / n`` into the ``i``-th reference.
 
     Args:
-        reference: samples (``prompt``, ``completion``); the first ones that are longer than a window are used.
+        reference: samples (``prompt``, ``completion``); the first ones that are longer than a window are used. Of an
+            answer that is shorter, the window is the end of prompt and answer.
     """
     traces = []
     for sample in reference:
+        prompt = encode(tokenizer, sample["prompt"])
         tokens = list(tokenizer(sample["completion"], add_special_tokens=False)["input_ids"])
-        if len(tokens) > WINDOW_TOKENS + 1:
-            traces.append((encode(tokenizer, sample["prompt"]), tokens))
+        if len(tokens) <= WINDOW_TOKENS + 1:
+            cut = max(0, len(prompt) + len(tokens) - WINDOW_TOKENS - 1)
+            prompt, tokens = prompt[:cut], (prompt + tokens)[cut:]
+        if prompt:
+            traces.append((prompt, tokens))
         if len(traces) == WINDOWS:
             break
     windows = []
@@ -109,32 +116,36 @@ def measure_proxies(
         reference: see `windows_of`.
 
     Returns:
-        ``next_token_kl``, ``perplexity``, ``dense_perplexity``, ``agreement``; ``recall``, ``recall_per_layer`` and
-        ``layers`` (``None`` for methods that do not select blocks: dense reads all of it, and what was evicted cannot
-        be weighed); ``windows``, ``tokens_per_window`` and ``contexts``, their hash. ``None`` if no reference is
-        longer than a window.
+        ``next_token_kl``, ``next_token_kl_p99``, ``perplexity``, ``dense_perplexity``, ``agreement``; ``recall``,
+        ``recall_per_layer`` and ``layers`` (``None`` for methods that do not select blocks: dense reads all of it, and
+        what was evicted cannot be weighed); ``windows``, ``tokens_per_window`` and ``contexts``, their hash. ``None``,
+        with a warning, if prompts and answers together are all shorter than a window.
     """
     windows = windows_of(tokenizer, reference)
     if not windows:
+        warnings.warn("no recall was measured: prompts and answers are shorter than a window", stacklevel=2)
         return None
     replayed = REPLAYED_TOKENS if handle.storage.lossy or isinstance(handle.method, CompressingMethod) else 0
     weighed = isinstance(handle.method, SelectingMethod)
     before, handle.measure_recall = handle.measure_recall, weighed
     handle.reset_stats()
-    sums = torch.zeros(4, dtype=torch.float64)
+    found = list[Tensor]()
     try:
         for first in range(0, len(windows), ROWS):
             for window, sparse in _decoded(model, windows[first : first + ROWS], replayed):
-                sums += compare(_dense(model, window), sparse, torch.tensor(window.tokens[1:], device=sparse.device))
+                targets = torch.tensor(window.tokens[1:], device=sparse.device)
+                found.append(compare(_dense(model, window), sparse, targets))
         stats = handle.stats()
     finally:
         handle.measure_recall = before
         handle.reset_stats()
-    kl, loss, dense_loss, agreement = (sums / (len(windows) * WINDOW_TOKENS)).tolist()
+    each = torch.cat(found, dim=1)
+    kl, loss, dense_loss, agreement = each.mean(1).tolist()
     per_layer = stats.get("recall_per_layer") if weighed else None
     known = [value for value in per_layer or [] if value is not None]
     return {
         "next_token_kl": kl,
+        "next_token_kl_p99": float(each[0].quantile(0.99)),
         "perplexity": math.exp(loss),
         "dense_perplexity": math.exp(dense_loss),
         "agreement": agreement,
@@ -177,18 +188,18 @@ def _dense(model: PreTrainedModel, window: Window) -> Tensor:
 
 
 def compare(dense: Tensor, sparse: Tensor, targets: Tensor) -> Tensor:
-    """Sums over a window: KL(dense || method) in nats, the method's loss, dense attention's loss, agreements.
+    """Of each token: KL(dense || method) in nats, the method's loss, dense attention's loss, whether they agree.
 
     Args:
         dense, sparse: logits ``[S, V]`` under dense attention and under the method.
         targets: the tokens that follow, ``[S]``.
 
     Returns:
-        float64 ``[4]``, on the CPU.
+        float64 ``[4, S]``, on the CPU.
     """
     p, q = dense.float().log_softmax(-1), sparse.float().log_softmax(-1)
     # clamped per position: KL is not negative, and what is below zero is rounding
-    kl = (p.exp() * (p - q)).sum(-1).clamp(min=0).double().sum()
-    loss, dense_loss = (-x.gather(-1, targets[:, None]).double().sum() for x in (q, p))
-    agreement = (p.argmax(-1) == q.argmax(-1)).double().sum()
+    kl = (p.exp() * (p - q)).sum(-1).clamp(min=0).double()
+    loss, dense_loss = (-x.gather(-1, targets[:, None])[:, 0].double() for x in (q, p))
+    agreement = (p.argmax(-1) == q.argmax(-1)).double()
     return torch.stack((kl, loss, dense_loss, agreement)).cpu()

@@ -1,4 +1,4 @@
-"""How attention comes back to tokens: LazyEviction's recurrence intervals, RaaS's milestone and phoenix tokens.
+"""Recurrence of attention to tokens: LazyEviction's recurrence intervals, RaaS's milestone and phoenix tokens.
 
 All of it comes from decoding with dense attention and noting, for every token, layer and KV head, at which steps its
 probability reached a threshold (`LazyState` does, and here evicts nothing).
@@ -75,7 +75,7 @@ class Recurrence:
         return found
 
     def histogram(self) -> dict[int, int]:
-        """How many tokens have each MRI."""
+        """Number of tokens with each MRI."""
         values, counts = np.unique(self.mri, return_counts=True)
         return dict(zip(values.tolist(), counts.tolist(), strict=True))
 
@@ -111,7 +111,7 @@ def measure_recurrence(
                 state = getattr(layer, "state", None)
                 if not isinstance(state, LazyState) or not state.decoded[0]:
                     continue
-                held = layer.rows.held[0]
+                held = layer.rows.resident[0]
                 mri_KT, active_KT = (state.rows[name][0, :, :held].cpu().numpy() for name in ("mri", "active"))
                 mri.append(mri_KT.reshape(-1))
                 elapsed.append((state.decoded[0] - active_KT).reshape(-1))

@@ -23,12 +23,12 @@ neither continued nor taken for one of either grader until it has been graded ag
 
 
 NEEDED = ("completion", "gold", "correct", "pred")
-"""What is read of a sample."""
+"""Fields of a sample that are read."""
 
 
 @dataclass(frozen=True)
 class Regraded:
-    """What grading again did.
+    """Result of regrading.
 
     Attributes:
         total: samples.

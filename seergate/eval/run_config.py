@@ -1,4 +1,4 @@
-"""How a run is asked for, and its resolved configuration."""
+"""Options of a run and its resolved configuration."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ class RunOptions:
         return task.samples if self.samples is None else self.samples
 
     def limit(self, task: Task) -> Limit:
-        """How long an answer may be.
+        """Maximum length of an answer.
 
         Raises:
             ValueError: naming the field, what it is and what it must be.
@@ -83,7 +83,8 @@ class RunOptions:
                 raise ValueError(f"{name} is {value}; it must be a positive number")
         if self.engine not in ENGINES:
             raise ValueError(f"engine is {self.engine!r}; it must be one of {', '.join(ENGINES)}")
-        check_grader(task.grader)
+        if task.scored is None:
+            check_grader(task.grader)
         if task.grader == "math":
             check_installed()
         sampling, samples = sampling or self.sampling or task.sampling, self.samples_of(task)
@@ -94,7 +95,7 @@ class RunOptions:
             )
 
     def resolved_sampling(self, task: Task, model: PreTrainedModel) -> Sampling:
-        """How tokens are chosen."""
+        """Sampling parameters."""
         return self.sampling or task.sampling or Sampling.of_model(model)
 
 

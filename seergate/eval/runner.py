@@ -8,6 +8,7 @@ a kill makes what is missing, and refuses if anything that shapes results has ch
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import nullcontext
 from pathlib import Path
@@ -20,7 +21,8 @@ from seergate.eval import store
 from seergate.eval.cluster import Cluster, Job, Loader
 from seergate.eval.collector import Collector
 from seergate.eval.collector import Progress as Progress
-from seergate.eval.engine import Limit, Request, encode, prompt_text
+from seergate.eval.engine import Limit, Request, encode, prompt_text, reply_ids
+from seergate.eval.forced import TeacherForcing, summary
 from seergate.eval.judge import GradingPool
 from seergate.eval.metrics import derive
 from seergate.eval.proxies import Reference, contexts_hash, measure_proxies, windows_of
@@ -70,9 +72,9 @@ def sweep(
         Label -> metrics.
 
     Raises:
-        SeergateError: before any work, if a setting is wrong or given twice, be it in other words.
+        SeergateError: before any work, if a setting is wrong or if two describe the same run.
     """
-    labels = [spec.label for spec in specs]
+    task, labels = task.bound(tokenizer), [spec.label for spec in specs]
     twice = {label for label in labels if labels.count(label) > 1}
     if twice:
         raise SeergateError(f"the setting {min(twice)!r} is given twice")
@@ -85,7 +87,9 @@ def sweep(
         return spec.bank(banks or {}, bank)
 
     _check_distinct(specs, gates)
-    reference = reference_in(out_dir, model, tokenizer, task) if options.measure_recall else None
+    forced = None if task.scored is None else TeacherForcing.of(model, tokenizer, task)
+    measured = options.measure_recall and forced is None
+    reference = reference_in(out_dir, model, tokenizer, task) if measured else None
     results = {}
     several = loader is not None and (workers or ray_address)
     with Cluster(loader, workers, ray_address) if loader is not None and several else nullcontext() as cluster:
@@ -103,6 +107,7 @@ def sweep(
                 bank=gates(spec),
                 reference=None if own else reference,
                 cluster=cluster,
+                forced=forced,
             )
             if reference is None or own:
                 reference = Reference(spec.label, _in_order(directory))
@@ -152,6 +157,7 @@ def evaluate(
     bank: GateBank | None = None,
     reference: Reference | None = None,
     cluster: Cluster | None = None,
+    forced: TeacherForcing | None = None,
 ) -> dict[str, Any]:
     """Evaluate one setting, continuing whatever ``out_dir`` holds.
 
@@ -166,6 +172,7 @@ def evaluate(
         reference: whose contexts proxies are measured on; the setting's own if ``None``. What has been measured on
             others is measured anew.
         cluster: generates; this process does if ``None``.
+        forced: of a task that scores texts, what dense attention says of them; made here if ``None``.
 
     Returns:
         The metrics, also written to ``metrics.json``.
@@ -173,7 +180,7 @@ def evaluate(
     Raises:
         SeergateError: if ``out_dir`` holds a run with other settings, naming the fields that differ.
     """
-    options = options or RunOptions()
+    options, task = options or RunOptions(), task.bound(tokenizer)
     limit, sampling = options.limit(task), options.resolved_sampling(task, model)
     options.check(task, sampling)
     problems = task.problems()
@@ -186,6 +193,11 @@ def evaluate(
         made = {store.key_of(s) for s in samples}
         missing = {key: problem for key, problem in wanted.items() if key not in made}
         store.pin(out_dir, config, finished=not missing)
+        if task.scored is not None:
+            if missing:
+                forced = forced or TeacherForcing.of(model, tokenizer, task)
+                _score_texts(forced, spec, bank, list(wanted), samples, log, options.on_progress)
+            return write_metrics(out_dir)
         unmeasured = options.measure_recall and not _measured(out_dir, tokenizer, reference)
         if missing or unmeasured:
             golds, progress = {p.problem_id: p.gold for p in problems}, options.on_progress
@@ -217,8 +229,29 @@ def evaluate(
     return write_metrics(out_dir)
 
 
+def _score_texts(
+    forced: TeacherForcing,
+    spec: MethodSpec,
+    bank: GateBank | None,
+    wanted: list[store.Key],
+    samples: list[dict[str, Any]],
+    log: store.SampleLog,
+    on_progress: Callable[[Progress], None] | None,
+) -> None:
+    """Score the texts that have no sample yet."""
+    done, began = {store.key_of(sample) for sample in samples}, time.monotonic()
+    for number, key in enumerate(wanted):
+        if key in done:
+            continue
+        found = forced.measure(spec, bank, number)
+        log.append([dict(zip(("task", "problem_id", "sample_idx"), key, strict=True)) | found])
+        if on_progress is not None:
+            tokens, seconds = (number + 1) * found["n_tokens"], time.monotonic() - began
+            on_progress(Progress(spec.label, number + 1, len(wanted), None, number + 1, tokens, seconds))
+
+
 def _measured(out_dir: Path, tokenizer: PreTrainedTokenizerBase, reference: Reference | None) -> bool:
-    """Whether there are proxies, and on the contexts that are wanted."""
+    """True if there are proxies, and on the contexts that are wanted."""
     found = store.read_json(out_dir / store.PROXIES)
     if found is None or reference is None:
         return found is not None
@@ -227,7 +260,8 @@ def _measured(out_dir: Path, tokenizer: PreTrainedTokenizerBase, reference: Refe
 
 def write_metrics(out_dir: Path) -> dict[str, Any]:
     """Derive `metrics.json` from the samples."""
-    metrics = derive(_in_order(out_dir), store.read_json(out_dir / store.PROXIES))
+    samples = _in_order(out_dir)
+    metrics = summary(samples) if "kl" in samples[0] else derive(samples, store.read_json(out_dir / store.PROXIES))
     store.write_json(out_dir / store.METRICS, metrics)
     return metrics
 
@@ -268,8 +302,18 @@ def _requests(
         SeergateError: if a prompt leaves no room for an answer.
     """
     encoded = encoded_prompts(tokenizer, missing.values(), limit)
+    replies = {
+        problem.problem_id: reply_ids(tokenizer, encoded[problem.problem_id][0], problem.reply)
+        for problem in missing.values()
+        if problem.reply
+    }
     requests = [
-        Request(key, *encoded[problem.problem_id], sample_seed(seed, problem.problem_id, key[2]))
+        Request(
+            key,
+            *encoded[problem.problem_id],
+            sample_seed(seed, problem.problem_id, key[2]),
+            replies.get(problem.problem_id, ()),
+        )
         for key, problem in missing.items()
     ]
     return sorted(requests, key=lambda request: -len(request.ids))

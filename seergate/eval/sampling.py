@@ -1,4 +1,4 @@
-"""How the next token is chosen: greedily, or drawn so that a sample does not depend on the batch it is in.
+"""Choice of the next token: greedily, or drawn so that a sample does not depend on the batch it is in.
 
 `generate` draws from one generator for the whole batch, so a sample changes with its neighbours and with the order of
 problems. Here every sample has a generator of its own, on the CPU whatever the model runs on, and each token takes one
@@ -80,7 +80,7 @@ class Sampling:
 
     @property
     def greedy(self) -> bool:
-        """Whether there is no randomness."""
+        """True if there is no randomness."""
         return self.temperature == 0
 
     @classmethod

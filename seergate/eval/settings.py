@@ -11,20 +11,8 @@ from seergate.config import RETENTION, Correction
 from seergate.errors import SeergateError
 from seergate.eval.method_text import correction_names, correction_of, read_method, value_text
 from seergate.hf.bank import GateBank
-from seergate.methods import (
-    Dense,
-    GateOnEvictor,
-    Method,
-    ReasonCache,
-    ReSA,
-    SelectingMethod,
-    TriAttention,
-    has_gates,
-    make_method,
-    method_class,
-    option_names,
-)
-from seergate.reason.paging import Paging
+from seergate.methods import Dense, Method, SelectingMethod, has_gates, make_method, method_class, option_names
+from seergate.methods.registry import reading_class
 
 AUTO = "auto"
 """The value of an option that is to be calibrated on the model and the task (`seergate.eval.calibration`)."""
@@ -45,7 +33,7 @@ class MethodSpec:
         options: further options of the method, which overrule the fields above, and of its correction.
         named_block_size: whether the label shall name the block size, as in a sweep over several.
         calibrated: what the options that are ``"auto"`` have turned out to be.
-        own_budget: whether the token budget was given with the method, so that it is nobody else's to choose.
+        own_budget: true if the method's text gives the token budget.
         gates: the name of its gates, where they were given one.
 
     Raises:
@@ -74,7 +62,7 @@ class MethodSpec:
 
     @property
     def has_gates(self) -> bool:
-        """Whether the method decodes with gates."""
+        """True if the method decodes with gates."""
         return has_gates(self.name)
 
     @property
@@ -116,7 +104,7 @@ class MethodSpec:
 
     @property
     def _gates_differ(self) -> bool:
-        """Whether its gates have a name other than the method's."""
+        """True if its gates have a name other than the method's."""
         return self.gates not in ("", self.name)
 
     def bank(self, banks: Mapping[Any, GateBank], default: GateBank | None = None) -> GateBank | None:
@@ -125,14 +113,14 @@ class MethodSpec:
         return next((gates for gates in named if self.takes(gates)), default)
 
     def takes(self, gates: GateBank) -> bool:
-        """Whether gates are for this method: retention gates for that of their scorer's name, others by block size."""
+        """True if gates are for this method: retention gates for that of their scorer's name, others by block size."""
         if gates.config.retention or self.name in RETENTION:
             return gates.config.scorer == self.name
         return gates.config.block_size == self.block_size
 
     def method(self, bank: GateBank | None) -> Method:
         """The method itself. Gates decode as they ask for (`GateBank.decode_config`), overruled by what is given here.
-        ReasonCache decides between forward passes unless told otherwise: what a thread decides in time is chance.
+        A method's `evaluation_options` hold unless told otherwise.
 
         Args:
             bank: the gates, for the methods that have them.
@@ -146,16 +134,15 @@ class MethodSpec:
                 f"the method {self.name!r} needs gates: give their directory or Hub id (org/name) with --gates; "
                 "`seergate train` makes gates for a model"
             )
-        known, kind = option_names(self.name), method_class(self.name)
+        known = option_names(self.name)
         fields: dict[str, Any] = {
             "token_budget": self.token_budget,
-            "block_size": None if issubclass(kind, GateOnEvictor) else self.block_size,
+            "block_size": None if self.has_gates and not _selects(self.name) else self.block_size,
             "dense_layers": self.dense_layers,
+            **method_class(self.name).evaluation_options,
         }
         if not self.has_gates and self.dense_layers is None:
             fields["dense_layers"] = ()
-        if issubclass(kind, ReasonCache):
-            fields["asynchronous"] = False
         given = {key: value for key, value in fields.items() if key in known and value is not None}
         options = {**given, **self.options, **self.calibrated}
         options = {key: value for key, value in options.items() if key not in correction_names(self.name)}
@@ -171,26 +158,8 @@ class MethodSpec:
         words what it is given to read or to hold.
         """
         method = self.method(bank)
-        values: dict[str, Any] = {}
-        gate = method.gate if isinstance(method, GateOnEvictor) else getattr(method, "reads", None)
-        values |= _plain(method.evictor if isinstance(method, GateOnEvictor) else method)
-        if gate is not None:
-            values |= {f"gate.{key}": value for key, value in _plain(gate).items()}
         asked = {key: self.options[key] for key in sorted(correction_names(self.name) & set(self.options))}
-        return {"name": self.name, "nominal": method.nominal, **values, **asked}
-
-
-def _plain(method: Method) -> dict[str, Any]:
-    found = {
-        key: list(value) if isinstance(value, tuple) else value
-        for key, value in vars(method).items()
-        if key in method.__dataclass_fields__ and not isinstance(value, (GateBank, Method))
-    }
-    if isinstance(method, ReasonCache):  # None stands for a size of the host's choice
-        found["block_size"] = Paging(method.block_size).page_of(method.reading)
-    if isinstance(method, TriAttention):
-        found["centres"] = f"{method.found.fingerprint}, from {method.found.tokens} tokens"
-    return found
+        return {"name": self.name, "nominal": method.nominal, **method.describe(), **asked}
 
 
 def with_each(specs: Sequence[MethodSpec], banks: Mapping[Any, GateBank]) -> list[MethodSpec]:
@@ -213,19 +182,17 @@ def with_each(specs: Sequence[MethodSpec], banks: Mapping[Any, GateBank]) -> lis
 
 def limits_of(name: str) -> set[str]:
     """The options of a method any of which says how much it may read or hold."""
-    rules = {"token_budget", "threshold", "top_p"} if takes_threshold(name) else {"token_budget"}
-    return rules & option_names(name)
+    return set(reading_class(name).limits) & option_names(name)
 
 
 def takes_threshold(name: str) -> bool:
-    """Whether a method can read by a threshold instead of a budget."""
-    return _selects(name) and not issubclass(method_class(name), ReSA)
+    """True if a method can read by a threshold instead of a budget."""
+    return "threshold" in limits_of(name)
 
 
 def _selects(name: str) -> bool:
-    """Whether what a method reads at a step is chosen by blocks, whatever it keeps."""
-    kind = method_class(name)
-    return issubclass(kind, SelectingMethod) or (issubclass(kind, ReasonCache) and has_gates(name))
+    """True if the blocks that a step reads are selected, whatever the method keeps."""
+    return issubclass(reading_class(name), SelectingMethod)
 
 
 def grid(

@@ -44,7 +44,7 @@ class Difference(Estimate):
 
     @property
     def positive(self) -> bool:
-        """Whether it is above zero by more than chance explains."""
+        """True if it is above zero by more than chance explains."""
         return self.low > 0
 
     @property
@@ -131,6 +131,24 @@ def pass_at_k(outcomes: Mapping[str, Sequence[float]], k: int) -> float:
 def quantile(values: Sequence[int], share: float) -> int:
     """The smallest value that at least this share of the values does not exceed."""
     return int(np.quantile(values, share, method="inverted_cdf"))
+
+
+RESAMPLES = 1000
+"""Of the clusters, for the interval of a quantile."""
+
+
+def clustered_quantile(groups: Sequence[Sequence[float]], share: float) -> tuple[float, float, float]:
+    """A quantile of all values, and the ends of its 95 % interval: of its bootstrap over the groups, whose values are
+    not independent. The ends are ``nan`` for one group.
+    """
+    values = [np.asarray(group) for group in groups]
+    found = float(np.quantile(np.concatenate(values), share))
+    if len(values) == 1:
+        return found, math.nan, math.nan
+    drawn = np.random.default_rng(0).integers(len(values), size=(RESAMPLES, len(values)))
+    again = [np.quantile(np.concatenate([values[i] for i in some]), share) for some in drawn]
+    low, high = np.quantile(again, (0.025, 0.975)).tolist()
+    return found, low, high
 
 
 def correlation(xs: Sequence[float], ys: Sequence[float]) -> float:

@@ -46,7 +46,7 @@ def run_directories(root: Path) -> list[Path]:
 
 
 def key_of(sample: dict[str, Any]) -> Key:
-    """What identifies a sample."""
+    """Key of a sample."""
     return sample["task"], sample["problem_id"], sample["sample_idx"]
 
 
@@ -150,7 +150,7 @@ def _mend_last_line(file: FileIO) -> None:
 
 
 def _is_whole(line: bytes) -> bool:
-    """Whether it is a sample: no beginning of an object is an object."""
+    """True if it is a sample: no beginning of an object is an object."""
     try:
         return isinstance(json.loads(line), dict)
     except ValueError:

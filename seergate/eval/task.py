@@ -1,12 +1,15 @@
-"""What a task is: problems, a grader, and how long and how often each is answered."""
+"""Tasks: problems, a grader, and the length and number of answers."""
 
 from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field, replace
+from functools import cache
 from typing import Any
+
+from transformers import PreTrainedTokenizerBase
 
 from seergate.errors import SeergateError
 from seergate.eval.sampling import Sampling
@@ -21,12 +24,14 @@ class Problem:
         gold: the right answer, as the grader wants it.
         messages: the conversation so far, for the model's chat template.
         prompt: the text to continue as it is, instead of ``messages``.
+        reply: a right continuation, whose log-probability under the method is measured; none if empty.
     """
 
     problem_id: str
     gold: str
     messages: tuple[dict[str, str], ...] = ()
     prompt: str | None = None
+    reply: str = ""
 
 
 @dataclass(frozen=True)
@@ -35,7 +40,7 @@ class Task:
 
     Attributes:
         name: such as ``"chain_sum"``.
-        load: makes the iterator over its problems.
+        load: makes its problems; takes the model's tokenizer if ``by_tokens``.
         grader: a key of `seergate.eval.grading.GRADERS`.
         max_new_tokens: how many tokens an answer may have if nothing else is said; ``None`` for no such limit.
         max_total_tokens: how many tokens prompt and answer may have together; ``None`` for no such limit.
@@ -44,10 +49,13 @@ class Task:
         chance: accuracy of guessing, if that is worth knowing.
         budgets: token budgets that are worth comparing if nothing else is said.
         options: what the task was made with; pinned with the results.
+        by_tokens: whether problems are made to a length in tokens, so that they differ between tokenizers.
+        scored: of texts that are given, instead of problems that are answered: how many tokens of each are scored.
+            ``max_total_tokens`` are read of each, ``prompt`` holds it, and there is no grader.
     """
 
     name: str
-    load: Callable[[], Iterator[Problem]]
+    load: Callable[..., Iterable[Problem]]
     grader: str
     max_new_tokens: int | None = None
     max_total_tokens: int | None = None
@@ -56,6 +64,14 @@ class Task:
     chance: float | None = None
     budgets: tuple[int, ...] = (1024, 2048, 4096, 6144)
     options: dict[str, Any] = field(default_factory=dict)
+    by_tokens: bool = False
+    scored: int | None = None
+
+    def bound(self, tokenizer: PreTrainedTokenizerBase) -> Task:
+        """The same task with problems for a model's tokenizer, which are made once."""
+        if not self.by_tokens:
+            return self
+        return replace(self, load=cache(lambda: list(self.load(tokenizer))), by_tokens=False)
 
     def problems(self) -> list[Problem]:
         """All problems.

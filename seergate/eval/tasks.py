@@ -16,8 +16,10 @@ from typing import Any
 from seergate.chain_sum import GIVENS, NAMES, make_problems
 from seergate.config import is_int
 from seergate.errors import SeergateError, did_you_mean
-from seergate.eval.grading import check_gold
+from seergate.eval.grading import BOXED, GRADERS, check_gold
 from seergate.eval.hub_tasks import HUB_TASKS, MATH_INSTRUCTION, PAPER_LENGTH, as_text
+from seergate.eval.method_text import read_options
+from seergate.eval.retrieval import key_value, needle, perplexity, variable_tracking
 from seergate.eval.sampling import Sampling
 from seergate.eval.task import Problem, Task
 
@@ -59,9 +61,9 @@ def chain_sum(*, problems: int = 64, variables: int = 40, seed: int = 0) -> Task
 def jsonl(path: str, *, problems: int | None = None, grader: str = "math") -> Task:
     """A local file with one JSON record per line.
 
-    A record has ``messages``, or ``prompt`` (continued as it is), or ``question`` (a user's turn, with the usual
-    instruction to box the answer); and ``answer`` (a text or a number, which the grader can find), and optionally
-    ``id``.
+    A record has ``messages``, or ``prompt`` (continued as it is), or ``question`` (a user's turn; for a grader that
+    looks into a box only, with the usual instruction to box the answer); and ``answer`` (a text or a number, which the
+    grader can find), and optionally ``id``.
 
     Args:
         path: the file.
@@ -101,7 +103,7 @@ def _checked(line: str, where: str, number: int, grader: str) -> Problem:
         raise SeergateError(f"{where} has no 'answer'")
     try:
         json.dumps(record, ensure_ascii=False).encode()
-        problem = _record(record, number)
+        problem = _record(record, number, grader)
         check_gold(grader, problem.gold)
     except UnicodeEncodeError as error:
         raise SeergateError(f"{where} holds half a surrogate pair, which is no character: {error}") from error
@@ -110,7 +112,7 @@ def _checked(line: str, where: str, number: int, grader: str) -> Problem:
     return problem
 
 
-def _record(record: dict[str, Any], number: int) -> Problem:
+def _record(record: dict[str, Any], number: int, grader: str) -> Problem:
     """A problem.
 
     Raises:
@@ -127,9 +129,16 @@ def _record(record: dict[str, Any], number: int) -> Problem:
         if field in record and not isinstance(record[field], str):
             raise ValueError(f"{field!r} is {record[field]!r}; it must be a text")
     if "prompt" in record:
+        if grader in BOXED and "boxed" not in record["prompt"]:
+            free = ", ".join(name for name in GRADERS if name not in BOXED)
+            raise ValueError(
+                f"the prompt does not ask for \\boxed{{}}, in which the grader {grader!r} looks for the answer; ask "
+                f"for it, or give another --grader: {free}"
+            )
         return Problem(name, gold, prompt=record["prompt"])
     if "question" in record:
-        return Problem(name, gold, messages=({"role": "user", "content": record["question"] + MATH_INSTRUCTION},))
+        turn = {"role": "user", "content": record["question"] + (MATH_INSTRUCTION if grader in BOXED else "")}
+        return Problem(name, gold, messages=(turn,))
     raise ValueError("there is none of 'messages', 'prompt' and 'question'")
 
 
@@ -137,16 +146,30 @@ def _is_turn(turn: Any) -> bool:
     return isinstance(turn, dict) and all(isinstance(turn.get(field), str) for field in ("role", "content"))
 
 
-_INTEGERS = ("problems", "variables", "seed")  # all other options of tasks are texts
+_KINDS: dict[str, tuple[str, Callable[[Any], bool]]] = {
+    "int": ("an integer", is_int),
+    "tuple[int, ...]": ("integers", lambda value: isinstance(value, tuple) and all(map(is_int, value))),
+    "bool": ("true or false", lambda value: isinstance(value, bool)),
+    "str": ("a text", lambda value: isinstance(value, str)),
+}
+"""Annotation of a task's option -> its type in words, and whether a value is of it."""
 
-TASKS: dict[str, Callable[..., Task]] = {"chain_sum": chain_sum, **HUB_TASKS}
+TASKS: dict[str, Callable[..., Task]] = {
+    "chain_sum": chain_sum,
+    "needle": needle,
+    "variable_tracking": variable_tracking,
+    "key_value": key_value,
+    "perplexity": perplexity,
+    **HUB_TASKS,
+}
 
 
 def make_task(name: str, **options: Any) -> Task:
     """A task by name, or from a JSONL file.
 
     Args:
-        name: a key of `TASKS`, or a path that ends in ``.jsonl``.
+        name: a key of `TASKS`, also with options as ``NAME:OPTION=VALUE:OPTION=VALUE``, which overrule the others; or
+            a path that ends in ``.jsonl``.
         **options: the task's; those that are ``None`` are left at their default.
 
     Raises:
@@ -154,20 +177,27 @@ def make_task(name: str, **options: Any) -> Task:
     """
     given = {key: value for key, value in options.items() if value is not None}
     arguments: tuple[str, ...] = ()
-    if name in TASKS:
-        make = TASKS[name]
+    if name.partition(":")[0] in TASKS:
+        make: Callable[..., Task] = TASKS[name.partition(":")[0]]
     elif name.endswith((".jsonl", ".ndjson")):
         make, arguments = jsonl, (name,)
     else:
         raise SeergateError(f"there is no task {name!r}; {did_you_mean(name, TASKS)} (or give a .jsonl file)")
-    known = list(inspect.signature(make).parameters)[len(arguments) :]
-    for unknown in sorted(set(given) - set(known)):
-        raise SeergateError(f"the task {name!r} has no option {unknown!r}; {did_you_mean(unknown, known)}")
+    parameters = list(inspect.signature(make).parameters.values())[len(arguments) :]
+    kinds = {each.name: str(each.annotation).removesuffix(" | None") for each in parameters}
+    lists = [option for option, kind in kinds.items() if kind.startswith("tuple")]
+    if not arguments:
+        name, written = read_options("task", name, lists)
+        given |= written
+    for unknown in sorted(set(given) - set(kinds)):
+        raise SeergateError(f"the task {name!r} has no option {unknown!r}; {did_you_mean(unknown, kinds)}")
+    for option in lists:
+        if option in given and not isinstance(given[option], tuple):  # in a file: a list, or a single number
+            given[option] = tuple(given[option]) if isinstance(given[option], list) else (given[option],)
     for option, value in given.items():
-        if option in _INTEGERS and not is_int(value):
-            raise SeergateError(f"the task's {option} is {value!r}; it must be an integer")
-        if option not in _INTEGERS and not isinstance(value, str):
-            raise SeergateError(f"the task's {option} is {value!r}; it must be a text")
+        must, fits = _KINDS[kinds[option]]
+        if not fits(value):
+            raise SeergateError(f"the task's {option} is {value!r}; it must be {must}")
     return make(*arguments, **given)
 
 

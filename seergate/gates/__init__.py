@@ -17,6 +17,7 @@ from seergate.gates.hub import (
     hub_reason,
     only_commit,
     push_adapter,
+    unanswered,
 )
 from seergate.gates.merging import AdapterDiff, average, cast, diff, subset
 from seergate.gates.record import SCHEMA_VERSION, Adapter, check_adapter

@@ -67,7 +67,7 @@ class Gates(nn.Module):
         return len(self.layers)
 
     def decode_config(self, **given: Any) -> DecodeConfig:
-        """How to decode with these gates: what they ask for themselves (`decode_defaults`), overruled by ``given``.
+        """The decode configuration of these gates: their `decode_defaults`, overruled by ``given``.
 
         A rule that is given (budget, threshold or top-p) takes the place of theirs.
         """
@@ -152,5 +152,5 @@ class Gates(nn.Module):
         return type(self).from_adapter(copied, "the subset")
 
     def diff(self, other: Gates) -> AdapterDiff:
-        """What these gates and others differ in, field by field and tensor by tensor."""
+        """Differences from other gates, field by field and tensor by tensor."""
         return diff(self.to_adapter(), other.to_adapter())

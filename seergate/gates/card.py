@@ -28,7 +28,7 @@ ABOUT = {
     "trim_kv": "Retention gates ([TRIM-KV](https://arxiv.org/abs/2512.03324)) that evict tokens from a frozen model's "
     "cache.",
 }
-"""What gates are for, by their scorer, if they do not select blocks."""
+"""Card introductions for scorers that keep tokens instead of selecting blocks."""
 _HALF = 196.0
 """Standard errors are shares; times this they are half a 95 % interval, in percent."""
 
@@ -75,7 +75,7 @@ def model_card(adapter: Adapter, source: Source, *, existing: str | None = None,
 
 
 def has_own_text(card: str) -> bool:
-    """Whether somebody wrote more into a card than seergate did."""
+    """True if somebody wrote more into a card than seergate did."""
     return any(part.strip() for part in _own_text(_split(card)[1]))
 
 
@@ -119,7 +119,8 @@ def _budget(adapter: Adapter) -> int:
     budget = 4096
     if isinstance(longest, int) and not isinstance(longest, bool) and longest >= 8:
         budget = 1 << ((longest // 8).bit_length() - 1)
-    return max(budget, adapter.gate.block_size)
+    sinks = adapter.gate.sink_blocks
+    return max(budget, (1 + sinks + (sinks > 0)) * adapter.gate.block_size)
 
 
 def _metadata(adapter: Adapter, source: Source) -> dict[str, Any]:
@@ -140,7 +141,7 @@ def _metadata(adapter: Adapter, source: Source) -> dict[str, Any]:
 
 
 def _eval_results(adapter: Adapter) -> list[Any]:
-    """What was measured of the gates, for the card's `model-index`."""
+    """Measurements of the gates, for the card's `model-index`."""
     from huggingface_hub import EvalResult
 
     found = []
@@ -285,7 +286,7 @@ def _options(adapter: Adapter) -> dict[str, Any]:
 
 
 def _has_tokenizer(base: str) -> bool:
-    """Whether the base model's tokenizer is known to exist, without asking the network."""
+    """True if the base model's tokenizer is known to exist, without asking the network."""
     names, here = ("tokenizer.json", "tokenizer_config.json"), directory_here(base)
     if here is not None:
         return any((here / name).is_file() for name in names)
@@ -309,7 +310,7 @@ def _split(text: str) -> tuple[dict[str, Any], str]:
 
 
 def _own_text(text: str) -> tuple[str, str]:
-    """What stands before and after the generated part of a card's text; all of it before, if there is no such part."""
+    """Text before and after the generated part of a card; everything is before if there is no such part."""
     before, begin, rest = text.partition(BEGIN)
     if not begin and text.strip():
         before = text.rstrip() + "\n\n"
@@ -318,9 +319,10 @@ def _own_text(text: str) -> tuple[str, str]:
 
 def scoring(gate: GateConfig) -> dict[str, str]:
     """How blocks or tokens are scored, name -> value."""
+    sinks = {"sink blocks": f"{gate.sink_blocks}, always read"} if gate.sink_blocks else {}
     if gate.scorer != "attn_gate":
-        return {"scorer": gate.scorer}
-    return {"key pooling": ", ".join(gate.k_pooling), "query pooling": gate.q_pooling}
+        return {"scorer": gate.scorer, **sinks}
+    return {"key pooling": ", ".join(gate.k_pooling), "query pooling": gate.q_pooling, **sinks}
 
 
 def _texts(value: Any) -> list[str]:

@@ -8,12 +8,17 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from seergate import ops
 from seergate.config import GateConfig
 from seergate.gates.scorer import GateRMSNorm, HeadwiseLinear, Scorer
 from seergate.ops.gate_math import block_scores, branch_end, compressed_keys, projected_queries
+
+POOLING_SHARES = {"max": 0.25, "min": 0.25, "avg": 0.5}
+"""Weight of each pooling in gates that begin as the model's own product: half for the mean of a block's keys, half for
+the middle between their maximum and minimum."""
 
 
 class AttnGate(Scorer):
@@ -42,6 +47,23 @@ class AttnGate(Scorer):
         self.k_proj = HeadwiseLinear(kv_heads, len(config.k_pooling) * head_dim, width)
         if config.qk_norm:
             self.q_norm, self.k_norm = GateRMSNorm(width), GateRMSNorm(width)
+
+    @torch.no_grad()
+    def begin_as_model(self) -> None:
+        """Add the maps of the model's own product: the mean of a group's queries, or each of them, times the
+        poolings of a block by `POOLING_SHARES`. Fresh weights are the noise around it.
+
+        Raises:
+            ValueError: if E is different from D.
+        """
+        width = self.config.gate_dim
+        if width != self.head_dim:
+            raise ValueError(f"gate_dim is {width}; with init 'model' it must be the head dimension ({self.head_dim})")
+        one = torch.eye(width, device=self.k_proj.weight.device)
+        if self.config.q_pooling != "avg":
+            self.q_proj.weight.add_(one / (self.group_size if self.config.q_pooling == "proj" else 1))
+        shares = torch.tensor([POOLING_SHARES[kind] for kind in self.config.k_pooling], device=one.device)
+        self.k_proj.weight.add_(torch.cat([share * one for share in shares / shares.sum()]))
 
     def queries(self, q_BHSD: Tensor, positions: Tensor) -> Tensor:
         """The query branch (equation 1a): one vector per token and KV head, ``[B, K, S, E]``, or per query head."""

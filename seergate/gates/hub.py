@@ -16,13 +16,13 @@ from seergate.errors import SeergateError, first_line
 from seergate.gates.card import CARD_FILE, PLOT_FILE, Source, has_own_text
 from seergate.gates.files import SIGN_FILE, read_card, save_adapter
 from seergate.gates.record import Adapter
-from seergate.paths import HUB_ID, directory_here, is_directory
+from seergate.paths import HUB_ID, directory_here, gguf_file, is_local_model
 
 OWN_NAME = re.compile(r"[\w-][\w.-]*")
 
 # huggingface_hub's own errors, and those of the HTTP library underneath, which is another one in each major version
 _CLIENTS = ("huggingface_hub", "httpx", "httpx2", "httpcore", "httpcore2", "requests", "urllib3")
-_UNREACHABLE = ("TransportError", "RequestException", "ConnectionError", "LocalEntryNotFoundError")
+_UNREACHABLE = ("TransportError", "RequestException", "ConnectionError", "TimeoutError", "LocalEntryNotFoundError")
 """Bases of what these clients raise where no answer comes; by name, as the library is another one."""
 _HINTS = {
     "RepositoryNotFoundError": "there is no such repository, or it is private and the token does not open it",
@@ -57,14 +57,14 @@ def hub_reason(error: BaseException) -> str:
         causes.append(cause)
     if silent := [cause for cause in causes if _no_answer(cause)]:  # the innermost says most
         return f"the Hub could not be asked ({first_line(silent[-1]).split('. ')[0]})"
-    status = getattr(getattr(error, "response", None), "status_code", None)
-    down = "the Hub is not well; try again later" if isinstance(status, int) and status >= 500 else None
+    status = _status(error)
+    down = "the Hub is not well; try again later" if status is not None and status >= 500 else None
     hint = _HINTS.get(type(error).__name__) or down or _HINTS.get(status or "")
     return f"{first_line(error)}{f' ({hint})' if hint else ''}"
 
 
 def hub_answers() -> bool:
-    """Whether the Hub can be asked, by one short request; the libraries that read from it try for half a minute."""
+    """True if the Hub can be asked, by one short request; the libraries that read from it try for half a minute."""
     from huggingface_hub import constants
 
     if constants.HF_HUB_OFFLINE:
@@ -83,6 +83,17 @@ def _reach(endpoint: str) -> None:
     from huggingface_hub import get_session
 
     get_session().head(endpoint, timeout=10)
+
+
+def unanswered(error: BaseException) -> bool:
+    """True if the Hub could not be reached or is not well; false if it said no."""
+    status = _status(error)
+    return _no_answer(error) if status is None else status >= 500
+
+
+def _status(error: BaseException) -> int | None:
+    status = getattr(getattr(error, "response", None), "status_code", None)
+    return status if isinstance(status, int) else None
 
 
 def _no_answer(error: BaseException) -> bool:
@@ -157,6 +168,8 @@ def fetch(
         if revision is not None:
             raise SeergateError(f"revision is {revision!r}, but {source} is a directory, which has none; leave it out")
         return here / inside
+    if gguf_file(source) is not None:
+        raise SeergateError(f"{source} is a GGUF model, not gates; to use both: load(GATES, base_model={source!r})")
     if os.path.exists(source):
         raise SeergateError(f"{source} is a file; gates are a directory or a Hub repository")
     if HUB_ID.fullmatch(source) is None:
@@ -177,12 +190,12 @@ def fetch(
 
 
 def base_note(base_model: str | None) -> str | None:
-    """What to say of gates that are pushed and whose base model is a directory here; ``None`` if it is none."""
-    if base_model is None or not is_directory(base_model):
+    """Note for pushed gates whose base model is a local directory or file; ``None`` if it is not."""
+    if base_model is None or not is_local_model(base_model):
         return None
     return (
-        f"note: the base model is the directory {base_model}; `seergate push` with --base-model ORG/NAME lets others "
-        "find it"
+        f"note: the base model is {base_model} on this machine; `seergate push` with --base-model ORG/NAME lets "
+        "others find it"
     )
 
 

@@ -15,7 +15,7 @@ from seergate.gates.record import DTYPES, Adapter
 
 @dataclass(frozen=True)
 class TensorDiff:
-    """How far two tensors are from each other.
+    """Distance between two tensors.
 
     Attributes:
         largest: largest absolute difference of two numbers.
@@ -30,7 +30,7 @@ class TensorDiff:
 
 @dataclass(frozen=True)
 class AdapterDiff:
-    """What two adapters differ in.
+    """Differences between two adapters.
 
     Attributes:
         fields: sentences about architecture, model, training record and so on.
@@ -45,7 +45,7 @@ class AdapterDiff:
 
     @property
     def same_weights(self) -> bool:
-        """Whether both hold the same numbers under the same names."""
+        """True if both hold the same numbers under the same names."""
         return not (self.tensors or self.only_first or self.only_second)
 
 

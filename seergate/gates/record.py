@@ -1,4 +1,4 @@
-"""What an adapter is: the gates' architecture, what they fit, their tensors, and how they came to be."""
+"""The adapter: architecture and tensors of gates, the geometry of their model, and their training record."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from seergate.config import DecodeConfig, GateConfig, is_int
 from seergate.errors import SeergateError, first_line
 from seergate.gates.scorers import make_scorer
 from seergate.geometry import ModelGeometry
-from seergate.paths import is_directory, shipped_name
+from seergate.paths import is_local_model, shipped_name
 
 SCHEMA_VERSION = 1
 ENTRIES = {
@@ -28,7 +28,7 @@ DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
 
 @dataclass(frozen=True)
 class Adapter:
-    """What an adapter directory holds.
+    """Contents of an adapter directory.
 
     Attributes:
         gate: the gates' architecture.
@@ -51,7 +51,7 @@ class Adapter:
 
     @property
     def parameters(self) -> int:
-        """How many numbers the gates have."""
+        """Number of parameters."""
         return sum(tensor.numel() for tensor in self.tensors.values())
 
     @property
@@ -81,10 +81,10 @@ class Adapter:
 def portable_base(name: str | None) -> str | None:
     """A base model's name that does not depend on the working directory.
 
-    A model that ships with seergate keeps its short name, any other directory gets its absolute path, and a Hub id
-    stays what it is.
+    A model that ships with seergate keeps its short name, any other directory or GGUF file gets its absolute path,
+    and a Hub id stays what it is.
     """
-    if name is None or not is_directory(name):
+    if name is None or not is_local_model(name):
         return name
     return shipped_name(name) or str(Path(name).resolve())
 

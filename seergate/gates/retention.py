@@ -1,4 +1,4 @@
-"""What every retention gate is: a score per token and KV head, made of the attention's input when the token comes.
+"""Base class of retention gates: a score per token and KV head, computed from the attention's input.
 
 Shape suffixes: B batch, S tokens, W width of the model, H query heads, K KV heads, G query heads per KV head
 (H = G * K), E gate dimension.

@@ -1,4 +1,4 @@
-"""What every scorer is: queries of tokens, keys of entries, and scores of blocks made of both.
+"""Base class of scorers: queries of tokens, keys of entries, and block scores computed from both.
 
 An entry is what the scorer remembers of one token, or of one block of tokens (`Scorer.entry_tokens`).
 
@@ -100,9 +100,17 @@ class Scorer(nn.Module, ABC):
             self.inv_freq = exact.to(self.inv_freq.device)
         return self
 
+    def begin_as_model(self) -> None:
+        """Turn fresh weights into those of a gate whose scores are the model's own products of queries and keys.
+
+        Raises:
+            ValueError: if the scorer cannot have them.
+        """
+        raise ValueError(f"init is 'model'; with scorer {self.config.scorer!r} it must be 'random'")
+
     @abstractmethod
     def queries(self, q_BHSD: Tensor, positions: Tensor) -> Tensor:
-        """What scores are made of on the side of the query: ``[B, I, S, E']``.
+        """Query vectors of the scorer: ``[B, I, S, E']``.
 
         Args:
             q_BHSD: the model's queries before RoPE, ``[B, H, S, D]``; query head h belongs to KV head ``h // G``.

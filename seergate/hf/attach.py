@@ -1,7 +1,7 @@
 """attach / detach: turns the gated layers of a live model over to a method, and back, leaving everything else alone.
 
 Per gated attention module: its own copy of the configuration names our attention function (the model's configuration,
-which decides how masks are made, stays as it is), taps catch pre-RoPE q and k, and a pre-hook makes the call
+which decides how masks are made, stays as it is), hooks catch pre-RoPE q and k, and a pre-hook makes the context
 (`seergate.hf.call`).
 """
 
@@ -16,10 +16,10 @@ from typing import Any, TypeVar
 from transformers import PreTrainedModel
 from transformers.cache_utils import Cache, DynamicLayer, StaticLayer
 
-from seergate.cache.call import Passes
+from seergate.cache.call import ForwardModes
 from seergate.cache.layer import GatedLayer
 from seergate.cache.static import FixedLayer
-from seergate.cache.storage import Placement, StorageMaker
+from seergate.cache.storage import KVBackend, StorageFactory
 from seergate.config import Correction, DecodeConfig, Lossless, Rectify
 from seergate.decode.compatibility import refuse
 from seergate.decode.lossless import LosslessDecoding
@@ -27,10 +27,10 @@ from seergate.decode.rectify import Rectification
 from seergate.decode.trace import Trace
 from seergate.errors import SeergateError
 from seergate.hf.bank import GateBank
-from seergate.hf.call import LayerBinding, OneThread
+from seergate.hf.call import LabelsWarning, LayerBinding, SingleThreadGuard
 from seergate.hf.prompts import PromptReader
 from seergate.hf.resolving import check_calibration, check_dense_layers, resolve_method
-from seergate.methods import Gate, Method, SelectingMethod
+from seergate.methods import Method, SelectingMethod
 from seergate.methods.evicting import CompressingMethod
 from seergate.models import families
 from seergate.stats import DecodeStats
@@ -58,7 +58,7 @@ class Handle:
         *,
         correction: Correction | None = None,
         measure_recall: bool = False,
-        storage: Placement | None = None,
+        storage: KVBackend | None = None,
     ) -> None:
         modules = families.full_attention_modules(model)
         decoder = families.decoder_of(model)
@@ -67,15 +67,15 @@ class Handle:
                 "this model has a method attached already; seergate.handle_of(model).detach() takes it off"
             )
         for name, given, kinds, named in (
-            ("storage", storage, Placement, "a seergate.Offload, a seergate.Paging"),
+            ("storage", storage, KVBackend, "a seergate.Offload, a seergate.Paging"),
             ("correction", correction, (Lossless, Rectify), "a seergate.Lossless or a seergate.Rectify"),
         ):
             if given is not None and not isinstance(given, kinds):
                 raise ValueError(f"{name} is {given!r}; it must be {named}, or None")
-        if method.placement is not None:
-            module, _, function = method.placement.partition(":")
+        if method.kv_backend is not None:
+            module, _, function = method.kv_backend.partition(":")
             storage = getattr(import_module(module), function)(method, storage)
-        method = method.reading
+        method = method.read_method
         correction = method.correction if correction is None else correction
         for part in (method, getattr(method, "evictor", None)):
             if (bank := getattr(part, "bank", None)) is not None:
@@ -96,17 +96,18 @@ class Handle:
         self.stats_: DecodeStats = DecodeStats([layer for layer, _ in modules])
         self.bindings: list[LayerBinding] = []
         self.correction: LosslessDecoding | Rectification | None = None
-        self.passes = Passes(
+        self.passes = ForwardModes(
             decodes_drafts=not isinstance(method, CompressingMethod),
             reads_leftovers=isinstance(method, SelectingMethod),
         )
         self.trace: Trace | None = None
         self.disabled = False
-        self.storage = StorageMaker()
-        self._guard, self.prompts = OneThread(decoder), PromptReader(model, self.passes)
+        self.storage = StorageFactory()
+        self._guard, self.prompts = SingleThreadGuard(decoder), PromptReader(model, self.passes)
+        self._labels = LabelsWarning(model, self)
         try:
             if storage is not None:
-                self.storage = storage.maker(model, method, [layer for layer, _ in modules])
+                self.storage = storage.factory(model, method, [layer for layer, _ in modules])
             for layer, attention in modules:
                 self.bindings.append(LayerBinding(self, layer, attention))
             if isinstance(correction, Lossless):
@@ -122,7 +123,7 @@ class Handle:
             model.save_pretrained = self.save_pretrained  # type: ignore[method-assign]
 
     def new_layer(self, binding: LayerBinding, cache: Cache) -> GatedLayer:
-        """What takes the place of an empty layer of a cache."""
+        """Make the gated layer that replaces an empty layer of a cache."""
         found, method = cache.layers[binding.layer], self.method
         if isinstance(found, GatedLayer):
             static_length = found.static_length
@@ -155,7 +156,7 @@ class Handle:
         return f"<Handle: {self.method!r}, {state}, {len(self.stats_.layers)} layers of {type(self.model).__name__}>"
 
     def summary(self) -> str:
-        """What is attached, and what it has read and held so far, in a few lines for people."""
+        """Summary of the method and of what it has read and held so far, in a few lines for people."""
         found, lines = self.stats(), [repr(self)]
         if found["steps"]:
             layers = zip(found["layers"], found["density_per_layer"], strict=True)
@@ -188,7 +189,8 @@ class Handle:
 
     def stats(self) -> dict[str, Any]:
         """What decoding read and held since the handle was made or reset (`DecodeStats.summary`), and what its
-        correction did.
+        correction did. Before the first decode step ``steps`` is 0 and ``density`` is ``None``: prompts are read
+        densely and not counted.
         """
         corrected = self.correction.stats() if self.correction is not None else {}
         return {"method": self.method.name, **self.stats_.summary(), **corrected, **self.storage.stats()}
@@ -205,8 +207,8 @@ class Handle:
         type(self.model).save_pretrained(self.model, save_directory, *args, **options)
 
     @property
-    def plain(self) -> bool:
-        """Whether nothing but the usual figures is wanted of a decode step, and nobody takes it back."""
+    def allows_fixed_steps(self) -> bool:
+        """True if the fixed-shape path may run: no trace, recall or correction is active."""
         asked = self.trace is not None or self.measure_recall or type(self.stats_) is not DecodeStats
         return not asked and self.correction is None
 
@@ -263,6 +265,7 @@ class Handle:
             self.bindings.pop().remove()
         self.prompts.remove()
         self._guard.remove()
+        self._labels.remove()
         decoder = families.decoder_of(self.model)
         if getattr(decoder, _HANDLE, None) is self:
             delattr(decoder, _HANDLE)
@@ -276,7 +279,7 @@ def attach(
     *,
     correction: Correction | None = None,
     measure_recall: bool = False,
-    storage: Placement | None = None,
+    storage: KVBackend | None = None,
     **options: Any,
 ) -> Handle:
     """Let a method decide what the model's decode steps attend to; ``generate`` itself stays the stock one.
@@ -334,20 +337,20 @@ def handle_of(model: PreTrainedModel) -> Handle:
 
 
 def tags_of_method(method: Method) -> dict[str, str]:
-    """What `seergate.decode.compatibility` calls a method."""
+    """A method's tags in the table of `seergate.decode.compatibility`."""
     kinds = {"selecting": SelectingMethod, "evicting": CompressingMethod}
     tags = {next((tag for tag, kind in kinds.items() if isinstance(method, kind)), "dense"): repr(method.name)}
-    if getattr(method, "group_reduction", None) == "separate":
+    if method.splits_groups:
         tags["query heads apart"] = f"{method.name!r} with group_reduction='separate'"
     return {**tags, "moves keys": repr(method.name)} if method.stores_pre_rope else tags
 
 
 def tags_of_correction(correction: Correction | None, method: Method) -> dict[str, str]:
-    """The same of a correction. Gates remember the raw keys of two blocks, enough to take one block back."""
+    """The same of a correction."""
     if isinstance(correction, Lossless):
         return {"lossless": "lossless decoding"}
     tags = {} if correction is None else {"rectified": "rectification"}
-    if correction is not None and isinstance(method, Gate) and correction.every > method.block_size:
+    if correction is not None and method.max_rollback is not None and correction.every > method.max_rollback:
         tags["rectified past a block"] = f"rectification of {correction.every} tokens"
     return tags
 

@@ -87,8 +87,10 @@ class GateBank(Gates):
         reduction: str = "row_mean",
         target: str = "max",
         target_budget: int | None = None,
+        row_stride: int = 1,
+        row_shift: int = 0,
     ) -> Tensor:
-        """How far the gates are from the model's own attention; ``.backward()`` gives the gates' gradients.
+        """Distillation loss of the gates against the model's own attention; ``.backward()`` gives their gradients.
 
         The frozen model runs once, without its LM head. The gradients are computed on the way, layer by layer.
         Gates of ``trim_kv`` learn from the model's output instead (`seergate.hf.gated_student`), with its LM head: it
@@ -105,6 +107,8 @@ class GateBank(Gates):
                 (`ops.scorer_kl`).
             target_budget: for ``"selected"``, the tokens that the gates may pick; for ``trim_kv``, which needs it, the
                 tokens that a KV head may hold.
+            row_stride, row_shift: only every ``row_stride``-th of the rows that count, from number
+                ``row_shift % row_stride`` on; another one for each pack shows the gates all places in a block.
 
         Returns:
             A scalar.
@@ -130,4 +134,5 @@ class GateBank(Gates):
             raise ValueError(f"input_ids holds {wrong}; the model has the ids 0..{vocabulary - 1}")
         options: dict[str, Any] = {"row_start": row_start, "reduction": reduction}
         options |= {"target": target, "target_budget": target_budget}
+        options |= {"row_stride": row_stride, "row_shift": row_shift}
         return distill_step(self, model, input_ids, cu_seqlens, **options).loss

@@ -21,7 +21,7 @@ from seergate.models import families
 from seergate.models.rope import Rotary
 
 MOST_BYTES = {"cpu": 256 << 20, "cuda": 1 << 30}
-"""What keys and values take. They are read in turn, so that short ones lie in no cache of the processor either."""
+"""Bytes of keys and values. They are read in turn, so that short ones lie in no cache of the processor either."""
 SECONDS, ROUNDS = 0.2, 25
 """At one length no round begins after so many seconds, or so many rounds; there are at least three."""
 

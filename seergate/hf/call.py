@@ -1,7 +1,7 @@
-"""How a forward pass of the model reaches a gated layer: an attention module's pre-hook makes the `Call`.
+"""Hooks from the model into gated layers: an attention module's pre-hook makes the `ForwardContext`.
 
-The pre-hook finds the cache layer, tells which tokens are real and what the pass is, puts the call into the layer for
-`GatedLayer.update`, and gives the registered attention function what it is to run.
+The pre-hook finds the cache layer, tells which tokens are real and the mode of the pass, puts the context into the
+layer for `GatedLayer.update`, and gives the registered attention function what it is to run.
 
 Shape suffixes: B batch, S new tokens, H query heads, K KV heads, D head dimension.
 """
@@ -22,10 +22,10 @@ from transformers import PreTrainedModel
 from transformers.cache_utils import Cache
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS, AttentionInterface
 
-from seergate.cache.call import Call, Passes
+from seergate.cache.call import ForwardContext, ForwardModes
 from seergate.cache.layer import GatedLayer
 from seergate.cache.static import FixedLayer
-from seergate.cache.storage import StorageMaker
+from seergate.cache.storage import StorageFactory
 from seergate.decode.step import DenseAttention, GatedAttention
 from seergate.decode.trace import Trace
 from seergate.errors import SeergateError
@@ -46,7 +46,7 @@ TRANSFORMERS_PAGES = (
 def seergate_attention(
     module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, **kwargs: Any
 ) -> tuple[Tensor, Tensor | None]:
-    """What transformers calls in a module whose configuration names ``"seergate"``.
+    """The attention function of modules whose configuration names ``"seergate"``.
 
     The module's pre-hook has put what is to run into the keyword arguments: a `GatedAttention`.
 
@@ -89,7 +89,7 @@ def attention_input(args: Any, kwargs: dict[str, Any]) -> Tensor:
     return kwargs["hidden_states"] if "hidden_states" in kwargs else args[0]
 
 
-class Tap:
+class QKHook:
     """Catches the RoPE inputs of one attention module as they pass, as ``[B, heads, S, D]`` views without a copy."""
 
     def __init__(self, model: PreTrainedModel, attention: nn.Module) -> None:
@@ -99,11 +99,13 @@ class Tap:
         self._heads = {"q": heads, "k": heads // int(module.num_key_value_groups)}
         self._head_dim, self._layout = int(module.head_dim), family.layout
         self._caught: dict[str, Tensor] = {}
-        if family.tap == "fused":
+        if family.hook_point == "fused":
             self._handles = [attention.get_submodule("qkv_proj").register_forward_hook(self._catch_fused)]
         else:
             self._handles = [
-                attention.get_submodule(f"{name}_{family.tap}").register_forward_hook(partial(self._catch, name))
+                attention.get_submodule(f"{name}_{family.hook_point}").register_forward_hook(
+                    partial(self._catch, name)
+                )
                 for name in self._heads
             ]
 
@@ -158,8 +160,8 @@ class AttentionSwap:
         self._attention.config = self._config
 
 
-class OneThread:
-    """Refuses a second thread while a forward pass of a decoder runs: what taps catch would be mixed up."""
+class SingleThreadGuard:
+    """Refuses a second thread while a decoder's forward pass runs: the hooks would mix up the tensors of both."""
 
     def __init__(self, decoder: nn.Module) -> None:
         # Thread, and weakly its input: gone once an error has ended the pass. A correction nests passes in its hooks.
@@ -201,25 +203,48 @@ class OneThread:
 
 
 class Attached(Protocol):
-    """What a gated layer asks of the handle that it belongs to."""
+    """Interface of `Handle` for gated layers."""
 
     model: PreTrainedModel
     method: Method
-    passes: Passes
+    passes: ForwardModes
     measure_recall: bool
     stats_: DecodeStats
     trace: Trace | None
-    storage: StorageMaker
+    storage: StorageFactory
     disabled: bool
 
     @property
-    def plain(self) -> bool:
-        """Whether steps of fixed shapes will do."""
+    def allows_fixed_steps(self) -> bool:
+        """True if the fixed-shape path may run."""
         ...
 
     def new_layer(self, binding: LayerBinding, cache: Cache) -> GatedLayer:
-        """What takes the place of an empty layer of a cache."""
+        """Make the gated layer that replaces an empty layer of a cache."""
         ...
+
+
+LABELS = (
+    "several tokens at once are read densely, like a prompt, so a loss of them is dense attention's and says nothing "
+    "of {!r}; seergate.score gives the log-probabilities of a text under the method"
+)
+
+
+class LabelsWarning:
+    """Warns once of a pass with labels under an attached method, since its loss is dense attention's."""
+
+    def __init__(self, model: nn.Module, handle: Attached) -> None:
+        self.handle = handle
+        self._hook = model.register_forward_pre_hook(self._warn, with_kwargs=True)
+
+    def _warn(self, module: nn.Module, args: Any, kwargs: dict[str, Any]) -> None:
+        if kwargs.get("labels") is not None and not self.handle.disabled and self.handle.method.name != "dense":
+            warnings.warn(LABELS.format(self.handle.method.name), stacklevel=2)
+            self.remove()
+
+    def remove(self) -> None:
+        """Take the hook off the model."""
+        self._hook.remove()
 
 
 class LayerBinding:
@@ -232,25 +257,25 @@ class LayerBinding:
         self.num_heads = int(config.num_attention_heads)
         kind = families.rope_kind(config, attention)
         self.rotary = Rotary(families.decoder_of(model), attention, families.layer_type(config, layer), kind)
-        self.tap = Tap(model, attention)
+        self.qk_hook = QKHook(model, attention)
         self.swap = AttentionSwap(attention, self.before_forward)
 
     def remove(self) -> None:
         """Take everything back."""
         self.swap.undo()
-        self.tap.remove()
+        self.qk_hook.remove()
 
     def before_forward(self, module: nn.Module, args: Any, kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
-        """Make the call: for the cache layer, which stores the new tokens, and for the attention function."""
+        """Make the forward context, for the cache layer that stores the new tokens and for the attention function."""
         cache, dense = kwargs.get("past_key_values"), dense_function(self.swap.implementation)
         if cache is None or self.handle.disabled:
             if kwargs.get("cache") is not None:
                 warnings.warn(TRANSFORMERS_PAGES, stacklevel=2)
-            return args, {**kwargs, CALL_KEYWORD: partial(_without_cache, self.tap, dense)}
+            return args, {**kwargs, CALL_KEYWORD: partial(_without_cache, self.qk_hook, dense)}
         hidden = attention_input(args, kwargs)
         new = hidden.shape[1]
         layer, mask, valid = self.cache_layer(cache), kwargs.get("attention_mask"), None
-        fixed = layer.takes(new)  # then no number may be asked for that a compiled step does not know
+        fixed = layer.is_fixed_step(new)  # then host-side lengths are not available
         if not fixed:
             hide_what_is_masked(layer, mask, new)
             valid = valid_tokens(mask, new, layer.rows.slots)
@@ -261,21 +286,24 @@ class LayerBinding:
             raise SeergateError(
                 "the attention_mask hides tokens that are to be decoded; only a prompt may have padding"
             )
-        layer.call = call = Call(mode, self.tap.take, valid, kwargs.get("position_ids"), hidden)
-        attention = GatedAttention(call, layer, dense, handle.stats_, handle.measure_recall, handle.trace)
+        layer.context = context = ForwardContext(mode, self.qk_hook.take, valid, kwargs.get("position_ids"), hidden)
+        attention = GatedAttention(context, layer, dense, handle.stats_, handle.measure_recall, handle.trace)
         return args, {**kwargs, CALL_KEYWORD: attention}
 
     def cache_layer(self, cache: Cache) -> GatedLayer:
         """This layer of the cache, put into our form if it is still empty."""
         if getattr(cache, "offloading", False):
-            raise SeergateError("this cache offloads its layers, which seergate does not support; use a plain cache")
+            raise SeergateError(
+                "this cache offloads its layers, which seergate does not support; leave it out, and attach with "
+                "storage=seergate.Offload(...)"
+            )
         layers, method = cache.layers, self.handle.method
         while len(layers) <= self.layer:  # a cache without a configuration makes its layers as they are needed
             layers.append(cache.layer_class_to_replicate())
         found = layers[self.layer]
         if isinstance(found, FixedLayer):
-            found.plain = self.handle.plain and found.counted_by(self.handle.stats_)
-            if found.takes(1) and found.method is method:
+            found.allows_fixed_steps = self.handle.allows_fixed_steps and found.counts_into(self.handle.stats_)
+            if found.is_fixed_step(1) and found.method is method:
                 return found
         if not isinstance(found, GatedLayer) or found.rows.slots == 0:
             layers[self.layer] = found = self.handle.new_layer(self, cache)
@@ -286,14 +314,14 @@ class LayerBinding:
         return found
 
 
-def _without_cache(tap: Tap, dense: DenseAttention, module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+def _without_cache(qk_hook: QKHook, dense: DenseAttention, module: nn.Module, *args: Any, **kwargs: Any) -> Any:
     """A forward without a cache has nothing to decode from: plain dense attention."""
-    tap.take()
+    qk_hook.take()
     return dense(module, *args, **kwargs)
 
 
 def valid_tokens(mask: Tensor | None, new: int, slots: int) -> Tensor | None:
-    """Which of the new tokens are real, from the mask that transformers made for this layer.
+    """Mask of the real ones of the new tokens, from the mask that transformers made for this layer.
 
     Args:
         mask: ``None``; 2D ``[B, T]`` (flash backends); or 4D ``[B, 1, S, T]``, bool or additive, of which the last
@@ -312,7 +340,7 @@ def valid_tokens(mask: Tensor | None, new: int, slots: int) -> Tensor | None:
 
 
 def visible_slots(mask: Tensor) -> Tensor:
-    """Which slots a mask shows, bool ``[B, T]``; see `valid_tokens` for its forms."""
+    """Visible slots of a mask, bool ``[B, T]``; see `valid_tokens` for its forms."""
     row = mask if mask.ndim == 2 else mask[:, 0, -1]
     if row.dtype == torch.bool:
         return row
@@ -324,7 +352,7 @@ def refuse_masked(layer: GatedLayer, valid: Tensor | None, new: int) -> None:
     if valid is None or new > 1 or not isinstance(layer.method, CompressingMethod):
         return
     for row, real in enumerate(valid[:, 0].tolist()):
-        if not real and layer.rows.seen[row] > 0:
+        if not real and layer.rows.total[row] > 0:
             raise SeergateError(
                 f"the attention_mask hides the token that row {row} decodes, and {layer.method.name!r} counts every "
                 "one; drop the row from the batch instead (cache.batch_select_indices)"

@@ -12,17 +12,17 @@ from seergate.hf.bank import GateBank
 from seergate.hf.loading import base_config, load_base, skeleton
 from seergate.hf.resolving import check_decode_options, check_given, decode_options, method_of
 from seergate.models.families import gate_geometry
-from seergate.paths import directory_here, is_hub_id
+from seergate.paths import directory_here, is_hub_id, is_local_model
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-    from seergate.cache.storage import Placement
+    from seergate.cache.storage import KVBackend
 
 MODEL_OPTIONS = {
     *("adapter_kwargs", "adapter_name", "allow_all_kernels", "attn_implementation", "code_revision", "fusion_config"),
     *("device_map", "device_mesh", "disable_mmap", "distributed_config", "tqdm_class"),
-    *("dtype", "experts_implementation", "generation_config", "gguf_file", "ignore_mismatched_sizes"),
+    *("dtype", "experts_implementation", "generation_config", "ignore_mismatched_sizes"),
     *("kernel_config", "key_mapping", "low_cpu_mem_usage", "max_memory", "offload_buffers", "offload_folder"),
     *("proxies", "quantization_config", "state_dict", "torch_dtype", "tp_plan", "tp_size", "trust_remote_code"),
     *("use_kernels", "use_safetensors", "variant", "weights_only"),
@@ -43,7 +43,7 @@ def load(
     local_files_only: bool = False,
     force_download: bool = False,
     correction: Correction | None = None,
-    storage: Placement | None = None,
+    storage: KVBackend | None = None,
     **options: Any,
 ) -> PreTrainedModel:
     """Load the gates, the base model they name at the revision they were trained for, and put them together.
@@ -52,7 +52,7 @@ def load(
         gates: adapter directory or Hub repository.
         config: how to decode; instead, its fields may be given as keywords (``token_budget=4096``). What the adapter
             itself asks for holds unless a keyword says otherwise; of a ``config``, only ``compat="gates"`` does.
-        base_model: directory or Hub id to use instead of the one the adapter names.
+        base_model: directory, GGUF file or Hub id to use instead of the one the adapter names.
         revision, subfolder: of the adapter.
         token, cache_dir, local_files_only: for both, as in `huggingface_hub`.
         force_download: the adapter, even if it was downloaded before.
@@ -68,6 +68,8 @@ def load(
         SeergateError: if gates or base model are missing or do not fit.
         ValueError: for a decode option out of range.
     """
+    if "gguf_file" in options:
+        raise SeergateError(f"gguf_file is {options['gguf_file']!r}; name the whole path of the file as base_model=")
     given = {name: options.pop(name) for name in sorted(decode_options() & set(options))}
     check_given(config, given)
     hub: dict[str, Any] = {"token": token, "cache_dir": cache_dir, "local_files_only": local_files_only or None}
@@ -101,6 +103,6 @@ def _base_of(
         return override, pinned if str(override) == named else None
     if named is None:
         raise SeergateError(f"{gates} does not say which model its gates are for; pass base_model=")
-    if directory_here(named) is None and not is_hub_id(named):
-        raise SeergateError(f"{gates} is for the model in {named}, a directory that is not here; pass base_model=")
+    if directory_here(named) is None and not is_local_model(named) and not is_hub_id(named):
+        raise SeergateError(f"{gates} is for the model in {named}, which is not here; pass base_model=")
     return named, pinned

@@ -18,28 +18,28 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from seergate import ops
+from seergate.hf.distill_loss import DistillLoss, DistillOutput, DistillSpec
 from seergate.hf.importance import compared
-from seergate.hf.learning import DistillOutput, Learning, Lesson
 from seergate.hf.teacher_pass import TeacherCall, intercepted_attention
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 
-class StudentLearning(Learning):
+class StudentLoss(DistillLoss):
     """Gates that learn from what the whole model makes of their choices.
 
     Attributes:
         counted: the rows that count, indices into the pack; in host memory.
     """
 
-    def __init__(self, lesson: Lesson, model: PreTrainedModel, cu_seqlens: Tensor) -> None:
-        super().__init__(lesson, model, cu_seqlens)
-        self.counted = torch.cat([torch.arange(a + int((b - a) * lesson.row_start), b) for a, b in self.segments])
+    def __init__(self, spec: DistillSpec, model: PreTrainedModel, cu_seqlens: Tensor) -> None:
+        super().__init__(spec, model, cu_seqlens)
+        self.counted = torch.cat([torch.arange(a + int((b - a) * spec.row_start), b) for a, b in self.segments])
 
     def learn(self, call: TeacherCall, lse_TH: Tensor) -> None:
         """The frozen model's own layers only tell the recall."""
-        if self.lesson.recall_budgets:
+        if self.spec.recall_budgets:
             with torch.no_grad():
                 beta_BKS = self.bank.retention_gate(call.layer)(call.hidden_BSW).exp()
                 self.stats.append(compared(beta_BKS, call, lse_TH, self)[1])
@@ -62,7 +62,7 @@ class StudentLearning(Learning):
 
     def _gated_logits(self, ids_1T: Tensor, positions_1T: Tensor, rows: Tensor) -> tuple[Tensor, Tensor]:
         """Logits ``[R, V]`` of the model whose tokens fade, and the capacity loss."""
-        room, lengths = self.lesson.target_budget, self.cu_seqlens.diff()
+        room, lengths = self.spec.target_budget, self.cu_seqlens.diff()
         share_T1 = (1 / lengths.repeat_interleave(lengths))[:, None].to(ids_1T.device)
         excess: list[Tensor] = []
         assert room is not None

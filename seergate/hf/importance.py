@@ -9,11 +9,11 @@ import torch
 from torch import Tensor
 
 from seergate import ops
-from seergate.hf.learning import LayerwiseLearning, Learning
+from seergate.hf.distill_loss import DistillLoss, LayerwiseLoss
 from seergate.hf.teacher_pass import TeacherCall
 
 
-class ImportanceLearning(LayerwiseLearning):
+class ImportanceLoss(LayerwiseLoss):
     """The loss is `ops.retention_kl`, with the gates' ``block_size`` as the distance."""
 
     def learn(self, call: TeacherCall, lse_TH: Tensor) -> None:
@@ -28,18 +28,18 @@ class ImportanceLearning(LayerwiseLearning):
 
 
 def compared(
-    scores_BKS: Tensor, call: TeacherCall, lse_TH: Tensor, learning: Learning
+    scores_BKS: Tensor, call: TeacherCall, lse_TH: Tensor, distill_loss: DistillLoss
 ) -> tuple[Tensor, ops.GateKLStats]:
     """`ops.retention_kl` of some scores, in one layer."""
     return ops.retention_kl(
         call.query_BHSD[0].transpose(0, 1),
         call.key_BKSD[0].transpose(0, 1),
         scores_BKS[0].T,
-        learning.cu_seqlens,
-        learning.bank.config.block_size,
-        row_start=learning.lesson.row_start,
+        distill_loss.cu_seqlens,
+        distill_loss.bank.config.block_size,
+        row_start=distill_loss.spec.row_start,
         sm_scale=call.sm_scale,
-        recall_budgets=learning.lesson.recall_budgets,
+        recall_budgets=distill_loss.spec.recall_budgets,
         sinks=call.sinks,
         softcap=call.softcap,
         lse=lse_TH,

@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from seergate.errors import SeergateError, first_line
+from seergate.errors import SeergateError, first_line, how_to_install
 from seergate.gates import cached_commit, hub_answers, hub_errors, hub_reason, is_hub_id
 from seergate.models.families import base_commit, decoder_of, family_of, note_base_commit, text_config
-from seergate.paths import directory_here, resolve_model
+from seergate.paths import GGUF, directory_here, gguf_file, resolve_model
 
 if TYPE_CHECKING:
     import torch
@@ -25,7 +26,10 @@ def base_config(name: str | os.PathLike[str], **options: Any) -> Any:
     """The configuration of a base model; arguments as in `load_base`."""
     from transformers import AutoConfig
 
-    return _reading("base model", name, AutoConfig.from_pretrained, **options)
+    config = _reading("base model", name, AutoConfig.from_pretrained, **options)
+    if (file := gguf_file(name)) is not None:
+        config.name_or_path = file
+    return config
 
 
 def skeleton(config: Any) -> PreTrainedModel:
@@ -52,19 +56,29 @@ def skeleton(config: Any) -> PreTrainedModel:
 def load_base(
     name: str | os.PathLike[str], *, device: str | torch.device | None = None, **options: Any
 ) -> PreTrainedModel:
-    """Load a causal language model for inference.
+    """Load a causal language model for inference. A GGUF file is read by transformers and dequantised.
 
     Args:
-        name: directory, Hub id, or a model that ships with seergate (``"checkpoints/tiny-reasoner"``).
+        name: directory, GGUF file, Hub id, or a model that ships with seergate (``"checkpoints/tiny-reasoner"``).
         device: move it there; for more than one device pass ``device_map``.
         **options: for `AutoModelForCausalLM.from_pretrained`, such as ``revision``, ``dtype`` or ``token``.
 
     Raises:
         SeergateError: if it cannot be found or read.
     """
-    from transformers import AutoModelForCausalLM
+    import transformers
 
-    model: PreTrainedModel = _reading("base model", name, AutoModelForCausalLM.from_pretrained, **options).eval()
+    file, read = gguf_file(name), transformers.AutoModelForCausalLM.from_pretrained
+    if file is not None:
+        if options.get("quantization_config") is not None:
+            raise SeergateError(f"quantization_config is given; it must be left out for {file}, which is dequantised")
+        if hasattr(transformers, "GgufConfig"):  # releases without it always dequantise
+            options["quantization_config"] = transformers.GgufConfig(dequantize=True)
+    model: PreTrainedModel = _reading("base model", name, read, **options).eval()
+    if file is not None:
+        model.config.name_or_path = file
+        if (quantizer := getattr(model, "hf_quantizer", None)) is not None:  # its marks forbid `save_pretrained`
+            quantizer.remove_quantization_config(model)
     if is_hub_id(str(name)) and base_commit(model.config) is None:
         # Some releases of transformers do not remember the commit; gates made for this model name it.
         commit = cached_commit(str(name), options.get("revision"), options.get("cache_dir"))
@@ -101,7 +115,7 @@ def download_weights(name: str, revision: str | None = None) -> None:
 
 
 def _weights_here(name: str, revision: str | None) -> bool:
-    """Whether all files of a model's weights were downloaded."""
+    """True if all files of a model's weights were downloaded."""
     from huggingface_hub import try_to_load_from_cache
 
     def found(file: str) -> str | None:
@@ -131,14 +145,22 @@ def load_tokenizer(name: str | os.PathLike[str], **options: Any) -> PreTrainedTo
 
 def _reading(what: str, name: str | os.PathLike[str], read: Callable[..., Any], **options: Any) -> Any:
     """Call ``from_pretrained`` and say in one sentence what went wrong."""
-    here = directory_here(name)
+    file = gguf_file(name)
+    here = directory_here(name) if file is None else file.parent
     if here is None and not is_hub_id(str(name)):
-        raise SeergateError(f"the {what} {name} could not be loaded: there is no such directory")
+        kind = "file" if str(name).lower().endswith(GGUF) else "directory"
+        raise SeergateError(f"the {what} {name} could not be loaded: there is no such {kind}")
+    if file is None and here is not None and not (here / "config.json").exists() and any(here.glob(f"*{GGUF}")):
+        raise SeergateError(f"{name} holds several GGUF files; name one of them")
+    if file is not None:
+        if importlib.util.find_spec("gguf") is None:
+            raise SeergateError(f"{file} is a GGUF file, which needs the package gguf; {how_to_install('gguf')}")
+        options["gguf_file"] = file.name
     options = {"trust_remote_code": False, **{key: value for key, value in options.items() if value is not None}}
     if here is None and not options.get("local_files_only"):
         options["local_files_only"] = not hub_answers()
     try:
-        return read(resolve_model(name), **options)
+        return read(resolve_model(name) if file is None else str(here), **options)
     except Exception as error:  # of as many types as libraries are involved; that of tokenizers is a bare `Exception`
         why = first_line(error) if here is not None else f"there is no such directory, and {hub_reason(error)}"
         raise SeergateError(f"the {what} {name} could not be loaded: {why}") from error

@@ -12,12 +12,14 @@ from typing import Any
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from seergate.cache.call import Passes
+from seergate.cache.call import ForwardModes
+from seergate.models.families import model_positions, text_config
 
 NO_CACHE = (
     "generate runs with use_cache=False, so the attached method has nothing to choose from: every step is dense; "
     "leave use_cache out"
 )
+TOO_LONG = "the prompt has {:,} tokens and the model {:,} positions; what it writes about more is of no use"
 _METHOD = "_prefill"  # of transformers' generation loops
 _DRAFTER = "_get_candidate_generator"  # makes what drafts during one assisted `generate`, and is dropped at its end
 
@@ -25,7 +27,7 @@ _DRAFTER = "_get_candidate_generator"  # makes what drafts during one assisted `
 class PromptReader:
     """Stands in for a model's `_prefill`, which reads a prompt, and for what makes drafters of assisted decoding."""
 
-    def __init__(self, model: PreTrainedModel, passes: Passes) -> None:
+    def __init__(self, model: PreTrainedModel, passes: ForwardModes) -> None:
         self.model, self.passes = generating(model), passes
         if hasattr(self.model, _METHOD):
             setattr(self.model, _METHOD, self)
@@ -45,8 +47,11 @@ class PromptReader:
         if cache is None and not model_kwargs.get("use_cache", True):
             warnings.warn(NO_CACHE, stacklevel=2)
         known = 0 if cache is None else int(cache.get_seq_length())
+        positions = model_positions(text_config(self.model))
+        if positions is not None and input_ids.shape[1] > positions:
+            warnings.warn(TOO_LONG.format(input_ids.shape[1], positions), stacklevel=2)
         one_token = input_ids.shape[1] in (1, known + 1)  # with or without those that the cache has
-        with self.passes.reading(in_chunks=generation_config.prefill_chunk_size is not None and not one_token):
+        with self.passes.prefilling(in_chunks=generation_config.prefill_chunk_size is not None and not one_token):
             read = getattr(type(self.model), _METHOD)
             return read(self.model, input_ids, generation_config, model_kwargs, *args, **kwargs)
 

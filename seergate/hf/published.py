@@ -282,6 +282,8 @@ def _check_exportable(adapter: Adapter) -> None:
         problems.append(f"gate_dim is {gate.gate_dim} (their decoding needs the head dimension, {geometry.head_dim})")
     if geometry.num_layers is not None and len(geometry.layers) != geometry.num_layers:
         problems.append(f"only {len(geometry.layers)} of {geometry.num_layers} layers have gates")
+    if gate.sink_blocks:
+        problems.append(f"sink_blocks is {gate.sink_blocks} (they have none)")
     if problems:
         raise SeergateError(f"the published code cannot use these gates: {'; '.join(problems)}")
 
@@ -299,7 +301,7 @@ def _as_published(config: dict[str, Any]) -> dict[str, Any]:
 
 
 def _is_published(directory: Path) -> bool:
-    """Whether a directory holds gates in the published format, sound or not."""
+    """True if a directory holds gates in the published format, sound or not."""
     try:
         _read_config(directory / CONFIG_FILE)
     except SeergateError:

@@ -1,4 +1,4 @@
-"""Which method the arguments of `attach` describe, and whether it fits the model."""
+"""The method that the arguments of `attach` describe, checked against the model."""
 
 from __future__ import annotations
 
@@ -55,14 +55,14 @@ def method_of(bank: Gates, config: DecodeConfig | None = None, **options: Any) -
 
 
 def names_gates(method: Any) -> TypeGuard[str | os.PathLike[str]]:
-    """Whether a method is named by the directory or the Hub repository of gates; names of methods have no slash."""
+    """True if a method is named by the directory or the Hub repository of gates; names of methods have no slash."""
     if isinstance(method, str):
         return method not in METHODS and ("/" in method or is_directory(method))
     return isinstance(method, os.PathLike)
 
 
 def decode_options(bank: Gates | None = None) -> set[str]:
-    """What gates can be told beside their adapter; those of one kind or another if ``None``."""
+    """Decode options of gates; those of all kinds of gates if ``None``."""
     kinds = [Gate.name, *RETENTION]
     if bank is not None:
         kinds = [bank.config.scorer if bank.config.retention else Gate.name]
@@ -71,6 +71,8 @@ def decode_options(bank: Gates | None = None) -> set[str]:
 
 def check_decode_options(names: Iterable[str], known: Iterable[str], others: Iterable[str] = ()) -> None:
     """Refuse names that are neither ``known``, of which one is suggested, nor among ``others``."""
+    if "block_size" in names:
+        raise SeergateError("block_size is given; gates have the block size that they were trained with: leave it out")
     for name in sorted({*names} - {*known, *others}):
         raise SeergateError(f"there is no decode option {name!r}; {did_you_mean(name, sorted(known))}")
 

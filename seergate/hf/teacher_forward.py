@@ -22,9 +22,10 @@ from seergate import ops
 from seergate.errors import SeergateError
 from seergate.gates.bank import Gates
 from seergate.gates.scorer import Scorer
-from seergate.hf.gated_student import StudentLearning
-from seergate.hf.importance import ImportanceLearning
-from seergate.hf.learning import DistillOutput, LayerwiseLearning, Learning, Lesson
+from seergate.hf.distill_loss import DistillLoss, DistillOutput, DistillSpec, LayerwiseLoss
+from seergate.hf.far import far_sums
+from seergate.hf.gated_student import StudentLoss
+from seergate.hf.importance import ImportanceLoss
 from seergate.hf.teacher_pass import TeacherCall, intercepted_attention
 from seergate.models import families
 from seergate.ops.checks import check_cu_seqlens
@@ -35,9 +36,10 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 
-TILE = 2048
-"""Rows of the query branch at a time. Its intermediate results are several times its output; they are made again for
-the gradients instead of being kept for the whole pack."""
+TILE, TILE_DEVICE = 2048, 16384
+"""Rows of the query branch at a time, on a processor and on a GPU. Its intermediate results are several times its
+output: where the pack has more rows, they are made again for the gradients. On a GPU the half of a pack of 32k tokens
+is one tile; smaller ones would be many small kernels."""
 
 
 def distill_step(
@@ -54,17 +56,17 @@ def distill_step(
         model: the frozen model. Dropout must be off (``model.eval()``).
         input_ids: ``[1, T]`` or ``[T]``.
         cu_seqlens: int32 ``[n + 1]``; one sequence if ``None``.
-        **options: the other fields of `Lesson`.
+        **options: the other fields of `DistillSpec`.
 
     Raises:
         SeergateError: if the gates do not fit the model.
         ValueError: for malformed packs.
     """
-    return distill_steps([Lesson(bank, **options)], model, input_ids, cu_seqlens)[0]
+    return distill_steps([DistillSpec(bank, **options)], model, input_ids, cu_seqlens)[0]
 
 
 def distill_steps(
-    lessons: Sequence[Lesson], model: PreTrainedModel, input_ids: Tensor, cu_seqlens: Tensor | None = None
+    specs: Sequence[DistillSpec], model: PreTrainedModel, input_ids: Tensor, cu_seqlens: Tensor | None = None
 ) -> list[DistillOutput]:
     """`distill_step` of several gates in one forward of the frozen model; each result is that of the gates alone."""
     if input_ids.ndim == 1:
@@ -79,9 +81,9 @@ def distill_steps(
     cu_seqlens = cu_seqlens.cpu() if isinstance(cu_seqlens, Tensor) else cu_seqlens
     check_cu_seqlens(cu_seqlens, total)
 
-    learning = [learning_of(lesson, model, cu_seqlens) for lesson in lessons]
-    students = [each for each in learning if isinstance(each, StudentLearning)]
-    gated = {layer: attention for each in learning for layer, attention in each.gated.items()}
+    distill_losses = [loss_for(spec, model, cu_seqlens) for spec in specs]
+    students = [each for each in distill_losses if isinstance(each, StudentLoss)]
+    gated = {layer: attention for each in distill_losses for layer, attention in each.gated.items()}
 
     def attend(call: TeacherCall) -> Tensor:
         """Compute a layer's attention over the pack, ``[1, T, H, D]``, and the losses of its gates if it has any."""
@@ -89,13 +91,13 @@ def distill_steps(
         output_THD, lse_TH = ops.packed_attention(
             q, k, v, cu_seqlens, call.sm_scale, window=call.window, sinks=call.sinks, softcap=call.softcap
         )
-        for each in learning:
+        for each in distill_losses:
             if call.layer in each.gated:
                 each.learn(call, lse_TH)
         return output_THD[None]
 
-    # A model whose first layers wait on disk is nowhere until they are fetched to where the gates are.
-    device = next(lessons[0].bank.parameters()).device if model.device.type == "meta" else model.device
+    # With disk offload the model is on the meta device; use the gates' device.
+    device = next(specs[0].bank.parameters()).device if model.device.type == "meta" else model.device
     ids, positions = copied(input_ids, device), copied(positions_of(cu_seqlens), device)[None]
     with intercepted_attention(model, gated, attend), torch.no_grad():
         if students:
@@ -105,13 +107,18 @@ def distill_steps(
             families.decoder_of(model)(input_ids=ids, position_ids=positions, use_cache=False)
     for each in students:
         each.compare(ids, positions, output.logits[0].to(device)[torch.isin(rows, each.counted).to(device)])
-    return [each.result() for each in learning]
+    return [each.result() for each in distill_losses]
 
 
-def learning_of(lesson: Lesson, model: PreTrainedModel, cu_seqlens: Tensor) -> Learning:
-    """How the gates of a lesson learn from a pack."""
-    kinds: dict[str, type[Learning]] = {"fast_kvzip": ImportanceLearning, "trim_kv": StudentLearning}
-    return kinds.get(lesson.bank.config.scorer, PackDistillation)(lesson, model, cu_seqlens)
+def tile_rows(device: torch.device) -> int:
+    """Rows of the query branch at a time."""
+    return TILE if device.type == "cpu" else TILE_DEVICE
+
+
+def loss_for(spec: DistillSpec, model: PreTrainedModel, cu_seqlens: Tensor) -> DistillLoss:
+    """The distillation loss of a spec's gates on a pack."""
+    kinds: dict[str, type[DistillLoss]] = {"fast_kvzip": ImportanceLoss, "trim_kv": StudentLoss}
+    return kinds.get(spec.bank.config.scorer, BlockLoss)(spec, model, cu_seqlens)
 
 
 def positions_of(cu_seqlens: Tensor) -> Tensor:
@@ -124,7 +131,7 @@ class Places(NamedTuple):
 
     Attributes:
         positions: int64 ``[T]``, of each token in its sequence.
-        rows: the rows that count, at most `TILE` at a time.
+        rows: the rows that count, at most `tile_rows` at a time.
         entries: int64, the position that each of the gate's keys begins at.
     """
 
@@ -133,27 +140,44 @@ class Places(NamedTuple):
     entries: Tensor
 
 
-class PackDistillation(LayerwiseLearning):
-    """Scorers of blocks learn the attention that each block gets."""
+class BlockLoss(LayerwiseLoss):
+    """Loss of block scorers against the attention that each block gets."""
 
-    def __init__(self, lesson: Lesson, model: PreTrainedModel, cu_seqlens: Tensor) -> None:
-        super().__init__(lesson, model, cu_seqlens)
+    def __init__(self, spec: DistillSpec, model: PreTrainedModel, cu_seqlens: Tensor) -> None:
+        super().__init__(spec, model, cu_seqlens)
         self.options: dict[str, Any] = {
-            "row_start": lesson.row_start,
-            "reduction": lesson.reduction,
-            "recall_budgets": lesson.recall_budgets,
+            "row_start": spec.row_start,
+            "reduction": spec.reduction,
+            "recall_budgets": spec.recall_budgets,
+            "sink_blocks": self.bank.config.sink_blocks,
+            "row_stride": spec.row_stride,
+            "row_shift": spec.row_shift,
         }
         self._places: dict[torch.device, Places] = {}  # of each that a split model has layers on
 
     def places(self, device: torch.device) -> Places:
         """The pack's indices, copied to the device once."""
         if device not in self._places:
-            size, step = self.bank.config.block_size, self.bank.gate(next(iter(self.gated))).entry_tokens
+            step = self.bank.gate(next(iter(self.gated))).entry_tokens
             positions = positions_of(self.cu_seqlens)
             entries = torch.cat([torch.arange(0, b - a, step) for a, b in self.segments])
-            rows = copied(counted_rows(self.cu_seqlens, size, self.options["row_start"]), device)
-            self._places[device] = Places(copied(positions, device), rows.split(TILE), copied(entries, device))
+            rows = copied(self._rows(), device)
+            self._places[device] = Places(
+                copied(positions, device), rows.split(tile_rows(device)), copied(entries, device)
+            )
         return self._places[device]
+
+    def _rows(self) -> Tensor:
+        """The rows of the pack that count, int64, in host memory."""
+        options, size = self.options, self.bank.config.block_size
+        names = ("row_start", "sink_blocks", "row_stride", "row_shift")
+        counted = counted_rows([end - start for start, end in self.segments], size, *(options[x] for x in names))
+        return torch.cat(
+            [
+                torch.arange(start + rows.start, start + rows.stop, rows.step)
+                for (start, _), rows in zip(self.segments, counted, strict=True)
+            ]
+        )
 
     def learn(self, call: TeacherCall, lse_TH: Tensor) -> None:
         """Compute the loss of a layer's gate, and its gradients if they are wanted."""
@@ -162,15 +186,18 @@ class PackDistillation(LayerwiseLearning):
         parameters = [p for p in gate.parameters() if p.requires_grad]
         wants_gradient = self.wants_gradients and bool(parameters)
         positions, tiles, entries = self.places(call.query_BHSD.device)
+        with torch.set_grad_enabled(wants_gradient and len(tiles) == 1):
+            parts = [_queries(gate, call.q_pre_BHSD, positions, rows) for rows in tiles]
         with torch.no_grad():
-            counted = torch.cat([_queries(gate, call.q_pre_BHSD, positions, rows) for rows in tiles])
+            counted = torch.cat(parts)
             qg_TKE = counted.new_empty(len(positions), *counted.shape[1:])  # no other row is read
             qg_TKE[torch.cat(tiles)] = counted
-            del counted
+            kept = parts[0] if parts[0].requires_grad else None
+            del counted, parts
         with torch.set_grad_enabled(wants_gradient):
             qg_TKE.requires_grad_(wants_gradient)
             kg_NKE = self._keys(gate, call.k_pre_BKSD, entries)
-            loss, stats = loss_of(gate, self.lesson.target, self.lesson.target_budget)(
+            loss, stats = loss_of(gate, self.spec.target, self.spec.target_budget)(
                 call.query_BHSD[0].transpose(0, 1),
                 call.key_BKSD[0].transpose(0, 1),
                 qg_TKE,
@@ -188,7 +215,24 @@ class PackDistillation(LayerwiseLearning):
                 dqg_TKE, dkg_NKE = torch.autograd.grad(loss, (qg_TKE, kg_NKE), materialize_grads=True)
                 self._add_gradients(kg_NKE, dkg_NKE, parameters)
                 for rows in tiles:
-                    self._add_gradients(_queries(gate, call.q_pre_BHSD, positions, rows), dqg_TKE[rows], parameters)
+                    made = _queries(gate, call.q_pre_BHSD, positions, rows) if kept is None else kept
+                    self._add_gradients(made, dqg_TKE[rows], parameters)
+        if self.spec.far:
+            self.far.append(
+                far_sums(
+                    gate,
+                    call,
+                    lse_TH,
+                    qg_TKE.detach(),
+                    kg_NKE.detach(),
+                    self.cu_seqlens,
+                    self.bank.config.block_size,
+                    counted=self._rows(),
+                    sink_blocks=self.bank.config.sink_blocks,
+                    target=self.spec.target,
+                    budgets=self.spec.recall_budgets,
+                )
+            )
         self.losses.append(loss.detach())
         self.stats.append(stats)
 

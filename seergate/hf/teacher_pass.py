@@ -15,7 +15,7 @@ from typing import Any
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from seergate.hf.call import ATTENTION_NAME, CALL_KEYWORD, Tap, attention_input, register
+from seergate.hf.call import ATTENTION_NAME, CALL_KEYWORD, QKHook, attention_input, register
 from seergate.models import families
 
 
@@ -27,7 +27,7 @@ class TeacherCall:
         layer: its index.
         hidden_BSW: what the attention module got.
         query_BHSD, key_BKSD, value_BKSD: after RoPE, in one dtype; B is 1 and S the pack's tokens.
-        q_pre_BHSD, k_pre_BKSD: before RoPE; ``None`` in layers that are not tapped.
+        q_pre_BHSD, k_pre_BKSD: before RoPE; ``None`` in layers without a hook.
         sm_scale: factor on query . key.
         window: sliding window in tokens, or ``None``.
         sinks: ``[H]`` attention-sink logits, or ``None``.
@@ -49,12 +49,14 @@ class TeacherCall:
 
 @contextmanager
 def intercepted_attention(
-    model: PreTrainedModel, tapped: dict[int, nn.Module], attend: Callable[[TeacherCall], Tensor]
+    model: PreTrainedModel, hooked: dict[int, nn.Module], attend: Callable[[TeacherCall], Tensor]
 ) -> Iterator[None]:
-    """Hand all attention layers of ``model`` to ``attend``, which returns ``[1, S, H, D]``; taps the given layers."""
+    """Hand all attention layers of ``model`` to ``attend``, which returns ``[1, S, H, D]``, with q and k of
+    the ``hooked`` layers before RoPE.
+    """
     register()
     config = families.text_config(model)
-    taps = {layer: Tap(model, attention) for layer, attention in tapped.items()}
+    qk_hooks = {layer: QKHook(model, attention) for layer, attention in hooked.items()}
     hooks = []
     swapped = {id(config): (config, config._attn_implementation_internal)}
     try:
@@ -62,7 +64,7 @@ def intercepted_attention(
             own: Any = attention.config
             swapped.setdefault(id(own), (own, own._attn_implementation_internal))
             hooks.append(
-                attention.register_forward_pre_hook(_pre_hook(layer, taps.get(layer), attend), with_kwargs=True)
+                attention.register_forward_pre_hook(_pre_hook(layer, qk_hooks.get(layer), attend), with_kwargs=True)
             )
         for own, _ in swapped.values():
             own._attn_implementation_internal = ATTENTION_NAME
@@ -72,15 +74,15 @@ def intercepted_attention(
             own._attn_implementation_internal = implementation
         for hook in hooks:
             hook.remove()
-        for each in taps.values():
+        for each in qk_hooks.values():
             each.remove()
 
 
-def _pre_hook(layer: int, tap: Tap | None, attend: Callable[[TeacherCall], Tensor]) -> Any:
+def _pre_hook(layer: int, qk_hook: QKHook | None, attend: Callable[[TeacherCall], Tensor]) -> Any:
     def call(
         hidden: Tensor, module: nn.Module, query: Tensor, key: Tensor, value: Tensor, mask: Any, **kwargs: Any
     ) -> Any:
-        q_pre, k_pre = tap.take() if tap is not None else (None, None)
+        q_pre, k_pre = qk_hook.take() if qk_hook is not None else (None, None)
         scaling = kwargs.get("scaling")
         return (
             attend(

@@ -20,7 +20,7 @@ from seergate.methods.base import (
 )
 from seergate.methods.controls import Dense, Random, RandomEvict
 from seergate.methods.evicting import (
-    Attended,
+    AttentionOutput,
     BudgetedMethod,
     BudgetedState,
     CompressingMethod,
@@ -73,7 +73,7 @@ __all__ = [
     "RKV",
     "RPC",
     "TOVA",
-    "Attended",
+    "AttentionOutput",
     "BudgetedMethod",
     "BudgetedState",
     "CompressingMethod",

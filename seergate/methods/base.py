@@ -1,4 +1,4 @@
-"""What a decoding method is: a dataclass of options, and a per-layer, per-request state that sees every new token.
+"""Base classes of methods: a dataclass of options, and a state per layer and request that sees every new token.
 
 The host owns the KV cache and the model; a method sees tensors only. Rows are content-anchored: index 0 along the
 token axis is a row's first real token, whatever padding or batch it came in.
@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import copy
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar, Literal, Protocol
 
@@ -127,35 +127,34 @@ KeysOf = Callable[[int, int, int], Tensor]
 """``(row, first, end)`` -> the keys ``[1, K, end - first, D]`` of these tokens in the cache."""
 
 
-About = Literal["seen", "held", "gone"]
+Covers = Literal["all", "resident", "evicted"]
 
 
 class LayerState:
-    """What a method remembers of one layer during one request.
+    """State of a method in one layer during one request.
 
     Every tensor lives in ``self.rows`` with the batch axis first, so that the cache can reorder, repeat and select
     rows without knowing the method. What the statistics count of it (`seergate.stats`) is declared:
 
     Attributes:
-        growing: the tensors ``rows[name] [B, K, N, ...]`` that grow: name -> how many tokens an entry is about.
-        about: which tokens those are: all that were ``"seen"``, or of those the ones that the cache ``"held"`` or that
-            are ``"gone"`` from it.
+        tokens_per_entry: tokens per entry of each tensor ``rows[name] [B, K, N, ...]`` that grows with the sequence.
+        covers: the tokens that entries stand for: ``"all"``, the ``"resident"`` ones or the ``"evicted"`` ones.
         reads: growing tensors that each decode step reads in whole, beside keys and values.
-        reads_open: whether that includes the entry of the block that the current token is in.
-        weighs: whether each decode step reads the keys of all tokens to decide.
-        parts: states of other methods that this one is made of.
+        reads_open_block: true if that includes the entry of the block that the current token is in.
+        reads_all_keys: true if each decode step reads the keys of all tokens to decide.
+        parts: states of other methods that this one is composed of.
     """
 
-    about: ClassVar[About] = "seen"
+    covers: ClassVar[Covers] = "all"
     reads: tuple[str, ...] = ()
-    reads_open: ClassVar[bool] = True
-    weighs: bool = False
+    reads_open_block: ClassVar[bool] = True
+    reads_all_keys: bool = False
     parts: tuple[LayerState, ...] = ()
 
     def __init__(self, spec: LayerSpec) -> None:
         self.spec = spec
         self.rows: dict[str, Tensor] = {}
-        self.growing: dict[str, int] = {}
+        self.tokens_per_entry: dict[str, int] = {}
 
     def __deepcopy__(self, memo: dict[int, Any]) -> LayerState:
         """Copies what is known of the rows. The method and its gates are shared, unless they are copied as well."""
@@ -185,7 +184,7 @@ class LayerState:
 
     def block_shared(self, row: int, newer: slice, older: slice) -> None:
         """Blocks of a row have been replaced by older ones of it: what is known of these holds for both now."""
-        for name in self.growing:
+        for name in self.tokens_per_entry:
             self.rows[name][row, :, newer] = self.rows[name][row, :, older]
 
     def select_rows(self, index: Tensor) -> None:
@@ -231,28 +230,51 @@ class Method(ABC):
     """Base of all methods. A subclass is a dataclass; its ``repr`` is its configuration."""
 
     name: ClassVar[str]
-    placement: ClassVar[str | None] = None
+    kv_backend: ClassVar[str | None] = None
     """``"module:function"`` of a method that needs a storage of its own. The function gets the method and the user's
-    `seergate.cache.storage.Placement` or ``None``, and returns the placement."""
+    `seergate.cache.storage.KVBackend` or ``None``, and returns the backend."""
+
+    limits: ClassVar[tuple[str, ...]] = ("token_budget",)
+    """The options that may say how much is read or held; a setting gives one of those that the method has."""
+    evaluation_options: ClassVar[Mapping[str, Any]] = {}
+    """Options that an evaluation sets, unless told otherwise, so that its results repeat."""
 
     @property
     def stores_pre_rope(self) -> bool:
-        """Whether the cache should hold keys before RoPE (the method rotates them itself)."""
+        """True if the cache should hold keys before RoPE (the method rotates them itself)."""
         return False
 
     @property
     def fixed_shapes(self) -> bool:
-        """Whether a decode step can be the same operations whatever the rows' lengths (`FixedStep`)."""
+        """True if a decode step can be the same operations whatever the rows' lengths (`FixedStep`)."""
         return False
 
     @property
     def nominal(self) -> str:
-        """What the method is given to read or to hold, for people: its token budget, its threshold, or ``"all"``."""
+        """The nominal budget, for people: tokens, a threshold, or ``"all"``."""
         for name, sign in (("token_budget", ""), ("threshold", "p > "), ("top_p", "top-p ")):
             value = getattr(self, name, None)
             if value is not None:
                 return f"{sign}{value}"
         return "all"
+
+    @property
+    def splits_groups(self) -> bool:
+        """True if the query heads of a group may read different blocks."""
+        return False
+
+    @property
+    def max_rollback(self) -> int | None:
+        """The most tokens that a rectification may take back at once; ``None`` for any number."""
+        return None
+
+    def describe(self) -> dict[str, Any]:
+        """Options by name, defaults included, as plain YAML types; gates are left out."""
+        return {
+            key: list(value) if isinstance(value, tuple) else value
+            for key, value in vars(self).items()
+            if key in self.__dataclass_fields__ and not isinstance(value, (nn.Module, Method))
+        }
 
     @property
     def correction(self) -> Correction | None:
@@ -265,7 +287,7 @@ class Method(ABC):
         return None
 
     @property
-    def reading(self) -> Method:
+    def read_method(self) -> Method:
         """The method that chooses what is read: this one, unless it only decides where keys and values lie."""
         return self
 

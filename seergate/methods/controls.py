@@ -128,7 +128,7 @@ class RandomEvictState(BudgetedState):
         super().append(step)
         index = self.room("index", step.max_length)
         for row, (start, count) in enumerate(zip(step.starts, step.counts, strict=True)):
-            seen = self.seen(row)
+            seen = self.total_tokens(row)
             index[row, :, start : start + count] = torch.arange(seen - count, seen, device=index.device)
 
     def importance(self, step: Step, row: int) -> Tensor:

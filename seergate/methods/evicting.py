@@ -1,4 +1,4 @@
-"""What evicting methods are made of: which residents stay, per row and KV head, and what is remembered of each.
+"""Base classes of evicting methods: the residents that stay, per row and KV head, and the state of each.
 
 Shape suffixes: see `seergate.methods.base`.
 """
@@ -15,11 +15,11 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from seergate.methods.base import About, LayerSpec, LayerState, Method, Step, check_choice, check_counts
+from seergate.methods.base import Covers, LayerSpec, LayerState, Method, Step, check_choice, check_counts
 
 
 class LongPromptWarning(UserWarning):
-    """What an evicting method does with a prompt that its budget has no room for."""
+    """Warning of a prompt that exceeds an evicting method's budget."""
 
 
 @dataclass(kw_only=True)
@@ -37,7 +37,7 @@ class EvictingMethod(CompressingMethod):
 
     @property
     def own_attention(self) -> bool:
-        """Whether the state's `attend` replaces ordinary attention to all residents at some steps."""
+        """True if the state's `attend` replaces ordinary attention to all residents at some steps."""
         return False
 
     def warn_of_prompt(self, tokens: int, budget: int, done: str) -> None:
@@ -50,7 +50,7 @@ class EvictingMethod(CompressingMethod):
 
 @dataclass(frozen=True)
 class Eviction:
-    """Which residents of some rows stay.
+    """The residents of some rows that stay.
 
     Attributes:
         rows: the rows in which something is evicted.
@@ -63,8 +63,8 @@ class Eviction:
     lengths: list[int]
 
 
-class Attended(NamedTuple):
-    """What an attention of a method's own gave and read.
+class AttentionOutput(NamedTuple):
+    """Output of a method's own attention.
 
     Attributes:
         output: ``[B, H, D]``.
@@ -83,7 +83,7 @@ class CompressingState(LayerState, ABC):
         decoded: per row, tokens since then, the current one included.
     """
 
-    about: ClassVar[About] = "held"
+    covers: ClassVar[Covers] = "resident"
 
     def __init__(self, spec: LayerSpec) -> None:
         super().__init__(spec)
@@ -101,34 +101,34 @@ class CompressingState(LayerState, ABC):
     def saw_prompt(self, tokens: int) -> None:
         """A prompt of so many tokens has come: the place to warn of one that is longer than the budget."""
 
-    def seen(self, row: int) -> int:
+    def total_tokens(self, row: int) -> int:
         """Tokens of a row so far, evicted ones included."""
         return self.prompts[row] + self.decoded[row]
 
-    def watch(self, step: Step, p_BKGT: Tensor | None) -> None:
+    def observe_attention(self, step: Step, p_BKGT: Tensor | None) -> None:
         """See a decode step before its attention, so as to know later what may go.
 
         Args:
             step: the step.
-            p_BKGT: the attention probabilities of all residents, 0 beyond a row's length; ``None`` unless the state
-                ``weighs`` them.
+            p_BKGT: the attention probabilities of all residents, 0 beyond a row's length; ``None`` unless the
+                state has ``reads_all_keys``.
         """
 
-    def attend(self, step: Step) -> Attended | None:
+    def attend(self, step: Step) -> AttentionOutput | None:
         """Attention of a decode step, if it is not ordinary attention to all residents."""
         return None
 
     @abstractmethod
-    def most_resident(self) -> int:
-        """How many tokens a row may hold at most until the next eviction, once its prompt has been compressed. The
+    def max_resident(self) -> int:
+        """Maximum tokens of a row until the next eviction, once its prompt has been compressed. The
         cache allocates no more than this.
         """
 
     @abstractmethod
-    def keep(self, step: Step) -> Eviction | None:
+    def select_kept(self, step: Step) -> Eviction | None:
         """After attention: which residents stay, or ``None`` for all."""
 
-    def moved(self, eviction: Eviction, capacity: int) -> None:
+    def on_evict(self, eviction: Eviction, capacity: int) -> None:
         """Follow the cache, which has just carried out an eviction and has room for ``capacity`` tokens now."""
 
     def select_rows(self, index: Tensor) -> None:
@@ -146,19 +146,19 @@ class CompressingState(LayerState, ABC):
 class EvictingState(CompressingState):
     """State of an `EvictingMethod`. Entries of its growing tensors leave with the residents that they are about."""
 
-    def moved(self, eviction: Eviction, capacity: int) -> None:
-        for name, size in self.growing.items():
+    def on_evict(self, eviction: Eviction, capacity: int) -> None:
+        for name, size in self.tokens_per_entry.items():
             compact(self.rows[name], replace(eviction, index=eviction.index[..., ::size] // size))
             self.rows[name] = trimmed(self.rows[name], -(-capacity // size))
 
     def add_per_token(self, name: str, dtype: torch.dtype) -> None:
         """Remember a number per resident and KV head: ``rows[name] [B, K, T]``. `room` makes room for new ones."""
-        spec, self.growing[name] = self.spec, 1
+        spec, self.tokens_per_entry[name] = self.spec, 1
         self.rows[name] = torch.zeros(spec.batch, spec.num_kv_heads, 0, dtype=dtype, device=spec.device)
 
     def room(self, name: str, tokens: int) -> Tensor:
         """The per-token tensor ``rows[name]``, with at least this many entries; new ones are zero."""
-        return self.grown(name, tokens, limit=self.most_resident())
+        return self.grown(name, tokens, limit=self.max_resident())
 
     def keep_best(self, ends: list[int], kept: dict[int, int], scores: Callable[[int], Tensor]) -> Eviction | None:
         """In some rows only the residents that score best stay.
@@ -213,7 +213,7 @@ class BudgetedMethod(EvictingMethod):
     prompt: str = "evictable"
 
     periodic: ClassVar[bool] = False
-    """Whether evictions come at decode steps that are multiples of ``interval`` rather than once ``interval`` tokens
+    """True if evictions come at decode steps that are multiples of ``interval`` rather than once ``interval`` tokens
     are over the budget."""
 
     def __post_init__(self) -> None:
@@ -222,7 +222,7 @@ class BudgetedMethod(EvictingMethod):
 
     @property
     def recent(self) -> int:
-        """How many of the newest tokens always stay."""
+        """Number of the newest tokens that always stay."""
         return 0
 
     def check_recent(self, name: str) -> None:
@@ -239,7 +239,7 @@ class BudgetedMethod(EvictingMethod):
         return max(self.token_budget, prompt_tokens + max(self.interval, self.recent))
 
     def on_long_prompt(self, prompt_tokens: int) -> str | None:
-        """What is done with a prompt that the budget has no room for; ``None`` if there is room."""
+        """Treatment of a prompt that exceeds the budget; ``None`` if there is room."""
         kept = self.kept(prompt_tokens)
         if prompt_tokens <= self.token_budget and (self.prompt != "pinned" or kept == self.token_budget):
             return None
@@ -266,7 +266,7 @@ class BudgetedState(EvictingState):
         Called when something has to go. Scores of what always stays are ignored.
         """
 
-    def most_resident(self) -> int:
+    def max_resident(self) -> int:
         return max(self.budget.kept(prompt) for prompt in self.prompts) + self.budget.interval
 
     def clock(self, row: int) -> int:
@@ -274,7 +274,7 @@ class BudgetedState(EvictingState):
         return self.decoded[row]
 
     def due(self, row: int, held: int) -> bool:
-        """Whether a row that holds so many tokens evicts now."""
+        """True if a row that holds so many tokens evicts now."""
         method, decoded = self.budget, self.decoded[row]
         kept = method.kept(self.prompts[row])
         if method.periodic and decoded:
@@ -282,7 +282,7 @@ class BudgetedState(EvictingState):
         return held > kept and (decoded == 0 or held >= kept + method.interval)
 
     @torch.no_grad()
-    def keep(self, step: Step) -> Eviction | None:
+    def select_kept(self, step: Step) -> Eviction | None:
         ends, method = step.ends, self.budget
 
         def scores(row: int) -> Tensor:

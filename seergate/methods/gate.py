@@ -37,12 +37,15 @@ class Gate(SelectingMethod):
         compat: ``"published"`` reproduces the published code's selection (see `DecodeConfig.compat`); ``"gates"``
             becomes what the bank asks for.
         block_size: that of the bank; 0 stands for it.
+        sink_blocks: this many first blocks are always read, within the budget and outside the softmax; ``None``
+            becomes as many as the gates were trained with.
     """
 
     name: ClassVar[str] = "gate"
     bank: Gates = field(repr=False)
     compat: Literal["published", "gates"] | None = "gates"
     block_size: int = 0
+    sink_blocks: int = None  # type: ignore[assignment]  # depends on the bank
 
     def __post_init__(self) -> None:
         self._copies: dict[tuple[int, torch.device], Scorer] = {}
@@ -55,6 +58,8 @@ class Gate(SelectingMethod):
         if self.block_size not in (0, size):
             raise ValueError(f"block_size is {self.block_size!r}; these gates are for blocks of {size} tokens")
         self.block_size = size
+        if self.sink_blocks is None:
+            self.sink_blocks = self.bank.config.sink_blocks
         if self.compat == "gates":
             self.compat = "published" if self.bank.decode_defaults.get("compat") == "published" else None
         super().__post_init__()
@@ -76,6 +81,11 @@ class Gate(SelectingMethod):
 
     def selects_in(self, layer: int) -> bool:
         return super().selects_in(layer) and str(layer) in self.bank.layers
+
+    @property
+    def max_rollback(self) -> int:
+        """One block: gates remember the raw keys of two."""
+        return self.block_size
 
     @property
     def fixed_shapes(self) -> bool:
@@ -109,7 +119,7 @@ def gate_on(spec: LayerSpec, gate: AnyGate, copies: dict[tuple[int, torch.device
 
 
 def equal(one: Any, other: Any) -> bool:
-    """Whether two methods with gates have the same options and the same gates, be these one bank or two."""
+    """True if two methods with gates have the same options and the same gates, be these one bank or two."""
     if type(other) is not type(one):
         return False
     options = [option.name for option in fields(one) if option.name != "bank"]
@@ -136,12 +146,12 @@ class GateState(SelectingState):
     """
 
     reads = ("kg",)
-    reads_open = False
+    reads_open_block = False
 
     def __init__(self, spec: LayerSpec, method: Gate, gate: Scorer) -> None:
         super().__init__(spec, method)
         self.gate, self.size = gate, gate.entry_tokens
-        self.growing = {"kg": self.size}
+        self.tokens_per_entry = {"kg": self.size}
         self.decode_offset = self.block_size - 1 if method.compat == "published" else 0
         rows, dtype, device = spec.batch, gate.k_proj.weight.dtype, spec.device
         recent = (rows, spec.num_kv_heads, 2 * self.size, spec.head_dim)

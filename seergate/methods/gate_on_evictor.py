@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -11,7 +11,7 @@ from torch import Tensor
 from seergate import ops
 from seergate.errors import SeergateError
 from seergate.methods.base import LayerSpec, LayerState, Step
-from seergate.methods.evicting import Attended, EvictingMethod, EvictingState, Eviction
+from seergate.methods.evicting import AttentionOutput, EvictingMethod, EvictingState, Eviction
 from seergate.methods.gate import Gate, GateState
 
 if TYPE_CHECKING:
@@ -68,6 +68,9 @@ class GateOnEvictor(EvictingMethod):
     def nominal(self) -> str:
         return f"{self.evictor.nominal}, reads {self.gate.nominal}"
 
+    def describe(self) -> dict[str, Any]:
+        return self.evictor.describe() | {f"gate.{key}": value for key, value in self.gate.describe().items()}
+
     @property
     def calibrated_on(self) -> str | None:
         return self.evictor.calibrated_on
@@ -89,12 +92,12 @@ class GateOnEvictorState(EvictingState):
                 f"{spec.layer}; give gates for every layer"
             )
         self.evicting, self.gating = evicting, method.gate.new_state(spec)
-        self.parts, self.weighs = (self.evicting, self.gating), self.evicting.weighs
+        self.parts, self.reads_all_keys = (self.evicting, self.gating), self.evicting.reads_all_keys
         self.add_per_token("index", torch.int32)
 
     def _whole(self, step: Step) -> Step:
         """The step as it would be had nothing been evicted."""
-        seen = [self.seen(row) for row in range(len(step.counts))]
+        seen = [self.total_tokens(row) for row in range(len(step.counts))]
         starts = [total - count for total, count in zip(seen, step.counts, strict=True)]
         if starts == step.starts:
             return step
@@ -109,11 +112,11 @@ class GateOnEvictorState(EvictingState):
             index[row, :, at : at + count] = torch.arange(first, first + count, device=index.device)
         self.gating.append(whole)
 
-    def watch(self, step: Step, p_BKGT: Tensor | None) -> None:
-        self.evicting.watch(step, p_BKGT)
+    def observe_attention(self, step: Step, p_BKGT: Tensor | None) -> None:
+        self.evicting.observe_attention(step, p_BKGT)
 
     @torch.no_grad()
-    def attend(self, step: Step) -> Attended | None:
+    def attend(self, step: Step) -> AttentionOutput | None:
         if self.evicting.attend(step) is not None:
             name = self.method.evictor.name
             raise SeergateError(f"the gate cannot work on what {name!r} leaves: {OWN_ATTENTION}")
@@ -147,14 +150,14 @@ class GateOnEvictorState(EvictingState):
             sinks=step.sinks,
             softcap=step.softcap,
         )
-        return Attended(output, counts_BK.double().mean(1).tolist())
+        return AttentionOutput(output, counts_BK.double().mean(1).tolist())
 
-    def most_resident(self) -> int:
-        return self.evicting.most_resident()
+    def max_resident(self) -> int:
+        return self.evicting.max_resident()
 
-    def keep(self, step: Step) -> Eviction | None:
-        return self.evicting.keep(step)
+    def select_kept(self, step: Step) -> Eviction | None:
+        return self.evicting.select_kept(step)
 
-    def moved(self, eviction: Eviction, capacity: int) -> None:
-        super().moved(eviction, capacity)
-        self.evicting.moved(eviction, capacity)
+    def on_evict(self, eviction: Eviction, capacity: int) -> None:
+        super().on_evict(eviction, capacity)
+        self.evicting.on_evict(eviction, capacity)

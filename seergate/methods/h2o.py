@@ -52,7 +52,7 @@ class H2O(BudgetedMethod):
 class H2OState(BudgetedState):
     """``mass [B, K, T]``: probability that each resident has received; ``queries``: from how many, for the mean."""
 
-    weighs = True
+    reads_all_keys = True
 
     def __init__(self, spec: LayerSpec, method: H2O) -> None:
         super().__init__(spec, method)
@@ -64,10 +64,10 @@ class H2OState(BudgetedState):
     @torch.no_grad()
     def append(self, step: Step) -> None:
         super().append(step)
-        for name in self.growing:
+        for name in self.tokens_per_entry:
             self.room(name, step.max_length)
         if step.q_BHSD.shape[2] == 1:
-            return  # `watch` counts it
+            return  # `observe_attention` counts it
         for row, count in enumerate(step.counts):
             for p_KGWT in prompt_probabilities(step, row):
                 given = reduced(p_KGWT, self.method.group_reduction, 1).sum(1)
@@ -75,7 +75,7 @@ class H2OState(BudgetedState):
             if "queries" in self.rows:
                 self.rows["queries"][row, :, :count] = torch.arange(count, 0, -1, device=given.device)
 
-    def watch(self, step: Step, p_BKGT: Tensor | None) -> None:
+    def observe_attention(self, step: Step, p_BKGT: Tensor | None) -> None:
         assert p_BKGT is not None
         held, new = step.max_length, torch.tensor(step.starts, device=p_BKGT.device)[:, None, None]
         fresh = torch.arange(held, device=p_BKGT.device) >= new  # such a slot may hold what an evicted token left

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from seergate import ops
 from seergate.methods.base import LayerSpec, LayerState, Step, check_choice, check_counts
-from seergate.methods.evicting import Attended, CompressingMethod, CompressingState, Eviction
+from seergate.methods.evicting import AttentionOutput, CompressingMethod, CompressingState, Eviction
 
 LEVELS = 15
 """The highest of the codes 0..15."""
@@ -59,10 +59,10 @@ class KV4BitState(CompressingState):
     """Packed codes and, in float16, minima and scales, all in units of ``group`` tokens, N of them:
 
     ``keys``, ``values [B, K, N, group, D / 2]`` uint8; ``key_range``, ``value_range [B, K, N, 2, ...]``. Row b's first
-    ``seen(b) - residents(b)`` tokens are in here.
+    ``total_tokens(b) - residents(b)`` tokens are in here.
     """
 
-    about = "gone"
+    covers = "evicted"
     reads = ("keys", "values", "key_range", "value_range")
 
     def __init__(self, spec: LayerSpec, method: KV4Bit) -> None:
@@ -76,7 +76,7 @@ class KV4BitState(CompressingState):
             return torch.zeros(spec.batch, spec.num_kv_heads, 0, *shape, dtype=dtype, device=spec.device)
 
         key_ranges = (width,) if method.key_groups == "channel" else per_token
-        self.growing = dict.fromkeys(self.reads, method.group)
+        self.tokens_per_entry = dict.fromkeys(self.reads, method.group)
         self.rows = {
             "keys": empty((method.group, -(-width // 2)), torch.uint8),
             "values": empty((method.group, -(-width // 2)), torch.uint8),
@@ -86,10 +86,10 @@ class KV4BitState(CompressingState):
 
     def stored(self, step: Step) -> list[int]:
         """Per row, how many tokens are rounded."""
-        return [self.seen(row) - end for row, end in enumerate(step.ends)]
+        return [self.total_tokens(row) - end for row, end in enumerate(step.ends)]
 
     @torch.no_grad()
-    def attend(self, step: Step) -> Attended | None:
+    def attend(self, step: Step) -> AttentionOutput | None:
         """To the rounded tokens and to the others."""
         stored = self.stored(step)
         if not any(stored):
@@ -111,7 +111,7 @@ class KV4BitState(CompressingState):
         output = ops.dense_decode(
             step.q_BHSD[:, :, 0], keys, values, ragged, sm_scale=step.sm_scale, sinks=step.sinks, softcap=step.softcap
         )
-        return Attended(output, lengths)
+        return AttentionOutput(output, lengths)
 
     def _widened(self, kind: str, groups: int) -> Tensor:
         """The rounded keys or values ``[B, K, groups * group, D]`` in the cache's dtype."""
@@ -123,11 +123,11 @@ class KV4BitState(CompressingState):
         """Channels per group of a token; ``None`` if a group is one channel of several tokens."""
         return None if kind == "key" and self.method.key_groups == "channel" else self.channels
 
-    def most_resident(self) -> int:
+    def max_resident(self) -> int:
         return self.method.residual + self.method.group
 
     @torch.no_grad()
-    def keep(self, step: Step) -> Eviction | None:
+    def select_kept(self, step: Step) -> Eviction | None:
         """Whole groups of tokens that are old enough go from the cache into the state."""
         size, ends = self.method.group, step.ends
         old = {row: (end - self.method.residual) // size * size for row, end in enumerate(ends)}
@@ -175,7 +175,7 @@ def rounded(x_BKNGD: Tensor, channels: int | None) -> tuple[Tensor, Tensor]:
 
 
 def widened(codes_BKNGD: Tensor, span: Tensor, channels: int | None) -> Tensor:
-    """What `rounded` stands for, in float32."""
+    """Inverse of `rounded`, in float32."""
     codes, axis = _grouped(codes_BKNGD.float(), channels)
     low, scale = (part.float().unsqueeze(axis) for part in span.unbind(3))
     return torch.addcmul(low, codes, scale).reshape(codes_BKNGD.shape)

@@ -80,7 +80,7 @@ class LazyState(BudgetedState):
     int32 ``[B, K, T]``.
     """
 
-    weighs = True
+    reads_all_keys = True
 
     def __init__(self, spec: LayerSpec, method: LazyEviction) -> None:
         super().__init__(spec, method)
@@ -94,10 +94,10 @@ class LazyState(BudgetedState):
     @torch.no_grad()
     def append(self, step: Step) -> None:
         super().append(step)
-        for name in self.growing:
+        for name in self.tokens_per_entry:
             self.room(name, step.max_length)
 
-    def watch(self, step: Step, p_BKGT: Tensor | None) -> None:
+    def observe_attention(self, step: Step, p_BKGT: Tensor | None) -> None:
         """Updates the recurrence intervals (equation 1)."""
         assert p_BKGT is not None
         held, device = step.max_length, p_BKGT.device

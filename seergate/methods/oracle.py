@@ -33,7 +33,7 @@ class Oracle(SelectingMethod):
 class OracleState(SelectingState):
     """Remembers nothing; reads the cache's keys."""
 
-    weighs = True
+    reads_all_keys = True
 
     @torch.no_grad()
     def scores(self, step: Step) -> Tensor:

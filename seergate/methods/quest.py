@@ -46,9 +46,9 @@ class Quest(SelectingMethod):
     min_pages: int = 1
 
     def __post_init__(self) -> None:
-        super().__post_init__()
         check_choice(self, group_reduction=("max", "mean", "separate"))
         check_counts(self, min_pages=1)
+        super().__post_init__()
         if self.token_budget is None and self.min_pages > 1:
             raise ValueError(f"min_pages is {self.min_pages} without a token budget; give token_budget, or drop it")
 
@@ -57,15 +57,19 @@ class Quest(SelectingMethod):
         return None if self.token_budget is None else max(self.token_budget, self.min_pages * self.block_size)
 
     @property
+    def splits_groups(self) -> bool:
+        return self.group_reduction == "separate"
+
+    @property
     def fixed_shapes(self) -> bool:
-        return self.dense_below == 0 and self.group_reduction != "separate"
+        return self.dense_below == 0 and not self.splits_groups
 
     def new_state(self, spec: LayerSpec) -> LayerState:
         return QuestState(spec, self, self.group_reduction)
 
     def select(self, state: SelectingState, step: Step) -> Selection | None:
         selection = super().select(state, step)
-        if selection is None or self.group_reduction != "separate":
+        if selection is None or not self.splits_groups:
             return selection
         state.per_head = selection
         return union(selection, state.spec.num_kv_heads)
@@ -83,7 +87,7 @@ class PageBounds:
         self.state, self.block_size, spec = state, block_size, state.spec
         empty = torch.empty(spec.batch, spec.num_kv_heads, 0, spec.head_dim, dtype=spec.dtype, device=spec.device)
         state.rows |= {"high": empty, "low": empty.clone()}
-        state.growing |= {"high": block_size, "low": block_size}
+        state.tokens_per_entry |= {"high": block_size, "low": block_size}
 
     @torch.no_grad()
     def append(self, step: Step) -> None:
@@ -167,6 +171,7 @@ class ReSA(SelectingMethod):
     """
 
     name: ClassVar[str] = "resa"
+    limits: ClassVar[tuple[str, ...]] = ("token_budget",)
     block_size: int = 16
     token_budget: int | None = 256
     share: float = 0.1

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from seergate import ops
 from seergate.methods.base import LayerSpec, LayerState, Step, check_choice, check_counts, check_share
-from seergate.methods.evicting import Attended, EvictingMethod, EvictingState, Eviction, best
+from seergate.methods.evicting import AttentionOutput, EvictingMethod, EvictingState, Eviction, best
 from seergate.methods.quest import PageBounds
 
 
@@ -20,7 +20,7 @@ class RaaS(EvictingMethod):
 
     The prompt is never evicted, and its pages count in the budget; a page that it shares with generated tokens counts
     as its own. A page leaves when one more opens than the budget has room for, so at most ``token_budget + 1`` tokens
-    are resident. Where the prompt fills the budget, generated tokens have the page that is being filled and no other:
+    are resident. If the prompt uses the whole budget, only the currently filling page is kept for generated tokens:
     the paper's collapse at small budgets (section 4.2, Figure 5). Of pages last used at the same step the one with the
     lowest bound leaves, of equal ones the oldest; the current page stays.
 
@@ -90,7 +90,7 @@ class RaaSState(EvictingState):
         super().__init__(spec)
         self.method, self.pages = method, PageBounds(self, method.block_size)
         self.add_per_token("used", torch.int32)
-        self.growing["used"] = method.block_size
+        self.tokens_per_entry["used"] = method.block_size
         self.bounds = torch.zeros(0)  # of the current step
 
     def _pinned(self, row: int) -> int:
@@ -103,12 +103,12 @@ class RaaSState(EvictingState):
         return pages if self.method.prompt == "extra" else max(1, pages - self._pinned(row))
 
     def _used(self, pages: int) -> int:
-        """How many of so many pages count as used at a step."""
+        """Number of pages, of so many, that count as used at a step."""
         method = self.method
         of = pages if method.share_of == "resident" else method.token_budget // method.block_size
         return min(pages, max(1, int(method.share * of)))
 
-    def most_resident(self) -> int:
+    def max_resident(self) -> int:
         rows = range(len(self.prompts))
         return max(self._pinned(row) + self._room(row) for row in rows) * self.method.block_size + 1
 
@@ -128,7 +128,7 @@ class RaaSState(EvictingState):
         self.pages.append(step)
         self.grown("used", self.rows["high"].shape[2])
 
-    def watch(self, step: Step, p_BKGT: Tensor | None) -> None:
+    def observe_attention(self, step: Step, p_BKGT: Tensor | None) -> None:
         """Notes which pages are used."""
         size, ends, used = self.method.block_size, step.ends, self.rows["used"]
         pages = [-(-end // size) for end in ends]
@@ -145,13 +145,13 @@ class RaaSState(EvictingState):
             used[:, :, :total] = torch.where(hit, now, used[:, :, :total])
         used[torch.arange(len(pages), device=device), :, torch.tensor(pages, device=device) - 1] = now[:, 0]
 
-    def attend(self, step: Step) -> Attended | None:
+    def attend(self, step: Step) -> AttentionOutput | None:
         """Reads part of the prompt if so asked."""
         if self.method.prompt_budget is None:
             return None
         size, pages = self.method.block_size, [-(-end // self.method.block_size) for end in step.ends]
         skipped = [self._closed(row, n) - self._prompt_pages_read(row, n) for row, n in enumerate(pages)]
-        return Attended(
+        return AttentionOutput(
             ops.sparse_decode(
                 step.q_BHSD[:, :, 0],
                 step.keys_BKCD,
@@ -167,11 +167,11 @@ class RaaSState(EvictingState):
         )
 
     def _closed(self, row: int, pages: int) -> int:
-        """How many of the prompt's pages are full; one that is still open is read in any case."""
+        """Number of full pages of the prompt; an open page is always read."""
         return min(self._pinned(row), pages - 1)
 
     def _prompt_pages_read(self, row: int, pages: int) -> int:
-        """How many of the prompt's full pages are read."""
+        """Number of the prompt's full pages that are read."""
         limit, closed = self.method.prompt_budget, self._closed(row, pages)
         return closed if limit is None else min(closed, limit // self.method.block_size)
 
@@ -189,7 +189,7 @@ class RaaSState(EvictingState):
         return index.masked_fill(padding[:, None], -1)
 
     @torch.no_grad()
-    def keep(self, step: Step) -> Eviction | None:
+    def select_kept(self, step: Step) -> Eviction | None:
         size, ends = self.method.block_size, step.ends
         pages = [-(-end // size) for end in ends]
         kept = {row: self._pinned(row) + self._room(row) for row in range(len(pages)) if self.decoded[row]}

@@ -110,16 +110,25 @@ def method_class(name: str) -> type[Method]:
         load_plugins(*filter(None, os.environ.get(PLUGINS, "").split(",")))
     if name in METHODS:
         return METHODS[name]
-    raise SeergateError(f"there is no method {name!r}; {did_you_mean(name, sorted(METHODS))}")
+    raise SeergateError(
+        f"there is no method {name!r}; {did_you_mean(name, sorted(METHODS))}; gates are named by a directory that is "
+        "here, or a Hub id (org/name)"
+    )
+
+
+def reading_class(name: str) -> type[Method]:
+    """The class of the method that chooses what is read under a name: `Gate` for ``reason_cache+gate``."""
+    kind = method_class(name)
+    return Gate if name.endswith(SUFFIX) and _reads(kind) else kind
 
 
 def _reads(kind: type[Method]) -> bool:
-    """Whether a method leaves it to another one, its option ``reads``, what is read of the cache."""
+    """True if a method leaves it to another one, its option ``reads``, what is read of the cache."""
     return any(option.name == "reads" for option in fields(kind))
 
 
 def has_gates(name: str) -> bool:
-    """Whether a method decodes with gates."""
+    """True if a method decodes with gates."""
     return name.endswith(SUFFIX) or issubclass(method_class(name), (Gate, RetentionMethod))
 
 

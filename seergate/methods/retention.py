@@ -76,7 +76,7 @@ class RetentionState(BudgetedState):
         score, place = self.room("score", step.max_length), self.room("place", step.max_length)
         for row, (at, count) in enumerate(zip(step.starts, step.counts, strict=True)):
             score[row, :, at : at + count] = scores_BKS[row, :, :count]
-            seen = self.seen(row)
+            seen = self.total_tokens(row)
             place[row, :, at : at + count] = torch.arange(seen - count, seen, device=place.device)
 
     def known(self, step: Step, row: int) -> tuple[Tensor, Tensor]:

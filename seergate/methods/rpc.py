@@ -74,7 +74,7 @@ class RPCState(EvictingState):
         self.window.append(step)
 
     def events(self, row: int) -> int:
-        """How often a row has been compressed, or is to be by now."""
+        """Number of compressions that a row has had, or is due."""
         return max(0, self.decoded[row] - self.method.window) // self.method.interval
 
     def kept(self, row: int) -> int:
@@ -82,12 +82,12 @@ class RPCState(EvictingState):
         quota = self.events(row) * (self.method.interval // self.method.ratio)
         return self.prompts[row] + quota + self.method.window
 
-    def most_resident(self) -> int:
+    def max_resident(self) -> int:
         """Until the next compression: it grows."""
         return max(self.kept(row) for row in range(len(self.prompts))) + self.method.interval
 
     @torch.no_grad()
-    def keep(self, step: Step) -> Eviction | None:
+    def select_kept(self, step: Step) -> Eviction | None:
         method, ends = self.method, step.ends
         passed = [decoded - method.window for decoded in self.decoded]
         due = {row: self.kept(row) for row, n in enumerate(passed) if n > 0 and n % method.interval == 0}

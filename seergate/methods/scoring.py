@@ -125,7 +125,7 @@ class QueryWindow:
         queries = self.state.rows["queries"]
         if step.q_BHSD.shape[2] == 1:
             rows = torch.arange(len(step.counts), device=queries.device)
-            slots = torch.tensor([(self.state.seen(row) - 1) % self.size for row in rows.tolist()])
+            slots = torch.tensor([(self.state.total_tokens(row) - 1) % self.size for row in range(len(step.counts))])
             queries[rows, :, slots.to(queries.device)] = step.q_BHSD[:, :, 0]
             return
         for row, count in enumerate(step.counts):
@@ -135,6 +135,6 @@ class QueryWindow:
 
     def of(self, row: int) -> Tensor:
         """The queries of one row, oldest first, ``[1, H, W, D]``; it must have seen as many tokens."""
-        seen = self.state.seen(row)
+        seen = self.state.total_tokens(row)
         slots = torch.arange(seen - self.size, seen) % self.size
         return self.state.rows["queries"][row : row + 1, :, slots.to(self.state.spec.device)]

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
+from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -26,6 +27,7 @@ class SelectingMethod(Method):
         block_size: tokens per block.
     """
 
+    limits: ClassVar[tuple[str, ...]] = ("token_budget", "threshold", "top_p")
     token_budget: int | None = None
     threshold: float | None = None
     top_p: float | None = None
@@ -45,7 +47,7 @@ class SelectingMethod(Method):
         return self.token_budget
 
     def selects_in(self, layer: int) -> bool:
-        """Whether steps of this layer may read less than everything."""
+        """True if steps of this layer may read less than everything."""
         return layer not in self.dense_layers
 
     def select(self, state: SelectingState, step: Step) -> Selection | None:
@@ -72,7 +74,7 @@ class SelectingMethod(Method):
 
     @property
     def always_selects(self) -> bool:
-        """Whether blocks are selected even where the budget has room for all of them."""
+        """True if blocks are selected even where the budget has room for all of them."""
         return False
 
     @property
@@ -83,11 +85,11 @@ class SelectingMethod(Method):
         return self.budget // self.block_size * self.block_size
 
     def covers(self, length: int) -> bool:
-        """Whether the budget has room for every block of ``length`` tokens."""
+        """True if the budget has room for every block of ``length`` tokens."""
         return length <= self.covered_tokens
 
     def reads_all(self, length: int) -> bool:
-        """Whether a row of so many tokens reads all of its blocks, even beside longer rows that select."""
+        """True if a row of so many tokens reads all of its blocks, even beside longer rows that select."""
         return length <= max(self.covered_tokens, self.dense_below)
 
 

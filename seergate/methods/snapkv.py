@@ -156,7 +156,7 @@ class RKVState(SnapKVState):
         self.rkv = method
 
     def clock(self, row: int) -> int:
-        return super().clock(row) if self.rkv.trigger == "generated" else self.seen(row) - 1
+        return super().clock(row) if self.rkv.trigger == "generated" else self.total_tokens(row) - 1
 
     def importance(self, step: Step, row: int) -> Tensor:
         method, attention = self.rkv, super().importance(step, row)

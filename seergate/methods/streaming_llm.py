@@ -10,7 +10,7 @@ from torch import Tensor
 
 from seergate import ops
 from seergate.methods.base import LayerSpec, LayerState, Step, check_choice, check_counts
-from seergate.methods.evicting import Attended, EvictingMethod, EvictingState, Eviction
+from seergate.methods.evicting import AttentionOutput, EvictingMethod, EvictingState, Eviction
 
 
 @dataclass(kw_only=True)
@@ -38,7 +38,7 @@ class StreamingLLM(EvictingMethod):
 
     @property
     def stores_pre_rope(self) -> bool:
-        """Whether keys get other positions from step to step."""
+        """True if keys get other positions from step to step."""
         return self.positions == "cache"
 
     @property
@@ -71,7 +71,7 @@ class StreamingState(EvictingState):
             self.method.warn_of_prompt(tokens, budget, done)
 
     @torch.no_grad()
-    def attend(self, step: Step) -> Attended:
+    def attend(self, step: Step) -> AttentionOutput:
         visible, held = self._visible(step.ends, step.lengths.device)
         index = visible[:, None, :, None].expand(-1, step.keys_BKCD.shape[1], -1, step.keys_BKCD.shape[3])
         keys, values, q_BH1D = step.keys_BKCD.gather(2, index), step.values_BKCD.gather(2, index), step.q_BHSD
@@ -82,13 +82,13 @@ class StreamingState(EvictingState):
         output = ops.dense_decode(
             q_BH1D[:, :, 0], keys, values, held, sm_scale=step.sm_scale, sinks=step.sinks, softcap=step.softcap
         )
-        return Attended(output, [min(end, self.method.token_budget) for end in step.ends])
+        return AttentionOutput(output, [min(end, self.method.token_budget) for end in step.ends])
 
-    def most_resident(self) -> int:
+    def max_resident(self) -> int:
         return self.method.token_budget + self.method.interval
 
-    def keep(self, step: Step) -> Eviction | None:
-        rows = [row for row, end in enumerate(step.ends) if end >= self.most_resident()]
+    def select_kept(self, step: Step) -> Eviction | None:
+        rows = [row for row, end in enumerate(step.ends) if end >= self.max_resident()]
         if not rows:
             return None
         # Make room for the next token ("evict for space"): with it, each row has exactly what it may attend.
@@ -97,7 +97,7 @@ class StreamingState(EvictingState):
         return Eviction(rows, index, (held - 1).tolist())
 
     def _visible(self, ends: list[int], device: torch.device) -> tuple[Tensor, Tensor]:
-        """Which of ``ends[b]`` residents a row attends: indices ``[B, n]``, the last repeated as padding; counts."""
+        """Residents, of ``ends[b]``, that a row attends: indices ``[B, n]``, the last repeated as padding; counts."""
         budget, sinks = self.method.token_budget, self.method.sink_tokens
         lengths = torch.tensor(ends, device=device)
         held = lengths.clamp(max=budget)

@@ -45,14 +45,14 @@ class TOVA(BudgetedMethod):
 class TOVAState(BudgetedState):
     """Remembers nothing beyond the cache but the current step's probabilities."""
 
-    weighs = True
+    reads_all_keys = True
 
     def __init__(self, spec: LayerSpec, method: TOVA) -> None:
         super().__init__(spec, method)
         self.scope = method.scope
         self.p_BKGT = torch.zeros(0)
 
-    def watch(self, step: Step, p_BKGT: Tensor | None) -> None:
+    def observe_attention(self, step: Step, p_BKGT: Tensor | None) -> None:
         assert p_BKGT is not None
         self.p_BKGT = p_BKGT
 

@@ -24,7 +24,7 @@ from seergate.methods.scoring import reduced
 
 @dataclass(frozen=True, eq=False)
 class Centres:
-    """What calibration finds out about a model's queries before RoPE.
+    """Calibrated statistics of a model's queries before RoPE.
 
     Attributes:
         mean: per layer ``[H, D]``, the mean query of each head.
@@ -72,9 +72,9 @@ class Centres:
             for kind, of in kinds.items()
             for layer, tensor in of.items()
         }
-        about = {"tokens": self.tokens, "made": self.made}
+        covers = {"tokens": self.tokens, "made": self.made}
         with replacing(Path(path)) as draft:
-            save_file(tensors, draft, metadata={"tri_attention": json.dumps(about)})
+            save_file(tensors, draft, metadata={"tri_attention": json.dumps(covers)})
 
     @classmethod
     def load(cls, path: str | os.PathLike[str]) -> Centres:
@@ -91,8 +91,8 @@ class Centres:
         found: dict[str, dict[int, Tensor]] = {"mean": {}, "modulus": {}, "rope": {}}
         try:
             with safe_open(path, framework="pt") as file:
-                about = json.loads((file.metadata() or {})["tri_attention"])
-                tokens, made = int(about["tokens"]), dict(about["made"])
+                covers = json.loads((file.metadata() or {})["tri_attention"])
+                tokens, made = int(covers["tokens"]), dict(covers["made"])
                 for name in file.keys():  # noqa: SIM118 - not a dictionary
                     _, layer, kind = name.split(".")
                     found[kind][int(layer)] = file.get_tensor(name)
@@ -159,6 +159,9 @@ class TriAttention(BudgetedMethod):
     def calibrated_on(self) -> str | None:
         return self.found.made.get("model")
 
+    def describe(self) -> dict[str, Any]:
+        return super().describe() | {"centres": f"{self.found.fingerprint}, from {self.found.tokens} tokens"}
+
     def new_state(self, spec: LayerSpec) -> LayerState:
         """A fresh state."""
         mean, pairs = self.found.mean.get(spec.layer), Pairs(spec.rotary, spec.head_dim, spec.device)
@@ -197,7 +200,7 @@ class TriAttentionState(BudgetedState):
         pinned = 0 if method.prompt == "evictable" else self.prompts[row]
         competing = slice(pinned, step.ends[row] - method.recent_tokens)
         keys_KTD = step.keys_BKCD[row, :, competing].to(self.spread_HM.dtype)
-        next_position = self.seen(row) + (step.offsets[row] if step.offsets else 0)
+        next_position = self.total_tokens(row) + (step.offsets[row] if step.offsets else 0)
         positions = torch.full((1, self.ahead_HOD.shape[1]), next_position, device=spec.device)
         queries_HOD = spec.rotary.rotate(self.ahead_HOD[None], positions)[0]
         score_KGT = tri_scores(queries_HOD, self.spread_HM * self.pairs.scale, keys_KTD, self.pairs)
@@ -217,7 +220,7 @@ def tri_scores(queries_HOD: Tensor, spread_HM: Tensor, keys_KTD: Tensor, pairs: 
 
 
 class Pairs:
-    """Which dimensions RoPE turns together, in whatever layout the model has, found by turning unit vectors.
+    """Pairs of dimensions that RoPE rotates together, in any layout, found by rotating unit vectors.
 
     Args:
         rotary: the model's RoPE.

@@ -16,7 +16,7 @@ class TrimKVState(RetentionState):
 
     def importance(self, step: Step, row: int) -> Tensor:
         score, place = self.known(step, row)
-        return score * (self.seen(row) + 1 - place)
+        return score * (self.total_tokens(row) + 1 - place)
 
 
 @dataclass(kw_only=True, eq=False)

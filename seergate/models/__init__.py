@@ -1,1 +1,1 @@
-"""What seergate knows of the architectures of transformers: where q and k can be tapped, and their RoPE."""
+"""Architectures of transformers: where q and k are hooked, and their RoPE."""

@@ -1,6 +1,6 @@
-"""Which models can be gated, and where each family's pre-RoPE queries and keys are tapped.
+"""Table of the models that can be gated, and where each family's pre-RoPE queries and keys are hooked.
 
-All that is specific to an architecture is one row of `FAMILIES`. A row says how the tapped tensors are laid out:
+All that is specific to an architecture is one row of `FAMILIES`. A row says how the hooked tensors are laid out:
 guessing from sizes would be wrong whenever the sequence is as long as the number of heads.
 """
 
@@ -24,15 +24,15 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Family:
-    """Where the RoPE inputs of one architecture come from.
+    """Source of the RoPE inputs of one architecture.
 
     Attributes:
-        tap: ``"proj"`` the outputs of ``q_proj`` and ``k_proj``; ``"norm"`` of ``q_norm`` and ``k_norm``; ``"fused"``
-            the output of ``qkv_proj``, split.
-        layout: of the tapped tensors: ``"flat"`` ``[B, S, heads * D]``, ``"BSHD"`` or ``"BHSD"``.
+        hook_point: ``"proj"`` the outputs of ``q_proj`` and ``k_proj``; ``"norm"`` of ``q_norm`` and ``k_norm``;
+            ``"fused"`` the output of ``qkv_proj``, split.
+        layout: of the hooked tensors: ``"flat"`` ``[B, S, heads * D]``, ``"BSHD"`` or ``"BHSD"``.
     """
 
-    tap: Literal["proj", "norm", "fused"]
+    hook_point: Literal["proj", "norm", "fused"]
     layout: Literal["flat", "BSHD", "BHSD"]
 
 
@@ -138,6 +138,14 @@ def layer_type(config: Any, layer: int) -> str:
     return "sliding_attention" if getattr(config, "sliding_window", None) is not None else "full_attention"
 
 
+def model_positions(text: Any) -> int | None:
+    """Positions that a language model is made for, stretched RoPE included; ``None`` if it does not say."""
+    own, rope = getattr(text, "max_position_embeddings", None), getattr(text, "rope_parameters", None) or {}
+    if own is None:
+        return None
+    return max(int(own), int(rope.get("factor", 1) * rope.get("original_max_position_embeddings", own)))
+
+
 def why_one_sequence(config: Any) -> str | None:
     """Why sequences of a model cannot be packed one after the other; ``None`` if they can.
 
@@ -200,7 +208,7 @@ def kv_heads(model: PreTrainedModel) -> dict[int, int]:
 
 
 def rope_kind(config: Any, attention: Any) -> RopeKind:
-    """How a layer's cached keys come from its tapped ones: rotated, untouched, or in another way."""
+    """Relation of a layer's cached keys to its hooked ones: rotated, untouched, or another."""
     if config.model_type == "cohere2":  # rotates in its sliding-window layers only
         return "plain" if attention.sliding_window is not None else "none"
     if config.model_type == "exaone4":  # likewise, if it has any
@@ -218,7 +226,7 @@ def head_dim_of(model: PreTrainedModel) -> int:
 
 
 def gate_geometry(model: PreTrainedModel, config: GateConfig) -> ModelGeometry:
-    """What gates for this model have to fit.
+    """The geometry that gates for this model must fit.
 
     Raises:
         SeergateError: if the family is not supported, or its query heads cannot be divided among its KV heads.

@@ -52,7 +52,7 @@ class Rotary:
         attention: a layer; its file defines ``apply_rotary_pos_emb``.
         layer_type: for models with RoPE parameters per layer type.
         kind: ``"plain"``; ``"none"`` for a layer that does not rotate; ``"other"`` for one whose cached keys are not
-            simply its tapped keys rotated.
+            simply its hooked keys rotated.
     """
 
     def __init__(self, decoder: nn.Module, attention: nn.Module, layer_type: str, kind: RopeKind = "plain") -> None:

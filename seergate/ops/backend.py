@@ -1,4 +1,4 @@
-"""Which implementation of an op runs.
+"""Choice of the backend that runs an op.
 
 ``reference`` is the definition, ``torch`` is fast on CPUs and runs on any device, ``triton`` is for NVIDIA and AMD
 GPUs. Without ``SEERGATE_BACKEND`` in the environment, CUDA tensors go to ``triton`` where it is installed and the
@@ -35,6 +35,8 @@ FILES = {
     "update_compressed_keys": "compression",
 }
 """Op name -> the file that holds it, in each backend's package."""
+WITHOUT_KERNEL = ("retained_attention", "retention_kl", "scorer_kl")
+"""Ops that run in torch on GPUs as well."""
 
 
 def forced_backend() -> str | None:
@@ -47,7 +49,7 @@ def forced_backend() -> str | None:
 
 @cache
 def has_triton() -> bool:
-    """Whether Triton can be imported here."""
+    """True if Triton can be imported here."""
     return importlib.util.find_spec("triton") is not None
 
 
@@ -73,7 +75,7 @@ def choose(device: torch.device) -> str:
 
 @cache
 def _new_enough(device: torch.device) -> bool:
-    """Whether the kernels' tiles fit: NVIDIA GPUs before compute capability 8.0 have too little shared memory."""
+    """True if the kernels' tiles fit: NVIDIA GPUs before compute capability 8.0 have too little shared memory."""
     if torch.version.hip is not None or not torch.cuda.is_available():
         return True
     return torch.cuda.get_device_capability(device)[0] >= 8
@@ -115,4 +117,6 @@ _loaded._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
 def _module(backend: str, op: str) -> str:
-    return f"{__package__}.reference" if backend == "reference" else f"{__package__}.{backend}_impl.{FILES[op]}"
+    if backend == "reference":
+        return f"{__package__}.reference"
+    return f"{__package__}.{'torch' if op in WITHOUT_KERNEL else backend}_impl.{FILES[op]}"

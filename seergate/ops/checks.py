@@ -126,7 +126,7 @@ def check_fraction(name: str, value: object) -> None:
 
 
 def readable(x: Tensor) -> bool:
-    """Whether the values of ``x`` can be looked at: without waiting for a device, and not while a graph is traced."""
+    """True if the values of ``x`` can be looked at: without waiting for a device, and not while a graph is traced."""
     return x.device.type == "cpu" and not torch.compiler.is_compiling()
 
 

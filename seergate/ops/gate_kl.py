@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from itertools import pairwise
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
+from seergate.config import check_rows, is_int
 from seergate.ops.backend import implementation
 from seergate.ops.checks import check_block_size, check_same, check_scale, check_tensor, readable
 from seergate.ops.teacher import check_teacher
@@ -20,14 +20,15 @@ REDUCTIONS = ("row_mean", "published")
 class GateKLStats(NamedTuple):
     """What a training loop logs of one `gate_kl`. Detached tensors on the inputs' device.
 
-    A row is counted if it has at least one strictly past block and its index in its segment of length ``L`` is at
-    least ``int(L * row_start)``, whatever the reduction.
+    A row is counted if it has at least one strictly past block after the first ``sink_blocks`` and its index in its
+    segment of length ``L`` is at least ``int(L * row_start)``, whatever the reduction. Of a segment's rows with these
+    properties every ``row_stride``-th is counted, from number ``row_shift % row_stride`` on.
 
     Attributes:
         kl_per_head: ``[Hkv]``, mean KL in nats over the counted rows; 0 without any.
         rows: int64 scalar, how many rows were counted (per head).
         recall: ``[len(recall_budgets), Hkv]``, mean over the counted rows of the teacher's share (`block_targets`) in
-            the gate's best ``budget // block_size - 1`` past blocks; 0 without any row.
+            the gate's best ``budget // block_size - 1 - sink_blocks`` blocks; 0 without any row.
     """
 
     kl_per_head: Tensor
@@ -48,6 +49,9 @@ def gate_kl(
     gate_scale: float | None = None,
     reduction: str = "row_mean",
     recall_budgets: tuple[int, ...] = (),
+    sink_blocks: int = 0,
+    row_stride: int = 1,
+    row_shift: int = 0,
     sinks: Tensor | None = None,
     softcap: float | None = None,
     lse: Tensor | None = None,
@@ -79,7 +83,10 @@ def gate_kl(
             packings. ``"published"``: per segment, the sum of its KL divided by ``Hkv * rows * NBmax``, where ``rows``
             also counts rows without a past block and ``NBmax`` is the block count of the pack's longest segment; then
             the mean over the segments that are not empty (in the published code an empty one would make it NaN).
-        recall_budgets: token budgets, the current block included, at which to measure recall.
+        recall_budgets: token budgets, the current block and the sink blocks included, at which to measure recall.
+        sink_blocks: the first blocks of each segment, which decoding always reads: they are left out of both
+            distributions, and the target is normalised over the others.
+        row_stride, row_shift: count every ``row_stride``-th row, see `GateKLStats`; neighbours tell nearly the same.
         sinks: ``[H]`` attention-sink logits of the teacher (GPT-OSS).
         softcap: cap on the teacher's scores (Gemma 2).
         lse: ``[T, H]``, what `packed_attention` returns beside the output: the natural
@@ -103,7 +110,7 @@ def gate_kl(
     check_tensor("kg", kg, (blocks, kv_heads, qg.shape[-1]))
     check_same("kg", kg, "q", q, dtype=False)
     check_scale("gate_scale", gate_scale)
-    budgets = check_loss(q, block_size, row_start, reduction, recall_budgets, lse)
+    budgets = check_loss(q, block_size, row_start, reduction, recall_budgets, lse, sink_blocks, row_stride, row_shift)
     run = implementation("gate_kl", q.device)
     return run(
         q,
@@ -117,6 +124,9 @@ def gate_kl(
         gate_scale=1.0 / math.sqrt(qg.shape[-1]) if gate_scale is None else gate_scale,
         reduction=reduction,
         recall_budgets=budgets,
+        sink_blocks=sink_blocks,
+        row_stride=row_stride,
+        row_shift=row_shift,
         sinks=sinks,
         softcap=softcap,
         lse=lse,
@@ -130,6 +140,9 @@ def check_loss(
     reduction: str,
     recall_budgets: Sequence[int],
     lse: Tensor | None,
+    sink_blocks: int = 0,
+    row_stride: int = 1,
+    row_shift: int = 0,
 ) -> tuple[int, ...]:
     """The checks of what the losses share beside the teacher; returns the budgets as a tuple."""
     if lse is not None:
@@ -139,6 +152,9 @@ def check_loss(
         raise ValueError(f"row_start is {row_start!r}; it must be at least 0 and less than 1")
     if reduction not in REDUCTIONS:
         raise ValueError(f"reduction is {reduction!r}; it must be one of {', '.join(REDUCTIONS)}")
+    check_rows(reduction, sink_blocks, row_stride)
+    if not is_int(row_shift) or row_shift < 0:
+        raise ValueError(f"row_shift is {row_shift!r}; it must be an integer of at least 0")
     budgets = tuple(recall_budgets) if isinstance(recall_budgets, Sequence) else (0,)
     if not all(isinstance(budget, int) and budget >= block_size for budget in budgets):
         raise ValueError(
@@ -147,11 +163,13 @@ def check_loss(
     return budgets
 
 
-def counted_rows(cu_seqlens: Tensor, block_size: int, row_start: float) -> Tensor:
-    """Rows of the pack of which `gate_kl` reads ``qg``: those that count, see `GateKLStats`; int64, in host memory."""
-    ends = cu_seqlens.tolist()
-    firsts = (a + max(int((b - a) * row_start), block_size) for a, b in pairwise(ends))
-    return torch.cat([torch.arange(min(first, b), b) for first, b in zip(firsts, ends[1:], strict=True)])
+def counted_rows(
+    lengths: Sequence[int], block_size: int, row_start: float, sink_blocks: int, row_stride: int, row_shift: int
+) -> list[range]:
+    """By segment, the rows of which `gate_kl` reads ``qg``: those that count, see `GateKLStats`."""
+    least = (1 + sink_blocks) * block_size
+    rows = [range(min(max(int(length * row_start), least), length), length) for length in lengths]
+    return [some[row_shift % row_stride :: row_stride] for some in rows]
 
 
 def refuse_second_order() -> None:

@@ -45,7 +45,7 @@ def rotate(x: Tensor, positions: Tensor, inv_freq: Tensor, attention_scaling: fl
 def branch_end(
     x_BKSE: Tensor, norm_weight: Tensor | None, positions: Tensor, inv_freq: Tensor | None, attention_scaling: float
 ) -> Tensor:
-    """What follows the linear map in both branches: RMSNorm, where there is one, and RoPE, where there is."""
+    """Apply RMSNorm and RoPE, each where the gate has it, after the linear map of either branch."""
     if norm_weight is not None:
         x_BKSE = rms_norm(x_BKSE, norm_weight)
     return x_BKSE if inv_freq is None else rotate(x_BKSE, positions, inv_freq, attention_scaling)
@@ -88,5 +88,8 @@ def compressed_keys(
         positions: ``[B, N]`` or ``[N]``, the position of each block.
         inv_freq, attention_scaling: see `rotate`; ``None`` without RoPE.
     """
-    kg_BKNE = pooled_BKNP.to(weight_KPE.dtype) @ weight_KPE
+    batch, _, blocks, _ = pooled_BKNP.shape
+    pooled_KTP = pooled_BKNP.to(weight_KPE.dtype).transpose(0, 1).flatten(1, 2)
+    kg_KTE = pooled_KTP @ weight_KPE  # one product per KV head: rows share its weight, which is not copied
+    kg_BKNE = kg_KTE.unflatten(1, (batch, blocks)).transpose(0, 1)
     return branch_end(kg_BKNE, norm_weight, positions, inv_freq, attention_scaling)

@@ -1,4 +1,4 @@
-"""What lies in host memory costs a GPU no wait, if it is read there and copied without one."""
+"""Read and copy host memory without making a GPU wait."""
 
 from __future__ import annotations
 

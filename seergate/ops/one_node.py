@@ -1,4 +1,4 @@
-"""`one_node`: a function that a compiler keeps whole."""
+"""`one_node`: wrap a function as an opaque custom op."""
 
 from __future__ import annotations
 

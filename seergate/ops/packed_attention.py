@@ -13,7 +13,7 @@ from seergate.ops.teacher import check_teacher
 
 
 class PackedAttention(NamedTuple):
-    """What `packed_attention` returns.
+    """Result of `packed_attention`.
 
     Attributes:
         output: ``[T, H, dv]`` in v's dtype.

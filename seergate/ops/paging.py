@@ -1,4 +1,4 @@
-"""Where tokens lie in memory, in a plain cache ``[B, Hkv, S, d]`` or a paged one.
+"""Memory layout of tokens in a plain cache ``[B, Hkv, S, d]`` or a paged one.
 
 A paged cache is pages ``[pages, Hkv, page, d]`` and a table ``[B, P]``: page ``i // page`` of row ``b`` holds its
 token ``i``.
@@ -16,7 +16,7 @@ def unpaged(pages: Tensor, page_table: Tensor) -> Tensor:
 
 
 def has_rows_of(cache: Tensor, unit: int) -> bool:
-    """Whether ``unit`` consecutive tokens of one head lie in one piece, all such pieces in steps of one another."""
+    """True if ``unit`` consecutive tokens of one head lie in one piece, all such pieces in steps of one another."""
     dim, tokens = cache.shape[-1], cache.shape[2]
     size = unit * dim
     in_order = cache.stride(-1) == 1 and tokens % unit == 0 and (unit == 1 or cache.stride(2) == dim)

@@ -147,6 +147,9 @@ def gate_kl(
     gate_scale: float | None = None,
     reduction: str = "row_mean",
     recall_budgets: tuple[int, ...] = (),
+    sink_blocks: int = 0,
+    row_stride: int = 1,
+    row_shift: int = 0,
     sinks: Tensor | None = None,
     softcap: float | None = None,
     lse: Tensor | None = None,
@@ -166,6 +169,9 @@ def gate_kl(
         sm_scale=sm_scale,
         reduction=reduction,
         recall_budgets=recall_budgets,
+        sink_blocks=sink_blocks,
+        row_stride=row_stride,
+        row_shift=row_shift,
         sinks=sinks,
         softcap=softcap,
     )
@@ -218,6 +224,9 @@ def scorer_kl(
     sm_scale: float | None = None,
     reduction: str = "row_mean",
     recall_budgets: tuple[int, ...] = (),
+    sink_blocks: int = 0,
+    row_stride: int = 1,
+    row_shift: int = 0,
     sinks: Tensor | None = None,
     softcap: float | None = None,
     lse: Tensor | None = None,
@@ -236,20 +245,24 @@ def scorer_kl(
         length = end - start
         begin = int(length * row_start)
         filled += length > 0
-        for row in range(max(begin, block_size), length):
+        for number, row in enumerate(range(max(begin, (1 + sink_blocks) * block_size), length)):
+            if (number - row_shift) % row_stride:
+                continue
             past = row // block_size
             counted += 1
             queries = qs[start + row].to(dtype)[None, :, None]
-            keys = ks[first_entry : first_entry + past * block_size // entry_tokens].to(dtype).transpose(0, 1)[None]
+            each = block_size // entry_tokens
+            keys = ks[first_entry + sink_blocks * each : first_entry + past * each].to(dtype).transpose(0, 1)[None]
             found = scores(queries, keys)[0, :, 0]
             for g in range(kv_heads):
-                p, logits = targets[start + row, g, :past], found[g].to(dtype)
+                p, logits = targets[start + row, g, sink_blocks:past], found[g].to(dtype)
+                p = p / p.sum()
                 ranked = logits.detach().sort(descending=True, stable=True).indices  # ties: lower index first
                 for i, budget in enumerate(recall_budgets):
-                    recall[i, g] += p[ranked[: budget // block_size - 1]].sum()
+                    recall[i, g] += p[ranked[: max(0, budget // block_size - 1 - sink_blocks)]].sum()
                 if target == "selected":
                     assert target_budget is not None
-                    chosen = ranked[: target_budget // block_size - 1]
+                    chosen = ranked[: target_budget // block_size - 1 - sink_blocks]
                     p, logits = p[chosen] / p[chosen].sum(), logits[chosen]
                 kl = (torch.special.xlogy(p, p) - p * logits.log_softmax(0)).sum()
                 kl_per_head[g] += kl.detach()
@@ -479,9 +492,11 @@ def select_blocks(
                 free = token_budget // block_size - len(always)
                 picked = set([j for j in ranked if j not in always][: max(free, 0)])
             else:
-                probs = past_scores.softmax(0).tolist()
+                first = min(sink_blocks, current)
+                probs = [0.0] * first + past_scores[first:].softmax(0).tolist()
+                ranked = [j for j in ranked if j not in always]
                 if threshold is not None:
-                    picked = {j for j in range(current) if probs[j] > threshold}
+                    picked = {j for j in ranked if probs[j] > threshold}
                 else:
                     assert top_p is not None
                     picked, mass = set(), 0.0

@@ -13,7 +13,7 @@ from seergate.ops.teacher import check_teacher
 
 
 class RetainedAttention(NamedTuple):
-    """What `retained_attention` returns.
+    """Result of `retained_attention`.
 
     Attributes:
         output: ``[T, H, dv]`` in v's dtype.

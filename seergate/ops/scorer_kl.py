@@ -14,7 +14,7 @@ from seergate.ops.gate_kl import GateKLStats, check_loss
 from seergate.ops.teacher import check_teacher
 
 Scores = Callable[[Tensor, Tensor], Tensor]
-"""Queries ``[1, I, R, E']`` and keys ``[1, J, M, E]`` -> scores ``[1, Hkv, R, N]``, with a graph."""
+"""Queries ``[1, I, R, E']`` and keys ``[1, J, M, E]`` of some blocks -> scores ``[1, Hkv, R, N]``, with a graph."""
 
 
 def scorer_kl(
@@ -33,6 +33,9 @@ def scorer_kl(
     sm_scale: float | None = None,
     reduction: str = "row_mean",
     recall_budgets: tuple[int, ...] = (),
+    sink_blocks: int = 0,
+    row_stride: int = 1,
+    row_shift: int = 0,
     sinks: Tensor | None = None,
     softcap: float | None = None,
     lse: Tensor | None = None,
@@ -59,12 +62,12 @@ def scorer_kl(
         ks: ``[sum M_i, J, E]`` what it takes as keys; segment i of length ``L_i`` has
             ``M_i = ceil(L_i / entry_tokens)`` of them.
         cu_seqlens, block_size: see `gate_kl`.
-        scores: of some rows and of the keys of a segment's first blocks; blocks beyond those are cut off.
+        scores: of some rows and of the keys of consecutive blocks of a segment; blocks beyond those are cut off.
         entry_tokens: tokens that one of the keys is about; divides ``block_size``.
         target: ``"max"``, ``"sum"`` or ``"selected"``.
-        target_budget: for ``"selected"``, the tokens that the scorer may pick, the current block included: at least
-            two blocks.
-        row_start, sm_scale, reduction, sinks, softcap, lse: see `gate_kl`.
+        target_budget: for ``"selected"``, the tokens that the scorer may pick, the current block and the sink blocks
+            included: at least one block more.
+        row_start, sm_scale, reduction, sink_blocks, row_stride, row_shift, sinks, softcap, lse: see `gate_kl`.
         recall_budgets: see `gate_kl`; the teacher's share is that of the target, for ``"selected"`` that of ``"sum"``.
 
     Returns:
@@ -84,8 +87,8 @@ def scorer_kl(
         entries = int((cu_seqlens.diff() + entry_tokens - 1).div(entry_tokens, rounding_mode="floor").sum())
     check_tensor("ks", ks, (entries, "J", "E"))
     check_same("ks", ks, "q", q, dtype=False)
-    check_target(target, target_budget, block_size)
-    budgets = check_loss(q, block_size, row_start, reduction, recall_budgets, lse)
+    budgets = check_loss(q, block_size, row_start, reduction, recall_budgets, lse, sink_blocks, row_stride, row_shift)
+    check_target(target, target_budget, block_size, sink_blocks)
     return implementation("scorer_kl", q.device)(
         q,
         k,
@@ -101,6 +104,9 @@ def scorer_kl(
         sm_scale=1.0 / math.sqrt(q.shape[-1]) if sm_scale is None else sm_scale,
         reduction=reduction,
         recall_budgets=budgets,
+        sink_blocks=sink_blocks,
+        row_stride=row_stride,
+        row_shift=row_shift,
         sinks=sinks,
         softcap=softcap,
         lse=lse,

@@ -35,18 +35,19 @@ def select_blocks(
     """Choose blocks for one decode step, by exactly one of three rules.
 
     The current block, ``(length - 1) // block_size``, is always in; it is never scored. So are the first
-    ``sink_blocks``. Scores of the current block and of later ones are ignored, whatever they are. Scores are compared
-    in fp32; NaN counts as the lowest, infinities as the extremes of fp32; ties go to the lower index.
+    ``sink_blocks``. Scores of the sinks, of the current block and of later ones are ignored, whatever they are. Scores
+    are compared in fp32; NaN counts as the lowest, infinities as the extremes of fp32; ties go to the lower index.
 
     Args:
         scores: ``[B, Hkv, NB]``, higher is better. ``NB`` may be a capacity, larger than the blocks in use.
         lengths: int ``[B]``, 1..NB * block_size: tokens of each row, the current one included.
         block_size: tokens per block.
         token_budget: read ``token_budget // block_size`` blocks, the current one and the sinks included.
-        threshold: read the past blocks whose softmax probability (over past blocks only) is greater than this.
+        threshold: read the past blocks whose softmax probability (over past blocks but the sinks) is greater than
+            this.
         top_p: read the fewest past blocks whose probabilities sum to at least this.
-        sink_blocks: how many first blocks are always read. Within a token budget they use it up; for the other two
-            rules they join what the rule picks.
+        sink_blocks: how many first blocks are always read. Within a token budget they use it up; the other two rules
+            choose among the rest.
 
     Returns:
         `Selection`. ``K`` is at most NB, and at most ``token_budget // block_size``; it is static on accelerators,

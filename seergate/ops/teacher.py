@@ -1,4 +1,4 @@
-"""What the gate is to learn, from the frozen model's own attention (SeerAttention-R, section 2.3)."""
+"""Distillation targets from the frozen model's own attention (SeerAttention-R, section 2.3)."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def block_targets(
 
 
 class AttentionWithTargets(NamedTuple):
-    """What `attention_with_block_targets` returns.
+    """Result of `attention_with_block_targets`.
 
     Attributes:
         output: ``[T, H, dv]`` in v's dtype.

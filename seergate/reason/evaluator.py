@@ -24,7 +24,7 @@ from seergate.reason.steps import ReasoningStep, Segmenter, adaptive_threshold, 
 
 
 class Source(Protocol):
-    """Where a row's blocks lie."""
+    """Location of a row's blocks."""
 
     def layers(self) -> list[tuple[Tensor, Tensor]] | None:
         """Keys and values ``[pages, K, P, D]`` of every layer; ``None`` once the cache is gone."""
@@ -55,7 +55,7 @@ class Decision:
 
 @dataclass
 class Tally:
-    """What was counted and how long it took.
+    """Counters and times.
 
     Attributes:
         counts: ``steps``, ``similar_steps`` (pairs above the threshold), ``same_structure`` (of them),
@@ -77,7 +77,7 @@ class Tally:
 
 
 class _Row:
-    """What is known of a row."""
+    """State of a row."""
 
     def __init__(self, segmenter: Segmenter | None, threshold: PercentileThreshold) -> None:
         self.segmenter = segmenter  # None before its first tokens
@@ -86,7 +86,7 @@ class _Row:
         self.blocks: list[Block] = []
 
     def copy(self, threshold: PercentileThreshold) -> _Row:
-        """What is known of the row so far, for a fork of it that goes on with a threshold of its own."""
+        """A copy for a fork of the row, which continues with a threshold of its own."""
         twin = _Row(None if self.segmenter is None else self.segmenter.copy(), threshold)
         twin.source, twin.blocks = self.source, list(self.blocks)
         return twin

@@ -7,6 +7,7 @@ method is, and its options, stand here; `seergate.reason.evaluator` decides, `se
 from __future__ import annotations
 
 import re
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
@@ -15,6 +16,7 @@ from seergate.errors import SeergateError
 from seergate.methods.base import LayerSpec, LayerState, Method, check_choice, check_counts, check_flags
 from seergate.methods.controls import Dense
 from seergate.methods.evicting import CompressingMethod
+from seergate.reason.paged import page_tokens
 from seergate.reason.steps import BLANK_LINE
 from seergate.reason.structure import check_installed
 
@@ -51,7 +53,8 @@ class ReasonCache(Method):
     """
 
     name: ClassVar[str] = "reason_cache"
-    placement: ClassVar[str | None] = "seergate.reason.paging:paging_of"
+    kv_backend: ClassVar[str | None] = "seergate.reason.paging:paging_of"
+    evaluation_options: ClassVar[Mapping[str, Any]] = {"asynchronous": False}
     reads: Method | None = None
     block_size: int | None = None
     max_blocks: int | None = None
@@ -96,18 +99,24 @@ class ReasonCache(Method):
             check_installed()
 
     @property
-    def reading(self) -> Method:
+    def read_method(self) -> Method:
         """The method that chooses what is read."""
         return Dense() if self.reads is None else self.reads
 
     @property
     def nominal(self) -> str:
-        """What the reading method is given, for people."""
-        return self.reading.nominal
+        """The reading method's nominal budget, for people."""
+        return self.read_method.nominal
+
+    def describe(self) -> dict[str, Any]:
+        """As of any method, with the page size and the reading method's options, as ``gate.NAME``."""
+        read = {} if self.reads is None else self.reads.describe()
+        own = super().describe() | {"block_size": page_tokens(self.read_method, self.block_size)}
+        return own | {f"gate.{key}": value for key, value in read.items()}
 
     def new_state(self, spec: LayerSpec) -> LayerState:
         """A fresh state of the reading method; sharing needs none per layer."""
-        return self.reading.new_state(spec)
+        return self.read_method.new_state(spec)
 
 
 @dataclass(kw_only=True)

@@ -22,12 +22,13 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from seergate.cache.call import Call
+from seergate.cache.call import ForwardContext
 from seergate.cache.rows import Rows
-from seergate.cache.storage import Storage, StorageMaker
+from seergate.cache.storage import Storage, StorageFactory
 from seergate.errors import SeergateError
 from seergate.inference_mode import outside_inference_mode
-from seergate.methods.base import LayerState, Step
+from seergate.methods.base import LayerState, Method, Step
+from seergate.methods.selecting import SelectingMethod
 from seergate.ops.paging import unpaged
 
 Copies = list[tuple[int, int]]
@@ -35,6 +36,10 @@ Copies = list[tuple[int, int]]
 
 GROWTH_BLOCKS, GROWTH_SHARE = 16, 1 / 8
 """A store without a limit grows by whichever is larger, this many blocks or this share of those it has."""
+
+
+PAGE_TOKENS = 16
+"""Tokens per block where neither the user nor the method gives a number (vLLM's default)."""
 
 
 class OutOfBlocks(SeergateError, MemoryError):
@@ -61,7 +66,7 @@ class Row:
 
 
 class BlockStore:
-    """Which physical block, or page, of a paged cache holds which tokens of which row.
+    """Block table of a paged cache: the physical block, or page, of each row's tokens.
 
     Args:
         limit: how many blocks there may be; ``None`` for as many as are asked for.
@@ -246,7 +251,7 @@ class BlockStore:
     # ------------------------------------------------------------------------------------------------- physical blocks
 
     def _closed(self, row: Row) -> bool:
-        """Whether a row's next token falls into a block that it may not write."""
+        """True if a row's next token falls into a block that it may not write."""
         if row.length % self.block_size == 0:
             return False
         last = row.table[-1]
@@ -331,7 +336,7 @@ class Listener:
     def between_passes(self) -> None:
         """All tokens so far are written in every layer, and full pages are sealed."""
 
-    def tokens_come(self, counts: Sequence[int], call: Call) -> None:
+    def tokens_come(self, counts: Sequence[int], context: ForwardContext) -> None:
         """Row b gets ``counts[b]`` new tokens."""
 
     def rows_cropped(self, lengths: Sequence[int]) -> None:
@@ -344,8 +349,30 @@ class Listener:
         """While it lasts, the rows of the cache that ``other`` listens to move here."""
         return nullcontext()
 
-    def resumed(self, maker: StorageMaker) -> None:
-        """The cache goes on under a handle with this maker."""
+    def resumed(self, factory: StorageFactory) -> None:
+        """The cache is used under a handle with this factory."""
+
+
+def page_tokens(method: Method, size: int | None, limit: int | None = None) -> int:
+    """Tokens per page under a method.
+
+    Args:
+        method: chooses what is read.
+        size: tokens per page; the method's block size, or `PAGE_TOKENS`, if ``None``.
+        limit: of the number of pages.
+
+    Raises:
+        SeergateError: if pages would cut a block, or a number is not positive.
+    """
+    own = int(getattr(method, "block_size", PAGE_TOKENS))
+    size = own if size is None else size
+    if isinstance(method, SelectingMethod) and isinstance(size, int) and size % own:
+        raise SeergateError(
+            f"pages of {size} tokens would cut the blocks of {own} that {method.name!r} selects; their size must be a "
+            "multiple of it"
+        )
+    BlockStore(size, limit)
+    return size
 
 
 class CachePages:
@@ -391,15 +418,15 @@ class CachePages:
         layer.turn += 1
         return self._done
 
-    def advance(self, counts: Sequence[int], call: Call) -> Copies:
+    def advance(self, counts: Sequence[int], context: ForwardContext) -> Copies:
         """Between two forward passes: seal what is full, and make room for new tokens."""
         if not self.store.rows:
             self.store.add_rows(len(counts))
         self.store.seal()
         self.listener.between_passes()
         copies = self.store.extend(counts)
-        if call.taps is not None:  # else the plain model runs
-            self.listener.tokens_come(counts, call)
+        if context.take_qk is not None:  # else the plain model runs
+            self.listener.tokens_come(counts, context)
         return copies
 
     def crop(self, lengths: list[int]) -> None:
@@ -436,7 +463,7 @@ class CachePages:
         return self._on_device[device][:, :width]
 
     def newest(self, device: torch.device, lengths: Tensor) -> tuple[Tensor, Tensor]:
-        """Where the token after the first ``lengths [B]`` of each row lies: blocks and places in them, ``[B]``."""
+        """Address of the token after the first ``lengths [B]`` of each row: blocks and offsets in them, ``[B]``."""
         if device not in self._newest:  # the same in all layers of a forward pass
             rows, size = torch.arange(len(lengths), device=device), self.store.block_size
             self._newest[device] = self.table(device)[rows, lengths // size].long(), lengths % size
@@ -482,8 +509,16 @@ class Paged(Storage):
         self.value_pages = keys.new_zeros(0, heads, size, values.shape[3])
         self.is_allocated = True
 
-    def write(self, call: Call, rows: Rows, keys: Tensor, values: Tensor, counts: list[int], most: int | None) -> None:
-        copies = self.pages.once(self, lambda: self.pages.advance(counts, call))
+    def write(
+        self,
+        context: ForwardContext,
+        rows: Rows,
+        keys: Tensor,
+        values: Tensor,
+        counts: list[int],
+        max_tokens: int | None,
+    ) -> None:
+        copies = self.pages.once(self, lambda: self.pages.advance(counts, context))
         self._fit()
         _copy(self.key_pages, self.key_pages, copies)
         _copy(self.value_pages, self.value_pages, copies)
@@ -494,7 +529,7 @@ class Paged(Storage):
                 pages[homes, :, places] = x[:, :, 0]
             return
         size = self.pages.store.block_size
-        for row, (start, number) in enumerate(zip(rows.held, counts, strict=True)):
+        for row, (start, number) in enumerate(zip(rows.resident, counts, strict=True)):
             tokens = torch.arange(start, start + number, device=self.device)
             homes, places = self.pages.table(self.device)[row].long()[tokens // size], tokens % size
             for pages, x in pairs:
@@ -542,7 +577,7 @@ class Paged(Storage):
         rows = index.tolist()
         self.pages.once(self, lambda: self.pages.select(rows))
 
-    def append(self, other: Storage, longest: int, most: int | None) -> None:
+    def append(self, other: Storage, longest: int, max_tokens: int | None) -> None:
         if not isinstance(other, Paged):
             raise SeergateError("only the rows of a paged cache can join a paged cache")
         copies = self.pages.once(self, lambda: self.pages.adopt(other.pages))
@@ -555,8 +590,8 @@ class Paged(Storage):
             self.pages.once(self, self.pages.store.clear)
             self.is_allocated = False
 
-    def resume(self, maker: StorageMaker) -> None:
-        self.pages.listener.resumed(maker)
+    def resume(self, factory: StorageFactory) -> None:
+        self.pages.listener.resumed(factory)
 
     # ---------------------------------------------------------------------------------------------------- figures
 

@@ -9,20 +9,16 @@ from typing import Any, ClassVar
 
 from transformers import PreTrainedModel
 
-from seergate.cache.storage import Placement, Storage, StorageMaker
+from seergate.cache.storage import KVBackend, Storage, StorageFactory
 from seergate.errors import SeergateError
 from seergate.methods.base import Method
-from seergate.methods.selecting import SelectingMethod
 from seergate.reason.method import ReasonCache
-from seergate.reason.paged import BlockStore, CachePages, Paged
-from seergate.reason.sharing import Sharing
-
-PAGE_TOKENS = 16
-"""Tokens per block where neither the user nor the method gives a number (vLLM's default)."""
+from seergate.reason.paged import BlockStore, CachePages, Paged, page_tokens
+from seergate.reason.sharing import BlockSharing
 
 
 @dataclass(frozen=True)
-class Paging(Placement):
+class Paging(KVBackend):
     """Keep keys and values in pages instead of one buffer per layer.
 
     Attributes:
@@ -39,8 +35,8 @@ class Paging(Placement):
     max_blocks: int | None = None
     share_prefixes: bool = False
 
-    def maker(self, model: PreTrainedModel, method: Method, layers: Sequence[int]) -> StorageMaker:
-        return Pager(self, model, method)
+    def factory(self, model: PreTrainedModel, method: Method, layers: Sequence[int]) -> StorageFactory:
+        return PagedStorageFactory(self, model, method)
 
     def page_of(self, method: Method) -> int:
         """Tokens per page under a method.
@@ -48,15 +44,7 @@ class Paging(Placement):
         Raises:
             SeergateError: if pages would cut a block.
         """
-        own = int(getattr(method, "block_size", PAGE_TOKENS))
-        size = own if self.block_size is None else self.block_size
-        if isinstance(method, SelectingMethod) and isinstance(size, int) and size % own:
-            raise SeergateError(
-                f"pages of {size} tokens would cut the blocks of {own} that {method.name!r} selects; their size must "
-                "be a multiple of it"
-            )
-        BlockStore(size, self.max_blocks)  # complains about other nonsense
-        return size
+        return page_tokens(method, self.block_size, self.max_blocks)
 
 
 @dataclass(frozen=True)
@@ -65,11 +53,11 @@ class SimilarPaging(Paging):
 
     reason: ReasonCache | None = None
 
-    def maker(self, model: PreTrainedModel, method: Method, layers: Sequence[int]) -> StorageMaker:
-        return Pager(self, model, method, self.reason)
+    def factory(self, model: PreTrainedModel, method: Method, layers: Sequence[int]) -> StorageFactory:
+        return PagedStorageFactory(self, model, method, self.reason)
 
 
-def paging_of(reason: ReasonCache, given: Placement | None) -> Paging:
+def paging_of(reason: ReasonCache, given: KVBackend | None) -> Paging:
     """The paging that `ReasonCache` brings."""
     if given is not None and not isinstance(given, Paging):
         raise SeergateError(f"{reason.name!r} shares pages; leave storage={given!r} out")
@@ -79,7 +67,7 @@ def paging_of(reason: ReasonCache, given: Placement | None) -> Paging:
     return SimilarPaging(reason.block_size, reason.max_blocks, prefixes, reason)
 
 
-class Pager(StorageMaker):
+class PagedStorageFactory(StorageFactory):
     """Makes the storages of paged caches.
 
     Attributes:
@@ -92,7 +80,7 @@ class Pager(StorageMaker):
         self.lossy = reason is not None
         self._limit, self._page, self._numbers = paging.max_blocks, paging.page_of(method), count()
         shares = reason is not None or paging.share_prefixes
-        self.sharing = Sharing(model, reason, paging.share_prefixes) if shares else None
+        self.sharing = BlockSharing(model, reason, paging.share_prefixes) if shares else None
 
     def new(self, layer: int, layers: Sequence[Any], static_length: int | None) -> Storage:
         """The layers of a cache share its pages; the first one makes them."""

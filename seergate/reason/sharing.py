@@ -1,6 +1,6 @@
 """Sharing of blocks, carried out: between two forward passes a cache tells what came and does what was decided.
 
-`Sharing` belongs to a handle, `CacheSharing` to one cache under it. Nothing in here waits for a decision.
+`BlockSharing` belongs to a handle, `CacheSharing` to one cache under it. Nothing in here waits for a decision.
 """
 
 from __future__ import annotations
@@ -16,12 +16,13 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers import AutoTokenizer, PreTrainedModel
+from transformers import PreTrainedModel
 from transformers.cache_utils import Cache
 
-from seergate.cache.call import Call
-from seergate.cache.storage import StorageMaker
+from seergate.cache.call import ForwardContext
+from seergate.cache.storage import StorageFactory
 from seergate.errors import SeergateError, first_line
+from seergate.hf.loading import load_tokenizer
 from seergate.reason.evaluator import Decision, Evaluator, Tally
 from seergate.reason.method import ReasonCache
 from seergate.reason.paged import CachePages, Listener, Paged, Row
@@ -31,8 +32,8 @@ Prompt = tuple[tuple[int, ...], Tensor, tuple[int, ...]]
 """Numbers of the rows, ids ``[B, S]`` (each row's first), and how many of them are the row's."""
 
 
-class Sharing:
-    """What the caches of one handle have in common: the token ids of the forward pass, the worker, the accounts.
+class BlockSharing:
+    """State shared by the caches of one handle: token ids of the forward pass, worker, accounts.
 
     Attributes:
         evaluator, worker: what decides, and who lets it; ``None`` without ``reason``.
@@ -127,7 +128,7 @@ class Sharing:
 class CacheSharing(Listener):
     """Between a cache and the worker; for the evaluator it is the `Source` of its rows."""
 
-    def __init__(self, handle: Sharing, pages: CachePages) -> None:
+    def __init__(self, handle: BlockSharing, pages: CachePages) -> None:
         self.handle, self._pages = handle, weakref.ref(pages)
         self.rows: list[int] = []  # numbers of the rows that the evaluator follows here
         self.decisions: deque[Decision] = deque()
@@ -175,11 +176,11 @@ class CacheSharing(Listener):
             handle.physical_peak = max(handle.physical_peak, store.physical)
         handle.apply_seconds += time.perf_counter() - began
 
-    def tokens_come(self, counts: Sequence[int], call: Call) -> None:
+    def tokens_come(self, counts: Sequence[int], context: ForwardContext) -> None:
         """Note the ids of the new tokens, for the evaluator."""
         rows = tuple(row.uid for row in self.pages.store.rows)
         ids = self.handle.take_ids().to(self.pages.layers[0].device)
-        found = call.compact(ids[:, None, :, None])[:, 0, :, 0]
+        found = context.compact(ids[:, None, :, None])[:, 0, :, 0]
         if self.handle.prefixes and found.shape[1] > 1 and all(row.sealed == 0 for row in self.pages.store.rows):
             self._prompts = [(rows, found, tuple(counts))]
         if self.handle.evaluator is not None:
@@ -228,13 +229,13 @@ class CacheSharing(Listener):
         other.rows[:] = []
         self.rows[:] = [row.uid for row in self.pages.store.rows]
 
-    def resumed(self, maker: StorageMaker) -> None:
+    def resumed(self, factory: StorageFactory) -> None:
         """Leave the cache to another handle.
 
         Raises:
             SeergateError: if similar blocks were shared: what they were compared with is known here only.
         """
-        sharing = getattr(maker, "sharing", None)
+        sharing = getattr(factory, "sharing", None)
         if sharing is self.handle:
             return
         if self.handle.reason is not None:
@@ -343,7 +344,7 @@ def _tokenizer(model: PreTrainedModel, reason: ReasonCache) -> Any:
     if reason.tokenizer is not None:
         return reason.tokenizer
     try:
-        return AutoTokenizer.from_pretrained(model.name_or_path)
+        return load_tokenizer(model.name_or_path)
     except Exception as error:
         raise SeergateError(
             f"{reason.name} compares texts and needs the model's tokenizer, and none could be loaded from "

@@ -86,7 +86,7 @@ def adaptive_threshold(similarities: Sequence[float], strict: float, soft: float
 
 
 def kind_of_repeat(steps: Sequence[ReasoningStep], index: int) -> str:
-    """What kind of redundant thinking a repeated step is: ``"loop"``, ``"self_verification"`` or ``"revisitation"``.
+    """Kind of redundant thinking of a repeated step: ``"loop"``, ``"self_verification"`` or ``"revisitation"``.
 
     The paper names the kinds and gives examples, no rule. Here a loop is a run of steps that repeat at a constant
     distance; a self-verification has a word of `VERIFYING` in it or in the step before; the rest are revisitations.

@@ -56,7 +56,7 @@ def bytes_plot(sweep: Sweep, path: Path) -> Path | None:
 
 
 def pareto(settings: list[Setting], metric: str, chance: float) -> list[Setting]:
-    """Settings that neither guessing nor one with as few bytes is as accurate as, by bytes."""
+    """Settings on the Pareto front of accuracy and bytes, above chance, sorted by bytes."""
     front: list[Setting] = []
     for s in sorted(settings, key=lambda s: (float(s.metrics[metric]), -s.accuracy.mean)):
         if s.accuracy.mean > (front[-1].accuracy.mean if front else chance):

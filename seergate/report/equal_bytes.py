@@ -42,8 +42,8 @@ def _section(sweep: Sweep, root: Path, matches: list[dict[str, Any]], metric: st
         for m in group:
             setting = settings.get(m["label"])
             if m["matched"] and setting is not None and setting is not own:
-                knob = f"{m['value']}" if m["knob"] == "token_budget" else f"{m['knob']} {m['value']}"
-                rows.append(_row(sweep, target, setting, knob, m["target_bytes"], metric))
+                budget_option = f"{m['value']}" if m["knob"] == "token_budget" else f"{m['knob']} {m['value']}"
+                rows.append(_row(sweep, target, setting, budget_option, m["target_bytes"], metric))
         missed = {m["method"]: 100 * (m["bytes"] / m["target_bytes"] - 1) for m in group if not m["matched"]}
         if missed:
             said = ", ".join(f"{method} ({percent:+.0f} %)" for method, percent in missed.items())
@@ -53,12 +53,12 @@ def _section(sweep: Sweep, root: Path, matches: list[dict[str, Any]], metric: st
     return "\n\n".join(part for part in (NOTE, table, "\n".join(impossible)) if part)
 
 
-def _row(sweep: Sweep, target: str, s: Setting, knob: str, wanted: float, metric: str) -> list[str]:
+def _row(sweep: Sweep, target: str, s: Setting, budget_option: str, wanted: float, metric: str) -> list[str]:
     measured = s.metrics[metric]
     return [
         target,
         s.marked,
-        knob,
+        budget_option,
         scaled(measured, 1e-3, 1),
         NONE if measured is None else f"{100 * (measured / wanted - 1):+.0f}",
         f"{100 * s.accuracy.mean:.1f}",

@@ -69,7 +69,7 @@ def write_explorer(
 
 
 def page_data(trace: str | os.PathLike[str], row: int = 0) -> dict[str, Any]:
-    """What a trace says of one row, as the page wants it.
+    """The data of one row of a trace, in the page's format.
 
     Returns:
         ``prompt``: its tokens. ``cells``: the (layer, KV head) of each line of a step. ``steps``: the index of the

@@ -55,7 +55,7 @@ Points = dict[str, list[tuple[float, Setting]]]
 
 
 class Look(NamedTuple):
-    """How a figure or table is shown.
+    """Presentation of a figure or table.
 
     Attributes:
         draw: ``(sweep, path of the image) -> image``, or ``None`` for a table.
@@ -140,7 +140,7 @@ def read_curve(setting: Setting, column: int = 1, bins: int = 40) -> dict[float,
 
 
 def _held(sweep: Sweep, path: Path) -> Path:
-    """What a sequence holds while it grows, one line per setting."""
+    """Bytes of a growing sequence, one line per setting."""
     figure, axis = _panel(f"Memory while an answer grows\n{conditions(sweep)}")
     names = [s.series for s in sweep.settings]
     for s in sweep.settings:
@@ -460,7 +460,7 @@ LOOKS = {
 }
 
 COMPLETE = {**PROBLEMS, "gpqa_diamond": 198, "gsm8k": 1319}
-"""How many problems a task has."""
+"""Number of problems of a task."""
 
 
 def beside(sweep: Sweep, published: Mapping[tuple[str, str], Mapping[str, float]], asked: Mapping[str, Any]) -> str:

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import math
 from collections import Counter
+from typing import Any
 
+from seergate.eval.metrics import REPLY
 from seergate.eval.stats import Difference
 from seergate.report.load import Setting, Sweep
 
@@ -14,8 +16,11 @@ CLOSE = 0.02
 TRUNCATED = 0.05
 """Above this share, answers that hit the limit are told of, and drawn hollow."""
 
+UNANSWERED = 0.5
+"""Above this share, answers in which the grader finds none are told of."""
+
 SOFTWARE = ("seergate", "git", "torch", "transformers")
-"""What a run's environment records of what shapes results."""
+"""Entries of a run's environment that affect results."""
 
 CONTROL = "random_evict"
 FEW = 2
@@ -24,9 +29,12 @@ FEW = 2
 
 def findings(sweep: Sweep) -> list[str]:
     """One sentence each, the most important first."""
+    if sweep.of_texts:
+        return [_of_texts(s) for s in sweep.settings]
     lines = list[str | None]()
     if sweep.dense is not None:
         lines.append(_dense(sweep, sweep.dense))
+    if sweep.dense is not None and not at_chance(sweep.dense):
         lines += [_against_dense(sweep, method, sweep.dense) for method in sweep.methods if method != "random"]
         lines += [_without_budget(sweep, setting, sweep.dense) for setting in sweep.settings if setting.budget is None]
     gates = [m for m in sweep.methods if m == "gate" or m.startswith("gate [")]  # several, if their weights differ
@@ -42,6 +50,50 @@ def findings(sweep: Sweep) -> list[str]:
             lines.append(_ahead(sweep, CONTROL, rest, f"{CONTROL}, the control of all evictors, is"))
     lines += _recall(sweep)
     return [line for line in lines if line is not None]
+
+
+def _of_texts(s: Setting) -> str:
+    found, dense = s.metrics, s.metrics["dense_perplexity"]
+    return (
+        f"{s.label}: KL to dense attention {with_ends(found, 'kl')} nats per token, its 99th percentile "
+        f"{with_ends(found, 'kl_p99')}; perplexity {found['perplexity']:.2f} ({dense:.2f} in one dense pass); the "
+        f"most probable token is the same at {_percent(found['agreement'])} of tokens."
+    )
+
+
+def with_ends(found: dict[str, Any], name: str) -> str:
+    """A figure that is not negative, with its 95 % interval if there is one."""
+    low, high = found[f"{name}_low"], found[f"{name}_high"]
+    return f"{found[name]:.4f}" + ("" if low is None else f" ({max(0.0, low):.4f} to {high:.4f})")
+
+
+def at_chance(dense: Setting) -> bool:
+    """Whether dense attention is not clearly better than guessing, so that nothing can be lost against it."""
+    chance = dense.config["task"].get("chance") or 0.0
+    return dense.accuracy.mean <= chance or dense.interval[0] < chance
+
+
+def idle(sweep: Sweep) -> list[str]:
+    """Settings that do nothing: they read everything, or say to the last bit what dense attention says."""
+    lines = list[str]()
+    for s in sweep.settings:
+        if s.method == "dense":
+            continue
+        limited, density = s.budget is not None or s.threshold is not None, s.metrics.get("density") or 0.0
+        if limited and density > 1 - 1e-6:
+            lines.append(f"{s.label} read everything at every step, so it shows nothing of sparsity.")
+        elif sweep.dense is not None and (said := _said(s)) and said == _said(sweep.dense):
+            lines.append(f"{s.label} gave dense attention's logits bit for bit: what it sets does nothing.")
+    return lines
+
+
+def _said(s: Setting) -> list[Any]:
+    """What is known of the logits of decoded tokens: of texts, of replies, or of the proxies' windows."""
+    each = {(x["problem_id"], x["sample_idx"]): x.get("kl", x.get(REPLY)) for x in s.samples}
+    proxies = [s.metrics.get(name) for name in ("next_token_kl", "next_token_kl_p99", "perplexity")]
+    known = [each[key] for key in sorted(each)] if None not in each.values() else []
+    measured = proxies if proxies[0] is not None else []
+    return [known, measured] if known or measured else []
 
 
 def _without_budget(sweep: Sweep, setting: Setting, dense: Setting) -> str | None:
@@ -89,6 +141,11 @@ def verdict(sweep: Sweep) -> str:
     """One sentence: what each method needs to be as good as dense."""
     if sweep.dense is None:
         return "No dense run is among these, so nothing says what sparsity costs."
+    if at_chance(sweep.dense):
+        return (
+            f"Dense answers {_percent(sweep.dense.accuracy.mean)} right, which is not clearly better than guessing: "
+            "nothing here says what sparsity costs."
+        )
     enough, short, open_ = list[str](), list[str](), list[str]()
     for method in sweep.methods:
         compared = [(s, d) for s in sweep.of(method) if (d := sweep.difference(s, sweep.dense)).n]
@@ -159,8 +216,17 @@ def _recalled(setting: Setting) -> str:
 
 
 def cautions(sweep: Sweep) -> list[str]:
-    """What a reader should know before quoting a number."""
-    lines = []
+    """Caveats of a sweep's numbers."""
+    lines = idle(sweep)
+    lines += [
+        f"{s.label} is unfinished: {s.metrics['n_samples']} samples so far." for s in sweep.settings if not s.complete
+    ]
+    if sweep.of_texts:
+        count = sweep.settings[0].metrics["n_problems"]
+        return [
+            *lines,
+            f"{count} text{'s' if count > 1 else ''} of {sweep.config['task']['length']} tokens were scored.",
+        ]
     most = max(s.accuracy.n for s in sweep.settings)
     if sweep.dense is None:
         lines.append("there is no dense run, so nothing here says how much accuracy sparsity costs.")
@@ -176,8 +242,10 @@ def cautions(sweep: Sweep) -> list[str]:
         lines.append("decoding was greedy, one chain per problem; sampled chains would vary more.")
     truncated: list[str] = []
     for setting in sweep.settings:
-        if not setting.complete:
-            lines.append(f"{setting.label} is unfinished: {setting.metrics['n_samples']} samples so far.")
+        if setting.metrics["unanswered_rate"] > UNANSWERED:
+            lines.append(
+                f"in {_percent(setting.metrics['unanswered_rate'])} of {setting.label}'s answers none was found."
+            )
         if setting.metrics["truncation_rate"] > TRUNCATED:
             truncated.append(f"{setting.label} ({_percent(setting.metrics['truncation_rate'])})")
     if truncated:
@@ -186,8 +254,8 @@ def cautions(sweep: Sweep) -> list[str]:
         lines.append(f"answers hit the limit of {limit} tokens, so lengths are lower bounds: {', '.join(truncated)}.")
     if chance := sweep.config["task"].get("chance"):
         lines.append(f"guessing gets {_percent(chance)} right.")
-        if sweep.dense is not None and sweep.dense.interval[0] <= chance:
-            lines.insert(0, "dense itself is not clearly better than guessing, so the comparison says nothing.")
+    if sweep.dense is not None and at_chance(sweep.dense):
+        lines.insert(0, "dense itself is not clearly better than guessing, so the comparison says nothing.")
     if str(sweep.config["task"]["name"]) == "gpqa_diamond_published":
         lines.append("in this file the right option is A in every problem; a model that likes A gains from that.")
     if {s.evicts for s in sweep.settings if s.method != "dense"} == {True, False}:

@@ -11,13 +11,14 @@ from typing import Any
 from seergate.errors import SeergateError
 from seergate.eval import store
 from seergate.eval.environment import GRADES_WITH
+from seergate.eval.forced import summary
 from seergate.eval.metrics import by_problem, derive
 from seergate.eval.stats import Difference, Estimate, clustered, paired, wilson
 from seergate.methods import CompressingMethod, ReasonCache, method_class
 from seergate.report.styles import STYLES
 
 SAID_OTHERWISE = ("name", "nominal", "token_budget", "threshold", "block_size", "dense_layers")
-"""What a series need not be told apart by: it is said beside it, or elsewhere in its name."""
+"""Options that do not distinguish series, as they are shown beside them or elsewhere in their names."""
 
 NEEDED = {
     "task": ("name",),
@@ -25,7 +26,7 @@ NEEDED = {
     "model": ("path", "type", "parameters", "dtype", "fingerprint"),
     "generation": ("samples", "max_new_tokens", "temperature", "top_k", "top_p", "min_p", "seed"),
 }
-"""What the configuration of every evaluation says."""
+"""Keys of every evaluation's configuration."""
 
 
 @dataclass(frozen=True)
@@ -36,7 +37,7 @@ class Setting:
         directory: where it lies.
         config: its `config.yaml`.
         metrics: derived from its samples.
-        correct: problem -> 0 or 1 of each sample.
+        correct: problem -> 0 or 1 of each sample; empty where texts were scored.
         samples: as they were stored.
         proxies: contents of its `proxies.json`, if it has one.
         series: what it is drawn and listed as: the method, and what sets it apart from others of the same method.
@@ -80,7 +81,7 @@ class Setting:
 
     @property
     def evicts(self) -> bool:
-        """Whether its method drops tokens, or keeps them in another form, instead of reading some of all."""
+        """True if its method drops tokens, or keeps them in another form, instead of reading some of all."""
         return self._is(CompressingMethod)
 
     @property
@@ -111,7 +112,7 @@ class Setting:
 
     @property
     def gates_name(self) -> str:
-        """What its gates were called where they have a name, or empty."""
+        """Name of its gates, or empty."""
         return str((self.config.get("gates") or {}).get("name") or "")
 
     def own_options(self) -> dict[str, Any]:
@@ -142,7 +143,7 @@ class Setting:
 
     @property
     def complete(self) -> bool:
-        """Whether no sample is missing, of all problems that there are (a task may have fewer than were asked for)."""
+        """True if no sample is missing, of all problems that there are (a task may have fewer than were asked for)."""
         problems = self.config["task"].get("n_problems")
         return problems is not None and self.metrics["n_samples"] >= problems * self.config["generation"]["samples"]
 
@@ -152,7 +153,7 @@ class Setting:
         return self.series if self.complete else f"{self.series} (unfinished)"
 
     def identity(self) -> dict[str, Any]:
-        """What every setting that it is compared with has, too: name -> value."""
+        """Options shared with every setting that it is compared with: name -> value."""
         config, environment = self.config, self.config.get("environment", {})
         return store.flatten(
             {
@@ -176,8 +177,13 @@ class Sweep:
 
     @property
     def config(self) -> dict[str, Any]:
-        """What all settings share (``task``, ``model``, ``generation``, ``environment``)."""
+        """Configuration shared by all settings (``task``, ``model``, ``generation``, ``environment``)."""
         return self.settings[0].config
+
+    @property
+    def of_texts(self) -> bool:
+        """Whether given texts were scored, so that there are no answers."""
+        return not self.settings[0].correct
 
     @property
     def dense(self) -> Setting | None:
@@ -196,14 +202,14 @@ class Sweep:
 
     @property
     def problems(self) -> str:
-        """How many problems have been answered, in words: a range where some settings are unfinished."""
+        """Number of answered problems, in words: a range where some settings are unfinished."""
         numbers = sorted({s.accuracy.n for s in self.settings})
         if len(numbers) > 1:
             return f"{numbers[0]} to {numbers[-1]} problems"
         return f"{numbers[0]} problem{'s' if numbers[0] != 1 else ''}"
 
     def identity(self) -> dict[str, Any]:
-        """What all settings have in common: name -> value."""
+        """Options common to all settings: name -> value."""
         return self.settings[0].identity()
 
     def of(self, method: str) -> list[Setting]:
@@ -258,7 +264,10 @@ def load_setting(directory: Path) -> Setting:
         raise SeergateError(f"{directory} has no finished samples yet")
     proxies = store.read_json(directory / store.PROXIES)
     try:
-        metrics, correct = derive(samples, proxies), by_problem(samples, lambda s: s["correct"])
+        if "kl" in samples[0]:
+            metrics, correct = summary(samples), dict[str, list[float]]()
+        else:
+            metrics, correct = derive(samples, proxies), by_problem(samples, lambda s: s["correct"])
     except KeyError as error:
         raise SeergateError(
             f"{directory / store.SAMPLES} has a sample without {error}; remove its line to have it made again"
@@ -336,7 +345,7 @@ def _named(settings: list[Setting]) -> list[Setting]:
 
 
 def _telling(fingerprints: Collection[str]) -> int:
-    """How many first digits tell fingerprints apart; at least four."""
+    """Number of leading digits that distinguish fingerprints; at least four."""
     return next((n for n in range(4, 64) if len({f[:n] for f in fingerprints}) == len(fingerprints)), 64)
 
 
@@ -361,4 +370,4 @@ def _rank(setting: Setting) -> tuple[Any, ...]:
     name = setting.method.partition("+")[0]
     known = list(STYLES).index(name) if name in STYLES else len(STYLES)
     kept = setting.block_size or 0, setting.dense_layers, setting.budget or 10**9, setting.threshold or 0.0
-    return known, setting.method, *kept, setting.metrics["resident_bytes_mean"] or 0.0
+    return known, setting.method, *kept, setting.metrics.get("resident_bytes_mean") or 0.0

@@ -90,6 +90,44 @@ def recall_plot(sweep: Sweep, path: Path) -> Path | None:
     return save(figure, path)
 
 
+MOST_MAPS = 16
+
+
+def depth_plot(sweep: Sweep, path: Path) -> Path | None:
+    """Accuracy by length and depth, a map for each setting; ``None`` where a task has no depths."""
+    task = sweep.config["task"]
+    depths, lengths = task.get("depths") or [], task.get("length") or []
+    if len(depths) < 2:
+        return None
+    settings = sweep.settings[:MOST_MAPS]
+    columns = min(4, len(settings))
+    rows = -(-len(settings) // columns)
+    size = (WIDTH, rows * (1.2 + 0.3 * len(depths)))
+    figure, axes = pyplot().subplots(rows, columns, figsize=size, squeeze=False, layout="constrained")
+    for axis in axes.ravel()[len(settings) :]:
+        axis.set_visible(False)
+    for axis, s in zip(axes.ravel(), settings, strict=False):
+        cells: dict[tuple[int, int], list[float]] = {}
+        for problem, values in s.correct.items():
+            length, depth, _ = map(int, problem.split("-"))
+            cells.setdefault((depth, length), []).extend(values)
+        means = {cell: 100 * sum(values) / len(values) for cell, values in cells.items()}
+        grid = [[means.get((depth, length), math.nan) for length in lengths] for depth in depths]
+        image = axis.imshow(grid, vmin=0, vmax=100, cmap="viridis", aspect="auto")
+        for y, row in enumerate(grid):
+            for x, value in enumerate(row):
+                if not math.isnan(value):
+                    colour = "w" if value < 67 else "k"
+                    axis.text(x, y, f"{value:.0f}", ha="center", va="center", fontsize=9, color=colour)
+        axis.set_xticks(range(len(lengths)), list(map(str, lengths)))
+        axis.set_yticks(range(len(depths)), [f"{depth} %" for depth in depths])
+        axis.set_title(s.label, fontsize=10)
+    figure.supxlabel("length (tokens)", fontsize=10)
+    figure.supylabel("depth", fontsize=10)
+    figure.colorbar(image, ax=list(axes.ravel()), label="accuracy (%)", fraction=0.04, pad=0.02)
+    return save(figure, path)
+
+
 def _heat_map(axis: Axes, method: str, points: list[Setting], low: float, first: bool) -> Any:
     grid = [
         [100 * s.metrics["recall_per_layer"][layer] for s in points]

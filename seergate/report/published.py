@@ -148,7 +148,7 @@ def _asked_as_published(config: dict[str, Any]) -> bool:
 
 
 def _as_published(config: dict[str, Any]) -> bool:
-    """Whether a run is of all problems, with the paper's limit and sampled, and dense or by gates or Quest as the
+    """True if a run is of all problems, with the paper's limit and sampled, and dense or by gates or Quest as the
     paper ran them: blocks of 64 tokens, no dense layers, a token budget, and all else at its default.
     """
     method, name = config["method"], config["method"]["name"]
@@ -156,7 +156,7 @@ def _as_published(config: dict[str, Any]) -> bool:
         return False
     if name == Dense.name or method.get("token_budget") is None:
         return bool(name == Dense.name)
-    defaults = {f.name: f.default for f in fields(method_class(name))}
+    defaults = {f.name: f.default for f in fields(method_class(name))} | {"sink_blocks": 0}
     if name == Quest.name and method.get("group_reduction") == "separate":  # as the paper's; `deviations` says so else
         defaults["group_reduction"] = "separate"
     plain = all(key in _EITHER_WAY or (key in defaults and value == defaults[key]) for key, value in method.items())

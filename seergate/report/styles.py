@@ -1,4 +1,4 @@
-"""How a method is drawn: one colour and one marker, the same in every plot."""
+"""Colour and marker of each method, the same in every plot."""
 
 from __future__ import annotations
 

@@ -7,6 +7,7 @@ import io
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from seergate.eval.metrics import REPLY
 from seergate.report.findings import in_points
 from seergate.report.load import Setting, Sweep
 from seergate.report.published import deviations, published
@@ -53,7 +54,7 @@ def interval_of(s: Setting, digits: int = 1) -> str:
 
 
 def limit_of(s: Setting) -> str:
-    """What it is given to read or to hold: a budget, a threshold, or words."""
+    """The nominal budget: tokens, a threshold, or words."""
     return NONE if s.method == "dense" else s.nominal
 
 
@@ -71,12 +72,13 @@ CORE: Columns = {
     **SETTING,
     "accuracy %": lambda _, s: f"{100 * s.accuracy.mean:.1f} ({interval_of(s, 0)})",
     "minus dense": minus_dense,
+    "tokens per answer": figure_of("mean_tokens"),
     "truncated %": figure_of("truncation_rate", 100),
     "density %": figure_of("density", 100),
     "kB read per step": figure_of("bytes_read_per_step", 1e-3),
     "kB held": figure_of("own_bytes_mean", 1e-3),
 }
-"""What is looked at first: accuracy, and what it cost."""
+"""The main columns: accuracy and its cost."""
 
 ACCURACY: Columns = {
     **SETTING,
@@ -105,18 +107,25 @@ COST: Columns = {
     "tokens/s": figure_of("tokens_per_second"),
     "recall %": figure_of("recall", 100),
 }
-"""What decoding read, held and took."""
+"""Columns of memory traffic, memory and time of decoding."""
 
 PROXIES: Columns = {
     **SETTING,
     "accuracy %": figure_of("accuracy", 100),
     "recall %": figure_of("recall", 100),
     "KL to dense, nats": figure_of("next_token_kl", digits=4),
+    "its 99th percentile": figure_of("next_token_kl_p99", digits=4),
     "same next token %": figure_of("agreement", 100),
     "perplexity": figure_of("perplexity", digits=3),
     "dense": figure_of("dense_perplexity", digits=3),
 }
 """The cheap proxies beside the accuracy."""
+
+
+def core_table(sweep: Sweep) -> str:
+    """Accuracy and what it cost; with the log-probability of the right answer, where it was measured."""
+    known = any(s.metrics[REPLY] is not None for s in sweep.settings)
+    return table(sweep, CORE | ({"log p of the answer": figure_of(REPLY, digits=2)} if known else {}))
 
 
 def accuracy_table(sweep: Sweep) -> str:
@@ -192,6 +201,6 @@ def csv_text(sweep: Sweep) -> str:
     writer = csv.writer(text)
     writer.writerow(["method", "budget", "threshold", "block_size", "accuracy_low", "accuracy_high", *names])
     for s in sweep.settings:
-        given = [s.series, s.budget, s.threshold, s.block_size, *s.interval]
-        writer.writerow([*given, *(s.metrics[name] for name in names)])
+        given = [s.series, s.budget, s.threshold, s.block_size, *((None, None) if sweep.of_texts else s.interval)]
+        writer.writerow([*given, *(s.metrics.get(name) for name in names)])
     return text.getvalue()

@@ -20,25 +20,25 @@ from seergate.eval.store import flatten, write_text
 from seergate.report.byte_plots import bytes_plot
 from seergate.report.equal_bytes import equal_bytes
 from seergate.report.findings import cautions, findings, verdict
+from seergate.report.forced import FORCED_NOTE, forced_plot, forced_table, rows_of
 from seergate.report.load import Sweep, apart, load_sweeps
-from seergate.report.plots import accuracy_plot, length_plot, recall_plot
+from seergate.report.plots import accuracy_plot, depth_plot, length_plot, recall_plot
 from seergate.report.samples import sample_answers
 from seergate.report.tables import (
-    CORE,
     accuracy_table,
+    core_table,
     cost_table,
     csv_text,
     pass_table,
     proxy_table,
     published_table,
     recall_table,
-    table,
 )
 
 
 @dataclass(frozen=True)
 class Report:
-    """What was written.
+    """Paths and findings of a written report.
 
     Attributes:
         markdown, html: the two files.
@@ -94,6 +94,21 @@ def _section(sweep: Sweep, out: Path, suffix: str, why: dict[str, Any]) -> tuple
 
     figures = out / f"results{suffix}.csv"
     write_text(figures, csv_text(sweep))
+    if sweep.of_texts:
+        rows = rows_of(sweep)
+        blocks = [
+            *([f"A section of its own, as not all runs have: {_pairs(why)}."] if why else []),
+            "CONTENTS",
+            *plot(forced_plot(rows, out / f"kl{suffix}.png") if sweep.dense else None, "KL against bytes read"),
+            "## What this shows",
+            _bullets(findings(sweep)),
+            "Before quoting a number:",
+            _bullets(cautions(sweep)),
+            "## Results",
+            forced_table(rows),
+            FORCED_NOTE + f" All figures: [{figures.name}]({figures.name}).",
+        ]
+        return _linked(blocks, sweep, suffix), plots
     blocks = [
         *([f"A section of its own, as not all runs have: {_pairs(why)}."] if why else []),
         f"**{verdict(sweep)}**",
@@ -108,7 +123,7 @@ def _section(sweep: Sweep, out: Path, suffix: str, why: dict[str, Any]) -> tuple
         "Before quoting a number:",
         _bullets(cautions(sweep)),
         "## Results",
-        table(sweep, CORE),
+        core_table(sweep),
         _CORE_NOTE + f" All figures: [{figures.name}]({figures.name}).",
         *folded("Accuracy and length, all columns", accuracy_table(sweep), _ACCURACY_NOTE),
         *folded("Cost, all columns", cost_table(sweep), _COST_NOTE),
@@ -117,6 +132,8 @@ def _section(sweep: Sweep, out: Path, suffix: str, why: dict[str, Any]) -> tuple
         drawn := plot(bytes_plot(sweep, out / f"bytes{suffix}.png"), "Accuracy against bytes held and bytes read")
     ):
         blocks += ["## Accuracy against bytes", *drawn]
+    if drawn := plot(depth_plot(sweep, out / f"depth{suffix}.png"), "Accuracy by length and depth"):
+        blocks += ["## Length and depth", *drawn]
     for heading, text in equal_bytes(sweep):
         blocks += [f"## {heading}", text]
     if beside := published_table(sweep):
@@ -132,14 +149,19 @@ def _section(sweep: Sweep, out: Path, suffix: str, why: dict[str, Any]) -> tuple
         drawn = plot(recall_plot(sweep, out / f"recall{suffix}.png"), "Recall")
         blocks += ["## Recall of attention mass", _recall_note(sweep), *drawn, *folded("Recall by layer", by_layer)]
     blocks += ["## Sample answers", *sample_answers(sweep)]
-    blocks += ["## How it was run", _conditions(sweep)]
+    return _linked(blocks, sweep, suffix), plots
+
+
+def _linked(blocks: list[str], sweep: Sweep, suffix: str) -> str:
+    """A section's Markdown, with how it was run and its contents."""
+    blocks = [*blocks, "## How it was run", _conditions(sweep)]
     headings = [block[3:] for block in blocks if block.startswith("## ")]
     links = " · ".join(f"[{each}](#{slugify(each + suffix, '-')})" for each in headings)
     if suffix:  # one heading per section of each name
         blocks = [f"{block} {suffix[1:]}" if block.startswith("## ") else block for block in blocks]
         blocks.insert(0, f"# {_name(sweep)}")
     blocks[blocks.index("CONTENTS")] = links
-    return "\n\n".join(blocks) + "\n", plots
+    return "\n\n".join(blocks) + "\n"
 
 
 def folded(title: str, *blocks: str) -> list[str]:
@@ -157,7 +179,7 @@ _ACCURACY_NOTE = (
     "effective number of samples, clustered by problem. *minus dense* is the paired difference on the same problems, "
     "in points; its interval is that of Bonett and Price with Student's t: two more problems are added, one won and "
     "one lost. *truncated*: the answer hit the length limit. *no answer*: "
-    "nothing was boxed."
+    "the grader found none."
 )
 _COST_NOTE = (
     "Per sequence, all layers together. *density*: tokens read per token of context, mean over decode steps. *tokens "

@@ -10,17 +10,36 @@ block, K KV heads, X blocks read, others as in `seergate.vllm.scoring`.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
+from functools import cache
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from seergate.errors import SeergateError
 from seergate.methods import SelectingMethod
-from seergate.vllm.pages import Pages
-from seergate.vllm.scoring import Scores
+from seergate.vllm.pages import PAGES, Pages
+from seergate.vllm.scoring import GateScores, Scores
+
+SCORED_BYTES = 256 << 20
+"""What the scores of a step may take beside the cache at a time: vLLM's plan of the memory does not know of it."""
+LAYOUTS = ("LBHNC", "LBNHC", "BLHNC", "BLNHC")
+"""vLLM's names of the layouts that are read, best first: layers, pages (B), heads, tokens (N), channels."""
+
+
+@dataclass(eq=False)
+class Counts:
+    """Statistics, on the device, where graphs count too. Layers share them where a step reads as much in each.
+
+    Attributes:
+        read: tokens read by rows that decode, all KV heads of a layer together, so far; ``held`` those that there were
+            to read.
+    """
+
+    read: Tensor
+    held: Tensor
 
 
 @dataclass
@@ -34,6 +53,7 @@ class Plan:
         dense: vLLM's metadata with as good as nothing to do for those rows; ``None`` if there are no others.
         held, read_all: tokens that decoding rows hold, and those of them that are in rows which read everything.
         shared: lengths and schedule of the sparse rows' sequences, where they are the same in all layers.
+        counted: the statistics that have this step already.
     """
 
     closed_Cr: Tensor
@@ -45,7 +65,25 @@ class Plan:
     dense: Any
     held: int | Tensor
     read_all: int | Tensor
-    shared: tuple[Tensor, tuple[Tensor, Tensor]] | None = None
+    shared: tuple[Tensor, Any] | None = None
+    counted: list[Counts] = field(default_factory=list)
+
+
+@dataclass
+class DecodePlan:
+    """The same for a step in which all rows decode, where kernels read vLLM's own lengths and tables.
+
+    Attributes:
+        lengths_R: tokens so far, 0 in rows that pad a graph; ``table_RP`` the rows' pages.
+        held, read_all, shared, counted: see `Plan`.
+    """
+
+    lengths_R: Tensor
+    table_RP: Tensor
+    held: Tensor
+    read_all: Tensor
+    shared: tuple[Tensor, Any] | None = None
+    counted: list[Counts] = field(default_factory=list)
 
 
 def plan_of(metadata: Any, common: Any, method: SelectingMethod, page: int) -> Plan:
@@ -57,6 +95,8 @@ def plan_of(metadata: Any, common: Any, method: SelectingMethod, page: int) -> P
         method: its rule says which rows are short enough to be read as a whole.
         page: tokens per page.
     """
+    from vllm.utils.torch_utils import async_tensor_h2d
+
     size, run = method.block_size, method.block_size // page
     on_host = common.seq_lens if common.seq_lens.is_cpu else common.seq_lens_cpu_upper_bound
     lengths = on_host[: common.num_reqs].numpy().astype(np.int64)
@@ -65,7 +105,7 @@ def plan_of(metadata: Any, common: Any, method: SelectingMethod, page: int) -> P
     table = metadata.block_table.long()
 
     def here(array: np.ndarray) -> Tensor:
-        return torch.from_numpy(array).to(table.device, non_blocking=True)
+        return async_tensor_h2d(array, table.device)
 
     before, after = (lengths - queries) // size, lengths // size
     closed = np.repeat(np.arange(len(lengths)), after - before)
@@ -94,9 +134,9 @@ def plan_of_decodes(metadata: Any, method: SelectingMethod, page: int) -> Plan:
     """What a step is to do in which every row decodes. Shapes follow from the number of rows, and nothing is read back
     by the host, so a CUDA graph can hold it.
 
-    Rows that the budget covers select all of their blocks. The newest block gets a summary at each step, which is not
-    read before the step that completes the block has replaced it. Rows of no tokens are a graph's padding; vLLM's
-    first page is nobody's, and they use it.
+    Rows that the budget covers select all of their blocks. vLLM's first page is nobody's: a row whose newest block is
+    still open writes its summary there, because the last page of that block may not be the row's yet. Rows of no
+    tokens are a graph's padding and use that page too.
 
     Args:
         metadata: vLLM's for the layers' kernel.
@@ -111,8 +151,9 @@ def plan_of_decodes(metadata: Any, method: SelectingMethod, page: int) -> Plan:
     rows_R = torch.arange(len(lengths_R), device=table.device)
     held, lengths_R = lengths_R.sum(), lengths_R.clamp(min=1)
     newest_R = (lengths_R - 1) // size
+    closes_R1 = (lengths_R % size == 0)[:, None]
     return Plan(
-        closed_Cr=table_RNr[rows_R, newest_R],
+        closed_Cr=torch.where(closes_R1, table_RNr[rows_R, newest_R], 0),
         starts_C=newest_R * size,
         rows_R=rows_R,
         tokens_R=rows_R,
@@ -124,10 +165,22 @@ def plan_of_decodes(metadata: Any, method: SelectingMethod, page: int) -> Plan:
     )
 
 
+def plan_in_kernels(metadata: Any) -> DecodePlan:
+    """What `plan_of_decodes` says, left to the kernels."""
+    lengths_R = metadata.seq_lens
+    padding = (lengths_R == 0).sum()  # their one token each is counted as read
+    return DecodePlan(lengths_R, metadata.block_table, held=lengths_R.sum(), read_all=-padding)
+
+
 def by_block(table_RP: Tensor, blocks: int, run: int) -> Tensor:
     """The first ``blocks`` blocks ``[R, N, r]`` of rows' tables of pages; pages beyond the table are its last one."""
     columns = torch.arange(blocks * run, device=table_RP.device).clamp(max=table_RP.shape[1] - 1)
     return table_RP[:, columns].unflatten(1, (-1, run))
+
+
+def same_in_all_layers(method: SelectingMethod) -> bool:
+    """Whether a rule picks equally many blocks in every layer and head: a budget does."""
+    return method.covered_tokens >= 0
 
 
 class SparseBuilder:
@@ -135,11 +188,35 @@ class SparseBuilder:
     that a graph holds it.
     """
 
-    method: SelectingMethod
-    graphs: bool
+    supports_update_block_table = False  # a plan holds pages
 
-    def build(self, common_prefix_len: int, common: Any, fast_build: bool = False) -> Any:
-        """The metadata of a step, with its plan."""
+    def __init__(self, kv_cache_spec: Any, layer_names: list[str], vllm_config: Any, device: torch.device) -> None:
+        super().__init__(kv_cache_spec, layer_names, vllm_config, device)  # type: ignore[call-arg]
+        impl = gated_impls(vllm_config, layer_names)[0]
+        self.method = impl.method
+        self.graphs = fits_graphs(self.method)
+        page, size = kv_cache_spec.block_size, self.method.block_size
+        room = kv_cache_spec.page_size_bytes - kv_cache_spec.unpadded_page_size_bytes
+        if room < impl.room:
+            raise SeergateError(
+                f"vLLM's pages have {room} bytes behind keys and values; seergate's summaries need {impl.room}"
+            )
+        if size % page:  # vLLM makes pages larger where layers of several sizes share them
+            raise SeergateError(
+                f"vLLM's cache has pages of {page} tokens; with seergate a block of {size} must be several"
+            )
+
+    @classmethod
+    def get_cudagraph_support(cls, vllm_config: Any, kv_cache_spec: Any) -> Any:
+        """Graphs hold steps in which all rows decode, or what is between attention layers."""
+        from vllm.v1.attention.backend import AttentionCGSupport as Support
+
+        graphs = fits_graphs(gated_impls(vllm_config)[0].method)
+        return Support.UNIFORM_SINGLE_TOKEN_DECODE if graphs else Support.NEVER
+
+    def build(self, common_prefix_len: int, common_attn_metadata: Any, fast_build: bool = False) -> Any:
+        """The metadata of a step, with its plan. vLLM names the arguments."""
+        common = common_attn_metadata
         metadata = super().build(common_prefix_len, common, fast_build)  # type: ignore[misc]
         if self.graphs and common.max_query_len == 1:
             metadata.plan = None
@@ -154,27 +231,27 @@ class SparseBuilder:
 
 
 class SparseAttention:
-    """Takes the place of a layer's ``impl.forward``.
-
-    Args:
-        impl: the attention that vLLM chose for the layer.
-        method: turns scores into blocks.
-        scoring: makes summaries of blocks, and scores them.
-        kind: makes `Pages` of the layer's cache.
+    """Mixed into vLLM's attention of a layer, which does what is not read sparsely.
 
     Attributes:
-        read: tokens read by rows that decode, all KV heads together, so far; ``held`` those that there were to read.
-            They are on the layer's device, where graphs count too.
-        summaries: ``[K, pages, W]``; that of a block is at its last page, which it shares with no other block.
+        kind: makes `Pages` of the layer's cache.
+        method: turns scores into blocks.
+        scoring: makes summaries of blocks, and scores them.
+        counts: statistics of this layer and of those that read as much.
     """
 
-    summaries: Tensor
+    kind: type[Pages]
+    method: SelectingMethod
+    scoring: Scores
+    counts: Counts
+    num_kv_heads: int
 
-    def __init__(self, impl: Any, method: SelectingMethod, scoring: Scores, kind: Callable[..., Pages]) -> None:
-        self.impl, self.method, self.scoring, self.kind = impl, method, scoring, kind
-        self.pages: Pages | None = None
-        self.read, self.held = (torch.zeros((), dtype=torch.long) for _ in range(2))
-        self.dense, impl.forward = impl.forward, self.forward
+    @property
+    def room(self) -> int:
+        """Bytes that a page has for summaries behind its keys and values: multiples of 16, as strides must be. The
+        summary of a block is at its last page, which it shares with no other block.
+        """
+        return -(-self.num_kv_heads * self.scoring.width * self.scoring.dtype.itemsize // 16) * 16
 
     def forward(
         self,
@@ -190,67 +267,158 @@ class SparseAttention:
     ) -> Tensor:
         """Attend, as `AttentionImpl.forward` of vLLM; the new keys and values are in the cache already."""
         if metadata is None:
-            return self.dense(layer, query, key, value, cache, metadata, output, *scales, **named)
-        pages = self._bind(layer, cache)
-        if metadata.plan is None:
+            return self._dense(layer, query, key, value, cache, metadata, output, *scales, **named)
+        pages = self.kind(self, layer, cache)
+        if metadata.plan is None and self.scoring.in_kernels(cache.device):
+            metadata.plan = plan_in_kernels(metadata)
+        elif metadata.plan is None:
             metadata.plan = plan_of_decodes(metadata, self.method, pages.size)
         plan = metadata.plan
+        if isinstance(plan, DecodePlan):
+            self._in_kernels(pages, plan, query, output)
+            return output
         if len(plan.starts_C):
             keys_CKSD = self._keys(pages, plan.closed_Cr)
             summary_CKW = self.scoring.summary(keys_CKSD, plan.starts_C)
-            self.summaries[:, plan.closed_Cr[:, -1]] = summary_CKW.transpose(0, 1)
+            pages.summaries(self.scoring.width)[plan.closed_Cr[:, -1]] = summary_CKW
         if plan.dense is not None:
-            self.dense(layer, query, key, value, cache, plan.dense, output, *scales, **named)
-        self.read += plan.read_all * pages.heads
-        self.held += plan.held * pages.heads
-        if not len(plan.rows_R):
-            return output
-        every = plan.dense is None  # then rows and tokens are the same, in order
-        query_RHD = query[: len(plan.rows_R)] if every else query[plan.tokens_R]
-        query_RHD = query_RHD.view(len(query_RHD), -1, pages.dim)
-        attended = self._attend(pages, plan, query_RHD).view(len(query_RHD), *output.shape[1:])
-        if every:
-            output[: len(attended)] = attended
+            self._dense(layer, query, key, value, cache, plan.dense, output, *scales, **named)
+        rows = len(plan.rows_R)
+        if not rows:
+            self._count(plan, pages, None)
+        elif plan.dense is None:  # rows and tokens are the same, in order
+            self._attend(pages, plan, query[:rows], output[:rows])
         else:
-            output[plan.tokens_R] = attended
+            query_RHD = query[plan.tokens_R]
+            attended_RHD = torch.empty_like(query_RHD)
+            self._attend(pages, plan, query_RHD, attended_RHD)
+            output[plan.tokens_R] = attended_RHD.view(rows, *output.shape[1:])
         return output
 
-    def _bind(self, layer: Any, cache: Tensor) -> Pages:
-        if self.pages is None or self.pages.cache.data_ptr() != cache.data_ptr():  # vLLM may profile with another one
-            self.pages = self.kind(self.impl, layer, cache)
-            shape = (self.pages.heads, self.pages.pages, self.scoring.width)
-            self.summaries = torch.zeros(shape, dtype=self.scoring.dtype, device=cache.device)
-            self.read, self.held = self.read.to(cache.device), self.held.to(cache.device)
-        return self.pages
+    def _dense(self, *args: Any, **named: Any) -> Tensor:
+        """What vLLM does without seergate."""
+        return super().forward(*args, **named)  # type: ignore[misc]
+
+    def _in_kernels(self, pages: Pages, plan: DecodePlan, query: Tensor, output: Tensor) -> None:
+        """A step in which all rows decode: three launches, and those of attention."""
+        from seergate.ops.triton_impl.paged import chosen_places
+
+        assert isinstance(self.scoring, GateScores) and self.method.budget is not None
+        rows, size, rule = len(plan.lengths_R), self.method.block_size, (self.method.budget, self.method.sink_blocks)
+        summaries = pages.summaries(self.scoring.width)
+        given = plan.table_RP, plan.lengths_R, size
+        self.scoring.close_in_kernel(pages.cache, summaries, *given)
+        scores_RKN, query_QGD = self.scoring.score_in_kernel(query[:rows], summaries, *given, pages.size)
+        steps = pages.page_step, pages.head_step
+        table_QX, lengths_Q = chosen_places(scores_RKN, *given, pages.size, *rule, *steps)
+        if plan.shared is None:
+            plan.shared = lengths_Q, pages.schedule(query_QGD, table_QX, lengths_Q)
+        lengths_Q, schedule = plan.shared
+        self._count(plan, pages, lengths_Q)
+        pages.attend(query_QGD, table_QX, lengths_Q, schedule, output[:rows].view_as(query_QGD))
+
+    def _count(self, plan: Plan | DecodePlan, pages: Pages, lengths_Q: Tensor | None) -> None:
+        if self.counts in plan.counted:
+            return
+        plan.counted.append(self.counts)
+        self.counts.held += plan.held * pages.heads
+        self.counts.read += plan.read_all * pages.heads
+        if lengths_Q is not None:
+            self.counts.read += lengths_Q.sum()
 
     def _keys(self, pages: Pages, table_Nr: Tensor) -> Tensor:
         """Cached keys ``[N, K, tokens, D]`` of runs of pages."""
         keys = pages.read(table_Nr.flatten()).unflatten(0, table_Nr.shape)  # [N, r, K, S, D]
         return keys.transpose(1, 2).flatten(2, 3)
 
-    def _attend(self, pages: Pages, plan: Plan, query_RHD: Tensor) -> Tensor:
+    def _attend(self, pages: Pages, plan: Plan, query_RHD: Tensor, output_RHD: Tensor) -> None:
         size, run = self.method.block_size, plan.table_RNr.shape[2]
-        last_RN = plan.table_RNr[..., -1]
-        scores_RKN = self.scoring.scores(
-            query_RHD,
-            plan.lengths_R - 1,
-            self.summaries.index_select(1, last_RN.flatten()).unflatten(1, last_RN.shape),
-            lambda: self._keys(pages, plan.table_RNr.flatten(1)),
-        )
-        indices_RKX, counts_RK = self.method.choose(scores_RKN, plan.lengths_R)
+        query_RHD = query_RHD.view(len(query_RHD), -1, pages.dim)
+        indices_RKX, counts_RK = self.method.choose(self._scores(pages, plan, query_RHD), plan.lengths_R)
+        device = query_RHD.device
+        rows_R11 = torch.arange(len(query_RHD), device=device)[:, None, None]
+        table_RKXr = plan.table_RNr[rows_R11, indices_RKX.clamp(min=0).long()] * pages.page_step
+        table_RKXr += torch.arange(0, pages.heads * pages.head_step, pages.head_step, device=device)[:, None, None]
+        query_QGD = query_RHD.contiguous().view(len(query_RHD) * pages.heads, -1, pages.dim)
+        table_QX = table_RKXr.view(len(query_QGD), indices_RKX.shape[2] * run).int()
         if plan.shared is None:
             current_R = (plan.lengths_R - 1) % size + 1  # tokens of the block that is still open, or just closed
             lengths_Q = ((counts_RK - 1) * size + current_R[:, None]).flatten().int()
-            shared = lengths_Q, pages.schedule(lengths_Q, query_RHD.dtype)
-            if self.method.covered_tokens >= 0:
-                plan.shared = shared  # such a rule picks equally many blocks in every layer and head
+            shared = lengths_Q, pages.schedule(query_QGD, table_QX, lengths_Q)
+            if same_in_all_layers(self.method):
+                plan.shared = shared
         else:
             shared = plan.shared
         lengths_Q, schedule = shared
-        self.read += lengths_Q.sum()
-        device = query_RHD.device
-        rows_R11 = torch.arange(len(query_RHD), device=device)[:, None, None]
-        table_RKXr = plan.table_RNr[rows_R11, indices_RKX.clamp(min=0).long()] * pages.step
-        table_RKXr += torch.arange(pages.heads, device=device)[:, None, None]
-        table_QX = table_RKXr.view(len(lengths_Q), indices_RKX.shape[2] * run).int()
-        return pages.attend(query_RHD, table_QX, lengths_Q, schedule)
+        self._count(plan, pages, lengths_Q)
+        pages.attend(query_QGD, table_QX, lengths_Q, schedule, output_RHD.view_as(query_QGD))
+
+    def _scores(self, pages: Pages, plan: Plan, query_RHD: Tensor) -> Tensor:
+        """Scores ``[R, K, N]``, of as many rows at a time as `SCORED_BYTES` allow."""
+        blocks = plan.table_RNr.shape[1]
+        rows = max(1, SCORED_BYTES // (4 * max(1, blocks * pages.heads * self.scoring.numbers)))
+
+        def of(first: int) -> Tensor:
+            here = slice(first, first + rows)
+            table_RNr = plan.table_RNr[here]
+            return self.scoring.scores(
+                query_RHD[here],
+                plan.lengths_R[here] - 1,
+                pages.read_summaries(self.scoring.width, table_RNr[..., -1]),
+                lambda: self._keys(pages, table_RNr.flatten(1)),
+            )
+
+        parts = [of(first) for first in range(0, len(query_RHD), rows)]
+        return parts[0] if len(parts) == 1 else torch.cat(parts)
+
+
+class SparseBackend:
+    """Mixed into vLLM's attention backend of a layer."""
+
+    @classmethod
+    def supported_kv_cache_layouts(cls) -> tuple[Any, ...]:
+        """A head's tokens of a page lie side by side where the backend lets them: a head has pages of its own."""
+        from vllm.v1.kv_cache_layout import KVCacheLayout
+
+        known = super().supported_kv_cache_layouts()  # type: ignore[misc]
+        return tuple(KVCacheLayout[name] for name in LAYOUTS if known is None or KVCacheLayout[name] in known)
+
+
+@cache
+def sparse_backend(stock: Any) -> Any:
+    """A backend of vLLM's with sparse decoding: its own metadata's builder, its own attention, otherwise the same."""
+    builder = type("SparseMetadataBuilder", (SparseBuilder, stock.get_builder_cls()), {})
+    impl = type("SparseImpl", (SparseAttention, stock.get_impl_cls()), {"kind": PAGES[stock.get_name()]})
+    methods = {
+        "get_builder_cls": staticmethod(lambda: builder),
+        "get_impl_cls": staticmethod(lambda: impl),
+    }
+    return type("SparseBackend", (SparseBackend, stock), methods)
+
+
+@cache
+def sparse_layer(stock: Any) -> Any:
+    """A layer's class in vLLM, with room for summaries behind each page of its cache: so they are in vLLM's plan."""
+
+    class SparseLayer(stock):  # type: ignore[misc] # of one base, so that a layer that exists can become one
+        def get_kv_cache_spec(self, vllm_config: Any) -> Any:
+            spec, room = super().get_kv_cache_spec(vllm_config), self.impl.room
+            return replace(spec, page_size_padded=spec.page_size_bytes + room) if room else spec
+
+    return SparseLayer
+
+
+def gated_impls(vllm_config: Any, names: list[str] | None = None) -> list[SparseAttention]:
+    """The attention of gated layers, of all or of those of these names."""
+    layers = vllm_config.compilation_config.static_forward_context
+    found = [getattr(layers[name], "impl", None) for name in (layers if names is None else names)]
+    return [impl for impl in found if isinstance(impl, SparseAttention)]
+
+
+def fits_graphs(method: SelectingMethod) -> bool:
+    """Whether CUDA graphs may hold the decode steps of a method: a budget alone decides what is read. CPUs have none,
+    and shapes that do not depend on lengths would cost them time.
+    """
+    from vllm.platforms import current_platform
+
+    return current_platform.is_cuda() and method.fixed_shapes and same_in_all_layers(method)

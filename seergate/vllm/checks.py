@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
-import os
 import warnings
 from collections.abc import Callable
 from typing import Any
@@ -11,7 +9,6 @@ from typing import Any
 from transformers import PreTrainedModel
 
 from seergate.errors import SeergateError
-from seergate.fingerprint import fingerprint
 from seergate.gates.bank import Gates
 from seergate.hf.loading import skeleton
 from seergate.models.families import check_gates, full_attention_modules, rope_kind, text_config
@@ -27,8 +24,6 @@ WORKERS = {
 }
 READABLE = ("auto", "float32", "float16", "bfloat16")
 """Types of the cache whose numbers are the keys."""
-SEED = "PYTHONHASHSEED"
-"""vLLM derives the hashes of its prefix cache from this variable (`vllm.v1.core.kv_cache_utils`)."""
 
 
 def configured(settings: Settings, engine_args: Any, create: Callable[[], Any]) -> Any:
@@ -51,8 +46,8 @@ def configured(settings: Settings, engine_args: Any, create: Callable[[], Any]) 
             stacklevel=3,
         )
     bank = settings.bank()
-    if bank is not None and engine_args.block_size is None:
-        engine_args.block_size = bank.config.block_size
+    if engine_args.block_size is None:
+        engine_args.block_size = bank.config.block_size if bank is not None else default_page()
     check_page(bank, engine_args.block_size)
     config = create()
     page = config.cache_config.block_size
@@ -60,13 +55,32 @@ def configured(settings: Settings, engine_args: Any, create: Callable[[], Any]) 
     selector = settings.selector(bank, page)
     check_engine(config)
     check_model(config.model_config.hf_config, bank, selector.dense_layers)
+    choose_backend(config.attention_config)
     worker = config.parallel_config.worker_cls
     if worker not in WORKERS:
         raise SeergateError(f"worker_cls is {worker!r}; with seergate it must be left out, on a CPU or a CUDA GPU")
     config.parallel_config.worker_cls = WORKERS[worker]
-    seed = f"{os.environ.get(SEED, '')} {settings} {fingerprint(bank) if bank is not None else ''}"
-    os.environ[SEED] = str(int.from_bytes(hashlib.sha256(seed.encode()).digest()[:4]))
     return config
+
+
+def choose_backend(attention_config: Any) -> None:
+    """Have vLLM take FlashAttention on a GPU, or refuse it before weights are read. Its own choice may be another."""
+    from vllm.platforms import current_platform
+    from vllm.v1.attention.backends.registry import AttentionBackendEnum
+
+    if not current_platform.is_cuda():
+        return
+    per_kind, wanted = attention_config.backend_per_kind, AttentionBackendEnum.FLASH_ATTN
+    if (given := per_kind.get("full_attention", attention_config.backend)) not in (None, wanted):
+        raise SeergateError(f"the attention backend is {given.name}; with seergate it must be FLASH_ATTN or left out")
+    per_kind["full_attention"] = wanted
+
+
+def default_page() -> int | None:
+    """Tokens per page for a method without gates. With vLLM's 16, summaries would be a sixteenth of a GPU's cache."""
+    from vllm.platforms import current_platform
+
+    return None if current_platform.is_cpu() else 64
 
 
 def check_page(bank: Gates | None, page: int | None) -> None:
@@ -94,6 +108,9 @@ def check_page(bank: Gates | None, page: int | None) -> None:
 
 def check_engine(config: Any) -> None:
     """Refuse what would change the cache behind the gates' back."""
+    from vllm.platforms import current_platform
+    from vllm.v1.attention.backends.fa_utils import uses_fa4_hd256_kernel
+
     model, parallel = config.model_config, config.parallel_config
     dtype = config.cache_config.cache_dtype
     context = max(parallel.decode_context_parallel_size, parallel.prefill_context_parallel_size)
@@ -111,6 +128,12 @@ def check_engine(config: Any) -> None:
         ),
         "its model has state-space layers, whose cache sets the page size": model.is_hybrid,
         "its model has positions with several axes": model.uses_mrope,
+        "its GPU is none of NVIDIA's": not (current_platform.is_cpu() or current_platform.is_cuda()),
+        "FlashAttention takes other pages on this GPU for heads of 256 channels (flash_attn_version=2 does not)": (
+            current_platform.is_cuda()
+            and uses_fa4_hd256_kernel(model.get_head_size())
+            and config.attention_config.flash_attn_version != 2
+        ),
     }
     for reason, holds in refusals.items():
         if holds:

@@ -1,23 +1,28 @@
 """vLLM's paged caches: how a page's keys are read, and how each KV head attends to pages of its own.
 
 Every KV head is a sequence of its own for the stock kernel, with a block table of its own: the same memory seen as a
-cache with one head has page ``p`` of head ``k`` at place ``p * step + k``. Keys carry their
-RoPE already, so the order of pages does not matter; the current one comes last, because it is not full.
+cache with one head has page ``p`` of head ``k`` at place ``p * page_step + k * head_step``, whatever the layout. Keys
+carry their RoPE already, so the order of pages does not matter; the current one comes last, because it is not full.
 
 Shape suffixes: P pages, K KV heads, S tokens per page, D head dimension, R rows, Q sequences (R * K), X pages read.
 """
 
 from __future__ import annotations
 
+import math
 from abc import ABC, abstractmethod
+from functools import cache
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from seergate.errors import SeergateError
+
 
 class Pages(ABC):
-    """The cache of a layer, ``[P, K, S, 2 * D]``.
+    """The cache of a layer, ``[P, K, S, 2 * D]``. Made anew at each step: one that is kept would keep a cache alive
+    that vLLM has replaced.
 
     Args:
         impl: the stock attention of the layer.
@@ -26,27 +31,55 @@ class Pages(ABC):
 
     Attributes:
         pages, heads, size, dim: how many pages and KV heads there are, S and D.
-        step: see above.
-    """
+        page_step, head_step: see above.
+        unit, places: the distance of neighbouring places, in numbers, and how many places there are.
 
-    step: int
+    Raises:
+        SeergateError: if the places cannot be counted in int32, as the kernels' block tables do.
+    """
 
     def __init__(self, impl: Any, layer: Any, cache: Tensor) -> None:
         self.impl, self.layer, self.cache = impl, layer, cache
         self.pages, self.heads, self.size, twice = cache.shape
         self.dim = twice // 2
+        page, head = cache.stride()[:2]
+        self.unit = math.gcd(page, head)
+        self.page_step, self.head_step = page // self.unit, head // self.unit
+        self.places = (self.pages - 1) * self.page_step + (self.heads - 1) * self.head_step + 1
+        if self.places >= 2**31:
+            raise SeergateError(
+                f"the cache of a layer has {self.places} places of pages; a block table holds numbers below 2^31: "
+                "lower num_gpu_blocks_override or set VLLM_KV_CACHE_LAYOUT=LBHNC"
+            )
+
+    def summaries(self, width: int) -> Tensor:
+        """Summaries of blocks ``[P, K, W]``, in the cache's memory: each page ends with what it has room for."""
+        page, start = self.cache.stride(0), self.cache.storage_offset() + self.heads * self.size * 2 * self.dim
+        return self.cache.as_strided((self.pages, self.heads, width), (page, width, 1), start)
+
+    def read_summaries(self, width: int, pages_RN: Tensor) -> Tensor:
+        """The summaries ``[R, K, N, W]`` at some pages. Taken from rows that overlap, so that they come in order."""
+        every = self.summaries(width)
+        unit = math.gcd(every.stride(0), width)
+        page, head = every.stride(0) // unit, width // unit
+        rows = every.as_strided(((self.pages - 1) * page + (self.heads - 1) * head + 1, width), (unit, 1))
+        head_K1 = torch.arange(self.heads, device=pages_RN.device)[:, None] * head
+        index_RKN = pages_RN[:, None] * page + head_K1
+        return rows.index_select(0, index_RKN.flatten()).view(*index_RKN.shape, width)
 
     @abstractmethod
     def read(self, pages_N: Tensor) -> Tensor:
         """The keys ``[N, K, S, D]`` of some pages."""
 
     @abstractmethod
-    def schedule(self, lengths_Q: Tensor, dtype: torch.dtype) -> Any:
-        """What the kernel wants to know of sequences with one query each; the same for all layers."""
+    def schedule(self, query_QGD: Tensor, table_QX: Tensor, lengths_Q: Tensor) -> Any:
+        """What the kernel wants to know of sequences with one query each; layers of equal lengths share it."""
 
     @abstractmethod
-    def attend(self, query_RHD: Tensor, table_QX: Tensor, lengths_Q: Tensor, schedule: Any) -> Tensor:
-        """Attention of each row's newest query to the pages in its heads' tables: ``[R, H, D]``."""
+    def attend(
+        self, query_QGD: Tensor, table_QX: Tensor, lengths_Q: Tensor, schedule: Any, output_QGD: Tensor
+    ) -> None:
+        """Write the attention of each sequence's newest query to the pages in its table."""
 
 
 class CPUPages(Pages):
@@ -54,25 +87,28 @@ class CPUPages(Pages):
 
     def __init__(self, impl: Any, layer: Any, cache: Tensor) -> None:
         super().__init__(impl, layer, cache)
-        self.step = self.heads
-        self.keys, self.values = cache.view(self.pages * self.heads, 1, 2 * self.size, self.dim).chunk(2, dim=2)
-        self.order = self._order()
+        shape, strides = (self.places, 1, self.size, self.dim), (self.unit, 2 * self.size * self.dim, self.dim, 1)
+        offset = cache.storage_offset()
+        self.keys, self.values = (
+            cache.as_strided(shape, strides, offset + part) for part in (0, self.size * self.dim)
+        )
 
     def read(self, pages_N: Tensor) -> Tensor:
-        packed = self.cache[pages_N].flatten(2)[..., : self.size * self.dim]
-        return packed[..., self.order].unflatten(-1, (self.size, self.dim))
+        packed = self.cache.flatten(2)[..., : self.size * self.dim][pages_N]
+        order = packed_order(self.size, self.dim, self.cache.dtype, self.layer.isa)
+        return packed[..., order].unflatten(-1, (self.size, self.dim))
 
-    def schedule(self, lengths_Q: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    def schedule(self, query_QGD: Tensor, table_QX: Tensor, lengths_Q: Tensor) -> tuple[Tensor, Tensor]:
         from vllm import _custom_ops as ops
 
         starts = torch.arange(len(lengths_Q) + 1, dtype=torch.int32)
         plan = ops.cpu_attn_get_scheduler_metadata(
             num_reqs=len(lengths_Q),
-            num_heads=self.impl.num_heads // self.heads,
+            num_heads=query_QGD.shape[1],
             num_kv_heads=1,
             head_dim=self.dim,
             seq_lens=lengths_Q,
-            dtype=dtype,
+            dtype=query_QGD.dtype,
             query_start_loc=starts,
             causal=True,
             sliding_window_size=-1,
@@ -83,18 +119,21 @@ class CPUPages(Pages):
         return starts, plan
 
     def attend(
-        self, query_RHD: Tensor, table_QX: Tensor, lengths_Q: Tensor, schedule: tuple[Tensor, Tensor]
-    ) -> Tensor:
+        self,
+        query_QGD: Tensor,
+        table_QX: Tensor,
+        lengths_Q: Tensor,
+        schedule: tuple[Tensor, Tensor],
+        output_QGD: Tensor,
+    ) -> None:
         from vllm import _custom_ops as ops
 
-        query = query_RHD.contiguous().view(len(lengths_Q), -1, self.dim)
-        output = torch.empty_like(query)
         starts, plan = schedule
         ops.cpu_attention_with_kv_cache(
-            query=query,
+            query=query_QGD,
             key_cache=self.keys,
             value_cache=self.values,
-            output=output,
+            output=output_QGD,
             query_start_loc=starts,
             seq_lens=lengths_Q,
             scale=self.impl.scale,
@@ -109,27 +148,28 @@ class CPUPages(Pages):
             v_scale=self.layer._v_scale_float,
             kv_cache_dtype=self.impl.kv_cache_dtype,
         )
-        return output.view_as(query_RHD)
 
-    def _order(self) -> Tensor:
-        """Where each number of a page's keys ``[S, D]`` lies in memory: what the kernel's own writing does to numbers
-        that say where they belong, digit by digit, because the cache may hold few different numbers exactly.
-        """
-        from vllm import _custom_ops as ops
 
-        index = torch.arange(self.size * self.dim)
-        found = torch.zeros_like(index)
-        slots, scale = torch.arange(self.size), 1
-        while scale <= index[-1]:
-            digits = (index // scale % 128).to(self.cache.dtype).view(self.size, 1, self.dim)
-            page = torch.zeros(1, 1, 2 * self.size, self.dim, dtype=self.cache.dtype)
-            keys, values = page.chunk(2, dim=2)
-            ops.cpu_attn_reshape_and_cache(digits, digits, keys, values, slots, self.layer.isa)
-            found += keys.flatten().long() * scale
-            scale *= 128
-        order = found.argsort()
-        assert torch.equal(found[order], index), "the keys of a page are not a permutation of what was written"
-        return order
+@cache
+def packed_order(size: int, dim: int, dtype: torch.dtype, isa: str) -> Tensor:
+    """Where each number of a page's keys ``[S, D]`` lies in memory on a CPU: what the kernel's own writing does to
+    numbers that say where they belong, digit by digit, because the cache may hold few different numbers exactly.
+    """
+    from vllm import _custom_ops as ops
+
+    index = torch.arange(size * dim)
+    found = torch.zeros_like(index)
+    slots, scale = torch.arange(size), 1
+    while scale <= index[-1]:
+        digits = (index // scale % 128).to(dtype).view(size, 1, dim)
+        page = torch.zeros(1, 1, 2 * size, dim, dtype=dtype)
+        keys, values = page.chunk(2, dim=2)
+        ops.cpu_attn_reshape_and_cache(digits, digits, keys, values, slots, isa)
+        found += keys.flatten().long() * scale
+        scale *= 128
+    order = found.argsort()
+    assert torch.equal(found[order], index), "the keys of a page are not a permutation of what was written"
+    return order
 
 
 class FlashPages(Pages):
@@ -137,29 +177,53 @@ class FlashPages(Pages):
 
     def __init__(self, impl: Any, layer: Any, cache: Tensor) -> None:
         super().__init__(impl, layer, cache)
-        self.step = cache.stride(0) // cache.stride(1)
-        strides = (cache.stride(1), cache.stride(2), self.dim, 1)
-        shape = ((self.pages - 1) * self.step + self.heads, self.size, 1, self.dim)
+        strides = (self.unit, cache.stride(2), self.dim, 1)
+        shape = (self.places, self.size, 1, self.dim)
         offset = cache.storage_offset()
         self.keys, self.values = (cache.as_strided(shape, strides, offset + part) for part in (0, self.dim))
 
     def read(self, pages_N: Tensor) -> Tensor:
-        return self.cache[pages_N][..., : self.dim]
+        return self.cache[..., : self.dim][pages_N]
 
-    def schedule(self, lengths_Q: Tensor, dtype: torch.dtype) -> Tensor:
-        return torch.arange(len(lengths_Q) + 1, dtype=torch.int32, device=lengths_Q.device)
+    def schedule(self, query_QGD: Tensor, table_QX: Tensor, lengths_Q: Tensor) -> tuple[Tensor, Tensor | None]:
+        from vllm.v1.attention.backends import fa_utils
 
-    def attend(self, query_RHD: Tensor, table_QX: Tensor, lengths_Q: Tensor, schedule: Tensor) -> Tensor:
-        from vllm.v1.attention.backends.fa_utils import flash_attn_varlen_func
+        starts = torch.arange(len(lengths_Q) + 1, dtype=torch.int32, device=lengths_Q.device)
+        if self.impl.vllm_flash_attn_version != 3:  # the others plan within each call
+            return starts, None
+        plan = fa_utils.get_scheduler_metadata(
+            batch_size=len(lengths_Q),
+            max_seqlen_q=1,
+            max_seqlen_k=table_QX.shape[1] * self.size,
+            num_heads_q=query_QGD.shape[1],
+            num_heads_kv=1,
+            headdim=self.dim,
+            cache_seqlens=lengths_Q,
+            qkv_dtype=query_QGD.dtype,
+            cu_seqlens_q=starts,
+            page_size=self.size,
+            causal=True,
+            num_splits=splits(),
+        )
+        return starts, plan
 
-        query = query_RHD.contiguous().view(len(lengths_Q), -1, self.dim)
-        output = torch.empty_like(query)
-        flash_attn_varlen_func(
-            q=query,
+    def attend(
+        self,
+        query_QGD: Tensor,
+        table_QX: Tensor,
+        lengths_Q: Tensor,
+        schedule: tuple[Tensor, Tensor | None],
+        output_QGD: Tensor,
+    ) -> None:
+        from vllm.v1.attention.backends import fa_utils
+
+        starts, plan = schedule
+        fa_utils.flash_attn_varlen_func(
+            q=query_QGD,
             k=self.keys,
             v=self.values,
-            out=output,
-            cu_seqlens_q=schedule,
+            out=output_QGD,
+            cu_seqlens_q=starts,
             max_seqlen_q=1,
             seqused_k=lengths_Q,
             max_seqlen_k=table_QX.shape[1] * self.size,
@@ -167,9 +231,17 @@ class FlashPages(Pages):
             causal=True,
             block_table=table_QX,
             softcap=self.impl.logits_soft_cap,
+            scheduler_metadata=plan,
+            num_splits=splits(),
             fa_version=self.impl.vllm_flash_attn_version,
         )
-        return output.view_as(query_RHD)
+
+
+def splits() -> int:
+    """Parts that FlashAttention divides a sequence into; 0 leaves it the choice."""
+    from vllm import envs
+
+    return 1 if envs.VLLM_BATCH_INVARIANT else 0
 
 
 PAGES: dict[str, type[Pages]] = {"CPU_ATTN": CPUPages, "FLASH_ATTN": FlashPages}

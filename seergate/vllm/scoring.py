@@ -8,12 +8,15 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from seergate.gates.gate import AttnGate
 from seergate.gates.scorer import Scorer
+from seergate.ops.backend import choose
 from seergate.vllm.rope import Unrotation
 
 Keys = Callable[[], Tensor]
@@ -25,18 +28,24 @@ class Scores(ABC):
 
     Attributes:
         width, dtype: of a block's summary.
+        numbers: how many numbers scoring holds for each block and KV head, about.
     """
 
     width: int
     dtype: torch.dtype
+    numbers: int
 
     @abstractmethod
     def summary(self, keys_NKSD: Tensor, starts_N: Tensor) -> Tensor:
         """The summaries ``[N, K, W]`` of blocks that begin at positions ``starts_N``, from their cached keys."""
 
     @abstractmethod
-    def scores(self, query_RHD: Tensor, last_R: Tensor, summary_KRNW: Tensor, read: Keys) -> Tensor:
+    def scores(self, query_RHD: Tensor, last_R: Tensor, summary_RKNW: Tensor, read: Keys) -> Tensor:
         """Scores ``[R, K, N]`` of the blocks for queries at positions ``last_R``."""
+
+    def in_kernels(self, device: torch.device) -> bool:
+        """Whether kernels do a step in which all rows decode, so that a graph of it is small."""
+        return False
 
 
 class GateScores(Scores):
@@ -50,6 +59,7 @@ class GateScores(Scores):
     def __init__(self, gate: Scorer, unrotate: Unrotation) -> None:
         self.gate, self.unrotate = gate, unrotate
         self.width, self.dtype = gate.config.gate_dim, gate.k_proj.weight.dtype
+        self.numbers = self.width
 
     def summary(self, keys_NKSD: Tensor, starts_N: Tensor) -> Tensor:
         size = keys_NKSD.shape[2]
@@ -57,9 +67,43 @@ class GateScores(Scores):
         pooled = self.gate.pool(self.unrotate(keys_NKSD, positions_N1S))
         return self.gate.keys(pooled, starts_N[:, None])[:, :, 0]
 
-    def scores(self, query_RHD: Tensor, last_R: Tensor, summary_KRNW: Tensor, read: Keys) -> Tensor:
-        plain = self.unrotate(query_RHD, last_R[:, None])
-        return self.gate.step_scores(plain, last_R + 1, summary_KRNW.transpose(0, 1))
+    def scores(self, query_RHD: Tensor, last_R: Tensor, summary_RKNW: Tensor, read: Keys) -> Tensor:
+        return self.gate.step_scores(self.unrotate(query_RHD, last_R[:, None]), last_R + 1, summary_RKNW)
+
+    def in_kernels(self, device: torch.device) -> bool:
+        gate = self.gate
+        known = isinstance(gate, AttnGate) and gate.config.q_pooling == "proj" and self.dtype.itemsize <= 4
+        return known and choose(device) == "triton"
+
+    def close_in_kernel(
+        self, cache: Tensor, summary_PKW: Tensor, table_RP: Tensor, lengths_R: Tensor, size: int
+    ) -> None:
+        """`summary` of the blocks that a step in which all rows decode completes, written to where it belongs."""
+        from seergate.ops.triton_impl.paged import close_blocks
+
+        weight, norm, *rope = self._branch("k")
+        given = cache, summary_PKW, table_RP, lengths_R, self._rotation(), weight, size
+        close_blocks(*given, self.gate.config.k_pooling, norm, *rope)
+
+    def score_in_kernel(
+        self, query_RHD: Tensor, summary_PKW: Tensor, table_RP: Tensor, lengths_R: Tensor, size: int, page: int
+    ) -> tuple[Tensor, Tensor]:
+        """`scores` of such a step, from summaries in place; and the query as one sequence per KV head."""
+        from seergate.ops.triton_impl.paged import score_pages
+
+        given = query_RHD, summary_PKW, table_RP, lengths_R, self._rotation()
+        weight, norm, *rope = self._branch("q")
+        return score_pages(*given, weight, size, page, norm, *rope)
+
+    def _branch(self, name: str) -> tuple[Any, ...]:
+        norm = getattr(self.gate, f"{name}_norm").weight if self.gate.config.qk_norm else None
+        return getattr(self.gate, f"{name}_proj").weight, norm, self.gate.inv_freq, self.gate.attention_scaling
+
+    def _rotation(self) -> Any:
+        from seergate.ops.triton_impl.paged import Rotation
+
+        rotary = self.unrotate.rotary
+        return Rotation(None, True) if rotary is None else Rotation(rotary.cos_sin_cache, rotary.is_neox_style)
 
 
 class QuestScores(Scores):
@@ -73,16 +117,16 @@ class QuestScores(Scores):
 
     def __init__(self, head_dim: int, dtype: torch.dtype, group_reduction: str) -> None:
         self.width, self.dtype, self.group_reduction = 2 * head_dim, dtype, group_reduction
+        self.numbers = 2 * self.width  # as they lie in the cache, and in float32
 
     def summary(self, keys_NKSD: Tensor, starts_N: Tensor) -> Tensor:
         return torch.cat((keys_NKSD.amax(2), keys_NKSD.amin(2)), -1)
 
-    def scores(self, query_RHD: Tensor, last_R: Tensor, summary_KRNW: Tensor, read: Keys) -> Tensor:
-        high_KRDN, low_KRDN = summary_KRNW.float().transpose(-1, -2).chunk(2, 2)
-        query_KRGD = query_RHD.unflatten(1, (len(high_KRDN), -1)).float().transpose(0, 1)
-        bound_KRGN = query_KRGD.clamp(min=0) @ high_KRDN + query_KRGD.clamp(max=0) @ low_KRDN
-        bound_KRN = bound_KRGN.mean(2) if self.group_reduction == "mean" else bound_KRGN.amax(2)
-        return bound_KRN.transpose(0, 1)
+    def scores(self, query_RHD: Tensor, last_R: Tensor, summary_RKNW: Tensor, read: Keys) -> Tensor:
+        high_RKDN, low_RKDN = summary_RKNW.float().transpose(-1, -2).chunk(2, 2)
+        query_RKGD = query_RHD.unflatten(1, (high_RKDN.shape[1], -1)).float()
+        bound_RKGN = query_RKGD.clamp(min=0) @ high_RKDN + query_RKGD.clamp(max=0) @ low_RKDN
+        return bound_RKGN.mean(2) if self.group_reduction == "mean" else bound_RKGN.amax(2)
 
 
 class OracleScores(Scores):
@@ -91,18 +135,20 @@ class OracleScores(Scores):
 
     Args:
         size: tokens per block.
+        head_dim: D.
         scale, softcap: of the layer's attention; 0 for no cap.
     """
 
     width, dtype = 0, torch.float32
 
-    def __init__(self, size: int, scale: float, softcap: float) -> None:
+    def __init__(self, size: int, head_dim: int, scale: float, softcap: float) -> None:
         self.size, self.scale, self.softcap = size, scale, softcap
+        self.numbers = 2 * size * head_dim
 
     def summary(self, keys_NKSD: Tensor, starts_N: Tensor) -> Tensor:
         return keys_NKSD.new_empty(*keys_NKSD.shape[:2], 0)
 
-    def scores(self, query_RHD: Tensor, last_R: Tensor, summary_KRNW: Tensor, read: Keys) -> Tensor:
+    def scores(self, query_RHD: Tensor, last_R: Tensor, summary_RKNW: Tensor, read: Keys) -> Tensor:
         keys_RKTD = read().float()
         query_RKGD = query_RHD.unflatten(1, (keys_RKTD.shape[1], -1)).float()
         logits = (query_RKGD * self.scale) @ keys_RKTD.transpose(-1, -2)

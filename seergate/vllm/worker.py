@@ -12,7 +12,7 @@ from seergate.errors import SeergateError
 from seergate.gates.scorer import Scorer
 from seergate.hf.loading import skeleton
 from seergate.methods import Quest, SelectingMethod
-from seergate.vllm.attention import SparseAttention, SparseBuilder
+from seergate.vllm.attention import Counts, same_in_all_layers, sparse_backend, sparse_layer
 from seergate.vllm.checks import READABLE, rope_kinds
 from seergate.vllm.pages import PAGES
 from seergate.vllm.rope import Unrotation
@@ -23,7 +23,7 @@ from seergate.vllm.settings import Settings
 class Gated:
     """Mixed into a worker."""
 
-    gated: dict[int, SparseAttention]
+    gated: dict[int, Any]
     logged = 0.0, 0, 0  # when the last line was written, and what had been read and held by then
 
     def load_model(self, *args: Any, **kwargs: Any) -> None:
@@ -39,7 +39,7 @@ class Gated:
         output = super().execute_model(*args, **kwargs)  # type: ignore[misc]
         then, read, held = self.logged
         if (now := time.monotonic()) - then >= envs.VLLM_LOG_STATS_INTERVAL:
-            total = [sum(int(getattr(impl, name)) for impl in self.gated.values()) for name in ("read", "held")]
+            total = [sum(numbers) for numbers in zip(*self._counts(), strict=True)] or [0, 0]
             if total[1] > held:
                 share = (total[0] - read) / (total[1] - held)
                 init_logger("vllm.seergate").info("seergate: decoding reads %.1f%% of the cached tokens", 100 * share)
@@ -51,21 +51,23 @@ class Gated:
 
         Returns:
             ``layers``: for each sparse layer, ``tokens_read`` and ``tokens_held`` of all KV heads of this rank and all
-            steps, and ``density``, their quotient. ``summary_bytes``: memory beside the cache.
+            steps, and ``density``, their quotient. ``summary_bytes``: what summaries take of the cache's memory.
         """
         layers = {
-            layer: {
-                "tokens_read": (read := int(impl.read)),
-                "tokens_held": (held := int(impl.held)),
-                "density": read / held if held else 1.0,
-            }
-            for layer, impl in self.gated.items()
+            layer: {"tokens_read": read, "tokens_held": held, "density": read / held if held else 1.0}
+            for layer, (read, held) in zip(self.gated, self._counts(), strict=True)
         }
-        nbytes = sum(impl.summaries.nbytes for impl in self.gated.values() if impl.pages is not None)
+        nbytes = sum(len(attention.kv_cache) * attention.impl.room for attention in self.gated.values())
         return {"layers": layers, "summary_bytes": nbytes}
 
+    def _counts(self) -> list[list[int]]:
+        """Tokens read and held of each layer, in one copy from the device."""
+        counts = [attention.impl.counts for attention in self.gated.values()]
+        pairs = [torch.stack((each.read, each.held)) for each in counts]
+        return torch.stack(pairs).tolist() if pairs else []
 
-def attach(model: nn.Module, vllm_config: Any) -> dict[int, SparseAttention]:
+
+def attach(model: nn.Module, vllm_config: Any) -> dict[int, Any]:
     """Make the layers of a model sparse.
 
     Args:
@@ -73,26 +75,33 @@ def attach(model: nn.Module, vllm_config: Any) -> dict[int, SparseAttention]:
         vllm_config: has the key "seergate".
 
     Returns:
-        Layer -> its attention.
+        Layer -> vLLM's module of its attention.
     """
     settings = Settings.read(vllm_config.additional_config)
     assert settings is not None
     bank, device = settings.bank(), next(model.parameters()).device
     method = settings.selector(bank, vllm_config.cache_config.block_size)
     kinds = rope_kinds(skeleton(vllm_config.model_config.hf_config))
-    found = {}
+    found: dict[int, Any] = {}
+    shared: dict[int, Counts] = {}
     for layer, parent, attention in attention_layers(model):
         if layer not in kinds or not method.selects_in(layer):
             continue
         scoring: Scores
         if bank is not None:
             unrotate = Unrotation(parent.rotary_emb if kinds[layer] == "plain" else None)
-            scoring = GateScores(rank_gate(bank.gate(layer), attention.num_kv_heads, device), unrotate)
+            gate = rank_gate(bank.gate(layer), attention.num_kv_heads, device, attention.kv_cache_torch_dtype)
+            scoring = GateScores(gate, unrotate)
         elif isinstance(method, Quest):
             scoring = QuestScores(attention.head_size, attention.kv_cache_torch_dtype, method.group_reduction)
         else:
-            scoring = OracleScores(method.block_size, attention.impl.scale, attention.impl.logits_soft_cap)
-        found[layer] = make_sparse(attention, method, scoring)
+            impl = attention.impl
+            scoring = OracleScores(method.block_size, attention.head_size, impl.scale, impl.logits_soft_cap)
+        counts = Counts(*torch.zeros(2, dtype=torch.long, device=device))
+        if same_in_all_layers(method):
+            counts = shared.setdefault(attention.num_kv_heads, counts)
+        make_sparse(attention, method, scoring, counts)
+        found[layer] = attention
     return found
 
 
@@ -109,52 +118,31 @@ def attention_layers(model: nn.Module) -> list[tuple[int, Any, Any]]:
     ]
 
 
-def make_sparse(attention: Any, method: SelectingMethod, scoring: Scores) -> SparseAttention:
-    """Put `SparseAttention` and `SparseBuilder` around what vLLM chose for a layer."""
-    from vllm.v1.attention.backend import AttentionCGSupport
-
-    backend, graphs = attention.attn_backend, fits_graphs(method)
-    if backend.get_name() not in PAGES:
+def make_sparse(attention: Any, method: SelectingMethod, scoring: Scores, counts: Counts) -> None:
+    """Give a layer sparse attention in place of what vLLM chose."""
+    if attention.attn_backend.get_name() not in PAGES:
         raise SeergateError(
-            f"vLLM's attention backend is {backend.get_name()}; with seergate it must be one of {', '.join(PAGES)}"
+            f"vLLM's attention backend is {attention.attn_backend.get_name()}; with seergate it must be one of "
+            f"{', '.join(PAGES)}"
         )
     if attention.kv_cache_dtype not in READABLE:  # a checkpoint may ask for it, which no configuration tells
         raise SeergateError(f"the model's kv_cache_dtype is {attention.kv_cache_dtype}; it must be one of {READABLE}")
-    builder = backend.get_builder_cls()
-    sparse_builder = type(
-        "SparseMetadataBuilder",
-        (SparseBuilder, builder),
-        {
-            "method": method,
-            "graphs": graphs,
-            "_cudagraph_support": AttentionCGSupport.UNIFORM_SINGLE_TOKEN_DECODE
-            if graphs
-            else AttentionCGSupport.NEVER,  # then graphs hold what is between attention layers
-            "supports_update_block_table": False,  # a plan holds pages
-        },
-    )
-    attention.attn_backend = type(
-        "SparseBackend", (backend,), {"get_builder_cls": staticmethod(lambda: sparse_builder)}
-    )
-    return SparseAttention(attention.impl, method, scoring, PAGES[backend.get_name()])
+    attention.attn_backend = sparse_backend(attention.attn_backend)
+    kind = attention.attn_backend.get_impl_cls()
+    impl = kind.__new__(kind)
+    vars(impl).update(vars(attention.impl), method=method, scoring=scoring, counts=counts)
+    stock: Any = type(attention)
+    attention.impl, attention.__class__ = impl, sparse_layer(stock)
 
 
-def fits_graphs(method: SelectingMethod) -> bool:
-    """Whether CUDA graphs may hold the decode steps of a method: a budget alone decides what is read. CPUs have none,
-    and shapes that do not depend on lengths would cost them time.
-    """
-    from vllm.platforms import current_platform
-
-    return current_platform.is_cuda() and method.fixed_shapes and method.covered_tokens >= 0
-
-
-def rank_gate(gate: Scorer, kv_heads: int, device: torch.device) -> Scorer:
+def rank_gate(gate: Scorer, kv_heads: int, device: torch.device, dtype: torch.dtype) -> Scorer:
     """The part of a gate that belongs to this rank's KV heads.
 
     Args:
         gate: of the whole layer.
         kv_heads: of this rank.
         device: where this rank computes.
+        dtype: of the cache, where compressed keys lie.
     """
     from vllm.distributed import get_tensor_model_parallel_rank, get_tensor_model_parallel_world_size
 
@@ -167,7 +155,7 @@ def rank_gate(gate: Scorer, kv_heads: int, device: torch.device) -> Scorer:
         head_dim=gate.head_dim,
         inv_freq=gate.inv_freq,
         attention_scaling=gate.attention_scaling,
-    ).to(device, gate.k_proj.weight.dtype)
+    ).to(device, dtype)
     part.load_state_dict(
         {
             name: tensor[first : first + kv_heads] if name in ("q_proj.weight", "k_proj.weight") else tensor

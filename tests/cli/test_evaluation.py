@@ -40,6 +40,7 @@ def runs(tmp_path_factory) -> Path:
     file = root / "sweep.yaml"
     values = {
         "model": str(root / "model"),
+        "task": "chain_sum",
         "method": ["dense", "oracle", "streaming_llm"],
         "budget": 32,
         "threshold": 0.05,
@@ -170,6 +171,15 @@ def test_a_figure_is_refused_before_its_gates_are_trained(option, said, tmp_path
     assert said in capsys.readouterr().err and not (tmp_path / "out").exists()
 
 
+def test_a_figure_is_of_answers(tmp_path, capsys):
+    (tmp_path / "texts.txt").write_text("[a1] 3 . " * 900)
+    task = f"perplexity:length=64:scored=8:data={tmp_path / 'texts.txt'}"
+    assert call("figure", "5", "--task", task, "--out", tmp_path / "out") == 2
+    assert (
+        "the figure 5 compares answers, and 'perplexity" in capsys.readouterr().err and not (tmp_path / "out").exists()
+    )
+
+
 @pytest.mark.soak
 def test_gates_of_several_block_sizes_and_several_processes(tmp_path, capfd):
     """What `seergate figure 7 --workers 1` runs; gates come from files, by block size."""
@@ -270,8 +280,8 @@ def specs_of(values, sizes=(64,)):
 def test_every_figure_has_runs_on_tiny_and_real_models_and_a_way_to_be_drawn():
     assert set(FIGURES) < set(NAMES) and {figure.look for figure in FIGURES.values()} == set(LOOKS)
     for name, figure in FIGURES.items():
-        for values, size in ((figure.tiny, 16), (figure.real, 64)):
-            specs = specs_of(values, [size])
+        for values in ({"block_size": [16], **figure.tiny}, {"budget": [1024], **figure.real}):
+            specs = specs_of(values)
             made = [spec.method(None) for spec in specs if not spec.has_gates and not spec.uncalibrated]
             assert len(made) > 0 and specs[0].name == "dense", name
 
@@ -395,10 +405,22 @@ def test_gates_that_no_method_decodes_with_decide_no_block_size(tmp_path):
     support.save(tmp_path / "model")
     GateBank.for_model(support.model(), GateConfig(16, 16, scorer="trim_kv")).save_pretrained(tmp_path / "gates")
     GateBank.for_model(support.model(), GateConfig(8, 16)).save_pretrained(tmp_path / "model" / "gates")
-    small = ("--model", tmp_path / "model", "--problems", 1, "--variables", 6, "--max-new-tokens", 8, "--budget", 64)
+    small = (
+        "--model",
+        tmp_path / "model",
+        "--task",
+        "chain_sum",
+        "--problems",
+        1,
+        "--variables",
+        6,
+        "--max-new-tokens",
+        8,
+    )
+    small += ("--budget", 128)
     for out, *asked in (("no", "quest"), ("trim", "quest,trim_kv", "--gates", tmp_path / "gates")):
         assert call("eval", *small, "--method", *asked, "--out", tmp_path / out, "--no-report") == 0
-        found = yaml.safe_load((tmp_path / out / "quest-64" / "config.yaml").read_text())
+        found = yaml.safe_load((tmp_path / out / "quest-128" / "config.yaml").read_text())
         assert found["method"]["block_size"] == 64, "those of trim_kv score tokens"
 
 

@@ -65,9 +65,14 @@ def test_a_prompt_a_method_and_a_file(model, tmp_path):
         (["--prompt", "a1", "--trace", "nowhere/read.html"], "there is no directory nowhere"),
         (["--prompt", "a1", "--trace", "."], "a directory; it must be a file"),
         (["--prompt", "a1", "--trace", "x.html", "--method", "h2o"], "'h2o' selects none"),
-        (["--prompt", "a1", "--trace", "x.html", "--method", "dense"], "'dense' selects none"),
+        (
+            ["--prompt", "a1", "--trace", "x.html", "--method", "dense"],
+            "quest and oracle, which reads what dense",
+        ),
         (["--prompt", "a1", "--trace", "x.html", "--max-new-tokens", "1"], "--trace shows later ones"),
         (["--prompt", "a1", "--max-new-tokens", "0"], "max_new_tokens is 0; it must be a positive number"),
+        (["--prompt", "a1", "--threads", "0"], "threads is 0; it must be a positive number"),
+        (["--prompt", "a1 " * 5000], "the prompt has 5,00"),
         (["--prompt", "a1", "--temperature", "-1"], "temperature is -1.0; it must be 0"),
         (["--prompt", "a1", "--method", "quset"], "did you mean 'quest'"),
         (["--prompt", "a1", "--method", "gate"], "needs gates"),
@@ -81,6 +86,17 @@ def test_what_is_refused_before_weights_are_read(arguments, message, without_wei
     done = run_seergate("generate", "--model", str(without_weights), *method, *arguments)
     assert done.returncode == 2 and message in done.stderr and done.stderr.count("\n") == 1, done.stderr
     assert not (tmp_path / "x.html").exists()
+
+
+def test_a_long_prompt_is_announced_and_threads_are_set(model, monkeypatch):
+    threads = []
+    monkeypatch.setattr("torch.set_num_threads", threads.append)
+    command = ["generate", "--model", str(model), "--method", "quest", "--budget", "128", "--max-new-tokens", "2"]
+    done = run_seergate(*command, "--prompt", "a1 " * 1200, "--threads", "3")
+    assert done.returncode == 0 and done.stderr.startswith("reading the prompt of 1,20"), done.stderr
+    assert 3 in threads
+    done = run_seergate(*command, "--prompt", "a1")
+    assert done.returncode == 0 and "reading the prompt" not in done.stderr
 
 
 def test_an_unknown_model_and_missing_weights(without_weights):

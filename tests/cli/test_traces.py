@@ -14,6 +14,7 @@ from seergate.cli.traces import _begin, _made_with
 from seergate.distill import TrainConfig
 from seergate.distill.data import questions
 from seergate.distill.sources import TRAINING_SEEDS
+from seergate.hf.loading import load_tokenizer
 from tests.eval import support
 from tests.running import run_seergate
 
@@ -21,7 +22,7 @@ PROMPTS = [
     {"messages": [{"role": "user", "content": "start with"}, {"role": "assistant", "content": "not this"}]},
     {"prompt": "which gives"},
     {"text": "asks nothing"},
-    {"messages": [{"role": "user", "content": "and then comes a5:"}]},
+    {"question": "and then comes a5:", "answer": "6"},
 ]
 
 
@@ -42,10 +43,7 @@ def test_the_tiny_reasoner_answers_and_what_is_missing_is_made(tmp_path: Path, m
     command = ["traces", "--prompts", "chain_sum", "--limit", "2", "--method", method, "--out", str(out)]
     first = run_seergate(*command)
     assert first.returncode == 0, first.stderr
-    assert (
-        "2 questions, 0 answered already" in first.stdout
-        and f"answers in {out}; 0 met the limit of 2,304 tokens" in first.stdout
-    )
+    assert "2 questions, 0 answered already" in first.stdout and f"2 answers in {out}\n" in first.stdout
     made = rows(out)
     assert [row["row"] for row in made] == [0, 1]
     for row in made:
@@ -88,15 +86,32 @@ def test_what_asks_nothing_is_counted_and_what_does_not_end_is_left_out(asked: l
     out = tmp_path / "traces.jsonl"
     done = run_seergate("traces", *asked, "--out", str(out), "--max-length", "24")
     assert done.returncode == 0, done.stderr
-    assert "3 questions, 0 answered already; 1 malformed (no question)" in done.stdout
-    kept = rows(out) if out.exists() else []
-    assert f"{len(kept)} answers in {out}; {3 - len(kept)} met the limit of 24 tokens" in done.stdout
+    assert "3 questions, 0 answered already; 1 malformed (no messages, prompt or question)" in done.stdout
+    kept = rows(out)
+    assert len(kept) < 3, "this test is about answers that are cut"
+    said = f"{len(kept)} answers in {out}; {3 - len(kept)} were cut (at most 24 tokens, prompt included) and left out"
+    assert f"{said} (--keep-cut keeps them)" in done.stdout
+    done = run_seergate("traces", *asked, "--out", str(out), "--max-length", "24", "--keep-cut")
+    assert done.returncode == 0 and f"3 answers in {out}" in done.stdout, done.stderr
+    assert [row["row"] for row in rows(out)] == [0, 1, 3] and all(row in rows(out) for row in kept)
+    assert rows(out)[-1]["messages"][0] == {"role": "user", "content": "and then comes a5:"}
+
+
+def test_answers_have_a_length_of_their_own(asked: list[str], tmp_path: Path) -> None:
+    out = tmp_path / "traces.jsonl"
+    command = ["traces", *asked, "--out", str(out), "--max-new-tokens", "2", "--keep-cut"]
+    done = run_seergate(*command)
+    assert done.returncode == 0 and "(at most 2 new tokens and 2304 tokens, prompt included) and kept" in done.stdout
+    tokenizer = load_tokenizer("checkpoints/tiny-reasoner")
+    assert {len(tokenizer(row["messages"][-1]["content"]).input_ids) for row in rows(out)} == {2}
+    done = run_seergate(*command[:-3], "--max-new-tokens", "0")
+    assert done.returncode == 2 and "max_new_tokens is 0; it must be a positive number" in done.stderr
 
 
 @pytest.mark.parametrize(
     ("given", "why"),
     [
-        ([{"text": "asks nothing"}, {"messages": []}], "(2 malformed (no question))"),
+        ([{"text": "asks nothing"}, {"messages": []}], "(2 malformed (no messages, prompt or question))"),
         ([{"prompt": "which gives " * 99}], "(1 too long to be answered)"),
     ],
 )

@@ -61,6 +61,7 @@ def config(tmp_path: Path) -> TrainConfig:
     return load_train_config(
         "someone/model",
         {
+            "recipe": "paper",
             "data": str(tmp_path / "rows.jsonl"),
             "max_length": 1024,
             "block_size": 8,

@@ -98,9 +98,9 @@ def forwards(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """How many gates learned from each forward of the frozen model, as they come."""
     real, seen = trainer.distill_steps, []
 
-    def distill_steps(lessons: Any, *rest: Any) -> Any:
-        seen.append(len(lessons))
-        return real(lessons, *rest)
+    def distill_steps(specs: Any, *rest: Any) -> Any:
+        seen.append(len(specs))
+        return real(specs, *rest)
 
     monkeypatch.setattr(trainer, "distill_steps", distill_steps)
     return seen

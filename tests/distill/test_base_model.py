@@ -15,9 +15,10 @@ import torch
 from transformers import AutoTokenizer, Qwen3Config, Qwen3ForCausalLM
 
 import seergate
+from seergate.cli.train import main
 from seergate.distill import TrainConfig, base_model, load_train_config, run_distillation
 from seergate.distill.base_model import as_asked, load_frozen
-from seergate.distill.distributed import World
+from seergate.distill.distributed import DistributedState
 from seergate.distill.plan import make_plan
 from seergate.errors import SeergateError
 from seergate.hf.bank import GateBank
@@ -25,7 +26,7 @@ from seergate.hf.loading import base_config, load_base
 from tests.distill.test_trainer import Recorder, assert_identical, config, model_dir, weights  # noqa: F401 (fixtures)
 from tests.models import tiny_model
 
-ALONE = World(0, 1, 0, torch.device("cpu"))
+ALONE = DistributedState(0, 1, 0, torch.device("cpu"))
 
 
 def test_the_head_of_the_model_is_let_go(config: TrainConfig) -> None:  # noqa: F811
@@ -57,10 +58,30 @@ def test_gates_learn_from_stretched_rope_and_fit_no_other(config: TrainConfig) -
     assert read.rope_parameters == YARN
 
 
+def test_packs_are_as_long_as_the_model_has_positions(
+    config: TrainConfig,  # noqa: F811
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    recipe = replace(config, max_length=32768, recall_budgets=(32, 2048, 4096), max_steps=1)
+    assert make_plan(recipe, measure=False).config.max_length == 2048
+    stretched = replace(recipe, rope_scaling=json.dumps(YARN))
+    assert make_plan(stretched, measure=False).config.max_length == 8192
+    assert make_plan(replace(recipe, max_length=256), measure=False).config.max_length == 256
+    heard = Recorder()
+    gates = GateBank.from_pretrained(run_distillation(recipe, [heard]))
+    assert gates.training_record["config"]["max_length"] == 2048
+    assert heard.steps[0].recall.keys() == {32}, "a budget that covers a pack says nothing"
+    assert main(["--model", config.model, "--dry-run"]) == 0
+    assert "\nmax_length: 2048\n" in capsys.readouterr().out
+
+
 @pytest.mark.parametrize(
     ("options", "why"),
     [
-        ({"max_length": 2049}, "max_length is 2049, but the model has 2048 positions; set it to that at most, or"),
+        (
+            {"max_length": 2049},
+            "model has 2048 positions; set --max-length to that at most, or .* --rope-scaling",
+        ),
         ({"max_length": 8193, "rope_scaling": json.dumps(YARN)}, "max_length is 8193, but the model has 8192 pos"),
         ({"rope_scaling": '{"rope_type": "yarn"}'}, r"rope_scaling is {.*}: .*Missing required keys"),
         ({"rope_scaling": '{"rope_type": "yran", "factor": 4}'}, r"rope_scaling is {.*}: did you mean 'yarn'"),
@@ -157,7 +178,9 @@ def test_an_upload_that_fails_loses_nothing(config: TrainConfig) -> None:  # noq
     with pytest.raises(SeergateError, match="not uploaded"):
         run_distillation(config, [heard])
     assert heard.steps == []  # nothing is trained again
-    assert heard.messages[-1].startswith(f"note: the base model is the directory {config.model}; `seergate push` with")
+    assert heard.messages[-1].startswith(
+        f"note: the base model is {config.model} on this machine; `seergate push` with"
+    )
     run_distillation(replace(config, push_to_hub=None), [heard])
 
 

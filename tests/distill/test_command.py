@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
 from dataclasses import replace
 from functools import partial
@@ -116,3 +117,20 @@ def test_what_fails_on_the_second_machine_only_is_told_by_the_main_process(
     assert (main.returncode, other.returncode) == (2, 2), (main, other)
     assert text in main.stderr and main.stderr.count("error:") == 1 and "Traceback" not in main.stderr
     assert "error:" not in other.stderr and "Traceback" not in other.stderr
+
+
+@pytest.mark.parametrize(
+    ("given", "found"),
+    [
+        ({}, "expandable_segments:True"),
+        ({"PYTORCH_CUDA_ALLOC_CONF": "backend:native"}, "backend:native"),
+        ({"PYTORCH_ALLOC_CONF": "backend:native"}, None),
+    ],
+)
+def test_gpu_memory_is_kept_in_one_piece_unless_the_user_says_how(given, found, monkeypatch):
+    for name in ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF"):
+        monkeypatch.setenv(name, given.get(name, ""))
+        if name not in given:
+            monkeypatch.delenv(name)
+    command.prepare_process()
+    assert os.environ.get("PYTORCH_CUDA_ALLOC_CONF") == found

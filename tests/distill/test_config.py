@@ -105,6 +105,7 @@ def test_command_line_strings_become_the_fields_types() -> None:
         ("chain_sum_variables", "9,5"), ("chain_sum_variables", "3,5"), ("chain_sum_variables", "8,81"),
         ("gradient_accumulation_steps", 0), ("report_to", "tensorbored"), ("report_to", "none,wandb"),
         ("data_limit", 0), ("data", ""), ("resume", "perhaps"), ("save_steps", -1), ("init_gates", ""),
+        ("sink_blocks", -1), ("row_stride", 0), ("row_stride", 1.5),
     ],
 )  # fmt: skip
 def test_a_bad_value_is_refused_by_name(option: str, value: object) -> None:

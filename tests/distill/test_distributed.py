@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import json
 from datetime import timedelta
+from pathlib import Path
 
 import pytest
 import torch
+import torch.distributed as dist
 
-from seergate.distill.distributed import PATIENCE_VARIABLE, CommonError, World, patience
+from seergate.distill.distributed import PATIENCE_VARIABLE, CommonError, DistributedState, init_distributed, patience
 from seergate.errors import SeergateError
 from tests.distill.pairs import pair
 
@@ -19,12 +21,12 @@ from datetime import timedelta
 import torch.distributed.distributed_c10d as library
 library.default_pg_timeout = timedelta(seconds=2)
 from seergate.distill import distributed
-from seergate.distill.distributed import join_world
-world = join_world(deepspeed=False)
+from seergate.distill.distributed import init_distributed
+world = init_distributed(deepspeed=False)
 if sys.argv[1:]:  # only now: connecting takes its time
     distributed.STEP_HOURS = float(sys.argv[1])
     distributed.expect_steps()
-with world.together():
+with world.fail_together():
     time.sleep(6 if world.is_main else 0)
 print("together", flush=True)
 world.leave()
@@ -40,14 +42,14 @@ library.default_pg_timeout = timedelta(seconds=6)
 from seergate.hf.bank import GateBank
 from seergate.config import GateConfig
 from seergate.distill import load_train_config
-from seergate.distill.distributed import join_world
+from seergate.distill.distributed import init_distributed
 from seergate.distill.engines import DistillModule, make_engine, prepare_deepspeed
 from seergate.distill.packing import PackedBatch
 from seergate.paths import shipped
 from tests.models import prompt, tiny_model
 
 prepare_deepspeed()
-world = join_world(deepspeed=True)
+world = init_distributed(deepspeed=True)
 options = {"deepspeed": str(shipped("ds_configs/zero2.json")), "packs_per_step": 2, "max_length": 512}
 config = load_train_config("tiny-reasoner", options)
 model = tiny_model("qwen3")
@@ -62,10 +64,10 @@ os._exit(0)
 
 FATES = """
 import json, os
-from seergate.distill.distributed import join_world
+from seergate.distill.distributed import init_distributed
 from seergate.errors import SeergateError
 
-world = join_world(deepspeed=False)
+world = init_distributed(deepspeed=False)
 FAILURES = [
     [None, None],
     [SeergateError("alike"), SeergateError("alike")],
@@ -77,7 +79,7 @@ FAILURES = [
 seen = []
 for failures in FAILURES:
     try:
-        with world.together():
+        with world.fail_together():
             if failures[world.rank] is not None:
                 raise failures[world.rank]
         seen.append(None)
@@ -143,8 +145,55 @@ def test_a_failure_of_one_is_known_to_all_and_said_once():
 
 
 def test_a_process_alone_raises_what_it_raised():
-    world = World(0, 1, 0, torch.device("cpu"))
+    world = DistributedState(0, 1, 0, torch.device("cpu"))
     for error in (SeergateError("mine"), TypeError("ours"), KeyboardInterrupt()):
-        with pytest.raises(type(error)) as caught, world.together():
+        with pytest.raises(type(error)) as caught, world.fail_together():
             raise error
         assert caught.value is error and not isinstance(error, CommonError)
+
+
+def test_what_is_said_on_gpus_goes_through_gloo(monkeypatch: pytest.MonkeyPatch) -> None:
+    """NCCL's communicators are made when gradients are summed first, which is after processes were forked."""
+    asked: list[tuple[tuple[object, ...], dict[str, object]]] = []
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    monkeypatch.setattr(torch.cuda, "set_device", lambda device: None)
+    monkeypatch.setattr(dist, "init_process_group", lambda *args, **options: asked.append((args, options)))
+    for name, value in {"WORLD_SIZE": "2", "RANK": "1", "LOCAL_RANK": "1"}.items():
+        monkeypatch.setenv(name, value)
+    world = init_distributed(deepspeed=False)
+    assert world.device == torch.device("cuda", 1)
+    assert asked[0][0] == ("cpu:gloo,cuda:nccl",) and "device_id" not in asked[0][1]
+    places: list[str] = []
+    monkeypatch.setattr(dist, "all_reduce", lambda x, **_: places.append(x.device.type))
+    world = DistributedState(0, 2, 0, torch.device("meta"))
+    world.barrier()
+    world.must_agree("0", "of one process, so they do not")
+    assert places == ["cpu", "cpu"]
+
+
+# A process that closes its connections while others wait for it may never end, and nobody reads what it has to say.
+ONE_FAILS = """
+import time
+import torch.distributed as dist
+from seergate.cli import train
+from seergate.distill import trainer
+from seergate.errors import SeergateError
+
+dist.destroy_process_group = lambda: time.sleep(600)
+
+def begin(run):
+    if run.world.is_main:
+        run.world.barrier()
+    raise SeergateError("no memory here")
+
+trainer._Run.begin = begin
+raise SystemExit(train.main(["--model", "tiny-reasoner", "--output-dir", "unused"]))
+"""
+
+
+def test_a_process_that_fails_alone_says_so_and_ends_while_another_waits_for_it(tmp_path: Path) -> None:
+    waiting, failed = pair(["-c", ONE_FAILS], places=(tmp_path, tmp_path), seconds=180)
+    assert (waiting.returncode, failed.returncode) == (2, 2)
+    assert "[rank 1] error: no memory here" in failed.stderr
+    assert "error: the connection to the other processes is lost" in waiting.stderr

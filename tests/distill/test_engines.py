@@ -12,11 +12,19 @@ import pytest
 import torch
 
 from seergate.config import GateConfig
-from seergate.distill.distributed import World
-from seergate.distill.engines import BETAS, BUILD_SECONDS, DistillModule, PlainEngine, wait_for_builds
+from seergate.distill.distributed import DistributedState
+from seergate.distill.engines import (
+    BETAS,
+    BUILD_SECONDS,
+    DistillModule,
+    PlainEngine,
+    deepspeed_config,
+    wait_for_builds,
+)
 from seergate.distill.packing import PackedBatch
 from seergate.errors import SeergateError
 from seergate.hf.bank import GateBank
+from seergate.paths import shipped
 from tests.models import prompt
 
 
@@ -32,7 +40,7 @@ def test_gradients_are_clipped_by_their_global_norm(model, config, clip):
     norm = sum(float(gradient.square().sum()) for gradient in gradients.values()) ** 0.5
     assert 1e-3 < norm < 1e3
     bank.zero_grad()
-    engine = PlainEngine(DistillModule(bank, model, config), config, World(0, 1, 0, torch.device("cpu")))
+    engine = PlainEngine(DistillModule(bank, model, config), config, DistributedState(0, 1, 0, torch.device("cpu")))
     engine.accumulate(pack)
     assert engine.update(1e-4) == pytest.approx(norm, rel=1e-4)
     scale = clip / norm if clip == 1e-3 else 1.0
@@ -53,7 +61,7 @@ def test_steps_are_those_of_the_definition_on_a_cpu(model, config, device, monke
         monkeypatch.setenv("SEERGATE_BACKEND", backend)
         torch.manual_seed(1)
         bank = GateBank.for_model(model, GateConfig(8, 16)).to(device)
-        engine = PlainEngine(DistillModule(bank, model.to(device), config), config, World(0, 1, 0, device))
+        engine = PlainEngine(DistillModule(bank, model.to(device), config), config, DistributedState(0, 1, 0, device))
         pack = PackedBatch.of([prompt(90, 1)[0].numpy(), prompt(41, 2)[0].numpy()]).to(device)
         steps = [(engine.accumulate(pack).loss.item(), engine.update(1e-2)) for _ in range(4)]
         return *map(list, zip(*steps, strict=True)), engine.state().gates
@@ -64,6 +72,12 @@ def test_steps_are_those_of_the_definition_on_a_cpu(model, config, device, monke
     assert losses == pytest.approx(want_losses, rel=1e-3) and norms == pytest.approx(want_norms, rel=1e-2)
     for name, want in want_gates.items():
         torch.testing.assert_close(gates[name], want, rtol=0, atol=5e-3)
+
+
+def test_deepspeed_does_not_wait_for_the_device_to_time_it(config):
+    settings = pytest.importorskip("deepspeed.utils.config")
+    values = deepspeed_config(replace(config, deepspeed=str(shipped("ds_configs/zero2.json"))), 1)
+    assert settings.get_timers_config(values).enabled is False
 
 
 @pytest.fixture

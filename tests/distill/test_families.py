@@ -70,7 +70,9 @@ def test_a_family_trains_from_the_command_line(family: str, shared: Path, tmp_pa
 def test_the_plan_says_that_a_pack_holds_one_sample(tmp_path: Path) -> None:
     plans = {}
     for family in ("qwen3", "qwen3_next"):
-        run = load_train_config(str(save(family, tmp_path / family)), {"max_length": 1024, "block_size": 8})
+        run = load_train_config(
+            str(save(family, tmp_path / family)), {"recipe": "paper", "max_length": 1024, "block_size": 8}
+        )
         plans[family] = make_plan(run, device="cpu", sample_tokens=400, measure=False)
     packed, alone = plans["qwen3"], plans["qwen3_next"]
     assert (packed.pack_tokens, alone.pack_tokens) == (1024, 400)

@@ -17,7 +17,7 @@ from seergate.cli.main import main
 from seergate.distill import TrainConfig, load_train_config, speed
 from seergate.distill.base_model import gate_config
 from seergate.distill.config import presets
-from seergate.distill.distributed import World
+from seergate.distill.distributed import DistributedState
 from seergate.distill.engines import DistillModule, PlainEngine
 from seergate.distill.memory import WORKING_BYTES, activation_bytes, estimate_memory
 from seergate.distill.packing import PackedBatch
@@ -33,21 +33,28 @@ RESULTS = ROOT / "benchmarks" / "results"
 PARAMETERS = {
     "qwen3-0.6b": 0.596, "qwen3-8b": 8.19, "qwen3-14b": 14.77, "r1-distill-llama-8b": 8.03, "qwq-32b": 32.76,
     "qwen3-30b-a3b": 30.53, "qwen3-235b-a22b": 235.09, "llama-3.3-70b": 70.55, "gpt-oss-20b": 20.91,
-    "gpt-oss-120b": 116.83,
+    "gpt-oss-120b": 116.83, "smollm2-135m": 0.1345,
 }  # fmt: skip
 
 
 @pytest.mark.parametrize("name", sorted(presets()))
 def test_every_preset_can_be_planned_without_network_or_weights(name: str) -> None:
     plan = make_plan(load_train_config(name), memory_gb=1000, tflops=400, processes=2)
-    assert plan.fits and plan.libraries == 0 and plan.step_seconds
+    assert plan.fits and plan.libraries == 71_000_000_000 and plan.step_seconds  # 7 % and 1 GB
     if name in PARAMETERS:  # as published, in billions; two bytes each
         assert (plan.memory.base + plan.memory.loading) / 2e9 == pytest.approx(PARAMETERS[name], rel=2e-3)
     assert plan.memory.gradients == 2 * plan.memory.gates and plan.checkpoint == 3 * plan.memory.gates
     twice = make_plan(load_train_config(name), memory_gb=1000, tflops=400, processes=1)
-    fewer = load_train_config(name).most_packs(1) / load_train_config(name).most_packs(2)
-    assert fewer == (1 if name == "python-text" else 2)  # of one pack, a second process has none
-    assert twice.step_seconds == pytest.approx(fewer * plan.step_seconds)
+    per_process = load_train_config(name).gradient_accumulation_steps is not None
+    assert twice.step_seconds == pytest.approx((1 if per_process else 2) * plan.step_seconds)
+
+
+def test_some_of_a_gpu_is_not_for_tensors() -> None:
+    """CUDA, NCCL and what fragments; the processes divide the frozen model rather than have too little left."""
+    run = load_train_config("qwen3-235b-a22b")
+    bytes_of_tensors = make_plan(run, memory_gb=1000, processes=16).memory.total
+    assert make_plan(run, memory_gb=(bytes_of_tensors + 1.1e9) / 0.93e9, processes=16).config.shard_base is False
+    assert make_plan(run, memory_gb=(bytes_of_tensors + 0.9e9) / 0.93e9, processes=16).config.shard_base is True
 
 
 def test_a_step_takes_as_long_as_the_process_with_most_packs() -> None:
@@ -83,7 +90,7 @@ def test_on_a_processor_weights_are_pages_of_their_file() -> None:
 def test_the_documents_quote_the_plan() -> None:
     lines = (ROOT / "docs/scale.md").read_text().split("## Training, on paper")[1].splitlines()
     rows = [[cell.strip() for cell in line.strip("| ").split("|")] for line in lines if line.startswith("| `")]
-    assert len(rows) == 10
+    assert len(rows) == 9
     for name, processes, total, share, layers, seconds in rows:
         run = load_train_config(name.strip("`"))
         plan = make_plan(run, memory_gb=80, processes=int(processes), tflops=300)
@@ -202,7 +209,7 @@ def test_the_total_of_a_step_agrees_with_the_allocator() -> None:
     pack = PackedBatch(torch.randint(0, 32, (1, 4096)), torch.tensor([0, 4096], dtype=torch.int32))
 
     def step() -> None:
-        engine = PlainEngine(DistillModule(bank, model, run), run, World(0, 1, 0, CPU))
+        engine = PlainEngine(DistillModule(bank, model, run), run, DistributedState(0, 1, 0, CPU))
         engine.accumulate(pack)
         engine.update(lr=1e-3)
 
@@ -222,21 +229,28 @@ def test_what_was_measured_of_whole_processes_agrees_with_the_plan(tmp_path: Pat
     for row in rows:
         cut = {"num_hidden_layers": row["layers"], "layer_types": None, "vocab_size": 256, "eos_token_id": 1}
         AutoConfig.for_model(**whole | cut).save_pretrained(tmp_path)
-        options = {"block_size": 64, "max_length": row["length"], "packs_per_step": 1, "dtype": "bfloat16"}
+        options = {
+            "recipe": "paper",
+            "block_size": 64,
+            "max_length": row["length"],
+            "packs_per_step": 1,
+            "dtype": "bfloat16",
+        }
         plan = make_plan(load_train_config(str(tmp_path), options), device="cpu", measure=False)
         assert plan.memory.activations + WORKING_BYTES == pytest.approx(row["peak_gb"] * 1e9, rel=0.15), row
         assert row["process_ratio"] == pytest.approx(1, abs=0.15)
 
 
-@pytest.mark.parametrize("shape", ["llama", "experts"])
-def test_operations_agree_with_a_count_of_them(shape: str) -> None:
-    run = load_train_config("qwen3-8b", {"max_length": 1024, "block_size": 64, "row_start": 0.0})
+@pytest.mark.parametrize(("shape", "stride"), [("llama", 1), ("experts", 1), ("llama", 8)])
+def test_operations_agree_with_a_count_of_them(shape: str, stride: int) -> None:
+    given = {"max_length": 1024, "block_size": 64, "row_start": 0.0, "row_stride": stride}
+    run = load_train_config("qwen3-8b", given)
     model = random_model(SHAPES[shape])
     if shape == "experts":
         model.set_experts_implementation("eager")  # the counter knows nothing of grouped products
     bank = GateBank.for_model(model, gate_config(run, model))
     with FlopCounterMode(display=False) as counter, sdpa_kernel(SDPBackend.MATH):
-        distill_step(bank, model, torch.randint(0, 32, (1, 1024)), row_start=0.0)
+        distill_step(bank, model, torch.randint(0, 32, (1, 1024)), row_start=0.0, row_stride=stride)
     # Attention by plain matrix products is not causal but full, and the teacher's chunks run over some masked keys.
     attention = 2 * 4 * 64 * pairs(1024)
     assert pack_flop(model, bank, run, [1024]) == pytest.approx(counter.get_total_flops() - attention, rel=0.1)

@@ -94,8 +94,10 @@ def agree(run: Path, other: Path) -> None:
 
 @pytest.fixture
 def alone(config: TrainConfig, tmp_path: Path) -> tuple[TrainConfig, Path]:  # noqa: F811
-    """A run in one process that nothing has disturbed. Its three packs a step cannot be shared evenly by two."""
-    config = replace(config, packs_per_step=3, max_steps=STEPS, save_steps=2, save_total_limit=3)
+    """A run in one process that nothing has disturbed. Its three packs a step cannot be shared evenly by two, and each
+    has rows of its own.
+    """
+    config = replace(config, row_stride=4, packs_per_step=3, max_steps=STEPS, save_steps=2, save_total_limit=3)
     return config, run_distillation(replace(config, output_dir=str(tmp_path / "alone")))
 
 

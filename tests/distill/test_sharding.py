@@ -23,7 +23,7 @@ from transformers.distributed import DistributedConfig
 
 from seergate.distill import TrainConfig, load_train_config, run_distillation
 from seergate.distill.base_model import load_frozen
-from seergate.distill.distributed import World
+from seergate.distill.distributed import DistributedState
 from seergate.distill.plan import make_plan
 from seergate.errors import SeergateError
 from seergate.models.families import decoder_of
@@ -52,11 +52,11 @@ import gc, json, os, re, sys
 from dataclasses import replace
 from seergate.cli.train import resolve
 from seergate.distill.base_model import load_frozen
-from seergate.distill.distributed import join_world
+from seergate.distill.distributed import init_distributed
 from transformers.utils import logging
 
 logging.disable_progress_bar()
-config, world = resolve({"config": sys.argv[1]}), join_world(deepspeed=False)
+config, world = resolve({"config": sys.argv[1]}), init_distributed(deepspeed=False)
 found = {}
 
 def memory(name):
@@ -160,7 +160,7 @@ def test_every_part_of_a_decoder_that_is_part_of_a_model_is_divided(
 ) -> None:
     """Between processes that are not there: how a model is divided is settled before anything is sent."""
     run = replace(config, model=seeing(kind, tmp_path / kind), shard_base=True)
-    world = World(0, 2, 0, torch.device("cpu"))
+    world = DistributedState(0, 2, 0, torch.device("cpu"))
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=2)
     try:
         for part in decoder_of(load_frozen(run.model, run, world)).parameters():

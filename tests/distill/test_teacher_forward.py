@@ -12,7 +12,7 @@ from seergate import GateBank, GateConfig, SeergateError, ops
 from seergate.distill.packing import PackedBatch
 from seergate.gates.gate import AttnGate
 from seergate.hf import teacher_forward
-from seergate.hf.call import Tap
+from seergate.hf.call import QKHook
 from seergate.hf.teacher_forward import distill_step
 from seergate.models import families
 from seergate.ops.torch_impl.teacher import Teacher
@@ -22,21 +22,22 @@ from tests.models import prompt, tiny_model
 def expected(bank, model, segments, row_start, reduction):
     """Loss with an autograd graph, from ``output_attentions`` of the plain eager model."""
     size, group = bank.config.block_size, bank.geometry.num_heads // bank.geometry.num_kv_heads
+    sinks = bank.config.sink_blocks
     widest = max(-(-len(ids) // size) for ids in segments)
     per_layer = []
-    taps = {layer: Tap(model, attention) for layer, attention in families.full_attention_modules(model)}
-    kl, rows = {layer: [] for layer in taps}, 0
+    qk_hooks = {layer: QKHook(model, attention) for layer, attention in families.full_attention_modules(model)}
+    kl, rows = {layer: [] for layer in qk_hooks}, 0
     for ids in segments:
         if len(ids) == 0:
             continue
         maps = model.get_decoder()(input_ids=ids[None], output_attentions=True, use_cache=False).attentions
         if len(maps) < model.config.num_hidden_layers:  # hybrids return the maps of their attention layers only
-            maps = dict(zip(sorted(taps), maps, strict=True))
-        counted = [t for t in range(int(len(ids) * row_start), len(ids)) if t >= size]
+            maps = dict(zip(sorted(qk_hooks), maps, strict=True))
+        counted = [t for t in range(int(len(ids) * row_start), len(ids)) if t >= (1 + sinks) * size]
         everyone = len(ids) - int(len(ids) * row_start)
         rows += len(counted)
-        for layer, tap in taps.items():
-            q, k = tap.take()
+        for layer, qk_hook in qk_hooks.items():
+            q, k = qk_hook.take()
             gate = bank.gate(layer)
             blocks = len(ids) // size
             if not counted:
@@ -55,12 +56,12 @@ def expected(bank, model, segments, row_start, reduction):
             total = 0.0
             for t in counted:
                 past = t // size
-                target = p[:, t, :past] / p[:, t, :past].sum(-1, keepdim=True)
-                total = total + (target * (target.log() - scores[:, t, :past].log_softmax(-1))).sum(-1)
+                target = p[:, t, sinks:past] / p[:, t, sinks:past].sum(-1, keepdim=True)
+                total = total + (target * (target.log() - scores[:, t, sinks:past].log_softmax(-1))).sum(-1)
             weight = 1.0 if reduction == "row_mean" else 1.0 / (everyone * widest)
             kl[layer].append(total.mean() * weight)
-    for tap in taps.values():
-        tap.remove()
+    for qk_hook in qk_hooks.values():
+        qk_hook.remove()
     alive = sum(len(ids) > 0 for ids in segments)
     for parts in kl.values():
         per_layer.append(sum(parts) / (rows if reduction == "row_mean" else alive))
@@ -83,10 +84,12 @@ def expected(bank, model, segments, row_start, reduction):
         "qwen3_moe",
     ],
 )
-@pytest.mark.parametrize(("reduction", "row_start"), [("row_mean", 0.5), ("published", 0.0)])
-def test_pack_against_the_models_own_maps(family, reduction, row_start):
+@pytest.mark.parametrize(
+    ("reduction", "row_start", "sinks"), [("row_mean", 0.5, 0), ("published", 0.0, 0), ("row_mean", 0.0, 1)]
+)
+def test_pack_against_the_models_own_maps(family, reduction, row_start, sinks):
     model = tiny_model(family, attn_implementation="eager")
-    bank = GateBank.for_model(model, GateConfig(8, families.head_dim_of(model)))
+    bank = GateBank.for_model(model, GateConfig(8, families.head_dim_of(model), sink_blocks=sinks))
     for parameter in bank.parameters():
         parameter.data.normal_(std=0.5)
     segments = [prompt(n, n)[0] for n in (37, 1, 50, 7)]
@@ -173,10 +176,25 @@ def test_queries_are_made_of_rows_that_count(model, monkeypatch):
 
     monkeypatch.setattr(AttnGate, "queries", queries)
     monkeypatch.setattr(teacher_forward, "TILE", 16)
-    bank = GateBank.for_model(model, GateConfig(8, 16))
-    bank.distill_loss(model, input_ids=prompt(67), cu_seqlens=torch.tensor([0, 50, 53, 67])).backward()
-    rows = [*range(25, 50), *range(8, 14)]  # from the second half on, with a past block; none of the short one
-    assert seen == 4 * [rows[:16], rows[16:]]  # two layers, forward and again for the gradients
+    # From the second half on, with a past block, behind the sinks; none of the short one.
+    borders = torch.tensor([0, 50, 53, 67])
+    for sinks, stride, rows in (
+        (0, {}, [*range(25, 50), *range(8, 14)]),
+        (3, {}, [*range(32, 50)]),
+        (1, {"row_stride": 6, "row_shift": 7}, [26, 32, 38, 44]),
+    ):
+        bank = GateBank.for_model(model, GateConfig(8, 16, sink_blocks=sinks))
+        gradients = []
+        for tile in (16, len(rows)):
+            monkeypatch.setattr(teacher_forward, "TILE", tile)
+            seen.clear()
+            bank.zero_grad()
+            bank.distill_loss(model, input_ids=prompt(67), cu_seqlens=borders, **stride).backward()
+            tiles = [rows[i : i + tile] for i in range(0, len(rows), tile)]
+            assert seen == (4 if len(tiles) > 1 else 2) * tiles  # two layers; one tile is kept for the gradients
+            gradients.append([parameter.grad.clone() for parameter in bank.parameters()])
+        for got, want in zip(*gradients, strict=True):
+            torch.testing.assert_close(got, want)
 
 
 def test_a_step_waits_for_no_device(model):

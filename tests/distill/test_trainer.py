@@ -85,6 +85,7 @@ def config(model_dir: Path, tmp_path: Path, tmp_path_factory: pytest.TempPathFac
     return load_train_config(
         str(model_dir),
         {
+            "recipe": "paper",
             "output_dir": str(tmp_path / "run"),
             "token_cache": str(tmp_path_factory.getbasetemp() / "tokens"),
             "data": "chain_sum",
@@ -165,8 +166,11 @@ def test_tensorboard_holds_every_scalar_of_every_step(config: TrainConfig) -> No
     assert [e.step for e in pictures] == [4, 8]
 
 
-@pytest.mark.parametrize("stop_after", [1, 4])
-def test_an_interrupted_run_ends_bit_identical(config: TrainConfig, tmp_path: Path, stop_after: int) -> None:
+@pytest.mark.parametrize(("stop_after", "options"), [(1, {}), (4, {"row_stride": 5, "sink_blocks": 1})])
+def test_an_interrupted_run_ends_bit_identical(
+    config: TrainConfig, tmp_path: Path, stop_after: int, options: dict[str, Any]
+) -> None:
+    config = replace(config, **options)
     whole = run_distillation(replace(config, output_dir=str(tmp_path / "whole")))
     with pytest.raises(KeyboardInterrupt):
         run_distillation(config, [Recorder(stop_after)])
@@ -177,6 +181,20 @@ def test_an_interrupted_run_ends_bit_identical(config: TrainConfig, tmp_path: Pa
     assert_identical(weights(resumed / "best"), weights(whole / "best"))
     ends = [newest_checkpoint(run / "checkpoints") for run in (resumed, whole)]
     assert_identical(*(load_file(Path(str(end)) / "state.safetensors") for end in ends))
+
+
+def test_each_pack_has_other_rows(config: TrainConfig, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Training goes on where the last pack stopped; held-out packs have the same rows at each evaluation."""
+    real, seen = trainer.distill_steps, []
+
+    def distill_steps(lessons: Any, *arguments: Any) -> Any:
+        seen.extend((torch.is_grad_enabled(), lesson.row_stride, lesson.row_shift) for lesson in lessons)
+        return real(lessons, *arguments)
+
+    monkeypatch.setattr(trainer, "distill_steps", distill_steps)
+    run_distillation(replace(config, row_stride=5, max_steps=4, eval_steps=2))
+    assert [each for each in seen if each[0]] == [(True, 5, shift) for shift in range(8)]
+    assert [each for each in seen if not each[0]] == [(False, 5, 0), (False, 5, 1)] * 2
 
 
 @pytest.mark.parametrize("name", ["SIGTERM", "SIGUSR1"])

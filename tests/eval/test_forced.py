@@ -2,18 +2,23 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+import json
+import math
+from pathlib import Path
 
 import pytest
 import torch
 
 from seergate.config import GateConfig
-from seergate.eval.forced import SETTLING, Forced, pieces
-from seergate.eval.settings import MethodSpec, grid, with_each
+from seergate.eval import RunOptions, make_task, store, sweep
+from seergate.eval.forced import TeacherForcing, pieces
+from seergate.eval.settings import grid, with_each
 from seergate.hf.bank import GateBank
+from seergate.report import load_sweeps
+from seergate.report.forced import forced_plot, forced_table, rows_of
 from tests.eval import support
 
-PROMPT, STEPS = 40, 8
+LENGTH, STEPS = 65, 8
 METHODS = ["dense", "oracle", "gate", "streaming_llm:interval=1", "fast_kvzip:interval=1"]
 
 
@@ -27,59 +32,57 @@ class Letters:
 def test_pieces_are_the_middles_of_texts_that_are_long_enough() -> None:
     texts = ["abcdefg", "xy", "bcdef", "aaaaa", "cdefghi"]
     assert pieces(Letters(), texts, 5).tolist() == [[1, 2, 3, 4, 5], [1, 2, 3, 4, 5], [0] * 5, [3, 4, 5, 6, 7]]
-    assert pieces(Letters(), texts, 5, most=2).tolist() == [[1, 2, 3, 4, 5], [3, 4, 5, 6, 7]]
 
 
 @pytest.fixture(scope="module")
-def forced() -> Forced:
-    model = support.model()
+def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Runs of every kind of method, with gates that are not trained."""
+    out, model, tokenizer = tmp_path_factory.mktemp("forced"), support.model(), support.tokenizer()
     scorers = {"mine": "attn_gate", "msa": "msa", "fast_kvzip": "fast_kvzip"}
     banks = {name: GateBank.for_model(model, GateConfig(8, 16, scorer=of)) for name, of in scorers.items()}
-    ids = torch.randint(0, model.config.vocab_size, (3, PROMPT + SETTLING + STEPS + 1))
-    return Forced(model, banks, ids, PROMPT)
+    words = sorted(word for word in tokenizer.get_vocab() if not word.startswith("<"))
+    texts = [" ".join(words[(7 * i * j + j) % len(words)] for j in range(90 + i)) for i in range(1, 4)]
+    (out / "texts.jsonl").write_text("\n".join(json.dumps({"text": text}) for text in texts))
+    task = make_task(f"perplexity:length={LENGTH}:scored={STEPS}", data=str(out / "texts.jsonl"))
+    specs = with_each(grid(METHODS, [16, 32, 128], 8), banks)
+    sweep(model, tokenizer, task, specs, out / "runs", RunOptions(), banks=banks)
+    return out / "runs"
 
 
 @pytest.fixture(scope="module")
-def specs(forced: Forced) -> list[MethodSpec]:
-    return with_each(grid(METHODS, [16, 32, 128], 8), forced.banks)
+def rows(runs: Path) -> dict:
+    return {(row["method"], row["budget"]): row for row in rows_of(load_sweeps(runs)[0])}
 
 
-def test_what_reads_everything_says_what_dense_attention_says(forced: Forced, specs: list[MethodSpec]) -> None:
-    rows = list(forced.at_budgets(specs))
-    everything = [row for row in rows if row["budget"] in (None, 128)]
+def test_what_reads_everything_says_what_dense_attention_says(runs: Path, rows: dict) -> None:
+    everything = [row for (_, budget), row in rows.items() if budget in (None, 128)]
     assert len(everything) == 6 and all(row["kl"] < 1e-6 and row["agreement"] == 1 for row in everything)
-    partly = {row["method"]: row["kl"] for row in rows if row["budget"] == 16}
+    partly = {method: row["kl"] for (method, budget), row in rows.items() if budget == 16}
     assert partly.keys() == {"oracle", "gate [mine]", "gate [msa]", "streaming_llm", "fast_kvzip"}
     assert min(partly.values()) > 1e-5
-    model, tokens = forced.model, forced.ids
+    model, tokenizer = support.model(), support.tokenizer()
+    task = make_task(f"perplexity:length={LENGTH}:scored={STEPS}", data=str(runs.parent / "texts.jsonl"))
+    tokens = TeacherForcing.of(model, tokenizer, task.bound(tokenizer)).ids
     with torch.inference_mode():
         losses = torch.nn.functional.cross_entropy(
             model(tokens[:, :-1]).logits[:, -STEPS:].flatten(0, 1), tokens[:, -STEPS:].flatten()
         )
-    assert rows[0]["perplexity"] == pytest.approx(losses.exp().item(), rel=1e-4)
+    assert rows["dense", None]["perplexity"] == pytest.approx(losses.exp().item(), rel=1e-4)
 
 
-def test_settings_are_compared_with_the_first_gates_at_the_same_budget(
-    forced: Forced, specs: list[MethodSpec]
-) -> None:
-    rows = {(row["method"], row["budget"]): row for row in forced.at_budgets(specs)}
-    assert "kl_minus_gate" not in rows["dense", None] and "kl_minus_gate" not in rows["gate [mine]", 16]
-    named, ours = ("gate [msa]", 16), ("gate [mine]", 16)
-    other, first = rows[named], rows[ours]
-    assert other["kl_minus_gate"] == pytest.approx(other["kl"] - first["kl"])
-    each = [forced(spec)[0][:, 0] for spec in specs if (spec.title, spec.token_budget) in (named, ours)]
+def test_settings_are_compared_with_the_first_gates_at_the_same_budget(runs: Path, rows: dict, tmp_path: Path) -> None:
+    ours, theirs = rows["gate [msa]", 16], rows["gate [mine]", 16]
+    assert "kl_minus_gate" not in rows["dense", None] and "kl_minus_gate" not in theirs
+    assert ours["kl_minus_gate"] == pytest.approx(ours["kl"] - theirs["kl"])
+    each = [
+        torch.tensor([sum(text["kl"]) / STEPS for text in store.read_samples(runs / name)], dtype=torch.float64)
+        for name in ("gate-16-mine", "gate-16-msa")
+    ]
     error = 4.302653 * float((each[1] - each[0]).std()) / 3**0.5  # Student's t of two degrees of freedom
-    assert other["kl_minus_gate_95"] == pytest.approx([other["kl_minus_gate"] - error, other["kl_minus_gate"] + error])
+    assert ours["kl_minus_gate_95"] == pytest.approx([ours["kl_minus_gate"] - error, ours["kl_minus_gate"] + error])
 
-
-def test_methods_read_the_same_share_or_are_left_out(forced: Forced, specs: list[MethodSpec]) -> None:
-    share = 0.55
-    dense = forced.row(specs[0], None)["bytes_read_per_step"]
-    rows = list(forced.at_bytes(specs, share, 8))
-    found = {row["method"]: row["bytes_read_per_step"] / dense for row in rows}
-    assert rows[0]["method"] == "gate [mine]" and {"streaming_llm", "fast_kvzip"} < found.keys()
-    assert all(abs(each - share) <= 0.1 * share for each in found.values())
-    assert "oracle" not in found, "it reads all keys to choose"
-    with_mine = [row for row in rows if row["method"] == "streaming_llm"]
-    gate = replace(next(spec for spec in specs if spec.name == "gate"), token_budget=rows[0]["budget"])
-    assert with_mine[0]["kl_minus_gate"] == pytest.approx(with_mine[0]["kl"] - forced.row(gate, None)["kl"])
+    shown = forced_table([rows["dense", None], ours, ours | {"kl_minus_gate_95": [math.nan] * 2}])  # of one text
+    with_ends, alone = shown.splitlines()[-2:]
+    assert f"{ours['kl_minus_gate']:+.4f} (" in with_ends and f"{ours['kl_minus_gate']:+.4f} |" in alone
+    assert "nan" not in shown
+    assert forced_plot(list(rows.values()), tmp_path / "kl.png").stat().st_size > 20_000

@@ -435,6 +435,36 @@ def test_exact_ignores_spaces_only():
     assert not graded("exact", r"\boxed{AB}", "ab").correct
 
 
+@pytest.mark.parametrize(
+    ("grader", "completion", "gold", "pred", "correct"),
+    [
+        ("exact", " 77013.", "77013", "77013", True),
+        ("exact", " 77013.\nThe special", "77013", "77013", True),
+        ("exact", " 77013 of them", "77013", "77013 of them", False),
+        ("exact", r"1 \boxed{77013}", "77013", "77013", True),
+        ("exact", r"77013, so \boxed{1}", "77013", "1", False),
+        ("contains", " It is Oslo, I think.", "oslo", "It is Oslo, I think.", True),
+        ("contains", "177013 or 770130", "77013", "177013 or 770130", False),
+        ("contains", "12345 and\n77013.", "77013\n12345", "12345 and\n77013.", True),
+        ("contains", "12345", "77013\n12345", "12345", False),
+        ("contains", "77013? </think> 12345", "77013", "12345", False),
+        ("number", "3 apples, so 1,204.50 in all.", "1204.5", "1204.50", True),
+        ("number", "it is 3-5", "5", "5", True),
+        ("number", "x2 and 7b", "7", None, False),
+        ("number", r"\boxed{12 cm}", "12", "12 cm", True),
+        *((grader, " \n", "7", None, False) for grader in ("exact", "contains", "number")),
+    ],
+)
+def test_answers_without_a_box(grader, completion, gold, pred, correct):
+    found = graded(grader, completion, gold)
+    assert (found.pred, found.correct) == (pred, correct)
+
+
+def test_a_number_must_be_one():
+    with pytest.raises(SeergateError, match="the answer 'seven' must be a number for the grader 'number'"):
+        check_gold("number", "seven")
+
+
 @pytest.mark.parametrize("grader", GRADERS)
 def test_nothing_is_right_where_there_is_no_gold_answer(grader):
     assert not graded(grader, r"\boxed{}", "").correct

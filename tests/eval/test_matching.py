@@ -20,8 +20,8 @@ from seergate.eval.matching import (
     FAR,
     MEASURES,
     Replay,
+    budget_option_of,
     distinct,
-    knob_of,
     match,
     nearest,
     replayed,
@@ -121,7 +121,7 @@ def command(tmp_path):
     """A matched evaluation but for what it compares."""
     model = str(support.save(tmp_path / "model"))
     small = ["--problems", "2", "--variables", "8", "--max-new-tokens", "60", "--out", str(tmp_path / "runs")]
-    return ["eval", "--model", model, *small]
+    return ["eval", "--task", "chain_sum", "--model", model, *small]
 
 
 def test_a_matched_sweep_by_command_goes_on_where_it_was(command, tmp_path, capsys, monkeypatch):
@@ -180,7 +180,7 @@ GIVEN = ["quest:token_budget=56", "gate:threshold=0.01", "h2o:interval=4:token_b
 
 def test_a_budget_that_is_given_with_a_method_is_its_own():
     specs = distinct(grid(["dense", *GIVEN], [64, 128], 8))
-    assert [(spec.label, knob_of(spec)) for spec in specs] == [
+    assert [(spec.label, budget_option_of(spec)) for spec in specs] == [
         ("dense", None),
         ("quest-56", None),
         ("gate-threshold=0.01", None),
@@ -188,7 +188,7 @@ def test_a_budget_that_is_given_with_a_method_is_its_own():
         (f"quest-{EVERYTHING}", "token_budget"),
         ("rpc-ratio=3", None),
     ]
-    assert knob_of(grid(["rpc"], [64], 8)[0]) == "ratio"
+    assert budget_option_of(grid(["rpc"], [64], 8)[0]) == "ratio"
 
 
 def test_what_has_a_budget_of_its_own_is_run_and_matched_to(tmp_path):

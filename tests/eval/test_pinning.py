@@ -65,7 +65,7 @@ def test_what_no_weight_or_problem_shows_is_refused_too(tmp_path, model, tokeniz
 
 def test_the_version_that_mathematics_was_graded_with_may_not_change(tmp_path, monkeypatch):
     path = tmp_path / "mine.jsonl"
-    path.write_text('{"prompt": "a1 1 a2 2", "answer": "3"}\n{"prompt": "a1 1 a2 3", "answer": "4"}\n')
+    path.write_text('{"prompt": "boxed a1 1 a2 2", "answer": "3"}\n{"prompt": "boxed a1 1 a2 3", "answer": "4"}\n')
 
     def run(grader):
         small(tmp_path / grader, task=make_task(str(path), grader=grader), max_new_tokens=4)

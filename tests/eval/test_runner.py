@@ -172,15 +172,15 @@ def test_regrading_tells_what_is_missing(tmp_path):
 def test_a_run_that_was_regraded_says_by_what_and_is_not_continued_otherwise(tmp_path):
     small(tmp_path)
     before = (tmp_path / "config.yaml").read_bytes()
-    regrade(tmp_path, grader="exact", dry_run=True)
+    regrade(tmp_path, grader="letter", dry_run=True)
     assert (tmp_path / "config.yaml").read_bytes() == before
     path = tmp_path / "samples.jsonl"
     path.write_text("".join(path.read_text().splitlines(keepends=True)[:2]))
-    assert regrade(tmp_path, grader="exact").changed == []  # and yet the next sample would be graded otherwise
-    with pytest.raises(SeergateError, match=r"other settings: task\.grader was 'exact' and is 'digit'"):
+    assert regrade(tmp_path, grader="letter").changed == []  # and yet the next sample would be graded otherwise
+    with pytest.raises(SeergateError, match=r"other settings: task\.grader was 'letter' and is 'digit'"):
         small(tmp_path)
     regrade(tmp_path)
-    assert yaml.safe_load((tmp_path / "config.yaml").read_text())["task"]["grader"] == "exact", "its own by now"
+    assert yaml.safe_load((tmp_path / "config.yaml").read_text())["task"]["grader"] == "letter", "its own by now"
     regrade(tmp_path, grader="math")
     assert yaml.safe_load((tmp_path / "config.yaml").read_text())["environment"]["math-verify"]
     regrade(tmp_path, grader="digit")

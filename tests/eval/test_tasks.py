@@ -54,7 +54,7 @@ def test_jsonl(tmp_path):
     path = tmp_path / "mine.jsonl"
     records = [
         {"question": "1+1?", "answer": 2},
-        {"prompt": "Q: 2+2\nA:", "answer": "4", "id": "four"},
+        {"prompt": "Q: 2+2, boxed\nA:", "answer": "4", "id": "four"},
         {"messages": [{"role": "system", "content": "s"}, {"role": "user", "content": "u"}], "answer": "x"},
     ]
     path.write_text("\n".join(map(json.dumps, records)) + "\n\n", encoding="utf-8")
@@ -63,7 +63,7 @@ def test_jsonl(tmp_path):
     assert (task.name, task.grader) == ("mine", "math")
     assert one.gold == "2"
     assert one.messages[0]["content"].endswith("within \\boxed{}.")
-    assert (two.problem_id, two.prompt) == ("four", "Q: 2+2\nA:")
+    assert (two.problem_id, two.prompt) == ("four", "Q: 2+2, boxed\nA:")
     assert len(three.messages) == 2
     assert len(make_task(str(path), problems=2, grader="exact").problems()) == 2
 
@@ -72,23 +72,23 @@ def test_jsonl(tmp_path):
     ("text", "said"),
     [
         (b"{not json}\n", "line 1 is not JSON"),
-        (b'{"prompt": "x", "answer": 1}\n{"prompt": "x"}\n', "line 2 has no 'answer'"),
+        (b'{"prompt": "boxed x", "answer": 1}\n{"prompt": "boxed x"}\n', "line 2 has no 'answer'"),
         (b'{"answer": 1}\n', "none of"),
         (b'{"messages": [], "answer": 1}\n', "must be a list"),
-        (b'{"prompt": "x", "answer": 1, "id": 1}\n{"prompt": "y", "answer": 1, "id": 1}\n', "twice"),
-        (b'{"prompt": "x", "answer": null}\n', "line 1: 'answer' is None; it must be a text or a finite number"),
-        (b'{"prompt": "x", "answer": ["2"]}\n', r"line 1: 'answer' is \['2'\]"),
-        (b'{"prompt": "x", "answer": NaN}\n', "'answer' is nan"),
-        (b'{"prompt": "x", "answer": true}\n', "'answer' is True"),
-        (b'{"prompt": "x", "answer": " "}\n', "line 1: the answer is empty"),
+        (b'{"prompt": "boxed x", "answer": 1, "id": 1}\n{"prompt": "boxed y", "answer": 1, "id": 1}\n', "twice"),
+        (b'{"prompt": "boxed x", "answer": null}\n', "line 1: 'answer' is None; it must be a text or a finite number"),
+        (b'{"prompt": "boxed x", "answer": ["2"]}\n', r"line 1: 'answer' is \['2'\]"),
+        (b'{"prompt": "boxed x", "answer": NaN}\n', "'answer' is nan"),
+        (b'{"prompt": "boxed x", "answer": true}\n', "'answer' is True"),
+        (b'{"prompt": "boxed x", "answer": " "}\n', "line 1: the answer is empty"),
         (b'{"question": null, "answer": 1}\n', "line 1: 'question' is None; it must be a text"),
         (b'{"prompt": 5, "answer": 1}\n', "line 1: 'prompt' is 5"),
         (b'{"messages": [{"role": "user", "content": null}], "answer": 1}\n', "line 1: 'messages' must be a list"),
         (b'{"messages": [{"role": "user", "content": 5}], "answer": 1}\n', "line 1: 'messages' must be a list"),
-        (b'{"prompt": "\\ud800", "answer": 1}\n', "line 1 holds half a surrogate pair"),
-        (b'{"prompt": "x", "answer": ' + b"1" * 5000 + b"}\n", "line 1 is not JSON"),
+        (b'{"prompt": "boxed \\ud800", "answer": 1}\n', "line 1 holds half a surrogate pair"),
+        (b'{"prompt": "boxed x", "answer": ' + b"1" * 5000 + b"}\n", "line 1 is not JSON"),
         (b"", "no problems"),
-        (b'{"prompt": "\xff", "answer": 1}\n', "not UTF-8"),
+        (b'{"prompt": "boxed \xff", "answer": 1}\n', "not UTF-8"),
     ],
 )
 def test_bad_files_are_told(tmp_path, text, said):
@@ -101,21 +101,35 @@ def test_bad_files_are_told(tmp_path, text, said):
 @pytest.mark.parametrize("gold", ["b", "(B)", "B.", 1])
 def test_gold_answers_are_checked_against_the_grader(tmp_path, gold):
     path = tmp_path / "letters.jsonl"
-    path.write_text(json.dumps({"prompt": "x", "answer": "B"}) + "\n" + json.dumps({"prompt": "y", "answer": gold}))
+    path.write_text(
+        json.dumps({"prompt": "boxed x", "answer": "B"}) + "\n" + json.dumps({"prompt": "boxed y", "answer": gold})
+    )
     with pytest.raises(SeergateError, match="letters.jsonl, line 2: the answer .* must be one capital letter"):
         make_task(str(path), grader="letter").problems()
     assert len(make_task(str(path)).problems()) == 2
 
 
+def test_a_box_is_asked_for_where_it_is_graded(tmp_path):
+    path = tmp_path / "mine.jsonl"
+    path.write_text('{"question": "1+1?", "answer": 2}\n{"prompt": "1+1 =", "answer": 2}')
+    for grader in ("exact", "contains", "number"):
+        asked, left = make_task(str(path), grader=grader).problems()
+        assert asked.messages[0]["content"] == "1+1?" and left.prompt == "1+1 ="
+    with pytest.raises(
+        SeergateError, match=r"line 2: the prompt does not ask for \\boxed\{\}, .*: exact, contains, num"
+    ):
+        make_task(str(path)).problems()
+
+
 def test_a_byte_order_mark_is_no_mistake(tmp_path):
     path = tmp_path / "mine.jsonl"
-    path.write_text('{"prompt": "x", "answer": 0.5}', encoding="utf-8-sig")
+    path.write_text('{"prompt": "boxed x", "answer": 0.5}', encoding="utf-8-sig")
     assert make_task(str(path)).problems()[0].gold == "0.5"
 
 
 def test_a_file_called_as_a_task_is_calibrated_as_a_file(tmp_path):
     path = tmp_path / "chain_sum.jsonl"
-    path.write_text('{"prompt": "x", "answer": 1}')
+    path.write_text('{"prompt": "boxed x", "answer": 1}')
     task = make_task(str(path))
     assert other_problems(task) == (task, None)
     assert other_problems(make_task("chain_sum"))[0].options["seed"] != 0

@@ -129,15 +129,16 @@ class ReferenceRow:
     def _pick(self, scores: list[float], current: int) -> set[int]:
         rule = self.rule
         forced = {current, *range(min(rule.sink_blocks, current))}
-        ranked = sorted(range(current), key=lambda block: (-scores[block], block))
+        ranked = sorted(set(range(current)) - forced, key=lambda block: (-scores[block], block))
         if rule.token_budget is not None:
             free = rule.token_budget // rule.block_size - len(forced)
-            return forced | set([block for block in ranked if block not in forced][: max(0, free)])
-        if not scores:
+            return forced | set(ranked[: max(0, free)])
+        if not ranked:
             return forced
-        shares = torch.tensor(scores, dtype=torch.float64).softmax(-1).tolist()
+        found = torch.tensor([scores[block] for block in ranked], dtype=torch.float64).softmax(-1).tolist()
+        shares = dict(zip(ranked, found, strict=True))
         if rule.threshold is not None:
-            return forced | {block for block in range(current) if shares[block] > rule.threshold}
+            return forced | {block for block in ranked if shares[block] > rule.threshold}
         total, taken = 0.0, set()
         for block in ranked:
             if total >= rule.top_p:

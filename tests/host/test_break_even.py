@@ -42,7 +42,7 @@ def test_steps_are_timed_from_the_budget_to_the_longest_context(family):
 
 
 def test_where_no_layer_selects_there_is_nothing_to_time(model):
-    assert layer_times(model, methods.Oracle(token_budget=64, dense_layers=(0, 1))) == []
+    assert layer_times(model, methods.Oracle(token_budget=128, dense_layers=(0, 1))) == []
 
 
 def test_the_command_prints_a_number_that_dense_below_takes(model, capsys):

@@ -219,7 +219,7 @@ def test_detaching_leaves_no_trace():
         name: len(module._forward_hooks) + len(module._forward_pre_hooks) for name, module in model.named_modules()
     }
     plain = model.generate(input_ids=prompt(20), max_new_tokens=10)
-    handle = seergate.attach(model, gates(model), token_budget=BLOCK)
+    handle = seergate.attach(model, gates(model), token_budget=2 * BLOCK)
     assert not torch.equal(model.generate(input_ids=prompt(60), max_new_tokens=10)[:, 60:], plain[:, 20:])
     handle.detach()
     handle.detach()
@@ -232,10 +232,10 @@ def test_detaching_leaves_no_trace():
 
 def test_gated_and_plain_models_live_side_by_side():
     one, two, plain = tiny_model("qwen3", seed=1), tiny_model("qwen3", seed=2), tiny_model("qwen3", seed=1)
-    inputs = {"input_ids": prompt(40)}
-    alone = [tokens(model, methods.Oracle(token_budget=BLOCK, block_size=BLOCK), inputs)[0] for model in (one, two)]
+    inputs, oracle = {"input_ids": prompt(40)}, {"token_budget": 2 * BLOCK, "block_size": BLOCK}
+    alone = [tokens(model, methods.Oracle(**oracle), inputs)[0] for model in (one, two)]
     expected = plain.generate(**inputs, max_new_tokens=20)[:, 40:]
-    handles = [seergate.attach(model, "oracle", token_budget=BLOCK, block_size=BLOCK) for model in (one, two)]
+    handles = [seergate.attach(model, "oracle", **oracle) for model in (one, two)]
     assert torch.equal(one.generate(**inputs, max_new_tokens=20)[:, 40:], alone[0])
     assert torch.equal(plain.generate(**inputs, max_new_tokens=20)[:, 40:], expected)
     assert torch.equal(two.generate(**inputs, max_new_tokens=20)[:, 40:], alone[1])
@@ -305,7 +305,7 @@ def test_evicting_methods_hold_little(model):
     with seergate.attached(model, "streaming_llm", token_budget=20, interval=8) as handle:
         cache = DynamicCache()
         model.generate(input_ids=prompt(300), max_new_tokens=200, past_key_values=cache)
-        assert max(cache.layers[0].rows.held) <= 28
+        assert max(cache.layers[0].rows.resident) <= 28
         assert cache.layers[0].keys.shape[2] == 28, "the prompt's room is given back"
         assert handle.stats()["density"] < 0.08
         with pytest.raises(SeergateError, match="takes a prompt in one piece"):
@@ -319,13 +319,13 @@ def test_a_cache_that_the_method_has_not_seen_is_refused(model, evil):
     cache = DynamicCache()
     if evil == "plain first":
         model(input_ids=prompt(9), past_key_values=cache)
-    with seergate.attached(model, "quest", token_budget=BLOCK, block_size=BLOCK, dense_layers=()):
+    with seergate.attached(model, "quest", token_budget=2 * BLOCK, block_size=BLOCK, dense_layers=()):
         if evil != "plain first":
             model(input_ids=prompt(9), past_key_values=cache)
     if evil == "plain between":
         model(input_ids=prompt(1), past_key_values=cache)
     name = "oracle" if evil == "other method" else "quest"
-    method = methods.make_method(name, token_budget=BLOCK, block_size=BLOCK)
+    method = methods.make_method(name, token_budget=2 * BLOCK, block_size=BLOCK)
     if evil == "other batch":
         method = methods.Dense()
         cache = DynamicCache()
@@ -346,7 +346,7 @@ def test_bad_requests():
         (lambda: seergate.attach(model, "gate", token_budget=64), "needs gates"),
         (lambda: seergate.attach(model, "quest", budget=64), "no option 'budget'"),
         (lambda: seergate.attach(model, bank, budget=64), "no decode option 'budget'"),
-        (lambda: seergate.attach(model, bank, token_budget=BLOCK - 1), "token_budget is 7.*at least 8"),
+        (lambda: seergate.attach(model, bank, token_budget=2 * BLOCK - 1), "token_budget is 15.*at least 16"),
         (lambda: seergate.attach(model, bank, threshold=1.0), "threshold is 1.0.*between 0 and 1"),
         (lambda: seergate.attach(model, bank, token_budget=64, top_p=0.9), "token_budget and top_p are both given"),
         (lambda: seergate.attach(model, 3), "the method is 3;"),

@@ -9,7 +9,7 @@ import torch
 
 import seergate
 from seergate import GateBank, GateConfig, SeergateError
-from seergate.hf.call import Tap
+from seergate.hf.call import QKHook
 from seergate.models import families
 from seergate.models.rope import modeling_module
 from tests.models import FAMILIES, prompt, tiny_model
@@ -62,18 +62,18 @@ def test_taps_of_layers_that_do_not_rotate_are_what_attention_gets(family):
     model = tiny_model(family, attn_implementation="eager")
     layer, attention = families.full_attention_modules(model)[0]
     assert families.rope_kind(model.config, attention) == "none"
-    tap = Tap(model, attention)
+    qk_hook = QKHook(model, attention)
     ids = prompt(model.config.num_attention_heads)
     expected_q, expected_k = attention_inputs(model, attention, ids)
-    q, k = tap.take()
-    tap.remove()
+    q, k = qk_hook.take()
+    qk_hook.remove()
     assert torch.equal(q, expected_q) and torch.equal(k, expected_k)
     rotated = model.get_decoder().layers[0].self_attn
     assert layer == 1 and families.rope_kind(model.config, rotated) == "plain"
-    tap = Tap(model, rotated)
+    qk_hook = QKHook(model, rotated)
     after_q, after_k = attention_inputs(model, rotated, ids)
-    q, k = tap.take()
-    tap.remove()
+    q, k = qk_hook.take()
+    qk_hook.remove()
     assert not torch.equal(q, after_q) and not torch.equal(k, after_k), "the others do rotate: the test can tell"
 
 
@@ -81,13 +81,13 @@ def test_taps_of_layers_that_do_not_rotate_are_what_attention_gets(family):
 def test_taps_are_the_rope_inputs(family):
     model = tiny_model(family)
     _, attention = families.full_attention_modules(model)[0]
-    tap = Tap(model, attention)
+    qk_hook = QKHook(model, attention)
     # as many tokens as heads: a layout guessed from sizes would pass anything else and fail here
     ids = prompt(model.config.get_text_config().num_attention_heads)
     calls = rope_inputs(model, attention, ids)
     # of the last gated layer's call only this layer's is ours: run it alone by its order among the rotating layers
-    q, k = tap.take()
-    tap.remove()
+    q, k = qk_hook.take()
+    qk_hook.remove()
     if family == "gemma4_text":  # rotates q and k in separate calls, tokens first
         rotated = [call[0].transpose(1, 2) for call in calls]
         assert any(torch.equal(q, x) for x in rotated if x.shape == q.shape)
@@ -152,7 +152,7 @@ def test_a_tensor_parallel_model_is_refused(model):
             with pytest.raises(SeergateError, match="split over 2 devices") if refused else nullcontext():
                 attempt()
     with pytest.raises(SeergateError, match="load it without tp_plan"):
-        seergate.attach(model, bank, token_budget=64)
+        seergate.attach(model, bank, token_budget=128)
     assert not hasattr(model, "_seergate_handle")
 
 

@@ -6,7 +6,7 @@ import warnings
 
 import pytest
 import torch
-from transformers import AutoTokenizer, pipeline
+from transformers import AutoTokenizer, DynamicCache, pipeline
 
 import seergate
 from seergate.paths import shipped
@@ -72,7 +72,7 @@ def test_a_pipeline_says_what_generate_says(speaker, tokenizer):
     plain = piped()
     with seergate.attached(model, bank, token_budget=EVERYTHING):
         assert piped() == plain
-    with seergate.attached(model, bank, token_budget=BLOCK):
+    with seergate.attached(model, bank, token_budget=2 * BLOCK):
         little = piped()
         inputs = tokenizer(question, return_tensors="pt")
         said = model.generate(**inputs, max_new_tokens=8)[0, inputs["input_ids"].shape[1] :]
@@ -83,7 +83,7 @@ def test_without_a_cache_the_method_has_no_effect_and_that_is_said(speaker):
     model, bank = speaker
     options = {"input_ids": prompt(30), "max_new_tokens": 6}
     plain = model.generate(**options)
-    with seergate.attached(model, bank, token_budget=BLOCK) as handle:
+    with seergate.attached(model, bank, token_budget=2 * BLOCK) as handle:
         with pytest.warns(UserWarning, match="use_cache=False, so the attached method has nothing to choose from"):
             assert torch.equal(model.generate(**options, use_cache=False), plain)
         assert handle.stats()["steps"] == 0
@@ -99,3 +99,28 @@ def test_without_a_cache_the_method_has_no_effect_and_that_is_said(speaker):
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         model.generate(**options, use_cache=False)  # the plain model has nothing to say
+
+
+def test_a_prompt_beyond_the_positions_is_told_before_it_is_read():
+    model = tiny_model("qwen3", max_position_embeddings=40)
+    seen = []
+    model.model.register_forward_pre_hook(lambda *_: seen.append(len(caught)))
+    with (
+        seergate.attached(model, "quest", token_budget=16, block_size=8),
+        warnings.catch_warnings(record=True) as caught,
+    ):
+        warnings.simplefilter("always")
+        model.generate(prompt(40), max_new_tokens=2)
+        assert not caught
+        model.generate(prompt(41), max_new_tokens=2)
+    assert str(caught[0].message).startswith("the prompt has 41 tokens and the model 40 positions; ")
+    assert seen == [0, 0, 1, 1]
+
+
+def test_an_offloaded_cache_of_transformers_is_refused_with_the_one_there_is():
+    model = tiny_model("qwen3")
+    with (
+        seergate.attached(model, "quest", token_budget=16, block_size=8),
+        pytest.raises(seergate.SeergateError, match=r"attach with storage=seergate\.Offload"),
+    ):
+        model(input_ids=prompt(20), past_key_values=DynamicCache(config=model.config, offloading=True))

@@ -34,7 +34,7 @@ def test_short_rows_read_everything_worked_out_by_hand():
 def test_dense_below_a_length(model, name):
     """A row's own length decides: same tokens alone and beside longer rows, and the dense model's below the limit."""
     rows = [prompt(length, seed) for seed, length in enumerate((20, 44, 60))]
-    method = selector(model, name, BLOCK, dense_below=50)
+    method = selector(model, name, 2 * BLOCK, dense_below=50)
     together, logits = tokens(model, method, left_padded(rows), new=16)
     for i, row in enumerate(rows):
         alone, alone_logits = tokens(model, method, {"input_ids": row}, new=16)

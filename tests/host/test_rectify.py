@@ -136,7 +136,7 @@ def test_rows_that_come_later_are_rectified_in_their_own_time(model, name):
         assert handle.stats()["rectification"]["passes"] > 6
     for row, (texts, cache) in enumerate(expected):
         assert said[row] == texts[: len(said[row])], row
-        tokens = min(cache.layers[0].rows.held[0], batch.cache.layers[0].rows.held[row])
+        tokens = min(cache.layers[0].rows.resident[0], batch.cache.layers[0].rows.resident[row])
         same_tokens(batch.cache, cache, tokens - tokens % EVERY - EVERY, row)
 
 
@@ -204,8 +204,10 @@ def test_a_rectification_that_fails_leaves_the_cache_as_it_was(family, lengths):
         for layer in copy.deepcopy(cache).layers:
             if isinstance(layer, GatedLayer):
                 rows = layer.rows
-                found += [rows.held, rows.seen, rows.slots, rows.lengths, layer.state.rows]
-                found += [x[row, :, :held] for x in (layer.keys, layer.values) for row, held in enumerate(rows.held)]
+                found += [rows.resident, rows.total, rows.slots, rows.lengths, layer.state.rows]
+                found += [
+                    x[row, :, :held] for x in (layer.keys, layer.values) for row, held in enumerate(rows.resident)
+                ]
             else:
                 found += [layer.keys, layer.values, layer.get_seq_length()]
         return found
@@ -238,10 +240,10 @@ def test_a_cache_narrowed_to_some_rows(model):
         layer = cache.layers[0]
         before = layer.keys.clone()
         with only_rows(cache, [2, 0]):
-            assert layer.rows.held == [25, 30]
+            assert layer.rows.resident == [25, 30]
             layer.keys[0, :, 3] = 7.0
             layer.state.rows["high"][1, :, 0] = 9.0
-        assert layer.rows.held == [30, 20, 25]
+        assert layer.rows.resident == [30, 20, 25]
         assert (layer.keys[2, :, 3] == 7).all() and (layer.state.rows["high"][0, :, 0] == 9).all()
         before[2, :, 3] = 7.0
         assert torch.equal(layer.keys, before)

@@ -7,7 +7,7 @@ from transformers import DynamicCache
 
 import seergate
 from seergate import GateBank, GateConfig
-from seergate.cache.call import PROMPT, Call
+from seergate.cache.call import PROMPT, ForwardContext
 from seergate.decode.step import make_step
 from tests.models import prompt, tiny_model
 
@@ -25,9 +25,9 @@ def test_compressed_keys_and_pooling_state_take_less_than_a_percent_of_keys_and_
             layer = binding.cache_layer(cache)
             queries, keys, values = torch.randn(3, 1, 1, TOKENS, 128, dtype=torch.bfloat16)
             queries = queries.expand(-1, 4, -1, -1)
-            layer.call = call = Call(PROMPT, lambda queries=queries, keys=keys: (queries, keys))
+            layer.context = context = ForwardContext(PROMPT, lambda queries=queries, keys=keys: (queries, keys))
             layer.update(keys, values)
-            layer.state.append(make_step(layer, call, queries, {}))
+            layer.state.append(make_step(layer, context, queries, {}))
         model(input_ids=prompt(1), past_key_values=cache)
         stats = handle.stats()
     held = sum(layer.keys.nbytes + layer.values.nbytes for layer in cache.layers)

@@ -13,7 +13,7 @@ from transformers import CompileConfig, DynamicCache, StaticCache
 import seergate
 from seergate import methods
 from seergate.cache.static import FixedLayer, FixedRows
-from seergate.cache.storage import Growing
+from seergate.cache.storage import DynamicStorage
 from seergate.errors import SeergateError
 from seergate.methods.base import FixedStep, LayerSpec
 from seergate.ops import backend
@@ -75,8 +75,10 @@ def test_steps_of_fixed_shapes_are_ordinary_steps(family):
 
 def test_single_tokens_are_really_decoded_in_fixed_steps(model, monkeypatch):
     seen = []
-    original = Growing.attend
-    monkeypatch.setattr(Growing, "attend", lambda own, step, *to: seen.append(type(step)) or original(own, step, *to))
+    original = DynamicStorage.attend
+    monkeypatch.setattr(
+        DynamicStorage, "attend", lambda own, step, *to: seen.append(type(step)) or original(own, step, *to)
+    )
     with seergate.attached(model, gates(model), token_budget=2 * BLOCK) as handle:
         for _ in range(2):
             model.generate(input_ids=prompt(30), max_new_tokens=5, cache_implementation="static")
@@ -154,7 +156,7 @@ def test_what_a_step_launches_on_a_gpu(model, monkeypatch):
         state.append(step)
         selection = method.select(state, step)
         stats.record_fixed(0, step, selection)
-        Growing.attend(None, step, selection, BLOCK)
+        DynamicStorage.attend(None, step, selection, BLOCK)
 
     with torch.no_grad(), Launches() as others:
         kernels = [launch.kernel.__name__ for launch in ahead_of_time.launches(decode, H200)]

@@ -64,7 +64,7 @@ def test_what_is_read_without_a_choice(model, tmp_path):
     """Dense layers, covering budgets and evicting methods read what they hold."""
     path = tmp_path / "trace.parquet"
     bank = gates(model)
-    with seergate.attached(model, bank, token_budget=BLOCK, dense_layers=(0,)) as handle, handle.traced(path):
+    with seergate.attached(model, bank, token_budget=2 * BLOCK, dense_layers=(0,)) as handle, handle.traced(path):
         model.generate(input_ids=prompt(30), max_new_tokens=4)
     lines = lines_of(path)
     assert {line["blocks"] is None for line in lines if line["layer"] == 0} == {True}
@@ -80,7 +80,7 @@ def test_what_is_read_without_a_choice(model, tmp_path):
 
 def test_only_some_steps_and_only_while_it_lasts(model, tmp_path):
     path = tmp_path / "trace.parquet"
-    with seergate.attached(model, "oracle", token_budget=BLOCK, block_size=BLOCK) as handle:
+    with seergate.attached(model, "oracle", token_budget=2 * BLOCK, block_size=BLOCK) as handle:
         with handle.traced(path, every=3):
             model.generate(input_ids=prompt(30), max_new_tokens=9)
             with pytest.raises(SeergateError, match="a trace already"), handle.traced(tmp_path / "other"):

@@ -310,7 +310,13 @@ def test_a_run_is_not_prepared_without_weights(hub, tmp_path):
     byte_tokenizer(PLAIN).save_pretrained(tmp_path / "model")
     files = [file for file in (tmp_path / "model").iterdir() if file.suffix != ".safetensors"]
     hub.hold("org/weightless", {file.name: File(file.read_bytes()) for file in files})
-    options = {"data": "chain_sum", "data_limit": 2, "chain_sum_variables": (5, 5), "max_length": 128}
+    options = {
+        "recipe": "paper",
+        "data": "chain_sum",
+        "data_limit": 2,
+        "chain_sum_variables": (5, 5),
+        "max_length": 128,
+    }
     places = {"output_dir": str(tmp_path / "run"), "token_cache": str(tmp_path / "tokens")}
     config = load_train_config("org/weightless", options | places | {"block_size": 8, "gate_dim": 16})
     with pytest.raises(

@@ -52,7 +52,7 @@ def against_simulation(name, group, steps, lengths=PROMPTS, **options):
         torch.testing.assert_close(found[row], expected, rtol=1e-4, atol=1e-4)
         for index, past in simulation.layers.items():
             layer = cache.layers[index]
-            assert past.alive.sum(1).tolist() == [layer.rows.held[row]] * len(past.alive)
+            assert past.alive.sum(1).tolist() == [layer.rows.resident[row]] * len(past.alive)
             for head, alive in enumerate(past.alive):
                 kept = torch.from_numpy(stored(past, head) if stored else past.keys[alive, head])
                 torch.testing.assert_close(layer.keys[row, head, : len(kept)], kept, rtol=1e-5, atol=1e-5)
@@ -80,15 +80,15 @@ def test_against_a_simulation_for_500_steps(name):
 
 @pytest.fixture
 def steps_seen(monkeypatch):
-    """Every step that reaches `keep`, right after its attention and before anything leaves: (state, step)."""
+    """Every step that reaches `select_kept`, right after its attention and before anything leaves: (state, step)."""
     seen = []
     for kind in {BudgetedState, RaaSState, RPCState, KV4BitState, StreamingState}:
 
-        def spied(self, step, keep=kind.keep):
+        def spied(self, step, select_kept=kind.select_kept):
             seen.append((self, step))
-            return keep(self, step)
+            return select_kept(self, step)
 
-        monkeypatch.setattr(kind, "keep", spied)
+        monkeypatch.setattr(kind, "select_kept", spied)
     return seen
 
 
@@ -103,7 +103,7 @@ def test_a_budget_for_everything_is_the_plain_model(name, group):
         for _ in range(2):
             found, cache, _ = forced_run(model, method, rows, forced)
             torch.testing.assert_close(found, plain, rtol=2e-4, atol=2e-4)
-        assert cache.layers[0].rows.held == [row.shape[1] + 30 for row in rows]
+        assert cache.layers[0].rows.resident == [row.shape[1] + 30 for row in rows]
 
 
 def places_in_order(kept, came):
@@ -140,7 +140,7 @@ def test_what_is_resident(name, group, steps_seen):
                 assert start + count <= evictor.bound(PROMPTS[row], decoded)
     for (index, row), keys in came.items():
         layer, keys = cache.layers[index], torch.stack(keys, 1)
-        length = layer.rows.held[row]
+        length = layer.rows.resident[row]
         assert length < len(keys[0]), "something must have been evicted"
         for head in range(len(keys)):
             places = places_in_order(layer.keys[row, head, :length], keys[head])
@@ -164,7 +164,7 @@ def test_a_row_is_the_same_alone_and_in_a_batch(name, group):
             alone = model.generate(input_ids=row, max_new_tokens=40, past_key_values=own)
             assert torch.equal(alone[0, row.shape[1] :], together[i, max(PROMPTS) :])
             for layer, together_layer in zip(own.layers, cache.layers, strict=True):
-                assert layer.rows.held == [together_layer.rows.held[i]], "of its own accord"
+                assert layer.rows.resident == [together_layer.rows.resident[i]], "of its own accord"
 
 
 @pytest.mark.parametrize(("name", "length"), spread([1, 2, 5, 24, 25, 31, 100]))
@@ -320,4 +320,4 @@ def test_a_decoded_token_that_is_masked_is_refused():
                     model(**step)
             else:
                 model(**step)
-                assert cache.layers[0].rows.held == [21, 13]
+                assert cache.layers[0].rows.resident == [21, 13]

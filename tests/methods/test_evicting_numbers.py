@@ -61,11 +61,11 @@ def test_h2o_by_hand():
     state, last = prompted(methods.H2O(token_budget=3, recent_tokens=2), q, keys)
     torch.testing.assert_close(state.rows["mass"][0, 0, :4], torch.tensor([1.9, 1.2, 0.5, 0.4]))
     assert state.rows["mass"].sum().item() == pytest.approx(4)
-    assert state.keep(last).index.tolist() == [[[0, 2, 3]]]
+    assert state.select_kept(last).index.tolist() == [[[0, 2, 3]]]
     state, last = prompted(methods.H2O(token_budget=2, recent_tokens=2), q, keys)
-    assert state.keep(last).index.tolist() == [[[2, 3]]], "without heavy hitters it is a sliding window"
+    assert state.select_kept(last).index.tolist() == [[[2, 3]]], "without heavy hitters it is a sliding window"
     state, last = prompted(methods.H2O(token_budget=3, recent_tokens=1, normalise="mean"), q, keys)
-    assert state.keep(last).index.tolist() == [[[0, 1, 3]]], "means .475, .4, .25"
+    assert state.select_kept(last).index.tolist() == [[[0, 1, 3]]], "means .475, .4, .25"
 
 
 def test_tova_by_hand():
@@ -73,11 +73,11 @@ def test_tova_by_hand():
     q, keys = logits_for([[[0.5, 0.1, 0.1, 0.3]], [[0.1, 0.2, 0.6, 0.1]]])
     for protect in (True, False):
         state, last = prompted(methods.TOVA(token_budget=3, protect_current=protect), q, keys)
-        assert state.keep(last).index.tolist() == [[[0, 2, 3]]]
+        assert state.select_kept(last).index.tolist() == [[[0, 2, 3]]]
     weakest = logits_for([[[0.5, 0.2, 0.2, 0.1]]])
     for protect, kept in ((True, [0, 2, 3]), (False, [0, 1, 2])):
         state, last = prompted(methods.TOVA(token_budget=3, protect_current=protect), *weakest)
-        assert state.keep(last).index.tolist() == [[kept]], "in the paper the current token may go at once"
+        assert state.select_kept(last).index.tolist() == [[kept]], "in the paper the current token may go at once"
 
 
 @pytest.mark.parametrize(
@@ -90,7 +90,7 @@ def test_tova_by_hand():
 )
 def test_of_equal_tokens_the_oldest_leaves(method):
     state, last = prompted(method, torch.zeros(1, 4, 5, 8), torch.ones(1, 2, 5, 8))
-    assert state.keep(last).index.tolist() == [[[2, 3, 4]] * 2]
+    assert state.select_kept(last).index.tolist() == [[[2, 3, 4]] * 2]
 
 
 # -------------------------------------------------------------------------------------------------------- LazyEviction
@@ -160,7 +160,7 @@ def test_rpc_sizes_by_hand(scope):
         model(input_ids=prompt(5), past_key_values=cache)
         for t in range(1, 27):
             model(input_ids=prompt(1, t), past_key_values=cache)
-            sizes[t] = cache.layers[0].rows.held[0]
+            sizes[t] = cache.layers[0].rows.resident[0]
     assert [sizes[t] for t in (9, 10, 17, 18, 25, 26)] == [14, 9, 16, 11, 18, 13]
 
 
@@ -183,7 +183,7 @@ def test_raas_by_hand():
             state.prompts, state.decoded = [0], [1]
         attention(state, last)
         stamps.append(state.rows["used"][0, 0, : t + 1].tolist())
-        evictions.append(state.keep(last))
+        evictions.append(state.select_kept(last))
     assert stamps == [[1], [2, 2], [2, 2, 3], [4, 2, 3, 4]]
     assert evictions[:3] == [None] * 3 and evictions[3].index.tolist() == [[[0, 2, 3]]]
 
@@ -199,7 +199,7 @@ def test_how_many_pages_raas_stamps(share, monkeypatch):
     """At each step max(1, floor(r pages)) of the pages, the ones with the highest bounds, and the open one get the
     step's number; no page's stamp falls.
     """
-    plain, checked = RaaSState.watch, 0
+    plain, checked = RaaSState.observe_attention, 0
 
     def spied(self, step, p_BKGT):
         nonlocal checked
@@ -213,7 +213,7 @@ def test_how_many_pages_raas_stamps(share, monkeypatch):
         assert (used >= before[:, :, :pages]).all()
         checked += 1
 
-    monkeypatch.setattr(RaaSState, "watch", spied)
+    monkeypatch.setattr(RaaSState, "observe_attention", spied)
     with seergate.attached(
         model_of(4), methods.RaaS(token_budget=16, block_size=4, prompt="extra", share=share)
     ) as handle:
@@ -252,7 +252,7 @@ def test_the_largest_random_numbers_stay(monkeypatch):
     monkeypatch.setattr(controls, "random_numbers", lambda index_KT, *of: drawn.expand(index_KT.shape))
     method = methods.RandomEvict(token_budget=2, interval=1, prompt="evictable")
     state, last = prompted(method, torch.zeros(1, 1, 1, 4), torch.ones(1, 1, 4, 4))
-    assert state.keep(last).index.tolist() == [[[1, 3]]]
+    assert state.select_kept(last).index.tolist() == [[[1, 3]]]
 
 
 @pytest.mark.parametrize("law", ["redraw", "reservoir"])
@@ -285,7 +285,7 @@ def test_a_reservoir_is_even_over_the_past_and_redrawing_is_not():
             with seergate.attached(model, "random_evict", token_budget=72, interval=8, law=law, seed=seed):
                 model.generate(input_ids=prompt(8), max_new_tokens=401, past_key_values=cache)
             layer = cache.layers[0]
-            places.append(layer.state.rows["index"][0, :, 8 : layer.rows.held[0] - 8].float().mean().item())
+            places.append(layer.state.rows["index"][0, :, 8 : layer.rows.resident[0] - 8].float().mean().item())
         middle[law] = sum(places) / 4
     assert middle["reservoir"] == pytest.approx(204, abs=30)
     assert middle["redraw"] > 300

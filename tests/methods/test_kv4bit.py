@@ -9,7 +9,7 @@ import torch
 import seergate
 from seergate import SeergateError, methods
 from seergate.cache.layer import GatedLayer
-from seergate.methods.evicting import Attended
+from seergate.methods.evicting import AttentionOutput
 from seergate.methods.h2o import H2OState
 from seergate.methods.kv4bit import packed_pairs, rounded, unpacked, widened
 from tests.methods import naive_views
@@ -170,7 +170,7 @@ def test_the_gate_never_drops_an_attention_of_the_evictors_own():
 
     class NewestState(H2OState):
         def attend(self, step):
-            return Attended(torch.zeros_like(step.q_BHSD[:, :, 0]), [1.0] * len(step.ends))
+            return AttentionOutput(torch.zeros_like(step.q_BHSD[:, :, 0]), [1.0] * len(step.ends))
 
     model, gate = model_of(4), methods.Gate(bank=naive_views.gate_for(model_of(4)), token_budget=16)
     with (

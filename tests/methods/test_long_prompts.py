@@ -48,10 +48,10 @@ def residents(model, method, length, steps):
     cache, found = DynamicCache(), []
     with seergate.attached(model, method), torch.inference_mode():
         model(input_ids=prompt(length), past_key_values=cache)
-        found.append(cache.layers[0].rows.held[0])
+        found.append(cache.layers[0].rows.resident[0])
         for step in range(steps):
             model(input_ids=prompt(1, step), past_key_values=cache)
-            found.append(cache.layers[0].rows.held[0])
+            found.append(cache.layers[0].rows.resident[0])
     return found
 
 

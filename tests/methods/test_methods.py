@@ -80,11 +80,11 @@ def test_quest_group_reduction():
     keys, q = torch.randn(1, 1, 16, 4), torch.randn(1, 3, 4)
     bounds = []
     for i in range(3):
-        state, last = fed(methods.Quest(token_budget=8, block_size=8), q[:, i : i + 1], keys, [16])
+        state, last = fed(methods.Quest(token_budget=16, block_size=8), q[:, i : i + 1], keys, [16])
         bounds.append(state.scores(last))
     bounds = torch.stack(bounds)
     for reduction, expected in (("max", bounds.amax(0)), ("mean", bounds.mean(0))):
-        state, last = fed(methods.Quest(token_budget=8, block_size=8, group_reduction=reduction), q, keys, [16])
+        state, last = fed(methods.Quest(token_budget=16, block_size=8, group_reduction=reduction), q, keys, [16])
         torch.testing.assert_close(state.scores(last), expected)
 
 
@@ -217,11 +217,21 @@ def test_refusals():
     bank = GateBank.for_model(tiny_model("qwen3"), GateConfig(8, 16))
     for attempt, message in (
         (lambda: methods.Quest(token_budget=15, block_size=16), "token_budget is 15; with block_size 16"),
+        (
+            lambda: methods.Quest(token_budget=31, block_size=16),
+            "token_budget is 31; .* at least 32, as one",
+        ),
         (lambda: methods.Quest(block_size=0), "block_size is 0"),
         (lambda: methods.Oracle(threshold=0.0), "threshold is 0.0"),
-        (lambda: methods.Oracle(token_budget=64, sink_blocks=1), "1 sink blocks it must be at least 128"),
+        (lambda: methods.Oracle(token_budget=64, sink_blocks=1), "1 sink blocks it must be at least 192"),
+        (lambda: methods.Gate(bank=bank, token_budget=15), "token_budget is 15; with block_size 8 .* at least 16"),
         (lambda: methods.StreamingLLM(token_budget=4), "token_budget is 4; it must be greater than sink_tokens"),
         (lambda: methods.make_method("snap_kv"), "there is no method 'snap_kv'"),
+        (lambda: seergate.attach(tiny_model("qwen3"), "my-gates"), "'my-gates'; .*; gates are named by a directory"),
+        (
+            lambda: seergate.attach(tiny_model("qwen3"), bank, block_size=16),
+            "gates have the block size that",
+        ),
         (lambda: methods.Gate(bank=None), "bank is a NoneType; it must be a GateBank"),
         (lambda: methods.Gate(bank=bank, block_size=64), "block_size is 64.*blocks of 8"),
         (lambda: DecodeConfig(dense_layers=3), "dense_layers is 3"),

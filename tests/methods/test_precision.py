@@ -32,12 +32,12 @@ def evicting(method, q_BHSD, k_BKSD, prompt, rotary=None):
         state.append(step)
         if last - first == 1:
             attention(state, step)
-        eviction = state.keep(step)
+        eviction = state.select_kept(step)
         if eviction is not None:
             index_KT = eviction.index[0, :, : eviction.lengths[0]]
             tokens_KT = tokens_KT.gather(1, index_KT)
             keys = keys.gather(2, index_KT[None, ..., None].expand(-1, -1, -1, width))
-            state.moved(eviction, keys.shape[2])
+            state.on_evict(eviction, keys.shape[2])
             left.append(tokens_KT)
     return state, left
 

@@ -102,7 +102,7 @@ class Mine(methods.Oracle):
 @pytest.mark.usefixtures("known")
 def test_registering():
     assert methods.register(Mine) is Mine and methods.register(Mine) is Mine
-    assert methods.make_method("mine", token_budget=64) == Mine(token_budget=64)
+    assert methods.make_method("mine", token_budget=128) == Mine(token_budget=128)
 
     class Other(methods.Quest):
         name = "mine"

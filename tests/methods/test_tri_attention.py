@@ -127,7 +127,7 @@ def test_where_the_positions_begin_does_not_matter():
                 positions = begin + torch.arange(seen, seen + part.shape[1])[None]
                 model(input_ids=part, position_ids=positions, past_key_values=cache)
         layer = cache.layers[0]
-        kept.append(layer.values[0, :, : layer.rows.held[0]])  # the first layer's values know no position
+        kept.append(layer.values[0, :, : layer.rows.resident[0]])  # the first layer's values know no position
     assert torch.equal(*kept)
 
 

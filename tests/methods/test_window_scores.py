@@ -42,10 +42,12 @@ def test_a_window_of_everything_keeps_everything(method):
     for length in (1, 7, 8):
         keys, q = torch.randn(1, 2, length, 6), torch.randn(1, 4, length, 6)
         state, last = prompted(method(token_budget=8, window=8, interval=1), q, keys)
-        assert state.keep(last) is None
+        assert state.select_kept(last) is None
     keys, q = torch.randn(1, 2, 9, 6), torch.randn(1, 4, 9, 6)
     state, last = prompted(method(token_budget=8, window=8, interval=1), q, keys)
-    assert state.keep(last).index.tolist() == [[list(range(1, 9))] * 2], "the first that is too many is the oldest"
+    assert state.select_kept(last).index.tolist() == [[list(range(1, 9))] * 2], (
+        "the first that is too many is the oldest"
+    )
 
 
 def test_redundancy_by_hand():

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 from contextlib import contextmanager
 
 import pytest
@@ -32,9 +31,12 @@ def test_cuda_tensors_go_to_triton_where_it_is_installed(monkeypatch):
 
 
 @pytest.mark.parametrize("op", backend.FILES)
-def test_every_op_has_a_triton_kernel(op):
+def test_every_op_runs_on_a_gpu(op, monkeypatch):
+    """By a kernel, or in torch where it is said to have none."""
     pytest.importorskip("triton")
-    assert callable(getattr(importlib.import_module(f"seergate.ops.triton_impl.{backend.FILES[op]}"), op))
+    monkeypatch.setattr(backend, "choose", lambda device: "triton")
+    module = "torch" if op in backend.WITHOUT_KERNEL else "triton"
+    assert backend.implementation(op, CPU).__module__ == f"seergate.ops.{module}_impl.{backend.FILES[op]}"
 
 
 def test_a_call_asks_neither_for_packages_nor_for_the_gpu(monkeypatch):

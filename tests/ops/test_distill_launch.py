@@ -136,3 +136,17 @@ def test_kernels_and_host_agree_on_the_table():
 def test_borders_that_nobody_could_check_before_are_checked():
     with pytest.raises(ValueError, match=r"cu_seqlens is \[0, 5, 3\]; it must start at 0"):
         packs.segments(torch.tensor([0, 5, 3], dtype=torch.int32), 3)
+
+
+def test_a_pack_is_cut_up_once_for_all_layers(monkeypatch):
+    from seergate.ops.triton_impl import gate_kl
+
+    calls, real = [], packs.row_tiles
+    monkeypatch.setattr(packs, "row_tiles", lambda *args: calls.append(args) or real(*args))
+    gate_kl.cut_up.cache_clear()
+    rest = (16, 0.5, 2, "row_mean", (16, 16, 32), 2**20, torch.device("cpu"))
+    first, again = (gate_kl.cut_up(((0, 100), (100, 260)), *rest) for _ in range(2))
+    assert first is again and len(calls) == 2 * len(first[1]) > 0  # two kernels over rows
+    assert gate_kl.cut_up(((0, 101), (101, 260)), *rest) is not first
+    rows, _, _, weight = first
+    assert rows == 50 + 80 and weight.tolist() == [1 / (2 * rows)] * 260

@@ -61,7 +61,55 @@ def test_published_weighting_by_hand(gate_kl):
     assert loss.item() == pytest.approx(0.0201355, abs=1e-6) and stats.rows.item() == 1
 
 
-def independent_kl(pack: Pack, row_start: float) -> torch.Tensor:
+@BOTH
+def test_sink_blocks_by_hand(gate_kl):
+    """Row 7 of one head: log-probabilities of four tokens' blocks, the first one a sink."""
+    probabilities = torch.tensor([0.6, 0.1, 0.2, 0.1]).double()
+    q = torch.ones(8, 1, 1).double()
+    k = probabilities.repeat_interleave(2).log()[:, None, None]
+    qg, kg = torch.ones(8, 1, 1).double(), torch.tensor([math.nan, 1.0, 2.0, math.nan]).double()[:, None, None]
+    qg.requires_grad_(), kg.requires_grad_()
+    options = {"row_start": 7 / 8, "sm_scale": 1.0, "sink_blocks": 1, "recall_budgets": (4, 6, 8)}
+    loss, stats = gate_kl(q, k, qg, kg, cu_seqlens([8]), 2, **options)
+    p, pi = (1 / 3, 2 / 3), (1 / (1 + math.e), math.e / (1 + math.e))  # over blocks 1 and 2
+    assert loss.item() == pytest.approx(sum(a * math.log(a / b) for a, b in zip(p, pi, strict=True)))
+    assert stats.recall[:, 0].tolist() == pytest.approx([0, 2 / 3, 1])  # sink and own block are within the budget
+    loss.backward()
+    assert kg.grad[:, 0, 0].tolist() == pytest.approx([0, pi[0] - p[0], pi[1] - p[1], 0])
+
+
+@BOTH
+def test_every_row_counts_at_one_shift(gate_kl):
+    """The strides of all shifts add up to all rows, and nothing else is read."""
+    pack = Pack.random([37, 0, 5, 24], block_size=8)
+    options = {"row_start": 0.3, "recall_budgets": (24,), "sink_blocks": 1}
+    _, whole, *gradients = pack.run(gate_kl, **options)
+    rows, sums = 0, [torch.zeros_like(x) for x in (whole.kl_per_head, whole.recall, *gradients)]
+    for shift in range(4, 8):
+        poisoned = pack.to(torch.float64)
+        counted = [a + max(16, int(n * 0.3)) + i for a, n in ((0, 37), (42, 24)) for i in range(shift % 4, n, 4)]
+        left_out = torch.ones(66, dtype=torch.bool)
+        left_out[[row for row in counted if row < (37 if row < 40 else 66)]] = False
+        poisoned.q[left_out] = poisoned.qg[left_out] = math.nan
+        _, stats, *found = poisoned.run(gate_kl, **options, row_stride=4, row_shift=shift)
+        rows += int(stats.rows)
+        for total, part in zip(sums, (stats.kl_per_head, stats.recall, *found), strict=True):
+            total += part * stats.rows
+    assert rows == whole.rows == (37 - 16) + (24 - 16)
+    for total, want in zip(sums, (whole.kl_per_head, whole.recall, *gradients), strict=True):
+        torch.testing.assert_close(total / rows, want)
+
+
+@BOTH
+def test_a_row_counts_with_a_block_behind_the_sinks(gate_kl):
+    pack = Pack.random([23, 0, 7, 24, 31], block_size=8)
+    for sinks, rows in ((0, 15 + 16 + 23), (1, 7 + 8 + 15), (2, 7), (3, 0)):
+        loss, stats, dqg, dkg = pack.run(gate_kl, sink_blocks=sinks)
+        assert stats.rows.item() == rows and dqg[:, 0, 0].count_nonzero().item() <= rows
+    assert loss.item() == 0 and not dqg.any() and not dkg.any() and not stats.kl_per_head.any()
+
+
+def independent_kl(pack: Pack, row_start: float, sinks: int) -> torch.Tensor:
     """Probability domain, dense, one segment at a time, with autograd; shares no code with the package."""
     total, rows, block = torch.zeros(()).double(), 0, 0
     kv_heads, size = pack.k.shape[1], pack.block_size
@@ -74,10 +122,11 @@ def independent_kl(pack: Pack, row_start: float) -> torch.Tensor:
         probs = torch.nn.functional.pad(probs, (0, count * size - length))
         best = probs.unflatten(-1, (count, size)).amax(-1).amax(1)
         past = torch.arange(count) < torch.arange(length)[:, None] // size
+        past[:, :sinks] = False
         y = best * past / (best * past).sum(-1, keepdim=True).clamp(min=1e-300)
         logits = torch.einsum("tke,ske->kts", pack.qg[start:end], pack.kg[block : block + count])
         log_pi = (logits / math.sqrt(pack.qg.shape[-1])).masked_fill(~past, -1e30).log_softmax(-1)
-        kl = (torch.xlogy(y, y) - y * log_pi).sum(-1)[:, max(size, int(length * row_start)) :]
+        kl = (torch.xlogy(y, y) - y * log_pi).sum(-1)[:, max((1 + sinks) * size, int(length * row_start)) :]
         total, rows, block = total + kl.sum(), rows + kl.shape[1], block + count
     return total / max(rows * kv_heads, 1)
 
@@ -86,11 +135,11 @@ def independent_kl(pack: Pack, row_start: float) -> torch.Tensor:
 @pytest.mark.parametrize("group", [1, 3])
 def test_equals_an_independent_implementation(gate_kl, group):
     pack = Pack.random([30, 0, 1, 7, 8, 9, 41], group=group)
-    for row_start in (0.0, 0.5):
-        loss, _, dqg, dkg = pack.run(gate_kl, row_start=row_start)
+    for row_start, sinks in ((0.0, 0), (0.5, 0), (0.0, 1), (0.5, 2), (0.0, 5)):
+        loss, _, dqg, dkg = pack.run(gate_kl, row_start=row_start, sink_blocks=sinks)
         pack.qg.requires_grad_()
         pack.kg.requires_grad_()
-        want = independent_kl(pack, row_start)
+        want = independent_kl(pack, row_start, sinks)
         want_dqg, want_dkg = torch.autograd.grad(want, (pack.qg, pack.kg))
         pack.qg.requires_grad_(False)
         pack.kg.requires_grad_(False)
@@ -115,6 +164,8 @@ QUICK = [("odd", group, "row_mean") for group in (1, 4, 5, 7, 8)] + [(name, 3, "
 def test_loss_gradients_and_stats_equal_reference(name, group, reduction):
     exact = Pack.random(PACKS[name], block_size=16, group=group, kv_heads=2)
     options = {"row_start": 0.3, "reduction": reduction, "recall_budgets": (16, 32, 48, 1600)}
+    if reduction == "row_mean":
+        options |= {"sink_blocks": group % 3, "row_stride": 1 + group // 2, "row_shift": group}
     want_loss, want_stats, *want_grads = exact.run(reference.gate_kl, **options)
     for dtype, tolerance in ((torch.float64, 1e-10), (torch.float32, 1e-5)):
         pack = exact.to(dtype)
@@ -135,13 +186,16 @@ def test_loss_gradients_and_stats_equal_reference(name, group, reduction):
     group=st.integers(1, 5),
     gate_dim=st.integers(1, 9),
     row_start=st.sampled_from([0.0, 0.25, 0.5, 0.99]),
+    rows=st.fixed_dictionaries(
+        {"sink_blocks": st.integers(0, 2), "row_stride": st.integers(1, 20), "row_shift": st.integers(0, 30)}
+    ),
     seed=st.integers(0, 1000),
 )
-def test_any_packing_equals_reference(lengths, block_size, kv_heads, group, gate_dim, row_start, seed):
+def test_any_packing_equals_reference(lengths, block_size, kv_heads, group, gate_dim, row_start, rows, seed):
     pack = Pack.random(
         lengths, block_size=block_size, kv_heads=kv_heads, group=group, dim=6, gate_dim=gate_dim, seed=seed
     )
-    options = {"row_start": row_start, "recall_budgets": (2 * block_size,)}
+    options = {"row_start": row_start, "recall_budgets": (2 * block_size,), **rows}
     want_loss, want_stats, *want_grads = pack.run(reference.gate_kl, **options)
     loss, stats, *grads = pack.run(ops.gate_kl, **options)
     torch.testing.assert_close(loss, want_loss, rtol=1e-10, atol=1e-14)
@@ -180,8 +234,9 @@ def test_sinks_softcap_and_scales():
 def test_a_known_log_sum_exp_gives_the_same():
     pack = Pack.random([60, 0, 21], group=3)
     options = {"sinks": torch.randn(6).double(), "softcap": 4.0}
-    want = pack.run(ops.gate_kl, **options)
     lse = ops.attention_with_block_targets(pack.q, pack.k, pack.k, pack.cu, 8, **options).lse
+    options["sink_blocks"] = 1  # their attention is in the sum
+    want = pack.run(ops.gate_kl, **options)
     got = pack.run(ops.gate_kl, **options, lse=lse)
     for a, b in zip((got[0], *got[1], *got[2:]), (want[0], *want[1], *want[2:]), strict=True):
         torch.testing.assert_close(a, b)
@@ -203,8 +258,8 @@ def test_large_scores_stay_exact():
 @pytest.mark.parametrize("lengths", [[8, 3, 0], [0], [1]])
 def test_no_counted_row_means_zero_not_nan(gate_kl, lengths):
     pack = Pack.random(lengths, block_size=8)
-    for reduction in ("row_mean", "published"):
-        loss, stats, dqg, dkg = pack.run(gate_kl, reduction=reduction, recall_budgets=(16,))
+    for more in ({}, {"reduction": "published"}, {"sink_blocks": 1}):
+        loss, stats, dqg, dkg = pack.run(gate_kl, **more, recall_budgets=(16,))
         assert loss == 0 and stats.rows == 0
         assert not stats.kl_per_head.any() and not stats.recall.any() and not dqg.any() and not dkg.any()
 
@@ -237,10 +292,11 @@ def test_many_small_chunks_change_nothing(monkeypatch):
     from seergate.ops.torch_impl import teacher
 
     pack = Pack.random([150, 91], block_size=16, group=3)
-    want = pack.run(ops.gate_kl, recall_budgets=(48,))
+    options = {"recall_budgets": (48, 64), "sink_blocks": 1, "row_stride": 2}
+    want = pack.run(ops.gate_kl, **options)
     monkeypatch.setattr(teacher, "CHUNK_BYTES_CPU", 1)
     monkeypatch.setattr(teacher, "MIN_ROWS", 7)
-    got = pack.run(ops.gate_kl, recall_budgets=(48,))
+    got = pack.run(ops.gate_kl, **options)
     for a, b in zip((got[0], *got[1], *got[2:]), (want[0], *want[1], *want[2:]), strict=True):
         torch.testing.assert_close(a, b)
 

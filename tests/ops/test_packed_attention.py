@@ -121,6 +121,7 @@ CUDA, BF16 = torch.device("cuda"), torch.bfloat16
 )
 def test_which_kernel_of_pytorch_runs(device, capability, dtype, dims, extras, kernel, monkeypatch):
     monkeypatch.setattr(torch_impl, "capability", lambda device: capability)
+    monkeypatch.setattr(torch_impl, "varlen_gives_lse", lambda device: True)
     monkeypatch.setattr(torch.backends.cuda, "is_flash_attention_available", lambda: True)
     asked = {"window": None, "softcap": None} | extras
     assert torch_impl.fused_kernel(torch.device(device), dtype, *dims, **asked) == kernel
@@ -128,16 +129,39 @@ def test_which_kernel_of_pytorch_runs(device, capability, dtype, dims, extras, k
 
 def test_kernels_that_are_missing_or_switched_off_are_not_chosen(monkeypatch):
     monkeypatch.setattr(torch_impl, "capability", lambda device: (9, 0))
+    monkeypatch.setattr(torch_impl, "varlen_gives_lse", lambda device: False)
     choose = lambda: torch_impl.fused_kernel(CUDA, BF16, 128, 128, window=None, softcap=None)  # noqa: E731
     monkeypatch.setattr(torch.backends.cuda, "is_flash_attention_available", lambda: False)
     assert choose() == "efficient"
     monkeypatch.setattr(torch.backends.cuda, "is_flash_attention_available", lambda: True)
+    assert choose() == "efficient"
+    monkeypatch.setattr(torch_impl, "varlen_gives_lse", lambda device: True)
+    assert choose() == "varlen"
     with sdpa_kernel(SDPBackend.EFFICIENT_ATTENTION):
         assert choose() == "efficient"
     with sdpa_kernel(SDPBackend.MATH):
         assert choose() is None
     monkeypatch.setattr(torch.version, "hip", "6.4")
     assert choose() is None
+
+
+@pytest.mark.parametrize(("layout", "used"), [("packed", True), ("padded", False), ("base 2", False), ("gone", False)])
+def test_a_kernel_of_gpus_with_another_log_sum_exp_is_not_used(layout, used, monkeypatch):
+    """``[H, T]`` is known; some releases have ``[segments, H, longest]``."""
+
+    def varlen(q, k, v, cu, scale, window):
+        if layout == "gone":
+            raise RuntimeError("no such operator")
+        outputs, sums = [], []
+        for a, b in zip(cu.tolist(), cu.tolist()[1:], strict=False):
+            output, lse = torch_impl.chunked(*(x[a:b].transpose(0, 1)[None] for x in (q, k, v)), scale, None, None)
+            outputs.append(output[0].transpose(0, 1))
+            sums.append(lse[0])
+        lse = torch.nn.utils.rnn.pad_sequence([x.T for x in sums]) if layout == "padded" else torch.cat(sums, 1).T
+        return torch.cat(outputs), lse * math.log2(math.e) if layout == "base 2" else lse
+
+    monkeypatch.setattr(torch_impl, "varlen", varlen)
+    assert torch_impl.varlen_gives_lse.__wrapped__(torch.device("cpu")) is used
 
 
 @pytest.mark.parametrize("window", [None, 9])

@@ -45,12 +45,12 @@ def packed(lengths, group, kind):
 def test_against_the_reference(kind, target, lengths, group):
     pack, options = packed(lengths, group, kind)
     options |= {"target": target, "target_budget": 3 * SIZE, "row_start": 0.3, "recall_budgets": (8, 16, 1000)}
-    for reduction in ("row_mean", "published"):
-        want = pack.run(reference.scorer_kl, **options, reduction=reduction)
-        got = pack.run(ops.scorer_kl, **options, reduction=reduction)
+    for more in ({"reduction": "published"}, {"sink_blocks": 1}, {"row_stride": 3, "row_shift": 4}, {}):
+        want = pack.run(reference.scorer_kl, **options, **more)
+        got = pack.run(ops.scorer_kl, **options, **more)
         for a, b in zip((got[0], *got[1], *got[2:]), (want[0], *want[1], *want[2:]), strict=True):
             assert relative(a, b) < 1e-10
-    narrow = pack.to(torch.float32).run(ops.scorer_kl, **options, reduction=reduction)
+    narrow = pack.to(torch.float32).run(ops.scorer_kl, **options)
     for a, b in zip((narrow[0], *narrow[2:]), (want[0], *want[2:]), strict=True):
         assert relative(a, b) < 1e-5
 
@@ -92,7 +92,7 @@ def test_scores_of_many_heads_fit_into_the_buffer_too(monkeypatch):
 
 def test_one_dot_product_per_block_and_the_largest_probability_are_gate_kl():
     pack, options = packed([63, 1, 40], 2, "per_block")
-    shared = {"row_start": 0.5, "recall_budgets": (16,)}
+    shared = {"row_start": 0.5, "recall_budgets": (8, 16, 24), "sink_blocks": 1, "row_stride": 5, "row_shift": 2}
     want, got = pack.run(ops.gate_kl, **shared), pack.run(ops.scorer_kl, **options, **shared)
     for a, b in zip((got[0], *got[1], *got[2:]), (want[0], *want[1], *want[2:]), strict=True):
         assert relative(a, b) < 1e-10
@@ -148,6 +148,12 @@ def test_what_is_not_picked_does_not_count(scorer_kl):
         ({"target": "mean"}, "target is 'mean'; it must be one of max, sum, selected"),
         ({"target": "selected"}, "target_budget is None; with target 'selected' it must be"),
         ({"target": "selected", "target_budget": 15}, "target_budget is 15"),
+        ({"target": "selected", "target_budget": 23, "sink_blocks": 1}, r"target_budget is 23; .* at least 3 blocks"),
+        ({"sink_blocks": -1}, "sink_blocks is -1; it must be an integer of at least 0"),
+        ({"row_stride": 0}, "row_stride is 0; it must be an integer of at least 1"),
+        ({"row_shift": 0.5}, "row_shift is 0.5; it must be an integer of at least 0"),
+        ({"row_stride": 2, "reduction": "published"}, "row_stride is 2; with reduction 'published' it must be left"),
+        ({"sink_blocks": 1, "reduction": "published"}, "sink_blocks is 1; with reduction 'published' it must be left"),
         ({"entry_tokens": 3}, r"entry_tokens is 3; it must divide block_size \(8\)"),
         ({"entry_tokens": 4}, "ks has shape"),
         ({"row_start": 1.0}, "row_start is 1.0"),

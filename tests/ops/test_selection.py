@@ -54,7 +54,12 @@ LOGITS = [
         ({"threshold": 0.14}, [1, 3, 4]),  # with the current block in the softmax, 0 would be out at .1256 already
         ({"threshold": 0.13}, [0, 1, 3, 4]),
         ({"threshold": 0.7}, [4]),
-        ({"threshold": 0.7, "sink_blocks": 1}, [0, 4]),
+        # without block 0 the softmax of the other three is .7054 .0351 .2595
+        ({"threshold": 0.7, "sink_blocks": 1}, [0, 1, 4]),
+        ({"threshold": 0.71, "sink_blocks": 1}, [0, 4]),
+        ({"top_p": 0.7, "sink_blocks": 1}, [0, 1, 4]),
+        ({"top_p": 0.71, "sink_blocks": 1}, [0, 1, 3, 4]),
+        ({"threshold": 0.7, "sink_blocks": 4}, [0, 1, 2, 3, 4]),
         ({"top_p": 0.60}, [1, 4]),
         ({"top_p": 0.61}, [1, 3, 4]),
         ({"top_p": 0.83}, [1, 3, 4]),

@@ -20,7 +20,7 @@ PARTS = {
         f"tests/ops/test_{name}.py" for name in ("selection", "pooling", "scoring", "sparse_decode", "compression")
     ]
     + ["tests/ops/triton/test_registration.py"],
-    "decode": ["tests/ops/triton/test_decode.py"],
+    "decode": ["tests/ops/triton/test_decode.py", "tests/ops/triton/test_paged.py"],
     "distillation": [
         f"tests/ops/{name}.py" for name in ("triton/test_teacher", "triton/test_gate_kl", "test_packed_attention")
     ],

@@ -62,6 +62,7 @@ def write_run(root, method, budget, right, *, n=20, recall=None, model="m", comp
             "recall_per_layer": recall,
             "layers": [0, 2],
             "next_token_kl": 1 - sum(recall) / len(recall),
+            "next_token_kl_p99": 2.5,
             "perplexity": 2.0,
             "dense_perplexity": 1.5,
             "agreement": 0.9,

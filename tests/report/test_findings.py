@@ -7,6 +7,7 @@ import pytest
 from seergate.errors import SeergateError
 from seergate.report import load_sweeps, write_report
 from seergate.report.figures import LOOKS
+from seergate.report.findings import idle
 from seergate.report.plots import conditions
 from tests.report.made import reconfigure, write_run
 
@@ -142,8 +143,8 @@ def test_level_with_dense_needs_enough_problems(tmp_path):
 
 
 def test_better_than_dense_is_called_odd(tmp_path):
-    write_run(tmp_path, "dense", None, lambda i: i < 4)
-    write_run(tmp_path, "gate", 64, lambda i: i < 16)
+    write_run(tmp_path, "dense", None, lambda i: i < 8)
+    write_run(tmp_path, "gate", 64, lambda i: i < 20)
     assert "more than chance explains" in write_report(tmp_path).findings[1]
 
 
@@ -172,3 +173,35 @@ def test_a_model_that_guesses_proves_nothing(tmp_path):
     write_run(tmp_path, "dense", None, lambda i: i < 3)
     write_run(tmp_path, "gate", 64, lambda i: i < 3)
     assert "dense itself is not clearly better than guessing" in write_report(tmp_path).markdown.read_text()
+
+
+@pytest.mark.parametrize(("right", "chance"), [(0, None), (2, 0.1)])
+def test_there_is_no_verdict_where_dense_is_no_better_than_guessing(tmp_path, right, chance):
+    for method, budget in (("dense", None), ("gate", 64)):
+        directory = write_run(tmp_path, method, budget, lambda i: i < right)
+        reconfigure(directory, task={"chance": chance})
+    report = write_report(tmp_path)
+    text = report.markdown.read_text()
+    assert f"**Dense answers {5 * right} % right, which is not clearly better than guessing: nothing here says" in text
+    assert "no loss could be shown" not in text.lower() and len(report.findings) == 1
+    assert "- dense itself is not clearly better than guessing, so the comparison says nothing." in text
+
+
+def test_a_setting_that_does_nothing_is_named(tmp_path):
+    write_run(tmp_path, "dense", None, lambda i: True, recall=[1.0, 1.0])
+    write_run(tmp_path, "gate", 100, lambda i: True, recall=[1.0, 1.0])
+    write_run(tmp_path, "gate", 64, lambda i: True, recall=[0.5, 0.6])
+    write_run(tmp_path, "quest", 64, lambda i: True, recall=[1.0, 1.0])
+    (sweep,) = load_sweeps(tmp_path)
+    assert idle(sweep) == [
+        "gate at 100 read everything at every step, so it shows nothing of sparsity.",
+        "quest at 64 gave dense attention's logits bit for bit: what it sets does nothing.",
+    ]
+    assert "- gate at 100 read everything" in write_report(tmp_path).markdown.read_text()
+
+
+def test_answers_in_which_nothing_was_found_are_told_of(tmp_path):
+    write_run(tmp_path, "dense", None, lambda i: True)
+    lines = write_run(tmp_path, "gate", 64, lambda i: False) / "samples.jsonl"
+    lines.write_text(lines.read_text().replace('"pred": "1"', '"pred": null'))
+    assert "in 100 % of gate at 64's answers none was found." in write_report(tmp_path).markdown.read_text()

@@ -79,5 +79,5 @@ def questions(*variables: int, seed: int = 0) -> list[list[int]]:
 
 
 def gated_layers(llm: Any) -> dict[int, Any]:
-    """Layer -> `SparseAttention` of an engine in this process."""
+    """Layer -> vLLM's module of its attention, of an engine in this process."""
     return llm.llm_engine.model_executor.driver_worker.worker.gated

@@ -12,7 +12,8 @@ from transformers import AutoModelForCausalLM
 import seergate
 from seergate import DecodeConfig, GateBank
 from seergate.methods import make_method
-from seergate.vllm.worker import fits_graphs, rank_gate
+from seergate.vllm.attention import fits_graphs
+from seergate.vllm.worker import rank_gate
 from tests.vllm.conftest import GATES, REASONER, answers, engine, gated_layers, questions
 
 BUDGET = 160
@@ -26,7 +27,7 @@ def llm() -> Iterator[Any]:
 
 def test_blocks_and_tokens_are_those_of_transformers(llm: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     chosen: list[torch.Tensor] = []
-    kind = type(gated_layers(llm)[0].method)
+    kind = type(gated_layers(llm)[0].impl.method)
     plain = kind.choose
 
     def choose(self: Any, scores: torch.Tensor, lengths: torch.Tensor) -> Any:
@@ -49,8 +50,9 @@ def test_blocks_and_tokens_are_those_of_transformers(llm: Any, monkeypatch: pyte
 
 
 def test_gates_follow_the_model_to_its_device(llm: Any) -> None:
-    part = rank_gate(GateBank.from_pretrained(GATES).gate(0), 2, torch.device("meta"))
+    part = rank_gate(GateBank.from_pretrained(GATES).gate(0), 2, torch.device("meta"), torch.bfloat16)
     assert {tensor.device.type for tensor in (*part.parameters(), *part.buffers())} == {"meta"}
+    assert {tensor.dtype for tensor in part.parameters()} == {torch.bfloat16}  # that of the cache
 
 
 def test_graphs_hold_what_a_budget_alone_decides(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -58,7 +60,7 @@ def test_graphs_hold_what_a_budget_alone_decides(monkeypatch: pytest.MonkeyPatch
 
     monkeypatch.setattr(type(current_platform), "is_cuda", lambda self: True)
     assert fits_graphs(make_method("quest", token_budget=64))
-    for name, rule in (("quest", {"dense_below": 512}), ("quest", {"top_p": 0.9}), ("oracle", {"token_budget": 64})):
+    for name, rule in (("quest", {"dense_below": 512}), ("quest", {"top_p": 0.9}), ("oracle", {"token_budget": 128})):
         assert not fits_graphs(make_method(name, **rule))
 
 
@@ -72,5 +74,5 @@ def test_statistics_are_counts_of_tokens(llm: Any) -> None:
         held, read = (after["layers"][layer][n] - before["layers"][layer][n] for n in ("tokens_held", "tokens_read"))
         assert held == 2 * sum(lengths)
         assert read == 2 * sum(BUDGET - 32 + (length - 1) % 32 + 1 for length in lengths)
-    pages = gated_layers(llm)[0].pages
-    assert after["summary_bytes"] == 4 * pages.pages * 2 * 128 * 4
+    pages = len(gated_layers(llm)[0].kv_cache)
+    assert after["summary_bytes"] == 4 * pages * 2 * 128 * 4

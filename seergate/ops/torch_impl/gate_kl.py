@@ -14,8 +14,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from seergate.ops.gate_kl import GateKLStats, refuse_second_order
-from seergate.ops.torch_impl.teacher import MASKED, Teacher, segments, wide_dtype
+from seergate.ops.gate_kl import GateKLStats, counted_rows, refuse_second_order
+from seergate.ops.torch_impl.teacher import MASKED, Teacher, in_pack, segments, wide_dtype
 
 
 def gate_kl(
@@ -31,31 +31,38 @@ def gate_kl(
     gate_scale: float,
     reduction: str,
     recall_budgets: tuple[int, ...],
+    sink_blocks: int,
+    row_stride: int,
+    row_shift: int,
     sinks: Tensor | None,
     softcap: float | None,
     lse: Tensor | None,
 ) -> tuple[Tensor, GateKLStats]:
     """The public op, once its arguments are checked."""
     dtype = wide_dtype(q, k, qg, kg)
-    teacher = Teacher(q, k, block_size, sm_scale, sinks, softcap, dtype, lse)
-    run = _Run(teacher, qg, kg, segments(cu_seqlens), row_start, gate_scale, reduction, recall_budgets)
+    teacher = Teacher(q, k, block_size, sm_scale, sinks, softcap, dtype, lse, sink_blocks)
+    spans = segments(cu_seqlens)
+    lengths = [end - start for start, end in spans]
+    rows = counted_rows(lengths, block_size, row_start, sink_blocks, row_stride, row_shift)
+    counted, weights = row_weights(lengths, rows, row_start, block_size, teacher.kv_heads, reduction)
+    run = _Run(teacher, qg, kg, spans, rows, counted, weights, gate_scale, recall_budgets)
     wanted = torch.is_grad_enabled()
     loss, *stats = GradientsInForward.apply(qg, kg, run, wanted and qg.requires_grad, wanted and kg.requires_grad)
     return loss, GateKLStats(*stats)
 
 
 def row_weights(
-    lengths: list[int], begins: list[int], block_size: int, kv_heads: int, reduction: str
+    lengths: list[int], rows: list[range], row_start: float, block_size: int, kv_heads: int, reduction: str
 ) -> tuple[int, list[float]]:
     """How many rows count in all, and by segment what the KL of a row and KV head counts for in the loss."""
-    rows = sum(max(0, length - max(begin, block_size)) for begin, length in zip(begins, lengths, strict=True))
+    counted = sum(map(len, rows))
     if reduction == "row_mean":
-        return rows, [1.0 / (kv_heads * max(rows, 1))] * len(lengths)
+        return counted, [1.0 / (kv_heads * max(counted, 1))] * len(lengths)
     filled = sum(length > 0 for length in lengths)
     widest = max(-(-length // block_size) for length in lengths)
-    return rows, [
-        1.0 / (filled * kv_heads * (length - begin) * widest) if length else 0.0
-        for begin, length in zip(begins, lengths, strict=True)
+    return counted, [
+        1.0 / (filled * kv_heads * (length - int(length * row_start)) * widest) if length else 0.0
+        for length in lengths
     ]
 
 
@@ -97,19 +104,17 @@ class _Run:
         qg_TKE: Tensor,
         kg_MKE: Tensor,
         spans: list[tuple[int, int]],
-        row_start: float,
+        rows: list[range],
+        counted: int,
+        weights: list[float],
         gate_scale: float,
-        reduction: str,
         recall_budgets: tuple[int, ...],
     ) -> None:
         self.teacher, self.spans, self.gate_scale = teacher, spans, gate_scale
         self.qg_TKE, self.kg_MKE = qg_TKE.detach(), kg_MKE.detach()
-        size, kv_heads = teacher.block_size, teacher.kv_heads
-        self.past_blocks = [budget // size - 1 for budget in recall_budgets]
-        lengths = [end - start for start, end in spans]
-        begins = [int(length * row_start) for length in lengths]
-        self.plans = [teacher.chunks(begin, length) for begin, length in zip(begins, lengths, strict=True)]
-        self.rows, self.weights = row_weights(lengths, begins, size, kv_heads, reduction)
+        self.past_blocks = [budget // teacher.block_size - 1 - teacher.sink_blocks for budget in recall_budgets]
+        self.plans = [teacher.chunks(some) for some in rows]
+        self.rows, self.weights = counted, weights
 
     def __call__(self, want_dqg: bool, want_dkg: bool) -> Outcome:
         teacher, kv_heads = self.teacher, self.teacher.kv_heads
@@ -132,27 +137,27 @@ class _Run:
         counted = max(self.rows, 1)
         stats = (
             (kl_K / counted).to(dtype),
-            torch.tensor(self.rows, device=device),
+            torch.full((), self.rows, device=device),
             (self.recall_IK / counted).to(dtype),
         )
         dkg = None if self.dkg_KME is None else self.dkg_KME.transpose(0, 1).to(self.kg_MKE.dtype)
         return loss.to(dtype), stats, self.dqg_TKE, dkg
 
     def _segment_head(
-        self, start: int, stop: int, block: int, plan: list[tuple[int, int]], weight: float, head: int, scratch: Tensor
+        self, start: int, stop: int, block: int, plan: list[range], weight: float, head: int, scratch: Tensor
     ) -> Tensor:
         """KL of one segment and KV head, summed over its rows (float64); adds to the gradients."""
         teacher, factor = self.teacher, weight * self.gate_scale
         keys_SD = teacher.head_keys(start, stop, head)
-        blocks = (stop - start - 1) // teacher.block_size  # candidates of the last row
-        kg_ME = self.kg_MKE[block : block + blocks, head].to(teacher.dtype).contiguous()
+        first, blocks = block + teacher.sink_blocks, plan[-1][-1] // teacher.block_size  # candidates of the last row
+        kg_ME = self.kg_MKE[first : block + blocks, head].to(teacher.dtype).contiguous()
         total = torch.zeros((), dtype=torch.float64, device=keys_SD.device)
-        for first, end in plan:
-            u_NR = teacher.log_targets(keys_SD, start, first, end, head, scratch)
-            count = len(u_NR)
-            qg_RE = self.qg_TKE[start + first : start + end, head].to(teacher.dtype)
+        for rows in plan:
+            u_NR = teacher.log_targets(keys_SD, start, rows, head, scratch)
+            count, here = len(u_NR), in_pack(start, rows)
+            qg_RE = self.qg_TKE[here, head].to(teacher.dtype)
             logits_NR = (kg_ME[:count] @ qg_RE.T).mul_(self.gate_scale)
-            logits_NR.masked_fill_(teacher.not_past(first, end), MASKED)
+            logits_NR.masked_fill_(teacher.not_past(rows), MASKED)
             log_p_NR, log_pi_NR = u_NR.log_softmax(0), logits_NR.log_softmax(0)
             p_NR = log_p_NR.exp()
             total += ((log_p_NR - log_pi_NR) * p_NR).sum(dtype=torch.float64)
@@ -162,15 +167,15 @@ class _Run:
                 continue
             delta_NR = log_pi_NR.exp_().sub_(p_NR)
             if self.dqg_TKE is not None:
-                self.dqg_TKE[start + first : start + end, head] = (delta_NR.T @ kg_ME[:count]).mul_(factor)
+                self.dqg_TKE[here, head] = (delta_NR.T @ kg_ME[:count]).mul_(factor)
             if self.dkg_KME is not None:
-                self.dkg_KME[head, block : block + count].addmm_(delta_NR, qg_RE, alpha=factor)
+                self.dkg_KME[head, first : first + count].addmm_(delta_NR, qg_RE, alpha=factor)
         return total
 
     def _add_recall(self, log_pi_NR: Tensor, p_NR: Tensor, head: int) -> None:
         """Teacher's share in the gate's best blocks, at every budget from one top-k."""
         most = min(max(self.past_blocks), len(p_NR))
-        if most == 0:
+        if most <= 0:
             return
         best_RX = log_pi_NR.T.contiguous().topk(most, dim=1).indices
         mass_RX = p_NR.T.gather(1, best_RX).cumsum(1)

@@ -22,7 +22,7 @@ CHUNK_BYTES = 64 * 2**20
 
 VARLEN_DTYPES = (torch.float16, torch.bfloat16)
 VARLEN_DIM = 256
-"""What PyTorch's FlashAttention takes, from compute capability 8.0 on, in multiples of 8."""
+"""Head dimensions of PyTorch's FlashAttention, from compute capability 8.0 on, in multiples of 8."""
 
 
 @torch.no_grad()
@@ -69,7 +69,7 @@ def in_use(window: int | None, spans: list[tuple[int, int]]) -> int | None:
 def fused_kernel(
     device: torch.device, dtype: torch.dtype, dim: int, v_dim: int, *, window: int | None, softcap: float | None
 ) -> str | None:
-    """Which of PyTorch's kernels does this, with a log-sum-exp: ``"varlen"``, ``"efficient"``, ``"cpu"`` or none.
+    """The PyTorch kernel that does this with a log-sum-exp: ``"varlen"``, ``"efficient"``, ``"cpu"`` or none.
 
     None that `torch.nn.attention.sdpa_kernel` has switched off.
     """
@@ -81,7 +81,8 @@ def fused_kernel(
     if device.type != "cuda" or torch.version.hip is not None or dim % 8 or v_dim % 8:
         return None  # on AMD the log-sum-exp has another layout
     fits = dtype in VARLEN_DTYPES and dim == v_dim <= VARLEN_DIM
-    if fits and flash and torch.backends.cuda.is_flash_attention_available() and capability(device) >= (8, 0):
+    fits = fits and flash and torch.backends.cuda.is_flash_attention_available() and capability(device) >= (8, 0)
+    if fits and varlen_gives_lse(device):
         return "varlen"
     efficient_too = window is None and torch.backends.cuda.mem_efficient_sdp_enabled()
     knows = dtype in (torch.float16, torch.float32) or (dtype == torch.bfloat16 and capability(device) >= (8, 0))
@@ -111,6 +112,27 @@ def varlen(
     return out_THD, lse_HT.T
 
 
+@cache
+def varlen_gives_lse(device: torch.device) -> bool:
+    """Whether this PyTorch has the kernel with the arguments and the log-sum-exp known here; in some releases that has
+    another shape. Waits for the device, once.
+    """
+    q_THD = torch.arange(64 * 4 * 16, dtype=torch.float32, device=device).sin().view(64, 4, 16).bfloat16()
+    k_TKD, borders = q_THD[:, 2:], torch.tensor([0, 40, 64], dtype=torch.int32)
+    try:
+        found = varlen(q_THD, k_TKD, k_TKD, borders, 0.25, None)
+    except (AttributeError, RuntimeError, TypeError):
+        return False
+    if found[1].shape != q_THD.shape[:2]:
+        return False
+    for a, b in ((0, 40), (40, 64)):
+        q_BHSD, k_BKSD = (x[a:b].transpose(0, 1)[None] for x in (q_THD, k_TKD))
+        for x, want in zip(found, chunked(q_BHSD, k_BKSD, k_BKSD, 0.25, None, None), strict=True):
+            if not torch.allclose(x[a:b].transpose(0, 1)[None].float(), want.float(), atol=0.05):
+                return False
+    return True
+
+
 def efficient(q_BHSD: Tensor, k_BKSD: Tensor, v_BKSD: Tensor, sm_scale: float) -> tuple[Tensor, Tensor]:
     """One segment on GPUs and in dtypes that FlashAttention does not know; it pads the log-sum-exp."""
     group = q_BHSD.shape[1] // k_BKSD.shape[1]
@@ -130,7 +152,7 @@ def flash_on_cpu(q_BHSD: Tensor, k_BKSD: Tensor, v_BKSD: Tensor, sm_scale: float
 
 @cache
 def _cpu_kernel_gives_lse() -> bool:
-    """Whether this PyTorch has the kernel under the name, with the arguments and with the results known here."""
+    """True if this PyTorch has the kernel under the name, with the arguments and with the results known here."""
     x = torch.arange(4 * 3 * 8, dtype=torch.float32, device="cpu").sin().view(1, 4, 3, 8)
     q, k = x, x[:, 2:]
     try:

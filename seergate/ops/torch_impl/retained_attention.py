@@ -10,7 +10,14 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from seergate.ops.retained_attention import RetainedAttention
-from seergate.ops.torch_impl.teacher import CHUNK_BYTES_CPU, CHUNK_BYTES_DEVICE, row_chunks, segments, wide_dtype
+from seergate.ops.torch_impl.teacher import (
+    CHUNK_BYTES_CPU,
+    CHUNK_BYTES_DEVICE,
+    in_pack,
+    row_chunks,
+    segments,
+    wide_dtype,
+)
 
 
 def retained_attention(
@@ -49,9 +56,9 @@ def retained_attention(
     none = q.new_empty(0, heads, v.shape[-1], dtype=v.dtype), q.new_empty(0, kv_heads, dtype=dtype)
     found = [none]  # a pack may be empty
     for start, stop in segments(cu_seqlens):
-        for first, end in row_chunks(0, stop - start, max(1, limit // (heads * dtype.itemsize))):
-            keys = slice(start, start + end)
-            chunk = q[start + first : start + end], k[keys], v[keys], log_beta[keys].to(dtype), first
+        for part in row_chunks(range(stop - start), max(1, limit // (heads * dtype.itemsize))):
+            keys = slice(start, start + part.stop)
+            chunk = q[in_pack(start, part)], k[keys], v[keys], log_beta[keys].to(dtype), part.start
             found.append(checkpoint(rows, *chunk, use_reentrant=False, preserve_rng_state=False))
     output, held = zip(*found, strict=True)
     return RetainedAttention(torch.cat(output), torch.cat(held))

@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.nn.functional import binary_cross_entropy
 
 from seergate.ops.gate_kl import GateKLStats
-from seergate.ops.torch_impl.teacher import Teacher, row_chunks, segments, wide_dtype
+from seergate.ops.torch_impl.teacher import Teacher, segments, wide_dtype
 
 
 def retention_kl(
@@ -53,22 +53,20 @@ def retention_kl(
 @torch.no_grad()
 def received_attention(teacher: Teacher, cu_seqlens: Tensor, distance: int, row_start: float) -> Tensor:
     """The targets, ``[T, K]``; 0 for tokens that do not count."""
-    lse_TH, spans = teacher.lse_TH, segments(cu_seqlens)
-    assert lse_TH is not None
-    firsts = [max(int((end - start) * row_start), distance) for start, end in spans]
-    plans = [list(row_chunks(first, b - a, teacher.area)) for first, (a, b) in zip(firsts, spans, strict=True)]
-    found_TK = teacher.q_THD.new_zeros(len(lse_TH), teacher.kv_heads, dtype=teacher.dtype)
+    spans, device = segments(cu_seqlens), teacher.q_THD.device
+    rows = [range(max(int((end - start) * row_start), distance), end - start) for start, end in spans]
+    plans = [teacher.chunks(some) for some in rows]
+    found_TK = teacher.q_THD.new_zeros(len(teacher.q_THD), teacher.kv_heads, dtype=teacher.dtype)
     scratch = teacher.scratch(plans)
     for (start, stop), plan in zip(spans, plans, strict=True):
         for head in range(teacher.kv_heads if plan else 0):
             keys_SD = teacher.head_keys(start, stop, head)
-            group = slice(head * teacher.group, (head + 1) * teacher.group)
-            for first, end in plan:
-                scores_SX, _ = teacher.scores(keys_SD, start, first, end, head, scratch)
-                far_SX = scores_SX[: end - distance]  # no row of the chunk counts for later tokens
-                rows_X = torch.arange(first, end, device=lse_TH.device).repeat(teacher.group)
-                tokens_S1 = torch.arange(len(far_SX), device=lse_TH.device)[:, None]
-                far_SX.sub_(lse_TH[start + first : start + end, group].T.reshape(-1).to(teacher.dtype))
+            for chunk in plan:
+                scores_SX, _ = teacher.scores(keys_SD, start, chunk, head, scratch)
+                far_SX = scores_SX[: chunk.stop - distance]  # no row of the chunk counts for later tokens
+                rows_X = torch.arange(chunk.start, chunk.stop, device=device).repeat(teacher.group)
+                tokens_S1 = torch.arange(len(far_SX), device=device)[:, None]
+                far_SX.sub_(teacher.known_lse(start, chunk, head))
                 best_S = far_SX.masked_fill_(tokens_S1 > rows_X - distance, -torch.inf).amax(1).exp_()
                 found_S = found_TK[start : start + len(far_SX), head]
                 torch.maximum(found_S, best_S, out=found_S)

@@ -9,10 +9,10 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from seergate.ops.gate_kl import GateKLStats
+from seergate.ops.gate_kl import GateKLStats, counted_rows
 from seergate.ops.scorer_kl import Scores
 from seergate.ops.torch_impl.gate_kl import GradientsInForward, Outcome, row_weights
-from seergate.ops.torch_impl.teacher import MASKED, Teacher, segments, wide_dtype
+from seergate.ops.torch_impl.teacher import MASKED, Teacher, in_pack, segments, wide_dtype
 
 
 def scorer_kl(
@@ -31,21 +31,25 @@ def scorer_kl(
     sm_scale: float,
     reduction: str,
     recall_budgets: tuple[int, ...],
+    sink_blocks: int,
+    row_stride: int,
+    row_shift: int,
     sinks: Tensor | None,
     softcap: float | None,
     lse: Tensor | None,
 ) -> tuple[Tensor, GateKLStats]:
     """The public op, once its arguments are checked."""
     dtype = wide_dtype(q, k, qs, ks)
-    teacher = Teacher(q, k, block_size, sm_scale, sinks, softcap, dtype, lse)
-    picked = target_budget // block_size - 1 if target == "selected" and target_budget is not None else None
+    teacher = Teacher(q, k, block_size, sm_scale, sinks, softcap, dtype, lse, sink_blocks)
+    always = 1 + sink_blocks  # blocks that are read whatever the scorer says
+    picked = target_budget // block_size - always if target == "selected" and target_budget is not None else None
     spans = segments(cu_seqlens)
     lengths = [end - start for start, end in spans]
-    begins = [int(length * row_start) for length in lengths]
+    rows = counted_rows(lengths, block_size, row_start, sink_blocks, row_stride, row_shift)
     per_token = qs.shape[1] // entry_tokens  # numbers that a row of the scorer has for each token
-    plans = [teacher.chunks(begin, length, per_token) for begin, length in zip(begins, lengths, strict=True)]
-    rows, weights = row_weights(lengths, begins, block_size, teacher.kv_heads, reduction)
-    past_blocks = [budget // block_size - 1 for budget in recall_budgets]
+    plans = [teacher.chunks(some, per_token) for some in rows]
+    total, weights = row_weights(lengths, rows, row_start, block_size, teacher.kv_heads, reduction)
+    past_blocks = [max(0, budget // block_size - always) for budget in recall_budgets]
     log_targets = Teacher.log_targets if target == "max" else log_masses
 
     def run(want_dqs: bool, want_dks: bool) -> Outcome:
@@ -58,18 +62,19 @@ def scorer_kl(
         scratch, entry = teacher.scratch(plans), 0
         for (start, stop), plan, weight in zip(spans, plans, weights, strict=True):
             keys_KSD = [teacher.head_keys(start, stop, head) for head in range(kv_heads if plan else 0)]
-            for first, end in plan:
-                blocks = (end - 1) // block_size  # candidates of the chunk's last row
-                some = slice(entry, entry + blocks * block_size // entry_tokens)
-                rows_of = slice(start + first, start + end)
+            for chunk in plan:
+                blocks = chunk[-1] // block_size - sink_blocks  # candidates of the chunk's last row
+                first = entry + sink_blocks * block_size // entry_tokens
+                some = slice(first, first + blocks * block_size // entry_tokens)
+                rows_of = in_pack(start, chunk)
                 qs_RIE = qs[rows_of].detach().to(dtype).requires_grad_(want_dqs)
                 ks_MJE = ks[some].detach().to(dtype).requires_grad_(want_dks)
                 with torch.set_grad_enabled(want_dqs or want_dks):
                     logits_KRN = scores(qs_RIE.transpose(0, 1)[None], ks_MJE.transpose(0, 1)[None])[0, ..., :blocks]
-                    logits_KRN = logits_KRN.masked_fill(teacher.not_past(first, end).T, MASKED)
+                    logits_KRN = logits_KRN.masked_fill(teacher.not_past(chunk).T, MASKED)
                 delta_KRN = torch.empty_like(logits_KRN)
                 for head, a_RN in enumerate(logits_KRN.detach().to(dtype)):
-                    u_RN = log_targets(teacher, keys_KSD[head], start, first, end, head, scratch).T
+                    u_RN = log_targets(teacher, keys_KSD[head], start, chunk, head, scratch).T
                     for i, count in enumerate(past_blocks):
                         recall_IK[i, head] += _recall(a_RN, u_RN, count)
                     kl, delta_RN = _compared(a_RN, u_RN, picked)
@@ -84,8 +89,8 @@ def scorer_kl(
                     if dks_MJE is not None:
                         dks_MJE[some] += next(found)
             entry += -(-(stop - start) // entry_tokens)
-        counted = max(rows, 1)
-        stats = (kl_K / counted).to(dtype), torch.tensor(rows, device=device), (recall_IK / counted).to(dtype)
+        counted = max(total, 1)
+        stats = (kl_K / counted).to(dtype), torch.full((), total, device=device), (recall_IK / counted).to(dtype)
         return loss.to(dtype), stats, dqs_TIE, None if dks_MJE is None else dks_MJE.to(ks.dtype)
 
     wanted = torch.is_grad_enabled()
@@ -93,23 +98,20 @@ def scorer_kl(
     return loss, GateKLStats(*stats)
 
 
-def log_masses(
-    teacher: Teacher, keys_SD: Tensor, start: int, first: int, end: int, head: int, scratch: Tensor
-) -> Tensor:
+def log_masses(teacher: Teacher, keys_SD: Tensor, start: int, rows: range, head: int, scratch: Tensor) -> Tensor:
     """``u [N, R]``: log of the probability of each past block, summed over the group's heads; `MASKED` where not past.
 
     Arguments as of `Teacher.log_targets`.
     """
-    scores_SX, block_max_NX = teacher.scores(keys_SD, start, first, end, head, scratch)
+    scores_SX, block_max_NX = teacher.scores(keys_SD, start, rows, head, scratch)
     in_blocks = scores_SX[: len(block_max_NX) * teacher.block_size].view(-1, teacher.block_size, scores_SX.shape[1])
     block_lse_NX = in_blocks.logsumexp(1)
     if teacher.lse_TH is None:
         lse_X, _ = teacher.normaliser(scores_SX, block_max_NX, head)
     else:
-        group = slice(head * teacher.group, (head + 1) * teacher.group)
-        lse_X = teacher.lse_TH[start + first : start + end, group].T.reshape(-1).to(teacher.dtype)
-    u_NR = (block_lse_NX - lse_X).view(-1, teacher.group, end - first).logsumexp(1)
-    return u_NR.masked_fill_(teacher.not_past(first, end), MASKED)
+        lse_X = teacher.known_lse(start, rows, head)
+    u_NR = (block_lse_NX[teacher.sink_blocks :] - lse_X).view(-1, teacher.group, len(rows)).logsumexp(1)
+    return u_NR.masked_fill_(teacher.not_past(rows), MASKED)
 
 
 def _compared(a_RN: Tensor, u_RN: Tensor, picked: int | None) -> tuple[Tensor, Tensor]:

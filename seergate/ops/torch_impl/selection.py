@@ -45,13 +45,14 @@ def select_blocks(
         return Selection(best_BKX.masked_fill_(extra_BKX, -1), kept - extra_BKX.sum(-1, dtype=torch.int32))
 
     always_B1N = (blocks_N == current_B11) | (past_B1N & (blocks_N < sink_blocks))
-    probs_BKN = scores_BKN.masked_fill(~past_B1N, -torch.inf).softmax(-1)
+    free_B1N = past_B1N & ~always_B1N
+    probs_BKN = scores_BKN.masked_fill(~free_B1N, -torch.inf).softmax(-1)
     if threshold is not None:
-        picked_BKN = probs_BKN > threshold  # NaN in rows without a past block: never greater
+        picked_BKN = probs_BKN > threshold  # NaN in rows without a block to choose: never greater
     else:
         assert top_p is not None
-        picked_BKN = _nucleus(scores_BKN, probs_BKN, past_B1N, blocks_N, top_p)
-    chosen_BKN = (picked_BKN & past_B1N) | always_B1N
+        picked_BKN = _nucleus(scores_BKN, probs_BKN, free_B1N, blocks_N, top_p)
+    chosen_BKN = (picked_BKN & free_B1N) | always_B1N
     counts_BK = chosen_BKN.sum(-1, dtype=torch.int32)
     beyond = torch.iinfo(torch.int32).max
     indices_BKN = torch.where(chosen_BKN, blocks_N.int(), beyond).sort(dim=-1).values
@@ -67,9 +68,9 @@ def _keys(scores_BKN: Tensor, blocks_N: Tensor) -> Tensor:
     return ordered.long().bitwise_left_shift_(32).sub_(blocks_N)
 
 
-def _nucleus(scores_BKN: Tensor, probs_BKN: Tensor, past_B1N: Tensor, blocks_N: Tensor, top_p: float) -> Tensor:
-    """The fewest past blocks, best first, whose probabilities sum to ``top_p``."""
-    keys_BKN = _keys(scores_BKN, blocks_N).masked_fill(~past_B1N, torch.iinfo(torch.int64).min)
+def _nucleus(scores_BKN: Tensor, probs_BKN: Tensor, free_B1N: Tensor, blocks_N: Tensor, top_p: float) -> Tensor:
+    """The fewest free blocks, best first, whose probabilities sum to ``top_p``."""
+    keys_BKN = _keys(scores_BKN, blocks_N).masked_fill(~free_B1N, torch.iinfo(torch.int64).min)
     order_BKN = keys_BKN.argsort(dim=-1, descending=True)
     ranked = probs_BKN.gather(-1, order_BKN).double()
     before = ranked.cumsum(-1) - ranked  # mass of all better blocks

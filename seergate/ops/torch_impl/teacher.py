@@ -28,7 +28,7 @@ MIN_ROWS = 16
 
 
 def wide_dtype(*tensors: Tensor) -> torch.dtype:
-    """What to compute in: fp32, or float64 if any input is."""
+    """The compute dtype: float32, or float64 if any input is."""
     return torch.float64 if any(x.dtype == torch.float64 for x in tensors) else torch.float32
 
 
@@ -37,13 +37,19 @@ def segments(cu_seqlens: Tensor) -> list[tuple[int, int]]:
     return list(pairwise(cu_seqlens.tolist()))
 
 
-def row_chunks(first: int, length: int, area: int) -> Iterator[tuple[int, int]]:
-    """Cut rows ``first..length`` so that rows x keys (all keys up to the chunk's last row) stays within ``area``."""
-    while first < length:
-        rows = int((math.sqrt(first * first + 4 * area) - first) / 2)  # solves rows * (first + rows) = area
-        end = min(length, first + max(rows, MIN_ROWS))
-        yield first, end
-        first = end
+def row_chunks(rows: range, area: int) -> Iterator[range]:
+    """Cut rows of a segment so that rows x keys (all keys up to the chunk's last row) stays within ``area``."""
+    while rows:
+        first, step = rows.start, rows.step
+        # solves count * (first + step * count) = area
+        count = int((math.sqrt(first * first + 4 * step * area) - first) / (2 * step))
+        yield rows[: max(count, MIN_ROWS)]
+        rows = rows[max(count, MIN_ROWS) :]
+
+
+def in_pack(start: int, rows: range) -> slice:
+    """Where rows of a segment that starts at ``start`` lie in the pack."""
+    return slice(start + rows.start, start + rows[-1] + 1, rows.step)
 
 
 class Teacher:
@@ -53,6 +59,7 @@ class Teacher:
         q, k, block_size, sm_scale, sinks, softcap: as in `seergate.ops.block_targets`.
         dtype: to compute in.
         lse: ``[T, H]`` log-sum-exp of every row, if it is known already.
+        sink_blocks: first blocks of a segment that are left out of the targets.
     """
 
     def __init__(
@@ -65,9 +72,11 @@ class Teacher:
         softcap: float | None,
         dtype: torch.dtype,
         lse_TH: Tensor | None = None,
+        sink_blocks: int = 0,
     ) -> None:
         self.q_THD, self.k_TKD = q_THD.detach(), k_TKD.detach()
         self.block_size, self.sm_scale, self.softcap, self.dtype = block_size, sm_scale, softcap, dtype
+        self.sink_blocks = sink_blocks
         self.kv_heads = k_TKD.shape[1]
         self.group = q_THD.shape[1] // self.kv_heads
         self.sinks_KG = None if sinks_H is None else sinks_H.detach().to(dtype).reshape(self.kv_heads, self.group)
@@ -75,25 +84,22 @@ class Teacher:
         limit = CHUNK_BYTES_CPU if q_THD.device.type == "cpu" else CHUNK_BYTES_DEVICE
         self.area = max(1, limit // (self.group * torch.finfo(dtype).bits // 8))
 
-    def chunks(self, first: int, length: int, heads: int = 0) -> list[tuple[int, int]]:
-        """Row ranges of a segment of this length, from row ``first`` on, without the rows that have no past block.
+    def chunks(self, rows: range, heads: int = 0) -> list[range]:
+        """Rows of a segment in chunks. The scores of ``heads`` heads fit into the score buffer's size, too."""
+        return list(row_chunks(rows, self.area * self.group // max(self.group, heads)))
 
-        The scores of ``heads`` heads fit into the score buffer's size, too.
-        """
-        area = self.area * self.group // max(self.group, heads)
-        return list(row_chunks(max(first, self.block_size), length, area))
-
-    def scratch(self, plans: list[list[tuple[int, int]]]) -> Tensor:
+    def scratch(self, plans: list[list[range]]) -> Tensor:
         """One score buffer that is large enough for every chunk of these plans."""
-        size = max(((end - first) * end for plan in plans for first, end in plan), default=0)
+        size = max((len(rows) * (rows[-1] + 1) for plan in plans for rows in plan), default=0)
         return self.q_THD.new_empty(size * self.group, dtype=self.dtype)
 
     def head_keys(self, start: int, end: int, head: int) -> Tensor:
         """Keys of one segment and KV head, ``[S, D]``, contiguous."""
         return self.k_TKD[start:end, head].to(self.dtype).contiguous()
 
-    def log_targets(self, keys_SD: Tensor, start: int, first: int, end: int, head: int, scratch: Tensor) -> Tensor:
-        """``u [N, R]``: log of each past block's target before it is normalised over blocks; `MASKED` where not past.
+    def log_targets(self, keys_SD: Tensor, start: int, rows: range, head: int, scratch: Tensor) -> Tensor:
+        """``u [N, R]``: log of each past block's target before it is normalised over blocks, from block
+        ``sink_blocks`` on; `MASKED` where not past.
 
         ``u_j = max over the group's heads of (highest score in block j - log sum exp of all scores up to the row)``
         (each head's normaliser comes off before the maximum over heads).
@@ -101,33 +107,38 @@ class Teacher:
         Args:
             keys_SD: the segment's keys, from `head_keys`.
             start: where the segment starts in the pack.
-            first, end: the chunk's rows, counted from the segment's start.
+            rows: the chunk's, counted from the segment's start.
             head: KV head.
             scratch: from `scratch`; overwritten.
         """
-        scores_SX, block_max_NX = self.scores(keys_SD, start, first, end, head, scratch)
+        scores_SX, block_max_NX = self.scores(keys_SD, start, rows, head, scratch)
         if self.lse_TH is None:
             lse_X, _ = self.normaliser(scores_SX, block_max_NX, head)
         else:
-            some_RG = self.lse_TH[start + first : start + end, head * self.group : (head + 1) * self.group]
-            lse_X = some_RG.T.reshape(-1).to(self.dtype)
-        return self.group_max(block_max_NX, lse_X, first, end)
+            lse_X = self.known_lse(start, rows, head)
+        return self.group_max(block_max_NX[self.sink_blocks :], lse_X, rows)
 
-    def scores(
-        self, keys_SD: Tensor, start: int, first: int, end: int, head: int, scratch: Tensor
-    ) -> tuple[Tensor, Tensor]:
+    def known_lse(self, start: int, rows: range, head: int) -> Tensor:
+        """The log-sum-exp of the chunk's rows, ``[X]``."""
+        assert self.lse_TH is not None
+        group = slice(head * self.group, (head + 1) * self.group)
+        return self.lse_TH[in_pack(start, rows), group].T.reshape(-1).to(self.dtype)
+
+    def scores(self, keys_SD: Tensor, start: int, rows: range, head: int, scratch: Tensor) -> tuple[Tensor, Tensor]:
         """Causal scores ``[S, X]`` (in ``scratch``), X = G * R, and their maxima over candidate blocks ``[N, X]``."""
-        group, rows, blocks = self.group, end - first, (end - 1) // self.block_size
+        group, count, first, end = self.group, len(rows), rows.start, rows[-1] + 1
+        blocks = rows[-1] // self.block_size
         past = blocks * self.block_size  # tokens in candidate blocks
-        q_RGD = self.q_THD[start + first : start + end, head * group : (head + 1) * group].to(self.dtype)
-        q_XD = q_RGD.transpose(0, 1).reshape(group * rows, -1) * self.sm_scale
-        scores_SX = scratch[: end * group * rows].view(end, group * rows)
+        q_RGD = self.q_THD[in_pack(start, rows), head * group : (head + 1) * group].to(self.dtype)
+        q_XD = q_RGD.transpose(0, 1).reshape(group * count, -1) * self.sm_scale
+        scores_SX = scratch[: end * group * count].view(end, group * count)
         torch.mm(keys_SD[:end], q_XD.T, out=scores_SX)
         if self.softcap is not None:
             scores_SX.div_(self.softcap).tanh_().mul_(self.softcap)
-        future_RR = torch.ones(rows, rows, dtype=torch.bool, device=q_XD.device).tril(-1)  # key after row
-        scores_SX[first:].view(rows, group, rows).masked_fill_(future_RR[:, None], -torch.inf)
-        return scores_SX, scores_SX[:past].view(blocks, self.block_size, group * rows).amax(1)
+        keys, seen_by = (torch.arange(first, end, step, device=q_XD.device) for step in (1, rows.step))
+        future = keys[:, None] > seen_by
+        scores_SX[first:].view(end - first, group, count).masked_fill_(future[:, None], -torch.inf)
+        return scores_SX, scores_SX[:past].view(blocks, self.block_size, group * count).amax(1)
 
     def normaliser(self, scores_SX: Tensor, block_max_NX: Tensor, head: int) -> tuple[Tensor, Tensor]:
         """Log-sum-exp ``[X]``, sink included, and highest score ``[X]``; scores become ``exp(score - highest)``."""
@@ -140,16 +151,16 @@ class Teacher:
             lse_X = torch.logaddexp(lse_X, self.sinks_KG[head].repeat_interleave(len(lse_X) // self.group))
         return lse_X, top_X
 
-    def group_max(self, block_max_NX: Tensor, lse_X: Tensor, first: int, end: int) -> Tensor:
+    def group_max(self, block_max_NX: Tensor, lse_X: Tensor, rows: range) -> Tensor:
         """``u [N, R]`` from block maxima, which are overwritten."""
-        u_NR = block_max_NX.sub_(lse_X).view(len(block_max_NX), self.group, end - first).amax(1)
-        return u_NR.masked_fill_(self.not_past(first, end), MASKED)
+        u_NR = block_max_NX.sub_(lse_X).view(len(block_max_NX), self.group, len(rows)).amax(1)
+        return u_NR.masked_fill_(self.not_past(rows), MASKED)
 
-    def not_past(self, first: int, end: int) -> Tensor:
-        """``[N, R]``: block n does not lie strictly before row r's own block."""
+    def not_past(self, rows: range) -> Tensor:
+        """``[N, R]``: block n, of those from ``sink_blocks`` on, does not lie strictly before row r's own block."""
         device = self.q_THD.device
-        own_R = torch.arange(first, end, device=device) // self.block_size
-        return torch.arange((end - 1) // self.block_size, device=device)[:, None] >= own_R
+        own_R = torch.arange(rows.start, rows.stop, rows.step, device=device) // self.block_size
+        return torch.arange(self.sink_blocks, rows[-1] // self.block_size, device=device)[:, None] >= own_R
 
 
 @torch.no_grad()
@@ -169,7 +180,7 @@ def attention_with_block_targets(
     teacher = Teacher(q, k, block_size, sm_scale, sinks, softcap, dtype)
     (tokens, heads), group, v_dim = q.shape[:2], teacher.group, v.shape[-1]
     spans = segments(cu_seqlens)
-    plans = [list(row_chunks(0, end - start, teacher.area)) for start, end in spans]
+    plans = [list(row_chunks(range(end - start), teacher.area)) for start, end in spans]
     widest = max(-(-(end - start) // block_size) for start, end in spans)
     out_THD = v.new_empty(tokens, heads, v_dim)
     lse_TH = q.new_empty(tokens, heads, dtype=dtype)
@@ -180,13 +191,13 @@ def attention_with_block_targets(
             keys_SD = teacher.head_keys(start, stop, head)
             values_SD = v[start:stop, head].to(dtype)
             heads_of_group = slice(head * group, (head + 1) * group)
-            for first, end in plan:
-                rows = slice(start + first, start + end)
-                scores_SX, block_max_NX = teacher.scores(keys_SD, start, first, end, head, scratch)
+            for rows in plan:
+                here = in_pack(start, rows)
+                scores_SX, block_max_NX = teacher.scores(keys_SD, start, rows, head, scratch)
                 lse_X, top_X = teacher.normaliser(scores_SX, block_max_NX, head)
-                out_XD = (scores_SX.T @ values_SD[:end]).mul_((top_X - lse_X).exp_()[:, None])
-                out_THD[rows, heads_of_group] = out_XD.view(group, end - first, v_dim).transpose(0, 1).to(v.dtype)
-                lse_TH[rows, heads_of_group] = lse_X.view(group, end - first).T
-                u_NR = teacher.group_max(block_max_NX, lse_X, first, end)
-                targets_TKN[rows, head, : len(u_NR)] = u_NR.masked_fill_(teacher.not_past(first, end), -torch.inf).T
+                out_XD = (scores_SX.T @ values_SD[: rows.stop]).mul_((top_X - lse_X).exp_()[:, None])
+                out_THD[here, heads_of_group] = out_XD.view(group, len(rows), v_dim).transpose(0, 1).to(v.dtype)
+                lse_TH[here, heads_of_group] = lse_X.view(group, len(rows)).T
+                u_NR = teacher.group_max(block_max_NX, lse_X, rows)
+                targets_TKN[here, head, : len(u_NR)] = u_NR.masked_fill_(teacher.not_past(rows), -torch.inf).T
     return AttentionWithTargets(out_THD, lse_TH, targets_TKN)

@@ -11,6 +11,7 @@ so, once: it is slower.
 
 from __future__ import annotations
 
+from functools import lru_cache
 from typing import Any
 
 import torch
@@ -19,7 +20,7 @@ import triton.language as tl
 from torch import Tensor
 
 from seergate.ops.checks import check_shape
-from seergate.ops.gate_kl import GateKLStats, refuse_second_order
+from seergate.ops.gate_kl import GateKLStats, counted_rows, refuse_second_order
 from seergate.ops.host_memory import copied
 from seergate.ops.torch_impl import gate_kl as torch_impl
 from seergate.ops.triton_impl import gate_kl_kernels, packs
@@ -51,6 +52,9 @@ def gate_kl(
     gate_scale: float,
     reduction: str,
     recall_budgets: tuple[int, ...],
+    sink_blocks: int,
+    row_stride: int,
+    row_shift: int,
     sinks: Tensor | None,
     softcap: float | None,
     lse: Tensor | None,
@@ -61,10 +65,11 @@ def gate_kl(
         "recall_budgets": recall_budgets, "sinks": sinks, "softcap": softcap, "lse": lse,
     }  # fmt: skip
     narrow = in_registers(qg, kg)
-    if not runs_here(q, block_size, *narrow):
+    if sink_blocks or row_stride > 1 or not runs_here(q, block_size, *narrow):
         if not torch.compiler.is_compiling():
             warn_if_too_wide("gate_kl", {"q": q, "qg": qg, "kg": kg})
-        return torch_impl.gate_kl(q, k, qg, kg, cu_seqlens, block_size, **options)
+        chosen: dict[str, Any] = {"sink_blocks": sink_blocks, "row_stride": row_stride, "row_shift": row_shift}
+        return torch_impl.gate_kl(q, k, qg, kg, cu_seqlens, block_size, **chosen, **options)
     qg, kg = narrow
     wanted = torch.is_grad_enabled()
     frozen = {name: x.detach() if isinstance(x, Tensor) else x for name, x in options.items()}
@@ -104,23 +109,13 @@ def evaluate(
     spans = packs.segments(cu_seqlens, len(q))
     lengths = [end - start for start, end in spans]
     check_shape("kg", kg, (sum(-(-length // block_size) for length in lengths), *qg.shape[1:]))
-    begins = [int(length * row_start) for length in lengths]
-    rows, weights = torch_impl.row_weights(lengths, begins, block_size, kv_heads, reduction)
     teacher = Teacher(q, k, None, block_size, sm_scale, sinks, softcap)
     gate = Gate(qg, kg, block_size, gate_scale, teacher, want_dqg, want_dkg, len(recall_budgets))
-
-    pieces = packs.segment_pieces(spans, begins, block_size, weights)
-    chunks = packs.chunks(pieces, block_size, CHUNK_BYTES // (4 * kv_heads))
-    parts = [
-        part
-        for chunk in chunks
-        for part in (
-            packs.row_tiles(chunk.pieces, teacher.launch().rows),
-            packs.row_tiles(chunk.pieces, gate.launch.rows),
-            packs.column_tiles(chunk.pieces, gate.launch.columns, block_size),
-        )
-    ]
-    tiles = iter(packs.to_device(parts, device) if parts else ())
+    sizes = teacher.launch().rows, gate.launch.rows, gate.launch.columns
+    rows, chunks, tables, row_weight = cut_up(
+        tuple(spans), block_size, row_start, kv_heads, reduction, sizes, CHUNK_BYTES, device
+    )
+    tiles = iter(tables)
     cells = max((chunk.rows * chunk.width for chunk in chunks), default=0) * kv_heads
     widest = max((chunk.width for chunk in chunks), default=0)
     buffers = gate.buffers(cells)
@@ -137,17 +132,52 @@ def evaluate(
         gate.add_columns(next(tiles), delta)
 
     # Sums over up to millions of rows: float64.
-    row_weight = torch.tensor(weights, dtype=torch.float64).repeat_interleave(torch.tensor(lengths))
-    counted = max(rows, 1)
-    loss = (gate.kl.sum(0, dtype=torch.float64) * copied(row_weight, device)).sum()
+    divisor = max(rows, 1)
+    loss = (gate.kl.sum(0, dtype=torch.float64) * row_weight).sum()
     return (
         loss.float(),
-        (gate.kl.sum(1, dtype=torch.float64) / counted).float(),
+        (gate.kl.sum(1, dtype=torch.float64) / divisor).float(),
         torch.full((), rows, dtype=torch.int64, device=device),
-        (gate.recall.sum(2, dtype=torch.float64) / counted).float(),
+        (gate.recall.sum(2, dtype=torch.float64) / divisor).float(),
         gate.dqg,
         gate.dkg.to(kg.dtype, copy=True) if want_dkg else kg.new_empty(0),
     )
+
+
+@lru_cache(maxsize=4)
+def cut_up(
+    spans: tuple[tuple[int, int], ...],
+    block_size: int,
+    row_start: float,
+    kv_heads: int,
+    reduction: str,
+    sizes: tuple[int, int, int],
+    chunk_bytes: int,
+    device: torch.device,
+) -> tuple[int, list[packs.Chunk], list[packs.Tiles], Tensor]:
+    """How a pack is cut up, which is the same in all layers: it is made for the first one.
+
+    Returns:
+        How many rows count, the chunks, for each chunk the three kernels' tiles on the device, and what each row of
+        the pack counts for in the loss, float64 ``[T]`` on the device.
+    """
+    lengths = [end - start for start, end in spans]
+    begins = [int(length * row_start) for length in lengths]
+    counted = counted_rows(lengths, block_size, row_start, 0, 1, 0)
+    rows, weights = torch_impl.row_weights(lengths, counted, row_start, block_size, kv_heads, reduction)
+    pieces = packs.segment_pieces(spans, begins, block_size, weights)
+    chunks = packs.chunks(pieces, block_size, chunk_bytes // (4 * kv_heads))
+    parts = [
+        part
+        for chunk in chunks
+        for part in (
+            packs.row_tiles(chunk.pieces, sizes[0]),
+            packs.row_tiles(chunk.pieces, sizes[1]),
+            packs.column_tiles(chunk.pieces, sizes[2], block_size),
+        )
+    ]
+    row_weight = torch.tensor(weights, dtype=torch.float64).repeat_interleave(torch.tensor(lengths))
+    return rows, chunks, packs.to_device(parts, device) if parts else [], copied(row_weight, device)
 
 
 class Gate:

@@ -1,4 +1,4 @@
-"""What the choice of launch parameters needs to know of a GPU."""
+"""Facts about GPUs that decide launch parameters."""
 
 from __future__ import annotations
 

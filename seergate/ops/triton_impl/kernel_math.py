@@ -1,4 +1,4 @@
-"""What several kernels compute: the cap of scores, the best of a row, the branches of a gate."""
+"""Device functions of several kernels: the cap of scores, the best of a row, the branches of a gate."""
 
 from __future__ import annotations
 

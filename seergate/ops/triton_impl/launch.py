@@ -38,7 +38,7 @@ MAX_SPLITS = 64
 
 
 class DecodeLaunch(NamedTuple):
-    """How `decode_kernel` runs: tokens per turn of its loop, programs that share a row's tokens, warps, stages."""
+    """Launch of `decode_kernel`: tokens per turn of its loop, programs that share a row's tokens, warps, stages."""
 
     tile: int
     splits: int

@@ -1,4 +1,4 @@
-"""How a pack is cut up for the kernels of distillation: chunks of rows that share a buffer, and their tiles.
+"""Partition of a pack for the distillation kernels: chunks of rows that share a buffer, and their tiles.
 
 All of it is computed on the host from the segments' borders, so nothing waits for the device.
 """
@@ -42,7 +42,7 @@ class Piece(NamedTuple):
     weight: float
 
     def candidates(self, block_size: int) -> int:
-        """How many blocks lie strictly before the last row's own."""
+        """Number of blocks strictly before the last row's own."""
         return (self.end - 1 - self.start) // block_size
 
 

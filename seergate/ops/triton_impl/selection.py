@@ -23,10 +23,10 @@ MAX_BLOCKS = 16384
 
 
 @triton.jit
-def _softmax(scores, past):  # type: ignore[no-untyped-def]
-    """Over the past blocks; zero elsewhere, also where there is none."""
-    top = tl.max(tl.where(past, scores, -3.4028234663852886e38), 1)[:, None]
-    weight = tl.where(past, tl.exp(tl.minimum(scores - top, 0.0)), 0.0)
+def _softmax(scores, free):  # type: ignore[no-untyped-def]
+    """Over the blocks to choose among; zero elsewhere, also where there is none."""
+    top = tl.max(tl.where(free, scores, -3.4028234663852886e38), 1)[:, None]
+    weight = tl.where(free, tl.exp(tl.minimum(scores - top, 0.0)), 0.0)
     return weight / tl.maximum(tl.sum(weight, 1), 1.0)[:, None]
 
 
@@ -52,16 +52,17 @@ def select_kernel(  # type: ignore[no-untyped-def]
     places = scores_ptr + b * stride_sb + h * stride_sh + block * stride_sn
     scores, keys = ordered(tl.load(places, mask=past, other=0.0).to(tl.float32))
     always = (block == current) | (past & (block < sink_blocks))
+    free = past & ~always
 
     if RULE == "token_budget":
-        picked = best(keys, past & ~always, budget - tl.sum(always.to(tl.int32), 1))
+        picked = best(keys, free, budget - tl.sum(always.to(tl.int32), 1))
     elif RULE == "threshold":
-        picked = past & (_softmax(scores, past) > tl.cast(limit, tl.float32))
+        picked = free & (_softmax(scores, free) > tl.cast(limit, tl.float32))
     else:
-        share = _softmax(scores, past).to(tl.float64)  # the order of summation does not matter in fp64
-        last = last_needed(keys, tl.where(past, share, 0.0), limit)[:, None]
-        above = past & (keys > last)
-        equal = past & (keys == last)
+        share = _softmax(scores, free).to(tl.float64)  # the order of summation does not matter in fp64
+        last = last_needed(keys, tl.where(free, share, 0.0), limit)[:, None]
+        above = free & (keys > last)
+        equal = free & (keys == last)
         mass = tl.sum(tl.where(above, share, 0.0), 1)[:, None]
         each = tl.max(tl.where(equal, share, 0.0), 1)[:, None]
         better = tl.cumsum(equal.to(tl.int32), 1) - 1
@@ -96,7 +97,7 @@ def select_blocks(
 
 
 def width_kept(blocks: int, block_size: int, token_budget: int | None) -> int:
-    """How many indices there is room for."""
+    """Capacity of the index tensor."""
     return blocks if token_budget is None else min(blocks, token_budget // block_size)
 
 

@@ -20,7 +20,7 @@ MAX_ROW_BYTES = 512
 
 
 def supports(q: Tensor, v: Tensor) -> bool:
-    """Whether the kernels take these numbers and sizes; where they do not, the torch backend runs."""
+    """True if the kernels take these numbers and sizes; where they do not, the torch backend runs."""
     return q.dtype in DTYPES and max(q.shape[-1], v.shape[-1]) * q.element_size() <= MAX_ROW_BYTES
 
 

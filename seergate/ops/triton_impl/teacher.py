@@ -128,7 +128,7 @@ class Teacher:
 
 
 def runs_here(q: Tensor, block_size: int, *others: Tensor) -> bool:
-    """Whether the kernels do this; what they do not do is left to the torch backend."""
+    """True if the kernels do this; what they do not do is left to the torch backend."""
     return block_size in BLOCK_SIZES and all(x.shape[-1] <= MAX_HEAD_DIM.get(x.dtype, 0) for x in (q, *others))
 
 

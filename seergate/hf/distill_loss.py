@@ -1,0 +1,161 @@
+"""The distillation loss of gates on a pack of the frozen model: what all kinds of gates share."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+
+from seergate.config import check_recipe
+from seergate.errors import SeergateError
+from seergate.gates.bank import Gates
+from seergate.models import families
+from seergate.ops import GateKLStats
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+    from seergate.hf.teacher_pass import TeacherCall
+
+PUBLISHED_SCALE = 10.0
+"""The published code multiplies its loss by it (``gate_loss_scale``): clipping begins at gradients so much smaller."""
+
+
+@dataclass(frozen=True)
+class DistillOutput:
+    """Loss and statistics of the gates on one pack.
+
+    Attributes:
+        loss: scalar; ``.backward()`` adds the gates' gradients. NaN if it or a gradient is not finite; then it adds
+            zeros.
+        kl_per_layer: ``[layers]``, mean KL in nats per row and KV head, whatever the reduction; of Fast KVzip's gates
+            per token and KV head; of TRIM-KV's, which learn from the model's output, their loss, for all layers.
+        recall: ``[budgets, layers, KV heads]``, mean share of the teacher's mass on past blocks that the gate's best
+            blocks hold; of retention gates see `ops.retention_kl`.
+        rows: how many rows counted in each segment-wise mean, all segments together.
+        far: ``[layers, 3 + 2 * budgets]``, see `seergate.hf.far.far_sums`; where a lesson asks for it.
+    """
+
+    loss: Tensor
+    kl_per_layer: Tensor
+    recall: Tensor
+    rows: Tensor
+    far: Tensor | None = None
+
+
+@dataclass(frozen=True)
+class DistillSpec:
+    """Gates and the options of their distillation loss.
+
+    Attributes:
+        bank: the gates; on the model's device.
+        row_start, reduction: see `ops.gate_kl`. ``"row_mean"`` is averaged over layers, ``"published"`` summed and
+            multiplied by `PUBLISHED_SCALE`.
+        recall_budgets: token budgets to report recall at.
+        target, target_budget: see `ops.scorer_kl`.
+        row_stride, row_shift: see `ops.gate_kl`.
+        checked: that the gates fit the model is known, for which the model's RoPE frequencies have to be read.
+        far: whether gates of blocks are compared outside the first block and the newest one, too.
+    """
+
+    bank: Gates
+    row_start: float = 0.5
+    reduction: str = "row_mean"
+    recall_budgets: tuple[int, ...] = ()
+    target: str = "max"
+    target_budget: int | None = None
+    row_stride: int = 1
+    row_shift: int = 0
+    checked: bool = False
+    far: bool = False
+
+
+class DistillLoss(ABC):
+    """The loss of gates on one pack, accumulated layer by layer in the frozen model's forward.
+
+    Attributes:
+        gated: layer -> attention module, of those that have a gate.
+        losses, stats: of each of these layers so far.
+        gradients: of the gates' parameters.
+    """
+
+    def __init__(self, spec: DistillSpec, model: PreTrainedModel, cu_seqlens: Tensor) -> None:
+        bank = spec.bank
+        modules = families.full_attention_modules(model)
+        if not spec.checked:
+            families.check_gates(model, bank)
+        if len(cu_seqlens) > 2 and (reason := families.why_one_sequence(families.text_config(model))):
+            raise SeergateError(f"{reason}; its packs must hold one sequence each")
+        config = bank.config
+        check_recipe(
+            config.scorer,
+            spec.target,
+            spec.reduction,
+            spec.target_budget,
+            config.block_size,
+            config.sink_blocks,
+            spec.row_stride,
+        )
+        self.spec, self.bank, self.model = spec, bank, model
+        self.cu_seqlens = cu_seqlens  # in host memory, where ops read it for free
+        self.segments = [(a, b) for a, b in pairwise(cu_seqlens.tolist()) if b > a]
+        self.gated = {layer: attention for layer, attention in modules if str(layer) in bank.layers}
+        self.wants_gradients = torch.is_grad_enabled()  # the caller's wish; the model itself runs without a graph
+        self.losses: list[Tensor] = []
+        self.stats: list[GateKLStats] = []
+        self.far: list[Tensor] = []
+        self.gradients: dict[nn.Parameter, Tensor] = {}
+
+    @abstractmethod
+    def learn(self, call: TeacherCall, lse_TH: Tensor) -> None:
+        """See one of the `gated` layers in the frozen model's forward."""
+
+    @abstractmethod
+    def result(self) -> DistillOutput:
+        """The result, once the forward pass has ended."""
+
+    def total(self, share: float) -> Tensor:
+        """The losses of all layers as one, times ``share``, with the gradients tied to it."""
+        home = self.losses[0].device  # the layers of a split model report from several devices
+        total = torch.stack([loss.float().to(home) for loss in self.losses]).sum() * share
+        parameters = list(self.gradients)
+        stored = [self.gradients[p] * share for p in parameters]
+        finite = torch.stack([total.isfinite(), *(x.isfinite().all().to(home) for x in stored)]).all()
+        total = torch.where(finite, total, torch.nan)
+        if parameters:
+            # Decided on the device: nobody waits for it.
+            stored = [torch.where(finite.to(x.device), x, torch.zeros_like(x)) for x in stored]
+            total = StoredGradients.apply(total, len(stored), *stored, *parameters)
+        return total
+
+
+class LayerwiseLoss(DistillLoss):
+    """A loss that each layer's gate has by itself."""
+
+    def result(self) -> DistillOutput:
+        home = self.losses[0].device
+        kl_per_layer = torch.stack([stats.kl_per_head.float().mean().to(home) for stats in self.stats])
+        recall = torch.stack([stats.recall.float().to(home) for stats in self.stats], dim=1)
+        share = 1.0 / len(self.losses) if self.spec.reduction == "row_mean" else PUBLISHED_SCALE
+        far = torch.stack([sums.to(home) for sums in self.far]) if self.far else None
+        return DistillOutput(self.total(share), kl_per_layer, recall, self.stats[0].rows, far)
+
+
+class StoredGradients(torch.autograd.Function):
+    """Returns a scalar whose gradients are known already; backward only scales them."""
+
+    @staticmethod
+    def forward(ctx: Any, value: Tensor, count: int, *tensors: Tensor) -> Tensor:
+        """``tensors``: ``count`` gradients, then the parameters they belong to."""
+        ctx.save_for_backward(*tensors[:count])
+        return value.clone()
+
+    @staticmethod
+    def backward(ctx: Any, scale: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+        """Gradients for the parameters; none for the stored gradients themselves."""
+        stored = ctx.saved_tensors
+        return (None, None, *(None for _ in stored), *(gradient * scale for gradient in stored))

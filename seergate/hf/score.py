@@ -1,0 +1,117 @@
+"""Log-probabilities of given text under the attached method: read like a prompt to a place, decoded from there on."""
+
+from __future__ import annotations
+
+from contextlib import nullcontext
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+from transformers import DynamicCache, PreTrainedModel
+
+from seergate.cache.call import VERIFIED_TOKENS
+from seergate.errors import SeergateError
+from seergate.hf.attach import handle_of
+
+
+class Scores(NamedTuple):
+    """What `score` returns.
+
+    Attributes:
+        log_probs: float32 ``[B, S - start]``, of the tokens from ``start`` on, in nats; ``nan`` of padding.
+        logits: ``[B, S - start, V]``, each of the token that it predicts; ``None`` unless asked for.
+    """
+
+    log_probs: Tensor
+    logits: Tensor | None
+
+
+@torch.no_grad()
+def score(
+    model: PreTrainedModel,
+    input_ids: Tensor,
+    attention_mask: Tensor | None = None,
+    *,
+    start: int,
+    logits: bool = False,
+) -> Scores:
+    """Score given text as if the model had generated it (teacher forcing): the tokens before ``start`` are read like a
+    prompt, densely, and every later one is decoded with the method that is attached. So the log-probability at
+    ``start`` is dense attention's, as that of the first token in ``generate``. Without a method, all are.
+
+    Under methods that choose what to read, 32 tokens pass through the model at once, each with its own choice; under
+    others, and with `Rectify`, one. ``handle.stats()`` counts them as it counts generated tokens.
+
+    Args:
+        model: in eval mode, with a method attached.
+        input_ids: ``[B, S]``.
+        attention_mask: ``[B, S]``, 0 for padding, which may be on the left, before ``start``, and on the right, behind
+            it; ``None`` for none.
+        start: the first token that is scored, 1 to S - 1.
+        logits: also return the logits, which take ``4 B (S - start) V`` bytes in float32.
+
+    Raises:
+        ValueError: for another shape, start or mask.
+        SeergateError: in lossless mode, which decodes in `generate` only.
+    """
+    real = _checked(input_ids, attention_mask, start)
+    try:
+        handle = handle_of(model)
+    except SeergateError:  # the plain model
+        handle = None
+    passes = None if handle is None or handle.disabled else handle.passes
+    if passes is not None and passes.default == "dense":
+        raise SeergateError("lossless decoding gives what dense attention gives; score without the correction")
+    at_once = VERIFIED_TOKENS
+    if passes is not None and not (passes.decodes_drafts and handle is not None and handle.correction is None):
+        at_once = 1
+    seen = real.clone()
+    seen[:, start:] = True  # padding behind a row's end is decoded too, and changes nothing before it
+    positions = (seen.cumsum(1) - 1).clamp(min=0)
+    cache, padded = DynamicCache(config=model.config), not bool(seen.all())
+
+    def read(begin: int, end: int) -> Tensor:
+        output = model(
+            input_ids=input_ids[:, begin:end],
+            attention_mask=seen[:, :end].long() if padded else None,
+            position_ids=positions[:, begin:end],
+            past_key_values=cache,
+            use_cache=True,
+            logits_to_keep=1 if begin == 0 else end - begin,
+        )
+        return output.logits[:, -1:] if begin == 0 else output.logits
+
+    found, kept = list[Tensor](), list[Tensor]()
+    ends = [start, *range(start + at_once, input_ids.shape[1] - 1, at_once), input_ids.shape[1] - 1]
+    for begin, end in zip([0, *ends], dict.fromkeys(ends), strict=False):
+        with nullcontext() if begin == 0 or passes is None or at_once == 1 else passes.forced("decode"):
+            given = read(begin, end)
+        first = start if begin == 0 else begin + 1
+        targets = input_ids[:, first : first + given.shape[1], None]
+        found.append(given.float().log_softmax(-1).gather(-1, targets)[..., 0])
+        kept += [given] if logits else []
+    log_probs = torch.cat(found, dim=1).masked_fill(~real[:, start:], torch.nan)
+    return Scores(log_probs, torch.cat(kept, dim=1) if logits else None)
+
+
+def _checked(input_ids: Tensor, attention_mask: Tensor | None, start: int) -> Tensor:
+    """Which tokens are real, bool ``[B, S]``."""
+    if input_ids.ndim != 2 or not 1 <= start < input_ids.shape[1]:
+        raise ValueError(
+            f"input_ids has the shape {tuple(input_ids.shape)} and start is {start}; they must be [B, S] and 1..S - 1"
+        )
+    if attention_mask is None:
+        return torch.ones_like(input_ids, dtype=torch.bool)
+    if attention_mask.shape != input_ids.shape:
+        raise ValueError(
+            f"attention_mask has the shape {tuple(attention_mask.shape)}; it must be that of input_ids, "
+            f"{tuple(input_ids.shape)}"
+        )
+    real = attention_mask.bool()
+    steps = real.int().diff(dim=1)
+    if not real[:, start - 1 : start + 1].all() or (steps[:, : start - 1] < 0).any() or (steps[:, start:] > 0).any():
+        raise ValueError(
+            f"attention_mask has padding inside of a row, or right at start, {start}; it must be on the left, before "
+            "start, or on the right, behind it"
+        )
+    return real

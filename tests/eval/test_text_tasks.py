@@ -1,0 +1,112 @@
+"""Needles and texts through the evaluation: what is stored, and what the report says of it."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+import torch
+
+import seergate
+from seergate.cli.running import each_task
+from seergate.errors import SeergateError
+from seergate.eval import RunOptions, make_task, store, sweep
+from seergate.eval.engine import encode
+from seergate.eval.forced import TeacherForcing, summary
+from seergate.eval.plan import SweepPlan
+from seergate.eval.settings import grid
+from seergate.report import write_report
+from tests.eval import support
+
+
+@pytest.fixture
+def data(tmp_path) -> str:
+    words = sorted(word for word in support.tokenizer().get_vocab() if not word.startswith("<"))
+    rows = [" ".join(words[(7 * i * j + j) % len(words)] for j in range(150 + i)) for i in range(4)]
+    (tmp_path / "texts.jsonl").write_text("\n".join(json.dumps({"text": row}) for row in rows))
+    return str(tmp_path / "texts.jsonl")
+
+
+def test_texts_are_scored_and_reported(tmp_path, data, monkeypatch):
+    model, tokenizer = support.model(), support.tokenizer()
+    task = make_task("perplexity:length=120:scored=24", data=data)
+    specs = grid(["dense", "quest", "streaming_llm:interval=1"], [16, 256], 8)
+    seen = []
+    options = RunOptions(on_progress=seen.append)
+    metrics = sweep(model, tokenizer, task, specs, tmp_path / "runs", options)
+    assert [now.done for now in seen if now.label == "dense"] == [1, 2, 3, 4] and seen[0].correct is None
+    samples = store.read_samples(tmp_path / "runs" / "quest-16")
+    assert [s["problem_id"] for s in samples] == ["text-1", "text-2", "text-3", "text-4"]
+    assert all(len(s["kl"]) == s["n_tokens"] == 24 for s in samples)
+    assert metrics["quest-16"] == json.loads((tmp_path / "runs" / "quest-16" / "metrics.json").read_text())
+    assert metrics["quest-16"]["kl"] > 1e-5 > 1e-6 > metrics["quest-256"]["kl"]
+    assert metrics["quest-16"]["kl_low"] < metrics["quest-16"]["kl"] < metrics["quest-16"]["kl_p99"]
+    # a text's loss, by a forward pass of its own
+    (text,) = (p.prompt for p in task.bound(tokenizer).problems()[:1])
+    ids = torch.tensor([encode(tokenizer, text)])
+    ids = ids[:, (ids.shape[1] - 120) // 2 :][:, :120]
+    with torch.no_grad():
+        loss = torch.nn.functional.cross_entropy(model(ids).logits[0, -25:-1], ids[0, -24:])
+    assert samples[0]["dense_loss"] == pytest.approx(float(loss), rel=1e-4)
+
+    def never(*_):
+        raise AssertionError("all texts have been scored")
+
+    monkeypatch.setattr(TeacherForcing, "measure", never)
+    assert sweep(model, tokenizer, task, specs, tmp_path / "runs", options) == metrics
+    report = write_report(tmp_path / "runs")
+    page = report.markdown.read_text()
+    assert len(report.findings) == 5 and report.findings[0].startswith("dense: KL to dense attention 0.0000")
+    assert "- quest at 256 read everything at every step" in page and "4 texts of 120 tokens were scored." in page
+    assert "](kl.png)" in page and "KL, 99th percentile |" in page and "nan" not in page
+    assert "accuracy" not in page
+
+
+def test_one_text_has_no_interval():
+    text = {"kl": [0.1, 0.3], "loss": 1.0, "dense_loss": 0.9, "agreement": 0.5, "n_tokens": 2, "seconds": 1.0}
+    found = summary([text])
+    assert found["kl"] == pytest.approx(0.2) and found["kl_low"] is found["kl_p99_high"] is found["kl_se"] is None
+    two = summary([text, {**text, "kl": [0.2, 0.4]}])
+    # means .2 and .3: .25 ± t(1) * .05
+    assert (two["kl_low"], two["kl_high"]) == pytest.approx((0.25 - 12.7062 * 0.05, 0.25 + 12.7062 * 0.05), rel=1e-4)
+    assert two["kl_p99_low"] == pytest.approx(0.3) and two["kl_p99_high"] == pytest.approx(0.4)
+
+
+def test_the_right_answer_has_its_log_probability(tmp_path):
+    """What `seergate.score` says of it; and a map of lengths and depths is drawn."""
+    model, tokenizer = support.model(), support.tokenizer()
+    task = make_task("needle:length=120+160:depths=0+100:problems=5:values=2:chat=true").bound(tokenizer)
+    specs = grid(["dense", "quest", "h2o:interval=4"], [16], 8)
+    metrics = sweep(model, tokenizer, task, specs, tmp_path, RunOptions(batch_size=2))
+    methods = {
+        "quest-16": ("quest", {"token_budget": 16, "block_size": 8, "dense_layers": ()}),
+        "dense": ("dense", {}),
+    }
+    methods["h2o-16-interval=4"] = ("h2o", {"token_budget": 16, "interval": 4})
+    assert methods.keys() == metrics.keys()
+    for label, (method, options) in methods.items():
+        for sample in store.read_samples(tmp_path / label)[:3]:
+            reply = next(p.reply for p in task.problems() if p.problem_id == sample["problem_id"])
+            start = len(encode(tokenizer, sample["prompt"]))
+            ids = torch.tensor([encode(tokenizer, sample["prompt"] + reply)])
+            with seergate.attached(model, method, **options):
+                expected = float(seergate.score(model, ids, start=start).log_probs.sum())
+            assert sample["reply_logprob"] == pytest.approx(expected, rel=1e-4), label
+            assert sample["density"] > 0
+    assert metrics["quest-16"]["reply_logprob"] != metrics["dense"]["reply_logprob"]
+    report = write_report(tmp_path)
+    assert "depth.png" in {plot.name for plot in report.plots}
+    page = report.markdown.read_text()
+    assert "log p of the answer |" in page and "not clearly better than guessing" in page
+
+
+def test_a_model_that_is_not_the_tiny_reasoner_needs_a_task(tmp_path):
+    model = str(support.save(tmp_path / "model"))
+    with pytest.raises(SeergateError, match=r"task is missing, and chain_sum, the default, is for tiny-reasoner only"):
+        each_task(SweepPlan(model=model))
+    assert [plan.task for plan in each_task(SweepPlan())] == [""]
+    plans = each_task(SweepPlan(model=model, task="needle:keys=2,perplexity", out="here"))
+    assert [(plan.task, plan.out) for plan in plans] == [
+        ("needle:keys=2", "here/needle-keys=2"),
+        ("perplexity", "here/perplexity"),
+    ]

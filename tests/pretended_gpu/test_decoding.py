@@ -1,0 +1,83 @@
+"""Every method, storage and correction decodes on the pretended GPU what it decodes on a CPU."""
+
+from __future__ import annotations
+
+import copy
+from collections import Counter
+from typing import Any
+
+import pytest
+import torch
+
+import seergate
+from tests.host.test_decode import METHODS, pick
+from tests.methods.evictors import EVICTORS
+from tests.models import left_padded, prompt, tiny_model
+from tests.pretended_gpu.device import Pretended, pretended, recorded
+
+BUDGET, NEW = 24, 16
+SELECTING = ("gate", "quest", "dense")
+CASES: dict[str, tuple[str, dict[str, Any]]] = {
+    **{name: (name, {}) for name in METHODS},
+    **{name: (name, {}) for name in EVICTORS if " " not in name or name.endswith(" and gate")},
+    **{f"{name}, static": (name, {"static": True}) for name in SELECTING},
+    **{f"{name}, paging": (name, {"storage": seergate.Paging()}) for name in SELECTING},
+    "gate, offload": ("gate", {"storage": seergate.Offload(memory_bytes=25_000)}),
+    "gate, offload to the host": ("gate", {"storage": seergate.Offload(memory_bytes=25_000, store="host")}),
+    "gate, lossless": ("gate", {"correction": seergate.Lossless()}),
+    "gate, rectified": ("gate", {"correction": seergate.Rectify(8)}),
+    "gate, recall": ("gate", {"measure_recall": True}),
+}
+
+
+READS: dict[str, dict[str, str]] = {
+    "streaming_llm": {"seergate/methods/streaming_llm.py select_kept: tolist": "how many tokens stay, at an eviction"},
+    "reason_cache": {
+        "seergate/reason/evaluator.py tokens_came: tolist": "the tokens, whose text it divides into steps"
+    },
+    "and gate": {
+        "seergate/methods/gate_on_evictor.py attend: item": "the width of an index of what is read",
+        "seergate/methods/gate_on_evictor.py attend: tolist": "how much was read, for the statistics",
+    },
+    "static": {"seergate/cache/static.py slots: item": "outside of a compiled graph, the columns of the mask"},
+    "lossless": {
+        "seergate/decode/lossless.py __call__: item": "whether all rows have ended",
+        "seergate/decode/lossless.py _draft_and_verify: tolist": "how much of a draft is right",
+        "seergate/decode/lossless.py _emit: item": "whether the rows have ended",
+    },
+    "rectified": {
+        "seergate/hf/call.py valid_tokens: item": "the mask of the pass that rectifies",
+        "seergate/hf/call.py hide_what_is_masked: item": "the same",
+    },
+}
+"""By case, where the host reads from the device in a decode step, and what for."""
+
+
+def decode(model: Any, name: str, inputs: dict[str, torch.Tensor], *, static: bool = False, **options: Any):
+    """The tokens."""
+    torch.manual_seed(0)  # gates are drawn
+    method = EVICTORS[name].method(model) if name in EVICTORS else pick(model, name, BUDGET)
+    how = {"cache_implementation": "static"} if static else {}
+    with seergate.attached(model, method, **options):
+        return model.generate(**inputs, max_new_tokens=NEW, **how)
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_decoding(case: str) -> None:
+    name, options = CASES[case]
+    model = tiny_model("qwen3")
+    rows = [prompt(45, 1)] if "lossless" in case or "rectified" in case else [prompt(45, 1), prompt(31, 2)]
+    inputs = left_padded(rows)
+    want = decode(model, name, inputs, **options)
+    passes: list[Counter[str]] = []
+    with pretended() as device, recorded() as waits:
+        gpu = copy.deepcopy(model).to(device)
+        there = {key: x.to(device) for key, x in inputs.items()}
+        gpu.register_forward_pre_hook(lambda *_: passes.append(Counter(waits)))
+        got = decode(gpu, name, there, **options)
+        assert isinstance(got, Pretended)
+        assert torch.equal(got.host, want)
+    steps = passes[-1] - passes[max(1, len(passes) - 9)]
+    reads = {place for place in steps if place.startswith("seergate/") and "pageable" not in place}
+    allowed = {place for name, places in READS.items() if name in case for place in places}
+    assert reads <= allowed, "the host reads from the device in a decode step"

@@ -1,0 +1,26 @@
+"""The evaluation's engine on the pretended GPU answers as on a CPU."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+
+from tests.eval import support
+from tests.eval.test_engine import LONG, arguments_of, run, tokens
+from tests.pretended_gpu.device import pretended
+
+
+@pytest.mark.parametrize("method", ["dense", "gate", "h2o"])
+def test_answers(method: str) -> None:
+    """Rows of different length, which come and go."""
+    model = support.model()
+    options = {"batch_size": 3, "max_new_tokens": 10}
+    torch.manual_seed(0)  # gates are drawn
+    want = tokens(run(model, LONG[:5], **options, **arguments_of(method, model)))
+    with pretended() as device:
+        gpu = copy.deepcopy(model).to(device)
+        torch.manual_seed(0)
+        got = tokens(run(gpu, LONG[:5], **options, **arguments_of(method, gpu)))
+    assert got == want

@@ -1,0 +1,132 @@
+"""Training on the pretended GPU gives the losses, gradients and checkpoints of a CPU, and waits where listed."""
+
+from __future__ import annotations
+
+import copy
+from collections import Counter
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+import seergate
+from seergate.distill import TrainConfig, run_distillation, trainer
+from seergate.distill.distributed import DistributedState
+from seergate.hf.distill_loss import DistillSpec
+from seergate.hf.teacher_forward import distill_steps
+from tests.distill.test_trainer import Recorder, config, model_dir, weights  # noqa: F401 (fixtures)
+from tests.models import prompt, tiny_model
+from tests.pretended_gpu.device import CUDA, Pretended, pretended, recorded
+
+SCORERS: dict[str, dict[str, Any]] = {
+    "attn_gate": {},
+    "attn_gate, a query per head": {"q_pooling": "none"},
+    "msa": {},
+    "indexer": {},
+    "fast_kvzip": {},
+    "trim_kv": {},
+}
+
+
+_STUDENT, _FORWARD = "seergate/hf/gated_student.py", "seergate/hf/teacher_forward.py"
+WAITS: dict[str, dict[str, str]] = {
+    "fast_kvzip": {"seergate/ops/torch_impl/retention_kl.py retention_kl: copy from pageable memory": "counts"},
+    "trim_kv": {
+        "seergate/ops/torch_impl/retention_kl.py retention_kl: copy from pageable memory": "counts",
+        f"{_FORWARD} distill_steps: copy from pageable memory": "the rows of which the model's output is compared",
+        f"{_FORWARD} distill_steps: mask as index": "the same",
+        f"{_STUDENT} _gated_logits: copy from pageable memory": "the same",
+        f"{_STUDENT} compare: copy from pageable memory": "the same",
+        f"{_STUDENT} compare: mask as index": "the same",
+        f"{_STUDENT} compare: item": "how many there are",
+    },
+}
+"""Where a pack's step waits for the device, and what for; nowhere with gates of blocks."""
+
+
+@pytest.mark.parametrize("case", SCORERS)
+def test_a_scorer_learns_the_same(case: str) -> None:
+    model = tiny_model("qwen3")
+    gates = seergate.GateConfig(16, 16, scorer=case.split(",")[0], **SCORERS[case])
+    bank = seergate.GateBank.for_model(model, gates)
+    ends = torch.tensor([0, 120, 200], dtype=torch.int32)
+    options: dict[str, Any] = {"recall_budgets": (32, 64), "checked": True}
+    if case == "trim_kv":
+        options["target_budget"] = 64
+    want = distill_steps([DistillSpec(bank, **options)], model, prompt(200), ends)[0]
+    want.loss.backward()
+    with pretended() as device:
+        there = copy.deepcopy(bank).to(device)
+        for parameter in there.parameters():
+            parameter.grad = None
+        gpu = copy.deepcopy(model).to(device)
+        with recorded() as waits:
+            got = distill_steps([DistillSpec(there, **options)], gpu, prompt(200), ends)[0]
+            got.loss.backward()
+        seen = Counter(waits)
+    assert isinstance(got.loss, Pretended)
+    torch.testing.assert_close(got.loss.host, want.loss)
+    torch.testing.assert_close(got.recall.host, want.recall)
+    for ours, theirs in zip(there.parameters(), bank.parameters(), strict=True):
+        assert isinstance(ours.grad, Pretended) and theirs.grad is not None
+        torch.testing.assert_close(ours.grad.host, theirs.grad, atol=1e-6, rtol=1e-4)
+    assert {place for place in seen if place.startswith("seergate/")} == set(WAITS.get(case, {}))
+
+
+@pytest.fixture
+def on_the_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The trainer finds one; weights are read to host memory first, as transformers cannot read them to this one."""
+
+    def load(path: str, *_: Any) -> Any:
+        return AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32).requires_grad_(False).eval().to(CUDA)
+
+    monkeypatch.setattr(trainer, "init_distributed", lambda deepspeed: DistributedState(0, 1, 0, CUDA))
+    monkeypatch.setattr(trainer, "load_frozen", load)
+
+
+def test_a_run_with_checkpoint_and_resume(
+    config: TrainConfig,  # noqa: F811
+    tmp_path: Path,
+    request: pytest.FixtureRequest,
+) -> None:
+    config = replace(
+        config, dtype="float32", max_length=256, chain_sum_variables=(5, 6), max_steps=5, report_to=("none",)
+    )
+    want = Recorder()
+    run_distillation(replace(config, output_dir=str(tmp_path / "cpu")), [want])
+    request.getfixturevalue("on_the_gpu")
+    there = replace(config, output_dir=str(tmp_path / "gpu"))
+    with pretended(), recorded() as waits:
+        first, second, counts = Recorder(stop_after=4), Recorder(), []
+
+        class Counting(Recorder):
+            def on_step(self, log: Any) -> None:
+                counts.append(Counter(waits))
+
+        with pytest.raises(KeyboardInterrupt):
+            run_distillation(there, [Counting(), first])
+        run_distillation(there, [second])
+    losses = {log.step: log.loss for log in (*first.steps, *second.steps)}
+    assert [log.step for log in second.steps] == [4, 5], "from the checkpoint of step 3"
+    assert losses == pytest.approx({log.step: log.loss for log in want.steps}, abs=1e-6)
+    for name, x in weights(tmp_path / "cpu").items():
+        torch.testing.assert_close(weights(tmp_path / "gpu")[name], x, atol=1e-6, rtol=1e-5)
+    assert counts[1] - counts[0] == {
+        "seergate/distill/trainer.py sum: tolist": 1,  # the losses, for the log and to leave out what is not finite
+        "seergate/distill/engines.py update: item": 1,  # the norm of the gradient
+    }
+
+
+def test_packs_of_sixteen_bits() -> None:
+    """The kernel of packed segments, whose log-sum-exp lies the other way round."""
+    model = tiny_model("qwen3", dtype=torch.bfloat16)
+    bank = seergate.GateBank.for_model(model, seergate.GateConfig(16, 16))
+    ends = torch.tensor([0, 120, 200], dtype=torch.int32)
+    want = distill_steps([DistillSpec(bank, checked=True)], model, prompt(200), ends)[0]
+    with pretended() as device:
+        there, gpu = copy.deepcopy(bank).to(device), copy.deepcopy(model).to(device)
+        got = distill_steps([DistillSpec(there, checked=True)], gpu, prompt(200), ends)[0]
+        torch.testing.assert_close(got.kl_per_layer.host, want.kl_per_layer, atol=2e-2, rtol=2e-2)

@@ -1,0 +1,81 @@
+"""Gates that begin as the model's own product of queries and pooled keys."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from seergate import GateBank, GateConfig
+from seergate.distill import TrainConfig, load_train_config, run_distillation
+from seergate.distill.base_model import check_model, fresh_gates
+from seergate.gates.scorer import INIT_STD
+from seergate.ops.gate_math import rotate
+from tests.distill.test_trainer import assert_identical, config, model_dir, weights  # noqa: F401 (fixtures)
+from tests.models import tiny_model
+
+SIZE = 8
+
+
+@pytest.mark.parametrize("q_pooling", ["proj", "avgproj", "avg", "none"])
+@pytest.mark.parametrize("k_pooling", [("max", "min", "avg"), ("avg",)])
+def test_scores_are_the_models_own_products(q_pooling, k_pooling):
+    model = tiny_model("qwen3")
+    gate = GateBank.for_model(model, GateConfig(SIZE, 16, k_pooling, q_pooling, qk_norm=False)).gate(0)
+    for parameter in gate.parameters():
+        parameter.data.zero_()  # the noise
+    gate.begin_as_model()
+    q, k = torch.randn(1, gate.num_heads, 1, 16), torch.randn(1, gate.num_kv_heads, 3 * SIZE, 16)
+    at, starts = torch.tensor([2 * SIZE + 3]), torch.arange(3) * SIZE
+    found = gate.scores(gate.queries(q, at), gate.keys(gate.pool(k), starts))[0, :, 0]
+    blocks = k.unflatten(2, (3, SIZE))
+    own = (blocks.amax(3) + blocks.amin(3)) / 4 + blocks.mean(3) / 2 if len(k_pooling) == 3 else blocks.mean(3)
+    keys = rotate(own, starts, gate.inv_freq, 1.0)[0]
+    queries = rotate(q, at, gate.inv_freq, 1.0)[0, :, 0].unflatten(0, (gate.num_kv_heads, -1))
+    products = torch.einsum("kgd,knd->kgn", queries, keys) / 4
+    torch.testing.assert_close(found, products.amax(1) if q_pooling == "none" else products.mean(1))
+
+
+def test_a_run_begins_with_it(config: TrainConfig, tmp_path) -> None:  # noqa: F811
+    first = {"max_steps": 1, "eval_steps": 0, "learning_rate": 1e-9, "min_lr": 1e-9}
+    runs = {
+        init: weights(run_distillation(replace(config, init=init, output_dir=str(tmp_path / init), **first)))
+        for init in ("random", "model")
+    }
+    for name, noise in runs["random"].items():
+        begun = runs["model"][name] - noise
+        if name.endswith("q_proj.weight"):
+            torch.testing.assert_close(begun, torch.eye(16).expand_as(begun) / 2)  # two query heads of a group
+        elif name.endswith("k_proj.weight"):
+            torch.testing.assert_close(
+                begun, torch.cat([share * torch.eye(16) for share in (0.25, 0.25, 0.5)]).expand_as(begun)
+            )
+        else:
+            assert not begun.any()
+    noise = torch.cat([x.flatten() for name, x in runs["random"].items() if "proj" in name])
+    assert noise.std().item() == pytest.approx(INIT_STD, rel=0.05)
+
+
+def test_gates_of_another_width_are_refused_before_the_data_is_read(config: TrainConfig) -> None:  # noqa: F811
+    with pytest.raises(ValueError, match=r"gate_dim is 8; with init 'model' it must be the head dimension \(16\)"):
+        check_model(config.model, replace(config, init="model", gate_dim=8))
+
+
+@pytest.mark.parametrize("option", [{"scorer": "msa"}, {"scorer": "trim_kv"}, {"init_gates": "org/gates"}])
+def test_what_cannot_begin_so_is_refused(option) -> None:
+    with pytest.raises(ValueError, match="init is 'model'; it must be random with init_gates or a scorer other than"):
+        load_train_config("qwen3-8b", {"init": "model", **option})
+
+
+def test_other_scorers_have_no_product(model) -> None:
+    gate = GateBank.for_model(model, GateConfig(SIZE, 16, scorer="msa")).gate(0)
+    with pytest.raises(ValueError, match="init is 'model'; with scorer 'msa' it must be 'random'"):
+        gate.begin_as_model()
+
+
+def test_a_bank_for_a_model_begins_as_the_papers(config: TrainConfig, model) -> None:  # noqa: F811
+    torch.manual_seed(0)
+    plain = GateBank.for_model(model, GateConfig(16, 16)).state_dict()
+    torch.manual_seed(0)
+    assert_identical(fresh_gates(config, model).state_dict(), plain)
