@@ -94,23 +94,22 @@ def _section(sweep: Sweep, out: Path, suffix: str, why: dict[str, Any]) -> tuple
 
     figures = out / f"results{suffix}.csv"
     write_text(figures, csv_text(sweep))
+    own_section = [f"A section of its own, as not all runs have: {_pairs(why)}."] if why else []
+    shown = [
+        "## What this shows",
+        _bullets(findings(sweep)),
+        "Before quoting a number:",
+        _bullets(cautions(sweep)),
+        "## Results",
+    ]
+    all_figures = f" All figures: [{figures.name}]({figures.name})."
     if sweep.of_texts:
         rows = rows_of(sweep)
-        blocks = [
-            *([f"A section of its own, as not all runs have: {_pairs(why)}."] if why else []),
-            "CONTENTS",
-            *plot(forced_plot(rows, out / f"kl{suffix}.png") if sweep.dense else None, "KL against bytes read"),
-            "## What this shows",
-            _bullets(findings(sweep)),
-            "Before quoting a number:",
-            _bullets(cautions(sweep)),
-            "## Results",
-            forced_table(rows),
-            FORCED_NOTE + f" All figures: [{figures.name}]({figures.name}).",
-        ]
+        kl = plot(forced_plot(rows, out / f"kl{suffix}.png") if sweep.dense else None, "KL against bytes read")
+        blocks = [*own_section, "CONTENTS", *kl, *shown, forced_table(rows), FORCED_NOTE + all_figures]
         return _linked(blocks, sweep, suffix), plots
     blocks = [
-        *([f"A section of its own, as not all runs have: {_pairs(why)}."] if why else []),
+        *own_section,
         f"**{verdict(sweep)}**",
         "CONTENTS",
         *(
@@ -118,13 +117,9 @@ def _section(sweep: Sweep, out: Path, suffix: str, why: dict[str, Any]) -> tuple
             if sweep.budgets
             else []
         ),
-        "## What this shows",
-        _bullets(findings(sweep)),
-        "Before quoting a number:",
-        _bullets(cautions(sweep)),
-        "## Results",
+        *shown,
         core_table(sweep),
-        _CORE_NOTE + f" All figures: [{figures.name}]({figures.name}).",
+        _CORE_NOTE + all_figures,
         *folded("Accuracy and length, all columns", accuracy_table(sweep), _ACCURACY_NOTE),
         *folded("Cost, all columns", cost_table(sweep), _COST_NOTE),
     ]
