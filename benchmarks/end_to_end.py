@@ -33,6 +33,7 @@ from transformers.generation.streamers import BaseStreamer
 
 import seergate
 from seergate import GateBank, GateConfig, methods
+from seergate.cache.argument import CACHE
 from seergate.cache.call import PROMPT, ForwardContext
 from seergate.cache.layer import GatedLayer
 from seergate.cache.offload import Offload
@@ -118,7 +119,7 @@ def generate(
     """New tokens and the milliseconds before each of them."""
     clock = Clock(ids.device)
     start = time.perf_counter()
-    options = {} if cache is None else {"past_key_values": cache}
+    options = {} if cache is None else {CACHE: cache}
     out = model.generate(input_ids=ids, attention_mask=mask, max_new_tokens=new, streamer=clock, **options)
     times = [start, *clock.times[1:]]  # the first call is that with the prompt
     return out, [1e3 * (b - a) for a, b in zip(times, times[1:], strict=False)]

@@ -25,6 +25,7 @@ import torch
 from common import arguments, random_model, save
 from transformers import DynamicCache
 
+from seergate.cache.argument import CACHE
 from seergate.hf.attach import attached
 from seergate.methods import Dense, Method, ReasonCache
 from seergate.reason.paged import OutOfBlocks
@@ -67,10 +68,10 @@ def say(model: Any, method: Method, paging: Paging | None, texts: list[list[int]
     """
     ids, cache = torch.tensor(texts), DynamicCache()
     with attached(model, method, storage=paging) as handle:
-        model(input_ids=ids[:, :prompt], past_key_values=cache)
+        model(input_ids=ids[:, :prompt], **{CACHE: cache})
         began = time.perf_counter()
         for at in range(prompt, ids.shape[1]):
-            model(input_ids=ids[:, at : at + 1], past_key_values=cache)
+            model(input_ids=ids[:, at : at + 1], **{CACHE: cache})
         return {"seconds": time.perf_counter() - began, **handle.stats()}
 
 

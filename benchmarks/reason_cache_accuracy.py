@@ -19,6 +19,7 @@ import torch
 from common import arguments, save
 from transformers import AutoTokenizer, DynamicCache
 
+from seergate.cache.argument import CACHE
 from seergate.chain_sum import make_problem
 from seergate.hf.attach import attached
 from seergate.hf.bank import GateBank
@@ -75,9 +76,7 @@ def say_along(model: Any, method: Method, texts: list[tuple[list[int], list[int]
     with attached(model, method) as handle:
         for at in range(length):
             positions = (mask.cumsum(1) - 1).clamp(min=0)[:, -ids.shape[1] :]
-            out = model(
-                input_ids=ids, attention_mask=mask, position_ids=positions, past_key_values=cache, logits_to_keep=1
-            )
+            out = model(input_ids=ids, attention_mask=mask, position_ids=positions, **{CACHE: cache}, logits_to_keep=1)
             said.append(out.logits[:, -1].argmax(-1))
             ids = forced[:, at : at + 1]
             mask = torch.cat((mask, torch.ones_like(ids)), 1)

@@ -105,6 +105,9 @@ def _poisoned_empty(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPa
 _GOING_AWAY = re.compile(r"deprecat|will be removed|will be an error|no longer supported in", re.IGNORECASE)
 
 
+_OLD_NAMES = "`past_key_values`/`cache_params` are deprecated"  # before 5.24, transformers knew no other
+
+
 class _Collector(logging.Handler):
     def __init__(self) -> None:
         super().__init__(logging.WARNING)
@@ -112,7 +115,7 @@ class _Collector(logging.Handler):
 
     def emit(self, record: logging.LogRecord) -> None:
         message = record.getMessage()
-        if _GOING_AWAY.search(message):
+        if _GOING_AWAY.search(message) and not message.startswith(_OLD_NAMES):
             self.messages.append(message)
 
 

@@ -37,8 +37,14 @@ def join_rows(cache: Cache, arriving: Cache) -> None:
 
 def layers_without_return(cache: Cache | None) -> list[str]:
     """The kinds of a cache's layers that cannot take tokens back, such as a static one with a window."""
+
+    def returns(layer: Any) -> bool:  # since transformers 5.24, static layers have `crop` and may not be croppable
+        return hasattr(layer, "crop") and (
+            getattr(layer, "is_croppable", True) or hasattr(layer, "activate_past_recording")
+        )
+
     layers = [] if cache is None else cache.layers
-    return sorted({type(layer).__name__ for layer in layers if not hasattr(layer, "crop")})
+    return sorted({type(layer).__name__ for layer in layers if not returns(layer)})
 
 
 def keep_rows(cache: Cache, rows: list[int]) -> None:

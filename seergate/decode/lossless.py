@@ -33,6 +33,7 @@ from transformers.generation import (
 )
 from transformers.generation.utils import GENERATION_MODES_MAPPING
 
+from seergate.cache.argument import CACHE
 from seergate.cache.batching import layers_without_return
 from seergate.cache.call import ForwardModes
 from seergate.cache.layer import GatedLayer
@@ -172,7 +173,7 @@ class LosslessDecoding:
         can_draft = (
             mode in (GenerationMode.GREEDY_SEARCH, GenerationMode.SAMPLE)
             and model_kwargs.get("use_cache")
-            and not layers_without_return(model_kwargs.get("past_key_values"))
+            and not layers_without_return(model_kwargs.get(CACHE))
             and not synced_gpus  # processes would need different numbers of forward passes
             and not (generation_config.output_attentions or generation_config.output_hidden_states)
             and not any(isinstance(p, ONCE_A_TOKEN) for p in logits_processor)
@@ -233,7 +234,7 @@ class _Run:
             self.pad = self.pad.to(ids.device)
         outputs = self.model._prefill(ids, self.config, model_kwargs, is_first_iteration=not self.config.is_assistant)
         self._advance(outputs, 1)
-        self.cache: Cache = self.kwargs["past_key_values"]
+        self.cache: Cache = self.kwargs[CACHE]
         self.records_past = hasattr(self.cache, "activate_past_recording") and any(
             hasattr(layer, "activate_past_recording") for layer in self.cache.layers
         )
@@ -253,7 +254,7 @@ class _Run:
             sequences=self.ids,
             scores=None if self.scores is None else tuple(self.scores),
             logits=None if self.logits is None else tuple(self.logits),
-            past_key_values=self.cache,
+            **{CACHE: self.cache},
         )
 
     def _cycle(self) -> None:

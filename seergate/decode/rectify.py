@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 from transformers.cache_utils import Cache
 
+from seergate.cache.argument import CACHE, cache_of
 from seergate.cache.batching import layers_without_return, only_rows, restored_on_error, rows_are_independent
 from seergate.cache.call import PROMPT, VERIFIED_TOKENS, ForwardModes
 from seergate.cache.layer import GatedLayer
@@ -74,7 +75,7 @@ class Rectification:
         """Rectify what is due before new tokens come."""
         if self.busy:
             return
-        cache, layer = self._cache_of(kwargs.get("past_key_values"))
+        cache, layer = self._cache_of(cache_of(kwargs))
         arriving = kwargs.get("input_ids", args[0] if args else None)
         new = (kwargs["inputs_embeds"] if arriving is None else arriving).shape[1]
         self.mode = self.passes.mode(cache, 0 if layer is None else layer.rows.slots, new)
@@ -106,9 +107,9 @@ class Rectification:
         """Remember the new tokens."""
         if self.busy:
             return
-        cache = kwargs.get("past_key_values")
+        cache = cache_of(kwargs)
         if cache is None:  # then the model has made one
-            cache = getattr(output, "past_key_values", None)
+            cache = getattr(output, CACHE, None)
         cache, layer = self._cache_of(cache)
         if cache is None or layer is None or layer.state is None:
             return
@@ -192,7 +193,7 @@ class Rectification:
                     input_ids=ids.to(device),
                     position_ids=positions.to(device),
                     attention_mask=None if mask is None else mask.to(device),
-                    past_key_values=cache,
+                    **{CACHE: cache},
                     use_cache=True,
                 )
         finally:

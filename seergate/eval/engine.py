@@ -25,6 +25,7 @@ from torch import Tensor
 from transformers import DynamicCache, PreTrainedModel, PreTrainedTokenizerBase
 from transformers.cache_utils import Cache
 
+from seergate.cache.argument import CACHE
 from seergate.cache.batching import join_rows, keep_rows, rows_are_independent
 from seergate.cache.layer import GatedLayer
 from seergate.errors import SeergateError
@@ -245,7 +246,7 @@ class Batch:
             input_ids=ids,
             position_ids=positions,
             attention_mask=mask,
-            past_key_values=cache,
+            **{CACHE: cache},
             use_cache=True,
             logits_to_keep=1,
         )

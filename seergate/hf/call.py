@@ -22,6 +22,7 @@ from transformers import PreTrainedModel
 from transformers.cache_utils import Cache
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS, AttentionInterface
 
+from seergate.cache.argument import cache_of
 from seergate.cache.call import ForwardContext, ForwardModes
 from seergate.cache.layer import GatedLayer
 from seergate.cache.static import FixedLayer
@@ -267,10 +268,10 @@ class LayerBinding:
 
     def before_forward(self, module: nn.Module, args: Any, kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
         """Make the forward context, for the cache layer that stores the new tokens and for the attention function."""
-        cache, dense = kwargs.get("past_key_values"), dense_function(self.swap.implementation)
-        if cache is None or self.handle.disabled:
-            if kwargs.get("cache") is not None:
-                warnings.warn(TRANSFORMERS_PAGES, stacklevel=2)
+        cache, dense = cache_of(kwargs), dense_function(self.swap.implementation)
+        if paged := cache is not None and not isinstance(cache, Cache):
+            warnings.warn(TRANSFORMERS_PAGES, stacklevel=2)
+        if cache is None or paged or self.handle.disabled:
             return args, {**kwargs, CALL_KEYWORD: partial(_without_cache, self.qk_hook, dense)}
         hidden = attention_input(args, kwargs)
         new = hidden.shape[1]

@@ -12,6 +12,7 @@ from typing import Any
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from seergate.cache.argument import CACHE
 from seergate.cache.call import ForwardModes
 from seergate.models.families import model_positions, text_config
 
@@ -43,7 +44,7 @@ class PromptReader:
 
     def __call__(self, input_ids: Tensor, generation_config: Any, model_kwargs: Any, *args: Any, **kwargs: Any) -> Any:
         """Read a prompt."""
-        cache = model_kwargs.get("past_key_values")
+        cache = model_kwargs.get(CACHE)
         if cache is None and not model_kwargs.get("use_cache", True):
             warnings.warn(NO_CACHE, stacklevel=2)
         known = 0 if cache is None else int(cache.get_seq_length())
@@ -57,7 +58,7 @@ class PromptReader:
 
     def _make_drafter(self, *args: Any, **kwargs: Any) -> Any:
         drafter = getattr(type(self.model), _DRAFTER)(self.model, *args, **kwargs)
-        cache = kwargs["model_kwargs"].get("past_key_values")
+        cache = kwargs["model_kwargs"].get(CACHE)
         if cache is not None:
             # Of a cache that is filled, assisted decoding passes all ids again.
             self.passes.drafting(drafter, cache, int(cache.get_seq_length()) + kwargs["input_ids"].shape[1])

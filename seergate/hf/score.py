@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 from transformers import DynamicCache, PreTrainedModel
 
+from seergate.cache.argument import CACHE
 from seergate.cache.call import VERIFIED_TOKENS
 from seergate.errors import SeergateError
 from seergate.hf.attach import handle_of
@@ -75,7 +76,7 @@ def score(
             input_ids=input_ids[:, begin:end],
             attention_mask=seen[:, :end].long() if padded else None,
             position_ids=positions[:, begin:end],
-            past_key_values=cache,
+            **{CACHE: cache},
             use_cache=True,
             logits_to_keep=1 if begin == 0 else end - begin,
         )

@@ -260,10 +260,23 @@ def test_a_second_thread_is_refused_and_the_first_goes_on(model, place):
         assert torch.equal(found[1], want)
 
 
+class Pages:
+    """A cache without layers, which masks are made from."""
+
+    def get_query_offset(self, layer_idx: int) -> int:
+        return 0
+
+    def get_mask_sizes(self, query_length: int, layer_idx: int) -> tuple[int, int]:
+        return query_length, 0
+
+    def update(self, keys: torch.Tensor, values: torch.Tensor, *args, **kwargs) -> tuple[torch.Tensor, torch.Tensor]:
+        return keys, values
+
+
 def test_a_cache_that_is_no_list_of_layers_is_said_to_be_dense(model):
     """What transformers' continuous batching passes to the layers in the place of a cache."""
     with seergate.attached(model, gates(model), token_budget=32) as handle, pytest.warns(match="own paged cache"):
-        model(prompt(60), use_cache=False, cache=object())
+        model(prompt(60), position_ids=torch.arange(60)[None], use_cache=False, cache=Pages())
     assert handle.stats()["steps"] == 0
 
 
