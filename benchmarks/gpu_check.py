@@ -422,6 +422,7 @@ def teacher_times() -> Iterator[Row]:
     """The teacher's kernels at 32k tokens, as they ship and launched otherwise, beside PyTorch's own attention."""
     from torch.nn.attention import SDPBackend, sdpa_kernel
 
+    from seergate.ops.attention import Pack
     from seergate.ops.triton_impl import packs, teacher
 
     tokens, heads, kv_heads, dim, block = sizes((32768, 32, 8, 128, 64), (64, 4, 2, 16, 16))
@@ -437,7 +438,7 @@ def teacher_times() -> Iterator[Row]:
     def rows(case: str) -> Iterator[Row]:
         run = partial(ops.attention_with_block_targets, q, k, v, cu, block)
         yield row("attention_with_block_targets", case, run, 2 * flops)
-        side = teacher.Teacher(q, k, None, block, dim**-0.5, None, None)
+        side = teacher.Teacher(Pack(q, k, cu, dim**-0.5), block)
         pieces = [packs.Piece(0, 0, 0, tokens, 1.0)]
         (tiles,) = packs.to_device([packs.row_tiles(pieces, side.launch().rows, packed=True)], DEVICE)
         targets = torch.empty(tokens, kv_heads, -(-tokens // block), device=DEVICE)

@@ -11,8 +11,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from seergate.ops.attention import Pack
 from seergate.ops.triton_impl import (
     compression,
+    decode,
     gate_kl,
     packed_attention,
     packs,
@@ -20,7 +22,6 @@ from seergate.ops.triton_impl import (
     pooling,
     scoring,
     selection,
-    sparse_decode,
     teacher,
 )
 
@@ -134,7 +135,7 @@ def dense_decodes() -> Iterator[Example]:
     """Head dimensions and dtypes, and a paged cache."""
     for dtype in DTYPES:
         for dim in (64, 96, 128, 256):
-            if dim * dtype.itemsize <= sparse_decode.MAX_ROW_BYTES:
+            if dim * dtype.itemsize <= decode.MAX_ROW_BYTES:
                 yield dense_example(dtype, dim)
     yield dense_example(torch.bfloat16, 128, page=16)
     yield dense_example(torch.bfloat16, 128, page=64)
@@ -148,7 +149,7 @@ def dense_example(dtype: torch.dtype, dim: int, page: int = 0) -> Example:
     lengths = meta(batch, dtype=torch.int64)
     return Example(
         f"dense_decode {short(dtype)} d{dim}" + f" page {page}" * bool(page),
-        lambda: sparse_decode.attend(q, cache, cache, None, None, lengths, 1, dim**-0.5, None, None, table),
+        lambda: decode.attend(q, cache, cache, None, None, lengths, 1, dim**-0.5, None, None, table),
         products=("decode_kernel",) if dtype != torch.float32 else (),
         wide=("decode_kernel",),
     )
@@ -245,12 +246,12 @@ def packed_attentions() -> Iterator[Example]:
     ):
         q, k = (meta(32768, n, dim, dtype=torch.bfloat16) for n in (group * KV_HEADS, KV_HEADS))
         cu_seqlens = torch.tensor([0, len(q)], dtype=torch.int32)
-        options = {"window": window, "sinks": None, "softcap": softcap}
+        pack = Pack(q, k, cu_seqlens, dim**-0.5, None, softcap)
         yield Example(
             f"packed_attention bfloat16 d{dim} g{group}"
             + f" window {window}" * bool(window)
             + " softcap" * bool(softcap),
-            partial(packed_attention.packed_attention, q, k, k, cu_seqlens, dim**-0.5, **options),
+            partial(packed_attention.packed_attention, pack, k, window),
             ("attention_kernel",),
             ("attention_kernel",),
         )
@@ -367,7 +368,7 @@ def sparse_decodes() -> Iterator[Example]:
     """Head dimensions, dtypes, blocks in and across tiles, groups, pages, sinks and softcap; one split and several."""
     for dtype in DTYPES:
         for dim in (64, 96, 128, 256):
-            if dim * dtype.itemsize <= sparse_decode.MAX_ROW_BYTES:
+            if dim * dtype.itemsize <= decode.MAX_ROW_BYTES:
                 yield sparse_example(dtype, dim, 64)
                 yield sparse_example(dtype, dim, 16)
     for block_size in (32, 128):
@@ -408,7 +409,7 @@ def sparse_example(
     return Example(
         f"sparse_decode {name}",
         partial(
-            *(sparse_decode.attend, q, cache, cache, indices, counts, lengths, block_size),
+            *(decode.attend, q, cache, cache, indices, counts, lengths, block_size),
             *(dim**-0.5, sinks, softcap, table),
         ),
         products=("decode_kernel",) if dtype != torch.float32 else (),
@@ -442,39 +443,27 @@ def teachers() -> Iterator[Example]:
         q = meta(tokens, heads, dim, dtype=dtype)
         k = meta(tokens, kv_heads, dim, dtype=dtype)
         sinks = meta(heads, dtype=dtype) if "sinks" in extras else None
-        softcap = extras.get("softcap")
+        pack = Pack(q, k, cu_seqlens, dim**-0.5, sinks, extras.get("softcap"))
         name = f"{short(dtype)} d{dim} b{block_size} g{group}"
         products = ("attention_kernel", "maxima_kernel") if dtype != torch.float32 else ()
         yield Example(
             f"attention_with_block_targets {name}",
-            partial(
-                teacher.attention_with_block_targets,
-                q,
-                k,
-                k,
-                cu_seqlens,
-                block_size,
-                dim**-0.5,
-                sinks=sinks,
-                softcap=softcap,
-            ),
+            partial(teacher.attention_with_block_targets, pack, k, block_size),
             products[:1],
             ("attention_kernel",),
         )
         yield Example(
             f"block targets from lse {name}",
-            partial(_from_lse, q, k, cu_seqlens, block_size, sinks, softcap),
+            partial(_from_lse, pack._replace(sm_scale=1.0), block_size),
             products[1:],
             ("maxima_kernel",),
         )
 
 
-def _from_lse(
-    q: Tensor, k: Tensor, cu_seqlens: Tensor, block_size: int, sinks: Tensor | None, softcap: float | None
-) -> None:
+def _from_lse(pack: Pack, block_size: int) -> None:
     """What `gate_kl` does when the log-sum-exp is known: an example."""
-    side = teacher.Teacher(q, k, None, block_size, 1.0, sinks, softcap)
-    pieces = [packs.Piece(start, 0, start, end, 1.0) for start, end in packs.segments(cu_seqlens, len(q))]
+    q, side = pack.q, teacher.Teacher(pack, block_size)
+    pieces = [packs.Piece(start, 0, start, end, 1.0) for start, end in packs.segments(pack.cu_seqlens, len(q))]
     (tiles,) = packs.to_device([packs.row_tiles(pieces, side.launch().rows, packed=True)], q.device)
     lse = q.new_empty(q.shape[:2], dtype=torch.float32)
     width = -(-q.shape[0] // block_size)

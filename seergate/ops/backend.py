@@ -1,42 +1,56 @@
-"""Choice of the backend that runs an op.
+"""The backend that runs an op.
 
 ``reference`` is the definition, ``torch`` is fast on CPUs and runs on any device, ``triton`` is for NVIDIA and AMD
 GPUs. Without ``SEERGATE_BACKEND`` in the environment, CUDA tensors go to ``triton`` where it is installed and the
 GPU is an A100 or newer, all others to ``torch``.
+
+A public op checks its arguments and hands them to the backend by keyword. Those that belong together are fields of a
+named tuple, such as `seergate.ops.attention.Pack`.
 """
 
 from __future__ import annotations
 
+import functools
 import importlib
 import importlib.util
 import os
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from functools import cache
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 
 BACKENDS = ("reference", "torch", "triton")
 ENV_VAR = "SEERGATE_BACKEND"
 
-FILES = {
+TORCH = {
     "attention_with_block_targets": "teacher",
-    "dense_decode": "dense_decode",
+    "dense_decode": "decode",
+    "gate_kl": "gate_kl",
+    "packed_attention": "packed_attention",
+    "pool_keys": "compression",
+    "retained_attention": "retained_attention",
+    "retention_kl": "retention_kl",
+    "score_blocks": "selection",
+    "scorer_kl": "scorer_kl",
+    "select_blocks": "selection",
+    "sparse_decode": "decode",
+    "update_compressed_keys": "compression",
+}
+"""Op -> its file in `torch_impl`."""
+TRITON = {
+    "attention_with_block_targets": "teacher",
+    "dense_decode": "decode",
     "gate_kl": "gate_kl",
     "packed_attention": "packed_attention",
     "pool_keys": "pooling",
-    "retained_attention": "retained_attention",
-    "retention_kl": "retention_kl",
     "score_blocks": "scoring",
-    "scorer_kl": "scorer_kl",
     "select_blocks": "selection",
-    "sparse_decode": "sparse_decode",
+    "sparse_decode": "decode",
     "update_compressed_keys": "compression",
 }
-"""Op name -> the file that holds it, in each backend's package."""
-WITHOUT_KERNEL = ("retained_attention", "retention_kl", "scorer_kl")
-"""Ops that run in torch on GPUs as well."""
+"""Op -> its file in `triton_impl`. The other ops run in torch on GPUs as well."""
 
 
 def forced_backend() -> str | None:
@@ -82,33 +96,59 @@ def _new_enough(device: torch.device) -> bool:
 
 
 def implementation(op: str, device: torch.device) -> Callable[..., Any]:
-    """The function that computes ``op`` for tensors of ``device``. Its arguments have been checked already."""
-    run = getattr(sys.modules[_loaded(op, device)], op)
+    """The function that computes ``op`` for tensors of ``device``, given its checked arguments by keyword."""
+    first, *fallback = (getattr(sys.modules[name], op) for name in _loaded(op, device))
+    run = _or(first, *fallback) if fallback else first
+    if first.__module__ == f"{__package__}.reference":
+        run = _spread(run)
     if device.type in ("cpu", "cuda") and torch.is_autocast_enabled(device.type):
         run = _as_given(run, device.type)
     if device.type != "cuda":
         return run
 
-    def there(*args: Any, **kwargs: Any) -> Any:
+    def there(**arguments: Any) -> Any:
         with torch.cuda.device(device):  # Triton launches on the current device, not on that of its arguments
-            return run(*args, **kwargs)
+            return run(**arguments)
 
     return there
+
+
+def _or(kernel: Callable[..., Any], fallback: Callable[..., Any]) -> Callable[..., Any]:
+    """The kernel's result, or the fallback's where the kernel returns `NotImplemented`: it does not do this."""
+
+    def either(**arguments: Any) -> Any:
+        result = kernel(**arguments)
+        return fallback(**arguments) if result is NotImplemented else result
+
+    return either
+
+
+def _spread(run: Callable[..., Any]) -> Callable[..., Any]:
+    """The reference takes each argument by its public name: named tuples are spread."""
+
+    @functools.wraps(run)
+    def spread(**arguments: Any) -> Any:
+        flat: dict[str, Any] = {}
+        for name, value in arguments.items():
+            flat |= value._asdict() if hasattr(value, "_asdict") else {name: value}
+        return run(**flat)
+
+    return spread
 
 
 def _as_given(run: Callable[..., Any], kind: str) -> Callable[..., Any]:
     """Without autocast, which would round some of an op's products and not others: ops choose their own precision."""
 
-    def exactly(*args: Any, **kwargs: Any) -> Any:
+    def exactly(**arguments: Any) -> Any:
         with torch.autocast(kind, enabled=False):
-            return run(*args, **kwargs)
+            return run(**arguments)
 
     return exactly
 
 
-def _loaded(op: str, device: torch.device) -> str:
-    """Name of the module that holds the implementation, which is imported. (A compiler can follow no import.)"""
-    return importlib.import_module(_module(choose(device), op)).__name__
+def _loaded(op: str, device: torch.device) -> tuple[str, ...]:
+    """Names of the modules, now imported, that compute ``op``: the first one unless it leaves this to the next."""
+    return _modules(op, choose(device))
 
 
 # A graph keeps the backend that it was traced with. This is what `torch.compiler.assume_constant_result` does, which
@@ -116,7 +156,37 @@ def _loaded(op: str, device: torch.device) -> str:
 _loaded._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
-def _module(backend: str, op: str) -> str:
-    if backend == "reference":
-        return f"{__package__}.reference"
-    return f"{__package__}.{'torch' if op in WITHOUT_KERNEL else backend}_impl.{FILES[op]}"
+@cache
+def _modules(op: str, backend: str) -> tuple[str, ...]:
+    names = ["reference"] if backend == "reference" else [f"torch_impl.{TORCH[op]}"]
+    if backend == "triton" and op in TRITON:
+        names.insert(0, f"triton_impl.{TRITON[op]}")
+    return tuple(importlib.import_module(f"{__package__}.{name}").__name__ for name in names)
+
+
+Function = TypeVar("Function", bound=Callable[..., Any])
+
+
+def one_node(schema: str, fake: Callable[..., Any], mutates: Iterable[str] = ()) -> Callable[[Function], Function]:
+    """Decorate a function that reads values or launches kernels: it becomes one node of a traced graph.
+
+    An eager call runs the function itself, which saves the 10 microseconds of PyTorch's dispatch.
+
+    Args:
+        schema: the operator ``seergate::...``, its arguments and results, in PyTorch's notation.
+        fake: same arguments; results of the right shapes and dtypes, without looking at any value.
+        mutates: names of the arguments that are changed in place.
+    """
+    name, rest = schema.split("(", 1)
+
+    def decorate(function: Function) -> Function:
+        node = torch.library.custom_op(f"seergate::{name}", function, mutates_args=tuple(mutates), schema=f"({rest}")
+        node.register_fake(fake)
+
+        @functools.wraps(function)
+        def run(*args: Any, **options: Any) -> Any:
+            return (node if torch.compiler.is_compiling() else function)(*args, **options)
+
+        return run  # type: ignore[return-value]
+
+    return decorate

@@ -54,69 +54,30 @@ def check_groups(heads: int, kv_heads: int) -> None:
         raise ValueError(f"q has {heads} heads; it must have a positive multiple of k's {kv_heads}")
 
 
-def check_decode_tensors(q: Tensor, k: Tensor, v: Tensor, page_table: Tensor | None, block_size: int = 1) -> int:
-    """``q [B, H, d]`` against a cache ``k [B, Hkv, S, d]``, ``v [B, Hkv, S, dv]``; returns ``S``.
-
-    With a page table ``[B, P]``, ``k`` and ``v`` are pages ``[pages, Hkv, page, d]``; then ``S`` is ``P * page``.
-    """
-    check_tensor("q", q, ("B", "H", "d"))
-    batch, heads, dim = q.shape
-    check_tensor("k", k, (batch if page_table is None else "pages", "Hkv", "S", dim))
-    rows, kv_heads, capacity = k.shape[:3]
-    check_tensor("v", v, (rows, kv_heads, capacity, "dv"))
-    check_groups(heads, kv_heads)
-    check_same("k", k, "q", q)
-    check_same("v", v, "q", q)
-    if page_table is None:
-        return capacity
-    check_page_table(page_table, batch, rows, capacity, block_size)
-    check_same("page_table", page_table, "q", q, dtype=False)
-    return page_table.shape[1] * capacity
-
-
-def check_page_table(page_table: Tensor, batch: int, pages: int, page_size: int, block_size: int) -> None:
-    """Integers ``[B, P]``, each in ``0..pages - 1`` (values only in host memory); pages hold whole blocks."""
-    check_integers("page_table", page_table, (batch, "P"))
-    if page_size % block_size:
-        raise ValueError(f"k has pages of {page_size} tokens; it must have a multiple of block_size, {block_size}")
-    if readable(page_table) and page_table.numel():
-        low, high = (int(x) for x in page_table.aminmax())
-        if low < 0 or high >= pages:
-            raise ValueError(f"page_table has pages {low} to {high}; each must be in 0..{pages - 1}")
-
-
 def check_block_size(block_size: int) -> None:
     """A positive integer."""
     if not isinstance(block_size, int) or isinstance(block_size, bool) or block_size < 1:
         raise ValueError(f"block_size is {block_size!r}; it must be an integer of at least 1")
 
 
-def check_scale(name: str, value: float | None) -> None:
-    """``None`` or a finite number."""
-    if value is not None and not (_is_number(value) and math.isfinite(value)):
+def check_scale(name: str, value: float | None, dim: int) -> float:
+    """A finite number; ``1 / sqrt(dim)`` if ``None``."""
+    if value is None:
+        return 1.0 / math.sqrt(dim)
+    if not (_is_number(value) and math.isfinite(value)):
         raise ValueError(f"{name} is {value!r}; it must be a finite number or None")
+    return value
 
 
-def check_extras(sinks: Tensor | None, softcap: float | None, heads: int, q: Tensor) -> None:
-    """``sinks [H]`` on q's device; ``softcap`` positive."""
+def check_softmax(q: Tensor, sm_scale: float | None, sinks: Tensor | None, softcap: float | None) -> float:
+    """The factor on ``q [..., H, d] . k``; ``sinks [H]`` on q's device; ``softcap`` positive."""
+    scale = check_scale("sm_scale", sm_scale, q.shape[-1])
     if sinks is not None:
-        check_tensor("sinks", sinks, (heads,))
+        check_tensor("sinks", sinks, (q.shape[-2],))
         check_same("sinks", sinks, "q", q, dtype=False)
     if softcap is not None and not (_is_number(softcap) and math.isfinite(softcap) and softcap > 0):
         raise ValueError(f"softcap is {softcap!r}; it must be a positive number or None")
-
-
-def check_branch_end(weight: Tensor, norm_weight: Tensor | None, inv_freq: Tensor | None) -> None:
-    """What follows a gate's linear map ``weight [..., E]``: ``norm_weight [E]``, ``inv_freq [E / 2]``, or ``None``."""
-    width = weight.shape[-1]
-    if norm_weight is not None:
-        check_tensor("norm_weight", norm_weight, (width,))
-        check_same("norm_weight", norm_weight, "weight", weight)
-    if inv_freq is not None:
-        if width % 2:
-            raise ValueError(f"weight has {width} columns; with inv_freq it must have an even number")
-        check_tensor("inv_freq", inv_freq, (width // 2,))
-        check_same("inv_freq", inv_freq, "weight", weight, dtype=False)
+    return scale
 
 
 def check_fraction(name: str, value: object) -> None:

@@ -1,22 +1,76 @@
-"""`update_compressed_keys`: one decode step of the K-compression cache (SeerAttention-R, section 3.2)."""
+"""Pooling of keys, and one decode step of the cache of compressed keys (SeerAttention-R, sections 2.2 and 3.2)."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import NamedTuple
 
 from torch import Tensor
 
 from seergate.config import POOLINGS, check_poolings
 from seergate.ops.backend import implementation
-from seergate.ops.checks import (
-    brief,
-    check_block_size,
-    check_branch_end,
-    check_lengths,
-    check_same,
-    check_tensor,
-    readable,
-)
+from seergate.ops.checks import brief, check_block_size, check_lengths, check_same, check_tensor, readable
+
+
+class Branch(NamedTuple):
+    """A branch of the gate: a linear map, and the RMSNorm and RoPE that may follow.
+
+    Attributes:
+        weight: ``[Hkv, ..., E]``.
+        norm_weight: ``[E]``; ``None`` without a norm.
+        inv_freq: ``[E / 2]`` radians per position; ``None`` without RoPE.
+        attention_scaling: factor on RoPE's cosine and sine.
+    """
+
+    weight: Tensor
+    norm_weight: Tensor | None
+    inv_freq: Tensor | None
+    attention_scaling: float
+
+    def detached(self) -> Branch:
+        """Without a graph."""
+        norm_weight = None if self.norm_weight is None else self.norm_weight.detach()
+        return self._replace(weight=self.weight.detach(), norm_weight=norm_weight)
+
+
+def check_branch(
+    weight: Tensor, norm_weight: Tensor | None, inv_freq: Tensor | None, attention_scaling: float
+) -> Branch:
+    """Check what follows the linear map."""
+    width = weight.shape[-1]
+    if norm_weight is not None:
+        check_tensor("norm_weight", norm_weight, (width,))
+        check_same("norm_weight", norm_weight, "weight", weight)
+    if inv_freq is not None:
+        if width % 2:
+            raise ValueError(f"weight has {width} columns; with inv_freq it must have an even number")
+        check_tensor("inv_freq", inv_freq, (width // 2,))
+        check_same("inv_freq", inv_freq, "weight", weight, dtype=False)
+    return Branch(weight, norm_weight, inv_freq, float(attention_scaling))
+
+
+def pool_keys(k: Tensor, block_size: int, kinds: Sequence[str] = POOLINGS, lengths: Tensor | None = None) -> Tensor:
+    """Pool non-overlapping blocks of keys to one vector each, the input of the gate's key branch.
+
+    Args:
+        k: ``[B, Hkv, S, d]``, before RoPE.
+        block_size: tokens per block.
+        kinds: poolings out of ``"max", "min", "avg"``, each at most once; their results are concatenated in this
+            order.
+        lengths: int ``[B]``, 0..S: how many tokens of each row are real; all of them if ``None``. Tokens beyond (NaN
+            included) have no influence.
+
+    Returns:
+        ``[B, Hkv, ceil(S / block_size), len(kinds) * d]`` in the dtype of ``k``; means are accumulated in fp32. A
+        partial block is pooled over its real tokens; a block without any is 0.
+    """
+    check_tensor("k", k, ("B", "Hkv", "S", "d"))
+    check_block_size(block_size)
+    kinds = check_poolings("kinds", kinds)
+    if lengths is not None:
+        check_lengths(lengths, k.shape[0], k.shape[2], "S", least=0)
+        check_same("lengths", lengths, "k", k, dtype=False)
+    return implementation("pool_keys", k.device)(k=k, block_size=block_size, kinds=kinds, lengths=lengths)
 
 
 def update_compressed_keys(
@@ -34,7 +88,7 @@ def update_compressed_keys(
     position_offset: int = 0,
     host_lengths: Sequence[int] | None = None,
 ) -> None:
-    """Remember each row's newest key; where it completes a block, write the block's compressed key (equation 1b).
+    """Store each row's newest key; where it completes a block, write the block's compressed key (equation 1b).
 
     Changes ``recent`` and ``compressed`` in place. Whether a block is complete is decided on the device, so the same
     launches serve every step, and no host waits: fit for a CUDA graph. The raw keys of the open block are kept rather
@@ -57,9 +111,6 @@ def update_compressed_keys(
         position_offset: a block's position minus that of its first token.
         host_lengths: the same numbers as ``lengths``, where the host has them. The torch backend then computes only
             what is needed, on every device.
-
-    Raises:
-        ValueError: naming the argument, what it is and what it must be.
     """
     check_tensor("k", k, ("B", "Hkv", "d"))
     batch, kv_heads, dim = k.shape
@@ -76,22 +127,12 @@ def update_compressed_keys(
     check_same("weight", weight, "k", k, dtype=False)
     check_lengths(lengths, batch, (compressed.shape[2] + 1) * block_size - 1, "(NB + 1) * block_size - 1")
     check_same("lengths", lengths, "k", k, dtype=False)
-    check_branch_end(weight, norm_weight, inv_freq)
+    branch = check_branch(weight, norm_weight, inv_freq, attention_scaling)
     if host_lengths is not None and len(host_lengths) != batch:
         raise ValueError(f"host_lengths has {len(host_lengths)} numbers; it must have {batch}, those of lengths")
     if host_lengths is not None and readable(lengths) and list(host_lengths) != lengths.tolist():
         raise ValueError(f"host_lengths is {brief(list(host_lengths))}; it must be lengths, {brief(lengths.tolist())}")
     implementation("update_compressed_keys", k.device)(
-        k,
-        lengths,
-        recent,
-        compressed,
-        weight,
-        block_size,
-        kinds,
-        norm_weight=norm_weight,
-        inv_freq=inv_freq,
-        attention_scaling=float(attention_scaling),
-        position_offset=position_offset,
-        host_lengths=host_lengths,
-    )
+        k=k, lengths=lengths, recent=recent, compressed=compressed, branch=branch, block_size=block_size, kinds=kinds,
+        position_offset=position_offset, host_lengths=host_lengths,
+    )  # fmt: skip

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -10,9 +9,9 @@ import torch
 from torch import Tensor
 
 from seergate.config import check_rows, is_int
+from seergate.ops.attention import check_pack
 from seergate.ops.backend import implementation
 from seergate.ops.checks import check_block_size, check_same, check_scale, check_tensor, readable
-from seergate.ops.teacher import check_teacher
 
 REDUCTIONS = ("row_mean", "published")
 
@@ -34,6 +33,18 @@ class GateKLStats(NamedTuple):
     kl_per_head: Tensor
     rows: Tensor
     recall: Tensor
+
+
+class LossOptions(NamedTuple):
+    """Arguments that the losses share, checked; see `gate_kl`."""
+
+    row_start: float
+    reduction: str
+    recall_budgets: tuple[int, ...]
+    sink_blocks: int
+    row_stride: int
+    row_shift: int
+    lse: Tensor | None
 
 
 def gate_kl(
@@ -95,11 +106,8 @@ def gate_kl(
     Returns:
         The loss, a scalar in fp32 (float64 if any of q, qg, kg is), and `GateKLStats`. Without a counted row the loss
         and its gradients are 0.
-
-    Raises:
-        ValueError: naming the argument, what it is and what it must be.
     """
-    check_teacher(q, k, cu_seqlens, sm_scale, sinks, softcap)
+    pack = check_pack(q, k, cu_seqlens, sm_scale, sinks, softcap)
     check_block_size(block_size)
     tokens, kv_heads = k.shape[:2]
     check_tensor("qg", qg, (tokens, kv_heads, "dg"))
@@ -109,27 +117,10 @@ def gate_kl(
         blocks = int((cu_seqlens.diff() + block_size - 1).div(block_size, rounding_mode="floor").sum())
     check_tensor("kg", kg, (blocks, kv_heads, qg.shape[-1]))
     check_same("kg", kg, "q", q, dtype=False)
-    check_scale("gate_scale", gate_scale)
-    budgets = check_loss(q, block_size, row_start, reduction, recall_budgets, lse, sink_blocks, row_stride, row_shift)
-    run = implementation("gate_kl", q.device)
-    return run(
-        q,
-        k,
-        qg,
-        kg,
-        cu_seqlens,
-        block_size,
-        row_start=row_start,
-        sm_scale=1.0 / math.sqrt(q.shape[-1]) if sm_scale is None else sm_scale,
-        gate_scale=1.0 / math.sqrt(qg.shape[-1]) if gate_scale is None else gate_scale,
-        reduction=reduction,
-        recall_budgets=budgets,
-        sink_blocks=sink_blocks,
-        row_stride=row_stride,
-        row_shift=row_shift,
-        sinks=sinks,
-        softcap=softcap,
-        lse=lse,
+    gate_scale = check_scale("gate_scale", gate_scale, qg.shape[-1])
+    options = check_loss(q, block_size, row_start, reduction, recall_budgets, lse, sink_blocks, row_stride, row_shift)
+    return implementation("gate_kl", q.device)(
+        pack=pack, qg=qg, kg=kg, block_size=block_size, gate_scale=gate_scale, options=options
     )
 
 
@@ -143,8 +134,8 @@ def check_loss(
     sink_blocks: int = 0,
     row_stride: int = 1,
     row_shift: int = 0,
-) -> tuple[int, ...]:
-    """The checks of what the losses share beside the teacher; returns the budgets as a tuple."""
+) -> LossOptions:
+    """Check the arguments that the losses share."""
     if lse is not None:
         check_tensor("lse", lse, q.shape[:2])
         check_same("lse", lse, "q", q, dtype=False)
@@ -160,7 +151,7 @@ def check_loss(
         raise ValueError(
             f"recall_budgets is {recall_budgets!r}; each must be an integer of at least block_size ({block_size})"
         )
-    return budgets
+    return LossOptions(row_start, reduction, budgets, sink_blocks, row_stride, row_shift, lse)
 
 
 def counted_rows(

@@ -8,17 +8,16 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
 
+from seergate.ops.attention import AttentionWithTargets, PackedAttention, RetainedAttention
 from seergate.ops.gate_kl import GateKLStats
-from seergate.ops.packed_attention import PackedAttention
 from seergate.ops.paging import unpaged
-from seergate.ops.retained_attention import RetainedAttention
 from seergate.ops.scorer_kl import Scores
 from seergate.ops.selection import Selection
-from seergate.ops.teacher import AttentionWithTargets
 
 
 def _wide(*tensors: Tensor) -> torch.dtype:
@@ -142,39 +141,16 @@ def gate_kl(
     cu_seqlens: Tensor,
     block_size: int,
     *,
-    row_start: float = 0.0,
-    sm_scale: float | None = None,
     gate_scale: float | None = None,
-    reduction: str = "row_mean",
-    recall_budgets: tuple[int, ...] = (),
-    sink_blocks: int = 0,
-    row_stride: int = 1,
-    row_shift: int = 0,
-    sinks: Tensor | None = None,
-    softcap: float | None = None,
-    lse: Tensor | None = None,
+    **options: Any,
 ) -> tuple[Tensor, GateKLStats]:
-    """`scorer_kl` with ``gate_scale * query . key`` as scores."""
+    """`scorer_kl` with ``gate_scale * query . key`` as scores; the other options are the same."""
     gate_scale = 1.0 / math.sqrt(qg.shape[-1]) if gate_scale is None else gate_scale
-    return scorer_kl(
-        q,
-        k,
-        qg,
-        kg,
-        cu_seqlens,
-        block_size,
-        scores=lambda queries, keys: gate_scale * queries @ keys.transpose(-1, -2),
-        entry_tokens=block_size,
-        row_start=row_start,
-        sm_scale=sm_scale,
-        reduction=reduction,
-        recall_budgets=recall_budgets,
-        sink_blocks=sink_blocks,
-        row_stride=row_stride,
-        row_shift=row_shift,
-        sinks=sinks,
-        softcap=softcap,
-    )
+
+    def scores(queries: Tensor, keys: Tensor) -> Tensor:
+        return gate_scale * queries @ keys.transpose(-1, -2)
+
+    return scorer_kl(q, k, qg, kg, cu_seqlens, block_size, scores=scores, entry_tokens=block_size, **options)
 
 
 def block_masses(

@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-import math
-
 from torch import Tensor
 
 from seergate.config import is_int
+from seergate.ops.attention import check_pack, packed_attention
 from seergate.ops.backend import implementation
 from seergate.ops.checks import check_same, check_tensor
 from seergate.ops.gate_kl import GateKLStats, check_loss
-from seergate.ops.packed_attention import packed_attention
-from seergate.ops.teacher import check_teacher
 
 
 def retention_kl(
@@ -37,7 +34,7 @@ def retention_kl(
     2601.17668) less what no score can change. No gradient flows to ``q`` and ``k``.
 
     Args:
-        q, k, cu_seqlens, sm_scale, sinks, softcap: see `seergate.ops.block_targets`.
+        q, k, cu_seqlens, sm_scale, sinks, softcap: as in `packed_attention`.
         scores: ``[T, Hkv]``, in [0, 1].
         distance: tokens from a token to the first row that counts for it, at least 1.
         row_start: in [0, 1).
@@ -47,19 +44,16 @@ def retention_kl(
     Returns:
         The mean over tokens and KV heads, and `GateKLStats`, whose rows are the tokens that count. Recall is the share
         of a segment's targets that its best ``budget - distance`` tokens hold, mean over segments.
-
-    Raises:
-        ValueError: naming the argument, what it is and what it must be.
     """
-    check_teacher(q, k, cu_seqlens, sm_scale, sinks, softcap)
+    pack = check_pack(q, k, cu_seqlens, sm_scale, sinks, softcap)
     check_tensor("scores", scores, k.shape[:2])
     check_same("scores", scores, "q", q, dtype=False)
     if not is_int(distance) or distance < 1:
         raise ValueError(f"distance is {distance!r}; it must be a positive number of tokens")
-    budgets = check_loss(q, distance, row_start, "row_mean", recall_budgets, lse)
-    sm_scale = 1.0 / math.sqrt(q.shape[-1]) if sm_scale is None else sm_scale
+    options = check_loss(q, distance, row_start, "row_mean", recall_budgets, lse)
     if lse is None:
         lse = packed_attention(q, k, k, cu_seqlens, sm_scale, sinks=sinks, softcap=softcap).lse
-    run = implementation("retention_kl", q.device)
-    options = {"row_start": row_start, "sm_scale": sm_scale, "recall_budgets": budgets}
-    return run(q, k, scores, cu_seqlens, distance, **options, sinks=sinks, softcap=softcap, lse=lse)
+    budgets = options.recall_budgets
+    return implementation("retention_kl", q.device)(
+        pack=pack, scores=scores, distance=distance, row_start=row_start, recall_budgets=budgets, lse=lse
+    )

@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
 
 from torch import Tensor
 
 from seergate.config import check_target, is_int
+from seergate.ops.attention import check_pack
 from seergate.ops.backend import implementation
 from seergate.ops.checks import check_block_size, check_same, check_tensor, readable
 from seergate.ops.gate_kl import GateKLStats, check_loss
-from seergate.ops.teacher import check_teacher
 
 Scores = Callable[[Tensor, Tensor], Tensor]
 """Queries ``[1, I, R, E']`` and keys ``[1, J, M, E]`` of some blocks -> scores ``[1, Hkv, R, N]``, with a graph."""
@@ -72,11 +71,8 @@ def scorer_kl(
 
     Returns:
         As `gate_kl`.
-
-    Raises:
-        ValueError: naming the argument, what it is and what it must be.
     """
-    check_teacher(q, k, cu_seqlens, sm_scale, sinks, softcap)
+    pack = check_pack(q, k, cu_seqlens, sm_scale, sinks, softcap)
     check_block_size(block_size)
     if not is_int(entry_tokens) or entry_tokens < 1 or block_size % entry_tokens:
         raise ValueError(f"entry_tokens is {entry_tokens!r}; it must divide block_size ({block_size})")
@@ -87,27 +83,9 @@ def scorer_kl(
         entries = int((cu_seqlens.diff() + entry_tokens - 1).div(entry_tokens, rounding_mode="floor").sum())
     check_tensor("ks", ks, (entries, "J", "E"))
     check_same("ks", ks, "q", q, dtype=False)
-    budgets = check_loss(q, block_size, row_start, reduction, recall_budgets, lse, sink_blocks, row_stride, row_shift)
+    options = check_loss(q, block_size, row_start, reduction, recall_budgets, lse, sink_blocks, row_stride, row_shift)
     check_target(target, target_budget, block_size, sink_blocks)
     return implementation("scorer_kl", q.device)(
-        q,
-        k,
-        qs,
-        ks,
-        cu_seqlens,
-        block_size,
-        scores=scores,
-        entry_tokens=entry_tokens,
-        target=target,
-        target_budget=target_budget,
-        row_start=row_start,
-        sm_scale=1.0 / math.sqrt(q.shape[-1]) if sm_scale is None else sm_scale,
-        reduction=reduction,
-        recall_budgets=budgets,
-        sink_blocks=sink_blocks,
-        row_stride=row_stride,
-        row_shift=row_shift,
-        sinks=sinks,
-        softcap=softcap,
-        lse=lse,
-    )
+        pack=pack, qs=qs, ks=ks, block_size=block_size, options=options, scores=scores, entry_tokens=entry_tokens,
+        target=target, target_budget=target_budget,
+    )  # fmt: skip

@@ -1,4 +1,4 @@
-"""`select_blocks`: from scores to the blocks that each KV head reads (SeerAttention-R, section 3.1)."""
+"""Scores of blocks for a step's query, and the choice of blocks that each KV head reads (SeerAttention-R, 3.1)."""
 
 from __future__ import annotations
 
@@ -6,8 +6,53 @@ from typing import NamedTuple
 
 from torch import Tensor
 
+from seergate.config import is_int
 from seergate.ops.backend import implementation
 from seergate.ops.checks import check_block_size, check_fraction, check_lengths, check_same, check_tensor
+from seergate.ops.compression import check_branch
+
+
+def score_blocks(
+    q: Tensor,
+    lengths: Tensor,
+    compressed: Tensor,
+    weight: Tensor,
+    block_size: int,
+    *,
+    norm_weight: Tensor | None = None,
+    inv_freq: Tensor | None = None,
+    attention_scaling: float = 1.0,
+) -> Tensor:
+    """Project each row's newest query, norm and rotate it, and multiply it with the compressed keys.
+
+    Args:
+        q: ``[B, H, d]``, the newest query of each row before RoPE.
+        lengths: int ``[B]``, tokens of each row, this one included; the query's position is the last one.
+        compressed: ``[B, Hkv, NB, E]``, the K-compression cache. ``NB`` may be a capacity: what lies behind a row's
+            complete blocks is not read on a GPU.
+        weight: ``[Hkv, G, d, E]``, the query branch's linear map.
+        block_size: tokens per block.
+        norm_weight: ``[E]``, of the RMSNorm that follows; ``None`` for none.
+        inv_freq: ``[E / 2]`` radians per position; ``None`` without RoPE.
+        attention_scaling: factor on RoPE's cosine and sine.
+
+    Returns:
+        ``[B, Hkv, NB]`` logits, scaled by ``1 / sqrt(E)``, in fp32 (or wider). Those of blocks that are not complete
+        mean nothing.
+    """
+    check_tensor("weight", weight, ("Hkv", "G", "d", "E"))
+    kv_heads, group, dim, width = weight.shape
+    check_tensor("q", q, ("B", kv_heads * group, dim))
+    check_block_size(block_size)
+    check_tensor("compressed", compressed, (len(q), kv_heads, "NB", width))
+    check_same("compressed", compressed, "weight", weight)
+    check_same("weight", weight, "q", q, dtype=False)
+    check_lengths(lengths, len(q), (compressed.shape[2] + 1) * block_size - 1, "(NB + 1) * block_size - 1")
+    check_same("lengths", lengths, "q", q, dtype=False)
+    branch = check_branch(weight, norm_weight, inv_freq, attention_scaling)
+    return implementation("score_blocks", q.device)(
+        q=q, lengths=lengths, compressed=compressed, branch=branch, block_size=block_size
+    )
 
 
 class Selection(NamedTuple):
@@ -52,9 +97,6 @@ def select_blocks(
     Returns:
         `Selection`. ``K`` is at most NB, and at most ``token_budget // block_size``; it is static on accelerators,
         where nothing waits for the result.
-
-    Raises:
-        ValueError: naming the argument, what it is and what it must be.
     """
     check_tensor("scores", scores, ("B", "Hkv", "NB"))
     check_block_size(block_size)
@@ -65,11 +107,11 @@ def select_blocks(
     if len(given) != 1:
         found = " and ".join(given) if given else "none"
         raise ValueError(f"the rules given are {found}; exactly one of {', '.join(rules)} must be")
-    if not isinstance(sink_blocks, int) or isinstance(sink_blocks, bool) or sink_blocks < 0:
+    if not is_int(sink_blocks) or sink_blocks < 0:
         raise ValueError(f"sink_blocks is {sink_blocks!r}; it must be 0 or a positive integer")
     if token_budget is not None:
         needed = (1 + sink_blocks) * block_size
-        if not isinstance(token_budget, int) or isinstance(token_budget, bool) or token_budget < needed:
+        if not is_int(token_budget) or token_budget < needed:
             raise ValueError(
                 f"token_budget is {token_budget!r}; with block_size {block_size} and {sink_blocks} sink blocks it "
                 f"must be an integer of at least {needed}"
@@ -77,11 +119,5 @@ def select_blocks(
     else:
         check_fraction(given[0], rules[given[0]])
     return implementation("select_blocks", scores.device)(
-        scores,
-        lengths,
-        block_size=block_size,
-        token_budget=token_budget,
-        threshold=threshold,
-        top_p=top_p,
-        sink_blocks=sink_blocks,
+        scores=scores, lengths=lengths, block_size=block_size, sink_blocks=sink_blocks, **rules
     )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from contextlib import contextmanager
 
 import pytest
@@ -19,7 +20,7 @@ def _nothing_forced(monkeypatch):
     monkeypatch.delenv("SEERGATE_BACKEND", raising=False)
 
 
-@pytest.mark.parametrize("op", backend.FILES)
+@pytest.mark.parametrize("op", backend.TORCH)
 def test_cpu_tensors_go_to_torch(op):
     assert backend.implementation(op, CPU).__module__.startswith("seergate.ops.torch_impl.")
 
@@ -30,13 +31,14 @@ def test_cuda_tensors_go_to_triton_where_it_is_installed(monkeypatch):
         assert backend.choose(CUDA) == chosen
 
 
-@pytest.mark.parametrize("op", backend.FILES)
+@pytest.mark.parametrize("op", backend.TORCH)
 def test_every_op_runs_on_a_gpu(op, monkeypatch):
     """By a kernel, or in torch where it is said to have none."""
     pytest.importorskip("triton")
     monkeypatch.setattr(backend, "choose", lambda device: "triton")
-    module = "torch" if op in backend.WITHOUT_KERNEL else "triton"
-    assert backend.implementation(op, CPU).__module__ == f"seergate.ops.{module}_impl.{backend.FILES[op]}"
+    first = f"triton_impl.{backend.TRITON[op]}" if op in backend.TRITON else f"torch_impl.{backend.TORCH[op]}"
+    assert backend._loaded(op, CPU)[0] == f"seergate.ops.{first}"
+    assert hasattr(sys.modules[f"seergate.ops.{first}"], op)
 
 
 def test_a_call_asks_neither_for_packages_nor_for_the_gpu(monkeypatch):
@@ -52,10 +54,10 @@ def test_a_call_asks_neither_for_packages_nor_for_the_gpu(monkeypatch):
     assert backend.choose(CUDA) in ("torch", "triton")
 
 
-@pytest.mark.parametrize("op", backend.FILES)
+@pytest.mark.parametrize("op", backend.TORCH)
 def test_reference_can_be_forced(op, monkeypatch):
     monkeypatch.setenv("SEERGATE_BACKEND", "reference")
-    assert backend.implementation(op, CPU) is getattr(reference, op)
+    assert backend.implementation(op, CPU).__wrapped__ is getattr(reference, op)
 
 
 def test_forcing_reaches_the_public_op(monkeypatch):
@@ -104,5 +106,5 @@ def test_an_op_runs_with_its_tensors_device_as_the_current_one(monkeypatch):
     monkeypatch.setattr(torch.cuda, "device", device)
     monkeypatch.setenv("SEERGATE_BACKEND", "reference")
     second = torch.device("cuda:1")
-    pooled = backend.implementation("pool_keys", second)(torch.ones(1, 1, 8, 2), 8, ("max",))
+    pooled = backend.implementation("pool_keys", second)(k=torch.ones(1, 1, 8, 2), block_size=8, kinds=("max",))
     assert current == [second, None] and pooled.shape == (1, 1, 1, 2)

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from seergate import ops
 from seergate.ops import reference
-from seergate.ops.torch_impl import sparse_decode as torch_impl
+from seergate.ops.torch_impl import decode as torch_impl
 from tests.ops.helpers import examples, grid, relative
 
 BOTH = pytest.mark.parametrize(

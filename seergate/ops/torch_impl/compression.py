@@ -1,4 +1,7 @@
-"""`update_compressed_keys` in torch."""
+"""`pool_keys` and `update_compressed_keys` in torch.
+
+Shape suffixes: B batch, K KV heads, S tokens, N blocks, C tokens of a block, D head dimension.
+"""
 
 from __future__ import annotations
 
@@ -6,10 +9,59 @@ from collections.abc import Sequence
 
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 
 from seergate.ops.checks import readable
+from seergate.ops.compression import Branch
 from seergate.ops.gate_math import compressed_keys
-from seergate.ops.torch_impl.pooling import pool_keys
+
+
+def pool_keys(k: Tensor, block_size: int, kinds: tuple[str, ...], lengths: Tensor | None) -> Tensor:
+    """The public op, once its arguments are checked."""
+    if lengths is not None:
+        return _pool_ragged(k, block_size, kinds, lengths)
+    whole = k.shape[2] // block_size * block_size
+    parts = []
+    if whole:
+        parts.append(_pool(k[:, :, :whole].unflatten(2, (-1, block_size)), kinds))
+    if whole < k.shape[2]:
+        parts.append(_pool(k[:, :, None, whole:], kinds))
+    if not parts:
+        return k.new_zeros(*k.shape[:2], 0, len(kinds) * k.shape[3])
+    return parts[0] if len(parts) == 1 else torch.cat(parts, dim=2)
+
+
+def _pool(k_BKNCD: Tensor, kinds: tuple[str, ...]) -> Tensor:
+    # Contiguous: the order in which a mean is summed then depends on the block alone, so a block pooled in prefill and
+    # the same block pooled in decode, or in another batch, agree bit for bit.
+    k_BKNCD = k_BKNCD.contiguous()
+    pools = {
+        "max": lambda: k_BKNCD.amax(3),
+        "min": lambda: k_BKNCD.amin(3),
+        "avg": lambda: k_BKNCD.mean(3, dtype=_sum_dtype(k_BKNCD)).to(k_BKNCD.dtype),
+    }
+    return torch.cat([pools[kind]() for kind in kinds], dim=-1)
+
+
+def _pool_ragged(k: Tensor, block_size: int, kinds: tuple[str, ...], lengths: Tensor) -> Tensor:
+    """Rows of different lengths: what lies beyond is replaced by each pooling's neutral value before it is read."""
+    padding = -k.shape[2] % block_size
+    k_BKNCD = F.pad(k, (0, 0, 0, padding)).contiguous().unflatten(2, (-1, block_size))  # contiguous: see _pool
+    positions = torch.arange(k.shape[2] + padding, device=k.device)
+    beyond_BN = (positions >= lengths[:, None]).unflatten(1, (-1, block_size))
+    beyond, real_BN = beyond_BN[:, None, :, :, None], (~beyond_BN).sum(-1)[:, None, :, None]
+    pools = {
+        "max": lambda: k_BKNCD.masked_fill(beyond, -torch.inf).amax(3),
+        "min": lambda: k_BKNCD.masked_fill(beyond, torch.inf).amin(3),
+        "avg": lambda: (
+            k_BKNCD.masked_fill(beyond, 0).sum(3, dtype=_sum_dtype(k)).div(real_BN.clamp(min=1)).to(k.dtype)
+        ),
+    }
+    return torch.cat([pools[kind]() for kind in kinds], dim=-1).masked_fill(real_BN == 0, 0)
+
+
+def _sum_dtype(x: Tensor) -> torch.dtype:
+    return torch.promote_types(x.dtype, torch.float32)
 
 
 @torch.no_grad()
@@ -18,17 +70,14 @@ def update_compressed_keys(
     lengths: Tensor,
     recent: Tensor,
     compressed: Tensor,
-    weight: Tensor,
+    branch: Branch,
     block_size: int,
     kinds: tuple[str, ...],
-    *,
-    norm_weight: Tensor | None,
-    inv_freq: Tensor | None,
-    attention_scaling: float,
     position_offset: int,
     host_lengths: Sequence[int] | None,
 ) -> None:
     """The public op, once its arguments are checked."""
+    weight, norm_weight, inv_freq, attention_scaling = branch
     slots, device = recent.shape[2], k.device
     rows = torch.arange(len(k), device=device)
     recent[rows, :, (lengths - 1) % slots] = k.to(recent.dtype)

@@ -14,47 +14,34 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from seergate.ops.gate_kl import GateKLStats, counted_rows, refuse_second_order
+from seergate.ops.attention import Pack
+from seergate.ops.gate_kl import GateKLStats, LossOptions, counted_rows, refuse_second_order
 from seergate.ops.torch_impl.teacher import MASKED, Teacher, in_pack, segments, wide_dtype
 
 
 def gate_kl(
-    q: Tensor,
-    k: Tensor,
-    qg: Tensor,
-    kg: Tensor,
-    cu_seqlens: Tensor,
-    block_size: int,
-    *,
-    row_start: float,
-    sm_scale: float,
-    gate_scale: float,
-    reduction: str,
-    recall_budgets: tuple[int, ...],
-    sink_blocks: int,
-    row_stride: int,
-    row_shift: int,
-    sinks: Tensor | None,
-    softcap: float | None,
-    lse: Tensor | None,
+    pack: Pack, qg: Tensor, kg: Tensor, block_size: int, gate_scale: float, options: LossOptions
 ) -> tuple[Tensor, GateKLStats]:
     """The public op, once its arguments are checked."""
-    dtype = wide_dtype(q, k, qg, kg)
-    teacher = Teacher(q, k, block_size, sm_scale, sinks, softcap, dtype, lse, sink_blocks)
-    spans = segments(cu_seqlens)
+    teacher = Teacher(pack, block_size, wide_dtype(pack.q, pack.k, qg, kg), options.lse, options.sink_blocks)
+    return with_gradients(_Run(teacher, qg, kg, segments(pack.cu_seqlens), gate_scale, options), qg, kg)
+
+
+def counted(
+    spans: list[tuple[int, int]], block_size: int, kv_heads: int, options: LossOptions
+) -> tuple[int, list[range], list[float]]:
+    """How many rows count in all; by segment, which, and the weight of a row and KV head in the loss."""
+    row_start, reduction, _, *which, _ = options
     lengths = [end - start for start, end in spans]
-    rows = counted_rows(lengths, block_size, row_start, sink_blocks, row_stride, row_shift)
-    counted, weights = row_weights(lengths, rows, row_start, block_size, teacher.kv_heads, reduction)
-    run = _Run(teacher, qg, kg, spans, rows, counted, weights, gate_scale, recall_budgets)
-    wanted = torch.is_grad_enabled()
-    loss, *stats = GradientsInForward.apply(qg, kg, run, wanted and qg.requires_grad, wanted and kg.requires_grad)
-    return loss, GateKLStats(*stats)
+    rows = counted_rows(lengths, block_size, row_start, *which)
+    total, weights = row_weights(lengths, rows, row_start, block_size, kv_heads, reduction)
+    return total, rows, weights
 
 
 def row_weights(
     lengths: list[int], rows: list[range], row_start: float, block_size: int, kv_heads: int, reduction: str
 ) -> tuple[int, list[float]]:
-    """How many rows count in all, and by segment what the KL of a row and KV head counts for in the loss."""
+    """How many rows count in all; by segment, the weight of a row and KV head in the loss."""
     counted = sum(map(len, rows))
     if reduction == "row_mean":
         return counted, [1.0 / (kv_heads * max(counted, 1))] * len(lengths)
@@ -92,11 +79,36 @@ class GradientsInForward(torch.autograd.Function):
         return *scaled, None, None, None
 
 
-class _Run:
-    """One evaluation of the loss: everything about it that is not a tensor with a gradient.
+def with_gradients(run: Callable[[bool, bool], Outcome], queries: Tensor, keys: Tensor) -> tuple[Tensor, GateKLStats]:
+    """The loss and its statistics, with gradients to the queries and keys that want them."""
+    wanted = torch.is_grad_enabled()
+    want_dq, want_dk = wanted and queries.requires_grad, wanted and keys.requires_grad
+    loss, *stats = GradientsInForward.apply(queries, keys, run, want_dq, want_dk)
+    return loss, GateKLStats(*stats)
 
-    Holds plain numbers for the row weights, so segment borders must be known on the host.
-    """
+
+class Sums:
+    """The loss, and KL and recall by head, summed in float64 over up to millions of rows."""
+
+    def __init__(self, kv_heads: int, budgets: int, device: torch.device) -> None:
+        self.loss = torch.zeros((), dtype=torch.float64, device=device)
+        self.kl_K = torch.zeros(kv_heads, dtype=torch.float64, device=device)
+        self.recall_IK = torch.zeros(budgets, kv_heads, dtype=torch.float64, device=device)
+
+    def add(self, kl: Tensor, weight: float, head: int) -> None:
+        """Add the KL of some rows of a head."""
+        self.kl_K[head] += kl
+        self.loss += weight * kl
+
+    def outcome(self, rows: int, dtype: torch.dtype, dq: Tensor | None, dk: Tensor | None) -> Outcome:
+        """The loss, the means over ``rows``, and the gradients."""
+        count = torch.full((), rows, device=self.loss.device)
+        kl_K, recall_IK = ((x / max(rows, 1)).to(dtype) for x in (self.kl_K, self.recall_IK))
+        return self.loss.to(dtype), (kl_K, count, recall_IK), dq, dk
+
+
+class _Run:
+    """One evaluation of the loss. Row weights are plain numbers, so segment borders must be known on the host."""
 
     def __init__(
         self,
@@ -104,17 +116,15 @@ class _Run:
         qg_TKE: Tensor,
         kg_MKE: Tensor,
         spans: list[tuple[int, int]],
-        rows: list[range],
-        counted: int,
-        weights: list[float],
         gate_scale: float,
-        recall_budgets: tuple[int, ...],
+        options: LossOptions,
     ) -> None:
         self.teacher, self.spans, self.gate_scale = teacher, spans, gate_scale
         self.qg_TKE, self.kg_MKE = qg_TKE.detach(), kg_MKE.detach()
-        self.past_blocks = [budget // teacher.block_size - 1 - teacher.sink_blocks for budget in recall_budgets]
+        always = 1 + teacher.sink_blocks
+        self.past_blocks = [budget // teacher.block_size - always for budget in options.recall_budgets]
+        self.rows, rows, self.weights = counted(spans, teacher.block_size, teacher.kv_heads, options)
         self.plans = [teacher.chunks(some) for some in rows]
-        self.rows, self.weights = counted, weights
 
     def __call__(self, want_dqg: bool, want_dkg: bool) -> Outcome:
         teacher, kv_heads = self.teacher, self.teacher.kv_heads
@@ -122,26 +132,16 @@ class _Run:
         self.dqg_TKE = torch.zeros_like(self.qg_TKE, memory_format=torch.contiguous_format) if want_dqg else None
         shape = (kv_heads, self.kg_MKE.shape[0], self.kg_MKE.shape[2])
         self.dkg_KME = torch.zeros(shape, dtype=dtype, device=device) if want_dkg else None
-        # Sums over up to millions of rows: float64, one number per head.
-        loss = torch.zeros((), dtype=torch.float64, device=device)
-        kl_K = torch.zeros(kv_heads, dtype=torch.float64, device=device)
-        self.recall_IK = torch.zeros(len(self.past_blocks), kv_heads, dtype=torch.float64, device=device)
+        self.sums = Sums(kv_heads, len(self.past_blocks), device)
         scratch = teacher.scratch(self.plans)
         block = 0  # where the segment's entries of kg start
         for (start, stop), plan, weight in zip(self.spans, self.plans, self.weights, strict=True):
             for head in range(kv_heads if plan else 0):
                 kl = self._segment_head(start, stop, block, plan, weight, head, scratch)
-                kl_K[head] += kl
-                loss += weight * kl
+                self.sums.add(kl, weight, head)
             block += -(-(stop - start) // teacher.block_size)
-        counted = max(self.rows, 1)
-        stats = (
-            (kl_K / counted).to(dtype),
-            torch.full((), self.rows, device=device),
-            (self.recall_IK / counted).to(dtype),
-        )
         dkg = None if self.dkg_KME is None else self.dkg_KME.transpose(0, 1).to(self.kg_MKE.dtype)
-        return loss.to(dtype), stats, self.dqg_TKE, dkg
+        return self.sums.outcome(self.rows, dtype, self.dqg_TKE, dkg)
 
     def _segment_head(
         self, start: int, stop: int, block: int, plan: list[range], weight: float, head: int, scratch: Tensor
@@ -181,4 +181,4 @@ class _Run:
         mass_RX = p_NR.T.gather(1, best_RX).cumsum(1)
         for i, wanted in enumerate(self.past_blocks):
             if wanted > 0:
-                self.recall_IK[i, head] += mass_RX[:, min(wanted, most) - 1].sum(dtype=torch.float64)
+                self.sums.recall_IK[i, head] += mass_RX[:, min(wanted, most) - 1].sum(dtype=torch.float64)

@@ -13,8 +13,8 @@ from functools import cache, partial
 import torch
 from torch import Tensor
 
+from seergate.ops.attention import Pack, PackedAttention
 from seergate.ops.host_memory import copied
-from seergate.ops.packed_attention import PackedAttention
 from seergate.ops.torch_impl.teacher import segments, wide_dtype
 
 CHUNK_BYTES = 64 * 2**20
@@ -26,20 +26,11 @@ VARLEN_DIM = 256
 
 
 @torch.no_grad()
-def packed_attention(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    cu_seqlens: Tensor,
-    sm_scale: float,
-    *,
-    window: int | None,
-    sinks: Tensor | None,
-    softcap: float | None,
-) -> PackedAttention:
+def packed_attention(pack: Pack, v: Tensor, window: int | None) -> PackedAttention:
     """The public op, once its arguments are checked."""
+    cu_seqlens, sm_scale, sinks, softcap = pack[2:]
     spans = segments(cu_seqlens)
-    q, k, v = (x if x.stride(-1) == 1 else x.contiguous() for x in (q, k, v))
+    q, k, v = (x if x.stride(-1) == 1 else x.contiguous() for x in (pack.q, pack.k, v))
     window = in_use(window, spans)
     kernel = fused_kernel(q.device, q.dtype, q.shape[-1], v.shape[-1], window=window, softcap=softcap)
     if kernel == "varlen":

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-from seergate.ops.retained_attention import RetainedAttention
+from seergate.ops.attention import Pack, RetainedAttention
 from seergate.ops.torch_impl.teacher import (
     CHUNK_BYTES_CPU,
     CHUNK_BYTES_DEVICE,
@@ -20,19 +20,9 @@ from seergate.ops.torch_impl.teacher import (
 )
 
 
-def retained_attention(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    log_beta: Tensor,
-    cu_seqlens: Tensor,
-    sm_scale: float,
-    *,
-    window: int | None,
-    sinks: Tensor | None,
-    softcap: float | None,
-) -> RetainedAttention:
+def retained_attention(pack: Pack, v: Tensor, log_beta: Tensor, window: int | None) -> RetainedAttention:
     """The public op, once its arguments are checked."""
+    q, k, cu_seqlens, sm_scale, sinks, softcap = pack
     dtype, heads, kv_heads = wide_dtype(q, k, v, log_beta), q.shape[1], k.shape[1]
     limit = CHUNK_BYTES_CPU if q.device.type == "cpu" else CHUNK_BYTES_DEVICE
 

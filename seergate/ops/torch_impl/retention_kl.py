@@ -9,27 +9,17 @@ import torch
 from torch import Tensor
 from torch.nn.functional import binary_cross_entropy
 
+from seergate.ops.attention import Pack
 from seergate.ops.gate_kl import GateKLStats
 from seergate.ops.torch_impl.teacher import Teacher, segments, wide_dtype
 
 
 def retention_kl(
-    q: Tensor,
-    k: Tensor,
-    scores: Tensor,
-    cu_seqlens: Tensor,
-    distance: int,
-    *,
-    row_start: float,
-    sm_scale: float,
-    recall_budgets: tuple[int, ...],
-    sinks: Tensor | None,
-    softcap: float | None,
-    lse: Tensor,
+    pack: Pack, scores: Tensor, distance: int, row_start: float, recall_budgets: tuple[int, ...], lse: Tensor
 ) -> tuple[Tensor, GateKLStats]:
     """The public op, once its arguments are checked."""
-    dtype = wide_dtype(q, k, scores)
-    teacher = Teacher(q, k, len(q) + 1, sm_scale, sinks, softcap, dtype, lse)  # one block: nothing is made of blocks
+    q, cu_seqlens, dtype = pack.q, pack.cu_seqlens, wide_dtype(pack.q, pack.k, scores)
+    teacher = Teacher(pack, len(q) + 1, dtype, lse)  # one block: nothing is made of blocks
     targets_TK = received_attention(teacher, cu_seqlens, distance, row_start).clamp_(max=1)
     spans = [(start, max(start, end - distance)) for start, end in segments(cu_seqlens)]
     counted = torch.cat([torch.arange(*span) for span in spans]).to(q.device)

@@ -9,56 +9,41 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from seergate.ops.gate_kl import GateKLStats, counted_rows
+from seergate.ops.attention import Pack
+from seergate.ops.gate_kl import GateKLStats, LossOptions
 from seergate.ops.scorer_kl import Scores
-from seergate.ops.torch_impl.gate_kl import GradientsInForward, Outcome, row_weights
+from seergate.ops.torch_impl.gate_kl import Outcome, Sums, counted, with_gradients
 from seergate.ops.torch_impl.teacher import MASKED, Teacher, in_pack, segments, wide_dtype
 
 
 def scorer_kl(
-    q: Tensor,
-    k: Tensor,
+    pack: Pack,
     qs: Tensor,
     ks: Tensor,
-    cu_seqlens: Tensor,
     block_size: int,
-    *,
+    options: LossOptions,
     scores: Scores,
     entry_tokens: int,
     target: str,
     target_budget: int | None,
-    row_start: float,
-    sm_scale: float,
-    reduction: str,
-    recall_budgets: tuple[int, ...],
-    sink_blocks: int,
-    row_stride: int,
-    row_shift: int,
-    sinks: Tensor | None,
-    softcap: float | None,
-    lse: Tensor | None,
 ) -> tuple[Tensor, GateKLStats]:
     """The public op, once its arguments are checked."""
-    dtype = wide_dtype(q, k, qs, ks)
-    teacher = Teacher(q, k, block_size, sm_scale, sinks, softcap, dtype, lse, sink_blocks)
+    sink_blocks, dtype = options.sink_blocks, wide_dtype(pack.q, pack.k, qs, ks)
+    teacher = Teacher(pack, block_size, dtype, options.lse, sink_blocks)
     always = 1 + sink_blocks  # blocks that are read whatever the scorer says
     picked = target_budget // block_size - always if target == "selected" and target_budget is not None else None
-    spans = segments(cu_seqlens)
-    lengths = [end - start for start, end in spans]
-    rows = counted_rows(lengths, block_size, row_start, sink_blocks, row_stride, row_shift)
+    spans = segments(pack.cu_seqlens)
+    total, rows, weights = counted(spans, block_size, teacher.kv_heads, options)
     per_token = qs.shape[1] // entry_tokens  # numbers that a row of the scorer has for each token
     plans = [teacher.chunks(some, per_token) for some in rows]
-    total, weights = row_weights(lengths, rows, row_start, block_size, teacher.kv_heads, reduction)
-    past_blocks = [max(0, budget // block_size - always) for budget in recall_budgets]
+    past_blocks = [max(0, budget // block_size - always) for budget in options.recall_budgets]
     log_targets = Teacher.log_targets if target == "max" else log_masses
 
     def run(want_dqs: bool, want_dks: bool) -> Outcome:
-        device, kv_heads = q.device, teacher.kv_heads
+        device, kv_heads = qs.device, teacher.kv_heads
         dqs_TIE = torch.zeros_like(qs, memory_format=torch.contiguous_format) if want_dqs else None
         dks_MJE = torch.zeros(ks.shape, dtype=dtype, device=device) if want_dks else None
-        loss = torch.zeros((), dtype=torch.float64, device=device)
-        kl_K = torch.zeros(kv_heads, dtype=torch.float64, device=device)
-        recall_IK = torch.zeros(len(past_blocks), kv_heads, dtype=torch.float64, device=device)
+        sums = Sums(kv_heads, len(past_blocks), device)
         scratch, entry = teacher.scratch(plans), 0
         for (start, stop), plan, weight in zip(spans, plans, weights, strict=True):
             keys_KSD = [teacher.head_keys(start, stop, head) for head in range(kv_heads if plan else 0)]
@@ -66,8 +51,8 @@ def scorer_kl(
                 blocks = chunk[-1] // block_size - sink_blocks  # candidates of the chunk's last row
                 first = entry + sink_blocks * block_size // entry_tokens
                 some = slice(first, first + blocks * block_size // entry_tokens)
-                rows_of = in_pack(start, chunk)
-                qs_RIE = qs[rows_of].detach().to(dtype).requires_grad_(want_dqs)
+                here = in_pack(start, chunk)
+                qs_RIE = qs[here].detach().to(dtype).requires_grad_(want_dqs)
                 ks_MJE = ks[some].detach().to(dtype).requires_grad_(want_dks)
                 with torch.set_grad_enabled(want_dqs or want_dks):
                     logits_KRN = scores(qs_RIE.transpose(0, 1)[None], ks_MJE.transpose(0, 1)[None])[0, ..., :blocks]
@@ -76,26 +61,21 @@ def scorer_kl(
                 for head, a_RN in enumerate(logits_KRN.detach().to(dtype)):
                     u_RN = log_targets(teacher, keys_KSD[head], start, chunk, head, scratch).T
                     for i, count in enumerate(past_blocks):
-                        recall_IK[i, head] += _recall(a_RN, u_RN, count)
+                        sums.recall_IK[i, head] += _recall(a_RN, u_RN, count)
                     kl, delta_RN = _compared(a_RN, u_RN, picked)
-                    kl_K[head] += kl
-                    loss += weight * kl
+                    sums.add(kl, weight, head)
                     delta_KRN[head] = delta_RN * weight
                 sides = [x for x in (qs_RIE, ks_MJE) if x.requires_grad]
                 if sides:
                     found = iter(torch.autograd.grad(logits_KRN, sides, delta_KRN))
                     if dqs_TIE is not None:
-                        dqs_TIE[rows_of] = next(found).to(dqs_TIE.dtype)
+                        dqs_TIE[here] = next(found).to(dqs_TIE.dtype)
                     if dks_MJE is not None:
                         dks_MJE[some] += next(found)
             entry += -(-(stop - start) // entry_tokens)
-        counted = max(total, 1)
-        stats = (kl_K / counted).to(dtype), torch.full((), total, device=device), (recall_IK / counted).to(dtype)
-        return loss.to(dtype), stats, dqs_TIE, None if dks_MJE is None else dks_MJE.to(ks.dtype)
+        return sums.outcome(total, dtype, dqs_TIE, None if dks_MJE is None else dks_MJE.to(ks.dtype))
 
-    wanted = torch.is_grad_enabled()
-    loss, *stats = GradientsInForward.apply(qs, ks, run, wanted and qs.requires_grad, wanted and ks.requires_grad)
-    return loss, GateKLStats(*stats)
+    return with_gradients(run, qs, ks)
 
 
 def log_masses(teacher: Teacher, keys_SD: Tensor, start: int, rows: range, head: int, scratch: Tensor) -> Tensor:

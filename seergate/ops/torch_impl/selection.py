@@ -1,8 +1,8 @@
-"""`select_blocks` in torch.
+"""`score_blocks` and `select_blocks` in torch.
 
-Every block gets one int64 key: an order-preserving integer image of its fp32 score in the high half, its negated index
-in the low half. Keys are all different, so a top-k of them is deterministic and ties go to the lower index, on every
-device, with no stable sort.
+To select, every block gets one int64 key: an order-preserving integer image of its fp32 score in the high half, its
+negated index in the low half. Keys are all different, so a top-k of them is deterministic and ties go to the lower
+index, on every device, with no stable sort.
 
 Shape suffixes: B batch, K KV heads, N blocks, X blocks kept.
 """
@@ -13,7 +13,20 @@ import torch
 from torch import Tensor
 
 from seergate.ops.checks import readable
+from seergate.ops.compression import Branch
+from seergate.ops.gate_math import block_scores, branch_end, projected_queries
 from seergate.ops.selection import Selection
+
+
+@torch.no_grad()
+def score_blocks(q: Tensor, lengths: Tensor, compressed: Tensor, branch: Branch, block_size: int) -> Tensor:
+    """The public op, once its arguments are checked: scores of all blocks, complete or not."""
+    weight, norm_weight, inv_freq, attention_scaling = branch
+    qg_BK1E = projected_queries(q[:, :, None], weight)
+    qg_BK1E = branch_end(qg_BK1E, norm_weight, (lengths - 1)[:, None], inv_freq, attention_scaling)
+    if compressed.stride(1) > compressed.stride(0):  # heads first, as in vLLM: the product reads keys where they are
+        return block_scores(qg_BK1E.transpose(0, 1), compressed.transpose(0, 1))[:, :, 0].transpose(0, 1)
+    return block_scores(qg_BK1E, compressed)[:, :, 0]
 
 
 @torch.no_grad()

@@ -14,7 +14,7 @@ from itertools import pairwise
 import torch
 from torch import Tensor
 
-from seergate.ops.teacher import AttentionWithTargets
+from seergate.ops.attention import AttentionWithTargets, Pack
 
 MASKED = -1e30
 """Log of nothing. Finite, so that the difference of two is no NaN; exp() of it is exactly 0 in fp32 and float64."""
@@ -56,32 +56,24 @@ class Teacher:
     """Block targets in log domain, chunk by chunk, of one pack.
 
     Args:
-        q, k, block_size, sm_scale, sinks, softcap: as in `seergate.ops.block_targets`.
+        pack: queries and keys.
+        block_size: tokens per block.
         dtype: to compute in.
         lse: ``[T, H]`` log-sum-exp of every row, if it is known already.
         sink_blocks: first blocks of a segment that are left out of the targets.
     """
 
     def __init__(
-        self,
-        q_THD: Tensor,
-        k_TKD: Tensor,
-        block_size: int,
-        sm_scale: float,
-        sinks_H: Tensor | None,
-        softcap: float | None,
-        dtype: torch.dtype,
-        lse_TH: Tensor | None = None,
-        sink_blocks: int = 0,
+        self, pack: Pack, block_size: int, dtype: torch.dtype, lse_TH: Tensor | None = None, sink_blocks: int = 0
     ) -> None:
-        self.q_THD, self.k_TKD = q_THD.detach(), k_TKD.detach()
-        self.block_size, self.sm_scale, self.softcap, self.dtype = block_size, sm_scale, softcap, dtype
-        self.sink_blocks = sink_blocks
-        self.kv_heads = k_TKD.shape[1]
-        self.group = q_THD.shape[1] // self.kv_heads
+        self.q_THD, self.k_TKD, sinks_H = pack.q.detach(), pack.k.detach(), pack.sinks
+        self.sm_scale, self.softcap = pack.sm_scale, pack.softcap
+        self.block_size, self.dtype, self.sink_blocks = block_size, dtype, sink_blocks
+        self.kv_heads = self.k_TKD.shape[1]
+        self.group = self.q_THD.shape[1] // self.kv_heads
         self.sinks_KG = None if sinks_H is None else sinks_H.detach().to(dtype).reshape(self.kv_heads, self.group)
         self.lse_TH = None if lse_TH is None else lse_TH.detach()
-        limit = CHUNK_BYTES_CPU if q_THD.device.type == "cpu" else CHUNK_BYTES_DEVICE
+        limit = CHUNK_BYTES_CPU if pack.q.device.type == "cpu" else CHUNK_BYTES_DEVICE
         self.area = max(1, limit // (self.group * torch.finfo(dtype).bits // 8))
 
     def chunks(self, rows: range, heads: int = 0) -> list[range]:
@@ -164,22 +156,12 @@ class Teacher:
 
 
 @torch.no_grad()
-def attention_with_block_targets(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    cu_seqlens: Tensor,
-    block_size: int,
-    sm_scale: float,
-    *,
-    sinks: Tensor | None,
-    softcap: float | None,
-) -> AttentionWithTargets:
+def attention_with_block_targets(pack: Pack, v: Tensor, block_size: int) -> AttentionWithTargets:
     """The public op, once its arguments are checked."""
-    dtype = wide_dtype(q, k)
-    teacher = Teacher(q, k, block_size, sm_scale, sinks, softcap, dtype)
+    q, dtype = pack.q, wide_dtype(pack.q, pack.k)
+    teacher = Teacher(pack, block_size, dtype)
     (tokens, heads), group, v_dim = q.shape[:2], teacher.group, v.shape[-1]
-    spans = segments(cu_seqlens)
+    spans = segments(pack.cu_seqlens)
     plans = [list(row_chunks(range(end - start), teacher.area)) for start, end in spans]
     widest = max(-(-(end - start) // block_size) for start, end in spans)
     out_THD = v.new_empty(tokens, heads, v_dim)

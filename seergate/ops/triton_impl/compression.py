@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
+from seergate.ops.backend import one_node
+from seergate.ops.compression import Branch
 from seergate.ops.gate_math import NORM_EPS
-from seergate.ops.one_node import one_node
-from seergate.ops.torch_impl.compression import update_compressed_keys as in_torch
 from seergate.ops.triton_impl.gpus import gpu_of
 from seergate.ops.triton_impl.kernel_math import add_product, branch_end
 from seergate.ops.triton_impl.launch import padded
@@ -95,31 +96,13 @@ def update_kernel(  # type: ignore[no-untyped-def]
 
 
 def update_compressed_keys(
-    k: Tensor,
-    lengths: Tensor,
-    recent: Tensor,
-    compressed: Tensor,
-    weight: Tensor,
-    block_size: int,
-    kinds: tuple[str, ...],
-    *,
-    norm_weight: Tensor | None,
-    inv_freq: Tensor | None,
-    attention_scaling: float,
-    position_offset: int,
-    host_lengths: Sequence[int] | None,
+    k: Tensor, recent: Tensor, branch: Branch, kinds: Sequence[str], host_lengths: object, **others: Any
 ) -> None:
     """The public op, once its arguments are checked; float64 is left to the torch backend."""
-    if not {k.dtype, recent.dtype, weight.dtype} <= set(DTYPES):
-        return in_torch(
-            k, lengths, recent, compressed, weight, block_size, kinds, norm_weight=norm_weight, inv_freq=inv_freq,
-            attention_scaling=attention_scaling, position_offset=position_offset, host_lengths=host_lengths,
-        )  # fmt: skip
-    norm_weight = None if norm_weight is None else norm_weight.detach()
-    update(
-        k.detach(), lengths, recent, compressed, weight.detach(), block_size, list(kinds), norm_weight, inv_freq,
-        attention_scaling, position_offset,
-    )  # fmt: skip
+    if not {k.dtype, recent.dtype, branch.weight.dtype} <= set(DTYPES):
+        return NotImplemented
+    update(k=k.detach(), recent=recent, kinds=list(kinds), **branch.detached()._asdict(), **others)
+    return None
 
 
 @one_node(

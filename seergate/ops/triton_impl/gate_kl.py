@@ -19,8 +19,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from seergate.ops.attention import Pack
 from seergate.ops.checks import check_shape
-from seergate.ops.gate_kl import GateKLStats, counted_rows, refuse_second_order
+from seergate.ops.gate_kl import GateKLStats, LossOptions, counted_rows, refuse_second_order
 from seergate.ops.host_memory import copied
 from seergate.ops.torch_impl import gate_kl as torch_impl
 from seergate.ops.triton_impl import gate_kl_kernels, packs
@@ -40,42 +41,22 @@ TRITON_TYPES = {torch.float16: tl.float16, torch.bfloat16: tl.bfloat16, torch.fl
 
 
 def gate_kl(
-    q: Tensor,
-    k: Tensor,
-    qg: Tensor,
-    kg: Tensor,
-    cu_seqlens: Tensor,
-    block_size: int,
-    *,
-    row_start: float,
-    sm_scale: float,
-    gate_scale: float,
-    reduction: str,
-    recall_budgets: tuple[int, ...],
-    sink_blocks: int,
-    row_stride: int,
-    row_shift: int,
-    sinks: Tensor | None,
-    softcap: float | None,
-    lse: Tensor | None,
+    pack: Pack, qg: Tensor, kg: Tensor, block_size: int, gate_scale: float, options: LossOptions
 ) -> tuple[Tensor, GateKLStats]:
     """The public op, once its arguments are checked."""
-    options: dict[str, Any] = {
-        "row_start": row_start, "sm_scale": sm_scale, "gate_scale": gate_scale, "reduction": reduction,
-        "recall_budgets": recall_budgets, "sinks": sinks, "softcap": softcap, "lse": lse,
-    }  # fmt: skip
+    q, k, cu_seqlens, sm_scale, sinks, softcap = pack
     narrow = in_registers(qg, kg)
-    if sink_blocks or row_stride > 1 or not runs_here(q, block_size, *narrow):
+    if options.sink_blocks or options.row_stride > 1 or not runs_here(q, block_size, *narrow):
         if not torch.compiler.is_compiling():
             warn_if_too_wide("gate_kl", {"q": q, "qg": qg, "kg": kg})
-        chosen: dict[str, Any] = {"sink_blocks": sink_blocks, "row_stride": row_stride, "row_shift": row_shift}
-        return torch_impl.gate_kl(q, k, qg, kg, cu_seqlens, block_size, **chosen, **options)
+        return NotImplemented
     qg, kg = narrow
     wanted = torch.is_grad_enabled()
-    frozen = {name: x.detach() if isinstance(x, Tensor) else x for name, x in options.items()}
+    sinks, lse = (None if x is None else x.detach() for x in (sinks, options.lse))
     loss, kl_per_head, rows, recall, _, _ = _gate_kl(
-        q.detach(), k.detach(), qg, kg, cu_seqlens, block_size, **frozen,
-        want_dqg=wanted and qg.requires_grad, want_dkg=wanted and kg.requires_grad,
+        q.detach(), k.detach(), qg, kg, cu_seqlens, block_size, options.row_start, sm_scale, gate_scale,
+        options.reduction, options.recall_budgets, sinks, softcap, lse,
+        wanted and qg.requires_grad, wanted and kg.requires_grad,
     )  # fmt: skip
     return loss, GateKLStats(kl_per_head, rows, recall)
 
@@ -109,7 +90,7 @@ def evaluate(
     spans = packs.segments(cu_seqlens, len(q))
     lengths = [end - start for start, end in spans]
     check_shape("kg", kg, (sum(-(-length // block_size) for length in lengths), *qg.shape[1:]))
-    teacher = Teacher(q, k, None, block_size, sm_scale, sinks, softcap)
+    teacher = Teacher(Pack(q, k, cu_seqlens, sm_scale, sinks, softcap), block_size)
     gate = Gate(qg, kg, block_size, gate_scale, teacher, want_dqg, want_dkg, len(recall_budgets))
     sizes = teacher.launch().rows, gate.launch.rows, gate.launch.columns
     rows, chunks, tables, row_weight = cut_up(

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from seergate.ops.packed_attention import PackedAttention
+from seergate.ops.attention import Pack, PackedAttention
 from seergate.ops.torch_impl import packed_attention as torch_impl
 from seergate.ops.triton_impl import packs
 from seergate.ops.triton_impl.teacher import Teacher, runs_here
@@ -15,25 +15,16 @@ BLOCK_SIZE = 64
 
 
 @torch.no_grad()
-def packed_attention(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    cu_seqlens: Tensor,
-    sm_scale: float,
-    *,
-    window: int | None,
-    sinks: Tensor | None,
-    softcap: float | None,
-) -> PackedAttention:
+def packed_attention(pack: Pack, v: Tensor, window: int | None) -> PackedAttention:
     """The public op, once its arguments are checked."""
-    spans = packs.segments(cu_seqlens, len(q))
+    q = pack.q
+    spans = packs.segments(pack.cu_seqlens, len(q))
     window = torch_impl.in_use(window, spans)
     shape = q.device, q.dtype, q.shape[-1], v.shape[-1]
-    fused = torch_impl.fused_kernel(*shape, window=window, softcap=softcap)
+    fused = torch_impl.fused_kernel(*shape, window=window, softcap=pack.softcap)
     if fused is not None or not runs_here(q, BLOCK_SIZE, v):
-        return torch_impl.packed_attention(q, k, v, cu_seqlens, sm_scale, window=window, sinks=sinks, softcap=softcap)
-    teacher = Teacher(q, k, v, BLOCK_SIZE, sm_scale, sinks, softcap, window)
+        return NotImplemented
+    teacher = Teacher(pack, BLOCK_SIZE, v, window)
     pieces = [packs.Piece(start, 0, start, end, 1.0) for start, end in spans]
     (tiles,) = packs.to_device([packs.row_tiles(pieces, teacher.launch(output=True).rows, packed=True)], q.device)
     out = q.new_empty(*q.shape[:2], v.shape[-1], dtype=v.dtype)

@@ -9,8 +9,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from seergate.ops.one_node import one_node
-from seergate.ops.torch_impl.pooling import pool_keys as in_torch
+from seergate.ops.backend import one_node
 from seergate.ops.triton_impl.launch import padded
 
 DTYPES = (torch.float16, torch.bfloat16, torch.float32)
@@ -76,7 +75,7 @@ def turn_rows(block_size: int, dim: int) -> int:
 def pool_keys(k: Tensor, block_size: int, kinds: tuple[str, ...], lengths: Tensor | None) -> Tensor:
     """The public op, once its arguments are checked; float64, and gradients, are left to the torch backend."""
     if k.dtype not in DTYPES or (torch.is_grad_enabled() and k.requires_grad):
-        return in_torch(k, block_size, kinds, lengths)
+        return NotImplemented
     return pool(k, block_size, list(kinds), lengths)
 
 

@@ -7,9 +7,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from seergate.ops.backend import one_node
+from seergate.ops.compression import Branch
 from seergate.ops.gate_math import NORM_EPS
-from seergate.ops.one_node import one_node
-from seergate.ops.torch_impl.scoring import score_blocks as in_torch
 from seergate.ops.triton_impl.gpus import gpu_of
 from seergate.ops.triton_impl.kernel_math import add_product, branch_end
 from seergate.ops.triton_impl.launch import decode_splits, padded
@@ -76,25 +76,12 @@ def score_kernel(  # type: ignore[no-untyped-def]
 
 
 @torch.no_grad()
-def score_blocks(
-    q: Tensor,
-    lengths: Tensor,
-    compressed: Tensor,
-    weight: Tensor,
-    block_size: int,
-    *,
-    norm_weight: Tensor | None,
-    inv_freq: Tensor | None,
-    attention_scaling: float,
-) -> Tensor:
+def score_blocks(q: Tensor, lengths: Tensor, compressed: Tensor, branch: Branch, block_size: int) -> Tensor:
     """The public op, once its arguments are checked; float64 is left to the torch backend."""
-    if not {q.dtype, weight.dtype} <= set(DTYPES):
-        return in_torch(
-            q, lengths, compressed, weight, block_size, norm_weight=norm_weight, inv_freq=inv_freq,
-            attention_scaling=attention_scaling,
-        )  # fmt: skip
-    norm_weight = None if norm_weight is None else norm_weight.detach()
-    return score(q, lengths, compressed, weight.detach(), block_size, norm_weight, inv_freq, attention_scaling)
+    if not {q.dtype, branch.weight.dtype} <= set(DTYPES):
+        return NotImplemented
+    weight, *end = branch.detached()
+    return score(q, lengths, compressed, weight, block_size, *end)
 
 
 @one_node(

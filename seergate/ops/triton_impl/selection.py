@@ -7,15 +7,15 @@ it the first ones are. A running count of what is in then gives each its place, 
 from __future__ import annotations
 
 import struct
+from typing import Any
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from seergate.ops.one_node import one_node
+from seergate.ops.backend import one_node
 from seergate.ops.selection import Selection
-from seergate.ops.torch_impl.selection import select_blocks as in_torch
 from seergate.ops.triton_impl.kernel_math import best, last_needed, ordered
 from seergate.ops.triton_impl.launch import padded, select_warps
 
@@ -77,23 +77,9 @@ def select_kernel(  # type: ignore[no-untyped-def]
 
 
 @torch.no_grad()
-def select_blocks(
-    scores: Tensor,
-    lengths: Tensor,
-    *,
-    block_size: int,
-    token_budget: int | None,
-    threshold: float | None,
-    top_p: float | None,
-    sink_blocks: int,
-) -> Selection:
+def select_blocks(scores: Tensor, **others: Any) -> Selection:
     """The public op, once its arguments are checked; more than `MAX_BLOCKS` are left to the torch backend."""
-    if scores.shape[2] > MAX_BLOCKS:
-        return in_torch(
-            scores, lengths, block_size=block_size, token_budget=token_budget, threshold=threshold, top_p=top_p,
-            sink_blocks=sink_blocks,
-        )  # fmt: skip
-    return Selection(*select(scores, lengths, block_size, token_budget, threshold, top_p, sink_blocks))
+    return Selection(*select(scores=scores, **others)) if scores.shape[2] <= MAX_BLOCKS else NotImplemented
 
 
 def width_kept(blocks: int, block_size: int, token_budget: int | None) -> int:

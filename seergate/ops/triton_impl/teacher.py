@@ -9,8 +9,7 @@ from functools import cache
 import torch
 from torch import Tensor
 
-from seergate.ops.teacher import AttentionWithTargets
-from seergate.ops.torch_impl import teacher as torch_impl
+from seergate.ops.attention import AttentionWithTargets, Pack
 from seergate.ops.triton_impl import packs, teacher_kernels
 from seergate.ops.triton_impl.gpus import gpu_of
 from seergate.ops.triton_impl.launch import TeacherLaunch, padded, precision, teacher_launch
@@ -28,22 +27,14 @@ class Teacher:
     """The teacher's side of one pack.
 
     Args:
-        q, k, block_size, sm_scale, sinks, softcap: as in `seergate.ops.block_targets`.
+        pack: queries and keys.
+        block_size: tokens per block.
         v: values, if the attention's output is wanted.
         window: as in `seergate.ops.packed_attention`; targets are made without one.
     """
 
-    def __init__(
-        self,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor | None,
-        block_size: int,
-        sm_scale: float,
-        sinks: Tensor | None,
-        softcap: float | None,
-        window: int | None = None,
-    ) -> None:
+    def __init__(self, pack: Pack, block_size: int, v: Tensor | None = None, window: int | None = None) -> None:
+        q, k, _, sm_scale, sinks, softcap = pack
         self.gpu = gpu_of(q.device)
         self.q, self.k = rows_in_one_piece(q.detach()), rows_in_one_piece(k.detach())
         self.v = None if v is None else rows_in_one_piece(v.detach())
@@ -150,24 +141,13 @@ def _warn(text: str) -> None:
 
 
 @torch.no_grad()
-def attention_with_block_targets(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    cu_seqlens: Tensor,
-    block_size: int,
-    sm_scale: float,
-    *,
-    sinks: Tensor | None,
-    softcap: float | None,
-) -> AttentionWithTargets:
+def attention_with_block_targets(pack: Pack, v: Tensor, block_size: int) -> AttentionWithTargets:
     """The public op, once its arguments are checked."""
+    q = pack.q
     if not runs_here(q, block_size, v):
-        return torch_impl.attention_with_block_targets(
-            q, k, v, cu_seqlens, block_size, sm_scale, sinks=sinks, softcap=softcap
-        )
-    teacher = Teacher(q, k, v, block_size, sm_scale, sinks, softcap)
-    spans = packs.segments(cu_seqlens, len(q))
+        return NotImplemented
+    teacher = Teacher(pack, block_size, v)
+    spans = packs.segments(pack.cu_seqlens, len(q))
     widest = max(-(-(end - start) // block_size) for start, end in spans)
     pieces = [packs.Piece(start, 0, start, end, 1.0) for start, end in spans]
     (tiles,) = packs.to_device([packs.row_tiles(pieces, teacher.launch(output=True).rows, packed=True)], q.device)

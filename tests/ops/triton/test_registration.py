@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from seergate import ops
-from seergate.ops.triton_impl import compression, pooling, scoring, selection, sparse_decode  # noqa: F401  (registers)
+from seergate.ops.triton_impl import compression, decode, pooling, scoring, selection  # noqa: F401  (registers)
 
 KINDS = ["max", "min", "avg"]
 
@@ -66,7 +66,7 @@ def test_the_registration_is_sound(op, step):
         torch.library.opcheck(getattr(torch.ops.seergate, op).default, given)
 
 
-def decode(step):
+def decode_step(step):
     """A whole step: remember the key, score, select, attend; also densely."""
     ops.update_compressed_keys(
         step["new"], step["lengths"], step["recent"], step["compressed"], step["weight"], 16,
@@ -85,7 +85,7 @@ def decode(step):
 def test_the_compiler_keeps_a_step_whole(step):
     """``fullgraph``: a value that the host reads, or code that cannot be traced, would be an error."""
     twin = {name: x.clone() for name, x in step.items()}
-    want, got = decode(step), torch.compile(decode, fullgraph=True, backend="aot_eager")(twin)
+    want, got = decode_step(step), torch.compile(decode_step, fullgraph=True, backend="aot_eager")(twin)
     for name, x in step.items():
         assert torch.equal(twin[name], x), f"{name} was not changed alike in place"
     for a, b in zip((*got[0], *got[1:]), (*want[0], *want[1:]), strict=True):
@@ -99,7 +99,7 @@ def test_the_graph_has_one_node_per_op(step):
         seen.extend(str(node.target) for node in graph.graph.nodes if "seergate" in str(node.target))
         return graph.forward
 
-    torch.compile(decode, fullgraph=True, backend=backend)(step)
+    torch.compile(decode_step, fullgraph=True, backend=backend)(step)
     assert sorted(name.removesuffix(".default") for name in seen) == [
         "seergate.decode_attention",  # the sparse one and the dense one
         "seergate.decode_attention",

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from seergate import ops
-from seergate.ops import reference
+from seergate.ops import attention, reference
 from seergate.ops.triton_impl import packs, teacher
 from seergate.ops.triton_impl.launch import TeacherLaunch, heads_per_tile
 from tests.ops.helpers import EXACT, Pack, cu_seqlens, grid, relative
@@ -62,7 +62,8 @@ def check(pack, values, device, **options):
     torch.testing.assert_close(shares.double(), want_shares, rtol=1e-4, atol=EXACT)
 
     scale = 1 / math.sqrt(q.shape[-1]) if options.get("sm_scale") is None else options["sm_scale"]
-    side = teacher.Teacher(q, k, None, pack.block_size, scale, there.get("sinks"), options.get("softcap"))
+    given = attention.Pack(q, k, pack.cu, scale, there.get("sinks"), options.get("softcap"))
+    side = teacher.Teacher(given, pack.block_size)
     pieces = [packs.Piece(start, 0, start, end, 1.0) for start, end in packs.segments(pack.cu, len(q))]
     (table,) = packs.to_device([packs.row_tiles(pieces, side.launch().rows, packed=True)], q.device)
     again = torch.full_like(got.log_targets, -torch.inf)

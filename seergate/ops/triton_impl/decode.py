@@ -1,4 +1,4 @@
-"""`sparse_decode` in Triton. Kernels: `decode_kernels`; how they are launched: `launch`."""
+"""`sparse_decode` and `dense_decode` in Triton. Kernels: `decode_kernels`; how they are launched: `launch`."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ import math
 import torch
 from torch import Tensor
 
-from seergate.ops.one_node import one_node
-from seergate.ops.torch_impl.sparse_decode import sparse_decode as in_torch
+from seergate.ops.backend import one_node
+from seergate.ops.decode import DecodeInputs
 from seergate.ops.triton_impl.decode_kernels import decode_kernel, merge_kernel
 from seergate.ops.triton_impl.gpus import gpu_of
 from seergate.ops.triton_impl.launch import decode_launch, padded
@@ -20,41 +20,24 @@ MAX_ROW_BYTES = 512
 
 
 def supports(q: Tensor, v: Tensor) -> bool:
-    """True if the kernels take these numbers and sizes; where they do not, the torch backend runs."""
+    """True if the kernels take these dtypes and sizes; wide or float64 heads are left to the torch backend."""
     return q.dtype in DTYPES and max(q.shape[-1], v.shape[-1]) * q.element_size() <= MAX_ROW_BYTES
 
 
 @torch.no_grad()
 def sparse_decode(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    indices: Tensor,
-    lengths: Tensor,
-    block_size: int,
-    sm_scale: float,
-    *,
-    sinks: Tensor | None,
-    softcap: float | None,
-    page_table: Tensor | None,
-    counts: Tensor | None,
+    inputs: DecodeInputs, indices: Tensor, counts: Tensor | None, lengths: Tensor, block_size: int
 ) -> Tensor:
-    """The public op, once its arguments are checked; wide or float64 heads are left to the torch backend."""
-    if not supports(q, v):
-        return in_torch(
-            q,
-            k,
-            v,
-            indices,
-            lengths,
-            block_size,
-            sm_scale,
-            sinks=sinks,
-            softcap=softcap,
-            page_table=page_table,
-            counts=counts,
-        )
-    return attend(q, k, v, indices, counts, lengths, block_size, sm_scale, sinks, softcap, page_table)
+    """The public op, once its arguments are checked."""
+    q, k, v, *options = inputs
+    return attend(q, k, v, indices, counts, lengths, block_size, *options) if supports(q, v) else NotImplemented
+
+
+@torch.no_grad()
+def dense_decode(inputs: DecodeInputs, lengths: Tensor | None) -> Tensor:
+    """The public op, once its arguments are checked: the same kernels without a selection."""
+    q, k, v, *options = inputs
+    return attend(q, k, v, None, None, lengths, 1, *options) if supports(q, v) else NotImplemented
 
 
 @one_node(

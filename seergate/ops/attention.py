@@ -1,0 +1,216 @@
+"""Attention of packed segments: plain, with the gate's distillation targets, and with tokens that fade."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from seergate.config import is_int
+from seergate.ops.backend import implementation
+from seergate.ops.checks import (
+    check_block_size,
+    check_cu_seqlens,
+    check_groups,
+    check_same,
+    check_softmax,
+    check_tensor,
+)
+
+
+class Pack(NamedTuple):
+    """Queries and keys of packed segments, and how they attend; the arguments of `packed_attention`, checked.
+
+    Attributes:
+        q: ``[T, H, d]``.
+        k: ``[T, Hkv, d]``.
+        cu_seqlens: int32 ``[n + 1]``, segment borders.
+        sm_scale: factor on ``q . k``.
+        sinks: ``[H]`` attention-sink logits.
+        softcap: cap on the scores.
+    """
+
+    q: Tensor
+    k: Tensor
+    cu_seqlens: Tensor
+    sm_scale: float
+    sinks: Tensor | None = None
+    softcap: float | None = None
+
+
+def check_pack(
+    q: Tensor, k: Tensor, cu_seqlens: Tensor, sm_scale: float | None, sinks: Tensor | None, softcap: float | None
+) -> Pack:
+    """Check the arguments that every op on a pack has, and give ``sm_scale`` its default."""
+    check_tensor("q", q, ("T", "H", "d"))
+    tokens, heads, dim = q.shape
+    if dim < 1:
+        raise ValueError(f"q has shape {list(q.shape)}; its vectors must not be empty")
+    check_tensor("k", k, (tokens, "Hkv", dim))
+    check_same("k", k, "q", q)
+    check_groups(heads, k.shape[1])
+    check_cu_seqlens(cu_seqlens, tokens)
+    return Pack(q, k, cu_seqlens, check_softmax(q, sm_scale, sinks, softcap), sinks, softcap)
+
+
+def _check_values(v: Tensor, pack: Pack) -> None:
+    check_tensor("v", v, (*pack.k.shape[:2], "dv"))
+    check_same("v", v, "q", pack.q)
+
+
+class PackedAttention(NamedTuple):
+    """Result of `packed_attention`.
+
+    Attributes:
+        output: ``[T, H, dv]`` in v's dtype.
+        lse: ``[T, H]``, natural log of the softmax's denominator, sink included; fp32 (float64 for float64 inputs).
+    """
+
+    output: Tensor
+    lse: Tensor
+
+
+def packed_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    cu_seqlens: Tensor,
+    sm_scale: float | None = None,
+    *,
+    window: int | None = None,
+    sinks: Tensor | None = None,
+    softcap: float | None = None,
+) -> PackedAttention:
+    """Causal attention of packed segments in memory linear in their length. No gradient flows to any input.
+
+    Given its ``lse``, `gate_kl` finds the targets without an exponential.
+
+    Args:
+        q: ``[T, H, d]`` packed queries after RoPE.
+        k: ``[T, Hkv, d]`` packed keys after RoPE.
+        v: ``[T, Hkv, dv]`` packed values.
+        cu_seqlens: int32 ``[n + 1]``, segment borders. In host memory it costs no device synchronisation.
+        sm_scale: factor on ``q . k``; ``1 / sqrt(d)`` if ``None``.
+        window: a row sees this many tokens at most, its own included; ``None`` for its whole segment.
+        sinks: ``[H]`` attention-sink logits (GPT-OSS), which enter the softmax's denominator.
+        softcap: scores become ``softcap * tanh(score / softcap)`` (Gemma 2).
+    """
+    pack = check_pack(q, k, cu_seqlens, sm_scale, sinks, softcap)
+    _check_values(v, pack)
+    if window is not None and (not is_int(window) or window < 1):
+        raise ValueError(f"window is {window!r}; it must be an integer of at least 1, or None")
+    return implementation("packed_attention", q.device)(pack=pack, v=v, window=window)
+
+
+class AttentionWithTargets(NamedTuple):
+    """Result of `attention_with_block_targets`.
+
+    Attributes:
+        output, lse: as in `PackedAttention`.
+        log_targets: ``[T, Hkv, NBmax]`` in the dtype of ``lse``: log of the highest attention probability in each
+            strictly past block, over its tokens and the query heads of the group; ``-inf`` in a row's own block and
+            later ones. Their softmax over the last dimension is `block_targets`.
+    """
+
+    output: Tensor
+    lse: Tensor
+    log_targets: Tensor
+
+
+def attention_with_block_targets(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    cu_seqlens: Tensor,
+    block_size: int,
+    sm_scale: float | None = None,
+    *,
+    sinks: Tensor | None = None,
+    softcap: float | None = None,
+) -> AttentionWithTargets:
+    """`packed_attention` with the gate's targets, from one pass over the scores.
+
+    No gradient flows to any input. The targets of the whole pack are materialised.
+
+    Args:
+        q, k, v, cu_seqlens, sm_scale, sinks, softcap: as in `packed_attention`.
+        block_size: tokens per block; blocks are counted from each segment's start.
+    """
+    pack = check_pack(q, k, cu_seqlens, sm_scale, sinks, softcap)
+    check_block_size(block_size)
+    _check_values(v, pack)
+    return implementation("attention_with_block_targets", q.device)(pack=pack, v=v, block_size=block_size)
+
+
+def block_targets(
+    q: Tensor,
+    k: Tensor,
+    cu_seqlens: Tensor,
+    block_size: int,
+    sm_scale: float | None = None,
+    *,
+    sinks: Tensor | None = None,
+    softcap: float | None = None,
+) -> Tensor:
+    """The share of each strictly past block in the teacher's attention (SeerAttention-R, section 2.3).
+
+    The causal softmax's probabilities are maximised over each block and the query heads of the group; the row's own
+    block and later ones are dropped, and the others normalised to sum 1. Materialises the whole result: `gate_kl` is
+    the way to train. No gradient flows to any input.
+
+    Args:
+        q, k, cu_seqlens, sm_scale, sinks, softcap: as in `packed_attention`.
+        block_size: tokens per block; blocks are counted from each segment's start.
+
+    Returns:
+        ``[T, Hkv, NBmax]`` with ``NBmax`` the block count of the longest segment; fp32 (float64 for float64 inputs).
+        Rows of a segment's first block are all zero.
+    """
+    found = attention_with_block_targets(q, k, k, cu_seqlens, block_size, sm_scale, sinks=sinks, softcap=softcap)
+    log_targets = found.log_targets
+    has_past = (log_targets > -torch.inf).any(-1, keepdim=True)
+    return torch.where(has_past, log_targets.softmax(-1), 0.0)
+
+
+class RetainedAttention(NamedTuple):
+    """Result of `retained_attention`.
+
+    Attributes:
+        output: ``[T, H, dv]`` in v's dtype.
+        held: ``[T, Hkv]``, sum of the weights of the tokens that a row sees, ``sum over s of beta(s) ** (t - s)``;
+            fp32 (float64 for float64 inputs).
+    """
+
+    output: Tensor
+    held: Tensor
+
+
+def retained_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    log_beta: Tensor,
+    cu_seqlens: Tensor,
+    sm_scale: float | None = None,
+    *,
+    window: int | None = None,
+    sinks: Tensor | None = None,
+    softcap: float | None = None,
+) -> RetainedAttention:
+    """Causal attention of packed segments whose scores fade with the age of a token (TRIM-KV, arXiv 2512.03324).
+
+    The score of row t for token s is ``beta(s) ** (t - s) * sm_scale * q(t) . k(s)``: the logit is multiplied, so a
+    forgotten token keeps logit 0. The paper does not say how this combines with a cap or sinks: here the cap is
+    applied before, and sinks do not fade. Gradients flow to ``q``, ``k``, ``v`` and ``log_beta``; chunks of rows are
+    recomputed for them. There is no fused kernel.
+
+    Args:
+        q, k, v, cu_seqlens, sm_scale, window, sinks, softcap: as in `packed_attention`.
+        log_beta: ``[T, Hkv]``, at most 0; zeros give ordinary attention.
+    """
+    pack = check_pack(q, k, cu_seqlens, sm_scale, sinks, softcap)
+    _check_values(v, pack)
+    check_tensor("log_beta", log_beta, k.shape[:2])
+    check_same("log_beta", log_beta, "q", q, dtype=False)
+    return implementation("retained_attention", q.device)(pack=pack, v=v, log_beta=log_beta, window=window)

@@ -1,0 +1,197 @@
+"""Attention of one query token per row to its cache: to the selected blocks, or to all of it."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from seergate.ops.backend import implementation
+from seergate.ops.checks import (
+    brief,
+    check_block_size,
+    check_groups,
+    check_integers,
+    check_lengths,
+    check_same,
+    check_softmax,
+    check_tensor,
+    readable,
+)
+
+
+class DecodeInputs(NamedTuple):
+    """Queries, a cache, and how they attend; the arguments that both ops have, checked.
+
+    Attributes:
+        q: ``[B, H, d]``.
+        k: ``[B, Hkv, S, d]``, or pages ``[pages, Hkv, page, d]``.
+        v: ``[B, Hkv, S, dv]``, or pages.
+        sm_scale: factor on ``q . k``.
+        sinks: ``[H]`` attention-sink logits.
+        softcap: cap on the scores.
+        page_table: int ``[B, P]``, if there are pages.
+    """
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    sm_scale: float
+    sinks: Tensor | None
+    softcap: float | None
+    page_table: Tensor | None
+
+
+def sparse_decode(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    indices: Tensor,
+    lengths: Tensor,
+    block_size: int,
+    sm_scale: float | None = None,
+    *,
+    sinks: Tensor | None = None,
+    softcap: float | None = None,
+    page_table: Tensor | None = None,
+    counts: Tensor | None = None,
+) -> Tensor:
+    """Attention of one token per row to the selected blocks; all query heads of a group read the same blocks.
+
+    For decoding only: no gradient flows to any input.
+
+    Args:
+        q: ``[B, H, d]``.
+        k: ``[B, Hkv, S, d]``; ``S`` may be a capacity. Neither blocks that are not selected nor tokens at or beyond a
+            row's length ever reach the output, whatever they hold (NaN included).
+        v: ``[B, Hkv, S, dv]``.
+        indices: int32 or int64 ``[B, Hkv, K]``, blocks, ascending, padded with -1 on the right, as `select_blocks`
+            gives them (checked in host memory only; elsewhere another order gives wrong results). A block that
+            starts at or beyond the row's length is skipped like padding.
+        lengths: int ``[B]``, 1..S, tokens of each row.
+        block_size: tokens per block.
+        sm_scale: factor on ``q . k``; ``1 / sqrt(d)`` if ``None``.
+        sinks: ``[H]`` attention-sink logits, which enter the softmax's denominator (GPT-OSS).
+        softcap: scores become ``softcap * tanh(score / softcap)`` (Gemma 2).
+        page_table: int ``[B, P]``: k and v are pages ``[pages, Hkv, page, d]``, and page ``i // page`` of row ``b``
+            holds its token ``i``, so that ``S = P * page``; ``page`` is a multiple of ``block_size``. Only the
+            selected blocks are read, in place.
+        counts: int32 ``[B, Hkv]`` from `select_blocks`: how many indices are blocks, the last of which is the row's
+            current one. It saves the Triton backend a pass over the indices.
+
+    Returns:
+        ``[B, H, dv]`` in the dtype of ``q``; zero where a row and head have no block at all.
+    """
+    check_block_size(block_size)
+    inputs, capacity = _checked(q, k, v, sm_scale, sinks, softcap, page_table, block_size)
+    check_integers("indices", indices, (len(q), k.shape[1], "K"))
+    check_same("indices", indices, "q", q, dtype=False)
+    check_lengths(lengths, len(q), capacity, "S")
+    check_same("lengths", lengths, "q", q, dtype=False)
+    _check_ascending(indices)
+    if counts is not None:
+        _check_counts(counts, indices, lengths, block_size)
+    return implementation("sparse_decode", q.device)(
+        inputs=inputs, indices=indices, counts=counts, lengths=lengths, block_size=block_size
+    )
+
+
+def dense_decode(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    lengths: Tensor | None = None,
+    sm_scale: float | None = None,
+    *,
+    sinks: Tensor | None = None,
+    softcap: float | None = None,
+    page_table: Tensor | None = None,
+) -> Tensor:
+    """Attention of one token per row to its whole cache.
+
+    The G query heads of a KV head are the rows of one small matrix, so keys and values are read once per KV head.
+
+    Args:
+        q, v, sm_scale, sinks, softcap: as in `sparse_decode`.
+        k: ``[B, Hkv, S, d]``.
+        lengths: int ``[B]``, 1..S, how many tokens of each row count; all S of them if ``None``. Tokens beyond may
+            hold anything.
+        page_table: as in `sparse_decode`; pages may have any length. Triton reads them in place. The torch backend
+            gathers one row's pages at a time on a CPU, and all of them elsewhere.
+
+    Returns:
+        ``[B, H, dv]`` in the dtype of ``q``.
+    """
+    inputs, capacity = _checked(q, k, v, sm_scale, sinks, softcap, page_table)
+    if lengths is not None:
+        check_lengths(lengths, len(q), capacity, "S")
+        check_same("lengths", lengths, "q", q, dtype=False)
+    return implementation("dense_decode", q.device)(inputs=inputs, lengths=lengths)
+
+
+def _checked(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    sm_scale: float | None,
+    sinks: Tensor | None,
+    softcap: float | None,
+    page_table: Tensor | None,
+    block_size: int = 1,
+) -> tuple[DecodeInputs, int]:
+    """The checked inputs, and the tokens ``S`` that a row has room for."""
+    check_tensor("q", q, ("B", "H", "d"))
+    batch, heads, dim = q.shape
+    check_tensor("k", k, (batch if page_table is None else "pages", "Hkv", "S", dim))
+    rows, kv_heads, capacity = k.shape[:3]
+    check_tensor("v", v, (rows, kv_heads, capacity, "dv"))
+    check_groups(heads, kv_heads)
+    check_same("k", k, "q", q)
+    check_same("v", v, "q", q)
+    if page_table is not None:
+        _check_page_table(page_table, batch, rows, capacity, block_size)
+        check_same("page_table", page_table, "q", q, dtype=False)
+        capacity *= page_table.shape[1]
+    return DecodeInputs(q, k, v, check_softmax(q, sm_scale, sinks, softcap), sinks, softcap, page_table), capacity
+
+
+def _check_page_table(page_table: Tensor, batch: int, pages: int, page_size: int, block_size: int) -> None:
+    """Integers ``[B, P]``, each in ``0..pages - 1`` (values only in host memory); pages hold whole blocks."""
+    check_integers("page_table", page_table, (batch, "P"))
+    if page_size % block_size:
+        raise ValueError(f"k has pages of {page_size} tokens; it must have a multiple of block_size, {block_size}")
+    if readable(page_table) and page_table.numel():
+        low, high = (int(x) for x in page_table.aminmax())
+        if low < 0 or high >= pages:
+            raise ValueError(f"page_table has pages {low} to {high}; each must be in 0..{pages - 1}")
+
+
+def _check_ascending(indices: Tensor) -> None:
+    """Blocks of each pair rise, and padding comes last: the open block, which is cut at the row's length, must too."""
+    if not readable(indices):
+        return
+    order = indices.masked_fill(indices < 0, torch.iinfo(indices.dtype).max)
+    wrong = (order[..., 1:] <= order[..., :-1]) & (indices[..., 1:] >= 0)
+    if wrong.any():
+        row, head = (int(i) for i in wrong.any(-1).nonzero()[0])
+        raise ValueError(
+            f"indices of row {row} and KV head {head} are {brief(indices[row, head].tolist())}; they must ascend, "
+            "each block once, and be padded with -1 on the right"
+        )
+
+
+def _check_counts(counts: Tensor, indices: Tensor, lengths: Tensor, block_size: int) -> None:
+    """Integers ``[B, Hkv]``; in host memory also that they count the blocks and the last one is the current one."""
+    check_integers("counts", counts, indices.shape[:2])
+    check_same("counts", counts, "indices", indices, dtype=False)
+    if not readable(indices):
+        return
+    current = torch.div(lengths - 1, block_size, rounding_mode="floor")[:, None]
+    right = (counts == (indices >= 0).sum(-1)) & ((counts == 0) | (indices.amax(-1) == current))
+    if not right.all():
+        row, head = (int(i) for i in (~right).nonzero()[0])
+        raise ValueError(
+            f"counts of row {row} and KV head {head} is {int(counts[row, head])}; it must be how many of indices, "
+            f"{brief(indices[row, head].tolist())}, are blocks, and the last one the current, {int(current[row])}"
+        )
