@@ -1,13 +1,13 @@
-"""The definition of every op: naive, loops over segments, rows, heads and blocks, straight from the equations.
+"""The definition of every op: naive loops over segments, rows, heads and blocks, straight from the equations.
 
-Same signatures as the public ops. Computes in fp32, or in float64 for float64 inputs. The tests hold every backend to
-it; ``SEERGATE_BACKEND=reference`` runs it in place of them. Not meant to be fast.
+Same signatures as the public ops. Computes in fp32, or in float64 for float64 inputs. The tests compare every backend
+with it; ``SEERGATE_BACKEND=reference`` runs it in place of them. Not meant to be fast.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
@@ -30,16 +30,44 @@ def _segments(cu_seqlens: Tensor) -> list[tuple[int, int]]:
     return list(zip(ends[:-1], ends[1:], strict=True))
 
 
+def _widest(cu_seqlens: Tensor, block_size: int) -> int:
+    """Blocks of the longest segment."""
+    return max(math.ceil((end - start) / block_size) for start, end in _segments(cu_seqlens))
+
+
 def _capped(scores: Tensor, softcap: float | None) -> Tensor:
     return scores if softcap is None else softcap * torch.tanh(scores / softcap)
 
 
-def _log_probs(scores: Tensor, sink: Tensor | None) -> tuple[Tensor, Tensor]:
-    """Log of each row's softmax, and of its denominator."""
-    length = len(scores)
-    if sink is not None:  # one more column, which takes its share and is then dropped
-        scores = torch.cat((scores, sink.to(scores.dtype).expand(length, 1)), dim=1)
-    return scores.log_softmax(dim=1)[:, :length], scores.logsumexp(dim=1)
+def _log_probs(
+    q: Tensor,
+    k: Tensor,
+    cu_seqlens: Tensor,
+    sm_scale: float | None,
+    sinks: Tensor | None,
+    softcap: float | None,
+    window: int | None = None,
+) -> Iterator[tuple[slice, int, Tensor, Tensor]]:
+    """Per segment and head: its rows, the head, log of their softmax ``[L, L]`` and of its denominator ``[L]``."""
+    dtype, heads = _wide(q, k), q.shape[1]
+    scale = 1.0 / math.sqrt(q.shape[2]) if sm_scale is None else sm_scale
+    for start, end in _segments(cu_seqlens):
+        rows, length = slice(start, end), end - start
+        hidden = torch.ones(length, length, dtype=torch.bool, device=q.device).triu(1)
+        if window is not None:
+            hidden |= torch.ones_like(hidden).tril(-window)
+        for h in range(heads):
+            scores = _capped(q[rows, h].to(dtype) @ k[rows, h // (heads // k.shape[1])].to(dtype).T * scale, softcap)
+            scores = scores.masked_fill(hidden, -torch.inf)
+            if sinks is not None:  # one more column, which takes its share and is then dropped
+                scores = torch.cat((scores, sinks[h].to(dtype).expand(length, 1)), dim=1)
+            yield rows, h, scores.log_softmax(dim=1)[:, :length], scores.logsumexp(dim=1)
+
+
+def _past_blocks(x_LL: Tensor, block_size: int) -> Iterator[tuple[int, Tensor]]:
+    """Each block with its columns of the rows for which it is strictly past: the last rows, ``[rows, block_size]``."""
+    for j in range((len(x_LL) - 1) // block_size):
+        yield j, x_LL[(j + 1) * block_size :, j * block_size : (j + 1) * block_size]
 
 
 @torch.no_grad()
@@ -55,21 +83,11 @@ def packed_attention(
     softcap: float | None = None,
 ) -> PackedAttention:
     """Whole score matrices, one segment and head after the other."""
-    dtype = _wide(q, k)
-    (tokens, heads, dim), kv_heads = q.shape, k.shape[1]
-    scale = 1.0 / math.sqrt(dim) if sm_scale is None else sm_scale
-    out = torch.zeros(tokens, heads, v.shape[-1], dtype=dtype, device=q.device)
-    lse = torch.zeros(tokens, heads, dtype=dtype, device=q.device)
-    for start, end in _segments(cu_seqlens):
-        hidden = torch.ones(end - start, end - start, dtype=torch.bool, device=q.device).triu(1)
-        if window is not None:
-            hidden |= torch.ones_like(hidden).tril(-window)
-        for h in range(heads):
-            kv = h // (heads // kv_heads)
-            scores = _capped(q[start:end, h].to(dtype) @ k[start:end, kv].to(dtype).T * scale, softcap)
-            sink = None if sinks is None else sinks[h]
-            log_probs, lse[start:end, h] = _log_probs(scores.masked_fill(hidden, -torch.inf), sink)
-            out[start:end, h] = log_probs.exp() @ v[start:end, kv].to(dtype)
+    dtype, group = _wide(q, k), q.shape[1] // k.shape[1]
+    out = torch.zeros(*q.shape[:2], v.shape[-1], dtype=dtype, device=q.device)
+    lse = torch.zeros(q.shape[:2], dtype=dtype, device=q.device)
+    for rows, h, log_probs, denominator in _log_probs(q, k, cu_seqlens, sm_scale, sinks, softcap, window):
+        out[rows, h], lse[rows, h] = log_probs.exp() @ v[rows, h // group].to(dtype), denominator
     return PackedAttention(out.to(v.dtype), lse)
 
 
@@ -85,33 +103,15 @@ def attention_with_block_targets(
     sinks: Tensor | None = None,
     softcap: float | None = None,
 ) -> AttentionWithTargets:
-    """Whole score matrices, one segment and head after the other."""
-    dtype = _wide(q, k)
-    (tokens, heads, dim), kv_heads = q.shape, k.shape[1]
-    scale = 1.0 / math.sqrt(dim) if sm_scale is None else sm_scale
-    segments = _segments(cu_seqlens)
-    widest = max(math.ceil((end - start) / block_size) for start, end in segments)
-    out = torch.zeros(tokens, heads, v.shape[-1], dtype=dtype, device=q.device)
-    lse = torch.zeros(tokens, heads, dtype=dtype, device=q.device)
-    targets = torch.full((tokens, kv_heads, widest), -torch.inf, dtype=dtype, device=q.device)
-    for start, end in segments:
-        length = end - start
-        future = torch.ones(length, length, dtype=torch.bool, device=q.device).triu(1)
-        past_block = torch.zeros(length, widest, dtype=torch.bool, device=q.device)
-        for row in range(length):
-            past_block[row, : row // block_size] = True
-        block_max = torch.full((heads, length, widest), -torch.inf, dtype=dtype, device=q.device)
-        for h in range(heads):
-            kv = h // (heads // kv_heads)
-            scores = _capped(q[start:end, h].to(dtype) @ k[start:end, kv].to(dtype).T * scale, softcap)
-            sink = None if sinks is None else sinks[h]
-            log_probs, lse[start:end, h] = _log_probs(scores.masked_fill(future, -torch.inf), sink)
-            out[start:end, h] = log_probs.exp() @ v[start:end, kv].to(dtype)
-            for j in range(math.ceil(length / block_size)):
-                block_max[h, :, j] = log_probs[:, j * block_size : (j + 1) * block_size].amax(1)
-        group_max = block_max.unflatten(0, (kv_heads, -1)).amax(1).masked_fill(~past_block, -torch.inf)
-        targets[start:end] = group_max.transpose(0, 1)
-    return AttentionWithTargets(out.to(v.dtype), lse, targets)
+    """One segment, head and block after the other."""
+    output, lse = packed_attention(q, k, v, cu_seqlens, sm_scale, sinks=sinks, softcap=softcap)
+    group, widest = q.shape[1] // k.shape[1], _widest(cu_seqlens, block_size)
+    targets = lse.new_full((len(q), k.shape[1], widest), -torch.inf)
+    for rows, h, log_probs, _ in _log_probs(q, k, cu_seqlens, sm_scale, sinks, softcap):
+        here = targets[rows, h // group]
+        for j, block in _past_blocks(log_probs, block_size):
+            here[-len(block) :, j] = torch.maximum(here[-len(block) :, j], block.amax(1))
+    return AttentionWithTargets(output, lse, targets)
 
 
 @torch.no_grad()
@@ -153,35 +153,19 @@ def gate_kl(
     return scorer_kl(q, k, qg, kg, cu_seqlens, block_size, scores=scores, entry_tokens=block_size, **options)
 
 
+@torch.no_grad()
 def block_masses(
-    q: Tensor,
-    k: Tensor,
-    cu_seqlens: Tensor,
-    block_size: int,
-    sm_scale: float | None = None,
-    *,
-    sinks: Tensor | None = None,
-    softcap: float | None = None,
+    q: Tensor, k: Tensor, cu_seqlens: Tensor, block_size: int, sm_scale: float | None, **extras: Any
 ) -> Tensor:
     """`block_targets` with sums in place of maxima: each past block's share of the group's probability."""
-    (tokens, heads, dim), kv_heads = q.shape, k.shape[1]
-    dtype, group = _wide(q, k), heads // kv_heads
-    scale = 1.0 / math.sqrt(dim) if sm_scale is None else sm_scale
-    segments = _segments(cu_seqlens)
-    widest = max(math.ceil((end - start) / block_size) for start, end in segments)
-    targets = torch.zeros(tokens, kv_heads, widest, dtype=dtype, device=q.device)
-    for start, end in segments:
-        for row in range(block_size, end - start):
-            past = row // block_size
-            for h in range(heads):
-                keys = k[start : start + row + 1, h // group].to(dtype)
-                scores = _capped(keys @ q[start + row, h].to(dtype) * scale, softcap)
-                if sinks is not None:
-                    scores = torch.cat((scores, sinks[h].to(dtype)[None]))
-                mass = scores.softmax(0)[: past * block_size].view(past, block_size).sum(1)
-                targets[start + row, h // group, :past] += mass
-            targets[start + row] /= targets[start + row].sum(-1, keepdim=True)
-    return targets
+    group, widest = q.shape[1] // k.shape[1], _widest(cu_seqlens, block_size)
+    masses = torch.zeros(len(q), k.shape[1], widest, dtype=_wide(q, k), device=q.device)
+    for rows, h, log_probs, _ in _log_probs(q, k, cu_seqlens, sm_scale, **extras):
+        here = masses[rows, h // group]
+        for j, block in _past_blocks(log_probs, block_size):
+            here[-len(block) :, j] += block.exp().sum(1)
+    total = masses.sum(-1, keepdim=True)
+    return torch.where(total > 0, masses / total, 0.0)
 
 
 def scorer_kl(
@@ -210,8 +194,12 @@ def scorer_kl(
     """One row and KV head after the other, targets materialised, gradients by plain autograd. Ignores ``lse``."""
     dtype = _wide(q, k, qs, ks)
     kv_heads = k.shape[1]
-    definition = block_targets if target == "max" else block_masses
-    targets = definition(q.to(dtype), k.to(dtype), cu_seqlens, block_size, sm_scale, sinks=sinks, softcap=softcap)
+    if target == "max":
+        targets = block_targets(
+            q.to(dtype), k.to(dtype), cu_seqlens, block_size, sm_scale, sinks=sinks, softcap=softcap
+        )
+    else:
+        targets = block_masses(q.to(dtype), k.to(dtype), cu_seqlens, block_size, sm_scale, sinks, softcap)
     segments = _segments(cu_seqlens)
     total = (qs[:0].sum() + ks[:0].sum()).to(dtype)  # 0, with a graph even when no row counts
     kl_per_head = torch.zeros(kv_heads, dtype=dtype, device=q.device)
@@ -282,30 +270,15 @@ def retained_attention(
 
 @torch.no_grad()
 def received_attention(
-    q: Tensor,
-    k: Tensor,
-    cu_seqlens: Tensor,
-    distance: int,
-    row_start: float = 0.0,
-    sm_scale: float | None = None,
-    *,
-    sinks: Tensor | None = None,
-    softcap: float | None = None,
+    q: Tensor, k: Tensor, cu_seqlens: Tensor, distance: int, row_start: float, sm_scale: float | None, **extras: Any
 ) -> Tensor:
     """``[T, Hkv]``: the highest probability that a row ``distance`` tokens later or more gives a token; 0 without."""
-    dtype, group = _wide(q, k), q.shape[1] // k.shape[1]
-    scale = 1.0 / math.sqrt(q.shape[2]) if sm_scale is None else sm_scale
-    found = torch.zeros(len(q), k.shape[1], dtype=dtype, device=q.device)
-    for start, end in _segments(cu_seqlens):
-        for row in range(int((end - start) * row_start), end - start):
-            for h in range(q.shape[1]):
-                keys = k[start : start + row + 1, h // group].to(dtype)
-                scores = _capped(keys @ q[start + row, h].to(dtype) * scale, softcap)
-                if sinks is not None:
-                    scores = torch.cat((scores, sinks[h].to(dtype)[None]))
-                p = scores.softmax(0)
-                for token in range(row - distance + 1):
-                    found[start + token, h // group] = torch.maximum(found[start + token, h // group], p[token])
+    found = torch.zeros(len(q), k.shape[1], dtype=_wide(q, k), device=q.device)
+    for rows, h, log_probs, _ in _log_probs(q, k, cu_seqlens, sm_scale, **extras):
+        here = found[rows, h // (q.shape[1] // k.shape[1])]
+        for row in range(max(int(len(log_probs) * row_start), distance), len(log_probs)):
+            far = here[: row - distance + 1]
+            torch.maximum(far, log_probs[row, : len(far)].exp(), out=far)
     return found
 
 
@@ -325,9 +298,7 @@ def retention_kl(
 ) -> tuple[Tensor, GateKLStats]:
     """One token and KV head after the other. Ignores ``lse``."""
     dtype = _wide(q, k, scores)
-    targets = received_attention(
-        q.to(dtype), k.to(dtype), cu_seqlens, distance, row_start, sm_scale, sinks=sinks, softcap=softcap
-    )
+    targets = received_attention(q.to(dtype), k.to(dtype), cu_seqlens, distance, row_start, sm_scale, sinks, softcap)
     kv_heads = k.shape[1]
     total = scores[:0].sum().to(dtype)
     kl_per_head = torch.zeros(kv_heads, dtype=dtype, device=q.device)

@@ -23,11 +23,54 @@ def gate_kl(
     pack: Pack, qg: Tensor, kg: Tensor, block_size: int, gate_scale: float, options: LossOptions
 ) -> tuple[Tensor, GateKLStats]:
     """The public op, once its arguments are checked."""
-    teacher = Teacher(pack, block_size, wide_dtype(pack.q, pack.k, qg, kg), options.lse, options.sink_blocks)
-    return with_gradients(_Run(teacher, qg, kg, segments(pack.cu_seqlens), gate_scale, options), qg, kg)
+    dtype, sink_blocks = wide_dtype(pack.q, pack.k, qg, kg), options.sink_blocks
+    teacher = Teacher(pack, block_size, dtype, options.lse, sink_blocks)
+    spans = segments(pack.cu_seqlens)
+    total, counted, weights = counted_and_weighted(spans, block_size, teacher.kv_heads, options)
+    plans = [teacher.chunks(rows) for rows in counted]
+    past_blocks = [budget // block_size - 1 - sink_blocks for budget in options.recall_budgets]
+    qg_TKE, kg_MKE = qg.detach(), kg.detach()
+
+    def run(want_dqg: bool, want_dkg: bool) -> Outcome:
+        device, kv_heads = qg.device, teacher.kv_heads
+        dqg_TKE = torch.zeros_like(qg_TKE, memory_format=torch.contiguous_format) if want_dqg else None
+        shape = kv_heads, kg_MKE.shape[0], kg_MKE.shape[2]
+        dkg_KME = torch.zeros(shape, dtype=dtype, device=device) if want_dkg else None
+        sums, scratch = Sums(kv_heads, len(past_blocks), device), teacher.scratch(plans)
+        entry = 0  # where the segment's entries of kg start
+        for (start, stop), plan, weight in zip(spans, plans, weights, strict=True):
+            factor = weight * gate_scale
+            for head in range(kv_heads if plan else 0):
+                keys_SD = teacher.head_keys(start, stop, head)
+                first, blocks = entry + sink_blocks, plan[-1][-1] // block_size  # candidates of the last row
+                kg_ME = kg_MKE[first : entry + blocks, head].to(dtype).contiguous()
+                kl = torch.zeros((), dtype=torch.float64, device=device)
+                for rows in plan:
+                    u_NR = teacher.log_targets(keys_SD, start, rows, head, scratch)
+                    count, here = len(u_NR), in_pack(start, rows)
+                    qg_RE = qg_TKE[here, head].to(dtype)
+                    logits_NR = (kg_ME[:count] @ qg_RE.T).mul_(gate_scale)
+                    logits_NR.masked_fill_(teacher.not_past(rows), MASKED)
+                    log_p_NR, log_pi_NR = u_NR.log_softmax(0), logits_NR.log_softmax(0)
+                    p_NR = log_p_NR.exp()
+                    kl += ((log_p_NR - log_pi_NR) * p_NR).sum(dtype=torch.float64)
+                    _add_recall(sums.recall_IK[:, head], past_blocks, log_pi_NR, p_NR)
+                    if dqg_TKE is None and dkg_KME is None:
+                        continue
+                    delta_NR = log_pi_NR.exp_().sub_(p_NR)
+                    if dqg_TKE is not None:
+                        dqg_TKE[here, head] = (delta_NR.T @ kg_ME[:count]).mul_(factor)
+                    if dkg_KME is not None:
+                        dkg_KME[head, first : first + count].addmm_(delta_NR, qg_RE, alpha=factor)
+                sums.add(kl, weight, head)
+            entry += -(-(stop - start) // block_size)
+        dkg = None if dkg_KME is None else dkg_KME.transpose(0, 1).to(kg.dtype)
+        return sums.outcome(total, dtype, dqg_TKE, dkg)
+
+    return with_gradients(run, qg, kg)
 
 
-def counted(
+def counted_and_weighted(
     spans: list[tuple[int, int]], block_size: int, kv_heads: int, options: LossOptions
 ) -> tuple[int, list[range], list[float]]:
     """How many rows count in all; by segment, which, and the weight of a row and KV head in the loss."""
@@ -107,78 +150,13 @@ class Sums:
         return self.loss.to(dtype), (kl_K, count, recall_IK), dq, dk
 
 
-class _Run:
-    """One evaluation of the loss. Row weights are plain numbers, so segment borders must be known on the host."""
-
-    def __init__(
-        self,
-        teacher: Teacher,
-        qg_TKE: Tensor,
-        kg_MKE: Tensor,
-        spans: list[tuple[int, int]],
-        gate_scale: float,
-        options: LossOptions,
-    ) -> None:
-        self.teacher, self.spans, self.gate_scale = teacher, spans, gate_scale
-        self.qg_TKE, self.kg_MKE = qg_TKE.detach(), kg_MKE.detach()
-        always = 1 + teacher.sink_blocks
-        self.past_blocks = [budget // teacher.block_size - always for budget in options.recall_budgets]
-        self.rows, rows, self.weights = counted(spans, teacher.block_size, teacher.kv_heads, options)
-        self.plans = [teacher.chunks(some) for some in rows]
-
-    def __call__(self, want_dqg: bool, want_dkg: bool) -> Outcome:
-        teacher, kv_heads = self.teacher, self.teacher.kv_heads
-        dtype, device = teacher.dtype, self.qg_TKE.device
-        self.dqg_TKE = torch.zeros_like(self.qg_TKE, memory_format=torch.contiguous_format) if want_dqg else None
-        shape = (kv_heads, self.kg_MKE.shape[0], self.kg_MKE.shape[2])
-        self.dkg_KME = torch.zeros(shape, dtype=dtype, device=device) if want_dkg else None
-        self.sums = Sums(kv_heads, len(self.past_blocks), device)
-        scratch = teacher.scratch(self.plans)
-        block = 0  # where the segment's entries of kg start
-        for (start, stop), plan, weight in zip(self.spans, self.plans, self.weights, strict=True):
-            for head in range(kv_heads if plan else 0):
-                kl = self._segment_head(start, stop, block, plan, weight, head, scratch)
-                self.sums.add(kl, weight, head)
-            block += -(-(stop - start) // teacher.block_size)
-        dkg = None if self.dkg_KME is None else self.dkg_KME.transpose(0, 1).to(self.kg_MKE.dtype)
-        return self.sums.outcome(self.rows, dtype, self.dqg_TKE, dkg)
-
-    def _segment_head(
-        self, start: int, stop: int, block: int, plan: list[range], weight: float, head: int, scratch: Tensor
-    ) -> Tensor:
-        """KL of one segment and KV head, summed over its rows (float64); adds to the gradients."""
-        teacher, factor = self.teacher, weight * self.gate_scale
-        keys_SD = teacher.head_keys(start, stop, head)
-        first, blocks = block + teacher.sink_blocks, plan[-1][-1] // teacher.block_size  # candidates of the last row
-        kg_ME = self.kg_MKE[first : block + blocks, head].to(teacher.dtype).contiguous()
-        total = torch.zeros((), dtype=torch.float64, device=keys_SD.device)
-        for rows in plan:
-            u_NR = teacher.log_targets(keys_SD, start, rows, head, scratch)
-            count, here = len(u_NR), in_pack(start, rows)
-            qg_RE = self.qg_TKE[here, head].to(teacher.dtype)
-            logits_NR = (kg_ME[:count] @ qg_RE.T).mul_(self.gate_scale)
-            logits_NR.masked_fill_(teacher.not_past(rows), MASKED)
-            log_p_NR, log_pi_NR = u_NR.log_softmax(0), logits_NR.log_softmax(0)
-            p_NR = log_p_NR.exp()
-            total += ((log_p_NR - log_pi_NR) * p_NR).sum(dtype=torch.float64)
-            if self.past_blocks:
-                self._add_recall(log_pi_NR, p_NR, head)
-            if self.dqg_TKE is None and self.dkg_KME is None:
-                continue
-            delta_NR = log_pi_NR.exp_().sub_(p_NR)
-            if self.dqg_TKE is not None:
-                self.dqg_TKE[here, head] = (delta_NR.T @ kg_ME[:count]).mul_(factor)
-            if self.dkg_KME is not None:
-                self.dkg_KME[head, first : first + count].addmm_(delta_NR, qg_RE, alpha=factor)
-        return total
-
-    def _add_recall(self, log_pi_NR: Tensor, p_NR: Tensor, head: int) -> None:
-        """Teacher's share in the gate's best blocks, at every budget from one top-k."""
-        most = min(max(self.past_blocks), len(p_NR))
-        if most <= 0:
-            return
-        best_RX = log_pi_NR.T.contiguous().topk(most, dim=1).indices
-        mass_RX = p_NR.T.gather(1, best_RX).cumsum(1)
-        for i, wanted in enumerate(self.past_blocks):
-            if wanted > 0:
-                self.sums.recall_IK[i, head] += mass_RX[:, min(wanted, most) - 1].sum(dtype=torch.float64)
+def _add_recall(recall_I: Tensor, past_blocks: list[int], log_pi_NR: Tensor, p_NR: Tensor) -> None:
+    """Teacher's share in the gate's best ``past_blocks`` blocks, summed over rows; from one top-k."""
+    most = min(max(past_blocks, default=0), len(p_NR))
+    if most <= 0:
+        return
+    best_RX = log_pi_NR.T.contiguous().topk(most, dim=1).indices
+    mass_RX = p_NR.T.gather(1, best_RX).cumsum(1)
+    for recall, wanted in zip(recall_I, past_blocks, strict=True):
+        if wanted > 0:
+            recall += mass_RX[:, min(wanted, most) - 1].sum(dtype=torch.float64)
