@@ -1,4 +1,4 @@
-"""Pure functions on tensors: the teacher's block targets, the gate's loss, pooling, selection, block-sparse attention.
+"""Pure functions on tensors: targets and losses for training; pooling, selection and sparse attention for decoding.
 
 Packed tensors are ``[T, heads, d]`` with ``cu_seqlens`` ``[n + 1]``; caches are ``[B, Hkv, S, d]``. ``H = G * Hkv``
 and query head ``h`` belongs to KV head ``h // G``. `seergate.ops.reference` defines what each op computes;

@@ -89,7 +89,7 @@ def choose(device: torch.device) -> str:
 
 @cache
 def _new_enough(device: torch.device) -> bool:
-    """True if the kernels' tiles fit: NVIDIA GPUs before compute capability 8.0 have too little shared memory."""
+    """True if the kernels fit: NVIDIA GPUs before compute capability 8.0 have too little shared memory."""
     if torch.version.hip is not None or not torch.cuda.is_available():
         return True
     return torch.cuda.get_device_capability(device)[0] >= 8
@@ -114,7 +114,7 @@ def implementation(op: str, device: torch.device) -> Callable[..., Any]:
 
 
 def _or(kernel: Callable[..., Any], fallback: Callable[..., Any]) -> Callable[..., Any]:
-    """The kernel's result, or the fallback's where the kernel returns `NotImplemented`: it does not do this."""
+    """The kernel's result, or that of the fallback if the kernel returns `NotImplemented`."""
 
     def either(**arguments: Any) -> Any:
         result = kernel(**arguments)
@@ -124,7 +124,7 @@ def _or(kernel: Callable[..., Any], fallback: Callable[..., Any]) -> Callable[..
 
 
 def _spread(run: Callable[..., Any]) -> Callable[..., Any]:
-    """The reference takes each argument by its public name: named tuples are spread."""
+    """Pass the fields of named tuples as keywords: the reference has the signatures of the public ops."""
 
     @functools.wraps(run)
     def spread(**arguments: Any) -> Any:
@@ -137,7 +137,7 @@ def _spread(run: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _as_given(run: Callable[..., Any], kind: str) -> Callable[..., Any]:
-    """Without autocast, which would round some of an op's products and not others: ops choose their own precision."""
+    """Run without autocast, which would round some products of an op and not others: ops choose their precision."""
 
     def exactly(**arguments: Any) -> Any:
         with torch.autocast(kind, enabled=False):
@@ -147,7 +147,7 @@ def _as_given(run: Callable[..., Any], kind: str) -> Callable[..., Any]:
 
 
 def _loaded(op: str, device: torch.device) -> tuple[str, ...]:
-    """Names of the modules, now imported, that compute ``op``: the first one unless it leaves this to the next."""
+    """Names of the modules that compute ``op``, imported: the preferred one, then its fallback."""
     return _modules(op, choose(device))
 
 

@@ -1,7 +1,7 @@
-"""Argument checks that several ops share. Each raises a ValueError: argument, what it is, what it must be.
+"""Argument checks that several ops share. Each raises a ValueError that names the argument, its value and its rule.
 
 Shapes, dtypes and devices are always checked: that is free. Values of ``cu_seqlens``, ``lengths`` and the like are
-checked only where they lie in host memory, because reading them from a device would stall it.
+checked only in host memory, because reading them from a device would stall it.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ INDEX_DTYPES = (torch.int32, torch.int64)
 
 
 def check_tensor(name: str, x: Tensor, shape: Sequence[int | str]) -> None:
-    """A floating-point tensor of this shape; a string stands for any size (and names it in the message)."""
+    """Check for a floating-point tensor of this shape; a string stands for any size, and names it in the message."""
     if not isinstance(x, Tensor):
         raise ValueError(f"{name} is a {type(x).__name__}; it must be a tensor [{', '.join(map(str, shape))}]")
     check_shape(name, x, shape)
@@ -25,7 +25,7 @@ def check_tensor(name: str, x: Tensor, shape: Sequence[int | str]) -> None:
 
 
 def check_shape(name: str, x: Tensor, shape: Sequence[int | str]) -> None:
-    """A tensor of this shape; a string stands for any size."""
+    """Check a tensor's shape; a string stands for any size."""
     if x.ndim != len(shape) or any(
         isinstance(want, int) and got != want for got, want in zip(x.shape, shape, strict=True)
     ):
@@ -33,7 +33,7 @@ def check_shape(name: str, x: Tensor, shape: Sequence[int | str]) -> None:
 
 
 def check_integers(name: str, x: Tensor, shape: Sequence[int | str]) -> None:
-    """An int32 or int64 tensor of this shape."""
+    """Check for an int32 or int64 tensor of this shape."""
     if not isinstance(x, Tensor) or x.dtype not in INDEX_DTYPES:
         got = x.dtype if isinstance(x, Tensor) else type(x).__name__
         raise ValueError(f"{name} is {got}; it must be an int32 tensor [{', '.join(map(str, shape))}]")
@@ -41,7 +41,7 @@ def check_integers(name: str, x: Tensor, shape: Sequence[int | str]) -> None:
 
 
 def check_same(name: str, x: Tensor, other_name: str, other: Tensor, *, dtype: bool = True) -> None:
-    """Same device, and same dtype if asked."""
+    """Check that two tensors have the same device, and the same dtype unless that is left out."""
     if x.device != other.device:
         raise ValueError(f"{name} is on {x.device}; it must be on {other_name}'s device, {other.device}")
     if dtype and x.dtype != other.dtype:
@@ -49,19 +49,19 @@ def check_same(name: str, x: Tensor, other_name: str, other: Tensor, *, dtype: b
 
 
 def check_groups(heads: int, kv_heads: int) -> None:
-    """The query heads must divide into the KV heads."""
+    """Check that the query heads are a multiple of the KV heads."""
     if kv_heads < 1 or heads < 1 or heads % kv_heads:
         raise ValueError(f"q has {heads} heads; it must have a positive multiple of k's {kv_heads}")
 
 
 def check_block_size(block_size: int) -> None:
-    """A positive integer."""
+    """Check for a positive integer."""
     if not isinstance(block_size, int) or isinstance(block_size, bool) or block_size < 1:
         raise ValueError(f"block_size is {block_size!r}; it must be an integer of at least 1")
 
 
 def check_scale(name: str, value: float | None, dim: int) -> float:
-    """A finite number; ``1 / sqrt(dim)`` if ``None``."""
+    """Check for a finite number; returns it, or ``1 / sqrt(dim)`` for ``None``."""
     if value is None:
         return 1.0 / math.sqrt(dim)
     if not (_is_number(value) and math.isfinite(value)):
@@ -70,7 +70,7 @@ def check_scale(name: str, value: float | None, dim: int) -> float:
 
 
 def check_softmax(q: Tensor, sm_scale: float | None, sinks: Tensor | None, softcap: float | None) -> float:
-    """The factor on ``q [..., H, d] . k``; ``sinks [H]`` on q's device; ``softcap`` positive."""
+    """Check ``sinks [H]``, ``softcap`` and the factor on ``q [..., H, d] . k``; returns the factor."""
     scale = check_scale("sm_scale", sm_scale, q.shape[-1])
     if sinks is not None:
         check_tensor("sinks", sinks, (q.shape[-2],))
@@ -81,18 +81,18 @@ def check_softmax(q: Tensor, sm_scale: float | None, sinks: Tensor | None, softc
 
 
 def check_fraction(name: str, value: object) -> None:
-    """A number strictly between 0 and 1."""
+    """Check for a number strictly between 0 and 1."""
     if not (_is_number(value) and 0 < value < 1):  # type: ignore[operator]
         raise ValueError(f"{name} is {value!r}; it must be strictly between 0 and 1")
 
 
 def readable(x: Tensor) -> bool:
-    """True if the values of ``x`` can be looked at: without waiting for a device, and not while a graph is traced."""
+    """True if ``x`` has values on the host: it is not on a device that would have to be waited for, nor traced."""
     return x.device.type == "cpu" and not torch.compiler.is_compiling()
 
 
 def check_cu_seqlens(cu_seqlens: Tensor, tokens: int) -> None:
-    """int32 or int64 ``[n + 1]``, from 0 to ``tokens``, never falling (values only in host memory)."""
+    """Check for int32 or int64 ``[n + 1]`` that rises from 0 to ``tokens`` (values only in host memory)."""
     check_integers("cu_seqlens", cu_seqlens, ("n + 1",))
     if len(cu_seqlens) < 2:
         raise ValueError(f"cu_seqlens has shape {list(cu_seqlens.shape)}; it must be [n + 1] for n >= 1 segments")
@@ -104,7 +104,7 @@ def check_cu_seqlens(cu_seqlens: Tensor, tokens: int) -> None:
 
 
 def check_lengths(lengths: Tensor, batch: int, limit: int, limit_name: str, *, least: int = 1) -> None:
-    """int32 or int64 ``[B]`` in ``least..limit`` (values only in host memory)."""
+    """Check for int32 or int64 ``[B]`` in ``least..limit`` (values only in host memory)."""
     check_integers("lengths", lengths, (batch,))
     if readable(lengths) and batch:
         low, high = (int(x) for x in lengths.aminmax())
@@ -117,5 +117,5 @@ def _is_number(value: object) -> bool:
 
 
 def brief(values: list[int]) -> str:
-    """A list for a message, long ones cut."""
+    """A list for a message, shortened."""
     return str(values) if len(values) <= 8 else f"[{', '.join(map(str, values[:4]))}, ..., {values[-1]}]"

@@ -28,7 +28,7 @@ class Branch(NamedTuple):
     attention_scaling: float
 
     def detached(self) -> Branch:
-        """Without a graph."""
+        """The branch without gradients."""
         norm_weight = None if self.norm_weight is None else self.norm_weight.detach()
         return self._replace(weight=self.weight.detach(), norm_weight=norm_weight)
 
@@ -36,7 +36,7 @@ class Branch(NamedTuple):
 def check_branch(
     weight: Tensor, norm_weight: Tensor | None, inv_freq: Tensor | None, attention_scaling: float
 ) -> Branch:
-    """Check what follows the linear map."""
+    """Check the norm and RoPE against the linear map."""
     width = weight.shape[-1]
     if norm_weight is not None:
         check_tensor("norm_weight", norm_weight, (width,))

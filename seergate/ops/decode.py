@@ -140,7 +140,7 @@ def _checked(
     page_table: Tensor | None,
     block_size: int = 1,
 ) -> tuple[DecodeInputs, int]:
-    """The checked inputs, and the tokens ``S`` that a row has room for."""
+    """The checked inputs, and the capacity ``S`` of a row."""
     check_tensor("q", q, ("B", "H", "d"))
     batch, heads, dim = q.shape
     check_tensor("k", k, (batch if page_table is None else "pages", "Hkv", "S", dim))
@@ -157,7 +157,7 @@ def _checked(
 
 
 def _check_page_table(page_table: Tensor, batch: int, pages: int, page_size: int, block_size: int) -> None:
-    """Integers ``[B, P]``, each in ``0..pages - 1`` (values only in host memory); pages hold whole blocks."""
+    """Check for integers ``[B, P]`` in ``0..pages - 1`` (values only in host memory) and for pages of whole blocks."""
     check_integers("page_table", page_table, (batch, "P"))
     if page_size % block_size:
         raise ValueError(f"k has pages of {page_size} tokens; it must have a multiple of block_size, {block_size}")
@@ -168,7 +168,7 @@ def _check_page_table(page_table: Tensor, batch: int, pages: int, page_size: int
 
 
 def _check_ascending(indices: Tensor) -> None:
-    """Blocks of each pair rise, and padding comes last: the open block, which is cut at the row's length, must too."""
+    """Check in host memory that the blocks of each row and KV head ascend, and that padding comes last."""
     if not readable(indices):
         return
     order = indices.masked_fill(indices < 0, torch.iinfo(indices.dtype).max)
@@ -182,7 +182,7 @@ def _check_ascending(indices: Tensor) -> None:
 
 
 def _check_counts(counts: Tensor, indices: Tensor, lengths: Tensor, block_size: int) -> None:
-    """Integers ``[B, Hkv]``; in host memory also that they count the blocks and the last one is the current one."""
+    """Check for integers ``[B, Hkv]``; in host memory also that they count blocks that end with the current."""
     check_integers("counts", counts, indices.shape[:2])
     check_same("counts", counts, "indices", indices, dtype=False)
     if not readable(indices):

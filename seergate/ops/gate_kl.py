@@ -17,7 +17,7 @@ REDUCTIONS = ("row_mean", "published")
 
 
 class GateKLStats(NamedTuple):
-    """What a training loop logs of one `gate_kl`. Detached tensors on the inputs' device.
+    """Statistics of one `gate_kl` for the training log: detached tensors on the inputs' device.
 
     A row is counted if it has at least one strictly past block after the first ``sink_blocks`` and its index in its
     segment of length ``L`` is at least ``int(L * row_start)``, whatever the reduction. Of a segment's rows with these
@@ -97,7 +97,7 @@ def gate_kl(
         recall_budgets: token budgets, the current block and the sink blocks included, at which to measure recall.
         sink_blocks: the first blocks of each segment, which decoding always reads: they are left out of both
             distributions, and the target is normalised over the others.
-        row_stride, row_shift: count every ``row_stride``-th row, see `GateKLStats`; neighbours tell nearly the same.
+        row_stride, row_shift: count every ``row_stride``-th row, see `GateKLStats`; neighbours are nearly alike.
         sinks: ``[H]`` attention-sink logits of the teacher (GPT-OSS).
         softcap: cap on the teacher's scores (Gemma 2).
         lse: ``[T, H]``, what `packed_attention` returns beside the output: the natural
@@ -157,14 +157,14 @@ def check_loss(
 def counted_rows(
     lengths: Sequence[int], block_size: int, row_start: float, sink_blocks: int, row_stride: int, row_shift: int
 ) -> list[range]:
-    """By segment, the rows of which `gate_kl` reads ``qg``: those that count, see `GateKLStats`."""
+    """By segment, the rows that count, see `GateKLStats`; `gate_kl` reads ``qg`` of these only."""
     least = (1 + sink_blocks) * block_size
     rows = [range(min(max(int(length * row_start), least), length), length) for length in lengths]
     return [some[row_shift % row_stride :: row_stride] for some in rows]
 
 
 def refuse_second_order() -> None:
-    """Called in the backward: gradients of the gradients would be those of constants, which is to say, none.
+    """Refuse a second derivative, in the backward: the saved gradients are constants, so it would be zero.
 
     Raises:
         RuntimeError: under ``create_graph=True``.

@@ -1,4 +1,4 @@
-"""Read and copy host memory without making a GPU wait."""
+"""Copy host memory to a GPU without waiting for it."""
 
 from __future__ import annotations
 
@@ -7,6 +7,6 @@ from torch import Tensor
 
 
 def copied(x: Tensor, device: torch.device) -> Tensor:
-    """``x`` on the device. A GPU copies from pinned memory only without a wait."""
+    """``x`` on the device, copied through pinned memory: from other memory a GPU's copy would wait."""
     pinned = x.pin_memory() if x.device.type == "cpu" and device.type == "cuda" else x
     return pinned.to(device, non_blocking=True)

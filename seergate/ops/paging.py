@@ -11,12 +11,12 @@ from torch import Tensor
 
 
 def unpaged(pages: Tensor, page_table: Tensor) -> Tensor:
-    """The cache ``[B, Hkv, P * page, d]`` that a paged one stands for: a copy."""
+    """A paged cache copied to a plain one, ``[B, Hkv, P * page, d]``."""
     return pages[page_table.long()].transpose(1, 2).flatten(2, 3)
 
 
 def has_rows_of(cache: Tensor, unit: int) -> bool:
-    """True if ``unit`` consecutive tokens of one head lie in one piece, all such pieces in steps of one another."""
+    """True if ``unit`` consecutive tokens of a head are contiguous, at offsets that are multiples of their size."""
     dim, tokens = cache.shape[-1], cache.shape[2]
     size = unit * dim
     in_order = cache.stride(-1) == 1 and tokens % unit == 0 and (unit == 1 or cache.stride(2) == dim)
@@ -28,7 +28,7 @@ def has_rows_of(cache: Tensor, unit: int) -> bool:
 
 
 def rows_of(cache: Tensor, unit: int, places: Tensor, page_table: Tensor | None = None) -> tuple[Tensor, Tensor]:
-    """The cache as a matrix with ``unit`` consecutive tokens of one head per row, and which rows are asked for.
+    """The cache as a matrix with ``unit`` consecutive tokens of one head per row, and the rows of ``places``.
 
     Args:
         cache: ``[B, Hkv, S, d]``, or pages. The matrix is a view of it: `has_rows_of` must hold.

@@ -424,7 +424,7 @@ def select_blocks(
     top_p: float | None = None,
     sink_blocks: int = 0,
 ) -> Selection:
-    """A stable sort of each row and KV head, and Python's sets."""
+    """A stable sort per row and KV head, and Python's sets."""
     batch, kv_heads, _ = scores.shape
     largest = torch.finfo(torch.float32).max
     chosen: list[list[int]] = []
@@ -475,7 +475,7 @@ def sparse_decode(
     page_table: Tensor | None = None,
     counts: Tensor | None = None,
 ) -> Tensor:
-    """The selected tokens of each row and query head as an index."""
+    """The selected tokens, one row and query head after the other."""
     if page_table is not None:
         k, v = unpaged(k, page_table), unpaged(v, page_table)
     dtype = _wide(q)
@@ -509,7 +509,7 @@ def dense_decode(
     softcap: float | None = None,
     page_table: Tensor | None = None,
 ) -> Tensor:
-    """Sparse attention that leaves nothing out."""
+    """Sparse attention with every token selected."""
     if page_table is not None:
         k, v = unpaged(k, page_table), unpaged(v, page_table)
     batch, kv_heads, capacity = k.shape[:3]

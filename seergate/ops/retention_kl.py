@@ -1,4 +1,4 @@
-"""`retention_kl`: how far scores of tokens are from the attention that the tokens receive."""
+"""`retention_kl`: the distillation loss of scores of tokens, against the attention that the tokens receive."""
 
 from __future__ import annotations
 

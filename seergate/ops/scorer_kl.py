@@ -49,20 +49,20 @@ def scorer_kl(
       heads; MiniMax's group average);
     * ``"selected"``: ``"sum"``, with target and scores restricted to the blocks that the scorer itself picks within
       ``target_budget`` (the second stage of DeepSeek-V3.2). No gradient flows through the choice. DeepSeek's report
-      does not say how the restricted target is normalised. Here it is the sum over heads that is normalised anew, as
-      in MindSpeed's trainer; in Megatron-LM's each head is normalised over what was picked before they are summed;
+      does not say how the restricted target is normalised. Here the sum over heads is renormalised, as in
+      MindSpeed's trainer; in Megatron-LM's each head is normalised over the picked blocks before the sum;
 
     normalised to sum 1 over the blocks that count. The gradients with respect to ``qs`` and ``ks`` are computed in the
-    forward, in chunks of rows, by autograd through ``scores``. There is no kernel for GPUs: there it runs in torch.
+    forward, in chunks of rows, by autograd through ``scores``. There is no GPU kernel: torch runs there too.
 
     Args:
         q, k: see `gate_kl`.
-        qs: ``[T, I, E']`` what ``scores`` takes as queries.
-        ks: ``[sum M_i, J, E]`` what it takes as keys; segment i of length ``L_i`` has
+        qs: ``[T, I, E']``, the queries for ``scores``.
+        ks: ``[sum M_i, J, E]``, the keys for ``scores``; segment i of length ``L_i`` has
             ``M_i = ceil(L_i / entry_tokens)`` of them.
         cu_seqlens, block_size: see `gate_kl`.
-        scores: of some rows and of the keys of consecutive blocks of a segment; blocks beyond those are cut off.
-        entry_tokens: tokens that one of the keys is about; divides ``block_size``.
+        scores: scores some rows against the keys of consecutive blocks of a segment; further columns are cut off.
+        entry_tokens: tokens per key; divides ``block_size``.
         target: ``"max"``, ``"sum"`` or ``"selected"``.
         target_budget: for ``"selected"``, the tokens that the scorer may pick, the current block and the sink blocks
             included: at least one block more.

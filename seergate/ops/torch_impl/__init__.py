@@ -1,1 +1,1 @@
-"""The torch backend: fast on CPUs, runs on any device. One file per op; the public op has checked the arguments."""
+"""The torch backend: fast on CPUs, runs on any device. The public ops have checked the arguments."""

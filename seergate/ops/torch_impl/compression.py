@@ -17,7 +17,7 @@ from seergate.ops.gate_math import compressed_keys
 
 
 def pool_keys(k: Tensor, block_size: int, kinds: tuple[str, ...], lengths: Tensor | None) -> Tensor:
-    """The public op, once its arguments are checked."""
+    """The op on checked arguments."""
     if lengths is not None:
         return _pool_ragged(k, block_size, kinds, lengths)
     whole = k.shape[2] // block_size * block_size
@@ -44,7 +44,7 @@ def _pool(k_BKNCD: Tensor, kinds: tuple[str, ...]) -> Tensor:
 
 
 def _pool_ragged(k: Tensor, block_size: int, kinds: tuple[str, ...], lengths: Tensor) -> Tensor:
-    """Rows of different lengths: what lies beyond is replaced by each pooling's neutral value before it is read."""
+    """Pool rows of different lengths: tokens beyond a row's length become each pooling's neutral value."""
     padding = -k.shape[2] % block_size
     k_BKNCD = F.pad(k, (0, 0, 0, padding)).contiguous().unflatten(2, (-1, block_size))  # contiguous: see _pool
     positions = torch.arange(k.shape[2] + padding, device=k.device)
@@ -76,7 +76,7 @@ def update_compressed_keys(
     position_offset: int,
     host_lengths: Sequence[int] | None,
 ) -> None:
-    """The public op, once its arguments are checked."""
+    """The op on checked arguments."""
     weight, norm_weight, inv_freq, attention_scaling = branch
     slots, device = recent.shape[2], k.device
     rows = torch.arange(len(k), device=device)

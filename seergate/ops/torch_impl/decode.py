@@ -27,7 +27,7 @@ less than the memory traffic and the fresh pages of a large one."""
 def sparse_decode(
     inputs: DecodeInputs, indices: Tensor, counts: Tensor | None, lengths: Tensor, block_size: int
 ) -> Tensor:
-    """The public op, once its arguments are checked; ``counts`` is not needed."""
+    """The op on checked arguments; ``counts`` is not needed."""
     q, k, v, sm_scale, sinks, softcap, page_table = inputs
     (batch, heads, dim), kv_heads = q.shape, k.shape[1]
     pairs, group, seen = batch * kv_heads, heads // kv_heads, readable(q)
@@ -94,7 +94,7 @@ def _gather(source: tuple[Tensor, Tensor], part: slice, dim: int, width: int, ro
 
 
 def _clear(x_PSD: Tensor, hidden_P1S: Tensor | None, low: int) -> Tensor:
-    """Zero what must not be read: nothing times NaN is still NaN. The first ``low`` tokens are read in every pair."""
+    """Zero the hidden tokens: zero times NaN is NaN. The first ``low`` tokens are hidden in no pair."""
     if hidden_P1S is not None:
         x_PSD[:, low:].masked_fill_(hidden_P1S[:, 0, low:, None], 0)
     return x_PSD
@@ -122,7 +122,7 @@ def _probabilities(
 
 @torch.no_grad()
 def dense_decode(inputs: DecodeInputs, lengths: Tensor | None) -> Tensor:
-    """The public op, once its arguments are checked."""
+    """The op on checked arguments."""
     q, k, v, sm_scale, sinks, softcap, page_table = inputs
     if lengths is not None and lengths.device.type == "cpu" and len(lengths):
         return _by_row(q, k, v, lengths, sm_scale, sinks, softcap, page_table)
@@ -167,7 +167,7 @@ def _attend(
 
 
 def _row(x: Tensor, row: int, length: int, page_table: Tensor | None) -> Tensor:
-    """The first tokens of one row, ``[1, K, length, D]``; of a paged cache a copy, which lives for one attention."""
+    """The first tokens of one row, ``[1, K, length, D]``; a temporary copy if the cache is paged."""
     if page_table is None:
         return x[row : row + 1, :, :length]
     return unpaged(x, page_table[row : row + 1, : -(-length // x.shape[2])])[:, :, :length]
@@ -189,7 +189,7 @@ def _by_row(
     softcap: float | None,
     page_table: Tensor | None,
 ) -> Tensor:
-    """Row by row: a mask would make the kernel read what it hides, and clearing NaN would copy the cache."""
+    """Attend row by row: with a mask the kernel would read masked keys, and clearing NaN would copy the cache."""
     rows = [
         _attend(q[i : i + 1], _row(k, i, n, page_table), _row(v, i, n, page_table), None, sm_scale, sinks, softcap)
         for i, n in enumerate(lengths.tolist())

@@ -22,7 +22,7 @@ from seergate.ops.torch_impl.teacher import MASKED, Teacher, in_pack, segments, 
 def gate_kl(
     pack: Pack, qg: Tensor, kg: Tensor, block_size: int, gate_scale: float, options: LossOptions
 ) -> tuple[Tensor, GateKLStats]:
-    """The public op, once its arguments are checked."""
+    """The op on checked arguments."""
     dtype, sink_blocks = wide_dtype(pack.q, pack.k, qg, kg), options.sink_blocks
     teacher = Teacher(pack, block_size, dtype, options.lse, sink_blocks)
     spans = segments(pack.cu_seqlens)

@@ -27,7 +27,7 @@ VARLEN_DIM = 256
 
 @torch.no_grad()
 def packed_attention(pack: Pack, v: Tensor, window: int | None) -> PackedAttention:
-    """The public op, once its arguments are checked."""
+    """The op on checked arguments."""
     cu_seqlens, sm_scale, sinks, softcap = pack[2:]
     spans = segments(cu_seqlens)
     q, k, v = (x if x.stride(-1) == 1 else x.contiguous() for x in (pack.q, pack.k, v))
@@ -53,16 +53,16 @@ def packed_attention(pack: Pack, v: Tensor, window: int | None) -> PackedAttenti
 
 
 def in_use(window: int | None, spans: list[tuple[int, int]]) -> int | None:
-    """The window, if any segment is longer."""
+    """The window, or ``None`` if no segment is longer."""
     return window if window is not None and any(end - start > window for start, end in spans) else None
 
 
 def fused_kernel(
     device: torch.device, dtype: torch.dtype, dim: int, v_dim: int, *, window: int | None, softcap: float | None
 ) -> str | None:
-    """The PyTorch kernel that does this with a log-sum-exp: ``"varlen"``, ``"efficient"``, ``"cpu"`` or none.
+    """PyTorch's kernel with a log-sum-exp for these arguments: ``"varlen"``, ``"efficient"``, ``"cpu"`` or ``None``.
 
-    None that `torch.nn.attention.sdpa_kernel` has switched off.
+    Kernels that `torch.nn.attention.sdpa_kernel` has switched off do not count.
     """
     flash = torch.backends.cuda.flash_sdp_enabled()  # for processors too
     if softcap is not None:
@@ -105,8 +105,8 @@ def varlen(
 
 @cache
 def varlen_gives_lse(device: torch.device) -> bool:
-    """Whether this PyTorch has the kernel with the arguments and the log-sum-exp known here; in some releases that has
-    another shape. Waits for the device, once.
+    """True if this PyTorch has the kernel with the expected arguments and log-sum-exp, whose shape differs between
+    releases. Waits for the device, once.
     """
     q_THD = torch.arange(64 * 4 * 16, dtype=torch.float32, device=device).sin().view(64, 4, 16).bfloat16()
     k_TKD, borders = q_THD[:, 2:], torch.tensor([0, 40, 64], dtype=torch.int32)
@@ -125,7 +125,7 @@ def varlen_gives_lse(device: torch.device) -> bool:
 
 
 def efficient(q_BHSD: Tensor, k_BKSD: Tensor, v_BKSD: Tensor, sm_scale: float) -> tuple[Tensor, Tensor]:
-    """One segment on GPUs and in dtypes that FlashAttention does not know; it pads the log-sum-exp."""
+    """One segment, for GPUs and dtypes without FlashAttention. The kernel pads the log-sum-exp."""
     group = q_BHSD.shape[1] // k_BKSD.shape[1]
     k_BHSD, v_BHSD = (x.repeat_interleave(group, dim=1) for x in (k_BKSD, v_BKSD))
     out_BHSD, lse_BHX, *_ = torch.ops.aten._scaled_dot_product_efficient_attention(
@@ -143,7 +143,7 @@ def flash_on_cpu(q_BHSD: Tensor, k_BKSD: Tensor, v_BKSD: Tensor, sm_scale: float
 
 @cache
 def _cpu_kernel_gives_lse() -> bool:
-    """True if this PyTorch has the kernel under the name, with the arguments and with the results known here."""
+    """True if this PyTorch has the kernel with the expected arguments and results."""
     x = torch.arange(4 * 3 * 8, dtype=torch.float32, device="cpu").sin().view(1, 4, 3, 8)
     q, k = x, x[:, 2:]
     try:

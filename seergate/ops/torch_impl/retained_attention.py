@@ -1,4 +1,4 @@
-"""`retained_attention` in torch: chunks of rows, which are computed again for the gradients.
+"""`retained_attention` in torch: chunks of rows, recomputed for the gradients.
 
 Shape suffixes: see `seergate.ops.torch_impl.teacher`.
 """
@@ -21,7 +21,7 @@ from seergate.ops.torch_impl.teacher import (
 
 
 def retained_attention(pack: Pack, v: Tensor, log_beta: Tensor, window: int | None) -> RetainedAttention:
-    """The public op, once its arguments are checked."""
+    """The op on checked arguments."""
     q, k, cu_seqlens, sm_scale, sinks, softcap = pack
     dtype, heads, kv_heads = wide_dtype(q, k, v, log_beta), q.shape[1], k.shape[1]
     limit = CHUNK_BYTES_CPU if q.device.type == "cpu" else CHUNK_BYTES_DEVICE

@@ -17,7 +17,7 @@ from seergate.ops.torch_impl.teacher import Teacher, segments, wide_dtype
 def retention_kl(
     pack: Pack, scores: Tensor, distance: int, row_start: float, recall_budgets: tuple[int, ...], lse: Tensor
 ) -> tuple[Tensor, GateKLStats]:
-    """The public op, once its arguments are checked."""
+    """The op on checked arguments."""
     q, cu_seqlens, dtype = pack.q, pack.cu_seqlens, wide_dtype(pack.q, pack.k, scores)
     teacher = Teacher(pack, len(q) + 1, dtype, lse)  # one block: nothing is made of blocks
     targets_TK = received_attention(teacher, cu_seqlens, distance, row_start).clamp_(max=1)

@@ -27,7 +27,7 @@ def scorer_kl(
     target: str,
     target_budget: int | None,
 ) -> tuple[Tensor, GateKLStats]:
-    """The public op, once its arguments are checked."""
+    """The op on checked arguments."""
     sink_blocks, dtype = options.sink_blocks, wide_dtype(pack.q, pack.k, qs, ks)
     teacher = Teacher(pack, block_size, dtype, options.lse, sink_blocks)
     always = 1 + sink_blocks  # blocks that are read whatever the scorer says
@@ -95,8 +95,8 @@ def log_masses(teacher: Teacher, keys_SD: Tensor, start: int, rows: range, head:
 
 
 def _compared(a_RN: Tensor, u_RN: Tensor, picked: int | None) -> tuple[Tensor, Tensor]:
-    """KL of rows, summed (float64), and its derivative with respect to the scores; of the best blocks only if so many
-    are ``picked``.
+    """KL of rows, summed (float64), and its derivative with respect to the scores; over the ``picked`` best
+    blocks only, if that is a number.
     """
     if picked is not None and picked < a_RN.shape[1]:
         left_out = torch.ones_like(a_RN, dtype=torch.bool).scatter_(1, _best(a_RN, picked), False)
@@ -112,7 +112,7 @@ def _recall(a_RN: Tensor, u_RN: Tensor, wanted: int) -> Tensor:
 
 
 def _best(a_RN: Tensor, count: int) -> Tensor:
-    """The ``count`` best blocks of each row, all if there are fewer; of equal scores, which a rectified sum often has,
-    the lower blocks, as in decoding.
+    """The ``count`` best blocks of each row, or all. Of equal scores, which are frequent in a rectified sum, the
+    lower blocks, as in decoding.
     """
     return a_RN.sort(dim=1, descending=True, stable=True).indices[:, :count]

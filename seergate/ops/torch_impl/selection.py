@@ -20,7 +20,7 @@ from seergate.ops.selection import Selection
 
 @torch.no_grad()
 def score_blocks(q: Tensor, lengths: Tensor, compressed: Tensor, branch: Branch, block_size: int) -> Tensor:
-    """The public op, once its arguments are checked: scores of all blocks, complete or not."""
+    """The op on checked arguments: scores of all blocks, complete or not."""
     weight, norm_weight, inv_freq, attention_scaling = branch
     qg_BK1E = projected_queries(q[:, :, None], weight)
     qg_BK1E = branch_end(qg_BK1E, norm_weight, (lengths - 1)[:, None], inv_freq, attention_scaling)
@@ -40,7 +40,7 @@ def select_blocks(
     top_p: float | None,
     sink_blocks: int,
 ) -> Selection:
-    """The public op, once its arguments are checked."""
+    """The op on checked arguments."""
     largest = torch.finfo(torch.float32).max
     scores_BKN = scores.float().nan_to_num(-largest, largest, -largest)
     blocks_N = torch.arange(scores.shape[2], device=scores.device)

@@ -157,7 +157,7 @@ class Teacher:
 
 @torch.no_grad()
 def attention_with_block_targets(pack: Pack, v: Tensor, block_size: int) -> AttentionWithTargets:
-    """The public op, once its arguments are checked."""
+    """The op on checked arguments."""
     q, dtype = pack.q, wide_dtype(pack.q, pack.k)
     teacher = Teacher(pack, block_size, dtype)
     (tokens, heads), group, v_dim = q.shape[:2], teacher.group, v.shape[-1]

@@ -98,7 +98,7 @@ def update_kernel(  # type: ignore[no-untyped-def]
 def update_compressed_keys(
     k: Tensor, recent: Tensor, branch: Branch, kinds: Sequence[str], host_lengths: object, **others: Any
 ) -> None:
-    """The public op, once its arguments are checked; float64 is left to the torch backend."""
+    """The op on checked arguments; float64 is left to the torch backend."""
     if not {k.dtype, recent.dtype, branch.weight.dtype} <= set(DTYPES):
         return NotImplemented
     update(k=k.detach(), recent=recent, kinds=list(kinds), **branch.detached()._asdict(), **others)
@@ -125,7 +125,7 @@ def update(
     attention_scaling: float,
     position_offset: int,
 ) -> None:
-    """Nothing waits for the device, and no argument depends on what lies on it."""
+    """Launch the kernel. Nothing waits for the device, and the launch depends on no value there."""
     (batch, kv_heads, dim), width = k.shape, weight.shape[2]
     if not k.numel():
         return

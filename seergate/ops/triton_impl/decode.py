@@ -28,14 +28,14 @@ def supports(q: Tensor, v: Tensor) -> bool:
 def sparse_decode(
     inputs: DecodeInputs, indices: Tensor, counts: Tensor | None, lengths: Tensor, block_size: int
 ) -> Tensor:
-    """The public op, once its arguments are checked."""
+    """The op on checked arguments."""
     q, k, v, *options = inputs
     return attend(q, k, v, indices, counts, lengths, block_size, *options) if supports(q, v) else NotImplemented
 
 
 @torch.no_grad()
 def dense_decode(inputs: DecodeInputs, lengths: Tensor | None) -> Tensor:
-    """The public op, once its arguments are checked: the same kernels without a selection."""
+    """The op on checked arguments: the same kernels without a selection."""
     q, k, v, *options = inputs
     return attend(q, k, v, None, None, lengths, 1, *options) if supports(q, v) else NotImplemented
 

@@ -43,7 +43,7 @@ TRITON_TYPES = {torch.float16: tl.float16, torch.bfloat16: tl.bfloat16, torch.fl
 def gate_kl(
     pack: Pack, qg: Tensor, kg: Tensor, block_size: int, gate_scale: float, options: LossOptions
 ) -> tuple[Tensor, GateKLStats]:
-    """The public op, once its arguments are checked."""
+    """The op on checked arguments."""
     q, k, cu_seqlens, sm_scale, sinks, softcap = pack
     narrow = in_registers(qg, kg)
     if options.sink_blocks or options.row_stride > 1 or not runs_here(q, block_size, *narrow):

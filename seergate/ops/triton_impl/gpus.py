@@ -35,7 +35,7 @@ _ASSUMED: ContextVar[Gpu] = ContextVar("assumed_gpu", default=H100)
 
 
 def gpu_of(device: torch.device) -> Gpu:
-    """The GPU behind a device; for one that is none (the interpreter, meta tensors), the assumed one."""
+    """The GPU of a device; the assumed one for other devices (the interpreter, meta tensors)."""
     if device.type != "cuda":
         return _ASSUMED.get()
     return _present(torch.cuda.current_device() if device.index is None else device.index)
@@ -43,7 +43,7 @@ def gpu_of(device: torch.device) -> Gpu:
 
 @contextmanager
 def assuming(gpu: Gpu) -> Iterator[None]:
-    """Choose launch parameters as for this GPU where there is none."""
+    """Choose launch parameters for this GPU where there is none."""
     token = _ASSUMED.set(gpu)
     try:
         yield
@@ -53,7 +53,7 @@ def assuming(gpu: Gpu) -> Iterator[None]:
 
 @cache
 def _present(index: int) -> Gpu:
-    """As Triton's own driver says: PyTorch tells the shared memory of a program from 2.7 on only, and not on AMD."""
+    """Facts from Triton's driver: PyTorch reports a program's shared memory only from 2.7 on, and not on AMD."""
     from triton.runtime import driver
 
     with torch.cuda.device(index):

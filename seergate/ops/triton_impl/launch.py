@@ -52,7 +52,7 @@ def padded(size: int, least: int = 16) -> int:
 
 
 def decode_launch(pairs: int, tokens: int, head_dim: int, value_dim: int, element_size: int, gpu: Gpu) -> DecodeLaunch:
-    """For attention of one token per row.
+    """Launch parameters for attention of one token per row.
 
     Args:
         pairs: rows times KV heads.
@@ -91,8 +91,8 @@ def select_warps(width: int) -> int:
 
 
 TURN_COST = 0.1
-"""What one more turn through a group is taken to cost, as a share of the products: the partial targets are written and
-read once more."""
+"""Assumed cost of one more turn through a group, as a share of the products: partial targets are written and read once
+more."""
 
 
 class TeacherLaunch(NamedTuple):
@@ -138,7 +138,7 @@ def precision(dtype: torch.dtype, gpu: Gpu) -> str:
 
 
 def teacher_launch(group: int, dim: int, v_dim: int, dtype: torch.dtype, gpu: Gpu) -> TeacherLaunch:
-    """For `attention_kernel` (``v_dim`` 0 if it makes no output) and `maxima_kernel`."""
+    """Launch parameters of `attention_kernel` (``v_dim`` 0 without output) and `maxima_kernel`."""
     pack = heads_per_tile(group)
     widest = max(padded(dim), padded(v_dim) if v_dim else 0)
     two_loops = False
@@ -158,7 +158,7 @@ def teacher_launch(group: int, dim: int, v_dim: int, dtype: torch.dtype, gpu: Gp
 
 
 def gate_launch(gate_dim: int, dtype: torch.dtype, gpu: Gpu) -> GateLaunch:
-    """For `rows_kernel` and `columns_kernel`."""
+    """Launch parameters of `rows_kernel` and `columns_kernel`."""
     if dtype == torch.float32:
         rows, columns, num_warps, num_stages = 16, 32, 4, 1
     elif padded(gate_dim) > 128:

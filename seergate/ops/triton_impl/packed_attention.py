@@ -16,7 +16,7 @@ BLOCK_SIZE = 64
 
 @torch.no_grad()
 def packed_attention(pack: Pack, v: Tensor, window: int | None) -> PackedAttention:
-    """The public op, once its arguments are checked."""
+    """The op on checked arguments."""
     q = pack.q
     spans = packs.segments(pack.cu_seqlens, len(q))
     window = torch_impl.in_use(window, spans)

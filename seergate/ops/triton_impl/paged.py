@@ -331,5 +331,5 @@ def chosen_places(
 
 
 def _rotary(rotation: Rotation) -> int:
-    """Dimensions that RoPE turns."""
+    """Number of dimensions that RoPE rotates."""
     return 0 if rotation.angles is None else rotation.angles.shape[1]

@@ -73,7 +73,7 @@ def turn_rows(block_size: int, dim: int) -> int:
 
 
 def pool_keys(k: Tensor, block_size: int, kinds: tuple[str, ...], lengths: Tensor | None) -> Tensor:
-    """The public op, once its arguments are checked; float64, and gradients, are left to the torch backend."""
+    """The op on checked arguments; float64, and gradients, are left to the torch backend."""
     if k.dtype not in DTYPES or (torch.is_grad_enabled() and k.requires_grad):
         return NotImplemented
     return pool(k, block_size, list(kinds), lengths)
@@ -86,7 +86,7 @@ def pool_keys(k: Tensor, block_size: int, kinds: tuple[str, ...], lengths: Tenso
     ),
 )
 def pool(k: Tensor, block_size: int, kinds: Sequence[str], lengths: Tensor | None) -> Tensor:
-    """The pooled keys of numbers that the kernel takes."""
+    """Launch the kernel; returns the pooled keys."""
     batch, kv_heads, capacity, dim = k.shape
     blocks = -(-capacity // block_size)
     pooled = k.new_empty(batch, kv_heads, blocks, len(kinds) * dim)

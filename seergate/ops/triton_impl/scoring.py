@@ -77,7 +77,7 @@ def score_kernel(  # type: ignore[no-untyped-def]
 
 @torch.no_grad()
 def score_blocks(q: Tensor, lengths: Tensor, compressed: Tensor, branch: Branch, block_size: int) -> Tensor:
-    """The public op, once its arguments are checked; float64 is left to the torch backend."""
+    """The op on checked arguments; float64 is left to the torch backend."""
     if not {q.dtype, branch.weight.dtype} <= set(DTYPES):
         return NotImplemented
     weight, *end = branch.detached()
@@ -99,7 +99,7 @@ def score(
     inv_freq: Tensor | None,
     attention_scaling: float,
 ) -> Tensor:
-    """Nothing waits for the device, and no argument depends on what lies on it."""
+    """Launch the kernel. Nothing waits for the device, and the launch depends on no value there."""
     batch, kv_heads, blocks, width = compressed.shape
     group, dim = weight.shape[1:3]
     scores = torch.empty(batch, kv_heads, blocks, dtype=torch.float32, device=q.device)

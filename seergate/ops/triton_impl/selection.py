@@ -78,12 +78,12 @@ def select_kernel(  # type: ignore[no-untyped-def]
 
 @torch.no_grad()
 def select_blocks(scores: Tensor, **others: Any) -> Selection:
-    """The public op, once its arguments are checked; more than `MAX_BLOCKS` are left to the torch backend."""
+    """The op on checked arguments; more than `MAX_BLOCKS` are left to the torch backend."""
     return Selection(*select(scores=scores, **others)) if scores.shape[2] <= MAX_BLOCKS else NotImplemented
 
 
 def width_kept(blocks: int, block_size: int, token_budget: int | None) -> int:
-    """Capacity of the index tensor."""
+    """Width of the index tensor."""
     return blocks if token_budget is None else min(blocks, token_budget // block_size)
 
 
@@ -108,7 +108,7 @@ def select(
     top_p: float | None,
     sink_blocks: int,
 ) -> tuple[Tensor, Tensor]:
-    """Indices and counts. Nothing waits for the device."""
+    """Launch the kernel; returns indices and counts without waiting for the device."""
     batch, kv_heads, blocks = scores.shape
     kept = width_kept(blocks, block_size, token_budget)
     indices = torch.empty(batch, kv_heads, kept, dtype=torch.int32, device=scores.device)

@@ -119,12 +119,12 @@ class Teacher:
 
 
 def runs_here(q: Tensor, block_size: int, *others: Tensor) -> bool:
-    """True if the kernels do this; what they do not do is left to the torch backend."""
+    """True if the kernels take these sizes and dtypes; the others are left to the torch backend."""
     return block_size in BLOCK_SIZES and all(x.shape[-1] <= MAX_HEAD_DIM.get(x.dtype, 0) for x in (q, *others))
 
 
 def warn_if_too_wide(op: str, tensors: Mapping[str, Tensor]) -> None:
-    """Say, once per op, argument and width, that the kernels leave this to the torch backend for its width."""
+    """Warn, once per op, argument and width, that a tensor is too wide for the kernels, so torch runs."""
     for name, x in tensors.items():
         limit = MAX_HEAD_DIM.get(x.dtype)
         if limit is not None and x.shape[-1] > limit:
@@ -142,7 +142,7 @@ def _warn(text: str) -> None:
 
 @torch.no_grad()
 def attention_with_block_targets(pack: Pack, v: Tensor, block_size: int) -> AttentionWithTargets:
-    """The public op, once its arguments are checked."""
+    """The op on checked arguments."""
     q = pack.q
     if not runs_here(q, block_size, v):
         return NotImplemented
