@@ -19,8 +19,6 @@ from seergate.ops.triton_impl import (
     packed_attention,
     packs,
     paged,
-    pooling,
-    scoring,
     selection,
     teacher,
 )
@@ -307,7 +305,7 @@ def pool_example(dtype: torch.dtype, dim: int, block_size: int) -> Example:
     lengths = meta(1, dtype=torch.int64)
     return Example(
         f"pool_keys {short(dtype)} d{dim} block {block_size}",
-        lambda: pooling.pool(k, block_size, ("max", "min", "avg"), lengths),
+        lambda: compression.pool(k, block_size, ("max", "min", "avg"), lengths),
         wide=("pool_kernel",),
     )
 
@@ -338,7 +336,7 @@ def score_example(
     name += f" gate {short(gate_dtype)}" * (gate_dtype != dtype)
     return Example(
         f"score_blocks {name}",
-        lambda: scoring.score(q, lengths, compressed, weight, block_size, norm_weight, inv_freq, 1.0),
+        lambda: selection.score(q, lengths, compressed, weight, block_size, norm_weight, inv_freq, 1.0),
         wide=("score_kernel",),
     )
 

@@ -24,7 +24,7 @@ import torch
 BACKENDS = ("reference", "torch", "triton")
 ENV_VAR = "SEERGATE_BACKEND"
 
-TORCH = {
+FILES = {
     "attention_with_block_targets": "teacher",
     "dense_decode": "decode",
     "gate_kl": "gate_kl",
@@ -38,19 +38,9 @@ TORCH = {
     "sparse_decode": "decode",
     "update_compressed_keys": "compression",
 }
-"""Op -> its file in `torch_impl`."""
-TRITON = {
-    "attention_with_block_targets": "teacher",
-    "dense_decode": "decode",
-    "gate_kl": "gate_kl",
-    "packed_attention": "packed_attention",
-    "pool_keys": "pooling",
-    "score_blocks": "scoring",
-    "select_blocks": "selection",
-    "sparse_decode": "decode",
-    "update_compressed_keys": "compression",
-}
-"""Op -> its file in `triton_impl`. The other ops run in torch on GPUs as well."""
+"""Op -> its file in each backend's package."""
+WITHOUT_KERNEL = ("retained_attention", "retention_kl", "scorer_kl")
+"""Ops that run in torch on GPUs as well."""
 
 
 def forced_backend() -> str | None:
@@ -158,9 +148,9 @@ _loaded._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 @cache
 def _modules(op: str, backend: str) -> tuple[str, ...]:
-    names = ["reference"] if backend == "reference" else [f"torch_impl.{TORCH[op]}"]
-    if backend == "triton" and op in TRITON:
-        names.insert(0, f"triton_impl.{TRITON[op]}")
+    names = ["reference"] if backend == "reference" else [f"torch_impl.{FILES[op]}"]
+    if backend == "triton" and op not in WITHOUT_KERNEL:
+        names.insert(0, f"triton_impl.{FILES[op]}")
     return tuple(importlib.import_module(f"{__package__}.{name}").__name__ for name in names)
 
 

@@ -20,7 +20,7 @@ def _nothing_forced(monkeypatch):
     monkeypatch.delenv("SEERGATE_BACKEND", raising=False)
 
 
-@pytest.mark.parametrize("op", backend.TORCH)
+@pytest.mark.parametrize("op", backend.FILES)
 def test_cpu_tensors_go_to_torch(op):
     assert backend.implementation(op, CPU).__module__.startswith("seergate.ops.torch_impl.")
 
@@ -31,14 +31,14 @@ def test_cuda_tensors_go_to_triton_where_it_is_installed(monkeypatch):
         assert backend.choose(CUDA) == chosen
 
 
-@pytest.mark.parametrize("op", backend.TORCH)
+@pytest.mark.parametrize("op", backend.FILES)
 def test_every_op_runs_on_a_gpu(op, monkeypatch):
     """By a kernel, or in torch where it is said to have none."""
     pytest.importorskip("triton")
     monkeypatch.setattr(backend, "choose", lambda device: "triton")
-    first = f"triton_impl.{backend.TRITON[op]}" if op in backend.TRITON else f"torch_impl.{backend.TORCH[op]}"
-    assert backend._loaded(op, CPU)[0] == f"seergate.ops.{first}"
-    assert hasattr(sys.modules[f"seergate.ops.{first}"], op)
+    package = "torch_impl" if op in backend.WITHOUT_KERNEL else "triton_impl"
+    first = backend._loaded(op, CPU)[0]
+    assert first == f"seergate.ops.{package}.{backend.FILES[op]}" and hasattr(sys.modules[first], op)
 
 
 def test_a_call_asks_neither_for_packages_nor_for_the_gpu(monkeypatch):
@@ -54,7 +54,7 @@ def test_a_call_asks_neither_for_packages_nor_for_the_gpu(monkeypatch):
     assert backend.choose(CUDA) in ("torch", "triton")
 
 
-@pytest.mark.parametrize("op", backend.TORCH)
+@pytest.mark.parametrize("op", backend.FILES)
 def test_reference_can_be_forced(op, monkeypatch):
     monkeypatch.setenv("SEERGATE_BACKEND", "reference")
     assert backend.implementation(op, CPU).__wrapped__ is getattr(reference, op)

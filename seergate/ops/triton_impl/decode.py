@@ -11,9 +11,8 @@ from seergate.ops.backend import one_node
 from seergate.ops.decode import DecodeInputs
 from seergate.ops.triton_impl.decode_kernels import decode_kernel, merge_kernel
 from seergate.ops.triton_impl.gpus import gpu_of
-from seergate.ops.triton_impl.launch import decode_launch, padded
+from seergate.ops.triton_impl.launch import DTYPES, decode_launch, padded
 
-DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 LOG2_E = math.log2(math.e)
 MAX_ROW_BYTES = 512
 """Of a key or value: head dimension 256 in 16 bits, 128 in fp32. The registers hold no more."""

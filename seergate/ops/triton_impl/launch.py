@@ -17,6 +17,9 @@ import torch
 
 from seergate.ops.triton_impl.gpus import Gpu
 
+DTYPES = (torch.float16, torch.bfloat16, torch.float32)
+"""Of the numbers that the kernels take; float64 is left to the torch backend."""
+
 STAGE_BYTES = 32 << 10
 """Keys and values of one turn of the loop, at most."""
 

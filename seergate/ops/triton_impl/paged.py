@@ -16,16 +16,11 @@ import triton.language as tl
 from torch import Tensor
 
 from seergate.ops.gate_math import NORM_EPS
-from seergate.ops.triton_impl.compression import THREADS
+from seergate.ops.triton_impl.compression import CHUNK, THREADS
 from seergate.ops.triton_impl.gpus import gpu_of
 from seergate.ops.triton_impl.kernel_math import add_product, best, branch_end, ordered
 from seergate.ops.triton_impl.launch import decode_splits, padded, select_warps
-from seergate.ops.triton_impl.selection import MAX_BLOCKS
-
-CLOSE_CHUNK = 32
-"""Dimensions of the keys per turn of `close_kernel`: 64 bytes of each key in 16 bits."""
-SCORE_CHUNK = 128
-"""Numbers of the query, and blocks, per turn of `paged_score_kernel`; half as many where a gate is wider than 128."""
+from seergate.ops.triton_impl.selection import MAX_BLOCKS, SCORE_CHUNK
 
 
 class Rotation(NamedTuple):
@@ -249,7 +244,7 @@ def close_blocks(
         cache, table, lengths, rotation.angles, summary, weight, norm_weight, inv_freq,
         *cache.stride()[:3], table.stride(0), *summary.stride()[:2], *weight.stride(), attention_scaling, *at,
         BLOCK_SIZE=block_size, ROWS=padded(block_size), PAGE=cache.shape[2], DIM=dim,
-        CHUNK=min(CLOSE_CHUNK, padded(dim)), WIDTH=width, HALF=half, PADDED_HALF=padded(half),
+        CHUNK=min(CHUNK, padded(dim)), WIDTH=width, HALF=half, PADDED_HALF=padded(half),
         ROTARY=_rotary(rotation), NEOX=rotation.neox, EPS=NORM_EPS,
         num_warps=THREADS // gpu_of(cache.device).warp_size,
     )  # fmt: skip
