@@ -41,6 +41,23 @@ def test_every_op_runs_on_a_gpu(op, monkeypatch):
     assert first == f"seergate.ops.{package}.{backend.FILES[op]}" and hasattr(sys.modules[first], op)
 
 
+@pytest.mark.parametrize("op", ["gate_kl", "block_targets", "packed_attention", "sparse_decode", "pool_keys"])
+def test_torch_runs_what_a_kernel_leaves_to_it(op, monkeypatch):
+    """No kernel takes float64, so none is launched, which here would fail."""
+    pytest.importorskip("triton")
+    pack, cache = Pack.random([30]), torch.randn(1, 2, 16, 4, dtype=torch.float64)
+    given = {
+        "gate_kl": (pack.q, pack.k, pack.qg, pack.kg, pack.cu, 8),
+        "block_targets": (pack.q, pack.k, pack.cu, 8),
+        "packed_attention": (pack.q, pack.k, pack.k, pack.cu),
+        "sparse_decode": (cache[:, :, 0], cache, cache, torch.tensor([[[0, 1], [1, -1]]]), torch.tensor([16]), 8),
+        "pool_keys": (cache, 8),
+    }[op]
+    want = getattr(ops, op)(*given)
+    monkeypatch.setattr(backend, "choose", lambda device: "triton")
+    torch.testing.assert_close(getattr(ops, op)(*given), want, rtol=0, atol=0)
+
+
 def test_a_call_asks_neither_for_packages_nor_for_the_gpu(monkeypatch):
     """Both cost more than a small kernel; they are asked for once in a process."""
     backend.choose(CUDA)
