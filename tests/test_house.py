@@ -29,6 +29,7 @@ KNOWS_TRANSFORMERS = {"hf", "models", "cache", "decode", "vllm"}
 ATTENTION_NAMES = {"_attn_implementation", "_attn_implementation_internal", "_flash_attention_forward"}
 FOREIGN_PRIVATE_NAMES = {
     "_actions",  # argparse
+    "_asdict",  # named tuples
     "_cache",  # lighteval
     "_dynamo_marked_constant",  # torch
     "_exit",  # os

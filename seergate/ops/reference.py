@@ -194,12 +194,8 @@ def scorer_kl(
     """One row and KV head after the other, targets materialised, gradients by plain autograd. Ignores ``lse``."""
     dtype = _wide(q, k, qs, ks)
     kv_heads = k.shape[1]
-    if target == "max":
-        targets = block_targets(
-            q.to(dtype), k.to(dtype), cu_seqlens, block_size, sm_scale, sinks=sinks, softcap=softcap
-        )
-    else:
-        targets = block_masses(q.to(dtype), k.to(dtype), cu_seqlens, block_size, sm_scale, sinks, softcap)
+    definition = block_targets if target == "max" else block_masses
+    targets = definition(q.to(dtype), k.to(dtype), cu_seqlens, block_size, sm_scale, sinks=sinks, softcap=softcap)
     segments = _segments(cu_seqlens)
     total = (qs[:0].sum() + ks[:0].sum()).to(dtype)  # 0, with a graph even when no row counts
     kl_per_head = torch.zeros(kv_heads, dtype=dtype, device=q.device)
@@ -298,7 +294,9 @@ def retention_kl(
 ) -> tuple[Tensor, GateKLStats]:
     """One token and KV head after the other. Ignores ``lse``."""
     dtype = _wide(q, k, scores)
-    targets = received_attention(q.to(dtype), k.to(dtype), cu_seqlens, distance, row_start, sm_scale, sinks, softcap)
+    targets = received_attention(
+        q.to(dtype), k.to(dtype), cu_seqlens, distance, row_start, sm_scale, sinks=sinks, softcap=softcap
+    )
     kv_heads = k.shape[1]
     total = scores[:0].sum().to(dtype)
     kl_per_head = torch.zeros(kv_heads, dtype=dtype, device=q.device)

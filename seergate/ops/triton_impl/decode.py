@@ -28,15 +28,17 @@ def sparse_decode(
     inputs: DecodeInputs, indices: Tensor, counts: Tensor | None, lengths: Tensor, block_size: int
 ) -> Tensor:
     """The op on checked arguments."""
-    q, k, v, *options = inputs
-    return attend(q, k, v, indices, counts, lengths, block_size, *options) if supports(q, v) else NotImplemented
+    if not supports(inputs.q, inputs.v):
+        return NotImplemented
+    return attend(*inputs[:3], indices, counts, lengths, block_size, *inputs[3:])
 
 
 @torch.no_grad()
 def dense_decode(inputs: DecodeInputs, lengths: Tensor | None) -> Tensor:
     """The op on checked arguments: the same kernels without a selection."""
-    q, k, v, *options = inputs
-    return attend(q, k, v, None, None, lengths, 1, *options) if supports(q, v) else NotImplemented
+    if not supports(inputs.q, inputs.v):
+        return NotImplemented
+    return attend(*inputs[:3], None, None, lengths, 1, *inputs[3:])
 
 
 @one_node(

@@ -88,8 +88,8 @@ def score_blocks(q: Tensor, lengths: Tensor, compressed: Tensor, branch: Branch,
     """The op on checked arguments; float64 is left to the torch backend."""
     if not {q.dtype, branch.weight.dtype} <= set(DTYPES):
         return NotImplemented
-    weight, *end = branch.detached()
-    return score(q, lengths, compressed, weight, block_size, *end)
+    branch = branch.detached()
+    return score(q, lengths, compressed, branch.weight, block_size, *branch[1:])
 
 
 @one_node(
