@@ -26,7 +26,7 @@ def gate_kl(
     dtype, sink_blocks = wide_dtype(pack.q, pack.k, qg, kg), options.sink_blocks
     teacher = Teacher(pack, block_size, dtype, options.lse, sink_blocks)
     spans = segments(pack.cu_seqlens)
-    total, counted, weights = counted_and_weighted(spans, block_size, teacher.kv_heads, options)
+    total, counted, weights = rows_and_weights(spans, block_size, teacher.kv_heads, options)
     plans = [teacher.chunks(rows) for rows in counted]
     past_blocks = [budget // block_size - 1 - sink_blocks for budget in options.recall_budgets]
     qg_TKE, kg_MKE = qg.detach(), kg.detach()
@@ -70,13 +70,13 @@ def gate_kl(
     return with_gradients(run, qg, kg)
 
 
-def counted_and_weighted(
+def rows_and_weights(
     spans: list[tuple[int, int]], block_size: int, kv_heads: int, options: LossOptions
 ) -> tuple[int, list[range], list[float]]:
     """How many rows count in all; by segment, which, and the weight of a row and KV head in the loss."""
-    row_start, reduction, _, *which, _ = options
+    row_start, reduction, _, sink_blocks, row_stride, row_shift, _ = options
     lengths = [end - start for start, end in spans]
-    rows = counted_rows(lengths, block_size, row_start, *which)
+    rows = counted_rows(lengths, block_size, row_start, sink_blocks, row_stride, row_shift)
     total, weights = row_weights(lengths, rows, row_start, block_size, kv_heads, reduction)
     return total, rows, weights
 

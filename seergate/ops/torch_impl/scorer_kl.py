@@ -12,7 +12,7 @@ from torch import Tensor
 from seergate.ops.attention import Pack
 from seergate.ops.gate_kl import GateKLStats, LossOptions
 from seergate.ops.scorer_kl import Scores
-from seergate.ops.torch_impl.gate_kl import Outcome, Sums, counted_and_weighted, with_gradients
+from seergate.ops.torch_impl.gate_kl import Outcome, Sums, rows_and_weights, with_gradients
 from seergate.ops.torch_impl.teacher import MASKED, Teacher, in_pack, segments, wide_dtype
 
 
@@ -33,7 +33,7 @@ def scorer_kl(
     always = 1 + sink_blocks  # blocks that are read whatever the scorer says
     picked = target_budget // block_size - always if target == "selected" and target_budget is not None else None
     spans = segments(pack.cu_seqlens)
-    total, rows, weights = counted_and_weighted(spans, block_size, teacher.kv_heads, options)
+    total, rows, weights = rows_and_weights(spans, block_size, teacher.kv_heads, options)
     per_token = qs.shape[1] // entry_tokens  # numbers that a row of the scorer has for each token
     plans = [teacher.chunks(some, per_token) for some in rows]
     past_blocks = [max(0, budget // block_size - always) for budget in options.recall_budgets]
