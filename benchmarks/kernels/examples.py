@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from seergate.ops.attention import Pack
+from seergate.ops.compression import Branch
 from seergate.ops.triton_impl import (
     compression,
     decode,
@@ -278,12 +279,12 @@ def paged_example(dtype: torch.dtype, dim: int, block_size: int, page: int) -> E
     q = meta(rows, (group + 2) * kv_heads, dim, dtype=dtype)[:, : group * kv_heads]
     rotation = paged.Rotation(meta(40960, dim, dtype=dtype), True)
     key_weight, query_weight = meta(kv_heads, 3 * dim, dim, dtype=dtype), meta(kv_heads, group, dim, dim, dtype=dtype)
-    branch = meta(dim, dtype=dtype), meta(dim // 2, dtype=torch.float32), 1.0
+    end = meta(dim, dtype=dtype), meta(dim // 2, dtype=torch.float32), 1.0
     step = summary, table, lengths, rotation
 
     def call() -> None:
-        paged.close_blocks(cache, *step, key_weight, block_size, ("max", "min", "avg"), *branch)
-        scores, _ = paged.score_pages(q, *step, query_weight, block_size, page, *branch)
+        paged.close_blocks(cache, *step, Branch(key_weight, *end), block_size, ("max", "min", "avg"))
+        scores, _ = paged.score_pages(q, *step, Branch(query_weight, *end), block_size, page)
         paged.chosen_places(scores, table, lengths, block_size, page, 4096, 0, 2 * page + 1, 2 * page)
 
     name = f"paged step {short(dtype)} d{dim} block {block_size} page {page}"

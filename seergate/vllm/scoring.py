@@ -17,6 +17,7 @@ from torch.nn import functional as F
 from seergate.gates.gate import AttnGate
 from seergate.gates.scorer import Scorer
 from seergate.ops.backend import choose
+from seergate.ops.compression import Branch
 from seergate.vllm.rope import Unrotation
 
 Keys = Callable[[], Tensor]
@@ -81,9 +82,8 @@ class GateScores(Scores):
         """`summary` of the blocks that a step in which all rows decode completes, written to where it belongs."""
         from seergate.ops.triton_impl.paged import close_blocks
 
-        weight, norm, *rope = self._branch("k")
-        given = cache, summary_PKW, table_RP, lengths_R, self._rotation(), weight, size
-        close_blocks(*given, self.gate.config.k_pooling, norm, *rope)
+        given = cache, summary_PKW, table_RP, lengths_R, self._rotation(), self._branch("k")
+        close_blocks(*given, size, self.gate.config.k_pooling)
 
     def score_in_kernel(
         self, query_RHD: Tensor, summary_PKW: Tensor, table_RP: Tensor, lengths_R: Tensor, size: int, page: int
@@ -91,13 +91,13 @@ class GateScores(Scores):
         """`scores` of such a step, from summaries in place; and the query as one sequence per KV head."""
         from seergate.ops.triton_impl.paged import score_pages
 
-        given = query_RHD, summary_PKW, table_RP, lengths_R, self._rotation()
-        weight, norm, *rope = self._branch("q")
-        return score_pages(*given, weight, size, page, norm, *rope)
+        given = query_RHD, summary_PKW, table_RP, lengths_R, self._rotation(), self._branch("q")
+        return score_pages(*given, size, page)
 
-    def _branch(self, name: str) -> tuple[Any, ...]:
-        norm = getattr(self.gate, f"{name}_norm").weight if self.gate.config.qk_norm else None
-        return getattr(self.gate, f"{name}_proj").weight, norm, self.gate.inv_freq, self.gate.attention_scaling
+    def _branch(self, name: str) -> Branch:
+        gate, proj = self.gate, getattr(self.gate, f"{name}_proj")
+        norm = getattr(gate, f"{name}_norm").weight if gate.config.qk_norm else None
+        return Branch(proj.weight, norm, gate.inv_freq, gate.attention_scaling)
 
     def _rotation(self) -> Any:
         from seergate.ops.triton_impl.paged import Rotation

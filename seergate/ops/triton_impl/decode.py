@@ -28,17 +28,19 @@ def sparse_decode(
     inputs: DecodeInputs, indices: Tensor, counts: Tensor | None, lengths: Tensor, block_size: int
 ) -> Tensor:
     """The op on checked arguments."""
-    if not supports(inputs.q, inputs.v):
+    q, k, v, sm_scale, sinks, softcap, page_table = inputs
+    if not supports(q, v):
         return NotImplemented
-    return attend(*inputs[:3], indices, counts, lengths, block_size, *inputs[3:])
+    return attend(q, k, v, indices, counts, lengths, block_size, sm_scale, sinks, softcap, page_table)
 
 
 @torch.no_grad()
 def dense_decode(inputs: DecodeInputs, lengths: Tensor | None) -> Tensor:
     """The op on checked arguments: the same kernels without a selection."""
-    if not supports(inputs.q, inputs.v):
+    q, k, v, sm_scale, sinks, softcap, page_table = inputs
+    if not supports(q, v):
         return NotImplemented
-    return attend(*inputs[:3], None, None, lengths, 1, *inputs[3:])
+    return attend(q, k, v, None, None, lengths, 1, sm_scale, sinks, softcap, page_table)
 
 
 @one_node(

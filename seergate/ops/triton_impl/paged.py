@@ -15,6 +15,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from seergate.ops.compression import Branch
 from seergate.ops.gate_math import NORM_EPS
 from seergate.ops.triton_impl.compression import CHUNK, THREADS
 from seergate.ops.triton_impl.gpus import gpu_of
@@ -217,12 +218,9 @@ def close_blocks(
     table: Tensor,
     lengths: Tensor,
     rotation: Rotation,
-    weight: Tensor,
+    branch: Branch,
     block_size: int,
     kinds: tuple[str, ...],
-    norm_weight: Tensor | None,
-    inv_freq: Tensor | None,
-    attention_scaling: float,
 ) -> None:
     """Write the compressed key of each row's newest block, where its newest token completes it.
 
@@ -232,11 +230,11 @@ def close_blocks(
         table: int32 ``[R, P]``, pages of the rows.
         lengths: int ``[R]``; 0 for rows that are padding.
         rotation: of the layer.
-        weight: ``[Hkv, len(kinds) * D, E]``, in the dtype of ``summary``.
+        branch: the key branch; its weight is ``[Hkv, len(kinds) * D, E]``, in the dtype of ``summary``.
         block_size: tokens per block.
         kinds: see `seergate.ops.pool_keys`.
-        norm_weight, inv_freq, attention_scaling: see `seergate.ops.update_compressed_keys`.
     """
+    weight, norm_weight, inv_freq, attention_scaling = branch
     kv_heads, width = weight.shape[0], weight.shape[2]
     dim, half = weight.shape[1] // len(kinds), -(-width // 2)
     at = [kinds.index(kind) if kind in kinds else -1 for kind in ("max", "min", "avg")]
@@ -256,24 +254,22 @@ def score_pages(
     table: Tensor,
     lengths: Tensor,
     rotation: Rotation,
-    weight: Tensor,
+    branch: Branch,
     block_size: int,
     page: int,
-    norm_weight: Tensor | None,
-    inv_freq: Tensor | None,
-    attention_scaling: float,
 ) -> tuple[Tensor, Tensor]:
     """Scores of each row's blocks, and the query without gaps.
 
     Args:
         q: ``[R, H, D]`` after RoPE, channels next to each other.
-        weight: ``[Hkv, G, D, E]``, the query branch's linear map.
+        branch: the query branch; its weight is ``[Hkv, G, D, E]``.
         page: tokens per page.
-        summary, table, lengths, rotation, block_size, norm_weight, inv_freq, attention_scaling: see `close_blocks`.
+        summary, table, lengths, rotation, block_size: see `close_blocks`.
 
     Returns:
         fp32 ``[R, Hkv, N]`` for all blocks that the table has room for, and ``q`` as ``[R * Hkv, G, D]``.
     """
+    weight, norm_weight, inv_freq, attention_scaling = branch
     rows, (kv_heads, group, dim, width) = len(q), weight.shape
     blocks = -(-table.shape[1] * page // block_size)
     scores = torch.empty(rows, kv_heads, blocks, dtype=torch.float32, device=q.device)

@@ -12,6 +12,7 @@ from torch import Tensor
 from seergate import GateConfig
 from seergate.gates.gate import AttnGate
 from seergate.methods import make_method
+from seergate.ops.compression import Branch
 from seergate.ops.triton_impl import paged
 from seergate.ops.triton_impl.paged import Rotation
 from seergate.vllm.attention import Counts, SparseAttention, plan_of_decodes
@@ -82,10 +83,8 @@ def test_only_blocks_that_close_get_a_compressed_key(case: Case) -> None:
     keys = case.cache[pages][..., :D].transpose(1, 2).flatten(2, 3)
     want = case.summary.clone()
     want[pages[:, -1]] = case.twin.summary(keys, plan.starts_C[rows])
-    weight, norm = case.weights("k")
-    kinds = case.gate.config.k_pooling
-    given = (case.table, case.lengths, case.rotation, weight, 32, kinds, norm, case.gate.inv_freq, 0.7)
-    paged.close_blocks(case.cache, case.summary, *given)
+    branch, kinds = Branch(*case.weights("k"), case.gate.inv_freq, 0.7), case.gate.config.k_pooling
+    paged.close_blocks(case.cache, case.summary, case.table, case.lengths, case.rotation, branch, 32, kinds)
     torch.testing.assert_close(case.summary, want, rtol=1e-5, atol=1e-5)
 
 
@@ -99,8 +98,7 @@ def test_scores_and_places(case: Case) -> None:
     used = torch.zeros(len(case.summary), dtype=torch.bool)
     used[last_RN[complete].cpu()] = True
     case.summary[~used] = torch.nan
-    weight, norm = case.weights("q")
-    given = (case.rotation, weight, 32, case.page, norm, case.gate.inv_freq, 0.7)
+    given = case.rotation, Branch(*case.weights("q"), case.gate.inv_freq, 0.7), 32, case.page
     scores, packed = paged.score_pages(query, case.summary, case.table, case.lengths, *given)
     torch.testing.assert_close(packed, query.reshape(-1, G, D), rtol=0, atol=0)
     torch.testing.assert_close(scores, want.where(complete[:, None], 0.0), rtol=1e-5, atol=1e-5)
