@@ -41,21 +41,59 @@ def test_every_op_runs_on_a_gpu(op, monkeypatch):
     assert first == f"seergate.ops.{package}.{backend.FILES[op]}" and hasattr(sys.modules[first], op)
 
 
-@pytest.mark.parametrize("op", ["gate_kl", "block_targets", "packed_attention", "sparse_decode", "pool_keys"])
-def test_torch_runs_what_a_kernel_leaves_to_it(op, monkeypatch):
-    """No kernel takes float64, so none is launched, which here would fail."""
-    pytest.importorskip("triton")
+def calls():
+    """Arguments for every op, in float64."""
+    torch.manual_seed(0)
     pack, cache = Pack.random([30]), torch.randn(1, 2, 16, 4, dtype=torch.float64)
-    given = {
-        "gate_kl": (pack.q, pack.k, pack.qg, pack.kg, pack.cu, 8),
-        "block_targets": (pack.q, pack.k, pack.cu, 8),
-        "packed_attention": (pack.q, pack.k, pack.k, pack.cu),
-        "sparse_decode": (cache[:, :, 0], cache, cache, torch.tensor([[[0, 1], [1, -1]]]), torch.tensor([16]), 8),
-        "pool_keys": (cache, 8),
-    }[op]
-    want = getattr(ops, op)(*given)
+    teacher, lengths, weight = (pack.q, pack.k), torch.tensor([16]), torch.randn(2, 12, 6, dtype=torch.float64)
+    beta = torch.rand(30, 2, dtype=torch.float64)
+    scores = {"scores": lambda queries, keys: queries @ keys.transpose(-1, -2), "entry_tokens": 8}
+    recent, compressed = cache.clone(), torch.zeros(1, 2, 2, 6, dtype=torch.float64)
+    return {
+        "attention_with_block_targets": ((*teacher, pack.k, pack.cu, 8), {"softcap": 3.0}),
+        "block_targets": ((*teacher, pack.cu, 8), {}),
+        "dense_decode": ((cache[:, :, 0], cache, cache, lengths), {"softcap": 3.0}),
+        "gate_kl": ((*teacher, pack.qg, pack.kg, pack.cu, 8), {"recall_budgets": (16,), "sink_blocks": 1}),
+        "packed_attention": ((*teacher, pack.k, pack.cu), {"window": 9}),
+        "pool_keys": ((cache, 8), {"kinds": ("avg",), "lengths": torch.tensor([11])}),
+        "retained_attention": ((*teacher, pack.k, beta.log(), pack.cu), {"window": 9}),
+        "retention_kl": ((*teacher, beta, pack.cu, 4), {"recall_budgets": (8,)}),
+        "score_blocks": ((cache[:, :, 0], lengths, compressed + 1, weight.view(2, 1, 12, 6)[:, :, :4], 8), {}),
+        "scorer_kl": ((*teacher, pack.qg, pack.kg, pack.cu, 8), scores | {"target": "sum", "row_start": 0.2}),
+        "select_blocks": ((cache[..., 0], lengths), {"block_size": 1, "threshold": 0.01, "sink_blocks": 1}),
+        "sparse_decode": ((cache[:, :, 0], cache, cache, torch.tensor([[[0, 1], [1, -1]]]), lengths, 8), {}),
+        "update_compressed_keys": ((cache[:, :, 3], lengths, recent, compressed, weight, 8), {"position_offset": 1}),
+    }
+
+
+def results(op):
+    """What an op returns, or has changed in place."""
+    given, options = calls()[op]
+    found = getattr(ops, op)(*given, **options)
+    return given[2:4] if found is None else found
+
+
+def equal(got, want):
+    """Two results agree: tensors, and tuples of them."""
+    if isinstance(want, torch.Tensor):
+        return got.dtype == want.dtype and torch.allclose(got, want, rtol=1e-9, atol=1e-12)
+    return len(got) == len(want) and all(map(equal, got, want))
+
+
+@pytest.mark.parametrize("op", calls())
+def test_the_reference_runs_in_place_of_every_op(op, monkeypatch):
+    want = results(op)
+    monkeypatch.setenv("SEERGATE_BACKEND", "reference")
+    assert equal(results(op), want)
+
+
+@pytest.mark.parametrize("op", sorted(set(calls()) - {"select_blocks"}))
+def test_torch_runs_what_a_kernel_leaves_to_it(op, monkeypatch):
+    """No kernel takes float64 (but for scores, in fp32), so none is launched, which here would fail."""
+    pytest.importorskip("triton")
+    want = results(op)
     monkeypatch.setattr(backend, "choose", lambda device: "triton")
-    torch.testing.assert_close(getattr(ops, op)(*given), want, rtol=0, atol=0)
+    assert equal(results(op), want)
 
 
 def test_a_call_asks_neither_for_packages_nor_for_the_gpu(monkeypatch):
