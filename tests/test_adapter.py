@@ -12,7 +12,7 @@ from safetensors.torch import load_file, save_file
 
 import seergate
 from seergate import GateBank, GateConfig, SeergateError
-from seergate.gates import hub_reason
+from seergate.hub import hub_call
 from tests.models import prompt, tiny_model
 
 
@@ -396,10 +396,12 @@ def test_arguments_of_another_type(saved):
             bank.distill_loss(model, **{"input_ids": ids, **wrong})
 
 
-def test_why_the_hub_gave_nothing_is_told_of_errors_that_are_each_other_s_cause():
-    inner, outer = ConnectionError("no route"), ValueError("no such dataset")
-    outer.__cause__, inner.__context__ = inner, outer
-    assert hub_reason(outer) == "the Hub could not be asked (no route)"
-    outer.__cause__, inner = KeyError("x"), None
-    outer.__cause__.__context__ = outer
-    assert hub_reason(outer) == "no such dataset"
+@pytest.mark.parametrize(
+    ("cause", "reason"),
+    [(ConnectionError("no route"), "the Hub could not be asked (no route)"), (KeyError("x"), "none")],
+)
+def test_why_the_hub_gave_nothing_is_told_of_errors_that_are_each_other_s_cause(cause, reason):
+    error = ValueError("none")
+    cause.__context__ = error
+    with pytest.raises(SeergateError, match=re.escape(f"no rows: {reason}")), hub_call("no rows", asks=False):
+        raise error from cause

@@ -13,11 +13,11 @@ from pathlib import Path
 from typing import Any
 
 from seergate.distill.config import TrainConfig, locate_model
-from seergate.distill.sources import COMMIT, hub_sentences, may_be_on_hub
+from seergate.distill.sources import COMMIT, may_be_on_hub, unloadable
 from seergate.durable import replacing
 from seergate.errors import SeergateError
-from seergate.gates import cached_commit, unanswered
 from seergate.hf.loading import base_config
+from seergate.hub import cached_commit, hub_call, unanswered
 from seergate.models.families import base_commit
 from seergate.paths import is_local_model
 
@@ -92,7 +92,7 @@ def data_commit(config: TrainConfig) -> str | None:
     """
     if not may_be_on_hub(config):
         return None
-    with hub_sentences(config):
+    with hub_call(unloadable(config)):
         return _dataset_commit(config)
 
 

@@ -12,14 +12,13 @@ import itertools
 import json
 import re
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from seergate.chain_sum import make_problems
 from seergate.distill.config import CHAIN_SUM, TrainConfig
 from seergate.errors import SeergateError, first_line
-from seergate.gates import datasets_at_once, hub_reason
+from seergate.hub import hub_call
 
 if TYPE_CHECKING:
     from datasets import Dataset
@@ -195,7 +194,7 @@ def _table_rows(file: Path) -> Iterator[dict[str, str]]:
 def _hub(config: TrainConfig, cache: Path) -> Dataset:
     from datasets import load_dataset_builder
 
-    with hub_sentences(config):
+    with hub_call(unloadable(config)):
         builder = load_dataset_builder(config.data, config.data_config, revision=config.data_revision)
         found, wanted = str(builder.hash), config.data_revision
         if wanted is not None and COMMIT.fullmatch(wanted) and found != wanted:
@@ -235,20 +234,7 @@ def streamed(rows: Any, name: str) -> Iterator[dict[str, str]]:
         raise SeergateError(f"the dataset {name!r} broke off after {read:,} rows: {first_line(error)}") from error
 
 
-@contextmanager
-def hub_sentences(config: TrainConfig) -> Iterator[None]:
-    """Report whatever goes wrong with a dataset of the Hub in one sentence."""
-    from huggingface_hub.errors import RepositoryNotFoundError, RevisionNotFoundError
-
-    try:
-        with datasets_at_once():
-            yield
-    except SeergateError:
-        raise
-    except Exception as error:  # no network, unknown dataset, split or configuration: as many types as libraries
-        why = hub_reason(error)
-        if isinstance(error, RevisionNotFoundError):
-            why = f"it has no revision {config.data_revision!r}"
-        elif isinstance(error, RepositoryNotFoundError):
-            why = "there is none of this name, or it is private and HF_TOKEN must hold a token that may read it"
-        raise SeergateError(f"the dataset {config.data!r} cannot be loaded from the Hub: {why}") from error
+def unloadable(config: TrainConfig) -> str:
+    """The beginning of an error message about a dataset of the Hub."""
+    revision = f" at revision {config.data_revision!r}" if config.data_revision else ""
+    return f"the dataset {config.data!r} cannot be loaded from the Hub{revision}"

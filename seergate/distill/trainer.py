@@ -65,11 +65,12 @@ from seergate.distill.speed import loss_pairs
 from seergate.distill.tracking import Tracking, check_trackers
 from seergate.errors import SeergateError, first_line
 from seergate.fingerprint import fingerprint
-from seergate.gates import asking_nothing, base_note, save_adapter
+from seergate.gates import base_note, save_adapter
 from seergate.hf.bank import GateBank
 from seergate.hf.distill_loss import PUBLISHED_SCALE
 from seergate.hf.loading import download_weights, load_tokenizer, skeleton
 from seergate.hf.teacher_forward import distill_steps
+from seergate.hub import offline
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -180,7 +181,7 @@ def run_together(runs: Mapping[str, tuple[TrainConfig, Iterable[Callback]]]) -> 
         datasets.disable_progress_bars()
     members: list[_Run] = []
     try:
-        with asking_nothing(world.local_rank != 0):  # `in_turn`: the machine's first process has asked
+        with offline(world.local_rank != 0):  # `in_turn`: the machine's first process has asked
             for name, (config, callbacks) in runs.items():
                 with world.fail_together():
                     located = locate_model(config)

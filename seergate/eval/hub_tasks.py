@@ -22,7 +22,7 @@ from typing import Any
 from seergate.errors import SeergateError
 from seergate.eval.grading import check_gold
 from seergate.eval.task import Problem, Task
-from seergate.gates import datasets_at_once, hub_reason
+from seergate.hub import hub_call
 
 MATH_INSTRUCTION = "\nPlease reason step by step, and put your final answer within \\boxed{}."
 CHOICE_INSTRUCTION = (
@@ -109,22 +109,19 @@ class HubTask:
     def _records(self, source: str | None) -> Any:
         import datasets
 
-        try:
-            if source is not None:
-                return datasets.load_dataset(_local_format(source), data_files=str(source), split="train")
-            with datasets_at_once():
+        place = source or self.address
+        unread = f"the problems of {self.name!r} cannot be read from {place}"
+        if source is None:
+            unread += " (with a copy on disk, give its path as --task-source)"
+        with hub_call(unread, asks=source is None):
+            try:
+                if source is not None:
+                    return datasets.load_dataset(_local_format(source), data_files=str(source), split="train")
                 if self.revision is None:
                     return datasets.load_dataset("json", data_files=self.repository, split="train")
                 return datasets.load_dataset(self.repository, self.config, split=self.split, revision=self.revision)
-        except StopIteration as error:  # of `datasets`; out of a generator it would come as a RuntimeError
-            raise SeergateError(
-                f"the problems of {self.name!r} are missing: {source or self.address} is empty"
-            ) from error
-        except (OSError, ValueError, RuntimeError, datasets.exceptions.DatasetsError) as error:
-            raise SeergateError(
-                f"the problems of {self.name!r} cannot be read from {source or self.address}: {hub_reason(error)}; "
-                "with a copy on disk, give its path as --task-source"
-            ) from error
+            except StopIteration as error:  # how `datasets` reports an empty file
+                raise SeergateError(f"the problems of {self.name!r} are missing: {place} is empty") from error
 
 
 def _local_format(source: str) -> str:

@@ -5,20 +5,6 @@ from __future__ import annotations
 from seergate.gates.bank import Gates
 from seergate.gates.card import CARD_FILE, Source
 from seergate.gates.files import CONFIG_FILE, WEIGHTS_FILE, read_card, save_adapter
-from seergate.gates.hub import (
-    asking_nothing,
-    base_note,
-    cached_commit,
-    check_repo_id,
-    datasets_at_once,
-    fetch,
-    hub_answers,
-    hub_errors,
-    hub_reason,
-    only_commit,
-    push_adapter,
-    unanswered,
-)
+from seergate.gates.hub import base_note, check_repo_id, fetch, push_adapter
 from seergate.gates.merging import AdapterDiff, average, cast, diff, subset
 from seergate.gates.record import SCHEMA_VERSION, Adapter, check_adapter
-from seergate.paths import is_hub_id

@@ -1,133 +1,22 @@
-"""The Hugging Face Hub: reading from it, pushing gates to it, and one sentence for whatever goes wrong there."""
+"""Gates on the Hugging Face Hub: downloading and pushing them."""
 
 from __future__ import annotations
 
-import functools
 import os
 import re
 import tempfile
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path, PurePosixPath
 from typing import Any
 
-from seergate.errors import SeergateError, first_line
+from seergate.errors import SeergateError
 from seergate.gates.card import CARD_FILE, PLOT_FILE, Source, has_own_text
 from seergate.gates.files import SIGN_FILE, read_card, save_adapter
 from seergate.gates.record import Adapter
+from seergate.hub import hub_call
 from seergate.paths import HUB_ID, directory_here, gguf_file, is_local_model
 
 OWN_NAME = re.compile(r"[\w-][\w.-]*")
-
-# huggingface_hub's own errors, and those of the HTTP library underneath, which is another one in each major version
-_CLIENTS = ("huggingface_hub", "httpx", "httpx2", "httpcore", "httpcore2", "requests", "urllib3")
-_UNREACHABLE = ("TransportError", "RequestException", "ConnectionError", "TimeoutError", "LocalEntryNotFoundError")
-"""Bases of what these clients raise where no answer comes; by name, as the library is another one."""
-_HINTS = {
-    "RepositoryNotFoundError": "there is no such repository, or it is private and the token does not open it",
-    "GatedRepoError": "there is no such repository, or it is private and the token does not open it",
-    "RevisionNotFoundError": "it has no such revision",
-    401: "a token is needed or this one is not valid: `hf auth login`, or pass token=",
-    403: "this token may not do that",
-    409: "somebody else has just changed the repository; try again",
-    412: "somebody else has just changed the repository; try again",
-    429: "too many requests; try again later",
-}
-
-
-@contextmanager
-def hub_errors(what: str) -> Iterator[None]:
-    """Turn whatever the Hub's client raises into a `SeergateError` that begins with ``what``."""
-    try:
-        yield
-    except SeergateError:
-        raise
-    except Exception as error:
-        kind = type(error)
-        if not isinstance(error, (OSError, ValueError)) and kind.__module__.split(".")[0] not in _CLIENTS:
-            raise
-        raise SeergateError(f"{what}: {hub_reason(error)}") from error
-
-
-def hub_reason(error: BaseException) -> str:
-    """Why the Hub gave nothing, in a few words: what its client says, or that it could not be asked."""
-    causes: list[BaseException] = [error]
-    while (cause := causes[-1].__cause__ or causes[-1].__context__) and cause not in causes:  # there are circles
-        causes.append(cause)
-    if silent := [cause for cause in causes if _no_answer(cause)]:  # the innermost says most
-        return f"the Hub could not be asked ({first_line(silent[-1]).split('. ')[0]})"
-    status = _status(error)
-    down = "the Hub is not well; try again later" if status is not None and status >= 500 else None
-    hint = _HINTS.get(type(error).__name__) or down or _HINTS.get(status or "")
-    return f"{first_line(error)}{f' ({hint})' if hint else ''}"
-
-
-def hub_answers() -> bool:
-    """True if the Hub can be asked, by one short request; the libraries that read from it try for half a minute."""
-    from huggingface_hub import constants
-
-    if constants.HF_HUB_OFFLINE:
-        return False
-    try:
-        _reach(constants.ENDPOINT)
-    except Exception as error:
-        if _no_answer(error):
-            return False
-        raise
-    return True
-
-
-@functools.cache  # an answer is enough for the life of a process; a failure is an exception, which is not kept
-def _reach(endpoint: str) -> None:
-    from huggingface_hub import get_session
-
-    get_session().head(endpoint, timeout=10)
-
-
-def unanswered(error: BaseException) -> bool:
-    """True if the Hub could not be reached or is not well; false if it said no."""
-    status = _status(error)
-    return _no_answer(error) if status is None else status >= 500
-
-
-def _status(error: BaseException) -> int | None:
-    status = getattr(getattr(error, "response", None), "status_code", None)
-    return status if isinstance(status, int) else None
-
-
-def _no_answer(error: BaseException) -> bool:
-    return any(kind.__name__ in _UNREACHABLE for kind in type(error).__mro__)
-
-
-@contextmanager
-def datasets_at_once() -> Iterator[None]:
-    """Meanwhile `datasets` uses what was downloaded before where the Hub does not answer, without trying again."""
-    import datasets
-
-    before = datasets.config.HF_HUB_OFFLINE
-    datasets.config.HF_HUB_OFFLINE = before or not hub_answers()
-    try:
-        yield
-    finally:
-        datasets.config.HF_HUB_OFFLINE = before
-
-
-@contextmanager
-def asking_nothing(holds: bool = True) -> Iterator[None]:
-    """Meanwhile, if ``holds``, what was downloaded before is all there is: nobody asks the Hub."""
-    import datasets
-    from huggingface_hub import constants
-
-    libraries: tuple[Any, ...] = (constants, datasets.config)
-    before = [library.HF_HUB_OFFLINE for library in libraries]
-    try:
-        for library, was in zip(libraries, before, strict=True):
-            library.HF_HUB_OFFLINE = was or holds
-        yield
-    finally:
-        for library, was in zip(libraries, before, strict=True):
-            library.HF_HUB_OFFLINE = was
 
 
 def check_repo_id(repo_id: str) -> None:
@@ -176,7 +65,8 @@ def fetch(
         raise SeergateError(f"there is no directory {source}, and it is no Hub id (org/name)")
     from huggingface_hub import snapshot_download
 
-    with hub_errors(f"there is no directory {source}, and the repository could not be read from the Hub"):
+    unread = f"there is no directory {source}, and the repository could not be read from the Hub"
+    with hub_call(unread, asks=not local_files_only):
         snapshot = snapshot_download(
             source,
             revision=revision,
@@ -242,7 +132,7 @@ def push_adapter(
     api, inside = HfApi(token=token), _inside(subfolder)
     if not adapter.licence:
         adapter = replace(adapter, licence=licence_of_base(adapter, token))
-    with hub_errors(f"the gates could not be pushed to {repo_id}"), tempfile.TemporaryDirectory() as place:
+    with hub_call(f"the gates could not be pushed to {repo_id}"), tempfile.TemporaryDirectory() as place:
         repo_id = api.create_repo(repo_id, private=private, exist_ok=True).repo_id  # in full
         if revision not in (None, "main"):
             api.create_branch(repo_id, branch=revision, exist_ok=True)
@@ -288,25 +178,6 @@ def licence_of_base(adapter: Adapter, token: str | bool | None = None) -> dict[s
         return {}
     values = {key: getattr(data, key, None) for key in ("license", "license_name", "license_link")}
     return {key: str(value) for key, value in values.items() if value}
-
-
-def cached_commit(
-    repo_id: str, revision: str | None = None, cache_dir: str | os.PathLike[str] | None = None
-) -> str | None:
-    """The commit that a revision of a model had when it was last downloaded here; ``None`` if it never was."""
-    from huggingface_hub import try_to_load_from_cache
-
-    config = try_to_load_from_cache(repo_id, "config.json", revision=revision, cache_dir=cache_dir)
-    return Path(config).parent.name if isinstance(config, str) else None
-
-
-def only_commit(repo_id: str) -> str | None:
-    """The commit of a model that the Hub's cache holds, if it holds a single one."""
-    from huggingface_hub import constants
-
-    snapshots = Path(constants.HF_HUB_CACHE) / f"models--{repo_id.replace('/', '--')}" / "snapshots"
-    commits = [path.name for path in snapshots.iterdir()] if snapshots.is_dir() else []
-    return commits[0] if len(commits) == 1 else None
 
 
 def _inside(subfolder: str | None) -> PurePosixPath:

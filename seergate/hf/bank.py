@@ -11,11 +11,12 @@ from torch import Tensor
 
 from seergate.config import GateConfig
 from seergate.errors import SeergateError
-from seergate.gates import is_hub_id, only_commit
 from seergate.gates.bank import Gates
 from seergate.hf.published import load_adapter
 from seergate.hf.teacher_forward import distill_step
+from seergate.hub import only_commit
 from seergate.models.families import gate_geometry, head_dim_of
+from seergate.paths import is_hub_id
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel

@@ -10,9 +10,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from seergate.errors import SeergateError, first_line, how_to_install
-from seergate.gates import cached_commit, hub_answers, hub_errors, hub_reason, is_hub_id
+from seergate.hub import cached_commit, hub_call
 from seergate.models.families import base_commit, decoder_of, family_of, note_base_commit, text_config
-from seergate.paths import GGUF, directory_here, gguf_file, resolve_model
+from seergate.paths import GGUF, directory_here, gguf_file, is_hub_id, resolve_model
 
 if TYPE_CHECKING:
     import torch
@@ -101,17 +101,14 @@ def download_weights(name: str, revision: str | None = None) -> None:
         return
     from huggingface_hub import HfApi, hf_hub_download, snapshot_download
 
-    why = "the Hub could not be asked"
-    with hub_errors(f"the weights of {name} could not be downloaded"):
-        if hub_answers():
-            why = "the repository has none"
-            files = HfApi().list_repo_files(name, revision=revision)
-            wanted = [_WEIGHTS] if _WEIGHTS in files else ["pytorch_model*"]
-            if _WEIGHTS not in files and _INDEX in files:
-                wanted = _shards(hf_hub_download(name, _INDEX, revision=revision))
-            snapshot_download(name, revision=revision, allow_patterns=wanted)
+    with hub_call(f"the weights of {name} could not be downloaded"):
+        files = HfApi().list_repo_files(name, revision=revision)
+        wanted = [_WEIGHTS] if _WEIGHTS in files else ["pytorch_model*"]
+        if _WEIGHTS not in files and _INDEX in files:
+            wanted = _shards(hf_hub_download(name, _INDEX, revision=revision))
+        snapshot_download(name, revision=revision, allow_patterns=wanted)
     if not _weights_here(name, revision):
-        raise SeergateError(f"the weights of {name} could not be downloaded: {why}")
+        raise SeergateError(f"the weights of {name} could not be downloaded: the repository has none")
 
 
 def _weights_here(name: str, revision: str | None) -> bool:
@@ -157,10 +154,7 @@ def _reading(what: str, name: str | os.PathLike[str], read: Callable[..., Any], 
             raise SeergateError(f"{file} is a GGUF file, which needs the package gguf; {how_to_install('gguf')}")
         options["gguf_file"] = file.name
     options = {"trust_remote_code": False, **{key: value for key, value in options.items() if value is not None}}
-    if here is None and not options.get("local_files_only"):
-        options["local_files_only"] = not hub_answers()
-    try:
+    from_hub = here is None
+    unread = f"the {what} {name}{' is no directory here and' if from_hub else ''} could not be loaded"
+    with hub_call(unread, asks=from_hub and not options.get("local_files_only")):
         return read(resolve_model(name) if file is None else str(here), **options)
-    except Exception as error:  # of as many types as libraries are involved; that of tokenizers is a bare `Exception`
-        why = first_line(error) if here is not None else f"there is no such directory, and {hub_reason(error)}"
-        raise SeergateError(f"the {what} {name} could not be loaded: {why}") from error

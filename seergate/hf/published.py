@@ -19,11 +19,12 @@ from torch import Tensor
 
 from seergate.config import POOLINGS, GateConfig
 from seergate.errors import SeergateError, first_line
-from seergate.gates import Adapter, check_adapter, fetch, is_hub_id
+from seergate.gates import Adapter, check_adapter, fetch
 from seergate.gates import files as adapter_files
 from seergate.gates.files import read_json, write_json
 from seergate.hf.loading import base_config, skeleton
 from seergate.models.families import gate_geometry
+from seergate.paths import is_hub_id
 
 CONFIG_FILE, WEIGHTS_FILE = "config.json", "attn_gate_weights.pth"
 

@@ -14,8 +14,8 @@ from seergate import GateBank, GateConfig, SeergateError
 from seergate.cli.main import main
 from seergate.distill import load_train_config
 from seergate.distill.trainer import prepare_run
-from seergate.gates import asking_nothing, hub_answers
 from seergate.hf.loading import base_config, download_weights, load_base, load_tokenizer
+from seergate.hub import hub_call, offline
 from tests.distill.conftest import PLAIN, byte_tokenizer
 from tests.hub.server import File, Hub
 from tests.models import prompt, tiny_model
@@ -301,7 +301,7 @@ def test_shards_are_found_by_the_index_however_they_are_named(hub, tmp_path):
     download_weights("org/shards")
     assert len(hub.requests) == before, "all of it is here"
     next((tmp_path / "cache").rglob(shards[0])).unlink()
-    with asking_nothing(), pytest.raises(SeergateError, match="org/shards could not be downloaded: the Hub could not"):
+    with offline(), pytest.raises(SeergateError, match="org/shards could not be downloaded: the Hub could not"):
         download_weights("org/shards")
 
 
@@ -338,7 +338,9 @@ def test_a_model_is_asked_for_once_and_in_the_cache_not_at_all(hub, bank, tmp_pa
     )
     here = constants.ENDPOINT
     monkeypatch.setattr(constants, "ENDPOINT", "http://127.0.0.1:9")
-    assert not hub_answers()
+    with hub_call("reading"):
+        assert constants.HF_HUB_OFFLINE, "nothing is asked where nobody answers"
+    assert not constants.HF_HUB_OFFLINE
     monkeypatch.setattr(constants, "ENDPOINT", here)
     revision = hub.repos["org/asked"].refs["main"]
     base_config("org/asked", revision=revision)
@@ -347,15 +349,15 @@ def test_a_model_is_asked_for_once_and_in_the_cache_not_at_all(hub, bank, tmp_pa
     assert len(hub.seen("HEAD", "^/$")) == 1
     (weights,) = (tmp_path / "cache").rglob("*.safetensors")
     assert weights.name == "model.safetensors"
-    with asking_nothing(False):
-        assert hub_answers()
+    with offline(False), hub_call("reading"):
+        assert not constants.HF_HUB_OFFLINE
     before = len(hub.requests)
-    with asking_nothing():
+    with offline():
         base_config("org/asked", revision=revision)
         load_tokenizer("org/asked", revision=revision)
         download_weights("org/asked", revision)
         assert load_base("org/asked", revision=revision).num_parameters()
-    assert len(hub.requests) == before and hub_answers()
+    assert len(hub.requests) == before and not constants.HF_HUB_OFFLINE
 
 
 @pytest.mark.parametrize("status", [401, 404, 503])
