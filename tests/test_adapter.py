@@ -76,6 +76,19 @@ def test_round_trip(saved, dtype):
     assert keys == {f"layers.{i}.{name}.weight" for i in (0, 1) for name in ("q_proj", "k_proj", "q_norm", "k_norm")}
 
 
+def test_gates_of_several_dtypes_are_saved_in_the_widest(saved):
+    """Scorers compute in the dtype of their own weights, of which there must be one."""
+    bank, path = saved
+    for _, gate in bank:
+        gate.k_proj.bfloat16()
+    bank.save_pretrained(path)
+    assert json.loads((path / "gate_config.json").read_text())["dtype"] == "float32"
+    for again in (GateBank.from_pretrained(path), bank.derived()):
+        assert {parameter.dtype for parameter in again.parameters()} == {torch.float32}
+        assert torch.equal(again.gate(0).k_proj.weight, bank.gate(0).k_proj.weight.float())
+    assert bank.gate(0).k_proj.weight.dtype == torch.bfloat16, "the bank itself stays as it is"
+
+
 def test_load_puts_base_and_gates_together(saved):
     bank, path = saved
     model = seergate.load(path, token_budget=16, use_cache=True, max_position_embeddings=4000)

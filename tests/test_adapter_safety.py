@@ -185,7 +185,7 @@ def test_places_that_cannot_be_written_to(banks, tmp_path):
 
 
 def test_gates_that_could_not_be_read_back_are_not_saved(banks, tmp_path):
-    bank = GateBank.from_adapter(banks[0].to_adapter())
+    bank = banks[0].derived()
     bank.gate(1).k_proj.weight.data[0, 0, 0] = torch.nan
     with pytest.raises(SeergateError, match=r"layers\.1\.k_proj\.weight holds values that are not finite"):
         bank.save_pretrained(tmp_path / "gates")

@@ -16,9 +16,8 @@ from seergate import GateBank, GateConfig, SeergateError
 from seergate.cli.main import main
 from seergate.eval import make_task
 from seergate.eval.engine import encode, prompt_text
-from seergate.gates import is_hub_id
 from seergate.gates.card import Source, usage
-from seergate.paths import shipped
+from seergate.paths import is_hub_id, shipped
 from tests.models import tiny_model
 from tests.test_house import ROOT
 
@@ -106,4 +105,4 @@ def test_budget_of_the_example(max_length, block_size, budget):
     """An eighth of the length that the gates were trained at, as a power of two below it; 4096 if it is not known."""
     bank = GateBank.for_model(tiny_model("qwen3"), GateConfig(block_size, 16))
     bank.training_record = {"config": {} if max_length is None else {"max_length": max_length}}
-    assert f"token_budget={budget})" in usage(bank.to_adapter(), Source("org/gates")), json.dumps(max_length)
+    assert f"token_budget={budget})" in usage(bank, Source("org/gates")), json.dumps(max_length)

@@ -93,7 +93,7 @@ def test_odd_names_break_nothing(bank, tmp_path, name):
     bank.geometry = bank.geometry.__class__(**{**vars(bank.geometry), "base_model": f"org/{name}"})
     bank.training_record = {"config": {"data": f"{name}/{name}"}, "imported_from": f"---\n{name}```"}
     (tmp_path / name).mkdir()
-    save_adapter(bank.to_adapter(), tmp_path / name)
+    save_adapter(bank, tmp_path / name)
     metadata, text = read(tmp_path / name)
     assert metadata["library_name"] == "seergate"
     code = re.findall(r"```python\n(.*?)```", text, re.S)

@@ -6,16 +6,15 @@ import copy
 import json
 import pickle
 import zipfile
+from dataclasses import replace
 
 import pytest
 import torch
 
 import seergate
 from seergate import DecodeConfig, GateBank, GateConfig, SeergateError, methods
-from seergate.cli.adapters import for_base
 from seergate.cli.main import main
-from seergate.gates import save_adapter
-from seergate.hf.published import export_published, load_adapter
+from seergate.hf.published import export_published
 from seergate.methods import Gate
 from seergate.methods.base import LayerSpec, Step
 from tests.models import prompt, tiny_model
@@ -106,7 +105,7 @@ def compare_scores(bank, tensors, layer, release, prompt_length, steps):
 
 def test_scores_of_a_small_one(tmp_path):
     tensors = SMALL.save(tmp_path / "published", qk_norm=False)
-    bank = GateBank.from_adapter(load_adapter(tmp_path / "published"))
+    bank = GateBank.from_pretrained(tmp_path / "published")
     assert not bank.config.qk_norm
     compare_scores(bank.float(), tensors, 1, SMALL, prompt_length=60, steps=150)
 
@@ -115,12 +114,14 @@ def test_it_decodes_as_published_unless_told_otherwise(tmp_path):
     SMALL.save(tmp_path / "published")
     base = tiny_model("qwen3", head_dim=128)
     base.save_pretrained(tmp_path / "base")
-    adapter = for_base(load_adapter(tmp_path / "published"), str(tmp_path / "base"))
-    assert "rope" not in adapter.training["published_config"] and adapter.training["imported_from"] == "published"
+    bank = GateBank.from_pretrained(tmp_path / "published")
+    bank.geometry = replace(bank.geometry, base_model=str(tmp_path / "base"))
+    record = bank.training_record
+    assert "rope" not in record["published_config"] and record["imported_from"] == "published"
     # its RoPE base is that of the configuration, which the tiny model does not share
     base.config.rope_parameters["rope_theta"] = 1e6
     base.save_pretrained(tmp_path / "base")
-    save_adapter(adapter, tmp_path / "gates")
+    bank.save_pretrained(tmp_path / "gates")
 
     def compat(model):
         return seergate.handle_of(model).method.compat
@@ -157,11 +158,11 @@ def test_our_own_gates_in_the_published_format(tmp_path):
     model = tiny_model("qwen3", head_dim=128)
     model.save_pretrained(tmp_path / "base")
     bank = GateBank.for_model(type(model).from_pretrained(tmp_path / "base"), GateConfig(block_size=32))
-    export_published(bank.to_adapter(), tmp_path / "published")
+    export_published(bank, tmp_path / "published")
     config = json.loads((tmp_path / "published" / "config.json").read_text())
     assert config["seerattn_gate_block_size"] == 32 and config["rope_theta"] and config["rope_scaling"] is None
     assert "rope_parameters" not in config and config["base_model"] == str(tmp_path / "base")
-    again = GateBank.from_adapter(load_adapter(tmp_path / "published"))
+    again = GateBank.from_pretrained(tmp_path / "published")
     assert again.config == bank.config and not bank.geometry.mismatches(again.geometry)
     for name, tensor in bank.state_dict().items():
         assert torch.equal(again.state_dict()[name], tensor)
@@ -172,7 +173,7 @@ def test_scaled_rope_comes_along(tmp_path):
     yarn = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 1024}
     path = tmp_path / "published" / "config.json"
     path.write_text(json.dumps(json.loads(path.read_text()) | {"rope_scaling": yarn}))
-    geometry = load_adapter(tmp_path / "published").geometry
+    geometry = GateBank.from_pretrained(tmp_path / "published").geometry
     model = tiny_model(
         "qwen3", head_dim=128, rope_parameters={**yarn, "rope_theta": 1e6}, max_position_embeddings=40960
     )
@@ -192,19 +193,19 @@ def test_scaled_rope_comes_along(tmp_path):
 def test_gates_that_the_published_code_cannot_use(options, message, tmp_path):
     bank = GateBank.for_model(tiny_model("qwen3"), options)
     with pytest.raises(SeergateError, match=message):
-        export_published(bank.to_adapter(), tmp_path / "out")
+        export_published(bank, tmp_path / "out")
     assert not (tmp_path / "out").exists()
 
 
 def test_other_families_and_directories_are_refused(tmp_path):
     llama = GateBank.for_model(tiny_model("llama"), GateConfig(block_size=16, gate_dim=16))
     with pytest.raises(SeergateError, match="model_type is 'llama'"):
-        export_published(llama.to_adapter(), tmp_path / "out")
+        export_published(llama, tmp_path / "out")
     SMALL.save(tmp_path / "published")
-    adapter = load_adapter(tmp_path / "published")
+    bank = GateBank.from_pretrained(tmp_path / "published")
     tiny_model("qwen3").save_pretrained(tmp_path / "model")
     with pytest.raises(SeergateError, match="of something else"):
-        export_published(adapter, tmp_path / "model")
+        export_published(bank, tmp_path / "model")
 
 
 @pytest.mark.parametrize(("method", "written"), [("token_budget", "threshold"), ("nz_ratio", "nz_ratio")])
@@ -212,9 +213,9 @@ def test_a_sparsity_method_that_the_published_constructor_refuses_is_not_written
     """It takes threshold and nz_ratio only; some files have token_budget, which is set after construction."""
     SMALL.save(tmp_path / "published")
     edit_config(tmp_path / "published", seerattn_sparsity_method=method)
-    adapter = load_adapter(tmp_path / "published")
-    assert adapter.training["published_config"].get("seerattn_sparsity_method", "gone") == method
-    export_published(adapter, tmp_path / "back")
+    bank = GateBank.from_pretrained(tmp_path / "published")
+    assert bank.training_record["published_config"].get("seerattn_sparsity_method", "gone") == method
+    export_published(bank, tmp_path / "back")
     assert json.loads((tmp_path / "back" / "config.json").read_text())["seerattn_sparsity_method"] == written
 
 
@@ -308,7 +309,7 @@ def test_damage_is_named(harm, message, tmp_path):
     SMALL.save(tmp_path / "published")
     harm(tmp_path / "published")
     with pytest.raises(SeergateError, match=message):
-        load_adapter(tmp_path / "published")
+        GateBank.from_pretrained(tmp_path / "published")
 
 
 @pytest.mark.parametrize("as_archive", [True, False])
@@ -320,7 +321,7 @@ def test_a_pickle_that_does_something_is_not_run(as_archive, tmp_path):
     else:
         bomb.write_bytes(pickle.dumps(Bomb(target)))
     with pytest.raises(SeergateError, match="not a readable file of PyTorch tensors"):
-        load_adapter(tmp_path / "published")
+        GateBank.from_pretrained(tmp_path / "published")
     assert not target.exists()
     torch.load(bomb, weights_only=False) if as_archive else pickle.loads(bomb.read_bytes())
     assert target.exists(), "the bomb of this test is none"

@@ -80,21 +80,21 @@ def test_subset(bank, model):
 
 
 def test_conversion(bank, tmp_path):
-    half = GateBank.from_adapter(cast(bank.to_adapter(), torch.float16))
-    by_module = GateBank.from_adapter(bank.to_adapter()).half()
+    half = cast(bank, torch.float16)
+    by_module = bank.derived().half()
     assert half.diff(by_module).same_weights and half.gate(0).inv_freq.dtype == torch.float32
     by_module.save_pretrained(tmp_path)
     again = GateBank.from_pretrained(tmp_path)
     assert again.gate(0).k_proj.weight.dtype == torch.float16 and again.diff(half).same_weights
     assert GateBank.from_pretrained(tmp_path, dtype=torch.float32).gate(0).k_proj.weight.dtype == torch.float32
-    with pytest.raises(ValueError, match="too large for"):
-        cast(filled(bank, 1e6).to_adapter(), torch.float16)
-    with pytest.raises(ValueError, match="it must be one of"):
-        cast(bank.to_adapter(), torch.int8)
+    with pytest.raises(SeergateError, match="holds values that are not finite"):
+        cast(filled(bank, 1e6), torch.float16)
+    with pytest.raises(SeergateError, match="dtype torch.int8; it must be one of"):
+        cast(bank, torch.int8)
 
 
 def test_difference(bank, model):
-    other = GateBank.from_adapter(bank.to_adapter())
+    other = bank.derived()
     assert bank.diff(other).same_weights and bank.diff(other).fields == []
     other.gate(0).k_norm.weight.data *= 1.5
     found = bank.diff(other)
@@ -124,7 +124,7 @@ def test_commands(bank, tmp_path, capsys):
     assert main(["info", str(tmp_path / "a"), "--diff", str(tmp_path / "b")]) == 0
     text = capsys.readouterr().out
     assert "block size           8" in text and "layers.0.k_norm.weight: 200 % of its norm, cosine 1.000000" in text
-    names = len(bank.to_adapter().tensors)
+    names = len(bank.state_dict())
     assert f"  in all: {names} of {names} tensors differ, at most by 200 % of their norm (" in text.splitlines()[-1]
     assert main(["info", str(tmp_path / "a"), "--diff", str(tmp_path / "a")]) == 0
     assert capsys.readouterr().out.endswith("difference\n  none\n")

@@ -216,16 +216,16 @@ def test_adapters(model, scorer, tmp_path):
     with pytest.raises(SeergateError, match="cannot be averaged with the first: scorer is"):
         GateBank.average([bank, other])
     with pytest.raises(SeergateError, match=r"scorer is .* \(they have attn_gate\)"):
-        export_published(bank.to_adapter(), tmp_path / "published")
+        export_published(bank, tmp_path / "published")
     wrong = "is missing" if scorer == "msa" else "belongs to no gate"
     with pytest.raises(SeergateError, match=rf"layers\.0\.head_weights\.weight {wrong}"):
-        GateBank.from_adapter(seergate.gates.Adapter(other.config, other.geometry, bank.to_adapter().tensors))
+        other.derived(bank.state_dict())
 
 
 def test_a_query_per_head_is_not_published(model, tmp_path):
     bank = gates(model, "attn_gate", q_pooling="none")
     with pytest.raises(SeergateError, match=r"q_pooling is 'none' \(they have proj, avgproj, avg\)"):
-        export_published(bank.to_adapter(), tmp_path)
+        export_published(bank, tmp_path)
 
 
 def test_the_gate_is_recorded_as_before():

@@ -12,7 +12,7 @@ from seergate.errors import SeergateError
 from seergate.paths import is_hub_id, is_local_model
 
 if TYPE_CHECKING:
-    from seergate.gates import Adapter
+    from seergate.hf.bank import GateBank
 
 
 def add_source_options(parser: argparse.ArgumentParser) -> None:
@@ -23,21 +23,16 @@ def add_source_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--offline", action="store_true", help="use what was downloaded before")
 
 
-def read_adapter(source: str, options: argparse.Namespace) -> Adapter:
-    """Read the adapter, or the published checkpoint, that the options describe.
+def read_gates(source: str, options: argparse.Namespace) -> GateBank:
+    """Read the gates that the options describe.
 
     Raises:
-        SeergateError: if it is missing or damaged.
+        SeergateError: if they are missing or damaged.
     """
-    from seergate.hf.published import load_adapter
+    from seergate.hf.bank import GateBank
 
-    return load_adapter(
-        source,
-        revision=options.revision,
-        subfolder=options.subfolder,
-        token=options.token,
-        local_files_only=options.offline,
-    )
+    hub = {"revision": options.revision, "subfolder": options.subfolder, "token": options.token}
+    return GateBank.from_pretrained(source, **hub, local_files_only=options.offline)
 
 
 def add_card_options(parser: argparse.ArgumentParser) -> None:
@@ -49,30 +44,24 @@ def add_card_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--licence", "--license", dest="licence", metavar="ID", help="[the base model's]")
 
 
-def described(adapter: Adapter, options: argparse.Namespace) -> Adapter:
-    """The adapter with the results, base model and licence that the options name."""
-    if options.results:
-        adapter = replace(adapter, results=tuple(record for path in options.results for record in results_of(path)))
-    if options.licence:
-        adapter = replace(adapter, licence={"license": options.licence})
-    if options.base_model:
-        adapter = for_base(adapter, options.base_model)
-    return adapter
-
-
-def for_base(adapter: Adapter, name: str) -> Adapter:
-    """The adapter with another name for its base model.
+def describe(bank: GateBank, options: argparse.Namespace) -> None:
+    """Give the gates the results, base model and licence that the options name.
 
     Raises:
-        SeergateError: if it can be none.
+        SeergateError: if the base model's name can be none.
     """
-    if not is_hub_id(name) and not is_local_model(name):
-        raise SeergateError(f"base-model is {name!r}; it must be a Hub id (org/name), a directory or a GGUF file")
-    return replace(adapter, geometry=replace(adapter.geometry, base_model=name, base_revision=None))
+    if options.results:
+        bank.results = tuple(record for path in options.results for record in results_of(path))
+    if options.licence:
+        bank.licence = {"license": options.licence}
+    if name := options.base_model:
+        if not is_hub_id(name) and not is_local_model(name):
+            raise SeergateError(f"base-model is {name!r}; it must be a Hub id (org/name), a directory or a GGUF file")
+        bank.geometry = replace(bank.geometry, base_model=name, base_revision=None)
 
 
 def results_of(runs: Path) -> list[dict[str, Any]]:
-    """Results of evaluations in the format of `Adapter.results`.
+    """Results of evaluations in the format of `GateBank.results`.
 
     Args:
         runs: a run directory, or one that holds several.

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
-from seergate.cli.adapters import add_card_options, add_source_options, described, read_adapter
+from seergate.cli.adapters import add_card_options, add_source_options, describe, read_gates
 from seergate.cli.eval import numbers
 
 HELP = (
@@ -59,17 +59,17 @@ def run(options: argparse.Namespace) -> int:
     sources = [source for source in options.sources.split(",") if source]
     if options.weights and len(sources) < 2:
         raise SeergateError("weights are for an average; name two sources or more, with commas")
-    adapters = [read_adapter(source, options) for source in sources]
-    adapter = adapters[0] if len(adapters) == 1 else average(adapters, options.weights)
+    banks = [read_gates(source, options) for source in sources]
+    bank = banks[0] if len(banks) == 1 else average(banks, options.weights)
     if options.layers is not None:
-        adapter = subset(adapter, options.layers)
+        bank = subset(bank, options.layers)
     if options.dtype is not None:
-        adapter = cast(adapter, getattr(torch, options.dtype))
-    adapter = described(adapter, options)
+        bank = cast(bank, getattr(torch, options.dtype))
+    describe(bank, options)
     if options.format == "published":
-        export_published(adapter, options.out)
+        export_published(bank, options.out)
     else:
         source = Source(options.loaded_as) if options.loaded_as else None
-        save_adapter(adapter, options.out, card_source=source)
-    print(f"written: {options.out} ({len(adapter.geometry.layers)} layers, {adapter.nbytes / 1e6:.1f} MB)")
+        save_adapter(bank, options.out, card_source=source)
+    print(f"written: {options.out} ({len(bank.geometry.layers)} layers, {bank.nbytes / 1e6:.1f} MB)")
     return 0

@@ -6,11 +6,11 @@ import argparse
 import json
 from typing import TYPE_CHECKING, Any
 
-from seergate.cli.adapters import add_source_options, read_adapter
+from seergate.cli.adapters import add_source_options, read_gates
 from seergate.gates.card import percent_right, scoring
 
 if TYPE_CHECKING:
-    from seergate.gates import Adapter
+    from seergate.hf.bank import GateBank
 
 HELP = (
     "what gates are for, how they were trained, how good they are",
@@ -32,18 +32,16 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(options: argparse.Namespace) -> int:
-    """Read the adapter and print what it says."""
-    adapter = read_adapter(options.source, options)
-    facts = describe(adapter)
+    """Read the gates and print the facts about them."""
+    bank = read_gates(options.source, options)
+    facts = facts_of(bank)
     if options.diff is not None:
-        from seergate.gates import diff
-
-        found = diff(adapter, read_adapter(options.diff, options))
+        found = bank.diff(read_gates(options.diff, options))
         changed = {name: vars(entry) for name, entry in found.tensors.items()}
         facts["difference"] = {
             "fields": found.fields,
             "tensors": changed,
-            "compared": len(adapter.tensors) - len(found.only_first),
+            "compared": len(bank.state_dict()) - len(found.only_first),
             "only here": found.only_first,
             "only there": found.only_second,
         }
@@ -54,9 +52,9 @@ def run(options: argparse.Namespace) -> int:
     return 0
 
 
-def describe(adapter: Adapter) -> dict[str, Any]:
-    """The facts about an adapter, in sections."""
-    gate, geometry = adapter.gate, adapter.geometry
+def facts_of(bank: GateBank) -> dict[str, Any]:
+    """The facts about gates, in sections."""
+    gate, geometry = bank.config, bank.geometry
     return {
         "gates": {
             "block size": gate.block_size,
@@ -65,10 +63,10 @@ def describe(adapter: Adapter) -> dict[str, Any]:
             "q/k norm": None if gate.retention else gate.qk_norm,
             "RoPE": None if gate.retention else gate.rope,
             "gated layers": len(geometry.layers),
-            "parameters": adapter.parameters,
-            "megabytes": round(adapter.nbytes / 1e6, 1),
-            "dtype": str(adapter.dtype).removeprefix("torch."),
-            "decoding defaults": adapter.decode or None,
+            "parameters": bank.num_parameters,
+            "megabytes": round(bank.nbytes / 1e6, 1),
+            "dtype": str(bank.dtype).removeprefix("torch."),
+            "decoding defaults": bank.decode_defaults or None,
         },
         "base model": {
             "name": geometry.base_model,
@@ -76,10 +74,10 @@ def describe(adapter: Adapter) -> dict[str, Any]:
             "type": geometry.model_type,
             "layers": geometry.num_layers,
             "heads": f"{geometry.num_heads} query, {geometry.num_kv_heads} KV, width {geometry.head_dim}",
-            "licence": adapter.licence.get("license"),
+            "licence": bank.licence.get("license"),
         },
-        "training": adapter.training,
-        "results": list(adapter.results),
+        "training": bank.training_record,
+        "results": list(bank.results),
     }
 
 

@@ -6,7 +6,7 @@ import argparse
 import tempfile
 from pathlib import Path
 
-from seergate.cli.adapters import add_card_options, described
+from seergate.cli.adapters import add_card_options, describe
 from seergate.errors import SeergateError
 
 HELP = (
@@ -38,28 +38,28 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(options: argparse.Namespace) -> int:
-    """Read the adapter, describe it, upload it."""
-    from seergate.gates import CARD_FILE, Source, base_note, check_repo_id, push_adapter, read_card, save_adapter
-    from seergate.hf.published import load_adapter
+    """Read the gates, describe them, upload them."""
+    from seergate.gates import CARD_FILE, Source, base_note, check_repo_id, read_card, save_adapter
+    from seergate.hf.bank import GateBank
 
     directory = Path(options.directory)
     if not directory.is_dir():
         raise SeergateError(f"{directory} is not a directory; push uploads a directory of gates")
-    adapter = described(load_adapter(directory), options)
+    bank = GateBank.from_pretrained(directory)
+    describe(bank, options)
     if options.dry_run:
         check_repo_id(options.repo_id)
         with tempfile.TemporaryDirectory() as place:
             if card := read_card(directory):
                 (Path(place) / CARD_FILE).write_text(card, encoding="utf-8")
             source = Source(options.repo_id, options.revision, options.subfolder)
-            files = sorted(save_adapter(adapter, place, card_source=source).iterdir())
+            files = sorted(save_adapter(bank, place, card_source=source).iterdir())
             print((Path(place) / CARD_FILE).read_text(encoding="utf-8"))
             print(f"not uploaded: {', '.join(f'{file.name} ({file.stat().st_size:,} bytes)' for file in files)}")
         return 0
-    if note := base_note(adapter.geometry.base_model):
+    if note := base_note(bank.geometry.base_model):
         print(note)
-    address = push_adapter(
-        adapter,
+    address = bank.push_to_hub(
         options.repo_id,
         card=read_card(directory),
         private=options.private,

@@ -65,7 +65,7 @@ from seergate.distill.speed import loss_pairs
 from seergate.distill.tracking import Tracking, check_trackers
 from seergate.errors import SeergateError, first_line
 from seergate.fingerprint import fingerprint
-from seergate.gates import base_note, save_adapter
+from seergate.gates import base_note, cast, save_adapter
 from seergate.hf.bank import GateBank
 from seergate.hf.distill_loss import PUBLISHED_SCALE
 from seergate.hf.loading import download_weights, load_tokenizer, skeleton
@@ -668,10 +668,7 @@ class _Run:
             "kl_last_step": self.progress.final_kl,
             "kl_held_out_best": self.progress.best_kl,
         }
-        adapter = self.bank.to_adapter()
-        dtype = base_dtype(self.config, self.world.device)
-        tensors = {name: x.to(dtype) if x.is_floating_point() else x for name, x in adapter.tensors.items()}
-        save_adapter(replace(adapter, tensors=tensors), directory)
+        save_adapter(cast(self.bank, base_dtype(self.config, self.world.device)), directory)
 
     def _publish(self) -> None:
         """Upload the finished adapter, if asked to. A failure costs the upload and nothing else."""

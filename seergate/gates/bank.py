@@ -1,49 +1,60 @@
-"""Gates: one gate per gated layer of a model. They own only their weights, never the base model."""
+"""Gates: one gate per gated layer of a model, and everything that is saved with them."""
 
 from __future__ import annotations
 
-import os
-from collections.abc import Iterable, Iterator, Sequence
-from pathlib import Path
+import reprlib
+from collections.abc import Iterator, Mapping, Sequence
+from functools import reduce
 from typing import Any, Self
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from seergate.config import DecodeConfig, GateConfig
-from seergate.errors import SeergateError
-from seergate.gates.files import save_adapter
-from seergate.gates.hub import check_repo_id, push_adapter
-from seergate.gates.merging import AdapterDiff, average, diff, subset
-from seergate.gates.record import Adapter, check_adapter
+from seergate.errors import SeergateError, first_line
 from seergate.gates.retention import RetentionGate
 from seergate.gates.scorer import Scorer
 from seergate.gates.scorers import make_scorer
 from seergate.geometry import ModelGeometry
 
+DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
+
 
 class Gates(nn.Module):
-    """The gates of one model, without anything that needs the model itself; users have its subclass `GateBank`.
+    """The gates of one model as data; users have the subclass `seergate.GateBank`, which knows models and files.
 
-    The state dict is the adapter: ``layers.{i}.`` and the names of the scorer, such as ``q_proj.weight``.
+    The state dict is that of the adapter: ``layers.{i}.`` and the names of the scorer, such as ``q_proj.weight``. The
+    base model is never part of it.
 
     Args:
         config: the architecture, the same for all layers.
         geometry: the model that the gates are for.
-        training: how they were trained; saved with them.
+        training: how they were trained, as JSON types; the attribute is ``training_record``.
+        decode_defaults: fields of `DecodeConfig` to decode with by default, such as ``{"compat": "published"}``.
+        results: measured results, one mapping each: ``task``, ``method``, ``token_budget``, ``accuracy`` (0..1),
+            ``standard_error``, ``samples``; other keys are kept.
+        licence: ``license`` and, for one without an identifier, ``license_name`` and ``license_link``.
 
     Attributes:
-        decode_defaults, results, licence: see `Adapter`; saved with the gates.
         source: the directory or Hub id that they were loaded from, or empty.
     """
 
-    def __init__(self, config: GateConfig, geometry: ModelGeometry, training: dict[str, Any] | None = None) -> None:
+    def __init__(
+        self,
+        config: GateConfig,
+        geometry: ModelGeometry,
+        training: Mapping[str, Any] | None = None,
+        *,
+        decode_defaults: Mapping[str, Any] | None = None,
+        results: Sequence[dict[str, Any]] = (),
+        licence: Mapping[str, str] | None = None,
+    ) -> None:
         super().__init__()
         self.config, self.geometry = config, geometry
         self.training_record = dict(training or {})
-        self.decode_defaults: dict[str, Any] = {}
-        self.results: tuple[dict[str, Any], ...] = ()
-        self.licence: dict[str, str] = {}
+        self.decode_defaults = dict(decode_defaults or {})
+        self.results = tuple(results)
+        self.licence = dict(licence or {})
         self.source = ""
         self.layers = nn.ModuleDict({str(layer): make_scorer(config, geometry) for layer in geometry.layers})
 
@@ -66,6 +77,21 @@ class Gates(nn.Module):
     def __len__(self) -> int:
         return len(self.layers)
 
+    @property
+    def num_parameters(self) -> int:
+        """Number of parameters."""
+        return sum(parameter.numel() for parameter in self.parameters())
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the parameters."""
+        return sum(parameter.nbytes for parameter in self.parameters())
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """The parameters' dtype."""
+        return next(self.parameters()).dtype
+
     def decode_config(self, **given: Any) -> DecodeConfig:
         """The decode configuration of these gates: their `decode_defaults`, overruled by ``given``.
 
@@ -75,82 +101,83 @@ class Gates(nn.Module):
         kept = {key: value for key, value in self.decode_defaults.items() if not (key in rules and rules & set(given))}
         return DecodeConfig(**{**kept, **given})
 
-    def save_pretrained(
-        self,
-        save_directory: str | os.PathLike[str],
-        *,
-        push_to_hub: bool = False,
-        repo_id: str | None = None,
-        **push_options: Any,
-    ) -> None:
-        """Write the adapter: `gate_config.json`, `gate_model.safetensors`, `README.md`.
-
-        Args:
-            save_directory: made if need be. An adapter that is there is replaced.
-            push_to_hub: also upload it.
-            repo_id: where to; by default the directory's name, in one's own namespace.
-            **push_options: further arguments of `push_to_hub`.
-
-        Raises:
-            SeergateError: if it cannot be written or uploaded.
-        """
-        idle = [*(["repo_id"] if repo_id is not None else []), *push_options]
-        if idle and not push_to_hub:
-            raise SeergateError(f"{', '.join(idle)} needs push_to_hub=True")
-        target = repo_id or Path(save_directory).resolve().name
-        if push_to_hub:
-            check_repo_id(target)
-        save_adapter(self.to_adapter(), save_directory)
-        if push_to_hub:
-            self.push_to_hub(target, **push_options)
-
-    def push_to_hub(self, repo_id: str, **options: Any) -> str:
-        """Upload the adapter in one commit and return the address of that commit, or of the pull request.
-
-        Args:
-            repo_id: ``org/name``, or ``name`` in one's own namespace; made if need be.
-            **options: ``private``, ``token``, ``revision``, ``subfolder``, ``commit_message``,
-                ``commit_description``, ``create_pr``, ``card``: what `seergate.gates.push_adapter` takes.
-
-        Raises:
-            SeergateError: if the Hub refuses, with its reason.
-        """
-        return push_adapter(self.to_adapter(), repo_id, **options)
-
-    def to_adapter(self) -> Adapter:
-        """The adapter's contents."""
-        return Adapter(
-            gate=self.config,
-            geometry=self.geometry,
-            tensors=dict(self.state_dict()),
-            training=self.training_record,
-            decode=self.decode_defaults,
-            results=tuple(self.results),
-            licence=self.licence,
-        )
+    def record(self) -> dict[str, Any]:
+        """Everything but the weights: the arguments of the constructor."""
+        return {
+            "config": self.config,
+            "geometry": self.geometry,
+            "training": self.training_record,
+            "decode_defaults": self.decode_defaults,
+            "results": self.results,
+            "licence": self.licence,
+        }
 
     @classmethod
-    def from_adapter(cls, adapter: Adapter, source: str = "the adapter") -> Self:
-        """Build the bank an adapter describes, accounting for every tensor."""
-        check_adapter(adapter, source)
-        with torch.device("cpu"):
-            bank = cls(adapter.gate, adapter.geometry, adapter.training)
-        bank.decode_defaults, bank.results, bank.licence = dict(adapter.decode), adapter.results, dict(adapter.licence)
-        if adapter.dtype is not None:
-            bank.to(adapter.dtype)
-        bank.load_state_dict(adapter.tensors)
+    def holding(cls, tensors: Mapping[str, Tensor], source: str, **record: Any) -> Self:
+        """Gates with copies of these weights, on the CPU and all in one dtype, the widest of them.
+
+        Args:
+            tensors: the state dict.
+            source: for error messages.
+            **record: the arguments of the constructor.
+
+        Raises:
+            SeergateError: naming the first result that cannot be, or the first tensor that is missing, left over, of
+                the wrong shape, not floating-point or not finite.
+        """
+        _check_results(record.get("results", ()), source)
+        _check_tensors(tensors, _expected_shapes(record["config"], record["geometry"], source), source)
+        with torch.device("meta"):
+            bank = cls(**record)
+        dtype = reduce(torch.promote_types, (tensor.dtype for tensor in tensors.values()))
+        copies = {
+            name: tensor.detach().to("cpu", dtype, copy=True, memory_format=torch.contiguous_format)
+            for name, tensor in tensors.items()
+        }
+        bank.load_state_dict(copies, assign=True)
         return bank
 
-    @classmethod
-    def average(cls, banks: Sequence[Gates], weights: Sequence[float] | None = None) -> Self:
-        """The weighted mean of gates for the same model; results measured with the parts do not hold for the mean."""
-        return cls.from_adapter(average([bank.to_adapter() for bank in banks], weights), "the average")
+    def derived(self, tensors: Mapping[str, Tensor] | None = None, **changes: Any) -> Self:
+        """A copy on the CPU, with other weights or with other parts of the record."""
+        weights = self.state_dict() if tensors is None else tensors
+        return self.holding(weights, "these gates", **{**self.record(), **changes})
 
-    def subset(self, layers: Iterable[int]) -> Self:
-        """The gates of some layers, as a bank of its own; the model's other layers stay dense."""
-        copied = subset(self.to_adapter(), layers)
-        return type(self).from_adapter(copied, "the subset")
 
-    def diff(self, other: Gates) -> AdapterDiff:
-        """Differences from other gates, field by field and tensor by tensor."""
-        return diff(self.to_adapter(), other.to_adapter())
+def _expected_shapes(config: GateConfig, geometry: ModelGeometry, source: str) -> dict[str, tuple[int, ...]]:
+    """The shapes of the tensors of gates, by name."""
+    try:
+        with torch.device("meta"):
+            one = make_scorer(config, geometry)
+    except (ValueError, TypeError, RuntimeError, OverflowError) as error:  # torch's own for absurd sizes
+        raise SeergateError(f"{source}: {first_line(error)}") from error
+    shapes = {name: tuple(tensor.shape) for name, tensor in one.state_dict().items()}
+    return {f"layers.{layer}.{name}": shape for layer in geometry.layers for name, shape in shapes.items()}
+
+
+def _check_tensors(tensors: Mapping[str, Tensor], expected: dict[str, tuple[int, ...]], source: str) -> None:
+    for name in sorted(expected.keys() | tensors.keys()):
+        if name not in tensors:
+            raise SeergateError(f"{source}: the tensor {name} is missing; its shape must be {expected[name]}")
+        if name not in expected:
+            raise SeergateError(f"{source}: the tensor {name} belongs to no gate that its configuration describes")
+        tensor = tensors[name]
+        if tuple(tensor.shape) != expected[name]:
+            shape = tuple(tensor.shape)
+            raise SeergateError(f"{source}: the tensor {name} has shape {shape}; it must be {expected[name]}")
+        if tensor.dtype not in DTYPES:
+            kinds = ", ".join(str(kind).removeprefix("torch.") for kind in DTYPES)
+            raise SeergateError(f"{source}: the tensor {name} has dtype {tensor.dtype}; it must be one of {kinds}")
+        if not bool(tensor.isfinite().all()):
+            raise SeergateError(f"{source}: the tensor {name} holds values that are not finite numbers")
+
+
+def _check_results(results: Sequence[Any], source: str) -> None:
+    for result in results:
+        if not isinstance(result, dict):
+            raise SeergateError(f"{source}: results holds {result!r}; it must be a list of objects")
+        for name in ("token_budget", "accuracy", "standard_error", "samples", "mean_tokens"):
+            value = result.get(name)
+            number = isinstance(value, (int, float)) and not isinstance(value, bool) and abs(value) < 1e300
+            if value is not None and not number:
+                shown = reprlib.repr(value)
+                raise SeergateError(f"{source}: {name} of a result is {shown}; it must be a number or null")

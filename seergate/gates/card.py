@@ -15,7 +15,8 @@ from typing import Any
 import yaml
 
 from seergate.config import GateConfig
-from seergate.gates.record import Adapter, portable_base
+from seergate.gates.bank import Gates
+from seergate.gates.record import portable_base
 from seergate.paths import directory_here, is_hub_id
 
 CARD_FILE, PLOT_FILE = "README.md", "accuracy.png"
@@ -55,21 +56,21 @@ class Source:
         return json.dumps(self.name) + "".join(named)
 
 
-def model_card(adapter: Adapter, source: Source, *, existing: str | None = None, plotted: bool = False) -> str:
-    """The README of an adapter.
+def model_card(bank: Gates, source: Source, *, existing: str | None = None, plotted: bool = False) -> str:
+    """The README of an bank.
 
     Args:
-        adapter: what it describes.
+        bank: the gates that it describes.
         source: what the usage example loads.
         existing: the card that is replaced; what its owner wrote is kept.
         plotted: whether `accuracy.png` lies beside it.
     """
     old_metadata, old_text = _split(existing or "")
-    new = _metadata(adapter, source)
+    new = _metadata(bank, source)
     merged = {**old_metadata, **new}
     merged["tags"] = [*new["tags"], *(tag for tag in _texts(old_metadata.get("tags")) if tag not in new["tags"])]
     before, after = _own_text(old_text)
-    body = "\n".join([BEGIN, *_body(adapter, source, plotted), END])
+    body = "\n".join([BEGIN, *_body(bank, source, plotted), END])
     header = yaml.safe_dump(merged, sort_keys=False, allow_unicode=True)
     return f"---\n{header}---\n\n{before.lstrip()}{body}{after.rstrip()}\n"
 
@@ -79,11 +80,11 @@ def has_own_text(card: str) -> bool:
     return any(part.strip() for part in _own_text(_split(card)[1]))
 
 
-def usage(adapter: Adapter, source: Source) -> str:
+def usage(bank: Gates, source: Source) -> str:
     """Python that loads the adapter and generates with it; it runs as it stands."""
-    base = portable_base(adapter.geometry.base_model)
-    own_rule = {"threshold", "top_p", "token_budget"} & set(adapter.decode)
-    rule = "" if own_rule else f", token_budget={_budget(adapter)}"
+    base = portable_base(bank.geometry.base_model)
+    own_rule = {"threshold", "top_p", "token_budget"} & set(bank.decode_defaults)
+    rule = "" if own_rule else f", token_budget={_budget(bank)}"
     if base is None:
         return (
             "from seergate import GateBank\n\n"
@@ -94,7 +95,7 @@ def usage(adapter: Adapter, source: Source) -> str:
     if not _has_tokenizer(base):
         return "\n".join([*lines, "# an ordinary transformers model: model.generate(...) decodes sparsely"])
     imports, question = ["from transformers import AutoTokenizer", ""], '"How many positive divisors does 360 have?"'
-    if _options(adapter).get("data") == "chain_sum":  # models of this task know the words of its problems, no others
+    if _options(bank).get("data") == "chain_sum":  # models of this task know the words of its problems, no others
         imports = ["import random", "", *imports]
         lines.insert(1, "from seergate.chain_sum import make_problem")
         question = "make_problem(20, random.Random(0)).question"
@@ -113,40 +114,40 @@ def usage(adapter: Adapter, source: Source) -> str:
     )
 
 
-def _budget(adapter: Adapter) -> int:
+def _budget(bank: Gates) -> int:
     """A token budget at which something is skipped: an eighth of the trained length, as a power of two below it."""
-    longest = _options(adapter).get("max_length")
+    longest = _options(bank).get("max_length")
     budget = 4096
     if isinstance(longest, int) and not isinstance(longest, bool) and longest >= 8:
         budget = 1 << ((longest // 8).bit_length() - 1)
-    sinks = adapter.gate.sink_blocks
-    return max(budget, (1 + sinks + (sinks > 0)) * adapter.gate.block_size)
+    sinks = bank.config.sink_blocks
+    return max(budget, (1 + sinks + (sinks > 0)) * bank.config.block_size)
 
 
-def _metadata(adapter: Adapter, source: Source) -> dict[str, Any]:
+def _metadata(bank: Gates, source: Source) -> dict[str, Any]:
     """The card's metadata, in the Hub's vocabulary."""
     from huggingface_hub import ModelCardData
 
-    base = adapter.geometry.base_model
-    data: dict[str, Any] = {"library_name": "seergate", "pipeline_tag": "text-generation", **adapter.licence}
+    base = bank.geometry.base_model
+    data: dict[str, Any] = {"library_name": "seergate", "pipeline_tag": "text-generation", **bank.licence}
     if is_hub_id(base):
         data |= {"base_model": base, "base_model_relation": "adapter"}
-    dataset = _options(adapter).get("data")
+    dataset = _options(bank).get("data")
     if isinstance(dataset, str) and is_hub_id(dataset):
         data["datasets"] = [dataset]
-    results = _eval_results(adapter)
+    results = _eval_results(bank)
     if results:
         data |= {"model_name": Path(source.name).name, "eval_results": results}
     return {**ModelCardData(**data).to_dict(), "tags": list(TAGS)}
 
 
-def _eval_results(adapter: Adapter) -> list[Any]:
+def _eval_results(bank: Gates) -> list[Any]:
     """Measurements of the gates, for the card's `model-index`."""
     from huggingface_hub import EvalResult
 
     found = []
-    for result in adapter.results:
-        if result.get("method") not in ("gate", adapter.gate.scorer) or not isinstance(
+    for result in bank.results:
+        if result.get("method") not in ("gate", bank.config.scorer) or not isinstance(
             result.get("accuracy"), (int, float)
         ):
             continue
@@ -161,9 +162,9 @@ def _eval_results(adapter: Adapter) -> list[Any]:
                 metric_name=f"accuracy (%), token budget {result.get('token_budget')}",
             )
         )
-    kl = adapter.training.get("kl_held_out_best")
+    kl = bank.training_record.get("kl_held_out_best")
     if isinstance(kl, (int, float)):
-        data = str(_options(adapter).get("data", "training data"))
+        data = str(_options(bank).get("data", "training data"))
         found.append(
             EvalResult(
                 task_type="text-generation",
@@ -171,19 +172,19 @@ def _eval_results(adapter: Adapter) -> list[Any]:
                 dataset_name=f"{data}, held out",
                 metric_type="kl_divergence",
                 metric_value=round(kl, 6),
-                metric_name="loss" if adapter.gate.retention else "KL from the model's attention (nats per row)",
+                metric_name="loss" if bank.config.retention else "KL from the model's attention (nats per row)",
             )
         )
     return found
 
 
-def _body(adapter: Adapter, source: Source, plotted: bool) -> list[str]:
-    geometry, gate = adapter.geometry, adapter.gate
+def _body(bank: Gates, source: Source, plotted: bool) -> list[str]:
+    geometry, gate = bank.geometry, bank.config
     base = portable_base(geometry.base_model)
     revision = f" at revision `{_plain(geometry.base_revision)}`" if geometry.base_revision else ""
     layers = len(geometry.layers)
     total = f" of {geometry.num_layers}" if geometry.num_layers else ""
-    kind = "several dtypes" if adapter.dtype is None else str(adapter.dtype).removeprefix("torch.")
+    kind = str(bank.dtype).removeprefix("torch.")
     yes = {True: "yes", False: "no"}
     norm_and_rope = [] if gate.retention else [f"| q/k norm, RoPE | {yes[gate.qk_norm]}, {yes[gate.rope]} |"]
     lines = [
@@ -197,7 +198,7 @@ def _body(adapter: Adapter, source: Source, plotted: bool) -> list[str]:
         "## Use",
         "",
         "```python",
-        usage(adapter, source),
+        usage(bank, source),
         "```",
         "",
         "## Gates",
@@ -210,16 +211,16 @@ def _body(adapter: Adapter, source: Source, plotted: bool) -> list[str]:
         *norm_and_rope,
         f"| gated layers | {layers}{total} |",
         f"| query and KV heads, their width | {geometry.num_heads} and {geometry.num_kv_heads}, {geometry.head_dim} |",
-        f"| parameters | {adapter.parameters:,} ({kind}, {adapter.nbytes / 1e6:.1f} MB) |",
+        f"| parameters | {bank.num_parameters:,} ({kind}, {bank.nbytes / 1e6:.1f} MB) |",
     ]
-    if adapter.decode:
-        settings = ", ".join(f"{key}={value!r}" for key, value in adapter.decode.items())
+    if bank.decode_defaults:
+        settings = ", ".join(f"{key}={value!r}" for key, value in bank.decode_defaults.items())
         lines.append(f"| decoding defaults | `{_plain(settings)}` |")
-    return [*lines, "", *_results(adapter, plotted), *_training(adapter)]
+    return [*lines, "", *_results(bank, plotted), *_training(bank)]
 
 
-def _results(adapter: Adapter, plotted: bool) -> list[str]:
-    if not adapter.results:
+def _results(bank: Gates, plotted: bool) -> list[str]:
+    if not bank.results:
         return []
     lines = ["## Results", ""]
     if plotted:
@@ -228,7 +229,7 @@ def _results(adapter: Adapter, plotted: bool) -> list[str]:
         "| task | method | token budget | accuracy (%) | samples | tokens per answer |",
         "|---|---|---|---|---|---|",
     ]
-    for result in adapter.results:
+    for result in bank.results:
         tokens = result.get("mean_tokens")
         cells = [
             result.get("task", ""),
@@ -243,23 +244,23 @@ def _results(adapter: Adapter, plotted: bool) -> list[str]:
 
 
 def percent_right(result: dict[str, Any]) -> str:
-    """The accuracy of one of `Adapter.results`, with half a 95 % interval where it is known: ``97.3 ± 2.0``."""
+    """The accuracy of one of `Gates`, with half a 95 % interval where it is known: ``97.3 ± 2.0``."""
     accuracy, error = result.get("accuracy"), result.get("standard_error")
     return "" if accuracy is None else f"{100 * accuracy:.1f}" + (f" ± {_HALF * error:.1f}" if error else "")
 
 
-def _training(adapter: Adapter) -> list[str]:
+def _training(bank: Gates) -> list[str]:
     """The recipe and the data, first what matters most, then everything that was recorded."""
-    record = adapter.training
+    record = bank.training_record
     if not record:
         return ["## Training", "", "Not recorded.", ""]
-    options = _options(adapter)
+    options = _options(bank)
     rows = [
         (name.replace("_", " "), options[name])
         for name in ("init_gates", "data", "max_steps", "learning_rate", "max_length")
         if options.get(name) is not None
     ]
-    loss, unit = ("loss", "") if adapter.gate.retention else ("KL", " (nats per row)")
+    loss, unit = ("loss", "") if bank.config.retention else ("KL", " (nats per row)")
     named = {
         "tokens_seen": "tokens seen",
         "kl_held_out_best": f"{loss} on held-out data{unit}",
@@ -280,8 +281,8 @@ def _training(adapter: Adapter) -> list[str]:
     return ["## Training", "", *table, *details, "</details>", ""]
 
 
-def _options(adapter: Adapter) -> dict[str, Any]:
-    options = adapter.training.get("config")
+def _options(bank: Gates) -> dict[str, Any]:
+    options = bank.training_record.get("config")
     return options if isinstance(options, dict) else {}
 
 
@@ -338,7 +339,7 @@ def results_plot(results: Sequence[dict[str, Any]], path: Path) -> bool:
     """Draw accuracy against budget, a line per task and method, with 95 % intervals; dense is a horizontal line.
 
     Args:
-        results: see `Adapter.results`.
+        results: see `Gates`.
         path: of the PNG file.
 
     Returns:

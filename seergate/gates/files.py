@@ -11,15 +11,16 @@ import json
 import os
 import tempfile
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 
 from seergate.durable import flush
 from seergate.errors import SeergateError
+from seergate.gates.bank import Gates
 from seergate.gates.card import CARD_FILE, PLOT_FILE, Source, model_card, results_plot
-from seergate.gates.record import Adapter, check_adapter, parse_record
+from seergate.gates.record import parse_record, to_record
 from seergate.version import __version__
 
 CONFIG_FILE, WEIGHTS_FILE, SIGN_FILE = "gate_config.json", "gate_model.safetensors", "config.json"
@@ -31,8 +32,11 @@ SIGN = {
 }
 
 
-def read_adapter(directory: Path) -> Adapter:
-    """Read an adapter, trusting nothing in it.
+G = TypeVar("G", bound=Gates)
+
+
+def read_adapter(directory: Path, kind: type[G]) -> G:
+    """Read an adapter as gates of this class, trusting nothing in it.
 
     Raises:
         SeergateError: if it is incomplete, damaged, or does not fit its own description.
@@ -42,27 +46,26 @@ def read_adapter(directory: Path) -> Adapter:
         if not path.is_file():
             raise SeergateError(_what_is_missing(directory, path.name))
     record = read_json(config)
-    adapter = parse_record(record, str(config))
+    described = parse_record(record, str(config))
     if record.get("files") not in (None, _sums(weights)):
         raise SeergateError(
             f"{weights} is damaged, or not the file that {CONFIG_FILE} was saved with: its SHA-256 is another"
         )
     try:
-        adapter.tensors.update(load_file(weights))
+        tensors = load_file(weights)
     except (SafetensorError, OSError, ValueError, RuntimeError) as error:
         raise SeergateError(f"{weights} is not a readable safetensors file: {error}") from error
-    check_adapter(adapter, str(directory))
-    return adapter
+    return kind.holding(tensors, str(directory), **described)
 
 
-def save_adapter(adapter: Adapter, directory: str | os.PathLike[str], *, card_source: Source | None = None) -> Path:
-    """Write an adapter.
+def save_adapter(bank: Gates, directory: str | os.PathLike[str], *, card_source: Source | None = None) -> Path:
+    """Write gates.
 
     Files are replaced one by one. The configuration holds the SHA-256 of the weights, so that what a killed process
     left half replaced is refused when it is read, and never taken for gates.
 
     Args:
-        adapter: what to write.
+        bank: the gates.
         directory: made if need be; an adapter that is there is replaced, other files are left alone.
         card_source: what the card's usage example loads; by default ``directory``.
 
@@ -75,8 +78,8 @@ def save_adapter(adapter: Adapter, directory: str | os.PathLike[str], *, card_so
     out = Path(directory)
     if out.exists() and not out.is_dir():
         raise SeergateError(f"{out} is a file; gates need a directory")
-    check_adapter(adapter, "these gates")
-    record = {**adapter.to_record(), "seergate_version": __version__}
+    bank = bank.derived()
+    record = {**to_record(bank), "seergate_version": __version__}
     try:
         json.dumps(record)
     except (TypeError, ValueError) as error:
@@ -86,11 +89,10 @@ def save_adapter(adapter: Adapter, directory: str | os.PathLike[str], *, card_so
         with tempfile.TemporaryDirectory(dir=out, prefix=".saving-") as place:
             scratch = Path(place)
             weights = scratch / WEIGHTS_FILE
-            tensors = {name: tensor.detach().cpu().contiguous() for name, tensor in adapter.tensors.items()}
-            save_file(tensors, weights, metadata={"format": "pt"})
+            save_file(dict(bank.state_dict()), weights, metadata={"format": "pt"})
             record["files"] = _sums(weights)
-            plotted = results_plot(adapter.results, scratch / PLOT_FILE)
-            card = model_card(adapter, card_source or Source(str(directory)), existing=read_card(out), plotted=plotted)
+            plotted = results_plot(bank.results, scratch / PLOT_FILE)
+            card = model_card(bank, card_source or Source(str(directory)), existing=read_card(out), plotted=plotted)
             (scratch / CARD_FILE).write_text(card, encoding="utf-8")
             if not (out / SIGN_FILE).exists():  # it may be a model's
                 write_json(scratch / SIGN_FILE, SIGN)

@@ -5,14 +5,13 @@ from __future__ import annotations
 import os
 import re
 import tempfile
-from dataclasses import replace
 from pathlib import Path, PurePosixPath
 from typing import Any
 
 from seergate.errors import SeergateError
+from seergate.gates.bank import Gates
 from seergate.gates.card import CARD_FILE, PLOT_FILE, Source, has_own_text
 from seergate.gates.files import SIGN_FILE, read_card, save_adapter
-from seergate.gates.record import Adapter
 from seergate.hub import hub_call
 from seergate.paths import HUB_ID, directory_here, gguf_file, is_local_model
 
@@ -90,7 +89,7 @@ def base_note(base_model: str | None) -> str | None:
 
 
 def push_adapter(
-    adapter: Adapter,
+    bank: Gates,
     repo_id: str,
     *,
     card: str | None = None,
@@ -102,13 +101,13 @@ def push_adapter(
     commit_description: str | None = None,
     create_pr: bool = False,
 ) -> str:
-    """Upload an adapter to the Hub, with a card made for it, creating the repository and the branch if need be.
+    """Upload gates to the Hub, with a card made for it, creating the repository and the branch if need be.
 
     All files change in one commit, so that no reader meets half of them. Other files of the repository, and what its
     owner wrote around the generated part of the card, are left alone.
 
     Args:
-        adapter: what to upload; without a licence it gets its base model's.
+        bank: the gates; without a licence they get their base model's.
         repo_id: ``org/name``, or ``name`` in one's own namespace.
         card: a README whose own text is kept; by default the repository's.
         private: whether a new repository is private; by default as its organisation wants it.
@@ -127,11 +126,11 @@ def push_adapter(
     check_repo_id(repo_id)
     if create_pr and revision not in (None, "main"):
         raise SeergateError(f"revision is {revision!r}; a pull request goes to main, so leave it out")
-    from huggingface_hub import CommitOperationAdd, CommitOperationDelete, HfApi
+    from huggingface_hub import HfApi
 
     api, inside = HfApi(token=token), _inside(subfolder)
-    if not adapter.licence:
-        adapter = replace(adapter, licence=licence_of_base(adapter, token))
+    if not bank.licence:
+        bank = bank.derived(licence=licence_of_base(bank, token))
     with hub_call(f"the gates could not be pushed to {repo_id}"), tempfile.TemporaryDirectory() as place:
         repo_id = api.create_repo(repo_id, private=private, exist_ok=True).repo_id  # in full
         if revision not in (None, "main"):
@@ -144,15 +143,13 @@ def push_adapter(
             card = read_card(Path(remote).parent)
         if card is not None:
             (directory / CARD_FILE).write_text(card, encoding="utf-8")
-        save_adapter(adapter, directory, card_source=Source(repo_id, revision, subfolder))
-        # A repository's own config.json may be a model's.
-        names = sorted(path.name for path in directory.iterdir() if path.name not in present & {SIGN_FILE})
-        operations: list[Any] = [CommitOperationAdd(str(inside / name), directory / name) for name in names]
-        if PLOT_FILE in present and PLOT_FILE not in names:
-            operations.append(CommitOperationDelete(str(inside / PLOT_FILE)))
-        commit = api.create_commit(
-            repo_id,
-            operations,
+        save_adapter(bank, directory, card_source=Source(repo_id, revision, subfolder))
+        commit = api.upload_folder(
+            repo_id=repo_id,
+            folder_path=directory,
+            path_in_repo=str(inside),
+            ignore_patterns=sorted(present & {SIGN_FILE}),  # a repository's own config.json may be a model's
+            delete_patterns=[PLOT_FILE],
             commit_message=commit_message,
             commit_description=commit_description,
             revision=revision,
@@ -161,11 +158,11 @@ def push_adapter(
     return str(commit.pr_url or commit.commit_url)
 
 
-def licence_of_base(adapter: Adapter, token: str | bool | None = None) -> dict[str, str]:
-    """The licence that the card of an adapter's base model states; empty if there is none to be found."""
+def licence_of_base(bank: Gates, token: str | bool | None = None) -> dict[str, str]:
+    """The licence that the card of the base model states; empty if there is none to be found."""
     from huggingface_hub import HfApi, ModelCard
 
-    name, revision = adapter.geometry.base_model, adapter.geometry.base_revision
+    name, revision = bank.geometry.base_model, bank.geometry.base_revision
     if name is None:
         return {}
     here = directory_here(name)

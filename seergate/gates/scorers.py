@@ -31,6 +31,6 @@ def make_scorer(config: GateConfig, geometry: ModelGeometry) -> Scorer | Retenti
         config,
         **heads,
         head_dim=geometry.head_dim,
-        inv_freq=torch.tensor(geometry.inv_freq, dtype=torch.float32) if config.rope else None,
+        inv_freq=torch.tensor(geometry.inv_freq, dtype=torch.float32, device="cpu") if config.rope else None,
         attention_scaling=geometry.attention_scaling,
     )

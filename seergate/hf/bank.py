@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Self
 
 import torch
 from torch import Tensor
 
 from seergate.config import GateConfig
 from seergate.errors import SeergateError
-from seergate.gates.bank import Gates
-from seergate.hf.published import load_adapter
+from seergate.gates import Gates, GatesDiff, average, check_repo_id, diff, push_adapter, save_adapter, subset
+from seergate.hf.published import load_gates
 from seergate.hf.teacher_forward import distill_step
 from seergate.hub import only_commit
 from seergate.models.families import gate_geometry, head_dim_of
@@ -74,9 +76,64 @@ class GateBank(Gates):
             SeergateError: if it is missing, damaged, or a tensor is missing, left over or of the wrong shape.
         """
         source = str(pretrained_model_name_or_path)
-        bank = cls.from_adapter(load_adapter(source, **hub), source).to(device=device, dtype=dtype)
+        bank = load_gates(cls, source, **hub).to(device=device, dtype=dtype)
         bank.source = source
         return bank
+
+    def save_pretrained(
+        self,
+        save_directory: str | os.PathLike[str],
+        *,
+        push_to_hub: bool = False,
+        repo_id: str | None = None,
+        **push_options: Any,
+    ) -> None:
+        """Write the adapter: `gate_config.json`, `gate_model.safetensors`, `README.md`.
+
+        Args:
+            save_directory: made if need be. An adapter that is there is replaced.
+            push_to_hub: also upload it.
+            repo_id: where to; by default the directory's name, in one's own namespace.
+            **push_options: further arguments of `push_to_hub`.
+
+        Raises:
+            SeergateError: if it cannot be written or uploaded.
+        """
+        idle = [*(["repo_id"] if repo_id is not None else []), *push_options]
+        if idle and not push_to_hub:
+            raise SeergateError(f"{', '.join(idle)} needs push_to_hub=True")
+        target = repo_id or Path(save_directory).resolve().name
+        if push_to_hub:
+            check_repo_id(target)
+        save_adapter(self, save_directory)
+        if push_to_hub:
+            self.push_to_hub(target, **push_options)
+
+    def push_to_hub(self, repo_id: str, **options: Any) -> str:
+        """Upload the adapter in one commit and return the address of that commit, or of the pull request.
+
+        Args:
+            repo_id: ``org/name``, or ``name`` in one's own namespace; made if need be.
+            **options: ``private``, ``token``, ``revision``, ``subfolder``, ``commit_message``,
+                ``commit_description``, ``create_pr``, ``card``, as in `seergate.gates.push_adapter`.
+
+        Raises:
+            SeergateError: if the Hub refuses, with its reason.
+        """
+        return push_adapter(self, repo_id, **options)
+
+    @classmethod
+    def average(cls, banks: Sequence[Self], weights: Sequence[float] | None = None) -> Self:
+        """The weighted mean of gates for the same model; results measured with the parts do not hold for the mean."""
+        return average(banks, weights)
+
+    def subset(self, layers: Iterable[int]) -> Self:
+        """The gates of some layers, as a bank of its own; the model's other layers stay dense."""
+        return subset(self, layers)
+
+    def diff(self, other: Gates) -> GatesDiff:
+        """Differences from other gates, field by field and tensor by tensor."""
+        return diff(self, other)
 
     def distill_loss(
         self,

@@ -12,16 +12,17 @@ import zipfile
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 
 from seergate.config import POOLINGS, GateConfig
 from seergate.errors import SeergateError, first_line
-from seergate.gates import Adapter, check_adapter, fetch
+from seergate.gates import Gates, fetch
 from seergate.gates import files as adapter_files
 from seergate.gates.files import read_json, write_json
+from seergate.geometry import ModelGeometry
 from seergate.hf.loading import base_config, skeleton
 from seergate.models.families import gate_geometry
 from seergate.paths import is_hub_id
@@ -48,10 +49,14 @@ _DEFAULTS: dict[str, Any] = {
 _RECORD = "published_config"
 
 
-def load_adapter(source: str | os.PathLike[str], **hub: Any) -> Adapter:
+G = TypeVar("G", bound=Gates)
+
+
+def load_gates(kind: type[G], source: str | os.PathLike[str], **hub: Any) -> G:
     """Read gates from a directory or from the Hub: an adapter, or the published format.
 
     Args:
+        kind: class of the result.
         source: directory or Hub repository.
         **hub: ``revision``, ``subfolder``, ``token``, ``cache_dir``, ``local_files_only``, ``force_download``
             (`seergate.gates.fetch`).
@@ -62,18 +67,19 @@ def load_adapter(source: str | os.PathLike[str], **hub: Any) -> Adapter:
     files = [adapter_files.CONFIG_FILE, adapter_files.WEIGHTS_FILE, CONFIG_FILE, WEIGHTS_FILE]
     directory = fetch(str(source), patterns=files, **hub)
     if (directory / adapter_files.CONFIG_FILE).is_file() or not _is_published(directory):
-        return adapter_files.read_adapter(directory)
-    return read_published(directory, source)
+        return adapter_files.read_adapter(directory, kind)
+    return read_published(kind, directory, source)
 
 
-def read_published(directory: Path, source: str | os.PathLike[str]) -> Adapter:
+def read_published(kind: type[G], directory: Path, source: str | os.PathLike[str]) -> G:
     """Read gates in the published format.
 
     The file of the weights is a pickle: it is read with PyTorch's weights-only unpickler, and only after a look at the
-    archive around it. Each layer must have 2 tensors, or 4 with q/k norm, and none may be left over. The adapter asks
-    for ``compat="published"`` when it is loaded, so that it decodes as the published code does.
+    archive around it. Each layer must have 2 tensors, or 4 with q/k norm, and none may be left over. The gates ask for
+    ``compat="published"``, so that they decode as the published code does.
 
     Args:
+        kind: class of the result.
         directory: with `config.json` and `attn_gate_weights.pth`.
         source: what the user calls it.
 
@@ -99,38 +105,35 @@ def read_published(directory: Path, source: str | os.PathLike[str]) -> Adapter:
     gate = _gate_config(config, tensors, where)
     geometry = gate_geometry(_skeleton(config, where), gate)
     geometry = replace(geometry, base_model=base, base_revision=None)
-    adapter = Adapter(
-        gate=gate,
-        geometry=geometry,
-        tensors=tensors,
-        training={
-            "imported_from": str(source) if is_hub_id(str(source)) else Path(source).resolve().name,
-            _RECORD: config,
-        },
-        decode={"compat": "published"},
-    )
+    imported_from = str(source) if is_hub_id(str(source)) else Path(source).resolve().name
     try:
-        check_adapter(adapter, str(source))
+        return kind.holding(
+            tensors,
+            str(source),
+            config=gate,
+            geometry=geometry,
+            training={"imported_from": imported_from, _RECORD: config},
+            decode_defaults={"compat": "published"},
+        )
     except SeergateError as error:
         if re.search(r"\.[qk]_proj\.weight has shape", str(error)):
             raise SeergateError(f"{error} (gates for sparse prefill?)") from error
         raise
-    return adapter
 
 
-def export_published(adapter: Adapter, directory: str | os.PathLike[str]) -> Path:
+def export_published(bank: Gates, directory: str | os.PathLike[str]) -> Path:
     """Write gates in the published format, for the published code.
 
     Args:
-        adapter: what to write.
+        bank: the gates.
         directory: made if need be; must not hold a model.
 
     Raises:
         SeergateError: if the published code could not read these gates, or they cannot be written.
     """
-    gate, geometry = adapter.gate, adapter.geometry
-    _check_exportable(adapter)
-    recorded = adapter.training.get(_RECORD)
+    gate, geometry = bank.config, bank.geometry
+    _check_exportable(gate, geometry)
+    recorded = bank.training_record.get(_RECORD)
     if isinstance(recorded, dict):
         config = dict(recorded)
     elif geometry.base_model is None:
@@ -151,7 +154,7 @@ def export_published(adapter: Adapter, directory: str | os.PathLike[str]) -> Pat
         config["seerattn_sparsity_method"] = "threshold"
     members = {ours: theirs for theirs, ours in _MEMBERS.items()}
     weights = {}
-    for name, tensor in adapter.tensors.items():
+    for name, tensor in bank.state_dict().items():
         _, layer, member, _ = name.split(".")
         weights[f"{_PREFIX.format(layer=layer)}{members[member]}.weight"] = tensor.detach().cpu().contiguous()
     out = Path(directory)
@@ -266,8 +269,7 @@ def _skeleton(config: dict[str, Any], where: str) -> Any:
         raise SeergateError(f"{where}: no model can be built from it: {first_line(error)}") from error
 
 
-def _check_exportable(adapter: Adapter) -> None:
-    gate, geometry = adapter.gate, adapter.geometry
+def _check_exportable(gate: GateConfig, geometry: ModelGeometry) -> None:
     problems = []
     if gate.scorer != "attn_gate":
         problems.append(f"scorer is {gate.scorer!r} (they have attn_gate)")
