@@ -4,18 +4,76 @@ corrects the errors of sparse steps (`Lossless`, `Rectify`).
 
 from __future__ import annotations
 
+import pkgutil
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, fields
 from typing import Any, Literal
 
-SCORERS = ("attn_gate", "msa", "indexer")
-"""Scorers of blocks, for the method `gate`."""
-RETENTION = {"fast_kvzip": 16, "trim_kv": 512}
-"""Scorers of tokens, for the evicting method of the same name: name -> the width of its authors' gates."""
 TARGETS = ("max", "sum", "selected")
 POOLINGS = ("max", "min", "avg")
 Q_POOLINGS = ("proj", "avgproj", "avg", "none")
 MIN_BLOCK_SIZE, MAX_BLOCK_SIZE = 8, 256
+
+
+@dataclass(frozen=True)
+class ScorerKind:
+    """A kind of gates. Classes are given themselves or, so that they are imported when needed, as "module:Class".
+
+    Attributes:
+        gate: class of the gates: a subclass of `seergate.gates.scorer.Scorer`, which scores blocks for the method
+            `gate`; or of `seergate.gates.retention.RetentionGate`, which scores tokens for the evicting method that
+            has the scorer's name.
+        loss: class of their distillation loss, a subclass of `seergate.hf.distill_loss.DistillLoss`.
+        retention: whether ``gate`` is a retention gate.
+        end_to_end: whether the loss sends gradients through the whole model.
+        poolings: whether the gates have the options ``k_pooling`` and ``q_pooling``.
+        gate_dim: default width; 128 if ``None``, in training the model's head dimension.
+    """
+
+    gate: str | type
+    loss: str | type = "seergate.hf.teacher_forward:BlockLoss"
+    retention: bool = False
+    end_to_end: bool = False
+    poolings: bool = False
+    gate_dim: int | None = None
+
+
+SCORERS = {
+    "attn_gate": ScorerKind("seergate.gates.gate:AttnGate", poolings=True),
+    "msa": ScorerKind("seergate.gates.msa:MSA"),
+    "indexer": ScorerKind("seergate.gates.indexer:Indexer"),
+    "fast_kvzip": ScorerKind(
+        "seergate.gates.fast_kvzip:FastKVzipGate", "seergate.hf.importance:ImportanceLoss", retention=True, gate_dim=16
+    ),
+    "trim_kv": ScorerKind(
+        *("seergate.gates.trim_kv:TrimKVGate", "seergate.hf.gated_student:StudentLoss"),
+        retention=True,
+        end_to_end=True,
+        gate_dim=512,
+    ),
+}
+"""All kinds of gates by the name of their scorer; a program may add its own."""
+
+
+def scorer_kind(name: str) -> ScorerKind:
+    """The kind of gates of a scorer.
+
+    Raises:
+        ValueError: if there is none of this name.
+    """
+    if name not in SCORERS:
+        raise ValueError(f"scorer is {name!r}; it must be one of {(*SCORERS,)}")
+    return SCORERS[name]
+
+
+def class_of(kind: str | type) -> Any:
+    """A class that is given itself or as "module:Class"."""
+    return pkgutil.resolve_name(kind) if isinstance(kind, str) else kind
+
+
+def is_retention(name: str) -> bool:
+    """True if a scorer, or the method of its name, scores tokens for eviction; false for other names."""
+    return name in SCORERS and SCORERS[name].retention
 
 
 def is_int(value: object) -> bool:
@@ -43,16 +101,17 @@ def check_recipe(
     row_stride: int,
 ) -> None:
     """Refuse what retention gates cannot learn by, and for others what `check_target` and `check_rows` refuse."""
-    if scorer not in RETENTION:
+    kind = scorer_kind(scorer)
+    if not kind.retention:
         check_rows(reduction, sink_blocks, row_stride)
         return check_target(target, target_budget, block_size, sink_blocks)
     given = (("target", target, "max"), ("reduction", reduction, "row_mean"), ("row_stride", row_stride, 1))
     for name, value, default in given:
         if value != default:
             raise ValueError(f"{name} is {value!r}; with scorer {scorer!r} it must be left out")
-    if scorer == "trim_kv" and (target_budget is None or not is_int(target_budget) or target_budget < 1):
+    if kind.end_to_end and (target_budget is None or not is_int(target_budget) or target_budget < 1):
         raise ValueError(
-            f"target_budget is {target_budget!r}; with scorer 'trim_kv' it must be the number of tokens that each KV "
+            f"target_budget is {target_budget!r}; with scorer {scorer!r} it must be the number of tokens that each KV "
             "head learns to do with"
         )
 
@@ -117,11 +176,10 @@ class GateConfig:
     sink_blocks: int = 0
 
     def __post_init__(self) -> None:
-        if self.scorer not in (*SCORERS, *RETENTION):
-            raise ValueError(f"scorer is {self.scorer!r}; it must be one of {(*SCORERS, *RETENTION)}")
+        kind = scorer_kind(self.scorer)
         if self.gate_dim is None:
-            object.__setattr__(self, "gate_dim", RETENTION.get(self.scorer, 128))
-        if self.retention:
+            object.__setattr__(self, "gate_dim", 128 if kind.gate_dim is None else kind.gate_dim)
+        if kind.retention:
             object.__setattr__(self, "rope", False)
         if not is_int(self.block_size) or not MIN_BLOCK_SIZE <= self.block_size <= MAX_BLOCK_SIZE:
             raise ValueError(
@@ -139,23 +197,27 @@ class GateConfig:
                 raise ValueError(f"{name} is {getattr(self, name)!r}; it must be True or False")
         if self.q_pooling not in Q_POOLINGS:
             raise ValueError(f"q_pooling is {self.q_pooling!r}; it must be one of {Q_POOLINGS}")
-        all_scorers = ("qk_norm", "sink_blocks")
-        for name, default in (("k_pooling", POOLINGS), ("q_pooling", "proj"), ("qk_norm", True), ("sink_blocks", 0)):
-            refused = self.retention or (self.scorer != "attn_gate" and name not in all_scorers)
-            if refused and getattr(self, name) != default:
+        for name, default, known in (
+            ("k_pooling", POOLINGS, kind.poolings),
+            ("q_pooling", "proj", kind.poolings),
+            ("qk_norm", True, not kind.retention),
+            ("sink_blocks", 0, not kind.retention),
+        ):
+            if not known and getattr(self, name) != default:
                 raise ValueError(f"{name} is {getattr(self, name)!r}; with scorer {self.scorer!r} it must be left out")
 
     @property
     def retention(self) -> bool:
         """True if the gates score tokens for eviction, and not blocks for selection."""
-        return self.scorer in RETENTION
+        return SCORERS[self.scorer].retention
 
     def to_dict(self) -> dict[str, Any]:
         """Plain JSON types: the fields that the scorer has, its name unless it is ``attn_gate``, sinks if any."""
         values = {**asdict(self), "k_pooling": list(self.k_pooling)}
-        unused: tuple[str, ...] = ("scorer",) if self.scorer == "attn_gate" else ("k_pooling", "q_pooling")
-        unused += ("qk_norm", "rope") if self.retention else ()
-        unused += () if self.sink_blocks else ("sink_blocks",)
+        unused = [] if SCORERS[self.scorer].poolings else ["k_pooling", "q_pooling"]
+        unused += ["scorer"] if self.scorer == "attn_gate" else []
+        unused += ["qk_norm", "rope"] if self.retention else []
+        unused += [] if self.sink_blocks else ["sink_blocks"]
         return {name: value for name, value in values.items() if name not in unused}
 
     @classmethod

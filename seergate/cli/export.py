@@ -9,14 +9,17 @@ from seergate.cli.adapters import add_card_options, add_source_options, describe
 from seergate.cli.eval import numbers
 
 HELP = (
-    "copy gates to a directory: other precision, fewer layers, published format, average",
+    "copy gates to a directory: other precision, fewer layers, from or to the published format, average",
     "Write gates to a new directory, changed as you say. With several sources their average is written. With\n"
-    "--format published the result is what the published SeerAttention-R code loads.",
+    "--format published the result is what the published SeerAttention-R code loads. Gates in that format\n"
+    "(config.json and attn_gate_weights.pth) are read by every command, and decode as the published code does\n"
+    "(compat='published') unless you say otherwise.",
     [
         "seergate export org/Qwen3-8B-gates my-gates --dtype bfloat16",
         "seergate export runs/a,runs/b averaged --weights 0.25,0.75",
         "seergate export my-gates upper-half --layers 18-35",
         "seergate export my-gates published --format published",
+        "seergate export SeerAttention/SeerAttention-Decode-Qwen3-8B-AttnGates qwen3-8b-gates",
     ],
 )
 

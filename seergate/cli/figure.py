@@ -205,10 +205,10 @@ def _methods_with(gates: str | dict[str, str] | None, tiny: bool) -> list[str]:
 
 def _each_scorer(model: str, max_steps: int | None, out: Path) -> tuple[dict[str, str], list[str]]:
     """Gates of every scorer, trained at once if they are not there yet, and what that took."""
-    from seergate.config import RETENTION, SCORERS
+    from seergate.config import SCORERS
     from seergate.distill.ablation import Study, run_studies, table, variant_configs
 
-    study = Study(TRAINED, {}, {scorer: {"scorer": scorer} for scorer in (*RETENTION, *SCORERS)})
+    study = Study(TRAINED, {}, {scorer: {"scorer": scorer} for scorer in SCORERS})
     steps = {} if max_steps is None else {"max_steps": max_steps}
     configs = variant_configs(study, model, {"output_dir": str(out), **steps})
     (outcomes,) = run_studies([(study, configs)])

@@ -22,7 +22,6 @@ from seergate.cli import (
     export,
     figure,
     generate,
-    import_legacy,
     info,
     plan,
     prepare,
@@ -60,7 +59,7 @@ COMMANDS: dict[str, ModuleType] = {
     "info": info,
     "push": push,
     "export": export,
-    "import-legacy": import_legacy,
+    "import-legacy": export,  # the name that users of the published gates look for
 }
 
 

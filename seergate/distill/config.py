@@ -18,7 +18,7 @@ from typing import Any, Literal, NamedTuple, NoReturn, get_args, get_origin
 import yaml
 
 from seergate.chain_sum import GIVENS, NAMES
-from seergate.config import POOLINGS, RETENTION, GateConfig, check_recipe
+from seergate.config import POOLINGS, SCORERS, GateConfig, check_recipe, scorer_kind
 from seergate.errors import SeergateError, did_you_mean
 from seergate.paths import GGUF, is_local_model, shipped
 from seergate.yaml_file import read_yaml
@@ -105,10 +105,11 @@ class GateOptions:
     q_pooling: str = _option("proj", "how a group's query heads become one: proj, avgproj, avg or none")
     qk_norm: bool = _option(True, "RMSNorm on the gate's queries and keys")
     rope: bool = _option(True, "rotary position embedding on the gate's queries and keys")
-    scorer: Literal["attn_gate", "msa", "indexer", "fast_kvzip", "trim_kv"] = _option(
+    scorer: str = _option(
         "attn_gate",
         "what scores blocks to read: SeerAttention-R's gate, the index branch of MiniMax Sparse Attention or the "
         "indexer of DeepSeek Sparse Attention; or tokens to keep: the gates of Fast KVzip or TRIM-KV",
+        choices=SCORERS.keys(),  # a view, which shows those that a program adds
     )
     sink_blocks: int = _option(
         0, "first blocks of a text that the gates leave out of what they learn; decoding always reads them"
@@ -288,16 +289,17 @@ class TrainConfig(RunOptions, RecipeOptions, DataOptions, GateOptions, ModelOpti
             raise ValueError(f"base_memory_gb is {memory}; it must be left out when quantize is {self.quantize}")
         if self.shard_base and (memory is not None or self.quantize != "none"):
             raise ValueError("shard_base is true; it must be left out with base_memory_gb or quantize")
-        if self.scorer == "trim_kv" and self.quantize == "bnb-4bit":
+        end_to_end = scorer_kind(self.scorer).end_to_end
+        if end_to_end and self.quantize == "bnb-4bit":
             raise ValueError(
-                "quantize is 'bnb-4bit'; with scorer 'trim_kv', which trains through the whole model, it must be "
-                "torchao-int8 or bnb-8bit: on a CPU no gradient comes back through bitsandbytes' 4-bit layers; on "
+                f"quantize is 'bnb-4bit'; with scorer {self.scorer!r}, which trains through the whole model, it must "
+                "be torchao-int8 or bnb-8bit: on a CPU no gradient comes back through bitsandbytes' 4-bit layers; on "
                 "GPUs it was not tried and is refused as well"
             )
-        if self.scorer == "trim_kv" and (memory is not None or self.shard_base):
+        if end_to_end and (memory is not None or self.shard_base):
             name = "shard_base" if self.shard_base else "base_memory_gb"
             raise ValueError(
-                f"{name} is given; with scorer 'trim_kv', which trains through the whole model, leave it out"
+                f"{name} is given; with scorer {self.scorer!r}, which trains through the whole model, leave it out"
             )
         self._must("model", bool(self.model), "a preset, a Hub id (org/name) or a directory")
         known = self.report_to == ("none",) or set(self.report_to) <= set(TRACKERS)
@@ -337,7 +339,7 @@ class TrainConfig(RunOptions, RecipeOptions, DataOptions, GateOptions, ModelOpti
         """The gates' architecture, as wide as the model's heads where the run names no width."""
         return GateConfig(
             block_size=self.block_size,
-            gate_dim=RETENTION.get(self.scorer, head_dim) if self.gate_dim is None else self.gate_dim,
+            gate_dim=scorer_kind(self.scorer).gate_dim or head_dim if self.gate_dim is None else self.gate_dim,
             k_pooling=self.k_pooling,
             q_pooling=self.q_pooling,
             qk_norm=self.qk_norm,

@@ -20,8 +20,8 @@ from torch import nn
 from seergate import ops
 from seergate.distill.base_model import base_dtype, gate_config
 from seergate.distill.config import TrainConfig
+from seergate.gates.bank import make_gate
 from seergate.gates.retention import RetentionGate
-from seergate.gates.scorers import make_scorer
 from seergate.hf.bank import GateBank
 from seergate.hf.teacher_forward import distill_step, loss_of
 from seergate.models.families import attention_modules, decoder_of, text_config
@@ -167,7 +167,7 @@ def _gate_loss(bank: GateBank, config: TrainConfig, device: torch.device) -> flo
     lse = torch.zeros(length, heads, device=device)  # comes with the attention's output; its values cost nothing
     rules: dict[str, Any] = {"row_start": config.row_start, "recall_budgets": budgets, "lse": lse}
     share = bank.geometry.num_kv_heads // kv_heads / counted
-    gate = make_scorer(bank.config, replace(bank.geometry, num_heads=heads, num_kv_heads=kv_heads)).to(device)
+    gate = make_gate(bank.config, replace(bank.geometry, num_heads=heads, num_kv_heads=kv_heads)).to(device)
     if isinstance(gate, RetentionGate):
         scores = torch.rand(length, kv_heads, device=device)
         return _seconds(lambda: ops.retention_kl(q, k, scores, cu_seqlens, size, **rules), device) * share

@@ -29,7 +29,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from seergate.config import RETENTION
+from seergate.config import SCORERS, is_retention
 from seergate.distill import commits
 from seergate.distill.base_model import (
     FROZEN,
@@ -168,7 +168,7 @@ def run_together(runs: Mapping[str, tuple[TrainConfig, Iterable[Callback]]]) -> 
         raise SeergateError(
             f"report_to names {', '.join(sorted(services))}, which keeps one run at a time; use tensorboard"
         )
-    through_model = any(config.scorer == "trim_kv" for config in configs)
+    through_model = [config.scorer for config in configs if SCORERS[config.scorer].end_to_end]
     if configs[0].deepspeed:
         prepare_deepspeed()
     world = init_distributed(deepspeed=bool(configs[0].deepspeed))
@@ -206,7 +206,7 @@ def run_together(runs: Mapping[str, tuple[TrainConfig, Iterable[Callback]]]) -> 
     except torch.OutOfMemoryError as error:
         advice = "`seergate plan` with the same options says what would (max_length, quantize, base_memory_gb)"
         if through_model:
-            advice = "scorer 'trim_kv' trains through the whole model; make max_length smaller"
+            advice = f"scorer {through_model[0]!r} trains through the whole model; make max_length smaller"
         raise SeergateError(
             f"a pack of {configs[0].max_length} tokens does not fit in the memory that {world.device} has left; "
             f"{advice}"
@@ -693,7 +693,7 @@ class _Run:
 
 def without_kernel(bank: GateBank, config: TrainConfig) -> str | None:
     """What a loss costs that has no kernel for GPUs; ``None`` for one that has."""
-    if config.scorer in RETENTION:
+    if is_retention(config.scorer):
         return None
     geometry, gate = bank.geometry, bank.gate(bank.geometry.layers[0])
     sparse_rows = bank.config.sink_blocks or config.row_stride > 1

@@ -9,7 +9,7 @@ from typing import Any, get_origin, get_type_hints
 
 from huggingface_hub.dataclasses import type_validator
 
-from seergate.config import RETENTION
+from seergate.config import is_retention
 from seergate.errors import SeergateError, did_you_mean
 from seergate.eval.matching import MEASURES
 from seergate.eval.method_text import read_method
@@ -143,7 +143,7 @@ class SweepPlan:
         Raises:
             SeergateError: if gates are asked for at a block size that there are none for.
         """
-        names = {read_method(text)[0] for text in self.method} - RETENTION.keys()
+        names = {name for text in self.method if not is_retention(name := read_method(text)[0])}
         gate_sizes = gate_sizes if any(map(has_gates, names)) else []
         sizes: list[int] = self.block_size or gate_sizes or [64]
         specs = grid(self.method, self.budget, list(sizes), self.dense_layers, self.threshold, task.budgets)

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from seergate.config import RETENTION, Correction
+from seergate.config import Correction, is_retention
 from seergate.errors import SeergateError
 from seergate.eval.method_text import correction_names, correction_of, read_method, value_text
 from seergate.hf.bank import GateBank
@@ -114,7 +114,7 @@ class MethodSpec:
 
     def takes(self, gates: GateBank) -> bool:
         """True if gates are for this method: retention gates for that of their scorer's name, others by block size."""
-        if gates.config.retention or self.name in RETENTION:
+        if gates.config.retention or is_retention(self.name):
             return gates.config.scorer == self.name
         return gates.config.block_size == self.block_size
 

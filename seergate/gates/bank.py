@@ -10,11 +10,10 @@ from typing import Any, Self
 import torch
 from torch import Tensor, nn
 
-from seergate.config import DecodeConfig, GateConfig
+from seergate.config import SCORERS, DecodeConfig, GateConfig, class_of
 from seergate.errors import SeergateError, first_line
 from seergate.gates.retention import RetentionGate
 from seergate.gates.scorer import Scorer
-from seergate.gates.scorers import make_scorer
 from seergate.geometry import ModelGeometry
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
@@ -56,7 +55,7 @@ class Gates(nn.Module):
         self.results = tuple(results)
         self.licence = dict(licence or {})
         self.source = ""
-        self.layers = nn.ModuleDict({str(layer): make_scorer(config, geometry) for layer in geometry.layers})
+        self.layers = nn.ModuleDict({str(layer): make_gate(config, geometry) for layer in geometry.layers})
 
     def gate(self, layer: int) -> Scorer:
         """The gate of one layer of the model."""
@@ -143,11 +142,21 @@ class Gates(nn.Module):
         return self.holding(weights, "these gates", **{**self.record(), **changes})
 
 
+def make_gate(config: GateConfig, geometry: ModelGeometry) -> Scorer | RetentionGate:
+    """The gate of one layer, with fresh weights.
+
+    Raises:
+        ValueError: if the configuration does not fit the model.
+    """
+    gate: Scorer | RetentionGate = class_of(SCORERS[config.scorer].gate).for_geometry(config, geometry)
+    return gate
+
+
 def _expected_shapes(config: GateConfig, geometry: ModelGeometry, source: str) -> dict[str, tuple[int, ...]]:
     """The shapes of the tensors of gates, by name."""
     try:
         with torch.device("meta"):
-            one = make_scorer(config, geometry)
+            one = make_gate(config, geometry)
     except (ValueError, TypeError, RuntimeError, OverflowError) as error:  # torch's own for absurd sizes
         raise SeergateError(f"{source}: {first_line(error)}") from error
     shapes = {name: tuple(tensor.shape) for name, tensor in one.state_dict().items()}

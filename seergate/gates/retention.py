@@ -7,12 +7,14 @@ Shape suffixes: B batch, S tokens, W width of the model, H query heads, K KV hea
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from typing import Self
 
 import torch
 from torch import Tensor, nn
 
 from seergate.config import GateConfig
 from seergate.gates.scorer import INIT_STD
+from seergate.geometry import ModelGeometry
 
 
 class RetentionGate(nn.Module, ABC):
@@ -38,6 +40,12 @@ class RetentionGate(nn.Module, ABC):
             )
         self.config, self.hidden_size, self.num_kv_heads = config, hidden_size, num_kv_heads
         self.group_size = num_heads // num_kv_heads
+
+    @classmethod
+    def for_geometry(cls, config: GateConfig, geometry: ModelGeometry) -> Self:
+        """The gate of one layer of a model, with fresh weights."""
+        heads = {"num_heads": geometry.num_heads, "num_kv_heads": geometry.num_kv_heads}
+        return cls(config, hidden_size=geometry.hidden_size, **heads)
 
     @abstractmethod
     def forward(self, hidden_BSW: Tensor) -> Tensor:

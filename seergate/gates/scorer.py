@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from seergate.config import GateConfig
+from seergate.geometry import ModelGeometry
 
 INIT_STD = 0.02
 
@@ -91,6 +92,18 @@ class Scorer(nn.Module, ABC):
         self.group_size = num_heads // num_kv_heads
         self.attention_scaling = attention_scaling
         self.register_buffer("inv_freq", inv_freq.float() if config.rope and inv_freq is not None else None, False)
+
+    @classmethod
+    def for_geometry(cls, config: GateConfig, geometry: ModelGeometry) -> Self:
+        """The scorer of one layer of a model, with fresh weights."""
+        return cls(
+            config,
+            num_heads=geometry.num_heads,
+            num_kv_heads=geometry.num_kv_heads,
+            head_dim=geometry.head_dim,
+            inv_freq=torch.tensor(geometry.inv_freq, dtype=torch.float32, device="cpu") if config.rope else None,
+            attention_scaling=geometry.attention_scaling,
+        )
 
     def _apply(self, fn: Any, recurse: bool = True) -> Self:
         # Frequencies follow the gate to its device but never to a narrower dtype: bf16 ones would turn far positions.

@@ -8,7 +8,7 @@ from typing import Any, TypeGuard
 
 from transformers import PreTrainedModel
 
-from seergate.config import RETENTION, DecodeConfig
+from seergate.config import SCORERS, DecodeConfig, is_retention
 from seergate.errors import SeergateError, did_you_mean
 from seergate.fingerprint import fingerprint
 from seergate.gates.bank import Gates
@@ -63,7 +63,7 @@ def names_gates(method: Any) -> TypeGuard[str | os.PathLike[str]]:
 
 def decode_options(bank: Gates | None = None) -> set[str]:
     """Decode options of gates; those of all kinds of gates if ``None``."""
-    kinds = [Gate.name, *RETENTION]
+    kinds = [Gate.name, *filter(is_retention, SCORERS)]
     if bank is not None:
         kinds = [bank.config.scorer if bank.config.retention else Gate.name]
     return set().union(*map(option_names, kinds))

@@ -19,13 +19,13 @@ import torch
 from torch import Tensor, nn
 
 from seergate import ops
+from seergate.config import SCORERS, class_of
 from seergate.errors import SeergateError
 from seergate.gates.bank import Gates
 from seergate.gates.scorer import Scorer
 from seergate.hf.distill_loss import DistillLoss, DistillOutput, DistillSpec, LayerwiseLoss
 from seergate.hf.far import far_sums
 from seergate.hf.gated_student import StudentLoss
-from seergate.hf.importance import ImportanceLoss
 from seergate.hf.teacher_pass import TeacherCall, intercepted_attention
 from seergate.models import families
 from seergate.ops.checks import check_cu_seqlens
@@ -117,8 +117,8 @@ def tile_rows(device: torch.device) -> int:
 
 def loss_for(spec: DistillSpec, model: PreTrainedModel, cu_seqlens: Tensor) -> DistillLoss:
     """The distillation loss of a spec's gates on a pack."""
-    kinds: dict[str, type[DistillLoss]] = {"fast_kvzip": ImportanceLoss, "trim_kv": StudentLoss}
-    return kinds.get(spec.bank.config.scorer, BlockLoss)(spec, model, cu_seqlens)
+    kind: type[DistillLoss] = class_of(SCORERS[spec.bank.config.scorer].loss)
+    return kind(spec, model, cu_seqlens)
 
 
 def positions_of(cu_seqlens: Tensor) -> Tensor:

@@ -14,7 +14,7 @@ from seergate.cli.figure import ALIASES, NAMES, _write
 from seergate.cli.main import main
 from seergate.cli.models import named_gates
 from seergate.cli.papers import FIGURES, SEER
-from seergate.config import RETENTION, SCORERS
+from seergate.config import SCORERS, is_retention
 from seergate.eval import make_task
 from seergate.eval.plan import SweepPlan
 from seergate.eval.settings import grid, with_each
@@ -147,14 +147,14 @@ def test_trained_methods_are_compared_at_equal_budgets_and_at_equal_bytes(tmp_pa
     monkeypatch.setitem(FIGURES, "trained", replace(figure, real=figure.real | {"budget": [96]}))
     model = support.model()
     support.save(tmp_path / "model")
-    for scorer in (*SCORERS, *RETENTION):
+    for scorer in SCORERS:
         GateBank.for_model(model, GateConfig(8, 16, scorer=scorer)).save_pretrained(tmp_path / scorer)
-    gates = ",".join(f"{scorer}={tmp_path / scorer}" for scorer in (*SCORERS, *RETENTION))
+    gates = ",".join(f"{scorer}={tmp_path / scorer}" for scorer in SCORERS)
     small = ("--task", "chain_sum", "--problems", 2, "--variables", 8, "--max-new-tokens", 60)
     assert call("figure", "trained", "--model", tmp_path / "model", "--gates", gates, *small, "--out", tmp_path) == 0
     results, matched = (tmp_path / "figure-trained.md").read_text().split("\n## ")
     assert "(figure-trained.png)" in results and (tmp_path / "figure-trained.png").stat().st_size > 20_000
-    names = [*(f"gate [{scorer}]" for scorer in SCORERS), *RETENTION]
+    names = [scorer if is_retention(scorer) else f"gate [{scorer}]" for scorer in SCORERS]
     for name in names:
         assert f"| {name}" in results and f"| {name}" in matched
     matches = json.loads((tmp_path / "eval" / "matching-read.json").read_text())["matches"]

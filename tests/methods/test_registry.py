@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from seergate import GateBank, GateConfig, SeergateError, methods
-from seergate.config import RETENTION
+from seergate.config import SCORERS, is_retention
 from seergate.methods import LayerSpec, registry
 from tests.methods.evictors import centres
 from tests.methods.naive_views import retention_for
@@ -28,7 +28,7 @@ def known(monkeypatch):
 def made(name, model, bank):
     options = {"tri_attention": {"centres": centres(model)}, "reason_cache": {"structural_check": False}}
     options["random_sharing"] = options["reason_cache"]
-    if name in RETENTION:
+    if is_retention(name):
         bank = retention_for(model, name)
     return methods.make_method(name, bank=bank if methods.has_gates(name) else None, **options.get(name, {}))
 
@@ -78,7 +78,7 @@ def test_gates_are_equal_if_their_weights_are(model):
     assert gate != halved
 
 
-@pytest.mark.parametrize("scorer", ["attn_gate", *RETENTION])
+@pytest.mark.parametrize("scorer", ["attn_gate", *filter(is_retention, SCORERS)])
 def test_a_layer_on_another_device_leaves_the_bank_where_it_is(scorer):
     """One bank serves models on two devices: the second takes a copy, and each of its caches the weights of now."""
     bank = GateBank.for_model(tiny_model("qwen3"), GateConfig(8, 16, scorer=scorer))
