@@ -43,10 +43,14 @@ SCORERS = {
     "msa": ScorerKind("seergate.gates.msa:MSA"),
     "indexer": ScorerKind("seergate.gates.indexer:Indexer"),
     "fast_kvzip": ScorerKind(
-        "seergate.gates.fast_kvzip:FastKVzipGate", "seergate.hf.importance:ImportanceLoss", retention=True, gate_dim=16
+        "seergate.gates.retention:FastKVzipGate",
+        "seergate.hf.retention_loss:ImportanceLoss",
+        retention=True,
+        gate_dim=16,
     ),
     "trim_kv": ScorerKind(
-        *("seergate.gates.trim_kv:TrimKVGate", "seergate.hf.gated_student:StudentLoss"),
+        "seergate.gates.retention:TrimKVGate",
+        "seergate.hf.retention_loss:StudentLoss",
         retention=True,
         end_to_end=True,
         gate_dim=512,

@@ -14,8 +14,7 @@ from seergate.cli.main import main
 from seergate.config import SCORERS, ScorerKind
 from seergate.distill import load_train_config, run_distillation
 from seergate.gates.retention import RetentionGate, linear, wide_linear
-from seergate.gates.scorer import HeadwiseLinear
-from seergate.gates.token_scorer import TokenScorer
+from seergate.gates.scorer import HeadwiseLinear, TokenScorer
 from seergate.methods.retention import RetentionMethod, RetentionState
 from seergate.ops.gate_math import projected_queries
 from tests.distill.test_trainer import config, model_dir  # noqa: F401 (fixtures)
@@ -66,7 +65,7 @@ class KeepWorthy(RetentionMethod):
 @pytest.fixture
 def registered(monkeypatch):
     monkeypatch.setitem(SCORERS, "bare", ScorerKind(Bare))
-    worth = ScorerKind(Worth, "seergate.hf.importance:ImportanceLoss", retention=True, gate_dim=4)
+    worth = ScorerKind(Worth, "seergate.hf.retention_loss:ImportanceLoss", retention=True, gate_dim=4)
     monkeypatch.setitem(SCORERS, "worth", worth)
     monkeypatch.setattr(methods.METHODS, "data", methods.METHODS.data | {"worth": KeepWorthy})
 

@@ -14,7 +14,7 @@ worse on the tiny reasoner:
 * The weights are positive, by softplus. A block has the highest score of its tokens: where all weights of a query are
   negative, that is 0 for every block, which says nothing and has no gradient. DeepSeek selects tokens.
 
-Shape suffixes: see `seergate.gates.token_scorer`.
+Shape suffixes: see `seergate.gates.scorer`.
 """
 
 from __future__ import annotations
@@ -27,8 +27,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from seergate.config import GateConfig
-from seergate.gates.scorer import HeadwiseLinear
-from seergate.gates.token_scorer import TokenScorer
+from seergate.gates.scorer import HeadwiseLinear, TokenScorer
 from seergate.ops.gate_math import NORM_EPS, branch_end
 
 

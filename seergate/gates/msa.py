@@ -8,7 +8,7 @@ What is different here: MiniMax maps the layer's hidden state, this the layer's 
 hooks on a frozen model give; MiniMax rotates a part of the width, this all of it. The weight and the annealing of
 MiniMax's loss could not be confirmed; it compares token by token, over the selected blocks, this block by block.
 
-Shape suffixes: see `seergate.gates.token_scorer`.
+Shape suffixes: see `seergate.gates.scorer`.
 """
 
 from __future__ import annotations
@@ -18,8 +18,7 @@ from typing import Any
 from torch import Tensor
 
 from seergate.config import GateConfig
-from seergate.gates.scorer import GateRMSNorm, HeadwiseLinear
-from seergate.gates.token_scorer import TokenScorer
+from seergate.gates.scorer import GateRMSNorm, HeadwiseLinear, TokenScorer
 from seergate.ops.gate_math import branch_end, projected_queries
 
 

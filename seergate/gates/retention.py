@@ -1,20 +1,27 @@
-"""Base class of retention gates: a score per token and KV head, computed from the attention's input.
+"""Retention gates: a score per token and KV head, computed from the attention's input.
 
 Shape suffixes: B batch, S tokens, W width of the model, H query heads, K KV heads, G query heads per KV head
-(H = G * K), E gate dimension.
+(H = G * K), E gate dimension, N base keys.
 """
 
 from __future__ import annotations
 
+import math
 from abc import ABC, abstractmethod
-from typing import Self
+from typing import Any, Self
 
 import torch
 from torch import Tensor, nn
 
 from seergate.config import GateConfig
-from seergate.gates.scorer import INIT_STD
+from seergate.gates.scorer import INIT_STD, GateRMSNorm
 from seergate.geometry import ModelGeometry
+from seergate.ops.gate_math import rms_norm
+
+BASE_KEYS = 16
+"""Base keys of Fast KVzip's gate."""
+KEEPS_EVERYTHING = 10.0
+"""First value of TRIM-KV's bias: beta is 0.99995, so that training begins near the plain model."""
 
 
 class RetentionGate(nn.Module, ABC):
@@ -62,8 +69,59 @@ def linear(inputs: int, outputs: int, bias: bool) -> nn.Linear:
 
 
 def wide_linear(layer: nn.Linear, x: Tensor) -> Tensor:
-    """What the layer makes of ``x``, in float32 or wider."""
+    """The layer's output for ``x``, in float32 or wider."""
     wide = torch.promote_types(torch.promote_types(x.dtype, layer.weight.dtype), torch.float32)
     bias = None if layer.bias is None else layer.bias.to(wide)
     with torch.autocast(x.device.type, enabled=False):
         return nn.functional.linear(x.to(wide), layer.weight.to(wide), bias)
+
+
+class FastKVzipGate(RetentionGate):
+    """The gate of Fast KVzip (Kim, Han, Yun, arXiv 2601.17668), from the authors' code (``Weight`` in ``optim.py``):
+    ``score = mean over the group of sigmoid(q . k / sqrt(E) + b - log(sum over n of exp(q . base_n / sqrt(E))))``.
+
+    A token attends, with G small queries per KV head, to its own small key and to 16 learned base keys; its score, in
+    (0, 1), is the probability that is left to its own key, mean over the G queries. The authors add the bias twice
+    where they train and once where they decode; here it is added once. The base keys of a head begin as zeros, as
+    theirs do. They get the same gradients then and stay equal: together they are one learned key that counts 16 times.
+    """
+
+    def __init__(self, config: GateConfig, **sizes: Any) -> None:
+        super().__init__(config, **sizes)
+        heads, width = self.num_kv_heads, config.gate_dim
+        self.q_proj = linear(self.hidden_size, heads * self.group_size * width, bias=True)
+        self.k_proj = linear(self.hidden_size, heads * width, bias=False)
+        self.q_norm, self.k_norm = GateRMSNorm(width), GateRMSNorm(width)
+        self.base_keys = nn.Parameter(torch.zeros(heads, BASE_KEYS, width, dtype=torch.float32))
+        self.bias = nn.Parameter(torch.zeros(heads, self.group_size, dtype=torch.float32))
+
+    def forward(self, hidden_BSW: Tensor) -> Tensor:
+        heads, width = self.num_kv_heads, self.config.gate_dim
+        q_BSKGE = wide_linear(self.q_proj, hidden_BSW).unflatten(2, (heads, self.group_size, width))
+        k_BSKE = wide_linear(self.k_proj, hidden_BSW).unflatten(2, (heads, width))
+        wide = q_BSKGE.dtype
+        with torch.autocast(hidden_BSW.device.type, enabled=False):
+            q_BSKGE = rms_norm(q_BSKGE, self.q_norm.weight.to(wide)) / math.sqrt(width)
+            k_BSKE = rms_norm(k_BSKE, self.k_norm.weight.to(wide))
+            own_BSKG = (q_BSKGE @ k_BSKE[..., None])[..., 0] + self.bias.to(wide)
+            base_BSKGN = q_BSKGE @ self.base_keys.to(wide).transpose(1, 2)
+            return (own_BSKG - base_BSKGN.logsumexp(-1)).sigmoid().mean(-1).transpose(1, 2)
+
+
+class TrimKVGate(RetentionGate):
+    """The gate of TRIM-KV (Bui et al., arXiv 2512.03324), from the authors' code (``RetentionGate``):
+    ``log beta = log sigmoid(W2 silu(W1 x + b1) + b2)``.
+
+    The score is the logarithm of a token's retention ``beta`` in (0, 1); a token of age n is worth ``beta ** n``. The
+    authors take the model's own activation, here it is always SiLU (that of Qwen3, Llama and Phi-3, their models).
+    """
+
+    def __init__(self, config: GateConfig, **sizes: Any) -> None:
+        super().__init__(config, **sizes)
+        self.linear1 = linear(self.hidden_size, config.gate_dim, bias=True)
+        self.linear2 = linear(config.gate_dim, self.num_kv_heads, bias=True)
+        nn.init.constant_(self.linear2.bias, KEEPS_EVERYTHING)
+
+    def forward(self, hidden_BSW: Tensor) -> Tensor:
+        inner_BSE = nn.functional.silu(wide_linear(self.linear1, hidden_BSW))
+        return nn.functional.logsigmoid(wide_linear(self.linear2, inner_BSE)).transpose(1, 2)

@@ -1,10 +1,10 @@
-"""Base class of scorers: queries of tokens, keys of entries, and block scores computed from both.
+"""Base classes of scorers: queries of tokens, keys of entries, and block scores computed from both.
 
-An entry is what the scorer remembers of one token, or of one block of tokens (`Scorer.entry_tokens`).
+An entry is the vector that a scorer keeps for one token, or for one block of tokens (`Scorer.entry_tokens`).
 
-Shape suffixes: B batch, S tokens, M entries, N blocks, H query heads, K KV heads, G query heads per KV head
-(H = G * K), I query heads of the scorer, J key heads of the scorer, D head dimension of the model, E gate dimension, P
-numbers that an entry is made of.
+Shape suffixes: B batch, S tokens, T tokens that have keys, M entries, N blocks, H query heads, K KV heads, G query
+heads per KV head (H = G * K), I query heads of the scorer, J key heads of the scorer, D head dimension of the model, E
+gate dimension, P width of the input of an entry.
 """
 
 from __future__ import annotations
@@ -15,9 +15,11 @@ from typing import Any, Self
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional as F
 
 from seergate.config import GateConfig
 from seergate.geometry import ModelGeometry
+from seergate.ops.gate_math import block_scores
 
 INIT_STD = 0.02
 
@@ -54,8 +56,8 @@ class Scorer(nn.Module, ABC):
         attention_scaling: the base model's RoPE attention factor.
 
     Attributes:
-        entry_tokens: tokens that an entry is about.
-        key_heads: J, of an entry.
+        entry_tokens: tokens per entry.
+        key_heads: J.
         fused: whether the score of a block is ``scale * query . key`` of the one query and the one key that each KV
             head has, which `ops.gate_kl` fuses into the loss.
 
@@ -114,7 +116,7 @@ class Scorer(nn.Module, ABC):
         return self
 
     def begin_as_model(self) -> None:
-        """Turn fresh weights into those of a gate whose scores are the model's own products of queries and keys.
+        """Turn fresh weights into those of a gate that scores with the model's own products of queries and keys.
 
         Raises:
             ValueError: if the scorer cannot have them.
@@ -132,8 +134,8 @@ class Scorer(nn.Module, ABC):
 
     @abstractmethod
     def pool(self, k_BKSD: Tensor) -> Tensor:
-        """What entries are made of, ``[B, J, M, P]``, from the model's keys before RoPE ``[B, K, S, D]``, of which the
-        first one begins an entry.
+        """Inputs of entries, ``[B, J, M, P]``, from the model's keys before RoPE, ``[B, K, S, D]``; the first key begins
+        an entry.
         """
 
     @abstractmethod
@@ -147,10 +149,10 @@ class Scorer(nn.Module, ABC):
 
     @abstractmethod
     def scores(self, queries_BISE: Tensor, keys_BJME: Tensor) -> Tensor:
-        """The logits ``[B, K, S, N]`` of all blocks of which there is an entry, in fp32 or wider."""
+        """The logits ``[B, K, S, N]`` of all blocks that have an entry, in fp32 or wider."""
 
     def step_scores(self, q_BHD: Tensor, lengths: Tensor, keys_BJME: Tensor) -> Tensor:
-        """A decode step's logits ``[B, K, N]`` for blocks that are complete; those of others mean nothing.
+        """A decode step's logits ``[B, K, N]``; only those of complete blocks are valid.
 
         Args:
             q_BHD: each row's newest query before RoPE.
@@ -169,18 +171,73 @@ class Scorer(nn.Module, ABC):
         position_offset: int,
         host_lengths: Sequence[int] | None,
     ) -> None:
-        """See the newest key of each row at a decode step, before RoPE: complete the entry that it completes.
+        """Add the newest key of each row at a decode step, and make the entries that it completes.
 
         Args:
-            k_BKD: the keys.
+            k_BKD: the keys, before RoPE.
             lengths: ``[B]``, tokens of each row, this one included.
             recent: ``[B, K, 2 * entry_tokens, D]``, raw keys; position ``p`` lies at slot ``p % (2 * entry_tokens)``.
                 Changed in place.
             entries: ``[B, J, M, E]``, changed in place.
-            position_offset: what is added to the position of a block.
-            host_lengths: ``lengths`` where the host has them.
+            position_offset: added to the position of a block.
+            host_lengths: ``lengths`` in host memory, if known.
         """
 
     def _weight_of(self, norm: str) -> Tensor | None:
         """The weight of the norm of this name; ``None`` without norms."""
         return getattr(self, norm).weight if self.config.qk_norm else None
+
+
+class TokenScorer(Scorer):
+    """Base of scorers with one small key per token, a linear map of the keys of all KV heads that all queries share.
+
+    The score of a block is the highest of its tokens' scores.
+    """
+
+    def __init__(self, config: GateConfig, **sizes: Any) -> None:
+        super().__init__(config, **sizes)
+        self.entry_tokens = self.key_heads = 1
+        self.k_proj = HeadwiseLinear(1, self.num_kv_heads * self.head_dim, config.gate_dim)
+
+    def pool(self, k_BKSD: Tensor) -> Tensor:
+        """The keys of all KV heads side by side, ``[B, 1, S, K * D]``."""
+        return k_BKSD.transpose(1, 2).flatten(2)[:, None]
+
+    def keys(self, pooled_B1TP: Tensor, positions: Tensor) -> Tensor:
+        """The index keys, ``[B, 1, T, E]``; ``positions [B, T]`` or ``[T]``."""
+        weight = self.k_proj.weight
+        return self.key_end(pooled_B1TP.to(weight.dtype) @ weight, positions)
+
+    @abstractmethod
+    def key_end(self, keys_B1TE: Tensor, positions: Tensor) -> Tensor:
+        """Index keys from outputs of the linear map: normalised if ``config.qk_norm``, rotated if ``config.rope``."""
+
+    @abstractmethod
+    def token_scores(self, queries_BISE: Tensor, keys_B1TE: Tensor) -> Tensor:
+        """Scores of tokens, in fp32 or wider: ``[B, K, S, T]``."""
+
+    def products(self, queries_BISE: Tensor, keys_B1TE: Tensor) -> Tensor:
+        """``query . key / sqrt(E)``, ``[B, I, S, T]``: one product, which reads the keys once for all heads."""
+        heads = queries_BISE.shape[1:3]
+        return block_scores(queries_BISE.flatten(1, 2)[:, None], keys_B1TE)[:, 0].unflatten(1, heads)
+
+    def scores(self, queries_BISE: Tensor, keys_B1TE: Tensor) -> Tensor:
+        """The highest score of each block's tokens, ``[B, K, S, N]``, in fp32 or wider."""
+        tokens, size = keys_B1TE.shape[2], self.config.block_size
+        padded = F.pad(self.token_scores(queries_BISE, keys_B1TE), (0, -tokens % size), value=-torch.inf)
+        return padded.unflatten(-1, (-1, size)).amax(-1)
+
+    def remember(
+        self,
+        k_BKD: Tensor,
+        lengths: Tensor,
+        recent: Tensor,
+        entries: Tensor,
+        position_offset: int,
+        host_lengths: Sequence[int] | None,
+    ) -> None:
+        """Add the index key of each row's newest token."""
+        at = lengths - 1
+        rows = torch.arange(len(lengths), device=at.device)
+        with torch.autocast(k_BKD.device.type, enabled=False):
+            entries[rows, :, at] = self.keys(self.pool(k_BKD[:, :, None]), at[:, None])[:, :, 0]

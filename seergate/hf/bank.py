@@ -151,7 +151,7 @@ class GateBank(Gates):
         """Distillation loss of the gates against the model's own attention; ``.backward()`` gives their gradients.
 
         The frozen model runs once, without its LM head. The gradients are computed on the way, layer by layer.
-        Gates of ``trim_kv`` learn from the model's output instead (`seergate.hf.gated_student`), with its LM head: it
+        Gates of ``trim_kv`` learn from the model's output instead (`seergate.hf.retention_loss`), with its LM head: it
         runs once more, with a graph.
 
         Args:

@@ -3,7 +3,7 @@
 In each gated layer the teacher's targets, the gate's loss and the gradients of that gate's parameters are computed on
 the spot, and everything else of the layer is freed: peak memory is one layer's, and linear in the length of the pack.
 The model runs without its LM head and without a graph. (Gates that are trained end to end see its output, and run it
-once more with one: `seergate.hf.gated_student`.)
+once more with one: `seergate.hf.retention_loss`.)
 
 Shape suffixes: T tokens of the pack, B = 1, S = T, H query heads, K KV heads, D head dimension, E gate dimension, N
 blocks.
@@ -25,7 +25,7 @@ from seergate.gates.bank import Gates
 from seergate.gates.scorer import Scorer
 from seergate.hf.distill_loss import DistillLoss, DistillOutput, DistillSpec, LayerwiseLoss
 from seergate.hf.far import far_sums
-from seergate.hf.gated_student import StudentLoss
+from seergate.hf.retention_loss import StudentLoss
 from seergate.hf.teacher_pass import TeacherCall, intercepted_attention
 from seergate.models import families
 from seergate.ops.checks import check_cu_seqlens

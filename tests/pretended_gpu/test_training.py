@@ -31,7 +31,7 @@ SCORERS: dict[str, dict[str, Any]] = {
 }
 
 
-_STUDENT, _FORWARD = "seergate/hf/gated_student.py", "seergate/hf/teacher_forward.py"
+_STUDENT, _FORWARD = "seergate/hf/retention_loss.py", "seergate/hf/teacher_forward.py"
 WAITS: dict[str, dict[str, str]] = {
     "fast_kvzip": {"seergate/ops/torch_impl/retention_kl.py retention_kl: copy from pageable memory": "counts"},
     "trim_kv": {

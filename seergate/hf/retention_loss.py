@@ -1,12 +1,15 @@
-"""TRIM-KV's gates, which learn end to end: the frozen model runs once more, and its tokens fade as the gates say.
+"""Distillation losses of retention gates: of Fast KVzip's layer by layer, of TRIM-KV's end to end.
 
-The loss is ``KL(frozen || gated) + cross-entropy of the next token + capacity``, the first two as means over the rows
-that count. The capacity loss of row t is ``max(0, sum over s of beta(s) ** (t - s) - M)``, M the tokens that a KV head
-may hold; here each row's is divided by the length of its sequence, and the mean taken over rows, layers and KV heads.
-How the paper divides it could not be confirmed. All weigh 1, which is also the weight of the capacity loss in the
-authors' released configuration; the base loss there is the KL alone.
+Fast KVzip's gates learn the attention that tokens receive, in the forward of the frozen model.
 
-Shape suffixes: T tokens of the pack, B = 1, R rows that count, V vocabulary, K KV heads.
+TRIM-KV's gates learn through the whole model, which runs once more with tokens that fade as the gates say. The loss is
+``KL(frozen || gated) + cross-entropy of the next token + capacity``, the first two as means over the rows that count.
+The capacity loss of row t is ``max(0, sum over s of beta(s) ** (t - s) - M)``, M the tokens that a KV head may hold;
+here each row's is divided by the length of its sequence, and the mean taken over rows, layers and KV heads. How the
+paper divides it could not be confirmed. All weigh 1, which is also the weight of the capacity loss in the authors'
+released configuration; the base loss there is the KL alone.
+
+Shape suffixes: T tokens of the pack, B = 1, S = T, R rows that count, V vocabulary, K KV heads.
 """
 
 from __future__ import annotations
@@ -18,16 +21,48 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from seergate import ops
-from seergate.hf.distill_loss import DistillLoss, DistillOutput, DistillSpec
-from seergate.hf.importance import compared
+from seergate.hf.distill_loss import DistillLoss, DistillOutput, DistillSpec, LayerwiseLoss
 from seergate.hf.teacher_pass import TeacherCall, intercepted_attention
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 
+class ImportanceLoss(LayerwiseLoss):
+    """Fast KVzip's loss, `ops.retention_kl` with the gates' ``block_size`` as the distance."""
+
+    def learn(self, call: TeacherCall, lse_TH: Tensor) -> None:
+        gate = self.bank.retention_gate(call.layer)
+        parameters = [p for p in gate.parameters() if p.requires_grad] if self.wants_gradients else []
+        with torch.set_grad_enabled(bool(parameters)):
+            loss, stats = compared(gate(call.hidden_BSW), call, lse_TH, self)
+        if parameters:
+            self.gradients |= dict(zip(parameters, torch.autograd.grad(loss, parameters), strict=True))
+        self.losses.append(loss.detach())
+        self.stats.append(stats)
+
+
+def compared(
+    scores_BKS: Tensor, call: TeacherCall, lse_TH: Tensor, distill_loss: DistillLoss
+) -> tuple[Tensor, ops.GateKLStats]:
+    """`ops.retention_kl` of one layer's scores."""
+    return ops.retention_kl(
+        call.query_BHSD[0].transpose(0, 1),
+        call.key_BKSD[0].transpose(0, 1),
+        scores_BKS[0].T,
+        distill_loss.cu_seqlens,
+        distill_loss.bank.config.block_size,
+        row_start=distill_loss.spec.row_start,
+        sm_scale=call.sm_scale,
+        recall_budgets=distill_loss.spec.recall_budgets,
+        sinks=call.sinks,
+        softcap=call.softcap,
+        lse=lse_TH,
+    )
+
+
 class StudentLoss(DistillLoss):
-    """Gates that learn from what the whole model makes of their choices.
+    """TRIM-KV's loss: the output of the gated model against that of the frozen one.
 
     Attributes:
         counted: the rows that count, indices into the pack; in host memory.
@@ -38,14 +73,14 @@ class StudentLoss(DistillLoss):
         self.counted = torch.cat([torch.arange(a + int((b - a) * spec.row_start), b) for a, b in self.segments])
 
     def learn(self, call: TeacherCall, lse_TH: Tensor) -> None:
-        """The frozen model's own layers only tell the recall."""
+        """Measure the recall; there is no loss of a layer."""
         if self.spec.recall_budgets:
             with torch.no_grad():
                 beta_BKS = self.bank.retention_gate(call.layer)(call.hidden_BSW).exp()
                 self.stats.append(compared(beta_BKS, call, lse_TH, self)[1])
 
     def compare(self, ids_1T: Tensor, positions_1T: Tensor, logits_RV: Tensor) -> None:
-        """Compute the loss and its gradients, given what came into the frozen model and what came out of it."""
+        """Compute the loss and its gradients from the frozen model's input and its logits of the rows that count."""
         last = torch.tensor([b - 1 for _, b in self.segments])
         rows, followed = self.counted.to(ids_1T.device), ~torch.isin(self.counted, last).to(ids_1T.device)
         parameters = [p for p in self.bank.parameters() if p.requires_grad] if self.wants_gradients else []
