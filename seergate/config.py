@@ -1,5 +1,5 @@
-"""What a gate is (`GateConfig`, saved with it), how to decode with it (`DecodeConfig`, chosen at run time), and what
-corrects the errors of sparse steps (`Lossless`, `Rectify`).
+"""The architecture of gates (`GateConfig`, saved with them), how to decode with them (`DecodeConfig`, chosen at run
+time), and corrections of the errors of sparse steps (`Lossless`, `Rectify`).
 """
 
 from __future__ import annotations
@@ -104,7 +104,7 @@ def check_recipe(
     sink_blocks: int,
     row_stride: int,
 ) -> None:
-    """Refuse what retention gates cannot learn by, and for others what `check_target` and `check_rows` refuse."""
+    """Refuse options that retention gates do not have, and for others what `check_target` and `check_rows` refuse."""
     kind = scorer_kind(scorer)
     if not kind.retention:
         check_rows(reduction, sink_blocks, row_stride)
@@ -121,7 +121,7 @@ def check_recipe(
 
 
 def check_target(target: str, target_budget: int | None, block_size: int, sink_blocks: int) -> None:
-    """Refuse a target that there is not, and one whose budget leaves nothing to learn."""
+    """Refuse an unknown target, and one whose budget leaves nothing to learn."""
     if target not in TARGETS:
         raise ValueError(f"target is {target!r}; it must be one of {', '.join(TARGETS)}")
     least = (2 + sink_blocks) * block_size
@@ -133,7 +133,7 @@ def check_target(target: str, target_budget: int | None, block_size: int, sink_b
 
 
 def check_rows(reduction: str, sink_blocks: int, row_stride: int) -> None:
-    """Refuse what is no number of blocks or rows, and both with the published weighting, whose code has neither."""
+    """Refuse bad numbers of blocks or rows, and both with the published weighting, whose code has neither."""
     for name, value, least in (("sink_blocks", sink_blocks, 0), ("row_stride", row_stride, 1)):
         if not is_int(value) or value < least:
             raise ValueError(f"{name} is {value!r}; it must be an integer of at least {least}")
@@ -146,8 +146,8 @@ class GateConfig:
     """The architecture of gates.
 
     Attributes:
-        block_size: tokens per block, 8..256; of ``fast_kvzip``, the newest tokens, which always stay; of ``trim_kv``
-            only the distance from which on the recall that is reported counts attention.
+        block_size: tokens per block, 8..256; of ``fast_kvzip``, the number of newest tokens, which always stay; of
+            ``trim_kv``, the least distance of attention that the reported recall counts.
         gate_dim: width of the gate's query and key vectors; even when ``rope`` is on. 128 by default; of retention
             gates, their authors' 16 (``fast_kvzip``) and 512 (``trim_kv``, the width of the hidden layer).
         k_pooling: non-empty ordered choice out of ``"max", "min", "avg"``; the pooled keys are concatenated in this
@@ -160,9 +160,9 @@ class GateConfig:
             LayerNorm on keys alone, as DeepSeek has it.
         rope: rotate queries at their own position, compressed keys at their block's first position and index keys at
             their own. Of retention gates always ``False``, whatever is given.
-        scorer: what scores blocks: ``"attn_gate"`` (SeerAttention-R, section 2.2), one key per block; ``"msa"``
-            (MiniMax Sparse Attention) and ``"indexer"`` (DeepSeek Sparse Attention), one key per token. Or what scores
-            tokens for eviction: the retention gates ``"fast_kvzip"`` and ``"trim_kv"``, which have no RoPE.
+        scorer: a key of `SCORERS`. Of blocks: ``"attn_gate"`` (SeerAttention-R, section 2.2), one key per block; ``"msa"``
+            (MiniMax Sparse Attention) and ``"indexer"`` (DeepSeek Sparse Attention), one key per token. Of
+            tokens, for eviction: the retention gates ``"fast_kvzip"`` and ``"trim_kv"``, which have no RoPE.
         sink_blocks: the gates did not learn to choose among this many first blocks of a text, which hold attention
             sinks; decoding always reads them. Not of retention gates.
 
@@ -212,7 +212,7 @@ class GateConfig:
 
     @property
     def retention(self) -> bool:
-        """True if the gates score tokens for eviction, and not blocks for selection."""
+        """True if the gates score tokens for eviction instead of blocks for selection."""
         return SCORERS[self.scorer].retention
 
     def to_dict(self) -> dict[str, Any]:

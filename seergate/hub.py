@@ -1,4 +1,4 @@
-"""Calls to the Hugging Face Hub: one sentence for whatever goes wrong there, and what its cache holds."""
+"""Calls to the Hugging Face Hub: errors in one sentence, offline mode, the commits in its cache."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Shared parts of the commands about adapters: options for the Hub, reading gates, results of evaluations."""
+"""Shared parts of the commands about gates as files: options for the Hub, reading, results of evaluations."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 
 def add_source_options(parser: argparse.ArgumentParser) -> None:
-    """Options that say which revision of an adapter is read, and from where."""
+    """Options of reading from the Hub."""
     parser.add_argument("--revision", metavar="REV", help="branch, tag or commit of a Hub repository [main]")
     parser.add_argument("--subfolder", metavar="DIR", help="where in it the gates lie [its root]")
     parser.add_argument("--token", metavar="TOKEN", help="for the Hub [the one of `hf auth login`]")
@@ -36,7 +36,7 @@ def read_gates(source: str, options: argparse.Namespace) -> GateBank:
 
 
 def add_card_options(parser: argparse.ArgumentParser) -> None:
-    """Options that change what the adapter says about itself."""
+    """Options that change the card and the record of gates."""
     parser.add_argument(
         "--results", type=Path, action="append", default=[], metavar="DIR", help="runs of `seergate eval` for the card"
     )
@@ -64,7 +64,7 @@ def results_of(runs: Path) -> list[dict[str, Any]]:
     """Results of evaluations in the format of `GateBank.results`.
 
     Args:
-        runs: a run directory, or one that holds several.
+        runs: a run directory, or a directory of several.
 
     Raises:
         SeergateError: if there are none.

@@ -27,7 +27,7 @@ REVISIONS = ("revision", "data_revision")
 
 
 def pin(config: TrainConfig, directory: Path) -> tuple[TrainConfig, dict[str, Any]]:
-    """Find out which commits a run reads.
+    """Look up the commits that a run reads.
 
     Args:
         config: the run as the user asks for it. A commit that is kept already is used again if the revision is the one
@@ -35,10 +35,10 @@ def pin(config: TrainConfig, directory: Path) -> tuple[TrainConfig, dict[str, An
         directory: where they are kept.
 
     Returns:
-        The run with commits as its revisions, as far as they are known, and what to keep (`keep`).
+        The run with commits as its revisions, as far as they are known, and the entries to `keep`.
 
     Raises:
-        SeergateError: if the Hub has no such model, dataset or revision, or what is kept is damaged.
+        SeergateError: if the Hub has no such model, dataset or revision, or the file is damaged.
     """
     kept = _read(directory / FILE) if config.resume else {}
     found: dict[str, Any] = {}
@@ -60,7 +60,7 @@ def pin(config: TrainConfig, directory: Path) -> tuple[TrainConfig, dict[str, An
 
 
 def keep(entries: dict[str, Any], directory: Path) -> None:
-    """Write down what `pin` has found."""
+    """Write the entries that `pin` has found."""
     directory.mkdir(parents=True, exist_ok=True)
     with replacing(directory / FILE) as draft:
         draft.write_text(json.dumps(entries, indent=1))
@@ -88,7 +88,7 @@ def model_commit(config: TrainConfig) -> str | None:
 def data_commit(config: TrainConfig) -> str | None:
     """The commit of a run's dataset; ``None`` if it is not on the Hub.
 
-    If the Hub does not answer, the commit of what was downloaded last.
+    If the Hub does not answer, the commit that was downloaded last.
     """
     if not may_be_on_hub(config):
         return None

@@ -27,15 +27,15 @@ TRAINING_SEEDS = 1_000_000
 """Training problems are drawn with seeds from here on, evaluation problems with smaller ones."""
 
 CHAIN_SUM_PROBLEMS = 2000
-"""How many problems `chain_sum` draws when no limit is given."""
+"""Number of problems that `chain_sum` draws without a limit."""
 
 JSON_SUFFIXES, TABLE_SUFFIXES = (".jsonl", ".json", ".ndjson"), {".parquet": "parquet", ".arrow": "arrow"}
 
 HELD_OUT_NAMES = re.compile(r"(?i)(^|[^a-z])(test|valid|validation|val|dev|eval)([^a-z]|$)")
-"""Names of files and folders that hold what is not to be trained on."""
+"""Names of files and folders that hold evaluation data."""
 
 COMMIT = re.compile(r"[0-9a-f]{40}")
-"""A place in the Hub's history that does not move."""
+"""A commit of the Hub."""
 
 RAW = ("json", "problem")
 """Columns of rows that are kept as JSON text: the text, or why there is none."""
@@ -198,7 +198,7 @@ def _hub(config: TrainConfig, cache: Path) -> Dataset:
         builder = load_dataset_builder(config.data, config.data_config, revision=config.data_revision)
         found, wanted = str(builder.hash), config.data_revision
         if wanted is not None and COMMIT.fullmatch(wanted) and found != wanted:
-            # Where the Hub fails, `datasets` takes what it downloaded last, whatever it is.
+            # If the Hub fails, `datasets` takes the newest downloaded commit, whichever it is.
             raise SeergateError(
                 f"the dataset {config.data!r} cannot be loaded at {wanted}: the Hub does not give it, and what was "
                 f"downloaded last is {found}; try again when it does, or set data_revision to that"

@@ -91,7 +91,7 @@ class HubTask:
 
     @property
     def address(self) -> str:
-        """Where the problems come from, commit included."""
+        """The dataset's id or address, commit included."""
         return self.repository if self.revision is None else f"{self.repository}@{self.revision}"
 
     def _problems(self, source: str | None, seed: int) -> Iterator[Problem]:
@@ -134,7 +134,7 @@ def _local_format(source: str) -> str:
 
 
 def as_text(field: str, value: object) -> str:
-    """What stands in a field, a text or a finite number, as a text.
+    """The text or finite number in a field, as a text.
 
     Raises:
         ValueError: for anything else.
@@ -146,7 +146,7 @@ def as_text(field: str, value: object) -> str:
 
 
 def _words(record: dict[str, Any], field: str) -> str:
-    """What stands in a field, which must not be blank."""
+    """The text or number in a field, which must not be blank."""
     text = as_text(field, record[field])
     if not text.strip():
         raise ValueError(f"{field!r} is blank; it must be a text or a finite number")

@@ -1,7 +1,7 @@
-"""The model card of an adapter: what it is for, how to use it, how it was made, how good it is.
+"""The model card of gates: purpose, usage, training and results.
 
-What seergate writes stands between two markers. Around them a card is its owner's: saving and pushing again replace
-only what is between them, and the entries of the metadata that seergate knows.
+The generated text stands between two markers. Around them a card is its owner's: saving and pushing again replace only
+the text between the markers, and the entries of the metadata that seergate writes.
 """
 
 from __future__ import annotations
@@ -36,12 +36,12 @@ _HALF = 196.0
 
 @dataclass(frozen=True)
 class Source:
-    """Where a card's usage example loads the adapter from.
+    """The place that a card's usage example loads gates from.
 
     Attributes:
         name: directory or Hub id.
         revision: branch or commit of a repository, if not ``main``.
-        subfolder: where in it the adapter lies, if not at its root.
+        subfolder: directory in it, if not its root.
     """
 
     name: str
@@ -50,19 +50,19 @@ class Source:
 
     @property
     def arguments(self) -> str:
-        """As Python writes them in a call."""
+        """The arguments of a Python call."""
         places = {"revision": None if self.revision == "main" else self.revision, "subfolder": self.subfolder}
         named = [f", {name}={json.dumps(value)}" for name, value in places.items() if value]
         return json.dumps(self.name) + "".join(named)
 
 
 def model_card(bank: Gates, source: Source, *, existing: str | None = None, plotted: bool = False) -> str:
-    """The README of an bank.
+    """The README of gates.
 
     Args:
-        bank: the gates that it describes.
-        source: what the usage example loads.
-        existing: the card that is replaced; what its owner wrote is kept.
+        bank: the gates.
+        source: place that the usage example loads from.
+        existing: the card to replace; its owner's text is kept.
         plotted: whether `accuracy.png` lies beside it.
     """
     old_metadata, old_text = _split(existing or "")
@@ -81,7 +81,7 @@ def has_own_text(card: str) -> bool:
 
 
 def usage(bank: Gates, source: Source) -> str:
-    """Python that loads the adapter and generates with it; it runs as it stands."""
+    """Complete Python code that loads the gates and generates with them."""
     base = portable_base(bank.geometry.base_model)
     own_rule = {"threshold", "top_p", "token_budget"} & set(bank.decode_defaults)
     rule = "" if own_rule else f", token_budget={_budget(bank)}"
@@ -115,7 +115,7 @@ def usage(bank: Gates, source: Source) -> str:
 
 
 def _budget(bank: Gates) -> int:
-    """A token budget at which something is skipped: an eighth of the trained length, as a power of two below it."""
+    """A token budget that skips something: an eighth of the trained length, rounded down to a power of two."""
     longest = _options(bank).get("max_length")
     budget = 4096
     if isinstance(longest, int) and not isinstance(longest, bool) and longest >= 8:
@@ -250,7 +250,7 @@ def percent_right(result: dict[str, Any]) -> str:
 
 
 def _training(bank: Gates) -> list[str]:
-    """The recipe and the data, first what matters most, then everything that was recorded."""
+    """The recipe and the data: the most important options in a table, then the whole record."""
     record = bank.training_record
     if not record:
         return ["## Training", "", "Not recorded.", ""]
@@ -319,7 +319,7 @@ def _own_text(text: str) -> tuple[str, str]:
 
 
 def scoring(gate: GateConfig) -> dict[str, str]:
-    """How blocks or tokens are scored, name -> value."""
+    """The options of scoring, name -> value."""
     sinks = {"sink blocks": f"{gate.sink_blocks}, always read"} if gate.sink_blocks else {}
     if gate.scorer != "attn_gate":
         return {"scorer": gate.scorer, **sinks}

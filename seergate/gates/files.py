@@ -1,7 +1,7 @@
 """The files of an adapter: `gate_config.json`, `gate_model.safetensors`, a model card; never a pickle.
 
-Beside them lies a `config.json`, whose only purpose is that `AutoModelForCausalLM.from_pretrained` on an adapter says
-what to do instead.
+Beside them lies a `config.json`, so that the error of `AutoModelForCausalLM.from_pretrained` on an adapter names
+`seergate.load`.
 """
 
 from __future__ import annotations
@@ -61,13 +61,13 @@ def read_adapter(directory: Path, kind: type[G]) -> G:
 def save_adapter(bank: Gates, directory: str | os.PathLike[str], *, card_source: Source | None = None) -> Path:
     """Write gates.
 
-    Files are replaced one by one. The configuration holds the SHA-256 of the weights, so that what a killed process
-    left half replaced is refused when it is read, and never taken for gates.
+    Files are replaced one by one. The configuration holds the SHA-256 of the weights, so that files that a killed
+    process has replaced only in part are refused when they are read.
 
     Args:
         bank: the gates.
         directory: made if need be; an adapter that is there is replaced, other files are left alone.
-        card_source: what the card's usage example loads; by default ``directory``.
+        card_source: place that the card's usage example loads from; by default ``directory``.
 
     Returns:
         The directory.
@@ -116,7 +116,7 @@ def read_card(directory: Path) -> str | None:
 
 
 def read_json(path: Path) -> Any:
-    """Read a JSON file that anybody may have written."""
+    """Read an untrusted JSON file."""
     try:
         if path.stat().st_size > MAX_JSON:
             raise ValueError(f"it has {path.stat().st_size} bytes")
@@ -131,7 +131,7 @@ def write_json(path: Path, value: Any) -> None:
 
 
 def _sums(weights: Path) -> dict[str, Any]:
-    """The entry of the configuration that ties it to its weights."""
+    """The entry ``files`` of the configuration: size and SHA-256 of the weights."""
     with weights.open("rb") as stream:
         return {
             weights.name: {"size": weights.stat().st_size, "sha256": hashlib.file_digest(stream, "sha256").hexdigest()}
@@ -139,7 +139,7 @@ def _sums(weights: Path) -> dict[str, Any]:
 
 
 def _what_is_missing(directory: Path, name: str) -> str:
-    """A sentence about a file that is not there, and about what the directory seems to be instead."""
+    """Error message about a missing file, with a guess at the directory's real contents."""
     sentence = f"{directory} holds no {name}; gates are {CONFIG_FILE} and {WEIGHTS_FILE}"
     if name == CONFIG_FILE and (directory / "adapter_config.json").is_file():
         return f"{sentence}; this looks like an adapter of PEFT"

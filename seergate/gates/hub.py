@@ -19,21 +19,13 @@ OWN_NAME = re.compile(r"[\w-][\w.-]*")
 
 
 def check_repo_id(repo_id: str) -> None:
-    """Refuse what cannot be the name of a repository to push to: ``org/name``, or ``name`` in one's own namespace."""
+    """Refuse a name that no repository can have: it must be ``org/name``, or ``name`` in one's own namespace."""
     if not isinstance(repo_id, str) or not (HUB_ID.fullmatch(repo_id) or OWN_NAME.fullmatch(repo_id)):
         raise SeergateError(f"repo_id is {repo_id!r}; it must have the form org/name, or name for one of your own")
 
 
 def fetch(
-    source: str,
-    *,
-    patterns: list[str],
-    revision: str | None = None,
-    subfolder: str | None = None,
-    token: str | bool | None = None,
-    cache_dir: str | os.PathLike[str] | None = None,
-    local_files_only: bool = False,
-    force_download: bool = False,
+    source: str, *, patterns: list[str], revision: str | None = None, subfolder: str | None = None, **hub: Any
 ) -> Path:
     """The directory that ``source`` names, downloaded if it is a Hub repository.
 
@@ -42,10 +34,7 @@ def fetch(
         patterns: file names to download, ``*`` for anything.
         revision: branch, tag or commit; only for a repository.
         subfolder: a directory inside ``source``.
-        token: for the Hub; ``False`` for none.
-        cache_dir: instead of the Hub's own cache.
-        local_files_only: use what was downloaded before.
-        force_download: even if it was downloaded before.
+        **hub: ``token``, ``cache_dir``, ``local_files_only`` and ``force_download``, as in `huggingface_hub`.
 
     Raises:
         SeergateError: if it is not there, or the Hub does not give it.
@@ -65,16 +54,9 @@ def fetch(
     from huggingface_hub import snapshot_download
 
     unread = f"there is no directory {source}, and the repository could not be read from the Hub"
-    with hub_call(unread, asks=not local_files_only):
-        snapshot = snapshot_download(
-            source,
-            revision=revision,
-            token=token,
-            cache_dir=cache_dir,
-            local_files_only=local_files_only,
-            force_download=force_download,
-            allow_patterns=[str(inside / pattern) for pattern in patterns],
-        )
+    files = [str(inside / pattern) for pattern in patterns]
+    with hub_call(unread, asks=not hub.get("local_files_only")):
+        snapshot = snapshot_download(source, revision=revision, allow_patterns=files, **hub)
     return Path(snapshot) / inside
 
 
@@ -103,8 +85,8 @@ def push_adapter(
 ) -> str:
     """Upload gates to the Hub, with a card made for it, creating the repository and the branch if need be.
 
-    All files change in one commit, so that no reader meets half of them. Other files of the repository, and what its
-    owner wrote around the generated part of the card, are left alone.
+    All files change in one commit, so that no reader meets half of them. The repository's other files and its owner's
+    text around the generated part of the card are left alone.
 
     Args:
         bank: the gates; without a licence they get their base model's.
@@ -113,7 +95,7 @@ def push_adapter(
         private: whether a new repository is private; by default as its organisation wants it.
         token: for the Hub; by default the one of ``hf auth login``.
         revision: branch to commit to; by default ``main``.
-        subfolder: where in the repository the adapter goes.
+        subfolder: directory of the gates in the repository.
         commit_message, commit_description: of the commit or the pull request.
         create_pr: open a pull request instead of committing.
 
@@ -159,7 +141,7 @@ def push_adapter(
 
 
 def licence_of_base(bank: Gates, token: str | bool | None = None) -> dict[str, str]:
-    """The licence that the card of the base model states; empty if there is none to be found."""
+    """The licence in the card of the base model; empty if none is found."""
     from huggingface_hub import HfApi, ModelCard
 
     name, revision = bank.geometry.base_model, bank.geometry.base_revision

@@ -25,7 +25,7 @@ KEEPS_EVERYTHING = 10.0
 
 
 class RetentionGate(nn.Module, ABC):
-    """Scores each token once, for as long as it may stay in the cache. Computes in float32 or wider.
+    """Scores each token once, when it comes. Computes in float32 or wider.
 
     Args:
         config: the architecture.
@@ -56,7 +56,7 @@ class RetentionGate(nn.Module, ABC):
 
     @abstractmethod
     def forward(self, hidden_BSW: Tensor) -> Tensor:
-        """Scores ``[B, K, S]`` of tokens, from what the model's attention module gets as input."""
+        """Scores ``[B, K, S]`` of tokens, from the input of the model's attention module."""
 
 
 def linear(inputs: int, outputs: int, bias: bool) -> nn.Linear:

@@ -134,8 +134,10 @@ class Scorer(nn.Module, ABC):
 
     @abstractmethod
     def pool(self, k_BKSD: Tensor) -> Tensor:
-        """Inputs of entries, ``[B, J, M, P]``, from the model's keys before RoPE, ``[B, K, S, D]``; the first key begins
-        an entry.
+        """Inputs of entries, ``[B, J, M, P]``.
+
+        Args:
+            k_BKSD: the model's keys before RoPE; the first one begins an entry.
         """
 
     @abstractmethod

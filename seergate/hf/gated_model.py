@@ -27,8 +27,8 @@ MODEL_OPTIONS = {
     *("proxies", "quantization_config", "state_dict", "torch_dtype", "tp_plan", "tp_size", "trust_remote_code"),
     *("use_kernels", "use_safetensors", "variant", "weights_only"),
 }
-"""What `AutoModelForCausalLM.from_pretrained` takes beside the fields of the model's configuration; nothing of
-transformers lists it."""
+"""Options of `AutoModelForCausalLM.from_pretrained` that are no fields of the model's configuration; transformers has no
+list of them."""
 
 
 def load(
@@ -50,8 +50,8 @@ def load(
 
     Args:
         gates: adapter directory or Hub repository.
-        config: how to decode; instead, its fields may be given as keywords (``token_budget=4096``). What the adapter
-            itself asks for holds unless a keyword says otherwise; of a ``config``, only ``compat="gates"`` does.
+        config: how to decode; instead, its fields may be given as keywords (``token_budget=4096``), which overrule the
+            gates' own defaults. A ``config`` takes no defaults from the gates, except for ``compat="gates"``.
         base_model: directory, GGUF file or Hub id to use instead of the one the adapter names.
         revision, subfolder: of the adapter.
         token, cache_dir, local_files_only: for both, as in `huggingface_hub`.

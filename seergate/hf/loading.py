@@ -1,4 +1,4 @@
-"""Loads base models, their configurations and their tokenizers. Everything that needs a base model comes here."""
+"""Loads base models, their configurations and their tokenizers."""
 
 from __future__ import annotations
 
@@ -33,8 +33,7 @@ def base_config(name: str | os.PathLike[str], **options: Any) -> Any:
 
 
 def skeleton(config: Any) -> PreTrainedModel:
-    """The model that a configuration describes, without memory for its weights. RoPE's frequencies are real: they are
-    computed, not loaded.
+    """A configuration's model on the meta device, without memory for its weights; its RoPE frequencies are real.
 
     Raises:
         SeergateError: if it is no causal language model of a supported family.
@@ -92,7 +91,7 @@ def load_base(
 
 
 def download_weights(name: str, revision: str | None = None) -> None:
-    """Download the files that `load_base` will read, unless they are here. Then the Hub is not asked.
+    """Download the files that `load_base` will read. If they are here, the Hub is not asked.
 
     Raises:
         SeergateError: if they are not here and the Hub does not give them.
@@ -112,12 +111,12 @@ def download_weights(name: str, revision: str | None = None) -> None:
 
 
 def _weights_here(name: str, revision: str | None) -> bool:
-    """True if all files of a model's weights were downloaded."""
+    """True if all files of a model's weights are in the cache."""
     from huggingface_hub import try_to_load_from_cache
 
     def found(file: str) -> str | None:
         path = try_to_load_from_cache(name, file, revision=revision)
-        return path if isinstance(path, str) else None  # it also knows what a repository does not have
+        return path if isinstance(path, str) else None  # another object marks a file that the repository lacks
 
     for whole, index in ((_WEIGHTS, _INDEX), (_OLD_WEIGHTS, _OLD_INDEX)):
         if found(whole):
@@ -128,7 +127,7 @@ def _weights_here(name: str, revision: str | None) -> bool:
 
 
 def _shards(index: str) -> list[str]:
-    """The files that an index names: how shards are called differs between models."""
+    """The files that an index names; names of shards differ between models."""
     return sorted(set(json.loads(Path(index).read_text(encoding="utf-8"))["weight_map"].values()))
 
 
@@ -141,7 +140,7 @@ def load_tokenizer(name: str | os.PathLike[str], **options: Any) -> PreTrainedTo
 
 
 def _reading(what: str, name: str | os.PathLike[str], read: Callable[..., Any], **options: Any) -> Any:
-    """Call ``from_pretrained`` and say in one sentence what went wrong."""
+    """Call a ``from_pretrained``, with errors in one sentence."""
     file = gguf_file(name)
     here = directory_here(name) if file is None else file.parent
     if here is None and not is_hub_id(str(name)):

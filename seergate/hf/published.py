@@ -81,7 +81,7 @@ def read_published(kind: type[G], directory: Path, source: str | os.PathLike[str
     Args:
         kind: class of the result.
         directory: with `config.json` and `attn_gate_weights.pth`.
-        source: what the user calls it.
+        source: the user's name for it.
 
     Raises:
         SeergateError: if it is not that format, is damaged, or holds gates for prefill.
@@ -222,7 +222,7 @@ def _rename(weights: dict[str, Tensor], path: Path) -> dict[str, Tensor]:
 
 
 def _gate_config(config: dict[str, Any], tensors: dict[str, Tensor], where: str) -> GateConfig:
-    """The architecture; whether there is q/k norm is read off the tensors, which the published loader never did."""
+    """The architecture; the tensors tell whether there is q/k norm, which the published loader never asked."""
     values = {**_DEFAULTS, **{key: value for key, value in config.items() if key in _DEFAULTS}}
     q_pooling = values["seerattn_q_head_pooling_type"]
     if q_pooling not in _Q_POOLINGS:

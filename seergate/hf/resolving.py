@@ -78,7 +78,7 @@ def check_decode_options(names: Iterable[str], known: Iterable[str], others: Ite
 
 
 def check_given(config: DecodeConfig | None, given: dict[str, Any], bank: Gates | None = None) -> None:
-    """Refuse what gates of no kind can be told, before they are read if there is no ``bank``."""
+    """Refuse options that no gates have; without ``bank``, before the gates are read."""
     if config is not None and not isinstance(config, DecodeConfig):
         raise SeergateError(f"config is a {type(config).__name__}; it must be a DecodeConfig")
     if config is not None and given:
@@ -96,7 +96,7 @@ def check_dense_layers(method: Method, layers: int) -> None:
 
 
 def check_calibration(model: PreTrainedModel, method: Method) -> None:
-    """Refuse what was calibrated on other weights."""
+    """Refuse a method that was calibrated on other weights."""
     if method.calibrated_on is not None and method.calibrated_on != fingerprint(model):
         raise SeergateError(
             f"{method.name!r} was calibrated on a model with other weights than this one, or in another dtype; run "
