@@ -160,8 +160,8 @@ class GateConfig:
             LayerNorm on keys alone, as DeepSeek has it.
         rope: rotate queries at their own position, compressed keys at their block's first position and index keys at
             their own. Of retention gates always ``False``, whatever is given.
-        scorer: a key of `SCORERS`. Of blocks: ``"attn_gate"`` (SeerAttention-R, section 2.2), one key per block; ``"msa"``
-            (MiniMax Sparse Attention) and ``"indexer"`` (DeepSeek Sparse Attention), one key per token. Of
+        scorer: a key of `SCORERS`. Of blocks: ``"attn_gate"`` (SeerAttention-R, section 2.2), one key per block;
+            ``"msa"`` (MiniMax Sparse Attention) and ``"indexer"`` (DeepSeek Sparse Attention), one key per token. Of
             tokens, for eviction: the retention gates ``"fast_kvzip"`` and ``"trim_kv"``, which have no RoPE.
         sink_blocks: the gates did not learn to choose among this many first blocks of a text, which hold attention
             sinks; decoding always reads them. Not of retention gates.

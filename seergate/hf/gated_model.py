@@ -27,8 +27,8 @@ MODEL_OPTIONS = {
     *("proxies", "quantization_config", "state_dict", "torch_dtype", "tp_plan", "tp_size", "trust_remote_code"),
     *("use_kernels", "use_safetensors", "variant", "weights_only"),
 }
-"""Options of `AutoModelForCausalLM.from_pretrained` that are no fields of the model's configuration; transformers has no
-list of them."""
+"""Options of `AutoModelForCausalLM.from_pretrained` that are no fields of the model's configuration. Nothing of
+transformers lists them."""
 
 
 def load(
