@@ -6,7 +6,11 @@ import logging
 import os
 import random
 import re
+import sys
+import tempfile
+import tomllib
 from collections.abc import Iterator
+from pathlib import Path
 
 # Read when the libraries are imported, so they are set before any of them is.
 if os.environ.get("SEERGATE_TEST_HUB") != "1":
@@ -45,6 +49,22 @@ if os.environ.get("TRITON_INTERPRET") == "1":  # slow: kernels run in Python
 def pytest_configure(config: pytest.Config) -> None:
     """Most tests of what evicts have prompts beyond the budget; that it warns of them is tested by itself."""
     config.addinivalue_line("filterwarnings", r"ignore:.*a prompt has \d+ tokens and token_budget is:UserWarning")
+    metadata = tempfile.TemporaryDirectory()
+    config.add_cleanup(metadata.cleanup)
+    _declare_entry_points(Path(metadata.name))
+    sys.path.insert(0, metadata.name)
+
+
+def _declare_entry_points(folder: Path) -> None:
+    """Write what `pip install -e .` writes, so that commands and plugins are this checkout's, whatever is installed."""
+    project = tomllib.loads((Path(__file__).parent.parent / "pyproject.toml").read_text())["project"]
+    written = folder / f"seergate-{project['version']}.dist-info"
+    written.mkdir()
+    (written / "METADATA").write_text(f"Metadata-Version: 2.1\nName: seergate\nVersion: {project['version']}\n")
+    groups = {"console_scripts": project["scripts"], **project["entry-points"]}
+    with (written / "entry_points.txt").open("w") as file:
+        for group, targets in groups.items():
+            file.writelines([f"[{group}]\n", *(f"{name} = {target}\n" for name, target in targets.items())])
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -1,6 +1,6 @@
 """Breaks the package in small ways, one at a time, and sees whether the tests notice.
 
-    python -m pytest -n 2 --cov=seergate --cov-context=test      # which test runs which line: .coverage
+    python -m pytest -n 2 --cov=seergate --cov=papers --cov-context=test  # which test runs which line: .coverage
     python -m tests.mutate --count 60                            # writes benchmarks/results/mutations.json
 
 Places are drawn at random, the same number in each part of the package: comparisons, arithmetic, boolean operators,
@@ -96,10 +96,10 @@ def mutations(path: Path) -> list[Mutation]:
 def drawn(count: int, seed: int) -> list[Mutation]:
     """So many mutations, spread over the parts of the package."""
     parts: dict[str, list[Mutation]] = defaultdict(list)
-    for path in sorted((ROOT / "seergate").rglob("*.py")):
-        inner = path.relative_to(ROOT / "seergate").parts
-        if "triton_impl" not in inner and inner[0] not in ("vllm",):
-            parts[inner[0] if len(inner) > 1 else "."].extend(mutations(path))
+    for path in sorted(path for name in ("papers", "seergate") for path in (ROOT / name).rglob("*.py")):
+        folders = path.relative_to(ROOT).parts[:-1]
+        if "triton_impl" not in folders and "vllm" not in folders:
+            parts["/".join(folders[:2])].extend(mutations(path))
     chance, names, chosen = random.Random(seed), sorted(parts), []
     while len(chosen) < count:
         part = parts[names[len(chosen) % len(names)]]
@@ -115,7 +115,7 @@ def tests_of(coverage_file: Path) -> dict[tuple[str, int], list[str]]:
     data.read()
     found: dict[tuple[str, int], list[str]] = {}
     for file in data.measured_files():
-        name = file[file.index("seergate/") :]
+        name = os.path.relpath(file, ROOT)
         for line, contexts in data.contexts_by_lineno(file).items():
             found[name, line] = sorted({context.split("|")[0] for context in contexts if context})
     return found

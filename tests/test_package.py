@@ -61,3 +61,4 @@ def test_the_demo_runs_in_an_empty_environment(built: Path, tmp_path: Path) -> N
     (report,) = tmp_path.glob("runs/demo-*/report.html")
     assert "gate" in report.read_text()
     assert not list((tmp_path / "venv").rglob("deepspeed"))
+    assert "rpc-table1" in run(programs / "seergate", "figure", "--help", cwd=tmp_path), "papers/ is in the wheel"

@@ -11,6 +11,7 @@ import importlib.util
 import os
 import sys
 from collections.abc import Sequence
+from importlib.metadata import entry_points
 from types import ModuleType
 
 from seergate.cli import (
@@ -20,7 +21,6 @@ from seergate.cli import (
     demo,
     doctor,
     export,
-    figure,
     generate,
     info,
     plan,
@@ -51,7 +51,6 @@ COMMANDS: dict[str, ModuleType] = {
     "generate": generate,
     "report": report,
     "sweep": sweep,
-    "figure": figure,
     "regrade": regrade,
     "calibrate": calibrate,
     "break-even": break_even,
@@ -61,11 +60,13 @@ COMMANDS: dict[str, ModuleType] = {
     "export": export,
     "import-legacy": export,  # the name that users of the published gates look for
 }
+ENTRY_POINTS = "seergate.commands"
+"""Group of the entry points by which installed packages offer commands: name of the command = its module."""
 
 
-TAKING_METHODS = ("eval", "generate", "report", "sweep", "figure", "calibrate", "traces")
-"""Commands that take method names, including plugins'."""
-DRAWING = ("demo", "eval", "report", "sweep", "figure")
+TAKING_METHODS = ("eval", "generate", "report", "sweep", "calibrate", "traces")
+"""Commands of seergate's own that take method names, including plugins'; those of other packages all do."""
+DRAWING = ("demo", "eval", "report", "sweep")
 """Commands that end with a report."""
 
 
@@ -78,9 +79,31 @@ def build_parser() -> Parser:
     )
     parser.add_argument("--version", action="version", version=f"seergate {__version__}")
     commands = parser.add_subparsers(metavar="COMMAND")
-    for name, module in COMMANDS.items():
-        commands.add_parser(name, help=module.HELP[0])
+    for name in (*COMMANDS, *(entry.name for entry in entry_points(group=ENTRY_POINTS))):
+        try:
+            says = _module_of(name).HELP[0]
+        except SeergateError as error:
+            says = str(error)
+        commands.add_parser(name, help=says)
     return parser
+
+
+def _module_of(name: str) -> ModuleType:
+    """The module of a command, of seergate's own or of an installed package."""
+    if name in COMMANDS:
+        return COMMANDS[name]
+    offered = {entry.name: entry for entry in entry_points(group=ENTRY_POINTS)}
+    if name in offered:
+        try:
+            return offered[name].load()  # type: ignore[no-any-return]
+        except ImportError as error:
+            raise SeergateError(f"the command {name!r} ({offered[name].value}) cannot be loaded: {error}") from error
+    if name == "figure":
+        raise SeergateError(
+            "the command 'figure' is not registered: this seergate is not installed, or by an older version; run "
+            "`pip install -e .` in its repository"
+        )
+    raise SeergateError(f"there is no command {name!r}; {did_you_mean(name, [*COMMANDS, *offered])}")
 
 
 def _add_plugin(parser: argparse.ArgumentParser, default: object) -> None:
@@ -116,7 +139,7 @@ def _parser_of(module: ModuleType, name: str) -> Parser:
         allow_abbrev=False,
     )
     module.add_arguments(parser)
-    if name in TAKING_METHODS:
+    if name in TAKING_METHODS or name.split()[0] not in COMMANDS:
         _add_plugin(parser, argparse.SUPPRESS)
     return parser
 
@@ -124,8 +147,6 @@ def _parser_of(module: ModuleType, name: str) -> Parser:
 def _check_plots(command: str, options: argparse.Namespace) -> None:
     """Refuse a report that could not be drawn, before the work that it would be about."""
     if command not in DRAWING or getattr(options, "no_report", False):
-        return
-    if command == "figure" and options.name == "table2":  # a table only
         return
     if importlib.util.find_spec("matplotlib") is None:
         without = ", or leave the report out with --no-report" if hasattr(options, "no_report") else ""
@@ -152,9 +173,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         name, *others = arguments
         if name.startswith("-"):
             build_parser().parse_args(arguments)
-        if name not in COMMANDS:
-            raise SeergateError(f"there is no command {name!r}; {did_you_mean(name, COMMANDS)}")
-        module = COMMANDS[name]
+        module = _module_of(name)
         if hasattr(module, "run_argv"):  # its options are those of training
             return int(module.run_argv(others))
         if others and others[0] in getattr(module, "SUBCOMMANDS", {}):

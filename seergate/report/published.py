@@ -70,12 +70,6 @@ _TABLE_1 = {
 }
 """Table 1 (Qwen3-8B, AIME24): (method, budget) -> accuracy in percent, mean length in thousands of tokens."""
 
-GPU_HOURS = {"Qwen3-4B": 10.9, "Qwen3-8B": 12.2, "Qwen3-14B": 18.6}
-"""Table 2: GPU-hours of distilling a model's gates on MI300X, in `STEPS` steps of 16 packs of up to 32k tokens."""
-
-STEPS, TOKENS = 800, "0.4B"
-"""Of the runs of `GPU_HOURS`, section 5.5."""
-
 BLOCK_SIZE = 64
 """Of all runs whose numbers are here (section 4.1), every layer sparse."""
 

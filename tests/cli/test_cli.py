@@ -15,6 +15,7 @@ from pathlib import Path
 
 import pytest
 
+import papers.command
 from seergate import GateBank, GateConfig
 from seergate.cli.console import say_report
 from seergate.cli.main import COMMANDS
@@ -64,12 +65,12 @@ def saved(tmp_path_factory):
 def test_help_names_every_command(seergate):
     done = seergate("--help")
     assert done.returncode == 0
-    assert set(COMMANDS) >= {"demo", "plan", "train", "eval", "report", "sweep", "figure", "doctor"}
-    for command, module in COMMANDS.items():
+    assert set(COMMANDS) >= {"demo", "plan", "train", "eval", "report", "sweep", "doctor"}
+    for command, module in (COMMANDS | {"figure": papers.command}).items():
         assert re.search(rf"^    {command}\s+{re.escape(module.HELP[0][:20])}", done.stdout, re.M), command
 
 
-@pytest.mark.parametrize("command", [*COMMANDS, "eval show"])
+@pytest.mark.parametrize("command", [*COMMANDS, "figure", "eval show"])
 def test_help_of_everything(seergate, monkeypatch, command):
     """What it does, its options, and examples that its own parser understands."""
     monkeypatch.setenv("COLUMNS", "200")
@@ -98,6 +99,7 @@ TRACES = ["traces", "--prompts", "chain_sum", "--out", "rows.jsonl"]
     [
         (["evl"], "did you mean 'eval'?"),
         (["evaluate"], "did you mean 'eval'?"),
+        (["figur"], "did you mean 'figure'?"),
         (["zzz"], "there are demo, plan, prepare, train, "),
         (
             ["eval", "--methd", "dense"],
@@ -144,6 +146,24 @@ def test_mistakes_are_one_sentence(seergate, arguments, said, tmp_path):
     extra = ["--out", str(tmp_path / "out")] if arguments[0] in ("eval", "demo") else []
     assert said in refusal(seergate(*arguments, *extra))
     assert not (tmp_path / "out").exists()
+
+
+def test_commands_of_other_packages(seergate, tmp_path, monkeypatch):
+    """What is found is what is installed: the metadata that come first on the path count."""
+    monkeypatch.syspath_prepend(tmp_path)
+    for name, declared in (("seergate", ""), ("theirs", "mine = their_command\nlost = nowhere.at_all\n")):
+        package = tmp_path / f"{name}-1.0.dist-info"
+        package.mkdir()
+        (package / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {name}\nVersion: 1.0\n")
+        (package / "entry_points.txt").write_text(f"[seergate.commands]\n{declared}")
+    own = "HELP = ('says mine', '', [])\nadd_arguments = lambda parser: None\n"
+    (tmp_path / "their_command.py").write_text(f"{own}def run(options):\n    print('mine was run')\n    return 0\n")
+    assert "the command 'figure' is not registered" in refusal(seergate("figure", "5"))
+    assert "the command 'lost' (nowhere.at_all) cannot be loaded" in refusal(seergate("lost"))
+    assert "did you mean 'mine'?" in refusal(seergate("mines"))
+    assert seergate("mine", "--plugin", "tests.methods.evictors").stdout == "mine was run\n"
+    listed = seergate("--help").stdout
+    assert "says mine" in listed and "cannot be loaded" in listed and "figure" not in listed
 
 
 def test_a_mistake_in_a_process_of_its_own():
@@ -249,7 +269,8 @@ def test_a_report_that_could_not_be_drawn_is_told_before_the_model_is_loaded(see
         assert not out.exists()
         assert "could not be loaded" in refusal(seergate(*arguments, "--no-report"))
         out.rmdir()
-    for arguments in (("figure", "5", "--out", str(out)), ("demo", "--out", str(out)), ("report", str(tmp_path))):
+    assert "plots need matplotlib" in refusal(seergate("figure", "5", "--out", str(out))) and not out.exists()
+    for arguments in (("demo", "--out", str(out)), ("report", str(tmp_path))):
         said = refusal(seergate(*arguments))
         assert "the report needs matplotlib" in said and "--no-report" not in said
         assert not out.exists()

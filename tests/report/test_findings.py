@@ -6,7 +6,6 @@ import pytest
 
 from seergate.errors import SeergateError
 from seergate.report import load_sweeps, write_report
-from seergate.report.figures import LOOKS
 from seergate.report.findings import idle
 from seergate.report.plots import conditions
 from tests.report.made import reconfigure, write_run
@@ -125,15 +124,6 @@ def test_damaged_runs_are_told(runs, file, old, new, said):
     path.write_text(path.read_text().replace(old, new) if old else new)
     with pytest.raises(SeergateError, match=said):
         write_report(runs)
-
-
-def test_a_correlation_that_does_not_exist_is_not_printed(tmp_path):
-    for budget in (16, 32, 64):
-        write_run(tmp_path, "gate", budget, lambda i: i < 9, recall=[0.5, budget / 64])
-    (sweep,) = load_sweeps(tmp_path)
-    said = " ".join(LOOKS["proxies"].read(sweep))
-    assert "nan" not in said and "the same in all 3 settings (gate)" in said
-    assert "nan" not in LOOKS["proxies"].draw(sweep, tmp_path / "x.png").with_suffix(".svg").read_text()
 
 
 def test_level_with_dense_needs_enough_problems(tmp_path):

@@ -10,12 +10,9 @@ import pytest
 import yaml
 
 from seergate import GateBank, GateConfig
-from seergate.cli.papers import FIGURES
 from seergate.eval.hub_tasks import HUB_TASKS
-from seergate.eval.settings import MethodSpec, grid
-from seergate.report import load_sweeps, write_report
-from seergate.report.figures import LOOKS, beside
-from seergate.report.plots import draw_published, pyplot
+from seergate.eval.settings import MethodSpec
+from seergate.report import write_report
 from seergate.report.published import PROBLEMS, deviations, published, table_1
 from tests.models import tiny_model
 from tests.report.made import write_run
@@ -167,101 +164,9 @@ def test_nothing_stands_beside_an_unfinished_run(tmp_path, bank):
     text = report.markdown.read_text()
     assert "gate at 4096 is unfinished: 20 samples so far" in text and "published" not in text
     assert "published" not in (tmp_path / "accuracy.svg").read_text()
-    (sweep,) = load_sweeps(tmp_path)
-    assert "74.5" not in LOOKS["length_table"].table(sweep)
-
-
-def test_numbers_of_the_other_papers_stand_beside_what_they_ran(tmp_path, bank):
-    """Table 1 of RPC, with another limit; half of the problems, and what is unfinished, has none."""
-    figure, long = FIGURES["rpc-table1"], PAPER | {"max_new_tokens": 32768, "max_total_tokens": None}
-    model = "deepseek-ai/DeepSeek-R1-Distill-Qwen-7B"
-    specs = [*grid(figure.real["method"], figure.real["budget"], 64), MethodSpec("h2o", 4096)]
-    for name, task, how in (
-        ("same", AIME, long | {"samples": 1}),
-        ("short", AIME, long | {"samples": 1, "max_new_tokens": 8192}),
-        ("half", AIME | {"problems": 15, "n_problems": 15}, long | {"samples": 1}),
-        ("unfinished", AIME, long),
-    ):
-        for spec in specs:
-            write(tmp_path / name, spec, None, task, model, right=9, n=task["n_problems"], how=how)
-        (sweep,) = load_sweeps(tmp_path / name)
-        found = [
-            [cell.strip() for cell in line.strip("|").split("|")]
-            for line in beside(sweep, figure.published, figure.real).splitlines()[2:]
-        ]
-        if name in ("half", "unfinished"):
-            assert found == []
-            continue
-        # 9 of 30: Wilson (.3 + .064 ± 1.96 sqrt(.3 * .7 / 30 + .00107)) / 1.128
-        unlike = "–" if name == "same" else "max-new-tokens 8192 instead of 32768"
-        assert found == [
-            ["dense", "–", "30.0 (16.7 to 47.9)", "55.5", "-25.5", unlike],
-            ["h2o", "3417", "30.0 (16.7 to 47.9)", "42.5", "-12.5", unlike],
-            ["tova", "3417", "30.0 (16.7 to 47.9)", "42.5", "-12.5", unlike],
-            ["rpc, interval=1024", "1/4 of the answer", "30.0 (16.7 to 47.9)", "50.4", "-20.4", unlike],
-            ["rpc, interval=4096", "1/4 of the answer", "30.0 (16.7 to 47.9)", "52.9", "-22.9", unlike],
-        ]
 
 
 def test_what_quest_does_unlike_the_paper_is_said(bank):
     assert deviations(config_of(MethodSpec("quest", 4096, 64), None)) == ["pages chosen per KV head, not query head"]
     own = config_of(MethodSpec("quest", 4096, 64, options={"group_reduction": "separate"}), None)
     assert published(own) == 44.2 and deviations(own) == []
-
-
-def runs_of(name: str, root: Path, bank) -> Path:
-    """Runs of all settings of a figure, as `seergate figure` makes them for Qwen3-8B on AIME24."""
-    run = FIGURES[name].real
-    sizes = run.get("block_size", [64])
-    layers = [tuple(choice) for choice in run["dense_layers"]] if "dense_layers" in run else [None]
-    for spec in grid(run["method"], run.get("budget", [2048, 4096]), sizes, layers, run.get("threshold")):
-        write(root, spec, bank(spec.block_size) if spec.has_gates else None)
-    return root
-
-
-@pytest.mark.parametrize(
-    ("name", "drawn"),
-    [
-        ("4", {"dense"}),
-        ("5", {"dense", "gate", "quest"}),
-        ("7", {"dense", "gate", "quest"}),
-        ("8", {"dense", "gate", "quest"}),
-        ("9", {"dense"}),
-    ],
-)
-def test_figures_have_the_numbers_that_are_known(name, drawn, tmp_path, bank):
-    """Figure 8, for one, whose series are named "gate, all sparse" and "gate, layers 0,1 dense"."""
-    (sweep,) = load_sweeps(runs_of(name, tmp_path, bank))
-    draw = LOOKS[FIGURES[name].look].draw
-    assert draw is not None
-    text = draw(sweep, tmp_path / "figure.png").with_suffix(".svg").read_text()
-    assert set(re.findall(r"<!-- (\w+), published -->", text)) == drawn
-
-
-def test_they_are_drawn_where_ours_stand(tmp_path, bank):
-    (sweep,) = load_sweeps(runs_of("7", tmp_path, bank))
-    figure, axis = pyplot().subplots()
-    draw_published(axis, sweep, [(s.block_size or 0, s) for s in sweep.settings if s.budget is not None])
-    lines = {str(line.get_label()): line.get_xydata().tolist() for line in axis.lines}
-    pyplot().close(figure)
-    assert lines["gate, published"] == [[64, 71.35]] and lines["quest, published"] == [[64, 44.2]]
-    assert [y for _, y in lines["dense, published"]] == [74.48, 74.48]
-
-
-def test_lengths_stand_beside_those_of_table_1(tmp_path, bank):
-    write(tmp_path, MethodSpec("dense"), None)
-    write(tmp_path, MethodSpec("gate", 4096), bank(64))
-    write(tmp_path, MethodSpec("gate", 8192, dense_layers=(0, 1)), bank(64))
-    write(tmp_path, MethodSpec("quest", 4096, 16), None)
-    (sweep,) = load_sweeps(tmp_path)
-    rows = [
-        [cell.strip() for cell in line.strip("|").split("|")]
-        for line in LOOKS["length_table"].table(sweep).splitlines()
-    ]
-    beside = {(row[0], row[1]): row[4:] for row in rows[2:]}
-    assert beside == {
-        ("dense", "–"): ["74.5", "15.1k", "samples 1 instead of 64"],
-        ("gate, all sparse", "4096"): ["72.3", "16.3k", "samples 1 instead of 64"],
-        ("gate, layers 0,1 dense", "8192"): ["–", "–", "–"],
-        ("quest", "4096"): ["–", "–", "–"],
-    }

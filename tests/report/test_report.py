@@ -14,7 +14,6 @@ from seergate.eval import RunOptions, make_task, sweep
 from seergate.eval.settings import grid
 from seergate.report import load_sweeps, write_report
 from seergate.report.byte_plots import pareto
-from seergate.report.figures import LOOKS, ngram_entropy, repeated_steps
 from seergate.report.findings import cautions
 from seergate.report.tables import markdown
 from tests.eval import support
@@ -224,17 +223,6 @@ def test_unfinished_runs_without_a_common_problem_are_reported_on(runs):
     assert not any("may be chance" in line for line in cautions(found))
 
 
-def test_variants_without_a_common_problem_are_not_compared(tmp_path):
-    for name, layers in (("a", [0]), ("b", [])):
-        reconfigure(write_run(tmp_path / name, "quest", 64, lambda i: i < 15), method={"dense_layers": layers})
-    parted(tmp_path / "a", "quest-64")
-    (found,) = load_sweeps(tmp_path / "a", tmp_path / "b")
-    assert len(LOOKS["spread"].read(found)) == 1
-    parted(tmp_path / "b")
-    (found,) = load_sweeps(tmp_path / "a", tmp_path / "b")
-    assert LOOKS["spread"].read(found) == []
-
-
 def test_settings_are_compared_with_those_that_were_asked_the_same_way(runs):
     """By what no weight and no problem shows."""
 
@@ -331,21 +319,3 @@ def test_figures_of_different_contexts_are_not_compared(runs, contexts):
     assert "rank correlation" not in text and "the same for every method" not in text
     assert text.count("not known to be the same for all settings") == 2
     assert not [line for line in report.findings if line.startswith("recall")]
-    (sweep,) = load_sweeps(runs)
-    assert "rank correlation" not in " ".join(LOOKS["proxies"].read(sweep))
-    assert "rank correlation" not in LOOKS["proxies"].draw(sweep, runs / "x.png").with_suffix(".svg").read_text()
-
-
-def test_entropy_of_ngrams_by_hand():
-    """Of a b a b a: the 3-grams aba, bab, aba: log2 3 - 2/3 bits. All different: log2 of their number."""
-    assert ngram_entropy(["a", "b", "a", "b", "a"]) == pytest.approx(math.log2(3) - 2 / 3)
-    assert ngram_entropy(["a", "b", "c", "d"]) == 1 and ngram_entropy(["a", "a", "a", "a", "a"]) == 0
-    assert ngram_entropy(["a", "b", "a", "b"], n=1) == 1
-
-
-def test_repeated_steps_by_hand():
-    """(2, 1) and (2, 2) have the cosine 6 / sqrt(5 * 8) = .949; of a and b, or of a b and b c, it is at most .5."""
-    assert repeated_steps("a a b\n\na a b b\n \nb c") == (1, 3)
-    assert repeated_steps("a b. b c. a b. ") == (1, 3)
-    assert repeated_steps("one step. 3.5 apples\n\nand another") == (0, 2), "a blank line, and full stops are none"
-    assert repeated_steps("") == (0, 0)

@@ -21,7 +21,7 @@ class Figure:
     Attributes:
         source: the figure and its paper, such as ``"Figure 5 of RaaS"``; empty for one of our own.
         title: what it compares.
-        look: how it is shown: a key of `seergate.report.figures.LOOKS`.
+        look: how it is shown: a key of `papers.looks.LOOKS`.
         tiny, real: settings of the sweep, for the tiny reasoner and for other models; with ``match`` the methods are
             compared at equal budgets, too.
         published: (model, task) -> directory of a run -> what the paper found: right answers in percent.
@@ -40,6 +40,13 @@ class Figure:
 
 SEER = "SeerAttention-R"
 TRAINED = "trained"
+
+GPU_HOURS = {"Qwen3-4B": 10.9, "Qwen3-8B": 12.2, "Qwen3-14B": 18.6}
+"""Table 2: GPU-hours of distilling a model's gates on MI300X, in `STEPS` steps of 16 packs of up to 32k tokens."""
+
+STEPS, TOKENS = 800, "0.4B"
+"""Of the runs of `GPU_HOURS`, section 5.5."""
+
 TINY_BUDGETS = [32, 64, 128]
 PROMPT_AND_ANSWER = [128, 256, 512, 768]
 """Of which the prompt of 30 variables, about 420 tokens, fills the first two."""

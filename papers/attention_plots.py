@@ -11,7 +11,7 @@ import numpy as np
 from seergate.report.plots import pyplot, save
 
 if TYPE_CHECKING:
-    from seergate.eval.kept import KeptTokens
+    from papers.kept import KeptTokens
     from seergate.eval.recurrence import Recurrence
 
 

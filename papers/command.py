@@ -8,9 +8,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from papers.figures import FIGURES, TRAINED
 from seergate.cli.eval import words
 from seergate.cli.models import named_gates
-from seergate.cli.papers import FIGURES, TRAINED
 from seergate.errors import SeergateError, did_you_mean
 
 HELP = (
@@ -44,7 +44,7 @@ ALIASES = {"rpc5": "kept", "lazy3": "recurrence"}
 """Figures of papers that have a name of our own."""
 
 APART = ("table2", *ATTENTION)
-"""What is no sweep: the others are in `seergate.cli.papers`."""
+"""What is no sweep: the others are in `papers.figures`."""
 
 NAMES = (*FIGURES, *APART, *ALIASES)
 
@@ -81,6 +81,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(options: argparse.Namespace) -> int:
     """Make what is missing, draw, and say what is seen."""
     from seergate.cli.models import TINY, check_writable, is_tiny
+    from seergate.report.plots import pyplot
 
     if options.name not in NAMES:
         raise SeergateError(
@@ -88,6 +89,8 @@ def run(options: argparse.Namespace) -> int:
             "what is not made again, and why)"
         )
     options.name = ALIASES.get(options.name, options.name)
+    if options.name != "table2":
+        pyplot()  # before any work, if it is not installed
     _check_options(options)
     tiny = is_tiny(options.model)
     label = options.name if "table" in options.name else f"figure-{options.name}"
@@ -158,7 +161,7 @@ def _attention(
     options: argparse.Namespace, task_name: str, task_options: dict[str, Any], out: Path, tiny: bool
 ) -> int:
     """What evicting methods do, and what they go by."""
-    from seergate.cli.attention_figures import kept, recurrence
+    from papers.attention import kept, recurrence
     from seergate.cli.models import check_writable
     from seergate.eval import make_task
 
@@ -232,10 +235,10 @@ def _distilled(options: argparse.Namespace, block_size: int, out: Path) -> Path:
 
 def _write(name: str, out: Path, label: str, more: Sequence[str] = ()) -> Path:
     """The page of a figure; ``more`` is what follows its tables."""
+    from papers.looks import LOOKS, beside
     from seergate.eval.store import write_text
     from seergate.report import load_sweeps, write_report
     from seergate.report.equal_bytes import equal_bytes
-    from seergate.report.figures import LOOKS, beside
     from seergate.report.load import apart
 
     figure = FIGURES[name]
@@ -269,11 +272,11 @@ def _table2(options: argparse.Namespace, out: Path) -> int:
     """Table 2: what distillation takes. It distils, and measures."""
     import torch
 
+    from papers.figures import GPU_HOURS, STEPS, TOKENS
     from seergate.cli.models import load_gates
     from seergate.distill import load_train_config, run_distillation
     from seergate.eval.environment import processor
     from seergate.eval.store import write_text
-    from seergate.report.published import GPU_HOURS, STEPS, TOKENS
     from seergate.report.tables import markdown
 
     overrides = {"output_dir": str(out / time.strftime("gates-%Y%m%d-%H%M%S")), "max_steps": options.max_steps}

@@ -29,15 +29,15 @@ BUDGETS = (1 / 16, 1 / 8, 1 / 4, 1 / 2)
 
 def kept(options: argparse.Namespace, task: Task, out: Path, tiny: bool) -> Path:
     """Which tokens each method keeps while it answers one problem (Figure 5 of RPC, Figure 3 of RaaS)."""
+    from papers.attention_plots import kept_plot
+    from papers.kept import kept_tokens, seen_layer
     from seergate.cli.models import model_path
     from seergate.eval.calibration import Calibrator, check_auto, evenly_chosen_prompts
-    from seergate.eval.kept import kept_tokens, seen_layer
     from seergate.eval.settings import grid
     from seergate.eval.store import write_text
     from seergate.hf.loading import base_config, skeleton
     from seergate.methods import EvictingMethod
     from seergate.models.families import kv_heads
-    from seergate.report.attention_plots import kept_plot
     from seergate.report.tables import markdown
 
     budget = options.budget or (TINY_BUDGET if tiny else REAL_BUDGET)
@@ -78,10 +78,10 @@ def kept(options: argparse.Namespace, task: Task, out: Path, tiny: bool) -> Path
 
 def recurrence(options: argparse.Namespace, task: Task, out: Path) -> Path:
     """When attention comes back (LazyEviction, Figure 3c), and how many tokens are milestones or phoenixes (RaaS)."""
+    from papers.attention_plots import KINDS, kinds_plot, recurrence_plot
     from seergate.eval.calibration import evenly_chosen_prompts
     from seergate.eval.recurrence import measure_recurrence
     from seergate.eval.store import write_json, write_text
-    from seergate.report.attention_plots import KINDS, kinds_plot, recurrence_plot
     from seergate.report.tables import markdown
 
     model, tokenizer, how = _loaded(options, task)

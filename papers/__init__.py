@@ -1,0 +1,1 @@
+"""The figures and tables of five papers on our own runs: ``seergate figure`` (docs/reproduce.md)."""

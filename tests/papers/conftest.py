@@ -1,0 +1,1 @@
+from tests.report.test_published import bank  # noqa: F401
