@@ -56,7 +56,7 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def _declare_entry_points(folder: Path) -> None:
-    """Write what `pip install -e .` writes, so that commands and plugins are this checkout's, whatever is installed."""
+    """Write what `pip install -e .` writes: commands and plugins are this checkout's, whatever is installed."""
     project = tomllib.loads((Path(__file__).parent.parent / "pyproject.toml").read_text())["project"]
     written = folder / f"seergate-{project['version']}.dist-info"
     written.mkdir()
