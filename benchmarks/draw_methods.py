@@ -12,9 +12,8 @@ from typing import Any
 
 from common import RESULTS
 
-from seergate.report.byte_plots import bytes_plot
 from seergate.report.load import Setting, Sweep
-from seergate.report.plots import accuracy_plot
+from seergate.report.plots import accuracy_plot, bytes_plot
 
 PICTURES = Path(__file__).resolve().parent.parent / "docs" / "images"
 

@@ -238,8 +238,8 @@ def _write(name: str, out: Path, label: str, more: Sequence[str] = ()) -> Path:
     from papers.looks import LOOKS, beside
     from seergate.eval.store import write_text
     from seergate.report import load_sweeps, write_report
-    from seergate.report.equal_bytes import equal_bytes
     from seergate.report.load import apart
+    from seergate.report.tables import equal_bytes
 
     figure = FIGURES[name]
     draw, table, read = LOOKS[figure.look]

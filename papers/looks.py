@@ -16,12 +16,12 @@ from typing import Any, NamedTuple
 from seergate.errors import SeergateError
 from seergate.eval.stats import correlation
 from seergate.reason.steps import BLANK_LINE
-from seergate.report.byte_plots import FIGURES as PER_BYTE
 from seergate.report.findings import findings
 from seergate.report.load import Setting, Sweep
 from seergate.report.plots import (
     CONVENTIONS,
     LEGEND,
+    PER_BYTE,
     accuracy_plot,
     budget_axis,
     conditions,
@@ -243,8 +243,7 @@ def _repeats_table(sweep: Sweep) -> str:
     repeated, steps = map(sum, zip(*map(repeated_steps, _texts(sweep)), strict=True))
     header = ["model", "task", "answers", "steps", "alike to an earlier one %"]
     share = f"{100 * repeated / steps:.1f}" if steps else NONE
-    model, task = Path(str(sweep.config["model"]["path"])).name, str(sweep.config["task"]["name"])
-    return markdown(header, [[model, task, str(len(_texts(sweep))), str(steps), share]])
+    return markdown(header, [[sweep.model, sweep.task, str(len(_texts(sweep))), str(steps), share]])
 
 
 def _read_repeats(sweep: Sweep) -> list[str]:

@@ -119,11 +119,3 @@ def summary(texts: Sequence[dict[str, Any]]) -> dict[str, Any]:
     read = {name: [text[name] for text in texts if name in text] for name in (*COSTS, *PEAKS, "n_tokens", "seconds")}
     found |= {name: float(np.mean(values)) for name, values in read.items() if values}
     return {name: None if math.isnan(value) else value for name, value in found.items()}
-
-
-def minus(ours: Sequence[dict[str, Any]], theirs: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """How much further a setting's KL is from dense than another's, with its 95 % interval over texts."""
-    pairs = zip(ours, theirs, strict=True)
-    apart = mean_and_error([float(np.mean(one["kl"]) - np.mean(other["kl"])) for one, other in pairs])
-    half = t95(apart.n - 1) * apart.se
-    return {"kl_minus_gate": apart.mean, "kl_minus_gate_95": [apart.mean - half, apart.mean + half]}

@@ -108,7 +108,7 @@ def needle(
     if (drawn := max(keys, queries)) > len(CITIES):
         raise ValueError(f"keys is {keys} and queries {queries}; they must be at most {len(CITIES)}")
 
-    every = cache(lambda: sentences(data))
+    every, source = _text(data)
 
     def hide(random: Random, depth: float) -> _Hidden:
         cities = random.sample(CITIES, drawn)
@@ -128,7 +128,7 @@ def needle(
         )
 
     options = {"keys": keys, "values": values, "queries": queries}
-    return _task("needle", hide, values * queries, problems, length, depths, chat, data, seed, options)
+    return _task("needle", hide, values * queries, problems, length, depths, chat, source, seed, options)
 
 
 def variable_tracking(
@@ -148,7 +148,7 @@ def variable_tracking(
         chains: how many; the first is asked for.
         hops: how often a chain's value is passed on to another variable.
     """
-    every = cache(lambda: sentences(data))
+    every, source = _text(data)
 
     def hide(random: Random, depth: float) -> _Hidden:
         drawn = ["".join(random.choices(ascii_uppercase, k=5)) for _ in range(chains * (hops + 1))]
@@ -168,7 +168,7 @@ def variable_tracking(
         )
 
     options = {"chains": chains, "hops": hops}
-    return _task("variable_tracking", hide, hops + 1, problems, length, (0,), chat, data, seed, options)
+    return _task("variable_tracking", hide, hops + 1, problems, length, (0,), chat, source, seed, options)
 
 
 def key_value(
@@ -202,7 +202,7 @@ def key_value(
             "\n",
         )
 
-    return _task("key_value", hide, 1, problems, length, depths, chat, None, seed, {})
+    return _task("key_value", hide, 1, problems, length, depths, chat, {}, seed, {})
 
 
 def perplexity(*, problems: int = 16, length: int = 2048, scored: int = 256, data: str | None = None) -> Task:
@@ -273,10 +273,11 @@ def _task(
     length: tuple[int, ...],
     depths: tuple[int, ...],
     chat: bool,
-    data: str | None,
+    source: dict[str, str],
     seed: int,
     options: dict[str, Any],
 ) -> Task:
+    """A task of problems made to lengths; ``source`` names the text in which things are hidden, empty without one."""
     for option, value in {"problems": problems, **options}.items():
         if value < 1:
             raise ValueError(f"{option} is {value}; it must be a positive number")
@@ -284,7 +285,6 @@ def _task(
         raise ValueError(f"length is {length}; it must be positive numbers of tokens")
     if not depths or not all(0 <= depth <= 100 for depth in depths):
         raise ValueError(f"depths is {depths}; it must be percentages, 0 to 100")
-    text = "" if name == "key_value" else text_of(data)[0]
     room = (24 if chat else 4) + TOKENS_PER_ANSWER * answers
 
     def load(tokenizer: PreTrainedTokenizerBase) -> Iterator[Problem]:
@@ -308,7 +308,7 @@ def _task(
         budgets=tuple(min(length) // part for part in (8, 4, 2)),
         options={
             **{"problems": problems, "length": list(length), "depths": list(depths), **options, "chat": chat},
-            **{"seed": seed, **({"text": text} if text else {}), **({"file": data} if data else {})},
+            **{"seed": seed, **source},
         },
         by_tokens=True,
     )
@@ -362,9 +362,15 @@ def text_of(data: str | None) -> tuple[str, str]:
     return Path(data).name, text
 
 
-def sentences(data: str | None) -> list[str]:
-    """The sentences of a text (`text_of`), none longer than `LONGEST` words."""
-    each = re.split(r"(?<=[.!?:])\s+", " ".join(text_of(data)[1].split()))
+def _text(data: str | None) -> tuple[Callable[[], list[str]], dict[str, str]]:
+    """The sentences of a text, which is split when they are first asked for, and its name in a task's options."""
+    name, text = text_of(data)
+    return cache(lambda: sentences(text)), {"text": name} | ({"file": data} if data else {})
+
+
+def sentences(text: str) -> list[str]:
+    """The sentences of a text, none longer than `LONGEST` words."""
+    each = re.split(r"(?<=[.!?:])\s+", " ".join(text.split()))
     words = (sentence.split() for sentence in each)
     return [" ".join(some[i : i + LONGEST]) for some in words for i in range(0, len(some), LONGEST)]
 

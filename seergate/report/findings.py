@@ -112,13 +112,18 @@ def _without_budget(sweep: Sweep, setting: Setting, dense: Setting) -> str | Non
     return f"{start}, and holds {_percent(held / everything)} of its bytes."
 
 
+def _by_budget(sweep: Sweep, ours: str, other: str) -> dict[int, Difference]:
+    """Budget -> difference of two series, where both have answered problems."""
+    pairs = {budget: (sweep.at(ours, budget), sweep.at(other, budget)) for budget in sweep.budgets}
+    found = {budget: sweep.difference(a, b) for budget, (a, b) in pairs.items() if a is not None and b is not None}
+    return {budget: difference for budget, difference in found.items() if difference.n}
+
+
 def _ahead(sweep: Sweep, ours: str, others: list[str], start: str) -> str:
     """At how many budgets one series is ahead of, and behind, each of several others."""
     parts = []
     for other in others:
-        pairs = [(sweep.at(ours, budget), sweep.at(other, budget)) for budget in sweep.budgets]
-        compared = [sweep.difference(a, b) for a, b in pairs if a is not None and b is not None]
-        if found := [d for d in compared if d.n]:
+        if found := _by_budget(sweep, ours, other).values():
             ahead, behind = sum(d.positive for d in found), sum((-d).positive for d in found)
             parts.append(f"{other} {ahead}, {behind} of {len(found)}")
     if not parts:
@@ -148,33 +153,43 @@ def verdict(sweep: Sweep) -> str:
         )
     enough, short, open_ = list[str](), list[str](), list[str]()
     for method in sweep.methods:
-        compared = [(s, d) for s in sweep.of(method) if (d := sweep.difference(s, sweep.dense)).n]
-        found = next((s for i, (s, _) in enumerate(compared) if all(_not_worse(d) for _, d in compared[i:])), None)
-        if found is not None:
-            enough.append(f"{method} {found.budget} tokens ({100 * (found.budget or 0) / sweep.context:.0f} %)")
-        elif compared:
-            (short if (-compared[-1][1]).positive else open_).append(method)
+        if (found := _enough(sweep, method, sweep.dense)) is None:
+            continue
+        setting, difference = found
+        if _not_worse(difference):
+            enough.append(f"{method} {setting.budget} tokens ({_share_of_context(sweep, setting)})")
+        else:
+            (short if (-difference).positive else open_).append(method)
     start = f"Dense answers {_percent(sweep.dense.accuracy.mean)} right, with {sweep.context:.0f} tokens of context. "
     needs = f"No loss against it could be shown from these budgets on: {', '.join(enough)}. " if enough else ""
     lost = f"No tested budget was enough for {', '.join(short)}. " if short else ""
     return (start + needs + lost + (f"Too few problems to tell for {', '.join(open_)}." if open_ else "")).strip()
 
 
-def _against_dense(sweep: Sweep, method: str, dense: Setting) -> str | None:
-    """``None`` where no setting of the method has a problem in common with dense yet."""
+def _enough(sweep: Sweep, method: str, dense: Setting) -> tuple[Setting, Difference] | None:
+    """The smallest budget of a series from which on no loss could be shown, or else its largest, and the difference to
+    dense there; ``None`` if none of its settings has a problem in common with dense yet.
+    """
     compared = [(s, d) for s in sweep.of(method) if (d := sweep.difference(s, dense)).n]
-    if not compared:
+    tails = (compared[i:] for i in range(len(compared)))
+    return next((tail[0] for tail in tails if all(_not_worse(d) for _, d in tail)), compared[-1] if compared else None)
+
+
+def _share_of_context(sweep: Sweep, setting: Setting) -> str:
+    return f"{100 * (setting.budget or 0) / sweep.context:.0f} %"
+
+
+def _against_dense(sweep: Sweep, method: str, dense: Setting) -> str | None:
+    """``None`` if no setting of the method has a problem in common with dense yet."""
+    if (found := _enough(sweep, method, dense)) is None:
         return None
-    level = next((i for i in range(len(compared)) if all(_not_worse(d) for _, d in compared[i:])), None)
-    if level is None:
-        setting, difference = compared[-1]
-        told = (
-            "no tested budget was enough" if (-difference).positive else "too few problems to tell if that is a loss"
-        )
-        return f"{setting.label} tokens is {in_points(difference)} points from dense; {told}."
-    setting, difference = compared[level]
-    share = 100 * (setting.budget or 0) / sweep.context
-    start = f"{setting.label} tokens ({share:.0f} % of the full context) is {in_points(difference)} points from dense"
+    setting, difference = found
+    start = f"{setting.label} tokens is {in_points(difference)} points from dense"
+    if not _not_worse(difference):
+        lost = (-difference).positive
+        return f"{start}; {'no tested budget was enough' if lost else 'too few problems to tell if that is a loss'}."
+    share = _share_of_context(sweep, setting)
+    start = f"{setting.label} tokens ({share} of the full context) is {in_points(difference)} points from dense"
     if _equivalent(difference):
         return f"{start}: level with dense."
     if difference.positive:
@@ -183,36 +198,25 @@ def _against_dense(sweep: Sweep, method: str, dense: Setting) -> str | None:
 
 
 def _gate_against(sweep: Sweep, gate: str, other: str) -> str:
-    parts, wins = [], 0
-    for budget in sweep.budgets:
-        ours, theirs = sweep.at(gate, budget), sweep.at(other, budget)
-        if ours is None or theirs is None:
-            continue
-        difference = sweep.difference(ours, theirs)
-        if not difference.n:
-            continue
-        wins += difference.positive
-        parts.append(f"{in_points(difference)} at {budget}")
-    if not parts:
+    found = _by_budget(sweep, gate, other)
+    if not found:
         return f"{gate} and {other} answered no problem at the same budget, so they cannot be compared."
-    verdict = f"ahead beyond the 95 % interval at {wins} of {len(parts)} budgets"
-    return f"{gate} minus {other}, points on the same problems: {', '.join(parts)} ({verdict})."
+    points = ", ".join(f"{in_points(difference)} at {budget}" for budget, difference in found.items())
+    wins = f"ahead beyond the 95 % interval at {sum(d.positive for d in found.values())} of {len(found)} budgets"
+    return f"{gate} minus {other}, points on the same problems: {points} ({wins})."
 
 
 def _recall(sweep: Sweep) -> list[str]:
-    measured = [s for s in sweep.settings if s.metrics["recall"] is not None]
+    measured = sweep.having("recall")
     if not measured or sweep.proxies_on is None:
         return []
     budgets = Counter(s.budget for s in measured if s.budget is not None)
     smallest = min(budgets, key=lambda budget: (-budgets[budget], budget), default=None)  # of those that most have
     if smallest is None:  # thresholds only
-        return [f"recall of dense attention's mass: {'; '.join(f'{s.label} {_recalled(s)}' for s in measured)}."]
-    row = [f"{s.series} {_recalled(s)}" for s in measured if s.budget == smallest]
+        each = "; ".join(f"{s.label} {_percent(s.metrics['recall'])}" for s in measured)
+        return [f"recall of dense attention's mass: {each}."]
+    row = [f"{s.series} {_percent(s.metrics['recall'])}" for s in measured if s.budget == smallest]
     return [f"recall of dense attention's mass at {smallest} tokens: {', '.join(row)}."]
-
-
-def _recalled(setting: Setting) -> str:
-    return _percent(setting.metrics["recall"])
 
 
 def cautions(sweep: Sweep) -> list[str]:
@@ -274,22 +278,13 @@ def cautions(sweep: Sweep) -> list[str]:
     sizes = {s.block_size for s in sweep.settings if s.block_size is not None}
     if len(sizes) > 1:
         lines.append(f"block sizes differ between methods ({', '.join(map(str, sorted(sizes)))} tokens).")
-    processors = {str(s.config.get("environment", {}).get("hardware")) for s in sweep.settings}
-    if len(processors) > 1:
+    environments = [s.config.get("environment", {}) for s in sweep.settings]
+    if len({str(environment.get("hardware")) for environment in environments}) > 1:
         lines.append("the settings ran on different machines; do not compare their tokens per second.")
-    if unlike := _versions(sweep):
+    versions = {name: sorted({str(each.get(name) or "unknown") for each in environments}) for name in SOFTWARE}
+    if unlike := "; ".join(f"{name} {', '.join(found)}" for name, found in versions.items() if len(found) > 1):
         lines.append(f"the settings were made with different software: {unlike}; differences may come from that.")
     return lines
-
-
-def _versions(sweep: Sweep) -> str:
-    """Of what shapes results, the versions that differ among the settings."""
-    found = []
-    for name in SOFTWARE:
-        versions = {str(s.config.get("environment", {}).get(name) or "unknown") for s in sweep.settings}
-        if len(versions) > 1:
-            found.append(f"{name} {', '.join(sorted(versions))}")
-    return "; ".join(found)
 
 
 def _not_worse(difference: Difference) -> bool:

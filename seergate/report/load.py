@@ -201,6 +201,16 @@ class Sweep:
         return sorted({s.budget for s in self.settings if s.budget is not None})
 
     @property
+    def model(self) -> str:
+        """The model's name: the last part of its path or id."""
+        return Path(str(self.config["model"]["path"])).name
+
+    @property
+    def task(self) -> str:
+        """The task's name."""
+        return str(self.config["task"]["name"])
+
+    @property
     def problems(self) -> str:
         """Number of answered problems, in words: a range where some settings are unfinished."""
         numbers = sorted({s.accuracy.n for s in self.settings})
@@ -217,8 +227,12 @@ class Sweep:
         return [s for s in self.settings if s.series == method and s.budget is not None]
 
     def at(self, method: str, budget: int) -> Setting | None:
-        """One setting."""
-        return next((s for s in self.settings if (s.series, s.budget) == (method, budget)), None)
+        """A series' setting at a budget, if there is one."""
+        return next((s for s in self.of(method) if s.budget == budget), None)
+
+    def having(self, metric: str) -> list[Setting]:
+        """The settings for which a metric was measured."""
+        return [s for s in self.settings if s.metrics[metric] is not None]
 
     def difference(self, ours: Setting, baseline: Setting) -> Difference:
         """Paired difference of the accuracies, on the samples (problem and seed) that both have; ``nan`` of no problem
@@ -232,12 +246,16 @@ class Sweep:
             return Difference(math.nan, math.nan, 0)
         return paired(*(by_problem(side, lambda s: s["correct"]) for side in common))
 
+    def share(self, setting: Setting, metric: str) -> float:
+        """A metric in percent of the first setting's, which is dense attention's where there is a dense run."""
+        return float(100 * setting.metrics[metric] / self.settings[0].metrics[metric])
+
     @property
     def proxies_on(self) -> str | None:
         """The setting on whose generations all proxies were measured, the same windows of them; ``None`` if they were
         not, or were before that was recorded.
         """
-        found = [s.proxies or {} for s in self.settings if s.metrics["next_token_kl"] is not None]
+        found = [s.proxies or {} for s in self.having("next_token_kl")]
         same = len({record.get("contexts") for record in found}) == 1
         return found[0].get("reference") if same else None
 

@@ -1,4 +1,4 @@
-"""The report's plots against token budgets, and what all plots share."""
+"""The report's plots, and what all plots share."""
 
 from __future__ import annotations
 
@@ -9,10 +9,11 @@ from typing import TYPE_CHECKING, Any
 
 from seergate.errors import SeergateError, how_to_install
 from seergate.eval.stats import t95
+from seergate.methods import EvictingMethod, method_class
 from seergate.report.findings import TRUNCATED
 from seergate.report.load import Setting, Sweep
 from seergate.report.published import published
-from seergate.report.styles import STYLES, line_style, style
+from seergate.report.styles import STYLES, line_style, name_of, style
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -55,33 +56,37 @@ def length_plot(sweep: Sweep, path: Path) -> Path:
 
 def recall_plot(sweep: Sweep, path: Path) -> Path | None:
     """Recall of dense attention's mass: mean over layers by budget, and layer by layer. ``None`` if not measured."""
-    methods = [m for m in sweep.methods if any(s.metrics["recall"] is not None for s in sweep.of(m))]
-    if not methods:
+    measured = sweep.having("recall")
+    lines_of: dict[str, list[Setting]] = {}
+    for s in measured:
+        if s.budget is not None:
+            lines_of.setdefault(s.series, []).append(s)
+    if not lines_of:
         return None
-    plt = pyplot()
-    layers = len(next(s for s in sweep.of(methods[0]) if s.metrics["recall"] is not None).metrics["recall_per_layer"])
-    columns = min(4, len(methods))
-    rows = -(-len(methods) // columns)
+    layers = len(next(iter(lines_of.values()))[0].metrics["recall_per_layer"])
+    columns, rows = _grid(len(lines_of))
     height = 3.4 + rows * max(2.0, 0.16 * layers + 1.0)
-    figure = plt.figure(figsize=(WIDTH, height), layout="constrained")
+    figure = pyplot().figure(figsize=(WIDTH, height), layout="constrained")
     upper, lower = figure.subfigures(2, 1, height_ratios=[3.4, height - 3.4])
     lines: Axes = upper.subplots()
     maps = lower.subplots(rows, columns, squeeze=False).ravel()
-    least = min(min(s.metrics["recall_per_layer"]) for s in sweep.settings if s.metrics["recall"] is not None)
-    low = math.floor(20 * least) * 5.0
-    for i, method in enumerate(methods):
-        points = [s for s in sweep.of(method) if s.metrics["recall"] is not None]
-        budgets = [s.budget or 0 for s in points]
-        lines.plot(
-            budgets,
-            [100 * s.metrics["recall"] for s in points],
-            label=method,
-            linestyle=line_style(method, sweep.methods),
-            **style(method),
-        )
-        image = _heat_map(maps[i], method, points, low, first=i % columns == 0)
+    low = math.floor(20 * min(min(s.metrics["recall_per_layer"]) for s in measured)) * 5.0
+    for i, (method, points) in enumerate(lines_of.items()):
+        recall = [100 * s.metrics["recall"] for s in points]
+        how = {"linestyle": line_style(method, sweep.methods), **style(method)}
+        lines.plot([s.budget or 0 for s in points], recall, label=method, **how)
+        by_layer = [[100 * s.metrics["recall_per_layer"][layer] for s in points] for layer in range(layers)]
+        names = points[0].proxies["layers"] if points[0].proxies else range(layers)
+        image = _heat_map(maps[i], by_layer, low, numbers=layers <= 12)
+        if layers <= 12:
+            maps[i].set_yticks(range(layers), [str(n) for n in names])
+        maps[i].set_xticks(range(len(points)), [str(s.budget) for s in points])
+        maps[i].set_title(method, fontsize=10)
+        maps[i].set_xlabel("budget (tokens)")
+        if i % columns == 0:
+            maps[i].set_ylabel("layer")
     budget_axis(lines, sweep.budgets)
-    for unused in maps[len(methods) :]:
+    for unused in maps[len(lines_of) :]:
         unused.set_visible(False)
     lines.set(ylabel="attention mass recalled (%)")
     lines.set_title("Recall: mean over layers, and by layer", fontsize=10)
@@ -100,8 +105,7 @@ def depth_plot(sweep: Sweep, path: Path) -> Path | None:
     if len(depths) < 2:
         return None
     settings = sweep.settings[:MOST_MAPS]
-    columns = min(4, len(settings))
-    rows = -(-len(settings) // columns)
+    columns, rows = _grid(len(settings))
     size = (WIDTH, rows * (1.2 + 0.3 * len(depths)))
     figure, axes = pyplot().subplots(rows, columns, figsize=size, squeeze=False, layout="constrained")
     for axis in axes.ravel()[len(settings) :]:
@@ -112,13 +116,7 @@ def depth_plot(sweep: Sweep, path: Path) -> Path | None:
             length, depth, _ = map(int, problem.split("-"))
             cells.setdefault((depth, length), []).extend(values)
         means = {cell: 100 * sum(values) / len(values) for cell, values in cells.items()}
-        grid = [[means.get((depth, length), math.nan) for length in lengths] for depth in depths]
-        image = axis.imshow(grid, vmin=0, vmax=100, cmap="viridis", aspect="auto")
-        for y, row in enumerate(grid):
-            for x, value in enumerate(row):
-                if not math.isnan(value):
-                    colour = "w" if value < 67 else "k"
-                    axis.text(x, y, f"{value:.0f}", ha="center", va="center", fontsize=9, color=colour)
+        image = _heat_map(axis, [[means.get((depth, length), math.nan) for length in lengths] for depth in depths])
         axis.set_xticks(range(len(lengths)), list(map(str, lengths)))
         axis.set_yticks(range(len(depths)), [f"{depth} %" for depth in depths])
         axis.set_title(s.label, fontsize=10)
@@ -128,25 +126,114 @@ def depth_plot(sweep: Sweep, path: Path) -> Path | None:
     return save(figure, path)
 
 
-def _heat_map(axis: Axes, method: str, points: list[Setting], low: float, first: bool) -> Any:
-    grid = [
-        [100 * s.metrics["recall_per_layer"][layer] for s in points]
-        for layer in range(len(points[0].metrics["recall_per_layer"]))
-    ]
+def _grid(count: int) -> tuple[int, int]:
+    """Columns and rows of so many small maps."""
+    columns = min(4, count)
+    return columns, -(-count // columns)
+
+
+def _heat_map(axis: Axes, grid: list[list[float]], low: float = 0.0, numbers: bool = True) -> Any:
+    """Draw percentages as colours, from ``low`` to 100, with the number in each cell."""
     image = axis.imshow(grid, vmin=low, vmax=100, cmap="viridis", aspect="auto")
-    names = points[0].proxies["layers"] if points[0].proxies else range(len(grid))
-    if len(grid) <= 12:
-        for y, row in enumerate(grid):
-            for x, value in enumerate(row):
-                colour = "w" if value < (low + 200) / 3 else "k"
+    for y, row in enumerate(grid if numbers else []):
+        for x, value in enumerate(row):
+            if not math.isnan(value):
+                colour = "w" if value <= (low + 200) / 3 else "k"
                 axis.text(x, y, f"{value:.0f}", ha="center", va="center", fontsize=9, color=colour)
-        axis.set_yticks(range(len(grid)), [str(n) for n in names])
-    axis.set_xticks(range(len(points)), [str(s.budget) for s in points])
-    axis.set_title(method, fontsize=10)
-    axis.set_xlabel("budget (tokens)")
-    if first:
-        axis.set_ylabel("layer")
     return image
+
+
+PER_BYTE = {"own_bytes_mean": "kB held per sequence, mean", "bytes_read_per_step": "kB read per step"}
+"""Metric of bytes -> label of its axis. On these axes methods can be compared: a token budget means something else for
+every method, and some have none."""
+
+
+def bytes_plot(sweep: Sweep, path: Path) -> Path | None:
+    """Accuracy against mean resident bytes, and against bytes read per step. ``None`` with fewer than two points.
+
+    What no setting beats in both, bytes and accuracy, is joined by a grey line, the Pareto front, above guessing;
+    series without a setting on either front, but for dense, are grey where there are more than `CROWD` of them.
+    """
+    measured = [s for s in sweep.settings if all(s.metrics[figure] for figure in PER_BYTE)]
+    if len(measured) < 2:
+        return None
+    lines = _series(measured)
+    chance = sweep.config["task"].get("chance") or 0.0
+    fronts = {metric: pareto(measured, metric, chance) for metric in PER_BYTE}
+    ahead = {s.directory for front in fronts.values() for s in front}
+    behind = {n for n, own in lines.items() if n != "dense" and not ahead & {s.directory for s in own}}
+    grey = behind if len(lines) > CROWD else set()
+    figure, axes = pyplot().subplots(2, 1, figsize=(WIDTH, 8.4), sharey=True, layout="constrained")
+    for axis, (metric, label) in zip(axes, PER_BYTE.items(), strict=True):
+        for name, settings in lines.items():
+            points = sorted(((s.metrics[metric] / 1e3, s) for s in settings), key=lambda point: point[0])
+            if name not in grey:
+                error_bars(axis, name, list(lines), points)
+                continue
+            how = {**style(name), "color": "#CCCCCC", "linewidth": 0.8, "markersize": 3, "zorder": 1}
+            axis.plot([x for x, _ in points], [100 * s.accuracy.mean for _, s in points], **how)
+        if front := [(s.metrics[metric] / 1e3, 100 * s.accuracy.mean) for s in fronts[metric]]:
+            (first, _), (_, best), last = front[0], front[-1], max(s.metrics[metric] / 1e3 for s in measured)
+            x, y = zip((first, 100 * chance), *front, (last, best), strict=True)
+            axis.step(x, y, where="post", color="0.8", linewidth=5, zorder=0, label="Pareto front")
+        if grey:
+            axis.plot([], [], color="#CCCCCC", linewidth=0.8, label=f"{len(grey)} others")
+        axis.set_xscale("log", base=2)
+        axis.minorticks_off()
+        axis.xaxis.set_major_formatter(lambda value, _: f"{value:g}")
+        axis.set(xlabel=f"{label} (fewer is better: left)", ylabel="accuracy (%)", ylim=(-2, 104))
+        tidy(axis)
+        axis.legend(**LEGEND)
+    figure.suptitle(f"Accuracy against bytes\n{conditions(sweep)}; {CONVENTIONS}", fontsize=10)
+    return save(figure, path)
+
+
+def pareto(settings: list[Setting], metric: str, chance: float) -> list[Setting]:
+    """Settings on the Pareto front of accuracy and bytes, above chance, sorted by bytes."""
+    front: list[Setting] = []
+    for s in sorted(settings, key=lambda s: (float(s.metrics[metric]), -s.accuracy.mean)):
+        if s.accuracy.mean > (front[-1].accuracy.mean if front else chance):
+            front.append(s)
+    return front
+
+
+def _series(settings: list[Setting]) -> dict[str, list[Setting]]:
+    """The points of each line: budgets or thresholds of a series; variants of a method that has neither."""
+    lines: dict[str, list[Setting]] = {}
+    for s in settings:
+        by_threshold = s.method if s.threshold is None else f"{s.series}, thresholds"
+        lines.setdefault(by_threshold if s.budget is None else s.series, []).append(s)
+    return lines
+
+
+def text_plot(sweep: Sweep, path: Path) -> Path | None:
+    """KL from dense attention against bytes read, for methods that keep everything and for those that keep a part.
+    ``None`` without a dense run.
+    """
+    if sweep.dense is None:
+        return None
+    lines: dict[str, list[Setting]] = {}
+    for s in sweep.settings:
+        if s is not sweep.dense:
+            lines.setdefault(s.marked, []).append(s)
+    figure, axes = pyplot().subplots(2, 1, figsize=(WIDTH, 8.4), sharex=True, sharey=True, layout="constrained")
+    evicting = {name for name in lines if issubclass(method_class(name_of(name)), EvictingMethod)}
+    gates = {name for name in lines if name_of(name) == "gate"}
+    for axis, names in zip(axes, (lines.keys() - evicting, evicting | gates), strict=True):
+        drawn = [name for name in lines if name in names]
+        for name in drawn:
+            shares = [sweep.share(s, "bytes_read_per_step") for s in lines[name]]
+            how = {"linestyle": line_style(name, drawn), **style(name)}
+            axis.plot(shares, [s.metrics["kl"] for s in lines[name]], label=name, **how)
+        axis.set(xscale="log", yscale="log", ylabel="KL from dense attention (nats per token)")
+        for ticks in (axis.xaxis.set_major_formatter, axis.xaxis.set_minor_formatter):
+            ticks(lambda value, _: f"{value:g}")
+        axis.grid(color="#DDDDDD", linewidth=0.8)
+        axis.spines[["top", "right"]].set_visible(False)
+        axis.legend(**LEGEND)
+    axes[1].set_xlabel("bytes read per step, % of dense attention's (log scale)")
+    figure.suptitle("Next-token distributions on given texts: above, methods that keep everything; below, a part")
+    return save(figure, path)
 
 
 def _against_budget(
@@ -206,9 +293,8 @@ def panels(sweep: Sweep) -> dict[str, list[str]]:
 
 def conditions(sweep: Sweep) -> str:
     """Model, task and number of problems, for titles; and whether runs are unfinished."""
-    model = Path(str(sweep.config["model"]["path"])).name
     unfinished = "" if all(s.complete for s in sweep.settings) else ", some runs unfinished"
-    return f"{model} on {sweep.config['task']['name']}, {sweep.problems}{unfinished}"
+    return f"{sweep.model} on {sweep.task}, {sweep.problems}{unfinished}"
 
 
 def error_bars(

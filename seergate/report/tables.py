@@ -4,11 +4,18 @@ from __future__ import annotations
 
 import csv
 import io
+import math
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any
 
+import numpy as np
+
+from seergate.eval.matching import MEASURES, record_path
 from seergate.eval.metrics import REPLY
-from seergate.report.findings import in_points
+from seergate.eval.stats import Difference, mean_and_error, t95
+from seergate.eval.store import read_json
+from seergate.report.findings import in_points, with_ends
 from seergate.report.load import Setting, Sweep
 from seergate.report.published import deviations, published
 
@@ -37,9 +44,9 @@ def table(sweep: Sweep, columns: Columns, settings: Sequence[Setting] | None = N
     return markdown(list(columns), [[cell(sweep, s) for cell in columns.values()] for s in chosen])
 
 
-def figure_of(name: str, factor: float = 1, digits: int = 1) -> Callable[[Sweep, Setting], str]:
-    """The column of a metric."""
-    return lambda _, s: scaled(s.metrics[name], factor, digits)
+def figure_of(name: str, factor: float = 1, digits: int = 1, key: Any = None) -> Callable[[Sweep, Setting], str]:
+    """The column of a metric, or of an entry of one that has several."""
+    return lambda _, s: scaled(s.metrics[name] if key is None else s.metrics[name][key], factor, digits)
 
 
 def scaled(value: float | None, factor: float, digits: int) -> str:
@@ -64,6 +71,26 @@ def minus_dense(sweep: Sweep, s: Setting) -> str:
         return NONE
     d = sweep.difference(s, sweep.dense)
     return in_points(d) if d.n else NONE
+
+
+def minus_gate(sweep: Sweep, s: Setting) -> Difference | None:
+    """How much further a setting's KL is from dense than the first gate's at the same budget, paired by text; ``None``
+    for that gate itself, and unless both have scored the same texts.
+    """
+    gate = next((other for other in sweep.settings if (other.method, other.budget) == ("gate", s.budget)), s)
+    ours, theirs = ({text["problem_id"]: np.mean(text["kl"]) for text in each.samples} for each in (s, gate))
+    if gate is s or ours.keys() != theirs.keys():
+        return None
+    apart = mean_and_error([float(ours[text] - theirs[text]) for text in ours])
+    half = t95(apart.n - 1) * apart.se
+    return Difference(apart.mean, apart.se, apart.n, apart.mean - half, apart.mean + half)
+
+
+def _minus_gate(sweep: Sweep, s: Setting) -> str:
+    d = minus_gate(sweep, s)
+    if d is None:
+        return NONE
+    return f"{d.mean:+.4f}" + ("" if math.isnan(d.low) else f" ({d.low:+.4f} to {d.high:+.4f})")
 
 
 SETTING: Columns = {"method": lambda _, s: s.marked, "budget": lambda _, s: limit_of(s)}
@@ -122,10 +149,24 @@ PROXIES: Columns = {
 """The cheap proxies beside the accuracy."""
 
 
+TEXTS: Columns = {
+    "method": lambda _, s: s.marked,
+    "budget": lambda _, s: scaled(s.budget, 1, 0),
+    "KL": lambda _, s: with_ends(s.metrics, "kl"),
+    "KL, 99th percentile": lambda _, s: with_ends(s.metrics, "kl_p99"),
+    "minus the gate's": _minus_gate,
+    "perplexity": figure_of("perplexity"),
+    "same token %": figure_of("agreement", 100),
+    "read %": lambda sweep, s: f"{sweep.share(s, 'bytes_read_per_step'):.0f}",
+    "held %": lambda sweep, s: f"{sweep.share(s, 'own_bytes_mean'):.0f}",
+}
+"""Given texts under a method, compared with dense attention."""
+
+
 def core_table(sweep: Sweep) -> str:
     """Accuracy and what it cost; with the log-probability of the right answer, where it was measured."""
-    known = any(s.metrics[REPLY] is not None for s in sweep.settings)
-    return table(sweep, CORE | ({"log p of the answer": figure_of(REPLY, digits=2)} if known else {}))
+    known = {"log p of the answer": figure_of(REPLY, digits=2)} if sweep.having(REPLY) else {}
+    return table(sweep, CORE | known)
 
 
 def accuracy_table(sweep: Sweep) -> str:
@@ -135,37 +176,31 @@ def accuracy_table(sweep: Sweep) -> str:
 
 def cost_table(sweep: Sweep) -> str:
     """What decoding read, held and took, and what sharing blocks saved where methods do."""
-    shares = any(s.metrics["amsr"] is not None for s in sweep.settings)
-    return table(sweep, COST | ({"memory saved by sharing %": figure_of("amsr", 100)} if shares else {}))
+    saved = {"memory saved by sharing %": figure_of("amsr", 100)} if sweep.having("amsr") else {}
+    return table(sweep, COST | saved)
 
 
 def proxy_table(sweep: Sweep) -> str | None:
     """The cheap proxies, or ``None`` if they were not measured."""
-    measured = [s for s in sweep.settings if s.metrics["next_token_kl"] is not None]
+    measured = sweep.having("next_token_kl")
     return table(sweep, PROXIES, measured) if measured else None
 
 
 def recall_table(sweep: Sweep) -> str | None:
     """Recall by layer, or ``None`` if it was not measured."""
-    measured = [s for s in sweep.settings if s.metrics["recall"] is not None]
+    measured = sweep.having("recall")
     if not measured:
         return None
     layers = measured[0].proxies["layers"] if measured[0].proxies else []
-    by_layer = {f"layer {layer}": _percent_of("recall_per_layer", i) for i, layer in enumerate(layers)}
+    by_layer = {f"layer {layer}": figure_of("recall_per_layer", 100, key=i) for i, layer in enumerate(layers)}
     return table(sweep, {**SETTING, "mean %": figure_of("recall", 100), **by_layer}, measured)
 
 
 def pass_table(sweep: Sweep) -> str | None:
     """pass@k for every k that all settings have; ``None`` with one sample per problem."""
-    ks = [
-        k for k in sweep.settings[0].metrics["pass_at_k"] if all(k in s.metrics["pass_at_k"] for s in sweep.settings)
-    ]
-    by_k = {f"pass@{k} %": _percent_of("pass_at_k", k) for k in ks}
-    return table(sweep, SETTING | by_k) if len(ks) > 1 else None
-
-
-def _percent_of(name: str, key: Any) -> Callable[[Sweep, Setting], str]:
-    return lambda _, s: scaled(s.metrics[name][key], 100, 1)
+    first, *others = (s.metrics["pass_at_k"] for s in sweep.settings)
+    by_k = {f"pass@{k} %": figure_of("pass_at_k", 100, key=k) for k in first if all(k in other for other in others)}
+    return table(sweep, SETTING | by_k) if len(by_k) > 1 else None
 
 
 def table_beside(
@@ -192,6 +227,55 @@ def table_beside(
 def published_table(sweep: Sweep) -> str | None:
     """Ours beside SeerAttention-R's."""
     return table_beside(sweep, lambda s: published(s.config), lambda s: deviations(s.config))
+
+
+BYTES_WORDS = {"resident": "resident bytes", "read": "bytes read per step"}
+EQUAL_BYTES_NOTE = (
+    "A target of *n tokens* is the bytes that n tokens of the dense cache take; other targets are what a method "
+    "without a budget was measured to take. Each method got the setting that comes nearest on a replayed answer; *kB* "
+    "and *off by* are what its own answers then took. Methods that hold everything cannot hold less; those named "
+    "below the table could not come within 10 % of a target and were not run for it."
+)
+
+
+def equal_bytes(sweep: Sweep) -> list[tuple[str, str]]:
+    """Heading and Markdown for everything that was matched among a sweep's settings."""
+    found = []
+    for measure, metric in MEASURES.items():
+        for root in sorted({s.directory.parent for s in sweep.settings}):
+            record = read_json(record_path(root, measure))
+            if record is not None:
+                found.append((f"At equal {BYTES_WORDS[measure]}", _matched(sweep, root, record["matches"], metric)))
+    return found
+
+
+def _matched(sweep: Sweep, root: Path, matches: list[dict[str, Any]], metric: str) -> str:
+    settings = {s.directory.name: s for s in sweep.settings if s.directory.parent == root}
+    rows, impossible = list[list[str]](), list[str]()
+
+    def add(target: str, s: Setting, setting: str, wanted: float) -> None:
+        measured = s.metrics[metric]
+        off = NONE if measured is None else f"{100 * (measured / wanted - 1):+.0f}"
+        accuracy = [f"{100 * s.accuracy.mean:.1f}", interval_of(s), minus_dense(sweep, s)]
+        rows.append([target, s.marked, setting, scaled(measured, 1e-3, 1), off, *accuracy])
+
+    for target in dict.fromkeys(m["target"] for m in matches):
+        group = [m for m in matches if m["target"] == target]
+        own = settings.get(target)  # the method that sets the target is a row of it
+        if own is not None:
+            add(target, own, own.nominal, group[0]["target_bytes"])
+        for m in group:
+            s = settings.get(m["label"])
+            if m["matched"] and s is not None and s is not own:
+                option = "" if m["knob"] == "token_budget" else f"{m['knob']} "
+                add(target, s, f"{option}{m['value']}", m["target_bytes"])
+        missed = {m["method"]: 100 * (m["bytes"] / m["target_bytes"] - 1) for m in group if not m["matched"]}
+        if missed:
+            said = ", ".join(f"{method} ({percent:+.0f} %)" for method, percent in missed.items())
+            impossible.append(f"- not possible at {target}: {said}")
+    header = ["target", "method", "setting", "kB", "off by %", "accuracy %", "95 % interval", "minus dense"]
+    blocks = [EQUAL_BYTES_NOTE, markdown(header, rows, left=3), "\n".join(impossible)]
+    return "\n\n".join(filter(None, blocks))
 
 
 def csv_text(sweep: Sweep) -> str:

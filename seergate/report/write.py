@@ -6,6 +6,7 @@ import base64
 import html
 import math
 import re
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -17,22 +18,21 @@ from seergate.eval.engine import Limit
 from seergate.eval.environment import GRADES_WITH
 from seergate.eval.stats import correlation
 from seergate.eval.store import flatten, write_text
-from seergate.report.byte_plots import bytes_plot
-from seergate.report.equal_bytes import equal_bytes
 from seergate.report.findings import cautions, findings, verdict
-from seergate.report.forced import FORCED_NOTE, forced_plot, forced_table, rows_of
-from seergate.report.load import Sweep, apart, load_sweeps
-from seergate.report.plots import accuracy_plot, depth_plot, length_plot, recall_plot
-from seergate.report.samples import sample_answers
+from seergate.report.load import Setting, Sweep, apart, load_sweeps
+from seergate.report.plots import accuracy_plot, bytes_plot, depth_plot, length_plot, recall_plot, text_plot
 from seergate.report.tables import (
+    TEXTS,
     accuracy_table,
     core_table,
     cost_table,
     csv_text,
+    equal_bytes,
     pass_table,
     proxy_table,
     published_table,
     recall_table,
+    table,
 )
 
 
@@ -81,53 +81,64 @@ def write_report(root: Path, out: Path | None = None, *others: Path) -> Report:
 
 
 def _name(sweep: Sweep) -> str:
-    return f"{Path(str(sweep.config['model']['path'])).name} on {sweep.config['task']['name']}"
+    return f"{sweep.model} on {sweep.task}"
 
 
 def _section(sweep: Sweep, out: Path, suffix: str, why: dict[str, Any]) -> tuple[str, list[Path]]:
     """Markdown and plots of one sweep; ``why`` it is not compared with the others (`apart`)."""
     plots = []
 
-    def plot(drawn: Path | None, what: str) -> list[str]:
-        plots.extend([drawn] if drawn else [])
-        return [f"![{what}]({drawn.name})"] if drawn else []
+    def plot(draw: Callable[[Sweep, Path], Path | None], name: str, what: str) -> list[str]:
+        if (drawn := draw(sweep, out / f"{name}{suffix}.png")) is None:
+            return []
+        plots.append(drawn)
+        return [f"![{what}]({drawn.name})"]
 
     figures = out / f"results{suffix}.csv"
     write_text(figures, csv_text(sweep))
-    own_section = [f"A section of its own, as not all runs have: {_pairs(why)}."] if why else []
-    shown = [
+    if sweep.of_texts:
+        first, details, results, note = [], list[str](), table(sweep, TEXTS), _TEXTS_NOTE
+        picture = plot(text_plot, "kl", "KL against bytes read")
+    else:
+        first, results, note = [f"**{verdict(sweep)}**"], core_table(sweep), _CORE_NOTE
+        picture = plot(accuracy_plot, "accuracy", "Accuracy against token budget") if sweep.budgets else []
+        details = _details(sweep, plot)
+    blocks = [
+        *([f"A section of its own, as not all runs have: {_pairs(why)}."] if why else []),
+        *first,
+        "CONTENTS",
+        *picture,
         "## What this shows",
         _bullets(findings(sweep)),
         "Before quoting a number:",
         _bullets(cautions(sweep)),
         "## Results",
+        results,
+        f"{note} All figures: [{figures.name}]({figures.name}).",
+        *details,
+        "## How it was run",
+        _conditions(sweep),
     ]
-    all_figures = f" All figures: [{figures.name}]({figures.name})."
-    if sweep.of_texts:
-        rows = rows_of(sweep)
-        kl = plot(forced_plot(rows, out / f"kl{suffix}.png") if sweep.dense else None, "KL against bytes read")
-        blocks = [*own_section, "CONTENTS", *kl, *shown, forced_table(rows), FORCED_NOTE + all_figures]
-        return _linked(blocks, sweep, suffix), plots
+    headings = [block[3:] for block in blocks if block.startswith("## ")]
+    if suffix:  # one heading per section of each name
+        blocks = [f"{block} {suffix[1:]}" if block.startswith("## ") else block for block in blocks]
+        blocks.insert(0, f"# {_name(sweep)}")
+    links = " · ".join(f"[{each}](#{slugify(each + suffix, '-')})" for each in headings)
+    blocks[blocks.index("CONTENTS")] = links
+    return "\n\n".join(blocks) + "\n", plots
+
+
+def _details(sweep: Sweep, plot: Callable[..., list[str]]) -> list[str]:
+    """What follows the results of a sweep of answers."""
     blocks = [
-        *own_section,
-        f"**{verdict(sweep)}**",
-        "CONTENTS",
-        *(
-            plot(accuracy_plot(sweep, out / f"accuracy{suffix}.png"), "Accuracy against token budget")
-            if sweep.budgets
-            else []
-        ),
-        *shown,
-        core_table(sweep),
-        _CORE_NOTE + all_figures,
         *folded("Accuracy and length, all columns", accuracy_table(sweep), _ACCURACY_NOTE),
         *folded("Cost, all columns", cost_table(sweep), _COST_NOTE),
     ]
     if any(s.evicts or s.threshold is not None for s in sweep.settings) and (
-        drawn := plot(bytes_plot(sweep, out / f"bytes{suffix}.png"), "Accuracy against bytes held and bytes read")
+        drawn := plot(bytes_plot, "bytes", "Accuracy against bytes held and bytes read")
     ):
         blocks += ["## Accuracy against bytes", *drawn]
-    if drawn := plot(depth_plot(sweep, out / f"depth{suffix}.png"), "Accuracy by length and depth"):
+    if drawn := plot(depth_plot, "depth", "Accuracy by length and depth"):
         blocks += ["## Length and depth", *drawn]
     for heading, text in equal_bytes(sweep):
         blocks += [f"## {heading}", text]
@@ -136,27 +147,41 @@ def _section(sweep: Sweep, out: Path, suffix: str, why: dict[str, Any]) -> tuple
     if passed := pass_table(sweep):
         blocks += ["## pass@k", passed, _PASS_NOTE]
     if sweep.budgets:
-        blocks += ["## Generation length", *plot(length_plot(sweep, out / f"length{suffix}.png"), "Generation length")]
+        blocks += ["## Generation length", *plot(length_plot, "length", "Generation length")]
     if proxies := proxy_table(sweep):
         blocks += ["## Cheap proxies", _proxy_note(sweep), proxies]
-    by_layer = recall_table(sweep)
-    if by_layer is not None:
-        drawn = plot(recall_plot(sweep, out / f"recall{suffix}.png"), "Recall")
+    if by_layer := recall_table(sweep):
+        drawn = plot(recall_plot, "recall", "Recall")
         blocks += ["## Recall of attention mass", _recall_note(sweep), *drawn, *folded("Recall by layer", by_layer)]
-    blocks += ["## Sample answers", *sample_answers(sweep)]
-    return _linked(blocks, sweep, suffix), plots
+    return [*blocks, "## Sample answers", *_sample_answers(sweep)]
 
 
-def _linked(blocks: list[str], sweep: Sweep, suffix: str) -> str:
-    """A section's Markdown, with how it was run and its contents."""
-    blocks = [*blocks, "## How it was run", _conditions(sweep)]
-    headings = [block[3:] for block in blocks if block.startswith("## ")]
-    links = " · ".join(f"[{each}](#{slugify(each + suffix, '-')})" for each in headings)
-    if suffix:  # one heading per section of each name
-        blocks = [f"{block} {suffix[1:]}" if block.startswith("## ") else block for block in blocks]
-        blocks.insert(0, f"# {_name(sweep)}")
-    blocks[blocks.index("CONTENTS")] = links
-    return "\n\n".join(blocks) + "\n"
+TAIL = 400
+"""Characters of an answer that are shown: its end, where the result stands."""
+SHOWN = 6
+"""Settings whose answers are shown."""
+
+
+def _sample_answers(sweep: Sweep) -> list[str]:
+    """The end of each setting's first answer to the problem that settings agree on least, folded."""
+    shown: dict[str, Setting] = {}
+    for s in sweep.settings:
+        shown.setdefault(s.series, s)  # each series at its smallest budget
+    first: dict[str, dict[str, dict[str, Any]]] = {}
+    for s in list(shown.values())[:SHOWN]:
+        for sample in s.samples:
+            first.setdefault(str(sample["problem_id"]), {}).setdefault(s.label, sample)
+    shared = [answers for answers in first.values() if len(answers) == max(map(len, first.values()))]
+    answers = min(shared, key=lambda found: abs(sum(bool(a["correct"]) for a in found.values()) - len(found) / 2))
+    some = next(iter(answers.values()))
+    blocks = [f"Problem {some['problem_id']}, whose answer is {some['gold']}: the end of what each wrote."]
+    for label, sample in answers.items():
+        result = "right" if sample["correct"] else "wrong"
+        text = str(sample.get("completion") or "")[-TAIL:]
+        text = re.sub("^(?=</?details>)", " ", text.replace("~~~", "~ ~ ~"), flags=re.M)  # the report's own marks
+        title = f"{label}: {result}, {sample['n_tokens']} tokens, ended by {sample['finish_reason']}"
+        blocks += folded(title, f"~~~\n{text}\n~~~")
+    return blocks
 
 
 def folded(title: str, *blocks: str) -> list[str]:
@@ -168,6 +193,13 @@ _CORE_NOTE = (
     "What stands in brackets, bars and bands are 95 % intervals. *minus dense*: points, on the same problems. "
     "*truncated*: the answer hit the length limit. *density*: tokens read per token of context. *held*: per sequence, "
     "mean over steps."
+)
+_TEXTS_NOTE = (
+    "The beginning of each text is read like a prompt; the tokens behind it are given one by one. KL is to dense "
+    "attention's distribution of the next token, in nats per token: mean over texts, and 99th percentile of all "
+    "tokens, with 95 % intervals clustered by text; beside it the paired difference from the first gate's at the same "
+    "budget. "
+    "*read* and *held* are bytes, in percent of the first row's."
 )
 _ACCURACY_NOTE = (
     "Accuracy is the mean over problems of the mean over a problem's samples; its interval is Wilson's at the "
@@ -198,7 +230,7 @@ _PASS_NOTE = "Chance that at least one of k samples is right, unbiased from all 
 
 
 def _proxy_note(sweep: Sweep) -> str:
-    measured = [s for s in sweep.settings if s.metrics["next_token_kl"] is not None]
+    measured = sweep.having("next_token_kl")
     first = measured[0].proxies or {}
     note = (
         f"Measured on {first.get('windows')} windows of {first.get('tokens_per_window')} tokens of "
@@ -234,7 +266,7 @@ def _whose(sweep: Sweep) -> str:
 
 
 def _recall_note(sweep: Sweep) -> str:
-    recall = next(s.proxies for s in sweep.settings if s.proxies is not None and s.metrics["recall"] is not None)
+    recall = next(s.proxies for s in sweep.having("recall") if s.proxies is not None)
     wrong = ", so that a method that loses its way is not measured on its own wrong path" if sweep.proxies_on else ""
     return (
         f"Share of dense attention's probability that fell on the tokens read, mean over query heads. Measured on "

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-import math
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -14,8 +14,9 @@ from seergate.eval import RunOptions, make_task, store, sweep
 from seergate.eval.forced import TeacherForcing, pieces
 from seergate.eval.settings import grid, with_each
 from seergate.hf.bank import GateBank
-from seergate.report import load_sweeps
-from seergate.report.forced import forced_plot, forced_table, rows_of
+from seergate.report import Sweep, load_sweeps
+from seergate.report.plots import text_plot
+from seergate.report.tables import TEXTS, minus_gate, table
 from tests.eval import support
 
 LENGTH, STEPS = 65, 8
@@ -50,11 +51,12 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def rows(runs: Path) -> dict:
-    return {(row["method"], row["budget"]): row for row in rows_of(load_sweeps(runs)[0])}
+def found(runs: Path) -> Sweep:
+    return load_sweeps(runs)[0]
 
 
-def test_what_reads_everything_says_what_dense_attention_says(runs: Path, rows: dict) -> None:
+def test_what_reads_everything_says_what_dense_attention_says(runs: Path, found: Sweep) -> None:
+    rows = {(s.series, s.budget): s.metrics for s in found.settings}
     everything = [row for (_, budget), row in rows.items() if budget in (None, 128)]
     assert len(everything) == 6 and all(row["kl"] < 1e-6 and row["agreement"] == 1 for row in everything)
     partly = {method: row["kl"] for (method, budget), row in rows.items() if budget == 16}
@@ -70,19 +72,27 @@ def test_what_reads_everything_says_what_dense_attention_says(runs: Path, rows: 
     assert rows["dense", None]["perplexity"] == pytest.approx(losses.exp().item(), rel=1e-4)
 
 
-def test_settings_are_compared_with_the_first_gates_at_the_same_budget(runs: Path, rows: dict, tmp_path: Path) -> None:
-    ours, theirs = rows["gate [msa]", 16], rows["gate [mine]", 16]
-    assert "kl_minus_gate" not in rows["dense", None] and "kl_minus_gate" not in theirs
-    assert ours["kl_minus_gate"] == pytest.approx(ours["kl"] - theirs["kl"])
+def test_settings_are_compared_with_the_first_gates_at_the_same_budget(
+    runs: Path, found: Sweep, tmp_path: Path
+) -> None:
+    dense, ours, theirs = found.settings[0], found.at("gate [msa]", 16), found.at("gate [mine]", 16)
+    assert dense is found.dense and ours is not None and theirs is not None
+    assert minus_gate(found, dense) is None and minus_gate(found, theirs) is None
+    apart = minus_gate(found, ours)
+    assert apart is not None and apart.mean == pytest.approx(ours.metrics["kl"] - theirs.metrics["kl"])
     each = [
         torch.tensor([sum(text["kl"]) / STEPS for text in store.read_samples(runs / name)], dtype=torch.float64)
         for name in ("gate-16-mine", "gate-16-msa")
     ]
     error = 4.302653 * float((each[1] - each[0]).std()) / 3**0.5  # Student's t of two degrees of freedom
-    assert ours["kl_minus_gate_95"] == pytest.approx([ours["kl_minus_gate"] - error, ours["kl_minus_gate"] + error])
+    assert [apart.low, apart.high] == pytest.approx([apart.mean - error, apart.mean + error])
+    assert minus_gate(found, replace(ours, samples=ours.samples[1:])) is None, "the gate has scored another text"
 
-    shown = forced_table([rows["dense", None], ours, ours | {"kl_minus_gate_95": [math.nan] * 2}])  # of one text
-    with_ends, alone = shown.splitlines()[-2:]
-    assert f"{ours['kl_minus_gate']:+.4f} (" in with_ends and f"{ours['kl_minus_gate']:+.4f} |" in alone
-    assert "nan" not in shown
-    assert forced_plot(list(rows.values()), tmp_path / "kl.png").stat().st_size > 20_000
+    one = [replace(s, samples=s.samples[:1]) for s in (dense, theirs, ours)]  # of one text there is no interval
+    (alone,) = table(Sweep(one), TEXTS, one[2:]).splitlines()[2:]
+    (with_ends,) = table(found, TEXTS, [ours]).splitlines()[2:]
+    assert f"{apart.mean:+.4f} (" in with_ends and with_ends.count("(") == 3 and alone.count("(") == 2
+    assert "nan" not in with_ends + alone
+    drawn = text_plot(found, tmp_path / "kl.png")
+    assert drawn is not None and drawn.stat().st_size > 20_000
+    assert text_plot(Sweep(found.settings[1:]), tmp_path / "none.png") is None

@@ -30,7 +30,7 @@ from seergate.eval.plan import SweepPlan
 from seergate.eval.settings import grid
 from seergate.eval.store import read_samples
 from seergate.report import load_sweeps
-from seergate.report.equal_bytes import equal_bytes
+from seergate.report.tables import equal_bytes
 from tests.eval import support
 
 

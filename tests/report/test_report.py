@@ -13,8 +13,8 @@ from seergate.errors import SeergateError
 from seergate.eval import RunOptions, make_task, sweep
 from seergate.eval.settings import grid
 from seergate.report import load_sweeps, write_report
-from seergate.report.byte_plots import pareto
 from seergate.report.findings import cautions
+from seergate.report.plots import pareto
 from seergate.report.tables import markdown
 from tests.eval import support
 from tests.report.made import reconfigure, write_run
