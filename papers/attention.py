@@ -1,4 +1,4 @@
-"""``seergate figure kept`` and ``recurrence``: what evicting methods keep, and when attention comes back."""
+"""``seergate figure kept`` and ``recurrence``: tokens that evicting methods keep, and when attention returns."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from seergate.errors import SeergateError
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+    from seergate.eval.engine import Limit
     from seergate.eval.task import Task
 
 TINY_KEPT = [
@@ -28,7 +29,7 @@ BUDGETS = (1 / 16, 1 / 8, 1 / 4, 1 / 2)
 
 
 def kept(options: argparse.Namespace, task: Task, out: Path, tiny: bool) -> Path:
-    """Which tokens each method keeps while it answers one problem (Figure 5 of RPC, Figure 3 of RaaS)."""
+    """Draw the tokens that each method keeps while it answers one problem (Figure 5 of RPC, Figure 3 of RaaS)."""
     from papers.attention_plots import kept_plot
     from papers.kept import kept_tokens, seen_layer
     from seergate.cli.models import model_path
@@ -48,18 +49,16 @@ def kept(options: argparse.Namespace, task: Task, out: Path, tiny: bool) -> Path
             raise SeergateError(f"{spec.name!r} evicts nothing, so there is nothing to see; give methods that evict")
     heads = kv_heads(skeleton(base_config(model_path(options.model))))  # known before any weight is read
     layer, head = seen_layer(heads, options.layer, options.head), options.head
-    model, tokenizer, how = _loaded(options, task)
-    limits = {"limit": how["limit"], "sampling": how["sampling"]}
-    specs = Calibrator(model, tokenizer, task, out / "calibration", **limits)(specs)
+    model, tokenizer, limit, run = _loaded(options, task)
+    calibrated = Calibrator(model, tokenizer, task, out / "calibration", limit=limit, sampling=run["sampling"])
     prompt = evenly_chosen_prompts(tokenizer, task, 1)[0]
-    run = {"max_new_tokens": how["limit"].of(len(prompt)), "sampling": how["sampling"], "ends": how["ends"]}
     found, rows = {}, []
-    for spec in specs:
+    for spec in calibrated(specs):
         method = spec.method(None)
         assert isinstance(method, EvictingMethod)
         name = spec.label.partition("-")[0]
         name = spec.label if name in found else name
-        found[name] = tokens = kept_tokens(model, method, prompt, **run)
+        found[name] = tokens = kept_tokens(model, method, prompt, max_new_tokens=limit.of(len(prompt)), **run)
         resident = tokens.resident(layer, head)
         mean = resident.sum(1).mean() if len(resident) else tokens.prompt
         survivors = resident[-1, : tokens.prompt].mean() if len(resident) and tokens.prompt else 1.0
@@ -77,20 +76,19 @@ def kept(options: argparse.Namespace, task: Task, out: Path, tiny: bool) -> Path
 
 
 def recurrence(options: argparse.Namespace, task: Task, out: Path) -> Path:
-    """When attention comes back (LazyEviction, Figure 3c), and how many tokens are milestones or phoenixes (RaaS)."""
+    """Draw when attention returns to tokens (LazyEviction, Figure 3c) and the shares of RaaS's kinds of tokens."""
     from papers.attention_plots import KINDS, kinds_plot, recurrence_plot
     from seergate.eval.calibration import evenly_chosen_prompts
     from seergate.eval.recurrence import measure_recurrence
     from seergate.eval.store import write_json, write_text
     from seergate.report.tables import markdown
 
-    model, tokenizer, how = _loaded(options, task)
+    model, tokenizer, limit, run = _loaded(options, task)
     prompts = evenly_chosen_prompts(tokenizer, task, options.problems or 4)
     longest = max(map(len, prompts))
-    run = {"max_new_tokens": how["limit"].of(longest), "sampling": how["sampling"], "ends": how["ends"]}
-    found = measure_recurrence(model, prompts, alpha=options.alpha, **run)
-    context = longest + run["max_new_tokens"]
-    budgets = [options.budget] if options.budget else [max(1, int(context * share)) for share in BUDGETS]
+    new = limit.of(longest)
+    found = measure_recurrence(model, prompts, alpha=options.alpha, max_new_tokens=new, **run)
+    budgets = [options.budget] if options.budget else [max(1, int((longest + new) * share)) for share in BUDGETS]
     recurrence_plot(task.name, found, out / "figure-recurrence.png")
     kinds_plot(found, budgets, out / "figure-kinds.png")
     kinds = {budget: found.kinds(budget) for budget in budgets}
@@ -118,7 +116,8 @@ def recurrence(options: argparse.Namespace, task: Task, out: Path) -> Path:
 
 def _loaded(
     options: argparse.Namespace, task: Task
-) -> tuple[PreTrainedModel, PreTrainedTokenizerBase, dict[str, Any]]:
+) -> tuple[PreTrainedModel, PreTrainedTokenizerBase, Limit, dict[str, Any]]:
+    """The model, its tokenizer, the limit of answers, and how tokens are chosen and answers end."""
     from seergate.cli.models import load_model, model_path
     from seergate.eval import RunOptions
     from seergate.eval.engine import end_ids
@@ -127,5 +126,5 @@ def _loaded(
     path = model_path(options.model)
     model, tokenizer = load_model(path), load_tokenizer(path)
     run = RunOptions(max_new_tokens=options.max_new_tokens)
-    sampling = run.resolved_sampling(task, model)
-    return model, tokenizer, {"limit": run.limit(task), "sampling": sampling, "ends": end_ids(model, tokenizer)}
+    how = {"sampling": run.resolved_sampling(task, model), "ends": end_ids(model, tokenizer)}
+    return model, tokenizer, run.limit(task), how

@@ -1,4 +1,4 @@
-"""Pictures of what evicting methods do to one answer: the tokens that stay, and when attention comes back to them."""
+"""Plots of the tokens that evicting methods keep over one answer, and of when attention returns to tokens."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ def kept_plot(kept: dict[str, KeptTokens], path: Path, *, layer: int, head: int)
     """One panel per method: a row per decode step, a column per token, dark where the token was resident.
 
     Args:
-        kept: by the method's name.
-        path: of the picture.
-        layer, head: of which layer and KV head.
+        kept: method's name -> record of its tokens.
+        path: the image.
+        layer, head: the layer and KV head that are drawn.
     """
     size = (3.2 * len(kept), 3.4)
     figure, panels = pyplot().subplots(1, len(kept), squeeze=False, figsize=size, layout="constrained")
@@ -42,9 +42,9 @@ def recurrence_plot(name: str, found: Recurrence, path: Path) -> Path:
     """Share of tokens whose maximum recurrence interval is at most x (Figure 3c of LazyEviction), and the window.
 
     Args:
-        name: such as the task's.
-        found: what was measured.
-        path: of the picture.
+        name: the line's label, such as the task's name.
+        found: the measured intervals.
+        path: the image.
     """
     figure, axes = pyplot().subplots(figsize=(5.5, 3.6), layout="constrained")
     intervals, counts = (np.array(part) for part in zip(*sorted(found.histogram().items()), strict=True))
@@ -69,13 +69,13 @@ KINDS = {"lasting": "#009E73", "milestone": "#56B4E9", "phoenix": "#D55E00", "id
 def kinds_plot(found: Recurrence, budgets: Sequence[int], path: Path) -> Path:
     """Shares of lasting, milestone, phoenix and idle tokens by cache size, of the prompt and of what was generated.
 
-    The statistics that the RaaS paper reads off by eye (its section 3.1 and Figure 3). Phoenix tokens are what a cache
-    that lets the least recently used token go has lost when they are needed.
+    The RaaS paper reads these statistics off attention maps (its section 3.1 and Figure 3). A phoenix token is needed
+    again after a cache that evicts the least recently used token has lost it.
 
     Args:
-        found: what was measured.
+        found: the measured intervals.
         budgets: sizes of the cache, in tokens.
-        path: of the picture.
+        path: the image.
     """
     figure, panels = pyplot().subplots(1, 2, sharey=True, figsize=(8.0, 3.4), layout="constrained")
     kinds = {budget: found.kinds(budget) for budget in budgets}

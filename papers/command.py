@@ -38,13 +38,13 @@ ATTENTION = {
     "kept": ("method", "budget", "layer", "head"),
     "recurrence": ("budget", "alpha"),
 }
-"""What shapes a figure of attention. No other takes these options: what it runs is the paper's."""
+"""Figure of attention -> the options that only it takes; other figures run the paper's settings."""
 
 ALIASES = {"rpc5": "kept", "lazy3": "recurrence"}
-"""Figures of papers that have a name of our own."""
+"""Figures of papers -> our own figures that show the same."""
 
 APART = ("table2", *ATTENTION)
-"""What is no sweep: the others are in `papers.figures`."""
+"""Figures and tables that are not made from a sweep; the others are in `papers.figures`."""
 
 NAMES = (*FIGURES, *APART, *ALIASES)
 
@@ -79,7 +79,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(options: argparse.Namespace) -> int:
-    """Make what is missing, draw, and say what is seen."""
+    """Run the missing settings, draw the figure and print its findings."""
     from seergate.cli.models import TINY, check_writable, is_tiny
     from seergate.report.plots import pyplot
 
@@ -160,7 +160,7 @@ def _check_options(options: argparse.Namespace) -> None:
 def _attention(
     options: argparse.Namespace, task_name: str, task_options: dict[str, Any], out: Path, tiny: bool
 ) -> int:
-    """What evicting methods do, and what they go by."""
+    """Make one of the figures of attention."""
     from papers.attention import kept, recurrence
     from seergate.cli.models import check_writable
     from seergate.eval import make_task
@@ -182,9 +182,7 @@ def _attention(
 
 
 def _gates(options: argparse.Namespace, sizes: list[int], tiny: bool, out: Path) -> str | dict[Any, str] | None:
-    """The gates that were named, if any; for the tiny reasoner and several sizes, those that ship and those distilled
-    here.
-    """
+    """The named gates, if any; for the tiny reasoner, gates of each block size: shipped or distilled here."""
     if options.gates is not None or not tiny or not sizes:
         return options.gates  # type: ignore[no-any-return]
     from seergate.cli.models import TINY_GATES, load_gates
@@ -196,7 +194,7 @@ def _gates(options: argparse.Namespace, sizes: list[int], tiny: bool, out: Path)
 
 
 def _methods_with(gates: str | dict[str, str] | None, tiny: bool) -> list[str]:
-    """The methods that gates are for."""
+    """The methods that decode with the given gates."""
     from seergate.cli.models import load_gates
 
     sources = gates.values() if isinstance(gates, dict) else [gates]
@@ -207,7 +205,7 @@ def _methods_with(gates: str | dict[str, str] | None, tiny: bool) -> list[str]:
 
 
 def _each_scorer(model: str, max_steps: int | None, out: Path) -> tuple[dict[str, str], list[str]]:
-    """Gates of every scorer, trained at once if they are not there yet, and what that took."""
+    """Gates of every scorer, trained together unless they exist, and Markdown about the training."""
     from seergate.config import SCORERS
     from seergate.distill.ablation import Study, run_studies, table, variant_configs
 
@@ -220,7 +218,7 @@ def _each_scorer(model: str, max_steps: int | None, out: Path) -> tuple[dict[str
 
 
 def _distilled(options: argparse.Namespace, block_size: int, out: Path) -> Path:
-    """Gates of this block size, distilled if they are not there yet."""
+    """Gates of this block size, distilled unless they exist."""
     from seergate.distill import load_train_config, run_distillation
     from seergate.gates import CONFIG_FILE
 
@@ -234,7 +232,7 @@ def _distilled(options: argparse.Namespace, block_size: int, out: Path) -> Path:
 
 
 def _write(name: str, out: Path, label: str, more: Sequence[str] = ()) -> Path:
-    """The page of a figure; ``more`` is what follows its tables."""
+    """Write the page of a figure; ``more`` follows its tables."""
     from papers.looks import LOOKS, beside
     from seergate.eval.store import write_text
     from seergate.report import load_sweeps, write_report
@@ -269,7 +267,7 @@ def _write(name: str, out: Path, label: str, more: Sequence[str] = ()) -> Path:
 
 
 def _table2(options: argparse.Namespace, out: Path) -> int:
-    """Table 2: what distillation takes. It distils, and measures."""
+    """Table 2, the cost of distillation: distil, and measure."""
     import torch
 
     from papers.figures import GPU_HOURS, STEPS, TOKENS

@@ -1,5 +1,5 @@
-"""The figures and tables of five papers that `seergate figure` makes again, as data: what each compares, on the tiny
-reasoner and on a real model, how it is shown, and what the paper found.
+"""The figures and tables of five papers that `seergate figure` makes again, as data: the compared settings on the tiny
+reasoner and on a real model, the presentation, and the paper's numbers.
 
 Settings are those of a sweep (`seergate.eval.plan.SweepPlan`). Those of a real model are the paper's where it says
 them, and so are the paper's methods: Quest chooses pages of 16 tokens for each query head, RaaS counts the prompt in
@@ -20,13 +20,13 @@ class Figure:
 
     Attributes:
         source: the figure and its paper, such as ``"Figure 5 of RaaS"``; empty for one of our own.
-        title: what it compares.
-        look: how it is shown: a key of `papers.looks.LOOKS`.
+        title: the comparison, as a title.
+        look: its presentation: a key of `papers.looks.LOOKS`.
         tiny, real: settings of the sweep, for the tiny reasoner and for other models; with ``match`` the methods are
             compared at equal budgets, too.
-        published: (model, task) -> directory of a run -> what the paper found: right answers in percent.
-            SeerAttention-R's numbers are in `seergate.report.published`.
-        caution: what a reader of the paper's numbers has to know.
+        published: (model, task) -> directory of a run -> the paper's accuracy in percent. SeerAttention-R's numbers
+            are in `seergate.report.published`.
+        caution: a caveat of the paper's numbers.
     """
 
     source: str

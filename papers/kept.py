@@ -19,15 +19,15 @@ from seergate.stats import DecodeStats
 
 
 def seen_layer(kv_heads: Mapping[int, int], layer: int | None, head: int) -> int:
-    """The layer to look at: the one that was asked for; else the first from layer 1 on, or layer 0 if that is all.
+    """The layer to look at: the requested one, or else the first from layer 1 on, or layer 0 if there is no other.
 
     Args:
-        kv_heads: of the model (`seergate.models.families.kv_heads`).
-        layer: or ``None``.
-        head: KV head to look at.
+        kv_heads: layer -> number of KV heads of the model (`seergate.models.families.kv_heads`).
+        layer: the requested layer; ``None`` for a default.
+        head: the KV head to look at.
 
     Raises:
-        ValueError: if the model has no such layer or head, or methods leave that layer alone.
+        ValueError: if the model has no such layer or head, or methods do not act on that layer.
     """
     if layer is None:
         layer = next((number for number in kv_heads if number >= 1), next(iter(kv_heads)))
@@ -59,7 +59,7 @@ class KeptTokens(DecodeStats):
         self._left: dict[int, dict[tuple[int, int], int]] = {layer: {} for layer in layers}
 
     def evicted(self, layer: int, step: Step, eviction: Eviction) -> None:
-        """Note which tokens a KV head has lost."""
+        """Record the tokens that KV heads have lost."""
         held = self._held.get(layer, np.zeros((eviction.index.shape[1], 0), dtype=np.int64))
         seen = self._seen[layer]
         new = np.arange(seen, seen + step.ends[0] - held.shape[1])
@@ -72,8 +72,7 @@ class KeptTokens(DecodeStats):
         self._held[layer] = np.take_along_axis(held, stays, axis=1)
 
     def lifetimes(self, layer: int, head: int) -> np.ndarray:
-        """For each token, how many tokens had been seen when it left a KV head's cache; ``tokens + 1`` if it never
-        did.
+        """Per token, the number of tokens seen when it left a KV head's cache; ``tokens + 1`` if it never left.
 
         Raises:
             ValueError: if there is no such layer or head.
@@ -101,7 +100,7 @@ def kept_tokens(
     sampling: Sampling | None = None,
     ends: Collection[int] = (),
 ) -> KeptTokens:
-    """Answer one prompt and note which tokens are kept.
+    """Answer one prompt and record which tokens are kept.
 
     Args:
         model: in eval mode, nothing attached.

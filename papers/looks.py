@@ -1,7 +1,7 @@
-"""The papers' figures and tables on our own runs: how each one is drawn, and what ours shows.
+"""The papers' figures and tables on our own runs: the plot, the table and the findings of each.
 
-Plain numbers are those of SeerAttention-R (arXiv 2506.08889). They are drawn from run directories alone, so a figure
-can be made again from results that somebody else has computed.
+Plain numbers are those of SeerAttention-R (arXiv 2506.08889). Only run directories are read, so a figure can be made
+from results that were computed elsewhere.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ class Look(NamedTuple):
     Attributes:
         draw: ``(sweep, path of the image) -> image``, or ``None`` for a table.
         table: the numbers, in Markdown.
-        read: what they show, one sentence each, computed from them.
+        read: the findings, one sentence each, computed from the numbers.
     """
 
     draw: Callable[[Sweep, Path], Path] | None
@@ -69,7 +69,7 @@ class Look(NamedTuple):
 
 
 def _lines(axis: Any, points: Points, sweep: Sweep, xlabel: str) -> None:
-    """Accuracy with 95 % intervals against something; dense as a horizontal line."""
+    """Accuracy with 95 % intervals against any quantity; dense as a horizontal line."""
     for name, line in points.items():
         error_bars(axis, name, list(points), sorted(line, key=lambda point: point[0]))
     if sweep.dense is not None:
@@ -128,7 +128,7 @@ def _threshold_and_budget(sweep: Sweep, path: Path) -> Path:
 
 
 def read_curve(setting: Setting, column: int = 1, bins: int = 40) -> dict[float, float]:
-    """Length of the context -> tokens read per step (of column 2, bytes held), mean over samples that got there."""
+    """Context length -> tokens read per step (with column 2, bytes held), mean over the samples that reached it."""
     points = [point for s in setting.samples for point in s.get("read_curve") or [] if len(point) > column]
     if not points:
         return {}
@@ -179,7 +179,7 @@ def ngram_entropy(words: Sequence[str], n: int = 3) -> float:
 
 
 def entropies(sweep: Sweep) -> dict[int, tuple[int, float]]:
-    """First so many words of each answer -> how many answers are that long, and their mean 3-gram entropy."""
+    """Number of first words -> how many answers have as many, and the mean 3-gram entropy of these words."""
     texts, found = [text.split() for text in _texts(sweep)], {}
     for length in (2**k for k in range(5, 16)):
         long = [ngram_entropy(words[:length]) for words in texts if len(words) >= length]
@@ -225,8 +225,8 @@ ALIKE = 0.8
 
 
 def repeated_steps(text: str) -> tuple[int, int]:
-    """How many steps of a text are alike to an earlier one, by the cosine of their counts of words, and how many there
-    are. Steps are what blank lines separate; full stops do in a text without any.
+    """The number of steps of a text whose word counts are similar to an earlier step's (cosine above `ALIKE`), and the
+    number of all steps. Steps are separated by blank lines; by full stops in a text without any.
     """
     parts = re.split(BLANK_LINE, text) if re.search(BLANK_LINE, text) else re.split(r"\.(?:\s|$)", text)
     counts = [Counter(part.split()) for part in parts if part.strip()]
@@ -297,7 +297,7 @@ def _read_lengths(sweep: Sweep) -> list[str]:
 
 
 def _read_spread(sweep: Sweep) -> list[str]:
-    """How much the block size, or which layers stay dense, matters to a method at a budget."""
+    """The spread of a method's accuracy over block sizes or dense layers, at each budget."""
     lines = []
     for method in dict.fromkeys(s.method for s in sweep.settings if s.budget is not None):
         for budget in sweep.budgets:
@@ -346,7 +346,7 @@ PREDICTORS = {
 
 
 def _measured(sweep: Sweep, proxy: str) -> list[Setting]:
-    return [s for s in sweep.settings if s is not sweep.dense and s.metrics[proxy] is not None]
+    return [s for s in sweep.having(proxy) if s is not sweep.dense]
 
 
 def _proxies(sweep: Sweep, path: Path) -> Path:
@@ -463,15 +463,15 @@ COMPLETE = {**PROBLEMS, "gpqa_diamond": 198, "gsm8k": 1319}
 
 
 def beside(sweep: Sweep, published: Mapping[tuple[str, str], Mapping[str, float]], asked: Mapping[str, Any]) -> str:
-    """Ours beside a paper's, in Markdown, for finished runs of what the paper ran; empty if there is none of it.
+    """A Markdown table of our accuracy beside a paper's, for finished runs of the paper's settings; empty without any.
 
     A run counts if it has the paper's model, all problems of its task, and the method with the options under which the
-    paper's number is known. What else the paper says of the run, and was otherwise, is named.
+    paper's number is known. Other deviations from the paper are named in the row.
 
     Args:
         sweep: the runs.
         published: (model, task) -> directory of a run -> right answers in percent.
-        asked: how the paper ran it; fields of the generation's record count.
+        asked: the paper's settings; those that are fields of the generation's record are compared.
     """
     task = sweep.config["task"]
     numbers = published.get((model_key(sweep.config), str(task["name"])), {})

@@ -1,7 +1,7 @@
-"""How near methods come to dense attention on given texts, which they are given (`seergate.score`).
+"""Distance of methods from dense attention on given texts, which are fed token by token (`seergate.score`).
 
 Nothing is generated, so errors do not build up, and a model that can only continue text will do. Each text's beginning
-is its prompt; the next `SETTLING` tokens do not count, as until then some methods have dropped nothing.
+is its prompt; the next `SETTLING` tokens do not count, as some methods drop nothing until then.
 """
 
 from __future__ import annotations
@@ -41,12 +41,12 @@ def pieces(tokenizer: PreTrainedTokenizerBase, texts: Sequence[str], length: int
 
 
 class TeacherForcing:
-    """The comparison of settings on the same texts.
+    """Compares settings on the same texts.
 
     Args:
         model: in eval mode, nothing attached.
         ids: ``[N, S]``, one text per row.
-        prompt: how many tokens of each are read at once.
+        prompt: number of tokens of each that are read at once.
     """
 
     def __init__(self, model: PreTrainedModel, ids: Tensor, prompt: int) -> None:
@@ -56,7 +56,7 @@ class TeacherForcing:
 
     @classmethod
     def of(cls, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, task: Task) -> TeacherForcing:
-        """The texts of a task that scores some."""
+        """Compare on the texts of a task that scores texts."""
         assert task.max_total_tokens is not None and task.scored is not None
         ids = pieces(tokenizer, [str(problem.prompt) for problem in task.problems()], task.max_total_tokens)
         if start := beginning(tokenizer):
@@ -75,7 +75,7 @@ class TeacherForcing:
         return found
 
     def measure(self, spec: MethodSpec, bank: GateBank | None, number: int) -> dict[str, Any]:
-        """A setting's figures on one text, as plain numbers.
+        """Measure a setting on one text.
 
         Returns:
             ``kl``, of each token that is scored; ``loss``, ``dense_loss`` and ``agreement``, means over them; and what
@@ -99,7 +99,7 @@ class TeacherForcing:
 
 
 def summary(texts: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """The figures of a setting from those of texts (`TeacherForcing.measure`).
+    """Metrics of a setting from those of its texts (`TeacherForcing.measure`).
 
     Returns:
         ``kl``, ``loss``, ``agreement`` (means over texts) and ``kl_p99`` (of all tokens), each with ``_low`` and

@@ -47,16 +47,16 @@ TOKENS_PER_ANSWER = 12
 
 @dataclass(frozen=True)
 class _Hidden:
-    """What is hidden in a text, and what is asked.
+    """A fact to hide in a text, and the question about it.
 
     Attributes:
         facts: (depth from 0 to 1, sentence); those of equal depth stay in their order.
-        before: what a chat's turn begins with.
-        question: what it ends with.
-        completion: what a prompt to be continued ends with.
+        before: beginning of a chat's turn.
+        question: end of a chat's turn.
+        completion: end of a prompt to be continued.
         gold: right answers, which must all be given.
         fill: ``count -> sentences`` of the text.
-        between: what stands between two sentences.
+        between: separator of sentences.
     """
 
     facts: Sequence[tuple[float, str]]
@@ -68,7 +68,7 @@ class _Hidden:
     between: str = " "
 
     def problem(self, name: str, count: int, start: str, chat: bool) -> Problem:
-        """With so many sentences of the text."""
+        """The problem with so many sentences of the text."""
         lines = self.fill(count)
         for depth, fact in sorted(self.facts, key=lambda fact: fact[0])[::-1]:
             lines.insert(round(depth * count), fact)
@@ -141,7 +141,7 @@ def variable_tracking(
     data: str | None = None,
     seed: int = 0,
 ) -> Task:
-    """Variables that are set from each other, hidden in a text: which have a given value? (RULER's VT)
+    """Assignments of variables from each other, hidden in a text: which variables have a given value? (RULER's VT)
 
     Args:
         problems, length, chat, data, seed: see `needle`.
@@ -277,7 +277,7 @@ def _task(
     seed: int,
     options: dict[str, Any],
 ) -> Task:
-    """A task of problems made to lengths; ``source`` names the text in which things are hidden, empty without one."""
+    """A task whose problems are made to lengths in tokens; ``source`` names the text, and is empty without one."""
     for option, value in {"problems": problems, **options}.items():
         if value < 1:
             raise ValueError(f"{option} is {value}; it must be a positive number")
@@ -315,7 +315,7 @@ def _task(
 
 
 def _most(tokenizer: PreTrainedTokenizerBase, made: Callable[[int], Problem], tokens: int, what: str) -> int:
-    """The most sentences with which a problem's prompt has at most so many tokens."""
+    """The largest number of sentences with which a problem's prompt has at most so many tokens."""
 
     def size(count: int) -> int:
         return len(encode(tokenizer, prompt_text(tokenizer, made(count))))
@@ -363,7 +363,7 @@ def text_of(data: str | None) -> tuple[str, str]:
 
 
 def _text(data: str | None) -> tuple[Callable[[], list[str]], dict[str, str]]:
-    """The sentences of a text, which is split when they are first asked for, and its name in a task's options."""
+    """A function that gives the sentences of a text, and the options that name the text in a task."""
     name, text = text_of(data)
     return cache(lambda: sentences(text)), {"text": name} | ({"file": data} if data else {})
 
@@ -376,6 +376,6 @@ def sentences(text: str) -> list[str]:
 
 
 def _from(every: Sequence[str], random: Random) -> Callable[[int], list[str]]:
-    """``count -> sentences`` from a place in the text that is drawn; behind its end it begins again."""
+    """``count -> sentences`` from a random place in the text, which starts over at its end."""
     first = random.randrange(len(every))
     return lambda count: [every[(first + i) % len(every)] for i in range(count)]

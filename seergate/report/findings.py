@@ -1,4 +1,4 @@
-"""Sentences computed from the numbers: what a sweep shows, and what it cannot show."""
+"""Findings and caveats of a sweep, as sentences computed from the numbers."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ FEW = 2
 
 
 def findings(sweep: Sweep) -> list[str]:
-    """One sentence each, the most important first."""
+    """The findings of a sweep, one sentence each, the most important first."""
     if sweep.of_texts:
         return [_of_texts(s) for s in sweep.settings]
     lines = list[str | None]()
@@ -62,19 +62,19 @@ def _of_texts(s: Setting) -> str:
 
 
 def with_ends(found: dict[str, Any], name: str) -> str:
-    """A figure that is not negative, with its 95 % interval if there is one."""
+    """A non-negative metric with its 95 % interval, if there is one."""
     low, high = found[f"{name}_low"], found[f"{name}_high"]
     return f"{found[name]:.4f}" + ("" if low is None else f" ({max(0.0, low):.4f} to {high:.4f})")
 
 
 def at_chance(dense: Setting) -> bool:
-    """Whether dense attention is not clearly better than guessing, so that nothing can be lost against it."""
+    """True if dense attention is not clearly better than guessing, so that sparsity has nothing to lose."""
     chance = dense.config["task"].get("chance") or 0.0
     return dense.accuracy.mean <= chance or dense.interval[0] < chance
 
 
 def idle(sweep: Sweep) -> list[str]:
-    """Settings that do nothing: they read everything, or say to the last bit what dense attention says."""
+    """Name the settings that do nothing: they read everything, or give dense attention's logits to the last bit."""
     lines = list[str]()
     for s in sweep.settings:
         if s.method == "dense":
@@ -88,7 +88,7 @@ def idle(sweep: Sweep) -> list[str]:
 
 
 def _said(s: Setting) -> list[Any]:
-    """What is known of the logits of decoded tokens: of texts, of replies, or of the proxies' windows."""
+    """Measured figures of the logits of decoded tokens: of texts, of replies, or of the proxies' windows."""
     each = {(x["problem_id"], x["sample_idx"]): x.get("kl", x.get(REPLY)) for x in s.samples}
     proxies = [s.metrics.get(name) for name in ("next_token_kl", "next_token_kl_p99", "perplexity")]
     known = [each[key] for key in sorted(each)] if None not in each.values() else []
@@ -97,7 +97,7 @@ def _said(s: Setting) -> list[Any]:
 
 
 def _without_budget(sweep: Sweep, setting: Setting, dense: Setting) -> str | None:
-    """``None`` for dense itself, and where the two have no problem in common yet."""
+    """Compare a setting without a budget to dense; ``None`` for dense itself and without a common problem."""
     difference = sweep.difference(setting, dense)
     if setting.method == dense.method or not difference.n:
         return None
@@ -113,14 +113,14 @@ def _without_budget(sweep: Sweep, setting: Setting, dense: Setting) -> str | Non
 
 
 def _by_budget(sweep: Sweep, ours: str, other: str) -> dict[int, Difference]:
-    """Budget -> difference of two series, where both have answered problems."""
+    """Budget -> paired difference of two series, where they have problems in common."""
     pairs = {budget: (sweep.at(ours, budget), sweep.at(other, budget)) for budget in sweep.budgets}
     found = {budget: sweep.difference(a, b) for budget, (a, b) in pairs.items() if a is not None and b is not None}
     return {budget: difference for budget, difference in found.items() if difference.n}
 
 
 def _ahead(sweep: Sweep, ours: str, others: list[str], start: str) -> str:
-    """At how many budgets one series is ahead of, and behind, each of several others."""
+    """Count the budgets at which one series is ahead of, and behind, each of several others."""
     parts = []
     for other in others:
         if found := _by_budget(sweep, ours, other).values():
@@ -143,7 +143,7 @@ def _dense(sweep: Sweep, dense: Setting) -> str:
 
 
 def verdict(sweep: Sweep) -> str:
-    """One sentence: what each method needs to be as good as dense."""
+    """The budget that each method needs to match dense, as one sentence."""
     if sweep.dense is None:
         return "No dense run is among these, so nothing says what sparsity costs."
     if at_chance(sweep.dense):
@@ -167,8 +167,8 @@ def verdict(sweep: Sweep) -> str:
 
 
 def _enough(sweep: Sweep, method: str, dense: Setting) -> tuple[Setting, Difference] | None:
-    """The smallest budget of a series from which on no loss could be shown, or else its largest, and the difference to
-    dense there; ``None`` if none of its settings has a problem in common with dense yet.
+    """The setting of the smallest budget from which on no loss could be shown, or else of the largest budget, and its
+    difference to dense; ``None`` without problems in common.
     """
     compared = [(s, d) for s in sweep.of(method) if (d := sweep.difference(s, dense)).n]
     tails = (compared[i:] for i in range(len(compared)))
@@ -180,7 +180,7 @@ def _share_of_context(sweep: Sweep, setting: Setting) -> str:
 
 
 def _against_dense(sweep: Sweep, method: str, dense: Setting) -> str | None:
-    """``None`` if no setting of the method has a problem in common with dense yet."""
+    """Compare a method to dense at the budget that it needs; ``None`` without a common problem."""
     if (found := _enough(sweep, method, dense)) is None:
         return None
     setting, difference = found
@@ -288,7 +288,7 @@ def cautions(sweep: Sweep) -> list[str]:
 
 
 def _not_worse(difference: Difference) -> bool:
-    """Not significantly below zero. One problem proves nothing either way."""
+    """True if a difference is not significantly below zero. A single problem proves nothing."""
     return difference.mean >= -CLOSE and (difference.n == 1 or difference.high >= 0)
 
 
@@ -302,7 +302,7 @@ def _reach(difference: Difference) -> str:
 
 
 def in_points(difference: Difference) -> str:
-    """With its 95 % interval, if there is one."""
+    """A difference of accuracies in percentage points, with its 95 % interval if there is one."""
     interval = f" ({100 * difference.low:+.0f} to {100 * difference.high:+.0f})"
     return f"{100 * difference.mean:+.1f}{'' if math.isnan(difference.low) else interval}"
 

@@ -1,4 +1,4 @@
-"""Reads run directories back. Figures are derived anew from the samples, so a report never shows a stale number."""
+"""Reads run directories. Metrics are derived from the samples, so a report never shows a stale number."""
 
 from __future__ import annotations
 
@@ -34,13 +34,13 @@ class Setting:
     """One run directory.
 
     Attributes:
-        directory: where it lies.
+        directory: its path.
         config: its `config.yaml`.
         metrics: derived from its samples.
         correct: problem -> 0 or 1 of each sample; empty where texts were scored.
         samples: as they were stored.
         proxies: contents of its `proxies.json`, if it has one.
-        series: what it is drawn and listed as: the method, and what sets it apart from others of the same method.
+        series: its name in plots and tables: the method, and the options that distinguish it within the method.
     """
 
     directory: Path
@@ -63,7 +63,7 @@ class Setting:
 
     @property
     def label(self) -> str:
-        """For tables and sentences."""
+        """Its name with the budget or threshold, for sentences and legends."""
         name = self.series or self.method
         if self.budget is not None:
             return f"{name} at {self.budget}"
@@ -71,7 +71,7 @@ class Setting:
 
     @property
     def nominal(self) -> str:
-        """What it was given to read or to hold, in words; for methods without a token budget, too."""
+        """The limit on tokens read or held, in words; also for methods without a token budget."""
         known = self.config["method"].get("nominal")
         if known is not None:
             return str(known)
@@ -86,7 +86,7 @@ class Setting:
 
     @property
     def threshold(self) -> float | None:
-        """On the gate's probabilities, if there is one."""
+        """Threshold on the gate's probabilities, if there is one."""
         return self._of("threshold")
 
     @property
@@ -96,7 +96,7 @@ class Setting:
 
     @property
     def gated_size(self) -> int | None:
-        """Tokens per block of its gates, if it has some; what they work on may have blocks of its own."""
+        """Tokens per block of its gates, if it has any; the method's own blocks may differ."""
         size: int | None = self.config["method"].get("gate.block_size", self.block_size)
         return size
 
@@ -107,7 +107,7 @@ class Setting:
 
     @property
     def gates(self) -> str | None:
-        """Fingerprint of the weights of the gates that it decodes with, if it has some."""
+        """Fingerprint of the weights of its gates, if it has any."""
         return (self.config.get("gates") or {}).get("fingerprint")
 
     @property
@@ -116,12 +116,12 @@ class Setting:
         return str((self.config.get("gates") or {}).get("name") or "")
 
     def own_options(self) -> dict[str, Any]:
-        """What is recorded of its method but is not said otherwise, beside the series or elsewhere in its name."""
+        """The recorded options of its method, except those that are shown elsewhere."""
         said = {*SAID_OTHERWISE, *(f"gate.{key}" for key in SAID_OTHERWISE if self._is(ReasonCache))}
         return {key: value for key, value in self.config["method"].items() if key not in said}
 
     def _of(self, key: str) -> Any:
-        """A field of the method. What a method that shares blocks reads of them is its gate's to say."""
+        """An option of the method, or of the gate that reads for a method that shares blocks."""
         method = self.config["method"]
         return method.get(key, method.get(f"gate.{key}") if self._is(ReasonCache) else None)
 
@@ -149,7 +149,7 @@ class Setting:
 
     @property
     def marked(self) -> str:
-        """The series, and whether samples are missing; for tables."""
+        """The series, marked if samples are missing; for tables."""
         return self.series if self.complete else f"{self.series} (unfinished)"
 
     def identity(self) -> dict[str, Any]:
@@ -182,7 +182,7 @@ class Sweep:
 
     @property
     def of_texts(self) -> bool:
-        """Whether given texts were scored, so that there are no answers."""
+        """True if given texts were scored, so that there are no answers."""
         return not self.settings[0].correct
 
     @property
@@ -192,7 +192,7 @@ class Sweep:
 
     @property
     def methods(self) -> list[str]:
-        """The series that have a budget, in order; a method, where it has no variants."""
+        """The series that have a budget, in order."""
         return list(dict.fromkeys(s.series for s in self.settings if s.budget is not None))
 
     @property
@@ -235,8 +235,8 @@ class Sweep:
         return [s for s in self.settings if s.metrics[metric] is not None]
 
     def difference(self, ours: Setting, baseline: Setting) -> Difference:
-        """Paired difference of the accuracies, on the samples (problem and seed) that both have; ``nan`` of no problem
-        where unfinished runs have none in common.
+        """Paired difference of the accuracies on the samples (problem and seed) that both settings have; ``nan``
+        without any.
         """
         pairs = [{(s["problem_id"], s["sample_idx"]): s for s in setting.samples} for setting in (ours, baseline)]
         common = [
@@ -252,8 +252,8 @@ class Sweep:
 
     @property
     def proxies_on(self) -> str | None:
-        """The setting on whose generations all proxies were measured, the same windows of them; ``None`` if they were
-        not, or were before that was recorded.
+        """The setting on whose generations all proxies were measured, on the same windows; ``None`` if they differ or
+        were not recorded.
         """
         found = [s.proxies or {} for s in self.having("next_token_kl")]
         same = len({record.get("contexts") for record in found}) == 1
@@ -299,7 +299,7 @@ def _missing(config: dict[str, Any]) -> list[str]:
 
 
 def load_sweeps(*roots: Path) -> list[Sweep]:
-    """All runs in some directories (or the runs that they are), grouped into what can be compared.
+    """All runs in some directories, or the runs themselves, grouped into comparable sweeps.
 
     Raises:
         SeergateError: if there is none, or one is damaged.
@@ -319,7 +319,7 @@ def load_sweeps(*roots: Path) -> list[Sweep]:
 
 
 def apart(sweeps: list[Sweep]) -> list[dict[str, Any]]:
-    """Of each sweep, why it is not compared with the others: what not all have in common, name -> value."""
+    """For each sweep, the options in which sweeps differ: name -> value."""
     found = [sweep.identity() for sweep in sweeps]
     names = dict.fromkeys(name for own in found for name in own)
     different = [name for name in names if len({repr(own.get(name)) for own in found}) > 1]
@@ -331,7 +331,7 @@ def _without(values: dict[str, Any], *names: str) -> dict[str, Any]:
 
 
 def _named(settings: list[Setting]) -> list[Setting]:
-    """With series that tell apart the block sizes, gates and dense layers of one method, where it has several."""
+    """Name the series: the method, and its block size, gates, dense layers and options where a method has several."""
     named = []
     for setting in settings:
         same = [s for s in settings if s.method == setting.method]
@@ -368,7 +368,7 @@ def _telling(fingerprints: Collection[str]) -> int:
 
 
 def _distinguishing(settings: list[Setting]) -> list[str]:
-    """Options in which two settings of one method differ that have all else that is said of them in common."""
+    """The options in which settings of one method differ although the rest of their names is the same."""
     found: dict[str, None] = {}
     groups: dict[Any, list[Setting]] = {}
     for s in settings:

@@ -36,7 +36,7 @@ def accuracy_plot(sweep: Sweep, path: Path) -> Path:
 
 
 def accuracy_of(s: Setting) -> Interval:
-    """In percent."""
+    """Accuracy and its 95 % interval, in percent."""
     low, high = s.interval
     return 100 * s.accuracy.mean, 100 * low, 100 * high
 
@@ -55,7 +55,7 @@ def length_plot(sweep: Sweep, path: Path) -> Path:
 
 
 def recall_plot(sweep: Sweep, path: Path) -> Path | None:
-    """Recall of dense attention's mass: mean over layers by budget, and layer by layer. ``None`` if not measured."""
+    """Recall of dense attention's mass by budget, mean over layers, and by layer. ``None`` if not measured."""
     measured = sweep.having("recall")
     lines_of: dict[str, list[Setting]] = {}
     for s in measured:
@@ -127,7 +127,7 @@ def depth_plot(sweep: Sweep, path: Path) -> Path | None:
 
 
 def _grid(count: int) -> tuple[int, int]:
-    """Columns and rows of so many small maps."""
+    """Number of columns and rows for so many small maps."""
     columns = min(4, count)
     return columns, -(-count // columns)
 
@@ -151,8 +151,8 @@ every method, and some have none."""
 def bytes_plot(sweep: Sweep, path: Path) -> Path | None:
     """Accuracy against mean resident bytes, and against bytes read per step. ``None`` with fewer than two points.
 
-    What no setting beats in both, bytes and accuracy, is joined by a grey line, the Pareto front, above guessing;
-    series without a setting on either front, but for dense, are grey where there are more than `CROWD` of them.
+    A grey line, the Pareto front, joins the settings above chance that none beats in both bytes and accuracy. With
+    more than `CROWD` series, those without a setting on either front are grey, except for dense.
     """
     measured = [s for s in sweep.settings if all(s.metrics[figure] for figure in PER_BYTE)]
     if len(measured) < 2:
@@ -198,7 +198,7 @@ def pareto(settings: list[Setting], metric: str, chance: float) -> list[Setting]
 
 
 def _series(settings: list[Setting]) -> dict[str, list[Setting]]:
-    """The points of each line: budgets or thresholds of a series; variants of a method that has neither."""
+    """Line -> its points: budgets or thresholds of a series, or variants of a method that has neither."""
     lines: dict[str, list[Setting]] = {}
     for s in settings:
         by_threshold = s.method if s.threshold is None else f"{s.series}, thresholds"
@@ -292,7 +292,7 @@ def panels(sweep: Sweep) -> dict[str, list[str]]:
 
 
 def conditions(sweep: Sweep) -> str:
-    """Model, task and number of problems, for titles; and whether runs are unfinished."""
+    """Model, task, number of problems and a note if runs are unfinished, for titles."""
     unfinished = "" if all(s.complete for s in sweep.settings) else ", some runs unfinished"
     return f"{sweep.model} on {sweep.task}, {sweep.problems}{unfinished}"
 
@@ -307,10 +307,11 @@ def error_bars(
     """Draw a series with its 95 % intervals. Markers of settings whose answers hit the limit often are hollow.
 
     Args:
-        axis: where.
-        name: of the series, one of ``names``, all that are drawn there.
+        axis: the axes to draw on.
+        name: the series.
+        names: all series that are drawn there.
         points: (place on the x axis, setting).
-        interval: what is drawn of a setting.
+        interval: setting -> mean and ends of the interval.
     """
     x, values = [place for place, _ in points], [interval(s) for _, s in points]
     errors = [[max(0.0, m - low) for m, low, _ in values], [max(0.0, high - m) for m, _, high in values]]
@@ -323,12 +324,11 @@ def error_bars(
 
 
 def draw_published(axis: Axes, sweep: Sweep, points: Sequence[tuple[float, Setting]]) -> None:
-    """The paper's accuracy beside ours where it ran the same: a hollow marker for a setting, a line for dense. None
-    beside a run that is unfinished.
+    """Draw the paper's accuracy for the finished settings that it ran: a hollow marker for each, a line for dense.
 
     Args:
-        axis: whose y axis is accuracy in percent.
-        sweep: whose dense run it is.
+        axis: axes whose y axis is accuracy in percent.
+        sweep: the runs, for their dense run.
         points: (place on the x axis, setting).
     """
     for method in dict.fromkeys(s.method for _, s in points):
@@ -343,7 +343,7 @@ def draw_published(axis: Axes, sweep: Sweep, points: Sequence[tuple[float, Setti
 
 
 def budget_axis(axis: Axes, budgets: list[int]) -> None:
-    """An axis of token budgets, in powers of two."""
+    """Make the x axis one of token budgets, logarithmic to base 2."""
     axis.set_xlabel("token budget per KV head (tokens)")
     if budgets:
         powers_of_two(axis, budgets)
@@ -359,14 +359,14 @@ def powers_of_two(axis: Axes, places: Sequence[int]) -> None:
 
 
 def tidy(axis: Axes) -> None:
-    """Faint lines across, no frame above and on the right."""
+    """Draw faint horizontal lines, and no frame above and on the right."""
     axis.grid(axis="y", color="#DDDDDD", linewidth=0.8)
     axis.set_axisbelow(True)
     axis.spines[["top", "right"]].set_visible(False)
 
 
 def pyplot() -> Any:
-    """Matplotlib without a display.
+    """``matplotlib.pyplot`` without a display.
 
     Raises:
         SeergateError: if it is not installed.

@@ -1,4 +1,4 @@
-"""The numbers of SeerAttention-R (pass@1, percent), to be drawn beside ours where we ran what the paper did.
+"""The numbers of SeerAttention-R (pass@1, percent), shown beside ours for runs of the paper's settings.
 
 Gates and dense: from the published repository's README after its fixes; the figures of the paper differ by up to about
 two points. Quest: Table 1. Budgets are tokens per KV head; ``None`` is dense. GPQA-Diamond was run on a file whose
@@ -74,27 +74,27 @@ BLOCK_SIZE = 64
 """Of all runs whose numbers are here (section 4.1), every layer sparse."""
 
 PROBLEMS = {"aime24": 30, "aime25": 30, "math500": 500, "gpqa_diamond_published": 198}
-"""How many the paper's tasks have: a local file under the same name may have others."""
+"""Number of problems of the paper's tasks; a local file under the same name may have others."""
 
 _SAMPLING = {"temperature": 0.6, "top_p": 0.95, "top_k": 0, "min_p": 0.0}
 """Of the published code's loop."""
 
 _EITHER_WAY = {"name", "nominal", "token_budget", "block_size", "dense_layers", "compat"}
-"""What is checked by itself, or does not set a run apart: the published code reads a little more than the paper says
+"""Options that are checked separately, or do not matter: the published code reads a little more than the paper says
 (``compat``), and both are the paper's gates."""
 
 
 def model_key(config: dict[str, Any]) -> str:
-    """A model's name as the table has it: ``Qwen/Qwen3-8B`` is ``qwen3-8b``."""
+    """A model's name in the tables: ``Qwen/Qwen3-8B`` is ``qwen3-8b``."""
     return re.sub(r"^deepseek-", "", Path(str(config["model"]["path"])).name.lower())
 
 
 def published(config: dict[str, Any]) -> float | None:
-    """The paper's accuracy for a run, in percent; ``None`` if it has none that we know, or ran something else.
+    """The paper's accuracy for a run, in percent; ``None`` if it is not known, or the paper ran something else.
 
     Args:
-        config: of the run. Runs on a part of the problems, with another limit or without sampling have nothing to be
-            compared with; `deviations` names what does not rule a comparison out.
+        config: the run's. Runs on a part of the problems, with another limit or without sampling are not compared;
+            `deviations` names the differences that do not rule a comparison out.
     """
     method, task = config["method"], config["task"]
     if not _as_published(config):
@@ -115,7 +115,7 @@ def table_1(config: dict[str, Any]) -> tuple[float, float] | None:
 
 
 def deviations(config: dict[str, Any]) -> list[str]:
-    """In words, what a run that has a published number did otherwise and a reader has to weigh."""
+    """The differences of a run from the paper's, in words, for runs that have a published number."""
     generation, samples = config["generation"], HUB_TASKS[config["task"]["name"]].samples
     found = [] if generation["samples"] == samples else [f"samples {generation['samples']} instead of {samples}"]
     if config["method"]["name"] == Quest.name and config["method"]["group_reduction"] != "separate":
@@ -127,26 +127,17 @@ def deviations(config: dict[str, Any]) -> list[str]:
     return found
 
 
-def _asked_as_published(config: dict[str, Any]) -> bool:
-    task, generation = config["task"], config["generation"]
-    if task.get("problems") is not None or task.get("n_problems", 0) != PROBLEMS.get(str(task["name"])):
-        return False
-    grader = HUB_TASKS[task["name"]].grader
-    longest = generation.get("max_new_tokens")
-    return bool(
-        task.get("grader", grader) == grader
-        and generation.get("max_total_tokens") == PAPER_LENGTH
-        and (longest is None or longest >= PAPER_LENGTH)
-        and generation["temperature"] > 0
-    )
-
-
 def _as_published(config: dict[str, Any]) -> bool:
     """True if a run is of all problems, with the paper's limit and sampled, and dense or by gates or Quest as the
     paper ran them: blocks of 64 tokens, no dense layers, a token budget, and all else at its default.
     """
-    method, name = config["method"], config["method"]["name"]
-    if not _asked_as_published(config) or name not in (Dense.name, Gate.name, Quest.name):
+    task, generation, method = (config[section] for section in ("task", "generation", "method"))
+    name = method["name"]
+    if task.get("problems") is not None or task.get("n_problems", 0) != PROBLEMS.get(str(task["name"])):
+        return False
+    grader, longest = HUB_TASKS[task["name"]].grader, generation.get("max_new_tokens") or PAPER_LENGTH
+    sampled = generation["temperature"] > 0 and generation.get("max_total_tokens") == PAPER_LENGTH <= longest
+    if not sampled or task.get("grader", grader) != grader or name not in (Dense.name, Gate.name, Quest.name):
         return False
     if name == Dense.name or method.get("token_budget") is None:
         return bool(name == Dense.name)

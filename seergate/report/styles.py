@@ -45,8 +45,8 @@ def name_of(series: str) -> str:
 
 
 def style(series: str) -> dict[str, Any]:
-    """Colour and marker of a method, or of its gates by their name. With a gate on what it keeps its marker is filled
-    by half.
+    """Matplotlib's options for a series: colour and marker of its method, or of its gates by their name. The marker of
+    an evictor with a gate is half filled.
     """
     name, gates = name_of(series), series.partition("[")[2].partition("]")[0]
     colour, marker = GATES.get(gates) or STYLES.get(name) or SPARE[sum(map(ord, name)) % len(SPARE)]
@@ -55,6 +55,6 @@ def style(series: str) -> dict[str, Any]:
 
 
 def line_style(series: str, all_series: list[str]) -> Any:
-    """Variants of one method, and methods of the user's own, may share a colour; then they differ in their line."""
+    """Line style of a series, which differs between series of the same colour."""
     same = [s for s in all_series if style(s)["color"] == style(series)["color"]]
     return LINES[same.index(series) % len(LINES)]

@@ -26,7 +26,7 @@ Columns = dict[str, Callable[[Sweep, Setting], str]]
 
 
 def markdown(header: Sequence[str], rows: Sequence[Sequence[str]], left: int = 1) -> str:
-    """A Markdown table; the first ``left`` columns are aligned left, numbers right."""
+    """A Markdown table; the first ``left`` columns are aligned left, the others right."""
     cells = [list(header), *map(list, rows)]
     widths = [max(3, *(len(row[i]) for row in cells)) for i in range(len(header))]
 
@@ -39,7 +39,7 @@ def markdown(header: Sequence[str], rows: Sequence[Sequence[str]], left: int = 1
 
 
 def table(sweep: Sweep, columns: Columns, settings: Sequence[Setting] | None = None) -> str:
-    """A row for each setting; all of a sweep's if ``None``."""
+    """A Markdown table with a row for each setting: all of the sweep's if ``None``."""
     chosen = sweep.settings if settings is None else settings
     return markdown(list(columns), [[cell(sweep, s) for cell in columns.values()] for s in chosen])
 
@@ -74,8 +74,8 @@ def minus_dense(sweep: Sweep, s: Setting) -> str:
 
 
 def minus_gate(sweep: Sweep, s: Setting) -> Difference | None:
-    """How much further a setting's KL is from dense than the first gate's at the same budget, paired by text; ``None``
-    for that gate itself, and unless both have scored the same texts.
+    """A setting's KL minus that of the first gate at the same budget, paired by text; ``None`` for that gate itself,
+    and unless both have scored the same texts.
     """
     gate = next((other for other in sweep.settings if (other.method, other.budget) == ("gate", s.budget)), s)
     ours, theirs = ({text["problem_id"]: np.mean(text["kl"]) for text in each.samples} for each in (s, gate))
@@ -164,7 +164,7 @@ TEXTS: Columns = {
 
 
 def core_table(sweep: Sweep) -> str:
-    """Accuracy and what it cost; with the log-probability of the right answer, where it was measured."""
+    """Accuracy and its cost; with the log-probability of the right answer, where it was measured."""
     known = {"log p of the answer": figure_of(REPLY, digits=2)} if sweep.having(REPLY) else {}
     return table(sweep, CORE | known)
 
@@ -175,7 +175,7 @@ def accuracy_table(sweep: Sweep) -> str:
 
 
 def cost_table(sweep: Sweep) -> str:
-    """What decoding read, held and took, and what sharing blocks saved where methods do."""
+    """Memory traffic, memory and speed of decoding, and the memory saved where methods share blocks."""
     saved = {"memory saved by sharing %": figure_of("amsr", 100)} if sweep.having("amsr") else {}
     return table(sweep, COST | saved)
 
@@ -206,12 +206,12 @@ def pass_table(sweep: Sweep) -> str | None:
 def table_beside(
     sweep: Sweep, theirs: Callable[[Setting], float | None], unlike: Callable[[Setting], Sequence[str]]
 ) -> str | None:
-    """Ours beside a paper's, for what the paper ran and has been finished here; ``None`` if there is none of it.
+    """Our accuracy beside a paper's, for finished runs of the paper's settings; ``None`` without any.
 
     Args:
         sweep: the runs.
         theirs: a setting's published accuracy in percent, if it has one.
-        unlike: in words, what a setting did otherwise than the paper.
+        unlike: a setting's differences from the paper, in words.
     """
     numbers = {s.directory: number for s in sweep.settings if s.complete and (number := theirs(s)) is not None}
     columns: Columns = {
@@ -225,7 +225,7 @@ def table_beside(
 
 
 def published_table(sweep: Sweep) -> str | None:
-    """Ours beside SeerAttention-R's."""
+    """Our accuracy beside SeerAttention-R's."""
     return table_beside(sweep, lambda s: published(s.config), lambda s: deviations(s.config))
 
 
@@ -239,7 +239,7 @@ EQUAL_BYTES_NOTE = (
 
 
 def equal_bytes(sweep: Sweep) -> list[tuple[str, str]]:
-    """Heading and Markdown for everything that was matched among a sweep's settings."""
+    """Heading and Markdown of each comparison at equal bytes among a sweep's settings."""
     found = []
     for measure, metric in MEASURES.items():
         for root in sorted({s.directory.parent for s in sweep.settings}):
@@ -279,7 +279,7 @@ def _matched(sweep: Sweep, root: Path, matches: list[dict[str, Any]], metric: st
 
 
 def csv_text(sweep: Sweep) -> str:
-    """All figures of all settings, for programs: a row for each."""
+    """All metrics as CSV, a row for each setting."""
     names = [name for name, value in sweep.settings[0].metrics.items() if not isinstance(value, dict | list)]
     text = io.StringIO()
     writer = csv.writer(text)

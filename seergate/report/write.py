@@ -43,7 +43,7 @@ class Report:
     Attributes:
         markdown, html: the two files.
         plots: the images.
-        findings: what it shows, one sentence each.
+        findings: one sentence each.
     """
 
     markdown: Path
@@ -56,9 +56,9 @@ def write_report(root: Path, out: Path | None = None, *others: Path) -> Report:
     """Report on run directories or directories of them.
 
     Args:
-        root: what `seergate.eval` wrote.
-        out: where the report goes; ``root`` if ``None``.
-        *others: more of the same; what can be compared is put side by side, wherever it lies.
+        root: a directory that `seergate.eval` wrote.
+        out: directory of the report; ``root`` if ``None``.
+        *others: more of the same; comparable runs are put side by side, whatever their directory.
 
     Raises:
         SeergateError: if there is nothing to report on.
@@ -85,7 +85,7 @@ def _name(sweep: Sweep) -> str:
 
 
 def _section(sweep: Sweep, out: Path, suffix: str, why: dict[str, Any]) -> tuple[str, list[Path]]:
-    """Markdown and plots of one sweep; ``why`` it is not compared with the others (`apart`)."""
+    """Markdown and plots of one sweep; ``why``: the options that set it apart from the others (`apart`)."""
     plots = []
 
     def plot(draw: Callable[[Sweep, Path], Path | None], name: str, what: str) -> list[str]:
@@ -129,7 +129,7 @@ def _section(sweep: Sweep, out: Path, suffix: str, why: dict[str, Any]) -> tuple
 
 
 def _details(sweep: Sweep, plot: Callable[..., list[str]]) -> list[str]:
-    """What follows the results of a sweep of answers."""
+    """The sections after the results of a sweep of answers."""
     blocks = [
         *folded("Accuracy and length, all columns", accuracy_table(sweep), _ACCURACY_NOTE),
         *folded("Cost, all columns", cost_table(sweep), _COST_NOTE),
@@ -185,7 +185,7 @@ def _sample_answers(sweep: Sweep) -> list[str]:
 
 
 def folded(title: str, *blocks: str) -> list[str]:
-    """Blocks that are shown when their title is clicked."""
+    """Markdown blocks that are shown when their title is clicked."""
     return [f"<details><summary>{title}</summary>", *blocks, "</details>"]
 
 
@@ -256,7 +256,7 @@ def _proxy_note(sweep: Sweep) -> str:
 
 
 def _whose(sweep: Sweep) -> str:
-    """The reasoning that proxies were measured on, in words."""
+    """The generations that proxies were measured on, in words."""
     if sweep.proxies_on is not None:
         return f"{sweep.proxies_on}'s own generations, the same for every method"
     return (
@@ -326,7 +326,7 @@ h2 { border-top: 1px solid #ddd; padding-top: 1rem; }
 
 
 def to_html(text: str, folder: Path) -> str:
-    """The report's Markdown as one page with everything inside. Of HTML it may hold the tags of `folded` only."""
+    """The report's Markdown as one self-contained HTML page. The only HTML in the Markdown is that of `folded`."""
     reader = Markdown(extensions=["tables", "toc", "fenced_code", "sane_lists"])
     reader.preprocessors.deregister("html_block")
     reader.inlinePatterns.deregister("html")  # what users have named is text
