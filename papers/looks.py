@@ -486,4 +486,4 @@ def beside(sweep: Sweep, published: Mapping[tuple[str, str], Mapping[str, float]
             if value != asked[name]
         ]
 
-    return table_beside(sweep, lambda s: numbers.get(s.directory.name), unlike) or ""
+    return table_beside(sweep, lambda s: numbers.get(s.directory.name), unlike)

@@ -95,12 +95,6 @@ class Setting:
         return self._of("block_size")
 
     @property
-    def gated_size(self) -> int | None:
-        """Tokens per block of its gates, if it has any; the method's own blocks may differ."""
-        size: int | None = self.config["method"].get("gate.block_size", self.block_size)
-        return size
-
-    @property
     def dense_layers(self) -> tuple[int, ...]:
         """Layers that stay dense."""
         return tuple(self._of("dense_layers") or ())
@@ -118,7 +112,7 @@ class Setting:
     def own_options(self) -> dict[str, Any]:
         """The recorded options of its method, except those that are shown elsewhere."""
         said = {*SAID_OTHERWISE, *(f"gate.{key}" for key in SAID_OTHERWISE if self._is(ReasonCache))}
-        return {key: value for key, value in self.config["method"].items() if key not in said}
+        return _without(self.config["method"], *said)
 
     def _of(self, key: str) -> Any:
         """An option of the method, or of the gate that reads for a method that shares blocks."""
@@ -338,19 +332,16 @@ def _named(settings: list[Setting]) -> list[Setting]:
         name = setting.method
         if len({s.block_size for s in same}) > 1 and setting.block_size is not None:
             name += f" b{setting.block_size}"
-        rivals = {s.gates: s.gates_name for s in same if s.gates and s.gated_size == setting.gated_size}
+        rivals = {s.gates: s.gates_name for s in same if s.gates and _gated_size(s) == _gated_size(setting)}
         if len(rivals) > 1 and setting.gates:  # of one block size; each size has its own
             named_apart = all(rivals.values()) and len(set(rivals.values())) == len(rivals)
             name += f" [{setting.gates_name if named_apart else setting.gates[: _telling(rivals)]}]"
         if len({s.dense_layers for s in same}) > 1:
-            name += (
-                f", layers {','.join(map(str, setting.dense_layers))} dense"
-                if setting.dense_layers
-                else ", all sparse"
-            )
+            layers = ",".join(map(str, setting.dense_layers))
+            name += f", layers {layers} dense" if layers else ", all sparse"
         for key in _distinguishing(same):
             if (value := setting.config["method"].get(key)) is not None:
-                name += f", {key}={_brief(value)}"
+                name += f", {key}={str(value).split(',', 1)[0]}"
         named.append(replace(setting, series=name))
     seen: dict[Any, Setting] = {}
     for s in named:
@@ -360,6 +351,12 @@ def _named(settings: list[Setting]) -> list[Setting]:
                 f"{first.directory} and {s.directory} are runs of the same setting; report on one of them"
             )
     return named
+
+
+def _gated_size(setting: Setting) -> int | None:
+    """Tokens per block of a setting's gates, if it has any; the method's own blocks may differ."""
+    size: int | None = setting.config["method"].get("gate.block_size", setting.block_size)
+    return size
 
 
 def _telling(fingerprints: Collection[str]) -> int:
@@ -378,10 +375,6 @@ def _distinguishing(settings: list[Setting]) -> list[str]:
         keys = dict.fromkeys(key for own in options for key in own)
         found |= dict.fromkeys(key for key in keys if len({repr(own.get(key)) for own in options}) > 1)
     return list(found)
-
-
-def _brief(value: Any) -> str:
-    return str(value).split(",", 1)[0]
 
 
 def _rank(setting: Setting) -> tuple[Any, ...]:

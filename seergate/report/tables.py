@@ -17,7 +17,6 @@ from seergate.eval.stats import Difference, mean_and_error, t95
 from seergate.eval.store import read_json
 from seergate.report.findings import in_points, with_ends
 from seergate.report.load import Setting, Sweep
-from seergate.report.published import deviations, published
 
 NONE = "–"
 
@@ -39,9 +38,9 @@ def markdown(header: Sequence[str], rows: Sequence[Sequence[str]], left: int = 1
 
 
 def table(sweep: Sweep, columns: Columns, settings: Sequence[Setting] | None = None) -> str:
-    """A Markdown table with a row for each setting: all of the sweep's if ``None``."""
-    chosen = sweep.settings if settings is None else settings
-    return markdown(list(columns), [[cell(sweep, s) for cell in columns.values()] for s in chosen])
+    """A Markdown table with a row for each setting, all of the sweep's if ``None``; empty without settings."""
+    rows = [[cell(sweep, s) for cell in columns.values()] for s in (sweep.settings if settings is None else settings)]
+    return markdown(list(columns), rows) if rows else ""
 
 
 def figure_of(name: str, factor: float = 1, digits: int = 1, key: Any = None) -> Callable[[Sweep, Setting], str]:
@@ -180,33 +179,30 @@ def cost_table(sweep: Sweep) -> str:
     return table(sweep, COST | saved)
 
 
-def proxy_table(sweep: Sweep) -> str | None:
-    """The cheap proxies, or ``None`` if they were not measured."""
-    measured = sweep.having("next_token_kl")
-    return table(sweep, PROXIES, measured) if measured else None
+def proxy_table(sweep: Sweep) -> str:
+    """The cheap proxies; empty if they were not measured."""
+    return table(sweep, PROXIES, sweep.having("next_token_kl"))
 
 
-def recall_table(sweep: Sweep) -> str | None:
-    """Recall by layer, or ``None`` if it was not measured."""
+def recall_table(sweep: Sweep) -> str:
+    """Recall by layer; empty if it was not measured."""
     measured = sweep.having("recall")
-    if not measured:
-        return None
-    layers = measured[0].proxies["layers"] if measured[0].proxies else []
+    layers = measured[0].proxies["layers"] if measured and measured[0].proxies else []
     by_layer = {f"layer {layer}": figure_of("recall_per_layer", 100, key=i) for i, layer in enumerate(layers)}
     return table(sweep, {**SETTING, "mean %": figure_of("recall", 100), **by_layer}, measured)
 
 
-def pass_table(sweep: Sweep) -> str | None:
-    """pass@k for every k that all settings have; ``None`` with one sample per problem."""
+def pass_table(sweep: Sweep) -> str:
+    """pass@k for every k that all settings have; empty with one sample per problem."""
     first, *others = (s.metrics["pass_at_k"] for s in sweep.settings)
     by_k = {f"pass@{k} %": figure_of("pass_at_k", 100, key=k) for k in first if all(k in other for other in others)}
-    return table(sweep, SETTING | by_k) if len(by_k) > 1 else None
+    return table(sweep, SETTING | by_k) if len(by_k) > 1 else ""
 
 
 def table_beside(
     sweep: Sweep, theirs: Callable[[Setting], float | None], unlike: Callable[[Setting], Sequence[str]]
-) -> str | None:
-    """Our accuracy beside a paper's, for finished runs of the paper's settings; ``None`` without any.
+) -> str:
+    """Our accuracy beside a paper's, for finished runs of the paper's settings; empty without any.
 
     Args:
         sweep: the runs.
@@ -221,12 +217,7 @@ def table_beside(
         "difference": lambda _, s: f"{100 * s.accuracy.mean - numbers[s.directory]:+.1f}",
         "unlike the paper": lambda _, s: "; ".join(unlike(s)) or NONE,
     }
-    return table(sweep, columns, [s for s in sweep.settings if s.directory in numbers]) if numbers else None
-
-
-def published_table(sweep: Sweep) -> str | None:
-    """Our accuracy beside SeerAttention-R's."""
-    return table_beside(sweep, lambda s: published(s.config), lambda s: deviations(s.config))
+    return table(sweep, columns, [s for s in sweep.settings if s.directory in numbers])
 
 
 BYTES_WORDS = {"resident": "resident bytes", "read": "bytes read per step"}

@@ -21,6 +21,7 @@ from seergate.eval.store import flatten, write_text
 from seergate.report.findings import cautions, findings, verdict
 from seergate.report.load import Setting, Sweep, apart, load_sweeps
 from seergate.report.plots import accuracy_plot, bytes_plot, depth_plot, length_plot, recall_plot, text_plot
+from seergate.report.published import deviations, published
 from seergate.report.tables import (
     TEXTS,
     accuracy_table,
@@ -30,9 +31,9 @@ from seergate.report.tables import (
     equal_bytes,
     pass_table,
     proxy_table,
-    published_table,
     recall_table,
     table,
+    table_beside,
 )
 
 
@@ -142,7 +143,7 @@ def _details(sweep: Sweep, plot: Callable[..., list[str]]) -> list[str]:
         blocks += ["## Length and depth", *drawn]
     for heading, text in equal_bytes(sweep):
         blocks += [f"## {heading}", text]
-    if beside := published_table(sweep):
+    if beside := table_beside(sweep, lambda s: published(s.config), lambda s: deviations(s.config)):
         blocks += ["## Beside the published numbers", beside, _PUBLISHED_NOTE]
     if passed := pass_table(sweep):
         blocks += ["## pass@k", passed, _PASS_NOTE]
@@ -246,11 +247,8 @@ def _proxy_note(sweep: Sweep) -> str:
         if not math.isnan(rank):
             note += f" Over these {len(sparse)} settings, rank correlation of accuracy with small KL: {rank:.2f}"
             weighed = [s for s in sparse if s.metrics["recall"] is not None]
-            recall = (
-                correlation([s.metrics["recall"] for s in weighed], [s.metrics["accuracy"] for s in weighed])
-                if len(weighed) >= 4
-                else math.nan
-            )
+            pairs = [s.metrics["recall"] for s in weighed], [s.metrics["accuracy"] for s in weighed]
+            recall = correlation(*pairs) if len(weighed) >= 4 else math.nan
             note += "." if math.isnan(recall) else f"; with recall: {recall:.2f}."
     return note
 
