@@ -7,7 +7,7 @@ Real widths, random weights, a tiny vocabulary; by default one sequence fills th
 the table is a process of its own. It loads the model from a directory as a run does and takes one step of a short
 pack, so that weights, libraries and the optimizer's state are in memory; then the step that counts. The ways are
 
-* `seergate`: `PlainEngine.accumulate` and `.update`, which is what `seergate train` repeats;
+* `seergate`: `distill_step`, `PlainEngine.accumulate` and `.update`, which is what `seergate train` repeats;
 * `frozen`: the model's own forward without gates, by transformers. What is above it, distillation costs;
 * `materialised`: the published data flow in the same model. In each layer attention pooled to blocks, targets, logits
   and their log-softmax are whole tensors, and autograd keeps what it needs until all layers are through.
@@ -46,7 +46,7 @@ from seergate import GateBank
 from seergate.distill import TrainConfig, load_train_config
 from seergate.distill.base_model import gate_config, load_frozen
 from seergate.distill.distributed import DistributedState
-from seergate.distill.engines import DistillModule, PlainEngine
+from seergate.distill.engines import PlainEngine
 from seergate.distill.memory import WORKING_BYTES
 from seergate.distill.packing import PackedBatch
 from seergate.distill.plan import make_plan
@@ -179,12 +179,15 @@ def make_step(run: TrainConfig, way: str) -> Callable[[PackedBatch], float | Non
     if way == "materialised":
         bank = bank.to(getattr(torch, run.dtype))  # as published
         teacher_forward.BlockLoss = Materialising  # type: ignore[misc]  # of this process only
-    engine = PlainEngine(DistillModule(bank, model, run), run, world)
+    engine = PlainEngine(bank, run, world)
 
     def step(pack: PackedBatch) -> float:
-        loss = engine.accumulate(pack).loss
+        out = teacher_forward.distill_step(
+            bank, model, pack.input_ids, pack.cu_seqlens, **run.loss_options, checked=True
+        )
+        engine.accumulate(out.loss)
         engine.update(lr=0.0)  # the whole step, but the gates of every cell stay alike
-        return float(loss)
+        return float(out.loss)
 
     return step
 

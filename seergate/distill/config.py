@@ -349,6 +349,12 @@ class TrainConfig(RunOptions, RecipeOptions, DataOptions, GateOptions, ModelOpti
         )
 
     @property
+    def loss_options(self) -> dict[str, Any]:
+        """The loss on a pack, as fields of `seergate.hf.distill_loss.DistillSpec`."""
+        names = ("row_start", "reduction", "recall_budgets", "target", "target_budget", "row_stride")
+        return {name: getattr(self, name) for name in names}
+
+    @property
     def run_dir(self) -> Path:
         """Where the adapter, checkpoints and logs go."""
         return Path(self.output_dir) if self.output_dir else Path("runs") / f"{Path(self.model).name.lower()}-gates"

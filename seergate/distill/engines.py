@@ -1,7 +1,7 @@
 """Ways to take an optimizer step on the same gates: one process, several with averaged gradients, DeepSpeed ZeRO-2.
 
 All compute the same update: the gradient is the mean over the packs of the global batch, clipped by its global norm,
-and AdamW runs in float32. The frozen model is never part of the module that an engine sees. An engine's state is the
+and AdamW runs in float32. No engine sees the frozen model: losses come computed. An engine's state is the
 same three tensors per parameter whichever it is, so that a checkpoint of one can be continued by another, or by
 another number of processes.
 """
@@ -21,86 +21,14 @@ from torch import Tensor, nn
 
 from seergate.distill.config import TrainConfig
 from seergate.distill.distributed import DistributedState, expect_steps
-from seergate.distill.packing import PackedBatch
 from seergate.errors import SeergateError, how_to_install
-from seergate.hf.distill_loss import DistillOutput, DistillSpec, StoredGradients
-from seergate.hf.teacher_forward import distill_steps
-from seergate.models import families
+from seergate.hf.distill_loss import StoredGradients
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedModel
-
     from seergate.hf.bank import GateBank
 
 BETAS, EPS = (0.9, 0.999), 1e-8
 MOMENTS = ("exp_avg", "exp_avg_sq")
-
-
-@dataclass(frozen=True)
-class Losses:
-    """Losses of one pack, detached.
-
-    Attributes:
-        loss: scalar.
-        kl_per_layer: ``[L]``.
-        recall: ``[budgets, L, K]``, per KV head.
-    """
-
-    loss: Tensor
-    kl_per_layer: Tensor
-    recall: Tensor
-
-
-class DistillModule(nn.Module):
-    """The gates as a module whose forward is the loss.
-
-    The frozen model stays outside the module tree: no engine moves, casts, broadcasts, partitions or saves it.
-    """
-
-    base: PreTrainedModel
-
-    def __init__(self, bank: GateBank, base: PreTrainedModel, config: TrainConfig) -> None:
-        super().__init__()
-        families.check_gates(base, bank)
-        self.bank = bank
-        object.__setattr__(self, "base", base)
-        self.config = config
-        self.ready: DistillOutput | None = None
-        """The outcome of the next pack, where several modules have had it computed together."""
-
-    def distill_spec(self, row_start: float | None = None, row_shift: int = 0, far: bool = False) -> DistillSpec:
-        """The loss of the gates on a pack; by default on the rows to train on."""
-        config = self.config
-        return DistillSpec(
-            self.bank,
-            config.row_start if row_start is None else row_start,
-            config.reduction,
-            config.recall_budgets,
-            config.target,
-            config.target_budget,
-            config.row_stride,
-            row_shift,
-            checked=True,
-            far=far,
-        )
-
-    def forward(
-        self, input_ids: Tensor | None, cu_seqlens: Tensor | None = None, row_start: float | None = None
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        """Loss, KL per layer ``[L]`` and recall ``[budgets, L, K]`` of one pack; by default of the rows to train on.
-
-        Without ids, a loss of zero whose gradients are zero.
-        """
-        if input_ids is None:
-            # By the same function as a pack: DeepSpeed sums in the order in which the gradients come.
-            parameters = [p for p in self.bank.parameters() if p.requires_grad]
-            zeros = [torch.zeros_like(p) for p in parameters]
-            nothing = StoredGradients.apply(zeros[0].new_zeros(()), len(zeros), *zeros, *parameters)
-            return nothing, nothing, nothing
-        out, self.ready = self.ready, None
-        if out is None:
-            (out,) = distill_steps([self.distill_spec(row_start)], self.base, input_ids, cu_seqlens)
-        return out.loss, out.kl_per_layer, out.recall
 
 
 @dataclass(frozen=True)
@@ -121,11 +49,11 @@ class OptimizerState:
 class Engine(Protocol):
     """Interface of the training loop to an engine."""
 
-    def accumulate(self, batch: PackedBatch) -> Losses:
-        """Add one pack's gradient."""
+    def accumulate(self, loss: Tensor) -> None:
+        """Add the gradient of a pack's loss."""
 
-    def pad_micro_batches(self) -> None:
-        """Take part in what other processes do with their last packs, if they have more; after this one's last."""
+    def skip(self) -> None:
+        """Go without the last pack of a step, which other processes have and this one does not."""
 
     def update(self, lr: float) -> float:
         """Take the step; returns the gradient's norm before clipping."""
@@ -157,17 +85,17 @@ def check_engine(config: TrainConfig, world_size: int) -> None:
         deepspeed_config(config, world_size)
 
 
-def make_engine(module: DistillModule, config: TrainConfig, world: DistributedState) -> Engine:
+def make_engine(bank: GateBank, config: TrainConfig, world: DistributedState) -> Engine:
     """The engine a run asks for, which `check_engine` has accepted.
 
     Raises:
         SeergateError: if DeepSpeed would wait for ever for a build that is dead.
     """
     if not config.deepspeed:
-        return PlainEngine(module, config, world)
+        return PlainEngine(bank, config, world)
     with world.fail_together():
         wait_for_builds()
-    return DeepSpeedEngine(module, config, world)
+    return DeepSpeedEngine(bank, config, world)
 
 
 def make_optimizer(parameters: list[nn.Parameter], config: TrainConfig) -> torch.optim.AdamW:
@@ -180,19 +108,17 @@ def make_optimizer(parameters: list[nn.Parameter], config: TrainConfig) -> torch
 class PlainEngine:
     """PyTorch alone; with several processes, gradients are summed in one all-reduce per step."""
 
-    def __init__(self, module: DistillModule, config: TrainConfig, world: DistributedState) -> None:
-        self._module, self._config, self._world = module, config, world
-        self._named = dict(module.bank.named_parameters())
+    def __init__(self, bank: GateBank, config: TrainConfig, world: DistributedState) -> None:
+        self._config, self._world = config, world
+        self._named = dict(bank.named_parameters())
         self._optimizer = make_optimizer(list(self._named.values()), config)
         self._step = 0
 
-    def accumulate(self, batch: PackedBatch) -> Losses:
-        """Add one pack's gradient."""
-        loss, kl, recall = self._module(batch.input_ids, batch.cu_seqlens)
+    def accumulate(self, loss: Tensor) -> None:
+        """Add the gradient of a pack's loss."""
         (loss / self._config.packs_per_step).backward()
-        return Losses(loss.detach(), kl, recall)
 
-    def pad_micro_batches(self) -> None:
+    def skip(self) -> None:
         """Do nothing: processes meet in `update` only."""
 
     def update(self, lr: float) -> float:
@@ -235,16 +161,27 @@ class PlainEngine:
             }
 
 
+class _GateModule(nn.Module):
+    """The gates as DeepSpeed's model. Its forward passes on a loss that is computed already."""
+
+    def __init__(self, bank: GateBank) -> None:
+        super().__init__()
+        self.bank = bank
+
+    def forward(self, loss: Tensor) -> Tensor:
+        return loss
+
+
 class DeepSpeedEngine:
     """DeepSpeed ZeRO stage 1 or 2 over the gates."""
 
-    def __init__(self, module: DistillModule, config: TrainConfig, world: DistributedState) -> None:
+    def __init__(self, bank: GateBank, config: TrainConfig, world: DistributedState) -> None:
         import deepspeed
 
-        self._named = dict(module.bank.named_parameters())
+        self._named = dict(bank.named_parameters())
         values = deepspeed_config(config, world.size)
         self._engine, *_ = deepspeed.initialize(
-            model=module, optimizer=make_optimizer(list(self._named.values()), config), config=values
+            model=_GateModule(bank), optimizer=make_optimizer(list(self._named.values()), config), config=values
         )
         expect_steps(self._engine.data_parallel_group)  # DeepSpeed makes it with a default of its own
         self._micro_batches = values["gradient_accumulation_steps"]
@@ -252,22 +189,19 @@ class DeepSpeedEngine:
         self._scale = values["train_batch_size"] / config.packs_per_step
         self._pending = self._step = 0
 
-    def accumulate(self, batch: PackedBatch) -> Losses:
-        """Add one pack's gradient."""
-        loss, kl, recall = self._engine(batch.input_ids, batch.cu_seqlens)
-        self._backward(loss)
-        return Losses(loss.detach(), kl.detach(), recall.detach())
-
-    def pad_micro_batches(self) -> None:
-        """Add zeros until this process has had as many packs as any: DeepSpeed sums at each of them."""
-        while self._pending < self._micro_batches:
-            self._backward(self._engine(None)[0])
-
-    def _backward(self, loss: Tensor) -> None:
-        self._engine.backward(loss * self._scale)  # divides by the number of micro-batches
+    def accumulate(self, loss: Tensor) -> None:
+        """Add the gradient of a pack's loss."""
+        self._engine.backward(self._engine(loss) * self._scale)  # divides by the number of micro-batches
         self._pending += 1
         if self._pending < self._micro_batches:
             self._engine.step()  # only counts; the last micro-batch's step is `update`
+
+    def skip(self) -> None:
+        """Add zeros: DeepSpeed sums at each micro-batch, for which all processes have to be there."""
+        # By the same function as a pack's gradients, as DeepSpeed sums in the order in which they come.
+        parameters = [p for p in self._named.values() if p.requires_grad]
+        zeros = [torch.zeros_like(p) for p in parameters]
+        self.accumulate(StoredGradients.apply(zeros[0].new_zeros(()), len(zeros), *zeros, *parameters))
 
     def update(self, lr: float) -> float:
         """Take the step; returns the gradient's norm before clipping."""
@@ -294,7 +228,8 @@ class DeepSpeedEngine:
         from deepspeed.utils import safe_set_full_fp32_param, safe_set_full_optimizer_state
 
         # AdamW and DeepSpeed make their state at the first step: here at one that changes nothing.
-        self.pad_micro_batches()
+        for _ in range(self._micro_batches):
+            self.skip()
         self.update(lr=0.0)
         self._step = state.step
         for moments in self._engine.optimizer.optimizer.state.values():

@@ -83,10 +83,10 @@ class PackOrder:
             self._epoch, self._permutation = epoch, permutation
         return self._permutation[offset]
 
-    def batch(self, step: int, packs_per_step: int, rank: int = 0, world_size: int = 1) -> list[int]:
-        """This rank's packs of the global batch of ``step``: every ``world_size``-th, starting at ``rank``."""
+    def batch(self, step: int, packs_per_step: int) -> list[int]:
+        """The packs of an optimizer step, over all processes."""
         first = step * packs_per_step
-        return [self[i] for i in range(first + rank, first + packs_per_step, world_size)]
+        return [self[i] for i in range(first, first + packs_per_step)]
 
 
 @dataclass(frozen=True)

@@ -20,14 +20,13 @@ import shutil
 import signal
 import threading
 import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
-from torch import Tensor
 
 from seergate.config import SCORERS, is_retention
 from seergate.distill import commits
@@ -58,19 +57,20 @@ from seergate.distill.checkpoint import (
 from seergate.distill.config import TrainConfig, locate_model
 from seergate.distill.data import DataReport, prepare_data, token_files
 from seergate.distill.distributed import CommonError, DistributedState, expect_steps, init_distributed
-from seergate.distill.engines import DistillModule, Losses, check_engine, make_engine, prepare_deepspeed
+from seergate.distill.engines import check_engine, make_engine, prepare_deepspeed
 from seergate.distill.memory import capacity, decide_sharding, overhead
-from seergate.distill.packing import PackedBatch, PackOrder
+from seergate.distill.packing import PackOrder
 from seergate.distill.speed import loss_pairs
 from seergate.distill.tracking import Tracking, check_trackers
 from seergate.errors import SeergateError, first_line
 from seergate.fingerprint import fingerprint
 from seergate.gates import base_note, cast, save_adapter
 from seergate.hf.bank import GateBank
-from seergate.hf.distill_loss import PUBLISHED_SCALE
+from seergate.hf.distill_loss import PUBLISHED_SCALE, DistillOutput, DistillSpec
 from seergate.hf.loading import download_weights, load_tokenizer, skeleton
 from seergate.hf.teacher_forward import distill_steps
 from seergate.hub import offline
+from seergate.models.families import check_gates
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -198,7 +198,7 @@ def run_together(runs: Mapping[str, tuple[TrainConfig, Iterable[Callback]]]) -> 
                 base = run.prepare(base, divided, headless=not through_model)
         expect_steps()
         with _stop_requests() as requested:
-            _in_step(members, requested)
+            _train(members, requested)
         for run in members:
             run.finish()
         world.leave()
@@ -218,67 +218,84 @@ def run_together(runs: Mapping[str, tuple[TrainConfig, Iterable[Callback]]]) -> 
             world.leave()
 
 
-@dataclass(frozen=True)
-class _Pass:
-    """Request of a run for the losses of a pack.
+def _train(runs: list[_Run], requested: set[int]) -> None:
+    """Train the runs to their ends, in step: those that learn from the same packs share the frozen model's work.
 
-    Attributes:
-        place: step, 0 to train or 1 to evaluate, and number of the pack in it: what comes first.
-        batch: the pack; ``None`` if this process has one pack less than others.
-        row_start: rows from this fraction of each sample on count; that of training if ``None``.
-        row_shift: which of these rows, where not all of them count: the number of the pack over all processes.
+    Args:
+        runs: what trains.
+        requested: numbers of the signals that ask the run to end, as they come.
     """
+    world = runs[0].world
+    for step in range(min(run.done for run in runs), max(run.config.max_steps for run in runs)):
+        active = [run for run in runs if run.done <= step < run.config.max_steps]
+        started, outputs = time.monotonic(), dict[_Run, list[PackOutput]]()
+        for group in _sharing(active):
+            outputs |= _distill(group, group[0].packs(step), step * group[0].config.packs_per_step)
+        stop = False
+        for run in active:
+            with run.own_random():
+                stop |= run.update(step, outputs[run], started, bool(requested))
+        for group in _sharing([run for run in active if run.evaluates(step)]):
+            found = _distill(group, group[0].data.held_out, 0, held_out=True)
+            for run in group:
+                with run.own_random():
+                    run.evaluated(step, found[run])
+        for run in active:
+            with run.own_random():
+                run.save(step, stop)
+        if stop and (unfinished := [run for run in active if step + 1 < run.config.max_steps]):
+            number = int(world.from_main(lambda: max(requested, default=0)) or signal.SIGTERM)
+            raise Stopped(
+                f"stopped by {signal.Signals(number).name} after step {step + 1} of {unfinished[0].config.max_steps}, "
+                "which is saved; the same command continues",
+                number,
+            )
 
-    place: tuple[int, int, int]
-    batch: PackedBatch | None
-    row_start: float | None = None
-    row_shift: int = 0
 
-
-def _in_step(runs: list[_Run], requested: set[int]) -> None:
-    """Train the runs to their ends. Those at the same place of the same packs share the frozen model's work."""
-    steps = {run: run.train(requested) for run in runs}
-    waiting: dict[_Run, _Pass] = {}
-    stopped: list[Stopped] = []
-
-    def proceed(run: _Run) -> None:
-        set_random_states(run.random)
-        try:
-            waiting[run] = next(steps[run])
-        except StopIteration:
-            waiting.pop(run, None)
-        except Stopped as reason:  # the others have to save, too
-            waiting.pop(run, None)
-            stopped.append(reason)
-        run.random = random_states()
-
+def _sharing(runs: list[_Run]) -> list[list[_Run]]:
+    """Groups of runs whose packs hold the same samples."""
+    groups: dict[tuple[str, int, int], list[_Run]] = {}
     for run in runs:
-        proceed(run)
-    while waiting:
-        first = min(each.place for each in waiting.values())
-        here = [run for run in runs if run in waiting and waiting[run].place == first]
-        for order in dict.fromkeys(run.order_of_packs() for run in here):
-            together = [run for run in here if run.order_of_packs() == order]
-            _compute([(run.module, waiting[run]) for run in together])
-            for run in together:
-                proceed(run)
-    if stopped:
-        raise stopped[0]
+        groups.setdefault(run.order_of_packs(), []).append(run)
+    return list(groups.values())
 
 
-def _compute(passes: list[tuple[DistillModule, _Pass]]) -> None:
-    """Run one pack through the frozen model, and leave the outcomes with those who wait for them."""
-    (module, first), *_ = passes
-    if first.batch is None:
-        accompany(module.base)
-        return
-    with torch.set_grad_enabled(first.place[1] == 0):
-        specs = [
-            each.distill_spec(wanted.row_start, wanted.row_shift, wanted.place[1] == 1) for each, wanted in passes
-        ]
-        outcomes = distill_steps(specs, module.base, first.batch.input_ids, first.batch.cu_seqlens)
-    for (each, _), outcome in zip(passes, outcomes, strict=True):
-        each.ready = outcome
+def _distill(
+    runs: list[_Run], packs: list[list[int]], first_number: int, *, held_out: bool = False
+) -> dict[_Run, list[PackOutput]]:
+    """Run this process's share of packs through the frozen model, once for all runs, and add up their gradients.
+
+    Args:
+        runs: that learn from these packs.
+        packs: the samples of each, over all processes.
+        first_number: number of the first pack, which chooses its rows where not all of them count.
+        held_out: evaluate instead, without gradients.
+    """
+    world, base = runs[0].world, runs[0].base
+    outputs: dict[_Run, list[PackOutput]] = {run: [] for run in runs}
+    for place in range(world.rank, world.rank + len(packs), world.size):
+        if place >= len(packs):  # other processes have one pack more than this one
+            accompany(base)
+            for run in runs:
+                if not held_out:
+                    run.engine.skip()
+            continue
+        batch = runs[0].data.batch(packs[place]).to(world.device)
+        with torch.set_grad_enabled(not held_out):
+            specs = [run.spec(first_number + place, held_out) for run in runs]
+            found = distill_steps(specs, base, batch.input_ids, batch.cu_seqlens)
+        for run, output in zip(runs, found, strict=True):
+            if not held_out:
+                run.engine.accumulate(output.loss)
+            outputs[run].append(PackOutput(replace(output, loss=output.loss.detach()), batch.tokens))
+    return outputs
+
+
+class PackOutput(NamedTuple):
+    """What the gates made of a pack, and the pack's tokens."""
+
+    output: DistillOutput
+    tokens: int
 
 
 @dataclass
@@ -293,8 +310,8 @@ class _Progress:
 
 
 @dataclass(frozen=True)
-class Means:
-    """Averages over packs.
+class Averages:
+    """Averages over the packs of all processes.
 
     Attributes:
         loss: of the reduction that is optimised.
@@ -302,6 +319,7 @@ class Means:
         non_finite: packs that are left out of all averages.
         kl_per_layer: nats per row.
         recall: budget in tokens -> per layer, per KV head, the share of the teacher's mass in the gate's best blocks.
+        stop: whether any of the processes was asked to end.
     """
 
     loss: float
@@ -309,41 +327,29 @@ class Means:
     non_finite: int
     kl_per_layer: list[float]
     recall: dict[int, list[list[float]]]
+    stop: bool
 
-
-class Tally:
-    """Sums over packs, in float64, as one vector: one collective per step.
-
-    Args:
-        layers, kv_heads: of the gates.
-        budgets: at which recall is measured.
-        device: where the packs are computed.
-    """
-
-    def __init__(self, layers: int, kv_heads: int, budgets: tuple[int, ...], device: torch.device) -> None:
-        self._layers, self._heads, self._budgets = layers, kv_heads, budgets
-        numbers = 4 + layers * (1 + len(budgets) * kv_heads)
-        self._sums = torch.zeros(numbers, dtype=torch.float64, device=device)
-
-    def add(self, losses: Losses, tokens: int) -> None:
-        """Add one pack."""
-        counted = self._sums.new_full((), tokens)  # filled on the device: a copy from the host would wait for it
-        parts = (self._sums.new_zeros(2), losses.loss, counted, losses.kl_per_layer, losses.recall)
-        pack = torch.cat([x.detach().to(self._sums).reshape(-1) for x in parts])
-        finite = losses.loss.isfinite()
-        pack = torch.where(finite, pack, torch.zeros_like(pack))
-        pack[1] = ~finite
-        self._sums += pack
-
-    def sum(self, world: DistributedState, packs: int, stop: int = 0) -> tuple[Means, int]:
-        """The averages over the ``packs`` of all processes, and the sum of their ``stop``; collective."""
-        self._sums[0] = stop
-        stops, non_finite, loss, tokens, *rest = world.sum(self._sums).tolist()
-        finite = max(1, packs - int(non_finite))
-        values = torch.tensor(rest, dtype=torch.float64) / finite
-        kl, recall = values[: self._layers], values[self._layers :].view(-1, self._layers, self._heads)
-        by_budget = dict(zip(self._budgets, recall.tolist(), strict=True))
-        return Means(loss / finite, int(tokens), int(non_finite), kl.tolist(), by_budget), int(stops)
+    @classmethod
+    def over(cls, run: _Run, outputs: list[PackOutput], packs: int, stop: bool = False) -> Averages:
+        """From this process's outputs, of ``packs`` over all processes: one sum of one vector, in float64."""
+        layers, heads, budgets = len(run.bank), run.bank.geometry.num_kv_heads, run.config.recall_budgets
+        numbers = 4 + layers * (1 + len(budgets) * heads)
+        sums = torch.zeros(numbers, dtype=torch.float64, device=run.world.device)
+        sums[0] = stop
+        for output, count in outputs:
+            counted = sums.new_full((), count)  # filled on the device: a copy from the host would wait for it
+            parts = (sums.new_zeros(2), output.loss, counted, output.kl_per_layer, output.recall)
+            pack = torch.cat([x.to(sums).reshape(-1) for x in parts])
+            finite = output.loss.isfinite()
+            pack = torch.where(finite, pack, torch.zeros_like(pack))
+            pack[1] = ~finite
+            sums += pack
+        stops, non_finite, loss, tokens, *rest = run.world.sum(sums).tolist()
+        finite_packs = max(1, packs - int(non_finite))
+        values = torch.tensor(rest, dtype=torch.float64) / finite_packs
+        recall = dict(zip(budgets, values[layers:].view(-1, layers, heads).tolist(), strict=True))
+        kl_per_layer = values[:layers].tolist()
+        return cls(loss / finite_packs, int(tokens), int(non_finite), kl_per_layer, recall, stop=stops > 0)
 
 
 class _Run:
@@ -383,13 +389,15 @@ class _Run:
             base = base or load_frozen(self.model_path, replace(config, shard_base=divided), world, headless)
             torch.manual_seed(config.seed)
             bank = fresh_gates(config, base).to(world.device, torch.float32)
+            check_gates(base, bank)
         if self.model.gates is not None:
             bank.load_state_dict(self.model.gates.state_dict())
             bank.licence = dict(self.model.gates.licence)
         # The name the user gave, not where it was found: the adapter must load on other machines.
         bank.geometry = replace(bank.geometry, base_model=config.model)
-        self.bank, self.module = bank, DistillModule(bank, base, config)
-        self.engine = make_engine(self.module, config, world)
+        self.bank, self.base = bank, base
+        self.order = PackOrder(len(self.data.train), config.seed)
+        self.engine = make_engine(bank, config, world)
         self.done = self._resume()
         self.random = random_states()
         with world.fail_together():
@@ -543,112 +551,96 @@ class _Run:
         if done:
             self._say(f"continuing after step {done} of {config.max_steps}")
 
-    def train(self, requested: set[int]) -> Iterator[_Pass]:
-        """The loop. It stops before each pack until its outcome is `DistillModule.ready`.
+    @contextmanager
+    def own_random(self) -> Iterator[None]:
+        """Draw from the run's own random states, whatever the runs beside it have drawn."""
+        set_random_states(self.random)
+        yield
+        self.random = random_states()
+
+    def packs(self, step: int) -> list[list[int]]:
+        """The packs of a step, over all processes: the samples of each."""
+        return [self.data.train[number] for number in self.order.batch(step, self.config.packs_per_step)]
+
+    def spec(self, number: int, held_out: bool) -> DistillSpec:
+        """The loss of the gates on the pack of this number."""
+        options = self.config.loss_options
+        if held_out and self.config.eval_row_start is not None:
+            options["row_start"] = self.config.eval_row_start
+        return DistillSpec(self.bank, **options, row_shift=number, checked=True, far=held_out)
+
+    def update(self, step: int, outputs: list[PackOutput], started: float, stop: bool) -> bool:
+        """Take an optimizer step with the gradients of its packs, and report it.
 
         Args:
-            requested: numbers of the signals that ask the run to end, as they come.
+            step: its number, from 0.
+            outputs: of this process's packs.
+            started: when the step began.
+            stop: whether this process was asked to end.
+
+        Returns:
+            Whether any process was.
         """
-        config, world = self.config, self.world
-        order = PackOrder(len(self.data.train), config.seed)
-        for step in range(self.done, config.max_steps):
-            started, tally = time.monotonic(), self._tally()
-            mine = order.batch(step, config.packs_per_step, world.rank, world.size)
-            for number in range(config.most_packs(world.size)):
-                batch = self._batch(self.data.train, mine, number)
-                shift = step * config.packs_per_step + world.rank + number * world.size
-                yield _Pass((step, 0, number), batch, row_shift=shift)
-                if batch is not None:
-                    tally.add(self.engine.accumulate(batch), batch.tokens)
-            self.engine.pad_micro_batches()
-            means, stop = tally.sum(world, config.packs_per_step, max(requested, default=0))
-            self._count_non_finite(step, means)
-            # A step without any gradient would still move the gates, by momentum.
-            lr = scheduled_rate(config, step) if means.non_finite < config.packs_per_step else 0.0
-            norm = self.engine.update(lr)
-            if not math.isfinite(norm):
-                raise CommonError(
-                    f"step {step + 1} gave a gradient norm of {norm}; the checkpoint before it is intact"
-                )
-            self.progress.tokens += means.tokens
-            self.progress.final_kl = sum(means.kl_per_layer) / len(self.bank)
-            log = StepLog(
-                step=step + 1,
-                loss=means.loss,
-                kl_per_layer=means.kl_per_layer,
-                recall={budget: [sum(heads) / len(heads) for heads in rows] for budget, rows in means.recall.items()},
-                layers=self.bank.geometry.layers,
-                grad_norm=norm,
-                learning_rate=lr,
-                tokens=means.tokens,
-                seconds=time.monotonic() - started,
-                memory_gb=memory_gb(world.device),
+        config, progress = self.config, self.progress
+        means = Averages.over(self, outputs, config.packs_per_step, stop)
+        if means.non_finite:
+            progress.non_finite += means.non_finite
+            text = (
+                f"step {step + 1}: {means.non_finite} of {config.packs_per_step} packs gave no finite loss and "
+                f"gradient and were left out ({progress.non_finite} in this run)"
             )
-            for callback in self.callbacks:
-                callback.on_step(log)
-            last = step + 1 == config.max_steps
-            if self.data.held_out and config.eval_steps and (last or (step + 1) % config.eval_steps == 0):
-                yield from self._evaluate(step + 1)
-            if last or stop or (config.save_steps and (step + 1) % config.save_steps == 0):
-                self._checkpoint()
-            if stop and not last:
-                number = int(world.from_main(lambda: max(requested, default=0)) or signal.SIGTERM)
-                raise Stopped(
-                    f"stopped by {signal.Signals(number).name} after step {step + 1} of {config.max_steps}, which is "
-                    "saved; the same command continues",
-                    number,
-                )
-
-    def _count_non_finite(self, step: int, means: Means) -> None:
-        """Report packs that were left out, and give up beyond `NON_FINITE_LIMIT`."""
-        if not means.non_finite:
-            return
-        self.progress.non_finite += means.non_finite
-        text = (
-            f"step {step + 1}: {means.non_finite} of {self.config.packs_per_step} packs gave no finite loss and "
-            f"gradient and were left out ({self.progress.non_finite} in this run)"
+            if progress.non_finite > NON_FINITE_LIMIT:
+                raise CommonError(f"{text}; more than {NON_FINITE_LIMIT} is too many. The last checkpoint is intact")
+            self._say(text)
+        # A step without any gradient would still move the gates, by momentum.
+        lr = scheduled_rate(config, step) if means.non_finite < config.packs_per_step else 0.0
+        norm = self.engine.update(lr)
+        if not math.isfinite(norm):
+            raise CommonError(f"step {step + 1} gave a gradient norm of {norm}; the checkpoint before it is intact")
+        progress.tokens += means.tokens
+        progress.final_kl = sum(means.kl_per_layer) / len(self.bank)
+        log = StepLog(
+            step=step + 1,
+            loss=means.loss,
+            kl_per_layer=means.kl_per_layer,
+            recall={budget: [sum(heads) / len(heads) for heads in rows] for budget, rows in means.recall.items()},
+            layers=self.bank.geometry.layers,
+            grad_norm=norm,
+            learning_rate=lr,
+            tokens=means.tokens,
+            seconds=time.monotonic() - started,
+            memory_gb=memory_gb(self.world.device),
         )
-        if self.progress.non_finite > NON_FINITE_LIMIT:
-            raise CommonError(f"{text}; more than {NON_FINITE_LIMIT} is too many. The last checkpoint is intact")
-        self._say(text)
+        for callback in self.callbacks:
+            callback.on_step(log)
+        return means.stop
 
-    def _tally(self) -> Tally:
-        geometry = self.bank.geometry
-        return Tally(len(self.bank), geometry.num_kv_heads, self.config.recall_budgets, self.world.device)
+    def evaluates(self, step: int) -> bool:
+        """Whether the held-out packs are evaluated after a step."""
+        every, done = self.config.eval_steps, step + 1
+        return bool(self.data.held_out and every and (done == self.config.max_steps or done % every == 0))
 
-    def _batch(self, packs: list[list[int]], chosen: Sequence[int], number: int) -> PackedBatch | None:
-        """The pack at a place among those chosen for this process, if there are so many."""
-        return self.data.batch(packs[chosen[number]]).to(self.world.device) if number < len(chosen) else None
-
-    def _evaluate(self, step: int) -> Iterator[_Pass]:
-        world, tally, packs = self.world, self._tally(), self.data.held_out
+    def evaluated(self, step: int, outputs: list[PackOutput]) -> None:
+        """Report an evaluation of which these are this process's packs; the best gates so far are kept."""
         numbers = 3 + 2 * len(self.config.recall_budgets)
-        far = torch.zeros(len(self.bank), numbers, dtype=torch.float64, device=world.device)
-        mine = range(world.rank, len(packs), world.size)
-        for number in range(-(-len(packs) // world.size)):
-            batch = self._batch(packs, mine, number)
-            shift = world.rank + number * world.size
-            yield _Pass((step - 1, 1, number), batch, self.config.eval_row_start, shift)
-            if batch is not None:
-                outcome, self.module.ready = self.module.ready, None
-                assert outcome is not None
-                tally.add(Losses(outcome.loss, outcome.kl_per_layer, outcome.recall), batch.tokens)
-                if outcome.far is not None:
-                    far += torch.where(outcome.loss.isfinite(), outcome.far, 0.0)
-        self._evaluated(step, tally, world.sum(far))
-
-    def _evaluated(self, step: int, tally: Tally, far: Tensor) -> None:
-        world = self.world
-        means, _ = tally.sum(world, len(self.data.held_out))
-        beyond = Far.of(far.tolist(), self.config.recall_budgets)
-        log = EvalLog(step, means.kl_per_layer, means.recall, self.bank.geometry.layers, beyond)
+        far = torch.zeros(len(self.bank), numbers, dtype=torch.float64, device=self.world.device)
+        for output, _ in outputs:
+            if output.far is not None:
+                far += torch.where(output.loss.isfinite(), output.far, 0.0)
+        beyond = Far.of(self.world.sum(far).tolist(), self.config.recall_budgets)
+        means = Averages.over(self, outputs, len(self.data.held_out))
+        log = EvalLog(step + 1, means.kl_per_layer, means.recall, self.bank.geometry.layers, beyond)
         for callback in self.callbacks:
             callback.on_eval(log)
         if self.progress.best_kl is None or log.kl < self.progress.best_kl:
-            self.progress.best_kl, self.progress.best_step = log.kl, step
+            self.progress.best_kl, self.progress.best_step = log.kl, step + 1
             self._export(self.dir / "best")
 
-    def _checkpoint(self) -> None:
+    def save(self, step: int, stop: bool) -> None:
+        """Write a checkpoint after a step, if it is time or the run ends."""
+        every, done = self.config.save_steps, step + 1
+        if not (stop or done == self.config.max_steps or (every and done % every == 0)):
+            return
         state = self.engine.state()  # every process takes part
         with self.world.fail_together():
             if self.world.is_main:

@@ -82,7 +82,7 @@ def start(config: TrainConfig, board: Board) -> int:
             trainer.token_files = board.watched("data", trainer.token_files)
             engines.PlainEngine.accumulate = board.watched("step", engines.PlainEngine.accumulate)
             engines.PlainEngine.update = board.watched("update", engines.PlainEngine.update)
-            trainer._Run._evaluated = board.watched("evaluation", trainer._Run._evaluated)
+            trainer._Run.evaluated = board.watched("evaluation", trainer._Run.evaluated)
             trainer.save_adapter = board.watched("export", trainer.save_adapter)
             trainer.save_checkpoint = board.watched("save", trainer.save_checkpoint)
             trainer.run_distillation(config)

@@ -210,7 +210,7 @@ def test_a_signal_saves_all_runs(config: TrainConfig, tmp_path: Path) -> None:  
     with pytest.raises(Stopped):
         run_together({"first": (runs[0], [Preempted()]), "second": (runs[1], [])})
     saved = [[path.name for path in (run.run_dir / "checkpoints").iterdir()] for run in runs]
-    assert saved == [["step-00000003"], ["step-00000002"]]  # the second heard of it before its step was over
+    assert saved == [["step-00000002"], ["step-00000002"]]  # the second heard of it before its step was over
 
 
 def test_the_command_trains_several_studies_at_once(config: TrainConfig, tmp_path: Path) -> None:  # noqa: F811

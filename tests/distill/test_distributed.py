@@ -36,15 +36,14 @@ os._exit(0)  # how the libraries end a process is not looked at here
 SLOW_ZERO = """
 import os, time
 from datetime import timedelta
-import torch
 import torch.distributed.distributed_c10d as library
 library.default_pg_timeout = timedelta(seconds=6)
 from seergate.hf.bank import GateBank
 from seergate.config import GateConfig
 from seergate.distill import load_train_config
 from seergate.distill.distributed import init_distributed
-from seergate.distill.engines import DistillModule, make_engine, prepare_deepspeed
-from seergate.distill.packing import PackedBatch
+from seergate.distill.engines import make_engine, prepare_deepspeed
+from seergate.hf.teacher_forward import distill_step
 from seergate.paths import shipped
 from tests.models import prompt, tiny_model
 
@@ -53,10 +52,10 @@ world = init_distributed(deepspeed=True)
 options = {"deepspeed": str(shipped("ds_configs/zero2.json")), "packs_per_step": 2, "max_length": 512}
 config = load_train_config("tiny-reasoner", options)
 model = tiny_model("qwen3")
-engine = make_engine(DistillModule(GateBank.for_model(model, GateConfig(8, 16)), model, config), config, world)
-pack = PackedBatch(prompt(60), torch.tensor([0, 60], dtype=torch.int32))
+bank = GateBank.for_model(model, GateConfig(8, 16))
+engine = make_engine(bank, config, world)
 time.sleep(15 if world.is_main else 0)  # the gradients are summed in a group that DeepSpeed has made
-engine.accumulate(pack)
+engine.accumulate(distill_step(bank, model, prompt(60), **config.loss_options).loss)
 print("norm", engine.update(1e-3) > 0, flush=True)
 world.leave()
 os._exit(0)

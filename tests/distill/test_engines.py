@@ -16,7 +16,6 @@ from seergate.distill.distributed import DistributedState
 from seergate.distill.engines import (
     BETAS,
     BUILD_SECONDS,
-    DistillModule,
     PlainEngine,
     deepspeed_config,
     wait_for_builds,
@@ -24,6 +23,7 @@ from seergate.distill.engines import (
 from seergate.distill.packing import PackedBatch
 from seergate.errors import SeergateError
 from seergate.hf.bank import GateBank
+from seergate.hf.teacher_forward import distill_step
 from seergate.paths import shipped
 from tests.models import prompt
 
@@ -40,8 +40,8 @@ def test_gradients_are_clipped_by_their_global_norm(model, config, clip):
     norm = sum(float(gradient.square().sum()) for gradient in gradients.values()) ** 0.5
     assert 1e-3 < norm < 1e3
     bank.zero_grad()
-    engine = PlainEngine(DistillModule(bank, model, config), config, DistributedState(0, 1, 0, torch.device("cpu")))
-    engine.accumulate(pack)
+    engine = PlainEngine(bank, config, DistributedState(0, 1, 0, torch.device("cpu")))
+    engine.accumulate(distill_step(bank, model, pack.input_ids, pack.cu_seqlens, **config.loss_options).loss)
     assert engine.update(1e-4) == pytest.approx(norm, rel=1e-4)
     scale = clip / norm if clip == 1e-3 else 1.0
     moments = engine.state().moments
@@ -61,10 +61,15 @@ def test_steps_are_those_of_the_definition_on_a_cpu(model, config, device, monke
         monkeypatch.setenv("SEERGATE_BACKEND", backend)
         torch.manual_seed(1)
         bank = GateBank.for_model(model, GateConfig(8, 16)).to(device)
-        engine = PlainEngine(DistillModule(bank, model.to(device), config), config, DistributedState(0, 1, 0, device))
+        engine = PlainEngine(bank, config, DistributedState(0, 1, 0, device))
         pack = PackedBatch.of([prompt(90, 1)[0].numpy(), prompt(41, 2)[0].numpy()]).to(device)
-        steps = [(engine.accumulate(pack).loss.item(), engine.update(1e-2)) for _ in range(4)]
-        return *map(list, zip(*steps, strict=True)), engine.state().gates
+        losses, norms = [], []
+        for _ in range(4):
+            out = distill_step(bank, model.to(device), pack.input_ids, pack.cu_seqlens, **config.loss_options)
+            engine.accumulate(out.loss)
+            losses.append(out.loss.item())
+            norms.append(engine.update(1e-2))
+        return losses, norms, engine.state().gates
 
     want_losses, want_norms, want_gates = train("reference", torch.device("cpu"))
     losses, norms, gates = train("triton" if device == "cuda" else "torch", torch.device(device))

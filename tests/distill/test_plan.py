@@ -18,7 +18,7 @@ from seergate.distill import TrainConfig, load_train_config, speed
 from seergate.distill.base_model import gate_config
 from seergate.distill.config import presets
 from seergate.distill.distributed import DistributedState
-from seergate.distill.engines import DistillModule, PlainEngine
+from seergate.distill.engines import PlainEngine
 from seergate.distill.memory import WORKING_BYTES, activation_bytes, estimate_memory
 from seergate.distill.packing import PackedBatch
 from seergate.distill.plan import ASSUMED_SHARE, PEAK_TFLOPS, make_plan
@@ -209,8 +209,8 @@ def test_the_total_of_a_step_agrees_with_the_allocator() -> None:
     pack = PackedBatch(torch.randint(0, 32, (1, 4096)), torch.tensor([0, 4096], dtype=torch.int32))
 
     def step() -> None:
-        engine = PlainEngine(DistillModule(bank, model, run), run, DistributedState(0, 1, 0, CPU))
-        engine.accumulate(pack)
+        engine = PlainEngine(bank, run, DistributedState(0, 1, 0, CPU))
+        engine.accumulate(distill_step(bank, model, pack.input_ids, pack.cu_seqlens, **run.loss_options).loss)
         engine.update(lr=1e-3)
 
     held = sum(p.nbytes for module in (model.model, bank) for p in module.parameters())
