@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import contextlib
 import math
-import sys
 import time
 import warnings
 from collections.abc import Callable, Iterator
 from types import TracebackType
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
+
+from seergate.progress import ProgressBar, duration
 
 if TYPE_CHECKING:
     from seergate.eval.runner import Progress
@@ -42,37 +43,17 @@ class EvalProgress:
     def __init__(self, settings: int) -> None:
         self.settings, self.started, self.label = settings, 0, ""
         self.began, self.said = time.monotonic(), -math.inf
-        self.notes = notes(self._say)
-        self.bar: Any = None
-        self.task: Any = None
-        if sys.stdout.isatty():
-            from rich import progress
-
-            self.bar = progress.Progress(
-                progress.TextColumn("{task.description}"),
-                progress.BarColumn(bar_width=24),
-                progress.MofNCompleteColumn(),
-                progress.TimeElapsedColumn(),
-                progress.TextColumn("{task.fields[note]}"),
-            )
 
     def __enter__(self) -> EvalProgress:
+        self.bar, self.task = ProgressBar(), None
+        self.notes = notes(self.bar.say)
         self.notes.__enter__()
-        if self.bar is not None:
-            self.bar.start()
         return self
-
-    def _say(self, line: str) -> None:
-        if self.bar is None:
-            print(line)
-        else:
-            self.bar.console.print(line, markup=False)
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        if self.bar is not None:
-            self.bar.stop()
+        self.bar.close()
         self.notes.__exit__(kind, error, trace)
 
     def __call__(self, now: Progress) -> None:
@@ -80,36 +61,25 @@ class EvalProgress:
         if now.label != self.label:
             self.label = now.label
             self.started += 1
-            if self.bar is not None:
-                self.task = self.bar.add_task(now.label, total=now.total, note="")
+            self.task = self.bar.add(now.label, now.total)
         parts = []
         if now.done == now.total and now.correct is not None:  # before, it would be of those that end early
             parts.append(f"{100 * now.correct / now.done:.0f} % right")
         if now.tokens:
             parts.append(f"{now.tokens / max(1e-9, now.seconds):.0f} tokens/s")
         if now.eta:
-            parts.append(f"{_time(now.eta)} left")
+            parts.append(f"{duration(now.eta)} left")
         note = ", ".join(parts)
-        if self.bar is not None:
-            self.bar.update(self.task, completed=now.done, note=note)
-        elif now.done and (now.done == now.total or time.monotonic() - self.said >= LINE_SECONDS):
+        self.bar.update(self.task, now.done, note)
+        if self.bar.shown:
+            return
+        if now.done and (now.done == now.total or time.monotonic() - self.said >= LINE_SECONDS):
             self.said = time.monotonic()
             seconds = self.said - self.began
-            print(
+            self.bar.say(
                 f"[{self.started}/{self.settings}] {now.label}: {now.done}/{now.total} answers, {note} "
-                f"({seconds:.0f} s)",
-                flush=True,
+                f"({seconds:.0f} s)"
             )
-
-
-def _time(seconds: float) -> str:
-    return (
-        f"{seconds:.0f} s"
-        if seconds < 100
-        else f"{seconds / 60:.0f} min"
-        if seconds < 6000
-        else f"{seconds / 3600:.1f} h"
-    )
 
 
 def say_report(report: Report) -> None:

@@ -16,7 +16,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from seergate.distill.callbacks import EvalLog, StepLog
+from seergate.distill.callbacks import Callback, EvalLog, StepLog
 from seergate.distill.checkpoint import LEGACY_DEFAULTS
 from seergate.distill.config import TrainConfig, load_train_config
 from seergate.durable import replacing
@@ -235,14 +235,11 @@ def table(study: Study, outcomes: list[Outcome]) -> str:
     return text
 
 
-class _Watch:
-    """Keeps what the table needs of a run; a callback."""
+class _Watch(Callback):
+    """Keeps what the table needs of a run."""
 
     def __init__(self, config: TrainConfig) -> None:
         self._config, self._seconds = config, [0.0]
-
-    def on_message(self, text: str) -> None:
-        """Keep nothing."""
 
     def on_step(self, log: StepLog) -> None:
         """Keep how long it took."""
@@ -256,9 +253,6 @@ class _Watch:
         outcome = {"kl": log.kl, "recall": log.mean_recall(), "seconds": steps[len(steps) // 2]}
         with replacing(self._config.run_dir / RESULT) as draft:
             draft.write_text(json.dumps({"config": self._config.to_dict(), "outcome": outcome}))
-
-    def close(self) -> None:
-        """Close nothing."""
 
 
 def _read(config: TrainConfig) -> dict[str, Any] | None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import importlib.util
-import os
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -290,8 +289,7 @@ def _offloading(config: TrainConfig, world: DistributedState) -> dict[str, Any]:
     allowed = int(config.base_memory_gb * 1e9)
     places: dict[str | int, int] = {"cpu": allowed}
     if world.device.type != "cpu":
-        here = int(os.environ.get("LOCAL_WORLD_SIZE") or os.environ.get("LOCAL_SIZE") or 1)
-        places = {world.device.index or 0: allowed, "cpu": get_max_memory()["cpu"] // here}
+        places = {world.device.index or 0: allowed, "cpu": get_max_memory()["cpu"] // world.local_size}
     folder = str(offload_folder(config, world))
     return {"device_map": "auto", "max_memory": places, "offload_folder": folder}
 

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import sys
-import time
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Protocol
 
 import numpy as np
 import torch
+
+from seergate.progress import ProgressBar, duration
 
 
 @dataclass(frozen=True)
@@ -153,7 +154,7 @@ class EvalLog:
 
 
 class Callback(Protocol):
-    """Listens to a run; only the main process has any."""
+    """Listens to a run; only the main process has any. A subclass defines what it needs."""
 
     def on_message(self, text: str) -> None:
         """A line of text for people."""
@@ -168,7 +169,7 @@ class Callback(Protocol):
         """The run is over."""
 
 
-class Console:
+class Console(Callback):
     """A progress bar on a terminal; otherwise a line every ``logging_steps`` steps.
 
     Args:
@@ -180,44 +181,26 @@ class Console:
     """
 
     def __init__(self, steps: int, done: int, logging_steps: int, name: str = "", shows_steps: bool = True) -> None:
-        from rich.console import Console as RichConsole
-
         self._steps, self._every = steps, logging_steps
         self._seconds, self._measured = 0.0, 0
-        self._console = RichConsole(file=sys.stdout, highlight=False)
-        self._bar: Any = None
         self._prefix, self._shows_steps = f"{name}: " if name else "", shows_steps
-        if self._console.is_terminal and shows_steps:
-            from rich import progress
-
-            self._bar = progress.Progress(
-                progress.TextColumn("distilling"),
-                progress.BarColumn(),
-                progress.MofNCompleteColumn(),
-                progress.TimeElapsedColumn(),
-                progress.TextColumn("ETA"),
-                progress.TimeRemainingColumn(elapsed_when_finished=False),
-                progress.TextColumn("{task.fields[note]}"),
-                console=self._console,
-            )
-            self._task = self._bar.add_task("", total=steps, completed=done, note="")
-            self._bar.start()
+        self._bar = ProgressBar(wanted=shows_steps)
+        self._task = self._bar.add("distilling", steps, done)
 
     def on_message(self, text: str) -> None:
         """A line of text for people."""
-        self._console.print(f"{self._prefix}{text}", markup=False, soft_wrap=True)
+        self._bar.say(f"{self._prefix}{text}")
 
     def on_step(self, log: StepLog) -> None:
         """An optimizer step has been taken."""
         recall = "".join(f"  recall@{b} {sum(v) / len(v):.3f}" for b, v in list(log.recall.items())[:1])
         note = f"KL {log.kl:.4f}{recall}  {log.tokens_per_second:,.0f} tokens/s"
         self._seconds, self._measured = self._seconds + log.seconds, self._measured + 1
-        if self._bar is not None:
-            self._bar.update(self._task, completed=log.step, note=note)
-        elif self._shows_steps and (log.step % self._every == 0 or log.step in (1, self._steps)):
-            left = (self._steps - log.step) * self._seconds / self._measured
-            eta = time.strftime("%H:%M:%S", time.gmtime(left)) if left < 86400 else f"{left / 3600:.1f} h"
-            self.on_message(f"step {log.step}/{self._steps}  {note}  lr {log.learning_rate:.2e}  ETA {eta}")
+        left = duration((self._steps - log.step) * self._seconds / self._measured)
+        self._bar.update(self._task, log.step, f"{note}  {left} left")
+        is_due = log.step % self._every == 0 or log.step in (1, self._steps)
+        if self._shows_steps and is_due and not self._bar.shown:
+            self.on_message(f"step {log.step}/{self._steps}  {note}  lr {log.learning_rate:.2e}  {left} left")
 
     def on_eval(self, log: EvalLog) -> None:
         """The held-out packs have been evaluated."""
@@ -229,8 +212,7 @@ class Console:
 
     def close(self) -> None:
         """The run is over."""
-        if self._bar is not None:
-            self._bar.stop()
+        self._bar.close()
 
 
 def memory_gb(device: torch.device) -> float:

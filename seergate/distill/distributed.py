@@ -10,7 +10,6 @@ from __future__ import annotations
 import hashlib
 import math
 import os
-import socket
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -85,6 +84,11 @@ class DistributedState:
     def is_main(self) -> bool:
         """True if this process writes and prints."""
         return self.rank == 0
+
+    @property
+    def local_size(self) -> int:
+        """Processes on this machine."""
+        return int(os.environ.get("LOCAL_WORLD_SIZE") or os.environ.get("LOCAL_SIZE") or 1)
 
     def barrier(self) -> None:
         """Wait for every process."""
@@ -176,8 +180,11 @@ class DistributedState:
             dist.destroy_process_group()
 
 
-def init_distributed(*, deepspeed: bool) -> DistributedState:
+def init_distributed(*, alone: bool = False) -> DistributedState:
     """Connect to the other processes, if there are any.
+
+    Args:
+        alone: make a group of this process even if there are no others.
 
     Raises:
         SeergateError: if there are more processes on this machine than GPUs, in those that have none; if they cannot
@@ -194,13 +201,7 @@ def init_distributed(*, deepspeed: bool) -> DistributedState:
     device = torch.device("cuda", local_rank) if cuda else torch.device("cpu")
     if cuda:
         torch.cuda.set_device(device)
-    if deepspeed:
-        for name, value in (("RANK", rank), ("WORLD_SIZE", size), ("LOCAL_RANK", local_rank)):
-            os.environ.setdefault(name, str(value))
-        os.environ.setdefault("MASTER_ADDR", "127.0.0.1")
-        if size == 1:
-            os.environ.setdefault("MASTER_PORT", str(_free_port()))
-    if (deepspeed or size > 1) and not dist.is_initialized():
+    if (alone or size > 1) and not dist.is_initialized():
         # Objects, and all that is said before the first step, go through gloo: waiting in NCCL would keep cores and
         # GPUs busy. Its communicators are made at the first sum over packs, after data was tokenised in forked
         # processes, which InfiniBand may not survive.
@@ -209,7 +210,10 @@ def init_distributed(*, deepspeed: bool) -> DistributedState:
             dist.init_process_group(backend, timeout=patience())
         except RuntimeError as error:
             raise SeergateError(f"the processes of this run could not be connected: {first_line(error)}") from error
-    return DistributedState(rank, size, local_rank, device)
+    world = DistributedState(rank, size, local_rank, device)
+    if device.type == "cpu" and world.local_size > 1 and "OMP_NUM_THREADS" not in os.environ:
+        torch.set_num_threads(max(1, (os.cpu_count() or 1) // world.local_size))  # not one per core for each process
+    return world
 
 
 def expect_steps(group: dist.ProcessGroup | None = None) -> None:
@@ -256,9 +260,3 @@ def _joined(said: list[str | None]) -> str:
         if text:
             first.setdefault(text, rank)
     return "; ".join(text if rank == 0 else f"[rank {rank}] {text}" for text, rank in first.items())
-
-
-def _free_port() -> int:
-    with socket.socket() as s:
-        s.bind(("127.0.0.1", 0))
-        return int(s.getsockname()[1])

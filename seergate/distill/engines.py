@@ -11,6 +11,7 @@ from __future__ import annotations
 import importlib.util
 import json
 import os
+import socket
 import time
 from dataclasses import dataclass
 from pathlib import Path
@@ -286,10 +287,27 @@ def deepspeed_config(config: TrainConfig, world_size: int) -> dict[str, Any]:
     return values
 
 
+def bucket_bytes(config: TrainConfig, processes: int) -> int:
+    """Bytes of DeepSpeed's buffer for gradients on their way; 0 without DeepSpeed."""
+    if not config.deepspeed:
+        return 0
+    zero = deepspeed_config(config, processes)["zero_optimization"]
+    return 4 * int(zero.get("reduce_bucket_size", 500_000_000)) if zero.get("contiguous_gradients", True) else 0
+
+
 def prepare_deepspeed() -> None:
-    """Choose DeepSpeed's accelerator before it is imported: it takes CUDA for granted."""
+    """Set what DeepSpeed reads from the environment: its accelerator, as it takes CUDA for granted, and the place of a
+    process that no launcher has started.
+    """
     if not torch.cuda.is_available():
         os.environ.setdefault("DS_ACCELERATOR", "cpu")
+    alone = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "MASTER_ADDR": "127.0.0.1"}
+    for name, value in alone.items():
+        os.environ.setdefault(name, value)
+    if os.environ["WORLD_SIZE"] == "1" and "MASTER_PORT" not in os.environ:
+        with socket.socket() as free:
+            free.bind(("127.0.0.1", 0))
+            os.environ["MASTER_PORT"] = str(free.getsockname()[1])
 
 
 BUILD_SECONDS = 600.0

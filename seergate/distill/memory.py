@@ -17,7 +17,7 @@ from torch import nn
 
 from seergate.distill.base_model import base_dtype, is_gguf
 from seergate.distill.config import TrainConfig
-from seergate.distill.engines import deepspeed_config
+from seergate.distill.engines import bucket_bytes
 from seergate.hf.bank import GateBank
 from seergate.hf.teacher_forward import tile_rows
 from seergate.models.families import decoder_of, text_config
@@ -118,7 +118,7 @@ def estimate_memory(
         gates=gates,
         gradients=2 * gates,
         moments=shared,
-        buckets=_bucket_bytes(config, processes),
+        buckets=bucket_bytes(config, processes),
         activations=activation_bytes(model, bank, config, device)
         + (max(layers) if config.base_memory_gb is not None and here < base else 0),
         loading=loading,
@@ -196,13 +196,6 @@ def activation_bytes(model: PreTrainedModel, bank: GateBank, config: TrainConfig
     width = (getattr(base, "moe_intermediate_size", None) or base.intermediate_size) * max(1, chosen)
     mlp = tokens * (((streams + 1 + 2 * chosen) * h + 3 * width) * u + rope)
     return max(gate_loss, attention, mlp)
-
-
-def _bucket_bytes(config: TrainConfig, processes: int) -> int:
-    if not config.deepspeed:
-        return 0
-    zero = deepspeed_config(config, processes)["zero_optimization"]
-    return FLOAT32 * int(zero.get("reduce_bucket_size", 500_000_000)) if zero.get("contiguous_gradients", True) else 0
 
 
 def _numbers(module: nn.Module) -> int:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 
-from seergate.distill.callbacks import EvalLog, StepLog
+from seergate.distill.callbacks import Callback, EvalLog, StepLog
 from seergate.distill.config import TrainConfig
 from seergate.errors import SeergateError
 
@@ -93,7 +93,7 @@ def check_trackers(config: TrainConfig) -> None:
             raise SeergateError(f"report_to names {name}, which is not installed; run: pip install {name}")
 
 
-class Tracking:
+class Tracking(Callback):
     """Gives every step and evaluation to the trackers that ``config.report_to`` names.
 
     Args:
@@ -107,9 +107,6 @@ class Tracking:
             for name in config.report_to
             if name != "none"
         ]
-
-    def on_message(self, text: str) -> None:
-        """Text is for people; nothing to do."""
 
     def on_step(self, log: StepLog) -> None:
         """An optimizer step has been taken."""

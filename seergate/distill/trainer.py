@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import json
 import math
-import os
 import shutil
 import signal
 import threading
@@ -171,8 +170,7 @@ def run_together(runs: Mapping[str, tuple[TrainConfig, Iterable[Callback]]]) -> 
     through_model = [config.scorer for config in configs if SCORERS[config.scorer].end_to_end]
     if configs[0].deepspeed:
         prepare_deepspeed()
-    world = init_distributed(deepspeed=bool(configs[0].deepspeed))
-    _share_cores(world)
+    world = init_distributed(alone=bool(configs[0].deepspeed))
     if not world.is_main:
         import datasets
         from transformers.utils import logging
@@ -714,10 +712,3 @@ def _stop_requests() -> Iterator[set[int]]:
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
-
-
-def _share_cores(world: DistributedState) -> None:
-    """Several processes on one CPU must not each start a thread per core."""
-    here = int(os.environ.get("LOCAL_WORLD_SIZE") or os.environ.get("LOCAL_SIZE") or 1)
-    if world.device.type == "cpu" and here > 1 and "OMP_NUM_THREADS" not in os.environ:
-        torch.set_num_threads(max(1, (os.cpu_count() or 1) // here))

@@ -22,7 +22,7 @@ import torch.distributed.distributed_c10d as library
 library.default_pg_timeout = timedelta(seconds=2)
 from seergate.distill import distributed
 from seergate.distill.distributed import init_distributed
-world = init_distributed(deepspeed=False)
+world = init_distributed()
 if sys.argv[1:]:  # only now: connecting takes its time
     distributed.STEP_HOURS = float(sys.argv[1])
     distributed.expect_steps()
@@ -48,7 +48,7 @@ from seergate.paths import shipped
 from tests.models import prompt, tiny_model
 
 prepare_deepspeed()
-world = init_distributed(deepspeed=True)
+world = init_distributed(alone=True)
 options = {"deepspeed": str(shipped("ds_configs/zero2.json")), "packs_per_step": 2, "max_length": 512}
 config = load_train_config("tiny-reasoner", options)
 model = tiny_model("qwen3")
@@ -66,7 +66,7 @@ import json, os
 from seergate.distill.distributed import init_distributed
 from seergate.errors import SeergateError
 
-world = init_distributed(deepspeed=False)
+world = init_distributed()
 FAILURES = [
     [None, None],
     [SeergateError("alike"), SeergateError("alike")],
@@ -160,7 +160,7 @@ def test_what_is_said_on_gpus_goes_through_gloo(monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setattr(dist, "init_process_group", lambda *args, **options: asked.append((args, options)))
     for name, value in {"WORLD_SIZE": "2", "RANK": "1", "LOCAL_RANK": "1"}.items():
         monkeypatch.setenv(name, value)
-    world = init_distributed(deepspeed=False)
+    world = init_distributed()
     assert world.device == torch.device("cuda", 1)
     assert asked[0][0] == ("cpu:gloo,cuda:nccl",) and "device_id" not in asked[0][1]
     places: list[str] = []

@@ -56,7 +56,7 @@ from seergate.distill.distributed import init_distributed
 from transformers.utils import logging
 
 logging.disable_progress_bar()
-config, world = resolve({"config": sys.argv[1]}), init_distributed(deepspeed=False)
+config, world = resolve({"config": sys.argv[1]}), init_distributed()
 found = {}
 
 def memory(name):

@@ -83,7 +83,7 @@ def on_the_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     def load(path: str, *_: Any) -> Any:
         return AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32).requires_grad_(False).eval().to(CUDA)
 
-    monkeypatch.setattr(trainer, "init_distributed", lambda deepspeed: DistributedState(0, 1, 0, CUDA))
+    monkeypatch.setattr(trainer, "init_distributed", lambda alone: DistributedState(0, 1, 0, CUDA))
     monkeypatch.setattr(trainer, "load_frozen", load)
 
 
