@@ -222,6 +222,36 @@ class RunOptions:
     )
 
 
+_RULES: tuple[tuple[str, Callable[[Any], object], str], ...] = (
+    (
+        "max_steps packs_per_step gradient_accumulation_steps max_length data_limit save_total_limit logging_steps",
+        lambda number: number >= 1,
+        "a positive integer",
+    ),
+    ("warmup_steps save_steps eval_steps eval_packs", lambda number: number >= 0, "0 or a positive integer"),
+    ("learning_rate", lambda rate: 0 < rate < math.inf, "a positive number"),
+    ("base_memory_gb", lambda size: 0 < size < math.inf, "a positive number of gigabytes"),
+    ("weight_decay", lambda decay: 0 <= decay < math.inf, "0 or a positive number"),
+    ("max_grad_norm", lambda norm: 0 <= norm < math.inf, "0 (off) or a positive number"),
+    ("row_start eval_row_start", lambda share: 0 <= share < 1, "at least 0 and below 1"),
+    ("model", bool, "a preset, a Hub id (org/name) or a directory"),
+    ("init_gates", bool, "a directory or Hub id"),
+    ("data", bool, "a Hub id, a local path or chain_sum"),
+    ("push_to_hub", _ORG_NAME.fullmatch, "a Hub repository (org/name)"),
+    (
+        "report_to",
+        lambda names: names == ("none",) or set(names) <= set(TRACKERS),
+        f"some of {', '.join(TRACKERS)}, or none alone",
+    ),
+    (
+        "chain_sum_variables",
+        lambda sizes: len(sizes) == 2 and GIVENS < sizes[0] <= sizes[1] <= NAMES,
+        f"two integers in {GIVENS + 1}..{NAMES}, the smaller one first",
+    ),
+)
+"""Options, what holds for each that is given, and the same in words."""
+
+
 class _Share(NamedTuple):
     """A source of a mixture."""
 
@@ -253,83 +283,40 @@ class TrainConfig(RunOptions, RecipeOptions, DataOptions, GateOptions, ModelOpti
 
     def __post_init__(self) -> None:
         self.gates(128)
-        check_recipe(
-            self.scorer,
-            self.target,
-            self.reduction,
-            self.target_budget,
-            self.block_size,
-            self.sink_blocks,
-            self.row_stride,
-        )
-        for name in ("max_steps", "packs_per_step", "max_length", "save_total_limit", "logging_steps"):
-            self._must(name, getattr(self, name) >= 1, "a positive integer")
-        for name in ("warmup_steps", "save_steps", "eval_steps", "eval_packs"):
-            self._must(name, getattr(self, name) >= 0, "0 or a positive integer")
-        packs = self.gradient_accumulation_steps
-        self._must("gradient_accumulation_steps", packs is None or packs >= 1, "a positive integer")
-        self._must("init_gates", self.init_gates != "", "a directory or Hub id")
+        rows = self.block_size, self.sink_blocks, self.row_stride
+        check_recipe(self.scorer, self.target, self.reduction, self.target_budget, *rows)
+        for names, holds, rule in _RULES:
+            for name in names.split():
+                self._must(name, getattr(self, name) is None or bool(holds(getattr(self, name))), rule)
         fresh = self.init_gates is None and self.scorer == "attn_gate"
         self._must("init", fresh or self.init == "random", "random with init_gates or a scorer other than attn_gate")
-        self._must("data_limit", self.data_limit is None or self.data_limit >= 1, "a positive integer")
         unread = (1 + self.sink_blocks) * self.block_size
         self._must("max_length", self.max_length > unread, f"larger than {unread}: the sink blocks and one block more")
-        self._must("learning_rate", 0 < self.learning_rate < math.inf, "a positive number")
-        self._must(
-            "min_lr", 0 <= self.min_lr <= self.learning_rate, f"between 0 and learning_rate ({self.learning_rate})"
-        )
-        self._must("weight_decay", 0 <= self.weight_decay < math.inf, "0 or a positive number")
-        self._must("max_grad_norm", 0 <= self.max_grad_norm < math.inf, "0 (off) or a positive number")
-        self._must("row_start", 0 <= self.row_start < 1, "at least 0 and below 1")
-        start = self.eval_row_start
-        self._must("eval_row_start", start is None or 0 <= start < 1, "at least 0 and below 1")
-        memory = self.base_memory_gb
-        self._must("base_memory_gb", memory is None or 0 < memory < math.inf, "a positive number of gigabytes")
-        if memory is not None and self.quantize != "none":
-            raise ValueError(f"base_memory_gb is {memory}; it must be left out when quantize is {self.quantize}")
-        if self.shard_base and (memory is not None or self.quantize != "none"):
-            raise ValueError("shard_base is true; it must be left out with base_memory_gb or quantize")
-        end_to_end = scorer_kind(self.scorer).end_to_end
-        if end_to_end and self.quantize == "bnb-4bit":
-            raise ValueError(
-                f"quantize is 'bnb-4bit'; with scorer {self.scorer!r}, which trains through the whole model, it must "
-                "be torchao-int8 or bnb-8bit: on a CPU no gradient comes back through bitsandbytes' 4-bit layers; on "
-                "GPUs it was not tried and is refused as well"
-            )
-        if end_to_end and (memory is not None or self.shard_base):
-            name = "shard_base" if self.shard_base else "base_memory_gb"
-            raise ValueError(
-                f"{name} is given; with scorer {self.scorer!r}, which trains through the whole model, leave it out"
-            )
-        self._must("model", bool(self.model), "a preset, a Hub id (org/name) or a directory")
-        known = self.report_to == ("none",) or set(self.report_to) <= set(TRACKERS)
-        self._must("report_to", known, f"some of {', '.join(TRACKERS)}, or none alone")
-        repo = self.push_to_hub
-        self._must("push_to_hub", repo is None or bool(_ORG_NAME.fullmatch(repo)), "a Hub repository (org/name)")
-        self._must("data", bool(self.data), "a Hub id, a local path or chain_sum")
+        peak = self.learning_rate
+        self._must("min_lr", 0 <= self.min_lr <= peak, f"between 0 and learning_rate ({peak})")
         shares = [found.share if found else 0.0 for found in self._shares()]
         names = [found.name for found in self._shares() if found]
         mixed = all(shares) and len(set(names)) == len(names)
         one = not any(shares) and ("," not in self.data or Path(self.data).exists())
         self._must("data", one or mixed, "one source, or different ones with a positive share each (a:0.7 b:0.3)")
-        if any(shares) and self.data_revision is not None:
-            raise ValueError(
-                f"data_revision is {self.data_revision!r}; it must be left out where data names several sources, "
-                "which have their own (org/a@REVISION:0.7)"
-            )
         if self.rope_scaling is not None:
             self._must("rope_scaling", "rope_type" in self.rope_parameters, 'a JSON object with "rope_type"')
-        low_high = self.chain_sum_variables
-        self._must(
-            "chain_sum_variables",
-            len(low_high) == 2 and GIVENS < low_high[0] <= low_high[1] <= NAMES,
-            f"two integers in {GIVENS + 1}..{NAMES}, the smaller one first",
-        )
-        self._must(
-            "recall_budgets",
-            all(b >= self.block_size for b in self.recall_budgets),
-            f"numbers of tokens, each at least block_size ({self.block_size})",
-        )
+        blocks = all(budget >= self.block_size for budget in self.recall_budgets)
+        self._must("recall_budgets", blocks, f"numbers of tokens, each at least block_size ({self.block_size})")
+        quantized, limited = self.quantize != "none", self.base_memory_gb is not None
+        through = scorer_kind(self.scorer).end_to_end
+        whole = f"with scorer {self.scorer!r}, which trains through the whole model"
+        for name, clash, where in (
+            ("base_memory_gb", limited and quantized, f"when quantize is {self.quantize}"),
+            ("shard_base", self.shard_base and (limited or quantized), "with base_memory_gb or quantize"),
+            ("base_memory_gb", limited and through, whole),
+            ("shard_base", self.shard_base and through, whole),
+            ("data_revision", any(shares) and self.data_revision, "where data names several sources, which have their "
+             "own (org/a@REVISION:0.7)"),
+        ):  # fmt: skip
+            self._must(name, not clash, f"left out {where}")
+        # On a CPU no gradient comes back through bitsandbytes' 4-bit layers; on GPUs it was not tried.
+        self._must("quantize", not through or self.quantize != "bnb-4bit", f"none, torchao-int8 or bnb-8bit {whole}")
 
     def _must(self, name: str, holds: bool, rule: str) -> None:
         if not holds:

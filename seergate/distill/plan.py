@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -194,9 +196,7 @@ def make_plan(
         measure: time one layer on this machine, if it is of the device's kind.
 
     Raises:
-        SeergateError: if the model is unknown or cannot be gated, the options contradict each other, or the memory of
-            a device that is not here is not given.
-        ValueError: for a number out of range.
+        SeergateError: if the model is unknown or cannot be gated, or the options contradict each other.
     """
     numbers = {"processes": processes, "sample_tokens": sample_tokens, "memory_gb": memory_gb, "tflops": tflops}
     for name, value in numbers.items():
@@ -220,23 +220,10 @@ def make_plan(
         bank = GateBank(gates, geometry)
     whole = int(memory_gb * GB) if memory_gb is not None else capacity(place, processes)
     libraries = overhead(place, whole)
-    room = whole - libraries
-    config = decide_sharding(model, bank, config, place, processes, room)
-    memory = estimate_memory(model, bank, config, place, processes)
-    remedies: dict[str, int] = {}
-    if memory.total > room:
-        for option, other in _remedies(config, memory, room):
-            size = estimate_memory(model, bank, other, place, processes).total
-            if size <= room:
-                remedies[option] = size + libraries
-        enough = 2 * processes
-        divides = config.quantize == "none" and config.base_memory_gb is None and not is_gguf(config)
-        while enough <= MOST_PROCESSES and divides:
-            size = estimate_memory(model, bank, replace(config, shard_base=True), place, enough).total
-            if size <= room:
-                remedies[f"--processes {enough}"] = size + libraries
-                break
-            enough *= 2
+    config = decide_sharding(model, bank, config, place, processes, whole - libraries)
+    estimate = partial(estimate_memory, model, bank, device=place)
+    memory = estimate(config, processes=processes)
+    remedies = _remedies(config, memory, processes, whole - libraries, estimate)
     gated, layers = len(bank), int(text_config(model).num_hidden_layers)
     tokens = min(sample_tokens or config.max_length, config.max_length)
     why_one_sample = why_one_sequence(text_config(model))
@@ -263,8 +250,8 @@ def make_plan(
         processes=processes,
         memory=memory,
         libraries=libraries,
-        capacity=room + libraries,
-        remedies=remedies,
+        capacity=whole,
+        remedies={option: size + libraries for option, size in remedies.items()},
         step_flop=config.packs_per_step * flop,
         step_seconds=step_seconds,
         timing=timing,
@@ -275,18 +262,30 @@ def make_plan(
     )
 
 
-def _remedies(config: TrainConfig, memory: Memory, room: int) -> list[tuple[str, TrainConfig]]:
-    """Changes worth trying, the least costly first."""
-    tries: list[tuple[str, TrainConfig]] = []
-    if config.quantize == "none" and config.base_memory_gb is None and not config.shard_base and not is_gguf(config):
-        tries += [(f"--quantize {kind}", replace(config, quantize=kind)) for kind in ("bnb-8bit", "bnb-4bit")]
+def _remedies(
+    config: TrainConfig, memory: Memory, processes: int, room: int, estimate: Callable[..., Memory]
+) -> dict[str, int]:
+    """If a run does not fit in ``room`` bytes: options with which it would, least costly first, and the bytes then."""
+    if memory.total <= room:
+        return {}
+    tries: dict[str, TrainConfig] = {}
+    whole = config.quantize == "none" and config.base_memory_gb is None and not is_gguf(config)
+    if whole and not config.shard_base:
+        for kind in ("bnb-8bit", "bnb-4bit"):
+            tries[f"--quantize {kind}"] = replace(config, quantize=kind)
         spare = int(10 * (room - (memory.total - memory.base) * 1.25) / GB) / 10
         if spare > 0:
-            tries.append((f"--base-memory-gb {spare}", replace(config, base_memory_gb=spare)))
+            tries[f"--base-memory-gb {spare}"] = replace(config, base_memory_gb=spare)
     for shorter in (config.max_length // 2, config.max_length // 4):
         if shorter > config.block_size:
-            tries.append((f"--max-length {shorter}", replace(config, max_length=shorter)))
-    return tries
+            tries[f"--max-length {shorter}"] = replace(config, max_length=shorter)
+    sizes = {option: estimate(other, processes=processes).total for option, other in tries.items()}
+    found = {option: size for option, size in sizes.items() if size <= room}
+    more = processes
+    while whole and (more := 2 * more) <= MOST_PROCESSES:
+        if (size := estimate(replace(config, shard_base=True), processes=more).total) <= room:
+            return found | {f"--processes {more}": size}
+    return found
 
 
 def architecture(config: TrainConfig) -> PretrainedConfig:

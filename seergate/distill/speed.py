@@ -8,21 +8,22 @@ and the gate's loss). Each is measured by itself, on the code that trains; a run
 from __future__ import annotations
 
 import copy
-import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from seergate import ops
 from seergate.distill.base_model import base_dtype, gate_config
 from seergate.distill.config import TrainConfig
 from seergate.gates.bank import make_gate
 from seergate.gates.retention import RetentionGate
+from seergate.geometry import ModelGeometry
 from seergate.hf.bank import GateBank
+from seergate.hf.break_even import timed
 from seergate.hf.teacher_forward import distill_step, loss_of
 from seergate.models.families import attention_modules, decoder_of, text_config
 
@@ -135,43 +136,38 @@ def _one_layer(config: PretrainedConfig, dtype: torch.dtype, device: torch.devic
     return model.eval().requires_grad_(False)
 
 
-def _heads(bank: GateBank, device: torch.device) -> tuple[int, int]:
-    """Query and KV heads to measure with: a processor takes them one after the other, so one group is enough."""
-    geometry = bank.geometry
+def _sample(bank: GateBank, config: TrainConfig, device: torch.device) -> tuple[ModelGeometry, Tensor, Tensor, Tensor]:
+    """Random queries and keys ``[T, heads, head dimension]`` of one sequence with ``cu_seqlens``, and the geometry
+    that they have: of one group of heads on a processor, which takes them one after the other, else the layer's.
+    """
+    length, heads = min(PAIR_TOKENS.get(device.type, 16384), config.max_length), bank.geometry
     if device.type == "cpu":
-        return geometry.num_heads // geometry.num_kv_heads, 1
-    return geometry.num_heads, geometry.num_kv_heads
+        heads = replace(heads, num_heads=heads.num_heads // heads.num_kv_heads, num_kv_heads=1)
+    q, k = (
+        torch.randn(length, n, heads.head_dim, dtype=base_dtype(config, device), device=device)
+        for n in (heads.num_heads, heads.num_kv_heads)
+    )
+    return heads, q, k, torch.tensor([0, length], dtype=torch.int32)
 
 
 def _attention(bank: GateBank, config: TrainConfig, device: torch.device) -> float:
-    heads, kv_heads = _heads(bank, device)
-    length = min(PAIR_TOKENS.get(device.type, 16384), config.max_length)
-    q, k = (
-        torch.randn(length, n, bank.geometry.head_dim, dtype=base_dtype(config, device), device=device)
-        for n in (heads, kv_heads)
-    )
-    run = partial(ops.packed_attention, q, k, k, torch.tensor([0, length], dtype=torch.int32))
-    return _seconds(run, device) * (bank.geometry.num_kv_heads // kv_heads) / pairs(length)
+    heads, q, k, cu_seqlens = _sample(bank, config, device)
+    seconds = _seconds(partial(ops.packed_attention, q, k, k, cu_seqlens), device)
+    return seconds * (bank.geometry.num_kv_heads // heads.num_kv_heads) / pairs(len(q))
 
 
 def _gate_loss(bank: GateBank, config: TrainConfig, device: torch.device) -> float:
-    heads, kv_heads = _heads(bank, device)
-    length, size = min(PAIR_TOKENS.get(device.type, 16384), config.max_length), config.block_size
-    counted = loss_pairs(length, size, config.row_start)
-    q, k = (
-        torch.randn(length, n, bank.geometry.head_dim, dtype=base_dtype(config, device), device=device)
-        for n in (heads, kv_heads)
-    )
-    cu_seqlens = torch.tensor([0, length], dtype=torch.int32)
+    (heads, q, k, cu_seqlens), size = _sample(bank, config, device), config.block_size
     budgets = tuple(budget for budget in config.recall_budgets if budget >= size)
-    lse = torch.zeros(length, heads, device=device)  # comes with the attention's output; its values cost nothing
+    lse = torch.zeros(q.shape[:2], device=device)  # comes with the attention's output; its values cost nothing
     rules: dict[str, Any] = {"row_start": config.row_start, "recall_budgets": budgets, "lse": lse}
-    share = bank.geometry.num_kv_heads // kv_heads / counted
-    gate = make_gate(bank.config, replace(bank.geometry, num_heads=heads, num_kv_heads=kv_heads)).to(device)
+    groups = bank.geometry.num_kv_heads // heads.num_kv_heads
+    share = groups / loss_pairs(len(q), size, config.row_start)
+    gate = make_gate(bank.config, heads).to(device)
     if isinstance(gate, RetentionGate):
-        scores = torch.rand(length, kv_heads, device=device)
+        scores = torch.rand(k.shape[:2], device=device)
         return _seconds(lambda: ops.retention_kl(q, k, scores, cu_seqlens, size, **rules), device) * share
-    positions = torch.arange(length, device=device)
+    positions = torch.arange(len(q), device=device)
     with torch.no_grad():
         qg = gate.queries(q.transpose(0, 1)[None], positions)[0].transpose(0, 1)
         kg = gate.keys(gate.pool(k.transpose(0, 1)[None]), positions[:: gate.entry_tokens])[0].transpose(0, 1)
@@ -190,9 +186,5 @@ def _seconds(run: Callable[[], Any], device: torch.device, repeats: int = 3) -> 
     """Least time of a call, after one that is not counted: another program can only make it slower."""
     times: list[float] = []
     while len(times) <= repeats and sum(times) < ENOUGH_SECONDS:
-        started = time.perf_counter()
-        run()
-        if device.type == "cuda":
-            torch.cuda.synchronize(device)
-        times.append(time.perf_counter() - started)
+        times.append(timed(run, device))
     return min(times[1:] or times)

@@ -8,6 +8,7 @@ from __future__ import annotations
 import statistics
 import time
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -122,15 +123,16 @@ def _medians(
     for turn in range(ROUNDS):
         if turn >= 3 and time.perf_counter() - began > SECONDS:
             break
-        spent[0].append(_seconds(dense, turn % copies, spec.device))
-        spent[1].append(_seconds(sparse, (turn + copies // 2) % copies, spec.device))
+        spent[0].append(timed(partial(dense, turn % copies), spec.device))
+        spent[1].append(timed(partial(sparse, (turn + copies // 2) % copies), spec.device))
     return statistics.median(spent[0]), statistics.median(spent[1])
 
 
-def _seconds(run: Callable[[int], None], copy: int, device: torch.device) -> float:
+def timed(run: Callable[[], object], device: torch.device) -> float:
+    """Seconds of a call, with what it leaves a GPU to do."""
     wait = torch.cuda.synchronize if device.type == "cuda" else int
     wait()
     start = time.perf_counter()
-    run(copy)
+    run()
     wait()
     return time.perf_counter() - start

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import time
 from dataclasses import replace
 from pathlib import Path
 
@@ -288,7 +289,7 @@ def test_the_least_of_several_calls_is_taken(monkeypatch) -> None:
         nonlocal now
         now += next(calls)
 
-    monkeypatch.setattr(speed.time, "perf_counter", lambda: now)
+    monkeypatch.setattr(time, "perf_counter", lambda: now)
     monkeypatch.setattr(speed, "ENOUGH_SECONDS", 100.0)
     assert speed._seconds(work, CPU) == 1.0 and next(calls, None) is None
     calls = iter((9.0,))

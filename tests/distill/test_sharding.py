@@ -222,7 +222,7 @@ def test_each_process_reads_and_holds_its_half(config: TrainConfig, tmp_path: Pa
 def test_who_cannot_divide_is_told(config: TrainConfig) -> None:  # noqa: F811
     with pytest.raises(SeergateError, match="shard_base is true; it needs several processes"):
         run_distillation(replace(config, shard_base=True, data="/does/not/exist.jsonl"))
-    with pytest.raises(ValueError, match="shard_base is true; it must be left out with base_memory_gb or quantize"):
+    with pytest.raises(ValueError, match="shard_base is True; it must be left out with base_memory_gb or quantize"):
         replace(config, shard_base=True, quantize="bnb-4bit")
 
 
