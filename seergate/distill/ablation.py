@@ -70,11 +70,7 @@ def studies() -> dict[str, Path]:
 
 
 def load_study(name: str) -> Study:
-    """A shipped study, or a YAML file of one's own.
-
-    Raises:
-        SeergateError: if there is none, with the nearest one, or the file is no study.
-    """
+    """A shipped study, or a YAML file of one's own."""
     known = studies()
     path = known.get(name.lower(), Path(name))
     if name.lower() not in known and path.suffix not in (".yaml", ".yml"):
@@ -129,9 +125,6 @@ def run_studies(chosen: Sequence[tuple[Study, Mapping[str, TrainConfig]]]) -> li
 
     Returns:
         The outcomes of each study, in its order.
-
-    Raises:
-        SeergateError: if a variant was trained with another commit of a model or dataset, or without an evaluation.
     """
     from seergate.distill.base_model import FROZEN
     from seergate.distill.trainer import run_together
@@ -177,9 +170,6 @@ def compare(names: Sequence[str], options: Mapping[str, Any]) -> str:
     Args:
         names: of shipped studies, or files of one's own; ``["all"]``.
         options: training options of the user.
-
-    Raises:
-        SeergateError: if a study cannot run.
     """
     chosen = prepared(names, options)
     tables = []

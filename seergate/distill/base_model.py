@@ -51,12 +51,7 @@ def gate_config(config: TrainConfig, model: PreTrainedModel) -> GateConfig:
 
 
 def fresh_gates(config: TrainConfig, model: PreTrainedModel) -> GateBank:
-    """The gates that a run begins with unless it is given some.
-
-    Raises:
-        SeergateError: if the family is not supported.
-        ValueError: if the architecture does not fit the model, or cannot begin as the run asks.
-    """
+    """The gates that a run begins with unless it is given some."""
     bank = GateBank.for_model(model, gate_config(config, model))
     if config.init == "model":
         for _, gate in bank:
@@ -65,11 +60,7 @@ def fresh_gates(config: TrainConfig, model: PreTrainedModel) -> GateBank:
 
 
 def given_gates(config: TrainConfig, fresh: GateBank) -> GateBank | None:
-    """The gates of ``init_gates``, in fp32, if a run begins with some; ``fresh`` are those that it would make.
-
-    Raises:
-        SeergateError: if they are missing or damaged, or of another architecture or model.
-    """
+    """The gates of ``init_gates``, in fp32, if a run begins with some; ``fresh`` are those that it would make."""
     if config.init_gates is None:
         return None
     known, named = GateBank.from_pretrained(config.init_gates).float(), f"init_gates {config.init_gates!r}"
@@ -88,20 +79,12 @@ def frozen_config(path: str, config: TrainConfig) -> Any:
     Args:
         path: directory, GGUF file or Hub id.
         config: the run.
-
-    Raises:
-        SeergateError: see `as_asked`; if there is no such model.
     """
     return as_asked(base_config(path, revision=config.revision), config)
 
 
 def as_asked(shape: Any, config: TrainConfig) -> Any:
-    """A model's configuration with the RoPE of the run.
-
-    Raises:
-        SeergateError: if it is of no supported family, has no such RoPE, has fewer positions than ``max_length``
-            asks for, or is a GGUF file, which cannot be kept as the run asks.
-    """
+    """A model's configuration with the RoPE of the run; refused where gates cannot be trained on it as asked."""
     if is_gguf(config):
         kept = {"quantize": config.quantize != "none", "shard_base": config.shard_base}
         for name in (name for name, given in {**kept, "base_memory_gb": config.base_memory_gb}.items() if given):
@@ -172,9 +155,6 @@ def check_model(path: str, config: TrainConfig) -> CheckedModel:
     Args:
         path: directory, GGUF file or Hub id.
         config: the run.
-
-    Raises:
-        SeergateError: if there is no such model, gates do not fit it, or it cannot be quantised as asked.
     """
     package = _PACKAGES.get(config.quantize)
     if package is not None and importlib.util.find_spec(package) is None:
@@ -196,9 +176,6 @@ def load_frozen(path: str, config: TrainConfig, world: DistributedState, headles
         config: the run; ``dtype``, ``quantize``, ``base_memory_gb`` and ``shard_base`` decide how it is kept.
         world: this process.
         headless: without its LM head, which only gates that learn from the model's output need.
-
-    Raises:
-        SeergateError: if it cannot be loaded.
     """
     options = _load_options(config, world)
     if config.shard_base or config.rope_scaling:

@@ -111,11 +111,7 @@ def newest_checkpoint(root: Path) -> Path | None:
 
 
 def read_record(path: Path) -> dict[str, Any]:
-    """A checkpoint's JSON part.
-
-    Raises:
-        SeergateError: if it is damaged or of another format.
-    """
+    """A checkpoint's JSON part."""
     try:
         record: dict[str, Any] = json.loads((path / "state.json").read_text())
     except (OSError, ValueError) as error:
@@ -126,11 +122,7 @@ def read_record(path: Path) -> dict[str, Any]:
 
 
 def load_checkpoint(path: Path) -> Checkpoint:
-    """Inverse of `save_checkpoint`.
-
-    Raises:
-        SeergateError: if it is damaged or of another format.
-    """
+    """Inverse of `save_checkpoint`."""
     record = read_record(path)
     try:
         tensors = load_file(path / "state.safetensors")
@@ -151,9 +143,6 @@ def check_same_run(path: Path, found: Mapping[str, Any], wanted: Mapping[str, An
         path: the checkpoint.
         found: what it was made with.
         wanted: the same of this run.
-
-    Raises:
-        SeergateError: naming the first option that differs, before a fingerprint that follows from it.
     """
     for name in sorted(found.keys() | wanted.keys(), key=lambda name: (name.endswith("_fingerprint"), name)):
         if name in REVISIONS and not COMMIT.fullmatch(str(found.get(name))):

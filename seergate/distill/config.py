@@ -410,11 +410,7 @@ class TrainConfig(RunOptions, RecipeOptions, DataOptions, GateOptions, ModelOpti
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> TrainConfig:
-        """Inverse of `to_dict`; takes numbers, lists and truth values as text too, as YAML reads ``1e-3``.
-
-        Raises:
-            SeergateError: for a field that does not exist, with the nearest one that does, or of another type.
-        """
+        """Inverse of `to_dict`; takes numbers, lists and truth values as text too, as YAML reads ``1e-3``."""
         _check_names(values)
         given = {name: value for name, value in values.items() if value is not None}  # None is always the default
         options = [f"--{name}={_text(value)}" for name, value in given.items()]
@@ -490,11 +486,7 @@ def presets() -> dict[str, Path]:
 
 
 def read_options(path: Path) -> dict[str, Any]:
-    """The options of training in a YAML file.
-
-    Raises:
-        SeergateError: naming the file, as `read_yaml`, and for an option that does not exist.
-    """
+    """The options of training in a YAML file."""
     values = read_yaml(path)
     _check_names(values, f"{path}: ")
     return values
@@ -551,11 +543,7 @@ def load_train_config(model: str | None = None, overrides: Mapping[str, Any] | N
 
 
 def locate_model(config: TrainConfig) -> TrainConfig:
-    """The same run with ``model`` as something `load_base` can load: a directory or a GGUF file here, or a Hub id.
-
-    Raises:
-        SeergateError: if it names a directory that is not there, or a chat template that is not.
-    """
+    """The same run with ``model`` as something `load_base` can load: a directory or a GGUF file here, or a Hub id."""
     if config.chat_template is not None and not Path(config.chat_template).is_file():
         raise SeergateError(f"chat_template is {config.chat_template!r}; it must be a .jinja file that exists")
     path = Path(config.model)

@@ -161,9 +161,6 @@ def prepare_data(
         tokenizer: of the frozen model.
         one_sample: put one sample in each pack instead of as many as fit.
         files: what `token_files` has said in another process; used if this one sees them.
-
-    Raises:
-        SeergateError: if there is no data, or nothing in it can be used, with the reasons counted.
     """
     if files is None or not all(Path(file).is_file() for part in files for file in part):
         files = token_files(config, tokenizer)
@@ -305,9 +302,6 @@ def questions(config: TrainConfig) -> tuple[dict[int, list[dict[str, str]]], Cou
 
     Returns:
         Number of the row -> the turns before its last answer; and reason -> rows that ask nothing.
-
-    Raises:
-        SeergateError: if there is no such data.
     """
     rows = open_source(config, Path(config.token_cache) if config.token_cache else default_cache())
     asked: dict[int, list[dict[str, str]]] = {}

@@ -49,11 +49,7 @@ class CommonError(SeergateError):
 
 
 def patience(default_hours: float = PATIENCE_HOURS) -> timedelta:
-    """Time that a process waits for the others.
-
-    Raises:
-        SeergateError: if the environment variable holds no positive number.
-    """
+    """Time that a process waits for the others."""
     given = os.environ.get(PATIENCE_VARIABLE) or str(default_hours)
     try:
         hours = float(given)
@@ -102,11 +98,7 @@ class DistributedState:
         return x
 
     def from_main(self, make: Callable[[], T]) -> T:
-        """Broadcast the main process's result to every process.
-
-        Raises:
-            CommonError: if it fails.
-        """
+        """Broadcast the main process's result to every process."""
         made: list[Any] = [None]
         with self.fail_together():
             if self.is_main:
@@ -120,9 +112,6 @@ class DistributedState:
         """Run ``make`` in every process: the main one first, then one of every other machine, then the rest.
 
         So what the first ones download or compute is in the cache of the others.
-
-        Raises:
-            CommonError: if one fails.
         """
         turns = (self.is_main, self.local_rank == 0 and not self.is_main, self.local_rank != 0 and not self.is_main)
         made: list[T] = []
@@ -185,10 +174,6 @@ def init_distributed(*, alone: bool = False) -> DistributedState:
 
     Args:
         alone: make a group of this process even if there are no others.
-
-    Raises:
-        SeergateError: if there are more processes on this machine than GPUs, in those that have none; if they cannot
-            be connected.
     """
     size, rank = int(os.environ.get("WORLD_SIZE", 1)), int(os.environ.get("RANK", 0))
     local_rank = int(os.environ.get("LOCAL_RANK", 0))
@@ -234,11 +219,7 @@ def end_in_company(code: int) -> None:
 
 
 def _connected(talk: Callable[[], object]) -> None:
-    """Talk to the other processes.
-
-    Raises:
-        SeergateError: if one of them is gone, or has not answered in time.
-    """
+    """Talk to the other processes."""
     try:
         talk()
     except RuntimeError as error:  # what all backends raise

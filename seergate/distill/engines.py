@@ -67,12 +67,7 @@ class Engine(Protocol):
 
 
 def check_engine(config: TrainConfig, world_size: int) -> None:
-    """Refuse an engine that could not be made, before long work.
-
-    Raises:
-        SeergateError: if DeepSpeed is not installed, or its configuration does not fit; if one process alone, or a
-            transformers that cannot load shards, is to divide the frozen model.
-    """
+    """Refuse an engine that could not be made, before long work."""
     if config.shard_base:
         if world_size == 1:
             raise SeergateError("shard_base is true; it needs several processes, as torchrun or deepspeed start them")
@@ -87,11 +82,7 @@ def check_engine(config: TrainConfig, world_size: int) -> None:
 
 
 def make_engine(bank: GateBank, config: TrainConfig, world: DistributedState) -> Engine:
-    """The engine a run asks for, which `check_engine` has accepted.
-
-    Raises:
-        SeergateError: if DeepSpeed would wait for ever for a build that is dead.
-    """
+    """The engine a run asks for, which `check_engine` has accepted."""
     if not config.deepspeed:
         return PlainEngine(bank, config, world)
     with world.fail_together():
@@ -243,11 +234,7 @@ class DeepSpeedEngine:
 
 
 def deepspeed_config(config: TrainConfig, world_size: int) -> dict[str, Any]:
-    """DeepSpeed's configuration file with what follows from the run filled in.
-
-    Raises:
-        SeergateError: if the file is missing or broken, or asks for something that contradicts the run.
-    """
+    """DeepSpeed's configuration file with what follows from the run filled in."""
     assert config.deepspeed is not None
     try:
         values: dict[str, Any] = json.loads(Path(config.deepspeed).read_text())
@@ -318,9 +305,6 @@ def wait_for_builds() -> None:
     """Wait until no other process compiles one of DeepSpeed's extensions, as it does when it starts.
 
     A process that is killed while it compiles leaves its lock, and PyTorch would wait for it for ever.
-
-    Raises:
-        SeergateError: naming the lock, if its build has been dead for `BUILD_SECONDS`.
     """
     from deepspeed.ops.op_builder.all_ops import ALL_OPS
     from torch.utils.cpp_extension import get_default_build_root

@@ -62,9 +62,6 @@ def training_template(tokenizer: PreTrainedTokenizerBase, override: str | None =
     Args:
         tokenizer: of the frozen model.
         override: path of a `.jinja` file.
-
-    Raises:
-        SeergateError: if there is no template, or none that keeps the reasoning.
     """
     if override is not None:
         try:
@@ -209,11 +206,7 @@ class Formatter:
 
 
 def question(row: Any) -> list[dict[str, str]]:
-    """The turns of a row before its last answer, which a model can be asked instead.
-
-    Raises:
-        MalformedRow: if there are none.
-    """
+    """The turns of a row before its last answer, which a model can be asked instead."""
     if not isinstance(row, Mapping):
         raise MalformedRow("not a record")
     turns = next((row[name] for name in ("messages", "prompt", "question") if row.get(name) is not None), None)

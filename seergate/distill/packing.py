@@ -26,9 +26,6 @@ def pack(lengths: Sequence[int] | np.ndarray, capacity: int) -> list[list[int]]:
 
     Returns:
         Per pack, the indices of its samples. Every sample is in exactly one pack. A function of the arguments only.
-
-    Raises:
-        ValueError: if a sample is empty or longer than a pack.
     """
     sizes = np.asarray(lengths, dtype=np.int64).reshape(-1)
     if sizes.size and not (sizes.min() >= 1 and sizes.max() <= capacity):

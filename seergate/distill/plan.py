@@ -194,9 +194,6 @@ def make_plan(
         sample_tokens: typical length of a sample, for the time; by default a sample fills its pack, which is slowest.
         tflops: what one device sustains, in 1e12 operations per second; instead of measuring.
         measure: time one layer on this machine, if it is of the device's kind.
-
-    Raises:
-        SeergateError: if the model is unknown or cannot be gated, or the options contradict each other.
     """
     numbers = {"processes": processes, "sample_tokens": sample_tokens, "memory_gb": memory_gb, "tflops": tflops}
     for name, value in numbers.items():

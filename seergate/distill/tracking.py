@@ -83,11 +83,7 @@ class WandbLike:
 
 
 def check_trackers(config: TrainConfig) -> None:
-    """Refuse a run whose numbers could not be kept, before long work.
-
-    Raises:
-        SeergateError: if what ``config.report_to`` names is not installed.
-    """
+    """Refuse a run whose numbers could not be kept, before long work."""
     for name in config.report_to:
         if name != "none" and importlib.util.find_spec(name) is None:
             raise SeergateError(f"report_to names {name}, which is not installed; run: pip install {name}")

@@ -128,9 +128,6 @@ def prepare_run(config: TrainConfig) -> DataReport:
 
     The run itself then finds all of it, offline too, on every machine that shares the Hub's cache, ``token_cache`` and
     ``output_dir``. A run that has begun there goes on as before.
-
-    Raises:
-        SeergateError: see `run_distillation`.
     """
     config = replace(config, output_dir=str(config.run_dir))
     alone = DistributedState(rank=0, size=1, local_rank=0, device=torch.device("cpu"))
@@ -153,9 +150,6 @@ def run_together(runs: Mapping[str, tuple[TrainConfig, Iterable[Callback]]]) -> 
 
     Returns:
         The adapters' directories.
-
-    Raises:
-        SeergateError: see `run_distillation`; also if the runs do not keep the same model in the same way.
     """
     configs = [config for config, _ in runs.values()]
     for name in FROZEN:
