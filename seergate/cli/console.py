@@ -43,10 +43,10 @@ class EvalProgress:
     def __init__(self, settings: int) -> None:
         self.settings, self.started, self.label = settings, 0, ""
         self.began, self.said = time.monotonic(), -math.inf
-
-    def __enter__(self) -> EvalProgress:
         self.bar, self.task = ProgressBar(), None
         self.notes = notes(self.bar.say)
+
+    def __enter__(self) -> EvalProgress:
         self.notes.__enter__()
         return self
 

@@ -74,12 +74,7 @@ def given_gates(config: TrainConfig, fresh: GateBank) -> GateBank | None:
 
 
 def frozen_config(path: str, config: TrainConfig) -> Any:
-    """The frozen model's configuration, as the run asks for it.
-
-    Args:
-        path: directory, GGUF file or Hub id.
-        config: the run.
-    """
+    """The frozen model's configuration, as the run asks for it; ``path`` is a directory, GGUF file or Hub id."""
     return as_asked(base_config(path, revision=config.revision), config)
 
 
@@ -122,12 +117,7 @@ def as_asked(shape: Any, config: TrainConfig) -> Any:
 
 
 def within_positions(config: TrainConfig, shape: Any) -> TrainConfig:
-    """The run with packs no longer than its model has positions.
-
-    Args:
-        config: the run.
-        shape: the model's configuration, from `as_asked`.
-    """
+    """The run with packs no longer than its model has positions, by the model's configuration from `as_asked`."""
     positions = model_positions(shape.get_text_config())
     return config if positions is None else replace(config, max_length=min(config.max_length, positions))
 
@@ -150,12 +140,7 @@ class CheckedModel:
 
 
 def check_model(path: str, config: TrainConfig) -> CheckedModel:
-    """Find out whether gates fit the model before any data or weight is read.
-
-    Args:
-        path: directory, GGUF file or Hub id.
-        config: the run.
-    """
+    """Find out whether gates fit the model before any data or weight is read."""
     package = _PACKAGES.get(config.quantize)
     if package is not None and importlib.util.find_spec(package) is None:
         raise SeergateError(
@@ -173,7 +158,7 @@ def load_frozen(path: str, config: TrainConfig, world: DistributedState, headles
 
     Args:
         path: directory, GGUF file or Hub id.
-        config: the run; ``dtype``, ``quantize``, ``base_memory_gb`` and ``shard_base`` decide how it is kept.
+        config: ``dtype``, ``quantize``, ``base_memory_gb`` and ``shard_base`` decide how it is kept.
         world: this process.
         headless: without its LM head, which only gates that learn from the model's output need.
     """

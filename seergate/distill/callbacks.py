@@ -173,8 +173,7 @@ class Console(Callback):
     """A progress bar on a terminal; otherwise a line every ``logging_steps`` steps.
 
     Args:
-        steps: of the run.
-        done: of them, before it went on.
+        steps, done: of the run; of them before it went on.
         logging_steps: steps between lines.
         name: of the run, before each line, where there are several.
         shows_steps: whether to say anything of steps.

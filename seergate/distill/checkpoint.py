@@ -10,7 +10,8 @@ import json
 import os
 import re
 import shutil
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any
@@ -22,7 +23,6 @@ from torch import Tensor
 
 from seergate.distill.commits import REVISIONS
 from seergate.distill.config import TrainConfig
-from seergate.distill.engines import MOMENTS, OptimizerState
 from seergate.distill.sources import COMMIT
 from seergate.durable import flush
 from seergate.errors import SeergateError
@@ -40,17 +40,19 @@ _DRAFT = ".draft-"
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """Everything a run needs to go on as if it had never stopped. The place in the data is ``optimizer.step``.
+    """Everything a run needs to go on as if it had never stopped.
 
     Attributes:
-        optimizer: gates, moments and the number of steps taken.
+        step: optimizer steps taken, which is also the place in the data.
+        state: gates and moments, as `seergate.distill.engines.Engine.state` names them.
         run: the options that shape the result and the fingerprints of model and data; a run continues only if its own
             are equal. Revisions are the commits that they meant.
         random: random states by device name, uint8.
         progress: what the loop wants back (best evaluation so far, tokens seen), JSON.
     """
 
-    optimizer: OptimizerState
+    step: int
+    state: dict[str, Tensor]
     run: dict[str, Any]
     random: dict[str, Tensor] = field(default_factory=dict)
     progress: dict[str, Any] = field(default_factory=dict)
@@ -75,22 +77,14 @@ def save_checkpoint(root: Path, checkpoint: Checkpoint, keep: int) -> Path:
     """Write ``root/step-00000100`` in one move and remove all but the newest ``keep``."""
     root.mkdir(parents=True, exist_ok=True)
     clear_drafts(root)
-    final = root / f"step-{checkpoint.optimizer.step:08d}"
+    final = root / f"step-{checkpoint.step:08d}"
     draft = root / f"{_DRAFT}{final.name}-{os.getpid()}"
     draft.mkdir()
-    tensors = {f"gates.{name}": x for name, x in checkpoint.optimizer.gates.items()}
-    for moment in MOMENTS:
-        tensors |= {f"{moment}.{name}": x for name, x in checkpoint.optimizer.moments[moment].items()}
-    tensors |= {f"random.{name}": x for name, x in checkpoint.random.items()}
+    tensors = checkpoint.state | {f"random.{name}": x for name, x in checkpoint.random.items()}
     save_file(
         {name: x.contiguous() for name, x in tensors.items()}, draft / "state.safetensors", metadata={"format": "pt"}
     )
-    record = {
-        "format": FORMAT,
-        "step": checkpoint.optimizer.step,
-        "run": checkpoint.run,
-        "progress": checkpoint.progress,
-    }
+    record = {"format": FORMAT, "step": checkpoint.step, "run": checkpoint.run, "progress": checkpoint.progress}
     (draft / "state.json").write_text(json.dumps(record, indent=1))
     for file in draft.iterdir():
         flush(file)
@@ -112,10 +106,8 @@ def newest_checkpoint(root: Path) -> Path | None:
 
 def read_record(path: Path) -> dict[str, Any]:
     """A checkpoint's JSON part."""
-    try:
+    with _damage(path):
         record: dict[str, Any] = json.loads((path / "state.json").read_text())
-    except (OSError, ValueError) as error:
-        raise SeergateError(f"the checkpoint {path} is damaged; delete it to continue from the one before") from error
     if record.get("format") != FORMAT:
         raise SeergateError(f"the checkpoint {path} has format {record.get('format')}; this version reads {FORMAT}")
     return record
@@ -124,16 +116,19 @@ def read_record(path: Path) -> dict[str, Any]:
 def load_checkpoint(path: Path) -> Checkpoint:
     """Inverse of `save_checkpoint`."""
     record = read_record(path)
+    with _damage(path):
+        state = load_file(path / "state.safetensors")
+    random = {name.removeprefix("random."): state.pop(name) for name in list(state) if name.startswith("random.")}
+    return Checkpoint(record["step"], state, record["run"], random, record["progress"])
+
+
+@contextmanager
+def _damage(path: Path) -> Iterator[None]:
+    """Report a file that cannot be read."""
     try:
-        tensors = load_file(path / "state.safetensors")
-    except (OSError, SafetensorError) as error:
+        yield
+    except (OSError, ValueError, SafetensorError) as error:
         raise SeergateError(f"the checkpoint {path} is damaged; delete it to continue from the one before") from error
-
-    def part(prefix: str) -> dict[str, Tensor]:
-        return {name.removeprefix(f"{prefix}."): x for name, x in tensors.items() if name.startswith(f"{prefix}.")}
-
-    state = OptimizerState(part("gates"), {moment: part(moment) for moment in MOMENTS}, record["step"])
-    return Checkpoint(state, record["run"], part("random"), record["progress"])
 
 
 def check_same_run(path: Path, found: Mapping[str, Any], wanted: Mapping[str, Any]) -> None:
@@ -141,8 +136,7 @@ def check_same_run(path: Path, found: Mapping[str, Any], wanted: Mapping[str, An
 
     Args:
         path: the checkpoint.
-        found: what it was made with.
-        wanted: the same of this run.
+        found, wanted: what it was made with, and the same of this run.
     """
     for name in sorted(found.keys() | wanted.keys(), key=lambda name: (name.endswith("_fingerprint"), name)):
         if name in REVISIONS and not COMMIT.fullmatch(str(found.get(name))):

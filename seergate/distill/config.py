@@ -447,11 +447,7 @@ class Parser(argparse.ArgumentParser):
 
 
 def option_parser(**arguments: Any) -> Parser:
-    """The parser of all options; its result holds only what is given.
-
-    Args:
-        **arguments: see `argparse.ArgumentParser`.
-    """
+    """The parser of all options, with the arguments of `argparse.ArgumentParser`; its result holds only what is given."""
     from transformers import HfArgumentParser
 
     class OptionParser(Parser, HfArgumentParser):

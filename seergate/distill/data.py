@@ -101,15 +101,12 @@ class DataReport:
 
 
 class Samples:
-    """The tokens of the samples of a dataset, read from its file when they are asked for.
+    """The tokens of a dataset's samples, read from its file when they are asked for.
 
     Args:
         tokens: as `tokenised` returns them.
         rows: those of its rows that are samples.
-        lengths: tokens of each sample to use.
-
-    Attributes:
-        lengths: int64.
+        lengths: tokens of each sample to use; kept as int64.
     """
 
     def __init__(self, tokens: Dataset, rows: list[int], lengths: list[int]) -> None:

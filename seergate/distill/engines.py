@@ -8,12 +8,12 @@ another number of processes.
 
 from __future__ import annotations
 
+import contextlib
 import importlib.util
 import json
 import os
 import socket
 import time
-from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -32,21 +32,6 @@ BETAS, EPS = (0.9, 0.999), 1e-8
 MOMENTS = ("exp_avg", "exp_avg_sq")
 
 
-@dataclass(frozen=True)
-class OptimizerState:
-    """All that an engine must remember, in full (not sharded), float32 on the CPU.
-
-    Attributes:
-        gates: parameter name -> value.
-        moments: ``"exp_avg"`` and ``"exp_avg_sq"``, each parameter name -> value.
-        step: optimizer steps taken.
-    """
-
-    gates: dict[str, Tensor]
-    moments: dict[str, dict[str, Tensor]]
-    step: int
-
-
 class Engine(Protocol):
     """Interface of the training loop to an engine."""
 
@@ -59,11 +44,13 @@ class Engine(Protocol):
     def update(self, lr: float) -> float:
         """Take the step; returns the gradient's norm before clipping."""
 
-    def state(self) -> OptimizerState:
-        """Collective: every process calls it and gets everything."""
+    def state(self) -> dict[str, Tensor]:
+        """The gates and AdamW's moments, in full (not sharded) and in float32 on the CPU: ``gates.<parameter>``,
+        ``exp_avg.<parameter>``, ``exp_avg_sq.<parameter>``. Every process calls it and gets everything.
+        """
 
-    def load(self, state: OptimizerState) -> None:
-        """Inverse of `state`."""
+    def load(self, state: dict[str, Tensor], step: int) -> None:
+        """Continue from a `state` after so many steps."""
 
 
 def check_engine(config: TrainConfig, world_size: int) -> None:
@@ -104,7 +91,6 @@ class PlainEngine:
         self._config, self._world = config, world
         self._named = dict(bank.named_parameters())
         self._optimizer = make_optimizer(list(self._named.values()), config)
-        self._step = 0
 
     def accumulate(self, loss: Tensor) -> None:
         """Add the gradient of a pack's loss."""
@@ -127,29 +113,23 @@ class PlainEngine:
             group["lr"] = lr
         self._optimizer.step()
         self._optimizer.zero_grad(set_to_none=True)
-        self._step += 1
         return float(norm)
 
-    def state(self) -> OptimizerState:
-        """Everything, in full; collective."""
+    def state(self) -> dict[str, Tensor]:
+        """The gates and AdamW's moments, in full."""
         slots = self._optimizer.state
-        return OptimizerState(
-            {name: _portable(p) for name, p in self._named.items()},
-            {
-                m: {name: _portable(slots[p].get(m, torch.zeros_like(p))) for name, p in self._named.items()}
-                for m in MOMENTS
-            },
-            self._step,
+        return _portable(
+            {f"gates.{name}": p for name, p in self._named.items()}
+            | {f"{m}.{name}": slots[p].get(m, torch.zeros_like(p)) for m in MOMENTS for name, p in self._named.items()}
         )
 
-    def load(self, state: OptimizerState) -> None:
-        """Inverse of `state`."""
-        self._step = state.step
+    def load(self, state: dict[str, Tensor], step: int) -> None:
+        """Continue from a `state` after so many steps."""
         for name, parameter in self._named.items():
-            parameter.data.copy_(state.gates[name])
+            parameter.data.copy_(state[f"gates.{name}"])
             self._optimizer.state[parameter] = {
-                "step": torch.tensor(float(state.step)),
-                **{m: state.moments[m][name].to(parameter.device, copy=True) for m in MOMENTS},
+                "step": torch.tensor(float(step)),
+                **{m: state[f"{m}.{name}"].to(parameter.device, copy=True) for m in MOMENTS},
             }
 
 
@@ -179,7 +159,7 @@ class DeepSpeedEngine:
         self._micro_batches = values["gradient_accumulation_steps"]
         # DeepSpeed divides by all micro-batches, of which some processes may have one without a pack.
         self._scale = values["train_batch_size"] / config.packs_per_step
-        self._pending = self._step = 0
+        self._pending = 0
 
     def accumulate(self, loss: Tensor) -> None:
         """Add the gradient of a pack's loss."""
@@ -201,36 +181,33 @@ class DeepSpeedEngine:
             group["lr"] = lr
         self._engine.step()
         self._pending = 0
-        self._step += 1
         return float(self._engine.get_global_grad_norm())
 
-    def state(self) -> OptimizerState:
-        """Everything, in full; collective."""
+    def state(self) -> dict[str, Tensor]:
+        """The gates and AdamW's moments, in full; collective."""
         from deepspeed.utils import safe_get_full_fp32_param, safe_get_full_optimizer_state
 
-        gates = {name: _portable(safe_get_full_fp32_param(p)) for name, p in self._named.items()}
-        moments = {
-            m: {name: _portable(safe_get_full_optimizer_state(p, m)) for name, p in self._named.items()}
-            for m in MOMENTS
-        }
-        return OptimizerState(gates, moments, self._step)
+        named = self._named.items()
+        return _portable(
+            {f"gates.{name}": safe_get_full_fp32_param(p) for name, p in named}
+            | {f"{m}.{name}": safe_get_full_optimizer_state(p, m) for m in MOMENTS for name, p in named}
+        )
 
-    def load(self, state: OptimizerState) -> None:
-        """Inverse of `state`."""
+    def load(self, state: dict[str, Tensor], step: int) -> None:
+        """Continue from a `state` after so many steps."""
         from deepspeed.utils import safe_set_full_fp32_param, safe_set_full_optimizer_state
 
         # AdamW and DeepSpeed make their state at the first step: here at one that changes nothing.
         for _ in range(self._micro_batches):
             self.skip()
         self.update(lr=0.0)
-        self._step = state.step
         for moments in self._engine.optimizer.optimizer.state.values():
-            moments["step"].fill_(float(state.step))
+            moments["step"].fill_(float(step))
         for name, parameter in self._named.items():
-            parameter.data.copy_(state.gates[name])
-            safe_set_full_fp32_param(parameter, state.gates[name].to(parameter.device))
+            parameter.data.copy_(state[f"gates.{name}"])
+            safe_set_full_fp32_param(parameter, state[f"gates.{name}"].to(parameter.device))
             for m in MOMENTS:
-                safe_set_full_optimizer_state(parameter, state.moments[m][name].to(parameter.device), m)
+                safe_set_full_optimizer_state(parameter, state[f"{m}.{name}"].to(parameter.device), m)
 
 
 def deepspeed_config(config: TrainConfig, world_size: int) -> dict[str, Any]:
@@ -312,7 +289,11 @@ def wait_for_builds() -> None:
     root, told = Path(os.environ.get("TORCH_EXTENSIONS_DIR") or get_default_build_root()), False
     while locks := [lock for lock in root.glob("**/lock") if lock.parent.name in ALL_OPS]:
         for lock in locks:
-            age = time.time() - max((_changed(file) for file in lock.parent.iterdir()), default=0.0)
+            changed = 0.0
+            for file in lock.parent.iterdir():
+                with contextlib.suppress(FileNotFoundError):
+                    changed = max(changed, file.stat().st_mtime)
+            age = time.time() - changed
             if lock.exists() and age > BUILD_SECONDS:
                 raise SeergateError(
                     f"DeepSpeed cannot start: {lock} is there and nothing has changed beside it for {age / 60:.0f} "
@@ -324,13 +305,5 @@ def wait_for_builds() -> None:
         time.sleep(1.0)
 
 
-def _changed(file: Path) -> float:
-    try:
-        return file.stat().st_mtime
-    except FileNotFoundError:
-        return 0.0
-
-
-def _portable(x: Tensor | None) -> Tensor:
-    assert x is not None
-    return x.detach().to("cpu", torch.float32, copy=True)
+def _portable(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+    return {name: x.detach().to("cpu", torch.float32, copy=True) for name, x in tensors.items()}

@@ -56,12 +56,8 @@ NOTES = ("think_added", "no_reasoning", "earlier_reasoning", "unanswered")
 def training_template(tokenizer: PreTrainedTokenizerBase, override: str | None = None) -> str:
     """A chat template that keeps the reasoning of the last assistant turn.
 
-    Tried in turn: ``override``; the tokenizer's own; for the markup of DeepSeek-R1 and for ChatML, those in
+    Tried in turn: the file ``override``; the tokenizer's own; for the markup of DeepSeek-R1 and for ChatML, those in
     ``templates/``. What is returned has been seen to keep the reasoning of a probe conversation, behind one think tag.
-
-    Args:
-        tokenizer: of the frozen model.
-        override: path of a `.jinja` file.
     """
     if override is not None:
         try:

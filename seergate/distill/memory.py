@@ -82,8 +82,7 @@ def estimate_memory(
     """The bytes of a run.
 
     Args:
-        model: the frozen model, without weights.
-        bank: its gates, likewise.
+        model, bank: the frozen model and its gates, without weights.
         config: the run.
         device: what each process computes on.
         processes: how many share the optimizer's state under DeepSpeed, and a sharded frozen model.
@@ -128,11 +127,8 @@ def estimate_memory(
 def decide_sharding(
     model: PreTrainedModel, bank: GateBank, config: TrainConfig, device: torch.device, processes: int, room: int
 ) -> TrainConfig:
-    """The run with ``shard_base`` decided where it is left open: if a copy for each process does not fit.
-
-    Args:
-        model, bank, config, device, processes: see `estimate_memory`.
-        room: bytes for each process.
+    """The run with ``shard_base`` decided where it is left open: true if a copy does not fit in ``room`` bytes for each
+    process. The other arguments are those of `estimate_memory`.
     """
     if config.shard_base is not None:
         return config
@@ -151,13 +147,8 @@ def capacity(device: torch.device, processes: int) -> int:
 
 
 def overhead(device: torch.device, memory: int) -> int:
-    """Bytes that are not for tensors: on a processor Python and its libraries, on a GPU an assumption.
-
-    The most that this process has held so far is little more than the libraries that training uses.
-
-    Args:
-        device: what the process computes on.
-        memory: bytes of the device.
+    """Bytes that are not for tensors, of a device's memory: on a GPU an assumption, on a processor Python and its
+    libraries. The most that this process has held so far is little more than the libraries that training uses.
     """
     if device.type != "cpu":
         return CONTEXT_BYTES + int(FRAGMENTS * memory)

@@ -76,13 +76,7 @@ def loss_pairs(length: int, block_size: int, row_start: float) -> float:
 
 
 def pack_flop(model: PreTrainedModel, bank: GateBank, config: TrainConfig, samples: list[int]) -> float:
-    """Floating-point operations of a pack's matrix products, from shapes alone.
-
-    Args:
-        model, bank: the frozen model and its gates, without weights.
-        config: the run.
-        samples: lengths of the pack's samples.
-    """
+    """Floating-point operations of a pack's matrix products, from shapes and the lengths of its samples alone."""
     geometry = bank.geometry
     layers: Any = decoder_of(model).layers
     weights = sum(int(m.weight.numel()) for m in layers.modules() if isinstance(m, nn.Linear))
@@ -98,13 +92,7 @@ def pack_flop(model: PreTrainedModel, bank: GateBank, config: TrainConfig, sampl
 
 
 def measure_speed(model: PreTrainedModel, config: TrainConfig, device: torch.device) -> Speed:
-    """Time one layer of a model's geometry.
-
-    Args:
-        model: the model, without weights.
-        config: the run.
-        device: to measure on.
-    """
+    """Time one layer of a model's geometry; of ``model``, which may be without weights, the configuration is read."""
     with torch.random.fork_rng(devices=[]):
         layer = _one_layer(model.config, base_dtype(config, device), device)
         bank = GateBank.for_model(layer, gate_config(config, layer)).to(device)

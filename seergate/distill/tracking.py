@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib
 import importlib.util
 import zlib
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -15,19 +15,6 @@ from seergate.errors import SeergateError
 
 if TYPE_CHECKING:
     from PIL.Image import Image
-
-
-class Tracker(Protocol):
-    """A place that keeps what it is given by step."""
-
-    def numbers(self, values: dict[str, float], step: int) -> None:
-        """Keep numbers, by name."""
-
-    def picture(self, name: str, image: Image, step: int) -> None:
-        """Keep a picture."""
-
-    def close(self) -> None:
-        """The run is over."""
 
 
 class TensorBoard:
@@ -54,11 +41,8 @@ class TensorBoard:
 
 
 class WandbLike:
-    """A service with the interface of Weights & Biases, which Trackio has too; a run that continues appends.
-
-    Args:
-        service: the name of its Python package.
-        config: the run, by whose directory the service knows it again.
+    """A service with the interface of Weights & Biases, which Trackio has too. It knows a run that continues by its
+    directory, and appends.
     """
 
     def __init__(self, service: str, config: TrainConfig) -> None:
@@ -90,15 +74,10 @@ def check_trackers(config: TrainConfig) -> None:
 
 
 class Tracking(Callback):
-    """Gives every step and evaluation to the trackers that ``config.report_to`` names.
-
-    Args:
-        config: the run.
-        first_step: the first that will be taken, from 1.
-    """
+    """Gives every step and evaluation, from the run's ``first_step`` on, to what ``config.report_to`` names."""
 
     def __init__(self, config: TrainConfig, first_step: int) -> None:
-        self._trackers: list[Tracker] = [
+        self._trackers: list[TensorBoard | WandbLike] = [
             TensorBoard(config, first_step) if name == "tensorboard" else WandbLike(name, config)
             for name in config.report_to
             if name != "none"
@@ -125,13 +104,7 @@ class Tracking(Callback):
 
 
 def heat_map(shares: np.ndarray, layers: tuple[int, ...], title: str) -> Image:
-    """A table of shares as a picture, shaded from the smallest to the largest: layers downwards, KV heads across.
-
-    Args:
-        shares: ``[layers, KV heads]`` in 0..1.
-        layers: their numbers in the model.
-        title: written above.
-    """
+    """A table of shares ``[layers, KV heads]`` in 0..1 as a picture, shaded from the smallest to the largest."""
     from PIL import Image, ImageDraw
 
     left, top, wide, high = 60, 36, 34, 16

@@ -499,10 +499,10 @@ class _Run:
         with self.world.fail_together():
             checkpoint = load_checkpoint(newest)
             check_same_run(newest, checkpoint.run, json.loads(json.dumps(self.identity)))
-        self.engine.load(checkpoint.optimizer)
+        self.engine.load(checkpoint.state, checkpoint.step)
         set_random_states(checkpoint.random)
         self.progress = _Progress(**checkpoint.progress)
-        return checkpoint.optimizer.step
+        return checkpoint.step
 
     def _open_callbacks(self, done: int) -> None:
         if not self.world.is_main:
@@ -636,8 +636,7 @@ class _Run:
         state = self.engine.state()  # every process takes part
         with self.world.fail_together():
             if self.world.is_main:
-                progress = vars(self.progress).copy()
-                checkpoint = Checkpoint(state, self.identity, random_states(), progress)
+                checkpoint = Checkpoint(done, state, self.identity, random_states(), vars(self.progress).copy())
                 save_checkpoint(self.dir / "checkpoints", checkpoint, self.config.save_total_limit)
 
     def _export(self, directory: Path) -> None:
