@@ -27,11 +27,11 @@ class ProgressBar:
             )
             self._bar.start()
 
-    def add(self, description: str, total: int, done: int = 0) -> Any:
+    def add(self, description: str, total: int, done: int = 0) -> object:
         """Begin a task; returns its handle."""
         return self._bar.add_task(description, total=total, completed=done, note="") if self.shown else None
 
-    def update(self, task: Any, done: int, note: str) -> None:
+    def update(self, task: object, done: int, note: str) -> None:
         """Show how far a task is, and a note beside it."""
         if self.shown:
             self._bar.update(task, completed=done, note=note)

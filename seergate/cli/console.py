@@ -43,7 +43,8 @@ class EvalProgress:
     def __init__(self, settings: int) -> None:
         self.settings, self.started, self.label = settings, 0, ""
         self.began, self.said = time.monotonic(), -math.inf
-        self.bar, self.task = ProgressBar(), None
+        self.bar = ProgressBar()
+        self.task: object = None
         self.notes = notes(self.bar.say)
 
     def __enter__(self) -> EvalProgress:

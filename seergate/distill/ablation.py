@@ -90,10 +90,7 @@ def load_study(name: str) -> Study:
 def variant_configs(study: Study, model: str | None, options: Mapping[str, Any]) -> dict[str, TrainConfig]:
     """The run of every variant, checked: what is wrong with the last one is found before the first one trains.
 
-    Args:
-        study: what varies.
-        model: preset, directory or Hub id.
-        options: training options of the user; ``output_dir`` is the study's directory.
+    In the user's ``options``, ``output_dir`` is the study's directory.
     """
     common = {"recipe": "paper", **study.options, **options}
     root = common.pop("output_dir", None)
@@ -168,7 +165,7 @@ def compare(names: Sequence[str], options: Mapping[str, Any]) -> str:
     """Run studies, leave the table of each as ``ablation.md`` in its directory, and return all tables.
 
     Args:
-        names: of shipped studies, or files of one's own; ``["all"]``.
+        names: shipped studies, or files of one's own; or ``["all"]``.
         options: training options of the user.
     """
     chosen = prepared(names, options)
@@ -192,14 +189,8 @@ def prepared(names: Sequence[str], options: Mapping[str, Any]) -> list[tuple[Stu
 def table(study: Study, outcomes: list[Outcome]) -> str:
     """The outcomes as Markdown."""
     budgets = sorted({budget for outcome in outcomes for budget in outcome.recall})
-    heads = [
-        "variant",
-        "parameters",
-        "tokens",
-        "held-out KL",
-        *(f"recall at {budget:,}" for budget in budgets),
-        "s/step",
-    ]
+    recalls = [f"recall at {budget:,}" for budget in budgets]
+    heads = ["variant", "parameters", "tokens", "held-out KL", *recalls, "s/step"]
     rows = [
         [
             outcome.variant,

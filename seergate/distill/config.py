@@ -447,7 +447,7 @@ class Parser(argparse.ArgumentParser):
 
 
 def option_parser(**arguments: Any) -> Parser:
-    """The parser of all options, with the arguments of `argparse.ArgumentParser`; its result holds only what is given."""
+    """The parser of all options, whose result holds only what is given; arguments of `argparse.ArgumentParser`."""
     from transformers import HfArgumentParser
 
     class OptionParser(Parser, HfArgumentParser):

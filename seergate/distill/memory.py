@@ -127,8 +127,8 @@ def estimate_memory(
 def decide_sharding(
     model: PreTrainedModel, bank: GateBank, config: TrainConfig, device: torch.device, processes: int, room: int
 ) -> TrainConfig:
-    """The run with ``shard_base`` decided where it is left open: true if a copy does not fit in ``room`` bytes for each
-    process. The other arguments are those of `estimate_memory`.
+    """The run with ``shard_base`` decided where it is left open: true if a copy for each process, with ``room`` bytes,
+    does not fit. The other arguments are those of `estimate_memory`.
     """
     if config.shard_base is not None:
         return config

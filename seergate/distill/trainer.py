@@ -124,7 +124,7 @@ def run_distillation(config: TrainConfig, callbacks: Iterable[Callback] = ()) ->
 
 
 def prepare_run(config: TrainConfig) -> DataReport:
-    """What a run does before it needs a GPU: look up commits, download model and data, tokenise and pack.
+    """Look up commits, download model and data, tokenise and pack: what a run does before it needs a GPU.
 
     The run itself then finds all of it, offline too, on every machine that shares the Hub's cache, ``token_cache`` and
     ``output_dir``. A run that has begun there goes on as before.
@@ -211,11 +211,11 @@ def run_together(runs: Mapping[str, tuple[TrainConfig, Iterable[Callback]]]) -> 
 
 
 def _train(runs: list[_Run], requested: set[int]) -> None:
-    """Train the runs to their ends, in step: those that learn from the same packs share the frozen model's work.
+    """Train all runs step by step. Runs that learn from the same packs share the frozen model's forward.
 
     Args:
-        runs: what trains.
-        requested: numbers of the signals that ask the run to end, as they come.
+        runs: the runs, each of which may begin and end at another step.
+        requested: numbers of the signals that ask the process to end, as they come.
     """
     world = runs[0].world
     for step in range(min(run.done for run in runs), max(run.config.max_steps for run in runs)):
@@ -255,13 +255,13 @@ def _sharing(runs: list[_Run]) -> list[list[_Run]]:
 def _distill(
     runs: list[_Run], packs: list[list[int]], first_number: int, *, held_out: bool = False
 ) -> dict[_Run, list[PackOutput]]:
-    """Run this process's share of packs through the frozen model, once for all runs, and add up their gradients.
+    """Run this process's share of the packs through the frozen model, once for all runs, and add up their gradients.
 
     Args:
-        runs: that learn from these packs.
-        packs: the samples of each, over all processes.
-        first_number: number of the first pack, which chooses its rows where not all of them count.
-        held_out: evaluate instead, without gradients.
+        runs: the runs that learn from these packs.
+        packs: the samples of each pack, over all processes.
+        first_number: number of the first pack; with a row stride it decides which rows count.
+        held_out: evaluate, without gradients.
     """
     world, base = runs[0].world, runs[0].base
     outputs: dict[_Run, list[PackOutput]] = {run: [] for run in runs}
@@ -284,7 +284,7 @@ def _distill(
 
 
 class PackOutput(NamedTuple):
-    """What the gates made of a pack, and the pack's tokens."""
+    """Loss and statistics of one run on a pack, and the pack's number of tokens."""
 
     output: DistillOutput
     tokens: int
@@ -292,7 +292,7 @@ class PackOutput(NamedTuple):
 
 @dataclass
 class _Progress:
-    """State of the training loop besides the engine's."""
+    """State of a run that is saved in checkpoints beside gates, moments and random states."""
 
     tokens: int = 0
     best_kl: float | None = None
@@ -323,7 +323,7 @@ class Averages:
 
     @classmethod
     def over(cls, run: _Run, outputs: list[PackOutput], packs: int, stop: bool = False) -> Averages:
-        """From this process's outputs, of ``packs`` over all processes: one sum of one vector, in float64."""
+        """Average over ``packs``, of which this process has these outputs: one all-reduce of one float64 vector."""
         layers, heads, budgets = len(run.bank), run.bank.geometry.num_kv_heads, run.config.recall_budgets
         numbers = 4 + layers * (1 + len(budgets) * heads)
         sums = torch.zeros(numbers, dtype=torch.float64, device=run.world.device)
@@ -360,15 +360,25 @@ class _Run:
         self.progress = _Progress()
 
     def begin(self) -> None:
-        """Find out whether the run can be made, before long work."""
-        with self.world.fail_together():
-            check_engine(self.config, self.world.size)
+        """Refuse a run that cannot be made, or contradicts the checkpoint that it would continue, before long work."""
+        world, root = self.world, self.dir / "checkpoints"
+        with world.fail_together():
+            check_engine(self.config, world.size)
             check_trackers(self.config)
         self.check()
-        self._look_for_checkpoint()
+        with world.fail_together():
+            if world.is_main:
+                clear_drafts(root)
+        newest = newest_checkpoint(root) if self.config.resume else None
+        world.must_agree(
+            str(newest and newest.name),
+            f"the processes see different checkpoints in {root}; output_dir must be on a file system that all share",
+        )
+        with world.fail_together():
+            self.check_checkpoint()
 
     def prepare(self, base: PreTrainedModel | None, divided: bool, headless: bool) -> PreTrainedModel:
-        """All else that comes before the first step; returns the frozen model, which is loaded if it is not given."""
+        """Make gates and engine, resume, open the listeners; returns the frozen model, loaded if it is not given."""
         self.divided = divided
         config, world = self.config, self.world
         with world.fail_together():
@@ -397,7 +407,7 @@ class _Run:
         return base
 
     def check(self) -> None:
-        """Find out what the run reads, and whether it can, before long work."""
+        """Look up commits and check the model."""
         world = self.world
         with world.fail_together():
             if self.dir.exists() and not self.dir.is_dir():
@@ -441,9 +451,7 @@ class _Run:
         shutil.rmtree(offload_folder(self.config, self.world), ignore_errors=True)
 
     def divides(self) -> bool:
-        """True if the processes would divide the frozen model among themselves for this run's gates alone; those of
-        other runs that share it are not counted.
-        """
+        """True if the frozen model has to be divided among the processes for the gates of this run alone."""
         bare = skeleton(frozen_config(self.model_path, self.config))
         bank = GateBank.for_model(bare, gate_config(self.config, bare))
         device, size = self.world.device, self.world.size
@@ -452,22 +460,8 @@ class _Run:
         return bool(decide_sharding(bare, bank, self.config, device, size, room).shard_base)
 
     def order_of_packs(self) -> tuple[str, int, int]:
-        """Parameters that decide the samples of each pack; the same in all processes."""
+        """What decides the samples of each pack."""
         return self.data.fingerprint, self.config.max_length, self.config.packs_per_step
-
-    def _look_for_checkpoint(self) -> None:
-        """Refuse a run that contradicts the checkpoint it would continue, before long work."""
-        root = self.dir / "checkpoints"
-        with self.world.fail_together():
-            if self.world.is_main:
-                clear_drafts(root)
-        newest = newest_checkpoint(root) if self.config.resume else None
-        self.world.must_agree(
-            str(newest and newest.name),
-            f"the processes see different checkpoints in {root}; output_dir must be on a file system that all share",
-        )
-        with self.world.fail_together():
-            self.check_checkpoint()
 
     def check_checkpoint(self) -> None:
         """Refuse a run that contradicts the newest checkpoint of its directory, which it would continue."""
@@ -480,7 +474,7 @@ class _Run:
             check_same_run(newest, found, {**self._shaping(), **{name: found.get(name) for name in later}})
 
     def _shaping(self) -> dict[str, Any]:
-        """Facts that affect the result besides the data."""
+        """What shapes the result besides the data; a checkpoint is continued with the same only."""
         scale = {"loss_scale": PUBLISHED_SCALE} if self.config.reduction == "published" else {}
         seen = {"model_fingerprint": self.model.fingerprint, "init_gates_fingerprint": self._gates_fingerprint()}
         return {**self.config.result_shaping(), **scale, **seen}
@@ -545,7 +539,7 @@ class _Run:
 
     @contextmanager
     def own_random(self) -> Iterator[None]:
-        """Draw from the run's own random states, whatever the runs beside it have drawn."""
+        """Restore the run's random states, and keep what follows them: other runs draw in between."""
         set_random_states(self.random)
         yield
         self.random = random_states()
@@ -566,12 +560,12 @@ class _Run:
 
         Args:
             step: its number, from 0.
-            outputs: of this process's packs.
-            started: when the step began.
+            outputs: those of this process's packs.
+            started: `time.monotonic` at the beginning of the step.
             stop: whether this process was asked to end.
 
         Returns:
-            Whether any process was.
+            Whether any process was asked to end.
         """
         config, progress = self.config, self.progress
         means = Averages.over(self, outputs, config.packs_per_step, stop)
@@ -613,7 +607,7 @@ class _Run:
         return bool(self.data.held_out and every and (done == self.config.max_steps or done % every == 0))
 
     def evaluated(self, step: int, outputs: list[PackOutput]) -> None:
-        """Report an evaluation of which these are this process's packs; the best gates so far are kept."""
+        """Report an evaluation, given the outputs of this process's packs, and export the best gates so far."""
         numbers = 3 + 2 * len(self.config.recall_budgets)
         far = torch.zeros(len(self.bank), numbers, dtype=torch.float64, device=self.world.device)
         for output, _ in outputs:
@@ -675,7 +669,7 @@ class _Run:
 
 
 def without_kernel(bank: GateBank, config: TrainConfig) -> str | None:
-    """What a loss costs that has no kernel for GPUs; ``None`` for one that has."""
+    """A warning about a loss that has no kernel for GPUs, with its cost; ``None`` if it has one."""
     if is_retention(config.scorer):
         return None
     geometry, gate = bank.geometry, bank.gate(bank.geometry.layers[0])
@@ -693,7 +687,7 @@ def without_kernel(bank: GateBank, config: TrainConfig) -> str | None:
 
 @contextmanager
 def _stop_requests() -> Iterator[set[int]]:
-    """The numbers of those of `STOP_SIGNALS` that this process has received meanwhile."""
+    """The numbers of the `STOP_SIGNALS` that this process receives meanwhile."""
     received: set[int] = set()
     if threading.current_thread() is not threading.main_thread():  # no other may set handlers
         yield received
