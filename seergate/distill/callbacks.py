@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import sys
 from dataclasses import dataclass
-from typing import Protocol
 
 import numpy as np
 import torch
@@ -153,7 +152,7 @@ class EvalLog:
         return values
 
 
-class Callback(Protocol):
+class Callback:
     """Listens to a run; only the main process has any. A subclass defines what it needs."""
 
     def on_message(self, text: str) -> None:

@@ -285,8 +285,8 @@ class TrainConfig(RunOptions, RecipeOptions, DataOptions, GateOptions, ModelOpti
         self.gates(128)
         rows = self.block_size, self.sink_blocks, self.row_stride
         check_recipe(self.scorer, self.target, self.reduction, self.target_budget, *rows)
-        for names, holds, rule in _RULES:
-            for name in names.split():
+        for options, holds, rule in _RULES:
+            for name in options.split():
                 self._must(name, getattr(self, name) is None or bool(holds(getattr(self, name))), rule)
         fresh = self.init_gates is None and self.scorer == "attn_gate"
         self._must("init", fresh or self.init == "random", "random with init_gates or a scorer other than attn_gate")
