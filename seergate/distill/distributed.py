@@ -108,6 +108,12 @@ class DistributedState:
         result: T = made[0]
         return result
 
+    def on_main(self, run: Callable[[], object]) -> None:
+        """Run a function in the main process; if it fails, all do."""
+        with self.fail_together():
+            if self.is_main:
+                run()
+
     def in_turn(self, make: Callable[[], T]) -> T:
         """Run ``make`` in every process: the main one first, then one of every other machine, then the rest.
 

@@ -366,9 +366,7 @@ class _Run:
             check_engine(self.config, world.size)
             check_trackers(self.config)
         self.check()
-        with world.fail_together():
-            if world.is_main:
-                clear_drafts(root)
+        world.on_main(lambda: clear_drafts(root))
         newest = newest_checkpoint(root) if self.config.resume else None
         world.must_agree(
             str(newest and newest.name),
@@ -381,9 +379,7 @@ class _Run:
         """Make gates and engine, resume, open the listeners; returns the frozen model, loaded if it is not given."""
         self.divided = divided
         config, world = self.config, self.world
-        with world.fail_together():
-            if world.is_main:
-                config.save(self.dir / "train_config.yaml")
+        world.on_main(lambda: config.save(self.dir / "train_config.yaml"))
         if base is None:
             world.in_turn(lambda: download_weights(self.model_path, config.revision))
         self.identity = {**self._shaping(), "data_fingerprint": self.data.fingerprint}
@@ -403,7 +399,7 @@ class _Run:
         self.done = self._resume()
         self.random = random_states()
         with world.fail_together():
-            self._open_callbacks(self.done)
+            self._open_callbacks()
         return base
 
     def check(self) -> None:
@@ -433,10 +429,8 @@ class _Run:
         world.must_agree(
             self.data.fingerprint, "the processes see different data; data must be the same on every machine"
         )
-        with world.fail_together():
-            if world.is_main:
-                self.dir.mkdir(parents=True, exist_ok=True)
-                (self.dir / "data.json").write_text(json.dumps(self.data.report.to_dict(), indent=1))
+        report = json.dumps(self.data.report.to_dict(), indent=1)
+        world.on_main(lambda: (self.dir / "data.json").write_text(report))
 
     def finish(self) -> None:
         """Write the adapter, and upload it if asked to."""
@@ -484,9 +478,9 @@ class _Run:
 
     def _resume(self) -> int:
         root = self.dir / "checkpoints"
-        with self.world.fail_together():
-            if self.world.is_main and not self.config.resume:
-                remove_checkpoints(root)  # only now: had this run been refused, they would still be of use
+        # Old checkpoints go only now: had this run been refused, they would still be of use.
+        clear = clear_drafts if self.config.resume else remove_checkpoints
+        self.world.on_main(lambda: clear(root))
         newest = newest_checkpoint(root)
         if newest is None:
             return 0
@@ -498,44 +492,48 @@ class _Run:
         self.progress = _Progress(**checkpoint.progress)
         return checkpoint.step
 
-    def _open_callbacks(self, done: int) -> None:
+    def _open_callbacks(self) -> None:
         if not self.world.is_main:
             return
         config = self.config
-        self.callbacks += [
-            Console(config.max_steps, done, config.logging_steps, self.name, self.talks),
-            Tracking(config, done + 1),
-        ]
-        parameters = sum(p.numel() for p in self.bank.parameters())
-        processes = "" if self.world.size == 1 else f" in {self.world.size} processes"
-        engine = "DeepSpeed ZeRO" if config.deepspeed else "PyTorch"
-        self._say(self.data.report.summary())
-        if uneven := config.uneven(self.world.size):
-            self._say(uneven)
+        console = Console(config.max_steps, self.done, config.logging_steps, self.name, self.talks)
+        self.callbacks += [console, Tracking(config, self.done + 1)]
+        for text in self._introduction():
+            self._say(text)
+
+    def _introduction(self) -> Iterator[str]:
+        """What is said of a run before its first step."""
+        config, world = self.config, self.world
+        yield self.data.report.summary()
+        if uneven := config.uneven(world.size):
+            yield uneven
         if self.divided:
-            self._say(f"the frozen model is divided among {self.world.size} processes")
+            yield f"the frozen model is divided among {world.size} processes"
         if self.model.why_one_sample:
-            self._say(f"a pack holds one sample: {self.model.why_one_sample}")
-        self._say(
+            yield f"a pack holds one sample: {self.model.why_one_sample}"
+        parameters = sum(p.numel() for p in self.bank.parameters())
+        engine = "DeepSpeed ZeRO" if config.deepspeed else "PyTorch"
+        processes = "" if world.size == 1 else f" in {world.size} processes"
+        yield (
             f"gates: {len(self.bank)} layers, {parameters:,} parameters, for {config.model}; {engine} on "
-            f"{self.world.device.type}{processes}"
+            f"{world.device.type}{processes}"
         )
         seen = config.max_steps * config.packs_per_step * config.max_length * self.data.report.efficiency
         if seen < RECIPE_TOKENS / 100:
-            self._say(
+            yield (
                 f"this run sees {seen / 1e6:,.2f} M tokens, less than a hundredth of the paper's "
                 f"{RECIPE_TOKENS / 1e6:,.0f} M: gates for natural text learn little from so few but to read the first "
                 "and the newest tokens"
             )
-        if self.world.device.type == "cuda" and (slow := without_kernel(self.bank, config)):
-            self._say(slow)
+        if world.device.type == "cuda" and (slow := without_kernel(self.bank, config)):
+            yield slow
         if config.eval_steps and config.eval_packs and not self.data.held_out:
-            self._say(
+            yield (
                 f"no evaluations and no best/: of {len(self.data.train)} packs none is held out, as that is for a "
                 "tenth of them at most"
             )
-        if done:
-            self._say(f"continuing after step {done} of {config.max_steps}")
+        if self.done:
+            yield f"continuing after step {self.done} of {config.max_steps}"
 
     @contextmanager
     def own_random(self) -> Iterator[None]:
@@ -628,10 +626,9 @@ class _Run:
         if not (stop or done == self.config.max_steps or (every and done % every == 0)):
             return
         state = self.engine.state()  # every process takes part
-        with self.world.fail_together():
-            if self.world.is_main:
-                checkpoint = Checkpoint(done, state, self.identity, random_states(), vars(self.progress).copy())
-                save_checkpoint(self.dir / "checkpoints", checkpoint, self.config.save_total_limit)
+        checkpoint = Checkpoint(done, state, self.identity, random_states(), vars(self.progress).copy())
+        root, keep = self.dir / "checkpoints", self.config.save_total_limit
+        self.world.on_main(lambda: save_checkpoint(root, checkpoint, keep))
 
     def _export(self, directory: Path) -> None:
         """Write the adapter, in the frozen model's precision."""
