@@ -131,12 +131,19 @@ def run_studies(chosen: Sequence[tuple[Study, Mapping[str, TrainConfig]]]) -> li
     for study, variants in chosen:
         configs.append(_pinned(variants))
         for variant, config in configs[-1].items():
-            if _read(config) is None:
+            if _outcome(variant, config) is None:
                 name = variant if len(chosen) == 1 else f"{study.name}, {variant}"
                 missing.setdefault(tuple(getattr(config, option) for option in FROZEN), {})[name] = config
     for runs in missing.values():
         run_together({name: (config, [_Watch(config)]) for name, config in runs.items()})
-    return [[_outcome(variant, config) for variant, config in each.items()] for each in configs]
+    outcomes: list[list[Outcome]] = []
+    for each in configs:
+        outcomes.append([])
+        for variant, config in each.items():
+            if (outcome := _outcome(variant, config)) is None:
+                raise SeergateError(f"{config.run_dir} holds no evaluation; delete it to train the variant again")
+            outcomes[-1].append(outcome)
+    return outcomes
 
 
 def _pinned(configs: Mapping[str, TrainConfig]) -> dict[str, TrainConfig]:
@@ -152,13 +159,6 @@ def _pinned(configs: Mapping[str, TrainConfig]) -> dict[str, TrainConfig]:
         commits.keep(entries, asked.run_dir.parent)
         pinned[variant] = replace(config, resume=asked.resume)
     return pinned
-
-
-def _outcome(variant: str, config: TrainConfig) -> Outcome:
-    done = _read(config)
-    if done is None:
-        raise SeergateError(f"{config.run_dir} holds no evaluation; delete it to train the variant again")
-    return Outcome(variant, **done)
 
 
 def compare(names: Sequence[str], options: Mapping[str, Any]) -> str:
@@ -223,20 +223,18 @@ class _Watch(Callback):
         self._config, self._seconds = config, [0.0]
 
     def on_step(self, log: StepLog) -> None:
-        """Keep how long it took."""
         self._seconds.append(log.seconds)
 
     def on_eval(self, log: EvalLog) -> None:
-        """Write the last evaluation, the result, to the disk before the run is over."""
         if log.step < self._config.max_steps:
-            return
+            return  # the last evaluation is the result, and on the disk before the run is over
         steps = sorted(self._seconds[1:]) or [0.0]
         outcome = {"kl": log.kl, "recall": log.mean_recall(), "seconds": steps[len(steps) // 2]}
         with replacing(self._config.run_dir / RESULT) as draft:
             draft.write_text(json.dumps({"config": self._config.to_dict(), "outcome": outcome}))
 
 
-def _read(config: TrainConfig) -> dict[str, Any] | None:
+def _outcome(variant: str, config: TrainConfig) -> Outcome | None:
     """The outcome of a variant that is trained to the end with these very options."""
     from safetensors import safe_open
 
@@ -249,5 +247,5 @@ def _read(config: TrainConfig) -> dict[str, Any] | None:
         return None
     if {**LEGACY_DEFAULTS, **found["config"]} != {**LEGACY_DEFAULTS, **json.loads(json.dumps(config.to_dict()))}:
         return None
-    recall = {int(budget): share for budget, share in found["outcome"]["recall"].items()}
-    return {**found["outcome"], "recall": recall, "parameters": parameters, "tokens": tokens}
+    kl, shares, seconds = (found["outcome"][name] for name in ("kl", "recall", "seconds"))
+    return Outcome(variant, parameters, tokens, kl, {int(budget): share for budget, share in shares.items()}, seconds)

@@ -186,11 +186,9 @@ class Console(Callback):
         self._task = self._bar.add("distilling", steps, done)
 
     def on_message(self, text: str) -> None:
-        """A line of text for people."""
         self._bar.say(f"{self._prefix}{text}")
 
     def on_step(self, log: StepLog) -> None:
-        """An optimizer step has been taken."""
         recall = "".join(f"  recall@{b} {sum(v) / len(v):.3f}" for b, v in list(log.recall.items())[:1])
         note = f"KL {log.kl:.4f}{recall}  {log.tokens_per_second:,.0f} tokens/s"
         self._seconds, self._measured = self._seconds + log.seconds, self._measured + 1
@@ -201,7 +199,6 @@ class Console(Callback):
             self.on_message(f"step {log.step}/{self._steps}  {note}  lr {log.learning_rate:.2e}  {left} left")
 
     def on_eval(self, log: EvalLog) -> None:
-        """The held-out packs have been evaluated."""
         recall = "".join(f"  recall@{budget} {value:.3f}" for budget, value in log.mean_recall().items())
         worst = ", ".join(f"{layer} ({kl:.4f})" for layer, kl in log.worst_layers().items())
         self.on_message(f"held out, step {log.step}: KL {log.kl:.4f}{recall}  worst layers {worst}")
@@ -209,7 +206,6 @@ class Console(Callback):
             self.on_message(line)
 
     def close(self) -> None:
-        """The run is over."""
         self._bar.close()
 
 

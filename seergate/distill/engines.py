@@ -1,9 +1,9 @@
 """Ways to take an optimizer step on the same gates: one process, several with averaged gradients, DeepSpeed ZeRO-2.
 
 All compute the same update: the gradient is the mean over the packs of the global batch, clipped by its global norm,
-and AdamW runs in float32. No engine sees the frozen model: losses come computed. An engine's state is the
-same three tensors per parameter whichever it is, so that a checkpoint of one can be continued by another, or by
-another number of processes.
+and AdamW runs in float32. An engine is given losses and never sees the frozen model. Its state is the same three
+tensors per parameter whichever it is, so that a checkpoint of one can be continued by another, or by another number of
+processes.
 """
 
 from __future__ import annotations
@@ -14,8 +14,9 @@ import json
 import os
 import socket
 import time
+from abc import ABC, abstractmethod
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -32,23 +33,28 @@ BETAS, EPS = (0.9, 0.999), 1e-8
 MOMENTS = ("exp_avg", "exp_avg_sq")
 
 
-class Engine(Protocol):
+class Engine(ABC):
     """Interface of the training loop to an engine."""
 
+    @abstractmethod
     def accumulate(self, loss: Tensor) -> None:
         """Add the gradient of a pack's loss."""
 
+    @abstractmethod
     def skip(self) -> None:
         """Go without the last pack of a step, which other processes have and this one does not."""
 
+    @abstractmethod
     def update(self, lr: float) -> float:
         """Take the step; returns the gradient's norm before clipping."""
 
+    @abstractmethod
     def state(self) -> dict[str, Tensor]:
         """The gates and AdamW's moments, in full (not sharded) and in float32 on the CPU: ``gates.<parameter>``,
         ``exp_avg.<parameter>``, ``exp_avg_sq.<parameter>``. Every process calls it and gets everything.
         """
 
+    @abstractmethod
     def load(self, state: dict[str, Tensor], step: int) -> None:
         """Continue from a `state` after so many steps."""
 
@@ -84,7 +90,7 @@ def make_optimizer(parameters: list[nn.Parameter], config: TrainConfig) -> torch
     )
 
 
-class PlainEngine:
+class PlainEngine(Engine):
     """PyTorch alone; with several processes, gradients are summed in one all-reduce per step."""
 
     def __init__(self, bank: GateBank, config: TrainConfig, world: DistributedState) -> None:
@@ -93,14 +99,12 @@ class PlainEngine:
         self._optimizer = make_optimizer(list(self._named.values()), config)
 
     def accumulate(self, loss: Tensor) -> None:
-        """Add the gradient of a pack's loss."""
         (loss / self._config.packs_per_step).backward()
 
     def skip(self) -> None:
-        """Do nothing: processes meet in `update` only."""
+        pass  # processes meet in `update` only
 
     def update(self, lr: float) -> float:
-        """Take the step; returns the gradient's norm before clipping."""
         gradients = [torch.zeros_like(p) if p.grad is None else p.grad for p in self._named.values()]
         if self._world.size > 1:
             flat = self._world.sum(torch.cat([g.reshape(-1) for g in gradients]))
@@ -116,7 +120,6 @@ class PlainEngine:
         return float(norm)
 
     def state(self) -> dict[str, Tensor]:
-        """The gates and AdamW's moments, in full."""
         slots = self._optimizer.state
         return _portable(
             {f"gates.{name}": p for name, p in self._named.items()}
@@ -124,7 +127,6 @@ class PlainEngine:
         )
 
     def load(self, state: dict[str, Tensor], step: int) -> None:
-        """Continue from a `state` after so many steps."""
         for name, parameter in self._named.items():
             parameter.data.copy_(state[f"gates.{name}"])
             self._optimizer.state[parameter] = {
@@ -144,7 +146,7 @@ class _GateModule(nn.Module):
         return loss
 
 
-class DeepSpeedEngine:
+class DeepSpeedEngine(Engine):
     """DeepSpeed ZeRO stage 1 or 2 over the gates."""
 
     def __init__(self, bank: GateBank, config: TrainConfig, world: DistributedState) -> None:
@@ -162,21 +164,19 @@ class DeepSpeedEngine:
         self._pending = 0
 
     def accumulate(self, loss: Tensor) -> None:
-        """Add the gradient of a pack's loss."""
         self._engine.backward(self._engine(loss) * self._scale)  # divides by the number of micro-batches
         self._pending += 1
         if self._pending < self._micro_batches:
             self._engine.step()  # only counts; the last micro-batch's step is `update`
 
     def skip(self) -> None:
-        """Add zeros: DeepSpeed sums at each micro-batch, for which all processes have to be there."""
-        # By the same function as a pack's gradients, as DeepSpeed sums in the order in which they come.
+        # Zeros: DeepSpeed sums at each micro-batch, and all processes have to be there. By the function of a pack's
+        # gradients, as they are summed in the order in which they come.
         parameters = [p for p in self._named.values() if p.requires_grad]
         zeros = [torch.zeros_like(p) for p in parameters]
         self.accumulate(StoredGradients.apply(zeros[0].new_zeros(()), len(zeros), *zeros, *parameters))
 
     def update(self, lr: float) -> float:
-        """Take the step; returns the gradient's norm before clipping."""
         for group in self._engine.optimizer.param_groups:
             group["lr"] = lr
         self._engine.step()
@@ -184,7 +184,6 @@ class DeepSpeedEngine:
         return float(self._engine.get_global_grad_norm())
 
     def state(self) -> dict[str, Tensor]:
-        """The gates and AdamW's moments, in full; collective."""
         from deepspeed.utils import safe_get_full_fp32_param, safe_get_full_optimizer_state
 
         named = self._named.items()
@@ -194,7 +193,6 @@ class DeepSpeedEngine:
         )
 
     def load(self, state: dict[str, Tensor], step: int) -> None:
-        """Continue from a `state` after so many steps."""
         from deepspeed.utils import safe_set_full_fp32_param, safe_set_full_optimizer_state
 
         # AdamW and DeepSpeed make their state at the first step: here at one that changes nothing.

@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import importlib.util
 import zlib
+from abc import ABC, abstractmethod
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -17,7 +18,29 @@ if TYPE_CHECKING:
     from PIL.Image import Image
 
 
-class TensorBoard:
+class Tracker(Callback, ABC):
+    """Keeps the numbers of every step and evaluation, and the recall of every evaluation as a picture."""
+
+    @abstractmethod
+    def numbers(self, values: dict[str, float], step: int) -> None:
+        """Keep numbers, by name."""
+
+    @abstractmethod
+    def picture(self, name: str, image: Image, step: int) -> None:
+        """Keep a picture."""
+
+    def on_step(self, log: StepLog) -> None:
+        self.numbers(log.scalars(), log.step)
+
+    def on_eval(self, log: EvalLog) -> None:
+        for budget, values in log.recall.items():
+            title = f"% of the teacher's mass in the gate's best {budget} tokens; held out, step {log.step}"
+            image = heat_map(np.asarray(values), log.layers, title)
+            self.picture(f"held_out/recall_at_{budget}_map", image, log.step)
+        self.numbers(log.scalars(), log.step)
+
+
+class TensorBoard(Tracker):
     """Files in the run's directory; a run that continues overwrites the steps that it repeats."""
 
     def __init__(self, config: TrainConfig, first_step: int) -> None:
@@ -26,21 +49,18 @@ class TensorBoard:
         self._writer = SummaryWriter(str(config.run_dir / "tensorboard"), purge_step=first_step)
 
     def numbers(self, values: dict[str, float], step: int) -> None:
-        """Keep numbers, by name."""
         for name, value in values.items():
             self._writer.add_scalar(name, value, step)
         self._writer.flush()  # a run that is killed continues from its checkpoint, and must not lack the steps before
 
     def picture(self, name: str, image: Image, step: int) -> None:
-        """Keep a picture."""
         self._writer.add_image(name, np.asarray(image), step, dataformats="HWC")
 
     def close(self) -> None:
-        """The run is over."""
         self._writer.close()
 
 
-class WandbLike:
+class WandbLike(Tracker):
     """A service with the interface of Weights & Biases, which Trackio has too. It knows a run that continues by its
     directory, and appends.
     """
@@ -54,15 +74,12 @@ class WandbLike:
         self._run = self._service.init(project="seergate", config=config.to_dict(), resume="allow", **options)
 
     def numbers(self, values: dict[str, float], step: int) -> None:
-        """Keep numbers, by name."""
         self._run.log(values, step=step)
 
     def picture(self, name: str, image: Image, step: int) -> None:
-        """Keep a picture."""
         self._run.log({name: self._service.Image(image)}, step=step)
 
     def close(self) -> None:
-        """The run is over."""
         self._run.finish()
 
 
@@ -73,34 +90,10 @@ def check_trackers(config: TrainConfig) -> None:
             raise SeergateError(f"report_to names {name}, which is not installed; run: pip install {name}")
 
 
-class Tracking(Callback):
-    """Gives every step and evaluation, from the run's ``first_step`` on, to what ``config.report_to`` names."""
-
-    def __init__(self, config: TrainConfig, first_step: int) -> None:
-        self._trackers: list[TensorBoard | WandbLike] = [
-            TensorBoard(config, first_step) if name == "tensorboard" else WandbLike(name, config)
-            for name in config.report_to
-            if name != "none"
-        ]
-
-    def on_step(self, log: StepLog) -> None:
-        """An optimizer step has been taken."""
-        for tracker in self._trackers:
-            tracker.numbers(log.scalars(), log.step)
-
-    def on_eval(self, log: EvalLog) -> None:
-        """The held-out packs have been evaluated."""
-        for tracker in self._trackers:
-            for budget, values in log.recall.items():
-                title = f"% of the teacher's mass in the gate's best {budget} tokens; held out, step {log.step}"
-                image = heat_map(np.asarray(values), log.layers, title)
-                tracker.picture(f"held_out/recall_at_{budget}_map", image, log.step)
-            tracker.numbers(log.scalars(), log.step)
-
-    def close(self) -> None:
-        """The run is over."""
-        for tracker in self._trackers:
-            tracker.close()
+def open_trackers(config: TrainConfig, first_step: int) -> list[Tracker]:
+    """What ``config.report_to`` names, for a run that begins or continues at ``first_step``, counted from 1."""
+    names = [name for name in config.report_to if name != "none"]
+    return [TensorBoard(config, first_step) if name == "tensorboard" else WandbLike(name, config) for name in names]
 
 
 def heat_map(shares: np.ndarray, layers: tuple[int, ...], title: str) -> Image:

@@ -60,7 +60,7 @@ from seergate.distill.engines import check_engine, make_engine, prepare_deepspee
 from seergate.distill.memory import capacity, decide_sharding, overhead
 from seergate.distill.packing import PackOrder
 from seergate.distill.speed import loss_pairs
-from seergate.distill.tracking import Tracking, check_trackers
+from seergate.distill.tracking import check_trackers, open_trackers
 from seergate.errors import SeergateError, first_line
 from seergate.fingerprint import fingerprint
 from seergate.gates import base_note, cast, save_adapter
@@ -497,7 +497,7 @@ class _Run:
             return
         config = self.config
         console = Console(config.max_steps, self.done, config.logging_steps, self.name, self.talks)
-        self.callbacks += [console, Tracking(config, self.done + 1)]
+        self.callbacks += [console, *open_trackers(config, self.done + 1)]
         for text in self._introduction():
             self._say(text)
 

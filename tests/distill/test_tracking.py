@@ -11,7 +11,7 @@ import pytest
 
 from seergate.distill.callbacks import EvalLog, StepLog
 from seergate.distill.config import load_train_config
-from seergate.distill.tracking import Tracking, check_trackers, heat_map
+from seergate.distill.tracking import check_trackers, heat_map, open_trackers
 from seergate.errors import SeergateError
 
 STEP = StepLog(1, 0.5, [0.25, 0.75], {32: [0.5, 0.7]}, (0, 3), 0.1, 1e-3, 100, 2.0, 1.0)
@@ -31,11 +31,7 @@ def test_the_recall_map_is_shaded_from_the_smallest_to_the_largest() -> None:
 
 def test_none_writes_nothing(tmp_path: Path) -> None:
     config = load_train_config("tiny-reasoner", {"output_dir": str(tmp_path), "report_to": "none"})
-    tracking = Tracking(config, 1)
-    tracking.on_step(STEP)
-    tracking.on_eval(EVAL)
-    tracking.close()
-    assert list(tmp_path.iterdir()) == []
+    assert open_trackers(config, 1) == [] and list(tmp_path.iterdir()) == []
 
 
 def test_a_tracker_that_is_not_installed_is_told_of() -> None:
@@ -58,7 +54,7 @@ def test_services_keep_a_run_that_continues_as_one(
     config = load_train_config("tiny-reasoner", {"output_dir": str(tmp_path / "run"), "report_to": service})
     config.run_dir.mkdir()
     for first in (1, 2):
-        tracking = Tracking(config, first)
+        (tracking,) = open_trackers(config, first)
         tracking.on_step(replace(STEP, step=first))
         tracking.on_eval(replace(EVAL, step=first))
         tracking.close()
