@@ -41,7 +41,7 @@ _PACKAGES = {"bnb-4bit": "bitsandbytes", "bnb-8bit": "bitsandbytes", "torchao-in
 
 
 def is_gguf(config: TrainConfig) -> bool:
-    """Whether a run's frozen model is a GGUF file: each process reads it whole."""
+    """True if the frozen model is a GGUF file, which each process reads whole."""
     return gguf_file(config.model) is not None
 
 

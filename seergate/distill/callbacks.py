@@ -68,7 +68,7 @@ class StepLog:
 
 @dataclass(frozen=True)
 class Far:
-    """What gates find beyond the first block and the newest one, by layer; see `seergate.hf.far`.
+    """Gates on the blocks between the first and the newest one, by layer; see `seergate.hf.far`.
 
     Attributes:
         kl_per_layer: over these blocks alone, nats per row.
@@ -107,8 +107,8 @@ class EvalLog:
         return sum(self.kl_per_layer) / len(self.kl_per_layer)
 
     def far_text(self) -> list[str]:
-        """What there is to say beyond the first block and the newest, at the first budget: a line, and a warning where
-        gates read no more than a window would; nothing where nothing was measured.
+        """A line on the blocks between the first and the newest, at the first budget, and a warning if some gates read
+        no more than a window would; empty if nothing was measured.
         """
         far = self.far
         if far is None or not far.recall:

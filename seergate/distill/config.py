@@ -1,4 +1,4 @@
-"""What a distillation run is: `TrainConfig`, its presets, and the ways to override them.
+"""The configuration of a distillation run: `TrainConfig`, its presets, and the ways to override them.
 
 The command line is made from the dataclasses by `transformers.HfArgumentParser`, and the values of presets, other YAML
 files and Python callers go through the same parser.
@@ -24,7 +24,7 @@ from seergate.paths import GGUF, is_local_model, shipped
 from seergate.yaml_file import read_yaml
 
 DEFAULT_PRESET = "tiny-reasoner"
-"""What trains when no model is named: the one that ships with seergate and needs no network."""
+"""The model by default, which ships with seergate and needs no network."""
 
 RECOMMENDED = "configs/recipes/recommended.yaml"
 """The recipe of models without a preset."""
@@ -33,7 +33,7 @@ CHAIN_SUM = "chain_sum"
 """The built-in source of training data: problems of the tiny reasoner's task."""
 
 TRACKERS = ("tensorboard", "wandb", "trackio")
-"""What can follow a run, by the names that Hugging Face's trainers have for them."""
+"""Experiment trackers, by the names that Hugging Face's trainers have for them."""
 
 MAX_LENGTH = 32768
 """Tokens of the paper's packs; models with fewer positions get shorter ones."""
@@ -57,7 +57,7 @@ class _Joined(argparse.Action):
 
 @dataclass(frozen=True, kw_only=True)
 class ModelOptions:
-    """Which model is frozen and how it is kept."""
+    """The frozen model, and where and in which precision it is kept."""
 
     _argument_group_name = "model"
 
@@ -126,7 +126,7 @@ class GateOptions:
 
 @dataclass(frozen=True, kw_only=True)
 class DataOptions:
-    """What is trained on."""
+    """The training data."""
 
     _argument_group_name = "data"
 
@@ -157,7 +157,7 @@ class DataOptions:
 
 @dataclass(frozen=True, kw_only=True)
 class RecipeOptions:
-    """How it is trained."""
+    """The training recipe."""
 
     _argument_group_name = "recipe"
 
@@ -384,11 +384,11 @@ class TrainConfig(RunOptions, RecipeOptions, DataOptions, GateOptions, ModelOpti
         return replace(self, packs_per_step=packs, gradient_accumulation_steps=None)
 
     def most_packs(self, processes: int) -> int:
-        """Packs of a step that a process computes, of so many; some have one less where they do not divide."""
+        """The most packs of a step that one of the processes computes; others may have one less."""
         return -(-self.packs_per_step // processes)
 
     def uneven(self, processes: int) -> str | None:
-        """What to say where the packs of a step do not divide by so many processes; ``None`` if they do."""
+        """A note if the packs of a step do not divide by the number of processes, else ``None``."""
         most = self.most_packs(processes)
         fewer = most * processes - self.packs_per_step
         share = "one less" if most > 1 else "none"
@@ -424,7 +424,7 @@ def _text(value: Any) -> str:
 
 
 class Parser(argparse.ArgumentParser):
-    """Raises what is wrong with the arguments, in one sentence."""
+    """An argument parser whose errors are a `SeergateError` of one sentence."""
 
     def error(self, message: str) -> NoReturn:
         """Raise it."""

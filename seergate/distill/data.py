@@ -295,7 +295,7 @@ def tokenise(columns: dict[str, list[Any]], formatter: Formatter) -> dict[str, l
 
 
 def questions(config: TrainConfig) -> tuple[dict[int, list[dict[str, str]]], Counter[str]]:
-    """What the rows of a dataset ask a model.
+    """The questions in the rows of a dataset.
 
     Returns:
         Number of the row -> the turns before its last answer; and reason -> rows that ask nothing.

@@ -25,12 +25,12 @@ from seergate.errors import SeergateError, first_line, sentence
 T = TypeVar("T")
 
 PATIENCE_HOURS = 24.0
-"""How long a process waits for the others before the first step; while one tokenises a large dataset, that is long.
+"""Time limit of a collective before the first step, which is long: one process may tokenise a large dataset meanwhile.
 The libraries' own 10 to 30 minutes would end such a run. A process that has died is not waited for: the launchers then
 end all."""
 
 STEP_HOURS = 0.5
-"""How long it waits in a step, where the others are late by a pack at most: a link that hangs must end the run."""
+"""Time limit in a step, where the others are late by a pack at most: a link that hangs must end the run."""
 
 PATIENCE_VARIABLE = "SEERGATE_TIMEOUT_HOURS"
 """The environment variable that sets another number of hours for both."""
@@ -241,7 +241,7 @@ def _told(failure: Exception) -> str:
 
 
 def _joined(said: list[str | None]) -> str:
-    """What the processes said, each thing once: the main one's as it is, others' with the number of their process."""
+    """The messages of all processes, each once: the main one's as it is, others' with the number of their process."""
     first: dict[str, int] = {}
     for rank, text in enumerate(said):
         if text:

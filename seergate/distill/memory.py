@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
 FLOAT32 = 4
 BYTES_PER_WEIGHT = {"bnb-4bit": 0.5 + 4 / 64, "bnb-8bit": 1.0, "torchao-int8": 1.0}
-"""Of a quantised linear layer; nf4 has a float32 scale per 64 weights, the others one per row (not counted)."""
+"""Bytes of a quantised linear layer; nf4 has a float32 scale per 64 weights, the others one per row (not counted)."""
 
 WORKING_BYTES = 150_000_000
 """On a processor, resident memory above the tensors: what the allocator keeps, and libraries while they compute. In a

@@ -59,7 +59,7 @@ def efficiency(lengths: Sequence[int] | np.ndarray, packs: Sequence[Sequence[int
 
 
 class PackOrder:
-    """Which pack is used when: an endless seeded order, so that a data position is one number.
+    """The order of packs, endless and seeded, so that a position in the data is one number.
 
     Each epoch is a fresh permutation of all packs, made from the seed and the epoch's number alone: all ranks compute
     the same order, and a resumed run finds its place without replaying anything.

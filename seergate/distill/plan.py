@@ -30,13 +30,13 @@ if TYPE_CHECKING:
 GB = 1e9
 
 PEAK_TFLOPS = {"RTX 4090 (24 GB)": 165, "A100 (80 GB)": 312, "H100 SXM (80 GB)": 989}
-"""What their maker states for dense bf16 matrix products with float32 sums, in 1e12 operations per second."""
+"""The maker's figures for dense bf16 matrix products with float32 sums, in 1e12 operations per second."""
 
 MOST_PROCESSES = 128
 """No more are proposed to divide a frozen model among."""
 
 ASSUMED_SHARE = 0.3
-"""Of that peak, where nothing was measured. An assumption, and printed as one."""
+"""The share of that peak that is assumed, and printed as an assumption, where nothing was measured."""
 
 
 @dataclass(frozen=True)
@@ -89,7 +89,7 @@ class Plan:
 
     @property
     def step_tokens(self) -> int:
-        """Of an optimizer step, all processes together."""
+        """Tokens of an optimizer step, all processes together."""
         return self.config.packs_per_step * self.pack_tokens
 
     @property
@@ -166,7 +166,7 @@ class Plan:
         return "\n".join(lines)
 
     def _pace(self, step_seconds: float) -> str:
-        """What a time per step means for the whole run."""
+        """Tokens per second and hours of the run, from the time of a step."""
         speed = self.step_tokens / step_seconds
         hours = self.config.max_steps * step_seconds / 3600
         device_hours = hours * self.processes

@@ -37,7 +37,7 @@ tensor (above 32 MB with glibc) costs more per element than a small one, as its 
 time: about a sixth of the time of a layer of Qwen3-8B, which 512 tokens would not show."""
 
 ENOUGH_SECONDS = 5.0
-"""What takes longer is measured once: what a first call costs beside its work is little then."""
+"""A call that takes longer is measured once: the overhead of a first call is small then."""
 
 
 @dataclass(frozen=True)
@@ -71,7 +71,7 @@ def pairs(length: int) -> float:
 
 
 def loss_pairs(length: int, block_size: int, row_start: float) -> float:
-    """The same, of the rows that are compared with the teacher."""
+    """Queries and keys of the rows that count in the loss."""
     return pairs(length) - pairs(min(length, max(int(length * row_start), block_size)))
 
 

@@ -91,7 +91,7 @@ def check_trackers(config: TrainConfig) -> None:
 
 
 def open_trackers(config: TrainConfig, first_step: int) -> list[Tracker]:
-    """What ``config.report_to`` names, for a run that begins or continues at ``first_step``, counted from 1."""
+    """The trackers of ``config.report_to``, for a run that begins or continues at ``first_step``, counted from 1."""
     names = [name for name in config.report_to if name != "none"]
     return [TensorBoard(config, first_step) if name == "tensorboard" else WandbLike(name, config) for name in names]
 

@@ -78,7 +78,7 @@ STOP_SIGNALS = ("SIGTERM", "SIGUSR1")
 """A cluster sends one of them before it kills: the run saves a checkpoint and ends."""
 
 RECIPE_TOKENS = 800 * 16 * 32768
-"""What the gates of SeerAttention-R see in training (section 4.1): steps, packs, tokens."""
+"""Training tokens of the gates of SeerAttention-R (section 4.1): steps, packs, tokens of a pack."""
 
 NON_FINITE_LIMIT = 20
 """Packs without a finite loss and gradient that a run leaves out; with one more, something is wrong with the run."""
@@ -439,7 +439,7 @@ class _Run:
         self._publish()
 
     def close(self) -> None:
-        """Close the listeners, and delete what is of no use after the run."""
+        """Close the listeners, and delete offloaded layers."""
         for callback in self.callbacks:
             callback.close()
         shutil.rmtree(offload_folder(self.config, self.world), ignore_errors=True)
@@ -454,7 +454,7 @@ class _Run:
         return bool(decide_sharding(bare, bank, self.config, device, size, room).shard_base)
 
     def order_of_packs(self) -> tuple[str, int, int]:
-        """What decides the samples of each pack."""
+        """Runs with the same key have the same samples in each pack."""
         return self.data.fingerprint, self.config.max_length, self.config.packs_per_step
 
     def check_checkpoint(self) -> None:
@@ -468,7 +468,7 @@ class _Run:
             check_same_run(newest, found, {**self._shaping(), **{name: found.get(name) for name in later}})
 
     def _shaping(self) -> dict[str, Any]:
-        """What shapes the result besides the data; a checkpoint is continued with the same only."""
+        """Options and fingerprints that shape the result, besides the data: a checkpoint continues with equal ones."""
         scale = {"loss_scale": PUBLISHED_SCALE} if self.config.reduction == "published" else {}
         seen = {"model_fingerprint": self.model.fingerprint, "init_gates_fingerprint": self._gates_fingerprint()}
         return {**self.config.result_shaping(), **scale, **seen}
@@ -502,7 +502,7 @@ class _Run:
             self._say(text)
 
     def _introduction(self) -> Iterator[str]:
-        """What is said of a run before its first step."""
+        """Messages before the first step."""
         config, world = self.config, self.world
         yield self.data.report.summary()
         if uneven := config.uneven(world.size):
@@ -600,7 +600,7 @@ class _Run:
         return means.stop
 
     def evaluates(self, step: int) -> bool:
-        """Whether the held-out packs are evaluated after a step."""
+        """True if the held-out packs are evaluated after a step."""
         every, done = self.config.eval_steps, step + 1
         return bool(self.data.held_out and every and (done == self.config.max_steps or done % every == 0))
 
