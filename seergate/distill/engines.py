@@ -34,7 +34,9 @@ MOMENTS = ("exp_avg", "exp_avg_sq")
 
 
 class Engine(ABC):
-    """Interface of the training loop to an engine."""
+    """Interface of the training loop to an engine; its ``name`` is for people."""
+
+    name: str
 
     @abstractmethod
     def accumulate(self, loss: Tensor) -> None:
@@ -93,6 +95,8 @@ def make_optimizer(parameters: list[nn.Parameter], config: TrainConfig) -> torch
 class PlainEngine(Engine):
     """PyTorch alone; with several processes, gradients are summed in one all-reduce per step."""
 
+    name = "PyTorch"
+
     def __init__(self, bank: GateBank, config: TrainConfig, world: DistributedState) -> None:
         self._config, self._world = config, world
         self._named = dict(bank.named_parameters())
@@ -148,6 +152,8 @@ class _GateModule(nn.Module):
 
 class DeepSpeedEngine(Engine):
     """DeepSpeed ZeRO stage 1 or 2 over the gates."""
+
+    name = "DeepSpeed ZeRO"
 
     def __init__(self, bank: GateBank, config: TrainConfig, world: DistributedState) -> None:
         import deepspeed

@@ -512,10 +512,9 @@ class _Run:
         if self.model.why_one_sample:
             yield f"a pack holds one sample: {self.model.why_one_sample}"
         parameters = sum(p.numel() for p in self.bank.parameters())
-        engine = "DeepSpeed ZeRO" if config.deepspeed else "PyTorch"
         processes = "" if world.size == 1 else f" in {world.size} processes"
         yield (
-            f"gates: {len(self.bank)} layers, {parameters:,} parameters, for {config.model}; {engine} on "
+            f"gates: {len(self.bank)} layers, {parameters:,} parameters, for {config.model}; {self.engine.name} on "
             f"{world.device.type}{processes}"
         )
         seen = config.max_steps * config.packs_per_step * config.max_length * self.data.report.efficiency
