@@ -109,41 +109,34 @@ class Plan:
         """The plan for people."""
         c, m, where = self.config, self.memory, self.device.type
         kept = base_dtype(c, self.device) if c.quantize == "none" else c.quantize
+        share = f", 1/{self.processes}" if c.shard_base else ""
+        elsewhere = "the other processes" if c.shard_base else "host memory or on disk"
         rows = {
-            f"frozen model ({str(kept).removeprefix('torch.')}, without LM head)"
-            + (f", 1/{self.processes}" if c.shard_base else ""): m.base,
+            f"frozen model ({str(kept).removeprefix('torch.')}, without LM head){share}": m.base,
             "gates (float32)": m.gates,
             "gradients": m.gradients,
             "AdamW" + (", ZeRO share" if c.deepspeed else ""): m.moments,
             f"activations, pack of {c.max_length:,} tokens": m.activations,
+            "two layers put together, or the embedding": m.gathered,
+            "DeepSpeed's buffer for gradients": m.buckets,
+            "LM head and file (while loading only)": m.loading,
+            "Python and libraries" if where == "cpu" else "CUDA, NCCL and what fragments (assumed)": self.libraries,
+            "most at once": self.total,
+            f"in {elsewhere}: frozen model": m.base_elsewhere,
         }
-        if m.gathered:
-            rows["two layers put together, or the embedding"] = m.gathered
-        if m.buckets:
-            rows["DeepSpeed's buffer for gradients"] = m.buckets
-        if m.loading:
-            rows["LM head and file (while loading only)"] = m.loading
-        if self.libraries:
-            rows["Python and libraries" if where == "cpu" else "CUDA, NCCL and what fragments (assumed)"] = (
-                self.libraries
-            )
-        rows["most at once"] = self.total
-        if m.base_elsewhere:
-            place = "in the other processes" if c.shard_base else "in host memory or on disk"
-            rows[f"{place}: frozen model"] = m.base_elsewhere
         lines = [
             f"model: {c.model}; {self.shape}",
             f"run: {c.max_steps:,} steps of {c.packs_per_step} packs, {self.step_tokens:,} tokens a step, "
             f"{c.max_steps * self.step_tokens / 1e6:,.1f} M tokens in all; processes: {self.processes}",
-            *([uneven] if (uneven := c.uneven(self.processes)) else []),
-            *([f"a pack holds one sample: {self.why_one_sample}"] if self.why_one_sample else []),
+            c.uneven(self.processes),
+            self.why_one_sample and f"a pack holds one sample: {self.why_one_sample}",
             f"memory of each process on {where}, GB:",
-            *(f"  {name:<52}{size / GB:>9.2f}" for name, size in rows.items()),
+            *(f"  {name:<52}{size / GB:>9.2f}" for name, size in rows.items() if size),
             self._verdict(),
             f"disk: {c.save_total_limit} checkpoints of {self.checkpoint / GB:.2f} GB",
             self._time(),
         ]
-        return "\n".join(lines)
+        return "\n".join(line for line in lines if line)
 
     def _verdict(self) -> str:
         room = f"{self.capacity / GB:.1f} GB"
