@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import sys
 from dataclasses import dataclass
 
 import numpy as np
-import torch
 
 from seergate.progress import ProgressBar, duration
 
@@ -207,13 +205,3 @@ class Console(Callback):
 
     def close(self) -> None:
         self._bar.close()
-
-
-def memory_gb(device: torch.device) -> float:
-    """The most memory this process has held so far, in GB (1e9 bytes)."""
-    if device.type == "cuda":
-        return torch.cuda.max_memory_allocated(device) / 1e9
-    import resource
-
-    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    return peak / 1e9 if sys.platform == "darwin" else peak * 1024 / 1e9  # bytes on macOS, kilobytes elsewhere

@@ -156,8 +156,15 @@ def overhead(device: torch.device, memory: int) -> int:
     import torch.utils.tensorboard  # noqa: F401
 
     assert datasets
+    return peak_bytes(device) + WORKING_BYTES
+
+
+def peak_bytes(device: torch.device) -> int:
+    """The most memory that this process has held so far: on a GPU, or resident."""
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device)
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    return (peak if sys.platform == "darwin" else peak * 1024) + WORKING_BYTES
+    return peak if sys.platform == "darwin" else peak * 1024  # bytes on macOS, kilobytes elsewhere
 
 
 def activation_bytes(model: PreTrainedModel, bank: GateBank, config: TrainConfig, device: torch.device) -> int:

@@ -40,7 +40,7 @@ from seergate.distill.base_model import (
     load_frozen,
     offload_folder,
 )
-from seergate.distill.callbacks import Callback, Console, EvalLog, Far, StepLog, memory_gb
+from seergate.distill.callbacks import Callback, Console, EvalLog, Far, StepLog
 from seergate.distill.checkpoint import (
     Checkpoint,
     check_same_run,
@@ -57,7 +57,7 @@ from seergate.distill.config import TrainConfig, locate_model
 from seergate.distill.data import DataReport, prepare_data, token_files
 from seergate.distill.distributed import CommonError, DistributedState, expect_steps, init_distributed
 from seergate.distill.engines import check_engine, make_engine, prepare_deepspeed
-from seergate.distill.memory import capacity, decide_sharding, overhead
+from seergate.distill.memory import capacity, decide_sharding, overhead, peak_bytes
 from seergate.distill.packing import PackOrder
 from seergate.distill.speed import loss_pairs
 from seergate.distill.tracking import check_trackers, open_trackers
@@ -592,7 +592,7 @@ class _Run:
             learning_rate=lr,
             tokens=means.tokens,
             seconds=time.monotonic() - started,
-            memory_gb=memory_gb(self.world.device),
+            memory_gb=peak_bytes(self.world.device) / 1e9,
         )
         for callback in self.callbacks:
             callback.on_step(log)
