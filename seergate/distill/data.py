@@ -239,7 +239,7 @@ def tokenised(config: TrainConfig, tokenizer: PreTrainedTokenizerBase) -> Datase
     """
     from datasets import Features, Sequence, Value
 
-    cache = Path(config.token_cache) if config.token_cache else default_cache()
+    cache = token_cache(config)
     rows = open_source(config, cache)
     if not len(rows):
         raise SeergateError(no_rows(config.data))
@@ -300,7 +300,7 @@ def questions(config: TrainConfig) -> tuple[dict[int, list[dict[str, str]]], Cou
     Returns:
         Number of the row -> the turns before its last answer; and reason -> rows that ask nothing.
     """
-    rows = open_source(config, Path(config.token_cache) if config.token_cache else default_cache())
+    rows = open_source(config, token_cache(config))
     asked: dict[int, list[dict[str, str]]] = {}
     reasons: Counter[str] = Counter()
     for number, row in enumerate(rows):
@@ -320,8 +320,10 @@ def _parsed(row: dict[str, str]) -> Any:
         raise MalformedRow("not JSON") from error
 
 
-def default_cache() -> Path:
-    """Default directory of tokenised data."""
+def token_cache(config: TrainConfig) -> Path:
+    """The directory of tokenised data."""
+    if config.token_cache:
+        return Path(config.token_cache)
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "seergate" / "tokens"
 
 
