@@ -9,6 +9,8 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass, fields
 from typing import Any, Literal
 
+from seergate.checks import check_choice, check_count, check_counts, check_flags, check_one_of, is_int
+
 TARGETS = ("max", "sum", "selected")
 POOLINGS = ("max", "min", "avg")
 Q_POOLINGS = ("proj", "avgproj", "avg", "none")
@@ -80,11 +82,6 @@ def is_retention(name: str) -> bool:
     return name in SCORERS and SCORERS[name].retention
 
 
-def is_int(value: object) -> bool:
-    """True if a value is an integer; ``True`` and ``False`` are not."""
-    return isinstance(value, int) and not isinstance(value, bool)
-
-
 def check_poolings(name: str, kinds: Any) -> tuple[str, ...]:
     """The poolings as a tuple; refused unless they are some of `POOLINGS`, each at most once."""
     if isinstance(kinds, str):
@@ -113,7 +110,7 @@ def check_recipe(
     for name, value, default in given:
         if value != default:
             raise ValueError(f"{name} is {value!r}; with scorer {scorer!r} it must be left out")
-    if kind.end_to_end and (target_budget is None or not is_int(target_budget) or target_budget < 1):
+    if kind.end_to_end and (not is_int(target_budget) or target_budget < 1):
         raise ValueError(
             f"target_budget is {target_budget!r}; with scorer {scorer!r} it must be the number of tokens that each KV "
             "head learns to do with"
@@ -122,10 +119,9 @@ def check_recipe(
 
 def check_target(target: str, target_budget: int | None, block_size: int, sink_blocks: int) -> None:
     """Refuse an unknown target, and one whose budget leaves nothing to learn."""
-    if target not in TARGETS:
-        raise ValueError(f"target is {target!r}; it must be one of {', '.join(TARGETS)}")
+    check_one_of("target", target, TARGETS)
     least = (2 + sink_blocks) * block_size
-    if target == "selected" and (target_budget is None or not is_int(target_budget) or target_budget < least):
+    if target == "selected" and (not is_int(target_budget) or target_budget < least):
         raise ValueError(
             f"target_budget is {target_budget!r}; with target 'selected' it must be a number of tokens, at least "
             f"{2 + sink_blocks} blocks ({least})"
@@ -135,8 +131,7 @@ def check_target(target: str, target_budget: int | None, block_size: int, sink_b
 def check_rows(reduction: str, sink_blocks: int, row_stride: int) -> None:
     """Refuse bad numbers of blocks or rows, and both with the published weighting, whose code has neither."""
     for name, value, least in (("sink_blocks", sink_blocks, 0), ("row_stride", row_stride, 1)):
-        if not is_int(value) or value < least:
-            raise ValueError(f"{name} is {value!r}; it must be an integer of at least {least}")
+        check_count(name, value, least)
         if reduction == "published" and value > least:
             raise ValueError(f"{name} is {value}; with reduction 'published' it must be left out")
 
@@ -185,22 +180,13 @@ class GateConfig:
             object.__setattr__(self, "gate_dim", 128 if kind.gate_dim is None else kind.gate_dim)
         if kind.retention:
             object.__setattr__(self, "rope", False)
-        if not is_int(self.block_size) or not MIN_BLOCK_SIZE <= self.block_size <= MAX_BLOCK_SIZE:
-            raise ValueError(
-                f"block_size is {self.block_size!r}; it must be an integer in {MIN_BLOCK_SIZE}..{MAX_BLOCK_SIZE}"
-            )
-        if not is_int(self.sink_blocks) or self.sink_blocks < 0:
-            raise ValueError(f"sink_blocks is {self.sink_blocks!r}; it must be 0 or a positive number of blocks")
-        if not is_int(self.gate_dim) or self.gate_dim < 1:
-            raise ValueError(f"gate_dim is {self.gate_dim!r}; it must be a positive integer")
+        check_count("block_size", self.block_size, MIN_BLOCK_SIZE, MAX_BLOCK_SIZE)
+        check_counts(self, sink_blocks=0, gate_dim=1)
         if self.rope and self.gate_dim % 2:
             raise ValueError(f"gate_dim is {self.gate_dim}; it must be even when rope is on")
         object.__setattr__(self, "k_pooling", check_poolings("k_pooling", self.k_pooling))
-        for name in ("qk_norm", "rope"):
-            if not isinstance(getattr(self, name), bool):
-                raise ValueError(f"{name} is {getattr(self, name)!r}; it must be True or False")
-        if self.q_pooling not in Q_POOLINGS:
-            raise ValueError(f"q_pooling is {self.q_pooling!r}; it must be one of {Q_POOLINGS}")
+        check_flags(self, "qk_norm", "rope")
+        check_choice(self, q_pooling=Q_POOLINGS)
         for name, default, known in (
             ("k_pooling", POOLINGS, kind.poolings),
             ("q_pooling", "proj", kind.poolings),
@@ -251,7 +237,7 @@ class DecodeConfig:
         compat: ``"published"`` reproduces the published checkpoints' code where it differs from the paper: a block
             that closes while decoding is rotated at its last position, the current block takes part in the softmax
             with logit 0, and first and last block are read on top of the budget. ``None`` follows the paper, and
-            ``"gates"`` does what the gates themselves ask for: ``"published"`` if they were imported, else ``None``.
+            ``"gates"`` takes the gates' own choice: ``"published"`` if they were imported, else ``None``.
 
     Raises:
         ValueError: naming the field, what it is and what it must be.
@@ -275,9 +261,6 @@ def check_rule(options: Any, block_size: int | None = None) -> None:
     Args:
         options: has them as attributes.
         block_size: tokens per block, if known: a budget must hold the current block, the sinks and a past block.
-
-    Raises:
-        ValueError: naming the field, what it is and what it must be.
     """
     rules = {name: getattr(options, name) for name in ("token_budget", "threshold", "top_p")}
     given = {name: value for name, value in rules.items() if value is not None}
@@ -285,8 +268,8 @@ def check_rule(options: Any, block_size: int | None = None) -> None:
         raise ValueError(f"{' and '.join(given)} are both given; exactly one of {', '.join(rules)} must be")
     if not given:
         object.__setattr__(options, "token_budget", 4096)
-    if options.token_budget is not None and (not is_int(options.token_budget) or options.token_budget < 1):
-        raise ValueError(f"token_budget is {options.token_budget!r}; it must be a positive number of tokens")
+    check_counts(options, optional=True, token_budget=1, sink_blocks=0)
+    check_counts(options, dense_below=0)
     for name in ("threshold", "top_p"):
         value = getattr(options, name)
         if value is not None and not (isinstance(value, (int, float)) and 0 < value < 1):
@@ -294,18 +277,13 @@ def check_rule(options: Any, block_size: int | None = None) -> None:
     if block_size is not None and options.sink_blocks is None:
         object.__setattr__(options, "sink_blocks", 0)
     sinks = 0 if options.sink_blocks is None else options.sink_blocks
-    if not is_int(sinks) or sinks < 0:
-        raise ValueError(f"sink_blocks is {sinks!r}; it must be 0 or a positive number of blocks")
     if not isinstance(options.dense_layers, (tuple, list)):
         raise ValueError(f"dense_layers is {options.dense_layers!r}; it must be a tuple of layer indices")
     object.__setattr__(options, "dense_layers", tuple(options.dense_layers))
     if not all(is_int(layer) and layer >= 0 for layer in options.dense_layers):
         raise ValueError(f"dense_layers is {options.dense_layers!r}; it must hold layer indices, 0 or greater")
-    if not is_int(options.dense_below) or options.dense_below < 0:
-        raise ValueError(f"dense_below is {options.dense_below!r}; it must be 0 or a positive number of tokens")
     compat = getattr(options, "compat", None)  # of gates only
-    if compat not in (None, "published", "gates"):
-        raise ValueError(f'compat is {compat!r}; it must be None, "published" or "gates"')
+    check_one_of("compat", compat, (None, "published", "gates"))
     if compat == "published" and (options.top_p is not None or sinks or options.dense_below):
         raise ValueError(
             'compat is "published", whose code has neither top_p nor sink_blocks nor dense_below; leave them out, '
@@ -336,8 +314,7 @@ class Lossless:
     draft_tokens: int | None = None
 
     def __post_init__(self) -> None:
-        if self.draft_tokens is not None and (not is_int(self.draft_tokens) or self.draft_tokens < 1):
-            raise ValueError(f"draft_tokens is {self.draft_tokens!r}; it must be a positive number of tokens, or None")
+        check_counts(self, optional=True, draft_tokens=1)
 
 
 @dataclass(frozen=True)
@@ -354,8 +331,7 @@ class Rectify:
     every: int = 32
 
     def __post_init__(self) -> None:
-        if not is_int(self.every) or self.every < 1:
-            raise ValueError(f"every is {self.every!r}; it must be a positive number of steps")
+        check_counts(self, every=1)
 
 
 Correction = Lossless | Rectify

@@ -6,7 +6,7 @@ import math
 from dataclasses import asdict, dataclass, fields
 from typing import Any
 
-from seergate.config import is_int
+from seergate.checks import is_int
 
 
 @dataclass(frozen=True)

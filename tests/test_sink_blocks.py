@@ -60,7 +60,7 @@ def test_the_published_code_and_other_gates_are_refused(model, tmp_path):
 
 @pytest.mark.parametrize("value", [-1, True, 1.0, None])
 def test_what_is_no_number_of_blocks_is_refused(value):
-    with pytest.raises(ValueError, match=f"sink_blocks is {value}; it must be 0 or a positive number"):
+    with pytest.raises(ValueError, match=f"sink_blocks is {value}; it must be a whole number, 0 or greater"):
         GateConfig(sink_blocks=value)
 
 

@@ -9,7 +9,7 @@ from typing import TypeVar
 
 import torch
 
-from seergate.config import is_int
+from seergate.checks import is_int
 from seergate.errors import SeergateError
 from seergate.gates.bank import Gates
 

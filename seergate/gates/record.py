@@ -7,7 +7,8 @@ from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
-from seergate.config import DecodeConfig, GateConfig, is_int
+from seergate.checks import is_int
+from seergate.config import DecodeConfig, GateConfig
 from seergate.errors import SeergateError
 from seergate.gates.bank import Gates
 from seergate.geometry import ModelGeometry

@@ -7,7 +7,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from seergate.config import is_int
+from seergate.checks import is_int
 from seergate.ops.backend import implementation
 from seergate.ops.checks import (
     check_block_size,

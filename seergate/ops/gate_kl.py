@@ -8,7 +8,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from seergate.config import check_rows, is_int
+from seergate.checks import is_int
+from seergate.config import check_rows
 from seergate.ops.attention import check_pack
 from seergate.ops.backend import implementation
 from seergate.ops.checks import check_block_size, check_same, check_scale, check_tensor, readable

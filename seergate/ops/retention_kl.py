@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from seergate.config import is_int
+from seergate.checks import is_int
 from seergate.ops.attention import check_pack, packed_attention
 from seergate.ops.backend import implementation
 from seergate.ops.checks import check_same, check_tensor

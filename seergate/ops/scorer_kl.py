@@ -6,7 +6,8 @@ from collections.abc import Callable
 
 from torch import Tensor
 
-from seergate.config import check_target, is_int
+from seergate.checks import is_int
+from seergate.config import check_target
 from seergate.ops.attention import check_pack
 from seergate.ops.backend import implementation
 from seergate.ops.checks import check_block_size, check_same, check_tensor, readable

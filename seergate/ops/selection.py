@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 from torch import Tensor
 
-from seergate.config import is_int
+from seergate.checks import is_int
 from seergate.ops.backend import implementation
 from seergate.ops.checks import check_block_size, check_fraction, check_lengths, check_same, check_tensor
 from seergate.ops.compression import check_branch

@@ -53,7 +53,7 @@ def test_the_command_prints_a_number_that_dense_below_takes(model, capsys):
 
 
 def test_it_is_a_number_now():
-    with pytest.raises(ValueError, match="dense_below is 'auto'; it must be 0 or a positive number of tokens"):
+    with pytest.raises(ValueError, match="dense_below is 'auto'; it must be a whole number, 0 or greater"):
         seergate.DecodeConfig(dense_below="auto")
     with pytest.raises(SeergateError, match="dense_below is 'auto'"):
         check_auto([MethodSpec("quest", 64, options={"dense_below": "auto"})])

@@ -252,7 +252,7 @@ def test_a_cache_narrowed_to_some_rows(model):
 
 
 def test_refusals(model):
-    with pytest.raises(ValueError, match="every is 0; it must be a positive number of steps"):
+    with pytest.raises(ValueError, match="every is 0; it must be a whole number, 1 or greater"):
         Rectify(0)
     hooks = len(model.model._forward_hooks) + len(model.model._forward_pre_hooks)
     cache = DynamicCache()

@@ -241,7 +241,7 @@ def test_refusals():
         (lambda: GateConfig(k_pooling=[["max"]]), "k_pooling is"),
         (lambda: seergate.attach(tiny_model("qwen3"), "oracle", dense_layers=(99,)), r"dense_layers names \[99\]"),
         (lambda: seergate.attach(tiny_model("qwen3"), "quest", DecodeConfig()), "goes with gates"),
-        (lambda: DecodeConfig(dense_below=-1), "dense_below is -1; it must be 0 or a positive"),
+        (lambda: DecodeConfig(dense_below=-1), "dense_below is -1; it must be a whole number, 0 or greater"),
         (lambda: DecodeConfig(dense_below=8, compat="published"), "nor dense_below"),
     ):
         with pytest.raises(ValueError, match=message):

@@ -145,7 +145,7 @@ def test_what_is_not_picked_does_not_count(scorer_kl):
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"target": "mean"}, "target is 'mean'; it must be one of max, sum, selected"),
+        ({"target": "mean"}, "target is 'mean'; it must be 'max' or 'sum' or 'selected'"),
         ({"target": "selected"}, "target_budget is None; with target 'selected' it must be"),
         ({"target": "selected", "target_budget": 15}, "target_budget is 15"),
         ({"target": "selected", "target_budget": 23, "sink_blocks": 1}, r"target_budget is 23; .* at least 3 blocks"),

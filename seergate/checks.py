@@ -1,0 +1,60 @@
+"""Checks of options. Each refuses a wrong value with a `ValueError`: the option, its value, and what it must be."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, TypeGuard
+
+
+def is_int(value: object) -> TypeGuard[int]:
+    """True if a value is an integer; ``True`` and ``False`` are not."""
+    return isinstance(value, int) and not isinstance(value, bool)
+
+
+def check_count(name: str, value: Any, least: int = 0, most: int | None = None) -> None:
+    """Refuse all but whole numbers in ``least..most``."""
+    right = is_int(value) and value >= least and (most is None or value <= most)
+    check(
+        name,
+        value,
+        right,
+        f"a whole number, {least} or greater" if most is None else f"a whole number in {least}..{most}",
+    )
+
+
+def check_counts(options: object, *, optional: bool = False, **least: int) -> None:
+    """Refuse attributes that are not whole numbers of at least ``least[name]``, or ``None`` where ``optional``."""
+    for name, lowest in least.items():
+        if not (optional and getattr(options, name) is None):
+            check_count(name, getattr(options, name), lowest)
+
+
+def check_one_of(name: str, value: Any, known: Sequence[Any]) -> None:
+    """Refuse all but these values."""
+    check(name, value, value in known, " or ".join(map(repr, known)))
+
+
+def check_choice(options: object, **choices: Sequence[str]) -> None:
+    """Refuse attributes that are none of ``choices[name]``."""
+    for name, known in choices.items():
+        check_one_of(name, getattr(options, name), known)
+
+
+def check_flags(options: object, *names: str) -> None:
+    """Refuse attributes that are neither true nor false."""
+    for name in names:
+        check(name, getattr(options, name), isinstance(getattr(options, name), bool), "True or False")
+
+
+def check_share(options: object, *names: str) -> None:
+    """Refuse attributes that are not numbers in 0..1."""
+    for name in names:
+        value = getattr(options, name)
+        right = isinstance(value, (int, float)) and not isinstance(value, bool) and 0 <= value <= 1
+        check(name, value, right, "a number in 0..1")
+
+
+def check(name: str, value: object, right: bool, must_be: str) -> None:
+    """Refuse a value that is not right."""
+    if not right:
+        raise ValueError(f"{name} is {value!r}; it must be {must_be}")
