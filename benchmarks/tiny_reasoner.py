@@ -42,7 +42,7 @@ def measure(
     specs = grid(methods, budgets, bank.config.block_size)
     out = options.runs / f"{part}-{variables}"
     how = RunOptions(batch_size=options.batch_size, model_name=options.model)
-    sweep(model, tokenizer, task, specs, out, how, bank=bank)
+    sweep(model, tokenizer, task, specs, out, how, gates=bank)
     (found,) = load_sweeps(out)
     rows = [{"part": part, "variables": variables, **row} for row in rows_of(found)]
     for row in rows:

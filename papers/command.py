@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from papers.figures import FIGURES, TRAINED
-from seergate.cli.eval import words
+from seergate.cli.arguments import words
 from seergate.cli.models import named_gates
 from seergate.errors import SeergateError, did_you_mean
 

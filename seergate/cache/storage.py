@@ -173,6 +173,12 @@ class StorageFactory:
         """The storage's part of `Handle.stats`."""
         return {}
 
+    def saving_ratios(self, layers: Sequence[Any]) -> list[float] | None:
+        """Of each row of a cache with these layers, the share of its blocks that sharing within the row saves now;
+        ``None`` where nothing is shared.
+        """
+        return None
+
     def reset(self) -> None:
         """Start counting anew."""
 

@@ -1,1 +1,1 @@
-"""The command line. One module per command: `add_parser` declares it, `run` does it."""
+"""The command line; `main.COMMANDS` lists its commands."""

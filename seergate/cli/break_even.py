@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import argparse
 
+from seergate.cli.arguments import model_args, run_args
+
 HELP = (
     "the number that dense_below should be on this machine",
     "Time a dense and a sparse step of one layer on random keys and values: one row, the method's own scores, from\n"
@@ -18,23 +20,18 @@ HELP = (
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the options."""
-    parser.add_argument("--model", default="tiny-reasoner", help="preset, directory, GGUF or Hub id [%(default)s]")
-    parser.add_argument(
-        "--gates", metavar="DIR", help="directory or Hub id [those in gates/ of the model, else Quest is timed]"
-    )
+    model_args(parser, "[gates/ of the model, else Quest is timed]")
     parser.add_argument("--budget", type=int, default=4096, metavar="N", help="token budget [%(default)s]")
-    parser.add_argument("--dtype", default="auto", choices=("auto", "float32", "bfloat16", "float16"))
-    parser.add_argument("--device", default="auto", help="auto, cpu, cuda or cuda:N [%(default)s]")
+    run_args(parser)
 
 
 def run(options: argparse.Namespace) -> int:
     """Load, time, print."""
-    from seergate.cli.models import gates_for, load_gates, load_model, model_path
+    from seergate.cli.models import bank_for, load_model, model_path
     from seergate.hf.break_even import break_even, layer_times
     from seergate.methods import Gate, Quest
 
-    gates = gates_for(options.model, options.gates)
-    bank = None if gates is None else load_gates(gates)
+    bank = bank_for(options.model, options.gates)
     if bank is not None and bank.config.retention and options.gates is None:
         bank = None  # beside the model lie gates that say what to keep: they choose no blocks
     model = load_model(model_path(options.model), options.dtype, options.device)

@@ -1,15 +1,17 @@
-"""Output of the commands: progress as a bar on a terminal and as plain lines elsewhere, and closing words."""
+"""Output of the commands: errors, progress as a bar on a terminal and as plain lines elsewhere, and closing words."""
 
 from __future__ import annotations
 
 import contextlib
 import math
+import sys
 import time
 import warnings
 from collections.abc import Callable, Iterator
 from types import TracebackType
 from typing import TYPE_CHECKING
 
+from seergate.errors import is_users, sentence
 from seergate.progress import ProgressBar, duration
 
 if TYPE_CHECKING:
@@ -17,8 +19,36 @@ if TYPE_CHECKING:
     from seergate.report.write import Report
 
 
+OK, USER_ERROR, INTERRUPTED, SIGNALLED = 0, 2, 130, 128
+"""Exit codes; that of a process that a signal has stopped is `SIGNALLED` plus the signal's number."""
+
 LINE_SECONDS = 5.0
-"""Where there is no terminal, progress is a line at most this often."""
+"""Time between two lines of progress where there is no terminal."""
+
+
+def guarded(
+    run: Callable[[], int | None],
+    tell: Callable[[str, BaseException], None] = lambda said, _: print(said, file=sys.stderr),
+    interrupted: str = "interrupted; what was finished is kept",
+) -> int:
+    """Run a command, and turn what goes wrong into a sentence and an exit code.
+
+    Args:
+        run: returns the exit code, `OK` if ``None``.
+        tell: prints a sentence about an error.
+        interrupted: the sentence about an interrupt.
+    """
+    try:
+        return run() or OK
+    except (ValueError, OSError) as error:
+        if not is_users(error):
+            raise
+        number = getattr(error, "signal", None)
+        tell(sentence(error) if number else f"error: {sentence(error)}", error)
+        return SIGNALLED + number if number else USER_ERROR
+    except KeyboardInterrupt as error:
+        tell(interrupted, error)
+        return INTERRUPTED
 
 
 @contextlib.contextmanager

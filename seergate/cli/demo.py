@@ -80,7 +80,7 @@ def run(options: argparse.Namespace) -> int:
             model_name=TINY,
             on_progress=progress,
         )
-        sweep(load_model(base), load_tokenizer(base), task, specs, out / "eval", run_options, bank=bank)
+        sweep(load_model(base), load_tokenizer(base), task, specs, out / "eval", run_options, gates=bank)
 
     from seergate.cli.adapters import results_of
     from seergate.report import write_report

@@ -1,11 +1,14 @@
-"""``seergate eval``."""
+"""``seergate eval`` and ``seergate sweep``: a grid of settings from the command line or from a YAML file."""
 
 from __future__ import annotations
 
 import argparse
-from typing import Any, TypeVar
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
 
-from seergate.cli import eval_livecodebench, eval_show
+from seergate.cli import runs
+from seergate.cli.arguments import Command, integers, numbers, run_args, some_integers, words
 from seergate.cli.models import named_gates
 
 HELP = (
@@ -27,44 +30,11 @@ HELP = (
         "seergate eval show runs/eval-tiny-reasoner-chain_sum/gate-128 40-0-3",
     ],
 )
-SUBCOMMANDS = {"show": eval_show, "livecodebench": eval_livecodebench}
-Value = TypeVar("Value")
-
-
-def integers(text: str) -> list[int]:
-    """Comma-separated integers."""
-    try:
-        return [int(part) for part in text.split(",") if part.strip()]
-    except ValueError:
-        raise argparse.ArgumentTypeError(f"{text!r} must be integers separated by commas") from None
-
-
-def some_integers(text: str) -> list[int]:
-    """The same, at least one."""
-    return _some(integers(text), text)
-
-
-def numbers(text: str) -> list[float]:
-    """Comma-separated numbers, at least one."""
-    try:
-        return _some([float(part) for part in text.split(",") if part.strip()], text)
-    except ValueError:
-        raise argparse.ArgumentTypeError(f"{text!r} must be numbers separated by commas") from None
-
-
-def words(text: str) -> list[str]:
-    """Comma-separated words, at least one."""
-    return _some([part.strip() for part in text.split(",") if part.strip()], text)
-
-
-def _some(values: list[Value], text: str) -> list[Value]:
-    if not values:
-        raise argparse.ArgumentTypeError(f"{text!r} holds nothing; it must be values separated by commas")
-    return values
+SUBCOMMANDS = {"show": runs.SHOW, "livecodebench": runs.LIVECODEBENCH}
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Declare the options. Their names are those of `SweepPlan`; what is not given keeps the plan's default."""
+    """Declare the options, by the names of `SweepPlan`; an option that is not given keeps the plan's default."""
     parser.set_defaults(no_report=False)
     what = parser.add_argument_group("what is compared")
     what.add_argument("--model", help="preset, directory, GGUF file or Hub id (org/name) [tiny-reasoner]")
@@ -125,8 +95,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     how.add_argument("--engine", choices=("transformers", "vllm"), help="what generates [transformers]")
     how.add_argument("--workers", type=int, metavar="N", help="generate in N workers, by Ray [in this process]")
     how.add_argument("--ray-address", metavar="ADDRESS", help="a running Ray cluster, or auto [start one here]")
-    how.add_argument("--dtype", choices=["auto", "float32", "bfloat16", "float16"], help="[as saved]")
-    how.add_argument("--device", help="cpu, cuda, cuda:1, ... [cuda if there is one]")
+    run_args(how)
     how.add_argument("--threads", type=int, metavar="N", help="CPU threads of each process [all cores, divided]")
     out = parser.add_argument_group("output")
     out.add_argument("--out", metavar="DIR", help="directory of the runs [runs/eval-MODEL-TASK]")
@@ -144,7 +113,7 @@ TASK_OPTIONS = {
 
 
 def plan_values(options: argparse.Namespace) -> dict[str, Any]:
-    """What was given, under the names of `SweepPlan`."""
+    """The given options, by the names of `SweepPlan`."""
     given = {name: value for name, value in vars(options).items() if value is not None}
     given.pop("no_report", None)
     task = {TASK_OPTIONS[name]: given.pop(name) for name in TASK_OPTIONS if name in given}
@@ -158,3 +127,50 @@ def run(options: argparse.Namespace) -> int:
 
     run_and_report(SweepPlan.of(plan_values(options), "the command line"), report=not options.no_report)
     return 0
+
+
+SWEEP_HELP = (
+    "a grid of settings from one YAML file",
+    "Evaluate a grid over methods, budgets, thresholds, block sizes and dense layers. What is there already is kept,\n"
+    "so an interrupted sweep continues and a longer list makes only what is new. The file's keys are those of\n"
+    "seergate.eval.plan.SweepPlan, for instance:\n\n"
+    "    model: tiny-reasoner\n"
+    "    task: chain_sum\n"
+    "    task_options: {problems: 64, variables: 70}\n"
+    "    method: [dense, oracle, 'h2o:interval=16', 'lazy_eviction:window=auto']\n"
+    "    budget: [64, 128, 256]\n"
+    "    block_size: [8, 16, 32]\n"
+    "    dense_layers: [[], [0, 1]]\n"
+    "    out: runs/my-sweep",
+    [
+        "seergate sweep configs/sweeps/methods.yaml",
+        "seergate sweep configs/sweeps/methods.yaml --match resident --out runs/methods-resident",
+        "seergate sweep my-sweep.yaml --model Qwen3-4B --out runs/qwen3-4b",
+    ],
+)
+
+
+def _sweep_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("file", type=Path, metavar="FILE", help="the grid, as YAML")
+    parser.add_argument("--model", help="instead of the file's")
+    parser.add_argument("--gates", type=named_gates, metavar="DIR", help="instead of the file's")
+    parser.add_argument("--out", metavar="DIR", help="instead of the file's")
+    parser.add_argument("--match", choices=("budget", "resident", "read"), help="instead of the file's")
+    parser.add_argument("--problems", type=int, metavar="N", help="how many, instead of the file's")
+    parser.add_argument("--no-report", action="store_true", help="leave out the report")
+
+
+def _sweep(options: argparse.Namespace) -> int:
+    """Run the plan in the file."""
+    from seergate.cli.running import run_and_report
+    from seergate.eval.plan import SweepPlan
+
+    given = {name: getattr(options, name) for name in ("model", "gates", "out", "match")}
+    plan = replace(SweepPlan.read(options.file), **{name: value for name, value in given.items() if value is not None})
+    if options.problems is not None:
+        plan = replace(plan, task_options={**plan.task_options, "problems": options.problems})
+    run_and_report(plan, report=not options.no_report)
+    return 0
+
+
+SWEEP = Command(SWEEP_HELP, _sweep_arguments, _sweep)

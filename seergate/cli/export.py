@@ -6,7 +6,7 @@ import argparse
 from pathlib import Path
 
 from seergate.cli.adapters import add_card_options, add_source_options, describe, read_gates
-from seergate.cli.eval import numbers
+from seergate.cli.arguments import numbers
 
 HELP = (
     "copy gates to a directory: other precision, fewer layers, from or to the published format, average",

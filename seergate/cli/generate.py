@@ -11,6 +11,8 @@ import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from seergate.checks import check_counts
+from seergate.cli.arguments import model_args, run_args
 from seergate.errors import SeergateError
 
 if TYPE_CHECKING:
@@ -34,8 +36,7 @@ LONG_PROMPT = 1000
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the options."""
-    parser.add_argument("--model", default="tiny-reasoner", help="preset, directory, GGUF or Hub id [%(default)s]")
-    parser.add_argument("--gates", metavar="DIR", help="directory or Hub id of gates [gates/ of the model]")
+    model_args(parser)
     parser.add_argument("--method", default="gate", help="a method, as NAME:OPTION=VALUE:... [%(default)s]")
     parser.add_argument(
         "--budget", "--token-budget", type=int, metavar="N", help=f"tokens read per step [{REAL_BUDGET}; tiny: 64]"
@@ -48,14 +49,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--seed", type=int, default=0, help="of the sampling [%(default)s]")
     parser.add_argument("--threads", type=int, metavar="N", help="CPU threads [all cores]")
     parser.add_argument("--trace", type=Path, metavar="FILE", help="the page, such as read.html")
-    parser.add_argument("--dtype", default="auto", choices=("auto", "float32", "bfloat16", "float16"))
-    parser.add_argument("--device", default="auto", help="auto, cpu, cuda or cuda:N [%(default)s]")
+    run_args(parser)
 
 
 def run(options: argparse.Namespace) -> int:
     """Check, load, decode, write the page."""
     from seergate.cli.console import notes
-    from seergate.cli.models import gates_for, is_tiny, load_gates, load_model, model_path
+    from seergate.cli.models import bank_for, is_tiny, load_model, model_path
     from seergate.cli.running import check_model
     from seergate.eval.engine import encode, prompt_text
     from seergate.eval.settings import grid
@@ -69,8 +69,7 @@ def run(options: argparse.Namespace) -> int:
     spec, *_ = grid([options.method], budgets, None, default_budgets=[TINY_BUDGET if tiny else REAL_BUDGET])
     spec.check_calibrated()
     path = model_path(options.model)
-    gates = gates_for(options.model, options.gates) if spec.has_gates else None
-    bank = None if gates is None else load_gates(gates)
+    bank = bank_for(options.model, options.gates) if spec.has_gates else None
     method = spec.method(bank)
     if options.trace is not None and not isinstance(method, SelectingMethod):
         raise SeergateError(
@@ -133,10 +132,8 @@ def run(options: argparse.Namespace) -> int:
 
 def _check(options: argparse.Namespace) -> None:
     """Refuse values out of range, and a page that could not be written."""
-    if options.max_new_tokens < 1:
-        raise ValueError(f"max_new_tokens is {options.max_new_tokens}; it must be a positive number")
-    if options.threads is not None and options.threads < 1:
-        raise ValueError(f"threads is {options.threads}; it must be a positive number")
+    check_counts(options, max_new_tokens=1)
+    check_counts(options, optional=True, threads=1)
     if options.temperature is not None and options.temperature < 0:
         raise ValueError(f"temperature is {options.temperature}; it must be 0 (greedy) or a positive number")
     if options.trace is None:

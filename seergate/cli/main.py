@@ -15,7 +15,6 @@ from importlib.metadata import entry_points
 from types import ModuleType
 
 from seergate.cli import (
-    ablate,
     break_even,
     calibrate,
     demo,
@@ -23,35 +22,31 @@ from seergate.cli import (
     export,
     generate,
     info,
-    plan,
-    prepare,
     push,
-    regrade,
-    report,
-    sweep,
+    runs,
     traces,
     train,
 )
 from seergate.cli import eval as evaluation
+from seergate.cli.arguments import Command
+from seergate.cli.console import OK, guarded
 from seergate.distill.config import Parser
-from seergate.errors import SeergateError, did_you_mean, how_to_install, is_users, sentence
+from seergate.errors import SeergateError, did_you_mean, how_to_install
 from seergate.openmp import bound_spinning
 from seergate.version import __version__
 
-OK, USER_ERROR, INTERRUPTED = 0, 2, 130
-
-COMMANDS: dict[str, ModuleType] = {
+COMMANDS: dict[str, ModuleType | Command] = {
     "demo": demo,
-    "plan": plan,
-    "prepare": prepare,
+    "plan": train.PLAN,
+    "prepare": train.PREPARE,
     "train": train,
-    "ablate": ablate,
+    "ablate": train.ABLATE,
     "traces": traces,
     "eval": evaluation,
     "generate": generate,
-    "report": report,
-    "sweep": sweep,
-    "regrade": regrade,
+    "report": runs.REPORT,
+    "sweep": evaluation.SWEEP,
+    "regrade": runs.REGRADE,
     "calibrate": calibrate,
     "break-even": break_even,
     "doctor": doctor,
@@ -81,15 +76,15 @@ def build_parser() -> Parser:
     commands = parser.add_subparsers(metavar="COMMAND")
     for name in (*COMMANDS, *(entry.name for entry in entry_points(group=ENTRY_POINTS))):
         try:
-            says = _module_of(name).HELP[0]
+            says = _command_of(name).HELP[0]
         except SeergateError as error:
             says = str(error)
         commands.add_parser(name, help=says)
     return parser
 
 
-def _module_of(name: str) -> ModuleType:
-    """The module of a command, of seergate's own or of an installed package."""
+def _command_of(name: str) -> ModuleType | Command:
+    """A command of seergate's own or of an installed package."""
     if name in COMMANDS:
         return COMMANDS[name]
     offered = {entry.name: entry for entry in entry_points(group=ENTRY_POINTS)}
@@ -128,17 +123,20 @@ def _load_plugins(arguments: list[str]) -> list[str]:
     return others
 
 
-def _parser_of(module: ModuleType, name: str) -> Parser:
+def _parser_of(command: ModuleType | Command, name: str) -> Parser:
     """The parser of a command, or of one below it (``eval show``)."""
-    _, description, examples = module.HELP
-    parser = Parser(
-        prog=f"seergate {name}",
-        description=description,
-        epilog="examples:\n" + "\n".join(f"  {line}" for line in examples),
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
-    )
-    module.add_arguments(parser)
+    _, description, examples = command.HELP
+    if getattr(command, "trains", False):
+        parser = train.train_parser(f"seergate {name}", description, examples, listed=False)
+    else:
+        parser = Parser(
+            prog=f"seergate {name}",
+            description=description,
+            epilog="examples:\n" + "\n".join(f"  {line}" for line in examples),
+            formatter_class=argparse.RawDescriptionHelpFormatter,
+            allow_abbrev=False,
+        )
+    command.add_arguments(parser)
     if name in TAKING_METHODS or name.split()[0] not in COMMANDS:
         _add_plugin(parser, argparse.SUPPRESS)
     return parser
@@ -162,36 +160,32 @@ def main(argv: Sequence[str] | None = None) -> int:
     Returns:
         The exit code.
     """
-    arguments = list(sys.argv[1:] if argv is None else argv)
     bound_spinning()
     try:
-        if any(argument.split("=")[0] == "--plugin" for argument in arguments):
-            arguments = _load_plugins(arguments)
-        if not arguments:
-            build_parser().print_help()
-            return OK
-        name, *others = arguments
-        if name.startswith("-"):
-            build_parser().parse_args(arguments)
-        module = _module_of(name)
-        if hasattr(module, "run_argv"):  # its options are those of training
-            return int(module.run_argv(others))
-        if others and others[0] in getattr(module, "SUBCOMMANDS", {}):
-            name, module, others = f"{name} {others[0]}", module.SUBCOMMANDS[others[0]], others[1:]
-        options = _parser_of(module, name).parse_args(others)
-        _check_plots(name, options)
-        return int(module.run(options))
-    except KeyboardInterrupt:
-        print("interrupted; what was finished is kept", file=sys.stderr)
-        return INTERRUPTED
+        return guarded(lambda: _run(list(sys.argv[1:] if argv is None else argv)))
     except BrokenPipeError:  # the reader of a pipe has seen enough
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return OK
-    except (ValueError, OSError) as error:
-        if not is_users(error):
-            raise
-        print(f"error: {sentence(error)}", file=sys.stderr)
-        return USER_ERROR
+
+
+def _run(arguments: list[str]) -> int:
+    if any(argument.split("=")[0] == "--plugin" for argument in arguments):
+        arguments = _load_plugins(arguments)
+    if not arguments:
+        build_parser().print_help()
+        return OK
+    name, *others = arguments
+    if name.startswith("-"):
+        build_parser().parse_args(arguments)
+    command = _command_of(name)
+    if command is train:
+        return train.main(others, "seergate train")
+    below = getattr(command, "SUBCOMMANDS", {})
+    if others and others[0] in below:
+        name, command, others = f"{name} {others[0]}", below[others[0]], others[1:]
+    options = _parser_of(command, name).parse_args(others)
+    _check_plots(name, options)
+    return int(command.run(options) or OK)
 
 
 if __name__ == "__main__":

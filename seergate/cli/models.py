@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import os
+from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -14,6 +15,7 @@ from seergate.paths import gguf_file, shipped
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
+    from seergate.eval.settings import Banks
     from seergate.hf.bank import GateBank
 
 TINY = "tiny-reasoner"
@@ -22,18 +24,14 @@ TINY_GATES = "checkpoints/tiny-reasoner/gates"
 
 
 def model_path(name: str) -> str:
-    """A directory, GGUF file or Hub id for what a user calls a model, which may also be a preset.
-
-    Raises:
-        SeergateError: if it is none of these, with the nearest preset.
-    """
+    """The directory, GGUF file or Hub id of a model or a preset."""
     from seergate.distill.config import load_train_config, locate_model
 
     return locate_model(load_train_config(name)).model
 
 
 def is_tiny(model: str) -> bool:
-    """True if a model, by its preset or its directory, is the one that ships with seergate."""
+    """True if a model is the tiny reasoner that ships with seergate."""
     try:
         return os.path.samefile(model_path(model), shipped(TINY_MODEL))
     except FileNotFoundError:  # on the Hub
@@ -41,7 +39,7 @@ def is_tiny(model: str) -> bool:
 
 
 def gates_for(model: str, gates: str | None) -> str | None:
-    """The adapter to use: the one that was named, or the one in ``gates/`` of the model's own directory."""
+    """The given adapter, or the adapter in ``gates/`` of the model's directory."""
     if gates is not None:
         return gates
     beside = Path(model_path(model)).resolve() / "gates"
@@ -60,14 +58,23 @@ def named_gates(text: str) -> str | dict[str, str]:
 
 
 def load_gates(source: str) -> GateBank:
-    """Read an adapter.
-
-    Raises:
-        SeergateError: if it is missing or damaged.
-    """
+    """Read an adapter."""
     from seergate.hf.bank import GateBank
 
     return GateBank.from_pretrained(source)
+
+
+def bank_for(model: str, gates: str | None) -> GateBank | None:
+    """Read the adapter of `gates_for`, if there is one."""
+    source = gates_for(model, gates)
+    return None if source is None else load_gates(source)
+
+
+def load_banks(model: str, gates: str | Mapping[int | str, str] | None) -> Banks:
+    """The gates of an evaluation: `bank_for` a model, or several by name."""
+    if isinstance(gates, Mapping):
+        return {name: load_gates(source) for name, source in gates.items()}
+    return bank_for(model, gates)
 
 
 def load_model(path: str, dtype: str = "auto", device: str = "auto") -> PreTrainedModel:
@@ -77,9 +84,6 @@ def load_model(path: str, dtype: str = "auto", device: str = "auto") -> PreTrain
         path: directory, GGUF file or Hub id.
         dtype: ``auto`` is the precision it was saved in.
         device: ``auto`` is the GPU if there is one.
-
-    Raises:
-        SeergateError: if it cannot be loaded, or there is no such device.
     """
     import torch
     from transformers.utils import logging

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from seergate.checks import check_counts
 from seergate.errors import SeergateError
 
 if TYPE_CHECKING:
@@ -14,7 +16,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
     from seergate.eval.plan import SweepPlan
-    from seergate.eval.settings import MethodSpec
+    from seergate.eval.settings import Banks, MethodSpec
     from seergate.eval.task import Problem, Task
     from seergate.hf.bank import GateBank
     from seergate.methods import Method
@@ -26,13 +28,14 @@ class ModelLoader:
 
     Attributes:
         path, dtype, device: see `seergate.cli.models.load_model`; of several GPUs Ray shows each worker its own.
-        gates: adapter; or name -> adapter; or ``None``.
+        model, gates: see `seergate.cli.models.load_banks`.
         threads: CPU threads of each worker.
     """
 
     path: str
     dtype: str
     device: str
+    model: str
     gates: str | dict[int | str, str] | None
     threads: int
 
@@ -40,18 +43,16 @@ class ModelLoader:
         """Model, tokenizer and gates."""
         import torch
 
-        from seergate.cli.models import load_gates, load_model
+        from seergate.cli.models import load_banks, load_model
         from seergate.hf.loading import load_tokenizer
 
         torch.set_num_threads(self.threads)
         model, tokenizer = load_model(self.path, self.dtype, self.device), load_tokenizer(self.path)
-        if isinstance(self.gates, dict):
-            return model, tokenizer, {name: load_gates(source) for name, source in self.gates.items()}
-        return model, tokenizer, None if self.gates is None else load_gates(self.gates)
+        return model, tokenizer, load_banks(self.model, self.gates)
 
 
 def run_and_report(plan: SweepPlan, report: bool) -> None:
-    """`run_plan` of each task, and a report on its directory unless there shall be none."""
+    """`run_plan` of each task, and a report on its directory."""
     from seergate.cli.console import say_report
     from seergate.report import write_report
 
@@ -67,11 +68,7 @@ def run_and_report(plan: SweepPlan, report: bool) -> None:
 
 
 def each_task(plan: SweepPlan) -> list[SweepPlan]:
-    """A plan for each task that a plan names, separated by commas.
-
-    Raises:
-        SeergateError: if it names none, and the model is not the one that was made for `chain_sum`.
-    """
+    """A plan for each task that a plan names, separated by commas."""
     from seergate.cli.models import TINY, is_tiny
     from seergate.eval.tasks import TASKS
 
@@ -88,16 +85,12 @@ def each_task(plan: SweepPlan) -> list[SweepPlan]:
 
 
 def directory_of(task: str) -> str:
-    """What a task's directory of runs is called: its name with the options that are written behind it."""
+    """Name of a task's directory of runs: the task with its written options."""
     return Path(task).stem if task.endswith((".jsonl", ".ndjson")) else task.replace(":", "-").replace("/", "-")
 
 
 def checked_task(plan: SweepPlan) -> tuple[Task, list[Problem]]:
-    """The task of a plan and its problems, if its values are in range, as far as can be told without model and gates.
-
-    Raises:
-        SeergateError, ValueError: if one is not.
-    """
+    """The task of a plan and its problems; refuses values out of range, as far as is known without model and gates."""
     from seergate.cli.models import model_path
     from seergate.eval.method_text import read_method
     from seergate.hf.loading import load_tokenizer
@@ -108,24 +101,19 @@ def checked_task(plan: SweepPlan) -> tuple[Task, list[Problem]]:
     if task.by_tokens:
         task = task.bound(load_tokenizer(model_path(plan.model)))
     problems = task.problems()
-    plan.options().check(task)
-    if plan.threads is not None and plan.threads < 1:
-        raise ValueError(f"threads is {plan.threads}; it must be a positive number")
-    if plan.workers < 0:
-        raise ValueError(f"workers is {plan.workers}; it must be 0 or a positive number")
+    plan.check(task)
+    check_counts(plan, optional=True, threads=1)
+    check_counts(plan, workers=0)
     return task, problems
 
 
 def run_plan(plan: SweepPlan) -> Path:
-    """Evaluate all settings of a plan, keeping what is there already.
+    """Evaluate all settings of a plan; earlier samples are kept.
 
     Returns:
         The directory of the runs.
-
-    Raises:
-        SeergateError: before any weight is loaded, if something is wrong.
     """
-    from seergate.cli.models import check_writable, gates_for, load_gates, load_model, model_path
+    from seergate.cli.models import check_writable, load_banks, load_model, model_path
     from seergate.eval import sweep
     from seergate.eval.calibration import Calibrator, check_auto
     from seergate.eval.matching import distinct
@@ -138,12 +126,9 @@ def run_plan(plan: SweepPlan) -> Path:
 
     task, problems = checked_task(plan)
     path = model_path(plan.model)
-    several = plan.gates if isinstance(plan.gates, dict) else {}
-    named = None if several else gates_for(plan.model, plan.gates if isinstance(plan.gates, str) else None)
-    bank = load_gates(named) if named is not None else None
-    banks = {name: load_gates(source) for name, source in several.items()}
-    configs = [gates.config for gates in (*banks.values(), bank) if gates is not None]
-    sizes = sorted({config.block_size for config in configs if not config.retention})
+    banks = load_banks(plan.model, plan.gates)
+    listed = banks.values() if isinstance(banks, Mapping) else [] if banks is None else [banks]
+    sizes = sorted({gates.config.block_size for gates in listed if not gates.config.retention})
     specs = with_each(plan.specs(task, sizes), banks)
     check_auto(specs)
     if plan.engine == "vllm":
@@ -151,14 +136,11 @@ def run_plan(plan: SweepPlan) -> Path:
     if plan.match != MATCHES[0]:
         specs = distinct(specs)  # their budgets are found once there is a model
 
-    def gates_of(spec: MethodSpec) -> GateBank | None:
-        return spec.bank(banks, bank)
-
-    methods = [spec.method(gates_of(spec)) for spec in specs if not spec.uncalibrated]
-    check_model(path, methods, [gates for spec in specs if spec.has_gates and (gates := gates_of(spec)) is not None])
+    methods = [spec.method(spec.bank(banks)) for spec in specs if not spec.uncalibrated]
+    check_model(path, methods, [bank for spec in specs if spec.has_gates and (bank := spec.bank(banks)) is not None])
     tokenizer = load_tokenizer(path)
     if task.scored is None:
-        encoded_prompts(tokenizer, problems, plan.options().limit(task))
+        encoded_prompts(tokenizer, problems, plan.limit(task))
     else:
         _check_alone(plan, task)
     engine = "" if plan.engine == "transformers" else f"-{plan.engine}"
@@ -172,13 +154,13 @@ def run_plan(plan: SweepPlan) -> Path:
 
     threads = plan.threads or max(1, torch.get_num_threads() // max(1, plan.workers))
     torch.set_num_threads(threads)
-    loader = ModelLoader(path, plan.dtype, plan.device, several or named, threads)
+    loader = ModelLoader(path, plan.dtype, plan.device, plan.model, plan.gates, threads)
     model = load_model(path, plan.dtype, plan.device)
     with EvalProgress(len(specs)) as progress:
-        options = plan.options(model_name=plan.model, on_progress=progress)
-        chosen = plan.sampling() or task.sampling
-        source = "as asked" if plan.sampling() else "as the task has it" if chosen else "the model's generation_config"
-        limit, sampling = options.limit(task), options.resolved_sampling(task, model)
+        plan = replace(plan, on_progress=progress)
+        chosen = plan.sampling or task.sampling
+        source = "as asked" if plan.sampling else "as the task has it" if chosen else "the model's generation_config"
+        limit, sampling = plan.limit(task), plan.resolved_sampling(task, model)
         unlike = "" if chosen else sampling.unlike_generate(model)
         print(f"sampling: {sampling} ({source}{unlike}); {limit}", flush=True)
         if plan.measure_recall and specs[0].name != Dense.name:
@@ -195,9 +177,8 @@ def run_plan(plan: SweepPlan) -> Path:
                 task,
                 specs,
                 out,
-                options,
-                bank=bank,
-                banks=banks or None,
+                plan,
+                gates=banks,
                 loader=loader,
                 workers=plan.workers,
                 ray_address=plan.ray_address,
@@ -212,18 +193,14 @@ def run_plan(plan: SweepPlan) -> Path:
 
         if plan.match != MATCHES[0]:
             evaluated(specs[:1])  # dense: its answers are what bytes are compared on
-            specs = _matched(plan, task, model, tokenizer, specs, out, calibrated, gates_of)
+            specs = _matched(plan, task, model, tokenizer, specs, out, calibrated, banks)
             progress.settings = len(specs)
         evaluated(calibrated(specs))
     return out
 
 
 def _check_alone(plan: SweepPlan, task: Task) -> None:
-    """Refuse what cannot be done with texts that are scored.
-
-    Raises:
-        SeergateError: naming it.
-    """
+    """Refuse settings of a plan that do not work for scored texts."""
     usual = {"engine": "transformers", "workers": 0, "ray_address": None, "match": "budget", "measure_recall": False}
     for name, default in usual.items():
         if (value := getattr(plan, name)) != default:
@@ -231,11 +208,7 @@ def _check_alone(plan: SweepPlan, task: Task) -> None:
 
 
 def _check_served(plan: SweepPlan, specs: list[MethodSpec]) -> None:
-    """Refuse what the evaluation cannot do with vLLM.
-
-    Raises:
-        SeergateError: naming it.
-    """
+    """Refuse settings of a plan that do not work with vLLM."""
     from seergate.cli.models import check_file_served, model_path
     from seergate.eval.vllm_engine import check_served, engine_version
 
@@ -254,9 +227,6 @@ def check_model(path: str, methods: list[Method], banks: list[GateBank]) -> Any:
 
     Returns:
         The configuration.
-
-    Raises:
-        SeergateError: naming what does not fit.
     """
     from seergate.hf.gated_model import check_base
     from seergate.hf.loading import base_config
@@ -280,9 +250,9 @@ def _matched(
     specs: list[MethodSpec],
     out: Path,
     calibrated: Callable[[list[MethodSpec]], list[MethodSpec]],
-    gates_of: Callable[[MethodSpec], GateBank | None],
+    banks: Banks,
 ) -> list[MethodSpec]:
-    """The settings under which the plan's methods are equal in bytes. What has been measured is kept beside them."""
+    """The settings under which the plan's methods are equal in bytes; measurements are kept beside the runs."""
     from seergate.eval import store
     from seergate.eval.matching import MEASURES, Replay, match, record_path, replayed
     from seergate.fingerprint import fingerprint, rope_of
@@ -304,7 +274,7 @@ def _matched(
         specs,
         plan.budget or list(task.budgets),
         prepare=lambda spec: calibrated([spec])[0],
-        bank=gates_of,
+        bank=lambda spec: spec.bank(banks),
         say=lambda line: print(line, flush=True),
     )
     store.write_json(path, {"measure": plan.match, "made": made, "bytes": replay.known, "matches": records})

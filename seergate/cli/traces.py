@@ -10,6 +10,7 @@ from typing import Any
 
 import yaml
 
+from seergate.cli.arguments import model_args, run_args
 from seergate.errors import SeergateError
 
 HELP = (
@@ -29,12 +30,12 @@ HELP = (
 _BEGINNING = '{"row": '
 
 LOADED = ("weights", "rope")
-"""What is known of the model only when it is loaded."""
+"""Facts that are known only when the model is loaded."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the options."""
-    parser.add_argument("--model", default="tiny-reasoner", help="preset, directory, GGUF or Hub id [%(default)s]")
+    model_args(parser)
     parser.add_argument(
         "--prompts",
         metavar="DATA",
@@ -45,7 +46,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--out", type=Path, metavar="FILE", required=True, help="the rows, such as traces.jsonl")
     parser.add_argument("--limit", type=int, metavar="N", help="use the first N rows [all]")
     parser.add_argument("--method", default="dense", help="a method, as NAME:OPTION=VALUE:... [%(default)s]")
-    parser.add_argument("--gates", metavar="DIR", help="adapter directory or Hub id [shipped, if any]")
     parser.add_argument("--budget", "--token-budget", type=int, metavar="N", help="tokens read per step")
     parser.add_argument(
         "--max-length", type=int, metavar="N", help="tokens of question and answer [as of `seergate train`]"
@@ -56,8 +56,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--seed", type=int, default=0, help="of the sampling [%(default)s]")
     parser.add_argument("--batch-size", type=int, metavar="N", help="answers made together [what fits into memory]")
     parser.add_argument("--engine", choices=("transformers", "vllm"), default="transformers", help="[%(default)s]")
-    parser.add_argument("--dtype", default="auto", choices=("auto", "float32", "bfloat16", "float16"))
-    parser.add_argument("--device", default="auto", help="auto, cpu, cuda or cuda:N [%(default)s]")
+    run_args(parser)
 
 
 def run(options: argparse.Namespace) -> int:
@@ -175,12 +174,12 @@ def run(options: argparse.Namespace) -> int:
 
 
 def _beside(path: Path) -> Path:
-    """The file that says how rows were made."""
+    """The file that records how rows were made."""
     return path.with_name(f"{path.name}.yaml")
 
 
 def _begin(path: Path, record: dict[str, Any]) -> None:
-    """Write down beside a file of rows how they will be made."""
+    """Record beside a file of rows how they will be made."""
     from seergate.eval.store import write_text
 
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -188,18 +187,15 @@ def _begin(path: Path, record: dict[str, Any]) -> None:
 
 
 def _made_with(path: Path, now: dict[str, Any], unknown: tuple[str, ...] = ()) -> str | None:
-    """Compare how rows that are there were made with how more are to be made.
+    """Refuse to add rows that are made in another way than the earlier ones.
 
     Args:
         path: the rows.
-        now: how more are to be made, of plain YAML types.
-        unknown: what cannot be compared yet.
+        now: the record of the new rows, of plain YAML types.
+        unknown: fields that are not known yet.
 
     Returns:
         The commit of the prompts, at which later calls stay; ``None`` if they are not on the Hub.
-
-    Raises:
-        SeergateError: if they were made otherwise.
     """
     from seergate.eval.store import flatten
     from seergate.yaml_file import read_yaml
@@ -225,11 +221,7 @@ def _made_with(path: Path, now: dict[str, Any], unknown: tuple[str, ...] = ()) -
 
 
 def _rows(path: Path) -> dict[int, list[dict[str, str]]]:
-    """The rows that a file has, by their numbers: question and answer. A line that a kill cut short is cut off.
-
-    Raises:
-        SeergateError: if it holds anything else.
-    """
+    """The rows of a file by number: question and answer. A line that a kill cut short is removed."""
     from seergate.eval.store import write_text
 
     if not path.exists():

@@ -1,4 +1,7 @@
-"""``seergate train``, which is also `train.py`: alone, or as one of several processes that a launcher has started."""
+"""``seergate train``, which is also `train.py`: alone, or as one of several processes that a launcher has started.
+
+``prepare``, ``plan`` and ``ablate`` take its options.
+"""
 
 from __future__ import annotations
 
@@ -10,13 +13,15 @@ import time
 import traceback
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import yaml
 
+from seergate.cli.arguments import Command
+from seergate.cli.console import guarded
 from seergate.distill.config import Parser, TrainConfig, load_train_config, option_parser, presets, read_options
-from seergate.errors import is_users, sentence
 from seergate.openmp import bound_spinning
 from seergate.paths import shipped
 
@@ -32,15 +37,9 @@ HELP = (
     ],
 )
 
-USER_ERROR, INTERRUPTED, SIGNALLED = 2, 130, 128
-
 SILENT_SECONDS = 5.0
-"""A launcher ends all processes as soon as one has ended, so a process that leaves the reporting to another waits."""
-
-
-def run_argv(argv: Sequence[str]) -> int:
-    """Run the command; returns the exit code."""
-    return main(argv, "seergate train")
+"""Time that a process waits before it ends if another process reports the error."""
+INTERRUPT = "interrupted; the same command continues from the last checkpoint"
 
 
 def train_parser(prog: str | None, description: str, examples: Sequence[str], *, listed: bool = True) -> Parser:
@@ -69,7 +68,7 @@ def given_options(options: dict[str, Any]) -> dict[str, Any]:
     """Options of ``--config`` and the command line, without the defaults.
 
     Args:
-        options: what the command line says. What is not an option of training is taken out.
+        options: of the command line; those that are not training options are removed.
     """
     file, launched = options.pop("config", None), options.pop("local_rank", None) is not None
     options.pop("dry_run", None)
@@ -83,11 +82,7 @@ def given_options(options: dict[str, Any]) -> dict[str, Any]:
 
 
 def resolve(options: dict[str, Any]) -> TrainConfig:
-    """Defaults < preset < ``--config`` < command line.
-
-    Raises:
-        ValueError: for anything the user can mend.
-    """
+    """Defaults < preset < ``--config`` < command line."""
     values = given_options(options)
     return load_train_config(values.get("model"), values)
 
@@ -123,7 +118,7 @@ def main(argv: Sequence[str] | None = None, prog: str | None = None) -> int:
             work.append(lambda: _train(config, dry_run))
 
     # The processes of a machine find the same fault in the options, before they know of each other.
-    return _guarded(parse, tells=_number("LOCAL_RANK") == 0) or _worked(lambda: work[0]())
+    return guarded(parse, partial(_tell, tells=_number("LOCAL_RANK") == 0), INTERRUPT) or _worked(lambda: work[0]())
 
 
 def _train(config: TrainConfig, dry_run: bool) -> None:
@@ -173,10 +168,10 @@ def print_plan(config: TrainConfig) -> None:
 
 
 def _worked(run: Callable[[], None]) -> int:
-    """`_guarded`; a process among others ends once it has said what went wrong."""
+    """`guarded`; one of several processes ends after its report."""
     code = 1
     try:
-        code = _guarded(run)
+        code = guarded(run, _tell, INTERRUPT)
     except Exception:
         if _number("WORLD_SIZE") <= 1:
             raise
@@ -188,39 +183,115 @@ def _worked(run: Callable[[], None]) -> int:
     return code
 
 
-def _guarded(run: Callable[[], None], *, tells: bool = True) -> int:
-    """Run, and turn what goes wrong into a sentence and an exit code.
+def _tell(said: str, error: BaseException, tells: bool = True) -> None:
+    """Print a sentence about an error, with the number of the process unless it is the main one.
+
+    The main process alone reports an interrupt and an error that all processes share. The others wait: a launcher ends
+    all processes as soon as one has ended.
 
     Args:
-        run: what to do.
-        tells: whether this process reports it. What all processes have found together, the main one reports.
+        said: the sentence.
+        error: the error.
+        tells: false if another process reports it.
     """
-    try:
-        run()
-    except (ValueError, OSError) as error:
-        if not is_users(error):
-            raise
-        common = getattr(error, "is_common", False)
-        number = getattr(error, "signal", None)
-        text = sentence(error) if number else f"error: {sentence(error)}"
-        _tell(text, tells and not (common and _number("RANK")))
-        return SIGNALLED + number if number else USER_ERROR
-    except KeyboardInterrupt:
-        if _number("RANK") == 0:
-            print("interrupted; the same command continues from the last checkpoint", file=sys.stderr)
-        return INTERRUPTED
-    return 0
-
-
-def _tell(text: str, tells: bool) -> None:
-    """Print an error with the number of its process, if that is not the main one; or give another time to do so."""
     rank = _number("RANK")
+    if isinstance(error, KeyboardInterrupt):
+        tells = rank == 0
+    elif rank and getattr(error, "is_common", False):
+        tells = False
     if tells:
-        print(f"[rank {rank}] {text}" if rank else text, file=sys.stderr, flush=True)
-    else:
+        print(f"[rank {rank}] {said}" if rank else said, file=sys.stderr, flush=True)
+    elif not isinstance(error, KeyboardInterrupt):
         time.sleep(SILENT_SECONDS)
 
 
 def _number(variable: str) -> int:
     """An environment variable of the launcher as a number; 0 if unset."""
     return int(os.environ.get(variable) or 0)
+
+
+def _prepare(options: argparse.Namespace) -> None:
+    dry_run, config = options.dry_run, resolve(vars(options))
+    if dry_run:
+        return print_plan(config)
+    from seergate.distill.trainer import prepare_run
+
+    print(prepare_run(config).summary())
+
+
+PREPARE = Command(
+    (
+        "download and tokenise what a training run needs, without a GPU",
+        "Look up commits, download model and data, tokenise and pack, so that the run begins at once, offline too.\n"
+        "Takes all options of seergate train; give the run the same ones.",
+        ["seergate prepare --model Qwen3-8B"],
+    ),
+    lambda parser: None,
+    _prepare,
+    trains=True,
+)
+
+
+def _plan_arguments(parser: argparse.ArgumentParser) -> None:
+    group = parser.add_argument_group("plan")
+    group.add_argument("--processes", type=int, default=1, help="processes that share the work [1]")
+    group.add_argument("--memory-gb", type=float, help="memory of the GPU that will do it [this machine's]")
+    group.add_argument("--device", choices=("cpu", "cuda"), help="plan for this kind of device [what is here]")
+    group.add_argument("--sample-tokens", type=int, help="typical length of a sample, for the time [all of a pack]")
+    group.add_argument("--tflops", type=float, help="what one device sustains, in TFLOP/s; instead of measuring")
+    group.add_argument("--measure", action=argparse.BooleanOptionalAction, default=True, help="time one layer here")
+
+
+def _plan(options: argparse.Namespace) -> None:
+    names = ("processes", "memory_gb", "device", "sample_tokens", "tflops", "measure")
+    values = vars(options)
+    own = {name: values.pop(name) for name in names}
+    config = resolve(values)
+    from seergate.distill.plan import make_plan
+
+    print(make_plan(config, **own).text())
+
+
+PLAN = Command(
+    (
+        "say what a training run needs: memory, time, disk",
+        "Say what a training run needs: memory, time, disk. Takes all options of seergate train, and:",
+        ["seergate plan --model Qwen3-8B --memory-gb 24", "seergate plan --model tiny-reasoner"],
+    ),
+    _plan_arguments,
+    _plan,
+    trains=True,
+)
+
+
+def _ablate_arguments(parser: argparse.ArgumentParser) -> None:
+    from seergate.distill.ablation import studies
+
+    known = ", ".join(studies())
+    says = f"some of {known}, all, or .yaml files of your own"
+    parser.add_argument("studies", metavar="STUDY", nargs="+", help=says)
+
+
+def _ablate(options: argparse.Namespace) -> None:
+    from seergate.distill.ablation import compare, prepared
+
+    values = vars(options)
+    names, dry_run = values.pop("studies"), values.get("dry_run")
+    values = given_options(values)
+    if dry_run:
+        for study, configs in prepared(names, values):
+            print(f"{study.name}: " + ", ".join(str(config.run_dir) for config in configs.values()))
+    else:
+        print("\n" + compare(names, values), end="")
+
+
+ABLATE = Command(
+    (
+        "train variants of a run and compare them",
+        "Train variants of a run and compare them on held-out packs. Takes all options of seergate train, and:",
+        ["seergate ablate block-size --model tiny-reasoner", "seergate ablate my-study.yaml --model Qwen3-0.6B"],
+    ),
+    _ablate_arguments,
+    _ablate,
+    trains=True,
+)

@@ -1,35 +1,35 @@
-"""Options that some methods take from the model and the task: LazyEviction's window, TriAttention's centres.
+"""Options that some methods take from the model and the task (`Method.calibrates`).
 
-``lazy_eviction:window=auto`` and ``tri_attention:centres=auto`` in a sweep mean: measure it before, on problems that
-are not evaluated where the task can make more of them, and on 1 % of the problems (as LazyEviction's authors do) where
-it cannot.
+``NAME:OPTION=auto`` in a sweep means: measure it before, on problems that are not evaluated where the task can make
+more of them, and on 1 % of the problems (as LazyEviction's authors do) where it cannot.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
-from dataclasses import asdict, replace
+from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, fields, replace
 from functools import cached_property
 from pathlib import Path
+from pkgutil import resolve_name
 from typing import Any
 
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from seergate.errors import SeergateError
-from seergate.eval import store
 from seergate.eval.engine import Limit, encode, end_ids, prompt_text
-from seergate.eval.recurrence import measure_recurrence, query_centres
 from seergate.eval.sampling import Sampling
 from seergate.eval.settings import MethodSpec
 from seergate.eval.task import Task, contents_hash
 from seergate.eval.tasks import CHAIN_SUM_SEEDS, make_task
 from seergate.fingerprint import fingerprint, rope_of
-from seergate.methods import LazyEviction, TriAttention
-from seergate.methods.gate_on_evictor import SUFFIX
-from seergate.methods.tri_attention import Centres
+from seergate.methods import METHODS, Method
+from seergate.methods.registry import keeping_class
 
-CALIBRATED = {LazyEviction.name: "window", TriAttention.name: "centres"}
+Prompts = Sequence[Sequence[int]]
+"""Token ids."""
+
 FRACTION = 100
 """One problem of so many is answered, where the evaluated ones have to serve."""
 FRESH = 4
@@ -37,18 +37,25 @@ FRESH = 4
 
 
 def check_auto(specs: Sequence[MethodSpec]) -> None:
-    """Refuse ``auto`` for an option that cannot be measured.
-
-    Raises:
-        SeergateError: naming the option, and those that can be.
-    """
+    """Refuse ``auto`` for an option that cannot be measured."""
     for spec in specs:
         for option in spec.uncalibrated:
-            if CALIBRATED.get(spec.name.removesuffix(SUFFIX)) != option:
-                can = ", ".join(f"{name}:{known}" for name, known in CALIBRATED.items())
+            if option not in keeping_class(spec.name).calibrates:
+                can = ", ".join(f"{name}:{known}" for name, known in calibrated_options())
                 raise SeergateError(
                     f"{spec.name}:{option} is 'auto', which only these can be: {can}; give it a value of its own"
                 )
+
+
+def calibrated_options() -> list[tuple[str, str]]:
+    """Methods and their options that can be measured."""
+    return [(name, option) for name in METHODS for option in METHODS[name].calibrates]
+
+
+def calibration_of(kind: type[Method], option: str) -> type[Calibration]:
+    """The measurement of an option of a method."""
+    found: type[Calibration] = resolve_name(kind.calibrates[option])
+    return found
 
 
 def evenly_chosen_prompts(tokenizer: PreTrainedTokenizerBase, task: Task, wanted: int | None) -> list[list[int]]:
@@ -68,9 +75,9 @@ def other_problems(task: Task) -> tuple[Task, int | None]:
 
 
 def made_on(
-    model: PreTrainedModel, task: Task, prompts: Sequence[Sequence[int]], max_new_tokens: int, sampling: Sampling
+    model: PreTrainedModel, task: Task, prompts: Prompts, max_new_tokens: int, sampling: Sampling
 ) -> dict[str, Any]:
-    """What a measurement depends on, as plain JSON types; kept with it, and compared before it is used again."""
+    """Everything that a measurement depends on, as plain JSON types; kept with it and compared before it is reused."""
     made = {
         "model": fingerprint(model),
         "rope": rope_of(model),
@@ -83,15 +90,48 @@ def made_on(
     return dict(json.loads(json.dumps(made, default=str)))
 
 
+class Calibration(ABC):
+    """The measurement of one option of a method; a subclass is a dataclass of how it is measured."""
+
+    @classmethod
+    def of(cls, options: Mapping[str, Any]) -> Calibration:
+        """With those of the options that it has."""
+        return cls(**{field.name: options[field.name] for field in fields(cls) if field.name in options})  # type: ignore[arg-type]
+
+    @property
+    @abstractmethod
+    def file_name(self) -> str:
+        """Name of the file where an evaluation keeps the result."""
+
+    @abstractmethod
+    def made(self, path: Path) -> dict[str, Any] | None:
+        """`made_on` of a result; ``None`` if the file holds none."""
+
+    @abstractmethod
+    def measure(
+        self, model: PreTrainedModel, prompts: Prompts, path: Path, about: Mapping[str, Any], **how: Any
+    ) -> list[str]:
+        """Answer prompts with dense attention and write the result; returns it in words, a line each.
+
+        Args:
+            model: in eval mode, nothing attached.
+            path: of the file.
+            about: kept in it; ``made`` is what `made_on` gives.
+            **how: ``max_new_tokens``, ``sampling`` and ``ends`` of the answers.
+        """
+
+    def value(self, path: Path, token_budget: int | None) -> Any:
+        """The option's value under a token budget: here the file."""
+        return str(path)
+
+
 class Calibrator:
     """Measures options that are ``"auto"``, each once, for one model and one task.
-
-    A window never takes more than half of a budget, which has to hold it.
 
     Args:
         model: in eval mode, nothing attached.
         task: that the settings will be evaluated on.
-        directory: where what has been measured is kept. Found there, made on the same, it is not measured again.
+        directory: of the results. A result made on the same model and prompts is used again.
         limit, sampling: of the answers.
     """
 
@@ -115,43 +155,25 @@ class Calibrator:
         Args:
             specs: checked by `check_auto`.
         """
-        found = []
-        for spec in specs:
-            if "window" in spec.uncalibrated:
-                spec = replace(spec, calibrated={"window": self._window(spec)})
-            elif spec.uncalibrated:
-                spec = replace(spec, calibrated={"centres": str(self._centres)})
-            found.append(spec)
-        return found
+        return [
+            replace(spec, calibrated={option: self._measured(spec, option) for option in spec.uncalibrated})
+            if spec.uncalibrated
+            else spec
+            for spec in specs
+        ]
+
+    def _measured(self, spec: MethodSpec, option: str) -> Any:
+        calibration = calibration_of(keeping_class(spec.name), option).of(spec.options)
+        path, (prompts, how, made) = self.directory / calibration.file_name, self._answered
+        if calibration.made(path) != made:
+            calibration.measure(self.model, prompts, path, {"made": made}, **how)
+        return calibration.value(path, spec.token_budget)
 
     @cached_property
-    def _prompts(self) -> list[list[int]]:
+    def _answered(self) -> tuple[list[list[int]], dict[str, Any], dict[str, Any]]:
+        """The prompts, how they are answered, and `made_on`."""
         self.directory.mkdir(parents=True, exist_ok=True)
-        return evenly_chosen_prompts(self.tokenizer, self.task, self.wanted)
-
-    @cached_property
-    def _how(self) -> dict[str, Any]:
-        longest = max(map(len, self._prompts))
-        ends = end_ids(self.model, self.tokenizer)
-        return {"max_new_tokens": max(1, self.limit.of(longest)), "sampling": self.sampling, "ends": ends}
-
-    @cached_property
-    def _made(self) -> dict[str, Any]:
-        return made_on(self.model, self.task, self._prompts, self._how["max_new_tokens"], self.sampling)
-
-    def _window(self, spec: MethodSpec) -> int:
-        alpha = float(spec.options.get("alpha", LazyEviction.alpha))
-        path = self.directory / f"lazy_eviction-{alpha:g}.json"
-        record = store.read_json(path)
-        if record is None or record.get("made") != self._made:
-            found = measure_recurrence(self.model, self._prompts, alpha=alpha, **self._how)
-            record = {"window": found.window(), "alpha": alpha, "made": self._made}
-            store.write_json(path, record)
-        return max(1, min(int(record["window"]), (spec.token_budget or 2 * record["window"]) // 2))
-
-    @cached_property
-    def _centres(self) -> Path:
-        path = self.directory / "tri_attention.safetensors"
-        if not path.exists() or Centres.load(path).made != self._made:
-            query_centres(self.model, self._prompts, made=self._made, **self._how).save(path)
-        return path
+        prompts = evenly_chosen_prompts(self.tokenizer, self.task, self.wanted)
+        longest = max(1, self.limit.of(max(map(len, prompts))))
+        how = {"max_new_tokens": longest, "sampling": self.sampling, "ends": end_ids(self.model, self.tokenizer)}
+        return prompts, how, made_on(self.model, self.task, prompts, longest, self.sampling)

@@ -19,17 +19,14 @@ from seergate.errors import SeergateError, how_to_install
 from seergate.eval.engine import Engine, Generation, Limit, Request, sample_bytes
 from seergate.eval.memory import estimated_batch
 from seergate.eval.sampling import Sampling
-from seergate.eval.settings import MethodSpec
+from seergate.eval.settings import Banks, MethodSpec
 from seergate.fingerprint import fingerprint
 from seergate.hf.attach import Handle, attached
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-    from seergate.hf.bank import GateBank
-
-    Gates = GateBank | dict[Any, GateBank] | None
-    Loaded = tuple[PreTrainedModel, PreTrainedTokenizerBase, Gates]
+    Loaded = tuple[PreTrainedModel, PreTrainedTokenizerBase, Banks]
 
 Loader = Callable[[], "Loaded"]
 """``() -> (model, tokenizer, gates)``, called in each actor; must be picklable. Several sets of gates are a dictionary
@@ -43,8 +40,8 @@ class Job:
     Attributes:
         spec: the method.
         batch_size: samples that an actor makes together; as many as fit into its memory if ``None``.
-        prompt: tokens of the longest one, for that.
-        longest: tokens of the longest sample, prompt included, likewise.
+        prompt: tokens of the longest prompt, to estimate memory.
+        longest: tokens of the longest sample, prompt included, to estimate memory.
         limit, sampling: of the samples.
     """
 
@@ -63,7 +60,7 @@ class Job:
         handle: Handle,
         sharing: int = 1,
     ) -> Engine:
-        """What makes the samples, in one of several processes that share a device's memory."""
+        """The engine, in one of ``sharing`` processes that share a device's memory."""
         batch_size = self.batch_size
         if batch_size is None:
             each = sample_bytes(model, self.prompt, self.longest)
@@ -108,7 +105,7 @@ class Generator:
             requests: added to those that it has.
 
         Returns:
-            What has been finished, nothing if there is nothing to do; and how many samples are made together.
+            The finished samples, none if there is nothing to do; and how many samples are made together.
         """
         if job != self.job:
             self._begin(job, neighbours)
@@ -123,8 +120,8 @@ class Generator:
     def _begin(self, job: Job, neighbours: int) -> None:
         if self.method is not None:
             self.method.__exit__(None, None, None)
-        bank = job.spec.bank(self.gates) if isinstance(self.gates, dict) else self.gates
-        self.method = attached(self.model, job.spec.method(bank), correction=job.spec.correction)
+        method = job.spec.method(job.spec.bank(self.gates))
+        self.method = attached(self.model, method, correction=job.spec.correction)
         handle = self.method.__enter__()
         self.engine = job.engine(
             self.model, self.tokenizer, lambda generation: self.finished.append(generation), handle, neighbours
@@ -206,7 +203,7 @@ class Cluster:
             idle.append(actor)
 
     def _result(self, actor: Any, task: Any) -> Any:
-        """What an actor's task gave; ``None`` if the actor is lost, or its node."""
+        """The result of an actor's task; ``None`` if the actor or its node is lost."""
         import ray
 
         try:

@@ -1,4 +1,4 @@
-"""What becomes of a finished sample: it is written down at once, graded while others are generated, and counted."""
+"""Takes finished samples: writes them at once, grades them while others are generated, and counts them."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class Progress:
 
     Attributes:
         label: of the setting.
-        done, total: samples; done are those that have been graded.
+        done, total: graded samples, and all.
         correct: how many of them are right; ``None`` where nothing is graded.
         made: samples generated since the run was started or resumed.
         tokens: generated since then.
@@ -57,7 +57,7 @@ class Collector:
     Args:
         grader: a key of `seergate.eval.grading.GRADERS`.
         golds: problem id -> right answer.
-        samples: those that are there already.
+        samples: earlier samples of the run.
         judges: grade; as many samples at once as there are processes.
         on_progress: called after every grade, from a thread that grades; one call at a time.
     """

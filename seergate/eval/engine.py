@@ -28,16 +28,14 @@ from transformers.cache_utils import Cache
 from seergate.cache.argument import CACHE
 from seergate.cache.batching import join_rows, keep_rows, rows_are_independent
 from seergate.cache.layer import GatedLayer
+from seergate.checks import check_count, check_counts
 from seergate.errors import SeergateError
 from seergate.eval.costs import RowStats
 from seergate.eval.memory import is_out_of_memory
 from seergate.eval.sampling import SampledRow, Sampling, TokenChooser
 from seergate.eval.task import Problem
 from seergate.hf.attach import Handle
-from seergate.methods import ReasonCache
 from seergate.methods.evicting import CompressingMethod, CompressingState
-from seergate.methods.snapkv import SnapKVState
-from seergate.reason.sharing import saving_ratios
 from seergate.stats import DecodeStats, own_bytes
 
 
@@ -46,7 +44,7 @@ class Request:
     """One sample to be generated.
 
     Attributes:
-        key: whatever identifies it to the caller.
+        key: identifies it to the caller.
         prompt: text, special tokens included.
         ids: its tokens.
         seed: of its own random numbers.
@@ -65,36 +63,30 @@ class Limit:
     """Maximum length of a sample.
 
     Attributes:
-        new_tokens: of the answer alone; ``None`` for no such limit.
-        total_tokens: of prompt and answer together; ``None`` for no such limit.
-
-    Raises:
-        ValueError: naming the field, what it is and what it must be.
+        max_new_tokens: of the answer alone; ``None`` for no such limit.
+        max_total_tokens: of prompt and answer together; ``None`` for no such limit.
     """
 
-    new_tokens: int | None = None
-    total_tokens: int | None = None
+    max_new_tokens: int | None = None
+    max_total_tokens: int | None = None
 
     def __post_init__(self) -> None:
-        for name in ("new_tokens", "total_tokens"):
-            value = getattr(self, name)
-            if value is not None and value < 1:
-                raise ValueError(f"max_{name} is {value}; it must be a positive number")
-        if self.new_tokens is None and self.total_tokens is None:
+        check_counts(self, optional=True, max_new_tokens=1, max_total_tokens=1)
+        if self.max_new_tokens is None and self.max_total_tokens is None:
             raise ValueError("neither max_new_tokens nor max_total_tokens is given; one of them must be")
 
     def of(self, prompt_tokens: int) -> int:
         """New tokens that a prompt of this length leaves room for; 0 or less for none."""
-        limits = [self.new_tokens, None if self.total_tokens is None else self.total_tokens - prompt_tokens]
-        return min(limit for limit in limits if limit is not None)
+        total = None if self.max_total_tokens is None else self.max_total_tokens - prompt_tokens
+        return min(limit for limit in (self.max_new_tokens, total) if limit is not None)
 
     def __str__(self) -> str:
         """For people."""
         parts = []
-        if self.new_tokens is not None:
-            parts.append(f"{self.new_tokens} new tokens")
-        if self.total_tokens is not None:
-            parts.append(f"{self.total_tokens} tokens, prompt included")
+        if self.max_new_tokens is not None:
+            parts.append(f"{self.max_new_tokens} new tokens")
+        if self.max_total_tokens is not None:
+            parts.append(f"{self.max_total_tokens} tokens, prompt included")
         return "at most " + " and ".join(parts)
 
 
@@ -103,13 +95,13 @@ class Generation:
     """A finished sample.
 
     Attributes:
-        request: what was asked.
+        request: the request.
         completion: the generated text, without end and padding tokens.
         token_ids: the generated tokens, the end token included if there is one.
         n_prompt_tokens: length of the prompt.
         finish_reason: ``"stop"`` (the end token came) or ``"length"`` (the limit came first).
         seconds: its share of the wall-clock time: each step's time is divided among the rows that took it.
-        costs: what decoding it read and held (`RowStats.of`; nothing without a handle), and ``reply_logprob``, if the
+        costs: bytes and tokens read and held (`RowStats.of`; empty without a handle), and ``reply_logprob`` if the
             request has a reply.
     """
 
@@ -256,12 +248,11 @@ class Batch:
 
 @torch.inference_mode()
 def sample_bytes(model: PreTrainedModel, prompt: Sequence[int], longest: int) -> float:
-    """Bytes that a sample holds at its peak under the attached method: its keys and values, and what the method
-    remembers of it.
+    """Peak bytes of a sample under the attached method: keys, values and the method's state.
 
     Args:
         model: in eval mode, a method attached.
-        prompt: token ids; they are read to find out.
+        prompt: token ids; they are read to measure the bytes.
         longest: tokens of prompt and answer.
     """
     batch, total = Batch(model), 0.0
@@ -271,8 +262,7 @@ def sample_bytes(model: PreTrainedModel, prompt: Sequence[int], longest: int) ->
             total += (layer.keys.nbytes + layer.values.nbytes) * longest / len(prompt)
             continue
         state, held = layer.state, longest
-        once = isinstance(state, SnapKVState) and state.method.compress != "repeatedly"
-        if isinstance(state, CompressingState) and not once:
+        if isinstance(state, CompressingState) and not state.compresses_once:
             for part in (state, *state.parts):
                 if isinstance(part, CompressingState):
                     part.decoded = [longest - len(prompt)]  # as at the end: some hold more and more
@@ -291,7 +281,7 @@ class _Row(SampledRow):
 
     @property
     def full(self) -> bool:
-        """True if the answer is as long as it may get."""
+        """True if the answer has reached its limit."""
         return len(self.tokens) >= self.limit
 
 
@@ -300,11 +290,11 @@ class Engine:
 
     Args:
         model: in eval mode; may have a method attached.
-        batch_size: samples that run together, at most. It is halved whenever memory runs out. Where the failed forward
-            pass can be undone (`Batch.take_back`), half of the samples go on where they were, or all of them if it was
-            new ones that did not fit. The others start anew, their random numbers too: read again in one pass, their
-            tokens would have keys and values other than those that sparse steps gave them.
-        on_finished: gets every sample in the step in which it ends.
+        batch_size: maximum number of samples that run together; halved whenever memory runs out. Where the failed
+            forward pass can be undone (`Batch.take_back`), half of the samples continue, or all of them if only new
+            samples did not fit. The others start anew, random numbers included: a dense pass over their tokens would
+            give other keys and values than the sparse steps did.
+        on_finished: called with every sample when it ends.
         handle: of the attached method, for the samples' costs.
     """
 
@@ -319,8 +309,7 @@ class Engine:
         on_finished: Callable[[Generation], None],
         handle: Handle | None = None,
     ) -> None:
-        if batch_size < 1:
-            raise ValueError(f"batch_size is {batch_size}; it must be a positive number")
+        check_count("batch_size", batch_size, 1)
         if handle is not None and handle.passes.default == "dense":
             raise SeergateError(
                 f"lossless {handle.method.name!r} says what the dense model says, and drafts within generate only; "
@@ -353,13 +342,13 @@ class Engine:
 
     @torch.inference_mode()
     def step(self, source: Iterator[Request]) -> bool:
-        """Let new samples read their prompts if there is room for some, or else all samples take one token.
+        """Prefill new samples if there is room, or else decode one token of all samples.
 
         Args:
-            source: of new samples. It may run dry and be another one at the next step.
+            source: of new samples; another iterator may be given at the next step.
 
         Returns:
-            Whether there was anything to do.
+            False if there was nothing to do.
         """
         arriving = self._arriving(source)
         together = len(self.rows) + len(arriving)
@@ -376,7 +365,7 @@ class Engine:
         return True
 
     def _arriving(self, source: Iterator[Request]) -> list[_Row]:
-        """The rows that there is room for, those that were interrupted first."""
+        """New rows that fit into the batch; interrupted ones come first."""
         rows: list[_Row] = []
         while self.batch.joinable and len(self.rows) + len(rows) < self.batch_size:
             if self.again:
@@ -388,7 +377,7 @@ class Engine:
         return rows
 
     def _back_off(self, together: int) -> None:
-        """Memory ran out on so many rows: go on with half as many. The others start anew."""
+        """Memory ran out on so many rows: continue with half as many; the others start anew."""
         if together == 1 and self.rows:
             tokens = len(self.rows[0].prompt) + len(self.rows[0].tokens)
             raise SeergateError(f"not even one sample fits into memory, which ran out at {tokens} tokens")
@@ -398,12 +387,8 @@ class Engine:
         self.rows = rows[:count]
 
     def _kept_on(self) -> int:
-        """Undo what has failed, and drop the rows that there is no room for.
-
-        Returns:
-            How many rows are left, the first ones.
-        """
-        held, sharing = len(self.batch), self.handle is not None and isinstance(self.handle.method, ReasonCache)
+        """Undo the failed step and drop the rows that do not fit; returns how many of the first rows are left."""
+        held, sharing = len(self.batch), self.handle is not None and self.handle.storage.lossy
         count = held if held < len(self.rows) else min(held, self.batch_size)  # it was new rows that did not fit
         correcting = self.handle is not None and self.handle.correction is not None
         if not count or sharing or correcting or not self.batch.take_back():
@@ -436,7 +421,7 @@ class Engine:
             torch.cuda.empty_cache()
 
     def _advance(self, arriving: list[_Row]) -> None:
-        """Let new rows read their prompts, or all rows take one token; hand over and drop what has ended."""
+        """Prefill new rows, or decode one token of all rows; hand over the samples that have ended."""
         began = time.perf_counter()
         if self.stats is not None:
             self.stats.begin_step()
@@ -450,8 +435,10 @@ class Engine:
         else:
             logits = self.batch.step([row.tokens[-1] for row in self.rows])
             moved, first = self.rows, 0
-            if self.stats is not None and (ratios := saving_ratios(self.batch.cache)) is not None:
-                self.stats.note_savings(ratios)
+            if self.handle is not None and self.stats is not None:
+                ratios = self.handle.storage.saving_ratios(self.batch.cache.layers)
+                if ratios is not None:
+                    self.stats.note_savings(ratios)
         for row, token in zip(moved, self.choose(logits, moved), strict=True):
             row.tokens.append(token)
         spent = (time.perf_counter() - began) / len(moved)
@@ -510,11 +497,7 @@ class Engine:
 
 
 def render(tokenizer: PreTrainedTokenizerBase, messages: Sequence[dict[str, str]]) -> str:
-    """The prompt for a conversation, by the model's chat template.
-
-    Raises:
-        SeergateError: if the tokenizer has none.
-    """
+    """The prompt for a conversation, by the model's chat template."""
     if not tokenizer.chat_template:
         raise SeergateError("this model's tokenizer has no chat template, so the task's messages cannot be put to it")
     return str(tokenizer.apply_chat_template(list(messages), tokenize=False, add_generation_prompt=True))

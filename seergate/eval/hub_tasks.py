@@ -19,6 +19,7 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
+from seergate.checks import check_count
 from seergate.errors import SeergateError
 from seergate.eval.grading import check_gold
 from seergate.eval.task import Problem, Task
@@ -74,8 +75,8 @@ class HubTask:
             source: a local file instead of the Hub's.
             seed: of whatever the task draws (the order of GPQA's options).
         """
-        if problems is not None and problems < 1:
-            raise ValueError(f"problems is {problems}; it must be a positive number")
+        if problems is not None:
+            check_count("problems", problems, 1)
         if source is not None:
             _local_format(source)
         return Task(

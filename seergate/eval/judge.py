@@ -1,7 +1,7 @@
-"""A pool of processes that compare answers. One that takes too long is killed and replaced; the run goes on.
+"""A pool of processes that compare answers. A process that takes too long is killed and replaced; the run goes on.
 
-What is too long is counted in processor time, so that a verdict does not depend on what else the machine does. Only an
-end that the comparison itself has brought about is a verdict: whatever else ends a process says nothing of an answer.
+The limit is in processor time, so that a verdict does not depend on the load of the machine. The end of a process is a
+verdict only if the comparison itself has caused it.
 """
 
 from __future__ import annotations
@@ -25,17 +25,17 @@ from seergate.eval.equivalence import OUT_OF_MEMORY
 from seergate.eval.grading import Grade, grade
 
 SECONDS = 10.0
-"""Of processor time, for one comparison. math-verify takes milliseconds on what is meant as an answer."""
+"""Processor time of one comparison. math-verify takes milliseconds for an ordinary answer."""
 
 WALL = 6
-"""Times as long a comparison may take by the clock: for one that waits, and where processor time cannot be limited."""
+"""Wall-clock limit of a comparison, as a multiple: for a process that waits, and where processor time has no limit."""
 
 START_SECONDS = 120.0
-"""For a process to import math-verify, on a machine that is busy."""
+"""Time for a process to import math-verify on a busy machine."""
 
 
 FAULTS = {-signal.SIGSEGV: "crashed", -signal.SIGABRT: "crashed", OUT_OF_MEMORY: "ran out of memory"}
-"""Exit statuses that the comparison itself causes: they are verdicts. Any other end of the process is not."""
+"""Exit statuses that the comparison itself causes; they are verdicts."""
 
 
 class _Judge:
@@ -201,10 +201,6 @@ class GradingPool:
 
 
 def check_installed() -> None:
-    """Refuse to begin what could not be graded.
-
-    Raises:
-        SeergateError: if math-verify is not installed.
-    """
+    """Refuse to begin what could not be graded."""
     if importlib.util.find_spec("math_verify") is None:
         raise SeergateError(f"grading mathematics needs math-verify; {how_to_install('eval')}")

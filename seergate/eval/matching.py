@@ -1,10 +1,10 @@
 """Budgets under which methods are equal in bytes: resident ones, or bytes read per step.
 
 A token budget of 1024 means something else for every method. Here a budget of C means as many bytes as C tokens of the
-dense cache take, and each method gets the token budget (RPC: the ratio) under which it comes nearest. How many bytes
-that are is measured, not computed: one of dense's own answers, of average length, is replayed token by token. A method
-whose bytes do not depend on a budget (``kv4bit``), or that was given one of its own (``quest:token_budget=256``), is
-run as it is, and the others are matched to it as well.
+dense cache take, and each method gets the token budget (or other `Method.budget_option`) under which it comes nearest.
+How many bytes that are is measured, not computed: one of dense's own answers, of average length, is replayed token by
+token. A method whose bytes do not depend on a budget (``kv4bit``), or that was given one of its own
+(``quest:token_budget=256``), is run as it is, and the others are matched to it as well.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import dropwhile
 from pathlib import Path
 from typing import Any
 
@@ -25,23 +26,23 @@ from seergate.eval.settings import MethodSpec, limits_of
 from seergate.fingerprint import fingerprint
 from seergate.hf.attach import attached
 from seergate.hf.bank import GateBank
-from seergate.methods import RPC, Dense, LongPromptWarning, method_class
+from seergate.methods import Dense, LongPromptWarning, method_class
 
 MEASURES = {"resident": "own_bytes_mean", "read": "bytes_read_per_step"}
-"""What can be made equal -> the figure of a sample that says it. Neither depends on the batch that it was made in."""
+"""Quantities that can be made equal -> their figure of a sample. Neither depends on the batch of the sample."""
 
 EVERYTHING = 2**30
-"""A token budget that stands for none in particular."""
+"""A token budget that stands for all budgets of a method."""
 
 TOKEN = "a token of the dense cache"
 """Placeholder key: bytes of one dense cache token."""
 
 CLOSE, FAR = 0.01, 0.10
-"""The search ends when so near; a setting that cannot come nearer than this to a target is not run for it."""
+"""Relative distances to a target: at the first the search ends; beyond the second a setting is not run."""
 
 
 def record_path(directory: Path, measure: str) -> Path:
-    """Where a sweep keeps what was measured, and what was matched to what."""
+    """The file in which a sweep keeps measurements and matches."""
     return directory / f"matching-{measure}.json"
 
 
@@ -58,8 +59,8 @@ class Replay:
     Args:
         model: in eval mode, nothing attached.
         samples: of the dense run; one of them is taken (`replayed`).
-        figure: what is measured, a value of `MEASURES`.
-        known: what has been measured already, on the same answer and model; it grows.
+        figure: the measured quantity, a value of `MEASURES`.
+        known: earlier measurements on the same answer and model; new ones are added.
     """
 
     model: PreTrainedModel
@@ -120,11 +121,10 @@ def distinct(specs: Sequence[MethodSpec]) -> list[MethodSpec]:
 
 def budget_option_of(spec: MethodSpec) -> str | None:
     """The option that decides how many bytes a method takes; ``None`` if it has none, or if it has been given."""
-    if spec.name == RPC.name:
-        return None if "ratio" in spec.options else "ratio"
-    if spec.own_budget or "token_budget" not in limits_of(spec.name) or limits_of(spec.name) & set(spec.options):
-        return None
-    return "token_budget"
+    option, limits = method_class(spec.name).budget_option, limits_of(spec.name)
+    if option != "token_budget":
+        return None if option in spec.options else option
+    return None if spec.own_budget or option not in limits or limits & set(spec.options) else option
 
 
 def with_budget(spec: MethodSpec, budget_option: str, value: int) -> MethodSpec:
@@ -160,11 +160,11 @@ def match(
     bank: Callable[[MethodSpec], GateBank | None],
     say: Callable[[str], None] = print,
 ) -> tuple[list[MethodSpec], list[dict[str, Any]]]:
-    """Settings whose bytes are equal, and what was matched to what.
+    """Settings whose bytes are equal, and a record of the matches.
 
     Args:
-        replay: what bytes are measured on.
-        specs: one per method; the budgets of those that have one do not count.
+        replay: the answer on which bytes are measured.
+        specs: one per method; their token budgets are ignored.
         budgets: in tokens of the dense cache.
         prepare: calibrates a setting.
         say: called with one line per method.
@@ -221,11 +221,7 @@ def _values(
     prepare: Callable[[MethodSpec], MethodSpec],
     bank: Callable[[MethodSpec], GateBank | None],
 ) -> list[int]:
-    """Values of the budget option, from fewest bytes to most.
-
-    Raises:
-        SeergateError: if the method takes none of them.
-    """
+    """Values of the budget option, from fewest bytes to most."""
 
     def accepted(value: int) -> bool:
         try:
@@ -234,15 +230,13 @@ def _values(
             return False
         return True
 
-    if budget_option == "ratio":
-        return [value for value in range(min(length, 256), 0, -1) if accepted(value)]
     gates = getattr(bank(spec), "config", None) if spec.has_gates else None
     own = spec.options.get("block_size") or spec.block_size or getattr(method_class(spec.name), "block_size", None)
     step = own or 1 if gates is None else 1 if gates.retention else gates.block_size
-    most = -(-length // step) * step
-    first = next((value for value in range(step, most + 1, step) if accepted(value)), None)
-    if first is None:
+    values = method_class(spec.name).budget_values(length, step)
+    if not (taken := list(dropwhile(lambda value: not accepted(value), values))):
+        option = budget_option.replace("_", " ")
         raise SeergateError(
-            f"the method {spec.name!r} takes no token budget of up to {most} with these options; make them smaller"
+            f"the method {spec.name!r} takes no {option} of up to {max(values)} with these options; make them smaller"
         )
-    return list(range(first, most + 1, step))
+    return taken

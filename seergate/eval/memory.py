@@ -9,10 +9,10 @@ import torch
 
 LARGEST_BATCH = 256
 USABLE = 0.8
-"""Share of the free memory that is planned for. The rest is for activations and for what the estimate leaves out."""
+"""Share of the free memory that samples may take. The rest is for activations and other uses."""
 
 GROWTH = 1.25
-"""Buffers are allocated ahead of what they hold."""
+"""Allocated over used bytes of buffers, which grow in steps."""
 
 
 def free_bytes(device: torch.device) -> int:
@@ -31,7 +31,7 @@ def free_bytes(device: torch.device) -> int:
 
 
 def estimated_batch(device: torch.device, sample_bytes: float, sharing: int = 1) -> int:
-    """How many samples that hold so much fit; at least 1, at most `LARGEST_BATCH`.
+    """Number of samples of this size that fit; in 1..`LARGEST_BATCH`.
 
     Args:
         device: that they are made on.

@@ -1,4 +1,4 @@
-"""How a method is written on the command line and in sweep files: ``NAME`` or ``NAME:OPTION=VALUE:OPTION=VALUE``.
+"""Methods as text, on the command line and in sweep files: ``NAME`` or ``NAME:OPTION=VALUE:OPTION=VALUE``.
 
     quest:block_size=16:dense_layers=0+1
     lazy_eviction:window=32:use_h2=false
@@ -39,12 +39,9 @@ def read_options(kind: str, text: str, lists: Sequence[str]) -> tuple[str, dict[
     """A name and its options, as they are written.
 
     Args:
-        kind: what it is the name of, for errors.
+        kind: ``"method"`` or ``"task"``, for errors.
         text: ``NAME:OPTION=VALUE:OPTION=VALUE``.
         lists: options that hold whole numbers, written with ``+`` between them.
-
-    Raises:
-        SeergateError: for an option given twice, or one without a value.
     """
     name, *parts = text.split(":")
     options = dict[str, Any]()
@@ -69,11 +66,7 @@ def correction_names(name: str) -> set[str]:
 def correction_of(
     *, lossless: bool = False, draft_tokens: int | None = None, rectify_every: int | None = None
 ) -> Correction | None:
-    """The correction that options of a method's text ask for.
-
-    Raises:
-        ValueError: if they do not go together, or for a value out of range.
-    """
+    """The correction that options of a method's text ask for."""
     if not isinstance(lossless, bool):
         raise ValueError(f"lossless is {lossless!r}; it must be true or false")
     if lossless and rectify_every is not None:

@@ -1,4 +1,4 @@
-"""A sweep as a value: what one YAML file, or one command line, says."""
+"""The settings of a sweep, from a YAML file or the command line."""
 
 from __future__ import annotations
 
@@ -23,9 +23,12 @@ from seergate.yaml_file import read_yaml
 
 MATCHES = ("budget", *MEASURES)
 
+NOT_WRITTEN = ("sampling", "model_name", "on_progress")
+"""Options of a run that follow from others, so that a file cannot give them."""
 
-@dataclass(frozen=True)
-class SweepPlan:
+
+@dataclass(frozen=True, kw_only=True)
+class SweepPlan(RunOptions):
     """A grid of settings on one task, and how they are run. Lists are grids; each may be a single value in a file.
 
     Attributes:
@@ -34,8 +37,8 @@ class SweepPlan:
             size.
         method: methods, with options as ``NAME:OPTION=VALUE`` (`read_method`). ``dense`` runs once, and first.
         budget: token budgets; empty takes the task's.
-        match: what is equal between methods at a budget: the ``budget`` itself; ``resident``, bytes held on average;
-            or ``read``, bytes read per step. For the last two a budget counts tokens of the dense cache
+        match: quantity that is equal between methods at a budget: ``budget``, tokens; ``resident``, bytes held on
+            average; ``read``, bytes read per step. Bytes are given as tokens of the dense cache
             (`seergate.eval.matching`).
         threshold: for methods that select blocks, beside the budgets.
         block_size: tokens per block, for methods that select blocks; empty takes that of the gates that a method
@@ -43,13 +46,14 @@ class SweepPlan:
         dense_layers: choices of layers that stay dense; see `MethodSpec`.
         task: name, also with options as ``NAME:OPTION=VALUE``, or file (`make_task`); empty is `chain_sum`.
         task_options: of the task, such as ``problems``.
-        samples, max_new_tokens, max_total_tokens, seed, batch_size, measure_recall: see `RunOptions`.
         temperature, top_p, top_k, min_p: the sampling; without a temperature, the task's or the model's own.
-        engine: what generates: ``transformers``, or ``vllm`` (docs/serving.md).
         workers: that generate, by Ray; 0 generates in this process.
         ray_address: of a running Ray cluster; see `seergate.eval.sweep`.
         dtype, device, threads: how the model is loaded and run.
         out: directory of the runs.
+
+    Raises:
+        SeergateError: for sampling parameters that would have no effect.
     """
 
     model: str = "tiny-reasoner"
@@ -62,17 +66,11 @@ class SweepPlan:
     dense_layers: list[tuple[int, ...] | None] = field(default_factory=lambda: [None])
     task: str = ""
     task_options: dict[str, Any] = field(default_factory=dict)
-    samples: int | None = None
-    max_new_tokens: int | None = None
-    max_total_tokens: int | None = None
     temperature: float | int | None = None
     top_p: float | int = 1.0
     top_k: int = 0
     min_p: float | int = 0.0
-    seed: int = 0
     batch_size: int | None = None
-    measure_recall: bool = False
-    engine: str = "transformers"
     workers: int = 0
     ray_address: str | None = None
     dtype: str = "auto"
@@ -80,23 +78,26 @@ class SweepPlan:
     threads: int | None = None
     out: str | None = None
 
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "model_name", self.model)
+        if self.temperature is not None:
+            sampling = Sampling(self.temperature, self.top_k, self.top_p, self.min_p)
+            object.__setattr__(self, "sampling", sampling)
+        elif self.top_p != 1.0 or self.top_k or self.min_p:
+            raise SeergateError(
+                "top-p, top-k and min-p have no effect without --temperature (in a file: temperature); give it too"
+            )
+
     @classmethod
     def read(cls, path: Path) -> SweepPlan:
-        """From a YAML file whose keys are the attributes.
-
-        Raises:
-            SeergateError: naming what is wrong.
-        """
+        """From a YAML file whose keys are the attributes."""
         return cls.of(read_yaml(path), str(path))
 
     @classmethod
     def of(cls, values: Mapping[str, Any], where: str = "the sweep") -> SweepPlan:
-        """From plain values; a single value stands for a list of one.
-
-        Raises:
-            SeergateError: for an unknown name or a value of another type.
-        """
-        types, given = get_type_hints(cls), dict[str, Any]()
+        """From plain values; a single value stands for a list of one."""
+        types = {name: kind for name, kind in get_type_hints(cls).items() if name not in NOT_WRITTEN}
+        given = dict[str, Any]()
         for name, value in values.items():
             if name not in types:
                 raise SeergateError(f"{where} has no setting {name!r}; {did_you_mean(str(name), types)}")
@@ -119,29 +120,12 @@ class SweepPlan:
         """The task."""
         return make_task(self.task or "chain_sum", **self.task_options)
 
-    def sampling(self) -> Sampling | None:
-        """How tokens are chosen, or ``None`` for the task's or the model's own way.
-
-        Raises:
-            SeergateError: for parameters that would have no effect.
-        """
-        if self.temperature is None:
-            if self.top_p != 1.0 or self.top_k or self.min_p:
-                raise SeergateError(
-                    "top-p, top-k and min-p have no effect without --temperature (in a file: temperature); give it too"
-                )
-            return None
-        return Sampling(self.temperature, self.top_k, self.top_p, self.min_p)
-
     def specs(self, task: Task, gate_sizes: list[int]) -> list[MethodSpec]:
         """The settings.
 
         Args:
             task: whose budgets are used if none are given.
-            gate_sizes: block sizes that there are gates for; they do not count if no method decodes with such gates.
-
-        Raises:
-            SeergateError: if gates are asked for at a block size that there are none for.
+            gate_sizes: block sizes of the gates; ignored if no method decodes with gates.
         """
         names = {name for text in self.method if not is_retention(name := read_method(text)[0])}
         gate_sizes = gate_sizes if any(map(has_gates, names)) else []
@@ -172,8 +156,3 @@ class SweepPlan:
             raise SeergateError(
                 f"match is {self.match!r}; give one block size{found} and one choice of dense layers with it"
             )
-
-    def options(self, **more: Any) -> RunOptions:
-        """How each setting is run."""
-        same = ("samples", "max_new_tokens", "max_total_tokens", "seed", "batch_size", "measure_recall", "engine")
-        return RunOptions(sampling=self.sampling(), **{name: getattr(self, name) for name in same}, **more)

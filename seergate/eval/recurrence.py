@@ -6,15 +6,19 @@ probability reached a threshold (`LazyState` does, and here evicts nothing).
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 from transformers import PreTrainedModel
 
+from seergate.checks import check_counts
 from seergate.errors import SeergateError
+from seergate.eval import store
+from seergate.eval.calibration import Calibration, Prompts
 from seergate.eval.engine import Batch
 from seergate.eval.sampling import SampledRow, Sampling, TokenChooser
 from seergate.fingerprint import fingerprint
@@ -166,3 +170,88 @@ def answers(
                 break
             logits = batch.step(row.tokens[-1:])
         yield batch
+
+
+@dataclass(frozen=True)
+class WindowCalibration(Calibration):
+    """Calibrates LazyEviction's window. A window never takes more than half of a budget, which has to hold it.
+
+    Attributes:
+        alpha: see `Recurrence`.
+        share: of tokens inside the window.
+        budget: that phoenix tokens outlast, for the shares of `Recurrence.kinds`.
+    """
+
+    alpha: float = LazyEviction.alpha
+    share: float = 0.8
+    budget: int = 1024
+
+    def __post_init__(self) -> None:
+        for name in ("alpha", "share"):
+            value = getattr(self, name)
+            if not (isinstance(value, (int, float)) and 0 < value <= 1):
+                raise ValueError(f"{name} is {value!r}; it must be greater than 0 and at most 1")
+        check_counts(self, budget=1)
+
+    @property
+    def file_name(self) -> str:
+        return f"lazy_eviction-{self.alpha:g}.json"
+
+    def made(self, path: Path) -> dict[str, Any] | None:
+        try:
+            record = store.read_json(path)
+        except ValueError:
+            return None
+        return record.get("made") if record and "window" in record else None
+
+    def measure(
+        self, model: PreTrainedModel, prompts: Prompts, path: Path, about: Mapping[str, Any], **how: Any
+    ) -> list[str]:
+        found = measure_recurrence(model, prompts, alpha=self.alpha, **how)
+        record = {
+            **about,
+            "alpha": self.alpha,
+            "share": self.share,
+            "window": found.window(self.share),
+            "recurring": found.recurring(),
+            "token_budget": self.budget,
+            "kinds": found.kinds(self.budget),
+            "histogram": found.histogram(),
+        }
+        store.write_json(path, record)
+        return [
+            f"window {record['window']}: attention comes back to {100 * self.share:g} % of tokens within as many "
+            "steps",
+            f"{100 * found.recurring():.1f} % of tokens are used again after more than one step",
+            *(
+                f"{part}: " + ", ".join(f"{100 * share:.1f} % {kind}" for kind, share in kinds.items())
+                for part, kinds in found.kinds(self.budget).items()
+            ),
+            f"all of it: {path}",
+        ]
+
+    def value(self, path: Path, token_budget: int | None) -> int:
+        window = int((store.read_json(path) or {})["window"])
+        return max(1, min(window, (token_budget or 2 * window) // 2))
+
+
+@dataclass(frozen=True)
+class CentresCalibration(Calibration):
+    """Calibrates TriAttention's centres."""
+
+    @property
+    def file_name(self) -> str:
+        return "tri_attention.safetensors"
+
+    def made(self, path: Path) -> dict[str, Any] | None:
+        try:
+            return Centres.load(path).made
+        except SeergateError:
+            return None
+
+    def measure(
+        self, model: PreTrainedModel, prompts: Prompts, path: Path, about: Mapping[str, Any], **how: Any
+    ) -> list[str]:
+        centres = query_centres(model, prompts, made=about["made"], **how)
+        centres.save(path)
+        return [f"centres of {len(centres.mean)} layers from {centres.tokens} tokens: {path}"]

@@ -23,6 +23,7 @@ from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
+from seergate.checks import check_count
 from seergate.errors import SeergateError
 from seergate.eval.engine import encode, prompt_text
 from seergate.eval.sampling import Sampling
@@ -215,9 +216,8 @@ def perplexity(*, problems: int = 16, length: int = 2048, scored: int = 256, dat
         data: a ``.jsonl`` file of records with a ``text``; another file is one text, which is cut into pieces; the
             documentation that ships with Python if ``None``.
     """
-    for option, value in {"problems": problems, "scored": scored}.items():
-        if value < 1:
-            raise ValueError(f"{option} is {value}; it must be a positive number")
+    check_count("problems", problems, 1)
+    check_count("scored", scored, 1)
     if length < scored + SETTLING + 2:
         raise ValueError(f"length is {length}; it must be at least {scored + SETTLING + 2}, with scored {scored}")
     name, text = ("", "") if data and data.endswith((".jsonl", ".ndjson")) else text_of(data)
@@ -279,8 +279,7 @@ def _task(
 ) -> Task:
     """A task whose problems are made to lengths in tokens; ``source`` names the text, and is empty without one."""
     for option, value in {"problems": problems, **options}.items():
-        if value < 1:
-            raise ValueError(f"{option} is {value}; it must be a positive number")
+        check_count(option, value, 1)
     if not length or min(length) < 1:
         raise ValueError(f"length is {length}; it must be positive numbers of tokens")
     if not depths or not all(0 <= depth <= 100 for depth in depths):

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+from seergate.checks import check_choice, check_counts
 from seergate.eval.collector import Progress
 from seergate.eval.engine import Limit, encode, end_ids, prompt_text
 from seergate.eval.environment import environment, grader_version
@@ -30,9 +31,9 @@ class RunOptions:
 
     Attributes:
         samples: answers per problem.
-        max_new_tokens: limit for each. Given without ``max_total_tokens``, it replaces the task's limits.
-        max_total_tokens: limit for prompt and answer together; likewise.
-        sampling: how tokens are chosen; if neither this nor the task says, the model's generation configuration does.
+        max_new_tokens: limit of an answer. Either limit replaces both of the task's.
+        max_total_tokens: limit of prompt and answer together.
+        sampling: the sampling; by default the task's, or else that of the model's generation configuration.
         seed: of the samples' random numbers.
         batch_size: samples that run together; does not shape results. ``None`` estimates what fits into memory.
         measure_recall: also measure the cheap proxies (`seergate.eval.proxies`), recall of teacher mass among them.
@@ -57,32 +58,21 @@ class RunOptions:
         return task.samples if self.samples is None else self.samples
 
     def limit(self, task: Task) -> Limit:
-        """Maximum length of an answer.
-
-        Raises:
-            ValueError: naming the field, what it is and what it must be.
-        """
+        """Maximum length of an answer."""
         if self.max_new_tokens is None and self.max_total_tokens is None:
             return Limit(task.max_new_tokens, task.max_total_tokens)
         return Limit(self.max_new_tokens, self.max_total_tokens)
 
     def check(self, task: Task, sampling: Sampling | None = None) -> None:
-        """Refuse, before long work, what the task cannot be run with.
+        """Refuse options that the task cannot be run with.
 
         Args:
             task: what to solve.
             sampling: `resolved_sampling`, where the model is known.
-
-        Raises:
-            ValueError: naming the field, what it is and what it must be.
-            SeergateError: for a grader that is unknown or not installed.
         """
         self.limit(task)
-        for name, value in (("samples", self.samples), ("batch_size", self.batch_size)):
-            if value is not None and value < 1:
-                raise ValueError(f"{name} is {value}; it must be a positive number")
-        if self.engine not in ENGINES:
-            raise ValueError(f"engine is {self.engine!r}; it must be one of {', '.join(ENGINES)}")
+        check_counts(self, optional=True, samples=1, batch_size=1)
+        check_choice(self, engine=ENGINES)
         if task.scored is None:
             check_grader(task.grader)
         if task.grader == "math":
@@ -109,7 +99,7 @@ def run_config(
     options: RunOptions,
     processes: int,
 ) -> dict[str, Any]:
-    """The contents of `config.yaml`: all that shapes a run's results, as plain YAML types; and how it was run."""
+    """The contents of `config.yaml`: everything that affects a run's results, and how it was run; plain YAML types."""
     limit = options.limit(task)
     gates = None
     if spec.has_gates and bank is not None:
@@ -137,8 +127,7 @@ def run_config(
         "gates": gates,
         "generation": {
             "samples": options.samples_of(task),
-            "max_new_tokens": limit.new_tokens,
-            "max_total_tokens": limit.total_tokens,
+            **asdict(limit),
             **asdict(options.resolved_sampling(task, model)),
             "seed": options.seed,
             "ends": sorted(end_ids(model, tokenizer)),
@@ -154,5 +143,5 @@ def run_config(
 
 
 def prompts_of(tokenizer: PreTrainedTokenizerBase, problems: list[Problem]) -> str:
-    """`prompts_hash` of what a tokenizer, with its chat template, makes of problems."""
+    """`prompts_hash` of problems under a tokenizer and its chat template."""
     return prompts_hash(encode(tokenizer, prompt_text(tokenizer, problem)) for problem in problems)

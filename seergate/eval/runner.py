@@ -2,20 +2,21 @@
 
     runs/<id>/<method>-<budget>/{config.yaml, samples.jsonl, metrics.json, proxies.json}
 
-Every finished sample is on the disk at once (`ungraded.jsonl`, as long as it waits for its grade). The same call after
-a kill makes what is missing, and refuses if anything that shapes results has changed.
+Every finished sample is written at once (to `ungraded.jsonl` until it is graded). The same call after a kill generates
+the missing samples, and refuses if anything that affects results has changed.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+from seergate.checks import check_count
 from seergate.errors import SeergateError
 from seergate.eval import store
 from seergate.eval.cluster import Cluster, Job, Loader
@@ -28,7 +29,7 @@ from seergate.eval.metrics import derive
 from seergate.eval.proxies import Reference, contexts_hash, measure_proxies, windows_of
 from seergate.eval.run_config import RunOptions, prompts_of, run_config
 from seergate.eval.sampling import sample_seed
-from seergate.eval.settings import MethodSpec
+from seergate.eval.settings import Banks, MethodSpec
 from seergate.eval.task import Problem, Task, contents_hash
 from seergate.eval.vllm_engine import generate_by_vllm
 from seergate.fingerprint import fingerprint, rope_of
@@ -45,8 +46,7 @@ def sweep(
     out_dir: Path,
     options: RunOptions,
     *,
-    bank: GateBank | None = None,
-    banks: Mapping[Any, GateBank] | None = None,
+    gates: Banks = None,
     loader: Loader | None = None,
     workers: int = 0,
     ray_address: str | None = None,
@@ -57,13 +57,12 @@ def sweep(
         model: loaded once, used for all.
         tokenizer: the model's.
         task: what to solve.
-        specs: the settings. ``dense`` should come first: proxies are measured on its generations, those that
-            ``out_dir`` has already if it is not among the settings, or else on those of the first setting.
+        specs: the settings. ``dense`` should come first: proxies are measured on its generations, which may be in
+            ``out_dir`` already; without any, on the generations of the first setting.
         out_dir: parent of the run directories.
         options: how.
-        bank: gates, for the method ``gate``.
-        banks: name -> gates, where there are several (`MethodSpec.bank`); they take precedence over ``bank``.
-        loader: makes the model of a worker, and the gates that ``bank`` and ``banks`` are here.
+        gates: for the methods that have gates; several by name (`MethodSpec.bank`).
+        loader: makes the model and the gates of a worker.
         workers: how many workers generate, by Ray; 0 generates in this process.
         ray_address: of a running Ray cluster, ``"auto"`` for the one of this machine; ``workers`` 0 is then one per
             GPU. Ray is started here if ``None``.
@@ -78,13 +77,9 @@ def sweep(
     twice = {label for label in labels if labels.count(label) > 1}
     if twice:
         raise SeergateError(f"the setting {min(twice)!r} is given twice")
-    if workers < 0:
-        raise ValueError(f"workers is {workers}; it must be 0 or a positive number")
+    check_count("workers", workers)
     if (workers or ray_address) and loader is None:
         raise SeergateError("workers need a loader, which makes their models")
-
-    def gates(spec: MethodSpec) -> GateBank | None:
-        return spec.bank(banks or {}, bank)
 
     _check_distinct(specs, gates)
     forced = None if task.scored is None else TeacherForcing.of(model, tokenizer, task)
@@ -104,7 +99,7 @@ def sweep(
                 spec,
                 directory,
                 options,
-                bank=gates(spec),
+                bank=spec.bank(gates),
                 reference=None if own else reference,
                 cluster=cluster,
                 forced=forced,
@@ -114,13 +109,13 @@ def sweep(
     return results
 
 
-def _check_distinct(specs: list[MethodSpec], gates: Callable[[MethodSpec], GateBank | None]) -> None:
-    """Refuse what is no method, and two settings that say the same in other words, as a default that is written out:
-    the second would take as long as the first, and no report could tell them apart.
+def _check_distinct(specs: list[MethodSpec], gates: Banks) -> None:
+    """Refuse two settings that describe the same run, such as one that writes out a default: no report could tell them
+    apart.
     """
     found: dict[str, MethodSpec] = {}
     for spec in specs:
-        bank = gates(spec)
+        bank = spec.bank(gates)
         weights = fingerprint(bank) if spec.has_gates and bank is not None else None
         same = found.setdefault(f"{spec.describe(bank)}, gates {weights}", spec)
         if same is not spec:
@@ -132,7 +127,7 @@ def _check_distinct(specs: list[MethodSpec], gates: Callable[[MethodSpec], GateB
 def reference_in(
     out_dir: Path, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, task: Task
 ) -> Reference | None:
-    """The dense run of the same model and prompts that a directory of runs has, to measure proxies on."""
+    """The dense run of the same model and prompts in a directory of runs, to measure proxies on."""
     directory = out_dir / Dense.name
     if not (directory / store.CONFIG).exists() or not (samples := _in_order(directory)):
         return None
@@ -165,7 +160,7 @@ def evaluate(
         model: in eval mode, nothing attached.
         tokenizer: the model's.
         task: what to solve.
-        spec: with which method.
+        spec: the method.
         out_dir: the run directory.
         options: how.
         bank: gates, for the method ``gate``.
@@ -251,7 +246,7 @@ def _score_texts(
 
 
 def _measured(out_dir: Path, tokenizer: PreTrainedTokenizerBase, reference: Reference | None) -> bool:
-    """True if there are proxies, and on the contexts that are wanted."""
+    """True if there are proxies on the right contexts."""
     found = store.read_json(out_dir / store.PROXIES)
     if found is None or reference is None:
         return found is not None
@@ -267,18 +262,14 @@ def write_metrics(out_dir: Path) -> dict[str, Any]:
 
 
 def _in_order(out_dir: Path) -> list[dict[str, Any]]:
-    """The samples in an order that does not depend on when they were made, so that nothing derived does."""
+    """The samples in an order that does not depend on when they were made."""
     return sorted(store.read_samples(out_dir), key=lambda s: (s["problem_id"], s["sample_idx"]))
 
 
 def encoded_prompts(
     tokenizer: PreTrainedTokenizerBase, problems: Iterable[Problem], limit: Limit
 ) -> dict[str, tuple[str, tuple[int, ...]]]:
-    """Problem id -> what is put to the model, as text and as tokens.
-
-    Raises:
-        SeergateError: if a prompt leaves no room for an answer.
-    """
+    """Problem id -> the model's input, as text and as tokens."""
     encoded: dict[str, tuple[str, tuple[int, ...]]] = {}
     for problem in problems:
         if problem.problem_id not in encoded:
@@ -296,11 +287,7 @@ def encoded_prompts(
 def _requests(
     tokenizer: PreTrainedTokenizerBase, missing: dict[store.Key, Problem], limit: Limit, seed: int
 ) -> list[Request]:
-    """What is to be generated, longest prompts first: what needs most memory shows at once.
-
-    Raises:
-        SeergateError: if a prompt leaves no room for an answer.
-    """
+    """Requests for the missing samples, longest prompts first: a lack of memory shows at once."""
     encoded = encoded_prompts(tokenizer, missing.values(), limit)
     replies = {
         problem.problem_id: reply_ids(tokenizer, encoded[problem.problem_id][0], problem.reply)

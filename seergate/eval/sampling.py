@@ -17,6 +17,7 @@ from torch import Tensor
 from transformers import LogitsProcessorList, RepetitionPenaltyLogitsProcessor
 from transformers.generation import MinPLogitsWarper, TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
 
+from seergate.checks import check, check_counts
 from seergate.errors import SeergateError
 
 NOT_FOLLOWED = {
@@ -37,12 +38,12 @@ NOT_FOLLOWED = {
     "min_length": (None, 0),
     "min_new_tokens": (None, 0),
 }
-"""Fields of a generation configuration that change what is generated and are not followed here, with the values at
-which they do nothing. A model that sets one of them is refused rather than evaluated differently from what it says."""
+"""Fields of a generation configuration that are not supported here -> the values at which they do nothing. Models with
+another value are refused."""
 
 
 GENERATE_TOP_K = 50
-"""What transformers' `generate` takes for ``top_k`` where a model's generation configuration does not say."""
+"""Default of ``top_k`` in transformers' `generate`."""
 
 
 @dataclass(frozen=True)
@@ -67,16 +68,14 @@ class Sampling:
     repetition_penalty: float = 1.0
 
     def __post_init__(self) -> None:
-        if not 0 <= self.temperature < float("inf"):
-            raise ValueError(f"temperature is {self.temperature!r}; it must be 0 (greedy) or a positive number")
-        if not (isinstance(self.top_k, int) and self.top_k >= 0):
-            raise ValueError(f"top_k is {self.top_k!r}; it must be 0 (off) or a positive integer")
-        if not 0 < self.top_p <= 1:
-            raise ValueError(f"top_p is {self.top_p!r}; it must be in (0, 1]")
-        if not 0 <= self.min_p < 1:
-            raise ValueError(f"min_p is {self.min_p!r}; it must be in [0, 1)")
-        if not self.repetition_penalty > 0:
-            raise ValueError(f"repetition_penalty is {self.repetition_penalty!r}; it must be a positive number")
+        check_counts(self, top_k=0)
+        for name, right, must_be in (
+            ("temperature", 0 <= self.temperature < float("inf"), "0 (greedy) or a positive number"),
+            ("top_p", 0 < self.top_p <= 1, "in (0, 1]"),
+            ("min_p", 0 <= self.min_p < 1, "in [0, 1)"),
+            ("repetition_penalty", self.repetition_penalty > 0, "a positive number"),
+        ):
+            check(name, getattr(self, name), right, must_be)
 
     @property
     def greedy(self) -> bool:
@@ -85,10 +84,10 @@ class Sampling:
 
     @classmethod
     def of_model(cls, model: Any) -> Sampling:
-        """What the model's own generation configuration says.
+        """The sampling of the model's generation configuration.
 
         Raises:
-            SeergateError: if it asks for something that is not done here (`NOT_FOLLOWED`).
+            SeergateError: if it sets a field of `NOT_FOLLOWED`.
         """
         config = model.generation_config
         asked = {name: getattr(config, name, None) for name in NOT_FOLLOWED}
@@ -109,10 +108,10 @@ class Sampling:
         return cls(given("temperature", 1.0), given("top_k", 0), given("top_p", 1.0), given("min_p", 0.0), penalty)
 
     def unlike_generate(self, model: Any) -> str:
-        """For people, to follow what the model's own configuration says: in what `generate` would differ, if it would.
+        """A note, in words, if `generate` would sample this model with top-k; empty otherwise.
 
-        Where a configuration leaves top-k open, `generate` fills in a default of the library (`GENERATE_TOP_K`).
-        Nobody chose it for the model, and the published evaluation samples without, so here it stays off.
+        Where a configuration leaves top-k open, `generate` uses a default of the library (`GENERATE_TOP_K`). The
+        published evaluation samples without top-k, so here it stays off.
         """
         if self.greedy or self.top_k or getattr(model.generation_config, "top_k", None) is not None:
             return ""

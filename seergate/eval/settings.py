@@ -15,7 +15,10 @@ from seergate.methods import Dense, Method, SelectingMethod, has_gates, make_met
 from seergate.methods.registry import reading_class
 
 AUTO = "auto"
-"""The value of an option that is to be calibrated on the model and the task (`seergate.eval.calibration`)."""
+"""Value of an option that is calibrated on the model and the task (`seergate.eval.calibration`)."""
+
+Banks = GateBank | Mapping[Any, GateBank] | None
+"""Gates of an evaluation: a bank, several by name, or none."""
 
 
 @dataclass(frozen=True)
@@ -25,16 +28,14 @@ class MethodSpec:
     Attributes:
         name: a key of `seergate.methods.METHODS`, ``EVICTOR+gate`` or ``reason_cache+gate``.
         token_budget: the method's; ``None`` for methods that have none (``dense``, ``rpc``, ``kv4bit``).
-        block_size: tokens per block, for the methods that select blocks and those that share them; gates have their
-            own, and so has an evictor that they work on.
-        dense_layers: layers that stay dense, for the methods that select blocks. If ``None``, those that gates ask for
-            themselves, and none for other methods, as in the comparison of the SeerAttention-R paper; Quest's own
-            default would leave the first two layers dense.
-        options: further options of the method, which overrule the fields above, and of its correction.
-        named_block_size: whether the label shall name the block size, as in a sweep over several.
-        calibrated: what the options that are ``"auto"`` have turned out to be.
+        block_size: tokens per block, for methods that select or share blocks; gates have their own.
+        dense_layers: layers that stay dense, for the methods that select blocks. ``None`` takes the gates' own choice,
+            and no layer for other methods, as in the comparison of the SeerAttention-R paper.
+        options: further options of the method and of its correction; they overrule the fields above.
+        named_block_size: true if the label names the block size, as in a sweep over several.
+        calibrated: measured values of the options that are ``"auto"``.
         own_budget: true if the method's text gives the token budget.
-        gates: the name of its gates, where they were given one.
+        gates: name of its gates; empty if they have none.
 
     Raises:
         SeergateError: for an unknown method, or a missing budget.
@@ -67,15 +68,11 @@ class MethodSpec:
 
     @property
     def uncalibrated(self) -> list[str]:
-        """Options that are still to be calibrated."""
+        """Options that are not calibrated yet."""
         return [key for key, value in self.options.items() if value == AUTO and key not in self.calibrated]
 
     def check_calibrated(self) -> None:
-        """Refuse a method of which something is still to be calibrated.
-
-        Raises:
-            SeergateError: naming the option.
-        """
+        """Refuse a method with an option that is not calibrated yet."""
         if self.uncalibrated:
             raise SeergateError(
                 f"{self.name}:{self.uncalibrated[0]}=auto is not calibrated here, as in `seergate eval`; give a "
@@ -107,10 +104,12 @@ class MethodSpec:
         """True if its gates have a name other than the method's."""
         return self.gates not in ("", self.name)
 
-    def bank(self, banks: Mapping[Any, GateBank], default: GateBank | None = None) -> GateBank | None:
-        """Its gates among several, by kind, block size and name."""
+    def bank(self, banks: Banks) -> GateBank | None:
+        """Its gates; of several by kind, block size and name."""
+        if not isinstance(banks, Mapping):
+            return banks
         named = (gates for name, gates in banks.items() if self.gates in ("", str(name)))
-        return next((gates for gates in named if self.takes(gates)), default)
+        return next((gates for gates in named if self.takes(gates)), None)
 
     def takes(self, gates: GateBank) -> bool:
         """True if gates are for this method: retention gates for that of their scorer's name, others by block size."""
@@ -119,15 +118,10 @@ class MethodSpec:
         return gates.config.block_size == self.block_size
 
     def method(self, bank: GateBank | None) -> Method:
-        """The method itself. Gates decode as they ask for (`GateBank.decode_config`), overruled by what is given here.
-        A method's `evaluation_options` hold unless told otherwise.
+        """The method. Options overrule the gates' own (`GateBank.decode_config`) and `Method.evaluation_options`.
 
         Args:
             bank: the gates, for the methods that have them.
-
-        Raises:
-            SeergateError: if gates are needed and there are none.
-            ValueError: for an option out of range.
         """
         if self.has_gates and bank is None:
             raise SeergateError(
@@ -154,21 +148,18 @@ class MethodSpec:
         return correction_of(**{key: self.options[key] for key in correction_names(self.name) & set(self.options)})
 
     def describe(self, bank: GateBank | None) -> dict[str, Any]:
-        """Everything that decides what the method does, defaults included, as plain YAML types; and ``nominal``, in
-        words what it is given to read or to hold.
-        """
+        """All options of the method, defaults included, as plain YAML types; ``nominal`` is the budget in words."""
         method = self.method(bank)
         asked = {key: self.options[key] for key in sorted(correction_names(self.name) & set(self.options))}
         return {"name": self.name, "nominal": method.nominal, **method.describe(), **asked}
 
 
-def with_each(specs: Sequence[MethodSpec], banks: Mapping[Any, GateBank]) -> list[MethodSpec]:
-    """The settings; of those with gates one for each of the gates that they take, by name. An int (a
-    key of YAML) is no name but a block size, unless several gates have it.
-
-    Raises:
-        SeergateError: for a name that no directory could have.
+def with_each(specs: Sequence[MethodSpec], banks: Banks) -> list[MethodSpec]:
+    """The settings, each setting with gates repeated for every bank that it takes, by name. A name that is an int (a
+    key of YAML) is a block size, unless several banks have it.
     """
+    if not isinstance(banks, Mapping):
+        return list(specs)
     for name in banks:
         if not re.fullmatch(r"\w[\w.-]*", str(name)):
             raise SeergateError(f"gates are named {name!r}; a name must be of letters, digits and _ . -")
@@ -181,17 +172,12 @@ def with_each(specs: Sequence[MethodSpec], banks: Mapping[Any, GateBank]) -> lis
 
 
 def limits_of(name: str) -> set[str]:
-    """The options of a method any of which says how much it may read or hold."""
+    """The options of a method that limit what it reads or holds."""
     return set(reading_class(name).limits) & option_names(name)
 
 
-def takes_threshold(name: str) -> bool:
-    """True if a method can read by a threshold instead of a budget."""
-    return "threshold" in limits_of(name)
-
-
 def _selects(name: str) -> bool:
-    """True if the blocks that a step reads are selected, whatever the method keeps."""
+    """True if steps select the blocks that they read."""
     return issubclass(reading_class(name), SelectingMethod)
 
 
@@ -215,9 +201,6 @@ def grid(
         dense_layers: one choice of layers that stay dense, or several (a list of tuples).
         thresholds: for methods that select blocks by one, beside or instead of budgets.
         default_budgets: for methods that have neither budgets nor thresholds otherwise.
-
-    Raises:
-        SeergateError: for an unknown method, or if there are no budgets for one that needs them.
     """
     texts = sorted(dict.fromkeys(methods), key=lambda text: text != Dense.name)
     sizes = list(dict.fromkeys(block_size if isinstance(block_size, list) else [block_size]))
@@ -234,7 +217,7 @@ def grid(
             limits = [{}]
         else:
             limits = [{"token_budget": budget} for budget in sorted(dict.fromkeys(budgets))]
-            if takes_threshold(name):
+            if "threshold" in limits_of(name):
                 limits += [{"options": {"threshold": value}} for value in sorted(dict.fromkeys(thresholds or []))]
             limits = limits or [{"token_budget": budget} for budget in sorted(dict.fromkeys(default_budgets))]
         if not limits:

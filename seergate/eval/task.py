@@ -42,16 +42,16 @@ class Task:
         name: such as ``"chain_sum"``.
         load: makes its problems; takes the model's tokenizer if ``by_tokens``.
         grader: a key of `seergate.eval.grading.GRADERS`.
-        max_new_tokens: how many tokens an answer may have if nothing else is said; ``None`` for no such limit.
-        max_total_tokens: how many tokens prompt and answer may have together; ``None`` for no such limit.
-        samples: how many answers per problem if nothing else is said.
-        sampling: how tokens are chosen if nothing else is said; ``None`` for the model's generation configuration.
-        chance: accuracy of guessing, if that is worth knowing.
-        budgets: token budgets that are worth comparing if nothing else is said.
-        options: what the task was made with; pinned with the results.
-        by_tokens: whether problems are made to a length in tokens, so that they differ between tokenizers.
-        scored: of texts that are given, instead of problems that are answered: how many tokens of each are scored.
-            ``max_total_tokens`` are read of each, ``prompt`` holds it, and there is no grader.
+        max_new_tokens: default limit of an answer in tokens; ``None`` for no limit.
+        max_total_tokens: default limit of prompt and answer together; ``None`` for no limit.
+        samples: default number of answers per problem.
+        sampling: default sampling; ``None`` for the model's generation configuration.
+        chance: accuracy of guessing, if it matters.
+        budgets: default token budgets of a comparison.
+        options: the task's own options; pinned with the results.
+        by_tokens: true if problems are made to a length in tokens, so that they differ between tokenizers.
+        scored: of given texts that are scored instead of answered: scored tokens of each. ``prompt`` holds the text,
+            ``max_total_tokens`` are read, and there is no grader.
     """
 
     name: str
@@ -74,11 +74,7 @@ class Task:
         return replace(self, load=cache(lambda: list(self.load(tokenizer))), by_tokens=False)
 
     def problems(self) -> list[Problem]:
-        """All problems.
-
-        Raises:
-            SeergateError: if there is none, or if two share an id.
-        """
+        """All problems."""
         problems = list(self.load())
         if not problems:
             raise SeergateError(f"the task {self.name!r} has no problems")
@@ -99,8 +95,8 @@ def contents_hash(problems: list[Problem]) -> str:
 
 
 def prompts_hash(prompts: Iterable[Sequence[int]]) -> str:
-    """Sixteen hexadecimal digits that change with any token of what is put to the model; `contents_hash` sees neither
-    the chat template nor the tokenizer.
+    """Sixteen hexadecimal digits that change with any token of the prompts; unlike `contents_hash` they depend on chat
+    template and tokenizer.
     """
     digest = hashlib.sha256()
     for ids in prompts:

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from seergate.chain_sum import GIVENS, NAMES, make_problems
-from seergate.config import is_int
+from seergate.checks import check_count, is_int
 from seergate.errors import SeergateError, did_you_mean
 from seergate.eval.grading import BOXED, GRADERS, check_gold
 from seergate.eval.hub_tasks import HUB_TASKS, MATH_INSTRUCTION, PAPER_LENGTH, as_text
@@ -35,9 +35,8 @@ def chain_sum(*, problems: int = 64, variables: int = 40, seed: int = 0) -> Task
         variables: size of a problem; prompt and solution together take about 27 tokens per variable.
         seed: of the problems, below `CHAIN_SUM_SEEDS`.
     """
-    _positive("problems", problems)
-    if not GIVENS < variables <= NAMES:
-        raise ValueError(f"variables is {variables}; it must be in {GIVENS + 1}..{NAMES}")
+    check_count("problems", problems, 1)
+    check_count("variables", variables, GIVENS + 1, NAMES)
     if not 0 <= seed < CHAIN_SUM_SEEDS:
         raise ValueError(f"the task's seed is {seed}; it must be in 0..{CHAIN_SUM_SEEDS - 1}, as larger ones train")
 
@@ -71,7 +70,7 @@ def jsonl(path: str, *, problems: int | None = None, grader: str = "math") -> Ta
         grader: a key of `seergate.eval.grading.GRADERS`.
     """
     if problems is not None:
-        _positive("problems", problems)
+        check_count("problems", problems, 1)
     if not Path(path).is_file():
         raise SeergateError(f"the task file {path} does not exist")
     return Task(
@@ -113,11 +112,7 @@ def _checked(line: str, where: str, number: int, grader: str) -> Problem:
 
 
 def _record(record: dict[str, Any], number: int, grader: str) -> Problem:
-    """A problem.
-
-    Raises:
-        ValueError: saying what is wrong with its record.
-    """
+    """A problem."""
     name, gold = str(record.get("id", number)), as_text("answer", record["answer"])
     if "messages" in record:
         turns = record["messages"]
@@ -152,7 +147,7 @@ _KINDS: dict[str, tuple[str, Callable[[Any], bool]]] = {
     "bool": ("true or false", lambda value: isinstance(value, bool)),
     "str": ("a text", lambda value: isinstance(value, str)),
 }
-"""Annotation of a task's option -> its type in words, and whether a value is of it."""
+"""Annotation of a task's option -> its type in words, and a check of values."""
 
 TASKS: dict[str, Callable[..., Task]] = {
     "chain_sum": chain_sum,
@@ -170,7 +165,7 @@ def make_task(name: str, **options: Any) -> Task:
     Args:
         name: a key of `TASKS`, also with options as ``NAME:OPTION=VALUE:OPTION=VALUE``, which overrule the others; or
             a path that ends in ``.jsonl``.
-        **options: the task's; those that are ``None`` are left at their default.
+        **options: the task's; ``None`` leaves one at its default.
 
     Raises:
         SeergateError: for an unknown task or option, or a value of another type.
@@ -199,8 +194,3 @@ def make_task(name: str, **options: Any) -> Task:
         if not fits(value):
             raise SeergateError(f"the task's {option} is {value!r}; it must be {must}")
     return make(*arguments, **given)
-
-
-def _positive(name: str, value: int) -> None:
-    if value < 1:
-        raise ValueError(f"{name} is {value}; it must be a positive number")

@@ -17,10 +17,7 @@ from seergate.fingerprint import fingerprint
 from seergate.gates.bank import Gates
 from seergate.hf.bank import GateBank
 from seergate.methods import Dense
-from seergate.vllm.settings import SERVED
-
-RULES = ("token_budget", "threshold", "top_p", "dense_layers")
-"""What can be said of a method inside vLLM."""
+from seergate.vllm import settings as vllm_settings
 
 
 def check_served(spec: MethodSpec) -> None:
@@ -29,12 +26,9 @@ def check_served(spec: MethodSpec) -> None:
     Raises:
         SeergateError: naming the method or its option.
     """
-    if spec.name not in (Dense.name, *SERVED):
-        raise SeergateError(
-            f"the method {spec.name!r} does not run inside vLLM; with --engine vllm it must be one of "
-            f"{', '.join((Dense.name, *SERVED))}"
-        )
-    other = sorted(spec.options.keys() - {*RULES, "block_size"})
+    if spec.name != Dense.name:
+        vllm_settings.check_served(spec.name)
+    other = sorted(spec.options.keys() - {*vllm_settings.RULES, "block_size"})
     if other:
         raise SeergateError(f"the option {other[0]!r} of {spec.name!r} does not exist inside vLLM; leave it out")
 
@@ -134,7 +128,7 @@ def additional_config(spec: MethodSpec, gates: str) -> dict[str, Any]:
         return {}
     layers = () if spec.dense_layers is None and not spec.has_gates else spec.dense_layers
     rules = {"token_budget": spec.token_budget, "dense_layers": layers, **spec.options}
-    settings = {name: rules[name] for name in RULES if rules.get(name) is not None}
+    settings = {name: rules[name] for name in vllm_settings.RULES if rules.get(name) is not None}
     return {"seergate": {"method": spec.name, **settings, **({"gates": gates} if spec.has_gates else {})}}
 
 

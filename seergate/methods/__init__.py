@@ -7,17 +7,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from seergate.methods.base import (
-    LayerSpec,
-    LayerState,
-    Method,
-    Rotary,
-    Step,
-    check_choice,
-    check_counts,
-    check_flags,
-    check_share,
-)
+from seergate.checks import check_choice, check_counts, check_flags, check_share
+from seergate.methods.base import LayerSpec, LayerState, Method, Rotary, Step
 from seergate.methods.controls import Dense, Random, RandomEvict
 from seergate.methods.evicting import (
     AttentionOutput,
@@ -58,14 +49,14 @@ from seergate.methods.tri_attention import TriAttention
 from seergate.methods.trim_kv import TrimKV
 
 for _method in (
-    *(Gate, Oracle, Quest, ReSA, Dense, Random),
-    *(StreamingLLM, H2O, TOVA, SnapKV, RKV, RaaS, RPC, LazyEviction, RandomEvict, TriAttention, KV4Bit),
-    *(FastKVzip, TrimKV),
+    *(Dense, KV4Bit, Oracle, Gate, Quest, ReSA, Random),
+    *(StreamingLLM, H2O, TOVA, SnapKV, RKV, RaaS, RPC, LazyEviction, TriAttention, FastKVzip, TrimKV, RandomEvict),
 ):
     register(_method)
 
 _LAZY = {"ReasonCache": "reason_cache", "RandomSharing": "random_sharing"}
 """Classes of the optional slice `seergate.reason`, which is imported when one of them is used."""
+METHODS.update({name: f"seergate.reason.method:{kind}" for kind, name in _LAZY.items()})  # type: ignore[misc]
 
 __all__ = [
     "H2O",

@@ -10,14 +10,14 @@ from __future__ import annotations
 
 import copy
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, fields
 from typing import Any, ClassVar, Literal, Protocol
 
 import torch
 from torch import Tensor, nn
 
-from seergate.config import Correction, is_int
+from seergate.config import Correction
 from seergate.inference_mode import outside_inference_mode
 
 
@@ -236,8 +236,46 @@ class Method(ABC):
 
     limits: ClassVar[tuple[str, ...]] = ("token_budget",)
     """The options that may say how much is read or held; a setting gives one of those that the method has."""
+    budget_option: ClassVar[str] = "token_budget"
+    """The option that an evaluation varies to make methods equal in bytes."""
+    from_gates: ClassVar[tuple[str, ...]] = ()
+    """Options that the gates supply; empty for a method without gates."""
+    shares_blocks: ClassVar[bool] = False
+    """True if the method only shares blocks, and its option ``reads`` is the method that chooses what is read."""
+    calibrates: ClassVar[Mapping[str, str]] = {}
+    """Options that can be measured on a model and a task -> ``"module:class"`` of the measurement, a subclass of
+    `seergate.eval.calibration.Calibration`."""
+    vllm_scores: ClassVar[str | None] = None
+    """``"module:class"`` of the method's scores inside vLLM, a subclass of `seergate.vllm.scoring.Scores`; ``None`` if
+    the method does not run there."""
+    role: ClassVar[Literal["method", "control", "bound"]] = "method"
+    """Role in a comparison: a ``"control"`` chooses at random, a ``"bound"`` knows what no real method can know."""
+    plot_style: ClassVar[tuple[str, str] | None] = None
+    """Colour and marker in plots; a spare pair if ``None``."""
+    cautions: ClassVar[Mapping[str, str]] = {}
+    """dtype of the model's cache -> a sentence that a report on runs with this dtype needs."""
     evaluation_options: ClassVar[Mapping[str, Any]] = {}
     """Options that an evaluation sets, unless told otherwise, so that its results repeat."""
+
+    @classmethod
+    def option_names(cls) -> set[str]:
+        """The options that a user gives; the gates supply the others."""
+        return {option.name for option in fields(cls) if option.init} - set(cls.from_gates)
+
+    @classmethod
+    def with_gates(cls, bank: Any, **options: Any) -> Method:
+        """The method with gates (a `seergate.gates.bank.Gates`), their decoding defaults overruled by the options."""
+        raise NotImplementedError(f"{cls.__name__} has no gates")
+
+    @classmethod
+    def budget_values(cls, tokens: int, step: int) -> Sequence[int]:
+        """Values of `budget_option` for texts of so many tokens, from fewest bytes to most.
+
+        Args:
+            tokens: of the text.
+            step: tokens between two budgets.
+        """
+        return range(step, -(-tokens // step) * step + 1, step)
 
     @property
     def stores_pre_rope(self) -> bool:
@@ -294,35 +332,3 @@ class Method(ABC):
     @abstractmethod
     def new_state(self, spec: LayerSpec) -> LayerState:
         """A fresh state for one layer of one request."""
-
-
-def check_counts(method: object, **least: int) -> None:
-    """Refuse options (a `ValueError` names them) that are not whole numbers of at least ``least[name]``."""
-    for name, lowest in least.items():
-        right = is_int(getattr(method, name)) and getattr(method, name) >= lowest
-        _check(method, name, right, f"a whole number, {lowest} or greater")
-
-
-def check_choice(method: object, **choices: tuple[str, ...]) -> None:
-    """Refuse options that are none of ``choices[name]``."""
-    for name, known in choices.items():
-        _check(method, name, getattr(method, name) in known, " or ".join(map(repr, known)))
-
-
-def check_flags(method: object, *names: str) -> None:
-    """Refuse options that are neither true nor false."""
-    for name in names:
-        _check(method, name, isinstance(getattr(method, name), bool), "True or False")
-
-
-def check_share(method: object, *names: str) -> None:
-    """Refuse options that are not numbers in 0..1."""
-    for name in names:
-        value = getattr(method, name)
-        right = isinstance(value, (int, float)) and not isinstance(value, bool) and 0 <= value <= 1
-        _check(method, name, right, "a number in 0..1")
-
-
-def _check(method: object, name: str, right: bool, must_be: str) -> None:
-    if not right:
-        raise ValueError(f"{name} is {getattr(method, name)!r}; it must be {must_be}")

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import ClassVar, Literal
 
 import torch
 from torch import Tensor
 
-from seergate.config import is_int
-from seergate.methods.base import LayerSpec, LayerState, Method, Step, check_choice, check_counts
+from seergate.checks import check, check_choice, check_counts, is_int
+from seergate.methods.base import LayerSpec, LayerState, Method, Step
 from seergate.methods.evicting import BudgetedMethod, BudgetedState
 from seergate.methods.selecting import SelectingMethod, SelectingState
 
@@ -19,6 +19,7 @@ class Dense(Method):
     """Read everything."""
 
     name: ClassVar[str] = "dense"
+    plot_style: ClassVar[tuple[str, str] | None] = ("#000000", "o")
 
     @property
     def fixed_shapes(self) -> bool:
@@ -39,12 +40,13 @@ class Random(SelectingMethod):
     """
 
     name: ClassVar[str] = "random"
+    plot_style: ClassVar[tuple[str, str] | None] = ("#7F7F7F", "x")
+    role: ClassVar[Literal["method", "control", "bound"]] = "control"
     seed: int = 0
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if not is_int(self.seed):
-            raise ValueError(f"seed is {self.seed!r}; it must be an integer")
+        check("seed", self.seed, is_int(self.seed), "an integer")
 
     def new_state(self, spec: LayerSpec) -> LayerState:
         return RandomState(spec, self)
@@ -92,6 +94,8 @@ class RandomEvict(BudgetedMethod):
     """
 
     name: ClassVar[str] = "random_evict"
+    plot_style: ClassVar[tuple[str, str] | None] = ("#A6A6A6", "1")
+    role: ClassVar[Literal["method", "control", "bound"]] = "control"
     token_budget: int = 2048
     interval: int = 128
     prompt: str = "pinned"
@@ -104,8 +108,7 @@ class RandomEvict(BudgetedMethod):
         super().__post_init__()
         check_counts(self, recent_tokens=0)
         check_choice(self, law=("redraw", "reservoir"), scope=("kv_head", "layer"))
-        if not is_int(self.seed):
-            raise ValueError(f"seed is {self.seed!r}; it must be an integer")
+        check("seed", self.seed, is_int(self.seed), "an integer")
         self.check_recent("recent_tokens")
 
     @property

@@ -15,7 +15,8 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from seergate.methods.base import Covers, LayerSpec, LayerState, Method, Step, check_choice, check_counts
+from seergate.checks import check_choice, check_counts
+from seergate.methods.base import Covers, LayerSpec, LayerState, Method, Step
 
 
 class LongPromptWarning(UserWarning):
@@ -117,6 +118,11 @@ class CompressingState(LayerState, ABC):
     def attend(self, step: Step) -> AttentionOutput | None:
         """Attention of a decode step, if it is not ordinary attention to all residents."""
         return None
+
+    @property
+    def compresses_once(self) -> bool:
+        """True if only the prompt is compressed, so that a row grows beyond `max_resident` afterwards."""
+        return False
 
     @abstractmethod
     def max_resident(self) -> int:

@@ -8,7 +8,8 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from seergate.methods.base import Step, check_counts
+from seergate.checks import check_counts
+from seergate.methods.base import Step
 from seergate.methods.retention import RetentionMethod, RetentionState
 
 
@@ -36,6 +37,7 @@ class FastKVzip(RetentionMethod):
     """
 
     name: ClassVar[str] = "fast_kvzip"
+    plot_style: ClassVar[tuple[str, str] | None] = ("#228833", "<")
     state: ClassVar[type[RetentionState]] = FastKVzipState
     token_budget: int = 4096
     window: int | None = None

@@ -42,6 +42,9 @@ class Gate(SelectingMethod):
     """
 
     name: ClassVar[str] = "gate"
+    plot_style: ClassVar[tuple[str, str] | None] = ("#D55E00", "o")
+    vllm_scores: ClassVar[str | None] = "seergate.vllm.scoring:GateScores"
+    from_gates: ClassVar[tuple[str, ...]] = ("bank", "block_size")
     bank: Gates = field(repr=False)
     compat: Literal["published", "gates"] | None = "gates"
     block_size: int = 0
@@ -67,6 +70,11 @@ class Gate(SelectingMethod):
     def __eq__(self, other: object) -> bool:
         """The same options and the same gates, be they one bank or two with equal weights."""
         return equal(self, other)
+
+    @classmethod
+    def with_gates(cls, bank: Gates, **options: Any) -> Gate:
+        decoding = {name: options.pop(name) for name in DecodeConfig.__dataclass_fields__ if name in options}
+        return cls.from_config(bank, bank.decode_config(**decoding), **options)
 
     @classmethod
     def from_config(cls, bank: Gates, decode: DecodeConfig, **options: Any) -> Gate:

@@ -8,7 +8,8 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from seergate.methods.base import LayerSpec, LayerState, Step, check_choice, check_counts
+from seergate.checks import check_choice, check_counts
+from seergate.methods.base import LayerSpec, LayerState, Step
 from seergate.methods.evicting import BudgetedMethod, BudgetedState
 from seergate.methods.scoring import prompt_probabilities, reduced
 
@@ -29,6 +30,7 @@ class H2O(BudgetedMethod):
     """
 
     name: ClassVar[str] = "h2o"
+    plot_style: ClassVar[tuple[str, str] | None] = ("#E69F00", "D")
     token_budget: int = 2048
     recent_tokens: int | None = None
     normalise: str = "sum"

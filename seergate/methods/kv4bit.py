@@ -6,6 +6,7 @@ newest tokens is rounded.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -13,7 +14,8 @@ import torch
 from torch import Tensor
 
 from seergate import ops
-from seergate.methods.base import LayerSpec, LayerState, Step, check_choice, check_counts
+from seergate.checks import check_choice, check_counts
+from seergate.methods.base import LayerSpec, LayerState, Step
 from seergate.methods.evicting import AttentionOutput, CompressingMethod, CompressingState, Eviction
 
 LEVELS = 15
@@ -39,6 +41,10 @@ class KV4Bit(CompressingMethod):
     """
 
     name: ClassVar[str] = "kv4bit"
+    plot_style: ClassVar[tuple[str, str] | None] = ("#661100", "X")
+    cautions: ClassVar[Mapping[str, str]] = {
+        "float32": "kv4bit replaces a cache of 32-bit numbers here; of the usual 16 bits it would save less."
+    }
     group: int = 32
     residual: int = 128
     key_groups: str = "channel"

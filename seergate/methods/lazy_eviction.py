@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import ClassVar
 
 import torch
 from torch import Tensor
 
-from seergate.methods.base import LayerSpec, LayerState, Step, check_choice, check_counts, check_flags, check_share
+from seergate.checks import check_choice, check_counts, check_flags, check_share
+from seergate.methods.base import LayerSpec, LayerState, Step
 from seergate.methods.evicting import BudgetedMethod, BudgetedState
 from seergate.methods.scoring import reduced
 
@@ -40,6 +42,8 @@ class LazyEviction(BudgetedMethod):
     """
 
     name: ClassVar[str] = "lazy_eviction"
+    plot_style: ClassVar[tuple[str, str] | None] = ("#44AA99", "d")
+    calibrates: ClassVar[Mapping[str, str]] = {"window": "seergate.eval.recurrence:WindowCalibration"}
     periodic: ClassVar[bool] = True
     token_budget: int = 1492
     window: int = 175

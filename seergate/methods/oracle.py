@@ -6,7 +6,7 @@ An upper bound on accuracy for a block size and budget, not a speed-up: it compu
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import ClassVar, Literal
 
 import torch
 from torch import Tensor
@@ -25,6 +25,9 @@ class Oracle(SelectingMethod):
     """
 
     name: ClassVar[str] = "oracle"
+    plot_style: ClassVar[tuple[str, str] | None] = ("#0072B2", "s")
+    role: ClassVar[Literal["method", "control", "bound"]] = "bound"
+    vllm_scores: ClassVar[str | None] = "seergate.vllm.scoring:OracleScores"
 
     def new_state(self, spec: LayerSpec) -> LayerState:
         return OracleState(spec, self)

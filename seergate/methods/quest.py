@@ -14,8 +14,9 @@ import torch
 from torch import Tensor
 
 from seergate import ops
+from seergate.checks import check_choice, check_counts, check_share
 from seergate.config import Correction, Rectify
-from seergate.methods.base import KeysOf, LayerSpec, LayerState, Step, check_choice, check_counts, check_share
+from seergate.methods.base import KeysOf, LayerSpec, LayerState, Step
 from seergate.methods.selecting import SelectingMethod, SelectingState, with_all_blocks
 from seergate.ops import Selection
 
@@ -40,6 +41,8 @@ class Quest(SelectingMethod):
     """
 
     name: ClassVar[str] = "quest"
+    plot_style: ClassVar[tuple[str, str] | None] = ("#009E73", "^")
+    vllm_scores: ClassVar[str | None] = "seergate.vllm.scoring:QuestScores"
     block_size: int = 16
     dense_layers: tuple[int, ...] = (0, 1)
     group_reduction: str = "max"
@@ -123,16 +126,22 @@ class PageBounds:
                 (``"mean_query"``), or each of them (``"separate"``).
         """
         pages = -(-step.max_length // self.block_size)
-        wide = torch.promote_types(step.q_BHSD.dtype, torch.float32)
-        high, low = (self.state.rows[name][:, :, :pages].to(wide) for name in ("high", "low"))
-        q_BKGD = step.q_BHSD[:, :, 0].unflatten(1, (high.shape[1], -1)).to(wide)
-        if group_reduction == "mean_query":
-            q_BKGD = q_BKGD.mean(2, keepdim=True)
-        # max(q * low, q * high) is q * high where q > 0, else q * low: two products, no [.., N, D] tensor
-        bound_BKGN = q_BKGD.clamp(min=0) @ high.transpose(-1, -2) + q_BKGD.clamp(max=0) @ low.transpose(-1, -2)
-        if group_reduction == "separate":
-            return bound_BKGN.flatten(1, 2)
-        return bound_BKGN.mean(2) if group_reduction == "mean" else bound_BKGN.amax(2)
+        high, low = (self.state.rows[name][:, :, :pages] for name in ("high", "low"))
+        return page_bounds(step.q_BHSD[:, :, 0], high, low, group_reduction)
+
+
+def page_bounds(q_BHD: Tensor, high_BKND: Tensor, low_BKND: Tensor, group_reduction: str) -> Tensor:
+    """The bounds of pages whose largest and smallest keys are given; see `PageBounds.bounds`."""
+    wide = torch.promote_types(q_BHD.dtype, torch.float32)
+    high, low = high_BKND.to(wide), low_BKND.to(wide)
+    q_BKGD = q_BHD.unflatten(1, (high.shape[1], -1)).to(wide)
+    if group_reduction == "mean_query":
+        q_BKGD = q_BKGD.mean(2, keepdim=True)
+    # max(q * low, q * high) is q * high where q > 0, else q * low: two products, no [.., N, D] tensor
+    bound_BKGN = q_BKGD.clamp(min=0) @ high.transpose(-1, -2) + q_BKGD.clamp(max=0) @ low.transpose(-1, -2)
+    if group_reduction == "separate":
+        return bound_BKGN.flatten(1, 2)
+    return bound_BKGN.mean(2) if group_reduction == "mean" else bound_BKGN.amax(2)
 
 
 class QuestState(SelectingState):
@@ -171,6 +180,7 @@ class ReSA(SelectingMethod):
     """
 
     name: ClassVar[str] = "resa"
+    plot_style: ClassVar[tuple[str, str] | None] = ("#225555", "p")
     limits: ClassVar[tuple[str, ...]] = ("token_budget",)
     block_size: int = 16
     token_budget: int | None = 256

@@ -9,7 +9,8 @@ import torch
 from torch import Tensor
 
 from seergate import ops
-from seergate.methods.base import LayerSpec, LayerState, Step, check_choice, check_counts, check_share
+from seergate.checks import check_choice, check_counts, check_share
+from seergate.methods.base import LayerSpec, LayerState, Step
 from seergate.methods.evicting import AttentionOutput, EvictingMethod, EvictingState, Eviction, best
 from seergate.methods.quest import PageBounds
 
@@ -48,6 +49,7 @@ class RaaS(EvictingMethod):
     """
 
     name: ClassVar[str] = "raas"
+    plot_style: ClassVar[tuple[str, str] | None] = ("#882255", "h")
     token_budget: int = 1024
     block_size: int = 16
     share: float = 0.5

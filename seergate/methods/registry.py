@@ -1,4 +1,4 @@
-"""Methods by name: those of seergate, those that a program registers, and those of installed or named plugins."""
+"""Methods by name: seergate's, registered ones, and those of plugins."""
 
 from __future__ import annotations
 
@@ -11,13 +11,11 @@ from dataclasses import MISSING, fields
 from importlib.metadata import entry_points
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from seergate.config import DecodeConfig
 from seergate.errors import SeergateError, did_you_mean
 from seergate.methods.base import Method
 from seergate.methods.evicting import EvictingMethod
 from seergate.methods.gate import Gate
 from seergate.methods.gate_on_evictor import SUFFIX, GateOnEvictor
-from seergate.methods.retention import RetentionMethod
 
 if TYPE_CHECKING:
     from seergate.gates.bank import Gates
@@ -44,11 +42,8 @@ class _Registry(UserDict[str, Any]):
         return found  # type: ignore[no-any-return]
 
 
-METHODS: MutableMapping[str, type[Method]] = _Registry(
-    reason_cache="seergate.reason.method:ReasonCache",
-    random_sharing="seergate.reason.method:RandomSharing",
-)
-"""Name -> class of every method that is known so far."""
+METHODS: MutableMapping[str, type[Method]] = _Registry()
+"""Name -> class of every method that is known so far, in the order in which reports list them."""
 
 
 def _check(kind: Any) -> None:
@@ -89,21 +84,21 @@ def load_plugins(*modules: str) -> None:
 
 
 def method_class(name: str) -> type[Method]:
-    """The class of a method. ``EVICTOR+gate`` names a `GateOnEvictor`, ``reason_cache+gate`` a `ReasonCache` that is
-    read with the gate.
+    """The class of a method. ``EVICTOR+gate`` names a `GateOnEvictor`, ``NAME+gate`` of a method that shares blocks
+    the same class as ``NAME``.
 
     Raises:
         SeergateError: for an unknown name, with the nearest known one.
     """
     if name.endswith(SUFFIX):
         inner = method_class(name.removesuffix(SUFFIX))
-        if name.count("+") == 1 and _reads(inner):
+        if name.count("+") == 1 and inner.shares_blocks:
             return inner
         if name.count("+") > 1 or not issubclass(inner, EvictingMethod):
             raise SeergateError(
                 f"{name!r} is no method: only one that evicts or shares blocks can have the gate on what it keeps"
             )
-        if issubclass(inner, RetentionMethod):
+        if inner.from_gates:
             raise SeergateError(f"{name!r} takes two kinds of gates; make a GateOnEvictor of both methods in Python")
         return GateOnEvictor
     if name not in METHODS:
@@ -117,39 +112,39 @@ def method_class(name: str) -> type[Method]:
 
 
 def reading_class(name: str) -> type[Method]:
-    """The class of the method that chooses what is read under a name: `Gate` for ``reason_cache+gate``."""
+    """The class of the method that chooses what is read under a name: `Gate` for a method that shares blocks, read
+    with the gate.
+    """
     kind = method_class(name)
-    return Gate if name.endswith(SUFFIX) and _reads(kind) else kind
+    return Gate if name.endswith(SUFFIX) and kind.shares_blocks else kind
 
 
-def _reads(kind: type[Method]) -> bool:
-    """True if a method leaves it to another one, its option ``reads``, what is read of the cache."""
-    return any(option.name == "reads" for option in fields(kind))
+def keeping_class(name: str) -> type[Method]:
+    """The class of the method that decides what the cache holds under a name: that of ``EVICTOR`` for
+    ``EVICTOR+gate``.
+    """
+    return method_class(name.removesuffix(SUFFIX))
 
 
 def has_gates(name: str) -> bool:
     """True if a method decodes with gates."""
-    return name.endswith(SUFFIX) or issubclass(method_class(name), (Gate, RetentionMethod))
+    return name.endswith(SUFFIX) or bool(method_class(name).from_gates)
 
 
 def option_names(name: str) -> set[str]:
     """The options that `make_method` takes for a method, ``bank`` left out."""
-    kind = method_class(name)
-    if name.endswith(SUFFIX):
-        own = option_names(name.removesuffix(SUFFIX))
-        return own - {"reads"} | option_names(Gate.name) if _reads(kind) else own | {"read_budget"}
-    own = {option.name for option in fields(kind) if option.init}
-    if issubclass(kind, RetentionMethod):
-        return own - {"bank"}
-    return own - {"bank", "block_size"} if issubclass(kind, Gate) else own  # gates have their block size
+    kind = keeping_class(name)
+    if not name.endswith(SUFFIX):
+        return kind.option_names()
+    return (
+        kind.option_names() - {"reads"} | Gate.option_names()
+        if kind.shares_blocks
+        else {*kind.option_names(), "read_budget"}
+    )
 
 
 def check_options(name: str, given: Iterable[str], known: Iterable[str]) -> None:
-    """Refuse what is no option of a method.
-
-    Raises:
-        SeergateError: naming the first one, and the known one that is most like it.
-    """
+    """Refuse unknown options of a method."""
     known = sorted(known)
     for option in sorted(set(given) - set(known)):
         hint = did_you_mean(option, known) if known else "it has none"
@@ -161,8 +156,8 @@ def make_method(name: str, *, bank: Gates | None = None, **options: Any) -> Meth
 
     Args:
         name: a key of `METHODS`; or ``EVICTOR+gate``, which takes the evictor's options, ``bank`` and
-            ``read_budget``, the gate's token budget; or ``reason_cache+gate``, which takes ``bank`` and the options
-            of both.
+            ``read_budget``, the gate's token budget; or, of a method that shares blocks, ``NAME+gate``, which takes
+            ``bank`` and the options of both.
         bank: the gates, for methods that have them.
         **options: the method's own.
 
@@ -188,21 +183,14 @@ def make_method(name: str, *, bank: Gates | None = None, **options: Any) -> Meth
 
 
 def _gated(name: str, kind: type[Method], bank: Gates, options: dict[str, Any]) -> Method:
-    if issubclass(kind, Gate):
-        decoding = {key: options.pop(key) for key in DecodeConfig.__dataclass_fields__ if key in options}
-        return kind.from_config(bank, bank.decode_config(**decoding), **options)
-    if issubclass(kind, RetentionMethod):
-        defaults = bank.decode_defaults
-        if stray := sorted(set(defaults) - option_names(name)):
-            raise SeergateError(f"decode_defaults of these gates has {', '.join(stray)}, no option of {name!r}")
-        return kind(bank=bank, **{**defaults, **options})
-    if _reads(kind):
-        reading = {key: options.pop(key) for key in option_names(Gate.name) & set(options)}
-        options["reads"] = make_method(Gate.name, bank=bank, **reading)
-        return kind(**options)
+    if kind.from_gates:
+        return kind.with_gates(bank, **options)
+    if kind.shares_blocks:
+        reading = {key: options.pop(key) for key in Gate.option_names() & set(options)}
+        return kind(reads=Gate.with_gates(bank, **reading), **options)  # type: ignore[call-arg]
     if "read_budget" not in options:
         raise SeergateError(f"the method {name!r} needs read_budget=, how many tokens the gate may read per step")
-    gate = Gate.from_config(bank, bank.decode_config(token_budget=options.pop("read_budget")))
+    gate = Gate.with_gates(bank, token_budget=options.pop("read_budget"))
     evictor = make_method(name.removesuffix(SUFFIX), **options)
     assert isinstance(evictor, EvictingMethod)
     return GateOnEvictor(evictor=evictor, gate=gate)

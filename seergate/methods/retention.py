@@ -6,7 +6,7 @@ Shape suffixes: see `seergate.methods.base`; W width of the model.
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -31,6 +31,7 @@ class RetentionMethod(BudgetedMethod):
     """
 
     state: ClassVar[type[RetentionState]]
+    from_gates: ClassVar[tuple[str, ...]] = ("bank",)
     bank: Gates = field(repr=False)
     interval: int = 128
 
@@ -46,6 +47,12 @@ class RetentionMethod(BudgetedMethod):
                 f"--scorer {self.name}"
             )
         super().__post_init__()
+
+    @classmethod
+    def with_gates(cls, bank: Gates, **options: Any) -> RetentionMethod:
+        if stray := sorted(set(bank.decode_defaults) - cls.option_names()):
+            raise SeergateError(f"decode_defaults of these gates has {', '.join(stray)}, no option of {cls.name!r}")
+        return cls(bank=bank, **{**bank.decode_defaults, **options})
 
     def __eq__(self, other: object) -> bool:
         """As of `Gate`."""

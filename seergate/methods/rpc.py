@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -9,7 +10,8 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from seergate.methods.base import LayerSpec, LayerState, Step, check_choice, check_counts
+from seergate.checks import check_choice, check_counts
+from seergate.methods.base import LayerSpec, LayerState, Step
 from seergate.methods.evicting import EvictingMethod, EvictingState, Eviction
 from seergate.methods.scoring import QueryWindow, logits, pooled
 
@@ -36,6 +38,8 @@ class RPC(EvictingMethod):
     """
 
     name: ClassVar[str] = "rpc"
+    plot_style: ClassVar[tuple[str, str] | None] = ("#999933", "p")
+    budget_option: ClassVar[str] = "ratio"
     interval: int = 4096
     window: int = 32
     ratio: int = 4
@@ -52,6 +56,10 @@ class RPC(EvictingMethod):
                 f"interval is {self.interval}; it must be at least ratio ({self.ratio}), or nothing stays"
             )
         check_choice(self, scope=("layer", "kv_head"), selector=("distinct", "newest_twice"))
+
+    @classmethod
+    def budget_values(cls, tokens: int, step: int) -> Sequence[int]:
+        return range(min(tokens, 256), 0, -1)
 
     @property
     def nominal(self) -> str:

@@ -13,7 +13,8 @@ import torch
 from torch import Tensor
 
 from seergate import ops
-from seergate.config import check_rule, is_int
+from seergate.checks import check_counts
+from seergate.config import check_rule
 from seergate.methods.base import LayerSpec, LayerState, Method, Step
 from seergate.ops import Selection
 
@@ -37,8 +38,7 @@ class SelectingMethod(Method):
     block_size: int = 64
 
     def __post_init__(self) -> None:
-        if not is_int(self.block_size) or self.block_size < 1:
-            raise ValueError(f"block_size is {self.block_size!r}; it must be a positive number of tokens")
+        check_counts(self, block_size=1)
         check_rule(self, self.block_size)
 
     @property

@@ -11,7 +11,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from seergate.methods.base import LayerSpec, LayerState, Step, check_choice, check_counts, check_flags, check_share
+from seergate.checks import check_choice, check_counts, check_flags, check_share
+from seergate.methods.base import LayerSpec, LayerState, Step
 from seergate.methods.evicting import BudgetedMethod, BudgetedState
 from seergate.methods.scoring import TILE, QueryWindow, causal_softmax, logits, pooled, reduced
 
@@ -39,6 +40,7 @@ class SnapKV(BudgetedMethod):
     """
 
     name: ClassVar[str] = "snapkv"
+    plot_style: ClassVar[tuple[str, str] | None] = ("#117733", "<")
     periodic: ClassVar[bool] = True
     token_budget: int = 2048
     window: int = 32
@@ -79,9 +81,12 @@ class SnapKVState(BudgetedState):
         super().append(step)
         self.window.append(step)
 
+    @property
+    def compresses_once(self) -> bool:
+        return self.method.compress == "prompt"
+
     def due(self, row: int, held: int) -> bool:
-        """If only prompts are compressed, the cache grows beyond `most_resident` afterwards."""
-        return super().due(row, held) and (self.method.compress == "repeatedly" or self.decoded[row] == 0)
+        return super().due(row, held) and not (self.compresses_once and self.decoded[row])
 
     def importance(self, step: Step, row: int) -> Tensor:
         held, method = step.ends[row], self.method
@@ -129,6 +134,7 @@ class RKV(SnapKV):
     """
 
     name: ClassVar[str] = "r_kv"
+    plot_style: ClassVar[tuple[str, str] | None] = ("#332288", ">")
     window: int = 8
     group_reduction: str = "max_logits"
     importance_weight: float = 0.1

@@ -9,7 +9,8 @@ import torch
 from torch import Tensor
 
 from seergate import ops
-from seergate.methods.base import LayerSpec, LayerState, Step, check_choice, check_counts
+from seergate.checks import check_choice, check_counts
+from seergate.methods.base import LayerSpec, LayerState, Step
 from seergate.methods.evicting import AttentionOutput, EvictingMethod, EvictingState, Eviction
 
 
@@ -31,6 +32,7 @@ class StreamingLLM(EvictingMethod):
     """
 
     name: ClassVar[str] = "streaming_llm"
+    plot_style: ClassVar[tuple[str, str] | None] = ("#CC79A7", "v")
     token_budget: int = 516
     sink_tokens: int = 4
     positions: str = "cache"

@@ -8,7 +8,8 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from seergate.methods.base import LayerSpec, LayerState, Step, check_choice, check_flags
+from seergate.checks import check_choice, check_flags
+from seergate.methods.base import LayerSpec, LayerState, Step
 from seergate.methods.evicting import BudgetedMethod, BudgetedState
 from seergate.methods.scoring import causal_softmax
 
@@ -26,6 +27,7 @@ class TOVA(BudgetedMethod):
     """
 
     name: ClassVar[str] = "tova"
+    plot_style: ClassVar[tuple[str, str] | None] = ("#56B4E9", "P")
     protect_current: bool = True
     scope: str = "layer"
 

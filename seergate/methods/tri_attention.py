@@ -6,6 +6,7 @@ import hashlib
 import json
 import math
 import os
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, ClassVar
@@ -15,9 +16,10 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
+from seergate.checks import check_choice, check_counts
 from seergate.durable import replacing
 from seergate.errors import SeergateError
-from seergate.methods.base import LayerSpec, LayerState, Method, Rotary, Step, check_choice, check_counts
+from seergate.methods.base import LayerSpec, LayerState, Method, Rotary, Step
 from seergate.methods.evicting import BudgetedMethod, BudgetedState
 from seergate.methods.scoring import reduced
 
@@ -124,6 +126,8 @@ class TriAttention(BudgetedMethod):
     """
 
     name: ClassVar[str] = "tri_attention"
+    plot_style: ClassVar[tuple[str, str] | None] = ("#AA4499", "*")
+    calibrates: ClassVar[Mapping[str, str]] = {"centres": "seergate.eval.recurrence:CentresCalibration"}
     centres: Centres | str
     token_budget: int = 2048
     interval: int = 128

@@ -11,9 +11,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
-from seergate.config import is_int
+from seergate.checks import check, check_choice, check_counts, check_flags, is_int
 from seergate.errors import SeergateError
-from seergate.methods.base import LayerSpec, LayerState, Method, check_choice, check_counts, check_flags
+from seergate.methods.base import LayerSpec, LayerState, Method
 from seergate.methods.controls import Dense
 from seergate.methods.evicting import CompressingMethod
 from seergate.reason.paged import page_tokens
@@ -53,6 +53,8 @@ class ReasonCache(Method):
     """
 
     name: ClassVar[str] = "reason_cache"
+    plot_style: ClassVar[tuple[str, str] | None] = ("#DDCC77", "8")
+    shares_blocks: ClassVar[bool] = True
     kv_backend: ClassVar[str | None] = "seergate.reason.paging:paging_of"
     evaluation_options: ClassVar[Mapping[str, Any]] = {"asynchronous": False}
     reads: Method | None = None
@@ -73,9 +75,7 @@ class ReasonCache(Method):
 
     def __post_init__(self) -> None:
         check_counts(self, warm_up=0, max_candidates=1)
-        for name in ("block_size", "max_blocks"):
-            if getattr(self, name) is not None:
-                check_counts(self, **{name: 1})
+        check_counts(self, optional=True, block_size=1, max_blocks=1)
         check_flags(self, "structural_check", "include_prompt", "asynchronous")
         check_choice(self, percentile_of=("request", "all"), pairing=("ordinal", "nearest"))
         for name, most in (("strict", 1.0), ("soft", self.strict), ("percentile", 100.0)):
@@ -131,9 +131,9 @@ class RandomSharing(ReasonCache):
     """
 
     name: ClassVar[str] = "random_sharing"
+    plot_style: ClassVar[tuple[str, str] | None] = ("#BBBBBB", "2")
     seed: int = 0
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if not is_int(self.seed):
-            raise ValueError(f"seed is {self.seed!r}; it must be an integer")
+        check("seed", self.seed, is_int(self.seed), "an integer")

@@ -95,6 +95,16 @@ class PagedStorageFactory(StorageFactory):
     def stats(self) -> dict[str, Any]:
         return {} if self.sharing is None else self.sharing.stats()
 
+    def saving_ratios(self, layers: Sequence[Any]) -> list[float] | None:
+        """One minus physical over logical blocks (the paper's memory saving ratio). Blocks that are shared with other
+        rows do not count.
+        """
+        storages = (getattr(layer, "storage", None) for layer in layers)
+        pages = next((storage.pages for storage in storages if isinstance(storage, Paged)), None)
+        if pages is None or not self.lossy:
+            return None
+        return [row.repeats / max(1, len(row.table)) for row in pages.store.rows]
+
     def reset(self) -> None:
         if self.sharing is not None:
             self.sharing.reset()

@@ -17,7 +17,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
-from transformers.cache_utils import Cache
 
 from seergate.cache.call import ForwardContext
 from seergate.cache.storage import StorageFactory
@@ -25,7 +24,7 @@ from seergate.errors import SeergateError, first_line
 from seergate.hf.loading import load_tokenizer
 from seergate.reason.evaluator import Decision, Evaluator, Tally
 from seergate.reason.method import ReasonCache
-from seergate.reason.paged import CachePages, Listener, Paged, Row
+from seergate.reason.paged import CachePages, Listener, Row
 from seergate.reason.worker import Worker
 
 Prompt = tuple[tuple[int, ...], Tensor, tuple[int, ...]]
@@ -326,18 +325,6 @@ def _equal(pages: CachePages, a: int, b: int) -> bool:
         if layer.is_allocated
         for buffer in (layer.key_pages, layer.value_pages)
     )
-
-
-def saving_ratios(cache: Cache) -> list[float] | None:
-    """Of each row of a cache, one minus physical over logical blocks (the paper's memory saving ratio), now.
-
-    Blocks that are shared with other rows do not count. ``None`` unless a `ReasonCache` is attached.
-    """
-    storages = (getattr(layer, "storage", None) for layer in cache.layers)
-    pages = next((storage.pages for storage in storages if isinstance(storage, Paged)), None)
-    if pages is None or not isinstance(pages.listener, CacheSharing) or pages.listener.handle.reason is None:
-        return None
-    return [row.repeats / max(1, len(row.table)) for row in pages.store.rows]
 
 
 def _tokenizer(model: PreTrainedModel, reason: ReasonCache) -> Any:

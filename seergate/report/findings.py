@@ -22,7 +22,6 @@ UNANSWERED = 0.5
 SOFTWARE = ("seergate", "git", "torch", "transformers")
 """Entries of a run's environment that affect results."""
 
-CONTROL = "random_evict"
 FEW = 2
 """With more evicting methods than this, the gate is compared with all of them in one sentence."""
 
@@ -32,22 +31,24 @@ def findings(sweep: Sweep) -> list[str]:
     if sweep.of_texts:
         return [_of_texts(s) for s in sweep.settings]
     lines = list[str | None]()
+    evicting = [m for m in sweep.methods if any(s.evicts for s in sweep.of(m))]
+    controls = [m for m in sweep.methods if sweep.role(m) == "control"]
+    at_random = [m for m in controls if m not in evicting]
     if sweep.dense is not None:
         lines.append(_dense(sweep, sweep.dense))
     if sweep.dense is not None and not at_chance(sweep.dense):
-        lines += [_against_dense(sweep, method, sweep.dense) for method in sweep.methods if method != "random"]
+        lines += [_against_dense(sweep, method, sweep.dense) for method in sweep.methods if method not in at_random]
         lines += [_without_budget(sweep, setting, sweep.dense) for setting in sweep.settings if setting.budget is None]
     gates = [m for m in sweep.methods if m == "gate" or m.startswith("gate [")]  # several, if their weights differ
-    evicting = [m for m in sweep.methods if any(s.evicts for s in sweep.of(m))]
     few = sweep.methods if len(evicting) <= FEW else [m for m in sweep.methods if m not in evicting]
     for gate in gates:
-        lines += [_gate_against(sweep, gate, other) for other in few if other not in (*gates, "oracle", "random")]
+        rivals = [m for m in few if m not in (*gates, *at_random) and sweep.role(m) != "bound"]
+        lines += [_gate_against(sweep, gate, other) for other in rivals]
         if len(evicting) > FEW:
             lines.append(_ahead(sweep, gate, evicting, f"{gate} is"))
-    if CONTROL in sweep.methods:
-        rest = [m for m in evicting if m != CONTROL]
-        if rest:
-            lines.append(_ahead(sweep, CONTROL, rest, f"{CONTROL}, the control of all evictors, is"))
+    rest = [m for m in evicting if m not in controls]
+    for control in set(controls) & set(evicting) if rest else ():
+        lines.append(_ahead(sweep, control, rest, f"{control}, the control of all evictors, is"))
     lines += _recall(sweep)
     return [line for line in lines if line is not None]
 
@@ -273,8 +274,8 @@ def cautions(sweep: Sweep) -> list[str]:
         for s in sweep.settings
         if s.metrics["amsr"] == 0
     ]
-    if "kv4bit" in {s.method for s in sweep.settings} and sweep.config["model"].get("dtype") == "float32":
-        lines.append("kv4bit replaces a cache of 32-bit numbers here; of the usual 16 bits it would save less.")
+    dtype = sweep.config["model"].get("dtype")
+    lines += dict.fromkeys(s.kind.cautions[dtype] for s in sweep.settings if dtype in s.kind.cautions)
     sizes = {s.block_size for s in sweep.settings if s.block_size is not None}
     if len(sizes) > 1:
         lines.append(f"block sizes differ between methods ({', '.join(map(str, sorted(sizes)))} tokens).")

@@ -14,8 +14,7 @@ from seergate.eval.environment import GRADES_WITH
 from seergate.eval.forced import summary
 from seergate.eval.metrics import by_problem, derive
 from seergate.eval.stats import Difference, Estimate, clustered, paired, wilson
-from seergate.methods import CompressingMethod, ReasonCache, method_class
-from seergate.report.styles import STYLES
+from seergate.methods import METHODS, CompressingMethod, Method, method_class
 
 SAID_OTHERWISE = ("name", "nominal", "token_budget", "threshold", "block_size", "dense_layers")
 """Options that do not distinguish series, as they are shown beside them or elsewhere in their names."""
@@ -82,7 +81,7 @@ class Setting:
     @property
     def evicts(self) -> bool:
         """True if its method drops tokens, or keeps them in another form, instead of reading some of all."""
-        return self._is(CompressingMethod)
+        return issubclass(self.kind, CompressingMethod)
 
     @property
     def threshold(self) -> float | None:
@@ -111,19 +110,21 @@ class Setting:
 
     def own_options(self) -> dict[str, Any]:
         """The recorded options of its method, except those that are shown elsewhere."""
-        said = {*SAID_OTHERWISE, *(f"gate.{key}" for key in SAID_OTHERWISE if self._is(ReasonCache))}
+        said = {*SAID_OTHERWISE, *(f"gate.{key}" for key in SAID_OTHERWISE if self.kind.shares_blocks)}
         return _without(self.config["method"], *said)
 
     def _of(self, key: str) -> Any:
         """An option of the method, or of the gate that reads for a method that shares blocks."""
         method = self.config["method"]
-        return method.get(key, method.get(f"gate.{key}") if self._is(ReasonCache) else None)
+        return method.get(key, method.get(f"gate.{key}") if self.kind.shares_blocks else None)
 
-    def _is(self, kind: type[Any]) -> bool:
+    @property
+    def kind(self) -> type[Method]:
+        """The class of its method; the base class of all for a plugin's that is not loaded."""
         try:
-            return issubclass(method_class(self.method), kind)
-        except SeergateError:  # somebody's own
-            return False
+            return method_class(self.method)
+        except SeergateError:
+            return Method
 
     @property
     def accuracy(self) -> Estimate:
@@ -164,7 +165,7 @@ class Sweep:
     """Settings that can be compared: one task, one model, one way of generating.
 
     Attributes:
-        settings: in the order of `STYLES`, by budget within a method.
+        settings: in the order of `METHODS`, by budget within a method.
     """
 
     settings: list[Setting] = field(default_factory=list)
@@ -219,6 +220,10 @@ class Sweep:
     def of(self, method: str) -> list[Setting]:
         """A series' settings by budget."""
         return [s for s in self.settings if s.series == method and s.budget is not None]
+
+    def role(self, method: str) -> str:
+        """A series' `Method.role`."""
+        return next(s.kind.role for s in self.settings if s.series == method)
 
     def at(self, method: str, budget: int) -> Setting | None:
         """A series' setting at a budget, if there is one."""
@@ -379,6 +384,6 @@ def _distinguishing(settings: list[Setting]) -> list[str]:
 
 def _rank(setting: Setting) -> tuple[Any, ...]:
     name = setting.method.partition("+")[0]
-    known = list(STYLES).index(name) if name in STYLES else len(STYLES)
+    known = list(METHODS).index(name) if name in METHODS and METHODS[name].plot_style else len(METHODS)
     kept = setting.block_size or 0, setting.dense_layers, setting.budget or 10**9, setting.threshold or 0.0
     return known, setting.method, *kept, setting.metrics.get("resident_bytes_mean") or 0.0

@@ -13,7 +13,7 @@ from seergate.methods import EvictingMethod, method_class
 from seergate.report.findings import TRUNCATED
 from seergate.report.load import Setting, Sweep
 from seergate.report.published import published
-from seergate.report.styles import STYLES, line_style, name_of, style
+from seergate.report.styles import line_style, name_of, style
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -254,7 +254,7 @@ def _against_budget(
             error_bars(axis, method, methods, list(zip(places, sweep.of(method), strict=True)), interval)
         if sweep.dense is not None:
             mean, low, high = interval(sweep.dense)
-            axis.axhline(mean, color=STYLES["dense"][0], linestyle="--", linewidth=1.4, label="dense", zorder=1)
+            axis.axhline(mean, color=style("dense")["color"], linestyle="--", linewidth=1.4, label="dense", zorder=1)
             axis.axhspan(low, high, color="#000000", alpha=0.07, linewidth=0, zorder=0)
         chance = sweep.config["task"].get("chance")
         if zero_to is not None and chance:

@@ -16,6 +16,7 @@ from torch.nn import functional as F
 
 from seergate.gates.gate import AttnGate
 from seergate.gates.scorer import Scorer
+from seergate.methods.quest import page_bounds
 from seergate.ops.backend import choose
 from seergate.ops.compression import Branch
 from seergate.vllm.rope import Unrotation
@@ -35,6 +36,17 @@ class Scores(ABC):
     width: int
     dtype: torch.dtype
     numbers: int
+
+    @classmethod
+    @abstractmethod
+    def of_layer(cls, method: Any, attention: Any, gate: Scorer | None, unrotate: Unrotation | None) -> Scores:
+        """The scores of a method in one layer.
+
+        Args:
+            method: the method.
+            attention: vLLM's module.
+            gate, unrotate: of this layer, with this rank's heads; ``None`` for a method without gates.
+        """
 
     @abstractmethod
     def summary(self, keys_NKSD: Tensor, starts_N: Tensor) -> Tensor:
@@ -61,6 +73,11 @@ class GateScores(Scores):
         self.gate, self.unrotate = gate, unrotate
         self.width, self.dtype = gate.config.gate_dim, gate.k_proj.weight.dtype
         self.numbers = self.width
+
+    @classmethod
+    def of_layer(cls, method: Any, attention: Any, gate: Scorer | None, unrotate: Unrotation | None) -> Scores:
+        assert gate is not None and unrotate is not None
+        return cls(gate, unrotate)
 
     def summary(self, keys_NKSD: Tensor, starts_N: Tensor) -> Tensor:
         size = keys_NKSD.shape[2]
@@ -119,14 +136,16 @@ class QuestScores(Scores):
         self.width, self.dtype, self.group_reduction = 2 * head_dim, dtype, group_reduction
         self.numbers = 2 * self.width  # as they lie in the cache, and in float32
 
+    @classmethod
+    def of_layer(cls, method: Any, attention: Any, gate: Scorer | None, unrotate: Unrotation | None) -> Scores:
+        return cls(attention.head_size, attention.kv_cache_torch_dtype, method.group_reduction)
+
     def summary(self, keys_NKSD: Tensor, starts_N: Tensor) -> Tensor:
         return torch.cat((keys_NKSD.amax(2), keys_NKSD.amin(2)), -1)
 
     def scores(self, query_RHD: Tensor, last_R: Tensor, summary_RKNW: Tensor, read: Keys) -> Tensor:
-        high_RKDN, low_RKDN = summary_RKNW.float().transpose(-1, -2).chunk(2, 2)
-        query_RKGD = query_RHD.unflatten(1, (high_RKDN.shape[1], -1)).float()
-        bound_RKGN = query_RKGD.clamp(min=0) @ high_RKDN + query_RKGD.clamp(max=0) @ low_RKDN
-        return bound_RKGN.mean(2) if self.group_reduction == "mean" else bound_RKGN.amax(2)
+        high_RKND, low_RKND = summary_RKNW.chunk(2, -1)
+        return page_bounds(query_RHD, high_RKND, low_RKND, self.group_reduction)
 
 
 class OracleScores(Scores):
@@ -144,6 +163,11 @@ class OracleScores(Scores):
     def __init__(self, size: int, head_dim: int, scale: float, softcap: float) -> None:
         self.size, self.scale, self.softcap = size, scale, softcap
         self.numbers = 2 * size * head_dim
+
+    @classmethod
+    def of_layer(cls, method: Any, attention: Any, gate: Scorer | None, unrotate: Unrotation | None) -> Scores:
+        impl = attention.impl
+        return cls(method.block_size, attention.head_size, impl.scale, impl.logits_soft_cap)
 
     def summary(self, keys_NKSD: Tensor, starts_N: Tensor) -> Tensor:
         return keys_NKSD.new_empty(*keys_NKSD.shape[:2], 0)

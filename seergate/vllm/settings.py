@@ -7,11 +7,22 @@ from typing import Any
 
 from seergate.errors import SeergateError, did_you_mean
 from seergate.gates.bank import Gates
-from seergate.methods import SelectingMethod, make_method
+from seergate.methods import METHODS, SelectingMethod, has_gates, make_method, method_class
 
 KEY = "seergate"
-SERVED = ("gate", "quest", "oracle")
-"""The methods that run inside vLLM."""
+RULES = ("token_budget", "threshold", "top_p", "dense_layers")
+"""Options of a method that can be given inside vLLM."""
+
+
+def check_served(method: str) -> None:
+    """Refuse a method that does not run inside vLLM.
+
+    Raises:
+        SeergateError: naming those that do.
+    """
+    if method_class(method).vllm_scores is None:
+        served = ", ".join(name for name in METHODS if METHODS[name].vllm_scores is not None)
+        raise SeergateError(f"the method {method!r} does not run inside vLLM; it must be one of {served}")
 
 
 @dataclass(frozen=True)
@@ -19,9 +30,9 @@ class Settings:
     """Which blocks are read, and what chooses them.
 
     Attributes:
-        gates: adapter directory or Hub repository; for ``method="gate"`` and nothing else.
+        gates: adapter directory or Hub repository; for a method with gates and no other.
         revision: of the repository.
-        method: ``"gate"``, ``"quest"`` or ``"oracle"``.
+        method: a method with `Method.vllm_scores`.
         token_budget, threshold, top_p: at most one of them, see `DecodeConfig`; by default what the gates ask for.
         dense_layers: layers that read everything; by default the method's own.
 
@@ -38,10 +49,9 @@ class Settings:
     dense_layers: tuple[int, ...] | None = None
 
     def __post_init__(self) -> None:
-        if self.method not in SERVED:
-            raise SeergateError(f"seergate.method is {self.method!r}; inside vLLM it must be one of {SERVED}")
-        if (self.gates is not None) != (self.method == "gate"):
-            rule = "a directory or a Hub repository" if self.gates is None else 'left out, unless method is "gate"'
+        check_served(self.method)
+        if (self.gates is not None) != has_gates(self.method):
+            rule = "a directory or a Hub repository" if self.gates is None else f"left out with {self.method!r}"
             raise SeergateError(f"seergate.gates is {self.gates!r}; it must be {rule}")
         for name in ("gates", "revision"):
             value = getattr(self, name)
@@ -90,8 +100,7 @@ class Settings:
         Raises:
             ValueError: for a rule that is out of range.
         """
-        names = ("token_budget", "threshold", "top_p", "dense_layers")
-        given = {name: getattr(self, name) for name in names if getattr(self, name) is not None}
+        given = {name: getattr(self, name) for name in RULES if getattr(self, name) is not None}
         if bank is None:
             given["block_size"] = page
         method = make_method(self.method, bank=bank, **given)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from pkgutil import resolve_name
 from typing import Any
 
 import torch
@@ -11,12 +12,12 @@ from torch import nn
 from seergate.errors import SeergateError
 from seergate.gates.scorer import Scorer
 from seergate.hf.loading import skeleton
-from seergate.methods import Quest, SelectingMethod
+from seergate.methods import SelectingMethod
 from seergate.vllm.attention import Counts, same_in_all_layers, sparse_backend, sparse_layer
 from seergate.vllm.checks import READABLE, rope_kinds
 from seergate.vllm.pages import PAGES
 from seergate.vllm.rope import Unrotation
-from seergate.vllm.scoring import GateScores, OracleScores, QuestScores, Scores
+from seergate.vllm.scoring import Scores
 from seergate.vllm.settings import Settings
 
 
@@ -81,22 +82,19 @@ def attach(model: nn.Module, vllm_config: Any) -> dict[int, Any]:
     assert settings is not None
     bank, device = settings.bank(), next(model.parameters()).device
     method = settings.selector(bank, vllm_config.cache_config.block_size)
+    assert method.vllm_scores is not None
+    scores: type[Scores] = resolve_name(method.vllm_scores)
     kinds = rope_kinds(skeleton(vllm_config.model_config.hf_config))
     found: dict[int, Any] = {}
     shared: dict[int, Counts] = {}
     for layer, parent, attention in attention_layers(model):
         if layer not in kinds or not method.selects_in(layer):
             continue
-        scoring: Scores
+        gate = unrotate = None
         if bank is not None:
             unrotate = Unrotation(parent.rotary_emb if kinds[layer] == "plain" else None)
             gate = rank_gate(bank.gate(layer), attention.num_kv_heads, device, attention.kv_cache_torch_dtype)
-            scoring = GateScores(gate, unrotate)
-        elif isinstance(method, Quest):
-            scoring = QuestScores(attention.head_size, attention.kv_cache_torch_dtype, method.group_reduction)
-        else:
-            impl = attention.impl
-            scoring = OracleScores(method.block_size, attention.head_size, impl.scale, impl.logits_soft_cap)
+        scoring = scores.of_layer(method, attention, gate, unrotate)
         counts = Counts(*torch.zeros(2, dtype=torch.long, device=device))
         if same_in_all_layers(method):
             counts = shared.setdefault(attention.num_kv_heads, counts)

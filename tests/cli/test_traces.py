@@ -105,7 +105,7 @@ def test_answers_have_a_length_of_their_own(asked: list[str], tmp_path: Path) ->
     tokenizer = load_tokenizer("checkpoints/tiny-reasoner")
     assert {len(tokenizer(row["messages"][-1]["content"]).input_ids) for row in rows(out)} == {2}
     done = run_seergate(*command[:-3], "--max-new-tokens", "0")
-    assert done.returncode == 2 and "max_new_tokens is 0; it must be a positive number" in done.stderr
+    assert done.returncode == 2 and "max_new_tokens is 0; it must be a whole number, 1 or greater" in done.stderr
 
 
 @pytest.mark.parametrize(

@@ -48,7 +48,7 @@ def run(out, saved, *, specs=SPECS, options=OPTIONS, loader=None, **given):
     model, tokenizer, banks = load(saved)
     task = make_task("chain_sum", problems=8, variables=6)
     metrics = sweep(
-        model, tokenizer, task, specs, out, options, banks=banks, loader=loader or partial(load, saved), **given
+        model, tokenizer, task, specs, out, options, gates=banks, loader=loader or partial(load, saved), **given
     )
     rows = {spec.label: store.read_samples(out / spec.label) for spec in specs}
     assert all(len(found) == 16 for found in rows.values())

@@ -46,7 +46,7 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
     (out / "texts.jsonl").write_text("\n".join(json.dumps({"text": text}) for text in texts))
     task = make_task(f"perplexity:length={LENGTH}:scored={STEPS}", data=str(out / "texts.jsonl"))
     specs = with_each(grid(METHODS, [16, 32, 128], 8), banks)
-    sweep(model, tokenizer, task, specs, out / "runs", RunOptions(), banks=banks)
+    sweep(model, tokenizer, task, specs, out / "runs", RunOptions(), gates=banks)
     return out / "runs"
 
 

@@ -63,13 +63,13 @@ def run(tmp_path, measure, texts, budgets, scorer="attn_gate"):
     options = RunOptions(max_new_tokens=80, batch_size=2)  # matching itself replays alone
     specs = distinct(grid(["dense", *texts], budgets, 8))
     arguments = (model, tokenizer, task)
-    sweep(*arguments, specs[:1], tmp_path, options, bank=bank)
+    sweep(*arguments, specs[:1], tmp_path, options, gates=bank)
     replay = Replay(model, tokenizer, read_samples(tmp_path / "dense"), MEASURES[measure])
     assert replay.bytes_per_token() == TOKENS
     said = []
     chosen, records = match(replay, specs, budgets, prepare=lambda s: s, bank=lambda s: bank, say=said.append)
     assert len(said) == len(texts) - sum("kv4bit" in text or "token_budget" in text for text in texts)
-    return sweep(*arguments, chosen, tmp_path, options, bank=bank), chosen, records
+    return sweep(*arguments, chosen, tmp_path, options, gates=bank), chosen, records
 
 
 def held(directory):

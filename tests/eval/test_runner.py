@@ -312,11 +312,11 @@ def test_a_run_goes_on_when_its_gates_are_given_a_name(method, scorer, tmp_path)
     bank = GateBank.for_model(support.model(), GateConfig(8, 16, scorer=scorer))
     arguments = support.model(), support.tokenizer(), make_task("chain_sum", problems=1, variables=5)
     specs, options = grid([method], [32], 8), RunOptions(max_new_tokens=4)
-    made = sweep(*arguments, specs, tmp_path, options, bank=bank)
+    made = sweep(*arguments, specs, tmp_path, options, gates=bank)
     own, other = {method: bank}, {"a": bank}
-    assert sweep(*arguments, with_each(specs, own), tmp_path, options, banks=own) == made
+    assert sweep(*arguments, with_each(specs, own), tmp_path, options, gates=own) == made
     (tmp_path / f"{method}-32").rename(tmp_path / f"{method}-32-a")
-    assert [*sweep(*arguments, with_each(specs, other), tmp_path, options, banks=other).values()] == [*made.values()]
+    assert [*sweep(*arguments, with_each(specs, other), tmp_path, options, gates=other).values()] == [*made.values()]
 
 
 def test_settings_are_checked_before_work(tmp_path):
@@ -332,7 +332,7 @@ def test_settings_are_checked_before_work(tmp_path):
             sweep(*arguments, specs, tmp_path / "out", RunOptions())
     twins = dict.fromkeys("ab", GateBank.for_model(support.model(), GateConfig(8, 16)))
     with pytest.raises(SeergateError, match="'gate-32-a' and 'gate-32-b' mean the same"):
-        sweep(*arguments, with_each(grid(["gate"], [32], 8), twins), tmp_path / "out", RunOptions(), banks=twins)
+        sweep(*arguments, with_each(grid(["gate"], [32], 8), twins), tmp_path / "out", RunOptions(), gates=twins)
     assert not (tmp_path / "out").exists()
     with pytest.raises(ValueError, match="batch_size is 0"):
         evaluate(*arguments, MethodSpec("dense"), tmp_path / "out", replace(RunOptions(), batch_size=0))

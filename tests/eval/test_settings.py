@@ -236,8 +236,8 @@ def test_auto_is_measured_on_other_problems_and_kept(tmp_path, monkeypatch):
     assert windows[1] > 1
     (centres,) = {spec.method(None).found.fingerprint for spec in found if spec.name == "tri_attention"}
     before = {path.name: path.read_bytes() for path in tmp_path.iterdir()}
-    monkeypatch.setattr("seergate.eval.calibration.measure_recurrence", None)  # what is kept is not measured again
-    monkeypatch.setattr("seergate.eval.calibration.query_centres", None)
+    monkeypatch.setattr("seergate.eval.recurrence.measure_recurrence", None)  # what is kept is not measured again
+    monkeypatch.setattr("seergate.eval.recurrence.query_centres", None)
     again = Calibrator(model, tokenizer, task, tmp_path, **how)(specs)
     assert again == found
     assert sorted(before) == ["lazy_eviction-0.04.json", "tri_attention.safetensors"]

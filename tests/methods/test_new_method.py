@@ -5,16 +5,24 @@ from __future__ import annotations
 import json
 import shlex
 import sys
+from dataclasses import dataclass
+from pathlib import Path
 from types import SimpleNamespace
+from typing import ClassVar
 
 import numpy as np
 import pytest
 import torch
+import yaml
 
 import seergate
 from seergate import methods
 from seergate.cli.main import main
+from seergate.errors import SeergateError
+from seergate.eval.calibration import FRESH, Calibration
 from seergate.methods import registry
+from seergate.report.styles import style
+from seergate.vllm.settings import check_served
 from tests.methods import naive
 from tests.methods.evictors import EVICTORS, C, Evictor, model_of
 from tests.methods.test_evicting import against_simulation
@@ -85,3 +93,83 @@ def test_the_selecting_one_knows_its_blocks_however_tokens_came_and_went(theirs)
     for layer in cache.layers:
         blocks = torch.nn.functional.pad(layer.keys[:, :, :36], (0, 0, 0, 4)).unflatten(2, (5, 8)).sum(3)
         torch.testing.assert_close(layer.state.rows["sums"][:, :, :5], blocks)
+
+
+@pytest.fixture
+def answering(theirs):
+    """A method that says of itself all that a method can say."""
+
+    @methods.register
+    @dataclass(kw_only=True)
+    class Answering(theirs.ShortKeys):
+        name: ClassVar[str] = "answering"
+        budget_option: ClassVar[str] = "share"
+        role: ClassVar[str] = "control"
+        plot_style: ClassVar[tuple[str, str]] = ("#123456", "|")
+        cautions: ClassVar[dict[str, str]] = {"float32": "answering is asked."}
+        calibrates: ClassVar[dict[str, str]] = {"recent_tokens": f"{__name__}:RecentTokens"}
+        vllm_scores: ClassVar[str] = "seergate.vllm.scoring:QuestScores"
+        share: int = 1
+
+        def __post_init__(self):
+            self.token_budget = 128 // self.share
+            super().__post_init__()
+
+        @classmethod
+        def budget_values(cls, tokens, step):
+            return range(8, 0, -1)
+
+    return Answering
+
+
+@dataclass(frozen=True)
+class RecentTokens(Calibration):
+    """As many as there are prompts."""
+
+    file_name = "recent.txt"
+
+    def made(self, path):
+        return json.loads(path.read_text())["made"] if path.exists() else None
+
+    def measure(self, model, prompts, path, about, **how):
+        path.write_text(json.dumps({**about, "value": len(prompts)}))
+        return ["measured"]
+
+    def value(self, path, token_budget):
+        return json.loads(path.read_text())["value"]
+
+
+def test_evaluation_asks_a_new_method(answering, tmp_path, capsys, monkeypatch):
+    """Matching, calibration, report, the command line and vLLM's checks: none needs to know it."""
+    arguments = [
+        "--problems",
+        "2",
+        "--variables",
+        "5",
+        "--max-new-tokens",
+        "40",
+        "--budget",
+        "32",
+        "--match",
+        "resident",
+    ]
+    texts = "dense,short_keys,answering:recent_tokens=auto"
+    assert main(["eval", "--method", texts, *arguments, "--out", "runs"]) == 0
+    record = json.loads(Path("runs/matching-resident.json").read_text())
+    (match,) = (each for each in record["matches"] if each["method"] == "answering")
+    assert match["knob"] == "share" and 1 <= match["value"] <= 8
+    assert json.loads(Path("runs/calibration/recent.txt").read_text())["value"] == FRESH
+    found = next(Path("runs").glob("answering-*"))
+    assert yaml.safe_load((found / "config.yaml").read_text())["method"]["recent_tokens"] == FRESH
+    page = Path("runs/report.md").read_text()
+    assert "answering is asked." in page
+    assert style("answering")["color"] == "#123456"
+    assert main(["calibrate", "answering", "--problems", "1", "--max-new-tokens", "9", "--out", "mine.txt"]) == 0
+    assert "measured" in capsys.readouterr().out and json.loads(Path("mine.txt").read_text())["value"] == 1
+    assert main(["calibrate", "short_keys"]) == 2
+    assert "one of lazy_eviction, tri_attention, answering" in capsys.readouterr().err
+    check_served("answering")
+    with pytest.raises(
+        SeergateError, match=r"'short_keys' does not run inside vLLM; it must be one of .*, answering$"
+    ):
+        check_served("short_keys")

@@ -1,0 +1,176 @@
+"""Commands about finished runs: ``report``, ``regrade``, ``eval show`` and ``eval livecodebench``."""
+
+from __future__ import annotations
+
+import argparse
+import os
+from pathlib import Path
+
+from seergate.checks import check_counts
+from seergate.cli.arguments import Command
+from seergate.errors import SeergateError
+
+REPORT_HELP = (
+    "tables, plots and findings of finished runs",
+    "Write report.md, report.html and plots about a run directory, or about all runs in a directory: accuracy and\n"
+    "generation length against budget, recall by layer, cost, and what can and cannot be concluded.",
+    [
+        "seergate report runs/eval-tiny-reasoner-chain_sum",
+        "seergate report runs/methods runs/methods-resident --out runs/both",
+    ],
+)
+
+
+def _report_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "runs", type=Path, nargs="+", metavar="RUN_DIR", help="what `seergate eval --out` wrote; several are compared"
+    )
+    parser.add_argument("--out", type=Path, metavar="DIR", help="where the report goes [the first RUN_DIR]")
+
+
+def _report(options: argparse.Namespace) -> int:
+    """Write the report and say what it shows."""
+    from seergate.cli.console import say_report
+    from seergate.report import write_report
+
+    first, *others = options.runs
+    say_report(write_report(first, options.out, *others))
+    return 0
+
+
+REPORT = Command(REPORT_HELP, _report_arguments, _report)
+
+
+REGRADE_HELP = (
+    "grade stored samples again",
+    "Grade the samples of one run directory, or of all run directories in a directory, with the present graders, and\n"
+    "derive metrics.json anew. The completions stay as they are; what changes is told.",
+    ["seergate regrade runs/eval-tiny-reasoner-chain_sum", "seergate regrade RUN --dry-run"],
+)
+
+
+def _regrade_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("run_dir", type=Path, metavar="RUN_DIR", help="what `seergate eval --out` wrote")
+    parser.add_argument(
+        "--grader", help="another grader than the run's, which has it from then on: math, exact, letter or digit"
+    )
+    parser.add_argument("--dry-run", action="store_true", help="only tell what would change")
+    parser.add_argument("--processes", type=int, default=os.cpu_count(), metavar="N", help="[%(default)s]")
+
+
+def _regrade(options: argparse.Namespace) -> int:
+    """Grade, compare, write."""
+    from seergate.eval.regrade import regrade
+    from seergate.eval.store import run_directories
+
+    check_counts(options, processes=1)
+    for directory in run_directories(options.run_dir):
+        result = regrade(directory, grader=options.grader, dry_run=options.dry_run, processes=options.processes)
+        if not result.total:
+            print(f"{directory}: no samples yet")
+            continue
+        print(
+            f"{directory}: {result.total} samples, {len(result.changed)} changed; accuracy "
+            f"{100 * result.before:.1f} % -> {100 * result.after:.1f} %"
+        )
+        for problem, sample, old, new in result.changed[:10]:
+            print(f"  problem {problem}, sample {sample}: {old} -> {new}")
+        if len(result.changed) > 10:
+            print(f"  and {len(result.changed) - 10} more")
+    return 0
+
+
+REGRADE = Command(REGRADE_HELP, _regrade_arguments, _regrade)
+
+HEAD, TAIL = 400, 1200
+"""Characters of a completion that are shown unless all are asked for; the answer is at the end."""
+
+
+SHOW_HELP = (
+    "a problem's answers in a run, with the reason for each grade",
+    "Print what was asked, what every sample answered, and why it was graded as it was.",
+    [
+        "seergate eval show runs/eval-tiny-reasoner-chain_sum/gate-128 40-0-3",
+        "seergate eval show RUN PROBLEM --sample 2 --full",
+    ],
+)
+
+
+def _show_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("run_dir", type=Path, metavar="RUN", help="one run directory (it holds samples.jsonl)")
+    parser.add_argument("problem", metavar="PROBLEM", help="the problem's id")
+    parser.add_argument("--sample", type=int, metavar="N", help="only this sample [all]")
+    parser.add_argument("--full", action="store_true", help="whole completions instead of their ends")
+
+
+def _show(options: argparse.Namespace) -> int:
+    """Print it."""
+    from seergate.eval import store
+
+    if not (options.run_dir / store.CONFIG).is_file():
+        runs = ", ".join(path.name for path in store.run_directories(options.run_dir))
+        raise SeergateError(f"{options.run_dir} holds several runs; name one of them: {runs}")
+    config = store.read_config(options.run_dir)
+    samples = store.read_samples(options.run_dir)
+    if samples and "completion" not in samples[0]:
+        raise SeergateError(f"{options.run_dir} holds texts that were scored, and no answers; see its report")
+    found = [s for s in samples if str(s["problem_id"]) == options.problem]
+    if not found:
+        ids = sorted({str(s["problem_id"]) for s in samples})
+        some = ", ".join(ids[:5]) + (", ..." if len(ids) > 5 else "")
+        raise SeergateError(
+            f"{options.run_dir} has no sample of a problem {options.problem!r}; it has {some or 'none'}"
+        )
+    if options.sample is not None:
+        found = [s for s in found if s["sample_idx"] == options.sample]
+        if not found:
+            raise SeergateError(f"problem {options.problem!r} has no sample {options.sample} in {options.run_dir}")
+    found.sort(key=lambda s: s["sample_idx"])
+    right = sum(s["correct"] for s in found)
+    print(f"task {config['task']['name']}, problem {options.problem}, grader {config['task']['grader']}")
+    print(f"gold answer: {found[0]['gold']}")
+    print(f"right: {right} of {len(found)} samples\n")
+    print(f"--- prompt ({found[0]['n_prompt_tokens']} tokens)\n{_shortened(found[0]['prompt'], options.full)}")
+    for s in found:
+        verdict = "right" if s["correct"] else "wrong"
+        answer = "no answer" if s["pred"] is None else f"answer {s['pred']!r}"
+        print(f"\n--- sample {s['sample_idx']} (seed {s['seed']}): {verdict}")
+        print(f"{answer}; {s['grade_reason']}; {s['n_tokens']} tokens, ended by {s['finish_reason']}")
+        print(_shortened(s["completion"], options.full))
+    return 0
+
+
+SHOW = Command(SHOW_HELP, _show_arguments, _show)
+
+
+def _shortened(text: str, full: bool) -> str:
+    if full or len(text) <= HEAD + TAIL:
+        return text
+    return f"{text[:HEAD]}\n[... {len(text) - HEAD - TAIL} characters left out; --full shows them ...]\n{text[-TAIL:]}"
+
+
+LIVECODEBENCH_HELP = (
+    "a run's programs, for LiveCodeBench's own evaluator",
+    "Take the program out of each answer of a run (the last fenced block that is closed) and write the file that\n"
+    "LiveCodeBench's custom_evaluator reads. Nothing is executed here. docs/evaluation.md says what comes before and\n"
+    "after.",
+    ["seergate eval livecodebench runs/eval-Qwen3-8B-livecodebench/gate-4096 --out gate-4096.json"],
+)
+
+
+def _livecodebench_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("run_dir", type=Path, metavar="RUN", help="one finished run directory")
+    parser.add_argument("--out", type=Path, metavar="FILE", help="[programs.json in the run directory]")
+
+
+def _livecodebench(options: argparse.Namespace) -> int:
+    """Write it."""
+    from seergate.eval.livecodebench import write_programs
+
+    out = options.out or options.run_dir / "programs.json"
+    problems, empty = write_programs(options.run_dir, out)
+    print(f"{out}: programs for {problems} problems; {empty} answers hold none")
+    return 0
+
+
+LIVECODEBENCH = Command(LIVECODEBENCH_HELP, _livecodebench_arguments, _livecodebench)
