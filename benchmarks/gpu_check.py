@@ -439,7 +439,7 @@ def teacher_times() -> Iterator[Row]:
         run = partial(ops.attention_with_block_targets, q, k, v, cu, block)
         yield row("attention_with_block_targets", case, run, 2 * flops)
         side = teacher.Teacher(Pack(q, k, cu, dim**-0.5), block)
-        pieces = [packs.Piece(0, 0, 0, tokens, 1.0)]
+        pieces = [packs.Piece(0, 0, range(tokens), 1.0)]
         (tiles,) = packs.to_device([packs.row_tiles(pieces, side.launch().rows, packed=True)], DEVICE)
         targets = torch.empty(tokens, kv_heads, -(-tokens // block), device=DEVICE)
         out = torch.empty_like(lse)

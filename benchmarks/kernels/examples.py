@@ -211,8 +211,10 @@ def gate_kl_example(
     *,
     kv_heads: int = KV_HEADS,
     gradients: bool = True,
+    sink_blocks: int = 0,
+    row_stride: int = 1,
 ) -> Example:
-    """One segment of ``tokens`` tokens whose last ``rows`` rows count, with one recall budget."""
+    """One segment of ``tokens`` tokens of whose last ``rows`` rows every so many-th counts, with one recall budget."""
     blocks = tokens // block_size
     q, k = meta(tokens, group * kv_heads, dim, dtype=dtype), meta(tokens, kv_heads, dim, dtype=dtype)
     qg, kg = meta(tokens, kv_heads, dim, dtype=gate_dtype), meta(blocks, kv_heads, dim, dtype=gate_dtype)
@@ -224,10 +226,12 @@ def gate_kl_example(
     return Example(
         f"gate_kl {short(dtype)} gate {short(gate_dtype)} d{dim} g{group} b{block_size} t{tokens}"
         + " no lse" * (not known)
+        + f" sinks {sink_blocks}" * bool(sink_blocks)
+        + f" rows by {row_stride}" * (row_stride > 1)
         + " evaluation" * (not gradients),
         partial(
             gate_kl.evaluate, q, k, qg, kg, torch.tensor([0, tokens], dtype=torch.int32), block_size, row_start, 0.1,
-            0.1, "row_mean", [4096], None, None, lse, gradients, gradients,
+            0.1, "row_mean", [4096], sink_blocks, row_stride, 0, None, None, lse, gradients, gradients,
         ),
         gate_products + ((teacher_kernel,) if dtype != torch.float32 else ()),
         kernels,
@@ -462,7 +466,7 @@ def teachers() -> Iterator[Example]:
 def _from_lse(pack: Pack, block_size: int) -> None:
     """What `gate_kl` does when the log-sum-exp is known: an example."""
     q, side = pack.q, teacher.Teacher(pack, block_size)
-    pieces = [packs.Piece(start, 0, start, end, 1.0) for start, end in packs.segments(pack.cu_seqlens, len(q))]
+    pieces = packs.whole_segments(packs.segments(pack.cu_seqlens, len(q)))
     (tiles,) = packs.to_device([packs.row_tiles(pieces, side.launch().rows, packed=True)], q.device)
     lse = q.new_empty(q.shape[:2], dtype=torch.float32)
     width = -(-q.shape[0] // block_size)

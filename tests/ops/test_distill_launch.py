@@ -10,6 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from benchmarks.kernels.data_sheets import A100, GPUS, H200, MI300X
+from seergate.ops.gate_kl import counted_rows
 from seergate.ops.triton_impl import launch, packs
 from tests.ops.helpers import cu_seqlens
 
@@ -71,56 +72,63 @@ def test_recall_holds_whole_rows_and_divides_a_tile(width, rows):
         assert turn * width / (warps * gpu.warp_size) <= 16  # numbers per thread
 
 
-def pieces_of(lengths, row_start, block_size):
+SPARSE = st.sampled_from([(0, 1, 0), (1, 1, 0), (0, 3, 1), (2, 8, 5)])
+"""Sink blocks, row stride and row shift."""
+
+
+def pieces_of(lengths, row_start, block_size, sparse):
     spans = packs.segments(cu_seqlens(lengths), sum(lengths))
-    begins = [int(length * row_start) for length in lengths]
-    return packs.segment_pieces(spans, begins, block_size, [float(i) for i in range(len(lengths))])
+    counted = counted_rows(lengths, block_size, row_start, *sparse)
+    return packs.segment_pieces(spans, counted, block_size, [float(i) for i in range(len(lengths))], sparse[0])
 
 
-@given(LENGTHS, st.sampled_from([0.0, 0.5, 0.9]), st.sampled_from([8, 64]), st.integers(1, 20000))
-def test_chunks_hold_every_row_that_counts_once(lengths, row_start, block_size, area):
-    pieces = pieces_of(lengths, row_start, block_size)
+@given(LENGTHS, st.sampled_from([0.0, 0.5, 0.9]), st.sampled_from([8, 64]), st.integers(1, 20000), SPARSE)
+def test_chunks_hold_every_row_that_counts_once(lengths, row_start, block_size, area, sparse):
+    pieces, (sinks, stride, shift) = pieces_of(lengths, row_start, block_size, sparse), sparse
     starts = [sum(lengths[:i]) for i in range(len(lengths))]
     want = [
         start + row
         for start, length in zip(starts, lengths, strict=True)
-        for row in range(max(int(length * row_start), block_size), length)
+        for row in range(max(int(length * row_start), block_size * (1 + sinks)) + shift % stride, length, stride)
     ]
-    assert [row for piece in pieces for row in range(piece.first, piece.end)] == want
+    assert [row for piece in pieces for row in piece.rows] == want
     chunks = packs.chunks(pieces, block_size, area)
-    assert [row for chunk in chunks for piece in chunk.pieces for row in range(piece.first, piece.end)] == want
+    assert [row for chunk in chunks for piece in chunk.pieces for row in piece.rows] == want
+    assert all(piece.candidates(block_size) > 0 for piece in pieces)
     for chunk in chunks:
-        assert chunk.rows == sum(piece.end - piece.first for piece in chunk.pieces)
+        assert chunk.rows == sum(len(piece.rows) for piece in chunk.pieces)
         assert chunk.width % packs.WIDTH_MULTIPLE == 0
         assert all(piece.candidates(block_size) <= chunk.width for piece in chunk.pieces)
         assert chunk.rows * chunk.width <= max(area, packs.MIN_ROWS * chunk.width)
         assert len({piece.start for piece in chunk.pieces}) == len(chunk.pieces)  # no two write the same keys
 
 
-@given(LENGTHS, st.sampled_from([1, 8, 32]), st.booleans())
-def test_row_tiles(lengths, rows, packed):
-    pieces = pieces_of(lengths, 0.25, 8)
+@given(LENGTHS, st.sampled_from([1, 8, 32]), st.booleans(), SPARSE)
+def test_row_tiles(lengths, rows, packed, sparse):
+    packed, step = packed and sparse[1] == 1, sparse[1]
+    pieces = pieces_of(lengths, 0.25, 8, sparse)
     table, weights = packs.row_tiles(pieces, rows, packed=packed)
     covered, places = [], []
     for (first, stop, start, block, buffer, column), weight in zip(table.tolist(), weights.tolist(), strict=True):
         (piece,) = (piece for piece in pieces if piece.start == start)
-        assert (stop, block, column, weight) == (piece.end, piece.block, 0, piece.weight)
-        covered += range(first, min(first + rows, stop))
-        places += range(buffer, buffer + min(rows, stop - first))
-    assert sorted(covered) == [row for piece in pieces for row in range(piece.first, piece.end)]
+        assert (stop, block, column, weight) == (piece.rows[-1] + 1, piece.block, 0, piece.weight)
+        here = range(first, stop, step)[:rows]
+        covered += here
+        places += range(buffer, buffer + len(here))
+    assert sorted(covered) == [row for piece in pieces for row in piece.rows]
     assert sorted(places) == (sorted(covered) if packed else list(range(len(covered))))
     past = (table[:, 0] - table[:, 2]).tolist()
     assert past == sorted(past, reverse=True)  # the longest first
 
 
-@given(LENGTHS, st.sampled_from([1, 4, 32]))
-def test_column_tiles(lengths, columns):
-    pieces = pieces_of(lengths, 0.25, 8)
+@given(LENGTHS, st.sampled_from([1, 4, 32]), SPARSE)
+def test_column_tiles(lengths, columns, sparse):
+    pieces = pieces_of(lengths, 0.25, 8, sparse)
     table, weights = packs.column_tiles(pieces, columns, 8)
     covered = []
     for (first, stop, start, block, _, column), weight in zip(table.tolist(), weights.tolist(), strict=True):
         (piece,) = (piece for piece in pieces if piece.start == start)
-        assert (first, stop, block, weight) == (piece.first, piece.end, piece.block, piece.weight)
+        assert (first, stop, block, weight) == (piece.rows[0], piece.rows[-1] + 1, piece.block, piece.weight)
         covered += range(block + column, block + min(column + columns, piece.candidates(8)))
     want = [piece.block + j for piece in pieces for j in range(piece.candidates(8))]
     assert covered == want and len(set(want)) == len(want)
@@ -144,7 +152,7 @@ def test_a_pack_is_cut_up_once_for_all_layers(monkeypatch):
     calls, real = [], packs.row_tiles
     monkeypatch.setattr(packs, "row_tiles", lambda *args: calls.append(args) or real(*args))
     gate_kl.cut_up.cache_clear()
-    rest = (16, 0.5, 2, "row_mean", (16, 16, 32), 2**20, torch.device("cpu"))
+    rest = (16, (0.5, 0, 1, 0), 2, "row_mean", (16, 16, 32), 2**20, torch.device("cpu"))
     first, again = (gate_kl.cut_up(((0, 100), (100, 260)), *rest) for _ in range(2))
     assert first is again and len(calls) == 2 * len(first[1]) > 0  # two kernels over rows
     assert gate_kl.cut_up(((0, 101), (101, 260)), *rest) is not first

@@ -80,7 +80,7 @@ def test_tables_of_a_pack_do_not_follow_the_defaults():
     pytest.importorskip("triton")
     from seergate.ops.triton_impl import packs
 
-    pieces = [packs.Piece(0, 0, 0, 40, 0.1)]
+    pieces = [packs.Piece(0, 0, range(40), 0.1)]
 
     def tables():
         return packs.row_tiles(pieces, 16), packs.row_tiles([], 16), packs.column_tiles(pieces, 2, 8)

@@ -46,7 +46,7 @@ def gate_kl(
     """The op on checked arguments."""
     q, k, cu_seqlens, sm_scale, sinks, softcap = pack
     narrow = in_registers(qg, kg)
-    if options.sink_blocks or options.row_stride > 1 or not runs_here(q, block_size, *narrow):
+    if not runs_here(q, block_size, *narrow):
         if not torch.compiler.is_compiling():
             warn_if_too_wide("gate_kl", {"q": q, "qg": qg, "kg": kg})
         return NotImplemented
@@ -55,7 +55,8 @@ def gate_kl(
     sinks, lse = (None if x is None else x.detach() for x in (sinks, options.lse))
     loss, kl_per_head, rows, recall, _, _ = _gate_kl(
         q.detach(), k.detach(), qg, kg, cu_seqlens, block_size, options.row_start, sm_scale, gate_scale,
-        options.reduction, options.recall_budgets, sinks, softcap, lse,
+        options.reduction, options.recall_budgets, options.sink_blocks, options.row_stride, options.row_shift,
+        sinks, softcap, lse,
         wanted and qg.requires_grad, wanted and kg.requires_grad,
     )  # fmt: skip
     return loss, GateKLStats(kl_per_head, rows, recall)
@@ -79,6 +80,9 @@ def evaluate(
     gate_scale: float,
     reduction: str,
     recall_budgets: list[int],
+    sink_blocks: int,
+    row_stride: int,
+    row_shift: int,
     sinks: Tensor | None,
     softcap: float | None,
     lse: Tensor | None,
@@ -91,25 +95,29 @@ def evaluate(
     lengths = [end - start for start, end in spans]
     check_shape("kg", kg, (sum(-(-length // block_size) for length in lengths), *qg.shape[1:]))
     teacher = Teacher(Pack(q, k, cu_seqlens, sm_scale, sinks, softcap), block_size)
-    gate = Gate(qg, kg, block_size, gate_scale, teacher, want_dqg, want_dkg, len(recall_budgets))
+    gate = Gate(qg, kg, block_size, gate_scale, teacher, row_stride, want_dqg, want_dkg, len(recall_budgets))
     sizes = teacher.launch().rows, gate.launch.rows, gate.launch.columns
+    chosen = row_start, sink_blocks, row_stride, row_shift
     rows, chunks, tables, row_weight = cut_up(
-        tuple(spans), block_size, row_start, kv_heads, reduction, sizes, CHUNK_BYTES, device
+        tuple(spans), block_size, chosen, kv_heads, reduction, sizes, CHUNK_BYTES, device
     )
     tiles = iter(tables)
     cells = max((chunk.rows * chunk.width for chunk in chunks), default=0) * kv_heads
-    widest = max((chunk.width for chunk in chunks), default=0)
     buffers = gate.buffers(cells)
-    known_lse = None if lse is None else lse.float().contiguous()
-    lse_buffer = q.new_empty(q.shape[:2], dtype=torch.float32) if known_lse is None else known_lse
+    lse_buffer = q.new_empty(q.shape[:2], dtype=torch.float32) if lse is None else lse.float().contiguous()
+    known = lse is not None
+    if not known and (sink_blocks or row_stride > 1):  # the first blocks and the rows between are in no tile
+        whole = packs.row_tiles(packs.whole_segments(spans), sizes[0], packed=True)
+        teacher.attend(*packs.to_device([whole], device), None, lse_buffer, None)
+        known = True
     for chunk in chunks:
         shape = (chunk.rows, kv_heads, chunk.width)
         targets, delta, logits = (x[: chunk.rows * kv_heads * chunk.width].view(shape) for x in buffers)
-        teacher.log_targets(next(tiles), targets, lse_buffer, known=known_lse is not None)
+        teacher.log_targets(next(tiles), targets, lse_buffer, known=known, step=row_stride)
         row_tiles = next(tiles)
         gate.add_rows(row_tiles, targets, delta, logits)
         for index, budget in enumerate(recall_budgets):
-            gate.add_recall(row_tiles, targets, logits, widest, index, budget // block_size - 1)
+            gate.add_recall(row_tiles, targets, logits, index, max(0, budget // block_size - 1 - sink_blocks))
         gate.add_columns(next(tiles), delta)
 
     # Sums over up to millions of rows: float64.
@@ -129,7 +137,7 @@ def evaluate(
 def cut_up(
     spans: tuple[tuple[int, int], ...],
     block_size: int,
-    row_start: float,
+    chosen: tuple[float, int, int, int],
     kv_heads: int,
     reduction: str,
     sizes: tuple[int, int, int],
@@ -138,15 +146,18 @@ def cut_up(
 ) -> tuple[int, list[packs.Chunk], list[packs.Tiles], Tensor]:
     """How a pack is cut up, which is the same in all layers: it is made for the first one.
 
+    Args:
+        chosen: which rows count, and for how many first blocks they do not: see `counted_rows`.
+
     Returns:
         How many rows count, the chunks, for each chunk the three kernels' tiles on the device, and what each row of
         the pack counts for in the loss, float64 ``[T]`` on the device.
     """
     lengths = [end - start for start, end in spans]
-    begins = [int(length * row_start) for length in lengths]
-    counted = counted_rows(lengths, block_size, row_start, 0, 1, 0)
+    row_start, sink_blocks, _, _ = chosen
+    counted = counted_rows(lengths, block_size, *chosen)
     rows, weights = torch_impl.row_weights(lengths, counted, row_start, block_size, kv_heads, reduction)
-    pieces = packs.segment_pieces(spans, begins, block_size, weights)
+    pieces = packs.segment_pieces(spans, counted, block_size, weights, sink_blocks)
     chunks = packs.chunks(pieces, block_size, chunk_bytes // (4 * kv_heads))
     parts = [
         part
@@ -165,7 +176,7 @@ class Gate:
     """The gate's side: what a call accumulates, and the launches that do so.
 
     Args:
-        qg, kg, block_size, gate_scale: as in `seergate.ops.gate_kl`.
+        qg, kg, block_size, gate_scale, row_stride: as in `seergate.ops.gate_kl`.
         teacher: the other side.
         want_dqg, want_dkg: which gradients are wanted.
         budgets: at how many budgets recall is measured.
@@ -178,6 +189,7 @@ class Gate:
         block_size: int,
         gate_scale: float,
         teacher: Teacher,
+        row_stride: int,
         want_dqg: bool,
         want_dkg: bool,
         budgets: int,
@@ -186,12 +198,12 @@ class Gate:
         self.tokens, self.kv_heads, self.dim = qg.shape
         self.dtype = torch.promote_types(qg.dtype, kg.dtype)
         self.gate_scale, self.want_dqg, self.want_dkg, self.budgets = gate_scale, want_dqg, want_dkg, budgets
-        self.gpu = teacher.gpu
+        self.block_size, self.row_stride, self.gpu = block_size, row_stride, teacher.gpu
         self.launch = gate_launch(self.dim, self.dtype, teacher.gpu)
         self.constants = {
             "BLOCK_SIZE": block_size, "ROWS": self.launch.rows, "COLUMNS": self.launch.columns, "DIM": self.dim,
             "PADDED_DIM": padded(self.dim), "COMPUTE": TRITON_TYPES[self.dtype],
-            "PRECISION": precision(self.dtype, teacher.gpu),
+            "PRECISION": precision(self.dtype, teacher.gpu), "STEP": row_stride,
             "num_warps": self.launch.num_warps, "num_stages": self.launch.num_stages,
         }  # fmt: skip
         self.kl = qg.new_zeros(self.kv_heads, self.tokens, dtype=torch.float32)
@@ -225,18 +237,17 @@ class Gate:
                 *delta.stride()[:2], *self.qg.stride()[:2], *self.dkg.stride()[:2], self.gate_scale, **self.constants,
             )  # fmt: skip
 
-    def add_recall(
-        self, tiles: packs.Tiles, targets: Tensor, logits: Tensor, width: int, index: int, wanted: int
-    ) -> None:
+    def add_recall(self, tiles: packs.Tiles, targets: Tensor, logits: Tensor, index: int, wanted: int) -> None:
         """Recall of these rows at one budget: the teacher's share in the ``wanted`` best past blocks.
 
-        ``width`` is at least that of any row of the pack: with one for all chunks, one kernel is compiled.
+        Rows of the kernel are as wide as if the pack were one segment: its packs being about equally full, a run
+        compiles one kernel, whatever the lengths of its samples.
         """
-        width = triton.next_power_of_2(width)
+        width = triton.next_power_of_2(max(16, self.tokens // self.block_size))
         turn, num_warps = recall_launch(width, self.launch.rows, self.gpu)
         gate_kl_kernels.recall_kernel[(len(tiles) * (self.launch.rows // turn) * self.kv_heads,)](
             targets, logits, tiles.table, self.recall[index], len(tiles), self.tokens, *targets.stride()[:2], wanted,
-            BLOCK_SIZE=self.constants["BLOCK_SIZE"], ROWS=self.launch.rows, TURN=turn, WIDTH=width,
+            BLOCK_SIZE=self.block_size, ROWS=self.launch.rows, TURN=turn, WIDTH=width, STEP=self.row_stride,
             num_warps=num_warps,
         )  # fmt: skip
 
@@ -282,8 +293,9 @@ _gate_kl = torch.library.custom_op(
     mutates_args=(),
     schema=(
         "(Tensor q, Tensor k, Tensor qg, Tensor kg, Tensor cu_seqlens, int block_size, float row_start, "
-        "float sm_scale, float gate_scale, str reduction, int[] recall_budgets, Tensor? sinks, float? softcap, "
-        "Tensor? lse, bool want_dqg, bool want_dkg) -> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)"
+        "float sm_scale, float gate_scale, str reduction, int[] recall_budgets, int sink_blocks, int row_stride, "
+        "int row_shift, Tensor? sinks, float? softcap, Tensor? lse, bool want_dqg, bool want_dkg) "
+        "-> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)"
     ),
 )
 _gate_kl.register_fake(_fake)

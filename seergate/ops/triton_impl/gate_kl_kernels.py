@@ -4,7 +4,8 @@ Per row, with ``u`` the log targets before normalisation and ``a`` the gate's lo
 ``log p = u - logsumexp(u)``, ``log pi = a - logsumexp(a)``, ``KL = sum p (log p - log pi)``, ``dKL/da = pi - p``.
 
 Buffers hold a chunk of rows, ``[rows, kv_heads, width]``; cells of blocks that are not strictly past were never
-written and are never read. Tiles: see `packs`.
+written and are never read. Tiles: see `packs`. Rows of a tile are ``STEP`` tokens apart; positions and blocks are
+counted from the start of the tile's candidate blocks.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ import triton
 import triton.language as tl
 
 from seergate.ops.triton_impl.kernel_math import best, ordered
-from seergate.ops.triton_impl.teacher_kernels import TILE_FIELDS
+from seergate.ops.triton_impl.teacher_kernels import TILE_FIELDS, apart
 
 MASKED = tl.constexpr(-1e30)
 """Log of nothing; finite, so that differences are no NaN."""
@@ -41,7 +42,7 @@ def rows_kernel(  # type: ignore[no-untyped-def]
     gate_scale,
     BLOCK_SIZE: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, DIM: tl.constexpr, PADDED_DIM: tl.constexpr,
     COMPUTE: tl.constexpr, WANT_DQG: tl.constexpr, WANT_DELTA: tl.constexpr, WANT_LOGITS: tl.constexpr,
-    PRECISION: tl.constexpr,
+    PRECISION: tl.constexpr, STEP: tl.constexpr,
 ):  # fmt: skip
     """KL of a tile of rows and one KV head; the gradient of ``qg``; ``pi - p`` for `columns_kernel`.
 
@@ -58,16 +59,17 @@ def rows_kernel(  # type: ignore[no-untyped-def]
     first, stop, start, block = tl.load(tile), tl.load(tile + 1), tl.load(tile + 2), tl.load(tile + 3)
     buffer_row = tl.load(tile + 4)
     begin = (first - start).to(tl.int32)
-    end = tl.minimum(begin + ROWS, (stop - start).to(tl.int32))
+    end = tl.minimum(begin + (ROWS - 1) * STEP + 1, (stop - start).to(tl.int32))
     candidates = (end - 1) // BLOCK_SIZE
     rows = tl.arange(0, ROWS)
-    exists = begin + rows < end
-    past = tl.where(exists, (begin + rows) // BLOCK_SIZE, 0)
+    exists = begin + rows * STEP < end
+    past = tl.where(exists, (begin + rows * STEP) // BLOCK_SIZE, 0)
+    tokens_on = apart(rows, STEP)
     wide_head = head.to(tl.int64)
     cells = buffer_row * stride_ut + wide_head * stride_uh
     dims = tl.arange(0, PADDED_DIM)
     row_mask = exists[:, None] & (dims < DIM)[None, :]
-    qg_rows = qg + first * stride_qt + wide_head * stride_qh + rows[:, None] * stride_qt + dims[None, :]
+    qg_rows = qg + first * stride_qt + wide_head * stride_qh + tokens_on[:, None] * stride_qt + dims[None, :]
     qg_tile = tl.load(qg_rows, mask=row_mask, other=0.0).to(COMPUTE)
     kg_base = kg + block * stride_kt + wide_head * stride_kh
 
@@ -114,10 +116,10 @@ def rows_kernel(  # type: ignore[no-untyped-def]
             tl.store(delta + where, difference, mask=seen)
         if WANT_DQG:
             grad = tl.dot(difference, keys, grad, input_precision=PRECISION)
-    tl.store(kl + wide_head * tokens + first + rows, row_kl, mask=exists)
+    tl.store(kl + wide_head * tokens + first + tokens_on, row_kl, mask=exists)
     if WANT_DQG:
         grad *= gate_scale * tl.load(weights + tile_id)
-        dqg_rows = dqg + first * stride_dt + wide_head * stride_dh + rows[:, None] * stride_dt + dims[None, :]
+        dqg_rows = dqg + first * stride_dt + wide_head * stride_dh + tokens_on[:, None] * stride_dt + dims[None, :]
         tl.store(dqg_rows, grad.to(dqg.dtype.element_ty), mask=row_mask)
 
 
@@ -127,7 +129,7 @@ def columns_kernel(  # type: ignore[no-untyped-def]
     stride_ut, stride_uh, stride_qt, stride_qh, stride_kt, stride_kh,
     gate_scale,
     BLOCK_SIZE: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, DIM: tl.constexpr, PADDED_DIM: tl.constexpr,
-    COMPUTE: tl.constexpr, PRECISION: tl.constexpr,
+    COMPUTE: tl.constexpr, PRECISION: tl.constexpr, STEP: tl.constexpr,
 ):  # fmt: skip
     """Add a chunk's part to the gradient of some of the gate's keys, ``dkg [., kv_heads, DIM]`` in fp32.
 
@@ -146,14 +148,16 @@ def columns_kernel(  # type: ignore[no-untyped-def]
     qg += first * stride_qt + head * stride_qh
     acc = tl.zeros((COLUMNS, PADDED_DIM), tl.float32)
     # Rows before (column + 1) * BLOCK_SIZE have none of these blocks in their past.
-    for position in range(tl.maximum(begin, (column + 1) * BLOCK_SIZE), end, ROWS):
-        positions = position + tl.arange(0, ROWS)
-        offsets = (positions - begin).to(tl.int64)
+    unseeing = (tl.maximum((column + 1) * BLOCK_SIZE - begin, 0) + STEP - 1) // STEP
+    for row in range(unseeing, (end - begin + STEP - 1) // STEP, ROWS):
+        places = row + tl.arange(0, ROWS)
+        positions = begin + places * STEP
+        offsets = places.to(tl.int64)
         past = tl.where(positions < end, positions // BLOCK_SIZE, 0)
         seen = blocks[:, None] < past[None, :]
         part = tl.load(delta + offsets[None, :] * stride_ut + blocks[:, None], mask=seen, other=0.0)
         row_mask = (positions < end)[:, None] & (dims < DIM)[None, :]
-        rows = tl.load(qg + offsets[:, None] * stride_qt + dims[None, :], mask=row_mask, other=0.0)
+        rows = tl.load(qg + offsets[:, None] * STEP * stride_qt + dims[None, :], mask=row_mask, other=0.0)
         acc = tl.dot(part.to(COMPUTE), rows.to(COMPUTE), acc, input_precision=PRECISION)
     acc *= gate_scale * tl.load(weights + tile_id)
     inside = (blocks < (end - 1) // BLOCK_SIZE)[:, None] & (dims < DIM)[None, :]
@@ -166,7 +170,7 @@ def recall_kernel(  # type: ignore[no-untyped-def]
     log_targets, logits, tiles, recall, tile_count, tokens,
     stride_ut, stride_uh,
     wanted,
-    BLOCK_SIZE: tl.constexpr, ROWS: tl.constexpr, TURN: tl.constexpr, WIDTH: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr, ROWS: tl.constexpr, TURN: tl.constexpr, WIDTH: tl.constexpr, STEP: tl.constexpr,
 ):  # fmt: skip
     """Teacher's share in the gate's ``wanted`` best past blocks, ``recall [kv_heads, tokens]``, of ``TURN`` rows.
 
@@ -178,8 +182,9 @@ def recall_kernel(  # type: ignore[no-untyped-def]
     rows = tl.program_id(0) % TURNS * TURN + tl.arange(0, TURN)
     first, stop, start = tl.load(tile), tl.load(tile + 1), tl.load(tile + 2)
     buffer_row = tl.load(tile + 4)
-    exists = first + rows < stop
-    past = tl.where(exists, (first + rows - start).to(tl.int32) // BLOCK_SIZE, 0)
+    tokens_on = apart(rows, STEP)
+    exists = first + tokens_on < stop
+    past = tl.where(exists, (first + tokens_on - start).to(tl.int32) // BLOCK_SIZE, 0)
     blocks = tl.arange(0, WIDTH)
     seen = blocks[None, :] < past[:, None]
     where = (buffer_row + rows)[:, None] * stride_ut + head * stride_uh + blocks[None, :]
@@ -191,4 +196,4 @@ def recall_kernel(  # type: ignore[no-untyped-def]
     u = tl.where(seen, tl.load(log_targets + where, mask=held, other=0.0), MASKED)
     p = tl.exp(u - tl.max(u, 1)[:, None])
     share = tl.sum(tl.where(taken, p, 0.0), 1) / tl.sum(p, 1)
-    tl.store(recall + head * tokens + first + rows, share, mask=exists)
+    tl.store(recall + head * tokens + first + tokens_on, share, mask=exists)

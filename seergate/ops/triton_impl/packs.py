@@ -17,8 +17,8 @@ from seergate.ops.checks import check_cu_seqlens
 from seergate.ops.host_memory import copied
 
 FIELDS = 6
-"""Numbers per tile: first row (in the pack), end of the piece it belongs to, start of the segment, the segment's first
-entry of kg, row in the chunk's buffer, first column (0 but for tiles of columns)."""
+"""Numbers per tile: first row (in the pack), end of the piece it belongs to, start of its candidate blocks, the first of
+their entries of kg, row in the chunk's buffer, first column (0 but for tiles of columns)."""
 
 MIN_ROWS = 512
 """Rows of a chunk at very long contexts, where the buffer then grows: fewer would leave the device idle.
@@ -31,19 +31,20 @@ WIDTH_MULTIPLE = 16
 
 
 class Piece(NamedTuple):
-    """Consecutive rows of one segment. Attributes: where the segment starts, its first entry of kg, the first row and
-    the end of the rows (all in the pack), the weight of a row in the loss.
+    """Rows of one segment at equal distances. Attributes: where its candidate blocks start, the first one's entry of
+    kg, the rows (all in the pack), the weight of a row in the loss.
+
+    Blocks that are left out of the distributions, the segment's first ones, lie before ``start``.
     """
 
     start: int
     block: int
-    first: int
-    end: int
+    rows: range
     weight: float
 
     def candidates(self, block_size: int) -> int:
-        """Number of blocks strictly before the last row's own."""
-        return (self.end - 1 - self.start) // block_size
+        """Number of candidate blocks strictly before the last row's own."""
+        return (self.rows[-1] - self.start) // block_size
 
 
 class Chunk(NamedTuple):
@@ -75,15 +76,24 @@ def segments(cu_seqlens: Tensor, tokens: int) -> list[tuple[int, int]]:
     return list(pairwise(borders.tolist()))
 
 
+def whole_segments(spans: Sequence[tuple[int, int]]) -> list[Piece]:
+    """One piece per segment that is not empty, with all its rows."""
+    return [Piece(start, 0, range(start, end), 1.0) for start, end in spans if start < end]
+
+
 def segment_pieces(
-    spans: Sequence[tuple[int, int]], begins: Sequence[int], block_size: int, weights: Sequence[float]
+    spans: Sequence[tuple[int, int]],
+    counted: Sequence[range],
+    block_size: int,
+    weights: Sequence[float],
+    sink_blocks: int = 0,
 ) -> list[Piece]:
-    """One piece per segment: its rows from ``begins`` (counted from its start) that have a past block."""
+    """One piece per segment that has `counted_rows`, which lie beyond its first ``1 + sink_blocks`` blocks."""
     pieces, block = [], 0
-    for (start, end), begin, weight in zip(spans, begins, weights, strict=True):
-        first = start + max(begin, block_size)
-        if first < end:
-            pieces.append(Piece(start, block, first, end, weight))
+    for (start, end), rows, weight in zip(spans, counted, weights, strict=True):
+        if rows:
+            moved = range(start + rows.start, start + rows.stop, rows.step)
+            pieces.append(Piece(start + sink_blocks * block_size, block + sink_blocks, moved, weight))
         block += -(-(end - start) // block_size)
     return pieces
 
@@ -95,18 +105,17 @@ def chunks(pieces: Sequence[Piece], block_size: int, area: int) -> list[Chunk]:
     """
     done: list[Chunk] = []
     for piece in pieces:
-        first = piece.first
-        while first < piece.end:
+        left = piece.rows
+        while left:
             width = _rounded(piece.candidates(block_size))
-            end = min(piece.end, first + max(area // width, MIN_ROWS))
-            part = piece._replace(first=first, end=end)
-            width, rows = _rounded(part.candidates(block_size)), end - first
+            many = max(area // width, MIN_ROWS)
+            part, left = piece._replace(rows=left[:many]), left[many:]
+            width, rows = _rounded(part.candidates(block_size)), len(part.rows)
             last = done[-1] if done else None
             if last and last.pieces[-1].start != part.start and (last.rows + rows) * max(last.width, width) <= area:
                 done[-1] = Chunk([*last.pieces, part], last.rows + rows, max(last.width, width))
             else:
                 done.append(Chunk([part], rows, width))
-            first = end
     return done
 
 
@@ -120,14 +129,14 @@ def row_tiles(pieces: Sequence[Piece], rows: int, *, packed: bool = False) -> tu
     real: dict[str, Any] = {"dtype": torch.float32, "device": "cpu"}
     tables, weights, buffer = [torch.empty(0, FIELDS, **whole)], [torch.ones(0, **real)], 0
     for piece in pieces:
-        first = torch.arange(piece.first, piece.end, rows, **whole)
-        table = torch.zeros(len(first), FIELDS, **whole)
-        table[:, 0] = first
-        table[:, 1:4] = torch.tensor([piece.end, piece.start, piece.block], **whole)
-        table[:, 4] = first if packed else first - piece.first + buffer
+        places = torch.arange(0, len(piece.rows), rows, **whole)
+        table = torch.zeros(len(places), FIELDS, **whole)
+        table[:, 0] = piece.rows.start + places * piece.rows.step
+        table[:, 1:4] = torch.tensor([piece.rows[-1] + 1, piece.start, piece.block], **whole)
+        table[:, 4] = places + (piece.rows.start if packed else buffer)
         tables.append(table)
-        weights.append(torch.full((len(first),), piece.weight, **real))
-        buffer += piece.end - piece.first
+        weights.append(torch.full((len(places),), piece.weight, **real))
+        buffer += len(piece.rows)
     table, weight = torch.cat(tables), torch.cat(weights)
     longest_first = (table[:, 2] - table[:, 0]).argsort(stable=True)
     return table[longest_first], weight[longest_first]
@@ -142,9 +151,9 @@ def column_tiles(pieces: Sequence[Piece], columns: int, block_size: int) -> tupl
     table, weights, buffer = [], [], 0
     for piece in pieces:
         for column in range(0, piece.candidates(block_size), columns):
-            table.append([piece.first, piece.end, piece.start, piece.block, buffer, column])
+            table.append([piece.rows.start, piece.rows[-1] + 1, piece.start, piece.block, buffer, column])
             weights.append(piece.weight)
-        buffer += piece.end - piece.first
+        buffer += len(piece.rows)
     rows = torch.tensor(table, dtype=torch.int64, device="cpu").view(-1, FIELDS)
     return rows, torch.tensor(weights, dtype=torch.float32, device="cpu")
 

@@ -94,8 +94,10 @@ class Teacher:
                     **self.constants(launch),
                 )  # fmt: skip
 
-    def log_targets(self, tiles: packs.Tiles, targets: Tensor, lse: Tensor, *, known: bool) -> None:
+    def log_targets(self, tiles: packs.Tiles, targets: Tensor, lse: Tensor, *, known: bool, step: int = 1) -> None:
         """Fill the past cells of ``targets [rows, Hkv, width]``; unless it is ``known``, ``lse [T, H]`` too.
+
+        Where rows are ``step`` tokens apart, or begin later than the segment, it must be known.
 
         An unknown ``lse`` is found in the same pass, or, where that pass would need much scratch, in one before it.
         """
@@ -105,16 +107,17 @@ class Teacher:
                 self.attend(tiles, None, lse, targets)
                 return
             self.attend(tiles, None, lse, None)
-        self.maxima(tiles, lse, targets)
+        self.maxima(tiles, lse, targets, step)
 
-    def maxima(self, tiles: packs.Tiles, lse: Tensor, targets: Tensor) -> None:
+    def maxima(self, tiles: packs.Tiles, lse: Tensor, targets: Tensor, step: int) -> None:
         """Fill the past cells of ``targets [rows, Hkv, width]`` for these tiles, given ``lse [T, H]``."""
         launch = self.launch()
         for turn in range(0, self.group if len(tiles) else 0, launch.pack):
             teacher_kernels.maxima_kernel[(len(tiles) * self.kv_heads,)](
                 self.q, self.k, lse, tiles.table, targets, len(tiles), self.kv_heads,
                 *self.q.stride()[:2], *self.k.stride()[:2], *targets.stride()[:2],
-                self.scale, self.softcap or 1.0, turn, LATER_TURN=turn > 0, **self.constants(launch),
+                self.scale, self.softcap or 1.0, turn, LATER_TURN=turn > 0, STEP=step,
+                **self.constants(launch),
             )  # fmt: skip
 
 
@@ -149,7 +152,7 @@ def attention_with_block_targets(pack: Pack, v: Tensor, block_size: int) -> Atte
     teacher = Teacher(pack, block_size, v)
     spans = packs.segments(pack.cu_seqlens, len(q))
     widest = max(-(-(end - start) // block_size) for start, end in spans)
-    pieces = [packs.Piece(start, 0, start, end, 1.0) for start, end in spans]
+    pieces = packs.whole_segments(spans)
     (tiles,) = packs.to_device([packs.row_tiles(pieces, teacher.launch(output=True).rows, packed=True)], q.device)
     out = q.new_empty(*q.shape[:2], v.shape[-1], dtype=v.dtype)
     lse = q.new_empty(q.shape[:2], dtype=torch.float32)

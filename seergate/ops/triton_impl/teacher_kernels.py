@@ -26,6 +26,16 @@ TILE_FIELDS = tl.constexpr(6)
 
 
 @triton.jit
+def apart(rows, STEP: tl.constexpr):  # type: ignore[no-untyped-def]
+    """How many tokens after a tile's first row these rows are, as factors of strides. 64-bit where there are tokens
+    between: a tile may then be a whole pack."""
+    if STEP == 1:
+        return rows
+    else:
+        return rows.to(tl.int64) * STEP
+
+
+@triton.jit
 def load_matrix(  # type: ignore[no-untyped-def]
     pointers, row_mask, column_mask,
     ROWS_MASKED: tl.constexpr, COLUMNS_MASKED: tl.constexpr,
@@ -213,12 +223,13 @@ def maxima_kernel(  # type: ignore[no-untyped-def]
     scale, softcap, turn,
     LATER_TURN: tl.constexpr, GROUP: tl.constexpr, PACK: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr,
     BLOCK_SIZE: tl.constexpr, DIM: tl.constexpr, PADDED_DIM: tl.constexpr, HAS_CAP: tl.constexpr,
-    PRECISION: tl.constexpr,
+    PRECISION: tl.constexpr, STEP: tl.constexpr,
 ):  # fmt: skip
     """Block targets of rows whose ``lse [T, H]`` is known. No exponential per score: a product and a maximum.
 
     Scale, cap and the log-sum-exp are monotonic and per row, so they are applied to the maxima. Blocks strictly in
-    the past lie before the row as a whole, so there is no causal mask either. Arguments as in `attention_kernel`.
+    the past lie before the row as a whole, so there is no causal mask either. Rows are ``STEP`` tokens apart. Other
+    arguments as in `attention_kernel`.
     """
     M: tl.constexpr = ROWS * PACK
     PER_TILE: tl.constexpr = (KEYS + BLOCK_SIZE - 1) // BLOCK_SIZE
@@ -228,21 +239,23 @@ def maxima_kernel(  # type: ignore[no-untyped-def]
     first, stop, start = tl.load(tile), tl.load(tile + 1), tl.load(tile + 2)
     buffer_row = tl.load(tile + 4)
     begin = (first - start).to(tl.int32)
-    end = tl.minimum(begin + ROWS, (stop - start).to(tl.int32))
+    end = tl.minimum(begin + (ROWS - 1) * STEP + 1, (stop - start).to(tl.int32))
     limit = (end - 1) // BLOCK_SIZE * BLOCK_SIZE  # keys in candidate blocks
     rows = tl.arange(0, ROWS)
-    past = tl.where(begin + rows < end, (begin + rows) // BLOCK_SIZE, 0)
+    positions = begin + rows * STEP
+    past = tl.where(positions < end, positions // BLOCK_SIZE, 0)
     k_base = k + start * stride_kt + head.to(tl.int64) * stride_kh
     u_base = log_targets + buffer_row * stride_ut + head.to(tl.int64) * stride_uh
     member = turn + x % PACK
-    exists = (begin + x // PACK < end) & (member < GROUP)
+    exists = (begin + x // PACK * STEP < end) & (member < GROUP)
+    tokens_on = apart(x // PACK, STEP)
     q_head = head * GROUP + member
     dims = tl.arange(0, PADDED_DIM)[None, :]
     q_rows = q + first * stride_qt + head.to(tl.int64) * GROUP * stride_qh
-    q_rows += (x // PACK * stride_qt + member * stride_qh)[:, None] + dims
+    q_rows += (tokens_on * stride_qt + member * stride_qh)[:, None] + dims
     q_tile = load_matrix(q_rows, exists[:, None], dims < DIM, True, DIM != PADDED_DIM)
     heads = kv_heads * GROUP
-    normaliser = tl.load(lse + first * heads + x // PACK * heads + q_head, mask=exists, other=float("inf"))
+    normaliser = tl.load(lse + first * heads + tokens_on * heads + q_head, mask=exists, other=float("inf"))
     running = tl.full((M,), -float("inf"), tl.float32)
     for key in range(0, limit, KEYS):
         scores = raw_scores(q_tile, k_base, key, limit, stride_kt, KEYS, DIM, PADDED_DIM, True, PRECISION)

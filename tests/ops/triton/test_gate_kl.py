@@ -72,6 +72,39 @@ def test_any_group_and_reduction(group, reduction, device):
     check(pack, device, row_start=0.3, reduction=reduction, recall_budgets=(16, 32, 48, 1600))
 
 
+@pytest.mark.usefixtures("small_chunks")
+@pytest.mark.parametrize("known", [False, True], ids=["lse unknown", "lse known"])
+@pytest.mark.parametrize(
+    ("group", "block_size", "sink_blocks", "row_stride", "row_shift"),
+    [(1, 16, 1, 1, 0), (3, 8, 2, 8, 5), (4, 16, 0, 3, 1), (5, 8, 1, 8, 11), (8, 16, 3, 2, 0), (7, 8, 1, 64, 3)],
+)
+def test_sink_blocks_and_every_so_many_th_row(group, block_size, sink_blocks, row_stride, row_shift, known, device):
+    """The first blocks are in neither distribution, though their keys are in the log-sum-exp; rows between do not
+    count."""
+    pack = Pack.random([45, 0, 1, 7, 16, 17, 90, 33], block_size=block_size, group=group, dtype=torch.float32)
+    lse = reference.attention_with_block_targets(pack.q, pack.k, pack.k, pack.cu, block_size).lse if known else None
+    rule = {"sink_blocks": sink_blocks, "row_stride": row_stride, "row_shift": row_shift, "lse": lse}
+    check(pack, device, row_start=0.25, recall_budgets=(block_size, 4 * block_size, 1600), **rule)
+
+
+@pytest.mark.parametrize("lengths", [[0], [3, 15, 0], [31, 32], [1], [0, 0, 33]], ids=str)
+def test_segments_without_a_block_beyond_the_sinks(lengths, device):
+    rule = {"sink_blocks": 1, "row_stride": 4, "row_shift": 1}
+    check(Pack.random(lengths, block_size=16, dtype=torch.float32), device, recall_budgets=(32, 48), **rule)
+
+
+@pytest.mark.parametrize("dtype", NARROW, ids=str)
+def test_narrow_inputs_with_the_recommended_rows(dtype, device, monkeypatch):
+    """With the tiles that ship, gates in 16 bits and in fp32."""
+    monkeypatch.setattr(teacher, "teacher_launch", launch.teacher_launch)
+    monkeypatch.setattr(gate_kl, "gate_launch", launch.gate_launch)
+    pack = Pack.random([301, 77], block_size=16, kv_heads=2, group=3, dim=64, gate_dim=64, dtype=dtype)
+    rule = {"sink_blocks": 1, "row_stride": 8, "row_shift": 3, "row_start": 0.25, "recall_budgets": (64,)}
+    check(pack, device, **rule)
+    pack.qg, pack.kg = pack.qg.float(), pack.kg.float()
+    check(pack, device, **rule)
+
+
 @pytest.mark.parametrize("lengths", [[0], [3, 15, 0], [1], [0, 0, 40]], ids=str)
 def test_short_and_empty_segments(lengths, device):
     check(Pack.random(lengths, block_size=16, dtype=torch.float32), device, recall_budgets=(32,))
@@ -125,14 +158,16 @@ def test_sinks_softcap_and_scales(device):
     group=st.integers(1, 4),
     gate_dim=st.integers(1, 20),
     row_start=st.sampled_from([0.0, 0.5, 0.99]),
+    sparse=st.tuples(st.integers(0, 2), st.integers(1, 9), st.integers(0, 9)),
     seed=st.integers(0, 1000),
 )
-def test_any_packing(lengths, block_size, group, gate_dim, row_start, seed):
+def test_any_packing(lengths, block_size, group, gate_dim, row_start, sparse, seed):
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     pack = Pack.random(
         lengths, block_size=block_size, kv_heads=1, group=group, gate_dim=gate_dim, dtype=torch.float32, seed=seed
     )
-    check(pack, device, tolerance=1e-5, row_start=row_start, recall_budgets=(2 * block_size,))
+    sparse = dict(zip(("sink_blocks", "row_stride", "row_shift"), sparse, strict=True))
+    check(pack, device, tolerance=1e-5, row_start=row_start, recall_budgets=(2 * block_size,), **sparse)
 
 
 def test_a_known_log_sum_exp_gives_the_same(device):
@@ -169,6 +204,22 @@ def test_recall_with_equal_and_negative_logits(device):
     for blocks, best in ((2, [4]), (3, [4, 2]), (4, [4, 2, 3]), (6, [4, 2, 3, 6, 0]), (7, [4, 2, 3, 6, 0, 5])):
         stats = run(pack, device, row_start=63 / 64, recall_budgets=(8 * blocks,))[1]
         assert stats.recall.item() == pytest.approx(targets[best].sum().item(), abs=1e-6), blocks
+
+
+def test_no_row_between_and_no_sink_is_read(device):
+    """NaN in the queries of rows that do not count and in the keys of the first block, given the log-sum-exp."""
+    pack, counted = Pack.random([61], block_size=8, dtype=torch.float32), torch.arange(61) % 5 == 4
+    rule = {"sink_blocks": 1, "row_stride": 5, "row_shift": 3, "recall_budgets": (32,)}  # from row 16 + 3 on
+    rule["lse"] = reference.attention_with_block_targets(pack.q, pack.k, pack.k, pack.cu, 8).lse
+    clean = run(pack, device, **rule)
+    assert clean[1].rows == 9
+    poisoned = pack.to(torch.float32)
+    counted[:16] = False
+    poisoned.q[~counted] = poisoned.qg[~counted] = poisoned.k[:8] = poisoned.k[56:] = poisoned.kg[[0, 7]] = math.nan
+    for got, want in zip(run(poisoned, device, **rule), clean, strict=True):
+        for a, b in zip(got, want, strict=True) if isinstance(got, tuple) else [(got, want)]:
+            assert torch.equal(a, b)
+    assert (clean[2][~counted] == 0).all() and (clean[3][[0, 7]] == 0).all()
 
 
 def test_what_does_not_count_is_not_read(device):
@@ -245,7 +296,7 @@ class TestOneNode:
 
     def test_the_registration_is_sound(self, inputs):
         *tensors, cu = inputs
-        arguments = (*tensors, cu, 8, 0.25, 0.3, 0.3, "row_mean", [16], None, 3.0, None)
+        arguments = (*tensors, cu, 8, 0.25, 0.3, 0.3, "row_mean", [16], 1, 2, 0, None, 3.0, None)
         for wanted in ((True, True), (False, True)):
             torch.library.opcheck(torch.ops.seergate.gate_kl.default, (*arguments, *wanted))
 

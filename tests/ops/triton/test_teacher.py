@@ -64,7 +64,7 @@ def check(pack, values, device, **options):
     scale = 1 / math.sqrt(q.shape[-1]) if options.get("sm_scale") is None else options["sm_scale"]
     given = attention.Pack(q, k, pack.cu, scale, there.get("sinks"), options.get("softcap"))
     side = teacher.Teacher(given, pack.block_size)
-    pieces = [packs.Piece(start, 0, start, end, 1.0) for start, end in packs.segments(pack.cu, len(q))]
+    pieces = packs.whole_segments(packs.segments(pack.cu, len(q)))
     (table,) = packs.to_device([packs.row_tiles(pieces, side.launch().rows, packed=True)], q.device)
     again = torch.full_like(got.log_targets, -torch.inf)
     side.log_targets(table, again, got.lse, known=True)
