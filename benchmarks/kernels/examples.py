@@ -166,7 +166,7 @@ LESSONS: tuple[tuple[torch.dtype, torch.dtype, int, int, int, int, int, bool], .
     (torch.bfloat16, torch.float32, 128, 4, 16, 32768, 1024, True),
     (torch.bfloat16, torch.float32, 128, 4, 32, 32768, 2048, True),
     (torch.bfloat16, torch.float32, 128, 4, 128, 32768, 8192, True),
-    # Shorter samples: recall holds narrower rows.
+    # Shorter packs: recall holds narrower rows.
     (torch.bfloat16, torch.float32, 128, 4, 16, 16384, 2048, True),
     (torch.bfloat16, torch.float32, 128, 4, 64, 16384, 8192, True),
     (torch.bfloat16, torch.float32, 128, 4, 64, 8192, 8192, True),
@@ -197,6 +197,13 @@ def lessons() -> Iterator[Example]:
         yield gate_kl_example(torch.bfloat16, torch.float32, 128, 4, block_size, 32768, rows, True, gradients=False)
     for dim, gate_dtype in ((64, torch.float32), (256, torch.bfloat16)):
         yield gate_kl_example(torch.bfloat16, gate_dtype, dim, 4, 64, 32768, 4096, True, gradients=False)
+    # The recommended recipe: without a first block, every eighth row; SmolLM2's shape, and Qwen3-8B's.
+    for dim, group, tokens in ((64, 3, 4096), (128, 4, 32768)):
+        for gradients in (True, False):
+            yield gate_kl_example(
+                torch.bfloat16, torch.float32, dim, group, 16, tokens, tokens // 4, True, gradients=gradients,
+                sink_blocks=1, row_stride=8,
+            )  # fmt: skip
 
 
 def gate_kl_example(

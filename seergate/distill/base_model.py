@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import importlib.util
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -175,7 +176,29 @@ def load_frozen(path: str, config: TrainConfig, world: DistributedState, headles
         fully_shard(decoder, mesh=next(decoder.parameters()).device_mesh)
     if headless and not model.config.tie_word_embeddings:  # it is never run; a large vocabulary's takes a gigabyte
         model.set_output_embeddings(nn.Identity())
+    plain = config.quantize == "none" and config.base_memory_gb is None and not config.shard_base
+    if headless and plain and world.device.type == "cuda":
+        compile_elementwise(model)
     return model
+
+
+MLP_PARTS = {"gate_proj", "up_proj", "down_proj", "act_fn"}
+
+
+def compile_elementwise(model: PreTrainedModel, backend: str | Callable[..., Any] = "inductor") -> None:
+    """Compile the decoder's RMSNorms and gated MLPs, so that each reads and writes its activations once.
+
+    The methods are compiled, not the modules, whose hooks would be compiled with them and then be those of the first
+    pack for good. Nothing is compiled anew for packs of other lengths.
+
+    Args:
+        model: frozen, and run without a graph.
+        backend: see `torch.compile`.
+    """
+    for module in decoder_of(model).modules():
+        norm = type(module).__name__.endswith("RMSNorm")
+        if norm or {name for name, _ in module.named_children()} == MLP_PARTS:
+            module.forward = torch.compile(module.forward, dynamic=True, backend=backend)
 
 
 def accompany(model: PreTrainedModel) -> None:

@@ -669,15 +669,13 @@ def without_kernel(bank: GateBank, config: TrainConfig) -> str | None:
     if is_retention(config.scorer):
         return None
     geometry, gate = bank.geometry, bank.gate(bank.geometry.layers[0])
-    sparse_rows = bank.config.sink_blocks or config.row_stride > 1
-    if gate.fused and config.target == "max" and not sparse_rows:
+    if gate.fused and config.target == "max":
         return None
     pairs = loss_pairs(config.max_length, config.block_size, config.row_start) / config.row_stride
     work = 2.0 * pairs * geometry.num_heads * geometry.head_dim * len(bank)
     return (
-        f"scorer {config.scorer!r} with q_pooling {config.q_pooling!r}, target {config.target!r}, sink_blocks "
-        f"{bank.config.sink_blocks} and row_stride {config.row_stride} has no kernel for GPUs: PyTorch computes the "
-        f"teacher's scores in float32, {work / 1e12:,.2g} TFLOP for a pack of one sample"
+        f"scorer {config.scorer!r} with q_pooling {config.q_pooling!r} and target {config.target!r} has no kernel for "
+        f"GPUs: PyTorch computes the teacher's scores in float32, {work / 1e12:,.2g} TFLOP for a pack of one sample"
     )
 
 

@@ -133,11 +133,14 @@ class Places(NamedTuple):
         positions: int64 ``[T]``, of each token in its sequence.
         rows: the rows that count, at most `tile_rows` at a time.
         entries: int64, the position that each of the gate's keys begins at.
+        pooled: int64, the tokens that they are made of, equally many for each; the last token of a sequence stands in
+            for those that its last entry lacks, which no row is compared with.
     """
 
     positions: Tensor
     rows: tuple[Tensor, ...]
     entries: Tensor
+    pooled: Tensor
 
 
 class BlockLoss(LayerwiseLoss):
@@ -161,9 +164,16 @@ class BlockLoss(LayerwiseLoss):
             step = self.bank.gate(next(iter(self.gated))).entry_tokens
             positions = positions_of(self.cu_seqlens)
             entries = torch.cat([torch.arange(0, b - a, step) for a, b in self.segments])
+            ends = [a + step * -(-(b - a) // step) for a, b in self.segments]
+            pooled = torch.cat(
+                [torch.arange(a, end).clamp(max=b - 1) for (a, b), end in zip(self.segments, ends, strict=True)]
+            )
             rows = copied(self._rows(), device)
             self._places[device] = Places(
-                copied(positions, device), rows.split(tile_rows(device)), copied(entries, device)
+                copied(positions, device),
+                rows.split(tile_rows(device)),
+                copied(entries, device),
+                copied(pooled, device),
             )
         return self._places[device]
 
@@ -185,7 +195,7 @@ class BlockLoss(LayerwiseLoss):
         assert call.q_pre_BHSD is not None and call.k_pre_BKSD is not None
         parameters = [p for p in gate.parameters() if p.requires_grad]
         wants_gradient = self.wants_gradients and bool(parameters)
-        positions, tiles, entries = self.places(call.query_BHSD.device)
+        positions, tiles, entries, pooled = self.places(call.query_BHSD.device)
         with torch.set_grad_enabled(wants_gradient and len(tiles) == 1):
             parts = [_queries(gate, call.q_pre_BHSD, positions, rows) for rows in tiles]
         with torch.no_grad():
@@ -196,7 +206,7 @@ class BlockLoss(LayerwiseLoss):
             del counted, parts
         with torch.set_grad_enabled(wants_gradient):
             qg_TKE.requires_grad_(wants_gradient)
-            kg_NKE = self._keys(gate, call.k_pre_BKSD, entries)
+            kg_NKE = gate.keys(gate.pool(call.k_pre_BKSD[:, :, pooled]), entries)[0].transpose(0, 1)
             loss, stats = loss_of(gate, self.spec.target, self.spec.target_budget)(
                 call.query_BHSD[0].transpose(0, 1),
                 call.key_BKSD[0].transpose(0, 1),
@@ -245,10 +255,6 @@ class BlockLoss(LayerwiseLoss):
         ):
             if part is not None:
                 self.gradients[parameter] += part
-
-    def _keys(self, gate: Scorer, k_pre_BKSD: Tensor, entries: Tensor) -> Tensor:
-        pooled = torch.cat([gate.pool(k_pre_BKSD[:, :, a:b]) for a, b in self.segments], dim=2)
-        return gate.keys(pooled, entries)[0].transpose(0, 1)
 
 
 def loss_of(gate: Scorer, target: str, target_budget: int | None) -> Callable[..., tuple[Tensor, ops.GateKLStats]]:

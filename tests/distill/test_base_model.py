@@ -16,15 +16,17 @@ from transformers import AutoTokenizer, Qwen3Config, Qwen3ForCausalLM
 
 import seergate
 from seergate.cli.train import main
+from seergate.config import GateConfig
 from seergate.distill import TrainConfig, base_model, load_train_config, run_distillation
-from seergate.distill.base_model import as_asked, load_frozen
+from seergate.distill.base_model import as_asked, compile_elementwise, load_frozen
 from seergate.distill.distributed import DistributedState
 from seergate.distill.plan import make_plan
 from seergate.errors import SeergateError
 from seergate.hf.bank import GateBank
 from seergate.hf.loading import base_config, load_base
+from seergate.hf.teacher_forward import distill_step
 from tests.distill.test_trainer import Recorder, assert_identical, config, model_dir, weights  # noqa: F401 (fixtures)
-from tests.models import tiny_model
+from tests.models import prompt, tiny_model
 
 ALONE = DistributedState(0, 1, 0, torch.device("cpu"))
 
@@ -33,6 +35,40 @@ def test_the_head_of_the_model_is_let_go(config: TrainConfig) -> None:  # noqa: 
     model = load_frozen(config.model, config, ALONE)
     assert not any(p.requires_grad for p in model.parameters()) and not model.training
     assert "lm_head.weight" not in model.state_dict() and "model.embed_tokens.weight" in model.state_dict()
+
+
+@pytest.mark.parametrize("family", ["qwen3", "llama", "gemma3_text"])  # queries are caught at a norm, at a linear map
+def test_compiled_norms_give_the_same_and_hooks_still_catch(family: str) -> None:
+    """On CUDA, with inductor. The hooks are others in each pack; its length is another, too."""
+    model = tiny_model(family)
+    bank = GateBank.for_model(model, GateConfig(8, 16))
+    graphs = []
+
+    def backend(graph: torch.fx.GraphModule, _: Any) -> Any:
+        graphs.append(graph)
+        return graph.forward
+
+    def outcomes(*lengths: int) -> list[torch.Tensor]:
+        found = []
+        for n in lengths:
+            outcome = distill_step(bank, model, prompt(n), torch.tensor([0, n // 3, n], dtype=torch.int32))
+            found += [outcome.loss, *torch.autograd.grad(outcome.loss, list(bank.parameters()))]
+        return found
+
+    want = outcomes(95, 64, 41)
+    compile_elementwise(model, backend)
+    got = outcomes(95)
+    first = len(graphs)
+    got += outcomes(64, 41)
+    assert all(torch.equal(a, b) for a, b in zip(got, want, strict=True))
+    assert 2 <= first == len(graphs) <= 4  # whatever the number of layers: norms of two or three shapes, and MLPs
+
+
+def test_nothing_is_compiled_on_a_processor(config: TrainConfig, monkeypatch: pytest.MonkeyPatch) -> None:  # noqa: F811
+    compiled: list[Any] = []
+    monkeypatch.setattr(base_model, "compile_elementwise", compiled.append)
+    load_frozen(config.model, config, ALONE)
+    assert not compiled
 
 
 YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 2048}

@@ -97,7 +97,7 @@ def test_what_has_no_kernel_for_gpus_is_named_with_its_work():
         ({}, None),
         ({"scorer": "msa"}, "'msa'"),
         ({"target": "sum"}, "'sum'"),
-        ({"sink_blocks": 1}, "sink_blocks 1"),
+        ({"sink_blocks": 1, "row_stride": 8}, None),
     ):
         config = load_train_config(
             "someone/model", {"recipe": "paper", "block_size": SIZE, "max_length": 1024, **options}

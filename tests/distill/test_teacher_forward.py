@@ -216,3 +216,17 @@ def test_no_gradients_are_made_where_none_are_wanted(model):
         watched = bank.distill_loss(model, input_ids=prompt(40))
     assert not frozen.requires_grad and not watched.requires_grad
     assert bank.distill_loss(model, input_ids=prompt(40)).item() == frozen.item() == watched.item()
+
+
+@pytest.mark.parametrize("scorer", ["attn_gate", "msa", "indexer"])
+def test_keys_of_all_samples_are_pooled_at_once(monkeypatch, scorer):
+    """One launch a layer, however many samples a pack has."""
+    model = tiny_model("qwen3")
+    bank = GateBank.for_model(model, GateConfig(8, 16, scorer=scorer))
+    calls, gate = [], type(bank.gate(0))
+    real = gate.pool
+    monkeypatch.setattr(gate, "pool", lambda self, k: calls.append(k.shape[2]) or real(self, k))
+    borders = torch.tensor([0, 37, 38, 88, 95], dtype=torch.int32)
+    distill_step(bank, model, prompt(95), borders)
+    padded = 8 * (5 + 1 + 7 + 1) if scorer == "attn_gate" else 95
+    assert calls == [padded] * len(bank)

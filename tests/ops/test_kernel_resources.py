@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 import torch
+import yaml
 
 triton = pytest.importorskip("triton")
 
@@ -84,7 +85,7 @@ def of_table(gpu):
     return {specialisation(launch) for _, launch in now(gpu)}
 
 
-def lesson(architecture, gpu, lengths, block_size=64, *, gradients=True):
+def lesson(architecture, gpu, lengths, block_size=64, *, sink_blocks=0, row_stride=1, gradients=True):
     """What `gate_kl` launches in one layer of a training run (``gradients``), or of an evaluation in it.
 
     The model in bf16, the gates in fp32 and as wide as its heads, the tensors laid out as the layer gives them.
@@ -107,7 +108,7 @@ def lesson(architecture, gpu, lengths, block_size=64, *, gradients=True):
 
 
 PRESETS = sorted({path.stem for path in (ROOT / "configs").glob("*.yaml")} - {"tiny-reasoner", "smollm2-135m"})
-"""But for those whose recipe has no kernel."""
+"""Of the paper's recipe."""
 PACKS = ([32768], [9001, 20011, 3001], [5000, 4999, 4001, 17], [8191] * 4)
 """Of lengths of samples, such that the numbers of tokens, tiles and blocks are now odd, now multiples of 16."""
 
@@ -123,6 +124,30 @@ def test_a_training_run_of_a_preset_launches_only_what_is_in_the_table(preset, g
             assert ("columns_kernel" in names) == gradients
             missing = [launch for launch in launched if specialisation(launch) not in table]
             assert not missing, (lengths, gradients, missing[0].kernel.__name__, missing[0].arguments)
+
+
+@pytest.mark.parametrize("architecture", ["smollm2-135m", "qwen3-8b"])
+def test_so_does_the_recommended_recipe(architecture):
+    recipe = yaml.safe_load((ROOT / "configs/recipes/recommended.yaml").read_text())
+    options = {name: recipe[name] for name in ("sink_blocks", "row_stride")}
+    limit = 4096 if architecture == "smollm2-135m" else 32768
+    for lengths in ([limit], [limit // 2 - 39, limit // 2 + 7, 17]):
+        for gradients in (True, False):
+            launched = lesson(architecture, H200, lengths, recipe["block_size"], gradients=gradients, **options)
+            assert {"maxima_kernel", "rows_kernel", "recall_kernel"} <= {x.kernel.__name__ for x in launched}
+            assert {specialisation(launch) for launch in launched} <= of_table(H200)
+
+
+def test_packs_of_any_samples_launch_the_same_kernels():
+    """Nothing is compiled anew in the middle of a run, whatever the lengths of its samples."""
+    variants = [
+        {specialisation(launch) for launch in lesson("qwen3-8b", H200, lengths, gradients=gradients)}
+        for lengths in ([32768], [16000, 16001], [4096] * 8, [700] * 46, [20000, 333, 9000], [32767])
+        for gradients in (True, False)
+    ]
+    recalls = {one for some in variants for one in some if one[0] == "recall_kernel"}
+    assert len(recalls) == 1
+    assert set.union(*variants) == variants[0] | variants[1]
 
 
 @pytest.mark.parametrize(("block_size", "gpu"), [(16, H200), (32, GPUS[0]), (128, GPUS[-1])])

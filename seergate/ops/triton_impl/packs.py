@@ -17,8 +17,8 @@ from seergate.ops.checks import check_cu_seqlens
 from seergate.ops.host_memory import copied
 
 FIELDS = 6
-"""Numbers per tile: first row (in the pack), end of the piece it belongs to, start of its candidate blocks, the first of
-their entries of kg, row in the chunk's buffer, first column (0 but for tiles of columns)."""
+"""Numbers per tile: first row (in the pack), end of the piece it belongs to, start of its candidate blocks, the first
+block's entry of kg, row in the chunk's buffer, first column (0 but for tiles of columns)."""
 
 MIN_ROWS = 512
 """Rows of a chunk at very long contexts, where the buffer then grows: fewer would leave the device idle.

@@ -22,13 +22,15 @@ LOWEST = tl.constexpr(-1e30)
 """Below any score; finite, so that a tile of which a row sees nothing adds nothing."""
 
 TILE_FIELDS = tl.constexpr(6)
-"""Numbers per entry of a tile table; `packs.tile_table` says which."""
+"""Numbers per entry of a tile table; `packs.FIELDS` says which."""
 
 
 @triton.jit
 def apart(rows, STEP: tl.constexpr):  # type: ignore[no-untyped-def]
-    """How many tokens after a tile's first row these rows are, as factors of strides. 64-bit where there are tokens
-    between: a tile may then be a whole pack."""
+    """Rows as numbers of tokens after the first one, to be multiplied by strides.
+
+    64-bit where there are tokens between: a tile may then reach over a whole pack.
+    """
     if STEP == 1:
         return rows
     else:
