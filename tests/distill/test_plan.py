@@ -88,20 +88,6 @@ def test_on_a_processor_weights_are_pages_of_their_file() -> None:
     assert wider.base == pytest.approx(2 * own.base + 4 * embedding)
 
 
-def test_the_documents_quote_the_plan() -> None:
-    lines = (ROOT / "docs/scale.md").read_text().split("## Training, on paper")[1].splitlines()
-    rows = [[cell.strip() for cell in line.strip("| ").split("|")] for line in lines if line.startswith("| `")]
-    assert len(rows) == 9
-    for name, processes, total, share, layers, seconds in rows:
-        run = load_train_config(name.strip("`"))
-        plan = make_plan(run, memory_gb=80, processes=int(processes), tflops=300)
-        memory = plan.memory
-        divided = f" of {(memory.base + memory.base_elsewhere) / 1e9:.1f}" if plan.config.shard_base else ""
-        assert plan.fits and share == f"{memory.base / 1e9:.1f}{divided}", name
-        assert [total, layers] == [f"{plan.total / 1e9:.1f}", f"{memory.gathered / 1e9:.1f}"], name
-        assert seconds == f"{plan.step_seconds:.1f}", name
-
-
 def test_what_does_not_fit_gets_options_that_do() -> None:
     run = load_train_config("qwen3-14b")
     plan = make_plan(run, memory_gb=24)
