@@ -225,15 +225,16 @@ def right_teacher() -> Iterator[Row]:
         found = got.log_targets.cpu()[past]
         yield compared("attention_with_block_targets", f"{name}, targets", found, want.log_targets[past], 2e-5)
         sides = [x.double().cpu().requires_grad_() for x in (qg, kg)]
-        options: dict[str, Any] = {"row_start": 0.25, "recall_budgets": (2 * block,)}
-        want_loss, want_stats = reference.gate_kl(*exact[:2], *sides, cu, block, **options)
-        wanted = torch.autograd.grad(want_loss, sides)
         wide = gate_dtype == torch.float32 and dim <= 128
         limit = 1e-4 if wide else 2e-2
-        for lse in (None, got.lse):
+        sparse: Row = {"sink_blocks": 1, "row_stride": 8, "row_shift": 3}  # as in the recommended recipe
+        for lse, rule in ((None, {}), (got.lse, {}), (None, sparse), (got.lse, sparse)):
+            options: Row = {"row_start": 0.25, "recall_budgets": (3 * block,), **rule}
+            want_loss, want_stats = reference.gate_kl(*exact[:2], *sides, cu, block, **options)
+            wanted = torch.autograd.grad(want_loss, sides)
             here = [qg.requires_grad_(), kg.requires_grad_()]
             loss, stats = ops.gate_kl(q, k, *here, cu, block, lse=lse, **options)
-            case = name + ", lse known" * (lse is not None)
+            case = name + ", lse known" * (lse is not None) + ", every eighth row" * bool(rule)
             yield compared("gate_kl", f"{case}, loss", loss, want_loss, 1e-5 if wide else limit)
             yield compared("gate_kl", f"{case}, recall", stats.recall, want_stats.recall, 1e-3)
             for which, a, b in zip(("dqg", "dkg"), torch.autograd.grad(loss, here), wanted, strict=True):
@@ -522,6 +523,86 @@ def lesson_times() -> Iterator[Row]:
         yield {"kernel": "distill_step", **fact}
 
 
+def train() -> Iterator[Row]:
+    """A training step of 36 layers of Qwen3-8B's shape: nothing waits, seconds of a pack, memory as it is planned."""
+    import distill
+
+    import seergate
+    from seergate.distill import load_train_config
+    from seergate.distill.base_model import compile_elementwise
+    from seergate.distill.memory import estimate_memory
+    from seergate.hf.teacher_forward import distill_step, positions_of
+    from seergate.hf.teacher_pass import TeacherCall, intercepted_attention
+    from seergate.models import families
+
+    tokens, layer_bytes = sizes(32768, 48), 0.4e9
+    layers = min(36, int((torch.cuda.mem_get_info()[0] - 12e9) / layer_bytes)) if ON_GPU else 1
+    model = small_model(**sizes(EIGHT_B | {"vocabulary": 151936}, {}), layers=layers)
+    model.set_output_embeddings(torch.nn.Identity())
+    ids = torch.randint(1, 100, (1, tokens), device=DEVICE)
+    counts = sizes((8, 4, 1), (2, 1))
+    packs = {f"{n} x {tokens // n}": torch.arange(0, tokens + 1, tokens // n, dtype=torch.int32) for n in counts}
+
+    def frozen(borders: Tensor) -> None:
+        def attend(call: TeacherCall) -> Tensor:
+            q, k, v = (x[0].transpose(0, 1) for x in (call.query_BHSD, call.key_BKSD, call.value_BKSD))
+            return ops.packed_attention(q, k, v, borders, call.sm_scale).output[None]
+
+        with intercepted_attention(model, {}, attend), torch.no_grad():
+            places = positions_of(borders).to(DEVICE)[None]
+            families.decoder_of(model)(input_ids=ids, position_ids=places, use_cache=False)
+
+    for recipe, compiled in (("paper", False), ("paper", True), ("recommended", True)):
+        given = {"recipe": recipe, "max_length": tokens} | sizes({}, {"block_size": 8, "recall_budgets": [32]})
+        config = load_train_config("someone/model", given)
+        bank = seergate.GateBank.for_model(model, config.gates(families.head_dim_of(model))).to(DEVICE)
+        optimizer = torch.optim.AdamW(bank.parameters(), lr=1e-3)
+        names = ("row_start", "reduction", "recall_budgets", "row_stride")
+        options = {name: getattr(config, name) for name in names} | {"checked": True}
+        if compiled and recipe == "paper":
+            compile_elementwise(model, sizes("inductor", "eager"))
+
+        def learn(borders: Tensor, bank: Any = bank, options: Row = options) -> None:
+            distill_step(bank, model, ids, borders, **options).loss.backward()
+
+        def step(borders: Tensor, learn: Callable = learn, optimizer: Any = optimizer) -> None:
+            learn(borders)
+            optimizer.step()
+            optimizer.zero_grad()
+
+        case = f"{recipe} recipe, {layers} layers" + ", norms and MLPs compiled" * compiled
+        for borders in packs.values():
+            step(borders)
+        found = waits(partial(learn, packs[f"1 x {tokens}"]))
+        yield {"kernel": "train", "case": f"{case}, nothing waits", **found}
+        planned = estimate_memory(model, bank, config, DEVICE, 1)
+        for name, borders in packs.items():
+            frozen(borders)
+            ms, alone = (timed(partial(run, borders), sizes(3, 1), DEVICE, warm=True)["min"] for run in (step, frozen))
+            held = torch.cuda.memory_allocated() if ON_GPU else 0
+            peak = held + distill.peak_bytes(partial(step, borders), DEVICE)
+            fact = {"case": f"{case}, samples {name}", "ms": ms, "frozen_ms": alone, "peak_bytes": peak}
+            fact |= {"planned_bytes": planned.total}
+            if ON_GPU:
+                fact["right"] = 0 < peak <= 1.05 * planned.total
+            yield {"kernel": "train", **fact, "peer": "the frozen model alone", "speedup": alone / ms}
+
+
+def waits(run: Callable[[], Any]) -> Row:
+    """Whether the host waits for the device in it, which PyTorch then refuses. On a CPU there is nothing to find."""
+    if not ON_GPU:
+        run()
+        return {}
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        run()
+    except RuntimeError as problem:
+        return {"right": False, "said": "".join(traceback.format_exception(problem)[-4:])}
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    return {"right": True}
+
+
 def model_times() -> Iterator[Row]:
     """36 layers of Qwen3-8B's shape, random weights, static cache, compiled: milliseconds and bytes of a token."""
     from end_to_end import Clock
@@ -623,6 +704,7 @@ STEPS = {
     "decode_times": Step(decode_times, 180),
     "teacher_times": Step(teacher_times, 90),
     "lesson_times": Step(lesson_times, 90),
+    "train": Step(train, 180),
     "model_times": Step(model_times, 180),
     "serving_times": Step(serving_times, 300),
 }

@@ -14,7 +14,7 @@ pytest.importorskip("triton")
 
 ROOT = Path(__file__).resolve().parent.parent
 STEPS = ("machine", "right", "large", "sanitizer", "generation", "gate_times", "decode_times", "teacher_times",
-         "lesson_times", "model_times", "serving_times")  # fmt: skip
+         "lesson_times", "train", "model_times", "serving_times")  # fmt: skip
 
 
 def gpu_check(folder: Path, *steps: str) -> tuple[subprocess.CompletedProcess[str], dict]:
@@ -35,12 +35,16 @@ def check_everything(folder: Path, *steps: str) -> dict:
 @pytest.mark.skipif(torch.cuda.is_available(), reason="on a GPU the whole plan runs")
 @pytest.mark.timeout(600)
 def test_the_plan_without_a_gpu(tmp_path):
-    rows = check_everything(tmp_path, "right", "gate_times", "teacher_times")
+    rows = check_everything(tmp_path, "right", "gate_times", "teacher_times", "train")
     apart = [row["kernel"] for row in rows["gate_times"] if row["bytes"] and row["roofline_fraction"] > 0]
     assert apart == ["score_blocks", "select_blocks", "update_compressed_keys", "pool_keys"]
     shipped = [row.get("kernel") for row in rows["teacher_times"] if row.get("tflops") and "ablated" not in row]
     targets = ["attention_with_block_targets", "block targets", "block targets, lse known"]
     assert shipped == ["packed_attention", *targets, None]  # and PyTorch's
+    packs = [row for row in rows["train"] if "frozen_ms" in row]
+    assert [row["case"].split("samples ")[1] for row in packs] == 3 * ["2 x 24", "1 x 48"]
+    assert all(row["ms"] > 0 and row["frozen_ms"] > 0 and row["peak_bytes"] > 0 for row in packs)
+    assert {"nothing waits" in row["case"] for row in rows["train"] if row not in packs} == {True}
 
 
 @pytest.mark.soak
