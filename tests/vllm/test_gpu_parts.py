@@ -30,6 +30,7 @@ from vllm.v1.kv_cache_layout import KVCacheLayout
 from vllm.v1.worker.gpu.attn_utils import build_attn_metadata
 from vllm.v1.worker.utils import AttentionGroup
 
+from benchmarks.estimates import LAUNCHES
 from seergate import GateConfig, SeergateError
 from seergate.gates.gate import AttnGate
 from seergate.methods import SelectingMethod, make_method
@@ -449,6 +450,7 @@ def test_a_decode_step_of_a_layer_is_five_launches(monkeypatch: pytest.MonkeyPat
         names.clear()
     kernels = ["close_kernel", "paged_score_kernel", "place_kernel"]
     assert taken[1] == taken[2] == [*kernels, "attention"]
+    assert len(kernels) + 2 == LAUNCHES["gate"]  # as docs/scale.md counts them
     assert taken[0].count("schedule") == 1 and set(kernels) < set(taken[0]) and len(taken[0]) <= 20
 
 
