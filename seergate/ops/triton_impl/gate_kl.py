@@ -108,7 +108,8 @@ def evaluate(
     known = lse is not None
     if not known and (sink_blocks or row_stride > 1):  # the first blocks and the rows between are in no tile
         whole = packs.row_tiles(packs.whole_segments(spans), sizes[0], packed=True)
-        teacher.attend(*packs.to_device([whole], device), None, lse_buffer, None)
+        (every_row,) = packs.to_device([whole], device)
+        teacher.attend(every_row, None, lse_buffer, None)
         known = True
     for chunk in chunks:
         shape = (chunk.rows, kv_heads, chunk.width)
