@@ -9,12 +9,12 @@ Shape suffixes: B batch, S new tokens, H query heads, K KV heads, D head dimensi
 from __future__ import annotations
 
 import copy
+import sys
 import warnings
 from collections.abc import Callable
 from functools import partial
 from threading import get_ident
 from typing import Any, Protocol
-from weakref import ref
 
 import torch
 from torch import Tensor, nn
@@ -165,42 +165,27 @@ class SingleThreadGuard:
     """Refuses a second thread while a decoder's forward pass runs: the hooks would mix up the tensors of both."""
 
     def __init__(self, decoder: nn.Module) -> None:
-        # Thread, and weakly its input: gone once an error has ended the pass. A correction nests passes in its hooks.
-        self._running: list[tuple[int, ref[Tensor]]] = []
-        self._hooks = [
-            decoder.register_forward_pre_hook(self._enter, with_kwargs=True),
-            decoder.register_forward_hook(self._leave),
-        ]
+        self._thread = get_ident()
+        # No hook with always_call tells that a pass is over: torch.compile would compile anew for each handle.
+        self._hook = decoder.register_forward_pre_hook(self._enter)
 
     def remove(self) -> None:
         """Guard no more."""
-        while self._hooks:
-            self._hooks.pop().remove()
+        self._hook.remove()
 
-    def _enter(self, module: nn.Module, args: Any, kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]] | None:
+    def _enter(self, module: nn.Module, args: Any) -> None:
         if torch.compiler.is_compiling():  # a graph is one call
-            return None
-        self._running = [(thread, mark) for thread, mark in self._running if mark() is not None]
-        if any(thread != get_ident() for thread, _ in self._running):
-            raise SeergateError(
-                "two threads run this model at once, and the attached method can serve one request at a time; "
-                "hold a lock around generate, or put the requests into one batch"
-            )
-        if not args and kwargs.get("input_ids") is None and kwargs.get("inputs_embeds") is None:
-            return None  # the model says what is missing
-        if args:
-            args = (args[0].view_as(args[0]), *args[1:])  # an object that lives as long as the call
-            mark = args[0]
-        else:
-            name = "inputs_embeds" if kwargs.get("input_ids") is None else "input_ids"
-            mark = kwargs[name].view_as(kwargs[name])
-            kwargs = {**kwargs, name: mark}
-        self._running.append((get_ident(), ref(mark)))
-        return args, kwargs
-
-    def _leave(self, module: nn.Module, args: Any, output: Any) -> None:
-        if not torch.compiler.is_compiling():
-            del self._running[-1:]
+            return
+        before, self._thread = self._thread, get_ident()
+        frame = None if before == self._thread else sys._current_frames().get(before)
+        while frame is not None:  # is that thread still inside of the decoder?
+            if frame.f_locals.get("self") is module:
+                self._thread = before
+                raise SeergateError(
+                    "two threads run this model at once, and the attached method can serve one request at a time; "
+                    "hold a lock around generate, or put the requests into one batch"
+                )
+            frame = frame.f_back
 
 
 class Attached(Protocol):

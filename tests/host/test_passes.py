@@ -260,6 +260,30 @@ def test_a_second_thread_is_refused_and_the_first_goes_on(model, place):
         assert torch.equal(found[1], want)
 
 
+@pytest.mark.parametrize("where", ["before", "inside"])
+def test_a_pass_that_failed_or_was_nested_refuses_no_later_thread(model, where):
+    """An error may come from another hook of the decoder or from within it; rectification nests passes."""
+    own, found = copy.deepcopy(model), {}
+
+    def fail(*_):
+        raise RuntimeError("fails")
+
+    def run():
+        found["later"] = own.generate(prompt(50), max_new_tokens=12)
+
+    with seergate.attached(own, gates(model), token_budget=32, correction=Rectify(4)) as handle:
+        want = own.generate(prompt(50), max_new_tokens=12)
+        assert handle.stats()["rectification"]["passes"] > 0
+        hook = (own.model if where == "before" else own.model.layers[1]).register_forward_pre_hook(fail)
+        with pytest.raises(RuntimeError, match="fails"):
+            own.generate(prompt(50), max_new_tokens=12)
+        hook.remove()
+        thread = threading.Thread(target=run)
+        thread.start()
+        thread.join()
+    assert torch.equal(found["later"], want)
+
+
 class Pages:
     """A cache without layers, which masks are made from."""
 
