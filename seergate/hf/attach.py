@@ -14,12 +14,8 @@ from importlib import import_module
 from typing import Any, TypeVar
 
 from transformers import PreTrainedModel
-from transformers.cache_utils import Cache, DynamicLayer, StaticLayer
 
-from seergate.cache.call import ForwardModes
-from seergate.cache.layer import GatedLayer
-from seergate.cache.static import FixedLayer
-from seergate.cache.storage import KVBackend, StorageFactory
+from seergate.cache.storage import KVBackend
 from seergate.config import Correction, DecodeConfig, Lossless, Rectify
 from seergate.decode.compatibility import refuse
 from seergate.decode.lossless import LosslessDecoding
@@ -27,7 +23,7 @@ from seergate.decode.rectify import Rectification
 from seergate.decode.trace import Trace
 from seergate.errors import SeergateError
 from seergate.hf.bank import GateBank
-from seergate.hf.call import LabelsWarning, LayerBinding, SingleThreadGuard
+from seergate.hf.call import Attachment, LayerBinding, SingleThreadGuard
 from seergate.hf.prompts import PromptReader
 from seergate.hf.resolving import check_calibration, check_dense_layers, resolve_method
 from seergate.methods import Method, SelectingMethod
@@ -39,7 +35,7 @@ _HANDLE = "_seergate_handle"
 Counts = TypeVar("Counts", bound=DecodeStats)
 
 
-class Handle:
+class Handle(Attachment):
     """A method attached to a model. Detach it, or use `attached` as a context manager.
 
     Args:
@@ -88,23 +84,11 @@ class Handle:
                 f"the model's attention is {implementation!r}, whose masks do not tell padding; load it with "
                 'attn_implementation "sdpa", "eager" or "flash_attention_2"'
             )
-        self.tags = {} if storage is None else {storage.tag: storage.called}  # as in `seergate.decode.compatibility`
-        refuse(
-            {**self.tags, **tags_of_method(method), **tags_of_correction(correction, method), **tags_of_model(model)}
-        )
-        self.model, self.method, self.measure_recall = model, method, measure_recall
-        self.stats_: DecodeStats = DecodeStats([layer for layer, _ in modules])
+        tags = {} if storage is None else {storage.tag: storage.called}
+        refuse({**tags, **tags_of_method(method), **tags_of_correction(correction, method), **tags_of_model(model)})
+        super().__init__(model, method, measure_recall, tags)
         self.bindings: list[LayerBinding] = []
-        self.correction: LosslessDecoding | Rectification | None = None
-        self.passes = ForwardModes(
-            decodes_drafts=not isinstance(method, CompressingMethod),
-            reads_leftovers=isinstance(method, SelectingMethod),
-        )
-        self.trace: Trace | None = None
-        self.disabled = False
-        self.storage = StorageFactory()
         self._guard, self.prompts = SingleThreadGuard(decoder), PromptReader(model, self.passes)
-        self._labels = LabelsWarning(model, self)
         try:
             if storage is not None:
                 self.storage = storage.factory(model, method, [layer for layer, _ in modules])
@@ -121,32 +105,6 @@ class Handle:
         setattr(decoder, _HANDLE, self)
         if hasattr(method, "bank"):
             model.save_pretrained = self.save_pretrained  # type: ignore[method-assign]
-
-    def new_layer(self, binding: LayerBinding, cache: Cache) -> GatedLayer:
-        """Make the gated layer that replaces an empty layer of a cache."""
-        found, method = cache.layers[binding.layer], self.method
-        if isinstance(found, GatedLayer):
-            static_length = found.static_length
-        elif type(found) is DynamicLayer:
-            static_length = None
-        elif type(found) is StaticLayer:
-            static_length = found.max_cache_len
-        else:
-            raise SeergateError(
-                f"layer {binding.layer} of the cache is a {type(found).__name__}; seergate replaces DynamicLayer and "
-                "StaticLayer"
-            )
-        if int(found.get_seq_length()) > 0:
-            raise SeergateError(
-                "this cache was filled by the plain model, so the method has not seen its tokens; start a new one"
-            )
-        if static_length is not None:
-            refuse({**self.tags, "static": "a static"})
-        shared = bool(getattr(binding.attention, "store_full_length_kv", False))
-        fixed = static_length is not None and method.fixed_shapes and self.correction is None and not shared
-        storage = self.storage.new(binding.layer, cache.layers, static_length)
-        kind = FixedLayer if fixed else GatedLayer
-        return kind(storage, method, binding.layer, binding.num_heads, binding.rotary, shared)
 
     def _tokens_read(self) -> tuple[float, float]:
         return self.stats_.kv_totals()
@@ -206,12 +164,6 @@ class Handle:
         gates.save_pretrained(os.path.join(save_directory, "gates"))
         type(self.model).save_pretrained(self.model, save_directory, *args, **options)
 
-    @property
-    def allows_fixed_steps(self) -> bool:
-        """True if the fixed-shape path may run: no trace, recall or correction is active."""
-        asked = self.trace is not None or self.measure_recall or type(self.stats_) is not DecodeStats
-        return not asked and self.correction is None
-
     @contextmanager
     def traced(self, path: str | os.PathLike[str], every: int = 1, attention: bool = False) -> Iterator[None]:
         """While it lasts, which blocks decode steps read is written to a Parquet file (`seergate.decode.trace`).
@@ -265,7 +217,7 @@ class Handle:
             self.bindings.pop().remove()
         self.prompts.remove()
         self._guard.remove()
-        self._labels.remove()
+        self.labels_hook.remove()
         decoder = families.decoder_of(self.model)
         if getattr(decoder, _HANDLE, None) is self:
             delattr(decoder, _HANDLE)

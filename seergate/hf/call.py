@@ -14,12 +14,12 @@ import warnings
 from collections.abc import Callable
 from functools import partial
 from threading import get_ident
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
-from transformers.cache_utils import Cache
+from transformers.cache_utils import Cache, DynamicLayer, StaticLayer
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS, AttentionInterface
 
 from seergate.cache.argument import cache_of
@@ -27,11 +27,15 @@ from seergate.cache.call import ForwardContext, ForwardModes
 from seergate.cache.layer import GatedLayer
 from seergate.cache.static import FixedLayer
 from seergate.cache.storage import StorageFactory
+from seergate.decode.compatibility import refuse
+from seergate.decode.lossless import LosslessDecoding
+from seergate.decode.rectify import Rectification
 from seergate.decode.step import DenseAttention, GatedAttention
 from seergate.decode.trace import Trace
 from seergate.errors import SeergateError
 from seergate.methods.base import Method
 from seergate.methods.evicting import CompressingMethod
+from seergate.methods.selecting import SelectingMethod
 from seergate.models import families
 from seergate.models.rope import Rotary, modeling_module
 from seergate.stats import DecodeStats
@@ -41,6 +45,10 @@ CALL_KEYWORD = "seergate_call"
 TRANSFORMERS_PAGES = (
     'transformers\' own paged cache (generate_batch, cache_implementation="paged") is read densely: the attached '
     "method knows nothing of it; use generate, with attach(storage=seergate.Paging()) for pages"
+)
+LABELS = (
+    "several tokens at once are read densely, like a prompt, so a loss of them is dense attention's and says nothing "
+    "of {!r}; seergate.score gives the log-probabilities of a text under the method"
 )
 
 
@@ -188,55 +196,48 @@ class SingleThreadGuard:
             frame = frame.f_back
 
 
-class Attached(Protocol):
-    """Interface of `Handle` for gated layers."""
+class Attachment:
+    """A method attached to a model, as its layers see it; `seergate.hf.attach.Handle` is what a user sees.
 
-    model: PreTrainedModel
-    method: Method
-    passes: ForwardModes
-    measure_recall: bool
-    stats_: DecodeStats
-    trace: Trace | None
-    storage: StorageFactory
-    disabled: bool
+    Attributes:
+        tags: of the storage, as in `seergate.decode.compatibility`.
+        passes: tells what a forward pass is.
+        storage: makes the storages of caches.
+        stats_: where decode steps are counted.
+        trace: where they are written down, if anywhere.
+        disabled: true while the model is the plain one.
+    """
+
+    def __init__(self, model: PreTrainedModel, method: Method, measure_recall: bool, tags: dict[str, str]) -> None:
+        self.model, self.method, self.measure_recall, self.tags = model, method, measure_recall, tags
+        self.passes = ForwardModes(
+            decodes_drafts=not isinstance(method, CompressingMethod),
+            reads_leftovers=isinstance(method, SelectingMethod),
+        )
+        self.storage = StorageFactory()
+        self.stats_ = DecodeStats([layer for layer, _ in families.full_attention_modules(model)])
+        self.correction: LosslessDecoding | Rectification | None = None
+        self.trace: Trace | None = None
+        self.disabled = False
+        self.labels_hook = model.register_forward_pre_hook(self._warn_of_labels, with_kwargs=True)
 
     @property
     def allows_fixed_steps(self) -> bool:
-        """True if the fixed-shape path may run."""
-        ...
+        """True if the fixed-shape path may run: no trace, recall or correction is active."""
+        asked = self.trace is not None or self.measure_recall or type(self.stats_) is not DecodeStats
+        return not asked and self.correction is None
 
-    def new_layer(self, binding: LayerBinding, cache: Cache) -> GatedLayer:
-        """Make the gated layer that replaces an empty layer of a cache."""
-        ...
-
-
-LABELS = (
-    "several tokens at once are read densely, like a prompt, so a loss of them is dense attention's and says nothing "
-    "of {!r}; seergate.score gives the log-probabilities of a text under the method"
-)
-
-
-class LabelsWarning:
-    """Warns once of a pass with labels under an attached method, since its loss is dense attention's."""
-
-    def __init__(self, model: nn.Module, handle: Attached) -> None:
-        self.handle = handle
-        self._hook = model.register_forward_pre_hook(self._warn, with_kwargs=True)
-
-    def _warn(self, module: nn.Module, args: Any, kwargs: dict[str, Any]) -> None:
-        if kwargs.get("labels") is not None and not self.handle.disabled and self.handle.method.name != "dense":
-            warnings.warn(LABELS.format(self.handle.method.name), stacklevel=2)
-            self.remove()
-
-    def remove(self) -> None:
-        """Take the hook off the model."""
-        self._hook.remove()
+    def _warn_of_labels(self, module: nn.Module, args: Any, kwargs: dict[str, Any]) -> None:
+        """Warn once of a pass with labels, since its loss is dense attention's."""
+        if kwargs.get("labels") is not None and not self.disabled and self.method.name != "dense":
+            warnings.warn(LABELS.format(self.method.name), stacklevel=2)
+            self.labels_hook.remove()
 
 
 class LayerBinding:
     """One gated layer of an attached model."""
 
-    def __init__(self, handle: Attached, layer: int, attention: nn.Module) -> None:
+    def __init__(self, handle: Attachment, layer: int, attention: nn.Module) -> None:
         model = handle.model
         config = families.text_config(model)
         self.handle, self.layer, self.attention = handle, layer, attention
@@ -292,12 +293,38 @@ class LayerBinding:
             if found.is_fixed_step(1) and found.method is method:
                 return found
         if not isinstance(found, GatedLayer) or found.rows.slots == 0:
-            layers[self.layer] = found = self.handle.new_layer(self, cache)
+            layers[self.layer] = found = self._new_layer(cache)
         elif found.method is not method and found.method != method:
             raise SeergateError(f"this cache was filled under {found.method!r}; start a new one for {method!r}")
         else:
             found.storage.resume(self.handle.storage)
         return found
+
+    def _new_layer(self, cache: Cache) -> GatedLayer:
+        """The gated layer that replaces an empty layer of a cache."""
+        found, handle = cache.layers[self.layer], self.handle
+        if isinstance(found, GatedLayer):
+            static_length = found.static_length
+        elif type(found) is DynamicLayer:
+            static_length = None
+        elif type(found) is StaticLayer:
+            static_length = found.max_cache_len
+        else:
+            raise SeergateError(
+                f"layer {self.layer} of the cache is a {type(found).__name__}; seergate replaces DynamicLayer and "
+                "StaticLayer"
+            )
+        if int(found.get_seq_length()) > 0:
+            raise SeergateError(
+                "this cache was filled by the plain model, so the method has not seen its tokens; start a new one"
+            )
+        if static_length is not None:
+            refuse({**handle.tags, "static": "a static"})
+        shared, method = bool(getattr(self.attention, "store_full_length_kv", False)), handle.method
+        fixed = static_length is not None and method.fixed_shapes and handle.correction is None and not shared
+        storage = handle.storage.new(self.layer, cache.layers, static_length)
+        kind = FixedLayer if fixed else GatedLayer
+        return kind(storage, method, self.layer, self.num_heads, self.rotary, shared)
 
 
 def _without_cache(qk_hook: QKHook, dense: DenseAttention, module: nn.Module, *args: Any, **kwargs: Any) -> Any:
