@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -14,7 +13,7 @@ from torch import Tensor
 from seergate.inference_mode import outside_inference_mode
 from seergate.methods.base import LayerState, Step
 from seergate.methods.evicting import AttentionOutput, Eviction
-from seergate.methods.selecting import SelectingState
+from seergate.methods.selecting import PerHeadSelection, SelectingState
 from seergate.ops import Selection
 
 RowBytes = Callable[[], Any]
@@ -24,41 +23,6 @@ RowBytes = Callable[[], Any]
 def token_bytes(keys: Tensor, values: Tensor) -> int:
     """Bytes of a token in one KV head of a cache ``[..., D]``."""
     return keys.shape[-1] * keys.element_size() + values.shape[-1] * values.element_size()
-
-
-def own_bytes(state: LayerState, held: Any, seen: Any) -> Any:
-    """State bytes of one row, without batch padding or spare capacity.
-
-    Args:
-        state: the method's.
-        held: resident tokens of the row: a number, or an array with one per row.
-        seen: its total tokens, evicted ones included, likewise.
-    """
-    covers = {"all": seen, "resident": held, "evicted": seen - held}[state.covers]
-    total = sum((own_bytes(part, held, seen) for part in state.parts), 0 * held)
-    for name, tensor in state.rows.items():
-        if name in state.tokens_per_entry:
-            total = total + -(-covers // state.tokens_per_entry[name]) * _entry_bytes(tensor)
-        else:
-            total = total + math.prod(tensor.shape[1:]) * tensor.element_size()
-    return total
-
-
-def _entry_bytes(tensor: Tensor) -> int:
-    """Of one entry along the third axis of a tensor ``[B, K, N, ...]``, all heads together."""
-    return tensor.shape[1] * math.prod(tensor.shape[3:]) * tensor.element_size()
-
-
-def bytes_to_decide(state: LayerState, tokens: Any) -> Any:
-    """Bytes of its growing tensors that a state about so many tokens reads at a decode step, all heads together.
-
-    Args:
-        state: the method's.
-        tokens: a number of 1 or more, or a tensor of such numbers.
-    """
-    still_open = 0 if state.reads_open_block else 1
-    entries = {name: -(-tokens // state.tokens_per_entry[name]) - still_open for name in state.reads}
-    return sum((count * _entry_bytes(state.rows[name]) for name, count in entries.items()), 0 * tokens)
 
 
 @dataclass
@@ -71,53 +35,44 @@ class StepRecord:
         state: what the method remembers.
         total_tokens: tokens of each row so far, evicted ones included.
         selection: the blocks read, if a method selected some.
-        attended: what an attention of the method's own gave and read, if it had one.
+        attended: its attention.
         block_size: tokens per block.
         resident_bytes: held by the layer.
         row_bytes: says what each row would hold alone. Only what counts rows asks.
         recall: ``[B]``, the share of dense attention's probability that fell on what was read; ``None``: not measured.
-        fetched: bytes that came from slow memory; ``None`` if the cache is not offloaded.
     """
 
     layer: int
     step: Step
     state: LayerState
     total_tokens: list[int]
-    selection: Selection | None
-    attended: AttentionOutput | None
+    selection: Selection | PerHeadSelection | None
+    attended: AttentionOutput
     block_size: int
     resident_bytes: int
     row_bytes: RowBytes
     recall: Tensor | None = None
-    fetched: int | None = None
 
     @property
     def read(self) -> Sequence[float]:
         """Tokens that each row read, mean over KV heads, if nothing was selected."""
-        return self.step.ends if self.attended is None else self.attended.read
+        return self.step.ends if self.attended.read is None else self.attended.read
 
     @cached_property
     def scored(self) -> list[int]:
         """Bytes that each row read beside keys and values of the tokens that it read, all heads together."""
-        return [self._scored(row) for row in range(len(self.total_tokens))]
-
-    def _scored(self, row: int) -> int:
-        (keys, values, _), held, seen = self.step.stored, self.step.ends[row], self.total_tokens[row]
-        states = self.state.parts or (self.state,)
-        # A row that reads everything is scored only to keep the batch's shape: not counted.
-        chose = (self.selection is not None or self.attended is not None) and not any(
-            state.method.reads_all(seen) for state in states if isinstance(state, SelectingState)
-        )
-        total = 0
-        for state in states:
-            covers = {"all": seen, "resident": held, "evicted": seen - held}[state.covers]
-            if covers and (chose or not isinstance(state, SelectingState)):
-                total += bytes_to_decide(state, covers)
-            if chose and state.reads_all_keys:  # ordinary attention to all tokens reads their keys anyway
-                total += held * keys.shape[1] * keys.shape[3] * keys.element_size()
-        if self.attended is not None:  # tokens beyond those in the cache were read from the state, counted above
-            total -= max(0, int(self.attended.read[row]) - held) * keys.shape[1] * token_bytes(keys, values)
-        return total
+        (keys, values, _), heads, read = self.step.stored, self.step.stored[0].shape[1], self.attended.read
+        found = []
+        for row, (held, seen) in enumerate(zip(self.step.ends, self.total_tokens, strict=True)):
+            # A row that reads everything is scored only to keep the batch's shape: not counted.
+            chose = (self.selection is not None or read is not None) and not self.state.reads_all(seen)
+            total = self.state.bytes_read(held, seen, chose)
+            if chose and self.state.reads_all_keys:  # ordinary attention to all tokens reads their keys anyway
+                total += held * heads * keys.shape[3] * keys.element_size()
+            if read is not None:  # tokens beyond those in the cache were read from the state, counted above
+                total -= max(0, int(read[row]) - held) * heads * token_bytes(keys, values)
+            found.append(total)
+        return found
 
 
 @dataclass
@@ -202,8 +157,8 @@ class DecodeStats:
         stats.resident_sum += record.resident_bytes
         stats.resident_peak = max(stats.resident_peak, record.resident_bytes)
         stats.state_bytes = max(stats.state_bytes, record.state.nbytes)
-        if record.fetched is not None:
-            stats.fetched = (stats.fetched or 0) + record.fetched
+        if record.attended.fetched is not None:
+            stats.fetched = (stats.fetched or 0) + record.attended.fetched
         if record.recall is not None:
             stats.recall = stats.recall + record.recall.double().sum()
             stats.recall_rows += len(record.recall)
@@ -227,7 +182,7 @@ class DecodeStats:
             lengths = torch.zeros(shapes[0], dtype=torch.int32, device=device)
             blocks = torch.zeros(shapes[1], dtype=torch.int64, device=device)
         each = torch.arange(keys.shape[2] + 1)
-        read = bytes_to_decide(state, each)
+        read = state.bytes_read(each, each)
         if isinstance(state, SelectingState):
             read = read * (each > state.method.covered_tokens)
         held = keys.nbytes + values.nbytes + state.nbytes
@@ -235,7 +190,7 @@ class DecodeStats:
         stats.resident_peak, stats.state_bytes = max(stats.resident_peak, held), max(stats.state_bytes, state.nbytes)
         return stats.fixed
 
-    def record_fixed(self, layer: int, step: Step, selection: Selection | None) -> None:
+    def record_fixed(self, layer: int, step: Step, selection: Selection | PerHeadSelection | None) -> None:
         """Count one decode step of fixed shapes, without the host."""
         fixed, lengths = self.layers[layer].fixed, step.lengths
         chose = int(selection is not None)

@@ -11,6 +11,7 @@ from __future__ import annotations
 import copy
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 from torch.nn.functional import pad
@@ -275,3 +276,9 @@ class GatedLayer(CacheLayerMixin):
     def nbytes(self) -> int:
         """Bytes that the keys, values and the method's state occupy."""
         return self.storage.nbytes + (self.state.nbytes if self.state is not None else 0)
+
+    def row_bytes(self) -> np.ndarray:
+        """Per row, the bytes of its tokens and of what the method remembers of it: as if alone, no room to grow."""
+        held, seen = np.array(self.rows.resident), np.array(self.rows.total)
+        state = 0 if self.state is None else self.state.bytes_held(held, seen)
+        return self.storage.row_bytes(self.rows.resident) + state

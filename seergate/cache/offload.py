@@ -31,7 +31,9 @@ from seergate.cache.storage import DynamicStorage, KVBackend, Storage, StorageFa
 from seergate.config import is_int
 from seergate.errors import SeergateError
 from seergate.methods.base import LayerState, Method, Step
-from seergate.methods.selecting import SelectingMethod
+from seergate.methods.evicting import AttentionOutput
+from seergate.methods.selecting import PerHeadSelection, SelectingMethod
+from seergate.ops import Selection
 
 
 @dataclass(frozen=True)
@@ -111,7 +113,6 @@ class BlockPool:
 
     Attributes:
         keys, values: ``[slots, 1, C, D]``, as pages for `seergate.ops.sparse_decode`.
-        fetched: how many blocks were fetched since the caller last set this to 0.
     """
 
     def __init__(
@@ -128,7 +129,6 @@ class BlockPool:
         self.slots, self.kv_heads, self.block_size = slots, kv_heads, block_size
         self.keys = torch.empty(slots, 1, block_size, key_dim, dtype=dtype, device=device)
         self.values = torch.empty(slots, 1, block_size, value_dim, dtype=dtype, device=device)
-        self.fetched = 0
         self._slot_of = torch.full((rows * kv_heads, 0), -1)  # [P, N], -1: not here
         self._owner = torch.full((slots,), -1)  # pair * N + block, -1: nobody
         self._last_read = torch.full((slots,), -1)  # -1: nothing is here
@@ -144,7 +144,7 @@ class BlockPool:
         """Bytes of one block's keys and values."""
         return self.block_size * (self.keys.shape[3] + self.values.shape[3]) * self.keys.element_size()
 
-    def locate(self, blocks_PX: Tensor, key_blocks: Tensor, value_blocks: Tensor) -> Tensor | None:
+    def locate(self, blocks_PX: Tensor, key_blocks: Tensor, value_blocks: Tensor) -> tuple[Tensor, int] | None:
         """The slots of these blocks, after fetching those that are not here.
 
         Args:
@@ -152,7 +152,8 @@ class BlockPool:
             key_blocks, value_blocks: all blocks, ``[P, N, C * D]``, in slow memory.
 
         Returns:
-            Int64 ``[P, X]`` in host memory, 0 where there is no block; ``None`` if there are more than slots.
+            Int64 ``[P, X]`` in host memory, 0 where there is no block, and how many were fetched; ``None`` if there
+            are more than slots.
         """
         real_PX = blocks_PX >= 0
         count = int(real_PX.sum())
@@ -173,12 +174,11 @@ class BlockPool:
             for target, source in ((self.keys, key_blocks), (self.values, value_blocks)):
                 found = source.flatten(0, 1).index_select(0, places_F).to(target.device)
                 target.view(self.slots, -1).index_copy_(0, slots_F.to(target.device), found)
-            self.fetched += len(slots_F)
             self._owner[slots_F] = pairs_F * self._slot_of.shape[1] + blocks_F
             self._last_read[slots_F] = self._clock
             self._slot_of[pairs_F, blocks_F] = slots_F
             slots_PX[pairs_F, columns_F] = slots_F
-        return slots_PX.masked_fill_(~real_PX, 0)
+        return slots_PX.masked_fill_(~real_PX, 0), len(pairs_F)
 
     def _vacate(self, slots_F: Tensor) -> None:
         """Give up what these slots hold."""
@@ -314,16 +314,20 @@ class Offloaded(DynamicStorage):
 
     # ---------------------------------------------------------------------------------------------------- reading
 
-    def attend(self, step: Step, selection: ops.Selection, block_size: int) -> Tensor:
+    def attend(self, step: Step, selection: Selection | PerHeadSelection | None, block_size: int) -> AttentionOutput:
         assert self.pool is not None
-        size, (batch, heads), indices = self.block_size, self.keys.shape[:2], selection.indices
+        size, (batch, heads) = self.block_size, self.keys.shape[:2]
+        if selection is None:  # past the pool
+            blocks = sum(-(-end // size) for end in step.ends) * heads
+            return super().attend(step, None, block_size)._replace(fetched=blocks * self.pool.block_bytes)
+        indices = selection.indices
         keys, values = (x.view(batch * heads, -1, size * x.shape[3]) for x in (self.keys, self.values))
-        found_PX = self.pool.locate(indices.flatten(0, 1).long().cpu(), keys, values)
-        if found_PX is None:  # more than there is room for: straight from slow memory
-            self.pool.fetched += int((indices >= 0).sum())
-            return super().attend(step, selection, block_size)
+        found = self.pool.locate(indices.flatten(0, 1).long().cpu(), keys, values)
+        if found is None:  # more than there is room for: straight from slow memory
+            fetched = int((indices >= 0).sum()) * self.pool.block_bytes
+            return super().attend(step, selection, block_size)._replace(fetched=fetched)
         # Every pair is a row of a paged cache that holds its selected blocks only, one after the other.
-        slots_PX = found_PX.to(self.device)
+        slots_PX = found[0].to(self.device)
         starts_BKX = indices.long() * size
         used_BKX = (step.lengths[:, None, None] - starts_BKX).clamp(0, size).masked_fill(indices < 0, 0)
         order_BKX = torch.arange(indices.shape[2], device=self.device).masked_fill(indices < 0, -1)
@@ -345,15 +349,7 @@ class Offloaded(DynamicStorage):
             ).unflatten(0, (batch, -1))
             for part in parts
         ]
-        return torch.cat(outputs, dim=1).flatten(1, 2)
-
-    def take_fetched(self, step: Step, everything: bool) -> int:
-        """A step that reads all tokens reads them past the pool."""
-        assert self.pool is not None
-        blocks, self.pool.fetched = self.pool.fetched, 0
-        if everything:
-            blocks += sum(-(-end // self.block_size) for end in step.ends) * self.keys.shape[1]
-        return blocks * self.pool.block_bytes
+        return AttentionOutput(torch.cat(outputs, dim=1).flatten(1, 2), fetched=found[1] * self.pool.block_bytes)
 
     @property
     def nbytes(self) -> int:

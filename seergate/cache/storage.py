@@ -22,7 +22,9 @@ from seergate import ops
 from seergate.cache.call import ForwardContext
 from seergate.cache.rows import Rows
 from seergate.methods.base import LayerState, Method, Step
-from seergate.methods.evicting import Eviction, compact, trimmed
+from seergate.methods.evicting import AttentionOutput, Eviction, compact, trimmed
+from seergate.methods.selecting import PerHeadSelection
+from seergate.ops import Selection
 
 GROWTH_TOKENS, GROWTH_SHARE = 256, 1 / 8
 """Buffers grow by whichever is larger, this many tokens or this share of what they hold."""
@@ -90,33 +92,55 @@ class Storage(ABC):
         """The `Step` that a method sees: these facts, and the stored keys and values."""
         return Step(keys_BKCD=self.keys, values_BKCD=self.values, **facts)
 
-    def attend(self, step: Step, selection: ops.Selection, block_size: int) -> Tensor:
-        """Attention of a decode step to the blocks that each KV head selected: ``[B, H, D]``.
+    def attend(self, step: Step, selection: Selection | PerHeadSelection | None, block_size: int) -> AttentionOutput:
+        """Attention of a decode step to the blocks that its method chose.
 
         Args:
             step: the step.
-            selection: what its method chose.
+            selection: what each KV head chose, or each query head; ``None`` for all tokens.
             block_size: tokens per block.
         """
         keys, values, page_table = step.stored
         home = keys.device  # not the model's if the cache is offloaded
-        return ops.sparse_decode(
-            step.q_BHSD[:, :, 0].to(home),
-            keys,
-            values,
-            selection.indices.to(home),
-            step.lengths.to(home),
-            block_size,
-            step.sm_scale,
-            sinks=None if step.sinks is None else step.sinks.to(home),
-            softcap=step.softcap,
-            page_table=page_table,
-            counts=selection.counts.to(home),
-        ).to(step.q_BHSD.device)
+        q_BHD = step.q_BHSD[:, :, 0].to(home)
+        sinks = None if step.sinks is None else step.sinks.to(home)
+        if selection is None:
+            if page_table is None:
+                keys, values = keys[:, :, : step.max_length], values[:, :, : step.max_length]
+            output = ops.dense_decode(
+                q_BHD,
+                keys,
+                values,
+                None if page_table is None and len(set(step.ends)) == 1 else step.lengths.to(home),
+                sm_scale=step.sm_scale,
+                sinks=sinks,
+                softcap=step.softcap,
+                page_table=page_table,
+            )
+            return AttentionOutput(output.to(step.q_BHSD.device))
 
-    def take_fetched(self, step: Step, everything: bool) -> int | None:
-        """Bytes that the last decode step, of all tokens or of some, took from slow memory; ``None`` without one."""
-        return None
+        def sparse(chosen: Selection, heads: slice, counts: Tensor | None) -> Tensor:
+            return ops.sparse_decode(
+                q_BHD[:, heads],
+                keys,
+                values,
+                chosen.indices[:, heads].to(home),
+                step.lengths.to(home),
+                block_size,
+                step.sm_scale,
+                sinks=None if sinks is None else sinks[heads],
+                softcap=step.softcap,
+                page_table=page_table,
+                counts=counts,
+            )
+
+        if isinstance(selection, PerHeadSelection):
+            group = q_BHD.shape[1] // keys.shape[1]
+            members = [sparse(selection.heads, slice(member, None, group), None) for member in range(group)]
+            output = torch.stack(members, 2).flatten(1, 2)
+        else:
+            output = sparse(selection, slice(None), selection.counts.to(home))
+        return AttentionOutput(output.to(step.q_BHSD.device))
 
     @abstractmethod
     def crop(self, lengths: list[int]) -> None:

@@ -7,15 +7,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import replace
-from functools import partial
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.nn.functional import scaled_dot_product_attention
 
-from seergate import ops
 from seergate.cache.call import ForwardContext
 from seergate.cache.layer import GatedLayer
 from seergate.decode.trace import Trace
@@ -24,9 +21,9 @@ from seergate.inference_mode import outside_inference_mode
 from seergate.methods.base import FixedStep, Step
 from seergate.methods.evicting import AttentionOutput, CompressingState
 from seergate.methods.scoring import attend_and_weigh, log_probabilities
-from seergate.methods.selecting import SelectingMethod
+from seergate.methods.selecting import PerHeadSelection, SelectingMethod
 from seergate.ops import Selection
-from seergate.stats import DecodeStats, StepRecord, own_bytes
+from seergate.stats import DecodeStats, StepRecord
 
 MOST_FOLDED = 64
 """A chunk of at most this many tokens is attended to with `newest_tokens_attention` in dense passes; a longer one is a
@@ -80,8 +77,9 @@ class GatedAttention:
             if new > 1 and not (new <= MOST_FOLDED and self.context.valid is None and _foldable(step)):
                 return self.dense(module, query, key, value, attention_mask, **kwargs)
             with torch.no_grad(), torch.autocast(query.device.type, enabled=False):
-                output = attend_to_all(step)[:, None] if new == 1 else newest_tokens_attention(step)
-                return output.to(value.dtype), None
+                if new > 1:
+                    return newest_tokens_attention(step).to(value.dtype), None
+                return layer.storage.attend(step, None, layer.block_size).output[:, None].to(value.dtype), None
         if isinstance(step, FixedStep):
             state.append(step)
             return self._decode_fixed(state, step)[:, None].to(value.dtype), None
@@ -89,7 +87,7 @@ class GatedAttention:
         layer.prepare_fixed_steps(self.stats)
         if decoded == new:
             return self._decode_each(state, step, new).to(value.dtype), None
-        self.stats.saw_prompt(layer.layer, layer.nbytes, partial(row_bytes, layer))
+        self.stats.saw_prompt(layer.layer, layer.nbytes, layer.row_bytes)
         if isinstance(state, CompressingState) and any(start != 0 for start in step.starts):
             raise SeergateError(
                 f"the evicting method {layer.method.name!r} takes a prompt in one piece, then token by token; "
@@ -111,42 +109,35 @@ class GatedAttention:
             return torch.stack([self._decode(state, part) for part in _tokens(step, count)], dim=1)
 
     def _decode(self, state: Any, step: Step) -> Tensor:
-        layer, method = self.layer, self.layer.method
-        selection: Selection | None = None
+        layer, method, size = self.layer, self.layer.method, self.layer.block_size
+        selection: Selection | PerHeadSelection | None = None
         attended: AttentionOutput | None = None
-        output: Tensor | None = None
-        recall: Tensor | None = None
         if isinstance(method, SelectingMethod):
             selection = method.select(state, step)
-            if selection is not None:
-                output = state.attend(step)
-                if output is None:
-                    output = layer.storage.attend(step, selection, layer.block_size)
-            if self.measure_recall:
-                each = selection if selection is None else state.per_head or selection
-                recall = _recall(step, each, layer.block_size)
         elif isinstance(state, CompressingState):
-            output, p_BKGT = attend_and_weigh(step) if state.reads_all_keys else (None, None)
-            state.observe_attention(step, p_BKGT)
-            attended = state.attend(step)
-            if attended is not None:
-                output = attended.output
-        if output is None:
-            output = attend_to_all(step)
-        fetched = layer.storage.take_fetched(step, everything=selection is None)
+            if state.reads_all_keys:
+                output, step.p_BKGT = attend_and_weigh(step)
+                attended = AttentionOutput(output)
+            state.observe_attention(step)
+            attended = state.attend(step) or attended
+        if attended is None:
+            attended = layer.storage.attend(step, selection, size)
+        recall = (
+            _recall(step, selection, size) if self.measure_recall and isinstance(method, SelectingMethod) else None
+        )
         seen = [
             total - held + end
             for total, held, end in zip(layer.rows.total, layer.rows.resident, step.ends, strict=True)
         ]
-        held = layer.nbytes, partial(row_bytes, layer)
-        size = layer.block_size
-        record = StepRecord(layer.layer, step, state, seen, selection, attended, size, *held, recall, fetched)
+        record = StepRecord(
+            layer.layer, step, state, seen, selection, attended, size, layer.nbytes, layer.row_bytes, recall
+        )
         self.stats.record(record)
         if self.trace is not None:
             self.trace.record(record)
         if isinstance(state, CompressingState):
             self._evict(state, step)
-        return output
+        return attended.output
 
     def _decode_fixed(self, state: Any, step: FixedStep) -> Tensor:
         """A decode step that is the same operations whatever the rows' lengths."""
@@ -154,9 +145,7 @@ class GatedAttention:
             layer, method = self.layer, self.layer.method
             selection = method.select(state, step) if isinstance(method, SelectingMethod) else None
             self.stats.record_fixed(layer.layer, step, selection)
-            if selection is None:
-                return attend_to_all(step)
-            return layer.storage.attend(step, selection, layer.block_size)
+            return layer.storage.attend(step, selection, layer.block_size).output
 
     @outside_inference_mode
     def _evict(self, state: CompressingState, step: Step) -> None:
@@ -164,12 +153,6 @@ class GatedAttention:
         if eviction is not None:
             self.stats.evicted(self.layer.layer, step, eviction)
             self.layer.evict(eviction)
-
-
-def row_bytes(layer: GatedLayer) -> Any:
-    """Per row, the bytes of its tokens and of what the method remembers of it: as if alone, no room to grow."""
-    state, held, seen = layer.state, np.array(layer.rows.resident), np.array(layer.rows.total)
-    return layer.storage.row_bytes(layer.rows.resident) + (0 if state is None else own_bytes(state, held, seen))
 
 
 def _tokens(step: Step, count: int) -> Iterator[Step]:
@@ -219,22 +202,6 @@ def make_step(layer: GatedLayer, context: ForwardContext, query: Tensor, kwargs:
     )
 
 
-def attend_to_all(step: Step) -> Tensor:
-    """Dense decode with the query group folded into the query axis."""
-    length, (keys, values, page_table) = step.max_length, step.stored
-    home, paged = keys.device, page_table is not None  # keys of an offloaded cache may be elsewhere than the model
-    return ops.dense_decode(
-        step.q_BHSD[:, :, 0].to(home),
-        keys if paged else keys[:, :, :length],
-        values if paged else values[:, :, :length],
-        None if len(set(step.ends)) == 1 and not paged else step.lengths.to(home),
-        sm_scale=step.sm_scale,
-        sinks=None if step.sinks is None else step.sinks.to(home),
-        softcap=step.softcap,
-        page_table=page_table,
-    ).to(step.q_BHSD.device)
-
-
 def _foldable(step: Step) -> bool:
     """True if `newest_tokens_attention` can compute a step."""
     in_one_place = step.stored[2] is None and step.keys_BKCD.device == step.q_BHSD.device
@@ -269,7 +236,7 @@ def newest_tokens_attention(step: Step) -> Tensor:
     return output_BKRD.unflatten(2, (group, new)).flatten(1, 2).transpose(1, 2)
 
 
-def _recall(step: Step, selection: Selection | None, block_size: int) -> Tensor:
+def _recall(step: Step, selection: Selection | PerHeadSelection | None, block_size: int) -> Tensor:
     """Share of dense attention's probability on the tokens read, mean over query heads: ``[B]``."""
     if selection is None:
         return torch.ones(len(step.starts), device=step.lengths.device)
@@ -277,6 +244,7 @@ def _recall(step: Step, selection: Selection | None, block_size: int) -> Tensor:
     probabilities = probabilities / probabilities.sum(-1, keepdim=True)  # an attention sink's share is not a token's
     missing = -probabilities.shape[-1] % block_size
     blocks_BKGN = nn.functional.pad(probabilities, (0, missing)).unflatten(-1, (-1, block_size)).sum(-1)
-    chosen = selection.indices.unflatten(1, (blocks_BKGN.shape[1], -1)).expand(-1, -1, blocks_BKGN.shape[2], -1)
+    indices = selection.heads.indices if isinstance(selection, PerHeadSelection) else selection.indices
+    chosen = indices.unflatten(1, (blocks_BKGN.shape[1], -1)).expand(-1, -1, blocks_BKGN.shape[2], -1)
     read = blocks_BKGN.gather(-1, chosen.clamp(min=0).long()) * (chosen >= 0)
     return read.sum(-1).flatten(1).mean(1)

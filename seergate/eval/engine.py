@@ -36,7 +36,7 @@ from seergate.eval.sampling import SampledRow, Sampling, TokenChooser
 from seergate.eval.task import Problem
 from seergate.hf.attach import Handle
 from seergate.methods.evicting import CompressingMethod, CompressingState
-from seergate.stats import DecodeStats, own_bytes
+from seergate.stats import DecodeStats
 
 
 @dataclass(frozen=True)
@@ -267,7 +267,7 @@ def sample_bytes(model: PreTrainedModel, prompt: Sequence[int], longest: int) ->
                 if isinstance(part, CompressingState):
                     part.decoded = [longest - len(prompt)]  # as at the end: some hold more and more
             held = max(len(prompt), min(longest, state.max_resident()))
-        total += float(layer.storage.row_bytes([held])[0] + own_bytes(state, held, longest))
+        total += float(layer.storage.row_bytes([held])[0] + state.bytes_held(held, longest))
     return total
 
 

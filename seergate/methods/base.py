@@ -9,6 +9,7 @@ Shape suffixes: B batch, S new tokens, C capacity of the cache, N blocks, H quer
 from __future__ import annotations
 
 import copy
+import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields
@@ -68,6 +69,8 @@ class Step:
         offsets: per row, the position that the model gave to its first token; ``None`` for 0.
         hidden: gives the hidden states ``[B, S, W]`` that the attention module got, each row's tokens first; of a
             prompt or of a token that comes alone, where a model calls.
+        p_BKGT: at a decode step, the attention probabilities of all residents, 0 beyond a row's length; ``None``
+            unless the state has ``reads_all_keys``.
     """
 
     q_pre_BHSD: Tensor
@@ -84,6 +87,7 @@ class Step:
     softcap: float | None = None
     offsets: list[int] | None = None
     hidden: Callable[[], Tensor] | None = None
+    p_BKGT: Tensor | None = None
 
     @property
     def stored(self) -> tuple[Tensor, Tensor, Tensor | None]:
@@ -127,27 +131,20 @@ KeysOf = Callable[[int, int, int], Tensor]
 """``(row, first, end)`` -> the keys ``[1, K, end - first, D]`` of these tokens in the cache."""
 
 
-Covers = Literal["all", "resident", "evicted"]
-
-
 class LayerState:
     """State of a method in one layer during one request.
 
     Every tensor lives in ``self.rows`` with the batch axis first, so that the cache can reorder, repeat and select
-    rows without knowing the method. What the statistics count of it (`seergate.stats`) is declared:
+    rows without knowing the method.
 
     Attributes:
         tokens_per_entry: tokens per entry of each tensor ``rows[name] [B, K, N, ...]`` that grows with the sequence.
-        covers: the tokens that entries stand for: ``"all"``, the ``"resident"`` ones or the ``"evicted"`` ones.
         reads: growing tensors that each decode step reads in whole, beside keys and values.
-        reads_open_block: true if that includes the entry of the block that the current token is in.
         reads_all_keys: true if each decode step reads the keys of all tokens to decide.
         parts: states of other methods that this one is composed of.
     """
 
-    covers: ClassVar[Covers] = "all"
     reads: tuple[str, ...] = ()
-    reads_open_block: ClassVar[bool] = True
     reads_all_keys: bool = False
     parts: tuple[LayerState, ...] = ()
 
@@ -210,6 +207,45 @@ class LayerState:
         """Bytes that this state occupies."""
         own = sum(tensor.nbytes for tensor in self.rows.values())
         return own + sum(part.nbytes for part in self.parts)
+
+    def covered(self, held: Any, seen: Any) -> Any:
+        """Number of tokens that the entries of a row stand for.
+
+        Args:
+            held: resident tokens of the row: a number, or an array or tensor of such numbers.
+            seen: its total tokens, evicted ones included, likewise.
+        """
+        return seen
+
+    def bytes_held(self, held: Any, seen: Any) -> Any:
+        """State bytes of one row, without batch padding or spare capacity; arguments as of `covered`."""
+        total = sum((part.bytes_held(held, seen) for part in self.parts), 0 * held)
+        for name, tensor in self.rows.items():
+            if name in self.tokens_per_entry:
+                total = total + self._entry_bytes(name, self.covered(held, seen))
+            else:
+                total = total + math.prod(tensor.shape[1:]) * tensor.element_size()
+        return total
+
+    def bytes_read(self, held: Any, seen: Any, chose: bool = True) -> Any:
+        """Bytes of growing tensors that a decode step of one row reads, all heads together.
+
+        Args:
+            held, seen: as of `covered`; 1 or more.
+            chose: whether the step chose what to read.
+        """
+        parts = sum((part.bytes_read(held, seen, chose) for part in self.parts), 0 * held)
+        return parts + sum(self._entry_bytes(name, self.covered(held, seen)) for name in self.reads)
+
+    def _entry_bytes(self, name: str, tokens: Any) -> Any:
+        """Bytes of the entries of so many tokens."""
+        tensor = self.rows[name]
+        each = tensor.shape[1] * math.prod(tensor.shape[3:]) * tensor.element_size()
+        return -(-tokens // self.tokens_per_entry[name]) * each
+
+    def reads_all(self, seen: int) -> bool:
+        """True if a row of so many tokens reads all of its blocks, even beside longer rows that select."""
+        return any(part.reads_all(seen) for part in self.parts)
 
     def grown(self, name: str, blocks: int, fill: float = 0.0, limit: int | None = None) -> Tensor:
         """The tensor ``rows[name] [B, K, N, ...]``, enlarged along its block axis if need be; beyond ``limit`` only as

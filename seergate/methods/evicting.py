@@ -9,14 +9,14 @@ import warnings
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import ClassVar, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
 from seergate.checks import check_choice, check_counts
-from seergate.methods.base import Covers, LayerSpec, LayerState, Method, Step
+from seergate.methods.base import LayerSpec, LayerState, Method, Step
 
 
 class LongPromptWarning(UserWarning):
@@ -65,15 +65,17 @@ class Eviction:
 
 
 class AttentionOutput(NamedTuple):
-    """Output of a method's own attention.
+    """Attention of a decode step.
 
     Attributes:
         output: ``[B, H, D]``.
-        read: tokens that each row read, mean over KV heads.
+        read: tokens that each row read, mean over KV heads, in an attention of the method's own; else ``None``.
+        fetched: bytes that came from slow memory; ``None`` if the cache is not offloaded.
     """
 
     output: Tensor
-    read: Sequence[float]
+    read: Sequence[float] | None = None
+    fetched: int | None = None
 
 
 class CompressingState(LayerState, ABC):
@@ -84,11 +86,12 @@ class CompressingState(LayerState, ABC):
         decoded: per row, tokens since then, the current one included.
     """
 
-    covers: ClassVar[Covers] = "resident"
-
     def __init__(self, spec: LayerSpec) -> None:
         super().__init__(spec)
         self.prompts, self.decoded = [0] * spec.batch, [0] * spec.batch
+
+    def covered(self, held: Any, seen: Any) -> Any:
+        return held
 
     def append(self, step: Step) -> None:
         """The first tokens of a row are its prompt."""
@@ -106,14 +109,8 @@ class CompressingState(LayerState, ABC):
         """Tokens of a row so far, evicted ones included."""
         return self.prompts[row] + self.decoded[row]
 
-    def observe_attention(self, step: Step, p_BKGT: Tensor | None) -> None:
-        """See a decode step before its attention, so as to know later what may go.
-
-        Args:
-            step: the step.
-            p_BKGT: the attention probabilities of all residents, 0 beyond a row's length; ``None`` unless the
-                state has ``reads_all_keys``.
-        """
+    def observe_attention(self, step: Step) -> None:
+        """See a decode step before its attention, so as to know later what may go."""
 
     def attend(self, step: Step) -> AttentionOutput | None:
         """Attention of a decode step, if it is not ordinary attention to all residents."""

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from seergate.config import DecodeConfig
 from seergate.errors import SeergateError
 from seergate.methods.base import KeysOf, LayerSpec, LayerState, Step
-from seergate.methods.selecting import SelectingMethod, SelectingState
+from seergate.methods.selecting import PerHeadSelection, SelectingMethod, SelectingState
 from seergate.ops import Selection
 
 if TYPE_CHECKING:
@@ -99,7 +99,7 @@ class Gate(SelectingMethod):
     def fixed_shapes(self) -> bool:
         return self.compat is None and self.dense_below == 0
 
-    def select(self, state: LayerState, step: Step) -> Selection | None:
+    def select(self, state: LayerState, step: Step) -> Selection | PerHeadSelection | None:
         return super().select(state, step) if isinstance(state, GateState) else None
 
     @property
@@ -154,7 +154,6 @@ class GateState(SelectingState):
     """
 
     reads = ("kg",)
-    reads_open_block = False
 
     def __init__(self, spec: LayerSpec, method: Gate, gate: Scorer) -> None:
         super().__init__(spec, method)
@@ -194,6 +193,10 @@ class GateState(SelectingState):
             kept = min(keys_KSD.shape[1], 2 * size)
             ring = torch.arange(start + count - kept, start + count, device=recent.device) % (2 * size)
             recent[row][:, ring] = keys_KSD[:, keys_KSD.shape[1] - kept :]
+
+    def bytes_read(self, held: Any, seen: Any, chose: bool = True) -> Any:
+        """The entry of the block that the current token is in is not read."""
+        return super().bytes_read(held - self.size, seen - self.size, chose)
 
     @torch.no_grad()
     def scores(self, step: Step) -> Tensor:

@@ -6,7 +6,6 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
-from torch import Tensor
 
 from seergate import ops
 from seergate.errors import SeergateError
@@ -112,8 +111,8 @@ class GateOnEvictorState(EvictingState):
             index[row, :, at : at + count] = torch.arange(first, first + count, device=index.device)
         self.gating.append(whole)
 
-    def observe_attention(self, step: Step, p_BKGT: Tensor | None) -> None:
-        self.evicting.observe_attention(step, p_BKGT)
+    def observe_attention(self, step: Step) -> None:
+        self.evicting.observe_attention(step)
 
     @torch.no_grad()
     def attend(self, step: Step) -> AttentionOutput | None:

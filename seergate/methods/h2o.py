@@ -77,7 +77,8 @@ class H2OState(BudgetedState):
             if "queries" in self.rows:
                 self.rows["queries"][row, :, :count] = torch.arange(count, 0, -1, device=given.device)
 
-    def observe_attention(self, step: Step, p_BKGT: Tensor | None) -> None:
+    def observe_attention(self, step: Step) -> None:
+        p_BKGT = step.p_BKGT
         assert p_BKGT is not None
         held, new = step.max_length, torch.tensor(step.starts, device=p_BKGT.device)[:, None, None]
         fresh = torch.arange(held, device=p_BKGT.device) >= new  # such a slot may hold what an evicted token left

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -68,7 +68,6 @@ class KV4BitState(CompressingState):
     ``total_tokens(b) - residents(b)`` tokens are in here.
     """
 
-    covers = "evicted"
     reads = ("keys", "values", "key_range", "value_range")
 
     def __init__(self, spec: LayerSpec, method: KV4Bit) -> None:
@@ -89,6 +88,9 @@ class KV4BitState(CompressingState):
             "key_range": empty((2, *key_ranges), torch.float16),
             "value_range": empty((2, *per_token), torch.float16),
         }
+
+    def covered(self, held: Any, seen: Any) -> Any:
+        return seen - held
 
     def stored(self, step: Step) -> list[int]:
         """Per row, how many tokens are rounded."""

@@ -101,8 +101,9 @@ class LazyState(BudgetedState):
         for name in self.tokens_per_entry:
             self.room(name, step.max_length)
 
-    def observe_attention(self, step: Step, p_BKGT: Tensor | None) -> None:
+    def observe_attention(self, step: Step) -> None:
         """Updates the recurrence intervals (equation 1)."""
+        p_BKGT = step.p_BKGT
         assert p_BKGT is not None
         held, device = step.max_length, p_BKGT.device
         active, mri = (self.rows[name][:, :, :held] for name in ("active", "mri"))

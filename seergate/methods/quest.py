@@ -17,7 +17,7 @@ from seergate import ops
 from seergate.checks import check_choice, check_counts, check_share
 from seergate.config import Correction, Rectify
 from seergate.methods.base import KeysOf, LayerSpec, LayerState, Step
-from seergate.methods.selecting import SelectingMethod, SelectingState, with_all_blocks
+from seergate.methods.selecting import PerHeadSelection, SelectingMethod, SelectingState, with_all_blocks
 from seergate.ops import Selection
 
 
@@ -70,12 +70,11 @@ class Quest(SelectingMethod):
     def new_state(self, spec: LayerSpec) -> LayerState:
         return QuestState(spec, self, self.group_reduction)
 
-    def select(self, state: SelectingState, step: Step) -> Selection | None:
+    def select(self, state: SelectingState, step: Step) -> Selection | PerHeadSelection | None:
         selection = super().select(state, step)
-        if selection is None or not self.splits_groups:
-            return selection
-        state.per_head = selection
-        return union(selection, state.spec.num_kv_heads)
+        if isinstance(selection, Selection) and self.splits_groups:
+            return PerHeadSelection(*union(selection, state.spec.num_kv_heads), selection)
+        return selection
 
 
 class PageBounds:

@@ -130,7 +130,7 @@ class RaaSState(EvictingState):
         self.pages.append(step)
         self.grown("used", self.rows["high"].shape[2])
 
-    def observe_attention(self, step: Step, p_BKGT: Tensor | None) -> None:
+    def observe_attention(self, step: Step) -> None:
         """Notes which pages are used."""
         size, ends, used = self.method.block_size, step.ends, self.rows["used"]
         pages = [-(-end // size) for end in ends]

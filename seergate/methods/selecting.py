@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 from torch import Tensor
@@ -17,6 +17,19 @@ from seergate.checks import check_counts
 from seergate.config import check_rule
 from seergate.methods.base import LayerSpec, LayerState, Method, Step
 from seergate.ops import Selection
+
+
+class PerHeadSelection(NamedTuple):
+    """The blocks to read where the query heads of a group choose apart.
+
+    Attributes:
+        indices, counts: the union of a group's choices, as in `Selection`.
+        heads: the choice of each query head, ``[B, H, N]``.
+    """
+
+    indices: Tensor
+    counts: Tensor
+    heads: Selection
 
 
 @dataclass(kw_only=True)
@@ -50,15 +63,13 @@ class SelectingMethod(Method):
         """True if steps of this layer may read less than everything."""
         return layer not in self.dense_layers
 
-    def select(self, state: SelectingState, step: Step) -> Selection | None:
+    def select(self, state: SelectingState, step: Step) -> Selection | PerHeadSelection | None:
         """The blocks to read at a decode step, or ``None`` for all of them."""
         short = self.dense_below
         if state.spec.layer in self.dense_layers or step.max_length <= max(self.covered_tokens, short):
             return None
         selection = self.choose(state.scores(step), step.lengths)
-        if short:
-            selection = with_all_blocks(selection, step.ends, self.block_size, short)
-        return selection
+        return with_all_blocks(selection, step.ends, self.block_size, short) if short else selection
 
     def choose(self, scores_BKN: Tensor, lengths: Tensor) -> Selection:
         """The blocks that the rule picks by these scores, in rows of ``lengths [B]`` tokens."""
@@ -94,46 +105,23 @@ class SelectingMethod(Method):
 
 
 class SelectingState(LayerState, ABC):
-    """State of a `SelectingMethod`.
-
-    Attributes:
-        per_head: what each query head chose at the last step, ``[B, H, N]``, where those of a group choose apart.
-    """
-
-    per_head: Selection | None = None
+    """State of a `SelectingMethod`."""
 
     def __init__(self, spec: LayerSpec, method: SelectingMethod) -> None:
         super().__init__(spec)
         self.method, self.block_size = method, method.block_size
+
+    def bytes_read(self, held: Any, seen: Any, chose: bool = True) -> Any:
+        return super().bytes_read(held, seen) if chose else 0 * held
+
+    def reads_all(self, seen: int) -> bool:
+        return self.method.reads_all(seen)
 
     @abstractmethod
     def scores(self, step: Step) -> Tensor:
         """Score every block for the newest token of each row: ``[B, K, N]``, higher is better. Entries of the current
         block and beyond are ignored.
         """
-
-    def attend(self, step: Step) -> Tensor | None:
-        """Attention ``[B, H, D]`` of query heads that choose apart; ``None`` if those of a group read the same."""
-        if self.per_head is None:
-            return None
-        keys, values, page_table = step.stored
-        home, group = keys.device, step.q_BHSD.shape[1] // self.spec.num_kv_heads
-        heads = [
-            ops.sparse_decode(
-                step.q_BHSD[:, member::group, 0].to(home),
-                keys,
-                values,
-                self.per_head.indices[:, member::group].to(home),
-                step.lengths.to(home),
-                self.block_size,
-                step.sm_scale,
-                sinks=None if step.sinks is None else step.sinks[member::group].to(home),
-                softcap=step.softcap,
-                page_table=page_table,
-            )
-            for member in range(group)
-        ]
-        return torch.stack(heads, 2).flatten(1, 2).to(step.q_BHSD.device)
 
     def logits(self, step: Step) -> Tensor:
         """`scores` per KV head ``[B, K, N]`` and on the scale of attention's logits: a softmax over past blocks can be

@@ -5,7 +5,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar
 
-import torch
 from torch import Tensor
 
 from seergate.checks import check_choice, check_flags
@@ -45,23 +44,18 @@ class TOVA(BudgetedMethod):
 
 
 class TOVAState(BudgetedState):
-    """Remembers nothing beyond the cache but the current step's probabilities."""
+    """Remembers nothing beyond the cache."""
 
     reads_all_keys = True
 
     def __init__(self, spec: LayerSpec, method: TOVA) -> None:
         super().__init__(spec, method)
         self.scope = method.scope
-        self.p_BKGT = torch.zeros(0)
-
-    def observe_attention(self, step: Step, p_BKGT: Tensor | None) -> None:
-        assert p_BKGT is not None
-        self.p_BKGT = p_BKGT
 
     def importance(self, step: Step, row: int) -> Tensor:
         held = step.ends[row]
-        if step.q_BHSD.shape[2] == 1:
-            p_KGT = self.p_BKGT[row, ..., :held]
+        if step.p_BKGT is not None:
+            p_KGT = step.p_BKGT[row, ..., :held]
         else:  # of a prompt the last query counts
             newest, keys = step.q_BHSD[row : row + 1, :, held - 1 : held], step.k_BKSD[row : row + 1, :, :held]
             p_KGT = causal_softmax(newest, keys, held - 1, step)[0, :, :, 0]

@@ -266,14 +266,13 @@ def test_the_pool_gives_up_what_has_not_been_read_for_longest():
     stored = [torch.arange(2 * 6 * 4 * dim).float().view(2, 6, 4 * dim) for dim in (2, 3)]
 
     def reads(*blocks):
-        before = pool.fetched
         wanted = torch.tensor(blocks)
-        slots = pool.locate(wanted, *stored)
+        slots, fetched = pool.locate(wanted, *stored)
         for pair, block in (wanted >= 0).nonzero().tolist():
             slot, number = int(slots[pair, block]), int(wanted[pair, block])
             assert torch.equal(pool.keys[slot].flatten(), stored[0][pair, number])
             assert torch.equal(pool.values[slot].flatten(), stored[1][pair, number])
-        return pool.fetched - before
+        return fetched
 
     assert reads([0], [5]) == 2
     assert reads([1], [5]) == 1  # slots: pair 0 holds 0 and 1, pair 1 holds 5

@@ -35,7 +35,8 @@ def centres(model: Any) -> Centres:
 
 def attention(state: Any, step: Any) -> Any:
     """What a decode step does with a state before anything leaves: `observe_attention`, then `attend`."""
-    state.observe_attention(step, attend_and_weigh(step)[1] if state.reads_all_keys else None)
+    step.p_BKGT = attend_and_weigh(step)[1] if state.reads_all_keys else None
+    state.observe_attention(step)
     return state.attend(step)
 
 

@@ -201,10 +201,10 @@ def test_how_many_pages_raas_stamps(share, monkeypatch):
     """
     plain, checked = RaaSState.observe_attention, 0
 
-    def spied(self, step, p_BKGT):
+    def spied(self, step):
         nonlocal checked
         before, pages, now = self.rows["used"].clone(), -(-step.ends[0] // 4), self.decoded[0]
-        plain(self, step, p_BKGT)
+        plain(self, step)
         used = self.rows["used"][:, :, :pages]
         for head in range(2):
             bounds = self.bounds[0, head].tolist()
