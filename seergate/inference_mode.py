@@ -18,7 +18,7 @@ def outside_inference_mode(function: Callable[..., Any]) -> Callable[..., Any]:
 
     @wraps(function)
     def wrapper(*args: Any, **kwargs: Any) -> Any:
-        if not torch.is_inference_mode_enabled():
+        if torch.compiler.is_compiling() or not torch.is_inference_mode_enabled():
             return function(*args, **kwargs)
         with torch.inference_mode(False), torch.no_grad():
             return function(*args, **kwargs)

@@ -76,8 +76,8 @@ class StepRecord:
 
 
 @dataclass
-class FixedCounts:
-    """Counters of fixed-shape steps, on the device, and the sizes that all of these steps share.
+class CompiledCounts:
+    """Counters of compiled steps, on the device, and the sizes that all of these steps share.
 
     Attributes:
         lengths: int32 ``[2, C + 1]``: how often a row of so many tokens read everything, and how often it selected.
@@ -108,7 +108,7 @@ class LayerStats:
         self.resident_sum = self.resident_peak = 0
         self.state_bytes = 0
         nothing = torch.zeros(2, 0, dtype=torch.int64)
-        self.fixed = FixedCounts(nothing, nothing, nothing[0], 0, 0)
+        self.compiled = CompiledCounts(nothing, nothing, nothing[0], 0, 0)
         self.fetched: int | None = None  # bytes; None if the cache is not offloaded
         self.recall: Tensor | float = 0.0
         self.recall_rows = 0
@@ -124,12 +124,12 @@ class DecodeStats:
         self.bytes_per_token = dict.fromkeys(layers, 0)  # of a key and a value of one KV head
 
     def anew(self) -> DecodeStats:
-        """Counters that start at zero. Steps of fixed shapes that are under way go on, with the tensors they have."""
+        """Counters that start at zero. Compiled steps that are under way go on, with the tensors they have."""
         fresh = DecodeStats(list(self.layers))
         fresh.block_size, fresh.heads, fresh.bytes_per_token = self.block_size, self.heads, self.bytes_per_token
         for layer, stats in self.layers.items():
             self._fold(stats)
-            fresh.layers[layer].fixed = stats.fixed
+            fresh.layers[layer].compiled = stats.compiled
         return fresh
 
     def saw_prompt(self, layer: int, resident_bytes: int, row_bytes: RowBytes) -> None:
@@ -164,15 +164,15 @@ class DecodeStats:
             stats.recall_rows += len(record.recall)
 
     @outside_inference_mode
-    def expect_fixed(
+    def expect_compiled(
         self, layer: int, keys: Tensor, values: Tensor, block_size: int, state: LayerState
-    ) -> FixedCounts:
-        """Get ready for steps of fixed shapes on this cache ``[B, K, C, D]``: a compiler must see no new tensors.
+    ) -> CompiledCounts:
+        """Get ready for compiled steps on this cache ``[B, K, C, D]``: a compiler must see no new tensors.
 
         Returns:
-            Where these steps are counted, as long as the layer's ``fixed`` is this very object.
+            Where these steps are counted, as long as the layer's ``compiled`` is this very object.
         """
-        stats, fixed = self.layers[layer], self.layers[layer].fixed
+        stats, fixed = self.layers[layer], self.layers[layer].compiled
         self._fold(stats)
         self.block_size, self.heads[layer] = block_size, keys.shape[1]
         self.bytes_per_token[layer] = token_bytes(keys, values)
@@ -186,13 +186,13 @@ class DecodeStats:
         if isinstance(state, SelectingState):
             read = read * (each > state.method.covered_tokens)
         held = keys.nbytes + values.nbytes + state.nbytes
-        stats.fixed = FixedCounts(lengths, blocks, read, held, state.nbytes)
+        stats.compiled = CompiledCounts(lengths, blocks, read, held, state.nbytes)
         stats.resident_peak, stats.state_bytes = max(stats.resident_peak, held), max(stats.state_bytes, state.nbytes)
-        return stats.fixed
+        return stats.compiled
 
-    def record_fixed(self, layer: int, step: Step, selection: Selection | PerHeadSelection | None) -> None:
-        """Count one decode step of fixed shapes, without the host."""
-        fixed, lengths = self.layers[layer].fixed, step.lengths
+    def record_compiled(self, layer: int, step: Step, selection: Selection | PerHeadSelection | None) -> None:
+        """Count one compiled step, without the host."""
+        fixed, lengths = self.layers[layer].compiled, step.lengths
         chose = int(selection is not None)
         fixed.lengths[chose].scatter_add_(0, lengths, torch.ones_like(lengths, dtype=torch.int32))
         if selection is not None:
@@ -200,7 +200,7 @@ class DecodeStats:
 
     def _fold(self, stats: LayerStats) -> None:
         """Add what was counted on the device to the other figures."""
-        fixed = stats.fixed
+        fixed = stats.compiled
         everything, selected = fixed.lengths.cpu().long()
         rows, lengths = everything + selected, torch.arange(len(selected))
         if not rows.any():

@@ -7,7 +7,7 @@ Shape suffixes: B batch, S new tokens, H query heads, K KV heads, D head dimensi
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from threading import get_ident
 from typing import Any, Literal, NamedTuple
 from weakref import ref
@@ -20,7 +20,7 @@ from seergate.errors import SeergateError
 VERIFIED_TOKENS = 32
 """At most so many drafted tokens are verified at once, each decoded as if it had come alone; more are read densely."""
 
-ForcedMode = Literal["dense", "decode"]
+Phase = Literal["dense", "decode"]
 
 
 class ForwardMode(NamedTuple):
@@ -41,61 +41,58 @@ PROMPT, DENSE = ForwardMode(), ForwardMode(dense=True)
 class ForwardModes:
     """Tells prompts, decoded tokens and dense passes of one model apart.
 
-    A single token is a decode step. Several are a prompt, read densely, unless they are drafts: assisted decoding
-    declares them with `drafting`, a caller's own loop with `forced`.
+    A single token is a decode step, several are a prompt, unless somebody has said what they are: corrections,
+    `seergate.score` and a caller's own loop (`forced`), and the hooks of ``generate`` (`prefilling`, `drafting`).
 
     Args:
         decodes_drafts: whether the method can decode several tokens of one pass; one that evicts cannot.
         reads_leftovers: whether a last chunk of a prompt that has a single token can be read densely, likewise.
 
     Attributes:
-        default: what passes are by default: ``"dense"`` while a correction decides when the method selects.
+        phase: of all passes now, whatever their tokens; ``"dense"`` while lossless decoding decides when to draft.
+        in_chunks: whether a prompt is being read that was cut into chunks.
+        thread: the one that has set either for a time; no other may run a pass meanwhile.
     """
 
     def __init__(self, *, decodes_drafts: bool, reads_leftovers: bool) -> None:
         self.decodes_drafts, self.reads_leftovers = decodes_drafts, reads_leftovers
-        self.default: ForcedMode | None = None
-        self._forced: dict[int, ForcedMode] = {}  # by thread, and so are the others
-        self._prefilling: dict[int, bool] = {}  # whether the prompt that is being read was cut into chunks
-        self._drafting: dict[int, tuple[Any, Any, int]] = {}  # weakly, drafter and cache; slots that the prompt takes
+        self.phase: Phase | None = None
+        self.in_chunks = False
+        self.thread: int | None = None
+        self._drafting: tuple[Any, Any, int] | None = None  # weakly, drafter and cache; slots that the prompt takes
 
     @contextmanager
-    def forced(self, mode: ForcedMode) -> Iterator[None]:
-        """While it lasts, this thread's passes are dense, or all of their tokens are decoded, however many they are.
+    def _during(self, **state: Any) -> Iterator[None]:
+        state["thread"] = get_ident()
+        before = {name: getattr(self, name) for name in state}
+        vars(self).update(state)
+        try:
+            yield
+        finally:
+            vars(self).update(before)
+
+    def forced(self, phase: Phase) -> AbstractContextManager[None]:
+        """While it lasts, passes are dense, or all of their tokens are decoded, however many they are.
 
         Raises:
             SeergateError: for ``"decode"`` under a method that takes one token at a time.
         """
-        if mode == "decode" and not self.decodes_drafts:
+        if phase == "decode" and not self.decodes_drafts:
             raise SeergateError(
                 "a method that evicts decodes one token per pass, so several cannot be forced; pass them one by one, "
                 "or use seergate.score"
             )
-        thread = get_ident()
-        before = self._forced.get(thread)
-        self._forced[thread] = mode
-        try:
-            yield
-        finally:
-            if before is None:
-                del self._forced[thread]
-            else:
-                self._forced[thread] = before
+        return self._during(phase=phase)
 
-    @contextmanager
-    def prefilling(self, in_chunks: bool) -> Iterator[None]:
-        """While it lasts, this thread reads a prompt, perhaps in chunks."""
-        self._prefilling[get_ident()] = in_chunks
-        try:
-            yield
-        finally:
-            del self._prefilling[get_ident()]
+    def prefilling(self, in_chunks: bool) -> AbstractContextManager[None]:
+        """While it lasts, a prompt is read, perhaps in chunks."""
+        return self._during(in_chunks=in_chunks)
 
     def drafting(self, drafter: Any, cache: Any, prompt: int) -> None:
-        """As long as ``drafter`` exists, this thread's tokens for ``cache`` are drafts, after ``prompt`` slots."""
-        self._drafting[get_ident()] = ref(drafter), ref(cache), prompt
+        """As long as ``drafter`` exists, tokens for ``cache`` are drafts, after ``prompt`` slots."""
+        self._drafting = ref(drafter), ref(cache), prompt
 
-    def mode(self, cache: Any, slots: int | None, new: int) -> ForwardMode:
+    def mode(self, cache: Any, slots: int, new: int) -> ForwardMode:
         """The mode of a forward pass.
 
         Args:
@@ -103,26 +100,19 @@ class ForwardModes:
             slots: tokens that the cache has, padding included; only looked at if ``new`` is more than 1.
             new: how many arrive.
         """
-        # A compiled step asks no further where nothing is forced and no prompt is being read.
-        forced = self._forced.get(get_ident(), self.default) if self._forced else self.default
-        if forced == "dense":
+        if self.phase == "dense":
             return DENSE
         if new == 1:
-            left_over = bool(self._prefilling) and self._prefilling.get(get_ident()) and self.reads_leftovers
-            return DENSE if left_over else ForwardMode(decoded=1)
+            return DENSE if self.in_chunks and self.reads_leftovers else ForwardMode(decoded=1)
         if not self.decodes_drafts:
             return PROMPT
-        if forced == "decode":
+        if self.phase == "decode":
             return ForwardMode(decoded=new)
-        drafted = self._drafted(cache, slots or 0, new)
+        drafter, filled, prompt = self._drafting or (lambda: None, lambda: None, 0)
+        if drafter() is None or filled() is not cache:
+            return PROMPT
+        drafted = max(0, min(new, slots + new - prompt))  # or accepted, after the prompt
         return ForwardMode(decoded=drafted) if drafted <= VERIFIED_TOKENS else PROMPT
-
-    def _drafted(self, cache: Any, slots: int, new: int) -> int:
-        """Number of the newest tokens that assisted decoding has drafted, or accepted after the prompt."""
-        drafter, filled, prompt = self._drafting.get(get_ident(), (None, None, 0))
-        if drafter is None or filled is None or drafter() is None or filled() is not cache:
-            return 0
-        return max(0, min(new, slots + new - prompt))
 
 
 class ForwardContext:
@@ -134,6 +124,7 @@ class ForwardContext:
         valid: bool ``[B, S]``, which new tokens are real; ``None`` if all are.
         position_ids: ``[B, S]`` or ``[1, S]``, where the model puts the new tokens; ``None`` if it did not say.
         hidden: ``[B, S, W]``, what the attention module got; ``None`` if the plain model runs.
+        on_host: false in a compiled step, where the host knows no lengths.
 
     Attributes:
         q_pre, k_pre, k, starts, counts: set when the tokens are stored (`take`); as in `Step`.
@@ -152,8 +143,9 @@ class ForwardContext:
         valid: Tensor | None = None,
         position_ids: Tensor | None = None,
         hidden: Tensor | None = None,
+        on_host: bool = True,
     ) -> None:
-        self.mode, self.take_qk, self.valid = mode, take_qk, valid
+        self.mode, self.take_qk, self.valid, self.on_host = mode, take_qk, valid, on_host
         self.position_ids, self.hidden = position_ids, hidden
         self.order = None if valid is None else torch.argsort((~valid).int(), dim=1, stable=True)
 

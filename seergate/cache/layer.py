@@ -22,9 +22,9 @@ from seergate.cache.rows import Rows
 from seergate.cache.storage import DynamicStorage, Storage
 from seergate.errors import SeergateError
 from seergate.inference_mode import outside_inference_mode
-from seergate.methods.base import LayerSpec, LayerState, Method, Rotary, Step
+from seergate.methods.base import LayerSpec, LayerState, Method, Rotary
 from seergate.methods.evicting import CompressingMethod, CompressingState, Eviction
-from seergate.stats import DecodeStats
+from seergate.stats import CompiledCounts, DecodeStats
 
 
 class GatedLayer(CacheLayerMixin):
@@ -32,24 +32,36 @@ class GatedLayer(CacheLayerMixin):
 
     Args:
         shared: whether later layers read what `update` returns (Gemma 4's KV sharing).
+        compiles: whether a decode step may be compiled, or captured in a CUDA graph: then it is the same operations
+            whatever the rows' lengths, which only the device knows. For a static cache, and a method with
+            ``fixed_shapes``.
+
+    Attributes:
+        counts: where compiled steps are counted; ``None`` if an eager step must come before one.
     """
 
-    is_compileable = False
     is_sliding = False
     is_croppable = True
-    new_rows = Rows
 
     def __init__(
-        self, storage: Storage, method: Method, layer: int, num_heads: int, rotary: Rotary, shared: bool = False
+        self,
+        storage: Storage,
+        method: Method,
+        layer: int,
+        num_heads: int,
+        rotary: Rotary,
+        shared: bool = False,
+        compiles: bool = False,
     ) -> None:
         self.storage, self.method, self.layer, self.num_heads, self.rotary = storage, method, layer, num_heads, rotary
-        self.static_length, self.shared = storage.static_length, shared
+        self.static_length, self.shared, self.is_compileable = storage.static_length, shared, compiles
         self.block_size = int(getattr(method, "block_size", 1))
         self._clear()
 
     @outside_inference_mode
     def _clear(self) -> None:
-        self.rows = self.new_rows()
+        self.rows = Rows()
+        self.counts: CompiledCounts | None = None
         self.state: LayerState | None = None
         self.context: ForwardContext | None = None  # put here by the attention module's pre-hook, taken by `update`
         self.is_initialized = False
@@ -85,8 +97,26 @@ class GatedLayer(CacheLayerMixin):
             LayerSpec(self.layer, batch, self.num_heads, heads, head_dim, self.dtype, self.device, self.rotary)
         )
         self.storage.allocate(key_states, value_states, self.block_size, self.state)
-        self.rows = self.new_rows(batch, self.device)
+        self.rows = Rows(batch, self.device, self.is_compileable)
+        if self.is_compileable:  # a compiler must see no new tensors later
+            for name, size in self.state.tokens_per_entry.items():
+                entries = self.storage.keys.shape[2] // size
+                self.state.grown(name, entries, limit=entries)
         self.is_initialized = True
+
+    @outside_inference_mode
+    def expect_compiled(self, stats: DecodeStats) -> None:
+        """After an eager step: get ready for compiled ones, in a layer that has them."""
+        if not self.is_compileable:
+            return
+        keys, values = self.storage.keys, self.storage.values
+        assert self.state is not None and self.rows.width is not None
+        if self.counts is None or self.counts is not stats.layers[self.layer].compiled:
+            self.counts = stats.expect_compiled(self.layer, keys, values, self.block_size, self.state)
+        if self.device.type == "cuda":
+            own = (keys, values, self.rows.lengths, self.rows.width, *self.state.rows.values())
+            for tensor in (*own, self.counts.lengths, self.counts.blocks):
+                torch._dynamo.mark_static_address(tensor)
 
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
         """Store the new tokens.
@@ -104,10 +134,18 @@ class GatedLayer(CacheLayerMixin):
             raise SeergateError(
                 f"the cache holds {len(rows)} rows and {batch} arrive; use a new cache for a new batch"
             )
-        if self.static_length is not None and rows.slots + new > self.static_length:
-            self.raise_full(new)
-        fresh = rows.slots == 0
         context, self.context = self.context, None
+        if context is not None and not context.on_host:
+            self._write(context, rows, key_states, value_states, [1] * batch, None)
+            rows.add_compiled()
+            context.take(key_states, [], [])
+            return key_states, value_states
+        if self.static_length is not None and rows.slots + new > self.static_length:
+            raise SeergateError(
+                f"the static cache has room for {self.static_length} tokens; {rows.slots} are there and {new} more "
+                "arrive"
+            )
+        fresh = rows.slots == 0
         if context is None:  # the model runs without its gates: keep the tokens, but the method has not seen them
             if isinstance(self.method, CompressingMethod) and not fresh:
                 raise SeergateError(
@@ -140,20 +178,6 @@ class GatedLayer(CacheLayerMixin):
     def _max_resident(self) -> int | None:
         return self.state.max_resident() if isinstance(self.state, CompressingState) else None
 
-    def raise_full(self, new: int) -> None:
-        """There is no room for so many new tokens."""
-        raise SeergateError(
-            f"the static cache has room for {self.static_length} tokens; {self.rows.slots} are there and {new} more "
-            "arrive"
-        )
-
-    def is_fixed_step(self, new: int) -> bool:
-        """True if so many new tokens take the fixed-shape path (`FixedLayer`)."""
-        return False
-
-    def prepare_fixed_steps(self, stats: DecodeStats) -> None:
-        """After a dynamic step: prepare for fixed-shape steps, in a layer that has them."""
-
     @outside_inference_mode
     def evict(self, eviction: Eviction) -> None:
         """Release residents, and the room for more than the method may hold (after a long prompt)."""
@@ -164,10 +188,6 @@ class GatedLayer(CacheLayerMixin):
         room = self.storage.evict(eviction, max(*lengths, self.state.max_resident()))
         self.rows.set_resident(lengths)
         self.state.on_evict(eviction, room)
-
-    def step(self, **facts: Any) -> Step:
-        """The `Step` that a method sees: the stored keys and values, and these facts."""
-        return self.storage.step(**facts)
 
     # ------------------------------------------------------------------------------------- what transformers asks
 
@@ -189,9 +209,9 @@ class GatedLayer(CacheLayerMixin):
             return self.static_length, 0
         return self.rows.slots + int(query_length), 0
 
-    def get_seq_length(self) -> int:
-        """Slots seen so far."""
-        return self.rows.slots
+    def get_seq_length(self) -> Any:
+        """Slots seen so far: a tensor where steps may be compiled, as in transformers' own static layer."""
+        return self.rows.slots if self.rows.width is None else self.rows.width
 
     def get_max_length(self) -> int:
         """Slots there is room for; -1 if it grows."""
@@ -251,6 +271,8 @@ class GatedLayer(CacheLayerMixin):
     def _select_rows(self, index: Tensor) -> None:
         if not self.is_initialized:
             return
+        if len(index) != len(self.rows):
+            self.counts = None  # they are of as many rows as there were
         index = index.to(self.device)
         self.storage.select(index)
         self.rows.select(index)

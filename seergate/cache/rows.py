@@ -17,27 +17,67 @@ from torch.nn.functional import pad
 class Rows:
     """The rows of one layer.
 
+    The host counts along, so that it need not ask the device. It does not see compiled steps (`add_compiled`), and
+    reads the numbers anew when they are asked for after such steps.
+
     Args:
         batch: how many; all are empty.
         device: of the tensors.
+        compiles: whether there may be compiled steps: then the tensors are changed in place.
 
     Attributes:
         lengths: int64 ``[B]``, tokens that a row holds.
-        resident: `lengths` as a list, known without a device read.
-        total: tokens of each row so far, evicted ones included.
+        width: int64 scalar, the number of slots; ``None`` without compiled steps.
         offsets: per row, the position that the model gave to its first token.
-        slots: columns of the padded batch so far, which transformers calls the sequence length.
         valid: bool ``[B, <= slots]``, which slots hold real tokens; later ones all do. ``None`` if none was padding.
     """
 
-    def __init__(self, batch: int = 0, device: torch.device | None = None) -> None:
+    def __init__(self, batch: int = 0, device: torch.device | None = None, compiles: bool = False) -> None:
         self.lengths = torch.zeros(batch, dtype=torch.int64, device=device)
-        self.resident, self.total, self.offsets = [0] * batch, [0] * batch, [0] * batch
-        self.slots = 0
+        self.width = torch.zeros((), dtype=torch.int64, device=device) if compiles else None
+        self._resident, self._total, self.offsets = [0] * batch, [0] * batch, [0] * batch
+        self._slots, self._seen = 0, True
         self.valid: Tensor | None = None
 
     def __len__(self) -> int:
         return len(self.lengths)
+
+    @property
+    def resident(self) -> list[int]:
+        """`lengths` as a list."""
+        self._see()
+        return self._resident
+
+    @property
+    def total(self) -> list[int]:
+        """Tokens of each row so far, evicted ones included."""
+        self._see()
+        return self._total
+
+    @property
+    def slots(self) -> int:
+        """Columns of the padded batch so far, which transformers calls the sequence length."""
+        self._see()
+        return self._slots
+
+    def _see(self) -> None:
+        """Read what compiled steps have counted; nothing is evicted in those."""
+        if not self._seen:
+            assert self.width is not None
+            self._resident = self._total = self.lengths.tolist()
+            self._slots, self._seen = int(self.width), True
+
+    def add_compiled(self) -> None:
+        """Count one new token per row, on the device only."""
+        assert self.width is not None
+        self.lengths.add_(1)
+        self.width.add_(1)
+        self._seen = False
+
+    def _set_slots(self, slots: int) -> None:
+        self._slots = slots
+        if self.width is not None:
+            self.width.fill_(slots)
 
     def real_slots(self) -> Tensor:
         """Mask of the slots that hold real tokens: bool ``[B, slots]``."""
@@ -56,10 +96,11 @@ class Rows:
     def set_resident(self, lengths: list[int]) -> None:
         """Set how many tokens each row holds."""
         if lengths == [length + 1 for length in self.resident]:
-            self.lengths = self.lengths + 1  # no transfer to the device at a decode step
+            new = self.lengths + 1  # no transfer to the device at a decode step
         else:
-            self.lengths = torch.tensor(lengths, dtype=torch.int64, device=self.lengths.device)
-        self.resident = lengths
+            new = torch.tensor(lengths, dtype=torch.int64, device=self.lengths.device)
+        self.lengths = new if self.width is None else self.lengths.copy_(new)
+        self._resident = lengths
 
     def add(self, counts: list[int], slots: int, valid: Tensor | None) -> None:
         """Count new tokens.
@@ -72,8 +113,8 @@ class Rows:
         if valid is not None or (self.valid is not None and slots > 1):
             known = self.real_slots()
             self.valid = pad(known, (0, slots), value=True) if valid is None else torch.cat((known, valid), dim=1)
-        self.slots += slots
-        self.total = [total + count for total, count in zip(self.total, counts, strict=True)]
+        self._set_slots(self.slots + slots)
+        self._total = [total + count for total, count in zip(self.total, counts, strict=True)]
         self.set_resident([resident + count for resident, count in zip(self.resident, counts, strict=True)])
 
     def crop(self, slots: int) -> list[int]:
@@ -83,19 +124,19 @@ class Rows:
         else:
             self.valid = self.valid[:, :slots]
             after = [count + slots - self.valid.shape[1] for count in self.valid.sum(1).tolist()]
-        self.slots = slots
+        self._set_slots(slots)
         return self.shorten(after)
 
     def shorten(self, lengths: list[int]) -> list[int]:
         """Forget the newest tokens of each row, and not their slots; the tokens that each row had before."""
-        before, self.total = list(self.resident), list(lengths)
+        before, self._total = list(self.resident), list(lengths)
         self.set_resident(lengths)
         return before
 
     def select(self, index: Tensor) -> None:
         """Take the rows ``index`` (int64), in that order; a row may be repeated."""
         rows = index.tolist()
-        self.resident, self.total, self.offsets = (
+        self._resident, self._total, self.offsets = (
             [x[row] for row in rows] for x in (self.resident, self.total, self.offsets)
         )
         self.lengths = self.lengths.index_select(0, index)
@@ -105,9 +146,9 @@ class Rows:
     def append(self, other: Rows) -> None:
         """Put other rows after these. All count as left-padded to the longest of them."""
         self.lengths = torch.cat((self.lengths, other.lengths))
-        self.resident, self.total = self.resident + other.resident, self.total + other.total
+        self._resident, self._total = self.resident + other.resident, self.total + other.total
         self.offsets = self.offsets + other.offsets
-        self.slots = max(self.total)
+        self._set_slots(max(self.total))
         device = self.lengths.device
         begins = torch.tensor([self.slots - total for total in self.total], device=device)
         self.valid = torch.arange(self.slots, device=device) >= begins[:, None] if begins.any() else None

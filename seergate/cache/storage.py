@@ -295,17 +295,17 @@ class DynamicStorage(Storage):
         counts: list[int],
         max_tokens: int | None,
     ) -> None:
-        new, starts = keys.shape[2], rows.resident
-        ends = [start + count for start, count in zip(starts, counts, strict=True)]
-        self.reserve(max(ends), max_tokens)
+        new, starts = keys.shape[2], rows.resident if context.on_host else []
+        if starts:
+            self.reserve(max(start + count for start, count in zip(starts, counts, strict=True)), max_tokens)
         home = self._keys.device
         pairs = [(self._keys, keys.detach()), (self._values, values.detach())]
         pairs = [(buffer, x.to(home, self.dtype)) for buffer, x in pairs]  # autocast mixes dtypes
         if len(set(starts)) == 1 and set(counts) == {new}:
             for buffer, x in pairs:
-                buffer[:, :, starts[0] : ends[0]] = x
+                buffer[:, :, starts[0] : starts[0] + new] = x
         elif new == 1 and set(counts) == {1}:
-            batch, places = torch.arange(len(ends), device=home), rows.lengths.to(home)
+            batch, places = torch.arange(len(counts), device=home), rows.lengths.to(home)
             for buffer, x in pairs:
                 buffer[batch, :, places] = x[:, :, 0]
         else:

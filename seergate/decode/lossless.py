@@ -69,7 +69,7 @@ class LosslessDecoding:
 
     Args:
         model: whose ``generate`` is replaced until `remove`.
-        passes: made dense by default.
+        passes: made dense but for drafts.
         tokens_read: returns the sums so far of tokens that decode steps have read, and of those that they have seen.
 
     Raises:
@@ -97,7 +97,7 @@ class LosslessDecoding:
 
     def install(self) -> None:
         """Take the place of the model's ``generate``."""
-        self.passes.default = "dense"
+        self.passes.phase = "dense"
         self.theirs = vars(self.model).get("generate")  # set on the instance by other code, in place of the class's
         self.model.generate = self  # type: ignore[method-assign,assignment]
 
@@ -106,7 +106,7 @@ class LosslessDecoding:
         vars(self.model).pop("generate", None)
         if self.theirs is not None:
             self.model.generate = self.theirs  # type: ignore[method-assign]
-        self.passes.default = None
+        self.passes.phase = None
 
     def reset(self) -> None:
         """Set all counters to zero."""

@@ -18,7 +18,7 @@ from seergate.cache.layer import GatedLayer
 from seergate.decode.trace import Trace
 from seergate.errors import SeergateError
 from seergate.inference_mode import outside_inference_mode
-from seergate.methods.base import FixedStep, Step
+from seergate.methods.base import Step
 from seergate.methods.evicting import AttentionOutput, CompressingState
 from seergate.methods.scoring import attend_and_weigh, log_probabilities
 from seergate.methods.selecting import PerHeadSelection, SelectingMethod
@@ -80,11 +80,9 @@ class GatedAttention:
                 if new > 1:
                     return newest_tokens_attention(step).to(value.dtype), None
                 return layer.storage.attend(step, None, layer.block_size).output[:, None].to(value.dtype), None
-        if isinstance(step, FixedStep):
-            state.append(step)
-            return self._decode_fixed(state, step)[:, None].to(value.dtype), None
         state.observe(step)
-        layer.prepare_fixed_steps(self.stats)
+        if self.context.on_host:
+            layer.expect_compiled(self.stats)
         if decoded == new:
             return self._decode_each(state, step, new).to(value.dtype), None
         self.stats.saw_prompt(layer.layer, layer.nbytes, layer.row_bytes)
@@ -106,6 +104,8 @@ class GatedAttention:
     def _decode_each(self, state: Any, step: Step, count: int) -> Tensor:
         """Decode the newest ``count`` tokens one after another: ``[B, count, H, D]``."""
         with torch.no_grad(), torch.autocast(step.q_BHSD.device.type, enabled=False):
+            if step.q_BHSD.shape[2] == 1:
+                return self._decode(state, step)[:, None]
             return torch.stack([self._decode(state, part) for part in _tokens(step, count)], dim=1)
 
     def _decode(self, state: Any, step: Step) -> Tensor:
@@ -122,6 +122,9 @@ class GatedAttention:
             attended = state.attend(step) or attended
         if attended is None:
             attended = layer.storage.attend(step, selection, size)
+        if not self.context.on_host:
+            self.stats.record_compiled(layer.layer, step, selection)
+            return attended.output
         recall = (
             _recall(step, selection, size) if self.measure_recall and isinstance(method, SelectingMethod) else None
         )
@@ -139,14 +142,6 @@ class GatedAttention:
             self._evict(state, step)
         return attended.output
 
-    def _decode_fixed(self, state: Any, step: FixedStep) -> Tensor:
-        """A decode step that is the same operations whatever the rows' lengths."""
-        with torch.no_grad(), torch.autocast(step.q_BHSD.device.type, enabled=False):
-            layer, method = self.layer, self.layer.method
-            selection = method.select(state, step) if isinstance(method, SelectingMethod) else None
-            self.stats.record_fixed(layer.layer, step, selection)
-            return layer.storage.attend(step, selection, layer.block_size).output
-
     @outside_inference_mode
     def _evict(self, state: CompressingState, step: Step) -> None:
         eviction = state.select_kept(step)
@@ -157,9 +152,6 @@ class GatedAttention:
 
 def _tokens(step: Step, count: int) -> Iterator[Step]:
     """The step of each of the newest ``count`` tokens, as if those after it had not come yet."""
-    if step.q_BHSD.shape[2] == 1:
-        yield step
-        return
     new = step.counts[0]  # without padding; the same in all rows
     for i in range(new - count, new):
         at = slice(i, i + 1)
@@ -184,7 +176,7 @@ def make_step(layer: GatedLayer, context: ForwardContext, query: Tensor, kwargs:
         kwargs: what the model gave its attention function.
     """
     scaling = kwargs.get("scaling")
-    return layer.step(
+    return layer.storage.step(
         q_pre_BHSD=context.q_pre.to(layer.dtype),
         k_pre_BKSD=context.k_pre.to(layer.dtype),
         q_BHSD=context.compact(query).to(layer.dtype),
@@ -197,7 +189,7 @@ def make_step(layer: GatedLayer, context: ForwardContext, query: Tensor, kwargs:
         sm_scale=query.shape[-1] ** -0.5 if scaling is None else float(scaling),
         sinks=kwargs.get("s_aux"),
         softcap=kwargs.get("softcap"),
-        offsets=layer.rows.offsets,
+        offsets=layer.rows.offsets if context.on_host else None,
         hidden=context.hidden_states,
     )
 

@@ -310,7 +310,7 @@ class Engine:
         handle: Handle | None = None,
     ) -> None:
         check_count("batch_size", batch_size, 1)
-        if handle is not None and handle.passes.default == "dense":
+        if handle is not None and handle.passes.phase == "dense":
             raise SeergateError(
                 f"lossless {handle.method.name!r} says what the dense model says, and drafts within generate only; "
                 "evaluate 'dense'"

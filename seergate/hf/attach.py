@@ -88,7 +88,7 @@ class Handle(Attachment):
         refuse({**tags, **tags_of_method(method), **tags_of_correction(correction, method), **tags_of_model(model)})
         super().__init__(model, method, measure_recall, tags)
         self.bindings: list[LayerBinding] = []
-        self._guard, self.prompts = SingleThreadGuard(decoder), PromptReader(model, self.passes)
+        self._guard, self.prompts = SingleThreadGuard(decoder, self.passes), PromptReader(model, self.passes)
         try:
             if storage is not None:
                 self.storage = storage.factory(model, method, [layer for layer, _ in modules])

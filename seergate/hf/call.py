@@ -18,6 +18,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.compiler import is_compiling
 from transformers import PreTrainedModel
 from transformers.cache_utils import Cache, DynamicLayer, StaticLayer
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS, AttentionInterface
@@ -25,7 +26,6 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS, AttentionInterf
 from seergate.cache.argument import cache_of
 from seergate.cache.call import ForwardContext, ForwardModes
 from seergate.cache.layer import GatedLayer
-from seergate.cache.static import FixedLayer
 from seergate.cache.storage import StorageFactory
 from seergate.decode.compatibility import refuse
 from seergate.decode.lossless import LosslessDecoding
@@ -172,8 +172,8 @@ class AttentionSwap:
 class SingleThreadGuard:
     """Refuses a second thread while a decoder's forward pass runs: the hooks would mix up the tensors of both."""
 
-    def __init__(self, decoder: nn.Module) -> None:
-        self._thread = get_ident()
+    def __init__(self, decoder: nn.Module, passes: ForwardModes) -> None:
+        self._passes, self._thread = passes, get_ident()
         # No hook with always_call tells that a pass is over: torch.compile would compile anew for each handle.
         self._hook = decoder.register_forward_pre_hook(self._enter)
 
@@ -182,18 +182,24 @@ class SingleThreadGuard:
         self._hook.remove()
 
     def _enter(self, module: nn.Module, args: Any) -> None:
-        if torch.compiler.is_compiling():  # a graph is one call
+        if is_compiling():  # a graph is one call
             return
-        before, self._thread = self._thread, get_ident()
-        frame = None if before == self._thread else sys._current_frames().get(before)
-        while frame is not None:  # is that thread still inside of the decoder?
-            if frame.f_locals.get("self") is module:
-                self._thread = before
-                raise SeergateError(
-                    "two threads run this model at once, and the attached method can serve one request at a time; "
-                    "hold a lock around generate, or put the requests into one batch"
-                )
-            frame = frame.f_back
+        thread = get_ident()
+        before, self._thread = self._thread, thread
+        if self._passes.thread not in (None, thread) or (before != thread and _runs(before, module)):
+            self._thread = before
+            raise SeergateError(
+                "two threads run this model at once, and the attached method can serve one request at a time; "
+                "hold a lock around generate, or put the requests into one batch"
+            )
+
+
+def _runs(thread: int, module: nn.Module) -> bool:
+    """True if a thread is inside of a call of the module."""
+    frame = sys._current_frames().get(thread)
+    while frame is not None and frame.f_locals.get("self") is not module:
+        frame = frame.f_back
+    return frame is not None
 
 
 class Attachment:
@@ -222,8 +228,8 @@ class Attachment:
         self.labels_hook = model.register_forward_pre_hook(self._warn_of_labels, with_kwargs=True)
 
     @property
-    def allows_fixed_steps(self) -> bool:
-        """True if the fixed-shape path may run: no trace, recall or correction is active."""
+    def compiles(self) -> bool:
+        """True if steps may be compiled: no trace, recall or correction asks for numbers on the host."""
         asked = self.trace is not None or self.measure_recall or type(self.stats_) is not DecodeStats
         return not asked and self.correction is None
 
@@ -261,23 +267,30 @@ class LayerBinding:
             return args, {**kwargs, CALL_KEYWORD: partial(_without_cache, self.qk_hook, dense)}
         hidden = attention_input(args, kwargs)
         new = hidden.shape[1]
-        layer, mask, valid = self.cache_layer(cache), kwargs.get("attention_mask"), None
-        fixed = layer.is_fixed_step(new)  # then host-side lengths are not available
-        if not fixed:
+        layer, mask, valid = self.cache_layer(cache, new), kwargs.get("attention_mask"), None
+        on_host = not self._is_compiled(layer, new)
+        if on_host:
             hide_what_is_masked(layer, mask, new)
             valid = valid_tokens(mask, new, layer.rows.slots)
             refuse_masked(layer, valid, new)
         handle = self.handle
-        mode = handle.passes.mode(cache, None if fixed else layer.rows.slots, new)
+        mode = handle.passes.mode(cache, layer.rows.slots if new > 1 else 0, new)
         if valid is not None and new > 1 and not valid[:, new - mode.decoded :].all():
             raise SeergateError(
                 "the attention_mask hides tokens that are to be decoded; only a prompt may have padding"
             )
-        layer.context = context = ForwardContext(mode, self.qk_hook.take, valid, kwargs.get("position_ids"), hidden)
+        positions = kwargs.get("position_ids")
+        layer.context = context = ForwardContext(mode, self.qk_hook.take, valid, positions, hidden, on_host)
         attention = GatedAttention(context, layer, dense, handle.stats_, handle.measure_recall, handle.trace)
         return args, {**kwargs, CALL_KEYWORD: attention}
 
-    def cache_layer(self, cache: Cache) -> GatedLayer:
+    def _is_compiled(self, layer: Any, new: int) -> bool:
+        """True in a compiled step: no number may be asked for that changes from step to step."""
+        if not is_compiling() or new > 1 or not isinstance(layer, GatedLayer) or layer.counts is None:
+            return False
+        return layer.counts is self.handle.stats_.layers[self.layer].compiled and self.handle.compiles
+
+    def cache_layer(self, cache: Cache, new: int) -> GatedLayer:
         """This layer of the cache, put into our form if it is still empty."""
         if getattr(cache, "offloading", False):
             raise SeergateError(
@@ -288,10 +301,8 @@ class LayerBinding:
         while len(layers) <= self.layer:  # a cache without a configuration makes its layers as they are needed
             layers.append(cache.layer_class_to_replicate())
         found = layers[self.layer]
-        if isinstance(found, FixedLayer):
-            found.allows_fixed_steps = self.handle.allows_fixed_steps and found.counts_into(self.handle.stats_)
-            if found.is_fixed_step(1) and found.method is method:
-                return found
+        if self._is_compiled(found, new):
+            return found
         if not isinstance(found, GatedLayer) or found.rows.slots == 0:
             layers[self.layer] = found = self._new_layer(cache)
         elif found.method is not method and found.method != method:
@@ -321,10 +332,9 @@ class LayerBinding:
         if static_length is not None:
             refuse({**handle.tags, "static": "a static"})
         shared, method = bool(getattr(self.attention, "store_full_length_kv", False)), handle.method
-        fixed = static_length is not None and method.fixed_shapes and handle.correction is None and not shared
+        compiles = static_length is not None and method.fixed_shapes and handle.correction is None and not shared
         storage = handle.storage.new(self.layer, cache.layers, static_length)
-        kind = FixedLayer if fixed else GatedLayer
-        return kind(storage, method, self.layer, self.num_heads, self.rotary, shared)
+        return GatedLayer(storage, method, self.layer, self.num_heads, self.rotary, shared, compiles)
 
 
 def _without_cache(qk_hook: QKHook, dense: DenseAttention, module: nn.Module, *args: Any, **kwargs: Any) -> Any:

@@ -11,6 +11,7 @@ from transformers import DynamicCache, PreTrainedModel
 
 from seergate.cache.argument import CACHE
 from seergate.cache.call import VERIFIED_TOKENS
+from seergate.decode.lossless import LosslessDecoding
 from seergate.errors import SeergateError
 from seergate.hf.attach import handle_of
 
@@ -61,7 +62,7 @@ def score(
     except SeergateError:  # the plain model
         handle = None
     passes = None if handle is None or handle.disabled else handle.passes
-    if passes is not None and passes.default == "dense":
+    if passes is not None and handle is not None and isinstance(handle.correction, LosslessDecoding):
         raise SeergateError("lossless decoding gives what dense attention gives; score without the correction")
     at_once = VERIFIED_TOKENS
     if passes is not None and not (passes.decodes_drafts and handle is not None and handle.correction is None):

@@ -56,6 +56,9 @@ class LayerSpec:
 class Step:
     """The new tokens of one forward in one layer, after they joined the cache.
 
+    The host does not know the rows' lengths in a compiled step, which is one token per row on a static cache, and the
+    same operations whatever they are: ``starts`` and ``counts`` are empty, and a method goes by ``lengths`` alone.
+
     Attributes:
         q_pre_BHSD, k_pre_BKSD: before RoPE; each row's tokens first, whatever follows ``counts[b]`` is padding.
         q_BHSD, k_BKSD: the same after RoPE.
@@ -102,29 +105,12 @@ class Step:
     @property
     def host_lengths(self) -> list[int] | None:
         """`ends`, or ``None`` where the host does not know them."""
-        return self.ends
+        return self.ends if self.starts else None
 
     @property
     def max_length(self) -> int:
-        """Tokens of the longest row."""
-        return max(self.ends)
-
-
-class FixedStep(Step):
-    """A decode step whose shapes and branches do not depend on lengths, for a compiler or a CUDA graph.
-
-    One token per row on a static cache. The host does not know the rows' lengths: ``starts`` and ``counts`` are empty,
-    and a method goes by ``lengths`` alone.
-    """
-
-    @property
-    def max_length(self) -> int:
-        """Tokens that a row may have at most: the cache's capacity."""
-        return self.keys_BKCD.shape[2]
-
-    @property
-    def host_lengths(self) -> list[int] | None:
-        return None
+        """Tokens of the longest row; where the host does not know it, the capacity of the cache."""
+        return max(self.ends) if self.starts else self.keys_BKCD.shape[2]
 
 
 KeysOf = Callable[[int, int, int], Tensor]
@@ -320,7 +306,7 @@ class Method(ABC):
 
     @property
     def fixed_shapes(self) -> bool:
-        """True if a decode step can be the same operations whatever the rows' lengths (`FixedStep`)."""
+        """True if a decode step can be the same operations whatever the rows' lengths, so that it can be compiled."""
         return False
 
     @property

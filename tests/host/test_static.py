@@ -1,4 +1,4 @@
-"""Static caches: decoded in steps of fixed shapes, the same eagerly and compiled as one graph."""
+"""Static caches: decoded eagerly like any other, and compiled as one graph in which the host knows no lengths."""
 
 from __future__ import annotations
 
@@ -12,10 +12,11 @@ from transformers import CompileConfig, DynamicCache, StaticCache
 
 import seergate
 from seergate import methods
-from seergate.cache.static import FixedLayer, FixedRows
+from seergate.cache.rows import Rows
 from seergate.cache.storage import DynamicStorage
 from seergate.errors import SeergateError
-from seergate.methods.base import FixedStep, LayerSpec
+from seergate.hf import call
+from seergate.methods.base import LayerSpec, Step
 from seergate.ops import backend
 from seergate.stats import DecodeStats
 from tests.decoding import Decoding
@@ -52,32 +53,38 @@ def choices(model, budget=2 * BLOCK):
 
 
 @pytest.mark.parametrize("family", ["qwen3", "gpt_oss", "gemma3_text", "qwen3_5_text"])
-def test_steps_of_fixed_shapes_are_ordinary_steps(family):
-    """Tokens, logits and figures, alone and in a ragged batch, over block borders."""
+def test_steps_on_a_static_cache_are_ordinary_steps(family, monkeypatch):
+    """Tokens, logits and figures, alone and in a ragged batch, over block borders; eagerly, and with the operations of
+    a compiled step.
+    """
     model = tiny_model(family)
     for inputs in ({"input_ids": prompt(29)}, left_padded([prompt(13, 1), prompt(29, 2), prompt(2, 3)])):
         for name, method in choices(model).items():
             if family != "qwen3" and name not in ("gate", "quest"):
                 continue
             runs = []
-            for static in (False, True):
+            for static, unseen in ((False, False), (True, False), (True, True)):
                 options = {"cache_implementation": "static"} if static else {}
+                monkeypatch.setattr(call, "is_compiling", lambda unseen=unseen: unseen)
                 with seergate.attached(model, method) as handle:
                     out = model.generate(
                         **inputs, max_new_tokens=14, return_dict_in_generate=True, output_logits=True, **options
                     )
                     runs.append((out.sequences, torch.stack(out.logits), handle.stats()))
-            (want, logits, figures), (got, static_logits, static_figures) = runs
-            assert torch.equal(got, want), name
-            torch.testing.assert_close(static_logits, logits, rtol=2e-4, atol=2e-4)
-            same_figures(static_figures, figures)
+            want, logits, figures = runs[0]
+            for got, static_logits, static_figures in runs[1:]:
+                assert torch.equal(got, want), name
+                torch.testing.assert_close(static_logits, logits, rtol=2e-4, atol=2e-4)
+                same_figures(static_figures, figures)
 
 
-def test_single_tokens_are_really_decoded_in_fixed_steps(model, monkeypatch):
+@pytest.mark.parametrize("unseen", [False, True])
+def test_the_host_knows_the_lengths_but_in_compiled_steps(model, monkeypatch, unseen):
     seen = []
     original = DynamicStorage.attend
+    monkeypatch.setattr(call, "is_compiling", lambda: unseen)
     monkeypatch.setattr(
-        DynamicStorage, "attend", lambda own, step, *to: seen.append(type(step)) or original(own, step, *to)
+        DynamicStorage, "attend", lambda own, step, *to: seen.append(step.host_lengths) or original(own, step, *to)
     )
     with seergate.attached(model, gates(model), token_budget=2 * BLOCK) as handle:
         for _ in range(2):
@@ -85,28 +92,33 @@ def test_single_tokens_are_really_decoded_in_fixed_steps(model, monkeypatch):
             memory = handle.stats()
             assert memory["state_bytes"] > 0 and memory["resident_bytes_peak"] == memory["resident_bytes_mean"]
             handle.reset_stats()
-    assert seen == [FixedStep] * 16
+    assert seen == 2 * [None if unseen else [length] for length in range(31, 35) for _ in range(2)]
 
 
 def test_overflow_is_refused_before_the_write(monkeypatch):
-    """The device is asked for the length when what was known to be free is used up, not at every step."""
+    """The host counts along: the device is not asked, but after compiled steps."""
     model, asked = tiny_model("qwen3"), []
-    slots = FixedRows.slots
-    counting = property(lambda rows: asked.append(rows) or slots.fget(rows), slots.fset)
+    see = Rows._see
+    monkeypatch.setattr(Rows, "_see", lambda rows: asked.append(rows) if not rows._seen else None or see(rows))
     with seergate.attached(model, gates(model), token_budget=2 * BLOCK):
         cache = StaticCache(model.config, max_cache_len=20)
         model(prompt(10), past_key_values=cache)
-        model(prompt(1), past_key_values=cache)
-        first = cache.layers[0]
-        with monkeypatch.context() as patch:
-            patch.setattr(FixedRows, "slots", counting)
-            for _ in range(9):
-                model(prompt(1), past_key_values=cache)
-            assert not asked
-        kept = first.storage.keys.clone()
-        with pytest.raises(SeergateError, match="room for 20 tokens; 20 are there and 1 more"):
+        for _ in range(10):
             model(prompt(1), past_key_values=cache)
-        assert torch.equal(first.storage.keys, kept)
+        assert not asked
+        monkeypatch.undo()
+        kept = cache.layers[0].storage.keys.clone()
+        for _ in range(2):
+            with pytest.raises(SeergateError, match="room for 20 tokens; 20 are there and 1 more"):
+                model(prompt(1), past_key_values=cache)
+            assert torch.equal(cache.layers[0].storage.keys, kept)
+            for layer in cache.layers:
+                layer.crop(-1)
+            with monkeypatch.context() as patch:
+                patch.setattr(call, "is_compiling", lambda: True)
+                model(prompt(1), past_key_values=cache)
+            assert not cache.layers[0].rows._seen and cache.layers[0].rows.resident == [20]
+            kept = cache.layers[0].storage.keys.clone()
         for layer in cache.layers:
             layer.crop(-2)
         model(prompt(2), past_key_values=cache)
@@ -149,13 +161,13 @@ def test_what_a_step_launches_on_a_gpu(model, monkeypatch):
     state = method.new_state(LayerSpec(0, 1, heads, kv_heads, dim, q.dtype, q.device, None))
     state.grown("kg", 4096 // BLOCK, limit=4096 // BLOCK)
     stats = DecodeStats([0])
-    stats.expect_fixed(0, keys, keys, BLOCK, state)
-    step = FixedStep(q, k, q, k, [], [], keys, keys, tensor(1, dtype=torch.int64), 1.0)
+    stats.expect_compiled(0, keys, keys, BLOCK, state)
+    step = Step(q, k, q, k, [], [], keys, keys, tensor(1, dtype=torch.int64), 1.0)
 
     def decode():
         state.append(step)
         selection = method.select(state, step)
-        stats.record_fixed(0, step, selection)
+        stats.record_compiled(0, step, selection)
         DynamicStorage.attend(None, step, selection, BLOCK)
 
     with torch.no_grad(), Launches() as others:
@@ -291,7 +303,7 @@ def test_cache_operations(model):
                 if reorder:
                     rows.take([1, 0])
             results.append(torch.cat(logits, 1))
-    assert all(isinstance(layer, FixedLayer) for layer in static.layers)
+    assert all(layer.is_compileable for layer in static.layers)
     for got in results[1:]:
         torch.testing.assert_close(got, results[0], rtol=1e-4, atol=1e-4)
 
