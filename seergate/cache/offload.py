@@ -10,12 +10,13 @@ blocks, X selected blocks, F blocks to fetch, C tokens of a block.
 
 from __future__ import annotations
 
+import copy
 import errno
 import math
 import os
 import tempfile
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, ClassVar, Literal
 
@@ -27,7 +28,7 @@ from transformers import PreTrainedModel
 from seergate import ops
 from seergate.cache.call import ForwardContext
 from seergate.cache.rows import Rows
-from seergate.cache.storage import DynamicStorage, KVBackend, Storage, StorageFactory
+from seergate.cache.storage import DynamicStorage, KVBackend, Storage
 from seergate.config import is_int
 from seergate.errors import SeergateError
 from seergate.methods.base import LayerState, Method, Step
@@ -60,6 +61,8 @@ class Offload(KVBackend):
     memory_bytes: int
     store: Literal["disk", "host"] = "disk"
     folder: str | Path | None = None
+    method: SelectingMethod = field(init=False, repr=False, compare=False)  # of the handle, and so is the next
+    sharers: int = field(init=False, repr=False, compare=False)  # layers in which it selects, which share the memory
 
     def __post_init__(self) -> None:
         if not is_int(self.memory_bytes) or self.memory_bytes < 1:
@@ -69,9 +72,14 @@ class Offload(KVBackend):
         if self.folder is not None and not Path(self.folder).is_dir():
             raise ValueError(f"folder is {str(self.folder)!r}; it must be a folder that exists")
 
-    def factory(self, model: PreTrainedModel, method: Method, layers: Sequence[int]) -> StorageFactory:
+    def bind(self, model: PreTrainedModel, method: Method, layers: Sequence[int]) -> KVBackend:
         assert isinstance(method, SelectingMethod)  # the table of what goes together made sure
-        return OffloadedStorageFactory(self, method, layers)
+        bound = copy.copy(self)
+        vars(bound).update(method=method, sharers=sum(method.selects_in(layer) for layer in layers))
+        return bound
+
+    def new(self, layer: int, layers: Sequence[Any], static_length: int | None) -> Storage:
+        return Offloaded(self, layer)
 
     def buffer(self, shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> Tensor:
         """Zeros in slow memory."""
@@ -223,14 +231,10 @@ class BlockPool:
 
 
 class Offloaded(DynamicStorage):
-    """Buffers in slow memory, whose selected blocks are read through a `BlockPool`.
+    """Buffers in slow memory, whose selected blocks are read through a `BlockPool`."""
 
-    Args:
-        sharers: how many layers share the fast memory, those that the method leaves dense not counted.
-    """
-
-    def __init__(self, offload: Offload, layer: int, method: SelectingMethod, sharers: int) -> None:
-        self.offload, self.layer, self.method, self.sharers = offload, layer, method, sharers
+    def __init__(self, offload: Offload, layer: int) -> None:
+        self.offload, self.layer = offload, layer
         super().__init__()
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Offloaded:
@@ -256,17 +260,18 @@ class Offloaded(DynamicStorage):
                 most models and read past the pool, say so too, so that no layer is changed by what another refuses.
         """
         heads, width = self.keys.shape[1], self.keys.shape[3] + self.values.shape[3]
-        each, budget = self.block_size * width * self.dtype.itemsize, self.method.budget
-        if not self.sharers:
+        method, sharers = self.offload.method, self.offload.sharers
+        each, budget = self.block_size * width * self.dtype.itemsize, method.budget
+        if not sharers:
             return 0
-        slots = self.offload.memory_bytes // (each * self.sharers)
+        slots = self.offload.memory_bytes // (each * sharers)
         needed = rows * heads * (1 if budget is None else budget // self.block_size)
         if slots < needed:
             raise SeergateError(
-                f"memory_bytes is {self.offload.memory_bytes}, which is {slots} blocks in each of {self.sharers} "
-                f"layers; a step of {rows} rows reads {needed}, so it must be at least {needed * each * self.sharers}"
+                f"memory_bytes is {self.offload.memory_bytes}, which is {slots} blocks in each of {sharers} "
+                f"layers; a step of {rows} rows reads {needed}, so it must be at least {needed * each * sharers}"
             )
-        return slots if self.method.selects_in(self.layer) else 0
+        return slots if method.selects_in(self.layer) else 0
 
     def _new_pool(self) -> None:
         """An empty pool for the rows that there are."""
@@ -359,14 +364,3 @@ class Offloaded(DynamicStorage):
     def row_bytes(self, held: list[int]) -> np.ndarray:
         """The pool has a size of its own, which is divided equally."""
         return np.full(len(held), self.nbytes / len(held))
-
-
-class OffloadedStorageFactory(StorageFactory):
-    """Makes the storages of offloaded caches."""
-
-    def __init__(self, offload: Offload, method: SelectingMethod, layers: Sequence[int]) -> None:
-        self.offload, self.method = offload, method
-        self.sharers = sum(method.selects_in(layer) for layer in layers)
-
-    def new(self, layer: int, layers: Sequence[Any], static_length: int | None) -> Storage:
-        return Offloaded(self.offload, layer, self.method, self.sharers)

@@ -1,8 +1,8 @@
 """KV storage. A `Storage` holds the keys and values of one layer; `DynamicStorage` is the default.
 
-To keep them somewhere else, subclass `Storage` (or `DynamicStorage`), `StorageFactory` and `KVBackend`, and pass the
-backend to `seergate.attach(storage=...)`. docs/decode-engine.md has an example. A storage knows nothing of padding:
-row b's tokens are numbered from its first real one, and `Rows` says how many it has.
+To keep them somewhere else, subclass `Storage` (or `DynamicStorage`) and `KVBackend`, which makes the storages, and
+pass the backend to `seergate.attach(storage=...)`. docs/decode-engine.md has an example. A storage knows nothing of
+padding: row b's tokens are numbered from its first real one, and `Rows` says how many it has.
 
 Shape suffixes: B batch, S new tokens, C capacity, K KV heads, D head dimension.
 """
@@ -164,8 +164,8 @@ class Storage(ABC):
     def clear(self) -> None:
         """Release all rows, before the next `allocate`."""
 
-    def resume(self, factory: StorageFactory) -> None:  # noqa: B027 (most have nothing to do)
-        """The cache is used under a handle with this factory, which may not be the one that made this storage."""
+    def resume(self, backend: KVBackend) -> None:  # noqa: B027 (most have nothing to do)
+        """The cache is used under a handle with this backend, which may not be the one that made this storage."""
 
     @property
     @abstractmethod
@@ -177,11 +177,32 @@ class Storage(ABC):
         """Per row, the bytes of the tokens that it holds: as if alone, without room to grow."""
 
 
-class StorageFactory:
-    """Makes the storages of all caches under one handle; this one of buffers that grow, or are static."""
+class KVBackend:
+    """Where keys and values are kept: the argument of ``attach(storage=...)``, and what makes the storages of all
+    caches under a handle. This one keeps them in buffers that grow, or are static.
 
-    lossy = False
-    """True if what is read of a cache can differ from what was written to it."""
+    Attributes:
+        tag: the kind of storage, in the table of what goes together (`seergate.decode.compatibility`).
+        called: what errors call a cache of this kind: ``"a paged"``.
+    """
+
+    tag: ClassVar[str] = "dynamic"
+    called: ClassVar[str] = "a dynamic"
+
+    @property
+    def lossy(self) -> bool:
+        """True if what is read of a cache can differ from what was written to it."""
+        return False
+
+    def bind(self, model: PreTrainedModel, method: Method, layers: Sequence[int]) -> KVBackend:
+        """The backend under a handle: a copy if it keeps anything between calls.
+
+        Args:
+            model: it is attached to.
+            method: what decides what is read.
+            layers: indices of those that can be gated.
+        """
+        return self
 
     def new(self, layer: int, layers: Sequence[Any], static_length: int | None) -> Storage:
         """The storage of one layer of a cache.
@@ -208,28 +229,6 @@ class StorageFactory:
 
     def remove(self) -> None:
         """The handle is detached."""
-
-
-class KVBackend(ABC):
-    """Options of a kind of storage: the argument of ``attach(storage=...)``.
-
-    Attributes:
-        tag: the kind of storage, in the table of what goes together (`seergate.decode.compatibility`).
-        called: what errors call a cache of this kind: ``"a paged"``.
-    """
-
-    tag: ClassVar[str]
-    called: ClassVar[str]
-
-    @abstractmethod
-    def factory(self, model: PreTrainedModel, method: Method, layers: Sequence[int]) -> StorageFactory:
-        """The factory of the storages under a handle.
-
-        Args:
-            model: it is attached to.
-            method: what decides what is read.
-            layers: indices of those that can be gated.
-        """
 
 
 class DynamicStorage(Storage):

@@ -91,7 +91,7 @@ class Handle(Attachment):
         self._guard, self.prompts = SingleThreadGuard(decoder, self.passes), PromptReader(model, self.passes)
         try:
             if storage is not None:
-                self.storage = storage.factory(model, method, [layer for layer, _ in modules])
+                self.storage = storage.bind(model, method, [layer for layer, _ in modules])
             for layer, attention in modules:
                 self.bindings.append(LayerBinding(self, layer, attention))
             if isinstance(correction, Lossless):

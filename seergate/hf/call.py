@@ -26,7 +26,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS, AttentionInterf
 from seergate.cache.argument import cache_of
 from seergate.cache.call import ForwardContext, ForwardModes
 from seergate.cache.layer import GatedLayer
-from seergate.cache.storage import StorageFactory
+from seergate.cache.storage import KVBackend
 from seergate.decode.compatibility import refuse
 from seergate.decode.lossless import LosslessDecoding
 from seergate.decode.rectify import Rectification
@@ -220,7 +220,7 @@ class Attachment:
             decodes_drafts=not isinstance(method, CompressingMethod),
             reads_leftovers=isinstance(method, SelectingMethod),
         )
-        self.storage = StorageFactory()
+        self.storage = KVBackend()
         self.stats_ = DecodeStats([layer for layer, _ in families.full_attention_modules(model)])
         self.correction: LosslessDecoding | Rectification | None = None
         self.trace: Trace | None = None

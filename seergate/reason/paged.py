@@ -24,7 +24,7 @@ from torch import Tensor
 
 from seergate.cache.call import ForwardContext
 from seergate.cache.rows import Rows
-from seergate.cache.storage import Storage, StorageFactory
+from seergate.cache.storage import KVBackend, Storage
 from seergate.errors import SeergateError
 from seergate.inference_mode import outside_inference_mode
 from seergate.methods.base import LayerState, Method, Step
@@ -349,8 +349,8 @@ class Listener:
         """While it lasts, the rows of the cache that ``other`` listens to move here."""
         return nullcontext()
 
-    def resumed(self, factory: StorageFactory) -> None:
-        """The cache is used under a handle with this factory."""
+    def resumed(self, backend: KVBackend) -> None:
+        """The cache is used under a handle with this backend."""
 
 
 def page_tokens(method: Method, size: int | None, limit: int | None = None) -> int:
@@ -590,8 +590,8 @@ class Paged(Storage):
             self.pages.once(self, self.pages.store.clear)
             self.is_allocated = False
 
-    def resume(self, factory: StorageFactory) -> None:
-        self.pages.listener.resumed(factory)
+    def resume(self, backend: KVBackend) -> None:
+        self.pages.listener.resumed(backend)
 
     # ---------------------------------------------------------------------------------------------------- figures
 

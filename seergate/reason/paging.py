@@ -1,15 +1,16 @@
-"""Paging: the user's side of paged caches, and what makes their storages under a handle."""
+"""Paging: keys and values in pages."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+import copy
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
 from itertools import count
 from typing import Any, ClassVar
 
 from transformers import PreTrainedModel
 
-from seergate.cache.storage import KVBackend, Storage, StorageFactory
+from seergate.cache.storage import KVBackend, Storage
 from seergate.errors import SeergateError
 from seergate.methods.base import Method
 from seergate.reason.method import ReasonCache
@@ -27,6 +28,7 @@ class Paging(KVBackend):
             `OutOfBlocks`.
         share_prefixes: let rows whose prompts begin with the same tokens share the pages of that beginning, once the
             prompt has been read; only pages that are equal to the last bit.
+        reason: the method that lets similar pages of a row share memory, which brings its paging itself.
     """
 
     tag: ClassVar[str] = "paged"
@@ -34,9 +36,20 @@ class Paging(KVBackend):
     block_size: int | None = None
     max_blocks: int | None = None
     share_prefixes: bool = False
+    reason: ReasonCache | None = field(default=None, repr=False)
+    page: int = field(init=False, repr=False, compare=False)  # tokens of one under the handle's method
+    numbers: Iterator[int] = field(init=False, repr=False, compare=False)  # of its blocks and rows
+    sharing: BlockSharing | None = field(init=False, repr=False, compare=False)  # what shares pages, if anything does
 
-    def factory(self, model: PreTrainedModel, method: Method, layers: Sequence[int]) -> StorageFactory:
-        return PagedStorageFactory(self, model, method)
+    @property
+    def lossy(self) -> bool:
+        return self.reason is not None
+
+    def bind(self, model: PreTrainedModel, method: Method, layers: Sequence[int]) -> KVBackend:
+        bound, shares = copy.copy(self), self.lossy or self.share_prefixes
+        vars(bound).update(page=self.page_of(method), numbers=count())
+        vars(bound).update(sharing=BlockSharing(model, self.reason, self.share_prefixes) if shares else None)
+        return bound
 
     def page_of(self, method: Method) -> int:
         """Tokens per page under a method.
@@ -46,48 +59,12 @@ class Paging(KVBackend):
         """
         return page_tokens(method, self.block_size, self.max_blocks)
 
-
-@dataclass(frozen=True)
-class SimilarPaging(Paging):
-    """Paging under `ReasonCache`, which lets similar pages of a row share memory."""
-
-    reason: ReasonCache | None = None
-
-    def factory(self, model: PreTrainedModel, method: Method, layers: Sequence[int]) -> StorageFactory:
-        return PagedStorageFactory(self, model, method, self.reason)
-
-
-def paging_of(reason: ReasonCache, given: KVBackend | None) -> Paging:
-    """The paging that `ReasonCache` brings."""
-    if given is not None and not isinstance(given, Paging):
-        raise SeergateError(f"{reason.name!r} shares pages; leave storage={given!r} out")
-    if given is not None and (given.block_size is not None or given.max_blocks is not None):
-        raise SeergateError(f"give block_size and max_blocks to {reason.name!r} itself, not to its paging")
-    prefixes = given is not None and given.share_prefixes
-    return SimilarPaging(reason.block_size, reason.max_blocks, prefixes, reason)
-
-
-class PagedStorageFactory(StorageFactory):
-    """Makes the storages of paged caches.
-
-    Attributes:
-        sharing: what shares pages, if anything does.
-    """
-
-    def __init__(
-        self, paging: Paging, model: PreTrainedModel, method: Method, reason: ReasonCache | None = None
-    ) -> None:
-        self.lossy = reason is not None
-        self._limit, self._page, self._numbers = paging.max_blocks, paging.page_of(method), count()
-        shares = reason is not None or paging.share_prefixes
-        self.sharing = BlockSharing(model, reason, paging.share_prefixes) if shares else None
-
     def new(self, layer: int, layers: Sequence[Any], static_length: int | None) -> Storage:
         """The layers of a cache share its pages; the first one makes them."""
         for other in layers[:layer]:
             if isinstance(getattr(other, "storage", None), Paged):
                 return Paged(other.storage.pages)
-        pages = CachePages(BlockStore(self._page, self._limit, self._numbers))
+        pages = CachePages(BlockStore(self.page, self.max_blocks, self.numbers))
         if self.sharing is not None:
             self.sharing.follow(pages)
         return Paged(pages)
@@ -112,3 +89,13 @@ class PagedStorageFactory(StorageFactory):
     def remove(self) -> None:
         if self.sharing is not None:
             self.sharing.remove()
+
+
+def paging_of(reason: ReasonCache, given: KVBackend | None) -> Paging:
+    """The paging that `ReasonCache` brings."""
+    if given is not None and not isinstance(given, Paging):
+        raise SeergateError(f"{reason.name!r} shares pages; leave storage={given!r} out")
+    if given is not None and (given.block_size is not None or given.max_blocks is not None):
+        raise SeergateError(f"give block_size and max_blocks to {reason.name!r} itself, not to its paging")
+    prefixes = given is not None and given.share_prefixes
+    return Paging(reason.block_size, reason.max_blocks, prefixes, reason)

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from seergate.cache.call import ForwardContext
-from seergate.cache.storage import StorageFactory
+from seergate.cache.storage import KVBackend
 from seergate.errors import SeergateError, first_line
 from seergate.hf.loading import load_tokenizer
 from seergate.reason.evaluator import Decision, Evaluator, Tally
@@ -228,13 +228,13 @@ class CacheSharing(Listener):
         other.rows[:] = []
         self.rows[:] = [row.uid for row in self.pages.store.rows]
 
-    def resumed(self, factory: StorageFactory) -> None:
+    def resumed(self, backend: KVBackend) -> None:
         """Leave the cache to another handle.
 
         Raises:
             SeergateError: if similar blocks were shared: what they were compared with is known here only.
         """
-        sharing = getattr(factory, "sharing", None)
+        sharing = getattr(backend, "sharing", None)
         if sharing is self.handle:
             return
         if self.handle.reason is not None:
