@@ -119,27 +119,28 @@ class Storage(ABC):
             )
             return AttentionOutput(output.to(step.q_BHSD.device))
 
-        def sparse(chosen: Selection, heads: slice, counts: Tensor | None) -> Tensor:
+        def sparse(q: Tensor, indices: Tensor, sinks: Tensor | None, counts: Tensor | None = None) -> Tensor:
             return ops.sparse_decode(
-                q_BHD[:, heads],
+                q,
                 keys,
                 values,
-                chosen.indices[:, heads].to(home),
+                indices.to(home),
                 step.lengths.to(home),
                 block_size,
                 step.sm_scale,
-                sinks=None if sinks is None else sinks[heads],
+                sinks=sinks,
                 softcap=step.softcap,
                 page_table=page_table,
                 counts=counts,
             )
 
         if isinstance(selection, PerHeadSelection):
-            group = q_BHD.shape[1] // keys.shape[1]
-            members = [sparse(selection.heads, slice(member, None, group), None) for member in range(group)]
-            output = torch.stack(members, 2).flatten(1, 2)
+            indices, group = selection.heads.indices, q_BHD.shape[1] // keys.shape[1]
+            members = [slice(member, None, group) for member in range(group)]
+            outputs = [sparse(q_BHD[:, m], indices[:, m], None if sinks is None else sinks[m]) for m in members]
+            output = torch.stack(outputs, 2).flatten(1, 2)
         else:
-            output = sparse(selection, slice(None), selection.counts.to(home))
+            output = sparse(q_BHD, selection.indices, sinks, selection.counts.to(home))
         return AttentionOutput(output.to(step.q_BHSD.device))
 
     @abstractmethod
