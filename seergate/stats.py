@@ -133,7 +133,7 @@ class DecodeStats:
         return fresh
 
     def saw_prompt(self, layer: int, resident_bytes: int, row_bytes: RowBytes) -> None:
-        """Count what a layer held right after a prompt. ``row_bytes`` as in `Reading`."""
+        """Count what a layer held right after a prompt. ``row_bytes`` as in `StepRecord`."""
         stats = self.layers[layer]
         stats.resident_peak = max(stats.resident_peak, resident_bytes)
 

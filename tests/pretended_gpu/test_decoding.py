@@ -5,11 +5,13 @@ from __future__ import annotations
 import copy
 from collections import Counter
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
 
 import seergate
+from seergate.hf import call
 from tests.host.test_decode import METHODS, pick
 from tests.methods.evictors import EVICTORS
 from tests.models import left_padded, prompt, tiny_model
@@ -21,6 +23,7 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     **{name: (name, {}) for name in METHODS},
     **{name: (name, {}) for name in EVICTORS if " " not in name or name.endswith(" and gate")},
     **{f"{name}, static": (name, {"static": True}) for name in SELECTING},
+    **{f"{name}, static, as compiled": (name, {"static": True, "compiled": True}) for name in SELECTING},
     **{f"{name}, paging": (name, {"storage": seergate.Paging()}) for name in SELECTING},
     "gate, offload": ("gate", {"storage": seergate.Offload(memory_bytes=25_000)}),
     "gate, offload to the host": ("gate", {"storage": seergate.Offload(memory_bytes=25_000, store="host")}),
@@ -39,7 +42,6 @@ READS: dict[str, dict[str, str]] = {
         "seergate/methods/gate_on_evictor.py attend: item": "the width of an index of what is read",
         "seergate/methods/gate_on_evictor.py attend: tolist": "how much was read, for the statistics",
     },
-    "static": {"seergate/cache/static.py slots: item": "outside of a compiled graph, the columns of the mask"},
     "lossless": {
         "seergate/decode/lossless.py __call__: item": "whether all rows have ended",
         "seergate/decode/lossless.py _draft_and_verify: tolist": "how much of a draft is right",
@@ -53,12 +55,20 @@ READS: dict[str, dict[str, str]] = {
 """By case, where the host reads from the device in a decode step, and what for."""
 
 
-def decode(model: Any, name: str, inputs: dict[str, torch.Tensor], *, static: bool = False, **options: Any):
-    """The tokens."""
+def decode(
+    model: Any,
+    name: str,
+    inputs: dict[str, torch.Tensor],
+    *,
+    static: bool = False,
+    compiled: bool = False,
+    **options: Any,
+):
+    """The tokens; ``compiled``: by the operations of a compiled step."""
     torch.manual_seed(0)  # gates are drawn
     method = EVICTORS[name].method(model) if name in EVICTORS else pick(model, name, BUDGET)
     how = {"cache_implementation": "static"} if static else {}
-    with seergate.attached(model, method, **options):
+    with seergate.attached(model, method, **options), mock.patch.object(call, "is_compiling", lambda: compiled):
         return model.generate(**inputs, max_new_tokens=NEW, **how)
 
 
