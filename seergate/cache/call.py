@@ -71,18 +71,18 @@ class ForwardModes:
         finally:
             vars(self).update(before)
 
-    def forced(self, phase: Phase) -> AbstractContextManager[None]:
+    def forced(self, mode: Phase) -> AbstractContextManager[None]:
         """While it lasts, passes are dense, or all of their tokens are decoded, however many they are.
 
         Raises:
             SeergateError: for ``"decode"`` under a method that takes one token at a time.
         """
-        if phase == "decode" and not self.decodes_drafts:
+        if mode == "decode" and not self.decodes_drafts:
             raise SeergateError(
                 "a method that evicts decodes one token per pass, so several cannot be forced; pass them one by one, "
                 "or use seergate.score"
             )
-        return self._during(phase=phase)
+        return self._during(phase=mode)
 
     def prefilling(self, in_chunks: bool) -> AbstractContextManager[None]:
         """While it lasts, a prompt is read, perhaps in chunks."""
@@ -108,7 +108,9 @@ class ForwardModes:
             return PROMPT
         if self.phase == "decode":
             return ForwardMode(decoded=new)
-        drafter, filled, prompt = self._drafting or (lambda: None, lambda: None, 0)
+        if self._drafting is None:
+            return PROMPT
+        drafter, filled, prompt = self._drafting
         if drafter() is None or filled() is not cache:
             return PROMPT
         drafted = max(0, min(new, slots + new - prompt))  # or accepted, after the prompt
