@@ -290,8 +290,8 @@ class LayerBinding:
             return False
         return layer.counts is self.handle.stats_.layers[self.layer].compiled and self.handle.compiles
 
-    def cache_layer(self, cache: Cache, new: int) -> GatedLayer:
-        """This layer of the cache, put into our form if it is still empty."""
+    def cache_layer(self, cache: Cache, new: int = 1) -> GatedLayer:
+        """This layer of the cache, where ``new`` tokens arrive, put into our form if it is still empty."""
         if getattr(cache, "offloading", False):
             raise SeergateError(
                 "this cache offloads its layers, which seergate does not support; leave it out, and attach with "
