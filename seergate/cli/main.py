@@ -35,6 +35,12 @@ from seergate.errors import SeergateError, did_you_mean, how_to_install
 from seergate.openmp import bound_spinning
 from seergate.version import __version__
 
+PUBLISHED = "SeerAttention/SeerAttention-Decode-Qwen3-8B-AttnGates"
+LEGACY = Command(
+    (*export.HELP[:2], [f"seergate import-legacy {PUBLISHED} qwen3-8b-gates"]), export.add_arguments, export.run
+)
+"""`seergate export`, by the name that users of the published gates look for."""
+
 COMMANDS: dict[str, ModuleType | Command] = {
     "demo": demo,
     "plan": train.PLAN,
@@ -53,7 +59,7 @@ COMMANDS: dict[str, ModuleType | Command] = {
     "info": info,
     "push": push,
     "export": export,
-    "import-legacy": export,  # the name that users of the published gates look for
+    "import-legacy": LEGACY,
 }
 ENTRY_POINTS = "seergate.commands"
 """Group of the entry points by which installed packages offer commands: name of the command = its module."""
