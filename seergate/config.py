@@ -92,25 +92,17 @@ def check_poolings(name: str, kinds: Any) -> tuple[str, ...]:
     return tuple(kinds)
 
 
-def check_recipe(
-    scorer: str,
-    target: str,
-    reduction: str,
-    target_budget: int | None,
-    block_size: int,
-    sink_blocks: int,
-    row_stride: int,
-) -> None:
+def check_recipe(gates: GateConfig, target: str, reduction: str, target_budget: int | None, row_stride: int) -> None:
     """Refuse options that retention gates do not have, and for others what `check_target` and `check_rows` refuse."""
-    kind = scorer_kind(scorer)
-    if not kind.retention:
-        check_rows(reduction, sink_blocks, row_stride)
-        return check_target(target, target_budget, block_size, sink_blocks)
+    scorer = gates.scorer
+    if not gates.retention:
+        check_rows(reduction, gates.sink_blocks, row_stride)
+        return check_target(target, target_budget, gates.block_size, gates.sink_blocks)
     given = (("target", target, "max"), ("reduction", reduction, "row_mean"), ("row_stride", row_stride, 1))
     for name, value, default in given:
         if value != default:
             raise ValueError(f"{name} is {value!r}; with scorer {scorer!r} it must be left out")
-    if kind.end_to_end and (not is_int(target_budget) or target_budget < 1):
+    if SCORERS[scorer].end_to_end and (not is_int(target_budget) or target_budget < 1):
         raise ValueError(
             f"target_budget is {target_budget!r}; with scorer {scorer!r} it must be the number of tokens that each KV "
             "head learns to do with"

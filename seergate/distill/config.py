@@ -282,9 +282,7 @@ class TrainConfig(RunOptions, RecipeOptions, DataOptions, GateOptions, ModelOpti
     """
 
     def __post_init__(self) -> None:
-        self.gates(128)
-        rows = self.block_size, self.sink_blocks, self.row_stride
-        check_recipe(self.scorer, self.target, self.reduction, self.target_budget, *rows)
+        check_recipe(self.gates(128), self.target, self.reduction, self.target_budget, self.row_stride)
         for options, holds, rule in _RULES:
             for name in options.split():
                 self._must(name, getattr(self, name) is None or bool(holds(getattr(self, name))), rule)

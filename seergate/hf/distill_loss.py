@@ -90,16 +90,7 @@ class DistillLoss(ABC):
             families.check_gates(model, bank)
         if len(cu_seqlens) > 2 and (reason := families.why_one_sequence(families.text_config(model))):
             raise SeergateError(f"{reason}; its packs must hold one sequence each")
-        config = bank.config
-        check_recipe(
-            config.scorer,
-            spec.target,
-            spec.reduction,
-            spec.target_budget,
-            config.block_size,
-            config.sink_blocks,
-            spec.row_stride,
-        )
+        check_recipe(bank.config, spec.target, spec.reduction, spec.target_budget, spec.row_stride)
         self.spec, self.bank, self.model = spec, bank, model
         self.cu_seqlens = cu_seqlens  # in host memory, where ops read it for free
         self.segments = [(a, b) for a, b in pairwise(cu_seqlens.tolist()) if b > a]
