@@ -85,6 +85,7 @@ def test_a_new_scorer_is_trained_saved_loaded_and_decoded(registered, config, sc
     model.generate(input_ids=prompt(120), max_new_tokens=40, min_new_tokens=40)
     stats = seergate.handle_of(model).stats()
     assert stats["method"] == method and 0 < stats["density"] < 1
+    assert ("Retention gates that evict" in (directory / "README.md").read_text()) == (scorer == "worth")
     assert main(["info", str(directory)]) == 0 and f"scorer               {scorer}" in capsys.readouterr().out
 
 

@@ -23,13 +23,10 @@ CARD_FILE, PLOT_FILE = "README.md", "accuracy.png"
 BEGIN, END = "<!-- seergate: what follows is generated -->", "<!-- seergate: end of what is generated -->"
 TAGS = ["seergate", "sparse-attention", "block-sparse", "attention-gate"]
 PAPER = "[SeerAttention-R](https://arxiv.org/abs/2506.08889)"
-ABOUT = {
-    "fast_kvzip": "Retention gates ([Fast KVzip](https://arxiv.org/abs/2601.17668)) that evict tokens from a frozen "
-    "model's cache.",
-    "trim_kv": "Retention gates ([TRIM-KV](https://arxiv.org/abs/2512.03324)) that evict tokens from a frozen model's "
-    "cache.",
+RETENTION_PAPERS = {
+    "fast_kvzip": " ([Fast KVzip](https://arxiv.org/abs/2601.17668))",
+    "trim_kv": " ([TRIM-KV](https://arxiv.org/abs/2512.03324))",
 }
-"""Card introductions for scorers that keep tokens instead of selecting blocks."""
 _HALF = 196.0
 """Standard errors are shares; times this they are half a 95 % interval, in percent."""
 
@@ -185,13 +182,16 @@ def _body(bank: Gates, source: Source, plotted: bool) -> list[str]:
     layers = len(geometry.layers)
     total = f" of {geometry.num_layers}" if geometry.num_layers else ""
     kind = str(bank.dtype).removeprefix("torch.")
+    about = f"Learned gates ({PAPER}) that let a frozen model decode with block-sparse attention."
+    if gate.retention:
+        paper = RETENTION_PAPERS.get(gate.scorer, "")
+        about = f"Retention gates{paper} that evict tokens from a frozen model's cache."
     yes = {True: "yes", False: "no"}
     norm_and_rope = [] if gate.retention else [f"| q/k norm, RoPE | {yes[gate.qk_norm]}, {yes[gate.rope]} |"]
     lines = [
         f"# Attention gates for {_plain((base or geometry.model_type).rpartition('/')[2])}",
         "",
-        ABOUT.get(gate.scorer, f"Learned gates ({PAPER}) that let a frozen model decode with block-sparse attention.")
-        + " The base model is not part of this repository and is not changed by it.",
+        f"{about} The base model is not part of this repository and is not changed by it.",
         "",
         f"Base model: {f'`{_plain(base)}`{revision}' if base else 'not recorded'}, {_plain(geometry.model_type)}.",
         "",
@@ -244,7 +244,7 @@ def _results(bank: Gates, plotted: bool) -> list[str]:
 
 
 def percent_right(result: dict[str, Any]) -> str:
-    """The accuracy of one of `Gates`, with half a 95 % interval where it is known: ``97.3 ± 2.0``."""
+    """The accuracy of a result of `Gates`, with half a 95 % interval where it is known: ``97.3 ± 2.0``."""
     accuracy, error = result.get("accuracy"), result.get("standard_error")
     return "" if accuracy is None else f"{100 * accuracy:.1f}" + (f" ± {_HALF * error:.1f}" if error else "")
 
