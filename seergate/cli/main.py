@@ -26,6 +26,7 @@ from seergate.cli import (
     runs,
     traces,
     train,
+    tune,
 )
 from seergate.cli import eval as evaluation
 from seergate.cli.arguments import Command
@@ -46,6 +47,7 @@ COMMANDS: dict[str, ModuleType | Command] = {
     "plan": train.PLAN,
     "prepare": train.PREPARE,
     "train": train,
+    "tune": tune,
     "ablate": train.ABLATE,
     "traces": traces,
     "eval": evaluation,
@@ -67,7 +69,7 @@ ENTRY_POINTS = "seergate.commands"
 
 TAKING_METHODS = ("eval", "generate", "report", "sweep", "calibrate", "traces")
 """Commands of seergate's own that take method names, including plugins'; those of other packages all do."""
-DRAWING = ("demo", "eval", "report", "sweep")
+DRAWING = ("demo", "tune", "eval", "report", "sweep")
 """Commands that end with a report."""
 
 

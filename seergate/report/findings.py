@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
+from collections.abc import Sequence
 from typing import Any
 
 from seergate.eval.metrics import REPLY
@@ -172,8 +173,15 @@ def _enough(sweep: Sweep, method: str, dense: Setting) -> tuple[Setting, Differe
     difference to dense; ``None`` without problems in common.
     """
     compared = [(s, d) for s in sweep.of(method) if (d := sweep.difference(s, dense)).n]
-    tails = (compared[i:] for i in range(len(compared)))
-    return next((tail[0] for tail in tails if all(_not_worse(d) for _, d in tail)), compared[-1] if compared else None)
+    first = enough_from([d for _, d in compared])
+    return compared[-1 if first is None else first] if compared else None
+
+
+def enough_from(compared: Sequence[Difference]) -> int | None:
+    """The first of the differences to dense, by ascending budget, from which on no loss could be shown; ``None`` if
+    one could at the last, or the problems are too few to tell.
+    """
+    return next((i for i in range(len(compared)) if all(map(_not_worse, compared[i:]))), None)
 
 
 def _share_of_context(sweep: Sweep, setting: Setting) -> str:

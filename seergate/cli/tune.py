@@ -1,0 +1,405 @@
+"""``seergate tune``: trains gates for a model in a given time and says at which budget they lose nothing.
+
+It is `plan`, `prepare`, `train`, `eval` and `report` one after the other. What is finished lies in the output
+directory, and the same command goes on from there.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import shutil
+import time
+from collections.abc import Iterable, Sequence
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from seergate.cli.eval import some_integers
+from seergate.errors import SeergateError
+from seergate.progress import duration
+
+if TYPE_CHECKING:
+    from seergate.distill.callbacks import EvalLog, StepLog
+    from seergate.distill.config import TrainConfig
+    from seergate.eval.plan import SweepPlan
+
+HELP = (
+    "train gates in a given time and recommend a budget",
+    "Train gates for a model by the recommended recipe in two thirds of the time given, evaluate them in the rest on\n"
+    "needles and held-out texts, and say in three sentences at which budget they lose nothing that could be seen.\n"
+    "The same command after an interruption goes on with what is missing.",
+    [
+        "seergate tune ORG/NAME --hours 2",
+        "seergate tune model.gguf --hours 8 --data my_texts.jsonl --out runs/mine",
+    ],
+)
+
+CONTEXT = 4096
+"""Tokens of a text, in training and evaluation, unless told otherwise or the model has fewer positions."""
+
+TRAINING_SHARE = 2 / 3
+"""Of the time."""
+
+EPOCHS = 2
+"""No text is trained on more often; what the recipe's search did."""
+
+LEAST_STEPS = 20
+"""A tenth of the recommended recipe's; with fewer gates learn nothing."""
+
+LEAST, MOST = 8, 200
+"""Problems with a needle."""
+
+STEPS_TIMED = 3
+"""The first of them does not count."""
+
+STATE, TEXTS, HELD_OUT, DONE = "tune.json", "train.jsonl", "held_out.jsonl", "recommendation.txt"
+GATES, TIMING = "gates", "timing"
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare the options."""
+    parser.add_argument("model", metavar="MODEL", help="directory, GGUF file, preset or Hub id (org/name)")
+    parser.add_argument("--hours", type=float, required=True, metavar="H", help="time for all of it, about")
+    parser.add_argument(
+        "--data",
+        metavar="PATH",
+        help="a .jsonl file of rows as for `seergate train`, or a file or directory of texts; a part is held out "
+        "[Python's library and /usr/share/doc]",
+    )
+    parser.add_argument(
+        "--budget",
+        type=some_integers,
+        metavar="N,M",
+        help="tokens read per KV head and step [1/8, 1/4, 1/2 of a text]",
+    )
+    parser.add_argument(
+        "--max-length", type=int, metavar="N", help=f"tokens of a text [{CONTEXT}, or the model's positions]"
+    )
+    parser.add_argument(
+        "--dtype", choices=["auto", "float32", "bfloat16", "float16"], default="auto", help="of the model [auto]"
+    )
+    parser.add_argument("--threads", type=int, metavar="N", help="CPU threads [all cores]")
+    parser.add_argument("--out", metavar="DIR", help="directory of everything [runs/tune-MODEL]")
+
+
+@dataclass(frozen=True)
+class Times:
+    """Measured seconds.
+
+    Attributes:
+        step: of training.
+        dense, gate: of a needle problem, answered with dense attention and with gates.
+        dense_text, gate_text: of a text that is scored.
+    """
+
+    step: float
+    dense: float
+    gate: float
+    dense_text: float
+    gate_text: float
+
+    def pair(self, budgets: int) -> float:
+        """Of a problem and a text under all settings; dense attention reads each text once more to compare with."""
+        return self.dense + 2 * self.dense_text + budgets * (self.gate + self.gate_text)
+
+
+@dataclass(frozen=True)
+class Decision:
+    """How much fits into the time.
+
+    Attributes:
+        steps: of training.
+        problems: with a needle.
+        texts: that are scored.
+        training, evaluation: seconds that they are expected to take.
+    """
+
+    steps: int
+    problems: int
+    texts: int
+    training: float
+    evaluation: float
+
+
+def decide(hours: float, spent: float, times: Times, packs: int, held_out: int, budgets: int) -> Decision:
+    """Divide the time.
+
+    Args:
+        hours: that were given.
+        spent: seconds of them that are over.
+        times: what was measured.
+        packs: that there are to train on.
+        held_out: texts that there are to score.
+        budgets: how many budgets are compared.
+
+    Raises:
+        SeergateError: if it is too short, saying how long it must be.
+    """
+    left, pair, most_steps = 3600 * hours - spent, times.pair(budgets), EPOCHS * packs
+    steps = max(0, min(int(TRAINING_SHARE * left / times.step), most_steps))
+    problems = min(int((left - steps * times.step) / pair), MOST)
+    if steps < min(LEAST_STEPS, most_steps) or problems < LEAST:
+        needed = max(LEAST_STEPS * times.step / TRAINING_SHARE, LEAST * pair / (1 - TRAINING_SHARE)) + spent
+        raise SeergateError(
+            f"hours is {hours:g}; it must be at least {1.05 * needed / 3600:.2g}, as {LEAST_STEPS} steps of training "
+            f"take {duration(LEAST_STEPS * times.step)} here, and {LEAST} problems and texts {duration(LEAST * pair)}"
+        )
+    return Decision(steps, problems, min(problems, held_out), steps * times.step, problems * pair)
+
+
+def run(options: argparse.Namespace) -> int:
+    """Do what is missing, and say what came out."""
+    from seergate.cli.models import check_writable
+    from seergate.eval import store
+
+    began = time.monotonic()
+    job = _checked(options)
+    check_writable(job.out)
+    state = store.read_json(job.out / STATE) or {}
+    asked = {name: getattr(options, name) for name in ("model", "data", "dtype", "hours")}
+    asked |= {"max_length": job.context, "budget": job.budgets}
+    for name, before in state.get("asked", {}).items():
+        if asked[name] != before:
+            raise SeergateError(
+                f"{name} is {asked[name]}, but {job.out} was begun with {before}; give that again, or another --out"
+            )
+    if (job.out / DONE).exists():
+        print((job.out / DONE).read_text(encoding="utf-8"), end="")
+        return 0
+
+    def note(**more: Any) -> None:
+        state.update(more)
+        store.write_json(job.out / STATE, state)
+
+    if "decision" not in state:
+        note(asked={name: asked[name] for name in ("model", "data", "dtype", "max_length")})
+        held_out = job.write_texts()
+        packs, times = job.prepare(), job.measure()
+        found = decide(options.hours, time.monotonic() - began, times, packs, held_out, len(job.budgets))
+        note(asked=asked, times=asdict(times), decision=asdict(found))
+    decision = Decision(**state["decision"])
+    print(job.said(decision, Times(**state["times"])), flush=True)
+    if "trained" not in state:
+        job.train(decision.steps)
+        note(trained=True)
+    job.recommend(decision)
+    return 0
+
+
+def _checked(options: argparse.Namespace) -> _Job:
+    """What is to be done, if nothing is wrong with it.
+
+    Raises:
+        SeergateError, ValueError: if something is.
+    """
+    import torch
+
+    from seergate.distill.base_model import within_positions
+    from seergate.distill.config import load_train_config
+    from seergate.distill.plan import architecture, make_plan
+
+    if not 0 < options.hours < float("inf"):
+        raise SeergateError(f"hours is {options.hours}; it must be a positive number")
+    if options.threads is not None:
+        if options.threads < 1:
+            raise SeergateError(f"threads is {options.threads}; it must be a positive number")
+        torch.set_num_threads(options.threads)
+    if options.data is not None and not Path(options.data).exists():
+        raise SeergateError(f"data is {options.data!r}; there is no such file or directory")
+    config = load_train_config(options.model, {"recipe": "recommended", "dtype": options.dtype})
+    context = options.max_length or min(CONTEXT, within_positions(config, architecture(config)).max_length)
+    out = Path(options.out or f"runs/tune-{Path(options.model).name.lower().removesuffix('.gguf')}")
+    least = (2 + config.sink_blocks) * config.block_size
+    budgets = sorted(set(options.budget or (max(least, context // part) for part in (8, 4, 2))))
+    config = replace(
+        config,
+        max_length=context,
+        data=str(out / TEXTS),
+        data_config=None,
+        data_limit=None,
+        token_cache=str(out / "tokens"),
+        output_dir=str(out / GATES),
+        recall_budgets=tuple(budgets),
+        eval_packs=2,
+    )
+    job = _Job(options, config, budgets)
+    for budget in budgets:
+        if not least <= budget < job.length:
+            raise SeergateError(
+                f"budget is {budget}; it must be at least {least}, which is {2 + config.sink_blocks} blocks, and "
+                f"below {job.length}, the length of the texts that are scored"
+            )
+    plan = make_plan(config, measure=False)
+    if not plan.fits:
+        print(plan.text())
+        raise SeergateError("the model does not fit into this machine's memory, see above")
+    return job
+
+
+@dataclass(frozen=True)
+class _Job:
+    """The stages.
+
+    Attributes:
+        options: of the command line.
+        config: of training, but for the number of steps.
+        budgets: that are compared.
+    """
+
+    options: argparse.Namespace
+    config: TrainConfig
+    budgets: list[int]
+
+    @property
+    def out(self) -> Path:
+        """Directory of everything."""
+        return self.config.run_dir.parent
+
+    @property
+    def context(self) -> int:
+        """Tokens of a text, in training, and of a needle problem."""
+        return self.config.max_length
+
+    @property
+    def length(self) -> int:
+        """Tokens of a text that is scored: nearly all texts that are made for the context are as long."""
+        return self.context * 3 // 4
+
+    def write_texts(self) -> int:
+        """Write the texts to train on and those that are held out, unless they are there; how many are held out."""
+        from seergate.cli.models import model_path
+        from seergate.distill.held_out import divide
+        from seergate.eval import store
+        from seergate.hf.loading import load_tokenizer
+
+        def lines(rows: Iterable[dict[str, Any]]) -> str:
+            return "".join(json.dumps(row) + "\n" for row in rows)
+
+        if not (self.out / HELD_OUT).exists():
+            tokenizer, data = load_tokenizer(model_path(self.options.model)), self.options.data
+            rows, held_out, malformed = divide(data, self.config, tokenizer, self.length)
+            if malformed:
+                print(f"note: {len(malformed)} rows of {data} are left out ({malformed[0]})", flush=True)
+            print(f"texts: {len(rows)} to train on, {len(held_out)} held out", flush=True)
+            store.write_text(self.out / TEXTS, lines(rows))
+            store.write_text(self.out / HELD_OUT, lines({"text": text} for text in held_out))
+        return len((self.out / HELD_OUT).read_text(encoding="utf-8").splitlines())
+
+    def prepare(self) -> int:
+        """Prepare training; how many packs there are to train on."""
+        from seergate.distill.trainer import prepare_run
+
+        report = prepare_run(self.config)
+        print(report.summary(), flush=True)
+        return report.packs
+
+    def measure(self) -> Times:
+        """Time some steps of training, and some problems and texts."""
+        from seergate.cli.running import checked_task, run_plan
+        from seergate.eval import store
+
+        place, largest = self.out / TIMING, self.budgets[-1]
+        plans = self._evaluations(place, place, 2, 2, [largest])
+        for plan in plans:
+            checked_task(plan)
+        print(f"measuring: {STEPS_TIMED} steps of training, 2 problems and 2 texts", flush=True)
+        shutil.rmtree(place, ignore_errors=True)
+        once: dict[str, Any] = {"output_dir": str(place), "save_steps": 0, "eval_steps": 0, "report_to": ("none",)}
+        clock, seconds = _Clock(), list[float]()
+        _train(replace(self.config, **once), STEPS_TIMED, clock)
+        for plan in plans:
+            runs = run_plan(plan)
+            for label in ("dense", f"gate-{largest}"):
+                seconds.append(min(sample["seconds"] for sample in store.read_samples(runs / label)))
+        shutil.rmtree(place)
+        return Times(sum(clock.seconds[1:]) / (STEPS_TIMED - 1), *seconds)
+
+    def train(self, steps: int) -> None:
+        """Train, or continue."""
+        save_steps = max(1, min(self.config.save_steps, steps // 10))
+        _train(replace(self.config, save_steps=save_steps), steps)
+
+    def recommend(self, decision: Decision) -> None:
+        """Evaluate what is not evaluated yet, report, and say what to take."""
+        from seergate.cli.running import run_plan
+        from seergate.eval import store
+        from seergate.report import load_sweeps, write_report
+        from seergate.report.recommendation import recommendation
+
+        gates = self.config.run_dir
+        plans = self._evaluations(gates, self.out, decision.problems, decision.texts, self.budgets)
+        runs = [run_plan(plan) for plan in plans]
+        report = write_report(runs[0], self.out, *runs[1:])
+        (answers,), (texts,) = map(load_sweeps, runs)
+        lines = [*recommendation(answers, texts), "", f"gates: {gates}", f"report: {report.html}"]
+        store.write_text(self.out / DONE, "\n".join(lines) + "\n")
+        print("", *lines, sep="\n")
+
+    def said(self, decision: Decision, times: Times) -> str:
+        """The decision, for people."""
+        budgets = ", ".join(f"{budget:,}" for budget in self.budgets)
+        return (
+            f"decided: {decision.steps} steps of training, {times.step:.3g} s each ({duration(decision.training)}); "
+            f"then {decision.problems} needle problems of {self.context:,} tokens and {decision.texts} texts of "
+            f"{self.length:,}, with dense attention and with gates at {budgets} tokens "
+            f"({duration(decision.evaluation)})"
+        )
+
+    def _evaluations(
+        self, gates: Path, out: Path, problems: int, texts: int, budgets: Sequence[int]
+    ) -> tuple[SweepPlan, SweepPlan]:
+        """Of needles and of texts."""
+        import torch
+
+        from seergate.eval.plan import SweepPlan
+
+        same = SweepPlan(
+            model=self.options.model,
+            gates=str(gates),
+            method=["dense", "gate"],
+            budget=list(budgets),
+            dtype=self.options.dtype,
+            threads=self.options.threads,
+            batch_size=None if torch.cuda.is_available() else 1,  # nothing is faster in a batch, and a kill costs one
+        )
+        needles = {"problems": problems, "length": (self.context,)}
+        scored = {"problems": texts, "length": self.length, "scored": min(256, self.length // 4)}
+        return (
+            replace(same, task="needle", task_options=needles, out=str(out / "needle")),
+            replace(
+                same,
+                task="perplexity",
+                task_options={**scored, "data": str(self.out / HELD_OUT)},
+                out=str(out / "perplexity"),
+            ),
+        )
+
+
+def _train(config: TrainConfig, steps: int, *callbacks: _Clock) -> None:
+    """Train for so many steps, of which at most a tenth warm up."""
+    from seergate.cli.train import prepare_process
+    from seergate.distill.trainer import run_distillation
+
+    prepare_process()
+    run_distillation(replace(config, max_steps=steps, warmup_steps=min(config.warmup_steps, steps // 10)), callbacks)
+
+
+class _Clock:
+    """Notes how long steps take."""
+
+    def __init__(self) -> None:
+        self.seconds = list[float]()
+
+    def on_message(self, text: str) -> None:
+        """Nothing."""
+
+    def on_step(self, log: StepLog) -> None:
+        """Note it."""
+        self.seconds.append(log.seconds)
+
+    def on_eval(self, log: EvalLog) -> None:
+        """Nothing."""
+
+    def close(self) -> None:
+        """Nothing."""

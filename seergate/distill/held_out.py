@@ -1,0 +1,111 @@
+"""Divides texts into rows to train on and texts that are held out, for `seergate tune`."""
+
+from __future__ import annotations
+
+import json
+import random
+from collections.abc import Sequence
+from itertools import islice
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from seergate.distill.config import TrainConfig
+from seergate.distill.formatting import Formatter, MalformedRow
+from seergate.distill.long_text import SUFFIXES, referring_back, texts, texts_here, windows
+from seergate.errors import SeergateError
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+LEAST, MOST = 8, 200
+"""Texts that are held out: a tenth of all, between these."""
+
+ROWS = 2000
+"""Texts that are read at most."""
+
+ROWS_OF_TEXT = (".jsonl", ".ndjson")
+
+
+class Divided(NamedTuple):
+    """The two parts.
+
+    Attributes:
+        rows: to train on, as `seergate train` takes them.
+        held_out: texts.
+        malformed: what is wrong with each row that is in neither part.
+    """
+
+    rows: list[dict[str, Any]]
+    held_out: list[str]
+    malformed: list[str]
+
+
+def divide(data: str | None, config: TrainConfig, tokenizer: PreTrainedTokenizerBase, length: int) -> Divided:
+    """Read texts and divide them.
+
+    Args:
+        data: a ``.jsonl`` file of rows; or a text file or directory of them, whose windows then refer back
+            (`long_text`); by default what `texts_here` finds.
+        config: the run that will train; windows are about as long as its packs.
+        tokenizer: of the model.
+        length: tokens that a held-out text has at least.
+
+    Raises:
+        SeergateError: if there are too few texts.
+    """
+    if data is not None and Path(data).suffix in ROWS_OF_TEXT:
+        rows, every, malformed = _rows(Path(data), Formatter(tokenizer, config.data_column, config.chat_template))
+        held = _held_out(every, tokenizer, length, data)
+        return Divided(
+            [row for i, row in enumerate(rows) if i not in held], [every[i] for i in sorted(held)], malformed
+        )
+    rng = random.Random(0)
+    every = _windows(data, config.max_length, tokenizer, rng)
+    held = _held_out(every, tokenizer, length, data or "the documentation and Python library of this machine")
+    made = referring_back([text for i, text in enumerate(every) if i not in held], rng)
+    return Divided([{"text": text} for text in made], [every[i] for i in sorted(held)], [])
+
+
+def _rows(path: Path, formatter: Formatter) -> tuple[list[dict[str, Any]], list[str], list[str]]:
+    """The rows of a file, the text that the model sees of each, and what is wrong with others."""
+    rows, seen, malformed = list[dict[str, Any]](), list[str](), list[str]()
+    try:
+        with path.open(encoding="utf-8-sig") as lines:
+            for number, line in enumerate(islice(filter(str.strip, lines), ROWS), 1):
+                try:
+                    seen.append(formatter.text(row := json.loads(line)).text)
+                    rows.append(row)
+                except (MalformedRow, json.JSONDecodeError) as error:
+                    malformed.append(f"row {number}: {error}")
+    except (OSError, UnicodeDecodeError) as error:
+        raise SeergateError(f"data is {str(path)!r}, which cannot be read: {error}") from error
+    return rows, seen, malformed
+
+
+def _windows(data: str | None, context: int, tokenizer: PreTrainedTokenizerBase, rng: random.Random) -> list[str]:
+    """Windows of texts, each of about as many tokens as the context has, in an order that is drawn."""
+    every = list(texts(texts_here() if data is None else [Path(data)]))
+    sample = "".join(text[:10_000] for text in rng.sample(every, min(20, len(every))))
+    if not sample.strip():
+        raise SeergateError(f"data is {data!r}, in which there is no text; files may be {', '.join(SUFFIXES)}")
+    tokens = len(_ids(tokenizer, sample))
+    size = int(0.95 * context * len(sample) / tokens)
+    parts = [part for text in every for part in windows(text, size)]
+    rng.shuffle(parts)
+    return parts[:ROWS]
+
+
+def _held_out(every: Sequence[str], tokenizer: PreTrainedTokenizerBase, length: int, source: str) -> set[int]:
+    """The numbers of the texts that are not to be trained on: long ones, spread evenly."""
+    long = [number for number, text in enumerate(every) if len(_ids(tokenizer, text)) >= length]
+    if len(every) < 2 * LEAST or len(long) < LEAST:
+        raise SeergateError(
+            f"{source}: {len(every)} texts, {len(long)} of them of {length:,} tokens or more; there must be at least "
+            f"{2 * LEAST}, and {LEAST} of that length to evaluate on; give more --data, or a smaller --max-length"
+        )
+    count = min(MOST, len(long), max(LEAST, len(every) // 10))
+    return {long[i * len(long) // count] for i in range(count)}
+
+
+def _ids(tokenizer: PreTrainedTokenizerBase, text: str) -> list[int]:
+    return list(tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"])

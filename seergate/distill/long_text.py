@@ -1,0 +1,108 @@
+"""Texts whose ends refer far back, to train gates on.
+
+Windows of text files: of five, two stay as they are, two get facts that are stated in the first part and asked for in
+the last, and one ends with passages of itself, quoted word for word. The model attends to far blocks there, and gates
+learn to find them. No fact is worded as in RULER, whose wording the task `needle` asks for.
+"""
+
+from __future__ import annotations
+
+import gzip
+import random
+import re
+import sysconfig
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+SUFFIXES = (".txt", ".md", ".rst", ".pod", ".py")
+"""Of the files that are read, also behind them ``.gz``."""
+
+NOT_FOR_TRAINING = {"pydoc_data", "site-packages", "dist-packages", "test", "__pycache__"}
+"""Of Python's library: the text of the task `needle`, and what is not a part of every Python."""
+
+_NAMES = """
+amber anchor basil cedar copper dahlia ember falcon fjord garnet harbor hazel indigo jasper kelp lantern lotus
+maple meadow nectar onyx orchid pearl pebble quartz quince raven rowan saffron slate thistle topaz umber
+velvet violet walnut willow yarrow zephyr
+"""
+NAMES = _NAMES.split()
+FACTS = (
+    ("The access code of {name} is {value}.", "As noted above, the access code of {name} is {value}."),
+    ("Remember that locker {name} opens with {value}.", "To open locker {name}, one uses {value}."),
+    ("{name}'s telephone extension: {value}.", "Call {name} at extension {value}."),
+    ("Invoice {value} was issued to the {name} company.", "The {name} company was issued invoice {value}."),
+    ('{name} = "{value}"', 'print({name})  # "{value}"'),
+    ("In the register, {name} has the entry {value}.", "The entry of {name} in the register is {value}."),
+)
+"""How a fact is stated, and how it is repeated."""
+
+
+def texts_here() -> list[Path]:
+    """Files and directories of text that this machine has: Python's library and installed packages' documentation."""
+    library = Path(sysconfig.get_path("stdlib"))
+    found = [path for path in sorted(library.iterdir()) if path.name not in NOT_FOR_TRAINING]
+    return [path for path in (*found, Path("/usr/share/doc")) if path.exists()]
+
+
+def texts(paths: Sequence[Path]) -> Iterator[str]:
+    """The text of each file, in the order of the paths."""
+    for path in paths:
+        for file in sorted(path.rglob("*")) if path.is_dir() else [path]:
+            plain = file.name.removesuffix(".gz")
+            if file.is_file() and plain.endswith(SUFFIXES):
+                data = gzip.decompress(file.read_bytes()) if plain != file.name else file.read_bytes()
+                yield data.decode("utf-8", errors="replace")
+
+
+def windows(text: str, size: int) -> Iterator[str]:
+    """Parts of ``size`` characters that begin and end between words; a rest is left out."""
+    part, length = list[str](), 0
+    for found in re.finditer(r"\S+\s*", text):
+        part.append(found[0])
+        length += len(found[0])
+        if length >= size:
+            yield "".join(part)
+            part, length = [], 0
+
+
+def value(rng: random.Random) -> str:
+    """Digits, two words, or letters and digits."""
+    kind = rng.random()
+    if kind < 0.5:
+        return "".join(rng.choices("0123456789", k=rng.randint(4, 7)))
+    if kind < 0.75:
+        return " ".join(rng.sample(NAMES, 2))
+    return "".join(rng.choices("ABCDEFGHJKLMNPRSTUVWXYZ23456789", k=6))
+
+
+def with_facts(text: str, rng: random.Random, count: int = 14) -> str:
+    """The text with ``count`` facts in its first 55 %, of which all but two are repeated in its last 40 %."""
+    facts = [(name, value(rng), rng.choice(FACTS)) for name in rng.sample(NAMES, count)]
+    places = [(rng.uniform(0.01, 0.55), 0, fact) for fact in facts]
+    places += [(rng.uniform(0.6, 0.99), 1, fact) for fact in rng.sample(facts, count - 2)]
+    parts, at = [], 0
+    for share, which, (name, given, wordings) in sorted(places):
+        end = max(at, text.find(" ", int(share * len(text))))
+        parts += [text[at:end], "\n", wordings[which].format(name=name, value=given), "\n"]
+        at = end
+    return "".join([*parts, text[at:]])
+
+
+def with_quotes(text: str, rng: random.Random) -> str:
+    """The first 70 % of the text, then passages of it up to the whole length."""
+    first, size = text[: int(0.7 * len(text))], len(text)
+    parts, length = [first], len(first)
+    while length < size:
+        count = min(rng.randint(100, 360), len(first) - 1)
+        begin = first.find(" ", rng.randrange(len(first) - count))
+        parts.append(f'\n\nAs quoted above: "{first[begin + 1 : begin + count]}"')
+        length += len(parts[-1])
+    return "".join(parts)
+
+
+def referring_back(parts: Sequence[str], rng: random.Random) -> Iterator[str]:
+    """The windows, of five one with quotes and two with facts."""
+    kinds = (with_facts, None, with_quotes, None, with_facts)
+    for number, part in enumerate(parts):
+        kind = kinds[number % len(kinds)]
+        yield part if kind is None else kind(part, rng)

@@ -1,0 +1,130 @@
+"""Which budget to take, in three sentences: from answers, from scored texts, and from both together."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from seergate.eval.stats import Difference, mean_and_error, t95
+from seergate.report.findings import at_chance, enough_from
+from seergate.report.load import Setting, Sweep
+
+METHOD = "gate"
+
+
+@dataclass(frozen=True)
+class _Found:
+    """The result of one kind of measurement.
+
+    Attributes:
+        sentence: for people.
+        tells: whether a loss could have been seen at all.
+        budget: the smallest budget from which on none was; ``None`` if there is no such budget.
+    """
+
+    sentence: str
+    tells: bool
+    budget: int | None
+
+
+def recommendation(answers: Sweep, texts: Sweep) -> list[str]:
+    """The smallest budget at which the gates lose nothing against dense attention that could be seen.
+
+    A loss counts as seen if its 95 % interval lies above zero, or if it is more than two points of accuracy, or .02
+    nats per token, and its interval does not.
+
+    Args:
+        answers: problems that dense attention and the gates have answered, at several budgets.
+        texts: texts that were scored under the same settings.
+
+    Returns:
+        Three sentences.
+    """
+    by_answers, by_texts = _of_answers(answers), _of_texts(texts)
+    return [by_answers.sentence, by_texts.sentence, _together(by_answers, by_texts, answers)]
+
+
+def _of_answers(sweep: Sweep) -> _Found:
+    dense, settings = sweep.dense, sweep.of(METHOD)
+    assert dense is not None
+    task = sweep.config["task"]
+    of = f"{dense.accuracy.n} problems of the task {task['name']}"
+    if at_chance(dense):
+        return _Found(
+            f"Answers cannot tell what a budget loses: dense attention itself answers {_right(dense)} of {of} right.",
+            False,
+            None,
+        )
+    compared = [sweep.difference(each, dense) for each in settings]
+    start = f"Of {of}, dense attention answers {_right(dense)} right; the gates "
+    parts = ", ".join(f"{_right(each)} at {_tokens(each.budget)}" for each in settings)
+    return _Found(f"{start}{parts}: {_seen(settings, compared, 'points')}.", True, _budget(settings, compared))
+
+
+def _of_texts(sweep: Sweep) -> _Found:
+    settings = sweep.of(METHOD)
+    compared = [_minus_dense(each) for each in settings]
+    first = settings[0].metrics
+    count, length = first["n_problems"], sweep.config["task"]["length"]
+    parts = ", ".join(
+        f"{100 * (each.metrics['perplexity'] / first['dense_perplexity'] - 1):+.1f} % at {_tokens(each.budget)} (KL "
+        f"{each.metrics['kl']:.4f} nats per token)"
+        for each in settings
+    )
+    text = (
+        f"On {count} held-out text{'s' * (count != 1)} of {length:,} tokens dense attention has a perplexity of "
+        f"{first['dense_perplexity']:.2f}; the gates {parts}: {_seen(settings, compared, '% of perplexity')}."
+    )
+    return _Found(text, count > 1, _budget(settings, compared))
+
+
+def _minus_dense(setting: Setting) -> Difference:
+    """Log-probability of a token minus dense attention's, mean over texts, with its 95 % interval."""
+    found = mean_and_error([sample["dense_loss"] - sample["loss"] for sample in setting.samples])
+    half = t95(found.n - 1) * found.se
+    return Difference(found.mean, found.se, found.n, found.mean - half, found.mean + half)
+
+
+def _budget(settings: Sequence[Setting], compared: Sequence[Difference]) -> int | None:
+    first = enough_from(compared)
+    return None if first is None else settings[first].budget
+
+
+def _seen(settings: Sequence[Setting], compared: Sequence[Difference], unit: str) -> str:
+    """From which budget on no loss was seen, and how large one could have been."""
+    first = enough_from(compared)
+    if first is None:
+        largest = _tokens(settings[-1].budget)
+        seen = (-compared[-1]).positive
+        return f"a loss could be seen even at {largest}" if seen else f"too few to tell if {largest} lose something"
+    where = "at any budget" if first == 0 else f"from {_tokens(settings[first].budget)} on"
+    if compared[first].n == 1:
+        return f"no loss could be seen {where}, but a single one shows nothing"
+    unseen = max(0.0, -100 * compared[first].low)
+    return f"no loss could be seen {where}, where one of up to {unseen:.1f} {unit} could go unseen"
+
+
+def _together(answers: _Found, texts: _Found, sweep: Sweep) -> str:
+    telling = [found for found in (answers, texts) if found.tells]
+    if not telling:
+        return "So nothing here says which budget to take: give more problems or texts, or an easier task."
+    alone = "" if len(telling) == 2 else f", by {'texts' if texts.tells else 'answers'} alone"
+    budgets = [found.budget for found in telling if found.budget is not None]
+    if len(budgets) < len(telling):
+        return (
+            f"So at no budget up to {_tokens(max(sweep.budgets))} is it clear that nothing is lost{alone}: train for "
+            "longer, or give larger budgets."
+        )
+    budget = max(budgets)
+    return (
+        f"So {_tokens(budget)}, {100 * budget / sweep.context:.0f} % of a context of {sweep.context:,.0f}, is the "
+        f"smallest budget that loses nothing that could be seen{alone}."
+    )
+
+
+def _right(setting: Setting) -> int:
+    return round(setting.accuracy.mean * setting.accuracy.n)
+
+
+def _tokens(budget: int | None) -> str:
+    return f"{budget:,} tokens"

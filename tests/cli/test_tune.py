@@ -1,0 +1,213 @@
+"""`seergate tune` on a tiny GGUF file: what is refused, how time is divided, and all of it, killed and continued."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from seergate.cli import running, tune
+from seergate.cli.tune import Times, decide
+from seergate.errors import SeergateError
+from seergate.gates.files import CONFIG_FILE
+from tests.running import ROOT, Done, run_seergate
+from tests.test_gguf import llama, write_gguf
+
+HOURS = 3
+TIMES = Times(step=10.0, dense=4.0, gate=3.0, dense_text=2.0, gate_text=1.0)
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    file = tmp_path_factory.mktemp("model") / "Tiny.gguf"
+    write_gguf(file, llama())
+    return file
+
+
+@pytest.fixture
+def data(tmp_path: Path) -> Path:
+    """48 rows of some hundreds of words, and one that is none."""
+    drawn, words = random.Random(0), (ROOT / "docs" / "concepts.md").read_text().split()
+    rows = [json.dumps({"text": " ".join(drawn.choices(words, k=120))}) for _ in range(48)]
+    file = tmp_path / "rows.jsonl"
+    file.write_text("\n".join([*rows, "nothing"]) + "\n")
+    return file
+
+
+def test_two_thirds_of_the_time_train_and_the_rest_evaluates() -> None:
+    """A problem and a text take 4 + 2 * 2 + 3 * (3 + 1) = 20 s under all settings."""
+    found = decide(1.0, 600.0, TIMES, packs=1000, held_out=40, budgets=3)
+    assert (found.steps, found.problems, found.texts) == (200, 50, 40)
+    assert (found.training, found.evaluation) == (2000.0, 1000.0)
+
+
+def test_no_text_is_trained_on_more_than_twice_and_evaluation_gets_what_is_left() -> None:
+    found = decide(1.0, 600.0, TIMES, packs=30, held_out=400, budgets=3)
+    assert (found.steps, found.problems, found.texts) == (60, 120, 120)
+    assert decide(10.0, 0.0, TIMES, packs=30, held_out=400, budgets=3).problems == tune.MOST
+
+
+@pytest.mark.parametrize(("hours", "step"), [(0.1, 10.0), (0.5, 300.0)])
+def test_too_short_a_time_is_refused_with_one_that_is_enough(hours: float, step: float) -> None:
+    times = Times(step, 4.0, 3.0, 2.0, 1.0)
+    with pytest.raises(SeergateError, match=rf"hours is {hours}; it must be at least ([\d.]+), as 20 steps") as error:
+        decide(hours, 60.0, times, packs=1000, held_out=40, budgets=3)
+    enough = float(str(error.value).split("at least ")[1].split(",")[0])
+    assert hours < enough < 5
+    decide(enough, 60.0, times, packs=1000, held_out=40, budgets=3)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["--hours", "0"], "hours is 0.0; it must be a positive number"),
+        (["--hours", "1", "--threads", "0"], "threads is 0; it must be a positive number"),
+        (["--hours", "1", "--data", "nowhere.jsonl"], "data is 'nowhere.jsonl'; there is no such file or directory"),
+        (["--hours", "1", "--budget", "32"], "budget is 32; it must be at least 48, which is 3 blocks, and below 384"),
+        (["--hours", "1", "--budget", "400"], "budget is 400; it must be at least 48"),
+        (["--hours", "1", "--max-length", "1024"], "the model has 512 positions"),
+        (["--hours", "1", "--max-length", "-3"], "max_length is -3; it must be a positive integer"),
+    ],
+)
+def test_mistakes_are_refused_before_anything_is_written(
+    arguments: list[str], said: str, model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    done = run_seergate("tune", str(model), *arguments)
+    assert done.returncode == 2 and said in done.stderr, done.stderr
+    assert not list(tmp_path.iterdir())
+
+
+def test_models_that_are_none_and_files_without_texts_are_refused(
+    model: Path, data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    done = run_seergate("tune", "nowhere.gguf", "--hours", "1")
+    assert done.returncode == 2 and "the model file 'nowhere.gguf' does not exist" in done.stderr
+    few = tmp_path / "few.jsonl"
+    few.write_text("".join(data.read_text().splitlines(keepends=True)[:10]))
+    done = run_seergate("tune", str(model), "--hours", "1", "--data", str(few))
+    assert done.returncode == 2 and f"{few}: 10 texts, 10 of them of 384 tokens or more; there must" in done.stderr
+    (tmp_path / "empty").mkdir()
+    done = run_seergate("tune", str(model), "--hours", "1", "--data", "empty", "--out", "other")
+    assert done.returncode == 2 and "data is 'empty', in which there is no text" in done.stderr
+
+
+def test_windows_of_texts_are_divided_too(model: Path, tmp_path: Path) -> None:
+    """What is held out is no part of what is trained on, and is as it was."""
+    from dataclasses import replace
+
+    from seergate.distill.config import load_train_config
+    from seergate.distill.held_out import divide
+    from seergate.hf.loading import load_tokenizer
+
+    config = replace(load_train_config(str(model)), max_length=512)
+    tokenizer = load_tokenizer(model)
+    text = (ROOT / "docs" / "evaluation.md").read_text()
+    (tmp_path / "a.md").write_text(text)
+    rows, held_out, malformed = divide(str(tmp_path), config, tokenizer, 384)
+    assert not malformed and len(held_out) == 8 and len(rows) > 8
+    assert all(each in text and len(tokenizer(each).input_ids) >= 384 for each in held_out)
+    trained = [row["text"] for row in rows]
+    assert not any(each[100:200] in other for each in held_out for other in trained)
+    assert any("As quoted above" in each for each in trained) and any(
+        "the entry of" in each.lower() for each in trained
+    )
+
+
+def test_python_library_is_what_is_trained_on_by_default() -> None:
+    """Without the text of the needles, and without what others have installed."""
+    from seergate.distill.long_text import texts, texts_here
+
+    places = texts_here()
+    assert any(path.name == "argparse.py" for path in places)
+    assert not {"pydoc_data", "site-packages"} & {path.name for path in places}
+    assert "argument" in next(texts([path for path in places if path.name == "argparse.py"]))
+
+
+def kill_in_training(command: list[str], out: Path) -> None:
+    """Run in a process of its own, which dies once there is a checkpoint."""
+    start = (
+        f"import sys; from seergate.cli import tune, main; tune.MOST = {tune.MOST}; sys.exit(main.main(sys.argv[1:]))"
+    )
+    process = subprocess.Popen(
+        [sys.executable, "-c", start, *command],
+        cwd=out.parent,
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
+    )
+    deadline = time.monotonic() + 250
+    while not list(out.glob("gates/checkpoints/step-*")) and process.poll() is None and time.monotonic() < deadline:
+        time.sleep(0.01)
+    process.send_signal(signal.SIGKILL)
+    process.wait()
+
+
+@pytest.mark.timeout(600)
+def test_all_of_it_killed_and_continued(
+    model: Path, data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(tune, "MOST", 8)
+    out = tmp_path / "runs" / "tune-tiny"
+    command = ["tune", str(model), "--hours", str(HOURS), "--data", str(data), "--max-length", "256", "--threads", "1"]
+    out.parent.mkdir()
+    kill_in_training([*command, "--out", str(out)], out)
+    state = json.loads((out / "tune.json").read_text())
+    assert "decision" in state and "trained" not in state and not (out / "gates" / CONFIG_FILE).exists()
+    steps = state["decision"]["steps"]
+    assert steps == 76 and state["decision"]["problems"] == 8  # twice 40 texts in 38 packs
+
+    def again(*more: str) -> Done:
+        return run_seergate(*command, "--out", str(out), *more)
+
+    done = again("--budget", "96")
+    assert (
+        done.returncode == 2 and "budget is [96], but" in done.stderr and "was begun with [48, 64, 128]" in done.stderr
+    )
+
+    evaluated, run_plan = list[str](), running.run_plan
+
+    def interrupted(plan):
+        evaluated.append(plan.task)
+        if plan.task == "perplexity":
+            raise KeyboardInterrupt
+        return run_plan(plan)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(running, "run_plan", interrupted)
+        done = again()
+    assert done.returncode == 130 and evaluated == ["needle", "perplexity"]
+    assert f"decided: {steps} steps" in done.stdout and "continuing after step" in done.stdout
+    kept = {path: path.read_bytes() for path in (out / "needle").glob("*/samples.jsonl")}
+    assert len(kept) == 4
+
+    done = again()
+    assert done.returncode == 0, done.stderr
+    assert "step " not in done.stdout.replace("steps of training", ""), "training is over"
+    assert {path: path.read_bytes() for path in kept} == kept
+    *_, first, second, third, _, gates, report = done.stdout.splitlines()
+    assert first.startswith("Answers cannot tell what a budget loses: dense attention itself answers 0 of 8")
+    assert second.startswith("On 8 held-out texts of 192 tokens dense attention has a perplexity of ")
+    assert third.startswith("So ") and third.endswith(".")
+    assert gates == f"gates: {out / 'gates'}" and report == f"report: {out / 'report.html'}"
+    assert "needle" in (out / "report.md").read_text() and "perplexity" in (out / "report.md").read_text()
+    trained = json.loads((out / "gates" / CONFIG_FILE).read_text())["training"]["config"]
+    assert (trained["max_steps"], trained["block_size"], trained["init"]) == (steps, 16, "model")
+    held_out = {json.loads(line)["text"] for line in (out / "held_out.jsonl").read_text().splitlines()}
+    learned = {json.loads(line)["text"] for line in (out / "train.jsonl").read_text().splitlines()}
+    assert len(held_out) == 8 and len(learned) == 40 and not held_out & learned
+
+    with monkeypatch.context() as patch:
+        patch.setattr(running, "run_plan", None)
+        assert again().stdout.splitlines()[-6:] == [first, second, third, "", gates, report], "nothing is left to do"
+    shutil.rmtree(out)
