@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Sequence
+from itertools import groupby
 from typing import TYPE_CHECKING, Any
+
+import torch
 
 from seergate.eval.method_text import read_method
 from seergate.eval.settings import MethodSpec
 from seergate.hf.attach import attach
 from seergate.hf.bank import GateBank
 from seergate.hf.loading import load_base, load_tokenizer
+from seergate.hf.score import score
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -51,3 +56,47 @@ def attached_model(
     model = load_base(name, **options)
     attach(model, method, correction=spec.correction)
     return model, tokenizer, bank
+
+
+Pair = tuple[Sequence[int], Sequence[int]]
+
+
+def likelihoods(
+    model: PreTrainedModel, pairs: Sequence[Pair], batch_size: int = 1
+) -> Iterator[tuple[int, float, bool]]:
+    """How likely continuations are under the attached method (`seergate.score`). A context is read densely but for its
+    last token, with which decoding begins, so that the method predicts every token of the continuation. (Of a context
+    of one token the first prediction is dense attention's, which is the same.)
+
+    Args:
+        model: from `attached_model`.
+        pairs: token ids of contexts and of their continuations, none of them empty.
+        batch_size: how many are scored together.
+
+    Yields:
+        The number of a pair, its continuation's log-probability, and whether each token of it is the most probable
+        one; longest pairs first.
+    """
+
+    def order(number: int) -> tuple[bool, int]:
+        return len(pairs[number][0]) == 1, -sum(map(len, pairs[number]))
+
+    for single, group in groupby(sorted(range(len(pairs)), key=order), key=lambda number: order(number)[0]):
+        numbers = list(group)
+        for first in range(0, len(numbers), batch_size):
+            chosen = numbers[first : first + batch_size]
+            before, behind = (max(len(pairs[number][side]) for number in chosen) for side in (0, 1))
+            ids = torch.zeros(len(chosen), before + behind, dtype=torch.long)
+            mask = torch.zeros_like(ids)
+            for row, number in enumerate(chosen):
+                context, continuation = pairs[number]
+                place = slice(before - len(context), before + len(continuation))
+                ids[row, place], mask[row, place] = torch.tensor([*context, *continuation]), 1
+            ids, mask = ids.to(model.device), mask.to(model.device)
+            found = score(model, ids, mask, start=1 if single else before - 1, logits=True)
+            assert found.logits is not None
+            best = found.logits[:, -behind:].argmax(-1) == ids[:, -behind:]
+            for row, number in enumerate(chosen):
+                length = len(pairs[number][1])
+                known = found.log_probs[row, -behind:][:length].double()
+                yield number, float(known.sum()), bool(best[row, :length].all())

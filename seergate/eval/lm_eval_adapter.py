@@ -9,8 +9,8 @@ of the harness works; in a checkout::
         --tasks seergate_chain_sum --include_path docs/examples/lm_eval
 
 lm-eval's AIME tasks are greedy, score one sample and ask for no box; for the paper's protocol use ``seergate eval``.
-Only decode steps are sparse: tasks that score given continuations (multiple choice) read them densely, and say nothing
-about a method.
+Tasks that score given continuations (multiple choice) read the question densely and decode the continuation; those
+that score whole texts (``wikitext``) decode all of each window. Texts shorter than the budget are read whole.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from lm_eval.api.registry import register_model
 from lm_eval.models.huggingface import HFLM
 
 from seergate.errors import SeergateError, sentence
-from seergate.eval.harness import attached_model, method_spec
+from seergate.eval.harness import attached_model, likelihoods, method_spec
 
 
 @register_model("seergate")
@@ -56,6 +56,23 @@ class SeergateLM(HFLM):
             device = None
         model, tokenizer, _ = attached_model(pretrained, spec, gates, device=device, dtype=dtype)
         super().__init__(pretrained=model, tokenizer=tokenizer, **options)
+
+    def _loglikelihood_tokens(
+        self,
+        requests: list[tuple[tuple[str, str] | None, list[int], list[int]]],
+        disable_tqdm: bool = False,
+        override_bs: int | None = None,
+    ) -> list[tuple[float, bool]]:
+        """Score continuations by decoding them, where the harness would read them in one dense pass."""
+        room = self.max_length + 1  # the last token is predicted only
+        pairs = [((context + given)[-room : -len(given)], given) for _, context, given in requests]
+        size = override_bs or (self.batch_size if isinstance(self.batch_size, int) else 1)
+        found: list[tuple[float, bool]] = [(0.0, False)] * len(requests)
+        for number, *answer in likelihoods(self.model, pairs, size):
+            found[number] = (answer[0], answer[1])
+            if (texts := requests[number][0]) is not None:
+                self.cache_hook.add_partial("loglikelihood", texts, found[number])
+        return found
 
 
 if __name__ == "__main__":

@@ -11,11 +11,14 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
+import yaml
 
+import seergate
 from seergate import GateBank, GateConfig
 from seergate.errors import SeergateError
 from seergate.eval import lighteval_adapter, make_task
-from seergate.eval.harness import attached_model, method_spec
+from seergate.eval.harness import attached_model, likelihoods, method_spec
 from seergate.eval.lighteval_adapter import name_of
 from seergate.eval.settings import MethodSpec
 from seergate.methods import H2O
@@ -78,6 +81,45 @@ def test_the_example_of_lm_eval_grades_the_last_box():
         assert module.process_results({"answer": "3"}, [text]) == {"accuracy": right}
 
 
+PAIRS = [
+    (list(range(4, 44)), [7, 8, 9]),
+    (list(range(30, 90)), [5]),
+    ([6], list(range(4, 60))),
+    ([9], [4, 3]),
+    (list(range(10, 13)), list(range(4, 40))),
+]
+
+
+@pytest.mark.parametrize("method", ["quest", "h2o"])
+def test_continuations_are_decoded_behind_the_last_token_of_their_context(method):
+    model = support.model()
+    with seergate.attached(model, method_spec(method, 16, 8 if method == "quest" else None).method(None)) as handle:
+        found = {number: answer for number, *answer in likelihoods(model, PAIRS)}
+        assert handle.stats()["steps"] > 0 and handle.stats()["density"] < 1
+        for number, (context, continuation) in enumerate(PAIRS):
+            ids = torch.tensor([[*context, *continuation]])
+            start = max(1, len(context) - 1)
+            scores = seergate.score(model, ids, start=start, logits=True)
+            known = scores.log_probs[0, len(context) - start :]
+            assert found[number][0] == pytest.approx(float(known.sum()), abs=1e-4)
+            chosen = scores.logits[0, len(context) - start :].argmax(-1).tolist()
+            assert found[number][1] == (chosen == continuation)
+        together = {number: answer for number, *answer in likelihoods(model, PAIRS, 4)}
+    for number, (value, greedy) in found.items():
+        assert together[number] == [pytest.approx(value, abs=1e-4), greedy]
+    dense = {number: value for number, value, _ in likelihoods(model, PAIRS)}
+    assert all(abs(dense[i] - found[i][0]) > 1e-3 for i in (0, 1, 2, 4)), "beyond the budget the method shows"
+    assert dense[3] == pytest.approx(found[3][0], abs=1e-4), "within it, it reads all"
+
+
+def test_a_continuation_that_is_the_most_probable_one_is_told():
+    model = support.model()
+    context = list(range(4, 30))
+    written = model.generate(torch.tensor([context]), max_new_tokens=3, do_sample=False)[0, len(context) :].tolist()
+    found = likelihoods(model, [(context, written), (context, [*written[:2], written[2] + 1])], 2)
+    assert [greedy for _, _, greedy in sorted(found)] == [True, False]
+
+
 def run_lm_eval(monkeypatch, capsys, model, *arguments):
     pytest.importorskip("lm_eval")
     monkeypatch.chdir(ROOT)
@@ -95,6 +137,48 @@ def test_the_example_of_lm_eval_runs(tmp_path, monkeypatch, capsys):
     (kept,) = out.rglob("results_*.json")
     found = json.loads(kept.read_text())["results"]["seergate_chain_sum"]
     assert found["accuracy,none"] == 0.0 and found["sample_len"] == 2  # random weights
+
+
+def scored_task(folder, name, kind, **more):
+    """A task of lm-eval on four documents of the tiny model's words."""
+    words = support.tokenizer().convert_ids_to_tokens(list(range(10, 40)))
+    rows = [{"text": " ".join(words[i:] * 4), "choices": [words[i], words[i + 1]], "label": 1} for i in range(4)]
+    (folder / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    task = {"task": name, "dataset_path": "json", "dataset_kwargs": {"data_files": str(folder / f"{name}.jsonl")}}
+    task |= {"test_split": "train", "output_type": kind, "metadata": {"version": 1.0}, **more}
+    (folder / f"{name}.yaml").write_text(yaml.safe_dump(task))
+
+
+def test_scored_tasks_of_lm_eval_are_decoded_sparsely(tmp_path, monkeypatch):
+    """Dense attention gives what the harness's own model gives; a method gives something else."""
+    pytest.importorskip("lm_eval")
+    from lm_eval import simple_evaluate
+    from lm_eval.api.registry import model_registry
+    from lm_eval.models.huggingface import HFLM
+    from lm_eval.tasks import TaskManager
+
+    monkeypatch.delitem(model_registry._objs, "seergate", raising=False)  # of the module that ran as a program
+    from seergate.eval.lm_eval_adapter import SeergateLM
+
+    asked = {"doc_to_text": "{{text}}", "doc_to_choice": "choices", "doc_to_target": "label"}
+    scored_task(tmp_path, "choices", "multiple_choice", **asked)
+    scored_task(tmp_path, "rolling", "loglikelihood_rolling", doc_to_text="", doc_to_target="{{text}}")
+    model = str(support.save(tmp_path / "model"))
+    monkeypatch.chdir(tmp_path)
+
+    def evaluated(harness_model):
+        tasks = TaskManager(include_path=str(tmp_path))
+        found = simple_evaluate(harness_model, tasks=["choices", "rolling"], task_manager=tasks, bootstrap_iters=0)
+        chosen = [[float(answer[0]) for answer in each["filtered_resps"]] for each in found["samples"]["choices"]]
+        return chosen, found["results"]["rolling"]["word_perplexity,none"]
+
+    theirs = evaluated(HFLM(pretrained=model, device="cpu"))
+    dense = evaluated(SeergateLM(model, method="dense"))
+    torch.testing.assert_close(torch.tensor(dense[0]), torch.tensor(theirs[0]), atol=1e-4, rtol=1e-4)
+    assert dense[1] == pytest.approx(theirs[1], rel=1e-4)
+    sparse = evaluated(SeergateLM(model, method="quest", budget=16, block_size=8, batch_size=2))
+    assert (torch.tensor(sparse[0]) - torch.tensor(dense[0])).abs().min() > 1e-3
+    assert abs(sparse[1] / dense[1] - 1) > 1e-4
 
 
 def test_samples_are_cached_for_what_made_them():
