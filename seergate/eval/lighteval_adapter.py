@@ -1,6 +1,6 @@
 r"""lighteval (Hugging Face's harness) on a model that decodes with a method of seergate.
 
-Install the extra in an environment of its own (``pip install "seergate[lighteval]"``). Any task of the harness works;
+Install the extra in an environment of its own (``pip install "seergate[lighteval]"``). Any task that generates works;
 in a checkout::
 
     python -m seergate.eval.lighteval_adapter --model checkpoints/tiny-reasoner --method h2o:interval=16 --budget 256 \
