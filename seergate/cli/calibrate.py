@@ -27,6 +27,9 @@ HELP = (
     ],
 )
 
+FEW_TOKENS = 500
+"""Of all answers together; with fewer, what was measured is said to be little."""
+
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the options."""
@@ -74,6 +77,11 @@ def run(options: argparse.Namespace) -> int:
         f"answering {len(prompts)} of {len(problems)} problems of {options.task}, at most {limit} tokens each",
         flush=True,
     )
+    if len(prompts) * limit < FEW_TOKENS:
+        print(
+            f"note: fewer than {FEW_TOKENS} tokens say little of a model; give more --problems or --max-new-tokens",
+            flush=True,
+        )
     made = made_on(model, task, prompts, limit, sampling)
     about = {"model": options.model, "task": options.task, "made": made}
     how = {"max_new_tokens": limit, "sampling": sampling, "ends": ends}

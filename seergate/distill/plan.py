@@ -154,7 +154,8 @@ class Plan:
             return f"{work}\ntime, {self.timing}, {samples}: {self._pace(self.step_seconds)}"
         lines = [work, f"time: {self.timing}"]
         if assumed := self.assumed_seconds:
-            lines.append(f"ASSUMED time, {samples}, if a GPU sustains {ASSUMED_SHARE:.0%} of its bf16 peak:")
+            share = f"{ASSUMED_SHARE:.0%} of its bf16 peak (small models do not)"
+            lines.append(f"ASSUMED time, {samples}, if a GPU sustains {share}:")
             lines += [f"  {name}, {PEAK_TFLOPS[name]} TFLOP/s: {self._pace(time)}" for name, time in assumed.items()]
         return "\n".join(lines)
 

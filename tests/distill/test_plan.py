@@ -116,7 +116,7 @@ def test_without_such_a_device_the_time_is_an_assumption_that_says_so() -> None:
     plan = make_plan(run, memory_gb=24, processes=2, measure=False)
     assert plan.step_seconds is None  # nothing that was not measured
     assert "time: not measured" in plan.text() and "ASSUMED time, samples of 32,768 tokens" in plan.text()
-    assert f"sustains {ASSUMED_SHARE:.0%} of its bf16 peak" in plan.text()
+    assert f"sustains {ASSUMED_SHARE:.0%} of its bf16 peak (small models do not)" in plan.text()
     for name, peak in PEAK_TFLOPS.items():
         given = make_plan(run, memory_gb=24, processes=2, tflops=ASSUMED_SHARE * peak)
         assert given.step_seconds == pytest.approx(plan.assumed_seconds[name]) and not given.assumed_seconds

@@ -68,13 +68,15 @@ def test_the_command(method, tmp_path, capsys):
     target = tmp_path / "found"
     arguments = ["calibrate", method, "--problems", "2", "--max-new-tokens", "40", "--out", str(target)]
     assert main(arguments) == 0
+    said = capsys.readouterr().out
+    assert "note: fewer than 500 tokens say little of a model" in said
     if method == "lazy_eviction":
         record = json.loads(target.read_text())
         assert record["made"]["problems"] == 2 and record["made"]["max_new_tokens"] == 40
         assert 1 <= record["window"] <= 40 and sum(record["histogram"].values()) > 0
         for kinds in record["kinds"].values():
             assert sum(kinds.values()) == pytest.approx(1)
-        assert "window" in capsys.readouterr().out
+        assert "window" in said
     else:
         found = methods.TriAttention(centres=str(target)).found
         assert found.tokens > 80 and set(found.made) >= {"model", "contents", "max_new_tokens", "sampling"}
