@@ -23,6 +23,9 @@ LEAST, MOST = 8, 200
 ROWS = 2000
 """Texts that are read at most."""
 
+FILLED = 0.8
+"""Share of the context that a window fills on average: facts are added to it, and code has more tokens than prose."""
+
 ROWS_OF_TEXT = (".jsonl", ".ndjson")
 
 
@@ -83,13 +86,12 @@ def _rows(path: Path, formatter: Formatter) -> tuple[list[dict[str, Any]], list[
 
 
 def _windows(data: str | None, context: int, tokenizer: PreTrainedTokenizerBase, rng: random.Random) -> list[str]:
-    """Windows of texts, each of about as many tokens as the context has, in an order that is drawn."""
+    """Windows of texts, in an order that is drawn, which on average fit into the context with facts added."""
     every = list(texts(texts_here() if data is None else [Path(data)]))
-    sample = "".join(text[:10_000] for text in rng.sample(every, min(20, len(every))))
+    sample = "".join(text[len(text) // 2 :][:10_000] for text in rng.sample(every, min(50, len(every))))
     if not sample.strip():
         raise SeergateError(f"data is {data!r}, in which there is no text; files may be {', '.join(SUFFIXES)}")
-    tokens = len(_ids(tokenizer, sample))
-    size = int(0.95 * context * len(sample) / tokens)
+    size = int(FILLED * context * len(sample) / len(_ids(tokenizer, sample)))
     parts = [part for text in every for part in windows(text, size)]
     rng.shuffle(parts)
     return parts[:ROWS]
