@@ -8,6 +8,7 @@ import pytest
 import torch
 
 import seergate
+from seergate import GateBank, GateConfig
 from seergate.cli.running import each_task
 from seergate.errors import SeergateError
 from seergate.eval import RunOptions, make_task, store, sweep
@@ -17,6 +18,7 @@ from seergate.eval.plan import SweepPlan
 from seergate.eval.settings import grid
 from seergate.report import write_report
 from tests.eval import support
+from tests.running import run_seergate
 
 
 @pytest.fixture
@@ -110,3 +112,21 @@ def test_a_model_that_is_not_the_tiny_reasoner_needs_a_task(tmp_path):
         ("needle:keys=2", "here/needle-keys=2"),
         ("perplexity", "here/perplexity"),
     ]
+
+
+def test_one_command_evaluates_several_tasks(tmp_path, data):
+    model, gates = support.save(tmp_path / "model"), tmp_path / "gates"
+    GateBank.for_model(support.model(), GateConfig(8, 16)).save_pretrained(gates)
+    tasks = "needle:length=130,perplexity:length=120:scored=24"
+    given = ["--model", str(model), "--gates", str(gates), "--task", tasks, "--problems", "2", "--data", data]
+    done = run_seergate("eval", *given, "--budget", "32", "--threads", "1", "--out", str(tmp_path / "runs"))
+    assert done.returncode == 0, done.stderr
+    for name in ("needle-length=130", "perplexity-length=120-scored=24"):
+        place = tmp_path / "runs" / name
+        assert f"report: {place / 'report.md'}" in done.stdout
+        for label in ("dense", "gate-32"):
+            assert len(store.read_samples(place / label)) == 2
+    assert "gate at 32: KL to dense attention" in done.stdout
+    wrong = run_seergate("eval", *given[:4], "--task", "needle,perplexty", "--out", str(tmp_path / "other"))
+    assert wrong.returncode == 2 and "did you mean 'perplexity'?" in wrong.stderr
+    assert not (tmp_path / "other").exists(), "refused before the first task"
