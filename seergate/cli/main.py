@@ -78,7 +78,7 @@ def build_parser() -> Parser:
     parser = Parser(
         prog="seergate",
         description="Learned sparse attention for frozen reasoning models: distil gates, decode with them, compare.",
-        epilog="seergate COMMAND --help explains a command. Start with: seergate demo",
+        epilog="seergate COMMAND --help explains a command. Start with: seergate demo. Your own model: seergate tune",
     )
     parser.add_argument("--version", action="version", version=f"seergate {__version__}")
     commands = parser.add_subparsers(metavar="COMMAND")

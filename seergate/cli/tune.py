@@ -208,7 +208,9 @@ def _checked(options: argparse.Namespace) -> _Job:
     if options.data is not None and not Path(options.data).exists():
         raise SeergateError(f"data is {options.data!r}; there is no such file or directory")
     config = load_train_config(options.model, {"recipe": "recommended", "dtype": options.dtype})
-    context = options.max_length or min(CONTEXT, within_positions(config, architecture(config)).max_length)
+    context = options.max_length
+    if context is None:
+        context = min(CONTEXT, within_positions(config, architecture(config)).max_length)
     out = Path(options.out or f"runs/tune-{Path(options.model).name.lower().removesuffix('.gguf')}")
     least = (2 + config.sink_blocks) * config.block_size
     budgets = sorted(set(options.budget or (max(least, context // part) for part in (8, 4, 2))))

@@ -68,8 +68,8 @@ class SeergateLM(HFLM):
         pairs = [((context + given)[-room : -len(given)], given) for _, context, given in requests]
         size = override_bs or (self.batch_size if isinstance(self.batch_size, int) else 1)
         found: list[tuple[float, bool]] = [(0.0, False)] * len(requests)
-        for number, *answer in likelihoods(self.model, pairs, size):
-            found[number] = (answer[0], answer[1])
+        for number, value, greedy in likelihoods(self.model, pairs, size):
+            found[number] = value, greedy
             if (texts := requests[number][0]) is not None:
                 self.cache_hook.add_partial("loglikelihood", texts, found[number])
         return found

@@ -74,7 +74,7 @@ def test_too_short_a_time_is_refused_with_one_that_is_enough(hours: float, step:
         (["--hours", "1", "--budget", "32"], "budget is 32; it must be at least 48, which is 3 blocks, and below 384"),
         (["--hours", "1", "--budget", "400"], "budget is 400; it must be at least 48"),
         (["--hours", "1", "--max-length", "1024"], "the model has 512 positions"),
-        (["--hours", "1", "--max-length", "-3"], "max_length is -3; it must be a positive integer"),
+        (["--hours", "1", "--max-length", "0"], "max_length is 0; it must be a positive integer"),
     ],
 )
 def test_mistakes_are_refused_before_anything_is_written(
