@@ -30,8 +30,8 @@ class _Found:
 def recommendation(answers: Sweep, texts: Sweep) -> list[str]:
     """The smallest budget at which the gates lose nothing against dense attention that could be seen.
 
-    None is seen from a budget on if there and at all larger ones the 95 % interval of the difference to dense attention
-    reaches zero, and the mean loss is at most two points of accuracy, or .02 nats per token.
+    None is seen from a budget on if there and at all larger ones the 95 % interval of the difference to dense
+    attention reaches zero, and the mean loss is at most two points of accuracy, or .02 nats per token.
 
     Args:
         answers: problems that dense attention and the gates have answered, at several budgets.
