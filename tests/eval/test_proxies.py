@@ -54,3 +54,16 @@ def test_a_method_that_pins_the_prompt_is_seen_to_evict():
         found = measure_proxies(model, tokenizer, handle, reference)
     assert found["next_token_kl"] > 1e-3
     assert found["recall"] is None
+
+
+def test_of_a_short_answer_the_end_of_prompt_and_answer_is_measured():
+    model, tokenizer = support.model(), support.tokenizer()
+    words = [word for word in tokenizer.get_vocab() if not word.startswith("<")]
+    reference = [{"prompt": " ".join(words[i : i + 60]), "completion": " ".join(words[i : i + 3])} for i in range(2)]
+    for i, found in enumerate(windows_of(tokenizer, reference)):
+        ids = tokenizer.convert_tokens_to_ids([*words[i : i + 60], *words[i : i + 3]])
+        assert found.context + found.tokens == ids and len(found.tokens) == WINDOW_TOKENS + 1
+    with seergate.attached(model, "quest", token_budget=16, block_size=8, dense_layers=()) as handle:
+        assert 0 < measure_proxies(model, tokenizer, handle, reference)["recall"] < 1
+        with pytest.warns(UserWarning, match="no recall was measured: prompts and answers are shorter than a window"):
+            assert measure_proxies(model, tokenizer, handle, [{"prompt": words[0], "completion": words[1]}]) is None

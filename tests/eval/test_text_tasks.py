@@ -130,3 +130,21 @@ def test_one_command_evaluates_several_tasks(tmp_path, data):
     wrong = run_seergate("eval", *given[:4], "--task", "needle,perplexty", "--out", str(tmp_path / "other"))
     assert wrong.returncode == 2 and "did you mean 'perplexity'?" in wrong.stderr
     assert not (tmp_path / "other").exists(), "refused before the first task"
+
+
+def test_answers_in_which_the_grader_finds_nothing_are_told_of(tmp_path):
+    rows = [{"prompt": f"[a{i}] \\boxed{{", "answer": "3"} for i in (1, 2)]
+    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    given = [
+        "--model",
+        str(support.save(tmp_path / "model")),
+        "--task",
+        str(tmp_path / "rows.jsonl"),
+        "--grader",
+        "digit",
+    ]
+    given += ["--method", "dense", "--max-new-tokens", "4", "--temperature", "0", "--out", str(tmp_path / "runs")]
+    done = run_seergate("eval", *given)
+    assert done.returncode == 0, done.stderr
+    assert "note: the grader 'digit' found no answer in 2 of 2 samples of dense; `seergate eval show`" in done.stdout
+    assert "in 100 % of dense's answers none was found" in (tmp_path / "runs" / "report.md").read_text()
