@@ -7,6 +7,7 @@ directory, and the same command goes on from there.
 from __future__ import annotations
 
 import argparse
+import gc
 import json
 import shutil
 import time
@@ -45,10 +46,10 @@ EPOCHS = 2
 """No text is trained on more often; what the recipe's search did."""
 
 LEAST_STEPS = 20
-"""A tenth of the recommended recipe's; with fewer gates learn nothing."""
+"""A tenth of the recommended recipe's; a time for fewer is refused."""
 
 LEAST, MOST = 8, 200
-"""Problems with a needle."""
+"""Problems with a needle: fewer are refused, more are not made."""
 
 STEPS_TIMED = 3
 """The first of them does not count."""
@@ -151,9 +152,11 @@ def decide(hours: float, spent: float, times: Times, packs: int, held_out: int, 
 def run(options: argparse.Namespace) -> int:
     """Do what is missing, and say what came out."""
     from seergate.cli.models import check_writable
+    from seergate.cli.train import prepare_process
     from seergate.eval import store
 
     began = time.monotonic()
+    prepare_process()
     job = _checked(options)
     check_writable(job.out)
     state = store.read_json(job.out / STATE) or {}
@@ -380,11 +383,10 @@ class _Job:
 
 def _train(config: TrainConfig, steps: int, *callbacks: _Clock) -> None:
     """Train for so many steps, of which at most a tenth warm up."""
-    from seergate.cli.train import prepare_process
     from seergate.distill.trainer import run_distillation
 
-    prepare_process()
     run_distillation(replace(config, max_steps=steps, warmup_steps=min(config.warmup_steps, steps // 10)), callbacks)
+    gc.collect()  # the frozen model, before another is loaded
 
 
 class _Clock:
