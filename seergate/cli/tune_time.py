@@ -1,0 +1,85 @@
+"""How `seergate tune` divides its time between training and evaluation."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from seergate.cli.console import duration
+from seergate.errors import SeergateError
+
+TRAINING_SHARE = 2 / 3
+"""Of the time."""
+
+EPOCHS = 2
+"""No text is trained on more often; what the recipe's search did."""
+
+LEAST_STEPS = 20
+"""A tenth of the recommended recipe's; a time for fewer is refused."""
+
+LEAST, MOST = 8, 200
+"""Problems with a needle: fewer are refused, more are not made."""
+
+
+@dataclass(frozen=True)
+class Times:
+    """Measured seconds.
+
+    Attributes:
+        step: of training.
+        dense, gate: of a needle problem, answered with dense attention and with gates.
+        dense_text, gate_text: of a text that is scored.
+    """
+
+    step: float
+    dense: float
+    gate: float
+    dense_text: float
+    gate_text: float
+
+    def pair(self, budgets: int) -> float:
+        """Of a problem and a text under all settings; dense attention reads each text once more to compare with."""
+        return self.dense + 2 * self.dense_text + budgets * (self.gate + self.gate_text)
+
+
+@dataclass(frozen=True)
+class Decision:
+    """How much fits into the time.
+
+    Attributes:
+        steps: of training.
+        problems: with a needle.
+        texts: that are scored.
+        training, evaluation: seconds that they are expected to take.
+    """
+
+    steps: int
+    problems: int
+    texts: int
+    training: float
+    evaluation: float
+
+
+def decide(hours: float, spent: float, times: Times, packs: int, held_out: int, budgets: int) -> Decision:
+    """Divide the time.
+
+    Args:
+        hours: that were given.
+        spent: seconds of them that are over.
+        times: what was measured.
+        packs: that there are to train on.
+        held_out: texts that there are to score.
+        budgets: how many budgets are compared.
+
+    Raises:
+        SeergateError: if it is too short, saying how long it must be.
+    """
+    left, pair, most_steps = 3600 * hours - spent, times.pair(budgets), EPOCHS * packs
+    steps = max(0, min(int(TRAINING_SHARE * left / times.step), most_steps))
+    problems = min(int((left - steps * times.step) / pair), MOST)
+    if steps < min(LEAST_STEPS, most_steps) or problems < LEAST:
+        needed = max(LEAST_STEPS * times.step / TRAINING_SHARE, LEAST * pair / (1 - TRAINING_SHARE)) + spent
+        raise SeergateError(
+            f"hours is {hours:g}; it must be at least {1.05 * needed / 3600:.2g}, as {LEAST_STEPS} steps of training "
+            f"take {duration(LEAST_STEPS * times.step)} here, and {LEAST} problems and texts {duration(LEAST * pair)}"
+        )
+    return Decision(steps, problems, min(problems, held_out), steps * times.step, problems * pair)
