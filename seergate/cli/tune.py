@@ -22,7 +22,7 @@ from seergate.errors import SeergateError
 from seergate.progress import duration
 
 if TYPE_CHECKING:
-    from seergate.distill.callbacks import EvalLog, StepLog
+    from seergate.distill.callbacks import Callback, StepLog
     from seergate.distill.config import TrainConfig
     from seergate.eval.plan import SweepPlan
 
@@ -226,7 +226,12 @@ class _Job:
     def measure(self) -> Times:
         """Time some steps of training, and some problems and texts."""
         from seergate.cli.running import checked_task, run_plan
+        from seergate.distill.callbacks import Callback
         from seergate.eval import store
+
+        class Clock(Callback):
+            def on_step(self, log: StepLog) -> None:
+                steps.append(log.seconds)
 
         place, largest = self.out / TIMING, self.budgets[-1]
         plans = self._evaluations(place, place, 2, 2, [largest])
@@ -235,14 +240,14 @@ class _Job:
         print(f"measuring: {STEPS_TIMED} steps of training, 2 problems and 2 texts", flush=True)
         shutil.rmtree(place, ignore_errors=True)
         once: dict[str, Any] = {"output_dir": str(place), "save_steps": 0, "eval_steps": 0, "report_to": ("none",)}
-        clock, seconds = _Clock(), list[float]()
-        _train(replace(self.config, **once), STEPS_TIMED, clock)
+        steps, seconds = list[float](), list[float]()
+        _train(replace(self.config, **once), STEPS_TIMED, Clock())
         for plan in plans:
             runs = run_plan(plan)
             for label in ("dense", f"gate-{largest}"):
                 seconds.append(min(sample["seconds"] for sample in store.read_samples(runs / label)))
         shutil.rmtree(place)
-        return Times(sum(clock.seconds[1:]) / (STEPS_TIMED - 1), *seconds)
+        return Times(sum(steps[1:]) / (STEPS_TIMED - 1), *seconds)
 
     def train(self, steps: int) -> None:
         """Train, or continue."""
@@ -305,29 +310,9 @@ class _Job:
         )
 
 
-def _train(config: TrainConfig, steps: int, *callbacks: _Clock) -> None:
+def _train(config: TrainConfig, steps: int, *callbacks: Callback) -> None:
     """Train for so many steps, of which at most a tenth warm up."""
     from seergate.distill.trainer import run_distillation
 
     run_distillation(replace(config, max_steps=steps, warmup_steps=min(config.warmup_steps, steps // 10)), callbacks)
     gc.collect()  # the frozen model, before another is loaded
-
-
-class _Clock:
-    """Notes how long steps take."""
-
-    def __init__(self) -> None:
-        self.seconds = list[float]()
-
-    def on_message(self, text: str) -> None:
-        """Nothing."""
-
-    def on_step(self, log: StepLog) -> None:
-        """Note it."""
-        self.seconds.append(log.seconds)
-
-    def on_eval(self, log: EvalLog) -> None:
-        """Nothing."""
-
-    def close(self) -> None:
-        """Nothing."""

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from seergate.cli.console import duration
 from seergate.errors import SeergateError
+from seergate.progress import duration
 
 TRAINING_SHARE = 2 / 3
 """Of the time."""
