@@ -364,7 +364,10 @@ def test_refused_configurations(options, message):
         ({"reduction": "published"}, "reduction is 'published'; with scorer 'fast_kvzip' it must be left out"),
         ({"scorer": "trim_kv", "target_budget": 0}, "target_budget is 0; with scorer 'trim_kv' it must be the number"),
         ({"scorer": "trim_kv", "shard_base": True}, "shard_base is True; it must be left out with scorer 'trim_kv'"),
-        ({"scorer": "trim_kv", "base_memory_gb": 2.0}, "base_memory_gb is 2.0; it must be left out with scorer 'trim_kv'"),
+        (
+            {"scorer": "trim_kv", "base_memory_gb": 2.0},
+            "base_memory_gb is 2.0; it must be left out with scorer 'trim_kv'",
+        ),
     ],
 )
 def test_refused_recipes(model, options, message):
