@@ -45,27 +45,29 @@ class Rows:
     @property
     def resident(self) -> list[int]:
         """`lengths` as a list."""
-        self._see()
+        if not self._seen:
+            self._see()
         return self._resident
 
     @property
     def total(self) -> list[int]:
         """Tokens of each row so far, evicted ones included."""
-        self._see()
+        if not self._seen:
+            self._see()
         return self._total
 
     @property
     def slots(self) -> int:
         """Columns of the padded batch so far, which transformers calls the sequence length."""
-        self._see()
+        if not self._seen:
+            self._see()
         return self._slots
 
     def _see(self) -> None:
         """Read what compiled steps have counted; nothing is evicted in those."""
-        if not self._seen:
-            assert self.width is not None
-            self._resident = self._total = self.lengths.tolist()
-            self._slots, self._seen = int(self.width), True
+        assert self.width is not None
+        self._resident = self._total = self.lengths.tolist()
+        self._slots, self._seen = int(self.width), True
 
     def add_compiled(self) -> None:
         """Count one new token per row, on the device only."""
