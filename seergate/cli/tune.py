@@ -16,7 +16,7 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from seergate.cli.eval import some_integers
+from seergate.cli.arguments import some_integers
 from seergate.cli.tune_time import Decision, Times, decide
 from seergate.errors import SeergateError
 from seergate.progress import duration
