@@ -21,6 +21,7 @@ import itertools
 import json
 import math
 import os
+import re
 import shutil
 import signal
 import statistics
@@ -58,6 +59,10 @@ EIGHT_B |= {"vocabulary": 32768, "initializer_range": 0.02, "dtype": NARROW}
 """Qwen3-8B's shape, with fewer words."""
 LESSON_BYTES = 0.7e9
 """What one layer's gate may take at 32k tokens while it learns, beside the model."""
+
+KL_LIMIT = 5e-3
+"""Relative, of the KL of a step on the GPU, its model in bfloat16, against float32 on the CPU: six times what bfloat16
+changes on the CPU (8e-4), and less than a learning rate two per cent off (7e-3) or another seed (5e-2) does."""
 
 
 def randn(*shape: int, dtype: torch.dtype = NARROW) -> Tensor:
@@ -524,7 +529,8 @@ def lesson_times() -> Iterator[Row]:
 
 
 def train() -> Iterator[Row]:
-    """A training step of 36 layers of Qwen3-8B's shape: nothing waits, seconds of a pack, memory as it is planned."""
+    """`train.py` as on the CPU; 36 layers of Qwen3-8B's shape: nothing waits, seconds of a pack, memory as planned."""
+    yield from train_command()  # while no model is on the GPU
     import distill
 
     import seergate
@@ -586,6 +592,40 @@ def train() -> Iterator[Row]:
             if ON_GPU:
                 fact["right"] = 0 < peak <= 1.05 * planned.total
             yield {"kernel": "train", **fact, "peer": "the frozen model alone", "speedup": alone / ms}
+
+
+def train_command() -> Iterator[Row]:
+    """Three steps of `train.py` on the tiny reasoner, plain and under DeepSpeed with ZeRO-2: the KL is the CPU's."""
+    if importlib.util.find_spec("datasets") is None:
+        yield {"skipped": "no datasets here, which train.py reads with"}
+        return
+    launchers: dict[str, list[str]] = {"python": []}
+    if ON_GPU and importlib.util.find_spec("deepspeed"):
+        launchers["deepspeed"] = ["-m", "deepspeed.launcher.runner", "--num_gpus", "1"]
+    with tempfile.TemporaryDirectory() as folder:
+        on_cpu = {"CUDA_VISIBLE_DEVICES": "", "SEERGATE_BACKEND": "reference", "TRITON_INTERPRET": "0"}
+        want, said = kl_of_steps([], f"{folder}/cpu", on_cpu)
+        if want.isnan().any():
+            yield {"kernel": "train", "case": "train.py on the CPU", "right": False, "said": said}
+            return
+        for name, launcher in launchers.items():
+            found, said = kl_of_steps(launcher, f"{folder}/{name}", {})
+            for step in range(3):
+                row = compared("train", f"{name} train.py, KL of step {step + 1}", found[step], want[step], KL_LIMIT)
+                yield row | ({} if row["right"] else {"said": said})
+
+
+def kl_of_steps(launcher: list[str], folder: str, environment: dict[str, str]) -> tuple[Tensor, str]:
+    """KL of three steps, NaN if the run failed; and the end of its output."""
+    options: Row = {"model": "tiny-reasoner", "output_dir": folder, "token_cache": f"{folder}/tokens", "dtype": "auto"}
+    options |= {"max_length": sizes(512, 64), "recall_budgets": sizes(128, 32), "data_limit": 40, "report_to": "none"}
+    options |= {"max_steps": 3, "warmup_steps": 0, "eval_steps": 0, "logging_steps": 1}
+    command = [sys.executable, *launcher, "train.py", *(f"--{name}={value}" for name, value in options.items())]
+    place, given = Path(__file__).resolve().parent.parent, os.environ | environment
+    done = subprocess.run(command, cwd=place, env=given, capture_output=True, text=True, check=False)
+    found = [float(kl) for kl in re.findall(r"step \d/3  KL ([\d.]+)", done.stdout + done.stderr)]
+    whole = done.returncode == 0 and len(found) == 3
+    return torch.tensor(found if whole else 3 * [math.nan]), (done.stdout + done.stderr)[-1500:]
 
 
 def waits(run: Callable[[], Any]) -> Row:
@@ -704,7 +744,7 @@ STEPS = {
     "decode_times": Step(decode_times, 180),
     "teacher_times": Step(teacher_times, 90),
     "lesson_times": Step(lesson_times, 90),
-    "train": Step(train, 180),
+    "train": Step(train, 300),
     "model_times": Step(model_times, 180),
     "serving_times": Step(serving_times, 300),
 }
