@@ -192,7 +192,7 @@ class KVBackend:
 
     @property
     def lossy(self) -> bool:
-        """True if what is read of a cache can differ from what was written to it."""
+        """True if another block's keys and values may take the place of those that were written."""
         return False
 
     def bind(self, model: PreTrainedModel, method: Method, layers: Sequence[int]) -> KVBackend:

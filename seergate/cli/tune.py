@@ -74,7 +74,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(options: argparse.Namespace) -> int:
-    """Do what is missing, and say what came out."""
+    """Run the stages that are missing, and print the recommendation."""
     from seergate.cli.models import check_writable
     from seergate.cli.train import prepare_process
     from seergate.eval import store
@@ -115,10 +115,10 @@ def run(options: argparse.Namespace) -> int:
 
 
 def _checked(options: argparse.Namespace) -> _Job:
-    """What is to be done, if nothing is wrong with it.
+    """The job that the options describe.
 
     Raises:
-        SeergateError, ValueError: if something is.
+        SeergateError, ValueError: if an option is wrong, or the model does not fit into the memory.
     """
     import torch
 
@@ -168,7 +168,7 @@ def _checked(options: argparse.Namespace) -> _Job:
 
 @dataclass(frozen=True)
 class _Job:
-    """The stages.
+    """The stages of one tune run.
 
     Attributes:
         options: of the command line.
@@ -271,7 +271,7 @@ class _Job:
         print("", *lines, sep="\n")
 
     def said(self, decision: Decision, times: Times) -> str:
-        """The decision, for people."""
+        """The decision in words."""
         budgets = ", ".join(f"{budget:,}" for budget in self.budgets)
         return (
             f"decided: {decision.steps} steps of training, {times.step:.3g} s each ({duration(decision.training)}); "
@@ -283,7 +283,7 @@ class _Job:
     def _evaluations(
         self, gates: Path, out: Path, problems: int, texts: int, budgets: Sequence[int]
     ) -> tuple[SweepPlan, SweepPlan]:
-        """Of needles and of texts."""
+        """The plans of the needle problems and of the scored texts."""
         import torch
 
         from seergate.eval.plan import SweepPlan

@@ -25,9 +25,9 @@ class Times:
     """Measured seconds.
 
     Attributes:
-        step: of training.
+        step: seconds of a training step.
         dense, gate: of a needle problem, answered with dense attention and with gates.
-        dense_text, gate_text: of a text that is scored.
+        dense_text, gate_text: of a scored text, likewise.
     """
 
     step: float
@@ -37,7 +37,7 @@ class Times:
     gate_text: float
 
     def pair(self, budgets: int) -> float:
-        """Of a problem and a text under all settings; dense attention reads each text once more to compare with."""
+        """Seconds of a problem and a text under all settings; dense attention reads each text once more to compare."""
         return self.dense + 2 * self.dense_text + budgets * (self.gate + self.gate_text)
 
 
@@ -46,10 +46,10 @@ class Decision:
     """How much fits into the time.
 
     Attributes:
-        steps: of training.
-        problems: with a needle.
-        texts: that are scored.
-        training, evaluation: seconds that they are expected to take.
+        steps: training steps.
+        problems: needle problems.
+        texts: scored texts.
+        training, evaluation: expected seconds.
     """
 
     steps: int
@@ -63,12 +63,12 @@ def decide(hours: float, spent: float, times: Times, packs: int, held_out: int, 
     """Divide the time.
 
     Args:
-        hours: that were given.
-        spent: seconds of them that are over.
-        times: what was measured.
-        packs: that there are to train on.
-        held_out: texts that there are to score.
-        budgets: how many budgets are compared.
+        hours: given by the user.
+        spent: seconds of them used so far.
+        times: measured seconds.
+        packs: packs of the training data.
+        held_out: held-out texts.
+        budgets: number of budgets that are compared.
 
     Raises:
         SeergateError: if it is too short, saying how long it must be.

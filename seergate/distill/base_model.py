@@ -52,7 +52,7 @@ def gate_config(config: TrainConfig, model: PreTrainedModel) -> GateConfig:
 
 
 def fresh_gates(config: TrainConfig, model: PreTrainedModel) -> GateBank:
-    """The gates that a run begins with unless it is given some."""
+    """Fresh gates of the run, as its ``init`` says."""
     bank = GateBank.for_model(model, gate_config(config, model))
     if config.init == "model":
         for _, gate in bank:
@@ -61,7 +61,7 @@ def fresh_gates(config: TrainConfig, model: PreTrainedModel) -> GateBank:
 
 
 def given_gates(config: TrainConfig, fresh: GateBank) -> GateBank | None:
-    """The gates of ``init_gates``, in fp32, if a run begins with some; ``fresh`` are those that it would make."""
+    """The gates of ``init_gates`` in fp32, checked against ``fresh``; ``None`` without the option."""
     if config.init_gates is None:
         return None
     known, named = GateBank.from_pretrained(config.init_gates).float(), f"init_gates {config.init_gates!r}"

@@ -34,7 +34,7 @@ MOMENTS = ("exp_avg", "exp_avg_sq")
 
 
 class Engine(ABC):
-    """Interface of the training loop to an engine; its ``name`` is for people."""
+    """Interface of the training loop to an engine; its ``name`` is printed before the first step."""
 
     name: str
 
@@ -44,7 +44,7 @@ class Engine(ABC):
 
     @abstractmethod
     def skip(self) -> None:
-        """Go without the last pack of a step, which other processes have and this one does not."""
+        """Take part in the last pack of a step without a loss, where other processes have one pack more."""
 
     @abstractmethod
     def update(self, lr: float) -> float:

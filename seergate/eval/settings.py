@@ -220,6 +220,8 @@ def grid(
             if "threshold" in limits_of(name):
                 limits += [{"options": {"threshold": value}} for value in sorted(dict.fromkeys(thresholds or []))]
             limits = limits or [{"token_budget": budget} for budget in sorted(dict.fromkeys(default_budgets))]
+            if "token_budget" not in limits_of(name):
+                limits = [limit for limit in limits if "token_budget" not in limit] or [{}]
         if not limits:
             raise SeergateError(f"the method {name!r} needs a token budget")
         own_size, own_layers = "block_size" in options, "dense_layers" in options

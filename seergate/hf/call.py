@@ -210,7 +210,7 @@ class Attachment:
         passes: tells what a forward pass is.
         storage: makes the storages of caches.
         stats_: where decode steps are counted.
-        trace: where they are written down, if anywhere.
+        trace: the trace of decode steps, or ``None``.
         disabled: true while the model is the plain one.
     """
 

@@ -103,14 +103,14 @@ class CompressingState(LayerState, ABC):
                 self.decoded[row] += count
 
     def saw_prompt(self, tokens: int) -> None:
-        """A prompt of so many tokens has come: the place to warn of one that is longer than the budget."""
+        """Called once with the length of a prompt; override it to warn of one that does not fit the budget."""
 
     def total_tokens(self, row: int) -> int:
         """Tokens of a row so far, evicted ones included."""
         return self.prompts[row] + self.decoded[row]
 
     def observe_attention(self, step: Step) -> None:
-        """See a decode step before its attention, so as to know later what may go."""
+        """Called at each decode step before attention; override it to record what eviction needs."""
 
     def attend(self, step: Step) -> AttentionOutput | None:
         """Attention of a decode step, if it is not ordinary attention to all residents."""

@@ -43,7 +43,7 @@ def gpu_of(device: torch.device) -> Gpu:
 
 @contextmanager
 def assuming(gpu: Gpu) -> Iterator[None]:
-    """Choose launch parameters for this GPU where there is none."""
+    """Choose launch parameters for this GPU on a machine without one."""
     token = _ASSUMED.set(gpu)
     try:
         yield
