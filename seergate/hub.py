@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import os
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -27,6 +28,10 @@ _HINTS = {
 }
 
 
+_OFFLINE = threading.RLock()
+"""Held while the libraries are offline: the constants that say so are the whole process's."""
+
+
 @contextmanager
 def hub_call(what: str, *, asks: bool = True) -> Iterator[None]:
     """Report every failure inside as a `SeergateError` of the form "``what``: why".
@@ -43,7 +48,7 @@ def hub_call(what: str, *, asks: bool = True) -> Iterator[None]:
         silence = _silence() if asks else None
         with offline(silence is not None):
             yield
-    except SeergateError:
+    except (SeergateError, AttributeError, AssertionError, NameError):  # the last three are faults of a program
         raise
     except Exception as error:  # as many types as libraries are involved; that of tokenizers is a bare `Exception`
         raise SeergateError(f"{what}: {_reason(error, silence)}") from error
@@ -58,12 +63,13 @@ def offline(holds: bool = True) -> Iterator[None]:
     import datasets
     from huggingface_hub import constants
 
-    before = constants.HF_HUB_OFFLINE, datasets.config.HF_HUB_OFFLINE
-    constants.HF_HUB_OFFLINE = datasets.config.HF_HUB_OFFLINE = True
-    try:
-        yield
-    finally:
-        constants.HF_HUB_OFFLINE, datasets.config.HF_HUB_OFFLINE = before
+    with _OFFLINE:
+        before = constants.HF_HUB_OFFLINE, datasets.config.HF_HUB_OFFLINE
+        constants.HF_HUB_OFFLINE = datasets.config.HF_HUB_OFFLINE = True
+        try:
+            yield
+        finally:
+            constants.HF_HUB_OFFLINE, datasets.config.HF_HUB_OFFLINE = before
 
 
 def unanswered(error: BaseException) -> bool:

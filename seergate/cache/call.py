@@ -20,6 +20,11 @@ from seergate.errors import SeergateError
 VERIFIED_TOKENS = 32
 """At most so many drafted tokens are verified at once, each decoded as if it had come alone; more are read densely."""
 
+TWO_THREADS = (
+    "two threads run this model at once, and the attached method can serve one request at a time; "
+    "hold a lock around generate, or put the requests into one batch"
+)
+
 Phase = Literal["dense", "decode"]
 
 
@@ -63,6 +68,8 @@ class ForwardModes:
 
     @contextmanager
     def _during(self, **state: Any) -> Iterator[None]:
+        if self.thread not in (None, get_ident()):
+            raise SeergateError(TWO_THREADS)
         state["thread"] = get_ident()
         before = {name: getattr(self, name) for name in state}
         vars(self).update(state)

@@ -27,6 +27,7 @@ from seergate.models.families import (
     text_config,
     why_one_sequence,
 )
+from seergate.ops.backend import choose
 from seergate.paths import gguf_file, is_local_model
 
 if TYPE_CHECKING:
@@ -177,7 +178,7 @@ def load_frozen(path: str, config: TrainConfig, world: DistributedState, headles
     if headless and not model.config.tie_word_embeddings:  # it is never run; a large vocabulary's takes a gigabyte
         model.set_output_embeddings(nn.Identity())
     plain = config.quantize == "none" and config.base_memory_gb is None and not config.shard_base
-    if headless and plain and world.device.type == "cuda":
+    if headless and plain and world.device.type == "cuda" and choose(world.device) == "triton":
         compile_elementwise(model)
     return model
 

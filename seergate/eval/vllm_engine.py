@@ -26,8 +26,7 @@ def check_served(spec: MethodSpec) -> None:
     Raises:
         SeergateError: naming the method or its option.
     """
-    if spec.name != Dense.name:
-        vllm_settings.check_served(spec.name)
+    vllm_settings.check_served(spec.name, Dense.name)
     other = sorted(spec.options.keys() - {*vllm_settings.RULES, "block_size"})
     if other:
         raise SeergateError(f"the option {other[0]!r} of {spec.name!r} does not exist inside vLLM; leave it out")

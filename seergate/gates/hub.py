@@ -108,7 +108,7 @@ def push_adapter(
     check_repo_id(repo_id)
     if create_pr and revision not in (None, "main"):
         raise SeergateError(f"revision is {revision!r}; a pull request goes to main, so leave it out")
-    from huggingface_hub import HfApi
+    from huggingface_hub import CommitOperationAdd, CommitOperationDelete, HfApi
 
     api, inside = HfApi(token=token), _inside(subfolder)
     if not bank.licence:
@@ -126,12 +126,15 @@ def push_adapter(
         if card is not None:
             (directory / CARD_FILE).write_text(card, encoding="utf-8")
         save_adapter(bank, directory, card_source=Source(repo_id, revision, subfolder))
-        commit = api.upload_folder(
-            repo_id=repo_id,
-            folder_path=directory,
-            path_in_repo=str(inside),
-            ignore_patterns=sorted(present & {SIGN_FILE}),  # a repository's own config.json may be a model's
-            delete_patterns=[PLOT_FILE],
+        # A repository's own config.json may be a model's.
+        names = sorted(path.name for path in directory.iterdir() if path.name not in present & {SIGN_FILE})
+        operations: list[Any] = [CommitOperationAdd(str(inside / name), directory / name) for name in names]
+        if PLOT_FILE in present and PLOT_FILE not in names:
+            operations.append(CommitOperationDelete(str(inside / PLOT_FILE)))
+        # `upload_folder` may take several commits, and opens pull requests as drafts.
+        commit = api.create_commit(
+            repo_id,
+            operations,
             commit_message=commit_message,
             commit_description=commit_description,
             revision=revision,

@@ -24,7 +24,7 @@ from transformers.cache_utils import Cache, DynamicLayer, StaticLayer
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS, AttentionInterface
 
 from seergate.cache.argument import cache_of
-from seergate.cache.call import ForwardContext, ForwardModes
+from seergate.cache.call import TWO_THREADS, ForwardContext, ForwardModes
 from seergate.cache.layer import GatedLayer
 from seergate.cache.storage import KVBackend
 from seergate.decode.compatibility import refuse
@@ -188,10 +188,7 @@ class SingleThreadGuard:
         before, self._thread = self._thread, thread
         if self._passes.thread not in (None, thread) or (before != thread and _runs(before, module)):
             self._thread = before
-            raise SeergateError(
-                "two threads run this model at once, and the attached method can serve one request at a time; "
-                "hold a lock around generate, or put the requests into one batch"
-            )
+            raise SeergateError(TWO_THREADS)
 
 
 def _runs(thread: int, module: nn.Module) -> bool:

@@ -14,14 +14,16 @@ RULES = ("token_budget", "threshold", "top_p", "dense_layers")
 """Options of a method that can be given inside vLLM."""
 
 
-def check_served(method: str) -> None:
-    """Refuse a method that does not run inside vLLM.
+def check_served(method: str, *others: str) -> None:
+    """Refuse a method that does not run inside vLLM; ``others`` may be asked for where the caller serves them.
 
     Raises:
         SeergateError: naming those that do.
     """
-    if method_class(method).vllm_scores is None:
-        served = ", ".join(name for name in METHODS if METHODS[name].vllm_scores is not None)
+    if not isinstance(method, str):
+        raise SeergateError(f"seergate.method is {method!r}; it must be the name of a method")
+    if method not in others and method_class(method).vllm_scores is None:
+        served = ", ".join((*others, *(name for name in METHODS if METHODS[name].vllm_scores is not None)))
         raise SeergateError(f"the method {method!r} does not run inside vLLM; it must be one of {served}")
 
 

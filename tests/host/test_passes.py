@@ -308,3 +308,37 @@ def test_a_cache_that_is_no_list_of_layers_is_said_to_be_dense(model):
 def test_pages_of_transformers_are_said_to_be_dense(model):
     with seergate.attached(model, gates(model), token_budget=32), pytest.warns(match="own paged cache"):
         model.generate(prompt(60), max_new_tokens=4, cache_implementation="paged", eos_token_id=-1)
+
+
+def test_a_thread_that_is_refused_leaves_the_other_and_later_ones_alone(model):
+    """One reads a prompt in chunks; another begins between two of them."""
+    found, chunks, between, refused = {}, [], threading.Event(), threading.Event()
+
+    def before(module, args, kwargs):
+        chunks.append(threading.current_thread().name)
+        if chunks == ["first", "first"]:
+            between.set()
+            assert refused.wait(60)
+
+    def run(tokens, **options):
+        try:
+            found[threading.current_thread().name] = model.generate(prompt(tokens, 1), max_new_tokens=3, **options)
+        except SeergateError as error:
+            found[threading.current_thread().name] = str(error)
+
+    with seergate.attached(model, gates(model), token_budget=32) as handle:
+        want = model.generate(prompt(60, 1), max_new_tokens=3, prefill_chunk_size=20)
+        hook = model.register_forward_pre_hook(before, with_kwargs=True)
+        first = threading.Thread(target=run, args=(60,), kwargs={"prefill_chunk_size": 20}, name="first")
+        first.start()
+        assert between.wait(60)
+        second = threading.Thread(target=run, args=(50,), name="second")
+        second.start()
+        second.join()
+        refused.set()
+        first.join()
+        hook.remove()
+        assert "two threads run this model at once" in found["second"]
+        assert torch.equal(found["first"], want)
+        assert (handle.passes.phase, handle.passes.in_chunks, handle.passes.thread) == (None, False, None)
+        assert torch.equal(model.generate(prompt(60, 1), max_new_tokens=3, prefill_chunk_size=20), want)
