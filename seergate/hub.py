@@ -48,7 +48,7 @@ def hub_call(what: str, *, asks: bool = True) -> Iterator[None]:
         silence = _silence() if asks else None
         with offline(silence is not None):
             yield
-    except (SeergateError, AttributeError, AssertionError, NameError):  # the last three are faults of a program
+    except (SeergateError, AssertionError, NameError):  # the last two are faults of a program
         raise
     except Exception as error:  # as many types as libraries are involved; that of tokenizers is a bare `Exception`
         raise SeergateError(f"{what}: {_reason(error, silence)}") from error

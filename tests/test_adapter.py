@@ -9,6 +9,7 @@ import warnings
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from transformers.integrations.peft import MIN_PEFT_VERSION
 
 import seergate
 from seergate import GateBank, GateConfig, SeergateError
@@ -241,7 +242,7 @@ def test_a_models_own_configuration_is_left_alone(saved, tmp_path):
 @pytest.mark.filterwarnings("ignore:.*is_gradient_checkpointing:FutureWarning")  # PEFT's own
 def test_peft_and_gates_live_together(saved):
     """A LoRA model under gates, and gates beside an adapter of PEFT: neither sees the other's files."""
-    peft = pytest.importorskip("peft")
+    peft = pytest.importorskip("peft", minversion=MIN_PEFT_VERSION)  # older ones are refused by transformers
     bank, path = saved
     base = tiny_model("qwen3")
     lora = peft.get_peft_model(base, peft.LoraConfig(target_modules=["v_proj"], r=2, init_lora_weights=False))
