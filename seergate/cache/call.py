@@ -56,7 +56,7 @@ class ForwardModes:
     Attributes:
         phase: of all passes now, whatever their tokens; ``"dense"`` while lossless decoding decides when to draft.
         in_chunks: whether a prompt is being read that was cut into chunks.
-        thread: the one that has set either for a time; no other may run a pass meanwhile.
+        thread: the thread that has set them; another thread's pass is refused meanwhile. ``None`` outside.
     """
 
     def __init__(self, *, decodes_drafts: bool, reads_leftovers: bool) -> None:
