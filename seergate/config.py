@@ -30,6 +30,9 @@ class ScorerKind:
         end_to_end: whether the loss sends gradients through the whole model.
         poolings: whether the gates have the options ``k_pooling`` and ``q_pooling``.
         gate_dim: default width; 128 if ``None``, in training the model's head dimension.
+        paper: link to the paper in Markdown, for the model card of retention gates.
+        plot_style: colour and marker in plots of the series ``gate [SCORER]``; ``None`` for those of the method
+            ``gate``. Retention gates are drawn as the method of their name.
     """
 
     gate: str | type
@@ -38,17 +41,20 @@ class ScorerKind:
     end_to_end: bool = False
     poolings: bool = False
     gate_dim: int | None = None
+    paper: str | None = None
+    plot_style: tuple[str, str] | None = None
 
 
 SCORERS = {
     "attn_gate": ScorerKind("seergate.gates.gate:AttnGate", poolings=True),
-    "msa": ScorerKind("seergate.gates.msa:MSA"),
-    "indexer": ScorerKind("seergate.gates.indexer:Indexer"),
+    "msa": ScorerKind("seergate.gates.msa:MSA", plot_style=("#AA3377", "^")),
+    "indexer": ScorerKind("seergate.gates.indexer:Indexer", plot_style=("#4477AA", "D")),
     "fast_kvzip": ScorerKind(
         "seergate.gates.retention:FastKVzipGate",
         "seergate.hf.retention_loss:ImportanceLoss",
         retention=True,
         gate_dim=16,
+        paper="[Fast KVzip](https://arxiv.org/abs/2601.17668)",
     ),
     "trim_kv": ScorerKind(
         "seergate.gates.retention:TrimKVGate",
@@ -56,6 +62,7 @@ SCORERS = {
         retention=True,
         end_to_end=True,
         gate_dim=512,
+        paper="[TRIM-KV](https://arxiv.org/abs/2512.03324)",
     ),
 }
 """All kinds of gates by the name of their scorer; a program may add its own."""

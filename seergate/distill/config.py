@@ -99,7 +99,9 @@ class GateOptions:
 
     block_size: int = _option(64, "tokens per block, 8..256")
     gate_dim: int | None = _option(
-        None, "width of the gate [the model's head dimension; 16 for fast_kvzip and 512 for trim_kv]"
+        None,
+        "width of the gate [the model's head dimension; "
+        f"{' and '.join(f'{kind.gate_dim} for {name}' for name, kind in SCORERS.items() if kind.gate_dim)}]",
     )
     k_pooling: tuple[str, ...] = _option(POOLINGS, "how the keys of a block are pooled: some of max,min,avg")
     q_pooling: str = _option("proj", "how a group's query heads become one: proj, avgproj, avg or none")

@@ -14,7 +14,7 @@ from typing import Any
 
 import yaml
 
-from seergate.config import GateConfig
+from seergate.config import SCORERS, GateConfig
 from seergate.gates.bank import Gates
 from seergate.gates.record import portable_base
 from seergate.paths import directory_here, is_hub_id
@@ -23,10 +23,6 @@ CARD_FILE, PLOT_FILE = "README.md", "accuracy.png"
 BEGIN, END = "<!-- seergate: what follows is generated -->", "<!-- seergate: end of what is generated -->"
 TAGS = ["seergate", "sparse-attention", "block-sparse", "attention-gate"]
 PAPER = "[SeerAttention-R](https://arxiv.org/abs/2506.08889)"
-RETENTION_PAPERS = {
-    "fast_kvzip": " ([Fast KVzip](https://arxiv.org/abs/2601.17668))",
-    "trim_kv": " ([TRIM-KV](https://arxiv.org/abs/2512.03324))",
-}
 _HALF = 196.0
 """Standard errors are shares; times this they are half a 95 % interval, in percent."""
 
@@ -184,8 +180,8 @@ def _body(bank: Gates, source: Source, plotted: bool) -> list[str]:
     kind = str(bank.dtype).removeprefix("torch.")
     about = f"Learned gates ({PAPER}) that let a frozen model decode with block-sparse attention."
     if gate.retention:
-        paper = RETENTION_PAPERS.get(gate.scorer, "")
-        about = f"Retention gates{paper} that evict tokens from a frozen model's cache."
+        paper = SCORERS[gate.scorer].paper
+        about = f"Retention gates{f' ({paper})' if paper else ''} that evict tokens from a frozen model's cache."
     yes = {True: "yes", False: "no"}
     norm_and_rope = [] if gate.retention else [f"| q/k norm, RoPE | {yes[gate.qk_norm]}, {yes[gate.rope]} |"]
     lines = [
@@ -320,10 +316,10 @@ def _own_text(text: str) -> tuple[str, str]:
 
 def scoring(gate: GateConfig) -> dict[str, str]:
     """The options of scoring, name -> value."""
-    sinks = {"sink blocks": f"{gate.sink_blocks}, always read"} if gate.sink_blocks else {}
-    if gate.scorer != "attn_gate":
-        return {"scorer": gate.scorer, **sinks}
-    return {"key pooling": ", ".join(gate.k_pooling), "query pooling": gate.q_pooling, **sinks}
+    values = {name: str(value) for name, value in gate.to_dict().items() if name == "scorer"}
+    if SCORERS[gate.scorer].poolings:
+        values |= {"key pooling": ", ".join(gate.k_pooling), "query pooling": gate.q_pooling}
+    return values | ({"sink blocks": f"{gate.sink_blocks}, always read"} if gate.sink_blocks else {})
 
 
 def _texts(value: Any) -> list[str]:

@@ -1,4 +1,4 @@
-"""Colour and marker of each method (`Method.plot_style`), the same in every plot.
+"""Colour and marker of each method and scorer (their ``plot_style``), the same in every plot.
 
 Colours are of Okabe and Ito's and of Tol's palettes, which colour-blind readers can tell apart; markers help.
 """
@@ -7,13 +7,11 @@ from __future__ import annotations
 
 from typing import Any
 
+from seergate.config import SCORERS
 from seergate.methods import METHODS
 
-GATES = {"msa": ("#AA3377", "^"), "indexer": ("#4477AA", "D")}
-"""Of gates by their scorer's name; those of SeerAttention-R look as the method ``gate``."""
-
 SPARE = (("#6699CC", "H"), ("#EE3377", "4"), ("#F0E442", "3"))
-"""Of methods of the user's own."""
+"""Colours and markers of the user's own methods."""
 LINES: tuple[Any, ...] = ("-", "--", ":", "-.", (0, (8, 2, 1, 2, 1, 2)), (0, (1, 4)))
 
 
@@ -23,12 +21,13 @@ def name_of(series: str) -> str:
 
 
 def style(series: str) -> dict[str, Any]:
-    """Matplotlib's options for a series: colour and marker of its method, or of its gates by their name. The marker of
-    an evictor with a gate is half filled.
+    """Matplotlib's options for a series: colour and marker of its scorer if that has its own, else of its method. The
+    marker of an evictor with a gate is half filled.
     """
     name, gates = name_of(series), series.partition("[")[2].partition("]")[0]
-    own = METHODS[name].plot_style if name in METHODS else None
-    colour, marker = GATES.get(gates) or own or SPARE[sum(map(ord, name)) % len(SPARE)]
+    of_scorer = SCORERS[gates].plot_style if gates in SCORERS else None
+    of_method = METHODS[name].plot_style if name in METHODS else None
+    colour, marker = of_scorer or of_method or SPARE[sum(map(ord, name)) % len(SPARE)]
     how = {"color": colour, "marker": marker, "markersize": 6, "linewidth": 2.4 if name == "gate" else 1.6}
     return {**how, "fillstyle": "bottom"} if "+" in series.split(",")[0] else how
 
