@@ -12,18 +12,22 @@ Value = TypeVar("Value")
 
 @dataclass(frozen=True)
 class Command:
-    """A command that shares its module with others; any other command is its module.
+    """A command that shares its module with others; any other command is a module with the same attributes.
 
     Attributes:
         HELP: one line, a paragraph, and examples.
         add_arguments: declares the options.
         run: runs it; returns the exit code, 0 if ``None``.
+        TAKES_METHODS: true if it takes names of methods, and with them ``--plugin``.
+        REPORTS: true if it ends with a report, for which matplotlib must be there before it begins.
         trains: true if it also takes the options of `seergate train`.
     """
 
     HELP: tuple[str, str, Sequence[str]]
     add_arguments: Callable[[argparse.ArgumentParser], None]
     run: Callable[[argparse.Namespace], int | None]
+    TAKES_METHODS: bool = False
+    REPORTS: bool = False
     trains: bool = False
 
 

@@ -13,6 +13,7 @@ HELP = (
     "budgets with an oracle, the gates and Quest, and write a report. Needs no network and no GPU.",
     ["seergate demo", "seergate demo --problems 128 --out runs/bigger-demo"],
 )
+REPORTS = True
 
 METHODS = ["dense", "oracle", "gate", "quest"]
 BUDGETS = [32, 64, 128]

@@ -30,6 +30,7 @@ HELP = (
         "seergate eval show runs/eval-tiny-reasoner-chain_sum/gate-128 40-0-3",
     ],
 )
+TAKES_METHODS = REPORTS = True
 SUBCOMMANDS = {"show": runs.SHOW, "livecodebench": runs.LIVECODEBENCH}
 
 
@@ -173,4 +174,4 @@ def _sweep(options: argparse.Namespace) -> int:
     return 0
 
 
-SWEEP = Command(SWEEP_HELP, _sweep_arguments, _sweep)
+SWEEP = Command(SWEEP_HELP, _sweep_arguments, _sweep, TAKES_METHODS=True, REPORTS=True)

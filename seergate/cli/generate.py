@@ -29,6 +29,7 @@ HELP = (
         "seergate generate --model Qwen3-8B --gates org/Qwen3-8B-gates --prompt-file question.txt --trace read.html",
     ],
 )
+TAKES_METHODS = True
 TINY_BUDGET, REAL_BUDGET = 64, 4096
 LONG_PROMPT = 1000
 """Tokens of a prompt that takes long enough to read for a line to say so."""

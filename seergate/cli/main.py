@@ -67,12 +67,6 @@ ENTRY_POINTS = "seergate.commands"
 """Group of the entry points by which installed packages offer commands: name of the command = its module."""
 
 
-TAKING_METHODS = ("eval", "generate", "report", "sweep", "calibrate", "traces")
-"""Commands of seergate's own that take method names, including plugins'; those of other packages all do."""
-DRAWING = ("demo", "tune", "eval", "report", "sweep")
-"""Commands that end with a report."""
-
-
 def build_parser() -> Parser:
     """The parser of ``seergate`` itself, which lists the commands; `_parser_of` makes the one of a command."""
     parser = Parser(
@@ -145,14 +139,14 @@ def _parser_of(command: ModuleType | Command, name: str) -> Parser:
             allow_abbrev=False,
         )
     command.add_arguments(parser)
-    if name in TAKING_METHODS or name.split()[0] not in COMMANDS:
+    if getattr(command, "TAKES_METHODS", False) or name.split()[0] not in COMMANDS:  # those of other packages all do
         _add_plugin(parser, argparse.SUPPRESS)
     return parser
 
 
-def _check_plots(command: str, options: argparse.Namespace) -> None:
+def _check_plots(command: ModuleType | Command, options: argparse.Namespace) -> None:
     """Refuse a report that could not be drawn, before the work that it would be about."""
-    if command not in DRAWING or getattr(options, "no_report", False):
+    if not getattr(command, "REPORTS", False) or getattr(options, "no_report", False):
         return
     if importlib.util.find_spec("matplotlib") is None:
         without = ", or leave the report out with --no-report" if hasattr(options, "no_report") else ""
@@ -192,7 +186,7 @@ def _run(arguments: list[str]) -> int:
     if others and others[0] in below:
         name, command, others = f"{name} {others[0]}", below[others[0]], others[1:]
     options = _parser_of(command, name).parse_args(others)
-    _check_plots(name, options)
+    _check_plots(command, options)
     return int(command.run(options) or OK)
 
 

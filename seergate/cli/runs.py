@@ -38,7 +38,7 @@ def _report(options: argparse.Namespace) -> int:
     return 0
 
 
-REPORT = Command(REPORT_HELP, _report_arguments, _report)
+REPORT = Command(REPORT_HELP, _report_arguments, _report, TAKES_METHODS=True, REPORTS=True)
 
 
 REGRADE_HELP = (

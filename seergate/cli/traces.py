@@ -25,6 +25,7 @@ HELP = (
         "seergate traces --prompts questions.jsonl --method gate --gates DIR --budget 64 --out own.jsonl",
     ],
 )
+TAKES_METHODS = True
 
 
 _BEGINNING = '{"row": '

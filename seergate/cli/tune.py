@@ -36,6 +36,7 @@ HELP = (
         "seergate tune model.gguf --hours 8 --data my_texts.jsonl --out runs/mine",
     ],
 )
+REPORTS = True
 
 CONTEXT = 4096
 """Tokens of a text, in training and evaluation, unless told otherwise or the model has fewer positions."""
