@@ -26,6 +26,7 @@ HELP = (
         "seergate calibrate tri_attention --model Qwen3-8B --task math500 --problems 20 --max-new-tokens 1024",
     ],
 )
+TAKES_METHODS = True
 
 FEW_TOKENS = 500
 """Of all answers together; with fewer, what was measured is said to be little."""
@@ -41,7 +42,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--alpha", type=float, default=1e-4, help="probability of an active token [%(default)s]")
     parser.add_argument("--share", type=float, default=0.8, help="of tokens inside the window [%(default)s]")
     parser.add_argument("--budget", type=int, default=1024, metavar="N", help="that phoenixes outlast [%(default)s]")
-    parser.add_argument("--out", type=Path, metavar="FILE", help="[runs/calibrate-MODEL-METHOD.json or .safetensors]")
+    parser.add_argument("--out", type=Path, metavar="FILE", help="[runs/calibrate-MODEL-METHOD.*]")
     run_args(parser)
 
 
@@ -54,19 +55,28 @@ def run(options: argparse.Namespace) -> int:
     from seergate.hf.loading import load_tokenizer
     from seergate.methods import method_class
 
-    if not (known := list(method_class(options.method).calibrates)):
+    kind = method_class(options.method)
+    calibrations = {option: calibration_of(kind, option).of(vars(options)) for option in kind.calibrates}
+    if not calibrations:
         can = ", ".join(name for name, _ in calibrated_options())
         raise SeergateError(f"{options.method!r} has nothing to calibrate; the method must be one of {can}")
-    calibration = calibration_of(method_class(options.method), known[0]).of(vars(options))
+    if options.out and len(calibrations) > 1:
+        raise SeergateError(
+            f"{options.method} has several options to calibrate ({', '.join(calibrations)}), each with a file of its own; "
+            "leave out --out"
+        )
     check_counts(options, optional=True, problems=1, max_new_tokens=1)
     path = model_path(options.model)
     tokenizer = load_tokenizer(path)
     task = make_task(options.task).bound(tokenizer)
     problems = task.problems()
-    name = f"calibrate-{Path(options.model).name}-{options.method}{Path(calibration.file_name).suffix}"
-    target = options.out or Path("runs") / name
-    _check_target(target, calibration, options.method)
-    check_writable(target.parent)
+    targets = {}
+    for option, calibration in calibrations.items():
+        of_option = f"-{option}" if len(calibrations) > 1 else ""
+        name = f"calibrate-{Path(options.model).name}-{options.method}{of_option}{Path(calibration.file_name).suffix}"
+        targets[option] = options.out or Path("runs") / name
+        _check_target(targets[option], calibration, options.method)
+        check_writable(targets[option].parent)
     model = load_model(path, options.dtype, options.device)
     prompts = evenly_chosen_prompts(tokenizer, task, options.problems)
     limit = RunOptions(max_new_tokens=options.max_new_tokens).limit(task).of(max(map(len, prompts)))
@@ -85,7 +95,8 @@ def run(options: argparse.Namespace) -> int:
     made = made_on(model, task, prompts, limit, sampling)
     about = {"model": options.model, "task": options.task, "made": made}
     how = {"max_new_tokens": limit, "sampling": sampling, "ends": ends}
-    print("\n".join(calibration.measure(model, prompts, target, about, **how)))
+    for option, calibration in calibrations.items():
+        print("\n".join(calibration.measure(model, prompts, targets[option], about, **how)))
     return 0
 
 
