@@ -29,7 +29,7 @@ from seergate import ops
 from seergate.cache.call import ForwardContext
 from seergate.cache.rows import Rows
 from seergate.cache.storage import DynamicStorage, KVBackend, Storage
-from seergate.config import is_int
+from seergate.checks import is_int
 from seergate.errors import SeergateError
 from seergate.methods.base import LayerState, Method, Step
 from seergate.methods.evicting import AttentionOutput

@@ -62,7 +62,7 @@ def run(options: argparse.Namespace) -> int:
         raise SeergateError(f"{options.method!r} has nothing to calibrate; the method must be one of {can}")
     if options.out and len(calibrations) > 1:
         raise SeergateError(
-            f"{options.method} has several options to calibrate ({', '.join(calibrations)}), each with a file of its own; "
+            f"{options.method} has several options to calibrate ({', '.join(calibrations)}), and each gets a file; "
             "leave out --out"
         )
     check_counts(options, optional=True, problems=1, max_new_tokens=1)

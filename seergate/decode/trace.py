@@ -28,7 +28,7 @@ from typing import Any
 import numpy as np
 from torch import Tensor
 
-from seergate.config import is_int
+from seergate.checks import is_int
 from seergate.errors import SeergateError
 from seergate.methods.scoring import log_block_maxima
 from seergate.methods.selecting import SelectingState
