@@ -46,7 +46,7 @@ WORDS = (
 """Words that carry no information of their own."""
 
 LAST = "answer"
-"""Stands in the last variable's definition where others name the next one."""
+"""Token in the last variable's definition, in place of the next variable to evaluate."""
 
 GIVENS = 3
 """Number of variables that are given as digits."""

@@ -55,6 +55,6 @@ def check_share(options: object, *names: str) -> None:
 
 
 def check(name: str, value: object, right: bool, must_be: str) -> None:
-    """Refuse a value that is not right."""
+    """Raise a `ValueError` unless the value is ``right``."""
     if not right:
         raise ValueError(f"{name} is {value!r}; it must be {must_be}")

@@ -19,7 +19,7 @@ MIN_BLOCK_SIZE, MAX_BLOCK_SIZE = 8, 256
 
 @dataclass(frozen=True)
 class ScorerKind:
-    """A kind of gates. Classes are given themselves or, so that they are imported when needed, as "module:Class".
+    """The facts about the gates of one scorer. A class may be given as "module:Class", which is imported on first use.
 
     Attributes:
         gate: class of the gates: a subclass of `seergate.gates.scorer.Scorer`, which scores blocks for the method
@@ -80,7 +80,7 @@ def scorer_kind(name: str) -> ScorerKind:
 
 
 def class_of(kind: str | type) -> Any:
-    """A class that is given itself or as "module:Class"."""
+    """The class that is given as a class or as "module:Class"."""
     return pkgutil.resolve_name(kind) if isinstance(kind, str) else kind
 
 

@@ -10,7 +10,7 @@ from pathlib import Path
 
 @contextmanager
 def replacing(path: Path) -> Iterator[Path]:
-    """A file to write beside ``path``, which then takes its place in one step: nobody ever sees half of it."""
+    """Yield a draft beside ``path`` to write to; it replaces ``path`` atomically when the block succeeds."""
     draft = path.with_name(f".{path.name}.{os.getpid()}")
     try:
         yield draft
@@ -21,7 +21,7 @@ def replacing(path: Path) -> Iterator[Path]:
 
 
 def flush(path: Path) -> None:
-    """Return when the disk has a file's contents, or a directory's names.
+    """Wait until a file's contents, or a directory's entries, are on the disk.
 
     Raises:
         OSError: if it is neither, or may not be written.

@@ -8,7 +8,7 @@ from collections.abc import Iterable
 
 
 class SeergateError(ValueError):
-    """Something the user can mend: a missing file, a model of an unsupported family, gates for another model.
+    """A mistake that the user can correct: a missing file, a model of an unsupported family, gates for another model.
 
     The message is one sentence that names what was wrong and what would be right. The command line prints it without a
     traceback and exits with 2, as it does for every `ValueError`.
@@ -16,7 +16,7 @@ class SeergateError(ValueError):
 
 
 def did_you_mean(name: str, known: Iterable[str]) -> str:
-    """The end of a sentence about a name that does not exist: the known one that is most like it, or all of them.
+    """The end of an error message about an unknown name: the most similar known name, or all of them.
 
     ``evaluate`` is like ``eval``, ``lr`` like ``learning_rate``, ``qest`` like ``quest``.
     """
@@ -57,7 +57,7 @@ def is_users(error: ValueError | OSError) -> bool:
 
 
 def sentence(error: BaseException) -> str:
-    """An error in one line for the command line; the system's own about a file name it and say what is wrong."""
+    """An error in one line for the command line; an error of the system includes the file's name and the reason."""
     if isinstance(error, OSError) and error.filename is not None and error.strerror:
         return f"{error.filename} cannot be used: {error.strerror[0].lower()}{error.strerror[1:]}"
     return " ".join(str(error).split())

@@ -1,4 +1,4 @@
-"""The fingerprint of weights: whether two models are the same, told without keeping either."""
+"""Fingerprints of weights, by which two models are compared without keeping either."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def fingerprint(module: nn.Module) -> str:
 
 
 def rope_of(model: Any) -> Any:
-    """The parameters of a transformers model's rotary embedding, as plain JSON types. They are no weights: by
-    `fingerprint` alone a model with YaRN is the one without.
+    """The parameters of a transformers model's rotary embedding, as plain JSON types. `fingerprint` does not cover
+    them, and YaRN changes no weight.
     """
     return json.loads(json.dumps(getattr(model.config.get_text_config(), "rope_parameters", None), default=str))

@@ -12,7 +12,7 @@ from pathlib import Path
 from seergate.errors import SeergateError, first_line
 
 _UNREACHABLE = ("TransportError", "RequestException", "ConnectionError", "TimeoutError", "LocalEntryNotFoundError")
-"""Base classes of errors that mean no answer, by name: the HTTP library underneath differs between releases."""
+"""Names of the base classes of errors that mean no answer; huggingface_hub's HTTP library differs by release."""
 _ABSENT = "there is no such repository, or it is private and no token (HF_TOKEN, token=, `hf auth login`) opens it"
 _CHANGED = "somebody else has just changed the repository; try again"
 _HINTS = {
@@ -29,7 +29,7 @@ _HINTS = {
 
 
 _OFFLINE = threading.RLock()
-"""Held while the libraries are offline: the constants that say so are the whole process's."""
+"""Lock of offline mode, whose constants are global to the process."""
 
 
 @contextmanager
@@ -73,7 +73,7 @@ def offline(holds: bool = True) -> Iterator[None]:
 
 
 def unanswered(error: BaseException) -> bool:
-    """True if the Hub could not be reached or is not well; false if it refused."""
+    """True if the Hub could not be reached or had an error of its own; false if it refused the request."""
     status = _status(error)
     return status >= 500 if status else any(kind.__name__ in _UNREACHABLE for kind in type(error).__mro__)
 

@@ -1,4 +1,4 @@
-"""Tensors that outlive the call that makes them, whatever mode that call is in."""
+"""A decorator for functions whose tensors are used after a call that may be in inference mode."""
 
 from __future__ import annotations
 

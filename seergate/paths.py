@@ -31,7 +31,7 @@ def shipped(relative: str) -> Path:
 
 
 def is_directory(name: str | os.PathLike[str]) -> bool:
-    """True if a directory of this name is here; a name that no file can have names none."""
+    """True if a directory of this name exists; false for a name that no file can have."""
     try:
         return Path(name).is_dir()
     except (OSError, ValueError):

@@ -7,7 +7,7 @@ from typing import Any
 
 
 class ProgressBar:
-    """A bar per task on a terminal. Elsewhere it shows nothing, and what is said are plain lines.
+    """A bar per task on a terminal. Elsewhere there are no bars, and `say` prints plain lines.
 
     Attributes:
         shown: whether there is a terminal.

@@ -1,4 +1,4 @@
-"""DecodeStats: what a decode run read and held, counted as it happens."""
+"""DecodeStats: counts what decode steps read, and what stays in memory."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ class StepRecord:
 
     @cached_property
     def scored(self) -> list[int]:
-        """Bytes that each row read beside keys and values of the tokens that it read, all heads together."""
+        """Bytes that each row read to decide, beside keys and values of the tokens read; all heads together."""
         (keys, values, _), heads, read = self.step.stored, self.step.stored[0].shape[1], self.attended.read
         found = []
         for row, (held, seen) in enumerate(zip(self.step.ends, self.total_tokens, strict=True)):
@@ -124,7 +124,7 @@ class DecodeStats:
         self.bytes_per_token = dict.fromkeys(layers, 0)  # of a key and a value of one KV head
 
     def anew(self) -> DecodeStats:
-        """Counters that start at zero. Compiled steps that are under way go on, with the tensors they have."""
+        """New counters that start at zero. Compiled steps keep the tensors that their graph counts in."""
         fresh = DecodeStats(list(self.layers))
         fresh.block_size, fresh.heads, fresh.bytes_per_token = self.block_size, self.heads, self.bytes_per_token
         for layer, stats in self.layers.items():
@@ -167,7 +167,7 @@ class DecodeStats:
     def expect_compiled(
         self, layer: int, keys: Tensor, values: Tensor, block_size: int, state: LayerState
     ) -> CompiledCounts:
-        """Get ready for compiled steps on this cache ``[B, K, C, D]``: a compiler must see no new tensors.
+        """Allocate the counters of compiled steps on this cache ``[B, K, C, D]``; new tensors would mean a new graph.
 
         Returns:
             Where these steps are counted, as long as the layer's ``compiled`` is this very object.
@@ -222,10 +222,12 @@ class DecodeStats:
         fixed.blocks.zero_()
 
     def evicted(self, layer: int, step: Step, eviction: Eviction) -> None:
-        """Take note of what leaves after a step. Nothing is counted here; a subclass may want to know."""
+        """Called when tokens leave after a step. It counts nothing; a subclass may."""
 
     def kv_totals(self) -> tuple[float, float]:
-        """Bytes that all steps so far read of keys and values and to decide, and that dense attention would have."""
+        """Bytes that all steps so far have read (keys, values, and to decide), and that dense attention would have
+        read.
+        """
         read = seen = 0.0
         for layer, stats in self.layers.items():
             self._fold(stats)

@@ -1,3 +1,3 @@
-"""The version, for those below the front door."""
+"""The version, for modules that may not import the package itself."""
 
 __version__ = "0.2.0"

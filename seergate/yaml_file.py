@@ -11,10 +11,10 @@ from seergate.errors import SeergateError, first_line
 
 
 class _Loader(yaml.SafeLoader):
-    """YAML in which a name that is there twice is a mistake, not the last of the two."""
+    """A YAML loader that refuses a repeated key; YAML itself takes the last value."""
 
     def compose_mapping_node(self, anchor: Any) -> yaml.MappingNode:
-        """A mapping as it is written, each of whose keys is given once."""
+        """Compose a mapping, and refuse a repeated key."""
         node: yaml.MappingNode = super().compose_mapping_node(anchor)
         names = list[tuple[str, Any]]()
         for key, _ in node.value:

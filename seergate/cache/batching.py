@@ -1,4 +1,4 @@
-"""Rows that come and go: what continuous batching needs from a cache of `GatedLayer`s.
+"""Continuous batching: rows that join and leave a cache of `GatedLayer`s.
 
 Every row of a `GatedLayer` has its own length, so a row of one cache can go on beside rows of another. Layers of
 transformers (sliding windows, linear attention) keep all rows at one common slot, and cannot do that.
@@ -54,9 +54,10 @@ def keep_rows(cache: Cache, rows: list[int]) -> None:
 
 @contextmanager
 def only_rows(cache: Cache, rows: list[int]) -> Iterator[None]:
-    """While it lasts the cache has only these rows. What is stored in the place of their newest tokens stays stored.
+    """Narrow the cache to some rows for the duration of a ``with`` block. Their newest tokens may be cropped and
+    stored again; the new keys and values are kept.
 
-    They must have their old lengths again at the end. After an exception all rows are as they were before.
+    The rows must have their old lengths again at the end. After an exception all rows are as they were before.
 
     Raises:
         SeergateError: if a layer is not gated, or if rows have other lengths at the end.
@@ -87,8 +88,8 @@ def only_rows(cache: Cache, rows: list[int]) -> Iterator[None]:
 
 @contextmanager
 def restored_on_error(cache: Cache, newest: int) -> Iterator[None]:
-    """If what runs inside fails, the cache is as it was before, the newest tokens of each row included: these may be
-    taken back and stored anew.
+    """Restore the cache if the ``with`` block fails, the ``newest`` tokens of each row included, which may be cropped
+    and stored again inside.
     """
     restore = [_snapshot(layer, newest) for layer in cache.layers]
     try:

@@ -18,7 +18,7 @@ from torch import Tensor
 from seergate.errors import SeergateError
 
 VERIFIED_TOKENS = 32
-"""At most so many drafted tokens are verified at once, each decoded as if it had come alone; more are read densely."""
+"""Maximum drafted tokens of a pass that are decoded one by one; more are read densely, like a prompt."""
 
 TWO_THREADS = (
     "two threads run this model at once, and the attached method can serve one request at a time; "
@@ -46,8 +46,8 @@ PROMPT, DENSE = ForwardMode(), ForwardMode(dense=True)
 class ForwardModes:
     """Tells prompts, decoded tokens and dense passes of one model apart.
 
-    A single token is a decode step, several are a prompt, unless somebody has said what they are: corrections,
-    `seergate.score` and a caller's own loop (`forced`), and the hooks of ``generate`` (`prefilling`, `drafting`).
+    A single token is a decode step, several are a prompt, unless the mode has been set: by corrections,
+    `seergate.score` and a caller's own loop (`forced`), or by the hooks of ``generate`` (`prefilling`, `drafting`).
 
     Args:
         decodes_drafts: whether the method can decode several tokens of one pass; one that evicts cannot.
@@ -79,7 +79,7 @@ class ForwardModes:
             vars(self).update(before)
 
     def forced(self, mode: Phase) -> AbstractContextManager[None]:
-        """While it lasts, passes are dense, or all of their tokens are decoded, however many they are.
+        """Set the mode of all passes in a ``with`` block: dense, or all tokens decoded, however many they are.
 
         Raises:
             SeergateError: for ``"decode"`` under a method that takes one token at a time.
@@ -92,11 +92,11 @@ class ForwardModes:
         return self._during(phase=mode)
 
     def prefilling(self, in_chunks: bool) -> AbstractContextManager[None]:
-        """While it lasts, a prompt is read, perhaps in chunks."""
+        """Treat the passes in a ``with`` block as a prompt, perhaps in chunks."""
         return self._during(in_chunks=in_chunks)
 
     def drafting(self, drafter: Any, cache: Any, prompt: int) -> None:
-        """As long as ``drafter`` exists, tokens for ``cache`` are drafts, after ``prompt`` slots."""
+        """Treat the tokens of ``cache`` after the first ``prompt`` slots as drafts, as long as ``drafter`` exists."""
         self._drafting = ref(drafter), ref(cache), prompt
 
     def mode(self, cache: Any, slots: int, new: int) -> ForwardMode:

@@ -28,7 +28,7 @@ from seergate.stats import CompiledCounts, DecodeStats
 
 
 class GatedLayer(CacheLayerMixin):
-    """See the module's docstring.
+    """A layer of a transformers `Cache` for one gated attention layer.
 
     Args:
         shared: whether later layers read what `update` returns (Gemma 4's KV sharing).
@@ -106,7 +106,7 @@ class GatedLayer(CacheLayerMixin):
 
     @outside_inference_mode
     def expect_compiled(self, stats: DecodeStats) -> None:
-        """After an eager step: get ready for compiled ones, in a layer that has them."""
+        """Allocate the counters of compiled steps after an eager one; does nothing if the layer is not compileable."""
         if not self.is_compileable:
             return
         keys, values = self.storage.keys, self.storage.values
@@ -180,7 +180,7 @@ class GatedLayer(CacheLayerMixin):
 
     @outside_inference_mode
     def evict(self, eviction: Eviction) -> None:
-        """Release residents, and the room for more than the method may hold (after a long prompt)."""
+        """Drop evicted tokens, and release memory beyond the method's maximum (after a long prompt)."""
         assert isinstance(self.storage, DynamicStorage) and isinstance(self.state, CompressingState)
         lengths = list(self.rows.resident)
         for row, length in zip(eviction.rows, eviction.lengths, strict=True):
@@ -214,7 +214,7 @@ class GatedLayer(CacheLayerMixin):
         return self.rows.slots if self.rows.width is None else self.rows.width
 
     def get_max_length(self) -> int:
-        """Slots there is room for; -1 if it grows."""
+        """Capacity in slots; -1 for a cache that grows."""
         return -1 if self.static_length is None else self.static_length
 
     get_max_cache_shape = get_max_length  # its name in older transformers
@@ -244,7 +244,7 @@ class GatedLayer(CacheLayerMixin):
         self._forget(self.rows.shorten(real.sum(1).tolist()))
 
     def _forget(self, before: list[int]) -> None:
-        """Let storage and state follow the rows, which held so many tokens ``before``."""
+        """Crop storage and state to the rows' lengths, which were ``before``."""
         if self.state is not None:
             self.state.crop(before, self.rows.resident, self.storage.some_keys, self.rows.offsets)
         self.storage.crop(self.rows.resident)
@@ -300,7 +300,7 @@ class GatedLayer(CacheLayerMixin):
         return self.storage.nbytes + (self.state.nbytes if self.state is not None else 0)
 
     def row_bytes(self) -> np.ndarray:
-        """Per row, the bytes of its tokens and of what the method remembers of it: as if alone, no room to grow."""
+        """Bytes of each row's tokens and method state, without batch padding or spare capacity."""
         held, seen = np.array(self.rows.resident), np.array(self.rows.total)
         state = 0 if self.state is None else self.state.bytes_held(held, seen)
         return self.storage.row_bytes(self.rows.resident) + state

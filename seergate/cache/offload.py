@@ -1,8 +1,8 @@
 """KV offload (SeerAttention-R, section 3.2): keys and values in slow memory, those being read in fast memory.
 
 The slow memory is a file that is mapped into memory, or the host's memory beside a GPU. Only selected blocks are
-fetched; those that the steps before selected are here already (`BlockPool`). Which memory a block is read from changes
-no number, so outputs are those of a cache that is not offloaded.
+fetched, unless they are still in fast memory from an earlier step (`BlockPool`). Which memory a block is read from
+changes no number, so outputs are those of a cache that is not offloaded.
 
 Shape suffixes: B batch, S new tokens, K KV heads, G query heads per KV head, D head dimension, P = B * K pairs, N
 blocks, X selected blocks, F blocks to fetch, C tokens of a block.
@@ -95,8 +95,8 @@ class Offload(KVBackend):
 
 
 def _take_room(file: int, count: int, folder: object) -> None:
-    """Give an empty file its size and, where the system can, its place on the disk: a mapped page for which there is
-    none later would end the process.
+    """Set the size of an empty file and, where the system can, allocate it on the disk: writing to a mapped page
+    without disk space would kill the process.
     """
     if not hasattr(os, "posix_fallocate"):
         os.truncate(file, count)
@@ -153,7 +153,7 @@ class BlockPool:
         return self.block_size * (self.keys.shape[3] + self.values.shape[3]) * self.keys.element_size()
 
     def locate(self, blocks_PX: Tensor, key_blocks: Tensor, value_blocks: Tensor) -> tuple[Tensor, int] | None:
-        """The slots of these blocks, after fetching those that are not here.
+        """The slots of these blocks, after fetching the missing ones.
 
         Args:
             blocks_PX: int64 in host memory, -1 where there is none.
@@ -189,13 +189,13 @@ class BlockPool:
         return slots_PX.masked_fill_(~real_PX, 0), len(pairs_F)
 
     def _vacate(self, slots_F: Tensor) -> None:
-        """Give up what these slots hold."""
+        """Mark these slots as empty."""
         before_F = self._owner[slots_F]
         self._slot_of.view(-1)[before_F[before_F >= 0]] = -1
         self._owner[slots_F], self._last_read[slots_F] = -1, -1
 
     def put(self, positions_B: Tensor, keys_PD: Tensor, values_PD: Tensor) -> None:
-        """One new token per row: where its block is here, write it there too.
+        """Write one new token per row into its block's slots, where the pool has the block.
 
         Args:
             positions_B: int64 in host memory, its index in the row.
@@ -212,13 +212,13 @@ class BlockPool:
             self.keys[slots, 0, places], self.values[slots, 0, places] = keys_PD[here], values_PD[here]
 
     def forget(self, row: int, start: int, end: int) -> None:
-        """Give up the blocks of a row that its tokens ``start..end - 1`` are in."""
+        """Drop the blocks of a row that hold its tokens ``start..end - 1``."""
         blocks = slice(start // self.block_size, -(-end // self.block_size))
         part = self._slot_of[row * self.kv_heads : (row + 1) * self.kv_heads, blocks]
         self._vacate(part[part >= 0])
 
     def _widen(self, blocks: int) -> None:
-        """Have room for this many blocks per pair."""
+        """Enlarge the tables to this many blocks per pair."""
         old = self._slot_of.shape[1]
         if blocks <= old:
             return
@@ -253,7 +253,7 @@ class Offloaded(DynamicStorage):
         self._new_pool()
 
     def _slots_for(self, rows: int) -> int:
-        """Blocks that this layer's share of the memory holds.
+        """Number of blocks that fit into this layer's share of the memory.
 
         Raises:
             SeergateError: if these are fewer than one step of so many rows reads. Dense layers, which come first in
@@ -274,7 +274,7 @@ class Offloaded(DynamicStorage):
         return slots if method.selects_in(self.layer) else 0
 
     def _new_pool(self) -> None:
-        """An empty pool for the rows that there are."""
+        """An empty pool for the current rows."""
         (rows, heads), dims = self.keys.shape[:2], (self.keys.shape[3], self.values.shape[3])
         self.pool = BlockPool(self._slots_for(rows), rows, heads, self.block_size, *dims, self.dtype, self.device)
 
@@ -362,5 +362,5 @@ class Offloaded(DynamicStorage):
         return self.pool.nbytes if self.pool is not None else 0
 
     def row_bytes(self, held: list[int]) -> np.ndarray:
-        """The pool has a size of its own, which is divided equally."""
+        """Bytes of the pool, divided equally among the rows."""
         return np.full(len(held), self.nbytes / len(held))

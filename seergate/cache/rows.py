@@ -64,7 +64,7 @@ class Rows:
         return self._slots
 
     def _see(self) -> None:
-        """Read what compiled steps have counted; nothing is evicted in those."""
+        """Read the lengths that compiled steps, which evict nothing, have counted on the device."""
         assert self.width is not None
         self._resident = self._total = self.lengths.tolist()
         self._slots, self._seen = int(self.width), True
@@ -88,7 +88,7 @@ class Rows:
         return pad(known, (0, self.slots - known.shape[1]), value=True)
 
     def slot_index(self) -> Tensor | None:
-        """Index within its row of the token in each slot: int64 ``[B, slots]``; ``None`` if slots are places."""
+        """Index within its row of the token in each slot: int64 ``[B, slots]``; ``None`` if they are equal."""
         if self.valid is None:
             return None
         index = (self.valid.cumsum(1) - 1).clamp(min=0)
@@ -120,7 +120,7 @@ class Rows:
         self.set_resident([resident + count for resident, count in zip(self.resident, counts, strict=True)])
 
     def crop(self, slots: int) -> list[int]:
-        """Forget all but the first slots; the tokens that each row had before."""
+        """Forget all but the first slots; returns the number of tokens that each row had before."""
         if self.valid is None:
             after = [slots] * len(self)
         else:
@@ -130,7 +130,9 @@ class Rows:
         return self.shorten(after)
 
     def shorten(self, lengths: list[int]) -> list[int]:
-        """Forget the newest tokens of each row, and not their slots; the tokens that each row had before."""
+        """Forget the newest tokens of each row but not their slots; returns the number of tokens that each row had
+        before.
+        """
         before, self._total = list(self.resident), list(lengths)
         self.set_resident(lengths)
         return before

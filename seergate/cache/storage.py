@@ -89,7 +89,7 @@ class Storage(ABC):
         return self.keys[row : row + 1, :, first:end]
 
     def step(self, **facts: Any) -> Step:
-        """The `Step` that a method sees: these facts, and the stored keys and values."""
+        """The `Step` that a method sees: the given fields, and the stored keys and values."""
         return Step(keys_BKCD=self.keys, values_BKCD=self.values, **facts)
 
     def attend(self, step: Step, selection: Selection | PerHeadSelection | None, block_size: int) -> AttentionOutput:
@@ -166,21 +166,21 @@ class Storage(ABC):
         """Release all rows, before the next `allocate`."""
 
     def resume(self, backend: KVBackend) -> None:  # noqa: B027 (most have nothing to do)
-        """The cache is used under a handle with this backend, which may not be the one that made this storage."""
+        """Called when the cache is used under a handle; its backend may differ from the one that made this storage."""
 
     @property
     @abstractmethod
     def nbytes(self) -> int:
-        """Bytes that are held where the model computes."""
+        """Bytes allocated on the model's device."""
 
     @abstractmethod
     def row_bytes(self, held: list[int]) -> np.ndarray:
-        """Per row, the bytes of the tokens that it holds: as if alone, without room to grow."""
+        """Bytes of each row's tokens, without batch padding or spare capacity."""
 
 
 class KVBackend:
-    """Where keys and values are kept: the argument of ``attach(storage=...)``, and what makes the storages of all
-    caches under a handle. This one keeps them in buffers that grow, or are static.
+    """Makes the storages of all caches under a handle; the argument of ``attach(storage=...)``. This class makes
+    `DynamicStorage`s.
 
     Attributes:
         tag: the kind of storage, in the table of what goes together (`seergate.decode.compatibility`).
@@ -192,7 +192,7 @@ class KVBackend:
 
     @property
     def lossy(self) -> bool:
-        """True if another block's keys and values may take the place of those that were written."""
+        """True if a block may be replaced by another block's keys and values."""
         return False
 
     def bind(self, model: PreTrainedModel, method: Method, layers: Sequence[int]) -> KVBackend:
@@ -220,16 +220,16 @@ class KVBackend:
         return {}
 
     def saving_ratios(self, layers: Sequence[Any]) -> list[float] | None:
-        """Of each row of a cache with these layers, the share of its blocks that sharing within the row saves now;
-        ``None`` where nothing is shared.
+        """Share of each row's blocks that sharing within the row saves now, in a cache with these layers; ``None``
+        without sharing.
         """
         return None
 
     def reset(self) -> None:
-        """Start counting anew."""
+        """Reset the counters."""
 
     def remove(self) -> None:
-        """The handle is detached."""
+        """Called when the handle is detached."""
 
 
 class DynamicStorage(Storage):
@@ -314,7 +314,7 @@ class DynamicStorage(Storage):
                     buffer[row, :, start : start + count] = x[row, :, :count]
 
     def evict(self, eviction: Eviction, max_tokens: int) -> int:
-        """Keep the residents that stay, and release the room for more than ``max_tokens``; the room that is left."""
+        """Keep the residents that stay, and release memory beyond ``max_tokens``; returns the remaining capacity."""
         for buffer in (self._keys, self._values):
             compact(buffer, eviction)
         if self.static_length is None:

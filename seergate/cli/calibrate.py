@@ -1,4 +1,4 @@
-"""``seergate calibrate``: what some evicting methods have to know about a model before they can be used."""
+"""``seergate calibrate``: measures the options of a method that depend on the model."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ HELP = (
 TAKES_METHODS = True
 
 FEW_TOKENS = 500
-"""Of all answers together; with fewer, what was measured is said to be little."""
+"""Tokens of all answers together, below which a note says that they are few."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

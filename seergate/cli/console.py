@@ -64,7 +64,7 @@ def notes(say: Callable[[str], object]) -> Iterator[None]:
 
 
 class EvalProgress:
-    """Shows how far the settings of a sweep are.
+    """Shows the progress of the settings of a sweep.
 
     Args:
         settings: how many there are.
@@ -88,7 +88,7 @@ class EvalProgress:
         self.notes.__exit__(kind, error, trace)
 
     def __call__(self, now: Progress) -> None:
-        """Take note of a sample."""
+        """Show the progress after a finished sample."""
         if now.label != self.label:
             self.label = now.label
             self.started += 1

@@ -32,7 +32,7 @@ HELP = (
 TAKES_METHODS = True
 TINY_BUDGET, REAL_BUDGET = 64, 4096
 LONG_PROMPT = 1000
-"""Tokens of a prompt that takes long enough to read for a line to say so."""
+"""Tokens of a prompt above which a line says that it is being read."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

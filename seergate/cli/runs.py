@@ -104,7 +104,7 @@ def _show_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def _show(options: argparse.Namespace) -> int:
-    """Print it."""
+    """Print the answers."""
     from seergate.eval import store
 
     if not (options.run_dir / store.CONFIG).is_file():
@@ -164,7 +164,7 @@ def _livecodebench_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def _livecodebench(options: argparse.Namespace) -> int:
-    """Write it."""
+    """Write the programs."""
     from seergate.eval.livecodebench import write_programs
 
     out = options.out or options.run_dir / "programs.json"

@@ -168,7 +168,7 @@ def print_plan(config: TrainConfig) -> None:
 
 
 def _worked(run: Callable[[], None]) -> int:
-    """`guarded`; one of several processes ends after its report."""
+    """Run `guarded`; after an error, end this process at once if it is one of several."""
     code = 1
     try:
         code = guarded(run, _tell, INTERRUPT)

@@ -42,7 +42,7 @@ CONTEXT = 4096
 """Tokens of a text, in training and evaluation, unless told otherwise or the model has fewer positions."""
 
 STEPS_TIMED = 3
-"""The first of them does not count."""
+"""Training steps of the measurement, of which the first is not counted."""
 
 STATE, TEXTS, HELD_OUT, DONE = "tune.json", "train.jsonl", "held_out.jsonl", "recommendation.txt"
 GATES, TIMING = "gates", "timing"

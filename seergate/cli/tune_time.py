@@ -8,16 +8,16 @@ from seergate.errors import SeergateError
 from seergate.progress import duration
 
 TRAINING_SHARE = 2 / 3
-"""Of the time."""
+"""Share of the time that is spent on training."""
 
 EPOCHS = 2
-"""No text is trained on more often; what the recipe's search did."""
+"""Maximum number of times that a text is trained on, as in the search for the recipe."""
 
 LEAST_STEPS = 20
-"""A tenth of the recommended recipe's; a time for fewer is refused."""
+"""Minimum training steps, a tenth of the recommended recipe's; a shorter time is refused."""
 
 LEAST, MOST = 8, 200
-"""Problems with a needle: fewer are refused, more are not made."""
+"""Minimum and maximum number of needle problems."""
 
 
 @dataclass(frozen=True)
@@ -43,7 +43,7 @@ class Times:
 
 @dataclass(frozen=True)
 class Decision:
-    """How much fits into the time.
+    """Amounts of training and evaluation that fit into the time.
 
     Attributes:
         steps: training steps.

@@ -96,7 +96,7 @@ class LosslessDecoding:
         self.install()
 
     def install(self) -> None:
-        """Take the place of the model's ``generate``."""
+        """Replace the model's ``generate``."""
         self.passes.phase = "dense"
         self.theirs = vars(self.model).get("generate")  # set on the instance by other code, in place of the class's
         self.model.generate = self  # type: ignore[method-assign,assignment]
@@ -187,7 +187,7 @@ class LosslessDecoding:
 
 
 ONCE_A_TOKEN = (UnbatchedClassifierFreeGuidanceLogitsProcessor, SynthIDTextWatermarkLogitsProcessor)
-"""Processors that must run once for each token: one runs the model itself, one remembers what it did."""
+"""Processors that must run exactly once per token: one runs the model itself, one keeps a state."""
 
 
 def _take_stop_strings(model: PreTrainedModel, kwargs: dict[str, Any]) -> None:
@@ -258,7 +258,7 @@ class _Run:
         )
 
     def _cycle(self) -> None:
-        """Draft, verify, keep what is right."""
+        """Draft, verify, and keep the accepted tokens."""
         counted = self.lossless
         selectable, fixed = cache_bytes(self.cache)
         fixed += counted.weight_bytes
@@ -292,7 +292,7 @@ class _Run:
             self.length.verified(length, min(per_row))
 
     def _draft_and_verify(self, length: int, held: int) -> tuple[Any, list[int], float, float]:
-        """Draft ``length`` tokens on a cache of ``held``, and emit those that are right, with the one after them.
+        """Draft ``length`` tokens on a cache of ``held`` tokens; emit the accepted ones and the token after them.
 
         Returns:
             What the dense pass returned; per row, how many drafted tokens are right; when drafting ended; and the

@@ -27,9 +27,10 @@ from seergate.methods.base import Method
 from seergate.methods.selecting import SelectingMethod
 
 IDS, POSITIONS, DENSE = "rectify_ids", "rectify_positions", "rectify_dense"
-"""What is remembered in the state of a cache's first gated layer, where it follows its rows: ids and positions of a
-row's newest tokens, those of token ``i`` at slot ``i % R``, ``[B, R]``; and how many of its first tokens are dense,
-``[B]``."""
+"""Entries in the state of a cache's first gated layer, which keeps them in step with its rows: ids and positions of a
+row's newest tokens, those of token ``i`` at slot ``i % R``, ``[B, R]``; and the number of its first tokens that are
+dense, ``[B]``.
+"""
 
 
 class Rectification:
@@ -59,12 +60,12 @@ class Rectification:
         ]
 
     def remove(self) -> None:
-        """Rectify no more."""
+        """Stop rectifying."""
         while self._hooks:
             self._hooks.pop().remove()
 
     def reset(self) -> None:
-        """Start counting anew."""
+        """Reset the counters."""
         self.dense_passes = self.tokens = 0
 
     def stats(self) -> dict[str, Any]:
@@ -172,7 +173,7 @@ class Rectification:
         self.tokens += count * len(ends)
 
     def _compute_anew(self, cache: Cache, layer: GatedLayer, ids: Tensor, positions: Tensor) -> None:
-        """Take the newest tokens of all rows back, and let them come again in a dense pass."""
+        """Crop the newest tokens of all rows, and compute them again in a dense pass."""
         ends, count = list(layer.rows.resident), ids.shape[1]
         cache.crop(-count)
         if any(end - length != count for end, length in zip(ends, layer.rows.resident, strict=True)):
@@ -208,7 +209,7 @@ def _ids_of(args: Any, kwargs: dict[str, Any]) -> Tensor:
 
 
 def _record_past(cache: Cache, nothing_pending: bool) -> None:
-    """Make layers with a window keep what tokens that are taken back had pushed out of it."""
+    """Make sliding-window layers keep the tokens that the cropped ones had pushed out of the window."""
     for layer in cache.layers:
         if hasattr(layer, "activate_past_recording"):
             layer.activate_past_recording()

@@ -217,7 +217,7 @@ def table(study: Study, outcomes: list[Outcome]) -> str:
 
 
 class _Watch(Callback):
-    """Keeps what the table needs of a run."""
+    """Records the figures of a run for the table."""
 
     def __init__(self, config: TrainConfig) -> None:
         self._config, self._seconds = config, [0.0]

@@ -203,7 +203,9 @@ def compile_elementwise(model: PreTrainedModel, backend: str | Callable[..., Any
 
 
 def accompany(model: PreTrainedModel) -> None:
-    """Run one token through a sharded model while other processes run a pack: all put it together. Else do nothing."""
+    """Run one token through a sharded model while other processes run a pack, as all take part in gathering its
+    weights. Does nothing with another model.
+    """
     decoder = decoder_of(model)
     if isinstance(decoder, FSDPModule):
         with torch.no_grad():
@@ -281,7 +283,7 @@ def _offloading(config: TrainConfig, world: DistributedState) -> dict[str, Any]:
 
 
 def _fingerprint(path: Path) -> str | None:
-    """Tells the weights of a local model from others: the size of each file and its first and last megabyte.
+    """A fingerprint of a local model's weights: the size of each file and its first and last megabyte.
 
     Reading all of a large model would take minutes; retrained weights differ everywhere. ``None`` for a Hub id.
     """

@@ -66,7 +66,7 @@ class StepLog:
 
 @dataclass(frozen=True)
 class Far:
-    """Gates on the blocks between the first and the newest one, by layer; see `seergate.hf.far`.
+    """Recall of gates on the blocks between the first and the newest, by layer; see `seergate.hf.far`.
 
     Attributes:
         kl_per_layer: over these blocks alone, nats per row.
@@ -130,7 +130,7 @@ class EvalLog:
         return lines
 
     def worst_layers(self, count: int = 3) -> dict[int, float]:
-        """The layers of the highest KL, highest first, with it."""
+        """The layers with the highest KL, and their KL, highest first."""
         by_kl = sorted(zip(self.kl_per_layer, self.layers, strict=True), reverse=True)
         return {layer: kl for kl, layer in by_kl[:count]}
 
@@ -151,7 +151,7 @@ class EvalLog:
 
 
 class Callback:
-    """Listens to a run; only the main process has any. A subclass defines what it needs."""
+    """A listener of a run, in the main process only. A subclass overrides the events that it needs."""
 
     def on_message(self, text: str) -> None:
         """A line of text for people."""

@@ -23,7 +23,7 @@ from seergate.paths import is_local_model
 
 FILE = "commits.json"
 REVISIONS = ("revision", "data_revision")
-"""The options of a run that name a place in the Hub's history."""
+"""Options of a run that name a revision on the Hub."""
 
 
 def pin(config: TrainConfig, directory: Path) -> tuple[TrainConfig, dict[str, Any]]:

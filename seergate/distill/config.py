@@ -251,7 +251,7 @@ _RULES: tuple[tuple[str, Callable[[Any], object], str], ...] = (
         f"two integers in {GIVENS + 1}..{NAMES}, the smaller one first",
     ),
 )
-"""Options, what holds for each that is given, and the same in words."""
+"""Rules of options: their names, the condition on each value that is given, and the condition in words."""
 
 
 class _Share(NamedTuple):

@@ -24,10 +24,10 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 FORMAT = 1
-"""Changes with what tokenising leaves in the cache for the same rows."""
+"""Version of the token cache, raised when tokenising gives another cache for the same rows."""
 
 ROWS_PER_PROCESS = 2000
-"""Fewer are tokenised by this process sooner than another one has started."""
+"""Rows per process; fewer are tokenised by this process sooner than another one has started."""
 
 
 @dataclass(frozen=True)

@@ -153,7 +153,7 @@ class DistributedState:
             raise CommonError(_joined(said)) from failure
 
     def must_agree(self, value: str, complaint: str) -> None:
-        """Make sure that every process has found the same thing.
+        """Raise in every process unless all have found the same value.
 
         Raises:
             CommonError: with the complaint, in every process, if one has another ``value``.
@@ -225,7 +225,7 @@ def end_in_company(code: int) -> None:
 
 
 def _connected(talk: Callable[[], object]) -> None:
-    """Talk to the other processes."""
+    """Connect to the other processes."""
     try:
         talk()
     except RuntimeError as error:  # what all backends raise

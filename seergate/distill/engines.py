@@ -140,7 +140,7 @@ class PlainEngine(Engine):
 
 
 class _GateModule(nn.Module):
-    """The gates as DeepSpeed's model. Its forward passes on a loss that is computed already."""
+    """The gates as DeepSpeed's model, whose forward returns a loss that has been computed before."""
 
     def __init__(self, bank: GateBank) -> None:
         super().__init__()
@@ -279,7 +279,7 @@ def prepare_deepspeed() -> None:
 
 
 BUILD_SECONDS = 600.0
-"""A build of a C++ extension of which no file has changed for so long was killed."""
+"""Seconds without a change of any file after which the build of a C++ extension counts as killed."""
 
 
 def wait_for_builds() -> None:

@@ -18,10 +18,10 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 LEAST, MOST = 8, 200
-"""Texts that are held out: a tenth of all, between these."""
+"""Minimum and maximum number of held-out texts, which are a tenth of all."""
 
 ROWS = 2000
-"""Texts that are read at most."""
+"""Maximum number of texts that are read."""
 
 FILLED = 0.8
 """Share of the context that a window fills on average: facts are added to it, and code has more tokens than prose."""

@@ -15,10 +15,12 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 SUFFIXES = (".txt", ".md", ".rst", ".pod", ".py")
-"""Of the files that are read, also behind them ``.gz``."""
+"""Suffixes of the files that are read, also followed by ``.gz``."""
 
 NOT_FOR_TRAINING = {"pydoc_data", "site-packages", "dist-packages", "test", "__pycache__"}
-"""Of Python's library: the text of the task `needle`, and what is not a part of every Python."""
+"""Directories of Python's library that are left out: the text of the task `needle`, and parts that some installations
+lack.
+"""
 
 _NAMES = """
 amber anchor basil cedar copper dahlia ember falcon fjord garnet harbor hazel indigo jasper kelp lantern lotus
@@ -34,7 +36,7 @@ FACTS = (
     ('{name} = "{value}"', 'print({name})  # "{value}"'),
     ("In the register, {name} has the entry {value}.", "The entry of {name} in the register is {value}."),
 )
-"""How a fact is stated, and how it is repeated."""
+"""Pairs of a statement of a fact and its repetition."""
 
 
 def texts_here() -> list[Path]:
@@ -66,7 +68,7 @@ def windows(text: str, size: int) -> Iterator[str]:
 
 
 def value(rng: random.Random) -> str:
-    """Digits, two words, or letters and digits."""
+    """A random value: digits, two words, or letters and digits."""
     kind = rng.random()
     if kind < 0.5:
         return "".join(rng.choices("0123456789", k=rng.randint(4, 7)))

@@ -30,13 +30,13 @@ if TYPE_CHECKING:
 GB = 1e9
 
 PEAK_TFLOPS = {"RTX 4090 (24 GB)": 165, "A100 (80 GB)": 312, "H100 SXM (80 GB)": 989}
-"""The maker's figures for dense bf16 matrix products with float32 sums, in 1e12 operations per second."""
+"""The maker's peak rates of dense bf16 matrix products with float32 sums, in TFLOP/s, by GPU."""
 
 MOST_PROCESSES = 128
-"""No more are proposed to divide a frozen model among."""
+"""Maximum number of processes that a plan proposes to shard a frozen model over."""
 
 ASSUMED_SHARE = 0.3
-"""The share of that peak that is assumed, and printed as an assumption, where nothing was measured."""
+"""Share of the peak rate that is assumed, and printed as an assumption, where nothing was measured."""
 
 
 @dataclass(frozen=True)
@@ -84,7 +84,7 @@ class Plan:
 
     @property
     def fits(self) -> bool:
-        """True if that is less than there is."""
+        """True if the total fits into the memory of a process."""
         return self.total <= self.capacity
 
     @property
@@ -256,7 +256,9 @@ def make_plan(
 def _remedies(
     config: TrainConfig, memory: Memory, processes: int, room: int, estimate: Callable[..., Memory]
 ) -> dict[str, int]:
-    """If a run does not fit in ``room`` bytes: options with which it would, least costly first, and the bytes then."""
+    """Options with which a run fits in ``room`` bytes, least costly first, and the bytes with each; empty if it fits
+    already.
+    """
     if memory.total <= room:
         return {}
     tries: dict[str, TrainConfig] = {}

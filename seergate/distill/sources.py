@@ -35,7 +35,7 @@ HELD_OUT_NAMES = re.compile(r"(?i)(^|[^a-z])(test|valid|validation|val|dev|eval)
 """Names of files and folders that hold evaluation data."""
 
 COMMIT = re.compile(r"[0-9a-f]{40}")
-"""A commit of the Hub."""
+"""Pattern of a commit of the Hub."""
 
 RAW = ("json", "problem")
 """Columns of rows that are kept as JSON text: the text, or why there is none."""
@@ -221,7 +221,7 @@ def _streamed_rows(
 
 
 def streamed(rows: Any, name: str) -> Iterator[dict[str, str]]:
-    """Rows over the network, whose failures are many.
+    """Rows that are streamed over the network, with one error for its many failures.
 
     Raises:
         SeergateError: in the middle of an iteration, with the number of rows that could be read.

@@ -75,7 +75,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 STOP_SIGNALS = ("SIGTERM", "SIGUSR1")
-"""A cluster sends one of them before it kills: the run saves a checkpoint and ends."""
+"""Signals that a cluster sends before it kills a process; the run saves a checkpoint and ends."""
 
 RECIPE_TOKENS = 800 * 16 * 32768
 """Training tokens of the gates of SeerAttention-R (section 4.1): steps, packs, tokens of a pack."""
@@ -85,7 +85,7 @@ NON_FINITE_LIMIT = 20
 
 
 class Stopped(CommonError):
-    """The run was asked to end and has saved a checkpoint.
+    """Raised after a stop signal, once the run has saved a checkpoint.
 
     Attributes:
         signal: the number of the signal that asked.

@@ -1,7 +1,7 @@
 """Options that some methods take from the model and the task (`Method.calibrates`).
 
-``NAME:OPTION=auto`` in a sweep means: measure it before, on problems that are not evaluated where the task can make
-more of them, and on 1 % of the problems (as LazyEviction's authors do) where it cannot.
+``NAME:OPTION=auto`` in a sweep is measured before the evaluation: on problems that are not evaluated where the task
+can make others, else on 1 % of the problems, as LazyEviction's authors do.
 """
 
 from __future__ import annotations
@@ -28,12 +28,12 @@ from seergate.methods import METHODS, Method
 from seergate.methods.registry import keeping_class
 
 Prompts = Sequence[Sequence[int]]
-"""Token ids."""
+"""Token ids of each prompt."""
 
 FRACTION = 100
-"""One problem of so many is answered, where the evaluated ones have to serve."""
+"""One in so many problems is answered where the task cannot make others than the evaluated ones."""
 FRESH = 4
-"""Problems that are answered where the task can make more of them."""
+"""Number of problems that are answered where the task can make others."""
 
 
 def check_auto(specs: Sequence[MethodSpec]) -> None:
@@ -95,7 +95,7 @@ class Calibration(ABC):
 
     @classmethod
     def of(cls, options: Mapping[str, Any]) -> Calibration:
-        """With those of the options that it has."""
+        """The measurement with these options; those that it does not have are ignored."""
         return cls(**{field.name: options[field.name] for field in fields(cls) if field.name in options})  # type: ignore[arg-type]
 
     @property

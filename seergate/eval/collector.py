@@ -48,7 +48,7 @@ class Progress:
 
 
 class Collector:
-    """Takes samples in. The generating thread does not wait for their grades, which may take seconds each.
+    """Writes samples and has them graded. The generating thread does not wait for grades, which may take seconds each.
 
     A sample is on the disk when `take` returns: ungraded at first (`SampleLog.keep`), then graded in `samples.jsonl`.
     A context manager: leaving it waits for all grades. After an error it waits only for those that have been begun,
@@ -87,7 +87,7 @@ class Collector:
         self.threads = ThreadPoolExecutor(judges.processes, thread_name_prefix="grading")
 
     def take(self, generation: Generation) -> None:
-        """Keep a sample and have it graded. Several threads may call it.
+        """Write a sample and have it graded. Several threads may call it.
 
         Raises:
             SeergateError: if it is there already.
@@ -114,7 +114,7 @@ class Collector:
             self._queue(samples)
 
     def _note(self, samples: Sequence[dict[str, Any]]) -> None:
-        """Refuse what would be there twice: such a file could not be read any more."""
+        """Refuse a sample that was taken before: a file with duplicates cannot be read."""
         for key in map(store.key_of, samples):
             if key in self.seen:
                 raise SeergateError(f"the sample {key} was made twice; this is an error in seergate, please report it")
@@ -134,7 +134,7 @@ class Collector:
         self.on_progress(Progress(self.label, done, self.total, correct, self.made, self.tokens, spent))
 
     def _ungraded(self, generation: Generation) -> dict[str, Any]:
-        """A line of `samples.jsonl` but for its grade."""
+        """A line of `samples.jsonl` without the grade."""
         task, problem_id, sample_idx = generation.request.key
         return {
             "task": task,

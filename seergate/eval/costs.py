@@ -18,7 +18,7 @@ from seergate.stats import DecodeStats, RowBytes, StepRecord
 _SUMS = 8
 
 CURVE_STEPS = 32
-"""A point of a row's curve of tokens read is the mean over this many steps."""
+"""Decode steps per point of a row's curve of tokens read."""
 
 
 class _LayerRows:
@@ -34,7 +34,7 @@ class _LayerRows:
         self.held = np.zeros(0)  # by the rows, at the last step
 
     def add(self, rows: int) -> None:
-        """Rows that have read their prompts: so much they hold at least at their peak."""
+        """Add rows that have read their prompts; the bytes they hold now are the least of their peak."""
         new = np.zeros((_SUMS, rows))
         allocated, new[7] = self.arriving
         new[5] = allocated / rows
@@ -49,7 +49,7 @@ class _LayerRows:
             self.blocks = self.blocks[torch.tensor(rows, dtype=torch.int64, device=self.blocks.device)]
 
     def tokens_read(self, row: int) -> float:
-        """By a row so far, mean over KV heads."""
+        """Tokens that a row has read so far, mean over KV heads."""
         selected = 0.0 if self.blocks is None else float(self.blocks[row]) * self.block_size / self.heads
         return float(self.sums[1, row]) + selected
 
@@ -67,7 +67,7 @@ class RowStats(DecodeStats):
         self.curves: list[list[tuple[int, float, float]]] = []  # per row: tokens of context, read so far; bytes held
 
     def begin_step(self) -> None:
-        """A step begins, which `take_back` may be asked to undo."""
+        """Mark the begin of a step, which `take_back` may undo."""
         self.before = self.decode_steps.copy(), [len(curve) for curve in self.curves], dict[int, Any]()
 
     def take_back(self) -> None:
@@ -83,7 +83,7 @@ class RowStats(DecodeStats):
         self.by_layer[layer].arriving = float(resident_bytes), row_bytes()
 
     def add_rows(self, rows: int) -> None:
-        """Rows join at the end of the batch, their prompts read."""
+        """Add rows at the end of the batch, whose prompts have been read."""
         self.decode_steps, self.savings = (
             np.concatenate((counted, np.zeros(rows))) for counted in (self.decode_steps, self.savings)
         )
@@ -92,7 +92,7 @@ class RowStats(DecodeStats):
             counters.add(rows)
 
     def keep_rows(self, rows: list[int]) -> None:
-        """All rows but these leave."""
+        """Drop all rows but these."""
         self.decode_steps, self.savings = self.decode_steps[rows], self.savings[rows]
         self.curves = [self.curves[row] for row in rows]
         for counters in self.by_layer.values():
@@ -129,7 +129,7 @@ class RowStats(DecodeStats):
                 self.curves[row].append((seen[row], read_so_far, held_now))
 
     def note_savings(self, ratios: Sequence[float]) -> None:
-        """All rows have taken a step under a method that shares blocks.
+        """Add the savings of a step under a method that shares blocks.
 
         Args:
             ratios: of each row, the share of its blocks that sharing saves now.

@@ -56,7 +56,7 @@ def processor() -> str:
 
 
 def grader_version(grader: str) -> dict[str, str | None]:
-    """The version of what a grader compares with, by its name; empty if it compares by itself."""
+    """Name and version of the library that a grader compares with; empty without one."""
     return {name: version_of(name) for key, name in GRADES_WITH.items() if key == grader}
 
 

@@ -30,7 +30,7 @@ from seergate.hf.score import score
 from seergate.methods import LongPromptWarning
 
 KEPT_BYTES = 2**30
-"""Of dense attention's logits, which other settings are compared with too."""
+"""Bytes of dense attention's logits that are kept for further settings."""
 
 
 def pieces(tokenizer: PreTrainedTokenizerBase, texts: Sequence[str], length: int) -> Tensor:

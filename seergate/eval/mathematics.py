@@ -32,9 +32,9 @@ _NOTHING = re.compile(
 
 
 def plain(text: str) -> str:
-    r"""What math-verify does not read, written as it does: nothing around the formula, no punctuation at the end;
-    ``^\circ`` for a degree sign; a fraction's numerator and denominator in braces; no spaces between thousands; powers
-    of ten, the imaginary unit and the empty set in their usual form.
+    r"""An answer in a form that math-verify reads: nothing around the formula, no punctuation at the end; ``^\circ``
+    for a degree sign; a fraction's numerator and denominator in braces; no spaces between thousands; powers of ten,
+    the imaginary unit and the empty set in their usual form.
     """
     text, before = INVISIBLE.sub("", text), None
     while text != before:  # as often as there is something around it

@@ -10,13 +10,13 @@ from typing import Any
 from seergate.eval.stats import Estimate, clustered, pass_at_k, quantile
 
 QUANTILES = (0.1, 0.5, 0.9, 0.99)
-"""Of the distribution of answer lengths."""
+"""Quantiles of the distribution of answer lengths."""
 
 COSTS = ("density", "cached_tokens", "bytes_read_per_step", "own_bytes_mean", "resident_bytes_mean", "amsr")
-"""What each sample's decoding was measured to read, hold and share; averaged over generated tokens."""
+"""Figures of a sample's decoding (tokens and bytes read, held and shared), averaged over generated tokens."""
 
 PEAKS = ("own_bytes_peak", "resident_bytes_peak")
-"""The highest of any sample."""
+"""Figures of which the highest of all samples is kept."""
 
 REPLY = "reply_logprob"
 """Log-probability of a right answer, in nats, of tasks that have one to be measured."""
@@ -25,7 +25,7 @@ PROXIES = (
     *("recall", "recall_per_layer", "next_token_kl", "next_token_kl_p99", "perplexity", "dense_perplexity"),
     "agreement",
 )
-"""What `seergate.eval.proxies` measures; ``None`` where it was not."""
+"""Figures of `seergate.eval.proxies`; ``None`` if they were not measured."""
 
 
 def by_problem(samples: list[dict[str, Any]], value: Callable[[dict[str, Any]], float]) -> dict[str, list[float]]:

@@ -90,12 +90,12 @@ class SweepPlan(RunOptions):
 
     @classmethod
     def read(cls, path: Path) -> SweepPlan:
-        """From a YAML file whose keys are the attributes."""
+        """Read a plan from a YAML file whose keys are the attributes."""
         return cls.of(read_yaml(path), str(path))
 
     @classmethod
     def of(cls, values: Mapping[str, Any], where: str = "the sweep") -> SweepPlan:
-        """From plain values; a single value stands for a list of one."""
+        """A plan from plain values; a single value stands for a list of one."""
         types = {name: kind for name, kind in get_type_hints(cls).items() if name not in NOT_WRITTEN}
         given = dict[str, Any]()
         for name, value in values.items():
@@ -117,7 +117,7 @@ class SweepPlan(RunOptions):
         return cls(**given)
 
     def make_task(self) -> Task:
-        """The task."""
+        """The task that the plan names."""
         return make_task(self.task or "chain_sum", **self.task_options)
 
     def specs(self, task: Task, gate_sizes: list[int]) -> list[MethodSpec]:

@@ -42,7 +42,7 @@ ROWS = 4
 
 @dataclass(frozen=True)
 class Window:
-    """A place in a reference.
+    """A window of a reference's answer.
 
     Attributes:
         context: tokens before it, the prompt's first.
@@ -61,7 +61,7 @@ class Window:
 
 @dataclass(frozen=True)
 class Reference:
-    """Whose generations the contexts are taken from.
+    """The run that the contexts are taken from.
 
     Attributes:
         label: of the setting.
@@ -182,7 +182,7 @@ def _decoded(model: PreTrainedModel, windows: list[Window], replayed: int) -> li
 
 
 def _dense(model: PreTrainedModel, window: Window) -> Tensor:
-    """The same under dense attention: a forward pass without a cache never selects."""
+    """The windows with dense attention's logits, from a forward pass without a cache, which never selects."""
     ids = torch.tensor([window.context + window.tokens[:-1]], device=model.get_input_embeddings().weight.device)
     return model(input_ids=ids, use_cache=False, logits_to_keep=WINDOW_TOKENS).logits[0]
 

@@ -37,13 +37,13 @@ Seattle Denver Dallas Tokyo Seoul Beijing Delhi Mumbai Bangkok Manila Jakarta Sy
 CITIES = _NAMES.split()
 DEPTHS = (0, 25, 50, 75, 100)
 SETTLING = 16
-"""Of a text that is scored, tokens between the prompt and those that count: until then some methods drop nothing."""
+"""Tokens of a scored text between the prompt and those that count, as some methods drop nothing at first."""
 CUT = 32
-"""Pieces of a long text are cut so much longer, as a piece that is read again may have fewer tokens."""
+"""Spare tokens of a piece of a long text, which may have fewer tokens when it is tokenised by itself."""
 LONGEST = 30
-"""Words of a sentence; of a longer one, which may be a table, each so many are taken for one."""
+"""Maximum words of a sentence; a longer one, which may be a table, is cut into parts of this length."""
 TOKENS_PER_ANSWER = 12
-"""Of a number, a name or a key, with what stands between two of them."""
+"""Estimated tokens of a number, a name or a key, and of the words between two of them."""
 
 
 @dataclass(frozen=True)

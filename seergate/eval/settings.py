@@ -105,7 +105,7 @@ class MethodSpec:
         return self.gates not in ("", self.name)
 
     def bank(self, banks: Banks) -> GateBank | None:
-        """Its gates; of several by kind, block size and name."""
+        """The method's gates, chosen by kind, block size and name."""
         if not isinstance(banks, Mapping):
             return banks
         named = (gates for name, gates in banks.items() if self.gates in ("", str(name)))

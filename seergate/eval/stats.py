@@ -134,7 +134,7 @@ def quantile(values: Sequence[int], share: float) -> int:
 
 
 RESAMPLES = 1000
-"""Of the clusters, for the interval of a quantile."""
+"""Bootstrap resamples of the clusters for the interval of a quantile."""
 
 
 def clustered_quantile(groups: Sequence[Sequence[float]], share: float) -> tuple[float, float, float]:

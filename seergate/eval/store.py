@@ -82,8 +82,8 @@ def read_samples(directory: Path, name: str = SAMPLES) -> list[dict[str, Any]]:
 
 
 class SampleLog:
-    """Appends samples; whatever `append` and `keep` have returned from survives a kill, and where they raise they
-    leave nothing behind. One process at a time may hold it.
+    """Appends samples to a run. They survive a kill once `append` or `keep` has returned; if these raise, nothing is
+    written. One process at a time may hold it.
 
     Raises:
         SeergateError: if another process holds it.
@@ -126,7 +126,9 @@ class SampleLog:
 
 
 def _append(file: FileIO, samples: Iterable[dict[str, Any]]) -> None:
-    """All or nothing. The file has no buffer, which would write the rest of a line once there is room again."""
+    """Append all samples or none. The file has no buffer, which would write the rest of a line once there is room
+    again.
+    """
     text = "".join(json.dumps(s, ensure_ascii=False) + "\n" for s in samples).encode("utf-8", "replace")
     before = file.seek(0, os.SEEK_END)
     try:
@@ -150,7 +152,7 @@ def _mend_last_line(file: FileIO) -> None:
 
 
 def _is_whole(line: bytes) -> bool:
-    """True if it is a sample: no beginning of an object is an object."""
+    """True if a line is a whole JSON object: no beginning of an object is one."""
     try:
         return isinstance(json.loads(line), dict)
     except ValueError:

@@ -112,7 +112,7 @@ def _checked(line: str, where: str, number: int, grader: str) -> Problem:
 
 
 def _record(record: dict[str, Any], number: int, grader: str) -> Problem:
-    """A problem."""
+    """The problem in a record of a JSONL file."""
     name, gold = str(record.get("id", number)), as_text("answer", record["answer"])
     if "messages" in record:
         turns = record["messages"]

@@ -47,7 +47,7 @@ def served_from(bank: Gates) -> str:
 
 
 def engine_version() -> str:
-    """What stands in a run's configuration.
+    """Name and version of vLLM, for a run's configuration.
 
     Raises:
         SeergateError: if vLLM is not installed.
@@ -122,7 +122,7 @@ def generate_by_vllm(
 
 
 def additional_config(spec: MethodSpec, gates: str) -> dict[str, Any]:
-    """What the plugin is told (`seergate.vllm.settings`); nothing for ``dense``."""
+    """Options of the plugin (`seergate.vllm.settings`); empty for ``dense``."""
     if spec.name == Dense.name:
         return {}
     layers = () if spec.dense_layers is None and not spec.has_gates else spec.dense_layers

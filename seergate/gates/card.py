@@ -24,7 +24,7 @@ BEGIN, END = "<!-- seergate: what follows is generated -->", "<!-- seergate: end
 TAGS = ["seergate", "sparse-attention", "block-sparse", "attention-gate"]
 PAPER = "[SeerAttention-R](https://arxiv.org/abs/2506.08889)"
 _HALF = 196.0
-"""Standard errors are shares; times this they are half a 95 % interval, in percent."""
+"""Factor from a standard error, a share, to half of a 95 % interval in percent."""
 
 
 @dataclass(frozen=True)
@@ -108,7 +108,7 @@ def usage(bank: Gates, source: Source) -> str:
 
 
 def _budget(bank: Gates) -> int:
-    """A token budget that skips something: an eighth of the trained length, rounded down to a power of two."""
+    """A token budget for the example: an eighth of the trained length, rounded down to a power of two."""
     longest = _options(bank).get("max_length")
     budget = 4096
     if isinstance(longest, int) and not isinstance(longest, bool) and longest >= 8:

@@ -1,1 +1,1 @@
-"""The only place that touches transformers' internals: families, hooks, what a call of the model is, loading."""
+"""Attaching to transformers' models: hooks, forward contexts, loading of models and gates, distillation losses."""

@@ -129,8 +129,8 @@ class Handle(Attachment):
 
     @contextmanager
     def disable(self) -> Iterator[None]:
-        """While it lasts, the model is the plain one, and nothing is counted. A cache goes with the one or the other:
-        what was filled meanwhile is refused afterwards, and what an evicting method filled is refused meanwhile.
+        """Use the plain model in a ``with`` block, and count nothing. A cache that was filled inside is refused
+        afterwards, and one that an evicting method has filled is refused inside.
         """
         if self.disabled:
             yield
@@ -146,15 +146,15 @@ class Handle(Attachment):
                 self.correction.install()
 
     def stats(self) -> dict[str, Any]:
-        """What decoding read and held since the handle was made or reset (`DecodeStats.summary`), and what its
-        correction did. Before the first decode step ``steps`` is 0 and ``density`` is ``None``: prompts are read
-        densely and not counted.
+        """Figures of decoding since the handle was made or reset (`DecodeStats.summary`), and figures of its
+        correction. Before the first decode step ``steps`` is 0 and ``density`` is ``None``: prompts are read densely
+        and not counted.
         """
         corrected = self.correction.stats() if self.correction is not None else {}
         return {"method": self.method.name, **self.stats_.summary(), **corrected, **self.storage.stats()}
 
     def save_pretrained(self, save_directory: str | os.PathLike[str], *args: Any, **options: Any) -> None:
-        """What ``model.save_pretrained`` is while gates are attached: the model, and in ``gates/`` its gates.
+        """Save the model, and its gates in ``gates/``; replaces ``model.save_pretrained`` while gates are attached.
 
         Args:
             save_directory: of the model; ``attach(model, save_directory + "/gates")`` takes the gates.
@@ -166,7 +166,7 @@ class Handle(Attachment):
 
     @contextmanager
     def traced(self, path: str | os.PathLike[str], every: int = 1, attention: bool = False) -> Iterator[None]:
-        """While it lasts, which blocks decode steps read is written to a Parquet file (`seergate.decode.trace`).
+        """Record in a Parquet file which blocks each decode step in a ``with`` block reads (`seergate.decode.trace`).
 
         Args:
             path: of the file.
@@ -201,7 +201,7 @@ class Handle(Attachment):
         return counts
 
     def reset_stats(self) -> None:
-        """Start counting anew."""
+        """Reset the counters."""
         self.stats_ = self.stats_.anew()
         if self.correction is not None:
             self.correction.reset()
@@ -298,7 +298,7 @@ def tags_of_method(method: Method) -> dict[str, str]:
 
 
 def tags_of_correction(correction: Correction | None, method: Method) -> dict[str, str]:
-    """The same of a correction."""
+    """A correction's tags in the table of `seergate.decode.compatibility`."""
     if isinstance(correction, Lossless):
         return {"lossless": "lossless decoding"}
     tags = {} if correction is None else {"rectified": "rectification"}
@@ -308,7 +308,7 @@ def tags_of_correction(correction: Correction | None, method: Method) -> dict[st
 
 
 def tags_of_model(model: PreTrainedModel) -> dict[str, str]:
-    """The same of a model."""
+    """A model's tags in the table of `seergate.decode.compatibility`."""
     config, tags = families.text_config(model), dict[str, str]()
     kinds = {families.layer_type(config, layer) for layer in range(config.num_hidden_layers)}
     if stuck := sorted(kinds - {"full_attention", "sliding_attention", "chunked_attention"}):

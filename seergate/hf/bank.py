@@ -1,4 +1,4 @@
-"""GateBank: gates together with what needs a model, or a file format that only a model's configuration explains."""
+"""GateBank: gates with the operations that need a model: making, distilling, loading, saving and sharing them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""From which length on choosing blocks pays on a machine: what ``dense_below`` should be there.
+"""Measures the context length from which sparse steps are faster than dense ones on a machine (``dense_below``).
 
 A dense and a sparse step of one layer are timed on random keys and values, each length twice the one before.
 """
@@ -22,17 +22,20 @@ from seergate.models import families
 from seergate.models.rope import Rotary
 
 MOST_BYTES = {"cpu": 256 << 20, "cuda": 1 << 30}
-"""Bytes of keys and values. They are read in turn, so that short ones lie in no cache of the processor either."""
+"""Bytes of all copies of keys and values, which are read in turn so that short ones do not stay in the processor's
+cache.
+"""
 SECONDS, ROUNDS = 0.2, 25
-"""At one length no round begins after so many seconds, or so many rounds; there are at least three."""
+"""Limits of the rounds at one length: seconds, after which no round but the first three begins, and number of rounds.
+"""
 
 Times = Sequence[tuple[int, float, float]]
 """Ascending lengths in tokens, each with the seconds of a dense and of a sparse step."""
 
 
 def break_even(times: Times) -> int:
-    """Up to which length a dense step is faster: 0 if it nowhere is. Between the longest length at which it is and the
-    next one the difference counts as linear; of what is longer than all of them nothing is known, and nothing said.
+    """The longest context at which a dense step is faster; 0 if there is none. The difference is interpolated between
+    the longest measured length at which dense is faster and the next one, and not extrapolated.
     """
     lost = [i for i, (_, dense, sparse) in enumerate(times) if sparse >= dense]
     if not lost:
@@ -98,7 +101,9 @@ def step_times(method: SelectingMethod, spec: LayerSpec, extras: dict[str, Any],
 def _medians(
     method: SelectingMethod, spec: LayerSpec, q: Tensor, keys: Tensor, values: Tensor, options: dict[str, Any]
 ) -> tuple[float, float]:
-    """Seconds of both on one copy after another of keys and values ``[copies, 1, K, S, D]``, in turns."""
+    """Median seconds of a dense and of a sparse step, run alternately on copies of keys and values ``[copies, 1, K, S,
+    D]``.
+    """
     copies, length, state = len(keys), keys.shape[3], method.new_state(spec)
     assert isinstance(state, SelectingState)
     for start, end in ((0, length - 1), (length - 1, length)):
@@ -129,7 +134,7 @@ def _medians(
 
 
 def timed(run: Callable[[], object], device: torch.device) -> float:
-    """Seconds of a call, with what it leaves a GPU to do."""
+    """Seconds of a call, including the work that it queues on a GPU."""
     wait = torch.cuda.synchronize if device.type == "cuda" else int
     wait()
     start = time.perf_counter()

@@ -99,7 +99,7 @@ def attention_input(args: Any, kwargs: dict[str, Any]) -> Tensor:
 
 
 class QKHook:
-    """Catches the RoPE inputs of one attention module as they pass, as ``[B, heads, S, D]`` views without a copy."""
+    """Catches the RoPE inputs of one attention module, as ``[B, heads, S, D]`` views without a copy."""
 
     def __init__(self, model: PreTrainedModel, attention: nn.Module) -> None:
         module: Any = attention
@@ -282,13 +282,13 @@ class LayerBinding:
         return args, {**kwargs, CALL_KEYWORD: attention}
 
     def _is_compiled(self, layer: Any, new: int) -> bool:
-        """True in a compiled step: no number may be asked for that changes from step to step."""
+        """True in a compiled step, in which numbers that change from step to step are not available on the host."""
         if not is_compiling() or new > 1 or not isinstance(layer, GatedLayer) or layer.counts is None:
             return False
         return layer.counts is self.handle.stats_.layers[self.layer].compiled and self.handle.compiles
 
     def cache_layer(self, cache: Cache, new: int = 1) -> GatedLayer:
-        """This layer of the cache, where ``new`` tokens arrive, put into our form if it is still empty."""
+        """This layer of the cache that ``new`` tokens come to, replaced by a `GatedLayer` if it is still empty."""
         if getattr(cache, "offloading", False):
             raise SeergateError(
                 "this cache offloads its layers, which seergate does not support; leave it out, and attach with "
@@ -368,7 +368,7 @@ def visible_slots(mask: Tensor) -> Tensor:
 
 
 def refuse_masked(layer: GatedLayer, valid: Tensor | None, new: int) -> None:
-    """Refuse a decoded token that is masked, if the method evicts: it learns from every one's query."""
+    """Refuse a masked decoded token if the method evicts, as such a method uses the query of every token."""
     if valid is None or new > 1 or not isinstance(layer.method, CompressingMethod):
         return
     for row, real in enumerate(valid[:, 0].tolist()):
@@ -380,7 +380,7 @@ def refuse_masked(layer: GatedLayer, valid: Tensor | None, new: int) -> None:
 
 
 def hide_what_is_masked(layer: GatedLayer, mask: Tensor | None, new: int) -> None:
-    """Forget what a later mask hides.
+    """Forget tokens that a later mask hides.
 
     Args:
         mask: see `valid_tokens`.

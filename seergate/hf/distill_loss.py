@@ -1,4 +1,4 @@
-"""The distillation loss of gates on a pack of the frozen model: what all kinds of gates share."""
+"""Base classes of the distillation losses of gates on a pack."""
 
 from __future__ import annotations
 
@@ -22,7 +22,8 @@ if TYPE_CHECKING:
     from seergate.hf.teacher_pass import TeacherCall
 
 PUBLISHED_SCALE = 10.0
-"""The published code multiplies its loss by it (``gate_loss_scale``): clipping begins at gradients so much smaller."""
+"""Factor of the published code's loss (``gate_loss_scale``), by which gradient clipping begins at smaller gradients.
+"""
 
 
 @dataclass(frozen=True)
@@ -103,7 +104,7 @@ class DistillLoss(ABC):
 
     @abstractmethod
     def learn(self, call: TeacherCall, lse_TH: Tensor) -> None:
-        """See one of the `gated` layers in the frozen model's forward."""
+        """Process one of the `gated` layers during the frozen model's forward."""
 
     @abstractmethod
     def result(self) -> DistillOutput:

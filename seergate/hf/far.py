@@ -1,4 +1,4 @@
-"""What a gate finds beyond the first block and the newest one, beside what a window would read there.
+"""Recall of a gate beyond the first and the newest block, compared with that of a recent window.
 
 The first tokens and the newest get most of a model's attention, so a gate that has learned nothing else looks well by
 its KL and recall over all blocks.
@@ -15,7 +15,7 @@ from seergate.gates.scorer import Scorer
 from seergate.hf.teacher_pass import TeacherCall
 
 ROWS = 256
-"""Rows of a pack that are looked at, evenly spaced."""
+"""Rows of a pack that are sampled, evenly spaced."""
 
 CHUNK_BYTES = 64 * 2**20
 """Size of the scores of a chunk of rows."""
@@ -91,7 +91,7 @@ def _log_targets(
 def _compared(
     u_KRN: Tensor, logits_KRN: Tensor, own_R: Tensor, block_size: int, sink_blocks: int, budgets: tuple[int, ...]
 ) -> Tensor:
-    """What these rows add to the sums; ``own_R`` is the block that a row lies in."""
+    """The sums of these rows; ``own_R`` is the block that a row lies in."""
     block_N = torch.arange(u_KRN.shape[-1], device=u_KRN.device)
     past_RN = block_N < own_R[:, None]
     far_RN = (block_N >= max(1, sink_blocks)) & (block_N < own_R[:, None] - 1)

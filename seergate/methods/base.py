@@ -153,7 +153,7 @@ class LayerState:
 
     @outside_inference_mode
     def observe(self, step: Step) -> None:
-        """`append`, of tensors that later calls may write to, in or out of inference mode."""
+        """Call `append` outside of inference mode, so that later calls in either mode may write to its tensors."""
         self.append(step)
 
     def crop(self, before: list[int], after: list[int], keys: KeysOf, offsets: list[int]) -> None:
@@ -166,7 +166,7 @@ class LayerState:
         """
 
     def block_shared(self, row: int, newer: slice, older: slice) -> None:
-        """Blocks of a row have been replaced by older ones of it: what is known of these holds for both now."""
+        """Called when blocks of a row have been replaced by older blocks of it, whose entries then hold for both."""
         for name in self.tokens_per_entry:
             self.rows[name][row, :, newer] = self.rows[name][row, :, older]
 

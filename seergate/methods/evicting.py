@@ -132,7 +132,7 @@ class CompressingState(LayerState, ABC):
         """After attention: which residents stay, or ``None`` for all."""
 
     def on_evict(self, eviction: Eviction, capacity: int) -> None:
-        """Follow the cache, which has just carried out an eviction and has room for ``capacity`` tokens now."""
+        """Update the state after the cache has carried out an eviction; it has room for ``capacity`` tokens now."""
 
     def select_rows(self, index: Tensor) -> None:
         super().select_rows(index)

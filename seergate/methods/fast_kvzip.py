@@ -1,4 +1,4 @@
-"""Fast KVzip: gates that guess how much attention a token will get (Kim, Han, Yun, arXiv 2601.17668)."""
+"""Fast KVzip: gates that predict how much attention a token will get (Kim, Han, Yun, arXiv 2601.17668)."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from seergate.methods.retention import RetentionMethod, RetentionState
 
 
 class FastKVzipState(RetentionState):
-    """The same as of all retention gates; scores are in 0..1."""
+    """State of retention gates whose scores are in 0..1."""
 
     def importance(self, step: Step, row: int) -> Tensor:
         score, place = self.known(step, row)

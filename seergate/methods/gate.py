@@ -104,7 +104,7 @@ class Gate(SelectingMethod):
 
     @property
     def always_selects(self) -> bool:
-        """As the published code does."""
+        """True with ``compat="published"``, as in the published code."""
         return self.compat == "published"
 
     def choose(self, scores_BKN: Tensor, lengths: Tensor) -> Selection:

@@ -1,4 +1,4 @@
-"""The whole cache in four bits: what an engine does before it thinks of eviction (KIVI, Liu et al., arXiv 2402.02750).
+"""Quantisation of the whole cache to four bits (KIVI, Liu et al., arXiv 2402.02750).
 
 The baseline at equal bytes for methods that evict: nothing is thrown away and everything is read, but all except the
 newest tokens is rounded.
@@ -98,7 +98,7 @@ class KV4BitState(CompressingState):
 
     @torch.no_grad()
     def attend(self, step: Step) -> AttentionOutput | None:
-        """To the rounded tokens and to the others."""
+        """Attention to the rounded tokens and to the others."""
         stored = self.stored(step)
         if not any(stored):
             return None
@@ -136,7 +136,7 @@ class KV4BitState(CompressingState):
 
     @torch.no_grad()
     def select_kept(self, step: Step) -> Eviction | None:
-        """Whole groups of tokens that are old enough go from the cache into the state."""
+        """Move whole groups of tokens that are old enough from the cache into the state."""
         size, ends = self.method.group, step.ends
         old = {row: (end - self.method.residual) // size * size for row, end in enumerate(ends)}
         old = {row: count for row, count in old.items() if count > 0}

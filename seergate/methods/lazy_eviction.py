@@ -102,7 +102,7 @@ class LazyState(BudgetedState):
             self.room(name, step.max_length)
 
     def observe_attention(self, step: Step) -> None:
-        """Updates the recurrence intervals (equation 1)."""
+        """Update the recurrence intervals (equation 1)."""
         p_BKGT = step.p_BKGT
         assert p_BKGT is not None
         held, device = step.max_length, p_BKGT.device

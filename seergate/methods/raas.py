@@ -1,4 +1,4 @@
-"""RaaS: evict the page that has been useless for longest (Hu et al., arXiv 2502.11147)."""
+"""RaaS: evict the least recently used page of the KV cache (Hu et al., arXiv 2502.11147)."""
 
 from __future__ import annotations
 
@@ -131,7 +131,7 @@ class RaaSState(EvictingState):
         self.grown("used", self.rows["high"].shape[2])
 
     def observe_attention(self, step: Step) -> None:
-        """Notes which pages are used."""
+        """Note which pages are used."""
         size, ends, used = self.method.block_size, step.ends, self.rows["used"]
         pages = [-(-end // size) for end in ends]
         total, device = max(pages), used.device
@@ -148,7 +148,7 @@ class RaaSState(EvictingState):
         used[torch.arange(len(pages), device=device), :, torch.tensor(pages, device=device) - 1] = now[:, 0]
 
     def attend(self, step: Step) -> AttentionOutput | None:
-        """Reads part of the prompt if so asked."""
+        """Read only a part of the prompt, with ``prompt_budget``."""
         if self.method.prompt_budget is None:
             return None
         size, pages = self.method.block_size, [-(-end // self.method.block_size) for end in step.ends]

@@ -91,7 +91,7 @@ class RPCState(EvictingState):
         return self.prompts[row] + quota + self.method.window
 
     def max_resident(self) -> int:
-        """Until the next compression: it grows."""
+        """Maximum tokens of a row until its next compression, which grows with the answer."""
         return max(self.kept(row) for row in range(len(self.prompts))) + self.method.interval
 
     @torch.no_grad()
@@ -106,7 +106,7 @@ class RPCState(EvictingState):
         )
 
     def _importance(self, step: Step, row: int) -> Tensor:
-        """Of the tokens between prompt and window; the softmax is over these alone (Algorithm 1)."""
+        """Importance of the tokens between prompt and window; the softmax is over these alone (Algorithm 1)."""
         candidates = slice(self.prompts[row], step.ends[row] - self.method.window)
         keys, queries = step.keys_BKCD[row : row + 1, :, candidates], self.window.of(row)
         if self.method.selector == "newest_twice":

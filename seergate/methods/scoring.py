@@ -53,7 +53,7 @@ def log_block_maxima(step: Step, block_size: int) -> Tensor:
 
 
 def attend_and_weigh(step: Step) -> tuple[Tensor, Tensor]:
-    """Ordinary attention of a decode step, with its probabilities: what a fused kernel does not tell.
+    """Ordinary attention of a decode step, with its probabilities, which a fused kernel does not return.
 
     Returns:
         Output ``[B, H, D]`` and probabilities ``[B, K, G, T]``, 0 beyond a row's length.

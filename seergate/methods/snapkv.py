@@ -155,7 +155,7 @@ class RKV(SnapKV):
 
 
 class RKVState(SnapKVState):
-    """The same as SnapKV's."""
+    """State of `RKV`: SnapKV's, with redundancy in the importance."""
 
     def __init__(self, spec: LayerSpec, method: RKV) -> None:
         super().__init__(spec, method)

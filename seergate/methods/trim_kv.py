@@ -12,7 +12,7 @@ from seergate.methods.retention import RetentionMethod, RetentionState
 
 
 class TrimKVState(RetentionState):
-    """The same as of all retention gates; scores are ``log beta``."""
+    """State of retention gates whose scores are ``log beta``."""
 
     def importance(self, step: Step, row: int) -> Tensor:
         score, place = self.known(step, row)

@@ -101,7 +101,7 @@ def base_commit(config: Any) -> str | None:
 
 
 def note_base_commit(config: Any, commit: str | None) -> None:
-    """Have a configuration say which commit it was read from, where transformers has not done so."""
+    """Note in a configuration the commit that it was read from, where transformers has not done so."""
     config._commit_hash = commit
 
 
@@ -139,7 +139,7 @@ def layer_type(config: Any, layer: int) -> str:
 
 
 def model_positions(text: Any) -> int | None:
-    """Positions that a language model is made for, stretched RoPE included; ``None`` if it does not say."""
+    """Maximum positions of a language model, RoPE scaling included; ``None`` if its configuration has no number."""
     own, rope = getattr(text, "max_position_embeddings", None), getattr(text, "rope_parameters", None) or {}
     if own is None:
         return None
@@ -195,7 +195,7 @@ def full_attention_modules(model: PreTrainedModel) -> list[tuple[int, nn.Module]
 
 
 def kv_heads(model: PreTrainedModel) -> dict[int, int]:
-    """Layer that can be gated -> its KV heads, in order; of a model without weights, too.
+    """Number of KV heads of each layer that can be gated, in order of layers. Works on a model without weights.
 
     Raises:
         SeergateError: if there is no such layer.

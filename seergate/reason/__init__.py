@@ -1,1 +1,1 @@
-"""ReasonCache: similar reasoning blocks share pages of the cache. An optional slice; nothing below knows of it."""
+"""ReasonCache: similar reasoning blocks share pages of the cache. An optional package: no other one imports it."""

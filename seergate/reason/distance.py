@@ -1,4 +1,5 @@
-"""How far apart the keys and values of two blocks are, and how near is near enough (ReasonCache, section IV-A2).
+"""Distance between the keys and values of two blocks, and the threshold up to which blocks share (ReasonCache, section
+IV-A2).
 
 Shape suffixes: N pairs of blocks, K KV heads, P tokens of a block, D head dimension, L layers.
 """
@@ -13,7 +14,7 @@ import torch
 from torch import Tensor
 
 Block = tuple[int, int]
-"""A physical block: its index, and the serial number that tells it from what the index meant before."""
+"""A physical block: its index, and a serial number that changes when the index is used again."""
 
 CACHED_NORMS = 65536
 """Blocks whose norms are remembered, the most recently used ones."""
@@ -77,11 +78,11 @@ def _flat(pages: Tensor, index: list[int]) -> Tensor:
 
 
 class PercentileThreshold:
-    """Percentile-based adaptive thresholding: what is near enough, from the distances seen so far (IV-A2).
+    """Percentile-based adaptive threshold on distances, from all distances seen so far (IV-A2).
 
     Args:
-        percentile: 0..100. At 0 nothing is near enough.
-        warm_up: so many distances are only collected first.
+        percentile: 0..100. At 0 no block shares.
+        warm_up: number of first distances that are only collected.
     """
 
     def __init__(self, percentile: float, warm_up: int) -> None:
@@ -89,9 +90,9 @@ class PercentileThreshold:
         self.seen: list[float] = []
 
     def admit(self, distances: Sequence[float]) -> list[bool]:
-        """Which of these may share: none while there are too few to judge by, else the ones up to the percentile.
+        """For each distance, whether it is within the percentile of those seen, itself included; false during warm-up.
 
-        They count among what is seen from now on, and for their own judgement too.
+        All of them are added to the distances seen.
         """
         warm = len(self.seen) >= self.warm_up
         self.seen += distances
@@ -101,7 +102,7 @@ class PercentileThreshold:
         return [distance <= limit for distance in distances]
 
     def copy(self) -> PercentileThreshold:
-        """One that goes on from here by itself."""
+        """An independent copy."""
         twin = PercentileThreshold(self.percentile, self.warm_up)
         twin.seen = list(self.seen)
         return twin

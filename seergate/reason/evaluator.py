@@ -1,4 +1,4 @@
-"""What `ReasonCache` decides: what happens in a cache goes in, decisions to share come out. No threads, no cache here.
+"""Decides for `ReasonCache` which blocks are shared, from the events of a cache. Has neither threads nor a cache.
 
 A row is followed under the number that the cache gave it. What is known of it is what the calls have said, so that the
 evaluator may lag behind the cache; each decision names the blocks it is about by serial number, and the cache drops
@@ -68,7 +68,7 @@ class Tally:
 
     @contextmanager
     def timed(self, stage: str) -> Iterator[None]:
-        """Add what passes in here to a stage."""
+        """Add the time spent in a ``with`` block to a stage."""
         began = time.perf_counter()
         try:
             yield
@@ -93,7 +93,7 @@ class _Row:
 
 
 class Evaluator:
-    """See the module's docstring. It is told what happens to rows, and sends decisions to a row's source.
+    """Receives the events of rows, and sends decisions to a row's source.
 
     Args:
         decode: token ids -> text.
@@ -153,7 +153,7 @@ class Evaluator:
         return self._rows[uid]
 
     def _give_way(self) -> None:
-        """Let decoding go first: Python runs one thread at a time."""
+        """Yield to the decoding thread, as Python runs one thread at a time."""
         if self.method.asynchronous:
             time.sleep(0)
 
@@ -222,7 +222,7 @@ class Evaluator:
         return [(newer, older) for newer, (_, older) in near.items()]
 
     def _any_blocks(self, row: _Row, number: int, first: int, index: int) -> list[tuple[int, int]]:
-        """So many blocks of the reasoning that nothing shares yet, each with a random earlier one of it.
+        """Blocks of the reasoning that are not shared yet, ``number`` of them, each with a random earlier block.
 
         ``first`` is the reasoning's first whole block.
         """

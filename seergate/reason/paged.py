@@ -334,23 +334,23 @@ class Listener:
     """Receives the events of a cache's pages, and may remap pages between two forward passes. This ignores them."""
 
     def between_passes(self) -> None:
-        """All tokens so far are written in every layer, and full pages are sealed."""
+        """Called when all tokens so far are written in every layer, and full pages are sealed."""
 
     def tokens_come(self, counts: Sequence[int], context: ForwardContext) -> None:
-        """Row b gets ``counts[b]`` new tokens."""
+        """Called when row b gets ``counts[b]`` new tokens."""
 
     def rows_cropped(self, lengths: Sequence[int]) -> None:
-        """Rows have only their first tokens now."""
+        """Called when rows have been cropped to their first tokens."""
 
     def rows_forked(self, forks: dict[int, int]) -> None:
-        """Rows were reordered, some of them forked (fork -> row, by uid), others dropped."""
+        """Called when rows have been reordered, some of them forked (fork -> row, by uid), others dropped."""
 
     def adopting(self, other: Listener) -> AbstractContextManager[None]:
-        """While it lasts, the rows of the cache that ``other`` listens to move here."""
+        """Take over, in a ``with`` block, the rows of the cache that ``other`` listens to."""
         return nullcontext()
 
     def resumed(self, backend: KVBackend) -> None:
-        """The cache is used under a handle with this backend."""
+        """Called when the cache is used under a handle with this backend."""
 
 
 def page_tokens(method: Method, size: int | None, limit: int | None = None) -> int:
@@ -396,12 +396,12 @@ class CachePages:
         self._newest: dict[torch.device, tuple[Tensor, Tensor]] = {}
 
     def join(self, layer: Paged) -> None:
-        """A layer takes part from now on."""
+        """Add a layer."""
         self._layers.append(weakref.ref(layer))
 
     @property
     def layers(self) -> list[Paged]:
-        """Those that still exist, in order."""
+        """The layers that still exist, in order."""
         return [layer for reference in self._layers if (layer := reference()) is not None]
 
     def once(self, layer: Paged, operation: Callable[[], Any]) -> Any:
@@ -536,7 +536,7 @@ class Paged(Storage):
                 pages[homes, :, places] = x[row, :, :number].transpose(0, 1)
 
     def _fit(self) -> None:
-        """Have as many pages as the store has blocks."""
+        """Allocate as many pages as the store has blocks."""
         for name in ("key_pages", "value_pages"):
             pages: Tensor = getattr(self, name)
             capacity = self.pages.store.capacity

@@ -1,4 +1,4 @@
-"""Sharing of blocks, carried out: between two forward passes a cache tells what came and does what was decided.
+"""Carries out the sharing of blocks: between two forward passes a cache reports its events and applies decisions.
 
 `BlockSharing` belongs to a handle, `CacheSharing` to one cache under it. Nothing in here waits for a decision.
 """
@@ -82,7 +82,7 @@ class BlockSharing:
             )
 
     def reset(self) -> None:
-        """Start counting anew."""
+        """Reset the counters."""
         self.passes, self.savings, self.apply_seconds, self.dropped = 0, 0.0, 0.0, 0
         self.shared, self.prefix_blocks = Counter[str](), 0
         self.physical_peak = self.logical_peak = 0
@@ -90,7 +90,7 @@ class BlockSharing:
             self.evaluator.tally = Tally()
 
     def stats(self) -> dict[str, Any]:
-        """Accounts so far.
+        """The figures so far.
 
         Returns:
             ``"method"``, and under ``"sharing"``: ``amsr`` (the paper's average memory saving ratio: one minus
@@ -119,7 +119,7 @@ class BlockSharing:
         return {"method": self.reason.name + reads, "sharing": found}
 
     def remove(self) -> None:
-        """End the worker and look at no more ids."""
+        """End the worker, and stop recording ids."""
         self._hook.remove()
         self.worker.stop()
 
@@ -137,7 +137,7 @@ class CacheSharing(Listener):
 
     @property
     def pages(self) -> CachePages:
-        """Those of the cache, which is there as long as something in it calls."""
+        """The pages of the cache, which exists as long as one of its parts calls this."""
         pages = self._pages()
         assert pages is not None
         return pages
@@ -254,10 +254,11 @@ class CacheSharing(Listener):
         return partial(evaluator.blocks_sealed, row.uid, self, first, known)
 
     def _tell(self, at_once: bool = False) -> None:
-        """Report what was sealed, then what happened: a step is looked at when the blocks within it are known. The
-        report again, as it says what the cache has after all that.
+        """Report sealed blocks, then events, as a step is examined when its blocks are known; then the blocks once
+        more, as events may have dropped them from the evaluator.
 
-        A thread is told when a block has been sealed, and not at every pass: waking it takes time from decoding.
+        A thread gets the report when a block has been sealed, not at every pass, as waking it takes time from
+        decoding.
         """
         evaluator = self.handle.evaluator
         if evaluator is None:

@@ -1,4 +1,4 @@
-"""Reasoning steps of a growing text: where they end, how alike two of them are, what kind of repeat a step is."""
+"""Reasoning steps of a growing text: their borders, the similarity of two steps, and kinds of repetition."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ VERIFYING = re.compile(
 """Words that introduce a check of an earlier step."""
 
 LOOP_STEPS = 3
-"""So many steps in a row that each repeat the step at the same distance before them are a loop."""
+"""Number of consecutive steps that make a loop, each repeating the step at the same distance before it."""
 
 
 @dataclass
@@ -173,7 +173,7 @@ class Segmenter:
         self._restart(reopened[: max(0, length - self._begin)])
 
     def copy(self) -> Segmenter:
-        """One that goes on from here by itself."""
+        """An independent copy."""
         twin = Segmenter(self._decode, self._border.pattern, self._start)
         twin._pieces, twin.steps = self._pieces, list(self.steps)
         twin._open, twin._tail, twin._has_text = list(self._open), self._tail, self._has_text

@@ -40,7 +40,7 @@ TOKEN = re.compile(r"\d+(?:\.\d+)?|[^\W\d_]+|\S")
 
 
 def check_installed() -> None:
-    """Complain early if the library is missing."""
+    """Raise early if the library is missing."""
     if importlib.util.find_spec("pylatexenc") is None:
         raise SeergateError(
             f"the structural check of reason_cache needs pylatexenc; {how_to_install('reason')}, or leave the check "

@@ -1,4 +1,4 @@
-"""Who makes the calls of the `Evaluator`: a thread of its own, or the cache's. Neither can make decoding fail."""
+"""Makes the calls of the `Evaluator`, on a thread of its own or on the cache's. Errors do not reach decoding."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ class Worker:
             torch.set_num_threads(1)
 
     def wait(self, timeout: float) -> bool:
-        """Wait until all calls have been made; whether they have."""
+        """Wait until all calls have been made; false if the timeout ends first."""
         return self._pool is None or self.error is not None or bool(wait([self._pool.submit(int)], timeout).done)
 
     def stop(self) -> None:

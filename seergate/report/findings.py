@@ -12,19 +12,19 @@ from seergate.eval.stats import Difference
 from seergate.report.load import Setting, Sweep
 
 CLOSE = 0.02
-"""Two points: how near to dense counts as matching it."""
+"""Difference from dense accuracy that counts as matching it: two points."""
 
 TRUNCATED = 0.05
-"""Above this share, answers that hit the limit are told of, and drawn hollow."""
+"""Share of answers at the length limit above which a finding says so and plots draw hollow markers."""
 
 UNANSWERED = 0.5
-"""Above this share, answers in which the grader finds none are told of."""
+"""Share of completions without an answer above which a finding says so."""
 
 SOFTWARE = ("seergate", "git", "torch", "transformers")
 """Entries of a run's environment that affect results."""
 
 FEW = 2
-"""With more evicting methods than this, the gate is compared with all of them in one sentence."""
+"""Number of evicting methods above which one sentence compares the gate with all of them."""
 
 
 def findings(sweep: Sweep) -> list[str]:
@@ -306,7 +306,7 @@ def _equivalent(difference: Difference) -> bool:
 
 
 def _reach(difference: Difference) -> str:
-    """The largest loss that the data leave possible."""
+    """The largest loss that the data do not exclude."""
     return f"{-100 * difference.low if difference.n > 1 else 100:.0f} points"
 
 

@@ -71,13 +71,13 @@ _TABLE_1 = {
 """Table 1 (Qwen3-8B, AIME24): (method, budget) -> accuracy in percent, mean length in thousands of tokens."""
 
 BLOCK_SIZE = 64
-"""Of all runs whose numbers are here (section 4.1), every layer sparse."""
+"""Block size of all published runs (section 4.1), in which every layer is sparse."""
 
 PROBLEMS = {"aime24": 30, "aime25": 30, "math500": 500, "gpqa_diamond_published": 198}
 """Number of problems of the paper's tasks; a local file under the same name may have others."""
 
 _SAMPLING = {"temperature": 0.6, "top_p": 0.95, "top_k": 0, "min_p": 0.0}
-"""Of the published code's loop."""
+"""Sampling of the published code."""
 
 _EITHER_WAY = {"name", "nominal", "token_budget", "block_size", "dense_layers", "compat"}
 """Options that are checked separately, or do not matter: the published code reads a little more than the paper says
