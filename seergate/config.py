@@ -29,6 +29,7 @@ class ScorerKind:
         retention: whether ``gate`` is a retention gate.
         end_to_end: whether the loss sends gradients through the whole model.
         poolings: whether the gates have the options ``k_pooling`` and ``q_pooling``.
+        begins_as_model: whether fresh gates can begin as the model's own product (`Scorer.begin_as_model`).
         gate_dim: default width; 128 if ``None``, in training the model's head dimension.
         paper: link to the paper in Markdown, for the model card of retention gates.
         plot_style: colour and marker in plots of the series ``gate [SCORER]``; ``None`` for those of the method
@@ -40,13 +41,14 @@ class ScorerKind:
     retention: bool = False
     end_to_end: bool = False
     poolings: bool = False
+    begins_as_model: bool = False
     gate_dim: int | None = None
     paper: str | None = None
     plot_style: tuple[str, str] | None = None
 
 
 SCORERS = {
-    "attn_gate": ScorerKind("seergate.gates.gate:AttnGate", poolings=True),
+    "attn_gate": ScorerKind("seergate.gates.gate:AttnGate", poolings=True, begins_as_model=True),
     "msa": ScorerKind("seergate.gates.msa:MSA", plot_style=("#AA3377", "^")),
     "indexer": ScorerKind("seergate.gates.indexer:Indexer", plot_style=("#4477AA", "D")),
     "fast_kvzip": ScorerKind(

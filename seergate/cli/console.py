@@ -8,8 +8,7 @@ import sys
 import time
 import warnings
 from collections.abc import Callable, Iterator
-from types import TracebackType
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from seergate.errors import is_users, sentence
 from seergate.progress import ProgressBar, duration
@@ -81,11 +80,9 @@ class EvalProgress:
         self.notes.__enter__()
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *error: Any) -> None:
         self.bar.close()
-        self.notes.__exit__(kind, error, trace)
+        self.notes.__exit__(*error)
 
     def __call__(self, now: Progress) -> None:
         """Show the progress after a finished sample."""

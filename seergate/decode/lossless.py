@@ -70,7 +70,8 @@ class LosslessDecoding:
     Args:
         model: whose ``generate`` is replaced until `remove`.
         passes: made dense but for drafts.
-        tokens_read: returns the sums so far of tokens that decode steps have read, and of those that they have seen.
+        tokens_read: returns the bytes that decode steps have read so far, and those that dense attention would have
+            read.
 
     Raises:
         ValueError: if drafts are longer than a block.

@@ -288,8 +288,9 @@ class TrainConfig(RunOptions, RecipeOptions, DataOptions, GateOptions, ModelOpti
         for options, holds, rule in _RULES:
             for name in options.split():
                 self._must(name, getattr(self, name) is None or bool(holds(getattr(self, name))), rule)
-        fresh = self.init_gates is None and self.scorer == "attn_gate"
-        self._must("init", fresh or self.init == "random", "random with init_gates or a scorer other than attn_gate")
+        fresh = self.init_gates is None and scorer_kind(self.scorer).begins_as_model
+        able = ", ".join(name for name, kind in SCORERS.items() if kind.begins_as_model)
+        self._must("init", fresh or self.init == "random", f"random with init_gates or a scorer other than {able}")
         unread = (1 + self.sink_blocks) * self.block_size
         self._must("max_length", self.max_length > unread, f"larger than {unread}: the sink blocks and one block more")
         peak = self.learning_rate

@@ -288,10 +288,7 @@ def architecture(config: TrainConfig) -> PretrainedConfig:
     located = locate_model(config)
     for name, path in presets().items():
         shape = shipped("configs") / "architectures" / f"{name}.json"
-        if shape.is_file() and not Path(located.model).is_dir() and _model_of(path) == config.model.lower():
+        named = str(read_yaml(path).get("model", "")).lower()
+        if shape.is_file() and not Path(located.model).is_dir() and named == config.model.lower():
             return AutoConfig.for_model(**json.loads(shape.read_text()))
     return base_config(located.model, revision=config.revision)
-
-
-def _model_of(preset: Path) -> str:
-    return str(read_yaml(preset).get("model", "")).lower()

@@ -18,7 +18,6 @@ from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from pathlib import Path
-from types import TracebackType
 
 from seergate.errors import SeergateError, how_to_install
 from seergate.eval.equivalence import OUT_OF_MEMORY
@@ -194,9 +193,7 @@ class GradingPool:
     def __enter__(self) -> GradingPool:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         self.close()
 
 

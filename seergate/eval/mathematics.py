@@ -43,17 +43,17 @@ def plain(text: str) -> str:
     text = _NOTHING.sub(lambda _: r"\emptyset", text.replace(r"\varnothing", r"\emptyset"))
     text = re.sub(r"\s*(?:°|\\degree(?![A-Za-z]))", r"^\\circ", text).replace("–", "-").replace("−", "-")
     text = re.sub(r"(?<![\w.])(\d+(?:\.\d+)?)[eE]([+-]?\d+)(?![\w.])", r"\1\\times 10^{\2}", text)
-    text = re.sub(r"(\\[A-Za-z]+)?\s*\\(?:mathrm|mathit|text)\s*\{\s*([ie])\s*\}", _upright, text)
+    text = re.sub(
+        r"(\\[A-Za-z]+)?\s*\\(?:mathrm|mathit|text)\s*\{\s*([ie])\s*\}",
+        lambda m: f"{m[1]} {m[2]}" if m[1] else m[2],
+        text,
+    )
     text = _FRACTION.sub(
         lambda match: "".join((r"\frac", *("{" + part.strip("{}") + "}" for part in match.groups()))), text
     )
     text = _THOUSANDS.sub(lambda match: re.sub(r"\D", "", match[0]), text)
     words = re.fullmatch(rf"(?:{_TEXT}|[A-Za-z0-9 ()]+)+", text) if re.match(_TEXT, text) else None
     return text if words is None else " ".join(re.findall(r"\w+", re.sub(_TEXT, r" \1 ", text)))
-
-
-def _upright(match: re.Match[str]) -> str:
-    return f"{match[1]} {match[2]}" if match[1] else match[2]
 
 
 _UNITS = """

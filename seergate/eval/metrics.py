@@ -55,7 +55,7 @@ def derive(samples: list[dict[str, Any]], proxies: dict[str, Any] | None = None)
         `PROXIES`.
     """
     correct = by_problem(samples, lambda s: s["correct"])
-    accuracy = clustered(correct)
+    accuracy, fewest = clustered(correct), min(map(len, correct.values()))
     length = clustered(by_problem(samples, lambda s: s["n_tokens"]))
     tokens = sum(s["n_tokens"] for s in samples)
     seconds = math.fsum(s["seconds"] for s in samples)
@@ -64,7 +64,7 @@ def derive(samples: list[dict[str, Any]], proxies: dict[str, Any] | None = None)
     return {
         "accuracy": accuracy.mean,
         "accuracy_se": _or_none(accuracy),
-        "pass_at_k": {str(k): pass_at_k(correct, k) for k in _powers(min(map(len, correct.values())))},
+        "pass_at_k": {str(2**i): pass_at_k(correct, 2**i) for i in range(fewest.bit_length())},
         "n_problems": accuracy.n,
         "n_samples": len(samples),
         "mean_tokens": length.mean,
@@ -82,10 +82,6 @@ def derive(samples: list[dict[str, Any]], proxies: dict[str, Any] | None = None)
         f"{REPLY}_se": reply and _or_none(reply),
         **{name: (proxies or {}).get(name) for name in PROXIES},
     }
-
-
-def _powers(samples: int) -> list[int]:
-    return [2**i for i in range(samples.bit_length())]
 
 
 def _per_token(samples: list[dict[str, Any]], name: str) -> float | None:

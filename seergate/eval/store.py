@@ -7,7 +7,6 @@ import os
 from collections.abc import Iterable
 from io import FileIO
 from pathlib import Path
-from types import TracebackType
 from typing import Any
 
 import yaml
@@ -119,9 +118,7 @@ class SampleLog:
     def __enter__(self) -> SampleLog:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         self._file.close()
 
 

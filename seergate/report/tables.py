@@ -59,11 +59,6 @@ def interval_of(s: Setting, digits: int = 1) -> str:
     return f"{100 * low:.{digits}f} to {100 * high:.{digits}f}"
 
 
-def limit_of(s: Setting) -> str:
-    """The nominal budget: tokens, a threshold, or words."""
-    return NONE if s.method == "dense" else s.nominal
-
-
 def minus_dense(sweep: Sweep, s: Setting) -> str:
     """The difference to dense in points, with its 95 % interval if there is one."""
     if sweep.dense is None or s is sweep.dense:
@@ -92,7 +87,7 @@ def _minus_gate(sweep: Sweep, s: Setting) -> str:
     return f"{d.mean:+.4f}" + ("" if math.isnan(d.low) else f" ({d.low:+.4f} to {d.high:+.4f})")
 
 
-SETTING: Columns = {"method": lambda _, s: s.marked, "budget": lambda _, s: limit_of(s)}
+SETTING: Columns = {"method": lambda _, s: s.marked, "budget": lambda _, s: NONE if s.method == "dense" else s.nominal}
 
 CORE: Columns = {
     **SETTING,

@@ -280,12 +280,13 @@ def _conditions(sweep: Sweep) -> str:
     sampling = "greedy" if generation["temperature"] == 0 else f"temperature {generation['temperature']}"
     if generation["temperature"]:
         sampling += f", top-p {generation['top_p']}, top-k {generation['top_k']}, min-p {generation['min_p']}"
+    limit = Limit(generation["max_new_tokens"], generation.get("max_total_tokens"))
     lines = [
         f"model: `{model['path']}` ({model['type']}, {model['parameters']:,} parameters, {model['dtype']}, weights "
         f"{model['fingerprint']})",
         f"task: {_pairs(task)}",
-        f"generation: {sampling}; {generation['samples']} sample(s) per problem, "
-        f"{_limit(generation)}, seed {generation['seed']}"
+        f"generation: {sampling}; {generation['samples']} sample(s) per problem, {limit}, "
+        f"seed {generation['seed']}"
         + (f"; ended by tokens {', '.join(map(str, generation['ends']))}" if generation.get("ends") else ""),
         f"software: seergate {env.get('seergate')} (git {env.get('git') or 'unknown'}), torch {env.get('torch')}, "
         f"transformers {env.get('transformers')}, Python {env.get('python')}"
@@ -300,10 +301,6 @@ def _conditions(sweep: Sweep) -> str:
 
 def _pairs(values: dict[str, Any]) -> str:
     return ", ".join(f"{name} {value}" for name, value in values.items())
-
-
-def _limit(generation: dict[str, Any]) -> str:
-    return str(Limit(generation["max_new_tokens"], generation.get("max_total_tokens")))
 
 
 def _bullets(lines: list[str]) -> str:
