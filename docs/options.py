@@ -47,8 +47,8 @@ def meaning(kind: type, option: str) -> str:
         LookupError: if no class does.
     """
     for source in (*kind.__mro__, DecodeConfig):
-        text = described(source).get(option, "see")
-        if not text.startswith("see"):
+        text = described(source).get(option)
+        if text and not text.startswith("see `"):
             return text
     raise LookupError(f"no docstring describes {kind.__name__}.{option}")
 

@@ -15,13 +15,13 @@ class ModelGeometry:
 
     Attributes:
         model_type: the architecture's name in transformers, such as ``"qwen3"``.
-        num_heads, num_kv_heads, head_dim: of the gated layers.
+        num_heads, num_kv_heads, head_dim: query heads, KV heads and head dimension of the gated layers.
         layers: indices of the gated layers, ascending.
         inv_freq: RoPE frequencies in gate width (radians per position); empty when the gate has no RoPE.
         attention_scaling: the base model's RoPE attention factor.
-        hidden_size, num_layers: of the model; they tell apart models whose attention has the same shape.
+        hidden_size, num_layers: size of the model, which distinguishes models whose attention has the same shape.
         base_model: Hub id or directory the model was loaded from, if known.
-        base_revision: its commit, if known.
+        base_revision: commit of the base model, if known.
     """
 
     model_type: str

@@ -40,7 +40,7 @@ def hub_call(what: str, *, asks: bool = True) -> Iterator[None]:
     its clients try for half a minute.
 
     Args:
-        what: what could not be done.
+        what: the failed action, for the message.
         asks: whether the Hub may be asked; false for local files.
     """
     silence = None

@@ -30,15 +30,15 @@ class StepRecord:
     """Record of a decode step of one layer: what was read and what is resident.
 
     Attributes:
-        layer: its index.
+        layer: the layer's index.
         step: the step.
-        state: what the method remembers.
+        state: the method's state.
         total_tokens: tokens of each row so far, evicted ones included.
         selection: the blocks read, if a method selected some.
-        attended: its attention.
+        attended: the attention that was computed.
         block_size: tokens per block.
         resident_bytes: held by the layer.
-        row_bytes: says what each row would hold alone. Only what counts rows asks.
+        row_bytes: returns the bytes that each row would hold alone; called only by statistics that count rows.
         recall: ``[B]``, the share of dense attention's probability that fell on what was read; ``None``: not measured.
     """
 

@@ -54,7 +54,7 @@ class ForwardModes:
         reads_leftovers: whether a last chunk of a prompt that has a single token can be read densely, likewise.
 
     Attributes:
-        phase: of all passes now, whatever their tokens; ``"dense"`` while lossless decoding decides when to draft.
+        phase: mode of all passes, whatever their tokens; ``"dense"`` while lossless decoding decides when to draft.
         in_chunks: whether a prompt is being read that was cut into chunks.
         thread: the thread that has set them; another thread's pass is refused meanwhile. ``None`` outside.
     """

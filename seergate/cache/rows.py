@@ -22,7 +22,7 @@ class Rows:
 
     Args:
         batch: how many; all are empty.
-        device: of the tensors.
+        device: device of the tensors.
         compiles: whether there may be compiled steps: then the tensors are changed in place.
 
     Attributes:

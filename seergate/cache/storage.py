@@ -67,7 +67,7 @@ class Storage(ABC):
         """Store new tokens after those that the rows hold.
 
         Args:
-            context: of the forward pass.
+            context: the context of the forward pass.
             rows: before these tokens.
             keys, values: ``[B, K, S, D]``; row b's first ``counts[b]`` are stored.
             counts: new tokens per row.
@@ -97,7 +97,7 @@ class Storage(ABC):
 
         Args:
             step: the step.
-            selection: what each KV head chose, or each query head; ``None`` for all tokens.
+            selection: the blocks that each KV head, or each query head, reads; ``None`` for all tokens.
             block_size: tokens per block.
         """
         keys, values, page_table = step.stored
@@ -184,7 +184,7 @@ class KVBackend:
 
     Attributes:
         tag: the kind of storage, in the table of what goes together (`seergate.decode.compatibility`).
-        called: what errors call a cache of this kind: ``"a paged"``.
+        called: name of such a cache in errors: ``"a paged"``.
     """
 
     tag: ClassVar[str] = "dynamic"
@@ -200,7 +200,7 @@ class KVBackend:
 
         Args:
             model: it is attached to.
-            method: what decides what is read.
+            method: the method that decides what is read.
             layers: indices of those that can be gated.
         """
         return self
@@ -209,7 +209,7 @@ class KVBackend:
         """The storage of one layer of a cache.
 
         Args:
-            layer: its index.
+            layer: the layer's index.
             layers: all layers of the cache; those before this one have their storage already.
             static_length: slots if the user's cache is static.
         """

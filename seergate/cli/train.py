@@ -68,7 +68,7 @@ def given_options(options: dict[str, Any]) -> dict[str, Any]:
     """Options of ``--config`` and the command line, without the defaults.
 
     Args:
-        options: of the command line; those that are not training options are removed.
+        options: options of the command line; those that are not training options are removed.
     """
     file, launched = options.pop("config", None), options.pop("local_rank", None) is not None
     options.pop("dry_run", None)

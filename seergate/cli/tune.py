@@ -172,9 +172,9 @@ class _Job:
     """The stages of one tune run.
 
     Attributes:
-        options: of the command line.
-        config: of training, but for the number of steps.
-        budgets: that are compared.
+        options: options of the command line.
+        config: the training run, without the number of steps.
+        budgets: token budgets that are compared.
     """
 
     options: argparse.Namespace

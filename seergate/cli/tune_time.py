@@ -26,8 +26,8 @@ class Times:
 
     Attributes:
         step: seconds of a training step.
-        dense, gate: of a needle problem, answered with dense attention and with gates.
-        dense_text, gate_text: of a scored text, likewise.
+        dense, gate: seconds of a needle problem, answered with dense attention and with gates.
+        dense_text, gate_text: seconds of a scored text, likewise.
     """
 
     step: float

@@ -68,8 +68,8 @@ class LosslessDecoding:
     """Lossless decoding of one attached model: its switch between sparse and dense passes, and its counters.
 
     Args:
-        model: whose ``generate`` is replaced until `remove`.
-        passes: made dense but for drafts.
+        model: the model; its ``generate`` is replaced until `remove`.
+        passes: the model's forward modes: dense, except for drafts.
         tokens_read: returns the bytes that decode steps have read so far, and those that dense attention would have
             read.
 

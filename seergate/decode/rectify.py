@@ -37,8 +37,8 @@ class Rectification:
     """Rectifies the caches of one model.
 
     Args:
-        layers: that can be gated.
-        passes: tells what a pass is; the passes over earlier tokens are made dense.
+        layers: indices of the layers that can be gated.
+        passes: the model's forward modes; passes over earlier tokens are set to dense.
     """
 
     def __init__(

@@ -89,7 +89,7 @@ def expected_speedup(
         acceptance: probability that a drafted token is accepted.
         dense_bytes: weights, keys and values that a dense pass reads, once, be it for one token or for several.
         draft_bytes: the same for a drafting pass.
-        per_token: what each further token of a dense pass adds to its cost, as a share (`VERIFYING_COST`).
+        per_token: cost of each further token of a dense pass, as a share of its cost (`VERIFYING_COST`).
     """
     cost = cycle_cost(length, dense_bytes, draft_bytes, per_token)
     return expected_tokens(acceptance, length) * dense_bytes / cost
@@ -114,7 +114,7 @@ class DraftLength:
     Args:
         fixed: always this many; ``None`` to choose.
         longest: never more than this.
-        per_token: what each further token of a dense pass adds to its cost, as a share.
+        per_token: cost of each further token of a dense pass, as a share of its cost.
     """
 
     def __init__(self, fixed: int | None, longest: int, per_token: float = 0.0) -> None:

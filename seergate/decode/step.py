@@ -173,7 +173,7 @@ def make_step(layer: GatedLayer, context: ForwardContext, query: Tensor, kwargs:
 
     Args:
         query: ``[B, H, S, D]``, after RoPE.
-        kwargs: what the model gave its attention function.
+        kwargs: keyword arguments of the attention function.
     """
     scaling = kwargs.get("scaling")
     return layer.storage.step(

@@ -41,8 +41,8 @@ class Trace:
     """Writes a trace. `Handle.traced` makes one.
 
     Args:
-        path: of the file; its directory must exist.
-        about: what the metadata says.
+        path: path of the file; its directory must exist.
+        about: metadata of the file.
         every: write every so many steps of each layer.
         attention: also write the scores and the true attention of all past blocks, which costs a dense step each time.
 

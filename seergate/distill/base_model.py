@@ -129,9 +129,9 @@ class CheckedModel:
     """Facts about the frozen model that a run needs before it reads data.
 
     Attributes:
-        fingerprint: of the weights: of the files of a directory, the revision of a Hub model.
+        fingerprint: fingerprint of the weights in a directory, or revision of a Hub model.
         why_one_sample: why a pack holds one sample only; ``None`` if it holds as many as fit.
-        gates: that the run begins with, if they are not fresh ones.
+        gates: gates that the run begins with, unless they are fresh.
         max_length: tokens per pack.
     """
 

@@ -20,7 +20,7 @@ class StepLog:
         recall: budget in tokens -> per layer, the share of the teacher's mass that the gate's best blocks hold.
         layers: the layers' indices in the model.
         grad_norm: before clipping.
-        learning_rate: of this step.
+        learning_rate: learning rate of this step.
         tokens: tokens of this step.
         seconds: wall-clock time of this step.
         memory_gb: most memory this process has held (GPU if there is one, else resident).
@@ -170,10 +170,10 @@ class Console(Callback):
     """A progress bar on a terminal; otherwise a line every ``logging_steps`` steps.
 
     Args:
-        steps, done: of the run; of them before it went on.
+        steps, done: steps of the run, and those done before it was continued.
         logging_steps: steps between lines.
-        name: of the run, before each line, where there are several.
-        shows_steps: whether to say anything of steps.
+        name: name of the run, printed before each line if there are several.
+        shows_steps: whether steps are printed.
     """
 
     def __init__(self, steps: int, done: int, logging_steps: int, name: str = "", shows_steps: bool = True) -> None:

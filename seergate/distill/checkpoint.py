@@ -48,7 +48,7 @@ class Checkpoint:
         run: the options that shape the result and the fingerprints of model and data; a run continues only if its own
             are equal. Revisions are the commits that they meant.
         random: random states by device name, uint8.
-        progress: what the loop wants back (best evaluation so far, tokens seen), JSON.
+        progress: state of the training loop (best evaluation so far, tokens seen), JSON.
     """
 
     step: int
@@ -136,7 +136,7 @@ def check_same_run(path: Path, found: Mapping[str, Any], wanted: Mapping[str, An
 
     Args:
         path: the checkpoint.
-        found, wanted: what it was made with, and the same of this run.
+        found, wanted: options and fingerprints of the checkpoint, and of this run.
     """
     for name in sorted(found.keys() | wanted.keys(), key=lambda name: (name.endswith("_fingerprint"), name)):
         if name in REVISIONS and not COMMIT.fullmatch(str(found.get(name))):

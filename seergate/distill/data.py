@@ -37,7 +37,7 @@ class DataReport:
     Attributes:
         rows: rows read.
         samples: rows that can be trained on.
-        tokens: in all samples.
+        tokens: tokens in all samples.
         longest: tokens of the longest sample.
         truncated: samples cut to the length of a pack.
         dropped: samples left out because they are longer than a pack.
@@ -130,7 +130,7 @@ class TrainingData:
         samples: the tokenised samples.
         train: per pack to train on, its samples.
         held_out: per pack to evaluate on, its samples.
-        report: what became of the rows.
+        report: counts of the rows by outcome.
         fingerprint: changes whenever the packs would; the same on every machine.
     """
 
@@ -155,9 +155,9 @@ def prepare_data(
 
     Args:
         config: the run.
-        tokenizer: of the frozen model.
+        tokenizer: tokenizer of the frozen model.
         one_sample: put one sample in each pack instead of as many as fit.
-        files: what `token_files` has said in another process; used if this one sees them.
+        files: result of `token_files` in another process; used if this one sees the files.
     """
     if files is None or not all(Path(file).is_file() for part in files for file in part):
         files = token_files(config, tokenizer)

@@ -65,10 +65,10 @@ class DistributedState:
     """This process's place in the distributed run.
 
     Attributes:
-        rank: its number, 0 is the one that writes and prints.
-        size: how many there are.
-        local_rank: its number on this machine.
-        device: where it computes.
+        rank: number of the process; 0 writes and prints.
+        size: number of processes.
+        local_rank: number of the process on this machine.
+        device: device of the process.
     """
 
     rank: int

@@ -37,9 +37,9 @@ class TrainingText(NamedTuple):
     """The text of a row.
 
     Attributes:
-        text: what is tokenised.
+        text: the text that is tokenised.
         is_chat: whether a chat template made it, which writes all special tokens itself.
-        notes: what had to be mended or left out. ``think_added``: it had the end of a reasoning without its beginning,
+        notes: kinds of repairs and omissions. ``think_added``: it had the end of a reasoning without its beginning,
             and got an opening tag. ``no_reasoning``: it has none. ``earlier_reasoning``: it lost the reasoning of its
             earlier assistant turns, which no template keeps. ``unanswered``: it lost its last turns, which no
             assistant turn follows.
@@ -112,7 +112,7 @@ class Formatter:
     """Turns rows into texts.
 
     Args:
-        tokenizer: of the frozen model.
+        tokenizer: tokenizer of the frozen model.
         column: the column to read; by default ``messages``, or ``prompt`` and ``completion``, or ``text``.
         chat_template: path of a `.jinja` file instead of the tokenizer's own template.
     """

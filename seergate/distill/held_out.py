@@ -35,7 +35,7 @@ class Divided(NamedTuple):
     Attributes:
         rows: to train on, as `seergate train` takes them.
         held_out: texts.
-        malformed: what is wrong with each row that is in neither part.
+        malformed: the fault of each row that is in neither part.
     """
 
     rows: list[dict[str, Any]]
@@ -50,7 +50,7 @@ def divide(data: str | None, config: TrainConfig, tokenizer: PreTrainedTokenizer
         data: a ``.jsonl`` file of rows; or a text file or directory of them, whose windows then refer back
             (`long_text`); by default what `texts_here` finds.
         config: the run that will train; windows are about as long as its packs.
-        tokenizer: of the model.
+        tokenizer: the model's tokenizer.
         length: tokens that a held-out text has at least.
 
     Raises:

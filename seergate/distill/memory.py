@@ -49,14 +49,14 @@ class Memory:
     Attributes:
         base: the frozen model on the device, without its LM head. On a processor, weights that need no conversion stay
             memory-mapped (embedding included).
-        base_elsewhere: its layers in host memory or on disk, and those of other processes.
+        base_elsewhere: layers of the frozen model in host memory, on disk, or in other processes.
         gathered: layers of a sharded frozen model that are put together: one computes, the next one arrives.
         gates: the gates' parameters.
         gradients: accumulated over packs, and of the current pack.
         moments: AdamW's two; with DeepSpeed this process's share, with its own copies of gates and gradients.
         buckets: DeepSpeed's buffer for gradients on their way.
-        activations: of the frozen model, the teacher and the gate of one layer, at their peak.
-        loading: what else is there while the model is loaded: the LM head, and on a processor a file to convert.
+        activations: peak activations of the frozen model, the teacher and the gate of one layer.
+        loading: further bytes while the model is loaded: the LM head, and on a processor a file to convert.
     """
 
     base: int
@@ -84,7 +84,7 @@ def estimate_memory(
     Args:
         model, bank: the frozen model and its gates, without weights.
         config: the run.
-        device: what each process computes on.
+        device: device of each process.
         processes: how many share the optimizer's state under DeepSpeed, and a sharded frozen model.
     """
     decoder: Any = decoder_of(model)

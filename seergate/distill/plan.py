@@ -46,7 +46,7 @@ class Plan:
     Attributes:
         config: the run.
         shape: one line about the model and its gates.
-        device: what each process computes on.
+        device: device of each process.
         processes: how many.
         memory: bytes per process.
         libraries: bytes that are not for tensors, see `overhead`.
@@ -186,7 +186,7 @@ def make_plan(
         memory_gb: memory of the device that will do it; by default what this machine has.
         device: ``"cpu"`` or ``"cuda"``; by default ``"cuda"`` if this machine has it or ``memory_gb`` is given.
         sample_tokens: typical length of a sample, for the time; by default a sample fills its pack, which is slowest.
-        tflops: what one device sustains, in 1e12 operations per second; instead of measuring.
+        tflops: sustained rate of one device in TFLOP/s, instead of measuring it.
         measure: time one layer on this machine, if it is of the device's kind.
     """
     numbers = {"processes": processes, "sample_tokens": sample_tokens, "memory_gb": memory_gb, "tflops": tflops}

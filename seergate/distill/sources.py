@@ -82,7 +82,7 @@ def _copied(source: str, read: Callable[..., Iterator[dict[str, str]]], cache: P
         source: the data's name, for people.
         read: yields the columns of `RAW`.
         cache: where the file lies.
-        **arguments: of the generator.
+        **arguments: arguments of the generator.
     """
     from datasets import Dataset, Features, Value
     from datasets.exceptions import DatasetGenerationError

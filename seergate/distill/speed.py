@@ -45,11 +45,11 @@ class Speed:
     """Seconds of one layer on one process.
 
     Attributes:
-        per_token: what does not depend on the length.
+        per_token: cost per token, whatever the length.
         per_pair: attention of all heads, per query and key.
         per_loss_pair: targets and loss of all KV heads, per key and query that would count in the loss without a
             stride.
-        block_size: of the gates; a row needs one past block.
+        block_size: tokens per block of the gates; a row needs one past block.
         row_start: where the rows that count in the loss begin.
     """
 

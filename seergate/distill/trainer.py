@@ -117,8 +117,8 @@ def run_distillation(config: TrainConfig, callbacks: Iterable[Callback] = ()) ->
         The adapter's directory.
 
     Raises:
-        SeergateError: for whatever the user can mend: model, data, checkpoint of another run. In a run of several
-            processes a `CommonError`, where all of them fail together. `Stopped` after one of `STOP_SIGNALS`.
+        SeergateError: for mistakes in the model, the data or the options, or a checkpoint of another run. In a run of
+            several processes a `CommonError`, where all of them fail together. `Stopped` after one of `STOP_SIGNALS`.
     """
     return run_together({"": (config, callbacks)})[0]
 
@@ -306,8 +306,8 @@ class Averages:
     """Averages over the packs of all processes.
 
     Attributes:
-        loss: of the reduction that is optimised.
-        tokens: in all packs together, not an average.
+        loss: the loss that is optimised.
+        tokens: tokens of all packs together, not an average.
         non_finite: packs that are left out of all averages.
         kl_per_layer: nats per row.
         recall: budget in tokens -> per layer, per KV head, the share of the teacher's mass in the gate's best blocks.
@@ -556,8 +556,8 @@ class _Run:
         """Take an optimizer step with the gradients of its packs, and report it.
 
         Args:
-            step: its number, from 0.
-            outputs: those of this process's packs.
+            step: number of the step, from 0.
+            outputs: outputs of this process's packs.
             started: `time.monotonic` at the beginning of the step.
             stop: whether this process was asked to end.
 

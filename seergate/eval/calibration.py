@@ -114,8 +114,8 @@ class Calibration(ABC):
         """Answer prompts with dense attention and write the result; returns it in words, a line each.
 
         Args:
-            model: in eval mode, nothing attached.
-            path: of the file.
+            model: a model in eval mode, nothing attached.
+            path: path of the file.
             about: kept in it; ``made`` is what `made_on` gives.
             **how: ``max_new_tokens``, ``sampling`` and ``ends`` of the answers.
         """
@@ -129,10 +129,10 @@ class Calibrator:
     """Measures options that are ``"auto"``, each once, for one model and one task.
 
     Args:
-        model: in eval mode, nothing attached.
-        task: that the settings will be evaluated on.
-        directory: of the results. A result made on the same model and prompts is used again.
-        limit, sampling: of the answers.
+        model: a model in eval mode, nothing attached.
+        task: the task that the settings will be evaluated on.
+        directory: directory of the results. A result made on the same model and prompts is used again.
+        limit, sampling: length limit and sampling of the answers.
     """
 
     def __init__(

@@ -42,7 +42,7 @@ class Job:
         batch_size: samples that an actor makes together; as many as fit into its memory if ``None``.
         prompt: tokens of the longest prompt, to estimate memory.
         longest: tokens of the longest sample, prompt included, to estimate memory.
-        limit, sampling: of the samples.
+        limit, sampling: length limit and sampling of the samples.
     """
 
     spec: MethodSpec
@@ -134,7 +134,7 @@ class Cluster:
 
     Args:
         workers: how many actors; 0 for one per GPU of the cluster, or per node where there is none.
-        address: of a running Ray cluster, ``"auto"`` for the one of this machine; ``None`` starts Ray here.
+        address: address of a running Ray cluster, ``"auto"`` for the one of this machine; ``None`` starts Ray here.
 
     Raises:
         SeergateError: if Ray is not installed, or there is no cluster at the address.

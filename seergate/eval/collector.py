@@ -21,7 +21,7 @@ class Progress:
     """Progress of a run.
 
     Attributes:
-        label: of the setting.
+        label: name of the setting.
         done, total: graded samples, and all.
         correct: how many of them are right; ``None`` where nothing is graded.
         made: samples generated since the run was started or resumed.
@@ -57,7 +57,7 @@ class Collector:
         grader: a key of `seergate.eval.grading.GRADERS`.
         golds: problem id -> right answer.
         samples: earlier samples of the run.
-        judges: grade; as many samples at once as there are processes.
+        judges: the grading processes; each grades one sample at a time.
         on_progress: called after every grade, from a thread that grades; one call at a time.
     """
 

@@ -132,7 +132,7 @@ class RowStats(DecodeStats):
         """Add the savings of a step under a method that shares blocks.
 
         Args:
-            ratios: of each row, the share of its blocks that sharing saves now.
+            ratios: share of each row's blocks that sharing saves now.
         """
         self.shares = True
         self.savings += ratios

@@ -46,8 +46,8 @@ class Request:
     Attributes:
         key: identifies it to the caller.
         prompt: text, special tokens included.
-        ids: its tokens.
-        seed: of its own random numbers.
+        ids: the prompt's token ids.
+        seed: seed of the sample's random numbers.
         reply: tokens of a right answer, whose log-probability is measured; none if empty.
     """
 
@@ -63,8 +63,8 @@ class Limit:
     """Maximum length of a sample.
 
     Attributes:
-        max_new_tokens: of the answer alone; ``None`` for no such limit.
-        max_total_tokens: of prompt and answer together; ``None`` for no such limit.
+        max_new_tokens: limit of the answer alone; ``None`` for no such limit.
+        max_total_tokens: limit of prompt and answer together; ``None`` for no such limit.
     """
 
     max_new_tokens: int | None = None
@@ -123,7 +123,7 @@ class Batch:
     """Rows that decode together: their cache, and the forward passes.
 
     Args:
-        model: in eval mode; may have a method attached.
+        model: a model in eval mode; it may have a method attached.
     """
 
     def __init__(self, model: PreTrainedModel) -> None:
@@ -146,7 +146,7 @@ class Batch:
 
         Args:
             prompts: token ids of each.
-            look: gets a batch of its own with a copy of the new rows, and their logits.
+            look: called with a separate batch that holds a copy of the new rows, and with their logits.
 
         Returns:
             Logits ``[len(prompts), V]`` of each row's next token.
@@ -251,7 +251,7 @@ def sample_bytes(model: PreTrainedModel, prompt: Sequence[int], longest: int) ->
     """Peak bytes of a sample under the attached method: keys, values and the method's state.
 
     Args:
-        model: in eval mode, a method attached.
+        model: a model in eval mode, with a method attached.
         prompt: token ids; they are read to measure the bytes.
         longest: tokens of prompt and answer.
     """
@@ -289,13 +289,13 @@ class Engine:
     """Generates samples.
 
     Args:
-        model: in eval mode; may have a method attached.
+        model: a model in eval mode; it may have a method attached.
         batch_size: maximum number of samples that run together; halved whenever memory runs out. Where the failed
             forward pass can be undone (`Batch.take_back`), half of the samples continue, or all of them if only new
             samples did not fit. The others start anew, random numbers included: a dense pass over their tokens would
             give other keys and values than the sparse steps did.
         on_finished: called with every sample when it ends.
-        handle: of the attached method, for the samples' costs.
+        handle: handle of the attached method, for the samples' costs.
     """
 
     def __init__(
@@ -345,7 +345,7 @@ class Engine:
         """Prefill new samples if there is room, or else decode one token of all samples.
 
         Args:
-            source: of new samples; another iterator may be given at the next step.
+            source: iterator over new samples; another one may be given at the next step.
 
         Returns:
             False if there was nothing to do.

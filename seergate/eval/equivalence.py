@@ -88,7 +88,7 @@ def main(seconds: float) -> None:
     """Answer until the input ends.
 
     Args:
-        seconds: of processor time, for a comparison.
+        seconds: processor time of a comparison.
     """
     try:
         import resource

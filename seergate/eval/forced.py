@@ -44,7 +44,7 @@ class TeacherForcing:
     """Compares settings on the same texts.
 
     Args:
-        model: in eval mode, nothing attached.
+        model: a model in eval mode, nothing attached.
         ids: ``[N, S]``, one text per row.
         prompt: number of tokens of each that are read at once.
     """

@@ -25,7 +25,7 @@ def method_spec(method: str, budget: int | None = None, block_size: int | None =
     Args:
         method: as `seergate eval` takes it, such as ``h2o:interval=16``.
         budget: tokens per KV head and step; ``token_budget=`` in the text wins.
-        block_size: of methods that select blocks.
+        block_size: tokens per block, for methods that select blocks.
 
     Raises:
         SeergateError: for an unknown method or option, or one that is to be calibrated.
@@ -45,7 +45,7 @@ def attached_model(
         name: directory or Hub id of the base model.
         spec: see `method_spec`.
         gates: directory or Hub id, for methods that have some.
-        **options: of `seergate.hf.loading.load_base`: ``device``, ``dtype``, ...
+        **options: options of `seergate.hf.loading.load_base`: ``device``, ``dtype``, ...
 
     Raises:
         SeergateError: for what cannot be read, a missing budget, or gates that are missing or for another model.

@@ -45,11 +45,11 @@ class HubTask:
     """A declaration.
 
     Attributes:
-        name: of the task.
+        name: name of the task.
         repository: dataset id on the Hub; or the address of one JSON-lines file.
         revision: commit; ``None`` where the address itself names one.
         read: ``(record, number, seed) -> Problem``.
-        config, split: which part of the dataset.
+        config, split: configuration and split of the dataset.
         grader: a key of `seergate.eval.grading.GRADERS`.
         samples: answers per problem in the paper.
         budgets: token budgets of the paper's Figure 5.
@@ -73,7 +73,7 @@ class HubTask:
         Args:
             problems: use only the first so many.
             source: a local file instead of the Hub's.
-            seed: of whatever the task draws (the order of GPQA's options).
+            seed: seed of the task's random choices (the order of GPQA's options).
         """
         if problems is not None:
             check_count("problems", problems, 1)

@@ -153,7 +153,7 @@ class GradingPool:
 
     Args:
         processes: how many comparisons may run at once. They start when first needed.
-        seconds: of processor time, for one comparison.
+        seconds: processor time of one comparison.
     """
 
     def __init__(self, processes: int = 1, seconds: float = SECONDS) -> None:

@@ -40,7 +40,7 @@ def harness_model(model: Any, path: str, name: str, batch_size: int = 1) -> Any:
         path: directory or Hub id of the base model, from which lighteval reads the tokenizer.
         name: under which lighteval caches samples; another one for every method and all weights. It is a path inside
             the cache's directory, so it must not be an absolute one.
-        batch_size: of lighteval's static batches.
+        batch_size: size of lighteval's static batches.
 
     Raises:
         SeergateError: if lighteval is not installed.

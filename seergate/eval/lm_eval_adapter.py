@@ -35,9 +35,10 @@ class SeergateLM(HFLM):
         gates: directory or Hub id, for methods that have some.
         method: as `seergate eval` takes it; by default ``gate`` where there are gates, else ``dense``.
         budget: tokens per KV head and step.
-        block_size: of methods that select blocks.
-        device, dtype: of the base model; the harness asks for a GPU wherever it runs, so without one it is the CPU.
-        **options: of ``HFLM``.
+        block_size: tokens per block, for methods that select blocks.
+        device, dtype: device and dtype of the base model; the harness asks for a GPU wherever it runs, so without one
+            it is the CPU.
+        **options: options of ``HFLM``.
     """
 
     def __init__(

@@ -57,8 +57,8 @@ class Replay:
     """One answer of dense attention, to be decoded again under any method, on the same tokens.
 
     Args:
-        model: in eval mode, nothing attached.
-        samples: of the dense run; one of them is taken (`replayed`).
+        model: a model in eval mode, nothing attached.
+        samples: samples of the dense run, of which one is taken (`replayed`).
         figure: the measured quantity, a value of `MEASURES`.
         known: earlier measurements on the same answer and model; new ones are added.
     """
@@ -165,7 +165,7 @@ def match(
     Args:
         replay: the answer on which bytes are measured.
         specs: one per method; their token budgets are ignored.
-        budgets: in tokens of the dense cache.
+        budgets: budgets in tokens of the dense cache.
         prepare: calibrates a setting.
         say: called with one line per method.
 

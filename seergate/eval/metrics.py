@@ -40,7 +40,7 @@ def derive(samples: list[dict[str, Any]], proxies: dict[str, Any] | None = None)
     """All figures of one run.
 
     Args:
-        samples: at least one.
+        samples: the run's samples, at least one.
         proxies: contents of `proxies.json`, if they were measured.
 
     Returns:

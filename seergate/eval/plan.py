@@ -45,9 +45,9 @@ class SweepPlan(RunOptions):
             decodes with, else 64. Others have a size of their own.
         dense_layers: choices of layers that stay dense; see `MethodSpec`.
         task: name, also with options as ``NAME:OPTION=VALUE``, or file (`make_task`); empty is `chain_sum`.
-        task_options: of the task, such as ``problems``.
+        task_options: options of the task, such as ``problems``.
         temperature, top_p, top_k, min_p: the sampling; without a temperature, the task's or the model's own.
-        workers: that generate, by Ray; 0 generates in this process.
+        workers: number of workers that generate, by Ray; 0 generates in this process.
         ray_address: of a running Ray cluster; see `seergate.eval.sweep`.
         dtype, device, threads: how the model is loaded and run.
         out: directory of the runs.
@@ -124,7 +124,7 @@ class SweepPlan(RunOptions):
         """The settings.
 
         Args:
-            task: whose budgets are used if none are given.
+            task: the task whose budgets are used if none are given.
             gate_sizes: block sizes of the gates; ignored if no method decodes with gates.
         """
         names = {name for text in self.method if not is_retention(name := read_method(text)[0])}

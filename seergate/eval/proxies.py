@@ -64,8 +64,8 @@ class Reference:
     """The run that the contexts are taken from.
 
     Attributes:
-        label: of the setting.
-        samples: its samples, in a fixed order.
+        label: name of the setting.
+        samples: the run's samples, in a fixed order.
     """
 
     label: str
@@ -164,7 +164,7 @@ def _decoded(model: PreTrainedModel, windows: list[Window], replayed: int) -> li
     Args:
         model: with the method attached.
         windows: decoded together, if the cache allows.
-        replayed: of the answer before a window, at most so many of its last tokens are decoded one by one too.
+        replayed: maximum tokens of the answer before a window that are decoded one by one too.
     """
     waiting = sorted(windows, key=lambda window: -window.forced(replayed))
     batch, running = Batch(model), list[Window]()

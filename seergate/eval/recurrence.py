@@ -97,7 +97,7 @@ def measure_recurrence(
     """Answer prompts with dense attention and note when attention comes back to each token.
 
     Args:
-        model: in eval mode, nothing attached.
+        model: a model in eval mode, nothing attached.
         prompts: token ids.
         max_new_tokens: limit for each answer.
         alpha: see `Recurrence`; LazyEviction's default.
@@ -138,12 +138,12 @@ def query_centres(
     """Calibrate TriAttention: the mean queries of a model over prompts and the beginnings of its answers.
 
     Args:
-        model: in eval mode, nothing attached.
+        model: a model in eval mode, nothing attached.
         prompts: token ids; any text does, about 32 thousand tokens in all in the authors' runs.
         max_new_tokens: how many tokens to answer each with.
         sampling: how tokens are chosen; greedy if ``None``.
         ends: ids of the tokens that end an answer.
-        made: on what, to be kept with the centres; the model's fingerprint if ``None``.
+        made: conditions that are kept with the centres; the model's fingerprint if ``None``.
     """
     recorder = QueryCentres()
     with attached(model, recorder):
@@ -178,8 +178,8 @@ class WindowCalibration(Calibration):
 
     Attributes:
         alpha: see `Recurrence`.
-        share: of tokens inside the window.
-        budget: that phoenix tokens outlast, for the shares of `Recurrence.kinds`.
+        share: share of tokens inside the window.
+        budget: token budget that phoenix tokens outlast, for the shares of `Recurrence.kinds`.
     """
 
     alpha: float = LazyEviction.alpha

@@ -104,7 +104,7 @@ def needle(
         queries: cities that are asked for.
         chat: ask in a user's turn instead of leaving a sentence to be continued.
         data: file with the text; the documentation that ships with Python if ``None``.
-        seed: of all that is drawn.
+        seed: seed of all random choices.
     """
     if (drawn := max(keys, queries)) > len(CITIES):
         raise ValueError(f"keys is {keys} and queries {queries}; they must be at most {len(CITIES)}")

@@ -34,11 +34,12 @@ class RunOptions:
         max_new_tokens: limit of an answer. Either limit replaces both of the task's.
         max_total_tokens: limit of prompt and answer together.
         sampling: the sampling; by default the task's, or else that of the model's generation configuration.
-        seed: of the samples' random numbers.
+        seed: seed of the samples' random numbers.
         batch_size: samples that run together; does not shape results. ``None`` estimates what fits into memory.
         measure_recall: also measure the cheap proxies (`seergate.eval.proxies`), recall of teacher mass among them.
-        model_name: what to call it in the records; a path or Hub id.
-        engine: what generates: ``"transformers"``, or ``"vllm"`` (`seergate.eval.vllm_engine`); it shapes results.
+        model_name: name of the model in the records; a path or Hub id.
+        engine: the engine that generates: ``"transformers"``, or ``"vllm"`` (`seergate.eval.vllm_engine`); it shapes
+            results.
         on_progress: called after every sample that has been graded, one call at a time, from a thread that grades.
     """
 
@@ -67,7 +68,7 @@ class RunOptions:
         """Refuse options that the task cannot be run with.
 
         Args:
-            task: what to solve.
+            task: the task to solve.
             sampling: `resolved_sampling`, where the model is known.
         """
         self.limit(task)

@@ -56,16 +56,16 @@ def sweep(
     Args:
         model: loaded once, used for all.
         tokenizer: the model's.
-        task: what to solve.
+        task: the task to solve.
         specs: the settings. ``dense`` should come first: proxies are measured on its generations, which may be in
             ``out_dir`` already; without any, on the generations of the first setting.
         out_dir: parent of the run directories.
-        options: how.
+        options: options of the run.
         gates: for the methods that have gates; several by name (`MethodSpec.bank`).
         loader: makes the model and the gates of a worker.
         workers: how many workers generate, by Ray; 0 generates in this process.
-        ray_address: of a running Ray cluster, ``"auto"`` for the one of this machine; ``workers`` 0 is then one per
-            GPU. Ray is started here if ``None``.
+        ray_address: address of a running Ray cluster, ``"auto"`` for the one of this machine; ``workers`` 0 is then
+            one per GPU. Ray is started here if ``None``.
 
     Returns:
         Label -> metrics.
@@ -157,17 +157,17 @@ def evaluate(
     """Evaluate one setting, continuing whatever ``out_dir`` holds.
 
     Args:
-        model: in eval mode, nothing attached.
+        model: a model in eval mode, nothing attached.
         tokenizer: the model's.
-        task: what to solve.
+        task: the task to solve.
         spec: the method.
         out_dir: the run directory.
-        options: how.
+        options: options of the run.
         bank: gates, for the method ``gate``.
-        reference: whose contexts proxies are measured on; the setting's own if ``None``. What has been measured on
-            others is measured anew.
+        reference: the run whose contexts proxies are measured on; the setting's own if ``None``. What has been
+            measured on others is measured anew.
         cluster: generates; this process does if ``None``.
-        forced: of a task that scores texts, what dense attention says of them; made here if ``None``.
+        forced: dense attention on a task's scored texts; made here if ``None``.
 
     Returns:
         The metrics, also written to ``metrics.json``.

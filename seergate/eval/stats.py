@@ -36,7 +36,7 @@ class Difference(Estimate):
     """A paired difference between two accuracies.
 
     Attributes:
-        low, high: its 95 % interval; ``nan`` with a single problem.
+        low, high: ends of the 95 % interval; ``nan`` with a single problem.
     """
 
     low: float = math.nan

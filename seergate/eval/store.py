@@ -53,7 +53,7 @@ def read_samples(directory: Path, name: str = SAMPLES) -> list[dict[str, Any]]:
     """All whole samples of a run; what a killed process left of a last line is passed over.
 
     Args:
-        name: of the file; `UNGRADED` for those without a grade.
+        name: name of the file; `UNGRADED` for those without a grade.
 
     Raises:
         SeergateError: if an earlier line is damaged, or a sample is there twice.

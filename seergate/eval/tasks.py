@@ -33,7 +33,7 @@ def chain_sum(*, problems: int = 64, variables: int = 40, seed: int = 0) -> Task
     Args:
         problems: how many.
         variables: size of a problem; prompt and solution together take about 27 tokens per variable.
-        seed: of the problems, below `CHAIN_SUM_SEEDS`.
+        seed: seed of the problems, below `CHAIN_SUM_SEEDS`.
     """
     check_count("problems", problems, 1)
     check_count("variables", variables, GIVENS + 1, NAMES)

@@ -336,7 +336,7 @@ def results_plot(results: Sequence[dict[str, Any]], path: Path) -> bool:
 
     Args:
         results: see `Gates`.
-        path: of the PNG file.
+        path: path of the PNG file.
 
     Returns:
         Whether there is a plot: not without results at a budget, nor without matplotlib.

@@ -96,7 +96,7 @@ def push_adapter(
         token: for the Hub; by default the one of ``hf auth login``.
         revision: branch to commit to; by default ``main``.
         subfolder: directory of the gates in the repository.
-        commit_message, commit_description: of the commit or the pull request.
+        commit_message, commit_description: texts of the commit or the pull request.
         create_pr: open a pull request instead of committing.
 
     Returns:

@@ -159,7 +159,7 @@ class Scorer(nn.Module, ABC):
         Args:
             q_BHD: each row's newest query before RoPE.
             lengths: ``[B]``, tokens of each row, this one included.
-            keys_BJME: its entries.
+            keys_BJME: each row's entries.
         """
         return self.scores(self.queries(q_BHD[:, :, None], (lengths - 1)[:, None]), keys_BJME)[:, :, 0]
 

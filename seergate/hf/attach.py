@@ -40,8 +40,8 @@ class Handle(Attachment):
 
     Args:
         model: a causal language model of a supported family.
-        method: what to decode with.
-        correction: what undoes the errors of sparse steps (`Lossless`, `Rectify`); the method's own if ``None``.
+        method: the method to decode with.
+        correction: the correction of sparse steps' errors (`Lossless`, `Rectify`); the method's own if ``None``.
         measure_recall: also compute, at each decode step, how much of dense attention's probability was read (slow).
         storage: where keys and values are kept: in pages (`Paging`; ``reason_cache`` does so by itself) or in slow
             memory (`Offload`); in buffers where the model computes if ``None``.
@@ -156,8 +156,8 @@ class Handle(Attachment):
         """Save the model, and its gates in ``gates/``; replaces ``model.save_pretrained`` while gates are attached.
 
         Args:
-            save_directory: of the model; ``attach(model, save_directory + "/gates")`` takes the gates.
-            *args, **options: of the model's own ``save_pretrained``.
+            save_directory: directory of the model; ``attach(model, save_directory + "/gates")`` takes the gates.
+            *args, **options: arguments of the model's own ``save_pretrained``.
         """
         gates: GateBank = self.method.bank  # type: ignore[attr-defined]
         gates.save_pretrained(os.path.join(save_directory, "gates"))
@@ -168,7 +168,7 @@ class Handle(Attachment):
         """Record in a Parquet file which blocks each decode step in a ``with`` block reads (`seergate.decode.trace`).
 
         Args:
-            path: of the file.
+            path: path of the file.
             every: write every so many steps of each layer.
             attention: also write the method's scores and the true attention of all blocks (slow).
 

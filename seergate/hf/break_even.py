@@ -75,7 +75,7 @@ def step_times(method: SelectingMethod, spec: LayerSpec, extras: dict[str, Any],
 
     Args:
         method: with a token budget.
-        spec: of a layer in which it selects.
+        spec: a layer in which the method selects.
         extras: ``sinks`` and ``softcap`` of the layer.
         longest: tokens that the model has positions for.
     """

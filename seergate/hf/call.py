@@ -203,8 +203,8 @@ class Attachment:
     """A method attached to a model, as its layers see it; `seergate.hf.attach.Handle` is what a user sees.
 
     Attributes:
-        tags: of the storage, as in `seergate.decode.compatibility`.
-        passes: tells what a forward pass is.
+        tags: tags of the storage, as in `seergate.decode.compatibility`.
+        passes: decides the mode of a forward pass.
         storage: makes the storages of caches.
         stats_: where decode steps are counted.
         trace: the trace of decode steps, or ``None``.

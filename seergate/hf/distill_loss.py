@@ -38,7 +38,7 @@ class DistillOutput:
         recall: ``[budgets, layers, KV heads]``, mean share of the teacher's mass on past blocks that the gate's best
             blocks hold; of retention gates see `ops.retention_kl`.
         rows: how many rows counted in each segment-wise mean, all segments together.
-        far: ``[layers, 3 + 2 * budgets]``, see `seergate.hf.far.far_sums`; where a lesson asks for it.
+        far: ``[layers, 3 + 2 * budgets]``, see `seergate.hf.far.far_sums`; with ``DistillSpec.far``.
     """
 
     loss: Tensor
@@ -59,7 +59,7 @@ class DistillSpec:
         recall_budgets: token budgets to report recall at.
         target, target_budget: see `ops.scorer_kl`.
         row_stride, row_shift: see `ops.gate_kl`.
-        checked: that the gates fit the model is known, for which the model's RoPE frequencies have to be read.
+        checked: whether the gates are known to fit the model; the check reads the model's RoPE frequencies.
         far: whether gates of blocks are compared outside the first block and the newest one, too.
     """
 
@@ -80,8 +80,8 @@ class DistillLoss(ABC):
 
     Attributes:
         gated: layer -> attention module, of those that have a gate.
-        losses, stats: of each of these layers so far.
-        gradients: of the gates' parameters.
+        losses, stats: loss and statistics of each of these layers so far.
+        gradients: gradients of the gates' parameters.
     """
 
     def __init__(self, spec: DistillSpec, model: PreTrainedModel, cu_seqlens: Tensor) -> None:

@@ -47,7 +47,7 @@ def far_sums(
         qs, ks: the gate's queries ``[T, I, E']`` and keys ``[sum M_i, J, E]``, as `ops.scorer_kl` takes them.
         cu_seqlens, block_size, sink_blocks, target: see `ops.scorer_kl`; ``"selected"`` is compared with ``"sum"``.
         counted: rows of the pack that count, ascending; of others there are no queries.
-        budgets: in tokens, a row's own block included.
+        budgets: budgets in tokens, a row's own block included.
 
     Returns:
         Float64 ``[3 + 2 * budgets]``: how many were summed; the KL over far blocks alone; the target's share on far

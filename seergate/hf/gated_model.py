@@ -53,7 +53,7 @@ def load(
         config: how to decode; instead, its fields may be given as keywords (``token_budget=4096``), which overrule the
             gates' own defaults. A ``config`` takes no defaults from the gates, except for ``compat="gates"``.
         base_model: directory, GGUF file or Hub id to use instead of the one the adapter names.
-        revision, subfolder: of the adapter.
+        revision, subfolder: revision and directory of the adapter.
         token, cache_dir, local_files_only: for both, as in `huggingface_hub`.
         force_download: the adapter, even if it was downloaded before.
         correction, storage: see `seergate.attach`.

@@ -44,7 +44,7 @@ def method_of(bank: Gates, config: DecodeConfig | None = None, **options: Any) -
     Args:
         bank: the gates.
         config: how to decode, for those that select blocks.
-        **options: its fields, or for retention gates the method's options.
+        **options: fields of the configuration, or for retention gates the method's options.
     """
     if not bank.config.retention:
         check_decode_options(options, decode_options(bank))

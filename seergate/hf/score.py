@@ -45,7 +45,7 @@ def score(
     others, and with `Rectify`, one. ``handle.stats()`` counts them as it counts generated tokens.
 
     Args:
-        model: in eval mode, with a method attached.
+        model: a model in eval mode, with a method attached.
         input_ids: ``[B, S]``.
         attention_mask: ``[B, S]``, 0 for padding, which may be on the left, before ``start``, and on the right, behind
             it; ``None`` for none.

@@ -294,7 +294,7 @@ class Method(ABC):
         """Values of `budget_option` for texts of so many tokens, from fewest bytes to most.
 
         Args:
-            tokens: of the text.
+            tokens: tokens of the text.
             step: tokens between two budgets.
         """
         return range(step, -(-tokens // step) * step + 1, step)

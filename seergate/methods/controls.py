@@ -36,7 +36,7 @@ class Random(SelectingMethod):
     The choice is a hash of (seed, layer, head, position, block): it repeats, and does not depend on the batch.
 
     Attributes:
-        seed: of the hash.
+        seed: seed of the hash.
     """
 
     name: ClassVar[str] = "random"
@@ -90,7 +90,7 @@ class RandomEvict(BudgetedMethod):
             ``"reservoir"`` gives each token its number once, so that what is kept is spread evenly over all of it.
         scope: ``"kv_head"``; or ``"layer"``, one draw for all heads, which takes away that what one head has lost
             another may still hold.
-        seed: of the hash.
+        seed: seed of the hash.
     """
 
     name: ClassVar[str] = "random_evict"

@@ -36,7 +36,7 @@ class Gate(SelectingMethod):
         bank: the gates; it sets the block size.
         compat: ``"published"`` reproduces the published code's selection (see `DecodeConfig.compat`); ``"gates"``
             becomes what the bank asks for.
-        block_size: that of the bank; 0 stands for it.
+        block_size: the bank's block size, for which 0 stands.
         sink_blocks: this many first blocks are always read, within the budget and outside the softmax; ``None``
             becomes as many as the gates were trained with.
     """

@@ -33,8 +33,8 @@ class GateOnEvictor(EvictingMethod):
     LazyEviction), their keys are read for it and counted.
 
     Attributes:
-        evictor: what decides which tokens stay. Not one that re-positions them or that reads part of them already.
-        gate: what decides which of them are read.
+        evictor: the method that decides which tokens stay; it may neither re-position them nor read only a part.
+        gate: the method that decides which of them are read.
     """
 
     name: ClassVar[str] = "gate_on_evictor"

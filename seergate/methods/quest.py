@@ -81,7 +81,7 @@ class PageBounds:
     """Per page and channel the largest and smallest key after RoPE: ``state.rows["high"]``, ``["low"] [B, K, N, D]``.
 
     Args:
-        state: whose rows hold them.
+        state: the state whose rows hold the bounds.
         block_size: tokens per page.
     """
 
@@ -174,7 +174,7 @@ class ReSA(SelectingMethod):
 
     Attributes:
         token_budget: how much is read at least; 16 blocks in ReSA's code.
-        share: of a row's blocks that is read.
+        share: share of a row's blocks that is read.
         rectify_every: sparse steps between two dense passes; ``None`` for none.
     """
 

@@ -109,7 +109,7 @@ class QueryWindow:
     A ring: the token with index i of its row lies in slot ``i % W``.
 
     Args:
-        state: whose rows hold it.
+        state: the state whose rows hold the queries.
         size: W.
     """
 

@@ -136,7 +136,7 @@ def with_all_blocks(selection: Selection, ends: list[int], block_size: int, shor
     A row's own length decides, so that it reads the same alone and beside longer rows.
 
     Args:
-        selection: of every row.
+        selection: the selection of every row.
         ends: tokens of each row, the current one included.
         block_size: tokens per block.
         short: the longest row, in tokens, that reads everything.

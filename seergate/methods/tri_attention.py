@@ -34,7 +34,7 @@ class Centres:
             leaves alone.
         tokens: how many queries went in.
         rope: per layer ``[2, P]``, radians per position of each of RoPE's pairs, and the factor that RoPE puts on it.
-        made: what they were measured on; ``"model"`` is its fingerprint. Empty if nobody has said.
+        made: the conditions of the measurement; ``"model"`` is the model's fingerprint. Empty if unknown.
     """
 
     mean: dict[int, Tensor] = field(repr=False)
@@ -64,7 +64,7 @@ class Centres:
         """Write one safetensors file, in one step.
 
         Raises:
-            SeergateError: if nobody has said of which model they are.
+            SeergateError: if the model's fingerprint is unknown.
         """
         if "model" not in self.made:
             raise SeergateError("these centres do not say of which model they are (made); query_centres says it")
@@ -83,7 +83,7 @@ class Centres:
         """Read what `save` wrote.
 
         Args:
-            path: of the file.
+            path: path of the file.
 
         Raises:
             SeergateError: if it is not such a file.
@@ -118,7 +118,7 @@ class TriAttention(BudgetedMethod):
     is stored. The authors' modes that couple the same head number of different layers, or all layers, are not here.
 
     Attributes:
-        centres: what calibration found, or the file that it was saved to.
+        centres: the calibrated centres, or the file that they were saved to.
         recent_tokens: this many of the newest always stay; none in the authors' runner, 128 in their server plugin.
         offsets: distances into the future are 1, 2, 4, ... up to this.
         offset_reduction: ``"mean"`` or ``"max"`` over them.
@@ -294,7 +294,7 @@ class QueryCentres(Method):
         """The means so far.
 
         Raises:
-            SeergateError: if nothing has passed.
+            SeergateError: if no query has been summed up yet.
         """
         if not self.sums:
             raise SeergateError("no query has passed, so there is nothing to average")

@@ -29,7 +29,7 @@ class Family:
     Attributes:
         hook_point: ``"proj"`` the outputs of ``q_proj`` and ``k_proj``; ``"norm"`` of ``q_norm`` and ``k_norm``;
             ``"fused"`` the output of ``qkv_proj``, split.
-        layout: of the hooked tensors: ``"flat"`` ``[B, S, heads * D]``, ``"BSHD"`` or ``"BHSD"``.
+        layout: layout of the hooked tensors: ``"flat"`` ``[B, S, heads * D]``, ``"BSHD"`` or ``"BHSD"``.
     """
 
     hook_point: Literal["proj", "norm", "fused"]
@@ -150,7 +150,7 @@ def why_one_sequence(config: Any) -> str | None:
     """Why sequences of a model cannot be packed one after the other; ``None`` if they can.
 
     Args:
-        config: of the language part.
+        config: configuration of the language part.
     """
     layers = {layer_type(config, layer) for layer in range(config.num_hidden_layers)}
     stateful = sorted(layers - {"full_attention", "sliding_attention"})

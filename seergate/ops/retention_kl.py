@@ -37,7 +37,7 @@ def retention_kl(
         q, k, cu_seqlens, sm_scale, sinks, softcap: as in `packed_attention`.
         scores: ``[T, Hkv]``, in [0, 1].
         distance: tokens from a token to the first row that counts for it, at least 1.
-        row_start: in [0, 1).
+        row_start: see `ops.gate_kl`; in [0, 1).
         recall_budgets: tokens, each at least ``distance``.
         lse: ``[T, H]`` log of the softmax's denominator, from `packed_attention`; computed if ``None``.
 

@@ -40,7 +40,7 @@ class BlockDistances:
 
         Args:
             layers: keys and values ``[pages, K, P, D]`` of every layer.
-            pairs: of blocks of these pages.
+            pairs: pairs of blocks of these pages.
         """
         if not pairs:
             return []

@@ -40,9 +40,9 @@ class Decision:
     """Let a row's logical block ``newer`` be the physical block of its logical block ``older``.
 
     Attributes:
-        row: its number.
-        newer_serial, older_serial: of the physical blocks that were compared.
-        kind: of the repeat (`kind_of_repeat`), or ``"random"``.
+        row: number of the row.
+        newer_serial, older_serial: serial numbers of the physical blocks that were compared.
+        kind: kind of the repeat (`kind_of_repeat`), or ``"random"``.
     """
 
     row: int

@@ -127,7 +127,7 @@ class RandomSharing(ReasonCache):
     saving is equal. Blocks of the prompt are drawn only with ``include_prompt``.
 
     Attributes:
-        seed: of the random choice.
+        seed: seed of the random choice.
     """
 
     name: ClassVar[str] = "random_sharing"

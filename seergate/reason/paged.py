@@ -51,7 +51,7 @@ class Row:
     """One sequence.
 
     Attributes:
-        uid: its name for life; a fork gets one of its own.
+        uid: number of the row, which never changes; a fork gets another.
         table: the physical block of each logical one.
         length: tokens.
         sealed: how many of its first blocks are known to be sealed.
@@ -73,7 +73,7 @@ class BlockStore:
         numbers: where serial numbers of blocks and rows come from; stores whose rows may meet share one.
 
     Attributes:
-        rows: in the order of the batch.
+        rows: the rows, in the order of the batch.
         references: per physical block, how many table entries name it.
         sealed: per physical block, whether it must not be written any more.
         serials: per physical block, the number of its present allocation: it tells a block from what it held before.
@@ -126,7 +126,7 @@ class BlockStore:
         replaced by a copy.
 
         Raises:
-            OutOfBlocks: and then nothing has changed.
+            OutOfBlocks: at the limit; nothing has changed then.
         """
         opens = [bool(n) and self._closed(row) for row, n in zip(self.rows, counts, strict=True)]
         needed = sum(self.blocks_of(row.length + n) - len(row.table) for row, n in zip(self.rows, counts, strict=True))
@@ -212,7 +212,7 @@ class BlockStore:
             What must be copied, from the other store's blocks to this one's.
 
         Raises:
-            OutOfBlocks: and then nothing has changed.
+            OutOfBlocks: at the limit; nothing has changed then.
         """
         self._reserve(other.physical)
         homes: dict[int, int] = {}
@@ -359,7 +359,7 @@ def page_tokens(method: Method, size: int | None, limit: int | None = None) -> i
     Args:
         method: chooses what is read.
         size: tokens per page; the method's block size, or `PAGE_TOKENS`, if ``None``.
-        limit: of the number of pages.
+        limit: maximum number of pages.
 
     Raises:
         SeergateError: if pages would cut a block, or a number is not positive.
@@ -473,10 +473,10 @@ class CachePages:
         """Let a row's block be another physical one, and let the methods know.
 
         Args:
-            position: of the row.
-            block: logical.
-            physical: what it shall be.
-            like: which logical block of the same row it is now; ``None`` if its contents have not changed.
+            position: position of the row in the batch.
+            block: the logical block.
+            physical: its new physical block.
+            like: the logical block of the same row that it now equals; ``None`` if its contents have not changed.
         """
         self.store.remap(position, block, physical)
         if like is None:

@@ -35,7 +35,7 @@ class BlockSharing:
     """State shared by the caches of one handle: token ids of the forward pass, worker, accounts.
 
     Attributes:
-        evaluator, worker: what decides, and who lets it; ``None`` without ``reason``.
+        evaluator, worker: the evaluator and the thread that calls it; ``None`` without ``reason``.
     """
 
     def __init__(self, model: PreTrainedModel, reason: ReasonCache | None, prefixes: bool) -> None:

@@ -29,13 +29,13 @@ class ReasoningStep:
     """One step of the reasoning.
 
     Attributes:
-        start: its first token, counted from the row's first.
-        ids: its tokens.
+        start: index of the first token in the row.
+        ids: the step's token ids.
         text: decoded from the tokens.
         in_code: whether it begins inside a code fence that an earlier step opened.
         repeats: index of the earlier step that it was found to be alike, if any.
         counts: how often it has each token id.
-        norm: of the counts as a vector.
+        norm: norm of the counts as a vector.
     """
 
     start: int

@@ -48,11 +48,11 @@ def write_explorer(
     """Write the page.
 
     Args:
-        trace: what ``Handle.traced(path, attention=True)`` wrote during one ``generate``.
-        tokenizer: of the model.
+        trace: the file that ``Handle.traced(path, attention=True)`` wrote during one ``generate``.
+        tokenizer: the model's tokenizer.
         tokens: prompt and answer, without padding.
         out: the page.
-        row: which row of the batch.
+        row: index of the row in the batch.
 
     Raises:
         SeergateError: if the trace cannot be read or holds no attention of this row, or the page cannot be written.

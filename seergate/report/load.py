@@ -33,13 +33,13 @@ class Setting:
     """One run directory.
 
     Attributes:
-        directory: its path.
-        config: its `config.yaml`.
+        directory: path of the run directory.
+        config: contents of `config.yaml`.
         metrics: derived from its samples.
         correct: problem -> 0 or 1 of each sample; empty where texts were scored.
         samples: as they were stored.
         proxies: contents of its `proxies.json`, if it has one.
-        series: its name in plots and tables: the method, and the options that distinguish it within the method.
+        series: name in plots and tables: the method, and the options that distinguish it within the method.
     """
 
     directory: Path
@@ -165,7 +165,7 @@ class Sweep:
     """Settings that can be compared: one task, one model, one way of generating.
 
     Attributes:
-        settings: in the order of `METHODS`, by budget within a method.
+        settings: the settings, in the order of `METHODS`, by budget within a method.
     """
 
     settings: list[Setting] = field(default_factory=list)
