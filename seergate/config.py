@@ -161,9 +161,6 @@ class GateConfig:
             tokens, for eviction: the retention gates ``"fast_kvzip"`` and ``"trim_kv"``, which have no RoPE.
         sink_blocks: the gates did not learn to choose among this many first blocks of a text, which hold attention
             sinks; decoding always reads them. Not of retention gates.
-
-    Raises:
-        ValueError: naming the field, what it is and what it must be.
     """
 
     block_size: int = 64
@@ -239,9 +236,6 @@ class DecodeConfig:
             that closes while decoding is rotated at its last position, the current block takes part in the softmax
             with logit 0, and first and last block are read on top of the budget. ``None`` follows the paper, and
             ``"gates"`` takes the gates' own choice: ``"published"`` if they were imported, else ``None``.
-
-    Raises:
-        ValueError: naming the field, what it is and what it must be.
     """
 
     token_budget: int | None = None
@@ -307,9 +301,6 @@ class Lossless:
     Attributes:
         draft_tokens: how many tokens are drafted before each dense pass, at most a block; ``None`` chooses by the
             share of drafted tokens that is accepted.
-
-    Raises:
-        ValueError: naming the field, what it is and what it must be.
     """
 
     draft_tokens: int | None = None
@@ -324,9 +315,6 @@ class Rectify:
 
     Attributes:
         every: sparse steps of a row between two dense passes; 32 in ReSA's code.
-
-    Raises:
-        ValueError: naming the field, what it is and what it must be.
     """
 
     every: int = 32

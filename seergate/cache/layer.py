@@ -86,8 +86,6 @@ class GatedLayer(CacheLayerMixin):
         """All values, likewise."""
         return self.storage.values if self.is_initialized else None
 
-    # ------------------------------------------------------------------------------------------------ storing
-
     @outside_inference_mode
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
         """Allocate the storage and the method's state for this batch."""
@@ -189,8 +187,6 @@ class GatedLayer(CacheLayerMixin):
         self.rows.set_resident(lengths)
         self.state.on_evict(eviction, room)
 
-    # ------------------------------------------------------------------------------------- what transformers asks
-
     def slot_view(self) -> tuple[Tensor, Tensor]:
         """Keys and values in slots ``[B, K, T, D]``, a view if nothing is padded; T is the static length if set."""
         stored, index = (self.storage.keys, self.storage.values), self.rows.slot_index()
@@ -291,8 +287,6 @@ class GatedLayer(CacheLayerMixin):
             self.state = None  # one of them ran without its method
         else:
             self.state.append_rows(other.state)
-
-    # ------------------------------------------------------------------------------------------------- figures
 
     @property
     def nbytes(self) -> int:

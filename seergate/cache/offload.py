@@ -51,9 +51,6 @@ class Offload(KVBackend):
             the model is on a GPU.
         folder: where the file is made; the system's temporary folder if ``None``. It should be on a disk: some
             systems keep their temporary folder in memory.
-
-    Raises:
-        ValueError: naming the field, what it is and what it must be.
     """
 
     tag: ClassVar[str] = "offloaded"
@@ -91,7 +88,7 @@ class Offload(KVBackend):
         with tempfile.NamedTemporaryFile(prefix="seergate-", dir=self.folder) as file:
             _take_room(file.fileno(), count * dtype.itemsize, self.folder or tempfile.gettempdir())
             return torch.from_file(file.name, shared=True, size=count, dtype=dtype).view(shape)
-            # the name goes now, the file with the last tensor that maps it
+            # the name is removed now, the file with the last tensor that maps it
 
 
 def _take_room(file: int, count: int, folder: object) -> None:
@@ -241,8 +238,6 @@ class Offloaded(DynamicStorage):
         """Refused: a copy would take as much slow memory again."""
         raise SeergateError("an offloaded cache cannot be copied; read the prompt again into a new cache")
 
-    # ---------------------------------------------------------------------------------------------------- storing
-
     def clear(self) -> None:
         super().clear()
         self.pool: BlockPool | None = None
@@ -316,8 +311,6 @@ class Offloaded(DynamicStorage):
         self._slots_for(len(self.keys) + len(other.keys))  # before anything is changed
         super().append(other, longest, max_tokens)
         self._new_pool()
-
-    # ---------------------------------------------------------------------------------------------------- reading
 
     def attend(self, step: Step, selection: Selection | PerHeadSelection | None, block_size: int) -> AttentionOutput:
         assert self.pool is not None

@@ -91,7 +91,7 @@ class EvalProgress:
             self.started += 1
             self.task = self.bar.add(now.label, now.total)
         parts = []
-        if now.done == now.total and now.correct is not None:  # before, it would be of those that end early
+        if now.done == now.total and now.correct is not None:  # earlier, short answers would outweigh
             parts.append(f"{100 * now.correct / now.done:.0f} % right")
         if now.tokens:
             parts.append(f"{now.tokens / max(1e-9, now.seconds):.0f} tokens/s")

@@ -192,7 +192,7 @@ def run_plan(plan: SweepPlan) -> Path:
                     )
 
         if plan.match != MATCHES[0]:
-            evaluated(specs[:1])  # dense: its answers are what bytes are compared on
+            evaluated(specs[:1])  # dense: bytes are compared on its answers
             specs = _matched(plan, task, model, tokenizer, specs, out, calibrated, banks)
             progress.settings = len(specs)
         evaluated(calibrated(specs))

@@ -153,7 +153,7 @@ def prepare_process() -> None:
     """Set what libraries read from the environment when they are first used, unless the user has."""
     bound_spinning()
     if "PYTORCH_ALLOC_CONF" not in os.environ:
-        # No pack is as long as another, so that no buffer fits where one was before: memory would go to pieces.
+        # Packs differ in length, so that no buffer fits where one was before: memory would be fragmented.
         os.environ.setdefault("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")
 
 

@@ -296,7 +296,7 @@ class _Job:
             budget=list(budgets),
             dtype=self.options.dtype,
             threads=self.options.threads,
-            batch_size=None if torch.cuda.is_available() else 1,  # nothing is faster in a batch, and a kill costs one
+            batch_size=None if torch.cuda.is_available() else 1,  # no faster in a batch, and a kill loses one
         )
         needles = {"problems": problems, "length": (self.context,)}
         scored = {"problems": texts, "length": self.length, "scored": min(256, self.length // 4)}

@@ -115,6 +115,6 @@ def _dataset_commit(config: TrainConfig) -> str | None:
     if ref.is_file():
         return ref.read_text().strip()
     raise SeergateError(
-        f"the Hub does not answer, so it is not known what the revision {revision!r} of the dataset {config.data!r} "
-        f"is; the one downloaded last is {last}: if you mean that, set data_revision to it"
+        f"the Hub does not answer, so the revision {revision!r} of the dataset {config.data!r} cannot be looked up; "
+        f"to use the commit that was downloaded last, set data_revision to {last}"
     )

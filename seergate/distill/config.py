@@ -278,9 +278,6 @@ class TrainConfig(RunOptions, RecipeOptions, DataOptions, GateOptions, ModelOpti
     """One distillation run. The defaults are the paper's recipe (SeerAttention-R, section 4.1, and its launch script).
 
     Every field's meaning is its ``metadata["help"]``, which is also the command line's help.
-
-    Raises:
-        ValueError: naming the field, what it is and what it must be.
     """
 
     def __post_init__(self) -> None:

@@ -200,8 +200,8 @@ def _hub(config: TrainConfig, cache: Path) -> Dataset:
         if wanted is not None and COMMIT.fullmatch(wanted) and found != wanted:
             # If the Hub fails, `datasets` takes the newest downloaded commit, whichever it is.
             raise SeergateError(
-                f"the dataset {config.data!r} cannot be loaded at {wanted}: the Hub does not give it, and what was "
-                f"downloaded last is {found}; try again when it does, or set data_revision to that"
+                f"the dataset {config.data!r} cannot be loaded at {wanted}: the Hub does not give it, and the "
+                f"commit that was downloaded last is {found}; try again later, or set data_revision to that"
             )
         if not config.streaming:
             builder.download_and_prepare()

@@ -99,7 +99,7 @@ class Collector:
             try:
                 self._note([sample])
                 self.log.keep(sample)
-            except BaseException as error:  # other threads are not to go on for hours
+            except BaseException as error:  # the other threads stop as well
                 self.error = error
                 raise
             self.made += 1

@@ -265,7 +265,7 @@ def sample_bytes(model: PreTrainedModel, prompt: Sequence[int], longest: int) ->
         if isinstance(state, CompressingState) and not state.compresses_once:
             for part in (state, *state.parts):
                 if isinstance(part, CompressingState):
-                    part.decoded = [longest - len(prompt)]  # as at the end: some hold more and more
+                    part.decoded = [longest - len(prompt)]  # as at the end: what some hold grows
             held = max(len(prompt), min(longest, state.max_resident()))
         total += float(layer.storage.row_bytes([held])[0] + state.bytes_held(held, longest))
     return total
@@ -312,8 +312,8 @@ class Engine:
         check_count("batch_size", batch_size, 1)
         if handle is not None and handle.passes.phase == "dense":
             raise SeergateError(
-                f"lossless {handle.method.name!r} says what the dense model says, and drafts within generate only; "
-                "evaluate 'dense'"
+                f"lossless {handle.method.name!r} gives the dense model's tokens, and drafts within generate only; "
+                "evaluate 'dense' instead"
             )
         self.model, self.tokenizer, self.batch_size, self.limit = model, tokenizer, batch_size, limit
         self.on_finished, self.handle = on_finished, handle
@@ -427,7 +427,7 @@ class Engine:
             self.stats.begin_step()
         if arriving:
             moved, first = arriving, len(self.rows)
-            self.rows = [*self.rows, *arriving]  # at once: they start anew too if there is no room for them
+            self.rows = [*self.rows, *arriving]  # before they are read: without room they start anew, too
             look = self._measure_replies if any(row.request.reply for row in arriving) else None
             logits = self.batch.add([row.prompt for row in arriving], look)
             if self.stats is not None:

@@ -83,7 +83,7 @@ class TeacherForcing:
         """
         ids, dense, began = self.ids[number : number + 1], self.dense(number), time.monotonic()
         with warnings.catch_warnings(), attached(self.model, spec.method(bank), correction=spec.correction) as handle:
-            warnings.simplefilter("ignore", LongPromptWarning)  # that budgets bind the prompt is meant
+            warnings.simplefilter("ignore", LongPromptWarning)  # budgets below the prompt are intended
             stats = handle.count_with(RowStats)
             stats.add_rows(1)
             logits = score(self.model, ids, start=self.prompt, logits=True).logits

@@ -56,9 +56,6 @@ class Sampling:
         top_p: 1 is off.
         min_p: 0 is off.
         repetition_penalty: 1 is off.
-
-    Raises:
-        ValueError: naming the field, what it is and what it must be.
     """
 
     temperature: float = 0.0

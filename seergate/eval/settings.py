@@ -75,8 +75,8 @@ class MethodSpec:
         """Refuse a method with an option that is not calibrated yet."""
         if self.uncalibrated:
             raise SeergateError(
-                f"{self.name}:{self.uncalibrated[0]}=auto is not calibrated here, as in `seergate eval`; give a "
-                "value, such as `seergate calibrate` finds"
+                f"{self.name}:{self.uncalibrated[0]}=auto is not calibrated here, only by `seergate eval`; give a "
+                "value, such as `seergate calibrate` measures"
             )
 
     @property

@@ -67,7 +67,7 @@ class Centres:
             SeergateError: if the model's fingerprint is unknown.
         """
         if "model" not in self.made:
-            raise SeergateError("these centres do not say of which model they are (made); query_centres says it")
+            raise SeergateError("these centres do not name their model (made); query_centres records it")
         kinds = {"mean": self.mean, "modulus": self.modulus, "rope": self.rope}
         tensors = {
             f"layers.{layer}.{kind}": tensor.float().cpu().contiguous()

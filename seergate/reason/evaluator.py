@@ -157,8 +157,6 @@ class Evaluator:
         if self.method.asynchronous:
             time.sleep(0)
 
-    # ---------------------------------------------------------------------------------------------------- deciding
-
     def _look_back(self, uid: int, row: _Row, steps: list[ReasoningStep], index: int) -> None:
         """Compare a step that has just ended with all before it."""
         self.tally.counts["steps"] += 1

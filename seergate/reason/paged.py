@@ -93,8 +93,6 @@ class BlockStore:
         self.stale: set[int] = set()
         self._free: list[int] = []
 
-    # --------------------------------------------------------------------------------------------------- counting
-
     @property
     def capacity(self) -> int:
         """Physical blocks that exist, free ones included."""
@@ -113,8 +111,6 @@ class BlockStore:
     def blocks_of(self, tokens: int) -> int:
         """Blocks that so many tokens take."""
         return -(-tokens // self.block_size)
-
-    # ------------------------------------------------------------------------------------------------- rows and tokens
 
     def add_rows(self, number: int) -> None:
         """Put empty rows at the end."""
@@ -227,8 +223,6 @@ class BlockStore:
             self.rows.append(moved)
         return list(homes.items())
 
-    # -------------------------------------------------------------------------------------------------------- sharing
-
     def remap(self, position: int, block: int, physical: int) -> None:
         """Let a row's logical block be another physical one; no data moves.
 
@@ -247,8 +241,6 @@ class BlockStore:
         self._release(old)
         row.repeats = len(row.table) - len(set(row.table))
         self.stale.add(position)
-
-    # ------------------------------------------------------------------------------------------------- physical blocks
 
     def _closed(self, row: Row) -> bool:
         """True if a row's next token falls into a block that it may not write."""
@@ -500,8 +492,6 @@ class Paged(Storage):
         """Refused: a page belongs to one cache."""
         raise SeergateError("a paged cache cannot be copied; repeat its rows instead (cache.batch_repeat_interleave)")
 
-    # ---------------------------------------------------------------------------------------------------- storing
-
     def allocate(self, keys: Tensor, values: Tensor, block_size: int, state: LayerState) -> None:
         self.block_size, self.state, self.dtype, self.device = block_size, state, keys.dtype, keys.device
         size, heads = self.pages.store.block_size, keys.shape[1]
@@ -545,8 +535,6 @@ class Paged(Storage):
                 grown[: len(pages)] = pages
                 setattr(self, name, grown)
 
-    # ---------------------------------------------------------------------------------------------------- reading
-
     @property
     def keys(self) -> Tensor:
         """A copy."""
@@ -567,8 +555,6 @@ class Paged(Storage):
     def step(self, **facts: Any) -> Step:
         table = self.pages.table(self.device)
         return PagedStep(table, keys_BKCD=self.key_pages, values_BKCD=self.value_pages, **facts)
-
-    # ------------------------------------------------------------------------------------------------------- rows
 
     def crop(self, lengths: list[int]) -> None:
         self.pages.once(self, lambda: self.pages.crop(lengths))
@@ -592,8 +578,6 @@ class Paged(Storage):
 
     def resume(self, backend: KVBackend) -> None:
         self.pages.listener.resumed(backend)
-
-    # ---------------------------------------------------------------------------------------------------- figures
 
     @property
     def nbytes(self) -> int:

@@ -142,8 +142,6 @@ class CacheSharing(Listener):
         assert pages is not None
         return pages
 
-    # ------------------------------------------------------------------------------------- what the evaluator sees
-
     def layers(self) -> list[tuple[Tensor, Tensor]] | None:
         """Keys and values ``[pages, K, P, D]`` of every layer; ``None`` once the cache is gone."""
         pages = self._pages()
@@ -154,8 +152,6 @@ class CacheSharing(Listener):
     def decide(self, decision: Decision) -> None:
         """Queue a decision; `between_passes` carries it out. Called from any thread."""
         self.decisions.append(decision)
-
-    # --------------------------------------------------------------------------------------------- what the cache does
 
     def between_passes(self) -> None:
         """Tell the worker what has come, carry out what was decided, count."""

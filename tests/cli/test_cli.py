@@ -133,7 +133,7 @@ TRACES = ["traces", "--prompts", "chain_sum", "--out", "rows.jsonl"]
         (["eval", "--gates", "runs/none"], "there is no directory runs/none, and"),
         (["figure", "6"], "there is no figure '6'; there are 4, 5, 7,"),
         (["figure", "raas-5"], "did you mean 'raas5'? (docs/reproduce.md says what is not made again, and why)"),
-        (["generate", "--method", "lazy_eviction:window=auto"], "window=auto is not calibrated here, as in"),
+        (["generate", "--method", "lazy_eviction:window=auto"], "window=auto is not calibrated here, only by"),
         (
             [*TRACES, "--method", "tri_attention:centres=auto", "--budget", "128"],
             "centres=auto is not calibrated here",

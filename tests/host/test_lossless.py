@@ -420,6 +420,6 @@ def test_refusals(model):
     assert "generate" not in vars(model)
     with (
         seergate.attached(model, "oracle", block_size=8, correction=Lossless()) as handle,
-        pytest.raises(SeergateError, match="lossless 'oracle' says what the dense model says.*evaluate 'dense'"),
+        pytest.raises(SeergateError, match="lossless 'oracle' gives the dense model's tokens.*evaluate 'dense'"),
     ):
         support.engine(model, print, handle=handle)

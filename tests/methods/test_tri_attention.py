@@ -148,7 +148,7 @@ def test_centres_are_the_mean_of_what_passed_and_survive_saving(tmp_path):
     torch.testing.assert_close(centres.mean[0], q.mean(0))
     torch.testing.assert_close(centres.modulus[0], torch.hypot(q[..., :8], q[..., 8:]).mean(0))
     torch.testing.assert_close(parts.centres().mean[0], centres.mean[0], rtol=1e-4, atol=1e-4)
-    with pytest.raises(SeergateError, match="do not say of which model"):
+    with pytest.raises(SeergateError, match="these centres do not name their model"):
         centres.save(tmp_path / "centres.safetensors")
     centres = replace(centres, made={"model": fingerprint(model)})
     centres.save(tmp_path / "centres.safetensors")
