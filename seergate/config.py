@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass, fields
 from typing import Any, Literal
 
-from seergate.checks import check_choice, check_count, check_counts, check_flags, check_one_of, is_int
+from seergate.checks import check, check_choice, check_count, check_counts, check_flags, check_one_of, is_int
 
 TARGETS = ("max", "sum", "selected")
 POOLINGS = ("max", "min", "avg")
@@ -76,8 +76,7 @@ def scorer_kind(name: str) -> ScorerKind:
     Raises:
         ValueError: if there is none of this name.
     """
-    if name not in SCORERS:
-        raise ValueError(f"scorer is {name!r}; it must be one of {(*SCORERS,)}")
+    check("scorer", name, name in SCORERS, f"one of {(*SCORERS,)}")
     return SCORERS[name]
 
 
@@ -96,8 +95,8 @@ def check_poolings(name: str, kinds: Any) -> tuple[str, ...]:
     if isinstance(kinds, str):
         raise ValueError(f"{name} is {kinds!r}; it must be a sequence such as ({kinds!r},)")
     listed = isinstance(kinds, Sequence) and all(isinstance(kind, str) for kind in kinds)
-    if not (listed and kinds and len(set(kinds)) == len(kinds) and set(kinds) <= set(POOLINGS)):
-        raise ValueError(f"{name} is {kinds!r}; it must be one or more of {POOLINGS}, each at most once")
+    right = listed and bool(kinds) and len(set(kinds)) == len(kinds) and set(kinds) <= set(POOLINGS)
+    check(name, kinds, right, f"one or more of {POOLINGS}, each at most once")
     return tuple(kinds)
 
 
@@ -267,16 +266,15 @@ def check_rule(options: Any, block_size: int | None = None) -> None:
     check_counts(options, dense_below=0)
     for name in ("threshold", "top_p"):
         value = getattr(options, name)
-        if value is not None and not (isinstance(value, (int, float)) and 0 < value < 1):
-            raise ValueError(f"{name} is {value!r}; it must be strictly between 0 and 1")
+        right = value is None or (isinstance(value, (int, float)) and 0 < value < 1)
+        check(name, value, right, "strictly between 0 and 1")
     if block_size is not None and options.sink_blocks is None:
         object.__setattr__(options, "sink_blocks", 0)
     sinks = 0 if options.sink_blocks is None else options.sink_blocks
-    if not isinstance(options.dense_layers, (tuple, list)):
-        raise ValueError(f"dense_layers is {options.dense_layers!r}; it must be a tuple of layer indices")
-    object.__setattr__(options, "dense_layers", tuple(options.dense_layers))
-    if not all(is_int(layer) and layer >= 0 for layer in options.dense_layers):
-        raise ValueError(f"dense_layers is {options.dense_layers!r}; it must hold layer indices, 0 or greater")
+    layers = options.dense_layers
+    right = isinstance(layers, (tuple, list)) and all(is_int(layer) and layer >= 0 for layer in layers)
+    check("dense_layers", layers, right, "a tuple of layer indices, 0 or greater")
+    object.__setattr__(options, "dense_layers", tuple(layers))
     compat = getattr(options, "compat", None)  # of gates only
     check_one_of("compat", compat, (None, "published", "gates"))
     if compat == "published" and (options.top_p is not None or sinks or options.dense_below):

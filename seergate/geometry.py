@@ -6,7 +6,7 @@ import math
 from dataclasses import asdict, dataclass, fields
 from typing import Any
 
-from seergate.checks import is_int
+from seergate.checks import check, is_int
 
 
 @dataclass(frozen=True)
@@ -46,12 +46,11 @@ class ModelGeometry:
         known = {f.name: values[f.name] for f in fields(cls) if f.name in values}
         for name in ("layers", "inv_freq"):
             value = known.get(name, ())
-            if not isinstance(value, (list, tuple)):
-                raise ValueError(f"{name} is {value!r}; it must be a list of numbers")
+            check(name, value, isinstance(value, (list, tuple)), "a list of numbers")
             known[name] = tuple(value)
         for name in ("num_heads", "num_kv_heads", "head_dim"):
-            if not is_int(known.get(name)) or known[name] < 1:
-                raise ValueError(f"{name} is {known.get(name)!r}; it must be a positive integer")
+            value = known.get(name)
+            check(name, value, is_int(value) and value >= 1, "a positive integer")
         layers = known["layers"]
         if not layers or not all(is_int(layer) and layer >= 0 for layer in layers):
             raise ValueError(f"layers is {list(layers)}; it must hold layer indices")
@@ -59,12 +58,10 @@ class ModelGeometry:
             raise ValueError(f"layers is {list(layers)}; it must be ascending, each layer once")
         for name in ("hidden_size", "num_layers"):
             value = known.get(name)
-            if value is not None and (not is_int(value) or value < 1):
-                raise ValueError(f"{name} is {value!r}; it must be a positive integer or null")
+            check(name, value, value is None or (is_int(value) and value >= 1), "a positive integer or null")
         for name in ("model_type", "base_model", "base_revision"):
             value = known.get(name)
-            if not isinstance(value, str) and (value is not None or name == "model_type"):
-                raise ValueError(f"{name} is {value!r}; it must be a text")
+            check(name, value, isinstance(value, str) or (value is None and name != "model_type"), "a text")
         for value in (known.get("attention_scaling", 1.0), *known["inv_freq"]):
             if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 <= value <= 1e6:
                 raise ValueError(f"inv_freq and attention_scaling must be numbers in 0..1e6, but one is {value!r}")

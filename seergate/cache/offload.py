@@ -29,7 +29,7 @@ from seergate import ops
 from seergate.cache.call import ForwardContext
 from seergate.cache.rows import Rows
 from seergate.cache.storage import DynamicStorage, KVBackend, Storage
-from seergate.checks import is_int
+from seergate.checks import check, is_int
 from seergate.errors import SeergateError
 from seergate.methods.base import LayerState, Method, Step
 from seergate.methods.evicting import AttentionOutput
@@ -62,12 +62,10 @@ class Offload(KVBackend):
     sharers: int = field(init=False, repr=False, compare=False)  # layers in which it selects, which share the memory
 
     def __post_init__(self) -> None:
-        if not is_int(self.memory_bytes) or self.memory_bytes < 1:
-            raise ValueError(f"memory_bytes is {self.memory_bytes!r}; it must be a positive number of bytes")
-        if self.store not in ("disk", "host"):
-            raise ValueError(f'store is {self.store!r}; it must be "disk" or "host"')
-        if self.folder is not None and not Path(self.folder).is_dir():
-            raise ValueError(f"folder is {str(self.folder)!r}; it must be a folder that exists")
+        size, folder = self.memory_bytes, self.folder
+        check("memory_bytes", size, is_int(size) and size >= 1, "a positive number of bytes")
+        check("store", self.store, self.store in ("disk", "host"), '"disk" or "host"')
+        check("folder", str(folder), folder is None or Path(folder).is_dir(), "a folder that exists")
 
     def bind(self, model: PreTrainedModel, method: Method, layers: Sequence[int]) -> KVBackend:
         assert isinstance(method, SelectingMethod)  # the table of what goes together made sure

@@ -27,7 +27,7 @@ from typing import Any
 import numpy as np
 from torch import Tensor
 
-from seergate.checks import is_int
+from seergate.checks import check, is_int
 from seergate.errors import SeergateError
 from seergate.methods.scoring import log_block_maxima
 from seergate.methods.selecting import SelectingState
@@ -57,8 +57,7 @@ class Trace:
         import pyarrow as pa
         import pyarrow.parquet as pq
 
-        if not is_int(every) or every < 1:
-            raise ValueError(f"every is {every!r}; it must be a positive whole number of steps")
+        check("every", every, is_int(every) and every >= 1, "a positive whole number of steps")
         self.every, self.attention, self.steps = every, attention, defaultdict[int, int](int)
         whole = ("step", "layer", "row", "head", "position")
         fields = [pa.field(name, pa.int32(), nullable=False) for name in whole]

@@ -22,7 +22,7 @@ from seergate.eval.metrics import COSTS, PEAKS
 from seergate.eval.proxies import compare
 from seergate.eval.retrieval import SETTLING, beginning
 from seergate.eval.settings import MethodSpec
-from seergate.eval.stats import clustered_quantile, mean_and_error, t95
+from seergate.eval.stats import clustered_quantile, mean_and_interval
 from seergate.eval.task import Task
 from seergate.hf.attach import attached
 from seergate.hf.bank import GateBank
@@ -108,10 +108,8 @@ def summary(texts: Sequence[dict[str, Any]]) -> dict[str, Any]:
     """
     found: dict[str, Any] = {}
     for name in ("kl", "loss", "agreement"):
-        mean = mean_and_error([float(np.mean(text[name])) for text in texts])
-        half = t95(mean.n - 1) * mean.se
-        found |= {name: mean.mean, f"{name}_low": mean.mean - half, f"{name}_high": mean.mean + half}
-        found[f"{name}_se"] = mean.se
+        mean = mean_and_interval([float(np.mean(text[name])) for text in texts])
+        found |= {name: mean.mean, f"{name}_low": mean.low, f"{name}_high": mean.high, f"{name}_se": mean.se}
     p99, low, high = clustered_quantile([text["kl"] for text in texts], 0.99)
     found |= {"kl_p99": p99, "kl_p99_low": low, "kl_p99_high": high}
     found |= {"perplexity": math.exp(found["loss"]), "n_problems": len(texts), "n_samples": len(texts)}

@@ -12,6 +12,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+from seergate.checks import check
 from seergate.config import Correction, Lossless, Rectify
 from seergate.errors import SeergateError
 from seergate.methods import SelectingMethod, method_class, option_names
@@ -67,8 +68,7 @@ def correction_of(
     *, lossless: bool = False, draft_tokens: int | None = None, rectify_every: int | None = None
 ) -> Correction | None:
     """The correction that options of a method's text ask for."""
-    if not isinstance(lossless, bool):
-        raise ValueError(f"lossless is {lossless!r}; it must be true or false")
+    check("lossless", lossless, isinstance(lossless, bool), "true or false")
     if lossless and rectify_every is not None:
         raise ValueError(
             f"rectify_every is {rectify_every} beside lossless, which leaves nothing to rectify; drop one"

@@ -15,7 +15,7 @@ import numpy as np
 import torch
 from transformers import PreTrainedModel
 
-from seergate.checks import check_counts
+from seergate.checks import check, check_counts
 from seergate.errors import SeergateError
 from seergate.eval import store
 from seergate.eval.calibration import Calibration, Prompts
@@ -49,8 +49,7 @@ class Recurrence:
 
     def window(self, share: float = 0.8) -> int:
         """The MRI that this share of tokens does not exceed, at least 1: LazyEviction's window (section 4)."""
-        if not 0 < share <= 1:
-            raise ValueError(f"share is {share}; it must be greater than 0 and at most 1")
+        check("share", share, 0 < share <= 1, "greater than 0 and at most 1")
         return max(1, int(np.quantile(self.mri, share, method="inverted_cdf")))
 
     def recurring(self) -> float:
@@ -189,8 +188,7 @@ class WindowCalibration(Calibration):
     def __post_init__(self) -> None:
         for name in ("alpha", "share"):
             value = getattr(self, name)
-            if not (isinstance(value, (int, float)) and 0 < value <= 1):
-                raise ValueError(f"{name} is {value!r}; it must be greater than 0 and at most 1")
+            check(name, value, isinstance(value, (int, float)) and 0 < value <= 1, "greater than 0 and at most 1")
         check_counts(self, budget=1)
 
     @property

@@ -169,6 +169,13 @@ def mean_and_error(values: Sequence[float]) -> Estimate:
     return Estimate(mean, math.sqrt(math.fsum((v - mean) ** 2 for v in values) / (n * (n - 1))), n)
 
 
+def mean_and_interval(values: Sequence[float]) -> Difference:
+    """Mean of independent values, such as differences by text, with its 95 % interval by Student's t."""
+    found = mean_and_error(values)
+    half = t95(found.n - 1) * found.se
+    return Difference(found.mean, found.se, found.n, found.mean - half, found.mean + half)
+
+
 def wilson(estimate: Estimate, samples: int | None = None) -> tuple[float, float]:
     """A 95 % interval for a proportion that stays inside 0..1 and has a width even where all problems came out alike.
 

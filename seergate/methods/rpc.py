@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from seergate.checks import check_choice, check_counts
+from seergate.checks import check, check_choice, check_counts
 from seergate.methods.base import LayerSpec, LayerState, Step
 from seergate.methods.evicting import EvictingMethod, EvictingState, Eviction
 from seergate.methods.scoring import QueryWindow, logits, pooled
@@ -49,8 +49,7 @@ class RPC(EvictingMethod):
 
     def __post_init__(self) -> None:
         check_counts(self, interval=1, window=1, ratio=1, kernel=1)
-        if self.kernel % 2 == 0:
-            raise ValueError(f"kernel is {self.kernel}; it must be odd")
+        check("kernel", self.kernel, self.kernel % 2 == 1, "odd")
         if self.interval < self.ratio:
             raise ValueError(
                 f"interval is {self.interval}; it must be at least ratio ({self.ratio}), or nothing stays"

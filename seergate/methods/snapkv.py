@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from seergate.checks import check_choice, check_counts, check_flags, check_share
+from seergate.checks import check, check_choice, check_counts, check_flags, check_share
 from seergate.methods.base import LayerSpec, LayerState, Step
 from seergate.methods.evicting import BudgetedMethod, BudgetedState
 from seergate.methods.scoring import TILE, QueryWindow, causal_softmax, logits, pooled, reduced
@@ -54,8 +54,7 @@ class SnapKV(BudgetedMethod):
     def __post_init__(self) -> None:
         super().__post_init__()
         check_counts(self, window=1, kernel=1)
-        if self.kernel % 2 == 0:
-            raise ValueError(f"kernel is {self.kernel}; it must be odd")
+        check("kernel", self.kernel, self.kernel % 2 == 1, "odd")
         check_choice(self, pooling=("max", "avg"), group_reduction=("mean", "max", "max_logits"))
         check_choice(self, compress=("repeatedly", "prompt"), pooled_by=("query_head", "group"))
         if self.compress == "prompt" and self.prompt != "evictable":

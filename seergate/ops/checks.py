@@ -12,6 +12,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from seergate.checks import check, is_int
+
 INDEX_DTYPES = (torch.int32, torch.int64)
 
 
@@ -56,16 +58,14 @@ def check_groups(heads: int, kv_heads: int) -> None:
 
 def check_block_size(block_size: int) -> None:
     """Check for a positive integer."""
-    if not isinstance(block_size, int) or isinstance(block_size, bool) or block_size < 1:
-        raise ValueError(f"block_size is {block_size!r}; it must be an integer of at least 1")
+    check("block_size", block_size, is_int(block_size) and block_size >= 1, "an integer of at least 1")
 
 
 def check_scale(name: str, value: float | None, dim: int) -> float:
     """Check for a finite number; returns it, or ``1 / sqrt(dim)`` for ``None``."""
     if value is None:
         return 1.0 / math.sqrt(dim)
-    if not (_is_number(value) and math.isfinite(value)):
-        raise ValueError(f"{name} is {value!r}; it must be a finite number or None")
+    check(name, value, _is_number(value) and math.isfinite(value), "a finite number or None")
     return value
 
 
@@ -82,8 +82,7 @@ def check_softmax(q: Tensor, sm_scale: float | None, sinks: Tensor | None, softc
 
 def check_fraction(name: str, value: object) -> None:
     """Check for a number strictly between 0 and 1."""
-    if not (_is_number(value) and 0 < value < 1):  # type: ignore[operator]
-        raise ValueError(f"{name} is {value!r}; it must be strictly between 0 and 1")
+    check(name, value, _is_number(value) and 0 < value < 1, "strictly between 0 and 1")  # type: ignore[operator]
 
 
 def readable(x: Tensor) -> bool:

@@ -8,7 +8,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from seergate.checks import is_int
+from seergate.checks import check, is_int
 from seergate.config import check_rows
 from seergate.ops.attention import check_pack
 from seergate.ops.backend import implementation
@@ -140,13 +140,11 @@ def check_loss(
     if lse is not None:
         check_tensor("lse", lse, q.shape[:2])
         check_same("lse", lse, "q", q, dtype=False)
-    if not (isinstance(row_start, (int, float)) and 0 <= row_start < 1):
-        raise ValueError(f"row_start is {row_start!r}; it must be at least 0 and less than 1")
-    if reduction not in REDUCTIONS:
-        raise ValueError(f"reduction is {reduction!r}; it must be one of {', '.join(REDUCTIONS)}")
+    right = isinstance(row_start, (int, float)) and 0 <= row_start < 1
+    check("row_start", row_start, right, "at least 0 and less than 1")
+    check("reduction", reduction, reduction in REDUCTIONS, f"one of {', '.join(REDUCTIONS)}")
     check_rows(reduction, sink_blocks, row_stride)
-    if not is_int(row_shift) or row_shift < 0:
-        raise ValueError(f"row_shift is {row_shift!r}; it must be an integer of at least 0")
+    check("row_shift", row_shift, is_int(row_shift) and row_shift >= 0, "an integer of at least 0")
     budgets = tuple(recall_budgets) if isinstance(recall_budgets, Sequence) else (0,)
     if not all(isinstance(budget, int) and budget >= block_size for budget in budgets):
         raise ValueError(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from seergate.checks import is_int
+from seergate.checks import check, is_int
 from seergate.ops.attention import check_pack, packed_attention
 from seergate.ops.backend import implementation
 from seergate.ops.checks import check_same, check_tensor
@@ -48,8 +48,7 @@ def retention_kl(
     pack = check_pack(q, k, cu_seqlens, sm_scale, sinks, softcap)
     check_tensor("scores", scores, k.shape[:2])
     check_same("scores", scores, "q", q, dtype=False)
-    if not is_int(distance) or distance < 1:
-        raise ValueError(f"distance is {distance!r}; it must be a positive number of tokens")
+    check("distance", distance, is_int(distance) and distance >= 1, "a positive number of tokens")
     options = check_loss(q, distance, row_start, "row_mean", recall_budgets, lse)
     if lse is None:
         lse = packed_attention(q, k, k, cu_seqlens, sm_scale, sinks=sinks, softcap=softcap).lse

@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 from torch import Tensor
 
-from seergate.checks import is_int
+from seergate.checks import check, is_int
 from seergate.ops.backend import implementation
 from seergate.ops.checks import check_block_size, check_fraction, check_lengths, check_same, check_tensor
 from seergate.ops.compression import check_branch
@@ -107,8 +107,7 @@ def select_blocks(
     if len(given) != 1:
         found = " and ".join(given) if given else "none"
         raise ValueError(f"the rules given are {found}; exactly one of {', '.join(rules)} must be")
-    if not is_int(sink_blocks) or sink_blocks < 0:
-        raise ValueError(f"sink_blocks is {sink_blocks!r}; it must be 0 or a positive integer")
+    check("sink_blocks", sink_blocks, is_int(sink_blocks) and sink_blocks >= 0, "0 or a positive integer")
     if token_budget is not None:
         needed = (1 + sink_blocks) * block_size
         if not is_int(token_budget) or token_budget < needed:

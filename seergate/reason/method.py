@@ -80,8 +80,8 @@ class ReasonCache(Method):
         check_choice(self, percentile_of=("request", "all"), pairing=("ordinal", "nearest"))
         for name, most in (("strict", 1.0), ("soft", self.strict), ("percentile", 100.0)):
             value = getattr(self, name)
-            if not isinstance(value, (int, float)) or isinstance(value, bool) or not 0 <= value <= most:
-                raise ValueError(f"{name} is {value!r}; it must be in 0..{most:g}")
+            number = isinstance(value, (int, float)) and not isinstance(value, bool)
+            check(name, value, number and 0 <= value <= most, f"in 0..{most:g}")
         try:
             re.compile(self.border)
         except (re.error, TypeError) as error:

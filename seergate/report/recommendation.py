@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from seergate.eval.stats import Difference, mean_and_error, t95
+from seergate.eval.stats import Difference, mean_and_interval
 from seergate.report.findings import at_chance, enough_from
 from seergate.report.load import Setting, Sweep
 
@@ -63,7 +63,7 @@ def _of_answers(sweep: Sweep) -> _Found:
 
 def _of_texts(sweep: Sweep) -> _Found:
     settings = sweep.of(METHOD)
-    compared = [_minus_dense(each) for each in settings]
+    compared = [mean_and_interval([x["dense_loss"] - x["loss"] for x in each.samples]) for each in settings]
     first = settings[0].metrics
     count, length = first["n_problems"], sweep.config["task"]["length"]
     parts = ", ".join(
@@ -76,13 +76,6 @@ def _of_texts(sweep: Sweep) -> _Found:
         f"{first['dense_perplexity']:.2f}; the gates {parts}: {_seen(settings, compared, '% of perplexity')}."
     )
     return _Found(text, count > 1, _budget(settings, compared))
-
-
-def _minus_dense(setting: Setting) -> Difference:
-    """Log-probability of a token minus dense attention's, mean over texts, with its 95 % interval."""
-    found = mean_and_error([sample["dense_loss"] - sample["loss"] for sample in setting.samples])
-    half = t95(found.n - 1) * found.se
-    return Difference(found.mean, found.se, found.n, found.mean - half, found.mean + half)
 
 
 def _budget(settings: Sequence[Setting], compared: Sequence[Difference]) -> int | None:

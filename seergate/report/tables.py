@@ -13,7 +13,7 @@ import numpy as np
 
 from seergate.eval.matching import MEASURES, record_path
 from seergate.eval.metrics import REPLY
-from seergate.eval.stats import Difference, mean_and_error, t95
+from seergate.eval.stats import Difference, mean_and_interval
 from seergate.eval.store import read_json
 from seergate.report.findings import in_points, with_ends
 from seergate.report.load import Setting, Sweep
@@ -75,9 +75,7 @@ def minus_gate(sweep: Sweep, s: Setting) -> Difference | None:
     ours, theirs = ({text["problem_id"]: np.mean(text["kl"]) for text in each.samples} for each in (s, gate))
     if gate is s or ours.keys() != theirs.keys():
         return None
-    apart = mean_and_error([float(ours[text] - theirs[text]) for text in ours])
-    half = t95(apart.n - 1) * apart.se
-    return Difference(apart.mean, apart.se, apart.n, apart.mean - half, apart.mean + half)
+    return mean_and_interval([float(ours[text] - theirs[text]) for text in ours])
 
 
 def _minus_gate(sweep: Sweep, s: Setting) -> str:
