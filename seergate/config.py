@@ -158,8 +158,8 @@ class GateConfig:
         scorer: a key of `SCORERS`. Of blocks: ``"attn_gate"`` (SeerAttention-R, section 2.2), one key per block;
             ``"msa"`` (MiniMax Sparse Attention) and ``"indexer"`` (DeepSeek Sparse Attention), one key per token. Of
             tokens, for eviction: the retention gates ``"fast_kvzip"`` and ``"trim_kv"``, which have no RoPE.
-        sink_blocks: the gates did not learn to choose among this many first blocks of a text, which hold attention
-            sinks; decoding always reads them. Not of retention gates.
+        sink_blocks: number of first blocks of a text, which hold attention sinks, that the gates did not learn to
+            choose among; decoding always reads them. Not of retention gates.
     """
 
     block_size: int = 64
@@ -225,8 +225,8 @@ class DecodeConfig:
             there must be two at least.
         threshold: read the past blocks whose softmax score exceeds this, in (0, 1).
         top_p: read the fewest past blocks whose softmax scores sum to this, in (0, 1).
-        sink_blocks: this many first blocks are always read. They count in the budget, which must hold one block more
-            than them and the current one, and are left out of the softmax. ``None`` for as many as the gates were
+        sink_blocks: number of first blocks that are always read. They count in the budget, which must hold one block
+            more than them and the current one, and are left out of the softmax. ``None`` for as many as the gates were
             trained with, and for none with other methods.
         dense_layers: indices of layers that stay dense (the paper's hybrid models, section 5.2).
         dense_below: a row reads everything while it has no more than this many tokens, current one included. Below the

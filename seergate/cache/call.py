@@ -32,8 +32,8 @@ class ForwardMode(NamedTuple):
     """Treatment of the new tokens of a forward pass.
 
     Attributes:
-        decoded: this many, the newest, are decoded one by one; those before them are (part of) a prompt.
-        dense: attention is the plain model's, and the method decides nothing: a pass that corrects or verifies.
+        decoded: number of newest tokens that are decoded one by one; those before them belong to a prompt.
+        dense: whether attention is the plain model's, as in a pass that corrects or verifies.
     """
 
     decoded: int = 0
@@ -51,7 +51,7 @@ class ForwardModes:
 
     Args:
         decodes_drafts: whether the method can decode several tokens of one pass; one that evicts cannot.
-        reads_leftovers: whether a last chunk of a prompt that has a single token can be read densely, likewise.
+        reads_leftovers: whether a prompt's last chunk can be read densely if it is a single token.
 
     Attributes:
         phase: mode of all passes, whatever their tokens; ``"dense"`` while lossless decoding decides when to draft.
@@ -132,7 +132,7 @@ class ForwardContext:
             runs.
         valid: bool ``[B, S]``, which new tokens are real; ``None`` if all are.
         position_ids: ``[B, S]`` or ``[1, S]``, where the model puts the new tokens; ``None`` if it did not say.
-        hidden: ``[B, S, W]``, what the attention module got; ``None`` if the plain model runs.
+        hidden: ``[B, S, W]``, input of the attention module; ``None`` if the plain model runs.
         on_host: false in a compiled step, where the host knows no lengths.
 
     Attributes:

@@ -151,7 +151,7 @@ class BlockPool:
         """The slots of these blocks, after fetching the missing ones.
 
         Args:
-            blocks_PX: int64 in host memory, -1 where there is none.
+            blocks_PX: blocks of each pair, int64 in host memory, padded with -1.
             key_blocks, value_blocks: all blocks, ``[P, N, C * D]``, in slow memory.
 
         Returns:
@@ -193,8 +193,8 @@ class BlockPool:
         """Write one new token per row into its block's slots, where the pool has the block.
 
         Args:
-            positions_B: int64 in host memory, its index in the row.
-            keys_PD, values_PD: its key and value in each pair.
+            positions_B: index of the token in each row, int64 in host memory.
+            keys_PD, values_PD: key and value of the token in each pair.
         """
         blocks_P = (positions_B // self.block_size).repeat_interleave(self.kv_heads)
         self._widen(int(blocks_P.max()) + 1)  # the longest row may have begun a block beyond what was read so far
@@ -249,8 +249,8 @@ class Offloaded(DynamicStorage):
         """Number of blocks that fit into this layer's share of the memory.
 
         Raises:
-            SeergateError: if these are fewer than one step of so many rows reads. Dense layers, which come first in
-                most models and read past the pool, say so too, so that no layer is changed by what another refuses.
+            SeergateError: if these are fewer than one step of so many rows reads. Raised for dense layers too, which
+                do not use the pool but come first in most models: then no layer has changed yet.
         """
         heads, width = self.keys.shape[1], self.keys.shape[3] + self.values.shape[3]
         method, sharers = self.offload.method, self.offload.sharers

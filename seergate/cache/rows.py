@@ -21,7 +21,7 @@ class Rows:
     reads the numbers anew when they are asked for after such steps.
 
     Args:
-        batch: how many; all are empty.
+        batch: number of rows, all empty at first.
         device: device of the tensors.
         compiles: whether there may be compiled steps: then the tensors are changed in place.
 
@@ -108,7 +108,7 @@ class Rows:
         """Count new tokens.
 
         Args:
-            counts: per row.
+            counts: new tokens per row.
             slots: new columns.
             valid: bool ``[B, slots]``, which of them hold real tokens; ``None`` if all do.
         """

@@ -34,7 +34,7 @@ class Storage(ABC):
     """The keys and values of one layer.
 
     Calls come in the order of a cache's life: `allocate`, then `write` once per forward pass, and in between whatever
-    happens to the rows. What a failed call raises must leave everything as it was.
+    happens to the rows. A call that fails must leave everything as it was.
 
     Attributes:
         static_length: slots of a static cache; ``None`` if there is room for any number.
@@ -68,7 +68,7 @@ class Storage(ABC):
 
         Args:
             context: the context of the forward pass.
-            rows: before these tokens.
+            rows: the rows, before these tokens are counted.
             keys, values: ``[B, K, S, D]``; row b's first ``counts[b]`` are stored.
             counts: new tokens per row.
             max_tokens: maximum tokens per row once its prompt is compressed; ``None`` if it is not known.
@@ -156,8 +156,8 @@ class Storage(ABC):
         """Put the rows of another storage of this kind after these.
 
         Args:
-            other: it is not used afterwards.
-            longest: tokens of its longest row.
+            other: the other storage, which is not used afterwards.
+            longest: tokens of the longest row of ``other``.
             max_tokens: as in `write`.
         """
 
@@ -199,9 +199,9 @@ class KVBackend:
         """The backend under a handle: a copy if it keeps anything between calls.
 
         Args:
-            model: it is attached to.
+            model: the model that the handle is attached to.
             method: the method that decides what is read.
-            layers: indices of those that can be gated.
+            layers: indices of the layers that can be gated.
         """
         return self
 

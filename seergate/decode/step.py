@@ -39,7 +39,7 @@ class GatedAttention:
         dense: the attention that the model would have used.
         stats: where decode steps are counted.
         measure_recall: also compute how much of dense attention's probability was read.
-        trace: where decode steps are written down, if anywhere.
+        trace: the trace that records decode steps, if any.
     """
 
     def __init__(

@@ -131,7 +131,7 @@ class DistributedState:
     def fail_together(self) -> Iterator[None]:
         """Run a part of the work in every process; if it fails in one, raise in all of them.
 
-        The part itself must not talk to other processes. A process alone raises what it raised.
+        The part itself must not communicate with other processes. A process without others raises the original error.
 
         Raises:
             CommonError: in every process, with what the failed ones said and which they are.
@@ -216,7 +216,7 @@ def expect_steps(group: dist.ProcessGroup | None = None) -> None:
 def end_in_company(code: int) -> None:
     """End this process at once if it is connected to others, for which the launcher ends them, too.
 
-    They may have gone, or wait for it: to close the connections could take as long as a step may, with NCCL.
+    The others may have ended, or be waiting: with NCCL, closing the connections could take as long as a step may.
     """
     if dist.is_initialized() and dist.get_world_size() > 1:
         sys.stdout.flush()

@@ -145,8 +145,8 @@ def run_together(runs: Mapping[str, tuple[TrainConfig, Iterable[Callback]]]) -> 
     Each ends with what it would have ended with alone.
 
     Args:
-        runs: name -> the run and its listeners. Only the first one says where its steps are; what the others have to
-            say begins with their names.
+        runs: name -> the run and its listeners. Only the first prints its progress; messages of the others begin with
+            their names.
 
     Returns:
         The adapters' directories.

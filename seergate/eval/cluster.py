@@ -169,7 +169,7 @@ class Cluster:
             on_finished: called for each sample, in this thread.
 
         Raises:
-            SeergateError: what went wrong in an actor, or if all of them are lost.
+            SeergateError: if an actor fails, with its reason, or if all of them are lost.
         """
         import ray
 

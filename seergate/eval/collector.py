@@ -89,8 +89,8 @@ class Collector:
         """Write a sample and have it graded. Several threads may call it.
 
         Raises:
-            SeergateError: if it is there already.
-            BaseException: what went wrong with this or an earlier one; the run cannot go on.
+            SeergateError: if the sample was taken before.
+            BaseException: the error of this or an earlier sample; the run cannot continue.
         """
         sample = self._ungraded(generation)
         with self.lock:

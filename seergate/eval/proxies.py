@@ -45,8 +45,8 @@ class Window:
     """A window of a reference's answer.
 
     Attributes:
-        context: tokens before it, the prompt's first.
-        tokens: the window's, and one more, which only is predicted.
+        context: tokens before the window, beginning with the prompt.
+        tokens: tokens of the window, and one more that is only predicted.
         prompt: how many tokens of the context are the prompt's.
     """
 

@@ -98,7 +98,7 @@ def needle(
     Args:
         problems: how many, dealt out to lengths and depths in turn.
         length: tokens of prompt and answer.
-        depths: percent; where the number that is asked for stands. Others stand anywhere.
+        depths: places of the requested number, in percent of the text; other numbers stand anywhere.
         keys: cities that have a number; never fewer than ``queries``.
         values: numbers of each city.
         queries: cities that are asked for.

@@ -54,14 +54,14 @@ def sweep(
     """Evaluate several settings, each in its own sub-directory.
 
     Args:
-        model: loaded once, used for all.
+        model: the model of all settings.
         tokenizer: the model's.
         task: the task to solve.
         specs: the settings. ``dense`` should come first: proxies are measured on its generations, which may be in
             ``out_dir`` already; without any, on the generations of the first setting.
         out_dir: parent of the run directories.
         options: options of the run.
-        gates: for the methods that have gates; several by name (`MethodSpec.bank`).
+        gates: gates for the methods that take them; several by name (`MethodSpec.bank`).
         loader: makes the model and the gates of a worker.
         workers: how many workers generate, by Ray; 0 generates in this process.
         ray_address: address of a running Ray cluster, ``"auto"`` for the one of this machine; ``workers`` 0 is then

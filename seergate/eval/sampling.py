@@ -179,7 +179,7 @@ class SampledRow:
     """One sample in the making.
 
     Attributes:
-        tokens: generated so far.
+        tokens: tokens generated so far.
     """
 
     def __init__(self, prompt: list[int], seed: int) -> None:

@@ -21,7 +21,7 @@ class Estimate:
     """A mean with its standard error.
 
     Attributes:
-        mean: over problems of the mean over a problem's samples.
+        mean: mean over problems of the mean over a problem's samples.
         se: standard error, clustered by problem; ``nan`` with a single problem.
         n: number of problems.
     """

@@ -50,8 +50,8 @@ class Task:
         budgets: default token budgets of a comparison.
         options: the task's own options; pinned with the results.
         by_tokens: true if problems are made to a length in tokens, so that they differ between tokenizers.
-        scored: of given texts that are scored instead of answered: scored tokens of each. ``prompt`` holds the text,
-            ``max_total_tokens`` are read, and there is no grader.
+        scored: number of scored tokens of each text, in a task that scores given texts instead of asking for answers.
+            ``prompt`` holds the text, ``max_total_tokens`` are read, and there is no grader.
     """
 
     name: str

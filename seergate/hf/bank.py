@@ -92,7 +92,7 @@ class GateBank(Gates):
 
         Args:
             save_directory: made if need be. An adapter that is there is replaced.
-            push_to_hub: also upload it.
+            push_to_hub: whether to upload it as well.
             repo_id: where to; by default the directory's name, in one's own namespace.
             **push_options: further arguments of `push_to_hub`.
 

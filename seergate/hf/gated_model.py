@@ -54,8 +54,8 @@ def load(
             gates' own defaults. A ``config`` takes no defaults from the gates, except for ``compat="gates"``.
         base_model: directory, GGUF file or Hub id to use instead of the one the adapter names.
         revision, subfolder: revision and directory of the adapter.
-        token, cache_dir, local_files_only: for both, as in `huggingface_hub`.
-        force_download: the adapter, even if it was downloaded before.
+        token, cache_dir, local_files_only: for adapter and base model, as in `huggingface_hub`.
+        force_download: download the adapter even if it was downloaded before.
         correction, storage: see `seergate.attach`.
         **options: fields of `DecodeConfig`, for retention gates the options of their method, and ``device_map``,
             ``dtype``, ``quantization_config``, ... for `AutoModelForCausalLM.from_pretrained`.

@@ -85,7 +85,7 @@ class RandomEvict(BudgetedMethod):
     not depend on the batch. Samples of the same prompt share their draws.
 
     Attributes:
-        recent_tokens: this many of the newest always stay.
+        recent_tokens: number of newest tokens that always stay.
         law: ``"redraw"`` draws anew at every eviction, so a token's chance to survive falls geometrically with age;
             ``"reservoir"`` gives each token its number once, so that what is kept is spread evenly over all of it.
         scope: ``"kv_head"``; or ``"layer"``, one draw for all heads, which takes away that what one head has lost

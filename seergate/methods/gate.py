@@ -37,7 +37,7 @@ class Gate(SelectingMethod):
         compat: ``"published"`` reproduces the published code's selection (see `DecodeConfig.compat`); ``"gates"``
             becomes what the bank asks for.
         block_size: the bank's block size, for which 0 stands.
-        sink_blocks: this many first blocks are always read, within the budget and outside the softmax; ``None``
+        sink_blocks: number of first blocks that are always read, within the budget and outside the softmax; ``None``
             becomes as many as the gates were trained with.
     """
 

@@ -36,7 +36,7 @@ class KV4Bit(CompressingMethod):
 
     Attributes:
         group: numbers that share a scale and a minimum, float16 each: 4 bits become 5 at 32.
-        residual: at least so many of the newest tokens are not rounded; 128 in KIVI.
+        residual: minimum number of newest tokens that are not rounded; 128 in KIVI.
         key_groups: ``"channel"``: as above; ``"token"``: keys are grouped like values.
     """
 

@@ -33,8 +33,8 @@ class LazyEviction(BudgetedMethod):
         window: steps between evictions and recent tokens that always stay, the paper's W: the 80th percentile of MRI
             (``seergate calibrate``), 175 for that model and task.
         alpha: 1e-4 for Qwen models, 5e-4 for Llama ones.
-        use_h1, use_h2: whether each counts. The paper has both; on GSM8K it loses 4 to 6 points without H1 and about
-            one without H2 (Table 4).
+        use_h1, use_h2: whether each term counts. The paper has both; on GSM8K it loses 4 to 6 points without H1 and
+            about one without H2 (Table 4).
         h1: ``"capped"``: as in the authors' code, at most 0.54; ``"full"``: ``2 / (1 + exp(elapsed / MRI))``, which
             takes up all of 0 to 1, the range that appendix D of the paper gives both terms, and weighs more against
             H2.

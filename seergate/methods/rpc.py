@@ -29,8 +29,8 @@ class RPC(EvictingMethod):
 
     Attributes:
         interval: the paper's P; 4096, or 1024 for more compression.
-        window: the selector window, R.
-        ratio: c, of what is compressed.
+        window: the paper's R, number of queries in the selector window.
+        ratio: the paper's c, the compression ratio.
         kernel: odd width of the average over neighbouring tokens.
         scope: ``"layer"``: one decision for all heads, the paper's best; ``"kv_head"``: one per group.
         selector: ``"distinct"``: every query of the window counts once; ``"newest_twice"``: as in the authors' code

@@ -110,7 +110,7 @@ class QueryWindow:
 
     Args:
         state: the state whose rows hold the queries.
-        size: W.
+        size: W, number of queries.
     """
 
     def __init__(self, state: EvictingState, size: int) -> None:

@@ -24,7 +24,7 @@ class StreamingLLM(EvictingMethod):
 
     Attributes:
         token_budget: tokens attended; the paper's enabling script has 4 + 512.
-        sink_tokens: how many first tokens stay for good.
+        sink_tokens: number of first tokens that always stay.
         positions: ``"cache"``, the paper's; ``"original"``: keys stay as they were rotated when they came, as in
             kvpress's StreamingLLM without key rerotation.
         interval: evicted tokens leave the cache in batches of this many, so that it is not moved at every step; they

@@ -119,7 +119,8 @@ class TriAttention(BudgetedMethod):
 
     Attributes:
         centres: the calibrated centres, or the file that they were saved to.
-        recent_tokens: this many of the newest always stay; none in the authors' runner, 128 in their server plugin.
+        recent_tokens: number of newest tokens that always stay; none in the authors' runner, 128 in their server
+            plugin.
         offsets: distances into the future are 1, 2, 4, ... up to this.
         offset_reduction: ``"mean"`` or ``"max"`` over them.
         group_reduction: ``"max"`` or ``"mean"`` over the query heads of a group.

@@ -35,7 +35,7 @@ class ReasonCache(Method):
         max_blocks: how many blocks a cache may have, all rows together.
         strict, soft: ends of the adaptive threshold on the similarity of steps.
         structural_check: whether formulas and code of two steps must be the same.
-        percentile: of the distances seen so far, up to which blocks are near enough; at 0 nothing is shared.
+        percentile: percentile of the distances seen so far up to which blocks are shared; at 0 none is.
         percentile_of: ``"request"``: the distances of the row itself; ``"all"``: of all rows so far.
         warm_up: distances that are collected before anything is shared.
         max_candidates: similar earlier steps whose blocks are looked at, the most similar ones.

@@ -228,7 +228,7 @@ class CacheSharing(Listener):
         """Leave the cache to another handle.
 
         Raises:
-            SeergateError: if similar blocks were shared: what they were compared with is known here only.
+            SeergateError: if similar blocks were shared, as only this handle knows what they were compared with.
         """
         sharing = getattr(backend, "sharing", None)
         if sharing is self.handle:

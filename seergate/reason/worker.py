@@ -21,7 +21,7 @@ class Worker:
     `put` never waits for a thread. It computes on one core, without helpers that would take the cores from decoding.
 
     Attributes:
-        error: what a call raised, or why there is no thread (any more); from then on calls are dropped.
+        error: the exception of a call, or the reason why there is no thread; later calls are dropped.
     """
 
     def __init__(self, threaded: bool) -> None:

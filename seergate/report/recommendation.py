@@ -18,7 +18,7 @@ class _Found:
 
     Attributes:
         sentence: for people.
-        tells: whether a loss could have been seen at all.
+        tells: whether the data could have shown a loss.
         budget: the smallest budget from which on none was; ``None`` if there is no such budget.
     """
 
