@@ -1,4 +1,4 @@
-# make demo | test | test-vllm | soak | docs | lint | format | install | clean. Everything is installed into .venv, once; a second call is instant.
+# make demo | test | test-vllm | soak | results | stages | docs | lint | format | install | clean. Everything is installed into .venv, once; a second call is instant.
 #
 #   make PYTHON=python3.12 install      another interpreter
 #   make JOBS=8 test                    more test processes (default 2)
@@ -9,13 +9,15 @@ VENV := .venv
 BIN := $(VENV)/bin
 
 .DEFAULT_GOAL := help
-.PHONY: help install demo test test-vllm soak docs lint format clean
+.PHONY: help install demo test test-vllm soak results stages docs lint format clean
 
 help:
 	@echo "make demo     install, then train, decode and evaluate the tiny model, and write a report"
 	@echo "make test     install, then ruff, import-linter, mypy and the tests"
 	@echo "make test-vllm  .venv-vllm with vLLM for CPUs, then the tests of the plugin, which 'make test' leaves out"
 	@echo "make soak     install, then storms and long runs (40 minutes); writes benchmarks/results/soak.json"
+	@echo "make results  install, then every table and figure of the documents that is out of date; STAGE=NAME makes one"
+	@echo "make stages   what 'make results' can make, how long it takes, and what is out of date"
 	@echo "make docs     install, then build the documentation's site into build/site"
 	@echo "make lint     install, then ruff, import-linter and mypy"
 	@echo "make format   install, then format the code"
@@ -76,6 +78,26 @@ soak: install
 	rm -f benchmarks/results/soak.json
 	$(BIN)/python -m tests.soak -n $(JOBS)
 
+# DVC runs dvc.yaml. It has an environment of its own: it wants another antlr4 runtime than the grader of mathematics.
+DVC := .venv-dvc
+$(DVC)/.installed:
+	$(PYTHON) -m venv $(DVC)
+	$(DVC)/bin/python -m pip install 'dvc>=3.60,<4'
+	@touch $@
+
+# Answers and gates in between are in runs/results-HASH, named by what makes them: an interrupted stage goes on there, and after
+# a change it begins anew. Results name the commit that made them, so sources must be committed.
+SOURCES := seergate papers train configs checkpoints
+results: install $(DVC)/.installed
+	@git diff --quiet HEAD -- $(SOURCES) benchmarks/*.py || { echo "commit $(SOURCES) and benchmarks first"; exit 1; }
+	@folder=results-$$(git rev-parse $(SOURCES:%=HEAD:%) | git hash-object --stdin | cut -c 1-12) && \
+	mkdir -p runs/$$folder && ln -sfn $$folder runs/results
+	PATH="$(abspath $(BIN)):$$PATH" $(DVC)/bin/dvc repro --keep-going $(STAGE)
+
+stages: $(DVC)/.installed
+	@$(DVC)/bin/dvc stage list
+	@$(DVC)/bin/dvc status
+
 docs: install
 	$(BIN)/mkdocs build --strict
 
@@ -84,5 +106,5 @@ format: install
 	$(BIN)/ruff format .
 
 clean:
-	rm -rf $(VENV) $(VLLM) build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) $(VLLM) $(DVC) build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -172,13 +172,15 @@ def version(package: str) -> str | None:
 
 
 def commit() -> str:
-    """What is checked out; records of earlier benchmarks aside, which do not change what is measured."""
+    """The commit that is checked out, with ``-dirty`` if a file has changes; results and documents do not count."""
 
     def git(*arguments: str) -> subprocess.CompletedProcess[str]:
         return subprocess.run(["git", *arguments], cwd=RESULTS, capture_output=True, text=True, check=False)
 
     name = git("rev-parse", "--short", "HEAD").stdout.strip()
-    changed = git("diff", "--quiet", "HEAD", "--", ":/", ":!.").returncode
+    changed = git(
+        "diff", "--quiet", "HEAD", "--", ":/", ":!.", ":(top,exclude)docs", ":(top,exclude)dvc.lock"
+    ).returncode
     return f"{name}-dirty" if name and changed else name or "unknown"
 
 
@@ -194,6 +196,7 @@ def provenance(device: torch.device) -> dict[str, str | int | None]:
         "capability": torch.backends.cpu.get_cpu_capability(),
         "python": platform.python_version(),
         "torch": torch.__version__,
+        "transformers": version("transformers"),
         "triton": version("triton"),
         "commit": commit(),
     }
