@@ -177,7 +177,18 @@ def main() -> None:
         with ThreadPoolExecutor(options.jobs) as pool:
             list(pool.map(one, chosen))
     caught = sum(mutation.caught_by is not None for mutation in chosen)
-    record = {"seed": options.seed, "drawn": len(chosen), "caught": caught, "mutations": [asdict(m) for m in chosen]}
+    sys.path.insert(0, str(ROOT / "benchmarks"))
+    import torch
+    from common import provenance
+
+    machine = provenance(torch.device("cpu"))
+    record = {
+        "machine": machine,
+        "seed": options.seed,
+        "drawn": len(chosen),
+        "caught": caught,
+        "mutations": [asdict(m) for m in chosen],
+    }
     options.output.write_text(json.dumps(record, indent=1) + "\n")
     print(f"{caught} of {len(chosen)} are caught")
 
