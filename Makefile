@@ -96,7 +96,8 @@ results: install $(DVC)/.installed
 
 stages: $(DVC)/.installed
 	@$(DVC)/bin/dvc stage list
-	@$(DVC)/bin/dvc status
+	@echo; echo "out of date:"
+	@$(DVC)/bin/dvc status | grep '^[a-z]'
 
 docs: install
 	$(BIN)/mkdocs build --strict

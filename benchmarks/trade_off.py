@@ -56,7 +56,7 @@ def draw(results: Path) -> Any:
     figure, (left, right) = plt.subplots(1, 2, figsize=(10, 3.9), layout="constrained")
     for method, points in accuracies(results).items():
         if 0 in points:
-            left.axhline(100 * points[0].mean, **(style(method) | {"linewidth": 1, "linestyle": "--"}))
+            left.axhline(100 * points[0].mean, **(style(method) | {"linewidth": 1, "linestyle": "--", "marker": ""}))
             left.annotate(f"{method} reads all", (16, 100 * points[0].mean), (0, 4), textcoords="offset points")
             continue
         means = [100 * point.mean for point in points.values()]
