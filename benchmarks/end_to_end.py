@@ -98,9 +98,11 @@ def build(options: argparse.Namespace) -> PreTrainedModel:
     return random_model(**{name: getattr(options, name) for name in names}).to(options.device)
 
 
-def ways(model: PreTrainedModel, options: argparse.Namespace, budget: int) -> dict[str, Way]:
-    """What is compared."""
-    bank = GateBank.for_model(model, GateConfig(options.block_size)).to(options.device, options.dtype)
+def ways(
+    model: PreTrainedModel, options: argparse.Namespace, budget: int, bank: GateBank | None = None
+) -> dict[str, Way]:
+    """What is compared; with random gates unless some are given."""
+    bank = bank or GateBank.for_model(model, GateConfig(options.block_size)).to(options.device, options.dtype)
     gate = methods.Gate(bank=bank, token_budget=budget)
     quest = methods.Quest(token_budget=budget, block_size=options.block_size, dense_layers=())
     return {

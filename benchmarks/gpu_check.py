@@ -683,7 +683,7 @@ def serving_times() -> Iterator[Row]:
 
     lengths, batches = sizes(((8192, 32768), (1, 8, 32)), ((256,), (1, 2)))
     tiny_shape = {"hidden_size": 128, "head_dim": 32, "vocabulary": 1024}
-    options = argparse.Namespace(lengths=lengths, block_size=sizes(64, 32))
+    options = argparse.Namespace(lengths=lengths, block_size=sizes(64, 32), budget=0, vocabulary=1024)
     engine = {"dtype": "bfloat16", "enforce_eager": False, "gpu_memory_utilization": 0.8} if ON_GPU else {}
     steps: dict[tuple[str, int, int], float] = {}
     said = {}

