@@ -229,6 +229,9 @@ class DecodeConfig:
             more than them and the current one, and are left out of the softmax. ``None`` for as many as the gates were
             trained with, and for none with other methods.
         dense_layers: indices of layers that stay dense (the paper's hybrid models, section 5.2).
+        anchors: layers that choose for those above them: a layer that selects reads, per KV head, the blocks that the
+            nearest anchor at or below it chose, and keeps and scores nothing itself. Layers below the first anchor
+            choose for themselves, and so do all layers if there is no anchor.
         dense_below: a row reads everything while it has no more than this many tokens, current one included. Below the
             break-even length of a machine (``seergate break-even``) reading everything is faster than choosing.
         compat: ``"published"`` reproduces the published checkpoints' code where it differs from the paper: a block
@@ -242,6 +245,7 @@ class DecodeConfig:
     top_p: float | None = None
     sink_blocks: int | None = None
     dense_layers: tuple[int, ...] = ()
+    anchors: tuple[int, ...] = ()
     dense_below: int = 0
     compat: Literal["published", "gates"] | None = "gates"
 
@@ -271,10 +275,13 @@ def check_rule(options: Any, block_size: int | None = None) -> None:
     if block_size is not None and options.sink_blocks is None:
         object.__setattr__(options, "sink_blocks", 0)
     sinks = 0 if options.sink_blocks is None else options.sink_blocks
-    layers = options.dense_layers
-    right = isinstance(layers, (tuple, list)) and all(is_int(layer) and layer >= 0 for layer in layers)
-    check("dense_layers", layers, right, "a tuple of layer indices, 0 or greater")
-    object.__setattr__(options, "dense_layers", tuple(layers))
+    for name in ("dense_layers", "anchors"):
+        layers = getattr(options, name)
+        right = isinstance(layers, (tuple, list)) and all(is_int(layer) and layer >= 0 for layer in layers)
+        check(name, layers, right, "a tuple of layer indices, 0 or greater")
+        object.__setattr__(options, name, tuple(layers))
+    if both := sorted(set(options.anchors) & set(options.dense_layers)):
+        raise ValueError(f"anchors names {both}, which are in dense_layers, too; a dense layer chooses nothing")
     compat = getattr(options, "compat", None)  # of gates only
     check_one_of("compat", compat, (None, "published", "gates"))
     if compat == "published" and (options.top_p is not None or sinks or options.dense_below):

@@ -24,6 +24,8 @@ from seergate.errors import SeergateError
 from seergate.inference_mode import outside_inference_mode
 from seergate.methods.base import LayerSpec, LayerState, Method, Rotary
 from seergate.methods.evicting import CompressingMethod, CompressingState, Eviction
+from seergate.methods.selecting import PerHeadSelection
+from seergate.ops import Selection
 from seergate.stats import CompiledCounts, DecodeStats
 
 
@@ -35,8 +37,12 @@ class GatedLayer(CacheLayerMixin):
         compiles: whether a decode step may be compiled, or captured in a CUDA graph: then it is the same operations
             whatever the rows' lengths, which only the device knows. For a static cache, and a method with
             ``fixed_shapes``.
+        anchor: the layer below whose choice of blocks this one reads; ``None`` if it chooses for itself.
+        last_reader: index of the last layer that reads this one's choice.
 
     Attributes:
+        chosen: the blocks that the layer chose for each token of the pass that is under way, from its turn to that of
+            ``last_reader``; empty otherwise.
         counts: where compiled steps are counted; ``None`` if an eager step must come before one.
     """
 
@@ -52,7 +58,10 @@ class GatedLayer(CacheLayerMixin):
         rotary: Rotary,
         shared: bool = False,
         compiles: bool = False,
+        anchor: GatedLayer | None = None,
+        last_reader: int | None = None,
     ) -> None:
+        self.anchor, self.last_reader = anchor, layer if last_reader is None else last_reader
         self.storage, self.method, self.layer, self.num_heads, self.rotary = storage, method, layer, num_heads, rotary
         self.static_length, self.shared, self.is_compileable = storage.static_length, shared, compiles
         self.block_size = int(getattr(method, "block_size", 1))
@@ -61,6 +70,7 @@ class GatedLayer(CacheLayerMixin):
     @outside_inference_mode
     def _clear(self) -> None:
         self.rows = Rows()
+        self.chosen: list[Selection | PerHeadSelection | None] = []
         self.counts: CompiledCounts | None = None
         self.state: LayerState | None = None
         self.context: ForwardContext | None = None  # put here by the attention module's pre-hook, taken by `update`
@@ -91,9 +101,8 @@ class GatedLayer(CacheLayerMixin):
         """Allocate the storage and the method's state for this batch."""
         batch, heads, _, head_dim = key_states.shape
         self.dtype, self.device = key_states.dtype, key_states.device
-        self.state = self.method.new_state(
-            LayerSpec(self.layer, batch, self.num_heads, heads, head_dim, self.dtype, self.device, self.rotary)
-        )
+        spec = LayerSpec(self.layer, batch, self.num_heads, heads, head_dim, self.dtype, self.device, self.rotary)
+        self.state = self.method.new_state(spec) if self.anchor is None else LayerState(spec)
         self.storage.allocate(key_states, value_states, self.block_size, self.state)
         self.rows = Rows(batch, self.device, self.is_compileable)
         if self.is_compileable:  # a compiler must see no new tensors later

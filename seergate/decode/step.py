@@ -5,7 +5,7 @@ Shape suffixes: B batch, S new tokens, T key tokens, H query heads, K KV heads, 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -21,7 +21,7 @@ from seergate.inference_mode import outside_inference_mode
 from seergate.methods.base import Step
 from seergate.methods.evicting import AttentionOutput, CompressingState
 from seergate.methods.scoring import attend_and_weigh, log_probabilities
-from seergate.methods.selecting import PerHeadSelection, SelectingMethod
+from seergate.methods.selecting import PerHeadSelection, SelectingMethod, on_device
 from seergate.ops import Selection
 from seergate.stats import DecodeStats, StepRecord
 
@@ -104,17 +104,30 @@ class GatedAttention:
     def _decode_each(self, state: Any, step: Step, count: int) -> Tensor:
         """Decode the newest ``count`` tokens one after another: ``[B, count, H, D]``."""
         with torch.no_grad(), torch.autocast(step.q_BHSD.device.type, enabled=False):
-            if step.q_BHSD.shape[2] == 1:
-                return self._decode(state, step)[:, None]
-            return torch.stack([self._decode(state, part) for part in _tokens(step, count)], dim=1)
+            steps = [step] if step.q_BHSD.shape[2] == 1 else list(_tokens(step, count))
+            chosen = zip(steps, self._choose(state, steps), strict=True)
+            outputs = [self._decode(state, part, selection) for part, selection in chosen]
+            return outputs[0][:, None] if len(outputs) == 1 else torch.stack(outputs, dim=1)
 
-    def _decode(self, state: Any, step: Step) -> Tensor:
+    def _choose(self, state: Any, steps: list[Step]) -> Sequence[Selection | PerHeadSelection | None]:
+        """The blocks that each token reads, ``None`` for all: the layer's own choice, or its anchor's."""
+        layer, method, anchor = self.layer, self.layer.method, self.layer.anchor
+        if not isinstance(method, SelectingMethod):
+            return [None] * len(steps)
+        if anchor is None:
+            found = [method.select(state, step) for step in steps]
+            if layer.last_reader != layer.layer:
+                layer.chosen = found
+            return found
+        found = [on_device(selection, layer.device) for selection in anchor.chosen]
+        if layer.layer == anchor.last_reader:
+            anchor.chosen = []
+        return found
+
+    def _decode(self, state: Any, step: Step, selection: Selection | PerHeadSelection | None) -> Tensor:
         layer, method, size = self.layer, self.layer.method, self.layer.block_size
-        selection: Selection | PerHeadSelection | None = None
         attended: AttentionOutput | None = None
-        if isinstance(method, SelectingMethod):
-            selection = method.select(state, step)
-        elif isinstance(state, CompressingState):
+        if isinstance(state, CompressingState):
             if state.reads_all_keys:
                 output, step.p_BKGT = attend_and_weigh(step)
                 attended = AttentionOutput(output)

@@ -19,7 +19,7 @@ from seergate.methods import SelectingMethod, method_class, option_names
 from seergate.methods.registry import check_options
 
 WORDS: dict[str, Any] = {"true": True, "false": False, "none": None}
-LISTS = ("dense_layers",)
+LISTS = ("dense_layers", "anchors")
 """Options that hold whole numbers, written with ``+`` between them."""
 
 

@@ -25,7 +25,7 @@ from seergate.errors import SeergateError
 from seergate.hf.bank import GateBank
 from seergate.hf.call import Attachment, LayerBinding, SingleThreadGuard
 from seergate.hf.prompts import PromptReader
-from seergate.hf.resolving import check_calibration, check_dense_layers, resolve_method
+from seergate.hf.resolving import check_anchors, check_calibration, check_dense_layers, resolve_method
 from seergate.methods import Method, SelectingMethod
 from seergate.methods.evicting import CompressingMethod
 from seergate.models import families
@@ -78,6 +78,7 @@ class Handle(Attachment):
                 families.check_gates(model, bank)
         check_calibration(model, method)
         check_dense_layers(method, families.text_config(model).num_hidden_layers)
+        check_anchors(method, families.kv_heads(model))
         implementation = families.text_config(model)._attn_implementation
         if "flex" in str(implementation):
             raise SeergateError(

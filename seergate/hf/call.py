@@ -331,7 +331,11 @@ class LayerBinding:
         shared, method = bool(getattr(self.attention, "store_full_length_kv", False)), handle.method
         compiles = static_length is not None and method.fixed_shapes and handle.correction is None and not shared
         storage = handle.storage.new(self.layer, cache.layers, static_length)
-        return GatedLayer(storage, method, self.layer, self.num_heads, self.rotary, shared, compiles)
+        anchor, readers = method.anchor_of(self.layer), [self.layer]
+        readers += [layer for layer in handle.stats_.layers if method.anchor_of(layer) == self.layer]
+        source = None if anchor == self.layer else cache.layers[anchor]
+        facts = storage, method, self.layer, self.num_heads, self.rotary
+        return GatedLayer(*facts, shared, compiles, source, max(readers))
 
 
 def _without_cache(qk_hook: QKHook, dense: DenseAttention, module: nn.Module, *args: Any, **kwargs: Any) -> Any:

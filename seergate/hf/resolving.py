@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import Any, TypeGuard
 
 from transformers import PreTrainedModel
@@ -93,6 +93,27 @@ def check_dense_layers(method: Method, layers: int) -> None:
     absent = sorted(set(method.dense_layers) - set(range(layers))) if isinstance(method, SelectingMethod) else []
     if absent:
         raise SeergateError(f"dense_layers names {absent}; the model has layers 0..{layers - 1}")
+
+
+def check_anchors(method: Method, kv_heads: Mapping[int, int]) -> None:
+    """Refuse anchors that a model does not have, that choose nothing, or whose choice is of other KV heads.
+
+    Args:
+        kv_heads: layer that can be gated -> its KV heads.
+    """
+    if not isinstance(method, SelectingMethod):
+        return
+    if absent := [anchor for anchor in method.anchors if anchor not in kv_heads]:
+        raise SeergateError(f"anchors names {absent}; the layers with full attention are {list(kv_heads)}")
+    if idle := [anchor for anchor in method.anchors if not method.selects_in(anchor)]:
+        raise SeergateError(f"anchors names {idle}, for which there are no gates; an anchor must have one")
+    for layer, heads in kv_heads.items():
+        anchor = method.anchor_of(layer)
+        if heads != kv_heads[anchor]:
+            raise SeergateError(
+                f"layer {layer} has {heads} KV heads and layer {anchor}, the nearest anchor, {kv_heads[anchor]}; "
+                "layers that share a choice must have equally many"
+            )
 
 
 def check_calibration(model: PreTrainedModel, method: Method) -> None:

@@ -304,6 +304,10 @@ class Method(ABC):
         """True if the cache should hold keys before RoPE (the method rotates them itself)."""
         return False
 
+    def anchor_of(self, layer: int) -> int:
+        """The layer that chooses what a layer reads: another one below it, or the layer itself."""
+        return layer
+
     @property
     def fixed_shapes(self) -> bool:
         """True if a decode step can be the same operations whatever the rows' lengths, so that it can be compiled."""

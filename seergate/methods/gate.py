@@ -88,7 +88,7 @@ class Gate(SelectingMethod):
         return GateState(spec, self, gate_on(spec, self.bank.gate(spec.layer), self._copies))
 
     def selects_in(self, layer: int) -> bool:
-        return super().selects_in(layer) and str(layer) in self.bank.layers
+        return super().selects_in(layer) and str(self.anchor_of(layer)) in self.bank.layers
 
     @property
     def max_rollback(self) -> int:

@@ -51,6 +51,8 @@ class GateOnEvictor(EvictingMethod):
             raise ValueError(f"{named}: it does not attend to all that it holds, or not where it was; {OWN_ATTENTION}")
         if self.gate.compat is not None:
             raise ValueError(f'{named} with compat="published", whose code has no eviction; give compat=None')
+        if self.gate.anchors:
+            raise ValueError(f"{named} with anchors, as every layer evicts for itself; give gates without them")
         if self.gate.dense_below:
             raise ValueError(f"{named} with dense_below, which needs all tokens; drop it")
 

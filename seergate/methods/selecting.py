@@ -37,7 +37,7 @@ class SelectingMethod(Method):
     """Keeps the whole cache and reads some of its blocks at each step.
 
     Attributes:
-        token_budget, threshold, top_p, sink_blocks, dense_layers, dense_below: see `DecodeConfig`.
+        token_budget, threshold, top_p, sink_blocks, dense_layers, anchors, dense_below: see `DecodeConfig`.
         block_size: tokens per block.
     """
 
@@ -47,6 +47,7 @@ class SelectingMethod(Method):
     top_p: float | None = None
     sink_blocks: int = 0
     dense_layers: tuple[int, ...] = ()
+    anchors: tuple[int, ...] = ()
     dense_below: int = 0
     block_size: int = 64
 
@@ -62,6 +63,11 @@ class SelectingMethod(Method):
     def selects_in(self, layer: int) -> bool:
         """True if steps of this layer may read less than everything."""
         return layer not in self.dense_layers
+
+    def anchor_of(self, layer: int) -> int:
+        if layer in self.dense_layers:
+            return layer
+        return max((anchor for anchor in self.anchors if anchor <= layer), default=layer)
 
     def select(self, state: SelectingState, step: Step) -> Selection | PerHeadSelection | None:
         """The blocks to read at a decode step, or ``None`` for all of them."""
@@ -128,6 +134,14 @@ class SelectingState(LayerState, ABC):
         set beside the true attention.
         """
         return self.scores(step)
+
+
+def on_device(selection: Any, device: torch.device) -> Any:
+    """A `Selection` or a `PerHeadSelection` where the layer is that reads it; ``None`` stays."""
+    if selection is None or selection.counts.device == device:
+        return selection
+    parts = (x.to(device) if isinstance(x, Tensor) else on_device(x, device) for x in selection)
+    return type(selection)(*parts)
 
 
 def with_all_blocks(selection: Selection, ends: list[int], block_size: int, short: int) -> Selection:

@@ -107,4 +107,9 @@ class Settings:
             given["block_size"] = page
         method = make_method(self.method, bank=bank, **given)
         assert isinstance(method, SelectingMethod)
+        if method.anchors:
+            raise SeergateError(
+                f"the method {method.name!r} has anchors {list(method.anchors)}; inside vLLM every layer chooses for "
+                "itself, so give gates for every layer, without anchors"
+            )
         return method

@@ -26,6 +26,7 @@ class Rule:
     sink_blocks: int = 0
     dense_layers: tuple[int, ...] = ()
     dense_below: int = 0
+    anchors: tuple[int, ...] = ()
 
 
 @dataclass
@@ -58,6 +59,7 @@ class ReferenceRow:
         self.heads, self.kv_heads, self.width = config.num_attention_heads, config.num_key_value_heads, config.head_dim
         empty = torch.zeros(self.kv_heads, 0, self.width, dtype=torch.float64)
         self.layers = [Kept(empty, empty, empty) for _ in model.model.layers]
+        self.picked: dict[tuple[int, int], set[int]] = {}  # blocks of this token by anchor and KV head
 
     @property
     def length(self) -> int:
@@ -120,9 +122,13 @@ class ReferenceRow:
         rule, size = self.rule, self.rule.block_size
         current = (length - 1) // size
         blocks = set(range(current + 1))
-        if layer not in rule.dense_layers and length > rule.dense_below:
+        anchor = max((anchor for anchor in rule.anchors if anchor < layer), default=None)
+        if layer not in rule.dense_layers and anchor is not None and layer not in rule.anchors:
+            blocks = self.picked[anchor, kv_head]
+        elif layer not in rule.dense_layers and length > rule.dense_below:
             scores = [self._score(layer, kv_head, raw_q, q, block) for block in range(current)]
             blocks = self._pick([float(torch.tensor(score, dtype=torch.float32)) for score in scores], current)
+        self.picked[layer, kv_head] = blocks
         token_blocks = torch.arange(length) // size
         return torch.tensor([int(block) in blocks for block in token_blocks])
 

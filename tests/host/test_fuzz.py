@@ -34,11 +34,13 @@ def a_rule(draw: random.Random) -> Rule:
         "top_p": draw.choice((0.3, 0.7, 0.95)),
     }
     kind = draw.choice(("token_budget", "token_budget", "threshold", "top_p"))
+    dense = draw.choice(((), (), (0,), (1,)))
     return Rule(
         selector=draw.choice(("gate", "gate", "oracle", "quest")),
         block_size=size,
         sink_blocks=sinks,
-        dense_layers=draw.choice(((), (), (0,), (1,))),
+        dense_layers=dense,
+        anchors=draw.choice(((), (0,))) if not dense else (),
         dense_below=draw.choice((0, 0, 30)),
         **{kind: kinds[kind]},
     )
@@ -165,6 +167,9 @@ class Request:
         if rule.selector != "gate":
             return
         for index, layer in enumerate(self.cache.layers):
+            if index > 0 and rule.anchors:
+                assert not layer.state.rows, "a layer that reads its anchor's choice keeps nothing"
+                continue
             for number, row in enumerate(self.rows):
                 for block in range(row.length // rule.block_size):
                     ours = layer.state.rows["kg"][number, :, block]
