@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from common import RESULTS, save
 
+from seergate.eval.stats import mean_and_error
 from seergate.eval.store import read_json
 from seergate.gates import CONFIG_FILE
 from seergate.report.load import Sweep, load_sweeps
@@ -21,19 +22,26 @@ KEPT = (
     *("bytes_read_per_step", "own_bytes_mean", "own_bytes_peak", "resident_bytes_mean", "resident_bytes_peak"),
     "tokens_per_second",
     *("recall", "next_token_kl"),
+    *("kl", "kl_se", "kl_low", "kl_high", "kl_p99", "kl_p99_low", "kl_p99_high", "agreement", "perplexity"),
+    "reply_logprob",
 )
 
 
 def rows_of(found: Sweep) -> list[dict[str, Any]]:
     """One row per setting. ``gate_minus_this`` is the paired difference of the accuracies, at the same budget or, for
-    settings with no budget of the gate's, at each of them; of several gates, the first by name.
+    settings with no budget of the gate's, at each of them; of several gates, the first by name. Where texts were scored,
+    ``kl_texts`` has the mean KL of each instead.
     """
     ours = min((setting.series for setting in found.settings if setting.method == "gate"), default=None)
     gates = {setting.budget: setting for setting in found.settings if setting.series == ours}
     rows: list[dict[str, Any]] = []
     for setting in found.settings:
         row = {"method": setting.series, "budget": setting.budget, "nominal": setting.nominal}
-        row |= {key: setting.metrics[key] for key in KEPT if key in setting.metrics}
+        row |= {key: setting.metrics[key] for key in KEPT if setting.metrics.get(key) is not None}
+        if "kl" in row:
+            row["kl_texts"] = [mean_and_error(text["kl"]).mean for text in setting.samples]
+            rows.append(row)
+            continue
         if path := (setting.config.get("gates") or {}).get("path"):
             training = (read_json(Path(path) / CONFIG_FILE) or {}).get("training", {})
             row |= {key: training[key] for key in ("tokens_seen", "kl_held_out_best") if key in training}
@@ -56,8 +64,9 @@ def main() -> None:
     parser.add_argument("--output", type=Path, default=RESULTS)
     options = parser.parse_args()
     (found,) = load_sweeps(options.runs)
+    task = found.config["task"]
     described = {
-        "task": found.config["task"],
+        "task": {**task, "file": Path(task["file"]).name} if "file" in task else task,
         "generation": found.config["generation"],
         "environment": found.config["environment"],
     }
