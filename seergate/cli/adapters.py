@@ -1,21 +1,281 @@
-"""Shared parts of the commands about gates as files: options for the Hub, reading, results of evaluations."""
+"""Commands about gates as files: ``info``, ``push`` and ``export``."""
 
 from __future__ import annotations
 
 import argparse
+import json
 import math
+import tempfile
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from seergate.cli.arguments import Command, numbers
 from seergate.errors import SeergateError
+from seergate.gates.card import percent_right, scoring
 from seergate.paths import is_hub_id, is_local_model
 
 if TYPE_CHECKING:
     from seergate.hf.bank import GateBank
 
+INFO_HELP = (
+    "what gates are for, how they were trained, how good they are",
+    "Describe gates without loading their base model. With --diff, compare them with others.",
+    [
+        "seergate info org/Qwen3-8B-gates",
+        "seergate info runs/tiny-reasoner-gates --json",
+        "seergate info runs/a --diff runs/b",
+    ],
+)
 
-def add_source_options(parser: argparse.ArgumentParser) -> None:
+
+def _info_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("source", metavar="GATES", help="directory or Hub id")
+    parser.add_argument("--diff", metavar="OTHER", help="also what other gates have that differs")
+    parser.add_argument("--json", action="store_true", help="for programs")
+    _add_source_options(parser)
+
+
+def _info(options: argparse.Namespace) -> int:
+    """Print the facts about gates."""
+    bank = _read_gates(options.source, options)
+    facts = _facts_of(bank)
+    if options.diff is not None:
+        found = bank.diff(_read_gates(options.diff, options))
+        changed = {name: vars(entry) for name, entry in found.tensors.items()}
+        facts["difference"] = {
+            "fields": found.fields,
+            "tensors": changed,
+            "compared": len(bank.state_dict()) - len(found.only_first),
+            "only here": found.only_first,
+            "only there": found.only_second,
+        }
+    if options.json:
+        print(json.dumps(facts, indent=2))
+    else:
+        _say(facts)
+    return 0
+
+
+def _facts_of(bank: GateBank) -> dict[str, Any]:
+    """The facts about gates, in sections."""
+    gate, geometry = bank.config, bank.geometry
+    return {
+        "gates": {
+            "block size": gate.block_size,
+            "gate width": gate.gate_dim,
+            **scoring(gate),
+            "q/k norm": None if gate.retention else gate.qk_norm,
+            "RoPE": None if gate.retention else gate.rope,
+            "gated layers": len(geometry.layers),
+            "parameters": bank.num_parameters,
+            "megabytes": round(bank.nbytes / 1e6, 1),
+            "dtype": str(bank.dtype).removeprefix("torch."),
+            "decoding defaults": bank.decode_defaults or None,
+        },
+        "base model": {
+            "name": geometry.base_model,
+            "revision": geometry.base_revision,
+            "type": geometry.model_type,
+            "layers": geometry.num_layers,
+            "heads": f"{geometry.num_heads} query, {geometry.num_kv_heads} KV, width {geometry.head_dim}",
+            "licence": bank.licence.get("license"),
+        },
+        "training": bank.training_record,
+        "results": list(bank.results),
+    }
+
+
+def _say(facts: dict[str, Any]) -> None:
+    """Print the facts, one per line."""
+    for title in ("gates", "base model"):
+        print(title)
+        _table(facts[title])
+    training = dict(facts["training"])
+    options = training.pop("config", None)
+    flat = {**{key: value for key, value in training.items() if not isinstance(value, (dict, list))}}
+    if isinstance(options, dict):
+        flat |= {
+            key: options[key]
+            for key in ("data", "max_steps", "packs_per_step", "learning_rate", "seed")
+            if key in options
+        }
+    print("training" if flat else "training: not recorded")
+    _table(flat)
+    print("results" if facts["results"] else "results: none recorded")
+    for result in facts["results"]:
+        budget = f", {result['token_budget']} tokens" if result.get("token_budget") else ""
+        print(f"  {result.get('task')}, {result.get('method')}{budget}: {percent_right(result) or '?'} %")
+    if "difference" in facts:
+        _say_difference(facts["difference"])
+
+
+def _table(values: dict[str, Any]) -> None:
+    for name, value in values.items():
+        if value is not None:
+            shown = f"{value:.5g}" if isinstance(value, float) else f"{value:,}" if type(value) is int else value
+            print(f"  {name.replace('_', ' '):20} {shown}")
+
+
+def _say_difference(found: dict[str, Any]) -> None:
+    print("difference")
+    for line in found["fields"]:
+        print(f"  {line}")
+    for place in ("only here", "only there"):
+        if found[place]:
+            print(f"  tensors {place}: {', '.join(found[place])}")
+    for name, entry in found["tensors"].items():
+        print(f"  {name}: {100 * entry['relative']:.3g} % of its norm, cosine {entry['cosine']:.6f}")
+    if found["tensors"]:
+        name, most = max(found["tensors"].items(), key=lambda item: item[1]["relative"])
+        print(
+            f"  in all: {len(found['tensors'])} of {found['compared']} tensors differ, "
+            f"at most by {100 * most['relative']:.3g} % of their norm ({name})"
+        )
+    if not any(found[part] for part in ("fields", "tensors", "only here", "only there")):
+        print("  none")
+
+
+INFO = Command(INFO_HELP, _info_arguments, _info)
+
+PUSH_HELP = (
+    "upload gates to the Hugging Face Hub",
+    "Upload gates in one commit, with a model card that says what they are for, how to use them, how they were made\n"
+    "and how good they are. What you wrote around the generated part of an existing card stays.",
+    [
+        "seergate push runs/qwen3-8b-gates org/Qwen3-8B-gates --dry-run",
+        "seergate push runs/qwen3-8b-gates org/Qwen3-8B-gates --private",
+        "seergate push runs/qwen3-8b-gates org/Qwen3-8B-gates --results runs/eval-Qwen3-8B-aime24",
+        "seergate push runs/qwen3-8b-gates org/Qwen3-8B-gates --create-pr --message 'Gates after 800 steps'",
+    ],
+)
+
+
+def _push_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("directory", metavar="DIR", help="directory of gates")
+    parser.add_argument("repo_id", metavar="ORG/NAME", help="repository, made if need be; NAME alone is your own")
+    parser.add_argument("--private", action="store_true", default=None, help="make a new repository private")
+    parser.add_argument("--revision", metavar="BRANCH", help="commit to this branch; made if need be [main]")
+    parser.add_argument("--subfolder", metavar="DIR", help="where in the repository [its root]")
+    parser.add_argument("--message", default="Upload attention gates", help="of the commit [%(default)s]")
+    parser.add_argument("--description", help="of the commit or pull request")
+    parser.add_argument("--create-pr", action="store_true", help="open a pull request instead of committing")
+    parser.add_argument("--dry-run", action="store_true", help="print the card and what would be uploaded, and stop")
+    parser.add_argument("--token", metavar="TOKEN", help="for the Hub [the one of `hf auth login`]")
+    _add_card_options(parser)
+
+
+def _push(options: argparse.Namespace) -> int:
+    """Read the gates, describe them, upload them."""
+    from seergate.gates import CARD_FILE, Source, base_note, check_repo_id, read_card, save_adapter
+    from seergate.hf.bank import GateBank
+
+    directory = Path(options.directory)
+    if not directory.is_dir():
+        raise SeergateError(f"{directory} is not a directory; push uploads a directory of gates")
+    bank = GateBank.from_pretrained(directory)
+    _describe(bank, options)
+    if options.dry_run:
+        check_repo_id(options.repo_id)
+        with tempfile.TemporaryDirectory() as place:
+            if card := read_card(directory):
+                (Path(place) / CARD_FILE).write_text(card, encoding="utf-8")
+            source = Source(options.repo_id, options.revision, options.subfolder)
+            files = sorted(save_adapter(bank, place, card_source=source).iterdir())
+            print((Path(place) / CARD_FILE).read_text(encoding="utf-8"))
+            print(f"not uploaded: {', '.join(f'{file.name} ({file.stat().st_size:,} bytes)' for file in files)}")
+        return 0
+    if note := base_note(bank.geometry.base_model):
+        print(note)
+    address = bank.push_to_hub(
+        options.repo_id,
+        card=read_card(directory),
+        private=options.private,
+        token=options.token,
+        revision=options.revision,
+        subfolder=options.subfolder,
+        commit_message=options.message,
+        commit_description=options.description,
+        create_pr=options.create_pr,
+    )
+    print(f"pushed: {address}")
+    return 0
+
+
+PUSH = Command(PUSH_HELP, _push_arguments, _push)
+
+EXPORT_HELP = (
+    "copy gates to a directory: other precision, fewer layers, from or to the published format, average",
+    "Write gates to a new directory, changed as you say. With several sources their average is written. With\n"
+    "--format published the result is what the published SeerAttention-R code loads. Gates in that format\n"
+    "(config.json and attn_gate_weights.pth) are read by every command, and decode as the published code does\n"
+    "(compat='published') unless you say otherwise.",
+    [
+        "seergate export org/Qwen3-8B-gates my-gates --dtype bfloat16",
+        "seergate export runs/a,runs/b averaged --weights 0.25,0.75",
+        "seergate export my-gates upper-half --layers 18-35",
+        "seergate export my-gates published --format published",
+        "seergate export SeerAttention/SeerAttention-Decode-Qwen3-8B-AttnGates qwen3-8b-gates",
+    ],
+)
+
+
+def _layer_list(text: str) -> list[int]:
+    """Layers such as ``0,2,8-11``."""
+    layers: list[int] = []
+    try:
+        for part in text.split(","):
+            first, _, last = part.partition("-")
+            layers += range(int(first), int(last or first) + 1)
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"{text!r} must be layers such as 0,2,8-11") from None
+    return layers
+
+
+def _export_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("sources", metavar="SRC", help="directory or Hub id of gates; with commas, an average")
+    parser.add_argument("out", type=Path, metavar="DST", help="new directory")
+    parser.add_argument("--format", choices=["seergate", "published"], default="seergate", help="[%(default)s]")
+    parser.add_argument("--dtype", choices=["bfloat16", "float16", "float32"], help="[as they are]")
+    parser.add_argument("--layers", type=_layer_list, metavar="I,J-K", help="keep the gates of these layers [all]")
+    parser.add_argument("--weights", type=numbers, metavar="A,B", help="of an average [equal]")
+    parser.add_argument("--loaded-as", metavar="NAME", help="directory or Hub id in the card's example [DST]")
+    _add_card_options(parser)
+    _add_source_options(parser)
+
+
+def _export(options: argparse.Namespace) -> int:
+    """Read, change, write."""
+    import torch
+
+    from seergate.gates import Source, average, cast, save_adapter, subset
+    from seergate.hf.published import export_published
+
+    if options.out.is_dir() and any(options.out.iterdir()):
+        raise SeergateError(f"{options.out} is not empty; name a new directory")
+    sources = [source for source in options.sources.split(",") if source]
+    if options.weights and len(sources) < 2:
+        raise SeergateError("weights are for an average; name two sources or more, with commas")
+    banks = [_read_gates(source, options) for source in sources]
+    bank = banks[0] if len(banks) == 1 else average(banks, options.weights)
+    if options.layers is not None:
+        bank = subset(bank, options.layers)
+    if options.dtype is not None:
+        bank = cast(bank, getattr(torch, options.dtype))
+    _describe(bank, options)
+    if options.format == "published":
+        export_published(bank, options.out)
+    else:
+        source = Source(options.loaded_as) if options.loaded_as else None
+        save_adapter(bank, options.out, card_source=source)
+    print(f"written: {options.out} ({len(bank.geometry.layers)} layers, {bank.nbytes / 1e6:.1f} MB)")
+    return 0
+
+
+EXPORT = Command(EXPORT_HELP, _export_arguments, _export)
+
+
+def _add_source_options(parser: argparse.ArgumentParser) -> None:
     """Options of reading from the Hub."""
     parser.add_argument("--revision", metavar="REV", help="branch, tag or commit of a Hub repository [main]")
     parser.add_argument("--subfolder", metavar="DIR", help="where in it the gates lie [its root]")
@@ -23,7 +283,7 @@ def add_source_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--offline", action="store_true", help="use what was downloaded before")
 
 
-def read_gates(source: str, options: argparse.Namespace) -> GateBank:
+def _read_gates(source: str, options: argparse.Namespace) -> GateBank:
     """Read the gates that the options describe.
 
     Raises:
@@ -35,7 +295,7 @@ def read_gates(source: str, options: argparse.Namespace) -> GateBank:
     return GateBank.from_pretrained(source, **hub, local_files_only=options.offline)
 
 
-def add_card_options(parser: argparse.ArgumentParser) -> None:
+def _add_card_options(parser: argparse.ArgumentParser) -> None:
     """Options that change the card and the record of gates."""
     parser.add_argument(
         "--results", type=Path, action="append", default=[], metavar="DIR", help="runs of `seergate eval` for the card"
@@ -44,7 +304,7 @@ def add_card_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--licence", "--license", dest="licence", metavar="ID", help="[the base model's]")
 
 
-def describe(bank: GateBank, options: argparse.Namespace) -> None:
+def _describe(bank: GateBank, options: argparse.Namespace) -> None:
     """Give the gates the results, base model and licence that the options name.
 
     Raises:

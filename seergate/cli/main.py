@@ -11,18 +11,17 @@ import importlib.util
 import os
 import sys
 from collections.abc import Sequence
+from dataclasses import replace
 from importlib.metadata import entry_points
 from types import ModuleType
 
 from seergate.cli import (
+    adapters,
     break_even,
     calibrate,
     demo,
     doctor,
-    export,
     generate,
-    info,
-    push,
     runs,
     traces,
     train,
@@ -37,8 +36,8 @@ from seergate.openmp import bound_spinning
 from seergate.version import __version__
 
 PUBLISHED = "SeerAttention/SeerAttention-Decode-Qwen3-8B-AttnGates"
-LEGACY = Command(
-    (*export.HELP[:2], [f"seergate import-legacy {PUBLISHED} qwen3-8b-gates"]), export.add_arguments, export.run
+LEGACY = replace(
+    adapters.EXPORT, HELP=(*adapters.EXPORT.HELP[:2], [f"seergate import-legacy {PUBLISHED} qwen3-8b-gates"])
 )
 """`seergate export`, by the name that users of the published gates look for."""
 
@@ -58,9 +57,9 @@ COMMANDS: dict[str, ModuleType | Command] = {
     "calibrate": calibrate,
     "break-even": break_even,
     "doctor": doctor,
-    "info": info,
-    "push": push,
-    "export": export,
+    "info": adapters.INFO,
+    "push": adapters.PUSH,
+    "export": adapters.EXPORT,
     "import-legacy": LEGACY,
 }
 ENTRY_POINTS = "seergate.commands"
