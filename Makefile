@@ -1,4 +1,4 @@
-# make demo | test | test-vllm | soak | results | stages | docs | lint | format | install | clean. Everything is installed into .venv, once; a second call is instant.
+# make demo | test | test-vllm | test-sglang | soak | results | stages | docs | lint | format | install | clean. Everything is installed into .venv, once; a second call is instant.
 #
 #   make PYTHON=python3.12 install      another interpreter
 #   make JOBS=8 test                    more test processes (default 2)
@@ -9,12 +9,13 @@ VENV := .venv
 BIN := $(VENV)/bin
 
 .DEFAULT_GOAL := help
-.PHONY: help install demo test test-vllm soak results stages docs lint format clean
+.PHONY: help install demo test test-vllm test-sglang soak results stages docs lint format clean
 
 help:
 	@echo "make demo     install, then train, decode and evaluate the tiny model, and write a report"
 	@echo "make test     install, then ruff, import-linter, mypy and the tests"
 	@echo "make test-vllm  .venv-vllm with vLLM for CPUs, then the tests of the plugin, which 'make test' leaves out"
+	@echo "make test-sglang  .venv-sglang with SGLang, then the tests of the plugin, which 'make test' leaves out"
 	@echo "make soak     install, then storms and long runs (40 minutes); writes benchmarks/results/soak.json"
 	@echo "make results  install, then every table and figure of the documents that is out of date; STAGE=NAME makes one"
 	@echo "make stages   what 'make results' can make, how long it takes, and what is out of date"
@@ -69,6 +70,18 @@ $(VLLM)/.installed: pyproject.toml
 test-vllm: $(VLLM)/.installed
 	$(VLLM)/bin/python -m pytest tests/vllm
 
+# SGLang in an environment of its own, without what needs CUDA.
+SGLANG := .venv-sglang
+$(SGLANG)/.installed: pyproject.toml constraints.txt tests/sglang/requirements.txt
+	$(PYTHON) -m venv $(SGLANG)
+	$(SGLANG)/bin/python -m pip install -c constraints.txt torch
+	$(SGLANG)/bin/python -m pip install -e . pytest pytest-timeout hypothesis einops gguf ipython ninja pillow psutil pydantic scipy
+	$(SGLANG)/bin/python -m pip install --no-deps -r tests/sglang/requirements.txt
+	@touch $@
+
+test-sglang: $(SGLANG)/.installed
+	PYTHONPATH=tests/sglang/stubs $(SGLANG)/bin/python -m pytest tests/sglang
+
 # One torch thread per process is set in tests/conftest.py, so JOBS processes use JOBS cores.
 test: lint
 	$(BIN)/python -m pytest -n $(JOBS)
@@ -107,5 +120,5 @@ format: install
 	$(BIN)/ruff format .
 
 clean:
-	rm -rf $(VENV) $(VLLM) $(DVC) build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) $(VLLM) $(SGLANG) $(DVC) build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -112,7 +112,7 @@ FILES_THAT_CHOOSE = {
     "seergate/cli/demo.py",  # its comparison
     "seergate/eval/recurrence.py",  # the measurements that LazyEviction and TriAttention name
     "seergate/report/published.py",  # published numbers
-    "seergate/vllm/scoring.py",  # the scores that methods name
+    "seergate/serving/scoring.py",  # the scores that methods name
 }
 """Files about certain methods."""
 

@@ -15,7 +15,7 @@ from seergate.hf.published import export_published
 from seergate.hf.resolving import method_of
 from seergate.methods import Gate, Quest, make_method
 from seergate.report.published import published
-from seergate.vllm.settings import Settings
+from seergate.serving.settings import Settings
 from tests.models import prompt, tiny_model
 
 SIZE = 8

@@ -17,7 +17,7 @@ from seergate.fingerprint import fingerprint
 from seergate.gates.bank import Gates
 from seergate.hf.bank import GateBank
 from seergate.methods import Dense
-from seergate.vllm import settings as vllm_settings
+from seergate.serving import settings as vllm_settings
 
 
 def check_served(spec: MethodSpec) -> None:
@@ -122,7 +122,7 @@ def generate_by_vllm(
 
 
 def additional_config(spec: MethodSpec, gates: str) -> dict[str, Any]:
-    """Options of the plugin (`seergate.vllm.settings`); empty for ``dense``."""
+    """Options of the plugin (`seergate.serving.settings`); empty for ``dense``."""
     if spec.name == Dense.name:
         return {}
     layers = () if spec.dense_layers is None and not spec.has_gates else spec.dense_layers

@@ -267,9 +267,9 @@ class Method(ABC):
     calibrates: ClassVar[Mapping[str, str]] = {}
     """Options that can be measured on a model and a task -> ``"module:class"`` of the measurement, a subclass of
     `seergate.eval.calibration.Calibration`."""
-    vllm_scores: ClassVar[str | None] = None
-    """``"module:class"`` of the method's scores inside vLLM, a subclass of `seergate.vllm.scoring.Scores`; ``None`` if
-    the method does not run there."""
+    serving_scores: ClassVar[str | None] = None
+    """``"module:class"`` of the method's scores inside a server, a subclass of `seergate.serving.scoring.Scores`;
+    ``None`` if the method does not run there."""
     role: ClassVar[Literal["method", "control", "bound"]] = "method"
     """Role in a comparison: a ``"control"`` chooses at random, a ``"bound"`` knows what no real method can know."""
     plot_style: ClassVar[tuple[str, str] | None] = None

@@ -43,7 +43,7 @@ class Gate(SelectingMethod):
 
     name: ClassVar[str] = "gate"
     plot_style: ClassVar[tuple[str, str] | None] = ("#D55E00", "o")
-    vllm_scores: ClassVar[str | None] = "seergate.vllm.scoring:GateScores"
+    serving_scores: ClassVar[str | None] = "seergate.serving.scoring:GateScores"
     from_gates: ClassVar[tuple[str, ...]] = ("bank", "block_size")
     bank: Gates = field(repr=False)
     compat: Literal["published", "gates"] | None = "gates"

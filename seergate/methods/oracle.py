@@ -27,7 +27,7 @@ class Oracle(SelectingMethod):
     name: ClassVar[str] = "oracle"
     plot_style: ClassVar[tuple[str, str] | None] = ("#0072B2", "s")
     role: ClassVar[Literal["method", "control", "bound"]] = "bound"
-    vllm_scores: ClassVar[str | None] = "seergate.vllm.scoring:OracleScores"
+    serving_scores: ClassVar[str | None] = "seergate.serving.scoring:OracleScores"
 
     def new_state(self, spec: LayerSpec) -> LayerState:
         return OracleState(spec, self)

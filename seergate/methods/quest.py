@@ -42,7 +42,7 @@ class Quest(SelectingMethod):
 
     name: ClassVar[str] = "quest"
     plot_style: ClassVar[tuple[str, str] | None] = ("#009E73", "^")
-    vllm_scores: ClassVar[str | None] = "seergate.vllm.scoring:QuestScores"
+    serving_scores: ClassVar[str | None] = "seergate.serving.scoring:QuestScores"
     block_size: int = 16
     dense_layers: tuple[int, ...] = (0, 1)
     group_reduction: str = "max"

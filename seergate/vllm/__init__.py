@@ -15,7 +15,7 @@ def register() -> None:
     """The entry point in ``vllm.general_plugins``; may be called any number of times."""
     from vllm.engine.arg_utils import EngineArgs
 
-    from seergate.vllm.settings import Settings
+    from seergate.serving.settings import Settings
 
     plain = EngineArgs.create_engine_config
     if getattr(plain, "by_seergate", False):

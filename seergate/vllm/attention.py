@@ -5,7 +5,7 @@ and a CUDA graph is to hold the step, on the device. In each layer, blocks that 
 then the rows that decode read the blocks that the method picks, and all others what they would read without seergate.
 
 Shape suffixes: R rows that decode sparsely, C blocks that are completed, N blocks of the longest row, r pages of a
-block, K KV heads, X blocks read, others as in `seergate.vllm.scoring`.
+block, K KV heads, X blocks read, others as in `seergate.serving.scoring`.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ from torch import Tensor
 
 from seergate.errors import SeergateError
 from seergate.methods import SelectingMethod
+from seergate.serving.scoring import GateScores, Scores
 from seergate.vllm.pages import PAGES, Pages
-from seergate.vllm.scoring import GateScores, Scores
 
 SCORED_BYTES = 256 << 20
 """What the scores of a step may take beside the cache at a time: vLLM's plan of the memory does not know of it."""

@@ -13,12 +13,13 @@ from seergate.errors import SeergateError
 from seergate.gates.scorer import Scorer
 from seergate.hf.loading import skeleton
 from seergate.methods import SelectingMethod
+from seergate.serving.checks import rope_kinds
+from seergate.serving.rope import Unrotation
+from seergate.serving.scoring import Scores
+from seergate.serving.settings import Settings
 from seergate.vllm.attention import Counts, same_in_all_layers, sparse_backend, sparse_layer
-from seergate.vllm.checks import READABLE, rope_kinds
+from seergate.vllm.checks import READABLE
 from seergate.vllm.pages import PAGES
-from seergate.vllm.rope import Unrotation
-from seergate.vllm.scoring import Scores
-from seergate.vllm.settings import Settings
 
 
 class Gated:
@@ -82,8 +83,8 @@ def attach(model: nn.Module, vllm_config: Any) -> dict[int, Any]:
     assert settings is not None
     bank, device = settings.bank(), next(model.parameters()).device
     method = settings.selector(bank, vllm_config.cache_config.block_size)
-    assert method.vllm_scores is not None
-    scores: type[Scores] = resolve_name(method.vllm_scores)
+    assert method.serving_scores is not None
+    scores: type[Scores] = resolve_name(method.serving_scores)
     kinds = rope_kinds(skeleton(vllm_config.model_config.hf_config))
     found: dict[int, Any] = {}
     shared: dict[int, Counts] = {}

@@ -22,7 +22,7 @@ from seergate.errors import SeergateError
 from seergate.eval.calibration import FRESH, Calibration
 from seergate.methods import registry
 from seergate.report.styles import style
-from seergate.vllm.settings import check_served
+from seergate.serving.settings import check_served
 from tests.methods import naive
 from tests.methods.evictors import EVICTORS, C, Evictor, model_of
 from tests.methods.test_evicting import against_simulation
@@ -108,7 +108,7 @@ def answering(theirs):
         plot_style: ClassVar[tuple[str, str]] = ("#123456", "|")
         cautions: ClassVar[dict[str, str]] = {"float32": "answering is asked."}
         calibrates: ClassVar[dict[str, str]] = {"recent_tokens": f"{__name__}:RecentTokens"}
-        vllm_scores: ClassVar[str] = "seergate.vllm.scoring:QuestScores"
+        serving_scores: ClassVar[str] = "seergate.serving.scoring:QuestScores"
         share: int = 1
 
         def __post_init__(self):
@@ -177,6 +177,6 @@ def test_evaluation_asks_a_new_method(answering, tmp_path, capsys, monkeypatch):
     assert "one of lazy_eviction, tri_attention, answering" in capsys.readouterr().err
     check_served("answering")
     with pytest.raises(
-        SeergateError, match=r"'short_keys' does not run inside vLLM; it must be one of .*, answering$"
+        SeergateError, match=r"'short_keys' does not run inside a server; it must be one of .*, answering$"
     ):
         check_served("short_keys")

@@ -9,8 +9,9 @@ from typing import Any
 import pytest
 
 from seergate import GateBank, GateConfig, SeergateError
-from seergate.vllm.checks import check_model, check_page
-from seergate.vllm.settings import Settings
+from seergate.serving.checks import check_model
+from seergate.serving.settings import Settings
+from seergate.vllm.checks import check_page
 from tests.models import tiny_model
 from tests.vllm.conftest import GATES, REASONER
 
@@ -28,7 +29,7 @@ def configured(seergate: Any, model: Any = REASONER, **options: Any) -> Any:
         ("gates", "seergate is 'gates'; it must be an object"),
         ({"gate": GATES}, "no key 'gate' under seergate; did you mean 'gates'?"),
         ({"gates": GATES, "lossless": True}, "no key 'lossless' under seergate; there are gates, revision"),
-        ({"gates": GATES, "method": "h2o"}, "the method 'h2o' does not run inside vLLM; it must be one of"),
+        ({"gates": GATES, "method": "h2o"}, "the method 'h2o' does not run inside a server; it must be one of"),
         ({}, "seergate.gates is None; it must be a directory or a Hub repository"),
         ({"method": "quest", "gates": GATES}, "must be left out with 'quest'"),
         ({"method": "quest", "revision": "main"}, "seergate.revision is 'main' without gates"),

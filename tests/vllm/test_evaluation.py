@@ -58,7 +58,7 @@ def test_traces_are_those_of_the_other_engine(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("arguments", "sentence"),
     [
-        (["--method", "h2o", "--budget", "128"], "the method 'h2o' does not run inside vLLM"),
+        (["--method", "h2o", "--budget", "128"], "the method 'h2o' does not run inside a server"),
         (["--method", "quest:min_pages=2", "--budget", "128"], "the option 'min_pages' of 'quest' does not exist"),
         (["--method", "dense", "--workers", "1"], "workers is 1; with --engine vllm it must be left out"),
     ],

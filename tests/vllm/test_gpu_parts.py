@@ -34,6 +34,8 @@ from benchmarks.estimates import LAUNCHES
 from seergate import GateConfig, SeergateError
 from seergate.gates.gate import AttnGate
 from seergate.methods import SelectingMethod, make_method
+from seergate.serving.rope import Unrotation
+from seergate.serving.scoring import GateScores, QuestScores, Scores
 from seergate.vllm.attention import (
     LAYOUTS,
     SCORED_BYTES,
@@ -46,8 +48,6 @@ from seergate.vllm.attention import (
 )
 from seergate.vllm.checks import choose_backend
 from seergate.vllm.pages import FlashPages, splits
-from seergate.vllm.rope import Unrotation
-from seergate.vllm.scoring import GateScores, QuestScores, Scores
 
 K, G, D, E = 2, 2, 16, 16
 
@@ -433,7 +433,7 @@ def test_a_decode_step_of_a_layer_is_five_launches(monkeypatch: pytest.MonkeyPat
     from triton.runtime.jit import JITFunction
 
     names: list[str] = []
-    monkeypatch.setattr("seergate.vllm.scoring.choose", lambda device: "triton")
+    monkeypatch.setattr("seergate.serving.scoring.choose", lambda device: "triton")
     monkeypatch.setattr(JITFunction, "run", lambda kernel, *rest, **named: names.append(kernel.__name__))
     monkeypatch.setattr(fa_utils, "flash_attn_varlen_func", lambda **named: names.append("attention"))
     monkeypatch.setattr(fa_utils, "get_scheduler_metadata", lambda **named: names.append("schedule"))

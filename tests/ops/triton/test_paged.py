@@ -15,10 +15,10 @@ from seergate.methods import make_method
 from seergate.ops.compression import Branch
 from seergate.ops.triton_impl import paged
 from seergate.ops.triton_impl.paged import Rotation
+from seergate.serving.rope import Unrotation
+from seergate.serving.scoring import GateScores
 from seergate.vllm.attention import Counts, SparseAttention, plan_of_decodes
 from seergate.vllm.pages import FlashPages
-from seergate.vllm.rope import Unrotation
-from seergate.vllm.scoring import GateScores
 
 K, G, D, WIDTH = 2, 5, 16, 8
 LENGTHS = (128, 100, 32, 0, 96, 7)

@@ -19,7 +19,7 @@ from seergate.gates.scorer import Scorer
 from seergate.methods.quest import page_bounds
 from seergate.ops.backend import choose
 from seergate.ops.compression import Branch
-from seergate.vllm.rope import Unrotation
+from seergate.serving.rope import Unrotation
 
 Keys = Callable[[], Tensor]
 """Reads the cached keys of all blocks of all rows, ``[R, K, N * S, D]``: what a method needs that has no summaries."""
@@ -44,7 +44,7 @@ class Scores(ABC):
 
         Args:
             method: the method.
-            attention: vLLM's module.
+            attention: the server's module, or what of it is read: ``head_size``, ``kv_cache_torch_dtype``, ``impl``.
             gate, unrotate: of this layer, with this rank's heads; ``None`` for a method without gates.
         """
 

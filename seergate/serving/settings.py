@@ -1,4 +1,4 @@
-"""What stands under "seergate" in vLLM's `additional_config`."""
+"""The options of a server's plugin: what stands under "seergate" in its configuration."""
 
 from __future__ import annotations
 
@@ -11,20 +11,20 @@ from seergate.methods import METHODS, SelectingMethod, has_gates, make_method, m
 
 KEY = "seergate"
 RULES = ("token_budget", "threshold", "top_p", "dense_layers")
-"""Options of a method that can be given inside vLLM."""
+"""Options of a method that can be given inside a server."""
 
 
 def check_served(method: str, *others: str) -> None:
-    """Refuse a method that does not run inside vLLM; ``others`` may be asked for where the caller serves them.
+    """Refuse a method that does not run inside a server; ``others`` may be asked for where the caller serves them.
 
     Raises:
         SeergateError: naming those that do.
     """
     if not isinstance(method, str):
         raise SeergateError(f"seergate.method is {method!r}; it must be the name of a method")
-    if method not in others and method_class(method).vllm_scores is None:
-        served = ", ".join((*others, *(name for name in METHODS if METHODS[name].vllm_scores is not None)))
-        raise SeergateError(f"the method {method!r} does not run inside vLLM; it must be one of {served}")
+    if method not in others and method_class(method).serving_scores is None:
+        served = ", ".join((*others, *(name for name in METHODS if METHODS[name].serving_scores is not None)))
+        raise SeergateError(f"the method {method!r} does not run inside a server; it must be one of {served}")
 
 
 @dataclass(frozen=True)
@@ -34,7 +34,7 @@ class Settings:
     Attributes:
         gates: adapter directory or Hub repository; for a method with gates and no other.
         revision: of the repository.
-        method: a method with `Method.vllm_scores`.
+        method: a method with `Method.serving_scores`.
         token_budget, threshold, top_p: at most one of them, see `DecodeConfig`; by default what the gates ask for.
         dense_layers: layers that read everything; by default the method's own.
 
@@ -68,7 +68,7 @@ class Settings:
 
     @classmethod
     def read(cls, additional_config: Any) -> Settings | None:
-        """The settings in vLLM's `additional_config`; ``None`` if it has none.
+        """The settings under "seergate" in a configuration, such as vLLM's `additional_config`; ``None`` without any.
 
         Raises:
             SeergateError: for a key that does not exist, with the nearest one that does, or a value out of range.
@@ -97,7 +97,7 @@ class Settings:
 
         Args:
             bank: as `bank` gave it.
-            page: tokens per page of vLLM's cache: the block of a method without gates.
+            page: tokens per page of the server's cache: the block of a method without gates.
 
         Raises:
             ValueError: for a rule that is out of range.
@@ -109,7 +109,7 @@ class Settings:
         assert isinstance(method, SelectingMethod)
         if method.anchors:
             raise SeergateError(
-                f"the method {method.name!r} has anchors {list(method.anchors)}; inside vLLM every layer chooses for "
-                "itself, so give gates for every layer, without anchors"
+                f"the method {method.name!r} has anchors {list(method.anchors)}; inside a server every layer chooses "
+                "for itself, so give gates for every layer, without anchors"
             )
         return method

@@ -1,0 +1,55 @@
+"""What a server's model must be like, which is checked before it loads any weights."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from transformers import PreTrainedModel
+
+from seergate.errors import SeergateError
+from seergate.gates.bank import Gates
+from seergate.hf.loading import skeleton
+from seergate.models.families import check_gates, full_attention_modules, rope_kind, text_config
+from seergate.models.rope import RopeKind
+
+
+def check_model(hf_config: Any, bank: Gates | None, dense_layers: tuple[int, ...]) -> None:
+    """Refuse gates of another model, and a model whose attention cannot be made sparse."""
+    model = skeleton(hf_config)
+    kinds = rope_kinds(model)
+    layers = hf_config.get_text_config().num_hidden_layers
+    if bank is not None:
+        check_gates(model, bank)
+    absent = [layer for layer in dense_layers if not (isinstance(layer, int) and 0 <= layer < layers)]
+    if absent:
+        raise SeergateError(f"seergate.dense_layers holds {absent}; the model has the layers 0..{layers - 1}")
+    if not set(kinds) - set(dense_layers):
+        raise SeergateError(f"seergate.dense_layers holds {list(dense_layers)}; that leaves no layer to make sparse")
+    rope = getattr(hf_config.get_text_config(), "rope_parameters", None) or {}
+    if rope.get("rope_type") == "longrope":
+        raise SeergateError(
+            "models with longrope are not supported inside a server: its table of angles has another form"
+        )
+    if "other" in kinds.values():
+        raise SeergateError(
+            f"models of type {hf_config.get_text_config().model_type!r} are not supported inside a server: their "
+            "cached keys are not simply rotated ones, so the keys before RoPE cannot be computed from them"
+        )
+
+
+def rope_kinds(model: PreTrainedModel) -> dict[int, RopeKind]:
+    """Layer with full attention -> how its cached keys come from those before RoPE.
+
+    Args:
+        model: without weights.
+
+    Raises:
+        SeergateError: if the family is not supported, no layer has full attention, or there are attention sinks.
+    """
+    modules = full_attention_modules(model)
+    if any(getattr(attention, "sinks", None) is not None for _, attention in modules):
+        raise SeergateError(
+            f"models of type {text_config(model).model_type!r} are not supported inside a server: its paged kernels "
+            "take attention sinks for all heads together, and each KV head is a sequence of its own here"
+        )
+    return {layer: rope_kind(text_config(model), attention) for layer, attention in modules}

@@ -1,0 +1,242 @@
+"""SGLang's ``torch_native`` attention, with decode steps that read chosen blocks.
+
+A block is a run of pages of SGLang's cache. A token of KV head ``k`` in slot ``s`` is at place ``s * K + k`` of the
+cache seen as one of a single head, so each KV head is a request of its own for the stock attention, with slots of its
+own. What a method keeps per block lies beside the cache, at the block's last page. It is computed from the cached keys
+in the step that completes the block, so cached prefixes, prompts in chunks and retracted requests need nothing more.
+
+Shape suffixes: R requests, H query heads, K KV heads, G query heads per KV head, Q = R * K, N blocks, C completed
+blocks, r pages of a block, X blocks read, T tokens, D head dimension, W width of a block's summary.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pkgutil import resolve_name
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from sglang.srt.layers.attention.torch_native_backend import TorchNativeAttnBackend
+from sglang.srt.layers.radix_attention import RadixAttention
+from sglang.srt.mem_cache.memory_pool import KVWriteLoc
+from torch import Tensor
+
+from seergate.errors import SeergateError
+from seergate.gates.bank import Gates
+from seergate.hf.loading import skeleton
+from seergate.serving.checks import check_model, rope_kinds
+from seergate.serving.rope import Unrotation
+from seergate.serving.scoring import Scores
+from seergate.serving.settings import KEY, Settings
+
+
+@dataclass
+class Plan:
+    """What a step does in every sparse layer.
+
+    Attributes:
+        lengths_R: tokens of each request, the new ones included; ``table_RNr`` the pages of its blocks.
+        closed_Cr: pages of the blocks that the step completes; ``starts_C`` the positions of their first tokens.
+        sparse, dense: of a step that decodes, the requests that read a part and those that read everything.
+    """
+
+    lengths_R: Tensor
+    table_RNr: Tensor
+    closed_Cr: Tensor
+    starts_C: Tensor
+    sparse: Tensor
+    dense: Tensor
+
+
+class SparseBackend(TorchNativeAttnBackend):  # type: ignore[misc]
+    """Reads prompts densely, and of decoding requests the blocks that a method picks.
+
+    Attributes:
+        read, held: tokens of decoding requests so far, over all sparse layers and KV heads.
+
+    Raises:
+        SeergateError: naming what does not fit.
+    """
+
+    def __init__(self, runner: Any) -> None:
+        super().__init__(runner)
+        config, self.page = runner.model_config.hf_config, runner.page_size
+        settings = Settings.read({KEY: values} if (values := getattr(config, KEY, None)) is not None else None)
+        if settings is None:
+            raise SeergateError(
+                "the attention backend is seergate, without options; give them by --json-model-override-args "
+                '\'{"seergate": {"gates": "ORG/NAME", "token_budget": 4096}}\''
+            )
+        bank = settings.bank()
+        check_page(bank, self.page)
+        self.method = settings.selector(bank, self.page)
+        check_model(config, bank, self.method.dense_layers)
+        check_server(runner.server_args, runner.device)
+        self.run = self.method.block_size // self.page
+        self.scores: dict[int, Scores] = {}
+        self.summaries: dict[int, Tensor] = {}
+        self.read = self.held = 0
+        self._add_layers(runner.model, bank, rope_kinds(skeleton(config)))
+
+    def _add_layers(self, model: Any, bank: Gates | None, kinds: dict[int, Any]) -> None:
+        scores: type[Scores] = resolve_name(str(self.method.serving_scores))
+        for parent in model.modules():
+            for layer in parent.children():
+                number = getattr(layer, "layer_id", None)
+                if not isinstance(layer, RadixAttention) or number not in kinds or not self.method.selects_in(number):
+                    continue
+                if layer.logit_cap:
+                    raise SeergateError("the model caps its attention scores, which SGLang's torch_native leaves out")
+                keys = self.token_to_kv_pool.get_key_buffer(number)
+                gate = unrotate = None
+                if bank is not None:
+                    unrotate = Unrotation(parent.rotary_emb if kinds[number] == "plain" else None)
+                    gate = bank.gate(number).to(keys.device, keys.dtype).requires_grad_(False)
+                like = SimpleNamespace(
+                    head_size=layer.qk_head_dim,
+                    kv_cache_torch_dtype=keys.dtype,
+                    impl=SimpleNamespace(scale=layer.scaling, logits_soft_cap=layer.logit_cap),
+                )
+                scoring = self.scores[number] = scores.of_layer(self.method, like, gate, unrotate)
+                shape = len(keys) // self.page, keys.shape[1], scoring.width
+                self.summaries[number] = torch.zeros(shape, dtype=scoring.dtype, device=keys.device)
+
+    def init_forward_metadata(self, forward_batch: Any) -> None:
+        """Plan a step."""
+        super().init_forward_metadata(forward_batch)
+        mode = forward_batch.forward_mode
+        if mode.is_idle():
+            return
+        size, lengths_R = self.method.block_size, forward_batch.seq_lens.long()
+        new_R = torch.ones_like(lengths_R) if mode.is_decode() else forward_batch.extend_seq_lens.long()
+        slots = self.req_to_token_pool.req_to_token
+        columns = torch.arange(-(-int(lengths_R.max()) // size) * self.run) * self.page
+        pages = slots[forward_batch.req_pool_indices][:, columns.clamp(max=slots.shape[1] - 1)].long() // self.page
+        table_RNr = pages.unflatten(1, (-1, self.run))
+        blocks = zip(((lengths_R - new_R) // size).tolist(), (lengths_R // size).tolist(), strict=True)
+        closed = [(row, block) for row, (first, end) in enumerate(blocks) for block in range(first, end)]
+        rows_C, blocks_C = torch.tensor(closed, dtype=torch.long).view(-1, 2).unbind(1)
+        sparse = lengths_R > max(self.method.covered_tokens, self.method.dense_below)
+        self.plan = Plan(
+            lengths_R=lengths_R,
+            table_RNr=table_RNr,
+            closed_Cr=table_RNr[rows_C, blocks_C],
+            starts_C=blocks_C * size,
+            sparse=sparse.nonzero()[:, 0],
+            dense=(~sparse).nonzero()[:, 0],
+        )
+
+    def forward_extend(
+        self, q: Tensor, k: Any, v: Any, layer: Any, forward_batch: Any, save_kv_cache: bool = True
+    ) -> Any:
+        """Attend to prompts densely, as SGLang does."""
+        output = super().forward_extend(q, k, v, layer, forward_batch, save_kv_cache)
+        if layer.layer_id in self.scores:
+            self._summarise(layer)
+        return output
+
+    def forward_decode(
+        self, q: Tensor, k: Any, v: Any, layer: Any, forward_batch: Any, save_kv_cache: bool = True
+    ) -> Any:
+        """Attend from each request's newest token: ``[R, H * D]``."""
+        if layer.layer_id not in self.scores:
+            return super().forward_decode(q, k, v, layer, forward_batch, save_kv_cache)
+        if save_kv_cache and k is not None:
+            place = KVWriteLoc(forward_batch.out_cache_loc, self.swa_out_cache_loc)
+            self.token_to_kv_pool.set_kv_buffer(layer, place, k, v)
+        self._summarise(layer)
+        plan, heads = self.plan, layer.tp_k_head_num
+        query_RHD = q.reshape(len(plan.lengths_R), -1, layer.qk_head_dim)
+        output = torch.empty_like(query_RHD)
+        if len(rows := plan.dense):
+            slots_RKT = self._slots(plan.table_RNr[rows])[:, None].expand(-1, heads, -1)
+            lengths_RK = plan.lengths_R[rows, None].expand(-1, heads)
+            output[rows] = self._attend(query_RHD[rows], slots_RKT, lengths_RK, layer)
+        if len(rows := plan.sparse):
+            output[rows] = self._attend(query_RHD[rows], *self._chosen(query_RHD[rows], rows, layer), layer)
+        self.held += heads * int(plan.lengths_R.sum())
+        return output.flatten(1)
+
+    def _chosen(self, query_RHD: Tensor, rows: Tensor, layer: Any) -> tuple[Tensor, Tensor]:
+        """Slots ``[R, K, T]`` of the chosen blocks' tokens, and how many of them ``[R, K]`` there are."""
+        size, lengths_R = self.method.block_size, self.plan.lengths_R[rows]
+        table_RNr = self.plan.table_RNr[rows, : -(-int(lengths_R.max()) // size)]
+        summary_RKNW = self.summaries[layer.layer_id][table_RNr[..., -1]].transpose(1, 2)
+
+        def keys_RKTD() -> Tensor:
+            keys_NKTD = self._keys(table_RNr.flatten(0, 1), layer)
+            return keys_NKTD.unflatten(0, table_RNr.shape[:2]).transpose(1, 2).flatten(2, 3)
+
+        scores_RKN = self.scores[layer.layer_id].scores(query_RHD, lengths_R - 1, summary_RKNW, keys_RKTD)
+        indices_RKX, counts_RK = self.method.choose(scores_RKN, lengths_R)
+        each = torch.arange(len(rows), device=rows.device)[:, None, None]
+        slots_RKT = self._slots(table_RNr[each, indices_RKX.clamp(min=0).long()])
+        return slots_RKT, (counts_RK - 1) * size + ((lengths_R - 1) % size + 1)[:, None]
+
+    def _attend(self, query_RHD: Tensor, slots_RKT: Tensor, lengths_RK: Tensor, layer: Any) -> Tensor:
+        """Attention to the tokens in slots, by the stock loop: ``[R, H, D]``."""
+        heads, pool = layer.tp_k_head_num, self.token_to_kv_pool
+        query_QGD = query_RHD.unflatten(1, (heads, -1)).flatten(0, 1)
+        caches = pool.get_key_buffer(layer.layer_id), pool.get_value_buffer(layer.layer_id)
+        places_QT = (slots_RKT * heads + torch.arange(heads, device=slots_RKT.device)[:, None]).flatten(0, 1)
+        output_QGD = torch.empty_like(query_QGD)
+        self._run_sdpa_forward_decode(
+            query_QGD,
+            output_QGD,
+            *(cache.view(-1, 1, cache.shape[-1]) for cache in caches),
+            places_QT,
+            torch.arange(len(query_QGD)),
+            lengths_RK.flatten(),
+            scaling=layer.scaling,
+            enable_gqa=True,
+        )
+        self.read += int(lengths_RK.sum())
+        return output_QGD.view_as(query_RHD)
+
+    def _summarise(self, layer: Any) -> None:
+        """Compute the summaries of the blocks that the step completes."""
+        if len(self.plan.starts_C):
+            keys_CKTD, scoring = self._keys(self.plan.closed_Cr, layer), self.scores[layer.layer_id]
+            summary_CKW = scoring.summary(keys_CKTD, self.plan.starts_C).to(scoring.dtype)
+            self.summaries[layer.layer_id][self.plan.closed_Cr[:, -1]] = summary_CKW
+
+    def _keys(self, table_Nr: Tensor, layer: Any) -> Tensor:
+        """The cached keys ``[N, K, T, D]`` of blocks."""
+        keys = self.token_to_kv_pool.get_key_buffer(layer.layer_id)
+        return keys.view(-1, self.page, *keys.shape[1:])[table_Nr].flatten(1, 2).transpose(1, 2)
+
+    def _slots(self, table: Tensor) -> Tensor:
+        """The slots ``[..., T]`` of the tokens of blocks ``[..., N, r]``, in order."""
+        within = torch.arange(self.page, device=table.device)
+        return (table.flatten(-2)[..., None] * self.page + within).flatten(-2)
+
+
+def check_page(bank: Gates | None, page: int) -> None:
+    """Refuse gates without a compressed key per block, and a page that does not divide their block."""
+    if bank is None:
+        if page < 8:
+            raise SeergateError(f"--page-size is {page}; it is the block of this method, and must be 8 or more")
+        return
+    if bank.config.retention or next(iter(bank))[1].entry_tokens != bank.config.block_size:
+        raise SeergateError(
+            f"these gates have the scorer {bank.config.scorer!r}; inside SGLang there is room for one compressed key "
+            "per block: train gates with --scorer attn_gate"
+        )
+    if bank.config.block_size % page or page == 1:
+        raise SeergateError(
+            f"--page-size is {page}; it must be the gates' block of {bank.config.block_size} tokens, or divide it"
+        )
+
+
+def check_server(args: Any, device: str) -> None:
+    """Refuse what the plugin was not written for."""
+    refusals = {
+        f"it runs on {device!r}; only the CPU has the attention that is extended here": device != "cpu",
+        f"tp_size is {args.tp_size}, and gates are not divided": args.tp_size != 1,
+        f"kv_cache_dtype is {args.kv_cache_dtype!r}, and cached keys must be readable": args.kv_cache_dtype != "auto",
+        "drafts are verified (speculative_algorithm)": args.speculative_algorithm is not None,
+    }
+    for reason, holds in refusals.items():
+        if holds:
+            raise SeergateError(f"seergate cannot run inside this server: {reason}")
