@@ -29,8 +29,8 @@ KEPT = (
 
 def rows_of(found: Sweep) -> list[dict[str, Any]]:
     """One row per setting. ``gate_minus_this`` is the paired difference of the accuracies, at the same budget or, for
-    settings with no budget of the gate's, at each of them; of several gates, the first by name. Where texts were scored,
-    ``kl_texts`` has the mean KL of each instead.
+    settings with no budget of the gate's, at each of them; of several gates, the first by name. Where texts were
+    scored, ``kl_texts`` has the mean KL of each instead.
     """
     ours = min((setting.series for setting in found.settings if setting.method == "gate"), default=None)
     gates = {setting.budget: setting for setting in found.settings if setting.series == ours}

@@ -173,6 +173,31 @@ def decoding() -> list[Sequence[str]]:
     return lines
 
 
+def texts() -> list[Sequence[str]]:
+    """Distance of SmolLM2's methods from dense attention on held-out texts, of two lengths."""
+    lines: list[Sequence[str]] = [("tokens", "method", "read at most", "KL", "99th percentile", "read %", "held %")]
+    for length, name in (("2,560", "smollm2_texts"), ("8,000", "smollm2_long_texts")):
+        found = by_method(rows_of(name))
+        (dense,) = found.pop("dense")
+        for method, own in found.items():
+            for row in own:
+                shares = (percent([row], dense, key) for key in ("bytes_read_per_step", "own_bytes_mean"))
+                distance = f"{row['kl']:.3f} ± {row['kl_se']:.3f}", f"{row['kl_p99']:.2f}"
+                lines.append((length, code(method), str(row["budget"]), *distance, *shares))
+    return lines
+
+
+def needles() -> list[Sequence[str]]:
+    """Numbers that SmolLM2 finds in long text."""
+    lines: list[Sequence[str]] = [("method", "right answers, %", "log p of the answer", "read %", "held %")]
+    found = by_method(rows_of("smollm2_needles"))
+    for method, own in found.items():
+        for row in own:
+            shares = (percent([row], found["dense"][0], key) for key in ("bytes_read_per_step", "own_bytes_mean"))
+            lines.append((code(method), right(row), f"{row['reply_logprob']:.2f}", *shares))
+    return lines
+
+
 TABLES: dict[str, Callable[[], list[Sequence[str]]]] = {
     "budgets": budgets,
     "methods": methods,
@@ -185,6 +210,8 @@ TABLES: dict[str, Callable[[], list[Sequence[str]]]] = {
     "largest-read-costs": lambda: costs("methods_largest_read"),
     "variants": missed,
     "decoding": decoding,
+    "texts": texts,
+    "needles": needles,
 }
 
 

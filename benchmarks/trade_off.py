@@ -2,8 +2,9 @@
 
     python benchmarks/trade_off.py
 
-On the left accuracy against tokens read per step (`tiny_reasoner.py`), on the right speed against the length of the
-context: inside vLLM where `serving.py` has been run, else inside transformers (`end_to_end.py`).
+On the left the distance from dense attention on held-out texts against the bytes read per step (`seergate eval --task
+perplexity`, `collect.py`), on the right the time of a step against the number of rows, inside vLLM and inside
+transformers (`serving.py --model`). Both are of a real model, SmolLM2-135M-Instruct.
 """
 
 from __future__ import annotations
@@ -15,38 +16,39 @@ from typing import Any
 
 from common import RESULTS
 
-from seergate.eval.stats import Estimate, wilson
 from seergate.report.plots import DPI, pyplot
 from seergate.report.styles import style
 
 PICTURE = Path(__file__).resolve().parent.parent / "docs" / "images" / "trade-off.png"
-VLLM = {"vLLM, dense": "vllm_dense", "vLLM with gates": "vllm_gate"}
-TRANSFORMERS = {"transformers, dense": "hf_static", "with gates": "gate"}
-"""Label of a line -> its name in the results."""
+DRAWN = ("oracle", "gate", "quest", "snapkv", "streaming_llm")
+STEPS = {
+    "vLLM, dense": ("vllm_dense", "dense", "-"),
+    "vLLM, gates": ("vllm_gate", "gate", "-"),
+    "transformers, dense": ("hf_static", "dense", "--"),
+    "transformers, gates": ("hf_gate", "gate", "--"),
+}
+"""Label of a line -> its name in the results, whose colour it has, how it is dashed."""
 
 
-def accuracies(results: Path) -> dict[str, dict[int, Estimate]]:
-    """Method -> tokens read per step -> accuracy; dense attention, which has no budget, is at 0."""
-    rows = json.loads((results / "tiny_reasoner.json").read_text())["rows"]
-    found: dict[str, dict[int, Estimate]] = {}
-    for row in rows:
-        if row["part"] == "medium":
-            estimate = Estimate(row["accuracy"], row["accuracy_se"], row["n_problems"])
-            found.setdefault(row["method"], {})[row["budget"] or 0] = estimate
-    return found
+def distances(results: Path) -> dict[str, list[tuple[float, float, float]]]:
+    """Method -> per budget, bytes read in percent of dense attention's, mean KL from it, standard error."""
+    rows = json.loads((results / "smollm2_texts.json").read_text())["rows"]
+    (dense,) = (row["bytes_read_per_step"] for row in rows if row["method"] == "dense")
+    found: dict[str, list[tuple[float, float, float]]] = {}
+    for row in sorted((row for row in rows if row["method"] in DRAWN), key=lambda row: row["budget"]):
+        point = 100 * row["bytes_read_per_step"] / dense, row["kl"], row["kl_se"]
+        found.setdefault(row["method"], []).append(point)
+    return {method: found[method] for method in DRAWN}
 
 
-def speeds(results: Path) -> tuple[dict[str, dict[int, float]], dict[str, Any]]:
-    """Line -> tokens in the context -> tokens per second of one row; and the options of the measurement."""
-    serving = sorted(results.glob("serving-*.json"))
-    record = json.loads((serving[-1] if serving else results / "end_to_end-cpu-float32-2t.json").read_text())
-    found: dict[str, dict[int, float]] = {}
-    for row in record["rows"]:
-        for label, name in (VLLM if serving else TRANSFORMERS).items():
-            length = row["length"] if serving else row["lengths"][0]
-            speed = row["tokens_per_second"][name] if serving else row["ways"][name]["tokens_per_second"]
-            if row["batch"] == 1:
-                found.setdefault(label, {})[length] = speed
+def steps(results: Path) -> tuple[dict[str, dict[int, float]], dict[str, Any]]:
+    """Line -> rows -> milliseconds per step at the longest context; and the options of the measurement."""
+    (path,) = results.glob("serving_model-*.json")
+    record = json.loads(path.read_text())
+    longest = [row for row in record["rows"] if row["length"] == max(record["options"]["lengths"])]
+    found = {
+        label: {row["batch"]: row["step_median_ms"][name] for row in longest} for label, (name, *_) in STEPS.items()
+    }
     return found, record["options"]
 
 
@@ -54,33 +56,29 @@ def draw(results: Path) -> Any:
     """Both panels as a figure of matplotlib."""
     plt = pyplot()
     figure, (left, right) = plt.subplots(1, 2, figsize=(10, 3.9), layout="constrained")
-    for method, points in accuracies(results).items():
-        if 0 in points:
-            left.axhline(100 * points[0].mean, **(style(method) | {"linewidth": 1, "linestyle": "--", "marker": ""}))
-            left.annotate(f"{method} reads all", (16, 100 * points[0].mean), (0, 4), textcoords="offset points")
-            continue
-        means = [100 * point.mean for point in points.values()]
-        ends = [[100 * end for end in wilson(point)] for point in points.values()]
-        errors = [[abs(mean - end[side]) for mean, end in zip(means, ends, strict=True)] for side in (0, 1)]
-        left.errorbar(list(points), means, errors, label=method, capsize=3, **style(method))
-    budgets = sorted({budget for points in accuracies(results).values() for budget in points if budget})
-    left.set_xscale("log", base=2)
-    left.set_xticks(budgets, [str(budget) for budget in budgets])
-    left.set(xlabel="tokens read per step, of 534", ylabel="right answers (%)", ylim=(-3, 111))
-    left.set_title("Accuracy: tiny reasoner, 256 problems", fontsize=11)
-    left.legend(loc="center right")
+    for method, points in distances(results).items():
+        shares, means, errors = zip(*points, strict=True)
+        left.errorbar(shares, means, errors, label=method, capsize=3, **style(method))
+    left.set_yscale("log")
+    left.set(xlabel="bytes read per step (% of dense attention's)", ylabel="KL from dense attention (nats per token)")
+    left.set_title("SmolLM2-135M: 8 texts of 2,560 tokens", fontsize=11)
+    left.legend()
 
-    lines, options = speeds(results)
-    for (label, points), method in zip(lines.items(), ("dense", "gate"), strict=True):
-        right.plot(list(points), list(points.values()), label=label, **(style(method) | {"marker": "o"}))
-    lengths = list(next(iter(lines.values())))
+    lines, options = steps(results)
+    for label, points in lines.items():
+        _, method, dashes = STEPS[label]
+        right.plot(
+            list(points), list(points.values()), label=label, **(style(method) | {"marker": "o", "linestyle": dashes})
+        )
+    batches = list(next(iter(lines.values())))
     right.set_xscale("log", base=2)
-    right.set_xticks(lengths, [f"{length // 1024}k" for length in lengths])
-    right.set(xlabel="tokens in the context", ylabel="tokens per second")
+    right.set_xticks(batches, [str(batch) for batch in batches])
+    right.set(xlabel="rows decoded at once", ylabel="milliseconds per step")
     right.set_ylim(0)
-    title = f"Speed: {options['layers']} layers, attention of Qwen3-8B, {options['threads']} CPU cores"
-    right.set_title(title, fontsize=11)
-    right.legend(title=f"gates read {options['budget']:,} tokens", loc="lower left")
+    right.set_title(
+        f"SmolLM2-135M: {max(options['lengths']):,} tokens per row, {options['threads']} CPU cores", fontsize=11
+    )
+    right.legend(title=f"gates read {options['budget']:,} tokens")
     for axes in (left, right):
         axes.grid(alpha=0.25)
         axes.spines[["top", "right"]].set_visible(False)
