@@ -45,6 +45,7 @@ ELSEWHERE = {
     "interval_coverage": "tests/eval",
     "kernel_resources": "tests/ops",
     "serving": "make test-vllm",
+    "tables": "tests/test_results.py",
     "tiny_reasoner": "tests/eval",
     "trade_off": "tests/test_documents.py",
 }

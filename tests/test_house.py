@@ -207,7 +207,7 @@ def test_public_methods_have_docstrings() -> None:
         try:
             module = importlib.import_module(found.name)
         except ModuleNotFoundError as missing:  # an optional library, which is not for tests
-            assert missing.name in ("lm_eval", "lighteval", "vllm"), missing
+            assert missing.name in ("lm_eval", "lighteval", "sglang", "vllm"), missing
             continue
         for kind in (x for x in vars(module).values() if inspect.isclass(x) and x.__module__ == found.name):
             for name, member in vars(kind).items():

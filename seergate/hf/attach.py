@@ -96,9 +96,7 @@ class Handle(Attachment):
             for layer, attention in modules:
                 self.bindings.append(LayerBinding(self, layer, attention))
             if isinstance(correction, Lossless):
-                self.correction = LosslessDecoding(
-                    correction, model, method, self.passes, lambda: self.stats_.kv_totals()
-                )
+                self.correction = LosslessDecoding(correction, model, method, self.passes, self._tokens_read)
             elif isinstance(correction, Rectify):
                 layers = [layer for layer, _ in modules]
                 self.correction = Rectification(correction, decoder, method, layers, self.passes)
@@ -108,6 +106,9 @@ class Handle(Attachment):
         setattr(decoder, _HANDLE, self)
         if hasattr(method, "bank"):
             model.save_pretrained = self.save_pretrained  # type: ignore[method-assign]
+
+    def _tokens_read(self) -> tuple[float, float]:  # not a lambda: a copied model counts for itself
+        return self.stats_.kv_totals()
 
     def __repr__(self) -> str:
         state = "disabled" if self.disabled else "attached" if self.bindings else "detached"

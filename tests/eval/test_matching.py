@@ -148,9 +148,9 @@ def test_a_matched_sweep_with_other_blocks_or_layers_is_matched_anew(command, tm
     """Though the setting may have the name of one that is there, and is refused then."""
     known, command = set(), [*command, "--budget", "100", "--match", "read", "--method", "dense,quest", "--block-size"]
     for more, what in (
-        (["8"], "dense_layers=(), dense_below=0, block_size=8"),
-        (["16"], "dense_layers=(), dense_below=0, block_size=16"),
-        (["16", "--dense-layers", "0"], "dense_layers=(0,), dense_below=0, block_size=16"),
+        (["8"], "dense_layers=(), anchors=(), dense_below=0, block_size=8"),
+        (["16"], "dense_layers=(), anchors=(), dense_below=0, block_size=16"),
+        (["16", "--dense-layers", "0"], "dense_layers=(0,), anchors=(), dense_below=0, block_size=16"),
     ):
         code = main([*command, *more])
         assert code == 0 or "with other settings: method.block_size was 8 and is 16" in capsys.readouterr().err
