@@ -75,7 +75,7 @@ SGLANG := .venv-sglang
 $(SGLANG)/.installed: pyproject.toml constraints.txt tests/sglang/requirements.txt
 	$(PYTHON) -m venv $(SGLANG)
 	$(SGLANG)/bin/python -m pip install -c constraints.txt torch
-	$(SGLANG)/bin/python -m pip install -e . pytest pytest-timeout hypothesis attrs cffi einops gguf ipython ninja pillow psutil pydantic scipy 'triton==3.9.0'
+	$(SGLANG)/bin/python -m pip install -e . pytest pytest-timeout hypothesis attrs cffi einops gguf ipython jsonschema ninja pillow psutil pydantic scipy 'triton==3.9.0'
 	$(SGLANG)/bin/python -m pip install --no-deps -r tests/sglang/requirements.txt
 	@touch $@
 

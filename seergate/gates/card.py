@@ -316,7 +316,7 @@ def _own_text(text: str) -> tuple[str, str]:
 
 def scoring(gate: GateConfig) -> dict[str, str]:
     """The options of scoring, name -> value."""
-    values = {name: str(value) for name, value in gate.to_dict().items() if name == "scorer"}
+    values = {} if gate.scorer == GateConfig.scorer else {"scorer": gate.scorer}
     if SCORERS[gate.scorer].poolings:
         values |= {"key pooling": ", ".join(gate.k_pooling), "query pooling": gate.q_pooling}
     return values | ({"sink blocks": f"{gate.sink_blocks}, always read"} if gate.sink_blocks else {})

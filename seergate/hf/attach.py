@@ -130,8 +130,8 @@ class Handle(Attachment):
 
     @contextmanager
     def disable(self) -> Iterator[None]:
-        """Use the plain model in a ``with`` block, and count nothing. A cache that was filled inside is refused
-        afterwards, and one that an evicting method has filled is refused inside.
+        """Use the plain model in a ``with`` block, and count nothing. A cache that was filled in the block is
+        refused after it. A cache that an evicting method has filled is refused in the block.
         """
         if self.disabled:
             yield

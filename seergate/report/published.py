@@ -79,7 +79,7 @@ PROBLEMS = {"aime24": 30, "aime25": 30, "math500": 500, "gpqa_diamond_published"
 _SAMPLING = {"temperature": 0.6, "top_p": 0.95, "top_k": 0, "min_p": 0.0}
 """Sampling of the published code."""
 
-_EITHER_WAY = {"name", "nominal", "token_budget", "block_size", "dense_layers", "anchors", "compat"}
+_EITHER_WAY = {"name", "nominal", "token_budget", "block_size", "dense_layers", "compat"}
 """Options that are checked separately, or do not matter: the published code reads a little more than the paper says
 (``compat``), and both are the paper's gates."""
 
@@ -129,7 +129,7 @@ def deviations(config: dict[str, Any]) -> list[str]:
 
 def _as_published(config: dict[str, Any]) -> bool:
     """True if a run is of all problems, with the paper's limit and sampled, and dense or by gates or Quest as the
-    paper ran them: blocks of 64 tokens, no dense layers or anchors, a token budget, and all else at its default.
+    paper ran them: blocks of 64 tokens, no dense layers, a token budget, and all else at its default.
     """
     task, generation, method = (config[section] for section in ("task", "generation", "method"))
     name = method["name"]
@@ -144,6 +144,6 @@ def _as_published(config: dict[str, Any]) -> bool:
     defaults = {f.name: f.default for f in fields(method_class(name))} | {"sink_blocks": 0}
     if name == Quest.name and method.get("group_reduction") == "separate":  # as the paper's; `deviations` says so else
         defaults["group_reduction"] = "separate"
-    plain = all(key in _EITHER_WAY or (key in defaults and value == defaults[key]) for key, value in method.items())
-    every_layer = not method.get("dense_layers") and not method.get("anchors")
-    return plain and method.get("block_size") == BLOCK_SIZE and every_layer
+    given = {key: tuple(value) if isinstance(value, list) else value for key, value in method.items()}
+    plain = all(key in _EITHER_WAY or (key in defaults and value == defaults[key]) for key, value in given.items())
+    return plain and method.get("block_size") == BLOCK_SIZE and not method.get("dense_layers")

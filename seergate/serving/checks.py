@@ -37,6 +37,11 @@ def check_model(hf_config: Any, bank: Gates | None, dense_layers: tuple[int, ...
         )
 
 
+def has_block_keys(bank: Gates) -> bool:
+    """Whether gates, which are not for retention, keep one key per block: all that there is room for in a server."""
+    return next(iter(bank))[1].entry_tokens == bank.config.block_size
+
+
 def rope_kinds(model: PreTrainedModel) -> dict[int, RopeKind]:
     """Layer with full attention -> how its cached keys come from those before RoPE.
 

@@ -25,7 +25,7 @@ from torch import Tensor
 from seergate.errors import SeergateError
 from seergate.gates.bank import Gates
 from seergate.hf.loading import skeleton
-from seergate.serving.checks import check_model, rope_kinds
+from seergate.serving.checks import check_model, has_block_keys, rope_kinds
 from seergate.serving.rope import Unrotation
 from seergate.serving.scoring import Scores
 from seergate.serving.settings import KEY, Settings
@@ -52,9 +52,6 @@ class Plan:
 class SparseBackend(TorchNativeAttnBackend):  # type: ignore[misc]
     """Reads prompts densely, and of decoding requests the blocks that a method picks.
 
-    Attributes:
-        read, held: tokens of decoding requests so far, over all sparse layers and KV heads.
-
     Raises:
         SeergateError: naming what does not fit.
     """
@@ -76,7 +73,6 @@ class SparseBackend(TorchNativeAttnBackend):  # type: ignore[misc]
         self.run = self.method.block_size // self.page
         self.scores: dict[int, Scores] = {}
         self.summaries: dict[int, Tensor] = {}
-        self.read = self.held = 0
         self._add_layers(runner.model, bank, rope_kinds(skeleton(config)))
 
     def _add_layers(self, model: Any, bank: Gates | None, kinds: dict[int, Any]) -> None:
@@ -155,7 +151,6 @@ class SparseBackend(TorchNativeAttnBackend):  # type: ignore[misc]
             output[rows] = self._attend(query_RHD[rows], slots_RKT, lengths_RK, layer)
         if len(rows := plan.sparse):
             output[rows] = self._attend(query_RHD[rows], *self._chosen(query_RHD[rows], rows, layer), layer)
-        self.held += heads * int(plan.lengths_R.sum())
         return output.flatten(1)
 
     def _chosen(self, query_RHD: Tensor, rows: Tensor, layer: Any) -> tuple[Tensor, Tensor]:
@@ -191,7 +186,6 @@ class SparseBackend(TorchNativeAttnBackend):  # type: ignore[misc]
             scaling=layer.scaling,
             enable_gqa=True,
         )
-        self.read += int(lengths_RK.sum())
         return output_QGD.view_as(query_RHD)
 
     def _summarise(self, layer: Any) -> None:
@@ -218,7 +212,7 @@ def check_page(bank: Gates | None, page: int) -> None:
         if page < 8:
             raise SeergateError(f"--page-size is {page}; it is the block of this method, and must be 8 or more")
         return
-    if bank.config.retention or next(iter(bank))[1].entry_tokens != bank.config.block_size:
+    if bank.config.retention or not has_block_keys(bank):
         raise SeergateError(
             f"these gates have the scorer {bank.config.scorer!r}; inside SGLang there is room for one compressed key "
             "per block: train gates with --scorer attn_gate"

@@ -11,11 +11,11 @@ from typing import Any
 
 import pytest
 
+from tests.reasoner import REASONER
+
 os.environ.setdefault("SGLANG_USE_CPU_ENGINE", "1")
 
 collect_ignore_glob = [] if importlib.util.find_spec("sglang") else ["test_*.py"]
-
-REASONER = "checkpoints/tiny-reasoner"
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -2,20 +2,19 @@
 
 from __future__ import annotations
 
-from random import Random
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoModelForCausalLM
 
 import seergate
 from seergate import GateBank, GateConfig, SeergateError
-from seergate.chain_sum import make_problem
 from seergate.sglang.backend import check_page, check_server
 from tests.models import tiny_model
-from tests.sglang.conftest import REASONER, answers, engine
+from tests.reasoner import REASONER, questions
+from tests.sglang.conftest import answers, engine
 
 NEW = 60
 
@@ -30,9 +29,7 @@ def model() -> Any:
 @pytest.fixture(scope="module")
 def prompts() -> list[list[int]]:
     """Of different lengths; the last two begin alike."""
-    tokenizer, draw = AutoTokenizer.from_pretrained(REASONER), Random(0)
-    turns = [[{"role": "user", "content": make_problem(variables, draw).question}] for variables in (12, 20)]
-    ids = [tokenizer.apply_chat_template(turn, add_generation_prompt=True, return_dict=False) for turn in turns]
+    ids = questions(12, 20)
     return [*ids, ids[1][:-40]]
 
 

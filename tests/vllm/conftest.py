@@ -5,14 +5,13 @@ from __future__ import annotations
 import gc
 import importlib.util
 import os
-import random
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
 import pytest
 
-from seergate.chain_sum import make_problem
+from tests.reasoner import REASONER
 
 # Read when vLLM is imported.
 os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")
@@ -22,7 +21,6 @@ os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
 
 collect_ignore_glob = [] if importlib.util.find_spec("vllm") else ["test_*.py"]
 
-REASONER = "checkpoints/tiny-reasoner"
 GATES = f"{REASONER}/gates-32"
 
 
@@ -61,21 +59,6 @@ def answers(llm: Any, prompts: list[list[int]], tokens: int, stop: bool = True) 
     sampling = SamplingParams(temperature=0, max_tokens=tokens, ignore_eos=not stop, detokenize=False)
     outputs = llm.generate([{"prompt_token_ids": ids} for ids in prompts], sampling, use_tqdm=False)
     return [list(output.outputs[0].token_ids) for output in outputs]
-
-
-def questions(*variables: int, seed: int = 0) -> list[list[int]]:
-    """A prompt for a problem of each size, as token ids."""
-    from transformers import AutoTokenizer
-
-    tokenizer, draw = AutoTokenizer.from_pretrained(REASONER), random.Random(seed)
-    return [
-        tokenizer.apply_chat_template(
-            [{"role": "user", "content": make_problem(size, draw).question}],
-            add_generation_prompt=True,
-            return_dict=False,
-        )
-        for size in variables
-    ]
 
 
 def gated_layers(llm: Any) -> dict[int, Any]:

@@ -6,7 +6,8 @@ import json
 import sys
 from pathlib import Path
 
-from tests.vllm.conftest import answers, engine, questions
+from tests.reasoner import questions
+from tests.vllm.conftest import answers, engine
 
 if __name__ == "__main__":  # vLLM starts its workers by running this file again
     options = json.loads(sys.argv[1])

@@ -16,7 +16,8 @@ import torch
 
 from seergate.methods import make_method
 from seergate.vllm import attention
-from tests.vllm.conftest import GATES, answers, engine, questions
+from tests.reasoner import questions
+from tests.vllm.conftest import GATES, answers, engine
 
 GATE = {"gates": GATES, "token_budget": 256}
 SIZES = [random.Random(1).randint(8, 24) for _ in range(64)]

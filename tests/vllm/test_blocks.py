@@ -12,7 +12,8 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 import seergate
 from seergate import GateBank, GateConfig
 from tests.models import prompt, tiny_model
-from tests.vllm.conftest import REASONER, answers, engine, gated_layers, questions
+from tests.reasoner import REASONER, questions
+from tests.vllm.conftest import answers, engine, gated_layers
 
 NEW = 80
 

@@ -16,7 +16,8 @@ from typing import Any
 
 import pytest
 
-from tests.vllm.conftest import GATES, REASONER, answers, engine, questions
+from tests.reasoner import REASONER, questions
+from tests.vllm.conftest import GATES, answers, engine
 
 GATE = {"gates": GATES, "token_budget": 256}
 ENVIRONMENT = {**os.environ, "VLLM_LOGGING_LEVEL": "INFO", "VLLM_ENABLE_V1_MULTIPROCESSING": "1"}

@@ -14,7 +14,8 @@ from seergate import DecodeConfig, GateBank
 from seergate.methods import make_method
 from seergate.vllm.attention import fits_graphs
 from seergate.vllm.worker import rank_gate
-from tests.vllm.conftest import GATES, REASONER, answers, engine, gated_layers, questions
+from tests.reasoner import REASONER, questions
+from tests.vllm.conftest import GATES, answers, engine, gated_layers
 
 BUDGET = 160
 
