@@ -93,7 +93,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         default=None,
         help="also the cheap proxies: recall of attention mass, next-token KL to dense, perplexity",
     )
-    how.add_argument("--engine", choices=("transformers", "vllm"), help="what generates [transformers]")
+    how.add_argument("--engine", choices=("transformers", "vllm", "sglang"), help="what generates [transformers]")
     how.add_argument("--workers", type=int, metavar="N", help="generate in N workers, by Ray [in this process]")
     how.add_argument("--ray-address", metavar="ADDRESS", help="a running Ray cluster, or auto [start one here]")
     run_args(how)

@@ -102,10 +102,12 @@ def load_model(path: str, dtype: str = "auto", device: str = "auto") -> PreTrain
     return load_base(path, device=place, dtype=dtype if dtype == "auto" else getattr(torch, dtype))
 
 
-def check_file_served(path: str) -> None:
-    """Refuse a GGUF file where vLLM is to generate: its models are read from directories and the Hub."""
+def check_file_served(path: str, server: str) -> None:
+    """Refuse a GGUF file where a server is to generate: its models are read from directories and the Hub."""
     if (file := gguf_file(path)) is not None:
-        raise SeergateError(f"--model is the GGUF file {file}; with --engine vllm it must be a directory or a Hub id")
+        raise SeergateError(
+            f"--model is the GGUF file {file}; with --engine {server} it must be a directory or a Hub id"
+        )
 
 
 def check_writable(out: Path) -> None:

@@ -131,8 +131,8 @@ def run_plan(plan: SweepPlan) -> Path:
     sizes = sorted({gates.config.block_size for gates in listed if not gates.config.retention})
     specs = with_each(plan.specs(task, sizes), banks)
     check_auto(specs)
-    if plan.engine == "vllm":
-        _check_served(plan, specs)
+    if plan.engine != "transformers":
+        _check_served(plan, specs, banks)
     if plan.match != MATCHES[0]:
         specs = distinct(specs)  # their budgets are found once there is a model
 
@@ -207,18 +207,18 @@ def _check_alone(plan: SweepPlan, task: Task) -> None:
             raise SeergateError(f"{name} is {value!r}; the task {task.name!r} scores texts, so it must be left out")
 
 
-def _check_served(plan: SweepPlan, specs: list[MethodSpec]) -> None:
-    """Refuse settings of a plan that do not work with vLLM."""
+def _check_served(plan: SweepPlan, specs: list[MethodSpec], banks: Banks) -> None:
+    """Refuse settings of a plan that do not work with a server."""
     from seergate.cli.models import check_file_served, model_path
-    from seergate.eval.vllm_engine import check_served, engine_version
+    from seergate.eval.served import check_served, engine_version
 
-    engine_version()
-    check_file_served(model_path(plan.model))
+    engine_version(plan.engine)
+    check_file_served(model_path(plan.model), plan.engine)
     for name, default in (("workers", 0), ("match", "budget")):
         if (value := getattr(plan, name)) != default:
-            raise SeergateError(f"{name} is {value!r}; with --engine vllm it must be left out")
+            raise SeergateError(f"{name} is {value!r}; with --engine {plan.engine} it must be left out")
     for spec in specs:
-        check_served(spec)
+        check_served(plan.engine, spec, spec.bank(banks))
 
 
 def check_model(path: str, methods: list[Method], banks: list[GateBank]) -> Any:

@@ -56,7 +56,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--temperature", type=float, help="0 is greedy [the model's own sampling]")
     parser.add_argument("--seed", type=int, default=0, help="of the sampling [%(default)s]")
     parser.add_argument("--batch-size", type=int, metavar="N", help="answers made together [what fits into memory]")
-    parser.add_argument("--engine", choices=("transformers", "vllm"), default="transformers", help="[%(default)s]")
+    parser.add_argument(
+        "--engine", choices=("transformers", "vllm", "sglang"), default="transformers", help="[%(default)s]"
+    )
     run_args(parser)
 
 
@@ -72,28 +74,28 @@ def run(options: argparse.Namespace) -> int:
     from seergate.eval.cluster import Job
     from seergate.eval.engine import Generation, Request, encode, prompt_text
     from seergate.eval.sampling import sample_seed
+    from seergate.eval.served import SERVERS, check_served, engine_version, generate_by_server
     from seergate.eval.settings import grid
-    from seergate.eval.vllm_engine import check_served, engine_version, generate_by_vllm
     from seergate.fingerprint import fingerprint, rope_of
     from seergate.hf.attach import attached
     from seergate.hf.loading import load_tokenizer
 
     (spec,) = grid([options.method], [] if options.budget is None else [options.budget], None)
     spec.check_calibrated()
-    engine = options.engine
-    if engine == "vllm":
-        engine = engine_version()
-        check_served(spec)
+    served = options.engine in SERVERS
+    engine = engine_version(options.engine) if served else options.engine
     data = {"data": options.prompts, "data_limit": options.limit}
     longest = {} if options.max_length is None else {"max_length": options.max_length}  # the preset's is the default
     ((config, _), *others) = load_train_config(options.model, data | longest).sources
     if others:
         raise SeergateError(f"--prompts is {options.prompts!r}; it must be one source")
     path = model_path(options.model)
-    if options.engine == "vllm":
-        check_file_served(path)
+    if served:
+        check_file_served(path, options.engine)
     gates = gates_for(options.model, options.gates) if spec.has_gates else None
     bank = None if gates is None else load_gates(gates)
+    if served:
+        check_served(options.engine, spec, bank)
     method = spec.method(bank)
     shape = check_model(path, [method], [] if bank is None else [bank])
     config = within_positions(config, shape)
@@ -163,8 +165,8 @@ def run(options: argparse.Namespace) -> int:
                 file.write(json.dumps({"row": done.request.key, "messages": turns}, ensure_ascii=False) + "\n")
                 file.flush()
 
-            if options.engine == "vllm":
-                generate_by_vllm(model, tokenizer, requests, job, bank, take)
+            if served:
+                generate_by_server(options.engine, model, tokenizer, requests, job, bank, take)
             else:
                 with attached(model, method, correction=spec.correction) as handle:
                     job.engine(model, tokenizer, take, handle).run(requests)

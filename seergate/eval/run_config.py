@@ -16,13 +16,13 @@ from seergate.eval.environment import environment, grader_version
 from seergate.eval.grading import check_grader
 from seergate.eval.judge import check_installed
 from seergate.eval.sampling import Sampling
+from seergate.eval.served import SERVERS, engine_version
 from seergate.eval.settings import MethodSpec
 from seergate.eval.task import Problem, Task, contents_hash, prompts_hash
-from seergate.eval.vllm_engine import engine_version
 from seergate.fingerprint import fingerprint, rope_of
 from seergate.hf.bank import GateBank
 
-ENGINES = ("transformers", "vllm")
+ENGINES = ("transformers", *SERVERS)
 
 
 @dataclass(frozen=True)
@@ -38,8 +38,8 @@ class RunOptions:
         batch_size: samples that run together; does not shape results. ``None`` estimates what fits into memory.
         measure_recall: also measure the cheap proxies (`seergate.eval.proxies`), recall of teacher mass among them.
         model_name: name of the model in the records; a path or Hub id.
-        engine: the engine that generates: ``"transformers"``, or ``"vllm"`` (`seergate.eval.vllm_engine`); it shapes
-            results.
+        engine: the engine that generates: ``"transformers"``, or a server's name (`seergate.eval.served`); it
+            shapes results.
         on_progress: called after every sample that has been graded, one call at a time, from a thread that grades.
     """
 
@@ -132,7 +132,7 @@ def run_config(
             **asdict(options.resolved_sampling(task, model)),
             "seed": options.seed,
             "ends": sorted(end_ids(model, tokenizer)),
-            **({"engine": engine_version()} if options.engine == "vllm" else {}),
+            **({"engine": engine_version(options.engine)} if options.engine in SERVERS else {}),
         },
         "environment": environment(model.device) | grader_version(task.grader),
         "execution": {

@@ -29,9 +29,9 @@ from seergate.eval.metrics import derive
 from seergate.eval.proxies import Reference, contexts_hash, measure_proxies, windows_of
 from seergate.eval.run_config import RunOptions, prompts_of, run_config
 from seergate.eval.sampling import sample_seed
+from seergate.eval.served import SERVERS, generate_by_server
 from seergate.eval.settings import Banks, MethodSpec
 from seergate.eval.task import Problem, Task, contents_hash
-from seergate.eval.vllm_engine import generate_by_vllm
 from seergate.fingerprint import fingerprint, rope_of
 from seergate.hf.attach import attached
 from seergate.hf.bank import GateBank
@@ -212,8 +212,8 @@ def evaluate(
                             job = Job(spec, options.batch_size, requests[0].ids, longest, limit, sampling)
                             if cluster is not None:
                                 cluster.generate(job, fingerprint(model), requests, sink.take)
-                            elif options.engine == "vllm":
-                                generate_by_vllm(model, tokenizer, requests, job, bank, sink.take)
+                            elif options.engine in SERVERS:
+                                generate_by_server(options.engine, model, tokenizer, requests, job, bank, sink.take)
                             else:
                                 job.engine(model, tokenizer, sink.take, handle).run(requests)
                 if unmeasured:

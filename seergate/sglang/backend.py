@@ -25,10 +25,11 @@ from torch import Tensor
 from seergate.errors import SeergateError
 from seergate.gates.bank import Gates
 from seergate.hf.loading import skeleton
-from seergate.serving.checks import check_model, has_block_keys, rope_kinds
+from seergate.serving.checks import rope_kinds
 from seergate.serving.rope import Unrotation
 from seergate.serving.scoring import Scores
-from seergate.serving.settings import KEY, Settings
+from seergate.serving.statistics import statistics
+from seergate.sglang.checks import settings_of
 
 
 @dataclass
@@ -52,27 +53,26 @@ class Plan:
 class SparseBackend(TorchNativeAttnBackend):  # type: ignore[misc]
     """Reads prompts densely, and of decoding requests the blocks that a method picks.
 
+    Attributes:
+        method: turns scores into blocks; ``run`` is how many pages a block has.
+        scores, summaries, counts: of each sparse layer: what scores blocks, what is kept of them (``[pages, K, W]``),
+            tokens read and held so far.
+
     Raises:
-        SeergateError: naming what does not fit.
+        SeergateError: for a model that the options of the server do not tell to be unfit.
     """
 
     def __init__(self, runner: Any) -> None:
         super().__init__(runner)
         config, self.page = runner.model_config.hf_config, runner.page_size
-        settings = Settings.read({KEY: values} if (values := getattr(config, KEY, None)) is not None else None)
-        if settings is None:
-            raise SeergateError(
-                "the attention backend is seergate, without options; give them by --json-model-override-args "
-                '\'{"seergate": {"gates": "ORG/NAME", "token_budget": 4096}}\''
-            )
+        settings = settings_of(config)
+        assert settings is not None
         bank = settings.bank()
-        check_page(bank, self.page)
         self.method = settings.selector(bank, self.page)
-        check_model(config, bank, self.method.dense_layers)
-        check_server(runner.server_args, runner.device)
         self.run = self.method.block_size // self.page
         self.scores: dict[int, Scores] = {}
         self.summaries: dict[int, Tensor] = {}
+        self.counts: dict[int, Tensor] = {}
         self._add_layers(runner.model, bank, rope_kinds(skeleton(config)))
 
     def _add_layers(self, model: Any, bank: Gates | None, kinds: dict[int, Any]) -> None:
@@ -85,6 +85,10 @@ class SparseBackend(TorchNativeAttnBackend):  # type: ignore[misc]
                 if layer.logit_cap:
                     raise SeergateError("the model caps its attention scores, which SGLang's torch_native leaves out")
                 keys = self.token_to_kv_pool.get_key_buffer(number)
+                if keys.dtype.itemsize < 2:  # a checkpoint may ask for it, which no option tells
+                    raise SeergateError(
+                        f"the model's cache has the type {keys.dtype}, and cached keys must be readable"
+                    )
                 gate = unrotate = None
                 if bank is not None:
                     unrotate = Unrotation(parent.rotary_emb if kinds[number] == "plain" else None)
@@ -97,6 +101,12 @@ class SparseBackend(TorchNativeAttnBackend):  # type: ignore[misc]
                 scoring = self.scores[number] = scores.of_layer(self.method, like, gate, unrotate)
                 shape = len(keys) // self.page, keys.shape[1], scoring.width
                 self.summaries[number] = torch.zeros(shape, dtype=scoring.dtype, device=keys.device)
+                self.counts[number] = torch.zeros(2, dtype=torch.long, device=keys.device)
+
+    def seergate_stats(self) -> dict[str, Any]:
+        """What decoding has read since the start, see `seergate.serving.statistics`."""
+        counts = ((layer, both.tolist()) for layer, both in self.counts.items())
+        return statistics(counts, sum(summary.nbytes for summary in self.summaries.values()))
 
     def init_forward_metadata(self, forward_batch: Any) -> None:
         """Plan a step."""
@@ -151,6 +161,7 @@ class SparseBackend(TorchNativeAttnBackend):  # type: ignore[misc]
             output[rows] = self._attend(query_RHD[rows], slots_RKT, lengths_RK, layer)
         if len(rows := plan.sparse):
             output[rows] = self._attend(query_RHD[rows], *self._chosen(query_RHD[rows], rows, layer), layer)
+        self.counts[layer.layer_id][1] += heads * plan.lengths_R.sum()
         return output.flatten(1)
 
     def _chosen(self, query_RHD: Tensor, rows: Tensor, layer: Any) -> tuple[Tensor, Tensor]:
@@ -172,6 +183,7 @@ class SparseBackend(TorchNativeAttnBackend):  # type: ignore[misc]
     def _attend(self, query_RHD: Tensor, slots_RKT: Tensor, lengths_RK: Tensor, layer: Any) -> Tensor:
         """Attention to the tokens in slots, by the stock loop: ``[R, H, D]``."""
         heads, pool = layer.tp_k_head_num, self.token_to_kv_pool
+        self.counts[layer.layer_id][0] += lengths_RK.sum()
         query_QGD = query_RHD.unflatten(1, (heads, -1)).flatten(0, 1)
         caches = pool.get_key_buffer(layer.layer_id), pool.get_value_buffer(layer.layer_id)
         places_QT = (slots_RKT * heads + torch.arange(heads, device=slots_RKT.device)[:, None]).flatten(0, 1)
@@ -204,33 +216,3 @@ class SparseBackend(TorchNativeAttnBackend):  # type: ignore[misc]
         """The slots ``[..., T]`` of the tokens of blocks ``[..., N, r]``, in order."""
         within = torch.arange(self.page, device=table.device)
         return (table.flatten(-2)[..., None] * self.page + within).flatten(-2)
-
-
-def check_page(bank: Gates | None, page: int) -> None:
-    """Refuse gates without a compressed key per block, and a page that does not divide their block."""
-    if bank is None:
-        if page < 8:
-            raise SeergateError(f"--page-size is {page}; it is the block of this method, and must be 8 or more")
-        return
-    if bank.config.retention or not has_block_keys(bank):
-        raise SeergateError(
-            f"these gates have the scorer {bank.config.scorer!r}; inside SGLang there is room for one compressed key "
-            "per block: train gates with --scorer attn_gate"
-        )
-    if bank.config.block_size % page or page == 1:
-        raise SeergateError(
-            f"--page-size is {page}; it must be the gates' block of {bank.config.block_size} tokens, or divide it"
-        )
-
-
-def check_server(args: Any, device: str) -> None:
-    """Refuse what the plugin was not written for."""
-    refusals = {
-        f"it runs on {device!r}; only the CPU has the attention that is extended here": device != "cpu",
-        f"tp_size is {args.tp_size}, and gates are not divided": args.tp_size != 1,
-        f"kv_cache_dtype is {args.kv_cache_dtype!r}, and cached keys must be readable": args.kv_cache_dtype != "auto",
-        "drafts are verified (speculative_algorithm)": args.speculative_algorithm is not None,
-    }
-    for reason, holds in refusals.items():
-        if holds:
-            raise SeergateError(f"seergate cannot run inside this server: {reason}")

@@ -17,6 +17,7 @@ from seergate.serving.checks import rope_kinds
 from seergate.serving.rope import Unrotation
 from seergate.serving.scoring import Scores
 from seergate.serving.settings import Settings
+from seergate.serving.statistics import statistics
 from seergate.vllm.attention import Counts, same_in_all_layers, sparse_backend, sparse_layer
 from seergate.vllm.checks import READABLE
 from seergate.vllm.pages import PAGES
@@ -49,18 +50,9 @@ class Gated:
         return output
 
     def seergate_stats(self) -> dict[str, Any]:
-        """What decoding has read since the start: ``llm.collective_rpc("seergate_stats")``, one answer per rank.
-
-        Returns:
-            ``layers``: for each sparse layer, ``tokens_read`` and ``tokens_held`` of all KV heads of this rank and all
-            steps, and ``density``, their quotient. ``summary_bytes``: what summaries take of the cache's memory.
-        """
-        layers = {
-            layer: {"tokens_read": read, "tokens_held": held, "density": read / held if held else 1.0}
-            for layer, (read, held) in zip(self.gated, self._counts(), strict=True)
-        }
+        """`statistics` of this rank: ``llm.collective_rpc("seergate_stats")``, one answer per rank."""
         nbytes = sum(len(attention.kv_cache) * attention.impl.room for attention in self.gated.values())
-        return {"layers": layers, "summary_bytes": nbytes}
+        return statistics(zip(self.gated, self._counts(), strict=True), nbytes)
 
     def _counts(self) -> list[list[int]]:
         """Tokens read and held of each layer, in one copy from the device."""

@@ -173,7 +173,7 @@ def test_rows_that_are_made_otherwise_are_not_mixed(
             "seergate.distill.commits.data_commit", lambda _: pytest.fail("the prompts stay at their commit")
         )
         assert run_seergate(*command).returncode == 0
-        patch.setattr("seergate.eval.vllm_engine.engine_version", lambda: "vllm 1")  # which is not installed
+        patch.setattr("seergate.eval.served.engine_version", "vllm {}".format)  # which is not installed
         patch.setattr("seergate.cli.models.load_model", lambda *_: pytest.fail("refused only after the model"))
         for change in ("dtype", "float16"), ("engine", "vllm"):
             refused = run_seergate(*command, f"--{change[0]}", change[1])

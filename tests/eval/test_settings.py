@@ -19,9 +19,9 @@ from seergate.eval.engine import Limit
 from seergate.eval.method_text import read_method, value_text
 from seergate.eval.plan import SweepPlan
 from seergate.eval.sampling import Sampling
+from seergate.eval.served import generate_by_server, served_from
 from seergate.eval.settings import grid
 from seergate.eval.store import read_samples
-from seergate.eval.vllm_engine import generate_by_vllm, served_from
 from seergate.hf.attach import attached
 from seergate.report import load_sweeps
 from tests.eval import support
@@ -281,7 +281,7 @@ def test_what_cannot_be_measured_is_refused(text):
         check_auto(plan.specs(plan.make_task(), []))
 
 
-def test_vllm_reads_no_other_gates_than_these(tmp_path):
+def test_a_server_reads_no_other_gates_than_these(tmp_path):
     bank = GateBank.for_model(support.model(), GateConfig(8, 16))
     bank.save_pretrained(tmp_path / "run" / "gates")
     loaded = GateBank.from_pretrained(tmp_path / "run" / "gates")
@@ -293,7 +293,7 @@ def test_vllm_reads_no_other_gates_than_these(tmp_path):
     job = Job(MethodSpec("gate", 64), 1, (3,), 8, Limit(4), Sampling())
     for other in (bank, part, loaded):
         with pytest.raises(SeergateError, match="would get others than these; save these with save_pretrained"):
-            generate_by_vllm(support.model(), support.tokenizer(), [], job, other, print)
+            generate_by_server("sglang", support.model(), support.tokenizer(), [], job, other, print)
 
 
 def test_corrections_are_options_of_the_text():

@@ -11,7 +11,7 @@ from transformers import AutoModelForCausalLM
 
 import seergate
 from seergate import GateBank, GateConfig, SeergateError
-from seergate.sglang.backend import check_page, check_server
+from seergate.sglang.checks import check_page, check_server
 from tests.models import tiny_model
 from tests.reasoner import REASONER, questions
 from tests.sglang.conftest import answers, engine

@@ -1,0 +1,93 @@
+"""What is checked before SGLang starts a process or loads weights."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from seergate.errors import SeergateError
+from seergate.gates.bank import Gates
+from seergate.serving.checks import check_model, has_block_keys
+from seergate.serving.settings import Settings
+from seergate.sglang import NAME
+
+
+def settings_of(hf_config: Any) -> Settings | None:
+    """The plugin's options, which SGLang has put into the model's configuration; ``None`` without any."""
+    return Settings.read(vars(hf_config))
+
+
+def check_arguments(server_args: Any) -> None:
+    """Refuse options of an engine with seergate that do not fit; others are not looked at.
+
+    Args:
+        server_args: SGLang's, worked out.
+
+    Raises:
+        SeergateError: naming what does not fit.
+    """
+    from sglang.srt.arg_groups.model_override_base import attention_backends_of, model_config_of, resolved_view
+
+    args, config = resolved_view(server_args), model_config_of(server_args).hf_config
+    settings, backends = settings_of(config), attention_backends_of(args)
+    if settings is None and NAME not in backends:
+        return
+    if set(backends) != {NAME}:
+        raise SeergateError(
+            f"the attention backend is {backends[0]} for prompts and {backends[1]} for decoding; with seergate, or "
+            "options under that key, it must be seergate for both"
+        )
+    if settings is None:
+        raise SeergateError(
+            "the attention backend is seergate, without options; give them by --json-model-override-args "
+            '\'{"seergate": {"gates": "ORG/NAME", "token_budget": 4096}}\''
+        )
+    bank = settings.bank()
+    check_page(bank, args.page_size)
+    check_model(config, bank, settings.selector(bank, args.page_size).dense_layers)
+    check_server(args)
+
+
+def check_page(bank: Gates | None, page: int) -> None:
+    """Refuse gates without a compressed key per block, and a page that does not divide their block."""
+    if bank is None:
+        if page < 8:
+            raise SeergateError(f"--page-size is {page}; it is the block of this method, and must be 8 or more")
+        return
+    if bank.config.retention or not has_block_keys(bank):
+        raise SeergateError(
+            f"these gates have the scorer {bank.config.scorer!r}; inside SGLang there is room for one compressed key "
+            "per block: train gates with --scorer attn_gate"
+        )
+    if bank.config.block_size % page or page == 1:
+        raise SeergateError(
+            f"--page-size is {page}; it must be the gates' block of {bank.config.block_size} tokens, or divide it"
+        )
+
+
+def check_server(args: Any) -> None:
+    """Refuse what the plugin was not written for.
+
+    Args:
+        args: SGLang's options.
+    """
+    refusals = {
+        f"it runs on {args.device!r}; only the CPU has the attention that is extended here": args.device != "cpu",
+        f"tp_size is {args.tp_size}, and gates are not divided": args.tp_size != 1,
+        f"pp_size is {args.pp_size}, and layers are counted in one process": args.pp_size != 1,
+        f"kv_cache_dtype is {args.kv_cache_dtype!r}, and cached keys must be readable": args.kv_cache_dtype != "auto",
+        "drafts are verified (speculative_algorithm)": args.speculative_algorithm is not None,
+        "prompts and decoding requests are mixed (enable_mixed_chunk), and all would be read densely": (
+            args.enable_mixed_chunk
+        ),
+        "pages may come from elsewhere (enable_hierarchical_cache, enable_lmcache, enable_flexkv, "
+        "radix_cache_backend, disaggregation_mode), without what is kept of their blocks": (
+            args.enable_hierarchical_cache
+            or args.enable_lmcache
+            or args.enable_flexkv
+            or args.radix_cache_backend is not None
+            or args.disaggregation_mode != "null"
+        ),
+    }
+    for reason, holds in refusals.items():
+        if holds:
+            raise SeergateError(f"seergate cannot run inside this server: {reason}")
