@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -10,9 +9,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 import seergate
-from seergate import GateBank, GateConfig, SeergateError
-from seergate.sglang.checks import check_page, check_server
-from tests.models import tiny_model
+from seergate import GateBank
 from tests.reasoner import REASONER, questions
 from tests.sglang.conftest import answers, engine
 
@@ -78,32 +75,16 @@ def test_a_budget_for_everything_is_dense_attention(model: Any, prompts: Any) ->
         assert answers(llm, prompts, NEW)[0] == said(model, prompts, "dense")
 
 
-@pytest.mark.parametrize(
-    ("config", "page", "sentence"),
-    [
-        (GateConfig(block_size=32), 64, "--page-size is 64; it must be the gates' block of 32 tokens, or divide it"),
-        (GateConfig(block_size=32), 1, "--page-size is 1; it must be"),
-        (GateConfig(block_size=32, gate_dim=16, scorer="msa"), 32, "these gates have the scorer 'msa'"),
-        (GateConfig(block_size=32, scorer="fast_kvzip"), 32, "these gates have the scorer 'fast_kvzip'"),
-        (None, 1, "--page-size is 1; it is the block of this method"),
-    ],
-)
-def test_pages_that_do_not_fit(config: Any, page: int, sentence: str) -> None:
-    bank = None if config is None else GateBank.for_model(tiny_model("qwen3"), config)
-    with pytest.raises(SeergateError, match=sentence):
-        check_page(bank, page)
-
-
-@pytest.mark.parametrize(
-    ("changed", "sentence"),
-    [
-        ({"tp_size": 2}, "tp_size is 2"),
-        ({"kv_cache_dtype": "fp8_e5m2"}, "kv_cache_dtype is 'fp8_e5m2'"),
-        ({"speculative_algorithm": "EAGLE"}, "drafts are verified"),
-        ({"device": "cuda"}, "it runs on 'cuda'"),
-    ],
-)
-def test_servers_that_are_refused(changed: dict[str, Any], sentence: str) -> None:
-    given = {"tp_size": 1, "kv_cache_dtype": "auto", "speculative_algorithm": None, "device": "cpu", **changed}
-    with pytest.raises(SeergateError, match=sentence):
-        check_server(SimpleNamespace(**given), given["device"])
+@pytest.mark.timeout(600)
+def test_statistics_are_counts_of_tokens(prompts: Any) -> None:
+    budget = 128
+    with engine({"gates": gates("gates-32"), "token_budget": budget}) as llm:
+        (said,), _ = answers(llm, prompts[:1], NEW)
+        (state,) = llm.get_server_info()["internal_states"]
+    lengths = [len(prompts[0]) + step for step in range(1, len(said))]  # the first token is the prompt's
+    for layer in state["seergate"]["layers"].values():
+        assert layer["tokens_held"] == 2 * sum(lengths)
+        assert layer["tokens_read"] == 2 * sum(budget - 32 + (length - 1) % 32 + 1 for length in lengths)
+        assert layer["density"] == layer["tokens_read"] / layer["tokens_held"] < 1
+    assert len(state["seergate"]["layers"]) == 4
+    assert state["seergate"]["summary_bytes"] == 4 * (8192 // 32 + 1) * 2 * 128 * 4  # SGLang's first page is padding
