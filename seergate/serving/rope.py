@@ -1,4 +1,4 @@
-"""The inverse of vLLM's rotary embedding: keys and queries before RoPE from those after it."""
+"""The inverse of a server's rotary embedding: keys and queries before RoPE from those after it."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ class Unrotation:
     """Undoes a layer's rotary embedding, whatever scaling it has: its own table of cosines and sines is inverted.
 
     Args:
-        rotary: vLLM's module; ``None`` for a layer without RoPE.
+        rotary: the server's module; ``None`` for a layer without RoPE.
     """
 
     def __init__(self, rotary: Any) -> None:

@@ -44,7 +44,7 @@ def check_arguments(server_args: Any) -> None:
     bank = settings.bank()
     check_page(bank, args.page_size)
     check_model(config, bank, settings.selector(bank, args.page_size).dense_layers)
-    check_server(args)
+    check_server(args, config.get_text_config())
 
 
 def check_page(bank: Gates | None, page: int) -> None:
@@ -64,11 +64,12 @@ def check_page(bank: Gates | None, page: int) -> None:
         )
 
 
-def check_server(args: Any) -> None:
+def check_server(args: Any, text_config: Any) -> None:
     """Refuse what the plugin was not written for.
 
     Args:
         args: SGLang's options.
+        text_config: transformers' configuration of the language model.
     """
     refusals = {
         f"it runs on {args.device!r}; only the CPU has the attention that is extended here": args.device != "cpu",
@@ -78,6 +79,12 @@ def check_server(args: Any) -> None:
         "drafts are verified (speculative_algorithm)": args.speculative_algorithm is not None,
         "prompts and decoding requests are mixed (enable_mixed_chunk), and all would be read densely": (
             args.enable_mixed_chunk
+        ),
+        "its model has linear-attention layers, for which SGLang takes another backend": (
+            "linear_attention" in (getattr(text_config, "layer_types", None) or ())
+        ),
+        "its model has positions with several axes": (
+            "mrope_section" in (getattr(text_config, "rope_parameters", None) or {})
         ),
         "pages may come from elsewhere (enable_hierarchical_cache, enable_lmcache, enable_flexkv, "
         "radix_cache_backend, disaggregation_mode), without what is kept of their blocks": (

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 from typing import Any
 
@@ -9,7 +10,7 @@ import pytest
 from sglang.srt.plugins import load_plugins
 
 from seergate import GateBank, GateConfig, SeergateError
-from seergate.sglang.checks import check_page
+from seergate.sglang.checks import check_page, check_server
 from tests.models import tiny_model
 from tests.reasoner import REASONER
 
@@ -79,6 +80,21 @@ def test_gates_of_another_model_are_refused(tmp_path: Any) -> None:
     GateBank.for_model(model, GateConfig(block_size=32, gate_dim=32)).save_pretrained(tmp_path)
     with pytest.raises(SeergateError, match="these gates are for another model"):
         resolve({"gates": str(tmp_path)})
+
+
+@pytest.mark.parametrize(
+    ("family", "rope", "sentence"),
+    [
+        ("qwen3_next", {}, "its model has linear-attention layers"),
+        ("qwen3", {"mrope_section": [8, 4, 4]}, "its model has positions with several axes"),
+    ],
+)
+def test_models_that_are_refused(family: str, rope: Any, sentence: str) -> None:
+    config = copy.deepcopy(tiny_model(family).config)
+    config.rope_parameters = {**config.rope_parameters, **rope}
+    args = resolve(None, attention_backend="torch_native")
+    with pytest.raises(SeergateError, match=sentence):
+        check_server(args, config)
 
 
 @pytest.mark.parametrize(

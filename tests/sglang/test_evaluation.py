@@ -42,9 +42,9 @@ def test_what_sglang_cannot_run_is_refused(
     check_refused("sglang", arguments, sentence, capsys)
 
 
-def test_a_penalty_and_a_failure_of_sglang_are_told() -> None:
+def test_a_penalty_and_a_failure_of_sglang_are_told(tmp_path: Path) -> None:
     model, spec = tiny_model("qwen3"), MethodSpec("dense")
-    model.config.name_or_path = "nowhere"
+    model.config.name_or_path = str(tmp_path)
     for sampling, sentence in (
         (Sampling(repetition_penalty=1.1), "repetition_penalty is 1.1; with --engine sglang"),
         (Sampling(), "SGLang ended with exit status 1"),
