@@ -4,7 +4,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Generator, Sequence
 from contextlib import closing
 from importlib import import_module
 from pkgutil import resolve_name
@@ -25,7 +25,7 @@ from seergate.serving import settings as plugin
 
 Answers = Callable[
     [PreTrainedModel, Sequence[Request], Job, list[int], dict[str, Any] | None, int | None],
-    Iterator[tuple[int, list[int], float]],
+    Generator[tuple[int, list[int], float], None, None],
 ]
 """Starts a server's engine, asks it for all samples at once and ends it.
 

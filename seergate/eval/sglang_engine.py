@@ -9,7 +9,7 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Generator, Sequence
 from contextlib import suppress
 from dataclasses import asdict
 from typing import Any
@@ -28,7 +28,7 @@ def answers(
     ends: list[int],
     settings: dict[str, Any] | None,
     page: int | None,
-) -> Iterator[tuple[int, list[int], float]]:
+) -> Generator[tuple[int, list[int], float], None, None]:
     """The samples in the order in which they end, see `seergate.eval.served.Answers`.
 
     Only the sum of the seconds means something: a sample has the time since the one before it ended.

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Generator, Sequence
 from dataclasses import asdict
 from typing import Any
 
@@ -20,7 +20,7 @@ def answers(
     ends: list[int],
     settings: dict[str, Any] | None,
     page: int | None,
-) -> Iterator[tuple[int, list[int], float]]:
+) -> Generator[tuple[int, list[int], float], None, None]:
     """The samples in the steps in which they end, see `seergate.eval.served.Answers`."""
     from vllm import LLM, SamplingParams
     from vllm.distributed import cleanup_dist_env_and_memory

@@ -26,6 +26,8 @@ def main() -> None:
             async def answer(number: int) -> tuple[int, list[int]]:
                 given = {"input_ids": asked["prompts"][number], "sampling_params": asked["sampling"][number]}
                 found: Any = await llm.async_generate(**given)
+                if (reason := found["meta_info"]["finish_reason"])["type"] == "abort":
+                    raise RuntimeError(f"SGLang gave up the answer to prompt {number}: {reason['message']}")
                 return number, found["output_ids"]
 
             async def ask() -> None:
