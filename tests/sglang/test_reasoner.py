@@ -71,18 +71,16 @@ def test_tokens_are_those_of_transformers(model: Any, prompts: Any, settings: An
 
 @pytest.mark.timeout(600)
 def test_requests_that_are_retracted_go_on(model: Any, prompts: Any) -> None:
-    """SGLang computes their caches anew, densely: with this budget, the tokens are those of dense attention anyway."""
-    want = said(model, prompts, GateBank.from_pretrained(gates("gates-32")), token_budget=192)
-    assert want == said(model, prompts, "dense")
-    memory = {"max_total_tokens": 608, "schedule_conservativeness": 0.0}  # for two of the requests and a bit
+    """SGLang computes their caches anew, densely. This answer is the dense one, so it does not depend on that."""
+    ids, bank = prompts[1], GateBank.from_pretrained(gates("gates-32"))
+    want = said(model, [ids], bank, token_budget=192)
+    assert want == said(model, [ids], "dense")
+    memory = {"max_total_tokens": 448, "schedule_conservativeness": 0.0}  # 14 pages, of which three answers need 17
     with engine({"gates": gates("gates-32"), "token_budget": 192}, **memory) as llm:
-        for ids in prompts:
-            answers(llm, [ids], NEW, stop=True)
-        together, infos = answers(llm, prompts, NEW, stop=True)
-        (state,) = llm.get_server_info()["internal_states"]
+        assert answers(llm, [ids], NEW, stop=True)[0] == want
+        together, infos = answers(llm, [ids] * 3, NEW, stop=True)
     assert sum(info["num_retractions"] for info in infos) > 0
-    assert together == want
-    assert all(layer["density"] < 0.9 for layer in state["seergate"]["layers"].values()), "not all is read"
+    assert together == want * 3
 
 
 @pytest.mark.timeout(600)
