@@ -82,6 +82,12 @@ def test_gates_of_another_model_are_refused(tmp_path: Any) -> None:
         resolve({"gates": str(tmp_path)})
 
 
+def test_sglang_must_know_that_it_runs_on_a_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("SGLANG_USE_CPU_ENGINE")
+    with pytest.raises(SeergateError, match="export SGLANG_USE_CPU_ENGINE=1"):
+        resolve({"gates": GATES, "token_budget": 128})
+
+
 @pytest.mark.parametrize(
     ("family", "rope", "sentence"),
     [
