@@ -211,6 +211,5 @@ def retained_attention(
     """
     pack = check_pack(q, k, cu_seqlens, sm_scale, sinks, softcap)
     _check_values(v, pack)
-    check_tensor("log_beta", log_beta, k.shape[:2])
-    check_same("log_beta", log_beta, "q", q, dtype=False)
+    check_tensor("log_beta", log_beta, k.shape[:2], on=("q", q))
     return implementation("retained_attention", q.device)(pack=pack, v=v, log_beta=log_beta, window=window)

@@ -27,8 +27,6 @@ class Teacher:
     """The teacher's side of one pack.
 
     Args:
-        pack: queries and keys.
-        block_size: tokens per block.
         v: values, if the attention's output is wanted.
         window: as in `seergate.ops.packed_attention`; targets are made without one.
     """
