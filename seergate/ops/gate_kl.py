@@ -36,8 +36,8 @@ class GateKLStats(NamedTuple):
     recall: Tensor
 
 
-Chosen = tuple[float, int, int, int]
-"""Which rows count: ``row_start``, ``sink_blocks``, ``row_stride`` and ``row_shift`` of `gate_kl`."""
+RowRule = tuple[float, int, int, int]
+"""The rule for the rows that count: ``row_start``, ``sink_blocks``, ``row_stride`` and ``row_shift`` of `gate_kl`."""
 
 
 class LossOptions(NamedTuple):
@@ -52,8 +52,8 @@ class LossOptions(NamedTuple):
     lse: Tensor | None
 
     @property
-    def chosen(self) -> Chosen:
-        """Which rows count."""
+    def row_rule(self) -> RowRule:
+        """The rule for the rows that count."""
         return self.row_start, self.sink_blocks, self.row_stride, self.row_shift
 
 

@@ -19,8 +19,8 @@ from seergate.ops.decode import DecodeInputs
 from seergate.ops.paging import has_rows_of, rows_of, unpaged
 
 GATHER_BYTES_CPU = 2**21
-"""How much each thread gathers at a time. A buffer that stays in a core's cache, and is written again and again, costs
-less than the memory traffic and the fresh pages of a large one."""
+"""Bytes that each thread gathers at a time. A buffer that stays in a core's cache, and is written again and again,
+costs less than the memory traffic and the fresh pages of a large one."""
 
 
 @torch.no_grad()

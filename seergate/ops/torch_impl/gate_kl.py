@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from seergate.ops.attention import Pack
-from seergate.ops.gate_kl import Chosen, GateKLStats, LossOptions, counted_rows, refuse_second_order
+from seergate.ops.gate_kl import GateKLStats, LossOptions, RowRule, counted_rows, refuse_second_order
 from seergate.ops.torch_impl.teacher import MASKED, Teacher, in_pack, segments, wide_dtype
 
 
@@ -26,7 +26,7 @@ def gate_kl(
     dtype, sink_blocks = wide_dtype(pack.q, pack.k, qg, kg), options.sink_blocks
     teacher = Teacher(pack, block_size, dtype, options.lse, sink_blocks)
     spans = segments(pack.cu_seqlens)
-    how = block_size, teacher.kv_heads, options.reduction, options.chosen
+    how = block_size, teacher.kv_heads, options.reduction, options.row_rule
     total, counted, weights = rows_and_weights([end - start for start, end in spans], *how)
     plans = [teacher.chunks(rows) for rows in counted]
     past_blocks = [budget // block_size - 1 - sink_blocks for budget in options.recall_budgets]
@@ -72,16 +72,16 @@ def gate_kl(
 
 
 def rows_and_weights(
-    lengths: Sequence[int], block_size: int, kv_heads: int, reduction: str, chosen: Chosen
+    lengths: Sequence[int], block_size: int, kv_heads: int, reduction: str, rule: RowRule
 ) -> tuple[int, list[range], list[float]]:
-    """How many rows count in all; by segment, which, and the weight of a row and KV head in the loss."""
-    rows = counted_rows(lengths, block_size, *chosen)
+    """The number of rows that count; by segment, these rows, and the weight of a row and KV head in the loss."""
+    rows = counted_rows(lengths, block_size, *rule)
     counted = sum(map(len, rows))
     if reduction == "row_mean":
         return counted, rows, [1.0 / (kv_heads * max(counted, 1))] * len(lengths)
     filled = sum(length > 0 for length in lengths)
     widest = max(-(-length // block_size) for length in lengths)
-    rest = (length - int(length * chosen[0]) for length in lengths)
+    rest = (length - int(length * rule[0]) for length in lengths)
     return counted, rows, [1.0 / (filled * kv_heads * count * widest) if count else 0.0 for count in rest]
 
 

@@ -33,7 +33,7 @@ def scorer_kl(
     always = 1 + sink_blocks  # blocks that are read whatever the scorer says
     picked = target_budget // block_size - always if target == "selected" and target_budget is not None else None
     spans = segments(pack.cu_seqlens)
-    how = block_size, teacher.kv_heads, options.reduction, options.chosen
+    how = block_size, teacher.kv_heads, options.reduction, options.row_rule
     total, rows, weights = rows_and_weights([end - start for start, end in spans], *how)
     per_token = qs.shape[1] // entry_tokens  # numbers that a row of the scorer has for each token
     plans = [teacher.chunks(some, per_token) for some in rows]

@@ -48,7 +48,7 @@ def row_chunks(rows: range, area: int) -> Iterator[range]:
 
 
 def in_pack(start: int, rows: range) -> slice:
-    """Where rows of a segment that starts at ``start`` lie in the pack."""
+    """The place in the pack of rows of the segment that starts at ``start``."""
     return slice(start + rows.start, start + rows[-1] + 1, rows.step)
 
 

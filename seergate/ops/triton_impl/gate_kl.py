@@ -21,7 +21,7 @@ from torch import Tensor
 
 from seergate.ops.attention import Pack
 from seergate.ops.checks import check_shape
-from seergate.ops.gate_kl import Chosen, GateKLStats, LossOptions, refuse_second_order
+from seergate.ops.gate_kl import GateKLStats, LossOptions, RowRule, refuse_second_order
 from seergate.ops.host_memory import copied
 from seergate.ops.torch_impl import gate_kl as torch_impl
 from seergate.ops.triton_impl import gate_kl_kernels, packs
@@ -97,9 +97,9 @@ def evaluate(
     teacher = Teacher(Pack(q, k, cu_seqlens, sm_scale, sinks, softcap), block_size)
     gate = Gate(qg, kg, block_size, gate_scale, teacher, row_stride, want_dqg, want_dkg, len(recall_budgets))
     sizes = teacher.launch().rows, gate.launch.rows, gate.launch.columns
-    chosen = row_start, sink_blocks, row_stride, row_shift
+    rule = row_start, sink_blocks, row_stride, row_shift
     rows, chunks, tables, row_weight = cut_up(
-        tuple(spans), block_size, chosen, kv_heads, reduction, sizes, CHUNK_BYTES, device
+        tuple(spans), block_size, rule, kv_heads, reduction, sizes, CHUNK_BYTES, device
     )
     tiles = iter(tables)
     cells = max((chunk.rows * chunk.width for chunk in chunks), default=0) * kv_heads
@@ -138,22 +138,22 @@ def evaluate(
 def cut_up(
     spans: tuple[tuple[int, int], ...],
     block_size: int,
-    chosen: Chosen,
+    rule: RowRule,
     kv_heads: int,
     reduction: str,
     sizes: tuple[int, int, int],
     chunk_bytes: int,
     device: torch.device,
 ) -> tuple[int, list[packs.Chunk], list[packs.Tiles], Tensor]:
-    """How a pack is cut up, which is the same in all layers: it is made for the first one.
+    """The chunks and tiles of a pack, which are the same in all layers and made for the first one.
 
     Returns:
         How many rows count, the chunks, for each chunk the three kernels' tiles on the device, and what each row of
         the pack counts for in the loss, float64 ``[T]`` on the device.
     """
     lengths = [end - start for start, end in spans]
-    rows, counted, weights = torch_impl.rows_and_weights(lengths, block_size, kv_heads, reduction, chosen)
-    pieces = packs.segment_pieces(spans, counted, block_size, weights, sink_blocks=chosen[1])
+    rows, counted, weights = torch_impl.rows_and_weights(lengths, block_size, kv_heads, reduction, rule)
+    pieces = packs.segment_pieces(spans, counted, block_size, weights, sink_blocks=rule[1])
     chunks = packs.chunks(pieces, block_size, chunk_bytes // (4 * kv_heads))
     parts = [
         part
