@@ -20,16 +20,7 @@ from seergate.ops.checks import (
 
 
 class Pack(NamedTuple):
-    """Queries and keys of packed segments, and how they attend; the arguments of `packed_attention`, checked.
-
-    Attributes:
-        q: ``[T, H, d]``.
-        k: ``[T, Hkv, d]``.
-        cu_seqlens: int32 ``[n + 1]``, segment borders.
-        sm_scale: factor on ``q . k``.
-        sinks: ``[H]`` attention-sink logits.
-        softcap: cap on the scores.
-    """
+    """Queries and keys of packed segments, and how they attend: arguments of `packed_attention`, checked."""
 
     q: Tensor
     k: Tensor

@@ -13,13 +13,8 @@ from seergate.ops.checks import brief, check_block_size, check_lengths, check_sa
 
 
 class Branch(NamedTuple):
-    """A branch of the gate: a linear map, and the RMSNorm and RoPE that may follow.
-
-    Attributes:
-        weight: ``[Hkv, ..., E]``.
-        norm_weight: ``[E]``; ``None`` without a norm.
-        inv_freq: ``[E / 2]`` radians per position; ``None`` without RoPE.
-        attention_scaling: factor on RoPE's cosine and sine.
+    """A branch of the gate: a linear map ``[Hkv, ..., E]``, and the RMSNorm and RoPE that may follow; arguments of
+    `update_compressed_keys` and `score_blocks`, checked.
     """
 
     weight: Tensor

@@ -22,17 +22,7 @@ from seergate.ops.checks import (
 
 
 class DecodeInputs(NamedTuple):
-    """Queries, a cache, and how they attend; the arguments that both ops have, checked.
-
-    Attributes:
-        q: ``[B, H, d]``.
-        k: ``[B, Hkv, S, d]``, or pages ``[pages, Hkv, page, d]``.
-        v: ``[B, Hkv, S, dv]``, or pages.
-        sm_scale: factor on ``q . k``.
-        sinks: ``[H]`` attention-sink logits.
-        softcap: cap on the scores.
-        page_table: int ``[B, P]``, if there are pages.
-    """
+    """Queries, a cache or its pages, and how they attend: arguments of `sparse_decode` and `dense_decode`, checked."""
 
     q: Tensor
     k: Tensor
